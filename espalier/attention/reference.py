@@ -1,0 +1,34 @@
+"""The contract of attention/base.py in plain torch, on any device: what other backends are compared with."""
+
+import torch
+from torch import Tensor
+
+from espalier.attention.base import Attention, Support
+from espalier.kernels.softmax import masked_attention
+from espalier.layout import MAX_PAGE_SIZE
+
+
+class ReferenceAttention(Attention):
+    def over_prefix(self, q: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        g = self.geometry[layer]
+        held = self.prefix.page_table.shape[1] * self.pages.page_size
+        positions = torch.arange(held, device=q.device).expand(q.shape[0], -1)
+        rows = self.pages.rows_where(self.prefix.page_table, positions, positions < self.prefix.length[:, None])
+        k, v = (buffer[rows] for buffer in self.pages.layers[layer])
+        mask = (positions >= self.prefix.first) & (positions < self.prefix.length[:, None])
+        mask = mask[:, None, :].expand(-1, q.shape[1], -1)
+        if g.window is not None:
+            mask = mask & (self.nodes.positions[:, :, None] - positions[:, None, :] < g.window)
+        return masked_attention(q, k, v, mask, g.softmax_scale)
+
+
+class ReferenceBackend:
+    support = Support(
+        name="reference",
+        devices=("cpu", "cuda"),
+        dtypes=(torch.float64, torch.float32, torch.bfloat16, torch.float16),
+        sliding_window=True,
+        different_v_size=True,
+        max_page_size=MAX_PAGE_SIZE,
+    )
+    plan = staticmethod(ReferenceAttention)

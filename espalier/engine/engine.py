@@ -1,0 +1,90 @@
+"""The engine: one step, read from top to bottom."""
+
+from dataclasses import dataclass, field
+
+from espalier.cache.pages import PagePool
+from espalier.cache.prefix_tree import PrefixTree
+from espalier.engine.executor import Executor, Handle
+from espalier.engine.scheduler import Launch, Scheduler
+from espalier.errors import EspalierError
+from espalier.request import Piece, Request, SpeculationStats, check_prompt
+from espalier.speculate.round import Round
+
+
+@dataclass
+class InFlight:
+    """What is launched and not yet read: with overlap one launch stays behind, in lock-step none."""
+
+    overlap: bool
+    behind: tuple[Launch, Handle] | None = field(default=None)
+
+    def exchange(self, launched: tuple[Launch, Handle] | None) -> tuple[Launch, Handle] | None:
+        """Put a launch in; what is to be harvested comes out."""
+        if not self.overlap:
+            return launched
+        before, self.behind = self.behind, launched
+        return before
+
+
+class Engine:
+    """Runs requests to their end.  Not thread-safe: one caller adds, aborts and steps."""
+
+    def __init__(self, round: Round, overlap: bool, prefix_cache: bool):
+        self.layout = round.layout
+        self.vocab_size = round.target.config.vocab_size
+        self.executor = Executor(round, overlap)
+        self.pool = PagePool(round.pages.num_pages)
+        self.prefixes = PrefixTree(self.pool, self.layout.page_size) if prefix_cache else None
+        self.in_flight = InFlight(overlap)
+        self.scheduler = Scheduler(
+            self.layout, self.pool, self.prefixes, round.drafter.layers, rounds_in_flight=2 if overlap else 1
+        )
+        self.inbox: list[Request] = []
+
+    def step(self) -> list[Piece]:
+        """One turn: take in what arrived, launch what comes next, hand out what is done."""
+        self.scheduler.admit(self.drain_inbox())
+        launch = self.scheduler.next_launch()  # a prefill pass, a round, or nothing
+        launched = (launch, self.executor.launch(launch.ticket)) if launch else None
+        done = self.in_flight.exchange(launched)  # overlap: the launch before; lock-step: this one
+        if done is None:
+            return self.scheduler.take_pieces()
+        harvest, handle = done
+        return self.scheduler.harvest(harvest, handle.result())
+
+    def add(self, request: Request) -> None:
+        """Queue a request.  Raises EspalierError, before anything is lost, for one that can never run."""
+        check_prompt(request.prompt, self.vocab_size, self.layout.max_context)
+        if not self.scheduler.fits(request):
+            end = request.end(self.layout.max_context)
+            raise EspalierError(
+                f"a request of up to {end} tokens (prompt {len(request.prompt)}) can never fit {self.pool.num_pages - 1} pages "
+                f"of {self.layout.page_size} tokens; lower max_tokens or raise num_pages"
+            )
+        self.inbox.append(request)
+
+    def abort(self, request_id: str) -> None:
+        """End a request at the next harvest; unknown and finished ids are ignored, as an abort may cross a finish."""
+        for request in (*self.inbox, *self.scheduler.waiting, *self.scheduler.running):
+            if request.id == request_id:
+                request.aborted = True
+
+    def drain_inbox(self) -> list[Request]:
+        arrived, self.inbox = self.inbox, []
+        return arrived
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.inbox) or self.scheduler.has_work
+
+    @property
+    def totals(self) -> SpeculationStats:
+        return self.scheduler.totals
+
+    def check_pages(self) -> None:
+        """Assert that every page is exactly one of dummy, free, cached, owned.  Raises AssertionError naming the page."""
+        cached = self.prefixes.pages() if self.prefixes is not None else ()
+        self.pool.check([r.pages for r in self.scheduler.running], cached)
+
+    def close(self) -> None:
+        self.executor.close()

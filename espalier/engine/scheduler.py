@@ -1,0 +1,381 @@
+"""Who runs next, in which slot, on which pages; and what becomes of what was decided.
+
+Everything here is host bookkeeping.  Finish, abort and preempt act at harvest or when nothing is in flight; a slot and its
+pages are released once; results of an earlier stay in a slot are known by their generation and dropped.
+"""
+
+from bisect import insort
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from espalier.cache.pages import PagePool
+from espalier.cache.prefix_tree import PrefixTree
+from espalier.engine.executor import num_drafted
+from espalier.engine.ticket import DraftTree, Row, Ticket
+from espalier.layout import RoundLayout
+from espalier.request import Piece, Request, SpeculationStats
+from espalier.sampling.shape import Shaping
+from espalier.slots import Admission
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A ticket, and who was in it: (request, its generation then, whether its last known token was entered)."""
+
+    ticket: Ticket
+    members: list[tuple[Request, int, bool]]
+
+
+@dataclass(frozen=True)
+class RoundTrace:
+    """One request's round, for those who look.  Committed rows prefix_len .. prefix_len + len(emitted) - 1 stand in `pages`."""
+
+    request_id: str
+    tree: DraftTree
+    prefix_len: int
+    emitted: list[int]
+    pages: list[int]
+    page_size: int
+
+
+class Scheduler:
+    def __init__(
+        self, layout: RoundLayout, pool: PagePool, prefixes: PrefixTree | None, draft_layers: int, rounds_in_flight: int
+    ):
+        self.layout = layout
+        self.pool = pool
+        self.prefixes = prefixes
+        self.draft_layers = draft_layers
+        self.rounds_in_flight = rounds_in_flight
+        self.waiting: list[Request] = []
+        self.running: list[Request] = []
+        self.free_slots = list(range(layout.max_batch, 0, -1))
+        self.totals = SpeculationStats()
+        self.on_round: Callable[[RoundTrace], None] | None = None
+        self.num_preempted = 0
+        self._in_flight = 0
+        self._last_was_prefill = False
+        self._pieces: list[Piece] = []
+        self._admitted: list[Admission] = []
+        self._appended: list[tuple[int, int, int]] = []
+        self._fresh: list[int] = []
+
+    def admit(self, requests: list[Request]) -> None:
+        """Queue what arrived, in order of arrival."""
+        for request in requests:
+            insort(self.waiting, request, key=lambda r: r.arrival)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running or self._in_flight or self._pieces)
+
+    def next_launch(self) -> Launch | None:
+        """A prefill pass or a round, alternating while there is both; None where what is in flight must be read first."""
+        self._drop_aborted()
+        self._fill_slots()
+        entering = [r for r in self.running if r.entered < r.enter_end]
+        decoding = [r for r in self.running if r.entered >= r.enter_end]
+        if entering and not (self._last_was_prefill and decoding):
+            return self._launch_prefill(entering)
+        batch = self._reserve(decoding)
+        return self._launch_round(batch) if batch else None
+
+    def harvest(self, launch: Launch, rows: list[Row]) -> list[Piece]:
+        """Take in what a launch decided, in the order of launches."""
+        self._in_flight -= 1
+        for (request, generation, entered), row in zip(launch.members, rows, strict=True):
+            if generation != request.generation:
+                continue
+            if not launch.ticket.is_prefill:
+                self._read_round(request, row)
+            elif entered:
+                self._read_prompt(request, row)
+            if request.aborted and not request.done:
+                self._finish(request, "abort")
+        return self.take_pieces()
+
+    def take_pieces(self) -> list[Piece]:
+        pieces, self._pieces = self._pieces, []
+        return pieces
+
+    # Admission
+
+    def fits(self, request: Request) -> bool:
+        """Whether the pool, empty, could ever hold the request to its end."""
+        most = self.layout.pages_for(request.end(self.layout.max_context) + self.rounds_in_flight - 1)
+        return most <= self.pool.num_pages - 1
+
+    def _fill_slots(self) -> None:
+        for request in list(self.waiting):
+            if not self.free_slots:
+                return
+            if self._waits_for_sibling(request):
+                continue
+            if not self._enter(request):
+                return
+            self.waiting.remove(request)
+
+    def _waits_for_sibling(self, request: Request) -> bool:
+        leader = request.after
+        return self.prefixes is not None and leader is not None and not (leader.prompt_cached or leader.done)
+
+    def _enter(self, request: Request) -> bool:
+        """Give a waiting request a slot, the pages of its prompt and what is ahead, at once or not at all."""
+        tokens = request.tokens
+        # A request that was preempted knows its root: it is given, never picked again.
+        enter_end = len(tokens) - 1 if request.output else len(tokens)
+        shared = [] if self.prefixes is None else self.prefixes.match(tokens[:enter_end])
+        self.pool.share(shared)
+        end = request.end(self.layout.max_context)
+        need = self.layout.reserve(enter_end, self.rounds_in_flight, end) - len(shared)
+        if not self._make_room(need):
+            self.pool.release(shared)
+            return False
+        request.pages = shared + self._allocate(need)
+        request.slot = self.free_slots.pop()
+        cached = len(shared) * self.layout.page_size
+        # The draft's rows behind a hit need hidden states that no page holds: its last rows are computed again.
+        start = max(0, min(cached - self.draft_layers, enter_end - 1))
+        request.enter_end, request.entered, request.num_seen, request.unread = enter_end, start, enter_end, 0
+        if not request.output:
+            request.cached_tokens = cached
+        insort(self.running, request, key=lambda r: r.arrival)
+        self._admitted.append(admission(request, tokens, start, cached, end, self.layout.steps))
+        return True
+
+    # Pages
+
+    def _make_room(self, count: int) -> bool:
+        missing = count - self.pool.free
+        if missing > 0 and self.prefixes is not None:
+            self.prefixes.evict(missing)
+        return self.pool.free >= count
+
+    def _allocate(self, count: int) -> list[int]:
+        pages = self.pool.allocate(count)
+        self._fresh += pages
+        return pages
+
+    def _reserve(self, decoding: list[Request]) -> list[Request]:
+        """Pages for what a round may decide, oldest request first; the batch that can go, empty to wait for a harvest."""
+        batch = []
+        for request in decoding:
+            while request.slot is not None and not self._extend_pages(request):
+                if self._in_flight:
+                    return []
+                self._preempt(self.running[-1])
+            if request.slot is not None:
+                batch.append(request)
+        return batch
+
+    def _extend_pages(self, request: Request) -> bool:
+        end = request.end(self.layout.max_context)
+        missing = self.layout.reserve(request.num_seen, request.unread + 1, end) - len(request.pages)
+        if missing <= 0:
+            return True
+        if not self._make_room(missing):
+            return False
+        assert request.slot is not None
+        for page in self._allocate(missing):
+            self._appended.append((request.slot, len(request.pages), page))
+            request.pages.append(page)
+        return True
+
+    # Launches
+
+    def _launch_prefill(self, entering: list[Request]) -> Launch:
+        batch, width = self._chunk_batch(entering)
+        lengths = tuple(min(r.enter_end - r.entered, width) for r in batch)
+        for request, length in zip(batch, lengths):
+            request.entered += length
+        self._last_was_prefill = True
+        return self._launch(batch, lengths, width)
+
+    def _chunk_batch(self, entering: list[Request]) -> tuple[list[Request], int]:
+        """As many requests, oldest first, as fit one pass at the width that the longest of them wants."""
+        width = 0
+        for count, request in enumerate(entering):
+            wider = max(width, self.layout.chunk_width(request.enter_end - request.entered))
+            if count and count + 1 > self.layout.chunk_batch(wider):
+                return entering[:count], width
+            width = wider
+        return entering, width
+
+    def _launch_round(self, batch: list[Request]) -> Launch:
+        for request in batch:
+            request.unread += 1
+        self._last_was_prefill = False
+        return self._launch(batch, (), 0)
+
+    def _launch(self, batch: list[Request], lengths: tuple[int, ...], width: int) -> Launch:
+        asked = [r.params.logprobs for r in batch if r.params.logprobs is not None]
+        ticket = Ticket(
+            slots=tuple(r.slot for r in batch if r.slot is not None),
+            shaping=shaping_of(batch),
+            num_logprobs=max(asked, default=None),
+            lengths=lengths,
+            width=width,
+            admitted=tuple(self._admitted),
+            appended=tuple(self._appended),
+            fresh=tuple(self._fresh),
+        )
+        self._admitted, self._appended, self._fresh = [], [], []
+        self._in_flight += 1
+        return Launch(ticket, [(r, r.generation, r.entered >= r.enter_end) for r in batch])
+
+    # Harvest
+
+    def _read_prompt(self, request: Request, row: Row) -> None:
+        if not row.finite:
+            self._finish(request, "abort", NOT_FINITE)
+            return
+        self._file_pages(request, request.enter_end)
+        request.prompt_cached = True
+        if row.tokens:
+            self._take(request, row, [False])
+
+    def _read_round(self, request: Request, row: Row) -> None:
+        request.unread -= 1
+        if not row.finite:
+            self._finish(request, "abort", NOT_FINITE)
+            return
+        before = request.num_seen
+        request.num_seen += len(row.tokens)
+        pages = list(request.pages)
+        kept = self._take(request, row, [True] * (len(row.tokens) - 1) + [False])
+        room = request.end(self.layout.max_context) - 2 - before
+        assert row.tree is not None
+        for stats in (request.stats, self.totals):
+            stats.add(kept, num_drafted(row.tree), max(0, min(request.params.depth_limit(self.layout.steps), room)))
+        if self.on_round is not None:
+            self.on_round(RoundTrace(request.id, row.tree, before, row.tokens, pages, self.layout.page_size))
+
+    def _take(self, request: Request, row: Row, from_draft: list[bool]) -> int:
+        """Hand decided tokens to the request until one ends it; returns how many it kept."""
+        reason = None
+        kept = 0
+        for kept, token in enumerate(row.tokens, 1):
+            reason = self._push(request, token)
+            if reason:
+                break
+        request.from_draft += from_draft[:kept]
+        wanted = request.params.logprobs
+        logprobs = None if wanted is None else [trimmed(entry, wanted) for entry in row.logprobs[:kept]]
+        request.logprobs += logprobs or []
+        text = request.text.take(final=reason is not None) if request.text else ""
+        if reason:
+            self._leave(request, reason)
+        self._pieces.append(
+            Piece(request.id, request.index, row.tokens[:kept], text, from_draft[:kept], logprobs, reason)
+        )
+        return kept
+
+    def _push(self, request: Request, token: int) -> str | None:
+        """Append one token; the reason it ends the request, if it does."""
+        request.output.append(token)
+        if token in request.stop_ids:
+            return "stop"
+        if request.text is not None and request.text.push(token):
+            return "stop"
+        return "length" if request.num_tokens >= request.end(self.layout.max_context) else None
+
+    # Leaving
+
+    def _drop_aborted(self) -> None:
+        """Abort those that no launch in flight will bring to harvest."""
+        for request in [r for r in self.waiting if r.aborted]:
+            self.waiting.remove(request)
+            self._finish(request, "abort")
+        if not self._in_flight:
+            for request in [r for r in self.running if r.aborted]:
+                self._finish(request, "abort")
+
+    def _finish(self, request: Request, reason: str, error: str | None = None) -> None:
+        request.error = error
+        text = request.text.take(final=True) if request.text else ""
+        self._leave(request, reason)
+        self._pieces.append(Piece(request.id, request.index, text=text, finish_reason=reason, error=error))
+
+    def _leave(self, request: Request, reason: str) -> None:
+        request.finish_reason = reason
+        if request.slot is not None:
+            self._release(request)
+
+    def _preempt(self, request: Request) -> None:
+        """Back to its place in the queue; what it decided is kept, and its whole pages stay cached while there is room."""
+        self.num_preempted += 1
+        self._release(request)
+        self.admit([request])
+
+    def _release(self, request: Request) -> None:
+        assert request.slot is not None
+        if request.error is None:
+            self._file_pages(request, min(request.num_seen, request.num_tokens) if self._entered(request) else 0)
+        self.pool.release(request.pages)
+        self.free_slots.append(request.slot)
+        self.running.remove(request)
+        request.slot, request.pages = None, []
+        request.generation += 1
+
+    def _entered(self, request: Request) -> bool:
+        return bool(request.output) and request.entered >= request.enter_end
+
+    def _file_pages(self, request: Request, rows: int) -> None:
+        """Offer the whole pages of the first `rows` rows to the prefix tree; launches in flight write only past them."""
+        if self.prefixes is not None:
+            whole = rows // self.layout.page_size
+            self.prefixes.insert(request.tokens[: whole * self.layout.page_size], request.pages[:whole])
+
+
+NOT_FINITE = (
+    "the target's logits are not finite (NaN) for this request; its tokens so far stand, other requests go on: "
+    "check the checkpoint, or use a wider dtype"
+)
+
+
+def trimmed(entry, count: int):
+    """A logprob entry with the alternatives that its own request asked for."""
+    return type(entry)(entry.token_id, entry.logprob, entry.top[:count])
+
+
+def shaping_of(requests: list[Request]) -> Shaping:
+    """What the picks of this batch need, known on the host."""
+    params = [r.params for r in requests]
+    return Shaping(
+        sampled=any(p.temperature > 0 for p in params),
+        filtered=any(p.temperature > 0 and (p.top_k > 0 or p.top_p < 1 or p.min_p > 0) for p in params),
+        penalised=any(p.counts_tokens for p in params),
+        biased=any(p.logit_bias or p.min_tokens for p in params),
+    )
+
+
+def admission(
+    request: Request, tokens: list[int], start: int, commit_from: int, end: int, steps: int
+) -> Admission:
+    """What the device must know of a request that enters its slot."""
+    params = request.params
+    assert request.slot is not None
+    return Admission(
+        slot=request.slot,
+        tokens=tuple(tokens),
+        prompt_len=len(request.prompt),
+        pages=tuple(request.pages),
+        start=start,
+        commit_from=commit_from,
+        end=end,
+        depth_limit=params.depth_limit(steps),
+        sampling={
+            "temperature": params.temperature,
+            "top_k": params.top_k,
+            "top_p": params.top_p,
+            "min_p": params.min_p,
+            "repetition": params.repetition_penalty,
+            "presence": params.presence_penalty,
+            "frequency": params.frequency_penalty,
+            "seed": request.seed,
+            "min_position": len(request.prompt) + params.min_tokens,
+        },
+        bias=dict(params.logit_bias),
+        stop_ids=tuple(sorted(request.stop_ids)),
+        counts_tokens=params.counts_tokens,
+    )

@@ -1,0 +1,42 @@
+"""Ancestor words, and attention among the staged nodes of a pass.
+
+A node's ancestors, itself included, are bits of int64 words: bit i % 64 of word i // 64 is node i.  That form is 8 bytes for
+64 nodes, is what verification and the kernels read, and has no limit on the number of nodes.
+"""
+
+import torch
+from torch import Tensor
+
+from espalier.kernels.softmax import masked_attention
+from espalier.layout import ANCESTOR_BITS
+
+
+def ancestor_mask(parents: Tensor, void: Tensor, levels: int) -> Tensor:
+    """[B, D, D] bool: node j is an ancestor of node i, or i itself.
+
+    parents: [B, D], the root its own parent; void: [B, D], nodes that only see themselves; levels: the tree's depth.
+    """
+    itself = torch.eye(parents.shape[1], dtype=torch.bool, device=parents.device)
+    mask = itself.expand(parents.shape[0], -1, -1)
+    towards_root = parents[:, :, None].expand(-1, -1, parents.shape[1])
+    for _ in range(levels):
+        mask = mask.gather(1, towards_root) | itself
+    return torch.where(void[:, :, None], itself, mask)
+
+
+def pack(mask: Tensor) -> Tensor:
+    """Bits [..., D] bool to words [..., ceil(D / 64)] int64."""
+    padded = torch.nn.functional.pad(mask, (0, -mask.shape[-1] % ANCESTOR_BITS))
+    bits = torch.arange(ANCESTOR_BITS, device=mask.device)
+    return (padded.unflatten(-1, (-1, ANCESTOR_BITS)).long() << bits).sum(-1)
+
+
+def unpack(words: Tensor, nodes: int) -> Tensor:
+    """Words [..., W] int64 to bits [..., nodes] bool."""
+    bits = torch.arange(ANCESTOR_BITS, device=words.device)
+    return (words[..., None] >> bits & 1).flatten(-2)[..., :nodes].bool()
+
+
+def among_nodes(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Attention of queries [B, Q] over staged rows [B, R] where mask [B, Q, R] holds; see masked_attention."""
+    return masked_attention(q, k, v, mask, scale)

@@ -1,0 +1,152 @@
+"""Every size of a round, derived once from the configuration.
+
+Nothing else in the house multiplies two of these numbers: buffers are allocated from a RoundLayout and launchers check
+their arguments against it, on the host, without touching the device.
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from espalier.errors import EspalierError
+
+ANCESTOR_BITS = 64
+MAX_PAGE_SIZE = 512
+MIN_CHUNK_WIDTH = 16
+ROUNDS_IN_FLIGHT = 2
+
+
+def max_draft_tokens(steps: int, topk: int) -> int:
+    """The most nodes a tree can have, root included: everything that `steps` levels of `topk` beams can propose."""
+    return 1 + topk + (steps - 1) * topk**2 if steps else 1
+
+
+@dataclass(frozen=True)
+class RoundLayout:
+    """Sizes of rounds and prefill passes.
+
+    max_batch: requests a round can hold; steps, topk, num_draft_tokens: the tree (0, any, 1 is plain decoding);
+    page_size: positions a page; max_context: prompt and output of one request, in tokens;
+    draft_layers: layers whose K/V the drafter keeps in pages; chunk_size: rows of one prefill pass.
+    """
+
+    max_batch: int
+    steps: int
+    topk: int
+    num_draft_tokens: int
+    page_size: int
+    max_context: int
+    draft_layers: int
+    chunk_size: int
+
+    def __post_init__(self) -> None:
+        bound = max_draft_tokens(self.steps, self.topk)
+        refuse = [
+            (self.steps < 0, "steps", self.steps, "0 (plain decoding) or more"),
+            (self.topk < 1, "topk", self.topk, "1 (a chain) or more"),
+            (
+                not 1 <= self.num_draft_tokens <= bound,
+                "num_draft_tokens",
+                self.num_draft_tokens,
+                f"1 to {bound} at steps={self.steps}, topk={self.topk} (1 + topk + (steps - 1)·topk²; 1 at steps=0): "
+                "lower it, or raise steps or topk",
+            ),
+            (not 1 <= self.page_size <= MAX_PAGE_SIZE, "page_size", self.page_size, f"1 to {MAX_PAGE_SIZE}"),
+            (self.max_batch < 1, "max_batch", self.max_batch, "1 or more"),
+            (self.max_context < 2, "max_context", self.max_context, "2 or more: a prompt token and an answer"),
+            (self.chunk_size < MIN_CHUNK_WIDTH, "chunk_size", self.chunk_size, f"{MIN_CHUNK_WIDTH} or more"),
+        ]
+        for wrong, name, value, supported in refuse:
+            if wrong:
+                raise EspalierError(f"{name}={value} is not supported; use {supported}")
+
+    @property
+    def num_slots(self) -> int:
+        """Rows of the slot table: one a running request, and slot 0, which pads batches."""
+        return self.max_batch + 1
+
+    @property
+    def pool(self) -> int:
+        """Candidates that one draft scores: topk at level 1, topk² at each later level."""
+        return max_draft_tokens(self.steps, self.topk) - 1
+
+    @property
+    def extend_width(self) -> int:
+        """Tokens that one round can decide, and rows of the draft's extend."""
+        return self.steps + 1
+
+    @property
+    def ancestor_words(self) -> int:
+        return -(-self.num_draft_tokens // ANCESTOR_BITS)
+
+    @property
+    def beam_rows(self) -> int:
+        """Draft rows staged while a tree grows: topk beams for every level but the last."""
+        return max(self.steps - 1, 0) * self.topk
+
+    @property
+    def verify_rows(self) -> int:
+        """Nodes of a full batch of trees: rows of the target's staging."""
+        return self.max_batch * self.num_draft_tokens
+
+    @property
+    def staged_beams(self) -> int:
+        """Beams of a full batch: rows of the draft's staging."""
+        return self.max_batch * self.beam_rows
+
+    @property
+    def chunk_widths(self) -> tuple[int, ...]:
+        """The uniform widths that a prefill pass may have: doublings up to chunk_size."""
+        widths = [MIN_CHUNK_WIDTH]
+        while widths[-1] * 2 < self.chunk_size:
+            widths.append(widths[-1] * 2)
+        return (*widths, self.chunk_size) if widths[-1] < self.chunk_size else tuple(widths)
+
+    def chunk_width(self, tokens: int) -> int:
+        """The narrowest prefill width that holds `tokens`, or the widest there is."""
+        return next((width for width in self.chunk_widths if width >= tokens), self.chunk_size)
+
+    def chunk_batch(self, width: int) -> int:
+        """Requests that one prefill pass of this width holds."""
+        return min(self.max_batch, self.chunk_size // width)
+
+    def tokens_ahead(self, rounds: int) -> int:
+        """Rows that may come to exist past the last root the host has seen, `rounds` being launched and unread."""
+        return rounds * self.extend_width + 1
+
+    def pages_for(self, tokens: int) -> int:
+        return -(-tokens // self.page_size)
+
+    def reserve(self, num_seen: int, rounds: int, end: int) -> int:
+        """Pages that a request must hold before a launch.
+
+        num_seen: index of the last root the host has seen; rounds: launched and unread, this one included;
+        end: the tokens after which the request is finished, past which a round decides one token at most.
+        """
+        return self.pages_for(min(num_seen + self.tokens_ahead(rounds), end + rounds - 1))
+
+    @property
+    def history_width(self) -> int:
+        return self.max_context + self.tokens_ahead(ROUNDS_IN_FLIGHT)
+
+    @property
+    def table_width(self) -> int:
+        """Pages a request can ever hold: columns of the page table."""
+        return self.pages_for(self.history_width)
+
+    @property
+    def position_rows(self) -> int:
+        """Positions that a node can have: rows of rotary tables.  A padded chunk reaches past the last token."""
+        return self.history_width + max(self.steps, self.chunk_size)
+
+    def require(self, name: str, tensor: Tensor, *shape: int) -> None:
+        """Check a buffer's shape on the host; -1 leaves a dimension free.
+
+        Raises EspalierError naming the buffer, what it needs, what it holds, and the sizes both follow from.
+        """
+        fits = tensor.ndim == len(shape) and all(need in (-1, have) for need, have in zip(shape, tensor.shape))
+        if not fits:
+            raise EspalierError(
+                f"buffer {name} needs shape {list(shape)} and holds {list(tensor.shape)}; both follow from {self}: "
+                "allocate and launch from the same layout"
+            )

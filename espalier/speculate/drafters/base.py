@@ -1,0 +1,44 @@
+"""What a drafter is: two verbs and a declaration."""
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from torch import Tensor
+
+from espalier.cache.kv import Pages
+from espalier.slots import Slots
+from espalier.speculate.draws import Draws
+from espalier.speculate.tree import Tree, root_only
+
+
+class Drafter(Protocol):
+    """algorithm: the name users give; layers: draft layers kept in pages; hidden_from: whose hidden feeds layer k at token q,
+    "target" (the target's at q - k), "chain" (layer k - 1's at q - 1) or None; carried: what a slot hands from round to round."""
+
+    algorithm: str
+    layers: int
+    hidden_from: str | None
+    carried: Mapping[str, tuple[int, ...]]
+
+    def propose(self, slots: Slots, draws: Draws) -> Tree:
+        """Grow a tree under each slot's root."""
+        ...
+
+    def extend(self, slots: Slots, pages: Pages, captured: Tensor | None, length: Tensor) -> None:
+        """Take in tokens n+1 .. n+length, already in the history; captured: [B, W, features] of tokens n .. n+W-1."""
+        ...
+
+
+class NoDrafter:
+    """Plain decoding: the tree is its root."""
+
+    algorithm = "none"
+    layers = 0
+    hidden_from = None
+    carried: Mapping[str, tuple[int, ...]] = {}
+
+    def propose(self, slots: Slots, draws: Draws) -> Tree:
+        return root_only(slots.root)
+
+    def extend(self, slots: Slots, pages: Pages, captured: Tensor | None, length: Tensor) -> None:
+        pass

@@ -1,0 +1,138 @@
+"""EAGLE-3 (Li et al. 2025, arXiv 2503.01840): one layer over fused features of the target grows the tree.
+
+Row q of the draft stands under token q and is computed from it and the feature of token q-1, with rotary position q-1 as
+trained; row 0 does not exist.  Within a tree a beam reads its parent's output instead, and attends to its true ancestors.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from espalier.attention import Backend, Nodes, Prefix
+from espalier.attention.staged import StagedAttention
+from espalier.cache.geometry import LayerGeometry
+from espalier.cache.kv import Pages, Staging
+from espalier.layout import RoundLayout
+from espalier.models.eagle3 import Eagle3Draft
+from espalier.slots import Slots
+from espalier.speculate.draws import Draws
+from espalier.speculate.tree import Pool, Tree, ordered_topk, root_only
+
+FIRST_ROW = 1
+
+
+@dataclass(frozen=True)
+class Beams:
+    """Draft rows of one level: scores, pool [B, K]; hidden [B, K, H], the parent's output; path [B, R], the tokens of all rows
+    so far, this level's last; ancestors [B, K, R], which of them, its own included, a beam attends to."""
+
+    path: Tensor
+    scores: Tensor
+    pool: Tensor
+    hidden: Tensor
+    ancestors: Tensor
+
+
+class Eagle3Drafter:
+    algorithm = "eagle3"
+    layers = 1
+    hidden_from = "target"
+
+    def __init__(
+        self,
+        draft: Eagle3Draft,
+        layout: RoundLayout,
+        pages: Pages,
+        backend: Backend,
+        geometry: Sequence[LayerGeometry],
+        vocab_size: int,
+    ):
+        self.draft = draft
+        self.layout = layout
+        self.pages = pages
+        self.backend = backend
+        self.geometry = geometry
+        self.vocab_size = vocab_size
+        self.layer = len(geometry) - self.layers
+        dtype = pages.target[0].k.dtype
+        self.staging = Staging(
+            geometry, range(self.layer, len(geometry)), layout.staged_beams, dtype, pages.device
+        )
+        self.carried: Mapping[str, tuple[int, ...]] = {"hidden": (draft.hidden_size,)}
+
+    def propose(self, slots: Slots, draws: Draws) -> Tree:
+        if self.layout.num_draft_tokens == 1:
+            return root_only(slots.root)
+        pool = Pool()
+        out = slots.carried("hidden")[:, None]
+        beams = None
+        for level in range(1, self.layout.steps + 1):
+            tokens, scores = self._children(out, draws, level, beams)
+            parents = torch.full_like(slots.root[:, None], -1) if beams is None else beams.pool
+            first = pool.add(tokens.flatten(1), scores.flatten(1), parents.repeat_interleave(self.layout.topk, 1))
+            if level < self.layout.steps:
+                beams = self._next_beams(tokens, scores, out, beams, first)
+                out = self._run(slots, beams, level)
+        return pool.select(slots.root, self.layout.num_draft_tokens, self.layout.steps)
+
+    def _children(self, out: Tensor, draws: Draws, level: int, beams: Beams | None) -> tuple[Tensor, Tensor]:
+        """The topk best continuations of each row of `out` [B, Q, H]: target ids and path scores [B, Q, K]."""
+        path = None if beams is None else beams.path
+        on_path = None if beams is None else beams.ancestors
+        logits = self.draft.logits(out)
+        logp, ids = draws.child_scores(logits, self.draft.d2t, self.vocab_size, level - 1, path, on_path)
+        best, index = ordered_topk(logp.float(), self.layout.topk)
+        above = torch.zeros_like(best[..., 0]) if beams is None else beams.scores
+        scores = above[..., None] + best.clamp(max=0)
+        return (index if ids is None else ids[index]), scores
+
+    def _next_beams(self, tokens: Tensor, scores: Tensor, out: Tensor, above: Beams | None, first: int) -> Beams:
+        """The topk best candidates of a level become its beams, each with its true ancestors."""
+        best, index = ordered_topk(scores.flatten(1), self.layout.topk)
+        parents = index // self.layout.topk
+        chosen = tokens.flatten(1).gather(1, index)
+        path = chosen if above is None else torch.cat((above.path, chosen), 1)
+        own = torch.eye(self.layout.topk, dtype=torch.bool, device=index.device).expand(index.shape[0], -1, -1)
+        ancestors = own if above is None else torch.cat((inherit(above.ancestors, parents), own), 2)
+        hidden = out.gather(1, parents[..., None].expand(-1, -1, out.shape[2]))
+        return Beams(path, best, index + first, hidden, ancestors)
+
+    def _run(self, slots: Slots, beams: Beams, level: int) -> Tensor:
+        """One draft forward over the beams of depth `level`: [B, K, H]."""
+        topk = self.layout.topk
+        depths = torch.arange(level * topk, device=slots.index.device) // topk + 1
+        row_positions = slots.prefix_len[:, None] + depths
+        nodes = Nodes(row_positions[:, -topk:], row_positions, beams.ancestors)
+        attend = StagedAttention(
+            self._plan(slots, nodes), self.layer, self.staging, self.layout.beam_rows, (level - 1) * topk
+        )
+        return self.draft(beams.path[:, -topk:], beams.hidden, nodes.positions - FIRST_ROW, attend)
+
+    def extend(self, slots: Slots, pages: Pages, captured: Tensor | None, length: Tensor) -> None:
+        assert captured is not None
+        batch, width = captured.shape[:2]
+        offsets = torch.arange(width, device=length.device)
+        positions = slots.prefix_len[:, None] + 1 + offsets
+        rows = pages.rows_where(slots.page_table, positions, extend_rows(offsets, length))
+        causal = (offsets <= offsets[:, None]).expand(batch, -1, -1)
+        plan = self._plan(slots, Nodes(positions, positions, causal))
+        attend = StagedAttention(plan, self.layer, pages=pages, rows=rows)
+        out = self.draft(slots.history_at(positions), self.draft.fuse(captured), positions - FIRST_ROW, attend)
+        last = (length - 1).clamp(min=0)[:, None, None].expand(-1, 1, out.shape[2])
+        slots.carry("hidden", out.gather(1, last)[:, 0])
+
+    def _plan(self, slots: Slots, nodes: Nodes):
+        prefix = Prefix(slots.page_table, slots.prefix_len + 1, FIRST_ROW)
+        return self.backend.plan(self.pages, self.geometry, prefix, nodes)
+
+
+def inherit(ancestors: Tensor, parents: Tensor) -> Tensor:
+    """Rows [B, K, R] that the chosen beams' parents [B, K] attend to."""
+    return ancestors.gather(1, parents[..., None].expand(-1, -1, ancestors.shape[2]))
+
+
+def extend_rows(offsets: Tensor, length: Tensor) -> Tensor:
+    """[B, W] bool: rows of the extend that were decided, and so are kept."""
+    return offsets < length[:, None]

@@ -1,0 +1,131 @@
+"""Tiny engines for properties: random float64 models with a vocabulary of 16, so that random drafts are accepted often."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from tempfile import mkdtemp
+
+import torch
+
+from espalier.engine.build import assemble
+from espalier.engine.engine import Engine
+from espalier.layout import RoundLayout, max_draft_tokens
+from espalier.models import load_eagle3, load_target, read_config, read_eagle3
+from espalier.request import Request, SamplingParams, SpeculationStats
+from tests.builders import make_eagle3, make_target
+
+VOCAB = 16
+DTYPE = torch.float64
+CPU = torch.device("cpu")
+MAX_POSITIONS = 4096
+
+
+@lru_cache
+def directories(family: str = "llama", seed: int = 0) -> tuple[Path, Path]:
+    """A tiny target and its EAGLE-3 draft, made once a process."""
+    root = Path(mkdtemp(prefix="espalier-tiny-"))
+    target = make_target(root / "target", family=family, seed=seed, vocab=VOCAB)
+    return target, make_eagle3(root / "draft", target, seed=seed + 1)
+
+
+@lru_cache
+def models(family: str = "llama", seed: int = 0, speculative: bool = True):
+    """(target, draft) loaded in float64; the target alone captures nothing."""
+    target_path, draft_path = directories(family, seed)
+    how = {"dtype": DTYPE, "device": CPU, "position_rows": MAX_POSITIONS}
+    if not speculative:
+        return load_target(target_path, **how), None
+    capture = read_eagle3(draft_path, read_config(target_path)).capture
+    target = load_target(target_path, capture=capture, **how)
+    return target, load_eagle3(draft_path, target, **how)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """One cell of the product of layouts."""
+
+    page_size: int = 16
+    topk: int = 2
+    steps: int = 3
+    num_draft_tokens: int = 8
+    max_batch: int = 4
+    max_context: int = 96
+    chunk_size: int = 32
+    num_pages: int | None = None
+    algorithm: str = "eagle3"
+    attention: str = "sdpa"
+    overlap: bool = False
+    prefix_cache: bool = True
+    family: str = "llama"
+    seed: int = 0
+
+    def plain(self) -> "Setup":
+        return replace(self, algorithm="none", steps=0, topk=1, num_draft_tokens=1)
+
+    @property
+    def layout(self) -> RoundLayout:
+        nodes = min(self.num_draft_tokens, max_draft_tokens(self.steps, self.topk))
+        layers = 1 if self.algorithm == "eagle3" else 0
+        return RoundLayout(
+            self.max_batch, self.steps, self.topk, nodes, self.page_size, self.max_context, layers, self.chunk_size
+        )
+
+    def engine(self) -> Engine:
+        layout = self.layout
+        target, draft = models(self.family, self.seed, self.algorithm == "eagle3")
+        pages = self.num_pages or 1 + self.max_batch * layout.table_width
+        return assemble(
+            layout,
+            target,
+            draft,
+            self.algorithm,
+            attention=self.attention,
+            num_pages=pages,
+            dtype=DTYPE,
+            device=CPU,
+            overlap=self.overlap,
+            prefix_cache=self.prefix_cache,
+        )
+
+
+def request(index: int, prompt: Sequence[int], params: SamplingParams | None = None, seed: int | None = None) -> Request:
+    """A request without text; seed: of its noise, by default its index."""
+    resolved = (params or SamplingParams(temperature=0.0, max_tokens=24)).resolve({}, ())
+    return Request(
+        id=f"r{index}",
+        prompt=list(prompt),
+        params=resolved,
+        seed=index if seed is None else seed,
+        arrival=index,
+        stop_ids=frozenset(resolved.stop_token_ids),
+    )
+
+
+@dataclass
+class Ran:
+    """What came of a run: outputs by request, in order, and what speculation did."""
+
+    requests: list[Request]
+    stats: SpeculationStats
+
+    @property
+    def tokens(self) -> list[list[int]]:
+        return [r.output for r in self.requests]
+
+
+def run(engine: Engine, requests: Sequence[Request], check: bool = True) -> Ran:
+    """Add all, step to the end; pages are conserved after every step."""
+    for r in requests:
+        engine.add(r)
+    while engine.has_work:
+        engine.step()
+        if check:
+            engine.check_pages()
+    engine.close()
+    return Ran(list(requests), engine.totals)
+
+
+def prompts(seed: int, lengths: Sequence[int]) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(0, VOCAB, (n,), generator=generator).tolist() for n in lengths]
