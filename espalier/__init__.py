@@ -1,0 +1,38 @@
+"""Espalier: an LLM inference engine whose normal way of decoding is lossless tree speculation."""
+
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+from espalier.config import EngineConfig, SpeculationConfig
+from espalier.errors import EspalierError
+from espalier.request import Output, Piece, SamplingParams, SpeculationStats, Usage
+
+if TYPE_CHECKING:
+    from espalier.llm import LLM
+
+try:
+    __version__ = version("espalier-llm")
+except PackageNotFoundError:  # run from a checkout
+    __version__ = "0.0.0"
+
+__all__ = [
+    "LLM",
+    "EngineConfig",
+    "EspalierError",
+    "Output",
+    "Piece",
+    "SamplingParams",
+    "SpeculationConfig",
+    "SpeculationStats",
+    "Usage",
+    "__version__",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """LLM is imported when it is first asked for: it brings PyTorch, which `espalier --help` need not wait for."""
+    if name == "LLM":
+        from espalier.llm import LLM
+
+        return LLM
+    raise AttributeError(f"module 'espalier' has no attribute {name!r}")

@@ -1,5 +1,36 @@
-"""The one exception that users see for what they asked: a sentence naming the value, what is supported and the remedy."""
+"""The one exception that users see for what they asked: one line with the value, what is supported and the remedy."""
+
+import difflib
+from collections.abc import Collection
+from dataclasses import fields
+from functools import wraps
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 class EspalierError(ValueError):
     """Bad input or an unsupported combination, refused by name before anything is lost."""
+
+
+def unknown_name(what: str, name: str, known: Collection[str]) -> EspalierError:
+    """The error for a name that is not among `known`, with the nearest that is, or all of them where none is near."""
+    near = difflib.get_close_matches(name, known, n=1)
+    remedy = f"did you mean {near[0]!r}?" if near else f"use one of {', '.join(known)}"
+    return EspalierError(f"{what} has no {name!r}; {remedy}")
+
+
+def refuses_unknown(cls: type[T]) -> type[T]:
+    """Decorate a dataclass: a keyword that is no field is an EspalierError with its nearest neighbour."""
+    init: Any = cls.__init__
+    known = [f.name for f in fields(cls) if f.init]  # type: ignore[arg-type]
+
+    @wraps(init)
+    def checked(self: T, *args: Any, **kwargs: Any) -> None:
+        for name in kwargs:
+            if name not in known:
+                raise unknown_name(cls.__name__, name, known)
+        init(self, *args, **kwargs)
+
+    cls.__init__ = checked  # type: ignore[method-assign]
+    return cls

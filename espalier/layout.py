@@ -144,7 +144,7 @@ class RoundLayout:
 
         Raises EspalierError naming the buffer, what it needs, what it holds, and the sizes both follow from.
         """
-        fits = tensor.ndim == len(shape) and all(need in (-1, have) for need, have in zip(shape, tensor.shape))
+        fits = tensor.ndim == len(shape) and all(need in (-1, have) for need, have in zip(shape, tensor.shape, strict=True))
         if not fits:
             raise EspalierError(
                 f"buffer {name} needs shape {list(shape)} and holds {list(tensor.shape)}; both follow from {self}: "

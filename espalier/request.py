@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
 
-from espalier.errors import EspalierError
+from espalier.errors import EspalierError, refuses_unknown
 
 MAX_BIAS = 512
 MAX_STOP_IDS = 64
@@ -31,9 +31,13 @@ def _option(text: str) -> Any:
     return field(default=None, metadata={"help": text})
 
 
+@refuses_unknown
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one prompt is continued.  None is unset: the model's generation_config.json decides, then ResolvedParams' defaults."""
+    """How one prompt is continued.
+
+    None is unset: the model's generation_config.json decides, then the defaults of ResolvedParams.
+    """
 
     temperature: float | None = _option("0 is greedy; higher is more varied")
     top_k: int | None = _option("keep the k likeliest tokens; 0 keeps all")
@@ -76,9 +80,10 @@ class SamplingParams:
         return ResolvedParams(**values)
 
 
+@refuses_unknown
 @dataclass(frozen=True)
 class ResolvedParams(SamplingParams):
-    """SamplingParams with nothing left open.  Its defaults are neutral: they leave the target's distribution as it is."""
+    """SamplingParams with nothing left open.  The defaults are neutral: they leave the target's law as it is."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -144,7 +149,8 @@ class ResolvedParams(SamplingParams):
             raise EspalierError("stop needs text and this model has no tokenizer; use stop_token_ids")
         if len(self.stop_token_ids) > MAX_STOP_IDS:
             raise EspalierError(
-                f"{len(self.stop_token_ids)} stop token ids (the model's own included) are not supported; use {MAX_STOP_IDS} at most"
+                f"{len(self.stop_token_ids)} stop token ids (the model's own included) are not supported; "
+                f"use {MAX_STOP_IDS} at most"
             )
         for token in self.stop_token_ids:
             _require_int("stop_token_ids entry", token, 0, vocab_size - 1, remedy=" (the vocabulary)")
@@ -196,15 +202,15 @@ def check_prompt(prompt: Sequence[int], vocab_size: int, max_context: int) -> No
         raise EspalierError("the prompt is empty; give it at least one token (the bos token, if the model has one)")
     if len(prompt) >= max_context:
         raise EspalierError(
-            f"a prompt of {len(prompt)} tokens is not supported at max_context={max_context}, which holds prompt and output; "
-            f"shorten it to {max_context - 1} or raise max_context"
+            f"a prompt of {len(prompt)} tokens is not supported at max_context={max_context}, which holds prompt and "
+            f"output; shorten it to {max_context - 1} or raise max_context"
         )
     for token in prompt:
         _require_int("prompt token id", token, 0, vocab_size - 1, remedy=" (the vocabulary)")
 
 
 def sample_seed(seed: int, index: int) -> int:
-    """The seed of sample `index` of n: the request's own for the first, so that it does not depend on n (splitmix64 after)."""
+    """The seed of sample `index` of n.  The first has the request's own, so that it does not depend on n."""
     if index == 0:
         return seed
     mask = 2**64 - 1
@@ -272,7 +278,7 @@ class SpeculationStats:
     @property
     def acceptance_by_depth(self) -> list[tuple[int, int]]:
         """(tried, accepted) rounds for each depth from 1."""
-        return list(zip(self.reached, self.taken))
+        return list(zip(self.reached, self.taken, strict=True))
 
     def add(self, accept_length: int, drafted: int, depth: int) -> None:
         """Count one round of one request; depth: of the deepest node that it could have accepted."""
@@ -291,7 +297,7 @@ class SpeculationStats:
             (self.taken, other.taken),
         ):
             mine += [0] * (len(theirs) - len(mine))
-            mine[: len(theirs)] = [a + b for a, b in zip(mine, theirs)]
+            mine[: len(theirs)] = [a + b for a, b in zip(mine, theirs, strict=False)]
 
     def as_dict(self) -> dict[str, Any]:
         """Counts and what follows from them, as JSON takes them."""
@@ -322,8 +328,9 @@ class Request:
     stop_ids: tokens that end it; text: None if nobody reads text; index: which of n samples;
     after: a sibling whose prompt this one shares, and so waits for.
 
-    In its slot: enter_end, rows to enter before rounds begin; entered, those launched so far; num_seen, index of the last root
-    that the host knows of; unread, rounds launched and not yet read.  generation tells one stay in a slot from the next.
+    In its slot: enter_end, rows to enter before rounds begin; entered, those launched so far; num_seen, index of the
+    last root that the host knows of; unread, rounds launched and not yet read.  generation tells one stay in a slot from
+    the next.
     """
 
     id: str
@@ -379,7 +386,7 @@ class Request:
 class Piece:
     """What one engine step hands out for one request.
 
-    text may lag behind token_ids, by what could still change; finish_reason and error are set on a request's last piece.
+    text may lag behind token_ids, by what could still change; a request's last piece has its finish_reason and error.
     """
 
     request_id: str
@@ -396,8 +403,8 @@ class Piece:
 class Output:
     """A finished continuation.
 
-    finish_reason: "stop" (an end token or a stop string), "length" (max_tokens or the context's end) or "abort" (then error
-    says why, unless the user asked for it).  choices: all n outputs, this one first, when n > 1.
+    finish_reason: "stop" (an end token or a stop string), "length" (max_tokens or the context's end) or "abort" (then
+    error says why, unless the user asked for it).  choices: all n outputs, this one first, when n > 1.
     """
 
     text: str

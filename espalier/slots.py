@@ -4,7 +4,7 @@ One row a slot; slot 0 is the dummy request that pads a batch and is never advan
 launch to launch; the host needs no length to launch.  What the fields mean to sampling or drafting is for those rooms.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -108,7 +108,7 @@ class SlotTable:
             self.page_table[slots, columns] = pages
 
     @staticmethod
-    def _write(row: Tensor, values, rest: int = 0) -> None:
+    def _write(row: Tensor, values: Collection[float], rest: int = 0) -> None:
         row.fill_(rest)
         if values:
             row[: len(values)] = torch.tensor(list(values), dtype=row.dtype, device=row.device)

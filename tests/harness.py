@@ -1,9 +1,11 @@
 """Tiny engines for properties: random float64 models with a vocabulary of 16, so that random drafts are accepted often."""
 
+import atexit
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
+from shutil import rmtree
 from tempfile import mkdtemp
 
 import torch
@@ -11,7 +13,7 @@ import torch
 from espalier.engine.build import assemble
 from espalier.engine.engine import Engine
 from espalier.layout import RoundLayout, max_draft_tokens
-from espalier.models import load_eagle3, load_target, read_config, read_eagle3
+from espalier.models import CausalLM, Eagle3Draft, load_eagle3, load_target, read_config, read_eagle3
 from espalier.request import Request, SamplingParams, SpeculationStats
 from tests.builders import make_eagle3, make_target
 
@@ -22,17 +24,27 @@ MAX_POSITIONS = 4096
 
 
 @lru_cache
-def directories(family: str = "llama", seed: int = 0) -> tuple[Path, Path]:
-    """A tiny target and its EAGLE-3 draft, made once a process."""
+def directories(
+    family: str = "llama", seed: int = 0, window: int | None = None, draft_vocab: int | None = None
+) -> tuple[Path, Path]:
+    """A tiny target and its EAGLE-3 draft, made once a process.  window: of a mistral target's attention, every layer."""
     root = Path(mkdtemp(prefix="espalier-tiny-"))
-    target = make_target(root / "target", family=family, seed=seed, vocab=VOCAB)
-    return target, make_eagle3(root / "draft", target, seed=seed + 1)
+    atexit.register(rmtree, root, ignore_errors=True)
+    slides = {} if window is None else {"sliding_window": window}
+    target = make_target(root / "target", family=family, seed=seed, vocab=VOCAB, **slides)
+    return target, make_eagle3(root / "draft", target, seed=seed + 1, draft_vocab=draft_vocab)
 
 
 @lru_cache
-def models(family: str = "llama", seed: int = 0, speculative: bool = True):
+def models(
+    family: str = "llama",
+    seed: int = 0,
+    speculative: bool = True,
+    window: int | None = None,
+    draft_vocab: int | None = None,
+) -> tuple[CausalLM, Eagle3Draft | None]:
     """(target, draft) loaded in float64; the target alone captures nothing."""
-    target_path, draft_path = directories(family, seed)
+    target_path, draft_path = directories(family, seed, window, draft_vocab)
     how = {"dtype": DTYPE, "device": CPU, "position_rows": MAX_POSITIONS}
     if not speculative:
         return load_target(target_path, **how), None
@@ -59,6 +71,8 @@ class Setup:
     prefix_cache: bool = True
     family: str = "llama"
     seed: int = 0
+    window: int | None = None
+    draft_vocab: int | None = None
 
     def plain(self) -> "Setup":
         return replace(self, algorithm="none", steps=0, topk=1, num_draft_tokens=1)
@@ -71,9 +85,13 @@ class Setup:
             self.max_batch, self.steps, self.topk, nodes, self.page_size, self.max_context, layers, self.chunk_size
         )
 
+    @property
+    def models(self) -> tuple[CausalLM, Eagle3Draft | None]:
+        return models(self.family, self.seed, self.algorithm == "eagle3", self.window, self.draft_vocab)
+
     def engine(self) -> Engine:
         layout = self.layout
-        target, draft = models(self.family, self.seed, self.algorithm == "eagle3")
+        target, draft = self.models
         pages = self.num_pages or 1 + self.max_batch * layout.table_width
         return assemble(
             layout,

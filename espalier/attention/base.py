@@ -1,8 +1,9 @@
 """The one attention: new nodes hanging off a committed prefix.
 
-Every forward pass (a prompt chunk, a draft level, a verify tree, a draft extend) is queries [B, Q] over staged rows [B, R] and
-over a prefix in pages.  A backend supplies the part over the prefix with its log-sum-exp; the part among the nodes is
-kernels/ancestors.py for all of them; `Attention.attend` merges the two, and a backend may override it where it can fuse.
+Every forward pass (a prompt chunk, a draft level, a verify tree, a draft extend) is queries [B, Q] over staged rows [B,
+R] and over a prefix in pages.  A backend supplies the part over the prefix with its log-sum-exp; the part among the
+nodes is kernels/ancestors.py for all of them; `Attention.attend` merges the two, and a backend may override it where it
+can fuse.
 """
 
 from collections.abc import Sequence
@@ -49,7 +50,9 @@ class Support:
         ]
         for wrong, value, supported in refuse:
             if wrong:
-                raise EspalierError(f"attention={self.name} does not support {value}; it supports {supported}: choose another backend")
+                raise EspalierError(
+                    f"attention={self.name} does not support {value}; it supports {supported}: choose another backend"
+                )
 
 
 def _plain(dtype: torch.dtype) -> str:
@@ -60,8 +63,8 @@ def _plain(dtype: torch.dtype) -> str:
 class Prefix:
     """Committed rows that a pass hangs from.
 
-    page_table: [B, table_width]; length: [B], rows first .. length-1 exist (the draft's first row is 1 for EAGLE: a row needs
-    the feature of the token before); first: int.
+    page_table: [B, table_width]; length: [B], rows first .. length-1 exist (the draft's first row is 1 for EAGLE: a row
+    needs the feature of the token before); first: int.
     """
 
     page_table: Tensor
@@ -73,8 +76,8 @@ class Prefix:
 class Nodes:
     """The new rows of a pass.
 
-    positions: [B, Q] page positions of the queries; row_positions: [B, R] of the staged rows; mask: [B, Q, R] bool, which
-    staged rows are a query's ancestors or itself.  The queries are the last Q of the R rows.
+    positions: [B, Q] page positions of the queries; row_positions: [B, R] of the staged rows; mask: [B, Q, R] bool,
+    which staged rows are a query's ancestors or itself.  The queries are the last Q of the R rows.
     """
 
     positions: Tensor
@@ -82,7 +85,8 @@ class Nodes:
     mask: Tensor
 
     def seen(self, window: int | None) -> Tensor:
-        """[B, Q, R]: ancestors inside the window.  A row always sees itself, padding too, so that no softmax is empty."""
+        """[B, Q, R]: ancestors inside the window.  A row always sees itself, padding too, so that no softmax is
+        empty."""
         if window is None:
             return self.mask
         return self.mask & (self.positions[:, :, None] - self.row_positions[:, None, :] < window)
@@ -110,12 +114,13 @@ class Attention:
     def over_prefix(self, q: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         """Attention of q [B, Q, heads, k_size] over committed rows [lower, length), lower by the layer's window.
 
-        Returns out [B, Q, heads, v_size] and lse [B, Q, heads] float32 (float64 for float64), natural log; an empty prefix gives
-        zeros and -inf.
+        Returns out [B, Q, heads, v_size] and lse [B, Q, heads] float32 (float64 for float64), natural log; an empty
+        prefix gives zeros and -inf.
         """
         raise NotImplementedError
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q [B, Q, heads, k_size] over the prefix and over staged k, v [B, R, kv_heads, size]; out [B, Q, heads, v_size]."""
+        """q [B, Q, heads, k_size] over the prefix and over staged k, v [B, R, kv_heads, size]; out [B, Q, heads,
+        v_size]."""
         g = self.geometry[layer]
         return merge(self.over_prefix(q, layer), among_nodes(q, k, v, self.nodes.seen(g.window), g.softmax_scale))

@@ -18,20 +18,23 @@ from espalier.layout import MAX_PAGE_SIZE
 class SdpaAttention(Attention):
     def __init__(self, pages: Pages, geometry: Sequence[LayerGeometry], prefix: Prefix, nodes: Nodes):
         super().__init__(pages, geometry, prefix, nodes)
-        # Lengths are host memory on a CPU: reading them here costs no sync, and the gather is as long as the batch needs.
+        # Lengths are host memory on a CPU: reading them here costs no sync, and the gather is as long as the batch
+        # needs.
         batch = prefix.length.shape[0]
         self.longest = int(prefix.length.max()) if batch else 0
         self.positions = torch.arange(self.longest).expand(batch, -1)
-        self.rows = pages.rows_where(prefix.page_table, self.positions, self.positions < prefix.length[:, None]).flatten()
+        self.rows = pages.rows_where(
+            prefix.page_table, self.positions, self.positions < prefix.length[:, None]
+        ).flatten()
         self.bias: dict[tuple[int | None, int], Tensor] = {}
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        batch, queries, heads, _ = q.shape
+        queries, heads = q.shape[1:3]
         g = self.geometry[layer]
         groups = heads // g.kv_heads
         if self.longest:
-            k, v = (self._beside(buffer, new) for buffer, new in zip(self.pages.layers[layer], (k, v)))
-        packed = q.view(batch, queries, g.kv_heads, groups, -1).permute(0, 2, 3, 1, 4).flatten(2, 3)
+            k, v = (self._beside(buffer, new) for buffer, new in zip(self.pages.layers[layer], (k, v), strict=True))
+        packed = q.unflatten(2, (g.kv_heads, groups)).permute(0, 2, 3, 1, 4).flatten(2, 3)
         out = scaled_dot_product_attention(
             packed,
             k.transpose(1, 2),
@@ -39,7 +42,7 @@ class SdpaAttention(Attention):
             attn_mask=self._bias(g.window, groups, q.dtype),
             scale=g.softmax_scale,
         )
-        return out.view(batch, g.kv_heads, groups, queries, -1).permute(0, 3, 1, 2, 4).flatten(2, 3)
+        return out.unflatten(2, (groups, queries)).permute(0, 3, 1, 2, 4).flatten(2, 3)
 
     def _beside(self, buffer: Tensor, new: Tensor) -> Tensor:
         committed = buffer.index_select(0, self.rows).view(new.shape[0], self.longest, *new.shape[2:])

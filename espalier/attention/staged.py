@@ -13,8 +13,8 @@ from espalier.cache.kv import Pages, Staging
 
 @dataclass(frozen=True)
 class StagedAttention:
-    """One pass of nodes.  Its layers may stage their rows beside those of earlier passes (staging, width, at), or, for a chain that
-    was decided before it runs, commit them at once (pages, rows [B, Q])."""
+    """One pass of nodes.  Its layers may stage their rows beside those of earlier passes (staging, width, at), or, for
+    a chain that was decided before it runs, commit them at once (pages, rows [B, Q])."""
 
     attention: Attention
     layer_offset: int = 0

@@ -1,7 +1,7 @@
 """The tensors of the cache: pages of decided rows, staging for rows that are not decided yet, and commit between them.
 
-Which page belongs to whom is for cache/pages.py; here a row is `page * page_size + offset`.  Row 0, in the dummy page, takes
-what padding writes and is zeroed after every write, so that a masked read of it stays finite.
+Which page belongs to whom is for cache/pages.py; here a row is `page * page_size + offset`.  Row 0, in the dummy page,
+takes what padding writes and is zeroed after every write, so that a masked read of it stays finite.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,8 @@ DUMMY_ROW = 0
 
 @dataclass
 class LayerStack:
-    """K and V of the layers that share one shape: k [layers, rows, kv_heads, k_size], v [layers, rows, kv_heads, v_size]."""
+    """K and V of the layers that share one shape: k [layers, rows, kv_heads, k_size], v [layers, rows, kv_heads,
+    v_size]."""
 
     layers: tuple[int, ...]
     k: Tensor
@@ -28,7 +29,8 @@ class LayerStack:
 def stacks(
     geometry: Sequence[LayerGeometry], layers: range, rows: int, dtype: torch.dtype, device: torch.device
 ) -> list[LayerStack]:
-    """One zeroed stack for each shape that occurs among `layers`, so that a commit is a few launches, not one a layer."""
+    """One zeroed stack for each shape that occurs among `layers`, so that a commit is a few launches, not one a
+    layer."""
     shapes: dict[tuple[int, int, int], list[int]] = {}
     for layer in layers:
         g = geometry[layer]
@@ -48,15 +50,19 @@ def by_layer(stacked: list[LayerStack]) -> dict[int, tuple[Tensor, Tensor]]:
 
 
 class Staging:
-    """Rows under construction of a range of layers: `batch` requests × `width` rows a request, dense, of fixed shape."""
+    """Rows under construction of a range of layers: `batch` requests × `width` rows a request, dense, of fixed
+    shape."""
 
-    def __init__(self, geometry: Sequence[LayerGeometry], layers: range, rows: int, dtype: torch.dtype, device: torch.device):
+    def __init__(
+        self, geometry: Sequence[LayerGeometry], layers: range, rows: int, dtype: torch.dtype, device: torch.device
+    ):
         self.stacks = stacks(geometry, layers, rows, dtype, device)
         self.layers = by_layer(self.stacks)
         self.rows = rows
 
     def put(self, layer: int, k: Tensor, v: Tensor, width: int, at: int) -> tuple[Tensor, Tensor]:
-        """Stage k, v [B, Q, kv_heads, size] as rows at .. at+Q of each request's `width`; returns all [B, at+Q, ...] so far."""
+        """Stage k, v [B, Q, kv_heads, size] as rows at .. at+Q of each request's `width`; returns all [B, at+Q, ...] so
+        far."""
         batch, queries = k.shape[:2]
         staged_k, staged_v = (self._rows(buffer, batch, width) for buffer in self.layers[layer])
         staged_k[:, at : at + queries] = k
@@ -97,7 +103,8 @@ class Pages:
         return self.rows(page_table, positions).masked_fill(~keep, DUMMY_ROW)
 
     def zero(self, pages: Sequence[int]) -> None:
-        """Clear pages that are handed out: a masked read past a request's length must be finite, whoever owned it last."""
+        """Clear pages that are handed out: a masked read past a request's length must be finite, whoever owned it
+        last."""
         if not pages:
             return
         index = torch.tensor(pages, device=self.device)
@@ -114,7 +121,7 @@ class Pages:
 
     def write(self, layer: int, k: Tensor, v: Tensor, rows: Tensor) -> None:
         """Commit one layer of a chain that was decided before it ran: k, v [B, Q, kv_heads, size] to rows [B, Q]."""
-        for value, buffer in zip((k, v), self.layers[layer]):
+        for value, buffer in zip((k, v), self.layers[layer], strict=True):
             buffer.index_copy_(0, rows.flatten(), value.flatten(0, 1))
             buffer[DUMMY_ROW] = 0
 

@@ -1,7 +1,7 @@
 """Which pages are free, and how many hold each of those that are not.
 
-Ids and counts only: the tensors stand in cache/kv.py, and who holds what is for the scheduler and the prefix tree.  A holder is
-a running request or the prefix tree; a page is free when nobody holds it.
+Ids and counts only: the tensors stand in cache/kv.py, and who holds what is for the scheduler and the prefix tree.  A
+holder is a running request or the prefix tree; a page is free when nobody holds it.
 """
 
 from collections import Counter
@@ -21,8 +21,8 @@ class PageDefect(AssertionError):
 class PagePool:
     """Reference counts of pages 1 .. num_pages - 1.  Page 0, the dummy that padding writes to, is never handed out.
 
-    The page freed last is handed out first, at the start the lowest id.  That costs O(1) a page, depends on nothing but the calls
-    made, and leaves memory that was never needed untouched.
+    The page freed last is handed out first, at the start the lowest id.  That costs O(1) a page, depends on nothing
+    but the calls made, and leaves memory that was never needed untouched.
     """
 
     def __init__(self, num_pages: int):
@@ -72,7 +72,7 @@ class PagePool:
             counts = Counter(held)
             for page in (page for page, times in counts.items() if times > 1):
                 raise PageDefect(f"page {page} stands {counts[page]} times with one holder")
-            holders += counts
+            holders.update(counts)
         free = Counter(self._free)
         for page in range(self.num_pages):
             self._check_page(page, holders.pop(page, 0), free.pop(page, 0))

@@ -1,8 +1,8 @@
 """Pages that were computed once and may serve again: a radix tree over whole pages, keyed by plain tokens.
 
-A node is one page under the tokens it holds; what precedes it is its path.  The tree holds a reference to each of its pages, so
-that they outlive their requests until they are evicted, least recently used leaf first.  When to share and to evict is for the
-scheduler.
+A node is one page under the tokens it holds; what precedes it is its path.  The tree holds a reference to each of its
+pages, so that they outlive their requests until they are evicted, least recently used leaf first.  When to share and
+to evict is for the scheduler.
 """
 
 from collections.abc import Iterator, Sequence
@@ -32,8 +32,8 @@ class PrefixTree:
         self._root = Node(DUMMY_PAGE)
         # In order of arrival, so that a node stands after its ancestors.
         self._nodes: dict[int, Node] = {}
-        # (used, page) of every leaf once, and of some that are leaves no more.  `used` may lag behind the node's: a lower bound, put
-        # right when the entry comes up, so that a match costs the heap nothing.
+        # (used, page) of every leaf once, and of some that are leaves no more.  `used` may lag behind the node's: a
+        # lower bound, put right when the entry comes up, so that a match costs the heap nothing.
         self._leaves: list[tuple[int, int]] = []
         self._queued: set[int] = set()
         self._clock = 0
@@ -44,12 +44,13 @@ class PrefixTree:
         No reference is taken: share the pages before anything else may evict.
         """
         self._clock += 1
-        node: Node | None = self._root
-        pages = []
+        node = self._root
+        pages: list[int] = []
         for key in self._keys(tokens, len(tokens) // self.page_size):
-            node = node.children.get(key)
-            if node is None:
-                break
+            child = node.children.get(key)
+            if child is None:
+                return pages
+            node = child
             node.used = self._clock
             pages.append(node.page)
         return pages
@@ -57,8 +58,8 @@ class PrefixTree:
     def insert(self, tokens: Sequence[int], pages: Sequence[int]) -> None:
         """File `pages`, which hold tokens[: len(pages) * page_size]; counts as a use of them.
 
-        The tree takes its own reference to each page that it did not hold.  Where equal tokens are cached already the caller's page
-        is not taken; the caller releases its own references as always.
+        The tree takes its own reference to each page that it did not hold.  Where equal tokens are cached already the
+        caller's page is not taken; the caller releases its own references as always.
         """
         if len(tokens) < len(pages) * self.page_size:
             raise ValueError(f"{len(pages)} pages of {self.page_size} hold more than the {len(tokens)} tokens given")
@@ -91,8 +92,8 @@ class PrefixTree:
     def evictable(self) -> int:
         """How many pages `evict` could free now.  O(pages): counts change in the pool, unknown to the tree.
 
-        A held page keeps its ancestors, also those that no request holds: a request whose own copy of a prefix was not taken files
-        its next page below the copy that was.
+        A held page keeps its ancestors, also those that no request holds: a request whose own copy of a prefix was
+        not taken files its next page below the copy that was.
         """
         kept = {DUMMY_PAGE}
         for page, node in reversed(self._nodes.items()):

@@ -58,8 +58,8 @@ class Engine:
         if not self.scheduler.fits(request):
             end = request.end(self.layout.max_context)
             raise EspalierError(
-                f"a request of up to {end} tokens (prompt {len(request.prompt)}) can never fit {self.pool.num_pages - 1} pages "
-                f"of {self.layout.page_size} tokens; lower max_tokens or raise num_pages"
+                f"a request of up to {end} tokens (prompt {len(request.prompt)}) can never fit "
+                f"{self.pool.num_pages - 1} pages of {self.layout.page_size} tokens; lower max_tokens or raise num_pages"
             )
         self.inbox.append(request)
 
@@ -82,7 +82,8 @@ class Engine:
         return self.scheduler.totals
 
     def check_pages(self) -> None:
-        """Assert that every page is exactly one of dummy, free, cached, owned.  Raises AssertionError naming the page."""
+        """Assert that every page is exactly one of dummy, free, cached, owned.  Raises AssertionError naming the
+        page."""
         cached = self.prefixes.pages() if self.prefixes is not None else ()
         self.pool.check([r.pages for r in self.scheduler.running], cached)
 

@@ -62,18 +62,18 @@ def read(decided: Decided) -> list[Row]:
     finite = decided.finite.tolist()
     tree_of = _trees(decided, lengths)
     logprobs_of = _logprobs(decided, tokens, lengths)
-    return [
-        Row(tokens[b][: lengths[b]], finite[b], tree_of(b), logprobs_of(b)) for b in range(len(lengths))
-    ]
+    return [Row(tokens[b][: lengths[b]], finite[b], tree_of(b), logprobs_of(b)) for b in range(len(lengths))]
 
 
 def _trees(decided: Decided, lengths: list[int]) -> Callable[[int], DraftTree | None]:
     if decided.tree is None or decided.path is None:
         return lambda b: None
     tree = decided.tree
-    parts = [value.tolist() for value in (tree.tokens, tree.parents, tree.depths, tree.scores)]
+    tokens, parents, depths, scores = (
+        value.tolist() for value in (tree.tokens, tree.parents, tree.depths, tree.scores)
+    )
     rows = decided.path.rows.tolist()
-    return lambda b: DraftTree(*(part[b] for part in parts), path_rows=rows[b][: lengths[b]])
+    return lambda b: DraftTree(tokens[b], parents[b], depths[b], scores[b], rows[b][: lengths[b]])
 
 
 def _logprobs(decided: Decided, tokens: list[list[int]], lengths: list[int]) -> Callable[[int], list[TokenLogprob]]:
@@ -81,7 +81,8 @@ def _logprobs(decided: Decided, tokens: list[list[int]], lengths: list[int]) -> 
         return lambda b: []
     chosen, ids, values = (part.tolist() for part in decided.logprobs)
     return lambda b: [
-        TokenLogprob(tokens[b][i], chosen[b][i], list(zip(ids[b][i], values[b][i]))) for i in range(lengths[b])
+        TokenLogprob(tokens[b][i], chosen[b][i], list(zip(ids[b][i], values[b][i], strict=True)))
+        for i in range(lengths[b])
     ]
 
 

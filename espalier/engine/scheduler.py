@@ -1,19 +1,19 @@
 """Who runs next, in which slot, on which pages; and what becomes of what was decided.
 
-Everything here is host bookkeeping.  Finish, abort and preempt act at harvest or when nothing is in flight; a slot and its
-pages are released once; results of an earlier stay in a slot are known by their generation and dropped.
+Everything here is host bookkeeping.  Finish, abort and preempt act at harvest or when nothing is in flight; a slot and
+its pages are released once; results of an earlier stay in a slot are known by their generation and dropped.
 """
 
 from bisect import insort
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from espalier.cache.pages import PagePool
 from espalier.cache.prefix_tree import PrefixTree
 from espalier.engine.executor import num_drafted
 from espalier.engine.ticket import DraftTree, Row, Ticket
 from espalier.layout import RoundLayout
-from espalier.request import Piece, Request, SpeculationStats
+from espalier.request import Piece, Request, SpeculationStats, TokenLogprob
 from espalier.sampling.shape import Shaping
 from espalier.slots import Admission
 
@@ -28,7 +28,8 @@ class Launch:
 
 @dataclass(frozen=True)
 class RoundTrace:
-    """One request's round, for those who look.  Committed rows prefix_len .. prefix_len + len(emitted) - 1 stand in `pages`."""
+    """One request's round, for those who look.  Committed rows prefix_len .. prefix_len + len(emitted) - 1 stand in
+    `pages`."""
 
     request_id: str
     tree: DraftTree
@@ -70,7 +71,8 @@ class Scheduler:
         return bool(self.waiting or self.running or self._in_flight or self._pieces)
 
     def next_launch(self) -> Launch | None:
-        """A prefill pass or a round, alternating while there is both; None where what is in flight must be read first."""
+        """A prefill pass or a round, alternating while there is both; None where what is in flight must be read
+        first."""
         self._drop_aborted()
         self._fill_slots()
         entering = [r for r in self.running if r.entered < r.enter_end]
@@ -157,7 +159,8 @@ class Scheduler:
         return pages
 
     def _reserve(self, decoding: list[Request]) -> list[Request]:
-        """Pages for what a round may decide, oldest request first; the batch that can go, empty to wait for a harvest."""
+        """Pages for what a round may decide, oldest request first; the batch that can go, empty to wait for a
+        harvest."""
         batch = []
         for request in decoding:
             while request.slot is not None and not self._extend_pages(request):
@@ -186,7 +189,7 @@ class Scheduler:
     def _launch_prefill(self, entering: list[Request]) -> Launch:
         batch, width = self._chunk_batch(entering)
         lengths = tuple(min(r.enter_end - r.entered, width) for r in batch)
-        for request, length in zip(batch, lengths):
+        for request, length in zip(batch, lengths, strict=True):
             request.entered += length
         self._last_was_prefill = True
         return self._launch(batch, lengths, width)
@@ -254,8 +257,9 @@ class Scheduler:
         """Hand decided tokens to the request until one ends it; returns how many it kept."""
         reason = None
         kept = 0
-        for kept, token in enumerate(row.tokens, 1):
+        for token in row.tokens:
             reason = self._push(request, token)
+            kept += 1
             if reason:
                 break
         request.from_draft += from_draft[:kept]
@@ -302,7 +306,8 @@ class Scheduler:
             self._release(request)
 
     def _preempt(self, request: Request) -> None:
-        """Back to its place in the queue; what it decided is kept, and its whole pages stay cached while there is room."""
+        """Back to its place in the queue; what it decided is kept, and its whole pages stay cached while there is
+        room."""
         self.num_preempted += 1
         self._release(request)
         self.admit([request])
@@ -312,6 +317,8 @@ class Scheduler:
         if request.error is None:
             self._file_pages(request, min(request.num_seen, request.num_tokens) if self._entered(request) else 0)
         self.pool.release(request.pages)
+        # Entries that no ticket has carried yet would land in the page table of the slot's next owner.
+        self._appended = [entry for entry in self._appended if entry[0] != request.slot]
         self.free_slots.append(request.slot)
         self.running.remove(request)
         request.slot, request.pages = None, []
@@ -321,7 +328,8 @@ class Scheduler:
         return bool(request.output) and request.entered >= request.enter_end
 
     def _file_pages(self, request: Request, rows: int) -> None:
-        """Offer the whole pages of the first `rows` rows to the prefix tree; launches in flight write only past them."""
+        """Offer the whole pages of the first `rows` rows to the prefix tree; launches in flight write only past
+        them."""
         if self.prefixes is not None:
             whole = rows // self.layout.page_size
             self.prefixes.insert(request.tokens[: whole * self.layout.page_size], request.pages[:whole])
@@ -333,9 +341,9 @@ NOT_FINITE = (
 )
 
 
-def trimmed(entry, count: int):
+def trimmed(entry: TokenLogprob, count: int) -> TokenLogprob:
     """A logprob entry with the alternatives that its own request asked for."""
-    return type(entry)(entry.token_id, entry.logprob, entry.top[:count])
+    return replace(entry, top=entry.top[:count])
 
 
 def shaping_of(requests: list[Request]) -> Shaping:
@@ -349,9 +357,7 @@ def shaping_of(requests: list[Request]) -> Shaping:
     )
 
 
-def admission(
-    request: Request, tokens: list[int], start: int, commit_from: int, end: int, steps: int
-) -> Admission:
+def admission(request: Request, tokens: list[int], start: int, commit_from: int, end: int, steps: int) -> Admission:
     """What the device must know of a request that enters its slot."""
     params = request.params
     assert request.slot is not None

@@ -11,8 +11,9 @@ from espalier.slots import Admission
 class Ticket:
     """One launch.
 
-    slots: the batch, in order; lengths: tokens each slot enters in a prefill pass, empty for a round; width: of the prefill
-    pass; fresh: pages handed out since the last launch; appended: (slot, column, page) for requests already in their slot.
+    slots: the batch, in order; lengths: tokens each slot enters in a prefill pass, empty for a round; width: of the
+    prefill pass; fresh: pages handed out since the last launch; appended: (slot, column, page) for requests already in
+    their slot.
     """
 
     slots: tuple[int, ...]

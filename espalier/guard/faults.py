@@ -1,7 +1,8 @@
 """Planted faults: named ways to break the real path that never raise, so that a property has to notice.
 
-Each replaces one function by a wrong one, while it is planted; the house itself holds no switch.  A fault is reached by its name
-or by the number of a report whose mechanism it plants again (docs/seeds.md).  ESPALIER_FAULT plants one for a whole process.
+Each replaces one function by a wrong one, while it is planted; the house itself holds no switch.  A fault is reached by
+its name or by the number of a report whose mechanism it plants again (docs/seeds.md).  ESPALIER_FAULT plants one for a
+whole process.
 """
 
 import importlib
@@ -19,8 +20,8 @@ Wrong = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 @dataclass(frozen=True)
 class Fault:
-    """what: the mechanism in a sentence; where: "module:owner.attribute"; wrong: makes the broken function from the right one;
-    reports: numbers of the reports that name the mechanism."""
+    """what: the mechanism in a sentence; where: "module:owner.attribute"; wrong: makes the broken function from the
+    right one; reports: numbers of the reports that name the mechanism."""
 
     name: str
     what: str
@@ -49,7 +50,9 @@ def _wrong_ancestor(right):
 
 
 def _stale_hidden(right):
-    return lambda slots, name, value: right(slots, name, torch.where(slots.prefix_len[:, None] % 2 == 0, slots.carried(name), value))
+    return lambda slots, name, value: right(
+        slots, name, torch.where(slots.prefix_len[:, None] % 2 == 0, slots.carried(name), value)
+    )
 
 
 def _parent_noise(right):
@@ -81,7 +84,10 @@ def _packed_stride(right):
             return right(values, rows)
         taken = right(values, rows)
         flat = taken.flatten(0, 1)
-        shifted = torch.arange(batch * width, device=rows.device) - (torch.arange(batch, device=rows.device)[:, None] > 0).expand(batch, width).flatten().long()
+        shifted = (
+            torch.arange(batch * width, device=rows.device)
+            - (torch.arange(batch, device=rows.device)[:, None] > 0).expand(batch, width).flatten().long()
+        )
         return flat[shifted].view_as(taken)
 
     return along

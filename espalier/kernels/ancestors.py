@@ -1,7 +1,7 @@
 """Ancestor words, and attention among the staged nodes of a pass.
 
-A node's ancestors, itself included, are bits of int64 words: bit i % 64 of word i // 64 is node i.  That form is 8 bytes for
-64 nodes, is what verification and the kernels read, and has no limit on the number of nodes.
+A node's ancestors, itself included, are bits of int64 words: bit i % 64 of word i // 64 is node i.  That form is 8
+bytes for 64 nodes, is what verification and the kernels read, and has no limit on the number of nodes.
 """
 
 import torch

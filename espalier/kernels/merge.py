@@ -1,4 +1,5 @@
-"""Attention over two disjoint sets of keys, made one by their log-sum-exps (Ye et al. 2025, FlashInfer, section 2.2)."""
+"""Attention over two disjoint sets of keys, made one by their log-sum-exps (Ye et al. 2025, FlashInfer, section
+2.2)."""
 
 import torch
 from torch import Tensor
@@ -7,8 +8,8 @@ from torch import Tensor
 def merge(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], sink: Tensor | None = None) -> Tensor:
     """out [..., heads, v_size] of the union of the keys of a and b, each (out, lse [..., heads] natural log).
 
-    sink: [heads], an extra logit a head that takes weight and gives no value.  Either lse may be -inf; both with no sink give
-    zeros.
+    sink: [heads], an extra logit a head that takes weight and gives no value.  Either lse may be -inf; both with no
+    sink give zeros.
     """
     (out_a, lse_a), (out_b, lse_b) = a, b
     lse = torch.logaddexp(lse_a, lse_b)

@@ -7,13 +7,12 @@ from torch import Tensor
 def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """q [B, Q, heads, k_size] over k, v [B, R, kv_heads, size] where mask [B, Q, R] holds.
 
-    Returns out [B, Q, heads, v_size] in q's dtype and lse [B, Q, heads], natural log, in float32 or float64.  A query that
-    sees nothing gives zeros and -inf.
+    Returns out [B, Q, heads, v_size] in q's dtype and lse [B, Q, heads], natural log, in float32 or float64.  A query
+    that sees nothing gives zeros and -inf.
     """
-    batch, queries, heads, _ = q.shape
-    kv_heads = k.shape[2]
+    heads, kv_heads = q.shape[2], k.shape[2]
     exact = torch.promote_types(q.dtype, torch.float32)
-    grouped = q.to(exact).view(batch, queries, kv_heads, heads // kv_heads, -1)
+    grouped = q.to(exact).unflatten(2, (kv_heads, heads // kv_heads))
     scores = torch.einsum("bqhgd,brhd->bqhgr", grouped, k.to(exact)) * scale
     scores = scores.masked_fill(~mask[:, :, None, None, :], -torch.inf)
     lse = torch.logsumexp(scores, -1)

@@ -1,7 +1,7 @@
 """Picking a token: a pure function of logits, parameters, seed and position.
 
-Greedy and sampled are one thing, the argmax of logits plus noise (Gumbel-max), so that plain decoding and a tree draw the same
-token and losslessness is an equality.
+Greedy and sampled are one thing, the argmax of logits plus noise (Gumbel-max), so that plain decoding and a tree draw
+the same token and losslessness is an equality.
 """
 
 from typing import NamedTuple
@@ -38,14 +38,15 @@ def pick(
 ) -> Picked:
     """The token at each row of logits [B, Q, V], drawn at positions [B, Q].
 
-    Bias, bans and penalties; temperature; top-k; top-p; min-p; then argmax(logits / T + noise), float32 (float64 stays), ties to the
-    lower id.  Temperature 0 is argmax and no filter touches it.  noise: [B, Q, V], None where nothing is sampled; extra_*: see shape.
+    Bias, bans and penalties; temperature; top-k; top-p; min-p; then argmax(logits / T + noise), float32 (float64
+    stays), ties to the lower id.  Temperature 0 is argmax and no filter touches it.  noise: [B, Q, V], None where
+    nothing is sampled; extra_*: see shape.
     """
     if rows is not None:
         logits = shape(logits, rows, shaping, positions, extra_tokens, extra_mask)
     if rows is not None and noise is not None:
         greedy = (rows.temperature == 0)[:, None, None]
-        scaled = logits / torch.where(greedy, 1.0, rows.temperature.to(logits.dtype)[:, None, None])
+        scaled = over_temperature(logits, greedy, rows)
         kept = filtered(scaled, rows) if shaping.filtered else scaled
         logits = torch.where(greedy, logits, kept + noise)
     best = logits.max(-1)
@@ -53,32 +54,43 @@ def pick(
 
 
 def filtered(logits: Tensor, rows: SamplingRows) -> Tensor:
-    """Logits [B, Q, V] with what top-k, then top-p, then min-p leave out at -inf.  Equals keep the lower id; one token always stays."""
+    """Logits [B, Q, V] with what top-k, then top-p of the rest, then min-p leave out at -inf.
+
+    Equals keep the lower id; one token always stays.  Shares are summed as integers, in 2**-40 of the likeliest token's,
+    so that no batch, device or order of summation moves the cut.
+    """
     ordered, ids = torch.sort(logits, dim=-1, descending=True, stable=True)
     vocab = logits.shape[-1]
     rank = torch.arange(vocab, device=logits.device)
-    top_k = torch.where(rows.top_k > 0, rows.top_k, vocab)[:, None, None]
-    ordered = ordered.masked_fill(rank >= top_k, -torch.inf)
-    probabilities = torch.softmax(ordered, -1)
-    before = probabilities.cumsum(-1) - probabilities
-    top_p = rows.top_p.to(logits.dtype)[:, None, None]
-    out = (before >= top_p) & (top_p < 1)
-    out = out | (probabilities < rows.min_p.to(logits.dtype)[:, None, None] * probabilities[..., :1])
-    return torch.empty_like(logits).scatter_(-1, ids, ordered.masked_fill(out & (rank > 0), -torch.inf))
+    out = rank >= torch.where(rows.top_k > 0, rows.top_k, vocab)[:, None, None]
+    share = torch.exp(ordered - ordered[..., :1])
+    mass = (share * 2.0**40).long().masked_fill_(out, 0)
+    up_to = mass.cumsum(-1)
+    top_p = rows.top_p.double()[:, None, None]
+    enough = (up_to[..., -1:] * top_p).ceil().long()
+    out = out | ((up_to - mass >= enough) & (top_p < 1))
+    out |= share < rows.min_p.to(share.dtype)[:, None, None]
+    return torch.empty_like(logits).scatter_(-1, ids, ordered.masked_fill_(out & (rank > 0), -torch.inf))
+
+
+def over_temperature(logits: Tensor, greedy: Tensor, rows: SamplingRows) -> Tensor:
+    return logits / torch.where(greedy, 1.0, rows.temperature.to(logits.dtype)[:, None, None])
 
 
 def coupled_scores(logits: Tensor, rows: SamplingRows, noise: Tensor, tau: float = 1.0) -> Tensor:
     """Scores of a draft's children that know the noise the target will draw with: log_softmax((logits / T + g) / tau).
 
-    logits [B, Q, V], already shaped; rows of temperature 0 give log_softmax(logits).  What is emitted does not depend on it.
+    logits [B, Q, V], already shaped; rows of temperature 0 give log_softmax(logits).  What is emitted does not depend
+    on it.
     """
     greedy = (rows.temperature == 0)[:, None, None]
-    scaled = logits / torch.where(greedy, 1.0, rows.temperature.to(logits.dtype)[:, None, None])
-    return torch.log_softmax(torch.where(greedy, logits, (scaled + noise) / tau), -1)
+    noisy = (over_temperature(logits, greedy, rows) + noise) / tau
+    return torch.log_softmax(torch.where(greedy, logits, noisy), -1)
 
 
 def logprobs(logits: Tensor, tokens: Tensor, count: int) -> Logprobs:
-    """The target's own log-probabilities, before temperature and masks: logits [B, W, V] at tokens [B, W], `count` likeliest beside."""
+    """The target's own log-probabilities, before temperature and masks: logits [B, W, V] at tokens [B, W], `count`
+    likeliest beside."""
     logits = torch.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)), -1)
     values, ids = logits.topk(min(count, logits.shape[-1]), -1)
     return Logprobs(logits.gather(-1, tokens[..., None])[..., 0], ids, values)

@@ -12,8 +12,8 @@ from espalier.slots import Slots
 class Shaping:
     """What a batch needs, known to the host at launch; all off is plain argmax.
 
-    sampled: some temperature is above 0; filtered: some top-k, top-p or min-p is in force; penalised: some penalty; biased: some
-    logit_bias or min_tokens.
+    sampled: some temperature is above 0; filtered: some top-k, top-p or min-p is in force; penalised: some penalty;
+    biased: some logit_bias or min_tokens.
     """
 
     sampled: bool = False
@@ -28,9 +28,9 @@ class Shaping:
 
 @dataclass(frozen=True)
 class SamplingRows:
-    """Parameters of a batch, [B] each unless said; see SamplingParams.  bias_ids, bias_values: [B, NB], padded by 0 and 0;
-    stop_ids: [B, NS], padded by -1, banned for tokens drawn at positions below min_position; counts: [B, V], output tokens up to the
-    root; seen: [B, V], tokens of the prompt.  Tensors that the batch does not need are None."""
+    """Parameters of a batch, [B] each unless said; see SamplingParams.  bias_ids, bias_values: [B, NB], padded by 0 and
+    0; stop_ids: [B, NS], padded by -1, banned for tokens drawn at positions below min_position; counts: [B, V], output
+    tokens up to the root; seen: [B, V], tokens of the prompt.  Tensors that the batch does not need are None."""
 
     temperature: Tensor
     top_k: Tensor
@@ -82,14 +82,15 @@ def shape(
 ) -> Tensor:
     """Bias and bans, then penalties: logits [B, Q, V] of tokens drawn at positions [B, Q]; float32, float64 stays.
 
-    extra_tokens [B, E] are tokens that may stand between the root and a row (-1: none), extra_mask [B, Q, E] which of them do; they
-    count as output.  The repetition penalty is over prompt and output (Keskar et al. 2019), the others over output alone.
+    extra_tokens [B, E] are tokens that may stand between the root and a row (-1: none), extra_mask [B, Q, E] which of
+    them do; they count as output.  The repetition penalty is over prompt and output (Keskar et al. 2019), the others
+    over output alone.
     """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if shaping.biased:
         logits = _banned(_biased(logits, rows), rows, positions)
     if shaping.penalised:
-        logits = _penalised(logits, rows, _counts(rows, logits.shape, extra_tokens, extra_mask))
+        logits = _penalised(logits, rows, _counts(rows, logits.shape[1], extra_tokens, extra_mask))
     return logits
 
 
@@ -108,14 +109,12 @@ def _banned(logits: Tensor, rows: SamplingRows, positions: Tensor) -> Tensor:
     return logits.masked_fill(stops[:, None, :-1] & early[..., None], -torch.inf)
 
 
-def _counts(
-    rows: SamplingRows, shape: torch.Size, extra_tokens: Tensor | None, extra_mask: Tensor | None
-) -> Tensor:
+def _counts(rows: SamplingRows, queries: int, extra_tokens: Tensor | None, extra_mask: Tensor | None) -> Tensor:
     """[B, Q or 1, V]: how often each token stands in the output before each row."""
     assert rows.counts is not None
     if extra_tokens is None or extra_mask is None:
         return rows.counts[:, None]
-    counts = rows.counts[:, None].expand(shape).clone()
+    counts = rows.counts[:, None].repeat(1, queries, 1)
     there = extra_mask & (extra_tokens >= 0)[:, None]
     ids = extra_tokens.clamp(min=0)[:, None].expand_as(there)
     return counts.scatter_add_(2, ids, there.to(counts.dtype))

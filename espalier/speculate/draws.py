@@ -1,7 +1,8 @@
-"""What a launch knows of sampling: one place for the target's picks and the draft's scores to take parameters and noise from.
+"""What a launch knows of sampling: one place for the target's picks and the draft's scores to take parameters and noise
+from.
 
-The noise of a token depends on its position alone, so the nodes of one depth share it, plain decoding draws the same, and
-the draft, which knows it too, proposes what the target is about to draw.
+The noise of a token depends on its position alone, so the nodes of one depth share it, plain decoding draws the same,
+and the draft, which knows it too, proposes what the target is about to draw.
 """
 
 from dataclasses import dataclass
@@ -18,8 +19,8 @@ from espalier.speculate.tree import Tree
 
 @dataclass(frozen=True)
 class Draws:
-    """first: [B], position of the first token that this launch may draw; noise: [B, width, V] for first, first + 1, ...;
-    rows and noise are None where the batch needs neither."""
+    """first: [B], position of the first token that this launch may draw; noise: [B, width, V] for first, first + 1,
+    ...; rows and noise are None where the batch needs neither."""
 
     first: Tensor
     shaping: Shaping
@@ -39,7 +40,9 @@ class Draws:
         """The target's token at every node: logits [B, D, V]."""
         offsets = noise_offsets(tree)
         past_root = tree.depths > 0
-        return self._pick(logits, offsets, tree.tokens, tree.mask() & past_root[:, None] if self.shaping.penalised else None)
+        return self._pick(
+            logits, offsets, tree.tokens, tree.mask() & past_root[:, None] if self.shaping.penalised else None
+        )
 
     def pick_last(self, logits: Tensor) -> Picked:
         """The token after a chunk: logits [B, 1, V]."""
@@ -54,8 +57,8 @@ class Draws:
     ) -> tuple[Tensor, Tensor | None]:
         """Log-probabilities of the children of draft rows, and the target ids that their last dimension counts.
 
-        logits: [B, Q, draft vocabulary]; offset: of the position that is drawn; path [B, R], on_path [B, Q, R]: drafted tokens
-        above each row.  Where parameters shape the draw, scores are over target ids (None: the index is the id).
+        logits: [B, Q, draft vocabulary]; offset: of the position that is drawn; path [B, R], on_path [B, Q, R]: drafted
+        tokens above each row.  Where parameters shape the draw, scores are over target ids (None: the index is the id).
         """
         exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if self.rows is None:
@@ -64,9 +67,10 @@ class Draws:
             exact = exact.new_full((*exact.shape[:-1], vocab), -torch.inf).index_copy_(-1, d2t, exact)
         offsets = torch.full(logits.shape[:2], offset, device=logits.device)
         shaped = shape(exact, self.rows, self.shaping, self.first[:, None] + offsets, path, on_path)
-        if self.noise is None:
+        noise = self._noise(offsets)
+        if noise is None:
             return torch.log_softmax(shaped, -1), None
-        return coupled_scores(shaped, self.rows, self._noise(offsets)), None
+        return coupled_scores(shaped, self.rows, noise), None
 
     def _noise(self, offsets: Tensor) -> Tensor | None:
         if self.noise is None:

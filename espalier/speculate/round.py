@@ -1,11 +1,12 @@
-"""One turn of the crank for a batch: draft, verify, accept, commit, extend.  And a prefill pass, which is the same with a chain
-that was decided before it ran.
+"""One turn of the crank for a batch: draft, verify, accept, commit, extend.  And a prefill pass, which is the same with
+a chain that was decided before it ran.
 
 The same lines run eagerly and under capture: static shapes, no read of the device, nothing kept from one launch to the
 next but what the slot table and the pages hold.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,15 +37,15 @@ class Round:
     drafter: Drafter
     backend: Backend
 
-    def attend(self, prefix: Prefix, nodes: Nodes, **how) -> StagedAttention:
+    def attend(self, prefix: Prefix, nodes: Nodes, **how: Any) -> StagedAttention:
         geometry = self.target.geometry
         return StagedAttention(self.backend.plan(self.pages, geometry, prefix, nodes), **how)
 
 
 @dataclass(frozen=True)
 class Decided:
-    """What a launch gives back.  tokens [B, W], length [B] emitted; finite [B]: no NaN stood where a token was picked; tree and
-    path of a round; logprobs of the emitted tokens where they were asked for."""
+    """What a launch gives back.  tokens [B, W], length [B] emitted; finite [B]: no NaN stood where a token was picked;
+    tree and path of a round; logprobs of the emitted tokens where they were asked for."""
 
     tokens: Tensor
     length: Tensor

@@ -17,8 +17,8 @@ VOID = -1
 
 @dataclass(frozen=True)
 class Tree:
-    """[B, D] each: tokens, parents (the root its own), depths (void nodes 1), scores float32 (log-probability of the path; void
-    -inf, root 0); ancestors [B, D, W] words."""
+    """[B, D] each: tokens, parents (the root its own), depths (void nodes 1), scores float32 (log-probability of the
+    path; void -inf, root 0); ancestors [B, D, W] words."""
 
     tokens: Tensor
     parents: Tensor
@@ -51,11 +51,12 @@ def ordered_topk(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     scores: float32, NaN counting as -inf.  Returns (values, indices); where there are fewer than k, -inf and index 0.
     """
     width = scores.shape[-1]
-    bits = scores.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf).contiguous().view(torch.int32)
+    scores = scores.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf) + 0.0  # -0.0 is tied with 0.0
+    bits = scores.contiguous().view(torch.int32)
     ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()  # float order as integer order
     keys = (ordered << 32) + torch.arange(width - 1, -1, -1, device=scores.device)
     best = keys.topk(min(k, width), -1).indices
-    values = scores.gather(-1, best).nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+    values = scores.gather(-1, best)
     missing = max(k - width, 0)
     if missing:
         values = torch.nn.functional.pad(values, (0, missing), value=-torch.inf)
@@ -66,7 +67,8 @@ def ordered_topk(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
 class Pool:
     """Candidates of a batch in the order they were scored: level by level, so that a parent precedes its children.
 
-    After each level, `tokens`, `scores`, `parents` are lists of [B, n]; a parent is a pool index, -1 for children of the root.
+    After each level, `tokens`, `scores`, `parents` are lists of [B, n]; a parent is a pool index, -1 for children of
+    the root.
     """
 
     def __init__(self) -> None:
@@ -87,8 +89,8 @@ class Pool:
     def select(self, root: Tensor, nodes: int, levels: int) -> Tree:
         """The best nodes - 1 candidates under the root [B].
 
-        Sort key (score, level, index): stable over the pool's own order.  A child scores no more than its parent and comes
-        after it, so what is selected is closed under ancestors, and keeping pool order puts parents first.
+        Sort key (score, level, index): stable over the pool's own order.  A child scores no more than its parent and
+        comes after it, so what is selected is closed under ancestors, and keeping pool order puts parents first.
         """
         tokens, scores, parents = (torch.cat(parts, 1) for parts in (self.tokens, self.scores, self.parents))
         best = torch.sort(scores, dim=1, descending=True, stable=True).indices[:, : nodes - 1].sort(1).values

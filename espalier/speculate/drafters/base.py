@@ -12,8 +12,9 @@ from espalier.speculate.tree import Tree, root_only
 
 
 class Drafter(Protocol):
-    """algorithm: the name users give; layers: draft layers kept in pages; hidden_from: whose hidden feeds layer k at token q,
-    "target" (the target's at q - k), "chain" (layer k - 1's at q - 1) or None; carried: what a slot hands from round to round."""
+    """algorithm: the name users give; layers: draft layers kept in pages; hidden_from: whose hidden feeds layer k at
+    token q, "target" (the target's at q - k), "chain" (layer k - 1's at q - 1) or None; carried: what a slot hands from
+    round to round."""
 
     algorithm: str
     layers: int
@@ -34,7 +35,7 @@ class NoDrafter:
 
     algorithm = "none"
     layers = 0
-    hidden_from = None
+    hidden_from: str | None = None
     carried: Mapping[str, tuple[int, ...]] = {}
 
     def propose(self, slots: Slots, draws: Draws) -> Tree:

@@ -1,7 +1,8 @@
 """EAGLE-3 (Li et al. 2025, arXiv 2503.01840): one layer over fused features of the target grows the tree.
 
-Row q of the draft stands under token q and is computed from it and the feature of token q-1, with rotary position q-1 as
-trained; row 0 does not exist.  Within a tree a beam reads its parent's output instead, and attends to its true ancestors.
+Row q of the draft stands under token q and is computed from it and the feature of token q-1, with rotary position q-1
+as trained; row 0 does not exist.  Within a tree a beam reads its parent's output instead, and attends to its true
+ancestors.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from espalier.attention import Backend, Nodes, Prefix
+from espalier.attention import Attention, Backend, Nodes, Prefix
 from espalier.attention.staged import StagedAttention
 from espalier.cache.geometry import LayerGeometry
 from espalier.cache.kv import Pages, Staging
@@ -25,8 +26,8 @@ FIRST_ROW = 1
 
 @dataclass(frozen=True)
 class Beams:
-    """Draft rows of one level: scores, pool [B, K]; hidden [B, K, H], the parent's output; path [B, R], the tokens of all rows
-    so far, this level's last; ancestors [B, K, R], which of them, its own included, a beam attends to."""
+    """Draft rows of one level: scores, pool [B, K]; hidden [B, K, H], the parent's output; path [B, R], the tokens of
+    all rows so far, this level's last; ancestors [B, K, R], which of them, its own included, a beam attends to."""
 
     path: Tensor
     scores: Tensor
@@ -38,7 +39,7 @@ class Beams:
 class Eagle3Drafter:
     algorithm = "eagle3"
     layers = 1
-    hidden_from = "target"
+    hidden_from: str | None = "target"
 
     def __init__(
         self,
@@ -57,9 +58,7 @@ class Eagle3Drafter:
         self.vocab_size = vocab_size
         self.layer = len(geometry) - self.layers
         dtype = pages.target[0].k.dtype
-        self.staging = Staging(
-            geometry, range(self.layer, len(geometry)), layout.staged_beams, dtype, pages.device
-        )
+        self.staging = Staging(geometry, range(self.layer, len(geometry)), layout.staged_beams, dtype, pages.device)
         self.carried: Mapping[str, tuple[int, ...]] = {"hidden": (draft.hidden_size,)}
 
     def propose(self, slots: Slots, draws: Draws) -> Tree:
@@ -123,7 +122,7 @@ class Eagle3Drafter:
         last = (length - 1).clamp(min=0)[:, None, None].expand(-1, 1, out.shape[2])
         slots.carry("hidden", out.gather(1, last)[:, 0])
 
-    def _plan(self, slots: Slots, nodes: Nodes):
+    def _plan(self, slots: Slots, nodes: Nodes) -> Attention:
         prefix = Prefix(slots.page_table, slots.prefix_len + 1, FIRST_ROW)
         return self.backend.plan(self.pages, self.geometry, prefix, nodes)
 

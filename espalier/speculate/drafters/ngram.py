@@ -1,7 +1,8 @@
-"""N-gram lookup on the device (prompt lookup decoding, Saxena 2023): what followed the last tokens before is proposed again.
+"""N-gram lookup on the device (prompt lookup decoding, Saxena 2023): what followed the last tokens before is proposed
+again.
 
-No model and no K/V: candidates come from the slot's own history.  The longest and then the latest occurrences of the history's
-suffix each give a branch; branches start with distinct tokens, so siblings are distinct.
+No model and no K/V: candidates come from the slot's own history.  The longest and then the latest occurrences of the
+history's suffix each give a branch; branches start with distinct tokens, so siblings are distinct.
 """
 
 from collections.abc import Mapping
@@ -21,7 +22,7 @@ MAX_NGRAM = 4
 class NgramDrafter:
     algorithm = "ngram"
     layers = 0
-    hidden_from = None
+    hidden_from: str | None = None
     carried: Mapping[str, tuple[int, ...]] = {}
 
     def __init__(self, layout: RoundLayout, vocab_size: int):

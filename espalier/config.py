@@ -1,0 +1,173 @@
+"""What a user may set.
+
+Every default is "auto": engine/resolve.py builds a ResolvedConfig from these, the device and the model.  Command-line
+flags are generated from the fields.
+"""
+
+import json
+import types
+from collections.abc import Mapping
+from dataclasses import Field, dataclass, field, fields
+from os import PathLike
+from typing import Any, Literal, Union, get_args, get_origin
+
+from espalier.errors import EspalierError, refuses_unknown
+
+ALGORITHMS = ("eagle3", "ngram", "none")
+DTYPES = ("float64", "float32", "bfloat16", "float16")
+
+
+def option(text: str, default: Any = "auto", **limits: Any) -> Any:
+    """A field with its help text; limits: low, high, choices."""
+    return field(default=default, metadata={"help": text, **limits})
+
+
+@refuses_unknown
+@dataclass(frozen=True)
+class SpeculationConfig:
+    """The tree.  SafeAILab's depth d and total_token t are steps d + 1 and num_draft_tokens t."""
+
+    algorithm: str = option("what drafts: a head, a lookup in the text so far, or nothing", choices=ALGORITHMS)
+    steps: int | Literal["auto"] = option("depth of the tree; 0 is plain decoding", low=0)
+    topk: int | Literal["auto"] = option("branches kept at each level; 1 is a chain", low=1)
+    num_draft_tokens: int | Literal["auto"] = option("nodes verified a round, root included", low=1)
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+@refuses_unknown
+@dataclass(frozen=True)
+class EngineConfig:
+    """What LLM takes.  None and "auto" both leave a value open; speculation=None is plain decoding."""
+
+    model: str | PathLike[str] = field(
+        default="auto",
+        metadata={
+            "help": "a directory, a Hugging Face id, or 'bundled'; by default the draft's own target, or 'bundled'"
+        },
+    )
+    draft: str | PathLike[str] | None = field(
+        default=None, metadata={"help": "the draft's directory or Hugging Face id; 'bundled' has its own"}
+    )
+    speculation: SpeculationConfig | Literal["auto"] | None = field(default="auto", metadata={"help": "the tree"})
+    device: str = option("cpu, cuda or cuda:N")
+    dtype: str = option("of weights and cache", choices=DTYPES)
+    attention: str = option("attention backend")
+    page_size: int | Literal["auto"] = option("tokens a page of the cache", low=1, high=512)
+    num_pages: int | Literal["auto"] | None = option(
+        "pages of the cache; by default a share of the memory that is free", low=2
+    )
+    max_batch: int | Literal["auto"] = option("requests that run at once", low=1)
+    max_context: int | Literal["auto"] = option("tokens of one request, prompt and output", low=2)
+    chunk_size: int | Literal["auto"] = option("tokens of one prefill pass", low=16)
+    prefix_cache: bool | Literal["auto"] = option("share the pages of equal prompt beginnings")
+    overlap: bool | Literal["auto"] = option("launch a round before the one before it is read")
+    model_overrides: Mapping[str, Any] = field(
+        default_factory=dict, metadata={"help": "fields of the model's config.json to replace, as JSON"}
+    )
+    seed: int = option("of requests that bring none", 0, low=0, high=2**63 - 1)
+
+    def __post_init__(self) -> None:
+        check(self)
+        object.__setattr__(self, "model_overrides", dict(self.model_overrides))
+
+
+@dataclass(frozen=True)
+class ResolvedConfig:
+    """An EngineConfig with nothing left open: what the engine runs on.  num_pages includes the dummy page."""
+
+    model: str
+    draft: str | None
+    algorithm: str
+    steps: int
+    topk: int
+    num_draft_tokens: int
+    device: str
+    dtype: str
+    attention: str
+    page_size: int
+    num_pages: int
+    max_batch: int
+    max_context: int
+    chunk_size: int
+    prefix_cache: bool
+    overlap: bool
+    model_overrides: dict[str, Any]
+    seed: int
+
+    def block(self) -> str:
+        """All of it, a line a field."""
+        width = max(len(f.name) for f in fields(self))
+        return "\n".join(f"  {f.name:<{width}}  {_plain(getattr(self, f.name))}" for f in fields(self))
+
+
+def is_open(value: Any) -> bool:
+    """Whether a value is left to be resolved."""
+    return value is None or (isinstance(value, str) and value == "auto")
+
+
+def check(config: Any) -> None:
+    """Hold every field against its type and its metadata's limits.  Raises EspalierError: field, value and range."""
+    for f in fields(config):
+        value = getattr(config, f.name)
+        if not (_fits_type(value, f.type) and _within(value, f.metadata)):
+            raise EspalierError(f"{f.name}={value!r} is not supported; use {supported(f)}")
+
+
+def supported(f: Field) -> str:
+    """What a field takes, in words."""
+    kinds = _kinds(f.type)
+    words = list(f.metadata.get("choices", ()))
+    low, high = f.metadata.get("low"), f.metadata.get("high")
+    if int in kinds:
+        words.append(f"a whole number, {low} or more" if high is None else f"a whole number, {low} to {high}")
+    if bool in kinds:
+        words += ["True", "False"]
+    if SpeculationConfig in kinds:
+        words.append("a SpeculationConfig")
+    if Mapping in kinds:
+        words.append("a dict")
+    if str in kinds and not f.metadata.get("choices"):
+        words.append("text")
+    if f.default == "auto":
+        words.append("'auto'")
+    if type(None) in kinds and f.name != "num_pages":
+        words.append("None")
+    return ", ".join(words[:-1]) + " or " + words[-1] if len(words) > 1 else words[0]
+
+
+def _kinds(annotation: Any) -> set[Any]:
+    """The classes and literal values that an annotation's union holds."""
+    if get_origin(annotation) in (Union, types.UnionType):
+        return set().union(*(_kinds(part) for part in get_args(annotation)))
+    if get_origin(annotation) is Literal:
+        return set(get_args(annotation))
+    return {get_origin(annotation) or annotation}
+
+
+def _fits_type(value: Any, annotation: Any) -> bool:
+    kinds = _kinds(annotation)
+    if isinstance(value, bool):
+        return bool in kinds
+    if isinstance(value, str):
+        return str in kinds or value in kinds
+    return any(isinstance(value, kind) for kind in kinds if isinstance(kind, type))
+
+
+def _within(value: Any, limits: Mapping[str, Any]) -> bool:
+    if is_open(value):
+        return True
+    if "choices" in limits:
+        return value in limits["choices"]
+    if isinstance(value, int):
+        return limits.get("low", value) <= value <= limits.get("high", value)
+    return value != ""
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, dict):
+        return json.dumps(value) if value else "none"
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return "none" if value is None else str(value)

@@ -1,0 +1,57 @@
+"""Where a model's files are: inside the package, in a directory, or on the Hugging Face hub."""
+
+from os import PathLike
+from pathlib import Path
+
+from espalier.errors import EspalierError
+
+BUNDLED = "bundled"
+BUNDLED_FILES = Path(__file__).parents[1] / BUNDLED
+FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+
+
+def find_target(name: str | PathLike[str]) -> Path:
+    """The directory of a target.  Raises EspalierError."""
+    return _find("model", name, BUNDLED_FILES / "target", FILES)
+
+
+def find_draft(name: str | PathLike[str]) -> Path:
+    """The directory of a draft.  Raises EspalierError."""
+    return _find("draft", name, BUNDLED_FILES / "draft", [*FILES, "pytorch_model*.bin"])
+
+
+def _find(what: str, name: str | PathLike[str], bundled: Path, files: list[str]) -> Path:
+    if str(name) == BUNDLED:
+        if not (bundled / "config.json").exists():
+            raise EspalierError(
+                f"{what}='bundled' is not in this installation ({bundled} is missing); install espalier again"
+            )
+        return bundled
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    if not _may_be_hub_id(str(name)):
+        raise EspalierError(
+            f"{what}={str(name)!r} is not a directory; use one with config.json and *.safetensors, a Hugging Face id "
+            "or 'bundled'"
+        )
+    return _download(what, str(name), files)
+
+
+def _may_be_hub_id(name: str) -> bool:
+    owner, _, repository = name.partition("/")
+    return bool(owner and repository) and "/" not in repository and not name.startswith((".", "~"))
+
+
+def _download(what: str, name: str, files: list[str]) -> Path:
+    """The hub's files of that id, from its local cache if they are there and unchanged."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=files, ignore_patterns=["*/*"]))
+    except Exception as error:  # no network, no such repository, no permission, no room: each its own class
+        reason = " ".join(str(error).split())[:160] or type(error).__name__
+        raise EspalierError(
+            f"{what}={name!r} is not a directory, and the Hugging Face hub does not give it ({reason}); "
+            "check the name and the network, or give a directory"
+        ) from None

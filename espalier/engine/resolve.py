@@ -1,0 +1,218 @@
+"""From what a user set to what the engine runs on: every "auto" is decided here, once.
+
+Device, model and free memory decide.
+"""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from espalier.attention import backend
+from espalier.cache.geometry import LayerGeometry
+from espalier.cache.kv import bytes_per_token
+from espalier.config import DTYPES, EngineConfig, ResolvedConfig, SpeculationConfig, is_open
+from espalier.engine.build import DRAFT_LAYERS
+from espalier.errors import EspalierError
+from espalier.layout import RoundLayout, max_draft_tokens
+
+STEPS, TOPK, NUM_DRAFT_TOKENS = 5, 4, 16
+PAGE_SIZE = 16
+PLAIN = {"steps": 0, "topk": 1, "num_draft_tokens": 1}
+TREE_FIELDS = tuple(PLAIN)
+LAYOUT_FIELDS = (*TREE_FIELDS, "page_size", "max_batch", "max_context", "chunk_size")
+CGROUP = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True)
+class DeviceDefaults:
+    """What "auto" means on a kind of device; memory_share: of the free memory, for the pages."""
+
+    max_batch: int
+    most_context: int
+    chunk_size: int
+    overlap: bool
+    memory_share: float
+
+
+DEFAULTS = {
+    "cpu": DeviceDefaults(max_batch=8, most_context=8192, chunk_size=512, overlap=False, memory_share=0.4),
+    "cuda": DeviceDefaults(max_batch=64, most_context=32768, chunk_size=2048, overlap=True, memory_share=0.85),
+}
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known of machine and model before anything is loaded.
+
+    free_bytes: memory of the device that nobody uses; num_weights: parameters of target and draft;
+    stored_dtype: the checkpoint's own; geometry: of the target's layers, then the draft's.
+    """
+
+    free_bytes: int
+    num_weights: int
+    stored_dtype: str | None
+    max_position: int
+    geometry: tuple[LayerGeometry, ...]
+
+
+def choose_device(config: EngineConfig) -> torch.device:
+    """Raises EspalierError for a device that is not there."""
+    has_cuda = torch.cuda.is_available()
+    if is_open(config.device):
+        return torch.device("cuda" if has_cuda else "cpu")
+    try:
+        device = torch.device(config.device)
+    except RuntimeError:
+        raise EspalierError(f"device={config.device!r} is not supported; use cpu, cuda, cuda:N or 'auto'") from None
+    if device.type not in DEFAULTS:
+        raise EspalierError(f"device={config.device!r} is not supported; use cpu, cuda, cuda:N or 'auto'")
+    if device.type == "cuda" and not has_cuda:
+        raise EspalierError(f"device={config.device!r} is not there: PyTorch finds no CUDA device; use cpu or 'auto'")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise EspalierError(
+            f"device={config.device!r} is not there; PyTorch finds {torch.cuda.device_count()} CUDA devices"
+        )
+    return device
+
+
+def choose_algorithm(config: EngineConfig, has_draft: bool) -> str:
+    """What drafts: what the user says, else the draft that is given (or bundled), else n-gram lookup."""
+    if config.speculation is None:
+        return "none"
+    asked = "auto" if isinstance(config.speculation, str) else config.speculation.algorithm
+    if asked == "eagle3" and not has_draft:
+        raise EspalierError(
+            "algorithm='eagle3' needs a draft; give draft= a directory or Hugging Face id, or use 'ngram'"
+        )
+    if asked == "ngram" and config.draft is not None:
+        raise EspalierError(
+            f"algorithm='ngram' takes no draft, and draft={str(config.draft)!r} is given; leave one out"
+        )
+    if asked == "auto":
+        return "eagle3" if has_draft else "ngram"
+    return asked
+
+
+def resolve(
+    config: EngineConfig, model: str, draft: str | None, algorithm: str, device: torch.device, facts: Facts
+) -> ResolvedConfig:
+    """Decide every open field and check everything against everything.  Raises EspalierError."""
+    defaults = DEFAULTS[device.type]
+    dtype = _or(config.dtype, _dtype(device, facts))
+    attention = _or(config.attention, "sdpa")
+    steps, topk, num_draft_tokens = _tree(config.speculation, algorithm)
+    layout = RoundLayout(
+        max_batch=_or(config.max_batch, defaults.max_batch),
+        steps=steps,
+        topk=topk,
+        num_draft_tokens=num_draft_tokens,
+        page_size=_or(config.page_size, PAGE_SIZE),
+        max_context=_max_context(config, facts, defaults),
+        draft_layers=DRAFT_LAYERS[algorithm],
+        chunk_size=_or(config.chunk_size, defaults.chunk_size),
+    )
+    support = backend(attention).support
+    support.require(device.type, getattr(torch, dtype), layout.page_size, facts.geometry)
+    return ResolvedConfig(
+        model=model,
+        draft=draft,
+        algorithm=algorithm,
+        device=str(device),
+        dtype=dtype,
+        attention=attention,
+        num_pages=_num_pages(layout, facts, getattr(torch, dtype), defaults)
+        if is_open(config.num_pages)
+        else config.num_pages,
+        prefix_cache=_or(config.prefix_cache, True),
+        overlap=_or(config.overlap, defaults.overlap),
+        model_overrides=dict(config.model_overrides),
+        seed=config.seed,
+        **{name: getattr(layout, name) for name in LAYOUT_FIELDS},
+    )
+
+
+def layout_of(config: ResolvedConfig) -> RoundLayout:
+    """The layout that a resolved configuration names."""
+    sizes = {name: getattr(config, name) for name in LAYOUT_FIELDS}
+    return RoundLayout(draft_layers=DRAFT_LAYERS[config.algorithm], **sizes)
+
+
+def _or(value: Any, otherwise: Any) -> Any:
+    return otherwise if is_open(value) else value
+
+
+def _dtype(device: torch.device, facts: Facts) -> str:
+    if device.type == "cpu" or facts.stored_dtype not in DTYPES:
+        return "float32"
+    return facts.stored_dtype
+
+
+def _max_context(config: EngineConfig, facts: Facts, defaults: DeviceDefaults) -> int:
+    if is_open(config.max_context):
+        return min(facts.max_position, defaults.most_context)
+    if int(config.max_context) > facts.max_position:
+        raise EspalierError(
+            f"max_context={config.max_context} is above the model's {facts.max_position} positions; lower it, or replace "
+            "max_position_embeddings with model_overrides if you know that the model can"
+        )
+    return int(config.max_context)
+
+
+def _tree(speculation: SpeculationConfig | str | None, algorithm: str) -> tuple[int, int, int]:
+    """steps, topk, num_draft_tokens."""
+    asked = speculation if isinstance(speculation, SpeculationConfig) else SpeculationConfig()
+    if algorithm == "none":
+        beside = [name for name in TREE_FIELDS if getattr(asked, name) not in ("auto", PLAIN[name])]
+        if beside:
+            raise EspalierError(
+                f"algorithm='none' is plain decoding, and {beside[0]}={getattr(asked, beside[0])} is given; leave one out"
+            )
+        return PLAIN["steps"], PLAIN["topk"], PLAIN["num_draft_tokens"]
+    steps, topk = _or(asked.steps, STEPS), _or(asked.topk, TOPK)
+    return steps, topk, _or(asked.num_draft_tokens, min(NUM_DRAFT_TOKENS, max_draft_tokens(steps, topk)))
+
+
+def _num_pages(layout: RoundLayout, facts: Facts, dtype: torch.dtype, defaults: DeviceDefaults) -> int:
+    """Pages, the dummy included, that a share of the free memory holds; no more than a full batch of full contexts uses."""
+    token = bytes_per_token(facts.geometry, dtype)
+    left = facts.free_bytes - facts.num_weights * dtype.itemsize - layout.verify_rows * token
+    affordable = int(left * defaults.memory_share) // (token * layout.page_size)
+    least = 1 + layout.table_width
+    if affordable < least:
+        raise EspalierError(
+            f"max_context={layout.max_context} needs {least} pages of {layout.page_size} tokens and the free memory "
+            f"({facts.free_bytes / 2**30:.1f} GiB, weights included) holds {max(affordable, 0)}; lower max_context, "
+            "or set num_pages yourself"
+        )
+    return min(affordable, 1 + layout.max_batch * layout.table_width)
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that nobody uses: of the CUDA device, or of this machine within its control group's limit."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return min(_machine_memory(), *_cgroup_memory())
+
+
+def _machine_memory() -> int:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        # macOS tells its whole memory only; half of it is taken to be free.
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+
+
+def _cgroup_memory() -> list[int]:
+    """What the limits of this process's control group leave, for each version of the interface that is there."""
+    pairs = (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"))
+    left = [2**63]
+    for limit, used in pairs:
+        try:
+            left.append(int((CGROUP / limit).read_text()) - int((CGROUP / used).read_text()))
+        except (OSError, ValueError):
+            continue
+    return left

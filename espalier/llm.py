@@ -1,0 +1,321 @@
+"""LLM: the offline interface.  Prompts in, outputs in the same order out, or pieces as they come."""
+
+import logging
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from espalier.config import EngineConfig
+from espalier.engine.load import build_engine, find, resolve_config
+from espalier.errors import EspalierError
+from espalier.models.config import read_json
+from espalier.request import Output, Piece, Request, ResolvedParams, SamplingParams, check_prompt, sample_seed
+from espalier.text import Tokenizer, load_tokenizer
+
+Prompt = str | Sequence[int]
+Messages = Sequence[Mapping[str, str]]
+
+ROUNDS_BEFORE_WARNING = 256
+LOWEST_ACCEPTANCE = 0.05
+# Fields of generation_config.json that change what transformers generates and that nothing here honours; their neutral values.
+NOT_HONOURED: Mapping[str, tuple[Any, ...]] = {
+    "num_beams": (None, 1),
+    "no_repeat_ngram_size": (None, 0),
+    "bad_words_ids": (None, []),
+    "suppress_tokens": (None, []),
+    "begin_suppress_tokens": (None, []),
+    "sequence_bias": (None,),
+    "typical_p": (None, 1, 1.0),
+    "epsilon_cutoff": (None, 0, 0.0),
+    "eta_cutoff": (None, 0, 0.0),
+    "penalty_alpha": (None, 0),
+    "guidance_scale": (None, 1, 1.0),
+    "exponential_decay_length_penalty": (None,),
+}
+log = logging.getLogger("espalier")
+
+
+class LLM:
+    """A model, ready to generate.
+
+    Arguments are the fields of EngineConfig, each "auto" by default.  Raises EspalierError, one line, for what is not supported.
+    """
+
+    def __init__(self, model: str | Path = "auto", **settings: Any):
+        found_for = EngineConfig(model=model, **settings)
+        checkpoint = find(found_for)
+        self.config = resolve_config(found_for, checkpoint)
+        self.model_config = checkpoint.target
+        self.tokenizer = load_tokenizer(checkpoint.target_path, checkpoint.target.vocab_size)
+        self.generation_config = _generation_config(checkpoint.target_path)
+        self.engine = build_engine(self.config, checkpoint)
+        self._waiting_pieces: dict[str, list[Piece]] = {}
+        self._num_requests = 0
+        self._warned = False
+        self._closed = False
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        on_piece: Callable[[Piece], None] | None = None,
+    ) -> list[Output]:
+        """Complete every prompt; outputs in the order of prompts.
+
+        prompts: text or token ids, one or several.  params: for all, or one for each.  on_piece: called as pieces come.
+        Raises EspalierError, naming the prompt, before anything starts; what goes wrong later is in Output.error.
+        """
+        groups = self._requests(_as_list(prompts), params)
+        requests = [request for group in groups for request in group]
+        texts: dict[str, list[str]] = {request.id: [] for request in requests}
+        for piece in self._run(requests):
+            texts[piece.request_id].append(piece.text)
+            if on_piece is not None:
+                on_piece(piece)
+        return [_with_choices([_output(r, "".join(texts[r.id])) for r in group]) for group in groups]
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Piece]:
+        """Pieces of one prompt's output as rounds decide them; with n > 1, Piece.index says whose.
+
+        Raises EspalierError for a bad prompt, before the first piece.  Leaving the loop early aborts the request.
+        """
+        [group] = self._requests([prompt], params)
+        return self._run(group)
+
+    def chat(
+        self, messages: Messages, params: SamplingParams | None = None, on_piece: Callable[[Piece], None] | None = None
+    ) -> Output:
+        """The assistant's answer to a conversation of {"role", "content"} messages, by the model's chat template."""
+        return self.generate([self.chat_prompt(messages)], params, on_piece)[0]
+
+    def chat_prompt(self, messages: Messages) -> list[int]:
+        """Token ids of a conversation, up to where the assistant answers.  Raises EspalierError."""
+        return self._text_of("chat").chat(messages)
+
+    def close(self) -> None:
+        """Release what the engine holds.  Idempotent."""
+        if not self._closed:
+            self._closed = True
+            self.engine.close()
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # From prompts to requests
+
+    def _requests(
+        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> list[list[Request]]:
+        """n requests for each prompt; all are checked before any is queued."""
+        if self._closed:
+            raise EspalierError("this LLM is closed; make another")
+        each = _one_each(params, len(prompts))
+        groups = []
+        for i, (prompt, wanted) in enumerate(zip(prompts, each, strict=True)):
+            with _naming(i, len(prompts)):
+                groups.append(self._group(self._tokens(prompt), self._resolve(wanted)))
+        return groups
+
+    def _tokens(self, prompt: Prompt) -> list[int]:
+        tokens = self._text_of("a text prompt").encode(prompt) if isinstance(prompt, str) else list(prompt)
+        check_prompt(tokens, self.model_config.vocab_size, self.config.max_context)
+        return tokens
+
+    def _text_of(self, what: str) -> Tokenizer:
+        if self.tokenizer is None:
+            raise EspalierError(f"{what} needs a tokenizer and {self.config.model} has none; give token ids")
+        return self.tokenizer
+
+    def _resolve(self, params: SamplingParams) -> ResolvedParams:
+        resolved = params.resolve(self.generation_config, self.model_config.eos_token_ids)
+        resolved.validate(self.model_config.vocab_size, self.tokenizer is not None)
+        return resolved
+
+    def _group(self, prompt: list[int], params: ResolvedParams) -> list[Request]:
+        """The n samples of one prompt; the others wait for the first to have put it in the prefix cache."""
+        number = self._num_requests
+        self._num_requests += 1
+        seed = sample_seed(self.config.seed, number + 1) if params.seed is None else params.seed
+        group: list[Request] = []
+        for i in range(params.n):
+            request = Request(
+                id=f"{number}.{i}",
+                prompt=prompt,
+                params=params,
+                seed=sample_seed(seed, i),
+                arrival=number,
+                stop_ids=frozenset(params.stop_token_ids),
+                text=self.tokenizer.sink(prompt, params.stop, params.min_tokens) if self.tokenizer else None,
+                index=i,
+                after=group[0] if group else None,
+            )
+            group.append(request)
+        return group
+
+    # From requests to pieces
+
+    def _run(self, requests: list[Request]) -> Iterator[Piece]:
+        """Queue all, then step until all are done; whoever leaves early aborts what is left."""
+        self._add(requests)
+        return self._pieces(requests)
+
+    def _add(self, requests: list[Request]) -> None:
+        prompts = requests[-1].arrival - requests[0].arrival + 1 if requests else 0
+        for i, request in enumerate(requests):
+            self._waiting_pieces[request.id] = []
+            try:
+                with _naming(request.arrival - requests[0].arrival, prompts):
+                    self.engine.add(request)
+            except EspalierError:
+                self._abort(requests[:i])
+                self._forget(requests)
+                raise
+
+    def _pieces(self, requests: list[Request]) -> Iterator[Piece]:
+        try:
+            while True:
+                for request in requests:
+                    waiting, self._waiting_pieces[request.id] = self._waiting_pieces[request.id], []
+                    yield from waiting
+                if all(request.done for request in requests):
+                    break
+                self._step()
+        finally:
+            self._abort([request for request in requests if not request.done])
+            self._forget(requests)
+        self._warn_of_low_acceptance()
+
+    def _step(self) -> None:
+        """One engine step, whole: an interrupt waits for its end, since a launch half read would be lost."""
+        with _interrupt_deferred():
+            for piece in self.engine.step():
+                if piece.request_id in self._waiting_pieces:
+                    self._waiting_pieces[piece.request_id].append(piece)
+
+    def _abort(self, requests: list[Request]) -> None:
+        for request in requests:
+            self.engine.abort(request.id)
+        while not all(request.done for request in requests):
+            self._step()
+
+    def _forget(self, requests: list[Request]) -> None:
+        for request in requests:
+            self._waiting_pieces.pop(request.id, None)
+
+    def _warn_of_low_acceptance(self) -> None:
+        totals = self.engine.totals
+        if self._warned or not totals.reached or totals.reached[0] < ROUNDS_BEFORE_WARNING:
+            return
+        if totals.taken[0] >= LOWEST_ACCEPTANCE * totals.reached[0]:
+            return
+        self._warned = True
+        remedy = (
+            "the draft may belong to another target or training: check it with `espalier bench round --acceptance`"
+            if self.config.draft
+            else "this text does not repeat itself: give a trained draft"
+        )
+        log.warning(
+            "accept length is %.2f after %d rounds with draft tokens (1.00 is plain decoding); %s, or set speculation=None",
+            totals.accept_length,
+            totals.reached[0],
+            remedy,
+        )
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or several, as several: text, token ids, or a list of either."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if not isinstance(prompts, Sequence):
+        raise EspalierError(f"prompts={prompts!r} is not supported; use text, a list of texts or lists of token ids")
+    if prompts and all(isinstance(part, int) for part in prompts):
+        return [prompts]  # type: ignore[list-item]
+    for i, prompt in enumerate(prompts):
+        if not isinstance(prompt, str | Sequence):
+            raise EspalierError(f"prompt {i} is {prompt!r}; use text or a list of token ids")
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    if params is None:
+        return [SamplingParams()] * count
+    if isinstance(params, SamplingParams):
+        return [params] * count
+    if len(params) != count:
+        raise EspalierError(f"{len(params)} SamplingParams for {count} prompts; give one for all, or one for each")
+    return list(params)
+
+
+@contextmanager
+def _naming(index: int, count: int) -> Iterator[None]:
+    """Errors say which of several prompts they are about."""
+    try:
+        yield
+    except EspalierError as error:
+        if count == 1:
+            raise
+        raise EspalierError(f"prompt {index} of {count}: {error}") from None
+
+
+def _output(request: Request, text: str) -> Output:
+    if request.error is not None:
+        log.warning("request %s failed: %s", request.id, request.error)
+    return Output(
+        text=text,
+        token_ids=request.output,
+        finish_reason=request.finish_reason or "abort",
+        logprobs=None if request.params.logprobs is None else request.logprobs,
+        from_draft=request.from_draft,
+        usage=request.usage,
+        speculation=request.stats,
+        error=request.error,
+    )
+
+
+def _with_choices(outputs: list[Output]) -> Output:
+    first = outputs[0]
+    first.choices.extend(outputs if len(outputs) > 1 else [])
+    return first
+
+
+def _generation_config(path: Path) -> dict[str, Any]:
+    """The model's generation_config.json, {} without one; what in it is not honoured is named once."""
+    file = path / "generation_config.json"
+    if not file.exists():
+        return {}
+    read = read_json(file)
+    dropped = [f"{name}={read[name]!r}" for name, neutral in NOT_HONOURED.items() if read.get(name) not in neutral]
+    if dropped:
+        log.warning("%s asks for %s, which is not supported and left out", file, ", ".join(dropped))
+    return read
+
+
+@contextmanager
+def _interrupt_deferred() -> Iterator[None]:
+    """Hold back Ctrl-C to the end of the block; a second one comes through at once."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    pressed = []
+    before = signal.getsignal(signal.SIGINT)
+
+    def press(number: int, frame: Any) -> None:
+        pressed.append(number)
+        signal.signal(signal.SIGINT, before)
+
+    if not callable(before):
+        yield
+        return
+    signal.signal(signal.SIGINT, press)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if pressed:
+        before(pressed[0], None)

@@ -1,0 +1,271 @@
+"""A model's config.json, read once: every field that changes the maths is honoured or refused by name.
+
+What a missing field means differs by family, so each family file declares its defaults; the reading is shared.
+"""
+
+import difflib
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from espalier.errors import EspalierError
+from espalier.models.layers.rope import RopeConfig
+from espalier.models.rope_config import read_rope
+
+Raw = dict[str, Any]
+Windows = tuple[int | None, ...]
+
+# Fields that change the maths of some model but not of those supported, and the values under which they change nothing.
+NEUTRAL: Mapping[str, tuple[object, ...]] = {
+    "hidden_act": ("silu",),
+    "quantization_config": (None,),
+    "compression_config": (None,),
+    "attn_logit_softcapping": (None, 0, 0.0),
+    "final_logit_softcapping": (None, 0, 0.0),
+    "partial_rotary_factor": (None, 1, 1.0),
+    "rotary_pct": (None, 1, 1.0),
+    "embedding_multiplier": (None, 1, 1.0),
+    "residual_multiplier": (None, 1, 1.0),
+    "attention_multiplier": (None,),
+    "logits_scaling": (None, 1, 1.0),
+    "logit_scale": (None, 1, 1.0),
+    "query_pre_attn_scalar": (None,),
+    "num_experts": (None, 0),
+    "num_local_experts": (None, 0, 1),
+    "n_routed_experts": (None, 0),
+    "no_rope_layers": (None, []),
+    "attention_chunk_size": (None,),
+    "use_mrope": (None, False),
+    "clip_qkv": (None,),
+    "num_nextn_predict_layers": (None, 0),
+}
+# Fields that do not reach the forward pass; named so that overriding one is not taken for a spelling mistake.
+INERT = (
+    "architectures",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+    "attention_dropout",
+    "dtype",
+    "torch_dtype",
+    "initializer_range",
+    "pretraining_tp",
+    "transformers_version",
+    "use_cache",
+)
+RECURRENT = re.compile("mamba|rwkv|jamba|bamba|recurrent|zamba|retnet|deltanet|lfm|qwen3next|hybrid")
+
+
+@dataclass(frozen=True)
+class Family:
+    """What sets one family apart.  A family file is this declaration.
+
+    defaults: what Hugging Face's config class of the family assumes where config.json is silent.
+    qkv_bias, out_bias: of the attention's projections, from the completed config.
+    windows: of the completed config, one entry a layer: None, or how many positions a query sees, itself included.
+    """
+
+    architecture: str
+    model_type: str
+    defaults: Mapping[str, Any]
+    qkv_bias: Callable[[Raw], bool]
+    out_bias: Callable[[Raw], bool]
+    windows: Callable[[Raw], Windows]
+    qk_norm: bool = False
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A decoder's shape and maths.  raw: config.json with the family's defaults beneath and the overrides on top.
+
+    max_position: the longest context the checkpoint was made for (a dynamic rope ends there, see RopeConfig).
+    eos_token_ids: every one that config.json or generation_config.json names.
+    """
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    intermediate_size: int
+    rms_norm_eps: float
+    rope: RopeConfig
+    max_position: int
+    tie_word_embeddings: bool
+    attention_bias: bool
+    out_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    windows: Windows
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None
+    raw: Raw = field(repr=False)
+
+
+def read_json(path: Path) -> Raw:
+    """Raises EspalierError naming the file when it is missing or is not a JSON object."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise EspalierError(
+            f"{path} does not exist: a model is a Hugging Face directory with config.json and *.safetensors; "
+            "give the path of one"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise EspalierError(f"{path} is not readable JSON ({error}); download the file again") from None
+    if not isinstance(value, dict):
+        raise EspalierError(f"{path} holds a {type(value).__name__} where a JSON object is expected; download it again")
+    return value
+
+
+def find_family(raw: Raw, families: Mapping[str, Family], path: Path) -> Family:
+    """The family that config.json's architectures (or, without it, model_type) names."""
+    named = raw.get("architectures") or []
+    supported = ", ".join(families)
+    if named and named[0] in families:
+        return families[named[0]]
+    if not named:
+        for family in families.values():
+            if family.model_type == raw.get("model_type"):
+                return family
+    name = named[0] if named else raw.get("model_type")
+    lowered = str(name).lower()
+    if "eagle" in lowered or "speculators_model_type" in raw:
+        reason = "is a draft, not a target: pass it as draft= and its target as model=;"
+    elif RECURRENT.search(lowered):
+        reason = "keeps recurrent state, which is not supported;"
+    else:
+        reason = "is not supported;"
+    raise EspalierError(f"{path}: architecture {name!r} {reason} supported are {supported}")
+
+
+def with_overrides(raw: Raw, overrides: Mapping[str, Any], known: set[str]) -> Raw:
+    """raw with fields replaced, nested objects key by key.  A name not in `known` is refused with its nearest
+    neighbour.
+    """
+    merged = dict(raw)
+    for name, value in overrides.items():
+        if name not in known:
+            near = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.0)
+            raise EspalierError(f"model_overrides: no field {name!r} in this model's config; did you mean {near[0]!r}?")
+        old = merged.get(name)
+        merged[name] = {**old, **value} if isinstance(old, dict) and isinstance(value, Mapping) else value
+    if "rope_theta" in overrides and "rope_theta" in (merged.get("rope_parameters") or {}):
+        merged["rope_parameters"] = {**merged["rope_parameters"], "rope_theta": overrides["rope_theta"]}
+    return merged
+
+
+def parse(
+    raw: Raw, family: Family, path: Path, overrides: Mapping[str, Any] | None = None, generation: Raw | None = None
+) -> ModelConfig:
+    """Complete, check and type the fields.  Raises EspalierError naming the field that is missing, wrong or
+    unsupported.
+    """
+    rope_names = ("rope_theta", "rope_scaling", "rope_parameters")
+    known = {*raw, *family.defaults, *NEUTRAL, *INERT, *rope_names}
+    full = {**family.defaults, **with_overrides(raw, overrides or {}, known)}
+    refuse_unsupported(full, path)
+    read = _Fields(full, path)
+    heads, layers = read.count("num_attention_heads"), read.count("num_hidden_layers")
+    hidden = read.count("hidden_size")
+    head_size = read.count("head_dim") if full.get("head_dim") is not None else hidden // heads
+    kv_heads = read.count("num_key_value_heads") if full.get("num_key_value_heads") is not None else heads
+    if heads % kv_heads or head_size % 2:
+        raise EspalierError(
+            f"{path}: {heads} heads over {kv_heads} key-value heads of size {head_size}; heads must be a multiple of "
+            "key-value heads and the size even; correct the config or override the fields"
+        )
+    rope, max_position = read_rope(full, head_size, read.count("max_position_embeddings"), path)
+    return ModelConfig(
+        architecture=family.architecture,
+        vocab_size=read.count("vocab_size"),
+        hidden_size=hidden,
+        num_layers=layers,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_size=head_size,
+        intermediate_size=read.count("intermediate_size"),
+        rms_norm_eps=float(full["rms_norm_eps"]),
+        rope=rope,
+        max_position=max_position,
+        tie_word_embeddings=bool(full.get("tie_word_embeddings", False)),
+        attention_bias=family.qkv_bias(full),
+        out_bias=family.out_bias(full),
+        mlp_bias=bool(full.get("mlp_bias", False)),
+        qk_norm=family.qk_norm,
+        windows=_read_windows(full, family, layers, path),
+        eos_token_ids=_eos_ids(full, generation or {}),
+        bos_token_id=full.get("bos_token_id"),
+        raw=full,
+    )
+
+
+def refuse_unsupported(full: Raw, path: Path) -> None:
+    """Refuse, by name, any field that asks for maths we do not have."""
+    for name, neutral in NEUTRAL.items():
+        if name in full and full[name] not in neutral:
+            value = full[name].get("quant_method", "?") if isinstance(full[name], dict) else full[name]
+            needed = " or ".join(repr(v) for v in neutral)
+            remedy = (
+                "use the unquantised checkpoint" if "quant" in name or "compression" in name else "use another model"
+            )
+            raise EspalierError(f"{path}: {name} = {value!r} is not supported, only {needed}; {remedy}")
+
+
+def full_attention(full: Raw) -> Windows:
+    return (None,) * int(full["num_hidden_layers"])
+
+
+def windows_by_layer_type(full: Raw, default: Callable[[int], bool]) -> Windows:
+    """The window on layers that `layer_types` (or, without it, `default`) makes sliding; None elsewhere."""
+    window, types = full.get("sliding_window"), full.get("layer_types")
+    layers = range(int(full["num_hidden_layers"]))
+    slides = [types[i] == "sliding_attention" for i in layers] if types else [default(i) for i in layers]
+    return tuple(int(window) if window is not None and slides[i] else None for i in layers)
+
+
+class _Fields:
+    """Typed access that names what is wrong."""
+
+    def __init__(self, full: Raw, path: Path) -> None:
+        self.full = full
+        self.path = path
+
+    def count(self, name: str) -> int:
+        value = self.full.get(name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise EspalierError(
+                f"{self.path}: {name} = {value!r}; a positive integer is needed; correct it or pass model_overrides"
+            )
+        return value
+
+
+def _read_windows(full: Raw, family: Family, layers: int, path: Path) -> Windows:
+    types = full.get("layer_types")
+    if types is not None:
+        odd = sorted({str(t) for t in types} - {"full_attention", "sliding_attention"})
+        if odd:
+            raise EspalierError(
+                f"{path}: layer_types names {odd[0]!r}; supported are 'full_attention' and 'sliding_attention'; "
+                "use another model"
+            )
+        if len(types) != layers:
+            raise EspalierError(
+                f"{path}: layer_types has {len(types)} entries for num_hidden_layers = {layers}; make them agree"
+            )
+    window = full.get("sliding_window")
+    if window is not None and (not isinstance(window, int) or window < 1):
+        raise EspalierError(f"{path}: sliding_window = {window!r}; a positive integer or null is needed; correct it")
+    return family.windows(full)
+
+
+def _eos_ids(full: Raw, generation: Raw) -> tuple[int, ...]:
+    ids: list[int] = []
+    for source in (generation.get("eos_token_id"), full.get("eos_token_id")):
+        ids += source if isinstance(source, list) else [] if source is None else [source]
+    return tuple(dict.fromkeys(ids))

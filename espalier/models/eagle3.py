@@ -1,0 +1,225 @@
+"""The EAGLE-3 draft head (arXiv:2503.01840), in SafeAILab's and vLLM speculators' form.
+
+One decoder layer over cat(norm(embedding of token q), norm(hidden that feeds q)).  The hidden is the fused feature of
+the target at q-1, or what the draft itself handed on there.
+"""
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from espalier.cache.geometry import LayerGeometry
+from espalier.errors import EspalierError
+from espalier.models.base import Attend, CausalLM
+from espalier.models.eagle3_config import Eagle3Config, looks_like_eagle3, read_eagle3
+from espalier.models.layers.attention import Attention
+from espalier.models.layers.embedding import Embedding
+from espalier.models.layers.linear import Linear
+from espalier.models.layers.mlp import GatedMLP
+from espalier.models.layers.norm import RMSNorm
+from espalier.models.layers.rope import RopeTables
+from espalier.models.loading import geometry_of, load_attention
+from espalier.models.weights import Weights
+
+LEGACY_FC_NORMS = ("aux_norm_low", "aux_norm_mid", "aux_norm_high")
+log = logging.getLogger(__name__)
+
+
+class Eagle3Draft:
+    """The head, loaded.  A row stands under its token q; the caller passes q-1 as its RoPE position."""
+
+    def __init__(
+        self,
+        config: Eagle3Config,
+        geometry: LayerGeometry,
+        rope: RopeTables,
+        embed: Embedding,
+        fuser: "Fuser",
+        embed_norm: RMSNorm,
+        hidden_norm: RMSNorm,
+        attention: Attention,
+        mlp_norm: RMSNorm,
+        mlp: GatedMLP,
+        norm: RMSNorm,
+        head: Linear,
+        d2t: Tensor | None,
+    ) -> None:
+        self.config = config
+        self.geometry = (geometry,)
+        self.hidden_size = config.layer.hidden_size
+        self.capture = config.capture
+        self.d2t = d2t
+        self.rope = rope
+        self.embed = embed
+        self.fuse = fuser
+        self.embed_norm = embed_norm
+        self.hidden_norm = hidden_norm
+        self.attention = attention
+        self.mlp_norm = mlp_norm
+        self.mlp = mlp
+        self.norm = norm
+        self.head = head
+
+    def __call__(self, tokens: Tensor, hidden: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """tokens, positions int64 [B, Q]; hidden [B, Q, H], fused or handed on -> [B, Q, H] to hand on."""
+        shape = (tokens.shape[0], tokens.shape[1])
+        hidden = hidden.reshape(-1, self.hidden_size)
+        normed = self.hidden_norm(hidden)
+        x = torch.cat((self.embed_norm(self.embed(tokens.reshape(-1))), normed), dim=-1)
+        residual = normed if self.config.norm_before_residual else hidden
+        x = self.attention(x, residual, self.rope.at(positions), attend, 0, shape)
+        x = self.mlp(self.mlp_norm(x), x)
+        return (self.norm(x) if self.config.norm_output else x).unflatten(0, shape)
+
+    def logits(self, out: Tensor) -> Tensor:
+        """What was handed on [..., H] -> [..., draft_vocab] in the model's dtype."""
+        return self.head(out if self.config.norm_output else self.norm(out))
+
+
+class Fuser:
+    """captured [..., n·H_target] -> the feature [..., H]: one norm over all, or one for each part, or none; then fc."""
+
+    def __init__(self, fc: Linear, whole: RMSNorm | None, parts: list[RMSNorm]) -> None:
+        self.fc = fc
+        self.whole = whole
+        self.parts = parts
+
+    def __call__(self, captured: Tensor) -> Tensor:
+        if self.whole is not None:
+            captured = self.whole(captured)
+        if self.parts:
+            chunks = captured.chunk(len(self.parts), dim=-1)
+            captured = torch.cat([norm(chunk) for norm, chunk in zip(self.parts, chunks, strict=True)], dim=-1)
+        return self.fc(captured)
+
+
+def load_eagle3(
+    path: Path | str, target: CausalLM, *, dtype: torch.dtype, device: torch.device | str, position_rows: int
+) -> Eagle3Draft:
+    """Read a draft for `target`, whose `capture` must be what `read_eagle3(path, target.config).capture` says.
+
+    Embedding and head that the files lack are the target's, storage shared.  Raises EspalierError naming what does
+    not fit.
+    """
+    path = Path(path)
+    config = read_eagle3(path, target.config)
+    if target.capture != config.capture:
+        raise EspalierError(
+            f"{path} fuses the inputs of target layers {config.capture}, the target was loaded to capture "
+            f"{target.capture}; load it with capture={config.capture}"
+        )
+    weights = Weights(path, dtype, device, allow_bin=True)
+    _refuse_other_heads(weights, config)
+    prefix = "midlayer." if "midlayer.hidden_norm.weight" in weights else "layers.0."
+    hidden, eps = config.layer.hidden_size, config.layer.rms_norm_eps
+    layer = replace(config.layer, qk_norm=f"{prefix}self_attn.q_norm.weight" in weights)
+    geometry = geometry_of(layer)[0]
+    embed = _embedding(weights, config, target)
+    draft = Eagle3Draft(
+        config=config,
+        geometry=geometry,
+        rope=RopeTables(layer.rope, position_rows, dtype, device),
+        embed=embed,
+        fuser=_fuser(weights, config),
+        embed_norm=weights.norm(f"{prefix}input_layernorm", hidden, eps),
+        hidden_norm=weights.norm(f"{prefix}hidden_norm", hidden, eps),
+        attention=load_attention(weights, layer, geometry, f"{prefix}self_attn.", 2 * hidden),
+        mlp_norm=weights.norm(f"{prefix}post_attention_layernorm", hidden, eps),
+        mlp=weights.mlp(f"{prefix}mlp.", layer),
+        norm=weights.norm("norm", hidden, eps),
+        head=_head(weights, config, target, embed),
+        d2t=_d2t(weights, config, device),
+    )
+    weights.ignore(["t2d"])
+    weights.finish()
+    return draft
+
+
+def _refuse_other_heads(weights: Weights, config: Eagle3Config) -> None:
+    """The reverse: declared as EAGLE-3, weights of an earlier head."""
+    if looks_like_eagle3(weights):
+        return
+    hidden = config.layer.hidden_size
+    if "fc.weight" in weights and weights.shape("fc.weight") == (hidden, 2 * hidden):
+        raise EspalierError(
+            f"{weights.path} is declared as EAGLE-3 but fc.weight [{hidden}, {2 * hidden}] without hidden_norm is an "
+            "EAGLE-1/2 head, not supported yet; use an EAGLE-3 head"
+        )
+
+
+def _fuser(weights: Weights, config: Eagle3Config) -> Fuser:
+    hidden, eps, count = config.layer.hidden_size, config.layer.rms_norm_eps, len(config.capture)
+    wide = count * config.target_hidden
+    _refuse_wrong_count(weights, config)
+    fc = weights.linear("", ("fc",), (hidden,), wide, config.fc_bias)
+    whole = weights.norm("input_norm", wide, eps) if config.norm_before_fc else None
+    legacy = f"{LEGACY_FC_NORMS[0]}.weight" in weights
+    names = LEGACY_FC_NORMS if legacy else [f"fc_norm.{i}" for i in range(count)]
+    parts = [weights.norm(name, config.target_hidden, eps) for name in names] if config.fc_norm or legacy else []
+    return Fuser(fc, whole, parts)
+
+
+def _refuse_wrong_count(weights: Weights, config: Eagle3Config) -> None:
+    """fc's width tells how many layers the head was trained to fuse."""
+    if "fc.weight" not in weights:
+        return
+    width = weights.shape("fc.weight")[-1]
+    if width != len(config.capture) * config.target_hidden and width % config.target_hidden == 0:
+        raise EspalierError(
+            f"{weights.path} does not fit its target: fc.weight fuses {width // config.target_hidden} layers, "
+            f"{len(config.capture)} are captured {config.capture}; correct eagle_aux_hidden_state_layer_ids"
+        )
+
+
+def _embedding(weights: Weights, config: Eagle3Config, target: CausalLM) -> Embedding:
+    name, shape = "embed_tokens.weight", (config.layer.vocab_size, config.layer.hidden_size)
+    if name in weights:
+        return Embedding(weights.take(name, *shape))
+    _note_borrowed(name, shape, tuple(target.embed.weight.shape), weights)
+    return target.embed
+
+
+def _head(weights: Weights, config: Eagle3Config, target: CausalLM, embed: Embedding) -> Linear:
+    """Own; tied to the draft's embedding where its config says so; else the target's."""
+    name, shape = "lm_head.weight", (config.draft_vocab, config.layer.hidden_size)
+    if name in weights:
+        return Linear(weights.take(name, *shape))
+    if config.layer.tie_word_embeddings and tuple(embed.weight.shape) == shape:
+        log.info("draft %s: %s is its own embedding (tie_word_embeddings)", weights.path, name)
+        return Linear(embed.weight)
+    _note_borrowed(name, shape, target.head.shape, weights)
+    return target.head
+
+
+def _note_borrowed(name: str, shape: tuple[int, int], lent: tuple[int, ...], weights: Weights) -> None:
+    """Log whose weight serves, or refuse one that does not fit."""
+    if lent != shape:
+        raise EspalierError(
+            f"{weights.path} has no {name!r} and cannot use the target's: it needs {list(shape)}, the target's is "
+            f"{list(lent)}; use a draft that brings its own"
+        )
+    log.info("draft %s: %s is the target's, storage shared", weights.path, name)
+
+
+def _d2t(weights: Weights, config: Eagle3Config, device: torch.device | str) -> Tensor | None:
+    """Stored as offsets from the draft id; returned as target ids, None where both vocabularies are one."""
+    vocab = config.layer.vocab_size
+    if "d2t" not in weights and config.draft_vocab == vocab:
+        return None
+    ids = torch.arange(config.draft_vocab) + weights.take_raw("d2t", config.draft_vocab).to(torch.int64)
+    outside = ids[(ids < 0) | (ids >= vocab)]
+    if outside.numel():
+        raise EspalierError(
+            f"{weights.path}: d2t maps to token {int(outside[0])}, the target's vocabulary is 0 .. {vocab - 1}; "
+            "use the draft trained for this target"
+        )
+    values, counts = ids.unique(return_counts=True)
+    if (counts > 1).any():
+        raise EspalierError(
+            f"{weights.path}: d2t maps two draft ids to token {int(values[counts > 1][0])}; its entries are offsets "
+            "(target id - draft id), each target at most once: repair the file"
+        )
+    return None if torch.equal(ids, torch.arange(vocab)) else ids.to(device)

@@ -1,0 +1,53 @@
+"""A linear map.  Merged projections, weight formats and, later, shards are this file's business alone.
+
+On an x86 CPU in float32 the weight is kept in oneDNN's own blocked layout: the plain call goes to a BLAS that takes 2
+to 4 times as long for the few rows of a decoding step (docs/log.md).  The two agree to float32 rounding.
+"""
+
+import platform
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# The layout is chosen for a typical number of rows; one for 16 is near the best from 1 to 128.
+PACKED_FOR_ROWS = 16
+
+
+class Linear:
+    """y = x · weightᵀ + bias, weight [out, in].  Several projections of one input may share one weight, rows
+    stacked.
+    """
+
+    __slots__ = ("shape", "bias", "weight", "_packed")
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, packed: bool | None = None) -> None:
+        """packed: None packs where that is possible; False keeps the plain layout.  A packed weight is opaque."""
+        self.shape = tuple(weight.shape)
+        self.bias = bias
+        self._packed = can_pack(weight) if packed is None else packed
+        self.weight = (
+            torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), PACKED_FOR_ROWS) if self._packed else weight
+        )
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [..., in] -> a fresh tensor [..., out]."""
+        if self._packed:
+            return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+        return F.linear(x, self.weight, self.bias)
+
+    def plus(self, x: Tensor, residual: Tensor) -> Tensor:
+        """residual + self(x), both [..., out]; residual is left as it was."""
+        if self._packed:
+            return torch.ops.mkldnn._linear_pointwise.binary(x, residual, self.weight, self.bias, "add")
+        return F.linear(x, self.weight, self.bias).add_(residual)
+
+
+def can_pack(weight: Tensor) -> bool:
+    return (
+        weight.device.type == "cpu"
+        and weight.dtype == torch.float32
+        and platform.machine() in ("x86_64", "AMD64")
+        and torch.backends.mkldnn.is_available()
+        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    )

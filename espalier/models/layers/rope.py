@@ -1,0 +1,104 @@
+"""Rotary position embeddings: the frequencies of every scaling type, tables over positions, and their application.
+
+Formulas follow transformers.modeling_rope_utils, in its order of float32 operations, so that the frequencies agree to
+the bit with those the checkpoints were trained on.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """One model's rotary embedding.  dim: rotated channels of a head, all of them in every family supported.
+
+    type: default, linear, dynamic, llama3 or yarn.  A dynamic model has plain frequencies up to its trained length,
+    which is where `ModelConfig.max_position` ends it: beyond, every new token would change the rotation of all cached
+    keys.
+    """
+
+    dim: int
+    theta: float
+    type: str = "default"
+    factor: float = 1.0
+    original_max_position: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float = 1.0
+
+    def inverse_frequencies(self) -> Tensor:
+        """[dim / 2] float32, radians per position."""
+        plain = 1.0 / self._periods()
+        match self.type:
+            case "linear":
+                return plain / self.factor
+            case "llama3":
+                return self._llama3(plain)
+            case "yarn":
+                return self._yarn()
+            case _:
+                return plain
+
+    def _periods(self) -> Tensor:
+        return self.theta ** (torch.arange(0, self.dim, 2, dtype=torch.int64).float() / self.dim)
+
+    def _llama3(self, plain: Tensor) -> Tensor:
+        """Long wavelengths slow down by `factor`, short ones stay, those between are interpolated (Llama 3.1)."""
+        wavelength = 2 * math.pi / plain
+        low, high = self.low_freq_factor, self.high_freq_factor
+        keep = (self.original_max_position / wavelength - low) / (high - low)
+        between = (1 - keep) * plain / self.factor + keep * plain
+        slow = torch.where(wavelength > self.original_max_position / low, plain / self.factor, plain)
+        is_between = (wavelength >= self.original_max_position / high) & (
+            wavelength <= self.original_max_position / low
+        )
+        return torch.where(is_between, between, slow)
+
+    def _yarn(self) -> Tensor:
+        """Interpolate the slow dimensions, keep the fast ones, ramp between beta_slow and beta_fast turns (YaRN)."""
+        low, high = self._turns_at(self.beta_fast), self._turns_at(self.beta_slow)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, self.dim - 1)
+        span = high - low if high != low else 0.001
+        keep = 1 - ((torch.arange(self.dim // 2, dtype=torch.float32) - low) / span).clamp(0, 1)
+        periods = self._periods()
+        return 1.0 / (self.factor * periods) * (1 - keep) + 1.0 / periods * keep
+
+    def _turns_at(self, turns: float) -> float:
+        """The (fractional) dimension that turns this often over the original length."""
+        return self.dim * math.log(self.original_max_position / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
+
+
+class RopeTables:
+    """cos and sin for positions 0 .. rows-1, [rows, dim] each; the halves laid out as Hugging Face's rotate_half
+    expects.
+
+    The sine's first half is negated, so that rotating is x·cos + swap_halves(x)·sin.
+    """
+
+    __slots__ = ("cos", "sin")
+
+    def __init__(self, config: RopeConfig, rows: int, dtype: torch.dtype, device: torch.device | str) -> None:
+        dtype = dtype if dtype == torch.float64 else torch.float32
+        angles = torch.arange(rows, dtype=dtype)[:, None] * config.inverse_frequencies().to(dtype)
+        cos, sin = angles.cos() * config.attention_factor, angles.sin() * config.attention_factor
+        self.cos = torch.cat((cos, cos), dim=-1).to(device)
+        self.sin = torch.cat((-sin, sin), dim=-1).to(device)
+
+    def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """positions int64, any shape of N elements -> cos and sin [N, 1, dim], to broadcast over heads."""
+        flat = positions.reshape(-1)
+        return self.cos.index_select(0, flat)[:, None], self.sin.index_select(0, flat)[:, None]
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [N, heads, dim] -> the same, rotated by its row's position, in x's dtype."""
+    left, right = x.chunk(2, dim=-1)
+    return torch.addcmul(x * cos, torch.cat((right, left), dim=-1), sin).to(x.dtype)

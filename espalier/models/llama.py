@@ -1,0 +1,21 @@
+"""Llama 2 and 3.x: full attention everywhere, biases only where the config asks for them."""
+
+from espalier.models.config import Family, full_attention
+
+FAMILY = Family(
+    architecture="LlamaForCausalLM",
+    model_type="llama",
+    defaults={
+        "num_key_value_heads": None,
+        "head_dim": None,
+        "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "hidden_act": "silu",
+    },
+    qkv_bias=lambda full: bool(full["attention_bias"]),
+    out_bias=lambda full: bool(full["attention_bias"]),
+    windows=full_attention,
+)

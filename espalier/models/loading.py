@@ -1,0 +1,112 @@
+"""From a directory to a running target: which family it is, and its weights in their places."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from espalier.cache.geometry import LayerGeometry
+from espalier.errors import EspalierError
+from espalier.models import llama, mistral, qwen2, qwen3
+from espalier.models.base import CausalLM
+from espalier.models.config import Family, ModelConfig, find_family, parse, read_json
+from espalier.models.layers.attention import Attention
+from espalier.models.layers.decoder import Decoder, DecoderLayer
+from espalier.models.layers.embedding import Embedding
+from espalier.models.layers.linear import Linear
+from espalier.models.layers.rope import RopeTables
+from espalier.models.weights import Weights
+
+FAMILIES: Mapping[str, Family] = {
+    module.FAMILY.architecture: module.FAMILY for module in (llama, qwen2, qwen3, mistral)
+}
+
+
+def read_config(path: Path | str, overrides: Mapping[str, Any] | None = None) -> ModelConfig:
+    """Parse config.json (and generation_config.json's eos ids) of a target directory.
+
+    Raises EspalierError: unknown architecture or override, quantised weights, recurrent state, any field that would
+    change the maths in a way not supported.
+    """
+    path = Path(path)
+    raw = read_json(path / "config.json")
+    generation = path / "generation_config.json"
+    family = find_family({**raw, **(overrides or {})}, FAMILIES, path)
+    return parse(raw, family, path, overrides, read_json(generation) if generation.exists() else None)
+
+
+def load_target(
+    path: Path | str,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    position_rows: int,
+    capture: tuple[int, ...] = (),
+    overrides: Mapping[str, Any] | None = None,
+) -> CausalLM:
+    """Read a target.
+
+    position_rows: rotary tables cover positions 0 .. position_rows-1.
+    capture: layers whose input every pass returns, in this order; num_layers means what enters the final norm.
+    """
+    config = read_config(path, overrides)
+    beyond = [layer for layer in capture if not 0 <= layer <= config.num_layers]
+    if beyond:
+        raise EspalierError(
+            f"layer {beyond[0]} cannot be captured from {path}, which has {config.num_layers} layers; "
+            "use the target that the draft was trained for"
+        )
+    weights = Weights(Path(path), dtype, device)
+    geometry = geometry_of(config)
+    embed = Embedding(weights.take("model.embed_tokens.weight", config.vocab_size, config.hidden_size))
+    layers = [_layer(weights, config, geometry[i], f"model.layers.{i}.") for i in range(config.num_layers)]
+    norm = weights.norm("model.norm", config.hidden_size, config.rms_norm_eps)
+    head = _head(weights, config, embed)
+    weights.finish()
+    rope = RopeTables(config.rope, position_rows, dtype, device)
+    return Decoder(config, geometry, tuple(capture), rope, embed, layers, norm, head)
+
+
+def geometry_of(config: ModelConfig) -> tuple[LayerGeometry, ...]:
+    """One entry a layer."""
+    size = config.head_size
+    return tuple(LayerGeometry(config.heads, config.kv_heads, size, size, window) for window in config.windows)
+
+
+def load_attention(
+    weights: Weights, config: ModelConfig, geometry: LayerGeometry, prefix: str, columns: int
+) -> Attention:
+    """The block under `prefix`; its q, k and v read `columns` values (twice the hidden size in an EAGLE-3 head)."""
+    size = config.head_size
+    q_rows, kv_rows = config.heads * size, config.kv_heads * size
+    rows = (q_rows, kv_rows, kv_rows)
+    qkv = weights.linear(prefix, ("q_proj", "k_proj", "v_proj"), rows, columns, config.attention_bias)
+    out = weights.linear(prefix, ("o_proj",), (config.hidden_size,), q_rows, config.out_bias)
+    if not config.qk_norm:
+        return Attention(qkv, out, geometry, None, None)
+    q_norm, k_norm = (weights.norm(f"{prefix}{name}_norm", size, config.rms_norm_eps) for name in "qk")
+    return Attention(qkv, out, geometry, q_norm, k_norm)
+
+
+def _layer(weights: Weights, config: ModelConfig, geometry: LayerGeometry, prefix: str) -> DecoderLayer:
+    hidden, eps = config.hidden_size, config.rms_norm_eps
+    return DecoderLayer(
+        attention_norm=weights.norm(f"{prefix}input_layernorm", hidden, eps),
+        attention=load_attention(weights, config, geometry, f"{prefix}self_attn.", hidden),
+        mlp_norm=weights.norm(f"{prefix}post_attention_layernorm", hidden, eps),
+        mlp=weights.mlp(f"{prefix}mlp.", config),
+    )
+
+
+def _head(weights: Weights, config: ModelConfig, embed: Embedding) -> Linear:
+    """The embedding's own storage when tied.  A stored head beside it must say the same."""
+    name = "lm_head.weight"
+    if not config.tie_word_embeddings:
+        return Linear(weights.take(name, config.vocab_size, config.hidden_size))
+    if name in weights and not torch.equal(weights.take(name, *embed.weight.shape), embed.weight):
+        raise EspalierError(
+            f"{weights.path}: tie_word_embeddings is true but {name!r} differs from the embedding; "
+            'pass model_overrides={"tie_word_embeddings": False} to use it'
+        )
+    return Linear(embed.weight)

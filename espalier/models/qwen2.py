@@ -1,0 +1,37 @@
+"""Qwen2 and 2.5: q, k and v always have a bias, the output never; upper layers may slide a window."""
+
+from espalier.models.config import Family, Raw, Windows, windows_by_layer_type
+
+QWEN_WINDOW_DEFAULTS = {
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+    "layer_types": None,
+}
+
+
+def qwen_windows(full: Raw) -> Windows:
+    """`use_sliding_window` turns the window on, from layer `max_window_layers` upwards unless `layer_types` says
+    which.
+    """
+    window = full["sliding_window"] if full["use_sliding_window"] else None
+    first = full["max_window_layers"]
+    return windows_by_layer_type({**full, "sliding_window": window}, default=lambda layer: layer >= first)
+
+
+FAMILY = Family(
+    architecture="Qwen2ForCausalLM",
+    model_type="qwen2",
+    defaults={
+        "num_key_value_heads": 32,
+        "head_dim": None,
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+        "hidden_act": "silu",
+        **QWEN_WINDOW_DEFAULTS,
+    },
+    qkv_bias=lambda full: True,
+    out_bias=lambda full: False,
+    windows=qwen_windows,
+)

@@ -1,0 +1,80 @@
+"""The rotary part of a config.json: which scaling, with which numbers, or a refusal that names what is not
+supported.
+"""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from espalier.errors import EspalierError
+from espalier.models.layers.rope import RopeConfig
+
+Raw = dict[str, Any]
+
+TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
+RAMP = ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "truncate")
+FIELDS = (
+    *RAMP,
+    "rope_type",
+    "rope_theta",
+    "original_max_position_embeddings",
+    "attention_factor",
+    "mscale",
+    "mscale_all_dim",
+    "partial_rotary_factor",
+    "finetuned",
+)
+
+
+def read_rope(full: Raw, head_size: int, longest: int, path: Path) -> tuple[RopeConfig, int]:
+    """The rotation, and the longest context it was made for.
+
+    longest: max_position_embeddings.  Both spellings are read: rope_theta beside rope_scaling, and transformers 5's
+    rope_parameters that holds all.
+    """
+    parameters: Raw = {}
+    for spelled in (full.get("rope_parameters"), full.get("rope_scaling")):
+        parameters |= {"rope_type" if name == "type" else name: value for name, value in (spelled or {}).items()}
+    kind = parameters.get("rope_type") or "default"
+    if any(isinstance(value, Mapping) for value in parameters.values()):
+        raise EspalierError(f"{path}: rope_parameters differ by layer type; one set for all layers is supported")
+    unknown = [name for name in parameters if name not in FIELDS]
+    if kind not in TYPES or unknown:
+        what = f"rope type {kind!r}" if kind not in TYPES else f"rope parameter {unknown[0]!r}"
+        raise EspalierError(f"{path}: {what} is not supported; supported types are {', '.join(TYPES)}")
+    if parameters.get("partial_rotary_factor") not in (None, 1, 1.0):
+        raise EspalierError(
+            f"{path}: partial_rotary_factor = {parameters['partial_rotary_factor']!r}; only 1.0 is supported"
+        )
+    theta = parameters.get("rope_theta") or full.get("rope_theta") or 10000.0
+    original = int(parameters.get("original_max_position_embeddings") or longest)
+    if kind in ("linear", "dynamic", "llama3", "yarn") and not isinstance(parameters.get("factor"), int | float):
+        raise EspalierError(f"{path}: rope type {kind!r} needs a number 'factor', has {parameters.get('factor')!r}")
+    for name in ("low_freq_factor", "high_freq_factor") if kind == "llama3" else ():
+        if not isinstance(parameters.get(name), int | float):
+            raise EspalierError(f"{path}: rope type 'llama3' needs a number {name!r}, has {parameters.get(name)!r}")
+    rope = RopeConfig(
+        dim=head_size,
+        theta=float(theta),
+        type=kind,
+        original_max_position=original,
+        attention_factor=_yarn_attention_factor(parameters) if kind == "yarn" else 1.0,
+        **{name: parameters[name] for name in RAMP if parameters.get(name) is not None},
+    )
+    extended = int(original * rope.factor) if kind == "yarn" else longest
+    return rope, max(longest, extended)
+
+
+def _yarn_attention_factor(parameters: Raw) -> float:
+    """What cos and sin are multiplied by: given, or from YaRN's 0.1·mscale·ln(factor) + 1."""
+    given = parameters.get("attention_factor")
+    if given is not None:
+        return float(given)
+
+    def grown(mscale: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+    factor = float(parameters["factor"])
+    mscale, over_all = parameters.get("mscale"), parameters.get("mscale_all_dim")
+    return grown(mscale) / grown(over_all) if mscale and over_all else grown(1.0)

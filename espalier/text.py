@@ -1,0 +1,183 @@
+"""Text to tokens, and tokens back to text as they come: never half a character, never part of a stop string.
+
+Tokens are decoded a window at a time, from a little before the first that has not been handed out, since what a token
+reads as may depend on the one before it (a leading space, the other bytes of a character).
+"""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from espalier.errors import EspalierError
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+INCOMPLETE = "\ufffd"
+MOST_TOKENS_A_CHARACTER = 4
+CONTEXT_TOKENS = 6
+MOST_CONTEXT_TOKENS = 32
+log = logging.getLogger("espalier")
+
+Decode = Callable[[Sequence[int]], str]
+
+
+class Tokenizer:
+    """A Hugging Face tokenizer, as much of it as the house needs."""
+
+    def __init__(self, tokenizer: Any):
+        self.hf = tokenizer
+        self.size = len(tokenizer)
+        self._backend = getattr(tokenizer, "backend_tokenizer", None)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a prompt, with the special tokens that the tokenizer itself adds."""
+        return list(self.hf.encode(text))
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Text of tokens, special ones left out, spaces as they are."""
+        if self._backend is not None:
+            return self._backend.decode(list(tokens), skip_special_tokens=True)
+        return self.hf.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """Token ids of a conversation up to where the assistant answers.  Raises EspalierError."""
+        if not getattr(self.hf, "chat_template", None):
+            raise EspalierError(
+                "this model's tokenizer has no chat template; use generate with a prompt"
+            )
+        try:
+            text = self.hf.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        except Exception as error:  # a template raises whatever it likes
+            raise EspalierError(f"the chat template refuses these messages: {_one_line(error)}") from None
+        return list(self.hf.encode(text, add_special_tokens=False))
+
+    def sink(self, prompt: Sequence[int], stop: Sequence[str], min_tokens: int) -> "TextStream":
+        """Where a request's tokens become text."""
+        return TextStream(self.decode, prompt, stop, min_tokens)
+
+
+def load_tokenizer(path: Path, vocab_size: int) -> Tokenizer | None:
+    """The tokenizer in a model's directory, None where there is none: prompts are then token ids.
+
+    Raises EspalierError for files that cannot be read.
+    """
+    if not any((path / name).exists() for name in TOKENIZER_FILES):
+        log.info("%s holds no tokenizer: prompts are token ids and outputs have no text", path)
+        return None
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = Tokenizer(AutoTokenizer.from_pretrained(str(path), local_files_only=True))
+    except Exception as error:  # transformers raises many kinds, some of many lines
+        raise EspalierError(
+            f"the tokenizer in {path} cannot be loaded ({_one_line(error)}); "
+            "restore its files, or remove them and give token ids"
+        ) from None
+    if tokenizer.size > vocab_size:
+        log.warning(
+            "the tokenizer of %s knows %d tokens and the model %d: a prompt that uses the others is refused",
+            path,
+            tokenizer.size,
+            vocab_size,
+        )
+    return tokenizer
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200] or type(error).__name__
+
+
+class TextStream:
+    """A request's text (request.TextSink).
+
+    Until min_tokens are there, stop strings are text like any other.
+    """
+
+    def __init__(self, decode: Decode, prompt: Sequence[int], stop: Sequence[str], min_tokens: int = 0):
+        self.decoder = Detokenizer(decode, prompt)
+        self.stop = tuple(stop)
+        self.min_tokens = min_tokens
+        self.pushed = 0
+        self.ready = ""
+        self.held = ""
+        self.stopped = False
+
+    def push(self, token_id: int) -> bool:
+        """Take a token in; True once a stop string is complete."""
+        self.pushed += 1
+        self.decoder.push(token_id)
+        if not self.stop or self.stopped:
+            return self.stopped
+        if self.pushed <= self.min_tokens:
+            self.ready += self.decoder.take(final=False)
+            return False
+        self.held += self.decoder.take(final=False)
+        return self._cut()
+
+    def take(self, final: bool) -> str:
+        """Text that is safe to hand out since the last take."""
+        if not self.stopped:
+            self.held += self.decoder.take(final)
+            self._cut()
+        keep = 0 if final or self.stopped else self._may_begin_stop()
+        text = self.ready + self.held[: len(self.held) - keep]
+        self.ready, self.held = "", self.held[len(self.held) - keep :]
+        return text
+
+    def _cut(self) -> bool:
+        """End the text before the first stop string in it, if there is one."""
+        found = [at for at in (self.held.find(text) for text in self.stop) if at >= 0]
+        if found:
+            self.held = self.held[: min(found)]
+            self.stopped = True
+        return self.stopped
+
+    def _may_begin_stop(self) -> int:
+        """Characters at the end of what is held that a stop string may begin with."""
+        longest = max((len(text) for text in self.stop), default=0)
+        for size in range(min(longest - 1, len(self.held)), 0, -1):
+            tail = self.held[-size:]
+            if any(text.startswith(tail) for text in self.stop):
+                return size
+        return 0
+
+
+class Detokenizer:
+    """Tokens in, whole characters out.  What is taken adds up to what decoding all tokens at once gives."""
+
+    def __init__(self, decode: Decode, prompt: Sequence[int] = ()):
+        self.decode = decode
+        self.window = list(prompt[-CONTEXT_TOKENS:])
+        self.read = len(self.window)
+
+    def push(self, token_id: int) -> None:
+        self.window.append(token_id)
+
+    def take(self, final: bool) -> str:
+        """Text of the tokens since the last take, up to the last whole character unless final."""
+        if self.read == len(self.window):
+            return ""
+        end, whole = (len(self.window), self.decode(self.window)) if final else self._whole_characters()
+        text = _beyond(self.decode(self.window[: self.read]), whole)
+        # What has just been handed out is the next window's context, if it can be seen; else the one before still is.
+        drop = self.read if text else max(0, end - MOST_CONTEXT_TOKENS)
+        self.window = self.window[drop:]
+        self.read = end - drop
+        return text
+
+    def _whole_characters(self) -> tuple[int, str]:
+        """Where the last whole character ends, and the text up to there.
+
+        Bytes that lack others read as U+FFFD.  Four tokens can hold no unfinished character, so the first of them is final.
+        """
+        first = max(self.read, len(self.window) - MOST_TOKENS_A_CHARACTER + 1)
+        for end in range(len(self.window), first - 1, -1):
+            text = self.decode(self.window[:end])
+            if not text.endswith(INCOMPLETE):
+                break
+        return end, text
+
+
+def _beyond(before: str, whole: str) -> str:
+    """What `whole` adds to `before`, whose last bytes may have become a character since."""
+    return whole[len(before) if whole.startswith(before) else len(before.rstrip(INCOMPLETE)) :]

@@ -1,0 +1,152 @@
+"""Pre-train the bundled target: packed windows, Muon and AdamW, bfloat16 compute over float32 weights.
+
+`pretrain` may be interrupted and resumed at any step; `bits_per_byte` measures a model on files it has not seen.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from espalier.train.llama import Llama, LlamaShape, save_llama
+from espalier.train.optim import make_optimizers, schedule, set_rate
+from espalier.train.packing import Windows
+
+
+@dataclass(frozen=True)
+class PretrainConfig:
+    num_tokens: float = 2.0e9
+    length: int = 2048
+    batch: int = 64
+    matrix_lr: float = 4e-3
+    other_lr: float = 3e-3
+    weight_decay: float = 0.1
+    clip: float = 1.0
+    seed: int = 0
+    log_every: int = 50
+    save_every: int = 1000
+
+
+@torch.no_grad()
+def bits_per_byte(loss_of, stream: np.ndarray, num_bytes: int, device: torch.device, length: int = 2048) -> float:
+    """Windows overlap by half and only the later half counts, so that every token has context.
+
+    loss_of: (tokens [B, T], targets [B, T]) -> nats [B, T].
+    """
+    half = length // 2
+    ids = torch.from_numpy(stream.astype(np.int64)).to(device)
+    starts = torch.arange(0, len(stream) - length - 1, half, device=device)
+    total, counted = 0.0, 0
+    for chunk in starts.split(32):
+        windows = ids[chunk[:, None] + torch.arange(length + 1, device=device)]
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            nats = loss_of(windows[:, :-1], windows[:, 1:])
+        counts = torch.arange(length, device=device) >= half
+        mask = counts | (chunk == 0)[:, None]
+        total += float((nats * mask).sum())
+        counted += int(mask.sum())
+    return total / math.log(2) / (num_bytes * counted / len(stream))
+
+
+def compiled_loss(model: Llama, device: torch.device):
+    return torch.compile(model) if device.type == "cuda" else model
+
+
+def join_ranks() -> tuple[torch.device, int, int]:
+    """(device, rank, number of ranks): several under torchrun, else one."""
+    if "RANK" in os.environ and not dist.is_initialized():
+        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    if not torch.cuda.is_available():
+        return torch.device("cpu"), rank, num_ranks
+    torch.cuda.set_device(rank % torch.cuda.device_count())
+    return torch.device("cuda", torch.cuda.current_device()), rank, num_ranks
+
+
+def average_gradients(model: Llama) -> None:
+    if not dist.is_initialized():
+        return
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    flat = torch.cat([g.flatten() for g in gradients])
+    dist.all_reduce(flat)
+    flat /= dist.get_world_size()
+    for gradient, mean in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+        gradient.copy_(mean.view_as(gradient))
+
+
+def train_step(loss_of, batch: Tensor, model: Llama, optimizers: list[torch.optim.Optimizer], clip: float) -> Tensor:
+    with torch.autocast(batch.device.type, torch.bfloat16, enabled=batch.is_cuda):
+        loss = loss_of(batch[:, :-1].contiguous(), batch[:, 1:].contiguous()).mean()
+    loss.backward()
+    average_gradients(model)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    return loss.detach()
+
+
+def save_state(path: Path, model: Llama, optimizers: list[torch.optim.Optimizer], step: int) -> None:
+    state = {"model": model.state_dict(), "optimizers": [o.state_dict() for o in optimizers], "step": step}
+    torch.save(state, path.with_suffix(".part"))
+    path.with_suffix(".part").replace(path)
+
+
+def load_state(path: Path, model: Llama, optimizers: list[torch.optim.Optimizer]) -> int:
+    if not path.exists():
+        return 0
+    state = torch.load(path, map_location=next(model.parameters()).device, weights_only=True)
+    model.load_state_dict(state["model"])
+    for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
+        optimizer.load_state_dict(saved)
+    return int(state["step"])
+
+
+def pretrain(
+    packed: Path, out: Path, work: Path, eos_token_ids: list[int], config: PretrainConfig, shape: LlamaShape
+) -> float:
+    """Train, save to `out`, and return the held-out bits per byte.  work: holds the state of an unfinished run."""
+    device, rank, num_ranks = join_ranks()
+    torch.manual_seed(config.seed)
+    work.mkdir(parents=True, exist_ok=True)
+    windows = Windows(np.load(packed / "train.npy"), config.length, device, config.seed)
+    heldout, num_bytes = np.load(packed / "heldout.npy"), int((packed / "heldout_bytes.txt").read_text())
+    model = Llama(shape, torch.bfloat16 if device.type == "cuda" else torch.float32).to(device)
+    optimizers = make_optimizers(model, config.matrix_lr, config.other_lr, config.weight_decay)
+    loss_of = compiled_loss(model, device)
+    num_steps = max(1, int(config.num_tokens / (config.batch * config.length)))
+    first = load_state(work / "base.pt", model, optimizers)
+    print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(windows.stream):,} tokens, {num_steps} steps")
+    begun, losses = time.perf_counter(), []
+    for step, whole in enumerate(windows.batches(config.batch, first), first):
+        if step >= num_steps:
+            break
+        batch = whole[rank::num_ranks]
+        set_rate(optimizers, schedule(step / num_steps))
+        losses.append(train_step(loss_of, batch, model, optimizers, config.clip))
+        if rank == 0 and ((step + 1) % config.log_every == 0 or step + 1 == num_steps):
+            report(step + 1, num_steps, losses, whole.numel() * (step + 1 - first), time.perf_counter() - begun)
+            losses.clear()
+        if rank == 0 and (step + 1) % config.save_every == 0:
+            save_state(work / "base.pt", model, optimizers, step + 1)
+            save_llama(model, out, eos_token_ids)
+            part = heldout[: len(heldout) // 8]
+            print(f"held-out {bits_per_byte(loss_of, part, num_bytes * len(part) // len(heldout), device):.4f} bits/byte")
+    if rank == 0:
+        save_llama(model, out, eos_token_ids)
+    result = bits_per_byte(loss_of, heldout, num_bytes, device)
+    print(f"held-out {result:.4f} bits/byte over {num_bytes:,} bytes")
+    return result
+
+
+def report(step: int, num_steps: int, losses: list[Tensor], num_tokens: int, seconds: float) -> None:
+    mean = float(torch.stack(losses).mean())
+    print(f"step {step}/{num_steps} loss {mean:.4f} {num_tokens / seconds / 1e6:.3f} M tokens/s {seconds:.0f} s", flush=True)

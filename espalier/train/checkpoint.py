@@ -1,0 +1,77 @@
+"""Read and write EAGLE-3 drafts in SafeAILab's layout, and read what the trainer must know of a target."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from espalier.train.draft import DraftShape, Eagle3Draft
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    path = directory / "config.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is missing: give the directory of a Hugging Face model")
+    return json.loads(path.read_text())
+
+
+def rope_theta(config: dict[str, Any]) -> float:
+    nested = config.get("rope_parameters") or {}
+    return float(config.get("rope_theta", nested.get("rope_theta", 10000.0)))
+
+
+def draft_shape(target: dict[str, Any], draft_vocab_size: int, overrides: dict[str, int | None]) -> DraftShape:
+    """One layer of the target's own shape, less what `overrides` replaces (None keeps)."""
+    chosen = {name: value for name, value in overrides.items() if value is not None}
+    hidden, heads = int(target["hidden_size"]), int(target["num_attention_heads"])
+    fields = {
+        "hidden_size": hidden,
+        "intermediate_size": target["intermediate_size"],
+        "num_attention_heads": heads,
+        "num_key_value_heads": target.get("num_key_value_heads") or heads,
+        "head_dim": target.get("head_dim") or hidden // heads,
+    } | chosen
+    return DraftShape(
+        vocab_size=int(target["vocab_size"]),
+        draft_vocab_size=draft_vocab_size,
+        target_hidden_size=hidden,
+        rope_theta=rope_theta(target),
+        rms_norm_eps=float(target["rms_norm_eps"]),
+        max_position_embeddings=int(target["max_position_embeddings"]),
+        **{name: int(value) for name, value in fields.items()},
+    )
+
+
+def save_draft(draft: Eagle3Draft, out: Path) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    config = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        **vars(draft.shape),
+        "num_hidden_layers": 1,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "rope_scaling": None,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+    }
+    (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    weights = {
+        name: tensor.detach().cpu().to(torch.bfloat16 if tensor.is_floating_point() else tensor.dtype).contiguous()
+        for name, tensor in draft.state_dict().items()
+    }
+    save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
+
+
+def load_draft(directory: Path) -> Eagle3Draft:
+    config = read_config(directory)
+    if config.get("architectures") != ["LlamaForCausalLMEagle3"]:
+        raise ValueError(f"{directory} holds {config.get('architectures')}, not a LlamaForCausalLMEagle3")
+    draft = Eagle3Draft(DraftShape(**{name: config[name] for name in DraftShape.__dataclass_fields__}))
+    draft.load_state_dict(load_file(directory / "model.safetensors"))
+    return draft

@@ -1,0 +1,134 @@
+"""How many tokens a round would emit: the tree that a draft grows at every position of known text, replayed.
+
+The text is the target's own greedy output, so what a round accepts is the longest path of its tree that the text
+follows.  Every position is grown as a root at once; `rounds` then walks the roots that decoding would have visited.
+It is a measure for the trainer: plain, and independent of the engine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from espalier.train.draft import Eagle3Draft
+from espalier.train.target import FrozenTarget, repeated
+
+
+@dataclass
+class Beams:
+    """The rows to run at one level.  Leading shape [N roots, K]; chain: ancestors' keys and values."""
+
+    tokens: Tensor
+    scores: Tensor
+    on_path: Tensor
+    features: Tensor
+    chain: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+    def pick(self, index: Tensor, values: tuple[Tensor, Tensor, Tensor], parents: Tensor) -> Beams:
+        tokens, scores, on_path = (v.gather(1, index) for v in values)
+        return Beams(tokens, scores, on_path, rows(self.features, parents), self.chain)
+
+
+def rows(x: Tensor, index: Tensor) -> Tensor:
+    """x [N, K, ...], index [N, M] -> [N, M, ...]."""
+    return x[torch.arange(len(x), device=x.device)[:, None], index]
+
+
+@torch.no_grad()
+def accept_lengths(
+    draft: Eagle3Draft, target: FrozenTarget, tokens: Tensor, first: int, steps: int, topk: int, num_draft_tokens: int
+) -> Tensor:
+    """Accept length at every root position first <= n < T - steps.  tokens [T]: text that the target follows."""
+    dtype = draft.fc.weight.dtype
+    features, embeds = target(tokens[None])[0][0, :-1].to(dtype), target.embed(tokens[1:]).to(dtype)
+    roots = torch.arange(first, len(tokens) - steps, device=tokens.device)
+    outputs, keys, values = causal_rows(draft, embeds, features)
+    beams = Beams(roots[:, None], roots.new_zeros(len(roots), 1).float(), roots[:, None] > 0, outputs[roots - 1][:, None])
+    pool_scores, pool_depths, pool_paths = [], [], []
+    for depth in range(1, steps + 1):
+        if depth > 1:
+            embedded = target.embed(beams.tokens).to(dtype)
+            beams.features = run_beams(draft, embedded, beams, roots + depth - 2, keys, values, roots)
+        log_probs = draft.logits(beams.features).log_softmax(-1)
+        best, ids = log_probs.topk(min(topk, log_probs.shape[-1]), dim=-1)
+        found = draft.target_ids[ids].flatten(1)
+        scores = (beams.scores[..., None] + best).flatten(1)
+        parents = torch.arange(beams.tokens.shape[1], device=tokens.device).repeat_interleave(best.shape[-1])
+        on_path = beams.on_path[:, parents] & (found == tokens[roots + depth][:, None])
+        pool_scores.append(scores)
+        pool_paths.append(on_path)
+        pool_depths.append(torch.full_like(found, depth))
+        index = scores.topk(min(topk, scores.shape[1]), dim=1).indices
+        beams.chain = [(rows(k, parents[index]), rows(v, parents[index])) for k, v in beams.chain]
+        beams = beams.pick(index, (found, scores, on_path), parents[index])
+    all_scores = torch.cat(pool_scores, 1)
+    kept = all_scores.topk(min(num_draft_tokens - 1, all_scores.shape[1]), dim=1).indices
+    depths = torch.cat(pool_depths, 1) * torch.cat(pool_paths, 1)
+    return 1 + depths.gather(1, kept).amax(1)
+
+
+def causal_rows(draft: Eagle3Draft, embeds: Tensor, features: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Outputs [R, H], keys and values [heads, R, head_dim] of the rows whose features are the target's own."""
+    feature = draft.fc(features)
+    cos, sin = draft.rope(torch.arange(len(features), device=features.device))
+    q, k, v = draft.midlayer.self_attn.project(draft.midlayer.join(embeds, feature), cos, sin)
+    attended = torch.nn.functional.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True)[0]
+    return draft.midlayer.finish(feature, attended), k, v
+
+
+def run_beams(
+    draft: Eagle3Draft, embeds: Tensor, beams: Beams, positions: Tensor, keys: Tensor, values: Tensor, roots: Tensor
+) -> Tensor:
+    """One draft step over [N, K] beams; appends their keys and values to `beams.chain`.  positions [N]."""
+    layer = draft.midlayer
+    cos, sin = (t[:, None, None, None, :] for t in draft.rope(positions))
+    joined = layer.join(embeds, beams.features)[..., None, :]
+    q, k, v = (t.squeeze(-2) for t in layer.self_attn.project(joined, cos, sin))
+    beams.chain.append((k, v))
+    prefix = torch.einsum("nkhd,hrd->nkhr", q, keys)
+    hidden = torch.arange(keys.shape[1], device=q.device) >= roots[:, None]
+    prefix = prefix.masked_fill(hidden[:, None, None, :], float("-inf"))
+    own = torch.stack([(q * k).sum(-1) for k, _ in beams.chain], dim=-1)
+    weights = (torch.cat((prefix, own), dim=-1) * q.shape[-1] ** -0.5).softmax(-1)
+    attended = torch.einsum("nkhr,hrd->nkhd", weights[..., : keys.shape[1]], values)
+    for index, (_, v) in enumerate(beams.chain):
+        attended = attended + weights[..., keys.shape[1] + index, None] * v
+    return layer.finish(beams.features[..., None, :], attended[..., None, :]).squeeze(-2)
+
+
+@dataclass
+class AcceptReport:
+    """Means over the rounds that decoding visits (fresh and repeated text apart) and over every position as a root."""
+
+    fresh: float
+    repeated: float
+    every_root: float
+    repeated_share: float
+
+
+def report(lengths: list[Tensor], texts: list[np.ndarray], firsts: list[int]) -> AcceptReport:
+    fresh, again, every = [], [], []
+    for accepted, text, first in zip(lengths, texts, firsts, strict=True):
+        loops, root, values = repeated(text), first, accepted.tolist()
+        every += values
+        while root - first < len(values):
+            length = values[root - first]
+            (again if loops[root] else fresh).append(length)
+            root += length
+    mean = [float(np.mean(x)) if x else float("nan") for x in (fresh, again, every)]
+    return AcceptReport(*mean, repeated_share=len(again) / max(1, len(again) + len(fresh)))
+
+
+def measure(
+    draft: Eagle3Draft, target: FrozenTarget, texts: list[np.ndarray], firsts: list[int], steps: int, topk: int, nodes: int
+) -> AcceptReport:
+    """texts: prompt and greedy continuation of the target each; firsts: where the continuation's first token stands."""
+    draft = draft.eval()
+    lengths = [
+        accept_lengths(draft, target, torch.from_numpy(t.astype(np.int64)).to(target.device), f, steps, topk, nodes)
+        for t, f in zip(texts, firsts, strict=True)
+    ]
+    return report(lengths, texts, firsts)

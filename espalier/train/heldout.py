@@ -1,0 +1,57 @@
+"""Held-out prompts for the demonstration: beginnings of standard library files that training never saw.
+
+Each prompt ends at a line's end inside a function; the reference is what the file says next.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from espalier.train.corpus import read_documents
+
+NUM_PROMPTS = 64
+PROMPT_TOKENS = (60, 300)
+REFERENCE_TOKENS = 200
+
+
+def cut_lines(text: str) -> list[int]:
+    """Where a prompt may end: after an indented line of code, before another one."""
+    cuts, position, quoted = [], 0, False
+    lines = text.split("\n")
+    for line, following in zip(lines, lines[1:], strict=False):
+        position += len(line) + 1
+        quoted ^= (line.count('"""') + line.count("'''")) % 2 == 1
+        if not quoted and line.startswith("    ") and following.startswith("    ") and following.strip()[:1].isalpha():
+            cuts.append(position)
+    return cuts
+
+
+def make_entry(document: dict[str, str], tokenizer: Tokenizer) -> dict[str, str] | None:
+    """The prompt of this file, at a length that its path decides; None where no line suits."""
+    text = document["text"]
+    low, high = PROMPT_TOKENS
+    span = int(hashlib.sha256(document["path"].encode()).hexdigest(), 16) % (high - low)
+    ends = [0, *(end for _, end in tokenizer.encode(text, add_special_tokens=False).offsets)]
+    suitable = [c for c in cut_lines(text) if low <= sum(1 for e in ends if e <= c) <= high]
+    if not suitable or len(ends) < high + REFERENCE_TOKENS:
+        return None
+    cut = min(suitable, key=lambda c: abs(sum(1 for e in ends if e <= c) - low - span))
+    reference = [e for e in ends if e > cut][:REFERENCE_TOKENS]
+    return {
+        "source": f"cpython/Lib/{document['path']}",
+        "license": "PSF-2.0",
+        "prompt": text[:cut],
+        "reference": text[cut : reference[-1]],
+    }
+
+
+def write_heldout(corpus: Path, tokenizer: Tokenizer, out: Path) -> int:
+    documents = [d for d in read_documents(corpus / "heldout.jsonl") if d["source"] == "python"]
+    documents.sort(key=lambda d: ("test" in d["path"], hashlib.sha256(d["path"].encode()).digest()))
+    entries = [e for d in documents if (e := make_entry(d, tokenizer))][:NUM_PROMPTS]
+    out.write_text("".join(json.dumps(e, ensure_ascii=False) + "\n" for e in entries), encoding="utf-8")
+    return len(entries)

@@ -1,0 +1,79 @@
+"""Muon for hidden matrices and AdamW for the rest, with the warm-up, hold and decay schedule that both share.
+
+Muon (Jordan et al., 2024) orthogonalises the momentum of a matrix by a few Newton-Schulz iterations; the step is scaled
+to AdamW's usual root mean square (Liu et al., arXiv 2502.16982), so that one learning rate serves both.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import torch
+from torch import Tensor, nn
+
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
+
+
+def orthogonalise(matrices: Tensor, iterations: int = 5) -> Tensor:
+    """The nearest semi-orthogonal matrices, roughly.  matrices: [N, rows, columns]."""
+    a, b, c = NEWTON_SCHULZ
+    x = matrices.bfloat16() if matrices.is_cuda else matrices.float()
+    tall = x.shape[-2] > x.shape[-1]
+    x = x.mT if tall else x
+    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+    for _ in range(iterations):
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x.mT if tall else x
+
+
+class Muon(torch.optim.Optimizer):
+    """Matrices of one shape are stacked and stepped together: a deep thin model has many small ones."""
+
+    def __init__(self, parameters: list[nn.Parameter], lr: float, momentum: float = 0.95, weight_decay: float = 0.0):
+        by_shape: dict[torch.Size, list[nn.Parameter]] = defaultdict(list)
+        for parameter in parameters:
+            by_shape[parameter.shape].append(parameter)
+        groups = [{"params": group} for group in by_shape.values()]
+        super().__init__(groups, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            parameters = group["params"]
+            gradients = torch.stack([p.grad for p in parameters])
+            state = self.state[parameters[0]]
+            velocity = state.setdefault("velocity", torch.zeros_like(gradients))
+            velocity.lerp_(gradients, 1 - group["momentum"])
+            update = orthogonalise(gradients.lerp(velocity, group["momentum"]))
+            scale = 0.2 * max(update.shape[-2:]) ** 0.5
+            torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
+            torch._foreach_add_(parameters, list(update.to(parameters[0].dtype).unbind()), alpha=-group["lr"] * scale)
+
+
+def make_optimizers(
+    model: nn.Module, matrix_lr: float, other_lr: float, weight_decay: float
+) -> list[torch.optim.Optimizer]:
+    """Muon takes the matrices between hidden states; embeddings, heads and norms go to AdamW."""
+    trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    matrices = [p for n, p in trained if p.ndim == 2 and "embed_tokens" not in n and "lm_head" not in n]
+    others = [p for n, p in trained if p.ndim != 2 or "embed_tokens" in n or "lm_head" in n]
+    fused = others[0].is_cuda
+    return [
+        Muon(matrices, lr=matrix_lr, weight_decay=weight_decay),
+        torch.optim.AdamW(others, lr=other_lr, betas=(0.9, 0.95), eps=1e-10, weight_decay=0.0, fused=fused),
+    ]
+
+
+def schedule(progress: float, warmup: float = 0.01, hold: float = 0.45) -> float:
+    """The factor on the learning rate at `progress` in [0, 1]: up, level, then linearly to zero."""
+    if progress < warmup:
+        return progress / warmup
+    return min(1.0, max(0.0, (1 - progress) / (1 - hold)))
+
+
+def set_rate(optimizers: list[torch.optim.Optimizer], factor: float) -> None:
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group.setdefault("initial_lr", group["lr"])
+            group["lr"] = group["initial_lr"] * factor

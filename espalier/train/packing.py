@@ -1,0 +1,101 @@
+"""Turn documents into one flat stream of token ids, and the stream into fixed windows.
+
+Every document opens with the end-of-text token.  A small share of the files also lends its documented functions as
+chat documents, so that the chat template's tokens mean something to the model.
+"""
+
+from __future__ import annotations
+
+import ast
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from espalier.train.corpus import read_documents
+from espalier.train.tokenizer import ASSISTANT, END, SPECIAL_TOKENS, USER
+
+CHAT_FILES = 2000
+CHAT_MAX_SOURCE = 24_000
+CHAT_MAX_FUNCTION = 1500
+
+
+def chat_documents(texts: list[str], rng: random.Random, num_files: int = CHAT_FILES) -> list[str]:
+    """`<|user|>Write a function ...<|assistant|>def ...<|end|>` from functions that have a docstring."""
+    short = [t for t in texts if len(t) <= CHAT_MAX_SOURCE and '"""' in t]
+    documents = []
+    for text in rng.sample(short, min(num_files, len(short))):
+        try:
+            tree = ast.parse(text)
+        except (SyntaxError, ValueError, RecursionError):
+            continue
+        for node in tree.body:
+            request = isinstance(node, ast.FunctionDef) and ast.get_docstring(node)
+            source = ast.get_source_segment(text, node) if request else None
+            if source and len(source) <= CHAT_MAX_FUNCTION:
+                what = f"Write a Python function `{node.name}`: {str(request).splitlines()[0]}"
+                documents.append(f"{USER}{what}{ASSISTANT}{source}{END}")
+    return documents
+
+
+def encode(tokenizer: Tokenizer, texts: list[str], chunk: int = 1000) -> np.ndarray:
+    """The documents' ids behind one another, uint16, each opened by the end-of-text token."""
+    parts = []
+    for start in range(0, len(texts), chunk):
+        encodings = tokenizer.encode_batch_fast(texts[start : start + chunk])
+        parts += [np.array(e.ids, dtype=np.uint16) for e in encodings]
+    return np.concatenate(parts)
+
+
+def plain_texts(path: Path) -> list[str]:
+    """A file's documents, less those that spell a special token out: the tokenizer would take it for the token."""
+    texts = [d["text"] for d in read_documents(path)]
+    return [t for t in texts if not any(token in t for token in SPECIAL_TOKENS)]
+
+
+def pack(corpus: Path, tokenizer: Tokenizer, out: Path, seed: int) -> None:
+    """Write train.npy and heldout.npy, and heldout_bytes.txt, what the held-out ids stand for."""
+    out.mkdir(parents=True, exist_ok=True)
+    rng = random.Random(seed)
+    texts = plain_texts(corpus / "train.jsonl")
+    texts += chat_documents(texts, rng)
+    rng.shuffle(texts)
+    np.save(out / "train.npy", encode(tokenizer, texts))
+    heldout = plain_texts(corpus / "heldout.jsonl")
+    rng.shuffle(heldout)
+    np.save(out / "heldout.npy", encode(tokenizer, heldout))
+    (out / "heldout_bytes.txt").write_text(str(sum(len(t.encode()) for t in heldout)))
+
+
+class Windows:
+    """Windows of `length + 1` tokens of a stream that lies on the device; a new cut and order every epoch."""
+
+    def __init__(self, stream: np.ndarray, length: int, device: torch.device, seed: int) -> None:
+        self.stream = torch.from_numpy(stream.astype(np.int32)).to(device)
+        self.length = length
+        self.seed = seed
+        self.num_windows = (len(stream) - 1) // length - 1
+        if self.num_windows < 1:
+            raise ValueError(f"the data hold {len(stream)} tokens, fewer than two windows of {length}")
+
+    def epoch(self, number: int) -> tuple[Tensor, int]:
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + number)
+        order = torch.randperm(self.num_windows, generator=generator)
+        return order, int(torch.randint(self.length, (1,), generator=generator))
+
+    def batches(self, size: int, first: int = 0) -> Iterator[Tensor]:
+        """[size, length + 1] int64, without end; `first` skips that many batches, for a resumed run."""
+        per_epoch = max(1, self.num_windows // size)
+        reach = torch.arange(self.length + 1, device=self.stream.device)
+        number = first // per_epoch
+        skip = first % per_epoch
+        while True:
+            order, offset = self.epoch(number)
+            for step in range(skip, per_epoch):
+                starts = order[step * size : (step + 1) * size] * self.length + offset
+                yield self.stream[starts.to(reach.device)[:, None] + reach].long()
+            number, skip = number + 1, 0

@@ -1,0 +1,74 @@
+"""The frozen target of a draft: its three captured features, its logits, and text that it continues itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from espalier.train.checkpoint import read_config
+
+FAMILIES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "MistralForCausalLM")
+LOOP = 16
+
+
+class FrozenTarget:
+    """Features are the inputs of layers 2, L / 2 and L - 3, behind one another: EAGLE-3's default."""
+
+    def __init__(self, directory: Path, device: torch.device) -> None:
+        self.config = read_config(directory)
+        architecture = (self.config.get("architectures") or ["?"])[0]
+        if architecture not in FAMILIES:
+            raise ValueError(f"{directory}: {architecture} cannot be a target here; supported: {', '.join(FAMILIES)}")
+        num_layers = int(self.config["num_hidden_layers"])
+        if num_layers < 6:
+            raise ValueError(f"{directory}: {num_layers} layers; three features need 6 or more")
+        self.captured = (2, num_layers // 2, num_layers - 3)
+        self.device = device
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        self.model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).to(device).eval().requires_grad_(False)
+        eos = self.model.generation_config.eos_token_id
+        self.eos_token_ids = [eos] if isinstance(eos, int) else list(eos or [])
+
+    @property
+    def head(self) -> Tensor:
+        return self.model.get_output_embeddings().weight
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        return self.model.get_input_embeddings()(tokens)
+
+    @torch.no_grad()
+    def __call__(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """tokens [B, T] -> (features [B, T, 3 H], logits [B, T, vocab])."""
+        out = self.model(tokens, output_hidden_states=True, use_cache=False)
+        return torch.cat([out.hidden_states[layer] for layer in self.captured], dim=-1), out.logits
+
+    @torch.no_grad()
+    def continuations(self, prompts: Tensor, num_tokens: int, temperature: float) -> list[np.ndarray]:
+        """Each prompt [B, P] with what the target says next, ended by its end token or where it begins to loop."""
+        sampled = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
+        out = self.model.generate(
+            prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=num_tokens, **sampled
+        )
+        return [self.trimmed(row, prompts.shape[1]) for row in out.cpu().numpy()]
+
+    def trimmed(self, row: np.ndarray, prompt_length: int) -> np.ndarray:
+        ends = np.flatnonzero(np.isin(row[prompt_length:], self.eos_token_ids))
+        end = prompt_length + int(ends[0]) + 1 if len(ends) else len(row)
+        loops = repeated(row[:end])
+        loops[:prompt_length] = False
+        starts = np.flatnonzero(loops)
+        return row[: int(starts[0])] if len(starts) else row[:end]
+
+
+def repeated(tokens: np.ndarray, length: int = LOOP) -> np.ndarray:
+    """For every position whether the `length` tokens that end there stood earlier in the sequence."""
+    flags, seen, row = np.zeros(len(tokens), dtype=bool), set(), tokens.tolist()
+    for end in range(length, len(row) + 1):
+        gram = tuple(row[end - length : end])
+        flags[end - 1] = gram in seen
+        seen.add(gram)
+    return flags

@@ -1,0 +1,258 @@
+"""The house keeps its order: imports point downward, no state stands in a module, nothing grows too long.
+
+Each rule is a function over a file's source that returns what breaks it, and is shown a planted offence.
+"""
+
+import ast
+import io
+import re
+import tokenize
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import MappingProxyType
+
+import pytest
+
+from tools.lines import functions
+
+ROOT = Path(__file__).parents[2]
+SOURCES = sorted((ROOT / "espalier").rglob("*.py"))
+MAX_FILE_LINES = 450
+MAX_FUNCTION_LINES = 70
+
+# docs/design.md, section 8, from below: a room imports from those that stand below it, rooms of one line not from each
+# other.  `request` imports nothing but errors, and anyone may import it.  `guard` may import all, and nobody imports it
+# but its one hook.  "" is espalier/__init__.py, the public face.
+FLOORS = (
+    ("errors",),
+    ("config", "request", "text"),
+    ("layout",),
+    ("slots",),
+    ("kernels",),
+    ("cache",),
+    ("attention",),
+    ("sampling", "models"),
+    ("speculate",),
+    ("engine",),
+    ("llm",),
+    ("",),
+    ("server", "bench", "train"),
+    ("cli", "__main__"),
+    ("guard",),
+)
+FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+MUTABLE = {"dict", "list", "set", "defaultdict", "deque", "Counter", "OrderedDict", "bytearray"}
+# What containers can do and their frozen counterparts cannot.
+MUTATORS = {*dir(list), *dir(dict), *dir(set)} - {*dir(tuple), *dir(frozenset), *dir(MappingProxyType)}
+OWNERLESS = re.compile(r"\b(?:TODO|FIXME)\b(?!.*\(owner:)")
+
+
+def room_of(path: Path) -> str:
+    """The room of a file under espalier/: its folder, or its name where it stands at the top."""
+    top = path.relative_to(ROOT / "espalier").parts[0].removesuffix(".py")
+    return "" if top == "__init__" else top
+
+
+def imports(source: str) -> Iterator[tuple[int, str]]:
+    """(line, room) of everything that is imported from the house, wherever in the file."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"line {node.lineno}: imports are absolute"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for top, *inner in (name.split(".") for name in names):
+            if top == "espalier":
+                # What is no room is a name that the public face hands on.
+                yield node.lineno, inner[0] if inner and inner[0] in FLOOR else ""
+
+
+def upward_imports(source: str, room: str) -> list[str]:
+    def allowed(other: str) -> bool:
+        return other == room or (FLOOR[other] < FLOOR[room] and (room != "request" or other == "errors"))
+
+    # The hook to guard is counted over the whole house, below.
+    found = [(line, other) for line, other in imports(source) if other != "guard"]
+    return [f"line {line}: {room!r} imports {other!r}" for line, other in found if not allowed(other)]
+
+
+def names_of(target: ast.expr) -> Iterator[str]:
+    for node in ast.walk(target):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+
+
+def is_mutable(value: ast.expr | None) -> bool:
+    if isinstance(value, ast.Call):
+        called = value.func
+        return (called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")) in MUTABLE
+    return isinstance(value, ast.Dict | ast.List | ast.Set | ast.DictComp | ast.ListComp | ast.SetComp)
+
+
+def module_mutables(tree: ast.Module) -> dict[str, int]:
+    """Names that the module binds to a dict, list or set, and where."""
+    found: dict[str, int] = {}
+    for node in tree.body:
+        if isinstance(node, ast.Assign | ast.AnnAssign) and is_mutable(node.value):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            found |= {name: node.lineno for target in targets for name in names_of(target)}
+    return found
+
+
+def mutated_names(function: ast.AST) -> Iterator[tuple[int, str]]:
+    """Names whose object a function changes in place, unless it binds the name itself."""
+    own = {node.id for node in ast.walk(function) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    own |= {node.arg for node in ast.walk(function) if isinstance(node, ast.arg)}
+    for node in ast.walk(function):
+        changed: ast.expr | None = None
+        if isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load):
+            changed = node.value
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in MUTATORS:
+            changed = node.func.value
+        if isinstance(changed, ast.Name) and changed.id not in own:
+            yield changed.lineno, changed.id
+
+
+def module_state(source: str) -> list[str]:
+    """Heuristic: `global`, a container under a variable's name, or a module's container that a function changes."""
+    tree = ast.parse(source)
+    mutables = module_mutables(tree)
+    found = [f"line {node.lineno}: global" for node in ast.walk(tree) if isinstance(node, ast.Global)]
+    found += [
+        f"line {line}: {name} is a variable" for name, line in mutables.items() if name.islower() and name[0] != "_"
+    ]
+    for function in ast.walk(tree):
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            changed = [(line, name) for line, name in mutated_names(function) if name in mutables]
+            found += [f"line {line}: {name} is changed by a function" for line, name in changed]
+    return found
+
+
+def long_functions(source: str) -> list[str]:
+    found = functions(ast.parse(source))
+    return [f"line {line}: {name} has {length} lines" for name, line, length in found if length > MAX_FUNCTION_LINES]
+
+
+def ownerless_comments(source: str) -> list[str]:
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    comments = [token for token in tokens if token.type == tokenize.COMMENT and OWNERLESS.search(token.string)]
+    return [f"line {token.start[0]}: {token.string}" for token in comments]
+
+
+def breaches(rule: Callable[[str], list[str]], files: Sequence[Path] = SOURCES) -> list[str]:
+    found = ((path.relative_to(ROOT), rule(path.read_text(encoding="utf-8"))) for path in files)
+    return [f"{path} {breach}" for path, breaches in found for breach in breaches]
+
+
+def test_every_room_has_its_floor():
+    assert SOURCES
+    assert {room_of(path) for path in SOURCES} <= FLOOR.keys()
+
+
+def test_imports_point_downward():
+    found = [
+        f"{path.relative_to(ROOT)} {breach}"
+        for path in SOURCES
+        for breach in upward_imports(path.read_text(encoding="utf-8"), room_of(path))
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_guard_is_reached_through_one_hook():
+    hooks = [
+        f"{path.relative_to(ROOT)}:{line}"
+        for path in SOURCES
+        for line, room in imports(path.read_text(encoding="utf-8"))
+        if room == "guard" != room_of(path)
+    ]
+    assert len(hooks) <= 1, hooks
+
+
+def test_no_state_stands_in_a_module():
+    found = breaches(module_state)
+    assert not found, "\n".join(found)
+
+
+def test_files_and_functions_stay_short():
+    found = breaches(long_functions)
+    lengths = {path.relative_to(ROOT): len(path.read_text(encoding="utf-8").splitlines()) for path in SOURCES}
+    found += [f"{path} has {length} lines" for path, length in lengths.items() if length > MAX_FILE_LINES]
+    assert not found, "\n".join(found)
+
+
+def test_what_is_left_to_do_has_an_owner():
+    files = [path for folder in ("espalier", "tests", "tools") for path in sorted((ROOT / folder).rglob("*.py"))]
+    found = breaches(ownerless_comments, files)
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("room", "source"),
+    [
+        ("cache", "from espalier.attention.base import Backend"),
+        ("cache", "def f():\n    import espalier.engine.engine"),
+        ("kernels", "if TYPE_CHECKING:\n    from espalier import cache"),
+        ("sampling", "from espalier.models import base"),
+        ("request", "from espalier.config import Config"),
+        ("engine", "from espalier import LLM"),
+    ],
+)
+def test_an_upward_import_is_seen(room, source):
+    assert len(upward_imports(source, room)) == 1
+
+
+@pytest.mark.parametrize(
+    ("room", "source"),
+    [
+        ("speculate", "from espalier.sampling.pick import pick\nfrom espalier.models.base import CausalLM"),
+        ("errors", "import torch\nfrom os import path"),
+        ("slots", "from espalier.request import Request"),
+        ("engine", "from espalier.engine.ticket import Ticket"),
+        ("cli", "from espalier import LLM, bench"),
+        ("guard", "from espalier.cli import main"),
+    ],
+)
+def test_a_downward_import_is_not(room, source):
+    assert upward_imports(source, room) == []
+
+
+@pytest.mark.parametrize(
+    ("source", "count"),
+    [
+        ("N = 0\ndef f():\n    global N\n    N += 1", 1),
+        ("cache = {}", 1),
+        ("engines: list[int] = list()", 1),
+        ("TABLE = {}\ndef f(k):\n    TABLE[k] = 1", 1),
+        ("TABLE = {}\ndef f(k):\n    del TABLE[k]", 1),
+        ("SEEN = set()\nclass A:\n    def f(self, k):\n        SEEN.add(k)", 1),
+        ("TABLE = {'a': 1}\ndef f(k):\n    return TABLE[k]", 0),
+        ("TABLE = {}\ndef f(TABLE):\n    TABLE.clear()", 0),
+        ("pages = (1, 2)", 0),
+        ("def f():\n    found = []\n    found.append(1)", 0),
+    ],
+)
+def test_state_in_a_module_is_seen(source, count):
+    assert len(module_state(source)) == count
+
+
+def test_a_long_function_is_seen():
+    body = "    pass\n" * MAX_FUNCTION_LINES
+    assert long_functions(f"@decorated\ndef f():\n{body}") == [f"line 1: f has {MAX_FUNCTION_LINES + 2} lines"]
+    assert long_functions("def f():\n" + "    pass\n" * (MAX_FUNCTION_LINES - 1)) == []
+
+
+@pytest.mark.parametrize(
+    ("comment", "count"),
+    [
+        ("# TODO faster", 1),
+        ("# FIXME(someone)", 1),
+        ("# TODO(owner: kernels) when blocks grow", 0),
+        ("# TODO (owner: kernels) when blocks grow", 0),
+        ("# TODO later (owner: kernels)", 0),
+        ("s = 'TODO'", 0),
+    ],
+)
+def test_a_comment_without_owner_is_seen(comment, count):
+    assert len(ownerless_comments(comment)) == count

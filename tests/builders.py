@@ -1,0 +1,155 @@
+"""Tiny random checkpoints in the formats users have: targets through transformers, EAGLE-3 heads written by hand.
+
+Weights are drawn wide, so that logits spread and two tokens are never nearly tied.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+
+CONFIGS: dict[str, type[PretrainedConfig]] = {
+    "llama": LlamaConfig,
+    "qwen2": Qwen2Config,
+    "qwen3": Qwen3Config,
+    "mistral": MistralConfig,
+}
+
+
+def make_target(
+    path: Path | str,
+    family: str = "llama",
+    seed: int = 0,
+    vocab: int = 16,
+    hidden: int = 32,
+    layers: int = 3,
+    heads: int = 4,
+    kv_heads: int = 2,
+    head_dim: int = 8,
+    **config: Any,
+) -> Path:
+    """A random Hugging Face directory, float64.  config: further fields of the family's config class."""
+    fields = {
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": 2 * hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "max_position_embeddings": 4096,
+        "bos_token_id": 0,
+        "eos_token_id": None,
+        "pad_token_id": None,
+        "tie_word_embeddings": False,
+        **config,
+    }
+    if family == "mistral":
+        fields.setdefault("sliding_window", None)
+    model = AutoModelForCausalLM.from_config(CONFIGS[family](**fields), dtype=torch.float64)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(_draw(name, tuple(parameter.shape), generator))
+    model.tie_weights()
+    model.save_pretrained(path)
+    return Path(path)
+
+
+def make_eagle3(
+    path: Path | str, target_path: Path | str, seed: int = 0, draft_vocab: int | None = None, **config: Any
+) -> Path:
+    """A random EAGLE-3 head in SafeAILab's form for the target at target_path, float64.
+
+    draft_vocab: fewer tokens than the target's, with a random d2t.  config: fields of its config.json; two more
+    choose what the file holds: own_embed and own_head (true unless the vocabularies are one).
+    """
+    target = json.loads((Path(target_path) / "config.json").read_text())
+    vocab, hidden, layers = target["vocab_size"], target["hidden_size"], target["num_hidden_layers"]
+    own_embed, own_head = config.pop("own_embed", False), config.pop("own_head", draft_vocab is not None)
+    fields = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "vocab_size": vocab,
+        "draft_vocab_size": draft_vocab or vocab,
+        "hidden_size": hidden,
+        "intermediate_size": 2 * hidden,
+        "num_hidden_layers": 1,
+        "num_attention_heads": target["num_attention_heads"],
+        "num_key_value_heads": target["num_key_value_heads"],
+        "head_dim": target.get("head_dim") or hidden // target["num_attention_heads"],
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": target["max_position_embeddings"],
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "torch_dtype": "float64",
+        **config,
+    }
+    weights = _eagle3_weights(fields, layers, torch.Generator().manual_seed(seed + 1000))
+    if not own_embed:
+        weights.pop("embed_tokens.weight")
+    if not own_head:
+        weights.pop("lm_head.weight")
+    if draft_vocab is not None:
+        weights |= _vocabulary_map(draft_vocab, vocab, seed)
+    Path(path).mkdir(parents=True, exist_ok=True)
+    (Path(path) / "config.json").write_text(json.dumps(fields, indent=1))
+    save_file(weights, Path(path) / "model.safetensors")
+    return Path(path)
+
+
+def _eagle3_weights(fields: dict[str, Any], target_layers: int, generator: torch.Generator) -> dict[str, Tensor]:
+    hidden, inner, size = fields["hidden_size"], fields["intermediate_size"], fields["head_dim"]
+    q_rows, kv_rows = fields["num_attention_heads"] * size, fields["num_key_value_heads"] * size
+    target_hidden = fields.get("target_hidden_size") or hidden
+    nested = (fields.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    captured = len(
+        fields.get("eagle_aux_hidden_state_layer_ids") or nested or (2, target_layers // 2, target_layers - 3)
+    )
+    shapes = {
+        "embed_tokens.weight": (fields["vocab_size"], hidden),
+        "fc.weight": (hidden, captured * target_hidden),
+        "midlayer.self_attn.q_proj.weight": (q_rows, 2 * hidden),
+        "midlayer.self_attn.k_proj.weight": (kv_rows, 2 * hidden),
+        "midlayer.self_attn.v_proj.weight": (kv_rows, 2 * hidden),
+        "midlayer.self_attn.o_proj.weight": (hidden, q_rows),
+        "midlayer.mlp.gate_proj.weight": (inner, hidden),
+        "midlayer.mlp.up_proj.weight": (inner, hidden),
+        "midlayer.mlp.down_proj.weight": (hidden, inner),
+        "midlayer.input_layernorm.weight": (hidden,),
+        "midlayer.hidden_norm.weight": (hidden,),
+        "midlayer.post_attention_layernorm.weight": (hidden,),
+        "norm.weight": (hidden,),
+        "lm_head.weight": (fields["draft_vocab_size"], hidden),
+    }
+    if fields.get("bias"):
+        shapes["fc.bias"] = (hidden,)
+    if fields.get("norm_before_fc"):
+        shapes["input_norm.weight"] = (captured * target_hidden,)
+    if fields.get("fc_norm"):
+        shapes |= {f"fc_norm.{i}.weight": (target_hidden,) for i in range(captured)}
+    return {name: _draw(name, shape, generator) for name, shape in shapes.items()}
+
+
+def _draw(name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    drawn = torch.randn(shape, generator=generator, dtype=torch.float64)
+    if "norm" in name:
+        return 1 + 0.2 * drawn
+    if name.endswith("bias"):
+        return 0.3 * drawn
+    if "embed_tokens" in name:
+        return drawn
+    gain = 1.5 if "lm_head" in name else 1.2
+    return drawn * gain / shape[-1] ** 0.5
+
+
+def _vocabulary_map(draft_vocab: int, vocab: int, seed: int) -> dict[str, Tensor]:
+    ids = torch.randperm(vocab, generator=torch.Generator().manual_seed(seed + 2000))[:draft_vocab].sort().values
+    known = torch.zeros(vocab, dtype=torch.bool)
+    known[ids] = True
+    return {"d2t": ids - torch.arange(draft_vocab), "t2d": known}

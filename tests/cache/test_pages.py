@@ -1,0 +1,137 @@
+"""The page pool: counts, order, and every defect named."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from espalier.cache.pages import OutOfPages, PageDefect, PagePool
+
+
+def test_the_dummy_is_never_handed_out():
+    pool = PagePool(5)
+    assert pool.free == 4
+    assert pool.allocate(4) == [1, 2, 3, 4]
+    assert pool.free == 0
+    assert pool.references(0) == 0
+
+
+def test_the_page_freed_last_is_handed_out_first():
+    pool = PagePool(6)
+    pages = pool.allocate(4)
+    pool.release(pages[1:3])
+    assert pool.allocate(3) == [3, 2, 5]
+
+
+@pytest.mark.parametrize("num_pages", [1, 4])
+def test_too_many_pages_are_refused_whole(num_pages):
+    pool = PagePool(num_pages)
+    with pytest.raises(OutOfPages, match=f"{num_pages} pages asked for, {num_pages - 1} of {num_pages - 1}"):
+        pool.allocate(num_pages)
+    assert pool.free == num_pages - 1
+    assert pool.allocate(0) == []
+
+
+def test_a_page_is_free_when_its_last_holder_leaves():
+    pool = PagePool(3)
+    pages = pool.allocate(1)
+    pool.share(pages)
+    pool.release(pages)
+    assert (pool.references(1), pool.free) == (1, 1)
+    pool.release(pages)
+    assert (pool.references(1), pool.free) == (0, 2)
+
+
+@pytest.mark.parametrize("verb", ["share", "release"])
+@pytest.mark.parametrize("page", [0, 2, 3, -1])
+def test_a_page_that_nobody_holds_is_named(verb, page):
+    pool = PagePool(3)
+    pool.allocate(1)
+    with pytest.raises(AssertionError, match=rf"page {page} cannot be {verb}d"):
+        getattr(pool, verb)([page])
+    pool.check([[1]], [])
+
+
+def test_releasing_a_page_twice_in_one_call_is_named():
+    pool = PagePool(3)
+    with pytest.raises(PageDefect, match="page 1 cannot be released: it is free"):
+        pool.release(pool.allocate(1) * 2)
+
+
+def spoil_references(pool):
+    pool._references[1] += 1
+
+
+def forget_free(pool):
+    pool._free.remove(3)
+
+
+def free_twice(pool):
+    pool._free.append(3)
+
+
+def free_while_held(pool):
+    pool._free.append(1)
+
+
+def free_the_dummy(pool):
+    pool._free.append(0)
+
+
+def free_the_unknown(pool):
+    pool._free.append(9)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (spoil_references, "page 1 has 3 references and 2 holders"),
+        (forget_free, "page 3 has 0 holders and stands 0 times"),
+        (free_twice, "page 3 has 0 holders and stands 2 times"),
+        (free_while_held, "page 1 has 2 holders and stands 1 times"),
+        (free_the_dummy, "page 0 is the dummy"),
+        (free_the_unknown, "page 9 does not exist"),
+    ],
+)
+def test_check_names_the_page_whose_books_are_wrong(spoil, message):
+    pool = PagePool(5)
+    pool.share(pool.allocate(2)[:1])
+    pool.check([[1, 2]], [1])
+    spoil(pool)
+    with pytest.raises(AssertionError, match=message):
+        pool.check([[1, 2]], [1])
+
+
+@pytest.mark.parametrize(
+    ("owned", "cached", "message"),
+    [
+        ([], [], "page 1 has 1 references and 0 holders"),
+        ([[1]], [1], "page 1 has 1 references and 2 holders"),
+        ([[1, 1]], [], "page 1 stands 2 times with one holder"),
+        ([[1]], [2], "page 2 has 0 references and 1 holders"),
+        ([[1, 0]], [], "page 0 has 0 references and 1 holders"),
+        ([[1, 7]], [], "page 7 does not exist"),
+    ],
+)
+def test_check_names_the_page_whose_holders_are_wrong(owned, cached, message):
+    pool = PagePool(3)
+    pool.allocate(1)
+    with pytest.raises(AssertionError, match=message):
+        pool.check(owned, cached)
+
+
+@given(st.lists(st.tuples(st.sampled_from(["allocate", "share", "release"]), st.integers(0, 9)), max_size=60))
+def test_counts_equal_holders_after_any_calls(calls):
+    pool = PagePool(8)
+    owned: list[list[int]] = []
+    for verb, number in calls:
+        if verb == "allocate" and number <= pool.free:
+            owned.append(pool.allocate(number))
+        elif verb == "share" and owned:
+            pool.share(owned[number % len(owned)])
+            owned.append(list(owned[number % len(owned)]))
+        elif verb == "release" and owned:
+            pool.release(owned.pop(number % len(owned)))
+        pool.check(owned, [])
+        held = {page for pages in owned for page in pages}
+        assert pool.free == 7 - len(held)
+        assert all(pool.references(page) == sum(page in pages for pages in owned) for page in range(8))

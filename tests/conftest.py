@@ -1,0 +1,37 @@
+"""What holds for every test: one thread, reproducible examples, and no GPU test where there is no GPU."""
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+# Named here because a controller of several workers collects no tests, and so sees no conftest further down.
+pytest_plugins = ["tests.properties.summary"]
+
+# Workers share the cores, and matrices of a tiny model are quicker on one thread than on two.
+torch.set_num_threads(1)
+
+# A running engine has no deadline, and a failure in CI must be the failure at one's desk.
+settings.register_profile(
+    "ci",
+    derandomize=True,
+    deadline=None,
+    database=None,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+# `pytest --hypothesis-profile explore`: other examples at every run, and many more of them.
+settings.register_profile("explore", settings.get_profile("ci"), derandomize=False, max_examples=1000)
+settings.load_profile("ci")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

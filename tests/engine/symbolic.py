@@ -1,0 +1,205 @@
+"""A device of symbols: what a launch would read and write, without the arithmetic.
+
+A page row holds the digest of the tokens up to its position, so a stale, shared, missing or misplaced row is seen at the
+launch that reads it, by name.  The scheduler, pages, prefix tree and engine above it are the real ones; thousands of steps
+take a second.
+"""
+
+from dataclasses import dataclass
+from random import Random
+from types import SimpleNamespace
+
+from espalier.engine.engine import Engine
+from espalier.engine.ticket import DraftTree, Row, Ticket
+from espalier.layout import RoundLayout
+from espalier.request import Request
+from espalier.slots import Admission
+
+VOCAB = 16
+MASK = (1 << 61) - 1
+TARGET, DRAFT = "target", "draft"
+SEED = 7
+
+
+def digest(tokens: list[int]) -> int:
+    """Of a whole sequence; a row's content is the digest up to and with its own token."""
+    value = SEED
+    for token in tokens:
+        value = extend(value, token)
+    return value
+
+
+def extend(value: int, token: int) -> int:
+    return (value * 1_000_003 + token + 1) & MASK
+
+
+def next_token(value: int) -> int:
+    """The symbolic model: greedy, and a function of the whole sequence."""
+    return (value ^ value >> 29) * 0x9E3779B1 % (1 << 40) // 977 % VOCAB
+
+
+def continuation(request: Request, max_context: int) -> tuple[list[int], str]:
+    """What plain decoding makes of the request, and how it ends."""
+    tokens = list(request.prompt)
+    value = digest(tokens)
+    while True:
+        token = next_token(value)
+        tokens.append(token)
+        value = extend(value, token)
+        if token in request.stop_ids:
+            return tokens[len(request.prompt) :], "stop"
+        if len(tokens) >= request.end(max_context):
+            return tokens[len(request.prompt) :], "length"
+
+
+class Slot:
+    """tokens known of it; digests: of the tokens up to and with each position."""
+
+    def __init__(self, admission: Admission | None = None) -> None:
+        self.admission = admission
+        self.tokens: list[int] = []
+        self.digests: list[int] = []
+        self.table: list[int] = []
+        self.prefix_len = 0
+        if admission is not None:
+            self.table = list(admission.pages)
+            self.prefix_len = admission.start
+            for token in admission.tokens:
+                self.append(token)
+
+    def append(self, token: int) -> None:
+        self.tokens.append(token)
+        self.digests.append(extend(self.digests[-1] if self.digests else SEED, token))
+
+    def append_next(self) -> None:
+        self.append(next_token(self.digests[-1]))
+
+
+class SymbolicDevice:
+    """Runs tickets like the executor does.  poison: a token whose rows are NaN; None for a sound model."""
+
+    def __init__(self, layout: RoundLayout, num_pages: int, overlap: bool, random: Random, poison: int | None = None):
+        self.layout = layout
+        self.overlap = overlap
+        self.random = random
+        self.poison = poison
+        self.slots = [Slot() for _ in range(layout.num_slots)]
+        self.pages: list[dict[tuple[str, int], int]] = [{} for _ in range(num_pages)]
+        self.poisoned: set[int] = set()
+        self.tickets: list[Ticket] = []
+
+    def launch(self, ticket: Ticket) -> "SymbolicDevice.Done":
+        return self.Done(self.run(ticket))
+
+    @dataclass
+    class Done:
+        rows: list[Row]
+
+        def result(self) -> list[Row]:
+            return self.rows
+
+    def close(self) -> None:
+        pass
+
+    def run(self, ticket: Ticket) -> list[Row]:
+        self.tickets.append(ticket)
+        for page in ticket.fresh:
+            self.pages[page].clear()
+            self.poisoned.discard(page)
+        for admission in ticket.admitted:
+            self.slots[admission.slot] = Slot(admission)
+        for slot, column, page in ticket.appended:
+            table = self.slots[slot].table
+            table += [0] * (column + 1 - len(table))
+            table[column] = page
+        assert 0 not in ticket.slots
+        assert len(set(ticket.slots)) == len(ticket.slots) <= self.layout.max_batch
+        if ticket.is_prefill:
+            assert len(ticket.slots) * ticket.width <= self.layout.chunk_size
+            assert ticket.width in self.layout.chunk_widths
+            return [self._prefill(self.slots[s], n) for s, n in zip(ticket.slots, ticket.lengths, strict=True)]
+        return [self._round(self.slots[s]) for s in ticket.slots]
+
+    def _prefill(self, slot: Slot, length: int) -> Row:
+        first = slot.prefix_len
+        assert 1 <= length <= self.layout.chunk_size
+        assert first + length <= len(slot.tokens)
+        self._read(slot, first)
+        assert slot.admission is not None
+        self._write(slot, TARGET, range(max(first, slot.admission.commit_from), first + length))
+        slot.prefix_len += length
+        picked = slot.prefix_len == len(slot.tokens)
+        if picked:
+            slot.append_next()
+        self._write_draft(slot, first, length)
+        finite = not picked or self._sound(slot, slot.prefix_len)
+        return Row([slot.tokens[slot.prefix_len]] if picked else [], finite)
+
+    def _round(self, slot: Slot) -> Row:
+        first = slot.prefix_len
+        assert len(slot.tokens) == first + 1
+        self._read(slot, first)
+        admission = slot.admission
+        assert admission is not None
+        deepest = max(0, min(admission.depth_limit, admission.end - 2 - first))
+        length = 1 + self.random.randint(0, deepest)
+        for _ in range(length):
+            slot.append_next()
+        self._write(slot, TARGET, range(first, first + length))
+        self._write_draft(slot, first, length)
+        slot.prefix_len += length
+        nodes = self.layout.num_draft_tokens
+        tree = DraftTree([0] * nodes, [0] * nodes, [0] * nodes, [0.0] * nodes, list(range(length)))
+        return Row(slot.tokens[first + 1 :], self._sound(slot, slot.prefix_len), tree)
+
+    def _sound(self, slot: Slot, length: int) -> bool:
+        return self.poison not in slot.tokens[:length]
+
+    def _write_draft(self, slot: Slot, first: int, length: int) -> None:
+        if self.layout.draft_layers:
+            self._write(slot, DRAFT, range(first + 1, first + length + 1))
+
+    def _place(self, slot: Slot, position: int) -> tuple[int, int]:
+        column, offset = divmod(position, self.layout.page_size)
+        assert column < min(len(slot.table), self.layout.table_width), f"position {position} is past the page table"
+        assert slot.table[column], f"position {position} stands in the dummy page"
+        return slot.table[column], offset
+
+    def _write(self, slot: Slot, layer: str, positions: range) -> None:
+        for position in positions:
+            page, offset = self._place(slot, position)
+            assert (layer, offset) not in self.pages[page], f"{layer} row {position} in page {page} is written twice"
+            self.pages[page][layer, offset] = slot.digests[position]
+            if self.poison in slot.tokens[: position + 1]:
+                self.poisoned.add(page)
+
+    def _read(self, slot: Slot, prefix_len: int) -> None:
+        """Rows 0 .. prefix_len - 1 of the target and 1 .. prefix_len of the draft, as attention reads them."""
+        for position, value in enumerate(slot.digests[: prefix_len + 1]):
+            page, offset = self._place(slot, position)
+            if position < prefix_len:
+                assert self.pages[page].get((TARGET, offset)) == value, f"target row {position} in page {page} is wrong"
+            if position and self.layout.draft_layers:
+                assert self.pages[page].get((DRAFT, offset)) == value, f"draft row {position} in page {page} is wrong"
+
+
+def symbolic_engine(
+    layout: RoundLayout,
+    num_pages: int,
+    overlap: bool,
+    prefix_cache: bool = True,
+    random: Random | None = None,
+    poison: int | None = None,
+) -> Engine:
+    """The real engine over a device of symbols."""
+    parts = SimpleNamespace(
+        layout=layout,
+        target=SimpleNamespace(config=SimpleNamespace(vocab_size=VOCAB)),
+        pages=SimpleNamespace(num_pages=num_pages),
+        drafter=SimpleNamespace(layers=layout.draft_layers),
+    )
+    engine = Engine(parts, False, prefix_cache)  # type: ignore[arg-type]
+    engine.executor = SymbolicDevice(layout, num_pages, overlap, random or Random(0), poison)  # type: ignore[assignment]
+    engine.in_flight.overlap = overlap
+    engine.scheduler.rounds_in_flight = 2 if overlap else 1
+    return engine

@@ -1,0 +1,38 @@
+"""Transformers as the oracle, made to compute in float64 where it casts to float32 on its own."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+
+def load_reference(path: Path, dtype: torch.dtype) -> Any:
+    """The model as transformers loads it.  In float64 its norms and rotary tables are computed in float64 too."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="sdpa").eval()
+    if dtype == torch.float64:
+        for module in model.modules():
+            if type(module).__name__.endswith("RMSNorm"):
+                module.forward = _norm_float64.__get__(module)
+            elif type(module).__name__.endswith("RotaryEmbedding"):
+                module.forward = _rotary_float64.__get__(module)
+    return model
+
+
+def _norm_float64(self: Any, x: Tensor) -> Tensor:
+    eps = getattr(self, "variance_epsilon", None) or self.eps
+    return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps))
+
+
+def _rotary_float64(self: Any, x: Tensor, position_ids: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
+    angles = position_ids[..., None].double() * self.inv_freq.double()
+    angles = torch.cat((angles, angles), dim=-1)
+    return angles.cos() * self.attention_scaling, angles.sin() * self.attention_scaling
+
+
+def reference_logits(model: nn.Module, tokens: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """Logits [B, Q, V] and what enters each layer, [B, Q, H] each."""
+    with torch.no_grad():
+        out = model(tokens, output_hidden_states=True, use_cache=False)
+    return out.logits, list(out.hidden_states)

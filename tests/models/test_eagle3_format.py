@@ -1,0 +1,107 @@
+"""EAGLE-3 heads give what the code that defines the format gives (tests/fixtures/eagle3, made by `speculators`)."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from espalier.models import Eagle3Draft, load_eagle3, load_target, read_config, read_eagle3
+from tests.oracles.dense import DenseAttend
+
+FIXTURES = Path(__file__).parents[1] / "fixtures" / "eagle3"
+CASES: dict[str, dict[str, Any]] = json.loads((FIXTURES / "origin.json").read_text())["cases"]
+LOADING = {"dtype": torch.float32, "device": "cpu", "position_rows": 64}
+TOLERANCE = 1e-4
+
+
+def load(head: Path) -> tuple[Any, Eagle3Draft]:
+    capture = read_eagle3(head, read_config(FIXTURES / "target")).capture
+    target = load_target(FIXTURES / "target", capture=capture, **LOADING)
+    return target, load_eagle3(head, target, **LOADING)
+
+
+def chained_steps(draft: Eagle3Draft, tokens: Tensor, captured: Tensor, shift: int) -> dict[str, Tensor]:
+    """Two steps, the second a branch hanging off each row of the first.  shift: of all RoPE positions alike."""
+    width = tokens.shape[1] - 1
+    first = tokens[:, 1:]
+    second = torch.cat((tokens[:, 2:], torch.zeros(1, 1, dtype=torch.int64)), dim=1)
+    positions = torch.arange(width)[None] + shift
+    feature = draft.fuse(captured[:, :-1])
+    out0 = draft(first, feature, positions, DenseAttend(draft.geometry))
+    # Both steps in one pass: step 1's row i sees the chain up to i and itself.
+    chain, itself = torch.ones(width, width).tril().bool(), torch.eye(width).bool()
+    mask = torch.cat((torch.cat((chain, torch.zeros_like(chain)), 1), torch.cat((chain, itself), 1)))[None]
+    attend = DenseAttend(draft.geometry, mask)
+    both = draft(
+        torch.cat((first, second), 1), torch.cat((feature, out0), 1), torch.cat((positions, positions + 1), 1), attend
+    )
+    out1 = both[:, width:]
+    return {
+        "logits.0": draft.logits(out0),
+        "handed_on.0": out0,
+        "logits.1": draft.logits(out1),
+        "handed_on.1": out1,
+    }
+
+
+def largest_difference(ours: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    return max((ours[name] - expected[name]).abs().max().item() for name in ours)
+
+
+def test_every_case_agrees(record_property: Any) -> None:
+    worst = {}
+    for name, case in CASES.items():
+        target, draft = load(FIXTURES / name)
+        expected = load_file(FIXTURES / name / "expected.safetensors")
+        assert list(draft.capture) == case["resolved_layer_ids"]
+        positions = torch.arange(expected["tokens"].shape[1])[None]
+        captured = target(expected["tokens"], positions, DenseAttend(target.geometry)).captured
+        torch.testing.assert_close(captured, expected["captured"], rtol=TOLERANCE, atol=TOLERANCE)
+        # The package rotates by the token's position, we by the feature's: the same up to a shift of all rows.
+        worst[name] = max(
+            largest_difference(chained_steps(draft, expected["tokens"], expected["captured"], shift), expected)
+            for shift in (0, 1)
+        )
+    print(f"\n{len(worst)} cases of two chained steps, largest difference {max(worst.values()):.1e}")
+    record_property("largest_difference", max(worst.values()))
+    assert len(worst) == 13
+    assert max(worst.values()) < TOLERANCE, worst
+
+
+@pytest.mark.parametrize("container", ["model.safetensors", "pytorch_model.bin"])
+@pytest.mark.parametrize("name", [name for name in CASES if "own_head" in name])
+def test_safeailabs_form_of_the_same_head(name: str, container: str, tmp_path: Path) -> None:
+    """midlayer. names, a flat config, layer ids "after layer": the same numbers."""
+    raw = json.loads((FIXTURES / name / "config.json").read_text())
+    flat = {
+        **raw["transformer_layer_config"],
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "draft_vocab_size": raw["draft_vocab_size"],
+        "norm_before_residual": raw["norm_before_residual"],
+    }
+    if CASES[name]["layer_ids"]:
+        flat["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [i - 1 for i in CASES[name]["layer_ids"]]}
+    (tmp_path / "config.json").write_text(json.dumps(flat))
+    weights = load_file(FIXTURES / name / "model.safetensors")
+    renamed = {key.replace("layers.0.", "midlayer."): value for key, value in weights.items()}
+    if container == "pytorch_model.bin":
+        torch.save(renamed, tmp_path / container)
+    else:
+        save_file(renamed, tmp_path / container)
+    _, draft = load(tmp_path)
+    expected = load_file(FIXTURES / name / "expected.safetensors")
+    ours = chained_steps(draft, expected["tokens"], expected["captured"], 0)
+    assert largest_difference(ours, expected) < TOLERANCE
+
+
+def test_borrowed_weights_are_shared_and_logged(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    target, draft = load(FIXTURES / "residual_before_norm-borrowed_head-default_ids")
+    assert draft.head is target.head
+    assert draft.embed.weight.data_ptr() == target.embed.weight.data_ptr()
+    assert "lm_head.weight is the target's" in caplog.text
+    assert "embed_tokens.weight is the target's" in caplog.text

@@ -1,0 +1,111 @@
+"""Every family computes what transformers computes, over whole sequences."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from espalier.models import load_target, read_config
+from tests.builders import make_target
+from tests.models.reference import load_reference, reference_logits
+from tests.oracles.dense import DenseAttend
+
+LENGTH = 40
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama, one kv head": ("llama", {"kv_heads": 1}),
+    "llama, plain heads": ("llama", {"kv_heads": 4}),
+    "llama, tied": ("llama", {"tie_word_embeddings": True}),
+    "llama, attention and mlp biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama, head size apart": ("llama", {"head_dim": 12}),
+    "qwen2": ("qwen2", {}),
+    "qwen2, tied": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen2, window on upper layers": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+    ),
+    "qwen3": ("qwen3", {}),
+    "qwen3, head size apart": ("qwen3", {"head_dim": 16, "heads": 4}),
+    "qwen3, attention bias": ("qwen3", {"attention_bias": True}),
+    "qwen3, layer types": (
+        "qwen3",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 7,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+    "mistral": ("mistral", {}),
+    "mistral, window": ("mistral", {"sliding_window": 6}),
+    "mistral, head size apart": ("mistral", {"head_dim": 10}),
+}
+TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
+
+
+def relative(ours: Tensor, theirs: Tensor) -> float:
+    return ((ours - theirs).abs().max() / theirs.abs().max()).item()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logits_and_captured_inputs(variant: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    family, fields = VARIANTS[variant]
+    path = make_target(tmp_path, family, seed=3, **fields)
+    model = load_target(path, dtype=dtype, device="cpu", position_rows=LENGTH, capture=(2, 0, 1))
+    tokens = torch.randint(0, 16, (2, LENGTH), generator=torch.Generator().manual_seed(1))
+    out = model(tokens, torch.arange(LENGTH).expand(2, -1), DenseAttend(model.geometry))
+    logits, inputs = reference_logits(load_reference(path, dtype), tokens)
+    assert out.captured is not None
+    difference = max(
+        relative(model.logits(out.hidden), logits),
+        relative(out.captured, torch.cat([inputs[i] for i in (2, 0, 1)], dim=-1)),
+    )
+    print(f"{variant} {dtype}: {difference:.1e}")
+    assert difference <= TOLERANCE[dtype]
+
+
+def test_windows_reach_the_geometry(tmp_path: Path) -> None:
+    """A window that nothing reads would pass every short sequence."""
+    for variant, expected in (
+        ("qwen2, window on upper layers", (None, 5, 5)),
+        ("qwen3, layer types", (7, None, 7)),
+        ("mistral, window", (6, 6, 6)),
+        ("qwen2", (None, None, None)),
+    ):
+        family, fields = VARIANTS[variant]
+        path = make_target(tmp_path / variant, family, **fields)
+        model = load_target(path, dtype=torch.float32, device="cpu", position_rows=8)
+        assert tuple(layer.window for layer in model.geometry) == expected == model.config.windows
+
+
+def test_the_input_of_the_final_norm_can_be_captured(tmp_path: Path) -> None:
+    path = make_target(tmp_path)
+    model = load_target(path, dtype=torch.float64, device="cpu", position_rows=8, capture=(3,))
+    tokens = torch.arange(8)[None]
+    out = model(tokens, tokens, DenseAttend(model.geometry))
+    assert out.captured is not None
+    torch.testing.assert_close(out.hidden, model.norm(out.captured))
+
+
+def test_empty_batches_and_rows(tmp_path: Path) -> None:
+    path = make_target(tmp_path)
+    for dtype in (torch.float32, torch.float64):
+        model = load_target(path, dtype=dtype, device="cpu", position_rows=8, capture=(1,))
+        for shape in ((0, 4), (2, 0)):
+            empty = torch.zeros(shape, dtype=torch.int64)
+            out = model(empty, empty, DenseAttend(model.geometry))
+            assert model.logits(out.hidden).shape == (*shape, 16)
+
+
+def test_tied_head_shares_the_embedding(tmp_path: Path) -> None:
+    path = make_target(tmp_path, tie_word_embeddings=True)
+    model = load_target(path, dtype=torch.float64, device="cpu", position_rows=8)
+    assert model.head.weight.data_ptr() == model.embed.weight.data_ptr()
+
+
+def test_every_eos_id_is_read(tmp_path: Path) -> None:
+    path = make_target(tmp_path, eos_token_id=[3, 5])
+    (path / "generation_config.json").write_text('{"eos_token_id": [7, 5]}')
+    assert read_config(path).eos_token_ids == (7, 5, 3)

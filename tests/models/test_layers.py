@@ -1,0 +1,40 @@
+"""Where a layer has two ways to compute one thing, both agree."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from espalier.models.layers.linear import Linear, can_pack
+from espalier.models.layers.norm import RMSNorm
+
+
+@pytest.mark.parametrize("rows", [0, 1, 3, 16, 130])
+@pytest.mark.parametrize("bias", [False, True])
+def test_packed_linears_agree_with_plain_ones(rows: int, bias: bool) -> None:
+    weight, x, residual = torch.randn(48, 40), torch.randn(rows, 40), torch.randn(rows, 48)
+    offset = torch.randn(48) if bias else None
+    if not can_pack(weight):
+        pytest.skip("no packed layout on this machine")
+    packed, plain = Linear(weight, offset, packed=True), Linear(weight, offset, packed=False)
+    before = residual.clone()
+    torch.testing.assert_close(packed(x), plain(x), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(packed(x.view(rows, 1, 40)), plain(x).view(rows, 1, 48), rtol=1e-5, atol=1e-5)
+    for linear in (packed, plain):
+        torch.testing.assert_close(linear.plus(x, residual), residual + F.linear(x, weight, offset))
+        assert torch.equal(residual, before)
+
+
+def test_only_float32_is_packed() -> None:
+    assert not can_pack(torch.zeros(4, 4, dtype=torch.float64))
+    assert not can_pack(torch.zeros(4, 4, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("scale", [0.0, 1e-4, 1.0, 1e4])
+def test_norms_agree_with_the_library(dtype: torch.dtype, scale: float) -> None:
+    """Zeros and values below eps included."""
+    weight, x = torch.randn(32, dtype=dtype), scale * torch.randn(2, 5, 32, dtype=dtype)
+    expected = F.rms_norm(x.double(), (32,), weight.double(), 1e-5)
+    ours = RMSNorm(weight, 1e-5)(x)
+    assert ours.dtype == dtype
+    torch.testing.assert_close(ours.double(), expected, rtol=4 * torch.finfo(dtype).eps, atol=0)

@@ -1,0 +1,215 @@
+"""Whatever is wrong with a checkpoint is said in one line that names it."""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from espalier.errors import EspalierError
+from espalier.models import load_eagle3, load_target, read_config, read_eagle3
+from tests.builders import make_eagle3, make_target
+
+LOADING: dict[str, Any] = {"dtype": torch.float64, "device": "cpu", "position_rows": 8}
+
+
+def refused(call: Callable[[], object], *says: str) -> None:
+    with pytest.raises(EspalierError) as caught:
+        call()
+    message = str(caught.value)
+    assert "\n" not in message
+    for words in says:
+        assert re.search(words, message), f"{words!r} is not in {message!r}"
+
+
+def edit_config(path: Path, **fields: Any) -> None:
+    file = path / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
+
+
+def edit_weights(path: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
+    weights = load_file(path / "model.safetensors")
+    change(weights)
+    save_file(weights, path / "model.safetensors")
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Path:
+    return make_target(tmp_path / "target", layers=4)
+
+
+@pytest.fixture
+def draft(tmp_path: Path, target: Path) -> Path:
+    return make_eagle3(tmp_path / "draft", target, draft_vocab=8)
+
+
+def load_draft(draft: Path, target: Path) -> object:
+    capture = read_eagle3(draft, read_config(target)).capture
+    return load_eagle3(draft, load_target(target, capture=capture, **LOADING), **LOADING)
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, ["GPT2LMHeadModel", "supported are LlamaForCausalLM"]),
+        ({"architectures": ["MambaForCausalLM"]}, ["MambaForCausalLM", "recurrent state"]),
+        ({"architectures": ["Qwen3NextForCausalLM"]}, ["Qwen3NextForCausalLM", "recurrent state"]),
+        ({"architectures": ["LlamaForCausalLMEagle3"]}, ["is a draft", "draft="]),
+        ({"quantization_config": {"quant_method": "awq", "bits": 4}}, ["quantization_config = 'awq'", "unquantised"]),
+        ({"hidden_act": "gelu"}, ["hidden_act = 'gelu'", "'silu'"]),
+        ({"attn_logit_softcapping": 30.0}, ["attn_logit_softcapping = 30.0"]),
+        ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor = 0.5"]),
+        ({"layer_types": ["linear_attention"] * 4}, ["'linear_attention'", "'full_attention'"]),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, ["'longrope'", "llama3"]),
+        ({"rope_scaling": {"rope_type": "yarn"}}, ["'yarn'", "'factor'"]),
+        ({"rope_scaling": {"rope_type": "default", "mrope_section": [2, 2]}}, ["'mrope_section'"]),
+        ({"hidden_size": None}, ["hidden_size = None", "positive integer"]),
+        ({"num_key_value_heads": 3}, ["4 heads over 3 key-value heads"]),
+    ],
+    ids=lambda value: next(iter(value)) + str(next(iter(value.values())))[:24] if isinstance(value, dict) else "",
+)
+def test_configs(fields: dict[str, Any], says: list[str], target: Path) -> None:
+    edit_config(target, **fields)
+    refused(lambda: read_config(target), *says)
+
+
+def test_overrides_replace_and_keep_the_rest(target: Path) -> None:
+    before = read_config(target)
+    after = read_config(target, {"rms_norm_eps": 0.5, "rope_parameters": {"rope_theta": 77.0}})
+    assert (after.rms_norm_eps, after.rope.theta, after.rope.type) == (0.5, 77.0, "default")
+    assert after.raw["hidden_size"] == before.raw["hidden_size"]
+    refused(
+        lambda: read_config(target, {"rms_norm_epsilon": 1e-6}), "'rms_norm_epsilon'", "did you mean 'rms_norm_eps'"
+    )
+    refused(lambda: read_config(target, {"quantization_config": {"quant_method": "fp8"}}), "'fp8'")
+
+
+def test_missing_files(target: Path) -> None:
+    refused(lambda: read_config(target / "nowhere"), "config.json does not exist")
+    (target / "model.safetensors").unlink()
+    refused(lambda: load_target(target, **LOADING), "holds no weights")
+    torch.save({}, target / "pytorch_model.bin")
+    refused(lambda: load_target(target, **LOADING), "pytorch_model.bin", "safetensors only")
+    (target / "config.json").write_text("{")
+    refused(lambda: read_config(target), "config.json is not readable JSON")
+
+
+def test_weights_that_do_not_belong(target: Path) -> None:
+    name = "model.layers.1.mlp.up_proj.weight"
+    kept = load_file(target / "model.safetensors")
+    edit_weights(target, lambda weights: weights.pop(name))
+    refused(lambda: load_target(target, **LOADING), re.escape(f"{name}' [64, 32] is missing"))
+    save_file({**kept, "model.layers.1.extra.weight": torch.zeros(1)}, target / "model.safetensors")
+    refused(lambda: load_target(target, **LOADING), "'model.layers.1.extra.weight'", "no parameter")
+    save_file({**kept, name: torch.zeros(63, 32)}, target / "model.safetensors")
+    refused(lambda: load_target(target, **LOADING), re.escape(name), re.escape("[63, 32]"), re.escape("[64, 32]"))
+    save_file({**kept, "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4)}, target / "model.safetensors")
+    load_target(target, **LOADING)
+
+
+def test_a_truncated_file(target: Path) -> None:
+    file = target / "model.safetensors"
+    whole = file.read_bytes()
+    for length in (len(whole) - 100, 1000, 4, 0):
+        file.write_bytes(whole[:length])
+        refused(lambda: load_target(target, **LOADING), "model.safetensors", "truncated or corrupt")
+
+
+def test_shards(target: Path) -> None:
+    weights = load_file(target / "model.safetensors")
+    names = sorted(weights)
+    halves = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
+    for file, part in halves.items():
+        save_file({name: weights[name] for name in part}, target / file)
+    (target / "model.safetensors").unlink()
+    tokens = torch.arange(8)[None]
+    run = lambda: load_target(target, **LOADING)(tokens, tokens, lambda layer, q, k, v: q).hidden  # noqa: E731
+    unindexed = run()
+    index = {"weight_map": {name: file for file, part in halves.items() for name in part}}
+    (target / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert torch.equal(run(), unindexed)
+    (target / "b.safetensors").unlink()
+    refused(run, "shard .*b.safetensors is missing")
+
+
+def test_a_tied_head_that_differs(target: Path) -> None:
+    edit_config(target, tie_word_embeddings=True)
+    refused(lambda: load_target(target, **LOADING), "'lm_head.weight' differs", "model_overrides")
+    load_target(target, overrides={"tie_word_embeddings": False}, **LOADING)
+
+
+def test_a_capture_beyond_the_target(target: Path) -> None:
+    refused(lambda: load_target(target, capture=(5,), **LOADING), "layer 5", "4 layers")
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"hidden_size": 64, "target_hidden_size": 64}, ["target hidden size 64, the target has 32"]),
+        ({"vocab_size": 20}, ["vocabulary 20, the target has 16"]),
+        ({"draft_vocab_size": 17}, ["draft_vocab_size = 17"]),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 2, 9]}, [r"layers \(1, 2, 9\)", "4 layers"]),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 2]}, ["fuses 3 layers, 2 are captured"]),
+        ({"num_aux_hidden_states": 4}, ["num_aux_hidden_states = 4"]),
+        ({"num_hidden_layers": 2}, ["num_hidden_layers = 2"]),
+        ({"norm_before_fc": True, "fc_norm": True}, ["norm_before_fc and fc_norm"]),
+        ({"norm_before_fc": True}, ["'input_norm.weight'", "missing"]),
+        ({"fc_norm": True}, ["'fc_norm.0.weight'", "missing"]),
+        ({"bias": True}, ["'fc.bias'", "missing"]),
+        ({"hidden_act": "gelu"}, ["hidden_act = 'gelu'"]),
+        ({"eagle_config": {"use_aux_hidden_state": False}}, ["use_aux_hidden_state"]),
+        ({"architectures": ["LlamaForCausalLMEagle"]}, ["declared as EAGLE ", "EAGLE-3 head"]),
+        ({"architectures": ["Eagle3DeepseekV2ForCausalLM"]}, ["MLA draft"]),
+        ({"architectures": ["LlamaForCausalLM"]}, ["'LlamaForCausalLM' is no draft"]),
+        ({"speculators_model_type": "mtp"}, ["'mtp'"]),
+    ],
+    ids=lambda value: "+".join(f"{k}={v}"[:40] for k, v in value.items()) if isinstance(value, dict) else "",
+)
+def test_drafts_that_do_not_fit(fields: dict[str, Any], says: list[str], draft: Path, target: Path) -> None:
+    edit_config(draft, **fields)
+    refused(lambda: load_draft(draft, target), *says)
+
+
+def test_earlier_heads(draft: Path, target: Path) -> None:
+    """An EAGLE-1 head, honestly declared or declared as EAGLE-3."""
+    edit_weights(draft, lambda weights: (weights.pop("midlayer.hidden_norm.weight"), weights.update(fc=torch.zeros(1))))
+    edit_weights(draft, lambda weights: (weights.pop("fc"), weights.update({"fc.weight": torch.zeros(32, 64)})))
+    refused(lambda: load_draft(draft, target), "declared as EAGLE-3", "EAGLE-1/2 head")
+    edit_config(draft, architectures=["LlamaForCausalLMEagle"])
+    refused(lambda: load_draft(draft, target), "'LlamaForCausalLMEagle' is an EAGLE-1/2 head, not supported yet")
+
+
+def test_vocabulary_maps(draft: Path, target: Path) -> None:
+    offsets = load_file(draft / "model.safetensors")["d2t"]
+    outside, twice = offsets.clone(), offsets.clone()
+    outside[7] = 9
+    twice[1] = offsets[0] - 1
+    edit_weights(draft, lambda weights: weights.update(d2t=outside))
+    refused(lambda: load_draft(draft, target), "d2t maps to token 16", r"0 \.\. 15")
+    edit_weights(draft, lambda weights: weights.update(d2t=twice))
+    refused(lambda: load_draft(draft, target), "d2t maps two draft ids to token")
+    edit_weights(draft, lambda weights: weights.pop("d2t"))
+    refused(lambda: load_draft(draft, target), "'d2t'", "missing")
+
+
+def test_draft_weights_that_do_not_belong(draft: Path, target: Path) -> None:
+    edit_weights(draft, lambda weights: weights.update({"midlayer.extra": torch.zeros(1)}))
+    refused(lambda: load_draft(draft, target), "'midlayer.extra'", "no parameter")
+    edit_weights(draft, lambda weights: (weights.pop("midlayer.extra"), weights.pop("lm_head.weight")))
+    refused(lambda: load_draft(draft, target), "'lm_head.weight'", r"\[8, 32\]", r"\[16, 32\]")
+
+
+def test_a_target_loaded_for_another_draft(draft: Path, target: Path) -> None:
+    wrong = load_target(target, capture=(0, 1, 2), **LOADING)
+    refused(lambda: load_eagle3(draft, wrong, **LOADING), r"capture=\(2, 2, 1\)")
+
+
+def test_a_broken_bin(draft: Path, target: Path) -> None:
+    (draft / "model.safetensors").unlink()
+    (draft / "pytorch_model.bin").write_bytes(b"PK\x03\x04 nothing")
+    refused(lambda: load_draft(draft, target), "pytorch_model.bin is truncated or corrupt")

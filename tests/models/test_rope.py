@@ -1,0 +1,93 @@
+"""Rotary frequencies agree to the bit with transformers' own, for every scaling type and both spellings."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from espalier.models import load_target, read_config
+from espalier.models.layers.rope import RopeTables, rotate
+from tests.builders import CONFIGS, make_target
+from tests.models.reference import load_reference, reference_logits
+from tests.models.test_families import relative
+from tests.oracles.dense import DenseAttend
+
+SCALINGS: dict[str, dict[str, Any]] = {
+    "linear": {"rope_type": "linear", "factor": 4.0},
+    "dynamic": {"rope_type": "dynamic", "factor": 2.0},
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 256,
+    },
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256},
+    "yarn, given ramp": {
+        "rope_type": "yarn",
+        "factor": 40.0,
+        "original_max_position_embeddings": 128,
+        "beta_fast": 16.0,
+        "beta_slow": 2.0,
+        "attention_factor": 1.3,
+    },
+    "yarn, mscale": {
+        "rope_type": "yarn",
+        "factor": 40.0,
+        "original_max_position_embeddings": 512,
+        "mscale": 1.0,
+        "mscale_all_dim": 0.5,
+        "truncate": False,
+    },
+}
+
+
+@pytest.mark.parametrize("theta", [10000.0, 500000.0])
+@pytest.mark.parametrize("head_dim", [8, 64])
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_frequencies(scaling: str, head_dim: int, theta: float, tmp_path: Path) -> None:
+    parameters = {**SCALINGS[scaling], "rope_theta": theta}
+    path = make_target(tmp_path, head_dim=head_dim, rope_parameters=dict(parameters))
+    rope = read_config(path).rope
+    theirs, factor = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](CONFIGS["llama"].from_pretrained(path), "cpu")
+    assert torch.equal(rope.inverse_frequencies(), theirs)
+    assert rope.attention_factor == pytest.approx(factor, abs=0)
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_logits(scaling: str, family: str, tmp_path: Path) -> None:
+    path = make_target(tmp_path, family, rope_parameters={**SCALINGS[scaling], "rope_theta": 10000.0})
+    tokens = torch.randint(0, 16, (1, 300), generator=torch.Generator().manual_seed(1))
+    for dtype, tolerance in ((torch.float64, 1e-10), (torch.float32, 1e-5)):
+        model = load_target(path, dtype=dtype, device="cpu", position_rows=300)
+        out = model(tokens, torch.arange(300)[None], DenseAttend(model.geometry))
+        logits, _ = reference_logits(load_reference(path, dtype), tokens)
+        assert relative(model.logits(out.hidden), logits) <= tolerance
+
+
+def test_both_spellings_read_alike(tmp_path: Path) -> None:
+    llama3 = SCALINGS["llama3"]
+    new = make_target(tmp_path / "new", rope_parameters={**llama3, "rope_theta": 5e5})
+    plain = make_target(tmp_path / "plain")
+    old = {"rope_parameters": None, "rope_theta": 5e5, "rope_scaling": {**llama3, "type": "llama3"}}
+    assert read_config(plain, old).rope == read_config(new).rope
+
+
+def test_a_yarn_override_extends_the_context(tmp_path: Path) -> None:
+    path = make_target(tmp_path, max_position_embeddings=256)
+    yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
+    config = read_config(path, {"rope_scaling": yarn, "rope_theta": 77.0})
+    assert (config.rope.type, config.rope.theta, config.max_position) == ("yarn", 77.0, 1024)
+
+
+def test_rotation_is_a_rotation(tmp_path: Path) -> None:
+    """Scores depend on the distance of positions alone."""
+    tables = RopeTables(read_config(make_target(tmp_path)).rope, 50, torch.float64, "cpu")
+    q, k = torch.randn(2, 1, 1, 8, dtype=torch.float64)
+    scores = [
+        (rotate(q, *tables.at(torch.tensor([p + 7]))) * rotate(k, *tables.at(torch.tensor([p])))).sum() for p in (0, 31)
+    ]
+    torch.testing.assert_close(*scores)

@@ -1,0 +1,205 @@
+"""The product of layouts: its factors, a pairwise array of them, corners, and the engine and traffic of one cell."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import combinations, product
+from typing import Any
+
+from espalier.errors import EspalierError
+from espalier.layout import max_draft_tokens
+from espalier.request import Request, SamplingParams
+from tests.harness import Setup, prompts, request
+from tests.oracles.reference_round import Reference
+
+MOST_NODES = 129
+
+# The product that the house promises.
+LAYOUTS: dict[str, Sequence[Any]] = {
+    "page_size": (1, 2, 3, 16, 64, 256, 512),
+    "topk": (1, 2, 4, 8),
+    "steps": (0, 1, 3, 5, 8),
+    "nodes": ("2", "middle", "bound"),
+    "batch": (1, 3),
+}
+# What it is crossed with: pairwise by choice, in the whole product in turn.
+AROUND: dict[str, Sequence[Any]] = {
+    "algorithm": ("eagle3", "ngram"),
+    "attention": ("sdpa", "reference"),
+    "overlap": (False, True),
+    "window": (None, 6),
+    "draft_vocab": (None, 11),
+}
+CORNERS: dict[str, Sequence[Any]] = {
+    "page_size": (1, 512),
+    "topk": (1, 8),
+    "steps": (0, 8),
+    "nodes": ("2", "bound"),
+    "batch": (1, 3),
+}
+
+# How requests are sampled, in turn: random drafts follow noise best where it is loud.
+STYLES = (
+    {"temperature": 0.0},
+    {"temperature": 1.2},
+    {"temperature": 6.0},
+    {
+        "temperature": 3.0,
+        "top_k": 12,
+        "top_p": 0.95,
+        "min_p": 0.01,
+        "repetition_penalty": 1.1,
+        "presence_penalty": 0.3,
+        "frequency_penalty": 0.2,
+        "logit_bias": {3: 1.5, 7: -100.0},
+        "min_tokens": 6,
+        "stop_token_ids": [1],
+    },
+)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One cell of the product.  nodes: "2", "middle" or "bound", the bound being MOST_NODES at most."""
+
+    page_size: int
+    topk: int
+    steps: int
+    nodes: str
+    batch: int
+    algorithm: str = "eagle3"
+    attention: str = "sdpa"
+    overlap: bool = False
+    window: int | None = None
+    draft_vocab: int | None = None
+
+    def __str__(self) -> str:
+        around = [self.algorithm, self.attention, *("overlap",) * self.overlap]
+        around += [f"{name}{value}" for name in ("window", "draft_vocab") if (value := getattr(self, name))]
+        return f"page{self.page_size}-topk{self.topk}-steps{self.steps}-nodes_{self.nodes}-batch{self.batch}-{'-'.join(around)}"
+
+    @property
+    def num_draft_tokens(self) -> int:
+        bound = min(max_draft_tokens(self.steps, self.topk), MOST_NODES)
+        return {"2": 2, "middle": (2 + bound) // 2, "bound": bound}[self.nodes]
+
+    @property
+    def lengths(self) -> list[int]:
+        """Prompts, the first a little short of a page, so that rounds cross into the next; the others ragged."""
+        return [max(self.page_size - 4, 5), 3, 17][: self.batch]
+
+    @property
+    def max_tokens(self) -> int:
+        return 20 if self.page_size < 256 else 12
+
+    @property
+    def setup(self) -> Setup:
+        return Setup(
+            page_size=self.page_size,
+            topk=self.topk,
+            steps=self.steps,
+            num_draft_tokens=self.num_draft_tokens,
+            max_batch=self.batch,
+            max_context=max(self.lengths) + self.max_tokens,
+            chunk_size=16 if self.page_size < 256 else 128,
+            algorithm=self.algorithm,
+            attention=self.attention,
+            overlap=self.overlap,
+            family="mistral" if self.window else "llama",
+            window=self.window,
+            draft_vocab=self.draft_vocab if self.algorithm == "eagle3" else None,
+        )
+
+    @property
+    def traffic(self) -> list[Request]:
+        """One request a prompt, each sampled in another way; which comes first turns with the cell."""
+        turn = self.topk + self.steps
+        return [
+            request(i, prompt, SamplingParams(max_tokens=self.max_tokens, **STYLES[(turn + i) % len(STYLES)]), seed=100 + i)
+            for i, prompt in enumerate(prompts(7, self.lengths))
+        ]
+
+
+def refused(cell: Mapping[str, Any]) -> bool:
+    """Whether the layout refuses a cell, of which this much is known: two nodes where no step can propose one."""
+    return cell.get("steps") == 0 and cell.get("nodes") == "2"
+
+
+def pairwise(
+    factors: Mapping[str, Sequence[Any]], impossible: Callable[[Mapping[str, Any]], bool]
+) -> list[dict[str, Any]]:
+    """Rows in which every two factors take every two values that go together.  Greedy and deterministic."""
+    pairs = [
+        {f: v, g: w} for f, g in combinations(factors, 2) for v, w in product(factors[f], factors[g]) if not impossible({f: v, g: w})
+    ]
+    rows: list[dict[str, Any]] = []
+    while pairs:
+        row = dict(pairs[0])
+        for factor in factors:
+            if factor not in row:
+                values = [value for value in factors[factor] if not impossible({**row, factor: value})]
+                # Ties go to the value that the fewest rows have so far, so that the array is balanced too.
+                row[factor] = max(values, key=lambda value: (gain(pairs, row, factor, value), -used(rows, factor, value)))
+        pairs = [pair for pair in pairs if not pair.items() <= row.items()]
+        rows.append(row)
+    return rows
+
+
+def gain(pairs: list[dict[str, Any]], row: Mapping[str, Any], factor: str, value: Any) -> int:
+    """Pairs that the row would newly cover with this value."""
+    known = {**row, factor: value}
+    return sum(pair.get(factor, value) == value and factor in pair and pair.items() <= known.items() for pair in pairs)
+
+
+def used(rows: list[dict[str, Any]], factor: str, value: Any) -> int:
+    return sum(row[factor] == value for row in rows)
+
+
+def rows_of(factors: Mapping[str, Sequence[Any]]) -> Iterator[dict[str, Any]]:
+    for values in product(*factors.values()):
+        yield dict(zip(factors, values))
+
+
+def pairwise_cells() -> list[Cell]:
+    """One array for each drafter: what goes with the one does not stand in for the other."""
+    around = {name: values for name, values in AROUND.items() if name != "algorithm"}
+    eagle = pairwise({**LAYOUTS, **around}, refused)
+    del around["draft_vocab"]
+    return [Cell(**row) for row in eagle] + [
+        Cell(**row, algorithm="ngram") for row in pairwise({**LAYOUTS, **around}, refused)
+    ]
+
+
+def corner_cells() -> list[Cell]:
+    return [Cell(**row) for row in rows_of(CORNERS) if not refused(row)]
+
+
+def all_cells() -> list[Cell]:
+    """Every cell that is not refused, what is around it in turn."""
+    around = list(rows_of(AROUND))
+    rows = [row for row in rows_of(LAYOUTS) if not refused(row)]
+    return [Cell(**row, **around[i * 7 % len(around)]) for i, row in enumerate(rows)]
+
+
+def refused_cells() -> list[Cell]:
+    return [Cell(**row) for row in rows_of(LAYOUTS) if refused(row)]
+
+
+def is_refused(cell: Cell) -> bool:
+    """Ask the layout itself."""
+    try:
+        replace(cell.setup.layout, num_draft_tokens=cell.num_draft_tokens)
+    except EspalierError:
+        return True
+    return False
+
+
+@lru_cache
+def reference(family: str, seed: int, window: int | None, draft_vocab: int | None, speculative: bool) -> Reference:
+    """The oracle over the models of a setup, kept for the process: what it has decoded plainly is the same in every layout."""
+    setup = Setup(family=family, seed=seed, window=window, draft_vocab=draft_vocab, algorithm="eagle3" if speculative else "none")
+    return Reference(*setup.models)
+
+
+def reference_of(setup: Setup) -> Reference:
+    return reference(setup.family, setup.seed, setup.window, setup.draft_vocab, setup.algorithm == "eagle3")

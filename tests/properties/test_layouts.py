@@ -1,0 +1,52 @@
+"""Every property in every layout: the three equalities, the tokens, and the pages, after every launch."""
+
+from itertools import combinations, product
+
+import pytest
+
+from tests.properties.layouts import (
+    AROUND,
+    LAYOUTS,
+    Cell,
+    all_cells,
+    corner_cells,
+    is_refused,
+    pairwise_cells,
+    reference_of,
+    refused,
+    refused_cells,
+)
+from tests.properties.summary import CELL, REFUSED
+from tests.properties.watch import Watch, run_watched
+
+DEFAULT = list(dict.fromkeys([*pairwise_cells(), *corner_cells()]))
+FULL = [cell for cell in all_cells() if cell not in DEFAULT]
+
+
+@pytest.mark.parametrize("cell", [*DEFAULT, *(pytest.param(cell, marks=pytest.mark.full) for cell in FULL)], ids=str)
+def test_every_property_holds(cell: Cell, put_on_record):
+    setup = cell.setup
+    watch = Watch(setup.engine(), cell.algorithm, reference_of(setup))
+    put_on_record(CELL, run_watched(watch, cell.traffic))
+
+
+@pytest.mark.parametrize("cell", refused_cells(), ids=str)
+def test_a_cell_that_no_tree_fills_is_refused(cell: Cell, put_on_record):
+    assert is_refused(cell)
+    put_on_record(REFUSED, str(cell))
+
+
+def test_no_other_cell_is_refused():
+    assert [str(cell) for cell in all_cells() if is_refused(cell)] == []
+
+
+@pytest.mark.parametrize("algorithm", AROUND["algorithm"])
+def test_the_array_holds_every_pair(algorithm):
+    factors = {name: values for name, values in {**LAYOUTS, **AROUND}.items() if name != "algorithm"}
+    if algorithm != "eagle3":
+        del factors["draft_vocab"]
+    cells = [cell for cell in pairwise_cells() if cell.algorithm == algorithm]
+    for (f, values), (g, others) in combinations(factors.items(), 2):
+        there = {(getattr(cell, f), getattr(cell, g)) for cell in cells}
+        wanted = {pair for pair in product(values, others) if not refused({f: pair[0], g: pair[1]})}
+        assert there == wanted, f"{f} with {g}"

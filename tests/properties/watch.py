@@ -1,0 +1,230 @@
+"""Looks over an engine's shoulder: what the device holds after every launch against what tests/oracles makes from scratch.
+
+The three equalities of docs/design.md, the tokens, and the pages.  A watch reads the slot table and the pages as a model's layers
+do, by position through the page table, with arithmetic of its own.
+"""
+
+from collections import Counter, deque
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from espalier.engine.engine import Engine
+from espalier.engine.executor import Handle
+from espalier.engine.scheduler import RoundTrace
+from espalier.engine.ticket import DraftTree, Row, Ticket
+from espalier.request import Request
+from espalier.speculate.tree import VOID
+from tests.oracles.reference_round import Node, Reference
+
+# float64 on both sides: what remains is the order of summation over at most a thousand terms of size one, some 1e-13.
+EXACT = 1e-9
+# Scores are float32 by design, sums of at most eight log-probabilities below 100: half an ulp of that each.
+SCORE = 1e-5
+
+INCREMENTAL, READY, PROPOSAL, TOKENS, RESERVE, CONSERVED = "incremental", "ready", "proposal", "tokens", "reserve", "conserved"
+PROPERTIES = (INCREMENTAL, READY, PROPOSAL, TOKENS, RESERVE, CONSERVED)
+
+
+@dataclass
+class Coverage:
+    """What was accepted: rounds by accept length, nodes by depth, nodes by rank among their siblings (0: the draft's first)."""
+
+    lengths: Counter[int] = field(default_factory=Counter)
+    depths: Counter[int] = field(default_factory=Counter)
+    ranks: Counter[int] = field(default_factory=Counter)
+
+    def add(self, trace: RoundTrace) -> None:
+        tree = trace.tree
+        self.lengths[len(trace.emitted)] += 1
+        for node in tree.path_rows[1:]:
+            self.depths[tree.depths[node]] += 1
+            before = zip(tree.tokens[1:node], tree.parents[1:node])
+            self.ranks[sum(parent == tree.parents[node] and token != VOID for token, parent in before)] += 1
+
+    @property
+    def mean_accept_length(self) -> float:
+        rounds = sum(self.lengths.values())
+        return sum(length * count for length, count in self.lengths.items()) / rounds if rounds else 0.0
+
+    def as_dict(self) -> dict[str, dict[str, int]]:
+        """Plain values, so that a test worker can send them."""
+        return {name: {str(k): v for k, v in sorted(getattr(self, name).items())} for name in ("lengths", "depths", "ranks")}
+
+
+@dataclass(frozen=True)
+class Decided:
+    """A slot between two launches: tokens 0 .. n, the root last."""
+
+    tokens: tuple[int, ...]
+
+    @property
+    def root_at(self) -> int:
+        return len(self.tokens) - 1
+
+
+class Watch:
+    """Hooks itself between an engine's launches.  properties: those to hold; a property that fails raises AssertionError."""
+
+    def __init__(self, engine: Engine, algorithm: str, reference: Reference, properties: Collection[str] = PROPERTIES):
+        self.engine = engine
+        self.algorithm = algorithm
+        self.reference = reference
+        self.properties = frozenset(properties)
+        self.coverage = Coverage()
+        self.launches = 0
+        self.most_excess = 0
+        self._owners: deque[dict[int, Request]] = deque()
+        self._launch, self._run = engine.executor.launch, engine.executor.run
+        engine.executor.launch = self.launch  # type: ignore[method-assign]
+        engine.executor.run = self.run  # type: ignore[method-assign]
+        engine.scheduler.on_round = self.coverage.add
+
+    def launch(self, ticket: Ticket) -> Handle:
+        """On the engine's own thread: who is in which slot, and on how many pages."""
+        running = self.engine.scheduler.running
+        self._owners.append({r.slot: r for r in running if r.slot is not None})
+        if RESERVE in self.properties:
+            for request in running:
+                self.check_reserve(request)
+        return self._launch(ticket)
+
+    def run(self, ticket: Ticket) -> list[Row]:
+        """On the thread that runs tickets, in their order."""
+        owners = self._owners.popleft()
+        before = [] if ticket.is_prefill else [self.decided(slot) for slot in ticket.slots]
+        rows = self._run(ticket)
+        self.launches += 1
+        for slot in ticket.slots:
+            self.check_slot(slot)
+        for slot, decided, row in zip(ticket.slots, before, rows):
+            self.check_round(owners[slot], decided, row)
+        return rows
+
+    # After every launch
+
+    def check_slot(self, slot: int) -> None:
+        decided = self.decided(slot)
+        if INCREMENTAL in self.properties:
+            self.check_incremental(slot, decided)
+        if READY in self.properties:
+            self.check_ready(slot, decided)
+
+    def check_incremental(self, slot: int, decided: Decided) -> None:
+        """(a) Committed rows of every layer are those of one plain pass: target rows 0 .. n-1, draft rows 1 .. n."""
+        scratch, n = self.reference.scratch(decided.tokens), decided.root_at
+        held = [(0, n, layer) for layer in scratch.target] + [(1, n + 1, layer) for layer in scratch.draft]
+        layers = self.engine.executor.round.pages.layers
+        assert len(layers) == len(held), f"{len(layers)} layers stand in pages, {len(held)} are due"
+        for layer, (first, end, expected) in enumerate(held):
+            rows = self.rows(slot, first, end)
+            for what, buffer, value in zip("kv", layers[layer], expected):
+                difference = largest(buffer[rows] - value[: end - first])
+                assert difference < EXACT, f"{what} of layer {layer}, rows {first} to {end - 1}: off by {difference:.2g}"
+
+    def check_ready(self, slot: int, decided: Decided) -> None:
+        """(b) The slot carries the root, and the draft's hidden there."""
+        table, n = self.engine.executor.round.table, decided.root_at
+        root = int(table.root[slot])
+        assert root == decided.tokens[n], f"the root is {root}, the history ends in {decided.tokens[n]}"
+        if table.carried:
+            expected = self.reference.scratch(decided.tokens).out[n - 1]
+            difference = largest(table.carried["hidden"][slot] - expected)
+            assert difference < EXACT, f"the hidden carried to root {n} is off by {difference:.2g}"
+
+    # After every round
+
+    def check_round(self, request: Request, decided: Decided, row: Row) -> None:
+        if PROPOSAL in self.properties:
+            assert row.tree is not None
+            self.check_proposal(request, decided, row.tree)
+        if TOKENS in self.properties:
+            self.check_tokens(request, decided, row)
+
+    def check_proposal(self, request: Request, decided: Decided, tree: DraftTree) -> None:
+        """(c) The tree is the brute-force tree, and so is every node's score: same paths in the same order, void nodes aside."""
+        layout = self.engine.layout
+        expected = self.reference.tree(
+            self.algorithm, request, decided.tokens, layout.steps, layout.topk, layout.num_draft_tokens
+        )
+        got = paths(tree)
+        assert got == [node.path for node in expected], difference_of(got, expected)
+        scores = [score for token, score in zip(tree.tokens[1:], tree.scores[1:]) if token != VOID]
+        for node, score in zip(expected, scores):
+            assert abs(score - node.score) < SCORE, f"path {node.path} scores {score}, from scratch {node.score}"
+
+    def check_tokens(self, request: Request, decided: Decided, row: Row) -> None:
+        """Emitted are plain decoding's tokens, as many of them as walking down the tree finds, and one more."""
+        plain, n = self.reference.plain(request), decided.root_at
+        depth = max(0, min(request.params.depth_limit(self.engine.layout.steps), request.end(self.engine.layout.max_context) - 2 - n))
+        wanted = tuple(plain.upto(n + depth + 2)[n + 1 :])
+        assert decided.tokens == tuple(plain.upto(n + 1)), "decided tokens are not plain decoding's"
+        assert row.tree is not None
+        there = set(paths(row.tree))
+        accepted = max(d for d in range(depth + 1) if d == 0 or wanted[:d] in there)
+        assert tuple(row.tokens) == wanted[: accepted + 1], f"emitted {row.tokens}, plain decoding goes on {wanted[: accepted + 1]}"
+
+    def check_outputs(self, requests: list[Request]) -> None:
+        """What the users got."""
+        for request in requests:
+            expected = self.reference.plain(request).output(self.engine.layout.max_context)
+            assert request.output == expected, f"request {request.id} got {request.output}, plain decoding gives {expected}"
+
+    # On the host
+
+    def check_reserve(self, request: Request) -> None:
+        """No running request holds more pages than the rounds ahead of it may fill."""
+        layout, rounds = self.engine.layout, self.engine.scheduler.rounds_in_flight
+        ahead = rounds * (layout.steps + 1) + 1
+        excess = len(request.pages) - -(-(request.num_seen + ahead) // layout.page_size)
+        self.most_excess = max(self.most_excess, excess)
+        assert excess <= 0, f"{len(request.pages)} pages are held for {request.num_seen} tokens and {ahead} ahead: {excess} too many"
+
+    # Reading the device
+
+    def decided(self, slot: int) -> Decided:
+        table = self.engine.executor.round.table
+        return Decided(tuple(table.history[slot, : int(table.prefix_len[slot]) + 1].tolist()))
+
+    def rows(self, slot: int, first: int, end: int) -> Tensor:
+        """Rows of pages at positions first .. end-1."""
+        table, page = self.engine.executor.round.table, self.engine.layout.page_size
+        held = table.page_table[slot].tolist()
+        return torch.tensor([held[q // page] * page + q % page for q in range(first, end)], dtype=torch.int64)
+
+
+def run_watched(watch: Watch, requests: list[Request]) -> dict[str, Any]:
+    """Run the requests to their end under a watch.  Returns figures for the summary; raises AssertionError with a property."""
+    engine = watch.engine
+    for request in requests:
+        engine.add(request)
+    try:
+        while engine.has_work:
+            engine.step()
+            if CONSERVED in watch.properties:
+                engine.check_pages()
+    finally:
+        engine.close()
+    if TOKENS in watch.properties:
+        watch.check_outputs(requests)
+    return {"launches": watch.launches, "excess": watch.most_excess, **watch.coverage.as_dict()}
+
+
+def paths(tree: DraftTree) -> list[tuple[int, ...]]:
+    """The drafted tokens from the root down to each node but the root, void nodes left out, in the order of nodes."""
+    found: list[tuple[int, ...]] = [()]
+    for token, parent in zip(tree.tokens[1:], tree.parents[1:]):
+        found.append((*found[parent], token))
+    return [path for path, token in zip(found, tree.tokens) if token != VOID][1:]
+
+
+def difference_of(got: list[tuple[int, ...]], expected: list[Node]) -> str:
+    wanted = [node.path for node in expected]
+    return f"nodes {sorted(set(got) - set(wanted))} are not of the brute-force tree, {sorted(set(wanted) - set(got))} are missing"
+
+
+def largest(difference: Tensor) -> float:
+    return float(difference.abs().max()) if difference.numel() else 0.0

@@ -1,0 +1,136 @@
+"""The pages say what is there: every file, function, test, fault, link and command that they name is resolved."""
+
+import ast
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from espalier.guard.faults import FAULTS
+from tools.make_support import PAGE, render
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+FENCE = re.compile(r"^```.*?^```$", re.M | re.S)
+SPAN = re.compile(r"`([^`\n]+)`")
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+PATH = r"(?:espalier|tests|tools|docs|\.ci)/[\w./-]*"
+REFERENCE = re.compile(rf"({PATH}?)(?:::?([A-Za-z_][\w.:]*))?")
+MAKE = re.compile(r"^make (?:[A-Z_]+=\S+ )*([a-z][a-z-]*)", re.M)
+
+pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+
+
+def spans(page: Path) -> list[str]:
+    return SPAN.findall(FENCE.sub("", page.read_text(encoding="utf-8")))
+
+
+def commands(page: Path) -> str:
+    """Every code block and every code span, one a line."""
+    text = page.read_text(encoding="utf-8")
+    return "\n".join([line.strip() for block in FENCE.findall(text) for line in block.splitlines()] + spans(page))
+
+
+@cache
+def names(path: Path) -> frozenset[str]:
+    """Qualified names that a module defines: functions, classes, methods, assigned names and fields."""
+    found = set()
+
+    def visit(body: list[ast.stmt], prefix: str) -> None:
+        for node in body:
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                found.add(prefix + node.name)
+                visit(node.body, f"{prefix}{node.name}.")
+            elif isinstance(node, ast.Assign | ast.AnnAssign):
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                found.update(prefix + t.id for t in targets if isinstance(t, ast.Name))
+
+    visit(ast.parse(path.read_text(encoding="utf-8")).body, "")
+    return frozenset(found)
+
+
+def anchors(page: Path) -> set[str]:
+    """Headings of a page as code forges spell their anchors."""
+    headings = re.findall(r"^#+ (.+)$", FENCE.sub("", page.read_text(encoding="utf-8")), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def unresolved(reference: str) -> str | None:
+    """Why a reference `path`, `path:Qualified.name` or `tests/path.py::test_name` names nothing, or None."""
+    match = REFERENCE.fullmatch(reference)
+    if match is None:
+        return "is not written as path, path:name or path::test"
+    path, name = match.groups()
+    if not (ROOT / path).exists():
+        return "names no file"
+    if name and name.replace("::", ".") not in names(ROOT / path):
+        return f"names nothing in {path}"
+    return None
+
+
+def references(page: Path) -> list[str]:
+    return [span for span in spans(page) if re.match(PATH, span)]
+
+
+@pages
+def test_files_functions_and_tests_exist(page: Path):
+    assert {r: why for r in references(page) if (why := unresolved(r))} == {}
+
+
+@pages
+def test_links_resolve(page: Path):
+    broken = []
+    for link in LINK.findall(FENCE.sub("", page.read_text(encoding="utf-8"))):
+        if link.startswith(("https://", "mailto:")):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            broken.append(link)
+    assert broken == []
+
+
+@pages
+def test_make_targets_exist(page: Path):
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
+    assert set(MAKE.findall(commands(page))) - targets == set()
+
+
+def test_every_fault_stands_on_the_page_of_reports_under_those_it_answers_to():
+    sections = re.split(r"^## ", (ROOT / "docs" / "seeds.md").read_text(encoding="utf-8"), flags=re.M)[1:]
+    named, by_report = set(), set()
+    for section in sections:
+        faults = set(re.findall(r"`fault:([\w-]+)`", section))
+        named |= faults
+        by_report |= {
+            (fault, number) for fault in faults for number in re.findall(r"\d{5}", section.partition("\n")[0])
+        }
+    assert named == set(FAULTS)
+    assert {(fault.name, number) for fault in FAULTS.values() for number in fault.reports} <= by_report
+
+
+def test_support_is_what_the_code_declares():
+    assert PAGE.read_text(encoding="utf-8") == render(), "run: python tools/make_support.py"
+
+
+@pytest.mark.parametrize(
+    "reference",
+    [
+        "espalier/nowhere.py",
+        "espalier/layout.py:RoundLayout.nothing",
+        "tests/test_docs.py::test_nothing",
+        "docs/a b",
+    ],
+)
+def test_a_wrong_reference_is_found(reference: str):
+    assert unresolved(reference)
+
+
+def test_right_references_are_not():
+    for right in (
+        "espalier/layout.py",
+        "espalier/layout.py:RoundLayout.pool",
+        "tests/test_docs.py::test_links_resolve",
+    ):
+        assert unresolved(right) is None

@@ -1,0 +1,118 @@
+"""Writes docs/support.md from the declarations that refusals are made from: `python tools/make_support.py`."""
+
+from collections.abc import Iterable
+from dataclasses import fields
+from pathlib import Path
+
+from espalier.attention import BACKENDS
+from espalier.layout import MAX_PAGE_SIZE
+from espalier.models.config import NEUTRAL, RECURRENT, ROPE_TYPES
+from espalier.models.loading import FAMILIES
+from espalier.request import SamplingParams
+from espalier.speculate.drafters.base import NoDrafter
+from espalier.speculate.drafters.eagle3 import Eagle3Drafter
+from espalier.speculate.drafters.ngram import NgramDrafter
+
+PAGE = Path(__file__).parents[1] / "docs" / "support.md"
+DRAFTERS = (Eagle3Drafter, NgramDrafter, NoDrafter)
+FED_BY = {None: "no hidden state", "target": "hidden states of the target", "chain": "the layer before it"}
+
+
+def yes(value: bool) -> str:
+    return "yes" if value else "no"
+
+
+def codes(values: Iterable[object]) -> str:
+    return ", ".join(f"`{value}`" for value in values)
+
+
+def table(head: list[str], rows: Iterable[list[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+
+
+def backends() -> str:
+    def row(name: str) -> list[str]:
+        s = BACKENDS[name].support
+        dtypes = codes(str(dtype).removeprefix("torch.") for dtype in s.dtypes)
+        window, sizes = yes(s.sliding_window), yes(s.different_v_size)
+        return [f"`{name}`", codes(s.devices), dtypes, f"1 to {s.max_page_size}", window, sizes]
+
+    head = ["backend", "devices", "dtypes", "page_size", "sliding window", "k and v of different sizes"]
+    return table(head, map(row, BACKENDS))
+
+
+def targets() -> str:
+    rows = ([f"`{f.architecture}`", f"`{f.model_type}`", yes(f.qk_norm)] for f in FAMILIES.values())
+    return table(["architecture", "model_type", "q and k norms"], rows)
+
+
+def drafters() -> str:
+    rows = ([f"`{d.algorithm}`", str(d.layers), FED_BY[d.hidden_from]] for d in DRAFTERS)
+    return table(["algorithm", "draft layers in the pages", "fed by"], rows)
+
+
+def sampling() -> str:
+    return table(["parameter", "meaning"], ([f"`{f.name}`", f.metadata["help"]] for f in fields(SamplingParams)))
+
+
+def neutral() -> str:
+    def plain(value: object) -> str:
+        return "absent" if value is None else f"`{value}`"
+
+    def row(name: str) -> list[str]:
+        values = NEUTRAL[name]
+        distinct = [value for i, value in enumerate(values) if value not in values[:i]]  # 0 and 0.0 are one
+        return [f"`{name}`", ", ".join(map(plain, distinct))]
+
+    return table(["field", "supported"], map(row, NEUTRAL))
+
+
+def render() -> str:
+    return f"""# What combines with what
+
+Made by `tools/make_support.py` from the declarations that refusals are made from; a test holds the two together. What
+is not here is refused at start, by name.
+
+Every backend runs every target and every drafter below, on the devices and dtypes of its row. The shape of the tree,
+the page size, the prefix cache, chunking, and overlap or lock-step are independent of all of them, and of each other.
+
+## Attention backends
+
+{backends()}
+
+## Targets
+
+{targets()}
+
+Rope scaling of types {codes(ROPE_TYPES)}; sliding windows per layer; tied or
+own output head; biases; weights in one safetensors file or in shards.
+
+## Drafters
+
+{drafters()}
+
+## The tree
+
+`steps` from 0 (plain decoding), `topk` from 1 (a chain), `num_draft_tokens` from 1 to `1 + topk + (steps - 1)·topk²`,
+`page_size` from 1 to {MAX_PAGE_SIZE}.
+
+## Sampling parameters
+
+All of them work with every drafter, greedy and sampled.
+
+{sampling()}
+
+## Refused in a config.json
+
+A field that changes the maths is refused unless it has a value that changes nothing:
+
+{neutral()}
+
+Models with recurrent state are refused by the family's name: {codes(RECURRENT)}.
+"""
+
+
+if __name__ == "__main__":
+    PAGE.write_text(render(), encoding="utf-8")
+    print(f"wrote {PAGE}")
