@@ -32,5 +32,5 @@ def refuses_unknown(cls: type[T]) -> type[T]:
                 raise unknown_name(cls.__name__, name, known)
         init(self, *args, **kwargs)
 
-    cls.__init__ = checked  # type: ignore[method-assign]
+    setattr(cls, "__init__", checked)  # noqa: B010  (assigned plainly, type checkers would lose the signature)
     return cls

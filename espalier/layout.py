@@ -139,6 +139,14 @@ class RoundLayout:
         """Positions that a node can have: rows of rotary tables.  A padded chunk reaches past the last token."""
         return self.history_width + max(self.steps, self.chunk_size)
 
+    def require_rows(self, name: str, need: int, have: int) -> None:
+        """Check, on the host, that a buffer of `have` rows holds the `need` of a launch.  Raises EspalierError."""
+        if need > have:
+            raise EspalierError(
+                f"buffer {name} holds {have} rows and this launch needs {need}; both follow from {self}: "
+                "launch no more than max_batch requests, or raise it"
+            )
+
     def require(self, name: str, tensor: Tensor, *shape: int) -> None:
         """Check a buffer's shape on the host; -1 leaves a dimension free.
 

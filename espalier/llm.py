@@ -5,6 +5,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ Messages = Sequence[Mapping[str, str]]
 
 ROUNDS_BEFORE_WARNING = 256
 LOWEST_ACCEPTANCE = 0.05
-# Fields of generation_config.json that change what transformers generates and that nothing here honours; their neutral values.
+# Fields of generation_config.json that change what transformers generates and that are not honoured: neutral values.
 NOT_HONOURED: Mapping[str, tuple[Any, ...]] = {
     "num_beams": (None, 1),
     "no_repeat_ngram_size": (None, 0),
@@ -41,13 +42,13 @@ log = logging.getLogger("espalier")
 class LLM:
     """A model, ready to generate.
 
-    Arguments are the fields of EngineConfig, each "auto" by default.  Raises EspalierError, one line, for what is not supported.
+    Arguments are the fields of EngineConfig, each "auto" by default.  Raises EspalierError for what is not supported.
     """
 
     def __init__(self, model: str | Path = "auto", **settings: Any):
-        found_for = EngineConfig(model=model, **settings)
-        checkpoint = find(found_for)
-        self.config = resolve_config(found_for, checkpoint)
+        asked = EngineConfig(model=model, **settings)
+        checkpoint = find(asked)
+        self.config = resolve_config(asked, checkpoint)
         self.model_config = checkpoint.target
         self.tokenizer = load_tokenizer(checkpoint.target_path, checkpoint.target.vocab_size)
         self.generation_config = _generation_config(checkpoint.target_path)
@@ -160,11 +161,6 @@ class LLM:
 
     # From requests to pieces
 
-    def _run(self, requests: list[Request]) -> Iterator[Piece]:
-        """Queue all, then step until all are done; whoever leaves early aborts what is left."""
-        self._add(requests)
-        return self._pieces(requests)
-
     def _add(self, requests: list[Request]) -> None:
         prompts = requests[-1].arrival - requests[0].arrival + 1 if requests else 0
         for i, request in enumerate(requests):
@@ -177,7 +173,9 @@ class LLM:
                 self._forget(requests)
                 raise
 
-    def _pieces(self, requests: list[Request]) -> Iterator[Piece]:
+    def _run(self, requests: list[Request]) -> Iterator[Piece]:
+        """Queue all, then step until all are done; whoever leaves early aborts what is left."""
+        self._add(requests)
         try:
             while True:
                 for request in requests:
@@ -221,7 +219,7 @@ class LLM:
             else "this text does not repeat itself: give a trained draft"
         )
         log.warning(
-            "accept length is %.2f after %d rounds with draft tokens (1.00 is plain decoding); %s, or set speculation=None",
+            "accept length is %.2f after %d rounds with a draft (1.00 is plain decoding); %s, or set speculation=None",
             totals.accept_length,
             totals.reached[0],
             remedy,
@@ -279,9 +277,7 @@ def _output(request: Request, text: str) -> Output:
 
 
 def _with_choices(outputs: list[Output]) -> Output:
-    first = outputs[0]
-    first.choices.extend(outputs if len(outputs) > 1 else [])
-    return first
+    return replace(outputs[0], choices=outputs if len(outputs) > 1 else [])
 
 
 def _generation_config(path: Path) -> dict[str, Any]:

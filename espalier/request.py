@@ -4,7 +4,7 @@ Values only: nothing here knows of a tokenizer, a device or a model.  Text reach
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
 
@@ -179,7 +179,7 @@ def _sequence(name: str, value: Any) -> Sequence[Any]:
     return tuple(value)
 
 
-def _require_number(name: str, value: Any, inside, supported: str) -> None:
+def _require_number(name: str, value: Any, inside: Callable[[Any], bool], supported: str) -> None:
     number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if not (number and inside(value)):
         raise EspalierError(f"{name}={value!r} is not supported; use {supported}")
@@ -268,7 +268,7 @@ class SpeculationStats:
     @property
     def accepted(self) -> int:
         """Draft tokens that were emitted."""
-        return self.emitted - self.rounds
+        return sum(self.taken)
 
     @property
     def accept_length(self) -> float:
@@ -280,12 +280,16 @@ class SpeculationStats:
         """(tried, accepted) rounds for each depth from 1."""
         return list(zip(self.reached, self.taken, strict=True))
 
-    def add(self, accept_length: int, drafted: int, depth: int) -> None:
-        """Count one round of one request; depth: of the deepest node that it could have accepted."""
+    def add(self, emitted: int, accepted: int, drafted: int, depth: int) -> None:
+        """Count one round of one request.
+
+        emitted: tokens it kept, `accepted` of them from the draft (all of them where an end token cut the round short);
+        depth: of the deepest node that it could have accepted.
+        """
         self.drafted += drafted
-        _count(self.histogram, [accept_length])
-        _count(self.reached, range(min(accept_length, depth)))
-        _count(self.taken, range(accept_length - 1))
+        _count(self.histogram, [emitted])
+        _count(self.reached, range(min(emitted, depth)))
+        _count(self.taken, range(accepted))
         self.taken += [0] * (len(self.reached) - len(self.taken))
 
     def merge(self, other: "SpeculationStats") -> None:
@@ -329,8 +333,8 @@ class Request:
     after: a sibling whose prompt this one shares, and so waits for.
 
     In its slot: enter_end, rows to enter before rounds begin; entered, those launched so far; num_seen, index of the
-    last root that the host knows of; unread, rounds launched and not yet read.  generation tells one stay in a slot from
-    the next.
+    last root that the host knows of; unread, rounds launched and not yet read.  generation tells one stay in a slot
+    from the next.
     """
 
     id: str

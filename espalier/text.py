@@ -42,9 +42,7 @@ class Tokenizer:
     def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Token ids of a conversation up to where the assistant answers.  Raises EspalierError."""
         if not getattr(self.hf, "chat_template", None):
-            raise EspalierError(
-                "this model's tokenizer has no chat template; use generate with a prompt"
-            )
+            raise EspalierError("this model's tokenizer has no chat template; use generate with a prompt")
         try:
             text = self.hf.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
         except Exception as error:  # a template raises whatever it likes
@@ -168,7 +166,7 @@ class Detokenizer:
     def _whole_characters(self) -> tuple[int, str]:
         """Where the last whole character ends, and the text up to there.
 
-        Bytes that lack others read as U+FFFD.  Four tokens can hold no unfinished character, so the first of them is final.
+        Bytes that lack others read as U+FFFD.  No unfinished character takes four tokens, so the first of four is done.
         """
         first = max(self.read, len(self.window) - MOST_TOKENS_A_CHARACTER + 1)
         for end in range(len(self.window), first - 1, -1):

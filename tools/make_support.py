@@ -6,8 +6,9 @@ from pathlib import Path
 
 from espalier.attention import BACKENDS
 from espalier.layout import MAX_PAGE_SIZE
-from espalier.models.config import NEUTRAL, RECURRENT, ROPE_TYPES
+from espalier.models.config import NEUTRAL, RECURRENT
 from espalier.models.loading import FAMILIES
+from espalier.models.rope_config import TYPES as ROPE_TYPES
 from espalier.request import SamplingParams
 from espalier.speculate.drafters.base import NoDrafter
 from espalier.speculate.drafters.eagle3 import Eagle3Drafter

@@ -59,10 +59,10 @@ def read(decided: Decided) -> list[Row]:
     """Bring a launch's results to the host."""
     lengths = decided.length.tolist()
     tokens = decided.tokens.tolist()
-    finite = decided.finite.tolist()
+    sound = decided.sound.tolist()
     tree_of = _trees(decided, lengths)
     logprobs_of = _logprobs(decided, tokens, lengths)
-    return [Row(tokens[b][: lengths[b]], finite[b], tree_of(b), logprobs_of(b)) for b in range(len(lengths))]
+    return [Row(tokens[b][: sound[b]], sound[b] == lengths[b], tree_of(b), logprobs_of(b)) for b in range(len(lengths))]
 
 
 def _trees(decided: Decided, lengths: list[int]) -> Callable[[int], DraftTree | None]:

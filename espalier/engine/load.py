@@ -114,7 +114,7 @@ def build_engine(resolved: ResolvedConfig, found: Checkpoint) -> Engine:
 
 
 def _num_weights(path: Path) -> int:
-    """Parameters in a directory's safetensors files, by their headers.  What cannot be read counts 0: loading names it."""
+    """Parameters in a directory's safetensors headers.  An unreadable file counts 0: loading names it."""
     from safetensors import SafetensorError, safe_open
 
     total = 0

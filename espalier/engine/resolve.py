@@ -123,9 +123,7 @@ def resolve(
         device=str(device),
         dtype=dtype,
         attention=attention,
-        num_pages=_num_pages(layout, facts, getattr(torch, dtype), defaults)
-        if is_open(config.num_pages)
-        else config.num_pages,
+        num_pages=_num_pages(config, layout, facts, getattr(torch, dtype)),
         prefix_cache=_or(config.prefix_cache, True),
         overlap=_or(config.overlap, defaults.overlap),
         model_overrides=dict(config.model_overrides),
@@ -155,8 +153,8 @@ def _max_context(config: EngineConfig, facts: Facts, defaults: DeviceDefaults) -
         return min(facts.max_position, defaults.most_context)
     if int(config.max_context) > facts.max_position:
         raise EspalierError(
-            f"max_context={config.max_context} is above the model's {facts.max_position} positions; lower it, or replace "
-            "max_position_embeddings with model_overrides if you know that the model can"
+            f"max_context={config.max_context} is above the model's {facts.max_position} positions; lower it, or "
+            "replace max_position_embeddings with model_overrides if you know that the model can"
         )
     return int(config.max_context)
 
@@ -168,18 +166,24 @@ def _tree(speculation: SpeculationConfig | str | None, algorithm: str) -> tuple[
         beside = [name for name in TREE_FIELDS if getattr(asked, name) not in ("auto", PLAIN[name])]
         if beside:
             raise EspalierError(
-                f"algorithm='none' is plain decoding, and {beside[0]}={getattr(asked, beside[0])} is given; leave one out"
+                f"algorithm='none' is plain decoding and {beside[0]}={getattr(asked, beside[0])} is set; leave one out"
             )
         return PLAIN["steps"], PLAIN["topk"], PLAIN["num_draft_tokens"]
     steps, topk = _or(asked.steps, STEPS), _or(asked.topk, TOPK)
     return steps, topk, _or(asked.num_draft_tokens, min(NUM_DRAFT_TOKENS, max_draft_tokens(steps, topk)))
 
 
-def _num_pages(layout: RoundLayout, facts: Facts, dtype: torch.dtype, defaults: DeviceDefaults) -> int:
-    """Pages, the dummy included, that a share of the free memory holds; no more than a full batch of full contexts uses."""
+def _num_pages(config: EngineConfig, layout: RoundLayout, facts: Facts, dtype: torch.dtype) -> int:
+    """What is set, else what a share of the free memory holds, up to what a full batch of full contexts uses.
+
+    Counts the dummy page.  Raises EspalierError where not even one full context fits.
+    """
+    if isinstance(config.num_pages, int):
+        return config.num_pages
+    share = DEFAULTS[choose_device(config).type].memory_share
     token = bytes_per_token(facts.geometry, dtype)
     left = facts.free_bytes - facts.num_weights * dtype.itemsize - layout.verify_rows * token
-    affordable = int(left * defaults.memory_share) // (token * layout.page_size)
+    affordable = int(left * share) // (token * layout.page_size)
     least = 1 + layout.table_width
     if affordable < least:
         raise EspalierError(

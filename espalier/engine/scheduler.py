@@ -229,27 +229,29 @@ class Scheduler:
     # Harvest
 
     def _read_prompt(self, request: Request, row: Row) -> None:
-        if not row.finite:
+        if row.finite:
+            self._file_pages(request, request.enter_end)
+            request.prompt_cached = True
+            if row.tokens:
+                self._take(request, row, [False])
+        else:
             self._finish(request, "abort", NOT_FINITE)
-            return
-        self._file_pages(request, request.enter_end)
-        request.prompt_cached = True
-        if row.tokens:
-            self._take(request, row, [False])
 
     def _read_round(self, request: Request, row: Row) -> None:
         request.unread -= 1
-        if not row.finite:
-            self._finish(request, "abort", NOT_FINITE)
-            return
         before = request.num_seen
         request.num_seen += len(row.tokens)
         pages = list(request.pages)
-        kept = self._take(request, row, [True] * (len(row.tokens) - 1) + [False])
-        room = request.end(self.layout.max_context) - 2 - before
+        # All but the last token of a path came from the draft; of a path cut short by NaN, all did.
+        kept = self._take(request, row, [True] * (len(row.tokens) - row.finite) + [False] * row.finite)
+        if not row.finite and not request.done:
+            self._finish(request, "abort", NOT_FINITE)
         assert row.tree is not None
+        room = request.end(self.layout.max_context) - 2 - before
+        depth = max(0, min(request.params.depth_limit(self.layout.steps), room))
+        accepted = min(kept, len(row.tokens) - row.finite)
         for stats in (request.stats, self.totals):
-            stats.add(kept, num_drafted(row.tree), max(0, min(request.params.depth_limit(self.layout.steps), room)))
+            stats.add(kept, accepted, num_drafted(row.tree), depth)
         if self.on_round is not None:
             self.on_round(RoundTrace(request.id, row.tree, before, row.tokens, pages, self.layout.page_size))
 
@@ -269,9 +271,9 @@ class Scheduler:
         text = request.text.take(final=reason is not None) if request.text else ""
         if reason:
             self._leave(request, reason)
-        self._pieces.append(
-            Piece(request.id, request.index, row.tokens[:kept], text, from_draft[:kept], logprobs, reason)
-        )
+        if kept:
+            piece = Piece(request.id, request.index, row.tokens[:kept], text, from_draft[:kept], logprobs, reason)
+            self._pieces.append(piece)
         return kept
 
     def _push(self, request: Request, token: int) -> str | None:

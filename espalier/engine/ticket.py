@@ -43,7 +43,10 @@ class DraftTree:
 
 @dataclass(frozen=True)
 class Row:
-    """What a launch decided for one request; tokens is empty where a prompt goes on."""
+    """What a launch decided for one request; tokens is empty where a prompt goes on.
+
+    finite: False if, past these tokens, one was picked from logits that were not finite.
+    """
 
     tokens: list[int]
     finite: bool

@@ -1,11 +1,13 @@
 """Planted faults: named ways to break the real path that never raise, so that a property has to notice.
 
-Each replaces one function by a wrong one, while it is planted; the house itself holds no switch.  A fault is reached by
-its name or by the number of a report whose mechanism it plants again (docs/seeds.md).  ESPALIER_FAULT plants one for a
-whole process.
+Each replaces one function by a wrong one, while it is planted; the house itself holds no switch.  A fault is reached by its
+name or by the number of a report whose mechanism it plants again (docs/seeds.md).  ESPALIER_FAULT plants one for a whole
+process: espalier/llm.py asks for `plant_from_environment` where that is set, and for nothing else in this room.
 """
 
 import importlib
+import logging
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -15,7 +17,9 @@ import torch
 
 from espalier.errors import EspalierError
 
+ENVIRONMENT = "ESPALIER_FAULT"
 Wrong = Callable[[Callable[..., Any]], Callable[..., Any]]
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -31,7 +35,7 @@ class Fault:
 
 
 def _sibling_committed(right):
-    """Rows of the path are taken one node further: what is committed is a neighbour, never the accepted node."""
+    """Siblings that are both in the tree stand side by side, the better one first."""
 
     def commit(r, slots, path):
         last = r.layout.num_draft_tokens - 1
@@ -49,10 +53,57 @@ def _wrong_ancestor(right):
     return lambda ancestors, parents: ancestors
 
 
+def _rows_without_topk(right):
+    """Beam b of level l is looked for in row l + b, where it stands in row l · topk + b."""
+
+    def put(staging, layer, k, v, width, at):
+        staged = right(staging, layer, k, v, width, at)
+        queries = k.shape[1]
+        if queries == width:
+            return staged
+        rows = torch.arange(at + queries, device=k.device)
+        found = torch.div(rows, queries, rounding_mode="floor") + rows % queries
+        return tuple(value[:, found] for value in staged)
+
+    return put
+
+
+def _table_column_off(right):
+    def append_pages(table, appended):
+        last = table.layout.table_width - 1
+        right(table, tuple((slot, min(column + 1, last), page) for slot, column, page in appended))
+
+    return append_pages
+
+
 def _stale_hidden(right):
-    return lambda slots, name, value: right(
-        slots, name, torch.where(slots.prefix_len[:, None] % 2 == 0, slots.carried(name), value)
-    )
+    def carry(slots, name, value):
+        unchanged = slots.prefix_len[:, None] % 2 == 0
+        right(slots, name, torch.where(unchanged, slots.carried(name), value))
+
+    return carry
+
+
+def _packed_stride(right):
+    """A request's features are looked for behind as many rows as were decided before it, not behind whole widths."""
+
+    def extend(drafter, slots, pages, captured, length):
+        batch, width = captured.shape[:2]
+        first = length.cumsum(0) - length
+        rows = first[:, None] + torch.arange(width, device=length.device)
+        packed = captured.flatten(0, 1)[rows.clamp(max=max(batch * width - 1, 0))]
+        right(drafter, slots, pages, packed, length)
+
+    return extend
+
+
+def _per_branch_reserve(right):
+    def reserve(layout, num_seen, rounds, end):
+        branch = layout.pages_for(layout.page_size - 1 + layout.steps) * layout.page_size
+        tokens = 2 * max(branch * layout.topk, layout.num_draft_tokens)
+        return min(right(layout, num_seen, rounds, end) + layout.pages_for(tokens), layout.table_width)
+
+    return reserve
 
 
 def _parent_noise(right):
@@ -60,37 +111,13 @@ def _parent_noise(right):
 
 
 def _freed_twice(right):
-    """The last page of a request goes back to the free list although somebody still holds it."""
-
     def release(pool, pages):
-        right(pool, pages)
-        if pages and pool.references(pages[-1]):
-            right(pool, pages[-1:])
+        held = list(pages)
+        right(pool, held)
+        if held and pool.references(held[-1]):
+            right(pool, held[-1:])
 
     return release
-
-
-def _per_branch_reserve(right):
-    """Pages for each branch of the tree, as where a branch is a sequence of its own."""
-    return lambda layout, num_seen, rounds, end: right(layout, num_seen, rounds, end) + 2 * layout.topk
-
-
-def _packed_stride(right):
-    """The extend reads features packed by accept length where they stand at a uniform stride."""
-
-    def along(values, rows):
-        batch, width = rows.shape
-        if batch < 2 or values.dim() != 3:
-            return right(values, rows)
-        taken = right(values, rows)
-        flat = taken.flatten(0, 1)
-        shifted = (
-            torch.arange(batch * width, device=rows.device)
-            - (torch.arange(batch, device=rows.device)[:, None] > 0).expand(batch, width).flatten().long()
-        )
-        return flat[shifted].view_as(taken)
-
-    return along
 
 
 FAULTS = {
@@ -98,31 +125,57 @@ FAULTS = {
     for fault in (
         Fault(
             "sibling-committed",
-            "a sibling's rows are committed in place of the accepted node's",
+            "the rows of the node beside the accepted one are committed in its place",
             "espalier.speculate.round:commit",
             _sibling_committed,
-            ("26972", "26866"),
+            ("26866",),
         ),
         Fault(
             "extend-one-short",
             "the draft's extend keeps one row less than was decided",
             "espalier.speculate.drafters.eagle3:extend_rows",
             _extend_short,
-            ("27360",),
         ),
         Fault(
             "wrong-ancestor",
             "beams that were selected again attend to the rows of the beam that stood in their place before",
             "espalier.speculate.drafters.eagle3:inherit",
             _wrong_ancestor,
+        ),
+        Fault(
+            "rows-without-topk",
+            "the index of a beam's row lacks its factor topk, so that branches read each other's rows",
+            "espalier.cache.kv:Staging.put",
+            _rows_without_topk,
             ("27460", "27338", "27428"),
         ),
         Fault(
+            "table-column-off",
+            "a page that a request grows by is entered one column too far in its page table",
+            "espalier.slots:SlotTable.append_pages",
+            _table_column_off,
+            ("27360",),
+        ),
+        Fault(
             "stale-hidden",
-            "the slot keeps the hidden state of an earlier round",
+            "the slot keeps the hidden state of an earlier launch",
             "espalier.slots:Slots.carry",
             _stale_hidden,
             ("22832",),
+        ),
+        Fault(
+            "packed-stride",
+            "the extend's features are read packed by length where they stand at a uniform stride",
+            "espalier.speculate.drafters.eagle3:Eagle3Drafter.extend",
+            _packed_stride,
+            ("21987", "19807"),
+        ),
+        Fault(
+            "per-branch-reserve",
+            "every branch of the tree reserves pages of its own, twice",
+            "espalier.layout:RoundLayout.reserve",
+            _per_branch_reserve,
+            ("26972",),
         ),
         Fault(
             "parent-noise",
@@ -136,20 +189,6 @@ FAULTS = {
             "espalier.cache.pages:PagePool.release",
             _freed_twice,
         ),
-        Fault(
-            "packed-stride",
-            "the extend's features are read packed where they stand at a uniform stride",
-            "espalier.speculate.round:along",
-            _packed_stride,
-            ("21987", "19807"),
-        ),
-        Fault(
-            "per-branch-reserve",
-            "every branch of the tree reserves pages of its own",
-            "espalier.layout:RoundLayout.reserve",
-            _per_branch_reserve,
-            ("26972",),
-        ),
     )
 }
 
@@ -159,7 +198,8 @@ def find(name: str) -> Fault:
     for fault in FAULTS.values():
         if name == fault.name or name in fault.reports:
             return fault
-    raise EspalierError(f"fault {name!r} is unknown; use one of {', '.join(FAULTS)}, or a report's number")
+    reports = sorted(number for fault in FAULTS.values() for number in fault.reports)
+    raise EspalierError(f"fault {name!r} is unknown; use one of {', '.join(FAULTS)}, or a report: {', '.join(reports)}")
 
 
 @contextmanager
@@ -167,12 +207,32 @@ def plant(name: str) -> Iterator[Fault]:
     """Break the real path while the context lasts, and put it right again."""
     fault = find(name)
     owner, attribute = _resolve(fault.where)
-    right = owner.__dict__[attribute] if isinstance(owner, type) else getattr(owner, attribute)
-    setattr(owner, attribute, fault.wrong(right))
+    right = vars(owner)[attribute]
+    setattr(owner, attribute, _broken(fault, right))
     try:
         yield fault
     finally:
         setattr(owner, attribute, right)
+
+
+def plant_from_environment() -> Fault | None:
+    """Break the real path for good, once a process, if ESPALIER_FAULT names a fault or a report; the log says so."""
+    name = os.environ.get(ENVIRONMENT)
+    if not name:
+        return None
+    fault = find(name)
+    owner, attribute = _resolve(fault.where)
+    right = vars(owner)[attribute]
+    if getattr(right, "planted", None) != fault.name:
+        log.warning("%s=%s: %s.  Output of this process is wrong on purpose.", ENVIRONMENT, name, fault.what)
+        setattr(owner, attribute, _broken(fault, right))
+    return fault
+
+
+def _broken(fault: Fault, right: Callable[..., Any]) -> Callable[..., Any]:
+    wrong = fault.wrong(right)
+    wrong.planted = fault.name  # type: ignore[attr-defined]
+    return wrong
 
 
 def _resolve(where: str) -> tuple[Any, str]:

@@ -41,8 +41,8 @@ def random_bits(seeds: Tensor, positions: Tensor, vocab: int) -> Tensor:
 def gumbel(seeds: Tensor, positions: Tensor, vocab: int, dtype: torch.dtype) -> Tensor:
     """Standard Gumbel noise [B, P, vocab] for the tokens drawn at positions [B, P] under seeds [B], both int64.
 
-    -log(-log(u)) of u = ((r >> 9) + 0.5) * 2**-23: with 24 bits or more the largest u rounds to 1.0 in float32, and a large
-    vocabulary would draw a random token now and then.
+    -log(-log(u)) of u = ((r >> 9) + 0.5) * 2**-23: with 24 bits or more the largest u rounds to 1.0 in float32, and a
+    large vocabulary would draw a random token now and then.
     """
     uniform = ((random_bits(seeds, positions, vocab) >> 9) & 0x7FFFFF).to(dtype).add_(0.5).mul_(2.0**-23)
     return uniform.log_().neg_().log_().neg_()

@@ -46,7 +46,7 @@ def pick(
         logits = shape(logits, rows, shaping, positions, extra_tokens, extra_mask)
     if rows is not None and noise is not None:
         greedy = (rows.temperature == 0)[:, None, None]
-        scaled = over_temperature(logits, greedy, rows)
+        scaled = over_temperature(logits, rows)
         kept = filtered(scaled, rows) if shaping.filtered else scaled
         logits = torch.where(greedy, logits, kept + noise)
     best = logits.max(-1)
@@ -56,13 +56,13 @@ def pick(
 def filtered(logits: Tensor, rows: SamplingRows) -> Tensor:
     """Logits [B, Q, V] with what top-k, then top-p of the rest, then min-p leave out at -inf.
 
-    Equals keep the lower id; one token always stays.  Shares are summed as integers, in 2**-40 of the likeliest token's,
-    so that no batch, device or order of summation moves the cut.
+    Equals keep the lower id; one token always stays.  Shares are summed as integers, in units of 2**-40 of the
+    likeliest token's, so that no batch, device or order of summation moves the cut.
     """
     ordered, ids = torch.sort(logits, dim=-1, descending=True, stable=True)
     vocab = logits.shape[-1]
     rank = torch.arange(vocab, device=logits.device)
-    out = rank >= torch.where(rows.top_k > 0, rows.top_k, vocab)[:, None, None]
+    out = rank >= rows.top_k.masked_fill(rows.top_k <= 0, vocab)[:, None, None]
     share = torch.exp(ordered - ordered[..., :1])
     mass = (share * 2.0**40).long().masked_fill_(out, 0)
     up_to = mass.cumsum(-1)
@@ -73,8 +73,9 @@ def filtered(logits: Tensor, rows: SamplingRows) -> Tensor:
     return torch.empty_like(logits).scatter_(-1, ids, ordered.masked_fill_(out & (rank > 0), -torch.inf))
 
 
-def over_temperature(logits: Tensor, greedy: Tensor, rows: SamplingRows) -> Tensor:
-    return logits / torch.where(greedy, 1.0, rows.temperature.to(logits.dtype)[:, None, None])
+def over_temperature(logits: Tensor, rows: SamplingRows) -> Tensor:
+    """Logits [B, Q, V] over each row's temperature; rows of temperature 0 as they are."""
+    return logits / rows.temperature.masked_fill(rows.temperature == 0, 1.0).to(logits.dtype)[:, None, None]
 
 
 def coupled_scores(logits: Tensor, rows: SamplingRows, noise: Tensor, tau: float = 1.0) -> Tensor:
@@ -84,7 +85,7 @@ def coupled_scores(logits: Tensor, rows: SamplingRows, noise: Tensor, tau: float
     on it.
     """
     greedy = (rows.temperature == 0)[:, None, None]
-    noisy = (over_temperature(logits, greedy, rows) + noise) / tau
+    noisy = (over_temperature(logits, rows) + noise) / tau
     return torch.log_softmax(torch.where(greedy, logits, noisy), -1)
 
 

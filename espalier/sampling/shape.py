@@ -104,7 +104,7 @@ def _banned(logits: Tensor, rows: SamplingRows, positions: Tensor) -> Tensor:
     assert rows.stop_ids is not None and rows.min_position is not None
     # One column more takes the padding.
     stops = torch.zeros(logits.shape[0], logits.shape[2] + 1, dtype=torch.bool, device=logits.device)
-    stops.scatter_(1, torch.where(rows.stop_ids < 0, logits.shape[2], rows.stop_ids), True)
+    stops.scatter_(1, rows.stop_ids.masked_fill(rows.stop_ids < 0, logits.shape[2]), True)
     early = positions < rows.min_position[:, None]
     return logits.masked_fill(stops[:, None, :-1] & early[..., None], -torch.inf)
 
@@ -128,4 +128,4 @@ def _penalised(logits: Tensor, rows: SamplingRows, counts: Tensor) -> Tensor:
     )
     repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
     logits = torch.where((counts > 0) | rows.seen[:, None], repeated, logits)
-    return logits - frequency * counts - presence * (counts > 0)
+    return logits - (frequency * counts + presence * (counts > 0))

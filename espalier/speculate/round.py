@@ -44,12 +44,12 @@ class Round:
 
 @dataclass(frozen=True)
 class Decided:
-    """What a launch gives back.  tokens [B, W], length [B] emitted; finite [B]: no NaN stood where a token was picked;
-    tree and path of a round; logprobs of the emitted tokens where they were asked for."""
+    """What a launch gives back.  tokens [B, W], length [B] emitted; sound [B]: how many of them, from the first, were
+    picked from finite logits; tree and path of a round; logprobs of the emitted tokens where they were asked for."""
 
     tokens: Tensor
     length: Tensor
-    finite: Tensor
+    sound: Tensor
     tree: Tree | None
     path: Path | None
     logprobs: Logprobs | None
@@ -60,6 +60,7 @@ def run(r: Round, index: Tensor, shaping: Shaping, num_logprobs: int | None) -> 
     slots = Slots.gather(r.table, index)
     draws = draws_after(r, slots, shaping, slots.prefix_len + 1, r.layout.extend_width)
     tree = r.drafter.propose(slots, draws)
+    check_tree(r.layout, tree, slots.batch)
     out = r.target(tree.tokens.clamp(min=0), tree.positions(slots.prefix_len), verify(r, slots, tree))
     logits = r.target.logits(out.hidden)
     picked = draws.pick_nodes(logits, tree)
@@ -67,14 +68,15 @@ def run(r: Round, index: Tensor, shaping: Shaping, num_logprobs: int | None) -> 
     commit(r, slots, path)
     slots.advance(path.tokens, path.length, shaping.penalised)
     r.drafter.extend(slots, r.pages, None if out.captured is None else along(out.captured, path.rows), path.length)
-    finite = (along(picked.finite[..., None], path.rows)[..., 0] | ~emitted(path)).all(1)
+    sound = (picked.finite.gather(1, path.rows) & emitted(path)).cumprod(1).sum(1)
     reported = None if num_logprobs is None else logprobs(along(logits, path.rows), path.tokens, num_logprobs)
-    return Decided(path.tokens, path.length, finite, tree, path, reported)
+    return Decided(path.tokens, path.length, sound, tree, path, reported)
 
 
 def prefill(r: Round, index: Tensor, length: Tensor, width: int, shaping: Shaping, num_logprobs: int | None) -> Decided:
     """Enter `length` [B] known tokens of each slot, from its root on, as a chain of uniform width."""
     slots = Slots.gather(r.table, index)
+    r.layout.require_rows("prefill pass", slots.batch * width, r.layout.chunk_size)
     offsets = torch.arange(width, device=index.device)
     positions = slots.prefix_len[:, None] + offsets
     new = (offsets < length[:, None]) & (positions >= r.table.commit_from[index][:, None])
@@ -91,9 +93,16 @@ def prefill(r: Round, index: Tensor, length: Tensor, width: int, shaping: Shapin
     picked = draws_after(r, slots, shaping, slots.prefix_len + length, 1).pick_last(logits)
     is_picked = slots.enter(length, picked.tokens[:, 0], shaping.penalised)
     r.drafter.extend(slots, r.pages, out.captured, length)
-    finite = picked.finite[:, 0] | ~is_picked
     reported = None if num_logprobs is None else logprobs(logits, picked.tokens, num_logprobs)
-    return Decided(picked.tokens, is_picked.long(), finite, None, None, reported)
+    return Decided(picked.tokens, is_picked.long(), is_picked & picked.finite[:, 0], None, None, reported)
+
+
+def check_tree(layout: RoundLayout, tree: Tree, batch: int) -> None:
+    """What a drafter hands over fits the buffers that follow from the layout, and the batch fits them too."""
+    layout.require_rows("staging", batch * layout.num_draft_tokens, layout.verify_rows)
+    for name in ("tokens", "parents", "depths", "scores"):
+        layout.require(f"tree.{name}", getattr(tree, name), batch, layout.num_draft_tokens)
+    layout.require("tree.ancestors", tree.ancestors, batch, layout.num_draft_tokens, layout.ancestor_words)
 
 
 def draws_after(r: Round, slots: Slots, shaping: Shaping, first: Tensor, width: int) -> Draws:

@@ -115,14 +115,15 @@ class Eagle3Draft(nn.Module):
         """
         feature, outputs = self.fc(features), []
         chain: list[tuple[Tensor, Tensor]] = []
-        for step in range(min(num_steps, embeds.shape[1])):
-            length = embeds.shape[1] - step
-            feature = feature[:, :length]
-            cos, sin = self.rope(torch.arange(step, step + length, device=embeds.device))
-            q, k, v = self.midlayer.self_attn.project(self.midlayer.join(embeds[:, step:], feature), cos, sin)
+        num_rows = embeds.shape[1]
+        for step in range(min(num_steps, num_rows)):
+            # The last `step` rows have no token left: they run on zeros, so that every step has one aligned shape.
+            tokens = F.pad(embeds[:, step:], (0, 0, 0, step))
+            cos, sin = self.rope(torch.arange(step, step + num_rows, device=embeds.device))
+            q, k, v = self.midlayer.self_attn.project(self.midlayer.join(tokens, feature), cos, sin)
             chain.append((k, v))
-            feature = self.midlayer.finish(feature, attend(q, [(k[..., :length, :], v[..., :length, :]) for k, v in chain]))
-            outputs.append(feature)
+            feature = self.midlayer.finish(feature, attend(q, chain))
+            outputs.append(feature[:, : num_rows - step])
         return outputs
 
 

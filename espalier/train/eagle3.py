@@ -29,7 +29,7 @@ class DraftConfig:
     length: int = 1024
     batch: int = 32
     num_tokens: float = 1.5e8
-    ttt_steps: int = 7
+    ttt_steps: int = 6
     decay: float = 0.9
     own_share: float = 0.6
     continuations: int = 16384
@@ -80,6 +80,8 @@ def prepare_draft(target: FrozenTarget, ids: np.ndarray, config: DraftConfig) ->
     shape = draft_shape(target.config, len(ids), {"intermediate_size": config.intermediate_size})
     draft = Eagle3Draft(shape).to(target.device)
     draft.set_vocabulary(torch.from_numpy(ids).to(target.device), target.head.detach().float())
+    if shape.hidden_size == shape.target_hidden_size:
+        draft.norm.weight.data.copy_(target.final_norm)
     return draft
 
 
@@ -127,7 +129,7 @@ def train_eagle3(
     batches = mixed_batches(streams, [num_own, config.batch - num_own], first)
     for step, batch in zip(range(first, num_steps), batches, strict=False):
         set_rate(optimizers, schedule(step / num_steps))
-        loss, agreement = draft_step(loss_of, draft, target, batch[:, :-1], config)
+        loss, agreement = draft_step(loss_of, draft, target, batch, config)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)

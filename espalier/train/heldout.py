@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from pathlib import Path
 
 from tokenizers import Tokenizer
 
 from espalier.train.corpus import read_documents
+
+# A long module docstring would leave no room for code in the prompt.
+MODULE_DOCSTRING = re.compile(r'\A(?:#[^\n]*\n|\n)*r?"""(?:.|\n){400,}?"""\n')
 
 NUM_PROMPTS = 64
 PROMPT_TOKENS = (60, 300)
@@ -32,7 +36,7 @@ def cut_lines(text: str) -> list[int]:
 
 def make_entry(document: dict[str, str], tokenizer: Tokenizer) -> dict[str, str] | None:
     """The prompt of this file, at a length that its path decides; None where no line suits."""
-    text = document["text"]
+    text = MODULE_DOCSTRING.sub("", document["text"], count=1).lstrip("\n")
     low, high = PROMPT_TOKENS
     span = int(hashlib.sha256(document["path"].encode()).hexdigest(), 16) % (high - low)
     ends = [0, *(end for _, end in tokenizer.encode(text, add_special_tokens=False).offsets)]

@@ -37,6 +37,10 @@ class FrozenTarget:
     def head(self) -> Tensor:
         return self.model.get_output_embeddings().weight
 
+    @property
+    def final_norm(self) -> Tensor:
+        return self.model.get_decoder().norm.weight
+
     def embed(self, tokens: Tensor) -> Tensor:
         return self.model.get_input_embeddings()(tokens)
 

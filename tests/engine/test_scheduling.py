@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from espalier.engine.engine import Engine
 from espalier.layout import RoundLayout, max_draft_tokens
-from espalier.request import Request
+from espalier.request import Request, SamplingParams
 from tests.engine.symbolic import SymbolicDevice, continuation, symbolic_engine
-from tests.engine.traffic import Traffic
+from tests.engine.traffic import Traffic, limits
 
 
 @st.composite
@@ -46,6 +46,9 @@ class PoisonedTraffic(SymbolicTraffic):
     """Rows at and after one token are NaN: the request fails, by name, and nobody ever meets its pages."""
 
     poison = 5
+
+    def params(self, draw: st.DataObject) -> SamplingParams:
+        return SamplingParams(temperature=0.0, max_tokens=draw.draw(limits))
 
     def check_running(self) -> None:
         super().check_running()

@@ -93,6 +93,7 @@ def test_safeailabs_form_of_the_same_head(name: str, container: str, tmp_path: P
     else:
         save_file(renamed, tmp_path / container)
     _, draft = load(tmp_path)
+    assert list(draft.capture) == CASES[name]["resolved_layer_ids"]
     expected = load_file(FIXTURES / name / "expected.safetensors")
     ours = chained_steps(draft, expected["tokens"], expected["captured"], 0)
     assert largest_difference(ours, expected) < TOLERANCE

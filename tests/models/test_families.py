@@ -1,5 +1,6 @@
 """Every family computes what transformers computes, over whole sequences."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,16 @@ def test_windows_reach_the_geometry(tmp_path: Path) -> None:
         path = make_target(tmp_path / variant, family, **fields)
         model = load_target(path, dtype=torch.float32, device="cpu", position_rows=8)
         assert tuple(layer.window for layer in model.geometry) == expected == model.config.windows
+
+
+def test_windows_of_a_config_without_layer_types(tmp_path: Path) -> None:
+    """Transformers 4 wrote only where the window starts."""
+    family, fields = VARIANTS["qwen2, window on upper layers"]
+    path = make_target(tmp_path, family, **fields)
+    raw = json.loads((path / "config.json").read_text())
+    del raw["layer_types"]
+    (path / "config.json").write_text(json.dumps(raw))
+    assert read_config(path).windows == (None, 5, 5)
 
 
 def test_the_input_of_the_final_norm_can_be_captured(tmp_path: Path) -> None:

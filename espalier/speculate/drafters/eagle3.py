@@ -64,6 +64,7 @@ class Eagle3Drafter:
     def propose(self, slots: Slots, draws: Draws) -> Tree:
         if self.layout.num_draft_tokens == 1:
             return root_only(slots.root)
+        self.layout.require_rows("draft staging", slots.batch * self.layout.beam_rows, self.layout.staged_beams)
         pool = Pool()
         out = slots.carried("hidden")[:, None]
         beams = None

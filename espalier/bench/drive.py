@@ -1,0 +1,160 @@
+"""Drives an engine directly, so that every step can be timed and every round counted."""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from espalier.engine.checkpoints import BUNDLED_FILES
+from espalier.engine.engine import Engine
+from espalier.engine.scheduler import RoundTrace
+from espalier.errors import EspalierError
+from espalier.llm import LLM
+from espalier.request import Request, SamplingParams, SpeculationStats
+
+
+@dataclass
+class Driven:
+    """One batch from arrival to end.
+
+    full_steps: seconds of each step that harvested a round of every request; forward_seconds: spent in models during
+    those; traces: by request, in order.
+    """
+
+    requests: list[Request]
+    seconds: float
+    full_steps: list[float] = field(default_factory=list)
+    forward_seconds: float = 0.0
+    traces: dict[str, list[RoundTrace]] = field(default_factory=dict)
+
+    @property
+    def tokens(self) -> list[list[int]]:
+        return [request.output for request in self.requests]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(request.output) for request in self.requests)
+
+    @property
+    def stats(self) -> SpeculationStats:
+        total = SpeculationStats()
+        for request in self.requests:
+            total.merge(request.stats)
+        return total
+
+
+class ForwardTimer:
+    """Stands in front of a model and sums the time of its calls.  Everything else is the model's own."""
+
+    def __init__(self, model: Any, calls: Sequence[str] = ()):
+        self.model = model
+        self.calls = frozenset(calls)
+        self.seconds = 0.0
+
+    def __call__(self, *args: Any) -> Any:
+        return self._timed(self.model, *args)
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self.model, name)
+        return (lambda *args: self._timed(value, *args)) if name in self.calls else value
+
+    def _timed(self, call: Callable[..., Any], *args: Any) -> Any:
+        begun = perf_counter()
+        result = call(*args)
+        self.seconds += perf_counter() - begun
+        return result
+
+
+def time_forwards(engine: Engine) -> list[ForwardTimer]:
+    """Put timers in front of target and draft of an engine that has not run yet."""
+    executor = engine.executor
+    target: Any = ForwardTimer(executor.round.target, ("logits",))
+    executor.round = replace(executor.round, target=target)
+    drafter: Any = executor.round.drafter
+    if not hasattr(drafter, "draft"):
+        return [target]
+    drafter.draft = ForwardTimer(drafter.draft, ("logits", "fuse"))
+    return [target, drafter.draft]
+
+
+def drive(
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams,
+    timers: Sequence[ForwardTimer] = (),
+    roots: Sequence[int] = (),
+    after_step: Callable[[], None] | None = None,
+) -> Driven:
+    """Run prompts as one batch.  roots: the first token of each output where it is given and not picked."""
+    requests = _requests(prompts, params, roots)
+    driven = Driven(requests, 0.0, traces={request.id: [] for request in requests})
+    harvested: list[RoundTrace] = []
+    engine.scheduler.on_round = harvested.append
+    for request in requests:
+        engine.add(request)
+    begun = perf_counter()
+    while engine.has_work:
+        harvested.clear()
+        forward, step = sum(t.seconds for t in timers), perf_counter()
+        engine.step()
+        elapsed = perf_counter() - step
+        for trace in harvested:
+            driven.traces[trace.request_id].append(trace)
+        if len(harvested) == len(requests):
+            driven.full_steps.append(elapsed)
+            driven.forward_seconds += sum(t.seconds for t in timers) - forward
+        if after_step is not None:
+            after_step()
+    driven.seconds = perf_counter() - begun
+    engine.scheduler.on_round = None
+    return driven
+
+
+def _requests(prompts: Sequence[Sequence[int]], params: SamplingParams, roots: Sequence[int]) -> list[Request]:
+    resolved = params.resolve({}, ())
+    given = [[root] for root in roots] or [[] for _ in prompts]
+    return [
+        Request(
+            id=str(i),
+            prompt=list(prompt),
+            params=resolved,
+            seed=i if resolved.seed is None else resolved.seed,
+            arrival=i,
+            output=list(output),
+            from_draft=[False] * len(output),
+        )
+        for i, (prompt, output) in enumerate(zip(prompts, given, strict=True))
+    ]
+
+
+def heldout() -> list[dict[str, str]]:
+    """{"prompt", "reference"} pairs from files that no training of the bundled model saw.  Raises EspalierError."""
+    path = BUNDLED_FILES / "heldout.jsonl"
+    if not path.exists():
+        raise EspalierError(f"{path} is not in this installation; install espalier again")
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def texts(llm: LLM, count: int) -> list[tuple[list[int], list[int]]]:
+    """(prompt, reference) tokens of held-out text; random tokens for a model without a tokenizer."""
+    if llm.tokenizer is not None:
+        encoded = [
+            (llm.tokenizer.encode(entry["prompt"]), llm.tokenizer.encode(entry["prompt"] + entry["reference"]))
+            for entry in heldout()[:count]
+        ]
+        return [(prompt, whole[len(prompt) :]) for prompt, whole in encoded]
+    generator = torch.Generator().manual_seed(0)
+    draw = torch.randint(0, llm.model_config.vocab_size, (count, 192), generator=generator).tolist()
+    return [(tokens[:128], tokens[128:]) for tokens in draw]
+
+
+def contexts(llm: LLM, batch: int, length: int) -> list[list[int]]:
+    """`batch` prompts of `length` tokens: held-out texts one after another, each prompt from another place."""
+    joined = [token for prompt, reference in texts(llm, 10**6) for token in prompt + reference]
+    while len(joined) < 2 * length:
+        joined += joined
+    stride = (len(joined) - length) // batch
+    return [joined[i * stride : i * stride + length] for i in range(batch)]

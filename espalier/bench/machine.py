@@ -1,0 +1,56 @@
+"""What a measurement was made on: a figure without it says nothing."""
+
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+import espalier
+
+
+def describe() -> dict[str, str]:
+    """Machine, interpreter and the versions that figures depend on."""
+    machine = {
+        "machine": f"{_processor()}, {available_cores()} cores, {_memory_gib():.0f} GiB",
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "espalier": espalier.__version__,
+        "torch": str(torch.__version__),
+        "transformers": installed("transformers"),
+        "threads": str(torch.get_num_threads()),
+    }
+    if torch.cuda.is_available():
+        machine["cuda"] = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
+    return machine
+
+
+def header() -> str:
+    """One line for the top of a table."""
+    about = describe()
+    return f"{about['machine']}; {about['threads']} threads; torch {about['torch']}; python {about['python']}"
+
+
+def installed(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def available_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def _memory_gib() -> float:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30

@@ -1,0 +1,7 @@
+"""python -m espalier.cli"""
+
+import sys
+
+from espalier.cli.main import main
+
+sys.exit(main())

@@ -1,0 +1,143 @@
+"""`espalier bench round`: cost of a round beside a plain token; acceptance on held-out text; pages held."""
+
+import json
+from argparse import ArgumentParser, Namespace
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from espalier.bench import acceptance, memory
+from espalier.bench.machine import describe, header
+from espalier.bench.round import Cell, RoundBench, as_dicts
+from espalier.cli.console import QUIET, progress, stdout
+from espalier.cli.flags import add_engine_flags, engine_settings, new_command
+from espalier.errors import EspalierError
+
+
+def add(commands: Any, name: str) -> None:
+    about = "measurements"
+    parser: ArgumentParser = commands.add_parser(name, help=about, description=about, allow_abbrev=False)
+    measured = parser.add_subparsers(dest="measured", metavar="what", required=True, parser_class=type(parser))
+    _add_round(measured)
+
+
+def _add_round(commands: Any) -> None:
+    parser = new_command(commands, "round", run, "a round beside a plain token: time, accept length, memory")
+    mode = parser.add_mutually_exclusive_group()
+    mode.add_argument("--acceptance", action="store_true", help="accept length on held-out text, several ways to draft")
+    mode.add_argument("--memory", action="store_true", help="pages held by 50 mixed requests at page 256, topk 8")
+    parser.add_argument("--batch", type=_numbers, default=[1], metavar="N,N", help="batch sizes (1)")
+    parser.add_argument("--context", type=_numbers, default=[128], metavar="N,N", help="prompt lengths (128)")
+    parser.add_argument("--tokens", type=int, default=96, metavar="N", help="tokens to generate for each prompt (96)")
+    parser.add_argument("--repeats", type=int, default=5, metavar="N", help="turns of each way; medians are shown (5)")
+    parser.add_argument("--prompts", type=int, default=16, metavar="N", help="held-out prompts of --acceptance (16)")
+    parser.add_argument("--compare", choices=("transformers",), help="let transformers.generate take turns too")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there as well")
+    add_engine_flags(parser)
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+_numbers.__name__ = "list of whole numbers"
+
+
+def run(asked: Namespace) -> int:
+    _check(asked)
+    stdout().print(Text(header(), QUIET))
+    measured = _memory if asked.memory else _acceptance if asked.acceptance else _round
+    figures = measured(asked, engine_settings(asked))
+    if asked.json is not None:
+        try:
+            asked.json.write_text(json.dumps({"machine": describe(), **figures}, indent=1) + "\n")
+        except OSError as error:
+            raise EspalierError(
+                f"--json {asked.json} cannot be written ({error.strerror}); name another file"
+            ) from None
+    return 0
+
+
+def _check(asked: Namespace) -> None:
+    for name in ("batch", "context", "tokens", "repeats", "prompts"):
+        value = getattr(asked, name)
+        if min(value if isinstance(value, list) else [value]) < 1:
+            raise EspalierError(f"--{name}={value} is not supported; use 1 or more")
+
+
+def _round(asked: Namespace, settings: dict[str, Any]) -> dict[str, Any]:
+    settings = {"max_batch": max(asked.batch), **settings}
+    cells: list[Cell] = []
+    bench = RoundBench(settings, asked.compare is not None)
+    stdout().print(Text(f"{bench.tree.config.algorithm} tree, {_shape(bench)}; {asked.tokens} tokens a prompt", QUIET))
+    with progress("measuring", len(asked.batch) * len(asked.context)) as advance:
+        for batch in asked.batch:
+            for context in asked.context:
+                cells.append(bench.measure(batch, context, asked.tokens, asked.repeats))
+                advance()
+    bench.close()
+    stdout().print(_cells_table(cells))
+    return {"config": asdict(bench.tree.config), "cells": as_dicts(cells)}
+
+
+def _shape(bench: RoundBench) -> str:
+    config = bench.tree.config
+    return f"steps {config.steps}, topk {config.topk}, num_draft_tokens {config.num_draft_tokens}, {config.dtype}"
+
+
+def _cells_table(cells: list[Cell]) -> Table:
+    table = Table("batch", "context", "round ms", "plain ms", "ratio", "accept", "plain tok/s", "tree tok/s", "speedup")
+    compared = any(cell.transformers_tokens_per_second is not None for cell in cells)
+    for title in (*(["transformers tok/s"] if compared else []), "outside forwards", "identical"):
+        table.add_column(title)
+    for column in table.columns:
+        column.justify = "right"
+    for cell in cells:
+        other = cell.transformers_tokens_per_second
+        table.add_row(
+            str(cell.batch),
+            str(cell.context),
+            f"{cell.round_ms:.2f}",
+            f"{cell.plain_token_ms:.2f}",
+            f"{cell.ratio:.2f}",
+            f"{cell.accept_length:.2f}",
+            f"{cell.plain_tokens_per_second:.1f}",
+            f"{cell.tree_tokens_per_second:.1f}",
+            f"{cell.speedup:.2f}",
+            *([f"{other:.1f}"] if other is not None else []),
+            f"{cell.outside_forwards:.0%}",
+            f"{cell.identical}/{cell.batch}",
+        )
+    return table
+
+
+def _acceptance(asked: Namespace, settings: dict[str, Any]) -> dict[str, Any]:
+    with progress("measuring", 7) as advance:
+        rows = acceptance.measure(settings, asked.prompts, asked.tokens, advance)
+    table = Table("", "accept length", "new text", "repeated", "share repeated", "rounds", "by depth", "same tokens")
+    for row in rows:
+        table.add_row(
+            row.name,
+            f"{row.accept_length:.2f}",
+            f"{row.accept_length_new:.2f}",
+            f"{row.accept_length_repeated:.2f}",
+            f"{row.repeated_share:.0%}",
+            str(row.rounds),
+            " ".join(f"{accepted / tried:.2f}" for tried, accepted in row.by_depth),
+            "" if row.same_tokens is None else f"{row.same_tokens}/{row.requests}",
+        )
+    stdout().print(table)
+    return {
+        "settings": {name: str(value) for name, value in settings.items()},
+        "acceptance": [r.as_dict() for r in rows],
+    }
+
+
+def _memory(asked: Namespace, settings: dict[str, Any]) -> dict[str, Any]:
+    figures = asdict(memory.measure(settings))
+    for name, value in figures.items():
+        stdout().print(Text(f"  {name.replace('_', ' '):<20} {value}"))
+    return {"memory": figures}

@@ -1,0 +1,75 @@
+"""Colour and progress where there is a terminal, plain text where there is none."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+from espalier.text import Tokenizer
+
+FROM_DRAFT = "bold green"
+FROM_TARGET = "white"
+QUIET = "dim"
+
+
+def stdout() -> Console:
+    return Console(highlight=False, soft_wrap=True)
+
+
+def stderr() -> Console:
+    return Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+@dataclass(frozen=True)
+class Signs:
+    """Characters of drawings, plain ones where the terminal's encoding has no others."""
+
+    branch: str
+    last: str
+    down: str
+    accepted: str
+    rejected: str
+    bar: str
+    dot: str
+
+
+UNICODE = Signs("├─", "└─", "│ ", "✓", "×", "█", "·")
+ASCII = Signs("|-", "`-", "| ", "+", "x", "#", "-")
+
+
+def signs(console: Console) -> Signs:
+    return UNICODE if console.encoding.lower().startswith("utf") else ASCII
+
+
+@contextmanager
+def progress(what: str, total: int) -> Iterator[Callable[[], None]]:
+    """A bar on stderr that goes away when done, nothing without a terminal; what is given advances it by one."""
+    console = stderr()
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda: bar.advance(task)
+
+
+@contextmanager
+def waiting(what: str) -> Iterator[None]:
+    """A spinner on stderr while something takes long; nothing without a terminal."""
+    console = stderr()
+    if not console.is_terminal:
+        yield
+        return
+    with console.status(what):
+        yield
+
+
+def coloured(tokenizer: Tokenizer, prompt: Sequence[int], tokens: Sequence[int], from_draft: Sequence[bool]) -> Text:
+    """The text of tokens, those that came from the draft standing out."""
+    sink = tokenizer.sink(prompt, (), 0)
+    text = Text()
+    for i, (token, drafted) in enumerate(zip(tokens, from_draft, strict=True)):
+        sink.push(token)
+        text.append(sink.take(final=i + 1 == len(tokens)), FROM_DRAFT if drafted else FROM_TARGET)
+    return text

@@ -1,0 +1,153 @@
+"""`espalier demo`: held-out prompts completed with plain decoding and with the tree, and one round drawn."""
+
+from argparse import Namespace
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from espalier.bench.drive import heldout
+from espalier.bench.machine import header
+from espalier.cli.console import FROM_DRAFT, QUIET, Signs, coloured, progress, signs, stdout, waiting
+from espalier.cli.draw import round_tree
+from espalier.cli.flags import add_engine_flags, engine_settings, new_command
+from espalier.engine.scheduler import RoundTrace
+from espalier.errors import EspalierError
+from espalier.llm import LLM
+from espalier.request import Output, SamplingParams, SpeculationStats
+
+PROMPT_LINES = 6
+BAR_WIDTH = 40
+NEXT = (
+    'espalier generate "def fibonacci(n):" --max-tokens 80',
+    'espalier generate "class Stack:" --temperature 0.7 --seed 1 --steps 3 --topk 2 --num-draft-tokens 8',
+    "espalier bench round --compare transformers",
+)
+
+
+@dataclass
+class Run:
+    """What one way of decoding did, over all prompts."""
+
+    outputs: list[Output] = field(default_factory=list)
+    seconds: float = 0.0
+    stats: SpeculationStats = field(default_factory=SpeculationStats)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return sum(len(output.token_ids) for output in self.outputs) / max(self.seconds, 1e-9)
+
+
+def add(commands: Any, name: str) -> None:
+    parser = new_command(commands, name, run, "complete held-out prompts, plain and by tree, and draw a round")
+    parser.add_argument("--prompts", type=int, default=3, metavar="N", help="how many prompts (3)")
+    parser.add_argument("--max-tokens", type=int, default=96, metavar="N", help="tokens for each (96)")
+    add_engine_flags(parser)
+
+
+def run(asked: Namespace) -> int:
+    console = stdout()
+    settings = engine_settings(asked)
+    prompts = [entry["prompt"] for entry in heldout()][: asked.prompts]
+    if not prompts:
+        raise EspalierError(f"--prompts={asked.prompts} leaves nothing to show; use 1 or more")
+    console.print(Text(header(), QUIET))
+    with waiting("loading the model twice, with and without speculation"):
+        tree_llm = LLM(**settings)
+        plain_llm = LLM(**{**settings, "speculation": None})
+    traces: list[RoundTrace] = []
+    tree_llm.engine.scheduler.on_round = traces.append
+    params = SamplingParams(temperature=0.0, max_tokens=asked.max_tokens)
+    with tree_llm, plain_llm:
+        _warm_up(plain_llm, tree_llm, prompts[0])
+        traces.clear()
+        plain, tree = _complete(console, plain_llm, tree_llm, prompts, params)
+        same = _compare(console, plain, tree)
+        _draw_round(console, tree_llm, traces)
+    _figures(console, plain, tree)
+    console.print(Text("\ntry next", "bold"))
+    for command in NEXT:
+        console.print(Text(f"  {command}"))
+    return 0 if same else 1
+
+
+def _warm_up(plain: LLM, tree: LLM, prompt: str) -> None:
+    for llm in (plain, tree):
+        llm.generate(prompt, SamplingParams(temperature=0.0, max_tokens=8))
+
+
+def _complete(
+    console: Console, plain_llm: LLM, tree_llm: LLM, prompts: list[str], params: SamplingParams
+) -> tuple[Run, Run]:
+    """Each prompt plain, then by tree, so that whatever else the machine does falls on both."""
+    plain, tree = Run(), Run()
+    with progress("completing", 2 * len(prompts)) as advance:
+        for prompt in prompts:
+            for llm, run in ((plain_llm, plain), (tree_llm, tree)):
+                begun = perf_counter()
+                [output] = llm.generate(prompt, params)
+                run.seconds += perf_counter() - begun
+                run.outputs.append(output)
+                run.stats.merge(output.speculation)
+                advance()
+    for prompt, output in zip(prompts, tree.outputs, strict=True):
+        _show(console, tree_llm, prompt, output)
+    return plain, tree
+
+
+def _show(console: Console, llm: LLM, prompt: str, output: Output) -> None:
+    assert llm.tokenizer is not None
+    console.rule(style=QUIET)
+    console.print(
+        Text("\n".join(prompt.splitlines()[-PROMPT_LINES:]) + ("\n" if prompt.endswith("\n") else ""), QUIET), end=""
+    )
+    console.print(coloured(llm.tokenizer, llm.tokenizer.encode(prompt), output.token_ids, output.from_draft))
+
+
+def _compare(console: Console, plain: Run, tree: Run) -> bool:
+    """Say whether tokens are the same, and where they part if not."""
+    console.rule(style=QUIET)
+    for i, (a, b) in enumerate(zip(plain.outputs, tree.outputs, strict=True)):
+        if a.token_ids != b.token_ids:
+            place = next((j for j, (x, y) in enumerate(zip(a.token_ids, b.token_ids, strict=False)) if x != y), 0)
+            console.print(Text(f"prompt {i}: plain and tree differ from token {place} on", "bold red"))
+            return False
+    tokens = sum(len(output.token_ids) for output in tree.outputs)
+    drafted = sum(sum(output.from_draft) for output in tree.outputs)
+    console.print(Text("identical: ", "bold green") + Text(f"plain decoding gave the same {tokens} tokens, one by one"))
+    console.print(Text("tokens like this", FROM_DRAFT) + Text(f" came from the draft: {drafted} of {tokens}\n"))
+    return True
+
+
+def _draw_round(console: Console, llm: LLM, traces: list[RoundTrace]) -> None:
+    """A round worth looking at: the first of those that accepted most, short of everything."""
+    if not traces or llm.tokenizer is None:
+        return
+    deepest = max(trace.tree.depths[-1] if trace.tree.depths else 0 for trace in traces)
+    best = max(traces, key=lambda trace: min(len(trace.emitted), max(deepest, 2)))
+    console.print(Text("one round", "bold") + Text(", score = log-probability of the branch by the draft", QUIET))
+    decode = llm.tokenizer.decode
+    console.print(round_tree(best, lambda token: repr(decode([token])), signs(console)))
+
+
+def _figures(console: Console, plain: Run, tree: Run) -> None:
+    console.print(Text("figures", "bold"))
+    ratio = tree.tokens_per_second / plain.tokens_per_second
+    console.print(Text(f"  plain          {plain.tokens_per_second:7.1f} tokens/s"))
+    console.print(Text(f"  tree           {tree.tokens_per_second:7.1f} tokens/s, {ratio:.2f} times plain"))
+    console.print(
+        Text(f"  accept length  {tree.stats.accept_length:7.2f} tokens a round, over {tree.stats.rounds} rounds")
+    )
+    for line in _histogram(tree.stats, signs(console)):
+        console.print(Text(line))
+
+
+def _histogram(stats: SpeculationStats, signs: Signs) -> Iterator[str]:
+    most = max(stats.histogram, default=0)
+    for length, rounds in enumerate(stats.histogram):
+        if length:
+            bar = signs.bar * round(BAR_WIDTH * rounds / most)
+            yield f"  {length} token{'s' if length > 1 else ' '} a round  {rounds:5d} {bar}"

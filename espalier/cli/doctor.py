@@ -1,0 +1,41 @@
+"""`espalier doctor`: machine, versions, and what a configuration comes to here; nothing is loaded."""
+
+from argparse import Namespace
+from typing import Any
+
+from rich.text import Text
+
+from espalier.bench.machine import describe, installed
+from espalier.cli.console import QUIET, stdout
+from espalier.cli.flags import add_engine_flags, engine_settings, new_command
+from espalier.config import EngineConfig
+from espalier.engine.load import find, resolve_config
+
+OPTIONAL = ("triton", "flashinfer-python", "accelerate")
+
+
+def add(commands: Any, name: str) -> None:
+    add_engine_flags(new_command(commands, name, run, "machine, versions, resolved configuration"))
+
+
+def run(asked: Namespace) -> int:
+    console = stdout()
+    console.print(Text("machine", "bold"))
+    about = describe() | {package: installed(package) for package in OPTIONAL}
+    for name, value in about.items():
+        console.print(Text(f"  {name:<18} {value}"))
+    config = EngineConfig(**engine_settings(asked))
+    found = find(config)
+    resolved = resolve_config(config, found)
+    console.print(Text("resolved configuration", "bold"))
+    console.print(Text(resolved.block()))
+    target = found.target
+    console.print(Text("model", "bold"))
+    console.print(
+        Text(
+            f"  {target.architecture}: {target.num_layers} layers of {target.hidden_size}, {target.heads} heads over "
+            f"{target.kv_heads}, vocabulary {target.vocab_size}, {target.max_position} positions"
+        )
+    )
+    console.print(Text("everything fits", QUIET))
+    return 0

@@ -1,0 +1,130 @@
+"""Flags from the fields of EngineConfig, SpeculationConfig and SamplingParams: a field added there is a flag here."""
+
+import json
+import types
+from argparse import ArgumentParser, ArgumentTypeError, BooleanOptionalAction, Namespace, _ArgumentGroup
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import Field, fields
+from typing import Any, Union, get_args, get_origin
+
+from espalier.config import EngineConfig, SpeculationConfig
+from espalier.request import SamplingParams
+
+NOT_GIVEN = None
+
+
+def new_command(commands: Any, name: str, run: Callable[[Namespace], int], about: str) -> ArgumentParser:
+    """A command's parser, with what all commands take."""
+    parser = commands.add_parser(name, help=about, description=about, allow_abbrev=False)
+    parser.add_argument(
+        "-v", "--verbose", action="store_true", help="log the resolved configuration and what is loaded"
+    )
+    parser.set_defaults(run=run, parser=parser)
+    return parser
+
+
+def add_engine_flags(parser: ArgumentParser, leave_out: Collection[str] = ()) -> None:
+    """Flags of EngineConfig, with those of SpeculationConfig in place of its field."""
+    engine = parser.add_argument_group("engine ('auto' leaves a value open)")
+    for f in fields(EngineConfig):
+        if f.name not in ("speculation", *leave_out):
+            _add(engine, f)
+    tree = parser.add_argument_group("speculation")
+    for f in fields(SpeculationConfig):
+        _add(tree, f)
+
+
+def add_sampling_flags(parser: ArgumentParser) -> None:
+    """Flags of SamplingParams."""
+    sampling = parser.add_argument_group("sampling (unset: the model's generation_config.json decides)")
+    for f in fields(SamplingParams):
+        _add(sampling, f)
+
+
+def engine_settings(asked: Namespace) -> dict[str, Any]:
+    """What LLM takes, of the flags that were given."""
+    given = _given(asked, EngineConfig)
+    tree = _given(asked, SpeculationConfig)
+    return {**given, "speculation": SpeculationConfig(**tree)} if tree else given
+
+
+def sampling_params(asked: Namespace) -> SamplingParams:
+    """SamplingParams of the flags that were given."""
+    return SamplingParams(**_given(asked, SamplingParams))
+
+
+def flag_of(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _given(asked: Namespace, config: type) -> dict[str, Any]:
+    names = [f.name for f in fields(config)]
+    return {
+        name: value for name in names if (value := getattr(asked, _destination(config, name), None)) is not NOT_GIVEN
+    }
+
+
+def _destination(config: type, name: str) -> str:
+    """Fields of two classes may share a name; their values are kept apart."""
+    return f"{config.__name__}.{name}"
+
+
+def _add(group: _ArgumentGroup, f: Field) -> None:
+    kinds = _kinds(f.type)
+    config = next(c for c in (EngineConfig, SpeculationConfig, SamplingParams) if f in fields(c))
+    how: dict[str, Any] = {"dest": _destination(config, f.name), "default": NOT_GIVEN, "help": f.metadata["help"]}
+    if bool in kinds:
+        group.add_argument(flag_of(f.name), action=BooleanOptionalAction, **how)
+    elif Sequence in kinds:
+        group.add_argument(flag_of(f.name), action="append", type=_element(f.type), metavar="X", **how)
+    else:
+        group.add_argument(flag_of(f.name), type=_reader(f, kinds), metavar=_metavar(f, kinds), **how)
+
+
+def _metavar(f: Field, kinds: set[Any]) -> str:
+    if choices := f.metadata.get("choices"):
+        return "{" + ",".join(choices) + "}"
+    return "JSON" if Mapping in kinds else "N" if int in kinds else "X"
+
+
+def _reader(f: Field, kinds: set[Any]) -> Callable[[str], Any]:
+    if Mapping in kinds:
+        return _mapping_reader(int if f.name == "logit_bias" else str)
+    if int in kinds:
+        return _number(int, f.default == "auto")
+    if float in kinds:
+        return _number(float, False)
+    return str
+
+
+def _number(kind: type, auto: bool) -> Callable[[str], Any]:
+    def read(text: str) -> Any:
+        return text if auto and text == "auto" else kind(text)
+
+    read.__name__ = "whole number" if kind is int else "number"
+    return read
+
+
+def _mapping_reader(key: type) -> Callable[[str], dict[Any, Any]]:
+    def read(text: str) -> dict[Any, Any]:
+        try:
+            return {key(name): value for name, value in json.loads(text).items()}
+        except (ValueError, AttributeError):
+            raise ArgumentTypeError(f"{text!r} is not a JSON object, such as '{{\"name\": 1}}'") from None
+
+    return read
+
+
+def _element(annotation: Any) -> type:
+    """What a list field's items are."""
+    for part in get_args(annotation):
+        if get_origin(part) is Sequence:
+            return get_args(part)[0]
+    return str
+
+
+def _kinds(annotation: Any) -> set[Any]:
+    """The classes of a union."""
+    if get_origin(annotation) in (Union, types.UnionType):
+        return set().union(*(_kinds(part) for part in get_args(annotation)))
+    return {get_origin(annotation) or annotation}

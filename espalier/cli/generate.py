@@ -1,0 +1,137 @@
+"""`espalier generate`: complete prompts, or answer them; text goes to stdout as it comes, everything else to stderr."""
+
+import json
+import sys
+from argparse import Namespace
+from dataclasses import replace
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from rich.text import Text
+
+from espalier.cli.console import FROM_DRAFT, FROM_TARGET, QUIET, progress, stderr, stdout, waiting
+from espalier.cli.flags import add_engine_flags, add_sampling_flags, engine_settings, new_command, sampling_params
+from espalier.errors import EspalierError
+from espalier.llm import LLM
+from espalier.request import Output, Piece, SamplingParams
+
+MAX_TOKENS = 128
+
+
+def add(commands: Any, name: str) -> None:
+    parser = new_command(commands, name, run, "complete prompts; a prompt '-' is read from stdin")
+    parser.add_argument("prompts", nargs="*", metavar="prompt", help="text to complete")
+    parser.add_argument("--file", type=Path, metavar="FILE", help='prompts, one JSON string or {"prompt": ...} a line')
+    parser.add_argument(
+        "--chat", action="store_true", help="each prompt is a user's message; the chat template is used"
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object a prompt, once all are done")
+    add_engine_flags(parser, leave_out=("seed",))
+    add_sampling_flags(parser)
+
+
+def run(asked: Namespace) -> int:
+    prompts = _prompts(asked)
+    params = sampling_params(asked)
+    with waiting("loading the model"):
+        llm = LLM(**engine_settings(asked))
+    if params.max_tokens is None and "max_new_tokens" not in llm.generation_config:
+        params = replace(params, max_tokens=MAX_TOKENS)
+    with llm:
+        inputs = [llm.chat_prompt([{"role": "user", "content": p}]) for p in prompts] if asked.chat else prompts
+        if len(inputs) == 1 and not asked.json and params.n in (None, 1):
+            return _stream(llm, inputs[0], params)
+        return _all(llm, inputs, params, asked.json)
+
+
+def _prompts(asked: Namespace) -> list[str]:
+    prompts = [sys.stdin.read() if prompt == "-" else prompt for prompt in asked.prompts]
+    if asked.file is not None:
+        prompts += _read_file(asked.file)
+    if not prompts and not sys.stdin.isatty():
+        prompts = [sys.stdin.read()]
+    if not prompts:
+        raise EspalierError(
+            "no prompt is given; write one after the command, or '-' to read it from stdin, or use --file"
+        )
+    return prompts
+
+
+def _read_file(path: Path) -> list[str]:
+    try:
+        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise EspalierError(f"--file {path} cannot be read ({error}); give a text file") from None
+    prompts = []
+    for number, line in enumerate(lines, 1):
+        try:
+            value = json.loads(line)
+            prompts.append(value if isinstance(value, str) else value["prompt"])
+        except (ValueError, TypeError, KeyError):
+            raise EspalierError(
+                f'--file {path}, line {number}: neither a JSON string nor an object with "prompt"; write one a line'
+            ) from None
+    return prompts
+
+
+def _stream(llm: LLM, prompt: Any, params: SamplingParams) -> int:
+    """Text as it comes; on a terminal, tokens that came from the draft stand out."""
+    console = stdout()
+    begun = perf_counter()
+    count = 0
+    last = Piece("")
+    for last in llm.stream(prompt, params):
+        count += len(last.token_ids)
+        # A piece's text is coloured as a whole when any of its tokens came from the draft: text may lag behind tokens.
+        console.print(Text(last.text, FROM_DRAFT if any(last.from_draft) else FROM_TARGET), end="")
+    console.print()
+    _figures(llm, count, perf_counter() - begun)
+    return _failed(last.error)
+
+
+def _all(llm: LLM, prompts: list[Any], params: SamplingParams, as_json: bool) -> int:
+    begun = perf_counter()
+    with progress("generating", len(prompts) * (params.n or 1)) as advance:
+        outputs = llm.generate(prompts, params, lambda piece: advance() if piece.finish_reason else None)
+    seconds = perf_counter() - begun
+    console = stdout()
+    for i, output in enumerate(outputs):
+        if as_json:
+            print(json.dumps(as_dict(output), ensure_ascii=False))
+            continue
+        for choice in output.choices or [output]:
+            console.print(Text(f"[{i}]" if not output.choices else f"[{i}] choice", QUIET))
+            console.print(Text(choice.text))
+    _figures(llm, sum(len(c.token_ids) for o in outputs for c in (o.choices or [o])), seconds)
+    return max((_failed(output.error) for output in outputs), default=0)
+
+
+def as_dict(output: Output) -> dict[str, Any]:
+    """An output as JSON takes it."""
+    return {
+        "text": output.text,
+        "token_ids": output.token_ids,
+        "finish_reason": output.finish_reason,
+        "from_draft": output.from_draft,
+        "logprobs": None if output.logprobs is None else [vars(entry) for entry in output.logprobs],
+        "choices": [as_dict(choice) for choice in output.choices],
+        "usage": vars(output.usage),
+        "speculation": output.speculation.as_dict(),
+        "error": output.error,
+    }
+
+
+def _figures(llm: LLM, tokens: int, seconds: float) -> None:
+    totals = llm.engine.totals
+    line = f"{tokens} tokens in {seconds:.2f} s, {tokens / max(seconds, 1e-9):.0f} tokens/s"
+    if totals.rounds:
+        line += f", accept length {totals.accept_length:.2f} over {totals.rounds} rounds"
+    stderr().print(Text(line, QUIET))
+
+
+def _failed(error: str | None) -> int:
+    if error is None:
+        return 0
+    print(f"espalier: {error}", file=sys.stderr)
+    return 1

@@ -1,0 +1,59 @@
+"""A draft that agrees with its target: the real drafter, its logits replaced by the oracle's for the target."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from espalier.engine.engine import Engine
+from espalier.speculate.drafters.eagle3 import Eagle3Drafter
+from tests.oracles.reference_round import Reference
+
+
+class AgreeingDraft:
+    """What a draft is to its drafter, but for the logits: those are set before each ask."""
+
+    def __init__(self, draft: Any):
+        self.draft = draft
+        self.answer: Tensor | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.draft, name)
+
+    def __call__(self, *args: Any) -> Tensor:
+        return self.draft(*args)
+
+    def logits(self, out: Tensor) -> Tensor:
+        assert self.answer is not None
+        return self.answer
+
+
+def agree(engine: Engine, reference: Reference) -> None:
+    """From now on the engine's draft scores children by the target's own logits along their path."""
+    drafter = engine.executor.round.drafter
+    assert isinstance(drafter, Eagle3Drafter)
+    draft = AgreeingDraft(drafter.draft)
+    propose, children = drafter.propose, drafter._children
+    under: list[list[int]] = []
+
+    def proposing(slots, draws):
+        under[:] = [slots.table.history[i, : n + 1].tolist() for i, n in zip(slots.index, slots.prefix_len)]
+        return propose(slots, draws)
+
+    def agreeing(out, draws, level, beams):
+        draft.answer = torch.stack([target_logits(reference, known, b, out.shape[1], beams) for b, known in enumerate(under)])
+        return children(out, draws, level, beams)
+
+    drafter.draft = draft  # type: ignore[assignment]
+    drafter.propose = proposing  # type: ignore[method-assign]
+    drafter._children = agreeing  # type: ignore[method-assign]
+
+
+def target_logits(reference: Reference, known: list[int], b: int, rows: int, beams: Any) -> Tensor:
+    """[rows, V] after `known` and each beam's own path."""
+    if beams is None:
+        paths: list[list[int]] = [[]]
+    else:
+        paths = [beams.path[b][beams.ancestors[b, beam]].tolist() for beam in range(rows)]
+    tokens = [[*known, *path] for path in paths]
+    return torch.stack([reference.scratch(row).logits[len(row) - 1] for row in tokens])

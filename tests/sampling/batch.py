@@ -1,0 +1,51 @@
+"""Batches for sampling: the rows that the slot table would hold for requests."""
+
+from collections.abc import Sequence
+
+import torch
+
+from espalier.request import MAX_STOP_IDS, Request, ResolvedParams
+from espalier.sampling.shape import SamplingRows
+
+NUM_BIAS = 6
+
+
+def request(
+    prompt: Sequence[int] = (0,), output: Sequence[int] = (), seed: int = 0, stop_ids: Sequence[int] = (), **params
+) -> Request:
+    resolved = ResolvedParams(**params)
+    return Request("r", list(prompt), resolved, seed, 0, frozenset(stop_ids), output=list(output))
+
+
+def rows_of(requests: Sequence[Request], vocab: int) -> SamplingRows:
+    """What the slot table holds: counts of the output, the root included."""
+
+    def params(name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.tensor([getattr(r.params, name) for r in requests], dtype=dtype)
+
+    def padded(values, width: int, rest: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        return torch.tensor([[*row, *[rest] * (width - len(row))] for row in values], dtype=dtype)
+
+    return SamplingRows(
+        temperature=params("temperature"),
+        top_k=params("top_k", torch.int64),
+        top_p=params("top_p"),
+        min_p=params("min_p"),
+        seed=torch.tensor([r.seed for r in requests]),
+        repetition=params("repetition_penalty"),
+        presence=params("presence_penalty"),
+        frequency=params("frequency_penalty"),
+        counts=torch.tensor([[r.output.count(t) for t in range(vocab)] for r in requests], dtype=torch.int32),
+        seen=torch.tensor([[t in r.prompt for t in range(vocab)] for r in requests]),
+        bias_ids=padded([r.params.logit_bias.keys() for r in requests], NUM_BIAS, 0),
+        bias_values=padded([r.params.logit_bias.values() for r in requests], NUM_BIAS, 0, torch.float32),
+        stop_ids=padded([sorted(r.stop_ids) for r in requests], MAX_STOP_IDS, -1),
+        min_position=torch.tensor([len(r.prompt) + r.params.min_tokens for r in requests]),
+    )
+
+
+def chi_square_z(counts: torch.Tensor, expected: torch.Tensor) -> float:
+    """How many standard deviations a chi-square statistic lies above its mean, by its normal limit."""
+    degrees = counts.numel() - 1
+    statistic = ((counts.double() - expected) ** 2 / expected).sum().item()
+    return (statistic - degrees) / (2 * degrees) ** 0.5
