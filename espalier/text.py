@@ -145,8 +145,16 @@ class Detokenizer:
 
     def __init__(self, decode: Decode, prompt: Sequence[int] = ()):
         self.decode = decode
-        self.window = list(prompt[-CONTEXT_TOKENS:])
+        self.window = self._context(list(prompt))
         self.read = len(self.window)
+
+    def _context(self, prompt: list[int]) -> list[int]:
+        """The prompt's last tokens, from where a character begins: bytes without their first may spoil those after."""
+        for size in range(CONTEXT_TOKENS, CONTEXT_TOKENS - MOST_TOKENS_A_CHARACTER, -1):
+            context = prompt[-size:]
+            if not self.decode(context).startswith(INCOMPLETE):
+                break
+        return context
 
     def push(self, token_id: int) -> None:
         self.window.append(token_id)

@@ -1,4 +1,5 @@
-"""Tiny engines for properties: random float64 models with a vocabulary of 16, so that random drafts are accepted often."""
+"""Tiny engines for properties: random float64 models with a vocabulary of 16, so that random drafts are accepted
+often."""
 
 import atexit
 from collections.abc import Sequence
@@ -7,6 +8,7 @@ from functools import lru_cache
 from pathlib import Path
 from shutil import rmtree
 from tempfile import mkdtemp
+from typing import Any
 
 import torch
 
@@ -27,7 +29,8 @@ MAX_POSITIONS = 4096
 def directories(
     family: str = "llama", seed: int = 0, window: int | None = None, draft_vocab: int | None = None
 ) -> tuple[Path, Path]:
-    """A tiny target and its EAGLE-3 draft, made once a process.  window: of a mistral target's attention, every layer."""
+    """A tiny target and its EAGLE-3 draft, made once a process.  window: of a mistral target's attention, every
+    layer."""
     root = Path(mkdtemp(prefix="espalier-tiny-"))
     atexit.register(rmtree, root, ignore_errors=True)
     slides = {} if window is None else {"sliding_window": window}
@@ -42,10 +45,11 @@ def models(
     speculative: bool = True,
     window: int | None = None,
     draft_vocab: int | None = None,
+    position_rows: int = MAX_POSITIONS,
 ) -> tuple[CausalLM, Eagle3Draft | None]:
     """(target, draft) loaded in float64; the target alone captures nothing."""
     target_path, draft_path = directories(family, seed, window, draft_vocab)
-    how = {"dtype": DTYPE, "device": CPU, "position_rows": MAX_POSITIONS}
+    how: dict[str, Any] = {"dtype": DTYPE, "device": CPU, "position_rows": position_rows}
     if not speculative:
         return load_target(target_path, **how), None
     capture = read_eagle3(draft_path, read_config(target_path)).capture
@@ -85,13 +89,13 @@ class Setup:
             self.max_batch, self.steps, self.topk, nodes, self.page_size, self.max_context, layers, self.chunk_size
         )
 
-    @property
-    def models(self) -> tuple[CausalLM, Eagle3Draft | None]:
-        return models(self.family, self.seed, self.algorithm == "eagle3", self.window, self.draft_vocab)
+    def models(self, position_rows: int = MAX_POSITIONS) -> tuple[CausalLM, Eagle3Draft | None]:
+        return models(self.family, self.seed, self.algorithm == "eagle3", self.window, self.draft_vocab, position_rows)
 
     def engine(self) -> Engine:
         layout = self.layout
-        target, draft = self.models
+        # As many positions as the layout says and no more, so that one too many is an error here.
+        target, draft = self.models(layout.position_rows)
         pages = self.num_pages or 1 + self.max_batch * layout.table_width
         return assemble(
             layout,
@@ -107,7 +111,9 @@ class Setup:
         )
 
 
-def request(index: int, prompt: Sequence[int], params: SamplingParams | None = None, seed: int | None = None) -> Request:
+def request(
+    index: int, prompt: Sequence[int], params: SamplingParams | None = None, seed: int | None = None
+) -> Request:
     """A request without text; seed: of its noise, by default its index."""
     resolved = (params or SamplingParams(temperature=0.0, max_tokens=24)).resolve({}, ())
     return Request(

@@ -2,11 +2,13 @@
 
 import ast
 import re
+import shlex
 from functools import cache
 from pathlib import Path
 
 import pytest
 
+from espalier.cli.main import parse
 from espalier.guard.faults import FAULTS
 from tools.make_support import PAGE, render
 
@@ -17,6 +19,7 @@ SPAN = re.compile(r"`([^`\n]+)`")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 PATH = r"(?:espalier|tests|tools|docs|\.ci)/[\w./-]*"
 REFERENCE = re.compile(rf"({PATH}?)(?:::?([A-Za-z_][\w.:]*))?")
+ESPALIER = re.compile(r"^(?:[A-Z_]+=\S+ )*(?:\.venv/bin/)?espalier (.+)$", re.M)
 MAKE = re.compile(r"^make (?:[A-Z_]+=\S+ )*([a-z][a-z-]*)", re.M)
 
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -95,6 +98,17 @@ def test_links_resolve(page: Path):
 def test_make_targets_exist(page: Path):
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
     assert set(MAKE.findall(commands(page))) - targets == set()
+
+
+@pages
+def test_commands_parse(page: Path):
+    for command in ESPALIER.findall(commands(page)):
+        assert parse(shlex.split(command, comments=True)).run, command
+
+
+def test_python_blocks_of_the_readme_are_python():
+    blocks = re.findall(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(encoding="utf-8"), re.M | re.S)
+    assert [ast.parse(block) for block in blocks]
 
 
 def test_every_fault_stands_on_the_page_of_reports_under_those_it_answers_to():

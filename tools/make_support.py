@@ -6,7 +6,7 @@ from pathlib import Path
 
 from espalier.attention import BACKENDS
 from espalier.layout import MAX_PAGE_SIZE
-from espalier.models.config import NEUTRAL, RECURRENT
+from espalier.models.config import NEUTRAL
 from espalier.models.loading import FAMILIES
 from espalier.models.rope_config import TYPES as ROPE_TYPES
 from espalier.request import SamplingParams
@@ -110,7 +110,7 @@ A field that changes the maths is refused unless it has a value that changes not
 
 {neutral()}
 
-Models with recurrent state are refused by the family's name: {codes(RECURRENT)}.
+Models with recurrent state (Mamba, RWKV and their hybrids among them) are refused by the family's name.
 """
 
 

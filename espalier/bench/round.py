@@ -96,7 +96,9 @@ def _cell(
 def _transformers(llm: LLM) -> Callable[[Sequence[Sequence[int]], int], float]:
     """Seconds that transformers' own generate takes for a batch of prompts of one length."""
     from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(llm.config.model, dtype=getattr(torch, llm.config.dtype))
     model = model.to(llm.config.device).eval()
     model.generation_config.eos_token_id = None

@@ -6,13 +6,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
 from rich.text import Text
 
 from espalier.bench import acceptance, memory
 from espalier.bench.machine import describe, header
 from espalier.bench.round import Cell, RoundBench, as_dicts
-from espalier.cli.console import QUIET, progress, stdout
+from espalier.cli.console import QUIET, aligned, progress, stdout
 from espalier.cli.flags import add_engine_flags, engine_settings, new_command
 from espalier.errors import EspalierError
 
@@ -79,7 +78,7 @@ def _round(asked: Namespace, settings: dict[str, Any]) -> dict[str, Any]:
                 cells.append(bench.measure(batch, context, asked.tokens, asked.repeats))
                 advance()
     bench.close()
-    stdout().print(_cells_table(cells))
+    stdout().print(Text(_cells_table(cells)))
     return {"config": asdict(bench.tree.config), "cells": as_dicts(cells)}
 
 
@@ -88,48 +87,43 @@ def _shape(bench: RoundBench) -> str:
     return f"steps {config.steps}, topk {config.topk}, num_draft_tokens {config.num_draft_tokens}, {config.dtype}"
 
 
-def _cells_table(cells: list[Cell]) -> Table:
-    table = Table("batch", "context", "round ms", "plain ms", "ratio", "accept", "plain tok/s", "tree tok/s", "speedup")
-    compared = any(cell.transformers_tokens_per_second is not None for cell in cells)
-    for title in (*(["transformers tok/s"] if compared else []), "outside forwards", "identical"):
-        table.add_column(title)
-    for column in table.columns:
-        column.justify = "right"
-    for cell in cells:
-        other = cell.transformers_tokens_per_second
-        table.add_row(
-            str(cell.batch),
-            str(cell.context),
-            f"{cell.round_ms:.2f}",
-            f"{cell.plain_token_ms:.2f}",
-            f"{cell.ratio:.2f}",
-            f"{cell.accept_length:.2f}",
-            f"{cell.plain_tokens_per_second:.1f}",
-            f"{cell.tree_tokens_per_second:.1f}",
-            f"{cell.speedup:.2f}",
-            *([f"{other:.1f}"] if other is not None else []),
-            f"{cell.outside_forwards:.0%}",
-            f"{cell.identical}/{cell.batch}",
-        )
-    return table
+def _cells_table(cells: list[Cell]) -> str:
+    """A line a figure, a column a cell: what is measured is named in full."""
+    rows = [
+        ["batch", *(str(cell.batch) for cell in cells)],
+        ["context", *(str(cell.context) for cell in cells)],
+        ["round, ms", *(f"{cell.round_ms:.2f}" for cell in cells)],
+        ["plain token, ms", *(f"{cell.plain_token_ms:.2f}" for cell in cells)],
+        ["a round in plain tokens", *(f"{cell.ratio:.2f}" for cell in cells)],
+        ["accept length", *(f"{cell.accept_length:.2f}" for cell in cells)],
+        ["plain, tokens/s", *(f"{cell.plain_tokens_per_second:.1f}" for cell in cells)],
+        ["tree, tokens/s", *(f"{cell.tree_tokens_per_second:.1f}" for cell in cells)],
+        ["tree over plain", *(f"{cell.speedup:.2f}" for cell in cells)],
+        ["a round outside model forwards", *(f"{cell.outside_forwards:.0%}" for cell in cells)],
+        ["same tokens as plain", *(f"{cell.identical}/{cell.batch}" for cell in cells)],
+    ]
+    if all(cell.transformers_tokens_per_second is not None for cell in cells):
+        rows.append(["transformers.generate, tokens/s", *(f"{c.transformers_tokens_per_second:.1f}" for c in cells)])
+    return aligned(rows)
 
 
 def _acceptance(asked: Namespace, settings: dict[str, Any]) -> dict[str, Any]:
     with progress("measuring", 7) as advance:
         rows = acceptance.measure(settings, asked.prompts, asked.tokens, advance)
-    table = Table("", "accept length", "new text", "repeated", "share repeated", "rounds", "by depth", "same tokens")
+    lines = [["", "accept length", "new text", "repeated", "share repeated", "rounds", "same tokens", "by depth"]]
     for row in rows:
-        table.add_row(
+        cells = [
             row.name,
             f"{row.accept_length:.2f}",
             f"{row.accept_length_new:.2f}",
             f"{row.accept_length_repeated:.2f}",
             f"{row.repeated_share:.0%}",
             str(row.rounds),
-            " ".join(f"{accepted / tried:.2f}" for tried, accepted in row.by_depth),
             "" if row.same_tokens is None else f"{row.same_tokens}/{row.requests}",
-        )
-    stdout().print(table)
+            " ".join(f"{accepted / tried:.2f}" for tried, accepted in row.by_depth),
+        ]
+        lines.append(cells)
+    stdout().print(Text(aligned(lines)))
     return {
         "settings": {name: str(value) for name, value in settings.items()},
         "acceptance": [r.as_dict() for r in rows],

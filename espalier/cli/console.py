@@ -44,6 +44,13 @@ def signs(console: Console) -> Signs:
     return UNICODE if console.encoding.lower().startswith("utf") else ASCII
 
 
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """Rows of cells as columns, the first to the left, the others to the right; never cut to the terminal's width."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = [[cell.rjust(width) for cell, width in zip(row, widths, strict=True)] for row in rows]
+    return "\n".join("  ".join(["", row[0].ljust(widths[0]), *line[1:]]) for row, line in zip(rows, lines, strict=True))
+
+
 @contextmanager
 def progress(what: str, total: int) -> Iterator[Callable[[], None]]:
     """A bar on stderr that goes away when done, nothing without a terminal; what is given advances it by one."""

@@ -118,7 +118,8 @@ def _compare(console: Console, plain: Run, tree: Run) -> bool:
     tokens = sum(len(output.token_ids) for output in tree.outputs)
     drafted = sum(sum(output.from_draft) for output in tree.outputs)
     console.print(Text("identical: ", "bold green") + Text(f"plain decoding gave the same {tokens} tokens, one by one"))
-    console.print(Text("tokens like this", FROM_DRAFT) + Text(f" came from the draft: {drafted} of {tokens}\n"))
+    legend = Text("tokens like this", FROM_DRAFT) if console.is_terminal and not console.no_color else Text("tokens that")
+    console.print(legend + Text(f" came from the draft: {drafted} of {tokens}\n"))
     return True
 
 

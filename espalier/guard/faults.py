@@ -1,8 +1,8 @@
 """Planted faults: named ways to break the real path that never raise, so that a property has to notice.
 
-Each replaces one function by a wrong one, while it is planted; the house itself holds no switch.  A fault is reached by its
-name or by the number of a report whose mechanism it plants again (docs/seeds.md).  ESPALIER_FAULT plants one for a whole
-process: espalier/llm.py asks for `plant_from_environment` where that is set, and for nothing else in this room.
+Each replaces one function by a wrong one, while it is planted; the house itself holds no switch.  A fault is reached by
+its name or by the number of a report whose mechanism it plants again (docs/seeds.md).  ESPALIER_FAULT plants one for a
+whole process: espalier/llm.py asks for `plant_from_environment` where that is set, and for nothing else in this room.
 """
 
 import importlib
@@ -112,10 +112,9 @@ def _parent_noise(right):
 
 def _freed_twice(right):
     def release(pool, pages):
-        held = list(pages)
-        right(pool, held)
-        if held and pool.references(held[-1]):
-            right(pool, held[-1:])
+        let_go = list(pages)
+        right(pool, let_go)
+        right(pool, [page for page in let_go if pool.references(page)][:1])
 
     return release
 

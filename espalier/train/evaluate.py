@@ -8,11 +8,13 @@ It is a measure for the trainer: plain, and independent of the engine.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from espalier.train.checkpoint import load_draft
 from espalier.train.draft import Eagle3Draft
 from espalier.train.target import FrozenTarget, repeated
 
@@ -46,7 +48,8 @@ def accept_lengths(
     features, embeds = target(tokens[None])[0][0, :-1].to(dtype), target.embed(tokens[1:]).to(dtype)
     roots = torch.arange(first, len(tokens) - steps, device=tokens.device)
     outputs, keys, values = causal_rows(draft, embeds, features)
-    beams = Beams(roots[:, None], roots.new_zeros(len(roots), 1).float(), roots[:, None] > 0, outputs[roots - 1][:, None])
+    at_root = roots[:, None]
+    beams = Beams(at_root, torch.zeros_like(at_root, dtype=dtype), at_root > 0, outputs[at_root - 1])
     pool_scores, pool_depths, pool_paths = [], [], []
     for depth in range(1, steps + 1):
         if depth > 1:
@@ -123,7 +126,13 @@ def report(lengths: list[Tensor], texts: list[np.ndarray], firsts: list[int]) ->
 
 
 def measure(
-    draft: Eagle3Draft, target: FrozenTarget, texts: list[np.ndarray], firsts: list[int], steps: int, topk: int, nodes: int
+    draft: Eagle3Draft,
+    target: FrozenTarget,
+    texts: list[np.ndarray],
+    firsts: list[int],
+    steps: int,
+    topk: int,
+    nodes: int,
 ) -> AcceptReport:
     """texts: prompt and greedy continuation of the target each; firsts: where the continuation's first token stands."""
     draft = draft.eval()
@@ -132,3 +141,35 @@ def measure(
         for t, f in zip(texts, firsts, strict=True)
     ]
     return report(lengths, texts, firsts)
+
+
+SETTINGS = {"tree": (5, 4, 16), "chain": (5, 1, 6), "wide tree": (6, 8, 64)}
+
+
+def greedy_texts(target: FrozenTarget, prompts: list[list[int]], num_tokens: int) -> list[np.ndarray]:
+    """Prompt and greedy continuation, which ends with the end token where the target says it."""
+    texts = []
+    for prompt in prompts:
+        ids = torch.tensor(prompt, device=target.device)[None]
+        out = target.model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_tokens, do_sample=False
+        )
+        texts.append(out[0].cpu().numpy())
+    return texts
+
+
+def evaluate_draft(
+    draft_dir: Path, target_dir: Path, prompts: list[list[int]], num_tokens: int
+) -> dict[str, AcceptReport]:
+    """Print and return the accept lengths of `SETTINGS` (steps, topk, num_draft_tokens)."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    target, draft = FrozenTarget(target_dir, device), load_draft(draft_dir).to(device)
+    firsts = [len(p) for p in prompts]
+    texts = greedy_texts(target, prompts, num_tokens)
+    long_enough = [i for i, text in enumerate(texts) if len(text) - firsts[i] > 8]
+    reports = {}
+    for name, (steps, topk, nodes) in SETTINGS.items():
+        chosen = [texts[i] for i in long_enough], [firsts[i] for i in long_enough]
+        reports[name] = measure(draft, target, *chosen, steps, topk, nodes)
+        print(f"{name} (steps {steps}, topk {topk}, num_draft_tokens {nodes}): {reports[name]}")
+    return reports

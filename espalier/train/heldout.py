@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from itertools import pairwise
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -26,7 +27,7 @@ def cut_lines(text: str) -> list[int]:
     """Where a prompt may end: after an indented line of code, before another one."""
     cuts, position, quoted = [], 0, False
     lines = text.split("\n")
-    for line, following in zip(lines, lines[1:], strict=False):
+    for line, following in pairwise(lines):
         position += len(line) + 1
         quoted ^= (line.count('"""') + line.count("'''")) % 2 == 1
         if not quoted and line.startswith("    ") and following.startswith("    ") and following.strip()[:1].isalpha():

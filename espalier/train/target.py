@@ -29,7 +29,8 @@ class FrozenTarget:
         self.captured = (2, num_layers // 2, num_layers - 3)
         self.device = device
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        self.model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).to(device).eval().requires_grad_(False)
+        model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
+        self.model = model.to(device).eval().requires_grad_(False)
         eos = self.model.generation_config.eos_token_id
         self.eos_token_ids = [eos] if isinstance(eos, int) else list(eos or [])
 

@@ -132,8 +132,8 @@ class SymbolicDevice:
         if picked:
             slot.append_next()
         self._write_draft(slot, first, length)
-        finite = not picked or self._sound(slot, slot.prefix_len)
-        return Row([slot.tokens[slot.prefix_len]] if picked else [], finite)
+        sound = self._sound(slot, slot.prefix_len)
+        return Row([slot.tokens[slot.prefix_len]] if picked and sound else [], sound or not picked)
 
     def _round(self, slot: Slot) -> Row:
         first = slot.prefix_len
@@ -150,9 +150,11 @@ class SymbolicDevice:
         slot.prefix_len += length
         nodes = self.layout.num_draft_tokens
         tree = DraftTree([0] * nodes, [0] * nodes, [0] * nodes, [0.0] * nodes, list(range(length)))
-        return Row(slot.tokens[first + 1 :], self._sound(slot, slot.prefix_len), tree)
+        sound = sum(self._sound(slot, first + i) for i in range(1, length + 1))
+        return Row(slot.tokens[first + 1 :][:sound], sound == length, tree)
 
     def _sound(self, slot: Slot, length: int) -> bool:
+        """Whether what is picked after so many tokens is picked from finite logits."""
         return self.poison not in slot.tokens[:length]
 
     def _write_draft(self, slot: Slot, first: int, length: int) -> None:

@@ -21,6 +21,13 @@ limits = st.one_of(st.integers(1, 24), st.none())
 stops = st.lists(st.integers(0, VOCAB - 1), max_size=1)
 
 
+def pages_beyond(engine: Engine, r: Request) -> int:
+    """Pages that r holds beyond R·(S + 1) + 1 tokens past its root, R being the rounds that may be in flight."""
+    layout, rounds = engine.layout, 2 if engine.in_flight.overlap else 1
+    ahead = r.num_seen + rounds * (layout.steps + 1) + 1
+    return len(r.pages) - -(-ahead // layout.page_size)
+
+
 class Traffic(RuleBasedStateMachine):
     """Pages are conserved after every step, and what comes out is what a request alone would say."""
 
@@ -101,8 +108,7 @@ class Traffic(RuleBasedStateMachine):
         self.every_page_has_one_place()
         scheduler, layout = self.engine.scheduler, self.engine.layout
         for r in scheduler.running:
-            end = r.end(layout.max_context)
-            assert len(r.pages) <= layout.reserve(r.num_seen, scheduler.rounds_in_flight, end), "more than is ahead"
+            assert pages_beyond(self.engine, r) <= 0, "more pages than are ahead"
         arrivals = [r.arrival for r in scheduler.running]
         assert arrivals == sorted(arrivals)
         assert [r.arrival for r in scheduler.waiting] == sorted(r.arrival for r in scheduler.waiting)

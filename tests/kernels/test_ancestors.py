@@ -59,4 +59,8 @@ def test_bit_i_mod_64_of_word_i_over_64_is_node_i():
 
 def test_no_requests_and_no_nodes_have_words_too():
     assert pack(torch.zeros(0, 7, 70, dtype=torch.bool)).shape == (0, 7, 2)
-    assert ancestor_mask(torch.zeros(0, 5, dtype=torch.int64), torch.zeros(0, 5, dtype=torch.bool), 3).shape == (0, 5, 5)
+    assert ancestor_mask(torch.zeros(0, 5, dtype=torch.int64), torch.zeros(0, 5, dtype=torch.bool), 3).shape == (
+        0,
+        5,
+        5,
+    )

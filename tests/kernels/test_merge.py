@@ -33,7 +33,7 @@ def in_loops(q, k, v, mask):
         if seen:
             weights = [math.exp(float(q[b, i, h] @ k[b, r, h // group]) * SCALE) for r in seen]
             lse[b, i, h] = math.log(sum(weights))
-            out[b, i, h] = sum(w * v[b, r, h // group] for w, r in zip(weights, seen)) / sum(weights)
+            out[b, i, h] = sum(w * v[b, r, h // group] for w, r in zip(weights, seen, strict=True)) / sum(weights)
     return out, lse
 
 

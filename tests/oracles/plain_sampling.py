@@ -34,11 +34,12 @@ def plain_law(logits: Tensor, request: Request, tokens: Sequence[int]) -> Values
 
 
 def draft_scores(logits: Tensor, ids: Iterable[int], request: Request, tokens: Sequence[int]) -> dict[int, np.float32]:
-    """Log-probabilities of the children of `tokens`: logits [draft vocabulary], ids the target tokens that they stand for.
+    """Log-probabilities of the children of `tokens`: logits [draft vocabulary], ids the target tokens that they stand
+    for.
 
     At a temperature the noise that the target will draw with counts in (design, section 6); filters do not.
     """
-    values = shaped(dict(zip(ids, logits.tolist())), request, tokens)
+    values = shaped(dict(zip(ids, logits.tolist(), strict=True)), request, tokens)
     if request.params.temperature > 0:
         noise = noise_at(request.seed, len(tokens), max(values) + 1)
         values = {token: value / f32(request.params.temperature) + noise[token] for token, value in values.items()}
@@ -69,7 +70,8 @@ def kept(values: Values, request: Request) -> Values:
     order = sorted(values, key=lambda token: (-values[token], token))
     order = order[: p.top_k or len(order)]
     share = {token: math.exp(value) for token, value in log_softmax({t: values[t] for t in order}).items()}
-    before, remaining = 0.0, []
+    before = 0.0
+    remaining: list[int] = []
     for token in order:
         inside = p.top_p == 1 or before < f32(p.top_p)
         if not remaining or (inside and share[token] >= f32(p.min_p) * share[order[0]]):

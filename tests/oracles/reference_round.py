@@ -1,8 +1,7 @@
 """A round in plain Python: the oracle for what the pages, the slots and the proposals of a real one hold.
 
-Nothing of the engine's machinery is used: a model is called on whole sequences, or on one path behind the from-scratch K/V of
-its prefix; there are no slots, pages, staging, beams or ancestor words, only lists.
-"""
+Nothing of the engine's machinery is used: a model is called on whole sequences, or on one path behind the from-scratch
+K/V of its prefix; there are no slots, pages, staging, beams or ancestor words, only lists."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,9 +24,8 @@ MAX_NGRAM = 4
 class Scratch:
     """What one plain pass over `tokens` (n + 1 of them) makes of target and draft.
 
-    target: (k, v) a layer, row i under token i; logits [n + 1, V]; draft: (k, v) a layer, row i under token i + 1, and out [n, H],
-    the same; both empty without a draft.
-    """
+    target: (k, v) a layer, row i under token i; logits [n + 1, V]; draft: (k, v) a layer, row i under token i + 1, and
+    out [n, H], the same; both empty without a draft."""
 
     tokens: tuple[int, ...]
     target: list[tuple[Tensor, Tensor]]
@@ -50,15 +48,16 @@ class Node:
 
 @dataclass(frozen=True)
 class Beam:
-    """A candidate that was run.  outs [depth + 1, H]: what the draft handed on at the root and along the path; children read the
-    last."""
+    """A candidate that was run.  outs [depth + 1, H]: what the draft handed on at the root and along the path; children
+    read the last."""
 
     node: Node
     outs: Tensor
 
 
 class Reference:
-    """Target and draft (None: n-gram or nothing), asked from scratch.  Passes over one token list are kept, as they are pure."""
+    """Target and draft (None: n-gram or nothing), asked from scratch.  Passes over one token list are kept, as they are
+    pure."""
 
     def __init__(self, target: CausalLM, draft: Eagle3Draft | None = None):
         self.target = target
@@ -106,7 +105,9 @@ class Reference:
 
     # The brute-force tree
 
-    def tree(self, algorithm: str, request: Request, tokens: Sequence[int], steps: int, topk: int, nodes: int) -> list[Node]:
+    def tree(
+        self, algorithm: str, request: Request, tokens: Sequence[int], steps: int, topk: int, nodes: int
+    ) -> list[Node]:
         """The tree under the root tokens[-1], root left out: the best nodes - 1 candidates, in the order they came up.
 
         Sort key (score, level, place in the level), written out: a list is sorted, nothing is assumed of ties.
@@ -150,7 +151,8 @@ class Reference:
 
     @staticmethod
     def ngram_candidates(request: Request, tokens: Sequence[int], steps: int, topk: int) -> list[Node]:
-        """What followed earlier occurrences of the last tokens: the longest match, then the latest, for each next token."""
+        """What followed earlier occurrences of the last tokens: the longest match, then the latest, for each next
+        token."""
         root = len(tokens) - 1
         by_next: dict[int, tuple[int, int]] = {}
         for end in range(root):
@@ -176,7 +178,8 @@ def matched(tokens: Sequence[int], end: int) -> int:
 
 
 class Plain:
-    """Plain decoding of one request, by re-forwarding its whole sequence for every token; grown as far as it is asked for."""
+    """Plain decoding of one request, by re-forwarding its whole sequence for every token; grown as far as it is asked
+    for."""
 
     def __init__(self, reference: Reference, request: Request):
         self.reference = reference
@@ -206,7 +209,7 @@ class BehindPrefix:
         self.past = past
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        k, v = (torch.cat((past[None], new), 1) for past, new in zip(self.past[layer], (k, v)))
+        k, v = (torch.cat((past[None], new), 1) for past, new in zip(self.past[layer], (k, v), strict=True))
         behind, new = k.shape[1] - q.shape[1], q.shape[1]
         g = self.geometry[layer]
         k, v = (value.repeat_interleave(g.heads // g.kv_heads, 2) for value in (k, v))

@@ -37,11 +37,15 @@ def agree(engine: Engine, reference: Reference) -> None:
     under: list[list[int]] = []
 
     def proposing(slots, draws):
-        under[:] = [slots.table.history[i, : n + 1].tolist() for i, n in zip(slots.index, slots.prefix_len)]
+        under[:] = [
+            slots.table.history[i, : n + 1].tolist() for i, n in zip(slots.index, slots.prefix_len, strict=True)
+        ]
         return propose(slots, draws)
 
     def agreeing(out, draws, level, beams):
-        draft.answer = torch.stack([target_logits(reference, known, b, out.shape[1], beams) for b, known in enumerate(under)])
+        draft.answer = torch.stack(
+            [target_logits(reference, known, b, out.shape[1], beams) for b, known in enumerate(under)]
+        )
         return children(out, draws, level, beams)
 
     drafter.draft = draft  # type: ignore[assignment]

@@ -76,7 +76,8 @@ class Cell:
     def __str__(self) -> str:
         around = [self.algorithm, self.attention, *("overlap",) * self.overlap]
         around += [f"{name}{value}" for name in ("window", "draft_vocab") if (value := getattr(self, name))]
-        return f"page{self.page_size}-topk{self.topk}-steps{self.steps}-nodes_{self.nodes}-batch{self.batch}-{'-'.join(around)}"
+        tree = f"topk{self.topk}-steps{self.steps}-nodes_{self.nodes}"
+        return "-".join([f"page{self.page_size}", tree, f"batch{self.batch}", *around])
 
     @property
     def num_draft_tokens(self) -> int:
@@ -115,7 +116,9 @@ class Cell:
         """One request a prompt, each sampled in another way; which comes first turns with the cell."""
         turn = self.topk + self.steps
         return [
-            request(i, prompt, SamplingParams(max_tokens=self.max_tokens, **STYLES[(turn + i) % len(STYLES)]), seed=100 + i)
+            request(
+                i, prompt, SamplingParams(max_tokens=self.max_tokens, **STYLES[(turn + i) % len(STYLES)]), seed=100 + i
+            )
             for i, prompt in enumerate(prompts(7, self.lengths))
         ]
 
@@ -130,7 +133,10 @@ def pairwise(
 ) -> list[dict[str, Any]]:
     """Rows in which every two factors take every two values that go together.  Greedy and deterministic."""
     pairs = [
-        {f: v, g: w} for f, g in combinations(factors, 2) for v, w in product(factors[f], factors[g]) if not impossible({f: v, g: w})
+        {f: v, g: w}
+        for f, g in combinations(factors, 2)
+        for v, w in product(factors[f], factors[g])
+        if not impossible({f: v, g: w})
     ]
     rows: list[dict[str, Any]] = []
     while pairs:
@@ -139,7 +145,9 @@ def pairwise(
             if factor not in row:
                 values = [value for value in factors[factor] if not impossible({**row, factor: value})]
                 # Ties go to the value that the fewest rows have so far, so that the array is balanced too.
-                row[factor] = max(values, key=lambda value: (gain(pairs, row, factor, value), -used(rows, factor, value)))
+                row[factor] = max(
+                    values, key=lambda value: (gain(pairs, row, factor, value), -used(rows, factor, value))
+                )
         pairs = [pair for pair in pairs if not pair.items() <= row.items()]
         rows.append(row)
     return rows
@@ -157,7 +165,7 @@ def used(rows: list[dict[str, Any]], factor: str, value: Any) -> int:
 
 def rows_of(factors: Mapping[str, Sequence[Any]]) -> Iterator[dict[str, Any]]:
     for values in product(*factors.values()):
-        yield dict(zip(factors, values))
+        yield dict(zip(factors, values, strict=True))
 
 
 def pairwise_cells() -> list[Cell]:
@@ -196,9 +204,12 @@ def is_refused(cell: Cell) -> bool:
 
 @lru_cache
 def reference(family: str, seed: int, window: int | None, draft_vocab: int | None, speculative: bool) -> Reference:
-    """The oracle over the models of a setup, kept for the process: what it has decoded plainly is the same in every layout."""
-    setup = Setup(family=family, seed=seed, window=window, draft_vocab=draft_vocab, algorithm="eagle3" if speculative else "none")
-    return Reference(*setup.models)
+    """The oracle over the models of a setup, kept for the process: what it has decoded plainly is the same in every
+    layout."""
+    setup = Setup(
+        family=family, seed=seed, window=window, draft_vocab=draft_vocab, algorithm="eagle3" if speculative else "none"
+    )
+    return Reference(*setup.models())
 
 
 def reference_of(setup: Setup) -> Reference:

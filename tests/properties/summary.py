@@ -1,8 +1,8 @@
-"""The figures of the properties, printed at the end of a run: cases, refused cells, accept length, coverage, planted faults.
+"""The figures of the properties, printed at the end of a run: cases, refused cells, accept length, coverage, planted
+faults.
 
-A pytest plugin (named in tests/conftest.py): what tests put on record with `record_property` travels in their reports, from a worker
-process too.
-"""
+A pytest plugin (named in tests/conftest.py): what tests put on record with `record_property` travels in their reports,
+from a worker process too."""
 
 from collections import Counter
 from typing import Any
@@ -58,7 +58,7 @@ def spelled(counts: Counter[int]) -> str:
 
 def table(rows: list[tuple[str, ...]]) -> list[str]:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 @pytest.fixture

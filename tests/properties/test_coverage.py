@@ -1,4 +1,5 @@
-"""Every depth and every sibling rank is accepted at least once, or what the other tests hold would be held of nothing."""
+"""Every depth and every sibling rank is accepted at least once, or what the other tests hold would be held of
+nothing."""
 
 import pytest
 

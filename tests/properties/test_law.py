@@ -1,4 +1,5 @@
-"""Sampled output follows the target's exact law: a chi-square test over every continuation of three tokens, under a tree."""
+"""Sampled output follows the target's exact law: a chi-square test over every continuation of three tokens, under a
+tree."""
 
 from collections import Counter
 from itertools import product
@@ -41,13 +42,16 @@ def law(reference: Reference, style: dict[str, Any]) -> dict[tuple[int, ...], fl
         found = {
             (*path, token): share * p
             for path, share in found.items()
-            for token, p in plain_law(reference.scratch([*PROMPT, *path]).logits[len(PROMPT) + len(path) - 1], asked, [*PROMPT, *path]).items()
+            for token, p in plain_law(
+                reference.scratch([*PROMPT, *path]).logits[len(PROMPT) + len(path) - 1], asked, [*PROMPT, *path]
+            ).items()
         }
     return found
 
 
 def chance(counts: Counter[tuple[int, ...]], expected: dict[tuple[int, ...], float]) -> float:
-    """How likely counts at least as far off as these are under the law.  Continuations expected less than 5 times are one."""
+    """How likely counts at least as far off as these are under the law.  Continuations expected less than 5 times are
+    one."""
     total = sum(counts.values())
     common = [path for path, share in expected.items() if share * total >= 5]
     pairs = [(counts[path], expected[path] * total) for path in common]

@@ -1,6 +1,5 @@
 """What users get does not depend on speculation, batch, backend or loop; and a draft that agrees is always followed."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -57,7 +56,7 @@ def mixed() -> list[Request]:
     lengths = [2 + 3 * i % 17 for i in range(len(STYLES))]
     return [
         request(i, prompt, SamplingParams(**{"max_tokens": 16, **style}), seed=i)
-        for i, (prompt, style) in enumerate(zip(prompts(13, lengths), STYLES.values()))
+        for i, (prompt, style) in enumerate(zip(prompts(13, lengths), STYLES.values(), strict=True))
     ]
 
 
@@ -72,7 +71,7 @@ def traced(setup: Setup, requests: list[Request]) -> tuple[Ran, dict[str, list[R
 def same_rounds(one: list[RoundTrace], other: list[RoundTrace]) -> None:
     """Equal trees and paths; scores to a rounding of float32, as sums of another order stand behind them."""
     assert [r.emitted for r in one] == [r.emitted for r in other]
-    for a, b in zip((r.tree for r in one), (r.tree for r in other)):
+    for a, b in zip((r.tree for r in one), (r.tree for r in other), strict=True):
         assert (a.tokens, a.parents, a.path_rows) == (b.tokens, b.parents, b.path_rows)
         assert a.scores == pytest.approx(b.scores, abs=SCORE)
 
@@ -83,9 +82,11 @@ def test_tokens_do_not_depend_on_speculation(style, algorithm):
     tree, plain = traffic(STYLES[style]), traffic(STYLES[style])
     ran = run(replace(TREE, algorithm=algorithm).engine(), tree)
     assert ran.tokens == run(TREE.plain().engine(), plain).tokens
-    for a, b in zip(tree, plain):
+    for a, b in zip(tree, plain, strict=True):
         assert [entry.token_id for entry in a.logprobs] == a.output
-        assert [entry.logprob for entry in a.logprobs] == pytest.approx([entry.logprob for entry in b.logprobs], abs=1e-9)
+        assert [entry.logprob for entry in a.logprobs] == pytest.approx(
+            [entry.logprob for entry in b.logprobs], abs=1e-9
+        )
         assert a.finish_reason == b.finish_reason and len(a.from_draft) == len(a.output)
 
 
@@ -129,7 +130,8 @@ AGREE: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("steps", [1, 3, 8])
 @pytest.mark.parametrize("style", AGREE)
 def test_a_draft_that_agrees_is_followed_to_every_depth(style, steps):
-    """A chain, so that the target's own path is sure to be in it.  Filters left out: the draft's scores do not know them."""
+    """A chain, so that the target's own path is sure to be in it.  Filters left out: the draft's scores do not know
+    them."""
     setup = replace(TREE, steps=steps, topk=1, num_draft_tokens=steps + 1)
     engine = setup.engine()
     agree(engine, reference_of(setup))
@@ -144,9 +146,9 @@ def test_a_draft_that_agrees_is_followed_to_every_depth(style, steps):
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_in_a_tree_too_a_draft_that_agrees_is_followed(temperature):
     """Beams may crowd out the target's path, but not often: far more is accepted than from a draft that guesses."""
-    accepted: Callable[[Ran], float] = lambda ran: ran.stats.accept_length
     setup = replace(TREE, topk=4, steps=4, num_draft_tokens=53)
-    guessing = accepted(run(setup.engine(), traffic({"temperature": temperature})))
+    guessing = run(setup.engine(), traffic({"temperature": temperature})).stats.accept_length
     engine = setup.engine()
     agree(engine, reference_of(setup))
-    assert accepted(run(engine, traffic({"temperature": temperature}))) > max(4.0, 1.5 * guessing)
+    agreeing = run(engine, traffic({"temperature": temperature})).stats.accept_length
+    assert agreeing > max(4.0, 1.5 * guessing)

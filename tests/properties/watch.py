@@ -1,8 +1,8 @@
-"""Looks over an engine's shoulder: what the device holds after every launch against what tests/oracles makes from scratch.
+"""Looks over an engine's shoulder: what the device holds after every launch against what tests/oracles makes from
+scratch.
 
-The three equalities of docs/design.md, the tokens, and the pages.  A watch reads the slot table and the pages as a model's layers
-do, by position through the page table, with arithmetic of its own.
-"""
+The three equalities of docs/design.md, the tokens, and the pages.  A watch reads the slot table and the pages as a
+model's layers do, by position through the page table, with arithmetic of its own."""
 
 from collections import Counter, deque
 from collections.abc import Collection
@@ -25,13 +25,21 @@ EXACT = 1e-9
 # Scores are float32 by design, sums of at most eight log-probabilities below 100: half an ulp of that each.
 SCORE = 1e-5
 
-INCREMENTAL, READY, PROPOSAL, TOKENS, RESERVE, CONSERVED = "incremental", "ready", "proposal", "tokens", "reserve", "conserved"
+INCREMENTAL, READY, PROPOSAL, TOKENS, RESERVE, CONSERVED = (
+    "incremental",
+    "ready",
+    "proposal",
+    "tokens",
+    "reserve",
+    "conserved",
+)
 PROPERTIES = (INCREMENTAL, READY, PROPOSAL, TOKENS, RESERVE, CONSERVED)
 
 
 @dataclass
 class Coverage:
-    """What was accepted: rounds by accept length, nodes by depth, nodes by rank among their siblings (0: the draft's first)."""
+    """What was accepted: rounds by accept length, nodes by depth, nodes by rank among their siblings (0: the draft's
+    first)."""
 
     lengths: Counter[int] = field(default_factory=Counter)
     depths: Counter[int] = field(default_factory=Counter)
@@ -42,7 +50,7 @@ class Coverage:
         self.lengths[len(trace.emitted)] += 1
         for node in tree.path_rows[1:]:
             self.depths[tree.depths[node]] += 1
-            before = zip(tree.tokens[1:node], tree.parents[1:node])
+            before = zip(tree.tokens[1:node], tree.parents[1:node], strict=True)
             self.ranks[sum(parent == tree.parents[node] and token != VOID for token, parent in before)] += 1
 
     @property
@@ -52,7 +60,9 @@ class Coverage:
 
     def as_dict(self) -> dict[str, dict[str, int]]:
         """Plain values, so that a test worker can send them."""
-        return {name: {str(k): v for k, v in sorted(getattr(self, name).items())} for name in ("lengths", "depths", "ranks")}
+        return {
+            name: {str(k): v for k, v in sorted(getattr(self, name).items())} for name in ("lengths", "depths", "ranks")
+        }
 
 
 @dataclass(frozen=True)
@@ -67,7 +77,8 @@ class Decided:
 
 
 class Watch:
-    """Hooks itself between an engine's launches.  properties: those to hold; a property that fails raises AssertionError."""
+    """Hooks itself between an engine's launches.  properties: those to hold; a property that fails raises
+    AssertionError."""
 
     def __init__(self, engine: Engine, algorithm: str, reference: Reference, properties: Collection[str] = PROPERTIES):
         self.engine = engine
@@ -95,13 +106,14 @@ class Watch:
     def run(self, ticket: Ticket) -> list[Row]:
         """On the thread that runs tickets, in their order."""
         owners = self._owners.popleft()
-        before = [] if ticket.is_prefill else [self.decided(slot) for slot in ticket.slots]
+        before = [self.decided(slot) for slot in ticket.slots]
         rows = self._run(ticket)
         self.launches += 1
         for slot in ticket.slots:
             self.check_slot(slot)
-        for slot, decided, row in zip(ticket.slots, before, rows):
-            self.check_round(owners[slot], decided, row)
+        for slot, decided, row in zip(ticket.slots, before, rows, strict=True):
+            if not ticket.is_prefill:
+                self.check_round(owners[slot], decided, row)
         return rows
 
     # After every launch
@@ -121,9 +133,11 @@ class Watch:
         assert len(layers) == len(held), f"{len(layers)} layers stand in pages, {len(held)} are due"
         for layer, (first, end, expected) in enumerate(held):
             rows = self.rows(slot, first, end)
-            for what, buffer, value in zip("kv", layers[layer], expected):
+            for what, buffer, value in zip("kv", layers[layer], expected, strict=True):
                 difference = largest(buffer[rows] - value[: end - first])
-                assert difference < EXACT, f"{what} of layer {layer}, rows {first} to {end - 1}: off by {difference:.2g}"
+                assert difference < EXACT, (
+                    f"{what} of layer {layer}, rows {first} to {end - 1}: off by {difference:.2g}"
+                )
 
     def check_ready(self, slot: int, decided: Decided) -> None:
         """(b) The slot carries the root, and the draft's hidden there."""
@@ -145,33 +159,44 @@ class Watch:
             self.check_tokens(request, decided, row)
 
     def check_proposal(self, request: Request, decided: Decided, tree: DraftTree) -> None:
-        """(c) The tree is the brute-force tree, and so is every node's score: same paths in the same order, void nodes aside."""
+        """(c) The tree is the brute-force tree, and so is every node's score: same paths in the same order, void nodes
+        aside."""
         layout = self.engine.layout
         expected = self.reference.tree(
             self.algorithm, request, decided.tokens, layout.steps, layout.topk, layout.num_draft_tokens
         )
         got = paths(tree)
         assert got == [node.path for node in expected], difference_of(got, expected)
-        scores = [score for token, score in zip(tree.tokens[1:], tree.scores[1:]) if token != VOID]
-        for node, score in zip(expected, scores):
+        scores = [score for token, score in zip(tree.tokens[1:], tree.scores[1:], strict=True) if token != VOID]
+        for node, score in zip(expected, scores, strict=True):
             assert abs(score - node.score) < SCORE, f"path {node.path} scores {score}, from scratch {node.score}"
 
     def check_tokens(self, request: Request, decided: Decided, row: Row) -> None:
         """Emitted are plain decoding's tokens, as many of them as walking down the tree finds, and one more."""
         plain, n = self.reference.plain(request), decided.root_at
-        depth = max(0, min(request.params.depth_limit(self.engine.layout.steps), request.end(self.engine.layout.max_context) - 2 - n))
+        depth = max(
+            0,
+            min(
+                request.params.depth_limit(self.engine.layout.steps),
+                request.end(self.engine.layout.max_context) - 2 - n,
+            ),
+        )
         wanted = tuple(plain.upto(n + depth + 2)[n + 1 :])
         assert decided.tokens == tuple(plain.upto(n + 1)), "decided tokens are not plain decoding's"
         assert row.tree is not None
         there = set(paths(row.tree))
         accepted = max(d for d in range(depth + 1) if d == 0 or wanted[:d] in there)
-        assert tuple(row.tokens) == wanted[: accepted + 1], f"emitted {row.tokens}, plain decoding goes on {wanted[: accepted + 1]}"
+        assert tuple(row.tokens) == wanted[: accepted + 1], (
+            f"emitted {row.tokens}, plain decoding goes on {wanted[: accepted + 1]}"
+        )
 
     def check_outputs(self, requests: list[Request]) -> None:
         """What the users got."""
         for request in requests:
             expected = self.reference.plain(request).output(self.engine.layout.max_context)
-            assert request.output == expected, f"request {request.id} got {request.output}, plain decoding gives {expected}"
+            assert request.output == expected, (
+                f"request {request.id} got {request.output}, plain decoding gives {expected}"
+            )
 
     # On the host
 
@@ -181,7 +206,9 @@ class Watch:
         ahead = rounds * (layout.steps + 1) + 1
         excess = len(request.pages) - -(-(request.num_seen + ahead) // layout.page_size)
         self.most_excess = max(self.most_excess, excess)
-        assert excess <= 0, f"{len(request.pages)} pages are held for {request.num_seen} tokens and {ahead} ahead: {excess} too many"
+        assert excess <= 0, (
+            f"{len(request.pages)} pages are held for {request.num_seen} tokens and {ahead} ahead: {excess} too many"
+        )
 
     # Reading the device
 
@@ -196,8 +223,11 @@ class Watch:
         return torch.tensor([held[q // page] * page + q % page for q in range(first, end)], dtype=torch.int64)
 
 
-def run_watched(watch: Watch, requests: list[Request]) -> dict[str, Any]:
-    """Run the requests to their end under a watch.  Returns figures for the summary; raises AssertionError with a property."""
+def run_watched(watch: Watch, requests: list[Request], last: bool = True) -> dict[str, Any]:
+    """Run the requests to their end under a watch, and close its engine after the last of them.
+
+    Returns figures for the summary; raises AssertionError where a property fails.
+    """
     engine = watch.engine
     for request in requests:
         engine.add(request)
@@ -207,7 +237,8 @@ def run_watched(watch: Watch, requests: list[Request]) -> dict[str, Any]:
             if CONSERVED in watch.properties:
                 engine.check_pages()
     finally:
-        engine.close()
+        if last:
+            engine.close()
     if TOKENS in watch.properties:
         watch.check_outputs(requests)
     return {"launches": watch.launches, "excess": watch.most_excess, **watch.coverage.as_dict()}
@@ -216,14 +247,15 @@ def run_watched(watch: Watch, requests: list[Request]) -> dict[str, Any]:
 def paths(tree: DraftTree) -> list[tuple[int, ...]]:
     """The drafted tokens from the root down to each node but the root, void nodes left out, in the order of nodes."""
     found: list[tuple[int, ...]] = [()]
-    for token, parent in zip(tree.tokens[1:], tree.parents[1:]):
+    for token, parent in zip(tree.tokens[1:], tree.parents[1:], strict=True):
         found.append((*found[parent], token))
-    return [path for path, token in zip(found, tree.tokens) if token != VOID][1:]
+    return [path for path, token in zip(found, tree.tokens, strict=True) if token != VOID][1:]
 
 
 def difference_of(got: list[tuple[int, ...]], expected: list[Node]) -> str:
     wanted = [node.path for node in expected]
-    return f"nodes {sorted(set(got) - set(wanted))} are not of the brute-force tree, {sorted(set(wanted) - set(got))} are missing"
+    surplus, missing = sorted(set(got) - set(wanted)), sorted(set(wanted) - set(got))
+    return f"paths {surplus} are not of the brute-force tree, {missing} of it are missing, or the order is another"
 
 
 def largest(difference: Tensor) -> float:

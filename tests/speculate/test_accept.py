@@ -23,7 +23,7 @@ def trees(draw, nodes: int):
             for parent in range(len(tokens))
             if tokens[parent] != VOID and depths[parent] < STEPS
             for token in range(TOKENS)
-            if (parent, token) not in set(zip(parents[1:], tokens[1:]))
+            if (parent, token) not in set(zip(parents[1:], tokens[1:], strict=True))
         ]
         parent, token = draw(st.sampled_from(free)) if free and draw(st.integers(0, 4)) else (0, VOID)
         tokens.append(token)
@@ -33,7 +33,7 @@ def trees(draw, nodes: int):
 
 
 def tree_of(rows) -> Tree:
-    tokens, parents, depths = (torch.tensor(list(part)) for part in zip(*rows))
+    tokens, parents, depths = (torch.tensor(list(part)) for part in zip(*rows, strict=True))
     words = pack(ancestor_mask(parents, tokens == VOID, STEPS))
     return Tree(tokens, parents, depths, torch.zeros(tokens.shape), words)
 
@@ -57,7 +57,7 @@ def test_the_kept_path_is_what_walking_finds(data, nodes, batch):
     limits = data.draw(st.lists(st.integers(0, STEPS), min_size=batch, max_size=batch))
     real = data.draw(st.lists(st.booleans(), min_size=batch, max_size=batch))
     path = accept(tree_of(rows), torch.tensor(picks), torch.tensor(limits), torch.tensor(real), STEPS)
-    for b, (row, picked, limit) in enumerate(zip(rows, picks, limits)):
+    for b, (row, picked, limit) in enumerate(zip(rows, picks, limits, strict=True)):
         nodes_kept, emitted = walk(*row, picked, limit)
         assert int(path.length[b]) == (len(emitted) if real[b] else 0)
         assert path.rows[b].tolist() == nodes_kept + [0] * (STEPS + 1 - len(nodes_kept))
@@ -87,7 +87,9 @@ def test_plain_decoding_emits_the_pick_of_the_root():
 
 
 def test_no_requests_have_no_paths():
-    path = accept(tree_of([([0], [0], [0])]), torch.zeros(1, 1, dtype=torch.int64), torch.ones(1), torch.tensor([True]), STEPS)
+    path = accept(
+        tree_of([([0], [0], [0])]), torch.zeros(1, 1, dtype=torch.int64), torch.ones(1), torch.tensor([True]), STEPS
+    )
     assert path.rows.shape == (1, STEPS + 1)
     empty = root_only(torch.zeros(0, dtype=torch.int64))
     path = accept(empty, empty.tokens, empty.tokens[:, 0], empty.tokens[:, 0] > 0, STEPS)

@@ -20,7 +20,7 @@ def usable(score: float) -> float:
 @given(st.lists(st.lists(SCORES, min_size=7, max_size=7), min_size=1, max_size=3), st.integers(1, 10))
 def test_topk_is_in_order_and_ties_go_to_the_lower_index(rows, k):
     values, indices = ordered_topk(torch.tensor(rows), k)
-    for row, got_values, got_indices in zip(rows, values.tolist(), indices.tolist()):
+    for row, got_values, got_indices in zip(rows, values.tolist(), indices.tolist(), strict=True):
         order = sorted(range(7), key=lambda i: (-usable(row[i]), i))[:k]
         missing = max(k - 7, 0)
         assert got_indices == order + [0] * missing
@@ -41,7 +41,8 @@ def test_infinite_and_extreme_scores_are_in_order():
 
 @st.composite
 def pools(draw):
-    """Levels of candidates as a draft makes them: (token, score, parent's pool index or -1); children never beat parents."""
+    """Levels of candidates as a draft makes them: (token, score, parent's pool index or -1); children never beat
+    parents."""
     topk, steps = draw(st.integers(1, 3)), draw(st.integers(1, 4))
     levels: list[list[tuple[int, float, int]]] = [
         [(token, min(usable(draw(SCORES)), 0.0), -1) for token in range(topk)]
@@ -51,7 +52,9 @@ def pools(draw):
         above = levels[-1]
         beams = sorted(range(len(above)), key=lambda i: (-above[i][1], i))[:topk]
         children = [
-            (token, above[beam][1] + min(usable(draw(SCORES)), 0.0), first + beam) for beam in beams for token in range(topk)
+            (token, above[beam][1] + min(usable(draw(SCORES)), 0.0), first + beam)
+            for beam in beams
+            for token in range(topk)
         ]
         first += len(above)
         levels.append(children)
@@ -77,10 +80,18 @@ def test_selection_is_what_sorting_finds(drawn):
     levels, nodes = drawn[0]
     pool = Pool()
     for candidates in levels:
-        tokens, scores, parents = zip(*candidates)
+        tokens, scores, parents = zip(*candidates, strict=True)
         pool.add(torch.tensor([tokens]), torch.tensor([scores]), torch.tensor([parents]))
     tree = pool.select(torch.tensor([9]), nodes, len(levels))
-    got = list(zip(tree.tokens[0].tolist(), tree.parents[0].tolist(), tree.depths[0].tolist(), tree.scores[0].tolist()))
+    got = list(
+        zip(
+            tree.tokens[0].tolist(),
+            tree.parents[0].tolist(),
+            tree.depths[0].tolist(),
+            tree.scores[0].tolist(),
+            strict=True,
+        )
+    )
     assert got == [(9, 0, 0, 0.0), *selected(levels, nodes)]
     check_invariants(tree)
 

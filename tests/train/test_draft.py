@@ -106,19 +106,18 @@ def grown_tree(draft: Eagle3Draft, target: RandomTarget, tokens: Tensor, root: i
     return [path for path, _ in sorted(pool, key=lambda c: -c[1])[: nodes - 1]]
 
 
-@pytest.mark.parametrize(("steps", "topk", "nodes"), [(3, 3, 8), (4, 1, 5), (2, 2, 4)])
+@pytest.mark.parametrize(("steps", "topk", "nodes"), [(4, 3, 12), (4, 1, 5), (2, 2, 4)])
 def test_accept_lengths_equal_a_tree_grown_from_scratch(draft: Eagle3Draft, steps: int, topk: int, nodes: int) -> None:
     torch.manual_seed(1)
     tokens, target = draft.target_ids[torch.randint(16, (12,))], RandomTarget(12)
     reached = set()
     for root in range(2, 12 - steps):
         kept = grown_tree(draft, target, tokens, root, steps, topk, nodes)
-        for path in kept[:2] + kept[-2:]:
+        for path in kept:
             followed = tokens.clone()
             followed[root + 1 : root + 1 + len(path)] = torch.tensor(path)
             truth = followed[root + 1 : root + 1 + steps].tolist()
-            kept_here = grown_tree(draft, target, followed, root, steps, topk, nodes)
-            expected = 1 + max((len(p) for p in kept_here if list(p) == truth[: len(p)]), default=0)
+            expected = 1 + max((len(p) for p in kept if list(p) == truth[: len(p)]), default=0)
             lengths = accept_lengths(draft, target, followed, 1, steps, topk, nodes)
             assert int(lengths[root - 1]) == expected
             reached.add(expected)
@@ -136,7 +135,7 @@ def test_targets_outside_the_draft_vocabulary_teach_nothing(draft: Eagle3Draft) 
     logits = torch.zeros(1, 6, 24)
     logits[..., int((~draft.t2d).nonzero()[0])] = 9.0
     loss, agreement = training_loss(draft, embeds, features, logits, 3, 1.0)
-    assert float(loss) == 0.0
+    assert loss.item() == 0.0
     assert agreement.tolist() == [0.0, 0.0, 0.0]
 
 
@@ -144,7 +143,8 @@ def test_checkpoint_has_exactly_the_names_of_the_format(draft: Eagle3Draft, tmp_
     save_draft(draft.float(), tmp_path)
     layer = ["hidden_norm", "input_layernorm", "post_attention_layernorm"]
     layer += [f"self_attn.{p}_proj" for p in "qkvo"] + [f"mlp.{p}_proj" for p in ("gate", "up", "down")]
-    expected = {f"midlayer.{name}.weight" for name in layer} | {"fc.weight", "norm.weight", "lm_head.weight", "d2t", "t2d"}
+    others = {"fc.weight", "norm.weight", "lm_head.weight", "d2t", "t2d"}
+    expected = {f"midlayer.{name}.weight" for name in layer} | others
     with safe_open(tmp_path / "model.safetensors", "pt") as weights:
         assert set(weights.keys()) == expected
         assert weights.get_tensor("fc.weight").shape == (12, 36)

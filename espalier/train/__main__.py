@@ -1,0 +1,96 @@
+"""`python -m espalier.train`: train a draft for a target of yours, measure it, or make the bundled model again."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import numpy as np
+
+from espalier.train.bundle import STAGES, BundleFolders, make_bundle
+from espalier.train.eagle3 import DraftConfig, train_eagle3
+from espalier.train.evaluate import evaluate_draft
+
+
+def add_config_flags(parser: argparse.ArgumentParser, config: type) -> None:
+    hints = get_type_hints(config)
+    for item in fields(config):
+        kind = float if hints[item.name] is float else int
+        flag = f"--{item.name.replace('_', '-')}"
+        parser.add_argument(flag, type=kind, default=item.default, help=f"[{item.default}]")
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m espalier.train", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    eagle3 = commands.add_parser("eagle3", help="train an EAGLE-3 draft for a target")
+    eagle3.add_argument("--target", type=Path, required=True, help="directory of a Llama, Qwen or Mistral model")
+    eagle3.add_argument("--data", type=Path, required=True, help='JSON lines with "text" or "token_ids"')
+    eagle3.add_argument("--out", type=Path, required=True, help="where the draft goes")
+    eagle3.add_argument("--work", type=Path, help="where an unfinished run keeps its state [OUT/work]")
+    add_config_flags(eagle3, DraftConfig)
+    evaluate = commands.add_parser("evaluate", help="accept lengths of a draft on the target's own greedy text")
+    for name in ("target", "draft", "data"):
+        evaluate.add_argument(f"--{name}", type=Path, required=True)
+    evaluate.add_argument("--max-tokens", type=int, default=200, help="tokens continued after each prompt [200]")
+    bundled = commands.add_parser("bundled", help="make the bundled model again")
+    bundled.add_argument("--out", type=Path, required=True)
+    bundled.add_argument("--work", type=Path, help="corpus, packed tokens and unfinished runs [OUT/work]")
+    bundled.add_argument("--site-packages", type=Path, action="append", help="of the corpus environment; may repeat")
+    bundled.add_argument("--only", choices=STAGES, help="run one stage")
+    return parser
+
+
+def read_prompts(path: Path, target: Path) -> list[list[int]]:
+    """Token ids of every line: "token_ids" as they are, "text" (or "prompt") through the target's tokenizer."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    documents = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}, line {number}: not JSON ({error.msg})") from error
+        text = record.get("text", record.get("prompt"))
+        if "token_ids" not in record and not isinstance(text, str):
+            raise ValueError(f'{path}, line {number}: neither "text" nor "token_ids"')
+        documents.append(record["token_ids"] if "token_ids" in record else tokenizer(text)["input_ids"])
+    if not documents:
+        raise ValueError(f"{path} is empty: give one JSON object a line")
+    return documents
+
+
+def run(arguments: argparse.Namespace) -> None:
+    if arguments.command == "bundled":
+        work = arguments.work or arguments.out / "work"
+        make_bundle(BundleFolders(arguments.out, work, arguments.site_packages or []), arguments.only)
+        return
+    documents = read_prompts(arguments.data, arguments.target)
+    if arguments.command == "evaluate":
+        evaluate_draft(arguments.draft, arguments.target, documents, arguments.max_tokens)
+        return
+    settings: dict[str, Any] = {item.name: getattr(arguments, item.name) for item in fields(DraftConfig)}
+    stream = np.concatenate([np.array(d, dtype=np.int32) for d in documents])
+    work = arguments.work or arguments.out / "work"
+    train_eagle3(arguments.target, stream, arguments.out, work, DraftConfig(**settings))
+
+
+def main() -> int:
+    arguments = make_parser().parse_args()
+    try:
+        run(arguments)
+    except KeyboardInterrupt:
+        return 130
+    except (OSError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

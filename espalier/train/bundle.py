@@ -1,0 +1,153 @@
+"""Make the bundled model from nothing: corpus, tokenizer, target, draft, held-out prompts, card.
+
+Every stage keeps what it made, and a later run skips it; under torchrun the `base` stage uses all the GPUs it is given.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from tokenizers import Tokenizer
+
+from espalier.train.base import PretrainConfig, pretrain
+from espalier.train.card import write_card
+from espalier.train.corpus import build_corpus, read_documents
+from espalier.train.eagle3 import DraftConfig, train_eagle3
+from espalier.train.evaluate import evaluate_draft
+from espalier.train.heldout import write_heldout
+from espalier.train.llama import LlamaShape
+from espalier.train.ngram import ngram_bits_per_byte
+from espalier.train.packing import pack
+from espalier.train.tokenizer import END, END_OF_TEXT, save_tokenizer, train_tokenizer
+
+SHAPE = LlamaShape()
+BASE = PretrainConfig(num_tokens=2.1e9)
+DRAFT = DraftConfig(num_tokens=2.763e8, generate_batch=2048)
+# Enough text for the merges of a small vocabulary, and for the given part of the draft's text.
+TOKENIZER_FILES = 5000
+DRAFT_TOKENS = 35_000_000
+
+
+@dataclass(frozen=True)
+class BundleFolders:
+    out: Path
+    work: Path
+    site_packages: list[Path]
+
+    @property
+    def target(self) -> Path:
+        return self.out / "target"
+
+    @property
+    def draft(self) -> Path:
+        return self.out / "draft"
+
+    @property
+    def corpus(self) -> Path:
+        return self.work / "corpus"
+
+    @property
+    def packed(self) -> Path:
+        return self.work / "packed"
+
+    def tokenizer(self) -> Tokenizer:
+        return Tokenizer.from_file(str(self.target / "tokenizer.json"))
+
+    def results(self) -> dict[str, Any]:
+        path = self.work / "results.json"
+        return json.loads(path.read_text()) if path.exists() else {}
+
+    def note(self, **figures: Any) -> None:
+        self.work.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(self.results() | figures, indent=1, default=vars)
+        (self.work / "results.json").write_text(text + "\n")
+
+
+def make_corpus(folders: BundleFolders) -> None:
+    sites = folders.site_packages or [Path(p) for p in sys.path if p.endswith("site-packages")]
+    build_corpus(folders.corpus, sites)
+
+
+def make_tokenizer(folders: BundleFolders) -> None:
+    documents = read_documents(folders.corpus / "train.jsonl")
+    order = np.random.default_rng(0).permutation(len(documents))[:TOKENIZER_FILES]
+    tokenizer = train_tokenizer(documents[i]["text"] for i in order)
+    save_tokenizer(tokenizer, folders.target, SHAPE.max_position_embeddings)
+    write_heldout(folders.corpus, tokenizer, folders.out / "heldout.jsonl")
+
+
+def make_packed(folders: BundleFolders) -> None:
+    pack(folders.corpus, folders.tokenizer(), folders.packed, seed=0)
+
+
+def make_base(folders: BundleFolders) -> None:
+    tokenizer, begun = folders.tokenizer(), time.perf_counter()
+    ends = [tokenizer.token_to_id(END_OF_TEXT), tokenizer.token_to_id(END)]
+    bits = pretrain(folders.packed, folders.target, folders.work, ends, BASE, SHAPE)
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        folders.note(base_bits=bits, base_seconds=time.perf_counter() - begun, base_device=device_name())
+
+
+def make_ngram(folders: BundleFolders) -> None:
+    train, heldout = np.load(folders.packed / "train.npy"), np.load(folders.packed / "heldout.npy")
+    num_bytes = int((folders.packed / "heldout_bytes.txt").read_text())
+    bits = ngram_bits_per_byte(train, heldout, num_bytes, SHAPE.vocab_size)
+    print(f"order-5 n-gram: {bits:.4f} bits/byte")
+    folders.note(ngram_bits=bits, train_tokens=len(train), heldout_bytes=num_bytes)
+
+
+def make_draft(folders: BundleFolders) -> None:
+    stream, begun = np.load(folders.packed / "train.npy")[:DRAFT_TOKENS], time.perf_counter()
+    figures = train_eagle3(folders.target, stream, folders.draft, folders.work, DRAFT)
+    folders.note(draft=figures, draft_seconds=time.perf_counter() - begun, draft_device=device_name())
+
+
+def measure_draft(folders: BundleFolders) -> None:
+    tokenizer = folders.tokenizer()
+    prompts = [tokenizer.encode(d["prompt"]).ids for d in read_documents(folders.out / "heldout.jsonl")]
+    accept = evaluate_draft(folders.draft, folders.target, prompts, num_tokens=200)
+    folders.note(accept=accept, num_prompts=len(prompts), accept_device=device_name())
+
+
+def make_card(folders: BundleFolders) -> None:
+    sources = json.loads((folders.corpus / "sources.json").read_text())
+    write_card(folders.out / "CARD.md", folders.results(), sources, BASE, DRAFT)
+
+
+def device_name() -> str:
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+
+
+@dataclass(frozen=True)
+class Stage:
+    make: Callable[[BundleFolders], None]
+    done: Callable[[BundleFolders], bool]
+
+
+STAGES: dict[str, Stage] = {
+    "corpus": Stage(make_corpus, lambda f: (f.corpus / "sources.json").exists()),
+    "tokenizer": Stage(make_tokenizer, lambda f: (f.out / "heldout.jsonl").exists()),
+    "pack": Stage(make_packed, lambda f: (f.packed / "heldout_bytes.txt").exists()),
+    "base": Stage(make_base, lambda f: "base_bits" in f.results()),
+    "ngram": Stage(make_ngram, lambda f: "ngram_bits" in f.results()),
+    "draft": Stage(make_draft, lambda f: "draft" in f.results()),
+    "measure": Stage(measure_draft, lambda f: "accept" in f.results()),
+    "card": Stage(make_card, lambda f: False),
+}
+
+
+def make_bundle(folders: BundleFolders, only: str | None = None) -> None:
+    for name, stage in STAGES.items():
+        if only in (None, name):
+            print(f"{name}: {'kept' if stage.done(folders) else 'making'}", flush=True)
+            if not stage.done(folders):
+                stage.make(folders)

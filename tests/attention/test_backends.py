@@ -1,0 +1,175 @@
+"""Every backend against attention in plain words: new nodes over a prefix in pages, ragged, windowed, or with no
+prefix."""
+
+import pytest
+import torch
+
+from espalier.attention import BACKENDS, Nodes, Prefix, backend
+from espalier.attention.base import Support
+from espalier.cache.geometry import LayerGeometry
+from espalier.cache.kv import Pages
+from espalier.errors import EspalierError
+from espalier.layout import RoundLayout
+
+# float64: a few roundings of sums over some sixty terms of size one.
+TOLERANCE = 1e-12
+CPU = torch.device("cpu")
+GEOMETRY = (
+    LayerGeometry(heads=4, kv_heads=2, k_size=6, v_size=6),
+    LayerGeometry(heads=4, kv_heads=4, k_size=6, v_size=3),
+    LayerGeometry(heads=3, kv_heads=1, k_size=5, v_size=7, window=4, scale=0.2),
+)
+backends = pytest.mark.parametrize("name", BACKENDS)
+
+
+def filled_pages(page_size: int, seed: int = 0) -> tuple[Pages, torch.Tensor]:
+    """Pages full of noise (rows that nobody decided, too) and a page table of four requests in no order."""
+    layout = RoundLayout(4, 2, 2, 4, page_size, 40, 0, 16)
+    width = layout.table_width
+    pages = Pages(layout, 1 + 4 * width, GEOMETRY, len(GEOMETRY), torch.float64, CPU)
+    generator = torch.Generator().manual_seed(seed)
+    for stack in pages.target:
+        stack.k.normal_(generator=generator)
+        stack.v.normal_(generator=generator)
+    return pages, 1 + torch.randperm(4 * width, generator=generator).view(4, width)
+
+
+def tree_nodes(length: torch.Tensor, queries: int, rows: int, seed: int) -> Nodes:
+    """Rows hanging off prefixes of these lengths, each with random ancestors; the last `queries` of them ask."""
+    generator = torch.Generator().manual_seed(seed)
+    mask = torch.rand(len(length), rows, rows, generator=generator).tril() > 0.5
+    mask |= torch.eye(rows, dtype=torch.bool)
+    positions = length[:, None] + mask.sum(2) - 1
+    return Nodes(positions[:, rows - queries :], positions, mask[:, rows - queries :])
+
+
+def in_words(pages: Pages, layer: int, prefix: Prefix, nodes: Nodes, q, k, v) -> torch.Tensor:
+    """One request, query and head at a time: gather what is seen, softmax, sum."""
+    g = GEOMETRY[layer]
+    out = torch.zeros(*q.shape[:3], g.v_size, dtype=q.dtype)
+    for b in range(q.shape[0]):
+        for i in range(q.shape[1]):
+            at = int(nodes.positions[b, i])
+            lowest = prefix.first if g.window is None else max(prefix.first, at - g.window + 1)
+            below = range(lowest, int(prefix.length[b]))
+            rows = [
+                int(prefix.page_table[b, p // pages.page_size]) * pages.page_size + p % pages.page_size for p in below
+            ]
+            among = [
+                r
+                for r in range(k.shape[1])
+                if nodes.mask[b, i, r] and (g.window is None or at - int(nodes.row_positions[b, r]) < g.window)
+            ]
+            for h in range(g.heads):
+                head = h // (g.heads // g.kv_heads)
+                keys, values = (
+                    torch.cat((held[rows, head], new[b, among, head]))
+                    for held, new in zip(pages.layers[layer], (k, v), strict=True)
+                )
+                out[b, i, h] = torch.softmax(keys @ q[b, i, h] * g.softmax_scale, 0) @ values
+    return out
+
+
+def drawn(layer: int, batch: int, queries: int, rows: int, seed: int):
+    g, generator = GEOMETRY[layer], torch.Generator().manual_seed(seed)
+    shapes = (
+        (batch, queries, g.heads, g.k_size),
+        (batch, rows, g.kv_heads, g.k_size),
+        (batch, rows, g.kv_heads, g.v_size),
+    )
+    return tuple(torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
+
+
+@backends
+@pytest.mark.parametrize("layer", range(len(GEOMETRY)))
+@pytest.mark.parametrize("page_size", [1, 3, 16, 64])
+@pytest.mark.parametrize("first", [0, 1])
+def test_nodes_over_a_prefix(name, page_size, layer, first):
+    pages, table = filled_pages(page_size)
+    for queries, rows in ((1, 1), (5, 5), (2, 6)):
+        for lengths in ([17, 1, 3, 40], [first] * 4, [0 + first, 0 + first, 0 + first, 9]):
+            prefix = Prefix(table, torch.tensor(lengths), first)
+            nodes = tree_nodes(prefix.length, queries, rows, seed=rows)
+            q, k, v = drawn(layer, 4, queries, rows, seed=page_size)
+            out = backend(name).plan(pages, GEOMETRY, prefix, nodes).attend(layer, q, k, v)
+            expected = in_words(pages, layer, prefix, nodes, q, k, v)
+            assert torch.allclose(out, expected, rtol=0, atol=TOLERANCE)
+
+
+@backends
+def test_an_empty_batch_is_legal(name):
+    pages, table = filled_pages(3)
+    none = torch.zeros(0, dtype=torch.int64)
+    for rows in (1, 4):
+        nodes = tree_nodes(none, rows, rows, seed=0)
+        q, k, v = drawn(0, 0, rows, rows, seed=0)
+        out = backend(name).plan(pages, GEOMETRY, Prefix(table[:0], none), nodes).attend(0, q, k, v)
+        assert out.shape == (0, rows, 4, 6)
+
+
+@backends
+def test_a_request_does_not_see_its_batch(name):
+    """Alone and beside a longer one: equal to rounding, as the gather's length is the batch's."""
+    pages, table = filled_pages(3)
+    prefix = Prefix(table, torch.tensor([4, 38, 0, 11]))
+    nodes = tree_nodes(prefix.length, 3, 3, seed=5)
+    q, k, v = drawn(2, 4, 3, 3, seed=6)
+    together = backend(name).plan(pages, GEOMETRY, prefix, nodes).attend(2, q, k, v)
+    for b in range(4):
+        own = Nodes(nodes.positions[b : b + 1], nodes.row_positions[b : b + 1], nodes.mask[b : b + 1])
+        alone = backend(name).plan(pages, GEOMETRY, Prefix(table[b : b + 1], prefix.length[b : b + 1]), own)
+        out = alone.attend(2, q[b : b + 1], k[b : b + 1], v[b : b + 1])
+        assert torch.allclose(out, together[b : b + 1], rtol=0, atol=TOLERANCE)
+
+
+def test_over_prefix_gives_the_log_sum_exp_and_nothing_for_an_empty_prefix():
+    pages, table = filled_pages(3)
+    prefix = Prefix(table, torch.tensor([1, 9, 0, 2]), first=1)
+    nodes = tree_nodes(prefix.length, 2, 2, seed=1)
+    q, _, _ = drawn(0, 4, 2, 2, seed=2)
+    out, lse = backend("reference").plan(pages, GEOMETRY, prefix, nodes).over_prefix(q, 0)
+    for b in (0, 2):
+        assert (out[b] == 0).all() and (lse[b] == -torch.inf).all()
+    held = pages.layers[0][0][pages.rows(table[1:2], torch.arange(1, 9)[None])[0]]
+    expected = torch.logsumexp(torch.einsum("qhd,khd->qhk", q[1], held.repeat_interleave(2, 1)) * 6**-0.5, -1)
+    assert torch.allclose(lse[1], expected, rtol=0, atol=TOLERANCE)
+
+
+def test_bfloat16_is_close_and_keeps_its_dtype():
+    pages, table = filled_pages(16)
+    prefix = Prefix(table, torch.tensor([17, 1, 3, 40]))
+    nodes = tree_nodes(prefix.length, 3, 3, seed=1)
+    exact = [drawn(0, 4, 3, 3, seed=3)]
+    expected = in_words(pages, 0, prefix, nodes, *exact[0])
+    for stack in pages.target:
+        stack.k, stack.v = stack.k.bfloat16(), stack.v.bfloat16()
+    pages.layers = {layer: (s.k[i], s.v[i]) for s in pages.target for i, layer in enumerate(s.layers)}
+    for name in BACKENDS:
+        out = backend(name).plan(pages, GEOMETRY, prefix, nodes).attend(0, *(value.bfloat16() for value in exact[0]))
+        assert out.dtype == torch.bfloat16
+        # bfloat16 has 8 bits: inputs of size three are off by 1 %, and weights with them.
+        assert torch.allclose(out.double(), expected, rtol=0, atol=0.1)
+
+
+def test_an_unknown_backend_is_refused_by_name():
+    with pytest.raises(EspalierError, match="attention='flash' is unknown; use one of sdpa, reference"):
+        backend("flash")
+
+
+NOTHING = Support("picky", ("cuda",), (torch.bfloat16,), sliding_window=False, different_v_size=False, max_page_size=64)
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "page_size", "geometry", "value"),
+    [
+        ("cpu", torch.bfloat16, 16, GEOMETRY[:1], "device=cpu; it supports devices cuda"),
+        ("cuda", torch.float64, 16, GEOMETRY[:1], "dtype=float64; it supports dtypes bfloat16"),
+        ("cuda", torch.bfloat16, 128, GEOMETRY[:1], "page_size=128; it supports page_size up to 64"),
+        ("cuda", torch.bfloat16, 16, GEOMETRY[1:2], "k and v heads of different sizes"),
+        ("cuda", torch.bfloat16, 16, GEOMETRY, "a sliding window"),
+    ],
+)
+def test_support_refuses_by_name(device, dtype, page_size, geometry, value):
+    with pytest.raises(EspalierError, match=f"attention=picky does not support {value}"):
+        NOTHING.require(device, dtype, page_size, geometry)
+    NOTHING.require("cuda", torch.bfloat16, 64, GEOMETRY[:1])

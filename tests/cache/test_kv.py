@@ -1,0 +1,147 @@
+"""Pages, staging and commit: where rows go, for any page size and for layers of different shapes."""
+
+import pytest
+import torch
+
+from espalier.cache.geometry import LayerGeometry
+from espalier.cache.kv import DUMMY_ROW, Pages, Staging, bytes_per_token
+from espalier.layout import RoundLayout
+
+CPU = torch.device("cpu")
+# Two layers of one shape with another between them, then a draft of a third.
+GEOMETRY = (
+    LayerGeometry(heads=4, kv_heads=2, k_size=4, v_size=4),
+    LayerGeometry(heads=2, kv_heads=1, k_size=6, v_size=3),
+    LayerGeometry(heads=4, kv_heads=2, k_size=4, v_size=4, window=8),
+    LayerGeometry(heads=1, kv_heads=1, k_size=2, v_size=5),
+)
+TARGET_LAYERS = 3
+PAGE_SIZES = [1, 2, 3, 16, 64, 256, 512]
+
+
+def made(page_size: int, num_pages: int | None = None) -> tuple[RoundLayout, Pages, Staging]:
+    layout = RoundLayout(2, 3, 2, 8, page_size, 600, 1, 32)
+    pages = Pages(layout, num_pages or 1 + 2 * layout.table_width, GEOMETRY, TARGET_LAYERS, torch.float64, CPU)
+    return layout, pages, Staging(GEOMETRY, range(TARGET_LAYERS), layout.verify_rows, torch.float64, CPU)
+
+
+def shuffled_table(layout: RoundLayout, pages: Pages, seed: int = 0) -> torch.Tensor:
+    """[2, table_width]: every page but the dummy, in no order."""
+    order = 1 + torch.randperm(pages.num_pages - 1, generator=torch.Generator().manual_seed(seed))
+    return order[: 2 * layout.table_width].view(2, -1)
+
+
+def test_layers_of_one_shape_share_a_stack():
+    _, pages, staging = made(16)
+    assert [stack.layers for stack in pages.target] == [(0, 2), (1,)] == [stack.layers for stack in staging.stacks]
+    assert [stack.layers for stack in pages.draft] == [(3,)]
+    for layer, g in enumerate(GEOMETRY):
+        k, v = pages.layers[layer]
+        assert k.shape[1:] == (g.kv_heads, g.k_size) and v.shape[1:] == (g.kv_heads, g.v_size)
+
+
+def test_bytes_of_a_token_are_summed_over_layers():
+    assert bytes_per_token(GEOMETRY, torch.bfloat16) == 2 * (16 + 9 + 16 + 7)
+    _, pages, _ = made(16)
+    held = sum(buffer.nbytes for stack in pages.target + pages.draft for buffer in (stack.k, stack.v))
+    assert held == bytes_per_token(GEOMETRY, torch.float64) * pages.num_pages * 16
+
+
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+def test_a_position_is_a_row_of_its_page(page_size):
+    layout, pages, _ = made(page_size)
+    table = shuffled_table(layout, pages)
+    positions = torch.tensor([[0, 1, 2, 15, 16, 63, 64, 255, 511, 512, 599]]).expand(2, -1)
+    rows = pages.rows(table, positions)
+    for b in range(2):
+        expected = [int(table[b, p // page_size]) * page_size + p % page_size for p in positions[b].tolist()]
+        assert rows[b].tolist() == expected
+    kept = pages.rows_where(table, positions, positions < 64)
+    assert torch.equal(kept, torch.where(positions < 64, rows, DUMMY_ROW))
+
+
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+def test_a_commit_copies_staged_rows_in_order_and_nothing_else(page_size):
+    layout, pages, staging = made(page_size)
+    table, width = shuffled_table(layout, pages), layout.num_draft_tokens
+    generator = torch.Generator().manual_seed(page_size)
+    staged = {}
+    for layer in range(TARGET_LAYERS):
+        g = GEOMETRY[layer]
+        k = torch.randn(2, width, g.kv_heads, g.k_size, generator=generator, dtype=torch.float64)
+        v = torch.randn(2, width, g.kv_heads, g.v_size, generator=generator, dtype=torch.float64)
+        staging.put(layer, k, v, width, at=0)
+        staged[layer] = k, v
+    # Request 0 keeps three nodes around a page's edge, request 1 its root alone.
+    source = torch.tensor([0, 3, 6, width + 0, 0, 0])
+    edge = 2 * page_size - 1 if page_size > 1 else 5
+    positions = torch.tensor([[edge, edge + 1, edge + 2], [7, 8, 9]])
+    rows = pages.rows_where(table, positions, torch.tensor([[True, True, True], [True, False, False]]))
+    pages.commit(staging, source, rows.flatten())
+    for layer in range(TARGET_LAYERS):
+        for buffer, value in zip(pages.layers[layer], staged[layer], strict=True):
+            expected = torch.zeros_like(buffer)
+            for place, (b, node) in zip(rows.flatten().tolist()[:4], [(0, 0), (0, 3), (0, 6), (1, 0)], strict=True):
+                expected[place] = value[b, node]
+            assert torch.equal(buffer, expected)
+    for stack in pages.draft:
+        assert not stack.k.any() and not stack.v.any()
+
+
+def test_a_chain_is_written_a_layer_at_a_time_and_padding_leaves_no_trace():
+    layout, pages, _ = made(3)
+    table = shuffled_table(layout, pages)
+    positions = torch.arange(4).expand(2, -1) + 1
+    rows = pages.rows_where(table, positions, torch.tensor([[True] * 4, [True, False, False, False]]))
+    k, v = torch.randn(2, 4, 1, 2, dtype=torch.float64), torch.randn(2, 4, 1, 5, dtype=torch.float64)
+    pages.write(3, k, v, rows)
+    written = [*rows[0].tolist(), int(rows[1, 0])]
+    for buffer, value in zip(pages.layers[3], (k, v), strict=True):
+        assert torch.equal(buffer[written], torch.cat((value[0], value[1, :1])))
+        rest = torch.ones(buffer.shape[0], dtype=torch.bool)
+        rest[written] = False
+        assert not buffer[rest].any()
+
+
+def test_not_a_number_in_padding_does_not_stay():
+    layout, pages, _ = made(2)
+    table = shuffled_table(layout, pages)
+    positions = torch.zeros(2, 1, dtype=torch.int64)
+    rows = pages.rows_where(table, positions, torch.zeros(2, 1, dtype=torch.bool))
+    nan = torch.full((2, 1, 1, 5), torch.nan, dtype=torch.float64)
+    pages.write(3, nan[..., :2], nan, rows)
+    assert not any(buffer.any() for buffer in pages.layers[3])
+
+
+def test_staging_hands_back_all_rows_so_far():
+    _, _, staging = made(16)
+    first, second = (torch.randn(2, n, 1, 9, dtype=torch.float64) for n in (2, 3))
+    staging.put(1, first[..., :6], first[..., 6:], width=8, at=0)
+    k, v = staging.put(1, second[..., :6], second[..., 6:], width=8, at=2)
+    assert torch.equal(k, torch.cat((first, second), 1)[..., :6]) and torch.equal(
+        v, torch.cat((first, second), 1)[..., 6:]
+    )
+
+
+def test_pages_are_clear_when_they_are_handed_out():
+    _, pages, _ = made(3, num_pages=6)
+    for stack in pages.target + pages.draft:
+        stack.k.fill_(torch.nan)
+        stack.v.fill_(torch.nan)
+    pages.zero([])
+    pages.zero([2, 4])
+    for k, v in pages.layers.values():
+        for buffer in (k, v):
+            clear = (buffer.view(6, -1) == 0).all(1)
+            assert clear.tolist() == [False, False, True, False, True, False]
+
+
+def test_no_requests_commit_nothing():
+    layout, pages, staging = made(16)
+    none = torch.zeros(0, dtype=torch.int64)
+    pages.commit(staging, none, none)
+    pages.write(
+        3, torch.zeros(0, 4, 1, 2, dtype=torch.float64), torch.zeros(0, 4, 1, 5, dtype=torch.float64), none.view(0, 4)
+    )
+    k, v = staging.put(0, torch.zeros(0, 2, 2, 4), torch.zeros(0, 2, 2, 4), layout.num_draft_tokens, 0)
+    assert k.shape == v.shape == (0, 2, 2, 4)

@@ -1,0 +1,251 @@
+"""The command line: one line for what is wrong, figures and text for what is right, over a tiny model."""
+
+import json
+import re
+
+import pytest
+
+from espalier import cli
+from espalier.cli import demo, generate
+from espalier.cli.console import ASCII, aligned
+from espalier.cli.draw import round_tree
+from espalier.cli.flags import engine_settings, sampling_params
+from espalier.cli.main import parse
+from espalier.config import EngineConfig, SpeculationConfig
+from espalier.engine.scheduler import RoundTrace
+from espalier.engine.ticket import DraftTree
+from espalier.request import SamplingParams
+from tests.test_llm import paths  # noqa: F401  (a fixture)
+
+
+@pytest.fixture
+def tiny(paths):  # noqa: F811
+    """Flags that name the tiny model."""
+    target, draft = paths
+    tree = ["--steps", "3", "--topk", "2", "--num-draft-tokens", "8"]
+    return ["--model", str(target), "--draft", str(draft), "--dtype", "float64", "--max-context", "96", *tree]
+
+
+def run(*arguments):
+    """Exit status of a command; argparse leaves by SystemExit."""
+    try:
+        return cli.main([str(argument) for argument in arguments])
+    except SystemExit as left:
+        return left.code
+
+
+BAD = [
+    (["generate", "x", "--page-siz", "3"], "unknown flag --page-siz; did you mean --page-size?"),
+    (["generate", "x", "--page-size", "0"], "page_size=0 is not supported"),
+    (["generate", "x", "--page-size", "many"], "invalid whole number value: 'many'"),
+    (["generate", "x", "--model", "/no/such/place"], "model='/no/such/place' is not a directory"),
+    (["generate", "x", "--model-overrides", "{"], "is not a JSON object"),
+    (["generate", "x", "--steps", "-1"], "steps=-1"),
+    (["generate", "--file", "/no/such/file"], "/no/such/file cannot be read"),
+    (["demo", "--prompts", "0"], "--prompts=0"),
+    (["bench", "round", "--batch", "0"], "--batch=[0]"),
+    (["bench", "round", "--batch", "a"], "invalid list of whole numbers"),
+    (["nonsense"], "invalid choice: 'nonsense'"),
+    ([], "required"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "said"), BAD, ids=[said for _, said in BAD])
+def test_bad_input_is_one_line_and_status_2(arguments, said, capsys):
+    assert run(*arguments) == 2
+    out, err = capsys.readouterr()
+    assert said in err
+    assert err.count("\n") == 1
+    assert out == ""
+
+
+def test_version(capsys):
+    assert run("--version") == 0
+    assert capsys.readouterr().out.startswith("espalier ")
+
+
+@pytest.mark.parametrize("command", [["generate"], ["demo"], ["doctor"], ["bench", "round"]])
+def test_every_config_field_is_a_flag(command, capsys):
+    assert run(*command, "--help") == 0
+    helped = capsys.readouterr().out
+    fields = {*EngineConfig.__dataclass_fields__, *SpeculationConfig.__dataclass_fields__} - {"speculation"}
+    if command == ["generate"]:
+        fields |= set(SamplingParams.__dataclass_fields__)
+    assert [name for name in sorted(fields) if f"--{name.replace('_', '-')}" not in helped] == []
+
+
+def test_flags_become_settings():
+    arguments = ["generate", "x", "--page-size", "auto", "--num-pages", "9", "--no-overlap", "--topk", "2"]
+    arguments += [
+        "--logit-bias",
+        '{"3": -1}',
+        "--stop",
+        "a",
+        "--stop",
+        "b",
+        "--stop-token-ids",
+        "4",
+        "--no-speculation",
+    ]
+    arguments += ["--temperature", "0.5", "--seed", "7", "--model-overrides", '{"rope_theta": 5.0}']
+    asked = parse(arguments)
+    assert engine_settings(asked) == {
+        "page_size": "auto",
+        "num_pages": 9,
+        "overlap": False,
+        "model_overrides": {"rope_theta": 5.0},
+        "speculation": SpeculationConfig(topk=2),
+    }
+    assert sampling_params(asked) == SamplingParams(
+        logit_bias={3: -1}, stop=["a", "b"], stop_token_ids=[4], speculation=False, temperature=0.5, seed=7
+    )
+
+
+def test_generate_writes_text_to_stdout_and_figures_to_stderr(tiny, capsys):
+    assert run("generate", "abc", "--max-tokens", "8", "--temperature", "0", *tiny) == 0
+    out, err = capsys.readouterr()
+    assert re.fullmatch(r"[a-o]{1,8}\n", out)
+    assert "8 tokens in" in err
+    assert "accept length" in err
+    assert "\x1b" not in out + err
+
+
+def test_generate_gives_json(tiny, capsys, tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('"abc"\n{"prompt": "de"}\n')
+    assert run("generate", "--file", prompts, "--json", "--n", "2", "--max-tokens", "4", *tiny) == 0
+    outputs = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [output["usage"]["prompt_tokens"] for output in outputs] == [3, 2]
+    assert all(len(output["choices"]) == 2 for output in outputs)
+    assert {"rounds", "drafted", "accepted", "accept_length", "histogram"} <= outputs[0]["speculation"].keys()
+
+
+def test_generate_says_which_line_of_a_file_is_wrong(capsys, tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('"abc"\n{"text": "de"}\n')
+    assert run("generate", "--file", prompts) == 2
+    assert "line 2" in capsys.readouterr().err
+
+
+def test_an_interrupt_is_one_line_and_status_130(monkeypatch, capsys):
+    def press(_asked):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(generate, "_prompts", press)
+    assert run("generate", "x") == 130
+    assert capsys.readouterr().err == "espalier: interrupted\n"
+
+
+def test_doctor_shows_machine_and_resolved_configuration_without_loading(tiny, capsys, monkeypatch):
+    monkeypatch.setattr("espalier.engine.load.load_target", None)
+    assert run("doctor", *tiny) == 0
+    out = capsys.readouterr().out
+    for said in ("torch", "threads", "num_draft_tokens  8", "num_pages", "LlamaForCausalLM"):
+        assert said in out
+
+
+@pytest.fixture
+def tiny_heldout(monkeypatch):
+    entries = [{"prompt": "abcabc\nabc"[:6], "reference": "defdefdefdef"}, {"prompt": "ddd", "reference": "abcabcabc"}]
+    monkeypatch.setattr("espalier.bench.drive.heldout", lambda: entries)
+    monkeypatch.setattr(demo, "heldout", lambda: entries)
+
+
+def test_demo_compares_draws_and_counts(tiny, tiny_heldout, capsys):
+    assert run("demo", "--max-tokens", "16", *tiny) == 0
+    out = capsys.readouterr().out
+    for said in (
+        "identical: plain decoding gave the same",
+        "came from the draft",
+        "root",
+        "page",
+        "tokens/s",
+        "try next",
+    ):
+        assert said in out
+    assert "\x1b" not in out
+
+
+def test_demo_fails_where_outputs_differ(tiny, tiny_heldout, capsys, monkeypatch):
+    complete = demo._complete
+
+    def spoiled(*arguments):
+        plain, tree = complete(*arguments)
+        tree.outputs[1].token_ids[3] ^= 1
+        return plain, tree
+
+    monkeypatch.setattr(demo, "_complete", spoiled)
+    assert run("demo", "--max-tokens", "16", *tiny) == 1
+    assert "prompt 1: plain and tree differ from token 3 on" in capsys.readouterr().out
+
+
+def test_bench_round_measures_both_in_one_run(tiny, tiny_heldout, capsys, tmp_path):
+    file = tmp_path / "figures.json"
+    assert (
+        run(
+            "bench",
+            "round",
+            "--tokens",
+            "8",
+            "--context",
+            "8",
+            "--batch",
+            "1,2",
+            "--repeats",
+            "1",
+            "--json",
+            file,
+            *tiny,
+        )
+        == 0
+    )
+    cells = json.loads(file.read_text())["cells"]
+    assert [cell["identical"] for cell in cells] == [1, 2]
+    assert all(cell["round_ms"] > 0 and 0 < cell["outside_forwards"] < 1 for cell in cells)
+    assert all(1 <= cell["accept_length"] <= 4 for cell in cells)
+    assert "tree over plain" in capsys.readouterr().out
+
+
+def test_bench_acceptance_runs_every_variant(tiny, tiny_heldout, capsys, tmp_path):
+    file = tmp_path / "figures.json"
+    assert run("bench", "round", "--acceptance", "--tokens", "24", "--json", file, *tiny) == 0
+    rows = {row["name"]: row for row in json.loads(file.read_text())["acceptance"]}
+    assert len(rows) == 7
+    for name, row in rows.items():
+        assert 1 <= row["accept_length"] <= 6, name
+        # Whatever drafts, tokens are the target's own.
+        assert row["same_tokens"] in (row["requests"], None), name
+    assert rows["eagle3 tree, teacher-forced"]["requests"] == 4
+
+
+def test_bench_memory_finds_no_excess(tiny, capsys):
+    assert run("bench", "round", "--memory", *tiny, "--steps", "5", "--topk", "8", "--num-draft-tokens", "64") == 0
+    out = capsys.readouterr().out
+    assert re.search(r"largest excess +0\n", out)
+    assert re.search(r"per branch tokens +8192\n", out)
+
+
+TREE = DraftTree(
+    tokens=[1, 2, 3, 4, -1],
+    parents=[0, 0, 0, 1, 0],
+    depths=[0, 1, 1, 2, 0],
+    scores=[0.0, -0.5, -1.5, -0.75, float("-inf")],
+    path_rows=[0, 1, 3],
+)
+DRAWN = """\
+b  root  - position 6, page 9 row 2
+|-+ c  -0.50  - position 7, page 9 row 3
+| `-+ e  -0.75  - position 8, page 4 row 0
+`-x d  -1.50
+next root: h, the target's own pick, to stand at position 9
+3 draft tokens verified in one pass, 2 accepted; 3 rows committed, 1 rejected that never were in the cache
+"""
+
+
+def test_a_round_is_drawn_with_what_was_committed_where():
+    trace = RoundTrace("r", TREE, prefix_len=6, emitted=[2, 4, 7], pages=[3, 9, 4], page_size=4)
+    assert round_tree(trace, lambda token: "abcdefgh"[token], ASCII).plain == DRAWN
+
+
+def test_columns_are_as_wide_as_what_stands_in_them():
+    assert aligned([["a", "1"], ["long", "234"]]) == "  a       1\n  long  234"

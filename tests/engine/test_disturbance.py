@@ -1,0 +1,143 @@
+"""Whatever happens around a request, it says what it says alone, from the same trees."""
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from espalier.engine.engine import Engine
+from espalier.request import Request, SamplingParams
+from tests.engine.alone import alone, plainly
+from tests.engine.watching import jitter, run_watched
+from tests.harness import Setup, prompts, request
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=18)
+WISHES = [
+    GREEDY,
+    SamplingParams(temperature=1.0, max_tokens=18),
+    SamplingParams(temperature=0.8, top_k=6, top_p=0.9, max_tokens=11),
+    SamplingParams(temperature=0.0, max_tokens=13, repetition_penalty=1.2, presence_penalty=0.3),
+    SamplingParams(temperature=1.0, max_tokens=15, frequency_penalty=0.4, min_p=0.05),
+    SamplingParams(temperature=0.0, speculation=False, max_tokens=9),
+    SamplingParams(temperature=0.0, logit_bias={2: 1.5, 7: -100.0}, min_tokens=4, stop_token_ids=[1], max_tokens=16),
+    SamplingParams(temperature=0.5, max_draft_depth=2, stop_token_ids=[4], max_tokens=16),
+]
+TREES = [
+    Setup(page_size=1, topk=2, steps=3, num_draft_tokens=8),
+    Setup(page_size=2, topk=8, steps=5, num_draft_tokens=24),
+    Setup(page_size=3, topk=4, steps=1, num_draft_tokens=5),
+    Setup(page_size=16, topk=1, steps=4, num_draft_tokens=5),
+    Setup(page_size=4, topk=3, steps=3, num_draft_tokens=9, algorithm="ngram"),
+    Setup(page_size=3).plain(),
+]
+each_tree = pytest.mark.parametrize("tree", TREES, ids=lambda s: f"{s.algorithm}-page{s.page_size}-topk{s.topk}")
+each_loop = pytest.mark.parametrize("overlap", [False, True], ids=["lockstep", "overlap"])
+
+
+def mixed(seed: int = 0, lengths: tuple[int, ...] = (1, 9, 30, 17, 2, 40, 25, 33)) -> list[Request]:
+    return [request(i, p, WISHES[i % len(WISHES)]) for i, p in enumerate(prompts(seed, lengths))]
+
+
+def all_undisturbed(setup: Setup, requests: list[Request]) -> None:
+    for r in requests:
+        said = alone(setup, r)
+        assert (r.output, r.finish_reason) == (said.tokens, said.reason)
+        assert r.output == plainly(setup, r).tokens
+        assert r.from_draft == said.from_draft
+
+
+@each_tree
+@each_loop
+def test_batch_of_many_equals_each_alone(tree: Setup, overlap: bool) -> None:
+    """Arrivals are ragged, so that every round has another membership."""
+    requests = mixed()
+    run_watched(replace(tree, overlap=overlap).engine(), [(3 * i, r) for i, r in enumerate(requests)])
+    all_undisturbed(tree, requests)
+
+
+@each_tree
+def test_overlap_equals_lock_step_whoever_is_late(tree: Setup) -> None:
+    """The worker and the host sleep at random; stops are read a round late, and that round is thrown away."""
+    ran = []
+    for overlap in (False, True):
+        engine, requests = replace(tree, overlap=overlap, num_pages=60).engine(), mixed(1)
+        late = jitter(engine, Random(1))
+        run_watched(engine, [(2 * i, r) for i, r in enumerate(requests)], lambda _, late=late: late())
+        ran.append([(r.output, r.from_draft, r.finish_reason, r.stats) for r in requests])
+    assert ran[0] == ran[1]
+
+
+@each_tree
+@pytest.mark.parametrize("prefix_cache", [False, True], ids=["uncached", "cached"])
+def test_preempted_after_any_round(tree: Setup, prefix_cache: bool) -> None:
+    """Preempted after each of its steps, among mates and after several of them, the root given and never picked again."""
+    setup = replace(tree, prefix_cache=prefix_cache, max_batch=3)
+    for first in range(2, 7):
+        engine, requests = setup.engine(), mixed(2, (21, 34, 8))
+
+        def preempt(step: int, engine: Engine = engine, first: int = first) -> None:
+            if step >= first and (step - first) % 5 == 0 and engine.scheduler.running:
+                engine.scheduler._preempt(engine.scheduler.running[step % len(engine.scheduler.running)])
+
+        run_watched(engine, [(0, r) for r in requests], preempt)
+        assert engine.scheduler.num_preempted
+        all_undisturbed(setup, requests)
+
+
+@each_tree
+@each_loop
+@pytest.mark.parametrize("prefix_cache", [False, True], ids=["uncached", "cached"])
+def test_few_pages(tree: Setup, overlap: bool, prefix_cache: bool) -> None:
+    """A pool that holds one request to its end and little more: they preempt each other, oldest first to finish."""
+    setup = replace(tree, overlap=overlap, prefix_cache=prefix_cache, max_context=64)
+    most = setup.layout.pages_for(65)
+    engine, requests = replace(setup, num_pages=1 + most + most // 3).engine(), mixed(3)
+    run_watched(engine, [(i, r) for i, r in enumerate(requests)])
+    all_undisturbed(setup, requests)
+
+
+def test_few_pages_do_preempt() -> None:
+    setup = Setup(page_size=2, overlap=True, max_context=64, num_pages=36)
+    engine, requests = setup.engine(), mixed(3)
+    run_watched(engine, [(0, r) for r in requests])
+    assert engine.scheduler.num_preempted >= 2
+
+
+@each_tree
+@each_loop
+def test_mates_that_are_aborted(tree: Setup, overlap: bool) -> None:
+    """Every other request is aborted, one at each step from its arrival on; what it said until then stands."""
+    setup = replace(tree, overlap=overlap, num_pages=80)
+    for delay in range(0, 9, 2):
+        engine, requests = setup.engine(), mixed(4)
+
+        def abort(step: int, engine: Engine = engine, delay: int = delay) -> None:
+            if step >= delay and step - delay < 8 and (step - delay) % 2:
+                engine.abort(f"r{step - delay}")
+
+        run_watched(engine, [(i, r) for i, r in enumerate(requests)], abort)
+        all_undisturbed(setup, [r for r in requests if not r.aborted])
+        for r in (r for r in requests if r.aborted):
+            assert r.finish_reason in ("abort", alone(setup, r).reason)
+            assert r.output == alone(setup, r).tokens[: len(r.output)]
+            assert r.error is None
+
+
+@each_tree
+def test_chunked_equals_whole(tree: Setup) -> None:
+    """The longest chunks and the shortest, alone and shared among prompts: every length around a chunk's and a page's end."""
+    lengths = (1, 15, 16, 17, 31, 32, 33, 47, 48, 49, 63, 64, 65)
+    for chunk_size in (16, 40, 512):
+        setup = replace(tree, chunk_size=chunk_size, overlap=chunk_size == 40, max_batch=5)
+        requests = [request(i, p, replace(GREEDY, max_tokens=6)) for i, p in enumerate(prompts(5, lengths))]
+        run_watched(setup.engine(), [(0, r) for r in requests])
+        all_undisturbed(tree, requests)
+
+
+@each_loop
+def test_a_request_that_arrives_as_another_ends(overlap: bool) -> None:
+    """A slot is handed on in the very step that frees it, while a round of its last owner is still in flight."""
+    setup = Setup(page_size=2, max_batch=1, overlap=overlap, num_pages=60)
+    requests = [request(i, p, replace(GREEDY, max_tokens=1 + i % 5)) for i, p in enumerate(prompts(6, (5,) * 15))]
+    run_watched(setup.engine(), [(0, r) for r in requests])
+    all_undisturbed(setup, requests)

@@ -1,0 +1,148 @@
+"""A model that gives NaN for one token: who meets it fails by name, its mates go on, and nobody finds its pages."""
+
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from espalier.engine.build import assemble
+from espalier.engine.engine import Engine
+from espalier.models import load_eagle3, load_target, read_config, read_eagle3
+from espalier.request import Request, SamplingParams
+from tests.builders import make_eagle3, make_target
+from tests.engine.alone import replace_request
+from tests.harness import CPU, DTYPE, MAX_POSITIONS, Setup, prompts, request
+
+BROKEN = 13
+each_loop = pytest.mark.parametrize("overlap", [False, True], ids=["lockstep", "overlap"])
+each_draft = pytest.mark.parametrize("drafts_it", [False, True], ids=["not-drafted", "drafted"])
+
+
+@cache
+def directories(drafts_it: bool) -> tuple[Path, Path]:
+    """A target whose embedding of one token is NaN, and a draft that knows that token or does not."""
+    root = Path(mkdtemp(prefix="espalier-nan-"))
+    target = make_target(root / "target", vocab=16)
+    weights = load_file(target / "model.safetensors")
+    weights["model.embed_tokens.weight"][BROKEN] = torch.nan
+    save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
+    draft = make_eagle3(root / "draft", target, seed=1, draft_vocab=None if drafts_it else 15)
+    if not drafts_it:
+        narrow = load_file(draft / "model.safetensors")
+        known = torch.tensor([token for token in range(16) if token != BROKEN])
+        narrow["d2t"] = known - torch.arange(15)
+        narrow["t2d"] = torch.tensor([token != BROKEN for token in range(16)])
+        save_file(narrow, draft / "model.safetensors")
+    return target, draft
+
+
+def engine_of(setup: Setup, drafts_it: bool) -> Engine:
+    target_path, draft_path = directories(drafts_it)
+    how = {"dtype": DTYPE, "device": CPU, "position_rows": MAX_POSITIONS}
+    draft = None
+    if setup.algorithm == "eagle3":
+        capture = read_eagle3(draft_path, read_config(target_path)).capture
+        target = load_target(target_path, capture=capture, **how)
+        draft = load_eagle3(draft_path, target, **how)
+    else:
+        target = load_target(target_path, **how)
+    pages = setup.num_pages or 1 + setup.max_batch * setup.layout.table_width
+    return assemble(
+        setup.layout,
+        target,
+        draft,
+        setup.algorithm,
+        attention=setup.attention,
+        num_pages=pages,
+        dtype=DTYPE,
+        device=CPU,
+        overlap=setup.overlap,
+        prefix_cache=setup.prefix_cache,
+    )
+
+
+@cache
+def plain_engine() -> Engine:
+    return engine_of(Setup(max_batch=1, prefix_cache=False).plain(), False)
+
+
+def plainly(r: Request) -> Request:
+    copy = replace_request(r)
+    engine = plain_engine()
+    engine.add(copy)
+    while engine.has_work:
+        engine.step()
+    return copy
+
+
+def mates_and_victims() -> list[Request]:
+    """Prompts with the broken token at their start, middle and end, and prompts without it."""
+    sound = [[t for t in p if t != BROKEN] or [1] for p in prompts(31, (4, 20, 35, 12, 50, 17, 9, 28))]
+    asked = [[BROKEN, *sound[0]], sound[1], [*sound[2], BROKEN], sound[3], [*sound[4][:20], BROKEN, *sound[4][20:]]]
+    wishes = [SamplingParams(temperature=i % 2, max_tokens=20) for i in range(8)]
+    return [request(i, p, w) for i, (p, w) in enumerate(zip([*asked, *sound[5:]], wishes, strict=True))]
+
+
+def nothing_broken_is_cached(engine: Engine) -> None:
+    pages = engine.executor.round.pages
+    assert engine.prefixes is not None
+    for page in (0, *engine.prefixes.pages()):
+        rows = slice(page * pages.page_size, (page + 1) * pages.page_size)
+        for stack in pages.target + pages.draft:
+            assert stack.k[:, rows].isfinite().all() or page == 0, f"page {page} of the prefix tree holds NaN"
+            assert stack.v[:, rows].isfinite().all() or page == 0, f"page {page} of the prefix tree holds NaN"
+
+
+@each_loop
+@each_draft
+@pytest.mark.parametrize("page_size", [1, 3, 16])
+@pytest.mark.parametrize("tree", [{"steps": 3, "topk": 4, "num_draft_tokens": 12}, {"steps": 0}], ids=["tree", "plain"])
+def test_fails_by_name_and_alone(overlap: bool, drafts_it: bool, page_size: int, tree: dict) -> None:
+    setup = Setup(page_size=page_size, overlap=overlap, chunk_size=16, num_pages=1 + 120 // page_size + 20, **tree)
+    engine = engine_of(setup if tree["steps"] else setup.plain(), drafts_it)
+    requests = mates_and_victims()
+    pieces = []
+    for again in range(2):
+        batch = requests if not again else [replace_request(r) for r in requests]
+        for r in batch:
+            engine.add(r)
+        while engine.has_work:
+            pieces += engine.step()
+            engine.check_pages()
+            nothing_broken_is_cached(engine)
+        for r in batch:
+            said = plainly(r)
+            assert (r.output, r.finish_reason, r.error) == (said.output, said.finish_reason, said.error)
+            if BROKEN in r.prompt:
+                assert (r.output, r.finish_reason) == ([], "abort")
+                assert r.error is not None
+                assert "not finite" in r.error
+                assert "\n" not in r.error
+    assert {r.finish_reason for r in requests} == {"abort", "length"}
+    named = {piece.request_id for piece in pieces if piece.error}
+    assert named == {r.id for r in requests if r.error}
+    engine.close()
+
+
+@each_loop
+def test_a_broken_token_that_is_emitted(overlap: bool) -> None:
+    """It is picked from sound logits and stands; what would follow it fails.  As a stop token it is as good as any."""
+    setup = Setup(page_size=2, overlap=overlap, steps=3, topk=4, num_draft_tokens=12)
+    bias = {BROKEN: 100.0}
+    loud = SamplingParams(temperature=0.0, max_tokens=8, logit_bias=bias)
+    ended = SamplingParams(temperature=0.0, max_tokens=8, logit_bias=bias, stop_token_ids=[BROKEN])
+    quiet = SamplingParams(temperature=0.0, max_tokens=8, logit_bias={BROKEN: -100.0})
+    requests = [request(i, p, w) for i, (p, w) in enumerate(zip([[1, 2, 3]] * 3, (loud, ended, quiet), strict=True))]
+    engine = engine_of(setup, False)
+    for r in requests:
+        engine.add(r)
+    while engine.has_work:
+        engine.step()
+        engine.check_pages()
+        nothing_broken_is_cached(engine)
+    assert [(r.output, r.finish_reason) for r in requests[:2]] == [([BROKEN], "abort"), ([BROKEN], "stop")]
+    assert requests[1].error is None
+    assert (requests[2].output, requests[2].finish_reason) == (plainly(requests[2]).output, "length")

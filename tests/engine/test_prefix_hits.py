@@ -1,0 +1,124 @@
+"""A hit of any length, parting anywhere, changes nothing: not the tokens, not the trees, not a byte of what is shared."""
+
+from dataclasses import replace
+from os.path import commonprefix
+
+import pytest
+
+from espalier.engine.engine import Engine
+from espalier.request import Request, SamplingParams
+from tests.engine.alone import alone
+from tests.engine.test_disturbance import all_undisturbed
+from tests.engine.watching import SharedPages, run_watched
+from tests.harness import VOCAB, Setup, prompts, request
+
+BASE = prompts(11, [36])[0]
+SHORT = SamplingParams(temperature=0.0, max_tokens=6)
+each_page_size = pytest.mark.parametrize("page_size", [1, 2, 3, 16])
+each_loop = pytest.mark.parametrize("overlap", [False, True], ids=["lockstep", "overlap"])
+
+
+def parting(index: int, hit: int, tail: int) -> Request:
+    """A prompt that follows the base for `hit` tokens and then goes its own way."""
+    other = [(BASE[hit] + 1 + i * (hit + 3)) % VOCAB for i in range(tail)] if hit < len(BASE) else []
+    return request(index, BASE[:hit] + other or [BASE[0]], SHORT)
+
+
+@each_page_size
+@each_loop
+@pytest.mark.parametrize("tail", [0, 3])
+def test_every_hit_and_every_parting(page_size: int, overlap: bool, tail: int) -> None:
+    """tail 0: the whole prompt is a hit, or ends inside one."""
+    setup = Setup(page_size=page_size, topk=4, steps=3, num_draft_tokens=10, overlap=overlap, max_batch=2, num_pages=600)
+    engine = setup.engine()
+    assert engine.prefixes is not None
+    shared = SharedPages(engine)
+    requests = [request(0, BASE, SHORT)] + [parting(1 + hit, hit, tail) for hit in range(len(BASE) + 1)]
+    for r in requests:
+        engine.add(r)
+        while engine.has_work:
+            engine.step()
+            engine.check_pages()
+            shared.check()
+    engine.close()
+    assert shared.compared > 1000 // page_size
+    for r in requests[1:]:
+        assert r.cached_tokens == len(commonprefix([r.prompt, BASE])) // page_size * page_size
+    all_undisturbed(setup, requests)
+
+
+@each_page_size
+@pytest.mark.parametrize("tree", [{"steps": 2, "topk": 3, "num_draft_tokens": 7}, {"steps": 0, "topk": 1, "algorithm": "none"}])
+def test_hits_while_their_owner_still_runs(page_size: int, tree: dict) -> None:
+    """Pages are shared from the moment they are whole: while who computed them goes on writing behind them, and while they
+    are evicted as soon as nobody holds them."""
+    setup = Setup(page_size=page_size, overlap=True, max_batch=4, num_pages=1 + 4 * -(-60 // page_size), **tree)
+    requests = [request(0, BASE, replace(SHORT, max_tokens=30))]
+    requests += [parting(1 + i, hit, 3) for i, hit in enumerate(range(2, 36, 3))]
+    engine = setup.engine()
+
+    def evict(step: int) -> None:
+        if step % 4 == 3 and engine.prefixes is not None:
+            engine.prefixes.evict(2)
+
+    run_watched(engine, [(1 + 2 * i, r) for i, r in enumerate(requests)], evict)
+    assert sum(r.cached_tokens for r in requests) > 0
+    all_undisturbed(setup, requests)
+
+
+@each_page_size
+@each_loop
+def test_equal_prompts_at_once(page_size: int, overlap: bool) -> None:
+    """Nobody has computed it when all arrive: each computes its own, one copy is filed, all the others are given back."""
+    setup = Setup(page_size=page_size, overlap=overlap, max_batch=4, num_pages=400)
+    requests = [request(i, BASE, SamplingParams(temperature=1.0, max_tokens=10), seed=i) for i in range(6)]
+    run_watched(setup.engine(), [(0, r) for r in requests])
+    all_undisturbed(setup, requests)
+
+
+@each_page_size
+@each_loop
+def test_samples_share_their_prompt(page_size: int, overlap: bool) -> None:
+    """n > 1: the others wait for the first one's prompt and hit all of its whole pages."""
+    setup = Setup(page_size=page_size, overlap=overlap, max_batch=3, num_pages=400)
+    requests = [request(i, BASE, SamplingParams(temperature=1.0, max_tokens=10), seed=i) for i in range(5)]
+    for r in requests[1:]:
+        r.after = requests[0]
+    stranger = request(5, BASE[::-1], SHORT)
+    run_watched(setup.engine(), [(0, r) for r in [*requests, stranger]])
+    assert [r.cached_tokens for r in requests] == [0] + [len(BASE) // page_size * page_size] * 4
+    all_undisturbed(setup, [*requests, stranger])
+
+
+@each_loop
+def test_samples_whose_first_is_aborted(overlap: bool) -> None:
+    setup = Setup(page_size=2, overlap=overlap, chunk_size=16)
+    for delay in range(5):
+        engine = setup.engine()
+        requests = [request(i, BASE, SHORT) for i in range(3)]
+        requests[1].after = requests[2].after = requests[0]
+        run_watched(engine, [(0, r) for r in requests], lambda step, e=engine, d=delay: e.abort("r0") if step == d else None)
+        assert requests[0].finish_reason == "abort"
+        all_undisturbed(setup, requests[1:])
+
+
+@each_page_size
+def test_output_is_shared_too(page_size: int) -> None:
+    """What a request said is as good a prefix as what it was asked: rows of a tree's commits are those of a prompt pass."""
+    setup = Setup(page_size=page_size, topk=4, steps=3, num_draft_tokens=10, num_pages=600)
+    engine = setup.engine()
+    first = request(0, BASE[:10], replace(SHORT, max_tokens=25))
+    said = alone(setup, first)
+    talk = first.prompt + said.tokens
+    requests = [first] + [request(i, talk[:i], SHORT) for i in range(11, len(talk) + 1)]
+    for r in requests:
+        run_to_end(engine, r)
+    assert requests[-1].cached_tokens >= (len(talk) - 1) // page_size * page_size
+    all_undisturbed(setup, requests)
+
+
+def run_to_end(engine: Engine, r: Request) -> None:
+    engine.add(r)
+    while engine.has_work:
+        engine.step()
+        engine.check_pages()

@@ -1,0 +1,77 @@
+"""Engines under a lens: sleeps where threads could race, and the bytes of shared pages before and after."""
+
+import time
+from collections.abc import Callable
+from random import Random
+
+import torch
+
+from espalier.engine.engine import Engine
+from espalier.engine.ticket import Row, Ticket
+from espalier.request import Request
+from tests.engine.traffic import pages_beyond
+
+LONGEST_SLEEP = 0.002
+
+
+def jitter(engine: Engine, random: Random) -> Callable[[], None]:
+    """Sleep at random around every launch on the worker; returns what the host sleeps by."""
+    right = engine.executor.run
+
+    def run(ticket: Ticket) -> list[Row]:
+        time.sleep(random.random() * LONGEST_SLEEP)
+        rows = right(ticket)
+        time.sleep(random.random() * LONGEST_SLEEP)
+        return rows
+
+    engine.executor.run = run  # type: ignore[method-assign]
+    return lambda: time.sleep(random.random() * LONGEST_SLEEP)
+
+
+class SharedPages:
+    """Bytes of every cached page, all layers, from the step that filed it to the step that evicts it."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.seen: dict[int, tuple[object, bytes]] = {}
+        self.compared = 0
+
+    def check(self) -> None:
+        assert self.engine.prefixes is not None
+        nodes = self.engine.prefixes._nodes
+        now = {page: (node, self.bytes_of(page)) for page, node in nodes.items()}
+        for page, (node, content) in self.seen.items():
+            if nodes.get(page) is node:
+                assert now[page][1] == content, f"shared page {page} has changed"
+                self.compared += 1
+        self.seen = now
+
+    def bytes_of(self, page: int) -> bytes:
+        pages = self.engine.executor.round.pages
+        rows = slice(page * pages.page_size, (page + 1) * pages.page_size)
+        stacks = pages.target + pages.draft
+        parts = [buffer[:, rows].flatten() for stack in stacks for buffer in (stack.k, stack.v)]
+        return torch.cat(parts).numpy().tobytes()
+
+
+def run_watched(engine: Engine, arrivals: list[tuple[int, Request]], each_step: Callable[[int], None] | None = None) -> int:
+    """Add each request before its step, run to the end, hold pages to account after each; returns the steps taken."""
+    pending = sorted(arrivals, key=lambda pair: pair[0])
+    shared = SharedPages(engine) if engine.prefixes is not None else None
+    step = 0
+    while pending or engine.has_work:
+        while pending and pending[0][0] <= step:
+            engine.add(pending.pop(0)[1])
+        if each_step is not None:
+            each_step(step)
+        engine.step()
+        engine.check_pages()
+        assert all(pages_beyond(engine, r) <= 0 for r in engine.scheduler.running)
+        if shared is not None:
+            shared.check()
+        step += 1
+        assert step < 5000, "the engine goes nowhere"
+    cached = 0 if engine.prefixes is None else len(engine.prefixes)
+    assert engine.pool.free + cached + 1 == engine.pool.num_pages
+    engine.close()
+    return step

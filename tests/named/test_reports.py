@@ -1,0 +1,175 @@
+"""The configurations of the reports that docs/seeds.md answers, by the names their readers know.
+
+Each runs greedy and sampled requests to the end, with pages counted after every step, bytes of shared pages held, and tokens equal
+to plain decoding's.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from espalier.engine.ticket import Ticket
+from espalier.request import Request, SamplingParams
+from espalier.sampling.shape import Shaping
+from tests.engine.alone import plainly
+from tests.engine.test_disturbance import all_undisturbed
+from tests.engine.watching import run_watched
+from tests.harness import Setup, prompts, request
+
+TREE = {"topk": 8, "steps": 5, "num_draft_tokens": 64}
+each_loop = pytest.mark.parametrize("overlap", [False, True], ids=["lockstep", "overlap"])
+
+
+def conversation_of(setup: Setup, turns: int, told: int, said: int) -> None:
+    """Each turn asks all of the talk so far and something new; what was said before is not computed again."""
+    engine = setup.engine()
+    assert engine.prefixes is not None
+    talk: list[int] = []
+    for turn, new in enumerate(prompts(21, [told] * turns)):
+        talk += new
+        r = request(turn, talk, SamplingParams(temperature=turn % 2, max_tokens=said))
+        known = len(talk) - len(new) - 1  # the last token said has no row yet
+        engine.add(r)
+        while engine.has_work:
+            engine.step()
+            engine.check_pages()
+        assert r.cached_tokens >= max(0, known) // setup.page_size * setup.page_size
+        assert engine.pool.free + len(engine.prefixes) + 1 == engine.pool.num_pages
+        assert r.output == plainly(setup, r).tokens
+        talk = talk + r.output
+    assert len(engine.prefixes) == (len(talk) - 1) // setup.page_size, "one copy of the talk, and nothing leaked"
+    engine.close()
+
+
+def ragged(setup: Setup, lengths: tuple[int, ...], most: int = 24) -> list[Request]:
+    requests = [
+        request(i, p, SamplingParams(temperature=i % 2, max_tokens=most)) for i, p in enumerate(prompts(20, lengths))
+    ]
+    run_watched(setup.engine(), [(i, r) for i, r in enumerate(requests)])
+    all_undisturbed(setup, requests)
+    assert sum(sum(r.from_draft) for r in requests) > 10, "hardly a draft token was accepted: nothing was tried"
+    return requests
+
+
+class TestEagle3Page64Topk8:
+    """Spec v2: trees over large pages, overlapped (reports 26972 and 26866)."""
+
+    setup = Setup(page_size=64, overlap=True, max_context=200, chunk_size=64, **TREE)
+
+    def test_ragged(self) -> None:
+        """Prompts that end before, on and after a page's last row."""
+        ragged(self.setup, (1, 40, 63, 64, 65, 127, 128, 10))
+
+    def test_conversation(self) -> None:
+        conversation_of(replace(self.setup, num_pages=20), turns=4, told=20, said=12)
+
+
+class TestEagleLlama2Page4Topk8:
+    """Spec v1: trees over small pages, in lock-step (report 26972)."""
+
+    setup = Setup(page_size=4, overlap=False, max_context=96, **TREE)
+
+    def test_ragged(self) -> None:
+        ragged(self.setup, (1, 3, 4, 5, 17, 40, 31, 32))
+
+    def test_few_pages(self) -> None:
+        ragged(replace(self.setup, num_pages=34), (20, 40, 31, 32), most=30)
+
+
+class TestEagle3Page2Topk8:
+    """Draft decode with page_size and topk above one (report 27360)."""
+
+    @each_loop
+    def test_ragged(self, overlap: bool) -> None:
+        ragged(Setup(page_size=2, overlap=overlap, **TREE), (1, 2, 3, 33, 40, 8))
+
+
+class TestPage512FiveTurns:
+    """A talk of several turns over pages larger than a turn ("pool memory leak detected", report 26972)."""
+
+    @each_loop
+    def test_conversation(self, overlap: bool) -> None:
+        setup = Setup(
+            page_size=512, overlap=overlap, max_context=1536, chunk_size=512, max_batch=2, num_pages=9, **TREE
+        )
+        conversation_of(setup, turns=5, told=230, said=14)
+
+
+class TestPage256LongPrompt:
+    """A prompt 20 tokens short of the context (out-of-bounds gather, report 26972): what is ahead goes past the context's end, and
+    the page table holds it."""
+
+    @each_loop
+    @pytest.mark.parametrize("context", [512, 500, 513])
+    def test_to_the_end(self, overlap: bool, context: int) -> None:
+        setup = Setup(page_size=256, overlap=overlap, max_context=context, chunk_size=512, max_batch=2, **TREE)
+        for r in ragged(setup, (context - 20, context - 21, 7), most=40):
+            assert r.finish_reason == "length"
+        assert setup.layout.table_width * 256 >= context + setup.layout.tokens_ahead(2)
+
+
+class TestLastPositionOfTheContext:
+    """A request that fills the context to its last position, whichever way it gets there."""
+
+    @each_loop
+    @pytest.mark.parametrize("tree", [{}, TREE, {"steps": 3, "topk": 2, "num_draft_tokens": 7, "algorithm": "ngram"}])
+    @pytest.mark.parametrize("page_size", [1, 3, 16, 64])
+    def test_ends_there(self, overlap: bool, tree: dict, page_size: int) -> None:
+        setup = Setup(page_size=page_size, overlap=overlap, max_context=64, **tree)
+        setup = setup if tree else setup.plain()
+        lengths = (63, 62, 61, 58, 57, 40)
+        requests = [request(i, p, SamplingParams(temperature=0.0)) for i, p in enumerate(prompts(22, lengths))]
+        run_watched(setup.engine(), [(0, r) for r in requests])
+        all_undisturbed(setup, requests)
+        assert [(len(r.tokens), r.finish_reason) for r in requests] == [(64, "length")] * len(lengths)
+
+    @each_loop
+    def test_in_a_pool_that_holds_just_that(self, overlap: bool) -> None:
+        setup = Setup(page_size=8, overlap=overlap, max_context=64, num_pages=1 + 8 + overlap, **TREE)
+        requests = [request(i, p, SamplingParams(temperature=0.0)) for i, p in enumerate(prompts(23, (1, 63, 30)))]
+        run_watched(setup.engine(), [(0, r) for r in requests])
+        all_undisturbed(setup, requests)
+
+
+class TestEmptyBatch:
+    """The maximum of nothing (report 27360): a launch of no requests is legal in every form and changes nothing."""
+
+    @pytest.mark.parametrize("algorithm", ["eagle3", "ngram", "none"])
+    @pytest.mark.parametrize("attention", ["sdpa", "reference"])
+    @pytest.mark.parametrize("width", [0, 16])
+    @pytest.mark.parametrize("shaping", [Shaping(), Shaping(True, True, True, True)], ids=["greedy", "shaped"])
+    def test_launch(self, algorithm: str, attention: str, width: int, shaping: Shaping) -> None:
+        setup = Setup(attention=attention, **TREE) if algorithm != "none" else Setup(attention=attention).plain()
+        engine = replace(setup, algorithm=algorithm).engine()
+        table = engine.executor.round.table
+        before = {name: value.clone() for name, value in vars(table).items() if isinstance(value, torch.Tensor)}
+        ticket = Ticket(slots=(), shaping=shaping, num_logprobs=2, width=width)
+        assert engine.executor.launch(ticket).result() == []
+        for name, value in before.items():
+            assert torch.equal(getattr(table, name), value), name
+
+    def test_the_dummy_request_alone(self) -> None:
+        """A batch of padding decides nothing and leaves the dummy row as it was."""
+        engine = Setup(**TREE).engine()
+        for _ in range(2):
+            (row,) = engine.executor.launch(Ticket(slots=(0,), shaping=Shaping())).result()
+            assert row.tokens == []
+            assert row.finite
+        assert int(engine.executor.round.table.prefix_len[0]) == 0
+
+    def test_padding_changes_nobody(self) -> None:
+        """Requests beside dummy rows say what they say alone."""
+        setup = Setup(page_size=2, **TREE)
+        engine, requests = setup.engine(), [request(i, p) for i, p in enumerate(prompts(24, (5, 20, 33)))]
+        right = engine.executor.run
+
+        def padded(ticket: Ticket) -> list:
+            lengths = (*ticket.lengths, 0) if ticket.is_prefill else ()
+            if ticket.is_prefill and len(ticket.lengths) == engine.layout.chunk_batch(ticket.width):
+                return right(ticket)
+            return right(replace(ticket, slots=(*ticket.slots, 0), lengths=lengths))[:-1]
+
+        engine.executor.run = padded  # type: ignore[method-assign]
+        run_watched(engine, [(i, r) for i, r in enumerate(requests)])
+        all_undisturbed(setup, requests)

@@ -1,0 +1,70 @@
+"""The three equalities hold of requests that were disturbed: chunked, preempted, aborted beside, or found in the prefix
+cache."""
+
+from dataclasses import replace
+
+import pytest
+
+from espalier.request import Request, SamplingParams
+from tests.harness import Setup, prompts, request
+from tests.properties.layouts import reference_of
+from tests.properties.watch import Watch, run_watched
+
+SETUP = Setup(steps=3, topk=2, num_draft_tokens=9, page_size=2, max_batch=3, max_context=64, chunk_size=16)
+loops = pytest.mark.parametrize("overlap", [False, True], ids=["lock-step", "overlap"])
+algorithms = pytest.mark.parametrize("algorithm", ["eagle3", "ngram"])
+
+
+def watched(setup: Setup) -> Watch:
+    return Watch(setup.engine(), setup.algorithm, reference_of(setup))
+
+
+def asked(index: int, prompt: list[int], **style) -> Request:
+    return request(index, prompt, SamplingParams(**{"temperature": 3.0, "max_tokens": 8, **style}))
+
+
+@loops
+@pytest.mark.parametrize("page_size", [1, 2, 3])
+def test_a_hit_of_every_length_with_every_divergence(page_size, overlap):
+    """First a trunk, then prompts that leave it after each of its tokens: nothing tells a row that was found from one
+    made."""
+    watch = watched(replace(SETUP, page_size=page_size, overlap=overlap))
+    trunk = prompts(29, [9])[0]
+    branches = [[*trunk[:kept], (trunk[kept] + 1) % 16, *trunk[kept + 1 :]] for kept in range(len(trunk))]
+    requests = [asked(0, trunk), *(asked(i, prompt) for i, prompt in enumerate([*branches, trunk, trunk[:5]], 1))]
+    run_watched(watch, requests[:1], last=False)
+    run_watched(watch, requests[1:])
+    whole = [kept // page_size * page_size for kept in range(len(trunk))]
+    assert [r.cached_tokens for r in requests[1 : 1 + len(trunk)]] == whole
+
+
+@loops
+@algorithms
+def test_preempted_requests_are_as_if_undisturbed(algorithm, overlap):
+    setup = replace(SETUP, algorithm=algorithm, overlap=overlap, num_pages=26, max_context=40)
+    watch = watched(setup)
+    run_watched(watch, [asked(i, prompt, max_tokens=22) for i, prompt in enumerate(prompts(31, [5, 9, 7, 12]))])
+    assert watch.engine.scheduler.num_preempted > 0
+
+
+@loops
+def test_a_prompt_of_many_chunks_beside_running_requests(overlap):
+    watch = watched(replace(SETUP, overlap=overlap, page_size=3))
+    lengths = [3, 52, 49]
+    run_watched(watch, [asked(i, prompt, max_tokens=12) for i, prompt in enumerate(prompts(37, lengths))])
+
+
+@loops
+def test_an_aborted_request_leaves_the_others_as_they_were(overlap):
+    watch = watched(replace(SETUP, overlap=overlap))
+    requests = [asked(i, prompt, max_tokens=20) for i, prompt in enumerate(prompts(41, [5, 9, 7, 6]))]
+    for added in requests:
+        watch.engine.add(added)
+    for _ in range(5):
+        watch.engine.step()
+    watch.engine.abort("r1")
+    run_watched(watch, [])
+    assert [r.finish_reason for r in requests] == ["length", "abort", "length", "length"]
+    watch.check_outputs([r for r in requests if r.id != "r1"])
+    aborted = requests[1].output
+    assert aborted == watch.reference.plain(requests[1]).output(64)[: len(aborted)]

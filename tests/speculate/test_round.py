@@ -1,0 +1,102 @@
+"""The round's edges: a batch of none, padding by the dummy slot, a launch larger than its buffers."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from espalier.attention import Nodes, Prefix
+from espalier.engine.executor import read
+from espalier.engine.ticket import Row, Ticket
+from espalier.errors import EspalierError
+from espalier.request import SamplingParams
+from espalier.sampling.shape import Shaping
+from espalier.slots import Slots
+from espalier.speculate.accept import Path
+from espalier.speculate.round import Round, commit, prefill, run
+from tests.harness import Setup, prompts, request
+from tests.properties.layouts import reference_of
+from tests.properties.watch import Watch, run_watched
+
+SETUP = Setup(steps=3, topk=2, num_draft_tokens=8, page_size=3, max_batch=3)
+EVERYTHING = Shaping(sampled=True, filtered=True, penalised=True, biased=True)
+NONE = torch.zeros(0, dtype=torch.int64)
+algorithms = pytest.mark.parametrize("algorithm", ["eagle3", "ngram", "none"])
+
+
+def setup_of(algorithm: str, **change) -> Setup:
+    return replace(SETUP if algorithm != "none" else SETUP.plain(), algorithm=algorithm, **change)
+
+
+def round_of(algorithm: str, **change) -> Round:
+    return setup_of(algorithm, **change).engine().executor.round
+
+
+@algorithms
+@pytest.mark.parametrize("attention", ["sdpa", "reference"])
+@pytest.mark.parametrize("shaping", [Shaping(), EVERYTHING], ids=["greedy", "shaped"])
+def test_an_empty_batch_is_legal(algorithm, attention, shaping):
+    r = round_of(algorithm, attention=attention)
+    with torch.inference_mode():
+        assert read(run(r, NONE, shaping, num_logprobs=2)) == []
+        assert read(prefill(r, NONE, NONE, 16, shaping, num_logprobs=2)) == []
+    assert not any(buffer.any() for pair in r.pages.layers.values() for buffer in pair)
+
+
+@algorithms
+def test_an_empty_ticket_is_legal(algorithm):
+    engine = setup_of(algorithm).engine()
+    assert engine.executor.launch(Ticket(slots=(), shaping=Shaping())).result() == []
+    assert engine.step() == [] and not engine.has_work
+
+
+def test_an_empty_batch_plans_and_commits():
+    r = round_of("eagle3")
+    slots = Slots.gather(r.table, NONE)
+    none = torch.zeros(0, 4, dtype=torch.int64)
+    r.backend.plan(r.pages, r.target.geometry, Prefix(slots.page_table, NONE), Nodes(none, none, none[:, None].bool()))
+    commit(r, slots, Path(none, NONE, none))
+
+
+@algorithms
+def test_a_batch_padded_by_the_dummy_slot_is_the_batch(algorithm):
+    """Slot 0 before, between and after real ones: every property holds of these, and it is never advanced."""
+    # Three requests and four rows of padding, in rounds and in the narrowest prefill pass.
+    setup = setup_of(algorithm, max_batch=7, chunk_size=7 * 16)
+    watch = Watch(setup.engine(), algorithm, reference_of(setup))
+    r = watch.engine.executor.round
+    right = watch._run
+
+    def padded(ticket: Ticket) -> list[Row]:
+        rows = right(replace(ticket, slots=between_zeros(ticket.slots), lengths=between_zeros(ticket.lengths)))
+        assert [row.tokens for row in rows[::2]] == [[]] * (len(ticket.slots) + 1)
+        assert [int(value[0]) for value in (r.table.prefix_len, r.table.end, r.table.depth_limit)] == [0, 0, 0]
+        return rows[1::2]
+
+    watch._run = padded
+    run_watched(
+        watch,
+        [
+            request(i, prompt, SamplingParams(temperature=float(2 * i), max_tokens=12, presence_penalty=0.2 * i))
+            for i, prompt in enumerate(prompts(23, [4, 9, 2]))
+        ],
+    )
+    for pair in r.pages.layers.values():
+        assert not any(buffer[: setup.page_size].any() for buffer in pair), "padding left a trace in the dummy page"
+
+
+def between_zeros(values: tuple[int, ...]) -> tuple[int, ...]:
+    return (*(entry for value in values for entry in (0, value)), 0) if values else ()
+
+
+def test_more_requests_than_the_buffers_hold_are_refused_before_anything_is_written():
+    index = torch.arange(4)
+    with torch.inference_mode():
+        with pytest.raises(
+            EspalierError, match=r"buffer draft staging holds 12 rows and this launch needs 16.*max_batch"
+        ):
+            run(round_of("eagle3"), index, Shaping(), None)
+        with pytest.raises(EspalierError, match=r"buffer staging holds 24 rows and this launch needs 32.*max_batch"):
+            run(round_of("ngram"), index, Shaping(), None)
+        with pytest.raises(EspalierError, match=r"buffer prefill pass holds 32 rows and this launch needs 64"):
+            prefill(round_of("ngram"), index, index, 16, Shaping(), None)

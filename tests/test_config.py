@@ -1,0 +1,212 @@
+"""What may be set, what "auto" comes to, and what is refused before anything is loaded."""
+
+from dataclasses import fields, replace
+
+import pytest
+import torch
+
+from espalier.cache.geometry import LayerGeometry
+from espalier.config import EngineConfig, SpeculationConfig, is_open
+from espalier.engine import load, resolve
+from espalier.engine.resolve import Facts, choose_algorithm, choose_device, layout_of
+from espalier.errors import EspalierError
+from espalier.layout import max_draft_tokens
+from tests.harness import directories
+
+CPU = torch.device("cpu")
+FACTS = Facts(
+    free_bytes=4 * 2**30,
+    num_weights=10**7,
+    stored_dtype="bfloat16",
+    max_position=2048,
+    geometry=(LayerGeometry(4, 2, 64, 64),) * 17,
+)
+TOKEN_BYTES = 17 * 2 * 128 * 4
+
+
+def resolved(facts=FACTS, device=CPU, has_draft=True, **settings):
+    config = EngineConfig(**settings)
+    return resolve.resolve(config, "target", "draft", choose_algorithm(config, has_draft), device, facts)
+
+
+REFUSED = [
+    ({"page_size": 0}, "page_size=0"),
+    ({"page_size": 513}, "page_size=513"),
+    ({"page_size": True}, "page_size=True"),
+    ({"page_size": "16"}, "page_size='16'"),
+    ({"num_pages": 1}, "num_pages=1"),
+    ({"max_batch": 0}, "max_batch=0"),
+    ({"max_context": 1}, "max_context=1"),
+    ({"chunk_size": 8}, "chunk_size=8"),
+    ({"dtype": "int8"}, "dtype='int8'"),
+    ({"overlap": 1}, "overlap=1"),
+    ({"prefix_cache": "yes"}, "prefix_cache='yes'"),
+    ({"model": 3}, "model=3"),
+    ({"model": ""}, "model=''"),
+    ({"speculation": "eagle3"}, "speculation='eagle3'"),
+    ({"speculation": {"steps": 3}}, "speculation={'steps': 3}"),
+    ({"model_overrides": [1]}, "model_overrides=[1]"),
+    ({"seed": -1}, "seed=-1"),
+    ({"max_contxt": 5}, "'max_contxt'; did you mean 'max_context'"),
+]
+
+
+@pytest.mark.parametrize(("settings", "named"), REFUSED, ids=[named for _, named in REFUSED])
+def test_bad_settings_are_refused_in_one_line(settings, named):
+    with pytest.raises(EspalierError) as refused:
+        EngineConfig(**settings)
+    assert named in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"steps": -1}, "steps=-1"),
+        ({"topk": 0}, "topk=0"),
+        ({"algorithm": "eagle"}, "algorithm='eagle'"),
+        ({"step": 3}, "did you mean 'steps'"),
+    ],
+)
+def test_bad_trees_are_refused_in_one_line(settings, named):
+    with pytest.raises(EspalierError, match=named):
+        SpeculationConfig(**settings)
+
+
+def test_every_field_says_what_it_is():
+    for config in (EngineConfig, SpeculationConfig):
+        assert all(f.metadata["help"] for f in fields(config))
+
+
+def test_every_default_is_open_but_seed_and_overrides():
+    config = EngineConfig()
+    set_already = [f.name for f in fields(config) if not is_open(getattr(config, f.name))]
+    assert set_already == ["model_overrides", "seed"]
+
+
+def test_nothing_is_left_open():
+    config = resolved()
+    assert all(value != "auto" for value in vars(config).values())
+    assert None not in vars(config).values()
+    assert config.max_context == 2048
+    assert (config.algorithm, config.steps, config.topk, config.num_draft_tokens) == ("eagle3", 5, 4, 16)
+    assert (config.device, config.dtype, config.overlap) == ("cpu", "float32", False)
+    assert all(f.name in config.block() for f in fields(config))
+
+
+def test_what_is_set_stays_and_the_rest_follows():
+    config = resolved(
+        page_size=64, max_batch=3, max_context=100, chunk_size=16, overlap=True, prefix_cache=False, num_pages=9, seed=4
+    )
+    assert (config.page_size, config.max_batch, config.max_context, config.chunk_size) == (64, 3, 100, 16)
+    assert (config.overlap, config.prefix_cache, config.num_pages, config.seed) == (True, False, 9, 4)
+
+
+def test_cuda_has_the_models_dtype_and_overlap(monkeypatch):
+    monkeypatch.setattr("espalier.engine.resolve.backend", lambda name: _AnyBackend)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    config = resolved(device=torch.device("cuda"))
+    assert (config.dtype, config.overlap, config.max_batch) == ("bfloat16", True, 64)
+
+
+class _AnyBackend:
+    class support:
+        @staticmethod
+        def require(*_):
+            pass
+
+
+@pytest.mark.parametrize("steps", [0, 1, 3, 5])
+@pytest.mark.parametrize("topk", [1, 4])
+def test_an_open_number_of_nodes_never_exceeds_its_bound(steps, topk):
+    config = resolved(speculation=SpeculationConfig(steps=steps, topk=topk))
+    assert config.num_draft_tokens == min(16, max_draft_tokens(steps, topk))
+
+
+def test_more_nodes_than_the_bound_are_refused_with_the_bound():
+    with pytest.raises(EspalierError, match=r"num_draft_tokens=70 .* 1 to 69 at steps=5, topk=4"):
+        resolved(speculation=SpeculationConfig(steps=5, topk=4, num_draft_tokens=70))
+
+
+def test_without_speculation_the_tree_is_its_root():
+    for plain in (None, SpeculationConfig(algorithm="none")):
+        config = resolved(speculation=plain)
+        assert (config.algorithm, config.steps, config.topk, config.num_draft_tokens) == ("none", 0, 1, 1)
+    with pytest.raises(EspalierError, match="steps=3"):
+        resolved(speculation=SpeculationConfig(algorithm="none", steps=3))
+
+
+def test_the_algorithm_follows_from_the_draft():
+    assert resolved(has_draft=True).algorithm == "eagle3"
+    assert resolved(has_draft=False).algorithm == "ngram"
+    with pytest.raises(EspalierError, match="needs a draft"):
+        resolved(has_draft=False, speculation=SpeculationConfig(algorithm="eagle3"))
+    with pytest.raises(EspalierError, match="takes no draft"):
+        resolved(draft="somewhere", speculation=SpeculationConfig(algorithm="ngram"))
+
+
+def test_the_context_is_the_models_at_most():
+    with pytest.raises(EspalierError, match="max_context=2049 is above the model's 2048"):
+        resolved(max_context=2049)
+
+
+def test_pages_are_a_share_of_free_memory_and_no_more_than_can_be_used():
+    plenty = resolved()
+    layout = layout_of(plenty)
+    assert plenty.num_pages == 1 + layout.max_batch * layout.table_width
+    one_context = (1 + layout.table_width) * layout.page_size * TOKEN_BYTES
+    little = replace(FACTS, free_bytes=FACTS.num_weights * 4 + 16 * 8 * TOKEN_BYTES + 3 * one_context)
+    scarce = resolved(little)
+    assert 1 + layout.table_width <= scarce.num_pages < plenty.num_pages
+
+
+def test_memory_that_holds_no_context_is_refused():
+    with pytest.raises(EspalierError, match=r"max_context=2048 needs \d+ pages .* lower max_context"):
+        resolved(replace(FACTS, free_bytes=2**26))
+    assert resolved(replace(FACTS, free_bytes=2**26), num_pages=4).num_pages == 4
+
+
+@pytest.mark.parametrize("device", ["tpu", "meta", "cuda:99"])
+def test_devices_that_are_not_there_are_refused(device):
+    with pytest.raises(EspalierError, match=device):
+        choose_device(EngineConfig(device=device))
+
+
+def test_free_memory_is_measured():
+    assert 2**20 < resolve.free_memory(CPU) < 2**50
+
+
+def test_a_control_groups_limit_bounds_memory(monkeypatch, tmp_path):
+    (tmp_path / "memory.max").write_text("1000\n")
+    (tmp_path / "memory.current").write_text("400\n")
+    monkeypatch.setattr(resolve, "CGROUP", tmp_path)
+    assert resolve.free_memory(CPU) == 600
+
+
+def test_a_models_own_fields_reach_the_configuration():
+    target, draft = directories()
+    config = EngineConfig(model=target, draft=draft, max_context=64, model_overrides={"max_position_embeddings": 80})
+    found = load.find(config)
+    assert found.target.max_position == 80
+    assert load.resolve_config(config, found).algorithm == "eagle3"
+
+
+@pytest.mark.parametrize("name", ["/no/such/place", "./here", "no-slash"])
+def test_a_model_that_is_nowhere_is_refused(name):
+    with pytest.raises(EspalierError, match=f"model='{name}' is not a directory"):
+        load.find(EngineConfig(model=name))
+
+
+def test_the_hub_out_of_reach_is_one_line(monkeypatch):
+    def offline(*_, **__):
+        raise OSError("no route\nto host")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", offline)
+    with pytest.raises(EspalierError, match=r"does not give it .no route to host.; check the name and the network"):
+        load.find(EngineConfig(model="someone/something"))
+
+
+def test_a_draft_alone_needs_to_name_its_target():
+    _, draft = directories()
+    with pytest.raises(EspalierError, match="does not name its target"):
+        load.find(EngineConfig(draft=draft))

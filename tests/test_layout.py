@@ -1,0 +1,108 @@
+"""The formulas of a layout, spelled out at known sizes, and its refusals."""
+
+import pytest
+import torch
+
+from espalier.errors import EspalierError
+from espalier.layout import RoundLayout, max_draft_tokens
+
+SIZES = {
+    "max_batch": 4,
+    "steps": 5,
+    "topk": 8,
+    "num_draft_tokens": 64,
+    "page_size": 256,
+    "max_context": 4096,
+    "draft_layers": 1,
+    "chunk_size": 512,
+}
+
+
+def layout(**change: int) -> RoundLayout:
+    return RoundLayout(**{**SIZES, **change})
+
+
+def test_tokens_ahead_at_steps_5_are_13_with_overlap_and_7_in_lock_step():
+    assert (layout().tokens_ahead(2), layout().tokens_ahead(1)) == (13, 7)
+    assert layout(steps=0, num_draft_tokens=1).tokens_ahead(2) == 3
+
+
+@pytest.mark.parametrize(
+    ("steps", "topk", "bound"),
+    [(0, 1, 1), (0, 8, 1), (1, 1, 2), (1, 8, 9), (3, 1, 4), (3, 2, 11), (5, 4, 69), (8, 8, 457)],
+)
+def test_a_tree_is_bounded_by_what_its_levels_can_propose(steps, topk, bound):
+    assert max_draft_tokens(steps, topk) == bound
+    assert layout(steps=steps, topk=topk, num_draft_tokens=bound).pool == bound - 1
+    with pytest.raises(
+        EspalierError, match=f"num_draft_tokens={bound + 1} is not supported; use 1 to {bound} at steps={steps}"
+    ):
+        layout(steps=steps, topk=topk, num_draft_tokens=bound + 1)
+
+
+def test_rows_and_words_follow_from_the_tree():
+    made = layout()
+    assert (made.extend_width, made.beam_rows, made.verify_rows, made.staged_beams) == (6, 32, 256, 128)
+    words = [layout(num_draft_tokens=nodes).ancestor_words for nodes in (1, 64, 65, 128, 129)]
+    assert words == [1, 1, 2, 2, 3]
+    assert layout(steps=0, num_draft_tokens=1).beam_rows == layout(steps=1, num_draft_tokens=2).beam_rows == 0
+
+
+@pytest.mark.parametrize("page_size", [1, 2, 3, 16, 64, 256, 512])
+def test_tables_hold_the_context_and_what_is_ahead(page_size):
+    made = layout(page_size=page_size)
+    assert made.history_width == 4096 + 13
+    assert made.table_width == -(-(4096 + 13) // page_size)
+    assert made.position_rows == 4096 + 13 + 512
+    assert layout(chunk_size=16, steps=40, num_draft_tokens=2).position_rows == 4096 + 83 + 40
+
+
+def test_a_reserve_is_what_is_ahead_in_pages_and_ends_with_the_request():
+    made = layout(page_size=16)
+    assert made.reserve(num_seen=100, rounds=2, end=4096) == -(-113 // 16)
+    assert made.reserve(num_seen=100, rounds=1, end=4096) == -(-107 // 16)
+    # A round launched past the end decides one token more, for nobody.
+    assert layout(page_size=1).reserve(num_seen=100, rounds=1, end=103) == 103
+    assert layout(page_size=1).reserve(num_seen=100, rounds=2, end=103) == 104
+
+
+def test_prefill_widths_are_doublings_up_to_the_chunk():
+    assert layout(chunk_size=16).chunk_widths == (16,)
+    assert layout(chunk_size=100).chunk_widths == (16, 32, 64, 100)
+    assert layout(chunk_size=512).chunk_widths == (16, 32, 64, 128, 256, 512)
+    made = layout(chunk_size=100)
+    assert [made.chunk_width(tokens) for tokens in (1, 16, 17, 65, 100, 4000)] == [16, 16, 32, 100, 100, 100]
+    assert [made.chunk_batch(width) for width in (16, 32, 64, 100)] == [4, 3, 1, 1]
+    assert all(made.chunk_batch(width) * width <= 100 for width in made.chunk_widths)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"steps": -1}, "steps=-1 is not supported; use 0"),
+        ({"topk": 0}, "topk=0 is not supported; use 1"),
+        ({"num_draft_tokens": 0}, "num_draft_tokens=0 is not supported; use 1 to"),
+        ({"page_size": 0}, "page_size=0 is not supported; use 1 to 512"),
+        ({"page_size": 513}, "page_size=513 is not supported; use 1 to 512"),
+        ({"max_batch": 0}, "max_batch=0"),
+        ({"max_context": 1}, "max_context=1"),
+        ({"chunk_size": 15}, "chunk_size=15 is not supported; use 16"),
+    ],
+)
+def test_a_size_that_cannot_be_is_refused(change, message):
+    with pytest.raises(EspalierError, match=message):
+        layout(**change)
+
+
+def test_a_buffer_of_another_layout_is_refused_naming_all_there_is_to_know():
+    made = layout()
+    made.require("tree.tokens", torch.zeros(4, 64), 4, 64)
+    made.require("tree.tokens", torch.zeros(4, 64), -1, 64)
+    for wrong in (torch.zeros(4, 63), torch.zeros(4), torch.zeros(4, 64, 1)):
+        with pytest.raises(EspalierError) as refused:
+            made.require("tree.tokens", wrong, 4, 64)
+        for part in ("tree.tokens", "[4, 64]", str(list(wrong.shape)), "topk=8", "page_size=256", "same layout"):
+            assert part in str(refused.value)
+        assert "\n" not in str(refused.value)
+    with pytest.raises(EspalierError, match=r"buffer staging holds 256 rows and this launch needs 320.*max_batch=4"):
+        made.require_rows("staging", 320, 256)

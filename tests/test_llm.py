@@ -1,0 +1,269 @@
+"""The public face over a tiny model: order, samples, streams, aborts, errors.  Which tokens is for tests/properties."""
+
+import logging
+import shutil
+import signal
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from espalier import LLM, EspalierError, SamplingParams, SpeculationConfig
+from tests.harness import VOCAB, directories
+
+LETTERS = [*"abcdefghijklmno", "<s>"]
+SETTINGS = {
+    "dtype": "float64",
+    "max_batch": 4,
+    "max_context": 64,
+    "speculation": SpeculationConfig(steps=3, topk=2, num_draft_tokens=8),
+}
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory):
+    """A tiny target with a tokenizer of letters, and its draft."""
+    target, draft = directories()
+    copy = tmp_path_factory.mktemp("lettered") / "target"
+    shutil.copytree(target, copy)
+    backend = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(LETTERS)}, merges=[]))
+    backend.decoder = decoders.Fuse()
+    backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>")
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}{{ 'o' if add_generation_prompt }}"
+    tokenizer.save_pretrained(copy)
+    return copy, draft
+
+
+@pytest.fixture(scope="module")
+def llm(paths):
+    target, draft = paths
+    with LLM(model=target, draft=draft, **SETTINGS) as llm:
+        yield llm
+
+
+def letters(tokens):
+    return "".join(LETTERS[token] for token in tokens if token < 15)
+
+
+def test_outputs_come_in_the_order_of_prompts_and_say_what_happened(llm):
+    prompts = ["abc", "dddd", "e"]
+    outputs = llm.generate(prompts, GREEDY)
+    alone = [llm.generate(prompt, GREEDY)[0] for prompt in prompts]
+    assert [o.token_ids for o in outputs] == [o.token_ids for o in alone]
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert output.finish_reason == "length"
+        assert output.text == letters(output.token_ids)
+        assert len(output.token_ids) == len(output.from_draft) == 12
+        assert (output.usage.prompt_tokens, output.usage.completion_tokens) == (len(prompt), 12)
+        assert sum(output.from_draft) == output.speculation.accepted
+        assert output.speculation.emitted == 11
+        assert output.choices == []
+        assert output.logprobs is None
+
+
+@pytest.mark.parametrize("prompts", ["abc", ["abc"], [0, 1, 2], [[0, 1, 2]]])
+def test_a_prompt_is_text_or_tokens_one_or_several(llm, prompts):
+    [output] = llm.generate(prompts, GREEDY)
+    assert output.token_ids == llm.generate(["abc"], GREEDY)[0].token_ids
+
+
+def test_no_prompts_give_no_outputs(llm):
+    assert llm.generate([], GREEDY) == []
+
+
+def test_params_may_be_one_for_each(llm):
+    outputs = llm.generate(["abc", "abc"], [GREEDY, SamplingParams(temperature=0.0, max_tokens=3)])
+    assert [len(o.token_ids) for o in outputs] == [12, 3]
+    with pytest.raises(EspalierError, match="1 SamplingParams for 2 prompts"):
+        llm.generate(["abc", "abc"], [GREEDY])
+
+
+def test_opting_out_gives_the_same_tokens_and_none_from_the_draft(llm):
+    tree, plain = llm.generate(
+        ["abc", "abc"], [GREEDY, SamplingParams(temperature=0.0, max_tokens=12, speculation=False)]
+    )
+    assert tree.token_ids == plain.token_ids
+    assert not any(plain.from_draft)
+    assert any(tree.from_draft)
+
+
+def test_samples_differ_share_the_prompt_and_do_not_depend_on_n(llm):
+    params = {"temperature": 1.0, "seed": 5, "max_tokens": 12}
+    prompt = "abcdefghijklmnoabcdefghijklmno"
+    [several] = llm.generate(prompt, SamplingParams(n=3, **params))
+    [one] = llm.generate(prompt, SamplingParams(**params))
+    assert len(several.choices) == 3
+    assert several.choices[0].token_ids == several.token_ids == one.token_ids
+    assert len({tuple(choice.token_ids) for choice in several.choices}) == 3
+    assert all(choice.usage.cached_tokens > 0 for choice in several.choices[1:])
+
+
+def test_a_seed_gives_the_same_text_again_and_no_seed_another(llm):
+    seeded = SamplingParams(temperature=1.0, seed=9, max_tokens=12)
+    assert llm.generate("ab", seeded)[0].text == llm.generate("ab", seeded)[0].text
+    free = SamplingParams(temperature=1.0, max_tokens=12)
+    assert llm.generate("ab", free)[0].text != llm.generate("ab", free)[0].text
+
+
+def test_logprobs_are_given_where_asked_for(llm):
+    asked, other = llm.generate(["abc", "abc"], [SamplingParams(temperature=0.0, max_tokens=6, logprobs=2), GREEDY])
+    assert [entry.token_id for entry in asked.logprobs] == asked.token_ids
+    for entry in asked.logprobs:
+        assert len(entry.top) == 2
+        assert entry.top[0] == (entry.token_id, entry.logprob)
+    assert other.logprobs is None
+
+
+def test_a_stop_string_ends_the_text_before_it(llm):
+    [free] = llm.generate("abc", GREEDY)
+    stop = free.text[4:6]
+    [stopped] = llm.generate("abc", SamplingParams(temperature=0.0, max_tokens=12, stop=stop))
+    assert stopped.finish_reason == "stop"
+    assert stopped.text == free.text[: free.text.index(stop)]
+
+
+def test_pieces_add_up_to_the_output(llm):
+    [output] = llm.generate("abc", GREEDY)
+    pieces = list(llm.stream("abc", GREEDY))
+    assert [token for piece in pieces for token in piece.token_ids] == output.token_ids
+    assert "".join(piece.text for piece in pieces) == output.text
+    assert [piece.finish_reason for piece in pieces] == [None] * (len(pieces) - 1) + ["length"]
+
+
+def test_streams_may_run_side_by_side(llm):
+    one, other = llm.stream("abc", GREEDY), llm.stream("de", GREEDY)
+    tokens = {0: [], 1: []}
+    for pair in zip(one, other, strict=False):
+        for i, piece in enumerate(pair):
+            tokens[i] += piece.token_ids
+    tokens[0] += [token for piece in one for token in piece.token_ids]
+    tokens[1] += [token for piece in other for token in piece.token_ids]
+    expected = [output.token_ids for output in llm.generate(["abc", "de"], GREEDY)]
+    # zip may have taken a last piece of `one` that no piece of `other` went with.
+    assert tokens[0] == expected[0][: len(tokens[0])]
+    assert tokens[1] == expected[1]
+
+
+def test_leaving_a_stream_early_aborts_its_request(llm):
+    stream = llm.stream("abc", GREEDY)
+    next(stream)
+    stream.close()
+    assert not llm.engine.has_work
+    assert llm.engine.scheduler.running == []
+    llm.engine.check_pages()
+
+
+def test_a_stream_that_nobody_reads_queues_nothing(llm):
+    llm.stream("abc", GREEDY)
+    assert not llm.engine.has_work
+
+
+def test_an_interrupt_aborts_what_is_in_flight_and_the_next_call_goes_on(llm):
+    expected = llm.generate(["abc", "d"], GREEDY)
+
+    def press(_piece):
+        signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(["abc", "d"], GREEDY, press)
+    assert not llm.engine.has_work
+    llm.engine.check_pages()
+    assert [o.token_ids for o in llm.generate(["abc", "d"], GREEDY)] == [o.token_ids for o in expected]
+
+
+def test_an_interrupt_within_a_step_waits_for_its_end(llm, monkeypatch):
+    step = llm.engine.step
+    ended = []
+
+    def interrupted():
+        signal.raise_signal(signal.SIGINT)
+        pieces = step()
+        ended.append(True)
+        monkeypatch.setattr(llm.engine, "step", step)
+        return pieces
+
+    monkeypatch.setattr(llm.engine, "step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate("abc", GREEDY)
+    assert ended == [True]
+    assert not llm.engine.has_work
+
+
+BAD = [
+    ([], "empty"),
+    ([VOCAB], f"={VOCAB}"),
+    ([0] * 64, "64 tokens"),
+    (7, "prompt 1 is 7"),
+]
+
+
+@pytest.mark.parametrize(("bad", "named"), BAD, ids=[named for _, named in BAD])
+def test_a_bad_prompt_among_many_is_named_before_anything_starts(llm, bad, named):
+    with pytest.raises(EspalierError, match=named) as refused:
+        llm.generate([[0, 1], bad], GREEDY)
+    assert "prompt 1" in str(refused.value)
+    assert not llm.engine.has_work
+
+
+def test_a_prompt_that_can_never_fit_the_pages_is_named_and_nothing_stays(paths):
+    target, draft = paths
+    with LLM(model=target, draft=draft, **{**SETTINGS, "num_pages": 3, "page_size": 8}) as llm:
+        with pytest.raises(EspalierError, match=r"prompt 1 of 2: .*can never fit"):
+            llm.generate(["ab", "a" * 40], GREEDY)
+        assert not llm.engine.has_work
+        assert llm.generate("ab", SamplingParams(temperature=0.0, max_tokens=4))[0].finish_reason == "length"
+
+
+def test_bad_parameters_are_refused_before_anything_starts(llm):
+    with pytest.raises(EspalierError, match="top_p=0"):
+        llm.generate("abc", SamplingParams(top_p=0))
+
+
+def test_a_conversation_goes_through_the_chat_template(llm):
+    output = llm.chat([{"role": "user", "content": "ab"}, {"role": "user", "content": "c"}], GREEDY)
+    assert output.token_ids == llm.generate("abco", GREEDY)[0].token_ids
+
+
+def test_a_directory_without_a_tokenizer_takes_tokens_and_refuses_text():
+    target, _ = directories()
+    with LLM(model=target, speculation=None, max_context=64) as llm:
+        [output] = llm.generate([[0, 1, 2]], GREEDY)
+        assert (len(output.token_ids), output.text) == (12, "")
+        with pytest.raises(EspalierError, match="give token ids"):
+            llm.generate("abc", GREEDY)
+        with pytest.raises(EspalierError, match="chat needs a tokenizer"):
+            llm.chat([{"role": "user", "content": "ab"}])
+        with pytest.raises(EspalierError, match="stop_token_ids"):
+            llm.generate([[0]], SamplingParams(stop="a"))
+
+
+def test_a_closed_llm_says_so(paths):
+    target, _ = paths
+    llm = LLM(model=target, speculation=None, max_context=64)
+    llm.close()
+    llm.close()
+    with pytest.raises(EspalierError, match="closed"):
+        llm.generate("abc")
+
+
+def test_acceptance_that_stays_near_nothing_is_warned_of_once(llm, monkeypatch, caplog):
+    totals = type(llm.engine.totals)()
+    monkeypatch.setattr("espalier.engine.engine.Engine.totals", totals)
+    for _ in range(300):
+        totals.add(1, 0, 7, 3)
+    monkeypatch.setattr(llm, "_warned", False)
+    with caplog.at_level(logging.WARNING, "espalier"):
+        llm.generate("abc", GREEDY)
+        llm.generate("abc", GREEDY)
+    warned = [record for record in caplog.records if "accept length is 1.00" in record.getMessage()]
+    assert len(warned) == 1
+
+
+def test_the_resolved_configuration_is_logged_once_and_whole(paths, caplog):
+    target, draft = paths
+    with caplog.at_level(logging.INFO, "espalier"), LLM(model=target, draft=draft, **SETTINGS) as llm:
+        logged = [record.getMessage() for record in caplog.records if "resolved configuration" in record.getMessage()]
+    assert len(logged) == 1
+    assert llm.config.block() in logged[0]

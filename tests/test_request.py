@@ -1,0 +1,175 @@
+"""What a user may ask: filled in, held against its limits, counted."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from espalier.errors import EspalierError
+from espalier.request import (
+    MAX_BIAS,
+    MAX_STOP_IDS,
+    Request,
+    SamplingParams,
+    SpeculationStats,
+    check_prompt,
+    sample_seed,
+)
+
+VOCAB = 100
+
+
+def resolved(defaults=None, eos=(), **params):
+    return SamplingParams(**params).resolve(defaults or {}, eos)
+
+
+def test_unset_fields_come_from_the_generation_config_then_are_neutral():
+    generation = {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "max_new_tokens": 7, "do_sample": True}
+    params = resolved(generation, top_k=5)
+    assert (params.temperature, params.top_p, params.top_k, params.max_tokens) == (0.6, 0.9, 5, 7)
+    assert (params.min_p, params.repetition_penalty, params.n, params.speculation) == (0.0, 1.0, 1, True)
+    assert resolved().temperature == 1.0
+
+
+def test_do_sample_false_is_greedy_unless_the_user_says_otherwise():
+    assert resolved({"do_sample": False, "temperature": 0.7}).temperature == 0.0
+    assert resolved({"do_sample": False}, temperature=0.3).temperature == 0.3
+
+
+def test_every_eos_id_stops_unless_ignored():
+    assert resolved(eos=(2, 3), stop_token_ids=[5, 3]).stop_token_ids == (5, 3, 2)
+    assert resolved(eos=(2, 3), stop_token_ids=[5], ignore_eos=True).stop_token_ids == (5,)
+
+
+def test_a_stop_string_alone_is_a_list_of_one():
+    assert resolved(stop="ab").stop == ("ab",)
+
+
+REFUSED = [
+    ({"temperature": -1}, "temperature=-1"),
+    ({"temperature": float("nan")}, "temperature=nan"),
+    ({"temperature": 1e-9}, "temperature=1e-09"),
+    ({"temperature": True}, "temperature=True"),
+    ({"top_k": -1}, "top_k=-1"),
+    ({"top_k": 1.5}, "top_k=1.5"),
+    ({"top_p": 0}, "top_p=0"),
+    ({"top_p": 1.1}, "top_p=1.1"),
+    ({"min_p": 2}, "min_p=2"),
+    ({"repetition_penalty": 0}, "repetition_penalty=0"),
+    ({"presence_penalty": 3}, "presence_penalty=3"),
+    ({"frequency_penalty": -2.1}, "frequency_penalty=-2.1"),
+    ({"logit_bias": {VOCAB: 1.0}}, f"logit_bias token={VOCAB}"),
+    ({"logit_bias": {1: float("inf")}}, "logit_bias[1]=inf"),
+    ({"logit_bias": [1]}, "logit_bias=[1]"),
+    ({"logit_bias": dict.fromkeys(range(MAX_BIAS + 1), 1.0)}, f"{MAX_BIAS + 1} entries"),
+    ({"seed": -1}, "seed=-1"),
+    ({"max_tokens": 0}, "max_tokens=0"),
+    ({"min_tokens": 5, "max_tokens": 4}, "min_tokens=5"),
+    ({"stop": ""}, "stop=['']"),
+    ({"stop": [1]}, "stop=[1]"),
+    ({"stop": 1}, "stop=1"),
+    ({"stop_token_ids": [VOCAB]}, f"stop_token_ids entry={VOCAB}"),
+    ({"stop_token_ids": "12"}, "stop_token_ids='12'"),
+    ({"stop_token_ids": list(range(MAX_STOP_IDS + 1))}, f"{MAX_STOP_IDS + 1} stop token ids"),
+    ({"logprobs": 21}, "logprobs=21"),
+    ({"n": 0}, "n=0"),
+    ({"speculation": 1}, "speculation=1"),
+    ({"ignore_eos": "no"}, "ignore_eos='no'"),
+    ({"max_draft_depth": -1}, "max_draft_depth=-1"),
+]
+
+
+@pytest.mark.parametrize(("params", "named"), REFUSED, ids=[named for _, named in REFUSED])
+def test_bad_values_are_refused_in_one_line_with_a_remedy(params, named):
+    with pytest.raises(EspalierError) as refused:
+        resolved(**params).validate(VOCAB)
+    message = str(refused.value)
+    assert named in message
+    assert "use" in message or "lower" in message
+    assert "\n" not in message
+
+
+def test_good_values_pass():
+    resolved(temperature=0.7, top_k=3, top_p=0.5, min_p=0.1, repetition_penalty=1.2, presence_penalty=-2).validate(
+        VOCAB
+    )
+    resolved(logit_bias={1: -100}, seed=2**63 - 1, max_tokens=4, min_tokens=4, stop=["a", "bc"]).validate(VOCAB)
+    resolved(stop_token_ids=[1], logprobs=20, n=3, speculation=False, max_draft_depth=0).validate(VOCAB)
+
+
+def test_stop_strings_need_a_tokenizer():
+    with pytest.raises(EspalierError, match="stop_token_ids"):
+        resolved(stop="x").validate(VOCAB, has_tokenizer=False)
+
+
+def test_unknown_names_are_refused_with_the_nearest():
+    with pytest.raises(EspalierError, match="'temprature'; did you mean 'temperature'"):
+        SamplingParams(temprature=1)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "named"), [([], "empty"), ([0] * 8, "8 tokens"), ([VOCAB], f"={VOCAB}"), ([-1], "=-1"), ([1.0], "=1.0")]
+)
+def test_prompts_that_cannot_start_are_refused(prompt, named):
+    with pytest.raises(EspalierError, match=named):
+        check_prompt(prompt, VOCAB, max_context=8)
+
+
+def test_a_prompt_may_leave_room_for_one_token():
+    check_prompt([0] * 7, VOCAB, max_context=8)
+
+
+def test_the_end_is_max_tokens_or_the_context():
+    def end(**params):
+        return Request("r", [1, 2, 3], resolved(**params), seed=0, arrival=0).end(max_context=10)
+
+    assert (end(max_tokens=4), end(max_tokens=100), end()) == (7, 10, 10)
+
+
+def test_opting_out_and_a_limit_of_ones_own_bound_the_depth():
+    assert resolved(speculation=False).depth_limit(5) == 0
+    assert resolved(max_draft_depth=2).depth_limit(5) == 2
+    assert resolved(max_draft_depth=9).depth_limit(5) == 5
+    assert resolved().depth_limit(5) == 5
+
+
+def test_samples_have_seeds_of_their_own_and_the_first_keeps_its_requests():
+    seeds = {sample_seed(seed, index) for seed in range(20) for index in range(20)}
+    assert len(seeds) == 400
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    assert sample_seed(7, 0) == 7
+
+
+def counted(rounds):
+    """Stats of (emitted, accepted, drafted, depth) rounds."""
+    stats = SpeculationStats()
+    for round in rounds:
+        stats.add(*round)
+    return stats
+
+
+def test_stats_count_what_rounds_bring():
+    stats = counted([(3, 2, 15, 5), (1, 0, 15, 5), (6, 5, 15, 5)])
+    assert (stats.rounds, stats.emitted, stats.accepted, stats.drafted) == (3, 10, 7, 45)
+    assert stats.histogram == [0, 1, 0, 1, 0, 0, 1]
+    assert stats.acceptance_by_depth == [(3, 2), (2, 2), (2, 1), (1, 1), (1, 1)]
+    assert stats.accept_length == pytest.approx(10 / 3)
+    assert stats.as_dict()["rounds"] == 3
+
+
+def test_a_round_cut_short_by_an_end_token_counts_only_drafted_tokens():
+    assert counted([(2, 2, 15, 5)]).acceptance_by_depth == [(1, 1), (1, 1)]
+
+
+def test_depths_beyond_a_requests_limit_were_not_tried():
+    assert counted([(3, 2, 15, 2), (1, 0, 15, 0)]).acceptance_by_depth == [(1, 1), (1, 1)]
+
+
+rounds = st.lists(st.integers(1, 7).map(lambda emitted: (emitted, emitted - 1, 15, 6)), max_size=20)
+
+
+@given(rounds, rounds)
+def test_merging_is_counting_all_at_once(one, other):
+    merged = counted(one)
+    merged.merge(counted(other))
+    assert merged == counted(one + other)
+    assert merged.accepted == merged.emitted - merged.rounds

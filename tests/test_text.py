@@ -1,0 +1,146 @@
+"""Text as it comes: whole characters, nothing of a stop string, and in sum what decoding all at once gives."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers
+
+from espalier.errors import EspalierError
+from espalier.text import Detokenizer, TextStream, load_tokenizer
+
+BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
+MERGES = [("a", "b"), ("Ã", "©")]
+BYTE_LEVEL = Backend(
+    models.BPE(vocab={c: i for i, c in enumerate([*BYTES, *("".join(m) for m in MERGES)])}, merges=MERGES)
+)
+BYTE_LEVEL.decoder = decoders.ByteLevel()
+BYTE_LEVEL.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+
+PIECES = ["▁", "▁the", "▁a", "b", "!", "日", *(f"<0x{byte:02X}>" for byte in range(256))]
+SENTENCEPIECE = Backend(models.BPE(vocab={piece: i for i, piece in enumerate(PIECES)}, merges=[], byte_fallback=True))
+SENTENCEPIECE.decoder = decoders.Sequence(
+    [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+)
+TOKENIZERS = {"byte-level": BYTE_LEVEL, "sentencepiece": SENTENCEPIECE}
+
+
+def spelled(name: str, text: str) -> list[int]:
+    """Tokens that spell a text, byte by byte where there is no piece."""
+    if name == "byte-level":
+        return BYTE_LEVEL.encode(text, add_special_tokens=False).ids
+    return [token for c in text for token in _pieces(c.replace(" ", "▁"))]
+
+
+def _pieces(character: str) -> list[int]:
+    if character in PIECES:
+        return [PIECES.index(character)]
+    return [PIECES.index(f"<0x{byte:02X}>") for byte in character.encode()]
+
+
+def taken(decode, prompt, tokens, takes) -> list[str]:
+    """What is handed out, taking after each token for which `takes` says so, and at the end."""
+    stream = Detokenizer(decode, prompt)
+    out = []
+    for token, take in zip(tokens, takes, strict=True):
+        stream.push(token)
+        if take:
+            out.append(stream.take(final=False))
+    return [*out, stream.take(final=True)]
+
+
+some_text = st.text(st.sampled_from("ab é日🎉!\n "), min_size=1, max_size=24)
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@given(prompt=some_text, text=some_text, data=st.data())
+def test_pieces_are_whole_characters_and_add_up(name, prompt, text, data):
+    decode = TOKENIZERS[name].decode
+    before, tokens = spelled(name, prompt), spelled(name, text)
+    takes = data.draw(st.lists(st.booleans(), min_size=len(tokens), max_size=len(tokens)))
+    pieces = taken(decode, before, tokens, takes)
+    assert "".join(pieces) == text
+    assert not any("\ufffd" in piece for piece in pieces)
+
+
+@given(data=st.data())
+def test_bytes_that_are_no_text_are_handed_out_too(data):
+    tokens = data.draw(st.lists(st.integers(0, len(BYTES) - 1), min_size=1, max_size=16))
+    takes = data.draw(st.lists(st.booleans(), min_size=len(tokens), max_size=len(tokens)))
+    decode = BYTE_LEVEL.decode
+    handed_out = "".join(taken(decode, spelled("byte-level", "ab"), tokens, takes))
+    # Where bytes are no UTF-8 the number of replacement characters is a matter of taste; what is readable is not.
+    assert handed_out.replace("\ufffd", "") == decode(tokens).replace("\ufffd", "")
+
+
+def test_bytes_that_never_become_a_character_are_not_held_for_ever():
+    stray = BYTE_LEVEL.token_to_id("\u0142")  # byte 0xA0: goes on a character that nothing began
+    stream = Detokenizer(BYTE_LEVEL.decode)
+    handed_out = ""
+    for _ in range(8):
+        stream.push(stray)
+        handed_out += stream.take(final=False)
+    assert len(handed_out) >= 4
+
+
+def test_a_leading_space_survives_the_border_of_prompt_and_output():
+    stream = Detokenizer(SENTENCEPIECE.decode, prompt=[PIECES.index("▁the")])
+    stream.push(PIECES.index("▁a"))
+    assert stream.take(final=False) == " a"
+
+
+def stopped(tokens, stop, min_tokens=0, takes=None):
+    """(text handed out, tokens pushed, whether a stop string ended it); takes after each token by default."""
+    stream = TextStream(BYTE_LEVEL.decode, [], stop, min_tokens)
+    text, pushed = "", 0
+    for i, token in enumerate(tokens):
+        pushed += 1
+        done = stream.push(token)
+        if takes is None or takes[i] or done:
+            text += stream.take(final=done)
+        if done:
+            return text, pushed, True
+    return text + stream.take(final=True), pushed, False
+
+
+@given(
+    text=st.text(st.sampled_from("abé"), max_size=16),
+    stop=st.text(st.sampled_from("abé"), min_size=1, max_size=4),
+    data=st.data(),
+)
+def test_text_ends_before_the_first_stop_string_wherever_tokens_part(text, stop, data):
+    tokens = spelled("byte-level", text)
+    takes = data.draw(st.lists(st.booleans(), min_size=len(tokens), max_size=len(tokens)))
+    handed_out, pushed, found = stopped(tokens, [stop], takes=takes)
+    assert handed_out == text.split(stop)[0]
+    assert found == (stop in text)
+    if found:
+        assert stop in BYTE_LEVEL.decode(tokens[:pushed])
+        assert stop not in BYTE_LEVEL.decode(tokens[: pushed - 1])
+
+
+def test_what_may_begin_a_stop_string_is_held_back_and_given_out_if_it_does_not():
+    stream = TextStream(BYTE_LEVEL.decode, [], ["b!"])
+    stream.push(BYTE_LEVEL.token_to_id("a"))
+    stream.push(BYTE_LEVEL.token_to_id("b"))
+    assert stream.take(final=False) == "a"
+    stream.push(BYTE_LEVEL.token_to_id("a"))
+    assert stream.take(final=False) == "ba"
+
+
+def test_before_min_tokens_a_stop_string_is_text():
+    tokens = spelled("byte-level", "!a!b")
+    assert stopped(tokens, ["!"], min_tokens=1) == ("!a", 3, True)
+    assert stopped(tokens, ["!"], min_tokens=3) == ("!a!b", 4, False)
+
+
+def test_a_directory_without_tokenizer_files_has_no_tokenizer(tmp_path):
+    assert load_tokenizer(tmp_path, 10) is None
+
+
+def test_a_broken_tokenizer_is_refused_in_one_line(tmp_path):
+    (tmp_path / "tokenizer.json").write_text("{]")
+    with pytest.raises(EspalierError) as refused:
+        load_tokenizer(tmp_path, 10)
+    assert str(tmp_path) in str(refused.value)
+    assert "\n" not in str(refused.value)

@@ -1,0 +1,130 @@
+"""The small Llama against transformers' own, and a draft trained for a few steps, interrupted and resumed."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from espalier.train import eagle3
+from espalier.train.base import bits_per_byte
+from espalier.train.checkpoint import load_draft
+from espalier.train.eagle3 import DraftConfig, choose_vocabulary, train_eagle3
+from espalier.train.llama import Llama, LlamaShape, save_llama
+from espalier.train.state import save_state
+from espalier.train.target import FrozenTarget
+
+SHAPE = LlamaShape(
+    vocab_size=40,
+    hidden_size=16,
+    intermediate_size=24,
+    num_hidden_layers=7,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    max_position_embeddings=128,
+)
+CONFIG = DraftConfig(
+    draft_vocab=24,
+    length=16,
+    batch=4,
+    num_tokens=6 * 64,
+    ttt_steps=3,
+    continuations=8,
+    continuation_tokens=8,
+    generate_batch=4,
+    log_every=2,
+    save_every=3,
+)
+
+
+@pytest.fixture
+def target_dir(tmp_path: Path) -> Path:
+    torch.manual_seed(0)
+    model = Llama(SHAPE)
+    for parameter in model.parameters():
+        # bfloat16 values, so that what is saved is what is computed with
+        parameter.data = (torch.randn_like(parameter) * 0.3).bfloat16().float()
+    save_llama(model, tmp_path / "target", [0, 3])
+    torch.save(model.state_dict(), tmp_path / "model.pt")
+    return tmp_path / "target"
+
+
+@pytest.fixture
+def stream() -> np.ndarray:
+    return np.random.default_rng(0).integers(0, 40, 3000).astype(np.uint16)
+
+
+def test_loss_equals_that_of_transformers_on_the_saved_model(target_dir: Path) -> None:
+    model = Llama(SHAPE)
+    model.load_state_dict(torch.load(target_dir.parent / "model.pt"))
+    tokens = torch.randint(40, (2, 30))
+    theirs = AutoModelForCausalLM.from_pretrained(target_dir, dtype=torch.float32)(tokens[:, :-1]).logits
+    expected = torch.nn.functional.cross_entropy(theirs.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
+    torch.testing.assert_close(model(tokens[:, :-1], tokens[:, 1:]).flatten(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_bits_per_byte_counts_every_token_once(stream: np.ndarray) -> None:
+    def target_as_nats(_: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return targets.float()
+
+    result = bits_per_byte(target_as_nats, stream[: 64 * 9 + 2], 2 * (64 * 9 + 2), torch.device("cpu"), length=64)
+    assert result == pytest.approx(stream[1 : 64 * 9 + 1].mean() / np.log(2) / 2)
+
+
+def test_features_are_the_inputs_of_layers_2_half_and_last_but_three(target_dir: Path) -> None:
+    target = FrozenTarget(target_dir, torch.device("cpu"))
+    inputs = {}
+    for index, layer in enumerate(target.model.model.layers):
+        layer.register_forward_pre_hook(lambda _, args, index=index: inputs.__setitem__(index, args[0]))
+    features, _ = target(torch.arange(9)[None])
+    assert torch.equal(features, torch.cat([inputs[2], inputs[3], inputs[4]], dim=-1))
+
+
+def test_continuations_end_at_the_end_token_and_before_a_loop(target_dir: Path) -> None:
+    target = FrozenTarget(target_dir, torch.device("cpu"))
+    assert target.trimmed(np.array([5, 6, 7, 3, 0, 0]), 2).tolist() == [5, 6, 7, 3]
+    looping = np.array([9] + list(range(10, 28)) * 3)
+    assert len(target.trimmed(looping, 1)) == 1 + 18 + 15
+
+
+def test_vocabulary_follows_what_the_target_says() -> None:
+    ids, coverage = choose_vocabulary(np.array([1, 1, 2, 4]), np.array([0, 3, 0, 6, 1, 0]), 3)
+    assert ids.tolist() == [1, 3, 4]
+    assert coverage == pytest.approx(1.0)
+
+
+class Stopped(Exception):
+    pass
+
+
+def test_an_interrupted_run_resumes_to_the_same_draft(
+    target_dir: Path, stream: np.ndarray, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = train_eagle3(target_dir, stream, tmp_path / "whole", tmp_path / "work1", CONFIG)
+
+    def save_and_stop(*arguments) -> None:
+        save_state(*arguments)
+        raise Stopped
+
+    with monkeypatch.context() as patch, pytest.raises(Stopped):
+        patch.setattr(eagle3, "save_state", save_and_stop)
+        train_eagle3(target_dir, stream, tmp_path / "parts", tmp_path / "work2", CONFIG)
+    resumed = train_eagle3(target_dir, stream, tmp_path / "parts", tmp_path / "work2", CONFIG)
+    assert resumed == whole
+    drafts = [load_draft(tmp_path / name) for name in ("whole", "parts")]
+    for one, two in zip(*(draft.parameters() for draft in drafts), strict=True):
+        assert torch.equal(one, two)
+    assert json.loads((tmp_path / "work2" / "draft.json").read_text())["config"] == asdict(CONFIG)
+
+
+def test_a_target_that_cannot_serve_is_refused_by_name(target_dir: Path) -> None:
+    config = json.loads((target_dir / "config.json").read_text())
+    (target_dir / "config.json").write_text(json.dumps(config | {"architectures": ["GPT2LMHeadModel"]}))
+    with pytest.raises(ValueError, match="GPT2LMHeadModel cannot be a target here; supported: Llama"):
+        FrozenTarget(target_dir, torch.device("cpu"))
