@@ -10,6 +10,7 @@ import pytest
 
 from espalier.cli.main import parse
 from espalier.guard.faults import FAULTS
+from espalier.train.__main__ import make_parser
 from tools.make_support import PAGE, render
 
 ROOT = Path(__file__).parents[1]
@@ -20,6 +21,7 @@ LINK = re.compile(r"\]\(([^)\s]+)\)")
 PATH = r"(?:espalier|tests|tools|docs|\.ci)/[\w./-]*"
 REFERENCE = re.compile(rf"({PATH}?)(?:::?([A-Za-z_][\w.:]*))?")
 ESPALIER = re.compile(r"^(?:[A-Z_]+=\S+ )*(?:\.venv/bin/)?espalier (.+)$", re.M)
+TRAIN = re.compile(r"^(?:\.venv/bin/)?python -m espalier\.train (.+)$", re.M)
 MAKE = re.compile(r"^make (?:[A-Z_]+=\S+ )*([a-z][a-z-]*)", re.M)
 
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -104,6 +106,8 @@ def test_make_targets_exist(page: Path):
 def test_commands_parse(page: Path):
     for command in ESPALIER.findall(commands(page)):
         assert parse(shlex.split(command, comments=True)).run, command
+    for command in TRAIN.findall(commands(page)):
+        assert make_parser().parse_args(shlex.split(command)), command
 
 
 def test_python_blocks_of_the_readme_are_python():

@@ -89,6 +89,16 @@ def test_a_leading_space_survives_the_border_of_prompt_and_output():
     assert stream.take(final=False) == " a"
 
 
+def test_a_token_that_is_not_shown_does_not_cost_the_next_its_space():
+    shown = Backend.from_str(SENTENCEPIECE.to_str())
+    shown.add_special_tokens(["<end>"])
+    stream = Detokenizer(lambda tokens: shown.decode(tokens, skip_special_tokens=True), prompt=[PIECES.index("▁the")])
+    stream.push(shown.token_to_id("<end>"))
+    assert stream.take(final=False) == ""
+    stream.push(PIECES.index("▁a"))
+    assert stream.take(final=False) == " a"
+
+
 def stopped(tokens, stop, min_tokens=0, takes=None):
     """(text handed out, tokens pushed, whether a stop string ended it); takes after each token by default."""
     stream = TextStream(BYTE_LEVEL.decode, [], stop, min_tokens)
@@ -117,6 +127,17 @@ def test_text_ends_before_the_first_stop_string_wherever_tokens_part(text, stop,
     if found:
         assert stop in BYTE_LEVEL.decode(tokens[:pushed])
         assert stop not in BYTE_LEVEL.decode(tokens[: pushed - 1])
+
+
+@given(
+    text=st.text(st.sampled_from("ab!"), max_size=16),
+    stops=st.lists(st.sampled_from(["ab", "b!", "!", "aab", "ba"]), max_size=3),
+)
+def test_of_several_stop_strings_the_one_that_begins_first_counts(text, stops):
+    tokens = spelled("byte-level", text)
+    ends = (BYTE_LEVEL.decode(tokens[:count]) for count in range(len(tokens) + 1))
+    ended = next((so_far for so_far in ends if any(stop in so_far for stop in stops)), text)
+    assert stopped(tokens, stops)[0] == min((ended.split(stop)[0] for stop in stops), key=len, default=text)
 
 
 def test_what_may_begin_a_stop_string_is_held_back_and_given_out_if_it_does_not():

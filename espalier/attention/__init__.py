@@ -15,4 +15,9 @@ def backend(name: str) -> Backend:
     return BACKENDS[name]()
 
 
-__all__ = ["BACKENDS", "Attention", "Backend", "Nodes", "Prefix", "Support", "backend"]
+def default_backend(device: str) -> str:
+    """The name of the backend that "auto" stands for: the first that runs on that kind of device."""
+    return next(name for name, made in BACKENDS.items() if device in made.support.devices)
+
+
+__all__ = ["BACKENDS", "Attention", "Backend", "Nodes", "Prefix", "Support", "backend", "default_backend"]

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from espalier.attention import backend
+from espalier.attention import backend, default_backend
 from espalier.cache.geometry import LayerGeometry
 from espalier.cache.kv import bytes_per_token
 from espalier.config import DTYPES, EngineConfig, ResolvedConfig, SpeculationConfig, is_open
@@ -102,7 +102,7 @@ def resolve(
     """Decide every open field and check everything against everything.  Raises EspalierError."""
     defaults = DEFAULTS[device.type]
     dtype = _or(config.dtype, _dtype(device, facts))
-    attention = _or(config.attention, "sdpa")
+    attention = _or(config.attention, default_backend(device.type))
     steps, topk, num_draft_tokens = _tree(config.speculation, algorithm)
     layout = RoundLayout(
         max_batch=_or(config.max_batch, defaults.max_batch),

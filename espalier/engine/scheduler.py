@@ -338,8 +338,8 @@ class Scheduler:
 
 
 NOT_FINITE = (
-    "the target's logits are not finite (NaN) for this request; its tokens so far stand, other requests go on: "
-    "check the checkpoint, or use a wider dtype"
+    "the target's logits are not finite (NaN) for this request or a token drafted for it; its tokens so far stand, other "
+    "requests go on: check the checkpoint, or use a wider dtype"
 )
 
 

@@ -12,6 +12,7 @@ from typing import Any, get_type_hints
 import numpy as np
 
 from espalier.train.bundle import STAGES, BundleFolders, make_bundle
+from espalier.train.checkpoint import read_config
 from espalier.train.eagle3 import DraftConfig, train_eagle3
 from espalier.train.evaluate import evaluate_draft
 
@@ -70,6 +71,7 @@ def run(arguments: argparse.Namespace) -> None:
         work = arguments.work or arguments.out / "work"
         make_bundle(BundleFolders(arguments.out, work, arguments.site_packages or []), arguments.only)
         return
+    read_config(arguments.target)
     documents = read_prompts(arguments.data, arguments.target)
     if arguments.command == "evaluate":
         evaluate_draft(arguments.draft, arguments.target, documents, arguments.max_tokens)

@@ -27,7 +27,7 @@ from espalier.train.heldout import write_heldout
 from espalier.train.llama import LlamaShape
 from espalier.train.ngram import ngram_bits_per_byte
 from espalier.train.packing import pack
-from espalier.train.tokenizer import END, END_OF_TEXT, save_tokenizer, train_tokenizer
+from espalier.train.tokenizer import END, END_OF_TEXT, SPECIAL_TOKENS, save_tokenizer, train_tokenizer
 
 SHAPE = LlamaShape()
 BASE = PretrainConfig(num_tokens=2.1e9)
@@ -90,8 +90,8 @@ def make_packed(folders: BundleFolders) -> None:
 
 
 def make_base(folders: BundleFolders) -> None:
-    tokenizer, begun = folders.tokenizer(), time.perf_counter()
-    ends = [tokenizer.token_to_id(END_OF_TEXT), tokenizer.token_to_id(END)]
+    begun = time.perf_counter()
+    ends = [SPECIAL_TOKENS.index(END_OF_TEXT), SPECIAL_TOKENS.index(END)]
     bits = pretrain(folders.packed, folders.target, folders.work, ends, BASE, SHAPE)
     if not dist.is_initialized() or dist.get_rank() == 0:
         folders.note(base_bits=bits, base_seconds=time.perf_counter() - begun, base_device=device_name())

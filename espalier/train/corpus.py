@@ -68,11 +68,14 @@ class Source:
 
 
 def license_of(dist: metadata.Distribution) -> str:
-    """The licence as the package's own metadata state it; the classifiers count when no short field does."""
-    meta = dist.metadata
-    stated = [meta.get("License-Expression") or "", (meta.get("License") or "").strip().split("\n")[0][:80]]
-    stated += [c.split("::")[-1].strip() for c in meta.get_all("Classifier") or [] if c.startswith("License ::")]
-    return "; ".join(dict.fromkeys(s for s in stated if s and s.lower() != "unknown"))
+    """The licence as the package's own metadata state it; a licence's full text only where nothing shorter does."""
+    stated = [(dist.metadata.get_all(key) or [""])[0] for key in ("License-Expression", "License")]
+    stated = [s.strip().split("\n")[0][:80] for s in stated]
+    classifiers = dist.metadata.get_all("Classifier") or []
+    stated += [c.split("::")[-1].strip() for c in classifiers if c.startswith("License ::")]
+    stated = list(dict.fromkeys(s for s in stated if s and s.lower() != "unknown"))
+    short = [s for s in stated if not s.lower().startswith(("copyright", "license agreement", "files:"))]
+    return "; ".join(short or stated)
 
 
 def is_permissive(license_text: str) -> bool:

@@ -75,6 +75,9 @@ class DraftLayer(nn.Module):
 class Eagle3Draft(nn.Module):
     """fc, one layer, norm, its own head over the draft vocabulary; d2t and t2d as the checkpoint holds them."""
 
+    d2t: Tensor
+    t2d: Tensor
+
     def __init__(self, shape: DraftShape) -> None:
         super().__init__()
         self.shape = shape

@@ -113,7 +113,9 @@ class AcceptReport:
 
 
 def report(lengths: list[Tensor], texts: list[np.ndarray], firsts: list[int]) -> AcceptReport:
-    fresh, again, every = [], [], []
+    fresh: list[float] = []
+    again: list[float] = []
+    every: list[float] = []
     for accepted, text, first in zip(lengths, texts, firsts, strict=True):
         loops, root, values = repeated(text), first, accepted.tolist()
         every += values
@@ -121,8 +123,8 @@ def report(lengths: list[Tensor], texts: list[np.ndarray], firsts: list[int]) ->
             length = values[root - first]
             (again if loops[root] else fresh).append(length)
             root += length
-    mean = [float(np.mean(x)) if x else float("nan") for x in (fresh, again, every)]
-    return AcceptReport(*mean, repeated_share=len(again) / max(1, len(again) + len(fresh)))
+    means = [float(np.mean(x)) if x else float("nan") for x in (fresh, again, every)]
+    return AcceptReport(means[0], means[1], means[2], len(again) / max(1, len(again) + len(fresh)))
 
 
 def measure(

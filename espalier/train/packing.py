@@ -34,10 +34,11 @@ def chat_documents(texts: list[str], rng: random.Random, num_files: int = CHAT_F
         except (SyntaxError, ValueError, RecursionError):
             continue
         for node in tree.body:
-            request = isinstance(node, ast.FunctionDef) and ast.get_docstring(node)
-            source = ast.get_source_segment(text, node) if request else None
+            if not isinstance(node, ast.FunctionDef) or not (request := ast.get_docstring(node)):
+                continue
+            source = ast.get_source_segment(text, node)
             if source and len(source) <= CHAT_MAX_FUNCTION:
-                what = f"Write a Python function `{node.name}`: {str(request).splitlines()[0]}"
+                what = f"Write a Python function `{node.name}`: {request.splitlines()[0]}"
                 documents.append(f"{USER}{what}{ASSISTANT}{source}{END}")
     return documents
 

@@ -43,7 +43,8 @@ def test_a_hit_of_every_length_with_every_divergence(page_size, overlap):
 def test_preempted_requests_are_as_if_undisturbed(algorithm, overlap):
     setup = replace(SETUP, algorithm=algorithm, overlap=overlap, num_pages=26, max_context=40)
     watch = watched(setup)
-    run_watched(watch, [asked(i, prompt, max_tokens=22) for i, prompt in enumerate(prompts(31, [5, 9, 7, 12]))])
+    style = {"max_tokens": 22, "presence_penalty": 0.6, "repetition_penalty": 1.3}
+    run_watched(watch, [asked(i, prompt, **style) for i, prompt in enumerate(prompts(31, [5, 9, 7, 12]))])
     assert watch.engine.scheduler.num_preempted > 0
 
 

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 import espalier
 from espalier.train import corpus, packing
 from espalier.train.corpus import SourceFile
-from espalier.train.ngram import refine
+from espalier.train.ngram import ngram_probabilities
 from espalier.train.target import repeated
 
 BUNDLED = Path(espalier.__file__).parent / "bundled"
@@ -91,15 +91,14 @@ def test_chat_documents_come_from_documented_functions() -> None:
     assert document.endswith("return 2 * x<|end|>")
 
 
-def test_ngram_probabilities_sum_to_one() -> None:
+def test_ngram_probabilities_sum_to_one_and_count_by_hand() -> None:
     train = np.random.default_rng(0).integers(0, 5, 300)
-    total = 0.0
-    for last in range(5):
-        heldout, probabilities = np.array([1, 2, 3, last]), np.full(4, 0.2)
-        for order in range(1, 5):
-            probabilities = refine(probabilities, train, heldout, order)
-        total += probabilities[-1]
-    assert total == pytest.approx(1)
+    last = [ngram_probabilities(train, np.array([1, 2, 3, token]), 5, 4)[-1] for token in range(5)]
+    assert sum(last) == pytest.approx(1)
+    # after 0 came 1 twice and 2 once; of six tokens three are 0
+    pair = ngram_probabilities(np.array([0, 1, 0, 1, 0, 2]), np.array([0, 1]), 3, 2)
+    unigram = [(3 - 0.75 + 0.75 * 3 / 3) / 6, (2 - 0.75 + 0.75 * 3 / 3) / 6]
+    assert pair == pytest.approx([unigram[0], (2 - 0.75 + 0.75 * 2 * unigram[1]) / 3])
 
 
 def test_repeated_marks_the_end_of_every_gram_seen_before() -> None:

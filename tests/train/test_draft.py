@@ -33,6 +33,8 @@ def draft() -> Eagle3Draft:
     draft = Eagle3Draft(SHAPE).double()
     for parameter in draft.parameters():
         torch.nn.init.normal_(parameter, std=0.5)
+    # Loud enough that one wrong ancestor among the keys changes which paths are kept.
+    draft.midlayer.self_attn.o_proj.weight.data *= 8
     draft.set_vocabulary(torch.randperm(24)[:16].sort().values, torch.zeros(24, 1))
     return draft
 
@@ -71,7 +73,7 @@ def test_every_chain_of_the_unroll_equals_rows_run_one_by_one(draft: Eagle3Draft
         later = embeds[start + 1 : start + 5]
         plain = plain_rows(draft, embeds[: start + 1], features[: start + 1], later)
         for step in range(len(later) + 1):
-            torch.testing.assert_close(unrolled[step][0, start], plain[start + step], rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(unrolled[step][0, start], plain[start + step], rtol=1e-4, atol=1e-4)
 
 
 class RandomTarget:

@@ -1,0 +1,93 @@
+"""What cannot run is refused before anything is lost: one line, the value, the remedy; and who runs goes on."""
+
+import pytest
+
+from espalier.engine.engine import Engine
+from espalier.errors import EspalierError
+from espalier.request import SamplingParams
+from tests.engine.test_disturbance import all_undisturbed
+from tests.harness import Setup, prompts, request
+
+CONTEXT = 64
+
+
+def engine_of(overlap: bool = True, **fields: object) -> Engine:
+    return Setup(page_size=4, max_context=CONTEXT, overlap=overlap, num_pages=13, **fields).engine()
+
+
+BAD = {
+    "longer than the context": ([1] * 65, None, "65 tokens", "shorten it to 63"),
+    "no room for an answer": ([1] * 64, None, "64 tokens", "raise max_context"),
+    "never fits the pages": ([1] * 40, 20, "60 tokens", "raise num_pages"),
+    "never fits to the context's end": ([1] * 4, None, "64 tokens", "lower max_tokens"),
+    "empty": ([], 8, "empty", "at least one token"),
+    "above the vocabulary": ([3, 16, 2], 8, "16", "0 to 15"),
+    "negative": ([3, -1, 2], 8, "-1", "0 to 15"),
+    "not a token": ([3, 2.5, 2], 8, "2.5", "0 to 15"),
+    "a bool": ([True], 8, "True", "0 to 15"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+@pytest.mark.parametrize("overlap", [False, True], ids=["lockstep", "overlap"])
+def test_refused_and_nobody_notices(case: str, overlap: bool) -> None:
+    prompt, max_tokens, value, remedy = BAD[case]
+    engine = engine_of(overlap)
+    params = SamplingParams(temperature=0.0, max_tokens=12)
+    requests = [request(i, p, params) for i, p in enumerate(prompts(41, (6, 20, 11)))]
+    for r in requests[:2]:
+        engine.add(r)
+    for _ in range(3):
+        engine.step()
+    with pytest.raises(EspalierError) as refusal:
+        engine.add(request(9, prompt, SamplingParams(temperature=0.0, max_tokens=max_tokens)))
+    message = str(refusal.value)
+    assert "\n" not in message
+    assert value in message
+    assert remedy in message
+    engine.add(requests[2])
+    while engine.has_work:
+        engine.step()
+        engine.check_pages()
+    engine.close()
+    all_undisturbed(Setup(max_context=CONTEXT), requests)
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["lockstep", "overlap"])
+def test_the_longest_that_fits_does(overlap: bool) -> None:
+    """The bound is exact: with one page more than refused it runs to its end in a pool of nothing else."""
+    for prompt_len, limit in ((3, 40), (44, 3), (1, 47), (47, 1)):
+        r = request(0, prompts(42, (prompt_len,))[0], SamplingParams(temperature=0.0, max_tokens=limit))
+        ahead = int(overlap)
+        pages = -(-(prompt_len + limit + ahead) // 4)
+        setup = Setup(page_size=4, max_context=CONTEXT, overlap=overlap, num_pages=pages)
+        with pytest.raises(EspalierError, match="can never fit"):
+            setup.engine().add(r)
+        engine = Setup(**{**vars(setup), "num_pages": pages + 1}).engine()
+        engine.add(r)
+        while engine.has_work:
+            engine.step()
+        engine.close()
+        all_undisturbed(setup, [r])
+
+
+def test_an_abort_of_nobody() -> None:
+    """Unknown, finished and waiting ids; twice; before the first step."""
+    engine = engine_of()
+    params = SamplingParams(temperature=0.0, max_tokens=5)
+    first, second = (request(i, p, params) for i, p in enumerate(prompts(43, (6, 9))))
+    engine.abort("nobody")
+    engine.add(first)
+    engine.add(second)
+    for _ in range(2):
+        engine.abort(second.id)
+    pieces = []
+    while engine.has_work:
+        pieces += engine.step()
+    engine.abort(first.id)
+    engine.abort(second.id)
+    assert not engine.has_work
+    assert engine.step() == []
+    assert (second.output, second.finish_reason, second.error) == ([], "abort", None)
+    assert [p.finish_reason for p in pieces if p.request_id == second.id] == ["abort"]
+    all_undisturbed(Setup(max_context=CONTEXT), [first])

@@ -1,0 +1,127 @@
+"""Who came first goes first; nobody who runs waits longer than one prefill pass."""
+
+from random import Random
+
+import pytest
+
+from espalier.engine.engine import Engine
+from espalier.layout import RoundLayout
+from espalier.request import Request, SamplingParams
+from tests.engine.symbolic import SymbolicDevice, continuation, symbolic_engine
+from tests.harness import request
+
+each_loop = pytest.mark.parametrize("overlap", [False, True], ids=["lockstep", "overlap"])
+
+
+def engine_of(overlap: bool, num_pages: int = 200, max_batch: int = 3, chunk_size: int = 16) -> Engine:
+    return symbolic_engine(RoundLayout(max_batch, 3, 2, 8, 4, 128, 1, chunk_size), num_pages, overlap, random=Random(1))
+
+
+def asked(index: int, prompt_len: int = 10, max_tokens: int = 12) -> Request:
+    prompt = [(index * 5 + i * i) % 16 for i in range(prompt_len)]
+    return request(index, prompt, SamplingParams(temperature=0.0, max_tokens=max_tokens))
+
+
+def launches(engine: Engine) -> str:
+    """P for a prefill pass, R for a round, in order."""
+    device = engine.executor
+    assert isinstance(device, SymbolicDevice)
+    return "".join("P" if ticket.is_prefill else "R" for ticket in device.tickets)
+
+
+@each_loop
+def test_admitted_in_order_of_arrival(overlap: bool) -> None:
+    """Whatever the order of adding, and although later ones would fit where an earlier, longer one does not."""
+    engine = engine_of(overlap, num_pages=1 + 24, max_batch=4)
+    requests = [asked(i, prompt_len=50 if i in (2, 5) else 8) for i in range(9)]
+    for r in reversed(requests):
+        engine.add(r)
+    entered: list[int] = []
+    while engine.has_work:
+        engine.step()
+        engine.check_pages()
+        entered += [r.arrival for r in engine.scheduler.running if r.arrival not in entered]
+    assert entered == sorted(entered)
+
+
+@each_loop
+def test_preempted_goes_back_to_its_place(overlap: bool) -> None:
+    """The latest arrival gives way, waits before all that came after it, and enters before them."""
+    engine = engine_of(overlap, num_pages=1 + 16, max_batch=3)
+    requests = [asked(i, prompt_len=8, max_tokens=40) for i in range(3)] + [asked(i, 8, 4) for i in (3, 4, 5)]
+    for r in requests:
+        engine.add(r)
+    victims: list[int] = []
+    right = engine.scheduler._preempt
+
+    def preempt(r: Request) -> None:
+        assert r is max(engine.scheduler.running, key=lambda other: other.arrival)
+        right(r)
+        victims.append(r.arrival)
+        assert [w.arrival for w in engine.scheduler.waiting] == sorted(w.arrival for w in engine.scheduler.waiting)
+
+    engine.scheduler._preempt = preempt  # type: ignore[method-assign]
+    while engine.has_work:
+        engine.step()
+        engine.check_pages()
+        running, waiting = engine.scheduler.running, engine.scheduler.waiting
+        assert not (running and waiting) or running[-1].arrival < waiting[0].arrival
+    assert victims
+    assert 0 not in victims, "the oldest is never preempted"
+    assert all((r.output, r.finish_reason) == continuation(r, 128) for r in requests)
+
+
+@each_loop
+def test_long_prompts_let_rounds_through(overlap: bool) -> None:
+    """Chunks of long prompts and rounds of those who already run take turns; with nobody to wait, chunks follow each other."""
+    engine = engine_of(overlap)
+    engine.add(asked(0, 5, max_tokens=60))
+    for _ in range(3):
+        engine.step()
+    before = len(launches(engine))
+    engine.add(asked(1, 96, max_tokens=3))
+    engine.add(asked(2, 64, max_tokens=3))
+    for _ in range(20):
+        engine.step()
+    assert launches(engine)[before:].startswith("PRPRPRPRPRPRPRPRPRPR")
+    alone = engine_of(overlap)
+    alone.add(asked(3, 96, max_tokens=3))
+    while alone.has_work:
+        alone.step()
+    assert launches(alone).startswith("PPPPPPR")
+
+
+@each_loop
+def test_short_prompts_share_a_pass(overlap: bool) -> None:
+    """A pass is as wide as its longest prompt asks, and takes as many as fit at that width, oldest first."""
+    engine = engine_of(overlap, max_batch=8, chunk_size=64)
+    lengths = (5, 16, 12, 9, 40, 3, 60)
+    for i, n in enumerate(lengths):
+        engine.add(asked(i, n, max_tokens=2))
+    while engine.has_work:
+        engine.step()
+    device = engine.executor
+    assert isinstance(device, SymbolicDevice)
+    passes = [(ticket.width, ticket.lengths) for ticket in device.tickets if ticket.is_prefill]
+    assert passes == [(16, (5, 16, 12, 9)), (64, (40,)), (16, (3,)), (64, (60,))]
+
+
+@each_loop
+def test_samples_do_not_hold_up_others(overlap: bool) -> None:
+    """Who waits for a sibling's prompt lets those behind pass, and enters as soon as the prompt is there."""
+    engine = engine_of(overlap, max_batch=3, chunk_size=16)
+    leader, sibling, other = asked(0, 60), asked(0, 60), asked(2, 8)
+    sibling.id, sibling.arrival, sibling.after = "r1", 1, leader
+    for r in (leader, sibling, other):
+        engine.add(r)
+    engine.step()
+    assert [r.arrival for r in engine.scheduler.running] == [0, 2]
+    while not leader.prompt_cached:
+        engine.step()
+    engine.step()
+    assert sibling in engine.scheduler.running or sibling.done
+    assert sibling.cached_tokens == 60
+    while engine.has_work:
+        engine.step()
+        engine.check_pages()
+    assert all((r.output, r.finish_reason) == continuation(r, 128) for r in (leader, sibling, other))
