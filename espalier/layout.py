@@ -5,7 +5,9 @@ their arguments against it, on the host, without touching the device.
 """
 
 from dataclasses import dataclass
+from typing import TypeVar
 
+import torch
 from torch import Tensor
 
 from espalier.errors import EspalierError
@@ -14,6 +16,8 @@ ANCESTOR_BITS = 64
 MAX_PAGE_SIZE = 512
 MIN_CHUNK_WIDTH = 16
 ROUNDS_IN_FLIGHT = 2
+
+Number = TypeVar("Number", int, Tensor)
 
 
 def max_draft_tokens(steps: int, topk: int) -> int:
@@ -25,7 +29,7 @@ def max_draft_tokens(steps: int, topk: int) -> int:
 class RoundLayout:
     """Sizes of rounds and prefill passes.
 
-    max_batch: requests a round can hold; steps, topk, num_draft_tokens: the tree (0, any, 1 is plain decoding);
+    max_batch: requests a round can hold; steps, topk, num_draft_tokens: the tree (0, 1, 1: plain decoding);
     page_size: positions a page; max_context: prompt and output of one request, in tokens;
     draft_layers: layers whose K/V the drafter keeps in pages; chunk_size: rows of one prefill pass.
     """
@@ -82,12 +86,20 @@ class RoundLayout:
     @property
     def beam_rows(self) -> int:
         """Draft rows staged while a tree grows: topk beams for every level but the last."""
-        return max(self.steps - 1, 0) * self.topk
+        return self.beams_above(max(self.steps, 1))
+
+    def beams_above(self, level: int) -> int:
+        """Draft rows of the levels above `level`, the first being level 1."""
+        return (level - 1) * self.topk
 
     @property
     def verify_rows(self) -> int:
         """Nodes of a full batch of trees: rows of the target's staging."""
         return self.max_batch * self.num_draft_tokens
+
+    def staged_at(self, batch: int, device: torch.device) -> Tensor:
+        """[batch]: the row of the target's staging where each request's nodes begin."""
+        return torch.arange(batch, device=device) * self.num_draft_tokens
 
     @property
     def staged_beams(self) -> int:
@@ -111,11 +123,21 @@ class RoundLayout:
         return min(self.max_batch, self.chunk_size // width)
 
     def tokens_ahead(self, rounds: int) -> int:
-        """Rows that may come to exist past the last root the host has seen, `rounds` being launched and unread."""
+        """Rows that may come to exist from the last root the host has seen on, its own included.
+
+        rounds: launched and not yet read, the one about to be launched included.
+        """
         return rounds * self.extend_width + 1
 
     def pages_for(self, tokens: int) -> int:
         return -(-tokens // self.page_size)
+
+    def whole_pages(self, tokens: int) -> int:
+        """Pages that the first `tokens` rows fill to the end."""
+        return tokens // self.page_size
+
+    def tokens_in(self, pages: int) -> int:
+        return pages * self.page_size
 
     def reserve(self, num_seen: int, rounds: int, end: int) -> int:
         """Pages that a request must hold before a launch.
@@ -124,6 +146,13 @@ class RoundLayout:
         end: the tokens after which the request is finished, past which a round decides one token at most.
         """
         return self.pages_for(min(num_seen + self.tokens_ahead(rounds), end + rounds - 1))
+
+    def room(self, end: Number, prefix_len: Number) -> Number:
+        """The deepest node that a round may accept: tokens left before `end`, past the root and the target's own pick.
+
+        Below 0 where the request is finished.  Takes integers, or tensors of them.
+        """
+        return end - 2 - prefix_len
 
     @property
     def history_width(self) -> int:
@@ -139,12 +168,20 @@ class RoundLayout:
         """Positions that a node can have: rows of rotary tables.  A padded chunk reaches past the last token."""
         return self.history_width + max(self.steps, self.chunk_size)
 
-    def require_rows(self, name: str, need: int, have: int) -> None:
-        """Check, on the host, that a buffer of `have` rows holds the `need` of a launch.  Raises EspalierError."""
-        if need > have:
+    def require_batch(self, batch: int) -> None:
+        """Check, on the host, that the buffers of a round hold a batch.  Raises EspalierError."""
+        if batch > self.max_batch:
             raise EspalierError(
-                f"buffer {name} holds {have} rows and this launch needs {need}; both follow from {self}: "
-                "launch no more than max_batch requests, or raise it"
+                f"buffers hold the rounds of {self.max_batch} requests and this launch has {batch}; "
+                f"both follow from {self}: launch no more than max_batch requests, or raise it"
+            )
+
+    def require_chunk(self, batch: int, width: int) -> None:
+        """Check, on the host, that a prefill pass is no larger than was laid out.  Raises EspalierError."""
+        if batch * width > self.chunk_size:
+            raise EspalierError(
+                f"a prefill pass holds {self.chunk_size} rows and this launch needs {batch} · {width}; "
+                f"both follow from {self}: launch fewer or narrower chunks, or raise chunk_size"
             )
 
     def require(self, name: str, tensor: Tensor, *shape: int) -> None:
@@ -152,7 +189,9 @@ class RoundLayout:
 
         Raises EspalierError naming the buffer, what it needs, what it holds, and the sizes both follow from.
         """
-        fits = tensor.ndim == len(shape) and all(need in (-1, have) for need, have in zip(shape, tensor.shape, strict=True))
+        fits = tensor.ndim == len(shape) and all(
+            need in (-1, have) for need, have in zip(shape, tensor.shape, strict=True)
+        )
         if not fits:
             raise EspalierError(
                 f"buffer {name} needs shape {list(shape)} and holds {list(tensor.shape)}; both follow from {self}: "

@@ -1,12 +1,14 @@
 """LLM: the offline interface.  Prompts in, outputs in the same order out, or pieces as they come."""
 
 import logging
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from espalier.config import EngineConfig
@@ -46,6 +48,8 @@ class LLM:
     """
 
     def __init__(self, model: str | Path = "auto", **settings: Any):
+        if os.environ.get("ESPALIER_FAULT"):
+            faults().plant_from_environment()
         asked = EngineConfig(model=model, **settings)
         checkpoint = find(asked)
         self.config = resolve_config(asked, checkpoint)
@@ -224,6 +228,13 @@ class LLM:
             totals.reached[0],
             remedy,
         )
+
+
+def faults() -> ModuleType:
+    """The planted faults of docs/seeds.md, imported where they are asked for: the house's one hook to guard."""
+    from espalier.guard import faults
+
+    return faults
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

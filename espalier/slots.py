@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from espalier.errors import EspalierError
 from espalier.layout import RoundLayout
 from espalier.request import MAX_BIAS, MAX_STOP_IDS
 
@@ -98,11 +99,19 @@ class SlotTable:
         self._write(self.bias_ids[slot], request.bias.keys())
         self._write(self.bias_values[slot], request.bias.values())
         self._write(self.stop_ids[slot], request.stop_ids, rest=-1)
+        self.seen[slot] = False
+        self.counts[slot] = 0
         if request.counts_tokens:
             self._count(slot, request.tokens, request.prompt_len)
 
     def append_pages(self, appended: tuple[tuple[int, int, int], ...]) -> None:
-        """Page-table entries (slot, column, page) that grew since the last launch."""
+        """Enter (slot, column, page), what grew since the last launch.  Raises EspalierError for a column past it."""
+        for slot, column, _ in appended:
+            if not (slot < self.layout.num_slots and column < self.layout.table_width):
+                raise EspalierError(
+                    f"page table holds {self.layout.num_slots} slots of {self.layout.table_width} pages, and slot "
+                    f"{slot} asks for page {column}; both follow from {self.layout}: reserve pages by layout.reserve"
+                )
         if appended:
             slots, columns, pages = torch.tensor(appended, device=self.page_table.device).unbind(1)
             self.page_table[slots, columns] = pages
@@ -115,9 +124,7 @@ class SlotTable:
 
     def _count(self, slot: int, tokens: tuple[int, ...], prompt_len: int) -> None:
         known = torch.tensor(tokens, device=self.counts.device)
-        self.seen[slot] = False
         self.seen[slot][known[:prompt_len]] = True
-        self.counts[slot] = 0
         output = known[prompt_len:]
         self.counts[slot].index_add_(0, output, torch.ones_like(output, dtype=torch.int32))
 
@@ -126,18 +133,21 @@ class SlotTable:
 class Slots:
     """The rows of a batch, gathered once a launch.  prefix_len is that of before the launch throughout.
 
-    index: [B] slots; prefix_len, root: [B]; page_table: [B, table_width].
+    index: [B] slots; prefix_len, root, commit_from: [B]; page_table: [B, table_width].
     """
 
     table: SlotTable
     index: Tensor
     prefix_len: Tensor
     root: Tensor
+    commit_from: Tensor
     page_table: Tensor
 
     @classmethod
     def gather(cls, table: SlotTable, index: Tensor) -> "Slots":
-        return cls(table, index, table.prefix_len[index], table.root[index], table.page_table[index])
+        return cls(
+            table, index, table.prefix_len[index], table.root[index], table.commit_from[index], table.page_table[index]
+        )
 
     @property
     def batch(self) -> int:
@@ -155,7 +165,7 @@ class Slots:
 
     def room(self) -> Tensor:
         """[B]: the deepest node that may be accepted, by the request's own limit and by the tokens it has left."""
-        left = self.table.end[self.index] - 2 - self.prefix_len
+        left = self.table.layout.room(self.table.end[self.index], self.prefix_len)
         return torch.minimum(self.table.depth_limit[self.index], left).clamp(min=0)
 
     def advance(self, tokens: Tensor, length: Tensor, count_tokens: bool) -> None:

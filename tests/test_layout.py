@@ -104,5 +104,7 @@ def test_a_buffer_of_another_layout_is_refused_naming_all_there_is_to_know():
         for part in ("tree.tokens", "[4, 64]", str(list(wrong.shape)), "topk=8", "page_size=256", "same layout"):
             assert part in str(refused.value)
         assert "\n" not in str(refused.value)
-    with pytest.raises(EspalierError, match=r"buffer staging holds 256 rows and this launch needs 320.*max_batch=4"):
-        made.require_rows("staging", 320, 256)
+    with pytest.raises(EspalierError, match=r"rounds of 4 requests and this launch has 5.*max_batch=4"):
+        made.require_batch(5)
+    with pytest.raises(EspalierError, match=r"prefill pass holds \d+ rows.*raise chunk_size"):
+        made.require_chunk(2, made.chunk_size)

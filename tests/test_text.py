@@ -1,7 +1,7 @@
 """Text as it comes: whole characters, nothing of a stop string, and in sum what decoding all at once gives."""
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
@@ -129,6 +129,7 @@ def test_text_ends_before_the_first_stop_string_wherever_tokens_part(text, stop,
         assert stop not in BYTE_LEVEL.decode(tokens[: pushed - 1])
 
 
+@example(text="aab", stops=["ab", "aab"])
 @given(
     text=st.text(st.sampled_from("ab!"), max_size=16),
     stops=st.lists(st.sampled_from(["ab", "b!", "!", "aab", "ba"]), max_size=3),

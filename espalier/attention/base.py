@@ -84,6 +84,12 @@ class Nodes:
     row_positions: Tensor
     mask: Tensor
 
+    @classmethod
+    def chain(cls, positions: Tensor) -> "Nodes":
+        """Rows [B, Q] each of which follows the one before it."""
+        order = torch.arange(positions.shape[1], device=positions.device)
+        return cls(positions, positions, (order <= order[:, None]).expand(positions.shape[0], -1, -1))
+
     def seen(self, window: int | None) -> Tensor:
         """[B, Q, R]: ancestors inside the window.  A row always sees itself, padding too, so that no softmax is
         empty."""

@@ -1,6 +1,7 @@
-"""How a model's layer meets the cache: stage its new rows, commit them if they are decided, attend.
+"""How a model's layer meets the cache: what becomes of its new rows, and attention over them.
 
-A model calls `attend(layer, q, k, v)` and knows no more.
+A model calls `attend(layer, q, k, v)` with q [B, Q, heads, k_size], k and v [B, Q, kv_heads, size], rotated, and gets
+[B, Q, heads, v_size]; it knows no more.
 """
 
 from dataclasses import dataclass
@@ -8,27 +9,33 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from espalier.attention.base import Attention
-from espalier.cache.kv import Pages, Staging
+from espalier.cache.kv import Staging
 
 
 @dataclass(frozen=True)
-class StagedAttention:
-    """One pass of nodes.  Its layers may stage their rows beside those of earlier passes (staging, width, at), or, for
-    a chain that was decided before it runs, commit them at once (pages, rows [B, Q])."""
+class Undecided:
+    """Nodes of a tree: their rows go to staging, as rows at .. at+Q of each request's `width`, beside earlier ones."""
 
     attention: Attention
-    layer_offset: int = 0
-    staging: Staging | None = None
-    width: int = 0
+    staging: Staging
+    width: int
     at: int = 0
-    pages: Pages | None = None
-    rows: Tensor | None = None
+    first_layer: int = 0
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q [B, Q, heads, k_size], k and v [B, Q, kv_heads, size], rotated; returns [B, Q, heads, v_size]."""
-        layer += self.layer_offset
-        if self.pages is not None and self.rows is not None:
-            self.pages.write(layer, k, v, self.rows)
-        if self.staging is not None:
-            k, v = self.staging.put(layer, k, v, self.width, self.at)
+        layer += self.first_layer
+        return self.attention.attend(layer, q, *self.staging.put(layer, k, v, self.width, self.at))
+
+
+@dataclass(frozen=True)
+class Decided:
+    """A chain that was decided before it ran: its rows are committed to page rows [B, Q], layer by layer."""
+
+    attention: Attention
+    rows: Tensor
+    first_layer: int = 0
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        layer += self.first_layer
+        self.attention.pages.write(layer, k, v, self.rows)
         return self.attention.attend(layer, q, k, v)

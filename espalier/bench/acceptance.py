@@ -10,9 +10,8 @@ from torch import Tensor
 
 from espalier.bench.drive import Driven, drive, texts
 from espalier.config import SpeculationConfig
-from espalier.engine.scheduler import RoundTrace
-from espalier.guard.faults import plant
-from espalier.llm import LLM
+from espalier.engine.ticket import RoundTrace
+from espalier.llm import LLM, faults
 from espalier.request import SamplingParams
 from espalier.sampling.pick import over_temperature
 from espalier.sampling.shape import SamplingRows
@@ -64,7 +63,7 @@ def variants(steps: int, has_draft: bool) -> list[Variant]:
         Variant("eagle3 tree"),
         Variant("eagle3 chain", chain),
         ngram,
-        Variant("eagle3 tree, wrong ancestors", planted=lambda: plant("wrong-ancestor")),
+        Variant("eagle3 tree, wrong ancestors", planted=lambda: faults().plant("wrong-ancestor")),
         Variant("eagle3 tree, temperature 1, coupled scores", temperature=1.0),
         Variant("eagle3 tree, temperature 1, scores without noise", temperature=1.0, planted=uncoupled),
     ]

@@ -10,7 +10,7 @@ import torch
 
 from espalier.engine.checkpoints import BUNDLED_FILES
 from espalier.engine.engine import Engine
-from espalier.engine.scheduler import RoundTrace
+from espalier.engine.ticket import RoundTrace
 from espalier.errors import EspalierError
 from espalier.llm import LLM
 from espalier.request import Request, SamplingParams, SpeculationStats

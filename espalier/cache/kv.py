@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from espalier.cache.geometry import LayerGeometry
+from espalier.errors import EspalierError
 from espalier.layout import RoundLayout
 
 DUMMY_ROW = 0
@@ -50,8 +51,7 @@ def by_layer(stacked: list[LayerStack]) -> dict[int, tuple[Tensor, Tensor]]:
 
 
 class Staging:
-    """Rows under construction of a range of layers: `batch` requests × `width` rows a request, dense, of fixed
-    shape."""
+    """Rows under construction of a range of layers: dense, of fixed shape, `width` rows for each request of a batch."""
 
     def __init__(
         self, geometry: Sequence[LayerGeometry], layers: range, rows: int, dtype: torch.dtype, device: torch.device
@@ -61,9 +61,16 @@ class Staging:
         self.rows = rows
 
     def put(self, layer: int, k: Tensor, v: Tensor, width: int, at: int) -> tuple[Tensor, Tensor]:
-        """Stage k, v [B, Q, kv_heads, size] as rows at .. at+Q of each request's `width`; returns all [B, at+Q, ...] so
-        far."""
+        """Stage k, v [B, Q, kv_heads, size] as rows at .. at+Q of each request's `width`.
+
+        Returns all that is staged so far, [B, at+Q, ...] each.  Raises EspalierError where the buffer is too small.
+        """
         batch, queries = k.shape[:2]
+        if at + queries > width or batch * width > self.rows:
+            raise EspalierError(
+                f"staging holds {self.rows} rows and this launch needs {batch} requests of {width} (rows {at} to "
+                f"{at + queries} of each): allocate staging and launch from the same layout"
+            )
         staged_k, staged_v = (self._rows(buffer, batch, width) for buffer in self.layers[layer])
         staged_k[:, at : at + queries] = k
         staged_v[:, at : at + queries] = v
@@ -88,13 +95,16 @@ class Pages:
     ):
         self.page_size = layout.page_size
         self.num_pages = num_pages
-        rows = num_pages * layout.page_size
+        rows = layout.tokens_in(num_pages)
         self.target = stacks(geometry, range(num_target_layers), rows, dtype, device)
         self.draft = stacks(geometry, range(num_target_layers, len(geometry)), rows, dtype, device)
         self.layers = by_layer(self.target) | by_layer(self.draft)
 
     def rows(self, page_table: Tensor, positions: Tensor) -> Tensor:
-        """Rows of positions [B, P] under a page table [B, T]."""
+        """Rows of positions [B, P] under a page table [B, T].
+
+        Positions past the table, which only padding has, read its last column: callers mask them.
+        """
         columns = (positions // self.page_size).clamp(max=page_table.shape[1] - 1)
         return page_table.gather(1, columns) * self.page_size + positions % self.page_size
 
@@ -114,6 +124,7 @@ class Pages:
 
     def commit(self, staging: Staging, source: Tensor, rows: Tensor) -> None:
         """Copy staged rows `source` [N] of every target layer to page rows `rows` [N], in order."""
+        _require_rows("commit", rows, source.shape)
         for staged, stack in zip(staging.stacks, self.target, strict=True):
             for src, dst in ((staged.k, stack.k), (staged.v, stack.v)):
                 dst.index_copy_(1, rows, src.index_select(1, source))
@@ -121,6 +132,7 @@ class Pages:
 
     def write(self, layer: int, k: Tensor, v: Tensor, rows: Tensor) -> None:
         """Commit one layer of a chain that was decided before it ran: k, v [B, Q, kv_heads, size] to rows [B, Q]."""
+        _require_rows("write", rows, k.shape[:2])
         for value, buffer in zip((k, v), self.layers[layer], strict=True):
             buffer.index_copy_(0, rows.flatten(), value.flatten(0, 1))
             buffer[DUMMY_ROW] = 0
@@ -132,6 +144,14 @@ class Pages:
     @property
     def dtype(self) -> torch.dtype:
         return self.target[0].k.dtype
+
+
+def _require_rows(what: str, rows: Tensor, shape: torch.Size) -> None:
+    if rows.shape != shape:
+        raise EspalierError(
+            f"{what} of K/V needs one page row for each of its {list(shape)} rows and is given {list(rows.shape)}: "
+            "make both from the same layout"
+        )
 
 
 def bytes_per_token(geometry: Sequence[LayerGeometry], dtype: torch.dtype) -> int:

@@ -27,6 +27,7 @@ class PagePool:
 
     def __init__(self, num_pages: int):
         self.num_pages = num_pages
+        self.num_released = 0
         self._references = [0] * num_pages
         self._free = list(range(num_pages - 1, DUMMY_PAGE, -1))
 
@@ -51,7 +52,11 @@ class PagePool:
             self._references[page] += 1
 
     def release(self, pages: Iterable[int]) -> None:
-        """Take a holder from each page; the last one frees it.  Raises PageDefect for a page that nobody holds."""
+        """Take a holder from each page; the last one frees it.  Raises PageDefect for a page that nobody holds.
+
+        num_released counts the calls, for those who wait for pages.
+        """
+        self.num_released += 1
         for page in pages:
             self._require_held(page, "released")
             self._references[page] -= 1

@@ -14,7 +14,7 @@ from espalier.bench.machine import header
 from espalier.cli.console import FROM_DRAFT, QUIET, Signs, coloured, progress, signs, stdout, waiting
 from espalier.cli.draw import round_tree
 from espalier.cli.flags import add_engine_flags, engine_settings, new_command
-from espalier.engine.scheduler import RoundTrace
+from espalier.engine.ticket import RoundTrace
 from espalier.errors import EspalierError
 from espalier.llm import LLM
 from espalier.request import Output, SamplingParams, SpeculationStats
@@ -118,7 +118,8 @@ def _compare(console: Console, plain: Run, tree: Run) -> bool:
     tokens = sum(len(output.token_ids) for output in tree.outputs)
     drafted = sum(sum(output.from_draft) for output in tree.outputs)
     console.print(Text("identical: ", "bold green") + Text(f"plain decoding gave the same {tokens} tokens, one by one"))
-    legend = Text("tokens like this", FROM_DRAFT) if console.is_terminal and not console.no_color else Text("tokens that")
+    has_colour = console.is_terminal and not console.no_color
+    legend = Text("tokens like this", FROM_DRAFT) if has_colour else Text("tokens that")
     console.print(legend + Text(f" came from the draft: {drafted} of {tokens}\n"))
     return True
 

@@ -1,6 +1,8 @@
 """The engine: one step, read from top to bottom."""
 
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 from espalier.cache.pages import PagePool
 from espalier.cache.prefix_tree import PrefixTree
@@ -16,7 +18,7 @@ class InFlight:
     """What is launched and not yet read: with overlap one launch stays behind, in lock-step none."""
 
     overlap: bool
-    behind: tuple[Launch, Handle] | None = field(default=None)
+    behind: tuple[Launch, Handle] | None = None
 
     def exchange(self, launched: tuple[Launch, Handle] | None) -> tuple[Launch, Handle] | None:
         """Put a launch in; what is to be harvested comes out."""
@@ -27,7 +29,10 @@ class InFlight:
 
 
 class Engine:
-    """Runs requests to their end.  Not thread-safe: one caller adds, aborts and steps."""
+    """Runs requests to their end.  Not thread-safe: one caller adds, aborts and steps.
+
+    stopped: why nothing more runs, after a launch has failed; every request then in the engine is aborted with it.
+    """
 
     def __init__(self, round: Round, overlap: bool, prefix_cache: bool):
         self.layout = round.layout
@@ -36,30 +41,38 @@ class Engine:
         self.pool = PagePool(round.pages.num_pages)
         self.prefixes = PrefixTree(self.pool, self.layout.page_size) if prefix_cache else None
         self.in_flight = InFlight(overlap)
-        self.scheduler = Scheduler(
-            self.layout, self.pool, self.prefixes, round.drafter.layers, rounds_in_flight=2 if overlap else 1
-        )
+        self.scheduler = Scheduler(self.layout, self.pool, self.prefixes, rounds_in_flight=2 if overlap else 1)
         self.inbox: list[Request] = []
+        self.stopped: str | None = None
 
     def step(self) -> list[Piece]:
         """One turn: take in what arrived, launch what comes next, hand out what is done."""
-        self.scheduler.admit(self.drain_inbox())
-        launch = self.scheduler.next_launch()  # a prefill pass, a round, or nothing
-        launched = (launch, self.executor.launch(launch.ticket)) if launch else None
-        done = self.in_flight.exchange(launched)  # overlap: the launch before; lock-step: this one
-        if done is None:
-            return self.scheduler.take_pieces()
-        harvest, handle = done
-        return self.scheduler.harvest(harvest, handle.result())
+        with self._stopping_on_error():
+            self.scheduler.admit(self._drain_inbox())
+            launch = self.scheduler.next_launch()  # a prefill pass, a round, or nothing
+            launched = (launch, self.executor.launch(launch.ticket)) if launch else None
+            done = self.in_flight.exchange(launched)  # overlap: the launch before; lock-step: this one
+            if done is None:
+                return self.scheduler.take_pieces()
+            harvest, handle = done
+            return self.scheduler.harvest(harvest, handle.result())
 
     def add(self, request: Request) -> None:
         """Queue a request.  Raises EspalierError, before anything is lost, for one that can never run."""
+        if self.stopped is not None:
+            raise EspalierError(self.stopped)
         check_prompt(request.prompt, self.vocab_size, self.layout.max_context)
+        end = request.end(self.layout.max_context)
+        if len(request.prompt) + request.params.min_tokens > end:
+            raise EspalierError(
+                f"min_tokens={request.params.min_tokens} after a prompt of {len(request.prompt)} tokens passes the "
+                f"{end} that max_context and max_tokens allow; lower it, or raise those"
+            )
         if not self.scheduler.fits(request):
-            end = request.end(self.layout.max_context)
             raise EspalierError(
                 f"a request of up to {end} tokens (prompt {len(request.prompt)}) can never fit "
-                f"{self.pool.num_pages - 1} pages of {self.layout.page_size} tokens; lower max_tokens or raise num_pages"
+                f"{self.pool.num_pages - 1} pages of {self.layout.page_size} tokens; "
+                "lower max_tokens or raise num_pages"
             )
         self.inbox.append(request)
 
@@ -69,7 +82,19 @@ class Engine:
             if request.id == request_id:
                 request.aborted = True
 
-    def drain_inbox(self) -> list[Request]:
+    @contextmanager
+    def _stopping_on_error(self) -> Iterator[None]:
+        """What goes wrong in a launch leaves device state half written: no request can go on, and none may seem to."""
+        try:
+            yield
+        except BaseException as error:
+            self.stopped = f"the engine stopped ({type(error).__name__}: {error}); make another LLM"
+            self.in_flight.behind = None
+            self.scheduler.admit(self._drain_inbox())
+            self.scheduler.stop(self.stopped)
+            raise
+
+    def _drain_inbox(self) -> list[Request]:
         arrived, self.inbox = self.inbox, []
         return arrived
 

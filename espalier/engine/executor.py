@@ -1,4 +1,4 @@
-"""Runs tickets, in order, on one stream: `launch(ticket) -> handle; handle.result()` is the whole interface.
+"""Runs tickets, in order, on one stream: `launch(ticket) -> handle; handle.result()` is all that others need.
 
 On a CPU the stream of an overlapped engine is one worker thread, and that of a lock-step engine is the caller's own.
 """
@@ -9,9 +9,9 @@ from typing import Protocol
 
 import torch
 
-from espalier.engine.ticket import DraftTree, Row, Ticket
+from espalier.engine.ticket import DraftTree, Row, Ticket, Tried
 from espalier.request import TokenLogprob
-from espalier.speculate.round import Decided, Round, prefill, run
+from espalier.speculate.round import Outcome, Round, prefill, run
 from espalier.speculate.tree import VOID
 
 
@@ -47,45 +47,50 @@ class Executor:
         index = torch.tensor(ticket.slots, dtype=torch.int64, device=r.pages.device)
         if ticket.is_prefill:
             lengths = torch.tensor(ticket.lengths, dtype=torch.int64, device=index.device)
-            return read(prefill(r, index, lengths, ticket.width, ticket.shaping, ticket.num_logprobs))
-        return read(run(r, index, ticket.shaping, ticket.num_logprobs))
+            outcome = prefill(r, index, lengths, ticket.width, ticket.shaping, ticket.num_logprobs)
+        else:
+            outcome = run(r, index, ticket.shaping, ticket.num_logprobs)
+        return read(outcome, ticket.traced)
 
     def close(self) -> None:
         if self.worker is not None:
             self.worker.shutdown()
 
 
-def read(decided: Decided) -> list[Row]:
-    """Bring a launch's results to the host."""
-    lengths = decided.length.tolist()
-    tokens = decided.tokens.tolist()
-    sound = decided.sound.tolist()
-    tree_of = _trees(decided, lengths)
-    logprobs_of = _logprobs(decided, tokens, lengths)
-    return [Row(tokens[b][: sound[b]], sound[b] == lengths[b], tree_of(b), logprobs_of(b)) for b in range(len(lengths))]
-
-
-def _trees(decided: Decided, lengths: list[int]) -> Callable[[int], DraftTree | None]:
-    if decided.tree is None or decided.path is None:
-        return lambda b: None
-    tree = decided.tree
-    tokens, parents, depths, scores = (
-        value.tolist() for value in (tree.tokens, tree.parents, tree.depths, tree.scores)
-    )
-    rows = decided.path.rows.tolist()
-    return lambda b: DraftTree(tokens[b], parents[b], depths[b], scores[b], rows[b][: lengths[b]])
-
-
-def _logprobs(decided: Decided, tokens: list[list[int]], lengths: list[int]) -> Callable[[int], list[TokenLogprob]]:
-    if decided.logprobs is None:
-        return lambda b: []
-    chosen, ids, values = (part.tolist() for part in decided.logprobs)
-    return lambda b: [
-        TokenLogprob(tokens[b][i], chosen[b][i], list(zip(ids[b][i], values[b][i], strict=True)))
-        for i in range(lengths[b])
+def read(outcome: Outcome, traced: bool) -> list[Row]:
+    """Bring a launch's results to the host; traced: the trees as well."""
+    lengths, sound, tokens = outcome.length.tolist(), outcome.sound.tolist(), outcome.tokens.tolist()
+    tried_by, tree_of, logprobs_of = _tried(outcome), _trees(outcome, traced), _logprobs(outcome, tokens)
+    return [
+        Row(tokens[b][: sound[b]], sound[b] == lengths[b], tried_by(b), tree_of(b), logprobs_of(b, sound[b]))
+        for b in range(len(lengths))
     ]
 
 
-def num_drafted(tree: DraftTree) -> int:
-    """Draft tokens that were verified: nodes that are neither the root nor void."""
-    return sum(token != VOID for token in tree.tokens) - 1
+def _tried(outcome: Outcome) -> Callable[[int], Tried]:
+    if outcome.tree is None:
+        return lambda b: Tried()
+    there = outcome.tree.tokens != VOID
+    drafted = (there.sum(1) - 1).tolist()
+    depth = (outcome.tree.depths * there).amax(1).tolist()
+    return lambda b: Tried(drafted[b], depth[b])
+
+
+def _trees(outcome: Outcome, traced: bool) -> Callable[[int], DraftTree | None]:
+    if not traced or outcome.tree is None or outcome.path is None:
+        return lambda b: None
+    tree = outcome.tree
+    tokens, parents, depths, scores = (
+        value.tolist() for value in (tree.tokens, tree.parents, tree.depths, tree.scores)
+    )
+    rows, lengths = outcome.path.rows.tolist(), outcome.path.length.tolist()
+    return lambda b: DraftTree(tokens[b], parents[b], depths[b], scores[b], rows[b][: lengths[b]])
+
+
+def _logprobs(outcome: Outcome, tokens: list[list[int]]) -> Callable[[int, int], list[TokenLogprob]]:
+    if outcome.logprobs is None:
+        return lambda b, count: []
+    chosen, ids, values = (part.tolist() for part in outcome.logprobs)
+    return lambda b, count: [
+        TokenLogprob(tokens[b][i], chosen[b][i], list(zip(ids[b][i], values[b][i], strict=True))) for i in range(count)
+    ]

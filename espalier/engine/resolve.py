@@ -14,9 +14,9 @@ from espalier.attention import backend, default_backend
 from espalier.cache.geometry import LayerGeometry
 from espalier.cache.kv import bytes_per_token
 from espalier.config import DTYPES, EngineConfig, ResolvedConfig, SpeculationConfig, is_open
-from espalier.engine.build import DRAFT_LAYERS
 from espalier.errors import EspalierError
 from espalier.layout import RoundLayout, max_draft_tokens
+from espalier.speculate.drafters import DRAFTERS
 
 STEPS, TOPK, NUM_DRAFT_TOKENS = 5, 4, 16
 PAGE_SIZE = 16
@@ -111,7 +111,7 @@ def resolve(
         num_draft_tokens=num_draft_tokens,
         page_size=_or(config.page_size, PAGE_SIZE),
         max_context=_max_context(config, facts, defaults),
-        draft_layers=DRAFT_LAYERS[algorithm],
+        draft_layers=DRAFTERS[algorithm].layers,
         chunk_size=_or(config.chunk_size, defaults.chunk_size),
     )
     support = backend(attention).support
@@ -135,7 +135,7 @@ def resolve(
 def layout_of(config: ResolvedConfig) -> RoundLayout:
     """The layout that a resolved configuration names."""
     sizes = {name: getattr(config, name) for name in LAYOUT_FIELDS}
-    return RoundLayout(draft_layers=DRAFT_LAYERS[config.algorithm], **sizes)
+    return RoundLayout(draft_layers=DRAFTERS[config.algorithm].layers, **sizes)
 
 
 def _or(value: Any, otherwise: Any) -> Any:

@@ -10,11 +10,9 @@ from dataclasses import dataclass, replace
 
 from espalier.cache.pages import PagePool
 from espalier.cache.prefix_tree import PrefixTree
-from espalier.engine.executor import num_drafted
-from espalier.engine.ticket import DraftTree, Row, Ticket
+from espalier.engine.ticket import RoundTrace, Row, Ticket, admission, shaping_of
 from espalier.layout import RoundLayout
 from espalier.request import Piece, Request, SpeculationStats, TokenLogprob
-from espalier.sampling.shape import Shaping
 from espalier.slots import Admission
 
 
@@ -26,27 +24,17 @@ class Launch:
     members: list[tuple[Request, int, bool]]
 
 
-@dataclass(frozen=True)
-class RoundTrace:
-    """One request's round, for those who look.  Committed rows prefix_len .. prefix_len + len(emitted) - 1 stand in
-    `pages`."""
-
-    request_id: str
-    tree: DraftTree
-    prefix_len: int
-    emitted: list[int]
-    pages: list[int]
-    page_size: int
+NOT_FINITE = (
+    "the target's logits are not finite (NaN) for this request or a token drafted for it; its tokens so far stand, "
+    "other requests go on: check the checkpoint, or use a wider dtype"
+)
 
 
 class Scheduler:
-    def __init__(
-        self, layout: RoundLayout, pool: PagePool, prefixes: PrefixTree | None, draft_layers: int, rounds_in_flight: int
-    ):
+    def __init__(self, layout: RoundLayout, pool: PagePool, prefixes: PrefixTree | None, rounds_in_flight: int):
         self.layout = layout
         self.pool = pool
         self.prefixes = prefixes
-        self.draft_layers = draft_layers
         self.rounds_in_flight = rounds_in_flight
         self.waiting: list[Request] = []
         self.running: list[Request] = []
@@ -57,6 +45,7 @@ class Scheduler:
         self._in_flight = 0
         self._last_was_prefill = False
         self._pieces: list[Piece] = []
+        self._no_room: tuple[Request, int] | None = None
         self._admitted: list[Admission] = []
         self._appended: list[tuple[int, int, int]] = []
         self._fresh: list[int] = []
@@ -96,6 +85,13 @@ class Scheduler:
                 self._finish(request, "abort")
         return self.take_pieces()
 
+    def stop(self, error: str) -> None:
+        """Abort every request, and forget what is in flight."""
+        self._in_flight = 0
+        for request in (*self.waiting, *self.running):
+            self._finish(request, "abort", error)
+        self.waiting = []
+
     def take_pieces(self) -> list[Piece]:
         pieces, self._pieces = self._pieces, []
         return pieces
@@ -123,6 +119,8 @@ class Scheduler:
 
     def _enter(self, request: Request) -> bool:
         """Give a waiting request a slot, the pages of its prompt and what is ahead, at once or not at all."""
+        if self._no_room == (request, self.pool.num_released):
+            return False
         tokens = request.tokens
         # A request that was preempted knows its root: it is given, never picked again.
         enter_end = len(tokens) - 1 if request.output else len(tokens)
@@ -132,12 +130,13 @@ class Scheduler:
         need = self.layout.reserve(enter_end, self.rounds_in_flight, end) - len(shared)
         if not self._make_room(need):
             self.pool.release(shared)
+            self._no_room = request, self.pool.num_released
             return False
         request.pages = shared + self._allocate(need)
         request.slot = self.free_slots.pop()
-        cached = len(shared) * self.layout.page_size
+        cached = self.layout.tokens_in(len(shared))
         # The draft's rows behind a hit need hidden states that no page holds: its last rows are computed again.
-        start = max(0, min(cached - self.draft_layers, enter_end - 1))
+        start = max(0, min(cached - self.layout.draft_layers, enter_end - 1))
         request.enter_end, request.entered, request.num_seen, request.unread = enter_end, start, enter_end, 0
         if not request.output:
             request.cached_tokens = cached
@@ -148,8 +147,10 @@ class Scheduler:
     # Pages
 
     def _make_room(self, count: int) -> bool:
+        """Whether `count` pages are free, after evicting cached ones if that is enough: a request that must wait in any
+        case is no reason to forget what others could share."""
         missing = count - self.pool.free
-        if missing > 0 and self.prefixes is not None:
+        if missing > 0 and self.prefixes is not None and missing <= self.prefixes.evictable:
             self.prefixes.evict(missing)
         return self.pool.free >= count
 
@@ -221,6 +222,7 @@ class Scheduler:
             admitted=tuple(self._admitted),
             appended=tuple(self._appended),
             fresh=tuple(self._fresh),
+            traced=self.on_round is not None,
         )
         self._admitted, self._appended, self._fresh = [], [], []
         self._in_flight += 1
@@ -242,18 +244,19 @@ class Scheduler:
         before = request.num_seen
         request.num_seen += len(row.tokens)
         pages = list(request.pages)
-        # All but the last token of a path came from the draft; of a path cut short by NaN, all did.
-        kept = self._take(request, row, [True] * (len(row.tokens) - row.finite) + [False] * row.finite)
+        # The last token of a path is the target's own; a path that NaN cut short has none.
+        drafted = len(row.tokens) - 1 if row.finite else len(row.tokens)
+        kept = self._take(request, row, [at < drafted for at in range(len(row.tokens))])
         if not row.finite and not request.done:
             self._finish(request, "abort", NOT_FINITE)
-        assert row.tree is not None
-        room = request.end(self.layout.max_context) - 2 - before
-        depth = max(0, min(request.params.depth_limit(self.layout.steps), room))
-        accepted = min(kept, len(row.tokens) - row.finite)
-        for stats in (request.stats, self.totals):
-            stats.add(kept, accepted, num_drafted(row.tree), depth)
-        if self.on_round is not None:
-            self.on_round(RoundTrace(request.id, row.tree, before, row.tokens, pages, self.layout.page_size))
+        room = self.layout.room(request.end(self.layout.max_context), before)
+        depth = min(request.params.depth_limit(self.layout.steps), max(room, 0), row.tried.depth)
+        if kept:
+            for stats in (request.stats, self.totals):
+                stats.add(kept, min(kept, drafted), row.tried.drafted, depth)
+        if self.on_round is not None and row.tree is not None:
+            trace = RoundTrace(request.id, row.tree, before, row.tokens, pages, self.layout.page_size)
+            self.on_round(trace)
 
     def _take(self, request: Request, row: Row, from_draft: list[bool]) -> int:
         """Hand decided tokens to the request until one ends it; returns how many it kept."""
@@ -333,57 +336,10 @@ class Scheduler:
         """Offer the whole pages of the first `rows` rows to the prefix tree; launches in flight write only past
         them."""
         if self.prefixes is not None:
-            whole = rows // self.layout.page_size
-            self.prefixes.insert(request.tokens[: whole * self.layout.page_size], request.pages[:whole])
-
-
-NOT_FINITE = (
-    "the target's logits are not finite (NaN) for this request or a token drafted for it; its tokens so far stand, other "
-    "requests go on: check the checkpoint, or use a wider dtype"
-)
+            whole = self.layout.whole_pages(rows)
+            self.prefixes.insert(request.tokens[: self.layout.tokens_in(whole)], request.pages[:whole])
 
 
 def trimmed(entry: TokenLogprob, count: int) -> TokenLogprob:
     """A logprob entry with the alternatives that its own request asked for."""
     return replace(entry, top=entry.top[:count])
-
-
-def shaping_of(requests: list[Request]) -> Shaping:
-    """What the picks of this batch need, known on the host."""
-    params = [r.params for r in requests]
-    return Shaping(
-        sampled=any(p.temperature > 0 for p in params),
-        filtered=any(p.temperature > 0 and (p.top_k > 0 or p.top_p < 1 or p.min_p > 0) for p in params),
-        penalised=any(p.counts_tokens for p in params),
-        biased=any(p.logit_bias or p.min_tokens for p in params),
-    )
-
-
-def admission(request: Request, tokens: list[int], start: int, commit_from: int, end: int, steps: int) -> Admission:
-    """What the device must know of a request that enters its slot."""
-    params = request.params
-    assert request.slot is not None
-    return Admission(
-        slot=request.slot,
-        tokens=tuple(tokens),
-        prompt_len=len(request.prompt),
-        pages=tuple(request.pages),
-        start=start,
-        commit_from=commit_from,
-        end=end,
-        depth_limit=params.depth_limit(steps),
-        sampling={
-            "temperature": params.temperature,
-            "top_k": params.top_k,
-            "top_p": params.top_p,
-            "min_p": params.min_p,
-            "repetition": params.repetition_penalty,
-            "presence": params.presence_penalty,
-            "frequency": params.frequency_penalty,
-            "seed": request.seed,
-            "min_position": len(request.prompt) + params.min_tokens,
-        },
-        bias=dict(params.logit_bias),
-        stop_ids=tuple(sorted(request.stop_ids)),
-        counts_tokens=params.counts_tokens,
-    )

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from espalier.request import TokenLogprob
+from espalier.request import Request, TokenLogprob
 from espalier.sampling.shape import Shaping
 from espalier.slots import Admission
 
@@ -13,7 +13,7 @@ class Ticket:
 
     slots: the batch, in order; lengths: tokens each slot enters in a prefill pass, empty for a round; width: of the
     prefill pass; fresh: pages handed out since the last launch; appended: (slot, column, page) for requests already in
-    their slot.
+    their slot; traced: whether somebody looks at the trees.
     """
 
     slots: tuple[int, ...]
@@ -24,6 +24,7 @@ class Ticket:
     admitted: tuple[Admission, ...] = ()
     appended: tuple[tuple[int, int, int], ...] = ()
     fresh: tuple[int, ...] = ()
+    traced: bool = False
 
     @property
     def is_prefill(self) -> bool:
@@ -32,13 +33,36 @@ class Ticket:
 
 @dataclass(frozen=True)
 class DraftTree:
-    """The tree of one request and round, for those who look: lists by node; path_rows from the root down."""
+    """The tree of one request and round: lists by node; path_rows from the root down."""
 
     tokens: list[int]
     parents: list[int]
     depths: list[int]
     scores: list[float]
     path_rows: list[int]
+
+
+@dataclass(frozen=True)
+class RoundTrace:
+    """One request's round, for those who look.
+
+    Committed rows prefix_len .. prefix_len + len(emitted) - 1 stand in `pages`, page_size of them in each.
+    """
+
+    request_id: str
+    tree: DraftTree
+    prefix_len: int
+    emitted: list[int]
+    pages: list[int]
+    page_size: int
+
+
+@dataclass(frozen=True)
+class Tried:
+    """What a round's tree held: draft tokens, and the depth of the deepest."""
+
+    drafted: int = 0
+    depth: int = 0
 
 
 @dataclass(frozen=True)
@@ -50,5 +74,47 @@ class Row:
 
     tokens: list[int]
     finite: bool
+    tried: Tried = Tried()
     tree: DraftTree | None = None
     logprobs: list[TokenLogprob] = field(default_factory=list)
+
+
+def shaping_of(requests: list[Request]) -> Shaping:
+    """What the picks of this batch need, known on the host."""
+    params = [r.params for r in requests]
+    return Shaping(
+        sampled=any(p.temperature > 0 for p in params),
+        filtered=any(p.temperature > 0 and (p.top_k > 0 or p.top_p < 1 or p.min_p > 0) for p in params),
+        penalised=any(p.counts_tokens for p in params),
+        biased=any(p.logit_bias or p.min_tokens for p in params),
+    )
+
+
+def admission(request: Request, tokens: list[int], start: int, commit_from: int, end: int, steps: int) -> Admission:
+    """What the device must know of a request that enters its slot."""
+    params = request.params
+    assert request.slot is not None
+    return Admission(
+        slot=request.slot,
+        tokens=tuple(tokens),
+        prompt_len=len(request.prompt),
+        pages=tuple(request.pages),
+        start=start,
+        commit_from=commit_from,
+        end=end,
+        depth_limit=params.depth_limit(steps),
+        sampling={
+            "temperature": params.temperature,
+            "top_k": params.top_k,
+            "top_p": params.top_p,
+            "min_p": params.min_p,
+            "repetition": params.repetition_penalty,
+            "presence": params.presence_penalty,
+            "frequency": params.frequency_penalty,
+            "seed": request.seed,
+            "min_position": len(request.prompt) + params.min_tokens,
+        },
+        bias=dict(params.logit_bias),
+        stop_ids=tuple(sorted(request.stop_ids)),
+        counts_tokens=params.counts_tokens,
+    )

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from espalier.sampling.shape import SamplingRows, Shaping, shape
+from espalier.sampling.shape import Above, SamplingRows, Shaping, shape
 
 
 class Picked(NamedTuple):
@@ -33,17 +33,16 @@ def pick(
     shaping: Shaping,
     positions: Tensor,
     noise: Tensor | None,
-    extra_tokens: Tensor | None = None,
-    extra_mask: Tensor | None = None,
+    above: Above | None = None,
 ) -> Picked:
     """The token at each row of logits [B, Q, V], drawn at positions [B, Q].
 
     Bias, bans and penalties; temperature; top-k; top-p; min-p; then argmax(logits / T + noise), float32 (float64
     stays), ties to the lower id.  Temperature 0 is argmax and no filter touches it.  noise: [B, Q, V], None where
-    nothing is sampled; extra_*: see shape.
+    nothing is sampled; above: drafted tokens that count as output.
     """
     if rows is not None:
-        logits = shape(logits, rows, shaping, positions, extra_tokens, extra_mask)
+        logits = shape(logits, rows, shaping, positions, above)
     if rows is not None and noise is not None:
         greedy = (rows.temperature == 0)[:, None, None]
         scaled = over_temperature(logits, rows)

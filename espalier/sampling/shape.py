@@ -27,10 +27,24 @@ class Shaping:
 
 
 @dataclass(frozen=True)
+class Above:
+    """Drafted tokens between the root and the rows of a batch.
+
+    tokens: [B, E], -1 for none; mask: [B, Q, E] bool, which of them stand above each row, its own included.
+    """
+
+    tokens: Tensor
+    mask: Tensor
+
+
+@dataclass(frozen=True)
 class SamplingRows:
-    """Parameters of a batch, [B] each unless said; see SamplingParams.  bias_ids, bias_values: [B, NB], padded by 0 and
-    0; stop_ids: [B, NS], padded by -1, banned for tokens drawn at positions below min_position; counts: [B, V], output
-    tokens up to the root; seen: [B, V], tokens of the prompt.  Tensors that the batch does not need are None."""
+    """Parameters of a batch, [B] each unless said; see SamplingParams.
+
+    bias_ids, bias_values: [B, NB], padded by 0 and 0; stop_ids: [B, NS], padded by -1, banned for tokens drawn at
+    positions below min_position; counts: [B, V], output tokens up to the root; seen: [B, V], tokens of the prompt.
+    Those that only bias or penalties read are None where the batch has none.
+    """
 
     temperature: Tensor
     top_k: Tensor
@@ -73,24 +87,18 @@ class SamplingRows:
 
 
 def shape(
-    logits: Tensor,
-    rows: SamplingRows,
-    shaping: Shaping,
-    positions: Tensor,
-    extra_tokens: Tensor | None = None,
-    extra_mask: Tensor | None = None,
+    logits: Tensor, rows: SamplingRows, shaping: Shaping, positions: Tensor, above: Above | None = None
 ) -> Tensor:
     """Bias and bans, then penalties: logits [B, Q, V] of tokens drawn at positions [B, Q]; float32, float64 stays.
 
-    extra_tokens [B, E] are tokens that may stand between the root and a row (-1: none), extra_mask [B, Q, E] which of
-    them do; they count as output.  The repetition penalty is over prompt and output (Keskar et al. 2019), the others
-    over output alone.
+    What stands above a row counts as output.  The repetition penalty is over prompt and output (Keskar et al. 2019),
+    the others over output alone.
     """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if shaping.biased:
         logits = _banned(_biased(logits, rows), rows, positions)
     if shaping.penalised:
-        logits = _penalised(logits, rows, _counts(rows, logits.shape[1], extra_tokens, extra_mask))
+        logits = _penalised(logits, rows, _counts(rows, logits.shape[1], above))
     return logits
 
 
@@ -109,14 +117,14 @@ def _banned(logits: Tensor, rows: SamplingRows, positions: Tensor) -> Tensor:
     return logits.masked_fill(stops[:, None, :-1] & early[..., None], -torch.inf)
 
 
-def _counts(rows: SamplingRows, queries: int, extra_tokens: Tensor | None, extra_mask: Tensor | None) -> Tensor:
+def _counts(rows: SamplingRows, queries: int, above: Above | None) -> Tensor:
     """[B, Q or 1, V]: how often each token stands in the output before each row."""
     assert rows.counts is not None
-    if extra_tokens is None or extra_mask is None:
+    if above is None:
         return rows.counts[:, None]
     counts = rows.counts[:, None].repeat(1, queries, 1)
-    there = extra_mask & (extra_tokens >= 0)[:, None]
-    ids = extra_tokens.clamp(min=0)[:, None].expand_as(there)
+    there = above.mask & (above.tokens >= 0)[:, None]
+    ids = above.tokens.clamp(min=0)[:, None].expand_as(there)
     return counts.scatter_add_(2, ids, there.to(counts.dtype))
 
 

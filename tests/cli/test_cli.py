@@ -12,8 +12,7 @@ from espalier.cli.draw import round_tree
 from espalier.cli.flags import engine_settings, sampling_params
 from espalier.cli.main import parse
 from espalier.config import EngineConfig, SpeculationConfig
-from espalier.engine.scheduler import RoundTrace
-from espalier.engine.ticket import DraftTree
+from espalier.engine.ticket import DraftTree, RoundTrace
 from espalier.request import SamplingParams
 from tests.test_llm import paths  # noqa: F401  (a fixture)
 

@@ -10,7 +10,7 @@ from random import Random
 from types import SimpleNamespace
 
 from espalier.engine.engine import Engine
-from espalier.engine.ticket import DraftTree, Row, Ticket
+from espalier.engine.ticket import DraftTree, Row, Ticket, Tried
 from espalier.layout import RoundLayout
 from espalier.request import Request
 from espalier.slots import Admission
@@ -151,7 +151,8 @@ class SymbolicDevice:
         nodes = self.layout.num_draft_tokens
         tree = DraftTree([0] * nodes, [0] * nodes, [0] * nodes, [0.0] * nodes, list(range(length)))
         sound = sum(self._sound(slot, first + i) for i in range(1, length + 1))
-        return Row(slot.tokens[first + 1 :][:sound], sound == length, tree)
+        tried = Tried(nodes - 1, self.layout.steps)
+        return Row(slot.tokens[first + 1 :][:sound], sound == length, tried, tree)
 
     def _sound(self, slot: Slot, length: int) -> bool:
         """Whether what is picked after so many tokens is picked from finite logits."""

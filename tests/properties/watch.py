@@ -14,7 +14,7 @@ from torch import Tensor
 
 from espalier.engine.engine import Engine
 from espalier.engine.executor import Handle
-from espalier.engine.scheduler import RoundTrace
+from espalier.engine.ticket import RoundTrace
 from espalier.engine.ticket import DraftTree, Row, Ticket
 from espalier.request import Request
 from espalier.speculate.tree import VOID

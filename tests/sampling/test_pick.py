@@ -5,11 +5,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from espalier.engine.scheduler import shaping_of
+from espalier.engine.ticket import shaping_of
 from espalier.request import Request
 from espalier.sampling.noise import gumbel
 from espalier.sampling.pick import Picked, coupled_scores, filtered, logprobs, pick
-from espalier.sampling.shape import SamplingRows, Shaping
+from espalier.sampling.shape import Above, SamplingRows, Shaping
 from tests.oracles.plain_sampling import plain_law, plain_pick
 from tests.sampling.batch import chi_square_z, request, rows_of
 
@@ -176,7 +176,7 @@ def test_no_line_reads_the_device(dtype):
     wide = torch.promote_types(dtype, torch.float32)
     noise = gumbel(rows.seed, positions, VOCAB, wide)
     extra, on_path = positions[:, :4], torch.empty(2, 5, 4, dtype=torch.bool, device="meta")
-    picked = pick(logits, rows, EVERYTHING, positions, noise, extra, on_path)
+    picked = pick(logits, rows, EVERYTHING, positions, noise, Above(extra, on_path))
     assert picked.tokens.shape == picked.finite.shape == (2, 5)
     assert picked.tokens.dtype == torch.int64
     assert coupled_scores(logits.to(wide), rows, noise).dtype == wide

@@ -38,8 +38,8 @@ def round_of(algorithm: str, **change) -> Round:
 def test_an_empty_batch_is_legal(algorithm, attention, shaping):
     r = round_of(algorithm, attention=attention)
     with torch.inference_mode():
-        assert read(run(r, NONE, shaping, num_logprobs=2)) == []
-        assert read(prefill(r, NONE, NONE, 16, shaping, num_logprobs=2)) == []
+        assert read(run(r, NONE, shaping, num_logprobs=2), traced=True) == []
+        assert read(prefill(r, NONE, NONE, 16, shaping, num_logprobs=2), traced=True) == []
     assert not any(buffer.any() for pair in r.pages.layers.values() for buffer in pair)
 
 

@@ -5,7 +5,6 @@ from typing import Protocol
 
 from torch import Tensor
 
-from espalier.cache.kv import Pages
 from espalier.slots import Slots
 from espalier.speculate.draws import Draws
 from espalier.speculate.tree import Tree, root_only
@@ -14,7 +13,7 @@ from espalier.speculate.tree import Tree, root_only
 class Drafter(Protocol):
     """algorithm: the name users give; layers: draft layers kept in pages; hidden_from: whose hidden feeds layer k at
     token q, "target" (the target's at q - k), "chain" (layer k - 1's at q - 1) or None; carried: what a slot hands from
-    round to round."""
+    launch to launch, shapes by name."""
 
     algorithm: str
     layers: int
@@ -25,8 +24,11 @@ class Drafter(Protocol):
         """Grow a tree under each slot's root."""
         ...
 
-    def extend(self, slots: Slots, pages: Pages, captured: Tensor | None, length: Tensor) -> None:
-        """Take in tokens n+1 .. n+length, already in the history; captured: [B, W, features] of tokens n .. n+W-1."""
+    def extend(self, slots: Slots, captured: Tensor | None, length: Tensor) -> None:
+        """Take in tokens n+1 .. n+length, already in the history.
+
+        captured: [B, W, features] of the target at tokens n .. n+W-1, None if nothing is; length: [B], up to W.
+        """
         ...
 
 
@@ -41,5 +43,5 @@ class NoDrafter:
     def propose(self, slots: Slots, draws: Draws) -> Tree:
         return root_only(slots.root)
 
-    def extend(self, slots: Slots, pages: Pages, captured: Tensor | None, length: Tensor) -> None:
+    def extend(self, slots: Slots, captured: Tensor | None, length: Tensor) -> None:
         pass

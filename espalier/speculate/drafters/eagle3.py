@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from espalier.attention import Attention, Backend, Nodes, Prefix
-from espalier.attention.staged import StagedAttention
+from espalier.attention.staged import Decided, Undecided
 from espalier.cache.geometry import LayerGeometry
 from espalier.cache.kv import Pages, Staging
 from espalier.layout import RoundLayout
 from espalier.models.eagle3 import Eagle3Draft
+from espalier.sampling.shape import Above
 from espalier.slots import Slots
 from espalier.speculate.draws import Draws
 from espalier.speculate.tree import Pool, Tree, ordered_topk, root_only
@@ -26,14 +27,13 @@ FIRST_ROW = 1
 
 @dataclass(frozen=True)
 class Beams:
-    """Draft rows of one level: scores, pool [B, K]; hidden [B, K, H], the parent's output; path [B, R], the tokens of
-    all rows so far, this level's last; ancestors [B, K, R], which of them, its own included, a beam attends to."""
+    """Draft rows of one level: scores and pool indices [B, K]; hidden [B, K, H], the parent's output; above, the tokens
+    of all rows so far, this level's last, and which of them, its own included, each beam stands on."""
 
-    path: Tensor
     scores: Tensor
     pool: Tensor
     hidden: Tensor
-    ancestors: Tensor
+    above: Above
 
 
 class Eagle3Drafter:
@@ -42,29 +42,22 @@ class Eagle3Drafter:
     hidden_from: str | None = "target"
 
     def __init__(
-        self,
-        draft: Eagle3Draft,
-        layout: RoundLayout,
-        pages: Pages,
-        backend: Backend,
-        geometry: Sequence[LayerGeometry],
-        vocab_size: int,
+        self, draft: Eagle3Draft, layout: RoundLayout, pages: Pages, backend: Backend, geometry: Sequence[LayerGeometry]
     ):
+        """geometry: of all layers, the target's first; the draft's are the last."""
         self.draft = draft
         self.layout = layout
         self.pages = pages
         self.backend = backend
         self.geometry = geometry
-        self.vocab_size = vocab_size
-        self.layer = len(geometry) - self.layers
-        dtype = pages.target[0].k.dtype
-        self.staging = Staging(geometry, range(self.layer, len(geometry)), layout.staged_beams, dtype, pages.device)
+        self.first_layer = len(geometry) - self.layers
+        layers = range(self.first_layer, len(geometry))
+        self.staging = Staging(geometry, layers, layout.staged_beams, pages.dtype, pages.device)
         self.carried: Mapping[str, tuple[int, ...]] = {"hidden": (draft.hidden_size,)}
 
     def propose(self, slots: Slots, draws: Draws) -> Tree:
         if self.layout.num_draft_tokens == 1:
             return root_only(slots.root)
-        self.layout.require_rows("draft staging", slots.batch * self.layout.beam_rows, self.layout.staged_beams)
         pool = Pool()
         out = slots.carried("hidden")[:, None]
         beams = None
@@ -79,46 +72,41 @@ class Eagle3Drafter:
 
     def _children(self, out: Tensor, draws: Draws, level: int, beams: Beams | None) -> tuple[Tensor, Tensor]:
         """The topk best continuations of each row of `out` [B, Q, H]: target ids and path scores [B, Q, K]."""
-        path = None if beams is None else beams.path
-        on_path = None if beams is None else beams.ancestors
-        logits = self.draft.logits(out)
-        logp, ids = draws.child_scores(logits, self.draft.d2t, self.vocab_size, level - 1, path, on_path)
+        above = None if beams is None else beams.above
+        logp, ids = draws.child_scores(self.draft.logits(out), self.draft.d2t, level - 1, above)
         best, index = ordered_topk(logp.float(), self.layout.topk)
-        above = torch.zeros_like(best[..., 0]) if beams is None else beams.scores
-        scores = above[..., None] + best.clamp(max=0)
-        return (index if ids is None else ids[index]), scores
+        so_far = torch.zeros_like(best[..., 0]) if beams is None else beams.scores
+        return (index if ids is None else ids[index]), so_far[..., None] + best.clamp(max=0)
 
-    def _next_beams(self, tokens: Tensor, scores: Tensor, out: Tensor, above: Beams | None, first: int) -> Beams:
+    def _next_beams(self, tokens: Tensor, scores: Tensor, out: Tensor, beams: Beams | None, first: int) -> Beams:
         """The topk best candidates of a level become its beams, each with its true ancestors."""
         best, index = ordered_topk(scores.flatten(1), self.layout.topk)
         parents = index // self.layout.topk
-        chosen = tokens.flatten(1).gather(1, index)
-        path = chosen if above is None else torch.cat((above.path, chosen), 1)
-        own = torch.eye(self.layout.topk, dtype=torch.bool, device=index.device).expand(index.shape[0], -1, -1)
-        ancestors = own if above is None else torch.cat((inherit(above.ancestors, parents), own), 2)
+        path = tokens.flatten(1).gather(1, index)
+        stands_on = torch.eye(self.layout.topk, dtype=torch.bool, device=index.device).expand(index.shape[0], -1, -1)
+        if beams is not None:
+            path = torch.cat((beams.above.tokens, path), 1)
+            stands_on = torch.cat((inherit(beams.above.mask, parents), stands_on), 2)
         hidden = out.gather(1, parents[..., None].expand(-1, -1, out.shape[2]))
-        return Beams(path, best, index + first, hidden, ancestors)
+        return Beams(best, index + first, hidden, Above(path, stands_on))
 
     def _run(self, slots: Slots, beams: Beams, level: int) -> Tensor:
         """One draft forward over the beams of depth `level`: [B, K, H]."""
-        topk = self.layout.topk
-        depths = torch.arange(level * topk, device=slots.index.device) // topk + 1
+        topk, rows = self.layout.topk, self.layout.beams_above(level + 1)
+        depths = torch.arange(rows, device=slots.index.device) // topk + 1
         row_positions = slots.prefix_len[:, None] + depths
-        nodes = Nodes(row_positions[:, -topk:], row_positions, beams.ancestors)
-        attend = StagedAttention(
-            self._plan(slots, nodes), self.layer, self.staging, self.layout.beam_rows, (level - 1) * topk
-        )
-        return self.draft(beams.path[:, -topk:], beams.hidden, nodes.positions - FIRST_ROW, attend)
+        nodes = Nodes(row_positions[:, -topk:], row_positions, beams.above.mask)
+        width, at = self.layout.beam_rows, self.layout.beams_above(level)
+        attend = Undecided(self._plan(slots, nodes), self.staging, width, at, self.first_layer)
+        return self.draft(beams.above.tokens[:, -topk:], beams.hidden, nodes.positions - FIRST_ROW, attend)
 
-    def extend(self, slots: Slots, pages: Pages, captured: Tensor | None, length: Tensor) -> None:
+    def extend(self, slots: Slots, captured: Tensor | None, length: Tensor) -> None:
         assert captured is not None
-        batch, width = captured.shape[:2]
-        offsets = torch.arange(width, device=length.device)
+        offsets = torch.arange(captured.shape[1], device=length.device)
         positions = slots.prefix_len[:, None] + 1 + offsets
-        rows = pages.rows_where(slots.page_table, positions, extend_rows(offsets, length))
-        causal = (offsets <= offsets[:, None]).expand(batch, -1, -1)
-        plan = self._plan(slots, Nodes(positions, positions, causal))
-        attend = StagedAttention(plan, self.layer, pages=pages, rows=rows)
+        kept = extend_rows(offsets, length) & (positions >= slots.commit_from[:, None])
+        rows = self.pages.rows_where(slots.page_table, positions, kept)
+        attend = Decided(self._plan(slots, Nodes.chain(positions)), rows, self.first_layer)
         out = self.draft(slots.history_at(positions), self.draft.fuse(captured), positions - FIRST_ROW, attend)
         last = (length - 1).clamp(min=0)[:, None, None].expand(-1, 1, out.shape[2])
         slots.carry("hidden", out.gather(1, last)[:, 0])

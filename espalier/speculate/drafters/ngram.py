@@ -10,7 +10,6 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from espalier.cache.kv import Pages
 from espalier.layout import RoundLayout
 from espalier.slots import Slots
 from espalier.speculate.draws import Draws
@@ -25,16 +24,15 @@ class NgramDrafter:
     hidden_from: str | None = None
     carried: Mapping[str, tuple[int, ...]] = {}
 
-    def __init__(self, layout: RoundLayout, vocab_size: int):
+    def __init__(self, layout: RoundLayout):
         self.layout = layout
-        self.vocab_size = vocab_size
 
     def propose(self, slots: Slots, draws: Draws) -> Tree:
         if self.layout.num_draft_tokens == 1:
             return root_only(slots.root)
         topk = self.layout.topk
         history = slots.table.history[slots.index]
-        length, ends = best_matches(history, slots.prefix_len, topk, self.vocab_size)
+        length, ends = best_matches(history, slots.prefix_len, topk, draws.vocab)
         found = length > 0
         # A match of m tokens is trusted as m in m + 1 a step; what is not found scores -inf and becomes a void node.
         step = torch.where(found, torch.log(length / (length + 1.0)), -torch.inf).float()
@@ -56,7 +54,7 @@ class NgramDrafter:
         wide[..., 0] = scores
         return tokens.repeat_interleave(topk, 1), wide.flatten(1), parents.repeat_interleave(topk, 1)
 
-    def extend(self, slots: Slots, pages: Pages, captured: Tensor | None, length: Tensor) -> None:
+    def extend(self, slots: Slots, captured: Tensor | None, length: Tensor) -> None:
         pass
 
 
