@@ -168,6 +168,16 @@ class RoundLayout:
         """Positions that a node can have: rows of rotary tables.  A padded chunk reaches past the last token."""
         return self.history_width + max(self.steps, self.chunk_size)
 
+    @property
+    def least_pages(self) -> int:
+        """Pages of a pool that can hold one request to the context's end, the dummy included."""
+        return 1 + self.table_width
+
+    @property
+    def most_pages(self) -> int:
+        """Pages of a pool that a full batch of full contexts can use, the dummy included."""
+        return 1 + self.max_batch * self.table_width
+
     def require_batch(self, batch: int) -> None:
         """Check, on the host, that the buffers of a round hold a batch.  Raises EspalierError."""
         if batch > self.max_batch:

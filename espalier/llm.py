@@ -37,6 +37,15 @@ NOT_HONOURED: Mapping[str, tuple[Any, ...]] = {
     "penalty_alpha": (None, 0),
     "guidance_scale": (None, 1, 1.0),
     "exponential_decay_length_penalty": (None,),
+    "encoder_repetition_penalty": (None, 1, 1.0),
+    "forced_bos_token_id": (None,),
+    "forced_eos_token_id": (None,),
+    "min_length": (None, 0),
+    "renormalize_logits": (None, False),
+    "stop_strings": (None, []),
+    "token_healing": (None, False),
+    "top_h": (None,),
+    "watermarking_config": (None,),
 }
 log = logging.getLogger("espalier")
 
@@ -87,6 +96,8 @@ class LLM:
 
         Raises EspalierError for a bad prompt, before the first piece.  Leaving the loop early aborts the request.
         """
+        if not isinstance(prompt, str | Sequence):
+            raise EspalierError(f"prompt={prompt!r} is not supported; use text or a list of token ids")
         [group] = self._requests([prompt], params)
         return self._run(group)
 
@@ -191,7 +202,6 @@ class LLM:
         finally:
             self._abort([request for request in requests if not request.done])
             self._forget(requests)
-        self._warn_of_low_acceptance()
 
     def _step(self) -> None:
         """One engine step, whole: an interrupt waits for its end, since a launch half read would be lost."""
@@ -199,6 +209,7 @@ class LLM:
             for piece in self.engine.step():
                 if piece.request_id in self._waiting_pieces:
                     self._waiting_pieces[piece.request_id].append(piece)
+        self._warn_of_low_acceptance()
 
     def _abort(self, requests: list[Request]) -> None:
         for request in requests:
@@ -256,6 +267,8 @@ def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, count: i
         return [SamplingParams()] * count
     if isinstance(params, SamplingParams):
         return [params] * count
+    if not isinstance(params, Sequence) or not all(isinstance(each, SamplingParams) for each in params):
+        raise EspalierError(f"params={params!r} is not supported; use SamplingParams(...), or a list of them")
     if len(params) != count:
         raise EspalierError(f"{len(params)} SamplingParams for {count} prompts; give one for all, or one for each")
     return list(params)

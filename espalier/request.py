@@ -13,7 +13,12 @@ from espalier.errors import EspalierError, refuses_unknown
 MAX_BIAS = 512
 MAX_STOP_IDS = 64
 MAX_LOGPROBS = 20
+MAX_SAMPLES = 1024
+MAX_COUNT = 2**31 - 1
+# Numbers that stay finite and nonzero in float32, whatever the temperature.
 MIN_TEMPERATURE = 1e-4
+REPETITION_PENALTIES = (0.01, 100.0)
+MAX_ABS_BIAS = 10_000
 MAX_SEED = 2**63 - 1
 
 GENERATION_CONFIG_NAMES = {
@@ -118,8 +123,8 @@ class ResolvedParams(SamplingParams):
         self._validate_bias(vocab_size)
         _require_int("seed", self.seed, 0, MAX_SEED, optional=True)
         _require_int("logprobs", self.logprobs, 0, MAX_LOGPROBS, optional=True)
-        _require_int("n", self.n, 1)
-        _require_int("max_draft_depth", self.max_draft_depth, 0, optional=True)
+        _require_int("n", self.n, 1, MAX_SAMPLES)
+        _require_int("max_draft_depth", self.max_draft_depth, 0, MAX_COUNT, optional=True)
         for name in ("ignore_eos", "speculation"):
             if not isinstance(getattr(self, name), bool):
                 raise EspalierError(f"{name}={getattr(self, name)!r} is not supported; use True or False")
@@ -129,16 +134,22 @@ class ResolvedParams(SamplingParams):
             return value == 0 or value >= MIN_TEMPERATURE
 
         _require_number("temperature", self.temperature, zero_or_more, f"0 (greedy), or {MIN_TEMPERATURE} and more")
-        _require_int("top_k", self.top_k, 0, remedy=" (0 keeps all tokens)")
+        _require_int("top_k", self.top_k, 0, MAX_COUNT, remedy=" (0 keeps all tokens)")
         _require_number("top_p", self.top_p, lambda p: 0 < p <= 1, "more than 0 and up to 1 (1 keeps all tokens)")
         _require_number("min_p", self.min_p, lambda p: 0 <= p <= 1, "0 to 1 (0 keeps all tokens)")
-        _require_number("repetition_penalty", self.repetition_penalty, lambda p: p > 0, "more than 0 (1 is no penalty)")
+        low, high = REPETITION_PENALTIES
+        _require_number(
+            "repetition_penalty",
+            self.repetition_penalty,
+            lambda p: low <= p <= high,
+            f"{low} to {high} (1 is no penalty)",
+        )
         for name in ("presence_penalty", "frequency_penalty"):
             _require_number(name, getattr(self, name), lambda p: -2 <= p <= 2, "-2 to 2 (0 is no penalty)")
 
     def _validate_ends(self, vocab_size: int, has_tokenizer: bool) -> None:
-        _require_int("max_tokens", self.max_tokens, 1, optional=True)
-        _require_int("min_tokens", self.min_tokens, 0)
+        _require_int("max_tokens", self.max_tokens, 1, MAX_COUNT, optional=True)
+        _require_int("min_tokens", self.min_tokens, 0, MAX_COUNT)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise EspalierError(
                 f"min_tokens={self.min_tokens} is above max_tokens={self.max_tokens}; lower it or raise max_tokens"
@@ -165,7 +176,10 @@ class ResolvedParams(SamplingParams):
         for token, bias in self.logit_bias.items():
             _require_int("logit_bias token", token, 0, vocab_size - 1, remedy=" (the vocabulary)")
             _require_number(
-                f"logit_bias[{token}]", bias, lambda _: True, "a finite number, such as -100 to ban a token"
+                f"logit_bias[{token}]",
+                bias,
+                lambda b: abs(b) <= MAX_ABS_BIAS,
+                f"-{MAX_ABS_BIAS} to {MAX_ABS_BIAS}, such as -100 to ban a token",
             )
 
 

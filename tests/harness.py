@@ -96,7 +96,7 @@ class Setup:
         layout = self.layout
         # As many positions as the layout says and no more, so that one too many is an error here.
         target, draft = self.models(layout.position_rows)
-        pages = self.num_pages or 1 + self.max_batch * layout.table_width
+        pages = self.num_pages or layout.most_pages
         return assemble(
             layout,
             target,

@@ -47,6 +47,8 @@ def find(config: EngineConfig) -> Checkpoint:
     has_draft = draft_path is not None or model == BUNDLED
     algorithm = choose_algorithm(config, has_draft)
     if algorithm != "eagle3":
+        if draft_path is not None:
+            log.info("draft %s is not loaded: algorithm is %s", draft_path, algorithm)
         return Checkpoint(target_path, target, None, None, algorithm)
     draft_path = draft_path or find_draft(BUNDLED)
     return Checkpoint(target_path, target, draft_path, read_eagle3(draft_path, target), algorithm)

@@ -178,20 +178,25 @@ def _num_pages(config: EngineConfig, layout: RoundLayout, facts: Facts, dtype: t
 
     Counts the dummy page.  Raises EspalierError where not even one full context fits.
     """
-    if isinstance(config.num_pages, int):
-        return config.num_pages
-    share = DEFAULTS[choose_device(config).type].memory_share
     token = bytes_per_token(facts.geometry, dtype)
     left = facts.free_bytes - facts.num_weights * dtype.itemsize - layout.verify_rows * token
-    affordable = int(left * share) // (token * layout.page_size)
-    least = 1 + layout.table_width
-    if affordable < least:
+    free = f"the free memory ({facts.free_bytes / 2**30:.1f} GiB, weights included)"
+    page = layout.tokens_in(token)
+    if isinstance(config.num_pages, int):
+        if config.num_pages * page > left:
+            raise EspalierError(
+                f"num_pages={config.num_pages} of {layout.page_size} tokens needs "
+                f"{config.num_pages * page / 2**30:.1f} GiB and {free} holds {max(left // page, 0)} pages; "
+                "lower it, or leave it to 'auto'"
+            )
+        return config.num_pages
+    affordable = int(left * DEFAULTS[choose_device(config).type].memory_share) // page
+    if affordable < layout.least_pages:
         raise EspalierError(
-            f"max_context={layout.max_context} needs {least} pages of {layout.page_size} tokens and the free memory "
-            f"({facts.free_bytes / 2**30:.1f} GiB, weights included) holds {max(affordable, 0)}; lower max_context, "
-            "or set num_pages yourself"
+            f"max_context={layout.max_context} needs {layout.least_pages} pages of {layout.page_size} tokens and "
+            f"{free} holds {max(affordable, 0)}; lower max_context, or set num_pages yourself"
         )
-    return min(affordable, 1 + layout.max_batch * layout.table_width)
+    return min(affordable, layout.most_pages)
 
 
 def free_memory(device: torch.device) -> int:

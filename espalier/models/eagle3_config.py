@@ -15,6 +15,8 @@ from espalier.models.loading import FAMILIES
 from espalier.models.weights import Weights
 
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel")
+# Types that name the form of the head and not of its layer, which is then Llama's.
+WRAPPERS = ("eagle", "eagle3", "speculators", "speculator_model")
 EARLIER = ("LlamaForCausalLMEagle", "EagleLlamaForCausalLM", "EagleSpeculator")
 
 
@@ -112,6 +114,12 @@ def _layer_family(flat: Mapping[str, Any], path: Path) -> Family:
             f"{path}: num_hidden_layers = {flat.get('num_hidden_layers')}; EAGLE-3 heads of one layer are supported; "
             "use such a draft"
         )
+    if declared not in (*by_type, *WRAPPERS):
+        raise EspalierError(
+            f"{path}: a draft layer of model_type {declared!r} is not supported; supported: {', '.join(by_type)}"
+        )
+    if flat.get("sliding_window") and flat.get("use_sliding_window", True) and declared not in ("qwen2", "qwen3"):
+        return by_type["mistral"]  # Llama's layer behind a window
     return by_type.get(declared, by_type["llama"])
 
 

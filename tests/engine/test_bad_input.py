@@ -3,6 +3,7 @@
 import pytest
 
 from espalier.engine.engine import Engine
+from espalier.engine.ticket import Row, Ticket
 from espalier.errors import EspalierError
 from espalier.request import SamplingParams
 from tests.engine.test_disturbance import all_undisturbed
@@ -25,6 +26,7 @@ BAD = {
     "negative": ([3, -1, 2], 8, "-1", "0 to 15"),
     "not a token": ([3, 2.5, 2], 8, "2.5", "0 to 15"),
     "a bool": ([True], 8, "True", "0 to 15"),
+    "more least tokens than there is room": ([1] * 40, (30, 5), "min_tokens=30", "lower it"),
 }
 
 
@@ -33,14 +35,16 @@ BAD = {
 def test_refused_and_nobody_notices(case: str, overlap: bool) -> None:
     prompt, max_tokens, value, remedy = BAD[case]
     engine = engine_of(overlap)
+    least, max_tokens = max_tokens if isinstance(max_tokens, tuple) else (0, max_tokens)
     params = SamplingParams(temperature=0.0, max_tokens=12)
+    bad = SamplingParams(temperature=0.0, min_tokens=least, max_tokens=max_tokens)
     requests = [request(i, p, params) for i, p in enumerate(prompts(41, (6, 20, 11)))]
     for r in requests[:2]:
         engine.add(r)
     for _ in range(3):
         engine.step()
     with pytest.raises(EspalierError) as refusal:
-        engine.add(request(9, prompt, SamplingParams(temperature=0.0, max_tokens=max_tokens)))
+        engine.add(request(9, prompt, bad))
     message = str(refusal.value)
     assert "\n" not in message
     assert value in message
@@ -91,3 +95,37 @@ def test_an_abort_of_nobody() -> None:
     assert (second.output, second.finish_reason, second.error) == ([], "abort", None)
     assert [p.finish_reason for p in pieces if p.request_id == second.id] == ["abort"]
     all_undisturbed(Setup(max_context=CONTEXT), [first])
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["lockstep", "overlap"])
+def test_a_launch_that_fails_stops_the_engine(overlap: bool) -> None:
+    """Device state is half written: everybody is told, every page and slot comes back, and nobody is taken in any more."""
+    engine = engine_of(overlap)
+    params = SamplingParams(temperature=0.0, max_tokens=12)
+    requests = [request(i, p, params) for i, p in enumerate(prompts(44, (6, 20, 11, 30, 9)))]
+    for r in requests:
+        engine.add(r)
+    for _ in range(4):
+        engine.step()
+    right = engine.executor.run
+
+    def run(ticket: Ticket) -> list[Row]:
+        right(ticket)
+        raise RuntimeError("the device is gone")
+
+    engine.executor.run = run  # type: ignore[method-assign]
+    pieces = []
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        while engine.has_work:
+            pieces += engine.step()
+    while engine.has_work:
+        pieces += engine.step()
+    assert {r.finish_reason for r in requests} == {"abort"}
+    assert all(r.error is not None and "the device is gone" in r.error for r in requests)
+    assert sorted(p.request_id for p in pieces if p.finish_reason) == sorted(r.id for r in requests)
+    with pytest.raises(EspalierError, match="the device is gone"):
+        engine.add(request(9, [1, 2], params))
+    engine.check_pages()
+    assert engine.prefixes is not None
+    assert engine.pool.free + len(engine.prefixes) + 1 == engine.pool.num_pages
+    engine.close()

@@ -97,10 +97,13 @@ def test_few_pages(tree: Setup, overlap: bool, prefix_cache: bool) -> None:
 
 
 def test_few_pages_do_preempt() -> None:
-    setup = Setup(page_size=2, overlap=True, max_context=64, num_pages=36)
-    engine, requests = setup.engine(), mixed(3)
+    """Short prompts that all grow long: who is preempted comes back to be preempted again."""
+    setup = Setup(page_size=2, overlap=True, max_context=64, num_pages=40)
+    long = SamplingParams(temperature=1.0, max_tokens=50)
+    engine, requests = setup.engine(), [request(i, p, long) for i, p in enumerate(prompts(7, (8,) * 6))]
     run_watched(engine, [(0, r) for r in requests])
-    assert engine.scheduler.num_preempted >= 2
+    assert engine.scheduler.num_preempted >= 6
+    all_undisturbed(setup, requests)
 
 
 @each_tree

@@ -213,3 +213,13 @@ def test_a_broken_bin(draft: Path, target: Path) -> None:
     (draft / "model.safetensors").unlink()
     (draft / "pytorch_model.bin").write_bytes(b"PK\x03\x04 nothing")
     refused(lambda: load_draft(draft, target), "pytorch_model.bin is truncated or corrupt")
+
+
+def test_a_draft_of_another_layer_type_is_refused_and_its_window_is_honoured(tmp_path):
+    target = make_target(tmp_path / "target", layers=4)
+    config = read_config(target)
+    strange = make_eagle3(tmp_path / "strange", target, model_type="gemma3_text")
+    with pytest.raises(EspalierError, match="model_type 'gemma3_text' is not supported"):
+        read_eagle3(strange, config)
+    windowed = make_eagle3(tmp_path / "windowed", target, sliding_window=8)
+    assert read_eagle3(windowed, config).layer.windows == (8,)

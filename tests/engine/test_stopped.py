@@ -1,0 +1,35 @@
+"""A launch that fails leaves device state half written: every request is answered, and none goes on as if nothing were."""
+
+import pytest
+
+from espalier.errors import EspalierError
+from tests.harness import Setup, prompts, request
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("fails_at", [1, 2, 4])
+def test_a_failed_launch_ends_every_request_by_name(overlap, fails_at):
+    engine = Setup(overlap=overlap, max_batch=2).engine()
+    launches, right = [], engine.executor.run
+
+    def run(ticket):
+        launches.append(ticket)
+        if len(launches) == fails_at:
+            raise MemoryError("no memory is left")
+        return right(ticket)
+
+    engine.executor.run = run
+    requests = [request(i, prompt) for i, prompt in enumerate(prompts(0, [5, 9, 7]))]
+    for r in requests:
+        engine.add(r)
+    with pytest.raises(MemoryError):
+        for _ in range(20):
+            engine.step()
+    assert [r.finish_reason for r in requests] == ["abort"] * 3
+    assert all("MemoryError: no memory is left" in (r.error or "") for r in requests)
+    engine.check_pages()
+    assert {piece.request_id for piece in engine.step()} == {r.id for r in requests}
+    assert not engine.has_work
+    with pytest.raises(EspalierError, match="the engine stopped.*make another"):
+        engine.add(request(9, [1, 2]))
+    engine.close()
