@@ -91,8 +91,7 @@ class Nodes:
         return cls(positions, positions, (order <= order[:, None]).expand(positions.shape[0], -1, -1))
 
     def seen(self, window: int | None) -> Tensor:
-        """[B, Q, R]: ancestors inside the window.  A row always sees itself, padding too, so that no softmax is
-        empty."""
+        """[B, Q, R]: ancestors inside the window.  Every row, padding too, sees itself: no softmax is empty."""
         if window is None:
             return self.mask
         return self.mask & (self.positions[:, :, None] - self.row_positions[:, None, :] < window)
@@ -126,7 +125,9 @@ class Attention:
         raise NotImplementedError
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q [B, Q, heads, k_size] over the prefix and over staged k, v [B, R, kv_heads, size]; out [B, Q, heads,
-        v_size]."""
+        """q [B, Q, heads, k_size] over the prefix and over staged k, v [B, R, kv_heads, size].
+
+        Returns [B, Q, heads, v_size].
+        """
         g = self.geometry[layer]
         return merge(self.over_prefix(q, layer), among_nodes(q, k, v, self.nodes.seen(g.window), g.softmax_scale))

@@ -19,8 +19,7 @@ DUMMY_ROW = 0
 
 @dataclass
 class LayerStack:
-    """K and V of the layers that share one shape: k [layers, rows, kv_heads, k_size], v [layers, rows, kv_heads,
-    v_size]."""
+    """K and V, [layers, rows, kv_heads, size] each, of the layers that share one shape."""
 
     layers: tuple[int, ...]
     k: Tensor
@@ -30,8 +29,7 @@ class LayerStack:
 def stacks(
     geometry: Sequence[LayerGeometry], layers: range, rows: int, dtype: torch.dtype, device: torch.device
 ) -> list[LayerStack]:
-    """One zeroed stack for each shape that occurs among `layers`, so that a commit is a few launches, not one a
-    layer."""
+    """One zeroed stack for each shape among `layers`, so that a commit is a few launches, not one a layer."""
     shapes: dict[tuple[int, int, int], list[int]] = {}
     for layer in layers:
         g = geometry[layer]
@@ -113,8 +111,7 @@ class Pages:
         return self.rows(page_table, positions).masked_fill(~keep, DUMMY_ROW)
 
     def zero(self, pages: Sequence[int]) -> None:
-        """Clear pages that are handed out: a masked read past a request's length must be finite, whoever owned it
-        last."""
+        """Clear pages that are handed out: a masked read past a request's length must be finite, whoever had it."""
         if not pages:
             return
         index = torch.tensor(pages, device=self.device)

@@ -107,8 +107,7 @@ class Engine:
         return self.scheduler.totals
 
     def check_pages(self) -> None:
-        """Assert that every page is exactly one of dummy, free, cached, owned.  Raises AssertionError naming the
-        page."""
+        """Assert that every page is exactly one of dummy, free, cached, owned.  Raises PageDefect naming the page."""
         cached = self.prefixes.pages() if self.prefixes is not None else ()
         self.pool.check([r.pages for r in self.scheduler.running], cached)
 

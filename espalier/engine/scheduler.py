@@ -60,8 +60,7 @@ class Scheduler:
         return bool(self.waiting or self.running or self._in_flight or self._pieces)
 
     def next_launch(self) -> Launch | None:
-        """A prefill pass or a round, alternating while there is both; None where what is in flight must be read
-        first."""
+        """A prefill pass or a round, in turn while there is both; None where what is in flight must be read first."""
         self._drop_aborted()
         self._fill_slots()
         entering = [r for r in self.running if r.entered < r.enter_end]
@@ -160,8 +159,10 @@ class Scheduler:
         return pages
 
     def _reserve(self, decoding: list[Request]) -> list[Request]:
-        """Pages for what a round may decide, oldest request first; the batch that can go, empty to wait for a
-        harvest."""
+        """Pages for what a round may decide, oldest request first.
+
+        Returns the batch that can go; an empty one waits for a harvest.
+        """
         batch = []
         for request in decoding:
             while request.slot is not None and not self._extend_pages(request):
@@ -311,8 +312,7 @@ class Scheduler:
             self._release(request)
 
     def _preempt(self, request: Request) -> None:
-        """Back to its place in the queue; what it decided is kept, and its whole pages stay cached while there is
-        room."""
+        """Back to its place in the queue; what it decided is kept, its whole pages cached while there is room."""
         self.num_preempted += 1
         self._release(request)
         self.admit([request])
@@ -333,8 +333,10 @@ class Scheduler:
         return bool(request.output) and request.entered >= request.enter_end
 
     def _file_pages(self, request: Request, rows: int) -> None:
-        """Offer the whole pages of the first `rows` rows to the prefix tree; launches in flight write only past
-        them."""
+        """Offer the whole pages of the first `rows` rows to the prefix tree.
+
+        Launches in flight write only past them.
+        """
         if self.prefixes is not None:
             whole = self.layout.whole_pages(rows)
             self.prefixes.insert(request.tokens[: self.layout.tokens_in(whole)], request.pages[:whole])

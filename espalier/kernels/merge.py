@@ -1,5 +1,4 @@
-"""Attention over two disjoint sets of keys, made one by their log-sum-exps (Ye et al. 2025, FlashInfer, section
-2.2)."""
+"""Attention over two disjoint sets of keys, made one by their log-sum-exps (Ye et al. 2025, FlashInfer, 2.2)."""
 
 import torch
 from torch import Tensor

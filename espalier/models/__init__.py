@@ -1,6 +1,6 @@
 """Model families, their layers and weights.  Loading is the whole interface; the contract of a model is in base.py."""
 
-from espalier.models.base import Attend, CausalLM, Output
+from espalier.models.base import Attend, CausalLM, ModelOutput
 from espalier.models.config import ModelConfig
 from espalier.models.eagle3 import Eagle3Draft, load_eagle3
 from espalier.models.eagle3_config import Eagle3Config, draft_verifier, read_eagle3
@@ -12,7 +12,7 @@ __all__ = [
     "Eagle3Config",
     "Eagle3Draft",
     "ModelConfig",
-    "Output",
+    "ModelOutput",
     "draft_verifier",
     "load_eagle3",
     "load_target",

@@ -19,10 +19,8 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Output:
-    """hidden [B, Q, H], after the final norm; captured [B, Q, n·H], the inputs of the captured layers in their
-    order.
-    """
+class ModelOutput:
+    """hidden [B, Q, H], after the final norm; captured [B, Q, n·H], inputs of the captured layers in order."""
 
     hidden: Tensor
     captured: Tensor | None
@@ -37,7 +35,7 @@ class CausalLM(Protocol):
     embed: Embedding
     head: Linear
 
-    def __call__(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Output:
+    def __call__(self, tokens: Tensor, positions: Tensor, attend: Attend) -> ModelOutput:
         """tokens, positions int64 [B, Q]; ids in 0 .. vocab-1, positions below the `position_rows` of loading."""
         ...
 

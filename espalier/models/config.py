@@ -145,9 +145,7 @@ def find_family(raw: Raw, families: Mapping[str, Family], path: Path) -> Family:
 
 
 def with_overrides(raw: Raw, overrides: Mapping[str, Any], known: set[str]) -> Raw:
-    """raw with fields replaced, nested objects key by key.  A name not in `known` is refused with its nearest
-    neighbour.
-    """
+    """raw with fields replaced, nested objects key by key.  A name not in `known` is refused by name."""
     merged = dict(raw)
     for name, value in overrides.items():
         if name not in known:
@@ -163,9 +161,7 @@ def with_overrides(raw: Raw, overrides: Mapping[str, Any], known: set[str]) -> R
 def parse(
     raw: Raw, family: Family, path: Path, overrides: Mapping[str, Any] | None = None, generation: Raw | None = None
 ) -> ModelConfig:
-    """Complete, check and type the fields.  Raises EspalierError naming the field that is missing, wrong or
-    unsupported.
-    """
+    """Complete, check and type the fields.  Raises EspalierError naming a field that is missing or not supported."""
     rope_names = ("rope_theta", "rope_scaling", "rope_parameters")
     known = {*raw, *family.defaults, *NEUTRAL, *INERT, *rope_names}
     full = {**family.defaults, **with_overrides(raw, overrides or {}, known)}

@@ -1,6 +1,4 @@
-"""What an EAGLE-3 draft's config.json asks for, in SafeAILab's and vLLM speculators' form, and whether it fits its
-target.
-"""
+"""What an EAGLE-3 draft's config.json asks for, in SafeAILab's and vLLM speculators' form, held against its target.
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -11,9 +11,7 @@ QWEN_WINDOW_DEFAULTS = {
 
 
 def qwen_windows(full: Raw) -> Windows:
-    """`use_sliding_window` turns the window on, from layer `max_window_layers` upwards unless `layer_types` says
-    which.
-    """
+    """`use_sliding_window` turns the window on, from layer `max_window_layers` upwards or by `layer_types`."""
     window = full["sliding_window"] if full["use_sliding_window"] else None
     first = full["max_window_layers"]
     return windows_by_layer_type({**full, "sliding_window": window}, default=lambda layer: layer >= first)

@@ -1,6 +1,4 @@
-"""Qwen3 (dense): q and k are normed head by head before they are rotated; the head size stands apart from the
-hidden size.
-"""
+"""Qwen3 (dense): q and k are normed head by head before rotation; the head size is a field of its own."""
 
 from espalier.models.config import Family
 from espalier.models.qwen2 import QWEN_WINDOW_DEFAULTS, qwen_windows

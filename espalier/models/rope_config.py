@@ -1,6 +1,4 @@
-"""The rotary part of a config.json: which scaling, with which numbers, or a refusal that names what is not
-supported.
-"""
+"""The rotary part of a config.json: which scaling, with which numbers, or a refusal by name."""
 
 import math
 from collections.abc import Mapping

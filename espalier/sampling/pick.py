@@ -89,8 +89,10 @@ def coupled_scores(logits: Tensor, rows: SamplingRows, noise: Tensor, tau: float
 
 
 def logprobs(logits: Tensor, tokens: Tensor, count: int) -> Logprobs:
-    """The target's own log-probabilities, before temperature and masks: logits [B, W, V] at tokens [B, W], `count`
-    likeliest beside."""
+    """The target's own log-probabilities, before temperature and masks, of tokens [B, W] by logits [B, W, V].
+
+    count: of the likeliest tokens to name beside each.
+    """
     logits = torch.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)), -1)
     values, ids = logits.topk(min(count, logits.shape[-1]), -1)
     return Logprobs(logits.gather(-1, tokens[..., None])[..., 0], ids, values)

@@ -14,7 +14,7 @@ from espalier.attention import Attention, Backend, Nodes, Prefix
 from espalier.attention.staged import Decided, Undecided
 from espalier.cache.kv import Pages, Staging
 from espalier.layout import RoundLayout
-from espalier.models.base import CausalLM, Output
+from espalier.models.base import CausalLM, ModelOutput
 from espalier.sampling.pick import Logprobs, Picked, logprobs
 from espalier.sampling.shape import Shaping
 from espalier.slots import Slots, SlotTable
@@ -94,7 +94,7 @@ def prefill(r: Round, index: Tensor, length: Tensor, width: int, shaping: Shapin
     return Outcome(picked.tokens, is_picked.long(), (is_picked & picked.finite[:, 0]).long(), reported)
 
 
-def verify(r: Round, slots: Slots, tree: Tree) -> Output:
+def verify(r: Round, slots: Slots, tree: Tree) -> ModelOutput:
     """One pass of the target over the tree, hanging off the committed rows; the nodes' own K/V go to staging."""
     check_tree(r.layout, tree, slots.batch)
     positions = tree.positions(slots.prefix_len)
@@ -119,7 +119,7 @@ def commit(r: Round, slots: Slots, path: Path) -> None:
     r.pages.commit(r.staging, source.flatten(), rows.flatten())
 
 
-def features(out: Output, rows: Tensor) -> Tensor | None:
+def features(out: ModelOutput, rows: Tensor) -> Tensor | None:
     """What was captured at nodes `rows` [B, W]."""
     return None if out.captured is None else along(out.captured, rows)
 

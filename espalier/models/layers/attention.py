@@ -14,11 +14,9 @@ from espalier.models.layers.rope import rotate
 
 
 class Attention:
-    """qkv stacks q over k over v: [(heads + 2·kv_heads)·head_size, in].  q_norm and k_norm come together or not at
-    all.
-    """
+    """qkv stacks q over k over v: [(heads + 2·kv_heads)·head_size, in].  q_norm and k_norm come as a pair or not."""
 
-    __slots__ = ("qkv", "out", "q_norm", "k_norm", "heads", "turned", "slots", "head_size")
+    __slots__ = ("qkv", "out", "q_norm", "k_norm", "heads", "num_rotated", "num_heads", "head_size")
 
     def __init__(
         self, qkv: Linear, out: Linear, geometry: LayerGeometry, q_norm: RMSNorm | None, k_norm: RMSNorm | None
@@ -28,8 +26,8 @@ class Attention:
         self.q_norm = q_norm
         self.k_norm = k_norm
         self.heads = geometry.heads
-        self.turned = geometry.heads + geometry.kv_heads
-        self.slots = geometry.heads + 2 * geometry.kv_heads
+        self.num_rotated = geometry.heads + geometry.kv_heads
+        self.num_heads = geometry.heads + 2 * geometry.kv_heads
         self.head_size = geometry.k_size
 
     def __call__(
@@ -44,15 +42,15 @@ class Attention:
         """residual + attention(x); x [B·Q, in], residual [B·Q, hidden].  rope: cos and sin of the rows; shape: (B,
         Q), which `attend` sees apart.
         """
-        qkv = self.qkv(x).view(-1, self.slots, self.head_size)
-        turned = rotate(self._normed(qkv), *rope).view(*shape, self.turned, self.head_size)
+        qkv = self.qkv(x).view(-1, self.num_heads, self.head_size)
+        turned = rotate(self._normed(qkv), *rope).view(*shape, self.num_rotated, self.head_size)
         q, k = turned[:, :, : self.heads], turned[:, :, self.heads :]
-        v = qkv[:, self.turned :].unflatten(0, shape)
+        v = qkv[:, self.num_rotated :].unflatten(0, shape)
         return self.out.plus(attend(layer, q, k, v).flatten(2).flatten(0, 1), residual)
 
     def _normed(self, qkv: Tensor) -> Tensor:
         """The q and k heads of qkv, normed head by head where the family does so."""
         if self.q_norm is None or self.k_norm is None:
-            return qkv[:, : self.turned]
-        q, k = qkv[:, : self.heads], qkv[:, self.heads : self.turned]
+            return qkv[:, : self.num_rotated]
+        q, k = qkv[:, : self.heads], qkv[:, self.heads : self.num_rotated]
         return torch.cat((self.q_norm(q), self.k_norm(k)), dim=1)

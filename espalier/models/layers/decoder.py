@@ -1,15 +1,14 @@
-"""The decoder that every family here is: embedding, layers of attention and gated MLP around a residual, final norm,
-head.
+"""The decoder that every family here is: embedding, layers of attention and gated MLP, final norm, head.
 
-Rows of a batch are kept flat, [B·Q, hidden]: two-dimensional linears are the cheapest, and only `attend` cares who is
-whose.
+Rows of a batch are kept flat, [B·Q, hidden]: two-dimensional linears are the cheapest, and only `attend` tells
+requests apart.
 """
 
 import torch
 from torch import Tensor
 
 from espalier.cache.geometry import LayerGeometry
-from espalier.models.base import Attend, Output
+from espalier.models.base import Attend, ModelOutput
 from espalier.models.config import ModelConfig
 from espalier.models.layers.attention import Attention
 from espalier.models.layers.embedding import Embedding
@@ -61,7 +60,7 @@ class Decoder:
         self.norm = norm
         self.head = head
 
-    def __call__(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Output:
+    def __call__(self, tokens: Tensor, positions: Tensor, attend: Attend) -> ModelOutput:
         shape = (tokens.shape[0], tokens.shape[1])
         rope = self.rope.at(positions)
         x = self.embed(tokens.reshape(-1))
@@ -72,7 +71,7 @@ class Decoder:
             x = block(x, rope, attend, layer, shape)
         kept[len(self.layers)] = x
         captured = torch.cat([kept[i] for i in self.capture], dim=-1).unflatten(0, shape) if self.capture else None
-        return Output(hidden=self.norm(x).unflatten(0, shape), captured=captured)
+        return ModelOutput(hidden=self.norm(x).unflatten(0, shape), captured=captured)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.head(hidden)

@@ -15,9 +15,7 @@ PACKED_FOR_ROWS = 16
 
 
 class Linear:
-    """y = x · weightᵀ + bias, weight [out, in].  Several projections of one input may share one weight, rows
-    stacked.
-    """
+    """y = x · weightᵀ + bias, weight [out, in].  Several projections of one input may be stacked in it."""
 
     __slots__ = ("shape", "bias", "weight", "_packed")
 

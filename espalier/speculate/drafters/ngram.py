@@ -1,5 +1,4 @@
-"""N-gram lookup on the device (prompt lookup decoding, Saxena 2023): what followed the last tokens before is proposed
-again.
+"""N-gram lookup on the device (prompt lookup decoding, Saxena 2023): what once followed is proposed again.
 
 No model and no K/V: candidates come from the slot's own history.  The longest and then the latest occurrences of the
 history's suffix each give a branch; branches start with distinct tokens, so siblings are distinct.
