@@ -103,7 +103,6 @@ class ModelConfig:
     qk_norm: bool
     windows: Windows
     eos_token_ids: tuple[int, ...]
-    bos_token_id: int | None
     raw: Raw = field(repr=False)
 
 
@@ -196,7 +195,6 @@ def parse(
         qk_norm=family.qk_norm,
         windows=_read_windows(full, family, layers, path),
         eos_token_ids=_eos_ids(full, generation or {}),
-        bos_token_id=full.get("bos_token_id"),
         raw=full,
     )
 

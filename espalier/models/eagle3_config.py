@@ -1,4 +1,4 @@
-"""What an EAGLE-3 draft's config.json asks for, in SafeAILab's and vLLM speculators' form, held against its target.
+"""What an EAGLE-3 draft's config.json asks for, in SafeAILab's and vLLM speculators' form, held against its target."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,7 +24,6 @@ class Eagle3Config:
 
     layer: the decoder layer's own shape (vocab_size is the target's).
     capture: target layers whose inputs are fused, in the order of the concat; num_layers means the last layer's output.
-    verifier: the target that the draft names, if any.
     """
 
     layer: ModelConfig
@@ -36,7 +35,6 @@ class Eagle3Config:
     norm_output: bool
     norm_before_fc: bool
     fc_norm: bool
-    verifier: str | None
 
 
 def draft_verifier(path: Path | str) -> str | None:
@@ -69,7 +67,6 @@ def read_eagle3(path: Path | str, target: ModelConfig) -> Eagle3Config:
         norm_output=bool(raw.get("norm_output", False)),
         norm_before_fc=bool(raw.get("norm_before_fc", eagle.get("norm_before_fc", False))),
         fc_norm=bool(raw.get("fc_norm", False)),
-        verifier=draft_verifier(path),
     )
     _refuse_misfit(config, target, path)
     return config
