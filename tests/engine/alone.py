@@ -1,4 +1,5 @@
-"""What a request says when it is alone, in lock-step, with pages to spare and no prefix cache: what every disturbance is held against."""
+"""What a request says when it is alone, in lock-step, with pages to spare and no prefix cache: each disturbance is held
+against it."""
 
 from dataclasses import dataclass, replace
 from functools import cache
@@ -18,9 +19,7 @@ class Said:
 
 def alone(setup: Setup, r: Request) -> Said:
     """r's prompt, parameters and seed, run on an engine of their own with this tree."""
-    quiet = replace(
-        setup, page_size=16, max_batch=1, chunk_size=32, num_pages=None, overlap=False, prefix_cache=False
-    )
+    quiet = replace(setup, page_size=16, max_batch=1, chunk_size=32, num_pages=None, overlap=False, prefix_cache=False)
     key = (quiet, tuple(r.prompt), repr(r.params), r.seed)
     if key not in _said:
         copy = replace_request(r)

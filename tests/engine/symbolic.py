@@ -1,8 +1,8 @@
 """A device of symbols: what a launch would read and write, without the arithmetic.
 
-A page row holds the digest of the tokens up to its position, so a stale, shared, missing or misplaced row is seen at the
-launch that reads it, by name.  The scheduler, pages, prefix tree and engine above it are the real ones; thousands of steps
-take a second.
+A page row holds the digest of the tokens up to its position, so a stale, shared, missing or misplaced row is seen at
+the launch that reads it, by name.  The scheduler, pages, prefix tree and engine above it are the real ones; thousands
+of steps take a second.
 """
 
 from dataclasses import dataclass

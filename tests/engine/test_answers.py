@@ -34,7 +34,8 @@ def test_max_tokens_is_exact(overlap: bool) -> None:
 
 @each_loop
 def test_stops_wherever_the_token_falls(overlap: bool) -> None:
-    """In the prompt pass, first, in the middle and last of a round: the end token is the last, and rows behind it are dropped."""
+    """In the prompt pass, first, in the middle and last of a round: the end token is the last, and what is behind it is
+    dropped."""
     prompt = prompts(52, (9,))[0]
     said = plainly(TREE, request(0, prompt, SamplingParams(temperature=1.0, max_tokens=40), seed=3)).tokens
     wishes = [SamplingParams(temperature=1.0, max_tokens=40, stop_token_ids=[t]) for t in range(16)]
@@ -124,7 +125,9 @@ def test_what_is_counted_adds_up(overlap: bool, tree: Setup) -> None:
         assert len(stats.histogram) <= setup.layout.extend_width + 1
         tried, taken = ([pair[i] for pair in stats.acceptance_by_depth] for i in (0, 1))
         assert all(a >= b for a, b in zip(tried, taken, strict=True))
-        assert all(a <= b for a, b in zip(tried[1:], taken, strict=False)), "a depth is tried where the one above was taken"
+        assert all(a <= b for a, b in zip(tried[1:], taken, strict=False)), (
+            "a depth is tried where the one above was taken"
+        )
         assert sum(taken) == stats.accepted
         most = 0 if not r.params.speculation else r.params.max_draft_depth
         assert most is None or len(tried) <= most

@@ -3,7 +3,6 @@
 import pytest
 
 from espalier.engine.engine import Engine
-from espalier.engine.ticket import Row, Ticket
 from espalier.errors import EspalierError
 from espalier.request import SamplingParams
 from tests.engine.test_disturbance import all_undisturbed
@@ -95,37 +94,3 @@ def test_an_abort_of_nobody() -> None:
     assert (second.output, second.finish_reason, second.error) == ([], "abort", None)
     assert [p.finish_reason for p in pieces if p.request_id == second.id] == ["abort"]
     all_undisturbed(Setup(max_context=CONTEXT), [first])
-
-
-@pytest.mark.parametrize("overlap", [False, True], ids=["lockstep", "overlap"])
-def test_a_launch_that_fails_stops_the_engine(overlap: bool) -> None:
-    """Device state is half written: everybody is told, every page and slot comes back, and nobody is taken in any more."""
-    engine = engine_of(overlap)
-    params = SamplingParams(temperature=0.0, max_tokens=12)
-    requests = [request(i, p, params) for i, p in enumerate(prompts(44, (6, 20, 11, 30, 9)))]
-    for r in requests:
-        engine.add(r)
-    for _ in range(4):
-        engine.step()
-    right = engine.executor.run
-
-    def run(ticket: Ticket) -> list[Row]:
-        right(ticket)
-        raise RuntimeError("the device is gone")
-
-    engine.executor.run = run  # type: ignore[method-assign]
-    pieces = []
-    with pytest.raises(RuntimeError, match="the device is gone"):
-        while engine.has_work:
-            pieces += engine.step()
-    while engine.has_work:
-        pieces += engine.step()
-    assert {r.finish_reason for r in requests} == {"abort"}
-    assert all(r.error is not None and "the device is gone" in r.error for r in requests)
-    assert sorted(p.request_id for p in pieces if p.finish_reason) == sorted(r.id for r in requests)
-    with pytest.raises(EspalierError, match="the device is gone"):
-        engine.add(request(9, [1, 2], params))
-    engine.check_pages()
-    assert engine.prefixes is not None
-    assert engine.pool.free + len(engine.prefixes) + 1 == engine.pool.num_pages
-    engine.close()

@@ -28,6 +28,7 @@ TREES = [
     Setup(page_size=3, topk=4, steps=1, num_draft_tokens=5),
     Setup(page_size=16, topk=1, steps=4, num_draft_tokens=5),
     Setup(page_size=4, topk=3, steps=3, num_draft_tokens=9, algorithm="ngram"),
+    Setup(page_size=2, topk=3, steps=3, num_draft_tokens=9, family="mistral", window=6, draft_vocab=11),
     Setup(page_size=3).plain(),
 ]
 each_tree = pytest.mark.parametrize("tree", TREES, ids=lambda s: f"{s.algorithm}-page{s.page_size}-topk{s.topk}")
@@ -70,7 +71,7 @@ def test_overlap_equals_lock_step_whoever_is_late(tree: Setup) -> None:
 @each_tree
 @pytest.mark.parametrize("prefix_cache", [False, True], ids=["uncached", "cached"])
 def test_preempted_after_any_round(tree: Setup, prefix_cache: bool) -> None:
-    """Preempted after each of its steps, among mates and after several of them, the root given and never picked again."""
+    """Preempted after each of its steps, among mates and after several of them; the root is given, not picked again."""
     setup = replace(tree, prefix_cache=prefix_cache, max_batch=3)
     for first in range(2, 7):
         engine, requests = setup.engine(), mixed(2, (21, 34, 8))
@@ -128,7 +129,7 @@ def test_mates_that_are_aborted(tree: Setup, overlap: bool) -> None:
 
 @each_tree
 def test_chunked_equals_whole(tree: Setup) -> None:
-    """The longest chunks and the shortest, alone and shared among prompts: every length around a chunk's and a page's end."""
+    """The longest chunks and the shortest, for every length around a chunk's and a page's end."""
     lengths = (1, 15, 16, 17, 31, 32, 33, 47, 48, 49, 63, 64, 65)
     for chunk_size in (16, 40, 512):
         setup = replace(tree, chunk_size=chunk_size, overlap=chunk_size == 40, max_batch=5)

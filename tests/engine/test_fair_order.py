@@ -56,6 +56,7 @@ def test_preempted_goes_back_to_its_place(overlap: bool) -> None:
 
     def preempt(r: Request) -> None:
         assert r is max(engine.scheduler.running, key=lambda other: other.arrival)
+        assert not engine.scheduler._in_flight, "what is in flight may free pages: it is read first"
         right(r)
         victims.append(r.arrival)
         assert [w.arrival for w in engine.scheduler.waiting] == sorted(w.arrival for w in engine.scheduler.waiting)
@@ -73,7 +74,8 @@ def test_preempted_goes_back_to_its_place(overlap: bool) -> None:
 
 @each_loop
 def test_long_prompts_let_rounds_through(overlap: bool) -> None:
-    """Chunks of long prompts and rounds of those who already run take turns; with nobody to wait, chunks follow each other."""
+    """Chunks of long prompts and rounds of those who already run take turns; where nobody waits, chunks follow each
+    other."""
     engine = engine_of(overlap)
     engine.add(asked(0, 5, max_tokens=60))
     for _ in range(3):

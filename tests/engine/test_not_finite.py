@@ -116,7 +116,7 @@ def test_fails_by_name_and_alone(overlap: bool, drafts_it: bool, page_size: int,
         for r in batch:
             said = plainly(r)
             if drafts_it and r.error:
-                # A masked row of NaN is NaN in the sum: who merely drafted the token fails too, rather than say anything else.
+                # A masked row of NaN is NaN in the sum: who merely drafted the token fails too, and says nothing else.
                 assert r.output == said.output[: len(r.output)]
             else:
                 assert (r.output, r.finish_reason, r.error) == (said.output, said.finish_reason, said.error)

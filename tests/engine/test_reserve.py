@@ -55,7 +55,7 @@ def test_fifty_mixed_requests_at_any_page_size(page_size: int, overlap: bool) ->
 
 
 def test_thirteen_tokens_ahead() -> None:
-    """The figure of the design at steps 5, against 2 · max(ceil((page - 1 + steps) / page) · page · topk, D) a branch."""
+    """The figure of the design at steps 5, against 2 · max(ceil((page - 1 + steps) / page) · page · topk, D)."""
     layout = BIG.layout
     assert (layout.tokens_ahead(1), layout.tokens_ahead(2)) == (7, 13)
     per_branch = 2 * max(-(-(256 - 1 + 5) // 256) * 256 * 8, 64)

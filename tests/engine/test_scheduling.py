@@ -1,4 +1,5 @@
-"""Any traffic over a device of symbols: rows are read where they were written, written once, and never while they are shared."""
+"""Any traffic over a device of symbols: rows are read where they were written, written once, and never while they are
+shared."""
 
 from random import Random
 

@@ -1,4 +1,5 @@
-"""A launch that fails leaves device state half written: every request is answered, and none goes on as if nothing were."""
+"""A launch that fails leaves device state half written: every request is answered, and none goes on as if nothing
+were."""
 
 import pytest
 
@@ -28,8 +29,9 @@ def test_a_failed_launch_ends_every_request_by_name(overlap, fails_at):
     assert [r.finish_reason for r in requests] == ["abort"] * 3
     assert all("MemoryError: no memory is left" in (r.error or "") for r in requests)
     engine.check_pages()
+    assert engine.pool.free + len(engine.prefixes) + 1 == engine.pool.num_pages
     assert {piece.request_id for piece in engine.step()} == {r.id for r in requests}
     assert not engine.has_work
-    with pytest.raises(EspalierError, match="the engine stopped.*make another"):
+    with pytest.raises(EspalierError, match=r"the engine stopped.*make another"):
         engine.add(request(9, [1, 2]))
     engine.close()

@@ -1,5 +1,6 @@
-"""Seeded storms over a device of symbols: few pages, many arrivals, aborts and evictions, until requests preempt each other all
-the time.  Random where Hypothesis is thorough: what needs three requests and two launches to meet is found here."""
+"""Seeded storms over a device of symbols: few pages, many arrivals, aborts and evictions, until requests preempt each
+other all the time.  Random where Hypothesis is thorough: what needs three requests and two launches to meet is found
+here."""
 
 from random import Random
 
@@ -30,8 +31,8 @@ def request_of(random: Random, index: int) -> Request:
 
 
 def watch(engine: Engine) -> None:
-    """Hold the order of launches against what is promised: arrivals in order, one prefill pass between rounds at most, and
-    no page beyond what is ahead."""
+    """Hold the order of launches against what is promised: arrivals in order, one prefill pass between rounds at most,
+    and the pages of what may be decided."""
     scheduler, layout = engine.scheduler, engine.layout
     right, last_was_prefill = scheduler.next_launch, False
 

@@ -1,5 +1,5 @@
-"""Any traffic over real models: what comes out is what plain decoding of the request alone says, and its draft tokens are
-those of its tree alone."""
+"""Any traffic over real models: what comes out is what plain decoding of the request alone says, and its draft tokens
+are those of its tree alone."""
 
 import pytest
 from hypothesis import settings
@@ -17,6 +17,7 @@ cells = st.sampled_from(
         {"steps": 5, "topk": 8, "num_draft_tokens": 64},
         {"steps": 1, "topk": 4, "num_draft_tokens": 5},
         {"steps": 3, "topk": 1, "num_draft_tokens": 4},
+        {"steps": 3, "topk": 3, "num_draft_tokens": 9, "family": "mistral", "window": 6, "draft_vocab": 11},
         {"steps": 0, "topk": 1, "num_draft_tokens": 1, "algorithm": "none"},
         {"steps": 3, "topk": 2, "num_draft_tokens": 6, "algorithm": "ngram"},
     ]

@@ -106,7 +106,7 @@ class Traffic(RuleBasedStateMachine):
 
     def check_running(self) -> None:
         self.every_page_has_one_place()
-        scheduler, layout = self.engine.scheduler, self.engine.layout
+        scheduler = self.engine.scheduler
         for r in scheduler.running:
             assert pages_beyond(self.engine, r) <= 0, "more pages than are ahead"
         arrivals = [r.arrival for r in scheduler.running]

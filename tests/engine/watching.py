@@ -54,7 +54,9 @@ class SharedPages:
         return torch.cat(parts).numpy().tobytes()
 
 
-def run_watched(engine: Engine, arrivals: list[tuple[int, Request]], each_step: Callable[[int], None] | None = None) -> int:
+def run_watched(
+    engine: Engine, arrivals: list[tuple[int, Request]], each_step: Callable[[int], None] | None = None
+) -> int:
     """Add each request before its step, run to the end, hold pages to account after each; returns the steps taken."""
     pending = sorted(arrivals, key=lambda pair: pair[0])
     shared = SharedPages(engine) if engine.prefixes is not None else None

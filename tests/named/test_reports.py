@@ -1,7 +1,7 @@
 """The configurations of the reports that docs/seeds.md answers, by the names their readers know.
 
-Each runs greedy and sampled requests to the end, with pages counted after every step, bytes of shared pages held, and tokens equal
-to plain decoding's.
+Each runs greedy and sampled requests to the end: pages are counted after every step, bytes of shared pages held, and
+tokens equal plain decoding's.
 """
 
 from dataclasses import replace
@@ -97,8 +97,8 @@ class TestPage512FiveTurns:
 
 
 class TestPage256LongPrompt:
-    """A prompt 20 tokens short of the context (out-of-bounds gather, report 26972): what is ahead goes past the context's end, and
-    the page table holds it."""
+    """A prompt 20 tokens short of the context (out-of-bounds gather, report 26972): what is ahead goes past the
+    context's end, and the page table holds it."""
 
     @each_loop
     @pytest.mark.parametrize("context", [512, 500, 513])

@@ -4,6 +4,7 @@ cache."""
 from dataclasses import replace
 
 import pytest
+import torch
 
 from espalier.request import Request, SamplingParams
 from tests.harness import Setup, prompts, request
@@ -36,6 +37,29 @@ def test_a_hit_of_every_length_with_every_divergence(page_size, overlap):
     run_watched(watch, requests[1:])
     whole = [kept // page_size * page_size for kept in range(len(trunk))]
     assert [r.cached_tokens for r in requests[1 : 1 + len(trunk)]] == whole
+
+
+# Far below what the equalities can see, and nothing that a computation would come to: only a write wipes it out.
+MARK = 1e-11
+
+
+@loops
+@pytest.mark.parametrize("page_size", [1, 2, 3])
+def test_a_shared_page_is_never_written_not_even_what_it_holds(page_size, overlap):
+    watch = watched(replace(SETUP, page_size=page_size, overlap=overlap))
+    trunk = prompts(29, [9])[0]
+    run_watched(watch, [asked(0, trunk)], last=False)
+    prefixes, pages = watch.engine.prefixes, watch.engine.executor.round.pages
+    assert prefixes is not None
+    shared = [page * page_size + row for page in prefixes.pages() for row in range(page_size)]
+    for buffer in (buffer for pair in pages.layers.values() for buffer in pair):
+        buffer[shared] *= 1 + MARK
+    marked = [buffer[shared] for pair in pages.layers.values() for buffer in pair]
+    hits = [asked(i, [*trunk[:kept], 5], max_tokens=4) for i, kept in enumerate([9, 8, 5, 2, 1], 1)]
+    run_watched(watch, [*hits, asked(9, trunk)])
+    now = [buffer[shared] for pair in pages.layers.values() for buffer in pair]
+    assert all(torch.equal(before, after) for before, after in zip(marked, now, strict=True))
+    assert sum(r.cached_tokens for r in hits) > 0
 
 
 @loops

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from espalier.engine.engine import Engine
 from espalier.engine.executor import Handle
-from espalier.engine.ticket import RoundTrace
-from espalier.engine.ticket import DraftTree, Row, Ticket
+from espalier.engine.ticket import DraftTree, RoundTrace, Row, Ticket
 from espalier.request import Request
 from espalier.speculate.tree import VOID
 from tests.oracles.reference_round import Node, Reference
@@ -126,9 +125,11 @@ class Watch:
             self.check_ready(slot, decided)
 
     def check_incremental(self, slot: int, decided: Decided) -> None:
-        """(a) Committed rows of every layer are those of one plain pass: target rows 0 .. n-1, draft rows 1 .. n."""
+        """(a) Committed rows of every layer are those of one plain pass: target rows 0 .. n-1, draft rows 1 .. n.  All
+        else in the request's pages, and the dummy page, is as clear as it was handed out."""
         scratch, n = self.reference.scratch(decided.tokens), decided.root_at
         held = [(0, n, layer) for layer in scratch.target] + [(1, n + 1, layer) for layer in scratch.draft]
+        others = {first: self.undecided_rows(slot, first, first + n) for first in (0, 1)}
         layers = self.engine.executor.round.pages.layers
         assert len(layers) == len(held), f"{len(layers)} layers stand in pages, {len(held)} are due"
         for layer, (first, end, expected) in enumerate(held):
@@ -138,6 +139,7 @@ class Watch:
                 assert difference < EXACT, (
                     f"{what} of layer {layer}, rows {first} to {end - 1}: off by {difference:.2g}"
                 )
+                assert not buffer[others[first]].any(), f"{what} of layer {layer} holds rows that nobody decided"
 
     def check_ready(self, slot: int, decided: Decided) -> None:
         """(b) The slot carries the root, and the draft's hidden there."""
@@ -215,6 +217,12 @@ class Watch:
     def decided(self, slot: int) -> Decided:
         table = self.engine.executor.round.table
         return Decided(tuple(table.history[slot, : int(table.prefix_len[slot]) + 1].tolist()))
+
+    def undecided_rows(self, slot: int, first: int, end: int) -> Tensor:
+        """Rows at all other positions of the request's pages, and those of the dummy page."""
+        page = self.engine.layout.page_size
+        held = int((self.engine.executor.round.table.page_table[slot] > 0).sum()) * page
+        return torch.cat((torch.arange(page), self.rows(slot, 0, first), self.rows(slot, end, held)))
 
     def rows(self, slot: int, first: int, end: int) -> Tensor:
         """Rows of pages at positions first .. end-1."""

@@ -92,7 +92,9 @@ def test_penalties_along_a_path_are_those_of_the_sequence_written_out(tree, deci
 def test_extras_that_are_all_void_count_nowhere():
     one = request([0, 3], [3, 2], repetition_penalty=1.5, presence_penalty=0.5, frequency_penalty=0.5)
     rows, logits, positions = rows_of([one], VOCAB), torch.ones(1, 4, VOCAB), torch.zeros(1, 4, dtype=torch.int64)
-    void = shape(logits, rows, PENALISED, positions, Above(torch.full((1, 3), -1), torch.ones(1, 4, 3, dtype=torch.bool)))
+    void = shape(
+        logits, rows, PENALISED, positions, Above(torch.full((1, 3), -1), torch.ones(1, 4, 3, dtype=torch.bool))
+    )
     assert torch.equal(void, shape(logits, rows, PENALISED, positions))
 
 
