@@ -152,11 +152,13 @@ class TestEmptyBatch:
     def test_the_dummy_request_alone(self) -> None:
         """A batch of padding decides nothing and leaves the dummy row as it was."""
         engine = Setup(**TREE).engine()
-        for _ in range(2):
+        table = engine.executor.round.table
+        for root in range(4):
+            table.root[0] = root
             (row,) = engine.executor.launch(Ticket(slots=(0,), shaping=Shaping())).result()
             assert row.tokens == []
             assert row.finite
-        assert int(engine.executor.round.table.prefix_len[0]) == 0
+            assert (int(table.prefix_len[0]), int(table.root[0])) == (0, root)
 
     def test_padding_changes_nobody(self) -> None:
         """Requests beside dummy rows say what they say alone."""
