@@ -127,7 +127,8 @@ class Scheduler:
         self.pool.share(shared)
         end = request.end(self.layout.max_context)
         need = self.layout.reserve(enter_end, self.rounds_in_flight, end) - len(shared)
-        if not self._make_room(need):
+        # One that must wait in any case is no reason to forget what others could share.
+        if not (self._has_room(need) and self._make_room(need)):
             self.pool.release(shared)
             self._no_room = request, self.pool.num_released
             return False
@@ -146,12 +147,16 @@ class Scheduler:
     # Pages
 
     def _make_room(self, count: int) -> bool:
-        """Whether `count` pages are free, after evicting cached ones if that is enough: a request that must wait in any
-        case is no reason to forget what others could share."""
+        """Whether `count` pages are free, after evicting cached ones that nobody runs on."""
         missing = count - self.pool.free
-        if missing > 0 and self.prefixes is not None and missing <= self.prefixes.evictable:
+        if missing > 0 and self.prefixes is not None:
             self.prefixes.evict(missing)
         return self.pool.free >= count
+
+    def _has_room(self, count: int) -> bool:
+        """Whether eviction could free `count` pages; nothing is evicted.  Looks at every cached page."""
+        missing = count - self.pool.free
+        return missing <= 0 or (self.prefixes is not None and missing <= self.prefixes.evictable)
 
     def _allocate(self, count: int) -> list[int]:
         pages = self.pool.allocate(count)
