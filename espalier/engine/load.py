@@ -58,7 +58,7 @@ def _model_name(config: EngineConfig, draft_path: Path | None) -> str:
     """What the user names, else the target that the draft names, else the bundled model."""
     if str(config.model) != "auto":
         return str(config.model)
-    if draft_path is None:
+    if draft_path is None or str(config.draft) == BUNDLED:
         return BUNDLED
     verifier = draft_verifier(draft_path)
     if verifier is None:
