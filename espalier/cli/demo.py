@@ -1,8 +1,11 @@
 """`espalier demo`: held-out prompts completed with plain decoding and with the tree, and one round drawn."""
 
+import sys
 from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
+from shutil import which
 from time import perf_counter
 from typing import Any
 
@@ -70,8 +73,16 @@ def run(asked: Namespace) -> int:
     _figures(console, plain, tree)
     console.print(Text("\ntry next", "bold"))
     for command in NEXT:
-        console.print(Text(f"  {command}"))
+        console.print(Text("  " + command.replace("espalier", _started_as(), 1)))
     return 0 if same else 1
+
+
+def _started_as() -> str:
+    """What a user can type to run espalier again: its path where no shell would find it by name."""
+    if which("espalier") or Path(sys.argv[0]).name != "espalier":
+        return "espalier"
+    path = Path(sys.argv[0]).absolute()
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 
 def _warm_up(plain: LLM, tree: LLM, prompt: str) -> None:
