@@ -88,6 +88,11 @@ class RoundLayout:
         """Draft rows staged while a tree grows: topk beams for every level but the last."""
         return self.beams_above(max(self.steps, 1))
 
+    @property
+    def beam_words(self) -> int:
+        """Ancestor words of a draft row."""
+        return -(-self.beam_rows // ANCESTOR_BITS)
+
     def beams_above(self, level: int) -> int:
         """Draft rows of the levels above `level`, the first being level 1."""
         return (level - 1) * self.topk

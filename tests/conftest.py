@@ -29,9 +29,22 @@ settings.register_profile("explore", settings.get_profile("ci"), derandomize=Fal
 settings.load_profile("ci")
 
 
+HAS_GPU = torch.cuda.is_available()
+if not HAS_GPU:
+    # Read where Triton is first imported: kernels then run in its interpreter, on the CPU.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available():
-        return
     for item in items:
-        if item.get_closest_marker("gpu"):
+        if HAS_GPU and "kernel_device" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.gpu)
+        elif not HAS_GPU and item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture
+def kernel_device() -> torch.device:
+    """Where Triton kernels run: the GPU where there is one, else the CPU, in Triton's interpreter."""
+    pytest.importorskip("triton", reason="needs Triton")
+    return torch.device("cuda" if HAS_GPU else "cpu")

@@ -16,7 +16,7 @@ from torch import Tensor
 from espalier.cache.geometry import LayerGeometry
 from espalier.cache.kv import Pages
 from espalier.errors import EspalierError
-from espalier.kernels.ancestors import among_nodes
+from espalier.kernels.ancestors import among_nodes, unpack
 from espalier.kernels.merge import merge
 
 
@@ -76,25 +76,33 @@ class Prefix:
 class Nodes:
     """The new rows of a pass.
 
-    positions: [B, Q] page positions of the queries; row_positions: [B, R] of the staged rows; mask: [B, Q, R] bool,
-    which staged rows are a query's ancestors or itself.  The queries are the last Q of the R rows.
+    positions: [B, Q] page positions of the queries; row_positions: [B, R] of the staged rows; words: [B, Q, W] int64,
+    the staged rows that are a query's ancestors or itself, or None for a chain, each row following the one before it.
+    The queries are the last Q of the R rows; those of a chain are all of them.
     """
 
     positions: Tensor
     row_positions: Tensor
-    mask: Tensor
+    words: Tensor | None
 
     @classmethod
     def chain(cls, positions: Tensor) -> "Nodes":
         """Rows [B, Q] each of which follows the one before it."""
-        order = torch.arange(positions.shape[1], device=positions.device)
-        return cls(positions, positions, (order <= order[:, None]).expand(positions.shape[0], -1, -1))
+        return cls(positions, positions, None)
+
+    def mask(self) -> Tensor:
+        """[B, Q, R] bool: the words' bits, or those that a chain would have."""
+        rows = self.row_positions.shape[1]
+        if self.words is not None:
+            return unpack(self.words, rows)
+        order = torch.arange(rows, device=self.positions.device)
+        return (order <= order[:, None]).expand(self.positions.shape[0], -1, -1)
 
     def seen(self, window: int | None) -> Tensor:
         """[B, Q, R]: ancestors inside the window.  Every row, padding too, sees itself: no softmax is empty."""
         if window is None:
-            return self.mask
-        return self.mask & (self.positions[:, :, None] - self.row_positions[:, None, :] < window)
+            return self.mask()
+        return self.mask() & (self.positions[:, :, None] - self.row_positions[:, None, :] < window)
 
 
 class Backend(Protocol):

@@ -37,6 +37,13 @@ def unpack(words: Tensor, nodes: int) -> Tensor:
     return (words[..., None] >> bits & 1).flatten(-2)[..., :nodes].bool()
 
 
+def own_bits(first: int, count: int, words: int, device: torch.device) -> Tensor:
+    """[count, words] int64: for row first + i of a pass, the word bit that is its own."""
+    rows = torch.arange(first, first + count, device=device)
+    bits = torch.ones_like(rows) << rows % ANCESTOR_BITS
+    return torch.where(torch.arange(words, device=device) == (rows // ANCESTOR_BITS)[:, None], bits[:, None], 0)
+
+
 def among_nodes(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Attention of queries [B, Q] over staged rows [B, R] where mask [B, Q, R] holds; see masked_attention."""
     return masked_attention(q, k, v, mask, scale)

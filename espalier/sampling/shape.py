@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from espalier.kernels.ancestors import unpack
 from espalier.slots import Slots
 
 
@@ -30,11 +31,15 @@ class Shaping:
 class Above:
     """Drafted tokens between the root and the rows of a batch.
 
-    tokens: [B, E], -1 for none; mask: [B, Q, E] bool, which of them stand above each row, its own included.
+    tokens: [B, E], -1 for none; words: [B, Q, W] int64, bits of those that stand above each row, its own included.
     """
 
     tokens: Tensor
-    mask: Tensor
+    words: Tensor
+
+    def mask(self) -> Tensor:
+        """[B, Q, E] bool."""
+        return unpack(self.words, self.tokens.shape[1])
 
 
 @dataclass(frozen=True)
@@ -123,7 +128,7 @@ def _counts(rows: SamplingRows, queries: int, above: Above | None) -> Tensor:
     if above is None:
         return rows.counts[:, None]
     counts = rows.counts[:, None].repeat(1, queries, 1)
-    there = above.mask & (above.tokens >= 0)[:, None]
+    there = above.mask() & (above.tokens >= 0)[:, None]
     ids = above.tokens.clamp(min=0)[:, None].expand_as(there)
     return counts.scatter_add_(2, ids, there.to(counts.dtype))
 

@@ -13,7 +13,7 @@ from espalier.sampling.noise import gumbel
 from espalier.sampling.pick import Picked, coupled_scores, pick
 from espalier.sampling.shape import Above, SamplingRows, Shaping, shape
 from espalier.slots import Slots
-from espalier.speculate.tree import Tree
+from espalier.speculate.tree import VOID, Tree, ordered_topk
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,8 @@ class Draws:
 
     def pick_nodes(self, logits: Tensor, tree: Tree) -> Picked:
         """The target's token at every node: logits [B, D, V]."""
-        above = Above(tree.tokens, tree.mask() & (tree.depths > 0)[:, None]) if self.shaping.penalised else None
+        drafted = tree.tokens.masked_fill(tree.depths == 0, VOID)
+        above = Above(drafted, tree.ancestors) if self.shaping.penalised else None
         return self._pick(logits, noise_offsets(tree), above)
 
     def pick_last(self, logits: Tensor) -> Picked:
@@ -48,14 +49,24 @@ class Draws:
     def _pick(self, logits: Tensor, offsets: Tensor, above: Above | None) -> Picked:
         return pick(logits, self.rows, self.shaping, self.first[:, None] + offsets, self._noise(offsets), above)
 
-    def child_scores(
-        self, logits: Tensor, d2t: Tensor | None, offset: int, above: Above | None
-    ) -> tuple[Tensor, Tensor | None]:
-        """Log-probabilities of the children of draft rows, and the target ids that their last dimension counts.
+    def children(
+        self, logits: Tensor, d2t: Tensor | None, offset: int, scores: Tensor, topk: int, above: Above | None
+    ) -> tuple[Tensor, Tensor]:
+        """The topk best continuations of draft rows: target ids [B, Q, K] and path scores [B, Q, K] float32.
 
         logits: [B, Q, draft vocabulary]; d2t: their target ids, None where the vocabularies are one; offset: of the
-        position that is drawn; above: drafted tokens above each row.  Where parameters shape the draw, scores are over
-        the target's vocabulary, and ids are None: the index is the id.
+        position that is drawn; scores: [B, Q] of the rows' own paths; above: drafted tokens above each row.
+        """
+        logp, ids = self._child_scores(logits, d2t, offset, above)
+        best, index = ordered_topk(logp.float(), topk)
+        return (index if ids is None else ids[index]), scores[..., None] + best.clamp(max=0)
+
+    def _child_scores(
+        self, logits: Tensor, d2t: Tensor | None, offset: int, above: Above | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Log-probabilities of the children, and the target ids that their last dimension counts.
+
+        Where parameters shape the draw, they are over the target's vocabulary, and ids are None: the index is the id.
         """
         exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if self.rows is None:

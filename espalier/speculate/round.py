@@ -98,7 +98,7 @@ def verify(r: Round, slots: Slots, tree: Tree) -> ModelOutput:
     """One pass of the target over the tree, hanging off the committed rows; the nodes' own K/V go to staging."""
     check_tree(r.layout, tree, slots.batch)
     positions = tree.positions(slots.prefix_len)
-    plan = r.plan(slots, Nodes(positions, positions, tree.mask()))
+    plan = r.plan(slots, Nodes(positions, positions, tree.ancestors))
     # A void node runs as its root does, so that nothing runs but what the request holds or the draft proposed.
     tokens = torch.where(tree.tokens < 0, slots.root[:, None], tree.tokens)
     return r.target(tokens, positions, Undecided(plan, r.staging, r.layout.num_draft_tokens))

@@ -9,6 +9,7 @@ from espalier.attention.base import Support
 from espalier.cache.geometry import LayerGeometry
 from espalier.cache.kv import Pages
 from espalier.errors import EspalierError
+from espalier.kernels.ancestors import pack
 from espalier.layout import RoundLayout
 
 # float64: a few roundings of sums over some sixty terms of size one.
@@ -40,7 +41,7 @@ def tree_nodes(length: torch.Tensor, queries: int, rows: int, seed: int) -> Node
     mask = torch.rand(len(length), rows, rows, generator=generator).tril() > 0.5
     mask |= torch.eye(rows, dtype=torch.bool)
     positions = length[:, None] + mask.sum(2) - 1
-    return Nodes(positions[:, rows - queries :], positions, mask[:, rows - queries :])
+    return Nodes(positions[:, rows - queries :], positions, pack(mask[:, rows - queries :]))
 
 
 def in_words(pages: Pages, layer: int, prefix: Prefix, nodes: Nodes, q, k, v) -> torch.Tensor:
@@ -58,7 +59,7 @@ def in_words(pages: Pages, layer: int, prefix: Prefix, nodes: Nodes, q, k, v) ->
             among = [
                 r
                 for r in range(k.shape[1])
-                if nodes.mask[b, i, r] and (g.window is None or at - int(nodes.row_positions[b, r]) < g.window)
+                if nodes.mask()[b, i, r] and (g.window is None or at - int(nodes.row_positions[b, r]) < g.window)
             ]
             for h in range(g.heads):
                 head = h // (g.heads // g.kv_heads)
@@ -116,7 +117,7 @@ def test_a_request_does_not_see_its_batch(name):
     q, k, v = drawn(2, 4, 3, 3, seed=6)
     together = backend(name).plan(pages, GEOMETRY, prefix, nodes).attend(2, q, k, v)
     for b in range(4):
-        own = Nodes(nodes.positions[b : b + 1], nodes.row_positions[b : b + 1], nodes.mask[b : b + 1])
+        own = Nodes(nodes.positions[b : b + 1], nodes.row_positions[b : b + 1], nodes.words[b : b + 1])
         alone = backend(name).plan(pages, GEOMETRY, Prefix(table[b : b + 1], prefix.length[b : b + 1]), own)
         out = alone.attend(2, q[b : b + 1], k[b : b + 1], v[b : b + 1])
         assert torch.allclose(out, together[b : b + 1], rtol=0, atol=TOLERANCE)

@@ -58,6 +58,6 @@ def target_logits(reference: Reference, known: list[int], b: int, rows: int, bea
     if beams is None:
         paths: list[list[int]] = [[]]
     else:
-        paths = [beams.above.tokens[b][beams.above.mask[b, beam]].tolist() for beam in range(rows)]
+        paths = [beams.above.tokens[b][beams.above.mask()[b, beam]].tolist() for beam in range(rows)]
     tokens = [[*known, *path] for path in paths]
     return torch.stack([reference.scratch(row).logits[len(row) - 1] for row in tokens])

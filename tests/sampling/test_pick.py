@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from espalier.engine.ticket import shaping_of
+from espalier.kernels.ancestors import pack
 from espalier.request import Request
 from espalier.sampling.noise import gumbel
 from espalier.sampling.pick import Picked, coupled_scores, filtered, logprobs, pick
@@ -176,7 +177,7 @@ def test_no_line_reads_the_device(dtype):
     wide = torch.promote_types(dtype, torch.float32)
     noise = gumbel(rows.seed, positions, VOCAB, wide)
     extra, on_path = positions[:, :4], torch.empty(2, 5, 4, dtype=torch.bool, device="meta")
-    picked = pick(logits, rows, EVERYTHING, positions, noise, Above(extra, on_path))
+    picked = pick(logits, rows, EVERYTHING, positions, noise, Above(extra, pack(on_path)))
     assert picked.tokens.shape == picked.finite.shape == (2, 5)
     assert picked.tokens.dtype == torch.int64
     assert coupled_scores(logits.to(wide), rows, noise).dtype == wide

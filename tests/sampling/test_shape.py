@@ -5,6 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from espalier.kernels.ancestors import pack
 from espalier.request import Request
 from espalier.sampling.shape import Above, Shaping, shape
 from tests.sampling.batch import request, rows_of
@@ -78,7 +79,9 @@ def test_penalties_along_a_path_are_those_of_the_sequence_written_out(tree, deci
         on_path[:, node, path_to(node, parents)] = True
     logits = torch.randn(2, size, VOCAB, generator=torch.Generator().manual_seed(seed))
     positions = torch.zeros(2, size, dtype=torch.int64)
-    together = shape(logits, rows_of([one, mate], VOCAB), ALL, positions, Above(torch.tensor([tokens] * 2), on_path))
+    together = shape(
+        logits, rows_of([one, mate], VOCAB), ALL, positions, Above(torch.tensor([tokens] * 2), pack(on_path))
+    )
     for node in range(size):
         path = [tokens[n] for n in path_to(node, parents) if tokens[n] >= 0]
         written_out = rows_of([request([5, 6], [*output, *path], **params)], VOCAB)
@@ -93,7 +96,7 @@ def test_extras_that_are_all_void_count_nowhere():
     one = request([0, 3], [3, 2], repetition_penalty=1.5, presence_penalty=0.5, frequency_penalty=0.5)
     rows, logits, positions = rows_of([one], VOCAB), torch.ones(1, 4, VOCAB), torch.zeros(1, 4, dtype=torch.int64)
     void = shape(
-        logits, rows, PENALISED, positions, Above(torch.full((1, 3), -1), torch.ones(1, 4, 3, dtype=torch.bool))
+        logits, rows, PENALISED, positions, Above(torch.full((1, 3), -1), pack(torch.ones(1, 4, 3, dtype=torch.bool)))
     )
     assert torch.equal(void, shape(logits, rows, PENALISED, positions))
 
@@ -102,7 +105,9 @@ def test_shaping_leaves_its_inputs_alone():
     one = request([0], [1, 1], repetition_penalty=1.5, logit_bias={1: 3.0}, stop_ids=[2], min_tokens=9)
     rows, logits = rows_of([one], VOCAB), torch.ones(1, 2, VOCAB)
     before = {name: value.clone() for name, value in vars(rows).items()}
-    shape(logits, rows, ALL, torch.ones(1, 2), Above(torch.tensor([[4, 5]]), torch.ones(1, 2, 2, dtype=torch.bool)))
+    shape(
+        logits, rows, ALL, torch.ones(1, 2), Above(torch.tensor([[4, 5]]), pack(torch.ones(1, 2, 2, dtype=torch.bool)))
+    )
     assert (logits == 1).all()
     assert all(torch.equal(value, before[name]) for name, value in vars(rows).items())
 

@@ -15,6 +15,7 @@ from espalier.attention import Attention, Backend, Nodes, Prefix
 from espalier.attention.staged import Decided, Undecided
 from espalier.cache.geometry import LayerGeometry
 from espalier.cache.kv import Pages, Staging
+from espalier.kernels.ancestors import own_bits
 from espalier.layout import RoundLayout
 from espalier.models.eagle3 import Eagle3Draft
 from espalier.sampling.shape import Above
@@ -28,7 +29,7 @@ FIRST_ROW = 1
 @dataclass(frozen=True)
 class Beams:
     """Draft rows of one level: scores and pool indices [B, K]; hidden [B, K, H], the parent's output; above, the tokens
-    of all rows so far, this level's last, and which of them, its own included, each beam stands on."""
+    of all rows so far, this level's last, and the words of those, its own included, that each beam stands on."""
 
     scores: Tensor
     pool: Tensor
@@ -73,29 +74,28 @@ class Eagle3Drafter:
     def _children(self, out: Tensor, draws: Draws, level: int, beams: Beams | None) -> tuple[Tensor, Tensor]:
         """The topk best continuations of each row of `out` [B, Q, H]: target ids and path scores [B, Q, K]."""
         above = None if beams is None else beams.above
-        logp, ids = draws.child_scores(self.draft.logits(out), self.draft.d2t, level - 1, above)
-        best, index = ordered_topk(logp.float(), self.layout.topk)
-        so_far = torch.zeros_like(best[..., 0]) if beams is None else beams.scores
-        return (index if ids is None else ids[index]), so_far[..., None] + best.clamp(max=0)
+        so_far = out.new_zeros(out.shape[:2], dtype=torch.float32) if beams is None else beams.scores
+        return draws.children(self.draft.logits(out), self.draft.d2t, level - 1, so_far, self.layout.topk, above)
 
     def _next_beams(self, tokens: Tensor, scores: Tensor, out: Tensor, beams: Beams | None, first: int) -> Beams:
         """The topk best candidates of a level become its beams, each with its true ancestors."""
         best, index = ordered_topk(scores.flatten(1), self.layout.topk)
         parents = index // self.layout.topk
         path = tokens.flatten(1).gather(1, index)
-        stands_on = torch.eye(self.layout.topk, dtype=torch.bool, device=index.device).expand(index.shape[0], -1, -1)
+        row = 0 if beams is None else beams.above.tokens.shape[1]
+        words = own_bits(row, self.layout.topk, self.layout.beam_words, index.device).expand(index.shape[0], -1, -1)
         if beams is not None:
             path = torch.cat((beams.above.tokens, path), 1)
-            stands_on = torch.cat((inherit(beams.above.mask, parents), stands_on), 2)
+            words = inherit(beams.above.words, parents) | words
         hidden = out.gather(1, parents[..., None].expand(-1, -1, out.shape[2]))
-        return Beams(best, index + first, hidden, Above(path, stands_on))
+        return Beams(best, index + first, hidden, Above(path, words))
 
     def _run(self, slots: Slots, beams: Beams, level: int) -> Tensor:
         """One draft forward over the beams of depth `level`: [B, K, H]."""
         topk, rows = self.layout.topk, self.layout.beams_above(level + 1)
         depths = torch.arange(rows, device=slots.index.device) // topk + 1
         row_positions = slots.prefix_len[:, None] + depths
-        nodes = Nodes(row_positions[:, -topk:], row_positions, beams.above.mask)
+        nodes = Nodes(row_positions[:, -topk:], row_positions, beams.above.words)
         width, at = self.layout.beam_rows, self.layout.beams_above(level)
         attend = Undecided(self._plan(slots, nodes), self.staging, width, at, self.first_layer)
         return self.draft(beams.above.tokens[:, -topk:], beams.hidden, nodes.positions - FIRST_ROW, attend)
@@ -117,7 +117,7 @@ class Eagle3Drafter:
 
 
 def inherit(ancestors: Tensor, parents: Tensor) -> Tensor:
-    """Rows [B, K, R] that the chosen beams' parents [B, K] attend to."""
+    """Words [B, K, W] of the rows that the chosen beams' parents [B, K] attend to."""
     return ancestors.gather(1, parents[..., None].expand(-1, -1, ancestors.shape[2]))
 
 
