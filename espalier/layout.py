@@ -16,6 +16,14 @@ ANCESTOR_BITS = 64
 MAX_PAGE_SIZE = 512
 MIN_CHUNK_WIDTH = 16
 ROUNDS_IN_FLIGHT = 2
+# How attention cuts committed rows into ranges that run side by side: how many at most, rows of the shortest and of an
+# ordinary one, and what bounds the results that wait to be merged: queries of a batch, and of one request, times ranges.
+MAX_RANGES = 32
+SHORTEST_RANGE = 128
+ORDINARY_RANGE = 512
+RANGES_OF_SHORTEST = 8
+PARTIAL_ROWS = 16384
+PARTIAL_ROWS_OF_ONE = 2048
 
 Number = TypeVar("Number", int, Tensor)
 
@@ -172,6 +180,17 @@ class RoundLayout:
     def position_rows(self) -> int:
         """Positions that a node can have: rows of rotary tables.  A padded chunk reaches past the last token."""
         return self.history_width + max(self.steps, self.chunk_size)
+
+    def max_ranges(self, queries: int) -> int:
+        """Ranges that one request's committed rows are cut into, at most, in passes of `queries` a request.
+
+        Follows from the layout alone, as the order in which a request's sums are made may not depend on its batch.
+        """
+        in_rounds = queries in (self.num_draft_tokens, self.topk, self.extend_width)
+        batch = self.max_batch if in_rounds else max(self.chunk_batch(queries), 1)
+        longest = max(RANGES_OF_SHORTEST, -(-self.tokens_in(self.table_width) // ORDINARY_RANGE))
+        waiting = min(PARTIAL_ROWS // (batch * queries), PARTIAL_ROWS_OF_ONE // queries)
+        return max(1, min(MAX_RANGES, longest, waiting))
 
     @property
     def least_pages(self) -> int:

@@ -1,0 +1,141 @@
+"""Partial attention results, one a range, merged by their log-sum-exps in position order.
+
+The order is that of a request's ranges, which follow from its own rows: nothing here depends on the batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from espalier.kernels.launch import kernel, power_of_two, require
+from espalier.kernels.ranges import Ranges
+
+if TYPE_CHECKING:
+    import triton.language as tl
+
+
+@dataclass(frozen=True)
+class Partials:
+    """Results that wait to be merged.  out: [items, Q, heads, v_size] float32; lse: [items, Q, heads] float32, base 2.
+
+    Rows of requests that have one range are not written where such requests need no merging.
+    """
+
+    out: Tensor
+    lse: Tensor
+
+    @classmethod
+    def of(cls, ranges: Ranges, queries: int, heads: int, v_size: int) -> Partials:
+        shape = (ranges.items.shape[0], queries, heads)
+        device = ranges.items.device
+        return cls(torch.empty(*shape, v_size, device=device), torch.empty(shape, device=device))
+
+
+def combine(partials: Partials, ranges: Ranges, out: Tensor, lse: Tensor, sink: Tensor | None = None) -> None:
+    """Write out [B, Q, heads, v_size] and lse [B, Q, heads] (float32, natural log) of requests with several ranges.
+
+    sink: [heads], an extra logit a head that takes weight and gives no value; with it requests of one range are merged
+    too.  A query that sees nothing gives zeros.
+    """
+    (combine_triton if out.is_cuda else combine_reference)(partials, ranges, out, lse, sink)
+
+
+@kernel
+def _combine_kernel(
+    part_ptr,
+    part_lse_ptr,
+    start_ptr,
+    sink_ptr,
+    out_ptr,
+    lse_ptr,
+    pairs,
+    HEADS: tl.constexpr,
+    V_SIZE: tl.constexpr,
+    SINK: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+):
+    blocks = (pairs + BLOCK_P - 1) // BLOCK_P
+    request = tl.program_id(0) // blocks
+    start = tl.load(start_ptr + request)
+    count = tl.load(start_ptr + request + 1) - start
+    if SINK or count > 1:
+        pair = tl.program_id(0) % blocks * BLOCK_P + tl.arange(0, BLOCK_P)
+        size = tl.arange(0, BLOCK_V)
+        asked = pair < pairs
+        index = tl.arange(0, BLOCK_I)
+        first = start.to(tl.int64) * pairs + pair
+        mask = asked[:, None] & (index < count)[None, :]
+        parts = tl.load(part_lse_ptr + first[:, None] + index[None, :] * pairs, mask=mask, other=float("-inf"))
+        top = tl.max(parts, 1)
+        if SINK:
+            sink = tl.load(sink_ptr + pair % HEADS, mask=asked, other=0.0).to(tl.float32) * 1.4426950408889634
+            top = tl.maximum(top, sink)
+        level = tl.where(top == float("-inf"), 0.0, top)
+        total = tl.sum(tl.exp2(parts - level[:, None]), 1)
+        if SINK:
+            total += tl.exp2(sink - level)
+        out = tl.zeros([BLOCK_P, BLOCK_V], tl.float32)
+        held = asked[:, None] & (size < V_SIZE)[None, :]
+        for _ in tl.range(0, count):
+            weight = tl.exp2(tl.load(part_lse_ptr + first, mask=asked, other=float("-inf")) - level)
+            part = tl.load(part_ptr + first[:, None] * V_SIZE + size[None, :], mask=held, other=0.0)
+            out += weight[:, None] * part
+            first += pairs
+        divisor = tl.where(total == 0.0, 1.0, total)
+        out = out / divisor[:, None]
+        row = request.to(tl.int64) * pairs + pair
+        tl.store(out_ptr + row[:, None] * V_SIZE + size[None, :], out.to(out_ptr.dtype.element_ty), held)
+        lse = tl.where(total == 0.0, float("-inf"), level + tl.log2(divisor))
+        tl.store(lse_ptr + row, lse * 0.6931471805599453, asked)
+
+
+def combine_triton(partials: Partials, ranges: Ranges, out: Tensor, lse: Tensor, sink: Tensor | None = None) -> None:
+    batch, queries, heads, v_size = out.shape
+    capacity = ranges.items.shape[0]
+    require("combine's partials", partials.out, (capacity, queries, heads, v_size), torch.float32, out)
+    require("combine's partial lse", partials.lse, (capacity, queries, heads), torch.float32, out)
+    require("combine's lse", lse, (batch, queries, heads), torch.float32, out)
+    if sink is not None:
+        require("combine's sink", sink, (heads,), None, out)
+    pairs = queries * heads
+    if not out.numel():
+        return
+    # As many rows a block as leave a thousand blocks; a row's sums do not depend on how many share its block.
+    block = min(16, max(1, power_of_two(batch * pairs // 1024)))
+    _combine_kernel[(batch * -(-pairs // block),)](
+        partials.out,
+        partials.lse,
+        ranges.starts,
+        out if sink is None else sink,
+        out,
+        lse,
+        pairs,
+        HEADS=heads,
+        V_SIZE=v_size,
+        SINK=sink is not None,
+        BLOCK_P=block,
+        BLOCK_V=power_of_two(v_size),
+        BLOCK_I=power_of_two(ranges.max_ranges),
+        num_warps=4 if block > 2 else 2,
+    )
+
+
+def combine_reference(partials: Partials, ranges: Ranges, out: Tensor, lse: Tensor, sink: Tensor | None = None) -> None:
+    starts = ranges.starts.tolist()
+    for request in range(out.shape[0]):
+        mine = slice(starts[request], starts[request + 1])
+        if sink is None and starts[request + 1] - starts[request] == 1:
+            continue
+        parts = partials.lse[mine] * torch.tensor(2.0).log()
+        total = torch.logsumexp(parts, 0)
+        if sink is not None:
+            total = torch.logaddexp(total, sink.float())
+        level = total.masked_fill(total == -torch.inf, 0)
+        out[request] = (torch.exp(parts - level)[..., None] * partials.out[mine]).sum(0).to(out.dtype)
+        lse[request] = total
