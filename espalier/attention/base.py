@@ -79,6 +79,10 @@ class Prefix:
     first: int = 0
     planned: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
+    def holds(self, positions: Tensor) -> Tensor:
+        """Whether rows exist at positions [B, P].  No other row is read: pages come as their last owner left them."""
+        return (positions >= self.first) & (positions < self.length[:, None])
+
 
 @dataclass(frozen=True)
 class Nodes:
