@@ -16,8 +16,9 @@ ANCESTOR_BITS = 64
 MAX_PAGE_SIZE = 512
 MIN_CHUNK_WIDTH = 16
 ROUNDS_IN_FLIGHT = 2
-# How attention cuts committed rows into ranges that run side by side: how many at most, rows of the shortest and of an
-# ordinary one, and what bounds the results that wait to be merged: queries of a batch, and of one request, times ranges.
+# How attention cuts committed rows into ranges that run side by side: how many at most; rows of the shortest, which
+# cut up to so many times that, and of an ordinary one; and what bounds the results that wait to be merged, queries times
+# ranges: of a batch, and of one request.
 MAX_RANGES = 32
 SHORTEST_RANGE = 128
 ORDINARY_RANGE = 512

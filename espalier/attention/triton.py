@@ -6,7 +6,6 @@ pass that hangs from it; buffers of partial results with the pass, for its layer
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from espalier.attention.base import Attention, Nodes, Prefix, Support

@@ -98,7 +98,7 @@ def _ranges_kernel(
     start = past - count
     tl.store(start_ptr + request, start, mask=real)
     tl.store(start_ptr + request + 1, past, mask=request == batch - 1)
-    for i in range(0, max_ranges):
+    for i in range(max_ranges):
         wanted = i < count
         low = begin + i * width
         item = item_ptr + (start + i) * 4

@@ -154,12 +154,12 @@ def _tree_attention_kernel(
     offs_n = tl.arange(0, BLOCK_N)
     offs_k = tl.arange(0, BLOCK_K)
     offs_v = tl.arange(0, BLOCK_V)
-    turn = 0
+    backwards = 0
     for base in tl.range(0, units, tl.num_programs(0)):
         # Back and forth, so that the block with the longest unit of one turn has the shortest of the next.
         pid = tl.program_id(0)
-        unit = base + tl.where(turn % 2 == 0, pid, tl.num_programs(0) - 1 - pid)
-        turn += 1
+        unit = base + tl.where(backwards == 1, tl.num_programs(0) - 1 - pid, pid)
+        backwards = 1 - backwards
         if unit < units:
             if WIDE:
                 # The longest parts of a causal triangle first; its keys stay in the L2 anyway.
@@ -446,7 +446,11 @@ def tree_attention_reference(
         order = torch.arange(rows, device=q.device)
         among = (order <= order[:, None]).expand(batch, -1, -1)
         seen = torch.cat((seen, among if staged.words is None else unpack(staged.words, rows)), 2)
-        k, v, held = torch.cat((k, staged.k), 1), torch.cat((v, staged.v), 1), torch.cat((held, staged.row_positions), 1)
+        k, v, held = (
+            torch.cat((k, staged.k), 1),
+            torch.cat((v, staged.v), 1),
+            torch.cat((held, staged.row_positions), 1),
+        )
     if window is not None:
         seen = seen & (positions[:, :, None] - held[:, None, :] < window)
     out, lse = masked_attention(q, k, v, seen, scale)

@@ -9,8 +9,8 @@ from espalier.kernels.ancestors import pack
 from espalier.kernels.ranges import Ranges, ranges_reference, ranges_triton
 from espalier.kernels.tree_attention import Committed, Staged, tree_attention_reference, tree_attention_triton
 
-# Against float64 on the same values.  float32 (IEEE): a few roundings of 2^-24 of sums of terms of size one.  bfloat16 and
-# float16: weights are rounded to 2^-9 and 2^-12 before they meet the values, and so is what is returned.
+# Against float64 on the same values.  float32 (IEEE): a few roundings of 2^-24 of sums of terms of size one.  bfloat16
+# and float16: weights are rounded to 2^-9 and 2^-12 before they meet the values, and so is what is returned.
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 LSE_TOLERANCE = 2e-5
 

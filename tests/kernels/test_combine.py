@@ -35,8 +35,9 @@ def test_kernel_is_reference(kernel_device, sink, dtype):
     expected_out, expected_lse = out.clone(), lse.clone()
     combine_triton(partials, ranges, out, lse, logits)
     combine_reference(partials, ranges, expected_out, expected_lse, logits)
-    tolerance = TOLERANCE if dtype == torch.float32 else 1e-2
-    torch.testing.assert_close(out, expected_out, rtol=0, atol=tolerance)
+    # bfloat16: either neighbour of the same float32.
+    relative = 0 if dtype == torch.float32 else 2**-7
+    torch.testing.assert_close(out, expected_out, rtol=relative, atol=TOLERANCE)
     torch.testing.assert_close(lse, expected_lse, rtol=0, atol=TOLERANCE)
     if not sink:
         assert (out[:2] == 7).all() and (lse[:2] == 7).all(), "one range is no work for the merge"
