@@ -41,14 +41,14 @@ class TritonAttention(Attention):
 
     def _ranges(self, window: int | None) -> Ranges:
         """The work list of a kind of layer; one without a window serves every pass of the prefix that is as wide."""
-        most = self.pages.layout.max_ranges(self.queries)
+        cut = self.pages.layout.cut(self.queries)
         if window is None:
-            if most not in self.prefix.planned:
-                self.prefix.planned[most] = ranges_triton(self.prefix.length, self.prefix.first, most)
-            return self.prefix.planned[most]
+            if cut not in self.prefix.planned:
+                self.prefix.planned[cut] = ranges_triton(self.prefix.length, self.prefix.first, cut)
+            return self.prefix.planned[cut]
         if window not in self.windowed:
             positions = self.nodes.positions
-            self.windowed[window] = ranges_triton(self.prefix.length, self.prefix.first, most, positions, window)
+            self.windowed[window] = ranges_triton(self.prefix.length, self.prefix.first, cut, positions, window)
         return self.windowed[window]
 
     def _partials(self, ranges: Ranges, g: LayerGeometry) -> Partials:

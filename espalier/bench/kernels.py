@@ -95,9 +95,9 @@ def measure(shape: Shape, page_size: int, bytes_per_second: float, device: torch
     layers = layers_beyond_cache(shape, device)
     attention, run = prepared(shape, page_size, layers, device)
     prefix = attention.prefix
-    most = attention.pages.layout.max_ranges(shape.queries)
+    cut = attention.pages.layout.cut(shape.queries)
     attention_us = graph_us(run) / layers
-    plan_us = graph_us(lambda: ranges_triton(prefix.length, prefix.first, most))
+    plan_us = graph_us(lambda: ranges_triton(prefix.length, prefix.first, cut))
     seconds = attention_us * 1e-6
     share = shape.kv_bytes / seconds / bytes_per_second
     return Cell(str(shape), page_size, attention_us, plan_us, share, shape.flops / seconds / 1e12)

@@ -17,6 +17,10 @@ from espalier.kernels.ranges import Ranges
 if TYPE_CHECKING:
     import triton.language as tl
 
+# Queries' heads of a block, a warp each, and the ranges that it reads at once.
+BLOCK_PAIRS = 4
+STEP = 8
+
 
 @dataclass(frozen=True)
 class Partials:
@@ -59,6 +63,7 @@ def _combine_kernel(
     BLOCK_P: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_I: tl.constexpr,
+    STEP: tl.constexpr,
 ):
     blocks = (pairs + BLOCK_P - 1) // BLOCK_P
     request = tl.program_id(0) // blocks
@@ -70,23 +75,26 @@ def _combine_kernel(
         asked = pair < pairs
         index = tl.arange(0, BLOCK_I)
         first = start.to(tl.int64) * pairs + pair
-        mask = asked[:, None] & (index < count)[None, :]
-        parts = tl.load(part_lse_ptr + first[:, None] + index[None, :] * pairs, mask=mask, other=float("-inf"))
-        top = tl.max(parts, 1)
+        mask = (index < count)[:, None] & asked[None, :]
+        parts = tl.load(part_lse_ptr + first[None, :] + index[:, None] * pairs, mask=mask, other=float("-inf"))
+        top = tl.max(parts, 0)
         if SINK:
             sink = tl.load(sink_ptr + pair % HEADS, mask=asked, other=0.0).to(tl.float32) * 1.4426950408889634
             top = tl.maximum(top, sink)
         level = tl.where(top == float("-inf"), 0.0, top)
-        total = tl.sum(tl.exp2(parts - level[:, None]), 1)
+        total = tl.sum(tl.exp2(parts - level[None, :]), 0)
         if SINK:
             total += tl.exp2(sink - level)
         out = tl.zeros([BLOCK_P, BLOCK_V], tl.float32)
         held = asked[:, None] & (size < V_SIZE)[None, :]
-        for _ in tl.range(0, count):
-            weight = tl.exp2(tl.load(part_lse_ptr + first, mask=asked, other=float("-inf")) - level)
-            part = tl.load(part_ptr + first[:, None] * V_SIZE + size[None, :], mask=held, other=0.0)
-            out += weight[:, None] * part
-            first += pairs
+        for at in tl.range(0, count, STEP):
+            index = at + tl.arange(0, STEP)
+            row = first[None, :] + index[:, None].to(tl.int64) * pairs
+            mask = (index < count)[:, None] & asked[None, :]
+            weight = tl.exp2(tl.load(part_lse_ptr + row, mask=mask, other=float("-inf")) - level[None, :])
+            part_at = part_ptr + row[:, :, None] * V_SIZE + size[None, None, :]
+            part = tl.load(part_at, mask=mask[:, :, None] & held[None, :, :], other=0.0)
+            out += tl.sum(weight[:, :, None] * part, 0)
         divisor = tl.where(total == 0.0, 1.0, total)
         out = out / divisor[:, None]
         row = request.to(tl.int64) * pairs + pair
@@ -106,9 +114,7 @@ def combine_triton(partials: Partials, ranges: Ranges, out: Tensor, lse: Tensor,
     pairs = queries * heads
     if not out.numel():
         return
-    # As many rows a block as leave a thousand blocks; a row's sums do not depend on how many share its block.
-    block = min(16, max(1, power_of_two(batch * pairs // 1024)))
-    _combine_kernel[(batch * -(-pairs // block),)](
+    _combine_kernel[(batch * -(-pairs // BLOCK_PAIRS),)](
         partials.out,
         partials.lse,
         ranges.starts,
@@ -119,10 +125,11 @@ def combine_triton(partials: Partials, ranges: Ranges, out: Tensor, lse: Tensor,
         HEADS=heads,
         V_SIZE=v_size,
         SINK=sink is not None,
-        BLOCK_P=block,
+        BLOCK_P=BLOCK_PAIRS,
         BLOCK_V=power_of_two(v_size),
-        BLOCK_I=power_of_two(ranges.max_ranges),
-        num_warps=4 if block > 2 else 2,
+        BLOCK_I=power_of_two(ranges.cut.most),
+        STEP=STEP,
+        num_warps=4,
     )
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from espalier.kernels.launch import kernel, power_of_two, require
-from espalier.layout import ORDINARY_RANGE, RANGES_OF_SHORTEST, SHORTEST_RANGE
+from espalier.layout import SHORTEST_RANGE, WHOLE_IN_PARTS, Cut
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -25,32 +25,23 @@ COLUMNS = 4
 
 @dataclass(frozen=True)
 class Ranges:
-    """A work list.  items: [B * max_ranges, COLUMNS] int32, what is not used left as it was; starts: [B + 1] int32, the
+    """A work list.  items: [B * cut.most, COLUMNS] int32, what is not used left as it was; starts: [B + 1] int32, the
     first range of each request and, last, how many there are.  Every request has a range, if an empty one.
     """
 
     items: Tensor
     starts: Tensor
-    max_ranges: int
+    cut: Cut
 
 
-def ranges(length: Tensor, first: int, max_ranges: int, positions: Tensor | None = None, window: int = 0) -> Ranges:
-    """Cut the committed rows of requests, [first, length) each, into at most `max_ranges` ranges a request.
+def ranges(length: Tensor, first: int, cut: Cut, positions: Tensor | None = None, window: int = 0) -> Ranges:
+    """Cut the committed rows of requests, [first, length) each, into ranges.
 
     length: [B] int64; positions: [B, Q] int64 of the queries and window: rows below the shallowest query's window are
     left out (window 0: none are, and positions may be None).
     """
     make = ranges_triton if length.is_cuda else ranges_reference
-    return make(length, first, max_ranges, positions, window)
-
-
-def range_width(span: int, max_ranges: int) -> int:
-    """Rows of a range where there are `span` to cut: the kernel's rule on the host."""
-    width = ORDINARY_RANGE
-    while width > SHORTEST_RANGE and span <= RANGES_OF_SHORTEST * width // 2:
-        width //= 2
-    least = -(-span // max_ranges)
-    return max(width, -(-least // SHORTEST_RANGE) * SHORTEST_RANGE)
+    return make(length, first, cut, positions, window)
 
 
 @kernel
@@ -62,14 +53,14 @@ def _ranges_kernel(
     batch,
     queries,
     first,
-    max_ranges,
+    most,
     length_b,
     position_b,
     position_q,
     WINDOW: tl.constexpr,
     SHORTEST: tl.constexpr,
-    ORDINARY: tl.constexpr,
-    OF_SHORTEST: tl.constexpr,
+    DOUBLINGS: tl.constexpr,
+    PARTS: tl.constexpr,
     BLOCK_B: tl.constexpr,
     BLOCK_Q: tl.constexpr,
 ):
@@ -88,17 +79,17 @@ def _ranges_kernel(
         begin = tl.where(real, tl.maximum(begin, shallowest - WINDOW + 1), 0)
     begin = begin // SHORTEST * SHORTEST
     span = tl.maximum(length - begin, 0)
-    width = tl.full([BLOCK_B], ORDINARY, tl.int32)
-    width = tl.where(span <= OF_SHORTEST * ORDINARY // 2, ORDINARY // 2, width)
-    width = tl.where(span <= OF_SHORTEST * ORDINARY // 4, SHORTEST, width)
-    least = (span + max_ranges - 1) // max_ranges
+    width = tl.full([BLOCK_B], SHORTEST, tl.int32)
+    for _ in tl.static_range(DOUBLINGS):
+        width = tl.where(span > width * PARTS, width * 2, width)
+    least = (span + most - 1) // most
     width = tl.maximum(width, (least + SHORTEST - 1) // SHORTEST * SHORTEST)
     count = tl.where(real, tl.maximum((span + width - 1) // width, 1), 0)
     past = tl.cumsum(count, 0)
     start = past - count
     tl.store(start_ptr + request, start, mask=real)
     tl.store(start_ptr + request + 1, past, mask=request == batch - 1)
-    for i in range(max_ranges):
+    for i in range(most):
         wanted = i < count
         low = begin + i * width
         item = item_ptr + (start + i) * 4
@@ -108,12 +99,10 @@ def _ranges_kernel(
         tl.store(item + 3, count, mask=wanted)
 
 
-def ranges_triton(
-    length: Tensor, first: int, max_ranges: int, positions: Tensor | None = None, window: int = 0
-) -> Ranges:
+def ranges_triton(length: Tensor, first: int, cut: Cut, positions: Tensor | None = None, window: int = 0) -> Ranges:
     batch = length.shape[0]
     require("ranges' length", length, (-1,), torch.int64, length)
-    items = torch.empty(batch * max_ranges, COLUMNS, dtype=torch.int32, device=length.device)
+    items = torch.empty(batch * cut.most, COLUMNS, dtype=torch.int32, device=length.device)
     starts = torch.empty(batch + 1, dtype=torch.int32, device=length.device)
     if not window:
         positions = None
@@ -129,26 +118,24 @@ def ranges_triton(
             batch,
             queries,
             first,
-            max_ranges,
+            cut.most,
             length.stride(0),
             position_b,
             position_q,
             WINDOW=window,
             SHORTEST=SHORTEST_RANGE,
-            ORDINARY=ORDINARY_RANGE,
-            OF_SHORTEST=RANGES_OF_SHORTEST,
+            DOUBLINGS=(WHOLE_IN_PARTS // (cut.parts * SHORTEST_RANGE)).bit_length() - 1,
+            PARTS=cut.parts,
             BLOCK_B=power_of_two(batch),
             BLOCK_Q=16,
             num_warps=4 if batch <= 256 else 8,
         )
-    return Ranges(items, starts, max_ranges)
+    return Ranges(items, starts, cut)
 
 
-def ranges_reference(
-    length: Tensor, first: int, max_ranges: int, positions: Tensor | None = None, window: int = 0
-) -> Ranges:
+def ranges_reference(length: Tensor, first: int, cut: Cut, positions: Tensor | None = None, window: int = 0) -> Ranges:
     batch = length.shape[0]
-    items = torch.zeros(batch * max_ranges, COLUMNS, dtype=torch.int32)
+    items = torch.zeros(batch * cut.most, COLUMNS, dtype=torch.int32)
     starts = [0]
     for request, rows in enumerate(length.tolist()):
         begin = first
@@ -156,10 +143,10 @@ def ranges_reference(
             begin = max(first, int(positions[request].min()) - window + 1)
         begin = begin // SHORTEST_RANGE * SHORTEST_RANGE
         span = max(rows - begin, 0)
-        width = range_width(span, max_ranges)
+        width = cut.width(span)
         count = max(1, -(-span // width))
         for i in range(count):
             low = begin + i * width
             items[starts[-1] + i] = torch.tensor([request, low, min(low + width, max(rows, low)), count])
         starts.append(starts[-1] + count)
-    return Ranges(items.to(length.device), torch.tensor(starts, dtype=torch.int32).to(length.device), max_ranges)
+    return Ranges(items.to(length.device), torch.tensor(starts, dtype=torch.int32).to(length.device), cut)

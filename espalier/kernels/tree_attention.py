@@ -77,8 +77,8 @@ def tree_attention(
 
 @kernel
 def _fold(q, k, v, seen, scale, top, total, out, PRECISION: tl.constexpr):
-    """Take keys k [d, N] with values v [N, d] into a running softmax in base 2 (Milakov and Gimelshein 2018)."""
-    scores = tl.where(seen, tl.dot(q, k, input_precision=PRECISION) * scale, float("-inf"))
+    """Take keys k [N, d] with values v [N, d] into a running softmax in base 2 (Milakov and Gimelshein 2018)."""
+    scores = tl.where(seen, tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale, float("-inf"))
     higher = tl.maximum(top, tl.max(scores, 1))
     # Where nothing was seen yet all are -inf, and a difference would be NaN.
     level = tl.where(higher == float("-inf"), 0.0, higher)
@@ -87,6 +87,47 @@ def _fold(q, k, v, seen, scale, top, total, out, PRECISION: tl.constexpr):
     total = total * decay + tl.sum(weights, 1)
     out = tl.dot(weights.to(v.dtype), v, out * decay[:, None], input_precision=PRECISION)
     return higher, total, out
+
+
+@kernel
+def _item_of(unit, items, tiles, KV_HEADS: tl.constexpr, WIDE: tl.constexpr):
+    """The range of a unit of work: heads, then ranges, then tiles; or, if not WIDE, tiles, then heads, then ranges."""
+    if WIDE:
+        item = unit // KV_HEADS % items
+    else:
+        item = unit // (tiles * KV_HEADS)
+    return item
+
+
+@kernel
+def _range_at(item_ptr, item, exists):
+    """request, begin, end, siblings: see kernels/ranges.py."""
+    at = item_ptr + item * 4
+    request = tl.load(at, mask=exists, other=0).to(tl.int64)
+    begin = tl.load(at + 1, mask=exists, other=0)
+    end = tl.load(at + 2, mask=exists, other=0)
+    return request, begin, end, tl.load(at + 3, mask=exists, other=0)
+
+
+@kernel
+def _page(table, at, end, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Pages of BLOCK_N positions from `at`, a multiple of BLOCK_N, on: one page where a page is such a multiple too."""
+    if PAGE_SIZE % BLOCK_N == 0:
+        page = tl.load(table + at // PAGE_SIZE, mask=at < end, other=0)
+    else:
+        held = at + tl.arange(0, BLOCK_N)
+        page = tl.load(table + held // PAGE_SIZE, mask=held < end, other=0)
+    return page
+
+
+@kernel
+def _rows(pointer, offsets, real, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """[N, BLOCK] values of rows at offsets [N], zeros where a row is not real and past SIZE."""
+    size = tl.arange(0, BLOCK)
+    mask = real[:, None]
+    if BLOCK != SIZE:
+        mask = mask & (size < SIZE)[None, :]
+    return tl.load(pointer + offsets[:, None] + size[None, :], mask=mask, other=0.0)
 
 
 @kernel
@@ -152,29 +193,24 @@ def _tree_attention_kernel(
     items = tl.load(start_ptr + batch)
     units = items * tiles * KV_HEADS
     offs_n = tl.arange(0, BLOCK_N)
-    offs_k = tl.arange(0, BLOCK_K)
     offs_v = tl.arange(0, BLOCK_V)
     backwards = 0
+    pid = tl.program_id(0)
+    ahead = _item_of(pid, items, tiles, KV_HEADS, WIDE)
+    request_ahead, begin_ahead, end_ahead, siblings_ahead = _range_at(item_ptr, ahead, pid < units)
     for base in tl.range(0, units, tl.num_programs(0)):
         # Back and forth, so that the block with the longest unit of one turn has the shortest of the next.
-        pid = tl.program_id(0)
         unit = base + tl.where(backwards == 1, tl.num_programs(0) - 1 - pid, pid)
         backwards = 1 - backwards
+        item, request, begin, end, siblings = ahead, request_ahead, begin_ahead, end_ahead, siblings_ahead
+        # The next range is read before this one's work, so that nobody waits for it.
+        unit_ahead = base + tl.num_programs(0) + tl.where(backwards == 1, tl.num_programs(0) - 1 - pid, pid)
+        ahead = _item_of(unit_ahead, items, tiles, KV_HEADS, WIDE)
+        request_ahead, begin_ahead, end_ahead, siblings_ahead = _range_at(item_ptr, ahead, unit_ahead < units)
         if unit < units:
-            if WIDE:
-                # The longest parts of a causal triangle first; its keys stay in the L2 anyway.
-                tile = tiles - 1 - unit // (items * KV_HEADS)
-                head = unit % KV_HEADS
-                item = unit // KV_HEADS % items
-            else:
-                # Tiles that read the same keys side by side, then heads, which stand side by side in memory.
-                tile = unit % tiles
-                head = unit // tiles % KV_HEADS
-                item = unit // (tiles * KV_HEADS)
-            request = tl.load(item_ptr + item * 4).to(tl.int64)
-            begin = tl.load(item_ptr + item * 4 + 1)
-            end = tl.load(item_ptr + item * 4 + 2)
-            siblings = tl.load(item_ptr + item * 4 + 3)
+            # Longest parts of a causal triangle first; else tiles that read the same keys side by side, then heads.
+            tile = tiles - 1 - unit // (items * KV_HEADS) if WIDE else unit % tiles
+            head = unit % KV_HEADS if WIDE else unit // tiles % KV_HEADS
             is_last = item + 1 == tl.load(start_ptr + request + 1)
 
             packed = tile * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -182,8 +218,7 @@ def _tree_attention_kernel(
             asked = query < queries
             q_head = head * GROUPS + packed % GROUPS
             q_row = request * q_b + query.to(tl.int64) * q_q + q_head * q_h
-            q_mask = asked[:, None] & (offs_k < K_SIZE)[None, :]
-            q = tl.load(q_ptr + q_row[:, None] + offs_k[None, :], mask=q_mask, other=0.0)
+            q = _rows(q_ptr, q_row, asked, K_SIZE, BLOCK_K)
             if WINDOW > 0:
                 at_query = position_ptr + request * position_b + query.to(tl.int64) * position_q
                 position = tl.load(at_query, mask=asked, other=0x7FFFFFFF).to(tl.int32)
@@ -193,19 +228,15 @@ def _tree_attention_kernel(
             out = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
 
             table = table_ptr + request * table_b
-            held = begin + offs_n
-            pages = tl.load(table + held // PAGE_SIZE, mask=held < end, other=0)
+            page = _page(table, begin, end, PAGE_SIZE, BLOCK_N)
             for at in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
                 held = at + offs_n
-                row = pages * PAGE_SIZE + held % PAGE_SIZE
-                ahead = held + BLOCK_N
-                pages = tl.load(table + ahead // PAGE_SIZE, mask=ahead < end, other=0)
+                row = page * PAGE_SIZE + held % PAGE_SIZE
+                page = _page(table, at + BLOCK_N, end, PAGE_SIZE, BLOCK_N)
                 # What stands past the end, or below the first row, may be NaN: it is never read.
                 real = (held >= first) & (held < end)
-                k_mask = real[None, :] & (offs_k < K_SIZE)[:, None]
-                k = tl.load(k_ptr + row[None, :] * k_row + head * k_h + offs_k[:, None], mask=k_mask, other=0.0)
-                v_mask = real[:, None] & (offs_v < V_SIZE)[None, :]
-                v = tl.load(v_ptr + row[:, None] * v_row + head * v_h + offs_v[None, :], mask=v_mask, other=0.0)
+                k = _rows(k_ptr + head * k_h, row * k_row, real, K_SIZE, BLOCK_K)
+                v = _rows(v_ptr + head * v_h, row * v_row, real, V_SIZE, BLOCK_V)
                 seen = real[None, :]
                 if WINDOW > 0:
                     seen = seen & (position[:, None] - held[None, :] < WINDOW)
@@ -223,11 +254,9 @@ def _tree_attention_kernel(
                     real = node < rows
                     row = node.to(tl.int64)
                     from_k = new_k_ptr + request * new_k_b + head * new_k_h
-                    k_mask = real[None, :] & (offs_k < K_SIZE)[:, None]
-                    k = tl.load(from_k + row[None, :] * new_k_r + offs_k[:, None], mask=k_mask, other=0.0)
+                    k = _rows(from_k, row * new_k_r, real, K_SIZE, BLOCK_K)
                     from_v = new_v_ptr + request * new_v_b + head * new_v_h
-                    v_mask = real[:, None] & (offs_v < V_SIZE)[None, :]
-                    v = tl.load(from_v + row[:, None] * new_v_r + offs_v[None, :], mask=v_mask, other=0.0)
+                    v = _rows(from_v, row * new_v_r, real, V_SIZE, BLOCK_V)
                     if NODES == 1:
                         seen = real[None, :] & (node[None, :] <= query[:, None])
                         if WINDOW > 0:
@@ -313,7 +342,7 @@ def tree_attention_triton(
     rows = queries if staged is None else staged.k.shape[1]
     blocks = blocks or choose(chip(q), queries * heads // kv_heads, rows, k_size, v_size, q.dtype)
     _launch(q, committed, staged, positions, ranges, scale, window or 0, direct, partials, blocks, out, lse)
-    if ranges.max_ranges > 1 or not direct:
+    if ranges.cut.most > 1 or not direct:
         combine_triton(partials, ranges, out, lse, sink)
     return out, lse
 

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from espalier.kernels.ancestors import pack
-from espalier.kernels.ranges import Ranges, ranges_reference, ranges_triton
+from espalier.kernels.ranges import Ranges, ranges_triton
 from espalier.kernels.tree_attention import Committed, Staged, tree_attention_reference, tree_attention_triton
+from espalier.layout import Cut
 
 # Against float64 on the same values.  float32 (IEEE): a few roundings of 2^-24 of sums of terms of size one.  bfloat16
 # and float16: weights are rounded to 2^-9 and 2^-12 before they meet the values, and so is what is returned.
@@ -30,7 +31,7 @@ class Case:
     window: int | None = None
     first: int = 0
     dtype: torch.dtype = torch.float32
-    max_ranges: int = 4
+    most: int = 4
     sink: bool = False
     seed: int = 0
 
@@ -46,9 +47,8 @@ class Inputs:
     first: int
     sink: Tensor | None
 
-    def ranges(self, max_ranges: int, reference: bool = False) -> Ranges:
-        make = ranges_reference if reference else ranges_triton
-        return make(self.committed.length, self.first, max_ranges, self.positions, self.window or 0)
+    def ranges(self, most: int) -> Ranges:
+        return ranges_triton(self.committed.length, self.first, Cut(8, most), self.positions, self.window or 0)
 
     def only(self, requests: list[int]) -> "Inputs":
         """Those requests, in that order, over the same pages."""
@@ -126,9 +126,9 @@ def expected(inputs: Inputs, staged: bool = True) -> tuple[Tensor, Tensor]:
     )
 
 
-def run(inputs: Inputs, max_ranges: int, staged: bool = True, **how) -> tuple[Tensor, Tensor]:
+def run(inputs: Inputs, most: int, staged: bool = True, **how) -> tuple[Tensor, Tensor]:
     new = inputs.staged if staged else None
-    ranges = inputs.ranges(max_ranges)
+    ranges = inputs.ranges(most)
     return tree_attention_triton(
         inputs.q, inputs.committed, new, inputs.positions, ranges, inputs.scale, inputs.window, inputs.sink, **how
     )
@@ -136,7 +136,7 @@ def run(inputs: Inputs, max_ranges: int, staged: bool = True, **how) -> tuple[Te
 
 def check(case: Case, device: torch.device, staged: bool = True, **how) -> None:
     inputs = draw(case, device)
-    out, lse = run(inputs, case.max_ranges, staged, **how)
+    out, lse = run(inputs, case.most, staged, **how)
     exact_out, exact_lse = expected(inputs, staged)
     assert out.dtype == case.dtype and lse.dtype == torch.float32
     assert out.shape == exact_out.shape and lse.shape == exact_lse.shape

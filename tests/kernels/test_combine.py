@@ -5,6 +5,7 @@ import torch
 
 from espalier.kernels.combine import Partials, combine_reference, combine_triton
 from espalier.kernels.ranges import ranges_reference
+from espalier.layout import Cut
 
 # float32: a few roundings of sums of up to 32 terms of size one.
 TOLERANCE = 5e-6
@@ -12,7 +13,7 @@ TOLERANCE = 5e-6
 
 def drawn(device, lengths=(0, 1, 300, 5000), queries=3, heads=5, v_size=7, seed=0):
     generator = torch.Generator().manual_seed(seed)
-    ranges = ranges_reference(torch.tensor(lengths, device=device), 0, 8)
+    ranges = ranges_reference(torch.tensor(lengths, device=device), 0, Cut(8, 8))
     partials = Partials.of(ranges, queries, heads, v_size)
     partials.out.copy_(torch.randn(partials.out.shape, generator=generator))
     partials.lse.copy_(torch.randn(partials.lse.shape, generator=generator) * 3)

@@ -21,9 +21,9 @@ SMALL = [
     Case((140, 0), queries=2, rows=70, page_size=64, dtype=torch.float16, heads=3, kv_heads=1, k_size=5, v_size=7),
     Case((200, 40, 6), queries=3, rows=4, page_size=48, window=33),
     Case((200, 40, 6), queries=20, page_size=16, window=7, first=1),
-    Case((300,), queries=2, rows=2, sink=True, max_ranges=2),
-    Case((1, 0), queries=2, rows=2, sink=True, max_ranges=1),
-    Case((260,), queries=1, k_size=16, v_size=32, max_ranges=1),
+    Case((300,), queries=2, rows=2, sink=True, most=2),
+    Case((1, 0), queries=2, rows=2, sink=True, most=1),
+    Case((260,), queries=1, k_size=16, v_size=32, most=1),
 ]
 
 
@@ -55,10 +55,10 @@ def test_tiles_that_split_a_query_s_heads(kernel_device):
 def test_a_request_s_bits_are_its_own(kernel_device, case):
     """Alone, in any batch, at any place in it, and again."""
     inputs = draw(case, kernel_device)
-    out, lse = run(inputs, case.max_ranges)
+    out, lse = run(inputs, case.most)
     order = list(range(len(case.lengths)))
     for requests in ([*order[::-1]], order[1:], [0], [order[-1], 0, order[-1]]):
-        again, again_lse = run(inputs.only(requests), case.max_ranges)
+        again, again_lse = run(inputs.only(requests), case.most)
         assert torch.equal(again, out[requests]) and torch.equal(again_lse, lse[requests])
 
 
@@ -88,7 +88,7 @@ def test_choices_fit_the_chip(shared_memory):
 
 
 GRID = [
-    Case(lengths, queries, rows, page_size, 32, 8, 128, 128, dtype=dtype, max_ranges=32)
+    Case(lengths, queries, rows, page_size, 32, 8, 128, 128, dtype=dtype, most=32)
     for lengths, page_size, (queries, rows), dtype in product(
         [(1,), (0, 127, 128, 129, 255, 1000, 4096)],
         [1, 16, 48, 64, 256, 512],
@@ -117,7 +117,7 @@ def test_grid(kernel_device, case):
 @pytest.mark.parametrize("page_size", [1, 16, 256])
 @pytest.mark.parametrize("queries", [1, 8])
 def test_beyond_64k(kernel_device, page_size, queries):
-    case = Case((66000, 131073, 5), queries, queries, page_size, 8, 2, 128, 128, dtype=torch.bfloat16, max_ranges=32)
+    case = Case((66000, 131073, 5), queries, queries, page_size, 8, 2, 128, 128, dtype=torch.bfloat16, most=32)
     check(case, kernel_device)
 
 
@@ -132,7 +132,7 @@ def test_prompt_chunks(kernel_device, width, window):
 @pytest.mark.gpu
 def test_bits_are_a_request_s_own_at_size(kernel_device):
     lengths = tuple(torch.randint(0, 5000, (40,), generator=torch.Generator().manual_seed(0)).tolist())
-    case = Case(lengths, 8, 8, 16, 32, 8, 128, 128, dtype=torch.bfloat16, max_ranges=32)
+    case = Case(lengths, 8, 8, 16, 32, 8, 128, 128, dtype=torch.bfloat16, most=32)
     inputs = draw(case, kernel_device)
     out, _ = run(inputs, 32)
     for seed in range(5):
