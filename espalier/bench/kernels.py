@@ -23,7 +23,9 @@ GEOMETRY = LayerGeometry(heads=32, kv_heads=8, k_size=128, v_size=128)
 DTYPE = torch.bfloat16
 STEPS = 5
 TOPK = 8
-COPIED_BYTES = 2**31
+# What the reading of memory is measured on: far more than any L2, in rows enough for every multiprocessor.
+READ_BYTES = 2**31
+READ_ROWS = 2048
 
 
 @dataclass(frozen=True)
@@ -63,14 +65,16 @@ SHAPES = (
 class Cell:
     """Medians, in microseconds: attention of one layer, and the plan that all layers share.
 
-    bandwidth_share: committed bytes over the time, as a share of what a copy moves; tflops: operations over the time.
+    terabytes_per_second: committed bytes over the time, and as a share of what memory can deliver, where every byte is
+    read once; tflops: operations over the time.
     """
 
     shape: str
     page_size: int
     attention_us: float
     plan_us: float
-    bandwidth_share: float
+    terabytes_per_second: float | None
+    bandwidth_share: float | None
     tflops: float
 
     def as_dict(self) -> dict[str, Any]:
@@ -85,10 +89,9 @@ def require_gpu() -> torch.device:
 
 
 def bandwidth(device: torch.device) -> float:
-    """Bytes a second that a large copy moves, counting those read and those written."""
-    source = torch.empty(COPIED_BYTES, dtype=torch.uint8, device=device).random_()
-    target = torch.empty_like(source)
-    return 2 * COPIED_BYTES / (graph_us(lambda: target.copy_(source)) * 1e-6)
+    """Bytes a second that memory delivers to a kernel that only reads, each byte once."""
+    values = torch.randn(READ_ROWS, READ_BYTES // (READ_ROWS * torch.float32.itemsize), device=device)
+    return READ_BYTES / (graph_us(lambda: torch.amax(values, 1)) * 1e-6)
 
 
 def measure(shape: Shape, page_size: int, bytes_per_second: float, device: torch.device) -> Cell:
@@ -98,9 +101,11 @@ def measure(shape: Shape, page_size: int, bytes_per_second: float, device: torch
     cut = attention.pages.layout.cut(shape.queries)
     attention_us = graph_us(run) / layers
     plan_us = graph_us(lambda: ranges_triton(prefix.length, prefix.first, cut))
-    seconds = attention_us * 1e-6
-    share = shape.kv_bytes / seconds / bytes_per_second
-    return Cell(str(shape), page_size, attention_us, plan_us, share, shape.flops / seconds / 1e12)
+    tflops = shape.flops / attention_us / 1e6
+    if shape.chain:
+        return Cell(str(shape), page_size, attention_us, plan_us, None, None, tflops)
+    rate = shape.kv_bytes / (attention_us * 1e-6)
+    return Cell(str(shape), page_size, attention_us, plan_us, rate / 1e12, rate / bytes_per_second, tflops)
 
 
 def layers_beyond_cache(shape: Shape, device: torch.device) -> int:

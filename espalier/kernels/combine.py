@@ -88,12 +88,12 @@ def _combine_kernel(
         out = tl.zeros([BLOCK_P, BLOCK_V], tl.float32)
         held = asked[:, None] & (size < V_SIZE)[None, :]
         for at in tl.range(0, count, STEP):
-            index = at + tl.arange(0, STEP)
-            row = first[None, :] + index[:, None].to(tl.int64) * pairs
-            mask = (index < count)[:, None] & asked[None, :]
-            weight = tl.exp2(tl.load(part_lse_ptr + row, mask=mask, other=float("-inf")) - level[None, :])
-            part_at = part_ptr + row[:, :, None] * V_SIZE + size[None, None, :]
-            part = tl.load(part_at, mask=mask[:, :, None] & held[None, :, :], other=0.0)
+            step = at + tl.arange(0, STEP)
+            part_row = first[None, :] + step[:, None].to(tl.int64) * pairs
+            real = (step < count)[:, None] & asked[None, :]
+            weight = tl.exp2(tl.load(part_lse_ptr + part_row, mask=real, other=float("-inf")) - level[None, :])
+            part_at = part_ptr + part_row[:, :, None] * V_SIZE + size[None, None, :]
+            part = tl.load(part_at, mask=real[:, :, None] & held[None, :, :], other=0.0)
             out += tl.sum(weight[:, :, None] * part, 0)
         divisor = tl.where(total == 0.0, 1.0, total)
         out = out / divisor[:, None]

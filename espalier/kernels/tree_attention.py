@@ -78,12 +78,12 @@ def tree_attention(
 @kernel
 def _fold(q, k, v, seen, scale, top, total, out, PRECISION: tl.constexpr):
     """Take keys k [N, d] with values v [N, d] into a running softmax in base 2 (Milakov and Gimelshein 2018)."""
-    scores = tl.where(seen, tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale, float("-inf"))
+    scores = tl.where(seen, tl.dot(q, tl.trans(k), input_precision=PRECISION), float("-inf"))
     higher = tl.maximum(top, tl.max(scores, 1))
     # Where nothing was seen yet all are -inf, and a difference would be NaN.
-    level = tl.where(higher == float("-inf"), 0.0, higher)
-    weights = tl.exp2(scores - level[:, None])
-    decay = tl.exp2(top - level)
+    level = tl.where(higher == float("-inf"), 0.0, higher * scale)
+    weights = tl.exp2(scores * scale - level[:, None])
+    decay = tl.exp2(top * scale - level)
     total = total * decay + tl.sum(weights, 1)
     out = tl.dot(weights.to(v.dtype), v, out * decay[:, None], input_precision=PRECISION)
     return higher, total, out
@@ -121,13 +121,13 @@ def _page(table, at, end, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
 
 
 @kernel
-def _rows(pointer, offsets, real, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def _rows(pointer, offsets, real, SIZE: tl.constexpr, BLOCK: tl.constexpr, EVICT: tl.constexpr):
     """[N, BLOCK] values of rows at offsets [N], zeros where a row is not real and past SIZE."""
     size = tl.arange(0, BLOCK)
     mask = real[:, None]
     if BLOCK != SIZE:
         mask = mask & (size < SIZE)[None, :]
-    return tl.load(pointer + offsets[:, None] + size[None, :], mask=mask, other=0.0)
+    return tl.load(pointer + offsets[:, None] + size[None, :], mask=mask, other=0.0, eviction_policy=EVICT)
 
 
 @kernel
@@ -188,6 +188,7 @@ def _tree_attention_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
     STAGES: tl.constexpr,
+    EVICT: tl.constexpr,
 ):
     tiles = (queries * GROUPS + BLOCK_M - 1) // BLOCK_M
     items = tl.load(start_ptr + batch)
@@ -218,7 +219,7 @@ def _tree_attention_kernel(
             asked = query < queries
             q_head = head * GROUPS + packed % GROUPS
             q_row = request * q_b + query.to(tl.int64) * q_q + q_head * q_h
-            q = _rows(q_ptr, q_row, asked, K_SIZE, BLOCK_K)
+            q = _rows(q_ptr, q_row, asked, K_SIZE, BLOCK_K, "")
             if WINDOW > 0:
                 at_query = position_ptr + request * position_b + query.to(tl.int64) * position_q
                 position = tl.load(at_query, mask=asked, other=0x7FFFFFFF).to(tl.int32)
@@ -235,8 +236,8 @@ def _tree_attention_kernel(
                 page = _page(table, at + BLOCK_N, end, PAGE_SIZE, BLOCK_N)
                 # What stands past the end, or below the first row, may be NaN: it is never read.
                 real = (held >= first) & (held < end)
-                k = _rows(k_ptr + head * k_h, row * k_row, real, K_SIZE, BLOCK_K)
-                v = _rows(v_ptr + head * v_h, row * v_row, real, V_SIZE, BLOCK_V)
+                k = _rows(k_ptr + head * k_h, row * k_row, real, K_SIZE, BLOCK_K, EVICT)
+                v = _rows(v_ptr + head * v_h, row * v_row, real, V_SIZE, BLOCK_V, EVICT)
                 seen = real[None, :]
                 if WINDOW > 0:
                     seen = seen & (position[:, None] - held[None, :] < WINDOW)
@@ -254,9 +255,9 @@ def _tree_attention_kernel(
                     real = node < rows
                     row = node.to(tl.int64)
                     from_k = new_k_ptr + request * new_k_b + head * new_k_h
-                    k = _rows(from_k, row * new_k_r, real, K_SIZE, BLOCK_K)
+                    k = _rows(from_k, row * new_k_r, real, K_SIZE, BLOCK_K, "")
                     from_v = new_v_ptr + request * new_v_b + head * new_v_h
-                    v = _rows(from_v, row * new_v_r, real, V_SIZE, BLOCK_V)
+                    v = _rows(from_v, row * new_v_r, real, V_SIZE, BLOCK_V, "")
                     if NODES == 1:
                         seen = real[None, :] & (node[None, :] <= query[:, None])
                         if WINDOW > 0:
@@ -273,7 +274,7 @@ def _tree_attention_kernel(
 
             divisor = tl.where(total == 0.0, 1.0, total)
             out = out / divisor[:, None]
-            lse = tl.where(total == 0.0, float("-inf"), top + tl.log2(divisor))
+            lse = tl.where(total == 0.0, float("-inf"), top * scale + tl.log2(divisor))
             out_mask = asked[:, None] & (offs_v < V_SIZE)[None, :]
             if DIRECT and siblings == 1:
                 row = (request * queries + query) * (KV_HEADS * GROUPS) + q_head
@@ -296,6 +297,8 @@ class Blocks:
     warps: int
     stages: int
     per_processor: int
+    registers: int | None = None
+    evict: str = ""
 
 
 def choose(on: Chip, packed: int, rows: int, k_size: int, v_size: int, dtype: torch.dtype) -> Blocks:
@@ -416,7 +419,9 @@ def _launch(
         BLOCK_K=max(16, power_of_two(k_size)),
         BLOCK_V=max(16, power_of_two(v_size)),
         STAGES=blocks.stages,
+        EVICT=blocks.evict,
         num_warps=blocks.warps,
+        maxnreg=blocks.registers,
     )
 
 
