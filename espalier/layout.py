@@ -17,7 +17,8 @@ MAX_PAGE_SIZE = 512
 MIN_CHUNK_WIDTH = 16
 ROUNDS_IN_FLIGHT = 2
 # Of attention's ranges (see Cut): rows of the shortest; rows that are cut into a given number of parts; how many ranges
-# a request has at most; and what bounds the results that wait to be merged, queries times ranges, of a batch and of one request.
+# a request has at most; what bounds the results that wait to be merged, queries times ranges, of a batch and of one
+# request.
 SHORTEST_RANGE = 128
 WHOLE_IN_PARTS = 4096
 MAX_RANGES = 32

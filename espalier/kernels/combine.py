@@ -17,9 +17,8 @@ from espalier.kernels.ranges import Ranges
 if TYPE_CHECKING:
     import triton.language as tl
 
-# Queries' heads of a block, a warp each, and the ranges that it reads at once.
-BLOCK_PAIRS = 4
-STEP = 8
+# Values that a block, which is one warp of one query's head, reads at once: of as many ranges as hold them.
+STEP_VALUES = 2048
 
 
 @dataclass(frozen=True)
@@ -60,47 +59,41 @@ def _combine_kernel(
     HEADS: tl.constexpr,
     V_SIZE: tl.constexpr,
     SINK: tl.constexpr,
-    BLOCK_P: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_I: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    blocks = (pairs + BLOCK_P - 1) // BLOCK_P
-    request = tl.program_id(0) // blocks
+    request = tl.program_id(0) // pairs
+    pair = tl.program_id(0) % pairs
     start = tl.load(start_ptr + request)
     count = tl.load(start_ptr + request + 1) - start
     if SINK or count > 1:
-        pair = tl.program_id(0) % blocks * BLOCK_P + tl.arange(0, BLOCK_P)
-        size = tl.arange(0, BLOCK_V)
-        asked = pair < pairs
-        index = tl.arange(0, BLOCK_I)
         first = start.to(tl.int64) * pairs + pair
-        mask = (index < count)[:, None] & asked[None, :]
-        parts = tl.load(part_lse_ptr + first[None, :] + index[:, None] * pairs, mask=mask, other=float("-inf"))
+        index = tl.arange(0, BLOCK_I)
+        parts = tl.load(part_lse_ptr + first + index * pairs, mask=index < count, other=float("-inf"))
         top = tl.max(parts, 0)
         if SINK:
-            sink = tl.load(sink_ptr + pair % HEADS, mask=asked, other=0.0).to(tl.float32) * 1.4426950408889634
+            sink = tl.load(sink_ptr + pair % HEADS).to(tl.float32) * 1.4426950408889634
             top = tl.maximum(top, sink)
         level = tl.where(top == float("-inf"), 0.0, top)
-        total = tl.sum(tl.exp2(parts - level[None, :]), 0)
+        total = tl.sum(tl.exp2(parts - level), 0)
         if SINK:
             total += tl.exp2(sink - level)
-        out = tl.zeros([BLOCK_P, BLOCK_V], tl.float32)
-        held = asked[:, None] & (size < V_SIZE)[None, :]
+        size = tl.arange(0, BLOCK_V)
+        out = tl.zeros([BLOCK_V], tl.float32)
         for at in tl.range(0, count, STEP):
             step = at + tl.arange(0, STEP)
-            part_row = first[None, :] + step[:, None].to(tl.int64) * pairs
-            real = (step < count)[:, None] & asked[None, :]
-            weight = tl.exp2(tl.load(part_lse_ptr + part_row, mask=real, other=float("-inf")) - level[None, :])
-            part_at = part_ptr + part_row[:, :, None] * V_SIZE + size[None, None, :]
-            part = tl.load(part_at, mask=real[:, :, None] & held[None, :, :], other=0.0)
-            out += tl.sum(weight[:, :, None] * part, 0)
+            row = first + step.to(tl.int64) * pairs
+            weight = tl.exp2(tl.load(part_lse_ptr + row, mask=step < count, other=float("-inf")) - level)
+            mask = (step < count)[:, None] & (size < V_SIZE)[None, :]
+            part = tl.load(part_ptr + row[:, None] * V_SIZE + size[None, :], mask=mask, other=0.0)
+            out += tl.sum(weight[:, None] * part, 0)
         divisor = tl.where(total == 0.0, 1.0, total)
-        out = out / divisor[:, None]
-        row = request.to(tl.int64) * pairs + pair
-        tl.store(out_ptr + row[:, None] * V_SIZE + size[None, :], out.to(out_ptr.dtype.element_ty), held)
+        row_out = request.to(tl.int64) * pairs + pair
+        written = (out / divisor).to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + row_out * V_SIZE + size, written, mask=size < V_SIZE)
         lse = tl.where(total == 0.0, float("-inf"), level + tl.log2(divisor))
-        tl.store(lse_ptr + row, lse * 0.6931471805599453, asked)
+        tl.store(lse_ptr + row_out, lse * 0.6931471805599453)
 
 
 def combine_triton(partials: Partials, ranges: Ranges, out: Tensor, lse: Tensor, sink: Tensor | None = None) -> None:
@@ -114,7 +107,8 @@ def combine_triton(partials: Partials, ranges: Ranges, out: Tensor, lse: Tensor,
     pairs = queries * heads
     if not out.numel():
         return
-    _combine_kernel[(batch * -(-pairs // BLOCK_PAIRS),)](
+    block = max(32, power_of_two(v_size))
+    _combine_kernel[(batch * pairs,)](
         partials.out,
         partials.lse,
         ranges.starts,
@@ -125,11 +119,10 @@ def combine_triton(partials: Partials, ranges: Ranges, out: Tensor, lse: Tensor,
         HEADS=heads,
         V_SIZE=v_size,
         SINK=sink is not None,
-        BLOCK_P=BLOCK_PAIRS,
-        BLOCK_V=power_of_two(v_size),
+        BLOCK_V=block,
         BLOCK_I=power_of_two(ranges.cut.most),
-        STEP=STEP,
-        num_warps=4,
+        STEP=STEP_VALUES // block,
+        num_warps=1,
     )
 
 

@@ -7,7 +7,7 @@ one range is written at once; others leave partial results, which kernels/combin
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -76,9 +76,11 @@ def tree_attention(
 
 
 @kernel
-def _fold(q, k, v, seen, scale, top, total, out, PRECISION: tl.constexpr):
+def _fold(q, k, v, seen, scale, top, total, out, MASKED: tl.constexpr, PRECISION: tl.constexpr):
     """Take keys k [N, d] with values v [N, d] into a running softmax in base 2 (Milakov and Gimelshein 2018)."""
-    scores = tl.where(seen, tl.dot(q, tl.trans(k), input_precision=PRECISION), float("-inf"))
+    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    if MASKED:
+        scores = tl.where(seen, scores, float("-inf"))
     higher = tl.maximum(top, tl.max(scores, 1))
     # Where nothing was seen yet all are -inf, and a difference would be NaN.
     level = tl.where(higher == float("-inf"), 0.0, higher * scale)
@@ -114,20 +116,44 @@ def _page(table, at, end, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
     """Pages of BLOCK_N positions from `at`, a multiple of BLOCK_N, on: one page where a page is such a multiple too."""
     if PAGE_SIZE % BLOCK_N == 0:
         page = tl.load(table + at // PAGE_SIZE, mask=at < end, other=0)
+    elif BLOCK_N % PAGE_SIZE == 0:
+        offset = tl.arange(0, BLOCK_N)
+        page = tl.load(table + at // PAGE_SIZE + offset // PAGE_SIZE, mask=at + offset < end, other=0)
     else:
         held = at + tl.arange(0, BLOCK_N)
         page = tl.load(table + held // PAGE_SIZE, mask=held < end, other=0)
-    return page
+    # Rows of a pool are fewer than 2^31, which the launcher checks.
+    return page.to(tl.int32)
 
 
 @kernel
-def _rows(pointer, offsets, real, SIZE: tl.constexpr, BLOCK: tl.constexpr, EVICT: tl.constexpr):
-    """[N, BLOCK] values of rows at offsets [N], zeros where a row is not real and past SIZE."""
+def _row(page, at, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """[BLOCK_N] int64: rows of the pool that hold the positions from `at` on."""
+    offset = tl.arange(0, BLOCK_N)
+    if PAGE_SIZE % BLOCK_N == 0:
+        row = page * PAGE_SIZE + at % PAGE_SIZE + offset
+    elif BLOCK_N % PAGE_SIZE == 0:
+        row = page * PAGE_SIZE + offset % PAGE_SIZE
+    else:
+        row = page * PAGE_SIZE + (at + offset) % PAGE_SIZE
+    return row.to(tl.int64)
+
+
+@kernel
+def _rows(pointer, offsets, real, MASKED: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """[N, BLOCK] values of rows at offsets [N], zeros past SIZE and, if MASKED, where a row is not real."""
     size = tl.arange(0, BLOCK)
-    mask = real[:, None]
-    if BLOCK != SIZE:
-        mask = mask & (size < SIZE)[None, :]
-    return tl.load(pointer + offsets[:, None] + size[None, :], mask=mask, other=0.0, eviction_policy=EVICT)
+    at = pointer + offsets[:, None] + size[None, :]
+    if MASKED:
+        mask = real[:, None]
+        if BLOCK != SIZE:
+            mask = mask & (size < SIZE)[None, :]
+        rows = tl.load(at, mask=mask, other=0.0)
+    elif BLOCK != SIZE:
+        rows = tl.load(at, mask=(size < SIZE)[None, :], other=0.0)
+    else:
+        rows = tl.load(at)
+    return rows
 
 
 @kernel
@@ -188,12 +214,10 @@ def _tree_attention_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
     STAGES: tl.constexpr,
-    EVICT: tl.constexpr,
 ):
     tiles = (queries * GROUPS + BLOCK_M - 1) // BLOCK_M
     items = tl.load(start_ptr + batch)
     units = items * tiles * KV_HEADS
-    offs_n = tl.arange(0, BLOCK_N)
     offs_v = tl.arange(0, BLOCK_V)
     backwards = 0
     pid = tl.program_id(0)
@@ -219,7 +243,7 @@ def _tree_attention_kernel(
             asked = query < queries
             q_head = head * GROUPS + packed % GROUPS
             q_row = request * q_b + query.to(tl.int64) * q_q + q_head * q_h
-            q = _rows(q_ptr, q_row, asked, K_SIZE, BLOCK_K, "")
+            q = _rows(q_ptr, q_row, asked, True, K_SIZE, BLOCK_K)
             if WINDOW > 0:
                 at_query = position_ptr + request * position_b + query.to(tl.int64) * position_q
                 position = tl.load(at_query, mask=asked, other=0x7FFFFFFF).to(tl.int32)
@@ -229,19 +253,33 @@ def _tree_attention_kernel(
             out = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
 
             table = table_ptr + request * table_b
-            page = _page(table, begin, end, PAGE_SIZE, BLOCK_N)
-            for at in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
-                held = at + offs_n
-                row = page * PAGE_SIZE + held % PAGE_SIZE
-                page = _page(table, at + BLOCK_N, end, PAGE_SIZE, BLOCK_N)
+            # Steps from begin to end: some at the lower edge, then whole ones, then one at the upper edge, if any.
+            steps = (tl.maximum(end - begin, 0) + BLOCK_N - 1) // BLOCK_N
+            lower = tl.minimum((tl.maximum(first - begin, 0) + BLOCK_N - 1) // BLOCK_N, steps)
+            whole = 0
+            if WINDOW == 0:
+                whole = tl.maximum((end - begin) // BLOCK_N - lower, 0)
+                low = begin + lower * BLOCK_N
+                high = low + whole * BLOCK_N
+                page = _page(table, low, high, PAGE_SIZE, BLOCK_N)
+                for at in tl.range(low, high, BLOCK_N, num_stages=STAGES):
+                    row = _row(page, at, PAGE_SIZE, BLOCK_N)
+                    page = _page(table, at + BLOCK_N, high, PAGE_SIZE, BLOCK_N)
+                    k = _rows(k_ptr + head * k_h, row * k_row, 0, False, K_SIZE, BLOCK_K)
+                    v = _rows(v_ptr + head * v_h, row * v_row, 0, False, V_SIZE, BLOCK_V)
+                    top, total, out = _fold(q, k, v, 0, scale, top, total, out, False, PRECISION)
+            for edge in tl.range(0, steps - whole, num_stages=STAGES):
+                at = begin + tl.where(edge < lower, edge, edge + whole) * BLOCK_N
+                held = at + tl.arange(0, BLOCK_N)
+                row = _row(_page(table, at, end, PAGE_SIZE, BLOCK_N), at, PAGE_SIZE, BLOCK_N)
                 # What stands past the end, or below the first row, may be NaN: it is never read.
                 real = (held >= first) & (held < end)
-                k = _rows(k_ptr + head * k_h, row * k_row, real, K_SIZE, BLOCK_K, EVICT)
-                v = _rows(v_ptr + head * v_h, row * v_row, real, V_SIZE, BLOCK_V, EVICT)
+                k = _rows(k_ptr + head * k_h, row * k_row, real, True, K_SIZE, BLOCK_K)
+                v = _rows(v_ptr + head * v_h, row * v_row, real, True, V_SIZE, BLOCK_V)
                 seen = real[None, :]
                 if WINDOW > 0:
                     seen = seen & (position[:, None] - held[None, :] < WINDOW)
-                top, total, out = _fold(q, k, v, seen, scale, top, total, out, PRECISION)
+                top, total, out = _fold(q, k, v, seen, scale, top, total, out, True, PRECISION)
 
             if NODES > 0:
                 low = 0
@@ -255,9 +293,9 @@ def _tree_attention_kernel(
                     real = node < rows
                     row = node.to(tl.int64)
                     from_k = new_k_ptr + request * new_k_b + head * new_k_h
-                    k = _rows(from_k, row * new_k_r, real, K_SIZE, BLOCK_K, "")
+                    k = _rows(from_k, row * new_k_r, real, True, K_SIZE, BLOCK_K)
                     from_v = new_v_ptr + request * new_v_b + head * new_v_h
-                    v = _rows(from_v, row * new_v_r, real, V_SIZE, BLOCK_V, "")
+                    v = _rows(from_v, row * new_v_r, real, True, V_SIZE, BLOCK_V)
                     if NODES == 1:
                         seen = real[None, :] & (node[None, :] <= query[:, None])
                         if WINDOW > 0:
@@ -270,7 +308,7 @@ def _tree_attention_kernel(
                             at_row = row_position_ptr + request * row_position_b + row * row_position_r
                             row_position = tl.load(at_row, mask=real, other=0).to(tl.int32)
                             seen = seen & (position[:, None] - row_position[None, :] < WINDOW)
-                    top, total, out = _fold(q, k, v, seen, scale, top, total, out, PRECISION)
+                    top, total, out = _fold(q, k, v, seen, scale, top, total, out, True, PRECISION)
 
             divisor = tl.where(total == 0.0, 1.0, total)
             out = out / divisor[:, None]
@@ -297,25 +335,41 @@ class Blocks:
     warps: int
     stages: int
     per_processor: int
-    registers: int | None = None
-    evict: str = ""
+
+    def held(self, on: Chip, k_bytes: int, v_bytes: int) -> int:
+        """Shared memory, nearly: queries and the stages' rows; and weights where a product of Hopper's, which reads them
+        from registers and waits for nobody, has no place."""
+        step = self.n * (k_bytes + v_bytes)
+        if self.m >= 64 and on.capability >= (9, 0):
+            return self.m * k_bytes + self.stages * step
+        return self.m * (k_bytes + 2 * self.n) + max(self.stages - 1, 1) * step
 
 
 def choose(on: Chip, packed: int, rows: int, k_size: int, v_size: int, dtype: torch.dtype) -> Blocks:
-    """By the queries that share a KV head, and by the shared memory that keys and values of a step need."""
-    row_bytes = (power_of_two(k_size) + power_of_two(v_size)) * dtype.itemsize
+    """By the queries that share a KV head, and by the shared memory that keys and values of a step need.
+
+    The figures are those that were fastest on an H200 (docs/log.md); a smaller chip gets fewer stages, then fewer rows.
+    """
+    k_bytes, v_bytes = (max(16, power_of_two(size)) * dtype.itemsize for size in (k_size, v_size))
+    large = k_bytes + v_bytes > 512
     if dtype == torch.float32:
         # No tensor cores: small tiles, or the products spill.
-        n = 32 if row_bytes <= 1024 else 16
+        n = 16 if k_bytes + v_bytes > 1024 else 32
         return Blocks(16, n, n, 4, 1, 2) if packed <= 16 else Blocks(32, n, n, 8, 1, 2)
-    m = min(max(power_of_two(packed), 16), 128 if row_bytes <= 512 else 64)
-    n = 64 if row_bytes <= 512 else 32
-    stages = 3
-    per_processor = 2 if m <= 64 else 1
-    queries = m * power_of_two(k_size) * dtype.itemsize
-    while stages > 1 and (stages * n * row_bytes + queries) > on.shared_memory // 2 * (3 - per_processor):
-        stages -= 1
-    return Blocks(m, n, min(n, max(16, power_of_two(rows))), 8 if m == 128 else 4, stages, per_processor)
+    if packed <= 16:
+        b = Blocks(16, 32, 32, 2, 4, 4)
+    elif packed <= 64 or large:
+        # From Hopper on a product of 64 rows needs no exchange between warps: faster than one of 32.
+        m = 64 if on.capability >= (9, 0) else min(64, power_of_two(packed))
+        b = Blocks(m, 32 if large else 64, 64, 8 if large else 4, 3, 2)
+    else:
+        b = Blocks(128, 64, 64, 8, 4, 1)
+    while b.stages > 2 and b.held(on, k_bytes, v_bytes) > on.shared_memory:
+        b = replace(b, stages=b.stages - 1)
+    while b.n > 16 and b.held(on, k_bytes, v_bytes) > on.shared_memory:
+        b = replace(b, n=b.n // 2)
+    fit = max(1, on.shared_memory // b.held(on, k_bytes, v_bytes))
+    return replace(b, r=min(b.n, max(16, power_of_two(rows))), per_processor=min(b.per_processor, fit))
 
 
 def tree_attention_triton(
@@ -419,9 +473,7 @@ def _launch(
         BLOCK_K=max(16, power_of_two(k_size)),
         BLOCK_V=max(16, power_of_two(v_size)),
         STAGES=blocks.stages,
-        EVICT=blocks.evict,
         num_warps=blocks.warps,
-        maxnreg=blocks.registers,
     )
 
 
@@ -438,6 +490,8 @@ def _check(q: Tensor, committed: Committed, staged: Staged | None, positions: Te
     require("tree attention's v pages", committed.v, (committed.k.shape[0], kv_heads, v_size), q.dtype, q)
     require("tree attention's page table", committed.page_table, (batch, -1), torch.int64, q)
     require("tree attention's positions", positions, (batch, queries), torch.int64, q)
+    if committed.k.shape[0] >= 2**31:
+        raise EspalierError(f"tree attention reads pools of fewer than 2^31 rows, and this has {committed.k.shape[0]}")
     require("tree attention's ranges", ranges.starts, (batch + 1,), torch.int32, q)
     last = [committed.k, committed.v, committed.page_table]
     if staged is not None:
