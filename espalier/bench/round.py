@@ -18,7 +18,8 @@ class Cell:
     """One batch size and context.
 
     ratio: a round in units of a plain token; speedup: tree over plain tokens/s; outside_forwards: share of a round that
-    is not spent in models, None on a GPU, where a round is one launch; identical: requests whose tokens were the same by tree as plain.
+    is not spent in models, None on a GPU, where a round is one launch; identical: requests whose tokens were the same
+    by tree as plain.
     """
 
     batch: int
