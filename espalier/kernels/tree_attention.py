@@ -337,8 +337,9 @@ class Blocks:
     per_processor: int
 
     def held(self, on: Chip, k_bytes: int, v_bytes: int) -> int:
-        """Shared memory, nearly: queries and the stages' rows; and weights where a product of Hopper's, which reads them
-        from registers and waits for nobody, has no place."""
+        """Shared memory, nearly: queries, the stages' rows, and weights; but from Hopper on a product reads its weights
+        from registers, and waits for rows that are still read.
+        """
         step = self.n * (k_bytes + v_bytes)
         if self.m >= 64 and on.capability >= (9, 0):
             return self.m * k_bytes + self.stages * step
