@@ -7,7 +7,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
 from rich.text import Text
 
 from espalier.bench import acceptance, kernels, memory
@@ -78,29 +77,21 @@ def run_kernels(asked: Namespace) -> int:
                 cells.append(kernels.measure(shape, page_size, bytes_per_second, device))
                 advance()
     stdout().print(Text(f"{kernels.GEOMETRY}, {kernels.DTYPE}; memory reads {bytes_per_second / 1e12:.2f} TB/s", QUIET))
-    stdout().print(_kernels_table(cells))
+    stdout().print(Text(_kernels_table(cells)))
     _write(asked.json, {"bytes_per_second": bytes_per_second, "cells": [cell.as_dict() for cell in cells]})
     return 0
 
 
-def _kernels_table(cells: list[kernels.Cell]) -> Table:
-    table = Table(box=None, header_style=QUIET)
-    for name in (
-        "requests x queries x committed rows",
-        "page size",
-        "attention, us",
-        "plan, us",
-        "TB/s",
-        "of memory's",
-    ):
-        table.add_column(name, justify="left" if not table.columns else "right")
-    table.add_column("TFLOP/s", justify="right")
+def _kernels_table(cells: list[kernels.Cell]) -> str:
+    rows = [
+        ["requests x queries x committed", "page size", "attention, us", "plan, us", "TB/s", "of memory's", "TFLOP/s"]
+    ]
     for cell in cells:
-        reads = "" if cell.bandwidth_share is None else f"{cell.bandwidth_share:.1%}"
         rate = "" if cell.terabytes_per_second is None else f"{cell.terabytes_per_second:.2f}"
+        share = "" if cell.bandwidth_share is None else f"{cell.bandwidth_share:.1%}"
         times = f"{cell.attention_us:.1f}", f"{cell.plan_us:.1f}"
-        table.add_row(cell.shape, str(cell.page_size), *times, rate, reads, f"{cell.tflops:.0f}")
-    return table
+        rows.append([cell.shape, str(cell.page_size), *times, rate, share, f"{cell.tflops:.0f}"])
+    return aligned(rows)
 
 
 def _write(path: Path | None, figures: dict[str, Any]) -> None:

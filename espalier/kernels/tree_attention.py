@@ -122,14 +122,16 @@ def _page(table, at, end, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
     else:
         held = at + tl.arange(0, BLOCK_N)
         page = tl.load(table + held // PAGE_SIZE, mask=held < end, other=0)
-    # Rows of a pool are fewer than 2^31, which the launcher checks.
-    return page.to(tl.int32)
+    return page
 
 
 @kernel
 def _row(page, at, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
     """[BLOCK_N] int64: rows of the pool that hold the positions from `at` on."""
     offset = tl.arange(0, BLOCK_N)
+    # Rows of a pool are fewer than 2^31, which the launcher checks.  A page is narrowed here, not where it is loaded:
+    # Triton 3.6 does not pipeline a loop that carries more than the load itself.
+    page = page.to(tl.int32)
     if PAGE_SIZE % BLOCK_N == 0:
         row = page * PAGE_SIZE + at % PAGE_SIZE + offset
     elif BLOCK_N % PAGE_SIZE == 0:
@@ -268,10 +270,13 @@ def _tree_attention_kernel(
                     k = _rows(k_ptr + head * k_h, row * k_row, 0, False, K_SIZE, BLOCK_K)
                     v = _rows(v_ptr + head * v_h, row * v_row, 0, False, V_SIZE, BLOCK_V)
                     top, total, out = _fold(q, k, v, 0, scale, top, total, out, False, PRECISION)
+            page = _page(table, begin + tl.where(lower > 0, 0, whole) * BLOCK_N, end, PAGE_SIZE, BLOCK_N)
             for edge in tl.range(0, steps - whole, num_stages=STAGES):
                 at = begin + tl.where(edge < lower, edge, edge + whole) * BLOCK_N
+                at_next = begin + tl.where(edge + 1 < lower, edge + 1, edge + 1 + whole) * BLOCK_N
                 held = at + tl.arange(0, BLOCK_N)
-                row = _row(_page(table, at, end, PAGE_SIZE, BLOCK_N), at, PAGE_SIZE, BLOCK_N)
+                row = _row(page, at, PAGE_SIZE, BLOCK_N)
+                page = _page(table, at_next, end, PAGE_SIZE, BLOCK_N)
                 # What stands past the end, or below the first row, may be NaN: it is never read.
                 real = (held >= first) & (held < end)
                 k = _rows(k_ptr + head * k_h, row * k_row, real, True, K_SIZE, BLOCK_K)
@@ -365,10 +370,11 @@ def choose(on: Chip, packed: int, rows: int, k_size: int, v_size: int, dtype: to
         b = Blocks(m, 32 if large else 64, 64, 8 if large else 4, 3, 2)
     else:
         b = Blocks(128, 64, 64, 8, 4, 1)
-    while b.stages > 2 and b.held(on, k_bytes, v_bytes) > on.shared_memory:
-        b = replace(b, stages=b.stages - 1)
-    while b.n > 16 and b.held(on, k_bytes, v_bytes) > on.shared_memory:
-        b = replace(b, n=b.n // 2)
+    for fewest_stages, fewest_rows in ((3, 32), (2, 16)):
+        while b.stages > fewest_stages and b.held(on, k_bytes, v_bytes) > on.shared_memory:
+            b = replace(b, stages=b.stages - 1)
+        while b.n > fewest_rows and b.held(on, k_bytes, v_bytes) > on.shared_memory:
+            b = replace(b, n=b.n // 2)
     fit = max(1, on.shared_memory // b.held(on, k_bytes, v_bytes))
     return replace(b, r=min(b.n, max(16, power_of_two(rows))), per_processor=min(b.per_processor, fit))
 
