@@ -56,16 +56,15 @@ def _wrong_ancestor(right):
 def _rows_without_topk(right):
     """Beam b of level l is looked for in row l + b, where it stands in row l · topk + b."""
 
-    def put(staging, layer, k, v, width, at):
-        staged = right(staging, layer, k, v, width, at)
-        queries = k.shape[1]
+    def rows_of(staging, layer, batch, queries, width, at):
+        staged = right(staging, layer, batch, queries, width, at)
         if queries == width:
             return staged
-        rows = torch.arange(at + queries, device=k.device)
+        rows = torch.arange(at + queries, device=staged[0].device)
         found = torch.div(rows, queries, rounding_mode="floor") + rows % queries
         return tuple(value[:, found] for value in staged)
 
-    return put
+    return rows_of
 
 
 def _table_column_off(right):
@@ -144,7 +143,7 @@ FAULTS = {
         Fault(
             "rows-without-topk",
             "the index of a beam's row lacks its factor topk, so that branches read each other's rows",
-            "espalier.cache.kv:Staging.put",
+            "espalier.cache.kv:Staging.rows_of",
             _rows_without_topk,
             ("27460", "27338", "27428"),
         ),
