@@ -87,8 +87,7 @@ def accept_reference(
     real: Tensor,
     steps: int,
 ) -> Accepted:
-    match = (tokens == picks.gather(1, parents)) & (depths <= depth_limit[:, None])
-    match[:, 0] = True
+    match = (tokens == picks.gather(1, parents)) & (depths <= depth_limit[:, None]) | (depths == 0)
     last = deepest(every_ancestor(words, match), depths)
     rows = path_rows(words, depths, last, steps)
     depth = depths.gather(1, last[:, None])

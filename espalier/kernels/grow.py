@@ -24,12 +24,12 @@ COMPARED = 16384
 
 
 class Grown(NamedTuple):
-    """Beams of a level, best first.  tokens, scores [B, K]; index [B, K] among the level's candidates; parents [B, K]
+    """Beams of a level, best first.  tokens, scores [B, K]; places [B, K] among the level's candidates; parents [B, K]
     among the rows that they continue; words [B, K, W], the draft rows that each stands on, its own included."""
 
     tokens: Tensor
     scores: Tensor
-    index: Tensor
+    places: Tensor
     parents: Tensor
     words: Tensor
 

@@ -60,9 +60,9 @@ class Pool:
         self.tokens.append(tokens.flatten(1))
         self.scores.append(scores.flatten(1))
 
-    def keep(self, index: Tensor) -> None:
+    def keep(self, places: Tensor) -> None:
         """Candidates [B, topk] of the level added last, by their place in it, that become the beams of the next."""
-        self.beams.append(index + sum(level.shape[1] for level in self.tokens[:-1]))
+        self.beams.append(places + sum(level.shape[1] for level in self.tokens[:-1]))
 
     def select(self, root: Tensor, nodes: int) -> Tree:
         """The best nodes - 1 candidates under the root [B], by (score, level, place in the level)."""

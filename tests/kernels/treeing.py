@@ -1,5 +1,8 @@
 """Random drafts for the tree kernels: pools whose scores are mostly tied, and the trees that come of them."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
@@ -33,7 +36,7 @@ def random_pool(batch: int, topk: int, steps: int, seed: int, vocab: int = 50) -
         if level < steps:
             grown = grow_reference(ids, path, None, 0, 1 + topk // 64)
             above = grown.scores
-            beams.append(grown.index + first)
+            beams.append(grown.places + first)
             first += path[0].numel() if batch else shape[1] * topk
     return torch.cat(tokens, 1), torch.cat(scores, 1), torch.cat(beams or [torch.zeros(batch, 0).long()], 1)
 
@@ -44,3 +47,13 @@ def same(got, expected) -> None:
         value = getattr(got, field).cpu()
         assert value.dtype == wanted.dtype, field
         assert torch.equal(value, wanted), field
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """What is allocated meanwhile holds NaN, or the largest integer, until it is written."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)

@@ -65,8 +65,8 @@ class Eagle3Drafter:
             tokens, scores = self._children(out, draws, level, beams)
             pool.add(tokens, scores)
             if level < self.layout.steps:
-                index, beams = self._next_beams(tokens, scores, out, beams)
-                pool.keep(index)
+                places, beams = self._next_beams(tokens, scores, out, beams)
+                pool.keep(places)
                 out = self._run(slots, beams, level)
         return pool.select(slots.root, self.layout.num_draft_tokens)
 
@@ -77,12 +77,12 @@ class Eagle3Drafter:
         return draws.children(self.draft.logits(out), self.draft.d2t, level - 1, so_far, self.layout.topk, above)
 
     def _next_beams(self, tokens: Tensor, scores: Tensor, out: Tensor, beams: Beams | None) -> tuple[Tensor, Beams]:
-        """The topk best candidates of a level [B, K], and the beams that they become, with their true ancestors."""
+        """The topk best candidates of a level, by their places [B, K], and the beams that they become."""
         rows, words = (0, None) if beams is None else (beams.above.tokens.shape[1], beams.above.words)
         grown = grow(tokens, scores, words, rows, self.layout.beam_words)
         path = grown.tokens if beams is None else torch.cat((beams.above.tokens, grown.tokens), 1)
         hidden = out.gather(1, grown.parents[..., None].expand(-1, -1, out.shape[2]))
-        return grown.index, Beams(grown.scores, hidden, Above(path, grown.words))
+        return grown.places, Beams(grown.scores, hidden, Above(path, grown.words))
 
     def _run(self, slots: Slots, beams: Beams, level: int) -> Tensor:
         """One draft forward over the beams of depth `level`: [B, K, H]."""
