@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from espalier.errors import EspalierError
+from espalier.kernels.ancestors import own_bits
 
 ENVIRONMENT = "ESPALIER_FAULT"
 Wrong = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -50,7 +51,13 @@ def _extend_short(right):
 
 
 def _wrong_ancestor(right):
-    return lambda ancestors, parents: ancestors
+    def grow(tokens, scores, words, first, num_words):
+        grown = right(tokens, scores, words, first, num_words)
+        if words is None:
+            return grown
+        return grown._replace(words=words | own_bits(first, words.shape[1], num_words, words.device))
+
+    return grow
 
 
 def _rows_without_topk(right):
@@ -137,7 +144,7 @@ FAULTS = {
         Fault(
             "wrong-ancestor",
             "beams that were selected again attend to the rows of the beam that stood in their place before",
-            "espalier.speculate.drafters.eagle3:inherit",
+            "espalier.speculate.drafters.eagle3:grow",
             _wrong_ancestor,
         ),
         Fault(
