@@ -13,8 +13,7 @@ from torch import Tensor
 from espalier.cache.geometry import LayerGeometry
 from espalier.errors import EspalierError
 from espalier.kernels.commit import commit_rows
-from espalier.kernels.rope import DUMMY_ROW
-from espalier.layout import RoundLayout
+from espalier.layout import DUMMY_ROW, RoundLayout
 
 
 @dataclass

@@ -38,10 +38,10 @@ class Fault:
 def _sibling_committed(right):
     """Siblings that are both in the tree stand side by side, the better one first."""
 
-    def commit(r, slots, path):
+    def commit(r, slots, path, count_tokens):
         last = r.layout.num_draft_tokens - 1
         siblings = torch.where(path.rows > 0, (path.rows + 1).clamp(max=last), 0)
-        right(r, slots, replace(path, rows=siblings))
+        right(r, slots, replace(path, rows=siblings), count_tokens)
 
     return commit
 

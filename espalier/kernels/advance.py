@@ -1,8 +1,4 @@
-"""What follows accept in one launch: the slot table moves on, and the rows that commit copies are derived.
-
-The reference writes what slots.py and round.py would; the kernel writes no entry past a request's length, where the
-reference may, and nobody reads one.
-"""
+"""What follows accept in one launch: the slot table moves on, and the rows that commit copies are derived."""
 
 from __future__ import annotations
 
@@ -12,11 +8,10 @@ import torch
 from torch import Tensor
 
 from espalier.kernels.launch import kernel, power_of_two, require
+from espalier.layout import DUMMY_ROW
 
 if TYPE_CHECKING:
     import triton.language as tl
-
-DUMMY_ROW = 0
 
 
 class Copies(NamedTuple):

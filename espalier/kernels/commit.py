@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from espalier.kernels.launch import kernel, power_of_two, require
-from espalier.kernels.rope import DUMMY_ROW
+from espalier.layout import DUMMY_ROW
 
 if TYPE_CHECKING:
     import triton.language as tl

@@ -13,13 +13,12 @@ from torch import Tensor
 
 from espalier.kernels.launch import kernel, power_of_two, require
 from espalier.kernels.norm import exact_type, rms_norm_reference
+from espalier.layout import DUMMY_ROW
 
 if TYPE_CHECKING:
     import triton.language as tl
 
 HEADS_A_BLOCK = 8
-# The row of page buffers that takes what padding writes; it stays zero, so that a masked read of it is finite.
-DUMMY_ROW = 0
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from espalier.cache.geometry import LayerGeometry
-from espalier.cache.kv import DUMMY_ROW, Pages, Staging, bytes_per_token
+from espalier.cache.kv import Pages, Staging, bytes_per_token
 from espalier.errors import EspalierError
-from espalier.layout import RoundLayout
+from espalier.layout import DUMMY_ROW, RoundLayout
 
 CPU = torch.device("cpu")
 # Two layers of one shape with another between them, then a draft of a third.
