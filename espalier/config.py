@@ -63,6 +63,7 @@ class EngineConfig:
     chunk_size: int | Literal["auto"] = option("tokens of one prefill pass", low=16)
     prefix_cache: bool | Literal["auto"] = option("share the pages of equal prompt beginnings")
     overlap: bool | Literal["auto"] = option("launch a round before the one before it is read")
+    graph_batch: int | Literal["auto"] = option("largest batch whose rounds run as CUDA graphs; 0 for none", low=0)
     model_overrides: Mapping[str, Any] = field(
         default_factory=dict, metadata={"help": "fields of the model's config.json to replace, as JSON"}
     )
@@ -93,6 +94,7 @@ class ResolvedConfig:
     chunk_size: int
     prefix_cache: bool
     overlap: bool
+    graph_batch: int
     model_overrides: dict[str, Any]
     seed: int
 

@@ -159,6 +159,15 @@ class RoundLayout:
         """
         return end - 2 - prefix_len
 
+    def appended_cells(self, batch: int) -> int:
+        """Entries that the page tables of a batch can grow by from one round to the next."""
+        return batch * (1 + self.pages_for(self.tokens_ahead(ROUNDS_IN_FLIGHT)))
+
+    def batch_buckets(self, largest: int) -> tuple[int, ...]:
+        """The batches that rounds are padded to, up to `largest`: powers of two and the middle between each."""
+        sizes = {1 << i for i in range(largest.bit_length())} | {3 << i for i in range(largest.bit_length())}
+        return tuple(sorted({size for size in sizes if size < largest} | {largest})) if largest else ()
+
     @property
     def history_width(self) -> int:
         return self.max_context + self.tokens_ahead(ROUNDS_IN_FLIGHT)

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from espalier.config import EngineConfig
+from espalier.config import EngineConfig, is_open
 from espalier.engine.load import build_engine, find, resolve_config
 from espalier.errors import EspalierError
 from espalier.models.config import read_json
@@ -61,11 +61,11 @@ class LLM:
             faults().plant_from_environment()
         asked = EngineConfig(model=model, **settings)
         checkpoint = find(asked)
-        self.config = resolve_config(asked, checkpoint)
+        resolved = resolve_config(asked, checkpoint)
         self.model_config = checkpoint.target
         self.tokenizer = load_tokenizer(checkpoint.target_path, checkpoint.target.vocab_size)
         self.generation_config = _generation_config(checkpoint.target_path)
-        self.engine = build_engine(self.config, checkpoint)
+        self.engine, self.config = build_engine(resolved, checkpoint, measure=is_open(asked.num_pages))
         self._waiting_pieces: dict[str, list[Piece]] = {}
         self._num_requests = 0
         self._warned = False

@@ -4,15 +4,20 @@ One row a slot; slot 0 is the dummy request that pads a batch and is never advan
 launch to launch; the host needs no length to launch.  What the fields mean to sampling or drafting is for those rooms.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from espalier.errors import EspalierError
 from espalier.layout import RoundLayout
 from espalier.request import MAX_BIAS, MAX_STOP_IDS
+
+INTS = ("prefix_len", "root", "known_len", "commit_from", "end", "depth_limit", "top_k", "seed", "min_position")
+FLOATS = ("temperature", "top_p", "min_p", "repetition", "presence", "frequency")
 
 
 @dataclass(frozen=True)
@@ -37,11 +42,38 @@ class Admission:
     counts_tokens: bool = False
 
 
+class Cells(NamedTuple):
+    """Values for cells of one field of the slot table, cells counted row by row: two [n] int64, of numpy or torch.
+
+    float32 values travel as their bits.
+    """
+
+    at: Any
+    values: Any
+
+
 class SlotTable:
     """Device-resident request table, [num_slots, ...] a field.
 
-    carried: what the drafter hands from round to round, by name, shaped per slot.
+    Fields of one number a slot are columns of `ints` (int64) and `floats` (float32).  carried: what the drafter hands
+    from round to round, by name, shaped per slot.
     """
+
+    prefix_len: Tensor
+    root: Tensor
+    known_len: Tensor
+    commit_from: Tensor
+    end: Tensor
+    depth_limit: Tensor
+    top_k: Tensor
+    seed: Tensor
+    min_position: Tensor
+    temperature: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    repetition: Tensor
+    presence: Tensor
+    frequency: Tensor
 
     def __init__(
         self,
@@ -57,76 +89,87 @@ class SlotTable:
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(n, *shape, dtype=dtype, device=device)
 
-        self.prefix_len = zeros()
-        self.root = zeros()
-        self.known_len = zeros()
-        self.commit_from = zeros()
-        self.end = zeros()
-        self.depth_limit = zeros()
+        self.ints = zeros(len(INTS))
+        self.floats = zeros(len(FLOATS), dtype=torch.float32)
+        for names, columns in ((INTS, self.ints), (FLOATS, self.floats)):
+            for column, name in enumerate(names):
+                setattr(self, name, columns[:, column])
         self.page_table = zeros(layout.table_width)
         self.history = zeros(layout.history_width)
         self.carried = {name: zeros(*shape, dtype=dtype) for name, shape in carried.items()}
-        self.temperature = zeros(dtype=torch.float32)
-        self.top_k = zeros()
-        self.top_p = zeros(dtype=torch.float32)
-        self.min_p = zeros(dtype=torch.float32)
-        self.repetition = zeros(dtype=torch.float32)
-        self.presence = zeros(dtype=torch.float32)
-        self.frequency = zeros(dtype=torch.float32)
-        self.seed = zeros()
-        self.min_position = zeros()
         self.bias_ids = zeros(MAX_BIAS)
         self.bias_values = zeros(MAX_BIAS, dtype=torch.float32)
         self.stop_ids = zeros(MAX_STOP_IDS)
         self.counts = zeros(vocab_size, dtype=torch.int32)
         self.seen = zeros(vocab_size, dtype=torch.bool)
 
-    def admit(self, request: Admission) -> None:
-        """Fill a slot.  Every field is written, so nothing of the slot's last owner stays."""
-        slot = request.slot
-        self._write(self.history[slot], request.tokens)
-        self._write(self.page_table[slot], request.pages)
-        self.prefix_len[slot] = request.start
-        self.root[slot] = request.tokens[request.start]
-        self.known_len[slot] = len(request.tokens)
-        self.commit_from[slot] = request.commit_from
-        self.end[slot] = request.end
-        self.depth_limit[slot] = request.depth_limit
-        for value in self.carried.values():
-            value[slot] = 0
-        for name, scalar in request.sampling.items():
-            getattr(self, name)[slot] = scalar
-        self._write(self.bias_ids[slot], request.bias.keys())
-        self._write(self.bias_values[slot], request.bias.values())
-        self._write(self.stop_ids[slot], request.stop_ids, rest=-1)
-        self.seen[slot] = False
-        self.counts[slot] = 0
-        if request.counts_tokens:
-            self._count(slot, request.tokens, request.prompt_len)
+    def admission_cells(self, admitted: Sequence[Admission]) -> dict[str, Cells]:
+        """What fills the admitted slots, by field; all else in them is cleared."""
+        fields: dict[str, list[Cells]] = {}
+        for request in admitted:
+            for name, values in _row(request).items():
+                columns = values.at if isinstance(values, Cells) else np.arange(len(values))
+                found = values.values if isinstance(values, Cells) else np.asarray(values, dtype=np.int64)
+                fields.setdefault(name, []).append(Cells(request.slot * getattr(self, name).shape[1] + columns, found))
+        return {name: Cells(*map(np.concatenate, zip(*rows, strict=True))) for name, rows in fields.items()}
 
-    def append_pages(self, appended: tuple[tuple[int, int, int], ...]) -> None:
-        """Enter (slot, column, page), what grew since the last launch.  Raises EspalierError for a column past it."""
+    def page_cells(self, appended: Sequence[tuple[int, int, int]]) -> Cells:
+        """(slot, column, page), what grew since the last launch.  Raises EspalierError for a column past the table."""
         for slot, column, _ in appended:
             if not (slot < self.layout.num_slots and column < self.layout.table_width):
                 raise EspalierError(
                     f"page table holds {self.layout.num_slots} slots of {self.layout.table_width} pages, and slot "
                     f"{slot} asks for page {column}; both follow from {self.layout}: reserve pages by layout.reserve"
                 )
-        if appended:
-            slots, columns, pages = torch.tensor(appended, device=self.page_table.device).unbind(1)
-            self.page_table[slots, columns] = pages
+        slots, columns, pages = np.array(appended, dtype=np.int64).reshape(-1, 3).T
+        return Cells(slots * self.layout.table_width + columns, pages)
 
-    @staticmethod
-    def _write(row: Tensor, values: Collection[float], rest: int = 0) -> None:
-        row.fill_(rest)
-        if values:
-            row[: len(values)] = torch.tensor(list(values), dtype=row.dtype, device=row.device)
+    def clear(self, slots: Tensor) -> None:
+        """Empty slots [A], so that nothing of their last owners stays."""
+        own = (self.history, self.page_table, self.bias_ids, self.bias_values, self.counts, self.seen)
+        for rows in (*own, *self.carried.values()):
+            rows.index_fill_(0, slots, 0)
+        self.stop_ids.index_fill_(0, slots, -1)
 
-    def _count(self, slot: int, tokens: tuple[int, ...], prompt_len: int) -> None:
-        known = torch.tensor(tokens, device=self.counts.device)
-        self.seen[slot][known[:prompt_len]] = True
-        output = known[prompt_len:]
-        self.counts[slot].index_add_(0, output, torch.ones_like(output, dtype=torch.int32))
+    def write(self, cells: Mapping[str, Cells]) -> None:
+        """Fill cells, by field."""
+        for name, (at, values) in cells.items():
+            rows: Tensor = getattr(self, name)
+            is_float = rows.dtype == torch.float32
+            values = values.to(torch.int32).view(torch.float32) if is_float else values.to(rows.dtype)
+            rows.view(-1).index_copy_(0, at, values)
+
+
+def _row(request: Admission) -> dict[str, Any]:
+    """The beginning of each field's row, or Cells of columns and values."""
+    own = {
+        "prefix_len": request.start,
+        "root": request.tokens[request.start],
+        "known_len": len(request.tokens),
+        "commit_from": request.commit_from,
+        "end": request.end,
+        "depth_limit": request.depth_limit,
+        **request.sampling,
+    }
+    row: dict[str, Any] = {
+        "ints": [own[name] for name in INTS],
+        "floats": _bits([own[name] for name in FLOATS]),
+        "history": request.tokens,
+        "page_table": request.pages,
+        "bias_ids": list(request.bias),
+        "bias_values": _bits(list(request.bias.values())),
+        "stop_ids": request.stop_ids,
+    }
+    if request.counts_tokens:
+        seen = np.unique(np.array(request.tokens[: request.prompt_len], dtype=np.int64))
+        output, times = np.unique(np.array(request.tokens[request.prompt_len :], dtype=np.int64), return_counts=True)
+        row |= {"seen": Cells(seen, np.ones_like(seen)), "counts": Cells(output, times)}
+    return row
+
+
+def _bits(values: Sequence[float]) -> np.ndarray:
+    """float32 values as integers."""
+    return np.array(values, dtype=np.float32).view(np.int32).astype(np.int64)
 
 
 @dataclass

@@ -71,6 +71,10 @@ class Prefix:
     length: Tensor
     first: int = 0
 
+    def holds(self, positions: Tensor) -> Tensor:
+        """Whether rows exist at positions [B, P].  No other row is read: pages come as their last owner left them."""
+        return (positions >= self.first) & (positions < self.length[:, None])
+
 
 @dataclass(frozen=True)
 class Nodes:

@@ -13,10 +13,10 @@ class ReferenceAttention(Attention):
         g = self.geometry[layer]
         held = self.prefix.page_table.shape[1] * self.pages.page_size
         positions = torch.arange(held, device=q.device).expand(q.shape[0], -1)
-        rows = self.pages.rows_where(self.prefix.page_table, positions, positions < self.prefix.length[:, None])
+        there = self.prefix.holds(positions)
+        rows = self.pages.rows_where(self.prefix.page_table, positions, there)
         k, v = (buffer[rows] for buffer in self.pages.layers[layer])
-        mask = (positions >= self.prefix.first) & (positions < self.prefix.length[:, None])
-        mask = mask[:, None, :].expand(-1, q.shape[1], -1)
+        mask = there[:, None, :].expand(-1, q.shape[1], -1)
         if g.window is not None:
             mask = mask & (self.nodes.positions[:, :, None] - positions[:, None, :] < g.window)
         return masked_attention(q, k, v, mask, g.softmax_scale)

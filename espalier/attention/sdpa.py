@@ -23,9 +23,7 @@ class SdpaAttention(Attention):
         batch = prefix.length.shape[0]
         self.longest = int(prefix.length.max()) if batch else 0
         self.positions = torch.arange(self.longest).expand(batch, -1)
-        self.rows = pages.rows_where(
-            prefix.page_table, self.positions, self.positions < prefix.length[:, None]
-        ).flatten()
+        self.rows = pages.rows_where(prefix.page_table, self.positions, prefix.holds(self.positions)).flatten()
         self.bias: dict[tuple[int | None, int], Tensor] = {}
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -52,8 +50,7 @@ class SdpaAttention(Attention):
         """Additive mask [B, 1, groups * Q, longest + R], made once a pass for each kind of layer."""
         key = (window, groups)
         if key not in self.bias:
-            below = (self.positions >= self.prefix.first) & (self.positions < self.prefix.length[:, None])
-            below = below[:, None, :].expand(-1, self.nodes.positions.shape[1], -1)
+            below = self.prefix.holds(self.positions)[:, None, :].expand(-1, self.nodes.positions.shape[1], -1)
             if window is not None:
                 below = below & (self.nodes.positions[:, :, None] - self.positions[:, None, :] < window)
             seen = torch.cat((below, self.nodes.seen(window)), 2)

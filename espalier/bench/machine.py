@@ -29,7 +29,8 @@ def describe() -> dict[str, str]:
 def header() -> str:
     """One line for the top of a table."""
     about = describe()
-    return f"{about['machine']}; {about['threads']} threads; torch {about['torch']}; python {about['python']}"
+    gpu = f"{about['cuda']}; " if "cuda" in about else ""
+    return f"{gpu}{about['machine']}; {about['threads']} threads; torch {about['torch']}; python {about['python']}"
 
 
 def installed(package: str) -> str:

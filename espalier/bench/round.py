@@ -18,7 +18,8 @@ class Cell:
     """One batch size and context.
 
     ratio: a round in units of a plain token; speedup: tree over plain tokens/s; outside_forwards: share of a round that
-    is not spent in models; identical: requests whose tokens were the same by tree as plain.
+    is not spent in models, None on a GPU, where a round is one launch; identical: requests whose tokens were the same
+    by tree as plain.
     """
 
     batch: int
@@ -31,7 +32,7 @@ class Cell:
     tree_tokens_per_second: float
     transformers_tokens_per_second: float | None
     speedup: float
-    outside_forwards: float
+    outside_forwards: float | None
     identical: int
 
 
@@ -41,7 +42,7 @@ class RoundBench:
     def __init__(self, settings: dict[str, Any], compare: bool):
         self.tree = LLM(**settings)
         self.plain = LLM(**{**settings, "speculation": None})
-        self.timers = time_forwards(self.tree.engine)
+        self.timers = time_forwards(self.tree.engine) if self.tree.config.device == "cpu" else []
         self.transformers = _transformers(self.tree) if compare else None
 
     def measure(self, batch: int, context: int, num_tokens: int, repeats: int) -> Cell:
@@ -76,6 +77,7 @@ def _cell(
     round_ms, token_ms = (1000 * median(s for run in runs for s in run.full_steps) for runs in (tree, plain))
     plain_speed, tree_speed = (median(run.num_tokens / run.seconds for run in runs) for runs in (plain, tree))
     forwards = sum(run.forward_seconds for run in tree) / sum(sum(run.full_steps) for run in tree)
+    is_timed = any(run.forward_seconds for run in tree)
     same = sum(a == b for a, b in zip(plain[0].tokens, tree[0].tokens, strict=True))
     return Cell(
         batch=batch,
@@ -88,7 +90,7 @@ def _cell(
         tree_tokens_per_second=tree_speed,
         transformers_tokens_per_second=num_tokens / median(others) if others else None,
         speedup=tree_speed / plain_speed,
-        outside_forwards=1 - forwards,
+        outside_forwards=1 - forwards if is_timed else None,
         identical=same,
     )
 

@@ -99,9 +99,10 @@ def _cells_table(cells: list[Cell]) -> str:
         ["plain, tokens/s", *(f"{cell.plain_tokens_per_second:.1f}" for cell in cells)],
         ["tree, tokens/s", *(f"{cell.tree_tokens_per_second:.1f}" for cell in cells)],
         ["tree over plain", *(f"{cell.speedup:.2f}" for cell in cells)],
-        ["a round outside model forwards", *(f"{cell.outside_forwards:.0%}" for cell in cells)],
         ["same tokens as plain", *(f"{cell.identical}/{cell.batch}" for cell in cells)],
     ]
+    if all(cell.outside_forwards is not None for cell in cells):
+        rows.append(["a round outside model forwards", *(f"{cell.outside_forwards:.0%}" for cell in cells)])
     if all(cell.transformers_tokens_per_second is not None for cell in cells):
         rows.append(["transformers.generate, tokens/s", *(f"{c.transformers_tokens_per_second:.1f}" for c in cells)])
     return aligned(rows)

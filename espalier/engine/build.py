@@ -4,7 +4,9 @@ import torch
 
 from espalier.attention import backend
 from espalier.cache.kv import Pages, Staging
+from espalier.engine.cuda import CudaExecutor
 from espalier.engine.engine import Engine
+from espalier.engine.executor import CpuExecutor
 from espalier.errors import EspalierError
 from espalier.layout import RoundLayout
 from espalier.models.base import CausalLM
@@ -26,8 +28,28 @@ def assemble(
     device: torch.device,
     overlap: bool,
     prefix_cache: bool,
+    graph_batch: int = 0,
 ) -> Engine:
-    """An engine over these models.  Raises EspalierError where the backend cannot run them."""
+    """An engine over these models.  graph_batch: the largest batch whose rounds are CUDA graphs; 0: none.
+
+    Raises EspalierError where the backend cannot run them.
+    """
+    round = make_round(layout, target, draft, algorithm, attention, num_pages, dtype, device)
+    executor = CudaExecutor(round, graph_batch) if device.type == "cuda" else CpuExecutor(round, overlap)
+    return Engine(executor, overlap, prefix_cache)
+
+
+def make_round(
+    layout: RoundLayout,
+    target: CausalLM,
+    draft: Eagle3Draft | None,
+    algorithm: str,
+    attention: str,
+    num_pages: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Round:
+    """The buffers that follow from the layout, around the models."""
     chosen = backend(attention)
     geometry = (*target.geometry, *(draft.geometry if draft is not None else ()))
     chosen.support.require(device.type, dtype, layout.page_size, geometry)
@@ -41,4 +63,4 @@ def assemble(
     else:
         drafter = NgramDrafter(layout) if algorithm == NgramDrafter.algorithm else NoDrafter()
     table = SlotTable(layout, target.config.vocab_size, drafter.carried, dtype, device)
-    return Engine(Round(layout, table, pages, staging, target, drafter, chosen), overlap, prefix_cache)
+    return Round(layout, table, pages, staging, target, drafter, chosen)

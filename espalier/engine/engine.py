@@ -10,7 +10,6 @@ from espalier.engine.executor import Executor, Handle
 from espalier.engine.scheduler import Launch, Scheduler
 from espalier.errors import EspalierError
 from espalier.request import Piece, Request, SpeculationStats, check_prompt
-from espalier.speculate.round import Round
 
 
 @dataclass
@@ -34,10 +33,11 @@ class Engine:
     stopped: why nothing more runs, after a launch has failed; every request then in the engine is aborted with it.
     """
 
-    def __init__(self, round: Round, overlap: bool, prefix_cache: bool):
+    def __init__(self, executor: Executor, overlap: bool, prefix_cache: bool):
+        round = executor.round
         self.layout = round.layout
         self.vocab_size = round.target.config.vocab_size
-        self.executor = Executor(round, overlap)
+        self.executor = executor
         self.pool = PagePool(round.pages.num_pages)
         self.prefixes = PrefixTree(self.pool, self.layout.page_size) if prefix_cache else None
         self.in_flight = InFlight(overlap)

@@ -1,18 +1,20 @@
 """Runs tickets, in order, on one stream: `launch(ticket) -> handle; handle.result()` is all that others need.
 
-On a CPU the stream of an overlapped engine is one worker thread, and that of a lock-step engine is the caller's own.
+`execute` is what every launch does, on any device, eagerly or captured.  On a CPU the stream of an overlapped engine is
+one worker thread, and that of a lock-step engine is the caller's own; engine/cuda.py has the GPU's.
 """
 
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
 import torch
 
-from espalier.engine.ticket import DraftTree, Row, Ticket, Tried
-from espalier.request import TokenLogprob
-from espalier.speculate.round import Outcome, Round, prefill, run
-from espalier.speculate.tree import VOID
+from espalier.engine.results import Results, read
+from espalier.engine.ticket import Row, Ticket
+from espalier.engine.wire import Sent, pack
+from espalier.sampling.pick import Logprobs
+from espalier.sampling.shape import Shaping
+from espalier.speculate.round import Round, prefill, run
 
 
 class Handle(Protocol):
@@ -21,11 +23,33 @@ class Handle(Protocol):
         ...
 
 
-class Executor:
+class Executor(Protocol):
     """Owns the order in which device state is written."""
 
+    round: Round
+
+    def launch(self, ticket: Ticket) -> Handle: ...
+
+    def close(self) -> None: ...
+
+
+def execute(
+    r: Round, results: Results, sent: Sent, width: int, shaping: Shaping, num_logprobs: int | None
+) -> Logprobs | None:
+    """One launch: apply the ticket, run a prefill pass of this width (0: a round), write its results."""
+    sent.apply(r.table)
+    if width:
+        outcome = prefill(r, sent.slots, sent.lengths, width, shaping, num_logprobs)
+    else:
+        outcome = run(r, sent.slots, shaping, num_logprobs)
+    results.write(sent.entry, outcome)
+    return outcome.logprobs
+
+
+class CpuExecutor:
     def __init__(self, round: Round, overlap: bool):
         self.round = round
+        self.results = Results(round.layout, 1, round.pages.device)
         threads = torch.get_num_threads()
         self.worker = ThreadPoolExecutor(1, "espalier-stream", torch.set_num_threads, (threads,)) if overlap else None
 
@@ -38,59 +62,12 @@ class Executor:
 
     @torch.inference_mode()
     def run(self, ticket: Ticket) -> list[Row]:
-        """Apply the ticket, then run its body."""
-        r = self.round
-        r.pages.zero(ticket.fresh)
-        for admission in ticket.admitted:
-            r.table.admit(admission)
-        r.table.append_pages(ticket.appended)
-        index = torch.tensor(ticket.slots, dtype=torch.int64, device=r.pages.device)
-        if ticket.is_prefill:
-            lengths = torch.tensor(ticket.lengths, dtype=torch.int64, device=index.device)
-            outcome = prefill(r, index, lengths, ticket.width, ticket.shaping, ticket.num_logprobs)
-        else:
-            outcome = run(r, index, ticket.shaping, ticket.num_logprobs)
-        return read(outcome, ticket.traced)
+        batch = len(ticket.slots)
+        packed = pack(self.round.table, ticket, entry=0, batch=batch)
+        sent = Sent.of(torch.from_numpy(packed.vector), packed.form)
+        logprobs = execute(self.round, self.results, sent, ticket.width, ticket.shaping, ticket.num_logprobs)
+        return read(self.results.fields, self.results.ring[0, :batch].numpy(), logprobs, ticket.traced)
 
     def close(self) -> None:
         if self.worker is not None:
             self.worker.shutdown()
-
-
-def read(outcome: Outcome, traced: bool) -> list[Row]:
-    """Bring a launch's results to the host; traced: the trees as well."""
-    lengths, sound, tokens = outcome.length.tolist(), outcome.sound.tolist(), outcome.tokens.tolist()
-    tried_by, tree_of, logprobs_of = _tried(outcome), _trees(outcome, traced), _logprobs(outcome, tokens)
-    return [
-        Row(tokens[b][: sound[b]], sound[b] == lengths[b], tried_by(b), tree_of(b), logprobs_of(b, sound[b]))
-        for b in range(len(lengths))
-    ]
-
-
-def _tried(outcome: Outcome) -> Callable[[int], Tried]:
-    if outcome.tree is None:
-        return lambda b: Tried()
-    there = outcome.tree.tokens != VOID
-    drafted = (there.sum(1) - 1).tolist()
-    depth = (outcome.tree.depths * there).amax(1).tolist()
-    return lambda b: Tried(drafted[b], depth[b])
-
-
-def _trees(outcome: Outcome, traced: bool) -> Callable[[int], DraftTree | None]:
-    if not traced or outcome.tree is None or outcome.path is None:
-        return lambda b: None
-    tree = outcome.tree
-    tokens, parents, depths, scores = (
-        value.tolist() for value in (tree.tokens, tree.parents, tree.depths, tree.scores)
-    )
-    rows, lengths = outcome.path.rows.tolist(), outcome.path.length.tolist()
-    return lambda b: DraftTree(tokens[b], parents[b], depths[b], scores[b], rows[b][: lengths[b]])
-
-
-def _logprobs(outcome: Outcome, tokens: list[list[int]]) -> Callable[[int, int], list[TokenLogprob]]:
-    if outcome.logprobs is None:
-        return lambda b, count: []
-    chosen, ids, values = (part.tolist() for part in outcome.logprobs)
-    return lambda b, count: [
-        TokenLogprob(tokens[b][i], chosen[b][i], list(zip(ids[b][i], values[b][i], strict=True))) for i in range(count)
-    ]

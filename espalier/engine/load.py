@@ -1,20 +1,25 @@
 """From a configuration to a running engine: find the files, resolve what is open, load, assemble."""
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
 import torch
 
+from espalier.cache.kv import bytes_per_token
 from espalier.config import EngineConfig, ResolvedConfig
-from espalier.engine.build import assemble
+from espalier.engine.build import assemble, make_round
 from espalier.engine.checkpoints import BUNDLED, find_draft, find_target
 from espalier.engine.engine import Engine
+from espalier.engine.measure import measured_pages
 from espalier.engine.resolve import Facts, choose_algorithm, choose_device, free_memory, layout_of, resolve
 from espalier.errors import EspalierError
+from espalier.layout import RoundLayout
 from espalier.models import (
+    CausalLM,
     Eagle3Config,
+    Eagle3Draft,
     ModelConfig,
     draft_verifier,
     load_eagle3,
@@ -23,6 +28,7 @@ from espalier.models import (
     read_eagle3,
 )
 from espalier.models.loading import geometry_of
+from espalier.speculate.round import Round
 
 log = logging.getLogger("espalier")
 
@@ -84,9 +90,11 @@ def resolve_config(config: EngineConfig, found: Checkpoint) -> ResolvedConfig:
     return resolve(config, str(found.target_path), draft, found.algorithm, device, facts)
 
 
-def build_engine(resolved: ResolvedConfig, found: Checkpoint) -> Engine:
-    """Load the models and put the engine together.  Raises EspalierError naming what does not fit."""
-    log.info("resolved configuration\n%s", resolved.block())
+def build_engine(resolved: ResolvedConfig, found: Checkpoint, measure: bool) -> tuple[Engine, ResolvedConfig]:
+    """Load the models and put the engine together.  Raises EspalierError naming what does not fit.
+
+    measure: on a GPU, take as many pages as are measured to fit beside the loaded models.  Returns what it came to.
+    """
     layout = layout_of(resolved)
     device, dtype = torch.device(resolved.device), getattr(torch, resolved.dtype)
     capture = found.draft.capture if found.draft else ()
@@ -101,7 +109,10 @@ def build_engine(resolved: ResolvedConfig, found: Checkpoint) -> Engine:
     draft = None
     if found.draft_path is not None:
         draft = load_eagle3(found.draft_path, target, dtype=dtype, device=device, position_rows=layout.position_rows)
-    return assemble(
+    if measure and device.type == "cuda":
+        resolved = replace(resolved, num_pages=_measured(resolved, layout, target, draft, dtype, device))
+    log.info("resolved configuration\n%s", resolved.block())
+    engine = assemble(
         layout,
         target,
         draft,
@@ -112,7 +123,25 @@ def build_engine(resolved: ResolvedConfig, found: Checkpoint) -> Engine:
         device=device,
         overlap=resolved.overlap,
         prefix_cache=resolved.prefix_cache,
+        graph_batch=resolved.graph_batch,
     )
+    return engine, resolved
+
+
+def _measured(
+    resolved: ResolvedConfig,
+    layout: RoundLayout,
+    target: CausalLM,
+    draft: Eagle3Draft | None,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> int:
+    def make(num_pages: int) -> Round:
+        return make_round(layout, target, draft, resolved.algorithm, resolved.attention, num_pages, dtype, device)
+
+    geometry = (*target.geometry, *(draft.geometry if draft is not None else ()))
+    page_bytes = layout.tokens_in(bytes_per_token(geometry, dtype))
+    return measured_pages(layout, make, page_bytes, device, resolved.graph_batch)
 
 
 def _num_weights(path: Path) -> int:

@@ -15,6 +15,7 @@ from espalier.cache.geometry import LayerGeometry
 from espalier.cache.kv import bytes_per_token
 from espalier.config import DTYPES, EngineConfig, ResolvedConfig, SpeculationConfig, is_open
 from espalier.errors import EspalierError
+from espalier.kernels.launch import require_triton
 from espalier.layout import RoundLayout, max_draft_tokens
 from espalier.speculate.drafters import DRAFTERS
 
@@ -114,6 +115,8 @@ def resolve(
         draft_layers=DRAFTERS[algorithm].layers,
         chunk_size=_or(config.chunk_size, defaults.chunk_size),
     )
+    if device.type == "cuda":
+        require_triton()
     support = backend(attention).support
     support.require(device.type, getattr(torch, dtype), layout.page_size, facts.geometry)
     return ResolvedConfig(
@@ -126,6 +129,7 @@ def resolve(
         num_pages=_num_pages(config, layout, facts, getattr(torch, dtype)),
         prefix_cache=_or(config.prefix_cache, True),
         overlap=_or(config.overlap, defaults.overlap),
+        graph_batch=_graph_batch(config, layout, device),
         model_overrides=dict(config.model_overrides),
         seed=config.seed,
         **{name: getattr(layout, name) for name in LAYOUT_FIELDS},
@@ -171,6 +175,19 @@ def _tree(speculation: SpeculationConfig | str | None, algorithm: str) -> tuple[
         return PLAIN["steps"], PLAIN["topk"], PLAIN["num_draft_tokens"]
     steps, topk = _or(asked.steps, STEPS), _or(asked.topk, TOPK)
     return steps, topk, _or(asked.num_draft_tokens, min(NUM_DRAFT_TOKENS, max_draft_tokens(steps, topk)))
+
+
+def _graph_batch(config: EngineConfig, layout: RoundLayout, device: torch.device) -> int:
+    """All batches, unless the user says otherwise; none where there are no CUDA graphs."""
+    if is_open(config.graph_batch):
+        return layout.max_batch if device.type == "cuda" else 0
+    if device.type != "cuda" and config.graph_batch:
+        raise EspalierError(f"graph_batch={config.graph_batch} needs device=cuda; use 0 or 'auto' on {device.type}")
+    if int(config.graph_batch) > layout.max_batch:
+        raise EspalierError(
+            f"graph_batch={config.graph_batch} is above max_batch={layout.max_batch}; lower it, or raise max_batch"
+        )
+    return int(config.graph_batch)
 
 
 def _num_pages(config: EngineConfig, layout: RoundLayout, facts: Facts, dtype: torch.dtype) -> int:

@@ -48,7 +48,6 @@ class Scheduler:
         self._no_room: tuple[Request, int] | None = None
         self._admitted: list[Admission] = []
         self._appended: list[tuple[int, int, int]] = []
-        self._fresh: list[int] = []
 
     def admit(self, requests: list[Request]) -> None:
         """Queue what arrived, in order of arrival."""
@@ -132,7 +131,7 @@ class Scheduler:
             self.pool.release(shared)
             self._no_room = request, self.pool.num_released
             return False
-        request.pages = shared + self._allocate(need)
+        request.pages = shared + self.pool.allocate(need)
         request.slot = self.free_slots.pop()
         cached = self.layout.tokens_in(len(shared))
         # The draft's rows behind a hit need hidden states that no page holds: its last rows are computed again.
@@ -158,11 +157,6 @@ class Scheduler:
         missing = count - self.pool.free
         return missing <= 0 or (self.prefixes is not None and missing <= self.prefixes.evictable)
 
-    def _allocate(self, count: int) -> list[int]:
-        pages = self.pool.allocate(count)
-        self._fresh += pages
-        return pages
-
     def _reserve(self, decoding: list[Request]) -> list[Request]:
         """Pages for what a round may decide, oldest request first.
 
@@ -186,7 +180,7 @@ class Scheduler:
         if not self._make_room(missing):
             return False
         assert request.slot is not None
-        for page in self._allocate(missing):
+        for page in self.pool.allocate(missing):
             self._appended.append((request.slot, len(request.pages), page))
             request.pages.append(page)
         return True
@@ -219,18 +213,19 @@ class Scheduler:
 
     def _launch(self, batch: list[Request], lengths: tuple[int, ...], width: int) -> Launch:
         asked = [r.params.logprobs for r in batch if r.params.logprobs is not None]
+        # A round's ticket has a fixed form, and who enters a slot runs a prefill pass first.
+        admitted, self._admitted = (self._admitted, []) if width else ([], self._admitted)
         ticket = Ticket(
             slots=tuple(r.slot for r in batch if r.slot is not None),
             shaping=shaping_of(batch),
             num_logprobs=max(asked, default=None),
             lengths=lengths,
             width=width,
-            admitted=tuple(self._admitted),
+            admitted=tuple(admitted),
             appended=tuple(self._appended),
-            fresh=tuple(self._fresh),
             traced=self.on_round is not None,
         )
-        self._admitted, self._appended, self._fresh = [], [], []
+        self._appended = []
         self._in_flight += 1
         return Launch(ticket, [(r, r.generation, r.entered >= r.enter_end) for r in batch])
 
@@ -327,7 +322,8 @@ class Scheduler:
         if request.error is None:
             self._file_pages(request, min(request.num_seen, request.num_tokens) if self._entered(request) else 0)
         self.pool.release(request.pages)
-        # Entries that no ticket has carried yet would land in the page table of the slot's next owner.
+        # What no ticket has carried yet would land in the slot of its next owner.
+        self._admitted = [admission for admission in self._admitted if admission.slot != request.slot]
         self._appended = [entry for entry in self._appended if entry[0] != request.slot]
         self.free_slots.append(request.slot)
         self.running.remove(request)

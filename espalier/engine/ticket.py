@@ -12,8 +12,8 @@ class Ticket:
     """One launch.
 
     slots: the batch, in order; lengths: tokens each slot enters in a prefill pass, empty for a round; width: of the
-    prefill pass; fresh: pages handed out since the last launch; appended: (slot, column, page) for requests already in
-    their slot; traced: whether somebody looks at the trees.
+    prefill pass; admitted: requests that enter their slots, only with a prefill pass that runs them; appended: (slot,
+    column, page) for requests already in their slot; traced: whether somebody looks at the trees.
     """
 
     slots: tuple[int, ...]
@@ -23,7 +23,6 @@ class Ticket:
     width: int = 0
     admitted: tuple[Admission, ...] = ()
     appended: tuple[tuple[int, int, int], ...] = ()
-    fresh: tuple[int, ...] = ()
     traced: bool = False
 
     @property

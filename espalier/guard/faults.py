@@ -69,11 +69,11 @@ def _rows_without_topk(right):
 
 
 def _table_column_off(right):
-    def append_pages(table, appended):
+    def page_cells(table, appended):
         last = table.layout.table_width - 1
-        right(table, tuple((slot, min(column + 1, last), page) for slot, column, page in appended))
+        return right(table, tuple((slot, min(column + 1, last), page) for slot, column, page in appended))
 
-    return append_pages
+    return page_cells
 
 
 def _stale_hidden(right):
@@ -151,7 +151,7 @@ FAULTS = {
         Fault(
             "table-column-off",
             "a page that a request grows by is entered one column too far in its page table",
-            "espalier.slots:SlotTable.append_pages",
+            "espalier.slots:SlotTable.page_cells",
             _table_column_off,
             ("27360",),
         ),

@@ -41,7 +41,7 @@ def own_bits(first: int, count: int, words: int, device: torch.device) -> Tensor
     """[count, words] int64: for row first + i of a pass, the word bit that is its own."""
     rows = torch.arange(first, first + count, device=device)
     bits = torch.ones_like(rows) << rows % ANCESTOR_BITS
-    return torch.where(torch.arange(words, device=device) == (rows // ANCESTOR_BITS)[:, None], bits[:, None], 0)
+    return bits[:, None] * (torch.arange(words, device=device) == (rows // ANCESTOR_BITS)[:, None])
 
 
 def among_nodes(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> tuple[Tensor, Tensor]:

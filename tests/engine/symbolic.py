@@ -14,6 +14,7 @@ from espalier.engine.ticket import DraftTree, Row, Ticket, Tried
 from espalier.layout import RoundLayout
 from espalier.request import Request
 from espalier.slots import Admission
+from espalier.speculate.round import Round
 
 VOCAB = 16
 MASK = (1 << 61) - 1
@@ -87,6 +88,7 @@ class SymbolicDevice:
         self.pages: list[dict[tuple[str, int], int]] = [{} for _ in range(num_pages)]
         self.poisoned: set[int] = set()
         self.tickets: list[Ticket] = []
+        self.round: Round
 
     def launch(self, ticket: Ticket) -> "SymbolicDevice.Done":
         return self.Done(self.run(ticket))
@@ -103,7 +105,9 @@ class SymbolicDevice:
 
     def run(self, ticket: Ticket) -> list[Row]:
         self.tickets.append(ticket)
-        for page in ticket.fresh:
+        assert ticket.is_prefill or not ticket.admitted, "a round's ticket has a fixed form"
+        own = [page for a in ticket.admitted for page in a.pages[a.commit_from // self.layout.page_size :]]
+        for page in (*own, *(page for _, _, page in ticket.appended)):
             self.pages[page].clear()
             self.poisoned.discard(page)
         for admission in ticket.admitted:
@@ -201,8 +205,6 @@ def symbolic_engine(
         pages=SimpleNamespace(num_pages=num_pages),
         drafter=SimpleNamespace(layers=layout.draft_layers),
     )
-    engine = Engine(parts, False, prefix_cache)  # type: ignore[arg-type]
-    engine.executor = SymbolicDevice(layout, num_pages, overlap, random or Random(0), poison)  # type: ignore[assignment]
-    engine.in_flight.overlap = overlap
-    engine.scheduler.rounds_in_flight = 2 if overlap else 1
-    return engine
+    device = SymbolicDevice(layout, num_pages, overlap, random or Random(0), poison)
+    device.round = parts  # type: ignore[assignment]
+    return Engine(device, overlap, prefix_cache)

@@ -89,11 +89,14 @@ def mates_and_victims() -> list[Request]:
 def nothing_broken_is_cached(engine: Engine) -> None:
     pages = engine.executor.round.pages
     assert engine.prefixes is not None
-    for page in (0, *engine.prefixes.pages()):
-        rows = slice(page * pages.page_size, (page + 1) * pages.page_size)
-        for stack in pages.target + pages.draft:
-            assert stack.k[:, rows].isfinite().all() or page == 0, f"page {page} of the prefix tree holds NaN"
-            assert stack.v[:, rows].isfinite().all() or page == 0, f"page {page} of the prefix tree holds NaN"
+    for page, node in engine.prefixes._nodes.items():
+        begins = node.parent is engine.prefixes._root
+        for stacks, first in ((pages.target, 0), (pages.draft, int(begins))):
+            # The draft's row of a sequence's first token does not exist: there the last owner's stands.
+            rows = slice(page * pages.page_size + first, (page + 1) * pages.page_size)
+            for stack in stacks:
+                assert stack.k[:, rows].isfinite().all(), f"page {page} of the prefix tree holds NaN"
+                assert stack.v[:, rows].isfinite().all(), f"page {page} of the prefix tree holds NaN"
 
 
 @each_loop

@@ -88,6 +88,10 @@ class Watch:
         self.launches = 0
         self.most_excess = 0
         self._owners: deque[dict[int, Request]] = deque()
+        self._handed_out: deque[list[int]] = deque()
+        self._allocated: list[int] = []
+        self._allocate = engine.pool.allocate
+        engine.pool.allocate = self.allocate  # type: ignore[method-assign]
         self._launch, self._run = engine.executor.launch, engine.executor.run
         engine.executor.launch = self.launch  # type: ignore[method-assign]
         engine.executor.run = self.run  # type: ignore[method-assign]
@@ -97,6 +101,8 @@ class Watch:
         """On the engine's own thread: who is in which slot, and on how many pages."""
         running = self.engine.scheduler.running
         self._owners.append({r.slot: r for r in running if r.slot is not None})
+        self._handed_out.append(self._allocated)
+        self._allocated = []
         if RESERVE in self.properties:
             for request in running:
                 self.check_reserve(request)
@@ -105,6 +111,7 @@ class Watch:
     def run(self, ticket: Ticket) -> list[Row]:
         """On the thread that runs tickets, in their order."""
         owners = self._owners.popleft()
+        self.spoil(self._handed_out.popleft())
         before = [self.decided(slot) for slot in ticket.slots]
         rows = self._run(ticket)
         self.launches += 1
@@ -114,6 +121,18 @@ class Watch:
             if not ticket.is_prefill:
                 self.check_round(owners[slot], decided, row)
         return rows
+
+    def allocate(self, count: int) -> list[int]:
+        pages = self._allocate(count)
+        self._allocated += pages
+        return pages
+
+    def spoil(self, pages: list[int]) -> None:
+        """NaN in every row of pages that change hands: a row that is read before it is decided would show."""
+        size = self.engine.layout.page_size
+        for buffers in self.engine.executor.round.pages.layers.values():
+            for buffer in buffers:
+                buffer.view(-1, size, *buffer.shape[1:])[pages] = torch.nan
 
     # After every launch
 
@@ -126,7 +145,7 @@ class Watch:
 
     def check_incremental(self, slot: int, decided: Decided) -> None:
         """(a) Committed rows of every layer are those of one plain pass: target rows 0 .. n-1, draft rows 1 .. n.  All
-        else in the request's pages, and the dummy page, is as clear as it was handed out."""
+        else in the request's pages is as spoilt as it was handed out, and the dummy page is clear."""
         scratch, n = self.reference.scratch(decided.tokens), decided.root_at
         held = [(0, n, layer) for layer in scratch.target] + [(1, n + 1, layer) for layer in scratch.draft]
         others = {first: self.undecided_rows(slot, first, first + n) for first in (0, 1)}
@@ -139,7 +158,8 @@ class Watch:
                 assert difference < EXACT, (
                     f"{what} of layer {layer}, rows {first} to {end - 1}: off by {difference:.2g}"
                 )
-                assert not buffer[others[first]].any(), f"{what} of layer {layer} holds rows that nobody decided"
+                assert buffer[others[first]].isnan().all(), f"{what} of layer {layer} holds rows that nobody decided"
+                assert not buffer[: self.engine.layout.page_size].any(), f"{what} of layer {layer}: the dummy page"
 
     def check_ready(self, slot: int, decided: Decided) -> None:
         """(b) The slot carries the root, and the draft's hidden there."""
@@ -219,10 +239,10 @@ class Watch:
         return Decided(tuple(table.history[slot, : int(table.prefix_len[slot]) + 1].tolist()))
 
     def undecided_rows(self, slot: int, first: int, end: int) -> Tensor:
-        """Rows at all other positions of the request's pages, and those of the dummy page."""
+        """Rows at all other positions of the request's pages."""
         page = self.engine.layout.page_size
         held = int((self.engine.executor.round.table.page_table[slot] > 0).sum()) * page
-        return torch.cat((torch.arange(page), self.rows(slot, 0, first), self.rows(slot, end, held)))
+        return torch.cat((self.rows(slot, 0, first), self.rows(slot, end, held)))
 
     def rows(self, slot: int, first: int, end: int) -> Tensor:
         """Rows of pages at positions first .. end-1."""

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from espalier.attention import Nodes, Prefix
-from espalier.engine.executor import read
+from espalier.engine.results import Results, read
 from espalier.engine.ticket import Row, Ticket
 from espalier.errors import EspalierError
 from espalier.request import SamplingParams
@@ -38,8 +38,11 @@ def round_of(algorithm: str, **change) -> Round:
 def test_an_empty_batch_is_legal(algorithm, attention, shaping):
     r = round_of(algorithm, attention=attention)
     with torch.inference_mode():
-        assert read(run(r, NONE, shaping, num_logprobs=2), traced=True) == []
-        assert read(prefill(r, NONE, NONE, 16, shaping, num_logprobs=2), traced=True) == []
+        for outcome in (run(r, NONE, shaping, 2), prefill(r, NONE, NONE, 16, shaping, 2)):
+            results = Results(r.layout, 1, r.pages.device)
+            results.write(NONE.new_zeros(1), outcome)
+            assert not results.ring.any()
+            assert read(results.fields, results.ring[0, :0].numpy(), outcome.logprobs, traced=True) == []
     assert not any(buffer.any() for pair in r.pages.layers.values() for buffer in pair)
 
 

@@ -1,0 +1,104 @@
+"""What launches give back: a ring of entries on the device, a row a request, and the rows as the host reads them.
+
+A launch writes its outcome to the entry that its ticket names.  Everything is an integer, scores as their bits, so that
+one copy brings an entry to the host.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from espalier.engine.ticket import DraftTree, Row, Tried
+from espalier.layout import RoundLayout
+from espalier.request import TokenLogprob
+from espalier.sampling.pick import Logprobs
+from espalier.speculate.round import Outcome
+from espalier.speculate.tree import VOID
+
+
+@dataclass(frozen=True)
+class Fields:
+    """Columns of a row, by name: slices of [0, width)."""
+
+    length: slice
+    sound: slice
+    emitted: slice
+    path: slice
+    tokens: slice
+    parents: slice
+    depths: slice
+    scores: slice
+    width: int
+
+    @classmethod
+    def of(cls, layout: RoundLayout) -> "Fields":
+        width, nodes = layout.extend_width, layout.num_draft_tokens
+        sizes = {"length": 1, "sound": 1, "emitted": width, "path": width}
+        sizes |= dict.fromkeys(("tokens", "parents", "depths", "scores"), nodes)
+        ends = np.cumsum(list(sizes.values())).tolist()
+        return cls(
+            **{name: slice(end - size, end) for (name, size), end in zip(sizes.items(), ends, strict=True)},
+            width=ends[-1],
+        )
+
+
+class Results:
+    """[entries, max_batch, width] int64 on the device."""
+
+    def __init__(self, layout: RoundLayout, entries: int, device: torch.device):
+        self.layout = layout
+        self.fields = Fields.of(layout)
+        self.ring = torch.zeros(entries, layout.max_batch, self.fields.width, dtype=torch.int64, device=device)
+
+    def write(self, entry: Tensor, outcome: Outcome) -> None:
+        """Put an outcome into entry [1]."""
+        batch = outcome.length.shape[0]
+        rows = torch.arange(batch, device=entry.device) + entry * self.layout.max_batch
+        self.ring.flatten(0, 1).index_copy_(0, rows, self._rows(outcome))
+
+    def _rows(self, outcome: Outcome) -> Tensor:
+        """[B, width]; a launch without a tree has one void node."""
+        steps = self.layout.extend_width
+        parts = [outcome.length[:, None], outcome.sound[:, None]]
+        parts.append(pad(outcome.tokens, (0, steps - outcome.tokens.shape[1])))
+        if outcome.tree is None or outcome.path is None:
+            rest = self.fields.width - sum(part.shape[1] for part in parts)
+            return torch.cat((*parts, torch.full_like(parts[0], VOID).expand(-1, rest)), 1)
+        tree = outcome.tree
+        scores = tree.scores.view(torch.int32).to(torch.int64)
+        return torch.cat((*parts, outcome.path.rows, tree.tokens, tree.parents, tree.depths, scores), 1)
+
+
+def read(fields: Fields, entry: np.ndarray, logprobs: Logprobs | None, traced: bool) -> list[Row]:
+    """The rows of entry [B, width], on the host; traced: the trees as well."""
+    length, sound = entry[:, fields.length][:, 0].tolist(), entry[:, fields.sound][:, 0].tolist()
+    emitted = entry[:, fields.emitted].tolist()
+    there = entry[:, fields.tokens] != VOID
+    drafted = np.maximum(there.sum(1) - 1, 0).tolist()
+    depth = (entry[:, fields.depths] * there).max(1).tolist()
+    reported = None if logprobs is None else [part.tolist() for part in logprobs]
+    return [
+        Row(
+            emitted[b][: sound[b]],
+            sound[b] == length[b],
+            Tried(drafted[b], depth[b]),
+            _tree(fields, entry[b], length[b]) if traced and there[b].any() else None,
+            [] if reported is None else _logprobs(emitted[b][: sound[b]], *(part[b] for part in reported)),
+        )
+        for b in range(len(length))
+    ]
+
+
+def _tree(fields: Fields, row: np.ndarray, length: int) -> DraftTree:
+    tokens, parents, depths = (row[part].tolist() for part in (fields.tokens, fields.parents, fields.depths))
+    scores = row[fields.scores].astype(np.int32).view(np.float32).tolist()
+    return DraftTree(tokens, parents, depths, scores, row[fields.path][:length].tolist())
+
+
+def _logprobs(
+    tokens: list[int], chosen: list[float], ids: list[list[int]], values: list[list[float]]
+) -> list[TokenLogprob]:
+    return [TokenLogprob(token, chosen[i], list(zip(ids[i], values[i], strict=True))) for i, token in enumerate(tokens)]
