@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 LOGITS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 SPLIT = 8192
-BLOCK = 2048
+BLOCK = 1024
 
 
 def pick_triton(
