@@ -39,13 +39,15 @@ def children_triton(
     topk: int,
     above: tuple[Tensor, Tensor] | None = None,
     tau: float = 1.0,
+    coupled: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """The topk best children of each row: target ids [B, Q, K] int64 and path scores [B, Q, K] float32, best first.
 
     logits: [B, Q, Vd] as pick_triton takes them; d2t: [Vd] int64, their target ids, None where the vocabularies are one;
     drawn at positions first [B] + offset; scores: [B, Q] float32 of the rows' own paths; above: (tokens [B, E], words
     [B, Q, W]) of the drafted tokens above each row.  A child's score is its path's plus its log-probability, at most 0,
-    in float32; temperature 0: of the shaped logits, else of (shaped logits / T + noise) / tau.  NaN counts as -inf.
+    in float32; temperature 0: of the shaped logits, else of (shaped logits / T + noise) / tau, or not `coupled`, of
+    shaped logits / T.  NaN counts as -inf.
     """
     batch, queries, vocab = logits.shape
     check_logits(logits, rows, rows.vocab if d2t is None else d2t.shape[0])
@@ -76,6 +78,7 @@ def children_triton(
         queries,
         splits,
         TAU=float(tau),
+        COUPLED=coupled,
         SPLIT=split,
         **how,
         num_warps=4,
@@ -134,6 +137,7 @@ def _best_children_kernel(
     queries,
     splits,
     TAU: tl.constexpr,
+    COUPLED: tl.constexpr,
     SPLIT: tl.constexpr,
     HAS_D2T: tl.constexpr,
     TOPK: tl.constexpr,
@@ -168,7 +172,7 @@ def _best_children_kernel(
         ids = tl.load(d2t_ptr + index, mask=inside, other=0).to(tl.int32)
     words = words_ptr + b * words_batch_stride + q * words_query_stride
     x = shaped(x, ids, inside, row, tokens_ptr + b * tokens_stride, words, first_above, num_above)
-    if tl.load(floats_ptr + b * 8) > 0:
+    if COUPLED and tl.load(floats_ptr + b * 8) > 0:
         k0, k1 = noise_keys(tl.load(ints_ptr + b * 8 + 1), position)
         x = x + gumbel_at(ids, k0, k1, exact)
         if TAU != 1.0:

@@ -146,7 +146,7 @@ def test_logits_may_stand_in_wider_rows(kernel_device):
 def test_nobody_has_no_children(kernel_device):
     slots = slots_of(table_of(ASKED, 20, kernel_device), [])
     none = torch.zeros(0, 2, device=kernel_device)
-    ids, best = children_triton(none[..., None].expand(0, 2, 20), None, kernel_rows(slots), slots.root, 0, none, 3)
+    ids, best = children_triton(none.new_zeros(0, 2, 20), None, kernel_rows(slots), slots.root, 0, none, 3)
     assert ids.shape == best.shape == (0, 2, 3)
 
 

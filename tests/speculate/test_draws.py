@@ -1,0 +1,89 @@
+"""Draws by the kernels and in plain torch are one: the same tokens at a tree's nodes, the same children."""
+
+import pytest
+import torch
+
+from espalier.kernels.ancestors import ancestor_mask, pack
+from espalier.sampling.shape import Above
+from espalier.speculate import draws as draws_module
+from espalier.speculate.draws import Draws
+from espalier.speculate.tree import Tree
+from tests.kernels.sampled import ASKED, EVERYTHING, random_above, random_logits, slots_of, table_of
+
+VOCAB, NODES, WIDTH = 24, 7, 4
+
+
+def draws_of(device, batch=len(ASKED)):
+    """(by the kernels, in plain torch) for the same slots."""
+    slots = slots_of(table_of(ASKED, VOCAB, device), range(1, batch + 1))
+    first = torch.arange(97, 97 + batch, device=device)
+    plain = Draws.of(slots, EVERYTHING, first.cpu(), WIDTH, VOCAB, torch.float64) if device.type == "cpu" else None
+    if plain is None:
+        on_cpu = slots_of(table_of(ASKED, VOCAB, torch.device("cpu")), range(1, batch + 1))
+        plain = Draws.of(on_cpu, EVERYTHING, first.cpu(), WIDTH, VOCAB, torch.float64)
+    return Draws.by_kernels(slots, EVERYTHING, first, VOCAB), plain
+
+
+def tree_of(batch: int, seed: int = 0) -> Tree:
+    """Random trees of three levels, their last node void."""
+    generator = torch.Generator().manual_seed(seed)
+    parents = torch.tensor([[0, 0, 0, 1, 1, 3, 0]] * batch)
+    depths = torch.tensor([[0, 1, 1, 2, 2, 3, 1]] * batch)
+    tokens = torch.randint(0, VOCAB, (batch, NODES), generator=generator)
+    tokens[:, -1] = -1
+    void = tokens < 0
+    scores = torch.zeros(batch, NODES).masked_fill(void, -torch.inf)
+    return Tree(tokens, parents, depths, scores, pack(ancestor_mask(parents, void, 3)))
+
+
+def moved(tree: Tree, device: torch.device) -> Tree:
+    return Tree(*(value.to(device) for value in vars(tree).values()))
+
+
+def test_the_nodes_of_a_tree(kernel_device):
+    by_kernels, plain = draws_of(kernel_device)
+    tree, logits = tree_of(len(ASKED)), random_logits(1, len(ASKED), NODES, VOCAB, dtype=torch.float64)
+    expected = plain.pick_nodes(logits, tree)
+    picked = by_kernels.pick_nodes(logits.to(kernel_device), moved(tree, kernel_device))
+    assert picked.tokens.tolist() == expected.tokens.tolist() and picked.finite.all()
+
+
+def test_the_token_after_a_chunk(kernel_device):
+    by_kernels, plain = draws_of(kernel_device)
+    logits = random_logits(2, len(ASKED), 1, VOCAB, dtype=torch.float64)
+    expected = plain.pick_last(logits)
+    assert by_kernels.pick_last(logits.to(kernel_device)).tokens.tolist() == expected.tokens.tolist()
+
+
+@pytest.mark.parametrize("draft_vocab", [None, 9])
+@pytest.mark.parametrize("level", [1, 3])
+def test_children_and_their_scores(kernel_device, draft_vocab, level):
+    by_kernels, plain = draws_of(kernel_device)
+    queries, batch = (1 if level == 1 else 2), len(ASKED)
+    d2t = None if draft_vocab is None else torch.arange(draft_vocab) * 2 + 1
+    logits = random_logits(3, batch, queries, draft_vocab or VOCAB, dtype=torch.float64)
+    scores = -torch.rand(batch, queries, generator=torch.Generator().manual_seed(4))
+    above = None if level == 1 else random_above(batch, queries, 4, VOCAB, torch.device("cpu"))
+    expected_ids, expected = plain.children(logits, d2t, level - 1, scores, 3, above)
+    ids, best = by_kernels.children(
+        logits.to(kernel_device),
+        None if d2t is None else d2t.to(kernel_device),
+        level - 1,
+        scores.to(kernel_device),
+        3,
+        None if above is None else Above(above.tokens.to(kernel_device), above.words.to(kernel_device)),
+    )
+    possible = expected > -torch.inf
+    assert torch.equal(ids.cpu()[possible], expected_ids[possible])
+    # The scores are float32; a shape whose penalties reach thousands has ulps to match.
+    assert torch.allclose(best.cpu(), expected, rtol=2**-22, atol=2**-22)
+
+
+def test_a_planted_offset_reaches_the_kernels(kernel_device, monkeypatch):
+    """The fault parent-noise breaks the path that runs, on either device."""
+    by_kernels, plain = draws_of(kernel_device)
+    tree, logits = tree_of(len(ASKED)), random_logits(1, len(ASKED), NODES, VOCAB, dtype=torch.float64)
+    right = plain.pick_nodes(logits, tree).tokens
+    monkeypatch.setattr(draws_module, "noise_offsets", lambda tree: tree.depths.gather(1, tree.parents))
+    wrong = by_kernels.pick_nodes(logits.to(kernel_device), moved(tree, kernel_device)).tokens.cpu()
+    assert (wrong != right).any() and torch.equal(wrong, plain.pick_nodes(logits, tree).tokens)
