@@ -1,8 +1,8 @@
 """The best continuations of the draft's rows, by scores that know the noise the target will draw with.
 
 The reference is Draws.children in espalier/speculate/draws.py on a CPU.  First every split of the draft's vocabulary
-gives its own best and its part of the softmax's sum, one pass over the logits; then a program a row merges them.  Splits
-follow from the vocabulary alone, so a row's children depend on nothing else.
+gives its own best and its part of the softmax's sum, one pass over the logits; then a program a row merges them.
+Splits follow from the vocabulary alone, so a row's children depend on nothing else.
 
 Where it differs from the reference, all of which moves what is proposed and never what is emitted: children are ordered
 by their exact logits, not by rounded log-probabilities, two of which may tie where the logits do not; ties go to the
@@ -20,8 +20,7 @@ from torch import Tensor
 
 from espalier.kernels.launch import kernel, power_of_two, require
 from espalier.kernels.noise import gumbel_at, noise_keys
-from espalier.kernels.pick import check_logits
-from espalier.kernels.shaping import SlotRows, above_arguments, divided, shaped, slot_row
+from espalier.kernels.shaping import SlotRows, above_arguments, divided, logits_arguments, row_of, shaped
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -43,63 +42,45 @@ def children_triton(
 ) -> tuple[Tensor, Tensor]:
     """The topk best children of each row: target ids [B, Q, K] int64 and path scores [B, Q, K] float32, best first.
 
-    logits: [B, Q, Vd] as pick_triton takes them; d2t: [Vd] int64, their target ids, None where the vocabularies are one;
+    logits: [B, Q, Vd] as pick_triton takes them; d2t: [Vd] int64, their target ids, None where vocabularies are one;
     drawn at positions first [B] + offset; scores: [B, Q] float32 of the rows' own paths; above: (tokens [B, E], words
     [B, Q, W]) of the drafted tokens above each row.  A child's score is its path's plus its log-probability, at most 0,
     in float32; temperature 0: of the shaped logits, else of (shaped logits / T + noise) / tau, or not `coupled`, of
     shaped logits / T.  NaN counts as -inf.
     """
     batch, queries, vocab = logits.shape
-    check_logits(logits, rows, rows.vocab if d2t is None else d2t.shape[0])
-    require("first", first, (batch,), torch.int64, logits)
+    given = logits_arguments(logits, rows.vocab if d2t is None else d2t.shape[0], rows, first)
     require("scores", scores, (batch, queries), torch.float32, logits)
+    of_target = rows.ints if d2t is None else d2t.contiguous()
     if d2t is not None:
-        require("d2t", d2t.contiguous(), (vocab,), torch.int64, logits)
+        require("d2t", of_target, (vocab,), torch.int64, logits)
+    hanging = above_arguments(above, 0, queries, rows)
     ids = torch.empty(batch, queries, topk, dtype=torch.int64, device=logits.device)
     best = torch.empty(batch, queries, topk, dtype=torch.float32, device=logits.device)
-    hanging = above_arguments(*(above or (None, None)), 0, queries, rows)
     if not ids.numel():
         return ids, best
     split = min(SPLIT, power_of_two(vocab))
-    splits, places = -(-vocab // split), batch * queries
+    places, splits = batch * queries, -(-vocab // split)
     exact = torch.promote_types(logits.dtype, torch.float32)
     values = torch.empty(places, splits, topk, dtype=exact, device=logits.device)
     indices = torch.empty(places, splits, topk, dtype=torch.int32, device=logits.device)
     sums = torch.empty(places, splits, 2, dtype=exact, device=logits.device)
-    of_target = rows.ints if d2t is None else d2t.contiguous()
-    how = {"HAS_D2T": d2t is not None, "TOPK": topk}
+    # A multiply-add rounds once where the reference rounds twice.
+    how = {"HAS_D2T": d2t is not None, "TOPK": topk, "num_warps": 4, "enable_fp_fusion": False}
+    of_splits = (values, indices, sums)
     _best_children_kernel[(places, splits)](
-        values,
-        indices,
-        sums,
-        *(logits, logits.stride(0), logits.stride(1), vocab, of_target, first, first.stride(0), offset),
-        *rows.arguments(),
-        *hanging,
-        queries,
-        splits,
+        *(*of_splits, vocab, of_target, offset, given, rows.arguments(), hanging, queries, splits),
         TAU=float(tau),
         COUPLED=coupled,
         SPLIT=split,
         **how,
-        num_warps=4,
-        enable_fp_fusion=False,
     )
     _merge_children_kernel[(places,)](
-        ids,
-        best,
-        values,
-        indices,
-        sums,
-        of_target,
-        *(scores, *scores.stride()),
-        queries,
-        splits,
+        *(ids, best, *of_splits, of_target, scores, *scores.stride(), queries, splits),
         SPLITS=power_of_two(splits),
         CANDIDATES=power_of_two(splits * topk),
         CHILDREN=power_of_two(topk),
         **how,
-        num_warps=4,
-        enable_fp_fusion=False,
     )
     return ids, best
 
@@ -109,31 +90,12 @@ def _best_children_kernel(
     values_ptr,
     indices_ptr,
     sums_ptr,
-    logits_ptr,
-    batch_stride,
-    query_stride,
     draft_vocab,
     d2t_ptr,
-    first_ptr,
-    first_stride,
     offset,
-    ints_ptr,
-    floats_ptr,
-    bias_ids_ptr,
-    bias_values_ptr,
-    stop_ids_ptr,
-    counts_ptr,
-    seen_ptr,
-    num_bias,
-    num_stops,
-    vocab,
-    tokens_ptr,
-    tokens_stride,
-    words_ptr,
-    words_batch_stride,
-    words_query_stride,
-    first_above,
-    num_above,
+    logits,
+    slots,
+    above,
     queries,
     splits,
     TAU: tl.constexpr,
@@ -145,35 +107,17 @@ def _best_children_kernel(
     """A split's TOPK best (value, draft index), its maximum and its sum of exponentials over that."""
     out = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
-    b = out // queries
-    q = out % queries
-    position = tl.load(first_ptr + b * first_stride) + offset
-    row = slot_row(
-        b,
-        position,
-        ints_ptr,
-        floats_ptr,
-        bias_ids_ptr,
-        bias_values_ptr,
-        stop_ids_ptr,
-        counts_ptr,
-        seen_ptr,
-        num_bias,
-        num_stops,
-        vocab,
-    )
+    b, logits_ptr, position, row, hanging = row_of(out, queries, offset, logits, slots, above)
     index = split * SPLIT + tl.arange(0, SPLIT)
     inside = index < draft_vocab
     exact: tl.constexpr = values_ptr.dtype.element_ty
-    logits = logits_ptr + b * batch_stride + q * query_stride
-    x = tl.load(logits + index, mask=inside, other=float("-inf")).to(exact)
+    x = tl.load(logits_ptr + index, mask=inside, other=float("-inf")).to(exact)
     ids = index
     if HAS_D2T:
         ids = tl.load(d2t_ptr + index, mask=inside, other=0).to(tl.int32)
-    words = words_ptr + b * words_batch_stride + q * words_query_stride
-    x = shaped(x, ids, inside, row, tokens_ptr + b * tokens_stride, words, first_above, num_above)
-    if COUPLED and tl.load(floats_ptr + b * 8) > 0:
-        k0, k1 = noise_keys(tl.load(ints_ptr + b * 8 + 1), position)
+    x = shaped(x, ids, inside, row, hanging)
+    if COUPLED and tl.load(slots[1] + b * 8) > 0:
+        k0, k1 = noise_keys(tl.load(slots[0] + b * 8 + 1), position)
         x = x + gumbel_at(ids, k0, k1, exact)
         if TAU != 1.0:
             x = divided(x, tl.zeros_like(x) + TAU)
@@ -211,7 +155,7 @@ def _merge_children_kernel(
     HAS_D2T: tl.constexpr,
     TOPK: tl.constexpr,
 ):
-    """A row's TOPK best of its splits' best.  Candidates lie in draft order among equals, so the first is the lowest."""
+    """A row's TOPK best of its splits' best.  Equal candidates lie in draft order, so the first is the lowest."""
     out = tl.program_id(0).to(tl.int64)
     split = tl.arange(0, SPLITS)
     part = out * splits + split

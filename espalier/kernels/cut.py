@@ -28,7 +28,7 @@ def shaped_block(logits_ptr, start, vocab, exact: tl.constexpr, row, above, BLOC
     ids = start + tl.arange(0, BLOCK)
     inside = ids < vocab
     x = tl.load(logits_ptr + ids, mask=inside, other=float("-inf")).to(exact)
-    return shaped(x, ids, inside, row, above[0], above[1], above[2], above[3]), ids
+    return shaped(x, ids, inside, row, above), ids
 
 
 @kernel
@@ -42,18 +42,20 @@ def in_order(x):
     """Floats as integers of the same order; its own inverse but for the type."""
     if x.dtype == tl.float32:
         bits = x.to(tl.int32, bitcast=True)
-        return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+        key = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     else:
         bits = x.to(tl.int64, bitcast=True)
-        return bits ^ ((bits >> 63) & 0x7FFFFFFFFFFFFFFF)
+        key = bits ^ ((bits >> 63) & 0x7FFFFFFFFFFFFFFF)
+    return key
 
 
 @kernel
 def from_order(key):
     if key.dtype == tl.int32:
-        return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+        x = (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
     else:
-        return (key ^ ((key >> 63) & 0x7FFFFFFFFFFFFFFF)).to(tl.float64, bitcast=True)
+        x = (key ^ ((key >> 63) & 0x7FFFFFFFFFFFFFFF)).to(tl.float64, bitcast=True)
+    return x
 
 
 @kernel
@@ -85,7 +87,7 @@ def find_cut(logits_ptr, vocab, row, above, top, lowest, target, BY_MASS: tl.con
         larger = tl.full([BLOCK], float("inf"), exact)
         rest = tl.full([BLOCK], float("-inf"), exact)
         for start in range(0, vocab, BLOCK):
-            x, ids = shaped_block(logits_ptr, start, vocab, exact, row, above, BLOCK)
+            x, _ids = shaped_block(logits_ptr, start, vocab, exact, row, above, BLOCK)
             if BY_MASS:
                 weight += tl.where(x > pivot, mass_of(x, top), 0)
             else:
@@ -107,7 +109,7 @@ def mass_left(logits_ptr, vocab, row, above, top, cut, ties, BLOCK: tl.constexpr
     """The mass of all over the cut, and of as many at it as stay."""
     weight = tl.zeros([BLOCK], tl.int64)
     for start in range(0, vocab, BLOCK):
-        x, ids = shaped_block(logits_ptr, start, vocab, top.dtype, row, above, BLOCK)
+        x, _ids = shaped_block(logits_ptr, start, vocab, top.dtype, row, above, BLOCK)
         weight += tl.where(x > cut, mass_of(x, top), 0)
     return tl.sum(weight, 0) + ties * mass_at(cut, top, BLOCK)
 
@@ -140,9 +142,10 @@ def cut_of(logits_ptr, vocab, row, above, top, top_k, top_p, BLOCK: tl.constexpr
 
 
 @kernel
-def draw_filtered(logits_ptr, vocab, row, above, top, top_k, top_p, min_p, k0, k1, BLOCK: tl.constexpr):
-    """(value, id) of the best logit plus noise among what the filters leave; ties to the lower id."""
+def draw_filtered(logits_ptr, vocab, row, above, top, filters, k0, k1, BLOCK: tl.constexpr):
+    """The id of the best logit plus noise among what the filters (top_k, top_p, min_p) leave; ties to the lower id."""
     exact: tl.constexpr = top.dtype
+    top_k, top_p, min_p = filters
     cut, ties = cut_of(logits_ptr, vocab, row, above, top, top_k, top_p, BLOCK)
     best = tl.full([BLOCK], float("-inf"), exact)
     at = tl.arange(0, BLOCK)
@@ -159,4 +162,4 @@ def draw_filtered(logits_ptr, vocab, row, above, top, top_k, top_p, min_p, k0, k
             at = tl.where(drawn > best, ids, at)
             best = tl.maximum(best, drawn)
     value = tl.max(best, 0)
-    return value, tl.min(tl.where(best == value, at, vocab), 0)
+    return tl.min(tl.where(best == value, at, vocab), 0)

@@ -1,9 +1,8 @@
 """Device functions that repeat espalier/sampling/noise.py, which is their reference and gives the integers.
 
 The bits are equal exactly.  The logarithms are tl.log, which Triton lowers to libdevice's accurate __nv_logf and
-__nv_log (one ulp; not lg2.approx): in float32 the noise is within 4 ulp or 2**-22 of the reference's, whichever is more,
-because a difference of one ulp in the inner logarithm is a relative one and the outer logarithm turns it into an
-absolute one.
+__nv_log (one ulp; not lg2.approx): in float32 the noise is within 2**-22 of the reference's, relative where it is over
+1, else absolute, because the outer logarithm turns the inner one's relative ulp into an absolute one.
 """
 
 from __future__ import annotations

@@ -16,16 +16,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from espalier.errors import EspalierError
 from espalier.kernels.cut import draw_filtered, shaped_block
 from espalier.kernels.launch import kernel, power_of_two, require
 from espalier.kernels.noise import gumbel_at, noise_keys
-from espalier.kernels.shaping import SlotRows, above_arguments, slot_row
+from espalier.kernels.shaping import SlotRows, above_arguments, logits_arguments, row_of
 
 if TYPE_CHECKING:
     import triton.language as tl
 
-LOGITS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 SPLIT = 8192
 BLOCK = 1024
 
@@ -45,43 +43,24 @@ def pick_triton(
     with a NaN is not finite and its token is that of the first NaN; one whose best is infinite is not finite either.
     """
     batch, queries = logits.shape[:2]
-    check_logits(logits, rows, rows.vocab)
-    require("first", first, (batch,), torch.int64, logits)
+    given = logits_arguments(logits, rows.vocab, rows, first)
     require("offsets", offsets, (batch, queries), torch.int64, logits)
+    hanging = above_arguments(above, first_above, queries, rows)
     tokens = torch.empty(batch, queries, dtype=torch.int64, device=logits.device)
     finite = torch.empty(batch, queries, dtype=torch.bool, device=logits.device)
-    above_tokens, above_words = above or (None, None)
-    hanging = above_arguments(above_tokens, above_words, first_above, queries, rows)
     if not tokens.numel():
         return tokens, finite
     split, block = split_sizes(rows.vocab)
-    splits = -(-rows.vocab // split)
+    places, splits = batch * queries, -(-rows.vocab // split)
     exact = torch.promote_types(logits.dtype, torch.float32)
-    values = torch.empty(batch * queries, splits, dtype=exact, device=logits.device)
-    ids = torch.empty(batch * queries, splits, dtype=torch.int32, device=logits.device)
-    shared = (
-        *(logits, logits.stride(0), logits.stride(1), first, first.stride(0), offsets, *offsets.stride()),
-        *rows.arguments(),
-        *hanging,
-        queries,
-    )
+    values = torch.empty(places, splits, dtype=exact, device=logits.device)
+    ids = torch.empty(places, splits, dtype=torch.int32, device=logits.device)
+    shared = ((offsets, *offsets.stride()), given, rows.arguments(), hanging, queries, splits)
     # A multiply-add rounds once where the reference rounds twice.
-    how = {"BLOCK": block, "num_warps": 4, "enable_fp_fusion": False}
-    _best_of_split_kernel[(batch * queries, splits)](values, ids, *shared, splits, SPLIT=split, **how)
-    how |= {"num_warps": 8}
-    _settle_kernel[(batch * queries,)](
-        tokens, finite, values, ids, *shared, splits, SPLITS=power_of_two(splits), **how
-    )
+    how = {"BLOCK": block, "enable_fp_fusion": False}
+    _best_of_split_kernel[(places, splits)](values, ids, *shared, SPLIT=split, num_warps=4, **how)
+    _settle_kernel[(places,)](tokens, finite, values, ids, *shared, SPLITS=power_of_two(splits), num_warps=8, **how)
     return tokens, finite
-
-
-def check_logits(logits: Tensor, rows: SlotRows, vocab: int) -> None:
-    require("logits", logits, (rows.batch, -1, vocab), None, rows.ints)
-    if logits.dtype not in LOGITS or (logits.shape[2] > 1 and logits.stride(2) != 1):
-        raise EspalierError(
-            f"logits are {logits.dtype} of stride {logits.stride(2)} in the vocabulary; give bfloat16, float16, float32 "
-            "or float64 whose last dimension is dense"
-        )
 
 
 def split_sizes(vocab: int) -> tuple[int, int]:
@@ -91,34 +70,19 @@ def split_sizes(vocab: int) -> tuple[int, int]:
 
 
 @kernel
+def offset_of(out, queries, offsets):
+    offsets_ptr, batch_stride, query_stride = offsets
+    return tl.load(offsets_ptr + out // queries * batch_stride + out % queries * query_stride)
+
+
+@kernel
 def _best_of_split_kernel(
     values_ptr,
     ids_ptr,
-    logits_ptr,
-    batch_stride,
-    query_stride,
-    first_ptr,
-    first_stride,
-    offsets_ptr,
-    offsets_batch_stride,
-    offsets_query_stride,
-    ints_ptr,
-    floats_ptr,
-    bias_ids_ptr,
-    bias_values_ptr,
-    stop_ids_ptr,
-    counts_ptr,
-    seen_ptr,
-    num_bias,
-    num_stops,
-    vocab,
-    tokens_ptr,
-    tokens_stride,
-    words_ptr,
-    words_batch_stride,
-    words_query_stride,
-    first_above,
-    num_above,
+    offsets,
+    logits,
+    slots,
+    above,
     queries,
     splits,
     SPLIT: tl.constexpr,
@@ -127,35 +91,17 @@ def _best_of_split_kernel(
     """Best (value, lowest id) of a split: of logit / T + noise, without the noise in a row with filters."""
     out = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
-    b = out // queries
-    q = out % queries
-    offset = tl.load(offsets_ptr + b * offsets_batch_stride + q * offsets_query_stride)
-    position = tl.load(first_ptr + b * first_stride) + offset
-    row = slot_row(
-        b,
-        position,
-        ints_ptr,
-        floats_ptr,
-        bias_ids_ptr,
-        bias_values_ptr,
-        stop_ids_ptr,
-        counts_ptr,
-        seen_ptr,
-        num_bias,
-        num_stops,
-        vocab,
-    )
-    words = words_ptr + b * words_batch_stride + q * words_query_stride
-    above = (tokens_ptr + b * tokens_stride, words, first_above, num_above)
-    logits = logits_ptr + b * batch_stride + q * query_stride
+    offset = offset_of(out, queries, offsets)
+    b, logits_ptr, position, row, hanging = row_of(out, queries, offset, logits, slots, above)
+    ints, floats, vocab = slots[0] + b * 8, slots[1] + b * 8, slots[9]
     exact: tl.constexpr = values_ptr.dtype.element_ty
-    noisy = (tl.load(floats_ptr + b * 8) > 0) & (tl.load(ints_ptr + b * 8 + 7) == 0)
-    k0, k1 = noise_keys(tl.load(ints_ptr + b * 8 + 1), position)
+    noisy = (tl.load(floats) > 0) & (tl.load(ints + 7) == 0)
+    k0, k1 = noise_keys(tl.load(ints + 1), position)
     best = tl.full([BLOCK], float("-inf"), exact)
     at = split * SPLIT + tl.arange(0, BLOCK)
     first_nan = tl.full([BLOCK], 2147483647, tl.int32)
     for start in range(split * SPLIT, tl.minimum(split * SPLIT + SPLIT, vocab), BLOCK):
-        x, ids = shaped_block(logits, start, vocab, exact, row, above, BLOCK)
+        x, ids = shaped_block(logits_ptr, start, vocab, exact, row, hanging, BLOCK)
         if noisy:
             x = x + gumbel_at(ids, k0, k1, exact)
         first_nan = tl.minimum(first_nan, tl.where(x != x, ids, 2147483647))
@@ -171,35 +117,14 @@ def _best_of_split_kernel(
 
 @kernel
 def _settle_kernel(
-    tokens_out_ptr,
+    tokens_ptr,
     finite_ptr,
     values_ptr,
     ids_ptr,
-    logits_ptr,
-    batch_stride,
-    query_stride,
-    first_ptr,
-    first_stride,
-    offsets_ptr,
-    offsets_batch_stride,
-    offsets_query_stride,
-    ints_ptr,
-    floats_ptr,
-    bias_ids_ptr,
-    bias_values_ptr,
-    stop_ids_ptr,
-    counts_ptr,
-    seen_ptr,
-    num_bias,
-    num_stops,
-    vocab,
-    tokens_ptr,
-    tokens_stride,
-    words_ptr,
-    words_batch_stride,
-    words_query_stride,
-    first_above,
-    num_above,
+    offsets,
+    logits,
+    slots,
+    above,
     queries,
     splits,
     SPLITS: tl.constexpr,
@@ -216,32 +141,12 @@ def _settle_kernel(
     token = tl.min(tl.where(values == best, ids, 2147483647), 0)
     finite = (nan == 2147483647) & (tl.abs(best) < float("inf"))
     token = tl.where(nan < 2147483647, nan, token)
-    b = out // queries
-    if finite & (tl.load(ints_ptr + b * 8 + 7) != 0):
-        q = out % queries
-        offset = tl.load(offsets_ptr + b * offsets_batch_stride + q * offsets_query_stride)
-        position = tl.load(first_ptr + b * first_stride) + offset
-        row = slot_row(
-            b,
-            position,
-            ints_ptr,
-            floats_ptr,
-            bias_ids_ptr,
-            bias_values_ptr,
-            stop_ids_ptr,
-            counts_ptr,
-            seen_ptr,
-            num_bias,
-            num_stops,
-            vocab,
-        )
-        words = words_ptr + b * words_batch_stride + q * words_query_stride
-        above = (tokens_ptr + b * tokens_stride, words, first_above, num_above)
-        logits = logits_ptr + b * batch_stride + q * query_stride
-        k0, k1 = noise_keys(tl.load(ints_ptr + b * 8 + 1), position)
-        top_k = tl.load(ints_ptr + b * 8 + 2)
-        top_p = tl.load(floats_ptr + b * 8 + 1)
-        min_p = tl.load(floats_ptr + b * 8 + 2)
-        best, token = draw_filtered(logits, vocab, row, above, best, top_k, top_p, min_p, k0, k1, BLOCK)
-    tl.store(tokens_out_ptr + out, token.to(tl.int64))
+    ints, floats, vocab = slots[0] + out // queries * 8, slots[1] + out // queries * 8, slots[9]
+    if finite & (tl.load(ints + 7) != 0):
+        offset = offset_of(out, queries, offsets)
+        _b, logits_ptr, position, row, hanging = row_of(out, queries, offset, logits, slots, above)
+        k0, k1 = noise_keys(tl.load(ints + 1), position)
+        filters = (tl.load(ints + 2), tl.load(floats + 1), tl.load(floats + 2))
+        token = draw_filtered(logits_ptr, vocab, row, hanging, best, filters, k0, k1, BLOCK)
+    tl.store(tokens_ptr + out, token.to(tl.int64))
     tl.store(finite_ptr + out, finite)

@@ -20,6 +20,7 @@ from espalier.slots import SlotTable
 if TYPE_CHECKING:
     import triton.language as tl
 
+LOGITS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 NUM_INTS = 8
 NUM_FLOATS = 8
 INTS = ("top_k", "seed", "min_position")
@@ -31,7 +32,8 @@ class SlotRows:
     """Sampling parameters of a batch, gathered once a launch; the wide fields stay in the table.
 
     ints [B, 8] int64: slot, seed, top_k, min_position, number of bias entries, number of stop ids, whether penalties
-    and whether filters are in force.  floats [B, 8] float32: temperature, top_p, min_p, repetition, presence, frequency.
+    and whether filters are in force.  floats [B, 8] float32: temperature, top_p, min_p, repetition, presence,
+    frequency.
     """
 
     table: SlotTable
@@ -76,7 +78,7 @@ class SlotRows:
         return self.table.counts.shape[1]
 
     def arguments(self) -> tuple[Any, ...]:
-        """What slot_row takes after the row's number."""
+        """The kernels' argument `slots`."""
         table = self.table
         wide = (table.bias_ids, table.bias_values, table.stop_ids, table.counts, table.seen)
         return (self.ints, self.floats, *wide, *(value.shape[1] for value in wide[1:4]))
@@ -106,17 +108,30 @@ def check_table(table: SlotTable) -> None:
             raise EspalierError(f"table.{name} must be contiguous; allocate it whole")
 
 
-def above_arguments(tokens: Tensor | None, words: Tensor | None, first: int, queries: int, rows: SlotRows) -> list[Any]:
-    """Checked kernel arguments for drafted tokens above a row: tokens [B, E], words [B, Q, W] of which `first` and
-    those after it count; None and None for nothing."""
-    if tokens is None or words is None:
-        return [rows.ints, 0, rows.ints, 0, 0, 0, 0]
+def logits_arguments(logits: Tensor, vocab: int, rows: SlotRows, first: Tensor) -> tuple[Any, ...]:
+    """The kernels' argument `logits`, checked: [B, Q, vocab], dense in the last, of tokens from `first` [B] on."""
+    require("logits", logits, (rows.batch, -1, vocab), None, rows.ints)
+    require("first", first, (rows.batch,), torch.int64, rows.ints)
+    if logits.dtype not in LOGITS or (vocab > 1 and logits.stride(2) != 1):
+        raise EspalierError(
+            f"logits are {logits.dtype} of stride {logits.stride(2)} in the vocabulary; give bfloat16, float16, "
+            "float32 or float64 whose last dimension is dense"
+        )
+    return (logits, logits.stride(0), logits.stride(1), first, first.stride(0))
+
+
+def above_arguments(above: tuple[Tensor, Tensor] | None, first: int, queries: int, rows: SlotRows) -> tuple[Any, ...]:
+    """The kernels' argument `above`, checked: (tokens [B, E], words [B, Q, W]) of which `first` and those after it
+    count; None for nothing."""
+    if above is None:
+        return (rows.ints, 0, rows.ints, 0, 0, 0, 0)
+    tokens, words = above
     require("above.tokens", tokens, (rows.batch, -1), torch.int64, rows.ints)
     require("above.words", words, (rows.batch, queries, -1), torch.int64, rows.ints)
     num_above = tokens.shape[1]
     if num_above > 64 * words.shape[2] or tokens.stride(1) != 1 or words.stride(2) != 1:
         raise EspalierError(f"above needs a bit for each of {num_above} tokens, both dense in their last dimension")
-    return [tokens, tokens.stride(0), words, words.stride(0), words.stride(1), first, num_above]
+    return (tokens, tokens.stride(0), words, words.stride(0), words.stride(1), first, num_above)
 
 
 @kernel
@@ -182,21 +197,26 @@ def _gather_kernel(
 
 
 @kernel
-def slot_row(
-    b,
-    position,
-    ints_ptr,
-    floats_ptr,
-    bias_ids_ptr,
-    bias_values_ptr,
-    stop_ids_ptr,
-    counts_ptr,
-    seen_ptr,
-    num_bias,
-    num_stops,
-    vocab,
-):
+def row_of(out, queries, offset, logits, slots, above):
+    """(row of the batch, its logits, position drawn at, what shapes it, what stands above it) of row `out` of a launch.
+
+    logits, slots, above: tuples, as logits_arguments, SlotRows.arguments and above_arguments make them.
+    """
+    logits_ptr, batch_stride, query_stride, first_ptr, first_stride = logits
+    tokens_ptr, tokens_stride, words_ptr, words_batch_stride, words_query_stride, first_above, num_above = above
+    b = out // queries
+    q = out % queries
+    position = tl.load(first_ptr + b * first_stride) + offset
+    words_ptr += b * words_batch_stride + q * words_query_stride
+    hanging = (tokens_ptr + b * tokens_stride, words_ptr, first_above, num_above)
+    return b, logits_ptr + b * batch_stride + q * query_stride, position, slot_row(b, position, slots), hanging
+
+
+@kernel
+def slot_row(b, position, slots):
     """What shapes a token drawn at `position` in row b of the batch, as shaped() takes it."""
+    ints_ptr, floats_ptr, bias_ids_ptr, bias_values_ptr, stop_ids_ptr, counts_ptr, seen_ptr = slots[:7]
+    num_bias, num_stops, vocab = slots[7:]
     ints = ints_ptr + b * 8
     floats = floats_ptr + b * 8
     slot = tl.load(ints)
@@ -221,16 +241,17 @@ def slot_row(
 def divided(x, y):
     """x / y, correctly rounded; a plain `/` of float32 is not."""
     if x.dtype == tl.float32:
-        return tl.div_rn(x, y)
+        ratio = tl.div_rn(x, y)
     else:
-        return x / y
+        ratio = x / y
+    return ratio
 
 
 @kernel
-def shaped(x, ids, inside, row, tokens_ptr, words_ptr, first_above, num_above):
+def shaped(x, ids, inside, row, above):
     """Bias, bans, penalties, temperature: logits x of token ids [BLOCK], in the dtype that x has.
 
-    Lanes that are not `inside` hold -inf and keep it.  tokens, words: of the drafted tokens above this row.
+    Lanes that are not `inside` hold -inf and keep it.  row, above: as row_of gives them.
     """
     (
         num_bias,
@@ -246,6 +267,7 @@ def shaped(x, ids, inside, row, tokens_ptr, words_ptr, first_above, num_above):
         frequency,
         temperature,
     ) = row
+    tokens_ptr, words_ptr, first_above, num_above = above
     exact: tl.constexpr = x.dtype
     for e in range(num_bias):
         x = tl.where(ids == tl.load(bias_ids_ptr + e), x + tl.load(bias_values_ptr + e).to(exact), x)
