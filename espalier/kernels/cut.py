@@ -135,8 +135,8 @@ def cut_of(logits_ptr, vocab, row, above, top, top_k, top_p, BLOCK: tl.constexpr
         lowest = tl.maximum(cut, top - 28.0)
         tail, over = find_cut(logits_ptr, vocab, row, above, top, lowest, enough, True, BLOCK)
         each = tl.maximum(mass_at(tail, top, BLOCK), 1)
-        needed = (enough - over + each - 1) // each
-        ties = tl.where(tail == cut, tl.minimum(ties, needed), needed)
+        # No more than top-k left at this value: enough is no more than what is left.
+        ties = (enough - over + each - 1) // each
         cut = tail
     return cut, ties
 

@@ -24,11 +24,13 @@ ASKED: tuple[Mapping[str, float], ...] = (
     {"temperature": 1.5, "min_p": 0.1},
     {"temperature": 0.8, "top_k": 20, "top_p": 0.95, "min_p": 0.02},
     {"temperature": 1.0, "top_k": 1},
+    {"temperature": 1.0, "min_p": 1.0},
     {"temperature": 1.0, "top_k": 1_000_000, "top_p": 1e-6},
     {**PENALTIES, "bias": 3, "stops": 2},
     {"temperature": 0.9, "top_k": 5, "top_p": 0.8, "bias": 4, **PENALTIES},
     {"temperature": 0.7, "top_p": 0.9, "min_p": 0.05, "stops": 3, "repetition": 0.8, "presence": -0.5},
     {"temperature": 1e-3, "frequency": -0.3, "bias": 1},
+    {"temperature": 1.0, "top_k": 7, "top_p": 0.99},
 )
 
 

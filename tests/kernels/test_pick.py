@@ -5,6 +5,7 @@ import torch
 
 from espalier.errors import EspalierError
 from espalier.kernels import pick as kernel_of_pick
+from espalier.kernels.ancestors import pack
 from espalier.kernels.pick import pick_triton
 from espalier.sampling.pick import Picked, pick
 from espalier.sampling.shape import Above
@@ -80,10 +81,31 @@ def test_every_way_to_sample(kernel_device, vocab, queries, dtype):
     agree(logits, slots, first, offsets, random_above(len(ASKED), queries, 5, vocab, kernel_device), 1)
 
 
-def test_nodes_past_the_first_word_count_too(kernel_device):
-    slots, first, offsets = batch_of(16, 3, kernel_device, asked=(ASKED[8], ASKED[9]))
-    logits = random_logits(11, 2, 3, 16).to(kernel_device)
-    agree(logits, slots, first, offsets, random_above(2, 3, 66, 16, kernel_device, seed=1))
+@pytest.mark.parametrize("first_above", [0, 1])
+def test_a_node_counts_where_its_bit_stands_and_nowhere_else(kernel_device, first_above):
+    nodes, vocab = [0, 1, 5, 63, 64, 69], 80
+    slots = slots_of(table_of(({"presence": 10.0},), vocab, kernel_device), [1])
+    slots.table.counts.zero_()
+    on_path = torch.zeros(1, len(nodes), 70, dtype=torch.bool)
+    logits = torch.zeros(1, len(nodes), vocab)
+    for q, node in enumerate(nodes):
+        on_path[0, q, node] = True
+        logits[0, q, node + 2] = 1.0  # the token of that node
+    tokens = torch.arange(2, 72)[None].to(kernel_device)
+    offsets = torch.zeros(1, len(nodes), dtype=torch.int64, device=kernel_device)
+    above = (tokens, pack(on_path).to(kernel_device))
+    picked, _ = pick_triton(logits.to(kernel_device), kernel_rows(slots), slots.root, offsets, above, first_above)
+    assert picked[0].tolist() == [2 if first_above else 0, 0, 0, 0, 0, 0]
+
+
+def test_bans_end_at_their_position(kernel_device):
+    slots = slots_of(table_of(({},), 40, kernel_device), [1])
+    slots.table.stop_ids[1, :2] = torch.tensor([33, 7])
+    logits = torch.zeros(1, 4, 40)
+    logits[..., 7], logits[..., 33], logits[..., 12] = 3.0, 2.0, 1.0
+    offsets = torch.tensor([[97, 99, 100, 101]], device=kernel_device)
+    picked, _ = pick_triton(logits.to(kernel_device), kernel_rows(slots), slots.root, offsets)
+    assert picked[0].tolist() == [12, 12, 7, 7]
 
 
 @pytest.mark.parametrize("spread", ["equal", "two values", "one left", "wide", "tiny"])
