@@ -13,7 +13,7 @@ from tests.kernels.sampled import ASKED, EVERYTHING, random_above, random_logits
 # The interpreter computes what a `where` leaves out as well.
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
 
-VOCAB, NODES, WIDTH = 24, 7, 4
+VOCAB, NODES, WIDTH = 16, 7, 4
 
 
 def draws_of(device):
@@ -60,7 +60,7 @@ def test_the_token_after_a_chunk(kernel_device):
 def test_children_and_their_scores(kernel_device, draft_vocab, level):
     by_kernels, plain = draws_of(kernel_device)
     queries, batch = (1 if level == 1 else 2), len(ASKED)
-    d2t = None if draft_vocab is None else torch.arange(draft_vocab) * 2 + 1
+    d2t = None if draft_vocab is None else torch.arange(draft_vocab) + 3
     logits = random_logits(3, batch, queries, draft_vocab or VOCAB, dtype=torch.float64)
     scores = -torch.rand(batch, queries, generator=torch.Generator().manual_seed(4))
     above = None if level == 1 else random_above(batch, queries, 4, VOCAB, torch.device("cpu"))
@@ -87,3 +87,29 @@ def test_a_planted_offset_reaches_the_kernels(kernel_device, monkeypatch):
     monkeypatch.setattr(draws_module, "noise_offsets", lambda tree: tree.depths.gather(1, tree.parents))
     wrong = by_kernels.pick_nodes(logits.to(kernel_device), moved(tree, kernel_device)).tokens.cpu()
     assert (wrong != right).any() and torch.equal(wrong, plain.pick_nodes(logits, tree).tokens)
+
+
+@pytest.mark.gpu
+def test_a_captured_launch_reads_what_the_table_holds_at_replay(kernel_device):
+    """And nothing of it syncs: capture refuses that."""
+    slots = slots_of(table_of(ASKED, VOCAB, kernel_device), range(1, len(ASKED) + 1))
+    first = torch.full((len(ASKED),), 97, device=kernel_device)
+    tree = moved(tree_of(len(ASKED)), kernel_device)
+    logits = random_logits(1, len(ASKED), NODES, VOCAB).to(kernel_device)
+    scores = torch.zeros(len(ASKED), NODES, device=kernel_device)
+    above = Above(tree.tokens, tree.ancestors)
+
+    def launch():
+        draws = Draws.of(slots, EVERYTHING, first, WIDTH, VOCAB, torch.float32)
+        assert draws.slot_rows is not None
+        return draws.pick_nodes(logits, tree).tokens, *draws.children(logits, None, 2, scores, 3, above)
+
+    before = [value.clone() for value in launch()]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = launch()
+    slots.table.seed += 1
+    slots.table.temperature += 0.5
+    graph.replay()
+    assert all(torch.equal(a, b) for a, b in zip(captured, launch(), strict=True))
+    assert not torch.equal(captured[0], before[0])
