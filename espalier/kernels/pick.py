@@ -1,8 +1,8 @@
-"""The token at each row of the target's logits, in two launches and without a copy of the logits.
+"""The token at each row of the target's logits, in three launches and without a copy of the logits.
 
 The reference is `pick` in espalier/sampling/pick.py, which also says what is computed; speculate/draws.py chooses
-between the two.  First every split of the vocabulary gives its best, then a program a row merges them; a row with
-filters draws there, over its own logits once more (cut.py).  Splits follow from the vocabulary alone, every row reads
+between the two.  First every split of the vocabulary gives its best, then a program a row merges them; last, rows with
+filters draw over their own logits once more (cut.py).  Splits follow from the vocabulary alone, every row reads
 its own slot, so a row's token depends on nothing else and one launch serves every mixture.
 
 Exact: bias, bans, penalties and temperature equal the reference bit for bit given the same logits; so greedy tokens do,
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from espalier.kernels.cut import draw_filtered, shaped_block
-from espalier.kernels.launch import kernel, power_of_two, require
+from espalier.kernels.launch import chip, kernel, power_of_two, require
 from espalier.kernels.noise import gumbel_at, noise_keys
 from espalier.kernels.shaping import SlotRows, above_arguments, logits_arguments, row_of
 
@@ -57,9 +57,12 @@ def pick_triton(
     ids = torch.empty(places, splits, dtype=torch.int32, device=logits.device)
     shared = ((offsets, *offsets.stride()), given, rows.arguments(), hanging, queries, splits)
     # A multiply-add rounds once where the reference rounds twice.
-    how = {"BLOCK": block, "enable_fp_fusion": False}
-    _best_of_split_kernel[(places, splits)](values, ids, *shared, SPLIT=split, num_warps=4, **how)
-    _settle_kernel[(places,)](tokens, finite, values, ids, *shared, SPLITS=power_of_two(splits), num_warps=8, **how)
+    exactly = {"enable_fp_fusion": False}
+    _best_of_split_kernel[(places, splits)](values, ids, *shared, SPLIT=split, BLOCK=block, num_warps=4, **exactly)
+    _merge_kernel[(places,)](tokens, finite, values, ids, splits, SPLITS=power_of_two(splits), num_warps=1)
+    # A pass over a row waits for its blocks one after the other: few and wide.
+    programs, wide = min(places, chip(logits).processors), min(4 * block, power_of_two(rows.vocab))
+    _draw_filtered_kernel[(programs,)](tokens, finite, values, *shared, places, BLOCK=wide, num_warps=16, **exactly)
     return tokens, finite
 
 
@@ -116,21 +119,8 @@ def _best_of_split_kernel(
 
 
 @kernel
-def _settle_kernel(
-    tokens_ptr,
-    finite_ptr,
-    values_ptr,
-    ids_ptr,
-    offsets,
-    logits,
-    slots,
-    above,
-    queries,
-    splits,
-    SPLITS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Merge the splits of a row; where filters are in force, draw from what they leave."""
+def _merge_kernel(tokens_ptr, finite_ptr, values_ptr, ids_ptr, splits, SPLITS: tl.constexpr):
+    """The best of a row's splits; its value stays with the first of them."""
     out = tl.program_id(0).to(tl.int64)
     split = tl.arange(0, SPLITS)
     there = split < splits
@@ -139,14 +129,27 @@ def _settle_kernel(
     nan = tl.min(tl.where(values != values, ids, 2147483647), 0)
     best = tl.max(tl.where(values != values, float("-inf"), values), 0)
     token = tl.min(tl.where(values == best, ids, 2147483647), 0)
-    finite = (nan == 2147483647) & (tl.abs(best) < float("inf"))
-    token = tl.where(nan < 2147483647, nan, token)
-    ints, floats, vocab = slots[0] + out // queries * 8, slots[1] + out // queries * 8, slots[9]
-    if finite & (tl.load(ints + 7) != 0):
-        offset = offset_of(out, queries, offsets)
-        _b, logits_ptr, position, row, hanging = row_of(out, queries, offset, logits, slots, above)
-        k0, k1 = noise_keys(tl.load(ints + 1), position)
-        filters = (tl.load(ints + 2), tl.load(floats + 1), tl.load(floats + 2))
-        token = draw_filtered(logits_ptr, vocab, row, hanging, best, filters, k0, k1, BLOCK)
-    tl.store(tokens_ptr + out, token.to(tl.int64))
-    tl.store(finite_ptr + out, finite)
+    tl.store(tokens_ptr + out, tl.where(nan < 2147483647, nan, token).to(tl.int64))
+    tl.store(finite_ptr + out, (nan == 2147483647) & (tl.abs(best) < float("inf")))
+    tl.store(values_ptr + out * splits + split, tl.zeros_like(values) + best, mask=split == 0)
+
+
+@kernel
+def _draw_filtered_kernel(
+    tokens_ptr, finite_ptr, values_ptr, offsets, logits, slots, above, queries, splits, rows, BLOCK: tl.constexpr
+):
+    """Draw again, from what the filters leave, in those rows that have any.
+
+    A program goes through many rows: most of them ask for nothing, and a program each would cost more than that.
+    """
+    vocab = slots[9]
+    for out in range(tl.program_id(0).to(tl.int64), rows, tl.num_programs(0)):
+        ints, floats = slots[0] + out // queries * 8, slots[1] + out // queries * 8
+        if (tl.load(ints + 7) != 0) & (tl.load(finite_ptr + out) != 0):
+            offset = offset_of(out, queries, offsets)
+            _b, logits_ptr, position, row, hanging = row_of(out, queries, offset, logits, slots, above)
+            k0, k1 = noise_keys(tl.load(ints + 1), position)
+            filters = (tl.load(ints + 2), tl.load(floats + 1), tl.load(floats + 2))
+            top = tl.load(values_ptr + out * splits)
+            token = draw_filtered(logits_ptr, vocab, row, hanging, top, filters, k0, k1, BLOCK)
+            tl.store(tokens_ptr + out, token.to(tl.int64))
