@@ -15,6 +15,7 @@ from torch import Tensor
 
 from espalier.errors import EspalierError
 from espalier.kernels.ancestors import unpack
+from espalier.kernels.attending import _over_committed, _over_nodes, _rows, _write
 from espalier.kernels.combine import Partials, combine_triton
 from espalier.kernels.launch import Chip, chip, kernel, power_of_two, require
 from espalier.kernels.ranges import Ranges
@@ -76,19 +77,10 @@ def tree_attention(
 
 
 @kernel
-def _fold(q, k, v, seen, scale, top, total, out, MASKED: tl.constexpr, PRECISION: tl.constexpr):
-    """Take keys k [N, d] with values v [N, d] into a running softmax in base 2 (Milakov and Gimelshein 2018)."""
-    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-    if MASKED:
-        scores = tl.where(seen, scores, float("-inf"))
-    higher = tl.maximum(top, tl.max(scores, 1))
-    # Where nothing was seen yet all are -inf, and a difference would be NaN.
-    level = tl.where(higher == float("-inf"), 0.0, higher * scale)
-    weights = tl.exp2(scores * scale - level[:, None])
-    decay = tl.exp2(top * scale - level)
-    total = total * decay + tl.sum(weights, 1)
-    out = tl.dot(weights.to(v.dtype), v, out * decay[:, None], input_precision=PRECISION)
-    return higher, total, out
+def _unit_of(base, backwards):
+    """This block's unit of a turn.  Turns go back and forth: the longest unit of one, then the shortest of the next."""
+    pid = tl.program_id(0)
+    return base + tl.where(backwards == 1, tl.num_programs(0) - 1 - pid, pid)
 
 
 @kernel
@@ -112,140 +104,66 @@ def _range_at(item_ptr, item, exists):
 
 
 @kernel
-def _page(table, at, end, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Pages of BLOCK_N positions from `at`, a multiple of BLOCK_N, on: one page where a page is such a multiple too."""
-    if PAGE_SIZE % BLOCK_N == 0:
-        page = tl.load(table + at // PAGE_SIZE, mask=at < end, other=0)
-    elif BLOCK_N % PAGE_SIZE == 0:
-        offset = tl.arange(0, BLOCK_N)
-        page = tl.load(table + at // PAGE_SIZE + offset // PAGE_SIZE, mask=at + offset < end, other=0)
-    else:
-        held = at + tl.arange(0, BLOCK_N)
-        page = tl.load(table + held // PAGE_SIZE, mask=held < end, other=0)
-    return page
+def _nodes_of(
+    tile,
+    rows,
+    NODES: tl.constexpr,
+    WINDOW: tl.constexpr,
+    GROUPS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    """Staged rows low .. high that the queries of a tile may see, of `rows`: of a chain none past its last query."""
+    low = 0
+    high = rows
+    if NODES == 1:
+        high = tl.minimum(high, (tile * BLOCK_M + BLOCK_M - 1) // GROUPS + 1)
+        if WINDOW > 0:
+            low = tl.maximum(tile * BLOCK_M // GROUPS - WINDOW + 1, 0) // BLOCK_R * BLOCK_R
+    return low, high
 
 
-@kernel
-def _row(page, at, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """[BLOCK_N] int64: rows of the pool that hold the positions from `at` on."""
-    offset = tl.arange(0, BLOCK_N)
-    # Rows of a pool are fewer than 2^31, which the launcher checks.  A page is narrowed here, not where it is loaded:
-    # Triton 3.6 does not pipeline a loop that carries more than the load itself.
-    page = page.to(tl.int32)
-    if PAGE_SIZE % BLOCK_N == 0:
-        row = page * PAGE_SIZE + at % PAGE_SIZE + offset
-    elif BLOCK_N % PAGE_SIZE == 0:
-        row = page * PAGE_SIZE + offset % PAGE_SIZE
-    else:
-        row = page * PAGE_SIZE + (at + offset) % PAGE_SIZE
-    return row.to(tl.int64)
-
-
-@kernel
-def _rows(pointer, offsets, real, MASKED: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """[N, BLOCK] values of rows at offsets [N], zeros past SIZE and, if MASKED, where a row is not real."""
-    size = tl.arange(0, BLOCK)
-    at = pointer + offsets[:, None] + size[None, :]
-    if MASKED:
-        mask = real[:, None]
-        if BLOCK != SIZE:
-            mask = mask & (size < SIZE)[None, :]
-        rows = tl.load(at, mask=mask, other=0.0)
-    elif BLOCK != SIZE:
-        rows = tl.load(at, mask=(size < SIZE)[None, :], other=0.0)
-    else:
-        rows = tl.load(at)
-    return rows
-
-
+# Arguments of kernels stand in groups, which a line each would hide.
+# fmt: off
 @kernel
 def _tree_attention_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    new_k_ptr,
-    new_v_ptr,
-    table_ptr,
-    item_ptr,
-    start_ptr,
-    position_ptr,
-    row_position_ptr,
-    word_ptr,
-    out_ptr,
-    lse_ptr,
-    part_ptr,
-    part_lse_ptr,
-    scale,
-    batch,
-    queries,
-    rows,
-    first,
-    q_b,
-    q_q,
-    q_h,
-    k_row,
-    k_h,
-    v_row,
-    v_h,
-    new_k_b,
-    new_k_r,
-    new_k_h,
-    new_v_b,
-    new_v_r,
-    new_v_h,
-    table_b,
-    position_b,
-    position_q,
-    row_position_b,
-    row_position_r,
-    word_b,
-    word_q,
-    KV_HEADS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    K_SIZE: tl.constexpr,
-    V_SIZE: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    WINDOW: tl.constexpr,
-    NODES: tl.constexpr,
-    DIRECT: tl.constexpr,
-    WIDE: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, new_k_ptr, new_v_ptr,
+    table_ptr, item_ptr, start_ptr, position_ptr, row_position_ptr, word_ptr,
+    out_ptr, lse_ptr, part_ptr, part_lse_ptr,
+    scale, batch, queries, rows, first,
+    q_b, q_q, q_h, k_row, k_h, v_row, v_h, new_k_b, new_k_r, new_k_h, new_v_b, new_v_r, new_v_h,
+    table_b, position_b, position_q, row_position_b, row_position_r, word_b, word_q,
+    KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr, NODES: tl.constexpr,
+    DIRECT: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     tiles = (queries * GROUPS + BLOCK_M - 1) // BLOCK_M
     items = tl.load(start_ptr + batch)
     units = items * tiles * KV_HEADS
-    offs_v = tl.arange(0, BLOCK_V)
     backwards = 0
-    pid = tl.program_id(0)
-    ahead = _item_of(pid, items, tiles, KV_HEADS, WIDE)
-    request_ahead, begin_ahead, end_ahead, siblings_ahead = _range_at(item_ptr, ahead, pid < units)
+    ahead = _item_of(tl.program_id(0), items, tiles, KV_HEADS, WIDE)
+    request_ahead, begin_ahead, end_ahead, siblings_ahead = _range_at(item_ptr, ahead, tl.program_id(0) < units)
     for base in tl.range(0, units, tl.num_programs(0)):
-        # Back and forth, so that the block with the longest unit of one turn has the shortest of the next.
-        unit = base + tl.where(backwards == 1, tl.num_programs(0) - 1 - pid, pid)
+        unit = _unit_of(base, backwards)
         backwards = 1 - backwards
         item, request, begin, end, siblings = ahead, request_ahead, begin_ahead, end_ahead, siblings_ahead
         # The next range is read before this one's work, so that nobody waits for it.
-        unit_ahead = base + tl.num_programs(0) + tl.where(backwards == 1, tl.num_programs(0) - 1 - pid, pid)
+        unit_ahead = _unit_of(base + tl.num_programs(0), backwards)
         ahead = _item_of(unit_ahead, items, tiles, KV_HEADS, WIDE)
         request_ahead, begin_ahead, end_ahead, siblings_ahead = _range_at(item_ptr, ahead, unit_ahead < units)
         if unit < units:
             # Longest parts of a causal triangle first; else tiles that read the same keys side by side, then heads.
             tile = tiles - 1 - unit // (items * KV_HEADS) if WIDE else unit % tiles
             head = unit % KV_HEADS if WIDE else unit // tiles % KV_HEADS
-            is_last = item + 1 == tl.load(start_ptr + request + 1)
-
             packed = tile * BLOCK_M + tl.arange(0, BLOCK_M)
             query = packed // GROUPS
             asked = query < queries
             q_head = head * GROUPS + packed % GROUPS
             q_row = request * q_b + query.to(tl.int64) * q_q + q_head * q_h
             q = _rows(q_ptr, q_row, asked, True, K_SIZE, BLOCK_K)
+            position = query
             if WINDOW > 0:
                 at_query = position_ptr + request * position_b + query.to(tl.int64) * position_q
                 position = tl.load(at_query, mask=asked, other=0x7FFFFFFF).to(tl.int32)
@@ -253,80 +171,31 @@ def _tree_attention_kernel(
             top = tl.full([BLOCK_M], float("-inf"), tl.float32)
             total = tl.zeros([BLOCK_M], tl.float32)
             out = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
-
-            table = table_ptr + request * table_b
-            # Steps from begin to end: some at the lower edge, then whole ones, then one at the upper edge, if any.
-            steps = (tl.maximum(end - begin, 0) + BLOCK_N - 1) // BLOCK_N
-            lower = tl.minimum((tl.maximum(first - begin, 0) + BLOCK_N - 1) // BLOCK_N, steps)
-            whole = 0
-            if WINDOW == 0:
-                whole = tl.maximum((end - begin) // BLOCK_N - lower, 0)
-                low = begin + lower * BLOCK_N
-                high = low + whole * BLOCK_N
-                page = _page(table, low, high, PAGE_SIZE, BLOCK_N)
-                for at in tl.range(low, high, BLOCK_N, num_stages=STAGES):
-                    row = _row(page, at, PAGE_SIZE, BLOCK_N)
-                    page = _page(table, at + BLOCK_N, high, PAGE_SIZE, BLOCK_N)
-                    k = _rows(k_ptr + head * k_h, row * k_row, 0, False, K_SIZE, BLOCK_K)
-                    v = _rows(v_ptr + head * v_h, row * v_row, 0, False, V_SIZE, BLOCK_V)
-                    top, total, out = _fold(q, k, v, 0, scale, top, total, out, False, PRECISION)
-            page = _page(table, begin + tl.where(lower > 0, 0, whole) * BLOCK_N, end, PAGE_SIZE, BLOCK_N)
-            for edge in tl.range(0, steps - whole, num_stages=STAGES):
-                at = begin + tl.where(edge < lower, edge, edge + whole) * BLOCK_N
-                at_next = begin + tl.where(edge + 1 < lower, edge + 1, edge + 1 + whole) * BLOCK_N
-                held = at + tl.arange(0, BLOCK_N)
-                row = _row(page, at, PAGE_SIZE, BLOCK_N)
-                page = _page(table, at_next, end, PAGE_SIZE, BLOCK_N)
-                # What stands past the end, or below the first row, may be NaN: it is never read.
-                real = (held >= first) & (held < end)
-                k = _rows(k_ptr + head * k_h, row * k_row, real, True, K_SIZE, BLOCK_K)
-                v = _rows(v_ptr + head * v_h, row * v_row, real, True, V_SIZE, BLOCK_V)
-                seen = real[None, :]
-                if WINDOW > 0:
-                    seen = seen & (position[:, None] - held[None, :] < WINDOW)
-                top, total, out = _fold(q, k, v, seen, scale, top, total, out, True, PRECISION)
-
+            top, total, out = _over_committed(
+                q, position, table_ptr + request * table_b, k_ptr + head * k_h, v_ptr + head * v_h, k_row, v_row,
+                begin, end, first, scale, top, total, out,
+                PAGE_SIZE, WINDOW, K_SIZE, V_SIZE, PRECISION, BLOCK_N, BLOCK_K, BLOCK_V, STAGES,
+            )
             if NODES > 0:
-                low = 0
-                high = tl.where(is_last, rows, 0)
-                if NODES == 1:
-                    high = tl.minimum(high, (tile * BLOCK_M + BLOCK_M - 1) // GROUPS + 1)
-                    if WINDOW > 0:
-                        low = tl.maximum(tile * BLOCK_M // GROUPS - WINDOW + 1, 0) // BLOCK_R * BLOCK_R
-                for at in tl.range(low, high, BLOCK_R, num_stages=STAGES):
-                    node = at + tl.arange(0, BLOCK_R)
-                    real = node < rows
-                    row = node.to(tl.int64)
-                    from_k = new_k_ptr + request * new_k_b + head * new_k_h
-                    k = _rows(from_k, row * new_k_r, real, True, K_SIZE, BLOCK_K)
-                    from_v = new_v_ptr + request * new_v_b + head * new_v_h
-                    v = _rows(from_v, row * new_v_r, real, True, V_SIZE, BLOCK_V)
-                    if NODES == 1:
-                        seen = real[None, :] & (node[None, :] <= query[:, None])
-                        if WINDOW > 0:
-                            seen = seen & (query[:, None] - node[None, :] < WINDOW)
-                    else:
-                        word_at = word_ptr + request * word_b + query.to(tl.int64) * word_q + at // 64
-                        word = tl.load(word_at, mask=asked, other=0)
-                        seen = real[None, :] & (((word[:, None] >> (row % 64)[None, :]) & 1) != 0)
-                        if WINDOW > 0:
-                            at_row = row_position_ptr + request * row_position_b + row * row_position_r
-                            row_position = tl.load(at_row, mask=real, other=0).to(tl.int32)
-                            seen = seen & (position[:, None] - row_position[None, :] < WINDOW)
-                    top, total, out = _fold(q, k, v, seen, scale, top, total, out, True, PRECISION)
-
+                is_last = item + 1 == tl.load(start_ptr + request + 1)
+                low, high = _nodes_of(tile, tl.where(is_last, rows, 0), NODES, WINDOW, GROUPS, BLOCK_M, BLOCK_R)
+                top, total, out = _over_nodes(
+                    q, query, asked, position,
+                    new_k_ptr + request * new_k_b + head * new_k_h, new_v_ptr + request * new_v_b + head * new_v_h,
+                    row_position_ptr + request * row_position_b, word_ptr + request * word_b, word_q,
+                    new_k_r, new_v_r, row_position_r, low, high, rows, scale, top, total, out,
+                    NODES, WINDOW, K_SIZE, V_SIZE, PRECISION, BLOCK_R, BLOCK_K, BLOCK_V, STAGES,
+                )
             divisor = tl.where(total == 0.0, 1.0, total)
             out = out / divisor[:, None]
             lse = tl.where(total == 0.0, float("-inf"), top * scale + tl.log2(divisor))
-            out_mask = asked[:, None] & (offs_v < V_SIZE)[None, :]
             if DIRECT and siblings == 1:
                 row = (request * queries + query) * (KV_HEADS * GROUPS) + q_head
-                tl.store(out_ptr + row[:, None] * V_SIZE + offs_v[None, :], out.to(out_ptr.dtype.element_ty), out_mask)
-                tl.store(lse_ptr + row, lse * 0.6931471805599453, asked)
+                _write(out_ptr, lse_ptr, row, out, lse * 0.6931471805599453, asked, V_SIZE, BLOCK_V)
             else:
                 row = (item.to(tl.int64) * queries + query) * (KV_HEADS * GROUPS) + q_head
-                tl.store(part_ptr + row[:, None] * V_SIZE + offs_v[None, :], out, out_mask)
-                tl.store(part_lse_ptr + row, lse, asked)
+                _write(part_ptr, part_lse_ptr, row, out, lse, asked, V_SIZE, BLOCK_V)
+# fmt: on
 
 
 @dataclass(frozen=True)
@@ -427,8 +296,7 @@ def _launch(
 ) -> None:
     batch, queries, heads, k_size = q.shape
     kv_heads, v_size = committed.v.shape[1:]
-    groups = heads // kv_heads
-    tiles = -(-queries * groups // blocks.m)
+    tiles = -(-queries * (heads // kv_heads) // blocks.m)
     # Pointers that are not followed, and strides of nothing, where there are no staged rows or no words.
     new_k, new_v, row_positions = (q, q, positions) if staged is None else (staged.k, staged.v, staged.row_positions)
     words = None if staged is None else staged.words
@@ -465,7 +333,7 @@ def _launch(
         *row_positions.stride(),
         *((0, 0) if words is None else words.stride()[:2]),
         KV_HEADS=kv_heads,
-        GROUPS=groups,
+        GROUPS=heads // kv_heads,
         K_SIZE=k_size,
         V_SIZE=v_size,
         PAGE_SIZE=committed.page_size,
