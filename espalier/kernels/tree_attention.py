@@ -231,11 +231,11 @@ def choose(on: Chip, packed: int, rows: int, k_size: int, v_size: int, dtype: to
         # No tensor cores: small tiles, or the products spill.
         n = 16 if k_bytes + v_bytes > 1024 else 32
         return Blocks(16, n, n, 4, 1, 2) if packed <= 16 else Blocks(32, n, n, 8, 1, 2)
-    if packed <= 16:
+    if packed <= 16 and not large:
         b = Blocks(16, 32, 32, 2, 4, 4)
     elif packed <= 64 or large:
         # From Hopper on a product of 64 rows needs no exchange between warps: faster than one of 32.
-        m = 64 if on.capability >= (9, 0) else min(64, power_of_two(packed))
+        m = 64 if on.capability >= (9, 0) else min(64, max(16, power_of_two(packed)))
         b = Blocks(m, 32 if large else 64, 64, 8 if large else 4, 3, 2)
     else:
         b = Blocks(128, 64, 64, 8, 4, 1)
