@@ -1,0 +1,40 @@
+"""Figures of the GPU tests, printed at the end of a run."""
+
+from typing import Any
+
+import torch
+
+from tests.properties.summary import recorded, spelled, table, total
+
+FIGURES, NEAR_TIES, BATCHES, PROFILE = "gpu_figures", "gpu_near_ties", "gpu_batches", "gpu_profile"
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    figures, compared = recorded(terminalreporter, FIGURES), recorded(terminalreporter, NEAR_TIES)
+    if torch.cuda.is_available() and (figures or compared):
+        terminalreporter.section(f"on {torch.cuda.get_device_name()}, torch {torch.__version__}")
+        for line in (*figures, *batch_lines(recorded(terminalreporter, BATCHES))):
+            terminalreporter.write_line(line)
+    if compared:
+        terminalreporter.section("first differences, under teacher forcing")
+        for line in near_tie_lines(compared):
+            terminalreporter.write_line(line)
+    for lines in recorded(terminalreporter, PROFILE):
+        terminalreporter.section("profiler")
+        for line in lines:
+            terminalreporter.write_line(line)
+
+
+def batch_lines(runs: list[dict[str, Any]]) -> list[str]:
+    return [f"rounds that equal eager bit for bit, by batch: {spelled(total(runs, 'replayed'))}"] if runs else []
+
+
+def near_tie_lines(compared: list[dict[str, Any]]) -> list[str]:
+    lines = [
+        f"{run['name']}: {run['requests']} requests, {run['tokens']} tokens, {len(run['ties'])} first differences, "
+        f"{sum(tie[-1] != 'near-tie' for tie in run['ties'])} unexplained"
+        for run in compared
+    ]
+    rows = [(run["name"], *tie) for run in compared for tie in run["ties"]]
+    header = ("run", "request", "position", "one", "other", "gap", "bound", "")
+    return [*lines, *(table([header, *rows]) if rows else ())]
