@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from espalier.request import Request
+from tests.gpu.engines import DeviceSetup
 from tests.oracles.plain_sampling import f32, log_softmax, noise_at, shaped
 
 # Units in the last place of the largest logit: what a sum over one layer's terms may lose, and every layer adds.
@@ -37,15 +38,8 @@ class NearTie:
 
     def as_row(self) -> tuple[str, ...]:
         state = "near-tie" if self.is_explained else "UNEXPLAINED"
-        return (
-            self.request,
-            f"{self.position}",
-            f"{self.one}",
-            f"{self.other}",
-            f"{self.gap:.3g}",
-            f"{self.bound:.3g}",
-            state,
-        )
+        numbers = (f"{value:.3g}" for value in (self.gap, self.bound))
+        return self.request, str(self.position), str(self.one), str(self.other), *numbers, state
 
 
 def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
@@ -70,7 +64,7 @@ def judged(
 
 
 def judge(request: Request, tokens: Sequence[int], one: int, other: int, logits: Tensor, dtype: torch.dtype) -> NearTie:
-    """The gap is what must change between two logits for the one token to be picked, or for the other, if that is more."""
+    """The gap is what must change between two logits for the one token to be picked, or the other, if that is more."""
     logits = logits.double().cpu()
     drawn = Drawn.of(logits, request, tokens)
     gap = max(drawn.gap(one), drawn.gap(other))
@@ -123,6 +117,11 @@ def filter_margins(values: dict[int, float], request: Request) -> dict[int, floa
         margins[token] = max(outs) if rank else -inf
         before += share.get(token, 0.0)
     return margins
+
+
+def oracle(setup: DeviceSetup) -> Logits:
+    """float64, on the CPU, in plain torch, over the whole sequence."""
+    return lambda _, tokens: setup.reference.scratch(tokens).logits[len(tokens) - 1]
 
 
 def report(name: str, requests: int, tokens: int, ties: list[NearTie]) -> dict[str, Any]:

@@ -73,14 +73,7 @@ def test_with_the_next_round_launched_before_this_one_is_read(put_on_record):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_the_bundled_model_in_batches_of_every_size(dtype, put_on_record):
     """Sizes at which libraries split sums, unlike a tiny model's."""
-    settings = {
-        "device": "cuda",
-        "dtype": dtype,
-        "max_batch": 6,
-        "max_context": 256,
-        "num_pages": 128,
-        "overlap": False,
-    }
+    settings = {"device": "cuda", "dtype": dtype, "max_batch": 6, "max_context": 256, "num_pages": 128}
     with LLM("bundled", **settings) as llm, LLM("bundled", **settings) as other:
         twin = twins(llm.engine, other.engine)
         prompts = [[(7 * i * j + 3 * j) % 6000 + 4 for j in range(5 + 9 * i)] for i in range(8)]

@@ -15,7 +15,7 @@ from espalier.request import Request
 from tests.engine.alone import plainly, replace_request
 from tests.gpu.conftest import FIGURES, NEAR_TIES
 from tests.gpu.engines import DeviceSetup
-from tests.gpu.near_ties import NearTie, judged, report
+from tests.gpu.near_ties import NearTie, judged, oracle, report
 from tests.gpu.traffic import mixed
 from tests.harness import Setup
 from tests.properties.summary import spelled
@@ -125,14 +125,7 @@ def test_each_request_says_what_it_says_alone_or_meets_a_near_tie(dtype, put_on_
     setup = replace(SETUP, dtype=dtype)
     blown = storm(setup, 1600, seed=6)
     ties: list[NearTie | None] = [
-        judged(
-            r,
-            said_alone(setup, r),
-            r.output,
-            lambda _, tokens: setup.reference.scratch(tokens).logits[len(tokens) - 1],
-            dtype,
-        )
-        for r in blown.requests
+        judged(r, said_alone(setup, r), r.output, oracle(setup), dtype) for r in blown.requests
     ]
     found = [tie for tie in ties if tie is not None]
     tokens = sum(len(r.output) for r in blown.requests)

@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 import espalier
-from espalier import LLM, SpeculationConfig
+from espalier import LLM, SamplingParams, SpeculationConfig
 from espalier.engine.engine import Engine
 from espalier.request import Request
+from espalier.text import load_tokenizer
 from tests.engine.alone import replace_request
 from tests.gpu.conftest import FIGURES, NEAR_TIES
 from tests.gpu.engines import DeviceSetup
-from tests.gpu.near_ties import Logits, NearTie, judge, judged, report
+from tests.gpu.near_ties import Logits, NearTie, judge, judged, oracle, report
 from tests.gpu.traffic import mixed
 from tests.harness import run
 from tests.models.reference import load_reference, reference_logits
@@ -34,14 +35,7 @@ LAYOUTS: dict[str, dict[str, object]] = {
     "page 256, 8 x 4, 129 nodes": {"page_size": 256, "topk": 8, "steps": 4, "num_draft_tokens": 129},
     "page 16, 4 x 5, eager": {"page_size": 16, "topk": 4, "steps": 5, "num_draft_tokens": 16, "graph_batch": 0},
     "ngram, 3 x 4, 10 nodes": {"page_size": 4, "topk": 3, "steps": 4, "num_draft_tokens": 10, "algorithm": "ngram"},
-    "window 6, 3 x 3, 9 nodes": {
-        "page_size": 2,
-        "topk": 3,
-        "steps": 3,
-        "num_draft_tokens": 9,
-        "family": "mistral",
-        "window": 6,
-    },
+    "window 6": {"page_size": 2, "topk": 3, "steps": 3, "num_draft_tokens": 9, "family": "mistral", "window": 6},
     "draft of 11 tokens": {"page_size": 16, "topk": 4, "steps": 3, "num_draft_tokens": 16, "draft_vocab": 11},
 }
 # Nothing may differ in float64; the reference is the backend that runs it.
@@ -60,11 +54,8 @@ def said_plainly(setup: DeviceSetup) -> list[list[int]]:
 class OwnLogits:
     """The engine's own plain pass, in its own dtype: a batch of one, eager, which notes the logits of every pick."""
 
-    def __init__(self, setup: DeviceSetup):
-        # Models of a rotary table of its own, so that nobody else's engine notes its logits here.
-        self.engine = replace(
-            setup, max_batch=1, max_context=setup.max_context + 1, graph_batch=0, overlap=False
-        ).engine()
+    def __init__(self, engine: Engine):
+        self.engine = engine
         self.noted: list[Tensor] = []
         self.said: dict[str, tuple[list[int], list[Tensor]]] = {}
         target = self.engine.executor.round.target
@@ -97,12 +88,9 @@ class OwnLogits:
 
 @lru_cache
 def own_logits(setup: DeviceSetup) -> OwnLogits:
-    return OwnLogits(setup)
-
-
-def oracle(setup: DeviceSetup) -> Logits:
-    """float64, on the CPU, in plain torch, over the whole sequence."""
-    return lambda _, tokens: setup.reference.scratch(tokens).logits[len(tokens) - 1]
+    # With a rotary table of another size its model is its own, and no other engine notes its logits here.
+    alone = replace(setup, max_batch=1, max_context=setup.max_context + 1, graph_batch=0, overlap=False)
+    return OwnLogits(alone.engine())
 
 
 def differences(
@@ -176,18 +164,14 @@ def heldout(count: int, tokens: int) -> list[Request]:
     """Greedy and sampled in turn, by prompts that nobody trained on."""
     with open(BUNDLED / "heldout.jsonl", encoding="utf-8") as file:
         lines = [json.loads(line)["prompt"] for line in file][:count]
-    with_text = espalier.text.load_tokenizer(BUNDLED / "target", 6144)
-    assert with_text is not None
-    styles = (
-        {"temperature": 0.0},
-        {"temperature": 0.8, "top_p": 0.95},
-        {"temperature": 1.0, "repetition_penalty": 1.1},
-    )
+    tokenizer = load_tokenizer(BUNDLED / "target", 6144)
+    assert tokenizer is not None
+    styles = ({}, {"temperature": 0.8, "top_p": 0.95}, {"temperature": 1.0, "repetition_penalty": 1.1})
     return [
         Request(
             id=f"h{i}",
-            prompt=with_text.encode(line)[:200],
-            params=espalier.SamplingParams(max_tokens=tokens, **styles[i % 3]).resolve({}, ()),
+            prompt=tokenizer.encode(line)[:200],
+            params=SamplingParams(**{"temperature": 0.0, "max_tokens": tokens, **styles[i % 3]}).resolve({}, ()),
             seed=i,
             arrival=i,
             stop_ids=frozenset(),
@@ -206,8 +190,8 @@ def transformers_logits(_: Request, tokens: Sequence[int]) -> Tensor:
 
 
 def bundled_engine(dtype: str, **settings) -> Engine:
-    llm = LLM("bundled", device="cuda", dtype=dtype, max_context=384, max_batch=8, num_pages=400, **settings)
-    return llm.engine
+    settings = {"max_batch": 8, "max_context": 384, "num_pages": 400, **settings}
+    return LLM("bundled", device="cuda", dtype=dtype, **settings).engine
 
 
 @lru_cache
@@ -221,6 +205,15 @@ def test_the_bundled_model_in_float32(tree, put_on_record):
     expected = bundled_plainly("float32")
     ties = differences(ran.requests, lambda i: expected[i], transformers_logits, torch.float32)
     name = f"bundled, {tree}, float32, accept length {ran.stats.accept_length:.2f}"
+    put_on_record(NEAR_TIES, report(name, len(ran.requests), sum(map(len, ran.tokens)), ties))
+    assert [tie for tie in ties if not tie.is_explained] == []
+
+
+def test_the_bundled_model_in_bf16(put_on_record):
+    own = OwnLogits(bundled_engine("bfloat16", speculation=None, max_batch=1, graph_batch=0, overlap=False))
+    ran = run(bundled_engine("bfloat16", speculation=TREES["5 x 4, 16 nodes"]), heldout(12, 40))
+    ties = differences(ran.requests, lambda i: own.plain(ran.requests[i])[0], own, torch.bfloat16)
+    name = f"bundled, 5 x 4, 16 nodes, bf16, accept length {ran.stats.accept_length:.2f}"
     put_on_record(NEAR_TIES, report(name, len(ran.requests), sum(map(len, ran.tokens)), ties))
     assert [tie for tie in ties if not tie.is_explained] == []
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from espalier.engine.engine import Engine
 from espalier.request import Request, SamplingParams
-from tests.harness import VOCAB, prompts, request
+from tests.harness import prompts, request
 
 STYLES: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0},
@@ -46,9 +46,7 @@ def mixed(count: int, max_tokens: int = 24, seed: int = 13, longest: int = 17, *
 
 def asked(index: int, prompt: Sequence[int], max_tokens: int, **style: Any) -> Request:
     style = {**style, "min_tokens": min(style.get("min_tokens", 0), max_tokens)}
-    return request(
-        index, [token % VOCAB for token in prompt], SamplingParams(max_tokens=max_tokens, **style), seed=7 * index
-    )
+    return request(index, prompt, SamplingParams(max_tokens=max_tokens, **style), seed=7 * index)
 
 
 def run_staggered(engine: Engine, requests: Sequence[Request], every: int) -> None:
