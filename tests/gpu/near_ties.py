@@ -3,7 +3,7 @@
 docs/design.md, section 6.  Scores are what the pick compares: shaped logits over the temperature, and the noise.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import exp, inf, log
 from typing import Any
@@ -74,48 +74,70 @@ def judge(request: Request, tokens: Sequence[int], one: int, other: int, logits:
 
 @dataclass(frozen=True)
 class Drawn:
-    """A pick as the oracle sees it.  scores: what argmax compares, of all tokens; margins: how much a logit must change
-    against another for the token to be let in by the filters (above 0), or to be left out (below 0); both in logits."""
+    """A pick as the oracle sees it.  scores: what argmax compares, of all tokens, in logits; order, values: all tokens
+    and their shaped logits, the likeliest first; margins: see filter_margins."""
 
     scores: dict[int, float]
-    margins: dict[int, float]
+    order: list[int]
+    values: list[float]
+    margins: list[float]
 
     @classmethod
     def of(cls, logits: Tensor, request: Request, tokens: Sequence[int]) -> "Drawn":
-        values = shaped(dict(enumerate(logits.tolist())), request, tokens)
-        t = f32(request.params.temperature)
+        shapen = shaped(dict(enumerate(logits.tolist())), request, tokens)
+        order = sorted(shapen, key=lambda token: (-shapen[token], token))
+        values, t = [shapen[token] for token in order], f32(request.params.temperature)
         if t == 0:
-            return cls(values, dict.fromkeys(values, -inf))
+            return cls(shapen, order, values, [-inf] * len(order))
         noise = noise_at(request.seed, len(tokens), len(values))
-        return cls(
-            {token: value + t * noise[token] for token, value in values.items()}, filter_margins(values, request)
-        )
+        scores = {token: value + t * noise[token] for token, value in shapen.items()}
+        return cls(scores, order, values, filter_margins(values, request))
 
     def gap(self, token: int) -> float:
         """What it takes to pick this token: that it is let in, and that each better one is left out or falls behind."""
         mine = self.scores[token]
-        better = [u for u, score in self.scores.items() if score > mine and self.margins[u] <= 0]
-        return max([0.0, self.margins[token], *(min(self.scores[u] - mine, -self.margins[u]) for u in better)])
+        better = [at for at, u in enumerate(self.order) if self.scores[u] > mine and self.margins[at] <= 0]
+        behind = [min(self.scores[self.order[at]] - mine, self._out(at)) for at in better]
+        return max([0.0, self._in(self.order.index(token)), *behind])
+
+    def _in(self, at: int) -> float:
+        """What it takes to be let in, at one's own place or at a better one."""
+        places = range(at, -1, -1)
+        return self._at_best(at, ((place, max(self.margins[place], 0.0)) for place in places))
+
+    def _out(self, at: int) -> float:
+        """What it takes to be left out, at one's own place or at a worse one."""
+        places = range(at, len(self.order))
+        return self._at_best(at, ((place, max(-self.margins[place], 0.0)) for place in places))
+
+    def _at_best(self, at: int, costs: Iterable[tuple[int, float]]) -> float:
+        """The least of what moving to a place takes and what it takes there, places coming nearest first."""
+        least = inf
+        for place, cost in costs:
+            move = abs(self.values[at] - self.values[place])
+            if move >= least:
+                break
+            least = min(least, max(move, cost))
+        return least
 
 
-def filter_margins(values: dict[int, float], request: Request) -> dict[int, float]:
-    """By how much top-k, top-p and min-p leave each token out (above 0) or let it in (below 0), in logits."""
+def filter_margins(values: list[float], request: Request) -> list[float]:
+    """By how much top-k, top-p and min-p leave out each place of these values (above 0) or let it in (below 0)."""
     p, t = request.params, f32(request.params.temperature)
-    order = sorted(values, key=lambda token: (-values[token], token))
-    k = p.top_k or len(order)
-    share = {token: exp(value) for token, value in log_softmax({u: values[u] / t for u in order[:k]}).items()}
-    margins, before = {}, 0.0
-    for rank, token in enumerate(order):
+    k = p.top_k or len(values)
+    share = [exp(value) for value in log_softmax(dict(enumerate(value / t for value in values[:k]))).values()]
+    margins, before = [], 0.0
+    for place, value in enumerate(values):
         outs = [-inf]
-        if k < len(order):
-            outs.append(values[order[k - 1]] - values[token] if rank >= k else values[order[k]] - values[token])
-        if p.top_p < 1 and rank < k and before > 0:
+        if k < len(values):
+            outs.append(values[k - 1] - value if place >= k else values[k] - value)
+        if p.top_p < 1 and 0 < place < k:
             outs.append(t * log(before / f32(p.top_p)))
         if p.min_p > 0:
-            outs.append(values[order[0]] - values[token] + t * log(f32(p.min_p)))
+            outs.append(values[0] - value + t * log(f32(p.min_p)))
         # The likeliest stays, whatever the filters say.
-        margins[token] = max(outs) if rank else -inf
-        before += share.get(token, 0.0)
+        margins.append(max(outs) if place else -inf)
+        before += share[place] if place < k else 0.0
     return margins
 
 
