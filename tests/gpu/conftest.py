@@ -6,15 +6,21 @@ import torch
 
 from tests.properties.summary import recorded, spelled, table, total
 
-FIGURES, NEAR_TIES, BATCHES, PROFILE = "gpu_figures", "gpu_near_ties", "gpu_batches", "gpu_profile"
+FIGURES, NEAR_TIES, PROFILE = "gpu_figures", "gpu_near_ties", "gpu_profile"
+BATCHES, EQUALITIES = "gpu_batches", "gpu_equalities"
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    figures, compared = recorded(terminalreporter, FIGURES), recorded(terminalreporter, NEAR_TIES)
-    if torch.cuda.is_available() and (figures or compared):
+    compared = recorded(terminalreporter, NEAR_TIES)
+    figures = [
+        *recorded(terminalreporter, FIGURES),
+        *batch_lines(recorded(terminalreporter, BATCHES)),
+        *equality_lines(recorded(terminalreporter, EQUALITIES)),
+    ]
+    if figures:
         terminalreporter.section(f"on {torch.cuda.get_device_name()}, torch {torch.__version__}")
-        for line in (*figures, *batch_lines(recorded(terminalreporter, BATCHES))):
-            terminalreporter.write_line(line)
+    for line in figures:
+        terminalreporter.write_line(line)
     if compared:
         terminalreporter.section("first differences, under teacher forcing")
         for line in near_tie_lines(compared):
@@ -27,6 +33,19 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 def batch_lines(runs: list[dict[str, Any]]) -> list[str]:
     return [f"rounds that equal eager bit for bit, by batch: {spelled(total(runs, 'replayed'))}"] if runs else []
+
+
+def equality_lines(runs: list[dict[str, Any]]) -> list[str]:
+    lines = []
+    for name in sorted({run["name"] for run in runs}):
+        group = [run for run in runs if run["name"] == name]
+        lengths = total(group, "lengths")
+        rounds, tokens = lengths.total(), sum(length * count for length, count in lengths.items())
+        lines.append(
+            f"the three equalities, {name}: {len(group)} layouts, {sum(run['launches'] for run in group)} launches, "
+            f"{rounds} rounds of a request, mean accept length {tokens / max(rounds, 1):.2f}"
+        )
+    return lines
 
 
 def near_tie_lines(compared: list[dict[str, Any]]) -> list[str]:

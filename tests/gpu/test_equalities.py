@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from espalier.request import SamplingParams
-from tests.gpu.conftest import FIGURES
+from tests.gpu.conftest import EQUALITIES
 from tests.gpu.engines import DeviceSetup
 from tests.gpu.watching import DeviceWatch
 from tests.harness import prompts, request
@@ -29,23 +29,17 @@ def on_device(cell: Cell, dtype: torch.dtype, attention: str) -> DeviceSetup:
     return DeviceSetup(**settings)
 
 
-def put(put_on_record, name: str, figures: dict) -> None:
-    rounds = sum(figures["lengths"].values())
-    tokens = sum(int(length) * count for length, count in figures["lengths"].items())
-    line = f"{figures['launches']} launches, {rounds} rounds of a request, accept length {tokens / max(rounds, 1):.2f}"
-    put_on_record(FIGURES, f"equalities, {name}: {line}")
-
-
 @pytest.mark.parametrize("cell", CELLS, ids=str)
 def test_they_hold_in_float64(cell, put_on_record):
     watch = DeviceWatch(on_device(cell, torch.float64, "reference"))
-    put(put_on_record, f"float64 reference, {cell}", run_watched(watch, cell.traffic))
+    put_on_record(EQUALITIES, {"name": "float64 reference", **run_watched(watch, cell.traffic)})
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=str)
 def test_they_hold_in_float32(cell, put_on_record):
     setup = on_device(cell, torch.float32, "auto")
-    put(put_on_record, f"float32 {setup.backend}, {cell}", run_watched(DeviceWatch(setup), cell.traffic))
+    figures = run_watched(DeviceWatch(setup), cell.traffic)
+    put_on_record(EQUALITIES, {"name": f"float32 {setup.backend}", **figures})
 
 
 DISTURBED = DeviceSetup(
@@ -63,4 +57,4 @@ def test_they_hold_of_requests_that_are_chunked_preempted_and_hit(dtype, graph_b
     style = {"temperature": 3.0, "max_tokens": 14, "presence_penalty": 0.6, "repetition_penalty": 1.3}
     figures = run_watched(watch, [request(i, prompt, SamplingParams(**style)) for i, prompt in enumerate(given)])
     assert watch.engine.scheduler.num_preempted > 0
-    put(put_on_record, f"disturbed, {dtype}", figures)
+    put_on_record(EQUALITIES, {"name": f"disturbed, {dtype}", **figures})
