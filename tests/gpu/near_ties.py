@@ -146,6 +146,16 @@ def oracle(setup: DeviceSetup) -> Logits:
     return lambda _, tokens: setup.reference.scratch(tokens).logits[len(tokens) - 1]
 
 
+def furthest_logprob(request: Request, logits: Logits, dtype: torch.dtype) -> float:
+    """How far a reported log-probability is from the oracle's at most, over the bound that near-ties have."""
+    furthest = 0.0
+    for at, entry in enumerate(request.logprobs):
+        row = logits(request, [*request.prompt, *request.output[:at]]).double().cpu()
+        error = abs(float(torch.log_softmax(row, -1)[entry.token_id]) - entry.logprob)
+        furthest = max(furthest, error / (ULPS * torch.finfo(dtype).eps * float(row.abs().max())))
+    return furthest
+
+
 def report(name: str, requests: int, tokens: int, ties: list[NearTie]) -> dict[str, Any]:
     """Plain values for the summary."""
     return {"name": name, "requests": requests, "tokens": tokens, "ties": [tie.as_row() for tie in ties]}

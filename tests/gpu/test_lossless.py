@@ -19,7 +19,7 @@ from espalier.text import load_tokenizer
 from tests.engine.alone import replace_request
 from tests.gpu.conftest import FIGURES, NEAR_TIES
 from tests.gpu.engines import DeviceSetup
-from tests.gpu.near_ties import Logits, NearTie, judge, judged, oracle, report
+from tests.gpu.near_ties import ULPS, Logits, NearTie, furthest_logprob, judge, judged, oracle, report
 from tests.gpu.traffic import mixed
 from tests.harness import run
 from tests.models.reference import load_reference, reference_logits
@@ -136,6 +136,19 @@ def test_plain_decoding_is_the_oracles_own(dtype, put_on_record):
             found += [tie] if tie.gap > 0 else []
     put_on_record(NEAR_TIES, report(f"plain against the oracle, {dtype} {setup.backend}", len(traffic()), count, found))
     assert [tie for tie in found if not tie.is_explained] == []
+
+
+@pytest.mark.parametrize("algorithm", ["none", "eagle3", "ngram"])
+def test_reported_log_probabilities_are_the_oracles(algorithm, put_on_record):
+    """What was picked may be right while what it was picked from is not: TF32 would show here at once."""
+    setup = replace(PLAIN, dtype=torch.float32)
+    if algorithm != "none":
+        setup = replace(setup, algorithm=algorithm, topk=4, steps=5, num_draft_tokens=16)
+    ran = run(setup.engine(), mixed(26, max_tokens=32, logprobs=0))
+    furthest = max(furthest_logprob(r, oracle(setup), torch.float32) for r in ran.requests)
+    what = f"{algorithm} float32 {setup.backend}, {sum(map(len, ran.tokens))} log-probabilities"
+    put_on_record(FIGURES, f"{what}: off by {ULPS * furthest:.2g} eps max|logit| at most (bound {ULPS})")
+    assert furthest < 1
 
 
 def test_where_every_choice_is_tied_only_near_ties_differ(put_on_record):

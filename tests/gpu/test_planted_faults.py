@@ -1,4 +1,4 @@
-"""A test that cannot fail is a defect: each way to break a launch that raises nothing is planted, and must be noticed."""
+"""A test that cannot fail is a defect: ways to break a launch that raise nothing are planted, and must be noticed."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -9,14 +9,14 @@ import pytest
 import torch
 
 import espalier.engine.cuda as cuda
-from espalier.engine.cuda import CudaExecutor, CudaHandle
+from espalier.engine.cuda import CudaExecutor, CudaHandle, Place
 from espalier.engine.engine import Engine
 from espalier.engine.results import Results, read
 from espalier.engine.wire import Sent
 from espalier.request import Request
 from tests.gpu.delays import delay_segments, delay_streams
 from tests.gpu.engines import DeviceSetup, executor_of
-from tests.gpu.near_ties import judge, oracle
+from tests.gpu.near_ties import furthest_logprob, oracle
 from tests.gpu.test_no_sync import forbid_syncs
 from tests.gpu.traffic import mixed, run_staggered
 from tests.gpu.twin import twins
@@ -71,13 +71,11 @@ def no_synchronisation(patch: Patch, plant: "Plant") -> None:
 
 
 def float32_against_the_oracle(patch: Patch, plant: "Plant") -> None:
-    setup = replace(SETUP, dtype=torch.float32, attention="auto").plain()
+    setup = replace(SETUP, dtype=torch.float32, attention="auto")
     engine = setup.engine()
     plant(patch, executor_of(engine))
-    for r in run(engine, mixed(13, max_tokens=40)).requests:
-        for at, token in enumerate(r.output):
-            tokens = [*r.prompt, *r.output[:at]]
-            assert judge(r, tokens, token, token, oracle(setup)(r, tokens), torch.float32).is_explained
+    ran = run(engine, mixed(6, max_tokens=10, logprobs=0))
+    assert max(furthest_logprob(r, oracle(setup), torch.float32) for r in ran.requests) < 1
 
 
 # Faults, each planted into an executor that has captured its graphs.
@@ -111,9 +109,9 @@ def results_read_before_they_are_there(patch: Patch, executor: CudaExecutor) -> 
 
 
 def a_ring_of_one(patch: Patch, executor: CudaExecutor) -> None:
-    """Every launch is handed the same pinned buffers, though the one before it is not read."""
-    executor.ring = executor.ring[:1] * len(executor.ring)
-    patch.setattr(executor.ring[0].copied, "synchronize", lambda: None)
+    """Every launch is handed the same place for its results, though that of the launch before is not read."""
+    first = executor.ring[0]
+    executor.ring = [Place(first.entry, place.ticket, first.results) for place in executor.ring]
 
 
 def results_in_another_entry(patch: Patch, executor: CudaExecutor) -> None:
