@@ -18,8 +18,9 @@ from espalier.engine.ticket import Ticket
 from espalier.engine.wire import Sent
 from espalier.slots import Slots
 
-# Clock ticks of the GPU, some 0.1 ms; seconds of the host.
+# Clock ticks of the GPU, some 0.1 ms, and 20 ms, which is longer than a round takes; seconds of the host.
 LONGEST_CYCLES = 200_000
+VERY_LONG_CYCLES = 40_000_000
 LONGEST_SLEEP = 0.001
 
 SEGMENTS: tuple[tuple[Any, tuple[str, ...]], ...] = (
@@ -34,6 +35,11 @@ SEGMENTS: tuple[tuple[Any, tuple[str, ...]], ...] = (
 def sleep(random: Random) -> None:
     """On the current stream; inside a capture it becomes part of the graph."""
     torch.cuda._sleep(random.randrange(LONGEST_CYCLES))
+
+
+def sleep_between_streams(random: Random) -> None:
+    """Now and then for longer than the next round takes."""
+    torch.cuda._sleep(random.randrange(VERY_LONG_CYCLES if random.random() < 0.15 else LONGEST_CYCLES))
 
 
 def delayed(right: Callable[..., Any], random: Random) -> Callable[..., Any]:
@@ -61,15 +67,15 @@ def delay_streams(engine: Engine, random: Random) -> None:
 
     def launching(ticket: Ticket) -> Handle:
         with torch.cuda.stream(executor.stream):
-            sleep(random)
+            sleep_between_streams(random)
         handle = launch(ticket)
         with torch.cuda.stream(executor.stream):
-            sleep(random)
+            sleep_between_streams(random)
         return handle
 
     def handing_back(*args: Any) -> Any:
         with torch.cuda.stream(executor.copies):
-            sleep(random)
+            sleep_between_streams(random)
         return hand_back(*args)
 
     executor.launch = launching  # type: ignore[method-assign]

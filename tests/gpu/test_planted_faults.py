@@ -128,6 +128,7 @@ def graphs_of_other_batches(patch: Patch, executor: CudaExecutor) -> None:
 def a_buffer_allocated_anew(patch: Patch, executor: CudaExecutor) -> None:
     """What graphs have captured is no longer what the table holds."""
     table = executor.round.table
+    executor.kept = table.page_table  # type: ignore[attr-defined]
     table.page_table = table.page_table.clone()
 
 
