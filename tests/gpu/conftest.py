@@ -1,5 +1,6 @@
 """Figures of the GPU tests, printed at the end of a run."""
 
+from collections import Counter
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ BATCHES, EQUALITIES = "gpu_batches", "gpu_equalities"
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     compared = recorded(terminalreporter, NEAR_TIES)
     figures = [
+        *count_lines(terminalreporter.stats.get("passed", [])),
         *recorded(terminalreporter, FIGURES),
         *batch_lines(recorded(terminalreporter, BATCHES)),
         *equality_lines(recorded(terminalreporter, EQUALITIES)),
@@ -29,6 +31,12 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         terminalreporter.section("profiler")
         for line in lines:
             terminalreporter.write_line(line)
+
+
+def count_lines(passed: list[Any]) -> list[str]:
+    """Tests that ran on the device, by file."""
+    files = Counter(report.nodeid.split("::")[0] for report in passed if "gpu" in report.keywords)
+    return [f"{count} passed in {file}" for file, count in sorted(files.items())]
 
 
 def batch_lines(runs: list[dict[str, Any]]) -> list[str]:
@@ -51,9 +59,13 @@ def equality_lines(runs: list[dict[str, Any]]) -> list[str]:
 def near_tie_lines(compared: list[dict[str, Any]]) -> list[str]:
     lines = [
         f"{run['name']}: {run['requests']} requests, {run['tokens']} tokens, {len(run['ties'])} first differences, "
-        f"{sum(tie[-1] != 'near-tie' for tie in run['ties'])} unexplained"
+        f"{sum(tie[-1] != 'near-tie' for tie in run['ties'])} unexplained{largest_gap(run['ties'])}"
         for run in compared
     ]
     rows = [(run["name"], *tie) for run in compared for tie in run["ties"]]
     header = ("run", "request", "position", "one", "other", "gap", "bound", "")
     return [*lines, *(table([header, *rows]) if rows else ())]
+
+
+def largest_gap(ties: list[list[str]]) -> str:
+    return f", gaps up to {max(float(tie[4]) / float(tie[5]) for tie in ties):.2g} of the bound" if ties else ""

@@ -1,5 +1,6 @@
 """Pages that were measured to fit do fit, and what does not fit is refused before anything breaks."""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -10,7 +11,10 @@ from espalier import LLM, EspalierError, SamplingParams
 from espalier.engine.measure import MARGIN
 from tests.gpu.conftest import FIGURES
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif("PYTEST_XDIST_WORKER" in os.environ, reason="takes all of a GPU's memory: make test-gpu"),
+]
 
 GIB = 2**30
 MIB = 2**20
