@@ -12,6 +12,8 @@ BATCHES, EQUALITIES = "gpu_batches", "gpu_equalities"
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
+    if not torch.cuda.is_available():
+        return
     compared = recorded(terminalreporter, NEAR_TIES)
     figures = [
         *count_lines(terminalreporter.stats.get("passed", [])),
@@ -34,7 +36,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 
 def count_lines(passed: list[Any]) -> list[str]:
-    """Tests that ran on the device, by file."""
+    """Tests that have the marker, or stand in this folder, by file."""
     files = Counter(report.nodeid.split("::")[0] for report in passed if "gpu" in report.keywords)
     return [f"{count} passed in {file}" for file, count in sorted(files.items())]
 
