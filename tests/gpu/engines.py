@@ -80,7 +80,7 @@ class DeviceSetup(Setup):
 
     @property
     def backend(self) -> str:
-        return default_backend(self.device.type) if self.attention == "auto" else self.attention
+        return default_backend(self.device.type, self.dtype) if self.attention == "auto" else self.attention
 
     def models(self, position_rows: int = MAX_POSITIONS) -> tuple[CausalLM, Eagle3Draft | None]:
         return loaded(self.paths, self.algorithm == "eagle3", self.dtype, self.device, position_rows)

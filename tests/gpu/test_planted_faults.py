@@ -182,7 +182,7 @@ FAULTS = [
 def test_a_planted_fault_is_noticed(fault, monkeypatch, put_on_record):
     with pytest.raises((AssertionError, RuntimeError)) as noticed:
         fault.noticed_by(monkeypatch, fault.plant)
-    said = str(noticed.value).splitlines()[0][:90] if str(noticed.value) else "an assertion"
+    said = str(noticed.value).splitlines()[0][:60] if str(noticed.value) else "an assertion"
     put_on_record(FAULT, (fault.plant.__name__, fault.noticed_by.__name__, said))
     torch.cuda.synchronize()
 
