@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import espalier.engine.cuda as cuda
+from espalier.cache.kv import Pages
 from espalier.engine.cuda import CudaExecutor, CudaHandle, Place
 from espalier.engine.engine import Engine
 from espalier.engine.results import Results, read
@@ -20,8 +21,10 @@ from tests.gpu.near_ties import furthest_logprob, oracle
 from tests.gpu.test_no_sync import forbid_syncs
 from tests.gpu.traffic import mixed, run_staggered
 from tests.gpu.twin import twins
+from tests.gpu.watching import DeviceWatch
 from tests.harness import run
 from tests.properties.summary import FAULT
+from tests.properties.watch import run_watched
 
 pytestmark = pytest.mark.gpu
 
@@ -78,9 +81,15 @@ def float32_against_the_oracle(patch: Patch, plant: "Plant") -> None:
     assert max(furthest_logprob(r, oracle(setup), torch.float32) for r in ran.requests) < 1
 
 
+def committed_rows_in_bf16(patch: Patch, plant: "Plant") -> None:
+    """The fault is there before graphs are captured."""
+    plant(patch, None)
+    run_watched(DeviceWatch(replace(SETUP, dtype=torch.bfloat16, attention="auto")), mixed(4, max_tokens=10))
+
+
 # Faults, each planted into an executor that has captured its graphs.
 
-Plant = Callable[[Patch, CudaExecutor], None]
+Plant = Callable[[Patch, Any], None]
 Check = Callable[[Patch, Plant], None]
 
 
@@ -153,6 +162,14 @@ def a_length_read_on_the_host(patch: Patch, executor: CudaExecutor) -> None:
     patch.setattr(Sent, "apply", apply)
 
 
+def a_sibling_committed(patch: Patch, executor: CudaExecutor | None) -> None:
+    """What is committed is the staged row before the one that was accepted."""
+    right = Pages.commit
+    patch.setattr(
+        Pages, "commit", lambda self, staging, source, rows: right(self, staging, (source - 1).clamp(0), rows)
+    )
+
+
 def products_in_tf32(patch: Patch, executor: CudaExecutor) -> None:
     patch.setattr(torch.backends.cuda.matmul, "allow_tf32", True)
 
@@ -174,6 +191,7 @@ FAULTS = [
     Fault(a_buffer_allocated_anew, bits_of_graph_and_eager),
     Fault(a_stream_of_its_own, tokens_under_delays),
     Fault(a_length_read_on_the_host, no_synchronisation),
+    Fault(a_sibling_committed, committed_rows_in_bf16),
     Fault(products_in_tf32, float32_against_the_oracle),
 ]
 
