@@ -28,7 +28,7 @@ def drawn(shape, dtype, device, seed=0, scale=1.0):
 
 def close(ours: torch.Tensor, exact: torch.Tensor) -> None:
     """Rounding to the dtype, and a sum of H squares in any order."""
-    torch.testing.assert_close(ours.double(), exact, rtol=4 * torch.finfo(ours.dtype).eps, atol=1e-30)
+    torch.testing.assert_close(ours.double(), exact, rtol=4 * torch.finfo(ours.dtype).eps, atol=torch.finfo(ours.dtype).tiny)
 
 
 @shapes
