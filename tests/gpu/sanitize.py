@@ -40,10 +40,11 @@ def traffic(tokens: int) -> list[Request]:
 
 
 def filters() -> str:
-    """Options that name every kernel of the house, as Triton compiles it."""
+    """Options that name every kernel of the house, as Triton compiles it; what kernels call is part of them."""
     modules = [import_module(f"espalier.kernels.{found.name}") for found in iter_modules(espalier.kernels.__path__)]
     kernels = [value for module in modules for value in vars(module).values() if isinstance(value, Kernel)]
-    return " ".join(f"--kernel-regex kne={name}" for name in sorted({kernel.function.__name__ for kernel in kernels}))
+    names = sorted({kernel.function.__name__ for kernel in kernels if kernel.function.__name__.endswith("_kernel")})
+    return " ".join(f"--kernel-regex kne={name}" for name in names)
 
 
 def main() -> int:
