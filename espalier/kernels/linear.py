@@ -3,16 +3,20 @@
 Each program multiplies a block of the weight's rows with all rows of x, over the whole of `in` or over one of `splits`
 parts of it.  Parts are written apart, in float32, and a second kernel adds them in order: no atomics, so the same
 input gives the same bits.  Which block sizes are fast is measured (`espalier doctor --tune`) and stands in a file
-(kernels/choices.py); this file only knows which of them fit a chip.
+(kernels/choices.py); this file knows which of them are worth measuring on a chip.
 
-On Hopper and later both kernels are launched as programmatic dependents: a program asks for its first weights while the
-kernel before it still runs, and waits before it reads or writes anything that another kernel touches.
+On Hopper and later both kernels are programmatic dependents: they are launched while the kernel before them still runs,
+ask for their first weights, and wait for it before they read or write anything that another kernel touches.
+
+Tolerance: products of two-byte numbers are exact in float32 and are summed in float32, in another order than elsewhere;
+the result is rounded once.  Against float64 the error is at most half a unit in the last place of the result, plus
+in · 2⁻²⁴ times the sum of the products' magnitudes.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -24,71 +28,77 @@ from espalier.kernels.launch import Chip, chip, kernel, power_of_two, require
 if TYPE_CHECKING:
     import triton.language as tl
 
-MAX_ROWS = 256
 DTYPES = (torch.bfloat16, torch.float16)
-# What a block of x is padded to: the tensor cores' least.
+MAX_ROWS = 256
+# A block of x is padded to the tensor cores' least, so that 1 to 16 rows are one and the same computation.
 LEAST_ROWS = 16
-REDUCE_BLOCK = 1024
+SUM_BLOCK = 1024
 HOPPER = (9, 0)
+
+# (block_out, block_in, warps) worth measuring for a block of so many rows: what came within 2.5% of the best in a wider
+# search on an H200 (docs/log.md), and one that fits small cards.
+TILES = (
+    (32, ((32, 256, 4), (64, 64, 4), (64, 128, 4), (64, 256, 4), (128, 64, 4), (128, 128, 4))),
+    (64, ((64, 64, 4), (64, 128, 4), (128, 64, 4), (128, 128, 4))),
+    (128, ((64, 64, 4), (64, 128, 4), (128, 64, 4), (128, 64, 8))),
+    (256, ((64, 64, 4), (128, 64, 8))),
+)
+STAGES = (2, 3, 4, 6, 8)
+SPLITS = (1, 2, 3, 4, 6, 8)
+# Shared memory that a program takes besides its tiles.
+RESERVED = 1024
 
 
 @dataclass(frozen=True)
 class Choice:
-    """How a linear is launched.  block_out × block_in: a tile of the weight, `stages` of which are in flight; splits: parts
-    of `in` that are summed apart; dependent: launched before the kernel in front of it has ended (Hopper)."""
+    """How a linear is launched.  block_out × block_in: a tile of the weight; splits: parts of `in` that are summed apart;
+    stages: tiles that are on their way at once."""
 
     block_out: int
     block_in: int
     splits: int
     warps: int
     stages: int
-    dependent: bool = False
-    ahead: int = 0
 
     def shared_memory(self, rows: int) -> int:
-        """Bytes a program needs for `rows` rows of two-byte numbers."""
-        return self.stages * (self.block_out + block_rows(rows)) * self.block_in * 2
+        """Bytes that a program takes for `rows` rows."""
+        return self.stages * (self.block_out + block_rows(rows)) * self.block_in * 2 + RESERVED
 
 
 def block_rows(rows: int) -> int:
     return max(power_of_two(rows), LEAST_ROWS)
 
 
-# (block_out, block_in, warps) worth a trial for a block of so many rows.
-TILES = {
-    16: ((16, 512, 4), (32, 256, 4), (64, 64, 4), (64, 128, 4), (64, 256, 4), (128, 64, 4), (128, 128, 4)),
-    32: ((32, 256, 4), (64, 64, 4), (64, 128, 4), (128, 64, 4), (128, 128, 4)),
-    64: ((64, 64, 4), (64, 128, 4), (128, 64, 4), (128, 128, 4), (128, 64, 8), (256, 64, 8)),
-    128: ((64, 64, 4), (64, 128, 4), (128, 64, 4), (128, 64, 8), (128, 128, 8), (256, 64, 8)),
-    256: ((64, 64, 4), (128, 64, 8), (128, 128, 8)),
-}
-SPLITS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16)
-STAGES = (2, 3, 4, 6, 8)
-RESERVED = 1024
-
-
 def candidates(rows: int, num_out: int, num_in: int, on: Chip) -> list[Choice]:
-    """What is worth measuring: all programs run at once and fill the chip, or there are many turns of them."""
-    found = []
-    for out, width, warps in TILES[block_rows(rows)]:
-        blocks, tile = -(-num_out // out), (out + block_rows(rows)) * width * 2
-        for stages in STAGES:
-            programs = on.shared_memory // (stages * tile + RESERVED)
-            if programs == 0 or stages * tile * min(programs, 8) < on.shared_memory // 3:
-                continue
-            steps = -(-num_in // width)
-            for splits in SPLITS:
-                turns = blocks * splits / (on.processors * programs)
-                if steps < stages * splits or splits * out > num_in:
-                    continue
-                full = turns / -(-turns // 1)
-                if full >= 0.75 and (turns <= 1 or splits == 1 or rows > 64 and turns < 3):
-                    found.append(Choice(out, width, splits, warps, stages, on.capability >= HOPPER, stages))
-    return list(dict.fromkeys(found))
+    """What is worth measuring: as many programs as run at once, or several turns of them where nothing is split."""
+    tiles = next(tiles for bound, tiles in TILES if rows <= bound)
+    choices = (
+        Choice(block_out, block_in, splits, warps, stages)
+        for block_out, block_in, warps in tiles
+        for stages in STAGES
+        for splits in SPLITS
+    )
+    return [choice for choice in choices if _worthwhile(choice, rows, num_out, num_in, on)]
+
+
+def _worthwhile(choice: Choice, rows: int, num_out: int, num_in: int, on: Chip) -> bool:
+    at_once = on.shared_memory // choice.shared_memory(rows)
+    # A third of the shared memory on its way hides what memory takes to answer.
+    if at_once == 0 or choice.shared_memory(rows) * min(at_once, 8) < on.shared_memory // 3:
+        return False
+    if _blocks(num_in, choice.block_in) < choice.stages * choice.splits:
+        return choice.splits == 1 and choice.stages == STAGES[0]
+    blocks = _blocks(num_out, choice.block_out) * choice.splits
+    return choice.splits == 1 or 0.6 * on.processors <= blocks <= on.processors * at_once
+
+
+def _blocks(count: int, block: int) -> int:
+    return -(-count // block)
 
 
 @kernel
-def _prefetch(pointers):
+def _ask_for(pointers):
+    """Bring lines into the L2; nobody waits for them."""
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers.to(tl.int64)], tl.int32, is_pure=False, pack=1
     )
@@ -96,27 +106,24 @@ def _prefetch(pointers):
 
 @kernel
 def _linear_kernel(
-    x_ptr, w_ptr, bias_ptr, out_ptr, num_rows, num_out, num_in, x_stride, w_stride, steps,
-    ROWS: tl.constexpr, OUT: tl.constexpr, IN: tl.constexpr, AHEAD: tl.constexpr,
+    x_ptr, w_ptr, bias_ptr, out_ptr, num_rows, num_out, num_in, x_stride, w_stride,
+    ROWS: tl.constexpr, OUT: tl.constexpr, IN: tl.constexpr,
     EVEN_OUT: tl.constexpr, EVEN_IN: tl.constexpr, BIAS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     outs = tl.program_id(0) * OUT + tl.arange(0, OUT)
-    part = tl.program_id(1)
-    parts = tl.num_programs(1)
-    first = part * steps // parts * IN
-    last = (part + 1) * steps // parts * IN
+    part, parts = tl.program_id(1), tl.num_programs(1)
+    steps = tl.cdiv(num_in, IN)
+    first, last = part * steps // parts * IN, (part + 1) * steps // parts * IN
     rows, ins = tl.arange(0, ROWS), tl.arange(0, IN)
-    # Rows past the end read the last one; their sums are never written.
+    # Blocks past the end repeat the last row; nothing of that is written.
     w_rows = outs if EVEN_OUT else tl.minimum(outs, num_out - 1)
-    w_rows_ptr = w_ptr + w_rows.to(tl.int64)[:, None] * w_stride + first
+    w_ptrs = w_ptr + w_rows.to(tl.int64)[:, None] * w_stride + (first + ins)[None, :]
     if DEPENDENT:
         tl.extra.cuda.gdc_launch_dependents()
-        # One address a line of the L2: 64 numbers.
-        lines = tl.arange(0, IN // 64)[None, :] * 64
-        for stage in tl.static_range(AHEAD):
-            _prefetch(w_rows_ptr + tl.minimum(stage * IN + lines, num_in - first - 1))
+        # A line of the L2 holds 64 numbers.
+        lines = first + tl.arange(0, IN // 64) * 64
+        _ask_for(w_ptr + w_rows.to(tl.int64)[:, None] * w_stride + tl.minimum(lines, num_in - 1)[None, :])
         tl.extra.cuda.gdc_wait()
-    w_ptrs = w_rows_ptr + ins[None, :]
     x_ptrs = x_ptr + rows.to(tl.int64)[None, :] * x_stride + (first + ins)[:, None]
     total = tl.zeros((OUT, ROWS), tl.float32)
     for at in range(first, last, IN):
@@ -139,8 +146,8 @@ def _linear_kernel(
 
 @kernel
 def _sum_parts_kernel(
-    parts_ptr, bias_ptr, out_ptr, count, num_out, PARTS: tl.constexpr, BLOCK: tl.constexpr, BIAS: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    parts_ptr, bias_ptr, out_ptr, count, num_out,
+    PARTS: tl.constexpr, BLOCK: tl.constexpr, BIAS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     if DEPENDENT:
         tl.extra.cuda.gdc_launch_dependents()
@@ -148,16 +155,20 @@ def _sum_parts_kernel(
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = at < count
     total = tl.load(parts_ptr + at, mask=mask, other=0.0)
-    for part in tl.static_range(1, PARTS):
-        total += tl.load(parts_ptr + part * count + at, mask=mask, other=0.0)
+    for _ in tl.static_range(PARTS - 1):
+        parts_ptr += count
+        total += tl.load(parts_ptr + at, mask=mask, other=0.0)
     if BIAS:
         total += tl.load(bias_ptr + at % num_out, mask=mask, other=0.0).to(tl.float32)
     tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, choice: Choice) -> Tensor:
-    """x · weightᵀ + bias.  x [rows, in], its rows apart by any stride; weight [out, in] contiguous; bias [out]."""
-    return linear_triton(x, weight, bias, choice) if x.is_cuda else linear_reference(x, weight, bias)
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, choice: Choice | None) -> Tensor:
+    """x · weightᵀ + bias: x [rows, in] -> a fresh [rows, out] in x's dtype, launched as chosen; None is F.linear.
+
+    Bits of a row depend on the choice and on block_rows(rows), and on no other row.
+    """
+    return linear_reference(x, weight, bias) if choice is None else linear_triton(x, weight, bias, choice)
 
 
 def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -165,26 +176,46 @@ def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def linear_triton(x: Tensor, weight: Tensor, bias: Tensor | None, choice: Choice) -> Tensor:
-    (rows, num_in), num_out = x.shape, weight.shape[0]
-    require("weight", weight, (num_out, num_in), x.dtype, x)
+    """x's rows may stand any stride apart; weight [out, in] and bias [out] in x's dtype; numbers of a row stand together.
+
+    Raises EspalierError on other shapes, dtypes or strides, and where the choice does not fit the chip.
+    """
+    rows, num_in = x.shape
+    num_out, parts, on = weight.shape[0], choice.splits, chip(x)
+    _require(x, weight, bias, choice, on)
     out = x.new_empty(rows, num_out)
-    if rows == 0 or num_out == 0:
+    if out.numel() == 0:
         return out
-    parts = choice.splits
-    steps = -(-num_in // choice.block_in)
-    block, blocks = block_rows(rows), -(-num_out // choice.block_out)
+    dependent = on.capability >= HOPPER
+    # Triton knows this option of a launch from Hopper on.
+    launch: dict[str, Any] = {"launch_pdl": True} if dependent else {}
     made = out if parts == 1 else x.new_empty(parts, rows, num_out, dtype=torch.float32)
-    dependent = {"launch_pdl": True} if choice.dependent else {}
-    _linear_kernel[blocks, parts](
-        x, weight, bias, made, rows, num_out, num_in, x.stride(0), weight.stride(0), steps,
-        ROWS=block, OUT=choice.block_out, IN=choice.block_in, AHEAD=choice.ahead, EVEN_OUT=num_out % choice.block_out == 0,
-        EVEN_IN=num_in % choice.block_in == 0, BIAS=bias is not None and parts == 1, DEPENDENT=choice.dependent,
-        num_warps=choice.warps, num_stages=choice.stages, **dependent,
+    _linear_kernel[_blocks(num_out, choice.block_out), parts](
+        x, weight, bias, made, rows, num_out, num_in, x.stride(0), weight.stride(0),
+        ROWS=block_rows(rows), OUT=choice.block_out, IN=choice.block_in,
+        EVEN_OUT=num_out % choice.block_out == 0, EVEN_IN=num_in % choice.block_in == 0,
+        BIAS=bias is not None and parts == 1, DEPENDENT=dependent,
+        num_warps=choice.warps, num_stages=choice.stages, **launch,
     )  # fmt: skip
     if parts > 1:
-        count = rows * num_out
-        _sum_parts_kernel[(-(-count // REDUCE_BLOCK),)](
-            made, bias, out, count, num_out, PARTS=parts, BLOCK=REDUCE_BLOCK, BIAS=bias is not None,
-            DEPENDENT=choice.dependent, num_warps=4, **dependent,
+        _sum_parts_kernel[(_blocks(out.numel(), SUM_BLOCK),)](
+            made, bias, out, out.numel(), num_out,
+            PARTS=parts, BLOCK=SUM_BLOCK, BIAS=bias is not None, DEPENDENT=dependent, num_warps=4, **launch,
         )  # fmt: skip
     return out
+
+
+def _require(x: Tensor, weight: Tensor, bias: Tensor | None, choice: Choice, on: Chip) -> None:
+    rows, num_in = x.shape
+    require("weight", weight, (-1, num_in), x.dtype, x)
+    if bias is not None:
+        require("bias", bias, (weight.shape[0],), x.dtype, x)
+    if x.dtype not in DTYPES or rows > MAX_ROWS:
+        raise EspalierError(f"a linear of few rows takes up to {MAX_ROWS} of two bytes a number; {rows} of {x.dtype}")
+    if 1 not in (x.stride(1), num_in) or 1 not in (weight.stride(1), num_in):
+        raise EspalierError("a linear of few rows needs the numbers of a row side by side: x or weight is transposed")
+    if choice.shared_memory(rows) > on.shared_memory:
+        raise EspalierError(
+            f"{choice} takes {choice.shared_memory(rows)} bytes of shared memory for {rows} rows, this chip has "
+            f"{on.shared_memory}; measure anew: espalier doctor --tune"
+        )
