@@ -9,13 +9,13 @@ dtype; a device's name decides nothing.  Layers without an entry go to PyTorch's
 import json
 import logging
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from espalier.errors import EspalierError
@@ -25,8 +25,9 @@ from espalier.kernels.linear import DTYPES, Choice
 # Names a user's own file.
 CHOICES_FILE = "ESPALIER_CHOICES"
 SHIPPED = Path(__file__).with_name("choices.json")
-# Rows from one bucket's bound to the next are launched alike; above the last, F.linear.
-ROWS_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+# Up to each of these, rows are launched alike and a row's bits do not depend on their number; above the last, F.linear.
+# Fewer than 16 are padded to 16, so they have no bucket of their own.
+ROWS_BUCKETS = (16, 32, 64, 128, 256)
 
 Shape = tuple[int, int]
 log = logging.getLogger(__name__)
@@ -47,8 +48,8 @@ class Choices:
 
 @dataclass(frozen=True)
 class Table:
-    """What was measured on one kind of chip in one dtype.  shapes: by the weight's [out, in].  measured: on what and when,
-    for the reader."""
+    """What was measured on one kind of chip in one dtype.  shapes: by the weight's [out, in].  measured: on what, for
+    the reader."""
 
     chip: Chip
     dtype: str
@@ -60,8 +61,8 @@ def choices_for(weight: Tensor) -> Choices | None:
     """What is in force for a weight [out, in]; None: F.linear at any number of rows."""
     if not weight.is_cuda or weight.dtype not in DTYPES:
         return None
-    dtype = str(weight.dtype).removeprefix("torch.")
-    return _in_force(chip(weight), dtype, own_file()).get(tuple(weight.shape)) or _missing(tuple(weight.shape), dtype)
+    dtype, shape = str(weight.dtype).removeprefix("torch."), (weight.shape[0], weight.shape[1])
+    return _in_force(chip(weight), dtype, own_file()).get(shape) or _missing(shape, dtype)
 
 
 def own_file() -> Path:
@@ -132,8 +133,7 @@ def _choices(buckets: dict[str, Any]) -> Choices:
 def _entry(table: Table) -> dict[str, Any]:
     shapes = {
         f"{num_out}x{num_in}": {
-            str(bound): choice and asdict(choice)
-            for bound, choice in zip(ROWS_BUCKETS, choices.by_bucket, strict=True)
+            str(bound): choice and asdict(choice) for bound, choice in zip(ROWS_BUCKETS, choices.by_bucket, strict=True)
         }
         for (num_out, num_in), choices in sorted(table.shapes.items())
     }
@@ -141,6 +141,6 @@ def _entry(table: Table) -> dict[str, Any]:
 
 
 def _json(entries: list[dict[str, Any]]) -> str:
-    """A line a bucket: so that a change of the table reads well."""
+    """A line for each launch, so that a changed table reads well."""
     text = json.dumps({"tables": entries}, indent=1)
-    return text + "\n"
+    return re.sub(r"\{[^{}]*\}", lambda innermost: " ".join(innermost.group().split()), text) + "\n"

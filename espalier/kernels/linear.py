@@ -51,8 +51,8 @@ RESERVED = 1024
 
 @dataclass(frozen=True)
 class Choice:
-    """How a linear is launched.  block_out × block_in: a tile of the weight; splits: parts of `in` that are summed apart;
-    stages: tiles that are on their way at once."""
+    """How a linear is launched.  block_out × block_in: a tile of the weight; splits: parts of `in` that are summed
+    apart; stages: tiles that are on their way at once."""
 
     block_out: int
     block_in: int
@@ -176,7 +176,7 @@ def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def linear_triton(x: Tensor, weight: Tensor, bias: Tensor | None, choice: Choice) -> Tensor:
-    """x's rows may stand any stride apart; weight [out, in] and bias [out] in x's dtype; numbers of a row stand together.
+    """x's and weight's rows may stand any stride apart, their numbers side by side; all in x's dtype.
 
     Raises EspalierError on other shapes, dtypes or strides, and where the choice does not fit the chip.
     """

@@ -126,14 +126,14 @@ def test_one_to_sixteen_rows_are_one_computation():
 @pytest.mark.parametrize("rows", [1, 7, 16, 32, 64, 129, 256])
 @pytest.mark.parametrize("shape", [(6144, 4096), (4096, 14336), (5000, 1000)])
 def test_every_candidate(kernel_device, monkeypatch, rows, shape):
-    """Right, and the same bits twice, at every candidate's first three of each tile."""
+    """Right, and the same bits twice, at every candidate's first two of each tile."""
     x, weight, _ = drawn(rows, *shape, kernel_device)
     poisoned(monkeypatch)
     exact, seen = linear(x.double(), weight.double(), None, None), {}
     for choice in candidates(rows, *shape, H200):
         tile = (choice.block_out, choice.block_in, choice.warps)
         seen[tile] = seen.get(tile, 0) + 1
-        if seen[tile] > 3:
+        if seen[tile] > 2:
             continue
         out = linear_triton(x, weight, None, choice)
         # Against the whole, in norm: a bound by element needs the products' magnitudes, which the small shapes check.
