@@ -7,7 +7,6 @@ their arguments against it, on the host, without touching the device.
 from dataclasses import dataclass
 from typing import TypeVar
 
-import torch
 from torch import Tensor
 
 from espalier.errors import EspalierError
@@ -16,6 +15,8 @@ ANCESTOR_BITS = 64
 MAX_PAGE_SIZE = 512
 MIN_CHUNK_WIDTH = 16
 ROUNDS_IN_FLIGHT = 2
+# The row of page buffers that takes what padding writes; it stays zero, so that a masked read of it is finite.
+DUMMY_ROW = 0
 
 Number = TypeVar("Number", int, Tensor)
 
@@ -101,10 +102,6 @@ class RoundLayout:
     def verify_rows(self) -> int:
         """Nodes of a full batch of trees: rows of the target's staging."""
         return self.max_batch * self.num_draft_tokens
-
-    def staged_at(self, batch: int, device: torch.device) -> Tensor:
-        """[batch]: the row of the target's staging where each request's nodes begin."""
-        return torch.arange(batch, device=device) * self.num_draft_tokens
 
     @property
     def staged_beams(self) -> int:

@@ -45,12 +45,6 @@ class Linear:
         out = linear(rows, self.weight, self.bias, self._choices.at(len(rows)))
         return out.view(*x.shape[:-1], self.shape[0])
 
-    def plus(self, x: Tensor, residual: Tensor) -> Tensor:
-        """residual + self(x), both [..., out]; residual is left as it was."""
-        if self._packed:
-            return torch.ops.mkldnn._linear_pointwise.binary(x, residual, self.weight, self.bias, "add")
-        return F.linear(x, self.weight, self.bias).add_(residual)
-
 
 def can_pack(weight: Tensor) -> bool:
     return (
