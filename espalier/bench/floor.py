@@ -21,6 +21,9 @@ from espalier.kernels.linear import linear
 # Several times any L2.
 BANDWIDTH_BYTES = 4 * 2**30
 PEAK_SIDE = 8192
+# Long enough for the chip's clocks to settle under the load.
+SECONDS = 1.0
+TURNS = 8
 
 
 @dataclass(frozen=True)
@@ -71,9 +74,9 @@ class FloorBench:
 
     def ceilings(self) -> Ceilings:
         data = torch.randn(BANDWIDTH_BYTES // 4, device=self.device)
-        read = self.watch.ms(data.sum)
         a, b = (torch.randn(PEAK_SIDE, PEAK_SIDE, device=self.device, dtype=torch.bfloat16) for _ in range(2))
-        product = self.watch.ms(lambda: a @ b)
+        (read,) = self.watch.ms([data.sum], TURNS, SECONDS)
+        (product,) = self.watch.ms([lambda: a @ b], TURNS, SECONDS)
         return Ceilings(BANDWIDTH_BYTES / read * 1e3, 2 * PEAK_SIDE**3 / product * 1e3)
 
     def target(self, rows: int) -> LinearTimes:
@@ -81,8 +84,8 @@ class FloorBench:
 
     def linears(self, runs: Sequence[Run], rows: int) -> LinearTimes:
         """The runs as one graph, both ways."""
-        cublas = self.watch.ms(self.weights.chain(runs, plain))
-        ours = self.watch.ms(self.weights.chain(runs, in_force))
+        chains = [self.weights.chain(runs, multiply) for multiply in (plain, in_force)]
+        cublas, ours = self.watch.ms(chains, TURNS, SECONDS)
         return LinearTimes(rows, cublas, min(cublas, ours), sum(run.weight_bytes for run in runs))
 
     def round(

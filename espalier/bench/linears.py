@@ -5,6 +5,7 @@ shape is measured over as many copies as it takes to leave the L2.
 """
 
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -100,32 +101,46 @@ def require_gpu(what: str) -> torch.device:
 
 
 class Stopwatch:
-    """Times what a CUDA graph replays.  Graphs share one pool of memory, which the first of them keeps."""
+    """Times what CUDA graphs replay.  Graphs share one pool of memory, which the first of them keeps."""
 
-    def __init__(self, repeats: int = 5) -> None:
-        self.repeats = repeats
+    def __init__(self) -> None:
         self._first: torch.cuda.CUDAGraph | None = None
 
-    def ms(self, body: Callable[[], Any], repeats: int | None = None) -> float:
-        """Median of the replays, after one that is not counted."""
-        body()
-        graph = self._capture(body)
-        events = [torch.cuda.Event(enable_timing=True) for _ in range((repeats or self.repeats) + 1)]
-        graph.replay()
-        events[0].record()
-        for event in events[1:]:
-            graph.replay()
-            event.record()
-        torch.cuda.synchronize()
-        return statistics.median(a.elapsed_time(b) for a, b in pairwise(events))
+    def ms(self, bodies: Sequence[Callable[[], Any]], turns: int, seconds: float = 0.0) -> list[float]:
+        """Median of each body, all taking turns, so that none has the cooler chip.
+
+        For `seconds`, and `turns` at least; the later half counts: a chip at its power limit slows down within tenths
+        of a second, and serving is what goes on.
+        """
+        graphs = [self._capture(body) for body in bodies]
+        found: list[list[float]] = [[] for _ in bodies]
+        begun = time.perf_counter()
+        while not found[0] or time.perf_counter() - begun < seconds:
+            for times, new in zip(found, _replayed(graphs, turns), strict=True):
+                times += new
+        return [statistics.median(times[len(times) // 2 :]) for times in found]
 
     def _capture(self, body: Callable[[], Any]) -> torch.cuda.CUDAGraph:
+        body()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._first.pool() if self._first else None):
             body()
         self._first = self._first or graph
         return graph
+
+
+def _replayed(graphs: Sequence[torch.cuda.CUDAGraph], turns: int) -> list[list[float]]:
+    """ms of each graph at each turn; nobody waits in between."""
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(turns * len(graphs) + 1)]
+    graphs[-1].replay()
+    events[0].record()
+    for turn, event in enumerate(events[1:]):
+        graphs[turn % len(graphs)].replay()
+        event.record()
+    torch.cuda.synchronize()
+    times = [a.elapsed_time(b) for a, b in pairwise(events)]
+    return [times[first :: len(graphs)] for first in range(len(graphs))]
 
 
 Multiply = Callable[[Tensor, Tensor], Tensor]

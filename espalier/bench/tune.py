@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from espalier.bench.linears import Shape, Stopwatch, Weights, plain, require_gpu
+from espalier.bench.linears import Shape, Stopwatch, Weights, require_gpu
 from espalier.kernels.choices import ROWS_BUCKETS, Choices
 from espalier.kernels.launch import chip
 from espalier.kernels.linear import Choice, candidates, linear
@@ -43,7 +43,7 @@ class Tuner:
     def __init__(self, dtype: torch.dtype) -> None:
         self.device = require_gpu("--tune")
         self.weights = Weights(dtype, self.device)
-        self.watch = Stopwatch(3)
+        self.watch = Stopwatch()
         self.chip = chip(torch.empty(0, device=self.device))
 
     def measure(self, shape: Shape) -> list[Measured]:
@@ -54,27 +54,28 @@ class Tuner:
     def _bucket(self, shape: Shape, rows: int, weights: Sequence[Tensor]) -> Measured:
         x = torch.randn(rows, shape[1], dtype=weights[0].dtype, device=self.device)
         ends = (x[:FEWEST_ROWS], x) if rows == ROWS_BUCKETS[0] else (x,)
-        first = {c: self._us(x, weights, _launched(c), 3) for c in candidates(rows, *shape, self.chip)}
-        finalists = sorted(first, key=lambda choice: first[choice])[:FINALISTS]
-        final = {c: sum(self._us(end, weights, _launched(c), 9) for end in ends) / len(ends) for c in finalists}
-        cublas = sum(self._us(end, weights, plain, 9) for end in ends) / len(ends)
-        best = min(final, key=lambda choice: final[choice], default=None)
-        return Measured(shape, rows, cublas, torch.inf if best is None else final[best], best)
+        first = {choice: self._us(x, weights, [choice], 3)[0] for choice in candidates(rows, *shape, self.chip)}
+        finalists = [None, *sorted(first, key=lambda choice: first[choice])[:FINALISTS]]
+        times = [self._us(end, weights, finalists, 12) for end in ends]
+        cublas, *ours = (sum(each) / len(ends) for each in zip(*times, strict=True))
+        best = min(range(len(ours)), key=lambda at: ours[at], default=None)
+        if best is None:
+            return Measured(shape, rows, cublas, torch.inf, None)
+        return Measured(shape, rows, cublas, ours[best], finalists[1 + best])
 
-    def _us(
-        self, x: Tensor, weights: Sequence[Tensor], multiply: Callable[[Tensor, Tensor], Tensor], repeats: int
-    ) -> float:
+    def _us(self, x: Tensor, weights: Sequence[Tensor], contenders: Sequence[Choice | None], turns: int) -> list[float]:
+        """µs a call of each contender, taking turns."""
         calls = max(2, -(-CHAIN_BYTES // (2 * weights[0].numel())))
-
-        def body() -> None:
-            for call in range(calls):
-                multiply(x, weights[call % len(weights)])
-
-        return 1e3 * self.watch.ms(body, repeats) / calls
+        bodies = [_chain(x, weights, choice, calls) for choice in contenders]
+        return [1e3 * ms / calls for ms in self.watch.ms(bodies, turns)]
 
 
-def _launched(choice: Choice) -> Callable[[Tensor, Tensor], Tensor]:
-    return lambda x, weight: linear(x, weight, None, choice)
+def _chain(x: Tensor, weights: Sequence[Tensor], choice: Choice | None, calls: int) -> Callable[[], None]:
+    def body() -> None:
+        for call in range(calls):
+            linear(x, weights[call % len(weights)], None, choice)
+
+    return body
 
 
 def as_choices(measured: Sequence[Measured]) -> Choices:

@@ -5,8 +5,8 @@ parts of it.  Parts are written apart, in float32, and a second kernel adds them
 input gives the same bits.  Which block sizes are fast is measured (`espalier doctor --tune`) and stands in a file
 (kernels/choices.py); this file knows which of them are worth measuring on a chip.
 
-On Hopper and later both kernels are programmatic dependents: they are launched while the kernel before them still runs,
-ask for their first weights, and wait for it before they read or write anything that another kernel touches.
+Both kernels are launched early where the chip can do that (kernels/dependent.py); the first asks for its first weights
+before it waits.
 
 Tolerance: products of two-byte numbers are exact in float32 and are summed in float32, in another order than elsewhere;
 the result is rounded once.  Against float64 the error is at most half a unit in the last place of the result, plus
@@ -16,13 +16,14 @@ in · 2⁻²⁴ times the sum of the products' magnitudes.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from espalier.errors import EspalierError
+from espalier.kernels.dependent import after_previous, early, let_next_start, wait_for_previous
 from espalier.kernels.launch import Chip, chip, kernel, power_of_two, require
 
 if TYPE_CHECKING:
@@ -33,7 +34,6 @@ MAX_ROWS = 256
 # A block of x is padded to the tensor cores' least, so that 1 to 16 rows are one and the same computation.
 LEAST_ROWS = 16
 SUM_BLOCK = 1024
-HOPPER = (9, 0)
 
 # (block_out, block_in, warps) worth measuring for a block of so many rows: what came within 2.5% of the best in a wider
 # search on an H200 (docs/log.md), and one that fits small cards.
@@ -118,12 +118,12 @@ def _linear_kernel(
     # Blocks past the end repeat the last row; nothing of that is written.
     w_rows = outs if EVEN_OUT else tl.minimum(outs, num_out - 1)
     w_ptrs = w_ptr + w_rows.to(tl.int64)[:, None] * w_stride + (first + ins)[None, :]
+    let_next_start(DEPENDENT)
     if DEPENDENT:
-        tl.extra.cuda.gdc_launch_dependents()
         # A line of the L2 holds 64 numbers.
         lines = first + tl.arange(0, IN // 64) * 64
         _ask_for(w_ptr + w_rows.to(tl.int64)[:, None] * w_stride + tl.minimum(lines, num_in - 1)[None, :])
-        tl.extra.cuda.gdc_wait()
+    wait_for_previous(DEPENDENT)
     x_ptrs = x_ptr + rows.to(tl.int64)[None, :] * x_stride + (first + ins)[:, None]
     total = tl.zeros((OUT, ROWS), tl.float32)
     for at in range(first, last, IN):
@@ -149,9 +149,7 @@ def _sum_parts_kernel(
     parts_ptr, bias_ptr, out_ptr, count, num_out,
     PARTS: tl.constexpr, BLOCK: tl.constexpr, BIAS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    if DEPENDENT:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    after_previous(DEPENDENT)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = at < count
     total = tl.load(parts_ptr + at, mask=mask, other=0.0)
@@ -186,21 +184,18 @@ def linear_triton(x: Tensor, weight: Tensor, bias: Tensor | None, choice: Choice
     out = x.new_empty(rows, num_out)
     if out.numel() == 0:
         return out
-    dependent = on.capability >= HOPPER
-    # Triton knows this option of a launch from Hopper on.
-    launch: dict[str, Any] = {"launch_pdl": True} if dependent else {}
     made = out if parts == 1 else x.new_empty(parts, rows, num_out, dtype=torch.float32)
     _linear_kernel[_blocks(num_out, choice.block_out), parts](
         x, weight, bias, made, rows, num_out, num_in, x.stride(0), weight.stride(0),
         ROWS=block_rows(rows), OUT=choice.block_out, IN=choice.block_in,
         EVEN_OUT=num_out % choice.block_out == 0, EVEN_IN=num_in % choice.block_in == 0,
-        BIAS=bias is not None and parts == 1, DEPENDENT=dependent,
-        num_warps=choice.warps, num_stages=choice.stages, **launch,
+        BIAS=bias is not None and parts == 1,
+        num_warps=choice.warps, num_stages=choice.stages, **early(on),
     )  # fmt: skip
     if parts > 1:
         _sum_parts_kernel[(_blocks(out.numel(), SUM_BLOCK),)](
             made, bias, out, out.numel(), num_out,
-            PARTS=parts, BLOCK=SUM_BLOCK, BIAS=bias is not None, DEPENDENT=dependent, num_warps=4, **launch,
+            PARTS=parts, BLOCK=SUM_BLOCK, BIAS=bias is not None, num_warps=4, **early(on),
         )  # fmt: skip
     return out
 

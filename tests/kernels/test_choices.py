@@ -20,7 +20,8 @@ from espalier.kernels.choices import (
     write,
 )
 from espalier.kernels.launch import Chip
-from espalier.kernels.linear import DTYPES, Choice, candidates
+from espalier.kernels.linear import DTYPES, Choice, candidates, linear
+from espalier.models.layers import linear as linear_layer
 
 CHIP = Chip(shared_memory=100_000, processors=10, capability=(9, 0))
 ONE = Choice(block_out=64, block_in=128, splits=2, warps=4, stages=3)
@@ -119,6 +120,20 @@ def test_the_users_file_stands_in_the_configuration_folder(monkeypatch, tmp_path
     monkeypatch.delenv(CHOICES_FILE, raising=False)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     assert own_file() == tmp_path / "espalier" / "choices.json"
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 128), (5, 128), (0, 3, 128), (1, 40, 128)])
+def test_a_linear_layer_takes_what_is_in_force(kernel_device, monkeypatch, shape):
+    """40 rows fall into a bucket without a launch of ours."""
+    gone = []
+    monkeypatch.setattr(linear_layer, "choices_for", lambda weight: Choices((ONE, ONE, None, None, None)))
+    monkeypatch.setattr(linear_layer, "linear", lambda *given: gone.append(given[-1]) or linear(*given))
+    at = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(size, generator=at).half().to(kernel_device) for size in (shape, (64, 128)))
+    out = linear_layer.Linear(weight)(x)
+    assert gone == [None if shape[:2] == (1, 40) else ONE]
+    assert out.shape == (*shape[:-1], 64)
+    assert torch.allclose(out.double(), x.double() @ weight.double().T, rtol=0.001, atol=0.02)
 
 
 def test_what_is_shipped_fits_the_chips_it_is_for():
