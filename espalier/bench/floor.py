@@ -63,6 +63,28 @@ def round_runs(
     return shape.target_pass(batch * num_draft_tokens), draft
 
 
+@dataclass(frozen=True)
+class AttentionCost:
+    """What attention reads and computes in some passes, two bytes a number."""
+
+    kv_bytes: float
+    flops: float
+
+
+def round_attention(
+    shape: ModelShape, batch: int, context: int, steps: int, topk: int, num_draft_tokens: int
+) -> AttentionCost:
+    """Of the same passes as `round_runs`, each reading a request's prefix of `context` tokens once; the nodes themselves
+    are left out, a few among thousands."""
+    levels = max(steps - 1, 0)
+    # (layers, passes, queries a request)
+    passes = ((shape.layers, 1, num_draft_tokens), (1, levels, topk), (1, 1, steps + 1))
+    size = batch * context * shape.head_size
+    kv_bytes = sum(layers * count * 4 * shape.kv_heads * size for layers, count, _ in passes)
+    flops = sum(layers * count * queries * 4 * shape.heads * size for layers, count, queries in passes)
+    return AttentionCost(kv_bytes, flops)
+
+
 class FloorBench:
     """Holds one set of weights of a shape, target's and draft's, and measures passes over them."""
 
@@ -89,12 +111,13 @@ class FloorBench:
         return LinearTimes(rows, cublas, min(cublas, ours), sum(run.weight_bytes for run in runs))
 
     def round(
-        self, batch: int, steps: int, topk: int, num_draft_tokens: int, kv_bytes: float, attention_flops: float
+        self, batch: int, context: int, steps: int, topk: int, num_draft_tokens: int, ceilings: Ceilings
     ) -> float:
-        """ms: the floor of a round of this layout.  Measures the ceilings too, in the same run."""
+        """ms: the floor of a round of this layout.  ceilings: measured in the same run."""
         target, draft = round_runs(self.shape, batch, steps, topk, num_draft_tokens)
         fastest = self.linears((*draft, *target), batch * num_draft_tokens).fastest_ms
-        return floor(fastest, kv_bytes, attention_flops, self.ceilings())
+        cost = round_attention(self.shape, batch, context, steps, topk, num_draft_tokens)
+        return floor(fastest, cost.kv_bytes, cost.flops, ceilings)
 
 
 def in_force(x: Tensor, weight: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from espalier.bench.floor import Ceilings, FloorBench, floor, round_runs
+from espalier.bench.floor import Ceilings, FloorBench, floor, round_attention, round_runs
 from espalier.bench.linears import SHAPES, Weights, plain, shape_named
 from espalier.cli.main import main
 from espalier.errors import EspalierError
@@ -58,6 +58,14 @@ def test_the_floor_adds_the_larger_of_reading_and_computing():
     ceilings = Ceilings(bandwidth=4e12, peak=8e14)
     assert floor(3.5, 4e9, 0, ceilings) == pytest.approx(4.5)
     assert floor(3.5, 4e9, 1.6e12, ceilings) == pytest.approx(5.5)
+
+
+def test_attention_of_a_round_reads_each_prefix_once_a_pass():
+    cost = round_attention(LLAMA, batch=2, context=1000, steps=5, topk=8, num_draft_tokens=64)
+    token = 2 * 8 * 128 * 2  # K and V of a layer
+    assert cost.kv_bytes == 2 * 1000 * token * (32 + 4 + 1)
+    # A product of q and k, and one of weights and v, 2 operations each.
+    assert cost.flops == 2 * 1000 * 4 * 32 * 128 * (32 * 64 + 4 * 8 + 6)
 
 
 def test_a_chain_runs_layer_by_layer():
