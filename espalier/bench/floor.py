@@ -74,8 +74,8 @@ class AttentionCost:
 def round_attention(
     shape: ModelShape, batch: int, context: int, steps: int, topk: int, num_draft_tokens: int
 ) -> AttentionCost:
-    """Of the same passes as `round_runs`, each reading a request's prefix of `context` tokens once; the nodes themselves
-    are left out, a few among thousands."""
+    """Of the same passes as `round_runs`, each reading a request's prefix of `context` tokens once; the nodes
+    themselves are left out, a few among thousands."""
     levels = max(steps - 1, 0)
     # (layers, passes, queries a request)
     passes = ((shape.layers, 1, num_draft_tokens), (1, levels, topk), (1, 1, steps + 1))
