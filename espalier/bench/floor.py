@@ -8,8 +8,7 @@ reaches.
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -42,9 +41,6 @@ class LinearTimes:
     cublas_ms: float
     fastest_ms: float
     weight_bytes: int
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def floor(linear_ms: float, kv_bytes: float, attention_flops: float, ceilings: Ceilings) -> float:

@@ -2,6 +2,7 @@
 
 import json
 from argparse import Namespace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +36,16 @@ def run(asked: Namespace) -> int:
     stdout().print(Text(f"read {ceilings.bandwidth / 1e12:.2f} TB/s; bf16 product {ceilings.peak / 1e12:.0f} TFLOP/s"))
     stdout().print(Text(_table(times, ceilings)))
     if asked.json is not None:
-        figures = {"ceilings": vars(ceilings), "passes": [each.as_dict() for each in times]}
-        asked.json.write_text(json.dumps({"machine": describe(), "shape": asked.shape, **figures}, indent=1) + "\n")
+        figures = {"shape": asked.shape, "ceilings": asdict(ceilings), "passes": [asdict(each) for each in times]}
+        _write(asked.json, {"machine": describe(), **figures})
     return 0
+
+
+def _write(path: Path, figures: dict[str, Any]) -> None:
+    try:
+        path.write_text(json.dumps(figures, indent=1) + "\n")
+    except OSError as error:
+        raise EspalierError(f"--json {path} cannot be written ({error.strerror}); name another file") from None
 
 
 def _table(times: list[LinearTimes], ceilings: Ceilings) -> str:

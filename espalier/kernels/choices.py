@@ -108,9 +108,12 @@ def write(path: Path, table: Table) -> None:
     same = [old for old in tables if (old.chip, old.dtype) == (table.chip, table.dtype)]
     kept = {shape: choices for old in same for shape, choices in old.shapes.items()}
     merged = Table(table.chip, table.dtype, kept | dict(table.shapes), table.measured)
-    path.parent.mkdir(parents=True, exist_ok=True)
     entries = [_entry(old) for old in tables if old not in same] + [_entry(merged)]
-    path.write_text(_json(entries), encoding="utf-8")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(_json(entries), encoding="utf-8")
+    except OSError as error:
+        raise EspalierError(f"{path} cannot be written ({error.strerror}); name another file") from None
 
 
 def _table(entry: dict[str, Any]) -> Table:
