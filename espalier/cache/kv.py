@@ -93,6 +93,7 @@ class Pages:
         dtype: torch.dtype,
         device: torch.device,
     ):
+        self.layout = layout
         self.page_size = layout.page_size
         self.num_pages = num_pages
         rows = layout.tokens_in(num_pages)

@@ -23,7 +23,7 @@ def _rms_norm_kernel(
     out_ptr,
     x_n,
     delta_n,
-    eps,
+    EPS: tl.constexpr,
     SIZE: tl.constexpr,
     ADD: tl.constexpr,
     EXACT: tl.constexpr,
@@ -39,7 +39,7 @@ def _rms_norm_kernel(
         x = x.to(sum_ptr.dtype.element_ty)
         tl.store(sum_ptr + row * SIZE + at, x, mask=real)
         x = x.to(EXACT)
-    scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / SIZE + eps)
+    scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / SIZE + EPS)
     weight = tl.load(weight_ptr + at, mask=real, other=0.0).to(EXACT)
     tl.store(out_ptr + row * SIZE + at, (x * scale * weight).to(out_ptr.dtype.element_ty), mask=real)
 
@@ -80,7 +80,8 @@ def _launch(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, total: 
         out,
         x.stride(0),
         added.stride(0),
-        eps,
+        # A constant, since as an argument it would be a float32.
+        EPS=eps,
         SIZE=size,
         ADD=delta is not None,
         EXACT=exact_type(x.dtype),

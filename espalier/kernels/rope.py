@@ -72,7 +72,7 @@ def _rotate_kernel(
     k_h,
     v_row,
     v_h,
-    eps,
+    EPS: tl.constexpr,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     SIZE: tl.constexpr,
@@ -94,7 +94,7 @@ def _rotate_kernel(
     kept_left, kept_right = left, right
     if NORMS:
         mean = (tl.sum(left * left, 1) + tl.sum(right * right, 1)) / SIZE
-        scale = (1.0 / tl.sqrt(mean + eps))[:, None]
+        scale = (1.0 / tl.sqrt(mean + EPS))[:, None]
         of_q = is_q[:, None]
         weight = tl.where(of_q, _half(q_norm_ptr + at, inside, EXACT), _half(k_norm_ptr + at, inside, EXACT))
         left = (left * scale * weight).to(qkv_ptr.dtype.element_ty).to(EXACT)
@@ -146,7 +146,8 @@ def rotate_and_store_triton(
             rows.stride(0),
             *k_buffer.stride()[:2],
             *v_buffer.stride()[:2],
-            turn.eps,
+            # A constant, since as an argument it would be a float32.
+            EPS=turn.eps,
             HEADS=heads,
             KV_HEADS=kv_heads,
             SIZE=size,

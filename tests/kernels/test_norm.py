@@ -28,7 +28,8 @@ def drawn(shape, dtype, device, seed=0, scale=1.0):
 
 def close(ours: torch.Tensor, exact: torch.Tensor) -> None:
     """Rounding to the dtype, and a sum of H squares in any order."""
-    torch.testing.assert_close(ours.double(), exact, rtol=4 * torch.finfo(ours.dtype).eps, atol=1e-30)
+    of = torch.finfo(ours.dtype)
+    torch.testing.assert_close(ours.double(), exact, rtol=4 * of.eps, atol=of.tiny)
 
 
 @shapes

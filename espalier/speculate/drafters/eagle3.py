@@ -58,7 +58,7 @@ class Eagle3Drafter:
     def propose(self, slots: Slots, draws: Draws) -> Tree:
         if self.layout.num_draft_tokens == 1:
             return root_only(slots.root)
-        pool = Pool(self.layout.topk)
+        pool, prefix = Pool(self.layout.topk), self._prefix(slots)
         out = slots.carried("hidden")[:, None]
         beams = None
         for level in range(1, self.layout.steps + 1):
@@ -67,7 +67,7 @@ class Eagle3Drafter:
             if level < self.layout.steps:
                 places, beams = self._next_beams(tokens, scores, out, beams)
                 pool.keep(places)
-                out = self._run(slots, beams, level)
+                out = self._run(slots, prefix, beams, level)
         return pool.select(slots.root, self.layout.num_draft_tokens)
 
     def _children(self, out: Tensor, draws: Draws, level: int, beams: Beams | None) -> tuple[Tensor, Tensor]:
@@ -84,14 +84,14 @@ class Eagle3Drafter:
         hidden = out.gather(1, grown.parents[..., None].expand(-1, -1, out.shape[2]))
         return grown.places, Beams(grown.scores, hidden, Above(path, grown.words))
 
-    def _run(self, slots: Slots, beams: Beams, level: int) -> Tensor:
+    def _run(self, slots: Slots, prefix: Prefix, beams: Beams, level: int) -> Tensor:
         """One draft forward over the beams of depth `level`: [B, K, H]."""
         topk, rows = self.layout.topk, self.layout.beams_above(level + 1)
         depths = torch.arange(rows, device=slots.index.device) // topk + 1
         row_positions = slots.prefix_len[:, None] + depths
         nodes = Nodes(row_positions[:, -topk:], row_positions, beams.above.words)
         width, at = self.layout.beam_rows, self.layout.beams_above(level)
-        attend = Undecided(self._plan(slots, nodes), self.staging, width, at, self.first_layer)
+        attend = Undecided(self._plan(prefix, nodes), self.staging, width, at, self.first_layer)
         return self.draft(beams.above.tokens[:, -topk:], beams.hidden, nodes.positions - FIRST_ROW, attend)
 
     def extend(self, slots: Slots, captured: Tensor | None, length: Tensor) -> None:
@@ -100,13 +100,16 @@ class Eagle3Drafter:
         positions = slots.prefix_len[:, None] + 1 + offsets
         kept = extend_rows(offsets, length) & (positions >= slots.commit_from[:, None])
         rows = self.pages.rows_where(slots.page_table, positions, kept)
-        attend = Decided(self._plan(slots, Nodes.chain(positions)), rows, self.first_layer)
+        attend = Decided(self._plan(self._prefix(slots), Nodes.chain(positions)), rows, self.first_layer)
         out = self.draft(slots.history_at(positions), self.draft.fuse(captured), positions - FIRST_ROW, attend)
         last = (length - 1).clamp(min=0)[:, None, None].expand(-1, 1, out.shape[2])
         slots.carry("hidden", out.gather(1, last)[:, 0])
 
-    def _plan(self, slots: Slots, nodes: Nodes) -> Attention:
-        prefix = Prefix(slots.page_table, slots.prefix_len + 1, FIRST_ROW)
+    def _prefix(self, slots: Slots) -> Prefix:
+        """The draft's committed rows: those of tokens 1 .. n, the root's own included."""
+        return Prefix(slots.page_table, slots.prefix_len + 1, FIRST_ROW)
+
+    def _plan(self, prefix: Prefix, nodes: Nodes) -> Attention:
         return self.backend.plan(self.pages, self.geometry, prefix, nodes)
 
 
