@@ -38,7 +38,10 @@ class Run:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What the sizes of a decoder's linear layers follow from, and of an EAGLE-3 head over it."""
+    """What the sizes of a decoder's linear layers follow from, and of an EAGLE-3 head over it.
+
+    draft: the head's own sizes, where its layer is not like the target's.
+    """
 
     hidden: int
     layers: int
@@ -49,6 +52,7 @@ class ModelShape:
     vocab: int
     draft_vocab: int = 32000
     captured: int = 3
+    draft: "ModelShape | None" = None
 
     def target_pass(self, rows: int, head_rows: int | None = None) -> tuple[Run, ...]:
         """A verify pass: every layer over `rows` nodes, and the lm_head over them or over `head_rows`."""
@@ -56,9 +60,10 @@ class ModelShape:
 
     def draft_pass(self, rows: int, head_rows: int | None = None, fused_rows: int = 0) -> tuple[Run, ...]:
         """A draft level or, with `fused_rows` of captured features to fuse, an extend."""
-        fuse = Run("draft fc", (self.hidden, self.captured * self.hidden), 1, fused_rows)
-        layer = self._layer("draft ", 2 * self.hidden, 1, rows)
-        head = self._head("draft lm_head", self.draft_vocab, rows, head_rows)
+        own = self.draft or self
+        fuse = Run("draft fc", (own.hidden, self.captured * self.hidden), 1, fused_rows)
+        layer = own._layer("draft ", 2 * own.hidden, 1, rows)
+        head = own._head("draft lm_head", self.draft_vocab, rows, head_rows)
         return (*((fuse,) if fused_rows else ()), *layer, head)
 
     def shapes(self) -> tuple[Shape, ...]:

@@ -10,6 +10,7 @@ from rich.text import Text
 from espalier.bench.linears import ModelShape, Shape, shape_named
 from espalier.bench.machine import header, installed
 from espalier.bench.tune import Measured, Tuner, as_choices
+from espalier.bench.tune import Table as ByRows
 from espalier.cli.console import QUIET, aligned, progress, stdout
 from espalier.config import EngineConfig
 from espalier.engine.load import Checkpoint, find
@@ -34,34 +35,32 @@ def run(asked: Namespace, config: EngineConfig) -> int:
     dtype = "bfloat16" if config.dtype == "auto" else config.dtype
     if dtype not in DTYPES:
         raise EspalierError(f"--tune measures bfloat16 and float16, not {dtype}; other dtypes take F.linear")
-    shapes = _named(asked.shapes.split(",")) if asked.shapes else _of(find(config))
+    models = [shape_named(name) for name in asked.shapes.split(",")] if asked.shapes else [_of(find(config))]
+    shapes = tuple(dict.fromkeys(shape for model in models for shape in model.shapes()))
     tuner, path = Tuner(DTYPES[dtype]), asked.choices or own_file()
     stdout().print(Text(header(), QUIET))
-    found: dict[Shape, list[Measured]] = {}
-    with progress("measuring", len(shapes)) as advance:
+    alone: dict[Shape, list[Measured]] = {}
+    table: ByRows = {}
+    with progress("measuring", len(shapes) + len(models)) as advance:
         for shape in shapes:
-            found[shape] = tuner.measure(shape)
+            alone[shape] = tuner.alone(shape)
+            advance()
+        for model in models:
+            tuner.among_neighbours(model, alone, table)
             advance()
     about = {"gpu": torch.cuda.get_device_name(), "torch": str(torch.__version__), "triton": installed("triton")}
-    write(path, Table(tuner.chip, dtype, {shape: as_choices(rows) for shape, rows in found.items()}, about))
-    stdout().print(Text(_table([bucket for rows in found.values() for bucket in rows])))
+    write(path, Table(tuner.chip, dtype, as_choices(table), about))
+    stdout().print(Text(_lines([bucket for rows in alone.values() for bucket in rows], table)))
     stdout().print(Text(f"written to {path}"))
     return 0
 
 
-def _named(names: list[str]) -> tuple[Shape, ...]:
-    return tuple(dict.fromkeys(shape for name in names for shape in shape_named(name).shapes()))
-
-
-def _of(found: Checkpoint) -> tuple[Shape, ...]:
-    """Every shape of a checkpoint, target and draft."""
-    runs = _sizes(found.target).target_pass(1)
-    if found.draft is not None:
-        head = replace(
-            _sizes(found.draft.layer), draft_vocab=found.draft.draft_vocab, captured=len(found.draft.capture)
-        )
-        runs = (*runs, *head.draft_pass(1, fused_rows=1))
-    return tuple(dict.fromkeys(run.shape for run in runs))
+def _of(found: Checkpoint) -> ModelShape:
+    """The sizes of a checkpoint and of its draft."""
+    sizes, head = _sizes(found.target), found.draft
+    if head is None:
+        return sizes
+    return replace(sizes, draft_vocab=head.draft_vocab, captured=len(head.capture), draft=_sizes(head.layer))
 
 
 def _sizes(config: ModelConfig) -> ModelShape:
@@ -76,11 +75,12 @@ def _sizes(config: ModelConfig) -> ModelShape:
     )
 
 
-def _table(measured: list[Measured]) -> str:
-    lines = [["weight", "rows", "F.linear, µs", "ours, µs", "taken"]]
+def _lines(measured: list[Measured], table: ByRows) -> str:
+    lines = [["weight", "rows", "F.linear, µs", "ours, µs", "taken among its neighbours"]]
     for bucket in measured:
         shape = f"{bucket.shape[0]} x {bucket.shape[1]}"
-        taken = "F.linear" if bucket.chosen is None else _launch(bucket.chosen)
+        choice = table[bucket.shape, bucket.rows]
+        taken = "F.linear" if choice is None else _launch(choice)
         lines.append([shape, f"{bucket.rows}", f"{bucket.cublas_us:.1f}", f"{bucket.ours_us:.1f}", taken])
     return aligned(lines)
 
