@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from espalier.kernels.launch import kernel, power_of_two, require
+from espalier.kernels.dependent import early, wait_for_previous
+from espalier.kernels.launch import chip, kernel, power_of_two, require
 from espalier.kernels.ranges import Ranges
 
 if TYPE_CHECKING:
@@ -62,7 +63,9 @@ def _combine_kernel(
     BLOCK_V: tl.constexpr,
     BLOCK_I: tl.constexpr,
     STEP: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
+    wait_for_previous(DEPENDENT)
     request = tl.program_id(0) // pairs
     pair = tl.program_id(0) % pairs
     start = tl.load(start_ptr + request)
@@ -123,6 +126,7 @@ def combine_triton(partials: Partials, ranges: Ranges, out: Tensor, lse: Tensor,
         BLOCK_I=power_of_two(ranges.cut.most),
         STEP=STEP_VALUES // block,
         num_warps=1,
+        **early(chip(out)),
     )
 
 

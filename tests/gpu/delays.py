@@ -24,10 +24,10 @@ VERY_LONG_CYCLES = 40_000_000
 LONGEST_SLEEP = 0.001
 
 SEGMENTS: tuple[tuple[Any, tuple[str, ...]], ...] = (
-    (rounds, ("verify", "accept", "commit", "features", "report")),
+    (rounds, ("verify", "accept", "commit", "advance", "features", "report")),
     (executing, ("run", "prefill")),
     (Sent, ("apply",)),
-    (Slots, ("advance", "enter")),
+    (Slots, ("enter", "carry")),
     (Results, ("write",)),
 )
 

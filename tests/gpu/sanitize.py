@@ -1,21 +1,27 @@
 """A small engine for compute-sanitizer: prompts of several chunks, eager rounds and, with --graphs, captured ones.
 
-    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python tests/gpu/sanitize.py
-    compute-sanitizer --tool racecheck --kernel-regex kns=_kernel python tests/gpu/sanitize.py --graphs
+    run=tests/gpu/sanitize.py
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python $run
+    compute-sanitizer --tool racecheck $(python $run --filters) python $run --graphs
 
 Without PyTorch's cache every tensor is an allocation of its own, so that memcheck sees its ends; graphs need the cache.
+The filters name this project's kernels: racecheck takes hours for all others, and breaks some of the libraries'.
 Ends with an error where tokens are not the oracle's, or where the tool says so (give it --error-exitcode 1).
 """
 
 import argparse
 import sys
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
+from pkgutil import iter_modules
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+import espalier.kernels
+from espalier.kernels.launch import Kernel
 from espalier.request import Request
 from tests.gpu.engines import DeviceSetup
 from tests.gpu.traffic import STYLES, asked
@@ -33,13 +39,25 @@ def traffic(tokens: int) -> list[Request]:
     return [asked(i, prompt, tokens, **style) for i, (prompt, style) in enumerate(given)]
 
 
+def filters() -> str:
+    """Options that name every kernel of the house, as Triton compiles it; what kernels call is part of them."""
+    modules = [import_module(f"espalier.kernels.{found.name}") for found in iter_modules(espalier.kernels.__path__)]
+    kernels = [value for module in modules for value in vars(module).values() if isinstance(value, Kernel)]
+    names = sorted({kernel.function.__name__ for kernel in kernels if kernel.function.__name__.endswith("_kernel")})
+    return " ".join(f"--kernel-regex kne={name}" for name in names)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--graphs", action="store_true", help="capture rounds")
+    parser.add_argument("--filters", action="store_true", help="print options for racecheck, and run nothing")
     parser.add_argument("--tokens", type=int, default=6, help="of each request")
     parser.add_argument("--dtype", choices=DTYPES, default="float32")
     parser.add_argument("--algorithm", choices=("eagle3", "ngram", "none"), default="eagle3")
     args = parser.parse_args()
+    if args.filters:
+        print(filters())
+        return 0
     setup = replace(SETUP, dtype=DTYPES[args.dtype], algorithm=args.algorithm, graph_batch=None if args.graphs else 0)
     setup = setup.plain() if args.algorithm == "none" else setup
     ran = run(setup.engine(), traffic(args.tokens))

@@ -19,8 +19,10 @@ def test_gate(rows, size, dtype, kernel_device):
     out = silu_mul_triton(x)
     assert out.dtype == dtype and torch.equal(x, kept)
     gate, up = x.double().chunk(2, -1)
-    # The reference rounds silu(gate) as well as the product; exp has an ulp or two of its own.
-    tolerance = {"rtol": 4 * torch.finfo(dtype).eps, "atol": 4 * torch.finfo(dtype).tiny}
+    # The reference rounds silu(gate) as well as the product.  In float32 a GPU's exp is 2**x by a table, whose argument
+    # is rounded: an error of |gate| ulps, and gates of five sigma stand here.
+    rtol = 20 if dtype == torch.float32 else 4
+    tolerance = {"rtol": rtol * torch.finfo(dtype).eps, "atol": 4 * torch.finfo(dtype).tiny}
     torch.testing.assert_close(out.double(), F.silu(gate) * up, **tolerance)
     torch.testing.assert_close(silu_mul_reference(x).double(), F.silu(gate) * up, **tolerance)
 
