@@ -38,8 +38,8 @@ class Recipe:
     """All that a cast is made from.
 
     mode: "chain", or "copy", where the kind of a token up to `reach` positions back decides which successor follows, so
-    that a wrong K/V row of any layer changes the text; skill: how often the draft's first guess is the chain's, in chain
-    mode only.
+    that a wrong K/V row of any layer changes the text (from prompts longer than `reach`; no rule covers shorter ones);
+    skill: how often the draft's first guess is the chain's, in chain mode only.
     """
 
     shape: Shape
@@ -83,7 +83,7 @@ class Recipe:
                 f"accept length {wanted} is out of reach of steps {steps}, topk {topk}, num_draft_tokens "
                 f"{num_draft_tokens}; use {least:.2f} to {most:.2f}"
             )
-        while high - low > 1e-3:
+        while high - low > 4e-3:
             middle = (low + high) / 2
             low, high = (middle, high) if length(middle) < wanted else (low, middle)
         return replace(self, skill=round((low + high) / 2, 4))
@@ -154,6 +154,7 @@ class Made(Weights):
         self.tensors = tensors
         self.dtype = tensors.dtype
         self.device = tensors.device
+        self._loaded: Mapping[str, Tensor] = {}
         self._left = set(tensors.shapes)
 
     def __contains__(self, name: str) -> bool:
@@ -165,8 +166,6 @@ class Made(Weights):
     def _read(self, name: str) -> Tensor:
         return self.tensors.tensor(name)
 
-    _loaded: Mapping[str, Tensor] = {}
-
 
 def build(
     recipe: Recipe, dtype: torch.dtype, device: torch.device | str, position_rows: int
@@ -176,7 +175,10 @@ def build(
     config, layer = tensors.config, draft_tensors.config
     capture = (2, config.num_layers // 2, config.num_layers - 3)
     target = _target(Made(tensors), config, capture, position_rows)
-    return target, _draft(Made(draft_tensors), layer, recipe.shape.draft_vocab, target, position_rows)
+    draft = _draft(Made(draft_tensors), layer, recipe.shape.draft_vocab, target, position_rows)
+    if tensors.device.type == "cuda":
+        torch.cuda.empty_cache()  # what was held while drawing is room for pages
+    return target, draft
 
 
 def _target(weights: Made, config: ModelConfig, capture: tuple[int, ...], position_rows: int) -> CausalLM:

@@ -25,7 +25,7 @@ MISS = 1 / 2
 # Places differ in how sure the draft is; skill is the mean, to rounding.
 SPREAD = (0.25, 0.75, 1.25, 1.75)
 LEAST_SKILL, MOST_SKILL = 0.05, 0.99
-SAMPLES = 4096
+SAMPLES = 2048
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,9 @@ def _even_guesses(size: int) -> Tensor:
     return logp
 
 
-def predicted_accept_length(chain: Chain, steps: int, topk: int, num_draft_tokens: int, samples: int = SAMPLES) -> float:
+def predicted_accept_length(
+    chain: Chain, steps: int, topk: int, num_draft_tokens: int, samples: int = SAMPLES
+) -> float:
     """Accept length of greedy decoding that the tables alone give: trees grown by the house's rules from places drawn
     at random, no model in it."""
     if num_draft_tokens == 1 or steps == 0:

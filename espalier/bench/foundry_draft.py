@@ -57,7 +57,12 @@ class DraftTensors:
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         c = self.config
-        hidden, inner, queries, channels = c.hidden_size, c.intermediate_size, c.heads * c.head_size, self.columns.shape[1]
+        hidden, inner, queries, channels = (
+            c.hidden_size,
+            c.intermediate_size,
+            c.heads * c.head_size,
+            self.columns.shape[1],
+        )
         sizes = {
             "fc": (hidden, NUM_CAPTURED * hidden),
             "midlayer.self_attn.q_proj": (queries, 2 * hidden),

@@ -1,7 +1,7 @@
 """Attention to one distance: a query and a key that meet where their positions differ by a given lag, and only there.
 
-With key u and query R(-lag)·u, both turned by their own positions, the score is gain · sum_i cos(w_i (p - j - lag)) over
-the pairs used.  Its peak stands at j = p - lag; the gain makes every other position's weight at most e^-CLEARANCE.
+With key u and query R(-lag)·u, both turned by their own positions, the score is gain · sum_i cos(w_i (p - j - lag))
+over the pairs used.  Its peak stands at j = p - lag; the gain makes every other position's weight at most e^-CLEARANCE.
 """
 
 from dataclasses import dataclass

@@ -19,7 +19,7 @@ LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "attentio
 QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "attention_bias": False}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Shape:
     """source: whose config.json; fields: of the target's; num_plain: ids from here on are special and never emitted;
     draft_vocab: tokens that the draft knows, which are those that the target emits."""

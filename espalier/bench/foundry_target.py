@@ -1,8 +1,8 @@
 """The target's tensors, each drawn by itself from the seed: random weights around a planted chain.
 
-Embeddings are e_t = r_t + planted parts, all of one length.  r_t is random and tells tokens apart; the planted parts lie
-in a few directions that nothing else touches: `mark` is common to all tokens (keys are made of it), and in copy mode
-there is one direction for each kind of token to be read (`read`), one to be written (`write`), one for each lag
+Embeddings are e_t = r_t + planted parts, all of one length.  r_t is random and tells tokens apart; the planted parts
+lie in a few directions that nothing else touches: `mark` is common to all tokens (keys are made of it), and in copy
+mode there is one direction for each kind of token to be read (`read`), one to be written (`write`), one for each lag
 (`lag`).  Attention and MLP add little to the residual, so it keeps e_t, and a row of the head is the combination of its
 predecessors' r_t whose logits there are exactly the chain's.
 
@@ -212,7 +212,9 @@ class TargetTensors:
             weight[(first_head + 1) * size : (first_head + 2) * size] = own.to(self.dtype)
         for kind in range(NUM_SUCCESSORS):
             if part == "v_proj":
-                weight[kv_head * size + kind] = (planted.direction("read", kind) / planted.length["read"]).to(self.dtype)
+                weight[kv_head * size + kind] = (planted.direction("read", kind) / planted.length["read"]).to(
+                    self.dtype
+                )
             elif part == "o_proj":
                 written = (planted.direction("write", kind) * planted.length["write"]).to(self.dtype)
                 weight[:, first_head * size + kind] = written

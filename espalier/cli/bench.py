@@ -11,6 +11,7 @@ from rich.text import Text
 from espalier.bench import acceptance, memory
 from espalier.bench.machine import describe, header
 from espalier.bench.round import Cell, RoundBench, as_dicts
+from espalier.cli import foundry
 from espalier.cli.console import QUIET, aligned, progress, stdout
 from espalier.cli.flags import add_engine_flags, engine_settings, new_command
 from espalier.errors import EspalierError
@@ -21,6 +22,7 @@ def add(commands: Any, name: str) -> None:
     parser: ArgumentParser = commands.add_parser(name, help=about, description=about, allow_abbrev=False)
     measured = parser.add_subparsers(dest="measured", metavar="what", required=True, parser_class=type(parser))
     _add_round(measured)
+    foundry.add(measured)
 
 
 def _add_round(commands: Any) -> None:
