@@ -129,6 +129,7 @@ def test_directories_are_ordinary_and_what_build_gives(tmp_path: Path, monkeypat
     target = load_target(path, capture=read_eagle3(draft_path, read_config(path)).capture, **loading)
     draft = load_eagle3(draft_path, target, **loading)
     made, made_draft = models(recipe, torch.float32)
+    assert (made.capture, made.geometry, made_draft.geometry) == (target.capture, target.geometry, draft.geometry)
     tokens = torch.tensor(prompts(recipe, 2))
     positions = torch.arange(tokens.shape[1])[None].expand_as(tokens)
     out, again = (m(tokens, positions, DenseAttend(m.geometry)) for m in (target, made))
