@@ -30,7 +30,7 @@ missing = $(shell \
 require_python = $(if $(missing),$(error $(missing)))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-full lint types format clean
+.PHONY: help demo test test-full test-gpu lint types format clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(firstword $(MAKEFILE_LIST)) | awk -F'\t' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -43,6 +43,11 @@ test: $(VENV)/.installed-test ## the tests, within 10 minutes on 2 cores
 
 test-full: $(VENV)/.installed-test ## the tests over the whole product of layouts (long)
 	@$(PYTEST) -m "" $(PYTEST_ARGS)
+
+# In one process: they share a GPU, and some measure its memory.
+test-gpu: $(VENV)/.installed-test ## the tests that need a GPU, and the kernels' once more as on a card with 99 KB of shared memory
+	@$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)
+	@ESPALIER_SHARED_MEMORY=101376 $(BIN)/python -m pytest -m gpu tests/kernels tests/attention $(PYTEST_ARGS)
 
 lint: $(VENV)/.installed-test ## ruff: rules and format
 	@$(BIN)/ruff check

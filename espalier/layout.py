@@ -7,7 +7,6 @@ their arguments against it, on the host, without touching the device.
 from dataclasses import dataclass
 from typing import TypeVar
 
-import torch
 from torch import Tensor
 
 from espalier.errors import EspalierError
@@ -16,6 +15,18 @@ ANCESTOR_BITS = 64
 MAX_PAGE_SIZE = 512
 MIN_CHUNK_WIDTH = 16
 ROUNDS_IN_FLIGHT = 2
+# The row of page buffers that takes what padding writes; it stays zero, so that a masked read of it is finite.
+DUMMY_ROW = 0
+# Of attention's ranges (see Cut): rows of the shortest; rows that are cut into a given number of parts; how many ranges
+# a request has at most; what bounds the results that wait to be merged, queries times ranges, of a batch and of one
+# request.
+SHORTEST_RANGE = 128
+WHOLE_IN_PARTS = 4096
+MAX_RANGES = 32
+PARTIAL_ROWS = 16384
+PARTIAL_ROWS_OF_ONE = 1024
+# From this many requests on a batch fills a GPU with fewer parts of each.
+MANY_REQUESTS = 16
 
 Number = TypeVar("Number", int, Tensor)
 
@@ -23,6 +34,25 @@ Number = TypeVar("Number", int, Tensor)
 def max_draft_tokens(steps: int, topk: int) -> int:
     """The most nodes a tree can have, root included: everything that `steps` levels of `topk` beams can propose."""
     return 1 + topk + (steps - 1) * topk**2 if steps else 1
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How attention cuts a request's committed rows into ranges that run side by side, by their number alone.
+
+    parts: ranges of up to WHOLE_IN_PARTS rows, in powers of two of SHORTEST_RANGE; most: ranges of any number of rows.
+    """
+
+    parts: int
+    most: int
+
+    def width(self, rows: int) -> int:
+        """Rows of each range but the last; a multiple of SHORTEST_RANGE."""
+        width = SHORTEST_RANGE
+        while rows > width * self.parts and width * self.parts < WHOLE_IN_PARTS:
+            width *= 2
+        least = -(-rows // self.most)
+        return max(width, -(-least // SHORTEST_RANGE) * SHORTEST_RANGE)
 
 
 @dataclass(frozen=True)
@@ -102,10 +132,6 @@ class RoundLayout:
         """Nodes of a full batch of trees: rows of the target's staging."""
         return self.max_batch * self.num_draft_tokens
 
-    def staged_at(self, batch: int, device: torch.device) -> Tensor:
-        """[batch]: the row of the target's staging where each request's nodes begin."""
-        return torch.arange(batch, device=device) * self.num_draft_tokens
-
     @property
     def staged_beams(self) -> int:
         """Beams of a full batch: rows of the draft's staging."""
@@ -181,6 +207,18 @@ class RoundLayout:
     def position_rows(self) -> int:
         """Positions that a node can have: rows of rotary tables.  A padded chunk reaches past the last token."""
         return self.history_width + max(self.steps, self.chunk_size)
+
+    def cut(self, queries: int) -> "Cut":
+        """How a pass of this many queries a request cuts committed rows.
+
+        Follows from the layout alone, as the order in which a request's sums are made may not depend on its batch.
+        """
+        in_rounds = queries in (self.num_draft_tokens, self.topk, self.extend_width)
+        batch = self.max_batch if in_rounds else max(self.chunk_batch(queries), 1)
+        parts = 4 if batch >= MANY_REQUESTS else 8
+        waiting = min(PARTIAL_ROWS // (batch * queries), PARTIAL_ROWS_OF_ONE // queries)
+        longest = max(parts, -(-self.tokens_in(self.table_width) * parts // WHOLE_IN_PARTS))
+        return Cut(parts, max(1, min(MAX_RANGES, waiting, longest)))
 
     @property
     def least_pages(self) -> int:

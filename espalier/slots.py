@@ -211,21 +211,6 @@ class Slots:
         left = self.table.layout.room(self.table.end[self.index], self.prefix_len)
         return torch.minimum(self.table.depth_limit[self.index], left).clamp(min=0)
 
-    def advance(self, tokens: Tensor, length: Tensor, count_tokens: bool) -> None:
-        """Decide `length` [B] more tokens, tokens [B, W], the last of them the new root.
-
-        What stands past `length` is written too: nothing reads a history past its root.
-        """
-        table, width = self.table, tokens.shape[1]
-        offsets = torch.arange(width, device=tokens.device)
-        table.history[self.index[:, None], self.prefix_len[:, None] + 1 + offsets] = tokens
-        table.prefix_len[self.index] = self.prefix_len + length
-        last = tokens.gather(1, (length - 1).clamp(min=0)[:, None])[:, 0]
-        table.root[self.index] = torch.where(length > 0, last, self.root)
-        if count_tokens:
-            emitted = (offsets < length[:, None]).to(table.counts.dtype)
-            table.counts.index_put_((self.index[:, None].expand_as(tokens), tokens), emitted, accumulate=True)
-
     def enter(self, length: Tensor, picked: Tensor, count_tokens: bool) -> Tensor:
         """Commit `length` [B] known tokens; the next root is the token known to stand there, or else `picked` [B].
 

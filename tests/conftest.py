@@ -1,6 +1,7 @@
 """What holds for every test: one thread, reproducible examples, and no GPU test where there is no GPU."""
 
 import os
+from functools import cache
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -47,4 +48,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def kernel_device() -> torch.device:
     """Where Triton kernels run: the GPU where there is one, else the CPU, in Triton's interpreter."""
     pytest.importorskip("triton", reason="needs Triton")
+    if not HAS_GPU:
+        _let_loops_end_at_tensors()
     return torch.device("cuda" if HAS_GPU else "cpu")
+
+
+@cache
+def _let_loops_end_at_tensors() -> None:
+    """Triton 3.6's interpreter makes a loop's bound an int in a way that NumPy 2.4 refuses."""
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang_tensor
+
+    def patch_lang_tensor(tensor, scope):
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    interpreter._patch_lang_tensor = patch_lang_tensor

@@ -37,9 +37,10 @@ def backends() -> str:
         s = BACKENDS[name].support
         dtypes = codes(str(dtype).removeprefix("torch.") for dtype in s.dtypes)
         window, sizes = yes(s.sliding_window), yes(s.different_v_size)
-        return [f"`{name}`", codes(s.devices), dtypes, f"1 to {s.max_page_size}", window, sizes]
+        heads = "any" if s.max_head_size is None else f"up to {s.max_head_size}"
+        return [f"`{name}`", codes(s.devices), dtypes, f"1 to {s.max_page_size}", heads, window, sizes]
 
-    head = ["backend", "devices", "dtypes", "page_size", "sliding window", "k and v of different sizes"]
+    head = ["backend", "devices", "dtypes", "page_size", "head sizes", "sliding window", "k and v of different sizes"]
     return table(head, map(row, BACKENDS))
 
 

@@ -1,11 +1,14 @@
 """Attention backends by name."""
 
+import torch
+
 from espalier.attention.base import Attention, Backend, Nodes, Prefix, Support
 from espalier.attention.reference import ReferenceBackend
 from espalier.attention.sdpa import SdpaBackend
+from espalier.attention.triton import TritonBackend
 from espalier.errors import EspalierError
 
-BACKENDS: dict[str, type[Backend]] = {b.support.name: b for b in (SdpaBackend, ReferenceBackend)}
+BACKENDS: dict[str, type[Backend]] = {b.support.name: b for b in (TritonBackend, SdpaBackend, ReferenceBackend)}
 
 
 def backend(name: str) -> Backend:
@@ -15,9 +18,10 @@ def backend(name: str) -> Backend:
     return BACKENDS[name]()
 
 
-def default_backend(device: str) -> str:
-    """The name of the backend that "auto" stands for: the first that runs on that kind of device."""
-    return next(name for name, made in BACKENDS.items() if device in made.support.devices)
+def default_backend(device: str, dtype: torch.dtype | None = None) -> str:
+    """The name of the backend that "auto" stands for: the first that runs on that kind of device, in that dtype."""
+    fits = (made.support for made in BACKENDS.values() if device in made.support.devices)
+    return next(support.name for support in fits if dtype is None or dtype in support.dtypes)
 
 
 __all__ = ["BACKENDS", "Attention", "Backend", "Nodes", "Prefix", "Support", "backend", "default_backend"]

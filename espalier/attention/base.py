@@ -7,8 +7,8 @@ can fuse.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ class Support:
     sliding_window: bool
     different_v_size: bool
     max_page_size: int
+    max_head_size: int | None = None
 
     def require(self, device: str, dtype: torch.dtype, page_size: int, geometry: Sequence[LayerGeometry]) -> None:
         """Refuse by name, before anything is allocated, what this backend cannot run.  Raises EspalierError."""
@@ -46,6 +47,11 @@ class Support:
                 not self.different_v_size and any(g.k_size != g.v_size for g in geometry),
                 "k and v heads of different sizes",
                 "equal sizes",
+            ),
+            (
+                self.max_head_size is not None and any(max(g.k_size, g.v_size) > self.max_head_size for g in geometry),
+                f"heads of size {max((max(g.k_size, g.v_size) for g in geometry), default=0)}",
+                f"sizes up to {self.max_head_size}",
             ),
         ]
         for wrong, value, supported in refuse:
@@ -64,12 +70,14 @@ class Prefix:
     """Committed rows that a pass hangs from.
 
     page_table: [B, table_width]; length: [B], rows first .. length-1 exist (the draft's first row is 1 for EAGLE: a row
-    needs the feature of the token before); first: int.
+    needs the feature of the token before); first: int.  planned: what a backend made of these for every pass that hangs
+    from them; a prefix is made anew wherever a length may have changed.
     """
 
     page_table: Tensor
     length: Tensor
     first: int = 0
+    planned: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def holds(self, positions: Tensor) -> Tensor:
         """Whether rows exist at positions [B, P].  No other row is read: pages come as their last owner left them."""

@@ -1,15 +1,17 @@
 """How a model's layer meets the cache: what becomes of its new rows, and attention over them.
 
-A model calls `attend(layer, q, k, v)` with q [B, Q, heads, k_size], k and v [B, Q, kv_heads, size], rotated, and gets
-[B, Q, heads, v_size]; it knows no more.
+A model calls `attend(layer, qkv, turn)` with its projections [B, Q, heads + 2 · kv_heads, size] and gets [B, Q, heads,
+size]; it knows no more.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from torch import Tensor
 
 from espalier.attention.base import Attention
 from espalier.cache.kv import Staging
+from espalier.kernels.rope import Turn, rotate_and_store
 
 
 @dataclass(frozen=True)
@@ -22,9 +24,18 @@ class Undecided:
     at: int = 0
     first_layer: int = 0
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(self, layer: int, qkv: Tensor, turn: Turn) -> Tensor:
         layer += self.first_layer
-        return self.attention.attend(layer, q, *self.staging.put(layer, k, v, self.width, self.at))
+        batch, queries = qkv.shape[:2]
+        buffers = self.staging.layers[layer]
+        q, _, _ = rotate_and_store(qkv.flatten(0, 1), turn, self.rows, *buffers, dummy=False)
+        k, v = self.staging.rows_of(layer, batch, queries, self.width, self.at)
+        return self.attention.attend(layer, q.unflatten(0, (batch, queries)), k, v)
+
+    @cached_property
+    def rows(self) -> Tensor:
+        """Where the rows of the pass stand in staging, the same for all layers."""
+        return self.staging.places(self.attention.nodes.positions, self.width, self.at)
 
 
 @dataclass(frozen=True)
@@ -35,7 +46,9 @@ class Decided:
     rows: Tensor
     first_layer: int = 0
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(self, layer: int, qkv: Tensor, turn: Turn) -> Tensor:
         layer += self.first_layer
-        self.attention.pages.write(layer, k, v, self.rows)
-        return self.attention.attend(layer, q, k, v)
+        shape = (qkv.shape[0], qkv.shape[1])
+        buffers = self.attention.pages.layers[layer]
+        turned = rotate_and_store(qkv.flatten(0, 1), turn, self.rows.flatten(), *buffers, dummy=True)
+        return self.attention.attend(layer, *(heads.unflatten(0, shape) for heads in turned))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from espalier.errors import EspalierError
-from espalier.speculate.accept import deepest
+from espalier.speculate.accept import accept
 from espalier.speculate.tree import Pool, Tree, ordered_topk
 
 MODES = ("chain", "copy")
@@ -172,23 +172,21 @@ def predicted_accept_length(
     if chain.mode == "copy":
         chosen = torch.randint(0, NUM_SUCCESSORS, tree.tokens.shape, generator=generator)
     picks = (tree.tokens + chain.shifts[chosen]) % chain.size
-    match = tree.tokens == picks.gather(1, tree.parents)
-    match[:, 0] = True
-    last = deepest(tree.every_ancestor(match), tree.depths)
-    return 1 + float(tree.depths.gather(1, last[:, None]).double().mean())
+    path = accept(tree, picks, torch.full_like(roots, steps), torch.ones_like(roots, dtype=torch.bool), steps)
+    return float(path.length.double().mean())
 
 
 def _grow(chain: Chain, roots: Tensor, steps: int, topk: int, num_draft_tokens: int) -> Tree:
     """The tree over places that `speculate/drafters/eagle3.py` would propose from the draft's tables."""
-    pool = Pool()
+    pool = Pool(topk)
     places, scores = roots[:, None], torch.zeros(len(roots), 1)
-    parents = torch.full_like(places, -1)
     for level in range(1, steps + 1):
         best, shift = ordered_topk(chain.draft_logp[places], topk)
-        children = ((places[..., None] + chain.shifts[shift]) % chain.size).flatten(1)
-        path = (scores[..., None] + best).flatten(1)
-        first = pool.add(children, path, parents.repeat_interleave(topk, 1))
+        children = (places[..., None] + chain.shifts[shift]) % chain.size
+        paths = scores[..., None] + best
+        pool.add(children, paths)
         if level < steps:
-            scores, index = ordered_topk(path, topk)
-            places, parents = children.gather(1, index), index + first
-    return pool.select(roots, num_draft_tokens, steps)
+            scores, kept = ordered_topk(paths.flatten(1), topk)
+            pool.keep(kept)
+            places = children.flatten(1).gather(1, kept)
+    return pool.select(roots, num_draft_tokens)

@@ -1,7 +1,7 @@
 """The tensors of the cache: pages of decided rows, staging for rows that are not decided yet, and commit between them.
 
 Which page belongs to whom is for cache/pages.py; here a row is `page * page_size + offset`.  Row 0, in the dummy page,
-takes what padding writes and is zeroed after every write, so that a masked read of it stays finite.
+takes what padding writes and stays zero, so that a masked read of it is finite.
 """
 
 from collections.abc import Sequence
@@ -12,9 +12,8 @@ from torch import Tensor
 
 from espalier.cache.geometry import LayerGeometry
 from espalier.errors import EspalierError
-from espalier.layout import RoundLayout
-
-DUMMY_ROW = 0
+from espalier.kernels.commit import commit_rows
+from espalier.layout import DUMMY_ROW, RoundLayout
 
 
 @dataclass
@@ -58,25 +57,28 @@ class Staging:
         self.layers = by_layer(self.stacks)
         self.rows = rows
 
-    def put(self, layer: int, k: Tensor, v: Tensor, width: int, at: int) -> tuple[Tensor, Tensor]:
-        """Stage k, v [B, Q, kv_heads, size] as rows at .. at+Q of each request's `width`.
+    def places(self, like: Tensor, width: int, at: int) -> Tensor:
+        """[B · Q]: the rows that are rows at .. at+Q of each request's `width`, for a pass of `like` [B, Q].
 
-        Returns all that is staged so far, [B, at+Q, ...] each.  Raises EspalierError where the buffer is too small.
+        Raises EspalierError where the buffer is too small.
         """
-        batch, queries = k.shape[:2]
+        batch, queries = like.shape
+        self._require(batch, queries, width, at)
+        first = torch.arange(batch, device=like.device) * width + at
+        return (first[:, None] + torch.arange(queries, device=like.device)).flatten()
+
+    def rows_of(self, layer: int, batch: int, queries: int, width: int, at: int) -> tuple[Tensor, Tensor]:
+        """All that is staged of a layer so far, [B, at+Q, kv_heads, size] each.  Raises EspalierError likewise."""
+        self._require(batch, queries, width, at)
+        k, v = (buffer[: batch * width].view(batch, width, *buffer.shape[1:]) for buffer in self.layers[layer])
+        return k[:, : at + queries], v[:, : at + queries]
+
+    def _require(self, batch: int, queries: int, width: int, at: int) -> None:
         if at + queries > width or batch * width > self.rows:
             raise EspalierError(
                 f"staging holds {self.rows} rows and this launch needs {batch} requests of {width} (rows {at} to "
                 f"{at + queries} of each): allocate staging and launch from the same layout"
             )
-        staged_k, staged_v = (self._rows(buffer, batch, width) for buffer in self.layers[layer])
-        staged_k[:, at : at + queries] = k
-        staged_v[:, at : at + queries] = v
-        return staged_k[:, : at + queries], staged_v[:, : at + queries]
-
-    @staticmethod
-    def _rows(buffer: Tensor, batch: int, width: int) -> Tensor:
-        return buffer[: batch * width].view(batch, width, *buffer.shape[1:])
 
 
 class Pages:
@@ -91,6 +93,7 @@ class Pages:
         dtype: torch.dtype,
         device: torch.device,
     ):
+        self.layout = layout
         self.page_size = layout.page_size
         self.num_pages = num_pages
         rows = layout.tokens_in(num_pages)
@@ -110,29 +113,10 @@ class Pages:
         """Like `rows`, with positions that are not to be written sent to the dummy row."""
         return self.rows(page_table, positions).masked_fill(~keep, DUMMY_ROW)
 
-    def zero(self, pages: Sequence[int]) -> None:
-        """Clear pages that are handed out: a masked read past a request's length must be finite, whoever had it."""
-        if not pages:
-            return
-        index = torch.tensor(pages, device=self.device)
-        for stack in self.target + self.draft:
-            for buffer in (stack.k, stack.v):
-                buffer.view(buffer.shape[0], self.num_pages, -1)[:, index] = 0
-
     def commit(self, staging: Staging, source: Tensor, rows: Tensor) -> None:
         """Copy staged rows `source` [N] of every target layer to page rows `rows` [N], in order."""
-        _require_rows("commit", rows, source.shape)
         for staged, stack in zip(staging.stacks, self.target, strict=True):
-            for src, dst in ((staged.k, stack.k), (staged.v, stack.v)):
-                dst.index_copy_(1, rows, src.index_select(1, source))
-                dst[:, DUMMY_ROW] = 0
-
-    def write(self, layer: int, k: Tensor, v: Tensor, rows: Tensor) -> None:
-        """Commit one layer of a chain that was decided before it ran: k, v [B, Q, kv_heads, size] to rows [B, Q]."""
-        _require_rows("write", rows, k.shape[:2])
-        for value, buffer in zip((k, v), self.layers[layer], strict=True):
-            buffer.index_copy_(0, rows.flatten(), value.flatten(0, 1))
-            buffer[DUMMY_ROW] = 0
+            commit_rows((staged.k, staged.v), (stack.k, stack.v), source, rows)
 
     @property
     def device(self) -> torch.device:
@@ -141,14 +125,6 @@ class Pages:
     @property
     def dtype(self) -> torch.dtype:
         return self.target[0].k.dtype
-
-
-def _require_rows(what: str, rows: Tensor, shape: torch.Size) -> None:
-    if rows.shape != shape:
-        raise EspalierError(
-            f"{what} of K/V needs one page row for each of its {list(shape)} rows and is given {list(rows.shape)}: "
-            "make both from the same layout"
-        )
 
 
 def bytes_per_token(geometry: Sequence[LayerGeometry], dtype: torch.dtype) -> int:

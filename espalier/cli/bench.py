@@ -1,4 +1,5 @@
-"""`espalier bench round`: cost of a round beside a plain token; acceptance on held-out text; pages held."""
+"""`espalier bench round`: cost of a round beside a plain token; acceptance on held-out text; pages held.
+`espalier bench kernels`: attention on a GPU beside its memory's bandwidth."""
 
 import json
 from argparse import ArgumentParser, Namespace
@@ -8,13 +9,14 @@ from typing import Any
 
 from rich.text import Text
 
-from espalier.bench import acceptance, memory
+from espalier.bench import acceptance, kernels, memory
 from espalier.bench.machine import describe, header
 from espalier.bench.round import Cell, RoundBench, as_dicts
 from espalier.cli import foundry
 from espalier.cli.console import QUIET, aligned, progress, stdout
 from espalier.cli.flags import add_engine_flags, engine_settings, new_command
 from espalier.errors import EspalierError
+from espalier.layout import MAX_PAGE_SIZE
 
 
 def add(commands: Any, name: str) -> None:
@@ -22,6 +24,7 @@ def add(commands: Any, name: str) -> None:
     parser: ArgumentParser = commands.add_parser(name, help=about, description=about, allow_abbrev=False)
     measured = parser.add_subparsers(dest="measured", metavar="what", required=True, parser_class=type(parser))
     _add_round(measured)
+    _add_kernels(measured)
     foundry.add(measured)
 
 
@@ -40,6 +43,14 @@ def _add_round(commands: Any) -> None:
     add_engine_flags(parser)
 
 
+def _add_kernels(commands: Any) -> None:
+    parser = new_command(commands, "kernels", run_kernels, "attention on a GPU beside its memory's bandwidth")
+    parser.add_argument(
+        "--page-size", type=_numbers, default=[1, 16, 64, 256], metavar="N,N", help="page sizes (1,16,64,256)"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there as well")
+
+
 def _numbers(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
@@ -51,15 +62,48 @@ def run(asked: Namespace) -> int:
     _check(asked)
     stdout().print(Text(header(), QUIET))
     measured = _memory if asked.memory else _acceptance if asked.acceptance else _round
-    figures = measured(asked, engine_settings(asked))
-    if asked.json is not None:
-        try:
-            asked.json.write_text(json.dumps({"machine": describe(), **figures}, indent=1) + "\n")
-        except OSError as error:
-            raise EspalierError(
-                f"--json {asked.json} cannot be written ({error.strerror}); name another file"
-            ) from None
+    _write(asked.json, measured(asked, engine_settings(asked)))
     return 0
+
+
+def run_kernels(asked: Namespace) -> int:
+    if not all(1 <= size <= MAX_PAGE_SIZE for size in asked.page_size):
+        raise EspalierError(f"--page-size={asked.page_size} is not supported; use 1 to {MAX_PAGE_SIZE}")
+    device = kernels.require_gpu()
+    stdout().print(Text(header(), QUIET))
+    cells: list[kernels.Cell] = []
+    with progress("measuring", len(kernels.SHAPES) * len(asked.page_size)) as advance:
+        bytes_per_second = kernels.bandwidth(device)
+        for shape in kernels.SHAPES:
+            for page_size in asked.page_size:
+                cells.append(kernels.measure(shape, page_size, bytes_per_second, device))
+                advance()
+    stdout().print(Text(f"{kernels.GEOMETRY}, {kernels.DTYPE}; memory reads {bytes_per_second / 1e12:.2f} TB/s", QUIET))
+    stdout().print(Text(_kernels_table(cells)))
+    _write(asked.json, {"bytes_per_second": bytes_per_second, "cells": [cell.as_dict() for cell in cells]})
+    return 0
+
+
+def _kernels_table(cells: list[kernels.Cell]) -> str:
+    rows = [
+        ["requests x queries x committed", "page size", "attention, us", "plan, us", "TB/s", "of memory's", "TFLOP/s"]
+    ]
+    for cell in cells:
+        rate = "" if cell.terabytes_per_second is None else f"{cell.terabytes_per_second:.2f}"
+        share = "" if cell.bandwidth_share is None else f"{cell.bandwidth_share:.1%}"
+        times = f"{cell.attention_us:.1f}", f"{cell.plan_us:.1f}"
+        rows.append([cell.shape, str(cell.page_size), *times, rate, share, f"{cell.tflops:.0f}"])
+    return aligned(rows)
+
+
+def _write(path: Path | None, figures: dict[str, Any]) -> None:
+    """Figures and what they were measured on, as JSON, where a path is given."""
+    if path is None:
+        return
+    try:
+        path.write_text(json.dumps({"machine": describe(), **figures}, indent=1) + "\n")
+    except OSError as error:
+        raise EspalierError(f"--json {path} cannot be written ({error.strerror}); name another file") from None
 
 
 def _check(asked: Namespace) -> None:

@@ -63,13 +63,19 @@ def progress(what: str, total: int) -> Iterator[Callable[[], None]]:
 
 @contextmanager
 def waiting(what: str) -> Iterator[None]:
-    """A spinner on stderr while something takes long; nothing without a terminal."""
+    """A line on stderr while something takes long, gone when it is done; nothing without a terminal.
+
+    It does not move: what is waited for may show a bar of its own, which takes the line's place.
+    """
     console = stderr()
     if not console.is_terminal:
         yield
         return
-    with console.status(what):
+    console.print(Text(f"{what} ...", QUIET), end="\r")
+    try:
         yield
+    finally:
+        console.print(" " * (len(what) + 4), end="\r")
 
 
 def coloured(tokenizer: Tokenizer, prompt: Sequence[int], tokens: Sequence[int], from_draft: Sequence[bool]) -> Text:

@@ -7,7 +7,6 @@ only after that copy's event.
 """
 
 import logging
-import sys
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -141,8 +140,7 @@ class CudaExecutor:
         began, before = time.perf_counter(), torch.cuda.memory_reserved(self.device)
         pool = torch.cuda.graph_pool_handle()
         console = Console(stderr=True)
-        bar = track(self.buckets[::-1], "capturing CUDA graphs", console=console, transient=True, disable=not _shown())
-        for batch in bar:
+        for batch in track(self.buckets[::-1], "capturing CUDA graphs", console=console, transient=True):
             self.graphs[batch] = self._captured(batch, pool)
         taken = (torch.cuda.memory_reserved(self.device) - before) / 2**20
         seconds = time.perf_counter() - began
@@ -176,7 +174,3 @@ def _pinned(buffer: Tensor, packed: Packed) -> Tensor:
     used = buffer[: len(packed.vector)]
     np.copyto(used.numpy(), packed.vector)
     return used
-
-
-def _shown() -> bool:
-    return sys.stderr.isatty() and log.isEnabledFor(logging.WARNING)

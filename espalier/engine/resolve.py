@@ -103,7 +103,7 @@ def resolve(
     """Decide every open field and check everything against everything.  Raises EspalierError."""
     defaults = DEFAULTS[device.type]
     dtype = _or(config.dtype, _dtype(device, facts))
-    attention = _or(config.attention, default_backend(device.type))
+    attention = _or(config.attention, default_backend(device.type, getattr(torch, dtype)))
     steps, topk, num_draft_tokens = _tree(config.speculation, algorithm)
     layout = RoundLayout(
         max_batch=_or(config.max_batch, defaults.max_batch),

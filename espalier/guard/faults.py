@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from espalier.errors import EspalierError
+from espalier.kernels.ancestors import own_bits
 
 ENVIRONMENT = "ESPALIER_FAULT"
 Wrong = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -37,10 +38,10 @@ class Fault:
 def _sibling_committed(right):
     """Siblings that are both in the tree stand side by side, the better one first."""
 
-    def commit(r, slots, path):
+    def commit(r, slots, path, count_tokens):
         last = r.layout.num_draft_tokens - 1
         siblings = torch.where(path.rows > 0, (path.rows + 1).clamp(max=last), 0)
-        right(r, slots, replace(path, rows=siblings))
+        right(r, slots, replace(path, rows=siblings), count_tokens)
 
     return commit
 
@@ -50,22 +51,27 @@ def _extend_short(right):
 
 
 def _wrong_ancestor(right):
-    return lambda ancestors, parents: ancestors
+    def grow(tokens, scores, words, first, num_words):
+        grown = right(tokens, scores, words, first, num_words)
+        if words is None:
+            return grown
+        return grown._replace(words=words | own_bits(first, words.shape[1], num_words, words.device))
+
+    return grow
 
 
 def _rows_without_topk(right):
     """Beam b of level l is looked for in row l + b, where it stands in row l · topk + b."""
 
-    def put(staging, layer, k, v, width, at):
-        staged = right(staging, layer, k, v, width, at)
-        queries = k.shape[1]
+    def rows_of(staging, layer, batch, queries, width, at):
+        staged = right(staging, layer, batch, queries, width, at)
         if queries == width:
             return staged
-        rows = torch.arange(at + queries, device=k.device)
+        rows = torch.arange(at + queries, device=staged[0].device)
         found = torch.div(rows, queries, rounding_mode="floor") + rows % queries
         return tuple(value[:, found] for value in staged)
 
-    return put
+    return rows_of
 
 
 def _table_column_off(right):
@@ -138,13 +144,13 @@ FAULTS = {
         Fault(
             "wrong-ancestor",
             "beams that were selected again attend to the rows of the beam that stood in their place before",
-            "espalier.speculate.drafters.eagle3:inherit",
+            "espalier.speculate.drafters.eagle3:grow",
             _wrong_ancestor,
         ),
         Fault(
             "rows-without-topk",
             "the index of a beam's row lacks its factor topk, so that branches read each other's rows",
-            "espalier.cache.kv:Staging.put",
+            "espalier.cache.kv:Staging.rows_of",
             _rows_without_topk,
             ("27460", "27338", "27428"),
         ),

@@ -37,6 +37,11 @@ def unpack(words: Tensor, nodes: int) -> Tensor:
     return (words[..., None] >> bits & 1).flatten(-2)[..., :nodes].bool()
 
 
+def every_ancestor(words: Tensor, holds: Tensor) -> Tensor:
+    """[B, D] bool: `holds` [B, D] is true at the node and at all of its ancestors, words [B, D, W]."""
+    return ((words & pack(~holds)[:, None]) == 0).all(-1)
+
+
 def own_bits(first: int, count: int, words: int, device: torch.device) -> Tensor:
     """[count, words] int64: for row first + i of a pass, the word bit that is its own."""
     rows = torch.arange(first, first + count, device=device)

@@ -1,7 +1,8 @@
 """What the engine knows of a model: a call over rows that hang off whatever `attend` lets them see.
 
-A model never sees a cache.  `attend(layer, q, k, v)` gets q [B, Q, heads, k_size], k [B, Q, kv_heads, k_size] and v
-[B, Q, kv_heads, v_size], already rotated, stages k and v, and returns [B, Q, heads, v_size].
+A model never sees a cache.  `attend(layer, qkv, turn)` gets a layer's projections [B, Q, heads + 2 · kv_heads, size],
+queries before keys before values, norms and rotates them as `turn` says, keeps keys and values where they belong, and
+returns [B, Q, heads, size].  The projections are its own from then on.
 """
 
 from collections.abc import Callable
@@ -11,11 +12,12 @@ from typing import Protocol
 from torch import Tensor
 
 from espalier.cache.geometry import LayerGeometry
+from espalier.kernels.rope import Turn
 from espalier.models.config import ModelConfig
 from espalier.models.layers.embedding import Embedding
 from espalier.models.layers.linear import Linear
 
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+Attend = Callable[[int, Tensor, Turn], Tensor]
 
 
 @dataclass(frozen=True, slots=True)

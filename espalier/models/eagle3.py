@@ -70,9 +70,9 @@ class Eagle3Draft:
         normed = self.hidden_norm(hidden)
         x = torch.cat((self.embed_norm(self.embed(tokens.reshape(-1))), normed), dim=-1)
         residual = normed if self.config.norm_before_residual else hidden
-        x = self.attention(x, residual, self.rope.at(positions), attend, 0, shape)
-        x = self.mlp(self.mlp_norm(x), x)
-        return (self.norm(x) if self.config.norm_output else x).unflatten(0, shape)
+        x, normed = self.mlp_norm.after(self.attention(x, self.rope.at(positions), attend, 0, shape), residual)
+        added = self.mlp(normed)
+        return (self.norm.after(added, x)[1] if self.config.norm_output else x + added).unflatten(0, shape)
 
     def logits(self, out: Tensor) -> Tensor:
         """What was handed on [..., H] -> [..., draft_vocab] in the model's dtype."""

@@ -1,7 +1,8 @@
 """What a launch knows of sampling: parameters and noise for the target's picks and for the draft's scores.
 
 The noise of a token depends on its position alone, so the nodes of one depth share it, plain decoding draws the same,
-and the draft, which knows it too, proposes what the target is about to draw.
+and the draft, which knows it too, proposes what the target is about to draw.  On a GPU the kernels read each slot's own
+parameters and make the noise where it is used; on a CPU the same is done in plain torch, over what the batch needs.
 """
 
 from dataclasses import dataclass
@@ -9,6 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from espalier.kernels.children import children_triton
+from espalier.kernels.pick import pick_triton
+from espalier.kernels.shaping import SlotRows
 from espalier.sampling.noise import gumbel
 from espalier.sampling.pick import Picked, coupled_scores, pick
 from espalier.sampling.shape import Above, SamplingRows, Shaping, shape
@@ -19,16 +23,20 @@ from espalier.speculate.tree import VOID, Tree, ordered_topk
 @dataclass(frozen=True)
 class Draws:
     """first: [B], position of the first token that this launch may draw; vocab: the target's; noise: [B, width, V] for
-    positions first, first + 1, ...; rows and noise are None where the batch needs neither."""
+    positions first, first + 1, ...; rows and noise are None where the batch needs neither, and on a GPU, where
+    slot_rows is what the kernels read."""
 
     first: Tensor
     vocab: int
     shaping: Shaping
     rows: SamplingRows | None
     noise: Tensor | None
+    slot_rows: SlotRows | None = None
 
     @classmethod
     def of(cls, slots: Slots, shaping: Shaping, first: Tensor, width: int, vocab: int, dtype: torch.dtype) -> "Draws":
+        if first.is_cuda:
+            return cls.by_kernels(slots, shaping, first, vocab)
         if not shaping.any:
             return cls(first, vocab, shaping, None, None)
         rows = SamplingRows.gather(slots, shaping)
@@ -36,15 +44,27 @@ class Draws:
         noise = gumbel(rows.seed, positions, vocab, dtype) if shaping.sampled else None
         return cls(first, vocab, shaping, rows, noise)
 
+    @classmethod
+    def by_kernels(cls, slots: Slots, shaping: Shaping, first: Tensor, vocab: int) -> "Draws":
+        """Draws that no knowledge of the host shapes: whatever `shaping` says, each slot gets what it asks for."""
+        return cls(first, vocab, shaping, None, None, SlotRows.gather(slots.table, slots.index))
+
     def pick_nodes(self, logits: Tensor, tree: Tree) -> Picked:
         """The target's token at every node: logits [B, D, V]."""
+        if self.slot_rows is not None:
+            # Node 0, the root, is counted in its slot.
+            above = (tree.tokens, tree.ancestors)
+            return Picked(*pick_triton(logits, self.slot_rows, self.first, noise_offsets(tree), above, first_above=1))
         drafted = tree.tokens.masked_fill(tree.depths == 0, VOID)
-        above = Above(drafted, tree.ancestors) if self.shaping.penalised else None
-        return self._pick(logits, noise_offsets(tree), above)
+        counted = Above(drafted, tree.ancestors) if self.shaping.penalised else None
+        return self._pick(logits, noise_offsets(tree), counted)
 
     def pick_last(self, logits: Tensor) -> Picked:
         """The token after a chunk: logits [B, 1, V]."""
-        return self._pick(logits, torch.zeros_like(self.first[:, None]), None)
+        offsets = torch.zeros_like(self.first[:, None])
+        if self.slot_rows is not None:
+            return Picked(*pick_triton(logits, self.slot_rows, self.first, offsets))
+        return self._pick(logits, offsets, None)
 
     def _pick(self, logits: Tensor, offsets: Tensor, above: Above | None) -> Picked:
         return pick(logits, self.rows, self.shaping, self.first[:, None] + offsets, self._noise(offsets), above)
@@ -57,6 +77,9 @@ class Draws:
         logits: [B, Q, draft vocabulary]; d2t: their target ids, None where the vocabularies are one; offset: of the
         position that is drawn; scores: [B, Q] of the rows' own paths; above: drafted tokens above each row.
         """
+        if self.slot_rows is not None:
+            hanging = None if above is None else (above.tokens, above.words)
+            return children_triton(logits, d2t, self.slot_rows, self.first, offset, scores, topk, hanging)
         logp, ids = self._child_scores(logits, d2t, offset, above)
         best, index = ordered_topk(logp.float(), topk)
         return (index if ids is None else ids[index]), scores[..., None] + best.clamp(max=0)

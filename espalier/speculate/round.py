@@ -13,6 +13,7 @@ from torch import Tensor
 from espalier.attention import Attention, Backend, Nodes, Prefix
 from espalier.attention.staged import Decided, Undecided
 from espalier.cache.kv import Pages, Staging
+from espalier.kernels.advance import After, Before, advance
 from espalier.layout import RoundLayout
 from espalier.models.base import CausalLM, ModelOutput
 from espalier.sampling.pick import Logprobs, Picked, logprobs
@@ -70,8 +71,7 @@ def run(r: Round, index: Tensor, shaping: Shaping, num_logprobs: int | None) -> 
     logits = r.target.logits(out.hidden)
     picked = draws.pick_nodes(logits, tree)
     path = accept(tree, picked.tokens, slots.room(), slots.real, r.layout.steps)
-    commit(r, slots, path)
-    slots.advance(path.tokens, path.length, shaping.penalised)
+    commit(r, slots, path, shaping.penalised)
     r.drafter.extend(slots, features(out, path.rows), path.length)
     return report(tree, path, picked, logits, num_logprobs)
 
@@ -111,12 +111,13 @@ def check_tree(layout: RoundLayout, tree: Tree, batch: int) -> None:
     layout.require("tree.ancestors", tree.ancestors, batch, layout.num_draft_tokens, layout.ancestor_words)
 
 
-def commit(r: Round, slots: Slots, path: Path) -> None:
-    """The path's rows go to positions n .. n + length - 1, in order."""
-    positions = slots.prefix_len[:, None] + torch.arange(path.rows.shape[1], device=path.rows.device)
-    rows = r.pages.rows_where(slots.page_table, positions, emitted(path))
-    source = path.rows + r.layout.staged_at(slots.batch, path.rows.device)[:, None]
-    r.pages.commit(r.staging, source.flatten(), rows.flatten())
+def commit(r: Round, slots: Slots, path: Path, count_tokens: bool) -> None:
+    """The path's rows go to positions n .. n + length - 1, in order, and the slots move on to the new root."""
+    table = slots.table
+    before = Before(slots.index, slots.prefix_len, slots.page_table)
+    after = After(table.history, table.prefix_len, table.root, table.counts if count_tokens else None)
+    copies = advance(before, after, path.rows, path.length, path.tokens, r.layout.num_draft_tokens, r.pages.page_size)
+    r.pages.commit(r.staging, copies.source.flatten(), copies.destination.flatten())
 
 
 def features(out: ModelOutput, rows: Tensor) -> Tensor | None:

@@ -4,7 +4,7 @@ prefix."""
 import pytest
 import torch
 
-from espalier.attention import BACKENDS, Nodes, Prefix, backend
+from espalier.attention import BACKENDS, Nodes, Prefix, backend, default_backend
 from espalier.attention.base import Support
 from espalier.cache.geometry import LayerGeometry
 from espalier.cache.kv import Pages
@@ -20,7 +20,8 @@ GEOMETRY = (
     LayerGeometry(heads=4, kv_heads=4, k_size=6, v_size=3),
     LayerGeometry(heads=3, kv_heads=1, k_size=5, v_size=7, window=4, scale=0.2),
 )
-backends = pytest.mark.parametrize("name", BACKENDS)
+ON_CPU = [name for name, made in BACKENDS.items() if "cpu" in made.support.devices]
+backends = pytest.mark.parametrize("name", ON_CPU)
 
 
 def filled_pages(page_size: int, seed: int = 0) -> tuple[Pages, torch.Tensor]:
@@ -145,7 +146,7 @@ def test_bfloat16_is_close_and_keeps_its_dtype():
     for stack in pages.target:
         stack.k, stack.v = stack.k.bfloat16(), stack.v.bfloat16()
     pages.layers = {layer: (s.k[i], s.v[i]) for s in pages.target for i, layer in enumerate(s.layers)}
-    for name in BACKENDS:
+    for name in ON_CPU:
         out = backend(name).plan(pages, GEOMETRY, prefix, nodes).attend(0, *(value.bfloat16() for value in exact[0]))
         assert out.dtype == torch.bfloat16
         # bfloat16 has 8 bits: inputs of size three are off by 1 %, and weights with them.
@@ -153,7 +154,7 @@ def test_bfloat16_is_close_and_keeps_its_dtype():
 
 
 def test_an_unknown_backend_is_refused_by_name():
-    with pytest.raises(EspalierError, match="attention='flash' is unknown; use one of sdpa, reference"):
+    with pytest.raises(EspalierError, match="attention='flash' is unknown; use one of triton, sdpa, reference"):
         backend("flash")
 
 
@@ -174,3 +175,15 @@ def test_support_refuses_by_name(device, dtype, page_size, geometry, value):
     with pytest.raises(EspalierError, match=f"attention=picky does not support {value}"):
         NOTHING.require(device, dtype, page_size, geometry)
     NOTHING.require("cuda", torch.bfloat16, 64, GEOMETRY[:1])
+
+
+def test_heads_too_large_for_a_backend_are_refused():
+    wide = [LayerGeometry(heads=2, kv_heads=2, k_size=64, v_size=512)]
+    with pytest.raises(EspalierError, match="does not support heads of size 512; it supports sizes up to 256"):
+        backend("triton").support.require("cuda", torch.bfloat16, 16, wide)
+
+
+def test_auto_is_the_first_backend_for_the_device_that_computes_in_the_dtype():
+    assert default_backend("cuda") == default_backend("cuda", torch.bfloat16) == "triton"
+    assert default_backend("cuda", torch.float64) == "reference"
+    assert default_backend("cpu") == default_backend("cpu", torch.float64) == "sdpa"

@@ -20,7 +20,7 @@ from espalier.engine.engine import Engine
 from espalier.errors import EspalierError
 from espalier.layout import RoundLayout
 from espalier.models import load_eagle3, load_target, read_config, read_eagle3
-from espalier.models.layers.rope import RopeTables, rotate
+from espalier.models.layers.rope import RopeTables
 from tests.harness import CPU, request
 from tests.models.reference import load_reference, reference_logits
 from tests.oracles.dense import DenseAttend
@@ -246,12 +246,17 @@ def test_named_shapes_parse_and_their_lags_stand_alone(name: str) -> None:
     )
     code = lag_code(config.rope, 40000)
     tables = RopeTables(config.rope, 3000, torch.float64, CPU)
-    k = rotate(code.key().double().expand(3000, 1, -1), *tables.at(torch.arange(3000)))[:, 0]
-    q = rotate(code.query(700).double()[None, None], *tables.at(torch.tensor([2900])))[0, 0]
+    k = turned(code.key().double().expand(3000, -1), tables, torch.arange(3000))
+    q = turned(code.query(700).double()[None], tables, torch.tensor([2900]))[0]
     scores = (k @ q) * code.amplitude**2 * code.dim**-0.5
     top = scores.topk(2)
     assert int(top.indices[0]) == 2900 - 700
     assert float(top.values[0] - top.values[1]) > CLEARANCE - 0.01
+
+
+def turned(x: torch.Tensor, tables: RopeTables, positions: torch.Tensor) -> torch.Tensor:
+    """x [N, dim] by the rotation of its row's position."""
+    return x * tables.cos[positions] + x.roll(x.shape[1] // 2, 1) * tables.sin[positions]
 
 
 @pytest.mark.parametrize(

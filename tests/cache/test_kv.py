@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from espalier.cache.geometry import LayerGeometry
-from espalier.cache.kv import DUMMY_ROW, Pages, Staging, bytes_per_token
-from espalier.layout import RoundLayout
+from espalier.cache.kv import Pages, Staging, bytes_per_token
+from espalier.errors import EspalierError
+from espalier.layout import DUMMY_ROW, RoundLayout
 
 CPU = torch.device("cpu")
 # Two layers of one shape with another between them, then a draft of a third.
@@ -29,6 +30,16 @@ def shuffled_table(layout: RoundLayout, pages: Pages, seed: int = 0) -> torch.Te
     """[2, table_width]: every page but the dummy, in no order."""
     order = 1 + torch.randperm(pages.num_pages - 1, generator=torch.Generator().manual_seed(seed))
     return order[: 2 * layout.table_width].view(2, -1)
+
+
+def stage(
+    staging: Staging, layer: int, k: torch.Tensor, v: torch.Tensor, width: int, at: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Put k, v [B, Q, ...] where a pass puts them; all that is staged so far."""
+    places = staging.places(k[..., 0, 0], width, at)
+    for value, buffer in zip((k, v), staging.layers[layer], strict=True):
+        buffer[places] = value.flatten(0, 1)
+    return staging.rows_of(layer, *k.shape[:2], width, at)
 
 
 def test_layers_of_one_shape_share_a_stack():
@@ -70,7 +81,7 @@ def test_a_commit_copies_staged_rows_in_order_and_nothing_else(page_size):
         g = GEOMETRY[layer]
         k = torch.randn(2, width, g.kv_heads, g.k_size, generator=generator, dtype=torch.float64)
         v = torch.randn(2, width, g.kv_heads, g.v_size, generator=generator, dtype=torch.float64)
-        staging.put(layer, k, v, width, at=0)
+        stage(staging, layer, k, v, width, at=0)
         staged[layer] = k, v
     # Request 0 keeps three nodes around a page's edge, request 1 its root alone.
     source = torch.tensor([0, 3, 6, width + 0, 0, 0])
@@ -88,60 +99,30 @@ def test_a_commit_copies_staged_rows_in_order_and_nothing_else(page_size):
         assert not stack.k.any() and not stack.v.any()
 
 
-def test_a_chain_is_written_a_layer_at_a_time_and_padding_leaves_no_trace():
-    layout, pages, _ = made(3)
-    table = shuffled_table(layout, pages)
-    positions = torch.arange(4).expand(2, -1) + 1
-    rows = pages.rows_where(table, positions, torch.tensor([[True] * 4, [True, False, False, False]]))
-    k, v = torch.randn(2, 4, 1, 2, dtype=torch.float64), torch.randn(2, 4, 1, 5, dtype=torch.float64)
-    pages.write(3, k, v, rows)
-    written = [*rows[0].tolist(), int(rows[1, 0])]
-    for buffer, value in zip(pages.layers[3], (k, v), strict=True):
-        assert torch.equal(buffer[written], torch.cat((value[0], value[1, :1])))
-        rest = torch.ones(buffer.shape[0], dtype=torch.bool)
-        rest[written] = False
-        assert not buffer[rest].any()
-
-
-def test_not_a_number_in_padding_does_not_stay():
-    layout, pages, _ = made(2)
-    table = shuffled_table(layout, pages)
-    positions = torch.zeros(2, 1, dtype=torch.int64)
-    rows = pages.rows_where(table, positions, torch.zeros(2, 1, dtype=torch.bool))
-    nan = torch.full((2, 1, 1, 5), torch.nan, dtype=torch.float64)
-    pages.write(3, nan[..., :2], nan, rows)
-    assert not any(buffer.any() for buffer in pages.layers[3])
-
-
 def test_staging_hands_back_all_rows_so_far():
     _, _, staging = made(16)
     first, second = (torch.randn(2, n, 1, 9, dtype=torch.float64) for n in (2, 3))
-    staging.put(1, first[..., :6], first[..., 6:], width=8, at=0)
-    k, v = staging.put(1, second[..., :6], second[..., 6:], width=8, at=2)
+    stage(staging, 1, first[..., :6], first[..., 6:], width=8, at=0)
+    k, v = stage(staging, 1, second[..., :6], second[..., 6:], width=8, at=2)
     assert torch.equal(k, torch.cat((first, second), 1)[..., :6]) and torch.equal(
         v, torch.cat((first, second), 1)[..., 6:]
     )
 
 
-def test_pages_are_clear_when_they_are_handed_out():
-    _, pages, _ = made(3, num_pages=6)
-    for stack in pages.target + pages.draft:
-        stack.k.fill_(torch.nan)
-        stack.v.fill_(torch.nan)
-    pages.zero([])
-    pages.zero([2, 4])
-    for k, v in pages.layers.values():
-        for buffer in (k, v):
-            clear = (buffer.view(6, -1) == 0).all(1)
-            assert clear.tolist() == [False, False, True, False, True, False]
+@pytest.mark.parametrize(("batch", "queries", "width", "at"), [(3, 1, 8, 0), (1, 9, 8, 0), (1, 2, 8, 7), (2, 1, 9, 0)])
+def test_a_pass_larger_than_staging_is_refused(batch, queries, width, at):
+    _, _, staging = made(16)
+    for ask in (
+        lambda: staging.places(torch.zeros(batch, queries), width, at),
+        lambda: staging.rows_of(0, batch, queries, width, at),
+    ):
+        with pytest.raises(EspalierError, match="staging holds 16 rows"):
+            ask()
 
 
 def test_no_requests_commit_nothing():
     layout, pages, staging = made(16)
     none = torch.zeros(0, dtype=torch.int64)
     pages.commit(staging, none, none)
-    pages.write(
-        3, torch.zeros(0, 4, 1, 2, dtype=torch.float64), torch.zeros(0, 4, 1, 5, dtype=torch.float64), none.view(0, 4)
-    )
-    k, v = staging.put(0, torch.zeros(0, 2, 2, 4), torch.zeros(0, 2, 2, 4), layout.num_draft_tokens, 0)
+    k, v = stage(staging, 0, *torch.zeros(2, 0, 2, 2, 4, dtype=torch.float64), layout.num_draft_tokens, 0)
     assert k.shape == v.shape == (0, 2, 2, 4)

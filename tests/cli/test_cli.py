@@ -43,6 +43,7 @@ BAD = [
     (["generate", "--file", "/no/such/file"], "/no/such/file cannot be read"),
     (["demo", "--prompts", "0"], "--prompts=0"),
     (["bench", "round", "--batch", "0"], "--batch=[0]"),
+    (["bench", "kernels", "--page-size", "0"], "--page-size=[0]"),
     (["bench", "round", "--batch", "a"], "invalid list of whole numbers"),
     (["nonsense"], "invalid choice: 'nonsense'"),
     ([], "required"),

@@ -7,8 +7,9 @@ import pytest
 import torch
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from espalier.kernels.rope import rotate
 from espalier.models import load_target, read_config
-from espalier.models.layers.rope import RopeTables, rotate
+from espalier.models.layers.rope import RopeTables
 from tests.builders import CONFIGS, make_target
 from tests.models.reference import load_reference, reference_logits
 from tests.models.test_families import relative
@@ -87,7 +88,10 @@ def test_rotation_is_a_rotation(tmp_path: Path) -> None:
     """Scores depend on the distance of positions alone."""
     tables = RopeTables(read_config(make_target(tmp_path)).rope, 50, torch.float64, "cpu")
     q, k = torch.randn(2, 1, 1, 8, dtype=torch.float64)
-    scores = [
-        (rotate(q, *tables.at(torch.tensor([p + 7]))) * rotate(k, *tables.at(torch.tensor([p])))).sum() for p in (0, 31)
-    ]
+
+    def turned(x: torch.Tensor, position: int) -> torch.Tensor:
+        turn = tables.at(torch.tensor([position]))
+        return rotate(x, turn.cos[:, None], turn.sin[:, None])
+
+    scores = [(turned(q, p + 7) * turned(k, p)).sum() for p in (0, 31)]
     torch.testing.assert_close(*scores)

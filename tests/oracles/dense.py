@@ -4,6 +4,20 @@ import torch
 from torch import Tensor
 
 from espalier.cache.geometry import LayerGeometry
+from espalier.kernels.rope import Turn
+
+
+def heads_of(qkv: Tensor, turn: Turn, g: LayerGeometry) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v [B, Q, heads, size] of a layer's projections, q and k normed and rotated."""
+    q, k, v = qkv.split((g.heads, g.kv_heads, g.kv_heads), 2)
+    cos, sin = (table.view(*qkv.shape[:2], 1, qkv.shape[3]) for table in (turn.cos, turn.sin))
+
+    def turned(x: Tensor, norm: Tensor | None) -> Tensor:
+        if norm is not None:
+            x = x / (x.pow(2).mean(-1, keepdim=True) + turn.eps).sqrt() * norm
+        return x * cos + x.roll(x.shape[-1] // 2, -1) * sin
+
+    return turned(q, turn.q_norm), turned(k, turn.k_norm), v
 
 
 class DenseAttend:
@@ -23,9 +37,10 @@ class DenseAttend:
         self.keys: dict[int, Tensor] = {}
         self.values: dict[int, Tensor] = {}
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        self.keys[layer], self.values[layer] = k, v
+    def __call__(self, layer: int, qkv: Tensor, turn: Turn) -> Tensor:
         layout = self.geometry[layer]
+        q, k, v = heads_of(qkv, turn, layout)
+        self.keys[layer], self.values[layer] = k, v
         group = layout.heads // layout.kv_heads
         k, v = k.repeat_interleave(group, dim=2), v.repeat_interleave(group, dim=2)
         scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * layout.softmax_scale

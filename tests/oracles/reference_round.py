@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from espalier.cache.geometry import LayerGeometry
+from espalier.kernels.rope import Turn
 from espalier.models.base import CausalLM
 from espalier.models.eagle3 import Eagle3Draft
 from espalier.request import Request
-from tests.oracles.dense import DenseAttend
+from tests.oracles.dense import DenseAttend, heads_of
 from tests.oracles.plain_sampling import draft_scores, plain_pick
 
 MAX_NGRAM = 4
@@ -208,7 +209,8 @@ class BehindPrefix:
         self.geometry = geometry
         self.past = past
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(self, layer: int, qkv: Tensor, turn: Turn) -> Tensor:
+        q, k, v = heads_of(qkv, turn, self.geometry[layer])
         k, v = (torch.cat((past[None], new), 1) for past, new in zip(self.past[layer], (k, v), strict=True))
         behind, new = k.shape[1] - q.shape[1], q.shape[1]
         g = self.geometry[layer]

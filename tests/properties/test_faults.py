@@ -141,7 +141,7 @@ def test_the_environment_plants_a_fault_once(monkeypatch, caplog, unplanted):
     assert plant_from_environment() is None
     monkeypatch.setenv("ESPALIER_FAULT", "wrong-ancestor")
     assert plant_from_environment() is FAULTS["wrong-ancestor"]
-    planted = eagle3.inherit
-    assert plant_from_environment() is FAULTS["wrong-ancestor"] and eagle3.inherit is planted
+    planted = eagle3.grow
+    assert plant_from_environment() is FAULTS["wrong-ancestor"] and eagle3.grow is planted
     assert [record.levelname for record in caplog.records] == ["WARNING"] and "wrong on purpose" in caplog.text
     assert caught(held.PROPOSAL)

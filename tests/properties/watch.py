@@ -79,6 +79,8 @@ class Watch:
     """Hooks itself between an engine's launches.  properties: those to hold; a property that fails raises
     AssertionError."""
 
+    exact, score = EXACT, SCORE
+
     def __init__(self, engine: Engine, algorithm: str, reference: Reference, properties: Collection[str] = PROPERTIES):
         self.engine = engine
         self.algorithm = algorithm
@@ -155,7 +157,7 @@ class Watch:
             rows = self.rows(slot, first, end)
             for what, buffer, value in zip("kv", layers[layer], expected, strict=True):
                 difference = largest(buffer[rows] - value[: end - first])
-                assert difference < EXACT, (
+                assert difference < self.exact, (
                     f"{what} of layer {layer}, rows {first} to {end - 1}: off by {difference:.2g}"
                 )
                 assert buffer[others[first]].isnan().all(), f"{what} of layer {layer} holds rows that nobody decided"
@@ -169,7 +171,7 @@ class Watch:
         if table.carried:
             expected = self.reference.scratch(decided.tokens).out[n - 1]
             difference = largest(table.carried["hidden"][slot] - expected)
-            assert difference < EXACT, f"the hidden carried to root {n} is off by {difference:.2g}"
+            assert difference < self.exact, f"the hidden carried to root {n} is off by {difference:.2g}"
 
     # After every round
 
@@ -191,7 +193,7 @@ class Watch:
         assert got == [node.path for node in expected], difference_of(got, expected)
         scores = [score for token, score in zip(tree.tokens[1:], tree.scores[1:], strict=True) if token != VOID]
         for node, score in zip(expected, scores, strict=True):
-            assert abs(score - node.score) < SCORE, f"path {node.path} scores {score}, from scratch {node.score}"
+            assert abs(score - node.score) < self.score, f"path {node.path} scores {score}, from scratch {node.score}"
 
     def check_tokens(self, request: Request, decided: Decided, row: Row) -> None:
         """Emitted are plain decoding's tokens, as many of them as walking down the tree finds, and one more."""

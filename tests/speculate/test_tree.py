@@ -7,6 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from espalier.errors import EspalierError
+from espalier.kernels.ancestors import every_ancestor
 from espalier.speculate.tree import VOID, Pool, ordered_topk, root_only
 
 # Few values, so that most are tied.
@@ -42,24 +44,35 @@ def test_infinite_and_extreme_scores_are_in_order():
 @st.composite
 def pools(draw):
     """Levels of candidates as a draft makes them: (token, score, parent's pool index or -1); children never beat
-    parents."""
+    parents.  The first topk of a level's order are the beams of the next."""
     topk, steps = draw(st.integers(1, 3)), draw(st.integers(1, 4))
-    levels: list[list[tuple[int, float, int]]] = [
-        [(token, min(usable(draw(SCORES)), 0.0), -1) for token in range(topk)]
-    ]
+    levels = [[(token, min(usable(draw(SCORES)), 0.0), -1) for token in range(topk)]]
     first = 0
     for _ in range(1, steps):
         above = levels[-1]
-        beams = sorted(range(len(above)), key=lambda i: (-above[i][1], i))[:topk]
         children = [
             (token, above[beam][1] + min(usable(draw(SCORES)), 0.0), first + beam)
-            for beam in beams
+            for beam in best_of(above, topk)
             for token in range(topk)
         ]
         first += len(above)
         levels.append(children)
     size = sum(map(len, levels))
-    return levels, draw(st.integers(1, size + 1))
+    return levels, topk, draw(st.integers(1, size + 1))
+
+
+def best_of(level, topk):
+    return sorted(range(len(level)), key=lambda i: (-level[i][1], i))[:topk]
+
+
+def pool_of(levels, topk) -> Pool:
+    pool = Pool(topk)
+    for number, candidates in enumerate(levels):
+        if number:
+            pool.keep(torch.tensor([best_of(levels[number - 1], topk)]))
+        tokens, scores, _ = zip(*candidates, strict=True)
+        pool.add(torch.tensor(tokens).view(1, -1, topk), torch.tensor(scores).view(1, -1, topk))
+    return pool
 
 
 def selected(levels, nodes):
@@ -75,14 +88,10 @@ def selected(levels, nodes):
     return tree
 
 
-@given(st.lists(pools(), min_size=1, max_size=1))
+@given(pools())
 def test_selection_is_what_sorting_finds(drawn):
-    levels, nodes = drawn[0]
-    pool = Pool()
-    for candidates in levels:
-        tokens, scores, parents = zip(*candidates, strict=True)
-        pool.add(torch.tensor([tokens]), torch.tensor([scores]), torch.tensor([parents]))
-    tree = pool.select(torch.tensor([9]), nodes, len(levels))
+    levels, topk, nodes = drawn
+    tree = pool_of(levels, topk).select(torch.tensor([9]), nodes)
     got = list(
         zip(
             tree.tokens[0].tolist(),
@@ -113,29 +122,39 @@ def check_invariants(tree):
 
 
 def test_a_sure_child_comes_after_its_parent():
-    pool = Pool()
-    pool.add(torch.tensor([[3, 4]]), torch.tensor([[-0.5, -0.5]]), torch.tensor([[-1, -1]]))
-    pool.add(torch.tensor([[5, 6, 7, 8]]), torch.tensor([[-0.5, -9.0, -0.5, -9.0]]), torch.tensor([[0, 0, 1, 1]]))
-    assert pool.select(torch.tensor([1]), 3, 2).tokens.tolist() == [[1, 3, 4]]
-    assert pool.select(torch.tensor([1]), 4, 2).tokens.tolist() == [[1, 3, 4, 5]]
+    pool = Pool(topk=2)
+    pool.add(torch.tensor([[[3, 4]]]), torch.tensor([[[-0.5, -0.5]]]))
+    pool.keep(torch.tensor([[0, 1]]))
+    pool.add(torch.tensor([[[5, 6], [7, 8]]]), torch.tensor([[[-0.5, -9.0], [-0.5, -9.0]]]))
+    assert pool.select(torch.tensor([1]), 3).tokens.tolist() == [[1, 3, 4]]
+    assert pool.select(torch.tensor([1]), 4).tokens.tolist() == [[1, 3, 4, 5]]
 
 
 @pytest.mark.parametrize("nodes", [64, 65, 129])
 def test_a_chain_beyond_a_word_has_every_ancestor(nodes):
-    pool = Pool()
+    pool = Pool(topk=1)
     for level in range(nodes - 1):
-        pool.add(torch.tensor([[level % 7]]), torch.tensor([[-float(level)]]), torch.tensor([[level - 1]]))
-    tree = pool.select(torch.tensor([0]), nodes, nodes - 1)
+        if level:
+            pool.keep(torch.tensor([[0]]))
+        pool.add(torch.tensor([[[level % 7]]]), torch.tensor([[[-float(level)]]]))
+    tree = pool.select(torch.tensor([0]), nodes)
     assert torch.equal(tree.mask()[0], torch.ones(nodes, nodes).tril().bool())
     for broken in (0, 63, nodes - 1):
         holds = torch.ones(1, nodes, dtype=torch.bool)
         holds[0, broken] = False
-        assert tree.every_ancestor(holds)[0].tolist() == [node < broken for node in range(nodes)]
+        assert every_ancestor(tree.ancestors, holds)[0].tolist() == [node < broken for node in range(nodes)]
 
 
 def test_an_empty_batch_has_a_tree():
-    pool = Pool()
-    none = torch.zeros(0, 2, dtype=torch.int64)
-    pool.add(none, none.float(), none)
-    assert pool.select(none[:, 0], 3, 1).ancestors.shape == (0, 3, 1)
-    assert root_only(none[:, 0]).tokens.shape == (0, 1)
+    pool = Pool(topk=2)
+    none = torch.zeros(0, 1, 2, dtype=torch.int64)
+    pool.add(none, none.float())
+    assert pool.select(none[:, 0, 0], 3).ancestors.shape == (0, 3, 1)
+    assert root_only(none[:, 0, 0]).tokens.shape == (0, 1)
+
+
+def test_a_pool_smaller_than_the_tree_is_refused():
+    pool = Pool(topk=2)
+    pool.add(torch.tensor([[[3, 4]]]), torch.tensor([[[-0.5, -0.5]]]))
+    with pytest.raises(EspalierError, match="fewer than the 4 nodes"):
+        pool.select(torch.tensor([1]), 4)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from espalier.cache.geometry import LayerGeometry
+from espalier.kernels.rope import Turn
 from espalier.models.base import Attend, ModelOutput
 from espalier.models.config import ModelConfig
 from espalier.models.layers.attention import Attention
@@ -19,7 +20,10 @@ from espalier.models.layers.rope import RopeTables
 
 
 class DecoderLayer:
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    """x + attention(norm(x)), then x + mlp(norm(x)).
+
+    What a block adds travels beside x until the norm after it, which adds it in the same pass over the row.
+    """
 
     __slots__ = ("attention_norm", "attention", "mlp_norm", "mlp")
 
@@ -30,11 +34,12 @@ class DecoderLayer:
         self.mlp = mlp
 
     def __call__(
-        self, x: Tensor, rope: tuple[Tensor, Tensor], attend: Attend, layer: int, shape: tuple[int, int]
-    ) -> Tensor:
-        """x [B·Q, H] is left as it was: it may have been captured."""
-        x = self.attention(self.attention_norm(x), x, rope, attend, layer, shape)
-        return self.mlp(self.mlp_norm(x), x)
+        self, x: Tensor, normed: Tensor, turn: Turn, attend: Attend, layer: int, shape: tuple[int, int]
+    ) -> tuple[Tensor, Tensor]:
+        """x [B·Q, H], left as it was since it may have been captured, and attention_norm of it -> the same stream and
+        what the MLP adds to it."""
+        x, normed = self.mlp_norm.after(self.attention(normed, turn, attend, layer, shape), x)
+        return x, self.mlp(normed)
 
 
 class Decoder:
@@ -62,16 +67,18 @@ class Decoder:
 
     def __call__(self, tokens: Tensor, positions: Tensor, attend: Attend) -> ModelOutput:
         shape = (tokens.shape[0], tokens.shape[1])
-        rope = self.rope.at(positions)
-        x = self.embed(tokens.reshape(-1))
+        turn = self.rope.at(positions)
+        x, added = self.embed(tokens.reshape(-1)), None
         kept: dict[int, Tensor] = {}
         for layer, block in enumerate(self.layers):
+            x, normed = block.attention_norm.after(added, x)
             if layer in self.capture:
                 kept[layer] = x
-            x = block(x, rope, attend, layer, shape)
+            x, added = block(x, normed, turn, attend, layer, shape)
+        x, normed = self.norm.after(added, x)
         kept[len(self.layers)] = x
         captured = torch.cat([kept[i] for i in self.capture], dim=-1).unflatten(0, shape) if self.capture else None
-        return ModelOutput(hidden=self.norm(x).unflatten(0, shape), captured=captured)
+        return ModelOutput(hidden=normed.unflatten(0, shape), captured=captured)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.head(hidden)

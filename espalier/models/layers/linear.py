@@ -34,12 +34,6 @@ class Linear:
             return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
         return F.linear(x, self.weight, self.bias)
 
-    def plus(self, x: Tensor, residual: Tensor) -> Tensor:
-        """residual + self(x), both [..., out]; residual is left as it was."""
-        if self._packed:
-            return torch.ops.mkldnn._linear_pointwise.binary(x, residual, self.weight, self.bias, "add")
-        return F.linear(x, self.weight, self.bias).add_(residual)
-
 
 def can_pack(weight: Tensor) -> bool:
     return (

@@ -1,8 +1,8 @@
 """The gated feed-forward block all families use: down(silu(gate(x)) * up(x))."""
 
-import torch.nn.functional as F
 from torch import Tensor
 
+from espalier.kernels.silu import silu_mul
 from espalier.models.layers.linear import Linear
 
 
@@ -15,7 +15,6 @@ class GatedMLP:
         self.gate_up = gate_up
         self.down = down
 
-    def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
-        """residual + mlp(x), [B·Q, hidden]."""
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down.plus(F.silu(gate).mul_(up), residual)
+    def __call__(self, x: Tensor) -> Tensor:
+        """[B·Q, hidden] -> [B·Q, hidden]."""
+        return self.down(silu_mul(self.gate_up(x)))

@@ -1,8 +1,9 @@
 """RMS normalisation (arXiv:1910.07467)."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+
+from espalier.kernels.norm import add_rms_norm_triton, rms_norm_reference, rms_norm_triton
 
 
 class RMSNorm:
@@ -18,8 +19,19 @@ class RMSNorm:
         self._floor = torch.tensor((eps * size) ** 0.5, dtype=weight.dtype, device=weight.device)
 
     def __call__(self, x: Tensor) -> Tensor:
-        if x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64):
+        if x.is_cuda:
+            return rms_norm_triton(x, self.weight, self.eps)
+        if x.dtype in (torch.float32, torch.float64):
             # sqrt(sum(x²) + size·eps) as the hypotenuse: four operations where rms_norm runs nine.
             length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
             return (x / torch.hypot(length, self._floor)).mul_(self._scaled_weight)
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return rms_norm_reference(x, self.weight, self.eps)
+
+    def after(self, delta: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """(residual + delta, its norm), [N, H] each; delta is None where nothing was added yet."""
+        if delta is None:
+            return residual, self(residual)
+        if residual.is_cuda:
+            return add_rms_norm_triton(delta, residual, self.weight, self.eps)
+        total = residual + delta
+        return total, self(total)

@@ -1,4 +1,4 @@
-"""Rotary position embeddings: the frequencies of every scaling type, tables over positions, and their application.
+"""Rotary position embeddings: the frequencies of every scaling type, and tables over positions.
 
 Formulas follow transformers.modeling_rope_utils, in its order of float32 operations, so that the frequencies agree to
 the bit with those the checkpoints were trained on.
@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from espalier.kernels.rope import Turn
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,7 @@ class RopeConfig:
 class RopeTables:
     """cos and sin for positions 0 .. rows-1, [rows, dim] each, in halves as Hugging Face's rotate_half has them.
 
-    The sine's first half is negated, so that rotating is x·cos + swap_halves(x)·sin.
+    The sine's first half is negated, so that rotating is x·cos + swap_halves(x)·sin (kernels/rope.py).
     """
 
     __slots__ = ("cos", "sin")
@@ -91,13 +93,7 @@ class RopeTables:
         self.cos = torch.cat((cos, cos), dim=-1).to(device)
         self.sin = torch.cat((-sin, sin), dim=-1).to(device)
 
-    def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """positions int64, any shape of N elements -> cos and sin [N, 1, dim], to broadcast over heads."""
+    def at(self, positions: Tensor) -> Turn:
+        """The rotation of positions int64, any shape of N elements."""
         flat = positions.reshape(-1)
-        return self.cos.index_select(0, flat)[:, None], self.sin.index_select(0, flat)[:, None]
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [N, heads, dim] -> the same, rotated by its row's position, in x's dtype."""
-    left, right = x.chunk(2, dim=-1)
-    return torch.addcmul(x * cos, torch.cat((right, left), dim=-1), sin).to(x.dtype)
+        return Turn(self.cos.index_select(0, flat), self.sin.index_select(0, flat))

@@ -15,24 +15,23 @@ from espalier.attention import Attention, Backend, Nodes, Prefix
 from espalier.attention.staged import Decided, Undecided
 from espalier.cache.geometry import LayerGeometry
 from espalier.cache.kv import Pages, Staging
-from espalier.kernels.ancestors import own_bits
+from espalier.kernels.grow import grow
 from espalier.layout import RoundLayout
 from espalier.models.eagle3 import Eagle3Draft
 from espalier.sampling.shape import Above
 from espalier.slots import Slots
 from espalier.speculate.draws import Draws
-from espalier.speculate.tree import Pool, Tree, ordered_topk, root_only
+from espalier.speculate.tree import Pool, Tree, root_only
 
 FIRST_ROW = 1
 
 
 @dataclass(frozen=True)
 class Beams:
-    """Draft rows of one level: scores and pool indices [B, K]; hidden [B, K, H], the parent's output; above, the tokens
-    of all rows so far, this level's last, and the words of those, its own included, that each beam stands on."""
+    """Draft rows of one level: scores [B, K]; hidden [B, K, H], the parent's output; above, the tokens of all rows so
+    far, this level's last, and the words of those, its own included, that each beam stands on."""
 
     scores: Tensor
-    pool: Tensor
     hidden: Tensor
     above: Above
 
@@ -59,17 +58,17 @@ class Eagle3Drafter:
     def propose(self, slots: Slots, draws: Draws) -> Tree:
         if self.layout.num_draft_tokens == 1:
             return root_only(slots.root)
-        pool = Pool()
+        pool, prefix = Pool(self.layout.topk), self._prefix(slots)
         out = slots.carried("hidden")[:, None]
         beams = None
         for level in range(1, self.layout.steps + 1):
             tokens, scores = self._children(out, draws, level, beams)
-            parents = torch.full_like(slots.root[:, None], -1) if beams is None else beams.pool
-            first = pool.add(tokens.flatten(1), scores.flatten(1), parents.repeat_interleave(self.layout.topk, 1))
+            pool.add(tokens, scores)
             if level < self.layout.steps:
-                beams = self._next_beams(tokens, scores, out, beams, first)
-                out = self._run(slots, beams, level)
-        return pool.select(slots.root, self.layout.num_draft_tokens, self.layout.steps)
+                places, beams = self._next_beams(tokens, scores, out, beams)
+                pool.keep(places)
+                out = self._run(slots, prefix, beams, level)
+        return pool.select(slots.root, self.layout.num_draft_tokens)
 
     def _children(self, out: Tensor, draws: Draws, level: int, beams: Beams | None) -> tuple[Tensor, Tensor]:
         """The topk best continuations of each row of `out` [B, Q, H]: target ids and path scores [B, Q, K]."""
@@ -77,27 +76,22 @@ class Eagle3Drafter:
         so_far = out.new_zeros(out.shape[:2], dtype=torch.float32) if beams is None else beams.scores
         return draws.children(self.draft.logits(out), self.draft.d2t, level - 1, so_far, self.layout.topk, above)
 
-    def _next_beams(self, tokens: Tensor, scores: Tensor, out: Tensor, beams: Beams | None, first: int) -> Beams:
-        """The topk best candidates of a level become its beams, each with its true ancestors."""
-        best, index = ordered_topk(scores.flatten(1), self.layout.topk)
-        parents = index // self.layout.topk
-        path = tokens.flatten(1).gather(1, index)
-        row = 0 if beams is None else beams.above.tokens.shape[1]
-        words = own_bits(row, self.layout.topk, self.layout.beam_words, index.device).expand(index.shape[0], -1, -1)
-        if beams is not None:
-            path = torch.cat((beams.above.tokens, path), 1)
-            words = inherit(beams.above.words, parents) | words
-        hidden = out.gather(1, parents[..., None].expand(-1, -1, out.shape[2]))
-        return Beams(best, index + first, hidden, Above(path, words))
+    def _next_beams(self, tokens: Tensor, scores: Tensor, out: Tensor, beams: Beams | None) -> tuple[Tensor, Beams]:
+        """The topk best candidates of a level, by their places [B, K], and the beams that they become."""
+        rows, words = (0, None) if beams is None else (beams.above.tokens.shape[1], beams.above.words)
+        grown = grow(tokens, scores, words, rows, self.layout.beam_words)
+        path = grown.tokens if beams is None else torch.cat((beams.above.tokens, grown.tokens), 1)
+        hidden = out.gather(1, grown.parents[..., None].expand(-1, -1, out.shape[2]))
+        return grown.places, Beams(grown.scores, hidden, Above(path, grown.words))
 
-    def _run(self, slots: Slots, beams: Beams, level: int) -> Tensor:
+    def _run(self, slots: Slots, prefix: Prefix, beams: Beams, level: int) -> Tensor:
         """One draft forward over the beams of depth `level`: [B, K, H]."""
         topk, rows = self.layout.topk, self.layout.beams_above(level + 1)
         depths = torch.arange(rows, device=slots.index.device) // topk + 1
         row_positions = slots.prefix_len[:, None] + depths
         nodes = Nodes(row_positions[:, -topk:], row_positions, beams.above.words)
         width, at = self.layout.beam_rows, self.layout.beams_above(level)
-        attend = Undecided(self._plan(slots, nodes), self.staging, width, at, self.first_layer)
+        attend = Undecided(self._plan(prefix, nodes), self.staging, width, at, self.first_layer)
         return self.draft(beams.above.tokens[:, -topk:], beams.hidden, nodes.positions - FIRST_ROW, attend)
 
     def extend(self, slots: Slots, captured: Tensor | None, length: Tensor) -> None:
@@ -106,19 +100,17 @@ class Eagle3Drafter:
         positions = slots.prefix_len[:, None] + 1 + offsets
         kept = extend_rows(offsets, length) & (positions >= slots.commit_from[:, None])
         rows = self.pages.rows_where(slots.page_table, positions, kept)
-        attend = Decided(self._plan(slots, Nodes.chain(positions)), rows, self.first_layer)
+        attend = Decided(self._plan(self._prefix(slots), Nodes.chain(positions)), rows, self.first_layer)
         out = self.draft(slots.history_at(positions), self.draft.fuse(captured), positions - FIRST_ROW, attend)
         last = (length - 1).clamp(min=0)[:, None, None].expand(-1, 1, out.shape[2])
         slots.carry("hidden", out.gather(1, last)[:, 0])
 
-    def _plan(self, slots: Slots, nodes: Nodes) -> Attention:
-        prefix = Prefix(slots.page_table, slots.prefix_len + 1, FIRST_ROW)
+    def _prefix(self, slots: Slots) -> Prefix:
+        """The draft's committed rows: those of tokens 1 .. n, the root's own included."""
+        return Prefix(slots.page_table, slots.prefix_len + 1, FIRST_ROW)
+
+    def _plan(self, prefix: Prefix, nodes: Nodes) -> Attention:
         return self.backend.plan(self.pages, self.geometry, prefix, nodes)
-
-
-def inherit(ancestors: Tensor, parents: Tensor) -> Tensor:
-    """Words [B, K, W] of the rows that the chosen beams' parents [B, K] attend to."""
-    return ancestors.gather(1, parents[..., None].expand(-1, -1, ancestors.shape[2]))
 
 
 def extend_rows(offsets: Tensor, length: Tensor) -> Tensor:

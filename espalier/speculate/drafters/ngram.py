@@ -35,23 +35,14 @@ class NgramDrafter:
         found = length > 0
         # A match of m tokens is trusted as m in m + 1 a step; what is not found scores -inf and becomes a void node.
         step = torch.where(found, torch.log(length / (length + 1.0)), -torch.inf).float()
-        pool = Pool()
-        parents = torch.full_like(ends, -1)
-        for level in range(1, self.layout.steps + 1):
-            tokens = continuation(history, ends, slots.prefix_len, level)
-            first = pool.add(*self._padded(level, tokens, step * level, parents))
-            width = 1 if level == 1 else topk
-            parents = first + torch.arange(topk, device=ends.device).expand_as(ends) * width
-        return pool.select(slots.root, self.layout.num_draft_tokens, self.layout.steps)
-
-    def _padded(self, level: int, tokens: Tensor, scores: Tensor, parents: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """A branch has one child where a beam could have topk: the rest of the level's candidates do not exist."""
-        if level == 1:
-            return tokens, scores, parents
-        batch, topk = tokens.shape
-        wide = scores.new_full((batch, topk, topk), -torch.inf)
-        wide[..., 0] = scores
-        return tokens.repeat_interleave(topk, 1), wide.flatten(1), parents.repeat_interleave(topk, 1)
+        pool = Pool(topk)
+        places = torch.arange(topk, device=ends.device).expand_as(ends)
+        pool.add(continuation(history, ends, slots.prefix_len, 1)[:, None], step[:, None])
+        for level in range(2, self.layout.steps + 1):
+            # Branches stay in their order: each is its beam's first child.
+            pool.keep(places if level == 2 else places * topk)
+            pool.add(*only_children(continuation(history, ends, slots.prefix_len, level), step * level))
+        return pool.select(slots.root, self.layout.num_draft_tokens)
 
     def extend(self, slots: Slots, captured: Tensor | None, length: Tensor) -> None:
         pass
@@ -78,6 +69,14 @@ def best_matches(history: Tensor, root: Tensor, topk: int, vocab_size: int) -> t
     keys = best.topk(min(topk, vocab_size), 1).values
     keys = torch.nn.functional.pad(keys, (0, topk - keys.shape[1]))
     return keys // width, keys % width
+
+
+def only_children(tokens: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
+    """[B, K, K] each: a branch has one child where a beam could have topk; the rest of the candidates do not exist."""
+    batch, topk = tokens.shape
+    wide = scores.new_full((batch, topk, topk), -torch.inf)
+    wide[..., 0] = scores
+    return tokens[..., None].expand(-1, -1, topk), wide
 
 
 def continuation(history: Tensor, ends: Tensor, root: Tensor, level: int) -> Tensor:

@@ -1,0 +1,71 @@
+"""Attention on a GPU: committed rows and staged rows in one kernel, over a work list made on the device once a round.
+
+Nothing here reads a length on the host.  Work lists are kept with the prefix they are of, for every layer and every
+pass that hangs from it; buffers of partial results with the pass, for its layers.
+"""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from espalier.attention.base import Attention, Nodes, Prefix, Support
+from espalier.cache.geometry import LayerGeometry
+from espalier.cache.kv import Pages
+from espalier.kernels.combine import Partials
+from espalier.kernels.ranges import Ranges, ranges_triton
+from espalier.kernels.tree_attention import DTYPES, MAX_HEAD_SIZE, Committed, Staged, tree_attention_triton
+from espalier.layout import MAX_PAGE_SIZE
+
+
+class TritonAttention(Attention):
+    def __init__(self, pages: Pages, geometry: Sequence[LayerGeometry], prefix: Prefix, nodes: Nodes):
+        super().__init__(pages, geometry, prefix, nodes)
+        self.queries = nodes.positions.shape[1]
+        self.windowed: dict[int, Ranges] = {}
+        self.partials: dict[tuple[int | None, int, int], Partials] = {}
+
+    def over_prefix(self, q: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        return self._run(layer, q, None)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self._run(layer, q, Staged(k, v, self.nodes.row_positions, self.nodes.words))[0]
+
+    def _run(self, layer: int, q: Tensor, staged: Staged | None) -> tuple[Tensor, Tensor]:
+        g, prefix = self.geometry[layer], self.prefix
+        k, v = self.pages.layers[layer]
+        committed = Committed(k, v, prefix.page_table, prefix.length, self.pages.page_size, prefix.first)
+        ranges = self._ranges(g.window)
+        partials = self._partials(ranges, g)
+        positions = self.nodes.positions
+        return tree_attention_triton(q, committed, staged, positions, ranges, g.softmax_scale, g.window, None, partials)
+
+    def _ranges(self, window: int | None) -> Ranges:
+        """The work list of a kind of layer; one without a window serves every pass of the prefix that is as wide."""
+        cut = self.pages.layout.cut(self.queries)
+        if window is None:
+            if cut not in self.prefix.planned:
+                self.prefix.planned[cut] = ranges_triton(self.prefix.length, self.prefix.first, cut)
+            return self.prefix.planned[cut]
+        if window not in self.windowed:
+            positions = self.nodes.positions
+            self.windowed[window] = ranges_triton(self.prefix.length, self.prefix.first, cut, positions, window)
+        return self.windowed[window]
+
+    def _partials(self, ranges: Ranges, g: LayerGeometry) -> Partials:
+        key = (g.window, g.heads, g.v_size)
+        if key not in self.partials:
+            self.partials[key] = Partials.of(ranges, self.queries, g.heads, g.v_size)
+        return self.partials[key]
+
+
+class TritonBackend:
+    support = Support(
+        name="triton",
+        devices=("cuda",),
+        dtypes=DTYPES,
+        sliding_window=True,
+        different_v_size=True,
+        max_page_size=MAX_PAGE_SIZE,
+        max_head_size=MAX_HEAD_SIZE,
+    )
+    plan = staticmethod(TritonAttention)

@@ -1,0 +1,181 @@
+"""`espalier bench kernels`: attention over committed rows on a GPU, beside what its memory can deliver.
+
+A cell runs as a model's layers do: one plan, then layer after layer, each with pages of its own, so that no layer finds
+its rows in the L2.  What is timed are replays of a CUDA graph, by events on the device.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from espalier.attention import Attention, Nodes, Prefix
+from espalier.attention.triton import TritonBackend
+from espalier.cache.geometry import LayerGeometry
+from espalier.cache.kv import Pages
+from espalier.errors import EspalierError
+from espalier.kernels.ancestors import pack
+from espalier.kernels.ranges import ranges_triton
+from espalier.layout import RoundLayout
+
+GEOMETRY = LayerGeometry(heads=32, kv_heads=8, k_size=128, v_size=128)
+DTYPE = torch.bfloat16
+STEPS = 5
+TOPK = 8
+# What the reading of memory is measured on: far more than any L2, in rows enough for every multiprocessor.
+READ_BYTES = 2**31
+READ_ROWS = 2048
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A pass: `queries` of each of `batch` requests over `context` committed rows; a tree, or a chunk's chain."""
+
+    batch: int
+    queries: int
+    context: int
+    chain: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.batch} x {self.queries} {'chunk' if self.chain else 'nodes'} x {self.context}"
+
+    @property
+    def kv_bytes(self) -> int:
+        """Committed bytes of one layer, each read once."""
+        return self.batch * self.context * GEOMETRY.values_per_token * DTYPE.itemsize
+
+    @property
+    def flops(self) -> int:
+        """Of one layer: both products over the committed rows and, of a chain, its triangle."""
+        pairs = self.queries * self.context + (self.queries * (self.queries + 1) // 2 if self.chain else 0)
+        return 2 * self.batch * GEOMETRY.heads * pairs * (GEOMETRY.k_size + GEOMETRY.v_size)
+
+
+SHAPES = (
+    Shape(64, 8, 4096),
+    Shape(1, 8, 65536),
+    Shape(1, 64, 32768),
+    Shape(1, 2048, 0, chain=True),
+    Shape(1, 2048, 16384, chain=True),
+)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Medians, in microseconds: attention of one layer, and the plan that all layers share.
+
+    terabytes_per_second: committed bytes over the time, and as a share of what memory can deliver, where every byte is
+    read once; tflops: operations over the time.
+    """
+
+    shape: str
+    page_size: int
+    attention_us: float
+    plan_us: float
+    terabytes_per_second: float | None
+    bandwidth_share: float | None
+    tflops: float
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def require_gpu() -> torch.device:
+    """The GPU to measure.  Raises EspalierError where there is none."""
+    if not torch.cuda.is_available():
+        raise EspalierError("bench kernels measures a CUDA device, and there is none; run it on a machine with one")
+    return torch.device("cuda")
+
+
+def bandwidth(device: torch.device) -> float:
+    """Bytes a second that memory delivers to a kernel that only reads, each byte once."""
+    values = torch.randn(READ_ROWS, READ_BYTES // (READ_ROWS * torch.float32.itemsize), device=device)
+    return READ_BYTES / (graph_us(lambda: torch.amax(values, 1)) * 1e-6)
+
+
+def measure(shape: Shape, page_size: int, bytes_per_second: float, device: torch.device) -> Cell:
+    layers = layers_beyond_cache(shape, device)
+    attention, run = prepared(shape, page_size, layers, device)
+    prefix = attention.prefix
+    cut = attention.pages.layout.cut(shape.queries)
+    attention_us = graph_us(run) / layers
+    plan_us = graph_us(lambda: ranges_triton(prefix.length, prefix.first, cut))
+    tflops = shape.flops / attention_us / 1e6
+    if shape.chain:
+        return Cell(str(shape), page_size, attention_us, plan_us, None, None, tflops)
+    rate = shape.kv_bytes / (attention_us * 1e-6)
+    return Cell(str(shape), page_size, attention_us, plan_us, rate / 1e12, rate / bytes_per_second, tflops)
+
+
+def layers_beyond_cache(shape: Shape, device: torch.device) -> int:
+    """So many layers that the first has left the L2 when it is read again."""
+    cache: int = getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 2**26)
+    return min(16, max(2, -(-4 * cache // max(shape.kv_bytes, 1))))
+
+
+def prepared(
+    shape: Shape, page_size: int, layers: int, device: torch.device
+) -> tuple[Attention, Callable[[], Sequence[torch.Tensor]]]:
+    """A planned pass over full pages in no order, and a function that runs all of its layers."""
+    tree = (0, 1, 1) if shape.chain else (STEPS, TOPK, shape.queries)
+    context = shape.context + shape.queries + 1
+    layout = RoundLayout(shape.batch, *tree, page_size, context, 0, max(shape.batch * shape.queries, 16))
+    width = layout.pages_for(shape.context)
+    geometry = [GEOMETRY] * layers
+    pages = Pages(layout, 1 + shape.batch * width, geometry, layers, DTYPE, device)
+    for stack in pages.target:
+        stack.k.normal_()
+        stack.v.normal_()
+    table = torch.zeros(shape.batch, layout.table_width, dtype=torch.int64, device=device)
+    table[:, :width] = 1 + torch.randperm(shape.batch * width, device=device).view(shape.batch, width)
+    length = torch.full((shape.batch,), shape.context, dtype=torch.int64, device=device)
+    attention = TritonBackend().plan(pages, geometry, Prefix(table, length), _nodes(shape, length))
+    q, k, v = (
+        torch.randn(shape.batch, shape.queries, heads, size, dtype=DTYPE, device=device)
+        for heads, size in (
+            (GEOMETRY.heads, GEOMETRY.k_size),
+            (GEOMETRY.kv_heads, GEOMETRY.k_size),
+            (GEOMETRY.kv_heads, GEOMETRY.v_size),
+        )
+    )
+    return attention, lambda: [attention.attend(layer, q, k, v) for layer in range(layers)]
+
+
+def _nodes(shape: Shape, length: torch.Tensor) -> Nodes:
+    """A chain, or a tree whose nodes see every other one before them."""
+    order = torch.arange(shape.queries, device=length.device)
+    if shape.chain:
+        return Nodes.chain(length[:, None] + order)
+    mask = (order <= order[:, None]) & ((order - order[:, None]) % 2 == 0)
+    positions = length[:, None] + mask.sum(1) - 1
+    return Nodes(positions, positions, pack(mask.expand(shape.batch, -1, -1)))
+
+
+def graph_us(run: Callable[[], Any], replays: int = 20) -> float:
+    """Median time of a replay of what `run` launches, in microseconds."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()
+        run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    for _ in range(3):
+        graph.replay()
+    # What is short is repeated, or an event's own time would count.
+    again = max(1, min(50, int(200 / max(_replay_us(graph, 1), 1))))
+    times = sorted(_replay_us(graph, again) for _ in range(replays))
+    return times[len(times) // 2]
+
+
+def _replay_us(graph: torch.cuda.CUDAGraph, again: int) -> float:
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    for _ in range(again):
+        graph.replay()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) * 1000 / again

@@ -1,0 +1,173 @@
+"""Which path of a tree is kept: matching, the test of every ancestor, the deepest node, its path, what is emitted."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from espalier.kernels.ancestors import every_ancestor, unpack
+from espalier.kernels.launch import kernel, power_of_two, require
+from espalier.layout import ANCESTOR_BITS
+
+if TYPE_CHECKING:
+    import triton.language as tl
+
+
+class Accepted(NamedTuple):
+    """rows [B, S+1], length [B], tokens [B, S+1]: the fields of speculate/accept.py:Path, in their order."""
+
+    rows: Tensor
+    length: Tensor
+    tokens: Tensor
+
+
+def accept(
+    tokens: Tensor,
+    parents: Tensor,
+    depths: Tensor,
+    words: Tensor,
+    picks: Tensor,
+    depth_limit: Tensor,
+    real: Tensor,
+    steps: int,
+) -> Accepted:
+    """The longest path that the target would have produced itself.
+
+    tokens, parents, depths, picks [B, D] int64, depths up to steps; words [B, D, W] int64; depth_limit [B] int64,
+    deeper nodes never match; real [B] bool, others get length 0.  Among equally deep nodes the lowest wins.
+    Raises EspalierError if sizes do not agree.  Exact.
+    """
+    run = accept_triton if tokens.is_cuda else accept_reference
+    return run(tokens, parents, depths, words, picks, depth_limit, real, steps)
+
+
+def accept_triton(
+    tokens: Tensor,
+    parents: Tensor,
+    depths: Tensor,
+    words: Tensor,
+    picks: Tensor,
+    depth_limit: Tensor,
+    real: Tensor,
+    steps: int,
+) -> Accepted:
+    batch, nodes = tokens.shape
+    num_words = -(-nodes // ANCESTOR_BITS)
+    for name, value in (("tokens", tokens), ("parents", parents), ("depths", depths), ("picks", picks)):
+        require(f"accept: {name}", value, (batch, nodes), torch.int64, tokens)
+    require("accept: words", words, (batch, nodes, num_words), torch.int64, tokens)
+    require("accept: depth_limit", depth_limit, (batch,), torch.int64, tokens)
+    require("accept: real", real, (batch,), torch.bool, tokens)
+    path = Accepted(tokens.new_empty(batch, steps + 1), tokens.new_empty(batch), tokens.new_empty(batch, steps + 1))
+    if batch:
+        given = (tokens, parents, depths, words, picks, depth_limit, real)
+        word_block = power_of_two(num_words)
+        _accept_kernel[(batch,)](
+            *(value.contiguous() for value in given),
+            *path,
+            NODES=nodes,
+            WORDS=num_words,
+            LEVELS=steps + 1,
+            W=word_block,
+            L=power_of_two(steps + 1),
+            num_warps=4,
+        )
+    return path
+
+
+def accept_reference(
+    tokens: Tensor,
+    parents: Tensor,
+    depths: Tensor,
+    words: Tensor,
+    picks: Tensor,
+    depth_limit: Tensor,
+    real: Tensor,
+    steps: int,
+) -> Accepted:
+    match = (tokens == picks.gather(1, parents)) & (depths <= depth_limit[:, None]) | (depths == 0)
+    last = deepest(every_ancestor(words, match), depths)
+    rows = path_rows(words, depths, last, steps)
+    depth = depths.gather(1, last[:, None])
+    bonus = picks.gather(1, last[:, None])
+    level = torch.arange(steps + 1, device=rows.device)
+    drafted = torch.nn.functional.pad(tokens.gather(1, rows)[:, 1:], (0, 1))
+    emitted = torch.where(level < depth, drafted, torch.where(level == depth, bonus, 0))
+    return Accepted(rows, torch.where(real, depth[:, 0] + 1, 0), emitted)
+
+
+def deepest(kept: Tensor, depths: Tensor) -> Tensor:
+    """[B]: the kept node of greatest depth, the lowest among equals."""
+    nodes = depths.shape[1]
+    rank = torch.arange(nodes - 1, -1, -1, device=depths.device)
+    return torch.where(kept, depths * nodes + rank, -1).argmax(1)
+
+
+def path_rows(words: Tensor, depths: Tensor, last: Tensor, steps: int) -> Tensor:
+    """[B, S+1]: the nodes from the root to `last`, by depth; zeros below it."""
+    batch, nodes = depths.shape
+    path = words.gather(1, last[:, None, None].expand(-1, 1, words.shape[2]))[:, 0]
+    past_the_end = steps + 1
+    depth = torch.where(unpack(path, nodes), depths, past_the_end)
+    rows = torch.zeros(batch, past_the_end + 1, dtype=torch.int64, device=last.device)
+    return rows.scatter_(1, depth, torch.arange(nodes, device=last.device).expand_as(depth))[:, :past_the_end]
+
+
+@kernel
+def _accept_kernel(
+    tokens_ptr,
+    parents_ptr,
+    depths_ptr,
+    words_ptr,
+    picks_ptr,
+    limit_ptr,
+    real_ptr,
+    rows_ptr,
+    length_ptr,
+    emitted_ptr,
+    NODES: tl.constexpr,
+    WORDS: tl.constexpr,
+    LEVELS: tl.constexpr,
+    W: tl.constexpr,
+    L: tl.constexpr,
+):
+    """A program a request, its nodes in registers."""
+    request = tl.program_id(0).to(tl.int64)
+    node = tl.arange(0, W * 64)
+    exists = node < NODES
+    at = request * NODES + node
+    token = tl.load(tokens_ptr + at, mask=exists, other=0)
+    parent = tl.load(parents_ptr + at, mask=exists, other=0)
+    depth = tl.load(depths_ptr + at, mask=exists, other=0).to(tl.int32)
+    wanted = tl.load(picks_ptr + request * NODES + parent, mask=exists, other=0)
+    limit = tl.load(limit_ptr + request)
+    match = ((token == wanted) & (depth <= limit)) | (node == 0)
+
+    # The nodes that do not match, as words; whoever stands on one of them is not kept.
+    bit = (match == 0).to(tl.int64) << (node % 64).to(tl.int64)
+    broken = tl.sum(tl.reshape(bit, [W, 64]), 1)
+    word = tl.arange(0, W)
+    ancestors = tl.load(
+        words_ptr + at[:, None] * WORDS + word[None, :], mask=exists[:, None] & (word < WORDS)[None, :], other=0
+    )
+    hindered = tl.max(((ancestors & broken[None, :]) != 0).to(tl.int32), 1)
+    kept = exists & (hindered == 0)
+    best = tl.max(tl.where(kept, depth * NODES + (NODES - 1 - node), -1), 0)
+    last = NODES - 1 - best % NODES
+    length = best // NODES
+
+    own = tl.load(words_ptr + (request * NODES + last) * WORDS + node // 64, mask=exists, other=0)
+    on_path = exists & (((own >> (node % 64).to(tl.int64)) & 1) != 0)
+    out = request * LEVELS
+    tl.store(rows_ptr + out + depth, node.to(tl.int64), mask=on_path)
+    tl.store(emitted_ptr + out + depth - 1, token, mask=on_path & (depth > 0))
+    # The path fills the levels down to `length`, and the rest is filled here: no entry is written twice.
+    level = tl.arange(0, L)
+    zeros = tl.zeros([L], tl.int64)
+    tl.store(rows_ptr + out + level, zeros, mask=(level > length) & (level < LEVELS))
+    tl.store(emitted_ptr + out + level, zeros, mask=(level > length) & (level < LEVELS))
+    tl.store(emitted_ptr + out + length, tl.load(picks_ptr + request * NODES + last))
+    is_real = tl.load(real_ptr + request) != 0
+    tl.store(length_ptr + request, tl.where(is_real, length + 1, 0).to(tl.int64))

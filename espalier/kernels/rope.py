@@ -1,0 +1,204 @@
+"""What happens to a layer's projections before they meet: head norms, rotation, and keys and values to where they stay.
+
+One launch on a GPU, where the query and key heads are turned in place.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from espalier.kernels.launch import kernel, power_of_two, require
+from espalier.kernels.norm import exact_type, rms_norm_reference
+from espalier.layout import DUMMY_ROW
+
+if TYPE_CHECKING:
+    import triton.language as tl
+
+HEADS_A_BLOCK = 8
+
+
+@dataclass(frozen=True)
+class Turn:
+    """cos, sin: [N, size] of the rows' positions, the sine's first half negated, float32 (float64 for float64).
+
+    q_norm, k_norm: [size] weights of the RMS norm that some families give each head first, with its eps.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
+    eps: float = 0.0
+
+
+def rotate_and_store(
+    qkv: Tensor, turn: Turn, rows: Tensor, k_buffer: Tensor, v_buffer: Tensor, dummy: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Norm and rotate the q and k heads of qkv [N, heads + 2 · kv_heads, size], q before k before v.
+
+    k and v go to rows [N] int64 of k_buffer and v_buffer [R, kv_heads, size]; dummy: row 0 of these is the dummy's and
+    gets zeros.  Returns q [N, heads, size], k and v [N, kv_heads, size]; qkv is overwritten on a GPU.
+    """
+    _check(qkv, turn, rows, k_buffer, v_buffer)
+    make = rotate_and_store_triton if qkv.is_cuda else rotate_and_store_reference
+    return make(qkv, turn, rows, k_buffer, v_buffer, dummy)
+
+
+@kernel
+def _half(pointer, real, EXACT: tl.constexpr):
+    return tl.load(pointer, mask=real, other=0.0).to(EXACT)
+
+
+@kernel
+def _rotate_kernel(
+    qkv_ptr,
+    cos_ptr,
+    sin_ptr,
+    q_norm_ptr,
+    k_norm_ptr,
+    row_ptr,
+    k_ptr,
+    v_ptr,
+    qkv_n,
+    qkv_h,
+    cos_n,
+    sin_n,
+    row_n,
+    k_row,
+    k_h,
+    v_row,
+    v_h,
+    EPS: tl.constexpr,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+    NORMS: tl.constexpr,
+    DUMMY: tl.constexpr,
+    EXACT: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    n = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    at = tl.arange(0, BLOCK)
+    half: tl.constexpr = SIZE // 2
+    inside = at < half
+    real = (head < HEADS + 2 * KV_HEADS)[:, None] & inside[None, :]
+    left_at = qkv_ptr + n * qkv_n + head[:, None] * qkv_h + at[None, :]
+    left, right = _half(left_at, real, EXACT), _half(left_at + half, real, EXACT)
+    is_q, is_v = head < HEADS, head >= HEADS + KV_HEADS
+    kept_left, kept_right = left, right
+    if NORMS:
+        mean = (tl.sum(left * left, 1) + tl.sum(right * right, 1)) / SIZE
+        scale = (1.0 / tl.sqrt(mean + EPS))[:, None]
+        of_q = is_q[:, None]
+        weight = tl.where(of_q, _half(q_norm_ptr + at, inside, EXACT), _half(k_norm_ptr + at, inside, EXACT))
+        left = (left * scale * weight).to(qkv_ptr.dtype.element_ty).to(EXACT)
+        q_right, k_right = _half(q_norm_ptr + half + at, inside, EXACT), _half(k_norm_ptr + half + at, inside, EXACT)
+        right = (right * scale * tl.where(of_q, q_right, k_right)).to(qkv_ptr.dtype.element_ty).to(EXACT)
+    cos_at, sin_at = cos_ptr + n * cos_n + at, sin_ptr + n * sin_n + at
+    turned_left = left * _half(cos_at, inside, EXACT)[None, :] + right * _half(sin_at, inside, EXACT)[None, :]
+    turned_right = right * _half(cos_at + half, inside, EXACT)[None, :]
+    turned_right += left * _half(sin_at + half, inside, EXACT)[None, :]
+    left = tl.where(is_v[:, None], kept_left, turned_left).to(qkv_ptr.dtype.element_ty)
+    right = tl.where(is_v[:, None], kept_right, turned_right).to(qkv_ptr.dtype.element_ty)
+    turned = real & (head < HEADS + KV_HEADS)[:, None]
+    tl.store(left_at, left, mask=turned)
+    tl.store(left_at + half, right, mask=turned)
+    row = tl.load(row_ptr + n * row_n)
+    if DUMMY:
+        left = tl.where(row == 0, 0.0, left).to(qkv_ptr.dtype.element_ty)
+        right = tl.where(row == 0, 0.0, right).to(qkv_ptr.dtype.element_ty)
+    is_k = real & (is_q == is_v)[:, None]
+    k_at = k_ptr + row * k_row + (head - HEADS)[:, None] * k_h + at[None, :]
+    tl.store(k_at, left, mask=is_k)
+    tl.store(k_at + half, right, mask=is_k)
+    v_at = v_ptr + row * v_row + (head - HEADS - KV_HEADS)[:, None] * v_h + at[None, :]
+    tl.store(v_at, left, mask=real & is_v[:, None])
+    tl.store(v_at + half, right, mask=real & is_v[:, None])
+
+
+def rotate_and_store_triton(
+    qkv: Tensor, turn: Turn, rows: Tensor, k_buffer: Tensor, v_buffer: Tensor, dummy: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Products and the sum in float32, rounded once: within an ulp of the reference, whose addcmul may fuse them."""
+    count, num_heads, size = qkv.shape
+    kv_heads = k_buffer.shape[1]
+    heads = num_heads - 2 * kv_heads
+    q_norm, k_norm = (turn.cos if norm is None else norm for norm in (turn.q_norm, turn.k_norm))
+    if count:
+        _rotate_kernel[(count, -(-num_heads // HEADS_A_BLOCK))](
+            qkv,
+            turn.cos,
+            turn.sin,
+            q_norm,
+            k_norm,
+            rows,
+            k_buffer,
+            v_buffer,
+            *qkv.stride()[:2],
+            turn.cos.stride(0),
+            turn.sin.stride(0),
+            rows.stride(0),
+            *k_buffer.stride()[:2],
+            *v_buffer.stride()[:2],
+            # A constant, since as an argument it would be a float32.
+            EPS=turn.eps,
+            HEADS=heads,
+            KV_HEADS=kv_heads,
+            SIZE=size,
+            NORMS=turn.q_norm is not None,
+            DUMMY=dummy,
+            EXACT=exact_type(qkv.dtype),
+            BLOCK_H=HEADS_A_BLOCK,
+            BLOCK=power_of_two(size // 2),
+            num_warps=2 if size <= 128 else 4,
+        )
+    return qkv[:, :heads], qkv[:, heads : heads + kv_heads], qkv[:, heads + kv_heads :]
+
+
+def _check(qkv: Tensor, turn: Turn, rows: Tensor, k_buffer: Tensor, v_buffer: Tensor) -> None:
+    count, _, size = qkv.shape
+    kv_heads = k_buffer.shape[1]
+    exact = torch.promote_types(qkv.dtype, torch.float32)
+    for name in ("cos", "sin"):
+        require(f"the rotation's {name}", getattr(turn, name), (count, size), exact, qkv)
+    require("the rows that keys and values go to", rows, (count,), torch.int64, qkv)
+    require("the buffer of keys", k_buffer, (-1, kv_heads, size), qkv.dtype, qkv)
+    require("the buffer of values", v_buffer, (-1, kv_heads, size), qkv.dtype, qkv)
+    for name, norm in (("q", turn.q_norm), ("k", turn.k_norm)):
+        if norm is not None:
+            require(f"the norm of {name} heads", norm, (size,), None, qkv)
+
+
+def rotate_and_store_reference(
+    qkv: Tensor, turn: Turn, rows: Tensor, k_buffer: Tensor, v_buffer: Tensor, dummy: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """qkv is left as it was."""
+    rotated = qkv.shape[1] - k_buffer.shape[1]
+    heads = rotated - k_buffer.shape[1]
+    turned = rotate(_normed(qkv[:, :rotated], heads, turn), turn.cos[:, None], turn.sin[:, None])
+    q, k, v = turned[:, :heads], turned[:, heads:], qkv[:, rotated:]
+    for value, buffer in ((k, k_buffer), (v, v_buffer)):
+        buffer.index_copy_(0, rows, value)
+        if dummy:
+            buffer[DUMMY_ROW] = 0
+    return q, k, v
+
+
+def _normed(turned: Tensor, heads: int, turn: Turn) -> Tensor:
+    """The q and k heads, normed head by head where the family does so."""
+    if turn.q_norm is None or turn.k_norm is None:
+        return turned
+    q, k = turned[:, :heads], turned[:, heads:]
+    return torch.cat((rms_norm_reference(q, turn.q_norm, turn.eps), rms_norm_reference(k, turn.k_norm, turn.eps)), 1)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [N, heads, size] rotated by its row's position, in x's dtype; cos, sin: [N, 1, size], see Turn."""
+    left, right = x.chunk(2, dim=-1)
+    return torch.addcmul(x * cos, torch.cat((right, left), dim=-1), sin).to(x.dtype)

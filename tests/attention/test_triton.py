@@ -1,0 +1,110 @@
+"""The GPU's backend against the reference in float64, through pages and plans as a round makes them."""
+
+import pytest
+import torch
+
+from espalier.attention import Nodes, Prefix, backend
+from espalier.cache.geometry import LayerGeometry
+from espalier.cache.kv import Pages
+from espalier.kernels.ancestors import pack
+from espalier.layout import RoundLayout
+
+# float32 (IEEE): a few roundings of sums of terms of size one.
+TOLERANCE = 2e-5
+GEOMETRY = (
+    LayerGeometry(heads=4, kv_heads=2, k_size=8, v_size=8),
+    LayerGeometry(heads=4, kv_heads=4, k_size=6, v_size=3),
+    LayerGeometry(heads=3, kv_heads=1, k_size=5, v_size=7, window=4, scale=0.2),
+    LayerGeometry(heads=4, kv_heads=2, k_size=8, v_size=8),
+    LayerGeometry(heads=3, kv_heads=1, k_size=5, v_size=7, window=150),
+)
+LENGTHS = [17, 1, 300, 0]
+
+
+def pages_in(dtype: torch.dtype, device: torch.device, page_size: int = 16) -> tuple[Pages, torch.Tensor]:
+    """Pages full of noise and a page table in no order; the same values in every dtype."""
+    layout = RoundLayout(4, 2, 2, 4, page_size, 400, 0, 16)
+    pages = Pages(layout, 1 + 4 * layout.table_width, GEOMETRY, len(GEOMETRY), dtype, device)
+    generator = torch.Generator().manual_seed(0)
+    for stack in pages.target:
+        stack.k.copy_(torch.randn(stack.k.shape, generator=generator))
+        stack.v.copy_(torch.randn(stack.v.shape, generator=generator))
+    table = 1 + torch.randperm(4 * layout.table_width, generator=generator).view(4, -1)
+    return pages, table.to(device)
+
+
+def tree(length: torch.Tensor, queries: int, rows: int) -> Nodes:
+    mask = torch.rand(len(length), rows, rows, generator=torch.Generator().manual_seed(rows)).tril() > 0.5
+    mask |= torch.eye(rows, dtype=torch.bool)
+    positions = length[:, None] + mask.sum(2).to(length.device) - 1
+    return Nodes(positions[:, rows - queries :], positions, pack(mask[:, rows - queries :]).to(length.device))
+
+
+def drawn(g: LayerGeometry, queries: int, rows: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    shapes = (queries, g.heads, g.k_size), (rows, g.kv_heads, g.k_size), (rows, g.kv_heads, g.v_size)
+    return [torch.randn(4, *shape, generator=generator) for shape in shapes]
+
+
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("shape", ["tree", "levels", "chain"])
+def test_layers_of_one_pass(kernel_device, shape, first):
+    """One plan for layers that differ in heads, sizes and windows; and what each is merged by."""
+    length = torch.tensor(LENGTHS, device=kernel_device)
+    queries, rows = {"tree": (4, 4), "levels": (2, 6), "chain": (3, 3)}[shape]
+    nodes = Nodes.chain(length[:, None] + torch.arange(3, device=kernel_device))
+    if shape != "chain":
+        nodes = tree(length, queries, rows)
+    pages, table = pages_in(torch.float32, kernel_device)
+    exact_pages, _ = pages_in(torch.float64, kernel_device)
+    made = backend("triton").plan(pages, GEOMETRY, Prefix(table, length, first), nodes)
+    exact = backend("reference").plan(exact_pages, GEOMETRY, Prefix(table, length, first), nodes)
+    for layer, g in enumerate(GEOMETRY):
+        q, k, v = (value.to(kernel_device) for value in drawn(g, queries, rows))
+        out, expected = made.attend(layer, q, k, v), exact.attend(layer, q.double(), k.double(), v.double())
+        torch.testing.assert_close(out.double(), expected, rtol=0, atol=TOLERANCE)
+        (out, lse), (expected, expected_lse) = made.over_prefix(q, layer), exact.over_prefix(q.double(), layer)
+        torch.testing.assert_close(out.double(), expected, rtol=0, atol=TOLERANCE)
+        torch.testing.assert_close(lse.double(), expected_lse, rtol=0, atol=TOLERANCE)
+
+
+def test_a_work_list_serves_every_pass_of_its_prefix(kernel_device):
+    """Levels of a draft are as wide as each other and hang from the same rows: one list, made once."""
+    length = torch.tensor(LENGTHS, device=kernel_device)
+    pages, table = pages_in(torch.float32, kernel_device)
+    prefix = Prefix(table, length)
+    for rows in (2, 4, 6):
+        q, k, v = (value.to(kernel_device) for value in drawn(GEOMETRY[0], 2, rows))
+        backend("triton").plan(pages, GEOMETRY, prefix, tree(length, 2, rows)).attend(0, q, k, v)
+    assert len(prefix.planned) == 1
+    assert not Prefix(table, length).planned
+
+
+def test_an_empty_batch_is_legal(kernel_device):
+    pages, table = pages_in(torch.float32, kernel_device)
+    none = torch.zeros(0, dtype=torch.int64, device=kernel_device)
+    q, k, v = (value[:0].to(kernel_device) for value in drawn(GEOMETRY[2], 2, 2))
+    made = backend("triton").plan(pages, GEOMETRY, Prefix(table[:0], none), tree(none, 2, 2))
+    assert made.attend(2, q, k, v).shape == (0, 2, 3, 7)
+
+
+@pytest.mark.gpu
+def test_a_captured_pass_follows_the_lengths(kernel_device):
+    """A replay reads lengths, pages and words as they then are; and equals the eager pass bit for bit."""
+    length = torch.tensor(LENGTHS, device=kernel_device)
+    pages, table = pages_in(torch.float32, kernel_device)
+    nodes = tree(length, 4, 4)
+    q, k, v = (value.to(kernel_device) for value in drawn(GEOMETRY[0], 4, 4))
+
+    def run() -> torch.Tensor:
+        return backend("triton").plan(pages, GEOMETRY, Prefix(table, length), nodes).attend(0, q, k, v)
+
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run()
+    for lengths in ([300, 2, 0, 77], [0, 0, 0, 0], [399, 130, 129, 128]):
+        length.copy_(torch.tensor(lengths))
+        graph.replay()
+        assert torch.equal(out, run())

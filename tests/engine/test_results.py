@@ -1,0 +1,73 @@
+"""What a launch gives back survives the ring: every field, floats to the bit, entries apart."""
+
+import torch
+
+from espalier.engine.results import Results, read
+from espalier.engine.ticket import DraftTree, Row, Tried
+from espalier.sampling.pick import Logprobs
+from espalier.speculate.accept import Path
+from espalier.speculate.round import Outcome
+from espalier.speculate.tree import Tree
+from tests.harness import Setup
+
+LAYOUT = Setup(steps=2, topk=2, num_draft_tokens=4, max_batch=3).layout
+TREE = Tree(
+    tokens=torch.tensor([[5, 6, 7, 9], [1, 2, -1, -1]]),
+    parents=torch.tensor([[0, 0, 0, 1], [0, 0, 0, 0]]),
+    depths=torch.tensor([[0, 1, 1, 2], [0, 1, 1, 1]]),
+    scores=torch.tensor([[0.0, -0.1, -2.5, -0.1000001], [0.0, -1e-30, -torch.inf, -torch.inf]]),
+    ancestors=torch.ones(2, 4, 1, dtype=torch.int64),
+)
+PATH = Path(
+    rows=torch.tensor([[0, 1, 3], [0, 0, 0]]),
+    length=torch.tensor([3, 1]),
+    tokens=torch.tensor([[6, 9, 4], [8, 0, 0]]),
+)
+ROUND = Outcome(PATH.tokens, PATH.length, torch.tensor([2, 1]), None, TREE, PATH)
+PASS = Outcome(torch.tensor([[4], [3]]), torch.tensor([1, 0]), torch.tensor([1, 0]), None)
+
+
+def written(outcome: Outcome, entry: int) -> Results:
+    results = Results(LAYOUT, 3, torch.device("cpu"))
+    results.write(torch.tensor([entry]), outcome)
+    return results
+
+
+def rows_of(results: Results, entry: int, batch: int, logprobs: Logprobs | None = None, traced: bool = True):
+    return read(results.fields, results.ring[entry, :batch].numpy(), logprobs, traced)
+
+
+def test_a_round():
+    results = written(ROUND, entry=1)
+    assert not results.ring[[0, 2]].any() and not results.ring[1, 2].any()
+    scores = TREE.scores.tolist()
+    assert rows_of(results, 1, 2) == [
+        Row([6, 9], False, Tried(3, 2), DraftTree([5, 6, 7, 9], [0, 0, 0, 1], [0, 1, 1, 2], scores[0], [0, 1, 3])),
+        Row([8], True, Tried(1, 1), DraftTree([1, 2, -1, -1], [0, 0, 0, 0], [0, 1, 1, 1], scores[1], [0])),
+    ]
+
+
+def test_trees_come_to_the_host_only_where_somebody_looks():
+    assert [row.tree for row in rows_of(written(ROUND, 0), 0, 2, traced=False)] == [None, None]
+
+
+def test_a_prefill_pass_has_no_tree():
+    assert rows_of(written(PASS, 2), 2, 2) == [Row([4], True), Row([], True)]
+
+
+def test_logprobs_stay_with_their_tokens():
+    values = torch.arange(12.0).view(2, 3, 2)
+    reported = Logprobs(torch.tensor([[-0.5, -0.25, -1.0], [-2.0, 0.0, 0.0]]), values.long(), -values)
+    first, second = rows_of(written(ROUND, 0), 0, 2, reported)
+    assert [(entry.token_id, entry.logprob) for entry in first.logprobs] == [(6, -0.5), (9, -0.25)]
+    assert [(entry.token_id, entry.logprob, entry.top) for entry in second.logprobs] == [
+        (8, -2.0, [(6, -6.0), (7, -7.0)])
+    ]
+
+
+def test_an_entry_is_overwritten_whole():
+    results = written(ROUND, 1)
+    results.write(
+        torch.tensor([1]), Outcome(torch.tensor([[4], [3]]), torch.tensor([1, 0]), torch.tensor([1, 0]), None)
+    )
+    assert rows_of(results, 1, 2) == [Row([4], True), Row([], True)]

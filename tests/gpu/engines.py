@@ -1,0 +1,123 @@
+"""Tiny engines on the GPU, in any dtype: their weights are numbers that bfloat16 holds, so that every dtype runs one
+model, and the oracle, in float64 on the CPU, runs it too."""
+
+import atexit
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from shutil import copytree, rmtree
+from tempfile import mkdtemp
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from espalier.attention import default_backend
+from espalier.engine.build import assemble
+from espalier.engine.cuda import CudaExecutor
+from espalier.engine.engine import Engine
+from espalier.models import CausalLM, Eagle3Draft, load_eagle3, load_target, read_config, read_eagle3
+from tests.harness import MAX_POSITIONS, Setup, directories
+from tests.oracles.reference_round import Reference
+
+GPU = torch.device("cuda")
+# Of the two rows of a tied pair the second is larger by one unit in the last place of float32.
+TIE = 1 + 2.0**-23
+
+
+@lru_cache
+def files(family: str, seed: int, window: int | None, draft_vocab: int | None, tied: bool) -> tuple[Path, Path]:
+    """The harness's target and draft with every weight rounded to bfloat16.
+
+    tied: the target's tokens come in pairs, 2i and 2i + 1, whose logits differ by the last place of float32 only.
+    """
+    root = Path(mkdtemp(prefix="espalier-gpu-"))
+    atexit.register(rmtree, root, ignore_errors=True)
+    copies = []
+    for source, name in zip(directories(family, seed, window, draft_vocab), ("target", "draft"), strict=True):
+        copies.append(Path(copytree(source, root / name)))
+        file = copies[-1] / "model.safetensors"
+        weights = {key: value.to(torch.bfloat16).double() for key, value in _floats(load_file(file)).items()}
+        if tied and name == "target":
+            weights["lm_head.weight"][1::2] = weights["lm_head.weight"][::2] * TIE
+        save_file({**load_file(file), **weights}, file, metadata={"format": "pt"})
+    return copies[0], copies[1]
+
+
+def _floats(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {key: value for key, value in weights.items() if value.is_floating_point()}
+
+
+@lru_cache
+def loaded(
+    paths: tuple[Path, Path], speculative: bool, dtype: torch.dtype, device: torch.device, rows: int
+) -> tuple[CausalLM, Eagle3Draft | None]:
+    target_path, draft_path = paths
+    how = {"dtype": dtype, "device": device, "position_rows": rows}
+    if not speculative:
+        return load_target(target_path, **how), None
+    capture = read_eagle3(draft_path, read_config(target_path)).capture
+    target = load_target(target_path, capture=capture, **how)
+    return target, load_eagle3(draft_path, target, **how)
+
+
+@dataclass(frozen=True)
+class DeviceSetup(Setup):
+    """A Setup that runs on the GPU.
+
+    attention: "auto" is what users get in that dtype; graph_batch: None captures every batch.
+    """
+
+    dtype: torch.dtype = torch.float64
+    attention: str = "auto"
+    overlap: bool = True
+    graph_batch: int | None = None
+    tied: bool = False
+    device: torch.device = GPU
+
+    @property
+    def paths(self) -> tuple[Path, Path]:
+        return files(self.family, self.seed, self.window, self.draft_vocab, self.tied)
+
+    @property
+    def backend(self) -> str:
+        return default_backend(self.device.type, self.dtype) if self.attention == "auto" else self.attention
+
+    def models(self, position_rows: int = MAX_POSITIONS) -> tuple[CausalLM, Eagle3Draft | None]:
+        return loaded(self.paths, self.algorithm == "eagle3", self.dtype, self.device, position_rows)
+
+    def engine(self) -> Engine:
+        layout = self.layout
+        target, draft = self.models(layout.position_rows)
+        return assemble(
+            layout,
+            target,
+            draft,
+            self.algorithm,
+            attention=self.backend,
+            num_pages=self.num_pages or layout.most_pages,
+            dtype=self.dtype,
+            device=self.device,
+            overlap=self.overlap,
+            prefix_cache=self.prefix_cache,
+            graph_batch=layout.max_batch if self.graph_batch is None else min(self.graph_batch, layout.max_batch),
+        )
+
+    @property
+    def reference(self) -> Reference:
+        """The oracle: these weights in float64, on the CPU, in plain torch."""
+        return _reference(replace(self, dtype=torch.float64, device=torch.device("cpu")).reference_key)
+
+    @property
+    def reference_key(self) -> tuple[tuple[Path, Path], bool]:
+        return self.paths, self.algorithm == "eagle3"
+
+
+@lru_cache
+def _reference(key: tuple[tuple[Path, Path], bool]) -> Reference:
+    paths, speculative = key
+    return Reference(*loaded(paths, speculative, torch.float64, torch.device("cpu"), MAX_POSITIONS))
+
+
+def executor_of(engine: Engine) -> CudaExecutor:
+    assert isinstance(engine.executor, CudaExecutor)
+    return engine.executor

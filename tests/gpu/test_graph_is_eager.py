@@ -1,0 +1,89 @@
+"""A replayed graph and the same lines run eagerly leave the same bits: results, the slot table, committed K/V."""
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+
+from espalier import LLM, SamplingParams
+from espalier.engine.engine import Engine
+from tests.gpu.conftest import BATCHES
+from tests.gpu.engines import DeviceSetup
+from tests.gpu.traffic import mixed, run_staggered
+from tests.gpu.twin import Twin, same_bits, twins
+
+pytestmark = pytest.mark.gpu
+
+DTYPES = {"bf16": torch.bfloat16, "float32": torch.float32}
+# (algorithm, page size): every page size under a draft, and the other drafters at two.
+PAGES = [*product(["eagle3"], [1, 3, 16, 64, 256]), ("ngram", 3), ("ngram", 64), ("none", 1), ("none", 16)]
+
+
+def setup_of(algorithm: str, page_size: int, dtype: torch.dtype, **changes) -> DeviceSetup:
+    setup = DeviceSetup(
+        page_size=page_size,
+        topk=3,
+        steps=4,
+        num_draft_tokens=17,
+        max_batch=5,
+        max_context=96,
+        algorithm=algorithm,
+        dtype=dtype,
+        overlap=False,
+        **changes,
+    )
+    return setup.plain() if algorithm == "none" else setup
+
+
+def check(one: Engine, other: Engine, put_on_record, count: int = 13) -> Twin:
+    twin = twins(one, other)
+    run_staggered(one, mixed(count, max_tokens=14), every=3)
+    put_on_record(BATCHES, {"replayed": {str(batch): rounds for batch, rounds in twin.replayed.items()}})
+    return twin
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("algorithm", "page_size"), PAGES)
+def test_every_launch_leaves_the_same_bits(algorithm, page_size, dtype, put_on_record):
+    setup = setup_of(algorithm, page_size, DTYPES[dtype])
+    twin = check(setup.engine(), setup.engine(), put_on_record)
+    assert set(twin.replayed) == {1, 2, 3, 4, 5} and twin.num_eager > 0
+
+
+@pytest.mark.parametrize("window", [None, 6])
+def test_a_tree_of_three_words_and_a_small_draft_vocabulary(window, put_on_record):
+    changes = {"draft_vocab": 11, "window": window, "family": "mistral" if window else "llama"}
+    setup = setup_of("eagle3", 16, torch.bfloat16, **changes)
+    setup = replace(setup, topk=8, steps=4, num_draft_tokens=129)
+    check(setup.engine(), setup.engine(), put_on_record)
+
+
+def test_the_reference_backend_in_float64(put_on_record):
+    setup = setup_of("eagle3", 3, torch.float64, attention="reference")
+    check(setup.engine(), setup.engine(), put_on_record)
+
+
+def test_with_the_next_round_launched_before_this_one_is_read(put_on_record):
+    setup = setup_of("eagle3", 3, torch.bfloat16)
+    setup = replace(setup, overlap=True)
+    check(setup.engine(), setup.engine(), put_on_record)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_the_bundled_model_in_batches_of_every_size(dtype, put_on_record):
+    """Sizes at which libraries split sums, unlike a tiny model's."""
+    settings = {"device": "cuda", "dtype": dtype, "max_batch": 6, "max_context": 256, "num_pages": 128}
+    with LLM("bundled", **settings) as llm, LLM("bundled", **settings) as other:
+        twin = twins(llm.engine, other.engine)
+        prompts = [[(7 * i * j + 3 * j) % 6000 + 4 for j in range(5 + 9 * i)] for i in range(8)]
+        style = {"temperature": 0.8, "top_p": 0.95, "repetition_penalty": 1.1, "ignore_eos": True}
+        params = [SamplingParams(max_tokens=12 + 4 * i, **(style if i % 2 else {"temperature": 0.0})) for i in range(8)]
+        llm.generate(prompts, params)
+        put_on_record(BATCHES, {"replayed": {str(batch): rounds for batch, rounds in twin.replayed.items()}})
+    assert len(twin.replayed) > 3
+
+
+def test_bits_are_compared():
+    nan, zero = torch.tensor([float("nan")]), torch.tensor([0.0])
+    assert same_bits(nan, nan.clone()) and not same_bits(zero, -zero)

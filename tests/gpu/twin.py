@@ -1,0 +1,78 @@
+"""Two executors that run the same tickets, one by its graphs and one eagerly, held to the same bits after each."""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from espalier.engine.cuda import CudaExecutor
+from espalier.engine.engine import Engine
+from espalier.engine.executor import Handle
+from espalier.engine.ticket import Row, Ticket
+
+# Rows of the dummy request, which several rows of a padded batch write at once, and nobody reads.
+NOBODYS = ("history", "carried.hidden")
+
+
+@dataclass(frozen=True)
+class Done:
+    rows: list[Row]
+
+    def result(self) -> list[Row]:
+        return self.rows
+
+
+class Twin:
+    """An executor that is two.  replayed: rounds that ran as a graph, by batch; eager: launches that never do."""
+
+    def __init__(self, graphs: CudaExecutor, eager: CudaExecutor):
+        self.graphs, self.eager = graphs, eager
+        eager.graphs.clear()
+        self.round = graphs.round
+        self.replayed: Counter[int] = Counter()
+        self.num_eager = 0
+
+    def launch(self, ticket: Ticket) -> Handle:
+        ticket = replace(ticket, traced=True)
+        is_replayed = not ticket.is_prefill and ticket.num_logprobs is None
+        if is_replayed and self.graphs.bucket(len(ticket.slots)) in self.graphs.graphs:
+            self.replayed[len(ticket.slots)] += 1
+        else:
+            self.num_eager += 1
+        rows, others = (executor.launch(ticket).result() for executor in (self.graphs, self.eager))
+        torch.cuda.synchronize()
+        assert rows == others, f"rows of {ticket}"
+        for (name, one), (_, other) in zip(state(self.graphs), state(self.eager), strict=True):
+            assert same_bits(one, other), f"{name} differs after {ticket}"
+        return Done(rows)
+
+    def close(self) -> None:
+        self.graphs.close()
+        self.eager.close()
+
+
+def twins(one: Engine, other: Engine) -> Twin:
+    """From now on `one` launches on both."""
+    assert isinstance(one.executor, CudaExecutor) and isinstance(other.executor, CudaExecutor)
+    one.executor = Twin(one.executor, other.executor)
+    return one.executor
+
+
+def state(executor: CudaExecutor) -> Iterator[tuple[str, Tensor]]:
+    """All that passes from launch to launch, and what came of the last ones."""
+    table, pages = executor.round.table, executor.round.pages
+    fields = {name: value for name, value in vars(table).items() if isinstance(value, Tensor)}
+    fields |= {f"carried.{name}": value for name, value in table.carried.items()}
+    for name, value in fields.items():
+        yield f"the slot table's {name}", value[1:] if name in NOBODYS else value
+    for layer, pair in pages.layers.items():
+        for what, buffer in zip("kv", pair, strict=True):
+            yield f"committed {what} of layer {layer}", buffer
+    yield "the results' ring", executor.results.ring
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """NaN equals itself here, and 0.0 is not -0.0."""
+    return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))

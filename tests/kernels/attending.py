@@ -1,0 +1,145 @@
+"""Inputs of attention kernels: ragged requests over pages in no order, with NaN wherever nothing may be read."""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from espalier.kernels.ancestors import pack
+from espalier.kernels.ranges import Ranges, ranges_triton
+from espalier.kernels.tree_attention import Committed, Staged, tree_attention_reference, tree_attention_triton
+from espalier.layout import Cut
+
+# Against float64 on the same values.  float32 (IEEE): a few roundings of 2^-24 of sums of terms of size one.  bfloat16
+# and float16: weights are rounded to 2^-9 and 2^-12 before they meet the values, and so is what is returned.
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
+LSE_TOLERANCE = 2e-5
+
+
+@dataclass(frozen=True)
+class Case:
+    """lengths: a request each; rows: staged, None for a chain of the queries."""
+
+    lengths: tuple[int, ...]
+    queries: int = 1
+    rows: int | None = None
+    page_size: int = 16
+    heads: int = 4
+    kv_heads: int = 2
+    k_size: int = 8
+    v_size: int = 8
+    window: int | None = None
+    first: int = 0
+    dtype: torch.dtype = torch.float32
+    most: int = 4
+    sink: bool = False
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Inputs:
+    q: Tensor
+    committed: Committed
+    staged: Staged
+    positions: Tensor
+    scale: float
+    window: int | None
+    first: int
+    sink: Tensor | None
+
+    def ranges(self, most: int) -> Ranges:
+        return ranges_triton(self.committed.length, self.first, Cut(8, most), self.positions, self.window or 0)
+
+    def only(self, requests: list[int]) -> "Inputs":
+        """Those requests, in that order, over the same pages."""
+        c, s = self.committed, self.staged
+        return replace(
+            self,
+            q=self.q[requests],
+            committed=replace(c, page_table=c.page_table[requests], length=c.length[requests]),
+            staged=Staged(
+                s.k[requests], s.v[requests], s.row_positions[requests], None if s.words is None else s.words[requests]
+            ),
+            positions=self.positions[requests],
+        )
+
+
+def draw(case: Case, device: torch.device) -> Inputs:
+    """Values of size one; NaN in pages that nobody holds, in rows past a length and below `first`, and in what lies
+    beside the staged rows in their buffer."""
+    generator = torch.Generator().manual_seed(case.seed)
+    batch, dtype = len(case.lengths), case.dtype
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    width = max((-(-length // case.page_size) for length in case.lengths), default=0) + 1
+    pages = 1 + batch * width
+    table = 1 + torch.randperm(batch * width, generator=generator).view(batch, width)
+    rows = pages * case.page_size
+    k, v = (torch.full((rows, case.kv_heads, size), torch.nan, dtype=dtype) for size in (case.k_size, case.v_size))
+    for request, length in enumerate(case.lengths):
+        held = torch.arange(case.first, max(length, case.first))
+        row = table[request, held // case.page_size] * case.page_size + held % case.page_size
+        k[row], v[row] = normal(len(held), case.kv_heads, case.k_size), normal(len(held), case.kv_heads, case.v_size)
+    length = torch.tensor(case.lengths, dtype=torch.int64)
+    row_positions, positions, words = _nodes(case, length, generator)
+    new = row_positions.shape[1]
+    # Staging is wider than what is staged, and q, k and v are cut from one projection: strides of both.
+    staging = torch.full((batch, new + 3, case.kv_heads, case.k_size + case.v_size), torch.nan, dtype=dtype)
+    staging[:, :new] = normal(batch, new, case.kv_heads, case.k_size + case.v_size)
+    q = torch.full((batch, case.queries, case.heads + 1, case.k_size), torch.nan, dtype=dtype)
+    q[:, :, : case.heads] = normal(batch, case.queries, case.heads, case.k_size)
+    staging, q = staging.to(device), q.to(device)
+    staged_k, staged_v = staging[:, :new].split((case.k_size, case.v_size), 3)
+    return Inputs(
+        q[:, :, : case.heads],
+        Committed(k.to(device), v.to(device), table.to(device), length.to(device), case.page_size, case.first),
+        Staged(staged_k, staged_v, row_positions.to(device), None if words is None else words.to(device)),
+        positions.to(device),
+        case.k_size**-0.5,
+        case.window,
+        case.first,
+        torch.randn(case.heads, generator=generator).to(device) if case.sink else None,
+    )
+
+
+def _nodes(case: Case, length: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor | None]:
+    """row_positions, positions, words."""
+    if case.rows is None:
+        positions = length[:, None] + torch.arange(case.queries)
+        return positions, positions, None
+    mask = torch.rand(len(length), case.rows, case.rows, generator=generator).tril() > 0.5
+    mask |= torch.eye(case.rows, dtype=torch.bool)
+    row_positions = length[:, None] + mask.sum(2) - 1
+    last = case.rows - case.queries
+    return row_positions, row_positions[:, last:], pack(mask[:, last:])
+
+
+def expected(inputs: Inputs, staged: bool = True) -> tuple[Tensor, Tensor]:
+    """The reference in float64."""
+    c, s = inputs.committed, inputs.staged
+    exact = replace(c, k=c.k.double(), v=c.v.double())
+    new = Staged(s.k.double(), s.v.double(), s.row_positions, s.words) if staged else None
+    return tree_attention_reference(
+        inputs.q.double(), exact, new, inputs.positions, None, inputs.scale, inputs.window, inputs.sink
+    )
+
+
+def run(inputs: Inputs, most: int, staged: bool = True, **how) -> tuple[Tensor, Tensor]:
+    new = inputs.staged if staged else None
+    ranges = inputs.ranges(most)
+    return tree_attention_triton(
+        inputs.q, inputs.committed, new, inputs.positions, ranges, inputs.scale, inputs.window, inputs.sink, **how
+    )
+
+
+def check(case: Case, device: torch.device, staged: bool = True, **how) -> None:
+    inputs = draw(case, device)
+    out, lse = run(inputs, case.most, staged, **how)
+    exact_out, exact_lse = expected(inputs, staged)
+    assert out.dtype == case.dtype and lse.dtype == torch.float32
+    assert out.shape == exact_out.shape and lse.shape == exact_lse.shape
+    assert out.isfinite().all()
+    torch.testing.assert_close(out.double(), exact_out, rtol=0, atol=TOLERANCE[case.dtype])
+    torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-5, atol=LSE_TOLERANCE)

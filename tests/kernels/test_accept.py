@@ -1,0 +1,99 @@
+"""The accept kernel against its reference, exactly; tests/speculate/test_accept.py holds the reference to a walk."""
+
+import pytest
+import torch
+
+from espalier.errors import EspalierError
+from espalier.kernels.accept import accept, accept_reference, accept_triton
+from espalier.kernels.ancestors import ancestor_mask, pack
+from espalier.kernels.select import VOID, select_reference
+from tests.kernels.treeing import poisoned, random, random_pool, same
+
+TOKENS = 3
+
+
+def drawn(batch, topk, steps, nodes, seed, limited=True):
+    """A tree of few tokens, a target that agrees with it now and then, and one request in four that is padding."""
+    generator = random(seed)
+    tree = select_reference(torch.zeros(batch).long(), *random_pool(batch, topk, steps, seed, vocab=topk), topk, nodes)
+    picks = torch.randint(0, max(topk, 2), (batch, nodes), generator=generator)
+    if seed % 2:
+        # The target says what its first child does, so that whole paths are kept.
+        last_child = torch.arange(nodes - 1, -1, -1).expand(batch, -1)
+        real_nodes = torch.where(tree.tokens == VOID, 0, 1).flip(1).bool()
+        child = (
+            torch.zeros(batch, nodes).long().scatter_(1, tree.parents.flip(1), torch.where(real_nodes, last_child, 0))
+        )
+        picks = torch.where(child > 0, tree.tokens.gather(1, child), picks).clamp(min=0)
+    limit = torch.randint(0, steps + 2, (batch,), generator=generator) if limited else torch.full((batch,), steps)
+    real = torch.rand(batch, generator=generator) < 0.75
+    return *tree[:3], tree.words, picks, limit, real, steps
+
+
+def check(device, batch, topk, steps, nodes):
+    for seed in range(4):
+        given = drawn(batch, topk, steps, nodes, seed, limited=seed > 1)
+        with poisoned():
+            path = accept_triton(*(value.to(device) for value in given[:-1]), steps)
+        same(path, accept_reference(*given))
+
+
+SMALL = [(0, 2, 2, 4), (3, 1, 4, 5), (3, 2, 3, 7), (3, 3, 3, 22), (2, 8, 2, 65), (1, 12, 2, 129)]
+LARGE = [(64, 8, 5, 64), (64, 10, 8, 64), (64, 10, 8, 129), (3, 16, 8, 512), (64, 6, 20, 300)]
+
+
+@pytest.mark.parametrize("batch,topk,steps,nodes", SMALL)
+def test_kernel_is_the_reference(kernel_device, batch, topk, steps, nodes):
+    check(kernel_device, batch, topk, steps, nodes)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("batch,topk,steps,nodes", LARGE)
+def test_kernel_is_the_reference_at_size(kernel_device, batch, topk, steps, nodes):
+    check(kernel_device, batch, topk, steps, nodes)
+
+
+def chain(nodes):
+    line = torch.arange(nodes)[None]
+    parents = (line - 1).clamp(min=0)
+    words = pack(ancestor_mask(parents, torch.zeros(1, nodes).bool(), nodes))
+    return line % TOKENS, parents, line, words
+
+
+@pytest.mark.parametrize("depth", [0, 1, 62, 63, 64, 65, 128])
+def test_paths_go_on_beyond_a_word(kernel_device, depth):
+    picks = (torch.arange(129)[None] + 1) % TOKENS
+    picks[0, depth:] = 9
+    given = (*chain(129), picks, torch.tensor([128]), torch.tensor([True]))
+    path = accept_triton(*(value.to(kernel_device) for value in given), 128)
+    assert path.length.tolist() == [depth + 1] and path.tokens[0, depth].item() == 9
+    same(path, accept_reference(*given, 128))
+
+
+def test_plain_decoding_and_padding(kernel_device):
+    zero, one = torch.zeros(2, 1).long(), torch.ones(2, 1, 1).long()
+    given = (
+        torch.tensor([[5], [6]]),
+        zero,
+        zero,
+        one,
+        torch.tensor([[1], [2]]),
+        zero[:, 0],
+        torch.tensor([True, False]),
+    )
+    path = accept_triton(*(value.to(kernel_device) for value in given), 0)
+    assert (path.tokens.tolist(), path.length.tolist(), path.rows.tolist()) == ([[1], [2]], [1, 0], [[0], [0]])
+
+
+def test_sizes_that_disagree_are_refused(kernel_device):
+    *given, steps = drawn(2, 2, 3, 7, 1)
+    given = [value.to(kernel_device) for value in given]
+    with pytest.raises(EspalierError, match="accept: picks"):
+        accept_triton(*given[:4], given[4][:, 1:], *given[5:], steps)
+    with pytest.raises(EspalierError, match="accept: real"):
+        accept_triton(*given[:6], given[6].long(), steps)
+
+
+def test_a_cpu_needs_no_kernel():
+    given = drawn(2, 2, 3, 7, 1)
+    same(accept(*given), accept_reference(*given))

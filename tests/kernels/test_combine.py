@@ -1,0 +1,63 @@
+"""Partial results merged: the kernel is the reference, and the union of the ranges."""
+
+import pytest
+import torch
+
+from espalier.kernels.combine import Partials, combine_reference, combine_triton
+from espalier.kernels.ranges import ranges_reference
+from espalier.layout import Cut
+
+# float32: a few roundings of sums of up to 32 terms of size one.
+TOLERANCE = 5e-6
+
+
+def drawn(device, lengths=(0, 1, 300, 5000), queries=3, heads=5, v_size=7, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    ranges = ranges_reference(torch.tensor(lengths, device=device), 0, Cut(8, 8))
+    partials = Partials.of(ranges, queries, heads, v_size)
+    partials.out.copy_(torch.randn(partials.out.shape, generator=generator))
+    partials.lse.copy_(torch.randn(partials.lse.shape, generator=generator) * 3)
+    used = int(ranges.starts[-1])
+    partials.out[used:] = partials.lse[used:] = torch.nan
+    # A range in which a query saw nothing, and a query that saw nothing anywhere.
+    partials.lse[used - 1 : used, 0] = -torch.inf
+    partials.lse[:used, 1, 2] = -torch.inf
+    out = torch.full((len(lengths), queries, heads, v_size), 7.0, device=device)
+    return partials, ranges, out, torch.full(out.shape[:3], 7.0, device=device)
+
+
+@pytest.mark.parametrize("sink", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_kernel_is_reference(kernel_device, sink, dtype):
+    partials, ranges, out, lse = drawn(kernel_device)
+    partials.out[:, 1, 2] = 0
+    logits = torch.tensor([0.3, -1.0, 2.0, -torch.inf, 0.0], device=kernel_device) if sink else None
+    out = out.to(dtype)
+    expected_out, expected_lse = out.clone(), lse.clone()
+    combine_triton(partials, ranges, out, lse, logits)
+    combine_reference(partials, ranges, expected_out, expected_lse, logits)
+    # bfloat16: either neighbour of the same float32.
+    relative = 0 if dtype == torch.float32 else 2**-7
+    torch.testing.assert_close(out, expected_out, rtol=relative, atol=TOLERANCE)
+    torch.testing.assert_close(lse, expected_lse, rtol=0, atol=TOLERANCE)
+    if not sink:
+        assert (out[:2] == 7).all() and (lse[:2] == 7).all(), "one range is no work for the merge"
+        assert (out[2:, 1, 2] == 0).all() and (lse[2:, 1, 2] == -torch.inf).all()
+
+
+def test_an_empty_batch_is_legal(kernel_device):
+    combine_triton(*drawn(kernel_device, lengths=()))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("queries", [1, 8, 129])
+@pytest.mark.parametrize("v_size", [64, 128, 256])
+def test_grid(kernel_device, queries, v_size):
+    drawn_here = drawn(kernel_device, (100, 70000, 4096, 0) * 8, max(queries, 2), 32, v_size)
+    partials, ranges, out, lse = drawn_here
+    partials.out[:, 1, 2] = 0
+    expected_out, expected_lse = out.clone(), lse.clone()
+    combine_triton(partials, ranges, out, lse)
+    combine_reference(partials, ranges, expected_out, expected_lse)
+    torch.testing.assert_close(out, expected_out, rtol=0, atol=TOLERANCE)
+    torch.testing.assert_close(lse, expected_lse, rtol=0, atol=TOLERANCE)

@@ -1,0 +1,26 @@
+"""What the compiler makes of the attention kernel, which no comparison of results shows."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="needs Triton")
+
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_loops_are_pipelined_and_fit_the_chip():
+    """A loop that carries more than a page's load compiles, is right, and waits for every copy at once."""
+    without = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    ran = subprocess.run(
+        [sys.executable, "-m", "tests.kernels.compiled"], cwd=ROOT, env=without, capture_output=True, text=True
+    )
+    assert ran.returncode == 0, ran.stderr
+    for case in json.loads(ran.stdout):
+        assert case["shared"] * case["blocks"]["per_processor"] <= 227 * 1024, case
+        assert len(case["in_flight"]) >= 2 and all(waits and min(waits) > 0 for waits in case["in_flight"]), case

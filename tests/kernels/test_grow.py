@@ -1,0 +1,99 @@
+"""Growing a level against sorting lists and sets of rows, and the kernel against its reference: exactly."""
+
+import math
+
+import pytest
+import torch
+
+from espalier.errors import EspalierError
+from espalier.kernels.ancestors import unpack
+from espalier.kernels.grow import grow, grow_reference, grow_triton
+from tests.kernels.treeing import drawn_scores, poisoned, random, same
+
+
+def drawn(batch, rows, topk, num_words, seed, level_one=False):
+    generator = random(seed)
+    tokens = torch.randint(0, 2**40, (batch, rows, topk), generator=generator)
+    scores = drawn_scores((batch, rows, topk), generator)
+    words = torch.randint(-(2**63), 2**63 - 1, (batch, rows, num_words), generator=generator)
+    return tokens, scores, None if level_one else words
+
+
+def moved(values, device):
+    return [value if value is None else value.to(device) for value in values]
+
+
+def grown_by_lists(tokens, scores, words, first, num_words):
+    rows, topk = tokens.shape
+    flat = [-math.inf if math.isnan(score) else score for score in scores.flatten().tolist()]
+    order = sorted(range(rows * topk), key=lambda i: (-flat[i], i))[:topk]
+    stands_on = [
+        set() if words is None else set(unpack(row, num_words * 64).nonzero().flatten().tolist())
+        for row in (range(rows) if words is None else words)
+    ]
+    return [
+        (int(tokens.flatten()[i]), flat[i], i, i // topk, stands_on[i // topk] | {first + beam})
+        for beam, i in enumerate(order)
+    ]
+
+
+@pytest.mark.parametrize("rows,topk,first,num_words", [(1, 1, 0, 1), (1, 3, 0, 2), (3, 3, 62, 2), (4, 4, 64, 3)])
+def test_the_reference_is_what_sorting_finds(rows, topk, first, num_words):
+    for seed in range(5):
+        given = drawn(2, rows, topk, num_words, seed, level_one=rows == 1)
+        grown = grow_reference(*given, first, num_words)
+        for b in range(2):
+            one = [None if value is None else value[b] for value in given]
+            expected = grown_by_lists(*one, first, num_words)
+            mask = unpack(grown.words[b], num_words * 64)
+            got = [
+                (*(value[b, k].item() for value in grown[:4]), set(mask[k].nonzero().flatten().tolist()))
+                for k in range(topk)
+            ]
+            assert got == expected
+
+
+SMALL = [(0, 2, 2, 2, 1), (1, 1, 1, 0, 1), (3, 1, 3, 0, 2), (2, 3, 3, 62, 2), (2, 4, 4, 64, 3), (1, 8, 8, 40, 1)]
+LARGE = [(64, 8, 8, 32, 1), (64, 10, 10, 60, 2), (3, 32, 32, 224, 4), (2, 45, 45, 90, 3), (64, 1, 10, 0, 2)]
+
+
+def check(device, batch, rows, topk, first, num_words):
+    for seed in range(3):
+        given = drawn(batch, rows, topk, num_words, seed, level_one=rows == 1 and batch != 1)
+        with poisoned():
+            grown = grow_triton(*moved(given, device), first, num_words)
+        same(grown, grow_reference(*given, first, num_words))
+
+
+@pytest.mark.parametrize("batch,rows,topk,first,num_words", SMALL)
+def test_kernel_is_the_reference(kernel_device, batch, rows, topk, first, num_words):
+    check(kernel_device, batch, rows, topk, first, num_words)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("batch,rows,topk,first,num_words", LARGE)
+def test_kernel_is_the_reference_at_size(kernel_device, batch, rows, topk, first, num_words):
+    check(kernel_device, batch, rows, topk, first, num_words)
+
+
+def test_extreme_scores_are_in_order(kernel_device):
+    scores = torch.tensor([[[-3.4e38, -math.inf, 3.4e38, -1e-45, 0.0, 1e-45, math.nan, math.inf, -0.0]]])
+    tokens = torch.arange(9)[None, None]
+    grown = grow_triton(tokens.to(kernel_device), scores.to(kernel_device), None, 0, 1)
+    assert grown.places.tolist() == [[7, 2, 5, 4, 8, 3, 0, 1, 6]]
+    same(grown, grow_reference(tokens, scores, None, 0, 1))
+
+
+def test_sizes_that_disagree_are_refused(kernel_device):
+    tokens, scores, words = moved(drawn(2, 3, 3, 1, 0), kernel_device)
+    with pytest.raises(EspalierError, match="no bit in 1 words"):
+        grow_triton(tokens, scores, words, 62, 1)
+    with pytest.raises(EspalierError, match="grow: words"):
+        grow_triton(tokens, scores, words, 0, 2)
+    with pytest.raises(EspalierError, match="grow: scores"):
+        grow_triton(tokens, scores.double(), words, 0, 1)
+
+
+def test_a_cpu_needs_no_kernel():
+    given = drawn(2, 3, 3, 1, 0)
+    same(grow(*given, 3, 1), grow_reference(*given, 3, 1))

@@ -1,0 +1,83 @@
+"""RMS norm, alone and after an addition, against float64 and against the reference."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from espalier.errors import EspalierError
+from espalier.kernels.norm import (
+    add_rms_norm_reference,
+    add_rms_norm_triton,
+    rms_norm_reference,
+    rms_norm_triton,
+)
+
+EPS = 1e-5
+dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
+SMALL = [(0, 8), (1, 1), (1, 8), (3, 33), (5, 128)]
+LARGE = [(1, 4096), (64, 4096), (4096, 4096), (7, 8192), (3, 16384), (2, 12288), (33, 5120)]
+shapes = pytest.mark.parametrize(
+    "shape", [*SMALL, *(pytest.param(shape, marks=pytest.mark.gpu) for shape in LARGE)], ids=str
+)
+
+
+def drawn(shape, dtype, device, seed=0, scale=1.0):
+    generator = torch.Generator().manual_seed(seed)
+    return (scale * torch.randn(*shape, generator=generator, dtype=torch.float64)).to(dtype).to(device)
+
+
+def close(ours: torch.Tensor, exact: torch.Tensor) -> None:
+    """Rounding to the dtype, and a sum of H squares in any order."""
+    of = torch.finfo(ours.dtype)
+    torch.testing.assert_close(ours.double(), exact, rtol=4 * of.eps, atol=of.tiny)
+
+
+@shapes
+@dtypes
+@pytest.mark.parametrize("scale", [0.0, 1e-3, 1.0, 100.0])
+def test_norm(shape, dtype, scale, kernel_device):
+    x, weight = drawn(shape, dtype, kernel_device, 1, scale), drawn(shape[1:], dtype, kernel_device, 2)
+    out = rms_norm_triton(x, weight, EPS)
+    assert out.dtype == dtype
+    close(out, F.rms_norm(x.double(), weight.shape, weight.double(), EPS))
+    close(rms_norm_reference(x, weight, EPS), F.rms_norm(x.double(), weight.shape, weight.double(), EPS))
+
+
+@shapes
+@dtypes
+def test_norm_after_an_addition(shape, dtype, kernel_device):
+    delta, residual = (drawn(shape, dtype, kernel_device, seed) for seed in (1, 2))
+    weight, kept = drawn(shape[1:], dtype, kernel_device, 3), residual.clone()
+    total, out = add_rms_norm_triton(delta, residual, weight, EPS)
+    expected, _ = add_rms_norm_reference(delta, residual, weight, EPS)
+    if kernel_device.type == "cuda" or dtype != torch.bfloat16:
+        assert torch.equal(total, expected), "a sum of two is rounded once"
+    else:  # Triton's interpreter cuts what a GPU rounds to bfloat16.
+        torch.testing.assert_close(total, expected, rtol=torch.finfo(dtype).eps, atol=0)
+    close(out, F.rms_norm(total.double(), weight.shape, weight.double(), EPS))
+    assert torch.equal(residual, kept)
+
+
+def test_rows_may_stand_apart_and_have_any_batch_shape(kernel_device):
+    wide, weight = drawn((6, 80), torch.float32, kernel_device), drawn((32,), torch.float32, kernel_device, 1)
+    x = wide[:, 16:48]
+    close(rms_norm_triton(x, weight, EPS), F.rms_norm(x.double(), (32,), weight.double(), EPS))
+    assert rms_norm_triton(x.unflatten(0, (2, 3)), weight, EPS).shape == (2, 3, 32)
+    delta, columns = wide[:, :32], wide.t()[:32].t()
+    assert torch.equal(add_rms_norm_triton(delta, columns.contiguous(), weight, EPS)[0], delta + columns)
+
+
+def test_a_row_is_the_same_in_any_batch(kernel_device):
+    x, weight = drawn((9, 96), torch.bfloat16, kernel_device), drawn((96,), torch.bfloat16, kernel_device, 1)
+    together = rms_norm_triton(x, weight, EPS)
+    assert all(torch.equal(rms_norm_triton(x[i : i + 1], weight, EPS), together[i : i + 1]) for i in range(9))
+
+
+def test_what_does_not_fit_is_refused(kernel_device):
+    x = torch.zeros(2, 8, device=kernel_device)
+    with pytest.raises(EspalierError, match="the norm's weight needs shape"):
+        rms_norm_triton(x, torch.zeros(7, device=kernel_device), EPS)
+    with pytest.raises(EspalierError, match="delta needs shape"):
+        add_rms_norm_triton(x[:1], x, torch.zeros(8, device=kernel_device), EPS)
+    with pytest.raises(EspalierError, match="delta needs shape"):
+        add_rms_norm_triton(x.double(), x, torch.zeros(8, device=kernel_device), EPS)

@@ -1,0 +1,112 @@
+"""Rotation, head norms and where keys and values go, against words as plain as they come."""
+
+import pytest
+import torch
+
+from espalier.errors import EspalierError
+from espalier.kernels.rope import Turn, rotate_and_store, rotate_and_store_reference, rotate_and_store_triton
+
+# rows, heads, kv_heads, size
+SMALL = [(0, 4, 2, 8), (1, 1, 1, 2), (3, 4, 2, 8), (5, 6, 2, 10), (2, 3, 3, 64)]
+LARGE = [(1, 32, 8, 128), (64, 32, 8, 128), (2048, 32, 8, 128), (300, 40, 8, 128), (33, 16, 1, 256), (9, 28, 4, 96)]
+shapes = pytest.mark.parametrize(
+    "shape", [*SMALL, *(pytest.param(shape, marks=pytest.mark.gpu) for shape in LARGE)], ids=str
+)
+dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
+
+
+def drawn(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def turn_of(rows: int, size: int, normed: bool, dtype: torch.dtype, device: torch.device) -> Turn:
+    exact = torch.promote_types(dtype, torch.float32)
+    angle = 50 * drawn(rows, size // 2, seed=1)
+    cos, sin = angle.cos(), angle.sin()
+    cos, sin = (torch.cat(pair, 1).to(exact).to(device) for pair in ((cos, cos), (-sin, sin)))
+    norms = [(1 + 0.2 * drawn(size, seed=seed)).to(dtype).to(device) if normed else None for seed in (2, 3)]
+    return Turn(cos, sin, *norms, 1e-6)
+
+
+def plainly(qkv: torch.Tensor, turn: Turn, kv_heads: int) -> list[torch.Tensor]:
+    """q, k, v in float64; norms are rounded to the dtype, as a layer of their own would round them."""
+    heads = qkv.shape[1] - 2 * kv_heads
+    parts = list(qkv.double().split((heads, kv_heads, kv_heads), 1))
+    half = qkv.shape[2] // 2
+    for i, norm in enumerate((turn.q_norm, turn.k_norm)):
+        x = parts[i]
+        if norm is not None:
+            x = x / (x.pow(2).mean(-1, keepdim=True) + turn.eps).sqrt() * norm.double()
+            x = x.to(qkv.dtype).double()
+        cos, sin = turn.cos.double()[:, None], turn.sin.double()[:, None]
+        parts[i] = x * cos + torch.cat((x[..., half:], x[..., :half]), -1) * sin
+    return parts
+
+
+@shapes
+@dtypes
+@pytest.mark.parametrize("normed", [False, True], ids=["plain", "normed"])
+@pytest.mark.parametrize("make", [rotate_and_store_triton, rotate_and_store_reference])
+def test_heads_turn_and_rows_arrive(shape, dtype, normed, make, kernel_device):
+    rows, heads, kv_heads, size = shape
+    qkv = drawn(rows, heads + 2 * kv_heads, size, seed=4).to(dtype).to(kernel_device)
+    turn = turn_of(rows, size, normed, dtype, kernel_device)
+    expected = plainly(qkv, turn, kv_heads)
+    places = torch.randperm(2 * rows + 3, generator=torch.Generator().manual_seed(5))[:rows].to(kernel_device)
+    k_buffer, v_buffer = (
+        torch.full((2 * rows + 3, kv_heads, size), torch.nan, dtype=dtype, device=kernel_device) for _ in range(2)
+    )
+    out = make(qkv, turn, places, k_buffer, v_buffer, False)
+    # One rounding, two with norms, whose rounding may go the other way.
+    tolerance = {"rtol": 4 * torch.finfo(dtype).eps, "atol": (32 if normed else 4) * torch.finfo(dtype).eps}
+    for value, exact in zip(out, expected, strict=True):
+        assert value.dtype == dtype
+        torch.testing.assert_close(value.double(), exact, **tolerance)
+    for buffer, value in ((k_buffer, out[1]), (v_buffer, out[2])):
+        assert torch.equal(buffer[places], value)
+        rest = torch.ones(len(buffer), dtype=torch.bool, device=kernel_device)
+        rest[places] = False
+        assert buffer[rest].isnan().all(), "nothing else is written"
+
+
+@pytest.mark.parametrize("make", [rotate_and_store_triton, rotate_and_store_reference])
+@pytest.mark.parametrize("dummy", [False, True])
+def test_the_dummys_row_gets_zeros(make, dummy, kernel_device):
+    qkv = drawn(4, 4, 8, seed=6).to(kernel_device)
+    qkv[2] = torch.nan
+    turn = turn_of(4, 8, False, torch.float64, kernel_device)
+    k_buffer, v_buffer = torch.ones(2, 9, 1, 8, dtype=torch.float64, device=kernel_device)
+    places = torch.tensor([3, 0, 0, 5] if dummy else [3, 0, 8, 5], device=kernel_device)
+    _, k, v = make(qkv, turn, places, k_buffer, v_buffer, dummy)
+    for buffer, value in ((k_buffer, k), (v_buffer, v)):
+        assert torch.equal(buffer[[3, 5]], value[[0, 3]])
+        assert torch.equal(buffer[0], torch.zeros_like(buffer[0]) if dummy else value[1])
+
+
+def test_views_are_read_and_written_where_they_stand(kernel_device):
+    wide = drawn(3, 2, 6, 8, seed=7).to(kernel_device)
+    qkv, turn = wide[:, 1], turn_of(3, 8, False, torch.float64, kernel_device)
+    expected = plainly(qkv, turn, 1)
+    buffers = torch.zeros(5, 2, 2, 8, dtype=torch.float64, device=kernel_device)
+    places = torch.tensor([4, 1, 2], device=kernel_device)
+    other = wide[:, 0].clone()
+    out = rotate_and_store_triton(qkv, turn, places, buffers[:, 0, :1], buffers[:, 1, 1:], False)
+    for value, exact in zip(out, expected, strict=True):
+        torch.testing.assert_close(value, exact)
+    assert torch.equal(wide[:, 0], other) and not buffers[:, 0, 1].any() and not buffers[:, 1, 0].any()
+    assert torch.equal(buffers[places, 0, 0], out[1][:, 0]) and torch.equal(buffers[places, 1, 1], out[2][:, 0])
+
+
+def test_what_does_not_fit_is_refused(kernel_device):
+    qkv, turn = torch.zeros(3, 4, 8, device=kernel_device), turn_of(3, 8, False, torch.float32, kernel_device)
+    buffer, rows = torch.zeros(5, 1, 8, device=kernel_device), torch.arange(3, device=kernel_device)
+    for wrong in (
+        (qkv[:2], turn, rows, buffer, buffer),
+        (qkv, turn, rows[:2], buffer, buffer),
+        (qkv, turn, rows.int(), buffer, buffer),
+        (qkv, turn, rows, buffer[..., :4], buffer),
+        (qkv, turn, rows, buffer, buffer.double()),
+        (qkv.double(), turn, rows, buffer.double(), buffer.double()),
+    ):
+        with pytest.raises(EspalierError, match="needs shape"):
+            rotate_and_store(*wrong, dummy=True)

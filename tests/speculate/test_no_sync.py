@@ -1,0 +1,67 @@
+"""Proposing, accepting and extending never read the device on the host, and never bring a host tensor to it: what a
+captured round may not do."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from espalier.request import SamplingParams
+from espalier.speculate import round
+from tests.harness import Setup, prompts, request
+
+SETUP = Setup(steps=3, topk=2, num_draft_tokens=8, page_size=3, max_batch=3, attention="reference")
+aten = torch.ops.aten
+# Their results' values or shapes are read by the host, or their values come from it.
+READERS = {
+    aten._local_scalar_dense.default,
+    aten.nonzero.default,
+    aten.masked_select.default,
+    aten.is_nonzero.default,
+    aten.equal.default,
+    aten.repeat_interleave.Tensor,
+    aten.bincount.default,
+}
+INDEXING = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default}
+
+
+class NoSync(TorchDispatchMode):
+    """Raises where a CUDA device would be waited for."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        masks = func in INDEXING and any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1])
+        # Of no dimension it is a number, which `buffer[row] = 0` fills in on the device.
+        brought = func is aten.lift_fresh.default and args[0].ndim > 0
+        if func in READERS or masks or brought:
+            raise AssertionError(f"{func} reads the device on the host")
+        return func(*args, **kwargs or {})
+
+
+def watched(right):
+    def verb(*args):
+        with NoSync():
+            return right(*args)
+
+    return verb
+
+
+@pytest.mark.parametrize("algorithm", ["eagle3", "ngram", "none"])
+def test_drafters_do_not_wait(algorithm, monkeypatch):
+    setup = replace(SETUP if algorithm != "none" else SETUP.plain(), algorithm=algorithm)
+    engine = setup.engine()
+    drafter = engine.executor.round.drafter
+    for verb in ("propose", "extend"):
+        monkeypatch.setattr(drafter, verb, watched(getattr(drafter, verb)))
+    monkeypatch.setattr(round, "accept", watched(round.accept))
+    for i, prompt in enumerate(prompts(0, (5, 9))):
+        engine.add(request(i, prompt, SamplingParams(temperature=float(i), max_tokens=8, presence_penalty=0.1 * i)))
+    while engine.has_work:
+        engine.step()
+
+
+def test_what_waits_is_seen():
+    values = torch.arange(3)
+    for waits in (values.sum().item, lambda: values[values > 1], lambda: torch.tensor([1]), values.nonzero):
+        with NoSync(), pytest.raises(AssertionError, match="on the host"):
+            waits()
