@@ -29,7 +29,8 @@ from espalier.models.layers.rope import RopeTables
 from espalier.models.loading import geometry_of, load_attention
 from espalier.models.weights import INDEX, Weights
 
-SHARD_BYTES = 4_500_000_000
+# Saving holds a shard twice, as tensors and as bytes.
+SHARD_BYTES = 2_000_000_000
 MIDLAYER = "midlayer."
 
 
@@ -92,7 +93,7 @@ class Recipe:
 def write(recipe: Recipe, out: Path, dtype: torch.dtype, device: torch.device | str = "cpu") -> tuple[Path, Path]:
     """Write out/target, out/draft and out/foundry.json; returns the two directories.
 
-    Holds one shard of at most SHARD_BYTES and the embedding at a time.
+    Holds little more than a shard of at most SHARD_BYTES, twice, and the embedding.
     """
     target, draft = recipe.tensors(dtype, device)
     stored = str(dtype).removeprefix("torch.")
@@ -116,12 +117,16 @@ def _write_model(path: Path, config: Mapping[str, Any], tensors: TargetTensors |
     if len(shards) == 1:
         names = ["model.safetensors"]
     for file, shard in zip(names, shards, strict=True):
-        made = {name: tensors.tensor(name).cpu().contiguous() for name in shard}
-        save_file(made, path / file, metadata={"format": "pt"})
+        _write_shard(path / file, tensors, shard)
     if len(shards) > 1:
         places = {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
         total = sum(_bytes(tensors, name) for name in places)
         _write_json(path / INDEX, {"metadata": {"total_size": total}, "weight_map": places})
+
+
+def _write_shard(file: Path, tensors: TargetTensors | DraftTensors, shard: list[str]) -> None:
+    made = {name: tensors.tensor(name).cpu().contiguous() for name in shard}
+    save_file(made, file, metadata={"format": "pt"})
 
 
 def _shards(tensors: TargetTensors | DraftTensors, most: int) -> list[list[str]]:

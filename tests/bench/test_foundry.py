@@ -140,6 +140,19 @@ def test_directories_are_ordinary_and_what_build_gives(tmp_path: Path, monkeypat
         write(recipe, tmp_path, torch.float32)
 
 
+@pytest.mark.gpu
+def test_models_made_on_a_gpu_follow_the_rule() -> None:
+    for mode in ("chain", "copy"):
+        recipe = a_recipe(mode=mode)
+        target, _ = build(recipe, torch.bfloat16, "cuda", POSITIONS)
+        [start] = prompts(recipe, 1)
+        text = start + recipe.chain().follow(start, 60)
+        tokens = torch.tensor([text], device="cuda")
+        positions = torch.arange(len(text), device="cuda")[None]
+        logits = target.logits(target(tokens, positions, DenseAttend(target.geometry)).hidden)
+        assert logits[0, PROMPT:-1].argmax(-1).tolist() == text[PROMPT + 1 :]
+
+
 def test_the_seed_is_all_that_decides() -> None:
     one, _ = a_recipe(seed=3).tensors(torch.float32, CPU)
     two, _ = a_recipe(seed=3).tensors(torch.float32, CPU)
@@ -158,9 +171,9 @@ def test_the_draft_gives_what_its_tables_say_at_every_depth(tree: tuple[int, int
     starts = prompts(recipe, 8)
     texts = generate(engine, starts, 150)
     assert texts == [recipe.chain().follow(start, 150) for start in starts]
-    # About 350 rounds of deviation 1.7, and one draw of 1024 places.
+    # About 320 rounds of deviation 1.7 that visit most places of the ring: within 0.07 for the three trees.
     predicted = predicted_accept_length(recipe.chain(), *tree)
-    assert engine.totals.accept_length == pytest.approx(predicted, abs=0.35)
+    assert engine.totals.accept_length == pytest.approx(predicted, abs=0.15)
 
 
 def test_copied_text_follows_the_rule_with_and_without_a_tree() -> None:
@@ -169,7 +182,7 @@ def test_copied_text_follows_the_rule_with_and_without_a_tree() -> None:
     rule = [recipe.chain().follow(start, 120) for start in starts]
     engine = an_engine(recipe, (4, 4, 16), torch.float32)
     assert generate(engine, starts, 120) == rule
-    assert engine.totals.accept_length == pytest.approx(predicted_accept_length(recipe.chain(), 4, 4, 16), abs=0.35)
+    assert engine.totals.accept_length == pytest.approx(predicted_accept_length(recipe.chain(), 4, 4, 16), abs=0.15)
     assert generate(an_engine(recipe, PLAIN, torch.float32), starts, 120) == rule
 
 
