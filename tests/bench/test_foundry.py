@@ -193,15 +193,15 @@ def test_a_wrong_committed_row_of_any_layer_changes_the_text(layer: int) -> None
     recipe = a_recipe(mode="copy")
     chain = recipe.chain()
     [start] = prompts(recipe, 1)
-    rule = chain.follow(start, 120)
+    rule = chain.follow(start, 200)
     engine = an_engine(recipe, (3, 4, 8), torch.float64, batch=1)
-    asked = request(0, start, SamplingParams(temperature=0.0, max_tokens=120))
+    asked = request(0, start, SamplingParams(temperature=0.0, max_tokens=200))
     engine.add(asked)
     reader = 0
     while engine.has_work:
         engine.step()
         root = len(start) + len(asked.output) - 1
-        if not reader and len(asked.output) > 40:
+        if not reader and 20 < len(asked.output) < 160:
             reader = next((at for at in range(root, root + 40) if reads(chain, start + rule, at, layer, root)), 0)
             if reader:
                 corrupt(engine, layer, reader - int(chain.lags[layer]))
