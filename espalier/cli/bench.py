@@ -12,7 +12,7 @@ from rich.text import Text
 from espalier.bench import acceptance, kernels, memory
 from espalier.bench.machine import describe, header
 from espalier.bench.round import Cell, RoundBench, as_dicts
-from espalier.cli import floor
+from espalier.cli import floor, foundry
 from espalier.cli.console import QUIET, aligned, progress, stdout
 from espalier.cli.flags import add_engine_flags, engine_settings, new_command
 from espalier.errors import EspalierError
@@ -26,6 +26,7 @@ def add(commands: Any, name: str) -> None:
     _add_round(measured)
     _add_kernels(measured)
     floor.add(measured)
+    foundry.add(measured)
 
 
 def _add_round(commands: Any) -> None:
