@@ -79,7 +79,7 @@ def run_kernels(asked: Namespace) -> int:
             for page_size in asked.page_size:
                 cells.append(kernels.measure(shape, page_size, bytes_per_second, device))
                 advance()
-    stdout().print(Text(f"{kernels.GEOMETRY}, {kernels.DTYPE}; memory reads {bytes_per_second / 1e12:.2f} TB/s", QUIET))
+    stdout().print(Text(f"{kernels.ABOUT}; memory reads {bytes_per_second / 1e12:.2f} TB/s", QUIET))
     stdout().print(Text(_kernels_table(cells)))
     _write(asked.json, {"bytes_per_second": bytes_per_second, "cells": [cell.as_dict() for cell in cells]})
     return 0
@@ -115,7 +115,9 @@ def _check(asked: Namespace) -> None:
 
 
 def _round(asked: Namespace, settings: dict[str, Any]) -> dict[str, Any]:
-    settings = {"max_batch": max(asked.batch), **settings}
+    # Two engines stand on one device: each takes pages for what is measured, and no more.
+    longest = max(asked.context) + asked.tokens + 1
+    settings = {"max_batch": max(asked.batch), "max_context": longest, **settings}
     cells: list[Cell] = []
     bench = RoundBench(settings, asked.compare is not None)
     stdout().print(Text(f"{bench.tree.config.algorithm} tree, {_shape(bench)}; {asked.tokens} tokens a prompt", QUIET))

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from espalier.errors import EspalierError
 from espalier.kernels.launch import kernel, power_of_two, require
 from espalier.layout import DUMMY_ROW
 
@@ -69,7 +70,7 @@ def commit_rows_triton(
     for name, buffer in zip("kvkv", (*staged, *committed), strict=True):
         row = buffer.shape[2] * buffer.shape[3]
         if buffer.stride()[1:] != (row, buffer.shape[3], 1):
-            raise ValueError(
+            raise EspalierError(
                 f"commit needs rows of {name} that are contiguous, and their strides are {buffer.stride()}"
             )
     sizes = [buffer.shape[2] * buffer.shape[3] for buffer in committed]
