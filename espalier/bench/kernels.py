@@ -14,7 +14,6 @@ from espalier.attention import Attention, Nodes, Prefix
 from espalier.attention.triton import TritonBackend
 from espalier.cache.geometry import LayerGeometry
 from espalier.cache.kv import Pages
-from espalier.errors import EspalierError
 from espalier.kernels.ancestors import pack
 from espalier.kernels.ranges import ranges_triton
 from espalier.layout import RoundLayout
@@ -80,13 +79,6 @@ class Cell:
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
-
-
-def require_gpu() -> torch.device:
-    """The GPU to measure.  Raises EspalierError where there is none."""
-    if not torch.cuda.is_available():
-        raise EspalierError("bench kernels measures a CUDA device, and there is none; run it on a machine with one")
-    return torch.device("cuda")
 
 
 def bandwidth(device: torch.device) -> float:
