@@ -60,9 +60,9 @@ def test_pages_that_were_measured_hold_a_full_batch_of_long_contexts(graph_batch
         put_on_record(
             FIGURES,
             f"pages measured, graph_batch={graph_batch}, logprobs={logprobs}: {pages} of {layout.page_size} tokens "
-            f"(a full batch would use {layout.most_pages}), {left / MIB:.0f} MiB left free, {least / MIB:.0f} MiB after "
-            f"{sum(said)} tokens at the end of {len(said)} contexts of 2048, {llm.engine.scheduler.num_preempted} "
-            f"preemptions; margin {margin() / MIB:.0f} MiB",
+            f"(a full batch would use {layout.most_pages}), {left / MIB:.0f} MiB left free, {least / MIB:.0f} MiB "
+            f"after {sum(said)} tokens at the end of {len(said)} contexts of 2048, "
+            f"{llm.engine.scheduler.num_preempted} preemptions; margin {margin() / MIB:.0f} MiB",
         )
         assert set(said) == {40}
         assert least >= margin() // 2
