@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from espalier.errors import EspalierError
 from espalier.kernels.launch import kernel, power_of_two, require
 from espalier.kernels.norm import exact_type, rms_norm_reference
 from espalier.layout import DUMMY_ROW
@@ -25,7 +26,7 @@ HEADS_A_BLOCK = 8
 class Turn:
     """cos, sin: [N, size] of the rows' positions, the sine's first half negated, float32 (float64 for float64).
 
-    q_norm, k_norm: [size] weights of the RMS norm that some families give each head first, with its eps.
+    q_norm, k_norm: [size] weights of the RMS norm that some families give each head first, with its eps; both or none.
     """
 
     cos: Tensor
@@ -173,6 +174,17 @@ def _check(qkv: Tensor, turn: Turn, rows: Tensor, k_buffer: Tensor, v_buffer: Te
     for name, norm in (("q", turn.q_norm), ("k", turn.k_norm)):
         if norm is not None:
             require(f"the norm of {name} heads", norm, (size,), None, qkv)
+    if (turn.q_norm is None) != (turn.k_norm is None) or size % 2 or qkv.shape[1] <= 2 * kv_heads:
+        raise EspalierError(
+            f"a rotation of {list(qkv.shape)} with {kv_heads} key heads needs query heads, an even size, and head "
+            "norms for queries and keys or for neither"
+        )
+    for what in (qkv, turn.cos, turn.sin, k_buffer, v_buffer, turn.q_norm, turn.k_norm):
+        if what is not None and what.stride(-1) != 1:
+            raise EspalierError(
+                f"a rotation needs the values of a head side by side, and strides {what.stride()} of a tensor "
+                f"{list(what.shape)} keep them apart: pass it contiguous in its last dimension"
+            )
 
 
 def rotate_and_store_reference(
