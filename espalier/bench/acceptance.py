@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -76,12 +77,12 @@ def uncoupled() -> Iterator[None]:
     def scores(logits: Tensor, rows: SamplingRows, noise: Tensor, tau: float = 1.0) -> Tensor:
         return torch.log_softmax(over_temperature(logits, rows), -1)
 
-    coupled = draws.coupled_scores
-    draws.coupled_scores = scores
+    coupled, by_kernels = draws.coupled_scores, draws.children_triton
+    draws.coupled_scores, draws.children_triton = scores, partial(by_kernels, coupled=False)
     try:
         yield
     finally:
-        draws.coupled_scores = coupled
+        draws.coupled_scores, draws.children_triton = coupled, by_kernels
 
 
 def measure(settings: dict[str, Any], num_prompts: int, num_tokens: int, seen: Callable[[], None]) -> list[Acceptance]:
@@ -94,7 +95,8 @@ def measure(settings: dict[str, Any], num_prompts: int, num_tokens: int, seen: C
         own = settings if variant.speculation is None else {**settings, "speculation": variant.speculation}
         if variant.speculation is not None and variant.speculation.algorithm == "ngram":
             own = {name: value for name, value in own.items() if name != "draft"}
-        with LLM(**own) as llm:
+        # Around the engine's start too: a GPU captures its rounds there.
+        with variant.planted(), LLM(**own) as llm:
             driven = _generated(llm, variant, num_prompts, num_tokens)
             expected = reference.setdefault(variant.temperature, driven.tokens)
             same = sum(a == b for a, b in zip(driven.tokens, expected, strict=True))
@@ -109,8 +111,7 @@ def measure(settings: dict[str, Any], num_prompts: int, num_tokens: int, seen: C
 def _generated(llm: LLM, variant: Variant, num_prompts: int, num_tokens: int) -> Driven:
     prompts = [prompt for prompt, _ in texts(llm, num_prompts)]
     params = SamplingParams(temperature=variant.temperature, max_tokens=num_tokens, top_k=0, top_p=1.0)
-    with variant.planted():
-        return drive(llm.engine, prompts, params)
+    return drive(llm.engine, prompts, params)
 
 
 def _teacher_forced(llm: LLM, name: str, num_prompts: int) -> Acceptance:

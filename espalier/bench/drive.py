@@ -70,7 +70,7 @@ class ForwardTimer:
 
 def time_forwards(engine: Engine) -> list[ForwardTimer]:
     """Put timers in front of target and draft of an engine that has not run yet."""
-    executor = engine.executor
+    executor: Any = engine.executor
     target: Any = ForwardTimer(executor.round.target, ("logits",))
     executor.round = replace(executor.round, target=target)
     drafter: Any = executor.round.drafter

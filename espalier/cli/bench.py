@@ -12,6 +12,7 @@ from rich.text import Text
 from espalier.bench import acceptance, kernels, memory
 from espalier.bench.machine import describe, header
 from espalier.bench.round import Cell, RoundBench, as_dicts
+from espalier.cli import floor, foundry
 from espalier.cli.console import QUIET, aligned, progress, stdout
 from espalier.cli.flags import add_engine_flags, engine_settings, new_command
 from espalier.errors import EspalierError
@@ -24,6 +25,8 @@ def add(commands: Any, name: str) -> None:
     measured = parser.add_subparsers(dest="measured", metavar="what", required=True, parser_class=type(parser))
     _add_round(measured)
     _add_kernels(measured)
+    floor.add(measured)
+    foundry.add(measured)
 
 
 def _add_round(commands: Any) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 from rich.text import Text
 
 from espalier.bench.machine import describe, installed
+from espalier.cli import tune
 from espalier.cli.console import QUIET, stdout
 from espalier.cli.flags import add_engine_flags, engine_settings, new_command
 from espalier.config import EngineConfig
@@ -15,10 +16,14 @@ OPTIONAL = ("triton", "flashinfer-python", "accelerate")
 
 
 def add(commands: Any, name: str) -> None:
-    add_engine_flags(new_command(commands, name, run, "machine, versions, resolved configuration"))
+    parser = new_command(commands, name, run, "machine, versions, resolved configuration")
+    tune.add(parser)
+    add_engine_flags(parser)
 
 
 def run(asked: Namespace) -> int:
+    if asked.tune:
+        return tune.run(asked, EngineConfig(**engine_settings(asked)))
     console = stdout()
     console.print(Text("machine", "bold"))
     about = describe() | {package: installed(package) for package in OPTIONAL}

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from espalier.cache.pages import PagePool
 from espalier.cache.prefix_tree import PrefixTree
-from espalier.engine.executor import Executor, Handle
+from espalier.engine.executor import Closed, Executor, Handle
 from espalier.engine.scheduler import Launch, Scheduler
 from espalier.errors import EspalierError
 from espalier.request import Piece, Request, SpeculationStats, check_prompt
@@ -112,4 +112,9 @@ class Engine:
         self.pool.check([r.pages for r in self.scheduler.running], cached)
 
     def close(self) -> None:
+        """Let go of models, pages and graphs, whoever still holds the engine.  Nothing runs any more.  Idempotent."""
+        if self.stopped is None:
+            self.stopped = "the engine is closed; make another LLM"
+        self.in_flight.behind = None
         self.executor.close()
+        self.executor = Closed()

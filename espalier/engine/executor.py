@@ -12,6 +12,7 @@ import torch
 from espalier.engine.results import Results, read
 from espalier.engine.ticket import Row, Ticket
 from espalier.engine.wire import Sent, pack
+from espalier.errors import EspalierError
 from espalier.sampling.pick import Logprobs
 from espalier.sampling.shape import Shaping
 from espalier.speculate.round import Round, prefill, run
@@ -24,13 +25,30 @@ class Handle(Protocol):
 
 
 class Executor(Protocol):
-    """Owns the order in which device state is written."""
+    """Owns the order in which device state is written, and everything that stands on the device."""
 
-    round: Round
+    @property
+    def round(self) -> Round: ...
 
     def launch(self, ticket: Ticket) -> Handle: ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Wait for what is in flight."""
+        ...
+
+
+class Closed:
+    """Takes an executor's place when its engine is closed, so that nothing on the device is held any more."""
+
+    @property
+    def round(self) -> Round:
+        raise EspalierError("the engine is closed; make another LLM")
+
+    def launch(self, ticket: Ticket) -> Handle:
+        raise EspalierError("the engine is closed; make another LLM")
+
+    def close(self) -> None:
+        pass
 
 
 def execute(

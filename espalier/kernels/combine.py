@@ -11,15 +11,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from espalier.kernels.dependent import early, wait_for_previous
-from espalier.kernels.launch import chip, kernel, power_of_two, require
+from espalier.kernels.launch import kernel, power_of_two, require
 from espalier.kernels.ranges import Ranges
 
 if TYPE_CHECKING:
     import triton.language as tl
 
 # Values that a block, which is one warp of one query's head, reads at once: of as many ranges as hold them.
-STEP_VALUES = 2048
+STEP_VALUES = 4096
 
 
 @dataclass(frozen=True)
@@ -63,16 +62,20 @@ def _combine_kernel(
     BLOCK_V: tl.constexpr,
     BLOCK_I: tl.constexpr,
     STEP: tl.constexpr,
-    DEPENDENT: tl.constexpr,
 ):
-    wait_for_previous(DEPENDENT)
     request = tl.program_id(0) // pairs
     pair = tl.program_id(0) % pairs
     start = tl.load(start_ptr + request)
     count = tl.load(start_ptr + request + 1) - start
     if SINK or count > 1:
         first = start.to(tl.int64) * pairs + pair
+        size = tl.arange(0, BLOCK_V)
         index = tl.arange(0, BLOCK_I)
+        if STEP == BLOCK_I:
+            # All at once: the results are on their way while their weights are worked out.
+            mask = (index < count)[:, None] & (size < V_SIZE)[None, :]
+            at = (first + index.to(tl.int64) * pairs)[:, None] * V_SIZE + size[None, :]
+            part = tl.load(part_ptr + at, mask=mask, other=0.0)
         parts = tl.load(part_lse_ptr + first + index * pairs, mask=index < count, other=float("-inf"))
         top = tl.max(parts, 0)
         if SINK:
@@ -82,15 +85,17 @@ def _combine_kernel(
         total = tl.sum(tl.exp2(parts - level), 0)
         if SINK:
             total += tl.exp2(sink - level)
-        size = tl.arange(0, BLOCK_V)
-        out = tl.zeros([BLOCK_V], tl.float32)
-        for at in tl.range(0, count, STEP):
-            step = at + tl.arange(0, STEP)
-            row = first + step.to(tl.int64) * pairs
-            weight = tl.exp2(tl.load(part_lse_ptr + row, mask=step < count, other=float("-inf")) - level)
-            mask = (step < count)[:, None] & (size < V_SIZE)[None, :]
-            part = tl.load(part_ptr + row[:, None] * V_SIZE + size[None, :], mask=mask, other=0.0)
-            out += tl.sum(weight[:, None] * part, 0)
+        if STEP == BLOCK_I:
+            out = tl.sum(tl.exp2(parts - level)[:, None] * part, 0)
+        else:
+            out = tl.zeros([BLOCK_V], tl.float32)
+            for at in tl.range(0, count, STEP):
+                step = at + tl.arange(0, STEP)
+                row = first + step.to(tl.int64) * pairs
+                weight = tl.exp2(tl.load(part_lse_ptr + row, mask=step < count, other=float("-inf")) - level)
+                mask = (step < count)[:, None] & (size < V_SIZE)[None, :]
+                part = tl.load(part_ptr + row[:, None] * V_SIZE + size[None, :], mask=mask, other=0.0)
+                out += tl.sum(weight[:, None] * part, 0)
         divisor = tl.where(total == 0.0, 1.0, total)
         row_out = request.to(tl.int64) * pairs + pair
         written = (out / divisor).to(out_ptr.dtype.element_ty)
@@ -110,7 +115,7 @@ def combine_triton(partials: Partials, ranges: Ranges, out: Tensor, lse: Tensor,
     pairs = queries * heads
     if not out.numel():
         return
-    block = max(32, power_of_two(v_size))
+    block, ranges_held = max(32, power_of_two(v_size)), power_of_two(ranges.cut.most)
     _combine_kernel[(batch * pairs,)](
         partials.out,
         partials.lse,
@@ -123,10 +128,9 @@ def combine_triton(partials: Partials, ranges: Ranges, out: Tensor, lse: Tensor,
         V_SIZE=v_size,
         SINK=sink is not None,
         BLOCK_V=block,
-        BLOCK_I=power_of_two(ranges.cut.most),
-        STEP=STEP_VALUES // block,
+        BLOCK_I=ranges_held,
+        STEP=min(STEP_VALUES // block, ranges_held),
         num_warps=1,
-        **early(chip(out)),
     )
 
 

@@ -154,7 +154,10 @@ def _select_kernel(
     deeper = exists & (i >= TOPK)
     beam = tl.load(beams_ptr + request * (SIZE // TOPK - 1) + (i - TOPK) // TOPK, mask=deeper, other=0).to(tl.int32)
     parent = tl.where(deeper & (void == 0), tl.gather(node, beam, 0), 0)
-    level = tl.where((i < TOPK) | void, 1, 2 + (i - TOPK) // (TOPK * TOPK))
+    # Counted, not divided: ptxas 12.8 lost the addition in 2 + i // 100, of 16 bits to Triton (docs/log.md).
+    level = tl.full([N], 1, tl.int32)
+    for step in range(STEPS - 1):
+        level += ((i >= TOPK + step * TOPK * TOPK) & (void == 0)).to(tl.int32)
     token = tl.load(tokens_ptr + request * SIZE + i, mask=chosen, other=0)
     out = request * NODES + node
     tl.store(out_tokens_ptr + out, tl.where(void, -1, token), mask=chosen)

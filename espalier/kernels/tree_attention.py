@@ -17,7 +17,6 @@ from espalier.errors import EspalierError
 from espalier.kernels.ancestors import unpack
 from espalier.kernels.attending import _over_committed, _over_nodes, _rows, _write
 from espalier.kernels.combine import Partials, combine_triton
-from espalier.kernels.dependent import HOPPER, let_next_start
 from espalier.kernels.launch import Chip, chip, kernel, power_of_two, require
 from espalier.kernels.ranges import Ranges
 from espalier.kernels.softmax import masked_attention
@@ -138,10 +137,8 @@ def _tree_attention_kernel(
     PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr, NODES: tl.constexpr,
     DIRECT: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
-    STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
-    # The merge of partial results starts beside this kernel and waits for it: all blocks of this one are there already.
-    let_next_start(DEPENDENT)
     tiles = (queries * GROUPS + BLOCK_M - 1) // BLOCK_M
     items = tl.load(start_ptr + batch)
     units = items * tiles * KV_HEADS
@@ -218,7 +215,7 @@ class Blocks:
         from registers, and waits for rows that are still read.
         """
         step = self.n * (k_bytes + v_bytes)
-        if self.m >= 64 and on.capability >= HOPPER:
+        if self.m >= 64 and on.capability >= (9, 0):
             return self.m * k_bytes + self.stages * step
         return self.m * (k_bytes + 2 * self.n) + max(self.stages - 1, 1) * step
 
@@ -238,7 +235,7 @@ def choose(on: Chip, packed: int, rows: int, k_size: int, v_size: int, dtype: to
         b = Blocks(16, 32, 32, 2, 4, 4)
     elif packed <= 64 or large:
         # From Hopper on a product of 64 rows needs no exchange between warps: faster than one of 32.
-        m = 64 if on.capability >= HOPPER else min(64, max(16, power_of_two(packed)))
+        m = 64 if on.capability >= (9, 0) else min(64, max(16, power_of_two(packed)))
         b = Blocks(m, 32 if large else 64, 64, 8 if large else 4, 3, 2)
     else:
         b = Blocks(128, 64, 64, 8, 4, 1)
@@ -351,7 +348,6 @@ def _launch(
         BLOCK_K=max(16, power_of_two(k_size)),
         BLOCK_V=max(16, power_of_two(v_size)),
         STAGES=blocks.stages,
-        DEPENDENT=chip(q).capability >= HOPPER,
         num_warps=blocks.warps,
     )
 

@@ -1,6 +1,9 @@
 """A launch that fails leaves device state half written: every request is answered, and none goes on as if nothing
 were."""
 
+import gc
+import weakref
+
 import pytest
 
 from espalier.errors import EspalierError
@@ -35,3 +38,21 @@ def test_a_failed_launch_ends_every_request_by_name(overlap, fails_at):
     with pytest.raises(EspalierError, match=r"the engine stopped.*make another"):
         engine.add(request(9, [1, 2]))
     engine.close()
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["lockstep", "overlap"])
+def test_a_closed_engine_holds_nothing_of_the_device_and_says_so(overlap):
+    engine = Setup(overlap=overlap).engine()
+    for r in (request(i, prompt) for i, prompt in enumerate(prompts(3, [5, 9]))):
+        engine.add(r)
+    for _ in range(3):
+        engine.step()
+    held = weakref.ref(engine.executor.round)
+    engine.close()
+    engine.close()
+    gc.collect()
+    assert held() is None
+    with pytest.raises(EspalierError, match="closed; make another"):
+        engine.add(request(9, [1, 2]))
+    with pytest.raises(EspalierError, match="closed; make another"):
+        engine.step()

@@ -2,6 +2,9 @@
 
 On an x86 CPU in float32 the weight is kept in oneDNN's own blocked layout: the plain call goes to a BLAS that takes 2
 to 4 times as long for the few rows of a decoding step (docs/log.md).  The two agree to float32 rounding.
+
+On a GPU a measured table says for each shape and number of rows whether our kernel or F.linear computes it
+(kernels/choices.py); where it says nothing, F.linear does.
 """
 
 import platform
@@ -10,6 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from espalier.kernels.choices import choices_for
+from espalier.kernels.linear import linear
+
 # The layout is chosen for a typical number of rows; one for 16 is near the best from 1 to 128.
 PACKED_FOR_ROWS = 16
 
@@ -17,7 +23,7 @@ PACKED_FOR_ROWS = 16
 class Linear:
     """y = x · weightᵀ + bias, weight [out, in].  Several projections of one input may be stacked in it."""
 
-    __slots__ = ("shape", "bias", "weight", "_packed")
+    __slots__ = ("shape", "bias", "weight", "_packed", "_choices")
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, packed: bool | None = None) -> None:
         """packed: None packs where that is possible; False keeps the plain layout.  A packed weight is opaque."""
@@ -27,12 +33,17 @@ class Linear:
         self.weight = (
             torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), PACKED_FOR_ROWS) if self._packed else weight
         )
+        self._choices = choices_for(weight)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [..., in] -> a fresh tensor [..., out]."""
         if self._packed:
             return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
-        return F.linear(x, self.weight, self.bias)
+        if self._choices is None:
+            return F.linear(x, self.weight, self.bias)
+        rows = x.flatten(0, -2)
+        out = linear(rows, self.weight, self.bias, self._choices.at(len(rows)))
+        return out.view(*x.shape[:-1], self.shape[0])
 
 
 def can_pack(weight: Tensor) -> bool:

@@ -1,0 +1,201 @@
+"""The linear layers of a model as a list of shapes, and the time of any chain of them on a GPU.
+
+Times are of CUDA graphs whose weights were not read shortly before: each layer of a pass has its own, and a single
+shape is measured over as many copies as it takes to leave the L2.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from espalier.errors import EspalierError
+
+Shape = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Run:
+    """`count` weights [out, in] that a pass reads, each multiplied with `rows` rows."""
+
+    name: str
+    shape: Shape
+    count: int
+    rows: int
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of two-byte weights."""
+        return 2 * self.count * self.shape[0] * self.shape[1]
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What the sizes of a decoder's linear layers follow from, and of an EAGLE-3 head over it.
+
+    draft: the head's own sizes, where its layer is not like the target's.
+    """
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    intermediate: int
+    vocab: int
+    draft_vocab: int = 32000
+    captured: int = 3
+    draft: "ModelShape | None" = None
+
+    def target_pass(self, rows: int, head_rows: int | None = None) -> tuple[Run, ...]:
+        """A verify pass: every layer over `rows` nodes, and the lm_head over them or over `head_rows`."""
+        return (*self._layer("", self.hidden, self.layers, rows), self._head("lm_head", self.vocab, rows, head_rows))
+
+    def draft_pass(self, rows: int, head_rows: int | None = None, fused_rows: int = 0) -> tuple[Run, ...]:
+        """A draft level or, with `fused_rows` of captured features to fuse, an extend."""
+        own = self.draft or self
+        fuse = Run("draft fc", (own.hidden, self.captured * self.hidden), 1, fused_rows)
+        layer = own._layer("draft ", 2 * own.hidden, 1, rows)
+        head = own._head("draft lm_head", self.draft_vocab, rows, head_rows)
+        return (*((fuse,) if fused_rows else ()), *layer, head)
+
+    def shapes(self) -> tuple[Shape, ...]:
+        """Every shape once, in the order of a round."""
+        runs = (*self.target_pass(1), *self.draft_pass(1, fused_rows=1))
+        return tuple(dict.fromkeys(run.shape for run in runs))
+
+    def _layer(self, prefix: str, wide: int, count: int, rows: int) -> tuple[Run, ...]:
+        attention = self.heads * self.head_size
+        return (
+            Run(f"{prefix}qkv", (attention + 2 * self.kv_heads * self.head_size, wide), count, rows),
+            Run(f"{prefix}o", (self.hidden, attention), count, rows),
+            Run(f"{prefix}gate_up", (2 * self.intermediate, self.hidden), count, rows),
+            Run(f"{prefix}down", (self.hidden, self.intermediate), count, rows),
+        )
+
+    def _head(self, name: str, vocab: int, rows: int, head_rows: int | None) -> Run:
+        return Run(name, (vocab, self.hidden), 1, rows if head_rows is None else head_rows)
+
+
+SHAPES = MappingProxyType(
+    {
+        "llama-3.1-8b": ModelShape(4096, 32, 32, 8, 128, 14336, 128256),
+        "qwen3-8b": ModelShape(4096, 36, 32, 8, 128, 12288, 151936),
+        "llama-3.2-1b": ModelShape(2048, 16, 32, 8, 64, 8192, 128256),
+    }
+)
+
+
+def shape_named(name: str) -> ModelShape:
+    if name not in SHAPES:
+        raise EspalierError(f"no shape {name!r}; there are {', '.join(SHAPES)}")
+    return SHAPES[name]
+
+
+def require_gpu(what: str) -> torch.device:
+    if not torch.cuda.is_available():
+        raise EspalierError(f"{what} measures on a GPU, and there is none here; run it on the machine that will serve")
+    return torch.device("cuda")
+
+
+class Stopwatch:
+    """Times what CUDA graphs replay.  Graphs share one pool of memory, which the first of them keeps."""
+
+    def __init__(self) -> None:
+        self._first: torch.cuda.CUDAGraph | None = None
+
+    def ms(self, bodies: Sequence[Callable[[], Any]], turns: int, seconds: float = 0.0) -> list[float]:
+        """Median of each body, all taking turns, so that none has the cooler chip.
+
+        For `seconds`, and `turns` at least; the later half counts: a chip at its power limit slows down within tenths
+        of a second, and serving is what goes on.
+        """
+        graphs = [self._capture(body) for body in bodies]
+        found: list[list[float]] = [[] for _ in bodies]
+        begun = time.perf_counter()
+        while not found[0] or time.perf_counter() - begun < seconds:
+            for times, new in zip(found, _replayed(graphs, turns), strict=True):
+                times += new
+        return [statistics.median(times[len(times) // 2 :]) for times in found]
+
+    def _capture(self, body: Callable[[], Any]) -> torch.cuda.CUDAGraph:
+        body()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._first.pool() if self._first else None):
+            body()
+        self._first = self._first or graph
+        return graph
+
+
+def _replayed(graphs: Sequence[torch.cuda.CUDAGraph], turns: int) -> list[list[float]]:
+    """ms of each graph at each turn; nobody waits in between."""
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(turns * len(graphs) + 1)]
+    graphs[-1].replay()
+    events[0].record()
+    for turn, event in enumerate(events[1:]):
+        graphs[turn % len(graphs)].replay()
+        event.record()
+    torch.cuda.synchronize()
+    times = [a.elapsed_time(b) for a, b in pairwise(events)]
+    return [times[first :: len(graphs)] for first in range(len(graphs))]
+
+
+Multiply = Callable[[Tensor, Tensor], Tensor]
+
+
+class Weights:
+    """Random weights on a GPU, one for each layer, made once for all passes that name their runs alike."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self.dtype, self.device = dtype, device
+        self._made: dict[tuple[str, Shape], list[Tensor]] = {}
+
+    def of(self, run: Run) -> list[Tensor]:
+        made = self._made.setdefault((run.name, run.shape), [])
+        while len(made) < run.count:
+            made.append(self.drawn(run.shape))
+        return made[: run.count]
+
+    def drawn(self, shape: Shape) -> Tensor:
+        """As large as trained ones are: zeros would be read faster than numbers."""
+        return torch.empty(shape, dtype=self.dtype, device=self.device).normal_(std=shape[1] ** -0.5)
+
+    def chain(self, runs: Sequence[Run], multiply: Multiply) -> Callable[[], None]:
+        """All layers in the order in which passes run them: layer by layer, then the rest."""
+        inputs = {(run.rows, run.shape[1]): self._input(run) for run in runs}
+        order: list[tuple[Tensor, Tensor]] = []
+        for group in _by_layer(runs):
+            for layer in range(group[0].count):
+                order += [(inputs[run.rows, run.shape[1]], self.of(run)[layer]) for run in group]
+
+        def body() -> None:
+            for x, weight in order:
+                multiply(x, weight)
+
+        return body
+
+    def _input(self, run: Run) -> Tensor:
+        return torch.randn(run.rows, run.shape[1], dtype=self.dtype, device=self.device)
+
+
+def _by_layer(runs: Sequence[Run]) -> list[list[Run]]:
+    """Neighbours that are there equally often, together."""
+    groups: list[list[Run]] = []
+    for run in runs:
+        if groups and groups[-1][0].count == run.count:
+            groups[-1].append(run)
+        else:
+            groups.append([run])
+    return groups
+
+
+def plain(x: Tensor, weight: Tensor) -> Tensor:
+    return F.linear(x, weight)

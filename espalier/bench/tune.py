@@ -1,0 +1,117 @@
+"""Measure, for each shape and bucket of rows, F.linear and our kernel's candidates, and keep the fastest.
+
+First each shape alone: a chain of it over enough weights that none is still in the L2, replayed as a CUDA graph.  Then
+the best of each among its neighbours, in the passes of a model: a kernel that is launched early gains by what runs
+before it, and one that F.linear takes stands in the way of the next (docs/log.md).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from espalier.bench.linears import ModelShape, Multiply, Run, Shape, Stopwatch, Weights, require_gpu
+from espalier.kernels.choices import ROWS_BUCKETS, Choices
+from espalier.kernels.launch import chip
+from espalier.kernels.linear import Choice, candidates, linear
+
+# Bytes of weights in a chain: what is read again was evicted long ago, and a kernel's time is well above the clock's.
+CHAIN_BYTES = 600 * 10**6
+COPIES_BYTES = 300 * 10**6
+# Who is measured a second time alone, and who of them among neighbours.
+FINALISTS = 6
+CONTENDERS = 3
+LAYERS = 8
+SWEEPS = 2
+# A change that gains less is noise.
+LEAST_GAIN = 0.002
+# Of the first bucket both ends are measured: it spans most.
+FEWEST_ROWS = 1
+
+Table = dict[tuple[Shape, int], Choice | None]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One shape and bucket, alone: µs of F.linear, and those of ours that fit the chip, the fastest first."""
+
+    shape: Shape
+    rows: int
+    cublas_us: float
+    ours_us: float
+    ours: tuple[Choice, ...]
+
+    @property
+    def fastest(self) -> Choice | None:
+        return self.ours[0] if self.ours_us < self.cublas_us else None
+
+
+class Tuner:
+    """Measures on the GPU of this machine, in one dtype."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.device = require_gpu("--tune")
+        self.weights = Weights(dtype, self.device)
+        self.watch = Stopwatch()
+        self.chip = chip(torch.empty(0, device=self.device))
+
+    def alone(self, shape: Shape) -> list[Measured]:
+        """A shape in every bucket."""
+        size = 2 * shape[0] * shape[1]
+        weights = [self.weights.drawn(shape) for _ in range(max(2, -(-COPIES_BYTES // size)))]
+        return [self._bucket(shape, rows, weights) for rows in ROWS_BUCKETS]
+
+    def _bucket(self, shape: Shape, rows: int, weights: Sequence[Tensor]) -> Measured:
+        x = torch.randn(rows, shape[1], dtype=weights[0].dtype, device=self.device)
+        ends = (x[:FEWEST_ROWS], x) if rows == ROWS_BUCKETS[0] else (x,)
+        first = {choice: self._us(x, weights, [choice], 3)[0] for choice in candidates(rows, *shape, self.chip)}
+        finalists = sorted(first, key=lambda choice: first[choice])[:FINALISTS]
+        times = [self._us(end, weights, [None, *finalists], 12) for end in ends]
+        cublas, *ours = (sum(each) / len(ends) for each in zip(*times, strict=True))
+        order = sorted(range(len(ours)), key=lambda at: ours[at])
+        return Measured(shape, rows, cublas, min(ours, default=torch.inf), tuple(finalists[at] for at in order))
+
+    def _us(self, x: Tensor, weights: Sequence[Tensor], contenders: Sequence[Choice | None], turns: int) -> list[float]:
+        """µs a call of each contender, taking turns."""
+        calls = max(2, -(-CHAIN_BYTES // (2 * weights[0].numel())))
+        bodies = [_chain(x, weights, choice, calls) for choice in contenders]
+        return [1e3 * ms / calls for ms in self.watch.ms(bodies, turns)]
+
+    def among_neighbours(self, model: ModelShape, alone: Mapping[Shape, Sequence[Measured]], table: Table) -> None:
+        """Settle in `table`, shape by shape, what makes the model's passes fastest.  What stands there stays."""
+        model = replace(model, layers=min(model.layers, LAYERS))
+        weights = Weights(self.weights.dtype, self.device)
+        for bucket, rows in enumerate(ROWS_BUCKETS):
+            for runs in (model.target_pass(rows), model.draft_pass(rows, fused_rows=rows)):
+                open_ = {run.shape: alone[run.shape][bucket] for run in runs if (run.shape, rows) not in table}
+                table |= {(shape, rows): measured.fastest for shape, measured in open_.items()}
+                for _ in range(SWEEPS):
+                    for measured in open_.values():
+                        table[measured.shape, rows] = self._fastest_among(runs, weights, measured, table)
+
+    def _fastest_among(self, runs: Sequence[Run], weights: Weights, measured: Measured, table: Table) -> Choice | None:
+        place = (measured.shape, measured.rows)
+        others = [choice for choice in (None, *measured.ours[:CONTENDERS]) if choice != table[place]]
+        contenders = [table[place], *others]
+        bodies = [weights.chain(runs, _by_table({**table, place: choice}, measured.rows)) for choice in contenders]
+        times = self.watch.ms(bodies, 12)
+        best = min(range(len(times)), key=lambda at: times[at])
+        return contenders[best if times[best] < times[0] * (1 - LEAST_GAIN) else 0]
+
+
+def _chain(x: Tensor, weights: Sequence[Tensor], choice: Choice | None, calls: int) -> Callable[[], None]:
+    def body() -> None:
+        for call in range(calls):
+            linear(x, weights[call % len(weights)], None, choice)
+
+    return body
+
+
+def _by_table(table: Table, rows: int) -> Multiply:
+    return lambda x, weight: linear(x, weight, None, table[(weight.shape[0], weight.shape[1]), rows])
+
+
+def as_choices(table: Table) -> dict[Shape, Choices]:
+    shapes = dict.fromkeys(shape for shape, _ in table)
+    return {shape: Choices(tuple(table[shape, rows] for rows in ROWS_BUCKETS)) for shape in shapes}

@@ -1,0 +1,74 @@
+"""`espalier bench foundry`: write a synthetic target and its draft, of a production shape, for any engine to load."""
+
+import json
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.text import Text
+
+from espalier.bench.foundry import Recipe, write
+from espalier.bench.foundry_chain import MODES, predicted_accept_length
+from espalier.bench.foundry_shapes import SHAPES, find_shape
+from espalier.cli.console import QUIET, aligned, stdout
+from espalier.cli.flags import new_command
+from espalier.config import DTYPES, EngineConfig
+from espalier.engine.resolve import choose_device
+from espalier.errors import EspalierError
+
+# Layouts whose accept length is foretold.
+LAYOUTS = ((5, 8, 64), (5, 4, 16), (3, 2, 8), (5, 1, 6))
+
+
+def add(commands: Any) -> None:
+    parser: ArgumentParser = new_command(
+        commands, "foundry", run, "write a synthetic target and draft, known to the bit"
+    )
+    parser.add_argument("--shape", required=True, metavar="NAME", help=f"one of {', '.join(SHAPES)}")
+    parser.add_argument(
+        "--out", required=True, type=Path, metavar="DIR", help="DIR/target and DIR/draft are made there"
+    )
+    parser.add_argument("--seed", type=int, default=Recipe.seed, metavar="N", help="of every number in it (0)")
+    parser.add_argument("--mode", choices=MODES, default=Recipe.mode, help="copy: the text hangs on far K/V rows")
+    parser.add_argument("--reach", type=int, default=Recipe.reach, metavar="N", help="farthest look back of copy (256)")
+    knob = parser.add_mutually_exclusive_group()
+    knob.add_argument(
+        "--skill", type=float, metavar="X", help=f"how often the draft's first guess is right ({Recipe.skill})"
+    )
+    knob.add_argument("--accept-length", type=float, metavar="X", help="choose the skill for this, at --tree")
+    parser.add_argument("--tree", type=_tree, default=LAYOUTS[0], metavar="S,K,D", help="steps, topk, nodes (5,8,64)")
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of the files (bfloat16)")
+    parser.add_argument("--device", default="cpu", help="where weights are drawn; numbers differ by device (cpu)")
+
+
+def _tree(text: str) -> tuple[int, int, int]:
+    steps, topk, nodes = (int(part) for part in text.split(","))
+    return steps, topk, nodes
+
+
+_tree.__name__ = "three whole numbers"
+
+
+def run(asked: Namespace) -> int:
+    device = choose_device(EngineConfig(device=asked.device))
+    recipe = _recipe(asked)
+    chain = recipe.chain()
+    try:
+        target, draft = write(recipe, asked.out, getattr(torch, asked.dtype), device)
+    except OSError as error:
+        raise EspalierError(f"--out {asked.out} cannot be written ({error.strerror}); name another directory") from None
+    rows = [["tree (steps, topk, nodes)", "greedy accept length, predicted"]]
+    for layout in dict.fromkeys((asked.tree, *LAYOUTS)):
+        rows.append([", ".join(map(str, layout)), f"{predicted_accept_length(chain, *layout):.2f}"])
+    stdout().print(Text(aligned(rows)))
+    stdout().print(Text(json.dumps({"model": str(target), "draft": str(draft), "skill": recipe.skill}), QUIET))
+    return 0
+
+
+def _recipe(asked: Namespace) -> Recipe:
+    if asked.mode == "copy" and (asked.skill, asked.accept_length) != (None, None):
+        raise EspalierError("--skill and --accept-length are of mode chain; in copy mode the draft cannot see the text")
+    skill = Recipe.skill if asked.skill is None else asked.skill
+    recipe = Recipe(find_shape(asked.shape), asked.seed, asked.mode, skill, asked.reach)
+    return recipe if asked.accept_length is None else recipe.with_accept_length(asked.accept_length, *asked.tree)

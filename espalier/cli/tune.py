@@ -1,0 +1,89 @@
+"""`espalier doctor --tune`: measure the linear layers here, and write what is fastest into a file the engine reads."""
+
+from argparse import ArgumentParser, Namespace
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from rich.text import Text
+
+from espalier.bench.linears import ModelShape, Shape, shape_named
+from espalier.bench.machine import header, installed
+from espalier.bench.tune import Measured, Tuner, as_choices
+from espalier.bench.tune import Table as ByRows
+from espalier.cli.console import QUIET, aligned, progress, stdout
+from espalier.config import EngineConfig
+from espalier.engine.load import Checkpoint, find
+from espalier.errors import EspalierError
+from espalier.kernels.choices import Table, own_file, write
+from espalier.kernels.linear import Choice
+from espalier.models import ModelConfig
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def add(parser: ArgumentParser) -> None:
+    tuning = parser.add_argument_group("linear layers")
+    tuning.add_argument(
+        "--tune", action="store_true", help="measure those of the given model, or of --shapes, on this GPU"
+    )
+    tuning.add_argument("--shapes", metavar="X,X", help="named sizes instead of a model, such as llama-3.1-8b")
+    tuning.add_argument("--choices", type=Path, metavar="FILE", help="write what is fastest there (your own file)")
+
+
+def run(asked: Namespace, config: EngineConfig) -> int:
+    dtype = "bfloat16" if config.dtype == "auto" else config.dtype
+    if dtype not in DTYPES:
+        raise EspalierError(f"--tune measures bfloat16 and float16, not {dtype}; other dtypes take F.linear")
+    models = [shape_named(name) for name in asked.shapes.split(",")] if asked.shapes else [_of(find(config))]
+    shapes = tuple(dict.fromkeys(shape for model in models for shape in model.shapes()))
+    tuner, path = Tuner(DTYPES[dtype]), asked.choices or own_file()
+    stdout().print(Text(header(), QUIET))
+    alone: dict[Shape, list[Measured]] = {}
+    table: ByRows = {}
+    with progress("measuring", len(shapes) + len(models)) as advance:
+        for shape in shapes:
+            alone[shape] = tuner.alone(shape)
+            advance()
+        for model in models:
+            tuner.among_neighbours(model, alone, table)
+            advance()
+    about = {"gpu": torch.cuda.get_device_name(), "torch": str(torch.__version__), "triton": installed("triton")}
+    write(path, Table(tuner.chip, dtype, as_choices(table), about))
+    stdout().print(Text(_lines([bucket for rows in alone.values() for bucket in rows], table)))
+    stdout().print(Text(f"written to {path}"))
+    return 0
+
+
+def _of(found: Checkpoint) -> ModelShape:
+    """The sizes of a checkpoint and of its draft."""
+    sizes, head = _sizes(found.target), found.draft
+    if head is None:
+        return sizes
+    return replace(sizes, draft_vocab=head.draft_vocab, captured=len(head.capture), draft=_sizes(head.layer))
+
+
+def _sizes(config: ModelConfig) -> ModelShape:
+    return ModelShape(
+        hidden=config.hidden_size,
+        layers=config.num_layers,
+        heads=config.heads,
+        kv_heads=config.kv_heads,
+        head_size=config.head_size,
+        intermediate=config.intermediate_size,
+        vocab=config.vocab_size,
+    )
+
+
+def _lines(measured: list[Measured], table: ByRows) -> str:
+    lines = [["weight", "rows", "F.linear, µs", "ours, µs", "taken among its neighbours"]]
+    for bucket in measured:
+        shape = f"{bucket.shape[0]} x {bucket.shape[1]}"
+        choice = table[bucket.shape, bucket.rows]
+        taken = "F.linear" if choice is None else _launch(choice)
+        lines.append([shape, f"{bucket.rows}", f"{bucket.cublas_us:.1f}", f"{bucket.ours_us:.1f}", taken])
+    return aligned(lines)
+
+
+def _launch(choice: Choice) -> str:
+    return f"{choice.block_out}x{choice.block_in}, {choice.splits} parts, {choice.stages} stages, {choice.warps} warps"

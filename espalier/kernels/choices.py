@@ -1,0 +1,149 @@
+"""Which kernel computes which linear layer: a measured table, read from files, never timed at start.
+
+`espalier doctor --tune` measures and writes it.  What was measured by us is shipped beside this file; a user's own
+stands in CHOICES_FILE or, without it, in the user's configuration folder, and is asked first.  A table is in force
+where everything holds that it depends on: capability, number of processors and shared memory of the chip, and the
+dtype; a device's name decides nothing.  Layers without an entry go to PyTorch's F.linear, and the log says so.
+"""
+
+import json
+import logging
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from espalier.errors import EspalierError
+from espalier.kernels.launch import Chip, chip
+from espalier.kernels.linear import DTYPES, Choice
+
+# Names a user's own file.
+CHOICES_FILE = "ESPALIER_CHOICES"
+SHIPPED = Path(__file__).with_name("choices.json")
+# Up to each of these, rows are launched alike and a row's bits do not depend on their number; above the last, F.linear.
+# Fewer than 16 are padded to 16, so they have no bucket of their own.
+ROWS_BUCKETS = (16, 32, 64, 128, 256)
+
+Shape = tuple[int, int]
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Choices:
+    """Of one weight's shape: for each bucket of rows how our kernel is launched, or None for F.linear."""
+
+    by_bucket: tuple[Choice | None, ...] = (None,) * len(ROWS_BUCKETS)
+
+    def at(self, rows: int) -> Choice | None:
+        for bound, choice in zip(ROWS_BUCKETS, self.by_bucket, strict=True):
+            if rows <= bound:
+                return choice
+        return None
+
+
+@dataclass(frozen=True)
+class Table:
+    """What was measured on one kind of chip in one dtype.  shapes: by the weight's [out, in].  measured: on what, for
+    the reader."""
+
+    chip: Chip
+    dtype: str
+    shapes: Mapping[Shape, Choices]
+    measured: Mapping[str, str] = field(default_factory=dict)
+
+
+def choices_for(weight: Tensor) -> Choices | None:
+    """What is in force for a weight [out, in]; None: F.linear at any number of rows."""
+    if not weight.is_cuda or weight.dtype not in DTYPES:
+        return None
+    dtype, shape = str(weight.dtype).removeprefix("torch."), (weight.shape[0], weight.shape[1])
+    return _in_force(chip(weight), dtype, own_file()).get(shape) or _missing(shape, dtype)
+
+
+def own_file() -> Path:
+    """Where a user's own table stands."""
+    config = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
+    return Path(os.environ.get(CHOICES_FILE) or config / "espalier" / "choices.json")
+
+
+@cache
+def _in_force(on: Chip, dtype: str, own: Path) -> Mapping[Shape, Choices]:
+    """Read once a process, and logged then.  A user's entry stands before the shipped one of its shape."""
+    found: dict[Shape, Choices] = {}
+    sources = []
+    for path in (SHIPPED, own):
+        for table in read(path) if path.exists() else ():
+            if (table.chip, table.dtype) == (on, dtype):
+                found |= table.shapes
+                sources.append(f"{path} ({len(table.shapes)} shapes)")
+    where = f"capability {on.capability[0]}.{on.capability[1]}, {on.processors} processors, {on.shared_memory} bytes"
+    force = f"as measured in {', '.join(sources)}" if sources else "F.linear; `espalier doctor --tune` measures others"
+    log.info("linear layers, %s, %s: %s", dtype, where, force)
+    return found
+
+
+@cache
+def _missing(shape: Shape, dtype: str) -> None:
+    log.info("linear layers: none measured for [%d, %d] in %s; F.linear", *shape, dtype)
+
+
+def read(path: Path) -> list[Table]:
+    """Raises EspalierError naming a file that is not what `write` makes."""
+    try:
+        return [_table(entry) for entry in json.loads(path.read_text(encoding="utf-8"))["tables"]]
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise EspalierError(
+            f"{path} is no table of linear layers ({error!r}); remove it, or write it anew: espalier doctor --tune"
+        ) from None
+
+
+def write(path: Path, table: Table) -> None:
+    """Put a table into a file.  What stands there for the same chip and dtype keeps the shapes that are not new."""
+    tables = read(path) if path.exists() else []
+    same = [old for old in tables if (old.chip, old.dtype) == (table.chip, table.dtype)]
+    kept = {shape: choices for old in same for shape, choices in old.shapes.items()}
+    merged = Table(table.chip, table.dtype, kept | dict(table.shapes), table.measured)
+    entries = [_entry(old) for old in tables if old not in same] + [_entry(merged)]
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(_json(entries), encoding="utf-8")
+    except OSError as error:
+        raise EspalierError(f"{path} cannot be written ({error.strerror}); name another file") from None
+
+
+def _table(entry: dict[str, Any]) -> Table:
+    on = Chip(**entry["chip"] | {"capability": tuple(entry["chip"]["capability"])})
+    shapes = {_shape(name): _choices(buckets) for name, buckets in entry["shapes"].items()}
+    return Table(on, entry["dtype"], shapes, entry["measured"])
+
+
+def _shape(name: str) -> Shape:
+    num_out, num_in = name.split("x")
+    return int(num_out), int(num_in)
+
+
+def _choices(buckets: dict[str, Any]) -> Choices:
+    if list(buckets) != [str(bound) for bound in ROWS_BUCKETS]:
+        raise ValueError(f"buckets of rows are {', '.join(map(str, ROWS_BUCKETS))}")
+    return Choices(tuple(None if launch is None else Choice(**launch) for launch in buckets.values()))
+
+
+def _entry(table: Table) -> dict[str, Any]:
+    shapes = {
+        f"{num_out}x{num_in}": {
+            str(bound): choice and asdict(choice) for bound, choice in zip(ROWS_BUCKETS, choices.by_bucket, strict=True)
+        }
+        for (num_out, num_in), choices in sorted(table.shapes.items())
+    }
+    return {"chip": asdict(table.chip), "dtype": table.dtype, "measured": dict(table.measured), "shapes": shapes}
+
+
+def _json(entries: list[dict[str, Any]]) -> str:
+    """A line for each launch, so that a changed table reads well."""
+    text = json.dumps({"tables": entries}, indent=1)
+    return re.sub(r"\{[^{}]*\}", lambda innermost: " ".join(innermost.group().split()), text) + "\n"

@@ -1,0 +1,216 @@
+"""A linear map of few rows: y = x · weightᵀ + bias, bound by reading the weight once.
+
+Each program multiplies a block of the weight's rows with all rows of x, over the whole of `in` or over one of `splits`
+parts of it.  Parts are written apart, in float32, and a second kernel adds them in order: no atomics, so the same
+input gives the same bits.  Which block sizes are fast is measured (`espalier doctor --tune`) and stands in a file
+(kernels/choices.py); this file knows which of them are worth measuring on a chip.
+
+Both kernels are launched early where the chip can do that (kernels/dependent.py); the first asks for its first weights
+before it waits.
+
+Tolerance: products of two-byte numbers are exact in float32 and are summed in float32, in another order than elsewhere;
+the result is rounded once.  Against float64 the error is at most half a unit in the last place of the result, plus
+in · 2⁻²⁴ times the sum of the products' magnitudes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from espalier.errors import EspalierError
+from espalier.kernels.dependent import after_previous, early, let_next_start, wait_for_previous
+from espalier.kernels.launch import Chip, chip, kernel, power_of_two, require
+
+if TYPE_CHECKING:
+    import triton.language as tl
+
+DTYPES = (torch.bfloat16, torch.float16)
+MAX_ROWS = 256
+# A block of x is padded to the tensor cores' least, so that 1 to 16 rows are one and the same computation.
+LEAST_ROWS = 16
+SUM_BLOCK = 1024
+
+# (block_out, block_in, warps) worth measuring for a block of so many rows: what came within 2.5% of the best in a wider
+# search on an H200 (docs/log.md), and one that fits small cards.
+TILES = (
+    (32, ((32, 256, 4), (64, 64, 4), (64, 128, 4), (64, 256, 4), (128, 64, 4), (128, 128, 4))),
+    (64, ((64, 64, 4), (64, 128, 4), (128, 64, 4), (128, 128, 4))),
+    (128, ((64, 64, 4), (64, 128, 4), (128, 64, 4), (128, 64, 8))),
+    (256, ((64, 64, 4), (128, 64, 8))),
+)
+STAGES = (2, 3, 4, 6, 8)
+SPLITS = (1, 2, 3, 4, 6, 8)
+# Shared memory that a program takes besides its tiles.
+RESERVED = 1024
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How a linear is launched.  block_out × block_in: a tile of the weight; splits: parts of `in` that are summed
+    apart; stages: tiles that are on their way at once."""
+
+    block_out: int
+    block_in: int
+    splits: int
+    warps: int
+    stages: int
+
+    def shared_memory(self, rows: int) -> int:
+        """Bytes that a program takes for `rows` rows."""
+        return self.stages * (self.block_out + block_rows(rows)) * self.block_in * 2 + RESERVED
+
+
+def block_rows(rows: int) -> int:
+    return max(power_of_two(rows), LEAST_ROWS)
+
+
+def candidates(rows: int, num_out: int, num_in: int, on: Chip) -> list[Choice]:
+    """What is worth measuring: as many programs as run at once, or several turns of them where nothing is split."""
+    tiles = next(tiles for bound, tiles in TILES if rows <= bound)
+    choices = (
+        Choice(block_out, block_in, splits, warps, stages)
+        for block_out, block_in, warps in tiles
+        for stages in STAGES
+        for splits in SPLITS
+    )
+    return [choice for choice in choices if _worthwhile(choice, rows, num_out, num_in, on)]
+
+
+def _worthwhile(choice: Choice, rows: int, num_out: int, num_in: int, on: Chip) -> bool:
+    at_once = on.shared_memory // choice.shared_memory(rows)
+    # A third of the shared memory on its way hides what memory takes to answer.
+    if at_once == 0 or choice.shared_memory(rows) * min(at_once, 8) < on.shared_memory // 3:
+        return False
+    if _blocks(num_in, choice.block_in) < choice.stages * choice.splits:
+        return choice.splits == 1 and choice.stages == STAGES[0]
+    blocks = _blocks(num_out, choice.block_out) * choice.splits
+    return choice.splits == 1 or 0.6 * on.processors <= blocks <= on.processors * at_once
+
+
+def _blocks(count: int, block: int) -> int:
+    return -(-count // block)
+
+
+@kernel
+def _ask_for(pointers):
+    """Bring lines into the L2; nobody waits for them."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers.to(tl.int64)], tl.int32, is_pure=False, pack=1
+    )
+
+
+@kernel
+def _linear_kernel(
+    x_ptr, w_ptr, bias_ptr, out_ptr, num_rows, num_out, num_in, x_stride, w_stride,
+    ROWS: tl.constexpr, OUT: tl.constexpr, IN: tl.constexpr,
+    EVEN_OUT: tl.constexpr, EVEN_IN: tl.constexpr, BIAS: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    outs = tl.program_id(0) * OUT + tl.arange(0, OUT)
+    part, parts = tl.program_id(1), tl.num_programs(1)
+    steps = tl.cdiv(num_in, IN)
+    first, last = part * steps // parts * IN, (part + 1) * steps // parts * IN
+    rows, ins = tl.arange(0, ROWS), tl.arange(0, IN)
+    # Blocks past the end repeat the last row; nothing of that is written.
+    w_rows = outs if EVEN_OUT else tl.minimum(outs, num_out - 1)
+    w_ptrs = w_ptr + w_rows.to(tl.int64)[:, None] * w_stride + (first + ins)[None, :]
+    let_next_start(DEPENDENT)
+    if DEPENDENT:
+        # A line of the L2 holds 64 numbers.
+        lines = first + tl.arange(0, IN // 64) * 64
+        _ask_for(w_ptr + w_rows.to(tl.int64)[:, None] * w_stride + tl.minimum(lines, num_in - 1)[None, :])
+    wait_for_previous(DEPENDENT)
+    x_ptrs = x_ptr + rows.to(tl.int64)[None, :] * x_stride + (first + ins)[:, None]
+    total = tl.zeros((OUT, ROWS), tl.float32)
+    for at in range(first, last, IN):
+        if EVEN_IN:
+            w = tl.load(w_ptrs)
+            x = tl.load(x_ptrs, mask=rows[None, :] < num_rows, other=0.0)
+        else:
+            left = num_in - at
+            w = tl.load(w_ptrs, mask=ins[None, :] < left, other=0.0)
+            x = tl.load(x_ptrs, mask=(rows[None, :] < num_rows) & (ins[:, None] < left), other=0.0)
+        total = tl.dot(w, x, total)
+        w_ptrs += IN
+        x_ptrs += IN
+    if BIAS:
+        total += tl.load(bias_ptr + w_rows).to(tl.float32)[:, None]
+    places = (part.to(tl.int64) * num_rows + rows)[:, None] * num_out + outs[None, :]
+    mask = (rows[:, None] < num_rows) & (outs[None, :] < num_out)
+    tl.store(out_ptr + places, tl.trans(total).to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@kernel
+def _sum_parts_kernel(
+    parts_ptr, bias_ptr, out_ptr, count, num_out,
+    PARTS: tl.constexpr, BLOCK: tl.constexpr, BIAS: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    after_previous(DEPENDENT)
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = at < count
+    total = tl.load(parts_ptr + at, mask=mask, other=0.0)
+    for _ in tl.static_range(PARTS - 1):
+        parts_ptr += count
+        total += tl.load(parts_ptr + at, mask=mask, other=0.0)
+    if BIAS:
+        total += tl.load(bias_ptr + at % num_out, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, choice: Choice | None) -> Tensor:
+    """x · weightᵀ + bias: x [rows, in] -> a fresh [rows, out] in x's dtype, launched as chosen; None is F.linear.
+
+    Bits of a row depend on the choice and on block_rows(rows), and on no other row.
+    """
+    return linear_reference(x, weight, bias) if choice is None else linear_triton(x, weight, bias, choice)
+
+
+def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return F.linear(x, weight, bias)
+
+
+def linear_triton(x: Tensor, weight: Tensor, bias: Tensor | None, choice: Choice) -> Tensor:
+    """x's and weight's rows may stand any stride apart, their numbers side by side; all in x's dtype.
+
+    Raises EspalierError on other shapes, dtypes or strides, and where the choice does not fit the chip.
+    """
+    rows, num_in = x.shape
+    num_out, parts, on = weight.shape[0], choice.splits, chip(x)
+    _require(x, weight, bias, choice, on)
+    out = x.new_empty(rows, num_out)
+    if out.numel() == 0:
+        return out
+    made = out if parts == 1 else x.new_empty(parts, rows, num_out, dtype=torch.float32)
+    _linear_kernel[_blocks(num_out, choice.block_out), parts](
+        x, weight, bias, made, rows, num_out, num_in, x.stride(0), weight.stride(0),
+        ROWS=block_rows(rows), OUT=choice.block_out, IN=choice.block_in,
+        EVEN_OUT=num_out % choice.block_out == 0, EVEN_IN=num_in % choice.block_in == 0,
+        BIAS=bias is not None and parts == 1,
+        num_warps=choice.warps, num_stages=choice.stages, **early(on),
+    )  # fmt: skip
+    if parts > 1:
+        _sum_parts_kernel[(_blocks(out.numel(), SUM_BLOCK),)](
+            made, bias, out, out.numel(), num_out,
+            PARTS=parts, BLOCK=SUM_BLOCK, BIAS=bias is not None, num_warps=4, **early(on),
+        )  # fmt: skip
+    return out
+
+
+def _require(x: Tensor, weight: Tensor, bias: Tensor | None, choice: Choice, on: Chip) -> None:
+    rows, num_in = x.shape
+    require("weight", weight, (-1, num_in), x.dtype, x)
+    if bias is not None:
+        require("bias", bias, (weight.shape[0],), x.dtype, x)
+    if x.dtype not in DTYPES or rows > MAX_ROWS:
+        raise EspalierError(f"a linear of few rows takes up to {MAX_ROWS} of two bytes a number; {rows} of {x.dtype}")
+    if 1 not in (x.stride(1), num_in) or 1 not in (weight.stride(1), num_in):
+        raise EspalierError("a linear of few rows needs the numbers of a row side by side: x or weight is transposed")
+    if choice.shared_memory(rows) > on.shared_memory:
+        raise EspalierError(
+            f"{choice} takes {choice.shared_memory(rows)} bytes of shared memory for {rows} rows, this chip has "
+            f"{on.shared_memory}; measure anew: espalier doctor --tune"
+        )

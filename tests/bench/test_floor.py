@@ -1,0 +1,118 @@
+"""The floor: which layers a round runs, with how many rows, and what is added to their time."""
+
+import pytest
+import torch
+
+from espalier.bench.floor import Ceilings, FloorBench, floor, round_attention, round_runs
+from espalier.bench.linears import SHAPES, Weights, plain, shape_named
+from espalier.cli.main import main
+from espalier.errors import EspalierError
+
+LLAMA = shape_named("llama-3.1-8b")
+ON_H200 = torch.cuda.is_available() and "H200" in torch.cuda.get_device_name()
+# cuBLAS alone, ms, as the issue that asked for this measured it on an H200.
+KNOWN = {1: 3.89, 16: 4.00, 32: 4.09, 64: 4.24, 128: 4.62, 256: 6.96, 512: 12.07}
+
+
+def by_name(runs):
+    return {run.name: (run.shape, run.count, run.rows) for run in runs}
+
+
+def test_a_verify_pass_of_llama():
+    assert by_name(LLAMA.target_pass(64)) == {
+        "qkv": ((6144, 4096), 32, 64),
+        "o": ((4096, 4096), 32, 64),
+        "gate_up": ((28672, 4096), 32, 64),
+        "down": ((4096, 14336), 32, 64),
+        "lm_head": ((128256, 4096), 1, 64),
+    }
+
+
+def test_the_extend_of_its_draft():
+    assert by_name(LLAMA.draft_pass(6, 1, fused_rows=6)) == {
+        "draft fc": ((4096, 12288), 1, 6),
+        "draft qkv": ((6144, 8192), 1, 6),
+        "draft o": ((4096, 4096), 1, 6),
+        "draft gate_up": ((28672, 4096), 1, 6),
+        "draft down": ((4096, 14336), 1, 6),
+        "draft lm_head": ((32000, 4096), 1, 1),
+    }
+
+
+def test_the_weights_of_llama_are_those_of_its_checkpoint():
+    parameters = sum(run.weight_bytes for run in LLAMA.target_pass(1)) // 2
+    embedding, norms = 128256 * 4096, 65 * 4096
+    assert parameters + embedding + norms == 8_030_261_248
+
+
+@pytest.mark.parametrize(("steps", "levels"), [(0, 0), (1, 0), (2, 1), (5, 4)])
+def test_a_round_runs_a_level_less_than_its_steps(steps, levels):
+    target, draft = round_runs(LLAMA, batch=3, steps=steps, topk=8, num_draft_tokens=64)
+    heads = [run.rows for run in draft if run.name == "draft lm_head"]
+    assert heads == [24] * levels + [3]
+    assert [run.rows for run in draft if run.name == "draft fc"] == [3 * (steps + 1)]
+    assert {run.rows for run in target} == {192}
+
+
+def test_the_floor_adds_the_larger_of_reading_and_computing():
+    ceilings = Ceilings(bandwidth=4e12, peak=8e14)
+    assert floor(3.5, 4e9, 0, ceilings) == pytest.approx(4.5)
+    assert floor(3.5, 4e9, 1.6e12, ceilings) == pytest.approx(5.5)
+
+
+def test_attention_of_a_round_reads_each_prefix_once_a_pass():
+    cost = round_attention(LLAMA, batch=2, context=1000, steps=5, topk=8, num_draft_tokens=64)
+    token = 2 * 8 * 128 * 2  # K and V of a layer
+    assert cost.kv_bytes == 2 * 1000 * token * (32 + 4 + 1)
+    # A product of q and k, and one of weights and v, 2 operations each.
+    assert cost.flops == 2 * 1000 * 4 * 32 * 128 * (32 * 64 + 4 * 8 + 6)
+
+
+def test_a_chain_runs_layer_by_layer():
+    shape = type(LLAMA)(8, 2, 2, 1, 4, 16, 10)
+    seen = []
+    weights = Weights(torch.float32, torch.device("cpu"))
+
+    def multiply(x, weight):
+        seen.append((tuple(x.shape), tuple(weight.shape), weight.data_ptr()))
+        return plain(x, weight)
+
+    weights.chain(shape.target_pass(3), multiply)()
+    layer = [(16, 8), (8, 8), (32, 8), (8, 16)]
+    assert [weight for _, weight, _ in seen] == [*layer, *layer, (10, 8)]
+    assert all(x == (3, weight[1]) for x, weight, _ in seen)
+    assert len({pointer for *_, pointer in seen}) == len(seen)
+
+
+def test_every_named_shape_lists_its_weights_once():
+    for name in SHAPES:
+        shapes = shape_named(name).shapes()
+        assert len(shapes) == len(set(shapes)) >= 7
+
+
+def test_an_unknown_shape_is_refused_with_those_there_are():
+    with pytest.raises(EspalierError, match=r"llama-3\.1-8b"):
+        shape_named("llama-9b")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
+@pytest.mark.parametrize("command", [["bench", "floor"], ["doctor", "--tune"]])
+def test_without_a_gpu_it_says_so(command, capsys):
+    assert main(command) == 2
+    assert "on a GPU" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("rows", ["", "1,,2", "0", "1,x", "-4"])
+def test_rows_are_numbers(rows, capsys):
+    assert main(["bench", "floor", f"--rows={rows}"]) == 2
+    assert "--rows=" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not ON_H200, reason="known for an H200")
+@pytest.mark.parametrize("rows", [1, 64])
+def test_an_h200_reaches_what_was_measured_before(rows):
+    times = FloorBench(LLAMA).target(rows)
+    # Chips of one kind differ by some percent, and the second of two runs was 3% above KNOWN (docs/log.md).
+    assert times.cublas_ms == pytest.approx(KNOWN[rows], rel=0.08)
+    assert times.fastest_ms <= times.cublas_ms

@@ -1,0 +1,65 @@
+"""Tuning without a chip: who is measured, and who is taken for which figures."""
+
+import pytest
+import torch
+
+from espalier.bench import tune
+from espalier.bench.linears import ModelShape
+from espalier.bench.tune import Measured, Tuner, as_choices
+from espalier.kernels.choices import ROWS_BUCKETS, Choices
+from espalier.kernels.linear import Choice
+
+TINY = ModelShape(hidden=64, layers=2, heads=2, kv_heads=1, head_size=32, intermediate=96, vocab=72, draft_vocab=40)
+FIRST, SECOND = Choice(64, 64, 1, 4, 2), Choice(64, 128, 1, 4, 2)
+
+
+class Told:
+    """A stopwatch that says what it is told to, contender by contender."""
+
+    def __init__(self, *times):
+        self.times = times
+
+    def ms(self, bodies, turns, seconds=0.0):
+        return [self.times[min(at, len(self.times) - 1)] for at in range(len(bodies))]
+
+
+@pytest.fixture
+def tuner(monkeypatch):
+    monkeypatch.setattr(tune, "require_gpu", lambda what: torch.device("cpu"))
+    monkeypatch.setattr(tune, "COPIES_BYTES", 1)
+    monkeypatch.setattr(tune, "CHAIN_BYTES", 1)
+    return Tuner(torch.bfloat16)
+
+
+def test_every_bucket_is_measured_and_the_fastest_is_first(tuner):
+    # Of a bucket's last measurement, F.linear comes first and takes longest.
+    tuner.watch = Told(5.0, 4.0, 3.0)
+    found = tuner.alone((4096, 64))
+    assert [each.rows for each in found] == list(ROWS_BUCKETS)
+    assert all(each.fastest is not None and each.fastest == each.ours[0] for each in found if len(each.ours) > 1)
+    assert all(each.ours_us < each.cublas_us for each in found if each.ours)
+
+
+def test_a_shape_that_no_candidate_fits_is_left_to_pytorch():
+    assert Measured((8, 8), 16, 1.0, torch.inf, ()).fastest is None
+
+
+@pytest.mark.parametrize(
+    ("times", "taken"),
+    [((2.0, 1.0, 3.0), None), ((1.0, 2.0, 3.0), FIRST), ((2.0, 1.999, 2.0), FIRST), ((2.0, 2.0, 1.0), SECOND)],
+)
+def test_among_neighbours_the_fastest_pass_decides(tuner, times, taken):
+    """In force is FIRST; contenders are F.linear and SECOND; a gain of half a thousandth is none."""
+    tuner.watch, measured = Told(*times), Measured((64, 64), 16, 2.0, 1.0, (FIRST, SECOND))
+    assert tuner._fastest_among((), tuner.weights, measured, {((64, 64), 16): FIRST}) == taken
+
+
+def test_every_shape_of_a_model_is_settled_once(tuner):
+    tuner.watch = Told(1.0)
+    alone = {s: [Measured(s, rows, 2.0, 1.0, (FIRST,)) for rows in ROWS_BUCKETS] for s in TINY.shapes()}
+    table = {(TINY.shapes()[0], rows): SECOND for rows in ROWS_BUCKETS}
+    tuner.among_neighbours(TINY, alone, table)
+    found = as_choices(table)
+    assert set(found) == set(TINY.shapes())
+    assert found.pop(TINY.shapes()[0]) == Choices((SECOND,) * len(ROWS_BUCKETS))
+    assert set(found.values()) == {Choices((FIRST,) * len(ROWS_BUCKETS))}

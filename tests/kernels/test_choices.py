@@ -1,0 +1,151 @@
+"""The table that says which kernel computes a linear layer: written and read, and used only where it holds."""
+
+import json
+import logging
+
+import pytest
+import torch
+
+from espalier.errors import EspalierError
+from espalier.kernels import choices
+from espalier.kernels.choices import (
+    CHOICES_FILE,
+    ROWS_BUCKETS,
+    SHIPPED,
+    Choices,
+    Table,
+    choices_for,
+    own_file,
+    read,
+    write,
+)
+from espalier.kernels.launch import Chip
+from espalier.kernels.linear import DTYPES, Choice, candidates, linear
+from espalier.models.layers import linear as linear_layer
+
+CHIP = Chip(shared_memory=100_000, processors=10, capability=(9, 0))
+ONE = Choice(block_out=64, block_in=128, splits=2, warps=4, stages=3)
+OTHER = Choice(block_out=128, block_in=64, splits=1, warps=8, stages=4)
+SOME = Choices((ONE, None, OTHER, None, None))
+
+
+def test_rows_find_their_bucket():
+    found = [SOME.at(rows) for rows in (0, 1, 16, 17, 32, 33, 64, 65, 256, 257, 4096)]
+    assert found == [ONE, ONE, ONE, None, None, OTHER, OTHER, None, None, None, None]
+
+
+def test_what_is_written_is_read(tmp_path):
+    path, table = tmp_path / "deep" / "choices.json", Table(CHIP, "bfloat16", {(64, 128): SOME}, {"gpu": "one"})
+    write(path, table)
+    assert read(path) == [table]
+
+
+def test_writing_keeps_what_is_not_measured_anew(tmp_path):
+    path = tmp_path / "choices.json"
+    write(path, Table(CHIP, "bfloat16", {(64, 128): SOME, (8, 16): SOME}))
+    write(path, Table(CHIP, "float16", {(64, 128): SOME}))
+    write(path, Table(CHIP, "bfloat16", {(8, 16): Choices()}))
+    tables = {table.dtype: table.shapes for table in read(path)}
+    assert tables == {"bfloat16": {(64, 128): SOME, (8, 16): Choices()}, "float16": {(64, 128): SOME}}
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", "{}", '{"tables": [{}]}', '{"tables": [{"chip": 1, "dtype": "float16", "shapes": {}, "measured": {}}]}'],
+)
+def test_another_file_is_refused_by_name(tmp_path, text):
+    path = tmp_path / "choices.json"
+    path.write_text(text)
+    with pytest.raises(EspalierError, match=r"choices\.json is no table of linear layers"):
+        read(path)
+
+
+def test_a_table_of_other_buckets_is_refused(tmp_path):
+    path = tmp_path / "choices.json"
+    write(path, Table(CHIP, "bfloat16", {(64, 128): SOME}))
+    path.write_text(path.read_text().replace('"32"', '"48"'))
+    with pytest.raises(EspalierError, match="16, 32, 64"):
+        read(path)
+
+
+@pytest.fixture
+def in_force(tmp_path, monkeypatch):
+    """A shipped file and a user's own, for a chip that is CHIP."""
+    shipped, own = tmp_path / "shipped.json", tmp_path / "own.json"
+    write(shipped, Table(CHIP, "bfloat16", {(64, 128): SOME, (8, 16): SOME}))
+    write(own, Table(CHIP, "bfloat16", {(8, 16): Choices()}))
+    monkeypatch.setattr(choices, "SHIPPED", shipped)
+    monkeypatch.setenv(CHOICES_FILE, str(own))
+    choices._in_force.cache_clear()
+    yield lambda on, dtype="bfloat16": choices._in_force(on, dtype, own_file())
+    choices._in_force.cache_clear()
+
+
+def test_a_users_own_stands_before_the_shipped(in_force):
+    assert in_force(CHIP) == {(64, 128): SOME, (8, 16): Choices()}
+
+
+@pytest.mark.parametrize(
+    "on",
+    [Chip(99_999, 10, (9, 0)), Chip(100_000, 11, (9, 0)), Chip(100_000, 10, (8, 9))],
+    ids=["memory", "processors", "capability"],
+)
+def test_another_chip_takes_nothing_from_it(in_force, on):
+    assert in_force(on) == {}
+
+
+def test_another_dtype_takes_nothing_from_it(in_force):
+    assert in_force(CHIP, "float16") == {}
+
+
+def test_what_is_in_force_is_logged_once(in_force, caplog):
+    caplog.set_level(logging.INFO)
+    for _ in range(3):
+        in_force(CHIP)
+    assert len(caplog.messages) == 1
+    assert "shipped.json (2 shapes)" in caplog.text and "own.json (1 shapes)" in caplog.text
+
+
+def test_nothing_measured_is_logged_with_what_to_do(in_force, caplog):
+    caplog.set_level(logging.INFO)
+    in_force(Chip(1, 1, (7, 5)))
+    assert "F.linear" in caplog.text and "doctor --tune" in caplog.text
+
+
+def test_a_weight_on_the_cpu_has_no_choices():
+    assert choices_for(torch.zeros(64, 128, dtype=torch.bfloat16)) is None
+
+
+def test_the_users_file_stands_in_the_configuration_folder(monkeypatch, tmp_path):
+    monkeypatch.delenv(CHOICES_FILE, raising=False)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    assert own_file() == tmp_path / "espalier" / "choices.json"
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 128), (5, 128), (0, 3, 128), (1, 40, 128)])
+def test_a_linear_layer_takes_what_is_in_force(kernel_device, monkeypatch, shape):
+    """40 rows fall into a bucket without a launch of ours."""
+    gone = []
+    monkeypatch.setattr(linear_layer, "choices_for", lambda weight: Choices((ONE, ONE, None, None, None)))
+    monkeypatch.setattr(linear_layer, "linear", lambda *given: gone.append(given[-1]) or linear(*given))
+    at = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(size, generator=at).half().to(kernel_device) for size in (shape, (64, 128)))
+    out = linear_layer.Linear(weight)(x)
+    assert gone == [None if shape[:2] == (1, 40) else ONE]
+    assert out.shape == (*shape[:-1], 64)
+    assert torch.allclose(out.double(), x.double() @ weight.double().T, rtol=0.001, atol=0.02)
+
+
+def test_what_is_shipped_fits_the_chips_it_is_for():
+    for table in read(SHIPPED):
+        assert getattr(torch, table.dtype) in DTYPES
+        for shape, found in table.shapes.items():
+            for rows, choice in zip(ROWS_BUCKETS, found.by_bucket, strict=True):
+                assert choice is None or choice in candidates(rows, *shape, table.chip), (shape, rows)
+
+
+def test_the_file_is_plain_json_with_a_line_a_launch(tmp_path):
+    path = tmp_path / "choices.json"
+    write(path, Table(CHIP, "bfloat16", {(64, 128): SOME}))
+    assert json.loads(path.read_text())["tables"][0]["shapes"]["64x128"]["32"] is None
+    assert '"16": { "block_out": 64, "block_in": 128, "splits": 2, "warps": 4, "stages": 3 }' in path.read_text()
