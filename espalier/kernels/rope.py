@@ -44,7 +44,6 @@ def rotate_and_store(
     k and v go to rows [N] int64 of k_buffer and v_buffer [R, kv_heads, size]; dummy: row 0 of these is the dummy's and
     gets zeros.  Returns q [N, heads, size], k and v [N, kv_heads, size]; qkv is overwritten on a GPU.
     """
-    _check(qkv, turn, rows, k_buffer, v_buffer)
     make = rotate_and_store_triton if qkv.is_cuda else rotate_and_store_reference
     return make(qkv, turn, rows, k_buffer, v_buffer, dummy)
 
@@ -126,7 +125,11 @@ def _rotate_kernel(
 def rotate_and_store_triton(
     qkv: Tensor, turn: Turn, rows: Tensor, k_buffer: Tensor, v_buffer: Tensor, dummy: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Products and the sum in float32, rounded once: within an ulp of the reference, whose addcmul may fuse them."""
+    """Products and the sum in float32, rounded once: within an ulp of the reference, whose addcmul may fuse them.
+
+    Raises EspalierError where a tensor's form is not what rotate_and_store says.
+    """
+    _check(qkv, turn, rows, k_buffer, v_buffer)
     count, num_heads, size = qkv.shape
     kv_heads = k_buffer.shape[1]
     heads = num_heads - 2 * kv_heads

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from espalier.errors import EspalierError
-from espalier.kernels.rope import Turn, rotate_and_store, rotate_and_store_reference, rotate_and_store_triton
+from espalier.kernels.rope import Turn, rotate_and_store_reference, rotate_and_store_triton
 
 # rows, heads, kv_heads, size
 SMALL = [(0, 4, 2, 8), (1, 1, 1, 2), (3, 4, 2, 8), (5, 6, 2, 10), (2, 3, 3, 64)]
@@ -111,7 +111,7 @@ def test_what_does_not_fit_is_refused(kernel_device):
         (qkv.double(), turn, rows, buffer.double(), buffer.double()),
     ):
         with pytest.raises(EspalierError, match="needs shape"):
-            rotate_and_store(*wrong, dummy=True)
+            rotate_and_store_triton(*wrong, dummy=True)
 
 
 def test_values_of_a_head_that_stand_apart_are_refused(kernel_device):
@@ -126,7 +126,7 @@ def test_values_of_a_head_that_stand_apart_are_refused(kernel_device):
         (qkv, replace(turn, k_norm=torch.ones(16, device=kernel_device)[::2]), rows, buffer, buffer),
     ):
         with pytest.raises(EspalierError, match="side by side"):
-            rotate_and_store(*wrong, dummy=False)
+            rotate_and_store_triton(*wrong, dummy=False)
 
 
 def test_heads_that_make_no_layer_are_refused(kernel_device):
@@ -138,4 +138,6 @@ def test_heads_that_make_no_layer_are_refused(kernel_device):
             turn = replace(turn, q_norm=torch.ones(size, device=kernel_device))
         buffer = torch.zeros(5, 1, size, device=kernel_device)
         with pytest.raises(EspalierError, match="needs query heads"):
-            rotate_and_store(torch.zeros(3, heads, size, device=kernel_device), turn, rows, buffer, buffer, dummy=False)
+            rotate_and_store_triton(
+                torch.zeros(3, heads, size, device=kernel_device), turn, rows, buffer, buffer, dummy=False
+            )
