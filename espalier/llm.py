@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from espalier.config import EngineConfig, is_open
+from espalier.config import EngineConfig
 from espalier.engine.load import build_engine, find, resolve_config
 from espalier.errors import EspalierError
 from espalier.models.config import read_json
@@ -62,10 +62,11 @@ class LLM:
         asked = EngineConfig(model=model, **settings)
         checkpoint = find(asked)
         resolved = resolve_config(asked, checkpoint)
+        asked_pages = asked.num_pages if isinstance(asked.num_pages, int) else None
         self.model_config = checkpoint.target
         self.tokenizer = load_tokenizer(checkpoint.target_path, checkpoint.target.vocab_size)
         self.generation_config = _generation_config(checkpoint.target_path)
-        self.engine, self.config = build_engine(resolved, checkpoint, measure=is_open(asked.num_pages))
+        self.engine, self.config = build_engine(resolved, checkpoint, asked_pages)
         self._waiting_pieces: dict[str, list[Piece]] = {}
         self._num_requests = 0
         self._warned = False

@@ -102,9 +102,28 @@ def test_what_is_set_stays_and_the_rest_follows():
     assert (config.overlap, config.prefix_cache, config.num_pages, config.seed) == (True, False, 9, 4)
 
 
+def a_gpu(monkeypatch, capability):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: capability)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "Some GPU")
+
+
+def test_a_gpu_that_is_too_old_is_refused_by_name_and_never_chosen(monkeypatch, caplog):
+    a_gpu(monkeypatch, (7, 5))
+    with pytest.raises(EspalierError, match=r"Some GPU has compute capability 7\.5, and 8\.0 .* use device=cpu"):
+        choose_device(EngineConfig(device="cuda:0"))
+    assert choose_device(EngineConfig()) == torch.device("cpu")
+    assert "7.5" in caplog.text and "running on the CPU" in caplog.text
+    for capability in ((8, 0), (8, 9), (12, 0)):
+        a_gpu(monkeypatch, capability)
+        assert choose_device(EngineConfig()) == torch.device("cuda")
+
+
 def test_cuda_has_the_models_dtype_and_overlap(monkeypatch):
     monkeypatch.setattr("espalier.engine.resolve.backend", lambda name: _AnyBackend)
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("espalier.engine.resolve.require_triton", lambda: None)
+    a_gpu(monkeypatch, (9, 0))
     config = resolved(device=torch.device("cuda"))
     assert (config.dtype, config.overlap, config.max_batch) == ("bfloat16", True, 64)
 

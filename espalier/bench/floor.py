@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from espalier.bench.linears import ModelShape, Run, Stopwatch, Weights, plain, require_gpu
+from espalier.bench.linears import ModelShape, Run, Stopwatch, Weights, plain
+from espalier.bench.machine import require_gpu
 from espalier.kernels.choices import choices_for
 from espalier.kernels.linear import linear
 

@@ -14,12 +14,12 @@ from espalier.attention import Attention, Nodes, Prefix
 from espalier.attention.triton import TritonBackend
 from espalier.cache.geometry import LayerGeometry
 from espalier.cache.kv import Pages
-from espalier.errors import EspalierError
 from espalier.kernels.ancestors import pack
 from espalier.kernels.ranges import ranges_triton
 from espalier.layout import RoundLayout
 
 GEOMETRY = LayerGeometry(heads=32, kv_heads=8, k_size=128, v_size=128)
+ABOUT = f"{GEOMETRY.heads} query and {GEOMETRY.kv_heads} KV heads of {GEOMETRY.k_size}, bfloat16"
 DTYPE = torch.bfloat16
 STEPS = 5
 TOPK = 8
@@ -79,13 +79,6 @@ class Cell:
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
-
-
-def require_gpu() -> torch.device:
-    """The GPU to measure.  Raises EspalierError where there is none."""
-    if not torch.cuda.is_available():
-        raise EspalierError("bench kernels measures a CUDA device, and there is none; run it on a machine with one")
-    return torch.device("cuda")
 
 
 def bandwidth(device: torch.device) -> float:

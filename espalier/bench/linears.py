@@ -99,12 +99,6 @@ def shape_named(name: str) -> ModelShape:
     return SHAPES[name]
 
 
-def require_gpu(what: str) -> torch.device:
-    if not torch.cuda.is_available():
-        raise EspalierError(f"{what} measures on a GPU, and there is none here; run it on the machine that will serve")
-    return torch.device("cuda")
-
-
 class Stopwatch:
     """Times what CUDA graphs replay.  Graphs share one pool of memory, which the first of them keeps."""
 

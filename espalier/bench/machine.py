@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 import espalier
+from espalier.errors import EspalierError
 
 
 def describe() -> dict[str, str]:
@@ -31,6 +32,13 @@ def header() -> str:
     about = describe()
     gpu = f"{about['cuda']}; " if "cuda" in about else ""
     return f"{gpu}{about['machine']}; {about['threads']} threads; torch {about['torch']}; python {about['python']}"
+
+
+def require_gpu(what: str) -> torch.device:
+    """The GPU that `what` measures.  Raises EspalierError where there is none."""
+    if not torch.cuda.is_available():
+        raise EspalierError(f"{what} measures on a GPU, and there is none here; run it on a machine with one")
+    return torch.device("cuda")
 
 
 def installed(package: str) -> str:

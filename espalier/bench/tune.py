@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from espalier.bench.linears import ModelShape, Multiply, Run, Shape, Stopwatch, Weights, require_gpu
+from espalier.bench.linears import ModelShape, Multiply, Run, Shape, Stopwatch, Weights
+from espalier.bench.machine import require_gpu
 from espalier.kernels.choices import ROWS_BUCKETS, Choices
 from espalier.kernels.launch import chip
 from espalier.kernels.linear import Choice, candidates, linear

@@ -1,7 +1,6 @@
 """`espalier bench round`: cost of a round beside a plain token; acceptance on held-out text; pages held.
 `espalier bench kernels`: attention on a GPU beside its memory's bandwidth."""
 
-import json
 from argparse import ArgumentParser, Namespace
 from dataclasses import asdict
 from pathlib import Path
@@ -10,10 +9,10 @@ from typing import Any
 from rich.text import Text
 
 from espalier.bench import acceptance, kernels, memory
-from espalier.bench.machine import describe, header
+from espalier.bench.machine import header, require_gpu
 from espalier.bench.round import Cell, RoundBench, as_dicts
 from espalier.cli import floor, foundry
-from espalier.cli.console import QUIET, aligned, progress, stdout
+from espalier.cli.console import QUIET, aligned, progress, stdout, write_json
 from espalier.cli.flags import add_engine_flags, engine_settings, new_command
 from espalier.errors import EspalierError
 from espalier.layout import MAX_PAGE_SIZE
@@ -63,14 +62,14 @@ def run(asked: Namespace) -> int:
     _check(asked)
     stdout().print(Text(header(), QUIET))
     measured = _memory if asked.memory else _acceptance if asked.acceptance else _round
-    _write(asked.json, measured(asked, engine_settings(asked)))
+    write_json(asked.json, measured(asked, engine_settings(asked)))
     return 0
 
 
 def run_kernels(asked: Namespace) -> int:
     if not all(1 <= size <= MAX_PAGE_SIZE for size in asked.page_size):
         raise EspalierError(f"--page-size={asked.page_size} is not supported; use 1 to {MAX_PAGE_SIZE}")
-    device = kernels.require_gpu()
+    device = require_gpu("bench kernels")
     stdout().print(Text(header(), QUIET))
     cells: list[kernels.Cell] = []
     with progress("measuring", len(kernels.SHAPES) * len(asked.page_size)) as advance:
@@ -79,9 +78,9 @@ def run_kernels(asked: Namespace) -> int:
             for page_size in asked.page_size:
                 cells.append(kernels.measure(shape, page_size, bytes_per_second, device))
                 advance()
-    stdout().print(Text(f"{kernels.GEOMETRY}, {kernels.DTYPE}; memory reads {bytes_per_second / 1e12:.2f} TB/s", QUIET))
+    stdout().print(Text(f"{kernels.ABOUT}; memory reads {bytes_per_second / 1e12:.2f} TB/s", QUIET))
     stdout().print(Text(_kernels_table(cells)))
-    _write(asked.json, {"bytes_per_second": bytes_per_second, "cells": [cell.as_dict() for cell in cells]})
+    write_json(asked.json, {"bytes_per_second": bytes_per_second, "cells": [cell.as_dict() for cell in cells]})
     return 0
 
 
@@ -97,16 +96,6 @@ def _kernels_table(cells: list[kernels.Cell]) -> str:
     return aligned(rows)
 
 
-def _write(path: Path | None, figures: dict[str, Any]) -> None:
-    """Figures and what they were measured on, as JSON, where a path is given."""
-    if path is None:
-        return
-    try:
-        path.write_text(json.dumps({"machine": describe(), **figures}, indent=1) + "\n")
-    except OSError as error:
-        raise EspalierError(f"--json {path} cannot be written ({error.strerror}); name another file") from None
-
-
 def _check(asked: Namespace) -> None:
     for name in ("batch", "context", "tokens", "repeats", "prompts"):
         value = getattr(asked, name)
@@ -115,7 +104,9 @@ def _check(asked: Namespace) -> None:
 
 
 def _round(asked: Namespace, settings: dict[str, Any]) -> dict[str, Any]:
-    settings = {"max_batch": max(asked.batch), **settings}
+    # Two engines stand on one device: each takes pages for what is measured, and no more.
+    longest = max(asked.context) + asked.tokens + 1
+    settings = {"max_batch": max(asked.batch), "max_context": longest, **settings}
     cells: list[Cell] = []
     bench = RoundBench(settings, asked.compare is not None)
     stdout().print(Text(f"{bench.tree.config.algorithm} tree, {_shape(bench)}; {asked.tokens} tokens a prompt", QUIET))

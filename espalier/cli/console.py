@@ -1,13 +1,18 @@
 """Colour and progress where there is a terminal, plain text where there is none."""
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
+from espalier.bench.machine import describe
+from espalier.errors import EspalierError
 from espalier.text import Tokenizer
 
 FROM_DRAFT = "bold green"
@@ -86,3 +91,13 @@ def coloured(tokenizer: Tokenizer, prompt: Sequence[int], tokens: Sequence[int],
         sink.push(token)
         text.append(sink.take(final=i + 1 == len(tokens)), FROM_DRAFT if drafted else FROM_TARGET)
     return text
+
+
+def write_json(path: Path | None, figures: dict[str, Any]) -> None:
+    """Figures and what they were measured on, where a path is given.  Raises EspalierError."""
+    if path is None:
+        return
+    try:
+        path.write_text(json.dumps({"machine": describe(), **figures}, indent=1) + "\n")
+    except OSError as error:
+        raise EspalierError(f"--json {path} cannot be written ({error.strerror}); name another file") from None

@@ -1,6 +1,5 @@
 """`espalier bench floor`: what the linear layers of a pass cost at least, beside the bytes of their weights."""
 
-import json
 from argparse import Namespace
 from dataclasses import asdict
 from pathlib import Path
@@ -10,8 +9,8 @@ from rich.text import Text
 
 from espalier.bench.floor import Ceilings, FloorBench, LinearTimes
 from espalier.bench.linears import SHAPES, shape_named
-from espalier.bench.machine import describe, header
-from espalier.cli.console import QUIET, aligned, stdout
+from espalier.bench.machine import header
+from espalier.cli.console import QUIET, aligned, stdout, write_json
 from espalier.cli.flags import new_command
 from espalier.errors import EspalierError
 
@@ -35,17 +34,9 @@ def run(asked: Namespace) -> int:
     times = [bench.target(count) for count in rows]
     stdout().print(Text(f"read {ceilings.bandwidth / 1e12:.2f} TB/s; bf16 product {ceilings.peak / 1e12:.0f} TFLOP/s"))
     stdout().print(Text(_table(times, ceilings)))
-    if asked.json is not None:
-        figures = {"shape": asked.shape, "ceilings": asdict(ceilings), "passes": [asdict(each) for each in times]}
-        _write(asked.json, {"machine": describe(), **figures})
+    figures = {"shape": asked.shape, "ceilings": asdict(ceilings), "passes": [asdict(each) for each in times]}
+    write_json(asked.json, figures)
     return 0
-
-
-def _write(path: Path, figures: dict[str, Any]) -> None:
-    try:
-        path.write_text(json.dumps(figures, indent=1) + "\n")
-    except OSError as error:
-        raise EspalierError(f"--json {path} cannot be written ({error.strerror}); name another file") from None
 
 
 def _table(times: list[LinearTimes], ceilings: Ceilings) -> str:

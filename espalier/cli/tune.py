@@ -8,12 +8,13 @@ import torch
 from rich.text import Text
 
 from espalier.bench.linears import ModelShape, Shape, shape_named
-from espalier.bench.machine import header, installed
+from espalier.bench.machine import header, installed, require_gpu
 from espalier.bench.tune import Measured, Tuner, as_choices
 from espalier.bench.tune import Table as ByRows
 from espalier.cli.console import QUIET, aligned, progress, stdout
-from espalier.config import EngineConfig
+from espalier.config import EngineConfig, is_open
 from espalier.engine.load import Checkpoint, find
+from espalier.engine.resolve import choose_device
 from espalier.errors import EspalierError
 from espalier.kernels.choices import Table, own_file, write
 from espalier.kernels.linear import Choice
@@ -32,10 +33,18 @@ def add(parser: ArgumentParser) -> None:
 
 
 def run(asked: Namespace, config: EngineConfig) -> int:
-    dtype = "bfloat16" if config.dtype == "auto" else config.dtype
-    if dtype not in DTYPES:
-        raise EspalierError(f"--tune measures bfloat16 and float16, not {dtype}; other dtypes take F.linear")
-    models = [shape_named(name) for name in asked.shapes.split(",")] if asked.shapes else [_of(find(config))]
+    require_gpu("--tune")
+    device = choose_device(config)
+    if device.type != "cuda":
+        raise EspalierError(f"--tune measures on a GPU, and device is {device}; use --device cuda")
+    with torch.cuda.device(device):
+        return _run(asked, config)
+
+
+def _run(asked: Namespace, config: EngineConfig) -> int:
+    found = None if asked.shapes else find(config)
+    dtype = _dtype(config, found)
+    models = [shape_named(name) for name in asked.shapes.split(",")] if found is None else [_of(found)]
     shapes = tuple(dict.fromkeys(shape for model in models for shape in model.shapes()))
     tuner, path = Tuner(DTYPES[dtype]), asked.choices or own_file()
     stdout().print(Text(header(), QUIET))
@@ -53,6 +62,15 @@ def run(asked: Namespace, config: EngineConfig) -> int:
     stdout().print(Text(_lines([bucket for rows in alone.values() for bucket in rows], table)))
     stdout().print(Text(f"written to {path}"))
     return 0
+
+
+def _dtype(config: EngineConfig, found: Checkpoint | None) -> str:
+    """What the engine would run in: what is set, else the checkpoint's own.  Raises EspalierError."""
+    stored = found.target.raw.get("dtype") or found.target.raw.get("torch_dtype") if found else None
+    dtype = (stored or "bfloat16") if is_open(config.dtype) else config.dtype
+    if dtype not in DTYPES:
+        raise EspalierError(f"--tune measures bfloat16 and float16, not {dtype}; other dtypes take F.linear")
+    return dtype
 
 
 def _of(found: Checkpoint) -> ModelShape:

@@ -21,6 +21,7 @@ from espalier.engine.executor import Handle, execute
 from espalier.engine.results import Results, read
 from espalier.engine.ticket import Row, Ticket
 from espalier.engine.wire import Packed, Sent, pack
+from espalier.errors import EspalierError
 from espalier.layout import ROUNDS_IN_FLIGHT
 from espalier.sampling.pick import Logprobs
 from espalier.sampling.shape import Shaping
@@ -90,7 +91,9 @@ class CudaExecutor:
         ]
         self.num_launched = 0
         self.graphs: dict[int, Graph] = {}
-        self._capture()
+        # A capture waits for the current device, which need not be ours.
+        with torch.cuda.device(self.device):
+            self._capture()
 
     @torch.inference_mode()
     def launch(self, ticket: Ticket) -> Handle:
@@ -141,7 +144,12 @@ class CudaExecutor:
         pool = torch.cuda.graph_pool_handle()
         console = Console(stderr=True)
         for batch in track(self.buckets[::-1], "capturing CUDA graphs", console=console, transient=True):
-            self.graphs[batch] = self._captured(batch, pool)
+            try:
+                self.graphs[batch] = self._captured(batch, pool)
+            except torch.OutOfMemoryError:
+                raise EspalierError(
+                    f"the graph of batch {batch} does not fit {self.device}; lower num_pages, graph_batch or max_batch"
+                ) from None
         taken = (torch.cuda.memory_reserved(self.device) - before) / 2**20
         seconds = time.perf_counter() - began
         log.info("captured rounds of %s as CUDA graphs: %.1f s, %.0f MiB", list(self.buckets), seconds, taken)
@@ -162,8 +170,10 @@ class CudaExecutor:
 
     def close(self) -> None:
         """Waits for what is in flight, then lets go of the graphs and their memory."""
-        torch.cuda.synchronize(self.device)
-        self.graphs.clear()
+        try:
+            torch.cuda.synchronize(self.device)
+        finally:
+            self.graphs.clear()
 
 
 NOBODY = Ticket(slots=(), shaping=EVERYTHING)

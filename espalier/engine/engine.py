@@ -116,5 +116,7 @@ class Engine:
         if self.stopped is None:
             self.stopped = "the engine is closed; make another LLM"
         self.in_flight.behind = None
-        self.executor.close()
-        self.executor = Closed()
+        try:
+            self.executor.close()
+        finally:
+            self.executor = Closed()

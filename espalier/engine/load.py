@@ -90,10 +90,11 @@ def resolve_config(config: EngineConfig, found: Checkpoint) -> ResolvedConfig:
     return resolve(config, str(found.target_path), draft, found.algorithm, device, facts)
 
 
-def build_engine(resolved: ResolvedConfig, found: Checkpoint, measure: bool) -> tuple[Engine, ResolvedConfig]:
+def build_engine(resolved: ResolvedConfig, found: Checkpoint, asked_pages: int | None) -> tuple[Engine, ResolvedConfig]:
     """Load the models and put the engine together.  Raises EspalierError naming what does not fit.
 
-    measure: on a GPU, take as many pages as are measured to fit beside the loaded models.  Returns what it came to.
+    On a GPU what fits beside the loaded models is measured: so many pages are taken, or asked_pages checked against
+    them.  Returns what it came to.
     """
     layout = layout_of(resolved)
     device, dtype = torch.device(resolved.device), getattr(torch, resolved.dtype)
@@ -109,8 +110,9 @@ def build_engine(resolved: ResolvedConfig, found: Checkpoint, measure: bool) -> 
     draft = None
     if found.draft_path is not None:
         draft = load_eagle3(found.draft_path, target, dtype=dtype, device=device, position_rows=layout.position_rows)
-    if measure and device.type == "cuda":
-        resolved = replace(resolved, num_pages=_measured(resolved, layout, target, draft, dtype, device))
+    if device.type == "cuda":
+        fitting = _measured(resolved, layout, target, draft, dtype, device, asked_pages)
+        resolved = replace(resolved, num_pages=fitting)
     log.info("resolved configuration\n%s", resolved.block())
     engine = assemble(
         layout,
@@ -135,13 +137,14 @@ def _measured(
     draft: Eagle3Draft | None,
     dtype: torch.dtype,
     device: torch.device,
+    asked_pages: int | None,
 ) -> int:
     def make(num_pages: int) -> Round:
         return make_round(layout, target, draft, resolved.algorithm, resolved.attention, num_pages, dtype, device)
 
     geometry = (*target.geometry, *(draft.geometry if draft is not None else ()))
     page_bytes = layout.tokens_in(bytes_per_token(geometry, dtype))
-    return measured_pages(layout, make, page_bytes, device, resolved.graph_batch)
+    return measured_pages(layout, make, page_bytes, device, resolved.graph_batch, asked_pages)
 
 
 def _num_weights(path: Path) -> int:

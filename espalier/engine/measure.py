@@ -3,7 +3,7 @@ free."""
 
 import gc
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -11,6 +11,7 @@ from espalier.engine.cuda import EVERYTHING, CudaExecutor
 from espalier.engine.ticket import Ticket
 from espalier.errors import EspalierError
 from espalier.layout import RoundLayout
+from espalier.request import MAX_LOGPROBS
 from espalier.speculate.round import Round
 
 # A trial's pages: the dummy, and one that a request could hold.
@@ -21,43 +22,72 @@ MARGIN = 0.02
 
 @dataclass(frozen=True)
 class Needs:
-    """Bytes of the largest launches beside what is always held."""
+    """Bytes of the largest launches.  eager_bytes: of any of them; round_bytes: of a round that can be captured;
+    free_bytes: left beside the models and the buffers of the layout, a trial's pages among them, while nothing runs;
+    total_bytes: of the GPU."""
 
-    prefill: int
-    round: int
+    eager_bytes: int
+    round_bytes: int
+    free_bytes: int
+    total_bytes: int
 
 
 def measured_pages(
-    layout: RoundLayout, make: Callable[[int], Round], page_bytes: int, device: torch.device, graph_batch: int
+    layout: RoundLayout,
+    make: Callable[[int], Round],
+    page_bytes: int,
+    device: torch.device,
+    graph_batch: int,
+    asked: int | None,
 ) -> int:
     """Pages that fit beside the models, the buffers of the layout and the largest launches, the dummy included.
 
-    make: a Round with so many pages.  Raises EspalierError where not even one full context fits.
+    make: a Round with so many pages; asked: pages that the user wants, which then is what is returned.  Raises
+    EspalierError where these do not fit, or not even one full context does.
     """
-    trial = CudaExecutor(make(TRIAL_PAGES), graph_batch=0)
-    needs = measure(trial, layout, device)
-    free, total = torch.cuda.mem_get_info(device)
-    del trial
-    gc.collect()
-    torch.cuda.empty_cache()
+    needs = _measured_needs(layout, make, device)
     # A graph keeps what a round needs in a pool of its own, beside what eager launches use.
-    kept = max(needs.prefill, needs.round) + (needs.round if graph_batch else 0) + int(total * MARGIN)
-    affordable = TRIAL_PAGES + (free - kept) // page_bytes
-    if affordable < layout.least_pages:
+    kept = needs.eager_bytes + (needs.round_bytes if graph_batch else 0) + int(needs.total_bytes * MARGIN)
+    affordable = TRIAL_PAGES + (needs.free_bytes - kept) // page_bytes
+    holds = (
+        f"{device} holds {max(affordable, 0)}: of its {_gib(needs.total_bytes)}, {_gib(needs.free_bytes)} are free "
+        f"beside models, buffers and what others hold, and launches take {_gib(kept)}"
+    )
+    if asked is not None and asked > affordable:
+        raise EspalierError(f"num_pages={asked} do not fit, {holds}; lower it, or leave it to 'auto'")
+    if asked is None and affordable < layout.least_pages:
         raise EspalierError(
             f"max_context={layout.max_context} needs {layout.least_pages} pages of {layout.page_size} tokens, and "
-            f"{device} holds {max(affordable, 0)} beside the models and {kept / 2**30:.1f} GiB for launches; "
-            "lower max_context, max_batch or chunk_size, or set num_pages yourself"
+            f"{holds}; lower max_context, or max_batch, num_draft_tokens and chunk_size, which make launches large"
         )
-    return min(affordable, layout.most_pages)
+    return min(affordable, layout.most_pages) if asked is None else asked
+
+
+def _gib(count: int) -> str:
+    return f"{count / 2**30:.1f} GiB"
+
+
+def _measured_needs(layout: RoundLayout, make: Callable[[int], Round], device: torch.device) -> Needs:
+    """Of a trial that nothing is left of."""
+    try:
+        return measure(CudaExecutor(make(TRIAL_PAGES), graph_batch=0), layout, device)
+    except torch.OutOfMemoryError:
+        raise EspalierError(
+            f"the largest launches of max_batch={layout.max_batch}, num_draft_tokens={layout.num_draft_tokens} and "
+            f"chunk_size={layout.chunk_size} do not fit {device} beside the models; lower one of them"
+        ) from None
+    finally:
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 def measure(executor: CudaExecutor, layout: RoundLayout, device: torch.device) -> Needs:
-    """Run the widest prefill passes and the fullest round."""
-    widths = {layout.chunk_widths[0], layout.chunk_widths[-1]}
-    passes = [(layout.chunk_batch(width), width) for width in widths]
-    prefill = max(_peak(executor, _of_dummies(batch, width), device) for batch, width in passes)
-    return Needs(prefill, _peak(executor, _of_dummies(layout.max_batch, 0), device))
+    """Run the fullest prefill pass of every width, and the fullest round, also with every log-probability reported."""
+    passes = [_of_dummies(layout.chunk_batch(width), width) for width in layout.chunk_widths]
+    captured = _of_dummies(layout.max_batch, 0)
+    reported = replace(captured, num_logprobs=MAX_LOGPROBS)
+    peaks = [_peak(executor, ticket, device) for ticket in (captured, reported, *passes)]
+    return Needs(max(peaks), peaks[0], *torch.cuda.mem_get_info(device))
 
 
 def _of_dummies(batch: int, width: int) -> Ticket:

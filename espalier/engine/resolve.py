@@ -3,6 +3,8 @@
 Device, model and free memory decide.
 """
 
+import gc
+import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +27,9 @@ PLAIN = {"steps": 0, "topk": 1, "num_draft_tokens": 1}
 TREE_FIELDS = tuple(PLAIN)
 LAYOUT_FIELDS = (*TREE_FIELDS, "page_size", "max_batch", "max_context", "chunk_size")
 CGROUP = Path("/sys/fs/cgroup")
+# Of a GPU: bfloat16 on tensor cores, and copies that do not pass through registers.
+LEAST_CAPABILITY = (8, 0)
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -63,7 +68,7 @@ def choose_device(config: EngineConfig) -> torch.device:
     """Raises EspalierError for a device that is not there."""
     has_cuda = torch.cuda.is_available()
     if is_open(config.device):
-        return torch.device("cuda" if has_cuda else "cpu")
+        return _auto_device()
     try:
         device = torch.device(config.device)
     except RuntimeError:
@@ -76,7 +81,33 @@ def choose_device(config: EngineConfig) -> torch.device:
         raise EspalierError(
             f"device={config.device!r} is not there; PyTorch finds {torch.cuda.device_count()} CUDA devices"
         )
+    if device.type == "cuda" and (too_old := _too_old(device)):
+        raise EspalierError(f"{too_old}; use device=cpu")
     return device
+
+
+def _auto_device() -> torch.device:
+    """The GPU, unless there is none or it is too old."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    too_old = _too_old(torch.device("cuda"))
+    if too_old is None:
+        return torch.device("cuda")
+    log.warning("%s; running on the CPU", too_old)
+    return torch.device("cpu")
+
+
+def _too_old(device: torch.device) -> str | None:
+    """What is wrong with a GPU that the kernels do not run on."""
+    capability = torch.cuda.get_device_capability(device)
+    if capability >= LEAST_CAPABILITY:
+        return None
+    name, have, need = torch.cuda.get_device_name(device), _version(capability), _version(LEAST_CAPABILITY)
+    return f"device={str(device)!r}: {name} has compute capability {have}, and {need} (Ampere) or later is needed"
+
+
+def _version(capability: tuple[int, int]) -> str:
+    return ".".join(map(str, capability))
 
 
 def choose_algorithm(config: EngineConfig, has_draft: bool) -> str:
@@ -219,6 +250,9 @@ def _num_pages(config: EngineConfig, layout: RoundLayout, facts: Facts, dtype: t
 def free_memory(device: torch.device) -> int:
     """Bytes that nobody uses: of the CUDA device, or of this machine within its control group's limit."""
     if device.type == "cuda":
+        # What an LLM that was closed let go of lies in PyTorch's cache, which the driver counts as used.
+        gc.collect()
+        torch.cuda.empty_cache()
         return torch.cuda.mem_get_info(device)[0]
     return min(_machine_memory(), *_cgroup_memory())
 

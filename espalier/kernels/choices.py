@@ -29,6 +29,9 @@ SHIPPED = Path(__file__).with_name("choices.json")
 # Fewer than 16 are padded to 16, so they have no bucket of their own.
 ROWS_BUCKETS = (16, 32, 64, 128, 256)
 
+# What a line of 128 bytes holds: the kernel asks for whole ones.
+LEAST_BLOCK_IN = 64
+
 Shape = tuple[int, int]
 log = logging.getLogger(__name__)
 
@@ -67,8 +70,9 @@ def choices_for(weight: Tensor) -> Choices | None:
 
 def own_file() -> Path:
     """Where a user's own table stands."""
-    config = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
-    return Path(os.environ.get(CHOICES_FILE) or config / "espalier" / "choices.json")
+    # expanduser and isfile, unlike pathlib's, raise neither for a user without a home nor for one that may not look.
+    config = os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")
+    return Path(os.environ.get(CHOICES_FILE) or f"{config}/espalier/choices.json")
 
 
 @cache
@@ -77,7 +81,7 @@ def _in_force(on: Chip, dtype: str, own: Path) -> Mapping[Shape, Choices]:
     found: dict[Shape, Choices] = {}
     sources = []
     for path in (SHIPPED, own):
-        for table in read(path) if path.exists() else ():
+        for table in read(path) if os.path.isfile(path) else ():
             if (table.chip, table.dtype) == (on, dtype):
                 found |= table.shapes
                 sources.append(f"{path} ({len(table.shapes)} shapes)")
@@ -130,7 +134,22 @@ def _shape(name: str) -> Shape:
 def _choices(buckets: dict[str, Any]) -> Choices:
     if list(buckets) != [str(bound) for bound in ROWS_BUCKETS]:
         raise ValueError(f"buckets of rows are {', '.join(map(str, ROWS_BUCKETS))}")
-    return Choices(tuple(None if launch is None else Choice(**launch) for launch in buckets.values()))
+    return Choices(
+        tuple(
+            None if launch is None else _checked(Choice(**launch), bound)
+            for launch, bound in zip(buckets.values(), ROWS_BUCKETS, strict=True)
+        )
+    )
+
+
+def _checked(choice: Choice, rows: int) -> Choice:
+    """Refuse, when a table is read, what would fail when it is launched."""
+    blocks = choice.block_out, choice.block_in, choice.warps
+    if min(*blocks, choice.splits, choice.stages) < 1 or any(size & (size - 1) for size in blocks):
+        raise ValueError(f"{choice} has blocks or warps that are no powers of two, or none")
+    if choice.block_in < LEAST_BLOCK_IN:
+        raise ValueError(f"{choice} for {rows} rows reads fewer than {LEAST_BLOCK_IN} columns at once")
+    return choice
 
 
 def _entry(table: Table) -> dict[str, Any]:

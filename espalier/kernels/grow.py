@@ -70,6 +70,7 @@ def grow_triton(tokens: Tensor, scores: Tensor, words: Tensor | None, first: int
             words,
             *grown,
             first,
+            topk,
             ROWS=rows,
             TOPK=topk,
             WORDS=num_words,
@@ -138,6 +139,7 @@ def _grow_kernel(
     out_parents_ptr,
     out_words_ptr,
     first,
+    topk,
     ROWS: tl.constexpr,
     TOPK: tl.constexpr,
     WORDS: tl.constexpr,
@@ -160,7 +162,8 @@ def _grow_kernel(
         rank += tl.sum(((other[None, :] > key[:, None]) | tied).to(tl.int32), 1)
     # What pads the block is no better than any candidate and stands behind them all.
     is_beam = rank < TOPK
-    parent = i // TOPK
+    # By an argument, not by a constant: see kernels/select.py.
+    parent = i // topk
     beam = request * TOPK + rank
     tl.store(out_tokens_ptr + beam, tl.load(tokens_ptr + candidates + i, mask=is_beam, other=0), mask=is_beam)
     tl.store(out_scores_ptr + beam, score, mask=is_beam)

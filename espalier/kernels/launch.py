@@ -2,7 +2,7 @@
 
 `import espalier` and every CPU path work without Triton.  A file of kernels/ holds an operation in three: the kernel,
 its launcher (`..._triton`), its plain-torch reference (`..._reference`); the operation itself calls the launcher for
-tensors on a GPU and the reference for others, and nothing else chooses.
+tensors on a GPU and the reference for others.  Who is for GPUs alone calls the launcher.
 """
 
 import os

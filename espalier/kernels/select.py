@@ -65,6 +65,7 @@ def select_triton(root: Tensor, tokens: Tensor, scores: Tensor, beams: Tensor, t
             scores.contiguous(),
             beams.contiguous(),
             *tree,
+            topk,
             SIZE=size,
             TOPK=topk,
             STEPS=steps,
@@ -115,25 +116,18 @@ def _require(root: Tensor, tokens: Tensor, scores: Tensor, beams: Tensor, topk: 
 
 @kernel
 def _select_kernel(
-    root_ptr,
-    tokens_ptr,
-    scores_ptr,
-    beams_ptr,
-    out_tokens_ptr,
-    out_parents_ptr,
-    out_depths_ptr,
-    out_scores_ptr,
-    out_words_ptr,
-    SIZE: tl.constexpr,
-    TOPK: tl.constexpr,
-    STEPS: tl.constexpr,
-    NODES: tl.constexpr,
-    WORDS: tl.constexpr,
-    N: tl.constexpr,
-    W: tl.constexpr,
-):
+    root_ptr, tokens_ptr, scores_ptr, beams_ptr,
+    out_tokens_ptr, out_parents_ptr, out_depths_ptr, out_scores_ptr, out_words_ptr,
+    topk,
+    SIZE: tl.constexpr, TOPK: tl.constexpr, STEPS: tl.constexpr, NODES: tl.constexpr, WORDS: tl.constexpr,
+    N: tl.constexpr, W: tl.constexpr,
+):  # fmt: skip
     """A program a request, candidates in registers.  The lowest score that is still selected is found bit by bit, so
-    that the work grows with the pool and not with its square."""
+    that the work grows with the pool and not with its square.
+
+    topk is TOPK, to divide by: by a constant the quotient of a small number is made in 16 bits, and of such ptxas 12.8
+    lost an addition (docs/log.md).
+    """
     request = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, N)
     exists = i < SIZE
@@ -152,12 +146,9 @@ def _select_kernel(
     node = tl.where(chosen, tl.cumsum(chosen.to(tl.int32), 0), 0)
     void = score == float("-inf")
     deeper = exists & (i >= TOPK)
-    beam = tl.load(beams_ptr + request * (SIZE // TOPK - 1) + (i - TOPK) // TOPK, mask=deeper, other=0).to(tl.int32)
+    beam = tl.load(beams_ptr + request * (SIZE // TOPK - 1) + (i - TOPK) // topk, mask=deeper, other=0).to(tl.int32)
     parent = tl.where(deeper & (void == 0), tl.gather(node, beam, 0), 0)
-    # Counted, not divided: ptxas 12.8 lost the addition in 2 + i // 100, of 16 bits to Triton (docs/log.md).
-    level = tl.full([N], 1, tl.int32)
-    for step in range(STEPS - 1):
-        level += ((i >= TOPK + step * TOPK * TOPK) & (void == 0)).to(tl.int32)
+    level = tl.where((i < TOPK) | void, 1, 2 + (i - TOPK) // (topk * topk))
     token = tl.load(tokens_ptr + request * SIZE + i, mask=chosen, other=0)
     out = request * NODES + node
     tl.store(out_tokens_ptr + out, tl.where(void, -1, token), mask=chosen)

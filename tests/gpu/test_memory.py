@@ -36,29 +36,30 @@ def margin() -> int:
     return int(torch.cuda.mem_get_info()[1] * MARGIN)
 
 
-def full(llm: LLM, prompt: int) -> list[int]:
+def full(llm: LLM, prompt: int, logprobs: int | None = None) -> list[int]:
     """A full batch of long contexts, each to the context's end; how many tokens each said."""
     rows = [[(31 * i * j + 7 * j + i) % 6000 + 4 for j in range(prompt)] for i in range(llm.config.max_batch)]
-    outputs = llm.generate(rows, SamplingParams(temperature=0.0, ignore_eos=True))
+    outputs = llm.generate(rows, SamplingParams(temperature=0.0, ignore_eos=True, logprobs=logprobs))
     assert [output.finish_reason for output in outputs] == ["length"] * len(outputs)
     llm.engine.check_pages()
     return [len(output.token_ids) for output in outputs]
 
 
-@pytest.mark.parametrize("graph_batch", ["auto", 0])
-def test_pages_that_were_measured_hold_a_full_batch_of_long_contexts(graph_batch, put_on_record):
+@pytest.mark.parametrize("graph_batch,chunk_size,logprobs", [("auto", 2048, None), (0, 2048, None), ("auto", 8192, 20)])
+def test_pages_that_were_measured_hold_a_full_batch_of_long_contexts(graph_batch, chunk_size, logprobs, put_on_record):
     """Memory for fewer pages than the batch would like, so that the last page is used and more are missed."""
     before = torch.cuda.memory_stats().get("num_alloc_retries", 0)
     settings = {"max_batch": 64, "max_context": 2048, "dtype": "float32", "graph_batch": graph_batch}
+    settings["chunk_size"] = chunk_size
     with all_taken_but(margin() + 2 * GIB), LLM("bundled", device="cuda", **settings) as llm:
         layout, pages = llm.engine.layout, llm.config.num_pages
         assert layout.least_pages <= pages < layout.most_pages
         left = torch.cuda.mem_get_info()[0]
-        said = full(llm, prompt=2048 - 40)
+        said = full(llm, prompt=2048 - 40, logprobs=logprobs)
         least = torch.cuda.mem_get_info()[0]
         put_on_record(
             FIGURES,
-            f"pages measured, graph_batch={graph_batch}: {pages} of {layout.page_size} tokens (a full batch would use "
+            f"pages measured, graph_batch={graph_batch}, logprobs={logprobs}: {pages} of {layout.page_size} tokens (a full batch would use "
             f"{layout.most_pages}), {left / MIB:.0f} MiB left free, {least / MIB:.0f} MiB after {sum(said)} tokens at "
             f"the end of {len(said)} contexts of 2048, {llm.engine.scheduler.num_preempted} preemptions; "
             f"margin {margin() / MIB:.0f} MiB",
@@ -75,6 +76,16 @@ def test_a_context_that_does_not_fit_is_refused_by_name_and_a_shorter_one_runs()
     torch.cuda.empty_cache()
     with LLM("bundled", max_context=128, num_pages=64, **settings) as llm:
         assert full(llm, prompt=120) == [8, 8]
+
+
+def test_an_llm_finds_what_the_one_before_it_let_go_of():
+    """Nobody empties PyTorch's cache in between, as a user would not."""
+    pages = []
+    with all_taken_but(margin() + 2 * GIB):
+        for _ in range(3):
+            with LLM("bundled", device="cuda", dtype="float32", max_batch=64, max_context=2048) as llm:
+                pages.append(llm.config.num_pages)
+    assert min(pages) > 0.95 * max(pages), pages
 
 
 def test_pages_that_are_asked_for_and_do_not_fit_are_refused_by_name():

@@ -2,6 +2,7 @@
 
 import json
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
@@ -47,6 +48,24 @@ def test_writing_keeps_what_is_not_measured_anew(tmp_path):
     write(path, Table(CHIP, "bfloat16", {(8, 16): Choices()}))
     tables = {table.dtype: table.shapes for table in read(path)}
     assert tables == {"bfloat16": {(64, 128): SOME, (8, 16): Choices()}, "float16": {(64, 128): SOME}}
+
+
+@pytest.mark.parametrize("wrong", [{"block_in": 32}, {"block_out": 48}, {"warps": 3}, {"splits": 0}, {"stages": -1}])
+def test_launches_that_cannot_run_are_refused_when_they_are_read(tmp_path, wrong):
+    path = tmp_path / "choices.json"
+    launch = replace(Choice(64, 128, 2, 4, 3), **wrong)
+    write(path, Table(CHIP, "bfloat16", {(64, 128): Choices((launch, None, None, None, None))}))
+    with pytest.raises(EspalierError, match=r"choices\.json is no table of linear layers"):
+        read(path)
+
+
+def test_a_user_without_a_home_has_no_table_of_his_own(monkeypatch, tmp_path):
+    for name in (CHOICES_FILE, "XDG_CONFIG_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", lambda uid: (_ for _ in ()).throw(KeyError(uid)))
+    assert not own_file().is_file()
+    monkeypatch.setenv(CHOICES_FILE, str(tmp_path / "mine.json"))
+    assert own_file() == tmp_path / "mine.json"
 
 
 @pytest.mark.parametrize(

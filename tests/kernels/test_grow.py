@@ -55,6 +55,7 @@ def test_the_reference_is_what_sorting_finds(rows, topk, first, num_words):
 
 SMALL = [(0, 2, 2, 2, 1), (1, 1, 1, 0, 1), (3, 1, 3, 0, 2), (2, 3, 3, 62, 2), (2, 4, 4, 64, 3), (1, 8, 8, 40, 1)]
 LARGE = [(64, 8, 8, 32, 1), (64, 10, 10, 60, 2), (3, 32, 32, 224, 4), (2, 45, 45, 90, 3), (64, 1, 10, 0, 2)]
+LARGE += [(8, topk, topk, topk, 1) for topk in (3, 5, 6, 7, 9, 11, 12, 17, 23)]
 
 
 def check(device, batch, rows, topk, first, num_words):
