@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     import triton.language as tl
 
 LARGEST_BLOCK = 2048
+# Of one warp at 16 bytes a thread, the widest access.
+WARP_BYTES = 512
 
 
 def commit_rows(staged: tuple[Tensor, Tensor], committed: tuple[Tensor, Tensor], source: Tensor, rows: Tensor) -> None:
@@ -24,6 +26,7 @@ def commit_rows(staged: tuple[Tensor, Tensor], committed: tuple[Tensor, Tensor],
     """
     for name, src, dst in zip("kv", staged, committed, strict=True):
         require(f"staged {name}", src, (dst.shape[0], -1, *dst.shape[2:]), dst.dtype, dst)
+    require("commit's source", source, (-1,), torch.int64, committed[0])
     require("commit's rows", rows, tuple(source.shape), torch.int64, source)
     make = commit_rows_triton if source.is_cuda else commit_rows_reference
     make(staged, committed, source, rows)
@@ -74,6 +77,7 @@ def commit_rows_triton(
                 f"commit needs rows of {name} that are contiguous, and their strides are {buffer.stride()}"
             )
     sizes = [buffer.shape[2] * buffer.shape[3] for buffer in committed]
+    blocks = [min(power_of_two(size), LARGEST_BLOCK) for size in sizes]
     _commit_kernel[(source.shape[0], committed[0].shape[0])](
         *staged,
         *committed,
@@ -82,9 +86,9 @@ def commit_rows_triton(
         *(buffer.stride(0) for buffer in (*staged, *committed)),
         K_SIZE=sizes[0],
         V_SIZE=sizes[1],
-        K_BLOCK=min(power_of_two(sizes[0]), LARGEST_BLOCK),
-        V_BLOCK=min(power_of_two(sizes[1]), LARGEST_BLOCK),
-        num_warps=4,
+        K_BLOCK=blocks[0],
+        V_BLOCK=blocks[1],
+        num_warps=min(max(min(blocks) * committed[0].element_size() // WARP_BYTES, 1), 4),
     )
 
 

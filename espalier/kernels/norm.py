@@ -5,13 +5,24 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from espalier.kernels.launch import kernel, power_of_two, require
 
 if TYPE_CHECKING:
     import triton.language as tl
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x²) + eps) · weight over the last dimension of x [..., H], in x's dtype and rounded once; float32
+    inside, float64 stays."""
+    return rms_norm_triton(x, weight, eps) if x.is_cuda else rms_norm_reference(x, weight, eps)
+
+
+def add_rms_norm(delta: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(residual + delta, its norm), [N, H] each, both in residual's dtype; the norm is of the rounded sum."""
+    make = add_rms_norm_triton if residual.is_cuda else add_rms_norm_reference
+    return make(delta, residual, weight, eps)
 
 
 @kernel
@@ -45,10 +56,9 @@ def _rms_norm_kernel(
 
 
 def rms_norm_triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x²) + eps) · weight over the last dimension of x [..., H], rounded once; float32 inside, float64
-    stays.  The last dimension is contiguous, and rows stand at one stride.
+    """Within an ulp or two of the reference: the sum of squares is taken in another order.
 
-    Within an ulp or two of the reference: the sum of squares is taken in another order.
+    Rows that stand at one stride are read where they are; any other form is copied first.
     """
     flat = x.reshape(-1, x.shape[-1])
     out = torch.empty(flat.shape, dtype=x.dtype, device=x.device)
@@ -57,7 +67,7 @@ def rms_norm_triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm_triton(delta: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(residual + delta, its norm), [N, H] each, both in residual's dtype; the norm is of the rounded sum."""
+    """The sum is the reference's to the bit, the norm as near as rms_norm_triton's."""
     require("the residual's delta", delta, tuple(residual.shape), residual.dtype, residual)
     total, out = (torch.empty(residual.shape, dtype=residual.dtype, device=residual.device) for _ in range(2))
     _launch(residual, delta, weight, eps, total, out)
@@ -75,7 +85,7 @@ def _launch(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, total: 
     _rms_norm_kernel[(rows,)](
         x,
         added,
-        weight,
+        weight.contiguous(),
         out if total is None else total,
         out,
         x.stride(0),
@@ -99,7 +109,19 @@ def exact_type(dtype: torch.dtype) -> object:
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     exact = torch.promote_types(x.dtype, torch.float32)
-    return F.rms_norm(x.to(exact), weight.shape, weight.to(exact), eps).to(x.dtype)
+    return norm_by_length(x.to(exact), *length_constants(weight.to(exact), eps)).to(x.dtype)
+
+
+def length_constants(weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """What norm_by_length wants of a weight [H]: it times sqrt(H), and the length that eps stands for."""
+    size = weight.numel()
+    return weight * size**0.5, weight.new_full((), (size * eps) ** 0.5)
+
+
+def norm_by_length(x: Tensor, scaled_weight: Tensor, floor: Tensor) -> Tensor:
+    """The norm with sqrt(sum(x²) + H·eps) as a hypotenuse: four operations where F.rms_norm runs nine."""
+    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return (x / torch.hypot(length, floor)).mul_(scaled_weight)
 
 
 def add_rms_norm_reference(delta: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

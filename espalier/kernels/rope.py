@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from espalier.errors import EspalierError
 from espalier.kernels.launch import kernel, power_of_two, require
 from espalier.kernels.norm import exact_type, rms_norm_reference
 from espalier.layout import DUMMY_ROW
@@ -25,7 +26,7 @@ HEADS_A_BLOCK = 8
 class Turn:
     """cos, sin: [N, size] of the rows' positions, the sine's first half negated, float32 (float64 for float64).
 
-    q_norm, k_norm: [size] weights of the RMS norm that some families give each head first, with its eps.
+    q_norm, k_norm: [size] weights of the RMS norm that some families give each head first, with its eps; both or none.
     """
 
     cos: Tensor
@@ -43,7 +44,6 @@ def rotate_and_store(
     k and v go to rows [N] int64 of k_buffer and v_buffer [R, kv_heads, size]; dummy: row 0 of these is the dummy's and
     gets zeros.  Returns q [N, heads, size], k and v [N, kv_heads, size]; qkv is overwritten on a GPU.
     """
-    _check(qkv, turn, rows, k_buffer, v_buffer)
     make = rotate_and_store_triton if qkv.is_cuda else rotate_and_store_reference
     return make(qkv, turn, rows, k_buffer, v_buffer, dummy)
 
@@ -125,7 +125,11 @@ def _rotate_kernel(
 def rotate_and_store_triton(
     qkv: Tensor, turn: Turn, rows: Tensor, k_buffer: Tensor, v_buffer: Tensor, dummy: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Products and the sum in float32, rounded once: within an ulp of the reference, whose addcmul may fuse them."""
+    """Products and the sum in float32, rounded once: within an ulp of the reference, whose addcmul may fuse them.
+
+    Raises EspalierError where a tensor's form is not what rotate_and_store says.
+    """
+    _check(qkv, turn, rows, k_buffer, v_buffer)
     count, num_heads, size = qkv.shape
     kv_heads = k_buffer.shape[1]
     heads = num_heads - 2 * kv_heads
@@ -173,6 +177,17 @@ def _check(qkv: Tensor, turn: Turn, rows: Tensor, k_buffer: Tensor, v_buffer: Te
     for name, norm in (("q", turn.q_norm), ("k", turn.k_norm)):
         if norm is not None:
             require(f"the norm of {name} heads", norm, (size,), None, qkv)
+    if (turn.q_norm is None) != (turn.k_norm is None) or size % 2 or qkv.shape[1] <= 2 * kv_heads:
+        raise EspalierError(
+            f"a rotation of {list(qkv.shape)} with {kv_heads} key heads needs query heads, an even size, and head "
+            "norms for queries and keys or for neither"
+        )
+    for what in (qkv, turn.cos, turn.sin, k_buffer, v_buffer, turn.q_norm, turn.k_norm):
+        if what is not None and what.stride(-1) != 1:
+            raise EspalierError(
+                f"a rotation needs the values of a head side by side, and strides {what.stride()} of a tensor "
+                f"{list(what.shape)} keep them apart: pass it contiguous in its last dimension"
+            )
 
 
 def rotate_and_store_reference(

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from espalier.errors import EspalierError
 from espalier.kernels.launch import kernel, require
 from espalier.kernels.norm import exact_type
 
@@ -34,8 +35,13 @@ def _silu_mul_kernel(x_ptr, out_ptr, x_n, size, EXACT: tl.constexpr, BLOCK: tl.c
 
 
 def silu_mul_triton(gate_up: Tensor) -> Tensor:
-    """Rounded once, where PyTorch rounds silu(gate) too: within an ulp of the dtype of each other."""
+    """Rounded once, where PyTorch, and so transformers in bfloat16, rounds silu(gate) as well.
+
+    That one rounding is an ulp of the dtype, or two where it meets a tie.  Raises EspalierError for an odd width.
+    """
     require("gate_up", gate_up, (-1, -1), None, gate_up)
+    if gate_up.shape[1] % 2:
+        raise EspalierError(f"gate_up stacks gate over up and has {gate_up.shape[1]} columns: it needs an even number")
     rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     gate_up = gate_up if gate_up.stride(1) == 1 else gate_up.contiguous()
     out = torch.empty(rows, size, dtype=gate_up.dtype, device=gate_up.device)

@@ -71,6 +71,14 @@ def test_what_does_not_fit_is_refused(kernel_device):
         ((staged, staged), (committed, committed[..., :2]), rows, rows),
         ((staged, staged), (committed, committed), rows, rows[:1]),
         ((staged, staged), (committed, committed), rows, rows.int()),
+        ((staged, staged), (committed, committed), rows.int(), rows),
     ):
         with pytest.raises(EspalierError, match="needs shape"):
             commit_rows(*wrong)
+
+
+def test_rows_in_pieces_are_refused(kernel_device):
+    staged, committed = torch.zeros(2, 3, 2, 4, device=kernel_device), torch.zeros(2, 2, 9, 4, device=kernel_device)
+    rows = torch.ones(1, dtype=torch.int64, device=kernel_device)
+    with pytest.raises(EspalierError, match="contiguous"):
+        commit_rows_triton((staged, staged), (committed.transpose(1, 2),) * 2, rows, rows)

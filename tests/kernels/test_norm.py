@@ -11,6 +11,7 @@ from espalier.kernels.norm import (
     rms_norm_reference,
     rms_norm_triton,
 )
+from espalier.models.layers.norm import RMSNorm
 
 EPS = 1e-5
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
@@ -81,3 +82,32 @@ def test_what_does_not_fit_is_refused(kernel_device):
         add_rms_norm_triton(x[:1], x, torch.zeros(8, device=kernel_device), EPS)
     with pytest.raises(EspalierError, match="delta needs shape"):
         add_rms_norm_triton(x.double(), x, torch.zeros(8, device=kernel_device), EPS)
+
+
+def test_a_weight_may_stand_apart(kernel_device):
+    x, wide = drawn((3, 16), torch.float64, kernel_device), drawn((16, 2), torch.float64, kernel_device, 1)
+    close(rms_norm_triton(x, wide[:, 1], EPS), F.rms_norm(x, (16,), wide[:, 1].contiguous(), EPS))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_a_layer_is_its_kernels_reference(dtype):
+    """With constants made once or at every call: the same bits."""
+    cpu = torch.device("cpu")
+    x, delta = drawn((5, 24), dtype, cpu, 1), drawn((5, 24), dtype, cpu, 2)
+    weight = drawn((24,), dtype, cpu, 3)
+    layer = RMSNorm(weight, EPS)
+    assert torch.equal(layer(x), rms_norm_reference(x, weight, EPS))
+    for ours, expected in zip(layer.after(delta, x), add_rms_norm_reference(delta, x, weight, EPS), strict=True):
+        assert torch.equal(ours, expected)
+    assert layer.after(None, x)[0] is x
+
+
+@pytest.mark.parametrize("make", [add_rms_norm_triton, add_rms_norm_reference])
+def test_what_is_normed_is_the_rounded_sum(make, kernel_device):
+    """Half the roundings would differ for the sum before rounding, but by an ulp, which no tolerance shows."""
+    delta, residual = (drawn((8, 128), torch.float16, kernel_device, seed) for seed in (1, 2))
+    weight = drawn((128,), torch.float16, kernel_device, 3)
+    total, out = make(delta, residual, weight, EPS)
+    exact = F.rms_norm(total.double(), (128,), weight.double(), EPS).to(torch.float16)
+    # Those that float32 takes across a tie are one in thousands.
+    assert (out != exact).sum() <= out.numel() // 100

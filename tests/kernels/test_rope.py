@@ -1,10 +1,12 @@
 """Rotation, head norms and where keys and values go, against words as plain as they come."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from espalier.errors import EspalierError
-from espalier.kernels.rope import Turn, rotate_and_store, rotate_and_store_reference, rotate_and_store_triton
+from espalier.kernels.rope import Turn, rotate_and_store_reference, rotate_and_store_triton
 
 # rows, heads, kv_heads, size
 SMALL = [(0, 4, 2, 8), (1, 1, 1, 2), (3, 4, 2, 8), (5, 6, 2, 10), (2, 3, 3, 64)]
@@ -109,4 +111,33 @@ def test_what_does_not_fit_is_refused(kernel_device):
         (qkv.double(), turn, rows, buffer.double(), buffer.double()),
     ):
         with pytest.raises(EspalierError, match="needs shape"):
-            rotate_and_store(*wrong, dummy=True)
+            rotate_and_store_triton(*wrong, dummy=True)
+
+
+def test_values_of_a_head_that_stand_apart_are_refused(kernel_device):
+    qkv, turn = torch.zeros(3, 4, 8, device=kernel_device), turn_of(3, 8, True, torch.float32, kernel_device)
+    buffer, rows = torch.zeros(5, 1, 8, device=kernel_device), torch.arange(3, device=kernel_device)
+    apart = torch.zeros(5, 1, 16, device=kernel_device)[..., ::2]
+    for wrong in (
+        (torch.zeros(3, 4, 16, device=kernel_device)[..., ::2], turn, rows, buffer, buffer),
+        (qkv, turn, rows, apart, buffer),
+        (qkv, turn, rows, buffer, apart),
+        (qkv, replace(turn, cos=turn.cos.t().contiguous().t()), rows, buffer, buffer),
+        (qkv, replace(turn, k_norm=torch.ones(16, device=kernel_device)[::2]), rows, buffer, buffer),
+    ):
+        with pytest.raises(EspalierError, match="side by side"):
+            rotate_and_store_triton(*wrong, dummy=False)
+
+
+def test_heads_that_make_no_layer_are_refused(kernel_device):
+    rows = torch.arange(3, device=kernel_device)
+    for heads, size, half_normed in ((4, 7, False), (2, 8, False), (4, 8, True)):
+        turn = turn_of(3, size + size % 2, False, torch.float32, kernel_device)
+        turn = replace(turn, cos=turn.cos[:, :size], sin=turn.sin[:, :size])
+        if half_normed:
+            turn = replace(turn, q_norm=torch.ones(size, device=kernel_device))
+        buffer = torch.zeros(5, 1, size, device=kernel_device)
+        with pytest.raises(EspalierError, match="needs query heads"):
+            rotate_and_store_triton(
+                torch.zeros(3, heads, size, device=kernel_device), turn, rows, buffer, buffer, dummy=False
+            )

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from espalier.errors import EspalierError
 from espalier.kernels.silu import silu_mul_reference, silu_mul_triton
 
 SMALL = [(0, 4), (1, 1), (2, 7), (3, 1500)]
@@ -36,3 +37,9 @@ def test_large_gates_do_not_overflow(kernel_device):
 def test_rows_may_stand_apart(kernel_device):
     wide = torch.randn(4, 30, device=kernel_device)
     torch.testing.assert_close(silu_mul_triton(wide[:, 6:26]), silu_mul_reference(wide[:, 6:26].contiguous()))
+
+
+@pytest.mark.parametrize("shape", [(2, 7), (2, 3, 8)])
+def test_what_has_no_two_halves_is_refused(shape, kernel_device):
+    with pytest.raises(EspalierError, match="gate_up"):
+        silu_mul_triton(torch.zeros(shape, device=kernel_device))

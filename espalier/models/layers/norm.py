@@ -1,37 +1,36 @@
-"""RMS normalisation (arXiv:1910.07467)."""
+"""A model's RMS normalisation: a weight and what it is called with."""
 
 import torch
 from torch import Tensor
 
-from espalier.kernels.norm import add_rms_norm_triton, rms_norm_reference, rms_norm_triton
+from espalier.kernels.norm import add_rms_norm, length_constants, norm_by_length, rms_norm
 
 
 class RMSNorm:
-    """x / sqrt(mean(x²) + eps) · weight over the last dimension, in float32 at least; returns x's dtype."""
+    """x / sqrt(mean(x²) + eps) · weight over the last dimension, in float32 at least; x has weight's dtype.
 
-    __slots__ = ("weight", "eps", "_scaled_weight", "_floor")
+    On a CPU the constants of the exact dtypes are made once: making them costs as much as norming a row.
+    """
+
+    __slots__ = ("weight", "eps", "_constants")
 
     def __init__(self, weight: Tensor, eps: float) -> None:
         self.weight = weight
         self.eps = eps
-        size = weight.numel()
-        self._scaled_weight = weight * size**0.5
-        self._floor = torch.tensor((eps * size) ** 0.5, dtype=weight.dtype, device=weight.device)
+        kept = weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.float64)
+        self._constants = length_constants(weight, eps) if kept else None
 
     def __call__(self, x: Tensor) -> Tensor:
-        if x.is_cuda:
-            return rms_norm_triton(x, self.weight, self.eps)
-        if x.dtype in (torch.float32, torch.float64):
-            # sqrt(sum(x²) + size·eps) as the hypotenuse: four operations where rms_norm runs nine.
-            length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-            return (x / torch.hypot(length, self._floor)).mul_(self._scaled_weight)
-        return rms_norm_reference(x, self.weight, self.eps)
+        """[..., H] -> [..., H]."""
+        if self._constants is not None:
+            return norm_by_length(x, *self._constants)
+        return rms_norm(x, self.weight, self.eps)
 
     def after(self, delta: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
         """(residual + delta, its norm), [N, H] each; delta is None where nothing was added yet."""
         if delta is None:
             return residual, self(residual)
-        if residual.is_cuda:
-            return add_rms_norm_triton(delta, residual, self.weight, self.eps)
-        total = residual + delta
-        return total, self(total)
+        if self._constants is not None:
+            total = residual + delta
+            return total, self(total)
+        return add_rms_norm(delta, residual, self.weight, self.eps)
