@@ -9,7 +9,7 @@ from espalier.bench.machine import describe, installed
 from espalier.cli import tune
 from espalier.cli.console import QUIET, stdout
 from espalier.cli.flags import add_engine_flags, engine_settings, new_command
-from espalier.config import EngineConfig
+from espalier.config import EngineConfig, is_open
 from espalier.engine.load import find, resolve_config
 
 OPTIONAL = ("triton", "flashinfer-python", "accelerate")
@@ -34,6 +34,8 @@ def run(asked: Namespace) -> int:
     resolved = resolve_config(config, found)
     console.print(Text("resolved configuration", "bold"))
     console.print(Text(resolved.block()))
+    if resolved.device != "cpu" and is_open(config.num_pages):
+        console.print(Text("  num_pages is an estimate here: it is measured when the models are loaded", QUIET))
     target = found.target
     console.print(Text("model", "bold"))
     console.print(
