@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from espalier.errors import EspalierError
-from espalier.kernels.launch import kernel, power_of_two, require
+from espalier.kernels.dependent import after_previous, early
+from espalier.kernels.launch import chip, kernel, power_of_two, require
 from espalier.kernels.norm import exact_type, rms_norm_reference
 from espalier.layout import DUMMY_ROW
 
@@ -81,7 +82,9 @@ def _rotate_kernel(
     EXACT: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
+    after_previous(DEPENDENT)
     n = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     at = tl.arange(0, BLOCK)
@@ -161,6 +164,7 @@ def rotate_and_store_triton(
             BLOCK_H=HEADS_A_BLOCK,
             BLOCK=power_of_two(size // 2),
             num_warps=2 if size <= 128 else 4,
+            **early(chip(qkv)),
         )
     return qkv[:, :heads], qkv[:, heads : heads + kv_heads], qkv[:, heads + kv_heads :]
 
