@@ -139,16 +139,22 @@ def _linear_kernel(
 
 
 @kernel
+def load_sum(pointer, part_stride, mask, PARTS: tl.constexpr, TYPE: tl.constexpr, EXACT: tl.constexpr):
+    """Parts added in their order in EXACT and rounded to TYPE, as `linear` would hand them on; in EXACT again."""
+    total = tl.load(pointer, mask=mask, other=0.0).to(EXACT)
+    for part in tl.static_range(1, PARTS):
+        total += tl.load(pointer + part * part_stride, mask=mask, other=0.0).to(EXACT)
+    return total.to(TYPE).to(EXACT)
+
+
+@kernel
 def _sum_parts_kernel(
     parts_ptr, out_ptr, count, PARTS: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     after_previous(DEPENDENT)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = at < count
-    total = tl.load(parts_ptr + at, mask=mask, other=0.0)
-    for _ in tl.static_range(PARTS - 1):
-        parts_ptr += count
-        total += tl.load(parts_ptr + at, mask=mask, other=0.0)
+    total = load_sum(parts_ptr + at, count, mask, PARTS, out_ptr.dtype.element_ty, tl.float32)
     tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=mask)
 
 
@@ -168,6 +174,13 @@ def linear_parts(x: Tensor, weight: Tensor, bias: Tensor | None, choice: Choice 
 
 def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return F.linear(x, weight, bias)
+
+
+def sum_parts_reference(parts: Tensor, dtype: torch.dtype) -> Tensor:
+    total = parts[0].clone()
+    for part in parts[1:]:
+        total += part
+    return total.to(dtype)
 
 
 def linear_triton(x: Tensor, weight: Tensor, bias: Tensor | None, choice: Choice) -> Tensor:

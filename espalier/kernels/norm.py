@@ -9,6 +9,7 @@ from torch import Tensor
 
 from espalier.kernels.dependent import ask_for, early, let_next_start, wait_for_previous
 from espalier.kernels.launch import chip, kernel, power_of_two, require
+from espalier.kernels.linear import load_sum, sum_parts_reference
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -57,10 +58,7 @@ def _rms_norm_kernel(
     wait_for_previous(DEPENDENT)
     x = tl.load(x_ptr + row * x_n + at, mask=real, other=0.0).to(EXACT)
     if PARTS:
-        delta = tl.load(delta_ptr + row * delta_n + at, mask=real, other=0.0).to(EXACT)
-        for part in tl.static_range(1, PARTS):
-            delta += tl.load(delta_ptr + part * delta_part + row * delta_n + at, mask=real, other=0.0)
-        x += delta.to(sum_ptr.dtype.element_ty).to(EXACT)
+        x += load_sum(delta_ptr + row * delta_n + at, delta_part, real, PARTS, sum_ptr.dtype.element_ty, EXACT)
         # What is normed is what the residual stream holds.
         x = x.to(sum_ptr.dtype.element_ty)
         tl.store(sum_ptr + row * SIZE + at, x, mask=real)
@@ -148,6 +146,6 @@ def norm_by_length(x: Tensor, scaled_weight: Tensor, floor: Tensor) -> Tensor:
 
 def add_rms_norm_reference(delta: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     if delta.ndim == 3:
-        delta = sum(delta[1:], delta[0]).to(residual.dtype)
+        delta = sum_parts_reference(delta, residual.dtype)
     total = residual + delta
     return total, rms_norm_reference(total, weight, eps)

@@ -39,7 +39,7 @@ class Chain:
         x, normed = self.x, rms_norm_triton(self.x, self.norm, 1e-5)
         for out, down in ((SPLIT, SLOW), (SLOW, SPLIT)):
             # In the first layer what was stored goes on, in the second what was turned in place.
-            qkv = linear_triton(normed, self.weight["qkv"], None, out).unflatten(1, (-1, SIZE))
+            qkv = linear_parts_triton(normed, self.weight["qkv"], None, out).unflatten(-1, (-1, SIZE))
             q, _, _ = rotate_and_store_triton(qkv, self.turn, self.rows, *self.kept, dummy=False)
             heads = self.kept.transpose(0, 1).flatten(1).repeat(1, 2) if out is SPLIT else q.flatten(1)
             attended = linear_parts_triton(heads, self.weight["out"], None, out)

@@ -37,5 +37,6 @@ class Attention:
         """
         if self.q_norm is not None and self.k_norm is not None:
             turn = replace(turn, q_norm=self.q_norm.weight, k_norm=self.k_norm.weight, eps=self.q_norm.eps)
-        qkv = self.qkv(x).view(*shape, self.num_heads, self.head_size)
+        qkv = self.qkv.in_parts(x)
+        qkv = qkv.view(*qkv.shape[:-2], *shape, self.num_heads, self.head_size)
         return self.out.in_parts(attend(layer, qkv, turn).flatten(2).flatten(0, 1))
