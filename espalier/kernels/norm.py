@@ -56,6 +56,8 @@ def _rms_norm_kernel(
     if DEPENDENT:
         ask_for(weight_ptr + tl.minimum(tl.arange(0, LINES) * (BLOCK // LINES), SIZE - 1))
     wait_for_previous(DEPENDENT)
+    # Read before the sum over the row, behind which it would begin another wait for memory.
+    weight = tl.load(weight_ptr + at, mask=real, other=0.0).to(EXACT)
     x = tl.load(x_ptr + row * x_n + at, mask=real, other=0.0).to(EXACT)
     if PARTS:
         x += load_sum(delta_ptr + row * delta_n + at, delta_part, real, PARTS, sum_ptr.dtype.element_ty, EXACT)
@@ -64,7 +66,6 @@ def _rms_norm_kernel(
         tl.store(sum_ptr + row * SIZE + at, x, mask=real)
         x = x.to(EXACT)
     scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / SIZE + EPS)
-    weight = tl.load(weight_ptr + at, mask=real, other=0.0).to(EXACT)
     tl.store(out_ptr + row * SIZE + at, (x * scale * weight).to(out_ptr.dtype.element_ty), mask=real)
 
 

@@ -21,7 +21,8 @@ from espalier.layout import DUMMY_ROW
 if TYPE_CHECKING:
     import triton.language as tl
 
-HEADS_A_BLOCK = 8
+# Of one program, a warp for heads of up to 128: a row's heads turn on many processors at once.
+HEADS_A_BLOCK = 2
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,7 @@ def _rotate_kernel(
 ):  # fmt: skip
     after_previous(DEPENDENT)
     n = tl.program_id(0).to(tl.int64)
+    row = tl.load(row_ptr + n * row_n)
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     at = tl.arange(0, BLOCK)
     half: tl.constexpr = SIZE // 2
@@ -97,7 +99,6 @@ def _rotate_kernel(
     turned_at = turned_ptr + n * turned_n + head[:, None] * turned_h + at[None, :]
     tl.store(turned_at, left, mask=turned)
     tl.store(turned_at + half, right, mask=turned)
-    row = tl.load(row_ptr + n * row_n)
     if DUMMY:
         left = tl.where(row == 0, 0.0, left).to(TYPE)
         right = tl.where(row == 0, 0.0, right).to(TYPE)
@@ -156,7 +157,7 @@ def rotate_and_store_triton(
             EXACT=exact_type(turned.dtype),
             BLOCK_H=HEADS_A_BLOCK,
             BLOCK=power_of_two(size // 2),
-            num_warps=2 if size <= 128 else 4,
+            num_warps=1 if size <= 128 else 2,
             **early(chip(qkv)),
         )
     return turned[:, :heads], turned[:, heads : heads + kv_heads], turned[:, heads + kv_heads :]
