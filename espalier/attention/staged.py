@@ -1,7 +1,7 @@
 """How a model's layer meets the cache: what becomes of its new rows, and attention over them.
 
-A model calls `attend(layer, qkv, turn)` with its projections [B, Q, heads + 2 · kv_heads, size] and gets [B, Q, heads,
-size]; it knows no more.
+A model calls `attend(layer, qkv, turn)` with its projections [B, Q, heads + 2 · kv_heads, size], or parts of them
+(models/base.py), and gets [B, Q, heads, size]; it knows no more.
 """
 
 from dataclasses import dataclass
@@ -26,9 +26,9 @@ class Undecided:
 
     def __call__(self, layer: int, qkv: Tensor, turn: Turn) -> Tensor:
         layer += self.first_layer
-        batch, queries = qkv.shape[:2]
+        batch, queries = qkv.shape[-4:-2]
         buffers = self.staging.layers[layer]
-        q, _, _ = rotate_and_store(qkv.flatten(0, 1), turn, self.rows, *buffers, dummy=False)
+        q, _, _ = rotate_and_store(qkv.flatten(-4, -3), turn, self.rows, *buffers, dummy=False)
         k, v = self.staging.rows_of(layer, batch, queries, self.width, self.at)
         return self.attention.attend(layer, q.unflatten(0, (batch, queries)), k, v)
 
@@ -48,7 +48,7 @@ class Decided:
 
     def __call__(self, layer: int, qkv: Tensor, turn: Turn) -> Tensor:
         layer += self.first_layer
-        shape = (qkv.shape[0], qkv.shape[1])
+        shape = (qkv.shape[-4], qkv.shape[-3])
         buffers = self.attention.pages.layers[layer]
-        turned = rotate_and_store(qkv.flatten(0, 1), turn, self.rows.flatten(), *buffers, dummy=True)
+        turned = rotate_and_store(qkv.flatten(-4, -3), turn, self.rows.flatten(), *buffers, dummy=True)
         return self.attention.attend(layer, *(heads.unflatten(0, shape) for heads in turned))

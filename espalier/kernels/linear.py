@@ -1,9 +1,10 @@
 """A linear map of few rows: y = x · weightᵀ + bias, bound by reading the weight once.
 
 Each program multiplies a block of the weight's rows with all rows of x, over the whole of `in` or over one of `splits`
-parts of it.  Parts are written apart, in float32, and a second kernel adds them in order: no atomics, so the same
-input gives the same bits.  Which block sizes are fast is measured (`espalier doctor --tune`) and stands in a file
-(kernels/choices.py); this file knows which of them are worth measuring on a chip.
+parts of it.  Parts are written apart, in float32, and what reads them adds them in order: no atomics, so the same
+input gives the same bits.  `linear` has a kernel for that; `linear_parts` leaves it to whoever reads them.  Which
+block sizes are fast is measured (`espalier doctor --tune`) and stands in a file (kernels/choices.py); this file knows
+which of them are worth measuring on a chip.
 
 Both kernels are launched early where the chip can do that (kernels/dependent.py); the first asks for its first weights
 before it waits.
@@ -23,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from espalier.errors import EspalierError
-from espalier.kernels.dependent import after_previous, early, let_next_start, wait_for_previous
+from espalier.kernels.dependent import after_previous, ask_for, early, let_next_start, wait_for_previous
 from espalier.kernels.launch import Chip, chip, kernel, power_of_two, require
 
 if TYPE_CHECKING:
@@ -97,14 +98,6 @@ def _blocks(count: int, block: int) -> int:
 
 
 @kernel
-def _ask_for(pointers):
-    """Bring lines into the L2; nobody waits for them."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers.to(tl.int64)], tl.int32, is_pure=False, pack=1
-    )
-
-
-@kernel
 def _linear_kernel(
     x_ptr, w_ptr, bias_ptr, out_ptr, num_rows, num_out, num_in, x_stride, w_stride,
     ROWS: tl.constexpr, OUT: tl.constexpr, IN: tl.constexpr,
@@ -122,7 +115,7 @@ def _linear_kernel(
     if DEPENDENT:
         # A line of the L2 holds 64 numbers.
         lines = first + tl.arange(0, IN // 64) * 64
-        _ask_for(w_ptr + w_rows.to(tl.int64)[:, None] * w_stride + tl.minimum(lines, num_in - 1)[None, :])
+        ask_for(w_ptr + w_rows.to(tl.int64)[:, None] * w_stride + tl.minimum(lines, num_in - 1)[None, :])
     wait_for_previous(DEPENDENT)
     x_ptrs = x_ptr + rows.to(tl.int64)[None, :] * x_stride + (first + ins)[:, None]
     total = tl.zeros((OUT, ROWS), tl.float32)
@@ -138,26 +131,30 @@ def _linear_kernel(
         w_ptrs += IN
         x_ptrs += IN
     if BIAS:
-        total += tl.load(bias_ptr + w_rows).to(tl.float32)[:, None]
+        # Of the first part alone.
+        total += tl.where(part == 0, tl.load(bias_ptr + w_rows).to(tl.float32), 0.0)[:, None]
     places = (part.to(tl.int64) * num_rows + rows)[:, None] * num_out + outs[None, :]
     mask = (rows[:, None] < num_rows) & (outs[None, :] < num_out)
     tl.store(out_ptr + places, tl.trans(total).to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @kernel
+def load_sum(pointer, part_stride, mask, PARTS: tl.constexpr, TYPE: tl.constexpr, EXACT: tl.constexpr):
+    """Parts added in their order in EXACT and rounded to TYPE, as `linear` would hand them on; in EXACT again."""
+    total = tl.load(pointer, mask=mask, other=0.0).to(EXACT)
+    for part in tl.static_range(1, PARTS):
+        total += tl.load(pointer + part * part_stride, mask=mask, other=0.0).to(EXACT)
+    return total.to(TYPE).to(EXACT)
+
+
+@kernel
 def _sum_parts_kernel(
-    parts_ptr, bias_ptr, out_ptr, count, num_out,
-    PARTS: tl.constexpr, BLOCK: tl.constexpr, BIAS: tl.constexpr, DEPENDENT: tl.constexpr,
+    parts_ptr, out_ptr, count, PARTS: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     after_previous(DEPENDENT)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = at < count
-    total = tl.load(parts_ptr + at, mask=mask, other=0.0)
-    for _ in tl.static_range(PARTS - 1):
-        parts_ptr += count
-        total += tl.load(parts_ptr + at, mask=mask, other=0.0)
-    if BIAS:
-        total += tl.load(bias_ptr + at % num_out, mask=mask, other=0.0).to(tl.float32)
+    total = load_sum(parts_ptr + at, count, mask, PARTS, out_ptr.dtype.element_ty, tl.float32)
     tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=mask)
 
 
@@ -169,11 +166,37 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, choice: Choice | None
     return linear_reference(x, weight, bias) if choice is None else linear_triton(x, weight, bias, choice)
 
 
+def linear_parts(x: Tensor, weight: Tensor, bias: Tensor | None, choice: Choice | None) -> Tensor:
+    """`linear`, or, where the choice splits, its parts [splits, rows, out] in float32: added in order and rounded to
+    x's dtype they are `linear` to the bit."""
+    return linear_reference(x, weight, bias) if choice is None else linear_parts_triton(x, weight, bias, choice)
+
+
 def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return F.linear(x, weight, bias)
 
 
+def sum_parts_reference(parts: Tensor, dtype: torch.dtype) -> Tensor:
+    total = parts[0].clone()
+    for part in parts[1:]:
+        total += part
+    return total.to(dtype)
+
+
 def linear_triton(x: Tensor, weight: Tensor, bias: Tensor | None, choice: Choice) -> Tensor:
+    """See linear_parts_triton."""
+    made = linear_parts_triton(x, weight, bias, choice)
+    if made.ndim == 2:
+        return made
+    parts, rows, num_out = made.shape
+    out = x.new_empty(rows, num_out)
+    _sum_parts_kernel[(_blocks(out.numel(), SUM_BLOCK),)](
+        made, out, out.numel(), PARTS=parts, BLOCK=SUM_BLOCK, num_warps=4, **early(chip(x))
+    )
+    return out
+
+
+def linear_parts_triton(x: Tensor, weight: Tensor, bias: Tensor | None, choice: Choice) -> Tensor:
     """x's and weight's rows may stand any stride apart, their numbers side by side; all in x's dtype.
 
     Raises EspalierError on other shapes, dtypes or strides, and where the choice does not fit the chip.
@@ -181,22 +204,17 @@ def linear_triton(x: Tensor, weight: Tensor, bias: Tensor | None, choice: Choice
     rows, num_in = x.shape
     num_out, parts, on = weight.shape[0], choice.splits, chip(x)
     _require(x, weight, bias, choice, on)
-    out = x.new_empty(rows, num_out)
+    split = parts > 1 and rows * num_out > 0
+    out = x.new_empty(parts, rows, num_out, dtype=torch.float32) if split else x.new_empty(rows, num_out)
     if out.numel() == 0:
         return out
-    made = out if parts == 1 else x.new_empty(parts, rows, num_out, dtype=torch.float32)
     _linear_kernel[_blocks(num_out, choice.block_out), parts](
-        x, weight, bias, made, rows, num_out, num_in, x.stride(0), weight.stride(0),
+        x, weight, bias, out, rows, num_out, num_in, x.stride(0), weight.stride(0),
         ROWS=block_rows(rows), OUT=choice.block_out, IN=choice.block_in,
         EVEN_OUT=num_out % choice.block_out == 0, EVEN_IN=num_in % choice.block_in == 0,
-        BIAS=bias is not None and parts == 1,
+        BIAS=bias is not None,
         num_warps=choice.warps, num_stages=choice.stages, **early(on),
     )  # fmt: skip
-    if parts > 1:
-        _sum_parts_kernel[(_blocks(out.numel(), SUM_BLOCK),)](
-            made, bias, out, out.numel(), num_out,
-            PARTS=parts, BLOCK=SUM_BLOCK, BIAS=bias is not None, num_warps=4, **early(on),
-        )  # fmt: skip
     return out
 
 

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from espalier.kernels.launch import kernel, power_of_two, require
+from espalier.kernels.dependent import ask_for, early, let_next_start, wait_for_previous
+from espalier.kernels.launch import chip, kernel, power_of_two, require
+from espalier.kernels.linear import load_sum, sum_parts_reference
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -20,7 +22,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(delta: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(residual + delta, its norm), [N, H] each, both in residual's dtype; the norm is of the rounded sum."""
+    """(residual + delta, its norm), [N, H] each, both in residual's dtype; the norm is of the rounded sum.
+
+    delta: [N, H] in that dtype, or [parts, N, H] float32, whose sum in order is rounded to it first
+    (kernels/linear.py's linear_parts).
+    """
     make = add_rms_norm_triton if residual.is_cuda else add_rms_norm_reference
     return make(delta, residual, weight, eps)
 
@@ -34,24 +40,32 @@ def _rms_norm_kernel(
     out_ptr,
     x_n,
     delta_n,
+    delta_part,
     EPS: tl.constexpr,
     SIZE: tl.constexpr,
-    ADD: tl.constexpr,
+    PARTS: tl.constexpr,
     EXACT: tl.constexpr,
     BLOCK: tl.constexpr,
+    LINES: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     real = at < SIZE
+    let_next_start(DEPENDENT)
+    if DEPENDENT:
+        ask_for(weight_ptr + tl.minimum(tl.arange(0, LINES) * (BLOCK // LINES), SIZE - 1))
+    wait_for_previous(DEPENDENT)
+    # Read before the sum over the row, behind which it would begin another wait for memory.
+    weight = tl.load(weight_ptr + at, mask=real, other=0.0).to(EXACT)
     x = tl.load(x_ptr + row * x_n + at, mask=real, other=0.0).to(EXACT)
-    if ADD:
-        x += tl.load(delta_ptr + row * delta_n + at, mask=real, other=0.0).to(EXACT)
+    if PARTS:
+        x += load_sum(delta_ptr + row * delta_n + at, delta_part, real, PARTS, sum_ptr.dtype.element_ty, EXACT)
         # What is normed is what the residual stream holds.
         x = x.to(sum_ptr.dtype.element_ty)
         tl.store(sum_ptr + row * SIZE + at, x, mask=real)
         x = x.to(EXACT)
     scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / SIZE + EPS)
-    weight = tl.load(weight_ptr + at, mask=real, other=0.0).to(EXACT)
     tl.store(out_ptr + row * SIZE + at, (x * scale * weight).to(out_ptr.dtype.element_ty), mask=real)
 
 
@@ -68,7 +82,10 @@ def rms_norm_triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def add_rms_norm_triton(delta: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """The sum is the reference's to the bit, the norm as near as rms_norm_triton's."""
-    require("the residual's delta", delta, tuple(residual.shape), residual.dtype, residual)
+    if delta.ndim == 3:
+        require("the residual's delta in parts", delta, (-1, *residual.shape), torch.float32, residual)
+    else:
+        require("the residual's delta", delta, tuple(residual.shape), residual.dtype, residual)
     total, out = (torch.empty(residual.shape, dtype=residual.dtype, device=residual.device) for _ in range(2))
     _launch(residual, delta, weight, eps, total, out)
     return total, out
@@ -89,14 +106,18 @@ def _launch(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, total: 
         out if total is None else total,
         out,
         x.stride(0),
+        added.stride(-2),
         added.stride(0),
         # A constant, since as an argument it would be a float32.
         EPS=eps,
         SIZE=size,
-        ADD=delta is not None,
+        PARTS=0 if delta is None else delta.shape[0] if delta.ndim == 3 else 1,
         EXACT=exact_type(x.dtype),
         BLOCK=block,
+        # Of the L2, 64 numbers each.
+        LINES=max(block // 64, 1),
         num_warps=min(max(block // 512, 1), 16),
+        **early(chip(x)),
     )
 
 
@@ -125,5 +146,7 @@ def norm_by_length(x: Tensor, scaled_weight: Tensor, floor: Tensor) -> Tensor:
 
 
 def add_rms_norm_reference(delta: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    if delta.ndim == 3:
+        delta = sum_parts_reference(delta, residual.dtype)
     total = residual + delta
     return total, rms_norm_reference(total, weight, eps)

@@ -12,14 +12,17 @@ import torch
 from torch import Tensor
 
 from espalier.errors import EspalierError
-from espalier.kernels.launch import kernel, power_of_two, require
+from espalier.kernels.dependent import after_previous, early
+from espalier.kernels.launch import chip, kernel, power_of_two, require
+from espalier.kernels.linear import load_sum, sum_parts_reference
 from espalier.kernels.norm import exact_type, rms_norm_reference
 from espalier.layout import DUMMY_ROW
 
 if TYPE_CHECKING:
     import triton.language as tl
 
-HEADS_A_BLOCK = 8
+# Of one program, a warp for heads of up to 128: a row's heads turn on many processors at once.
+HEADS_A_BLOCK = 2
 
 
 @dataclass(frozen=True)
@@ -41,8 +44,10 @@ def rotate_and_store(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Norm and rotate the q and k heads of qkv [N, heads + 2 · kv_heads, size], q before k before v.
 
-    k and v go to rows [N] int64 of k_buffer and v_buffer [R, kv_heads, size]; dummy: row 0 of these is the dummy's and
-    gets zeros.  Returns q [N, heads, size], k and v [N, kv_heads, size]; qkv is overwritten on a GPU.
+    qkv may come as [parts, N, ...] float32, whose sum in order is rounded to the buffers' dtype first
+    (kernels/linear.py's linear_parts).  k and v go to rows [N] int64 of k_buffer and v_buffer [R, kv_heads, size];
+    dummy: row 0 of these is the dummy's and gets zeros.  Returns q [N, heads, size], k and v [N, kv_heads, size]; a qkv
+    that is no parts is overwritten on a GPU.
     """
     make = rotate_and_store_triton if qkv.is_cuda else rotate_and_store_reference
     return make(qkv, turn, rows, k_buffer, v_buffer, dummy)
@@ -55,41 +60,24 @@ def _half(pointer, real, EXACT: tl.constexpr):
 
 @kernel
 def _rotate_kernel(
-    qkv_ptr,
-    cos_ptr,
-    sin_ptr,
-    q_norm_ptr,
-    k_norm_ptr,
-    row_ptr,
-    k_ptr,
-    v_ptr,
-    qkv_n,
-    qkv_h,
-    cos_n,
-    sin_n,
-    row_n,
-    k_row,
-    k_h,
-    v_row,
-    v_h,
-    EPS: tl.constexpr,
-    HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    SIZE: tl.constexpr,
-    NORMS: tl.constexpr,
-    DUMMY: tl.constexpr,
-    EXACT: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    qkv_ptr, turned_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, row_ptr, k_ptr, v_ptr,
+    qkv_part, qkv_n, qkv_h, turned_n, turned_h, cos_n, sin_n, row_n, k_row, k_h, v_row, v_h,
+    EPS: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, SIZE: tl.constexpr,
+    PARTS: tl.constexpr, IN_PLACE: tl.constexpr, NORMS: tl.constexpr, DUMMY: tl.constexpr,
+    EXACT: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    after_previous(DEPENDENT)
     n = tl.program_id(0).to(tl.int64)
+    row = tl.load(row_ptr + n * row_n)
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     at = tl.arange(0, BLOCK)
     half: tl.constexpr = SIZE // 2
     inside = at < half
     real = (head < HEADS + 2 * KV_HEADS)[:, None] & inside[None, :]
+    TYPE: tl.constexpr = turned_ptr.dtype.element_ty
     left_at = qkv_ptr + n * qkv_n + head[:, None] * qkv_h + at[None, :]
-    left, right = _half(left_at, real, EXACT), _half(left_at + half, real, EXACT)
+    left = load_sum(left_at, qkv_part, real, PARTS, TYPE, EXACT)
+    right = load_sum(left_at + half, qkv_part, real, PARTS, TYPE, EXACT)
     is_q, is_v = head < HEADS, head >= HEADS + KV_HEADS
     kept_left, kept_right = left, right
     if NORMS:
@@ -97,22 +85,23 @@ def _rotate_kernel(
         scale = (1.0 / tl.sqrt(mean + EPS))[:, None]
         of_q = is_q[:, None]
         weight = tl.where(of_q, _half(q_norm_ptr + at, inside, EXACT), _half(k_norm_ptr + at, inside, EXACT))
-        left = (left * scale * weight).to(qkv_ptr.dtype.element_ty).to(EXACT)
+        left = (left * scale * weight).to(TYPE).to(EXACT)
         q_right, k_right = _half(q_norm_ptr + half + at, inside, EXACT), _half(k_norm_ptr + half + at, inside, EXACT)
-        right = (right * scale * tl.where(of_q, q_right, k_right)).to(qkv_ptr.dtype.element_ty).to(EXACT)
+        right = (right * scale * tl.where(of_q, q_right, k_right)).to(TYPE).to(EXACT)
     cos_at, sin_at = cos_ptr + n * cos_n + at, sin_ptr + n * sin_n + at
     turned_left = left * _half(cos_at, inside, EXACT)[None, :] + right * _half(sin_at, inside, EXACT)[None, :]
     turned_right = right * _half(cos_at + half, inside, EXACT)[None, :]
     turned_right += left * _half(sin_at + half, inside, EXACT)[None, :]
-    left = tl.where(is_v[:, None], kept_left, turned_left).to(qkv_ptr.dtype.element_ty)
-    right = tl.where(is_v[:, None], kept_right, turned_right).to(qkv_ptr.dtype.element_ty)
-    turned = real & (head < HEADS + KV_HEADS)[:, None]
-    tl.store(left_at, left, mask=turned)
-    tl.store(left_at + half, right, mask=turned)
-    row = tl.load(row_ptr + n * row_n)
+    left = tl.where(is_v[:, None], kept_left, turned_left).to(TYPE)
+    right = tl.where(is_v[:, None], kept_right, turned_right).to(TYPE)
+    # In place, values stand already.
+    turned = real & (head < HEADS + KV_HEADS)[:, None] if IN_PLACE else real
+    turned_at = turned_ptr + n * turned_n + head[:, None] * turned_h + at[None, :]
+    tl.store(turned_at, left, mask=turned)
+    tl.store(turned_at + half, right, mask=turned)
     if DUMMY:
-        left = tl.where(row == 0, 0.0, left).to(qkv_ptr.dtype.element_ty)
-        right = tl.where(row == 0, 0.0, right).to(qkv_ptr.dtype.element_ty)
+        left = tl.where(row == 0, 0.0, left).to(TYPE)
+        right = tl.where(row == 0, 0.0, right).to(TYPE)
     is_k = real & (is_q == is_v)[:, None]
     k_at = k_ptr + row * k_row + (head - HEADS)[:, None] * k_h + at[None, :]
     tl.store(k_at, left, mask=is_k)
@@ -129,14 +118,19 @@ def rotate_and_store_triton(
 
     Raises EspalierError where a tensor's form is not what rotate_and_store says.
     """
-    _check(qkv, turn, rows, k_buffer, v_buffer)
-    count, num_heads, size = qkv.shape
+    in_place = qkv.ndim == 3
+    parts = qkv[None] if in_place else qkv
+    turned = qkv if in_place else torch.empty(qkv.shape[1:], dtype=k_buffer.dtype, device=qkv.device)
+    require("projections in parts", parts, (-1, -1, -1, -1), qkv.dtype if in_place else torch.float32, k_buffer)
+    _check(parts, turned, turn, rows, k_buffer, v_buffer)
+    count, num_heads, size = turned.shape
     kv_heads = k_buffer.shape[1]
     heads = num_heads - 2 * kv_heads
     q_norm, k_norm = (turn.cos if norm is None else norm for norm in (turn.q_norm, turn.k_norm))
     if count:
         _rotate_kernel[(count, -(-num_heads // HEADS_A_BLOCK))](
-            qkv,
+            parts,
+            turned,
             turn.cos,
             turn.sin,
             q_norm,
@@ -144,7 +138,8 @@ def rotate_and_store_triton(
             rows,
             k_buffer,
             v_buffer,
-            *qkv.stride()[:2],
+            *parts.stride()[:3],
+            *turned.stride()[:2],
             turn.cos.stride(0),
             turn.sin.stride(0),
             rows.stride(0),
@@ -155,17 +150,20 @@ def rotate_and_store_triton(
             HEADS=heads,
             KV_HEADS=kv_heads,
             SIZE=size,
+            PARTS=len(parts),
+            IN_PLACE=in_place,
             NORMS=turn.q_norm is not None,
             DUMMY=dummy,
-            EXACT=exact_type(qkv.dtype),
+            EXACT=exact_type(turned.dtype),
             BLOCK_H=HEADS_A_BLOCK,
             BLOCK=power_of_two(size // 2),
-            num_warps=2 if size <= 128 else 4,
+            num_warps=1 if size <= 128 else 2,
+            **early(chip(qkv)),
         )
-    return qkv[:, :heads], qkv[:, heads : heads + kv_heads], qkv[:, heads + kv_heads :]
+    return turned[:, :heads], turned[:, heads : heads + kv_heads], turned[:, heads + kv_heads :]
 
 
-def _check(qkv: Tensor, turn: Turn, rows: Tensor, k_buffer: Tensor, v_buffer: Tensor) -> None:
+def _check(parts: Tensor, qkv: Tensor, turn: Turn, rows: Tensor, k_buffer: Tensor, v_buffer: Tensor) -> None:
     count, _, size = qkv.shape
     kv_heads = k_buffer.shape[1]
     exact = torch.promote_types(qkv.dtype, torch.float32)
@@ -182,7 +180,7 @@ def _check(qkv: Tensor, turn: Turn, rows: Tensor, k_buffer: Tensor, v_buffer: Te
             f"a rotation of {list(qkv.shape)} with {kv_heads} key heads needs query heads, an even size, and head "
             "norms for queries and keys or for neither"
         )
-    for what in (qkv, turn.cos, turn.sin, k_buffer, v_buffer, turn.q_norm, turn.k_norm):
+    for what in (parts, qkv, turn.cos, turn.sin, k_buffer, v_buffer, turn.q_norm, turn.k_norm):
         if what is not None and what.stride(-1) != 1:
             raise EspalierError(
                 f"a rotation needs the values of a head side by side, and strides {what.stride()} of a tensor "
@@ -194,6 +192,8 @@ def rotate_and_store_reference(
     qkv: Tensor, turn: Turn, rows: Tensor, k_buffer: Tensor, v_buffer: Tensor, dummy: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """qkv is left as it was."""
+    if qkv.ndim == 4:
+        qkv = sum_parts_reference(qkv, k_buffer.dtype)
     rotated = qkv.shape[1] - k_buffer.shape[1]
     heads = rotated - k_buffer.shape[1]
     turned = rotate(_normed(qkv[:, :rotated], heads, turn), turn.cos[:, None], turn.sin[:, None])

@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from espalier.errors import EspalierError
-from espalier.kernels.launch import kernel, require
+from espalier.kernels.dependent import after_previous, early
+from espalier.kernels.launch import chip, kernel, require
 from espalier.kernels.norm import exact_type
 
 if TYPE_CHECKING:
@@ -24,7 +25,8 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 
 @kernel
-def _silu_mul_kernel(x_ptr, out_ptr, x_n, size, EXACT: tl.constexpr, BLOCK: tl.constexpr):
+def _silu_mul_kernel(x_ptr, out_ptr, x_n, size, EXACT: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):
+    after_previous(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     real = at < size
@@ -48,8 +50,9 @@ def silu_mul_triton(gate_up: Tensor) -> Tensor:
     if rows:
         grid = (rows, -(-size // BLOCK))
         _silu_mul_kernel[grid](
-            gate_up, out, gate_up.stride(0), size, EXACT=exact_type(gate_up.dtype), BLOCK=BLOCK, num_warps=4
-        )
+            gate_up, out, gate_up.stride(0), size,
+            EXACT=exact_type(gate_up.dtype), BLOCK=BLOCK, num_warps=4, **early(chip(gate_up)),
+        )  # fmt: skip
     return out
 
 

@@ -2,7 +2,8 @@
 
 A model never sees a cache.  `attend(layer, qkv, turn)` gets a layer's projections [B, Q, heads + 2 · kv_heads, size],
 queries before keys before values, norms and rotates them as `turn` says, keeps keys and values where they belong, and
-returns [B, Q, heads, size].  The projections are its own from then on.
+returns [B, Q, heads, size].  The projections are its own from then on.  On a GPU they may come as [parts, B, Q, ...]
+float32, still to be summed (kernels/rope.py).
 """
 
 from collections.abc import Callable

@@ -71,8 +71,8 @@ class Eagle3Draft:
         x = torch.cat((self.embed_norm(self.embed(tokens.reshape(-1))), normed), dim=-1)
         residual = normed if self.config.norm_before_residual else hidden
         x, normed = self.mlp_norm.after(self.attention(x, self.rope.at(positions), attend, 0, shape), residual)
-        added = self.mlp(normed)
-        return (self.norm.after(added, x)[1] if self.config.norm_output else x + added).unflatten(0, shape)
+        x, normed = self.norm.after(self.mlp(normed), x)
+        return (normed if self.config.norm_output else x).unflatten(0, shape)
 
     def logits(self, out: Tensor) -> Tensor:
         """What was handed on [..., H] -> [..., draft_vocab] in the model's dtype."""

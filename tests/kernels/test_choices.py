@@ -155,6 +155,20 @@ def test_a_linear_layer_takes_what_is_in_force(kernel_device, monkeypatch, shape
     assert torch.allclose(out.double(), x.double() @ weight.double().T, rtol=0.001, atol=0.02)
 
 
+@pytest.mark.parametrize("rows", [5, 0, 40])
+def test_a_linear_layer_hands_on_its_parts(kernel_device, monkeypatch, rows):
+    """Of what the choice splits; what F.linear computes, or nothing was measured for, comes whole."""
+    at = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(size, generator=at).half().to(kernel_device) for size in ((rows, 128), (64, 128)))
+    unmeasured = linear_layer.Linear(weight, packed=False)
+    monkeypatch.setattr(linear_layer, "choices_for", lambda weight: Choices((ONE, ONE, None, None, None)))
+    layer = linear_layer.Linear(weight)
+    assert torch.equal(unmeasured.in_parts(x), unmeasured(x))
+    made = layer.in_parts(x)
+    assert made.shape == ((2, 5, 64) if rows == 5 else (rows, 64))
+    assert torch.equal((made[0] + made[1]).half() if rows == 5 else made, layer(x))
+
+
 def test_what_is_shipped_fits_the_chips_it_is_for():
     for table in read(SHIPPED):
         assert getattr(torch, table.dtype) in DTYPES

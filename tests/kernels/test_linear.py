@@ -5,7 +5,7 @@ import torch
 
 from espalier.errors import EspalierError
 from espalier.kernels.launch import SMALLEST_SHARED_MEMORY, Chip
-from espalier.kernels.linear import Choice, block_rows, candidates, linear, linear_triton
+from espalier.kernels.linear import Choice, block_rows, candidates, linear, linear_parts_triton, linear_triton
 
 # Triton 3.6's interpreter multiplies the bits of bfloat16 as if they were whole numbers.
 DTYPE = torch.bfloat16 if torch.cuda.is_available() else torch.float16
@@ -57,6 +57,16 @@ def test_float16(kernel_device):
     assert_is_the_product(linear_triton(x, weight, bias, SPLIT), x, weight, bias)
 
 
+@pytest.mark.parametrize("bias", [False, True])
+def test_parts_add_up_to_the_whole(kernel_device, monkeypatch, bias):
+    x, weight, added = drawn(3, 70, 200, kernel_device, bias=bias)
+    poisoned(monkeypatch)
+    first, second, third = parts = linear_parts_triton(x, weight, added, SPLIT)
+    assert parts.dtype == torch.float32
+    assert torch.equal((first + second + third).to(DTYPE), linear_triton(x, weight, added, SPLIT))
+    assert torch.equal(linear_parts_triton(x, weight, added, WHOLE), linear_triton(x, weight, added, WHOLE))
+
+
 @pytest.mark.parametrize("choice", [WHOLE, SPLIT])
 def test_rows_of_a_wider_tensor(kernel_device, choice):
     wide, weight, _ = drawn(8, 64, 256, kernel_device)
@@ -77,7 +87,8 @@ def test_a_row_does_not_see_the_others(kernel_device, choice):
 @pytest.mark.parametrize(("rows", "num_out"), [(0, 64), (2, 0)])
 def test_nothing_to_do(kernel_device, rows, num_out):
     x, weight, _ = drawn(rows, num_out, 64, kernel_device)
-    assert linear_triton(x, weight, None, SPLIT).shape == (rows, num_out)
+    for make in (linear_triton, linear_parts_triton):
+        assert make(x, weight, None, SPLIT).shape == (rows, num_out)
 
 
 def test_without_a_choice_it_is_pytorchs():

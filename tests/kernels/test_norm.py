@@ -59,6 +59,22 @@ def test_norm_after_an_addition(shape, dtype, kernel_device):
     assert torch.equal(residual, kept)
 
 
+@shapes
+@pytest.mark.parametrize("parts", [1, 2, 5])
+@pytest.mark.parametrize("make", [add_rms_norm_triton, add_rms_norm_reference])
+def test_parts_are_summed_in_order_and_rounded_before_they_are_added(shape, parts, make, kernel_device):
+    dtype = torch.bfloat16 if kernel_device.type == "cuda" else torch.float16
+    delta = drawn((parts, *shape), torch.float32, kernel_device, 1)
+    residual, weight = drawn(shape, dtype, kernel_device, 2), drawn(shape[1:], dtype, kernel_device, 3)
+    whole = delta[0].clone()
+    for part in delta[1:]:
+        whole += part
+    for ours, expected in zip(
+        make(delta, residual, weight, EPS), make(whole.to(dtype), residual, weight, EPS), strict=True
+    ):
+        assert torch.equal(ours, expected)
+
+
 def test_rows_may_stand_apart_and_have_any_batch_shape(kernel_device):
     wide, weight = drawn((6, 80), torch.float32, kernel_device), drawn((32,), torch.float32, kernel_device, 1)
     x = wide[:, 16:48]
@@ -80,6 +96,10 @@ def test_what_does_not_fit_is_refused(kernel_device):
         rms_norm_triton(x, torch.zeros(7, device=kernel_device), EPS)
     with pytest.raises(EspalierError, match="delta needs shape"):
         add_rms_norm_triton(x[:1], x, torch.zeros(8, device=kernel_device), EPS)
+    with pytest.raises(EspalierError, match="delta in parts needs shape"):
+        add_rms_norm_triton(torch.zeros(2, 2, 7, device=kernel_device), x, torch.zeros(8, device=kernel_device), EPS)
+    with pytest.raises(EspalierError, match="delta in parts needs shape"):
+        add_rms_norm_triton(x.half()[None], x, torch.zeros(8, device=kernel_device), EPS)
     with pytest.raises(EspalierError, match="delta needs shape"):
         add_rms_norm_triton(x.double(), x, torch.zeros(8, device=kernel_device), EPS)
 

@@ -71,6 +71,27 @@ def test_heads_turn_and_rows_arrive(shape, dtype, normed, make, kernel_device):
         assert buffer[rest].isnan().all(), "nothing else is written"
 
 
+@shapes
+@pytest.mark.parametrize("normed", [False, True], ids=["plain", "normed"])
+@pytest.mark.parametrize("parts", [1, 4])
+@pytest.mark.parametrize("make", [rotate_and_store_triton, rotate_and_store_reference])
+def test_parts_are_summed_in_order_and_rounded_before_they_turn(shape, normed, parts, make, kernel_device):
+    rows, heads, kv_heads, size = shape
+    dtype = torch.bfloat16 if kernel_device.type == "cuda" else torch.float16
+    qkv = drawn(parts, rows, heads + 2 * kv_heads, size, seed=4).float().to(kernel_device)
+    kept, turn = qkv.clone(), turn_of(rows, size, normed, dtype, kernel_device)
+    whole = qkv[0].clone()
+    for part in qkv[1:]:
+        whole += part
+    places = torch.arange(rows, device=kernel_device)
+    buffers = torch.full((2, 2, rows, kv_heads, size), torch.nan, dtype=dtype, device=kernel_device)
+    ours = make(qkv, turn, places, *buffers[0], False)
+    expected = make(whole.to(dtype), turn, places, *buffers[1], False)
+    assert torch.equal(qkv, kept) and torch.equal(*buffers)
+    for value, right in zip(ours, expected, strict=True):
+        assert value.dtype == dtype and torch.equal(value, right)
+
+
 @pytest.mark.parametrize("make", [rotate_and_store_triton, rotate_and_store_reference])
 @pytest.mark.parametrize("dummy", [False, True])
 def test_the_dummys_row_gets_zeros(make, dummy, kernel_device):
@@ -109,6 +130,8 @@ def test_what_does_not_fit_is_refused(kernel_device):
         (qkv, turn, rows, buffer[..., :4], buffer),
         (qkv, turn, rows, buffer, buffer.double()),
         (qkv.double(), turn, rows, buffer.double(), buffer.double()),
+        (qkv[:, None], turn, rows, buffer, buffer),
+        (qkv.half()[None], turn, rows, buffer, buffer),
     ):
         with pytest.raises(EspalierError, match="needs shape"):
             rotate_and_store_triton(*wrong, dummy=True)
@@ -120,6 +143,7 @@ def test_values_of_a_head_that_stand_apart_are_refused(kernel_device):
     apart = torch.zeros(5, 1, 16, device=kernel_device)[..., ::2]
     for wrong in (
         (torch.zeros(3, 4, 16, device=kernel_device)[..., ::2], turn, rows, buffer, buffer),
+        (torch.zeros(2, 3, 4, 16, device=kernel_device)[..., ::2], turn, rows, buffer, buffer),
         (qkv, turn, rows, apart, buffer),
         (qkv, turn, rows, buffer, apart),
         (qkv, replace(turn, cos=turn.cos.t().contiguous().t()), rows, buffer, buffer),

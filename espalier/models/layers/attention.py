@@ -31,8 +31,12 @@ class Attention:
         self.head_size = geometry.k_size
 
     def __call__(self, x: Tensor, turn: Turn, attend: Attend, layer: int, shape: tuple[int, int]) -> Tensor:
-        """x [B·Q, in] -> [B·Q, hidden].  turn: the rows' rotation; shape: (B, Q), which `attend` sees apart."""
+        """x [B·Q, in] -> [B·Q, hidden] or parts of it, as RMSNorm.after takes them.
+
+        turn: the rows' rotation; shape: (B, Q), which `attend` sees apart.
+        """
         if self.q_norm is not None and self.k_norm is not None:
             turn = replace(turn, q_norm=self.q_norm.weight, k_norm=self.k_norm.weight, eps=self.q_norm.eps)
-        qkv = self.qkv(x).view(*shape, self.num_heads, self.head_size)
-        return self.out(attend(layer, qkv, turn).flatten(2).flatten(0, 1))
+        qkv = self.qkv.in_parts(x)
+        qkv = qkv.view(*qkv.shape[:-2], *shape, self.num_heads, self.head_size)
+        return self.out.in_parts(attend(layer, qkv, turn).flatten(2).flatten(0, 1))

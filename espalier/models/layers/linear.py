@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from espalier.kernels.choices import choices_for
-from espalier.kernels.linear import linear
+from espalier.kernels.linear import linear, linear_parts
 
 # The layout is chosen for a typical number of rows; one for 16 is near the best from 1 to 128.
 PACKED_FOR_ROWS = 16
@@ -44,6 +44,12 @@ class Linear:
         rows = x.flatten(0, -2)
         out = linear(rows, self.weight, self.bias, self._choices.at(len(rows)))
         return out.view(*x.shape[:-1], self.shape[0])
+
+    def in_parts(self, x: Tensor) -> Tensor:
+        """x [rows, in] -> [rows, out], or [parts, rows, out] float32 that whoever reads it adds (RMSNorm.after)."""
+        if self._choices is None:
+            return self(x)
+        return linear_parts(x, self.weight, self.bias, self._choices.at(len(x)))
 
 
 def can_pack(weight: Tensor) -> bool:

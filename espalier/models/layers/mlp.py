@@ -16,5 +16,5 @@ class GatedMLP:
         self.down = down
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[B·Q, hidden] -> [B·Q, hidden]."""
-        return self.down(silu_mul(self.gate_up(x)))
+        """[B·Q, hidden] -> [B·Q, hidden] or parts of it, as RMSNorm.after takes them."""
+        return self.down.in_parts(silu_mul(self.gate_up(x)))

@@ -27,7 +27,10 @@ class RMSNorm:
         return rms_norm(x, self.weight, self.eps)
 
     def after(self, delta: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """(residual + delta, its norm), [N, H] each; delta is None where nothing was added yet."""
+        """(residual + delta, its norm), [N, H] each.
+
+        delta: [N, H], or [parts, N, H] float32 as Linear.in_parts hands on; None where nothing was added yet.
+        """
         if delta is None:
             return residual, self(residual)
         if self._constants is not None:

@@ -1,0 +1,69 @@
+"""Kernels that are launched early see what those before them wrote, and leave alone what those still read.
+
+Each has in front of it one that works for tens of microseconds, far longer than the launch that it saves, and all run
+as one graph whose buffers still hold the last replay's numbers: a missing wait reads those.
+"""
+
+import pytest
+import torch
+
+import espalier.kernels.dependent as dependent
+from espalier.kernels.linear import Choice, linear_parts_triton, linear_triton
+from espalier.kernels.norm import add_rms_norm_triton, rms_norm_triton
+from espalier.kernels.rope import Turn, rotate_and_store_triton
+from espalier.kernels.silu import silu_mul_triton
+
+pytestmark = pytest.mark.gpu
+HIDDEN, HEADS, KV_HEADS, SIZE = 4096, 32, 8, 128
+SLOW = Choice(block_out=64, block_in=64, splits=1, warps=4, stages=2)
+SPLIT = Choice(block_out=64, block_in=64, splits=3, warps=4, stages=2)
+
+
+class Chain:
+    """Two layers without their attention, `rows` rows of them."""
+
+    def __init__(self, rows: int, device: torch.device) -> None:
+        def drawn(*shape: int, scale: float = 1.0) -> torch.Tensor:
+            return scale * torch.randn(*shape, device=device, dtype=torch.bfloat16)
+
+        self.x = drawn(rows, HIDDEN)
+        self.norm = drawn(HIDDEN)
+        sizes = {"qkv": (HEADS + 2 * KV_HEADS) * SIZE, "out": HIDDEN, "gate_up": 8 * HIDDEN}
+        self.weight = {name: drawn(out, HIDDEN, scale=HIDDEN**-0.5) for name, out in sizes.items()}
+        self.weight["down"] = drawn(HIDDEN, 4 * HIDDEN, scale=HIDDEN**-0.5 / 2)
+        self.turn = Turn(*torch.randn(2, rows, SIZE, device=device))
+        self.rows = torch.arange(rows, device=device).flip(0)
+        self.kept = torch.zeros(2, rows, KV_HEADS, SIZE, device=device, dtype=torch.bfloat16)
+
+    def __call__(self) -> list[torch.Tensor]:
+        x, normed = self.x, rms_norm_triton(self.x, self.norm, 1e-5)
+        for out, down in ((SPLIT, SLOW), (SLOW, SPLIT)):
+            # In the first layer what was stored goes on, in the second what was turned in place.
+            qkv = linear_parts_triton(normed, self.weight["qkv"], None, out).unflatten(-1, (-1, SIZE))
+            q, _, _ = rotate_and_store_triton(qkv, self.turn, self.rows, *self.kept, dummy=False)
+            heads = self.kept.transpose(0, 1).flatten(1).repeat(1, 2) if out is SPLIT else q.flatten(1)
+            attended = linear_parts_triton(heads, self.weight["out"], None, out)
+            x, normed = add_rms_norm_triton(attended, x, self.norm, 1e-5)
+            gated = silu_mul_triton(linear_triton(normed, self.weight["gate_up"], None, SLOW))
+            x, normed = add_rms_norm_triton(
+                linear_parts_triton(gated, self.weight["down"], None, down), x, self.norm, 1e-5
+            )
+        return [x, normed, self.kept.clone()]
+
+
+@pytest.mark.parametrize("rows", [1, 5, 64])
+def test_a_replayed_chain_is_one_kernel_after_the_other(rows, kernel_device, monkeypatch):
+    torch.manual_seed(rows)
+    chain = Chain(rows, kernel_device)
+    chain()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        early = chain()
+    # Launched the ordinary way: each starts when the one before has ended.
+    monkeypatch.setattr(dependent, "HOPPER", (1000, 0))
+    for turn in range(20):
+        chain.x.normal_()
+        graph.replay()
+        torch.cuda.synchronize()
+        for ours, expected in zip(early, chain(), strict=True):
+            assert torch.equal(ours, expected), turn
