@@ -17,16 +17,18 @@ MIN_CHUNK_WIDTH = 16
 ROUNDS_IN_FLIGHT = 2
 # The row of page buffers that takes what padding writes; it stays zero, so that a masked read of it is finite.
 DUMMY_ROW = 0
-# Of attention's ranges (see Cut): rows of the shortest; rows that are cut into a given number of parts; how many ranges
-# a request has at most; what bounds the results that wait to be merged, queries times ranges, of a batch and of one
-# request.
+# Of attention's ranges (see Cut).  What they are cut to is a multiple of SHORTEST_RANGE rows; a range of one request
+# alone has RANGE_OF_ONE, since then many must run side by side, and one of a batch that fills a GPU by itself
+# LONGEST_RANGE; a request has MAX_RANGES at most, and what waits to be merged, queries times ranges, is bounded for a
+# batch and for one request.
 SHORTEST_RANGE = 128
-WHOLE_IN_PARTS = 4096
+RANGE_OF_ONE = 256
+LONGEST_RANGE = 2048
 MAX_RANGES = 32
 PARTIAL_ROWS = 16384
-PARTIAL_ROWS_OF_ONE = 1024
-# From this many requests on a batch fills a GPU with fewer parts of each.
-MANY_REQUESTS = 16
+PARTIAL_ROWS_OF_ONE = 512
+# Up to so many queries a request, ranges are half as long: to merge them is cheap.
+FEW_QUERIES = 8
 
 Number = TypeVar("Number", int, Tensor)
 
@@ -40,19 +42,16 @@ def max_draft_tokens(steps: int, topk: int) -> int:
 class Cut:
     """How attention cuts a request's committed rows into ranges that run side by side, by their number alone.
 
-    parts: ranges of up to WHOLE_IN_PARTS rows, in powers of two of SHORTEST_RANGE; most: ranges of any number of rows.
+    rows: of a range, as long as no more than `most` ranges come of it.
     """
 
-    parts: int
+    rows: int
     most: int
 
     def width(self, rows: int) -> int:
-        """Rows of each range but the last; a multiple of SHORTEST_RANGE."""
-        width = SHORTEST_RANGE
-        while rows > width * self.parts and width * self.parts < WHOLE_IN_PARTS:
-            width *= 2
-        least = -(-rows // self.most)
-        return max(width, -(-least // SHORTEST_RANGE) * SHORTEST_RANGE)
+        """Rows of each range but the last, which are as even as SHORTEST_RANGE lets them be."""
+        count = min(max(-(-rows // self.rows), 1), self.most)
+        return max(-(-rows // (count * SHORTEST_RANGE)), 1) * SHORTEST_RANGE
 
 
 @dataclass(frozen=True)
@@ -215,10 +214,12 @@ class RoundLayout:
         """
         in_rounds = queries in (self.num_draft_tokens, self.topk, self.extend_width)
         batch = self.max_batch if in_rounds else max(self.chunk_batch(queries), 1)
-        parts = 4 if batch >= MANY_REQUESTS else 8
+        rows = min(batch * RANGE_OF_ONE, LONGEST_RANGE)
+        if queries <= FEW_QUERIES and rows < LONGEST_RANGE:
+            rows = max(rows // 2, SHORTEST_RANGE)
         waiting = min(PARTIAL_ROWS // (batch * queries), PARTIAL_ROWS_OF_ONE // queries)
-        longest = max(parts, -(-self.tokens_in(self.table_width) * parts // WHOLE_IN_PARTS))
-        return Cut(parts, max(1, min(MAX_RANGES, waiting, longest)))
+        longest = -(-self.tokens_in(self.table_width) // rows)
+        return Cut(rows, max(1, min(MAX_RANGES, waiting, longest)))
 
     @property
     def least_pages(self) -> int:

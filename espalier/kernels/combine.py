@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from espalier.kernels.launch import kernel, power_of_two, require
+from espalier.kernels.dependent import early, let_next_start, wait_for_previous
+from espalier.kernels.launch import chip, kernel, power_of_two, require
 from espalier.kernels.ranges import Ranges
 
 if TYPE_CHECKING:
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
 
 # Values that a block, which is one warp of one query's head, reads at once: of as many ranges as hold them.
 STEP_VALUES = 4096
+# Of a multiprocessor.  More than all of them hold at once are launched the ordinary way: blocks that wait would stand
+# where attention's still have to run (docs/log.md).
+BLOCKS_AT_ONCE = 32
 
 
 @dataclass(frozen=True)
@@ -62,7 +66,10 @@ def _combine_kernel(
     BLOCK_V: tl.constexpr,
     BLOCK_I: tl.constexpr,
     STEP: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
+    wait_for_previous(DEPENDENT)
+    let_next_start(DEPENDENT)
     request = tl.program_id(0) // pairs
     pair = tl.program_id(0) % pairs
     start = tl.load(start_ptr + request)
@@ -115,8 +122,9 @@ def combine_triton(partials: Partials, ranges: Ranges, out: Tensor, lse: Tensor,
     pairs = queries * heads
     if not out.numel():
         return
-    block, ranges_held = max(32, power_of_two(v_size)), power_of_two(ranges.cut.most)
-    _combine_kernel[(batch * pairs,)](
+    width, ranges_held = max(32, power_of_two(v_size)), power_of_two(ranges.cut.most)
+    blocks = batch * pairs
+    _combine_kernel[(blocks,)](
         partials.out,
         partials.lse,
         ranges.starts,
@@ -127,10 +135,11 @@ def combine_triton(partials: Partials, ranges: Ranges, out: Tensor, lse: Tensor,
         HEADS=heads,
         V_SIZE=v_size,
         SINK=sink is not None,
-        BLOCK_V=block,
+        BLOCK_V=width,
         BLOCK_I=ranges_held,
-        STEP=min(STEP_VALUES // block, ranges_held),
+        STEP=min(STEP_VALUES // width, ranges_held),
         num_warps=1,
+        **(early(chip(out)) if blocks <= chip(out).processors * BLOCKS_AT_ONCE else {"DEPENDENT": False}),
     )
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from espalier.kernels.launch import kernel, power_of_two, require
-from espalier.layout import SHORTEST_RANGE, WHOLE_IN_PARTS, Cut
+from espalier.layout import SHORTEST_RANGE, Cut
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -53,14 +53,13 @@ def _ranges_kernel(
     batch,
     queries,
     first,
+    rows,
     most,
     length_b,
     position_b,
     position_q,
     WINDOW: tl.constexpr,
     SHORTEST: tl.constexpr,
-    DOUBLINGS: tl.constexpr,
-    PARTS: tl.constexpr,
     BLOCK_B: tl.constexpr,
     BLOCK_Q: tl.constexpr,
 ):
@@ -79,11 +78,8 @@ def _ranges_kernel(
         begin = tl.where(real, tl.maximum(begin, shallowest - WINDOW + 1), 0)
     begin = begin // SHORTEST * SHORTEST
     span = tl.maximum(length - begin, 0)
-    width = tl.full([BLOCK_B], SHORTEST, tl.int32)
-    for _ in tl.static_range(DOUBLINGS):
-        width = tl.where(span > width * PARTS, width * 2, width)
-    least = (span + most - 1) // most
-    width = tl.maximum(width, (least + SHORTEST - 1) // SHORTEST * SHORTEST)
+    count = tl.minimum(tl.maximum((span + rows - 1) // rows, 1), most)
+    width = tl.maximum((span + count * SHORTEST - 1) // (count * SHORTEST), 1) * SHORTEST
     count = tl.where(real, tl.maximum((span + width - 1) // width, 1), 0)
     past = tl.cumsum(count, 0)
     start = past - count
@@ -118,14 +114,13 @@ def ranges_triton(length: Tensor, first: int, cut: Cut, positions: Tensor | None
             batch,
             queries,
             first,
+            cut.rows,
             cut.most,
             length.stride(0),
             position_b,
             position_q,
             WINDOW=window,
             SHORTEST=SHORTEST_RANGE,
-            DOUBLINGS=(WHOLE_IN_PARTS // (cut.parts * SHORTEST_RANGE)).bit_length() - 1,
-            PARTS=cut.parts,
             BLOCK_B=power_of_two(batch),
             BLOCK_Q=16,
             num_warps=4 if batch <= 256 else 8,

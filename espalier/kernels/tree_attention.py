@@ -17,9 +17,11 @@ from espalier.errors import EspalierError
 from espalier.kernels.ancestors import unpack
 from espalier.kernels.attending import _over_committed, _over_nodes, _rows, _write
 from espalier.kernels.combine import Partials, combine_triton
+from espalier.kernels.dependent import early, let_next_start, wait_for_previous
 from espalier.kernels.launch import Chip, chip, kernel, power_of_two, require
 from espalier.kernels.ranges import Ranges
 from espalier.kernels.softmax import masked_attention
+from espalier.layout import LONGEST_RANGE
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -137,8 +139,9 @@ def _tree_attention_kernel(
     PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr, NODES: tl.constexpr,
     DIRECT: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):
+    wait_for_previous(DEPENDENT)
     tiles = (queries * GROUPS + BLOCK_M - 1) // BLOCK_M
     items = tl.load(start_ptr + batch)
     units = items * tiles * KV_HEADS
@@ -195,6 +198,8 @@ def _tree_attention_kernel(
             else:
                 row = (item.to(tl.int64) * queries + query) * (KV_HEADS * GROUPS) + q_head
                 _write(part_ptr, part_lse_ptr, row, out, lse, asked, V_SIZE, BLOCK_V)
+    # Not at the start: what waits would hold room that another range could use.
+    let_next_start(DEPENDENT)
 # fmt: on
 
 
@@ -220,8 +225,13 @@ class Blocks:
         return self.m * (k_bytes + 2 * self.n) + max(self.stages - 1, 1) * step
 
 
-def choose(on: Chip, packed: int, rows: int, k_size: int, v_size: int, dtype: torch.dtype) -> Blocks:
+def choose(
+    on: Chip, packed: int, rows: int, k_size: int, v_size: int, dtype: torch.dtype, short: bool = False
+) -> Blocks:
     """By the queries that share a KV head, and by the shared memory that keys and values of a step need.
+
+    short: ranges are, since a batch of few requests is cut into many; then a range's own time counts, not how many run
+    beside it.
 
     The figures are those that were fastest on an H200 (docs/log.md); a smaller chip gets fewer stages, then fewer rows.
     """
@@ -232,7 +242,7 @@ def choose(on: Chip, packed: int, rows: int, k_size: int, v_size: int, dtype: to
         n = 16 if k_bytes + v_bytes > 1024 else 32
         return Blocks(16, n, n, 4, 1, 2) if packed <= 16 else Blocks(32, n, n, 8, 1, 2)
     if packed <= 16 and not large:
-        b = Blocks(16, 32, 32, 2, 4, 4)
+        b = Blocks(16, 64, 64, 4, 2, 4) if short else Blocks(16, 32, 32, 2, 4, 4)
     elif packed <= 64 or large:
         # From Hopper on a product of 64 rows needs no exchange between warps: faster than one of 32.
         m = 64 if on.capability >= (9, 0) else min(64, max(16, power_of_two(packed)))
@@ -273,7 +283,8 @@ def tree_attention_triton(
     if partials is None:
         partials = Partials.of(ranges, queries, heads, v_size)
     rows = queries if staged is None else staged.k.shape[1]
-    blocks = blocks or choose(chip(q), queries * heads // kv_heads, rows, k_size, v_size, q.dtype)
+    short = ranges.cut.rows < LONGEST_RANGE
+    blocks = blocks or choose(chip(q), queries * heads // kv_heads, rows, k_size, v_size, q.dtype, short)
     _launch(q, committed, staged, positions, ranges, scale, window or 0, direct, partials, blocks, out, lse)
     if ranges.cut.most > 1 or not direct:
         combine_triton(partials, ranges, out, lse, sink)
@@ -349,6 +360,7 @@ def _launch(
         BLOCK_V=max(16, power_of_two(v_size)),
         STAGES=blocks.stages,
         num_warps=blocks.warps,
+        **early(chip(q)),
     )
 
 

@@ -48,7 +48,7 @@ class Inputs:
     sink: Tensor | None
 
     def ranges(self, most: int) -> Ranges:
-        return ranges_triton(self.committed.length, self.first, Cut(8, most), self.positions, self.window or 0)
+        return ranges_triton(self.committed.length, self.first, Cut(256, most), self.positions, self.window or 0)
 
     def only(self, requests: list[int]) -> "Inputs":
         """Those requests, in that order, over the same pages."""

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from espalier.kernels.ranges import ranges_reference, ranges_triton
-from espalier.layout import MAX_RANGES, SHORTEST_RANGE, Cut, RoundLayout
+from espalier.layout import LONGEST_RANGE, MAX_RANGES, RANGE_OF_ONE, SHORTEST_RANGE, Cut, RoundLayout
 
 LENGTHS = [0, 1, 127, 128, 129, 1024, 1025, 2048, 2049, 4096, 5000, 65536, 65537, 131072]
 
@@ -13,7 +13,7 @@ def used(made):
     return made.items[: int(made.starts[-1])].tolist()
 
 
-CUTS = [Cut(8, 1), Cut(4, 2), Cut(8, 3), Cut(4, 8), Cut(8, 32)]
+CUTS = [Cut(256, 1), Cut(1024, 2), Cut(200, 3), Cut(2048, 8), Cut(128, 32)]
 
 
 @pytest.mark.parametrize("cut", CUTS, ids=str)
@@ -29,8 +29,8 @@ def test_kernel_is_reference(kernel_device, cut, first):
 def test_a_window_leaves_out_what_no_query_sees(kernel_device, window):
     length = torch.tensor(LENGTHS, device=kernel_device)
     positions = (length[:, None] + torch.tensor([3, 0, 1] * 7, device=kernel_device))[:, 1:]
-    made = ranges_triton(length, 1, Cut(8, 8), positions, window)
-    expected = ranges_reference(length, 1, Cut(8, 8), positions, window)
+    made = ranges_triton(length, 1, Cut(256, 8), positions, window)
+    expected = ranges_reference(length, 1, Cut(256, 8), positions, window)
     assert torch.equal(made.starts, expected.starts)
     assert used(made) == used(expected)
     for request, begin, end, _ in used(made):
@@ -50,35 +50,39 @@ def test_ranges_cover_every_row_once_in_order(cut):
 
 
 def test_a_request_has_the_same_ranges_in_any_batch(kernel_device):
-    together = ranges_triton(torch.tensor(LENGTHS, device=kernel_device), 0, Cut(8, 8))
+    together = ranges_triton(torch.tensor(LENGTHS, device=kernel_device), 0, Cut(256, 8))
     for request, length in enumerate(LENGTHS):
-        alone = ranges_triton(torch.tensor([length], device=kernel_device), 0, Cut(8, 8))
+        alone = ranges_triton(torch.tensor([length], device=kernel_device), 0, Cut(256, 8))
         assert [i[1:] for i in used(alone)] == [i[1:] for i in used(together) if i[0] == request]
 
 
 def test_an_empty_batch_has_none(kernel_device):
-    made = ranges_triton(torch.zeros(0, dtype=torch.int64, device=kernel_device), 0, Cut(8, 8))
+    made = ranges_triton(torch.zeros(0, dtype=torch.int64, device=kernel_device), 0, Cut(256, 8))
     assert made.items.shape == (0, 4) and made.starts.shape == (1,)
 
 
 def test_strided_lengths_are_read(kernel_device):
     wide = torch.tensor(LENGTHS, device=kernel_device)[:, None].expand(-1, 3).contiguous()
-    assert used(ranges_triton(wide[:, 1], 0, Cut(8, 8))) == used(ranges_triton(wide[:, 1].contiguous(), 0, Cut(8, 8)))
+    assert used(ranges_triton(wide[:, 1], 0, Cut(256, 8))) == used(
+        ranges_triton(wide[:, 1].contiguous(), 0, Cut(256, 8))
+    )
 
 
-def test_widths_grow_with_the_request_and_keep_to_the_most_ranges():
-    spans = (1, 1024, 1025, 2048, 2049, 4097, 16384, 16385)
-    assert [Cut(8, 32).width(span) for span in spans] == [128, 128, 256, 256, 512, 512, 512, 640]
-    assert [Cut(4, 32).width(span) for span in spans] == [128, 256, 512, 512, 1024, 1024, 1024, 1024]
+def test_ranges_are_even_and_keep_to_the_most():
+    spans = (0, 1, 128, 129, 1024, 1025, 2048, 2049, 16384, 16385)
+    assert [Cut(256, 32).width(span) for span in spans] == [128, 128, 128, 256, 256, 256, 256, 256, 512, 640]
+    assert [Cut(2048, 8).width(span) for span in spans] == [128, 128, 128, 256, 1024, 1152, 2048, 1152, 2048, 2176]
     assert all(-(-span // cut.width(span)) <= cut.most for span in range(0, 70000, 77) for cut in CUTS)
 
 
 def test_the_layout_bounds_what_waits_to_be_merged():
     """By the widest batch that it allows, and so by no batch there is."""
     layout = RoundLayout(64, 5, 8, 64, 16, 131072, 1, 2048)
-    assert layout.cut(8) == Cut(4, MAX_RANGES)
-    assert layout.cut(64) == Cut(4, 4)
-    assert layout.cut(2048) == Cut(8, 1)
-    assert RoundLayout(1, 5, 8, 64, 16, 131072, 1, 2048).cut(64) == Cut(8, 16)
-    assert RoundLayout(1, 5, 8, 64, 16, 2048, 1, 2048).cut(8) == Cut(8, 8)
+    assert layout.cut(8) == Cut(LONGEST_RANGE, MAX_RANGES)
+    assert layout.cut(64) == Cut(LONGEST_RANGE, 4)
+    assert layout.cut(2048) == Cut(RANGE_OF_ONE, 1)
+    alone = RoundLayout(1, 5, 8, 64, 16, 131072, 1, 2048)
+    assert alone.cut(64) == Cut(RANGE_OF_ONE, 8)
+    assert alone.cut(8) == Cut(SHORTEST_RANGE, MAX_RANGES)
+    assert RoundLayout(1, 5, 8, 64, 16, 2048, 1, 2048).cut(8) == Cut(SHORTEST_RANGE, 17)
     assert all(1 <= layout.cut(queries).most <= MAX_RANGES for queries in range(1, 5000))
