@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from espalier.kernels.launch import kernel, power_of_two, require
+from espalier.kernels.dependent import after_previous, early
+from espalier.kernels.launch import chip, kernel, power_of_two, require
 from espalier.kernels.noise import gumbel_at, noise_keys
 from espalier.kernels.shaping import SlotRows, above_arguments, divided, logits_arguments, row_of, shaped
 
@@ -67,6 +68,7 @@ def children_triton(
     sums = torch.empty(places, splits, 2, dtype=exact, device=logits.device)
     # A multiply-add rounds once where the reference rounds twice.
     how = {"HAS_D2T": d2t is not None, "TOPK": topk, "num_warps": 4, "enable_fp_fusion": False}
+    how |= early(chip(logits))
     of_splits = (values, indices, sums)
     _best_children_kernel[(places, splits)](
         *(*of_splits, vocab, of_target, offset, given, rows.arguments(), hanging, queries, splits),
@@ -103,8 +105,10 @@ def _best_children_kernel(
     SPLIT: tl.constexpr,
     HAS_D2T: tl.constexpr,
     TOPK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """A split's TOPK best (value, draft index), its maximum and its sum of exponentials over that."""
+    after_previous(DEPENDENT)
     out = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
     b, logits_ptr, position, row, hanging = row_of(out, queries, offset, logits, slots, above)
@@ -154,8 +158,10 @@ def _merge_children_kernel(
     CHILDREN: tl.constexpr,
     HAS_D2T: tl.constexpr,
     TOPK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """A row's TOPK best of its splits' best.  Equal candidates lie in draft order, so the first is the lowest."""
+    after_previous(DEPENDENT)
     out = tl.program_id(0).to(tl.int64)
     split = tl.arange(0, SPLITS)
     part = out * splits + split

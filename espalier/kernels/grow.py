@@ -13,7 +13,8 @@ from torch import Tensor
 
 from espalier.errors import EspalierError
 from espalier.kernels.ancestors import own_bits
-from espalier.kernels.launch import kernel, power_of_two, require
+from espalier.kernels.dependent import after_previous, early
+from espalier.kernels.launch import chip, kernel, power_of_two, require
 from espalier.layout import ANCESTOR_BITS
 
 if TYPE_CHECKING:
@@ -78,6 +79,7 @@ def grow_triton(tokens: Tensor, scores: Tensor, words: Tensor | None, first: int
             CHUNK=max(min(block, COMPARED // block), 1),
             W=power_of_two(num_words),
             num_warps=4 if block <= 256 else 8,
+            **early(chip(tokens)),
         )
     return grown
 
@@ -146,8 +148,10 @@ def _grow_kernel(
     N: tl.constexpr,
     CHUNK: tl.constexpr,
     W: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """A program a request.  A candidate's rank is how many come before it; the first TOPK write themselves there."""
+    after_previous(DEPENDENT)
     request = tl.program_id(0).to(tl.int64)
     candidates = request * (ROWS * TOPK)
     i = tl.arange(0, N)

@@ -17,7 +17,7 @@ from espalier.kernels.advance import After, Before, advance
 from espalier.kernels.slots import chain, gather
 from espalier.layout import RoundLayout
 from espalier.models.base import CausalLM, ModelOutput
-from espalier.sampling.pick import Logprobs, Picked, logprobs
+from espalier.sampling.pick import Logprobs, logprobs
 from espalier.sampling.shape import Shaping
 from espalier.slots import Slots, SlotTable
 from espalier.speculate.accept import Path, accept
@@ -71,10 +71,10 @@ def run(r: Round, index: Tensor, shaping: Shaping, num_logprobs: int | None) -> 
     out = verify(r, slots, tree)
     logits = r.target.logits(out.hidden)
     picked = draws.pick_nodes(logits, tree)
-    path = accept(tree, picked.tokens, slots.room, slots.real, r.layout.steps)
+    path = accept(tree, picked, slots.room, slots.real, r.layout.steps)
     commit(r, slots, path, shaping.penalised)
     r.drafter.extend(slots, features(out, path.rows), path.length)
-    return report(tree, path, picked, logits, num_logprobs)
+    return report(tree, path, logits, num_logprobs)
 
 
 def prefill(r: Round, index: Tensor, length: Tensor, width: int, shaping: Shaping, num_logprobs: int | None) -> Outcome:
@@ -121,15 +121,9 @@ def features(out: ModelOutput, rows: Tensor) -> Tensor | None:
     return None if out.captured is None else along(out.captured, rows)
 
 
-def report(tree: Tree, path: Path, picked: Picked, logits: Tensor, num_logprobs: int | None) -> Outcome:
-    sound = (picked.finite.gather(1, path.rows) & emitted(path)).cumprod(1).sum(1)
+def report(tree: Tree, path: Path, logits: Tensor, num_logprobs: int | None) -> Outcome:
     reported = None if num_logprobs is None else logprobs(along(logits, path.rows), path.tokens, num_logprobs)
-    return Outcome(path.tokens, path.length, sound, reported, tree, path)
-
-
-def emitted(path: Path) -> Tensor:
-    """[B, S+1] bool: entries of the path that exist."""
-    return torch.arange(path.rows.shape[1], device=path.length.device) < path.length[:, None]
+    return Outcome(path.tokens, path.length, path.sound, reported, tree, path)
 
 
 def along(values: Tensor, rows: Tensor) -> Tensor:

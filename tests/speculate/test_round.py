@@ -58,7 +58,7 @@ def test_an_empty_batch_plans_and_commits():
     slots = gather(r.table, NONE)
     none = torch.zeros(0, 4, dtype=torch.int64)
     r.backend.plan(r.pages, r.target.geometry, Prefix(slots.page_table, NONE), Nodes(none, none, None))
-    commit(r, slots, Path(none, NONE, none), count_tokens=True)
+    commit(r, slots, Path(none, NONE, none, NONE), count_tokens=True)
 
 
 @algorithms
