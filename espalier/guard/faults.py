@@ -51,8 +51,8 @@ def _extend_short(right):
 
 
 def _wrong_ancestor(right):
-    def grow(tokens, scores, words, first, num_words):
-        grown = right(tokens, scores, words, first, num_words)
+    def grow(tokens, scores, words, path, first, num_words):
+        grown = right(tokens, scores, words, path, first, num_words)
         if words is None:
             return grown
         return grown._replace(words=words | own_bits(first, words.shape[1], num_words, words.device))

@@ -67,7 +67,7 @@ def children_triton(
     indices = torch.empty(places, splits, topk, dtype=torch.int32, device=logits.device)
     sums = torch.empty(places, splits, 2, dtype=exact, device=logits.device)
     # A multiply-add rounds once where the reference rounds twice.
-    how = {"HAS_D2T": d2t is not None, "TOPK": topk, "num_warps": 4, "enable_fp_fusion": False}
+    how = {"HAS_D2T": d2t is not None, "TOPK": topk, "enable_fp_fusion": False}
     how |= early(chip(logits))
     of_splits = (values, indices, sums)
     _best_children_kernel[(places, splits)](
@@ -75,13 +75,17 @@ def children_triton(
         TAU=float(tau),
         COUPLED=coupled,
         SPLIT=split,
+        num_warps=4,
         **how,
     )
+    candidates = power_of_two(splits * topk)
     _merge_children_kernel[(places,)](
         *(ids, best, *of_splits, of_target, scores, *scores.stride(), queries, splits),
         SPLITS=power_of_two(splits),
-        CANDIDATES=power_of_two(splits * topk),
+        CANDIDATES=candidates,
         CHILDREN=power_of_two(topk),
+        # A step a child, each as long as the warps wait for each other.
+        num_warps=min(max(candidates // 256, 1), 4),
         **how,
     )
     return ids, best
@@ -117,10 +121,13 @@ def _best_children_kernel(
     exact: tl.constexpr = values_ptr.dtype.element_ty
     x = tl.load(logits_ptr + index, mask=inside, other=float("-inf")).to(exact)
     ids = index
+    coupled = (tl.load(slots[1] + b * 8) > 0) & COUPLED
     if HAS_D2T:
-        ids = tl.load(d2t_ptr + index, mask=inside, other=0).to(tl.int32)
+        # Who asks for nothing needs no ids, which are more bytes than the logits.
+        wanted = coupled | (row[0] > 0) | (row[3] > 0) | (row[5] != 0)
+        ids = tl.load(d2t_ptr + index, mask=inside & wanted, other=0).to(tl.int32)
     x = shaped(x, ids, inside, row, hanging)
-    if COUPLED and tl.load(slots[1] + b * 8) > 0:
+    if coupled:
         k0, k1 = noise_keys(tl.load(slots[0] + b * 8 + 1), position)
         x = x + gumbel_at(ids, k0, k1, exact)
         if TAU != 1.0:

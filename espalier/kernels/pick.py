@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from espalier.kernels.cut import draw_filtered, shaped_block
+from espalier.kernels.cut import block_of, draw_filtered
 from espalier.kernels.dependent import after_previous, early
 from espalier.kernels.launch import chip, kernel, power_of_two, require
 from espalier.kernels.noise import gumbel_at, noise_keys
-from espalier.kernels.shaping import SlotRows, above_arguments, logits_arguments, row_of
+from espalier.kernels.shaping import SlotRows, above_arguments, logits_arguments, row_of, shaped
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -108,8 +108,14 @@ def _best_of_split_kernel(
     best = tl.full([BLOCK], float("-inf"), exact)
     at = split * SPLIT + tl.arange(0, BLOCK)
     first_nan = tl.full([BLOCK], 2147483647, tl.int32)
-    for start in range(split * SPLIT, tl.minimum(split * SPLIT + SPLIT, vocab), BLOCK):
-        x, ids = shaped_block(logits_ptr, start, vocab, exact, row, hanging, BLOCK)
+    end = tl.minimum(split * SPLIT + SPLIT, vocab)
+    coming = block_of(logits_ptr, split * SPLIT, end, BLOCK)
+    for start in range(split * SPLIT, end, BLOCK):
+        ids = start + tl.arange(0, BLOCK)
+        x = coming.to(exact)
+        # On its way while this block is looked at.
+        coming = block_of(logits_ptr, start + BLOCK, end, BLOCK)
+        x = shaped(x, ids, ids < end, row, hanging)
         if noisy:
             x = x + gumbel_at(ids, k0, k1, exact)
         first_nan = tl.minimum(first_nan, tl.where(x != x, ids, 2147483647))

@@ -34,7 +34,7 @@ def random_pool(batch: int, topk: int, steps: int, seed: int, vocab: int = 50) -
         tokens.append(ids.flatten(1))
         scores.append(path.flatten(1))
         if level < steps:
-            grown = grow_reference(ids, path, None, 0, 1 + topk // 64)
+            grown = grow_reference(ids, path, None, torch.empty(batch, topk).long(), 0, 1 + topk // 64)
             above = grown.scores
             beams.append(grown.places)
     return torch.cat(tokens, 1), torch.cat(scores, 1), torch.cat(beams or [torch.zeros(batch, 0).long()], 1)

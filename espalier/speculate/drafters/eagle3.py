@@ -37,6 +37,17 @@ class Beams:
     above: Above
 
 
+@dataclass(frozen=True)
+class Rows:
+    """What the draft rows of every level share, level by level.  positions [B, beam_rows] in the pages, and turned, by
+    which they are rotated; tokens [B, beam_rows], written as beams are chosen; prefix, which they hang from."""
+
+    positions: Tensor
+    turned: Tensor
+    tokens: Tensor
+    prefix: Prefix
+
+
 class Eagle3Drafter:
     algorithm = "eagle3"
     layers = 1
@@ -56,47 +67,46 @@ class Eagle3Drafter:
         self.staging = Staging(geometry, layers, layout.staged_beams, pages.dtype, pages.device)
         # Of the rows of every level, level by level.
         self.depths = torch.arange(layout.beam_rows, device=pages.device) // layout.topk + 1
+        # The root's own score.
+        self.sure = torch.zeros(layout.max_batch, 1, device=pages.device)
         self.carried: Mapping[str, tuple[int, ...]] = {"hidden": (draft.hidden_size,)}
 
     def propose(self, slots: Slots, draws: Draws) -> Tree:
         if self.layout.num_draft_tokens == 1:
             return root_only(slots.root)
-        pool, prefix = Pool(self.layout.topk), self._prefix(slots)
         positions = slots.prefix_len[:, None] + self.depths
-        turned = positions - FIRST_ROW
-        out = slots.carried("hidden")[:, None]
-        beams = None
+        rows = Rows(positions, positions - FIRST_ROW, torch.empty_like(positions), self._prefix(slots))
+        pool, out, beams = Pool(self.layout.topk), slots.carried("hidden")[:, None], None
         for level in range(1, self.layout.steps + 1):
             tokens, scores = self._children(out, draws, level, beams)
             pool.add(tokens, scores)
             if level < self.layout.steps:
-                places, beams = self._next_beams(tokens, scores, beams)
+                places, beams = self._next_beams(tokens, scores, rows, beams, level)
                 pool.keep(places)
-                out = self._run(prefix, positions, turned, out, beams, level)
+                out = self._run(out, rows, beams, level)
         return pool.select(slots.root, self.layout.num_draft_tokens)
 
     def _children(self, out: Tensor, draws: Draws, level: int, beams: Beams | None) -> tuple[Tensor, Tensor]:
         """The topk best continuations of each row of `out` [B, Q, H]: target ids and path scores [B, Q, K]."""
         above = None if beams is None else beams.above
-        so_far = out.new_zeros(out.shape[:2], dtype=torch.float32) if beams is None else beams.scores
+        so_far = self.sure[: out.shape[0]] if beams is None else beams.scores
         return draws.children(self.draft.logits(out), self.draft.d2t, level - 1, so_far, self.layout.topk, above)
 
-    def _next_beams(self, tokens: Tensor, scores: Tensor, beams: Beams | None) -> tuple[Tensor, Beams]:
+    def _next_beams(
+        self, tokens: Tensor, scores: Tensor, rows: Rows, beams: Beams | None, level: int
+    ) -> tuple[Tensor, Beams]:
         """The topk best candidates of a level, by their places [B, K], and the beams that they become."""
-        rows, words = (0, None) if beams is None else (beams.above.tokens.shape[1], beams.above.words)
-        grown = grow(tokens, scores, words, rows, self.layout.beam_words)
-        path = grown.tokens if beams is None else torch.cat((beams.above.tokens, grown.tokens), 1)
-        return grown.places, Beams(grown.scores, grown.parents, Above(path, grown.words))
-
-    def _run(self, prefix: Prefix, positions: Tensor, turned: Tensor, out: Tensor, beams: Beams, level: int) -> Tensor:
-        """One draft forward over the beams of depth `level`, which continue rows of `out` [B, Q, H]: [B, K, H].
-
-        positions, turned: [B, beam_rows], of the rows of every level in the pages, and by which they are rotated.
-        """
+        words = None if beams is None else beams.above.words
         at, end = self.layout.beams_above(level), self.layout.beams_above(level + 1)
-        nodes = Nodes(positions[:, at:end], positions[:, :end], beams.above.words)
-        attend = Undecided(self._plan(prefix, nodes), self.staging, self.layout.beam_rows, at, self.first_layer)
-        return self.draft(beams.above.tokens[:, at:end], out, turned[:, at:end], attend, beams.parents)
+        grown = grow(tokens, scores, words, rows.tokens, at, self.layout.beam_words)
+        return grown.places, Beams(grown.scores, grown.parents, Above(rows.tokens[:, :end], grown.words))
+
+    def _run(self, out: Tensor, rows: Rows, beams: Beams, level: int) -> Tensor:
+        """One draft forward over the beams of depth `level`, which continue rows of `out` [B, Q, H]: [B, K, H]."""
+        at, end = self.layout.beams_above(level), self.layout.beams_above(level + 1)
+        nodes = Nodes(rows.positions[:, at:end], rows.positions[:, :end], beams.above.words)
+        attend = Undecided(self._plan(rows.prefix, nodes), self.staging, self.layout.beam_rows, at, self.first_layer)
+        return self.draft(beams.above.tokens[:, at:end], out, rows.turned[:, at:end], attend, beams.parents)
 
     def extend(self, slots: Slots, captured: Tensor | None, length: Tensor) -> None:
         assert captured is not None
