@@ -14,6 +14,7 @@ from espalier.attention import Attention, Backend, Nodes, Prefix
 from espalier.attention.staged import Decided, Undecided
 from espalier.cache.kv import Pages, Staging
 from espalier.kernels.advance import After, Before, advance
+from espalier.kernels.along import along
 from espalier.kernels.slots import chain, gather
 from espalier.layout import RoundLayout
 from espalier.models.base import CausalLM, ModelOutput
@@ -124,8 +125,3 @@ def features(out: ModelOutput, rows: Tensor) -> Tensor | None:
 def report(tree: Tree, path: Path, logits: Tensor, num_logprobs: int | None) -> Outcome:
     reported = None if num_logprobs is None else logprobs(along(logits, path.rows), path.tokens, num_logprobs)
     return Outcome(path.tokens, path.length, path.sound, reported, tree, path)
-
-
-def along(values: Tensor, rows: Tensor) -> Tensor:
-    """values [B, D, n] at rows [B, W]: [B, W, n]."""
-    return values.gather(1, rows[..., None].expand(-1, -1, values.shape[2]))
