@@ -176,7 +176,9 @@ def _bits(values: Sequence[float]) -> np.ndarray:
 class Slots:
     """The rows of a batch, gathered once a launch.  prefix_len is that of before the launch throughout.
 
-    index: [B] slots; prefix_len, root, commit_from: [B]; page_table: [B, table_width].
+    index: [B] slots; prefix_len, root, commit_from: [B]; num_tokens: [B], prefix_len and the root; room: [B], the
+    deepest node that may be accepted, by the request's own limit and by the tokens it has left; real: [B] bool, rows
+    that are requests, not padding; page_table: [B, table_width].  kernels/slots.py makes them.
     """
 
     table: SlotTable
@@ -184,32 +186,19 @@ class Slots:
     prefix_len: Tensor
     root: Tensor
     commit_from: Tensor
+    num_tokens: Tensor
+    room: Tensor
+    real: Tensor
     page_table: Tensor
-
-    @classmethod
-    def gather(cls, table: SlotTable, index: Tensor) -> "Slots":
-        return cls(
-            table, index, table.prefix_len[index], table.root[index], table.commit_from[index], table.page_table[index]
-        )
 
     @property
     def batch(self) -> int:
         return self.index.shape[0]
 
-    @property
-    def real(self) -> Tensor:
-        """[B] bool: rows that are requests, not padding."""
-        return self.index > 0
-
     def history_at(self, positions: Tensor) -> Tensor:
         """Tokens at positions [B, W]; positions past the table read its last column, which callers mask."""
         columns = positions.clamp(max=self.table.layout.history_width - 1)
         return self.table.history[self.index[:, None], columns]
-
-    def room(self) -> Tensor:
-        """[B]: the deepest node that may be accepted, by the request's own limit and by the tokens it has left."""
-        left = self.table.layout.room(self.table.end[self.index], self.prefix_len)
-        return torch.minimum(self.table.depth_limit[self.index], left).clamp(min=0)
 
     def enter(self, length: Tensor, picked: Tensor, count_tokens: bool) -> Tensor:
         """Commit `length` [B] known tokens; the next root is the token known to stand there, or else `picked` [B].
@@ -226,10 +215,6 @@ class Slots:
         if count_tokens:
             table.counts.index_put_((self.index, root), open_end.to(table.counts.dtype), accumulate=True)
         return open_end & self.real
-
-    def carry(self, name: str, value: Tensor) -> None:
-        """Hand `value` [B, ...] to the next launch."""
-        self.table.carried[name][self.index] = value
 
     def carried(self, name: str) -> Tensor:
         return self.table.carried[name][self.index]

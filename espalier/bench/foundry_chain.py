@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from espalier.errors import EspalierError
+from espalier.sampling.pick import Picked
 from espalier.speculate.accept import accept
 from espalier.speculate.tree import Pool, Tree, ordered_topk
 
@@ -172,7 +173,8 @@ def predicted_accept_length(
     if chain.mode == "copy":
         chosen = torch.randint(0, NUM_SUCCESSORS, tree.tokens.shape, generator=generator)
     picks = (tree.tokens + chain.shifts[chosen]) % chain.size
-    path = accept(tree, picks, torch.full_like(roots, steps), torch.ones_like(roots, dtype=torch.bool), steps)
+    picked = Picked(picks, torch.ones_like(picks, dtype=torch.bool))
+    path = accept(tree, picked, torch.full_like(roots, steps), torch.ones_like(roots, dtype=torch.bool), steps)
     return float(path.length.double().mean())
 
 

@@ -56,6 +56,7 @@ class Staging:
         self.stacks = stacks(geometry, layers, rows, dtype, device)
         self.layers = by_layer(self.stacks)
         self.rows = rows
+        self.order = torch.arange(rows, device=device)
 
     def places(self, like: Tensor, width: int, at: int) -> Tensor:
         """[B · Q]: the rows that are rows at .. at+Q of each request's `width`, for a pass of `like` [B, Q].
@@ -64,8 +65,7 @@ class Staging:
         """
         batch, queries = like.shape
         self._require(batch, queries, width, at)
-        first = torch.arange(batch, device=like.device) * width + at
-        return (first[:, None] + torch.arange(queries, device=like.device)).flatten()
+        return self.order[: batch * width].view(batch, width)[:, at : at + queries].flatten()
 
     def rows_of(self, layer: int, batch: int, queries: int, width: int, at: int) -> tuple[Tensor, Tensor]:
         """All that is staged of a layer so far, [B, at+Q, kv_heads, size] each.  Raises EspalierError likewise."""

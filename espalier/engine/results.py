@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from espalier.engine.ticket import DraftTree, Row, Tried
+from espalier.kernels.put import put
 from espalier.layout import RoundLayout
 from espalier.request import TokenLogprob
 from espalier.sampling.pick import Logprobs
@@ -55,21 +55,13 @@ class Results:
 
     def write(self, entry: Tensor, outcome: Outcome) -> None:
         """Put an outcome into entry [1]."""
-        batch = outcome.length.shape[0]
-        rows = torch.arange(batch, device=entry.device) + entry * self.layout.max_batch
-        self.ring.flatten(0, 1).index_copy_(0, rows, self._rows(outcome))
-
-    def _rows(self, outcome: Outcome) -> Tensor:
-        """[B, width]; a launch without a tree has one void node."""
-        steps = self.layout.extend_width
-        parts = [outcome.length[:, None], outcome.sound[:, None]]
-        parts.append(pad(outcome.tokens, (0, steps - outcome.tokens.shape[1])))
-        if outcome.tree is None or outcome.path is None:
-            rest = self.fields.width - sum(part.shape[1] for part in parts)
-            return torch.cat((*parts, torch.full_like(parts[0], VOID).expand(-1, rest)), 1)
-        tree = outcome.tree
-        scores = tree.scores.view(torch.int32).to(torch.int64)
-        return torch.cat((*parts, outcome.path.rows, tree.tokens, tree.parents, tree.depths, scores), 1)
+        parts = {"length": outcome.length[:, None], "sound": outcome.sound[:, None], "emitted": outcome.tokens}
+        # Of a launch without a tree all nodes are void, which is what columns are that nobody fills.
+        if outcome.tree is not None and outcome.path is not None:
+            tree = outcome.tree
+            parts |= {"path": outcome.path.rows, "tokens": tree.tokens, "parents": tree.parents}
+            parts |= {"depths": tree.depths, "scores": tree.scores}
+        put(self.ring, entry, {getattr(self.fields, name).start: part for name, part in parts.items()})
 
 
 def read(fields: Fields, entry: np.ndarray, logprobs: Logprobs | None, traced: bool) -> list[Row]:

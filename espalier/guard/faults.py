@@ -47,12 +47,12 @@ def _sibling_committed(right):
 
 
 def _extend_short(right):
-    return lambda offsets, length: right(offsets, length - 1)
+    return lambda slots, length, width: right(slots, length - 1, width)
 
 
 def _wrong_ancestor(right):
-    def grow(tokens, scores, words, first, num_words):
-        grown = right(tokens, scores, words, first, num_words)
+    def grow(tokens, scores, words, path, first, num_words):
+        grown = right(tokens, scores, words, path, first, num_words)
         if words is None:
             return grown
         return grown._replace(words=words | own_bits(first, words.shape[1], num_words, words.device))
@@ -83,9 +83,9 @@ def _table_column_off(right):
 
 
 def _stale_hidden(right):
-    def carry(slots, name, value):
-        unchanged = slots.prefix_len[:, None] % 2 == 0
-        right(slots, name, torch.where(unchanged, slots.carried(name), value))
+    def carry(slots, name, values, length):
+        unchanged = slots.prefix_len[:, None, None] % 2 == 0
+        right(slots, name, torch.where(unchanged, slots.carried(name)[:, None], values), length)
 
     return carry
 
@@ -164,7 +164,7 @@ FAULTS = {
         Fault(
             "stale-hidden",
             "the slot keeps the hidden state of an earlier launch",
-            "espalier.slots:Slots.carry",
+            "espalier.speculate.drafters.eagle3:carry",
             _stale_hidden,
             ("22832",),
         ),

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from espalier.kernels.ancestors import every_ancestor, unpack
-from espalier.kernels.launch import kernel, power_of_two, require
+from espalier.kernels.dependent import after_previous, early
+from espalier.kernels.launch import chip, kernel, power_of_two, require
 from espalier.layout import ANCESTOR_BITS
 
 if TYPE_CHECKING:
@@ -16,11 +17,12 @@ if TYPE_CHECKING:
 
 
 class Accepted(NamedTuple):
-    """rows [B, S+1], length [B], tokens [B, S+1]: the fields of speculate/accept.py:Path, in their order."""
+    """rows [B, S+1], length [B], tokens [B, S+1], sound [B]: the fields of speculate/accept.py:Path, in their order."""
 
     rows: Tensor
     length: Tensor
     tokens: Tensor
+    sound: Tensor
 
 
 def accept(
@@ -29,18 +31,20 @@ def accept(
     depths: Tensor,
     words: Tensor,
     picks: Tensor,
+    finite: Tensor,
     depth_limit: Tensor,
     real: Tensor,
     steps: int,
 ) -> Accepted:
     """The longest path that the target would have produced itself.
 
-    tokens, parents, depths, picks [B, D] int64, depths up to steps; words [B, D, W] int64; depth_limit [B] int64,
-    deeper nodes never match; real [B] bool, others get length 0.  Among equally deep nodes the lowest wins.
+    tokens, parents, depths, picks [B, D] int64, depths up to steps; words [B, D, W] int64; finite [B, D] bool,
+    of the picks; depth_limit [B] int64, deeper nodes never match; real [B] bool, others get length 0.  Among equally
+    deep nodes the lowest wins.  sound: of a path's picks how many, from the first, are finite.
     Raises EspalierError if sizes do not agree.  Exact.
     """
     run = accept_triton if tokens.is_cuda else accept_reference
-    return run(tokens, parents, depths, words, picks, depth_limit, real, steps)
+    return run(tokens, parents, depths, words, picks, finite, depth_limit, real, steps)
 
 
 def accept_triton(
@@ -49,6 +53,7 @@ def accept_triton(
     depths: Tensor,
     words: Tensor,
     picks: Tensor,
+    finite: Tensor,
     depth_limit: Tensor,
     real: Tensor,
     steps: int,
@@ -58,11 +63,13 @@ def accept_triton(
     for name, value in (("tokens", tokens), ("parents", parents), ("depths", depths), ("picks", picks)):
         require(f"accept: {name}", value, (batch, nodes), torch.int64, tokens)
     require("accept: words", words, (batch, nodes, num_words), torch.int64, tokens)
+    require("accept: finite", finite, (batch, nodes), torch.bool, tokens)
     require("accept: depth_limit", depth_limit, (batch,), torch.int64, tokens)
     require("accept: real", real, (batch,), torch.bool, tokens)
-    path = Accepted(tokens.new_empty(batch, steps + 1), tokens.new_empty(batch), tokens.new_empty(batch, steps + 1))
+    sizes = ((batch, steps + 1), (batch,), (batch, steps + 1), (batch,))
+    path = Accepted(*(tokens.new_empty(size) for size in sizes))
     if batch:
-        given = (tokens, parents, depths, words, picks, depth_limit, real)
+        given = (tokens, parents, depths, words, picks, finite, depth_limit, real)
         word_block = power_of_two(num_words)
         _accept_kernel[(batch,)](
             *(value.contiguous() for value in given),
@@ -73,6 +80,7 @@ def accept_triton(
             W=word_block,
             L=power_of_two(steps + 1),
             num_warps=4,
+            **early(chip(tokens)),
         )
     return path
 
@@ -83,6 +91,7 @@ def accept_reference(
     depths: Tensor,
     words: Tensor,
     picks: Tensor,
+    finite: Tensor,
     depth_limit: Tensor,
     real: Tensor,
     steps: int,
@@ -95,7 +104,9 @@ def accept_reference(
     level = torch.arange(steps + 1, device=rows.device)
     drafted = torch.nn.functional.pad(tokens.gather(1, rows)[:, 1:], (0, 1))
     emitted = torch.where(level < depth, drafted, torch.where(level == depth, bonus, 0))
-    return Accepted(rows, torch.where(real, depth[:, 0] + 1, 0), emitted)
+    length = torch.where(real, depth[:, 0] + 1, 0)
+    sound = (finite.gather(1, rows) & (level < length[:, None])).cumprod(1).sum(1)
+    return Accepted(rows, length, emitted, sound)
 
 
 def deepest(kept: Tensor, depths: Tensor) -> Tensor:
@@ -122,18 +133,22 @@ def _accept_kernel(
     depths_ptr,
     words_ptr,
     picks_ptr,
+    finite_ptr,
     limit_ptr,
     real_ptr,
     rows_ptr,
     length_ptr,
     emitted_ptr,
+    sound_ptr,
     NODES: tl.constexpr,
     WORDS: tl.constexpr,
     LEVELS: tl.constexpr,
     W: tl.constexpr,
     L: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """A program a request, its nodes in registers."""
+    after_previous(DEPENDENT)
     request = tl.program_id(0).to(tl.int64)
     node = tl.arange(0, W * 64)
     exists = node < NODES
@@ -171,3 +186,6 @@ def _accept_kernel(
     tl.store(emitted_ptr + out + length, tl.load(picks_ptr + request * NODES + last))
     is_real = tl.load(real_ptr + request) != 0
     tl.store(length_ptr + request, tl.where(is_real, length + 1, 0).to(tl.int64))
+    finite = tl.load(finite_ptr + at, mask=exists, other=1) != 0
+    sound = tl.min(tl.where(on_path & (finite == 0), depth, length + 1), 0)
+    tl.store(sound_ptr + request, tl.where(is_real, sound, 0).to(tl.int64))

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from espalier.kernels.launch import kernel, power_of_two, require
+from espalier.kernels.dependent import after_previous, early
+from espalier.kernels.launch import chip, kernel, power_of_two, require
 from espalier.layout import DUMMY_ROW
 
 if TYPE_CHECKING:
@@ -87,6 +88,7 @@ def advance_triton(
             WIDTH=width,
             W=power_of_two(width),
             num_warps=1,
+            **early(chip(tokens)),
         )
     return copies
 
@@ -136,8 +138,10 @@ def _advance_kernel(
     counts_stride,
     WIDTH: tl.constexpr,
     W: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """A program a request."""
+    after_previous(DEPENDENT)
     request = tl.program_id(0).to(tl.int64)
     slot = tl.load(index_ptr + request)
     prefix_len = tl.load(prefix_len_ptr + request)

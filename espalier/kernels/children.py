@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from espalier.kernels.launch import kernel, power_of_two, require
+from espalier.kernels.dependent import after_previous, early
+from espalier.kernels.launch import chip, kernel, power_of_two, require
 from espalier.kernels.noise import gumbel_at, noise_keys
 from espalier.kernels.shaping import SlotRows, above_arguments, divided, logits_arguments, row_of, shaped
 
@@ -66,20 +67,25 @@ def children_triton(
     indices = torch.empty(places, splits, topk, dtype=torch.int32, device=logits.device)
     sums = torch.empty(places, splits, 2, dtype=exact, device=logits.device)
     # A multiply-add rounds once where the reference rounds twice.
-    how = {"HAS_D2T": d2t is not None, "TOPK": topk, "num_warps": 4, "enable_fp_fusion": False}
+    how = {"HAS_D2T": d2t is not None, "TOPK": topk, "enable_fp_fusion": False}
+    how |= early(chip(logits))
     of_splits = (values, indices, sums)
     _best_children_kernel[(places, splits)](
         *(*of_splits, vocab, of_target, offset, given, rows.arguments(), hanging, queries, splits),
         TAU=float(tau),
         COUPLED=coupled,
         SPLIT=split,
+        num_warps=4,
         **how,
     )
+    candidates = power_of_two(splits * topk)
     _merge_children_kernel[(places,)](
         *(ids, best, *of_splits, of_target, scores, *scores.stride(), queries, splits),
         SPLITS=power_of_two(splits),
-        CANDIDATES=power_of_two(splits * topk),
+        CANDIDATES=candidates,
         CHILDREN=power_of_two(topk),
+        # A step a child, each as long as the warps wait for each other.
+        num_warps=min(max(candidates // 256, 1), 4),
         **how,
     )
     return ids, best
@@ -103,8 +109,10 @@ def _best_children_kernel(
     SPLIT: tl.constexpr,
     HAS_D2T: tl.constexpr,
     TOPK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """A split's TOPK best (value, draft index), its maximum and its sum of exponentials over that."""
+    after_previous(DEPENDENT)
     out = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
     b, logits_ptr, position, row, hanging = row_of(out, queries, offset, logits, slots, above)
@@ -113,10 +121,13 @@ def _best_children_kernel(
     exact: tl.constexpr = values_ptr.dtype.element_ty
     x = tl.load(logits_ptr + index, mask=inside, other=float("-inf")).to(exact)
     ids = index
+    coupled = (tl.load(slots[1] + b * 8) > 0) & COUPLED
     if HAS_D2T:
-        ids = tl.load(d2t_ptr + index, mask=inside, other=0).to(tl.int32)
+        # Who asks for nothing needs no ids, which are more bytes than the logits.
+        wanted = coupled | (row[0] > 0) | (row[3] > 0) | (row[5] != 0)
+        ids = tl.load(d2t_ptr + index, mask=inside & wanted, other=0).to(tl.int32)
     x = shaped(x, ids, inside, row, hanging)
-    if COUPLED and tl.load(slots[1] + b * 8) > 0:
+    if coupled:
         k0, k1 = noise_keys(tl.load(slots[0] + b * 8 + 1), position)
         x = x + gumbel_at(ids, k0, k1, exact)
         if TAU != 1.0:
@@ -154,8 +165,10 @@ def _merge_children_kernel(
     CHILDREN: tl.constexpr,
     HAS_D2T: tl.constexpr,
     TOPK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """A row's TOPK best of its splits' best.  Equal candidates lie in draft order, so the first is the lowest."""
+    after_previous(DEPENDENT)
     out = tl.program_id(0).to(tl.int64)
     split = tl.arange(0, SPLITS)
     part = out * splits + split

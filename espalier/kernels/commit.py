@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from espalier.errors import EspalierError
-from espalier.kernels.launch import kernel, power_of_two, require
+from espalier.kernels.dependent import after_previous, early
+from espalier.kernels.launch import chip, kernel, power_of_two, require
 from espalier.layout import DUMMY_ROW
 
 if TYPE_CHECKING:
@@ -56,7 +57,9 @@ def _commit_kernel(
     V_SIZE: tl.constexpr,
     K_BLOCK: tl.constexpr,
     V_BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
+    after_previous(DEPENDENT)
     n, layer = tl.program_id(0), tl.program_id(1).to(tl.int64)
     source, row = tl.load(source_ptr + n), tl.load(row_ptr + n)
     _copy(k_src_ptr, k_dst_ptr, layer, source, row, k_src_layer, k_dst_layer, K_SIZE, K_BLOCK)
@@ -89,6 +92,7 @@ def commit_rows_triton(
         K_BLOCK=blocks[0],
         V_BLOCK=blocks[1],
         num_warps=min(max(min(blocks) * committed[0].element_size() // WARP_BYTES, 1), 4),
+        **early(chip(source)),
     )
 
 

@@ -23,12 +23,18 @@ if TYPE_CHECKING:
 
 
 @kernel
+def block_of(logits_ptr, start, vocab, BLOCK: tl.constexpr):
+    """A block of a row's logits as they are, -inf past the vocabulary."""
+    ids = start + tl.arange(0, BLOCK)
+    return tl.load(logits_ptr + ids, mask=ids < vocab, other=float("-inf"))
+
+
+@kernel
 def shaped_block(logits_ptr, start, vocab, exact: tl.constexpr, row, above, BLOCK: tl.constexpr):
     """(x, ids) of a block of a row: its logits shaped and over temperature, -inf past the vocabulary."""
     ids = start + tl.arange(0, BLOCK)
-    inside = ids < vocab
-    x = tl.load(logits_ptr + ids, mask=inside, other=float("-inf")).to(exact)
-    return shaped(x, ids, inside, row, above), ids
+    x = block_of(logits_ptr, start, vocab, BLOCK)
+    return shaped(x.to(exact), ids, ids < vocab, row, above), ids
 
 
 @kernel

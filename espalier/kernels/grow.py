@@ -13,7 +13,8 @@ from torch import Tensor
 
 from espalier.errors import EspalierError
 from espalier.kernels.ancestors import own_bits
-from espalier.kernels.launch import kernel, power_of_two, require
+from espalier.kernels.dependent import after_previous, early
+from espalier.kernels.launch import chip, kernel, power_of_two, require
 from espalier.layout import ANCESTOR_BITS
 
 if TYPE_CHECKING:
@@ -24,39 +25,42 @@ COMPARED = 16384
 
 
 class Grown(NamedTuple):
-    """Beams of a level, best first.  tokens, scores [B, K]; places [B, K] among the level's candidates; parents [B, K]
+    """Beams of a level, best first.  scores [B, K]; places [B, K] among the level's candidates; parents [B, K]
     among the rows that they continue; words [B, K, W], the draft rows that each stands on, its own included."""
 
-    tokens: Tensor
     scores: Tensor
     places: Tensor
     parents: Tensor
     words: Tensor
 
 
-def grow(tokens: Tensor, scores: Tensor, words: Tensor | None, first: int, num_words: int) -> Grown:
+def grow(tokens: Tensor, scores: Tensor, words: Tensor | None, path: Tensor, first: int, num_words: int) -> Grown:
     """The K best of P · K candidates, as draft rows first .. first + K - 1.
 
     tokens [B, P, K] int64 and scores [B, P, K] float32, of whole paths; words [B, P, W] int64 of the rows that they
-    continue, None where that is the root, which is no draft row; num_words: W.
+    continue, None where that is the root, which is no draft row; path [B, rows] int64: tokens of the draft rows, of
+    which the new ones are written; num_words: W.
     Raises EspalierError if sizes do not agree.  Exact.
     """
-    return (grow_triton if tokens.is_cuda else grow_reference)(tokens, scores, words, first, num_words)
+    return (grow_triton if tokens.is_cuda else grow_reference)(tokens, scores, words, path, first, num_words)
 
 
-def grow_triton(tokens: Tensor, scores: Tensor, words: Tensor | None, first: int, num_words: int) -> Grown:
+def grow_triton(
+    tokens: Tensor, scores: Tensor, words: Tensor | None, path: Tensor, first: int, num_words: int
+) -> Grown:
     batch, rows, topk = tokens.shape
     require("grow: tokens", tokens, (-1, -1, -1), torch.int64, tokens)
     require("grow: scores", scores, (batch, rows, topk), torch.float32, tokens)
     if words is not None:
         require("grow: words", words, (batch, rows, num_words), torch.int64, tokens)
         words = words.contiguous()
-    if first + topk > num_words * ANCESTOR_BITS:
+    require("grow: path", path, (batch, -1), torch.int64, tokens)
+    if first + topk > min(num_words * ANCESTOR_BITS, path.shape[1]) or path.stride(1) != 1:
         raise EspalierError(
-            f"grow: row {first + topk - 1} has no bit in {num_words} words: take num_words from the layout that grows"
+            f"grow: a path of {path.shape[1]} rows has no dense place for row {first + topk - 1}, or its {num_words} "
+            "words no bit: take both from the layout that grows"
         )
     grown = Grown(
-        tokens.new_empty(batch, topk),
         scores.new_empty(batch, topk),
         tokens.new_empty(batch, topk),
         tokens.new_empty(batch, topk),
@@ -68,7 +72,9 @@ def grow_triton(tokens: Tensor, scores: Tensor, words: Tensor | None, first: int
             tokens.contiguous(),
             scores.contiguous(),
             words,
+            path,
             *grown,
+            path.stride(0),
             first,
             topk,
             ROWS=rows,
@@ -78,17 +84,21 @@ def grow_triton(tokens: Tensor, scores: Tensor, words: Tensor | None, first: int
             CHUNK=max(min(block, COMPARED // block), 1),
             W=power_of_two(num_words),
             num_warps=4 if block <= 256 else 8,
+            **early(chip(tokens)),
         )
     return grown
 
 
-def grow_reference(tokens: Tensor, scores: Tensor, words: Tensor | None, first: int, num_words: int) -> Grown:
+def grow_reference(
+    tokens: Tensor, scores: Tensor, words: Tensor | None, path: Tensor, first: int, num_words: int
+) -> Grown:
     topk = tokens.shape[2]
     best, index = ordered_topk(scores.flatten(1), topk)
     parents = index // topk
     own = own_bits(first, topk, num_words, tokens.device).expand(tokens.shape[0], -1, -1)
     inherited = own if words is None else words.gather(1, parents[..., None].expand(-1, -1, num_words)) | own
-    return Grown(tokens.flatten(1).gather(1, index), best, index, parents, inherited)
+    path[:, first : first + topk] = tokens.flatten(1).gather(1, index)
+    return Grown(best, index, parents, inherited)
 
 
 def usable(scores: Tensor) -> Tensor:
@@ -133,11 +143,12 @@ def _grow_kernel(
     tokens_ptr,
     scores_ptr,
     words_ptr,
-    out_tokens_ptr,
+    path_ptr,
     out_scores_ptr,
     out_index_ptr,
     out_parents_ptr,
     out_words_ptr,
+    path_stride,
     first,
     topk,
     ROWS: tl.constexpr,
@@ -146,8 +157,10 @@ def _grow_kernel(
     N: tl.constexpr,
     CHUNK: tl.constexpr,
     W: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """A program a request.  A candidate's rank is how many come before it; the first TOPK write themselves there."""
+    after_previous(DEPENDENT)
     request = tl.program_id(0).to(tl.int64)
     candidates = request * (ROWS * TOPK)
     i = tl.arange(0, N)
@@ -165,7 +178,8 @@ def _grow_kernel(
     # By an argument, not by a constant: see kernels/select.py.
     parent = i // topk
     beam = request * TOPK + rank
-    tl.store(out_tokens_ptr + beam, tl.load(tokens_ptr + candidates + i, mask=is_beam, other=0), mask=is_beam)
+    token = tl.load(tokens_ptr + candidates + i, mask=is_beam, other=0)
+    tl.store(path_ptr + request * path_stride + first + rank, token, mask=is_beam)
     tl.store(out_scores_ptr + beam, score, mask=is_beam)
     tl.store(out_index_ptr + beam, i.to(tl.int64), mask=is_beam)
     tl.store(out_parents_ptr + beam, parent.to(tl.int64), mask=is_beam)

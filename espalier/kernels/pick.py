@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from espalier.kernels.cut import draw_filtered, shaped_block
+from espalier.kernels.cut import block_of, draw_filtered
+from espalier.kernels.dependent import after_previous, early
 from espalier.kernels.launch import chip, kernel, power_of_two, require
 from espalier.kernels.noise import gumbel_at, noise_keys
-from espalier.kernels.shaping import SlotRows, above_arguments, logits_arguments, row_of
+from espalier.kernels.shaping import SlotRows, above_arguments, logits_arguments, row_of, shaped
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -57,9 +58,11 @@ def pick_triton(
     ids = torch.empty(places, splits, dtype=torch.int32, device=logits.device)
     shared = ((offsets, *offsets.stride()), given, rows.arguments(), hanging, queries, splits)
     # A multiply-add rounds once where the reference rounds twice.
-    exactly = {"enable_fp_fusion": False}
+    exactly = {"enable_fp_fusion": False, **early(chip(logits))}
     _best_of_split_kernel[(places, splits)](values, ids, *shared, SPLIT=split, BLOCK=block, num_warps=4, **exactly)
-    _merge_kernel[(places,)](tokens, finite, values, ids, splits, SPLITS=power_of_two(splits), num_warps=1)
+    _merge_kernel[(places,)](
+        tokens, finite, values, ids, splits, SPLITS=power_of_two(splits), num_warps=1, **early(chip(logits))
+    )
     # A pass over a row waits for its blocks one after the other: few and wide.
     programs, wide = min(places, chip(logits).processors), min(4 * block, power_of_two(rows.vocab))
     _draw_filtered_kernel[(programs,)](tokens, finite, values, *shared, places, BLOCK=wide, num_warps=16, **exactly)
@@ -90,8 +93,10 @@ def _best_of_split_kernel(
     splits,
     SPLIT: tl.constexpr,
     BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Best (value, lowest id) of a split: of logit / T + noise, without the noise in a row with filters."""
+    after_previous(DEPENDENT)
     out = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
     offset = offset_of(out, queries, offsets)
@@ -103,8 +108,14 @@ def _best_of_split_kernel(
     best = tl.full([BLOCK], float("-inf"), exact)
     at = split * SPLIT + tl.arange(0, BLOCK)
     first_nan = tl.full([BLOCK], 2147483647, tl.int32)
-    for start in range(split * SPLIT, tl.minimum(split * SPLIT + SPLIT, vocab), BLOCK):
-        x, ids = shaped_block(logits_ptr, start, vocab, exact, row, hanging, BLOCK)
+    end = tl.minimum(split * SPLIT + SPLIT, vocab)
+    coming = block_of(logits_ptr, split * SPLIT, end, BLOCK)
+    for start in range(split * SPLIT, end, BLOCK):
+        ids = start + tl.arange(0, BLOCK)
+        x = coming.to(exact)
+        # On its way while this block is looked at.
+        coming = block_of(logits_ptr, start + BLOCK, end, BLOCK)
+        x = shaped(x, ids, ids < end, row, hanging)
         if noisy:
             x = x + gumbel_at(ids, k0, k1, exact)
         first_nan = tl.minimum(first_nan, tl.where(x != x, ids, 2147483647))
@@ -119,8 +130,9 @@ def _best_of_split_kernel(
 
 
 @kernel
-def _merge_kernel(tokens_ptr, finite_ptr, values_ptr, ids_ptr, splits, SPLITS: tl.constexpr):
+def _merge_kernel(tokens_ptr, finite_ptr, values_ptr, ids_ptr, splits, SPLITS: tl.constexpr, DEPENDENT: tl.constexpr):
     """The best of a row's splits; its value stays with the first of them."""
+    after_previous(DEPENDENT)
     out = tl.program_id(0).to(tl.int64)
     split = tl.arange(0, SPLITS)
     there = split < splits
@@ -136,12 +148,24 @@ def _merge_kernel(tokens_ptr, finite_ptr, values_ptr, ids_ptr, splits, SPLITS: t
 
 @kernel
 def _draw_filtered_kernel(
-    tokens_ptr, finite_ptr, values_ptr, offsets, logits, slots, above, queries, splits, rows, BLOCK: tl.constexpr
+    tokens_ptr,
+    finite_ptr,
+    values_ptr,
+    offsets,
+    logits,
+    slots,
+    above,
+    queries,
+    splits,
+    rows,
+    BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Draw again, from what the filters leave, in those rows that have any.
 
     A program goes through many rows: most of them ask for nothing, and a program each would cost more than that.
     """
+    after_previous(DEPENDENT)
     vocab = slots[9]
     for out in range(tl.program_id(0).to(tl.int64), rows, tl.num_programs(0)):
         ints, floats = slots[0] + out // queries * 8, slots[1] + out // queries * 8

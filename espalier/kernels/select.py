@@ -14,8 +14,9 @@ from torch import Tensor
 
 from espalier.errors import EspalierError
 from espalier.kernels.ancestors import ancestor_mask, pack
+from espalier.kernels.dependent import after_previous, early
 from espalier.kernels.grow import order_of, usable, usable_score
-from espalier.kernels.launch import kernel, power_of_two, require
+from espalier.kernels.launch import chip, kernel, power_of_two, require
 from espalier.layout import ANCESTOR_BITS
 
 if TYPE_CHECKING:
@@ -38,9 +39,10 @@ def select(root: Tensor, tokens: Tensor, scores: Tensor, beams: Tensor, topk: in
     """The best nodes - 1 of n candidates under the root, by (score descending, place in the pool).
 
     root [B] int64; tokens [B, n] int64, scores [B, n] float32: topk candidates of level 1, then topk² a level, topk for
-    each of its beams in turn; beams [B, n / topk - 1] int64: the candidates that became those beams.  A child scores no
-    more than its parent and comes after it, so what is selected is closed under ancestors.  -inf (or NaN) is no
-    candidate: where too few are left, nodes are void (token -1, parent 0, depth 1, only their own ancestor).
+    each of its beams in turn; beams [B, n / topk - 1] int64: the candidates that became those beams, topk a level, by
+    their places in it.  A child scores no more than its parent and comes after it, so what is selected is closed under
+    ancestors.  -inf (or NaN) is no candidate: where too few are left, nodes are void (token -1, parent 0, depth 1, only
+    their own ancestor).
     Raises EspalierError if sizes do not agree.  Exact.
     """
     return (select_triton if tokens.is_cuda else select_reference)(root, tokens, scores, beams, topk, nodes)
@@ -75,6 +77,7 @@ def select_triton(root: Tensor, tokens: Tensor, scores: Tensor, beams: Tensor, t
             W=word_block,
             # A thread holds 64 bits of words for each of at most 32 candidates.
             num_warps=min(max(block * word_block // 1024, 4), 16),
+            **early(chip(tokens)),
         )
     return tree
 
@@ -86,7 +89,9 @@ def select_reference(root: Tensor, tokens: Tensor, scores: Tensor, beams: Tensor
     void = scores.gather(1, best) == -torch.inf
     node_of = torch.zeros_like(tokens).scatter_(1, best, torch.arange(1, nodes, device=best.device).expand_as(best))
     # Candidates of level 1 continue the root, which is node 0.
-    parent_node = torch.nn.functional.pad(node_of.gather(1, beams), (1, 0)).gather(1, best // topk)
+    parent_node = torch.nn.functional.pad(
+        node_of.gather(1, beams + _level_starts(beams.shape[1], topk, beams)), (1, 0)
+    ).gather(1, best // topk)
     level = torch.where(best < topk, 1, 2 + (best - topk) // topk**2)
     # A root in front: node 0, at depth 0, of score 0, never void.
     parents, depths, void = (
@@ -96,6 +101,12 @@ def select_reference(root: Tensor, tokens: Tensor, scores: Tensor, beams: Tensor
     drafted = torch.cat((root[:, None], tokens.gather(1, best)), 1).masked_fill(void, VOID)
     words = pack(ancestor_mask(parents, void, steps))
     return Selected(drafted, parents, depths, torch.nn.functional.pad(scores.gather(1, best), (1, 0)), words)
+
+
+def _level_starts(count: int, topk: int, like: Tensor) -> Tensor:
+    """[count]: where in the pool the level stands that each beam was a candidate of."""
+    level = torch.arange(count, device=like.device) // topk
+    return torch.where(level > 0, topk + (level - 1) * topk**2, 0)
 
 
 def _require(root: Tensor, tokens: Tensor, scores: Tensor, beams: Tensor, topk: int, nodes: int) -> int:
@@ -120,7 +131,7 @@ def _select_kernel(
     out_tokens_ptr, out_parents_ptr, out_depths_ptr, out_scores_ptr, out_words_ptr,
     topk,
     SIZE: tl.constexpr, TOPK: tl.constexpr, STEPS: tl.constexpr, NODES: tl.constexpr, WORDS: tl.constexpr,
-    N: tl.constexpr, W: tl.constexpr,
+    N: tl.constexpr, W: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """A program a request, candidates in registers.  The lowest score that is still selected is found bit by bit, so
     that the work grows with the pool and not with its square.
@@ -128,6 +139,7 @@ def _select_kernel(
     topk is TOPK, to divide by: by a constant the quotient of a small number is made in 16 bits, and of such ptxas 12.8
     lost an addition (docs/log.md).
     """
+    after_previous(DEPENDENT)
     request = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, N)
     exists = i < SIZE
@@ -146,7 +158,9 @@ def _select_kernel(
     node = tl.where(chosen, tl.cumsum(chosen.to(tl.int32), 0), 0)
     void = score == float("-inf")
     deeper = exists & (i >= TOPK)
-    beam = tl.load(beams_ptr + request * (SIZE // TOPK - 1) + (i - TOPK) // topk, mask=deeper, other=0).to(tl.int32)
+    which = (i - TOPK) // topk
+    beam = tl.load(beams_ptr + request * (SIZE // TOPK - 1) + which, mask=deeper, other=0).to(tl.int32)
+    beam += tl.where(deeper & (which >= TOPK), topk + (which // topk - 1) * (topk * topk), 0)
     parent = tl.where(deeper & (void == 0), tl.gather(node, beam, 0), 0)
     level = tl.where((i < TOPK) | void, 1, 2 + (i - TOPK) // (topk * topk))
     token = tl.load(tokens_ptr + request * SIZE + i, mask=chosen, other=0)

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from espalier.errors import EspalierError
-from espalier.kernels.launch import kernel, power_of_two, require
+from espalier.kernels.dependent import after_previous, early
+from espalier.kernels.launch import chip, kernel, power_of_two, require
 from espalier.slots import SlotTable
 
 if TYPE_CHECKING:
@@ -66,6 +67,7 @@ class SlotRows:
                 BIAS=power_of_two(num_bias),
                 STOPS=power_of_two(num_stops),
                 num_warps=4,
+                **early(chip(index)),
             )
         return cls(table, ints, floats)
 
@@ -158,7 +160,9 @@ def _gather_kernel(
     NUM_STOPS: tl.constexpr,
     BIAS: tl.constexpr,
     STOPS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
+    after_previous(DEPENDENT)
     b = tl.program_id(0).to(tl.int64)
     slot = tl.load(index_ptr + b * index_stride)
     real = slot > 0

@@ -39,7 +39,8 @@ class CausalLM(Protocol):
     head: Linear
 
     def __call__(self, tokens: Tensor, positions: Tensor, attend: Attend) -> ModelOutput:
-        """tokens, positions int64 [B, Q]; ids in 0 .. vocab-1, positions below the `position_rows` of loading."""
+        """tokens, positions int64 [B, Q]; ids below vocab, one below 0 (a void node) running as its request's
+        first; positions below the `position_rows` of loading."""
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:

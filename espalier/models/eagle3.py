@@ -13,6 +13,8 @@ from torch import Tensor
 
 from espalier.cache.geometry import LayerGeometry
 from espalier.errors import EspalierError
+from espalier.kernels.enter import Beside
+from espalier.kernels.rope import Turn
 from espalier.models.base import Attend, CausalLM
 from espalier.models.eagle3_config import Eagle3Config, looks_like_eagle3, read_eagle3
 from espalier.models.layers.attention import Attention
@@ -63,14 +65,18 @@ class Eagle3Draft:
         self.norm = norm
         self.head = head
 
-    def __call__(self, tokens: Tensor, hidden: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """tokens, positions int64 [B, Q]; hidden [B, Q, H], fused or handed on -> [B, Q, H] to hand on."""
+    def __call__(
+        self, tokens: Tensor, hidden: Tensor, positions: Tensor, attend: Attend, parents: Tensor | None = None
+    ) -> Tensor:
+        """tokens, positions int64 [B, Q]; hidden [B, R, H], fused or handed on; parents int64 [B, Q], which of the R
+        rows each continues, None for each its own -> [B, Q, H] to hand on."""
         shape = (tokens.shape[0], tokens.shape[1])
-        hidden = hidden.reshape(-1, self.hidden_size)
-        normed = self.hidden_norm(hidden)
-        x = torch.cat((self.embed_norm(self.embed(tokens.reshape(-1))), normed), dim=-1)
-        residual = normed if self.config.norm_before_residual else hidden
-        x, normed = self.mlp_norm.after(self.attention(x, self.rope.at(positions), attend, 0, shape), residual)
+        norms = (self.embed_norm.weight, self.embed_norm.eps, self.hidden_norm.weight, self.hidden_norm.eps)
+        entered = self.embed(
+            tokens, positions, self.rope, Beside(hidden, parents, *norms, self.config.norm_before_residual)
+        )
+        turn = Turn(entered.cos, entered.sin)
+        x, normed = self.mlp_norm.after(self.attention(entered.x, turn, attend, 0, shape), entered.residual)
         x, normed = self.norm.after(self.mlp(normed), x)
         return (normed if self.config.norm_output else x).unflatten(0, shape)
 

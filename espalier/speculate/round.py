@@ -14,9 +14,11 @@ from espalier.attention import Attention, Backend, Nodes, Prefix
 from espalier.attention.staged import Decided, Undecided
 from espalier.cache.kv import Pages, Staging
 from espalier.kernels.advance import After, Before, advance
+from espalier.kernels.along import along
+from espalier.kernels.slots import chain, gather
 from espalier.layout import RoundLayout
 from espalier.models.base import CausalLM, ModelOutput
-from espalier.sampling.pick import Logprobs, Picked, logprobs
+from espalier.sampling.pick import Logprobs, logprobs
 from espalier.sampling.shape import Shaping
 from espalier.slots import Slots, SlotTable
 from espalier.speculate.accept import Path, accept
@@ -64,27 +66,23 @@ class Outcome:
 def run(r: Round, index: Tensor, shaping: Shaping, num_logprobs: int | None) -> Outcome:
     """A round of the slots `index` [B]; num_logprobs: alternatives to report a token, None for no logprobs at all."""
     r.layout.require_batch(index.shape[0])
-    slots = Slots.gather(r.table, index)
-    draws = r.draws(slots, shaping, slots.prefix_len + 1, r.layout.extend_width)
+    slots = gather(r.table, index)
+    draws = r.draws(slots, shaping, slots.num_tokens, r.layout.extend_width)
     tree = r.drafter.propose(slots, draws)
     out = verify(r, slots, tree)
     logits = r.target.logits(out.hidden)
     picked = draws.pick_nodes(logits, tree)
-    path = accept(tree, picked.tokens, slots.room(), slots.real, r.layout.steps)
+    path = accept(tree, picked, slots.room, slots.real, r.layout.steps)
     commit(r, slots, path, shaping.penalised)
     r.drafter.extend(slots, features(out, path.rows), path.length)
-    return report(tree, path, picked, logits, num_logprobs)
+    return report(tree, path, logits, num_logprobs)
 
 
 def prefill(r: Round, index: Tensor, length: Tensor, width: int, shaping: Shaping, num_logprobs: int | None) -> Outcome:
     """Enter `length` [B] known tokens of each slot, from its root on, as a chain of uniform width."""
     r.layout.require_chunk(index.shape[0], width)
-    slots = Slots.gather(r.table, index)
-    offsets = torch.arange(width, device=index.device)
-    positions = slots.prefix_len[:, None] + offsets
-    known = offsets < length[:, None]
-    rows = r.pages.rows_where(slots.page_table, positions, known & (positions >= slots.commit_from[:, None]))
-    tokens = torch.where(known, slots.history_at(positions), slots.root[:, None])
+    slots = gather(r.table, index)
+    positions, tokens, rows = chain(slots, 0, length, width)
     out = r.target(tokens, positions, Decided(r.plan(slots, Nodes.chain(positions)), rows))
     logits = r.target.logits(along(out.hidden, (length - 1).clamp(min=0)[:, None]))
     picked = r.draws(slots, shaping, slots.prefix_len + length, 1).pick_last(logits)
@@ -99,9 +97,8 @@ def verify(r: Round, slots: Slots, tree: Tree) -> ModelOutput:
     check_tree(r.layout, tree, slots.batch)
     positions = tree.positions(slots.prefix_len)
     plan = r.plan(slots, Nodes(positions, positions, tree.ancestors))
-    # A void node runs as its root does, so that nothing runs but what the request holds or the draft proposed.
-    tokens = torch.where(tree.tokens < 0, slots.root[:, None], tree.tokens)
-    return r.target(tokens, positions, Undecided(plan, r.staging, r.layout.num_draft_tokens))
+    # A void node runs as the root, so that nothing runs but what the request holds or the draft proposed.
+    return r.target(tree.tokens, positions, Undecided(plan, r.staging, r.layout.num_draft_tokens))
 
 
 def check_tree(layout: RoundLayout, tree: Tree, batch: int) -> None:
@@ -125,17 +122,6 @@ def features(out: ModelOutput, rows: Tensor) -> Tensor | None:
     return None if out.captured is None else along(out.captured, rows)
 
 
-def report(tree: Tree, path: Path, picked: Picked, logits: Tensor, num_logprobs: int | None) -> Outcome:
-    sound = (picked.finite.gather(1, path.rows) & emitted(path)).cumprod(1).sum(1)
+def report(tree: Tree, path: Path, logits: Tensor, num_logprobs: int | None) -> Outcome:
     reported = None if num_logprobs is None else logprobs(along(logits, path.rows), path.tokens, num_logprobs)
-    return Outcome(path.tokens, path.length, sound, reported, tree, path)
-
-
-def emitted(path: Path) -> Tensor:
-    """[B, S+1] bool: entries of the path that exist."""
-    return torch.arange(path.rows.shape[1], device=path.length.device) < path.length[:, None]
-
-
-def along(values: Tensor, rows: Tensor) -> Tensor:
-    """values [B, D, n] at rows [B, W]: [B, W, n]."""
-    return values.gather(1, rows[..., None].expand(-1, -1, values.shape[2]))
+    return Outcome(path.tokens, path.length, path.sound, reported, tree, path)

@@ -62,7 +62,7 @@ class Pool:
 
     def keep(self, places: Tensor) -> None:
         """Candidates [B, topk] of the level added last, by their place in it, that become the beams of the next."""
-        self.beams.append(places + sum(level.shape[1] for level in self.tokens[:-1]))
+        self.beams.append(places)
 
     def select(self, root: Tensor, nodes: int) -> Tree:
         """The best nodes - 1 candidates under the root [B], by (score, level, place in the level)."""

@@ -22,8 +22,9 @@ PATH = Path(
     rows=torch.tensor([[0, 1, 3], [0, 0, 0]]),
     length=torch.tensor([3, 1]),
     tokens=torch.tensor([[6, 9, 4], [8, 0, 0]]),
+    sound=torch.tensor([2, 1]),
 )
-ROUND = Outcome(PATH.tokens, PATH.length, torch.tensor([2, 1]), None, TREE, PATH)
+ROUND = Outcome(PATH.tokens, PATH.length, PATH.sound, None, TREE, PATH)
 PASS = Outcome(torch.tensor([[4], [3]]), torch.tensor([1, 0]), torch.tensor([1, 0]), None)
 
 

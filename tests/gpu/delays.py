@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import espalier.engine.executor as executing
+import espalier.speculate.drafters.eagle3 as eagle3
 import espalier.speculate.round as rounds
 from espalier.engine.cuda import CudaExecutor
 from espalier.engine.engine import Engine
@@ -27,7 +28,8 @@ SEGMENTS: tuple[tuple[Any, tuple[str, ...]], ...] = (
     (rounds, ("verify", "accept", "commit", "advance", "features", "report")),
     (executing, ("run", "prefill")),
     (Sent, ("apply",)),
-    (Slots, ("enter", "carry")),
+    (Slots, ("enter",)),
+    (eagle3, ("carry",)),
     (Results, ("write",)),
 )
 

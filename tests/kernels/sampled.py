@@ -6,6 +6,7 @@ import torch
 
 from espalier.kernels.ancestors import pack
 from espalier.kernels.shaping import SlotRows
+from espalier.kernels.slots import gather
 from espalier.layout import RoundLayout
 from espalier.sampling.noise import gumbel
 from espalier.sampling.shape import Above, SamplingRows, Shaping
@@ -60,7 +61,7 @@ def table_of(asked: Sequence[Mapping[str, float]], vocab: int, device: torch.dev
 
 
 def slots_of(table: SlotTable, index: Sequence[int]) -> Slots:
-    return Slots.gather(table, torch.tensor(index, dtype=torch.int64, device=table.root.device))
+    return gather(table, torch.tensor(index, dtype=torch.int64, device=table.root.device))
 
 
 def reference_rows(slots: Slots) -> SamplingRows:

@@ -27,7 +27,8 @@ def drawn(batch, topk, steps, nodes, seed, limited=True):
         picks = torch.where(child > 0, tree.tokens.gather(1, child), picks).clamp(min=0)
     limit = torch.randint(0, steps + 2, (batch,), generator=generator) if limited else torch.full((batch,), steps)
     real = torch.rand(batch, generator=generator) < 0.75
-    return *tree[:3], tree.words, picks, limit, real, steps
+    finite = torch.rand(batch, nodes, generator=generator) < 0.8
+    return *tree[:3], tree.words, picks, finite, limit, real, steps
 
 
 def check(device, batch, topk, steps, nodes):
@@ -64,7 +65,7 @@ def chain(nodes):
 def test_paths_go_on_beyond_a_word(kernel_device, depth):
     picks = (torch.arange(129)[None] + 1) % TOKENS
     picks[0, depth:] = 9
-    given = (*chain(129), picks, torch.tensor([128]), torch.tensor([True]))
+    given = (*chain(129), picks, picks != 5, torch.tensor([128]), torch.tensor([True]))
     path = accept_triton(*(value.to(kernel_device) for value in given), 128)
     assert path.length.tolist() == [depth + 1] and path.tokens[0, depth].item() == 9
     same(path, accept_reference(*given, 128))
@@ -78,6 +79,7 @@ def test_plain_decoding_and_padding(kernel_device):
         zero,
         one,
         torch.tensor([[1], [2]]),
+        zero == 0,
         zero[:, 0],
         torch.tensor([True, False]),
     )
@@ -91,7 +93,7 @@ def test_sizes_that_disagree_are_refused(kernel_device):
     with pytest.raises(EspalierError, match="accept: picks"):
         accept_triton(*given[:4], given[4][:, 1:], *given[5:], steps)
     with pytest.raises(EspalierError, match="accept: real"):
-        accept_triton(*given[:6], given[6].long(), steps)
+        accept_triton(*given[:7], given[7].long(), steps)
 
 
 def test_a_cpu_needs_no_kernel():

@@ -19,6 +19,14 @@ def drawn(batch, rows, topk, num_words, seed, level_one=False):
     return tokens, scores, None if level_one else words
 
 
+BLANK = -7
+
+
+def blank(batch, rows, device="cpu"):
+    """Tokens of rows that nobody has written, a slice of a wider table."""
+    return torch.full((batch, rows + 2), BLANK, device=device)[:, :rows]
+
+
 def moved(values, device):
     return [value if value is None else value.to(device) for value in values]
 
@@ -41,13 +49,19 @@ def grown_by_lists(tokens, scores, words, first, num_words):
 def test_the_reference_is_what_sorting_finds(rows, topk, first, num_words):
     for seed in range(5):
         given = drawn(2, rows, topk, num_words, seed, level_one=rows == 1)
-        grown = grow_reference(*given, first, num_words)
+        path = blank(2, first + topk)
+        grown = grow_reference(*given, path, first, num_words)
+        assert (path[:, :first] == BLANK).all()
         for b in range(2):
             one = [None if value is None else value[b] for value in given]
             expected = grown_by_lists(*one, first, num_words)
             mask = unpack(grown.words[b], num_words * 64)
             got = [
-                (*(value[b, k].item() for value in grown[:4]), set(mask[k].nonzero().flatten().tolist()))
+                (
+                    path[b, first + k].item(),
+                    *(value[b, k].item() for value in grown[:3]),
+                    set(mask[k].nonzero().flatten().tolist()),
+                )
                 for k in range(topk)
             ]
             assert got == expected
@@ -61,9 +75,11 @@ LARGE += [(8, topk, topk, topk, 1) for topk in (3, 5, 6, 7, 9, 11, 12, 17, 23)]
 def check(device, batch, rows, topk, first, num_words):
     for seed in range(3):
         given = drawn(batch, rows, topk, num_words, seed, level_one=rows == 1 and batch != 1)
+        path, expected = blank(batch, first + topk + 1, device), blank(batch, first + topk + 1)
         with poisoned():
-            grown = grow_triton(*moved(given, device), first, num_words)
-        same(grown, grow_reference(*given, first, num_words))
+            grown = grow_triton(*moved(given, device), path, first, num_words)
+        same(grown, grow_reference(*given, expected, first, num_words))
+        assert torch.equal(path.cpu(), expected)
 
 
 @pytest.mark.parametrize("batch,rows,topk,first,num_words", SMALL)
@@ -80,21 +96,24 @@ def test_kernel_is_the_reference_at_size(kernel_device, batch, rows, topk, first
 def test_extreme_scores_are_in_order(kernel_device):
     scores = torch.tensor([[[-3.4e38, -math.inf, 3.4e38, -1e-45, 0.0, 1e-45, math.nan, math.inf, -0.0]]])
     tokens = torch.arange(9)[None, None]
-    grown = grow_triton(tokens.to(kernel_device), scores.to(kernel_device), None, 0, 1)
+    grown = grow_triton(tokens.to(kernel_device), scores.to(kernel_device), None, blank(1, 9, kernel_device), 0, 1)
     assert grown.places.tolist() == [[7, 2, 5, 4, 8, 3, 0, 1, 6]]
-    same(grown, grow_reference(tokens, scores, None, 0, 1))
+    same(grown, grow_reference(tokens, scores, None, blank(1, 9), 0, 1))
 
 
 def test_sizes_that_disagree_are_refused(kernel_device):
     tokens, scores, words = moved(drawn(2, 3, 3, 1, 0), kernel_device)
-    with pytest.raises(EspalierError, match="no bit in 1 words"):
-        grow_triton(tokens, scores, words, 62, 1)
+    path = blank(2, 65, kernel_device)
+    with pytest.raises(EspalierError, match="its 1 words no bit"):
+        grow_triton(tokens, scores, words, path, 62, 1)
+    with pytest.raises(EspalierError, match="no dense place for row 65"):
+        grow_triton(tokens, scores, words.repeat(1, 1, 2), path, 63, 2)
     with pytest.raises(EspalierError, match="grow: words"):
-        grow_triton(tokens, scores, words, 0, 2)
+        grow_triton(tokens, scores, words, path, 0, 2)
     with pytest.raises(EspalierError, match="grow: scores"):
-        grow_triton(tokens, scores.double(), words, 0, 1)
+        grow_triton(tokens, scores.double(), words, path, 0, 1)
 
 
 def test_a_cpu_needs_no_kernel():
     given = drawn(2, 3, 3, 1, 0)
-    same(grow(*given, 3, 1), grow_reference(*given, 3, 1))
+    same(grow(*given, blank(2, 6), 3, 1), grow_reference(*given, blank(2, 6), 3, 1))

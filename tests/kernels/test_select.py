@@ -16,13 +16,14 @@ def selected_by_lists(root, tokens, scores, beams, topk, nodes):
     scores = [-math.inf if math.isnan(score) else score for score in scores]
     best = sorted(sorted(range(len(tokens)), key=lambda i: (-scores[i], i))[: nodes - 1])
     node_of = {candidate: node for node, candidate in enumerate(best, 1)}
+    in_pool = [place + (size_of(topk, i // topk) if i >= topk else 0) for i, place in enumerate(beams)]
     tree = [(root, 0, 0, 0.0, {0})]
     for node, i in enumerate(best, 1):
         if scores[i] == -math.inf:
             tree.append((VOID, 0, 1, -math.inf, {node}))
             continue
         level = 1 if i < topk else 2 + (i - topk) // topk**2
-        parent = 0 if i < topk else node_of[beams[(i - topk) // topk]]
+        parent = 0 if i < topk else node_of[in_pool[(i - topk) // topk]]
         tree.append((tokens[i], parent, level, scores[i], tree[parent][4] | {node}))
     return tree
 

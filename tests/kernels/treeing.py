@@ -26,7 +26,7 @@ def random_pool(batch: int, topk: int, steps: int, seed: int, vocab: int = 50) -
     generator = random(seed)
     missing = seed % 3 > 0
     tokens, scores, beams = [], [], []
-    above, first = torch.zeros(batch, 1), 0
+    above = torch.zeros(batch, 1)
     for level in range(1, steps + 1):
         shape = (batch, above.shape[1], topk)
         ids = torch.rand((*shape[:2], max(vocab, topk)), generator=generator).argsort(-1)[..., :topk]
@@ -34,10 +34,9 @@ def random_pool(batch: int, topk: int, steps: int, seed: int, vocab: int = 50) -
         tokens.append(ids.flatten(1))
         scores.append(path.flatten(1))
         if level < steps:
-            grown = grow_reference(ids, path, None, 0, 1 + topk // 64)
+            grown = grow_reference(ids, path, None, torch.empty(batch, topk).long(), 0, 1 + topk // 64)
             above = grown.scores
-            beams.append(grown.places + first)
-            first += path[0].numel() if batch else shape[1] * topk
+            beams.append(grown.places)
     return torch.cat(tokens, 1), torch.cat(scores, 1), torch.cat(beams or [torch.zeros(batch, 0).long()], 1)
 
 

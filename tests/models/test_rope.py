@@ -90,8 +90,7 @@ def test_rotation_is_a_rotation(tmp_path: Path) -> None:
     q, k = torch.randn(2, 1, 1, 8, dtype=torch.float64)
 
     def turned(x: torch.Tensor, position: int) -> torch.Tensor:
-        turn = tables.at(torch.tensor([position]))
-        return rotate(x, turn.cos[:, None], turn.sin[:, None])
+        return rotate(x, tables.cos[position], tables.sin[position])
 
     scores = [(turned(q, p + 7) * turned(k, p)).sum() for p in (0, 31)]
     torch.testing.assert_close(*scores)

@@ -9,9 +9,9 @@ from espalier.attention import Nodes, Prefix
 from espalier.engine.results import Results, read
 from espalier.engine.ticket import Row, Ticket
 from espalier.errors import EspalierError
+from espalier.kernels.slots import gather
 from espalier.request import SamplingParams
 from espalier.sampling.shape import Shaping
-from espalier.slots import Slots
 from espalier.speculate.accept import Path
 from espalier.speculate.round import Round, commit, prefill, run
 from tests.harness import Setup, prompts, request
@@ -55,10 +55,10 @@ def test_an_empty_ticket_is_legal(algorithm):
 
 def test_an_empty_batch_plans_and_commits():
     r = round_of("eagle3")
-    slots = Slots.gather(r.table, NONE)
+    slots = gather(r.table, NONE)
     none = torch.zeros(0, 4, dtype=torch.int64)
     r.backend.plan(r.pages, r.target.geometry, Prefix(slots.page_table, NONE), Nodes(none, none, None))
-    commit(r, slots, Path(none, NONE, none), count_tokens=True)
+    commit(r, slots, Path(none, NONE, none, NONE), count_tokens=True)
 
 
 @algorithms

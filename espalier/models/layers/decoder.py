@@ -67,8 +67,9 @@ class Decoder:
 
     def __call__(self, tokens: Tensor, positions: Tensor, attend: Attend) -> ModelOutput:
         shape = (tokens.shape[0], tokens.shape[1])
-        turn = self.rope.at(positions)
-        x, added = self.embed(tokens.reshape(-1)), None
+        entered = self.embed(tokens, positions, self.rope)
+        turn = Turn(entered.cos, entered.sin)
+        x, added = entered.x, None
         kept: dict[int, Tensor] = {}
         for layer, block in enumerate(self.layers):
             x, normed = block.attention_norm.after(added, x)

@@ -1,16 +1,19 @@
-"""Token embeddings."""
+"""Token embeddings, and with them the rows that enter a model."""
 
-import torch.nn.functional as F
 from torch import Tensor
+
+from espalier.kernels.enter import Beside, Entered, Lookup, enter
+from espalier.models.layers.rope import RopeTables
 
 
 class Embedding:
-    """weight [vocab, hidden].  Ids must lie in 0 .. vocab-1: a caller with void nodes clamps them."""
+    """weight [vocab, hidden]."""
 
     __slots__ = ("weight",)
 
     def __init__(self, weight: Tensor) -> None:
         self.weight = weight
 
-    def __call__(self, tokens: Tensor) -> Tensor:
-        return F.embedding(tokens, self.weight)
+    def __call__(self, tokens: Tensor, positions: Tensor, rope: RopeTables, beside: Beside | None = None) -> Entered:
+        """tokens, positions int64 [B, Q] as rows of a model, with their rotation and what stands beside them."""
+        return enter(tokens, positions, Lookup(self.weight, rope.cos, rope.sin), beside)

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from espalier.kernels.rope import Turn
-
 
 @dataclass(frozen=True)
 class RopeConfig:
@@ -92,8 +90,3 @@ class RopeTables:
         cos, sin = angles.cos() * config.attention_factor, angles.sin() * config.attention_factor
         self.cos = torch.cat((cos, cos), dim=-1).to(device)
         self.sin = torch.cat((-sin, sin), dim=-1).to(device)
-
-    def at(self, positions: Tensor) -> Turn:
-        """The rotation of positions int64, any shape of N elements."""
-        flat = positions.reshape(-1)
-        return Turn(self.cos.index_select(0, flat), self.sin.index_select(0, flat))

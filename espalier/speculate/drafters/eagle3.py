@@ -16,6 +16,7 @@ from espalier.attention.staged import Decided, Undecided
 from espalier.cache.geometry import LayerGeometry
 from espalier.cache.kv import Pages, Staging
 from espalier.kernels.grow import grow
+from espalier.kernels.slots import Chain, carry, chain
 from espalier.layout import RoundLayout
 from espalier.models.eagle3 import Eagle3Draft
 from espalier.sampling.shape import Above
@@ -28,12 +29,23 @@ FIRST_ROW = 1
 
 @dataclass(frozen=True)
 class Beams:
-    """Draft rows of one level: scores [B, K]; hidden [B, K, H], the parent's output; above, the tokens of all rows so
-    far, this level's last, and the words of those, its own included, that each beam stands on."""
+    """Draft rows of one level: scores [B, K]; parents [B, K], the rows of the level before that they continue; above,
+    the tokens of all rows so far, this level's last, and the words of those, its own included, that each stands on."""
 
     scores: Tensor
-    hidden: Tensor
+    parents: Tensor
     above: Above
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What the draft rows of every level share, level by level.  positions [B, beam_rows] in the pages, and turned, by
+    which they are rotated; tokens [B, beam_rows], written as beams are chosen; prefix, which they hang from."""
+
+    positions: Tensor
+    turned: Tensor
+    tokens: Tensor
+    prefix: Prefix
 
 
 class Eagle3Drafter:
@@ -53,66 +65,64 @@ class Eagle3Drafter:
         self.first_layer = len(geometry) - self.layers
         layers = range(self.first_layer, len(geometry))
         self.staging = Staging(geometry, layers, layout.staged_beams, pages.dtype, pages.device)
+        # Of the rows of every level, level by level.
+        self.depths = torch.arange(layout.beam_rows, device=pages.device) // layout.topk + 1
+        # The root's own score.
+        self.sure = torch.zeros(layout.max_batch, 1, device=pages.device)
         self.carried: Mapping[str, tuple[int, ...]] = {"hidden": (draft.hidden_size,)}
 
     def propose(self, slots: Slots, draws: Draws) -> Tree:
         if self.layout.num_draft_tokens == 1:
             return root_only(slots.root)
-        pool, prefix = Pool(self.layout.topk), self._prefix(slots)
-        out = slots.carried("hidden")[:, None]
-        beams = None
+        positions = slots.prefix_len[:, None] + self.depths
+        rows = Rows(positions, positions - FIRST_ROW, torch.empty_like(positions), self._prefix(slots))
+        pool, out, beams = Pool(self.layout.topk), slots.carried("hidden")[:, None], None
         for level in range(1, self.layout.steps + 1):
             tokens, scores = self._children(out, draws, level, beams)
             pool.add(tokens, scores)
             if level < self.layout.steps:
-                places, beams = self._next_beams(tokens, scores, out, beams)
+                places, beams = self._next_beams(tokens, scores, rows, beams, level)
                 pool.keep(places)
-                out = self._run(slots, prefix, beams, level)
+                out = self._run(out, rows, beams, level)
         return pool.select(slots.root, self.layout.num_draft_tokens)
 
     def _children(self, out: Tensor, draws: Draws, level: int, beams: Beams | None) -> tuple[Tensor, Tensor]:
         """The topk best continuations of each row of `out` [B, Q, H]: target ids and path scores [B, Q, K]."""
         above = None if beams is None else beams.above
-        so_far = out.new_zeros(out.shape[:2], dtype=torch.float32) if beams is None else beams.scores
+        so_far = self.sure[: out.shape[0]] if beams is None else beams.scores
         return draws.children(self.draft.logits(out), self.draft.d2t, level - 1, so_far, self.layout.topk, above)
 
-    def _next_beams(self, tokens: Tensor, scores: Tensor, out: Tensor, beams: Beams | None) -> tuple[Tensor, Beams]:
+    def _next_beams(
+        self, tokens: Tensor, scores: Tensor, rows: Rows, beams: Beams | None, level: int
+    ) -> tuple[Tensor, Beams]:
         """The topk best candidates of a level, by their places [B, K], and the beams that they become."""
-        rows, words = (0, None) if beams is None else (beams.above.tokens.shape[1], beams.above.words)
-        grown = grow(tokens, scores, words, rows, self.layout.beam_words)
-        path = grown.tokens if beams is None else torch.cat((beams.above.tokens, grown.tokens), 1)
-        hidden = out.gather(1, grown.parents[..., None].expand(-1, -1, out.shape[2]))
-        return grown.places, Beams(grown.scores, hidden, Above(path, grown.words))
+        words = None if beams is None else beams.above.words
+        at, end = self.layout.beams_above(level), self.layout.beams_above(level + 1)
+        grown = grow(tokens, scores, words, rows.tokens, at, self.layout.beam_words)
+        return grown.places, Beams(grown.scores, grown.parents, Above(rows.tokens[:, :end], grown.words))
 
-    def _run(self, slots: Slots, prefix: Prefix, beams: Beams, level: int) -> Tensor:
-        """One draft forward over the beams of depth `level`: [B, K, H]."""
-        topk, rows = self.layout.topk, self.layout.beams_above(level + 1)
-        depths = torch.arange(rows, device=slots.index.device) // topk + 1
-        row_positions = slots.prefix_len[:, None] + depths
-        nodes = Nodes(row_positions[:, -topk:], row_positions, beams.above.words)
-        width, at = self.layout.beam_rows, self.layout.beams_above(level)
-        attend = Undecided(self._plan(prefix, nodes), self.staging, width, at, self.first_layer)
-        return self.draft(beams.above.tokens[:, -topk:], beams.hidden, nodes.positions - FIRST_ROW, attend)
+    def _run(self, out: Tensor, rows: Rows, beams: Beams, level: int) -> Tensor:
+        """One draft forward over the beams of depth `level`, which continue rows of `out` [B, Q, H]: [B, K, H]."""
+        at, end = self.layout.beams_above(level), self.layout.beams_above(level + 1)
+        nodes = Nodes(rows.positions[:, at:end], rows.positions[:, :end], beams.above.words)
+        attend = Undecided(self._plan(rows.prefix, nodes), self.staging, self.layout.beam_rows, at, self.first_layer)
+        return self.draft(beams.above.tokens[:, at:end], out, rows.turned[:, at:end], attend, beams.parents)
 
     def extend(self, slots: Slots, captured: Tensor | None, length: Tensor) -> None:
         assert captured is not None
-        offsets = torch.arange(captured.shape[1], device=length.device)
-        positions = slots.prefix_len[:, None] + 1 + offsets
-        kept = extend_rows(offsets, length) & (positions >= slots.commit_from[:, None])
-        rows = self.pages.rows_where(slots.page_table, positions, kept)
+        positions, tokens, rows = extend_rows(slots, length, captured.shape[1])
         attend = Decided(self._plan(self._prefix(slots), Nodes.chain(positions)), rows, self.first_layer)
-        out = self.draft(slots.history_at(positions), self.draft.fuse(captured), positions - FIRST_ROW, attend)
-        last = (length - 1).clamp(min=0)[:, None, None].expand(-1, 1, out.shape[2])
-        slots.carry("hidden", out.gather(1, last)[:, 0])
+        out = self.draft(tokens, self.draft.fuse(captured), positions - FIRST_ROW, attend)
+        carry(slots, "hidden", out, length)
 
     def _prefix(self, slots: Slots) -> Prefix:
         """The draft's committed rows: those of tokens 1 .. n, the root's own included."""
-        return Prefix(slots.page_table, slots.prefix_len + 1, FIRST_ROW)
+        return Prefix(slots.page_table, slots.num_tokens, FIRST_ROW)
 
     def _plan(self, prefix: Prefix, nodes: Nodes) -> Attention:
         return self.backend.plan(self.pages, self.geometry, prefix, nodes)
 
 
-def extend_rows(offsets: Tensor, length: Tensor) -> Tensor:
-    """[B, W] bool: rows of the extend that were decided, and so are kept."""
-    return offsets < length[:, None]
+def extend_rows(slots: Slots, length: Tensor, width: int) -> Chain:
+    """The rows under tokens n+1 .. n+length; those past length were not decided, and are not kept."""
+    return chain(slots, 1, length, width)
