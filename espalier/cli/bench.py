@@ -11,6 +11,7 @@ from rich.text import Text
 from espalier.bench import acceptance, kernels, memory
 from espalier.bench.machine import header, require_gpu
 from espalier.bench.round import Cell, RoundBench, as_dicts
+from espalier.bench.timing import Stopwatch
 from espalier.cli import floor, foundry
 from espalier.cli.console import QUIET, aligned, progress, stdout, write_json
 from espalier.cli.flags import add_engine_flags, engine_settings, new_command
@@ -73,10 +74,11 @@ def run_kernels(asked: Namespace) -> int:
     stdout().print(Text(header(), QUIET))
     cells: list[kernels.Cell] = []
     with progress("measuring", len(kernels.SHAPES) * len(asked.page_size)) as advance:
-        bytes_per_second = kernels.bandwidth(device)
+        watch = Stopwatch()
+        bytes_per_second = watch.bandwidth(device)
         for shape in kernels.SHAPES:
             for page_size in asked.page_size:
-                cells.append(kernels.measure(shape, page_size, bytes_per_second, device))
+                cells.append(kernels.measure(shape, page_size, bytes_per_second, device, watch))
                 advance()
     stdout().print(Text(f"{kernels.ABOUT}; memory reads {bytes_per_second / 1e12:.2f} TB/s", QUIET))
     stdout().print(Text(_kernels_table(cells)))
