@@ -4,6 +4,7 @@
 from argparse import ArgumentParser, Namespace
 from dataclasses import asdict
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from rich.text import Text
@@ -12,11 +13,14 @@ from espalier.bench import acceptance, kernels, memory
 from espalier.bench.machine import header, require_gpu
 from espalier.bench.round import Cell, RoundBench, as_dicts
 from espalier.bench.timing import Stopwatch
-from espalier.cli import floor, foundry
+from espalier.cli import floor, foundry, shaped
 from espalier.cli.console import QUIET, aligned, progress, stdout, write_json
-from espalier.cli.flags import add_engine_flags, engine_settings, new_command
+from espalier.cli.flags import add_engine_flags, engine_settings, flag_of, new_command
 from espalier.errors import EspalierError
 from espalier.layout import MAX_PAGE_SIZE
+
+# Of what is measured with a model; --shape has its cells.
+DEFAULTS = MappingProxyType({"batch": [1], "context": [128], "tokens": 96, "repeats": 5, "prompts": 16})
 
 
 def add(commands: Any, name: str) -> None:
@@ -34,14 +38,18 @@ def _add_round(commands: Any) -> None:
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--acceptance", action="store_true", help="accept length on held-out text, several ways to draft")
     mode.add_argument("--memory", action="store_true", help="pages held by 50 mixed requests at page 256, topk 8")
-    parser.add_argument("--batch", type=_numbers, default=[1], metavar="N,N", help="batch sizes (1)")
-    parser.add_argument("--context", type=_numbers, default=[128], metavar="N,N", help="prompt lengths (128)")
-    parser.add_argument("--tokens", type=int, default=96, metavar="N", help="tokens to generate for each prompt (96)")
-    parser.add_argument("--repeats", type=int, default=5, metavar="N", help="turns of each way; medians are shown (5)")
-    parser.add_argument("--prompts", type=int, default=16, metavar="N", help="held-out prompts of --acceptance (16)")
+    parser.add_argument("--batch", type=_numbers, metavar="N,N", help="batch sizes (1)")
+    parser.add_argument("--context", type=_numbers, metavar="N,N", help="prompt lengths (128)")
+    parser.add_argument("--tokens", type=int, metavar="N", help="tokens to generate for each prompt (96)")
+    parser.add_argument("--repeats", type=int, metavar="N", help="turns of each way; medians are shown (5)")
+    parser.add_argument("--prompts", type=int, metavar="N", help="held-out prompts of --acceptance (16)")
+    parser.add_argument(
+        "--page-size", type=_numbers, metavar="N,N", help="tokens a page of the cache; several with --shape (64 there)"
+    )
     parser.add_argument("--compare", choices=("transformers",), help="let transformers.generate take turns too")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there as well")
-    add_engine_flags(parser)
+    shaped.add(parser)
+    add_engine_flags(parser, leave_out=("page_size",))
 
 
 def _add_kernels(commands: Any) -> None:
@@ -60,11 +68,31 @@ _numbers.__name__ = "list of whole numbers"
 
 
 def run(asked: Namespace) -> int:
+    settings = engine_settings(asked)
+    if asked.shape is not None:
+        _refuse_with_shape(asked)
+        stdout().print(Text(header(), QUIET))
+        write_json(asked.json, shaped.run(asked, settings, asked.page_size or [64]))
+        return 0
+    shaped.refuse_without_shape(asked)
+    for name, value in DEFAULTS.items():
+        setattr(asked, name, value if getattr(asked, name) is None else getattr(asked, name))
     _check(asked)
+    if asked.page_size is not None:
+        if len(asked.page_size) > 1:
+            raise EspalierError(f"--page-size={asked.page_size}: a model is measured at one; several are for --shape")
+        settings["page_size"] = asked.page_size[0]
     stdout().print(Text(header(), QUIET))
     measured = _memory if asked.memory else _acceptance if asked.acceptance else _round
-    write_json(asked.json, measured(asked, engine_settings(asked)))
+    write_json(asked.json, measured(asked, settings))
     return 0
+
+
+def _refuse_with_shape(asked: Namespace) -> None:
+    given = [name for name in DEFAULTS if getattr(asked, name) is not None]
+    given += [name for name in ("acceptance", "memory", "compare") if getattr(asked, name)]
+    if given:
+        raise EspalierError(f"{flag_of(given[0])} is not for --shape, whose --cells say what is run; leave one out")
 
 
 def run_kernels(asked: Namespace) -> int:
