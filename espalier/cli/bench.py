@@ -11,6 +11,7 @@ from rich.text import Text
 
 from espalier.bench import acceptance, kernels, memory
 from espalier.bench.machine import header, require_gpu
+from espalier.bench.plot import Bars, plot, require_plot
 from espalier.bench.round import Cell, RoundBench, as_dicts
 from espalier.bench.timing import Stopwatch
 from espalier.cli import floor, foundry, shaped
@@ -48,6 +49,7 @@ def _add_round(commands: Any) -> None:
     )
     parser.add_argument("--compare", choices=("transformers",), help="let transformers.generate take turns too")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there as well")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the cells there, as .png, .svg or .pdf")
     shaped.add(parser)
     add_engine_flags(parser, leave_out=("page_size",))
 
@@ -69,6 +71,7 @@ _numbers.__name__ = "list of whole numbers"
 
 def run(asked: Namespace) -> int:
     settings = engine_settings(asked)
+    require_plot(asked.plot)
     if asked.shape is not None:
         _refuse_with_shape(asked)
         stdout().print(Text(header(), QUIET))
@@ -78,6 +81,8 @@ def run(asked: Namespace) -> int:
     for name, value in DEFAULTS.items():
         setattr(asked, name, value if getattr(asked, name) is None else getattr(asked, name))
     _check(asked)
+    if asked.plot is not None and (asked.acceptance or asked.memory):
+        raise EspalierError("--plot draws rounds, and --acceptance and --memory measure others; leave one out")
     if asked.page_size is not None:
         if len(asked.page_size) > 1:
             raise EspalierError(f"--page-size={asked.page_size}: a model is measured at one; several are for --shape")
@@ -147,7 +152,13 @@ def _round(asked: Namespace, settings: dict[str, Any]) -> dict[str, Any]:
                 advance()
     bench.close()
     stdout().print(Text(_cells_table(cells)))
+    plot([_bars(cell) for cell in cells], _shape(bench), asked.plot)
     return {"config": asdict(bench.tree.config), "cells": as_dicts(cells)}
+
+
+def _bars(cell: Cell) -> Bars:
+    rates = cell.tree_tokens_per_second, cell.plain_tokens_per_second
+    return Bars(f"{cell.batch}x{cell.context}", cell.round_ms, None, *rates)
 
 
 def _shape(bench: RoundBench) -> str:

@@ -14,6 +14,7 @@ from espalier.bench.foundry import Recipe
 from espalier.bench.foundry_shapes import SHAPES, find_shape
 from espalier.bench.linears import shape_named
 from espalier.bench.machine import require_gpu
+from espalier.bench.plot import Bars, plot
 from espalier.bench.shaped import ROUNDS, Measured, Settings, measure, plain_beside
 from espalier.cli.console import QUIET, aligned, progress, stdout
 from espalier.cli.flags import flag_of
@@ -64,6 +65,7 @@ def run(asked: Namespace, settings: dict[str, Any], page_sizes: list[int]) -> di
             found.append(measured)
             advance()
     stdout().print(Text(table(found)))
+    plot([_bars(each, plain_beside(found, each)) for each in found], told(cast), asked.plot)
     ceilings = asdict(found[0].ceilings) if found[0].ceilings else None
     return {**cast.about, "settings": asdict(each), "ceilings": ceilings, "cells": as_dicts(found)}
 
@@ -76,6 +78,12 @@ def make_cast(shape: str, seed: int, accept_length: float | None, device: torch.
 def told(cast: Cast) -> str:
     about = f"{cast.recipe.shape.name}, {cast.weights_bytes / 1e9:.1f} GB of weights made in {cast.seconds:.1f} s"
     return f"{about}; the draft's skill {cast.recipe.skill}"
+
+
+def _bars(each: Measured, plain: Measured | None) -> Bars:
+    floor_ms = each.floor.ms if each.floor else None
+    beside = plain.rounds.tokens_per_second if plain else None
+    return Bars(each.cell.name, each.rounds.round_ms, floor_ms, each.rounds.tokens_per_second, beside)
 
 
 def as_dicts(found: list[Measured]) -> list[dict[str, Any]]:

@@ -1,6 +1,7 @@
 """`bench round --shape`: which cells, what is counted, and what is said where it cannot be measured."""
 
 import json
+import sys
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch
 from espalier.bench.cast import Cast
 from espalier.bench.cells import Cell, parse_cells, with_plain
 from espalier.bench.foundry import Recipe
+from espalier.bench.plot import Bars, plot
 from espalier.bench.shaped import Measured, Settings, measure, plain_beside
 from espalier.cli.main import main
 from espalier.errors import EspalierError
@@ -116,3 +118,24 @@ def test_flags_of_the_other_kind_are_refused(flags, says, capsys):
 def test_without_a_gpu_it_says_so(capsys):
     assert main(["bench", "round", "--shape", "llama-3.1-8b"]) == 2
     assert "on a GPU" in capsys.readouterr().err
+
+
+def test_a_picture_is_drawn_where_matplotlib_is(tmp_path):
+    pytest.importorskip("matplotlib")
+    file = tmp_path / "cells.svg"
+    plot([Bars("1x1024:plain@64", 4.7, 3.7, 213.0, 213.0), Bars("1x8", 6.8, None, 624.0, None)], "llama", file)
+    drawn = file.read_text()
+    assert "1x1024:plain@64" in drawn or "<svg" in drawn
+    with pytest.raises(EspalierError, match="cannot be written"):
+        plot([Bars("1x8", 6.8, None, 624.0, None)], "llama", tmp_path / "none" / "cells.svg")
+
+
+def test_without_matplotlib_it_says_what_to_install(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main(["bench", "round", "--plot", "cells.svg"]) == 2
+    assert "pip install espalier-llm[bench]" in capsys.readouterr().err
+
+
+def test_a_picture_of_no_known_kind_is_refused(capsys):
+    assert main(["bench", "round", "--plot", "cells.txt"]) == 2
+    assert ".png, .svg" in capsys.readouterr().err
