@@ -3,7 +3,7 @@
 import copy
 import gc
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
 from time import perf_counter
 from typing import Any
@@ -14,9 +14,11 @@ from espalier.attention import default_backend
 from espalier.bench.foundry import Recipe, build
 from espalier.bench.watch import Watched, count_kernels, graphs_kept, watch
 from espalier.cache.kv import LayerStack
+from espalier.config import ResolvedConfig
 from espalier.engine.build import assemble
 from espalier.engine.cuda import CudaExecutor
 from espalier.engine.engine import Engine
+from espalier.engine.resolve import layout_of
 from espalier.layout import RoundLayout
 
 
@@ -30,6 +32,9 @@ class Start:
     staging_bytes: int
     graphs_bytes: int | None
     kernels: int | None
+
+
+Standing = tuple[Engine, Watched, Start]
 
 
 class OneBucket(RoundLayout):
@@ -66,32 +71,35 @@ class Cast:
         sizes = [torch.Size(s).numel() for each in (tensors, draft_tensors) for s in each.shapes.values()]
         return sum(sizes) * self.dtype.itemsize
 
-    @contextmanager
     def engine(
         self, layout: RoundLayout, attention: str | None, overlap: bool, all_buckets: bool = False
-    ) -> Iterator[tuple[Engine, Watched, Start]]:
+    ) -> AbstractContextManager[Standing]:
         """An engine of this layout, with pages for a full batch of full contexts, gone at the end of the block.
 
         steps 0 is plain decoding without a draft.  all_buckets: capture every batch's rounds, not the largest alone's.
         """
+        return self._standing(
+            layout if all_buckets else OneBucket(**asdict(layout)),
+            "eagle3" if layout.steps else "none",
+            attention=attention or default_backend(self.device.type, self.dtype),
+            num_pages=layout.most_pages,
+            overlap=overlap,
+            prefix_cache=False,
+            graph_batch=layout.max_batch if self.device.type == "cuda" else 0,
+        )
+
+    def engine_of(self, config: ResolvedConfig) -> AbstractContextManager[Standing]:
+        """The engine that a configuration names; its device and dtype are the cast's."""
+        names = ("attention", "num_pages", "overlap", "prefix_cache", "graph_batch")
+        return self._standing(layout_of(config), config.algorithm, **{name: getattr(config, name) for name in names})
+
+    @contextmanager
+    def _standing(self, layout: RoundLayout, algorithm: str, **how: Any) -> Iterator[Standing]:
         begun = perf_counter()
-        on_gpu = self.device.type == "cuda"
-        has_draft = layout.steps > 0
-        sizes = asdict(layout)
+        has_draft = algorithm == "eagle3"
+        target, draft = (self.target, self.draft) if has_draft else (self.plain, None)
         with graphs_kept():
-            engine = assemble(
-                layout if all_buckets else OneBucket(**sizes),
-                self.target if has_draft else self.plain,
-                self.draft if has_draft else None,
-                "eagle3" if has_draft else "none",
-                attention=attention or default_backend(self.device.type, self.dtype),
-                num_pages=layout.most_pages,
-                dtype=self.dtype,
-                device=self.device,
-                overlap=overlap,
-                prefix_cache=False,
-                graph_batch=layout.max_batch if on_gpu else 0,
-            )
+            engine = assemble(layout, target, draft, algorithm, dtype=self.dtype, device=self.device, **how)
         if isinstance(engine.executor, CudaExecutor):
             for graph in engine.executor.graphs.values():
                 graph.graph.instantiate()
@@ -103,7 +111,7 @@ class Cast:
             engine.close()
             del engine
             gc.collect()
-            if on_gpu:
+            if self.device.type == "cuda":
                 torch.cuda.empty_cache()
 
     def prompts(self, lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
@@ -123,7 +131,7 @@ def _start(engine: Engine, seconds: float) -> Start:
     round, executor = engine.executor.round, engine.executor
     pages = _bytes([*round.pages.target, *round.pages.draft])
     staging = _bytes(round.staging.stacks)
-    if not isinstance(executor, CudaExecutor):
+    if not (isinstance(executor, CudaExecutor) and executor.graphs):
         return Start(seconds, pages, staging, None, None)
     largest = executor.graphs[max(executor.graphs)].graph
     pool = tuple(largest.pool())

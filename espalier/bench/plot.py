@@ -22,7 +22,7 @@ class Bars:
 
 
 def require_plot(path: Path | None) -> None:
-    """Check, before anything is measured, that the library is there and can write such a file.  Raises EspalierError."""
+    """Check, before anything is measured, that such a picture can be drawn.  Raises EspalierError."""
     if path is None:
         return
     if path.suffix not in FORMATS:

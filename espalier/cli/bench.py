@@ -1,5 +1,5 @@
 """`espalier bench round`: cost of a round beside a plain token; acceptance on held-out text; pages held.
-`espalier bench kernels`: attention on a GPU beside its memory's bandwidth."""
+`espalier bench kernels`: attention on a GPU beside its memory's bandwidth.  The others have files."""
 
 from argparse import ArgumentParser, Namespace
 from dataclasses import asdict
@@ -14,7 +14,7 @@ from espalier.bench.machine import header, require_gpu
 from espalier.bench.plot import Bars, plot, require_plot
 from espalier.bench.round import Cell, RoundBench, as_dicts
 from espalier.bench.timing import Stopwatch
-from espalier.cli import floor, foundry, shaped
+from espalier.cli import floor, foundry, serving, shaped
 from espalier.cli.console import QUIET, aligned, progress, stdout, write_json
 from espalier.cli.flags import add_engine_flags, engine_settings, flag_of, new_command
 from espalier.errors import EspalierError
@@ -30,6 +30,7 @@ def add(commands: Any, name: str) -> None:
     measured = parser.add_subparsers(dest="measured", metavar="what", required=True, parser_class=type(parser))
     _add_round(measured)
     _add_kernels(measured)
+    serving.add(measured)
     floor.add(measured)
     foundry.add(measured)
 
@@ -72,10 +73,13 @@ _numbers.__name__ = "list of whole numbers"
 def run(asked: Namespace) -> int:
     settings = engine_settings(asked)
     require_plot(asked.plot)
+    if asked.figures is not None:
+        shaped.draw(asked.figures, asked.plot)
+        return 0
     if asked.shape is not None:
         _refuse_with_shape(asked)
         stdout().print(Text(header(), QUIET))
-        write_json(asked.json, shaped.run(asked, settings, asked.page_size or [64]))
+        shaped.run(asked, settings, asked.page_size or [64])
         return 0
     shaped.refuse_without_shape(asked)
     for name, value in DEFAULTS.items():

@@ -1,7 +1,9 @@
 """`espalier bench round --shape`: rounds of a named shape on a GPU, cell by cell, beside floor and plain decoding."""
 
+import json
 from argparse import ArgumentParser, Namespace
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +18,7 @@ from espalier.bench.linears import shape_named
 from espalier.bench.machine import require_gpu
 from espalier.bench.plot import Bars, plot
 from espalier.bench.shaped import ROUNDS, Measured, Settings, measure, plain_beside
-from espalier.cli.console import QUIET, aligned, progress, stdout
+from espalier.cli.console import QUIET, aligned, progress, stdout, write_json
 from espalier.cli.flags import flag_of
 from espalier.errors import EspalierError
 
@@ -34,6 +36,7 @@ def add(parser: ArgumentParser) -> None:
     group.add_argument(
         "--accept-length", type=float, metavar="X", help="choose the draft's skill for this, at tree 5,8,64 (4)"
     )
+    group.add_argument("--figures", type=Path, metavar="FILE", help="measure nothing: draw what --json wrote before")
     group.add_argument("--rounds", type=int, metavar="N", help=f"full-batch rounds that count ({ROUNDS})")
     group.add_argument("--all-buckets", action="store_true", help="capture the rounds of every batch, not a cell's own")
 
@@ -44,7 +47,7 @@ def refuse_without_shape(asked: Namespace) -> None:
         raise EspalierError(f"{flag_of(given[0])} is for a named shape; give --shape, or leave it out")
 
 
-def run(asked: Namespace, settings: dict[str, Any], page_sizes: list[int]) -> dict[str, Any]:
+def run(asked: Namespace, settings: dict[str, Any], page_sizes: list[int]) -> None:
     refused = [flag_of(name) for name in settings if name not in HONOURED]
     if refused:
         raise EspalierError(f"{refused[0]} is not for --shape: cells say batch, context and tree; leave it out")
@@ -60,14 +63,35 @@ def run(asked: Namespace, settings: dict[str, Any], page_sizes: list[int]) -> di
     stdout().print(Text(told(cast), QUIET))
     floors = FloorBench(shape_named(asked.shape)) if device.type == "cuda" else None
     found: list[Measured] = []
-    with progress("measuring", len(cells)) as advance:
-        for measured in measure(cast, cells, each, floors):
-            found.append(measured)
-            advance()
-    stdout().print(Text(table(found)))
-    plot([_bars(each, plain_beside(found, each)) for each in found], told(cast), asked.plot)
-    ceilings = asdict(found[0].ceilings) if found[0].ceilings else None
-    return {**cast.about, "settings": asdict(each), "ceilings": ceilings, "cells": as_dicts(found)}
+    figures: dict[str, Any] = {}
+    try:
+        with progress("measuring", len(cells)) as advance:
+            for measured in measure(cast, cells, each, floors):
+                found.append(measured)
+                ceilings = asdict(measured.ceilings) if measured.ceilings else None
+                figures = {**cast.about, "settings": asdict(each), "ceilings": ceilings, "cells": as_dicts(found)}
+                # What is measured is kept, whatever becomes of the cells to come.
+                write_json(asked.json, figures)
+                advance()
+    finally:
+        if found:
+            stdout().print(Text(table(found)))
+    plot([_bars(figure) for figure in figures["cells"]], told(cast), asked.plot)
+
+
+def draw(figures: Path, picture: Path | None) -> None:
+    """The picture of figures that a run wrote before.  Raises EspalierError."""
+    if picture is None:
+        raise EspalierError("--figures draws what was measured before, and nothing says where; give --plot")
+    try:
+        measured = json.loads(figures.read_text())
+        bars, about = [_bars(figure) for figure in measured["cells"]], measured["recipe"]
+        title = f"{about['shape']}, the draft's skill {about['skill']}; {measured['machine'].get('cuda', 'no GPU')}"
+    except OSError as error:
+        raise EspalierError(f"--figures {figures} cannot be read ({error.strerror}); name a file of --json") from None
+    except (ValueError, KeyError, TypeError):
+        raise EspalierError(f"--figures {figures} holds no cells; name what --shape wrote with --json") from None
+    plot(bars, title, picture)
 
 
 def make_cast(shape: str, seed: int, accept_length: float | None, device: torch.device, position_rows: int) -> Cast:
@@ -80,10 +104,10 @@ def told(cast: Cast) -> str:
     return f"{about}; the draft's skill {cast.recipe.skill}"
 
 
-def _bars(each: Measured, plain: Measured | None) -> Bars:
-    floor_ms = each.floor.ms if each.floor else None
-    beside = plain.rounds.tokens_per_second if plain else None
-    return Bars(each.cell.name, each.rounds.round_ms, floor_ms, each.rounds.tokens_per_second, beside)
+def _bars(figure: dict[str, Any]) -> Bars:
+    floor, rounds = figure["floor"], figure["rounds"]
+    rates = rounds["tokens_per_second"], figure["plain_tokens_per_second"]
+    return Bars(figure["cell"], rounds["round_ms"], floor and floor["ms"], *rates)
 
 
 def as_dicts(found: list[Measured]) -> list[dict[str, Any]]:

@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 
+from espalier.bench import shaped
 from espalier.bench.cast import Cast
 from espalier.bench.cells import Cell, parse_cells, with_plain
 from espalier.bench.foundry import Recipe
@@ -97,6 +98,30 @@ def test_the_command_prints_a_line_a_cell_and_writes_all(monkeypatch, capsys, tm
     assert "1x20:4,4,16@16" in out and "1x20:plain@16" in out
     figures = json.loads(file.read_text())
     assert [cell["batch"] for cell in figures["cells"]] == [1, 1] and figures["recipe"]["shape"] == "tiny"
+    # And what was written can be drawn elsewhere.
+    drawn = []
+    monkeypatch.setattr("espalier.cli.shaped.plot", lambda bars, title, path: drawn.extend(bars))
+    monkeypatch.setattr("espalier.cli.bench.require_plot", lambda path: None)
+    assert main(["bench", "round", "--figures", str(file), "--plot", "cells.svg"]) == 0
+    assert [bars.name for bars in drawn] == ["1x20:4,4,16@16", "1x20:plain@16"]
+    assert drawn[0].plain == figures["cells"][1]["rounds"]["tokens_per_second"] and drawn[0].floor_ms is None
+
+
+def test_a_failure_leaves_what_was_measured(monkeypatch, capsys, tmp_path):
+    full_rounds = shaped.full_rounds
+
+    def failing(engine, watched, cast, cell, count):
+        if not cell.drafts:
+            raise EspalierError("the second cell fails")
+        return full_rounds(engine, watched, cast, cell, count)
+
+    monkeypatch.setattr(shaped, "full_rounds", failing)
+    monkeypatch.setattr("espalier.cli.shaped.find_shape", lambda name: SHAPE)
+    monkeypatch.setattr("espalier.cli.shaped.require_gpu", lambda what: CPU)
+    file = tmp_path / "figures.json"
+    assert main(["bench", "round", "--shape", "tiny", "--cells", "1x20:4,4,16", "--json", str(file)]) == 2
+    assert "1x20:4,4,16@64" in capsys.readouterr().out
+    assert len(json.loads(file.read_text())["cells"]) == 1
 
 
 @pytest.mark.parametrize(
@@ -107,6 +132,8 @@ def test_the_command_prints_a_line_a_cell_and_writes_all(monkeypatch, capsys, tm
         (["--shape", "llama-3.1-8b", "--max-batch", "2"], "--max-batch is not for --shape"),
         (["--cells", "1x8:plain"], "--cells is for a named shape"),
         (["--page-size", "1,64"], "several are for --shape"),
+        (["--figures", "none.json"], "give --plot"),
+        (["--acceptance", "--plot", "a.txt"], "--plot"),
     ],
 )
 def test_flags_of_the_other_kind_are_refused(flags, says, capsys):
