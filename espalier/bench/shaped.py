@@ -122,24 +122,24 @@ def full_rounds(engine: Engine, watched: Watched, cast: Cast, cell: Cell, count:
         engine.step()
         times.append(perf_counter() - begun)
     seen = watched.seen
-    host = sum(times) - seen.waited
     after = [request.num_tokens for request in requests]
     if seen.prefills or seen.rounds != [cell.batch] * count or engine.scheduler.num_preempted:
         raise AssertionError(f"{cell.name}: not every round was of the full batch: {seen.prefills}, {seen.rounds}")
     gpu_ms, idle_share = seen.gpu() if seen.replays else (None, None)
-    leave(engine, requests)
     decided = sum(after) - sum(before)
-    return Rounds(
+    rounds = Rounds(
         context=(sum(after) + sum(before)) / 2 / cell.batch,
         round_ms=1e3 * median(times),
         gpu_ms=gpu_ms,
         idle_share=idle_share,
-        host_ms=1e3 * host / count,
+        host_ms=1e3 * (sum(times) - seen.waited) / count,
         replays=len(seen.replays) / count,
         accept_length=decided / cell.batch / count,
         tokens_per_second=decided / sum(times),
         follows=sum(cast.follows(request.prompt, request.output) for request in requests),
     )
+    leave(engine, requests)
+    return rounds
 
 
 def enter(engine: Engine, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[Request]:

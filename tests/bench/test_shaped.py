@@ -12,6 +12,7 @@ from espalier.bench.cells import Cell, parse_cells, with_plain
 from espalier.bench.foundry import Recipe
 from espalier.bench.plot import Bars, plot
 from espalier.bench.shaped import Measured, Settings, measure, plain_beside
+from espalier.bench.watch import Seen
 from espalier.cli.main import main
 from espalier.errors import EspalierError
 from tests.bench.test_foundry import tiny
@@ -166,3 +167,30 @@ def test_without_matplotlib_it_says_what_to_install(monkeypatch, capsys):
 def test_a_picture_of_no_known_kind_is_refused(capsys):
     assert main(["bench", "round", "--plot", "cells.txt"]) == 2
     assert ".png, .svg" in capsys.readouterr().err
+
+
+class Event:
+    def __init__(self, at: float) -> None:
+        self.at = at
+
+    def elapsed_time(self, other: "Event") -> float:
+        return other.at - self.at
+
+
+def test_a_gpu_is_idle_from_the_end_of_a_round_to_the_next_ones_start(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    seen = Seen(replays=[(Event(a), Event(b)) for a, b in [(0, 6), (7, 13), (13, 20)]])
+    assert seen.gpu() == (pytest.approx(19 / 3), pytest.approx(1 / 20))
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_graphs_are_timed_and_counted():
+    cast = Cast(Recipe(SHAPE, skill=0.9), torch.bfloat16, torch.device("cuda"), 512)
+    cells = with_plain(parse_cells(["2x24:4,4,16"], [16]))
+    tree, plain = measure(cast, cells, Settings(rounds=6, chunk_size=16), None)
+    for each in (tree, plain):
+        rounds = each.rounds
+        assert rounds.replays == 1 and rounds.follows == 2
+        assert rounds.gpu_ms > 0 and 0 <= rounds.idle_share < 1
+        assert each.start.graphs_bytes > 0
+    assert tree.start.kernels > plain.start.kernels > 10
