@@ -17,6 +17,9 @@ TURNS = 3
 BEFORE = 30
 AFTER = 3
 
+# When tokens came to each request, in seconds.
+Times = Sequence[Sequence[float]]
+
 
 @dataclass(frozen=True)
 class Prefill:
@@ -118,10 +121,14 @@ def _pause(stand: Stand, running: int, context: int, length: int) -> Pause:
     after = _arrivals(stand, requests, AFTER)
     leave(engine, requests)
     calm = [gap for times in before for gap in _gaps(times)]
-    # From the last token before the prompt came to the first after it.
-    all_times = zip(before, during, after, strict=True)
-    waits = [gap for early, times, late in all_times for gap in _gaps([early[-1], *times, *late[:1]])]
-    return Pause(running, context, length, 1e3 * median(calm), 1e3 * max(calm), 1e3 * max(waits))
+    waited = waits(before, during, after)
+    return Pause(running, context, length, 1e3 * median(calm), 1e3 * max(calm), 1e3 * max(waited))
+
+
+def waits(before: Times, during: Times, after: Times) -> list[float]:
+    """Gaps of all requests from the last token before a prompt came to the first after it had entered."""
+    together = zip(before, during, after, strict=True)
+    return [gap for early, times, late in together for gap in _gaps([*early[-1:], *times, *late[:1]])]
 
 
 def _arrivals(

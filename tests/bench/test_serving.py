@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from espalier.bench.foundry import Recipe
-from espalier.bench.prefill import pause, prefill
+from espalier.bench.prefill import pause, prefill, waits
 from espalier.bench.serving import Arrivals, Load, Timeline, mixed, percentiles, serve
 from espalier.bench.stand import OfShape
 from espalier.cli.main import main
@@ -78,6 +78,10 @@ def test_prefill_counts_its_passes_and_who_waits(stands):
     assert many.passes == 4  # a pass of 16 rows holds one chunk of the narrowest width
     # Rounds and passes take turns, so somebody waits for a pass and a round.
     assert waited.longest_during_ms > waited.median_before_ms > 0
+
+
+def test_a_wait_lasts_from_the_last_token_before_to_the_first_after():
+    assert waits([[1, 2], [1, 3]], [[5], []], [[9, 20], [4, 20]]) == [3, 4, 1]
 
 
 @pytest.mark.parametrize("command", ["prefill", "throughput", "latency"])

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -76,7 +77,11 @@ def test_rounds_are_of_the_full_batch_and_follow_the_chain(found):
 
 def test_a_tree_stands_beside_plain_decoding_of_its_batch_and_context(found):
     tree, _, plain = found
-    assert plain_beside(found, tree) is plain
+    others = [replace(plain, cell=replace(plain.cell, **other)) for other in ({"batch": 1}, {"context": 25})]
+    assert plain_beside([*others, *found], tree) is plain
+    elsewhere = replace(plain, cell=replace(plain.cell, page_size=16))
+    assert plain_beside([elsewhere, *found], tree) is plain and plain_beside([elsewhere], tree) is elsewhere
+    assert plain_beside(others, tree) is None
     figures = tree.as_dict(plain)
     assert figures["tree_over_plain"] == tree.rounds.tokens_per_second / plain.rounds.tokens_per_second
     assert plain.as_dict(plain)["tree_over_plain"] is None
