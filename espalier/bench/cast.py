@@ -4,7 +4,7 @@ import copy
 import gc
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from time import perf_counter
 from typing import Any
 
@@ -79,7 +79,7 @@ class Cast:
         steps 0 is plain decoding without a draft.  all_buckets: capture every batch's rounds, not the largest alone's.
         """
         return self._standing(
-            layout if all_buckets else OneBucket(**asdict(layout)),
+            layout if all_buckets else OneBucket(**{f.name: getattr(layout, f.name) for f in fields(layout)}),
             "eagle3" if layout.steps else "none",
             attention=attention or default_backend(self.device.type, self.dtype),
             num_pages=layout.most_pages,
