@@ -12,6 +12,7 @@ import torch
 
 from espalier.attention import Attention, Nodes, Prefix
 from espalier.attention.triton import TritonBackend
+from espalier.bench.timing import Stopwatch
 from espalier.cache.geometry import LayerGeometry
 from espalier.cache.kv import Pages
 from espalier.kernels.ancestors import pack
@@ -23,9 +24,7 @@ ABOUT = f"{GEOMETRY.heads} query and {GEOMETRY.kv_heads} KV heads of {GEOMETRY.k
 DTYPE = torch.bfloat16
 STEPS = 5
 TOPK = 8
-# What the reading of memory is measured on: far more than any L2, in rows enough for every multiprocessor.
-READ_BYTES = 2**31
-READ_ROWS = 2048
+TURNS = 20
 
 
 @dataclass(frozen=True)
@@ -81,19 +80,15 @@ class Cell:
         return asdict(self)
 
 
-def bandwidth(device: torch.device) -> float:
-    """Bytes a second that memory delivers to a kernel that only reads, each byte once."""
-    values = torch.randn(READ_ROWS, READ_BYTES // (READ_ROWS * torch.float32.itemsize), device=device)
-    return READ_BYTES / (graph_us(lambda: torch.amax(values, 1)) * 1e-6)
-
-
-def measure(shape: Shape, page_size: int, bytes_per_second: float, device: torch.device) -> Cell:
+def measure(shape: Shape, page_size: int, bytes_per_second: float, device: torch.device, watch: Stopwatch) -> Cell:
     layers = layers_beyond_cache(shape, device)
     attention, run = prepared(shape, page_size, layers, device)
     prefix = attention.prefix
     cut = attention.pages.layout.cut(shape.queries)
-    attention_us = graph_us(run) / layers
-    plan_us = graph_us(lambda: ranges_triton(prefix.length, prefix.first, cut))
+    [all_ms], [plan_ms] = (
+        watch.ms([body], TURNS) for body in (run, lambda: ranges_triton(prefix.length, prefix.first, cut))
+    )
+    attention_us, plan_us = 1e3 * all_ms / layers, 1e3 * plan_ms
     tflops = shape.flops / attention_us / 1e6
     if shape.chain:
         return Cell(str(shape), page_size, attention_us, plan_us, None, None, tflops)
@@ -143,32 +138,3 @@ def _nodes(shape: Shape, length: torch.Tensor) -> Nodes:
     mask = (order <= order[:, None]) & ((order - order[:, None]) % 2 == 0)
     positions = length[:, None] + mask.sum(1) - 1
     return Nodes(positions, positions, pack(mask.expand(shape.batch, -1, -1)))
-
-
-def graph_us(run: Callable[[], Any], replays: int = 20) -> float:
-    """Median time of a replay of what `run` launches, in microseconds."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        run()
-        run()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    for _ in range(3):
-        graph.replay()
-    # What is short is repeated, or an event's own time would count.
-    again = max(1, min(50, int(200 / max(_replay_us(graph, 1), 1))))
-    times = sorted(_replay_us(graph, again) for _ in range(replays))
-    return times[len(times) // 2]
-
-
-def _replay_us(graph: torch.cuda.CUDAGraph, again: int) -> float:
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    for _ in range(again):
-        graph.replay()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) * 1000 / again

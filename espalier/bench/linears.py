@@ -1,16 +1,12 @@
-"""The linear layers of a model as a list of shapes, and the time of any chain of them on a GPU.
+"""The linear layers of a model as a list of shapes, and any chain of them on a GPU, to be timed.
 
-Times are of CUDA graphs whose weights were not read shortly before: each layer of a pass has its own, and a single
-shape is measured over as many copies as it takes to leave the L2.
+No chain finds its weights in the L2: each layer of a pass has its own, and a single shape is measured over as many
+copies as it takes to leave it.
 """
 
-import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from types import MappingProxyType
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -97,49 +93,6 @@ def shape_named(name: str) -> ModelShape:
     if name not in SHAPES:
         raise EspalierError(f"no shape {name!r}; there are {', '.join(SHAPES)}")
     return SHAPES[name]
-
-
-class Stopwatch:
-    """Times what CUDA graphs replay.  Graphs share one pool of memory, which the first of them keeps."""
-
-    def __init__(self) -> None:
-        self._first: torch.cuda.CUDAGraph | None = None
-
-    def ms(self, bodies: Sequence[Callable[[], Any]], turns: int, seconds: float = 0.0) -> list[float]:
-        """Median of each body, all taking turns, so that none has the cooler chip.
-
-        For `seconds`, and `turns` at least; the later half counts: a chip at its power limit slows down within tenths
-        of a second, and serving is what goes on.
-        """
-        graphs = [self._capture(body) for body in bodies]
-        found: list[list[float]] = [[] for _ in bodies]
-        begun = time.perf_counter()
-        while not found[0] or time.perf_counter() - begun < seconds:
-            for times, new in zip(found, _replayed(graphs, turns), strict=True):
-                times += new
-        return [statistics.median(times[len(times) // 2 :]) for times in found]
-
-    def _capture(self, body: Callable[[], Any]) -> torch.cuda.CUDAGraph:
-        body()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._first.pool() if self._first else None):
-            body()
-        self._first = self._first or graph
-        return graph
-
-
-def _replayed(graphs: Sequence[torch.cuda.CUDAGraph], turns: int) -> list[list[float]]:
-    """ms of each graph at each turn; nobody waits in between."""
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(turns * len(graphs) + 1)]
-    graphs[-1].replay()
-    events[0].record()
-    for turn, event in enumerate(events[1:]):
-        graphs[turn % len(graphs)].replay()
-        event.record()
-    torch.cuda.synchronize()
-    times = [a.elapsed_time(b) for a, b in pairwise(events)]
-    return [times[first :: len(graphs)] for first in range(len(graphs))]
 
 
 Multiply = Callable[[Tensor, Tensor], Tensor]

@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from espalier.bench.linears import ModelShape, Multiply, Run, Shape, Stopwatch, Weights
+from espalier.bench.linears import ModelShape, Multiply, Run, Shape, Weights
 from espalier.bench.machine import require_gpu
+from espalier.bench.timing import Stopwatch
 from espalier.kernels.choices import ROWS_BUCKETS, Choices
 from espalier.kernels.launch import chip
 from espalier.kernels.linear import Choice, candidates, linear

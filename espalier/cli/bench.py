@@ -1,21 +1,27 @@
 """`espalier bench round`: cost of a round beside a plain token; acceptance on held-out text; pages held.
-`espalier bench kernels`: attention on a GPU beside its memory's bandwidth."""
+`espalier bench kernels`: attention on a GPU beside its memory's bandwidth.  The others have files."""
 
 from argparse import ArgumentParser, Namespace
 from dataclasses import asdict
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from rich.text import Text
 
 from espalier.bench import acceptance, kernels, memory
 from espalier.bench.machine import header, require_gpu
+from espalier.bench.plot import Bars, plot, require_plot
 from espalier.bench.round import Cell, RoundBench, as_dicts
-from espalier.cli import floor, foundry
+from espalier.bench.timing import Stopwatch
+from espalier.cli import floor, foundry, serving, shaped
 from espalier.cli.console import QUIET, aligned, progress, stdout, write_json
-from espalier.cli.flags import add_engine_flags, engine_settings, new_command
+from espalier.cli.flags import add_engine_flags, engine_settings, flag_of, new_command
 from espalier.errors import EspalierError
 from espalier.layout import MAX_PAGE_SIZE
+
+# Of what is measured with a model; --shape has its cells.
+DEFAULTS = MappingProxyType({"batch": [1], "context": [128], "tokens": 96, "repeats": 5, "prompts": 16})
 
 
 def add(commands: Any, name: str) -> None:
@@ -24,6 +30,7 @@ def add(commands: Any, name: str) -> None:
     measured = parser.add_subparsers(dest="measured", metavar="what", required=True, parser_class=type(parser))
     _add_round(measured)
     _add_kernels(measured)
+    serving.add(measured)
     floor.add(measured)
     foundry.add(measured)
 
@@ -33,14 +40,19 @@ def _add_round(commands: Any) -> None:
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--acceptance", action="store_true", help="accept length on held-out text, several ways to draft")
     mode.add_argument("--memory", action="store_true", help="pages held by 50 mixed requests at page 256, topk 8")
-    parser.add_argument("--batch", type=_numbers, default=[1], metavar="N,N", help="batch sizes (1)")
-    parser.add_argument("--context", type=_numbers, default=[128], metavar="N,N", help="prompt lengths (128)")
-    parser.add_argument("--tokens", type=int, default=96, metavar="N", help="tokens to generate for each prompt (96)")
-    parser.add_argument("--repeats", type=int, default=5, metavar="N", help="turns of each way; medians are shown (5)")
-    parser.add_argument("--prompts", type=int, default=16, metavar="N", help="held-out prompts of --acceptance (16)")
+    parser.add_argument("--batch", type=_numbers, metavar="N,N", help="batch sizes (1)")
+    parser.add_argument("--context", type=_numbers, metavar="N,N", help="prompt lengths (128)")
+    parser.add_argument("--tokens", type=int, metavar="N", help="tokens to generate for each prompt (96)")
+    parser.add_argument("--repeats", type=int, metavar="N", help="turns of each way; medians are shown (5)")
+    parser.add_argument("--prompts", type=int, metavar="N", help="held-out prompts of --acceptance (16)")
+    parser.add_argument(
+        "--page-size", type=_numbers, metavar="N,N", help="tokens a page of the cache; several with --shape (64 there)"
+    )
     parser.add_argument("--compare", choices=("transformers",), help="let transformers.generate take turns too")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there as well")
-    add_engine_flags(parser)
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the cells there, as .png, .svg or .pdf")
+    shaped.add(parser)
+    add_engine_flags(parser, leave_out=("page_size",))
 
 
 def _add_kernels(commands: Any) -> None:
@@ -59,11 +71,37 @@ _numbers.__name__ = "list of whole numbers"
 
 
 def run(asked: Namespace) -> int:
+    settings = engine_settings(asked)
+    require_plot(asked.plot)
+    if asked.figures is not None:
+        shaped.draw(asked.figures, asked.plot)
+        return 0
+    if asked.shape is not None:
+        _refuse_with_shape(asked)
+        stdout().print(Text(header(), QUIET))
+        shaped.run(asked, settings, asked.page_size or [64])
+        return 0
+    shaped.refuse_without_shape(asked)
+    for name, value in DEFAULTS.items():
+        setattr(asked, name, value if getattr(asked, name) is None else getattr(asked, name))
     _check(asked)
+    if asked.plot is not None and (asked.acceptance or asked.memory):
+        raise EspalierError("--plot draws rounds, and --acceptance and --memory measure others; leave one out")
+    if asked.page_size is not None:
+        if len(asked.page_size) > 1:
+            raise EspalierError(f"--page-size={asked.page_size}: a model is measured at one; several are for --shape")
+        settings["page_size"] = asked.page_size[0]
     stdout().print(Text(header(), QUIET))
     measured = _memory if asked.memory else _acceptance if asked.acceptance else _round
-    write_json(asked.json, measured(asked, engine_settings(asked)))
+    write_json(asked.json, measured(asked, settings))
     return 0
+
+
+def _refuse_with_shape(asked: Namespace) -> None:
+    given = [name for name in DEFAULTS if getattr(asked, name) is not None]
+    given += [name for name in ("acceptance", "memory", "compare") if getattr(asked, name)]
+    if given:
+        raise EspalierError(f"{flag_of(given[0])} is not for --shape, whose --cells say what is run; leave one out")
 
 
 def run_kernels(asked: Namespace) -> int:
@@ -73,10 +111,11 @@ def run_kernels(asked: Namespace) -> int:
     stdout().print(Text(header(), QUIET))
     cells: list[kernels.Cell] = []
     with progress("measuring", len(kernels.SHAPES) * len(asked.page_size)) as advance:
-        bytes_per_second = kernels.bandwidth(device)
+        watch = Stopwatch()
+        bytes_per_second = watch.bandwidth(device)
         for shape in kernels.SHAPES:
             for page_size in asked.page_size:
-                cells.append(kernels.measure(shape, page_size, bytes_per_second, device))
+                cells.append(kernels.measure(shape, page_size, bytes_per_second, device, watch))
                 advance()
     stdout().print(Text(f"{kernels.ABOUT}; memory reads {bytes_per_second / 1e12:.2f} TB/s", QUIET))
     stdout().print(Text(_kernels_table(cells)))
@@ -117,7 +156,13 @@ def _round(asked: Namespace, settings: dict[str, Any]) -> dict[str, Any]:
                 advance()
     bench.close()
     stdout().print(Text(_cells_table(cells)))
+    plot([_bars(cell) for cell in cells], _shape(bench), asked.plot)
     return {"config": asdict(bench.tree.config), "cells": as_dicts(cells)}
+
+
+def _bars(cell: Cell) -> Bars:
+    rates = cell.tree_tokens_per_second, cell.plain_tokens_per_second
+    return Bars(f"{cell.batch}x{cell.context}", cell.round_ms, None, *rates)
 
 
 def _shape(bench: RoundBench) -> str:

@@ -1,15 +1,18 @@
 """`espalier bench floor`: what the linear layers of a pass cost at least, beside the bytes of their weights."""
 
 from argparse import Namespace
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.text import Text
 
-from espalier.bench.floor import Ceilings, FloorBench, LinearTimes
+from espalier.bench.floor import FloorBench, LinearTimes, known_ms
 from espalier.bench.linears import SHAPES, shape_named
 from espalier.bench.machine import header
+from espalier.bench.timing import Ceilings
 from espalier.cli.console import QUIET, aligned, stdout, write_json
 from espalier.cli.flags import new_command
 from espalier.errors import EspalierError
@@ -33,15 +36,19 @@ def run(asked: Namespace) -> int:
     ceilings = bench.ceilings()
     times = [bench.target(count) for count in rows]
     stdout().print(Text(f"read {ceilings.bandwidth / 1e12:.2f} TB/s; bf16 product {ceilings.peak / 1e12:.0f} TFLOP/s"))
-    stdout().print(Text(_table(times, ceilings)))
-    figures = {"shape": asked.shape, "ceilings": asdict(ceilings), "passes": [asdict(each) for each in times]}
-    write_json(asked.json, figures)
+    known = known_ms(asked.shape, torch.cuda.get_device_name())
+    stdout().print(Text(table(times, ceilings, known)))
+    passes = [{**asdict(each), "known_ms": known.get(each.rows)} for each in times]
+    write_json(asked.json, {"shape": asked.shape, "ceilings": asdict(ceilings), "passes": passes})
     return 0
 
 
-def _table(times: list[LinearTimes], ceilings: Ceilings) -> str:
-    lines = [["rows", "F.linear, ms", "fastest, ms", "weight bytes / bandwidth, ms"]]
+def table(times: Sequence[LinearTimes], ceilings: Ceilings, known: Mapping[int, float]) -> str:
+    """known: by rows, what F.linear took on such a chip before, ms."""
+    lines = [["rows", "F.linear, ms", "known, ms", "differs", "fastest, ms", "weight bytes / bandwidth, ms"]]
     for each in times:
         bytes_ms = 1e3 * each.weight_bytes / ceilings.bandwidth
-        lines.append([f"{each.rows}", f"{each.cublas_ms:.2f}", f"{each.fastest_ms:.2f}", f"{bytes_ms:.2f}"])
+        before = known.get(each.rows)
+        beside = ("", "") if before is None else (f"{before:.2f}", f"{each.cublas_ms / before - 1:+.1%}")
+        lines.append([f"{each.rows}", f"{each.cublas_ms:.2f}", *beside, f"{each.fastest_ms:.2f}", f"{bytes_ms:.2f}"])
     return aligned(lines)

@@ -3,15 +3,14 @@
 import pytest
 import torch
 
-from espalier.bench.floor import Ceilings, FloorBench, floor, round_attention, round_runs
+from espalier.bench.floor import LinearTimes, floor, known_ms, round_attention, round_runs
 from espalier.bench.linears import SHAPES, Weights, plain, shape_named
+from espalier.bench.timing import Ceilings
+from espalier.cli.floor import table
 from espalier.cli.main import main
 from espalier.errors import EspalierError
 
 LLAMA = shape_named("llama-3.1-8b")
-ON_H200 = torch.cuda.is_available() and "H200" in torch.cuda.get_device_name()
-# cuBLAS alone, ms, as the issue that asked for this measured it on an H200.
-KNOWN = {1: 3.89, 16: 4.00, 32: 4.09, 64: 4.24, 128: 4.62, 256: 6.96, 512: 12.07}
 
 
 def by_name(runs):
@@ -108,11 +107,16 @@ def test_rows_are_numbers(rows, capsys):
     assert "--rows=" in capsys.readouterr().err
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not ON_H200, reason="known for an H200")
-@pytest.mark.parametrize("rows", [1, 64])
-def test_an_h200_reaches_what_was_measured_before(rows):
-    times = FloorBench(LLAMA).target(rows)
-    # Chips of one kind differ by some percent, and the second of two runs was 3% above KNOWN (docs/log.md).
-    assert times.cublas_ms == pytest.approx(KNOWN[rows], rel=0.08)
-    assert times.fastest_ms <= times.cublas_ms
+def test_plain_decoding_without_a_draft_has_no_extend():
+    target, draft = round_runs(LLAMA, 2, 0, 1, 1, drafts=False)
+    assert (target, draft) == (LLAMA.target_pass(2), ())
+    cost = round_attention(LLAMA, 2, 1000, 0, 1, 1, drafts=False)
+    assert cost.kv_bytes == 2 * 1000 * 2 * 8 * 128 * 2 * 32
+
+
+def test_what_is_known_of_a_chip_stands_beside_what_is_measured():
+    known = known_ms("llama-3.1-8b", "NVIDIA H200")
+    assert known[64] == 4.24 and not known_ms("llama-3.1-8b", "NVIDIA L4") and not known_ms("qwen3-8b", "NVIDIA H200")
+    lines = table([LinearTimes(64, 4.452, 4.1, 15 * 10**9), LinearTimes(8, 4, 3.9, 1)], Ceilings(4e12, 8e14), known)
+    assert lines.splitlines()[1].split() == ["64", "4.45", "4.24", "+5.0%", "4.10", "3.75"]
+    assert lines.splitlines()[2].split() == ["8", "4.00", "3.90", "0.00"]

@@ -140,15 +140,15 @@ def test_directories_are_ordinary_and_what_build_gives(tmp_path: Path, monkeypat
         write(recipe, tmp_path, torch.float32)
 
 
-@pytest.mark.gpu
-def test_models_made_on_a_gpu_follow_the_rule() -> None:
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_models_in_bfloat16_follow_the_rule(device: str) -> None:
     for mode in ("chain", "copy"):
         recipe = a_recipe(mode=mode)
-        target, _ = build(recipe, torch.bfloat16, "cuda", POSITIONS)
+        target, _ = build(recipe, torch.bfloat16, device, POSITIONS)
         [start] = prompts(recipe, 1)
         text = start + recipe.chain().follow(start, 60)
-        tokens = torch.tensor([text], device="cuda")
-        positions = torch.arange(len(text), device="cuda")[None]
+        tokens = torch.tensor([text], device=device)
+        positions = torch.arange(len(text), device=device)[None]
         logits = target.logits(target(tokens, positions, DenseAttend(target.geometry)).hidden)
         assert logits[0, PROMPT:-1].argmax(-1).tolist() == text[PROMPT + 1 :]
 

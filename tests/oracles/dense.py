@@ -8,14 +8,14 @@ from espalier.kernels.rope import Turn
 
 
 def heads_of(qkv: Tensor, turn: Turn, g: LayerGeometry) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v [B, Q, heads, size] of a layer's projections, q and k normed and rotated."""
+    """q, k, v [B, Q, heads, size] of a layer's projections, in their dtype, q and k normed and rotated."""
     q, k, v = qkv.split((g.heads, g.kv_heads, g.kv_heads), 2)
     cos, sin = (table.view(*qkv.shape[:2], 1, qkv.shape[3]) for table in (turn.cos, turn.sin))
 
     def turned(x: Tensor, norm: Tensor | None) -> Tensor:
         if norm is not None:
             x = x / (x.pow(2).mean(-1, keepdim=True) + turn.eps).sqrt() * norm
-        return x * cos + x.roll(x.shape[-1] // 2, -1) * sin
+        return (x * cos + x.roll(x.shape[-1] // 2, -1) * sin).to(qkv.dtype)
 
     return turned(q, turn.q_norm), turned(k, turn.k_norm), v
 

@@ -1,0 +1,82 @@
+"""Engines to serve a load with, by tree and plain: of a model's files, or of a named shape cast on a GPU."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from espalier.bench.cast import Cast
+from espalier.bench.drive import contexts
+from espalier.bench.foundry import Recipe
+from espalier.bench.watch import Watched, watch
+from espalier.config import EngineConfig, ResolvedConfig
+from espalier.engine.engine import Engine
+from espalier.engine.resolve import Facts, choose_algorithm, free_memory, layout_of, resolve
+from espalier.llm import LLM
+from espalier.models.loading import geometry_of
+
+
+@dataclass(frozen=True)
+class Stand:
+    """An engine that runs, seen by `watched`; prompts: so many token ids for each of some lengths."""
+
+    engine: Engine
+    watched: Watched
+    prompts: Callable[[Sequence[int]], list[list[int]]]
+    config: ResolvedConfig
+
+
+class Stands(Protocol):
+    def open(self, tree: bool) -> AbstractContextManager[Stand]:
+        """An engine by tree, or plain; gone at the end of the block."""
+        ...
+
+
+class OfModel:
+    """settings: LLM's."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self.settings = settings
+
+    @contextmanager
+    def open(self, tree: bool) -> Iterator[Stand]:
+        with LLM(**(self.settings if tree else {**self.settings, "speculation": None})) as llm:
+
+            def prompts(lengths: Sequence[int]) -> list[list[int]]:
+                whole = contexts(llm, len(lengths), max(lengths))
+                return [prompt[:length] for prompt, length in zip(whole, lengths, strict=True)]
+
+            yield Stand(llm.engine, watch(llm.engine), prompts, llm.config)
+
+
+class OfShape:
+    """settings: LLM's, but for the model's and the draft's names; the models are made once."""
+
+    def __init__(self, recipe: Recipe, settings: dict[str, Any], device: torch.device) -> None:
+        self.recipe, self.settings, self.device = recipe, settings, device
+        self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        rows = max(layout_of(self._resolved(tree)).position_rows for tree in (True, False))
+        self.cast = Cast(recipe, self.dtype, device, rows)
+
+    @contextmanager
+    def open(self, tree: bool) -> Iterator[Stand]:
+        resolved = self._resolved(tree)
+        with self.cast.engine_of(resolved) as (engine, watched, _):
+            yield Stand(engine, watched, self.cast.prompts, resolved)
+
+    def _resolved(self, tree: bool) -> ResolvedConfig:
+        settings = {**self.settings, "device": str(self.device), "dtype": str(self.dtype).removeprefix("torch.")}
+        config = EngineConfig(**(settings if tree else {**settings, "speculation": None}))
+        algorithm = choose_algorithm(config, has_draft=True)
+        shape = self.recipe.shape
+        draft = geometry_of(shape.draft_layer)[:1] if algorithm == "eagle3" else ()
+        facts = Facts(
+            free_bytes=free_memory(self.device),
+            num_weights=0,  # the cast stands already, or is no more than a rounding of what is free
+            stored_dtype=settings["dtype"],
+            max_position=shape.target.max_position,
+            geometry=(*geometry_of(shape.target), *draft),
+        )
+        return resolve(config, shape.name, None, algorithm, self.device, facts)

@@ -1,0 +1,124 @@
+"""`bench prefill`, `throughput` and `latency`: what is counted, on a tiny cast on the CPU, and what is refused."""
+
+import json
+
+import pytest
+import torch
+
+from espalier.bench.foundry import Recipe
+from espalier.bench.prefill import pause, prefill, waits
+from espalier.bench.serving import Arrivals, Load, Timeline, mixed, percentiles, serve
+from espalier.bench.stand import OfShape
+from espalier.cli.main import main
+from espalier.config import SpeculationConfig
+from tests.bench.test_foundry import tiny
+
+CPU = torch.device("cpu")
+SHAPE = tiny(hot=1024)
+SETTINGS = {
+    "max_batch": 4,
+    "max_context": 256,
+    "chunk_size": 16,
+    "prefix_cache": False,
+    "speculation": SpeculationConfig(steps=3, topk=2, num_draft_tokens=8),
+}
+LOAD = Load((20, 9, 33, 16, 12), (10, 24, 5, 1, 8))
+
+
+@pytest.fixture(scope="module")
+def stands() -> OfShape:
+    return OfShape(Recipe(SHAPE, skill=0.9), SETTINGS, CPU)
+
+
+@pytest.mark.parametrize("tree", [True, False], ids=["tree", "plain"])
+@pytest.mark.parametrize("arrivals", [Arrivals(), Arrivals(concurrency=2), Arrivals(rate=50.0)], ids=str)
+def test_every_request_is_served_to_its_length(stands, tree, arrivals):
+    with stands.open(tree) as stand:
+        prompts = stand.prompts(LOAD.inputs)
+        served = serve(stand.engine, prompts, LOAD, arrivals)
+        most = max(stand.watched.seen.rounds)
+    assert [len(request.output) for request in served.requests] == list(LOAD.outputs)
+    assert all(stands.cast.follows(request.prompt, request.output) for request in served.requests)
+    assert [sum(count for _, count in each.pieces) for each in served.timelines] == list(LOAD.outputs)
+    assert all(each.first > 0 and min(each.gaps, default=1) > 0 for each in served.timelines)
+    assert most <= (arrivals.concurrency or 4)
+    throughput, latency = served.throughput(), served.latency()
+    assert (throughput["tokens_in"], throughput["tokens_out"]) == (90, 48)
+    assert (throughput["accept_length"] > 1.5) is tree
+    assert latency["ttft_ms"]["p50"] <= latency["ttft_ms"]["p99"] <= 1e3 * served.seconds
+
+
+def test_arrivals_at_a_rate_are_so_many_a_second():
+    due = Arrivals(rate=4.0).due(4000)
+    assert due == sorted(due) and due[-1] == pytest.approx(1000, rel=0.05)
+    assert Arrivals().due(2) == [0.0, 0.0]
+
+
+def test_times_of_a_request_are_between_its_pieces():
+    timeline = Timeline(1.0, [(1.5, 1), (1.75, 3), (2.25, 1)])
+    assert (timeline.first, timeline.gaps, timeline.per_token) == (0.5, [0.25, 0.5], 0.1875)
+    assert Timeline(0.0, [(1.0, 1)]).per_token is None
+    assert percentiles([0.003, 0.001, 0.002]) == {"p50": 2.0, "p90": 3.0, "p99": 3.0}
+    assert percentiles([]) is None
+
+
+def test_mixed_lengths_lie_between_their_bounds():
+    load = mixed(500, (3, 5), (7, 7))
+    assert set(load.inputs) == {3, 4, 5} and set(load.outputs) == {7} and load.longest == 12
+    assert load == mixed(500, (3, 5), (7, 7)) != mixed(500, (3, 5), (7, 7), seed=1)
+
+
+def test_prefill_counts_its_passes_and_who_waits(stands):
+    with stands.open(True) as stand:
+        one = prefill(stand, 1, 100, None)
+        many = prefill(stand, 4, 8, None)
+        waited = pause(stand, 2, 12, 120)
+    assert (one.passes, one.rounds, one.linear_ms) == (7, 0, None)
+    assert one.tokens_per_second == pytest.approx(100 / one.ms * 1e3)
+    assert many.passes == 4  # a pass of 16 rows holds one chunk of the narrowest width
+    # Rounds and passes take turns, so somebody waits for a pass and a round.
+    assert waited.longest_during_ms > waited.median_before_ms > 0
+
+
+def test_a_wait_lasts_from_the_last_token_before_to_the_first_after():
+    assert waits([[1, 2], [1, 3]], [[5], []], [[9, 20], [4, 20]]) == [3, 4, 1]
+
+
+@pytest.mark.parametrize("command", ["prefill", "throughput", "latency"])
+def test_a_named_shape_is_measured_by_command(command, monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr("espalier.cli.serving.find_shape", lambda name: SHAPE)
+    monkeypatch.setattr("espalier.cli.serving.require_gpu", lambda what: CPU)
+    monkeypatch.setattr("espalier.cli.serving.FloorBench", lambda shape: None)
+    file = tmp_path / "figures.json"
+    load = ["--requests", "3", "--input", "4,9", "--output", "3,6"]
+    more = ["--prompts", "1x40", "2x9", "--running", "2"] if command == "prefill" else load
+    assert main(["bench", command, "--shape", "llama-3.1-8b", "--json", str(file), *more]) == 0
+    figures = json.loads(file.read_text())
+    assert figures["config"]["steps"] == 5
+    if command == "prefill":
+        assert [each["length"] for each in figures["prefill"]] == [40, 9] and figures["pause"]["running"] == 2
+        assert "while a prompt of 40 enters" in capsys.readouterr().out
+    else:
+        assert figures["tree"]["requests"] == figures["plain"]["requests"] == 3
+        assert "plain" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["prefill", "--prompts", "8k"], "'8k' is not a group"),
+        (["prefill", "--running", "0"], "--running=0"),
+        (["throughput", "--requests", "0"], "--requests=0"),
+        (["throughput", "--input", "9,4"], "two whole numbers"),
+        (["latency", "--rate", "0"], "--rate=0"),
+        (["latency", "--rate", "2", "--concurrency", "2"], "not allowed with"),
+        (["latency", "--accept-length", "3"], "--accept-length is for a named shape"),
+        (["latency", "--shape", "llama-3.1-8b", "--draft", "x"], "--draft is not for --shape"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(flags, says, capsys):
+    try:
+        code = main(["bench", *flags])
+    except SystemExit as left:
+        code = left.code
+    assert code == 2 and says in capsys.readouterr().err
