@@ -60,16 +60,21 @@ class Results:
         self.ring.flatten(0, 1).index_copy_(0, rows, self._rows(outcome))
 
     def _rows(self, outcome: Outcome) -> Tensor:
-        """[B, width]; a launch without a tree has one void node."""
-        steps = self.layout.extend_width
-        parts = [outcome.length[:, None], outcome.sound[:, None]]
-        parts.append(pad(outcome.tokens, (0, steps - outcome.tokens.shape[1])))
+        """[B, width]; a launch without a tree has one void node, and one of a smaller tree void ones at its end."""
+        steps, nodes = self.layout.extend_width, self.layout.num_draft_tokens
+        parts = [outcome.length[:, None], outcome.sound[:, None], padded(outcome.tokens, steps, 0)]
         if outcome.tree is None or outcome.path is None:
             rest = self.fields.width - sum(part.shape[1] for part in parts)
             return torch.cat((*parts, torch.full_like(parts[0], VOID).expand(-1, rest)), 1)
         tree = outcome.tree
-        scores = tree.scores.view(torch.int32).to(torch.int64)
-        return torch.cat((*parts, outcome.path.rows, tree.tokens, tree.parents, tree.depths, scores), 1)
+        scores = padded(tree.scores, nodes, -torch.inf).view(torch.int32).to(torch.int64)
+        own = (padded(part, nodes, VOID) for part in (tree.tokens, tree.parents, tree.depths))
+        return torch.cat((*parts, padded(outcome.path.rows, steps, 0), *own, scores), 1)
+
+
+def padded(values: Tensor, width: int, fill: float) -> Tensor:
+    """values [B, W] as [B, width]."""
+    return values if values.shape[1] == width else pad(values, (0, width - values.shape[1]), value=fill)
 
 
 def read(fields: Fields, entry: np.ndarray, logprobs: Logprobs | None, traced: bool) -> list[Row]:

@@ -6,7 +6,9 @@ ancestors.
 """
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -54,6 +56,11 @@ class Eagle3Drafter:
         layers = range(self.first_layer, len(geometry))
         self.staging = Staging(geometry, layers, layout.staged_beams, pages.dtype, pages.device)
         self.carried: Mapping[str, tuple[int, ...]] = {"hidden": (draft.hidden_size,)}
+
+    def sized(self, layout: RoundLayout) -> Self:
+        sized = copy(self)
+        sized.layout = layout
+        return sized
 
     def propose(self, slots: Slots, draws: Draws) -> Tree:
         if self.layout.num_draft_tokens == 1:
