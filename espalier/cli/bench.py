@@ -11,7 +11,7 @@ from rich.text import Text
 from espalier.bench import acceptance, kernels, memory
 from espalier.bench.machine import header, require_gpu
 from espalier.bench.round import Cell, RoundBench, as_dicts
-from espalier.cli import floor, foundry
+from espalier.cli import choose, floor, foundry
 from espalier.cli.console import QUIET, aligned, progress, stdout, write_json
 from espalier.cli.flags import add_engine_flags, engine_settings, new_command
 from espalier.errors import EspalierError
@@ -33,6 +33,7 @@ def _add_round(commands: Any) -> None:
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--acceptance", action="store_true", help="accept length on held-out text, several ways to draft")
     mode.add_argument("--memory", action="store_true", help="pages held by 50 mixed requests at page 256, topk 8")
+    choose.add_flags(parser, mode)
     parser.add_argument("--batch", type=_numbers, default=[1], metavar="N,N", help="batch sizes (1)")
     parser.add_argument("--context", type=_numbers, default=[128], metavar="N,N", help="prompt lengths (128)")
     parser.add_argument("--tokens", type=int, default=96, metavar="N", help="tokens to generate for each prompt (96)")
@@ -61,7 +62,7 @@ _numbers.__name__ = "list of whole numbers"
 def run(asked: Namespace) -> int:
     _check(asked)
     stdout().print(Text(header(), QUIET))
-    measured = _memory if asked.memory else _acceptance if asked.acceptance else _round
+    measured = choose.run if asked.choose else _memory if asked.memory else _acceptance if asked.acceptance else _round
     write_json(asked.json, measured(asked, engine_settings(asked)))
     return 0
 

@@ -152,7 +152,7 @@ def crossings(path: Path = SHIPPED) -> list[Crossing]:
     found = _read_object(path, "list of crossings; install espalier again")
     try:
         return [_crossing(entry) for entry in found["crossings"]]
-    except (ValueError, TypeError, KeyError, AttributeError, EspalierError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise EspalierError(f"{path} is no list of crossings ({error!r}); install espalier again") from None
 
 
