@@ -101,6 +101,7 @@ def test_nothing_is_shipped_that_was_not_measured():
 def test_the_nearest_crossing_decides_and_the_log_says_so(tmp_path, monkeypatch, caplog):
     small = replace(BIG, hidden_size=2048, num_layers=16)
     known = [Crossing(BIG, WIDE, 16), Crossing(BIG, NARROW, 96), Crossing(small, WIDE, 24)]
+    known.append(Crossing(BIG, TreeShape(3, 8, 16), 48))
     entries = [asdict(one.machine) | {"tree": asdict(one.tree), "plain_from": one.plain_from} for one in known]
     file = tmp_path / "crossings.json"
     file.write_text(json.dumps({"crossings": [entry | {"measured": {"by": "hand"}} for entry in entries]}))
@@ -110,6 +111,7 @@ def test_the_nearest_crossing_decides_and_the_log_says_so(tmp_path, monkeypatch,
     assert choose_trees("auto", TreeShape(5, 8, 60), BIG) == {16: PLAIN}
     assert "from 16 requests on plain decoding" in caplog.text and "hidden size 4096, 32 layers" in caplog.text
     assert choose_trees("auto", TreeShape(2, 2, 6), BIG) == {96: PLAIN}
+    assert choose_trees("auto", TreeShape(5, 8, 20), BIG) == {48: PLAIN}
     assert choose_trees("auto", NARROW, replace(small, hidden_size=1536)) == {24: PLAIN}
     assert choose_trees({}, WIDE, BIG) == {}
     caplog.clear()
