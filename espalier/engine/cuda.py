@@ -8,6 +8,8 @@ only after that copy's event.
 
 import logging
 import time
+import weakref
+from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +33,10 @@ from espalier.speculate.round import Round
 EVERYTHING = Shaping(sampled=True, filtered=True, penalised=True, biased=True)
 # One more than can be unread, so that a launch never waits for the copy of the one before it.
 RING = ROUNDS_IN_FLIGHT + 1
+
+# (compute, copies) that an executor has left.  PyTorch keeps cuBLAS's workspace of a stream, 32 MiB on Hopper, as long
+# as the process runs: if every executor had new streams, each would leave some memory behind.
+IDLE_STREAMS: dict[torch.device, list[tuple[torch.cuda.Stream, torch.cuda.Stream]]] = defaultdict(list)
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +84,10 @@ class CudaExecutor:
         layout, self.device = round.layout, round.pages.device
         self.results = Results(layout, RING, self.device)
         self.buckets = layout.batch_buckets(graph_batch)
-        self.stream, self.copies = torch.cuda.Stream(self.device), torch.cuda.Stream(self.device)
+        idle = IDLE_STREAMS[self.device]
+        streams = idle.pop() if idle else (torch.cuda.Stream(self.device), torch.cuda.Stream(self.device))
+        self.stream, self.copies = streams
+        self._give_streams_back = weakref.finalize(self, idle.append, streams)
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         widest = len(pack(round.table, NOBODY, 0, layout.max_batch).vector)
         self.ring = [
@@ -174,6 +183,7 @@ class CudaExecutor:
             torch.cuda.synchronize(self.device)
         finally:
             self.graphs.clear()
+            self._give_streams_back()
 
 
 NOBODY = Ticket(slots=(), shaping=EVERYTHING)

@@ -60,16 +60,21 @@ class Results:
         self.ring.flatten(0, 1).index_copy_(0, rows, self._rows(outcome))
 
     def _rows(self, outcome: Outcome) -> Tensor:
-        """[B, width]; a launch without a tree has one void node."""
-        steps = self.layout.extend_width
-        parts = [outcome.length[:, None], outcome.sound[:, None]]
-        parts.append(pad(outcome.tokens, (0, steps - outcome.tokens.shape[1])))
+        """[B, width]; a launch without a tree has one void node, and one of a smaller tree void ones at its end."""
+        steps, nodes = self.layout.extend_width, self.layout.num_draft_tokens
+        parts = [outcome.length[:, None], outcome.sound[:, None], padded(outcome.tokens, steps)]
         if outcome.tree is None or outcome.path is None:
             rest = self.fields.width - sum(part.shape[1] for part in parts)
             return torch.cat((*parts, torch.full_like(parts[0], VOID).expand(-1, rest)), 1)
         tree = outcome.tree
         scores = tree.scores.view(torch.int32).to(torch.int64)
-        return torch.cat((*parts, outcome.path.rows, tree.tokens, tree.parents, tree.depths, scores), 1)
+        own = (padded(part, nodes) for part in (tree.tokens, tree.parents, tree.depths, scores))
+        return torch.cat((*parts, padded(outcome.path.rows, steps), *own), 1)
+
+
+def padded(values: Tensor, width: int) -> Tensor:
+    """values [B, W] as [B, width]."""
+    return values if values.shape[1] == width else pad(values, (0, width - values.shape[1]), value=VOID)
 
 
 def read(fields: Fields, entry: np.ndarray, logprobs: Logprobs | None, traced: bool) -> list[Row]:
@@ -94,7 +99,9 @@ def read(fields: Fields, entry: np.ndarray, logprobs: Logprobs | None, traced: b
 
 def _tree(fields: Fields, row: np.ndarray, length: int) -> DraftTree:
     tokens, parents, depths = (row[part].tolist() for part in (fields.tokens, fields.parents, fields.depths))
-    scores = row[fields.scores].astype(np.int32).view(np.float32).tolist()
+    scores = row[fields.scores].astype(np.int32).view(np.float32)
+    # Void nodes at the end, which no tree of this round's size has, have bits that are no score.
+    scores = np.where(row[fields.tokens] == VOID, -np.inf, scores).tolist()
     return DraftTree(tokens, parents, depths, scores, row[fields.path][:length].tolist())
 
 
