@@ -31,9 +31,19 @@ class SpeculationConfig:
     steps: int | Literal["auto"] = option("depth of the tree; 0 is plain decoding", low=0)
     topk: int | Literal["auto"] = option("branches kept at each level; 1 is a chain", low=1)
     num_draft_tokens: int | Literal["auto"] = option("nodes verified a round, root included", low=1)
+    by_batch: Mapping[Any, Any] | str | PathLike[str] = field(
+        default="auto",
+        metadata={
+            "help": "trees by batch, none above the configured one: a file, as `bench round --choose` writes it, or "
+            'JSON like {"8": {"steps": 3, "topk": 2, "num_draft_tokens": 8}, "64": {"steps": 0}}, each from that many '
+            "requests on; by default plain decoding from where it was measured to be as fast"
+        },
+    )
 
     def __post_init__(self) -> None:
         check(self)
+        if isinstance(self.by_batch, Mapping):
+            object.__setattr__(self, "by_batch", dict(self.by_batch))
 
 
 @refuses_unknown
@@ -76,7 +86,10 @@ class EngineConfig:
 
 @dataclass(frozen=True)
 class ResolvedConfig:
-    """An EngineConfig with nothing left open: what the engine runs on.  num_pages includes the dummy page."""
+    """An EngineConfig with nothing left open: what the engine runs on.
+
+    num_pages includes the dummy page; by_batch: the fields of the trees that rounds of so many requests or more have.
+    """
 
     model: str
     draft: str | None
@@ -84,6 +97,7 @@ class ResolvedConfig:
     steps: int
     topk: int
     num_draft_tokens: int
+    by_batch: dict[int, dict[str, int]]
     device: str
     dtype: str
     attention: str

@@ -4,7 +4,7 @@ Nothing else in the house multiplies two of these numbers: buffers are allocated
 their arguments against it, on the host, without touching the device.
 """
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from typing import TypeVar
 
 from torch import Tensor
@@ -38,6 +38,58 @@ def max_draft_tokens(steps: int, topk: int) -> int:
     return 1 + topk + (steps - 1) * topk**2 if steps else 1
 
 
+def _refuse(*checks: tuple[bool, str, int, str]) -> None:
+    """(whether it is wrong, the field, its value, what to use).  Raises EspalierError for the first that is."""
+    for wrong, name, value, supported in checks:
+        if wrong:
+            raise EspalierError(f"{name}={value} is not supported; use {supported}")
+
+
+@dataclass(frozen=True)
+class TreeShape:
+    """A tree: its depth, the branches kept at each level, the nodes verified a round, root included.
+
+    Raises EspalierError for what no levels can propose.
+    """
+
+    steps: int
+    topk: int
+    num_draft_tokens: int
+
+    def __post_init__(self) -> None:
+        bound = max_draft_tokens(self.steps, self.topk)
+        _refuse(
+            (self.steps < 0, "steps", self.steps, "0 (plain decoding) or more"),
+            (self.topk < 1, "topk", self.topk, "1 (a chain) or more"),
+            (
+                not 1 <= self.num_draft_tokens <= bound,
+                "num_draft_tokens",
+                self.num_draft_tokens,
+                f"1 to {bound} at steps={self.steps}, topk={self.topk} (1 + topk + (steps - 1)·topk²; 1 at steps=0): "
+                "lower it, or raise steps or topk",
+            ),
+        )
+
+    def __str__(self) -> str:
+        if not self.steps:
+            return "plain decoding"
+        return f"steps {self.steps}, topk {self.topk}, num_draft_tokens {self.num_draft_tokens}"
+
+    def require(self, other: "TreeShape") -> None:
+        """Check that buffers laid out for this tree hold another.  Raises EspalierError."""
+        for name in TREE_FIELDS:
+            asked, have = getattr(other, name), getattr(self, name)
+            if asked > have:
+                raise EspalierError(
+                    f"{name}={asked} of a batch's own tree is above the configured {name}={have}, which buffers follow "
+                    f"from; lower it, or raise {name}"
+                )
+
+
+TREE_FIELDS = tuple(f.name for f in fields(TreeShape))
+PLAIN = TreeShape(steps=0, topk=1, num_draft_tokens=1)
+
+
 @dataclass(frozen=True)
 class Cut:
     """How attention cuts a request's committed rows into ranges that run side by side, by their number alone.
@@ -60,7 +112,9 @@ class RoundLayout:
 
     max_batch: requests a round can hold; steps, topk, num_draft_tokens: the tree (0, 1, 1: plain decoding);
     page_size: positions a page; max_context: prompt and output of one request, in tokens;
-    draft_layers: layers whose K/V the drafter keeps in pages; chunk_size: rows of one prefill pass.
+    draft_layers: layers whose K/V the drafter keeps in pages; chunk_size: rows of one prefill pass; trees: (n, shape),
+    ascending: rounds of n requests or more have this shape, up to the next; fewer than the first: the configured tree.
+    Buffers follow from the configured tree, which is the largest.
     """
 
     max_batch: int
@@ -71,27 +125,45 @@ class RoundLayout:
     max_context: int
     draft_layers: int
     chunk_size: int
+    trees: tuple[tuple[int, TreeShape], ...] = ()
 
     def __post_init__(self) -> None:
-        bound = max_draft_tokens(self.steps, self.topk)
-        refuse = [
-            (self.steps < 0, "steps", self.steps, "0 (plain decoding) or more"),
-            (self.topk < 1, "topk", self.topk, "1 (a chain) or more"),
-            (
-                not 1 <= self.num_draft_tokens <= bound,
-                "num_draft_tokens",
-                self.num_draft_tokens,
-                f"1 to {bound} at steps={self.steps}, topk={self.topk} (1 + topk + (steps - 1)·topk²; 1 at steps=0): "
-                "lower it, or raise steps or topk",
-            ),
+        configured = self.tree
+        _refuse(
             (not 1 <= self.page_size <= MAX_PAGE_SIZE, "page_size", self.page_size, f"1 to {MAX_PAGE_SIZE}"),
             (self.max_batch < 1, "max_batch", self.max_batch, "1 or more"),
             (self.max_context < 2, "max_context", self.max_context, "2 or more: a prompt token and an answer"),
             (self.chunk_size < MIN_CHUNK_WIDTH, "chunk_size", self.chunk_size, f"{MIN_CHUNK_WIDTH} or more"),
-        ]
-        for wrong, name, value, supported in refuse:
-            if wrong:
-                raise EspalierError(f"{name}={value} is not supported; use {supported}")
+        )
+        for _, shape in self.trees:
+            configured.require(shape)
+        sizes = [batch for batch, _ in self.trees]
+        if any(size <= before for before, size in zip([0, *sizes], sizes, strict=False)):
+            raise EspalierError(f"batches {sizes} do not have trees of their own; use 1 or more, ascending")
+
+    @property
+    def tree(self) -> TreeShape:
+        """The configured one."""
+        return TreeShape(self.steps, self.topk, self.num_draft_tokens)
+
+    def with_tree(self, shape: TreeShape) -> "RoundLayout":
+        """The layout of rounds that have this shape, in buffers of this one.  Raises EspalierError where it is larger.
+
+        Its tables and pages are those of this layout: only sizes of a launch are to be read of it.
+        """
+        self.tree.require(shape)
+        return replace(self, **asdict(shape), trees=())
+
+    def at(self, batch: int) -> "RoundLayout":
+        """The layout of a round that is launched for so many requests, padding included."""
+        shape = next((shape for least, shape in reversed(self.trees) if least <= batch), self.tree)
+        return self if shape == self.tree else self.with_tree(shape)
+
+    @property
+    def fullest(self) -> tuple[tuple[int, "RoundLayout"], ...]:
+        """The largest batch that each tree can have, and the layout of its rounds."""
+        after = [least - 1 for least, _ in self.trees if least <= self.max_batch]
+        return tuple((batch, self.at(batch)) for batch in (*after, self.max_batch) if batch)
 
     @property
     def num_slots(self) -> int:
@@ -128,13 +200,13 @@ class RoundLayout:
 
     @property
     def verify_rows(self) -> int:
-        """Nodes of a full batch of trees: rows of the target's staging."""
-        return self.max_batch * self.num_draft_tokens
+        """Nodes of the fullest batch of trees: rows of the target's staging."""
+        return max(batch * layout.num_draft_tokens for batch, layout in self.fullest)
 
     @property
     def staged_beams(self) -> int:
-        """Beams of a full batch: rows of the draft's staging."""
-        return self.max_batch * self.beam_rows
+        """Beams of the fullest batch: rows of the draft's staging."""
+        return max(batch * layout.beam_rows for batch, layout in self.fullest)
 
     @property
     def chunk_widths(self) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ import torch
 
 from espalier.engine.build import assemble
 from espalier.engine.engine import Engine
-from espalier.layout import RoundLayout, max_draft_tokens
+from espalier.layout import RoundLayout, TreeShape, max_draft_tokens
 from espalier.models import CausalLM, Eagle3Draft, load_eagle3, load_target, read_config, read_eagle3
 from espalier.request import Request, SamplingParams, SpeculationStats
 from tests.builders import make_eagle3, make_target
@@ -77,17 +77,18 @@ class Setup:
     seed: int = 0
     window: int | None = None
     draft_vocab: int | None = None
+    trees: tuple[tuple[int, TreeShape], ...] = ()
 
     def plain(self) -> "Setup":
-        return replace(self, algorithm="none", steps=0, topk=1, num_draft_tokens=1)
+        return replace(self, algorithm="none", steps=0, topk=1, num_draft_tokens=1, trees=())
 
     @property
     def layout(self) -> RoundLayout:
         nodes = min(self.num_draft_tokens, max_draft_tokens(self.steps, self.topk))
         layers = 1 if self.algorithm == "eagle3" else 0
-        return RoundLayout(
-            self.max_batch, self.steps, self.topk, nodes, self.page_size, self.max_context, layers, self.chunk_size
-        )
+        tree = (self.steps, self.topk, nodes)
+        sizes = (self.max_batch, *tree, self.page_size, self.max_context, layers, self.chunk_size)
+        return RoundLayout(*sizes, trees=self.trees)
 
     def models(self, position_rows: int = MAX_POSITIONS) -> tuple[CausalLM, Eagle3Draft | None]:
         return models(self.family, self.seed, self.algorithm == "eagle3", self.window, self.draft_vocab, position_rows)

@@ -20,6 +20,9 @@ FACTS = Facts(
     stored_dtype="bfloat16",
     max_position=2048,
     geometry=(LayerGeometry(4, 2, 64, 64),) * 17,
+    hidden_size=256,
+    num_layers=16,
+    chip=None,
 )
 TOKEN_BYTES = 17 * 2 * 128 * 4
 

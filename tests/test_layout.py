@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from espalier.errors import EspalierError
-from espalier.layout import RoundLayout, max_draft_tokens
+from espalier.layout import PLAIN, RoundLayout, TreeShape, max_draft_tokens
 
 SIZES = {
     "max_batch": 4,
@@ -18,7 +18,7 @@ SIZES = {
 }
 
 
-def layout(**change: int) -> RoundLayout:
+def layout(**change) -> RoundLayout:
     return RoundLayout(**{**SIZES, **change})
 
 
@@ -108,3 +108,32 @@ def test_a_buffer_of_another_layout_is_refused_naming_all_there_is_to_know():
         made.require_batch(5)
     with pytest.raises(EspalierError, match=r"prefill pass holds \d+ rows.*raise chunk_size"):
         made.require_chunk(2, made.chunk_size)
+
+
+def test_each_batch_has_the_tree_of_the_greatest_number_up_to_its_own():
+    small = TreeShape(3, 2, 8)
+    made = layout(max_batch=64, trees=((8, small), (64, PLAIN)))
+    assert [made.at(batch).tree for batch in (1, 7, 8, 63, 64)] == [made.tree, made.tree, small, small, PLAIN]
+    assert made.at(7) is made and made.at(8).trees == ()
+    assert (made.at(8).extend_width, made.at(8).beam_rows, made.at(8).page_size) == (4, 4, made.page_size)
+
+
+def test_staging_holds_the_fullest_batch_of_any_tree():
+    trees = ((8, TreeShape(3, 2, 8)), (64, PLAIN))
+    made = layout(max_batch=64, trees=trees)
+    assert [(batch, each.tree) for batch, each in made.fullest] == [(7, made.tree), (63, trees[0][1]), (64, PLAIN)]
+    assert (made.verify_rows, made.staged_beams) == (63 * 8, 63 * 4)
+    assert layout(max_batch=6, trees=trees).fullest == ((6, layout(max_batch=6, trees=trees)),)
+    assert layout(trees=((1, PLAIN),)).verify_rows == 4
+    assert made.history_width == layout().history_width
+
+
+def test_no_batch_has_a_tree_above_the_configured_one():
+    for shape in (TreeShape(6, 1, 2), TreeShape(1, 9, 2), TreeShape(5, 8, 65)):
+        with pytest.raises(EspalierError, match="above the configured"):
+            layout(trees=((2, shape),))
+        with pytest.raises(EspalierError, match="above the configured"):
+            layout().with_tree(shape)
+    for sizes in ((0,), (2, 2), (3, 2)):
+        with pytest.raises(EspalierError, match="ascending"):
+            layout(trees=tuple((size, PLAIN) for size in sizes))

@@ -96,7 +96,8 @@ own output head; biases; weights in one safetensors file or in shards.
 
 ## The tree
 
-`steps` from 0 (plain decoding), `topk` from 1 (a chain), `num_draft_tokens` from 1 to `1 + topk + (steps - 1)·topk²`,
+`steps` from 0 (plain decoding), `topk` from 1 (a chain), `num_draft_tokens` from 1 to `1 + topk + (steps - 1)·topk²`;
+with `by_batch` each batch may have a tree of its own, up to that one;
 `page_size` from 1 to {MAX_PAGE_SIZE}.
 
 ## Sampling parameters

@@ -14,7 +14,7 @@ from espalier.bench.machine import header, require_gpu
 from espalier.bench.plot import Bars, plot, require_plot
 from espalier.bench.round import Cell, RoundBench, as_dicts
 from espalier.bench.timing import Stopwatch
-from espalier.cli import floor, foundry, serving, shaped
+from espalier.cli import choose, floor, foundry, serving, shaped
 from espalier.cli.console import QUIET, aligned, progress, stdout, write_json
 from espalier.cli.flags import add_engine_flags, engine_settings, flag_of, new_command
 from espalier.errors import EspalierError
@@ -40,6 +40,7 @@ def _add_round(commands: Any) -> None:
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--acceptance", action="store_true", help="accept length on held-out text, several ways to draft")
     mode.add_argument("--memory", action="store_true", help="pages held by 50 mixed requests at page 256, topk 8")
+    choose.add_flags(parser, mode)
     parser.add_argument("--batch", type=_numbers, metavar="N,N", help="batch sizes (1)")
     parser.add_argument("--context", type=_numbers, metavar="N,N", help="prompt lengths (128)")
     parser.add_argument("--tokens", type=int, metavar="N", help="tokens to generate for each prompt (96)")
@@ -85,21 +86,25 @@ def run(asked: Namespace) -> int:
     for name, value in DEFAULTS.items():
         setattr(asked, name, value if getattr(asked, name) is None else getattr(asked, name))
     _check(asked)
-    if asked.plot is not None and (asked.acceptance or asked.memory):
-        raise EspalierError("--plot draws rounds, and --acceptance and --memory measure others; leave one out")
+    if asked.plot is not None and (asked.acceptance or asked.memory or asked.choose):
+        raise EspalierError(
+            "--plot draws rounds beside plain ones, and another measurement is asked for; leave one out"
+        )
     if asked.page_size is not None:
         if len(asked.page_size) > 1:
             raise EspalierError(f"--page-size={asked.page_size}: a model is measured at one; several are for --shape")
         settings["page_size"] = asked.page_size[0]
     stdout().print(Text(header(), QUIET))
-    measured = _memory if asked.memory else _acceptance if asked.acceptance else _round
+    measured = choose.run if asked.choose else _memory if asked.memory else _acceptance if asked.acceptance else _round
     write_json(asked.json, measured(asked, settings))
     return 0
 
 
 def _refuse_with_shape(asked: Namespace) -> None:
     given = [name for name in DEFAULTS if getattr(asked, name) is not None]
-    given += [name for name in ("acceptance", "memory", "compare") if getattr(asked, name)]
+    given += [
+        name for name in ("acceptance", "memory", "choose", "compare", "out", "candidates") if getattr(asked, name)
+    ]
     if given:
         raise EspalierError(f"{flag_of(given[0])} is not for --shape, whose --cells say what is run; leave one out")
 

@@ -84,12 +84,15 @@ def _add(group: _ArgumentGroup, f: Field) -> None:
 def _metavar(f: Field, kinds: set[Any]) -> str:
     if choices := f.metadata.get("choices"):
         return "{" + ",".join(choices) + "}"
+    if {Mapping, str} <= kinds:
+        return "FILE|JSON"
     return "JSON" if Mapping in kinds else "N" if int in kinds else "X"
 
 
 def _reader(f: Field, kinds: set[Any]) -> Callable[[str], Any]:
     if Mapping in kinds:
-        return _mapping_reader(int if f.name == "logit_bias" else str)
+        read = _mapping_reader(int if f.name == "logit_bias" else str)
+        return _either(read) if str in kinds else read
     if int in kinds:
         return _number(int, f.default == "auto")
     if float in kinds:
@@ -113,6 +116,11 @@ def _mapping_reader(key: type) -> Callable[[str], dict[Any, Any]]:
             raise ArgumentTypeError(f"{text!r} is not a JSON object, such as '{{\"name\": 1}}'") from None
 
     return read
+
+
+def _either(read: Callable[[str], Any]) -> Callable[[str], Any]:
+    """A JSON object as `read` takes it; else the text itself, a file's name or "auto"."""
+    return lambda text: read(text) if text.lstrip().startswith("{") else text
 
 
 def _element(annotation: Any) -> type:

@@ -25,7 +25,7 @@ from espalier.errors import EspalierError
 # Where the draft's skill is chosen.
 TREE = (5, 8, 64)
 HONOURED = ("page_size", "attention", "overlap", "chunk_size", "seed")
-OWN = {"cells": None, "accept_length": None, "rounds": None, "all_buckets": False}
+OWN = {"cells": None, "rounds": None, "all_buckets": False}
 CELLS = ["1x1024:5,8,64"]
 
 
@@ -33,9 +33,6 @@ def add(parser: ArgumentParser) -> None:
     group = parser.add_argument_group("a named shape on a GPU, its weights made from --seed, instead of a model")
     group.add_argument("--shape", metavar="NAME", help=f"one of {', '.join(SHAPES)}")
     group.add_argument("--cells", nargs="+", metavar="CELL", help=f"such as {EXAMPLES}; plain decoding is added")
-    group.add_argument(
-        "--accept-length", type=float, metavar="X", help="choose the draft's skill for this, at tree 5,8,64 (4)"
-    )
     group.add_argument("--figures", type=Path, metavar="FILE", help="measure nothing: draw what --json wrote before")
     group.add_argument("--rounds", type=int, metavar="N", help=f"full-batch rounds that count ({ROUNDS})")
     group.add_argument("--all-buckets", action="store_true", help="capture the rounds of every batch, not a cell's own")
@@ -43,6 +40,8 @@ def add(parser: ArgumentParser) -> None:
 
 def refuse_without_shape(asked: Namespace) -> None:
     given = [name for name, unset in OWN.items() if getattr(asked, name) != unset]
+    if asked.accept_length is not None and not asked.choose:
+        given.append("accept_length")
     if given:
         raise EspalierError(f"{flag_of(given[0])} is for a named shape; give --shape, or leave it out")
 

@@ -35,7 +35,13 @@ def assemble(
     Raises EspalierError where the backend cannot run them.
     """
     round = make_round(layout, target, draft, algorithm, attention, num_pages, dtype, device)
-    executor = CudaExecutor(round, graph_batch) if device.type == "cuda" else CpuExecutor(round, overlap)
+    return engine_of(round, overlap, prefix_cache, graph_batch)
+
+
+def engine_of(round: Round, overlap: bool, prefix_cache: bool, graph_batch: int = 0) -> Engine:
+    """An engine on buffers that nobody else launches on."""
+    is_cuda = round.pages.device.type == "cuda"
+    executor = CudaExecutor(round, graph_batch) if is_cuda else CpuExecutor(round, overlap)
     return Engine(executor, overlap, prefix_cache)
 
 

@@ -15,6 +15,7 @@ from espalier.engine.engine import Engine
 from espalier.engine.measure import measured_pages
 from espalier.engine.resolve import Facts, choose_algorithm, choose_device, free_memory, layout_of, resolve
 from espalier.errors import EspalierError
+from espalier.kernels.launch import chip
 from espalier.layout import RoundLayout
 from espalier.models import (
     CausalLM,
@@ -85,6 +86,9 @@ def resolve_config(config: EngineConfig, found: Checkpoint) -> ResolvedConfig:
         stored_dtype=found.target.raw.get("dtype") or found.target.raw.get("torch_dtype"),
         max_position=found.target.max_position,
         geometry=(*geometry_of(found.target), *draft_geometry),
+        hidden_size=found.target.hidden_size,
+        num_layers=found.target.num_layers,
+        chip=chip(torch.empty(0, device=device)) if device.type == "cuda" else None,
     )
     draft = str(found.draft_path) if found.draft_path else None
     return resolve(config, str(found.target_path), draft, found.algorithm, device, facts)

@@ -82,12 +82,14 @@ def _measured_needs(layout: RoundLayout, make: Callable[[int], Round], device: t
 
 
 def measure(executor: CudaExecutor, layout: RoundLayout, device: torch.device) -> Needs:
-    """Run the fullest prefill pass of every width, and the fullest round, also with every log-probability reported."""
+    """Run the fullest prefill pass of every width, and the fullest round of every tree, also with every log-probability
+    reported."""
     passes = [_of_dummies(layout.chunk_batch(width), width) for width in layout.chunk_widths]
-    captured = _of_dummies(layout.max_batch, 0)
-    reported = replace(captured, num_logprobs=MAX_LOGPROBS)
-    peaks = [_peak(executor, ticket, device) for ticket in (captured, reported, *passes)]
-    return Needs(max(peaks), peaks[0], *torch.cuda.mem_get_info(device))
+    captured = [_of_dummies(batch, 0) for batch, _ in layout.fullest]
+    reported = [replace(ticket, num_logprobs=MAX_LOGPROBS) for ticket in captured]
+    rounds = max(_peak(executor, ticket, device) for ticket in captured)
+    others = [_peak(executor, ticket, device) for ticket in (*reported, *passes)]
+    return Needs(max(rounds, *others), rounds, *torch.cuda.mem_get_info(device))
 
 
 def _of_dummies(batch: int, width: int) -> Ticket:

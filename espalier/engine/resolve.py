@@ -6,7 +6,7 @@ Device, model and free memory decide.
 import gc
 import logging
 import os
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +16,14 @@ from espalier.attention import backend, default_backend
 from espalier.cache.geometry import LayerGeometry
 from espalier.cache.kv import bytes_per_token
 from espalier.config import DTYPES, EngineConfig, ResolvedConfig, SpeculationConfig, is_open
+from espalier.engine.trees import Machine, choose_trees
 from espalier.errors import EspalierError
-from espalier.kernels.launch import require_triton
-from espalier.layout import RoundLayout, max_draft_tokens
+from espalier.kernels.launch import Chip, require_triton
+from espalier.layout import PLAIN, TREE_FIELDS, RoundLayout, TreeShape, max_draft_tokens
 from espalier.speculate.drafters import DRAFTERS
 
 STEPS, TOPK, NUM_DRAFT_TOKENS = 5, 4, 16
 PAGE_SIZE = 16
-PLAIN = {"steps": 0, "topk": 1, "num_draft_tokens": 1}
-TREE_FIELDS = tuple(PLAIN)
 LAYOUT_FIELDS = (*TREE_FIELDS, "page_size", "max_batch", "max_context", "chunk_size")
 CGROUP = Path("/sys/fs/cgroup")
 # Of a GPU: bfloat16 on tensor cores, and copies that do not pass through registers.
@@ -54,7 +53,8 @@ class Facts:
     """What is known of machine and model before anything is loaded.
 
     free_bytes: memory of the device that nobody uses; num_weights: parameters of target and draft;
-    stored_dtype: the checkpoint's own; geometry: of the target's layers, then the draft's.
+    stored_dtype: the checkpoint's own; geometry: of the target's layers, then the draft's; hidden_size, num_layers: of
+    the target; chip: None on a CPU.
     """
 
     free_bytes: int
@@ -62,6 +62,9 @@ class Facts:
     stored_dtype: str | None
     max_position: int
     geometry: tuple[LayerGeometry, ...]
+    hidden_size: int
+    num_layers: int
+    chip: Chip | None
 
 
 def choose_device(config: EngineConfig) -> torch.device:
@@ -135,16 +138,18 @@ def resolve(
     defaults = DEFAULTS[device.type]
     dtype = _or(config.dtype, _dtype(device, facts))
     attention = _or(config.attention, default_backend(device.type, getattr(torch, dtype)))
-    steps, topk, num_draft_tokens = _tree(config.speculation, algorithm)
+    asked = config.speculation if isinstance(config.speculation, SpeculationConfig) else SpeculationConfig()
+    tree = _tree(asked, algorithm)
+    machine = None if facts.chip is None else Machine(facts.chip, dtype, facts.hidden_size, facts.num_layers)
+    trees = choose_trees(asked.by_batch, tree, machine)
     layout = RoundLayout(
         max_batch=_or(config.max_batch, defaults.max_batch),
-        steps=steps,
-        topk=topk,
-        num_draft_tokens=num_draft_tokens,
+        **asdict(tree),
         page_size=_or(config.page_size, PAGE_SIZE),
         max_context=_max_context(config, facts, defaults),
         draft_layers=DRAFTERS[algorithm].layers,
         chunk_size=_or(config.chunk_size, defaults.chunk_size),
+        trees=tuple(trees.items()),
     )
     if device.type == "cuda":
         require_triton()
@@ -154,6 +159,7 @@ def resolve(
         model=model,
         draft=draft,
         algorithm=algorithm,
+        by_batch={least: asdict(shape) for least, shape in trees.items()},
         device=str(device),
         dtype=dtype,
         attention=attention,
@@ -170,7 +176,8 @@ def resolve(
 def layout_of(config: ResolvedConfig) -> RoundLayout:
     """The layout that a resolved configuration names."""
     sizes = {name: getattr(config, name) for name in LAYOUT_FIELDS}
-    return RoundLayout(draft_layers=DRAFTERS[config.algorithm].layers, **sizes)
+    trees = tuple((least, TreeShape(**shape)) for least, shape in config.by_batch.items())
+    return RoundLayout(draft_layers=DRAFTERS[config.algorithm].layers, trees=trees, **sizes)
 
 
 def _or(value: Any, otherwise: Any) -> Any:
@@ -194,18 +201,17 @@ def _max_context(config: EngineConfig, facts: Facts, defaults: DeviceDefaults) -
     return int(config.max_context)
 
 
-def _tree(speculation: SpeculationConfig | str | None, algorithm: str) -> tuple[int, int, int]:
-    """steps, topk, num_draft_tokens."""
-    asked = speculation if isinstance(speculation, SpeculationConfig) else SpeculationConfig()
+def _tree(asked: SpeculationConfig, algorithm: str) -> TreeShape:
+    """The configured one."""
     if algorithm == "none":
-        beside = [name for name in TREE_FIELDS if getattr(asked, name) not in ("auto", PLAIN[name])]
+        beside = [name for name in TREE_FIELDS if getattr(asked, name) not in ("auto", getattr(PLAIN, name))]
         if beside:
             raise EspalierError(
                 f"algorithm='none' is plain decoding and {beside[0]}={getattr(asked, beside[0])} is set; leave one out"
             )
-        return PLAIN["steps"], PLAIN["topk"], PLAIN["num_draft_tokens"]
+        return PLAIN
     steps, topk = _or(asked.steps, STEPS), _or(asked.topk, TOPK)
-    return steps, topk, _or(asked.num_draft_tokens, min(NUM_DRAFT_TOKENS, max_draft_tokens(steps, topk)))
+    return TreeShape(steps, topk, _or(asked.num_draft_tokens, min(NUM_DRAFT_TOKENS, max_draft_tokens(steps, topk))))
 
 
 def _graph_batch(config: EngineConfig, layout: RoundLayout, device: torch.device) -> int:

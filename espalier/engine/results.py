@@ -86,7 +86,9 @@ def read(fields: Fields, entry: np.ndarray, logprobs: Logprobs | None, traced: b
 
 def _tree(fields: Fields, row: np.ndarray, length: int) -> DraftTree:
     tokens, parents, depths = (row[part].tolist() for part in (fields.tokens, fields.parents, fields.depths))
-    scores = row[fields.scores].astype(np.int32).view(np.float32).tolist()
+    scores = row[fields.scores].astype(np.int32).view(np.float32)
+    # Void nodes at the end, which no tree of this round's size has, have bits that are no score.
+    scores = np.where(row[fields.tokens] == VOID, -np.inf, scores).tolist()
     return DraftTree(tokens, parents, depths, scores, row[fields.path][:length].tolist())
 
 

@@ -5,7 +5,7 @@ static shapes, nothing kept from one launch to the next but what the slot table 
 read a length on the host, where that costs nothing (attention/sdpa.py).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -39,6 +39,12 @@ class Round:
     drafter: Drafter
     backend: Backend
 
+    def at(self, batch: int) -> "Round":
+        """The round of so many requests: all but the tree's sizes is shared.  Raises EspalierError for too many."""
+        self.layout.require_batch(batch)
+        layout = self.layout.at(batch)
+        return self if layout is self.layout else replace(self, layout=layout, drafter=self.drafter.sized(layout))
+
     def plan(self, slots: Slots, nodes: Nodes) -> Attention:
         """Attention of the target over what each slot has committed, and over its nodes."""
         prefix = Prefix(slots.page_table, slots.prefix_len)
@@ -65,7 +71,7 @@ class Outcome:
 
 def run(r: Round, index: Tensor, shaping: Shaping, num_logprobs: int | None) -> Outcome:
     """A round of the slots `index` [B]; num_logprobs: alternatives to report a token, None for no logprobs at all."""
-    r.layout.require_batch(index.shape[0])
+    r = r.at(index.shape[0])
     slots = gather(r.table, index)
     draws = r.draws(slots, shaping, slots.num_tokens, r.layout.extend_width)
     tree = r.drafter.propose(slots, draws)

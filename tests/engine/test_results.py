@@ -48,6 +48,17 @@ def test_a_round():
     ]
 
 
+def test_a_smaller_tree_has_void_nodes_at_its_end():
+    layout = Setup(steps=3, topk=2, num_draft_tokens=6, max_batch=3).layout
+    results = Results(layout, 1, torch.device("cpu"))
+    results.write(torch.tensor([0]), ROUND)
+    row = rows_of(results, 0, 2)[0]
+    assert (row.tokens, row.tried) == ([6, 9], Tried(3, 2))
+    assert row.tree is not None
+    assert (row.tree.tokens, row.tree.path_rows) == ([5, 6, 7, 9, -1, -1], [0, 1, 3])
+    assert row.tree.scores == [*TREE.scores[0].tolist(), float("-inf"), float("-inf")]
+
+
 def test_trees_come_to_the_host_only_where_somebody_looks():
     assert [row.tree for row in rows_of(written(ROUND, 0), 0, 2, traced=False)] == [None, None]
 

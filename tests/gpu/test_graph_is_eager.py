@@ -8,6 +8,7 @@ import torch
 
 from espalier import LLM, SamplingParams
 from espalier.engine.engine import Engine
+from espalier.layout import PLAIN, TreeShape
 from tests.gpu.conftest import BATCHES
 from tests.gpu.engines import DeviceSetup
 from tests.gpu.traffic import mixed, run_staggered
@@ -18,6 +19,8 @@ pytestmark = pytest.mark.gpu
 DTYPES = {"bf16": torch.bfloat16, "float32": torch.float32}
 # (algorithm, page size): every page size under a draft, and the other drafters at two.
 PAGES = [*product(["eagle3"], [1, 3, 16, 64, 256]), ("ngram", 3), ("ngram", 64), ("none", 1), ("none", 16)]
+
+TREES = ((2, TreeShape(2, 3, 9)), (3, PLAIN), (4, TreeShape(3, 1, 4)), (5, TreeShape(1, 3, 3)))
 
 
 def setup_of(algorithm: str, page_size: int, dtype: torch.dtype, **changes) -> DeviceSetup:
@@ -47,6 +50,13 @@ def check(one: Engine, other: Engine, put_on_record, count: int = 13) -> Twin:
 @pytest.mark.parametrize(("algorithm", "page_size"), PAGES)
 def test_every_launch_leaves_the_same_bits(algorithm, page_size, dtype, put_on_record):
     setup = setup_of(algorithm, page_size, DTYPES[dtype])
+    twin = check(setup.engine(), setup.engine(), put_on_record)
+    assert set(twin.replayed) == {1, 2, 3, 4, 5} and twin.num_eager > 0
+
+
+@pytest.mark.parametrize("algorithm", ["eagle3", "ngram"])
+def test_a_tree_of_its_own_for_each_batch(algorithm, put_on_record):
+    setup = setup_of(algorithm, 16, torch.bfloat16, trees=TREES)
     twin = check(setup.engine(), setup.engine(), put_on_record)
     assert set(twin.replayed) == {1, 2, 3, 4, 5} and twin.num_eager > 0
 

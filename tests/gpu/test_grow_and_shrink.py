@@ -11,6 +11,7 @@ import torch
 from espalier.engine.engine import Engine
 from espalier.engine.executor import Handle
 from espalier.engine.ticket import Ticket
+from espalier.layout import PLAIN, TreeShape
 from espalier.request import Request
 from tests.engine.alone import plainly, replace_request
 from tests.gpu.conftest import FIGURES, NEAR_TIES
@@ -35,6 +36,15 @@ SETUP = DeviceSetup(
     graph_batch=8,
 )
 KINDS = 52
+# The configured tree for one request; the last two forms run eagerly.
+TREES = (
+    (2, TreeShape(2, 2, 5)),
+    (3, PLAIN),
+    (4, TreeShape(3, 1, 4)),
+    (8, TreeShape(2, 3, 9)),
+    (9, TreeShape(1, 3, 3)),
+    (11, PLAIN),
+)
 
 
 @dataclass
@@ -111,24 +121,36 @@ def said_alone(setup: Setup, r: Request) -> list[int]:
     return tokens[: len(r.output)] if r.finish_reason == "abort" else tokens
 
 
-@pytest.mark.parametrize(("algorithm", "overlap", "rounds"), [("eagle3", True, 1600), ("ngram", False, 800)])
-def test_each_request_says_what_it_says_alone_in_float64(algorithm, overlap, rounds, put_on_record):
-    setup = replace(SETUP, algorithm=algorithm, overlap=overlap, attention="reference")
+@pytest.mark.parametrize(
+    ("algorithm", "overlap", "trees", "rounds"),
+    [
+        ("eagle3", True, (), 1600),
+        ("ngram", False, (), 800),
+        pytest.param("eagle3", True, TREES, 800, id="eagle3-True-trees"),
+        pytest.param("ngram", False, TREES, 400, id="ngram-False-trees"),
+    ],
+)
+def test_each_request_says_what_it_says_alone_in_float64(algorithm, overlap, trees, rounds, put_on_record):
+    setup = replace(SETUP, algorithm=algorithm, overlap=overlap, trees=trees, attention="reference")
     blown = storm(setup, rounds, seed=5)
     for r in blown.requests:
         assert r.output == said_alone(setup, r), r.id
-    put_on_record(FIGURES, blown.figures(f"{algorithm} float64 reference"))
+    put_on_record(FIGURES, blown.figures(f"{algorithm} float64 reference{', a tree a batch' if trees else ''}"))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32])
-def test_each_request_says_what_it_says_alone_or_meets_a_near_tie(dtype, put_on_record):
-    setup = replace(SETUP, dtype=dtype)
-    blown = storm(setup, 1600, seed=6)
+@pytest.mark.parametrize(
+    ("dtype", "trees", "rounds"),
+    [(torch.float32, (), 1600), pytest.param(torch.float32, TREES, 600, id="float32-trees")],
+)
+def test_each_request_says_what_it_says_alone_or_meets_a_near_tie(dtype, trees, rounds, put_on_record):
+    setup = replace(SETUP, dtype=dtype, trees=trees)
+    blown = storm(setup, rounds, seed=6)
     ties: list[NearTie | None] = [
         judged(r, said_alone(setup, r), r.output, oracle(setup), dtype) for r in blown.requests
     ]
     found = [tie for tie in ties if tie is not None]
     tokens = sum(len(r.output) for r in blown.requests)
-    put_on_record(FIGURES, blown.figures(f"eagle3 {dtype} {setup.backend}"))
-    put_on_record(NEAR_TIES, report("grow and shrink, float32", len(blown.requests), tokens, found))
+    name = f"{dtype}{', a tree a batch' if trees else ''}"
+    put_on_record(FIGURES, blown.figures(f"eagle3 {name} {setup.backend}"))
+    put_on_record(NEAR_TIES, report(f"grow and shrink, {name}", len(blown.requests), tokens, found))
     assert [tie for tie in found if not tie.is_explained] == []

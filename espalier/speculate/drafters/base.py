@@ -1,10 +1,11 @@
 """What a drafter is: two verbs and a declaration."""
 
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Protocol, Self
 
 from torch import Tensor
 
+from espalier.layout import RoundLayout
 from espalier.slots import Slots
 from espalier.speculate.draws import Draws
 from espalier.speculate.tree import Tree, root_only
@@ -19,6 +20,10 @@ class Drafter(Protocol):
     layers: int
     hidden_from: str | None
     carried: Mapping[str, tuple[int, ...]]
+
+    def sized(self, layout: RoundLayout) -> Self:
+        """The same drafter, in the same buffers, for trees of a layout that these hold (RoundLayout.at)."""
+        ...
 
     def propose(self, slots: Slots, draws: Draws) -> Tree:
         """Grow a tree under each slot's root."""
@@ -39,6 +44,9 @@ class NoDrafter:
     layers = 0
     hidden_from: str | None = None
     carried: Mapping[str, tuple[int, ...]] = {}
+
+    def sized(self, layout: RoundLayout) -> Self:
+        return self
 
     def propose(self, slots: Slots, draws: Draws) -> Tree:
         return root_only(slots.root)

@@ -7,6 +7,7 @@ ancestors.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -54,9 +55,16 @@ class Eagle3Drafter:
     hidden_from: str | None = "target"
 
     def __init__(
-        self, draft: Eagle3Draft, layout: RoundLayout, pages: Pages, backend: Backend, geometry: Sequence[LayerGeometry]
+        self,
+        draft: Eagle3Draft,
+        layout: RoundLayout,
+        pages: Pages,
+        backend: Backend,
+        geometry: Sequence[LayerGeometry],
+        staging: Staging | None = None,
     ):
-        """geometry: of all layers, the target's first; the draft's are the last."""
+        """geometry: of all layers, the target's first; the draft's are the last.  staging: of a layout that holds this
+        one; by default its own."""
         self.draft = draft
         self.layout = layout
         self.pages = pages
@@ -64,12 +72,20 @@ class Eagle3Drafter:
         self.geometry = geometry
         self.first_layer = len(geometry) - self.layers
         layers = range(self.first_layer, len(geometry))
-        self.staging = Staging(geometry, layers, layout.staged_beams, pages.dtype, pages.device)
         # Of the rows of every level, level by level.
         self.depths = torch.arange(layout.beam_rows, device=pages.device) // layout.topk + 1
         # The root's own score.
         self.sure = torch.zeros(layout.max_batch, 1, device=pages.device)
+        self.staging = staging or Staging(geometry, layers, layout.staged_beams, pages.dtype, pages.device)
+        self.others: dict[RoundLayout, Self] = {}
         self.carried: Mapping[str, tuple[int, ...]] = {"hidden": (draft.hidden_size,)}
+
+    def sized(self, layout: RoundLayout) -> Self:
+        # Made once, at a first launch, so that a captured one finds what follows from the layout.
+        if layout not in self.others:
+            made = type(self)(self.draft, layout, self.pages, self.backend, self.geometry, self.staging)
+            self.others[layout] = made
+        return self.others[layout]
 
     def propose(self, slots: Slots, draws: Draws) -> Tree:
         if self.layout.num_draft_tokens == 1:

@@ -5,6 +5,7 @@ history's suffix each give a branch; branches start with distinct tokens, so sib
 """
 
 from collections.abc import Mapping
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -25,6 +26,9 @@ class NgramDrafter:
 
     def __init__(self, layout: RoundLayout):
         self.layout = layout
+
+    def sized(self, layout: RoundLayout) -> Self:
+        return type(self)(layout)
 
     def propose(self, slots: Slots, draws: Draws) -> Tree:
         if self.layout.num_draft_tokens == 1:

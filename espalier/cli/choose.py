@@ -1,0 +1,78 @@
+"""`espalier bench round --choose`: every bucket with every candidate, and the table of the fastest."""
+
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.text import Text
+
+from espalier.bench import choose
+from espalier.bench.choose import Timed
+from espalier.cli.console import QUIET, aligned, progress, stdout
+from espalier.engine import trees
+from espalier.errors import EspalierError
+from espalier.layout import TreeShape
+from espalier.llm import LLM
+
+
+def add_flags(parser: ArgumentParser, mode: Any) -> None:
+    """mode: the group of what `bench round` can measure."""
+    mode.add_argument("--choose", action="store_true", help="the fastest tree at each batch, for --by-batch")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the table of --choose there")
+    parser.add_argument(
+        "--accept-length",
+        type=float,
+        metavar="X",
+        help="of the configured tree, others foretold from it (measured on the model's own text); with --shape: what "
+        "the draft is made for at tree 5,8,64 (4)",
+    )
+    parser.add_argument(
+        "--candidates", type=_shape, nargs="+", default=[], metavar="S,K,D", help="steps, topk and num_draft_tokens"
+    )
+
+
+def _shape(text: str) -> TreeShape:
+    try:
+        steps, topk, num_draft_tokens = map(int, text.split(","))
+        return TreeShape(steps, topk, num_draft_tokens)
+    except EspalierError as error:
+        raise ArgumentTypeError(f"{text!r} is no tree: {error}") from None
+    except ValueError:
+        raise ArgumentTypeError(f"{text!r} is no tree; use steps,topk,num_draft_tokens, such as 5,4,16") from None
+
+
+def run(asked: Namespace, settings: dict[str, Any]) -> dict[str, Any]:
+    """Measure, print and write.  Raises EspalierError."""
+    if len(asked.context) > 1:
+        raise EspalierError(f"--context={asked.context} is not supported with --choose; use one")
+    context = asked.context[0]
+    llm = LLM(**choose.without_table({"max_context": context + asked.tokens + 1, **settings}))
+    config, configured = llm.config, llm.engine.layout.tree
+    shapes = choose.candidates_of(configured, asked.candidates)
+    lengths = None if asked.accept_length is None else choose.foretold(asked.accept_length, configured, shapes)
+    how = "measured" if lengths is None else f"foretold from {asked.accept_length} of {configured}"
+    stdout().print(Text(f"{config.algorithm}, {config.dtype}, context {context}; accept lengths {how}", QUIET))
+    with progress("measuring", len(shapes) * len(choose.buckets_of(llm))) as advance:
+        timed = choose.measure(llm, shapes, context, asked.tokens, asked.repeats, lengths, advance)
+    stdout().print(Text(_table(timed)))
+    chosen = choose.table(timed)
+    if asked.out is not None:
+        trees.write(asked.out, chosen)
+        stdout().print(Text(f"written: {asked.out}; use it by --by-batch {asked.out}", QUIET))
+    by_batch = {least: asdict(shape) for least, shape in chosen.items()}
+    return {"config": asdict(config), "cells": [one.as_dict() for one in timed], "by_batch": by_batch}
+
+
+def _table(timed: list[Timed]) -> str:
+    """A line a batch, a column a candidate; the fastest of a line is marked."""
+    shapes = list(dict.fromkeys(one.shape for one in timed))
+    fastest, of = choose.best(timed), {(one.batch, one.shape): one for one in timed}
+    rows = [["batch", *(str(shape) for shape in shapes)]]
+    rows.append(["accept length", *(f"{of[next(iter(fastest)), shape].accept_length:.2f}" for shape in shapes)])
+    for batch, best in fastest.items():
+        cells = [of[batch, shape] for shape in shapes]
+        marks = ["*" if one == best else " " for one in cells]
+        figures = zip(cells, marks, strict=True)
+        rows.append([str(batch), *(f"{c.round_ms:.2f} ms, {c.tokens_per_second:.0f} tokens/s {m}" for c, m in figures)])
+    return aligned(rows)

@@ -1,0 +1,95 @@
+"""The fastest tree at each batch: measured end to end over a tiny model, and written as an engine reads it."""
+
+import json
+
+import pytest
+
+from espalier import LLM, SpeculationConfig
+from espalier.bench import choose
+from espalier.bench.choose import Timed, best, candidates_of, foretold, table
+from espalier.cli.main import parse
+from espalier.engine import trees
+from espalier.errors import EspalierError
+from espalier.layout import PLAIN, TreeShape
+from tests.cli.test_cli import run, tiny, tiny_heldout  # noqa: F401  (fixtures)
+from tests.test_llm import paths  # noqa: F401  (a fixture)
+
+WIDE, MIDDLE, NARROW = choose.CANDIDATES
+
+
+def test_the_fastest_of_each_batch_becomes_the_table():
+    timed = [
+        *(Timed(batch, WIDE, ms, 4.0) for batch, ms in ((1, 4.0), (2, 8.0), (4, 32.0), (8, 64.0))),
+        *(Timed(batch, NARROW, ms, 2.0) for batch, ms in ((1, 3.0), (2, 4.0), (4, 8.0), (8, 64.0))),
+        *(Timed(batch, PLAIN, ms, 1.0) for batch, ms in ((1, 2.0), (2, 2.0), (4, 4.0), (8, 8.0))),
+    ]
+    assert Timed(2, NARROW, 4.0, 2.0).tokens_per_second == 1000
+    assert {batch: one.shape for batch, one in best(timed).items()} == {1: WIDE, 2: WIDE, 4: NARROW, 8: PLAIN}
+    assert table(timed) == {1: WIDE, 4: NARROW, 8: PLAIN}
+
+
+def test_candidates_are_those_that_the_buffers_hold():
+    assert candidates_of(WIDE, []) == [WIDE, MIDDLE, NARROW, PLAIN]
+    assert candidates_of(TreeShape(5, 4, 12), []) == [TreeShape(5, 4, 12), NARROW, PLAIN]
+    assert candidates_of(WIDE, [NARROW, PLAIN, NARROW]) == [NARROW, PLAIN]
+    with pytest.raises(EspalierError, match="above the configured"):
+        candidates_of(MIDDLE, [WIDE])
+
+
+def test_a_larger_tree_is_foretold_to_accept_more():
+    lengths = foretold(4.0, WIDE, [WIDE, MIDDLE, NARROW, PLAIN])
+    assert lengths[WIDE] == 4.0 > lengths[MIDDLE] > lengths[NARROW] > lengths[PLAIN] == 1.0
+    assert lengths[NARROW] > 2
+    with pytest.raises(EspalierError, match="out of reach"):
+        foretold(9.0, WIDE, [WIDE])
+
+
+def test_every_bucket_is_measured_with_every_candidate(tiny, tiny_heldout, paths, capsys, tmp_path):  # noqa: F811
+    out, figures = tmp_path / "table.json", tmp_path / "figures.json"
+    flags = ["--choose", "--tokens", "12", "--context", "8", "--repeats", "1", "--max-batch", "3", "--by-batch", "{}"]
+    assert run("bench", "round", *flags, "--out", out, "--json", figures, *tiny) == 0
+    said = capsys.readouterr().out
+    assert said.count("*") == 3 and "plain decoding" in said and "accept lengths measured" in said
+    found = json.loads(figures.read_text())
+    assert [(cell["batch"], cell["num_draft_tokens"]) for cell in found["cells"]] == [
+        (batch, nodes) for nodes in (8, 1) for batch in (1, 2, 3)
+    ]
+    plain = [cell for cell in found["cells"] if cell["steps"] == 0]
+    assert all(cell["accept_length"] == 1.0 and cell["round_ms"] > 0 for cell in plain)
+    assert {str(least): shape for least, shape in found["by_batch"].items()} == json.loads(out.read_text())
+    # An engine runs by it.
+    target, draft = paths
+    speculation = SpeculationConfig(steps=3, topk=2, num_draft_tokens=8, by_batch=out)
+    with LLM(target, draft=draft, dtype="float64", max_context=64, speculation=speculation) as llm:
+        assert dict(llm.engine.layout.trees) == trees.read(out)
+
+
+def test_one_accept_length_gives_those_of_all(tiny, tiny_heldout, capsys):  # noqa: F811
+    flags = ["--choose", "--tokens", "6", "--context", "8", "--repeats", "1", "--max-batch", "1"]
+    assert run("bench", "round", *flags, "--accept-length", "2.5", "--candidates", "3,2,8", "2,1,3", *tiny) == 0
+    said = capsys.readouterr().out
+    assert "foretold from 2.5 of steps 3, topk 2, num_draft_tokens 8" in said
+    assert "2.50" in said and "plain decoding" not in said
+
+
+BAD = [
+    (["--candidates", "5,4"], "'5,4' is no tree"),
+    (["--candidates", "2,1,9"], "'2,1,9' is no tree: num_draft_tokens=9"),
+    (["--candidates", "4,2,8"], "steps=4 of a batch's own tree is above the configured steps=3"),
+    (["--context", "8,9"], "--context=[8, 9]"),
+    (["--accept-length", "8"], "out of reach"),
+    (["--memory"], "not allowed with argument"),
+]
+
+
+@pytest.mark.parametrize(("flags", "said"), BAD, ids=[said for _, said in BAD])
+def test_bad_flags_are_one_line_and_status_2(tiny, tiny_heldout, flags, said, capsys):  # noqa: F811
+    assert run("bench", "round", "--choose", "--context", "8", *flags, *tiny) == 2
+    err = capsys.readouterr().err
+    assert said in err and err.count("\n") == 1
+
+
+def test_a_table_is_a_flag():
+    asked = parse(["generate", "x", "--by-batch", '{"8": {"steps": 0}}'])
+    assert vars(asked)["SpeculationConfig.by_batch"] == {"8": {"steps": 0}}
+    assert vars(parse(["generate", "x", "--by-batch", "t.json"]))["SpeculationConfig.by_batch"] == "t.json"

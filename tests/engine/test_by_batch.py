@@ -1,0 +1,149 @@
+"""A tree for each batch: tokens are those of plain decoding and of one tree for all, whatever shapes a request meets as
+the batch grows and shrinks, and a draft that paused goes on as if it never had."""
+
+from dataclasses import dataclass, field, replace
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+
+from espalier.engine.engine import Engine
+from espalier.engine.ticket import RoundTrace, Ticket
+from espalier.layout import PLAIN, TreeShape
+from espalier.request import Request, SamplingParams
+from tests.engine.alone import plainly, replace_request
+from tests.gpu.traffic import mixed, run_staggered
+from tests.harness import Setup, prompts, request, run
+
+# Rounds of 1 have the configured tree; those of 2, of 4 and of 6 are small ones of several forms.
+TREES = ((2, TreeShape(2, 2, 5)), (3, PLAIN), (4, TreeShape(3, 1, 4)), (5, PLAIN), (6, TreeShape(1, 3, 3)))
+SETUP = Setup(topk=3, steps=4, num_draft_tokens=14, max_batch=6, page_size=4, trees=TREES)
+
+
+@dataclass
+class Seen:
+    """Nodes and depth of the trees of an engine's rounds, by batch."""
+
+    engine: Engine
+    shapes: dict[int, set[tuple[int, int]]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        launch = self.engine.executor.launch
+
+        def seeing(ticket: Ticket) -> Any:
+            handle = launch(replace(ticket, traced=True))
+            if not ticket.is_prefill:
+                rows = handle.result()
+                trees = [row.tree for row in rows if row.tree is not None]
+                self.shapes.setdefault(len(ticket.slots), set()).update(
+                    (sum(token >= 0 for token in tree.tokens), max(tree.depths)) for tree in trees
+                )
+            return handle
+
+        self.engine.executor.launch = seeing  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("algorithm", ["eagle3", "ngram"])
+def test_tokens_are_those_of_plain_decoding_and_of_one_tree(algorithm, overlap):
+    setup = replace(SETUP, algorithm=algorithm, overlap=overlap)
+    requests = mixed(16, max_tokens=22)
+    engine = setup.engine()
+    seen = Seen(engine)
+    run_staggered(engine, requests, every=2)
+    ones = run(replace(setup, trees=()).engine(), [replace_request(r) for r in requests])
+    for r, one in zip(requests, ones.tokens, strict=True):
+        assert r.output == plainly(setup, r).tokens, r.id
+        assert r.output == one, r.id
+    assert set(seen.shapes) == {1, 2, 3, 4, 5, 6}
+    for batch, shapes in seen.shapes.items():
+        tree = setup.layout.at(batch).tree
+        assert max(nodes for nodes, _ in shapes) <= tree.num_draft_tokens
+        assert max(depth for _, depth in shapes) <= tree.steps
+    if algorithm == "eagle3":
+        assert all(max(seen.shapes[batch])[0] == setup.layout.at(batch).num_draft_tokens for batch in range(1, 7))
+
+
+def test_few_pages_preemptions_and_aborts_change_nothing():
+    engine = replace(SETUP, num_pages=34, overlap=True, max_context=64).engine()
+    random, requests = Random(3), mixed(24, max_tokens=30)
+    for r in requests:
+        engine.add(r)
+        for _ in range(random.randint(0, 3)):
+            engine.step()
+            engine.check_pages()
+        if random.random() < 0.15:
+            engine.abort(random.choice(requests[: r.arrival + 1]).id)
+    while engine.has_work:
+        engine.step()
+        engine.check_pages()
+    assert engine.scheduler.num_preempted > 0
+    for r in requests:
+        tokens = plainly(replace(SETUP, max_context=64), r).tokens
+        assert r.output == (tokens[: len(r.output)] if r.finish_reason == "abort" else tokens), r.id
+
+
+def paused(trees: tuple[tuple[int, TreeShape], ...], temperature: float) -> tuple[list[RoundTrace], dict[int, Any]]:
+    """Rounds of a request that another joins for a while and leaves; and, by where its root then stood, what the draft
+    carries and its rows of all tokens so far."""
+    setup = replace(SETUP, max_batch=2, trees=trees, prefix_cache=False)
+    engine, first, second = setup.engine(), *company(temperature)
+    traces: list[RoundTrace] = []
+    carried: dict[int, Any] = {}
+    engine.scheduler.on_round = traces.append
+    engine.add(first)
+    joined = False
+    while not first.done:
+        if len(traces) == 3 and not joined:
+            engine.add(second)
+            joined = True
+        engine.step()
+        if first.slot is not None and first.output:
+            carried[first.num_seen] = drafted_state(engine, first)
+    engine.close()
+    assert second.done
+    return [trace for trace in traces if trace.request_id == first.id], carried
+
+
+def company(temperature: float) -> list[Request]:
+    params = SamplingParams(temperature=temperature, max_tokens=60)
+    return [
+        request(i, prompt, replace(params, max_tokens=tokens))
+        for i, (prompt, tokens) in enumerate(zip(prompts(5, [7, 5]), (60, 14), strict=True))
+    ]
+
+
+def drafted_state(engine: Engine, r: Request) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    round = engine.executor.round
+    table, size = round.table, round.layout.page_size
+    rows = [r.pages[at // size] * size + at % size for at in range(1, r.num_seen + 1)]
+    layer = len(round.target.geometry)
+    return table.carried["hidden"][r.slot].clone(), [buffer[rows].clone() for buffer in round.pages.layers[layer]]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 2.0])
+def test_a_draft_that_paused_goes_on_as_if_it_never_had(temperature):
+    always, states = paused((), temperature)
+    rounds, paused_states = paused(((2, PLAIN),), temperature)
+    single = [trace for trace in rounds if sum(token >= 0 for token in trace.tree.tokens) == 1]
+    last = single[-1].prefix_len
+    assert len(single) >= 13
+    both = sorted(states.keys() & paused_states.keys())
+    during = [at for at in both if single[0].prefix_len < at <= last]
+    after = {trace.prefix_len: trace for trace in always if trace.prefix_len > last}
+    common = [(trace, after[trace.prefix_len]) for trace in rounds if trace.prefix_len in after]
+    assert during and len(common) >= 4 and max(len(trace.emitted) for trace, _ in common) > 1
+    for at in both:
+        (hidden, rows), (other, others) = states[at], paused_states[at]
+        torch.testing.assert_close(hidden, other, rtol=1e-9, atol=1e-11)
+        for one, two in zip(rows, others, strict=True):
+            torch.testing.assert_close(one, two, rtol=1e-9, atol=1e-11)
+    for one, two in common:
+        assert (one.emitted, one.tree.tokens) == (two.emitted, two.tree.tokens)
+
+
+def test_depths_below_a_batchs_own_tree_are_not_counted_as_tried():
+    ran = run(replace(SETUP, trees=((1, TreeShape(2, 2, 5)),)).engine(), mixed(4, max_tokens=20))
+    assert len(ran.stats.reached) == 2
+    assert ran.stats.drafted <= 4 * ran.stats.rounds
