@@ -12,6 +12,7 @@ from espalier.bench.foundry_chain import predicted_accept_length
 from espalier.bench.foundry_shapes import find_shape
 from espalier.config import SpeculationConfig
 from espalier.engine.build import engine_of
+from espalier.engine.engine import Engine
 from espalier.errors import EspalierError
 from espalier.layout import PLAIN, TreeShape
 from espalier.llm import LLM
@@ -77,50 +78,66 @@ def foretold(accept_length: float, configured: TreeShape, shapes: Sequence[TreeS
     return {shape: known.get(shape) or predicted_accept_length(chain, **asdict(shape)) for shape in shapes}
 
 
+@dataclass(frozen=True)
+class Runs:
+    """What is run: prompts by batch, each continued by num_tokens greedy tokens, `repeats` times after once to warm
+    up."""
+
+    prompts: Mapping[int, Sequence[Sequence[int]]]
+    num_tokens: int
+    repeats: int
+
+    @classmethod
+    def of(cls, llm: LLM, context: int, num_tokens: int, repeats: int) -> "Runs":
+        """Prompts of `context` tokens for every batch that rounds are padded to; on a CPU, which pads none, for those
+        that a GPU would have."""
+        buckets = llm.engine.layout.batch_buckets(llm.config.graph_batch or llm.config.max_batch)
+        return cls({batch: contexts(llm, batch, context) for batch in buckets}, num_tokens, repeats)
+
+
 def measure(
-    llm: LLM,
+    engine: Engine,
+    graph_batch: int,
+    runs: Runs,
     shapes: Sequence[TreeShape],
-    context: int,
-    num_tokens: int,
-    repeats: int,
     accept_lengths: Mapping[TreeShape, float] | None,
     advance: Callable[[], None],
 ) -> list[Timed]:
-    """Every bucket of an engine, after one run to warm up, with every shape; the engine is closed.
+    """Every batch with every shape, each on an engine of its own around the models and buffers of this one, which is
+    closed.
 
-    accept_lengths: by shape; None: of these runs, over all batches.  Raises EspalierError where a batch never runs
-    whole.
+    graph_batch: the engine's; accept_lengths: by shape; None: of these runs, over all batches.  Raises EspalierError
+    where a batch never runs whole.
     """
-    round, config, buckets = llm.engine.executor.round, llm.config, buckets_of(llm)
-    prompts = {batch: contexts(llm, batch, context) for batch in buckets}
-    llm.close()
-    params = SamplingParams(temperature=0.0, max_tokens=num_tokens)
+    round, overlap = engine.executor.round, engine.in_flight.overlap
+    engine.close()
     timed = []
     for shape in shapes:
         of_shape = replace(round, layout=replace(round.layout, trees=((1, shape),)))
-        engine = engine_of(of_shape, config.overlap, prefix_cache=False, graph_batch=config.graph_batch)
+        one = engine_of(of_shape, overlap, prefix_cache=False, graph_batch=graph_batch)
         stats, cells = SpeculationStats(), []
-        for batch in buckets:
-            runs = [drive(engine, prompts[batch], params) for _ in range(repeats + 1)][1:]
-            steps = [seconds for run in runs for seconds in run.full_steps]
-            if not steps:
-                raise EspalierError(
-                    f"no round held {batch} requests of {context} tokens at once; lower --context or --max-batch, or "
-                    "raise --tokens or --num-pages"
-                )
-            for run in runs:
-                stats.merge(run.stats)
-            cells.append((batch, 1000 * median(steps)))
+        for batch in runs.prompts:
+            cells.append((batch, _round_ms(one, batch, runs, stats)))
             advance()
-        engine.close()
+        one.close()
         length = stats.accept_length if accept_lengths is None else accept_lengths[shape]
         timed += [Timed(batch, shape, ms, length) for batch, ms in cells]
     return timed
 
 
-def buckets_of(llm: LLM) -> tuple[int, ...]:
-    """The batches that rounds are padded to; on a CPU, which pads none, those that a GPU would have."""
-    return llm.engine.layout.batch_buckets(llm.config.graph_batch or llm.config.max_batch)
+def _round_ms(engine: Engine, batch: int, runs: Runs, stats: SpeculationStats) -> float:
+    """The median of the rounds that held the whole batch; what they brought is added to stats."""
+    params = SamplingParams(temperature=0.0, max_tokens=runs.num_tokens)
+    driven = [drive(engine, runs.prompts[batch], params) for _ in range(runs.repeats + 1)][1:]
+    for each in driven:
+        stats.merge(each.stats)
+    steps = [seconds for each in driven for seconds in each.full_steps]
+    if not steps:
+        raise EspalierError(
+            f"no round held {batch} requests of {len(runs.prompts[batch][0])} tokens at once; lower --context or "
+            "--max-batch, or raise --tokens or --num-pages"
+        )
+    return 1000 * median(steps)
 
 
 def best(timed: Sequence[Timed]) -> dict[int, Timed]:

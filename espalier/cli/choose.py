@@ -53,8 +53,10 @@ def run(asked: Namespace, settings: dict[str, Any]) -> dict[str, Any]:
     lengths = None if asked.accept_length is None else choose.foretold(asked.accept_length, configured, shapes)
     how = "measured" if lengths is None else f"foretold from {asked.accept_length} of {configured}"
     stdout().print(Text(f"{config.algorithm}, {config.dtype}, context {context}; accept lengths {how}", QUIET))
-    with progress("measuring", len(shapes) * len(choose.buckets_of(llm))) as advance:
-        timed = choose.measure(llm, shapes, context, asked.tokens, asked.repeats, lengths, advance)
+    runs = choose.Runs.of(llm, context, asked.tokens, asked.repeats)
+    with progress("measuring", len(shapes) * len(runs.prompts)) as advance:
+        timed = choose.measure(llm.engine, config.graph_batch, runs, shapes, lengths, advance)
+    llm.close()
     stdout().print(Text(_table(timed)))
     chosen = choose.table(timed)
     if asked.out is not None:

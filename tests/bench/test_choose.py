@@ -77,6 +77,7 @@ BAD = [
     (["--candidates", "2,1,9"], "'2,1,9' is no tree: num_draft_tokens=9"),
     (["--candidates", "4,2,8"], "steps=4 of a batch's own tree is above the configured steps=3"),
     (["--context", "8,9"], "--context=[8, 9]"),
+    (["--num-pages", "14", "--context", "60", "--max-batch", "3", "--tokens", "30"], "no round held 3 requests of 60"),
     (["--accept-length", "8"], "out of reach"),
     (["--memory"], "not allowed with argument"),
 ]

@@ -113,7 +113,7 @@ def test_the_nearest_crossing_decides_and_the_log_says_so(tmp_path, monkeypatch,
     assert choose_trees("auto", TreeShape(2, 2, 6), BIG) == {96: PLAIN}
     assert choose_trees("auto", TreeShape(5, 8, 20), BIG) == {48: PLAIN}
     assert choose_trees("auto", NARROW, replace(small, hidden_size=1536)) == {24: PLAIN}
-    assert choose_trees({}, WIDE, BIG) == {}
+    assert choose_trees({}, WIDE, BIG) == choose_trees("auto", PLAIN, BIG) == {}
     caplog.clear()
     for other in (None, replace(BIG, dtype="float16"), replace(BIG, chip=replace(HOPPER, processors=114))):
         assert choose_trees("auto", WIDE, other) == {}
