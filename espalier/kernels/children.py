@@ -121,13 +121,13 @@ def _best_children_kernel(
     exact: tl.constexpr = values_ptr.dtype.element_ty
     x = tl.load(logits_ptr + index, mask=inside, other=float("-inf")).to(exact)
     ids = index
-    coupled = (tl.load(slots[1] + b * 8) > 0) & COUPLED
+    temperature = tl.load(slots[1] + b * 8)
     if HAS_D2T:
         # Who asks for nothing needs no ids, which are more bytes than the logits.
-        wanted = coupled | (row[0] > 0) | (row[3] > 0) | (row[5] != 0)
-        ids = tl.load(d2t_ptr + index, mask=inside & wanted, other=0).to(tl.int32)
+        wanted = tl.where(temperature > 0, 1, 0) | row[0] | row[3] | row[5]
+        ids = tl.load(d2t_ptr + index, mask=inside & (wanted != 0), other=0).to(tl.int32)
     x = shaped(x, ids, inside, row, hanging)
-    if coupled:
+    if COUPLED and temperature > 0:
         k0, k1 = noise_keys(tl.load(slots[0] + b * 8 + 1), position)
         x = x + gumbel_at(ids, k0, k1, exact)
         if TAU != 1.0:

@@ -95,6 +95,15 @@ def test_every_way_to_sample(kernel_device, draft_vocab, vocab, topk, dtype):
     agree(logits, d2t, slots, first, 3, scores, topk, random_above(len(ASKED), 2, 6, vocab, kernel_device))
 
 
+def test_whatever_shapes_the_draw_knows_the_target_ids(kernel_device):
+    """Each thing that asks for ids alone, at temperature 0, and nothing at all."""
+    asked = ({}, {"bias": 40}, {"stops": 30}, {"repetition": 1.8}, {"presence": 2.0})
+    slots, first, scores = batch_of(40, 1, kernel_device, asked=asked)
+    d2t = map_of(20, 40, kernel_device)
+    logits = random_logits(7, len(asked), 1, 20).to(kernel_device)
+    agree(logits, d2t, slots, first, 0, scores, 6)
+
+
 def test_tau_flattens_what_is_sampled(kernel_device):
     slots, first, scores = batch_of(90, 1, kernel_device)
     agree(random_logits(1, len(ASKED), 1, 90).to(kernel_device), None, slots, first, 0, scores, 4, tau=2.0)
