@@ -2,7 +2,7 @@
 
 What a launch costs, some microseconds of an idle chip, then passes while the kernel before it still works.  A kernel
 that is launched so
-- lets the next one start, at once: that one waits in its turn;
+- lets the next one start, at once where its own programs are few: that one waits in its turn;
 - may meanwhile ask for what it will read, weights, to come into the L2;
 - and waits, in every program, before it reads or writes anything.
 

@@ -17,7 +17,7 @@ from espalier.errors import EspalierError
 from espalier.kernels.ancestors import unpack
 from espalier.kernels.attending import _over_committed, _over_nodes, _rows, _write
 from espalier.kernels.combine import Partials, combine_triton
-from espalier.kernels.dependent import early, let_next_start, wait_for_previous
+from espalier.kernels.dependent import early, wait_for_previous
 from espalier.kernels.launch import Chip, chip, kernel, power_of_two, require
 from espalier.kernels.ranges import Ranges
 from espalier.kernels.softmax import masked_attention
@@ -76,6 +76,16 @@ def tree_attention(
     """
     make = tree_attention_triton if q.is_cuda else tree_attention_reference
     return make(q, committed, staged, positions, ranges, scale, window, sink, partials)
+
+
+@kernel
+def _items(start_ptr, batch, DEPENDENT: tl.constexpr):
+    """How many ranges there are, once the kernel in front has ended: the first thing that is read.
+
+    The next kernel starts when this one's programs end: those that wait would take room from those that work.
+    """
+    wait_for_previous(DEPENDENT)
+    return tl.load(start_ptr + batch)
 
 
 @kernel
@@ -141,9 +151,8 @@ def _tree_attention_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
     STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):
-    wait_for_previous(DEPENDENT)
     tiles = (queries * GROUPS + BLOCK_M - 1) // BLOCK_M
-    items = tl.load(start_ptr + batch)
+    items = _items(start_ptr, batch, DEPENDENT)
     units = items * tiles * KV_HEADS
     backwards = 0
     ahead = _item_of(tl.program_id(0), items, tiles, KV_HEADS, WIDE)
@@ -198,8 +207,6 @@ def _tree_attention_kernel(
             else:
                 row = (item.to(tl.int64) * queries + query) * (KV_HEADS * GROUPS) + q_head
                 _write(part_ptr, part_lse_ptr, row, out, lse, asked, V_SIZE, BLOCK_V)
-    # Not at the start: what waits would hold room that another range could use.
-    let_next_start(DEPENDENT)
 # fmt: on
 
 
@@ -305,8 +312,7 @@ def _launch(
     out: Tensor,
     lse: Tensor,
 ) -> None:
-    batch, queries, heads, k_size = q.shape
-    kv_heads, v_size = committed.v.shape[1:]
+    (batch, queries, heads, k_size), (kv_heads, v_size) = q.shape, committed.v.shape[1:]
     tiles = -(-queries * (heads // kv_heads) // blocks.m)
     # Pointers that are not followed, and strides of nothing, where there are no staged rows or no words.
     new_k, new_v, row_positions = (q, q, positions) if staged is None else (staged.k, staged.v, staged.row_positions)

@@ -40,6 +40,7 @@ def compiled(queries: int, nodes: int, page_size: int, window: int, size: int = 
         "BLOCK_K": size,
         "BLOCK_V": size,
         "STAGES": blocks.stages,
+        "DEPENDENT": True,
     }
     function = _tree_attention_kernel.compiled
     kinds = dict.fromkeys(constants, "constexpr") | dict.fromkeys(VALUES, "*bf16") | dict.fromkeys(FLOATS, "*fp32")
@@ -51,7 +52,9 @@ def compiled(queries: int, nodes: int, page_size: int, window: int, size: int = 
         constexprs=constants,
         attrs={(i,): [["tt.divisibility", 16]] for i in aligned},
     )
-    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": blocks.warps})
+    made = triton.compile(
+        source, target=GPUTarget("cuda", 90, 32), options={"num_warps": blocks.warps, "launch_pdl": True}
+    )
     shared = made.metadata.shared
     return {"blocks": vars(blocks), "shared": shared, "in_flight": list(in_flight(made.asm["ttgir"].splitlines()))}
 
