@@ -284,8 +284,12 @@ class RoundLayout:
 
         Follows from the layout alone, as the order in which a request's sums are made may not depend on its batch.
         """
-        in_rounds = queries in (self.num_draft_tokens, self.topk, self.extend_width)
-        batch = self.max_batch if in_rounds else max(self.chunk_batch(queries), 1)
+        in_rounds = [
+            batch
+            for batch, layout in self.fullest
+            if queries in (layout.num_draft_tokens, layout.topk, layout.extend_width)
+        ]
+        batch = max(in_rounds, default=max(self.chunk_batch(queries), 1))
         rows = min(batch * RANGE_OF_ONE, LONGEST_RANGE)
         if queries <= FEW_QUERIES and rows < LONGEST_RANGE:
             rows = max(rows // 2, SHORTEST_RANGE)

@@ -1,10 +1,12 @@
 """The plan of committed rows: the kernel is the reference, ranges cover a request's rows once, and no batch matters."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from espalier.kernels.ranges import ranges_reference, ranges_triton
-from espalier.layout import LONGEST_RANGE, MAX_RANGES, RANGE_OF_ONE, SHORTEST_RANGE, Cut, RoundLayout
+from espalier.layout import LONGEST_RANGE, MAX_RANGES, RANGE_OF_ONE, SHORTEST_RANGE, Cut, RoundLayout, TreeShape
 
 LENGTHS = [0, 1, 127, 128, 129, 1024, 1025, 2048, 2049, 4096, 5000, 65536, 65537, 131072]
 
@@ -85,4 +87,7 @@ def test_the_layout_bounds_what_waits_to_be_merged():
     assert alone.cut(64) == Cut(RANGE_OF_ONE, 8)
     assert alone.cut(8) == Cut(SHORTEST_RANGE, MAX_RANGES)
     assert RoundLayout(1, 5, 8, 64, 16, 2048, 1, 2048).cut(8) == Cut(SHORTEST_RANGE, 17)
+    small_at_two = replace(alone, max_batch=64, trees=((2, TreeShape(3, 2, 8)),))
+    assert small_at_two.cut(64) == alone.cut(64), "no batch of two has 64 nodes"
+    assert small_at_two.cut(8) == layout.cut(8)
     assert all(1 <= layout.cut(queries).most <= MAX_RANGES for queries in range(1, 5000))
