@@ -17,18 +17,17 @@ MIN_CHUNK_WIDTH = 16
 ROUNDS_IN_FLIGHT = 2
 # The row of page buffers that takes what padding writes; it stays zero, so that a masked read of it is finite.
 DUMMY_ROW = 0
-# Of attention's ranges (see Cut).  What they are cut to is a multiple of SHORTEST_RANGE rows; a range of one request
-# alone has RANGE_OF_ONE, since then many must run side by side, and one of a batch that fills a GPU by itself
-# LONGEST_RANGE; a request has MAX_RANGES at most, and what waits to be merged, queries times ranges, is bounded for a
-# batch and for one request.
+# Of attention's ranges (see Cut), in rows: what they are multiples of; what a range has for each request of the batch,
+# so that few requests are cut into many ranges and many fill a GPU whole, with few queries a request, which are cheap
+# to merge, and with more; and what a range has at most.
 SHORTEST_RANGE = 128
-RANGE_OF_ONE = 256
+ROWS_A_REQUEST, ROWS_A_REQUEST_OF_FEW = 256, 64
+FEW_QUERIES = 8
 LONGEST_RANGE = 2048
+# Ranges of a request, and what waits to be merged, queries times ranges, of a batch and of one request: at most.
 MAX_RANGES = 32
 PARTIAL_ROWS = 16384
 PARTIAL_ROWS_OF_ONE = 512
-# Up to so many queries a request, ranges are half as long: to merge them is cheap.
-FEW_QUERIES = 8
 
 Number = TypeVar("Number", int, Tensor)
 
@@ -290,9 +289,8 @@ class RoundLayout:
             if queries in (layout.num_draft_tokens, layout.topk, layout.extend_width)
         ]
         batch = max(in_rounds, default=max(self.chunk_batch(queries), 1))
-        rows = min(batch * RANGE_OF_ONE, LONGEST_RANGE)
-        if queries <= FEW_QUERIES and rows < LONGEST_RANGE:
-            rows = max(rows // 2, SHORTEST_RANGE)
+        rows_a_request = ROWS_A_REQUEST_OF_FEW if queries <= FEW_QUERIES else ROWS_A_REQUEST
+        rows = min(max(batch * rows_a_request, SHORTEST_RANGE), LONGEST_RANGE)
         waiting = min(PARTIAL_ROWS // (batch * queries), PARTIAL_ROWS_OF_ONE // queries)
         longest = -(-self.tokens_in(self.table_width) // rows)
         return Cut(rows, max(1, min(MAX_RANGES, waiting, longest)))

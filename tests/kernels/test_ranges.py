@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from espalier.kernels.ranges import ranges_reference, ranges_triton
-from espalier.layout import LONGEST_RANGE, MAX_RANGES, RANGE_OF_ONE, SHORTEST_RANGE, Cut, RoundLayout, TreeShape
+from espalier.layout import LONGEST_RANGE, MAX_RANGES, ROWS_A_REQUEST, SHORTEST_RANGE, Cut, RoundLayout, TreeShape
 
 LENGTHS = [0, 1, 127, 128, 129, 1024, 1025, 2048, 2049, 4096, 5000, 65536, 65537, 131072]
 
@@ -82,11 +82,13 @@ def test_the_layout_bounds_what_waits_to_be_merged():
     layout = RoundLayout(64, 5, 8, 64, 16, 131072, 1, 2048)
     assert layout.cut(8) == Cut(LONGEST_RANGE, MAX_RANGES)
     assert layout.cut(64) == Cut(LONGEST_RANGE, 4)
-    assert layout.cut(2048) == Cut(RANGE_OF_ONE, 1)
+    assert layout.cut(2048) == Cut(ROWS_A_REQUEST, 1)
     alone = RoundLayout(1, 5, 8, 64, 16, 131072, 1, 2048)
-    assert alone.cut(64) == Cut(RANGE_OF_ONE, 8)
+    assert alone.cut(64) == Cut(ROWS_A_REQUEST, 8)
     assert alone.cut(8) == Cut(SHORTEST_RANGE, MAX_RANGES)
     assert RoundLayout(1, 5, 8, 64, 16, 2048, 1, 2048).cut(8) == Cut(SHORTEST_RANGE, 17)
+    eight = RoundLayout(8, 0, 1, 1, 16, 131072, 0, 2048)
+    assert (eight.cut(1), eight.cut(1).width(1030)) == (Cut(512, MAX_RANGES), 384)
     small_at_two = replace(alone, max_batch=64, trees=((2, TreeShape(3, 2, 8)),))
     assert small_at_two.cut(64) == alone.cut(64), "no batch of two has 64 nodes"
     assert small_at_two.cut(8) == layout.cut(8)
