@@ -74,7 +74,7 @@ def make_app(front: Front, options: ApiOptions) -> tuple[ASGIApp, Gate]:
     _add_tokens(app, front)
     _add_state(app, front)
     _add_errors(app)
-    _without_422(app)
+    _describe(app, front.options.names)
     gate = Gate(app, options.api_key, options.max_body_bytes, lambda path, status: _count(front, path, status))
     if not options.cors_origins:
         return gate, gate
@@ -214,8 +214,8 @@ def _answer(error: ApiError) -> JSONResponse:
     return JSONResponse(error.body(), error.status_code, error.headers)
 
 
-def _without_422(app: FastAPI) -> None:
-    """Bodies are refused with 400, as OpenAI does, and the OpenAPI page says so."""
+def _describe(app: FastAPI, names: Sequence[str]) -> None:
+    """Bodies are refused with 400, as OpenAI does, and models have names: the OpenAPI page says so."""
     make = app.openapi
 
     def openapi() -> dict[str, Any]:
@@ -223,6 +223,8 @@ def _without_422(app: FastAPI) -> None:
         for methods in page["paths"].values():
             for operation in methods.values():
                 operation["responses"].pop("422", None)
+        for body in (CompletionRequest, ChatRequest):
+            page["components"]["schemas"][body.__name__]["properties"]["model"]["enum"] = list(names)
         return page
 
     app.openapi = openapi  # type: ignore[method-assign]
