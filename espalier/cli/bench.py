@@ -11,7 +11,7 @@ from rich.text import Text
 from espalier.bench import acceptance, kernels, memory
 from espalier.bench.machine import header, require_gpu
 from espalier.bench.round import Cell, RoundBench, as_dicts
-from espalier.cli import floor, foundry
+from espalier.cli import bench_serve, floor, foundry
 from espalier.cli.console import QUIET, aligned, progress, stdout, write_json
 from espalier.cli.flags import add_engine_flags, engine_settings, new_command
 from espalier.errors import EspalierError
@@ -26,6 +26,7 @@ def add(commands: Any, name: str) -> None:
     _add_kernels(measured)
     floor.add(measured)
     foundry.add(measured)
+    bench_serve.add(measured)
 
 
 def _add_round(commands: Any) -> None:
