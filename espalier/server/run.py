@@ -88,7 +88,12 @@ async def serve(settings: Mapping[str, Any], options: ServeOptions) -> None:
         front = Front(client, options.front)
         app, gate = make_app(front, options.api)
         config = uvicorn.Config(
-            app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=CLOSE_S
+            app,
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            lifespan="off",
+            timeout_graceful_shutdown=CLOSE_S,
         )
         server = Server(config, front, gate, options.drain_timeout_s)
         host, port = listener.getsockname()[:2]

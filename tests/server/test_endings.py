@@ -121,6 +121,16 @@ def test_a_killed_engine_is_told_and_started_again(own):
     assert own.request("/v1/completions", {**LONG, "max_tokens": 3})[2]["usage"]["completion_tokens"] == 3
 
 
+def test_a_silent_engine_counts_as_gone(tmp_path):
+    with serving(tmp_path, "--engine-timeout", "3") as served:
+        engine = served.engine_pid()
+        _, answer = opened(served)
+        os.kill(engine, signal.SIGSTOP)
+        error = json.loads(events(answer)[-1])["error"]
+        assert "has been silent for" in error["message"] and error["code"] == "engine_gone"
+        assert served.request("/health")[0] == 503 and not exists(engine)
+
+
 def test_sigterm_finishes_what_runs_and_refuses_what_is_new(own):
     engine = own.engine_pid()
     kept = http.client.HTTPConnection("127.0.0.1", own.port)
@@ -156,12 +166,27 @@ def test_an_engine_does_not_outlive_its_front(own):
     own.until(lambda: not exists(engine))
 
 
-def test_timeouts_keys_and_names(tmp_path):
-    flags = ("--request-timeout", "0.2", "--api-key", "secret", "--served-model-name", "a", "--served-model-name", "b")
+def test_timeouts_keys_names_and_templates(tmp_path):
+    (tmp_path / "template").write_text("{% for m in messages %}<{{ m['role'] }}>{% endfor %}")
+    flags = (
+        "--chat-template",
+        str(tmp_path / "template"),
+        "--request-timeout",
+        "0.2",
+        "--api-key",
+        "secret",
+        "--served-model-name",
+        "a",
+        "--served-model-name",
+        "b",
+    )
     with serving(tmp_path, *flags, "--cors-origin", "https://page.example", "--log-json") as served:
         assert served.request("/v1/models")[0] == 401
         key = {"authorization": "Bearer secret"}
         assert [card["id"] for card in served.request("/v1/models", **key)[2]["data"]] == ["a", "b"]
+        turns = [{"role": role, "content": "x"} for role in ("developer", "user")]
+        tokens = served.request("/tokenize", {"messages": turns}, **key)[2]["tokens"]
+        assert served.request("/detokenize", {"tokens": tokens}, **key)[2]["prompt"] == "<system><user>"
         status, headers, body = served.request("/v1/completions", {**LONG, "model": "b"}, **key)
         assert (status, body["error"]["type"], headers["x-should-retry"]) == (504, "timeout_error", "false")
         served.until(lambda: idle(served))

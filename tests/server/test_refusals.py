@@ -1,5 +1,7 @@
 """What is not honoured is refused by name, in OpenAI's shape, and the page of fields says so."""
 
+import http.client
+
 import openai
 import pytest
 import schemathesis
@@ -135,6 +137,14 @@ def test_paths_methods_models_and_sizes(served):
     assert error_of(served.request("/v1/completions"), 405)
     assert error_of(served.request("/v1/completions", {**TEXT, "model": "x"}), 404)["code"] == "model_not_found"
     assert error_of(served.request("/v1/completions", b"x" * (4 * 2**20 + 1)), 413)
+
+
+def test_a_body_without_a_length_is_counted_as_it_comes(served):
+    connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=60)
+    parts = (b"x" * 2**20 for _ in range(5))
+    connection.request("POST", "/tokenize", parts, {"content-type": "application/json"}, encode_chunked=True)
+    assert connection.getresponse().status == 413
+    connection.close()
 
 
 def test_the_openai_client_reads_the_error(client):
