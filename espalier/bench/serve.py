@@ -27,6 +27,7 @@ from espalier.llm import LLM
 from espalier.request import SamplingParams
 
 START_S = 600.0
+NAME = "measured"
 JSON = {"content-type": "application/json"}
 
 
@@ -80,8 +81,9 @@ def serving(settings: Mapping[str, Any], *flags: str) -> Iterator[Server]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    model = str(settings.get("model", "bundled"))
-    command = [sys.executable, "-m", "espalier.cli", "serve", model, "--port", str(port), *flags_of(settings), *flags]
+    model = [str(settings["model"])] if "model" in settings else []
+    own = ["--port", str(port), "--served-model-name", NAME]
+    command = [sys.executable, "-m", "espalier.cli", "serve", *model, *own, *flags_of(settings), *flags]
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log)
         try:
@@ -125,7 +127,6 @@ class ServeBench:
     def __init__(self, settings: Mapping[str, Any], server: Server):
         self.llm = LLM(**settings)
         self.server = server
-        self.model = str(settings.get("model", "bundled"))
 
     def measure(self, concurrency: int, context: int, num_tokens: int, repeats: int) -> Cell:
         """One warm-up each, then turns of offline, streamed and whole answers."""
@@ -152,7 +153,7 @@ class ServeBench:
         """One connection a prompt, all at once."""
 
         def ask(prompt: list[int]) -> None:
-            body = {"model": self.model, "prompt": prompt, "max_tokens": num_tokens, "temperature": 0}
+            body = {"model": NAME, "prompt": prompt, "max_tokens": num_tokens, "temperature": 0}
             status, answer = self.server.post("/v1/completions", {**body, "ignore_eos": True, "stream": stream})
             if status != 200 or b'"error"' in answer:
                 raise EspalierError(f"the server answered {status}: {answer[-300:].decode()}")

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from espalier.bench.serve import Server, exists, serving
+from espalier.bench.serve import NAME, Server, exists, serving
 
 # A request that is answered at all is answered within this.
 ANSWER_S = 240.0
@@ -50,9 +50,8 @@ class Soaked:
 class Client:
     """One request over a socket of its own, so that it can leave in any way."""
 
-    def __init__(self, server: Server, model: str, chance: random.Random, tally: Tally):
+    def __init__(self, server: Server, chance: random.Random, tally: Tally):
         self.port = server.port
-        self.model = model
         self.chance = chance
         self.tally = tally
 
@@ -75,7 +74,7 @@ class Client:
     def _body(self, kind: str) -> dict[str, Any]:
         chance = self.chance
         body: dict[str, Any] = {
-            "model": self.model,
+            "model": NAME,
             "prompt": chance.choice(PROMPTS) * chance.randint(1, 8),
             "max_tokens": chance.randint(1, 48),
             "temperature": chance.choice((0, 0.8)),
@@ -120,9 +119,8 @@ class Client:
 def soak(settings: Mapping[str, Any], count: int, seed: int) -> Soaked:
     """Send `count` requests at random moments, then look at what is left."""
     chance, tally = random.Random(seed), Tally()
-    model = str(settings.get("model", "bundled"))
     with serving(settings, "--max-queue", str(max(count // 4, 8))) as server:
-        asyncio.run(_send(server, model, count, chance, tally))
+        asyncio.run(_send(server, count, chance, tally))
         left = asyncio.run(_at_rest(server))
         pids = server.pid, server.engine_pid
     return Soaked(
@@ -138,12 +136,12 @@ def soak(settings: Mapping[str, Any], count: int, seed: int) -> Soaked:
     )
 
 
-async def _send(server: Server, model: str, count: int, chance: random.Random, tally: Tally) -> None:
+async def _send(server: Server, count: int, chance: random.Random, tally: Tally) -> None:
     kinds = chance.choices(list(KINDS), list(KINDS.values()), k=count)
 
     async def one(kind: str) -> None:
         await asyncio.sleep(chance.random() * count / 10)
-        await Client(server, model, random.Random(chance.random()), tally).run(kind)
+        await Client(server, random.Random(chance.random()), tally).run(kind)
 
     results = await asyncio.gather(*(one(kind) for kind in kinds), return_exceptions=True)
     tally.unanswered += sum(isinstance(result, BaseException) for result in results)

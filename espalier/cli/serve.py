@@ -19,7 +19,9 @@ KEY_VARIABLE = "ESPALIER_API_KEY"
 
 def add(commands: Any, name: str) -> None:
     parser = new_command(commands, name, run, "an OpenAI-compatible server")
-    parser.add_argument("model", nargs="?", default="bundled", help="as --model; by default 'bundled'")
+    parser.add_argument(
+        "model", nargs="?", default="auto", help=EngineConfig.__dataclass_fields__["model"].metadata["help"]
+    )
     http = parser.add_argument_group("server")
     http.add_argument("--host", default="127.0.0.1", help="address to listen at; 0.0.0.0 for all (127.0.0.1)")
     http.add_argument("--port", type=int, default=8000, metavar="N", help="0 for one that is free (8000)")
@@ -54,7 +56,11 @@ def run(asked: Namespace) -> int:
     for name in ("max_body_bytes", "engine_timeout"):
         _require(name, getattr(asked, name), 1)
     logs.set_up(asked.log_level, asked.log_json)
-    names = tuple(asked.served_model_name or [asked.model])
+    settings = engine_settings(asked) | {"model": asked.model}
+    if asked.model == "auto" and "draft" not in settings:
+        settings["model"] = "bundled"
+    # A target that its draft names is called as its directory.
+    names = asked.served_model_name or [name for name in [settings["model"]] if name != "auto"]
     options = ServeOptions(
         host=asked.host,
         port=asked.port,
@@ -65,13 +71,13 @@ def run(asked: Namespace) -> int:
             log_level=asked.log_level,
             log_json=asked.log_json,
         ),
-        front=FrontOptions(names, asked.chat_template, asked.max_queue, asked.request_timeout or None),
+        front=FrontOptions(tuple(names), asked.chat_template, asked.max_queue, asked.request_timeout or None),
         api=ApiOptions(
             asked.api_key or os.environ.get(KEY_VARIABLE) or None, asked.cors_origin or (), asked.max_body_bytes
         ),
     )
     try:
-        asyncio.run(serve(sendable({**engine_settings(asked), "model": asked.model}), options))
+        asyncio.run(serve(sendable(settings), options))
     except asyncio.CancelledError:  # SIGTERM while the model was loaded
         return 0
     return 0

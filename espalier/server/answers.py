@@ -157,8 +157,8 @@ class Answer:
         raise NotImplementedError
 
     def _token_text(self, token: int) -> str:
-        """What a token reads as alone, special ones by name."""
-        return "" if self.tokenizer is None else self.tokenizer.name(token)
+        """What a token reads as alone, special ones by name; its id where the model has no tokenizer."""
+        return f"token_id:{token}" if self.tokenizer is None else self.tokenizer.name(token)
 
 
 class TextAnswer(Answer):

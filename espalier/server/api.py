@@ -74,7 +74,7 @@ def make_app(front: Front, options: ApiOptions) -> tuple[ASGIApp, Gate]:
     _add_tokens(app, front)
     _add_state(app, front)
     _add_errors(app)
-    _describe(app, front.options.names)
+    _describe(app, front.names)
     gate = Gate(app, options.api_key, options.max_body_bytes, lambda path, status: _count(front, path, status))
     if not options.cors_origins:
         return gate, gate
@@ -165,7 +165,7 @@ def _add_state(app: FastAPI, front: Front) -> None:
 
     @app.get("/v1/models", responses=answers_with(*ALWAYS))
     async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [card(name) for name in front.options.names]}
+        return {"object": "list", "data": [card(name) for name in front.names]}
 
     @app.get("/v1/models/{name:path}", responses=answers_with(404, *ALWAYS))
     async def model(name: str) -> dict[str, Any]:

@@ -38,7 +38,7 @@ CLIENT_LEFT = 499
 
 @dataclass(frozen=True)
 class FrontOptions:
-    """names: of the model, the first being its id; chat_template: a file in place of the tokenizer's own;
+    """names: of the model, its directory's where there is none; chat_template: a file in place of the tokenizer's own;
     request_timeout_s: of one request, None for no limit; max_queue: samples that may wait beside those in a slot."""
 
     names: tuple[str, ...]
@@ -59,6 +59,7 @@ class Front:
             raise ValueError("start the client first")
         self.client = client
         self.options = options
+        self.names = options.names or (Path(client.facts.model).name,)
         self.metrics = Metrics(client)
         self.draining = False
         tokenizer = load_tokenizer(Path(client.facts.model), client.facts.vocab_size)
@@ -74,8 +75,8 @@ class Front:
         return "draining" if self.draining else "ok" if self.client.state == "ready" else self.client.state
 
     def check_model(self, name: str | None) -> None:
-        if name is not None and name not in self.options.names:
-            served = ", ".join(self.options.names)
+        if name is not None and name not in self.names:
+            served = ", ".join(self.names)
             raise ApiError(404, f"model {name!r} is not served here; use {served}", "model", "model_not_found")
 
     async def tokenize(self, work: Callable[..., T], *values: Any) -> T:

@@ -11,6 +11,7 @@ import socket
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib import import_module
 from types import FrameType
 from typing import Any
 
@@ -23,6 +24,7 @@ from espalier.server.front import Front, FrontOptions
 from espalier.server.gate import Gate
 
 log = logging.getLogger("espalier.server")
+TOKENIZERS = "transformers.models.auto.tokenization_auto"
 # For connections to take what was written to them.
 CLOSE_S = 5
 
@@ -83,7 +85,8 @@ async def serve(settings: Mapping[str, Any], options: ServeOptions) -> None:
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, loading.cancel)
     try:
-        await client.start()
+        # What the front needs takes a while to import: the engine process loads meanwhile.
+        await asyncio.gather(client.start(), asyncio.to_thread(import_module, TOKENIZERS))
         loop.remove_signal_handler(signal.SIGTERM)
         front = Front(client, options.front)
         app, gate = make_app(front, options.api)
@@ -97,7 +100,7 @@ async def serve(settings: Mapping[str, Any], options: ServeOptions) -> None:
         )
         server = Server(config, front, gate, options.drain_timeout_s)
         host, port = listener.getsockname()[:2]
-        log.info("serving %s at http://%s:%d/v1", ", ".join(options.front.names), host, port)
+        log.info("serving %s at http://%s:%d/v1", ", ".join(front.names), host, port)
         await server.serve(sockets=[listener])
         front.close()
     finally:
