@@ -162,8 +162,8 @@ class EngineClient:
         """End the process, by force where it does not leave.  Idempotent."""
         if self.state == "closed":
             return
-        self._fail("the server is shutting down")
         self.state = "closed"
+        self._fail("the server is shutting down")
         if self._supervisor is not None:
             self._supervisor.cancel()
             with suppress(asyncio.CancelledError):
