@@ -14,12 +14,10 @@ from typing import Any
 from espalier.config import EngineConfig
 from espalier.engine.load import build_engine, find, resolve_config
 from espalier.errors import EspalierError
+from espalier.intake import Intake, Messages, ModelFacts, Prompt
 from espalier.models.config import read_json
-from espalier.request import Output, Piece, Request, ResolvedParams, SamplingParams, check_prompt, sample_seed
-from espalier.text import Tokenizer, load_tokenizer
-
-Prompt = str | Sequence[int]
-Messages = Sequence[Mapping[str, str]]
+from espalier.request import Output, Piece, Request, ResolvedParams, SamplingParams, SpeculationStats, sample_seed
+from espalier.text import load_tokenizer
 
 ROUNDS_BEFORE_WARNING = 256
 LOWEST_ACCEPTANCE = 0.05
@@ -67,6 +65,14 @@ class LLM:
         self.tokenizer = load_tokenizer(checkpoint.target_path, checkpoint.target.vocab_size)
         self.generation_config = _generation_config(checkpoint.target_path)
         self.engine, self.config = build_engine(resolved, checkpoint, asked_pages)
+        facts = ModelFacts(
+            model=self.config.model,
+            vocab_size=self.model_config.vocab_size,
+            max_context=self.config.max_context,
+            eos_token_ids=tuple(self.model_config.eos_token_ids),
+            generation_config=self.generation_config,
+        )
+        self.intake = Intake(facts, self.tokenizer)
         self._waiting_pieces: dict[str, list[Piece]] = {}
         self._num_requests = 0
         self._warned = False
@@ -110,7 +116,7 @@ class LLM:
 
     def chat_prompt(self, messages: Messages) -> list[int]:
         """Token ids of a conversation, up to where the assistant answers.  Raises EspalierError."""
-        return self._text_of("chat").chat(messages)
+        return self.intake.chat(messages)
 
     def close(self) -> None:
         """Release what the engine holds.  Idempotent."""
@@ -136,39 +142,39 @@ class LLM:
         groups = []
         for i, (prompt, wanted) in enumerate(zip(prompts, each, strict=True)):
             with _naming(i, len(prompts)):
-                groups.append(self._group(self._tokens(prompt), self._resolve(wanted)))
+                groups.append(self.group(self.intake.tokens(prompt), self.intake.resolve(wanted)))
         return groups
 
-    def _tokens(self, prompt: Prompt) -> list[int]:
-        tokens = self._text_of("a text prompt").encode(prompt) if isinstance(prompt, str) else list(prompt)
-        check_prompt(tokens, self.model_config.vocab_size, self.config.max_context)
-        return tokens
+    def group(
+        self,
+        prompt: list[int],
+        params: ResolvedParams,
+        name: str | None = None,
+        priority: int = 0,
+        detokenize: bool = True,
+    ) -> list[Request]:
+        """The n samples of one prompt, not queued yet; the others wait for the first to put it in the prefix cache.
 
-    def _text_of(self, what: str) -> Tokenizer:
-        if self.tokenizer is None:
-            raise EspalierError(f"{what} needs a tokenizer and {self.config.model} has none; give token ids")
-        return self.tokenizer
-
-    def _resolve(self, params: SamplingParams) -> ResolvedParams:
-        resolved = params.resolve(self.generation_config, self.model_config.eos_token_ids)
-        resolved.validate(self.model_config.vocab_size, self.tokenizer is not None)
-        return resolved
-
-    def _group(self, prompt: list[int], params: ResolvedParams) -> list[Request]:
-        """The n samples of one prompt; the others wait for the first to have put it in the prefix cache."""
+        name: what their ids begin with; by default their place in the order of prompts.  detokenize: whether pieces
+        carry text.
+        """
         number = self._num_requests
         self._num_requests += 1
         seed = sample_seed(self.config.seed, number + 1) if params.seed is None else params.seed
         group: list[Request] = []
         for i in range(params.n):
+            sink = (
+                self.tokenizer.sink(prompt, params.stop, params.min_tokens) if self.tokenizer and detokenize else None
+            )
             request = Request(
-                id=f"{number}.{i}",
+                id=f"{number if name is None else name}.{i}",
                 prompt=prompt,
                 params=params,
                 seed=sample_seed(seed, i),
                 arrival=number,
+                priority=priority,
                 stop_ids=frozenset(params.stop_token_ids),
-                text=self.tokenizer.sink(prompt, params.stop, params.min_tokens) if self.tokenizer else None,
+                text=sink,
                 index=i,
                 after=group[0] if group else None,
             )
@@ -207,10 +213,15 @@ class LLM:
     def _step(self) -> None:
         """One engine step, whole: an interrupt waits for its end, since a launch half read would be lost."""
         with _interrupt_deferred():
-            for piece in self.engine.step():
+            for piece in self.step():
                 if piece.request_id in self._waiting_pieces:
                     self._waiting_pieces[piece.request_id].append(piece)
+
+    def step(self) -> list[Piece]:
+        """One engine step, for those who queue groups themselves."""
+        pieces = self.engine.step()
         self._warn_of_low_acceptance()
+        return pieces
 
     def _abort(self, requests: list[Request]) -> None:
         for request in requests:
@@ -224,9 +235,7 @@ class LLM:
 
     def _warn_of_low_acceptance(self) -> None:
         totals = self.engine.totals
-        if self._warned or not totals.reached or totals.reached[0] < ROUNDS_BEFORE_WARNING:
-            return
-        if totals.taken[0] >= LOWEST_ACCEPTANCE * totals.reached[0]:
+        if self._warned or not low_acceptance(totals):
             return
         self._warned = True
         remedy = (
@@ -240,6 +249,13 @@ class LLM:
             totals.reached[0],
             remedy,
         )
+
+
+def low_acceptance(totals: SpeculationStats) -> bool:
+    """Whether, after enough rounds to tell, next to nothing that is drafted is accepted."""
+    if not totals.reached or totals.reached[0] < ROUNDS_BEFORE_WARNING:
+        return False
+    return totals.taken[0] < LOWEST_ACCEPTANCE * totals.reached[0]
 
 
 def faults() -> ModuleType:

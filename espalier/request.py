@@ -342,9 +342,10 @@ class Usage:
 class Request:
     """One sequence that the engine runs, from arrival to its last token.  Mutable: the scheduler alone writes it.
 
-    prompt: token ids; params: resolved; seed: of this very sample; arrival: place in the order of requests;
-    stop_ids: tokens that end it; text: None if nobody reads text; index: which of n samples;
-    after: a sibling whose prompt this one shares, and so waits for.
+    prompt: token ids; params: resolved; seed: of this very sample; arrival: place in the order of requests, among
+    those of equal priority, of which the lower goes first and is preempted last; stop_ids: tokens that end it;
+    text: None if nobody reads text; index: which of n samples; after: a sibling whose prompt this one shares, and so
+    waits for.
 
     In its slot: enter_end, rows to enter before rounds begin; entered, those launched so far; num_seen, index of the
     last root that the host knows of; unread, rounds launched and not yet read.  generation tells one stay in a slot
@@ -360,6 +361,7 @@ class Request:
     text: TextSink | None = None
     index: int = 0
     after: "Request | None" = None
+    priority: int = 0
 
     output: list[int] = field(default_factory=list)
     from_draft: list[bool] = field(default_factory=list)
@@ -377,6 +379,11 @@ class Request:
     unread: int = 0
     prompt_cached: bool = False
     stats: SpeculationStats = field(default_factory=SpeculationStats)
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Its place in every order of requests."""
+        return self.priority, self.arrival
 
     @property
     def tokens(self) -> list[int]:

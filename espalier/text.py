@@ -39,6 +39,10 @@ class Tokenizer:
             return self._backend.decode(list(tokens), skip_special_tokens=True)
         return self.hf.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
+    def name(self, token: int) -> str:
+        """What one token reads as alone, special ones too; bytes that are no character read as U+FFFD."""
+        return self.hf.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
     def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Token ids of a conversation up to where the assistant answers.  Raises EspalierError."""
         if not getattr(self.hf, "chat_template", None):

@@ -14,7 +14,7 @@ from espalier.bench.machine import header, require_gpu
 from espalier.bench.plot import Bars, plot, require_plot
 from espalier.bench.round import Cell, RoundBench, as_dicts
 from espalier.bench.timing import Stopwatch
-from espalier.cli import choose, floor, foundry, serving, shaped
+from espalier.cli import bench_serve, choose, floor, foundry, serving, shaped
 from espalier.cli.console import QUIET, aligned, progress, stdout, write_json
 from espalier.cli.flags import add_engine_flags, engine_settings, flag_of, new_command
 from espalier.errors import EspalierError
@@ -33,6 +33,7 @@ def add(commands: Any, name: str) -> None:
     serving.add(measured)
     floor.add(measured)
     foundry.add(measured)
+    bench_serve.add(measured)
 
 
 def _add_round(commands: Any) -> None:

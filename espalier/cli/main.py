@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from espalier import __version__
-from espalier.cli import bench, demo, doctor, generate
+from espalier.cli import bench, demo, doctor, generate, serve
 from espalier.errors import EspalierError
 
 INTERRUPTED = 130
 BAD_INPUT = 2
-COMMANDS = {"demo": demo, "generate": generate, "bench": bench, "doctor": doctor}
+COMMANDS = {"demo": demo, "generate": generate, "serve": serve, "bench": bench, "doctor": doctor}
 
 
 class Parser(ArgumentParser):

@@ -5,6 +5,7 @@ its pages are released once; results of an earlier stay in a slot are known by t
 """
 
 from bisect import insort
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -31,6 +32,8 @@ NOT_FINITE = (
 
 
 class Scheduler:
+    """num_rounds: launched so far, by (requests in the batch, whether log-probabilities were asked for)."""
+
     def __init__(self, layout: RoundLayout, pool: PagePool, prefixes: PrefixTree | None, rounds_in_flight: int):
         self.layout = layout
         self.pool = pool
@@ -42,6 +45,7 @@ class Scheduler:
         self.totals = SpeculationStats()
         self.on_round: Callable[[RoundTrace], None] | None = None
         self.num_preempted = 0
+        self.num_rounds: Counter[tuple[int, bool]] = Counter()
         self._in_flight = 0
         self._last_was_prefill = False
         self._pieces: list[Piece] = []
@@ -50,9 +54,9 @@ class Scheduler:
         self._appended: list[tuple[int, int, int]] = []
 
     def admit(self, requests: list[Request]) -> None:
-        """Queue what arrived, in order of arrival."""
+        """Queue what arrived, each at its place: by priority, then by arrival."""
         for request in requests:
-            insort(self.waiting, request, key=lambda r: r.arrival)
+            insort(self.waiting, request, key=lambda r: r.place)
 
     @property
     def has_work(self) -> bool:
@@ -139,7 +143,7 @@ class Scheduler:
         request.enter_end, request.entered, request.num_seen, request.unread = enter_end, start, enter_end, 0
         if not request.output:
             request.cached_tokens = cached
-        insort(self.running, request, key=lambda r: r.arrival)
+        insort(self.running, request, key=lambda r: r.place)
         self._admitted.append(admission(request, tokens, start, cached, end, self.layout.steps))
         return True
 
@@ -209,6 +213,7 @@ class Scheduler:
         for request in batch:
             request.unread += 1
         self._last_was_prefill = False
+        self.num_rounds[len(batch), any(r.params.logprobs is not None for r in batch)] += 1
         return self._launch(batch, (), 0)
 
     def _launch(self, batch: list[Request], lengths: tuple[int, ...], width: int) -> Launch:

@@ -26,6 +26,7 @@ MAX_FUNCTION_LINES = 70
 FLOORS = (
     ("errors",),
     ("config", "request", "text"),
+    ("intake",),
     ("layout",),
     ("slots",),
     ("kernels",),

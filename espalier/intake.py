@@ -1,0 +1,59 @@
+"""From what a user writes to what the engine takes: texts and conversations to tokens, parameters to resolved ones.
+
+LLM and the server's front both go through here, so that a prompt means the same offline and over HTTP.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from espalier.errors import EspalierError
+from espalier.request import ResolvedParams, SamplingParams, check_prompt
+from espalier.text import Tokenizer
+
+Prompt = str | Sequence[int]
+Messages = Sequence[Mapping[str, str]]
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What of a model and its engine a request is checked against.  Plain values: they cross a process.
+
+    model: its directory; max_context: tokens of one request; generation_config: the model's own file, {} without one.
+    """
+
+    model: str
+    vocab_size: int
+    max_context: int
+    eos_token_ids: tuple[int, ...] = ()
+    generation_config: dict[str, Any] = field(default_factory=dict)
+
+
+class Intake:
+    """tokenizer: None where the model has none; prompts are then token ids."""
+
+    def __init__(self, facts: ModelFacts, tokenizer: Tokenizer | None):
+        self.facts = facts
+        self.tokenizer = tokenizer
+
+    def tokens(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt, which the model can start from.  Raises EspalierError."""
+        tokens = self.text_of("a text prompt").encode(prompt) if isinstance(prompt, str) else list(prompt)
+        check_prompt(tokens, self.facts.vocab_size, self.facts.max_context)
+        return tokens
+
+    def chat(self, messages: Messages) -> list[int]:
+        """Token ids of a conversation, up to where the assistant answers.  Raises EspalierError."""
+        return self.text_of("chat").chat(messages)
+
+    def resolve(self, params: SamplingParams) -> ResolvedParams:
+        """Parameters with nothing left open, each within what is supported.  Raises EspalierError."""
+        resolved = params.resolve(self.facts.generation_config, self.facts.eos_token_ids)
+        resolved.validate(self.facts.vocab_size, self.tokenizer is not None)
+        return resolved
+
+    def text_of(self, what: str) -> Tokenizer:
+        """The tokenizer.  Raises EspalierError, naming what needs it."""
+        if self.tokenizer is None:
+            raise EspalierError(f"{what} needs a tokenizer and {self.facts.model} has none; give token ids")
+        return self.tokenizer

@@ -1,0 +1,250 @@
+"""From parts to what OpenAI's clients read: whole answers and stream chunks, of completions and of chats."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from espalier.request import ResolvedParams, SpeculationStats, TokenLogprob, Usage
+from espalier.server.openai import Generating
+from espalier.server.protocol import Part
+from espalier.text import TextStream, Tokenizer
+
+
+@dataclass
+class Delta:
+    """What a part adds to one choice."""
+
+    text: str
+    token_ids: list[int]
+    from_draft: list[bool]
+    logprobs: list[TokenLogprob] | None
+    finish_reason: str | None
+
+
+@dataclass
+class Choice:
+    """One sample of one prompt.  sink: makes the text here, where no stop string needs it in the engine process."""
+
+    index: int
+    sink: TextStream | None
+    text: str = ""
+    text_length: int = 0
+    token_ids: list[int] = field(default_factory=list)
+    from_draft: list[bool] = field(default_factory=list)
+    logprobs: list[TokenLogprob] | None = None
+    finish_reason: str | None = None
+
+    def take(self, part: Part) -> Delta:
+        piece = part.piece
+        text = piece.text if self.sink is None else self._detokenize(self.sink, piece.token_ids, piece.finish_reason)
+        delta = Delta(text, piece.token_ids, piece.from_draft, piece.logprobs, piece.finish_reason)
+        self.text += text
+        self.token_ids += delta.token_ids
+        self.from_draft += delta.from_draft
+        if delta.logprobs is not None:
+            self.logprobs = (self.logprobs or []) + delta.logprobs
+        self.finish_reason = delta.finish_reason
+        return delta
+
+    @staticmethod
+    def _detokenize(sink: TextStream, token_ids: list[int], finish_reason: str | None) -> str:
+        """As the engine does for text that it makes itself: the token that stops a request is no text."""
+        for token in token_ids[:-1] if finish_reason == "stop" else token_ids:
+            sink.push(token)
+        return sink.take(final=finish_reason is not None)
+
+
+class Answer:
+    """All choices of one HTTP request, n for each prompt, in that order.
+
+    tokenizer: None where the model has none, and nothing has text.  echo: a prompt's text for each prompt, or none.
+    """
+
+    object_whole = ""
+    object_chunk = ""
+
+    def __init__(
+        self,
+        id: str,
+        body: Generating,
+        params: ResolvedParams,
+        prompts: Sequence[list[int]],
+        tokenizer: Tokenizer | None,
+        echo: Sequence[str] = (),
+    ):
+        self.body = body
+        self.params = params
+        self.tokenizer = tokenizer
+        self.echo = echo
+        self.include_usage = bool(body.stream_options and body.stream_options.include_usage)
+        self.head = {"id": id, "created": int(time.time()), "model": body.model}
+        self.choices = [
+            Choice(at * params.n + i, self._sink(prompt)) for at, prompt in enumerate(prompts) for i in range(params.n)
+        ]
+        self.usages: list[Usage] = []
+        self.stats = SpeculationStats()
+
+    @property
+    def detokenize_there(self) -> bool:
+        """Whether the engine process makes the text: a stop string must end a request at its very token."""
+        return bool(self.params.stop)
+
+    def _sink(self, prompt: list[int]) -> TextStream | None:
+        if self.tokenizer is None or self.detokenize_there:
+            return None
+        return self.tokenizer.sink(prompt, (), 0)
+
+    def take(self, at: int, part: Part) -> tuple[Choice, Delta]:
+        """Add a part of prompt `at`."""
+        choice = self.choices[at * self.params.n + part.piece.index]
+        if part.usage is not None:
+            # A prompt counts once, however many samples continue it: the first says what of it was cached.
+            first = part.piece.index == 0
+            self.usages.append(part.usage if first else Usage(completion_tokens=part.usage.completion_tokens))
+        if part.speculation is not None:
+            self.stats.merge(part.speculation)
+        return choice, choice.take(part)
+
+    def chunk(self, choice: Choice, delta: Delta) -> dict[str, Any] | None:
+        """What a stream sends for a delta, if it has anything to say."""
+        quiet = not (delta.text or delta.finish_reason or delta.logprobs)
+        if quiet and not (self.body.return_token_ids or self.body.from_draft):
+            return None
+        return self._chunk([self._chunk_choice(choice, delta) | self._of_tokens(delta)])
+
+    def opening(self) -> list[dict[str, Any]]:
+        """Chunks that come before the first token."""
+        return []
+
+    def closing(self) -> list[dict[str, Any]]:
+        """Chunks that come after the last token."""
+        return [{**self._chunk([]), "usage": self.usage()}] if self.include_usage else []
+
+    def whole(self) -> dict[str, Any]:
+        """The answer, once all its choices have ended."""
+        choices = [self._whole_choice(choice) | self._of_tokens(choice) for choice in self.choices]
+        return {**self.head, "object": self.object_whole, "choices": choices, "usage": self.usage()}
+
+    def usage(self) -> dict[str, Any]:
+        prompt = sum(usage.prompt_tokens for usage in self.usages)
+        completion = sum(usage.completion_tokens for usage in self.usages)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": sum(usage.cached_tokens for usage in self.usages)},
+            "speculation": self.stats.as_dict(),
+        }
+
+    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        chunk = {**self.head, "object": self.object_chunk, "choices": choices}
+        return {**chunk, "usage": None} if self.include_usage else chunk
+
+    def _of_tokens(self, source: Delta | Choice) -> dict[str, Any]:
+        """What the body asked for beyond OpenAI's fields."""
+        wanted: dict[str, Any] = {}
+        if self.body.return_token_ids:
+            wanted["token_ids"] = source.token_ids
+        if self.body.from_draft:
+            wanted["from_draft"] = source.from_draft
+        return wanted
+
+    def _chunk_choice(self, choice: Choice, delta: Delta) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _whole_choice(self, choice: Choice) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _token_text(self, token: int) -> str:
+        """What a token reads as alone, special ones by name; its id where the model has no tokenizer."""
+        return f"token_id:{token}" if self.tokenizer is None else self.tokenizer.name(token)
+
+
+class TextAnswer(Answer):
+    """/v1/completions"""
+
+    object_whole = object_chunk = "text_completion"
+
+    def opening(self) -> list[dict[str, Any]]:
+        if not self.echo:
+            return []
+        deltas = [(choice, Delta(self._echo(choice), [], [], None, None)) for choice in self.choices]
+        return [self._chunk([self._chunk_choice(choice, delta)]) for choice, delta in deltas]
+
+    def _echo(self, choice: Choice) -> str:
+        return self.echo[choice.index // self.params.n] if self.echo else ""
+
+    def _chunk_choice(self, choice: Choice, delta: Delta) -> dict[str, Any]:
+        return {
+            "index": choice.index,
+            "text": delta.text,
+            "logprobs": self._logprobs(choice, delta.logprobs),
+            "finish_reason": delta.finish_reason,
+        }
+
+    def _whole_choice(self, choice: Choice) -> dict[str, Any]:
+        return {
+            "index": choice.index,
+            "text": self._echo(choice) + choice.text,
+            "logprobs": self._logprobs(choice, choice.logprobs, from_start=True),
+            "finish_reason": choice.finish_reason,
+        }
+
+    def _logprobs(self, choice: Choice, entries: list[TokenLogprob] | None, from_start: bool = False) -> Any:
+        if entries is None:
+            return None
+        if from_start:
+            choice.text_length = 0
+        tokens = [self._token_text(entry.token_id) for entry in entries]
+        offsets = []
+        for token in tokens:
+            offsets.append(choice.text_length)
+            choice.text_length += len(token)
+        return {
+            "tokens": tokens,
+            "token_logprobs": [entry.logprob for entry in entries],
+            "top_logprobs": [{self._token_text(token): value for token, value in entry.top} for entry in entries],
+            "text_offset": offsets,
+        }
+
+
+class ChatAnswer(Answer):
+    """/v1/chat/completions"""
+
+    object_whole = "chat.completion"
+    object_chunk = "chat.completion.chunk"
+
+    def opening(self) -> list[dict[str, Any]]:
+        begun = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+        return [self._chunk([{"index": choice.index, **begun}]) for choice in self.choices]
+
+    def _chunk_choice(self, choice: Choice, delta: Delta) -> dict[str, Any]:
+        return {
+            "index": choice.index,
+            "delta": {"content": delta.text} if delta.text else {},
+            "logprobs": self._logprobs(delta.logprobs),
+            "finish_reason": delta.finish_reason,
+        }
+
+    def _whole_choice(self, choice: Choice) -> dict[str, Any]:
+        return {
+            "index": choice.index,
+            "message": {"role": "assistant", "content": choice.text, "refusal": None},
+            "logprobs": self._logprobs(choice.logprobs),
+            "finish_reason": choice.finish_reason,
+        }
+
+    def _logprobs(self, entries: list[TokenLogprob] | None) -> Any:
+        if entries is None:
+            return None
+        content = []
+        for entry in entries:
+            top = [self._token(token, value) for token, value in entry.top]
+            content.append(self._token(entry.token_id, entry.logprob) | {"top_logprobs": top})
+        return {"content": content, "refusal": None}
+
+    def _token(self, token: int, logprob: float) -> dict[str, Any]:
+        text = self._token_text(token)
+        # Bytes that are no character alone read as U+FFFD, and are not to be told from it.
+        return {"token": text, "logprob": logprob, "bytes": None if "\ufffd" in text else list(text.encode())}

@@ -1,0 +1,230 @@
+"""The HTTP endpoints: what each reads, and what it hands to the front."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp
+
+from espalier import __version__
+from espalier.errors import EspalierError
+from espalier.server.answers import ChatAnswer, TextAnswer
+from espalier.server.errors import ApiError, ErrorBody, of_validation, refusal
+from espalier.server.front import Front
+from espalier.server.gate import Gate
+from espalier.server.logs import request_id
+from espalier.server.openai import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+
+# Paths of OpenAI's that are not served, and why, so that who tries one need not look.
+REFUSED_PATHS = {
+    "/v1/embeddings": "models here generate text",
+    "/v1/responses": "use /v1/chat/completions",
+    "/v1/moderations": "models here generate text",
+    "/v1/audio": "models here read and write text",
+    "/v1/images": "models here read and write text",
+    "/v1/videos": "models here read and write text",
+    "/v1/realtime": "use /v1/chat/completions with stream",
+    "/v1/files": "nothing is kept between requests",
+    "/v1/uploads": "nothing is kept between requests",
+    "/v1/batches": "send requests side by side: the engine batches them",
+    "/v1/fine_tuning": "python -m espalier.train trains drafts",
+    "/v1/assistants": "use /v1/chat/completions",
+    "/v1/threads": "use /v1/chat/completions",
+    "/v1/conversations": "use /v1/chat/completions",
+    "/v1/vector_stores": "nothing is kept between requests",
+    "/v1/containers": "nothing is run here",
+    "/v1/evals": "nothing is kept between requests",
+    "/v1/chat/completions/": "completions are not stored",
+}
+BODIES: tuple[type[BaseModel], ...] = (CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest)
+EVENTS: dict[str, Any] = {"text/event-stream": {"schema": {"type": "string"}}}
+STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": EVENTS, "description": "whole, or streamed"}}
+
+
+def answers_with(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """The errors that an endpoint may answer with, for the OpenAPI page."""
+    return {status: {"model": ErrorBody} for status in statuses}
+
+
+ALWAYS = (401, 500)
+READS_A_BODY = (400, 404, 413, *ALWAYS)
+GENERATES = (*READS_A_BODY, 429, 503, 504)
+
+
+@dataclass(frozen=True)
+class ApiOptions:
+    """api_key: None for none; cors_origins: whose pages may read answers, none by default."""
+
+    api_key: str | None = None
+    cors_origins: Sequence[str] = ()
+    max_body_bytes: int = 4 * 2**20
+
+
+def make_app(front: Front, options: ApiOptions) -> tuple[ASGIApp, Gate]:
+    """The application, and the gate that counts what is open."""
+    app = FastAPI(title="Espalier", version=__version__, docs_url=None, redoc_url=None)
+    _add_generation(app, front)
+    _add_tokens(app, front)
+    _add_state(app, front)
+    _add_errors(app)
+    _describe(app, front.names)
+    gate = Gate(app, options.api_key, options.max_body_bytes, lambda path, status: _count(front, path, status))
+    if not options.cors_origins:
+        return gate, gate
+    return CORSMiddleware(
+        gate, allow_origins=list(options.cors_origins), allow_methods=["*"], allow_headers=["*"]
+    ), gate
+
+
+def _count(front: Front, path: str, status: int) -> None:
+    front.metrics.answers.labels(path, str(status)).inc()
+
+
+def _add_generation(app: FastAPI, front: Front) -> None:
+    @app.post("/v1/completions", responses=STREAMED | answers_with(*GENERATES))
+    async def complete(body: CompletionRequest, http: Request) -> Response:
+        front.check_model(body.model)
+        params = _checked(front, body)
+        asked = _prompts(body)
+        prompts = [await front.tokenize(front.intake.tokens, prompt) for prompt in asked]
+        echo: list[str] = []
+        if body.echo:
+            decode = (await front.tokenize(front.intake.text_of, "echo")).decode
+            echo = [prompt if isinstance(prompt, str) else decode(prompt) for prompt in asked]
+        id = f"cmpl-{request_id.get()}"
+        return await front.respond(
+            http, body, prompts, TextAnswer(id, body, params, prompts, front.intake.tokenizer, echo)
+        )
+
+    @app.post("/v1/chat/completions", responses=STREAMED | answers_with(*GENERATES))
+    async def chat(body: ChatRequest, http: Request) -> Response:
+        front.check_model(body.model)
+        params = _checked(front, body)
+        prompt = await front.tokenize(_chat_prompt, front, body.turns())
+        id = f"chatcmpl-{request_id.get()}"
+        return await front.respond(http, body, [prompt], ChatAnswer(id, body, params, [prompt], front.intake.tokenizer))
+
+
+def _checked(front: Front, body: CompletionRequest | ChatRequest) -> Any:
+    try:
+        body.check()
+        return front.intake.resolve(body.params())
+    except EspalierError as error:
+        raise refusal(error) from None
+
+
+def _prompts(body: CompletionRequest) -> list[str | list[int]]:
+    try:
+        return body.prompts()
+    except EspalierError as error:
+        raise refusal(error) from None
+
+
+def _chat_prompt(front: Front, turns: list[dict[str, str]]) -> list[int]:
+    """Token ids of a conversation that the model can start from."""
+    return front.intake.tokens(front.intake.chat(turns))
+
+
+def _add_tokens(app: FastAPI, front: Front) -> None:
+    @app.post("/tokenize", responses=answers_with(*READS_A_BODY))
+    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
+        front.check_model(body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise ApiError(400, "give a prompt or messages, one of them", "prompt")
+        if body.messages is not None:
+            tokens = await front.tokenize(front.intake.chat, [message.turn() for message in body.messages])
+        else:
+            encode = (await front.tokenize(front.intake.text_of, "/tokenize")).encode
+            tokens = await front.tokenize(encode, body.prompt)
+        return {"tokens": tokens, "count": len(tokens), "max_model_len": front.intake.facts.max_context}
+
+    @app.post("/detokenize", responses=answers_with(*READS_A_BODY))
+    async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
+        front.check_model(body.model)
+        most = front.intake.facts.vocab_size
+        for token in body.tokens:
+            if not 0 <= token < most:
+                raise ApiError(400, f"tokens entry={token} is not supported; use 0 to {most - 1}", "tokens")
+        decode = (await front.tokenize(front.intake.text_of, "/detokenize")).decode
+        return {"prompt": await front.tokenize(decode, body.tokens)}
+
+
+def _add_state(app: FastAPI, front: Front) -> None:
+    created = int(front.metrics.began)
+
+    def card(name: str) -> dict[str, Any]:
+        most = front.intake.facts.max_context
+        return {"id": name, "object": "model", "created": created, "owned_by": "espalier", "max_model_len": most}
+
+    @app.get("/v1/models", responses=answers_with(*ALWAYS))
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [card(name) for name in front.names]}
+
+    @app.get("/v1/models/{name:path}", responses=answers_with(404, *ALWAYS))
+    async def model(name: str) -> dict[str, Any]:
+        front.check_model(name)
+        return card(name)
+
+    @app.get("/health", responses={503: {"description": "requests are not taken"}, **answers_with(500)})
+    async def health() -> JSONResponse:
+        body = {"status": front.status, "why": front.client.why}
+        return JSONResponse(body, 200 if front.status == "ok" else 503)
+
+    @app.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}, **answers_with(500)})
+    async def metrics() -> Response:
+        return Response(front.metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+
+def _add_errors(app: FastAPI) -> None:
+    bodies = {f"{body.__doc__}".split(":")[0].split()[-1]: body for body in BODIES}
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(http: Request, error: RequestValidationError) -> JSONResponse:
+        return _answer(of_validation(error.errors(), bodies.get(http.url.path)))
+
+    @app.exception_handler(HTTPException)
+    async def refused(http: Request, error: HTTPException) -> JSONResponse:
+        return _answer(error if isinstance(error, ApiError) else _of_routing(http, error))
+
+
+def _of_routing(http: Request, error: HTTPException) -> ApiError:
+    """What the framework refuses: paths and methods."""
+    path = http.url.path
+    if error.status_code == 405:
+        allowed = (error.headers or {}).get("Allow", "")
+        found = ApiError(405, f"{http.method} {path} is not served; use {allowed}")
+        found.headers = {"allow": allowed}
+        return found
+    if error.status_code == 404:
+        why = next((why for prefix, why in REFUSED_PATHS.items() if path.startswith(prefix)), None)
+        served = "/v1/models, /v1/completions, /v1/chat/completions, /tokenize, /detokenize, /health and /metrics are"
+        reason = f"{path} is OpenAI's and not supported here: {why}" if why else f"{path} is not served; {served}"
+        return ApiError(404, reason, code="unsupported" if why else None)
+    return ApiError(error.status_code, str(error.detail))
+
+
+def _answer(error: ApiError) -> JSONResponse:
+    return JSONResponse(error.body(), error.status_code, error.headers)
+
+
+def _describe(app: FastAPI, names: Sequence[str]) -> None:
+    """Bodies are refused with 400, as OpenAI does, and models have names: the OpenAPI page says so."""
+    make = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        page = make()
+        for methods in page["paths"].values():
+            for operation in methods.values():
+                operation["responses"].pop("422", None)
+        for body in (CompletionRequest, ChatRequest):
+            page["components"]["schemas"][body.__name__]["properties"]["model"]["enum"] = list(names)
+        return page
+
+    app.openapi = openapi  # type: ignore[method-assign]

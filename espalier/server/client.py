@@ -1,0 +1,324 @@
+"""The front's side of the engine process: starts it, submits, hands out what comes, notices when it is gone.
+
+All of it runs on one event loop.  A process that exits or falls silent is gone: every generation in flight ends with
+EngineGone, the state says so, and with restart a new process takes its place.
+"""
+
+import asyncio
+import logging
+import os
+import shutil
+import sys
+import tempfile
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import zmq
+import zmq.asyncio
+
+from espalier.errors import EspalierError
+from espalier.intake import ModelFacts
+from espalier.request import ResolvedParams
+from espalier.server import logs, protocol
+from espalier.server.protocol import Abort, Failed, Harvest, Part, Ready, Refused, Report, Shutdown, Start, Submit
+
+log = logging.getLogger("espalier.server")
+LEAVE_S = 10.0
+LONGEST_PAUSE_S = 60.0
+
+
+class EngineGone(Exception):
+    """The engine process cannot answer: what a request that was in flight, or comes now, is told."""
+
+
+@dataclass(frozen=True)
+class ClientOptions:
+    """heartbeat_s: how often an idle engine speaks; timeout_s: silence after which it counts as hung."""
+
+    restart: bool = False
+    heartbeat_s: float = 1.0
+    timeout_s: float = 120.0
+    log_level: str = "info"
+    log_json: bool = False
+
+
+class Generation:
+    """What comes for the prompts of one HTTP request.  Its names, in the order of the prompts, are keys of `left`.
+
+    What is not read waits here, max_tokens of each sample at most, so a slow reader stops nobody.  Close it, whatever
+    happens: what still runs is then aborted.
+    """
+
+    def __init__(self, client: "EngineClient", names: Sequence[str], samples: int):
+        self.client = client
+        self.left = dict.fromkeys(names, samples)
+        self.waiting: deque[Part] = deque()
+        self.error: Exception | None = None
+        self.news = asyncio.Event()
+
+    @property
+    def done(self) -> bool:
+        return not any(self.left.values())
+
+    async def parts(self, deadline: float | None) -> AsyncIterator[list[Part]]:
+        """What has come since the last time, until all samples have ended.
+
+        deadline: of the loop's clock.  Raises TimeoutError, EngineGone, or EspalierError where the engine refuses.
+        """
+        ended = False
+        while not ended:
+            async with asyncio.timeout_at(deadline):
+                await self.news.wait()
+            self.news.clear()
+            parts, ended = list(self.waiting), self.done
+            self.waiting.clear()
+            if parts:
+                yield parts
+            if self.error is not None:
+                raise self.error
+
+    def take(self, part: Part) -> None:
+        if part.piece.finish_reason is not None:
+            self.left[part.name] -= 1
+        self.waiting.append(part)
+        self.news.set()
+
+    def fail(self, error: Exception) -> None:
+        self.left = dict.fromkeys(self.left, 0)
+        self.error = error
+        self.news.set()
+
+    def close(self) -> None:
+        self.client.forget(self)
+
+
+class EngineClient:
+    """One engine process after another.  settings: keywords of EngineConfig, as the protocol carries them.
+
+    state: "starting", "ready", "gone" or "closed"; why: of "gone"; abort_steps: how often an abort took so many steps.
+    """
+
+    def __init__(self, settings: Mapping[str, Any], options: ClientOptions):
+        self.settings = dict(settings)
+        self.options = options
+        self.state = "starting"
+        self.why = ""
+        self.facts: ModelFacts | None = None
+        self.config: dict[str, Any] = {}
+        self.report = Report()
+        self.abort_steps: Counter[int] = Counter()
+        self.num_restarts = 0
+        self.process: asyncio.subprocess.Process | None = None
+        self._generations: dict[str, Generation] = {}
+        self._context = zmq.asyncio.Context()
+        self._socket: zmq.asyncio.Socket | None = None
+        self._folder = Path(tempfile.mkdtemp(prefix="espalier-"))  # readable by this user alone
+        self._heard = 0.0
+        self._num_starts = 0
+        self._num_submitted = 0
+        self._supervisor: asyncio.Task[None] | None = None
+
+    @property
+    def open_samples(self) -> int:
+        """Samples that are queued or run, as far as the front knows."""
+        return sum(generation.left[name] for name, generation in self._generations.items())
+
+    async def start(self) -> None:
+        """Start the process and wait until its model is loaded.  Raises EspalierError for what cannot be."""
+        try:
+            await self._start()
+        except BaseException:
+            await self._end_process()
+            self._close_socket()
+            shutil.rmtree(self._folder, ignore_errors=True)
+            raise
+        self._supervisor = asyncio.create_task(self._supervise())
+
+    def submit(
+        self, name: str, prompts: Sequence[list[int]], params: ResolvedParams, priority: int, detokenize: bool
+    ) -> Generation:
+        """Queue prompts.  name: in the engine's log lines, with a number behind it.  Raises EngineGone."""
+        if self.state != "ready":
+            raise EngineGone(self.why or f"the engine is {self.state}")
+        names = [f"{name}-{self._num_submitted + i}" for i in range(len(prompts))]
+        self._num_submitted += len(prompts)
+        generation = Generation(self, names, params.n)
+        for each, prompt in zip(names, prompts, strict=True):
+            self._generations[each] = generation
+            self._send(Submit(each, prompt, params, priority, detokenize))
+        return generation
+
+    def forget(self, generation: Generation) -> None:
+        """Nobody reads it any more: abort what still runs."""
+        for name in generation.left:
+            if self._generations.pop(name, None) is not None and self.state == "ready":
+                self._send(Abort(name))
+
+    async def close(self) -> None:
+        """End the process, by force where it does not leave.  Idempotent."""
+        if self.state == "closed":
+            return
+        self.state = "closed"
+        self._fail("the server is shutting down")
+        if self._supervisor is not None:
+            self._supervisor.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._supervisor
+        await self._end_process()
+        self._close_socket()
+        self._context.term()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    # The process
+
+    async def _start(self) -> None:
+        self._num_starts += 1
+        address = f"ipc://{self._folder}/{self._num_starts}"
+        socket: zmq.asyncio.Socket = self._context.socket(zmq.PAIR)
+        socket.set_hwm(0)
+        socket.linger = 0
+        socket.bind(address)
+        self._socket = socket
+        self.process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "espalier.server.worker", address), stdin=asyncio.subprocess.DEVNULL
+        )
+        options = self.options
+        self._send(Start(self.settings, os.getpid(), options.heartbeat_s, options.log_level, options.log_json))
+        first = await self._first_message(socket, self.process)
+        if not isinstance(first, Ready):
+            raise EspalierError(first.error if isinstance(first, Failed) else "the engine process speaks out of turn")
+        self.facts, self.config, self.report = first.facts, first.config, Report()
+        self._heard = asyncio.get_running_loop().time()
+        self.state, self.why = "ready", ""
+
+    async def _first_message(self, socket: zmq.asyncio.Socket, process: asyncio.subprocess.Process) -> Any:
+        """What it says when it has loaded, or has not; EspalierError where it leaves without a word."""
+        message = asyncio.ensure_future(socket.recv())
+        left = asyncio.create_task(process.wait())
+        try:
+            await asyncio.wait({message, left}, return_when=asyncio.FIRST_COMPLETED)
+            if not message.done():
+                # Its last words may still be on their way.
+                await asyncio.wait({message}, timeout=1.0)
+            if not message.done():
+                raise EspalierError(f"the engine process {_end_of(process)} while it was loading")
+            return protocol.decode_from_engine(message.result())
+        finally:
+            message.cancel()
+            left.cancel()
+
+    async def _supervise(self) -> None:
+        """Read from the process until it is gone, and then, if asked for, from the next."""
+        pause = 1.0
+        while True:
+            if self.state == "ready":
+                self._fail(await self._gone())
+                pause = 1.0
+            await self._end_process()
+            self._close_socket()
+            if not self.options.restart:
+                return
+            try:
+                self.num_restarts += 1
+                await self._start()
+                log.warning("the engine process was started again")
+            except EspalierError as error:
+                log.error("the engine process cannot be started again: %s", error)
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, LONGEST_PAUSE_S)
+
+    async def _gone(self) -> str:
+        """Take in messages; returns why there will be no more."""
+        assert self.process is not None
+        reading = asyncio.create_task(self._read())
+        left = asyncio.create_task(self.process.wait())
+        try:
+            while True:
+                await asyncio.wait({reading, left}, timeout=1.0, return_when=asyncio.FIRST_COMPLETED)
+                if left.done():
+                    # What it sent before it left is still to be read.
+                    await asyncio.wait({reading}, timeout=1.0)
+                if reading.done():
+                    return reading.result()
+                if left.done():
+                    return f"the engine process {_end_of(self.process)}"
+                silence = asyncio.get_running_loop().time() - self._heard
+                if silence > self.options.timeout_s:
+                    return f"the engine process has been silent for {silence:.0f} s and was ended"
+        finally:
+            reading.cancel()
+            left.cancel()
+
+    async def _read(self) -> str:
+        """Hand out what comes, until the process says that it cannot go on; returns its reason."""
+        assert self._socket is not None
+        while True:
+            message = protocol.decode_from_engine(await self._socket.recv())
+            self._heard = asyncio.get_running_loop().time()
+            if isinstance(message, Harvest):
+                self.report = message.report
+                self.abort_steps.update(message.report.aborts)
+                for part in message.parts:
+                    self._hand_out(part)
+            elif isinstance(message, Refused):
+                self._end(message.name, EspalierError(message.error))
+            elif isinstance(message, Failed):
+                return f"the engine stopped: {message.error}"
+
+    def _hand_out(self, part: Part) -> None:
+        generation = self._generations.get(part.name)
+        if generation is None:  # its reader has left
+            return
+        generation.take(part)
+        if generation.left[part.name] == 0:
+            del self._generations[part.name]
+
+    def _end(self, name: str, error: Exception) -> None:
+        generation = self._generations.pop(name, None)
+        if generation is not None:
+            self.forget(generation)
+            generation.fail(error)
+
+    def _fail(self, why: str) -> None:
+        """Tell everyone in flight that there is no engine."""
+        if self.state == "ready":
+            self.state, self.why = "gone", why
+            log.error("%s; %d requests in flight", why, len(self._generations))
+        for name in list(self._generations):
+            log.error("ended: %s", why, extra=logs.about(name))
+            self._end(name, EngineGone(why))
+
+    async def _end_process(self) -> None:
+        process = self.process
+        if process is None or process.returncode is not None:
+            return
+        if self.state == "closed" and self._socket is not None:
+            self._send(Shutdown())
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(process.wait(), LEAVE_S)
+        if process.returncode is None:
+            with suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+
+    def _send(self, message: protocol.ToEngine) -> None:
+        """Never waits: the socket holds what the process has not read."""
+        assert self._socket is not None
+        # A send that cannot be made now is kept by the socket's own queue, whose size has no limit.
+        self._socket.send(protocol.encode(message))
+
+    def _close_socket(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+
+def _end_of(process: asyncio.subprocess.Process) -> str:
+    code = process.returncode
+    if code is not None and code < 0:
+        return f"(pid {process.pid}) was killed by signal {-code}"
+    return f"(pid {process.pid}) left with exit code {code}" if code is not None else f"(pid {process.pid}) is gone"

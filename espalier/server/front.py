@@ -1,0 +1,263 @@
+"""What stands between an endpoint and the engine process: admission, tokens, time limits, and one way to run a body.
+
+A body is run to its whole answer or as a stream of events; both abort what still runs, however they end.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from espalier.errors import EspalierError
+from espalier.intake import Intake
+from espalier.server.answers import Answer
+from espalier.server.client import EngineClient, EngineGone, Generation
+from espalier.server.errors import ApiError, refusal
+from espalier.server.logs import request_id
+from espalier.server.metrics import Metrics
+from espalier.server.openai import Generating
+from espalier.server.protocol import Part
+from espalier.text import load_tokenizer
+
+log = logging.getLogger("espalier.server")
+T = TypeVar("T")
+RETRY_AFTER_S = 1
+# A stream whose reader takes nothing is ended so long after its time is up.
+SEND_GRACE_S = 10.0
+# Nobody reads this answer; the number is what proxies log for it.
+CLIENT_LEFT = 499
+
+
+@dataclass(frozen=True)
+class FrontOptions:
+    """names: of the model, its directory's where there is none; chat_template: a file in place of the tokenizer's own;
+    request_timeout_s: of one request, None for no limit; max_queue: samples that may wait beside those in a slot."""
+
+    names: tuple[str, ...]
+    chat_template: Path | None = None
+    max_queue: int = 256
+    request_timeout_s: float | None = 600.0
+
+
+class ClientLeft(Exception):
+    pass
+
+
+class Front:
+    """The client must be ready.  draining: what is new is refused, what runs is finished."""
+
+    def __init__(self, client: EngineClient, options: FrontOptions):
+        if client.facts is None:
+            raise ValueError("start the client first")
+        self.client = client
+        self.options = options
+        self.names = options.names or (Path(client.facts.model).name,)
+        self.metrics = Metrics(client)
+        self.draining = False
+        tokenizer = load_tokenizer(Path(client.facts.model), client.facts.vocab_size)
+        self.intake = Intake(client.facts, tokenizer)
+        if options.chat_template is not None:
+            self.intake.text_of("--chat-template").hf.chat_template = _read(options.chat_template)
+        # One thread: long prompts do not hold up the loop, and a tokenizer is used by one caller at a time.
+        self._tokenizing = ThreadPoolExecutor(1, "tokenizing")
+
+    @property
+    def status(self) -> str:
+        """ "ok", or why requests are not taken."""
+        return "draining" if self.draining else "ok" if self.client.state == "ready" else self.client.state
+
+    def check_model(self, name: str | None) -> None:
+        if name is not None and name not in self.names:
+            served = ", ".join(self.names)
+            raise ApiError(404, f"model {name!r} is not served here; use {served}", "model", "model_not_found")
+
+    async def tokenize(self, work: Callable[..., T], *values: Any) -> T:
+        """Run a call of the intake beside the loop.  Raises ApiError for what it refuses."""
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._tokenizing, work, *values)
+        except EspalierError as error:
+            raise refusal(error) from None
+
+    async def respond(self, http: Request, body: Generating, prompts: Sequence[list[int]], answer: Answer) -> Response:
+        """Run a body.  Raises ApiError, for a stream as long as nothing has been sent."""
+        loop = asyncio.get_running_loop()
+        limit = self.options.request_timeout_s
+        run = Run(self, answer, self._submit(body, prompts, answer), None if limit is None else loop.time() + limit)
+        try:
+            if not body.stream:
+                return await _until_left(http, run.whole())
+            events = run.events()
+            # The status must be known before the first byte: refused, or begun.
+            first = await _until_left(http, anext(events))
+        except ClientLeft:
+            self.metrics.disconnects.inc()
+            run.close()
+            return Response(status_code=CLIENT_LEFT)
+        except BaseException:
+            run.close()
+            raise
+        return EventStream(run, first, events)
+
+    def _submit(self, body: Generating, prompts: Sequence[list[int]], answer: Answer) -> Generation:
+        """Admission: what is beyond the slots and the queue comes again later."""
+        if self.draining:
+            raise ApiError(503, "the server is shutting down; ask another", retry_after_s=RETRY_AFTER_S)
+        wanted = len(prompts) * answer.params.n
+        room = int(self.client.config["max_batch"]) + self.options.max_queue
+        if wanted > room:
+            raise ApiError(400, f"{wanted} samples are more than the {room} that run and wait here; ask for fewer", "n")
+        if self.client.open_samples + wanted > room:
+            message = f"{self.client.open_samples} samples run and wait and there is room for {room}; come again later"
+            raise ApiError(429, message, code="queue_full", retry_after_s=RETRY_AFTER_S)
+        name = request_id.get()
+        try:
+            return self.client.submit(name, prompts, answer.params, body.priority or 0, answer.detokenize_there)
+        except EngineGone as error:
+            raise ApiError(503, f"{error}; come again later", code="engine_gone", retry_after_s=RETRY_AFTER_S) from None
+
+    def close(self) -> None:
+        self._tokenizing.shutdown(wait=False)
+
+
+class Run:
+    """One body on its way.  deadline: of the loop's clock."""
+
+    def __init__(self, front: Front, answer: Answer, generation: Generation, deadline: float | None):
+        self.metrics = front.metrics
+        self.timeout_s = front.options.request_timeout_s
+        self.answer = answer
+        self.generation = generation
+        self.deadline = deadline
+        self.places = {name: at for at, name in enumerate(generation.left)}
+        self.began = asyncio.get_running_loop().time()
+        self.last: dict[tuple[str, int], float] = {}
+
+    async def whole(self) -> Response:
+        """The answer in one piece.  Raises ApiError."""
+        async for parts in self._parts():
+            for part in parts:
+                self.answer.take(self.places[part.name], part)
+        self.close()
+        return Response(msgspec.json.encode(self.answer.whole()), media_type="application/json")
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """The answer as server-sent events.  Raises ApiError."""
+        opening = self.answer.opening()
+        async for parts in self._parts():
+            taken = [self.answer.take(self.places[part.name], part) for part in parts]
+            chunks = [chunk for choice, delta in taken if (chunk := self.answer.chunk(choice, delta)) is not None]
+            if opening or chunks:
+                yield b"".join(event(chunk) for chunk in (*opening, *chunks))
+            opening = []
+        yield b"".join([*(event(chunk) for chunk in self.answer.closing()), b"data: [DONE]\n\n"])
+
+    async def _parts(self) -> AsyncIterator[list[Part]]:
+        try:
+            async for parts in self.generation.parts(self.deadline):
+                for part in parts:
+                    self._measure(part)
+                    if part.piece.error is not None:
+                        raise ApiError(500, part.piece.error, retry=False)
+                yield parts
+        except TimeoutError:
+            self.metrics.timeouts.inc()
+            message = (
+                f"the answer took longer than {self.timeout_s:g} s; ask for fewer tokens, or raise --request-timeout"
+            )
+            raise ApiError(504, message, retry=False) from None
+        except EngineGone as error:
+            raise ApiError(503, f"{error}; send the request again", code="engine_gone") from None
+        except EspalierError as error:
+            raise refusal(error) from None
+
+    def _measure(self, part: Part) -> None:
+        metrics, piece, now = self.metrics, part.piece, asyncio.get_running_loop().time()
+        key, count = (part.name, piece.index), len(piece.token_ids)
+        if count:
+            metrics.generated.inc(count)
+            if key not in self.last:
+                metrics.first_token.observe(now - self.began)
+            else:
+                for _ in range(count):
+                    metrics.between_tokens.observe((now - self.last[key]) / count)
+            self.last[key] = now
+        if part.usage is not None:
+            metrics.finished.labels(piece.finish_reason).inc()
+            metrics.prompt_tokens.inc(part.usage.prompt_tokens)
+            metrics.cached_tokens.inc(part.usage.cached_tokens)
+
+    def close(self) -> None:
+        """Whoever asked has the answer, or does not want it: what still runs is aborted."""
+        self.generation.close()
+        self.metrics.duration.observe(asyncio.get_running_loop().time() - self.began)
+
+
+class EventStream(StreamingResponse):
+    """A run's events, the first of which is there already.  An error in their midst is an event of its own."""
+
+    def __init__(self, run: Run, first: bytes, rest: AsyncIterator[bytes]):
+        super().__init__(self._body(first, rest), media_type="text/event-stream", headers={"cache-control": "no-cache"})
+        self.run = run
+        self.ended = False
+
+    async def _body(self, first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+        yield first
+        try:
+            async for events in rest:
+                yield events
+        except ApiError as error:
+            log.warning("ended in its midst: %s", error.detail)
+            yield event(error.body())
+        self.ended = True
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        limit = None if self.run.deadline is None else self.run.deadline + SEND_GRACE_S
+        try:
+            async with asyncio.timeout_at(limit):
+                await super().__call__(scope, receive, send)
+        except TimeoutError:
+            log.warning("its reader took nothing for too long: the connection is closed")
+        finally:
+            if not self.ended:
+                self.run.metrics.disconnects.inc()
+            self.run.close()
+
+
+def event(chunk: dict[str, Any]) -> bytes:
+    """One server-sent event."""
+    return b"data: " + msgspec.json.encode(chunk) + b"\n\n"
+
+
+async def _until_left(http: Request, work: Awaitable[T]) -> T:
+    """The result of `work`, cancelled as the client disconnects.  Raises ClientLeft."""
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.create_task(_left(http))
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientLeft
+        return working.result()
+    finally:
+        leaving.cancel()
+        if not working.done():
+            working.cancel()
+
+
+async def _left(http: Request) -> None:
+    while (await http.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise EspalierError(f"--chat-template {path} cannot be read ({error}); give a text file") from None

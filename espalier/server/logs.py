@@ -1,0 +1,47 @@
+"""Log lines of the server: text or JSON, each with the id of the request that it is about."""
+
+import json
+import logging
+import sys
+from contextvars import ContextVar
+
+LEVELS = ("debug", "info", "warning", "error")
+NO_REQUEST = "-"
+request_id: ContextVar[str] = ContextVar("request_id", default=NO_REQUEST)
+
+
+class _WithRequestId(logging.Filter):
+    def filter(self, record: logging.LogRecord) -> bool:
+        if not hasattr(record, "request_id"):
+            record.request_id = request_id.get()
+        return True
+
+
+class _Json(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        line = {
+            "time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S%z"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "request_id": getattr(record, "request_id", NO_REQUEST),
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, ensure_ascii=False)
+
+
+def set_up(level: str, as_json: bool) -> None:
+    """Send every log line of this process to stderr in one form."""
+    handler = logging.StreamHandler(sys.stderr)
+    text = logging.Formatter("%(asctime)s %(levelname)s %(name)s [%(request_id)s] %(message)s")
+    handler.setFormatter(_Json() if as_json else text)
+    handler.addFilter(_WithRequestId())
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    # Each request of a client library would be a line beside our own.
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+
+
+def about(name: str) -> dict[str, str]:
+    """`extra` of a line about a request, where no context says which."""
+    return {"request_id": name}

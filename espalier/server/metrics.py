@@ -1,0 +1,114 @@
+"""What Prometheus reads: counts of the front, and of the engine process as its last report has them."""
+
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TypeVar
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from espalier.request import SpeculationStats
+from espalier.server.client import EngineClient
+
+SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+TOKEN_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
+ABORT_STEPS = (1, 2, 3, 4, 8)
+Family = TypeVar("Family", CounterMetricFamily, GaugeMetricFamily)
+
+
+class Metrics:
+    """A registry of its own for each server, so that two in one process stay apart."""
+
+    def __init__(self, client: EngineClient):
+        self.began = time.time()
+        self.registry = CollectorRegistry()
+        self.registry.register(EngineCollector(client))
+        self.answers = self._counter("http_requests", "HTTP requests answered", "path", "status")
+        self.disconnects = self._counter("disconnects", "requests whose client left before the end")
+        self.timeouts = self._counter("timeouts", "requests that took longer than --request-timeout")
+        self.prompt_tokens = self._counter("prompt_tokens", "tokens of prompts whose requests ended")
+        self.cached_tokens = self._counter("prompt_cached_tokens", "of those, found in the prefix cache")
+        self.generated = self._counter("generated_tokens", "tokens handed to requests")
+        self.finished = self._counter("finished_samples", "samples that ended, by finish_reason", "reason")
+        self.first_token = self._histogram(
+            "time_to_first_token_seconds", "from arrival to a prompt's first token", SECONDS
+        )
+        self.between_tokens = self._histogram(
+            "inter_token_seconds", "between tokens; those that one round decides share its time", TOKEN_SECONDS
+        )
+        self.duration = self._histogram("request_seconds", "from arrival to the end of a generating request", SECONDS)
+
+    def _counter(self, name: str, about: str, *labels: str) -> Counter:
+        return Counter(f"espalier_{name}", about, labels, registry=self.registry)
+
+    def _histogram(self, name: str, about: str, buckets: Iterable[float]) -> Histogram:
+        return Histogram(f"espalier_{name}", about, buckets=tuple(buckets), registry=self.registry)
+
+    def text(self) -> bytes:
+        """The exposition format."""
+        return generate_latest(self.registry)
+
+
+class EngineCollector(Collector):
+    """Reads the client's last report at each scrape.  Counts begin again with a new engine process."""
+
+    def __init__(self, client: EngineClient):
+        self.client = client
+
+    def collect(self) -> Iterator[Metric]:
+        client, report = self.client, self.client.report
+        pages = (("free", report.pages_free), ("cached", report.pages_cached), ("owned", report.pages_owned))
+        yield _gauge("engine_up", "1 while the engine process answers", client.state == "ready")
+        yield _counter("engine_restarts", "engine processes started after the first", client.num_restarts)
+        yield _gauge("open_samples", "samples accepted and not ended, as the front sees them", client.open_samples)
+        yield _gauge("waiting_requests", "samples queued in the engine", report.waiting)
+        yield _gauge("running_requests", "samples in a slot", report.running)
+        yield _labelled(GaugeMetricFamily("espalier_pages", "pages of the cache", labels=["state"]), pages)
+        yield _counter("preemptions", "samples put back into the queue for want of pages", report.preempted)
+        yield _counter("harvests", "engine steps", report.harvests)
+        yield from _of_speculation(report.totals)
+        yield _gauge(
+            "acceptance_alarm", "1 when next to nothing drafted is accepted: a wrong draft?", report.low_acceptance
+        )
+        rounds = CounterMetricFamily("espalier_rounds", "rounds by batch bucket", labels=["bucket", "run"])
+        for bucket, graph, count in report.rounds:
+            rounds.add_metric([str(bucket), "graph" if graph else "eager"], count)
+        yield rounds
+        yield _abort_steps(client.abort_steps)
+
+
+def _of_speculation(totals: SpeculationStats) -> Iterator[Metric]:
+    yield _gauge(
+        "accept_length", "tokens a request and round since the start; 1.0 is plain decoding", totals.accept_length
+    )
+    yield _counter("drafted_tokens", "draft tokens verified", totals.drafted)
+    yield _counter("accepted_tokens", "draft tokens emitted", totals.accepted)
+    lengths = CounterMetricFamily("espalier_rounds_by_accept_length", "rounds of a request", labels=["length"])
+    yield _labelled(lengths, enumerate(totals.histogram))
+    tried = CounterMetricFamily("espalier_depth_tried", "rounds in which a depth was tried", labels=["depth"])
+    yield _labelled(tried, enumerate(totals.reached, 1))
+    taken = CounterMetricFamily("espalier_depth_accepted", "rounds in which a depth was accepted", labels=["depth"])
+    yield _labelled(taken, enumerate(totals.taken, 1))
+
+
+def _gauge(name: str, about: str, value: float) -> Metric:
+    return GaugeMetricFamily(f"espalier_{name}", about, value=float(value))
+
+
+def _counter(name: str, about: str, value: float) -> Metric:
+    return CounterMetricFamily(f"espalier_{name}", about, value=value)
+
+
+def _labelled(family: Family, values: Iterable[tuple[object, float]]) -> Family:
+    for label, value in values:
+        family.add_metric([str(label)], value)
+    return family
+
+
+def _abort_steps(steps: Mapping[int, int]) -> Metric:
+    counts = [(str(float(most)), sum(count for step, count in steps.items() if step <= most)) for most in ABORT_STEPS]
+    buckets = [*counts, ("+Inf", sum(steps.values()))]
+    about = "engine steps from an abort's arrival to the release of its pages"
+    total = sum(step * count for step, count in steps.items())
+    return HistogramMetricFamily("espalier_abort_steps", about, buckets=buckets, sum_value=total)

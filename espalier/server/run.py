@@ -1,0 +1,120 @@
+"""From flags to a server that answers, and from a signal to one that has left nothing behind.
+
+SIGTERM: what runs is finished, what is new refused, for drain_timeout_s at most.  SIGINT: what runs is told, and the
+server leaves.  Either signal a second time cuts what is left short.
+"""
+
+import asyncio
+import logging
+import signal
+import socket
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib import import_module
+from types import FrameType
+from typing import Any
+
+import uvicorn
+
+from espalier.errors import EspalierError
+from espalier.server.api import ApiOptions, make_app
+from espalier.server.client import ClientOptions, EngineClient
+from espalier.server.front import Front, FrontOptions
+from espalier.server.gate import Gate
+
+log = logging.getLogger("espalier.server")
+TOKENIZERS = "transformers.models.auto.tokenization_auto"
+# For connections to take what was written to them.
+CLOSE_S = 5
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    """port 0: one that is free, which the log names."""
+
+    host: str
+    port: int
+    drain_timeout_s: float
+    client: ClientOptions
+    front: FrontOptions
+    api: ApiOptions
+
+
+class Server(uvicorn.Server):
+    """uvicorn, with an end of our own."""
+
+    def __init__(self, config: uvicorn.Config, front: Front, gate: Gate, drain_timeout_s: float):
+        super().__init__(config)
+        self.front = front
+        self.gate = gate
+        self.drain_timeout_s = drain_timeout_s
+        self.loop = asyncio.get_running_loop()
+        self.ending: asyncio.Task[None] | None = None
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Runs inside whatever the signal interrupted: the rest is for the loop."""
+        self.loop.call_soon_threadsafe(self.leave, sig == signal.SIGINT)
+
+    def leave(self, at_once: bool) -> None:
+        again, self.front.draining = self.front.draining, True
+        if again or at_once:
+            self.should_exit = True
+            self.loop.create_task(self.front.client.close())
+            return
+        log.info("draining: %d requests are open", self.gate.num_open)
+        self.ending = self.loop.create_task(self._drain())
+
+    async def _drain(self) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self.drain_timeout_s):
+                while self.gate.num_open:
+                    await asyncio.sleep(0.05)
+        if self.gate.num_open:
+            log.warning("%d requests are not done after %g s", self.gate.num_open, self.drain_timeout_s)
+        await self.front.client.close()
+        self.should_exit = True
+
+
+async def serve(settings: Mapping[str, Any], options: ServeOptions) -> None:
+    """Serve until a signal.  settings: keywords of EngineConfig.  Raises EspalierError before anything is served."""
+    listener = _bound(options.host, options.port)
+    client = EngineClient(settings, options.client)
+    loading = asyncio.current_task()
+    assert loading is not None
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGTERM, loading.cancel)
+    try:
+        # What the front needs takes a while to import: the engine process loads meanwhile.
+        await asyncio.gather(client.start(), asyncio.to_thread(import_module, TOKENIZERS))
+        loop.remove_signal_handler(signal.SIGTERM)
+        front = Front(client, options.front)
+        app, gate = make_app(front, options.api)
+        config = uvicorn.Config(
+            app,
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            lifespan="off",
+            timeout_graceful_shutdown=CLOSE_S,
+        )
+        server = Server(config, front, gate, options.drain_timeout_s)
+        host, port = listener.getsockname()[:2]
+        log.info("serving %s at http://%s:%d/v1", ", ".join(front.names), host, port)
+        await server.serve(sockets=[listener])
+        front.close()
+    finally:
+        await client.close()
+        listener.close()
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    """Taken before the model is loaded, and listened to after: a port in use is known at once."""
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except (OSError, OverflowError) as error:
+        listener.close()
+        raise EspalierError(f"--host {host} --port {port} cannot be used ({error}); name another") from None
+    return listener

@@ -1,0 +1,188 @@
+"""The engine process: takes in what arrived, steps, sends what was decided.  Knows nothing of HTTP.
+
+It ends by Shutdown or when the front is gone.  Signals are for the front, which drains first: SIGINT and SIGTERM reach
+a whole process group and are ignored here.
+"""
+
+import logging
+import os
+import signal
+import sys
+import time
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import zmq
+
+from espalier.config import SpeculationConfig
+from espalier.errors import EspalierError
+from espalier.llm import LLM, low_acceptance
+from espalier.request import Piece, Request
+from espalier.server import logs, protocol
+from espalier.server.protocol import Abort, Failed, Harvest, Part, Ready, Refused, Report, Start, Submit
+
+log = logging.getLogger("espalier.server")
+# Loading says nothing while it lasts: only silence after Ready counts.
+WAIT_FOR_START_MS = 60_000
+DONE, REFUSED, BROKEN = 0, 2, 1
+
+
+@dataclass
+class Running:
+    """What was submitted under one name.  aborted_at: the step before which its abort came."""
+
+    requests: list[Request]
+    left: int = field(init=False)
+    aborted_at: int | None = None
+
+    def __post_init__(self) -> None:
+        self.left = len(self.requests)
+
+
+class Worker:
+    """socket: a connected PAIR."""
+
+    def __init__(self, socket: zmq.Socket, llm: LLM, start: Start):
+        self.socket = socket
+        self.llm = llm
+        self.heartbeat_ms = int(1000 * start.heartbeat_s)
+        self.front = start.front
+        self.running: dict[str, Running] = {}
+        self.steps = 0
+        self.aborts: list[int] = []
+        self.buckets = llm.engine.layout.batch_buckets(llm.config.graph_batch)
+
+    def run(self) -> None:
+        """Serve until Shutdown.  Raises what the engine raised, after every request has been told."""
+        while os.getppid() == self.front and self._take_in():
+            pieces: list[Piece] = []
+            if self.llm.engine.has_work:
+                try:
+                    pieces = self.llm.step()
+                except Exception:
+                    self._send(self.llm.engine.scheduler.take_pieces())
+                    raise
+                self.steps += 1
+            self._send(pieces)
+
+    def _take_in(self) -> bool:
+        """Every message that is there; waits for one where nothing runs.  False: leave."""
+        wait = 0 if self.llm.engine.has_work else self.heartbeat_ms
+        while self.socket.poll(wait):
+            message = protocol.decode_to_engine(self.socket.recv())
+            if isinstance(message, Submit):
+                self._submit(message)
+            elif isinstance(message, Abort):
+                self._abort(message.name)
+            else:
+                return False
+            wait = 0
+        return True
+
+    def _submit(self, asked: Submit) -> None:
+        group = self.llm.group(asked.prompt, asked.params, asked.name, asked.priority, asked.detokenize)
+        try:
+            for request in group:
+                self.llm.engine.add(request)
+        except EspalierError as error:
+            # The samples of a prompt are alike: the first is refused, or none is.
+            self.socket.send(protocol.encode(Refused(asked.name, str(error))))
+            return
+        self.running[asked.name] = Running(group)
+
+    def _abort(self, name: str) -> None:
+        if name in self.running:
+            self.running[name].aborted_at = self.steps
+            for request in self.running[name].requests:
+                self.llm.engine.abort(request.id)
+
+    def _send(self, pieces: list[Piece]) -> None:
+        parts = [self._part(piece) for piece in pieces]
+        self.socket.send(protocol.encode(Harvest(parts, self._report())))
+
+    def _part(self, piece: Piece) -> Part:
+        name = piece.request_id.rpartition(".")[0]
+        if piece.finish_reason is None:
+            return Part(name, piece)
+        entry = self.running[name]
+        request = entry.requests[piece.index]
+        if piece.error is not None:
+            log.error("%s", piece.error, extra=logs.about(piece.request_id))
+        entry.left -= 1
+        if not entry.left:
+            del self.running[name]
+            if entry.aborted_at is not None:
+                self.aborts.append(self.steps - entry.aborted_at)
+        return Part(name, piece, request.usage, request.stats)
+
+    def _report(self) -> Report:
+        engine = self.llm.engine
+        scheduler, pool = engine.scheduler, engine.pool
+        aborts, self.aborts = self.aborts, []
+        cached = 0 if engine.prefixes is None else len(engine.prefixes)
+        return Report(
+            harvests=self.steps,
+            waiting=len(scheduler.waiting) + len(engine.inbox),
+            running=len(scheduler.running),
+            pages_free=pool.free,
+            pages_cached=cached,
+            pages_owned=pool.num_pages - 1 - pool.free - cached,
+            preempted=scheduler.num_preempted,
+            rounds=self._rounds(),
+            totals=engine.totals,
+            low_acceptance=low_acceptance(engine.totals),
+            aborts=aborts,
+        )
+
+    def _rounds(self) -> list[tuple[int, bool, int]]:
+        """Rounds by bucket.  A graph ran those of a captured bucket that report no log-probabilities."""
+        counts: dict[tuple[int, bool], int] = {}
+        for (batch, logprobs), count in self.llm.engine.scheduler.num_rounds.items():
+            bucket = next((bucket for bucket in self.buckets if bucket >= batch), None)
+            key = (bucket or batch, bucket is not None and not logprobs)
+            counts[key] = counts.get(key, 0) + count
+        return [(bucket, graph, count) for (bucket, graph), count in sorted(counts.items())]
+
+
+def settings_of(sent: dict[str, Any]) -> dict[str, Any]:
+    """Keywords of LLM from what crossed the socket."""
+    tree = sent.get("speculation")
+    return {**sent, "speculation": SpeculationConfig(**tree)} if isinstance(tree, dict) else sent
+
+
+def main(address: str) -> int:
+    """Connect, load, serve.  The front reads the reason of an end from the last message."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
+        # A front that does not read must not stop the engine; one that is gone must not keep it from leaving.
+        socket.set_hwm(0)
+        socket.linger = 1000
+        socket.connect(address)
+        if not socket.poll(WAIT_FOR_START_MS):
+            return BROKEN
+        start = protocol.decode_to_engine(socket.recv())
+        if not isinstance(start, Start):
+            return BROKEN
+        logs.set_up(start.log_level, start.log_json)
+        try:
+            _serve(socket, start)
+        except Exception as error:
+            refused = isinstance(error, EspalierError)
+            if not refused:
+                log.exception("the engine stopped")
+            socket.send(protocol.encode(Failed(f"{error}" if refused else f"{type(error).__name__}: {error}", refused)))
+            return REFUSED if refused else BROKEN
+    return DONE
+
+
+def _serve(socket: zmq.Socket, start: Start) -> None:
+    began = time.perf_counter()
+    with LLM(**settings_of(start.settings)) as llm:
+        log.info("engine process %d: %s loaded in %.1f s", os.getpid(), llm.config.model, time.perf_counter() - began)
+        socket.send(protocol.encode(Ready(llm.intake.facts, asdict(llm.config))))
+        Worker(socket, llm, start).run()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

@@ -1,0 +1,25 @@
+"""One server for the tests that only ask, and the offline LLM that they compare it with."""
+
+import pytest
+from openai import OpenAI
+
+from espalier import LLM
+from tests.server.serving import ENGINE, Served, serving
+
+
+@pytest.fixture(scope="session")
+def served(tmp_path_factory):
+    with serving(tmp_path_factory.mktemp("server"), "--max-queue", "12") as served:
+        yield served
+
+
+@pytest.fixture(scope="session")
+def llm():
+    with LLM(model="bundled", **ENGINE) as llm:
+        yield llm
+
+
+@pytest.fixture
+def client(served: Served):
+    with OpenAI(base_url=f"{served.base}/v1", api_key="none", max_retries=0, timeout=60) as client:
+        yield client

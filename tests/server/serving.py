@@ -1,0 +1,109 @@
+"""A server as users start it: a process of its own, on a port that is free."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+START_S = 120
+# float64, so that tokens are the offline LLM's whatever runs beside them.
+ENGINE = {"dtype": "float64", "max_batch": 4, "max_context": 512, "page_size": 16, "num_pages": 200}
+FLAGS = [part for name, value in ENGINE.items() for part in ("--" + name.replace("_", "-"), str(value))]
+
+
+class Served:
+    """A running server.  base: its address without /v1."""
+
+    def __init__(self, process: subprocess.Popen[str], port: int, log: Path):
+        self.process = process
+        self.port = port
+        self.base = f"http://127.0.0.1:{port}"
+        self.log = log
+
+    def request(self, path: str, body: Any = None, method: str | None = None, **headers: str) -> tuple[int, Any, Any]:
+        """(status, headers, JSON or text)"""
+        data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
+        sent = {"content-type": "application/json", **{name.replace("_", "-"): v for name, v in headers.items()}}
+        asked = urllib.request.Request(self.base + path, data, sent, method=method)
+        try:
+            answer = urllib.request.urlopen(asked, timeout=60)
+        except urllib.error.HTTPError as error:
+            answer = error
+        with answer:
+            text = answer.read().decode()
+            is_json = answer.headers.get("content-type", "").startswith("application/json")
+            return answer.status, answer.headers, json.loads(text) if is_json else text
+
+    def metric(self, name: str, **labels: str) -> float:
+        """One sample of /metrics; 0 where it is not there yet."""
+        wanted = {f'{key}="{value}"' for key, value in labels.items()}
+        for line in self.request("/metrics")[2].splitlines():
+            sample, _, value = line.rpartition(" ")
+            found, _, rest = sample.partition("{")
+            if found == f"espalier_{name}" and wanted <= set(rest.rstrip("}").split(",")):
+                return float(value)
+        return 0.0
+
+    def engine_pid(self) -> int:
+        """The one child of the front."""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        assert len(children) == 1, children
+        return int(children[0])
+
+    def until(self, holds: Any, seconds: float = 20.0) -> None:
+        """Wait for what takes a moment."""
+        end = time.monotonic() + seconds
+        while not holds():
+            assert time.monotonic() < end, self.log.read_text()[-3000:]
+            time.sleep(0.02)
+
+
+def exists(pid: int) -> bool:
+    """Whether a process runs; one that has ended and is not waited for does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@contextmanager
+def serving(folder: Path, *flags: str, model: str = "bundled") -> Iterator[Served]:
+    """A server with these flags, ended by SIGTERM; nothing of it is left."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    log = folder / f"server-{port}.log"
+    command = [sys.executable, "-m", "espalier.cli", "serve", model, "--port", str(port), *FLAGS, *flags]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    with log.open("w") as lines:
+        process = subprocess.Popen(command, stderr=lines, stdout=lines, text=True, env=environment, cwd=ROOT)
+    served = Served(process, port, log)
+    try:
+        served.until(lambda: _answers(served), START_S)
+        yield served
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise
+
+
+def _answers(served: Served) -> bool:
+    assert served.process.poll() is None, served.log.read_text()[-3000:]
+    try:
+        return served.request("/health")[0] == 200
+    except OSError:
+        return False

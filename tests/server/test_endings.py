@@ -1,0 +1,195 @@
+"""However a request or a process ends, nobody is left without an answer and nothing is left behind."""
+
+import http.client
+import json
+import os
+import signal
+import socket
+import threading
+import time
+
+import openai
+import pytest
+from openai import OpenAI
+
+from tests.server.serving import exists, serving
+
+LONG = {"model": "bundled", "prompt": "def f(x):\n", "max_tokens": 400, "ignore_eos": True, "temperature": 0}
+
+
+@pytest.fixture
+def own(tmp_path):
+    """A server that may be broken."""
+    with serving(tmp_path, "--max-queue", "2", "--restart-engine", "--drain-timeout", "20") as served:
+        yield served
+
+
+def opened(served, **fields):
+    """A stream whose first event has come: (connection, answer)."""
+    connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=60)
+    body = json.dumps({**LONG, "stream": True, **fields})
+    connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})
+    answer = connection.getresponse()
+    assert answer.status == 200
+    assert answer.readline().startswith(b"data: ")
+    return connection, answer
+
+
+def events(answer):
+    return [line[6:].strip() for line in answer.read().splitlines() if line.startswith(b"data: ")]
+
+
+def idle(served):
+    return served.metric("open_samples") == served.metric("running_requests") == served.metric("waiting_requests") == 0
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_disconnect_frees_its_pages_at_the_next_harvest(served, stream):
+    served.until(lambda: idle(served))
+    aborts, left = served.metric("abort_steps_count"), served.metric("disconnects_total")
+    within_one = served.metric("abort_steps_bucket", le="1.0")
+    if stream:
+        connection, answer = opened(served)
+        answer.close()
+    else:
+        connection = http.client.HTTPConnection("127.0.0.1", served.port)
+        connection.request("POST", "/v1/completions", json.dumps(LONG), {"content-type": "application/json"})
+        served.until(lambda: served.metric("running_requests") == 1)
+    assert served.metric("running_requests") == 1
+    connection.close()
+    served.until(lambda: idle(served))
+    assert served.metric("pages", state="owned") == 0
+    assert served.metric("abort_steps_count") == aborts + 1
+    assert served.metric("abort_steps_bucket", le="1.0") == within_one + 1
+    assert served.metric("disconnects_total") == left + 1
+
+
+def test_a_slow_reader_holds_up_nobody(served, client):
+    with socket.create_connection(("127.0.0.1", served.port)) as slow:
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        body = json.dumps({**LONG, "stream": True, "return_token_ids": True}).encode()
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
+        )
+        slow.sendall(head.encode() + b"\r\n\r\n" + body)
+        began = time.monotonic()
+        answer = client.completions.create(model="bundled", prompt="x = ", max_tokens=4)
+        assert answer.usage.completion_tokens > 0 and time.monotonic() - began < 10
+        # It ends all the same, and its reader finds all of it.
+        served.until(lambda: idle(served), 60)
+        read = b""
+        while b"[DONE]" not in read:
+            read += slow.recv(65536)
+
+
+def test_a_full_queue_is_429_with_a_time_to_come_again(own):
+    streams = [opened(own) for _ in range(4)]
+    waiting = [threading.Thread(target=own.request, args=("/v1/completions", {**LONG, "max_tokens": 2})) for _ in "ab"]
+    for thread in waiting:
+        thread.start()
+    own.until(lambda: own.metric("open_samples") == 6)
+    status, headers, body = own.request("/v1/completions", LONG)
+    assert (status, headers["retry-after"], body["error"]["type"]) == (429, "1", "rate_limit_error")
+    for connection, _ in streams:
+        connection.close()
+    for thread in waiting:
+        thread.join()
+    own.until(lambda: idle(own))
+    assert own.metric("finished_samples_total", reason="length") == 2
+
+
+def test_a_killed_engine_is_told_and_started_again(own):
+    first = own.engine_pid()
+    _, answer = opened(own)
+    with OpenAI(base_url=f"{own.base}/v1", api_key="none", max_retries=0) as client:
+        chunks = client.completions.create(
+            stream=True,
+            extra_body={"ignore_eos": True},
+            **{name: value for name, value in LONG.items() if name != "ignore_eos"},
+        )
+        next(chunks)
+        os.kill(first, signal.SIGKILL)
+        with pytest.raises(openai.APIError, match="was killed by signal 9; send the request again"):
+            list(chunks)
+    last = json.loads(events(answer)[-1])["error"]
+    assert (last["type"], last["code"]) == ("overloaded_error", "engine_gone")
+    status, _, health = own.request("/health")
+    assert (status, health["status"]) == (503, "gone") and "signal 9" in health["why"]
+    assert own.request("/v1/completions", LONG)[0] == 503
+    own.until(lambda: own.request("/health")[0] == 200, 60)
+    assert own.engine_pid() != first and own.metric("engine_restarts_total") == 1
+    assert own.request("/v1/completions", {**LONG, "max_tokens": 3})[2]["usage"]["completion_tokens"] == 3
+
+
+def test_a_silent_engine_counts_as_gone(tmp_path):
+    with serving(tmp_path, "--engine-timeout", "3") as served:
+        engine = served.engine_pid()
+        _, answer = opened(served)
+        os.kill(engine, signal.SIGSTOP)
+        error = json.loads(events(answer)[-1])["error"]
+        assert "has been silent for" in error["message"] and error["code"] == "engine_gone"
+        assert served.request("/health")[0] == 503 and not exists(engine)
+
+
+def test_sigterm_finishes_what_runs_and_refuses_what_is_new(own):
+    engine = own.engine_pid()
+    kept = http.client.HTTPConnection("127.0.0.1", own.port)
+    kept.request("GET", "/health")
+    assert kept.getresponse().read()
+    _, answer = opened(own, max_tokens=150)
+    own.process.send_signal(signal.SIGTERM)
+    own.until(lambda: "draining" in own.log.read_text())
+    status, _, refused = own.request("/v1/completions", LONG)
+    assert (status, refused["error"]["message"]) == (503, "the server is shutting down; ask another")
+    assert own.request("/health")[2]["status"] == "draining"
+    ended = events(answer)
+    assert ended[-1] == b"[DONE]" and json.loads(ended[-2])["choices"][0]["finish_reason"] == "length"
+    assert own.process.wait(20) == 0
+    assert not exists(engine)
+
+
+def test_ctrl_c_tells_what_runs_and_leaves_nothing(own):
+    engine = own.engine_pid()
+    _, answer = opened(own)
+    # Both, as a terminal sends it to a whole group.
+    os.kill(engine, signal.SIGINT)
+    own.process.send_signal(signal.SIGINT)
+    assert "shutting down" in json.loads(events(answer)[-1])["error"]["message"]
+    assert own.process.wait(20) == 0
+    assert not exists(engine) and "Traceback" not in own.log.read_text()
+
+
+def test_an_engine_does_not_outlive_its_front(own):
+    engine = own.engine_pid()
+    own.process.kill()
+    own.process.wait()
+    own.until(lambda: not exists(engine))
+
+
+def test_timeouts_keys_names_and_templates(tmp_path):
+    (tmp_path / "template").write_text("{% for m in messages %}<{{ m['role'] }}>{% endfor %}")
+    flags = (
+        "--chat-template",
+        str(tmp_path / "template"),
+        "--request-timeout",
+        "0.2",
+        "--api-key",
+        "secret",
+        "--served-model-name",
+        "a",
+        "--served-model-name",
+        "b",
+    )
+    with serving(tmp_path, *flags, "--cors-origin", "https://page.example", "--log-json") as served:
+        assert served.request("/v1/models")[0] == 401
+        key = {"authorization": "Bearer secret"}
+        assert [card["id"] for card in served.request("/v1/models", **key)[2]["data"]] == ["a", "b"]
+        turns = [{"role": role, "content": "x"} for role in ("developer", "user")]
+        tokens = served.request("/tokenize", {"messages": turns}, **key)[2]["tokens"]
+        assert served.request("/detokenize", {"tokens": tokens}, **key)[2]["prompt"] == "<system><user>"
+        status, headers, body = served.request("/v1/completions", {**LONG, "model": "b"}, **key)
+        assert (status, body["error"]["type"], headers["x-should-retry"]) == (504, "timeout_error", "false")
+        served.until(lambda: idle(served))
+        assert served.metric("timeouts_total") == 1
+        assert served.request("/v1/models", origin="https://page.example", **key)[1]["access-control-allow-origin"]
+        assert all(json.loads(line)["request_id"] for line in served.log.read_text().splitlines())

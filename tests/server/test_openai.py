@@ -1,0 +1,203 @@
+"""What clients ask is honoured: answers are the offline LLM's, field by field, through the clients that people use."""
+
+import asyncio
+
+import pytest
+from langchain_openai import ChatOpenAI
+from openai import AsyncOpenAI
+
+from espalier import SamplingParams
+
+PROMPT = "def mean(xs):\n    "
+MESSAGES = [{"role": "user", "content": "class Stack:\n"}]
+GREEDY = {"temperature": 0.0, "max_tokens": 20}
+HOUSE = {"return_token_ids": True, "from_draft": True}
+EOS = 0
+# Every field of SamplingParams that changes tokens, alone: (field, value, what else the body needs).
+FIELDS = [
+    ("temperature", 0.9, {"seed": 7}),
+    ("top_k", 3, {"temperature": 2.0, "seed": 7}),
+    ("top_p", 0.5, {"temperature": 2.0, "seed": 7}),
+    ("min_p", 0.3, {"temperature": 2.0, "seed": 7}),
+    ("repetition_penalty", 1.6, {}),
+    ("presence_penalty", 2.0, {"max_tokens": 60}),
+    ("frequency_penalty", 2.0, {"max_tokens": 60}),
+    ("seed", 11, {"temperature": 1.0}),
+    ("max_tokens", 5, {}),
+    ("min_tokens", 18, {"stop_token_ids": [1385]}),
+    ("stop", ["return"], {}),
+    ("stop_token_ids", [1385], {}),
+    ("ignore_eos", True, {"logit_bias": {EOS: 100.0}}),
+    ("speculation", False, {}),
+    ("max_draft_depth", 1, {}),
+]
+
+
+def offline(llm, prompt, **params):
+    return llm.generate([prompt], SamplingParams(**params))[0]
+
+
+def complete(client, prompt=PROMPT, extra=None, **fields):
+    return client.completions.create(model="bundled", prompt=prompt, extra_body={**HOUSE, **(extra or {})}, **fields)
+
+
+def ours(fields):
+    """What the openai client does not know goes into its extra_body."""
+    own = {"top_k", "min_p", "repetition_penalty", "min_tokens", "stop_token_ids", "ignore_eos", "speculation"}
+    own |= {"max_draft_depth"}
+    return {k: v for k, v in fields.items() if k not in own}, {k: v for k, v in fields.items() if k in own}
+
+
+def test_a_completion_is_the_offline_llms(client, llm):
+    expected = offline(llm, PROMPT, **GREEDY)
+    answer = complete(client, **GREEDY)
+    [choice] = answer.choices
+    assert (choice.text, choice.finish_reason) == (expected.text, expected.finish_reason)
+    assert choice.token_ids == expected.token_ids and choice.from_draft == expected.from_draft
+    assert answer.usage.completion_tokens == 20
+    assert answer.usage.speculation == {
+        **expected.speculation.as_dict(),
+        "acceptance_by_depth": [list(pair) for pair in expected.speculation.acceptance_by_depth],
+    }
+    assert list(answer.usage.speculation) == [
+        "rounds",
+        "drafted",
+        "accepted",
+        "accept_length",
+        "histogram",
+        "acceptance_by_depth",
+    ]
+
+
+@pytest.mark.parametrize(("field", "value", "beside"), FIELDS, ids=[field for field, _, _ in FIELDS])
+def test_each_field_is_honoured_as_offline(client, llm, field, value, beside):
+    fields = {**GREEDY, **beside, field: value}
+    known, own = ours(fields)
+    answer = complete(client, extra=own, **known)
+    expected = offline(llm, PROMPT, **fields)
+    [choice] = answer.choices
+    assert (choice.text, choice.token_ids, choice.finish_reason) == (
+        expected.text,
+        expected.token_ids,
+        expected.finish_reason,
+    )
+    assert answer.usage.speculation["rounds"] == expected.speculation.rounds
+    # The field says something here: without it the answer, or the way to it, is another.
+    without = {name: held for name, held in fields.items() if name != field}
+    other = offline(llm, PROMPT, **without)
+    assert (other.token_ids, other.speculation.rounds) != (expected.token_ids, expected.speculation.rounds)
+
+
+def test_every_field_of_sampling_params_is_tried():
+    tried = {field for field, _, _ in FIELDS} | {"logit_bias", "logprobs", "n"}
+    assert tried == set(SamplingParams.__dataclass_fields__)
+
+
+def test_a_bias_forbids_a_token(client, llm):
+    first = offline(llm, PROMPT, **GREEDY).token_ids[0]
+    answer = complete(client, logit_bias={str(first): -10000}, **GREEDY)
+    assert first not in answer.choices[0].token_ids
+    assert answer.choices[0].token_ids == offline(llm, PROMPT, logit_bias={first: -10000.0}, **GREEDY).token_ids
+
+
+def test_a_seed_repeats_and_samples_differ(client, llm):
+    fields = {"temperature": 1.0, "max_tokens": 16, "seed": 5, "n": 3}
+    answer, again = complete(client, **fields), complete(client, **fields)
+    expected = offline(llm, PROMPT, **fields)
+    assert [c.index for c in answer.choices] == [0, 1, 2]
+    assert [c.token_ids for c in answer.choices] == [c.token_ids for c in again.choices]
+    assert [c.text for c in answer.choices] == [c.text for c in expected.choices]
+    assert len({c.text for c in answer.choices}) > 1
+    assert answer.usage.prompt_tokens == expected.usage.prompt_tokens
+    assert answer.usage.completion_tokens == sum(len(c.token_ids) for c in expected.choices)
+
+
+def test_several_prompts_and_token_ids_and_echo(client, llm):
+    ids = llm.tokenizer.encode("import os")
+    answer = complete(client, prompt=["x = ", "while True:"], echo=True, n=2, **GREEDY)
+    assert [c.index for c in answer.choices] == [0, 1, 2, 3]
+    assert [c.text.startswith("x = ") for c in answer.choices] == [True, True, False, False]
+    assert answer.choices[2].text == "while True:" + offline(llm, "while True:", **GREEDY).text
+    by_ids = complete(client, prompt=ids, echo=True, **GREEDY)
+    assert by_ids.choices[0].text == "import os" + offline(llm, ids, **GREEDY).text
+
+
+def test_logprobs_are_the_offline_llms(client, llm):
+    expected = offline(llm, PROMPT, logprobs=2, **GREEDY).logprobs
+    found = complete(client, logprobs=2, **GREEDY).choices[0].logprobs
+    assert found.token_logprobs == [entry.logprob for entry in expected]
+    assert [len(top) for top in found.top_logprobs] == [2] * 20
+    assert "".join(found.tokens)[found.text_offset[5] :].startswith(found.tokens[5])
+    prompt = llm.chat_prompt(MESSAGES)
+    entries = offline(llm, prompt, logprobs=3, **GREEDY).logprobs
+    chat = client.chat.completions.create(
+        model="bundled", messages=MESSAGES, logprobs=True, top_logprobs=3, max_completion_tokens=20, temperature=0
+    )
+    content = chat.choices[0].logprobs.content
+    assert [token.logprob for token in content] == [entry.logprob for entry in entries]
+    assert [[top.logprob for top in token.top_logprobs] for token in content] == [
+        [value for _, value in entry.top] for entry in entries
+    ]
+    assert bytes(b for token in content for b in token.bytes).decode() == chat.choices[0].message.content
+
+
+def test_a_chat_streams_what_it_answers_whole(client, llm):
+    expected = llm.chat(MESSAGES, SamplingParams(**GREEDY))
+    fields = {"model": "bundled", "messages": MESSAGES, **GREEDY}
+    assert client.chat.completions.create(**fields).choices[0].message.content == expected.text
+    chunks = list(client.chat.completions.create(stream=True, stream_options={"include_usage": True}, **fields))
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == expected.text
+    assert [c.choices[0].finish_reason for c in chunks[:-1]][-1] == expected.finish_reason
+    assert chunks[-1].choices == [] and chunks[-1].usage.completion_tokens == len(expected.token_ids)
+    assert all(chunk.usage is None for chunk in chunks[:-1])
+    assert len({chunk.id for chunk in chunks}) == 1
+
+
+def test_a_stream_holds_every_token_once_and_no_half_of_a_character(client, llm):
+    prompt = "# ünïcödé: «日本語» 🙂\nname = '"
+    fields = {"temperature": 1.0, "seed": 3, "max_tokens": 60}
+    expected = offline(llm, prompt, **fields)
+    chunks = list(complete(client, prompt=prompt, stream=True, **fields))
+    assert "".join(c.choices[0].text for c in chunks) == expected.text
+    assert [token for c in chunks for token in c.choices[0].token_ids] == expected.token_ids
+    assert [drafted for c in chunks for drafted in c.choices[0].from_draft] == expected.from_draft
+
+
+def test_a_stop_string_ends_a_stream_before_itself(client, llm):
+    expected = offline(llm, PROMPT, stop=["return"], **GREEDY)
+    text = "".join(c.choices[0].text for c in complete(client, stream=True, stop="return", **GREEDY))
+    assert text == expected.text and "return" not in text
+
+
+def test_many_at_once_through_the_async_client(served, llm):
+    prompts = [f"def f{i}(x):\n    " for i in range(12)]
+
+    async def ask(client, prompt, stream):
+        answer = await client.completions.create(model="bundled", prompt=prompt, stream=stream, **GREEDY)
+        return "".join([c.choices[0].text async for c in answer]) if stream else answer.choices[0].text
+
+    async def ask_all():
+        async with AsyncOpenAI(base_url=f"{served.base}/v1", api_key="none", max_retries=0) as client:
+            return await asyncio.gather(*(ask(client, prompt, i % 2 == 0) for i, prompt in enumerate(prompts)))
+
+    assert asyncio.run(ask_all()) == [output.text for output in llm.generate(prompts, SamplingParams(**GREEDY))]
+
+
+def test_langchain_is_served(served, llm):
+    chat = ChatOpenAI(model="bundled", base_url=f"{served.base}/v1", api_key="none", temperature=0, max_tokens=20)
+    expected = llm.chat(MESSAGES, SamplingParams(**GREEDY)).text
+    assert chat.invoke(MESSAGES[0]["content"]).content == expected
+    assert "".join(chunk.content for chunk in chat.stream(MESSAGES[0]["content"])) == expected
+
+
+def test_models_are_listed(client):
+    [model] = client.models.list().data
+    assert (model.id, client.models.retrieve("bundled").id) == ("bundled", "bundled")
+
+
+def test_text_becomes_tokens_and_back(served, llm):
+    status, _, answer = served.request("/tokenize", {"prompt": PROMPT})
+    assert (status, answer["tokens"], answer["count"]) == (200, llm.tokenizer.encode(PROMPT), len(answer["tokens"]))
+    assert served.request("/detokenize", {"tokens": answer["tokens"]})[2] == {"prompt": PROMPT}
+    assert served.request("/tokenize", {"messages": MESSAGES})[2]["tokens"] == llm.chat_prompt(MESSAGES)

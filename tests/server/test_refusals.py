@@ -1,0 +1,205 @@
+"""What is not honoured is refused by name, in OpenAI's shape, and the page of fields says so."""
+
+import http.client
+
+import openai
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from schemathesis import GenerationMode
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    negative_data_rejection,
+    response_schema_conformance,
+    status_code_conformance,
+    unsupported_method,
+)
+
+from espalier.server.openai import ChatRequest, CompletionRequest, field_rows
+from tools.make_server_fields import PAGE, with_tables
+
+HI = [{"role": "user", "content": "hi"}]
+CHAT = {"model": "bundled", "messages": HI, "max_tokens": 2}
+TEXT = {"model": "bundled", "prompt": "hi", "max_tokens": 2}
+# A value of each refused field that clients send when they mean it.
+MEANT = {
+    "response_format": {"type": "json_object"},
+    "tools": [{"type": "function", "function": {"name": "f"}}],
+    "tool_choice": "required",
+    "parallel_tool_calls": True,
+    "functions": [{"name": "f"}],
+    "function_call": {"name": "f"},
+    "modalities": ["audio"],
+    "audio": {"voice": "alloy", "format": "wav"},
+    "prediction": {"type": "content", "content": "x"},
+    "reasoning_effort": "high",
+    "verbosity": "low",
+    "web_search_options": {},
+    "store": True,
+    "service_tier": "flex",
+    "prompt_cache_retention": "24h",
+    "best_of": 2,
+    "suffix": "end",
+}
+NEUTRAL = {
+    "response_format": {"type": "text"},
+    "tools": [],
+    "tool_choice": "none",
+    "modalities": ["text"],
+    "store": False,
+}
+CHECKS = (
+    not_a_server_error,
+    status_code_conformance,
+    content_type_conformance,
+    response_schema_conformance,
+    negative_data_rejection,
+    unsupported_method,
+)
+
+
+def refused_fields(model):
+    return [name for name, verdict, _ in field_rows(model) if verdict == "refused"]
+
+
+def error_of(answer, status=400):
+    got, headers, body = answer
+    assert got == status, body
+    assert set(body) == {"error"}
+    assert set(body["error"]) == {"message", "type", "param", "code", "request_id"}
+    assert body["error"]["request_id"] == headers["x-request-id"]
+    return body["error"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "name"),
+    [("/v1/chat/completions", CHAT, name) for name in refused_fields(ChatRequest)]
+    + [("/v1/completions", TEXT, name) for name in refused_fields(CompletionRequest)],
+)
+def test_a_refused_field_is_named_and_why(served, path, body, name):
+    error = error_of(served.request(path, {**body, name: MEANT[name]}))
+    assert error["param"] == name and error["message"].startswith(f"{name} is not supported")
+    assert served.request(path, {**body, name: None})[0] == 200
+
+
+def test_neutral_values_of_refused_fields_are_served(served):
+    assert served.request("/v1/chat/completions", {**CHAT, **NEUTRAL, "user": "me", "metadata": {"a": "b"}})[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "words"),
+    [
+        ("/v1/completions", {**TEXT, "temprature": 1}, "did you mean 'temperature'?"),
+        ("/v1/completions", {**TEXT, "temperature": -1}, "temperature=-1"),
+        ("/v1/completions", {**TEXT, "temperature": "1"}, "temperature: Input should be a valid number"),
+        ("/v1/completions", {**TEXT, "n": True}, "n: Input should be a valid integer"),
+        ("/v1/completions", {**TEXT, "n": 100}, "more than the 16 that run and wait here"),
+        ("/v1/completions", {**TEXT, "max_tokens": 0}, "max_tokens=0"),
+        ("/v1/completions", {**TEXT, "logit_bias": {"x": 1}}, "logit_bias"),
+        ("/v1/completions", {**TEXT, "logit_bias": {"99999999": 1}}, "logit_bias token=99999999"),
+        ("/v1/completions", {**TEXT, "stop": [""]}, "use strings of one character or more"),
+        ("/v1/completions", {**TEXT, "prompt": []}, "prompt=[]"),
+        ("/v1/completions", {**TEXT, "prompt": [[]]}, "the prompt is empty"),
+        ("/v1/completions", {**TEXT, "prompt": [10**7]}, "prompt token id=10000000"),
+        ("/v1/completions", {**TEXT, "prompt": "x " * 2000}, "is not supported at max_context=512"),
+        ("/v1/completions", {**TEXT, "min_tokens": 600, "max_tokens": None}, "min_tokens=600"),
+        ("/v1/completions", {**TEXT, "echo": True, "logprobs": 1}, "echo with logprobs"),
+        ("/v1/completions", {**TEXT, "stream_options": {"include_usage": True}}, "stream_options is for stream=true"),
+        ("/v1/completions", {**TEXT, "prompt": "\ud800"}, "half a surrogate pair"),
+        ("/v1/chat/completions", {**CHAT, "top_logprobs": 2}, "top_logprobs is for logprobs=true"),
+        ("/v1/chat/completions", {**CHAT, "max_completion_tokens": 3}, "are one limit and differ"),
+        ("/v1/chat/completions", {**CHAT, "messages": []}, "messages"),
+        ("/v1/chat/completions", {**CHAT, "messages": [{"role": "tool", "content": "x"}]}, "messages.0.role"),
+        ("/v1/chat/completions", b"{", "the body is not JSON"),
+        ("/tokenize", {}, "give a prompt or messages"),
+        ("/detokenize", {"tokens": [-1]}, "tokens entry=-1"),
+    ],
+)
+def test_bad_values_are_refused_in_one_line(served, path, body, words):
+    message = error_of(served.request(path, body))["message"]
+    assert words in message and "\n" not in message
+
+
+def test_a_stream_that_is_refused_has_the_status_of_its_error(served):
+    assert error_of(served.request("/v1/completions", {**TEXT, "stream": True, "min_tokens": 600, "max_tokens": None}))
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/responses", "/v1/audio/speech", "/v1/fine_tuning/jobs"])
+def test_openais_other_endpoints_are_refused_by_name(served, path):
+    error = error_of(served.request(path, {"input": "x"}), 404)
+    assert error["message"].startswith(f"{path} is OpenAI's and not supported here: ")
+
+
+def test_paths_methods_models_and_sizes(served):
+    assert "/v1/models" in error_of(served.request("/nowhere"), 404)["message"]
+    assert served.request("/v1/completions")[1]["allow"] == "POST"
+    assert error_of(served.request("/v1/completions"), 405)
+    assert error_of(served.request("/v1/completions", {**TEXT, "model": "x"}), 404)["code"] == "model_not_found"
+    assert error_of(served.request("/v1/completions", b"x" * (4 * 2**20 + 1)), 413)
+
+
+def test_a_body_without_a_length_is_counted_as_it_comes(served):
+    connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=60)
+    parts = (b"x" * 2**20 for _ in range(5))
+    connection.request("POST", "/tokenize", parts, {"content-type": "application/json"}, encode_chunked=True)
+    assert connection.getresponse().status == 413
+    connection.close()
+
+
+def test_the_openai_client_reads_the_error(client):
+    with pytest.raises(openai.BadRequestError, match=r"top_p=2\.0 is not supported") as caught:
+        client.chat.completions.create(top_p=2, **CHAT)
+    assert (caught.value.param, caught.value.type) == ("top_p", "invalid_request_error")
+
+
+def test_a_request_id_is_in_header_error_and_log(served):
+    _, headers, body = served.request("/v1/completions", {}, x_request_id="mine-42")
+    assert (headers["x-request-id"], body["error"]["request_id"]) == ("mine-42", "mine-42")
+    served.until(lambda: "[mine-42]" in served.log.read_text())
+    assert served.request("/health", x_request_id="no good")[1]["x-request-id"].startswith("req-")
+
+
+def test_the_page_of_fields_is_up_to_date():
+    assert PAGE.read_text(encoding="utf-8") == with_tables(PAGE.read_text(encoding="utf-8")), (
+        "run: python tools/make_server_fields.py"
+    )
+
+
+OPERATIONS = [
+    ("POST", "/v1/completions"),
+    ("POST", "/v1/chat/completions"),
+    ("POST", "/tokenize"),
+    ("POST", "/detokenize"),
+    ("GET", "/v1/models"),
+    ("GET", "/v1/models/{name}"),
+    ("GET", "/health"),
+]
+
+
+@pytest.mark.parametrize(("method", "path"), OPERATIONS, ids=[path for _, path in OPERATIONS])
+@pytest.mark.parametrize("mode", list(GenerationMode), ids=lambda mode: mode.value)
+def test_schemathesis_finds_nothing(served, method, path, mode):
+    """Bodies within the schema and outside it; those that generate are kept short."""
+    operation = schemathesis.openapi.from_url(f"{served.base}/openapi.json")[path][method]
+    if mode is GenerationMode.NEGATIVE and method == "GET":
+        pytest.skip("nothing in its path or body can be wrong")
+
+    @settings(max_examples=25, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+    @given(case=operation.as_strategy(generation_mode=mode))
+    def ask(case):
+        if isinstance(case.body, dict) and _is_long(case.body.get("max_tokens")):
+            case.body["max_tokens"] = 2
+        case.validate_response(case.call(timeout=60), checks=CHECKS)
+
+    ask()
+
+
+def test_every_operation_is_asked(served):
+    paths = schemathesis.openapi.from_url(f"{served.base}/openapi.json").raw_schema["paths"]
+    found = {(method.upper(), path) for path, methods in paths.items() for method in methods}
+    assert found == {*OPERATIONS, ("GET", "/metrics")}
+
+
+def _is_long(limit):
+    return limit is None or (isinstance(limit, int) and not isinstance(limit, bool) and limit > 2)

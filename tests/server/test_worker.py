@@ -1,0 +1,138 @@
+"""The engine process's loop, without the process: what it is told, what it says."""
+
+import os
+from dataclasses import replace
+
+import pytest
+import zmq
+
+from espalier import LLM, SamplingParams, SpeculationConfig
+from espalier.request import ResolvedParams
+from espalier.server import protocol
+from espalier.server.protocol import Abort, Harvest, Refused, Shutdown, Start, Submit
+from espalier.server.worker import Worker, settings_of
+from tests.harness import directories
+
+SETTINGS = {
+    "dtype": "float64",
+    "max_batch": 1,
+    "max_context": 64,
+    "page_size": 4,
+    "speculation": SpeculationConfig(steps=2, topk=2, num_draft_tokens=4),
+}
+PARAMS = ResolvedParams(temperature=0.0, max_tokens=8)
+
+
+@pytest.fixture
+def engine():
+    """(worker, the front's socket)"""
+    target, draft = directories()
+    with zmq.Context() as context, context.socket(zmq.PAIR) as front, context.socket(zmq.PAIR) as socket:
+        front.bind("inproc://engine")
+        socket.connect("inproc://engine")
+        with LLM(model=target, draft=draft, **SETTINGS) as llm:
+            yield Worker(socket, llm, Start({}, os.getppid(), 0.05, "info", False)), front
+
+
+def submit(front, name, params=PARAMS, priority=0, prompt=(1, 2, 3)):
+    front.send(protocol.encode(Submit(name, list(prompt), params, priority, False)))
+
+
+def run(worker, front):
+    """Everything that is said until nothing runs."""
+    front.send(protocol.encode(Shutdown()))
+    while worker.llm.engine.has_work or worker._take_in():
+        worker._send(worker.llm.step() if worker.llm.engine.has_work else [])
+        worker.steps += 1
+    return said(front)
+
+
+def said(front):
+    messages = []
+    while front.poll(50):
+        messages.append(protocol.decode_from_engine(front.recv()))
+    return messages
+
+
+def parts(messages):
+    return [part for message in messages if isinstance(message, Harvest) for part in message.parts]
+
+
+def test_samples_are_the_offline_llms_and_their_last_part_has_their_usage(engine):
+    worker, front = engine
+    params = SamplingParams(temperature=0.0, max_tokens=8)
+    [expected] = worker.llm.generate([[1, 2, 3]], params)
+    submit(front, "a")
+    worker._take_in()
+    found = parts(run(worker, front))
+    assert [token for part in found for token in part.piece.token_ids] == expected.token_ids
+    assert [part.usage is not None for part in found] == [part.piece.finish_reason is not None for part in found]
+    assert found[-1].usage.completion_tokens == 8 and found[-1].speculation == expected.speculation
+    assert worker.running == {}
+
+
+def test_a_lower_priority_number_goes_first(engine):
+    worker, front = engine
+    for name, priority in (("first", 0), ("late", 5), ("urgent", -1)):
+        submit(front, name, priority=priority)
+    worker._take_in()
+    ended = [part.name for part in parts(run(worker, front)) if part.piece.finish_reason]
+    assert ended == ["urgent", "first", "late"]
+
+
+def test_what_can_never_run_is_refused_and_nothing_of_it_stays(engine):
+    worker, front = engine
+    submit(front, "never", replace(PARAMS, min_tokens=200, max_tokens=None))
+    submit(front, "good")
+    worker._take_in()
+    messages = run(worker, front)
+    [refused] = [message for message in messages if isinstance(message, Refused)]
+    assert refused.name == "never" and "min_tokens=200" in refused.error
+    assert {part.name for part in parts(messages)} == {"good"}
+
+
+def test_an_abort_is_carried_out_in_one_step_and_reported(engine):
+    worker, front = engine
+    submit(front, "a", replace(PARAMS, max_tokens=40, n=2))
+    worker._take_in()
+    worker._send(worker.llm.step())
+    front.send(protocol.encode(Abort("a")))
+    front.send(protocol.encode(Abort("unknown")))
+    worker._take_in()
+    worker.steps += 1
+    worker._send(worker.llm.step())
+    reports = [message.report for message in said(front)]
+    assert [report.aborts for report in reports] == [[], [1]]
+    assert (reports[-1].running, reports[-1].waiting, reports[-1].pages_owned) == (0, 0, 0)
+    worker.llm.engine.check_pages()
+
+
+def test_a_launch_that_fails_tells_every_request_before_it_is_raised(engine, monkeypatch):
+    worker, front = engine
+    submit(front, "a")
+    submit(front, "b")
+
+    def launch(ticket):
+        raise RuntimeError("the device is lost")
+
+    monkeypatch.setattr(worker.llm.engine.executor, "launch", launch)
+    worker.front = os.getppid()
+    with pytest.raises(RuntimeError, match="the device is lost"):
+        worker.run()
+    found = parts(said(front))
+    assert [part.name for part in found] == ["b", "a"] or [part.name for part in found] == ["a", "b"]
+    assert all("the device is lost" in part.piece.error for part in found)
+
+
+def test_a_worker_whose_front_is_gone_leaves(engine):
+    worker, _ = engine
+    worker.front = -1
+    worker.run()
+
+
+def test_messages_come_back_as_they_went():
+    params = ResolvedParams(logit_bias={3: -1.5}, stop=("x",), stop_token_ids=(1, 2), seed=2**63 - 1, logprobs=2)
+    sent = Submit("a", [1, 2], params, -3, True)
+    assert protocol.decode_to_engine(protocol.encode(sent)) == sent
+    tree = settings_of({"speculation": {"steps": 2, "topk": 1}, "model": "x"})["speculation"]
+    assert tree == SpeculationConfig(steps=2, topk=1)

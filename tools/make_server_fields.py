@@ -1,0 +1,36 @@
+"""docs/server.md's tables of fields, from the models that read requests: `python tools/make_server_fields.py`."""
+
+from pathlib import Path
+
+from pydantic import BaseModel
+
+from espalier.server.openai import ChatRequest, CompletionRequest, Message, field_rows
+
+PAGE = Path(__file__).parents[1] / "docs" / "server.md"
+TABLES: tuple[tuple[str, type[BaseModel]], ...] = (
+    ("completions", CompletionRequest),
+    ("chat", ChatRequest),
+    ("messages", Message),
+)
+
+
+def table(model: type[BaseModel]) -> str:
+    """A row a field: those of OpenAI's that are refused come with the reason."""
+    rows = sorted(field_rows(model), key=lambda row: ("honoured", "no effect", "refused").index(row[1]))
+    lines = ["| field | | what it does, or why not |", "| --- | --- | --- |"]
+    return "\n".join([*lines, *(f"| `{name}` | {verdict} | {note} |" for name, verdict, note in rows)])
+
+
+def with_tables(text: str) -> str:
+    """The page with every table between its marks written anew."""
+    for name, model in TABLES:
+        before, mark, rest = text.partition(f"<!-- fields: {name} -->\n")
+        _, end, after = rest.partition("<!-- end -->")
+        if not (mark and end):
+            raise SystemExit(f"{PAGE} has no marks for the fields of {name}")
+        text = f"{before}{mark}{table(model)}\n{end}{after}"
+    return text
+
+
+if __name__ == "__main__":
+    PAGE.write_text(with_tables(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
