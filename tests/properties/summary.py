@@ -1,5 +1,5 @@
-"""The figures of the properties, printed at the end of a run: cases, refused cells, accept length, coverage, planted
-faults.
+"""The figures of the properties, printed at the end of a run: cases, refused cells, accept length, coverage, requests
+of schemathesis, planted faults.
 
 A pytest plugin (named in tests/conftest.py): what tests put on record with `record_property` travels in their reports,
 from a worker process too."""
@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 CELL, REFUSED, COVERAGE, FAULT = "espalier_cell", "espalier_refused", "espalier_coverage", "espalier_fault"
+ASKED = "espalier_asked"
 
 
 def recorded(reporter: Any, name: str) -> list[Any]:
@@ -25,6 +26,13 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         terminalreporter.section("layouts")
         for line in layout_lines(cells, recorded(terminalreporter, COVERAGE), len(refused)):
             terminalreporter.write_line(line)
+    asked = recorded(terminalreporter, ASKED)
+    if asked:
+        failed = sum("schemathesis" in report.nodeid for report in terminalreporter.stats.get("failed", []))
+        terminalreporter.section("schemathesis")
+        terminalreporter.write_line(
+            f"{sum(asked)} requests to {len(asked)} operations; operations that failed: {failed}"
+        )
     if faults:
         terminalreporter.section("planted faults")
         for line in table([("fault", "report", "caught by"), *map(tuple, faults)]):

@@ -17,6 +17,7 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from espalier.server.openai import ChatRequest, CompletionRequest, field_rows
+from tests.properties.summary import ASKED
 from tools.make_server_fields import PAGE, with_tables
 
 HI = [{"role": "user", "content": "hi"}]
@@ -179,20 +180,24 @@ OPERATIONS = [
 
 @pytest.mark.parametrize(("method", "path"), OPERATIONS, ids=[path for _, path in OPERATIONS])
 @pytest.mark.parametrize("mode", list(GenerationMode), ids=lambda mode: mode.value)
-def test_schemathesis_finds_nothing(served, method, path, mode):
+def test_schemathesis_finds_nothing(served, method, path, mode, put_on_record):
     """Bodies within the schema and outside it; those that generate are kept short."""
     operation = schemathesis.openapi.from_url(f"{served.base}/openapi.json")[path][method]
     if mode is GenerationMode.NEGATIVE and method == "GET":
         pytest.skip("nothing in its path or body can be wrong")
+    asked = 0
 
     @settings(max_examples=25, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
     @given(case=operation.as_strategy(generation_mode=mode))
     def ask(case):
+        nonlocal asked
+        asked += 1
         if isinstance(case.body, dict) and _is_long(case.body.get("max_tokens")):
             case.body["max_tokens"] = 2
         case.validate_response(case.call(timeout=60), checks=CHECKS)
 
     ask()
+    put_on_record(ASKED, asked)
 
 
 def test_every_operation_is_asked(served):
