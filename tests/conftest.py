@@ -1,6 +1,7 @@
 """What holds for every test: one thread, reproducible examples, and no GPU test where there is no GPU."""
 
 import os
+from collections.abc import Iterator
 from functools import cache
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -9,6 +10,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+from tests.kernels.bounds import checked
 
 # Named here because a controller of several workers collects no tests, and so sees no conftest further down.
 pytest_plugins = ["tests.properties.summary"]
@@ -45,12 +48,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture
-def kernel_device() -> torch.device:
-    """Where Triton kernels run: the GPU where there is one, else the CPU, in Triton's interpreter."""
+def kernel_device() -> Iterator[torch.device]:
+    """Where Triton kernels run: the GPU where there is one, else the CPU, in Triton's interpreter, every address
+    checked."""
     pytest.importorskip("triton", reason="needs Triton")
-    if not HAS_GPU:
-        _let_loops_end_at_tensors()
-    return torch.device("cuda" if HAS_GPU else "cpu")
+    if HAS_GPU:
+        yield torch.device("cuda")
+        return
+    _let_loops_end_at_tensors()
+    with checked():
+        yield torch.device("cpu")
 
 
 @cache
