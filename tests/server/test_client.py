@@ -1,10 +1,15 @@
 """The front's side of the engine process, with a process that is none."""
 
 import asyncio
+import threading
+from types import SimpleNamespace
 
 import pytest
+from starlette.responses import Response
+from starlette.testclient import TestClient
 
 from espalier.request import ResolvedParams
+from espalier.server.api import ApiOptions, make_app
 from espalier.server.client import ClientOptions, EngineClient, EngineGone
 from espalier.server.gate import Gate
 
@@ -105,3 +110,36 @@ def test_a_key_may_hold_any_character(sent):
     scope = {"type": "http", "method": "GET", "path": "/v1/models", "headers": [(b"authorization", sent)]}
     asyncio.run(gate(scope, None, send))
     assert reached and statuses == [200]
+
+
+def test_echo_reads_tokens_beside_the_loop():
+    threads = []
+
+    class Echoing:
+        """A front that runs nothing."""
+
+        names = ("m",)
+        intake = SimpleNamespace(
+            resolve=lambda params: params.resolve({}, ()),
+            tokens=list,
+            text_of=lambda what: SimpleNamespace(decode=lambda ids: threads.append(threading.get_ident()) or "text"),
+            tokenizer=None,
+        )
+        metrics = SimpleNamespace(began=0, answers=SimpleNamespace(labels=lambda *of: SimpleNamespace(inc=list)))
+
+        def check_model(self, name):
+            pass
+
+        async def tokenize(self, work, *values):
+            return await asyncio.to_thread(work, *values)
+
+        async def respond(self, http, body, prompts, answer):
+            threads.append(threading.get_ident())
+            return Response("".join(answer.echo))
+
+    app, _ = make_app(Echoing(), ApiOptions())
+    # No lifespan: the gate has none.
+    answer = TestClient(app).post("/v1/completions", json={"model": "m", "prompt": [1, 2], "echo": True})
+    assert (answer.status_code, answer.text) == (200, "text")
+    decoding, loop = threads
+    assert decoding != loop
