@@ -97,7 +97,7 @@ def _add_generation(app: FastAPI, front: Front) -> None:
         echo: list[str] = []
         if body.echo:
             decode = (await front.tokenize(front.intake.text_of, "echo")).decode
-            echo = [prompt if isinstance(prompt, str) else decode(prompt) for prompt in asked]
+            echo = [prompt if isinstance(prompt, str) else await front.tokenize(decode, prompt) for prompt in asked]
         id = f"cmpl-{request_id.get()}"
         return await front.respond(
             http, body, prompts, TextAnswer(id, body, params, prompts, front.intake.tokenizer, echo)

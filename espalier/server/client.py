@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import zmq
 import zmq.asyncio
 
@@ -226,7 +227,7 @@ class EngineClient:
                 self.num_restarts += 1
                 await self._start()
                 log.warning("the engine process was started again")
-            except EspalierError as error:
+            except (EspalierError, OSError, msgspec.MsgspecError) as error:
                 log.error("the engine process cannot be started again: %s", error)
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, LONGEST_PAUSE_S)
@@ -243,7 +244,7 @@ class EngineClient:
                     # What it sent before it left is still to be read.
                     await asyncio.wait({reading}, timeout=1.0)
                 if reading.done():
-                    return reading.result()
+                    return _reason_of(reading)
                 if left.done():
                     return f"the engine process {_end_of(self.process)}"
                 silence = asyncio.get_running_loop().time() - self._heard
@@ -315,6 +316,14 @@ class EngineClient:
         if self._socket is not None:
             self._socket.close()
             self._socket = None
+
+
+def _reason_of(reading: asyncio.Task[str]) -> str:
+    """Why a reader ended; what it cannot read is no less an end, or whoever is in flight would wait for ever."""
+    if (error := reading.exception()) is None:
+        return reading.result()
+    log.error("the engine process sent what cannot be read", exc_info=error)
+    return f"the engine process sent what cannot be read ({type(error).__name__}: {error}) and was ended"
 
 
 def _end_of(process: asyncio.subprocess.Process) -> str:

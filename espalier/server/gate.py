@@ -9,6 +9,7 @@ import re
 import time
 import uuid
 from collections.abc import Awaitable, Callable
+from urllib.parse import quote
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse
@@ -45,6 +46,8 @@ class Gate:
         given = headers.get("x-request-id", "")
         request_id.set(given if GIVEN_ID.fullmatch(given) else f"req-{uuid.uuid4().hex}")
         began, answer = time.perf_counter(), Answering(send)
+        # As it was sent: a line break that it decodes to is not to begin a log line.
+        path = quote(scope["path"])
         self.num_open += 1
         try:
             self._check_key(scope["path"], headers)
@@ -54,21 +57,22 @@ class Gate:
             if not answer.status:
                 await JSONResponse(error.body(), error.status_code, error.headers)(scope, receive, answer)
         except Exception:
-            log.exception("%s %s failed", scope["method"], scope["path"])
+            log.exception("%s %s failed", scope["method"], path)
             if not answer.status:
                 failed = ApiError(500, "the server failed on this request; its log says more, under this request_id")
                 await JSONResponse(failed.body(), 500)(scope, receive, answer)
         finally:
             self.num_open -= 1
             seconds = time.perf_counter() - began
-            log.info("%s %s %d %.3f s", scope["method"], scope["path"], answer.status, seconds)
+            log.info("%s %s %d %.3f s", scope["method"], path, answer.status, seconds)
             route = scope.get("route")
             self.answered(getattr(route, "path", "other"), answer.status)
 
     def _check_key(self, path: str, headers: Headers) -> None:
         if self.api_key is not None and path not in OPEN_PATHS:
+            # Header bytes come as latin-1, whatever they were.
             scheme, _, key = headers.get("authorization", "").partition(" ")
-            if scheme.lower() != "bearer" or not hmac.compare_digest(key.encode(), self.api_key.encode()):
+            if scheme.lower() != "bearer" or not hmac.compare_digest(key.encode("latin-1"), self.api_key.encode()):
                 raise ApiError(401, "the API key is missing or wrong; send it as Authorization: Bearer KEY")
 
     async def _check_length(self, headers: Headers, receive: Receive) -> None:

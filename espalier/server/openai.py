@@ -28,6 +28,9 @@ class NoEffect:
 
 
 Nothing = Annotated[list[Any], Field(max_length=0)]
+# The first wrong entry ends the check: a body may hold a million, and an error for each would hold up everyone.
+FIRST: Any = Field(fail_fast=True)
+Tokens = Annotated[list[int], FIRST]
 # Keys of a JSON object are text.
 Bias = dict[Annotated[int, Field(strict=False)], float]
 
@@ -63,7 +66,10 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _check_text(cls, value: Any) -> Any:
-        _whole_text(value)
+        try:
+            _whole_text(value)
+        except RecursionError:
+            raise ValueError("the body is nested too deep; send plain fields") from None
         return value
 
 
@@ -112,7 +118,9 @@ class Generating(Sampling):
 class CompletionRequest(Generating):
     """POST /v1/completions"""
 
-    prompt: str | list[int] | list[str] | list[list[int]] = Field(description="text or token ids, one or several")
+    prompt: str | Tokens | Annotated[list[str], FIRST] | Annotated[list[Tokens], FIRST] = Field(
+        description="text or token ids, one or several"
+    )
     echo: bool | None = Field(None, description="begin the text with the prompt; not with logprobs")
     best_of: Annotated[Literal[1] | None, Refused("outputs are not ranked; use n and choose among them")] = None
     suffix: Annotated[Literal[""] | None, Refused("text is not filled in; put all of it into the prompt")] = None
@@ -164,7 +172,7 @@ class TextFormat(Body):
 class ChatRequest(Generating):
     """POST /v1/chat/completions"""
 
-    messages: list[Message] = Field(min_length=1, description="the conversation so far")
+    messages: Annotated[list[Message], FIRST] = Field(min_length=1, description="the conversation so far")
     max_completion_tokens: int | None = Field(None, description="OpenAI's later name of max_tokens")
     logprobs: bool | None = Field(None, description="log-probabilities of the chosen tokens")
     top_logprobs: int | None = Field(None, description="of so many others at each place; needs logprobs")
@@ -211,14 +219,16 @@ class TokenizeRequest(Body):
 
     model: str | None = Field(None, description="a served name, if any")
     prompt: str | None = Field(None, description="text; or give messages")
-    messages: list[Message] | None = Field(None, min_length=1, description="a conversation; or give a prompt")
+    messages: Annotated[list[Message], FIRST] | None = Field(
+        None, min_length=1, description="a conversation; or give a prompt"
+    )
 
 
 class DetokenizeRequest(Body):
     """POST /detokenize"""
 
     model: str | None = Field(None, description="a served name, if any")
-    tokens: list[int] = Field(description="token ids; special ones have no text")
+    tokens: Tokens = Field(description="token ids; special ones have no text")
 
 
 def field_rows(model: type[BaseModel]) -> list[tuple[str, str, str]]:

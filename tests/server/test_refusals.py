@@ -6,6 +6,7 @@ import openai
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
+from pydantic import ValidationError
 from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import (
@@ -16,7 +17,7 @@ from schemathesis.specs.openapi.checks import (
     unsupported_method,
 )
 
-from espalier.server.openai import ChatRequest, CompletionRequest, field_rows
+from espalier.server.openai import ChatRequest, CompletionRequest, DetokenizeRequest, field_rows
 from tests.properties.summary import ASKED
 from tools.make_server_fields import PAGE, with_tables
 
@@ -122,6 +123,26 @@ def test_bad_values_are_refused_in_one_line(served, path, body, words):
     assert words in message and "\n" not in message
 
 
+def test_a_body_that_is_wrong_everywhere_is_one_error():
+    wrong = (
+        (CompletionRequest, {**TEXT, "prompt": [True] * 1000}),
+        (ChatRequest, {**CHAT, "messages": [{}] * 1000}),
+        (DetokenizeRequest, {"tokens": [0.5] * 1000}),
+    )
+    for model, body in wrong:
+        with pytest.raises(ValidationError) as caught:
+            model.model_validate(body)
+        assert caught.value.error_count() < 10
+
+
+def test_a_body_nested_too_deep_is_refused():
+    nested = []
+    for _ in range(5000):
+        nested = [nested]
+    with pytest.raises(ValidationError, match="nested too deep"):
+        CompletionRequest.model_validate({**TEXT, "user": nested})
+
+
 def test_a_stream_that_is_refused_has_the_status_of_its_error(served):
     assert error_of(served.request("/v1/completions", {**TEXT, "stream": True, "min_tokens": 600, "max_tokens": None}))
 
@@ -158,6 +179,8 @@ def test_a_request_id_is_in_header_error_and_log(served):
     _, headers, body = served.request("/v1/completions", {}, x_request_id="mine-42")
     assert (headers["x-request-id"], body["error"]["request_id"]) == ("mine-42", "mine-42")
     served.until(lambda: "[mine-42]" in served.log.read_text())
+    assert served.request("/nowhere%0Aa-line-of-its-own")[0] == 404
+    served.until(lambda: "GET /nowhere%0Aa-line-of-its-own 404" in served.log.read_text())
     assert served.request("/health", x_request_id="no good")[1]["x-request-id"].startswith("req-")
 
 

@@ -1,0 +1,145 @@
+"""The front's side of the engine process, with a process that is none."""
+
+import asyncio
+import threading
+from types import SimpleNamespace
+
+import pytest
+from starlette.responses import Response
+from starlette.testclient import TestClient
+
+from espalier.request import ResolvedParams
+from espalier.server.api import ApiOptions, make_app
+from espalier.server.client import ClientOptions, EngineClient, EngineGone
+from espalier.server.gate import Gate
+
+
+class Process:
+    """One that never leaves by itself."""
+
+    pid = 1
+
+    def __init__(self):
+        self.returncode = None
+        self.ended = asyncio.Event()
+
+    async def wait(self):
+        await self.ended.wait()
+
+    def kill(self):
+        self.returncode = -9
+        self.ended.set()
+
+
+class Socket:
+    """recv hands out what it was given, and then nothing ever."""
+
+    def __init__(self, *messages):
+        self.messages = list(messages)
+
+    async def recv(self):
+        return self.messages.pop(0) if self.messages else await asyncio.Event().wait()
+
+    def send(self, message):
+        pass
+
+    def close(self):
+        pass
+
+
+def ready(restart, *messages):
+    client = EngineClient({}, ClientOptions(restart=restart))
+    client.process, client._socket, client.state = Process(), Socket(*messages), "ready"
+    return client
+
+
+async def told(generation):
+    with pytest.raises(EngineGone) as caught:
+        async for _ in generation.parts(asyncio.get_running_loop().time() + 5):
+            pass
+    return str(caught.value)
+
+
+def test_what_cannot_be_read_ends_the_engine_and_tells_everyone():
+    async def run():
+        client = ready(False, b"\xc1 is no message")
+        generation = client.submit("x", [[1]], ResolvedParams(), 0, False)
+        client._supervisor = asyncio.create_task(client._supervise())
+        assert "what cannot be read" in await told(generation)
+        await client._supervisor
+        assert (client.state, client.process.returncode) == ("gone", -9)
+        await client.close()
+
+    asyncio.run(run())
+
+
+def test_a_process_that_cannot_be_made_is_tried_again(monkeypatch):
+    async def run():
+        client, tries = ready(True, b"\xc1"), []
+
+        async def start():
+            tries.append(1)
+            if len(tries) == 1:
+                raise BlockingIOError("no more processes")
+            client.process, client._socket, client.state = Process(), Socket(), "ready"
+
+        monkeypatch.setattr(client, "_start", start)
+        client._supervisor = asyncio.create_task(client._supervise())
+        async with asyncio.timeout(5):
+            while client.state != "ready" or not tries:
+                await asyncio.sleep(0.01)
+        assert len(tries) == 2
+        await client.close()
+
+    monkeypatch.setattr("espalier.server.client.LEAVE_S", 0.01)
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("sent", [b"Bearer s\xc3\xa9cret", b"bearer s\xc3\xa9cret"])
+def test_a_key_may_hold_any_character(sent):
+    reached, statuses = [], []
+
+    async def app(scope, receive, send):
+        reached.append(scope["path"])
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    async def send(message):
+        statuses.append(message.get("status"))
+
+    gate = Gate(app, "s\u00e9cret", 10, lambda path, status: None)
+    scope = {"type": "http", "method": "GET", "path": "/v1/models", "headers": [(b"authorization", sent)]}
+    asyncio.run(gate(scope, None, send))
+    assert reached and statuses == [200]
+
+
+def test_echo_reads_tokens_beside_the_loop():
+    threads = []
+
+    class Echoing:
+        """A front that runs nothing."""
+
+        names = ("m",)
+        intake = SimpleNamespace(
+            resolve=lambda params: params.resolve({}, ()),
+            tokens=list,
+            text_of=lambda what: SimpleNamespace(decode=lambda ids: threads.append(threading.get_ident()) or "text"),
+            tokenizer=None,
+        )
+        metrics = SimpleNamespace(began=0, answers=SimpleNamespace(labels=lambda *of: SimpleNamespace(inc=list)))
+
+        def check_model(self, name):
+            pass
+
+        async def tokenize(self, work, *values):
+            return await asyncio.to_thread(work, *values)
+
+        async def respond(self, http, body, prompts, answer):
+            threads.append(threading.get_ident())
+            return Response("".join(answer.echo))
+
+    app, _ = make_app(Echoing(), ApiOptions())
+    # No lifespan: the gate has none.
+    answer = TestClient(app).post("/v1/completions", json={"model": "m", "prompt": [1, 2], "echo": True})
+    assert (answer.status_code, answer.text) == (200, "text")
+    decoding, loop = threads
+    assert decoding != loop
