@@ -111,8 +111,9 @@ class Client:
             return
         status = int(answer.split(b" ", 2)[1]) if answer.startswith(b"HTTP/1.1 ") else 0
         self.tally.statuses[status] += 1
-        ended = (b"data: [DONE]", b'"finish_reason"', b'"error"')
-        if not any(mark in answer for mark in (ended if status == 200 else ended[2:])):
+        # What stands at the end of an answer alone: a stream that is cut off has neither.
+        ended = [b'"error"', *([b"data: [DONE]", b'"usage":{'] if status == 200 else [])]
+        if not any(mark in answer for mark in ended):
             self.tally.unanswered += 1
 
 
@@ -151,7 +152,7 @@ async def _at_rest(server: Server) -> dict[str, float]:
     """Metrics once nothing is open; what they are at the end of patience otherwise."""
     for _ in range(200):
         metrics = await asyncio.to_thread(server.metrics)
-        if not (metrics["espalier_open_samples"] or metrics["espalier_running_requests"]):
+        if not any(metrics[f"espalier_{name}"] for name in ("open_samples", "waiting_requests", "running_requests")):
             return metrics
         await asyncio.sleep(0.05)
     return metrics

@@ -44,7 +44,9 @@ REFUSED_PATHS = {
     "/v1/chat/completions/": "completions are not stored",
 }
 BODIES: tuple[type[BaseModel], ...] = (CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest)
-EVENTS: dict[str, Any] = {"text/event-stream": {"schema": {"type": "string"}}}
+# What each event of a stream is: its data is a chunk as JSON, or [DONE].
+EVENT = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
+EVENTS: dict[str, Any] = {"text/event-stream": {"schema": EVENT}}
 STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": EVENTS, "description": "whole, or streamed"}}
 
 
@@ -79,7 +81,11 @@ def make_app(front: Front, options: ApiOptions) -> tuple[ASGIApp, Gate]:
     if not options.cors_origins:
         return gate, gate
     return CORSMiddleware(
-        gate, allow_origins=list(options.cors_origins), allow_methods=["*"], allow_headers=["*"]
+        gate,
+        allow_origins=list(options.cors_origins),
+        allow_methods=["*"],
+        allow_headers=["*"],
+        expose_headers=["x-request-id", "retry-after"],
     ), gate
 
 
@@ -93,11 +99,12 @@ def _add_generation(app: FastAPI, front: Front) -> None:
         front.check_model(body.model)
         params = _checked(front, body)
         asked = _prompts(body)
-        prompts = [await front.tokenize(front.intake.tokens, prompt) for prompt in asked]
-        echo: list[str] = []
-        if body.echo:
-            decode = (await front.tokenize(front.intake.text_of, "echo")).decode
-            echo = [prompt if isinstance(prompt, str) else await front.tokenize(decode, prompt) for prompt in asked]
+        with front.entering(len(asked) * params.n):
+            prompts = [await front.tokenize(front.intake.tokens, prompt) for prompt in asked]
+            echo: list[str] = []
+            if body.echo:
+                decode = (await front.tokenize(front.intake.text_of, "echo")).decode
+                echo = [prompt if isinstance(prompt, str) else await front.tokenize(decode, prompt) for prompt in asked]
         id = f"cmpl-{request_id.get()}"
         return await front.respond(
             http, body, prompts, TextAnswer(id, body, params, prompts, front.intake.tokenizer, echo)
@@ -107,7 +114,8 @@ def _add_generation(app: FastAPI, front: Front) -> None:
     async def chat(body: ChatRequest, http: Request) -> Response:
         front.check_model(body.model)
         params = _checked(front, body)
-        prompt = await front.tokenize(_chat_prompt, front, body.turns())
+        with front.entering(params.n):
+            prompt = await front.tokenize(_chat_prompt, front, body.turns())
         id = f"chatcmpl-{request_id.get()}"
         return await front.respond(http, body, [prompt], ChatAnswer(id, body, params, [prompt], front.intake.tokenizer))
 

@@ -5,8 +5,9 @@ A body is run to its whole answer or as a stream of events; both abort what stil
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -68,6 +69,7 @@ class Front:
             self.intake.text_of("--chat-template").hf.chat_template = _read(options.chat_template)
         # One thread: long prompts do not hold up the loop, and a tokenizer is used by one caller at a time.
         self._tokenizing = ThreadPoolExecutor(1, "tokenizing")
+        self._num_entering = 0
 
     @property
     def status(self) -> str:
@@ -106,22 +108,44 @@ class Front:
             raise
         return EventStream(run, first, events)
 
-    def _submit(self, body: Generating, prompts: Sequence[list[int]], answer: Answer) -> Generation:
+    @contextmanager
+    def entering(self, wanted: int) -> Iterator[None]:
+        """Samples whose prompts are being read take room as well.  Raises ApiError where there is none for them."""
+        self._require_room(wanted)
+        self._num_entering += wanted
+        try:
+            yield
+        finally:
+            self._num_entering -= wanted
+
+    def _require_room(self, wanted: int) -> None:
         """Admission: what is beyond the slots and the queue comes again later."""
         if self.draining:
             raise ApiError(503, "the server is shutting down; ask another", retry_after_s=RETRY_AFTER_S)
-        wanted = len(prompts) * answer.params.n
+        if self.client.state != "ready":
+            raise self._gone(self.client.why or "the engine process is not there")
         room = int(self.client.config["max_batch"]) + self.options.max_queue
         if wanted > room:
             raise ApiError(400, f"{wanted} samples are more than the {room} that run and wait here; ask for fewer", "n")
-        if self.client.open_samples + wanted > room:
-            message = f"{self.client.open_samples} samples run and wait and there is room for {room}; come again later"
+        held = self.client.open_samples + self._num_entering
+        if held + wanted > room:
+            message = f"{held} samples run and wait and there is room for {room}; come again later"
             raise ApiError(429, message, code="queue_full", retry_after_s=RETRY_AFTER_S)
+
+    def _submit(self, body: Generating, prompts: Sequence[list[int]], answer: Answer) -> Generation:
+        self._require_room(len(prompts) * answer.params.n)
         name = request_id.get()
         try:
             return self.client.submit(name, prompts, answer.params, body.priority or 0, answer.detokenize_there)
         except EngineGone as error:
-            raise ApiError(503, f"{error}; come again later", code="engine_gone", retry_after_s=RETRY_AFTER_S) from None
+            raise self._gone(str(error)) from None
+
+    def _gone(self, why: str) -> ApiError:
+        if self.client.options.restart:
+            return ApiError(503, f"{why}; come again later", code="engine_gone", retry_after_s=RETRY_AFTER_S)
+        return ApiError(
+            503, f"{why}; start the server again, or with --restart-engine", code="engine_gone", retry=False
+        )
 
     def close(self) -> None:
         self._tokenizing.shutdown(wait=False)

@@ -73,7 +73,8 @@ class Gate:
             # Header bytes come as latin-1, whatever they were.
             scheme, _, key = headers.get("authorization", "").partition(" ")
             if scheme.lower() != "bearer" or not hmac.compare_digest(key.encode("latin-1"), self.api_key.encode()):
-                raise ApiError(401, "the API key is missing or wrong; send it as Authorization: Bearer KEY")
+                message = "the API key is missing or wrong; send it as Authorization: Bearer KEY"
+                raise ApiError(401, message, code="invalid_api_key")
 
     async def _check_length(self, headers: Headers, receive: Receive) -> None:
         length = headers.get("content-length", "0")

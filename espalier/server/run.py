@@ -87,8 +87,8 @@ async def serve(settings: Mapping[str, Any], options: ServeOptions) -> None:
     try:
         # What the front needs takes a while to import: the engine process loads meanwhile.
         await asyncio.gather(client.start(), asyncio.to_thread(import_module, TOKENIZERS))
+        front = await asyncio.to_thread(Front, client, options.front)
         loop.remove_signal_handler(signal.SIGTERM)
-        front = Front(client, options.front)
         app, gate = make_app(front, options.api)
         config = uvicorn.Config(
             app,

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -129,6 +130,9 @@ def test_echo_reads_tokens_beside_the_loop():
 
         def check_model(self, name):
             pass
+
+        def entering(self, wanted):
+            return nullcontext()
 
         async def tokenize(self, work, *values):
             return await asyncio.to_thread(work, *values)

@@ -128,7 +128,10 @@ def test_a_silent_engine_counts_as_gone(tmp_path):
         os.kill(engine, signal.SIGSTOP)
         error = json.loads(events(answer)[-1])["error"]
         assert "has been silent for" in error["message"] and error["code"] == "engine_gone"
-        assert served.request("/health")[0] == 503 and not exists(engine)
+        status, _, refused = served.request("/v1/completions", LONG)
+        assert (status, served.request("/health")[0]) == (503, 503)
+        assert "with --restart-engine" in refused["error"]["message"]
+        served.until(lambda: not exists(engine))
 
 
 def test_sigterm_finishes_what_runs_and_refuses_what_is_new(own):
