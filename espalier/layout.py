@@ -4,6 +4,7 @@ Nothing else in the house multiplies two of these numbers: buffers are allocated
 their arguments against it, on the host, without touching the device.
 """
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields, replace
 from typing import TypeVar
 
@@ -87,6 +88,11 @@ class TreeShape:
 
 TREE_FIELDS = tuple(f.name for f in fields(TreeShape))
 PLAIN = TreeShape(steps=0, topk=1, num_draft_tokens=1)
+
+
+def bucket_of(batch: int, buckets: Iterable[int]) -> int:
+    """What a round of so many requests is padded to, of ascending buckets; above the largest it is not padded."""
+    return next((bucket for bucket in buckets if bucket >= batch), batch)
 
 
 @dataclass(frozen=True)

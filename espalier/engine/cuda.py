@@ -24,7 +24,7 @@ from espalier.engine.results import Results, read
 from espalier.engine.ticket import Row, Ticket
 from espalier.engine.wire import Packed, Sent, pack
 from espalier.errors import EspalierError
-from espalier.layout import ROUNDS_IN_FLIGHT
+from espalier.layout import ROUNDS_IN_FLIGHT, bucket_of
 from espalier.sampling.pick import Logprobs
 from espalier.sampling.shape import Shaping
 from espalier.speculate.round import Round
@@ -122,8 +122,8 @@ class CudaExecutor:
         return self._handed_back(place, ticket, logprobs)
 
     def bucket(self, batch: int) -> int:
-        """What a round is padded to, run eagerly or not; a batch above the largest bucket is not padded."""
-        return next((bucket for bucket in self.buckets if bucket >= batch), batch)
+        """What a round is padded to, run eagerly or not."""
+        return bucket_of(batch, self.buckets)
 
     def _eager(self, ticket: Ticket, packed: Packed) -> Logprobs | None:
         vector = torch.from_numpy(packed.vector).pin_memory().to(self.device, non_blocking=True)

@@ -16,6 +16,7 @@ import zmq
 
 from espalier.config import SpeculationConfig
 from espalier.errors import EspalierError
+from espalier.layout import bucket_of
 from espalier.llm import LLM, low_acceptance
 from espalier.request import Piece, Request
 from espalier.server import logs, protocol
@@ -138,8 +139,8 @@ class Worker:
         """Rounds by bucket.  A graph ran those of a captured bucket that report no log-probabilities."""
         counts: dict[tuple[int, bool], int] = {}
         for (batch, logprobs), count in self.llm.engine.scheduler.num_rounds.items():
-            bucket = next((bucket for bucket in self.buckets if bucket >= batch), None)
-            key = (bucket or batch, bucket is not None and not logprobs)
+            bucket = bucket_of(batch, self.buckets)
+            key = (bucket, bucket in self.buckets and not logprobs)
             counts[key] = counts.get(key, 0) + count
         return [(bucket, graph, count) for (bucket, graph), count in sorted(counts.items())]
 

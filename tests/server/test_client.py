@@ -12,6 +12,8 @@ from starlette.testclient import TestClient
 from espalier.request import ResolvedParams
 from espalier.server.api import ApiOptions, make_app
 from espalier.server.client import ClientOptions, EngineClient, EngineGone
+from espalier.server.errors import ApiError
+from espalier.server.front import Front
 from espalier.server.gate import Gate
 
 
@@ -147,3 +149,20 @@ def test_echo_reads_tokens_beside_the_loop():
     assert (answer.status_code, answer.text) == (200, "text")
     decoding, loop = threads
     assert decoding != loop
+
+
+def test_prompts_that_are_being_read_take_room():
+    front = Front.__new__(Front)
+    front.client = SimpleNamespace(state="ready", config={"max_batch": 2}, open_samples=1)
+    front.options, front.draining, front._num_entering = SimpleNamespace(max_queue=2), False, 0
+    with front.entering(2):
+        with (
+            pytest.raises(ApiError, match="3 samples .* room for 4") as caught,
+            front.entering(2),
+        ):
+            pass
+        assert caught.value.status_code == 429
+        with front.entering(1):
+            pass
+    with front.entering(3):
+        pass
