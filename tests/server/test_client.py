@@ -157,7 +157,7 @@ def test_prompts_that_are_being_read_take_room():
     front.options, front.draining, front._num_entering = SimpleNamespace(max_queue=2), False, 0
     with front.entering(2):
         with (
-            pytest.raises(ApiError, match="3 samples .* room for 4") as caught,
+            pytest.raises(ApiError, match=r"3 samples .* room for 4") as caught,
             front.entering(2),
         ):
             pass
