@@ -16,7 +16,8 @@ from espalier.bench.machine import require_gpu
 from espalier.bench.timing import Stopwatch
 from espalier.kernels.choices import ROWS_BUCKETS, Choices
 from espalier.kernels.launch import chip
-from espalier.kernels.linear import Choice, candidates, linear
+from espalier.kernels.linear import Choice, Library, Way, candidates, linear, linear_parts
+from espalier.kernels.norm import add_rms_norm
 
 # Bytes of weights in a chain: what is read again was evicted long ago, and a kernel's time is well above the clock's.
 CHAIN_BYTES = 600 * 10**6
@@ -31,21 +32,24 @@ LEAST_GAIN = 0.002
 # Of the first bucket both ends are measured: it spans most.
 FEWEST_ROWS = 1
 
-Table = dict[tuple[Shape, int], Choice | None]
+# Layers that hand on their parts, if they have any, to whoever reads them.
+IN_PARTS = ("qkv", "o", "down")
+
+Table = dict[tuple[Shape, int], Way]
 
 
 @dataclass(frozen=True)
 class Measured:
-    """One shape and bucket, alone: µs of F.linear, and those of ours that fit the chip, the fastest first."""
+    """One shape and bucket, alone: µs of F.linear, and the other ways that fit the chip, the fastest first."""
 
     shape: Shape
     rows: int
     cublas_us: float
     ours_us: float
-    ours: tuple[Choice, ...]
+    ours: tuple[Choice | Library, ...]
 
     @property
-    def fastest(self) -> Choice | None:
+    def fastest(self) -> Way:
         return self.ours[0] if self.ours_us < self.cublas_us else None
 
 
@@ -74,7 +78,7 @@ class Tuner:
         order = sorted(range(len(ours)), key=lambda at: ours[at])
         return Measured(shape, rows, cublas, min(ours, default=torch.inf), tuple(finalists[at] for at in order))
 
-    def _us(self, x: Tensor, weights: Sequence[Tensor], contenders: Sequence[Choice | None], turns: int) -> list[float]:
+    def _us(self, x: Tensor, weights: Sequence[Tensor], contenders: Sequence[Way], turns: int) -> list[float]:
         """µs a call of each contender, taking turns."""
         calls = max(2, -(-CHAIN_BYTES // (2 * weights[0].numel())))
         bodies = [_chain(x, weights, choice, calls) for choice in contenders]
@@ -92,26 +96,39 @@ class Tuner:
                     for measured in open_.values():
                         table[measured.shape, rows] = self._fastest_among(runs, weights, measured, table)
 
-    def _fastest_among(self, runs: Sequence[Run], weights: Weights, measured: Measured, table: Table) -> Choice | None:
+    def _fastest_among(self, runs: Sequence[Run], weights: Weights, measured: Measured, table: Table) -> Way:
         place = (measured.shape, measured.rows)
         others = [choice for choice in (None, *measured.ours[:CONTENDERS]) if choice != table[place]]
         contenders = [table[place], *others]
-        bodies = [weights.chain(runs, _by_table({**table, place: choice}, measured.rows)) for choice in contenders]
+        bodies = [weights.chain(runs, _by_table(runs, {**table, place: way}, measured.rows)) for way in contenders]
         times = self.watch.ms(bodies, 12)
         best = min(range(len(times)), key=lambda at: times[at])
         return contenders[best if times[best] < times[0] * (1 - LEAST_GAIN) else 0]
 
 
-def _chain(x: Tensor, weights: Sequence[Tensor], choice: Choice | None, calls: int) -> Callable[[], None]:
+def _chain(x: Tensor, weights: Sequence[Tensor], way: Way, calls: int) -> Callable[[], None]:
     def body() -> None:
         for call in range(calls):
-            linear(x, weights[call % len(weights)], None, choice)
+            linear(x, weights[call % len(weights)], None, way)
 
     return body
 
 
-def _by_table(table: Table, rows: int) -> Multiply:
-    return lambda x, weight: linear(x, weight, None, table[(weight.shape[0], weight.shape[1]), rows])
+def _by_table(runs: Sequence[Run], table: Table, rows: int) -> Multiply:
+    """As a model runs its layers: what comes in parts is read by an add and norm, which stands for the rotation too."""
+    in_parts = {run.shape for run in runs if run.name.split()[-1] in IN_PARTS}
+    read: dict[Shape, tuple[Tensor, Tensor]] = {}
+
+    def multiply(x: Tensor, weight: Tensor) -> Tensor:
+        shape = (weight.shape[0], weight.shape[1])
+        if shape not in in_parts:
+            return linear(x, weight, None, table[shape, rows])
+        if shape not in read:
+            read[shape] = x.new_zeros(len(x), shape[0]), x.new_ones(shape[0])
+        residual, norm = read[shape]
+        return add_rms_norm(linear_parts(x, weight, None, table[shape, rows]), residual, norm, 1.0)[1]
+
+    return multiply
 
 
 def as_choices(table: Table) -> dict[Shape, Choices]:

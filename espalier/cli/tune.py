@@ -17,7 +17,7 @@ from espalier.engine.load import Checkpoint, find
 from espalier.engine.resolve import choose_device
 from espalier.errors import EspalierError
 from espalier.kernels.choices import Table, own_file, write
-from espalier.kernels.linear import Choice
+from espalier.kernels.linear import Library, Way
 from espalier.models import ModelConfig
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -97,11 +97,14 @@ def _lines(measured: list[Measured], table: ByRows) -> str:
     lines = [["weight", "rows", "F.linear, µs", "ours, µs", "taken among its neighbours"]]
     for bucket in measured:
         shape = f"{bucket.shape[0]} x {bucket.shape[1]}"
-        choice = table[bucket.shape, bucket.rows]
-        taken = "F.linear" if choice is None else _launch(choice)
+        taken = _taken(table[bucket.shape, bucket.rows])
         lines.append([shape, f"{bucket.rows}", f"{bucket.cublas_us:.1f}", f"{bucket.ours_us:.1f}", taken])
     return aligned(lines)
 
 
-def _launch(choice: Choice) -> str:
-    return f"{choice.block_out}x{choice.block_in}, {choice.splits} parts, {choice.stages} stages, {choice.warps} warps"
+def _taken(way: Way) -> str:
+    if way is None:
+        return "F.linear"
+    if isinstance(way, Library):
+        return f"F.linear, {way.pieces} pieces" if way.splits == 1 else f"F.linear, {way.splits} parts"
+    return f"{way.block_out}x{way.block_in}, {way.splits} parts, {way.stages} stages, {way.warps} warps"

@@ -1,4 +1,4 @@
-"""Which kernel computes which linear layer: a measured table, read from files, never timed at start.
+"""Which way each linear layer is computed: a measured table, read from files, never timed at start.
 
 `espalier doctor --tune` measures and writes it.  What was measured by us is shipped beside this file; a user's own
 stands in CHOICES_FILE or, without it, in the user's configuration folder, and is asked first.  A table is in force
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from espalier.errors import EspalierError
 from espalier.kernels.launch import Chip, chip
-from espalier.kernels.linear import DTYPES, Choice
+from espalier.kernels.linear import DTYPES, Choice, Library, Way
 
 # Names a user's own file.
 CHOICES_FILE = "ESPALIER_CHOICES"
@@ -38,14 +38,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Choices:
-    """Of one weight's shape: for each bucket of rows how our kernel is launched, or None for F.linear."""
+    """Of one weight's shape: for each bucket of rows the way to compute it, None for F.linear."""
 
-    by_bucket: tuple[Choice | None, ...] = (None,) * len(ROWS_BUCKETS)
+    by_bucket: tuple[Way, ...] = (None,) * len(ROWS_BUCKETS)
 
-    def at(self, rows: int) -> Choice | None:
-        for bound, choice in zip(ROWS_BUCKETS, self.by_bucket, strict=True):
+    def at(self, rows: int) -> Way:
+        for bound, way in zip(ROWS_BUCKETS, self.by_bucket, strict=True):
             if rows <= bound:
-                return choice
+                return way
         return None
 
 
@@ -136,10 +136,17 @@ def _choices(buckets: dict[str, Any]) -> Choices:
         raise ValueError(f"buckets of rows are {', '.join(map(str, ROWS_BUCKETS))}")
     return Choices(
         tuple(
-            None if launch is None else _checked(Choice(**launch), bound)
-            for launch, bound in zip(buckets.values(), ROWS_BUCKETS, strict=True)
+            None if way is None else _library(way) if "pieces" in way else _checked(Choice(**way), bound)
+            for way, bound in zip(buckets.values(), ROWS_BUCKETS, strict=True)
         )
     )
+
+
+def _library(way: dict[str, Any]) -> Library:
+    found = Library(**way)
+    if min(found.pieces, found.splits) != 1 or max(found.pieces, found.splits) < 2:
+        raise ValueError(f"{found} is not in pieces or in parts")
+    return found
 
 
 def _checked(choice: Choice, rows: int) -> Choice:
@@ -155,7 +162,7 @@ def _checked(choice: Choice, rows: int) -> Choice:
 def _entry(table: Table) -> dict[str, Any]:
     shapes = {
         f"{num_out}x{num_in}": {
-            str(bound): choice and asdict(choice) for bound, choice in zip(ROWS_BUCKETS, choices.by_bucket, strict=True)
+            str(bound): way and asdict(way) for bound, way in zip(ROWS_BUCKETS, choices.by_bucket, strict=True)
         }
         for (num_out, num_in), choices in sorted(table.shapes.items())
     }

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from espalier.errors import EspalierError
 from espalier.kernels.dependent import after_previous, early
-from espalier.kernels.launch import chip, kernel, power_of_two, require
+from espalier.kernels.launch import chip, crowded, kernel, power_of_two, require
 from espalier.layout import DUMMY_ROW
 
 if TYPE_CHECKING:
@@ -18,12 +18,14 @@ if TYPE_CHECKING:
 LARGEST_BLOCK = 2048
 # Of one warp at 16 bytes a thread, the widest access.
 WARP_BYTES = 512
+# Of one program, where one for each layer would crowd the chip.
+LAYERS_A_PROGRAM = 4
 
 
 def commit_rows(staged: tuple[Tensor, Tensor], committed: tuple[Tensor, Tensor], source: Tensor, rows: Tensor) -> None:
     """Copy rows `source` [N] of staged k and v to `rows` [N] of committed ones, [layers, rows, kv_heads, size] each.
 
-    Rows are distinct but for row 0, the dummy's, which gets zeros.
+    Rows are distinct but for row 0, the dummy's, to which nothing is copied.
     """
     for name, src, dst in zip("kv", staged, committed, strict=True):
         require(f"staged {name}", src, (dst.shape[0], -1, *dst.shape[2:]), dst.dtype, dst)
@@ -37,7 +39,7 @@ def commit_rows(staged: tuple[Tensor, Tensor], committed: tuple[Tensor, Tensor],
 def _copy(src_ptr, dst_ptr, layer, source, row, src_layer, dst_layer, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     for begin in tl.static_range(0, SIZE, BLOCK):
         at = begin + tl.arange(0, BLOCK)
-        value = tl.load(src_ptr + layer * src_layer + source * SIZE + at, mask=(at < SIZE) & (row != 0), other=0.0)
+        value = tl.load(src_ptr + layer * src_layer + source * SIZE + at, mask=at < SIZE)
         tl.store(dst_ptr + layer * dst_layer + row * SIZE + at, value, mask=at < SIZE)
 
 
@@ -53,6 +55,8 @@ def _commit_kernel(
     v_src_layer,
     k_dst_layer,
     v_dst_layer,
+    layers,
+    LAYERS: tl.constexpr,
     K_SIZE: tl.constexpr,
     V_SIZE: tl.constexpr,
     K_BLOCK: tl.constexpr,
@@ -60,10 +64,12 @@ def _commit_kernel(
     DEPENDENT: tl.constexpr,
 ):
     after_previous(DEPENDENT)
-    n, layer = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    n, first = tl.program_id(0), tl.program_id(1).to(tl.int64) * LAYERS
     source, row = tl.load(source_ptr + n), tl.load(row_ptr + n)
-    _copy(k_src_ptr, k_dst_ptr, layer, source, row, k_src_layer, k_dst_layer, K_SIZE, K_BLOCK)
-    _copy(v_src_ptr, v_dst_ptr, layer, source, row, v_src_layer, v_dst_layer, V_SIZE, V_BLOCK)
+    if row != 0:
+        for layer in range(first, tl.minimum(first + LAYERS, layers)):
+            _copy(k_src_ptr, k_dst_ptr, layer, source, row, k_src_layer, k_dst_layer, K_SIZE, K_BLOCK)
+            _copy(v_src_ptr, v_dst_ptr, layer, source, row, v_src_layer, v_dst_layer, V_SIZE, V_BLOCK)
 
 
 def commit_rows_triton(
@@ -81,12 +87,16 @@ def commit_rows_triton(
             )
     sizes = [buffer.shape[2] * buffer.shape[3] for buffer in committed]
     blocks = [min(power_of_two(size), LARGEST_BLOCK) for size in sizes]
-    _commit_kernel[(source.shape[0], committed[0].shape[0])](
+    count, layers = source.shape[0], committed[0].shape[0]
+    together = LAYERS_A_PROGRAM if crowded(count * layers, chip(source)) else 1
+    _commit_kernel[(count, -(-layers // together))](
         *staged,
         *committed,
         source.contiguous(),
         rows.contiguous(),
         *(buffer.stride(0) for buffer in (*staged, *committed)),
+        layers,
+        LAYERS=together,
         K_SIZE=sizes[0],
         V_SIZE=sizes[1],
         K_BLOCK=blocks[0],
@@ -100,5 +110,6 @@ def commit_rows_reference(
     staged: tuple[Tensor, Tensor], committed: tuple[Tensor, Tensor], source: Tensor, rows: Tensor
 ) -> None:
     for src, dst in zip(staged, committed, strict=True):
+        dummy = dst[:, DUMMY_ROW].clone()
         dst.index_copy_(1, rows, src.index_select(1, source))
-        dst[:, DUMMY_ROW] = 0
+        dst[:, DUMMY_ROW] = dummy

@@ -20,6 +20,8 @@ from espalier.errors import EspalierError
 SHARED_MEMORY_CAP = "ESPALIER_SHARED_MEMORY"
 # What the interpreter stands in for: the smallest card that is supported.
 SMALLEST_SHARED_MEMORY = 99 * 1024
+# More small programs than that wait for each other's start.
+PROGRAMS_A_PROCESSOR = 12
 
 
 class Kernel:
@@ -93,6 +95,12 @@ def _chip(device: torch.device, cap: int) -> Chip:
     # Not in the annotations of every PyTorch that is supported.
     facts: Any = torch.cuda.get_device_properties(device)
     return Chip(min(facts.shared_memory_per_block_optin, cap), facts.multi_processor_count, (facts.major, facts.minor))
+
+
+def crowded(programs: int, on: Chip) -> bool:
+    """Whether so many programs do better as fewer and larger ones: a chip starts about one a nanosecond (measured on an
+    H200, docs/log.md), whatever they do."""
+    return programs > PROGRAMS_A_PROCESSOR * on.processors
 
 
 def require(what: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype | None, like: Tensor) -> None:

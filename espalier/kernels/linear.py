@@ -1,9 +1,13 @@
 """A linear map of few rows: y = x · weightᵀ + bias, bound by reading the weight once.
 
-Each program multiplies a block of the weight's rows with all rows of x, over the whole of `in` or over one of `splits`
+Each program multiplies a block of the weight's rows with all rows of x, over the whole of `in` or one of `splits`
 parts of it.  Parts are written apart, in float32, and what reads them adds them in order: no atomics, so the same
-input gives the same bits.  `linear` has a kernel for that; `linear_parts` leaves it to whoever reads them.  Which
-block sizes are fast is measured (`espalier doctor --tune`) and stands in a file (kernels/choices.py); this file knows
+input gives the same bits.  `linear` has a kernel for that; `linear_parts` leaves it to whoever reads them.
+
+From some 100 rows on PyTorch's library is faster, for some shapes if it is asked for less at once (`Library`): what
+fills the chip one time and a half with its tiles takes as long as what fills it twice.
+
+Which way is fast is measured (`espalier doctor --tune`) and stands in a file (kernels/choices.py); this file knows
 which of them are worth measuring on a chip.
 
 Both kernels are launched early where the chip can do that (kernels/dependent.py); the first asks for its first weights
@@ -17,6 +21,7 @@ in · 2⁻²⁴ times the sum of the products' magnitudes.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
@@ -46,6 +51,12 @@ TILES = (
 )
 STAGES = (2, 3, 4, 6, 8)
 SPLITS = (1, 2, 3, 4, 6, 8)
+# Of PyTorch's library, worth measuring where its tiles are as good as ours.
+LIBRARY_ROWS = 65
+PIECES = (2, 3, 4)
+LIBRARY_SPLITS = (2, 4)
+# What a tile of the library holds at most of the weight's rows or columns, without a remainder.
+TILE = 128
 # Shared memory that a program takes besides its tiles.
 RESERVED = 1024
 
@@ -66,12 +77,34 @@ class Choice:
         return self.stages * (self.block_out + block_rows(rows)) * self.block_in * 2 + RESERVED
 
 
+@dataclass(frozen=True)
+class Library:
+    """PyTorch's product, asked for `pieces` of the weight's rows, one after the other, or for `splits` parts of `in`,
+    in one batched call; one of them is 1.  In float32 parts it neither sums by itself nor rounds."""
+
+    pieces: int
+    splits: int
+
+
+Way = Choice | Library | None
+
+
 def block_rows(rows: int) -> int:
     return max(power_of_two(rows), LEAST_ROWS)
 
 
-def candidates(rows: int, num_out: int, num_in: int, on: Chip) -> list[Choice]:
-    """What is worth measuring: as many programs as run at once, or several turns of them where nothing is split."""
+def candidates(rows: int, num_out: int, num_in: int, on: Chip) -> list[Choice | Library]:
+    """What is worth measuring beside F.linear."""
+    return [*_launches(rows, num_out, num_in, on), *(_library(num_out, num_in) if rows >= LIBRARY_ROWS else ())]
+
+
+def _library(num_out: int, num_in: int) -> list[Library]:
+    pieces = [Library(pieces, 1) for pieces in PIECES if num_out % (pieces * TILE) == 0]
+    return pieces + [Library(1, splits) for splits in LIBRARY_SPLITS if num_in % (splits * TILE) == 0]
+
+
+def _launches(rows: int, num_out: int, num_in: int, on: Chip) -> list[Choice]:
+    """As many programs as run at once, or several turns of them where nothing is split."""
     tiles = next(tiles for bound, tiles in TILES if rows <= bound)
     choices = (
         Choice(block_out, block_in, splits, warps, stages)
@@ -158,18 +191,22 @@ def _sum_parts_kernel(
     tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, choice: Choice | None) -> Tensor:
-    """x · weightᵀ + bias: x [rows, in] -> a fresh [rows, out] in x's dtype, launched as chosen; None is F.linear.
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, way: Way) -> Tensor:
+    """x · weightᵀ + bias: x [rows, in] -> a fresh [rows, out] in x's dtype, computed as chosen; None is F.linear.
 
-    Bits of a row depend on the choice and on block_rows(rows), and on no other row.
+    Bits of a row depend on the way and, launched by us, on block_rows(rows), else on rows; and on no other row.
     """
-    return linear_reference(x, weight, bias) if choice is None else linear_triton(x, weight, bias, choice)
+    return _summed(linear_parts(x, weight, bias, way), x)
 
 
-def linear_parts(x: Tensor, weight: Tensor, bias: Tensor | None, choice: Choice | None) -> Tensor:
-    """`linear`, or, where the choice splits, its parts [splits, rows, out] in float32: added in order and rounded to
-    x's dtype they are `linear` to the bit."""
-    return linear_reference(x, weight, bias) if choice is None else linear_parts_triton(x, weight, bias, choice)
+def linear_parts(x: Tensor, weight: Tensor, bias: Tensor | None, way: Way) -> Tensor:
+    """`linear`, or, where the way splits, its parts [splits, rows, out] in float32: added in order and rounded to x's
+    dtype they are `linear` to the bit."""
+    if way is None:
+        return linear_reference(x, weight, bias)
+    if isinstance(way, Library):
+        return linear_parts_library(x, weight, bias, way)
+    return linear_parts_triton(x, weight, bias, way)
 
 
 def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -183,9 +220,7 @@ def sum_parts_reference(parts: Tensor, dtype: torch.dtype) -> Tensor:
     return total.to(dtype)
 
 
-def linear_triton(x: Tensor, weight: Tensor, bias: Tensor | None, choice: Choice) -> Tensor:
-    """See linear_parts_triton."""
-    made = linear_parts_triton(x, weight, bias, choice)
+def _summed(made: Tensor, x: Tensor) -> Tensor:
     if made.ndim == 2:
         return made
     parts, rows, num_out = made.shape
@@ -193,6 +228,34 @@ def linear_triton(x: Tensor, weight: Tensor, bias: Tensor | None, choice: Choice
     _sum_parts_kernel[(_blocks(out.numel(), SUM_BLOCK),)](
         made, out, out.numel(), PARTS=parts, BLOCK=SUM_BLOCK, num_warps=4, **early(chip(x))
     )
+    return out
+
+
+def linear_triton(x: Tensor, weight: Tensor, bias: Tensor | None, choice: Choice) -> Tensor:
+    """See linear_parts_triton."""
+    return _summed(linear_parts_triton(x, weight, bias, choice), x)
+
+
+def linear_parts_library(x: Tensor, weight: Tensor, bias: Tensor | None, way: Library) -> Tensor:
+    """Views of x and weight are multiplied where they stand.  Raises RuntimeError where `in` has no such parts."""
+    rows, num_out = x.shape[0], weight.shape[0]
+    if way.splits > 1 and rows * num_out > 0:
+        parts = (way.splits, -1)
+        of_x, of_weight = x.unflatten(1, parts).transpose(0, 1), weight.unflatten(1, parts).permute(1, 2, 0)
+        # A CPU, on which the tests look at the views, has no product of its own for that.
+        exact = torch.float32
+        made = torch.bmm(of_x, of_weight, out_dtype=exact) if x.is_cuda else of_x.to(exact) @ of_weight.to(exact)
+        if bias is not None:
+            made[0] += bias
+        return made
+    out = x.new_empty(rows, num_out)
+    ends = [num_out * piece // way.pieces for piece in range(way.pieces + 1)]
+    for begin, end in pairwise(ends):
+        piece = slice(begin, end)
+        if bias is None:
+            torch.mm(x, weight[piece].T, out=out[:, piece])
+        else:
+            torch.addmm(bias[piece], x, weight[piece].T, out=out[:, piece])
     return out
 
 

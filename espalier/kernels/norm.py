@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from espalier.kernels.dependent import ask_for, early, let_next_start, wait_for_previous
+from espalier.kernels.dependent import after_previous, early
 from espalier.kernels.launch import chip, kernel, power_of_two, require
 from espalier.kernels.linear import load_sum, sum_parts_reference
 
@@ -46,16 +46,12 @@ def _rms_norm_kernel(
     PARTS: tl.constexpr,
     EXACT: tl.constexpr,
     BLOCK: tl.constexpr,
-    LINES: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
+    after_previous(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     real = at < SIZE
-    let_next_start(DEPENDENT)
-    if DEPENDENT:
-        ask_for(weight_ptr + tl.minimum(tl.arange(0, LINES) * (BLOCK // LINES), SIZE - 1))
-    wait_for_previous(DEPENDENT)
     # Read before the sum over the row, behind which it would begin another wait for memory.
     weight = tl.load(weight_ptr + at, mask=real, other=0.0).to(EXACT)
     x = tl.load(x_ptr + row * x_n + at, mask=real, other=0.0).to(EXACT)
@@ -63,7 +59,8 @@ def _rms_norm_kernel(
         x += load_sum(delta_ptr + row * delta_n + at, delta_part, real, PARTS, sum_ptr.dtype.element_ty, EXACT)
         # What is normed is what the residual stream holds.
         x = x.to(sum_ptr.dtype.element_ty)
-        tl.store(sum_ptr + row * SIZE + at, x, mask=real)
+        # Read again by the next norm, before which a linear's weights pass through the L2.
+        tl.store(sum_ptr + row * SIZE + at, x, mask=real, eviction_policy="evict_last")
         x = x.to(EXACT)
     scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / SIZE + EPS)
     tl.store(out_ptr + row * SIZE + at, (x * scale * weight).to(out_ptr.dtype.element_ty), mask=real)
@@ -114,8 +111,6 @@ def _launch(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, total: 
         PARTS=0 if delta is None else delta.shape[0] if delta.ndim == 3 else 1,
         EXACT=exact_type(x.dtype),
         BLOCK=block,
-        # Of the L2, 64 numbers each.
-        LINES=max(block // 64, 1),
         num_warps=min(max(block // 512, 1), 16),
         **early(chip(x)),
     )

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from espalier.errors import EspalierError
 from espalier.kernels.dependent import after_previous, early
-from espalier.kernels.launch import chip, kernel, power_of_two, require
+from espalier.kernels.launch import chip, crowded, kernel, power_of_two, require
 from espalier.kernels.linear import load_sum, sum_parts_reference
 from espalier.kernels.norm import exact_type, rms_norm_reference
 from espalier.layout import DUMMY_ROW
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 # Of one program, a warp for heads of up to 128: a row's heads turn on many processors at once.
 HEADS_A_BLOCK = 2
+# Where programs of one block would crowd the chip, so many blocks share one, each with its own warps: no bit changes.
+BLOCKS_A_PROGRAM = 4
 
 
 @dataclass(frozen=True)
@@ -127,8 +129,9 @@ def rotate_and_store_triton(
     kv_heads = k_buffer.shape[1]
     heads = num_heads - 2 * kv_heads
     q_norm, k_norm = (turn.cos if norm is None else norm for norm in (turn.q_norm, turn.k_norm))
+    blocks = BLOCKS_A_PROGRAM if crowded(count * -(-num_heads // HEADS_A_BLOCK), chip(qkv)) else 1
     if count:
-        _rotate_kernel[(count, -(-num_heads // HEADS_A_BLOCK))](
+        _rotate_kernel[(count, -(-num_heads // (blocks * HEADS_A_BLOCK)))](
             parts,
             turned,
             turn.cos,
@@ -155,9 +158,9 @@ def rotate_and_store_triton(
             NORMS=turn.q_norm is not None,
             DUMMY=dummy,
             EXACT=exact_type(turned.dtype),
-            BLOCK_H=HEADS_A_BLOCK,
+            BLOCK_H=blocks * HEADS_A_BLOCK,
             BLOCK=power_of_two(size // 2),
-            num_warps=1 if size <= 128 else 2,
+            num_warps=blocks * (1 if size <= 128 else 2),
             **early(chip(qkv)),
         )
     return turned[:, :heads], turned[:, heads : heads + kv_heads], turned[:, heads + kv_heads :]

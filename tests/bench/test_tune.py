@@ -7,7 +7,7 @@ from espalier.bench import tune
 from espalier.bench.linears import ModelShape
 from espalier.bench.tune import Measured, Tuner, as_choices
 from espalier.kernels.choices import ROWS_BUCKETS, Choices
-from espalier.kernels.linear import Choice
+from espalier.kernels.linear import Choice, Library
 
 TINY = ModelShape(hidden=64, layers=2, heads=2, kv_heads=1, head_size=32, intermediate=96, vocab=72, draft_vocab=40)
 FIRST, SECOND = Choice(64, 64, 1, 4, 2), Choice(64, 128, 1, 4, 2)
@@ -52,6 +52,17 @@ def test_among_neighbours_the_fastest_pass_decides(tuner, times, taken):
     """In force is FIRST; contenders are F.linear and SECOND; a gain of half a thousandth is none."""
     tuner.watch, measured = Told(*times), Measured((64, 64), 16, 2.0, 1.0, (FIRST, SECOND))
     assert tuner._fastest_among((), tuner.weights, measured, {((64, 64), 16): FIRST}) == taken
+
+
+def test_what_comes_in_parts_is_read(tuner, monkeypatch):
+    """The read belongs to the time of a split linear, which would look too fast without."""
+    read = []
+    monkeypatch.setattr(tune, "add_rms_norm", lambda made, *given: read.append(made.shape) or (made, made))
+    runs = TINY.target_pass(16)
+    table = dict.fromkeys(((run.shape, 16) for run in runs), Library(1, 2))
+    table[TINY.target_pass(1)[-1].shape, 16] = table[(192, 64), 16] = None
+    tuner.weights.chain(runs, tune._by_table(runs, table, 16))()
+    assert read == [(2, 16, 128), (2, 16, 64), (2, 16, 64)] * TINY.layers
 
 
 def test_every_shape_of_a_model_is_settled_once(tuner):

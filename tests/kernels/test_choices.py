@@ -21,18 +21,19 @@ from espalier.kernels.choices import (
     write,
 )
 from espalier.kernels.launch import Chip
-from espalier.kernels.linear import DTYPES, Choice, candidates, linear
+from espalier.kernels.linear import DTYPES, Choice, Library, candidates, linear
 from espalier.models.layers import linear as linear_layer
 
 CHIP = Chip(shared_memory=100_000, processors=10, capability=(9, 0))
 ONE = Choice(block_out=64, block_in=128, splits=2, warps=4, stages=3)
 OTHER = Choice(block_out=128, block_in=64, splits=1, warps=8, stages=4)
-SOME = Choices((ONE, None, OTHER, None, None))
+CUT = Library(pieces=2, splits=1)
+SOME = Choices((ONE, None, OTHER, None, CUT))
 
 
 def test_rows_find_their_bucket():
     found = [SOME.at(rows) for rows in (0, 1, 16, 17, 32, 33, 64, 65, 256, 257, 4096)]
-    assert found == [ONE, ONE, ONE, None, None, OTHER, OTHER, None, None, None, None]
+    assert found == [ONE, ONE, ONE, None, None, OTHER, OTHER, None, CUT, None, None]
 
 
 def test_what_is_written_is_read(tmp_path):
@@ -56,6 +57,14 @@ def test_launches_that_cannot_run_are_refused_when_they_are_read(tmp_path, wrong
     launch = replace(Choice(64, 128, 2, 4, 3), **wrong)
     write(path, Table(CHIP, "bfloat16", {(64, 128): Choices((launch, None, None, None, None))}))
     with pytest.raises(EspalierError, match=r"choices\.json is no table of linear layers"):
+        read(path)
+
+
+@pytest.mark.parametrize("wrong", [(1, 1), (2, 2), (0, 2), (1, -1)])
+def test_a_library_that_is_asked_for_nothing_less_is_refused(tmp_path, wrong):
+    path = tmp_path / "choices.json"
+    write(path, Table(CHIP, "bfloat16", {(64, 128): Choices((None, None, None, None, Library(*wrong)))}))
+    with pytest.raises(EspalierError, match="not in pieces or in parts"):
         read(path)
 
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from espalier.errors import EspalierError
+from espalier.kernels import launch
 from espalier.kernels.commit import commit_rows, commit_rows_reference, commit_rows_triton
 
 both = pytest.mark.parametrize("make", [commit_rows_triton, commit_rows_reference])
@@ -33,16 +34,22 @@ def test_rows_of_all_layers_arrive(make, shape, dtype, kernel_device):
     rows[1::3] = 0
     expected = [value.clone() for value in committed]
     for src, dst in zip(staged, expected, strict=True):
-        dst[:, rows] = src[:, source]
-        if make is commit_rows_reference or (rows == 0).any():
-            dst[:, 0] = 0
+        dst[:, rows[rows > 0]] = src[:, source[rows > 0]]
     make(staged, committed, source, rows)
     assert all(torch.equal(a, b) for a, b in zip(committed, expected, strict=True))
+
+
+@pytest.mark.parametrize("layers", [1, 5, 8])
+def test_a_program_for_several_layers(layers, kernel_device, monkeypatch):
+    """As where programs crowd the chip; the last has fewer layers than the others, or none to spare."""
+    monkeypatch.setattr(launch, "PROGRAMS_A_PROCESSOR", 0)
+    test_rows_of_all_layers_arrive(commit_rows_triton, (layers, 6, 9, 2, 4, 6, 5), torch.float32, kernel_device)
 
 
 @both
 def test_not_a_number_does_not_reach_the_dummys_row(make, kernel_device):
     staged, committed = (torch.full((2, 3, 1, 4), torch.nan, device=kernel_device) for _ in range(2))
+    committed[:, 0] = 0
     rows = torch.tensor([0, 2, 0], device=kernel_device)
     make((staged, staged), (committed, committed.clone()), torch.arange(3, device=kernel_device), rows)
     assert not committed[:, 0].any() and committed[:, 1:].isnan().all()

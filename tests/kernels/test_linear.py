@@ -5,7 +5,16 @@ import torch
 
 from espalier.errors import EspalierError
 from espalier.kernels.launch import SMALLEST_SHARED_MEMORY, Chip
-from espalier.kernels.linear import Choice, block_rows, candidates, linear, linear_parts_triton, linear_triton
+from espalier.kernels.linear import (
+    Choice,
+    Library,
+    block_rows,
+    candidates,
+    linear,
+    linear_parts,
+    linear_parts_triton,
+    linear_triton,
+)
 
 # Triton 3.6's interpreter multiplies the bits of bfloat16 as if they were whole numbers.
 DTYPE = torch.bfloat16 if torch.cuda.is_available() else torch.float16
@@ -125,7 +134,40 @@ def test_candidates_fit_the_chip(on, rows, shape):
     found = candidates(rows, *shape, on)
     assert found or shape == (72, 40) or (on, rows) == (SMALL, 256)
     for choice in found:
-        assert choice.shared_memory(rows) <= on.shared_memory
+        assert isinstance(choice, Library) or choice.shared_memory(rows) <= on.shared_memory
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("way", [Library(2, 1), Library(3, 1), Library(1, 2), Library(1, 4)])
+def test_the_library_in_pieces_and_in_parts(kernel_device, monkeypatch, way, bias):
+    """Rows and weight of wider tensors; pieces that do not come out even; parts that add up to the whole."""
+    wide, weight, added = drawn(10, 70, 256, kernel_device, bias=bias)
+    x, weight = wide[::2, 64:192], weight[:, 128:]
+    poisoned(monkeypatch)
+    out, made = linear(x, weight, added, way), linear_parts(x, weight, added, way)
+    assert out.dtype == DTYPE
+    assert_is_the_product(out, x, weight, added)
+    if way.splits == 1:
+        assert torch.equal(made, out)
+    else:
+        assert made.shape == (way.splits, 5, 70) and made.dtype == torch.float32
+        total = made[0].clone()
+        for part in made[1:]:
+            total += part
+        assert torch.equal(total.to(DTYPE), out)
+
+
+@pytest.mark.parametrize("way", [Library(2, 1), Library(1, 2)])
+@pytest.mark.parametrize(("rows", "num_out"), [(0, 64), (2, 0)])
+def test_nothing_to_do_for_the_library(kernel_device, way, rows, num_out):
+    x, weight, _ = drawn(rows, num_out, 64, kernel_device)
+    assert linear_parts(x, weight, None, way).shape == (rows, num_out)
+
+
+def test_the_library_is_asked_for_less_only_where_its_tiles_come_out_even():
+    ways = {way for way in candidates(65, 768, 512, H200) if isinstance(way, Library)}
+    assert ways == {Library(2, 1), Library(3, 1), Library(1, 2), Library(1, 4)}
+    assert not any(isinstance(way, Library) for way in candidates(64, 768, 512, H200))
 
 
 def test_one_to_sixteen_rows_are_one_computation():
@@ -142,14 +184,24 @@ def test_every_candidate(kernel_device, monkeypatch, rows, shape):
     poisoned(monkeypatch)
     exact, seen = linear(x.double(), weight.double(), None, None), {}
     for choice in candidates(rows, *shape, H200):
-        tile = (choice.block_out, choice.block_in, choice.warps)
+        tile = choice if isinstance(choice, Library) else (choice.block_out, choice.block_in, choice.warps)
         seen[tile] = seen.get(tile, 0) + 1
         if seen[tile] > 2:
             continue
-        out = linear_triton(x, weight, None, choice)
+        out = linear(x, weight, None, choice)
         # Against the whole, in norm: a bound by element needs the products' magnitudes, which the small shapes check.
         assert (out.double() - exact).norm() <= 4e-3 * exact.norm(), choice
-        assert torch.equal(out, linear_triton(x, weight, None, choice)), choice
+        assert torch.equal(out, linear(x, weight, None, choice)), choice
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("way", [Library(2, 1), Library(1, 2)])
+@pytest.mark.parametrize("rows", [96, 256])
+def test_of_the_library_a_row_does_not_see_the_others(kernel_device, way, rows):
+    x, weight, _ = drawn(rows, 4096, 4096, kernel_device)
+    expected = linear(x, weight, None, way)[3]
+    x[4:] = torch.nan
+    assert torch.equal(linear(x, weight, None, way)[3], expected)
 
 
 @pytest.mark.gpu

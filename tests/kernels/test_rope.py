@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from espalier.errors import EspalierError
+from espalier.kernels import launch
 from espalier.kernels.rope import Turn, rotate_and_store_reference, rotate_and_store_triton
 
 # rows, heads, kv_heads, size
@@ -90,6 +91,24 @@ def test_parts_are_summed_in_order_and_rounded_before_they_turn(shape, normed, p
     assert torch.equal(qkv, kept) and torch.equal(*buffers)
     for value, right in zip(ours, expected, strict=True):
         assert value.dtype == dtype and torch.equal(value, right)
+
+
+@shapes
+@pytest.mark.parametrize("normed", [False, True], ids=["plain", "normed"])
+@pytest.mark.parametrize("parts", [None, 2])
+def test_a_rows_bits_do_not_depend_on_how_many_heads_share_a_program(shape, normed, parts, kernel_device, monkeypatch):
+    rows, heads, kv_heads, size = shape
+    dtype = torch.bfloat16 if kernel_device.type == "cuda" else torch.float16
+    qkv = drawn(parts or 1, rows, heads + 2 * kv_heads, size, seed=8).to(torch.float32 if parts else dtype)
+    turn, places = turn_of(rows, size, normed, dtype, kernel_device), torch.arange(rows, device=kernel_device)
+    found = []
+    for crowded in (0, 2**30):
+        monkeypatch.setattr(launch, "PROGRAMS_A_PROCESSOR", crowded)
+        buffers = torch.zeros(2, rows, kv_heads, size, dtype=dtype, device=kernel_device)
+        given = qkv.to(kernel_device, copy=True)
+        turned = rotate_and_store_triton(given if parts else given[0], turn, places, *buffers, False)
+        found.append([*turned, buffers])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 @pytest.mark.parametrize("make", [rotate_and_store_triton, rotate_and_store_reference])
