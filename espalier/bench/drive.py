@@ -76,7 +76,7 @@ def time_forwards(engine: Engine) -> list[ForwardTimer]:
     drafter: Any = executor.round.drafter
     if not hasattr(drafter, "draft"):
         return [target]
-    drafter.draft = ForwardTimer(drafter.draft, ("logits", "fuse"))
+    drafter.draft = ForwardTimer(drafter.draft, ("logits", "fuse", "again"))
     return [target, drafter.draft]
 
 

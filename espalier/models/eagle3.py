@@ -5,7 +5,7 @@ the target at q-1, or what the draft itself handed on there.
 """
 
 import logging
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -28,6 +28,14 @@ from espalier.models.weights import Weights
 
 LEGACY_FC_NORMS = ("aux_norm_low", "aux_norm_mid", "aux_norm_high")
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class DraftOutput:
+    """[B, Q, H] each.  hidden: to hand on; normed: what the lm_head reads."""
+
+    hidden: Tensor
+    normed: Tensor
 
 
 class Eagle3Draft:
@@ -67,9 +75,9 @@ class Eagle3Draft:
 
     def __call__(
         self, tokens: Tensor, hidden: Tensor, positions: Tensor, attend: Attend, parents: Tensor | None = None
-    ) -> Tensor:
+    ) -> DraftOutput:
         """tokens, positions int64 [B, Q]; hidden [B, R, H], fused or handed on; parents int64 [B, Q], which of the R
-        rows each continues, None for each its own -> [B, Q, H] to hand on."""
+        rows each continues, None for each its own."""
         shape = (tokens.shape[0], tokens.shape[1])
         norms = (self.embed_norm.weight, self.embed_norm.eps, self.hidden_norm.weight, self.hidden_norm.eps)
         entered = self.embed(
@@ -78,11 +86,16 @@ class Eagle3Draft:
         turn = Turn(entered.cos, entered.sin)
         x, normed = self.mlp_norm.after(self.attention(entered.x, turn, attend, 0, shape), entered.residual)
         x, normed = self.norm.after(self.mlp(normed), x)
-        return (normed if self.config.norm_output else x).unflatten(0, shape)
+        normed = normed.unflatten(0, shape)
+        return DraftOutput(normed if self.config.norm_output else x.unflatten(0, shape), normed)
 
-    def logits(self, out: Tensor) -> Tensor:
-        """What was handed on [..., H] -> [..., draft_vocab] in the model's dtype."""
-        return self.head(out if self.config.norm_output else self.norm(out))
+    def again(self, hidden: Tensor) -> DraftOutput:
+        """Of rows of which only what they handed on was kept."""
+        return DraftOutput(hidden, hidden if self.config.norm_output else self.norm(hidden))
+
+    def logits(self, out: DraftOutput) -> Tensor:
+        """[B, Q, draft_vocab] in the model's dtype."""
+        return self.head(out.normed)
 
 
 class Fuser:

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from espalier.models import Eagle3Draft, load_eagle3, load_target, read_config, read_eagle3
+from espalier.models.eagle3 import DraftOutput
 from tests.oracles.dense import DenseAttend
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "eagle3"
@@ -37,14 +38,17 @@ def chained_steps(draft: Eagle3Draft, tokens: Tensor, captured: Tensor, shift: i
     mask = torch.cat((torch.cat((chain, torch.zeros_like(chain)), 1), torch.cat((chain, itself), 1)))[None]
     attend = DenseAttend(draft.geometry, mask)
     both = draft(
-        torch.cat((first, second), 1), torch.cat((feature, out0), 1), torch.cat((positions, positions + 1), 1), attend
+        torch.cat((first, second), 1),
+        torch.cat((feature, out0.hidden), 1),
+        torch.cat((positions, positions + 1), 1),
+        attend,
     )
-    out1 = both[:, width:]
+    out1 = DraftOutput(both.hidden[:, width:], both.normed[:, width:])
     return {
         "logits.0": draft.logits(out0),
-        "handed_on.0": out0,
+        "handed_on.0": out0.hidden,
         "logits.1": draft.logits(out1),
-        "handed_on.1": out1,
+        "handed_on.1": out1.hidden,
     }
 
 

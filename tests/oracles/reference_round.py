@@ -89,7 +89,7 @@ class Reference:
         assert out.captured is not None
         behind = DenseAttend(self.draft.geometry)
         positions = torch.arange(len(tokens) - 1)[None]
-        handed_on = self.draft(row[:, 1:], self.draft.fuse(out.captured[:, :-1]), positions, behind)
+        handed_on = self.draft(row[:, 1:], self.draft.fuse(out.captured[:, :-1]), positions, behind).hidden
         return Scratch(tokens, layers, logits, [(behind.keys[0][0], behind.values[0][0])], handed_on[0])
 
     def plain(self, request: Request) -> "Plain":
@@ -137,7 +137,7 @@ class Reference:
         assert self.draft is not None
         ids = range(self.draft.config.draft_vocab) if self.draft.d2t is None else self.draft.d2t.tolist()
         path = beam.node.path
-        scores = draft_scores(self.draft.logits(beam.outs[-1]), ids, request, (*tokens, *path))
+        scores = draft_scores(self.draft.logits(self.draft.again(beam.outs[-1])), ids, request, (*tokens, *path))
         best = sorted(scores, key=lambda token: (-scores[token], token))[:topk]
         return [Node((*path, token), beam.node.score + min(scores[token], np.float32(0))) for token in best]
 
@@ -147,7 +147,7 @@ class Reference:
         n = len(tokens) - 1
         attend = BehindPrefix(self.draft.geometry, [(k[:n], v[:n]) for k, v in self.scratch(tokens).draft])
         positions = torch.arange(n, n + node.depth)[None]
-        out = self.draft(torch.tensor([node.path]), parent.outs[None], positions, attend)
+        out = self.draft(torch.tensor([node.path]), parent.outs[None], positions, attend).hidden
         return Beam(node, torch.cat((parent.outs, out[0, -1:])))
 
     @staticmethod

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from espalier.engine.engine import Engine
+from espalier.models.eagle3 import DraftOutput
 from espalier.speculate.drafters.eagle3 import Eagle3Drafter
 from tests.oracles.reference_round import Reference
 
@@ -20,10 +21,10 @@ class AgreeingDraft:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.draft, name)
 
-    def __call__(self, *args: Any) -> Tensor:
+    def __call__(self, *args: Any) -> DraftOutput:
         return self.draft(*args)
 
-    def logits(self, out: Tensor) -> Tensor:
+    def logits(self, out: DraftOutput) -> Tensor:
         assert self.answer is not None
         return self.answer
 
@@ -44,7 +45,7 @@ def agree(engine: Engine, reference: Reference) -> None:
 
     def agreeing(out, draws, level, beams):
         draft.answer = torch.stack(
-            [target_logits(reference, known, b, out.shape[1], beams) for b, known in enumerate(under)]
+            [target_logits(reference, known, b, out.hidden.shape[1], beams) for b, known in enumerate(under)]
         )
         return children(out, draws, level, beams)
 

@@ -19,7 +19,7 @@ from espalier.cache.kv import Pages, Staging
 from espalier.kernels.grow import grow
 from espalier.kernels.slots import Chain, carry, chain
 from espalier.layout import RoundLayout
-from espalier.models.eagle3 import Eagle3Draft
+from espalier.models.eagle3 import DraftOutput, Eagle3Draft
 from espalier.sampling.shape import Above
 from espalier.slots import Slots
 from espalier.speculate.draws import Draws
@@ -92,7 +92,7 @@ class Eagle3Drafter:
             return root_only(slots.root)
         positions = slots.prefix_len[:, None] + self.depths
         rows = Rows(positions, positions - FIRST_ROW, torch.empty_like(positions), self._prefix(slots))
-        pool, out, beams = Pool(self.layout.topk), slots.carried("hidden")[:, None], None
+        pool, out, beams = Pool(self.layout.topk), self.draft.again(slots.carried("hidden")[:, None]), None
         for level in range(1, self.layout.steps + 1):
             tokens, scores = self._children(out, draws, level, beams)
             pool.add(tokens, scores)
@@ -102,10 +102,10 @@ class Eagle3Drafter:
                 out = self._run(out, rows, beams, level)
         return pool.select(slots.root, self.layout.num_draft_tokens)
 
-    def _children(self, out: Tensor, draws: Draws, level: int, beams: Beams | None) -> tuple[Tensor, Tensor]:
-        """The topk best continuations of each row of `out` [B, Q, H]: target ids and path scores [B, Q, K]."""
+    def _children(self, out: DraftOutput, draws: Draws, level: int, beams: Beams | None) -> tuple[Tensor, Tensor]:
+        """The topk best continuations of each row of `out`, [B, Q]: target ids and path scores [B, Q, K]."""
         above = None if beams is None else beams.above
-        so_far = self.sure[: out.shape[0]] if beams is None else beams.scores
+        so_far = self.sure[: out.hidden.shape[0]] if beams is None else beams.scores
         return draws.children(self.draft.logits(out), self.draft.d2t, level - 1, so_far, self.layout.topk, above)
 
     def _next_beams(
@@ -117,19 +117,19 @@ class Eagle3Drafter:
         grown = grow(tokens, scores, words, rows.tokens, at, self.layout.beam_words)
         return grown.places, Beams(grown.scores, grown.parents, Above(rows.tokens[:, :end], grown.words))
 
-    def _run(self, out: Tensor, rows: Rows, beams: Beams, level: int) -> Tensor:
-        """One draft forward over the beams of depth `level`, which continue rows of `out` [B, Q, H]: [B, K, H]."""
+    def _run(self, out: DraftOutput, rows: Rows, beams: Beams, level: int) -> DraftOutput:
+        """One draft forward over the beams [B, K] of depth `level`, which continue rows of `out`."""
         at, end = self.layout.beams_above(level), self.layout.beams_above(level + 1)
         nodes = Nodes(rows.positions[:, at:end], rows.positions[:, :end], beams.above.words)
         attend = Undecided(self._plan(rows.prefix, nodes), self.staging, self.layout.beam_rows, at, self.first_layer)
-        return self.draft(beams.above.tokens[:, at:end], out, rows.turned[:, at:end], attend, beams.parents)
+        return self.draft(beams.above.tokens[:, at:end], out.hidden, rows.turned[:, at:end], attend, beams.parents)
 
     def extend(self, slots: Slots, captured: Tensor | None, length: Tensor) -> None:
         assert captured is not None
         positions, tokens, rows = extend_rows(slots, length, captured.shape[1])
         attend = Decided(self._plan(self._prefix(slots), Nodes.chain(positions)), rows, self.first_layer)
         out = self.draft(tokens, self.draft.fuse(captured), positions - FIRST_ROW, attend)
-        carry(slots, "hidden", out, length)
+        carry(slots, "hidden", out.hidden, length)
 
     def _prefix(self, slots: Slots) -> Prefix:
         """The draft's committed rows: those of tokens 1 .. n, the root's own included."""
