@@ -161,6 +161,8 @@ def rotate_and_store_triton(
             BLOCK_H=blocks * HEADS_A_BLOCK,
             BLOCK=power_of_two(size // 2),
             num_warps=blocks * (1 if size <= 128 else 2),
+            # Which of two products a multiply-add takes in is the compiler's whim, another with other blocks.
+            enable_fp_fusion=False,
             **early(chip(qkv)),
         )
     return turned[:, :heads], turned[:, heads : heads + kv_heads], turned[:, heads + kv_heads :]
