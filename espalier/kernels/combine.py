@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 
 # Values that a block, which is one warp of one query's head, reads at once: of as many ranges as hold them.
 STEP_VALUES = 4096
-# Of a multiprocessor.  More than all of them hold at once are launched the ordinary way: blocks that wait would stand
-# where attention's still have to run (docs/log.md).
+# Of a multiprocessor, which holds as many; they take turns where there is more to merge.
 BLOCKS_AT_ONCE = 32
 
 
@@ -52,26 +51,12 @@ def combine(partials: Partials, ranges: Ranges, out: Tensor, lse: Tensor, sink: 
 
 
 @kernel
-def _combine_kernel(
-    part_ptr,
-    part_lse_ptr,
-    start_ptr,
-    sink_ptr,
-    out_ptr,
-    lse_ptr,
-    pairs,
-    HEADS: tl.constexpr,
-    V_SIZE: tl.constexpr,
-    SINK: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_I: tl.constexpr,
-    STEP: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):
-    wait_for_previous(DEPENDENT)
-    let_next_start(DEPENDENT)
-    request = tl.program_id(0) // pairs
-    pair = tl.program_id(0) % pairs
+def _merge_pair(
+    part_ptr, part_lse_ptr, start_ptr, sink_ptr, out_ptr, lse_ptr, request, pair, pairs,
+    HEADS: tl.constexpr, V_SIZE: tl.constexpr, SINK: tl.constexpr,
+    BLOCK_V: tl.constexpr, BLOCK_I: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """Write what a request's query's head sees, where it lies in several ranges."""
     start = tl.load(start_ptr + request)
     count = tl.load(start_ptr + request + 1) - start
     if SINK or count > 1:
@@ -111,6 +96,37 @@ def _combine_kernel(
         tl.store(lse_ptr + row_out, lse * 0.6931471805599453)
 
 
+@kernel
+def _combine_kernel(
+    part_ptr,
+    part_lse_ptr,
+    start_ptr,
+    sink_ptr,
+    out_ptr,
+    lse_ptr,
+    batch,
+    pairs,
+    HEADS: tl.constexpr,
+    V_SIZE: tl.constexpr,
+    SINK: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+    STEP: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    wait_for_previous(DEPENDENT)
+    let_next_start(DEPENDENT)
+    todo = batch * pairs
+    if not SINK:
+        # Nothing to merge where every request has one range, which most batches of a long layout have.
+        todo = tl.where(tl.load(start_ptr + batch) > batch, todo, 0)
+    for at_pair in range(tl.program_id(0), todo, tl.num_programs(0)):
+        _merge_pair(
+            part_ptr, part_lse_ptr, start_ptr, sink_ptr, out_ptr, lse_ptr, at_pair // pairs, at_pair % pairs, pairs,
+            HEADS, V_SIZE, SINK, BLOCK_V, BLOCK_I, STEP,
+        )  # fmt: skip
+
+
 def combine_triton(partials: Partials, ranges: Ranges, out: Tensor, lse: Tensor, sink: Tensor | None = None) -> None:
     batch, queries, heads, v_size = out.shape
     capacity = ranges.items.shape[0]
@@ -123,7 +139,7 @@ def combine_triton(partials: Partials, ranges: Ranges, out: Tensor, lse: Tensor,
     if not out.numel():
         return
     width, ranges_held = max(32, power_of_two(v_size)), power_of_two(ranges.cut.most)
-    blocks = batch * pairs
+    blocks = min(batch * pairs, chip(out).processors * BLOCKS_AT_ONCE)
     _combine_kernel[(blocks,)](
         partials.out,
         partials.lse,
@@ -131,6 +147,7 @@ def combine_triton(partials: Partials, ranges: Ranges, out: Tensor, lse: Tensor,
         out if sink is None else sink,
         out,
         lse,
+        batch,
         pairs,
         HEADS=heads,
         V_SIZE=v_size,
@@ -139,7 +156,7 @@ def combine_triton(partials: Partials, ranges: Ranges, out: Tensor, lse: Tensor,
         BLOCK_I=ranges_held,
         STEP=min(STEP_VALUES // width, ranges_held),
         num_warps=1,
-        **(early(chip(out)) if blocks <= chip(out).processors * BLOCKS_AT_ONCE else {"DEPENDENT": False}),
+        **early(chip(out)),
     )
 
 

@@ -38,15 +38,20 @@ class Kernel:
     @property
     def compiled(self) -> Any:
         if self._compiled is None:
-            triton = require_triton()
+            jit, language = self._language()
             scope = self.function.__globals__
-            scope["tl"], scope["libdevice"] = triton.language, triton.language.extra.libdevice
+            scope.update(language)
             for name in self.function.__code__.co_names:
                 called = scope.get(name)
                 if isinstance(called, Kernel):
                     scope[name] = called.compiled
-            self._compiled = triton.jit(self.function)
+            self._compiled = jit(self.function)
         return self._compiled
+
+    def _language(self) -> tuple[Callable[..., Any], dict[str, Any]]:
+        """What compiles the function, and the names that it finds in its globals."""
+        triton = require_triton()
+        return triton.jit, {"tl": triton.language, "libdevice": triton.language.extra.libdevice}
 
     def __getitem__(self, grid: Any) -> Any:
         return self.compiled[grid]
@@ -56,8 +61,28 @@ class Kernel:
         raise TypeError(f"{self.function.__name__} runs on a GPU: launch it with a grid, or call it from a kernel")
 
 
+class GluonKernel(Kernel):
+    """A function in Gluon, Triton's language of explicit layouts, shared memory and warps: `gl`, and of Hopper's own
+    instructions, `hopper`.  It may call a Kernel of numbers alone, never the other way about.
+
+    Not interpreted: what it computes, a Kernel computes too, to the bit (tests/gpu and tests/kernels compare them).
+    """
+
+    def _language(self) -> tuple[Callable[..., Any], dict[str, Any]]:
+        require_triton()
+        from triton.experimental import gluon
+        from triton.experimental.gluon import language
+        from triton.experimental.gluon.language.nvidia import hopper
+
+        return gluon.jit, {"gl": language, "hopper": hopper}
+
+
 def kernel(function: Callable[..., Any]) -> Kernel:
     return Kernel(function)
+
+
+def gluon_kernel(function: Callable[..., Any]) -> Kernel:
+    return GluonKernel(function)
 
 
 def require_triton() -> Any:

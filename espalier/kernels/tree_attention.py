@@ -8,7 +8,7 @@ one range is written at once; others leave partial results, which kernels/combin
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,10 +17,20 @@ from espalier.errors import EspalierError
 from espalier.kernels.ancestors import unpack
 from espalier.kernels.attending import _over_committed, _over_nodes, _rows, _write
 from espalier.kernels.combine import Partials, combine_triton
-from espalier.kernels.dependent import early, wait_for_previous
-from espalier.kernels.launch import Chip, chip, kernel, power_of_two, require
+from espalier.kernels.dependent import early
+from espalier.kernels.hopper import DTYPES as HOPPER_DTYPES
+from espalier.kernels.hopper import (
+    GROUP,
+    HopperBlocks,
+    _hopper_attention_kernel,
+    choose_hopper,
+    hopper_constants,
+    in_whole_copies,
+)
+from espalier.kernels.launch import Chip, Kernel, chip, kernel, power_of_two, require
 from espalier.kernels.ranges import Ranges
 from espalier.kernels.softmax import masked_attention
+from espalier.kernels.units import CHAIN, NO_NODES, WORDS, item_of, items_of, nodes_of, range_at, tile_and_head, unit_of
 from espalier.layout import LONGEST_RANGE
 
 if TYPE_CHECKING:
@@ -29,8 +39,6 @@ if TYPE_CHECKING:
 LOG2_E = 1.4426950408889634
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_HEAD_SIZE = 256
-# What NODES of the kernel says: no staged rows, a chain of them, or ancestor words.
-NO_NODES, CHAIN, WORDS = 0, 1, 2
 
 
 @dataclass(frozen=True)
@@ -78,63 +86,6 @@ def tree_attention(
     return make(q, committed, staged, positions, ranges, scale, window, sink, partials)
 
 
-@kernel
-def _items(start_ptr, batch, DEPENDENT: tl.constexpr):
-    """How many ranges there are, once the kernel in front has ended: the first thing that is read.
-
-    The next kernel starts when this one's programs end: those that wait would take room from those that work.
-    """
-    wait_for_previous(DEPENDENT)
-    return tl.load(start_ptr + batch)
-
-
-@kernel
-def _unit_of(base, backwards):
-    """This block's unit of a turn.  Turns go back and forth: the longest unit of one, then the shortest of the next."""
-    pid = tl.program_id(0)
-    return base + tl.where(backwards == 1, tl.num_programs(0) - 1 - pid, pid)
-
-
-@kernel
-def _item_of(unit, items, tiles, KV_HEADS: tl.constexpr, WIDE: tl.constexpr):
-    """The range of a unit of work: heads, then ranges, then tiles; or, if not WIDE, tiles, then heads, then ranges."""
-    if WIDE:
-        item = unit // KV_HEADS % items
-    else:
-        item = unit // (tiles * KV_HEADS)
-    return item
-
-
-@kernel
-def _range_at(item_ptr, item, exists):
-    """request, begin, end, siblings: see kernels/ranges.py."""
-    at = item_ptr + item * 4
-    request = tl.load(at, mask=exists, other=0).to(tl.int64)
-    begin = tl.load(at + 1, mask=exists, other=0)
-    end = tl.load(at + 2, mask=exists, other=0)
-    return request, begin, end, tl.load(at + 3, mask=exists, other=0)
-
-
-@kernel
-def _nodes_of(
-    tile,
-    rows,
-    NODES: tl.constexpr,
-    WINDOW: tl.constexpr,
-    GROUPS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-):
-    """Staged rows low .. high that the queries of a tile may see, of `rows`: of a chain none past its last query."""
-    low = 0
-    high = rows
-    if NODES == 1:
-        high = tl.minimum(high, (tile * BLOCK_M + BLOCK_M - 1) // GROUPS + 1)
-        if WINDOW > 0:
-            low = tl.maximum(tile * BLOCK_M // GROUPS - WINDOW + 1, 0) // BLOCK_R * BLOCK_R
-    return low, high
-
-
 # Arguments of kernels stand in groups, which a line each would hide.
 # fmt: off
 @kernel
@@ -152,23 +103,21 @@ def _tree_attention_kernel(
     STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):
     tiles = (queries * GROUPS + BLOCK_M - 1) // BLOCK_M
-    items = _items(start_ptr, batch, DEPENDENT)
+    items = items_of(start_ptr, batch, DEPENDENT)
     units = items * tiles * KV_HEADS
     backwards = 0
-    ahead = _item_of(tl.program_id(0), items, tiles, KV_HEADS, WIDE)
-    request_ahead, begin_ahead, end_ahead, siblings_ahead = _range_at(item_ptr, ahead, tl.program_id(0) < units)
+    ahead = item_of(tl.program_id(0), items, tiles, KV_HEADS, WIDE)
+    request_ahead, begin_ahead, end_ahead, siblings_ahead = range_at(item_ptr, ahead, tl.program_id(0) < units)
     for base in tl.range(0, units, tl.num_programs(0)):
-        unit = _unit_of(base, backwards)
+        unit = unit_of(base, backwards)
         backwards = 1 - backwards
         item, request, begin, end, siblings = ahead, request_ahead, begin_ahead, end_ahead, siblings_ahead
         # The next range is read before this one's work, so that nobody waits for it.
-        unit_ahead = _unit_of(base + tl.num_programs(0), backwards)
-        ahead = _item_of(unit_ahead, items, tiles, KV_HEADS, WIDE)
-        request_ahead, begin_ahead, end_ahead, siblings_ahead = _range_at(item_ptr, ahead, unit_ahead < units)
+        unit_ahead = unit_of(base + tl.num_programs(0), backwards)
+        ahead = item_of(unit_ahead, items, tiles, KV_HEADS, WIDE)
+        request_ahead, begin_ahead, end_ahead, siblings_ahead = range_at(item_ptr, ahead, unit_ahead < units)
         if unit < units:
-            # Longest parts of a causal triangle first; else tiles that read the same keys side by side, then heads.
-            tile = tiles - 1 - unit // (items * KV_HEADS) if WIDE else unit % tiles
-            head = unit % KV_HEADS if WIDE else unit // tiles % KV_HEADS
+            tile, head = tile_and_head(unit, items, tiles, KV_HEADS, WIDE)
             packed = tile * BLOCK_M + tl.arange(0, BLOCK_M)
             query = packed // GROUPS
             asked = query < queries
@@ -190,7 +139,7 @@ def _tree_attention_kernel(
             )
             if NODES > 0:
                 is_last = item + 1 == tl.load(start_ptr + request + 1)
-                low, high = _nodes_of(tile, tl.where(is_last, rows, 0), NODES, WINDOW, GROUPS, BLOCK_M, BLOCK_R)
+                low, high = nodes_of(tile, tl.where(is_last, rows, 0), NODES, WINDOW, GROUPS, BLOCK_M, BLOCK_R)
                 top, total, out = _over_nodes(
                     q, query, asked, position,
                     new_k_ptr + request * new_k_b + head * new_k_h, new_v_ptr + request * new_v_b + head * new_v_h,
@@ -275,13 +224,13 @@ def tree_attention_triton(
     window: int | None = None,
     sink: Tensor | None = None,
     partials: Partials | None = None,
-    blocks: Blocks | None = None,
+    how: Blocks | HopperBlocks | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """blocks: launch choices in place of `choose`'s, for measurements."""
+    """how: launch choices in place of its own, for tests and measurements."""
     q = q if q.stride(3) == 1 else q.contiguous()
     _check(q, committed, staged, positions, ranges)
-    batch, queries, heads, k_size = q.shape
-    kv_heads, v_size = committed.v.shape[1:]
+    batch, queries, heads, _ = q.shape
+    v_size = committed.v.shape[2]
     out = torch.empty(batch, queries, heads, v_size, dtype=q.dtype, device=q.device)
     lse = torch.empty(batch, queries, heads, dtype=torch.float32, device=q.device)
     if not out.numel():
@@ -289,13 +238,25 @@ def tree_attention_triton(
     direct = sink is None
     if partials is None:
         partials = Partials.of(ranges, queries, heads, v_size)
-    rows = queries if staged is None else staged.k.shape[1]
-    short = ranges.cut.rows < LONGEST_RANGE
-    blocks = blocks or choose(chip(q), queries * heads // kv_heads, rows, k_size, v_size, q.dtype, short)
-    _launch(q, committed, staged, positions, ranges, scale, window or 0, direct, partials, blocks, out, lse)
+    how = how or _how(q, committed, staged, ranges)
+    _launch(q, committed, staged, positions, ranges, scale, window or 0, direct, partials, how, out, lse)
     if ranges.cut.most > 1 or not direct:
         combine_triton(partials, ranges, out, lse, sink)
     return out, lse
+
+
+def _how(q: Tensor, committed: Committed, staged: Staged | None, ranges: Ranges) -> Blocks | HopperBlocks:
+    """Launch choices.  Those with Hopper's instructions give the same bits as the others."""
+    (_, queries, heads, k_size), (kv_heads, v_size) = q.shape, committed.v.shape[1:]
+    packed = queries * heads // kv_heads
+    read = [q, committed.k, committed.v, *(() if staged is None else (staged.k, staged.v))]
+    if q.dtype in HOPPER_DTYPES and k_size == v_size and all(map(in_whole_copies, read)):
+        tiles = -(-packed // (2 * GROUP))
+        blocks = choose_hopper(chip(q), packed, ranges.items.shape[0] * kv_heads * tiles, k_size, committed.page_size)
+        if blocks is not None:
+            return blocks
+    rows = queries if staged is None else staged.k.shape[1]
+    return choose(chip(q), packed, rows, k_size, v_size, q.dtype, ranges.cut.rows < LONGEST_RANGE)
 
 
 def _launch(
@@ -308,18 +269,24 @@ def _launch(
     window: int,
     direct: bool,
     partials: Partials,
-    blocks: Blocks,
+    how: Blocks | HopperBlocks,
     out: Tensor,
     lse: Tensor,
 ) -> None:
     (batch, queries, heads, k_size), (kv_heads, v_size) = q.shape, committed.v.shape[1:]
-    tiles = -(-queries * (heads // kv_heads) // blocks.m)
+    tiles = -(-queries * (heads // kv_heads) // how.m)
     # Pointers that are not followed, and strides of nothing, where there are no staged rows or no words.
     new_k, new_v, row_positions = (q, q, positions) if staged is None else (staged.k, staged.v, staged.row_positions)
     words = None if staged is None else staged.words
     kind = NO_NODES if staged is None else CHAIN if words is None else WORDS
-    grid = min(ranges.items.shape[0] * tiles * kv_heads, chip(q).processors * blocks.per_processor)
-    _tree_attention_kernel[(grid,)](
+    run: Kernel
+    if isinstance(how, HopperBlocks):
+        same = committed.k.stride(0) == committed.v.stride(0)
+        run, own = _hopper_attention_kernel, hopper_constants(how, k_size, same)
+    else:
+        run, own = _tree_attention_kernel, _constants(how, k_size, v_size, q.dtype)
+    grid = min(ranges.items.shape[0] * tiles * kv_heads, chip(q).processors * how.per_processor)
+    run[(grid,)](
         q,
         committed.k,
         committed.v,
@@ -351,23 +318,29 @@ def _launch(
         *((0, 0) if words is None else words.stride()[:2]),
         KV_HEADS=kv_heads,
         GROUPS=heads // kv_heads,
-        K_SIZE=k_size,
-        V_SIZE=v_size,
         PAGE_SIZE=committed.page_size,
         WINDOW=window,
         NODES=kind,
         DIRECT=direct,
         WIDE=kind == CHAIN and tiles >= 8,
-        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-        BLOCK_M=blocks.m,
-        BLOCK_N=blocks.n,
-        BLOCK_R=blocks.r,
-        BLOCK_K=max(16, power_of_two(k_size)),
-        BLOCK_V=max(16, power_of_two(v_size)),
-        STAGES=blocks.stages,
-        num_warps=blocks.warps,
+        **own,
         **early(chip(q)),
     )
+
+
+def _constants(blocks: Blocks, k_size: int, v_size: int, dtype: torch.dtype) -> dict[str, Any]:
+    return {
+        "K_SIZE": k_size,
+        "V_SIZE": v_size,
+        "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
+        "BLOCK_M": blocks.m,
+        "BLOCK_N": blocks.n,
+        "BLOCK_R": blocks.r,
+        "BLOCK_K": max(16, power_of_two(k_size)),
+        "BLOCK_V": max(16, power_of_two(v_size)),
+        "STAGES": blocks.stages,
+        "num_warps": blocks.warps,
+    }
 
 
 def _check(q: Tensor, committed: Committed, staged: Staged | None, positions: Tensor, ranges: Ranges) -> None:

@@ -1,18 +1,21 @@
-"""Prints, as JSON, how deep the attention kernel's loops are pipelined for Hopper and the shared memory that it needs.
+"""Prints, as JSON, how deep the attention kernels' loops are pipelined for Hopper and the shared memory that they need.
 
 A program of its own: where kernels are interpreted, nothing compiles.  Compiling needs no GPU.
 """
 
 import json
 import re
+from itertools import pairwise
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
-from espalier.kernels.launch import Chip
-from espalier.kernels.tree_attention import _tree_attention_kernel, choose
+from espalier.kernels.hopper import HopperBlocks, _hopper_attention_kernel, hopper_constants
+from espalier.kernels.launch import Chip, Kernel
+from espalier.kernels.tree_attention import _constants, _tree_attention_kernel, choose
 
 HOPPER = Chip(227 * 1024, 132, (9, 0))
 VALUES = ("q_ptr", "k_ptr", "v_ptr", "new_k_ptr", "new_v_ptr", "out_ptr")
@@ -26,37 +29,62 @@ def compiled(queries: int, nodes: int, page_size: int, window: int, size: int = 
     constants = {
         "KV_HEADS": 8,
         "GROUPS": groups,
-        "K_SIZE": size,
-        "V_SIZE": size,
         "PAGE_SIZE": page_size,
         "WINDOW": window,
         "NODES": nodes,
         "DIRECT": True,
         "WIDE": nodes == 1 and queries * groups >= 8 * blocks.m,
-        "PRECISION": "tf32",
-        "BLOCK_M": blocks.m,
-        "BLOCK_N": blocks.n,
-        "BLOCK_R": blocks.r,
-        "BLOCK_K": size,
-        "BLOCK_V": size,
-        "STAGES": blocks.stages,
+        **_constants(blocks, size, size, torch.bfloat16),
         "DEPENDENT": True,
     }
-    function = _tree_attention_kernel.compiled
+    options = {"num_warps": constants.pop("num_warps")}
+    made = compile_for_hopper(_tree_attention_kernel, ASTSource, constants, options)
+    shared = made.metadata.shared
+    return {"blocks": vars(blocks), "shared": shared, "in_flight": list(in_flight(made.asm["ttgir"].splitlines()))}
+
+
+def compiled_hopper(blocks: HopperBlocks, nodes: int, page_size: int, size: int = 128, groups: int = 4) -> dict:
+    constants = {
+        "KV_HEADS": 8,
+        "GROUPS": groups,
+        "PAGE_SIZE": page_size,
+        "WINDOW": 0,
+        "NODES": nodes,
+        "DIRECT": True,
+        "WIDE": nodes == 1,
+        "DEPENDENT": True,
+        **hopper_constants(blocks, size, True),
+    }
+    options = {name: constants.pop(name) for name in ("num_warps", "maxnreg")}
+    made = compile_for_hopper(_hopper_attention_kernel, GluonASTSource, constants, options)
+    return {
+        "blocks": vars(blocks),
+        "shared": made.metadata.shared,
+        "held": blocks.held(size),
+        "overlapping": list(overlapping(made.asm["sass"].splitlines())),
+    }
+
+
+def compile_for_hopper(kernel: Kernel, source: type, constants: dict, options: dict):
+    function = kernel.compiled
     kinds = dict.fromkeys(constants, "constexpr") | dict.fromkeys(VALUES, "*bf16") | dict.fromkeys(FLOATS, "*fp32")
     kinds |= dict.fromkeys(WIDE, "*i64") | {"item_ptr": "*i32", "start_ptr": "*i32", "scale": "fp32"}
     aligned = [i for i, name in enumerate(function.arg_names) if name.endswith("_ptr") or name in STRIDES]
-    source = ASTSource(
+    made = source(
         fn=function,
         signature={name: kinds.get(name, "i32") for name in function.arg_names},
         constexprs=constants,
         attrs={(i,): [["tt.divisibility", 16]] for i in aligned},
     )
-    made = triton.compile(
-        source, target=GPUTarget("cuda", 90, 32), options={"num_warps": blocks.warps, "launch_pdl": True}
-    )
-    shared = made.metadata.shared
-    return {"blocks": vars(blocks), "shared": shared, "in_flight": list(in_flight(made.asm["ttgir"].splitlines()))}
+    return triton.compile(made, target=GPUTarget("cuda", 90, 32), options=options | {"launch_pdl": True})
+
+
+def overlapping(lines: list[str]):
+    """Exponentials that stand, in each loop over blocks, between the wait for scores and the wait for values."""
+    waits = [i for i, line in enumerate(lines) if "WARPGROUP.DEPBAR" in line]
+    for wait, following in pairwise([*waits, len(lines)]):
+        if re.search(r"gsb0, 0x1\b", lines[wait]):
+            yield sum("MUFU.EX2" in line for line in lines[wait:following])
 
 
 def in_flight(lines: list[str]):
@@ -74,4 +102,7 @@ def body(lines: list[str], at: int) -> list[str]:
 
 if __name__ == "__main__":
     cases = [(8, 2, 16, 0), (8, 2, 256, 0), (1, 1, 16, 0), (64, 2, 1, 0), (2048, 1, 16, 0), (8, 2, 16, 4096)]
-    print(json.dumps([compiled(*case) for case in cases]))
+    plain = [compiled(*case) for case in cases]
+    one, two = HopperBlocks(1, 3, 2), HopperBlocks(2, 6, 1)
+    hopper = [(one, 2, 256), (two, 2, 1), (two, 1, 16), (one, 2, 48), (HopperBlocks(1, 6, 1), 0, 64, 64)]
+    print(json.dumps({"plain": plain, "hopper": [compiled_hopper(*case) for case in hopper]}))

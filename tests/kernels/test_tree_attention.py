@@ -44,7 +44,7 @@ def test_an_empty_batch_is_legal(kernel_device):
 
 
 def test_a_wide_chunk_takes_its_longest_parts_first(kernel_device):
-    check(Case((40, 0), queries=70, heads=8, kv_heads=2), kernel_device, blocks=Blocks(32, 16, 16, 4, 1, 1))
+    check(Case((40, 0), queries=70, heads=8, kv_heads=2), kernel_device, how=Blocks(32, 16, 16, 4, 1, 1))
 
 
 def test_tiles_that_split_a_query_s_heads(kernel_device):

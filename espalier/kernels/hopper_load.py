@@ -1,0 +1,227 @@
+"""Attention on Hopper, the warps that load: rows of a unit, block after block, into the stages of shared memory.
+
+They run ahead of the warps that attend (kernels/hopper_attend.py) by as many stages as there are, past the end of a
+unit into the next.  A stage is theirs while `empty` says so and is handed over through `full`.  Copies are cp.async,
+16 bytes a thread, so that pages of any size are gathered alike.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from espalier.kernels.launch import gluon_kernel
+from espalier.kernels.units import item_of, nodes_of, range_at, tile_and_head, unit_of
+
+if TYPE_CHECKING:
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.language.nvidia import hopper
+
+
+@gluon_kernel
+def span(
+    begin,
+    end,
+    is_last,
+    tile,
+    rows,
+    shallowest,
+    GROUPS: gl.constexpr,
+    NODES: gl.constexpr,
+    WINDOW: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+):
+    """Of a unit: begin, how many blocks of committed rows, staged rows low .. high, and blocks in all, at least one.
+
+    shallowest: the tile's least position, where there is a window.  The last range of a request has its staged rows.
+    """
+    if WINDOW > 0:
+        begin = gl.maximum(begin, (shallowest - WINDOW + 1) // BLOCK_N * BLOCK_N)
+    committed = (gl.maximum(end - begin, 0) + BLOCK_N - 1) // BLOCK_N
+    low = 0
+    high = 0
+    if NODES > 0:
+        low, high = nodes_of(tile, gl.where(is_last, rows, 0), NODES, WINDOW, GROUPS, BLOCK_M, BLOCK_N)
+    blocks = gl.maximum(committed + (gl.maximum(high - low, 0) + BLOCK_N - 1) // BLOCK_N, 1)
+    return begin, committed, low, high, blocks
+
+
+@gluon_kernel
+def shallowest_of(
+    positions, position_q, tile, queries, GROUPS: gl.constexpr, BLOCK_M: gl.constexpr, ROWS: gl.constexpr
+):
+    query = (tile * BLOCK_M + gl.arange(0, BLOCK_M, layout=ROWS)) // GROUPS
+    position = gl.load(positions + query.to(gl.int64) * position_q, mask=query < queries, other=0x7FFFFFFF)
+    return gl.min(position.to(gl.int32), 0)
+
+
+@gluon_kernel
+def _pages(table, at, end, PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, ROWS: gl.constexpr):
+    """Pages of BLOCK_N positions from `at`, a multiple of BLOCK_N: one where a page holds them, else one for each."""
+    # Pages and rows of a pool are fewer than 2^31, which the launcher checks.
+    if PAGE_SIZE % BLOCK_N == 0:
+        page = gl.load(table + at // PAGE_SIZE, mask=at < end, other=0).to(gl.int32)
+    else:
+        offset = gl.arange(0, BLOCK_N, layout=ROWS)
+        if BLOCK_N % PAGE_SIZE == 0:
+            pages = table + at // PAGE_SIZE + offset // PAGE_SIZE
+        else:
+            pages = table + (at + offset) // PAGE_SIZE
+        if at + BLOCK_N <= end:
+            page = gl.load(pages).to(gl.int32)
+        else:
+            page = gl.load(pages, mask=at + offset < end, other=0).to(gl.int32)
+    return page
+
+
+@gluon_kernel
+def _further(page, at, PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, ROWS: gl.constexpr):
+    """Where the positions from `at` on stand: a row of the pool, and how far from it each is."""
+    offset = gl.arange(0, BLOCK_N, layout=ROWS)
+    row = gl.to_tensor(0)
+    if PAGE_SIZE % BLOCK_N == 0:
+        row = page * PAGE_SIZE + at % PAGE_SIZE
+        further = offset
+    elif BLOCK_N % PAGE_SIZE == 0:
+        further = page * PAGE_SIZE + offset % PAGE_SIZE
+    else:
+        further = page * PAGE_SIZE + (at + offset) % PAGE_SIZE
+    return row.to(gl.int64), further
+
+
+@gluon_kernel
+def _copy(
+    stage,
+    pointer,
+    offsets,
+    real,
+    MASKED: gl.constexpr,
+    SIZE: gl.constexpr,
+    LOAD: gl.constexpr,
+):
+    """Start a copy of rows at offsets [BLOCK_N] into a stage; where MASKED, zeros for those that are not real."""
+    at = gl.expand_dims(offsets, 1) + gl.expand_dims(gl.arange(0, SIZE, layout=gl.SliceLayout(0, LOAD)), 0)
+    if MASKED:
+        hopper.async_copy.async_copy_global_to_shared(stage, pointer + at, mask=gl.expand_dims(real, 1))
+    else:
+        hopper.async_copy.async_copy_global_to_shared(stage, pointer + at)
+
+
+@gluon_kernel
+def _times(further, row, NEAR: gl.constexpr):
+    """Rows times numbers a row: small, or a product of 32 by 32 bits, one instruction, where 64 by 64 are three."""
+    if NEAR:
+        product = further * row
+    else:
+        product = (further.to(gl.uint32).to(gl.uint64) * row.to(gl.uint32).to(gl.uint64)).to(gl.int64)
+    return product
+
+
+# Arguments of kernels stand in groups, which a line each would hide.
+# fmt: off
+@gluon_kernel
+def _copy_rows(
+    k_stage, v_stage, k_ptr, v_ptr, row, further, k_row, v_row, real,
+    MASKED: gl.constexpr, NEAR: gl.constexpr, SAME: gl.constexpr, SIZE: gl.constexpr, LOAD: gl.constexpr,
+):
+    """Keys and values of rows `row` + `further`.  NEAR: `further` is small; SAME: k_row and v_row are."""
+    k_at = _times(further, k_row, NEAR)
+    v_at = k_at if SAME else _times(further, v_row, NEAR)
+    _copy(k_stage, k_ptr + row * k_row, k_at, real, MASKED, SIZE, LOAD)
+    _copy(v_stage, v_ptr + row * v_row, v_at, real, MASKED, SIZE, LOAD)
+
+
+@gluon_kernel
+def _load_block(
+    t, page, k_stage, v_stage, committed_rows, staged_rows, begin, end, first, committed, low, high,
+    PAGE_SIZE: gl.constexpr, SAME: gl.constexpr, SIZE: gl.constexpr, BLOCK_N: gl.constexpr, LOAD: gl.constexpr,
+):
+    """Start the copies of a unit's block t: committed rows, on the page given, or staged ones.
+
+    What stands at `end` and past it, below `first`, or past the staged rows may be NaN: it is never read.
+    """
+    ROWS: gl.constexpr = gl.SliceLayout(1, LOAD)
+    offset = gl.arange(0, BLOCK_N, layout=ROWS)
+    if t < committed:
+        k_ptr, v_ptr, k_row, v_row = committed_rows
+        at = begin + t * BLOCK_N
+        row, further = _further(page, at, PAGE_SIZE, BLOCK_N, ROWS)
+        if (at >= first) & (at + BLOCK_N <= end):
+            _copy_rows(
+                k_stage, v_stage, k_ptr, v_ptr, row, further, k_row, v_row, 0,
+                False, PAGE_SIZE % BLOCK_N == 0, SAME, SIZE, LOAD,
+            )
+        else:
+            _copy_rows(
+                k_stage, v_stage, k_ptr, v_ptr, row, further, k_row, v_row,
+                (at + offset >= first) & (at + offset < end), True, PAGE_SIZE % BLOCK_N == 0, SAME, SIZE, LOAD,
+            )
+    else:
+        k_new, v_new, k_new_row, v_new_row = staged_rows
+        node = low + (t - committed) * BLOCK_N
+        _copy_rows(
+            k_stage, v_stage, k_new, v_new, node.to(gl.int64), offset, k_new_row, v_new_row,
+            node + offset < high, True, True, False, SIZE, LOAD,
+        )
+
+
+@gluon_kernel
+def load_units(
+    stages, plan, keys, values, new_keys, new_values, table_ptr, table_b, positions,
+    KV_HEADS: gl.constexpr, GROUPS: gl.constexpr, SIZE: gl.constexpr, PAGE_SIZE: gl.constexpr,
+    WINDOW: gl.constexpr, NODES: gl.constexpr, WIDE: gl.constexpr, SAME: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
+):
+    """What the loading warps do, for all units of a block.  The groups of arguments: see kernels/hopper.py."""
+    LOAD: gl.constexpr = gl.BlockedLayout([1, 8], [256 // SIZE, SIZE // 8], [WARPS, 1], [1, 0])
+    ROWS: gl.constexpr = gl.SliceLayout(1, LOAD)
+    k_stages, v_stages, full, empty = stages
+    item_ptr, start_ptr, items, tiles, queries, rows, first = plan
+    k_ptr, k_row, k_h = keys
+    v_ptr, v_row, v_h = values
+    new_k_ptr, new_k_b, new_k_r, new_k_h = new_keys
+    new_v_ptr, new_v_b, new_v_r, new_v_h = new_values
+    position_ptr, position_b, position_q = positions
+    units = items * tiles * KV_HEADS
+    backwards = 0
+    done = 0
+    item = item_of(gl.program_id(0), items, tiles, KV_HEADS, WIDE)
+    # Read ahead, the first before it is known whether there is one: the list has room for as many as the grid's blocks.
+    request_ahead, begin_ahead, end_ahead, _ = range_at(item_ptr, item, True)
+    for base in range(0, units, gl.num_programs(0)):
+        unit = unit_of(base, backwards)
+        backwards = 1 - backwards
+        item = item_of(unit, items, tiles, KV_HEADS, WIDE)
+        request, begin, end = request_ahead, begin_ahead, end_ahead
+        unit_ahead = unit_of(base + gl.num_programs(0), backwards)
+        item_ahead = item_of(unit_ahead, items, tiles, KV_HEADS, WIDE)
+        request_ahead, begin_ahead, end_ahead, _ = range_at(item_ptr, item_ahead, unit_ahead < units)
+        if unit < units:
+            is_last = item + 1 == gl.load(start_ptr + request + 1)
+            tile, head = tile_and_head(unit, items, tiles, KV_HEADS, WIDE)
+            shallowest = 0
+            if WINDOW > 0:
+                at_request = position_ptr + request * position_b
+                shallowest = shallowest_of(at_request, position_q, tile, queries, GROUPS, BLOCK_M, ROWS)
+            begin, committed, low, high, blocks = span(
+                begin, end, is_last, tile, rows, shallowest, GROUPS, NODES, WINDOW, BLOCK_M, BLOCK_N
+            )
+            table = table_ptr + request * table_b
+            new_k = new_k_ptr + request * new_k_b + head * new_k_h
+            new_v = new_v_ptr + request * new_v_b + head * new_v_h
+            # A page is asked for two blocks ahead: it comes from memory, and without it nothing else can.
+            page = _pages(table, begin, end, PAGE_SIZE, BLOCK_N, ROWS)
+            next_page = _pages(table, begin + BLOCK_N, end, PAGE_SIZE, BLOCK_N, ROWS)
+            for t in range(blocks):
+                stage = done % STAGES
+                hopper.mbarrier.wait(empty.index(stage), done // STAGES % 2 ^ 1)
+                _load_block(
+                    t, page, k_stages.index(stage), v_stages.index(stage),
+                    (k_ptr + head * k_h, v_ptr + head * v_h, k_row, v_row), (new_k, new_v, new_k_r, new_v_r),
+                    begin, end, first, committed, low, high, PAGE_SIZE, SAME, SIZE, BLOCK_N, LOAD,
+                )
+                hopper.async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
+                page = next_page
+                next_page = _pages(table, begin + (t + 2) * BLOCK_N, end, PAGE_SIZE, BLOCK_N, ROWS)
+                done += 1
+# fmt: on

@@ -1,0 +1,66 @@
+"""Attention with Hopper's instructions: the choices, and the same bits as the plain kernel's."""
+
+from itertools import product
+
+import pytest
+import torch
+
+from espalier.kernels.hopper import FEWEST_STAGES, REGISTERS, HopperBlocks, choose_hopper
+from espalier.kernels.launch import Chip, chip
+from espalier.kernels.tree_attention import choose
+from tests.kernels.attending import Case, draw, run
+
+HOPPER = Chip(227 * 1024, 132, (9, 0))
+
+
+def test_choices_fit_the_chip():
+    for packed, units, size in product((17, 32, 64, 65, 256, 8192), (1, 40, 70, 132, 5000), (64, 128)):
+        b = choose_hopper(HOPPER, packed, units, size, 64)
+        assert b is not None and b.stages >= FEWEST_STAGES
+        assert b.held(size) * b.per_processor <= HOPPER.shared_memory
+        start, attending = b.registers
+        loaders, loading = b.loaders
+        warps = 4 * b.groups + loaders
+        assert start * warps * 32 * b.per_processor <= REGISTERS and attending <= 240
+        assert attending * 4 * b.groups + loading * loaders <= start * warps
+
+
+def test_nothing_is_chosen_that_the_chip_or_the_shape_cannot():
+    assert choose_hopper(HOPPER, 16, 5000, 128, 64) is None
+    assert choose_hopper(HOPPER, 32, 5000, 128, 16) is None
+    assert choose_hopper(HOPPER, 256, 5000, 80, 64) is None
+    assert choose_hopper(Chip(99 * 1024, 132, (9, 0)), 256, 5000, 128, 64) is None
+    assert choose_hopper(Chip(227 * 1024, 132, (10, 0)), 256, 5000, 128, 64) is None
+
+
+SHAPES = [
+    Case(lengths, queries, rows, page_size, 32, 8, 128, 128, window, first, dtype, 8)
+    for lengths, page_size, (queries, rows), (window, first, dtype) in product(
+        [(0, 1, 64, 127, 1000, 4096)],
+        [1, 16, 48, 64],
+        [(5, None), (8, 8), (8, 40), (64, 64), (129, 129), (300, None)],
+        [(None, 0, torch.bfloat16), (100, 1, torch.float16)],
+    )
+]
+SHAPES += [
+    Case((300, 0, 65), queries, queries, 16, heads, kv_heads, 64, 64, None, 0, torch.bfloat16, 2, sink)
+    for queries, (heads, kv_heads), sink in product([3, 40], [(71, 1), (14, 2), (20, 20)], [False, True])
+    if queries * heads // kv_heads > 16
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", SHAPES, ids=str)
+def test_the_plain_kernel_s_bits(kernel_device, case):
+    """Any number of stages and groups; so the tests of graphs, batches and references count for both kernels."""
+    inputs = draw(case, kernel_device)
+    on = chip(inputs.q)
+    if choose_hopper(on, 64, 1, case.k_size, 64) is None:
+        pytest.skip("not the instructions of this chip, or too little shared memory")
+    packed = case.queries * case.heads // case.kv_heads
+    plain = choose(on, packed, case.rows or case.queries, case.k_size, case.v_size, case.dtype)
+    for staged in (True, False):
+        out, lse = run(inputs, case.most, staged, how=plain)
+        for how in (HopperBlocks(1, 3, 2), HopperBlocks(1, 6, 1), HopperBlocks(2, 5, 1)):
+            again, again_lse = run(inputs, case.most, staged, how=how)
+            assert torch.equal(again, out) and torch.equal(again_lse, lse), how
