@@ -1,0 +1,40 @@
+"""Hopper's attention kernel over ragged requests, for compute-sanitizer.
+
+    compute-sanitizer --tool memcheck --error-exitcode 1 python tests/gpu/sanitize_hopper.py
+
+Ends with an error where its bits are not the plain kernel's, or where the tool says so.
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from espalier.kernels.hopper import HopperBlocks
+from espalier.kernels.launch import chip
+from espalier.kernels.tree_attention import choose
+from tests.kernels.attending import Case, draw, run
+
+CASES = [
+    Case((0, 1, 129, 700), queries, rows, page_size, 8, 2, 128, 128, window, 0, torch.bfloat16, 4)
+    for queries, rows, page_size, window in ((8, 40, 1, None), (64, 64, 64, None), (100, None, 16, 90))
+]
+HOW = (HopperBlocks(1, 3, 2), HopperBlocks(2, 6, 1))
+
+
+def main() -> None:
+    for case in CASES:
+        inputs = draw(case, torch.device("cuda"))
+        plain = choose(chip(inputs.q), case.queries * 4, case.rows or case.queries, 128, 128, case.dtype)
+        out, lse = run(inputs, case.most, how=plain)
+        for how in HOW:
+            again, again_lse = run(inputs, case.most, how=how)
+            if not (torch.equal(again, out) and torch.equal(again_lse, lse)):
+                sys.exit(f"{how} gives other bits than the plain kernel over {case}")
+    print(f"{len(CASES) * len(HOW)} runs, the plain kernel's bits")
+
+
+if __name__ == "__main__":
+    main()
