@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from espalier.kernels.hopper_load import shallowest_of, span
 from espalier.kernels.launch import gluon_kernel
-from espalier.kernels.units import item_of, range_at, tile_and_head, unit_of
+from espalier.kernels.units import item_of, range_at, tile_and_head, unit_of, wait_for_each_other
 
 if TYPE_CHECKING:
     from triton.experimental.gluon import language as gl
@@ -92,33 +92,45 @@ def _weigh(scores, scale, top, total):
 
 
 @gluon_kernel
-def _score(q, k_stage, none):
+def _score(q_shared, k_stage, none):
     """Ask the tensor cores for the scores of a block; written by other threads, its rows pass a fence first."""
     hopper.fence_async_shared()
-    return hopper.warpgroup_mma(q, k_stage.permute((1, 0)), none, use_acc=False, is_async=True)
+    return hopper.warpgroup_mma(q_shared, k_stage.permute((1, 0)), none, use_acc=False, is_async=True)
 
 
 @gluon_kernel
-def _attend_blocks(
-    since, until, blocks, done, weights, out, top, total, q, stages, scale,
-    query, asked, position, row_positions, words, extent, MASKED: gl.constexpr,
-    WINDOW: gl.constexpr, NODES: gl.constexpr,
+def _attend_unit(
+    q_shared, stages, done, blocks, scale,
+    query, asked, position, row_positions, words, extent,
+    SIZE: gl.constexpr, WINDOW: gl.constexpr, NODES: gl.constexpr,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, SCORES: gl.constexpr, OUT: gl.constexpr,
 ):
-    """Take in the weights of the block in front, and work out those of blocks since .. until of a unit's `blocks`."""
+    """Out [64, SIZE], top and total of a unit, whose first block is the `done`-th of all."""
     k_stages, v_stages, full, empty = stages
+    dtype: gl.constexpr = q_shared.dtype
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=OUT, k_width=2)
+    top = gl.full([64], float("-inf"), gl.float32, layout=gl.SliceLayout(1, SCORES))
+    total = gl.full([64], 0.0, gl.float32, layout=gl.SliceLayout(1, SCORES))
+    out = gl.full([64, SIZE], 0.0, gl.float32, layout=OUT)
     none = gl.full([64, BLOCK_N], 0.0, gl.float32, layout=SCORES)
-    for t in range(since, until):
-        coming = _score(q, k_stages.index((done + 1) % STAGES), none)
+    hopper.mbarrier.wait(full.index(done % STAGES), done // STAGES % 2)
+    scores = _score(q_shared, k_stages.index(done % STAGES), none)
+    scores = hopper.warpgroup_mma_wait(num_outstanding=0, deps=[scores])
+    scores = _mask(
+        scores, 0, query, asked, position, row_positions, words, extent, NODES, WINDOW, BLOCK_N, SCORES
+    )
+    weights, top, total, decay = _weigh(scores, scale, top, total)
+    weights = gl.convert_layout(weights.to(dtype), WEIGHTS)
+    hopper.mbarrier.wait(full.index((done + 1) % STAGES), (done + 1) // STAGES % 2, pred=blocks > 1)
+    for t in range(1, blocks):
+        coming = _score(q_shared, k_stages.index((done + 1) % STAGES), none)
         under_way = hopper.warpgroup_mma(weights, v_stages.index(done % STAGES), out, is_async=True)
         scores = hopper.warpgroup_mma_wait(num_outstanding=1, deps=[coming])
-        if MASKED:
-            scores = _mask(
-                scores, t, query, asked, position, row_positions, words, extent, NODES, WINDOW, BLOCK_N, SCORES
-            )
-        weights_32, top, total, decay = _weigh(scores, scale, top, total)
-        weights = gl.convert_layout(weights_32.to(q.dtype), WEIGHTS)
+        scores = _mask(
+            scores, t, query, asked, position, row_positions, words, extent, NODES, WINDOW, BLOCK_N, SCORES
+        )
+        weights, top, total, decay = _weigh(scores, scale, top, total)
+        weights = gl.convert_layout(weights.to(dtype), WEIGHTS)
         # This wait stands between the weights and the next: ptxas would move the next one up before them, and nothing
         # would overlap.
         hopper.mbarrier.wait(full.index((done + 2) % STAGES), (done + 2) // STAGES % 2, pred=t + 1 < blocks)
@@ -126,42 +138,6 @@ def _attend_blocks(
         hopper.mbarrier.arrive(empty.index(done % STAGES), count=1)
         out = out * gl.expand_dims(gl.convert_layout(decay, gl.SliceLayout(1, OUT)), 1)
         done += 1
-    return done, weights, out, top, total
-
-
-@gluon_kernel
-def _attend_unit(
-    q, stages, done, clear, blocks, scale, query, asked, position, row_positions, words, extent,
-    SIZE: gl.constexpr, WINDOW: gl.constexpr, NODES: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, SCORES: gl.constexpr, OUT: gl.constexpr,
-):
-    """Out [64, SIZE], top and total of a unit, whose first block is the `done`-th of all; from its second block to
-    `clear` everything is seen."""
-    k_stages, v_stages, full, empty = stages
-    WEIGHTS: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=OUT, k_width=2)
-    top = gl.full([64], float("-inf"), gl.float32, layout=gl.SliceLayout(1, SCORES))
-    total = gl.full([64], 0.0, gl.float32, layout=gl.SliceLayout(1, SCORES))
-    out = gl.full([64, SIZE], 0.0, gl.float32, layout=OUT)
-    none = gl.full([64, BLOCK_N], 0.0, gl.float32, layout=SCORES)
-    hopper.mbarrier.wait(full.index(done % STAGES), done // STAGES % 2)
-    scores = _score(q, k_stages.index(done % STAGES), none)
-    scores = hopper.warpgroup_mma_wait(num_outstanding=0, deps=[scores])
-    scores = _mask(
-        scores, 0, query, asked, position, row_positions, words, extent, NODES, WINDOW, BLOCK_N, SCORES
-    )
-    weights_32, top, total, _ = _weigh(scores, scale, top, total)
-    weights = gl.convert_layout(weights_32.to(q.dtype), WEIGHTS)
-    hopper.mbarrier.wait(full.index((done + 1) % STAGES), (done + 1) // STAGES % 2, pred=blocks > 1)
-    if WINDOW == 0:
-        # Most blocks are seen whole; a loop without so much as the question is a twentieth faster.
-        done, weights, out, top, total = _attend_blocks(
-            1, clear, blocks, done, weights, out, top, total, q, stages, scale,
-            query, asked, position, row_positions, words, extent, False, WINDOW, NODES, BLOCK_N, STAGES, SCORES, OUT,
-        )
-    done, weights, out, top, total = _attend_blocks(
-        clear, blocks, blocks, done, weights, out, top, total, q, stages, scale,
-        query, asked, position, row_positions, words, extent, True, WINDOW, NODES, BLOCK_N, STAGES, SCORES, OUT,
-    )
     under_way = hopper.warpgroup_mma(weights, v_stages.index(done % STAGES), out, is_async=True)
     out = hopper.warpgroup_mma_wait(num_outstanding=0, deps=[under_way])
     hopper.mbarrier.arrive(empty.index(done % STAGES), count=1)
@@ -184,11 +160,7 @@ def _write(
 
 
 @gluon_kernel
-def _read_queries(
-    q_shared, asks, request, head, packed, queries,
-    GROUPS: gl.constexpr, SIZE: gl.constexpr, SCORES: gl.constexpr,
-):
-    """A tile's queries, to registers: what the shared memory can deliver is wanted for rows."""
+def _read_queries(q_shared, asks, request, head, packed, queries, GROUPS: gl.constexpr, SIZE: gl.constexpr):
     LOAD: gl.constexpr = gl.BlockedLayout([1, 8], [256 // SIZE, SIZE // 8], [4, 1], [1, 0])
     q_ptr, q_b, q_q, q_h = asks
     at = packed + gl.arange(0, 64, layout=gl.SliceLayout(1, LOAD))
@@ -196,28 +168,8 @@ def _read_queries(
     row = request * q_b + query.to(gl.int64) * q_q + (head * GROUPS + at % GROUPS) * q_h
     offsets = gl.expand_dims(row, 1) + gl.expand_dims(gl.arange(0, SIZE, layout=gl.SliceLayout(0, LOAD)), 0)
     q_shared.store(gl.load(q_ptr + offsets, mask=gl.expand_dims(query < queries, 1), other=0.0))
-    return q_shared.load(gl.DotOperandLayout(operand_index=0, parent=SCORES, k_width=2))
-
-
-@gluon_kernel
-def _extent(
-    begin, end, first, is_last, tile, packed, rows, shallowest,
-    GROUPS: gl.constexpr, NODES: gl.constexpr, WINDOW: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-):
-    """How many blocks a unit has, up to which nothing is masked after the first, and where masks begin and end."""
-    begin, committed, low, high, blocks = span(
-        begin, end, is_last, tile, rows, shallowest, GROUPS, NODES, WINDOW, BLOCK_M, BLOCK_N
-    )
-    # Nothing to mask: committed blocks from `lower` to `inside`, and a chain's before the first query.
-    lower = (gl.maximum(first - begin, 0) + BLOCK_N - 1) // BLOCK_N
-    inside = (end - begin) // BLOCK_N
-    chain = committed
-    clear = 1
-    if WINDOW == 0:
-        clear = gl.where(lower == 0, gl.maximum(inside, 1), 1)
-        if NODES == 1:
-            chain = committed + gl.maximum(packed // GROUPS + 1 - low, 0) // BLOCK_N
-    return blocks, clear, (begin, end, first, committed, lower, inside, chain, low, high)
+    hopper.fence_async_shared()
+    wait_for_each_other()
 
 
 @gluon_kernel
@@ -238,22 +190,16 @@ def attend_units(
     units = items * tiles * KV_HEADS
     backwards = 0
     done = 0
-    item = item_of(gl.program_id(0), items, tiles, KV_HEADS, WIDE)
-    # Read ahead, the first before it is known whether there is one: the list has room for as many as the grid's blocks.
-    request_ahead, begin_ahead, end_ahead, siblings_ahead = range_at(item_ptr, item, True)
     for base in range(0, units, gl.num_programs(0)):
         unit = unit_of(base, backwards)
         backwards = 1 - backwards
-        item = item_of(unit, items, tiles, KV_HEADS, WIDE)
-        request, begin, end, siblings = request_ahead, begin_ahead, end_ahead, siblings_ahead
-        unit_ahead = unit_of(base + gl.num_programs(0), backwards)
-        item_ahead = item_of(unit_ahead, items, tiles, KV_HEADS, WIDE)
-        request_ahead, begin_ahead, end_ahead, siblings_ahead = range_at(item_ptr, item_ahead, unit_ahead < units)
         if unit < units:
+            item = item_of(unit, items, tiles, KV_HEADS, WIDE)
+            request, begin, end, siblings = range_at(item_ptr, item, True)
             is_last = item + 1 == gl.load(start_ptr + request + 1)
             tile, head = tile_and_head(unit, items, tiles, KV_HEADS, WIDE)
             packed = tile * BLOCK_M + GROUP * 64
-            q = _read_queries(q_shared, asks, request, head, packed, queries, GROUPS, SIZE, SCORES)
+            _read_queries(q_shared, asks, request, head, packed, queries, GROUPS, SIZE)
             query = (packed + gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES))) // GROUPS
             asked = query < queries
             position = query
@@ -265,13 +211,19 @@ def attend_units(
                 shallowest = shallowest_of(
                     at_request, position_q, tile, queries, GROUPS, BLOCK_M, gl.SliceLayout(1, SCORES)
                 )
-            blocks, clear, extent = _extent(
-                begin, end, first, is_last, tile, packed, rows, shallowest, GROUPS, NODES, WINDOW, BLOCK_M, BLOCK_N
+            begin, committed, low, high, blocks = span(
+                begin, end, is_last, tile, rows, shallowest, GROUPS, NODES, WINDOW, BLOCK_M, BLOCK_N
             )
+            # Nothing to mask: committed blocks from `lower` to `inside`, and a chain's before the first query.
+            lower = (gl.maximum(first - begin, 0) + BLOCK_N - 1) // BLOCK_N
+            chain = committed
+            if NODES == 1 and WINDOW == 0:
+                chain = committed + gl.maximum(packed // GROUPS + 1 - low, 0) // BLOCK_N
             out, top, total = _attend_unit(
-                q, stages, done, clear, blocks, scale, query, asked, position,
+                q_shared, stages, done, blocks, scale, query, asked, position,
                 (row_position_ptr + request * row_position_b, row_position_r), (word_ptr + request * word_b, word_q),
-                extent, SIZE, WINDOW, NODES, BLOCK_N, STAGES, SCORES, OUT,
+                (begin, end, first, committed, lower, (end - begin) // BLOCK_N, chain, low, high),
+                SIZE, WINDOW, NODES, BLOCK_N, STAGES, SCORES, OUT,
             )
             done += blocks
             divisor = gl.where(total == 0.0, 1.0, total)

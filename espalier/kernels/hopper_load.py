@@ -58,20 +58,16 @@ def shallowest_of(
 @gluon_kernel
 def _pages(table, at, end, PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, ROWS: gl.constexpr):
     """Pages of BLOCK_N positions from `at`, a multiple of BLOCK_N: one where a page holds them, else one for each."""
-    # Pages and rows of a pool are fewer than 2^31, which the launcher checks.
     if PAGE_SIZE % BLOCK_N == 0:
-        page = gl.load(table + at // PAGE_SIZE, mask=at < end, other=0).to(gl.int32)
+        page = gl.load(table + at // PAGE_SIZE, mask=at < end, other=0)
     else:
         offset = gl.arange(0, BLOCK_N, layout=ROWS)
         if BLOCK_N % PAGE_SIZE == 0:
-            pages = table + at // PAGE_SIZE + offset // PAGE_SIZE
+            page = gl.load(table + at // PAGE_SIZE + offset // PAGE_SIZE, mask=at + offset < end, other=0)
         else:
-            pages = table + (at + offset) // PAGE_SIZE
-        if at + BLOCK_N <= end:
-            page = gl.load(pages).to(gl.int32)
-        else:
-            page = gl.load(pages, mask=at + offset < end, other=0).to(gl.int32)
-    return page
+            page = gl.load(table + (at + offset) // PAGE_SIZE, mask=at + offset < end, other=0)
+    # Pages and rows of a pool are fewer than 2^31, which the launcher checks.
+    return page.to(gl.int32)
 
 
 @gluon_kernel
@@ -185,18 +181,12 @@ def load_units(
     units = items * tiles * KV_HEADS
     backwards = 0
     done = 0
-    item = item_of(gl.program_id(0), items, tiles, KV_HEADS, WIDE)
-    # Read ahead, the first before it is known whether there is one: the list has room for as many as the grid's blocks.
-    request_ahead, begin_ahead, end_ahead, _ = range_at(item_ptr, item, True)
     for base in range(0, units, gl.num_programs(0)):
         unit = unit_of(base, backwards)
         backwards = 1 - backwards
-        item = item_of(unit, items, tiles, KV_HEADS, WIDE)
-        request, begin, end = request_ahead, begin_ahead, end_ahead
-        unit_ahead = unit_of(base + gl.num_programs(0), backwards)
-        item_ahead = item_of(unit_ahead, items, tiles, KV_HEADS, WIDE)
-        request_ahead, begin_ahead, end_ahead, _ = range_at(item_ptr, item_ahead, unit_ahead < units)
         if unit < units:
+            item = item_of(unit, items, tiles, KV_HEADS, WIDE)
+            request, begin, end, _siblings = range_at(item_ptr, item, True)
             is_last = item + 1 == gl.load(start_ptr + request + 1)
             tile, head = tile_and_head(unit, items, tiles, KV_HEADS, WIDE)
             shallowest = 0
