@@ -88,7 +88,9 @@ class Gate:
         finally:
             self.num_open -= 1
             seconds = time.perf_counter() - began
-            log.info("%s %s %d %.3f s", scope["method"], path, answer.status, seconds)
+            # Probes come every few seconds, for ever.
+            level = logging.DEBUG if scope["path"] in OPEN_PATHS and answer.status == 200 else logging.INFO
+            log.log(level, "%s %s %d %.3f s", scope["method"], path, answer.status, seconds)
             route = scope.get("route")
             self.answered(getattr(route, "path", "other"), answer.status)
 
