@@ -12,6 +12,8 @@ from espalier.errors import EspalierError, refuses_unknown
 
 MAX_BIAS = 512
 MAX_STOP_IDS = 64
+# Each is looked for at every token.
+MAX_STOP_STRINGS = 64
 MAX_LOGPROBS = 20
 MAX_SAMPLES = 1024
 MAX_COUNT = 2**31 - 1
@@ -154,6 +156,8 @@ class ResolvedParams(SamplingParams):
             raise EspalierError(
                 f"min_tokens={self.min_tokens} is above max_tokens={self.max_tokens}; lower it or raise max_tokens"
             )
+        if len(self.stop) > MAX_STOP_STRINGS:
+            raise EspalierError(f"stop with {len(self.stop)} strings is not supported; use {MAX_STOP_STRINGS} at most")
         if not all(isinstance(text, str) and text for text in self.stop):
             raise EspalierError(f"stop={list(self.stop)!r} is not supported; use strings of one character or more")
         if self.stop and not has_tokenizer:

@@ -4,10 +4,12 @@ Tokens are decoded a window at a time, from a little before the first that has n
 reads as may depend on the one before it (a leading space, the other bytes of a character).
 """
 
+import json
 import logging
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from espalier.errors import EspalierError
 
@@ -18,7 +20,16 @@ CONTEXT_TOKENS = 6
 MOST_CONTEXT_TOKENS = 32
 log = logging.getLogger("espalier")
 
+BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
 Decode = Callable[[Sequence[int]], str]
+
+
+class TokenBytes(NamedTuple):
+    """One token, apart from those around it.  is_text: special ones have a name and add nothing to a text."""
+
+    bytes: bytes
+    is_text: bool
 
 
 class Tokenizer:
@@ -28,6 +39,10 @@ class Tokenizer:
         self.hf = tokenizer
         self.size = len(tokenizer)
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
+        self._added = dict(getattr(tokenizer, "added_tokens_decoder", {}))
+        self._alphabet = _byte_alphabet() if self._decodes_by("ByteLevel") else None
+        self._has_byte_pieces = self._decodes_by("ByteFallback")
+        self._bytes: dict[int, TokenBytes] = {}
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a prompt, with the special tokens that the tokenizer itself adds."""
@@ -42,6 +57,33 @@ class Tokenizer:
     def name(self, token: int) -> str:
         """What one token reads as alone, special ones too; bytes that are no character read as U+FFFD."""
         return self.hf.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    def bytes_of(self, token: int) -> TokenBytes:
+        """What a token adds to a text, or a special one's name.  Remembered for each token."""
+        found = self._bytes.get(token)
+        if found is None:
+            found = self._bytes[token] = self._look_up(token)
+        return found
+
+    def _look_up(self, token: int) -> TokenBytes:
+        if (added := self._added.get(token)) is not None:
+            return TokenBytes(added.content.encode(), not added.special)
+        piece = None if self._backend is None else self._backend.id_to_token(token)
+        if piece is not None and self._alphabet is not None and all(c in self._alphabet for c in piece):
+            return TokenBytes(bytes(self._alphabet[c] for c in piece), True)
+        if piece is not None and self._has_byte_pieces:
+            if byte := BYTE_PIECE.fullmatch(piece):
+                return TokenBytes(bytes([int(byte[1], 16)]), True)
+            # A leading space, which decoding the token alone would strip.
+            return TokenBytes(piece.replace("\u2581", " ").encode(), True)
+        return TokenBytes(self.name(token).encode(), True)
+
+    def _decodes_by(self, kind: str) -> bool:
+        """Whether the backend's decoder is of a kind, or has a step of it."""
+        if self._backend is None or self._backend.decoder is None:
+            return False
+        decoder = json.loads(self._backend.decoder.__getstate__())
+        return kind in (decoder["type"], *(step["type"] for step in decoder.get("decoders", ())))
 
     def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Token ids of a conversation up to where the assistant answers.  Raises EspalierError."""
@@ -83,6 +125,13 @@ def load_tokenizer(path: Path, vocab_size: int) -> Tokenizer | None:
             vocab_size,
         )
     return tokenizer
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's: printable bytes of Latin-1 stand for themselves, the others for the characters from 256 on, in order."""
+    shown = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    hidden = [byte for byte in range(256) if byte not in shown]
+    return {chr(byte): byte for byte in shown} | {chr(256 + i): byte for i, byte in enumerate(hidden)}
 
 
 def _one_line(error: Exception) -> str:

@@ -27,6 +27,8 @@ from espalier.llm import LLM
 from espalier.request import SamplingParams
 
 START_S = 600.0
+# A server drains for a minute at most, and closes what it holds in less than another.
+LEAVE_S = 120.0
 NAME = "measured"
 JSON = {"content-type": "application/json"}
 
@@ -91,9 +93,19 @@ def serving(settings: Mapping[str, Any], *flags: str) -> Iterator[Server]:
             children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
             yield Server(port, process.pid, int(children[0]))
         finally:
-            if process.poll() is None:
-                process.send_signal(signal.SIGTERM)
-            process.wait()
+            _end(process)
+
+
+def _end(process: subprocess.Popen[bytes], seconds: float = LEAVE_S) -> None:
+    """Raises EspalierError for a server that does not leave, once it is ended by force; its engine leaves with it."""
+    if process.poll() is None:
+        process.send_signal(signal.SIGTERM)
+    try:
+        process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+        raise EspalierError(f"the server (pid {process.pid}) did not leave within {seconds:g} s of SIGTERM") from None
 
 
 def _wait(process: subprocess.Popen[bytes], port: int, log: Any) -> None:

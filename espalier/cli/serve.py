@@ -34,10 +34,19 @@ def add(commands: Any, name: str) -> None:
     http.add_argument("--max-queue", type=int, default=256, metavar="N", help="samples that may wait for a slot (256)")
     http.add_argument("--request-timeout", type=float, default=600.0, metavar="S", help="seconds; 0 for none (600)")
     http.add_argument("--max-body-bytes", type=int, default=4 * 2**20, metavar="N", help="of one request (4194304)")
+    http.add_argument(
+        "--body-timeout", type=float, default=60.0, metavar="S", help="seconds to read a body; 0 for none (60)"
+    )
+    http.add_argument(
+        "--send-timeout", type=float, default=60.0, metavar="S", help="seconds a reader may take nothing; 0: none (60)"
+    )
     http.add_argument("--drain-timeout", type=float, default=60.0, metavar="S", help="seconds after SIGTERM (60)")
     http.add_argument("--restart-engine", action="store_true", help="start the engine process again when it is gone")
     http.add_argument(
         "--engine-timeout", type=float, default=120.0, metavar="S", help="silence after which it counts as gone (120)"
+    )
+    http.add_argument(
+        "--load-timeout", type=float, default=1800.0, metavar="S", help="seconds to load a model; 0 for none (1800)"
     )
     http.add_argument("--log-level", choices=LEVELS, default="info", help="(info)")
     http.add_argument("--log-json", action="store_true", help="a JSON object a line")
@@ -51,7 +60,15 @@ def run(asked: Namespace) -> int:
     from espalier.server.front import FrontOptions
     from espalier.server.run import ServeOptions, serve
 
-    for name in ("port", "max_queue", "request_timeout", "drain_timeout"):
+    for name in (
+        "port",
+        "max_queue",
+        "request_timeout",
+        "body_timeout",
+        "send_timeout",
+        "load_timeout",
+        "drain_timeout",
+    ):
         _require(name, getattr(asked, name), 0)
     for name in ("max_body_bytes", "engine_timeout"):
         _require(name, getattr(asked, name), 1)
@@ -65,15 +82,20 @@ def run(asked: Namespace) -> int:
         host=asked.host,
         port=asked.port,
         drain_timeout_s=asked.drain_timeout,
+        send_timeout_s=asked.send_timeout or None,
         client=ClientOptions(
             restart=asked.restart_engine,
             timeout_s=asked.engine_timeout,
+            load_timeout_s=asked.load_timeout or None,
             log_level=asked.log_level,
             log_json=asked.log_json,
         ),
         front=FrontOptions(tuple(names), asked.chat_template, asked.max_queue, asked.request_timeout or None),
         api=ApiOptions(
-            asked.api_key or os.environ.get(KEY_VARIABLE) or None, asked.cors_origin or (), asked.max_body_bytes
+            asked.api_key or os.environ.get(KEY_VARIABLE) or None,
+            asked.cors_origin or (),
+            asked.max_body_bytes,
+            asked.body_timeout or None,
         ),
     )
     try:

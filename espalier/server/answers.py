@@ -1,5 +1,6 @@
 """From parts to what OpenAI's clients read: whole answers and stream chunks, of completions and of chats."""
 
+import codecs
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -24,12 +25,19 @@ class Delta:
 
 @dataclass
 class Choice:
-    """One sample of one prompt.  sink: makes the text here, where no stop string needs it in the engine process."""
+    """One sample of one prompt.
+
+    sink: makes the text here, where no stop string needs it in the engine process; text_length: of the characters that
+    the tokens with log-probabilities complete, counted by `characters`, which keeps the bytes of one that is not whole.
+    """
 
     index: int
     sink: TextStream | None
     text: str = ""
     text_length: int = 0
+    characters: codecs.IncrementalDecoder = field(
+        default_factory=lambda: codecs.getincrementaldecoder("utf-8")("replace")
+    )
     token_ids: list[int] = field(default_factory=list)
     from_draft: list[bool] = field(default_factory=list)
     logprobs: list[TokenLogprob] | None = None
@@ -157,8 +165,17 @@ class Answer:
         raise NotImplementedError
 
     def _token_text(self, token: int) -> str:
-        """What a token reads as alone, special ones by name; its id where the model has no tokenizer."""
-        return f"token_id:{token}" if self.tokenizer is None else self.tokenizer.name(token)
+        """What a token reads as alone, special ones by name; its id where the model has no tokenizer.
+
+        Part of a character is written as OpenAI does: bytes:\\xe6\\x97.
+        """
+        if self.tokenizer is None:
+            return f"token_id:{token}"
+        part = self.tokenizer.bytes_of(token).bytes
+        try:
+            return part.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in part)
 
 
 class TextAnswer(Answer):
@@ -196,17 +213,28 @@ class TextAnswer(Answer):
             return None
         if from_start:
             choice.text_length = 0
-        tokens = [self._token_text(entry.token_id) for entry in entries]
-        offsets = []
-        for token in tokens:
-            offsets.append(choice.text_length)
-            choice.text_length += len(token)
+            choice.characters.reset()
         return {
-            "tokens": tokens,
+            "tokens": [self._token_text(entry.token_id) for entry in entries],
             "token_logprobs": [entry.logprob for entry in entries],
-            "top_logprobs": [{self._token_text(token): value for token, value in entry.top} for entry in entries],
-            "text_offset": offsets,
+            "top_logprobs": [self._top(entry) for entry in entries],
+            "text_offset": [self._advance(choice, entry.token_id) for entry in entries],
         }
+
+    def _top(self, entry: TokenLogprob) -> dict[str, float]:
+        """By text.  Of tokens that read alike the likeliest, which comes first, has it; the others have their ids."""
+        found: dict[str, float] = {}
+        for token, value in entry.top:
+            text = self._token_text(token)
+            found[f"token_id:{token}" if text in found else text] = value
+        return found
+
+    def _advance(self, choice: Choice, token: int) -> int:
+        """The character of the text at which a token begins, or that it goes on with."""
+        at = choice.text_length
+        if self.tokenizer is not None and (part := self.tokenizer.bytes_of(token)).is_text:
+            choice.text_length += len(choice.characters.decode(part.bytes))
+        return at
 
 
 class ChatAnswer(Answer):
@@ -245,6 +273,5 @@ class ChatAnswer(Answer):
         return {"content": content, "refusal": None}
 
     def _token(self, token: int, logprob: float) -> dict[str, Any]:
-        text = self._token_text(token)
-        # Bytes that are no character alone read as U+FFFD, and are not to be told from it.
-        return {"token": text, "logprob": logprob, "bytes": None if "\ufffd" in text else list(text.encode())}
+        part = None if self.tokenizer is None else list(self.tokenizer.bytes_of(token).bytes)
+        return {"token": self._token_text(token), "logprob": logprob, "bytes": part}

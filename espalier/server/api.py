@@ -56,17 +56,19 @@ def answers_with(*statuses: int) -> dict[int | str, dict[str, Any]]:
 
 
 ALWAYS = (401, 500)
-READS_A_BODY = (400, 404, 413, *ALWAYS)
-GENERATES = (*READS_A_BODY, 429, 503, 504)
+READS_A_BODY = (400, 404, 408, 413, 503, *ALWAYS)
+GENERATES = (*READS_A_BODY, 429, 504)
 
 
 @dataclass(frozen=True)
 class ApiOptions:
-    """api_key: None for none; cors_origins: whose pages may read answers, none by default."""
+    """api_key: None for none; cors_origins: whose pages may read answers, none by default; body_timeout_s: for reading
+    one body, None for no limit."""
 
     api_key: str | None = None
     cors_origins: Sequence[str] = ()
     max_body_bytes: int = 4 * 2**20
+    body_timeout_s: float | None = 60.0
 
 
 def make_app(front: Front, options: ApiOptions) -> tuple[ASGIApp, Gate]:
@@ -77,7 +79,13 @@ def make_app(front: Front, options: ApiOptions) -> tuple[ASGIApp, Gate]:
     _add_state(app, front)
     _add_errors(app)
     _describe(app, front.names)
-    gate = Gate(app, options.api_key, options.max_body_bytes, lambda path, status: _count(front, path, status))
+    gate = Gate(
+        app,
+        options.api_key,
+        options.max_body_bytes,
+        lambda path, status: _count(front, path, status),
+        options.body_timeout_s,
+    )
     if not options.cors_origins:
         return gate, gate
     return CORSMiddleware(

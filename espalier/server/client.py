@@ -30,6 +30,8 @@ from espalier.server.protocol import Abort, Failed, Harvest, Part, Ready, Refuse
 log = logging.getLogger("espalier.server")
 LEAVE_S = 10.0
 LONGEST_PAUSE_S = 60.0
+# How often the log says that the model is still loading.
+LOADING_S = 30.0
 
 
 class EngineGone(Exception):
@@ -38,11 +40,13 @@ class EngineGone(Exception):
 
 @dataclass(frozen=True)
 class ClientOptions:
-    """heartbeat_s: how often an idle engine speaks; timeout_s: silence after which it counts as hung."""
+    """heartbeat_s: how often an idle engine speaks; timeout_s: silence after which it counts as hung; load_timeout_s:
+    until it has loaded, when it says nothing, None for no limit."""
 
     restart: bool = False
     heartbeat_s: float = 1.0
     timeout_s: float = 120.0
+    load_timeout_s: float | None = 1800.0
     log_level: str = "info"
     log_json: bool = False
 
@@ -197,11 +201,23 @@ class EngineClient:
         self.state, self.why = "ready", ""
 
     async def _first_message(self, socket: zmq.asyncio.Socket, process: asyncio.subprocess.Process) -> Any:
-        """What it says when it has loaded, or has not; EspalierError where it leaves without a word."""
+        """What it says when it has loaded, or has not; EspalierError where it leaves without a word, or hangs."""
         message = asyncio.ensure_future(socket.recv())
         left = asyncio.create_task(process.wait())
+        limit, loop = self.options.load_timeout_s, asyncio.get_running_loop()
+        began = loop.time()
         try:
-            await asyncio.wait({message, left}, return_when=asyncio.FIRST_COMPLETED)
+            while not (message.done() or left.done()):
+                seconds = loop.time() - began
+                if limit is not None and seconds >= limit:
+                    raise EspalierError(
+                        f"the engine process (pid {process.pid}) has not loaded its model after {limit:g} s and was "
+                        "ended; if it was still reading or fetching it, raise --load-timeout"
+                    )
+                if seconds >= LOADING_S:
+                    log.info("the engine process (pid %d) is still loading, %.0f s so far", process.pid, seconds)
+                wait = LOADING_S if limit is None else min(LOADING_S, limit - seconds)
+                await asyncio.wait({message, left}, timeout=wait, return_when=asyncio.FIRST_COMPLETED)
             if not message.done():
                 # Its last words may still be on their way.
                 await asyncio.wait({message}, timeout=1.0)

@@ -16,17 +16,24 @@ KINDS = {
     401: "authentication_error",
     404: "not_found_error",
     405: "invalid_request_error",
+    408: "timeout_error",
     413: "invalid_request_error",
     429: "rate_limit_error",
     500: "server_error",
     503: "overloaded_error",
     504: "timeout_error",
 }
+FAILED = "the server failed on this request; its log says more, under this request_id"
 FIELD_FIRST = re.compile(r"^([a-z_]+)(?:\[|=| entry=| token=| is | with )")
 
 
+# A message quotes what it is about, which may be as long as a body.
+LONGEST_MESSAGE = 1000
+LONGEST_PARAM = 100
+
+
 class ApiError(HTTPException):
-    """An answer that is an error.
+    """An answer that is an error.  What is too long of its message and param is left out.
 
     retry_after_s: when to come again, where that helps; retry: False tells OpenAI's clients not to try again by
     themselves.
@@ -42,14 +49,20 @@ class ApiError(HTTPException):
         retry: bool = True,
     ):
         headers = {} if retry_after_s is None else {"retry-after": str(retry_after_s)}
-        super().__init__(status, message, headers if retry else headers | {"x-should-retry": "false"})
-        self.param = param
+        headers = headers if retry else headers | {"x-should-retry": "false"}
+        super().__init__(status, _cut(message, LONGEST_MESSAGE), headers)
+        self.param = None if param is None else _cut(param, LONGEST_PARAM)
         self.code = code
 
     def body(self) -> dict[str, Any]:
         kind = KINDS.get(self.status_code, "invalid_request_error" if self.status_code < 500 else "server_error")
         error = {"message": self.detail, "type": kind, "param": self.param, "code": self.code}
         return {"error": {**error, "request_id": request_id.get()}}
+
+
+def _cut(text: str, most: int) -> str:
+    """The middle of a text that is too long is left out: what it is about stands first, and what to do last."""
+    return text if len(text) <= most else f"{text[: most // 2]} ... {text[-most // 2 :]}"
 
 
 class ErrorDetail(BaseModel):

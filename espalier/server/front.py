@@ -21,7 +21,7 @@ from espalier.errors import EspalierError
 from espalier.intake import Intake
 from espalier.server.answers import Answer
 from espalier.server.client import EngineClient, EngineGone, Generation
-from espalier.server.errors import ApiError, refusal
+from espalier.server.errors import FAILED, ApiError, refusal
 from espalier.server.logs import request_id
 from espalier.server.metrics import Metrics
 from espalier.server.openai import Generating
@@ -239,8 +239,17 @@ class EventStream(StreamingResponse):
                 yield events
         except ApiError as error:
             log.warning("ended in its midst: %s", error.detail)
-            yield event(error.body())
+            yield self._failed(error)
+        except Exception:
+            # The status has been sent: whoever reads must not take a defect of ours for the end of the text.
+            log.exception("failed in its midst")
+            yield self._failed(ApiError(500, FAILED))
         self.ended = True
+
+    def _failed(self, error: ApiError) -> bytes:
+        body = error.body()
+        self.run.metrics.stream_errors.labels(body["error"]["type"]).inc()
+        return event(body)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         limit = None if self.run.deadline is None else self.run.deadline + SEND_GRACE_S

@@ -3,38 +3,60 @@
 Plain ASGI, so that a client's disconnect reaches the endpoints as the server sees it.
 """
 
+import asyncio
 import hmac
 import logging
 import re
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from urllib.parse import quote
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from espalier.server.errors import ApiError
+from espalier.server.errors import FAILED, ApiError
 from espalier.server.logs import request_id
 
 log = logging.getLogger("espalier.server")
 GIVEN_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 # Times max_body_bytes.
 DROPPED_AT_MOST = 4
+RETRY_AFTER_S = 1
 # What a load balancer and Prometheus read without a key.
 OPEN_PATHS = ("/health", "/metrics")
 
 
 class Gate:
-    """Around an app.  answered(path, status): called as each answer ends.  num_open: requests still being answered."""
+    """Around an app.  answered(path, status): called as each answer ends.  num_open: requests still being answered.
 
-    def __init__(self, app: ASGIApp, api_key: str | None, max_body_bytes: int, answered: Callable[[str, int], None]):
+    body_timeout_s: of one body, None for no limit.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        api_key: str | None,
+        max_body_bytes: int,
+        answered: Callable[[str, int], None],
+        body_timeout_s: float | None = None,
+    ):
         self.app = app
         self.api_key = api_key
         self.max_body_bytes = max_body_bytes
         self.answered = answered
+        self.body_timeout_s = body_timeout_s
         self.num_open = 0
+        self.draining = False
+        # Of the bodies that are waited for.
+        self.waits: set[asyncio.Timeout] = set()
+
+    def drain(self) -> None:
+        """A body that is not there yet is not waited for, from now on."""
+        self.draining = True
+        for wait in self.waits:
+            wait.reschedule(asyncio.get_running_loop().time())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -45,26 +67,30 @@ class Gate:
         headers = Headers(scope=scope)
         given = headers.get("x-request-id", "")
         request_id.set(given if GIVEN_ID.fullmatch(given) else f"req-{uuid.uuid4().hex}")
-        began, answer = time.perf_counter(), Answering(send)
+        # For what knows of a connection alone.
+        scope.setdefault("state", {})["request_id"] = request_id.get()
+        began, answer, upload = time.perf_counter(), Answering(send), Upload(self, receive)
         # As it was sent: a line break that it decodes to is not to begin a log line.
         path = quote(scope["path"])
         self.num_open += 1
         try:
             self._check_key(scope["path"], headers)
-            await self._check_length(headers, receive)
-            await self.app(scope, self._limited(receive), answer)
+            await upload.check_length(headers)
+            await self.app(scope, upload, answer)
         except ApiError as error:
             if not answer.status:
                 await JSONResponse(error.body(), error.status_code, error.headers)(scope, receive, answer)
         except Exception:
             log.exception("%s %s failed", scope["method"], path)
             if not answer.status:
-                failed = ApiError(500, "the server failed on this request; its log says more, under this request_id")
+                failed = ApiError(500, FAILED)
                 await JSONResponse(failed.body(), 500)(scope, receive, answer)
         finally:
             self.num_open -= 1
             seconds = time.perf_counter() - began
-            log.info("%s %s %d %.3f s", scope["method"], path, answer.status, seconds)
+            # Probes come every few seconds, for ever.
+            level = logging.DEBUG if scope["path"] in OPEN_PATHS and answer.status == 200 else logging.INFO
+            log.log(level, "%s %s %d %.3f s", scope["method"], path, answer.status, seconds)
             route = scope.get("route")
             self.answered(getattr(route, "path", "other"), answer.status)
 
@@ -74,34 +100,74 @@ class Gate:
             scheme, _, key = headers.get("authorization", "").partition(" ")
             if scheme.lower() != "bearer" or not hmac.compare_digest(key.encode("latin-1"), self.api_key.encode()):
                 message = "the API key is missing or wrong; send it as Authorization: Bearer KEY"
-                raise ApiError(401, message, code="invalid_api_key")
+                error = ApiError(401, message, code="invalid_api_key")
+                error.headers = {"www-authenticate": "Bearer"}
+                raise error
 
-    async def _check_length(self, headers: Headers, receive: Receive) -> None:
+
+class Upload:
+    """One request's body on its way in: a receive that counts bytes and time.
+
+    Raises ApiError where it is too large, or too slow.
+    """
+
+    def __init__(self, gate: Gate, receive: Receive):
+        self.gate = gate
+        self.receive = receive
+        self.taken = 0
+        self.whole = False
+        limit = gate.body_timeout_s
+        self.deadline = None if limit is None else asyncio.get_running_loop().time() + limit
+
+    async def __call__(self) -> Message:
+        message = await self._next()
+        if self.taken > self.gate.max_body_bytes:
+            await self._drop()
+        return message
+
+    async def check_length(self, headers: Headers) -> None:
+        """Refuse at once what says that it is too large."""
         length = headers.get("content-length", "0")
-        if not (length.isdecimal() and int(length) > self.max_body_bytes):
-            return
-        # Who is still sending reads no answer: a body that is a little too long is taken in, and dropped.
-        if int(length) <= DROPPED_AT_MOST * self.max_body_bytes:
-            while (await receive()).get("more_body"):
-                pass
-        raise self._too_large()
+        if length.isdecimal() and int(length) > self.gate.max_body_bytes:
+            await self._drop(int(length))
 
-    def _limited(self, receive: Receive) -> Callable[[], Awaitable[Message]]:
-        """A body without a length is counted as it comes."""
-        taken = 0
+    async def _drop(self, length: int = 0) -> None:
+        """Who is still sending reads no answer: a body that is a little too large is taken in, and dropped."""
+        most = self.gate.max_body_bytes
+        while not self.whole and max(self.taken, length) <= DROPPED_AT_MOST * most:
+            await self._next()
+        raise ApiError(413, f"the body is above {most} bytes; send less, or raise --max-body-bytes")
 
-        async def counted() -> Message:
-            nonlocal taken
-            message = await receive()
-            taken += len(message.get("body", b""))
-            if taken > self.max_body_bytes:
-                raise self._too_large()
-            return message
+    async def _next(self) -> Message:
+        if self.whole:  # what comes now is the client's leaving, and may take any time
+            return await self.receive()
+        deadline = asyncio.get_running_loop().time() if self.gate.draining else self.deadline
+        try:
+            # What is there already is taken, whatever the time: a limit strikes where something is waited for.
+            async with asyncio.timeout_at(deadline) as wait:
+                self.gate.waits.add(wait)
+                try:
+                    message = await self.receive()
+                finally:
+                    self.gate.waits.discard(wait)
+        except TimeoutError:
+            raise self._late() from None
+        self.taken += len(message.get("body", b""))
+        self.whole = not message.get("more_body", False)
+        return message
 
-        return counted
-
-    def _too_large(self) -> ApiError:
-        return ApiError(413, f"the body is above {self.max_body_bytes} bytes; send less, or raise --max-body-bytes")
+    def _late(self) -> ApiError:
+        if self.gate.draining:
+            message = "the server is shutting down and the body was not there yet; ask another"
+            error = ApiError(503, message, retry_after_s=RETRY_AFTER_S)
+        else:
+            limit = self.gate.body_timeout_s
+            error = ApiError(
+                408, f"the body was not there after {limit:g} s; send it faster, or raise --body-timeout", retry=False
+            )
+        # What follows on this connection is the rest of the body: nothing more is read from there.
+        error.headers = {**(error.headers or {}), "connection": "close"}
+        return error
 
 
 class Answering:

@@ -27,6 +27,8 @@ class Metrics:
         self.answers = self._counter("http_requests", "HTTP requests answered", "path", "status")
         self.disconnects = self._counter("disconnects", "requests whose client left before the end")
         self.timeouts = self._counter("timeouts", "requests that took longer than --request-timeout")
+        self.stalled = self._counter("stalled_readers", "connections closed because their reader took nothing")
+        self.stream_errors = self._counter("stream_errors", "streams that ended with an error event", "type")
         self.prompt_tokens = self._counter("prompt_tokens", "tokens of prompts whose requests ended")
         self.cached_tokens = self._counter("prompt_cached_tokens", "of those, found in the prefix cache")
         self.generated = self._counter("generated_tokens", "tokens handed to requests")

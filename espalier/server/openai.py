@@ -5,14 +5,14 @@ that always send it are served; any other value is an error that says why.  docs
 """
 
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model, model_validator
 
 from espalier.errors import EspalierError
-from espalier.request import SamplingParams
+from espalier.request import MAX_BIAS, SamplingParams
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,22 @@ Nothing = Annotated[list[Any], Field(max_length=0)]
 # The first wrong entry ends the check: a body may hold a million, and an error for each would hold up everyone.
 FIRST: Any = Field(fail_fast=True)
 Tokens = Annotated[list[int], FIRST]
+MOST_METADATA = 16
+
+
+def _at_most(most: int) -> BeforeValidator:
+    """The same for an object, where no check ends at the first: entries are counted before they are looked at."""
+
+    def count(value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > most:
+            raise ValueError(f"an object with {len(value)} entries is not supported; use {most} at most")
+        return value
+
+    return BeforeValidator(count)
+
+
 # Keys of a JSON object are text.
-Bias = dict[Annotated[int, Field(strict=False)], float]
+Bias = Annotated[dict[Annotated[int, Field(strict=False)], float], _at_most(MAX_BIAS)]
 
 TOOLS = Refused("tools need output that follows a grammar, which is not supported yet; leave it out")
 FUNCTIONS = Refused("OpenAI deprecated it for tools, which are not supported yet; leave it out")
@@ -70,13 +84,19 @@ class Body(BaseModel):
             _whole_text(value)
         except RecursionError:
             raise ValueError("the body is nested too deep; send plain fields") from None
-        return value
+        if not isinstance(value, dict):
+            return value
+        # Of unknown names one is enough to say.
+        unknown = [name for name in value if name not in cls.model_fields]
+        return {name: each for name, each in value.items() if name in cls.model_fields or name == unknown[0]}
 
 
 def _json_type(annotation: Any) -> Any:
     """What JSON has for a field of SamplingParams."""
     if get_origin(annotation) in (Union, types.UnionType):
         return Union[tuple(_json_type(part) for part in get_args(annotation))]  # noqa: UP007
+    if get_origin(annotation) is Sequence:
+        return Annotated[list[get_args(annotation)[0]], FIRST]  # type: ignore[misc]
     return Bias if get_origin(annotation) is Mapping else annotation
 
 
@@ -151,7 +171,7 @@ class Message(Body):
     """One turn of a conversation, as the model's chat template reads it."""
 
     role: Literal["system", "developer", "user", "assistant"] = Field(description="developer is read as system")
-    content: str | list[TextPart] = Field(description="text, or parts of type text, which are joined")
+    content: str | Annotated[list[TextPart], FIRST] = Field(description="text, or parts of type text, which are joined")
     name: Annotated[None, Refused("chat templates know roles alone; leave it out")] = None
     tool_calls: Annotated[Nothing | None, TOOLS] = None
     function_call: Annotated[None, FUNCTIONS] = None
@@ -184,7 +204,7 @@ class ChatRequest(Generating):
     parallel_tool_calls: Annotated[None, TOOLS] = None
     functions: Annotated[Nothing | None, FUNCTIONS] = None
     function_call: Annotated[Literal["none", "auto"] | None, FUNCTIONS] = None
-    modalities: Annotated[list[Literal["text"]] | None, TEXT_ONLY] = None
+    modalities: Annotated[Annotated[list[Literal["text"]], FIRST] | None, TEXT_ONLY] = None
     audio: Annotated[None, TEXT_ONLY] = None
     prediction: Annotated[None, Refused("drafts come from the engine's own drafter; leave it out")] = None
     reasoning_effort: Annotated[None, Refused("how a model reasons is its chat template's; leave it out")] = None
@@ -194,7 +214,7 @@ class ChatRequest(Generating):
     service_tier: Annotated[
         Literal["auto", "default"] | None, Refused("all requests are served alike; leave it out, or use priority")
     ] = None
-    metadata: Annotated[dict[str, str] | None, UNSEEN] = None
+    metadata: Annotated[Annotated[dict[str, str], _at_most(MOST_METADATA)] | None, UNSEEN] = None
     safety_identifier: Annotated[str | None, UNSEEN] = None
     prompt_cache_key: Annotated[str | None, NoEffect("equal beginnings of prompts are shared whatever it says")] = None
     prompt_cache_retention: Annotated[None, STATELESS] = None

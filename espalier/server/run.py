@@ -22,20 +22,27 @@ from espalier.server.api import ApiOptions, make_app
 from espalier.server.client import ClientOptions, EngineClient
 from espalier.server.front import Front, FrontOptions
 from espalier.server.gate import Gate
+from espalier.server.readers import Readers
 
 log = logging.getLogger("espalier.server")
 TOKENIZERS = "transformers.models.auto.tokenization_auto"
-# For connections to take what was written to them.
+# For connections to take what was written to them; and how long they may take nothing then, and while draining.
 CLOSE_S = 5
+STALLED_AT_CLOSE_S = 1.0
+STALLED_AT_DRAIN_S = 5.0
+# uvicorn ticks ten times a second.
+TICKS_A_SWEEP = 10
 
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """port 0: one that is free, which the log names."""
+    """port 0: one that is free, which the log names; send_timeout_s: for which a reader may take nothing, None for no
+    limit."""
 
     host: str
     port: int
     drain_timeout_s: float
+    send_timeout_s: float | None
     client: ClientOptions
     front: FrontOptions
     api: ApiOptions
@@ -44,10 +51,11 @@ class ServeOptions:
 class Server(uvicorn.Server):
     """uvicorn, with an end of our own."""
 
-    def __init__(self, config: uvicorn.Config, front: Front, gate: Gate, drain_timeout_s: float):
+    def __init__(self, config: uvicorn.Config, front: Front, gate: Gate, readers: Readers, drain_timeout_s: float):
         super().__init__(config)
         self.front = front
         self.gate = gate
+        self.readers = readers
         self.drain_timeout_s = drain_timeout_s
         self.loop = asyncio.get_running_loop()
         self.ending: asyncio.Task[None] | None = None
@@ -63,6 +71,7 @@ class Server(uvicorn.Server):
             self.loop.create_task(self.front.client.close())
             return
         log.info("draining: %d requests are open", self.gate.num_open)
+        self.gate.drain()
         self.ending = self.loop.create_task(self._drain())
 
     async def _drain(self) -> None:
@@ -74,6 +83,28 @@ class Server(uvicorn.Server):
             log.warning("%d requests are not done after %g s", self.gate.num_open, self.drain_timeout_s)
         await self.front.client.close()
         self.should_exit = True
+
+    async def on_tick(self, counter: int) -> bool:
+        if counter % TICKS_A_SWEEP == 0:
+            self._sweep(STALLED_AT_DRAIN_S if self.front.draining else None)
+        return await super().on_tick(counter)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Connections take what was written to them, for CLOSE_S at most; nobody waits for one that takes nothing."""
+        sweeping = self.loop.create_task(self._sweep_often())
+        try:
+            await super().shutdown(sockets)
+        finally:
+            sweeping.cancel()
+            self._sweep(0.0)
+
+    async def _sweep_often(self) -> None:
+        while True:
+            self._sweep(STALLED_AT_CLOSE_S)
+            await asyncio.sleep(0.1)
+
+    def _sweep(self, at_most_s: float | None) -> None:
+        self.readers.sweep(self.server_state.connections, self.loop.time(), at_most_s)
 
 
 async def serve(settings: Mapping[str, Any], options: ServeOptions) -> None:
@@ -98,7 +129,8 @@ async def serve(settings: Mapping[str, Any], options: ServeOptions) -> None:
             lifespan="off",
             timeout_graceful_shutdown=CLOSE_S,
         )
-        server = Server(config, front, gate, options.drain_timeout_s)
+        readers = Readers(options.send_timeout_s, front.metrics.stalled)
+        server = Server(config, front, gate, readers, options.drain_timeout_s)
         host, port = listener.getsockname()[:2]
         log.info("serving %s at http://%s:%d/v1", ", ".join(front.names), host, port)
         await server.serve(sockets=[listener])

@@ -166,3 +166,19 @@ def test_prompts_that_are_being_read_take_room():
             pass
     with front.entering(3):
         pass
+
+
+def test_probes_that_are_answered_are_no_lines_of_the_log(caplog):
+    status = 200
+
+    async def app(scope, receive, send):
+        await send({"type": "http.response.start", "status": status, "headers": []})
+
+    async def send(message):
+        pass
+
+    caplog.set_level("INFO")
+    gate = Gate(app, None, 10, lambda path, status: None)
+    for status, path in ((200, "/health"), (200, "/metrics"), (503, "/health"), (200, "/v1/models")):  # noqa: B007
+        asyncio.run(gate({"type": "http", "method": "GET", "path": path, "headers": []}, None, send))
+    assert [record.args[1:3] for record in caplog.records] == [("/health", 503), ("/v1/models", 200)]

@@ -184,7 +184,8 @@ def test_timeouts_keys_names_and_templates(tmp_path):
         "b",
     )
     with serving(tmp_path, *flags, "--cors-origin", "https://page.example", "--log-json") as served:
-        assert served.request("/v1/models")[0] == 401
+        status, headers, _ = served.request("/v1/models")
+        assert (status, headers["www-authenticate"]) == (401, "Bearer")
         key = {"authorization": "Bearer secret"}
         assert [card["id"] for card in served.request("/v1/models", **key)[2]["data"]] == ["a", "b"]
         turns = [{"role": role, "content": "x"} for role in ("developer", "user")]

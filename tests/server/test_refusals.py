@@ -128,11 +128,36 @@ def test_a_body_that_is_wrong_everywhere_is_one_error():
         (CompletionRequest, {**TEXT, "prompt": [True] * 1000}),
         (ChatRequest, {**CHAT, "messages": [{}] * 1000}),
         (DetokenizeRequest, {"tokens": [0.5] * 1000}),
+        (CompletionRequest, {**TEXT, "stop": [0] * 1000}),
+        (CompletionRequest, {**TEXT, "stop_token_ids": ["x"] * 1000}),
+        (CompletionRequest, {**TEXT, "logit_bias": {str(i): "x" for i in range(1000)}}),
+        (CompletionRequest, {**TEXT, **{f"wrong_{i}": 0 for i in range(1000)}}),
+        (ChatRequest, {**CHAT, "metadata": {str(i): 0 for i in range(1000)}}),
+        (ChatRequest, {**CHAT, "modalities": ["x"] * 1000}),
+        (ChatRequest, {**CHAT, "messages": [{"role": "user", "content": [0] * 1000}]}),
     )
     for model, body in wrong:
         with pytest.raises(ValidationError) as caught:
             model.model_validate(body)
         assert caught.value.error_count() < 10
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"stop": ["", *(["x" * 7] * 300_000)]},
+        {"stop": [0] * 500_000},
+        {"logit_bias": {str(i): "x" for i in range(200_000)}},
+        {"logit_bias": {str(i): 0 for i in range(200_000)}},
+        {"x" * 10**6: 0},
+        {f"wrong_{i}": 0 for i in range(200_000)},
+        {"model": "x" * 10**6},
+    ],
+    ids=lambda fields: next(iter(fields))[:12],
+)
+def test_the_answer_to_a_large_and_wrong_body_is_small(served, fields):
+    status, _, body = served.request("/v1/completions", {**TEXT, **fields})
+    assert status in (400, 404) and len(str(body)) < 2000
 
 
 def test_a_body_nested_too_deep_is_refused():

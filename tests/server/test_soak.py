@@ -1,10 +1,20 @@
 """Requests of all kinds at once, many of which leave: everyone who stays is answered and nothing is left behind."""
 
+import asyncio
+import random
+import subprocess
+import sys
+
+import pytest
+
 from espalier import SpeculationConfig
-from espalier.bench.serve import flags_of
-from espalier.bench.soak import soak
+from espalier.bench.serve import Server, _end, flags_of
+from espalier.bench.soak import Client, Tally, soak
 from espalier.cli.flags import engine_settings
 from espalier.cli.main import parse
+from espalier.errors import EspalierError
+
+STREAM = b'HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\ndata: {"choices":[],"usage":null}\n\n'
 
 
 def test_a_soak_leaves_nobody_unanswered_and_nothing_behind():
@@ -24,3 +34,39 @@ def test_settings_become_the_flags_that_mean_them():
         "model_overrides": {"a": 1},
     }
     assert engine_settings(parse(["serve", *flags_of(settings)])) == settings
+
+
+@pytest.mark.parametrize(
+    ("answer", "unanswered"),
+    [
+        (STREAM + b"data: [DONE]\n\n", 0),
+        (STREAM + b'data: {"error":{"message":"x"}}\n\n', 0),
+        (STREAM, 1),
+        (b'HTTP/1.1 200 OK\r\n\r\n{"choices":[],"usage":{"prompt_tokens":1}}', 0),
+        (b'HTTP/1.1 200 OK\r\n\r\n{"choices":[{"text":"half of', 1),
+        (b'HTTP/1.1 429 Too Many Requests\r\n\r\n{"error":{}}', 0),
+        (b"HTTP/1.1 429 Too Many Requests\r\n\r\n[DONE]", 1),
+        (b"", 1),
+    ],
+)
+def test_an_answer_without_its_end_is_none(answer, unanswered):
+    tally = Tally()
+
+    async def read():
+        reader = asyncio.StreamReader()
+        reader.feed_data(answer)
+        reader.feed_eof()
+        await Client(Server(0, 0, 0), random.Random(0), tally)._stay("stream", reader)
+
+    asyncio.run(read())
+    assert tally.unanswered == unanswered and tally.statuses.total() == 1
+
+
+def test_a_server_that_does_not_leave_is_ended_and_named():
+    stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(600)"
+    process = subprocess.Popen([sys.executable, "-c", stubborn], stdout=subprocess.PIPE)
+    assert process.stdout.readline()
+    with pytest.raises(EspalierError, match=r"did not leave within 0\.2 s of SIGTERM"):
+        _end(process, 0.2)
+    assert process.returncode == -9
+    process.stdout.close()

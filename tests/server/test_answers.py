@@ -1,0 +1,95 @@
+"""Log-probabilities as OpenAI's clients read them, where tokens are no characters."""
+
+import json
+
+import pytest
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from espalier.request import Piece, ResolvedParams, TokenLogprob
+from espalier.server.answers import ChatAnswer, TextAnswer
+from espalier.server.openai import ChatRequest, CompletionRequest
+from espalier.server.protocol import Part
+from espalier.text import Tokenizer
+
+TEXT = "na\u00efve \u65e5\u672c \U0001f642 x"
+
+
+def byte_level():
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Backend(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>"))
+
+
+def sentencepiece():
+    pieces = ["<unk>", "\u2581", "\u2581x", "x", "n", "a", "v", "e", *(f"<0x{byte:02X}>" for byte in range(256))]
+    vocab = {piece: i for i, piece in enumerate(pieces)}
+    backend = Backend(models.BPE(vocab=vocab, merges=[("\u2581", "x")], byte_fallback=True))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
+    strip = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    backend.decoder = decoders.Sequence(strip)
+    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>"))
+
+
+def answered(kind, body, tokenizer, entries, finish_reason="stop"):
+    answer = kind("id", body, ResolvedParams(), [[]], tokenizer)
+    tokens = [entry.token_id for entry in entries]
+    chunks = []
+    for i, (token, entry) in enumerate(zip(tokens, entries, strict=True)):
+        last = finish_reason if i == len(tokens) - 1 else None
+        piece = Piece("x.0", token_ids=[token], from_draft=[False], logprobs=[entry], finish_reason=last)
+        chunks.append(answer.chunk(*answer.take(0, Part("x", piece))))
+    return answer.whole()["choices"][0], [chunk["choices"][0] for chunk in chunks]
+
+
+@pytest.mark.parametrize("make", [byte_level, sentencepiece])
+def test_bytes_add_up_and_offsets_stay_where_characters_span_tokens(make):
+    tokenizer = make()
+    tokens = tokenizer.encode(TEXT)
+    assert len(tokens) > len(TEXT)
+    assert b"".join(tokenizer.bytes_of(token).bytes for token in tokens).decode() == TEXT
+    end = tokenizer.hf.eos_token_id
+    entries = [TokenLogprob(token, -1.0, []) for token in [*tokens, end]]
+    text, chunks = answered(TextAnswer, CompletionRequest(model="m", prompt="", logprobs=0), tokenizer, entries)
+    assert text["text"] == TEXT
+    found = text["logprobs"]
+    at, taken = [], b""
+    for token in tokens:
+        # Of a character whose first byte has come, and not its last, each token has the place.
+        at.append(len(taken.decode(errors="ignore")))
+        taken += tokenizer.bytes_of(token).bytes
+    assert found["text_offset"] == [*at, len(TEXT)] and found["tokens"][-1] == "<end>"
+    assert found["tokens"][2:4] == ["bytes:\\xc3", "bytes:\\xaf"]
+    assert [offset for chunk in chunks for offset in chunk["logprobs"]["text_offset"]] == found["text_offset"]
+
+    chat = ChatRequest(model="m", messages=[{"role": "user", "content": "x"}], logprobs=True)
+    content = answered(ChatAnswer, chat, tokenizer, entries)[0]["logprobs"]["content"]
+    assert bytes(byte for token in content[:-1] for byte in token["bytes"]).decode() == TEXT
+    assert content[-1]["bytes"] == list(b"<end>")
+    assert json.loads(json.dumps(content)) == content
+
+
+def test_tokens_that_read_alike_stay_apart():
+    tokenizer = sentencepiece()
+    parts = [tokenizer.hf.convert_tokens_to_ids(f"<0x{byte:02X}>") for byte in (0x78, 0xE6, 0xE7)]
+    same, spaced = tokenizer.hf.convert_tokens_to_ids("x"), tokenizer.hf.convert_tokens_to_ids("\u2581x")
+    top = [(token, -float(i)) for i, token in enumerate([same, *parts, spaced])]
+    body = CompletionRequest(model="m", prompt="", logprobs=5)
+    [found] = answered(TextAnswer, body, tokenizer, [TokenLogprob(same, 0.0, top)])[0]["logprobs"]["top_logprobs"]
+    assert found == {"x": 0, f"token_id:{parts[0]}": -1, "bytes:\\xe6": -2, "bytes:\\xe7": -3, " x": -4}
+
+
+def test_a_token_is_looked_up_once(monkeypatch):
+    tokenizer, asked = byte_level(), []
+    monkeypatch.setattr(
+        tokenizer, "_look_up", lambda token: asked.append(token) or Tokenizer._look_up(tokenizer, token)
+    )
+    assert tokenizer.bytes_of(5) == tokenizer.bytes_of(5) and asked == [5]
+
+
+def test_every_token_of_the_bundled_model_reads_as_its_bytes(llm):
+    tokenizer = llm.tokenizer
+    for token in range(tokenizer.size):
+        assert tokenizer.bytes_of(token).bytes.decode(errors="replace") == tokenizer.name(token)

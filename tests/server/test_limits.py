@@ -1,0 +1,228 @@
+"""What nobody ends by themselves ends all the same: readers that take nothing, uploads without end, loads that hang."""
+
+import asyncio
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+from prometheus_client import Counter
+
+from espalier.errors import EspalierError
+from espalier.server.client import ClientOptions, EngineClient
+from espalier.server.errors import ApiError
+from espalier.server.front import EventStream
+from espalier.server.readers import Readers
+from tests.server.serving import FLAGS, ROOT, exists, serving
+
+HEAD = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+TOKENIZE = HEAD.replace("/v1/completions", "/tokenize")
+# Its answer is more than the buffers of a socket take in.
+LARGE = {"prompt": "!?" * 1_500_000}
+
+
+@pytest.fixture
+def limited(tmp_path):
+    flags = ("--send-timeout", "2", "--body-timeout", "1.5", "--drain-timeout", "60")
+    with serving(tmp_path, *flags) as served:
+        yield served
+
+
+def connected(served):
+    """A connection that takes in as little as it can."""
+    slow = socket.socket()
+    slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+    slow.connect(("127.0.0.1", served.port))
+    return slow
+
+
+def ask(connection, body, head=HEAD):
+    data = json.dumps(body).encode()
+    connection.sendall(f"{head}content-length: {len(data)}\r\n\r\n".encode() + data)
+
+
+def answer(connection):
+    """(status line, headers and body), to the end of the connection."""
+    connection.settimeout(20)
+    read = b""
+    while part := connection.recv(65536):
+        read += part
+    head, _, body = read.decode().partition("\r\n\r\n")
+    return int(head.split()[1]), head.lower(), json.loads(body)["error"]
+
+
+def sockets(served):
+    """Of the front, as many as it holds open."""
+    folder = f"/proc/{served.process.pid}/fd"
+    return sum(os.readlink(f"{folder}/{name}").startswith("socket:") for name in os.listdir(folder))
+
+
+def test_a_reader_that_takes_nothing_loses_its_connection_also_after_its_requests_end(limited):
+    before = sockets(limited)
+    with connected(limited) as slow:
+        ask(slow, LARGE, TOKENIZE + "x-request-id: asleep\r\n")
+        limited.until(lambda: limited.metric("http_requests_total", path="/tokenize", status="200") == 1, 60)
+        limited.until(lambda: limited.metric("stalled_readers_total") == 1)
+        limited.until(lambda: sockets(limited) <= before)
+        assert re.search(r"\[asleep\] its reader took nothing for \d s: .* bytes unread", limited.log.read_text())
+
+
+def test_shutting_down_waits_for_no_reader_that_takes_nothing(tmp_path):
+    with serving(tmp_path, "--send-timeout", "0", "--drain-timeout", "60") as served:
+        engine = served.engine_pid()
+        with connected(served) as slow:
+            ask(slow, LARGE, TOKENIZE)
+            # The next on this connection cannot be answered: it stays open.
+            slow.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+            served.until(lambda: served.metric("http_requests_total", path="/tokenize", status="200") == 1, 60)
+            served.process.send_signal(signal.SIGTERM)
+            began = time.monotonic()
+            assert served.process.wait(40) == 0
+            assert time.monotonic() - began < 20 and not exists(engine)
+            assert "draining: 1 requests are open" in served.log.read_text()
+
+
+def test_a_slow_upload_is_refused_and_its_connection_closed(limited):
+    with connected(limited) as slow:
+        slow.sendall(f"{HEAD}content-length: 1000\r\n\r\n{{".encode())
+        status, head, error = answer(slow)
+        assert (status, error["type"]) == (408, "timeout_error") and "--body-timeout" in error["message"]
+        assert "connection: close" in head and f"x-request-id: {error['request_id']}" in head
+    # As slow, but never silent: the limit is for the whole of it.
+    with connected(limited) as slow:
+        slow.sendall(f"{HEAD}content-length: {5 * 2**20}\r\n\r\n".encode())
+        for _ in range(4):
+            slow.sendall(b" ")
+            time.sleep(0.25)
+        assert answer(slow)[0] == 408
+    with connected(limited) as late:
+        late.sendall(f"{HEAD}content-length: 2\r\n\r\n".encode())
+        time.sleep(0.5)
+        late.sendall(b"{}")
+        assert late.recv(65536).startswith(b"HTTP/1.1 400 ")
+
+
+def test_a_body_that_is_not_there_does_not_hold_up_the_drain(tmp_path):
+    with serving(tmp_path, "--drain-timeout", "60") as served, connected(served) as slow:
+        slow.sendall(f"{HEAD}content-length: 1000\r\n\r\n{{".encode())
+        time.sleep(0.3)
+        served.process.send_signal(signal.SIGTERM)
+        began = time.monotonic()
+        status, head, error = answer(slow)
+        assert (status, error["type"]) == (503, "overloaded_error") and "the body was not there" in error["message"]
+        assert "connection: close" in head and "retry-after: 1" in head
+        assert served.process.wait(20) == 0 and time.monotonic() - began < 15
+
+
+def test_progress_is_what_a_reader_takes():
+    """Bytes that wait, at each second, and when the connection is closed under a limit of three."""
+    for sizes, closed_at in (
+        ([9, 9, 9, 9, 9], 3),
+        ([9, 8, 8, 9, 9, 9], 4),
+        ([9, 9, 0, 9, 9, 9, 9], 6),
+        ([5, 9, 8, 9, 8, 9, 8, 9], None),
+    ):
+        closed = []
+        counter = Counter("closed", "", registry=None)
+        transport = SimpleNamespace(get_write_buffer_size=lambda: size, abort=lambda: closed.append(now))  # noqa: B023
+        readers = Readers(3.0, counter)
+        # As uvicorn's, which can be a key.
+        connection = type("Connection", (), {"transport": transport, "scope": None})()
+        for now, size in enumerate(sizes):  # noqa: B007
+            if not closed:
+                readers.sweep({connection}, now)
+        assert closed == ([] if closed_at is None else [closed_at])
+        assert counter._value.get() == len(closed)
+
+
+def test_an_engine_that_hangs_while_it_loads_is_ended(monkeypatch, tmp_path):
+    real = asyncio.create_subprocess_exec
+    hung = []
+
+    async def hang(*command, **options):
+        hung.append(await real(sys.executable, "-c", "import time; time.sleep(600)", **options))
+        return hung[0]
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", hang)
+
+    async def run():
+        client = EngineClient({}, ClientOptions(load_timeout_s=0.3))
+        with pytest.raises(EspalierError, match=r"has not loaded its model after 0\.3 s .* raise --load-timeout"):
+            await client.start()
+        assert not client._folder.exists() and not exists(hung[0].pid)
+        await client.close()
+
+    asyncio.run(run())
+
+
+def started(tmp_path, *flags):
+    """A server that has just been started: (process, its log)."""
+    log = tmp_path / "log"
+    command = [sys.executable, "-m", "espalier.cli", "serve", "bundled", "--port", "0", *FLAGS, *flags]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    with log.open("w") as lines:
+        return subprocess.Popen(command, stderr=lines, stdout=lines, env=environment, cwd=ROOT), log
+
+
+def children(pid):
+    with open(f"/proc/{pid}/task/{pid}/children") as found:
+        return [int(child) for child in found.read().split()]
+
+
+def until(holds, seconds=60.0):
+    end = time.monotonic() + seconds
+    while not (found := holds()):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    return found
+
+
+def test_a_load_that_takes_too_long_ends_the_command_with_an_error(tmp_path):
+    process, log = started(tmp_path, "--load-timeout", "0.05")
+    assert process.wait(60) == 2
+    assert "raise --load-timeout" in log.read_text() and "Traceback" not in log.read_text()
+
+
+def test_sigterm_while_the_model_loads_leaves_nothing(tmp_path):
+    process, log = started(tmp_path)
+    [engine] = until(lambda: children(process.pid))
+    # It stays where it is: loading.
+    os.kill(engine, signal.SIGSTOP)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(30) == 0
+    assert not exists(engine)
+    assert "serving" not in log.read_text() and "Traceback" not in log.read_text()
+
+
+@pytest.mark.parametrize(
+    ("raised", "kind", "message"),
+    [
+        (ValueError("a defect"), "server_error", "the server failed on this request; its log says more"),
+        (ApiError(504, "too long"), "timeout_error", "too long"),
+    ],
+)
+def test_what_is_raised_in_a_streams_midst_ends_it_with_an_error_event(raised, kind, message, caplog):
+    counter = Counter("stream_errors", "", ["type"], registry=None)
+    run = SimpleNamespace(metrics=SimpleNamespace(stream_errors=counter))
+
+    async def rest():
+        yield b"second"
+        raise raised
+
+    async def read():
+        stream = EventStream(run, b"first", rest())
+        return [part async for part in stream.body_iterator], stream.ended
+
+    (first, second, last), ended = asyncio.run(read())
+    assert (first, second, ended) == (b"first", b"second", True)
+    error = json.loads(last.removeprefix(b"data: "))["error"]
+    assert (error["type"], error["message"].startswith(message)) == (kind, True)
+    assert counter.labels(kind)._value.get() == 1
+    [record] = caplog.records
+    assert (record.exc_info is not None) == isinstance(raised, ValueError)
