@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from espalier.kernels.hopper import HopperBlocks
 from espalier.kernels.launch import chip
 from espalier.kernels.tree_attention import choose
-from tests.kernels.attending import Case, draw, run
+from tests.kernels.attending import Case, difference, draw, run
 
 CASES = [
     Case((0, 1, 129, 700), queries, rows, page_size, 8, 2, 128, 128, window, 0, torch.bfloat16, 4)
@@ -32,7 +32,7 @@ def main() -> None:
         for how in HOW:
             again, again_lse = run(inputs, case.most, how=how)
             if not (torch.equal(again, out) and torch.equal(again_lse, lse)):
-                sys.exit(f"{how} gives other bits than the plain kernel over {case}")
+                sys.exit(f"{how} gives other bits than the plain kernel over {case}: {difference(again, out)}")
     print(f"{len(CASES) * len(HOW)} runs, the plain kernel's bits")
 
 

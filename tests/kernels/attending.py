@@ -143,3 +143,14 @@ def check(case: Case, device: torch.device, staged: bool = True, **how) -> None:
     assert out.isfinite().all()
     torch.testing.assert_close(out.double(), exact_out, rtol=0, atol=TOLERANCE[case.dtype])
     torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-5, atol=LSE_TOLERANCE)
+
+
+def difference(out: Tensor, plain: Tensor) -> str:
+    """Whether bits differ by a rounding, or rows are wrong, and which: [B, Q, heads, size] both."""
+    apart = (out.double() - plain.double()).abs()
+    apart[apart.isnan()] = torch.inf
+    rows = (apart.amax(3) > 0).nonzero().tolist()
+    return (
+        f"{int((apart > 0).sum())} of {apart.numel()} values differ, by {float(apart.max())} at most; "
+        f"{len(rows)} rows of (request, query, head), as {rows[:4]}"
+    )

@@ -8,7 +8,7 @@ import torch
 from espalier.kernels.hopper import FEWEST_STAGES, REGISTERS, HopperBlocks, choose_hopper
 from espalier.kernels.launch import Chip, chip
 from espalier.kernels.tree_attention import choose
-from tests.kernels.attending import Case, draw, run
+from tests.kernels.attending import Case, difference, draw, run
 
 HOPPER = Chip(227 * 1024, 132, (9, 0))
 
@@ -63,4 +63,4 @@ def test_the_plain_kernel_s_bits(kernel_device, case):
         out, lse = run(inputs, case.most, staged, how=plain)
         for how in (HopperBlocks(1, 3, 2), HopperBlocks(1, 6, 1), HopperBlocks(2, 5, 1)):
             again, again_lse = run(inputs, case.most, staged, how=how)
-            assert torch.equal(again, out) and torch.equal(again_lse, lse), how
+            assert torch.equal(again, out) and torch.equal(again_lse, lse), f"{how}: {difference(again, out)}"
