@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from espalier.kernels.combine import Partials, combine_reference, combine_triton
+from espalier.kernels.combine import BLOCKS_AT_ONCE, Partials, combine_reference, combine_triton
+from espalier.kernels.launch import chip
 from espalier.kernels.ranges import ranges_reference
 from espalier.layout import Cut
 
@@ -43,6 +44,18 @@ def test_kernel_is_reference(kernel_device, sink, dtype):
     if not sink:
         assert (out[:2] == 7).all() and (lse[:2] == 7).all(), "one range is no work for the merge"
         assert (out[2:, 1, 2] == 0).all() and (lse[2:, 1, 2] == -torch.inf).all()
+
+
+def test_more_to_merge_than_programs(kernel_device):
+    """Programs take turns: each query's head is merged, and once."""
+    partials, ranges, out, lse = drawn(kernel_device, (300, 0, 600), queries=4, heads=13)
+    assert out.shape[:3].numel() > chip(out).processors * BLOCKS_AT_ONCE or out.is_cuda
+    partials.out[:, 1, 2] = 0
+    expected_out, expected_lse = out.clone(), lse.clone()
+    combine_triton(partials, ranges, out, lse)
+    combine_reference(partials, ranges, expected_out, expected_lse)
+    torch.testing.assert_close(out, expected_out, rtol=0, atol=TOLERANCE)
+    torch.testing.assert_close(lse, expected_lse, rtol=0, atol=TOLERANCE)
 
 
 def test_an_empty_batch_is_legal(kernel_device):
