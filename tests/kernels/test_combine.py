@@ -27,6 +27,15 @@ def drawn(device, lengths=(0, 1, 300, 5000), queries=3, heads=5, v_size=7, seed=
     return partials, ranges, out, torch.full(out.shape[:3], 7.0, device=device)
 
 
+def assert_is_the_reference(partials, ranges, out, lse):
+    partials.out[:, 1, 2] = 0
+    expected_out, expected_lse = out.clone(), lse.clone()
+    combine_triton(partials, ranges, out, lse)
+    combine_reference(partials, ranges, expected_out, expected_lse)
+    torch.testing.assert_close(out, expected_out, rtol=0, atol=TOLERANCE)
+    torch.testing.assert_close(lse, expected_lse, rtol=0, atol=TOLERANCE)
+
+
 @pytest.mark.parametrize("sink", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_kernel_is_reference(kernel_device, sink, dtype):
@@ -50,12 +59,7 @@ def test_more_to_merge_than_programs(kernel_device):
     """Programs take turns: each query's head is merged, and once."""
     partials, ranges, out, lse = drawn(kernel_device, (300, 0, 600), queries=4, heads=13)
     assert out.shape[:3].numel() > chip(out).processors * BLOCKS_AT_ONCE or out.is_cuda
-    partials.out[:, 1, 2] = 0
-    expected_out, expected_lse = out.clone(), lse.clone()
-    combine_triton(partials, ranges, out, lse)
-    combine_reference(partials, ranges, expected_out, expected_lse)
-    torch.testing.assert_close(out, expected_out, rtol=0, atol=TOLERANCE)
-    torch.testing.assert_close(lse, expected_lse, rtol=0, atol=TOLERANCE)
+    assert_is_the_reference(partials, ranges, out, lse)
 
 
 def test_an_empty_batch_is_legal(kernel_device):
@@ -66,11 +70,4 @@ def test_an_empty_batch_is_legal(kernel_device):
 @pytest.mark.parametrize("queries", [1, 8, 129])
 @pytest.mark.parametrize("v_size", [64, 128, 256])
 def test_grid(kernel_device, queries, v_size):
-    drawn_here = drawn(kernel_device, (100, 70000, 4096, 0) * 8, max(queries, 2), 32, v_size)
-    partials, ranges, out, lse = drawn_here
-    partials.out[:, 1, 2] = 0
-    expected_out, expected_lse = out.clone(), lse.clone()
-    combine_triton(partials, ranges, out, lse)
-    combine_reference(partials, ranges, expected_out, expected_lse)
-    torch.testing.assert_close(out, expected_out, rtol=0, atol=TOLERANCE)
-    torch.testing.assert_close(lse, expected_lse, rtol=0, atol=TOLERANCE)
+    assert_is_the_reference(*drawn(kernel_device, (100, 70000, 4096, 0) * 8, max(queries, 2), 32, v_size))
