@@ -25,7 +25,8 @@ from espalier.kernels.linear import DTYPES, Choice, Library, Way
 # Names a user's own file.
 CHOICES_FILE = "ESPALIER_CHOICES"
 SHIPPED = Path(__file__).with_name("choices.json")
-# Up to each of these, rows are launched alike and a row's bits do not depend on their number; above the last, F.linear.
+# Up to each of these, rows are launched alike, and above the last by F.linear; by a Choice, a row's bits do not depend
+# on their number either.
 # Fewer than 16 are padded to 16, so they have no bucket of their own.
 ROWS_BUCKETS = (16, 32, 64, 128, 256)
 
@@ -122,7 +123,7 @@ def write(path: Path, table: Table) -> None:
 
 def _table(entry: dict[str, Any]) -> Table:
     on = Chip(**entry["chip"] | {"capability": tuple(entry["chip"]["capability"])})
-    shapes = {_shape(name): _choices(buckets) for name, buckets in entry["shapes"].items()}
+    shapes = {_shape(name): _choices(buckets, _shape(name)) for name, buckets in entry["shapes"].items()}
     return Table(on, entry["dtype"], shapes, entry["measured"])
 
 
@@ -131,21 +132,23 @@ def _shape(name: str) -> Shape:
     return int(num_out), int(num_in)
 
 
-def _choices(buckets: dict[str, Any]) -> Choices:
+def _choices(buckets: dict[str, Any], shape: Shape) -> Choices:
     if list(buckets) != [str(bound) for bound in ROWS_BUCKETS]:
         raise ValueError(f"buckets of rows are {', '.join(map(str, ROWS_BUCKETS))}")
     return Choices(
         tuple(
-            None if way is None else _library(way) if "pieces" in way else _checked(Choice(**way), bound)
+            None if way is None else _library(way, shape) if "pieces" in way else _checked(Choice(**way), bound)
             for way, bound in zip(buckets.values(), ROWS_BUCKETS, strict=True)
         )
     )
 
 
-def _library(way: dict[str, Any]) -> Library:
+def _library(way: dict[str, Any], shape: Shape) -> Library:
     found = Library(**way)
     if min(found.pieces, found.splits) != 1 or max(found.pieces, found.splits) < 2:
         raise ValueError(f"{found} is not in pieces or in parts")
+    if shape[1] % found.splits:
+        raise ValueError(f"{found} does not divide the {shape[1]} numbers of a row")
     return found
 
 

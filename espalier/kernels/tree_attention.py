@@ -21,6 +21,7 @@ from espalier.kernels.dependent import early
 from espalier.kernels.hopper import DTYPES as HOPPER_DTYPES
 from espalier.kernels.hopper import (
     GROUP,
+    SIZES,
     HopperBlocks,
     _hopper_attention_kernel,
     choose_hopper,
@@ -239,6 +240,8 @@ def tree_attention_triton(
     if partials is None:
         partials = Partials.of(ranges, queries, heads, v_size)
     how = how or _how(q, committed, staged, ranges)
+    if isinstance(how, HopperBlocks) and not _whole_tiles(q, committed, staged):
+        raise EspalierError("Hopper's attention takes two-byte types, sizes of whole tiles, and rows of whole copies")
     _launch(q, committed, staged, positions, ranges, scale, window or 0, direct, partials, how, out, lse)
     if ranges.cut.most > 1 or not direct:
         combine_triton(partials, ranges, out, lse, sink)
@@ -249,14 +252,21 @@ def _how(q: Tensor, committed: Committed, staged: Staged | None, ranges: Ranges)
     """Launch choices.  Those with Hopper's instructions give the same bits as the others."""
     (_, queries, heads, k_size), (kv_heads, v_size) = q.shape, committed.v.shape[1:]
     packed = queries * heads // kv_heads
-    read = [q, committed.k, committed.v, *(() if staged is None else (staged.k, staged.v))]
-    if q.dtype in HOPPER_DTYPES and k_size == v_size and all(map(in_whole_copies, read)):
+    if _whole_tiles(q, committed, staged):
         tiles = -(-packed // (2 * GROUP))
         blocks = choose_hopper(chip(q), packed, ranges.items.shape[0] * kv_heads * tiles, k_size, committed.page_size)
         if blocks is not None:
             return blocks
     rows = queries if staged is None else staged.k.shape[1]
     return choose(chip(q), packed, rows, k_size, v_size, q.dtype, ranges.cut.rows < LONGEST_RANGE)
+
+
+def _whole_tiles(q: Tensor, committed: Committed, staged: Staged | None) -> bool:
+    """Whether Hopper's kernel can read it: types, sizes, and where rows stand."""
+    sizes = (q.shape[3], committed.v.shape[2])
+    read = [q, committed.k, committed.v, *(() if staged is None else (staged.k, staged.v))]
+    whole = q.dtype in HOPPER_DTYPES and sizes[0] == sizes[1] in SIZES and all(map(in_whole_copies, read))
+    return whole and (staged is None or staged.k.shape[1] > 0)
 
 
 def _launch(

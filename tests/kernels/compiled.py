@@ -5,7 +5,9 @@ A program of its own: where kernels are interpreted, nothing compiles.  Compilin
 
 import json
 import re
+import subprocess
 from itertools import pairwise
+from tempfile import NamedTemporaryFile
 
 import torch
 import triton
@@ -61,7 +63,7 @@ def compiled_hopper(blocks: HopperBlocks, nodes: int, page_size: int, size: int 
         "blocks": vars(blocks),
         "shared": made.metadata.shared,
         "held": blocks.held(size),
-        "overlapping": list(overlapping(made.asm["sass"].splitlines())),
+        "overlapping": list(overlapping(machine_code(made.asm["cubin"]))),
     }
 
 
@@ -77,6 +79,16 @@ def compile_for_hopper(kernel: Kernel, source: type, constants: dict, options: d
         attrs={(i,): [["tt.divisibility", 16]] for i in aligned},
     )
     return triton.compile(made, target=GPUTarget("cuda", 90, 32), options=options | {"launch_pdl": True})
+
+
+def machine_code(cubin: bytes) -> list[str]:
+    """All of it, in the order of its addresses; what Triton itself hands out ends at 64 KB."""
+    with NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        dump = [triton.knobs.nvidia.cuobjdump.path, "-sass", file.name]
+        lines = subprocess.run(dump, capture_output=True, text=True, check=True).stdout.splitlines()
+    return [line for line in lines if re.match(r"\s+/\*[0-9a-f]{4,}\*/", line)]
 
 
 def overlapping(lines: list[str]):

@@ -8,7 +8,7 @@ import torch
 from espalier.kernels.hopper import FEWEST_STAGES, REGISTERS, HopperBlocks, choose_hopper
 from espalier.kernels.launch import Chip, chip
 from espalier.kernels.tree_attention import choose
-from tests.kernels.attending import Case, difference, draw, run
+from tests.kernels.attending import Case, difference, draw, poisoned, run
 
 HOPPER = Chip(227 * 1024, 132, (9, 0))
 
@@ -47,13 +47,19 @@ SHAPES += [
     for queries, (heads, kv_heads), sink in product([3, 40], [(71, 1), (14, 2), (20, 20)], [False, True])
     if queries * heads // kv_heads > 16
 ]
+SHAPES += [
+    Case((0, 1, 64, 130, 131, 900), queries, rows, 16, 32, 8, 128, 128, None, first, torch.float16, 8)
+    for (queries, rows), first in product([(5, None), (64, 64), (300, None)], [1, 130])
+]
+SHAPES += [Case((700,), 1, None, 16, 71, 1, 64, 64, dtype=torch.bfloat16, most=4)]
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", SHAPES, ids=str)
-def test_the_plain_kernel_s_bits(kernel_device, case):
+def test_the_plain_kernel_s_bits(kernel_device, monkeypatch, case):
     """Any number of stages and groups; so the tests of graphs, batches and references count for both kernels."""
     inputs = draw(case, kernel_device)
+    poisoned(monkeypatch)
     on = chip(inputs.q)
     if choose_hopper(on, 64, 1, case.k_size, 64) is None:
         pytest.skip("not the instructions of this chip, or too little shared memory")
