@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from types import SimpleNamespace
 
 import pytest
@@ -18,7 +19,7 @@ from espalier.errors import EspalierError
 from espalier.server.client import ClientOptions, EngineClient
 from espalier.server.errors import ApiError
 from espalier.server.front import EventStream
-from espalier.server.readers import Readers
+from espalier.server.readers import TCP_INFO, Readers, _acknowledged
 from tests.server.serving import FLAGS, ROOT, exists, serving
 
 HEAD = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
@@ -130,7 +131,11 @@ def test_progress_is_what_a_reader_takes():
     ):
         closed = []
         counter = Counter("closed", "", registry=None)
-        transport = SimpleNamespace(get_write_buffer_size=lambda: size, abort=lambda: closed.append(now))  # noqa: B023
+        transport = SimpleNamespace(
+            get_write_buffer_size=lambda: size,  # noqa: B023
+            abort=lambda: closed.append(now),  # noqa: B023
+            get_extra_info=lambda name: None,
+        )
         readers = Readers(3.0, counter)
         # As uvicorn's, which can be a key.
         connection = type("Connection", (), {"transport": transport, "scope": None})()
@@ -139,6 +144,35 @@ def test_progress_is_what_a_reader_takes():
                 readers.sweep({connection}, now)
         assert closed == ([] if closed_at is None else [closed_at])
         assert counter._value.get() == len(closed)
+
+
+@pytest.mark.skipif(TCP_INFO is None, reason="the system does not say what was acknowledged")
+def test_a_steady_reader_keeps_its_connection_while_more_and_more_waits():
+    closed = []
+    listener = socket.create_server(("127.0.0.1", 0))
+    with listener, socket.create_connection(listener.getsockname()) as reader, listener.accept()[0] as sender:
+        sender.setblocking(False)
+        transport = SimpleNamespace(
+            get_write_buffer_size=lambda: now + 1, abort=lambda: closed.append(now), get_extra_info=lambda name: sender
+        )
+        readers = Readers(3.0, Counter("closed", "", registry=None))
+        connection = type("Connection", (), {"transport": transport, "scope": None})()
+        fill(sender)
+        for now in range(10):
+            before = _acknowledged(transport)
+            until(lambda: reader.recv(2**20) and fill(sender) is None and _acknowledged(transport) > before)  # noqa: B023
+            readers.sweep({connection}, now)
+        assert not closed
+        for now in range(10, 14):
+            readers.sweep({connection}, now)
+        assert closed == [12]
+
+
+def fill(sender):
+    """All that the system's buffers take."""
+    with suppress(BlockingIOError):
+        while True:
+            sender.send(b" " * 2**16)
 
 
 def test_an_engine_that_hangs_while_it_loads_is_ended(monkeypatch, tmp_path):
