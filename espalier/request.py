@@ -57,7 +57,7 @@ class SamplingParams:
     seed: int | None = _option("same seed, same text; unset: drawn from the engine's seed and the order of requests")
     max_tokens: int | None = _option("tokens to generate at most; unset: up to the context's end")
     min_tokens: int | None = _option("tokens before which no stop token is generated")
-    stop: str | Sequence[str] | None = _option("text that ends the output, itself left out; may be several")
+    stop: str | Sequence[str] | None = _option("text that ends the output, itself left out; several, at most 64")
     stop_token_ids: Sequence[int] | None = _option("token ids that end the output, beside the model's own")
     ignore_eos: bool | None = _option("go on after the model's own end tokens")
     logprobs: int | None = _option(f"log-probabilities of the chosen token and of so many others, 0 to {MAX_LOGPROBS}")

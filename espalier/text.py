@@ -42,6 +42,7 @@ class Tokenizer:
         self._added = dict(getattr(tokenizer, "added_tokens_decoder", {}))
         self._alphabet = _byte_alphabet() if self._decodes_by("ByteLevel") else None
         self._has_byte_pieces = self._decodes_by("ByteFallback")
+        self._has_space_pieces = self._has_byte_pieces or self._decodes_by("Metaspace")
         self._bytes: dict[int, TokenBytes] = {}
 
     def encode(self, text: str) -> list[int]:
@@ -66,14 +67,15 @@ class Tokenizer:
         return found
 
     def _look_up(self, token: int) -> TokenBytes:
-        if (added := self._added.get(token)) is not None:
-            return TokenBytes(added.content.encode(), not added.special)
+        # Added ones that are not special are pieces like any other to a decoder.
+        if (added := self._added.get(token)) is not None and added.special:
+            return TokenBytes(added.content.encode(), False)
         piece = None if self._backend is None else self._backend.id_to_token(token)
         if piece is not None and self._alphabet is not None and all(c in self._alphabet for c in piece):
             return TokenBytes(bytes(self._alphabet[c] for c in piece), True)
-        if piece is not None and self._has_byte_pieces:
-            if byte := BYTE_PIECE.fullmatch(piece):
-                return TokenBytes(bytes([int(byte[1], 16)]), True)
+        if piece is not None and self._has_byte_pieces and (byte := BYTE_PIECE.fullmatch(piece)):
+            return TokenBytes(bytes([int(byte[1], 16)]), True)
+        if piece is not None and self._has_space_pieces:
             # A leading space, which decoding the token alone would strip.
             return TokenBytes(piece.replace("\u2581", " ").encode(), True)
         return TokenBytes(self.name(token).encode(), True)

@@ -8,6 +8,7 @@ from espalier.errors import EspalierError
 from espalier.request import (
     MAX_BIAS,
     MAX_STOP_IDS,
+    MAX_STOP_STRINGS,
     Request,
     SamplingParams,
     SpeculationStats,
@@ -73,6 +74,7 @@ REFUSED = [
     ({"stop": ""}, "stop=['']"),
     ({"stop": [1]}, "stop=[1]"),
     ({"stop": 1}, "stop=1"),
+    ({"stop": ["x"] * (MAX_STOP_STRINGS + 1)}, f"stop with {MAX_STOP_STRINGS + 1} strings"),
     ({"stop_token_ids": [VOCAB]}, f"stop_token_ids entry={VOCAB}"),
     ({"stop_token_ids": "12"}, "stop_token_ids='12'"),
     ({"stop_token_ids": list(range(MAX_STOP_IDS + 1))}, f"{MAX_STOP_IDS + 1} stop token ids"),

@@ -126,6 +126,7 @@ class EngineClient:
         self._num_starts = 0
         self._num_submitted = 0
         self._supervisor: asyncio.Task[None] | None = None
+        self._closing: asyncio.Task[None] | None = None
 
     @property
     def open_samples(self) -> int:
@@ -164,19 +165,24 @@ class EngineClient:
                 self._send(Abort(name))
 
     async def close(self) -> None:
-        """End the process, by force where it does not leave.  Idempotent."""
-        if self.state == "closed":
-            return
-        self.state = "closed"
-        self._fail("the server is shutting down")
+        """End the process, by force where it does not leave.  Whoever calls it again waits for the same end."""
+        if self._closing is None:
+            self.state = "closed"
+            self._fail("the server is shutting down")
+            self._closing = asyncio.create_task(self._close())
+        await asyncio.shield(self._closing)
+
+    async def _close(self) -> None:
         if self._supervisor is not None:
             self._supervisor.cancel()
             with suppress(asyncio.CancelledError):
                 await self._supervisor
-        await self._end_process()
-        self._close_socket()
-        self._context.term()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        try:
+            await self._end_process()
+        finally:
+            self._close_socket()
+            self._context.term()
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     # The process
 
@@ -313,14 +319,17 @@ class EngineClient:
         process = self.process
         if process is None or process.returncode is not None:
             return
-        if self.state == "closed" and self._socket is not None:
-            self._send(Shutdown())
-            with suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(process.wait(), LEAVE_S)
-        if process.returncode is None:
-            with suppress(ProcessLookupError):
-                process.kill()
-            await process.wait()
+        try:
+            if self.state == "closed" and self._socket is not None:
+                self._send(Shutdown())
+                with suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(process.wait(), LEAVE_S)
+        finally:
+            # Also where the wait is cut short.
+            if process.returncode is None:
+                with suppress(ProcessLookupError):
+                    process.kill()
+                await process.wait()
 
     def _send(self, message: protocol.ToEngine) -> None:
         """Never waits: the socket holds what the process has not read."""

@@ -91,6 +91,8 @@ def of_validation(errors: Sequence[Mapping[str, Any]], model: type[BaseModel] | 
     where = [part for part in first["loc"] if part != "body"]
     if first["type"] == "json_invalid":
         return ApiError(400, "the body is not JSON; send an object with content-type application/json")
+    if not where and first["type"] in ("missing", "model_attributes_type"):
+        return ApiError(400, "the body is no JSON object; send one with content-type application/json")
     if not where or model is None:
         return ApiError(400, f"the body is refused: {_reason(first)}")
     path = ".".join(str(part) for part in where)

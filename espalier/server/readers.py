@@ -1,10 +1,12 @@
 """Who takes what is written to them, and who does not: a connection whose reader takes nothing is closed.
 
 A transport that is closed keeps its socket until its last byte has gone, for ever where nobody reads, and asyncio has
-no limit for that.  So the bytes that wait in each are looked at from time to time.
+no limit for that.  So those in which bytes wait are looked at from time to time.
 """
 
 import logging
+import socket
+import struct
 from collections.abc import Iterable
 from typing import Any
 
@@ -13,6 +15,9 @@ from prometheus_client import Counter
 from espalier.server.logs import NO_REQUEST, about
 
 log = logging.getLogger("espalier.server")
+# Linux's, where tcp_info has tcpi_bytes_acked.
+TCP_INFO = getattr(socket, "TCP_INFO", None)
+ACKNOWLEDGED = struct.Struct("120xQ")
 
 
 class Readers:
@@ -24,8 +29,8 @@ class Readers:
     def __init__(self, limit_s: float | None, closed: Counter):
         self.limit_s = limit_s
         self.closed = closed
-        # Of each that has bytes waiting: how many, and since when none was taken.
-        self._waiting: dict[Any, tuple[int, float]] = {}
+        # Of each that has bytes waiting: how many, how many were acknowledged, and since when none was taken.
+        self._waiting: dict[Any, tuple[int, int, float]] = {}
 
     def sweep(self, connections: Iterable[Any], now: float, at_most_s: float | None = None) -> None:
         """Look at all connections that are open.  now: in seconds; at_most_s: a limit beside one's own."""
@@ -35,12 +40,14 @@ class Readers:
             size = connection.transport.get_write_buffer_size()
             if not size:
                 continue
-            before, since = self._waiting.get(connection, (size + 1, now))
-            since = now if size < before else since
+            taken = _acknowledged(connection.transport)
+            size_before, taken_before, since = self._waiting.get(connection, (size, taken, now))
+            # What waits may grow while a reader takes some, and shrinks only where the system's buffer has much room.
+            since = now if size < size_before or taken > taken_before else since
             if limit is not None and now - since >= limit:
                 self._close(connection, size, now - since)
             else:
-                waiting[connection] = size, since
+                waiting[connection] = size, taken, since
         self._waiting = waiting
 
     def _close(self, connection: Any, size: int, seconds: float) -> None:
@@ -50,3 +57,15 @@ class Readers:
         self.closed.inc()
         # Not close(), which waits for the reader.
         connection.transport.abort()
+
+
+def _acknowledged(transport: Any) -> int:
+    """Bytes that the reader's side has ever taken in; 0 where the system does not say."""
+    connected = transport.get_extra_info("socket")
+    if connected is None or TCP_INFO is None:
+        return 0
+    try:
+        info = connected.getsockopt(socket.IPPROTO_TCP, TCP_INFO, ACKNOWLEDGED.size)
+    except OSError:
+        return 0
+    return int(ACKNOWLEDGED.unpack(info)[0]) if len(info) == ACKNOWLEDGED.size else 0

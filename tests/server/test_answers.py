@@ -71,6 +71,25 @@ def test_bytes_add_up_and_offsets_stay_where_characters_span_tokens(make):
     assert json.loads(json.dumps(content)) == content
 
 
+def metaspace():
+    backend = Backend(models.BPE(vocab={piece: i for i, piece in enumerate(["\u2581", "x", "\u00e9"])}, merges=[]))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.Metaspace(prepend_scheme="never"), decoders.Metaspace()
+    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>"))
+
+
+@pytest.mark.parametrize("make", [byte_level, sentencepiece, metaspace])
+def test_bytes_are_those_that_tokens_add_to_a_text_added_ones_too(make):
+    tokenizer = make()
+    # The second and third are pieces of a decoder's own: what they add is not how they are written.
+    tokenizer.hf.add_tokens(["<think>", "\u00e9", "\u2581\u2581", "  "])
+    tokenizer = Tokenizer(tokenizer.hf)
+    first = tokenizer.hf.convert_tokens_to_ids("x")
+    for token in range(tokenizer.size):
+        part = tokenizer.bytes_of(token)
+        text = tokenizer.decode([first, token]).removeprefix("x")
+        assert (part.bytes.decode(errors="replace") if part.is_text else "") == text, token
+
+
 def test_tokens_that_read_alike_stay_apart():
     tokenizer = sentencepiece()
     parts = [tokenizer.hf.convert_tokens_to_ids(f"<0x{byte:02X}>") for byte in (0x78, 0xE6, 0xE7)]

@@ -98,6 +98,25 @@ def test_a_process_that_cannot_be_made_is_tried_again(monkeypatch):
     asyncio.run(run())
 
 
+def test_who_closes_again_waits_for_the_same_end(monkeypatch):
+    async def run(cut_short):
+        client = ready(restart=False)
+        process = client.process
+        first = asyncio.create_task(client.close())
+        await asyncio.sleep(0.01)
+        if cut_short:
+            client._closing.cancel()
+            await asyncio.wait({first})
+        else:
+            await client.close()
+        assert process.returncode == -9 and not client._folder.exists()
+        await asyncio.wait({first})
+
+    for seconds, cut_short in ((0.05, False), (600, True)):
+        monkeypatch.setattr("espalier.server.client.LEAVE_S", seconds)
+        asyncio.run(asyncio.wait_for(run(cut_short), 20))
+
+
 @pytest.mark.parametrize("sent", [b"Bearer s\xc3\xa9cret", b"bearer s\xc3\xa9cret"])
 def test_a_key_may_hold_any_character(sent):
     reached, statuses = [], []

@@ -160,6 +160,13 @@ def test_the_answer_to_a_large_and_wrong_body_is_small(served, fields):
     assert status in (400, 404) and len(str(body)) < 2000
 
 
+@pytest.mark.parametrize("kind", ["application/json", "application/x-www-form-urlencoded"])
+@pytest.mark.parametrize("body", [b"", b"[]", b"null", b'"x"', b"{x", b"a=1"])
+def test_a_body_that_is_no_object_is_told_what_to_send(served, kind, body):
+    status, _, answer = served.request("/v1/completions", body, method="POST", content_type=kind)
+    assert status == 400 and answer["error"]["message"].endswith("with content-type application/json")
+
+
 def test_a_body_nested_too_deep_is_refused():
     nested = []
     for _ in range(5000):
