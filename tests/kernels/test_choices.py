@@ -68,6 +68,13 @@ def test_a_library_that_is_asked_for_nothing_less_is_refused(tmp_path, wrong):
         read(path)
 
 
+def test_parts_that_do_not_divide_a_row_are_refused_when_they_are_read(tmp_path):
+    path = tmp_path / "choices.json"
+    write(path, Table(CHIP, "bfloat16", {(64, 100): Choices((None, None, None, None, Library(1, 3)))}))
+    with pytest.raises(EspalierError, match="does not divide the 100 numbers"):
+        read(path)
+
+
 def test_a_user_without_a_home_has_no_table_of_his_own(monkeypatch, tmp_path):
     for name in (CHOICES_FILE, "XDG_CONFIG_HOME", "HOME"):
         monkeypatch.delenv(name, raising=False)
