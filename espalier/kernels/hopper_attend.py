@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from espalier.kernels.hopper_load import shallowest_of, span
 from espalier.kernels.launch import gluon_kernel
-from espalier.kernels.units import item_of, range_at, tile_and_head, unit_of, wait_for_each_other
+from espalier.kernels.units import unit_of, wait_for_each_other, work_at
 
 if TYPE_CHECKING:
     from triton.experimental.gluon import language as gl
@@ -194,10 +194,9 @@ def attend_units(
         unit = unit_of(base, backwards)
         backwards = 1 - backwards
         if unit < units:
-            item = item_of(unit, items, tiles, KV_HEADS, WIDE)
-            request, begin, end, siblings = range_at(item_ptr, item, True)
-            is_last = item + 1 == gl.load(start_ptr + request + 1)
-            tile, head = tile_and_head(unit, items, tiles, KV_HEADS, WIDE)
+            item, request, begin, end, siblings, is_last, tile, head = work_at(
+                unit, item_ptr, start_ptr, items, tiles, KV_HEADS, WIDE
+            )
             packed = tile * BLOCK_M + GROUP * 64
             _read_queries(q_shared, asks, request, head, packed, queries, GROUPS, SIZE)
             query = (packed + gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES))) // GROUPS

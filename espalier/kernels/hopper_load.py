@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from espalier.kernels.launch import gluon_kernel
-from espalier.kernels.units import item_of, nodes_of, range_at, tile_and_head, unit_of
+from espalier.kernels.units import nodes_of, unit_of, work_at
 
 if TYPE_CHECKING:
     from triton.experimental.gluon import language as gl
@@ -185,10 +185,9 @@ def load_units(
         unit = unit_of(base, backwards)
         backwards = 1 - backwards
         if unit < units:
-            item = item_of(unit, items, tiles, KV_HEADS, WIDE)
-            request, begin, end, _siblings = range_at(item_ptr, item, True)
-            is_last = item + 1 == gl.load(start_ptr + request + 1)
-            tile, head = tile_and_head(unit, items, tiles, KV_HEADS, WIDE)
+            _item, request, begin, end, _siblings, is_last, tile, head = work_at(
+                unit, item_ptr, start_ptr, items, tiles, KV_HEADS, WIDE
+            )
             shallowest = 0
             if WINDOW > 0:
                 at_request = position_ptr + request * position_b

@@ -239,8 +239,9 @@ def tree_attention_triton(
     direct = sink is None
     if partials is None:
         partials = Partials.of(ranges, queries, heads, v_size)
-    how = how or _how(q, committed, staged, ranges)
-    if isinstance(how, HopperBlocks) and not _whole_tiles(q, committed, staged):
+    if how is None:
+        how = _how(q, committed, staged, ranges)
+    elif isinstance(how, HopperBlocks) and not _whole_tiles(q, committed, staged):
         raise EspalierError("Hopper's attention takes two-byte types, sizes of whole tiles, and rows of whole copies")
     _launch(q, committed, staged, positions, ranges, scale, window or 0, direct, partials, how, out, lse)
     if ranges.cut.most > 1 or not direct:

@@ -64,6 +64,17 @@ def range_at(item_ptr, item, exists):
 
 
 @kernel
+def work_at(unit, item_ptr, start_ptr, items, tiles, KV_HEADS: tl.constexpr, WIDE: tl.constexpr):
+    """Of a unit that exists: its range (item, request, begin, end, siblings), whether that is its request's last, tile
+    and head."""
+    item = item_of(unit, items, tiles, KV_HEADS, WIDE)
+    request, begin, end, siblings = range_at(item_ptr, item, True)
+    is_last = item + 1 == tl.load(start_ptr + request + 1)
+    tile, head = tile_and_head(unit, items, tiles, KV_HEADS, WIDE)
+    return item, request, begin, end, siblings, is_last, tile, head
+
+
+@kernel
 def nodes_of(
     tile,
     rows,
