@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from espalier.kernels.launch import kernel
+from espalier.kernels.units import block_at, committed_blocks
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -16,16 +17,20 @@ if TYPE_CHECKING:
 
 @kernel
 def _fold(q, k, v, seen, scale, top, total, out, MASKED: tl.constexpr, PRECISION: tl.constexpr):
-    """Take keys k [N, d] with values v [N, d] into a running softmax in base 2 (Milakov and Gimelshein 2018)."""
+    """Take keys k [N, d] with values v [N, d] into a running softmax in base 2 (Milakov and Gimelshein 2018).
+
+    Every multiply-add is written as one.  Left to the compiler, which fuses what it finds free, a loop more or less
+    elsewhere changes a rounding, and kernels/hopper_attend.py would no longer give the same bits.
+    """
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     if MASKED:
         scores = tl.where(seen, scores, float("-inf"))
     higher = tl.maximum(top, tl.max(scores, 1))
     # Where nothing was seen yet all are -inf, and a difference would be NaN.
     level = tl.where(higher == float("-inf"), 0.0, higher * scale)
-    weights = tl.exp2(scores * scale - level[:, None])
-    decay = tl.exp2(top * scale - level)
-    total = total * decay + tl.sum(weights, 1)
+    weights = tl.exp2(tl.fma(scores, scale, -level[:, None]))
+    decay = tl.exp2(tl.fma(top, scale, -level))
+    total = tl.fma(total, decay, tl.sum(weights, 1))
     out = tl.dot(weights.to(v.dtype), v, out * decay[:, None], input_precision=PRECISION)
     return higher, total, out
 
@@ -102,14 +107,14 @@ def _over_edges(
     PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
 ):
-    """Of `steps` blocks from `begin` on all but `whole` ones, which come after `lower` others.
+    """Of `steps` blocks from `begin` on all but the `whole` ones that come after `lower` others.
 
     What stands at `end` and past it, or below `first`, may be NaN: it is never read.
     """
-    page = _page(table, begin + tl.where(lower > 0, 0, whole) * BLOCK_N, end, PAGE_SIZE, BLOCK_N)
-    for edge in tl.range(0, steps - whole, num_stages=STAGES):
-        at = begin + tl.where(edge < lower, edge, edge + whole) * BLOCK_N
-        at_next = begin + tl.where(edge + 1 < lower, edge + 1, edge + 1 + whole) * BLOCK_N
+    page = _page(table, begin + block_at(whole, lower, whole) * BLOCK_N, end, PAGE_SIZE, BLOCK_N)
+    for t in tl.range(whole, steps, num_stages=STAGES):
+        at = begin + block_at(t, lower, whole) * BLOCK_N
+        at_next = begin + block_at(t + 1, lower, whole) * BLOCK_N
         held = at + tl.arange(0, BLOCK_N)
         row = _row(page, at, PAGE_SIZE, BLOCK_N)
         page = _page(table, at_next, end, PAGE_SIZE, BLOCK_N)
@@ -156,12 +161,9 @@ def _over_committed(
     PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
 ):
-    """Positions begin .. end, begin a multiple of BLOCK_N: blocks at the lower edge, whole ones, one at the upper."""
-    steps = (tl.maximum(end - begin, 0) + BLOCK_N - 1) // BLOCK_N
-    lower = tl.minimum((tl.maximum(first - begin, 0) + BLOCK_N - 1) // BLOCK_N, steps)
-    whole = 0
+    """Positions begin .. end, begin a multiple of BLOCK_N: whole blocks, then those at the lower and the upper edge."""
+    steps, lower, whole = committed_blocks(begin, end, first, WINDOW, BLOCK_N)
     if WINDOW == 0:
-        whole = tl.maximum((end - begin) // BLOCK_N - lower, 0)
         low = begin + lower * BLOCK_N
         top, total, out = _over_whole(
             q, table, k_ptr, v_ptr, k_row, v_row, low, low + whole * BLOCK_N, scale, top, total, out,

@@ -10,40 +10,35 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from espalier.kernels.launch import gluon_kernel
-from espalier.kernels.units import nodes_of, unit_of, work_at
+from espalier.kernels.units import block_at, committed_blocks, nodes_of, unit_of, work_at
 
 if TYPE_CHECKING:
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.language.nvidia import hopper
 
 
+# Arguments of kernels stand in groups, which a line each would hide.
+# fmt: off
 @gluon_kernel
 def span(
-    begin,
-    end,
-    is_last,
-    tile,
-    rows,
-    shallowest,
-    GROUPS: gl.constexpr,
-    NODES: gl.constexpr,
-    WINDOW: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
+    begin, end, first, is_last, tile, rows, shallowest,
+    GROUPS: gl.constexpr, NODES: gl.constexpr, WINDOW: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
 ):
-    """Of a unit: begin, how many blocks of committed rows, staged rows low .. high, and blocks in all, at least one.
+    """Of a unit: begin, its blocks of committed rows (units.committed_blocks), staged rows low .. high, and how many
+    blocks in all, at least one.
 
     shallowest: the tile's least position, where there is a window.  The last range of a request has its staged rows.
     """
     if WINDOW > 0:
         begin = gl.maximum(begin, (shallowest - WINDOW + 1) // BLOCK_N * BLOCK_N)
-    committed = (gl.maximum(end - begin, 0) + BLOCK_N - 1) // BLOCK_N
+    committed, lower, whole = committed_blocks(begin, end, first, WINDOW, BLOCK_N)
     low = 0
     high = 0
     if NODES > 0:
         low, high = nodes_of(tile, gl.where(is_last, rows, 0), NODES, WINDOW, GROUPS, BLOCK_M, BLOCK_N)
     blocks = gl.maximum(committed + (gl.maximum(high - low, 0) + BLOCK_N - 1) // BLOCK_N, 1)
-    return begin, committed, low, high, blocks
+    return begin, committed, lower, whole, low, high, blocks
+# fmt: on
 
 
 @gluon_kernel
@@ -113,7 +108,6 @@ def _times(further, row, NEAR: gl.constexpr):
     return product
 
 
-# Arguments of kernels stand in groups, which a line each would hide.
 # fmt: off
 @gluon_kernel
 def _copy_rows(
@@ -129,10 +123,10 @@ def _copy_rows(
 
 @gluon_kernel
 def _load_block(
-    t, page, k_stage, v_stage, committed_rows, staged_rows, begin, end, first, committed, low, high,
+    t, at, page, k_stage, v_stage, committed_rows, staged_rows, end, first, committed, low, high,
     PAGE_SIZE: gl.constexpr, SAME: gl.constexpr, SIZE: gl.constexpr, BLOCK_N: gl.constexpr, LOAD: gl.constexpr,
 ):
-    """Start the copies of a unit's block t: committed rows, on the page given, or staged ones.
+    """Start the copies of a unit's t-th block: committed rows from position `at`, on the page given, or staged ones.
 
     What stands at `end` and past it, below `first`, or past the staged rows may be NaN: it is never read.
     """
@@ -140,7 +134,6 @@ def _load_block(
     offset = gl.arange(0, BLOCK_N, layout=ROWS)
     if t < committed:
         k_ptr, v_ptr, k_row, v_row = committed_rows
-        at = begin + t * BLOCK_N
         row, further = _further(page, at, PAGE_SIZE, BLOCK_N, ROWS)
         if (at >= first) & (at + BLOCK_N <= end):
             _copy_rows(
@@ -192,25 +185,28 @@ def load_units(
             if WINDOW > 0:
                 at_request = position_ptr + request * position_b
                 shallowest = shallowest_of(at_request, position_q, tile, queries, GROUPS, BLOCK_M, ROWS)
-            begin, committed, low, high, blocks = span(
-                begin, end, is_last, tile, rows, shallowest, GROUPS, NODES, WINDOW, BLOCK_M, BLOCK_N
+            begin, committed, lower, whole, low, high, blocks = span(
+                begin, end, first, is_last, tile, rows, shallowest, GROUPS, NODES, WINDOW, BLOCK_M, BLOCK_N
             )
             table = table_ptr + request * table_b
             new_k = new_k_ptr + request * new_k_b + head * new_k_h
             new_v = new_v_ptr + request * new_v_b + head * new_v_h
             # A page is asked for two blocks ahead: it comes from memory, and without it nothing else can.
-            page = _pages(table, begin, end, PAGE_SIZE, BLOCK_N, ROWS)
-            next_page = _pages(table, begin + BLOCK_N, end, PAGE_SIZE, BLOCK_N, ROWS)
+            at = begin + block_at(0, lower, whole) * BLOCK_N
+            next_at = begin + block_at(1, lower, whole) * BLOCK_N
+            page = _pages(table, at, end, PAGE_SIZE, BLOCK_N, ROWS)
+            next_page = _pages(table, next_at, end, PAGE_SIZE, BLOCK_N, ROWS)
             for t in range(blocks):
                 stage = done % STAGES
                 hopper.mbarrier.wait(empty.index(stage), done // STAGES % 2 ^ 1)
                 _load_block(
-                    t, page, k_stages.index(stage), v_stages.index(stage),
+                    t, at, page, k_stages.index(stage), v_stages.index(stage),
                     (k_ptr + head * k_h, v_ptr + head * v_h, k_row, v_row), (new_k, new_v, new_k_r, new_v_r),
-                    begin, end, first, committed, low, high, PAGE_SIZE, SAME, SIZE, BLOCK_N, LOAD,
+                    end, first, committed, low, high, PAGE_SIZE, SAME, SIZE, BLOCK_N, LOAD,
                 )
                 hopper.async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
-                page = next_page
-                next_page = _pages(table, begin + (t + 2) * BLOCK_N, end, PAGE_SIZE, BLOCK_N, ROWS)
+                page, at = next_page, next_at
+                next_at = begin + block_at(t + 2, lower, whole) * BLOCK_N
+                next_page = _pages(table, next_at, end, PAGE_SIZE, BLOCK_N, ROWS)
                 done += 1
 # fmt: on

@@ -150,7 +150,7 @@ def _tree_attention_kernel(
                 )
             divisor = tl.where(total == 0.0, 1.0, total)
             out = out / divisor[:, None]
-            lse = tl.where(total == 0.0, float("-inf"), top * scale + tl.log2(divisor))
+            lse = tl.where(total == 0.0, float("-inf"), tl.fma(top, scale, tl.log2(divisor)))
             if DIRECT and siblings == 1:
                 row = (request * queries + query) * (KV_HEADS * GROUPS) + q_head
                 _write(out_ptr, lse_ptr, row, out, lse * 0.6931471805599453, asked, V_SIZE, BLOCK_V)

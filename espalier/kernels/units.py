@@ -75,6 +75,25 @@ def work_at(unit, item_ptr, start_ptr, items, tiles, KV_HEADS: tl.constexpr, WID
 
 
 @kernel
+def committed_blocks(begin, end, first, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Of positions begin .. end, begin a multiple of BLOCK_N: how many blocks, how many of them reach below `first`,
+    and how many after these are seen whole, of which nobody can be sure under a window.
+    """
+    blocks = (tl.maximum(end - begin, 0) + BLOCK_N - 1) // BLOCK_N
+    lower = tl.minimum((tl.maximum(first - begin, 0) + BLOCK_N - 1) // BLOCK_N, blocks)
+    whole = 0
+    if WINDOW == 0:
+        whole = tl.maximum((end - begin) // BLOCK_N - lower, 0)
+    return blocks, lower, whole
+
+
+@kernel
+def block_at(t, lower, whole):
+    """Which block is taken t-th: whole ones, then those before them, then those after them."""
+    return tl.where(t < whole, lower + t, tl.where(t < lower + whole, t - whole, t))
+
+
+@kernel
 def nodes_of(
     tile,
     rows,

@@ -8,10 +8,14 @@ import pytest
 import torch
 
 import espalier.kernels.dependent as dependent
+from espalier.kernels.ancestors import pack
 from espalier.kernels.linear import Choice, linear_parts_triton, linear_triton
 from espalier.kernels.norm import add_rms_norm_triton, rms_norm_triton
+from espalier.kernels.ranges import ranges_triton
 from espalier.kernels.rope import Turn, rotate_and_store_triton
 from espalier.kernels.silu import silu_mul_triton
+from espalier.kernels.tree_attention import Committed, Staged, tree_attention_triton
+from espalier.layout import Cut
 
 pytestmark = pytest.mark.gpu
 HIDDEN, HEADS, KV_HEADS, SIZE = 4096, 32, 8, 128
@@ -51,10 +55,39 @@ class Chain:
         return [x, normed, self.kept.clone()]
 
 
+class Attended:
+    """A layer's projection, the rotation, and attention over what that stored."""
+
+    def __init__(self, rows: int, device: torch.device) -> None:
+        def drawn(*shape: int, scale: float = 1.0) -> torch.Tensor:
+            return scale * torch.randn(*shape, device=device, dtype=torch.bfloat16)
+
+        self.x = drawn(rows, HIDDEN)
+        self.weight = drawn((HEADS + 2 * KV_HEADS) * SIZE, HIDDEN, scale=HIDDEN**-0.5)
+        self.turn = Turn(*torch.randn(2, rows, SIZE, device=device))
+        self.rows = torch.arange(rows, device=device)
+        self.kept = torch.zeros(2, rows, KV_HEADS, SIZE, device=device, dtype=torch.bfloat16)
+        length = torch.tensor([700], device=device)
+        table = 1 + torch.arange(11, device=device)[None]
+        self.committed = Committed(*drawn(2, 12 * 64, KV_HEADS, SIZE), table, length, 64)
+        self.ranges = ranges_triton(length, 0, Cut(128, 6))
+        self.positions = 700 + self.rows[None]
+        mask = torch.ones(1, rows, rows, dtype=torch.bool, device=device).tril()
+        self.staged = Staged(self.kept[0][None], self.kept[1][None], self.positions, pack(mask))
+
+    def __call__(self) -> list[torch.Tensor]:
+        qkv = linear_parts_triton(self.x, self.weight, None, SLOW).unflatten(-1, (-1, SIZE))
+        q, _, _ = rotate_and_store_triton(qkv, self.turn, self.rows, *self.kept, dummy=False)
+        return list(
+            tree_attention_triton(q[None], self.committed, self.staged, self.positions, self.ranges, SIZE**-0.5)
+        )
+
+
+@pytest.mark.parametrize("layers", [Chain, Attended])
 @pytest.mark.parametrize("rows", [1, 5, 64])
-def test_a_replayed_chain_is_one_kernel_after_the_other(rows, kernel_device, monkeypatch):
+def test_a_replayed_chain_is_one_kernel_after_the_other(layers, rows, kernel_device, monkeypatch):
     torch.manual_seed(rows)
-    chain = Chain(rows, kernel_device)
+    chain = layers(rows, kernel_device)
     chain()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
