@@ -242,6 +242,12 @@ def slot_row(b, position, slots):
 
 
 @kernel
+def leaves_as_it_is(row):
+    """Whether a row asks for nothing, so that shaped() gives its logits back.  row: as slot_row gives it."""
+    return (row[0] == 0) & (row[3] == 0) & (row[5] == 0) & ~(row[11] > 0)
+
+
+@kernel
 def divided(x, y):
     """x / y, correctly rounded; a plain `/` of float32 is not."""
     if x.dtype == tl.float32:

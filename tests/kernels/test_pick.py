@@ -6,7 +6,8 @@ import torch
 from espalier.errors import EspalierError
 from espalier.kernels import pick as kernel_of_pick
 from espalier.kernels.ancestors import pack
-from espalier.kernels.pick import pick_triton
+from espalier.kernels.launch import Chip
+from espalier.kernels.pick import blocks, pick_triton, split_size
 from espalier.sampling.pick import Picked, pick
 from espalier.sampling.shape import Above
 from tests.kernels.sampled import (
@@ -33,8 +34,8 @@ SHARE = 2.0**-19
 def small_blocks(monkeypatch, request):
     """Several splits of several blocks, however small the vocabulary, but on the device."""
     if not request.node.get_closest_marker("gpu"):
-        monkeypatch.setattr(kernel_of_pick, "SPLIT", 64)
-        monkeypatch.setattr(kernel_of_pick, "BLOCK", 32)
+        for name, size in (("SPLIT", 64), ("MOST_SPLIT", 128), ("BLOCK", 32), ("PLAIN_BYTES", 64)):
+            monkeypatch.setattr(kernel_of_pick, name, size)
 
 
 def pick_both(logits, slots, first, offsets, above=None, first_above=0, top_p_by=1.0):
@@ -73,7 +74,8 @@ def batch_of(vocab, queries, device, seed=0, asked=ASKED):
 
 
 @pytest.mark.parametrize(
-    ("vocab", "queries", "dtype"), [*((16, 2, dtype) for dtype in DTYPES), (150, 1, torch.float32)]
+    ("vocab", "queries", "dtype"),
+    [*((16, 2, dtype) for dtype in DTYPES), (150, 1, torch.float32), (176, 1, torch.bfloat16)],
 )
 def test_every_way_to_sample(kernel_device, vocab, queries, dtype):
     slots, first, offsets = batch_of(vocab, queries, kernel_device)
@@ -136,6 +138,72 @@ def test_a_row_that_is_not_finite_is_told_and_its_mates_go_on(kernel_device, bad
     picked = agree(logits, slots, first, offsets)
     assert picked.finite[:, 0].tolist() == [False, True] * (len(ASKED) // 2)
     assert torch.equal(picked.tokens[1::2], right.tokens[1::2])
+
+
+# Of these ids: side by side; in one thread's 16 bytes; of one block; of the same lane, then of a lower one, in a later
+# block; of two splits; of the last block, which begins before the end of the one in front; far ends.
+PLACES = [(8, 9), (33, 38), (3, 30), (5, 37, 69), (31, 32), (63, 64), (60, 130), (149, 140), (0, 149), (17,), (149,)]
+
+
+def pick_greedy(logits, shaped, device):
+    """Tokens and finite [Q] of logits [Q, V]; `shaped`: the way of rows that ask for something, which is nothing."""
+    queries, vocab = logits.shape
+    slots = slots_of(table_of(({"repetition": 2.0} if shaped else {},), vocab, device), [1])
+    slots.table.counts.zero_()
+    slots.table.seen.zero_()
+    offsets = torch.zeros(1, queries, dtype=torch.int64, device=device)
+    tokens, finite = pick_triton(logits[None].to(device), kernel_rows(slots), slots.root, offsets)
+    return tokens[0].tolist(), finite[0].tolist()
+
+
+@pytest.mark.parametrize("shaped", [False, True])
+@pytest.mark.parametrize(("vocab", "dtype"), [*((176, dtype) for dtype in DTYPES), (150, torch.bfloat16)])
+def test_of_equals_the_lowest_id_is_picked(kernel_device, vocab, dtype, shaped):
+    best = torch.full((len(PLACES), vocab), -1.0, dtype=dtype)
+    zeros = best.clone()
+    for q, ids in enumerate(PLACES):
+        best[q, list(ids)] = 2.5
+        # Zeros are equal, whatever their sign: the lowest id's is negative.
+        zeros[q, list(ids)] = 0.0
+        zeros[q, min(ids)] = -0.0
+    for logits in (best, zeros):
+        assert pick_greedy(logits, shaped, kernel_device) == ([min(ids) for ids in PLACES], [True] * len(PLACES))
+
+
+@pytest.mark.parametrize("shaped", [False, True])
+@pytest.mark.parametrize(("vocab", "dtype"), [*((176, dtype) for dtype in DTYPES), (150, torch.bfloat16)])
+def test_the_lowest_nan_is_picked_whatever_stands_beside_it(kernel_device, vocab, dtype, shaped):
+    logits = torch.full((len(PLACES), vocab), -1.0, dtype=dtype)
+    logits[:, [0, 16, 100, vocab - 1]] = torch.inf
+    for q, ids in enumerate(PLACES):
+        logits[q, list(ids)] = torch.nan
+        logits[q, max(ids)] = -torch.tensor(torch.nan, dtype=dtype)  # of the other sign
+    assert pick_greedy(logits, shaped, kernel_device) == ([min(ids) for ids in PLACES], [False] * len(PLACES))
+
+
+@pytest.mark.parametrize("shaped", [False, True])
+@pytest.mark.parametrize("vocab", [1, 7, 16, 80, 100])
+def test_every_id_is_found_and_the_first_where_nothing_is_left(kernel_device, vocab, shaped):
+    logits = torch.full((vocab + 1, vocab), -torch.inf, dtype=torch.bfloat16)
+    logits[:vocab].fill_diagonal_(-3.0)
+    assert pick_greedy(logits, shaped, kernel_device) == ([*range(vocab), 0], [True] * vocab + [False])
+
+
+def test_many_rows_are_cut_into_fewer_splits(monkeypatch):
+    monkeypatch.setattr(kernel_of_pick, "SPLIT", 2048)
+    monkeypatch.setattr(kernel_of_pick, "MOST_SPLIT", 32768)
+    hopper = Chip(227 * 1024, 132, (9, 0))
+    assert [split_size(128256, rows, hopper) for rows in (1, 25, 64, 512)] == [2048, 2048, 8192, 32768]
+    assert split_size(100, 10_000, hopper) == 32768
+
+
+def test_what_a_thread_reads_at_once_follows_from_where_rows_begin():
+    logits = torch.zeros(2, 3, 176, dtype=torch.bfloat16)
+    assert blocks(logits) == {"BLOCK": 32, "PLAIN_BLOCK": 32, "GROUP": 8}
+    assert blocks(logits.double()) == {"BLOCK": 32, "PLAIN_BLOCK": 8, "GROUP": 2}
+    for unaligned in (logits[..., :150], logits.flatten()[1:353].view(1, 2, 176), torch.zeros(1, 2, 180)[..., :176]):
+        assert blocks(unaligned)["GROUP"] == 1
+    assert blocks(logits[..., :7]) == {"BLOCK": 4, "PLAIN_BLOCK": 4, "GROUP": 1}
 
 
 def test_the_first_nan_is_named_and_padding_is_greedy(kernel_device):
@@ -226,6 +294,22 @@ def test_whole_vocabularies_of_ties(kernel_device, spread):
     logits = torch.zeros(vocab) if spread == "equal" else torch.full((vocab,), -torch.inf)
     logits[150000] = 0.0
     agree(logits.to(kernel_device).expand(len(ASKED), 1, vocab), slots, first, offsets)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shaped", [False, True])
+@pytest.mark.parametrize(("vocab", "dtype"), [*((128256, dtype) for dtype in DTYPES), (50257, torch.bfloat16)])
+@pytest.mark.parametrize("best", [0.0, 3.0, torch.inf, torch.nan])
+def test_whole_vocabularies_of_equals_here_and_there(kernel_device, vocab, dtype, shaped, best):
+    generator = torch.Generator().manual_seed(vocab)
+    for queries in (1, 64, 300):  # splits of every size
+        ids = torch.randint(vocab, (queries, 3), generator=generator)
+        ids[::3, 1] = ids[::3, 0] + torch.randint(-9, 9, ids[::3, 0].shape, generator=generator)
+        ids = ids.clamp(0, vocab - 1)
+        logits = torch.rand(queries, vocab, generator=generator).to(dtype) - 2
+        logits.scatter_(1, ids, best)
+        found = (ids.amin(1).tolist(), [best < torch.inf] * queries)
+        assert pick_greedy(logits, shaped, kernel_device) == found
 
 
 @pytest.mark.gpu
