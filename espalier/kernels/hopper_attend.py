@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from espalier.kernels.hopper_load import shallowest_of, span
 from espalier.kernels.launch import gluon_kernel
-from espalier.kernels.units import block_at, unit_of, wait_for_each_other, work_at
+from espalier.kernels.units import block_at, unit_of, work_at
 
 if TYPE_CHECKING:
     from triton.experimental.gluon import language as gl
@@ -93,15 +93,15 @@ def _weigh(scores, scale, top, total):
 
 
 @gluon_kernel
-def _score(q_shared, k_stage, none):
+def _score(q, k_stage, none):
     """Ask the tensor cores for the scores of a block; written by other threads, its rows pass a fence first."""
     hopper.fence_async_shared()
-    return hopper.warpgroup_mma(q_shared, k_stage.permute((1, 0)), none, use_acc=False, is_async=True)
+    return hopper.warpgroup_mma(q, k_stage.permute((1, 0)), none, use_acc=False, is_async=True)
 
 
 @gluon_kernel
 def _attend_blocks(
-    since, until, blocks, done, weights, out, top, total, q_shared, stages, scale,
+    since, until, blocks, done, weights, out, top, total, q, stages, scale,
     query, asked, position, row_positions, words, extent,
     MASKED: gl.constexpr, WINDOW: gl.constexpr, NODES: gl.constexpr,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, SCORES: gl.constexpr, OUT: gl.constexpr,
@@ -111,7 +111,7 @@ def _attend_blocks(
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=OUT, k_width=2)
     none = gl.full([64, BLOCK_N], 0.0, gl.float32, layout=SCORES)
     for t in range(since, until):
-        coming = _score(q_shared, k_stages.index((done + 1) % STAGES), none)
+        coming = _score(q, k_stages.index((done + 1) % STAGES), none)
         under_way = hopper.warpgroup_mma(weights, v_stages.index(done % STAGES), out, is_async=True)
         scores = hopper.warpgroup_mma_wait(num_outstanding=1, deps=[coming])
         if MASKED:
@@ -119,7 +119,7 @@ def _attend_blocks(
                 scores, t, query, asked, position, row_positions, words, extent, NODES, WINDOW, BLOCK_N, SCORES
             )
         exact, top, total, decay = _weigh(scores, scale, top, total)
-        weights = gl.convert_layout(exact.to(q_shared.dtype), WEIGHTS)
+        weights = gl.convert_layout(exact.to(q.dtype), WEIGHTS)
         # This wait stands between the weights and the next: ptxas would move the next one up before them, and nothing
         # would overlap.
         hopper.mbarrier.wait(full.index((done + 2) % STAGES), (done + 2) // STAGES % 2, pred=t + 1 < blocks)
@@ -132,7 +132,7 @@ def _attend_blocks(
 
 @gluon_kernel
 def _attend_unit(
-    q_shared, stages, done, whole, blocks, scale, query, asked, position, row_positions, words, extent,
+    q, stages, done, whole, blocks, scale, query, asked, position, row_positions, words, extent,
     SIZE: gl.constexpr, WINDOW: gl.constexpr, NODES: gl.constexpr,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, SCORES: gl.constexpr, OUT: gl.constexpr,
 ):
@@ -145,23 +145,23 @@ def _attend_unit(
     out = gl.full([64, SIZE], 0.0, gl.float32, layout=OUT)
     none = gl.full([64, BLOCK_N], 0.0, gl.float32, layout=SCORES)
     hopper.mbarrier.wait(full.index(done % STAGES), done // STAGES % 2)
-    scores = _score(q_shared, k_stages.index(done % STAGES), none)
+    scores = _score(q, k_stages.index(done % STAGES), none)
     scores = hopper.warpgroup_mma_wait(num_outstanding=0, deps=[scores])
     scores = _mask(
         scores, 0, query, asked, position, row_positions, words, extent, NODES, WINDOW, BLOCK_N, SCORES
     )
     exact, top, total, _decay = _weigh(scores, scale, top, total)
-    weights = gl.convert_layout(exact.to(q_shared.dtype), WEIGHTS)
+    weights = gl.convert_layout(exact.to(q.dtype), WEIGHTS)
     hopper.mbarrier.wait(full.index((done + 1) % STAGES), (done + 1) // STAGES % 2, pred=blocks > 1)
     masked = gl.maximum(whole, 1)
     if WINDOW == 0:
         # Most blocks: a loop without so much as the question is a twentieth faster.
         done, weights, out, top, total = _attend_blocks(
-            1, masked, blocks, done, weights, out, top, total, q_shared, stages, scale,
+            1, masked, blocks, done, weights, out, top, total, q, stages, scale,
             query, asked, position, row_positions, words, extent, False, WINDOW, NODES, BLOCK_N, STAGES, SCORES, OUT,
         )
     done, weights, out, top, total = _attend_blocks(
-        masked, blocks, blocks, done, weights, out, top, total, q_shared, stages, scale,
+        masked, blocks, blocks, done, weights, out, top, total, q, stages, scale,
         query, asked, position, row_positions, words, extent, True, WINDOW, NODES, BLOCK_N, STAGES, SCORES, OUT,
     )
     under_way = hopper.warpgroup_mma(weights, v_stages.index(done % STAGES), out, is_async=True)
@@ -186,7 +186,10 @@ def _write(
 
 
 @gluon_kernel
-def _read_queries(q_shared, asks, request, head, packed, queries, GROUPS: gl.constexpr, SIZE: gl.constexpr):
+def _read_queries(
+    q_shared, asks, request, head, packed, queries, GROUPS: gl.constexpr, SIZE: gl.constexpr, SCORES: gl.constexpr,
+):
+    """A tile's queries, to registers: what shared memory can deliver is wanted for rows."""
     LOAD: gl.constexpr = gl.BlockedLayout([1, 8], [256 // SIZE, SIZE // 8], [4, 1], [1, 0])
     q_ptr, q_b, q_q, q_h = asks
     at = packed + gl.arange(0, 64, layout=gl.SliceLayout(1, LOAD))
@@ -194,8 +197,7 @@ def _read_queries(q_shared, asks, request, head, packed, queries, GROUPS: gl.con
     row = request * q_b + query.to(gl.int64) * q_q + (head * GROUPS + at % GROUPS) * q_h
     offsets = gl.expand_dims(row, 1) + gl.expand_dims(gl.arange(0, SIZE, layout=gl.SliceLayout(0, LOAD)), 0)
     q_shared.store(gl.load(q_ptr + offsets, mask=gl.expand_dims(query < queries, 1), other=0.0))
-    hopper.fence_async_shared()
-    wait_for_each_other()
+    return q_shared.load(gl.DotOperandLayout(operand_index=0, parent=SCORES, k_width=2))
 
 
 @gluon_kernel
@@ -224,7 +226,7 @@ def attend_units(
                 unit, item_ptr, start_ptr, items, tiles, KV_HEADS, WIDE
             )
             packed = tile * BLOCK_M + GROUP * 64
-            _read_queries(q_shared, asks, request, head, packed, queries, GROUPS, SIZE)
+            q = _read_queries(q_shared, asks, request, head, packed, queries, GROUPS, SIZE, SCORES)
             query = (packed + gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES))) // GROUPS
             asked = query < queries
             position = query
@@ -244,7 +246,7 @@ def attend_units(
             if NODES == 1 and WINDOW == 0:
                 chain = committed + gl.maximum(packed // GROUPS + 1 - low, 0) // BLOCK_N
             out, top, total = _attend_unit(
-                q_shared, stages, done, whole, blocks, scale, query, asked, position,
+                q, stages, done, whole, blocks, scale, query, asked, position,
                 (row_position_ptr + request * row_position_b, row_position_r), (word_ptr + request * word_b, word_q),
                 (begin, end, first, committed, lower, whole, chain, low, high),
                 SIZE, WINDOW, NODES, BLOCK_N, STAGES, SCORES, OUT,

@@ -111,9 +111,3 @@ def nodes_of(
         if WINDOW > 0:
             low = tl.maximum(tile * BLOCK_M // GROUPS - WINDOW + 1, 0) // BLOCK_R * BLOCK_R
     return low, high
-
-
-@kernel
-def wait_for_each_other():
-    """All warps of a program, or of the part of it that calls.  Gluon's own name for it changed in Triton 3.7."""
-    tl.debug_barrier()
