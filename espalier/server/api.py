@@ -193,6 +193,10 @@ def _add_state(app: FastAPI, front: Front) -> None:
         body = {"status": front.status, "why": front.client.why}
         return JSONResponse(body, 200 if front.status == "ok" else 503)
 
+    @app.get("/version", responses=answers_with(*ALWAYS))
+    async def version() -> dict[str, str]:
+        return {"version": __version__}
+
     @app.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}, **answers_with(500)})
     async def metrics() -> Response:
         return Response(front.metrics.text(), media_type=CONTENT_TYPE_LATEST)
@@ -215,12 +219,17 @@ def _of_routing(http: Request, error: HTTPException) -> ApiError:
     path = http.url.path
     if error.status_code == 405:
         allowed = (error.headers or {}).get("Allow", "")
+        # As the gate reads it.
+        allowed = "GET, HEAD" if allowed == "GET" else allowed
         found = ApiError(405, f"{http.method} {path} is not served; use {allowed}")
         found.headers = {"allow": allowed}
         return found
     if error.status_code == 404:
         why = next((why for prefix, why in REFUSED_PATHS.items() if path.startswith(prefix)), None)
-        served = "/v1/models, /v1/completions, /v1/chat/completions, /tokenize, /detokenize, /health and /metrics are"
+        served = (
+            "/v1/models, /v1/completions, /v1/chat/completions, /tokenize, /detokenize, /health, /metrics and "
+            "/version are"
+        )
         reason = f"{path} is OpenAI's and not supported here: {why}" if why else f"{path} is not served; {served}"
         return ApiError(404, reason, code="unsupported" if why else None)
     return ApiError(error.status_code, str(error.detail))

@@ -1,12 +1,13 @@
 """What clients ask is honoured: answers are the offline LLM's, field by field, through the clients that people use."""
 
 import asyncio
+import http.client
 
 import pytest
 from langchain_openai import ChatOpenAI
 from openai import AsyncOpenAI
 
-from espalier import SamplingParams
+from espalier import SamplingParams, __version__
 
 PROMPT = "def mean(xs):\n    "
 MESSAGES = [{"role": "user", "content": "class Stack:\n"}]
@@ -91,6 +92,12 @@ def test_each_field_is_honoured_as_offline(client, llm, field, value, beside):
 def test_every_field_of_sampling_params_is_tried():
     tried = {field for field, _, _ in FIELDS} | {"logit_bias", "logprobs", "n"}
     assert tried == set(SamplingParams.__dataclass_fields__)
+
+
+def test_a_top_k_of_minus_one_keeps_all_tokens(client):
+    fields = {"temperature": 2.0, "seed": 7, "max_tokens": 20}
+    off, all_kept = (complete(client, extra={"top_k": k}, **fields).choices[0].token_ids for k in (-1, 0))
+    assert off == all_kept
 
 
 def test_a_bias_forbids_a_token(client, llm):
@@ -189,6 +196,25 @@ def test_langchain_is_served(served, llm):
     expected = llm.chat(MESSAGES, SamplingParams(**GREEDY)).text
     assert chat.invoke(MESSAGES[0]["content"]).content == expected
     assert "".join(chunk.content for chunk in chat.stream(MESSAGES[0]["content"])) == expected
+
+
+@pytest.mark.parametrize("path", ["/health", "/metrics", "/version", "/v1/models", "/v1/models/bundled", "/nowhere"])
+def test_head_is_answered_as_get_without_a_body(served, path):
+    connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=60)
+    answers = []
+    for method in ("HEAD", "GET", "HEAD"):
+        connection.request(method, path)
+        answer = connection.getresponse()
+        answers.append((answer.status, answer.headers["content-type"], answer.read()))
+    connection.close()
+    (status, kind, body), (got, got_kind, _), again = answers
+    # What follows on the same connection is read as it should be: no byte of a body was sent.
+    assert (status, kind, body) == (got, got_kind, b"") == again
+    assert status == (404 if path == "/nowhere" else 200)
+
+
+def test_the_version_is_the_packages(served):
+    assert served.request("/version")[2] == {"version": __version__}
 
 
 def test_models_are_listed(client):

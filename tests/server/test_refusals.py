@@ -189,6 +189,7 @@ def test_paths_methods_models_and_sizes(served):
     assert "/v1/models" in error_of(served.request("/nowhere"), 404)["message"]
     assert served.request("/v1/completions")[1]["allow"] == "POST"
     assert error_of(served.request("/v1/completions"), 405)
+    assert served.request("/health", {})[1]["allow"] == "GET, HEAD"
     assert error_of(served.request("/v1/completions", {**TEXT, "model": "x"}), 404)["code"] == "model_not_found"
     assert error_of(served.request("/v1/completions", b"x" * (4 * 2**20 + 1)), 413)
 
@@ -230,6 +231,7 @@ OPERATIONS = [
     ("GET", "/v1/models"),
     ("GET", "/v1/models/{name}"),
     ("GET", "/health"),
+    ("GET", "/version"),
 ]
 
 
