@@ -42,9 +42,12 @@ class Intake:
         check_prompt(tokens, self.facts.vocab_size, self.facts.max_context)
         return tokens
 
-    def chat(self, messages: Messages) -> list[int]:
-        """Token ids of a conversation, up to where the assistant answers.  Raises EspalierError."""
-        return self.text_of("chat").chat(messages)
+    def chat(self, messages: Messages, template_kwargs: Mapping[str, Any] | None = None) -> list[int]:
+        """Token ids of a conversation, up to where the assistant answers.  Raises EspalierError.
+
+        template_kwargs: variables of the model's chat template, such as Qwen3's enable_thinking.
+        """
+        return self.text_of("chat").chat(messages, template_kwargs)
 
     def resolve(self, params: SamplingParams) -> ResolvedParams:
         """Parameters with nothing left open, each within what is supported.  Raises EspalierError."""

@@ -109,14 +109,21 @@ class LLM:
         return self._run(group)
 
     def chat(
-        self, messages: Messages, params: SamplingParams | None = None, on_piece: Callable[[Piece], None] | None = None
+        self,
+        messages: Messages,
+        params: SamplingParams | None = None,
+        on_piece: Callable[[Piece], None] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> Output:
-        """The assistant's answer to a conversation of {"role", "content"} messages, by the model's chat template."""
-        return self.generate([self.chat_prompt(messages)], params, on_piece)[0]
+        """The assistant's answer to a conversation of {"role", "content"} messages, by the model's chat template.
 
-    def chat_prompt(self, messages: Messages) -> list[int]:
+        chat_template_kwargs: variables of that template, such as Qwen3's enable_thinking.
+        """
+        return self.generate([self.chat_prompt(messages, chat_template_kwargs)], params, on_piece)[0]
+
+    def chat_prompt(self, messages: Messages, chat_template_kwargs: Mapping[str, Any] | None = None) -> list[int]:
         """Token ids of a conversation, up to where the assistant answers.  Raises EspalierError."""
-        return self.intake.chat(messages)
+        return self.intake.chat(messages, chat_template_kwargs)
 
     def close(self) -> None:
         """Release what the engine holds.  Idempotent."""

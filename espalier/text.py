@@ -4,6 +4,7 @@ Tokens are decoded a window at a time, from a little before the first that has n
 reads as may depend on the one before it (a leading space, the other bytes of a character).
 """
 
+import inspect
 import json
 import logging
 import re
@@ -87,15 +88,39 @@ class Tokenizer:
         decoder = json.loads(self._backend.decoder.__getstate__())
         return kind in (decoder["type"], *(step["type"] for step in decoder.get("decoders", ())))
 
-    def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Token ids of a conversation up to where the assistant answers.  Raises EspalierError."""
+    def chat(
+        self, messages: Sequence[Mapping[str, str]], template_kwargs: Mapping[str, Any] | None = None
+    ) -> list[int]:
+        """Token ids of a conversation up to where the assistant answers.
+
+        template_kwargs: variables of the chat template.  Raises EspalierError, also for one that it does not read.
+        """
         if not getattr(self.hf, "chat_template", None):
             raise EspalierError("this model's tokenizer has no chat template; use generate with a prompt")
+        own = dict(template_kwargs or {})
         try:
-            text = self.hf.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+            self._check_template_kwargs(own)
+            text = self.hf.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True, **own)
+        except EspalierError:
+            raise
         except Exception as error:  # a template raises whatever it likes
             raise EspalierError(f"the chat template refuses these messages: {_one_line(error)}") from None
         return list(self.hf.encode(text, add_special_tokens=False))
+
+    def _check_template_kwargs(self, given: Mapping[str, Any]) -> None:
+        """Refuse names that transformers takes for itself, and those that would do nothing.  Raises EspalierError."""
+        if not given:
+            return
+        parameters = inspect.signature(self.hf.apply_chat_template).parameters.values()
+        taken = {each.name for each in parameters if each.kind is not each.VAR_KEYWORD} | {"messages", "conversations"}
+        read = _names_in(self.hf.get_chat_template())
+        for name in given:
+            if name in taken:
+                raise EspalierError(f"chat_template_kwargs entry={name!r} is for the engine to set; leave it out")
+            if name not in read:
+                raise EspalierError(
+                    f"chat_template_kwargs entry={name!r} is not read by this model's chat template; leave it out"
+                )
 
     def sink(self, prompt: Sequence[int], stop: Sequence[str], min_tokens: int) -> "TextStream":
         """Where a request's tokens become text."""
@@ -134,6 +159,14 @@ def _byte_alphabet() -> dict[str, int]:
     shown = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     hidden = [byte for byte in range(256) if byte not in shown]
     return {chr(byte): byte for byte in shown} | {chr(256 + i): byte for i, byte in enumerate(hidden)}
+
+
+def _names_in(template: str) -> set[str]:
+    """Every name that a chat template's code mentions, its own variables included."""
+    from jinja2 import Environment
+
+    # By its words: its tags may be extensions of transformers' own, which only its parser knows.
+    return {word for _, kind, word in Environment().lex(template) if kind == "name"}
 
 
 def _one_line(error: Exception) -> str:

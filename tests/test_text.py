@@ -5,9 +5,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from espalier.errors import EspalierError
-from espalier.text import Detokenizer, TextStream, load_tokenizer
+from espalier.text import Detokenizer, TextStream, Tokenizer, load_tokenizer
 
 BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
 MERGES = [("a", "b"), ("Ã", "©")]
@@ -97,6 +98,39 @@ def test_a_token_that_is_not_shown_does_not_cost_the_next_its_space():
     assert stream.take(final=False) == ""
     stream.push(PIECES.index("▁a"))
     assert stream.take(final=False) == " a"
+
+
+def conversing(template):
+    backend = Backend.from_str(BYTE_LEVEL.to_str())
+    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=template))
+
+
+def test_a_chat_template_takes_its_variables_and_no_others():
+    # Its second tag is an extension that transformers makes.
+    tokenizer = conversing(
+        "{%- if think is defined and not think %}a{% endif %}"
+        "{% generation %}{{ messages[0].content }}{% endgeneration %}"
+    )
+    hello = [{"role": "user", "content": "b"}]
+
+    def said(**variables):
+        return tokenizer.decode(tokenizer.chat(hello, variables))
+
+    assert (said(), said(think=True), said(think=False)) == ("b", "b", "ab")
+    assert tokenizer.chat(hello, None) == tokenizer.chat(hello)
+    for name in ("thinks", "endgeneration_", "b"):
+        with pytest.raises(EspalierError, match=f"chat_template_kwargs entry='{name}' is not read by this model's"):
+            said(**{name: 1})
+    # Whatever the template reads: these would change what the caller asks for, or what he gets.
+    for name in ("messages", "conversation", "tools", "documents", "tokenize", "return_dict", "continue_final_message"):
+        with pytest.raises(EspalierError, match=f"chat_template_kwargs entry='{name}' is for the engine to set"):
+            said(**{name: 1})
+
+
+def test_a_chat_template_that_cannot_be_read_is_said_so():
+    for template, variables in (("{% if %}", {}), ("{{ 'x }} think", {"think": 1})):
+        with pytest.raises(EspalierError, match="the chat template refuses these messages"):
+            conversing(template).chat([{"role": "user", "content": "b"}], variables)
 
 
 def stopped(tokens, stop, min_tokens=0, takes=None):

@@ -123,7 +123,7 @@ def _add_generation(app: FastAPI, front: Front) -> None:
         front.check_model(body.model)
         params = _checked(front, body)
         with front.entering(params.n):
-            prompt = await front.tokenize(_chat_prompt, front, body.turns())
+            prompt = await front.tokenize(_chat_prompt, front, body)
         id = f"chatcmpl-{request_id.get()}"
         return await front.respond(http, body, [prompt], ChatAnswer(id, body, params, [prompt], front.intake.tokenizer))
 
@@ -143,9 +143,9 @@ def _prompts(body: CompletionRequest) -> list[str | list[int]]:
         raise refusal(error) from None
 
 
-def _chat_prompt(front: Front, turns: list[dict[str, str]]) -> list[int]:
+def _chat_prompt(front: Front, body: ChatRequest) -> list[int]:
     """Token ids of a conversation that the model can start from."""
-    return front.intake.tokens(front.intake.chat(turns))
+    return front.intake.tokens(front.intake.chat(body.turns(), body.chat_template_kwargs))
 
 
 def _add_tokens(app: FastAPI, front: Front) -> None:
@@ -155,7 +155,10 @@ def _add_tokens(app: FastAPI, front: Front) -> None:
         if (body.prompt is None) == (body.messages is None):
             raise ApiError(400, "give a prompt or messages, one of them", "prompt")
         if body.messages is not None:
-            tokens = await front.tokenize(front.intake.chat, [message.turn() for message in body.messages])
+            turns = [message.turn() for message in body.messages]
+            tokens = await front.tokenize(front.intake.chat, turns, body.chat_template_kwargs)
+        elif body.chat_template_kwargs is not None:
+            raise ApiError(400, "chat_template_kwargs are for messages; leave them out", "chat_template_kwargs")
         else:
             encode = (await front.tokenize(front.intake.text_of, "/tokenize")).encode
             tokens = await front.tokenize(encode, body.prompt)

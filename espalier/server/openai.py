@@ -32,6 +32,7 @@ Nothing = Annotated[list[Any], Field(max_length=0)]
 FIRST: Any = Field(fail_fast=True)
 Tokens = Annotated[list[int], FIRST]
 MOST_METADATA = 16
+MOST_TEMPLATE_KWARGS = 64
 
 
 def _at_most(most: int) -> BeforeValidator:
@@ -45,6 +46,7 @@ def _at_most(most: int) -> BeforeValidator:
     return BeforeValidator(count)
 
 
+TemplateKwargs = Annotated[dict[str, Any], _at_most(MOST_TEMPLATE_KWARGS)]
 # Keys of a JSON object are text.
 Bias = Annotated[dict[Annotated[int, Field(strict=False)], float], _at_most(MAX_BIAS)]
 
@@ -193,6 +195,10 @@ class ChatRequest(Generating):
     """POST /v1/chat/completions"""
 
     messages: Annotated[list[Message], FIRST] = Field(min_length=1, description="the conversation so far")
+    chat_template_kwargs: TemplateKwargs | None = Field(
+        None,
+        description="variables of the chat template, such as enable_thinking; what it does not read is refused",
+    )
     max_completion_tokens: int | None = Field(None, description="OpenAI's later name of max_tokens")
     logprobs: bool | None = Field(None, description="log-probabilities of the chosen tokens")
     top_logprobs: int | None = Field(None, description="of so many others at each place; needs logprobs")
@@ -207,7 +213,9 @@ class ChatRequest(Generating):
     modalities: Annotated[Annotated[list[Literal["text"]], FIRST] | None, TEXT_ONLY] = None
     audio: Annotated[None, TEXT_ONLY] = None
     prediction: Annotated[None, Refused("drafts come from the engine's own drafter; leave it out")] = None
-    reasoning_effort: Annotated[None, Refused("how a model reasons is its chat template's; leave it out")] = None
+    reasoning_effort: Annotated[
+        None, Refused("how a model reasons is its chat template's: set it in chat_template_kwargs, or leave it out")
+    ] = None
     verbosity: Annotated[None, Refused("ask for it in the messages; leave it out")] = None
     web_search_options: Annotated[None, Refused("nothing is looked up; leave it out")] = None
     store: Annotated[Literal[False] | None, STATELESS] = None
@@ -242,6 +250,7 @@ class TokenizeRequest(Body):
     messages: Annotated[list[Message], FIRST] | None = Field(
         None, min_length=1, description="a conversation; or give a prompt"
     )
+    chat_template_kwargs: TemplateKwargs | None = Field(None, description="only with messages")
 
 
 class DetokenizeRequest(Body):

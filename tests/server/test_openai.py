@@ -148,6 +148,16 @@ def test_logprobs_are_the_offline_llms(client, llm):
     assert bytes(b for token in content for b in token.bytes).decode() == chat.choices[0].message.content
 
 
+def test_variables_of_the_chat_template_are_handed_to_it(client, served, llm):
+    own = {"chat_template_kwargs": {"bos_token": "import os\n"}}
+    expected = llm.chat(MESSAGES, SamplingParams(**GREEDY), **own)
+    chat = client.chat.completions.create(model="bundled", messages=MESSAGES, extra_body=own, **GREEDY)
+    assert chat.choices[0].message.content == expected.text
+    tokens = served.request("/tokenize", {"messages": MESSAGES, **own})[2]["tokens"]
+    assert tokens == llm.chat_prompt(MESSAGES, **own) and chat.usage.prompt_tokens == len(tokens)
+    assert tokens == [*llm.tokenizer.encode("import os\n")[1:], *llm.chat_prompt(MESSAGES)[1:]]
+
+
 def test_a_chat_streams_what_it_answers_whole(client, llm):
     expected = llm.chat(MESSAGES, SamplingParams(**GREEDY))
     fields = {"model": "bundled", "messages": MESSAGES, **GREEDY}

@@ -113,6 +113,13 @@ def test_neutral_values_of_refused_fields_are_served(served):
         ("/v1/chat/completions", {**CHAT, "max_completion_tokens": 3}, "are one limit and differ"),
         ("/v1/chat/completions", {**CHAT, "messages": []}, "messages"),
         ("/v1/chat/completions", {**CHAT, "messages": [{"role": "tool", "content": "x"}]}, "messages.0.role"),
+        *(
+            ("/v1/chat/completions", {**CHAT, "chat_template_kwargs": {name: 1}}, f"entry='{name}' is for the engine")
+            for name in ("messages", "tools", "tokenize", "add_generation_prompt", "chat_template", "conversation")
+        ),
+        ("/v1/chat/completions", {**CHAT, "chat_template_kwargs": {"thinking": True}}, "'thinking' is not read by"),
+        ("/v1/chat/completions", {**CHAT, "chat_template_kwargs": []}, "chat_template_kwargs: Input should be"),
+        ("/tokenize", {"prompt": "x", "chat_template_kwargs": {}}, "chat_template_kwargs are for messages"),
         ("/v1/chat/completions", b"{", "the body is not JSON"),
         ("/tokenize", {}, "give a prompt or messages"),
         ("/detokenize", {"tokens": [-1]}, "tokens entry=-1"),
@@ -133,6 +140,7 @@ def test_a_body_that_is_wrong_everywhere_is_one_error():
         (CompletionRequest, {**TEXT, "logit_bias": {str(i): "x" for i in range(1000)}}),
         (CompletionRequest, {**TEXT, **{f"wrong_{i}": 0 for i in range(1000)}}),
         (ChatRequest, {**CHAT, "metadata": {str(i): 0 for i in range(1000)}}),
+        (ChatRequest, {**CHAT, "chat_template_kwargs": {str(i): 0 for i in range(1000)}}),
         (ChatRequest, {**CHAT, "modalities": ["x"] * 1000}),
         (ChatRequest, {**CHAT, "messages": [{"role": "user", "content": [0] * 1000}]}),
     )
