@@ -9,7 +9,7 @@ from typing import Any
 
 from espalier.errors import EspalierError
 from espalier.request import ResolvedParams, SamplingParams, check_prompt
-from espalier.text import Tokenizer
+from espalier.text import TextStream, Tokenizer
 
 Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, str]]
@@ -60,3 +60,11 @@ class Intake:
         if self.tokenizer is None:
             raise EspalierError(f"{what} needs a tokenizer and {self.facts.model} has none; give token ids")
         return self.tokenizer
+
+
+def text_sink(tokenizer: Tokenizer | None, prompt: Sequence[int], params: ResolvedParams) -> TextStream | None:
+    """Where a request's tokens become text, in whichever process; None without a tokenizer."""
+    if tokenizer is None:
+        return None
+    keep, skip = params.include_stop_str_in_output, params.skip_special_tokens
+    return tokenizer.sink(prompt, params.stop, params.min_tokens, keep_stop=keep, skip_special_tokens=skip)

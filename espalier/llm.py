@@ -14,7 +14,7 @@ from typing import Any
 from espalier.config import EngineConfig
 from espalier.engine.load import build_engine, find, resolve_config
 from espalier.errors import EspalierError
-from espalier.intake import Intake, Messages, ModelFacts, Prompt
+from espalier.intake import Intake, Messages, ModelFacts, Prompt, text_sink
 from espalier.models.config import read_json
 from espalier.request import Output, Piece, Request, ResolvedParams, SamplingParams, SpeculationStats, sample_seed
 from espalier.text import load_tokenizer
@@ -170,9 +170,7 @@ class LLM:
         seed = sample_seed(self.config.seed, number + 1) if params.seed is None else params.seed
         group: list[Request] = []
         for i in range(params.n):
-            sink = (
-                self.tokenizer.sink(prompt, params.stop, params.min_tokens) if self.tokenizer and detokenize else None
-            )
+            sink = text_sink(self.tokenizer, prompt, params) if detokenize else None
             request = Request(
                 id=f"{number if name is None else name}.{i}",
                 prompt=prompt,
@@ -316,6 +314,7 @@ def _output(request: Request, text: str) -> Output:
         text=text,
         token_ids=request.output,
         finish_reason=request.finish_reason or "abort",
+        stop_reason=request.stop_reason,
         logprobs=None if request.params.logprobs is None else request.logprobs,
         from_draft=request.from_draft,
         usage=request.usage,

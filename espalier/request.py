@@ -58,6 +58,8 @@ class SamplingParams:
     min_tokens: int | None = _option("tokens before which no stop token is generated")
     stop: str | Sequence[str] | None = _option("text that ends the output, itself left out; several, at most 64")
     stop_token_ids: Sequence[int] | None = _option("token ids that end the output, beside the model's own")
+    include_stop_str_in_output: bool | None = _option("true: the stop string or token that ends the output is text")
+    skip_special_tokens: bool | None = _option("false: special tokens are text, by their names; true unless set")
     ignore_eos: bool | None = _option("go on after the model's own end tokens")
     logprobs: int | None = _option(f"log-probabilities of the chosen token and of so many others, 0 to {MAX_LOGPROBS}")
     n: int | None = _option("outputs for each prompt")
@@ -81,7 +83,7 @@ class SamplingParams:
         if values.get("top_k") == -1:
             values["top_k"] = 0
         values["stop"] = _strings(values.get("stop", ()))
-        eos = () if values.get("ignore_eos") else tuple(eos_token_ids)
+        eos = values["eos_token_ids"] = () if values.get("ignore_eos") else tuple(eos_token_ids)
         values["stop_token_ids"] = tuple(
             dict.fromkeys((*_sequence("stop_token_ids", values.get("stop_token_ids", ())), *eos))
         )
@@ -91,7 +93,10 @@ class SamplingParams:
 @refuses_unknown
 @dataclass(frozen=True)
 class ResolvedParams(SamplingParams):
-    """SamplingParams with nothing left open.  The defaults are neutral: they leave the target's law as it is."""
+    """SamplingParams with nothing left open.  The defaults are neutral: they leave the target's law as it is.
+
+    eos_token_ids: those of stop_token_ids that are the model's own.
+    """
 
     temperature: float = 1.0
     top_k: int = 0
@@ -104,9 +109,12 @@ class ResolvedParams(SamplingParams):
     min_tokens: int = 0
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
     ignore_eos: bool = False
     n: int = 1
     speculation: bool = True
+    eos_token_ids: tuple[int, ...] = ()
 
     @property
     def counts_tokens(self) -> bool:
@@ -128,7 +136,7 @@ class ResolvedParams(SamplingParams):
         require_int("logprobs", self.logprobs, 0, MAX_LOGPROBS, optional=True)
         require_int("n", self.n, 1, MAX_SAMPLES)
         require_int("max_draft_depth", self.max_draft_depth, 0, MAX_COUNT, optional=True)
-        for name in ("ignore_eos", "speculation"):
+        for name in ("include_stop_str_in_output", "skip_special_tokens", "ignore_eos", "speculation"):
             if not isinstance(getattr(self, name), bool):
                 raise EspalierError(f"{name}={getattr(self, name)!r} is not supported; use True or False")
 
@@ -163,6 +171,9 @@ class ResolvedParams(SamplingParams):
             raise EspalierError(f"stop={list(self.stop)!r} is not supported; use strings of one character or more")
         if self.stop and not has_tokenizer:
             raise EspalierError("stop needs text and this model has no tokenizer; use stop_token_ids")
+        for name, value in (("include_stop_str_in_output", False), ("skip_special_tokens", True)):
+            if getattr(self, name) != value and not has_tokenizer:
+                raise EspalierError(f"{name}={not value} needs text and this model has no tokenizer; leave it out")
         if len(self.stop_token_ids) > MAX_STOP_IDS:
             raise EspalierError(
                 f"{len(self.stop_token_ids)} stop token ids (the model's own included) are not supported; "
@@ -225,14 +236,14 @@ def sample_seed(seed: int, index: int) -> int:
 class TextSink(Protocol):
     """Turns a request's tokens into text as they come.  espalier.text implements it."""
 
-    def push(self, token_id: int) -> bool:
-        """Take a token in; True once a stop string is complete, after which nothing more is pushed."""
+    def push(self, token_id: int) -> str | None:
+        """Take a token in; the stop string, once one is complete, after which nothing more is pushed."""
         ...
 
     def take(self, final: bool) -> str:
         """Text that is safe to hand out since the last take.
 
-        Never splits a character; holds back what may begin a stop string unless final; ends before a stop string.
+        Never splits a character; holds back what may begin a stop string unless final; ends at a stop string.
         """
         ...
 
@@ -359,6 +370,7 @@ class Request:
     generation: int = 0
     cached_tokens: int = 0
     finish_reason: str | None = None
+    stop_reason: int | str | None = None
     error: str | None = None
     aborted: bool = False
     enter_end: int = 0
@@ -399,7 +411,8 @@ class Request:
 class Piece:
     """What one engine step hands out for one request.
 
-    text may lag behind token_ids, by what could still change; a request's last piece has its finish_reason and error.
+    text may lag behind token_ids, by what could still change; a request's last piece has its finish_reason, stop_reason
+    and error.
     """
 
     request_id: str
@@ -409,6 +422,7 @@ class Piece:
     from_draft: list[bool] = field(default_factory=list)
     logprobs: list[TokenLogprob] | None = None
     finish_reason: str | None = None
+    stop_reason: int | str | None = None
     error: str | None = None
 
 
@@ -417,12 +431,14 @@ class Output:
     """A finished continuation.
 
     finish_reason: "stop" (an end token or a stop string), "length" (max_tokens or the context's end) or "abort" (then
-    error says why, unless the user asked for it).  choices: all n outputs, this one first, when n > 1.
+    error says why, unless the user asked for it).  stop_reason: the stop string that ended it, or the token id of
+    stop_token_ids; None for the model's own end tokens.  choices: all n outputs, this one first, when n > 1.
     """
 
     text: str
     token_ids: list[int]
     finish_reason: str
+    stop_reason: int | str | None = None
     logprobs: list[TokenLogprob] | None = None
     from_draft: list[bool] = field(default_factory=list)
     choices: list["Output"] = field(default_factory=list)

@@ -9,6 +9,7 @@ import json
 import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -50,11 +51,11 @@ class Tokenizer:
         """Token ids of a prompt, with the special tokens that the tokenizer itself adds."""
         return list(self.hf.encode(text))
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Text of tokens, special ones left out, spaces as they are."""
+    def decode(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of tokens, spaces as they are; special tokens have none, or are their names."""
         if self._backend is not None:
-            return self._backend.decode(list(tokens), skip_special_tokens=True)
-        return self.hf.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+            return self._backend.decode(list(tokens), skip_special_tokens=skip_special_tokens)
+        return self.hf.decode(list(tokens), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
 
     def name(self, token: int) -> str:
         """What one token reads as alone, special ones too; bytes that are no character read as U+FFFD."""
@@ -122,9 +123,18 @@ class Tokenizer:
                     f"chat_template_kwargs entry={name!r} is not read by this model's chat template; leave it out"
                 )
 
-    def sink(self, prompt: Sequence[int], stop: Sequence[str], min_tokens: int) -> "TextStream":
-        """Where a request's tokens become text."""
-        return TextStream(self.decode, prompt, stop, min_tokens)
+    def sink(
+        self,
+        prompt: Sequence[int],
+        stop: Sequence[str] = (),
+        min_tokens: int = 0,
+        *,
+        keep_stop: bool = False,
+        skip_special_tokens: bool = True,
+    ) -> "TextStream":
+        """Where a request's tokens become text.  keep_stop: a stop string is part of it."""
+        decode = partial(self.decode, skip_special_tokens=skip_special_tokens)
+        return TextStream(decode, prompt, stop, min_tokens, keep_stop)
 
 
 def load_tokenizer(path: Path, vocab_size: int) -> Tokenizer | None:
@@ -176,27 +186,31 @@ def _one_line(error: Exception) -> str:
 class TextStream:
     """A request's text (request.TextSink).
 
-    Until min_tokens are there, stop strings are text like any other.
+    Until min_tokens are there, stop strings are text like any other.  keep_stop: the text ends with the stop string,
+    not before.
     """
 
-    def __init__(self, decode: Decode, prompt: Sequence[int], stop: Sequence[str], min_tokens: int = 0):
+    def __init__(
+        self, decode: Decode, prompt: Sequence[int], stop: Sequence[str], min_tokens: int = 0, keep_stop: bool = False
+    ):
         self.decoder = Detokenizer(decode, prompt)
         self.stop = tuple(stop)
         self.min_tokens = min_tokens
+        self.keep_stop = keep_stop
         self.pushed = 0
         self.ready = ""
         self.held = ""
-        self.stopped = False
+        self.stopped: str | None = None
 
-    def push(self, token_id: int) -> bool:
-        """Take a token in; True once a stop string is complete."""
+    def push(self, token_id: int) -> str | None:
+        """Take a token in; the stop string, once one is complete."""
         self.pushed += 1
         self.decoder.push(token_id)
         if not self.stop or self.stopped:
             return self.stopped
         if self.pushed <= self.min_tokens:
             self.ready += self.decoder.take(final=False)
-            return False
+            return None
         self.held += self.decoder.take(final=False)
         return self._cut()
 
@@ -210,12 +224,12 @@ class TextStream:
         self.ready, self.held = "", self.held[len(self.held) - keep :]
         return text
 
-    def _cut(self) -> bool:
-        """End the text before the first stop string in it, if there is one."""
-        found = [at for at in (self.held.find(text) for text in self.stop) if at >= 0]
+    def _cut(self) -> str | None:
+        """End the text at the first stop string in it, if there is one; of those that begin together, the shortest."""
+        found = [(at, len(text), text) for text in self.stop if (at := self.held.find(text)) >= 0]
         if found:
-            self.held = self.held[: min(found)]
-            self.stopped = True
+            at, size, self.stopped = min(found)
+            self.held = self.held[: at + size if self.keep_stop else at]
         return self.stopped
 
     def _may_begin_stop(self) -> int:

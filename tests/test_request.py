@@ -88,6 +88,8 @@ REFUSED = [
     ({"n": 0}, "n=0"),
     ({"speculation": 1}, "speculation=1"),
     ({"ignore_eos": "no"}, "ignore_eos='no'"),
+    ({"skip_special_tokens": 0}, "skip_special_tokens=0"),
+    ({"include_stop_str_in_output": 1}, "include_stop_str_in_output=1"),
     ({"max_draft_depth": -1}, "max_draft_depth=-1"),
 ]
 

@@ -133,9 +133,9 @@ def test_a_chat_template_that_cannot_be_read_is_said_so():
             conversing(template).chat([{"role": "user", "content": "b"}], variables)
 
 
-def stopped(tokens, stop, min_tokens=0, takes=None):
-    """(text handed out, tokens pushed, whether a stop string ended it); takes after each token by default."""
-    stream = TextStream(BYTE_LEVEL.decode, [], stop, min_tokens)
+def stopped(tokens, stop, min_tokens=0, takes=None, keep_stop=False):
+    """(text handed out, tokens pushed, the stop string that ended it); takes after each token by default."""
+    stream = TextStream(BYTE_LEVEL.decode, [], stop, min_tokens, keep_stop)
     text, pushed = "", 0
     for i, token in enumerate(tokens):
         pushed += 1
@@ -143,21 +143,22 @@ def stopped(tokens, stop, min_tokens=0, takes=None):
         if takes is None or takes[i] or done:
             text += stream.take(final=done)
         if done:
-            return text, pushed, True
-    return text + stream.take(final=True), pushed, False
+            return text, pushed, done
+    return text + stream.take(final=True), pushed, None
 
 
 @given(
     text=st.text(st.sampled_from("abé"), max_size=16),
     stop=st.text(st.sampled_from("abé"), min_size=1, max_size=4),
+    keep_stop=st.booleans(),
     data=st.data(),
 )
-def test_text_ends_before_the_first_stop_string_wherever_tokens_part(text, stop, data):
+def test_text_ends_at_the_first_stop_string_wherever_tokens_part(text, stop, keep_stop, data):
     tokens = spelled("byte-level", text)
     takes = data.draw(st.lists(st.booleans(), min_size=len(tokens), max_size=len(tokens)))
-    handed_out, pushed, found = stopped(tokens, [stop], takes=takes)
-    assert handed_out == text.split(stop)[0]
-    assert found == (stop in text)
+    handed_out, pushed, found = stopped(tokens, [stop], takes=takes, keep_stop=keep_stop)
+    assert handed_out == text.split(stop)[0] + (stop if keep_stop and stop in text else "")
+    assert found == (stop if stop in text else None)
     if found:
         assert stop in BYTE_LEVEL.decode(tokens[:pushed])
         assert stop not in BYTE_LEVEL.decode(tokens[: pushed - 1])
@@ -172,7 +173,12 @@ def test_of_several_stop_strings_the_one_that_begins_first_counts(text, stops):
     tokens = spelled("byte-level", text)
     ends = (BYTE_LEVEL.decode(tokens[:count]) for count in range(len(tokens) + 1))
     ended = next((so_far for so_far in ends if any(stop in so_far for stop in stops)), text)
-    assert stopped(tokens, stops)[0] == min((ended.split(stop)[0] for stop in stops), key=len, default=text)
+    before = min((ended.split(stop)[0] for stop in stops), key=len, default=text)
+    assert stopped(tokens, stops)[0] == before
+    # Of those that begin there the shortest, which was there first.
+    found = min((stop for stop in stops if ended[len(before) :].startswith(stop)), key=len, default="")
+    kept, _, reason = stopped(tokens, stops, keep_stop=True)
+    assert (kept, reason or "") == (before + found, found)
 
 
 def test_what_may_begin_a_stop_string_is_held_back_and_given_out_if_it_does_not():
@@ -186,8 +192,8 @@ def test_what_may_begin_a_stop_string_is_held_back_and_given_out_if_it_does_not(
 
 def test_before_min_tokens_a_stop_string_is_text():
     tokens = spelled("byte-level", "!a!b")
-    assert stopped(tokens, ["!"], min_tokens=1) == ("!a", 3, True)
-    assert stopped(tokens, ["!"], min_tokens=3) == ("!a!b", 4, False)
+    assert stopped(tokens, ["!"], min_tokens=1) == ("!a", 3, "!")
+    assert stopped(tokens, ["!"], min_tokens=3) == ("!a!b", 4, None)
 
 
 def test_a_directory_without_tokenizer_files_has_no_tokenizer(tmp_path):

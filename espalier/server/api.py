@@ -111,8 +111,11 @@ def _add_generation(app: FastAPI, front: Front) -> None:
             prompts = [await front.tokenize(front.intake.tokens, prompt) for prompt in asked]
             echo: list[str] = []
             if body.echo:
-                decode = (await front.tokenize(front.intake.text_of, "echo")).decode
-                echo = [prompt if isinstance(prompt, str) else await front.tokenize(decode, prompt) for prompt in asked]
+                decode, skip = (await front.tokenize(front.intake.text_of, "echo")).decode, params.skip_special_tokens
+                echo = [
+                    prompt if isinstance(prompt, str) else await front.tokenize(decode, prompt, skip)
+                    for prompt in asked
+                ]
         id = f"cmpl-{request_id.get()}"
         return await front.respond(
             http, body, prompts, TextAnswer(id, body, params, prompts, front.intake.tokenizer, echo)

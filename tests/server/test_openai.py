@@ -14,6 +14,8 @@ MESSAGES = [{"role": "user", "content": "class Stack:\n"}]
 GREEDY = {"temperature": 0.0, "max_tokens": 20}
 HOUSE = {"return_token_ids": True, "from_draft": True}
 EOS = 0
+OWN = {"top_k", "min_p", "repetition_penalty", "min_tokens", "stop_token_ids", "ignore_eos", "speculation"}
+OWN |= {"max_draft_depth", "include_stop_str_in_output", "skip_special_tokens"}
 # Every field of SamplingParams that changes tokens, alone: (field, value, what else the body needs).
 FIELDS = [
     ("temperature", 0.9, {"seed": 7}),
@@ -44,9 +46,7 @@ def complete(client, prompt=PROMPT, extra=None, **fields):
 
 def ours(fields):
     """What the openai client does not know goes into its extra_body."""
-    own = {"top_k", "min_p", "repetition_penalty", "min_tokens", "stop_token_ids", "ignore_eos", "speculation"}
-    own |= {"max_draft_depth"}
-    return {k: v for k, v in fields.items() if k not in own}, {k: v for k, v in fields.items() if k in own}
+    return {k: v for k, v in fields.items() if k not in OWN}, {k: v for k, v in fields.items() if k in OWN}
 
 
 def test_a_completion_is_the_offline_llms(client, llm):
@@ -91,6 +91,7 @@ def test_each_field_is_honoured_as_offline(client, llm, field, value, beside):
 
 def test_every_field_of_sampling_params_is_tried():
     tried = {field for field, _, _ in FIELDS} | {"logit_bias", "logprobs", "n"}
+    tried |= {"include_stop_str_in_output", "skip_special_tokens"}  # of the text alone: below
     assert tried == set(SamplingParams.__dataclass_fields__)
 
 
@@ -185,6 +186,67 @@ def test_a_stop_string_ends_a_stream_before_itself(client, llm):
     expected = offline(llm, PROMPT, stop=["return"], **GREEDY)
     text = "".join(c.choices[0].text for c in complete(client, stream=True, stop="return", **GREEDY))
     assert text == expected.text and "return" not in text
+
+
+def over_a_border(llm):
+    """Text of the greedy answer that begins in one token and ends in the next, and nowhere before."""
+    expected = offline(llm, PROMPT, **GREEDY)
+    for i in range(3, len(expected.token_ids)):
+        one, two = (llm.tokenizer.decode([token]) for token in expected.token_ids[i - 1 : i + 1])
+        if one and two and expected.text.count(one[-1:] + two[:1]) == 1:
+            return one[-1:] + two[:1]
+    raise AssertionError(expected.text)
+
+
+ENDS = {
+    "a stop string": ({"stop": "return"}, "return"),
+    "a stop string of two tokens": ({"stop": None}, None),
+    "a stop token": ({"stop_token_ids": [1385]}, 1385),
+    "a stop token among stop strings": ({"stop_token_ids": [1385], "stop": ["never"]}, 1385),
+    "the model's own end": ({"logit_bias": {EOS: 100.0}}, ""),
+    "the limit": ({"logit_bias": {EOS: 100.0}, "ignore_eos": True}, ""),
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("skip", [False, True])
+def test_what_ends_the_output_is_said_and_its_text_as_asked_for(client, llm, name, keep, skip):
+    ends, reason = ENDS[name]
+    if reason is None:
+        reason = over_a_border(llm)
+        ends = {"stop": reason}
+    fields = {**GREEDY, **ends, "include_stop_str_in_output": keep, "skip_special_tokens": skip}
+    expected = offline(llm, PROMPT, **fields)
+    assert expected.stop_reason == (reason or None)
+    if isinstance(reason, str) and reason:
+        assert expected.text.endswith(reason) == keep
+    shown = "<|endoftext|>" * (not skip) * {"the limit": 20, "the model's own end": int(keep)}.get(name, 0)
+    assert expected.text.count("<|endoftext|>") * 13 == len(shown)
+    known, own = ours(fields)
+    [whole] = complete(client, extra=own, **known).choices
+    parts = [chunk.choices[0] for chunk in complete(client, extra=own, stream=True, **known)]
+    said = (expected.text, expected.finish_reason, expected.stop_reason)
+    assert (whole.text, whole.finish_reason, whole.stop_reason) == said
+    assert ("".join(part.text for part in parts), parts[-1].finish_reason, parts[-1].stop_reason) == said
+    assert all(part.stop_reason is None for part in parts[:-1])
+
+
+def test_a_chat_says_what_ended_it(client, llm):
+    text = llm.chat(MESSAGES, SamplingParams(**GREEDY)).text
+    fields = {"model": "bundled", "messages": MESSAGES, "stop": text[3:6], **GREEDY}
+    own = {"include_stop_str_in_output": True}
+    [whole] = client.chat.completions.create(extra_body=own, **fields).choices
+    parts = [chunk.choices[0] for chunk in client.chat.completions.create(stream=True, extra_body=own, **fields)]
+    until = text[: text.index(text[3:6]) + 3]
+    assert (whole.message.content, whole.stop_reason) == (until, text[3:6])
+    assert ("".join(part.delta.content or "" for part in parts), parts[-1].stop_reason) == (until, text[3:6])
+
+
+def test_an_echo_shows_special_tokens_as_the_answer_does(client):
+    for skip, shown in ((True, ""), (False, "<|user|>")):
+        answer = complete(client, prompt=[1], echo=True, extra={"skip_special_tokens": skip}, **GREEDY)
+        assert answer.choices[0].text.startswith(shown) and ("<|" in answer.choices[0].text) == (not skip)
 
 
 def test_many_at_once_through_the_async_client(served, llm):
