@@ -63,7 +63,7 @@ GENERATES = (*READS_A_BODY, 429, 504)
 @dataclass(frozen=True)
 class ApiOptions:
     """api_key: None for none; cors_origins: whose pages may read answers, none by default; body_timeout_s: for reading
-    one body, None for no limit."""
+    one body, and for the headers before it, None for no limit."""
 
     api_key: str | None = None
     cors_origins: Sequence[str] = ()
