@@ -5,11 +5,11 @@ LLM and the server's front both go through here, so that a prompt means the same
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Unpack
 
 from espalier.errors import EspalierError
 from espalier.request import ResolvedParams, SamplingParams, check_prompt
-from espalier.text import TextStream, Tokenizer
+from espalier.text import ChatOptions, TextStream, Tokenizer
 
 Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, str]]
@@ -42,12 +42,9 @@ class Intake:
         check_prompt(tokens, self.facts.vocab_size, self.facts.max_context)
         return tokens
 
-    def chat(self, messages: Messages, template_kwargs: Mapping[str, Any] | None = None) -> list[int]:
-        """Token ids of a conversation, up to where the assistant answers.  Raises EspalierError.
-
-        template_kwargs: variables of the model's chat template, such as Qwen3's enable_thinking.
-        """
-        return self.text_of("chat").chat(messages, template_kwargs)
+    def chat(self, messages: Messages, **options: Unpack[ChatOptions]) -> list[int]:
+        """Token ids of a conversation, up to where the assistant answers.  Raises EspalierError."""
+        return self.text_of("chat").chat(messages, **options)
 
     def resolve(self, params: SamplingParams) -> ResolvedParams:
         """Parameters with nothing left open, each within what is supported.  Raises EspalierError."""

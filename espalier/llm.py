@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Unpack
 
 from espalier.config import EngineConfig
 from espalier.engine.load import build_engine, find, resolve_config
@@ -17,7 +17,7 @@ from espalier.errors import EspalierError
 from espalier.intake import Intake, Messages, ModelFacts, Prompt, text_sink
 from espalier.models.config import read_json
 from espalier.request import Output, Piece, Request, ResolvedParams, SamplingParams, SpeculationStats, sample_seed
-from espalier.text import load_tokenizer
+from espalier.text import ChatOptions, load_tokenizer
 
 ROUNDS_BEFORE_WARNING = 256
 LOWEST_ACCEPTANCE = 0.05
@@ -113,17 +113,17 @@ class LLM:
         messages: Messages,
         params: SamplingParams | None = None,
         on_piece: Callable[[Piece], None] | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **options: Unpack[ChatOptions],
     ) -> Output:
         """The assistant's answer to a conversation of {"role", "content"} messages, by the model's chat template.
 
-        chat_template_kwargs: variables of that template, such as Qwen3's enable_thinking.
+        options: chat_template_kwargs, add_generation_prompt and continue_final_message (espalier/text.py:ChatOptions).
         """
-        return self.generate([self.chat_prompt(messages, chat_template_kwargs)], params, on_piece)[0]
+        return self.generate([self.chat_prompt(messages, **options)], params, on_piece)[0]
 
-    def chat_prompt(self, messages: Messages, chat_template_kwargs: Mapping[str, Any] | None = None) -> list[int]:
+    def chat_prompt(self, messages: Messages, **options: Unpack[ChatOptions]) -> list[int]:
         """Token ids of a conversation, up to where the assistant answers.  Raises EspalierError."""
-        return self.intake.chat(messages, chat_template_kwargs)
+        return self.intake.chat(messages, **options)
 
     def close(self) -> None:
         """Release what the engine holds.  Idempotent."""

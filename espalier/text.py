@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 from espalier.errors import EspalierError
 
@@ -32,6 +32,19 @@ class TokenBytes(NamedTuple):
 
     bytes: bytes
     is_text: bool
+
+
+class ChatOptions(TypedDict, total=False):
+    """How a conversation becomes a prompt, beside its messages.
+
+    chat_template_kwargs: variables of the chat template, such as Qwen3's enable_thinking; one that it does not read is
+    refused.  continue_final_message: the last message is left open, and goes on.  add_generation_prompt: end with where
+    the assistant begins to answer; None: unless the last message goes on.
+    """
+
+    chat_template_kwargs: Mapping[str, Any] | None
+    add_generation_prompt: bool | None
+    continue_final_message: bool | None
 
 
 class Tokenizer:
@@ -90,18 +103,24 @@ class Tokenizer:
         return kind in (decoder["type"], *(step["type"] for step in decoder.get("decoders", ())))
 
     def chat(
-        self, messages: Sequence[Mapping[str, str]], template_kwargs: Mapping[str, Any] | None = None
+        self,
+        messages: Sequence[Mapping[str, str]],
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool | None = None,
     ) -> list[int]:
-        """Token ids of a conversation up to where the assistant answers.
-
-        template_kwargs: variables of the chat template.  Raises EspalierError, also for one that it does not read.
-        """
+        """Token ids of a conversation (ChatOptions).  Raises EspalierError."""
         if not getattr(self.hf, "chat_template", None):
             raise EspalierError("this model's tokenizer has no chat template; use generate with a prompt")
-        own = dict(template_kwargs or {})
+        own, goes_on = dict(chat_template_kwargs or {}), bool(continue_final_message)
+        if goes_on and add_generation_prompt:
+            raise EspalierError("continue_final_message with add_generation_prompt has no meaning; set one of them")
+        begins = not goes_on if add_generation_prompt is None else add_generation_prompt
         try:
             self._check_template_kwargs(own)
-            text = self.hf.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True, **own)
+            text = self.hf.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=begins, continue_final_message=goes_on, **own
+            )
         except EspalierError:
             raise
         except Exception as error:  # a template raises whatever it likes

@@ -127,6 +127,26 @@ def test_a_chat_template_takes_its_variables_and_no_others():
             said(**{name: 1})
 
 
+def test_a_conversation_ends_where_the_answer_begins_or_goes_on():
+    tokenizer = conversing(
+        "{% for m in messages %}<{{ m.content | trim }}>{% endfor %}{% if add_generation_prompt %}<{% endif %}"
+    )
+
+    def said(last="b", **options):
+        messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": last}]
+        return tokenizer.decode(tokenizer.chat(messages, **options))
+
+    assert said() == said(add_generation_prompt=True) == said(continue_final_message=False) == "<a><b><"
+    assert said(add_generation_prompt=False) == "<a><b>"
+    assert said(continue_final_message=True) == "<a><b"
+    assert said(continue_final_message=True, add_generation_prompt=False) == "<a><b"
+    with pytest.raises(EspalierError, match="continue_final_message with add_generation_prompt has no meaning"):
+        said(continue_final_message=True, add_generation_prompt=True)
+    hidden = conversing("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}")
+    with pytest.raises(EspalierError, match="the chat template refuses these messages: continue_final_message is set"):
+        hidden.chat([{"role": "assistant", "content": "b"}], continue_final_message=True)
+
+
 def test_a_chat_template_that_cannot_be_read_is_said_so():
     for template, variables in (("{% if %}", {}), ("{{ 'x }} think", {"think": 1})):
         with pytest.raises(EspalierError, match="the chat template refuses these messages"):

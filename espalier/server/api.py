@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -148,7 +149,7 @@ def _prompts(body: CompletionRequest) -> list[str | list[int]]:
 
 def _chat_prompt(front: Front, body: ChatRequest) -> list[int]:
     """Token ids of a conversation that the model can start from."""
-    return front.intake.tokens(front.intake.chat(body.turns(), body.chat_template_kwargs))
+    return front.intake.tokens(front.intake.chat(body.turns(), **body.options()))
 
 
 def _add_tokens(app: FastAPI, front: Front) -> None:
@@ -159,10 +160,11 @@ def _add_tokens(app: FastAPI, front: Front) -> None:
             raise ApiError(400, "give a prompt or messages, one of them", "prompt")
         if body.messages is not None:
             turns = [message.turn() for message in body.messages]
-            tokens = await front.tokenize(front.intake.chat, turns, body.chat_template_kwargs)
-        elif body.chat_template_kwargs is not None:
-            raise ApiError(400, "chat_template_kwargs are for messages; leave them out", "chat_template_kwargs")
+            tokens = await front.tokenize(partial(front.intake.chat, turns, **body.options()))
         else:
+            for name, value in body.options().items():
+                if value is not None:
+                    raise ApiError(400, f"{name} is for messages; leave it out", name)
             encode = (await front.tokenize(front.intake.text_of, "/tokenize")).encode
             tokens = await front.tokenize(encode, body.prompt)
         return {"tokens": tokens, "count": len(tokens), "max_model_len": front.intake.facts.max_context}

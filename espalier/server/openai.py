@@ -13,6 +13,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model
 
 from espalier.errors import EspalierError
 from espalier.request import MAX_BIAS, SamplingParams
+from espalier.text import ChatOptions
 
 
 @dataclass(frozen=True)
@@ -191,14 +192,30 @@ class TextFormat(Body):
     type: Literal["text"]
 
 
-class ChatRequest(Generating):
-    """POST /v1/chat/completions"""
+class Conversing(Body):
+    """How a conversation becomes a prompt: fields of ChatOptions."""
 
-    messages: Annotated[list[Message], FIRST] = Field(min_length=1, description="the conversation so far")
     chat_template_kwargs: TemplateKwargs | None = Field(
         None,
         description="variables of the chat template, such as enable_thinking; what it does not read is refused",
     )
+    add_generation_prompt: bool | None = Field(
+        None, description="end the prompt where the answer begins; true unless continue_final_message is"
+    )
+    continue_final_message: bool | None = Field(None, description="the answer goes on with the last message")
+
+    def options(self) -> ChatOptions:
+        return {
+            "chat_template_kwargs": self.chat_template_kwargs,
+            "add_generation_prompt": self.add_generation_prompt,
+            "continue_final_message": self.continue_final_message,
+        }
+
+
+class ChatRequest(Conversing, Generating):
+    """POST /v1/chat/completions"""
+
+    messages: Annotated[list[Message], FIRST] = Field(min_length=1, description="the conversation so far")
     max_completion_tokens: int | None = Field(None, description="OpenAI's later name of max_tokens")
     logprobs: bool | None = Field(None, description="log-probabilities of the chosen tokens")
     top_logprobs: int | None = Field(None, description="of so many others at each place; needs logprobs")
@@ -242,7 +259,7 @@ class ChatRequest(Generating):
         return [message.turn() for message in self.messages]
 
 
-class TokenizeRequest(Body):
+class TokenizeRequest(Conversing):
     """POST /tokenize: a prompt as a completion reads it, or messages as a chat does."""
 
     model: str | None = Field(None, description="a served name, if any")
@@ -250,7 +267,6 @@ class TokenizeRequest(Body):
     messages: Annotated[list[Message], FIRST] | None = Field(
         None, min_length=1, description="a conversation; or give a prompt"
     )
-    chat_template_kwargs: TemplateKwargs | None = Field(None, description="only with messages")
 
 
 class DetokenizeRequest(Body):

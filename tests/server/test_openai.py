@@ -159,6 +159,19 @@ def test_variables_of_the_chat_template_are_handed_to_it(client, served, llm):
     assert tokens == [*llm.tokenizer.encode("import os\n")[1:], *llm.chat_prompt(MESSAGES)[1:]]
 
 
+@pytest.mark.parametrize("options", [{"continue_final_message": True}, {"add_generation_prompt": False}, {}])
+def test_an_answer_goes_on_with_the_last_message_where_that_is_asked_for(client, served, llm, options):
+    messages = [*MESSAGES, {"role": "assistant", "content": "def push(self"}]
+    expected = llm.chat(messages, SamplingParams(**GREEDY), **options)
+    chat = client.chat.completions.create(model="bundled", messages=messages, extra_body=options, **GREEDY)
+    assert chat.choices[0].message.content == expected.text
+    tokens = served.request("/tokenize", {"messages": messages, **options})[2]["tokens"]
+    assert tokens == llm.chat_prompt(messages, **options) and chat.usage.prompt_tokens == len(tokens)
+    ends = {"continue_final_message": "def push(self", "add_generation_prompt": "<|end|>"}
+    text = llm.tokenizer.decode(tokens, skip_special_tokens=False)
+    assert text.endswith(ends[next(iter(options))] if options else "<|end|><|assistant|>")
+
+
 def test_a_chat_streams_what_it_answers_whole(client, llm):
     expected = llm.chat(MESSAGES, SamplingParams(**GREEDY))
     fields = {"model": "bundled", "messages": MESSAGES, **GREEDY}
