@@ -4,8 +4,8 @@ A transport that is closed keeps its socket until its last byte has gone, for ev
 no limit for that.  uvicorn closes a connection on which nothing comes after an answer; one on which nothing ever came,
 headers that trickle and the rest of a body whose answer is out have no limit.  So all are looked at from time to time.
 
-Connections are uvicorn's protocols, of whichever kind: they have a transport and the scope of their last request, and
-`cycle`, which answers it, None before the first.
+Connections are uvicorn's protocols, of whichever kind: they have a transport, the scope of their last request, `cycle`,
+which answers it (None before the first), and `timeout_keep_alive_task` from an answer's end to what comes next.
 """
 
 import logging
@@ -69,8 +69,11 @@ class Senders:
         without = {}
         for connection in list(connections):
             cycle = getattr(connection, "cycle", None)
-            # An answer that is out may still have to be taken, which is for Readers.
-            if (cycle is not None and not cycle.response_complete) or connection.transport.get_write_buffer_size():
+            if cycle is not None and not cycle.response_complete:
+                continue
+            # An answer that is out may still have to be taken, which is for Readers; where nothing came since, uvicorn
+            # itself waits a moment for the next request, and closes.
+            if connection.transport.get_write_buffer_size() or _waits_for_the_next(connection):
                 continue
             last, since = self._without.get(connection, (cycle, now))
             since = since if last is cycle else now
@@ -80,6 +83,10 @@ class Senders:
             else:
                 without[connection] = cycle, since
         self._without = without
+
+
+def _waits_for_the_next(connection: Any) -> bool:
+    return getattr(connection, "timeout_keep_alive_task", None) is not None
 
 
 def _abort(connection: Any, closed: Counter, message: str, *values: Any) -> None:

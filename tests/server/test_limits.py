@@ -193,8 +193,8 @@ def test_a_steady_reader_keeps_its_connection_while_more_and_more_waits():
 
 
 def test_who_is_without_a_request_for_too_long_is_closed():
-    """At each second what answers (its name, in capitals once it is done) and what waits for its reader; the limit is
-    three."""
+    """At each second what answers (its name, in capitals once it is done), + where some of it waits for its reader, and
+    ~ from its end until something comes; the limit is three."""
     for seconds, closed_at in (
         ("- - - - -", 3),
         ("- - a a a a a a", None),
@@ -203,6 +203,8 @@ def test_who_is_without_a_request_for_too_long_is_closed():
         ("A A B B C C", None),
         ("A A A+ A+ A A A A", 7),
         ("- - -+ - - - -", 6),
+        ("A~ A~ A~ A~ A~", None),
+        ("a A~ A~ A A A A", 6),
     ):
         closed, counter, cycles = [], Counter("closed", "", registry=None), {"-": None}
         transport = SimpleNamespace(
@@ -214,6 +216,7 @@ def test_who_is_without_a_request_for_too_long_is_closed():
         connection = type("Connection", (), {"transport": transport, "scope": None, "cycle": None})()
         for now, state in enumerate(seconds.split()):
             connection.cycle = cycles.setdefault(state[0].lower(), SimpleNamespace(response_complete=False))
+            connection.timeout_keep_alive_task = 1 if "~" in state else None
             if connection.cycle is not None:
                 connection.cycle.response_complete = state[0].isupper()
             if not closed:
