@@ -1,7 +1,8 @@
 """The one exception that users see for what they asked: one line with the value, what is supported and the remedy."""
 
 import difflib
-from collections.abc import Collection
+import math
+from collections.abc import Callable, Collection
 from dataclasses import fields
 from functools import wraps
 from typing import Any, TypeVar
@@ -18,6 +19,25 @@ def unknown_name(what: str, name: str, known: Collection[str]) -> EspalierError:
     near = difflib.get_close_matches(name, known, n=1)
     remedy = f"did you mean {near[0]!r}?" if near else f"use one of {', '.join(known)}"
     return EspalierError(f"{what} has no {name!r}; {remedy}")
+
+
+def require_number(name: str, value: Any, inside: Callable[[Any], bool], supported: str) -> None:
+    """Refuse what is no finite number, or not inside.  Raises EspalierError."""
+    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not (number and inside(value)):
+        raise EspalierError(f"{name}={value!r} is not supported; use {supported}")
+
+
+def require_int(
+    name: str, value: Any, low: int, high: int | None = None, *, optional: bool = False, remedy: str = ""
+) -> None:
+    """Refuse what is no whole number of low to high; None is one where it is optional.  Raises EspalierError."""
+    if optional and value is None:
+        return
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if not (whole and value >= low and (high is None or value <= high)):
+        allowed = f"a whole number, {low} or more" if high is None else f"a whole number, {low} to {high}"
+        raise EspalierError(f"{name}={value!r} is not supported; use {allowed}{remedy}")
 
 
 def refuses_unknown(cls: type[T]) -> type[T]:

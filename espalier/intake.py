@@ -5,11 +5,11 @@ LLM and the server's front both go through here, so that a prompt means the same
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Unpack
 
 from espalier.errors import EspalierError
 from espalier.request import ResolvedParams, SamplingParams, check_prompt
-from espalier.text import Tokenizer
+from espalier.text import ChatOptions, TextStream, Tokenizer
 
 Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, str]]
@@ -42,9 +42,9 @@ class Intake:
         check_prompt(tokens, self.facts.vocab_size, self.facts.max_context)
         return tokens
 
-    def chat(self, messages: Messages) -> list[int]:
+    def chat(self, messages: Messages, **options: Unpack[ChatOptions]) -> list[int]:
         """Token ids of a conversation, up to where the assistant answers.  Raises EspalierError."""
-        return self.text_of("chat").chat(messages)
+        return self.text_of("chat").chat(messages, **options)
 
     def resolve(self, params: SamplingParams) -> ResolvedParams:
         """Parameters with nothing left open, each within what is supported.  Raises EspalierError."""
@@ -57,3 +57,11 @@ class Intake:
         if self.tokenizer is None:
             raise EspalierError(f"{what} needs a tokenizer and {self.facts.model} has none; give token ids")
         return self.tokenizer
+
+
+def text_sink(tokenizer: Tokenizer | None, prompt: Sequence[int], params: ResolvedParams) -> TextStream | None:
+    """Where a request's tokens become text, in whichever process; None without a tokenizer."""
+    if tokenizer is None:
+        return None
+    keep, skip = params.include_stop_str_in_output, params.skip_special_tokens
+    return tokenizer.sink(prompt, params.stop, params.min_tokens, keep_stop=keep, skip_special_tokens=skip)

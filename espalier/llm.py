@@ -9,15 +9,15 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Unpack
 
 from espalier.config import EngineConfig
 from espalier.engine.load import build_engine, find, resolve_config
 from espalier.errors import EspalierError
-from espalier.intake import Intake, Messages, ModelFacts, Prompt
+from espalier.intake import Intake, Messages, ModelFacts, Prompt, text_sink
 from espalier.models.config import read_json
 from espalier.request import Output, Piece, Request, ResolvedParams, SamplingParams, SpeculationStats, sample_seed
-from espalier.text import load_tokenizer
+from espalier.text import ChatOptions, load_tokenizer
 
 ROUNDS_BEFORE_WARNING = 256
 LOWEST_ACCEPTANCE = 0.05
@@ -109,14 +109,21 @@ class LLM:
         return self._run(group)
 
     def chat(
-        self, messages: Messages, params: SamplingParams | None = None, on_piece: Callable[[Piece], None] | None = None
+        self,
+        messages: Messages,
+        params: SamplingParams | None = None,
+        on_piece: Callable[[Piece], None] | None = None,
+        **options: Unpack[ChatOptions],
     ) -> Output:
-        """The assistant's answer to a conversation of {"role", "content"} messages, by the model's chat template."""
-        return self.generate([self.chat_prompt(messages)], params, on_piece)[0]
+        """The assistant's answer to a conversation of {"role", "content"} messages, by the model's chat template.
 
-    def chat_prompt(self, messages: Messages) -> list[int]:
+        options: chat_template_kwargs, add_generation_prompt and continue_final_message (espalier/text.py:ChatOptions).
+        """
+        return self.generate([self.chat_prompt(messages, **options)], params, on_piece)[0]
+
+    def chat_prompt(self, messages: Messages, **options: Unpack[ChatOptions]) -> list[int]:
         """Token ids of a conversation, up to where the assistant answers.  Raises EspalierError."""
-        return self.intake.chat(messages)
+        return self.intake.chat(messages, **options)
 
     def close(self) -> None:
         """Release what the engine holds.  Idempotent."""
@@ -163,9 +170,7 @@ class LLM:
         seed = sample_seed(self.config.seed, number + 1) if params.seed is None else params.seed
         group: list[Request] = []
         for i in range(params.n):
-            sink = (
-                self.tokenizer.sink(prompt, params.stop, params.min_tokens) if self.tokenizer and detokenize else None
-            )
+            sink = text_sink(self.tokenizer, prompt, params) if detokenize else None
             request = Request(
                 id=f"{number if name is None else name}.{i}",
                 prompt=prompt,
@@ -309,6 +314,7 @@ def _output(request: Request, text: str) -> Output:
         text=text,
         token_ids=request.output,
         finish_reason=request.finish_reason or "abort",
+        stop_reason=request.stop_reason,
         logprobs=None if request.params.logprobs is None else request.logprobs,
         from_draft=request.from_draft,
         usage=request.usage,

@@ -3,12 +3,11 @@
 Values only: nothing here knows of a tokenizer, a device or a model.  Text reaches a request as a TextSink.
 """
 
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
 
-from espalier.errors import EspalierError, refuses_unknown
+from espalier.errors import EspalierError, refuses_unknown, require_int, require_number
 
 MAX_BIAS = 512
 MAX_STOP_IDS = 64
@@ -47,7 +46,7 @@ class SamplingParams:
     """
 
     temperature: float | None = _option("0 is greedy; higher is more varied")
-    top_k: int | None = _option("keep the k likeliest tokens; 0 keeps all")
+    top_k: int | None = _option("keep the k likeliest tokens; 0 or -1 keeps all")
     top_p: float | None = _option("keep the likeliest tokens that make up this share")
     min_p: float | None = _option("keep tokens at least this share as likely as the likeliest")
     repetition_penalty: float | None = _option("above 1 discourages tokens of the prompt and the output")
@@ -59,6 +58,8 @@ class SamplingParams:
     min_tokens: int | None = _option("tokens before which no stop token is generated")
     stop: str | Sequence[str] | None = _option("text that ends the output, itself left out; several, at most 64")
     stop_token_ids: Sequence[int] | None = _option("token ids that end the output, beside the model's own")
+    include_stop_str_in_output: bool | None = _option("true: the stop string or token that ends the output is text")
+    skip_special_tokens: bool | None = _option("false: special tokens are text, by their names; true unless set")
     ignore_eos: bool | None = _option("go on after the model's own end tokens")
     logprobs: int | None = _option(f"log-probabilities of the chosen token and of so many others, 0 to {MAX_LOGPROBS}")
     n: int | None = _option("outputs for each prompt")
@@ -79,8 +80,10 @@ class SamplingParams:
         if defaults.get("do_sample") is False:
             values["temperature"] = 0.0
         values |= {f.name: value for f in fields(self) if (value := getattr(self, f.name)) is not None}
+        if values.get("top_k") == -1:
+            values["top_k"] = 0
         values["stop"] = _strings(values.get("stop", ()))
-        eos = () if values.get("ignore_eos") else tuple(eos_token_ids)
+        eos = values["eos_token_ids"] = () if values.get("ignore_eos") else tuple(eos_token_ids)
         values["stop_token_ids"] = tuple(
             dict.fromkeys((*_sequence("stop_token_ids", values.get("stop_token_ids", ())), *eos))
         )
@@ -90,7 +93,10 @@ class SamplingParams:
 @refuses_unknown
 @dataclass(frozen=True)
 class ResolvedParams(SamplingParams):
-    """SamplingParams with nothing left open.  The defaults are neutral: they leave the target's law as it is."""
+    """SamplingParams with nothing left open.  The defaults are neutral: they leave the target's law as it is.
+
+    eos_token_ids: those of stop_token_ids that are the model's own.
+    """
 
     temperature: float = 1.0
     top_k: int = 0
@@ -103,9 +109,12 @@ class ResolvedParams(SamplingParams):
     min_tokens: int = 0
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
     ignore_eos: bool = False
     n: int = 1
     speculation: bool = True
+    eos_token_ids: tuple[int, ...] = ()
 
     @property
     def counts_tokens(self) -> bool:
@@ -123,11 +132,11 @@ class ResolvedParams(SamplingParams):
         self._validate_distribution()
         self._validate_ends(vocab_size, has_tokenizer)
         self._validate_bias(vocab_size)
-        _require_int("seed", self.seed, 0, MAX_SEED, optional=True)
-        _require_int("logprobs", self.logprobs, 0, MAX_LOGPROBS, optional=True)
-        _require_int("n", self.n, 1, MAX_SAMPLES)
-        _require_int("max_draft_depth", self.max_draft_depth, 0, MAX_COUNT, optional=True)
-        for name in ("ignore_eos", "speculation"):
+        require_int("seed", self.seed, 0, MAX_SEED, optional=True)
+        require_int("logprobs", self.logprobs, 0, MAX_LOGPROBS, optional=True)
+        require_int("n", self.n, 1, MAX_SAMPLES)
+        require_int("max_draft_depth", self.max_draft_depth, 0, MAX_COUNT, optional=True)
+        for name in ("include_stop_str_in_output", "skip_special_tokens", "ignore_eos", "speculation"):
             if not isinstance(getattr(self, name), bool):
                 raise EspalierError(f"{name}={getattr(self, name)!r} is not supported; use True or False")
 
@@ -135,23 +144,23 @@ class ResolvedParams(SamplingParams):
         def zero_or_more(value: float) -> bool:
             return value == 0 or value >= MIN_TEMPERATURE
 
-        _require_number("temperature", self.temperature, zero_or_more, f"0 (greedy), or {MIN_TEMPERATURE} and more")
-        _require_int("top_k", self.top_k, 0, MAX_COUNT, remedy=" (0 keeps all tokens)")
-        _require_number("top_p", self.top_p, lambda p: 0 < p <= 1, "more than 0 and up to 1 (1 keeps all tokens)")
-        _require_number("min_p", self.min_p, lambda p: 0 <= p <= 1, "0 to 1 (0 keeps all tokens)")
+        require_number("temperature", self.temperature, zero_or_more, f"0 (greedy), or {MIN_TEMPERATURE} and more")
+        require_int("top_k", self.top_k, 0, MAX_COUNT, remedy=" (0 or -1 keeps all tokens)")
+        require_number("top_p", self.top_p, lambda p: 0 < p <= 1, "more than 0 and up to 1 (1 keeps all tokens)")
+        require_number("min_p", self.min_p, lambda p: 0 <= p <= 1, "0 to 1 (0 keeps all tokens)")
         low, high = REPETITION_PENALTIES
-        _require_number(
+        require_number(
             "repetition_penalty",
             self.repetition_penalty,
             lambda p: low <= p <= high,
             f"{low} to {high} (1 is no penalty)",
         )
         for name in ("presence_penalty", "frequency_penalty"):
-            _require_number(name, getattr(self, name), lambda p: -2 <= p <= 2, "-2 to 2 (0 is no penalty)")
+            require_number(name, getattr(self, name), lambda p: -2 <= p <= 2, "-2 to 2 (0 is no penalty)")
 
     def _validate_ends(self, vocab_size: int, has_tokenizer: bool) -> None:
-        _require_int("max_tokens", self.max_tokens, 1, MAX_COUNT, optional=True)
-        _require_int("min_tokens", self.min_tokens, 0, MAX_COUNT)
+        require_int("max_tokens", self.max_tokens, 1, MAX_COUNT, optional=True)
+        require_int("min_tokens", self.min_tokens, 0, MAX_COUNT)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise EspalierError(
                 f"min_tokens={self.min_tokens} is above max_tokens={self.max_tokens}; lower it or raise max_tokens"
@@ -162,13 +171,16 @@ class ResolvedParams(SamplingParams):
             raise EspalierError(f"stop={list(self.stop)!r} is not supported; use strings of one character or more")
         if self.stop and not has_tokenizer:
             raise EspalierError("stop needs text and this model has no tokenizer; use stop_token_ids")
+        for name, value in (("include_stop_str_in_output", False), ("skip_special_tokens", True)):
+            if getattr(self, name) != value and not has_tokenizer:
+                raise EspalierError(f"{name}={not value} needs text and this model has no tokenizer; leave it out")
         if len(self.stop_token_ids) > MAX_STOP_IDS:
             raise EspalierError(
                 f"{len(self.stop_token_ids)} stop token ids (the model's own included) are not supported; "
                 f"use {MAX_STOP_IDS} at most"
             )
         for token in self.stop_token_ids:
-            _require_int("stop_token_ids entry", token, 0, vocab_size - 1, remedy=" (the vocabulary)")
+            require_int("stop_token_ids entry", token, 0, vocab_size - 1, remedy=" (the vocabulary)")
 
     def _validate_bias(self, vocab_size: int) -> None:
         if not isinstance(self.logit_bias, Mapping):
@@ -178,8 +190,8 @@ class ResolvedParams(SamplingParams):
                 f"logit_bias with {len(self.logit_bias)} entries is not supported; use {MAX_BIAS} at most"
             )
         for token, bias in self.logit_bias.items():
-            _require_int("logit_bias token", token, 0, vocab_size - 1, remedy=" (the vocabulary)")
-            _require_number(
+            require_int("logit_bias token", token, 0, vocab_size - 1, remedy=" (the vocabulary)")
+            require_number(
                 f"logit_bias[{token}]",
                 bias,
                 lambda b: abs(b) <= MAX_ABS_BIAS,
@@ -197,23 +209,6 @@ def _sequence(name: str, value: Any) -> Sequence[Any]:
     return tuple(value)
 
 
-def _require_number(name: str, value: Any, inside: Callable[[Any], bool], supported: str) -> None:
-    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not (number and inside(value)):
-        raise EspalierError(f"{name}={value!r} is not supported; use {supported}")
-
-
-def _require_int(
-    name: str, value: Any, low: int, high: int | None = None, *, optional: bool = False, remedy: str = ""
-) -> None:
-    if optional and value is None:
-        return
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    if not (whole and value >= low and (high is None or value <= high)):
-        allowed = f"a whole number, {low} or more" if high is None else f"a whole number, {low} to {high}"
-        raise EspalierError(f"{name}={value!r} is not supported; use {allowed}{remedy}")
-
-
 def check_prompt(prompt: Sequence[int], vocab_size: int, max_context: int) -> None:
     """Refuse a prompt that no request can start from.  Raises EspalierError."""
     if len(prompt) == 0:
@@ -224,7 +219,7 @@ def check_prompt(prompt: Sequence[int], vocab_size: int, max_context: int) -> No
             f"output; shorten it to {max_context - 1} or raise max_context"
         )
     for token in prompt:
-        _require_int("prompt token id", token, 0, vocab_size - 1, remedy=" (the vocabulary)")
+        require_int("prompt token id", token, 0, vocab_size - 1, remedy=" (the vocabulary)")
 
 
 def sample_seed(seed: int, index: int) -> int:
@@ -241,14 +236,14 @@ def sample_seed(seed: int, index: int) -> int:
 class TextSink(Protocol):
     """Turns a request's tokens into text as they come.  espalier.text implements it."""
 
-    def push(self, token_id: int) -> bool:
-        """Take a token in; True once a stop string is complete, after which nothing more is pushed."""
+    def push(self, token_id: int) -> str | None:
+        """Take a token in; the stop string, once one is complete, after which nothing more is pushed."""
         ...
 
     def take(self, final: bool) -> str:
         """Text that is safe to hand out since the last take.
 
-        Never splits a character; holds back what may begin a stop string unless final; ends before a stop string.
+        Never splits a character; holds back what may begin a stop string unless final; ends at a stop string.
         """
         ...
 
@@ -375,6 +370,7 @@ class Request:
     generation: int = 0
     cached_tokens: int = 0
     finish_reason: str | None = None
+    stop_reason: int | str | None = None
     error: str | None = None
     aborted: bool = False
     enter_end: int = 0
@@ -415,7 +411,8 @@ class Request:
 class Piece:
     """What one engine step hands out for one request.
 
-    text may lag behind token_ids, by what could still change; a request's last piece has its finish_reason and error.
+    text may lag behind token_ids, by what could still change; a request's last piece has its finish_reason, stop_reason
+    and error.
     """
 
     request_id: str
@@ -425,6 +422,7 @@ class Piece:
     from_draft: list[bool] = field(default_factory=list)
     logprobs: list[TokenLogprob] | None = None
     finish_reason: str | None = None
+    stop_reason: int | str | None = None
     error: str | None = None
 
 
@@ -433,12 +431,14 @@ class Output:
     """A finished continuation.
 
     finish_reason: "stop" (an end token or a stop string), "length" (max_tokens or the context's end) or "abort" (then
-    error says why, unless the user asked for it).  choices: all n outputs, this one first, when n > 1.
+    error says why, unless the user asked for it).  stop_reason: the stop string that ended it, or the token id of
+    stop_token_ids; None for the model's own end tokens.  choices: all n outputs, this one first, when n > 1.
     """
 
     text: str
     token_ids: list[int]
     finish_reason: str
+    stop_reason: int | str | None = None
     logprobs: list[TokenLogprob] | None = None
     from_draft: list[bool] = field(default_factory=list)
     choices: list["Output"] = field(default_factory=list)

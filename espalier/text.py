@@ -4,12 +4,14 @@ Tokens are decoded a window at a time, from a little before the first that has n
 reads as may depend on the one before it (a leading space, the other bytes of a character).
 """
 
+import inspect
 import json
 import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 from espalier.errors import EspalierError
 
@@ -32,6 +34,19 @@ class TokenBytes(NamedTuple):
     is_text: bool
 
 
+class ChatOptions(TypedDict, total=False):
+    """How a conversation becomes a prompt, beside its messages.
+
+    chat_template_kwargs: variables of the chat template, such as Qwen3's enable_thinking; one that it does not read is
+    refused.  continue_final_message: the last message is left open, and goes on.  add_generation_prompt: end with where
+    the assistant begins to answer; None: unless the last message goes on.
+    """
+
+    chat_template_kwargs: Mapping[str, Any] | None
+    add_generation_prompt: bool | None
+    continue_final_message: bool | None
+
+
 class Tokenizer:
     """A Hugging Face tokenizer, as much of it as the house needs."""
 
@@ -49,11 +64,11 @@ class Tokenizer:
         """Token ids of a prompt, with the special tokens that the tokenizer itself adds."""
         return list(self.hf.encode(text))
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Text of tokens, special ones left out, spaces as they are."""
+    def decode(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of tokens, spaces as they are; special tokens have none, or are their names."""
         if self._backend is not None:
-            return self._backend.decode(list(tokens), skip_special_tokens=True)
-        return self.hf.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+            return self._backend.decode(list(tokens), skip_special_tokens=skip_special_tokens)
+        return self.hf.decode(list(tokens), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
 
     def name(self, token: int) -> str:
         """What one token reads as alone, special ones too; bytes that are no character read as U+FFFD."""
@@ -87,19 +102,58 @@ class Tokenizer:
         decoder = json.loads(self._backend.decoder.__getstate__())
         return kind in (decoder["type"], *(step["type"] for step in decoder.get("decoders", ())))
 
-    def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Token ids of a conversation up to where the assistant answers.  Raises EspalierError."""
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, str]],
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool | None = None,
+    ) -> list[int]:
+        """Token ids of a conversation (ChatOptions).  Raises EspalierError."""
         if not getattr(self.hf, "chat_template", None):
             raise EspalierError("this model's tokenizer has no chat template; use generate with a prompt")
+        own, goes_on = dict(chat_template_kwargs or {}), bool(continue_final_message)
+        if goes_on and add_generation_prompt:
+            raise EspalierError("continue_final_message with add_generation_prompt has no meaning; set one of them")
+        begins = not goes_on if add_generation_prompt is None else add_generation_prompt
         try:
-            text = self.hf.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+            self._check_template_kwargs(own)
+            text = self.hf.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=begins, continue_final_message=goes_on, **own
+            )
+        except EspalierError:
+            raise
         except Exception as error:  # a template raises whatever it likes
             raise EspalierError(f"the chat template refuses these messages: {_one_line(error)}") from None
         return list(self.hf.encode(text, add_special_tokens=False))
 
-    def sink(self, prompt: Sequence[int], stop: Sequence[str], min_tokens: int) -> "TextStream":
-        """Where a request's tokens become text."""
-        return TextStream(self.decode, prompt, stop, min_tokens)
+    def _check_template_kwargs(self, given: Mapping[str, Any]) -> None:
+        """Refuse names that transformers takes for itself, and those that would do nothing.  Raises EspalierError."""
+        if not given:
+            return
+        parameters = inspect.signature(self.hf.apply_chat_template).parameters.values()
+        taken = {each.name for each in parameters if each.kind is not each.VAR_KEYWORD} | {"messages", "conversations"}
+        read = _names_in(self.hf.get_chat_template())
+        for name in given:
+            if name in taken:
+                raise EspalierError(f"chat_template_kwargs entry={name!r} is for the engine to set; leave it out")
+            if name not in read:
+                raise EspalierError(
+                    f"chat_template_kwargs entry={name!r} is not read by this model's chat template; leave it out"
+                )
+
+    def sink(
+        self,
+        prompt: Sequence[int],
+        stop: Sequence[str] = (),
+        min_tokens: int = 0,
+        *,
+        keep_stop: bool = False,
+        skip_special_tokens: bool = True,
+    ) -> "TextStream":
+        """Where a request's tokens become text.  keep_stop: a stop string is part of it."""
+        decode = partial(self.decode, skip_special_tokens=skip_special_tokens)
+        return TextStream(decode, prompt, stop, min_tokens, keep_stop)
 
 
 def load_tokenizer(path: Path, vocab_size: int) -> Tokenizer | None:
@@ -136,6 +190,14 @@ def _byte_alphabet() -> dict[str, int]:
     return {chr(byte): byte for byte in shown} | {chr(256 + i): byte for i, byte in enumerate(hidden)}
 
 
+def _names_in(template: str) -> set[str]:
+    """Every name that a chat template's code mentions, its own variables included."""
+    from jinja2 import Environment
+
+    # By its words: its tags may be extensions of transformers' own, which only its parser knows.
+    return {word for _, kind, word in Environment().lex(template) if kind == "name"}
+
+
 def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())[:200] or type(error).__name__
 
@@ -143,27 +205,31 @@ def _one_line(error: Exception) -> str:
 class TextStream:
     """A request's text (request.TextSink).
 
-    Until min_tokens are there, stop strings are text like any other.
+    Until min_tokens are there, stop strings are text like any other.  keep_stop: the text ends with the stop string,
+    not before.
     """
 
-    def __init__(self, decode: Decode, prompt: Sequence[int], stop: Sequence[str], min_tokens: int = 0):
+    def __init__(
+        self, decode: Decode, prompt: Sequence[int], stop: Sequence[str], min_tokens: int = 0, keep_stop: bool = False
+    ):
         self.decoder = Detokenizer(decode, prompt)
         self.stop = tuple(stop)
         self.min_tokens = min_tokens
+        self.keep_stop = keep_stop
         self.pushed = 0
         self.ready = ""
         self.held = ""
-        self.stopped = False
+        self.stopped: str | None = None
 
-    def push(self, token_id: int) -> bool:
-        """Take a token in; True once a stop string is complete."""
+    def push(self, token_id: int) -> str | None:
+        """Take a token in; the stop string, once one is complete."""
         self.pushed += 1
         self.decoder.push(token_id)
         if not self.stop or self.stopped:
             return self.stopped
         if self.pushed <= self.min_tokens:
             self.ready += self.decoder.take(final=False)
-            return False
+            return None
         self.held += self.decoder.take(final=False)
         return self._cut()
 
@@ -177,12 +243,12 @@ class TextStream:
         self.ready, self.held = "", self.held[len(self.held) - keep :]
         return text
 
-    def _cut(self) -> bool:
-        """End the text before the first stop string in it, if there is one."""
-        found = [at for at in (self.held.find(text) for text in self.stop) if at >= 0]
+    def _cut(self) -> str | None:
+        """End the text at the first stop string in it, if there is one; of those that begin together, the shortest."""
+        found = [(at, len(text), text) for text in self.stop if (at := self.held.find(text)) >= 0]
         if found:
-            self.held = self.held[: min(found)]
-            self.stopped = True
+            at, size, self.stopped = min(found)
+            self.held = self.held[: at + size if self.keep_stop else at]
         return self.stopped
 
     def _may_begin_stop(self) -> int:

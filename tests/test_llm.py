@@ -3,6 +3,7 @@
 import logging
 import shutil
 import signal
+from dataclasses import replace
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -124,6 +125,44 @@ def test_a_stop_string_ends_the_text_before_it(llm):
     assert stopped.text == free.text[: free.text.index(stop)]
 
 
+def test_a_stop_string_that_is_kept_ends_the_text_streamed_too(llm):
+    [free] = llm.generate("abc", GREEDY)
+    stop = free.text[4:6]
+    # What comes after it in the same round is no part of the text either.
+    params = replace(GREEDY, stop=[stop, "<s>"], include_stop_str_in_output=True)
+    [kept] = llm.generate("abc", params)
+    assert (kept.finish_reason, kept.stop_reason) == ("stop", stop)
+    assert kept.text == free.text[: free.text.index(stop) + 2]
+    pieces = list(llm.stream("abc", params))
+    assert "".join(piece.text for piece in pieces) == kept.text
+    assert [piece.stop_reason for piece in pieces] == [None] * (len(pieces) - 1) + [stop]
+
+
+def test_a_stop_token_is_the_reason_and_text_where_that_is_asked_for(llm):
+    [free] = llm.generate("abc", GREEDY)
+    token = free.token_ids[4]
+    before = free.text[: free.token_ids.index(token)]
+    for keep in (False, True):
+        params = replace(GREEDY, stop_token_ids=[token], include_stop_str_in_output=keep)
+        [ended] = llm.generate("abc", params)
+        assert (ended.finish_reason, ended.stop_reason) == ("stop", token)
+        assert ended.text == before + letters([token]) * keep
+    # Also where the same token completes a stop string.
+    [both] = llm.generate("abc", replace(params, stop=letters([token])))
+    assert (both.text, both.stop_reason) == (before + letters([token]), letters([token]))
+    assert free.stop_reason is None
+
+
+def test_special_tokens_are_text_where_they_are_not_skipped(llm):
+    forced = replace(GREEDY, max_tokens=3, logit_bias={LETTERS.index("<s>"): 10_000.0})
+    assert llm.generate("abc", forced)[0].text == ""
+    shown = replace(forced, skip_special_tokens=False)
+    assert llm.generate("abc", shown)[0].text == "<s>" * 3
+    # One that is text can be a stop string.
+    [stopped] = llm.generate("abc", replace(shown, stop="<s><s>", include_stop_str_in_output=True))
+    assert (stopped.text, stopped.stop_reason, len(stopped.token_ids)) == ("<s>" * 2, "<s><s>", 2)
+
+
 def test_pieces_add_up_to_the_output(llm):
     [output] = llm.generate("abc", GREEDY)
     pieces = list(llm.stream("abc", GREEDY))
@@ -237,6 +276,8 @@ def test_a_directory_without_a_tokenizer_takes_tokens_and_refuses_text():
             llm.chat([{"role": "user", "content": "ab"}])
         with pytest.raises(EspalierError, match="stop_token_ids"):
             llm.generate([[0]], SamplingParams(stop="a"))
+        with pytest.raises(EspalierError, match="skip_special_tokens=False needs text"):
+            llm.generate([[0]], SamplingParams(skip_special_tokens=False))
 
 
 def test_a_closed_llm_says_so(paths):

@@ -36,6 +36,12 @@ def test_do_sample_false_is_greedy_unless_the_user_says_otherwise():
     assert resolved({"do_sample": False}, temperature=0.3).temperature == 0.3
 
 
+def test_a_top_k_of_minus_one_is_off_as_zero_is():
+    for params in (resolved(top_k=-1), resolved({"top_k": -1}), resolved({"top_k": 20}, top_k=-1), resolved(top_k=0)):
+        params.validate(VOCAB)
+        assert params.top_k == 0
+
+
 def test_every_eos_id_stops_unless_ignored():
     assert resolved(eos=(2, 3), stop_token_ids=[5, 3]).stop_token_ids == (5, 3, 2)
     assert resolved(eos=(2, 3), stop_token_ids=[5], ignore_eos=True).stop_token_ids == (5,)
@@ -50,7 +56,7 @@ REFUSED = [
     ({"temperature": float("nan")}, "temperature=nan"),
     ({"temperature": 1e-9}, "temperature=1e-09"),
     ({"temperature": True}, "temperature=True"),
-    ({"top_k": -1}, "top_k=-1"),
+    ({"top_k": -2}, "top_k=-2"),
     ({"top_k": 1.5}, "top_k=1.5"),
     ({"top_p": 0}, "top_p=0"),
     ({"top_p": 1.1}, "top_p=1.1"),
@@ -82,6 +88,8 @@ REFUSED = [
     ({"n": 0}, "n=0"),
     ({"speculation": 1}, "speculation=1"),
     ({"ignore_eos": "no"}, "ignore_eos='no'"),
+    ({"skip_special_tokens": 0}, "skip_special_tokens=0"),
+    ({"include_stop_str_in_output": 1}, "include_stop_str_in_output=1"),
     ({"max_draft_depth": -1}, "max_draft_depth=-1"),
 ]
 

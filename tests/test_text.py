@@ -5,9 +5,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from espalier.errors import EspalierError
-from espalier.text import Detokenizer, TextStream, load_tokenizer
+from espalier.text import Detokenizer, TextStream, Tokenizer, load_tokenizer
 
 BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
 MERGES = [("a", "b"), ("Ã", "©")]
@@ -99,9 +100,62 @@ def test_a_token_that_is_not_shown_does_not_cost_the_next_its_space():
     assert stream.take(final=False) == " a"
 
 
-def stopped(tokens, stop, min_tokens=0, takes=None):
-    """(text handed out, tokens pushed, whether a stop string ended it); takes after each token by default."""
-    stream = TextStream(BYTE_LEVEL.decode, [], stop, min_tokens)
+def conversing(template):
+    backend = Backend.from_str(BYTE_LEVEL.to_str())
+    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=template))
+
+
+def test_a_chat_template_takes_its_variables_and_no_others():
+    # Its second tag is an extension that transformers makes.
+    tokenizer = conversing(
+        "{%- if think is defined and not think %}a{% endif %}"
+        "{% generation %}{{ messages[0].content }}{% endgeneration %}"
+    )
+    hello = [{"role": "user", "content": "b"}]
+
+    def said(**variables):
+        return tokenizer.decode(tokenizer.chat(hello, variables))
+
+    assert (said(), said(think=True), said(think=False)) == ("b", "b", "ab")
+    assert tokenizer.chat(hello, None) == tokenizer.chat(hello)
+    for name in ("thinks", "endgeneration_", "b"):
+        with pytest.raises(EspalierError, match=f"chat_template_kwargs entry='{name}' is not read by this model's"):
+            said(**{name: 1})
+    # Whatever the template reads: these would change what the caller asks for, or what he gets.
+    for name in ("messages", "conversation", "tools", "documents", "tokenize", "return_dict", "continue_final_message"):
+        with pytest.raises(EspalierError, match=f"chat_template_kwargs entry='{name}' is for the engine to set"):
+            said(**{name: 1})
+
+
+def test_a_conversation_ends_where_the_answer_begins_or_goes_on():
+    tokenizer = conversing(
+        "{% for m in messages %}<{{ m.content | trim }}>{% endfor %}{% if add_generation_prompt %}<{% endif %}"
+    )
+
+    def said(last="b", **options):
+        messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": last}]
+        return tokenizer.decode(tokenizer.chat(messages, **options))
+
+    assert said() == said(add_generation_prompt=True) == said(continue_final_message=False) == "<a><b><"
+    assert said(add_generation_prompt=False) == "<a><b>"
+    assert said(continue_final_message=True) == "<a><b"
+    assert said(continue_final_message=True, add_generation_prompt=False) == "<a><b"
+    with pytest.raises(EspalierError, match="continue_final_message with add_generation_prompt has no meaning"):
+        said(continue_final_message=True, add_generation_prompt=True)
+    hidden = conversing("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}")
+    with pytest.raises(EspalierError, match="the chat template refuses these messages: continue_final_message is set"):
+        hidden.chat([{"role": "assistant", "content": "b"}], continue_final_message=True)
+
+
+def test_a_chat_template_that_cannot_be_read_is_said_so():
+    for template, variables in (("{% if %}", {}), ("{{ 'x }} think", {"think": 1})):
+        with pytest.raises(EspalierError, match="the chat template refuses these messages"):
+            conversing(template).chat([{"role": "user", "content": "b"}], variables)
+
+
+def stopped(tokens, stop, min_tokens=0, takes=None, keep_stop=False):
+    """(text handed out, tokens pushed, the stop string that ended it); takes after each token by default."""
+    stream = TextStream(BYTE_LEVEL.decode, [], stop, min_tokens, keep_stop)
     text, pushed = "", 0
     for i, token in enumerate(tokens):
         pushed += 1
@@ -109,21 +163,22 @@ def stopped(tokens, stop, min_tokens=0, takes=None):
         if takes is None or takes[i] or done:
             text += stream.take(final=done)
         if done:
-            return text, pushed, True
-    return text + stream.take(final=True), pushed, False
+            return text, pushed, done
+    return text + stream.take(final=True), pushed, None
 
 
 @given(
     text=st.text(st.sampled_from("abé"), max_size=16),
     stop=st.text(st.sampled_from("abé"), min_size=1, max_size=4),
+    keep_stop=st.booleans(),
     data=st.data(),
 )
-def test_text_ends_before_the_first_stop_string_wherever_tokens_part(text, stop, data):
+def test_text_ends_at_the_first_stop_string_wherever_tokens_part(text, stop, keep_stop, data):
     tokens = spelled("byte-level", text)
     takes = data.draw(st.lists(st.booleans(), min_size=len(tokens), max_size=len(tokens)))
-    handed_out, pushed, found = stopped(tokens, [stop], takes=takes)
-    assert handed_out == text.split(stop)[0]
-    assert found == (stop in text)
+    handed_out, pushed, found = stopped(tokens, [stop], takes=takes, keep_stop=keep_stop)
+    assert handed_out == text.split(stop)[0] + (stop if keep_stop and stop in text else "")
+    assert found == (stop if stop in text else None)
     if found:
         assert stop in BYTE_LEVEL.decode(tokens[:pushed])
         assert stop not in BYTE_LEVEL.decode(tokens[: pushed - 1])
@@ -138,7 +193,12 @@ def test_of_several_stop_strings_the_one_that_begins_first_counts(text, stops):
     tokens = spelled("byte-level", text)
     ends = (BYTE_LEVEL.decode(tokens[:count]) for count in range(len(tokens) + 1))
     ended = next((so_far for so_far in ends if any(stop in so_far for stop in stops)), text)
-    assert stopped(tokens, stops)[0] == min((ended.split(stop)[0] for stop in stops), key=len, default=text)
+    before = min((ended.split(stop)[0] for stop in stops), key=len, default=text)
+    assert stopped(tokens, stops)[0] == before
+    # Of those that begin there the shortest, which was there first.
+    found = min((stop for stop in stops if ended[len(before) :].startswith(stop)), key=len, default="")
+    kept, _, reason = stopped(tokens, stops, keep_stop=True)
+    assert (kept, reason or "") == (before + found, found)
 
 
 def test_what_may_begin_a_stop_string_is_held_back_and_given_out_if_it_does_not():
@@ -152,8 +212,8 @@ def test_what_may_begin_a_stop_string_is_held_back_and_given_out_if_it_does_not(
 
 def test_before_min_tokens_a_stop_string_is_text():
     tokens = spelled("byte-level", "!a!b")
-    assert stopped(tokens, ["!"], min_tokens=1) == ("!a", 3, True)
-    assert stopped(tokens, ["!"], min_tokens=3) == ("!a!b", 4, False)
+    assert stopped(tokens, ["!"], min_tokens=1) == ("!a", 3, "!")
+    assert stopped(tokens, ["!"], min_tokens=3) == ("!a!b", 4, None)
 
 
 def test_a_directory_without_tokenizer_files_has_no_tokenizer(tmp_path):

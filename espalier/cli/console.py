@@ -85,7 +85,7 @@ def waiting(what: str) -> Iterator[None]:
 
 def coloured(tokenizer: Tokenizer, prompt: Sequence[int], tokens: Sequence[int], from_draft: Sequence[bool]) -> Text:
     """The text of tokens, those that came from the draft standing out."""
-    sink = tokenizer.sink(prompt, (), 0)
+    sink = tokenizer.sink(prompt)
     text = Text()
     for i, (token, drafted) in enumerate(zip(tokens, from_draft, strict=True)):
         sink.push(token)

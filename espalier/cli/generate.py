@@ -113,6 +113,7 @@ def as_dict(output: Output) -> dict[str, Any]:
         "text": output.text,
         "token_ids": output.token_ids,
         "finish_reason": output.finish_reason,
+        "stop_reason": output.stop_reason,
         "from_draft": output.from_draft,
         "logprobs": None if output.logprobs is None else [vars(entry) for entry in output.logprobs],
         "choices": [as_dict(choice) for choice in output.choices],

@@ -35,7 +35,7 @@ def add(commands: Any, name: str) -> None:
     http.add_argument("--request-timeout", type=float, default=600.0, metavar="S", help="seconds; 0 for none (600)")
     http.add_argument("--max-body-bytes", type=int, default=4 * 2**20, metavar="N", help="of one request (4194304)")
     http.add_argument(
-        "--body-timeout", type=float, default=60.0, metavar="S", help="seconds to read a body; 0 for none (60)"
+        "--body-timeout", type=float, default=60.0, metavar="S", help="seconds to read headers, or a body; 0: none (60)"
     )
     http.add_argument(
         "--send-timeout", type=float, default=60.0, metavar="S", help="seconds a reader may take nothing; 0: none (60)"

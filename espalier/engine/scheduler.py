@@ -281,16 +281,20 @@ class Scheduler:
         if reason:
             self._leave(request, reason)
         if kept:
-            piece = Piece(request.id, request.index, row.tokens[:kept], text, from_draft[:kept], logprobs, reason)
+            tokens, stop_reason = row.tokens[:kept], request.stop_reason
+            piece = Piece(request.id, request.index, tokens, text, from_draft[:kept], logprobs, reason, stop_reason)
             self._pieces.append(piece)
         return kept
 
     def _push(self, request: Request, token: int) -> str | None:
         """Append one token; the reason it ends the request, if it does."""
         request.output.append(token)
-        if token in request.stop_ids:
-            return "stop"
-        if request.text is not None and request.text.push(token):
+        params, ends = request.params, token in request.stop_ids
+        # A token that ends it is no text, unless what ended it is asked for.
+        text = None if ends and not params.include_stop_str_in_output else request.text
+        found = text.push(token) if text is not None else None
+        if ends or found is not None:
+            request.stop_reason = found or (None if token in params.eos_token_ids else token)
             return "stop"
         return "length" if request.num_tokens >= request.end(self.layout.max_context) else None
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from espalier.intake import text_sink
 from espalier.request import ResolvedParams, SpeculationStats, TokenLogprob, Usage
 from espalier.server.openai import Generating
 from espalier.server.protocol import Part
@@ -21,18 +22,21 @@ class Delta:
     from_draft: list[bool]
     logprobs: list[TokenLogprob] | None
     finish_reason: str | None
+    stop_reason: int | str | None = None
 
 
 @dataclass
 class Choice:
     """One sample of one prompt.
 
-    sink: makes the text here, where no stop string needs it in the engine process; text_length: of the characters that
-    the tokens with log-probabilities complete, counted by `characters`, which keeps the bytes of one that is not whole.
+    sink: makes the text here, where no stop string needs it in the engine process; keep_stop: of the token that stops
+    it too; text_length: of the characters that the tokens with log-probabilities complete, counted by `characters`,
+    which keeps the bytes of one that is not whole.
     """
 
     index: int
     sink: TextStream | None
+    keep_stop: bool = False
     text: str = ""
     text_length: int = 0
     characters: codecs.IncrementalDecoder = field(
@@ -42,23 +46,24 @@ class Choice:
     from_draft: list[bool] = field(default_factory=list)
     logprobs: list[TokenLogprob] | None = None
     finish_reason: str | None = None
+    stop_reason: int | str | None = None
 
     def take(self, part: Part) -> Delta:
         piece = part.piece
         text = piece.text if self.sink is None else self._detokenize(self.sink, piece.token_ids, piece.finish_reason)
-        delta = Delta(text, piece.token_ids, piece.from_draft, piece.logprobs, piece.finish_reason)
+        ends = piece.finish_reason, piece.stop_reason
+        delta = Delta(text, piece.token_ids, piece.from_draft, piece.logprobs, *ends)
         self.text += text
         self.token_ids += delta.token_ids
         self.from_draft += delta.from_draft
         if delta.logprobs is not None:
             self.logprobs = (self.logprobs or []) + delta.logprobs
-        self.finish_reason = delta.finish_reason
+        self.finish_reason, self.stop_reason = ends
         return delta
 
-    @staticmethod
-    def _detokenize(sink: TextStream, token_ids: list[int], finish_reason: str | None) -> str:
-        """As the engine does for text that it makes itself: the token that stops a request is no text."""
-        for token in token_ids[:-1] if finish_reason == "stop" else token_ids:
+    def _detokenize(self, sink: TextStream, token_ids: list[int], finish_reason: str | None) -> str:
+        """As the engine does for text that it makes itself: the token that stops a request is no text, unless kept."""
+        for token in token_ids[:-1] if finish_reason == "stop" and not self.keep_stop else token_ids:
             sink.push(token)
         return sink.take(final=finish_reason is not None)
 
@@ -88,7 +93,9 @@ class Answer:
         self.include_usage = bool(body.stream_options and body.stream_options.include_usage)
         self.head = {"id": id, "created": int(time.time()), "model": body.model}
         self.choices = [
-            Choice(at * params.n + i, self._sink(prompt)) for at, prompt in enumerate(prompts) for i in range(params.n)
+            Choice(at * params.n + i, self._sink(prompt), params.include_stop_str_in_output)
+            for at, prompt in enumerate(prompts)
+            for i in range(params.n)
         ]
         self.usages: list[Usage] = []
         self.stats = SpeculationStats()
@@ -99,9 +106,7 @@ class Answer:
         return bool(self.params.stop)
 
     def _sink(self, prompt: list[int]) -> TextStream | None:
-        if self.tokenizer is None or self.detokenize_there:
-            return None
-        return self.tokenizer.sink(prompt, (), 0)
+        return None if self.detokenize_there else text_sink(self.tokenizer, prompt, self.params)
 
     def take(self, at: int, part: Part) -> tuple[Choice, Delta]:
         """Add a part of prompt `at`."""
@@ -119,7 +124,7 @@ class Answer:
         quiet = not (delta.text or delta.finish_reason or delta.logprobs)
         if quiet and not (self.body.return_token_ids or self.body.from_draft):
             return None
-        return self._chunk([self._chunk_choice(choice, delta) | self._of_tokens(delta)])
+        return self._chunk([self._chunk_choice(choice, delta) | self._beyond_openai(delta)])
 
     def opening(self) -> list[dict[str, Any]]:
         """Chunks that come before the first token."""
@@ -131,7 +136,7 @@ class Answer:
 
     def whole(self) -> dict[str, Any]:
         """The answer, once all its choices have ended."""
-        choices = [self._whole_choice(choice) | self._of_tokens(choice) for choice in self.choices]
+        choices = [self._whole_choice(choice) | self._beyond_openai(choice) for choice in self.choices]
         return {**self.head, "object": self.object_whole, "choices": choices, "usage": self.usage()}
 
     def usage(self) -> dict[str, Any]:
@@ -149,9 +154,9 @@ class Answer:
         chunk = {**self.head, "object": self.object_chunk, "choices": choices}
         return {**chunk, "usage": None} if self.include_usage else chunk
 
-    def _of_tokens(self, source: Delta | Choice) -> dict[str, Any]:
-        """What the body asked for beyond OpenAI's fields."""
-        wanted: dict[str, Any] = {}
+    def _beyond_openai(self, source: Delta | Choice) -> dict[str, Any]:
+        """What stands beside OpenAI's fields."""
+        wanted: dict[str, Any] = {"stop_reason": source.stop_reason}
         if self.body.return_token_ids:
             wanted["token_ids"] = source.token_ids
         if self.body.from_draft:
@@ -232,8 +237,10 @@ class TextAnswer(Answer):
     def _advance(self, choice: Choice, token: int) -> int:
         """The character of the text at which a token begins, or that it goes on with."""
         at = choice.text_length
-        if self.tokenizer is not None and (part := self.tokenizer.bytes_of(token)).is_text:
-            choice.text_length += len(choice.characters.decode(part.bytes))
+        if self.tokenizer is not None:
+            part = self.tokenizer.bytes_of(token)
+            if part.is_text or not self.params.skip_special_tokens:
+                choice.text_length += len(choice.characters.decode(part.bytes))
         return at
 
 

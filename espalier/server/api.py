@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -63,7 +64,7 @@ GENERATES = (*READS_A_BODY, 429, 504)
 @dataclass(frozen=True)
 class ApiOptions:
     """api_key: None for none; cors_origins: whose pages may read answers, none by default; body_timeout_s: for reading
-    one body, None for no limit."""
+    one body, and for the headers before it, None for no limit."""
 
     api_key: str | None = None
     cors_origins: Sequence[str] = ()
@@ -111,8 +112,11 @@ def _add_generation(app: FastAPI, front: Front) -> None:
             prompts = [await front.tokenize(front.intake.tokens, prompt) for prompt in asked]
             echo: list[str] = []
             if body.echo:
-                decode = (await front.tokenize(front.intake.text_of, "echo")).decode
-                echo = [prompt if isinstance(prompt, str) else await front.tokenize(decode, prompt) for prompt in asked]
+                decode, skip = (await front.tokenize(front.intake.text_of, "echo")).decode, params.skip_special_tokens
+                echo = [
+                    prompt if isinstance(prompt, str) else await front.tokenize(decode, prompt, skip)
+                    for prompt in asked
+                ]
         id = f"cmpl-{request_id.get()}"
         return await front.respond(
             http, body, prompts, TextAnswer(id, body, params, prompts, front.intake.tokenizer, echo)
@@ -123,7 +127,7 @@ def _add_generation(app: FastAPI, front: Front) -> None:
         front.check_model(body.model)
         params = _checked(front, body)
         with front.entering(params.n):
-            prompt = await front.tokenize(_chat_prompt, front, body.turns())
+            prompt = await front.tokenize(_chat_prompt, front, body)
         id = f"chatcmpl-{request_id.get()}"
         return await front.respond(http, body, [prompt], ChatAnswer(id, body, params, [prompt], front.intake.tokenizer))
 
@@ -143,9 +147,9 @@ def _prompts(body: CompletionRequest) -> list[str | list[int]]:
         raise refusal(error) from None
 
 
-def _chat_prompt(front: Front, turns: list[dict[str, str]]) -> list[int]:
+def _chat_prompt(front: Front, body: ChatRequest) -> list[int]:
     """Token ids of a conversation that the model can start from."""
-    return front.intake.tokens(front.intake.chat(turns))
+    return front.intake.tokens(front.intake.chat(body.turns(), **body.options()))
 
 
 def _add_tokens(app: FastAPI, front: Front) -> None:
@@ -155,8 +159,12 @@ def _add_tokens(app: FastAPI, front: Front) -> None:
         if (body.prompt is None) == (body.messages is None):
             raise ApiError(400, "give a prompt or messages, one of them", "prompt")
         if body.messages is not None:
-            tokens = await front.tokenize(front.intake.chat, [message.turn() for message in body.messages])
+            turns = [message.turn() for message in body.messages]
+            tokens = await front.tokenize(partial(front.intake.chat, turns, **body.options()))
         else:
+            for name, value in body.options().items():
+                if value is not None:
+                    raise ApiError(400, f"{name} is for messages; leave it out", name)
             encode = (await front.tokenize(front.intake.text_of, "/tokenize")).encode
             tokens = await front.tokenize(encode, body.prompt)
         return {"tokens": tokens, "count": len(tokens), "max_model_len": front.intake.facts.max_context}
@@ -193,6 +201,10 @@ def _add_state(app: FastAPI, front: Front) -> None:
         body = {"status": front.status, "why": front.client.why}
         return JSONResponse(body, 200 if front.status == "ok" else 503)
 
+    @app.get("/version", responses=answers_with(*ALWAYS))
+    async def version() -> dict[str, str]:
+        return {"version": __version__}
+
     @app.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}, **answers_with(500)})
     async def metrics() -> Response:
         return Response(front.metrics.text(), media_type=CONTENT_TYPE_LATEST)
@@ -215,12 +227,17 @@ def _of_routing(http: Request, error: HTTPException) -> ApiError:
     path = http.url.path
     if error.status_code == 405:
         allowed = (error.headers or {}).get("Allow", "")
+        # As the gate reads it.
+        allowed = "GET, HEAD" if allowed == "GET" else allowed
         found = ApiError(405, f"{http.method} {path} is not served; use {allowed}")
         found.headers = {"allow": allowed}
         return found
     if error.status_code == 404:
         why = next((why for prefix, why in REFUSED_PATHS.items() if path.startswith(prefix)), None)
-        served = "/v1/models, /v1/completions, /v1/chat/completions, /tokenize, /detokenize, /health and /metrics are"
+        served = (
+            "/v1/models, /v1/completions, /v1/chat/completions, /tokenize, /detokenize, /health, /metrics and "
+            "/version are"
+        )
         reason = f"{path} is OpenAI's and not supported here: {why}" if why else f"{path} is not served; {served}"
         return ApiError(404, reason, code="unsupported" if why else None)
     return ApiError(error.status_code, str(error.detail))

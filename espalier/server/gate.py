@@ -64,6 +64,10 @@ class Gate:
                 await receive()
                 await send({"type": "websocket.close", "code": 1008})
             return
+        method = scope["method"]
+        if method == "HEAD":
+            # The HTTP server leaves out the body: all else is GET's, probes included.
+            scope = {**scope, "method": "GET"}
         headers = Headers(scope=scope)
         given = headers.get("x-request-id", "")
         request_id.set(given if GIVEN_ID.fullmatch(given) else f"req-{uuid.uuid4().hex}")
@@ -81,7 +85,7 @@ class Gate:
             if not answer.status:
                 await JSONResponse(error.body(), error.status_code, error.headers)(scope, receive, answer)
         except Exception:
-            log.exception("%s %s failed", scope["method"], path)
+            log.exception("%s %s failed", method, path)
             if not answer.status:
                 failed = ApiError(500, FAILED)
                 await JSONResponse(failed.body(), 500)(scope, receive, answer)
@@ -90,7 +94,7 @@ class Gate:
             seconds = time.perf_counter() - began
             # Probes come every few seconds, for ever.
             level = logging.DEBUG if scope["path"] in OPEN_PATHS and answer.status == 200 else logging.INFO
-            log.log(level, "%s %s %d %.3f s", scope["method"], path, answer.status, seconds)
+            log.log(level, "%s %s %d %.3f s", method, path, answer.status, seconds)
             route = scope.get("route")
             self.answered(getattr(route, "path", "other"), answer.status)
 

@@ -13,6 +13,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model
 
 from espalier.errors import EspalierError
 from espalier.request import MAX_BIAS, SamplingParams
+from espalier.text import ChatOptions
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ Nothing = Annotated[list[Any], Field(max_length=0)]
 FIRST: Any = Field(fail_fast=True)
 Tokens = Annotated[list[int], FIRST]
 MOST_METADATA = 16
+MOST_TEMPLATE_KWARGS = 64
 
 
 def _at_most(most: int) -> BeforeValidator:
@@ -45,6 +47,7 @@ def _at_most(most: int) -> BeforeValidator:
     return BeforeValidator(count)
 
 
+TemplateKwargs = Annotated[dict[str, Any], _at_most(MOST_TEMPLATE_KWARGS)]
 # Keys of a JSON object are text.
 Bias = Annotated[dict[Annotated[int, Field(strict=False)], float], _at_most(MAX_BIAS)]
 
@@ -189,7 +192,27 @@ class TextFormat(Body):
     type: Literal["text"]
 
 
-class ChatRequest(Generating):
+class Conversing(Body):
+    """How a conversation becomes a prompt: fields of ChatOptions."""
+
+    chat_template_kwargs: TemplateKwargs | None = Field(
+        None,
+        description="variables of the chat template, such as enable_thinking; what it does not read is refused",
+    )
+    add_generation_prompt: bool | None = Field(
+        None, description="end the prompt where the answer begins; true unless continue_final_message is"
+    )
+    continue_final_message: bool | None = Field(None, description="the answer goes on with the last message")
+
+    def options(self) -> ChatOptions:
+        return {
+            "chat_template_kwargs": self.chat_template_kwargs,
+            "add_generation_prompt": self.add_generation_prompt,
+            "continue_final_message": self.continue_final_message,
+        }
+
+
+class ChatRequest(Conversing, Generating):
     """POST /v1/chat/completions"""
 
     messages: Annotated[list[Message], FIRST] = Field(min_length=1, description="the conversation so far")
@@ -207,7 +230,9 @@ class ChatRequest(Generating):
     modalities: Annotated[Annotated[list[Literal["text"]], FIRST] | None, TEXT_ONLY] = None
     audio: Annotated[None, TEXT_ONLY] = None
     prediction: Annotated[None, Refused("drafts come from the engine's own drafter; leave it out")] = None
-    reasoning_effort: Annotated[None, Refused("how a model reasons is its chat template's; leave it out")] = None
+    reasoning_effort: Annotated[
+        None, Refused("how a model reasons is its chat template's: set it in chat_template_kwargs, or leave it out")
+    ] = None
     verbosity: Annotated[None, Refused("ask for it in the messages; leave it out")] = None
     web_search_options: Annotated[None, Refused("nothing is looked up; leave it out")] = None
     store: Annotated[Literal[False] | None, STATELESS] = None
@@ -234,7 +259,7 @@ class ChatRequest(Generating):
         return [message.turn() for message in self.messages]
 
 
-class TokenizeRequest(Body):
+class TokenizeRequest(Conversing):
     """POST /tokenize: a prompt as a completion reads it, or messages as a chat does."""
 
     model: str | None = Field(None, description="a served name, if any")

@@ -20,9 +20,9 @@ import uvicorn
 from espalier.errors import EspalierError
 from espalier.server.api import ApiOptions, make_app
 from espalier.server.client import ClientOptions, EngineClient
+from espalier.server.connections import Readers, Senders
 from espalier.server.front import Front, FrontOptions
 from espalier.server.gate import Gate
-from espalier.server.readers import Readers
 
 log = logging.getLogger("espalier.server")
 TOKENIZERS = "transformers.models.auto.tokenization_auto"
@@ -51,11 +51,20 @@ class ServeOptions:
 class Server(uvicorn.Server):
     """uvicorn, with an end of our own."""
 
-    def __init__(self, config: uvicorn.Config, front: Front, gate: Gate, readers: Readers, drain_timeout_s: float):
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        front: Front,
+        gate: Gate,
+        readers: Readers,
+        senders: Senders,
+        drain_timeout_s: float,
+    ):
         super().__init__(config)
         self.front = front
         self.gate = gate
         self.readers = readers
+        self.senders = senders
         self.drain_timeout_s = drain_timeout_s
         self.loop = asyncio.get_running_loop()
         self.ending: asyncio.Task[None] | None = None
@@ -87,6 +96,7 @@ class Server(uvicorn.Server):
     async def on_tick(self, counter: int) -> bool:
         if counter % TICKS_A_SWEEP == 0:
             self._sweep(STALLED_AT_DRAIN_S if self.front.draining else None)
+            self.senders.sweep(self.server_state.connections, self.loop.time())
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -129,8 +139,9 @@ async def serve(settings: Mapping[str, Any], options: ServeOptions) -> None:
             lifespan="off",
             timeout_graceful_shutdown=CLOSE_S,
         )
-        readers = Readers(options.send_timeout_s, front.metrics.stalled)
-        server = Server(config, front, gate, readers, options.drain_timeout_s)
+        readers = Readers(options.send_timeout_s, front.metrics.stalled_readers)
+        senders = Senders(options.api.body_timeout_s, front.metrics.stalled_senders)
+        server = Server(config, front, gate, readers, senders, options.drain_timeout_s)
         host, port = listener.getsockname()[:2]
         log.info("serving %s at http://%s:%d/v1", ", ".join(front.names), host, port)
         await server.serve(sockets=[listener])

@@ -33,8 +33,8 @@ def sentencepiece():
     return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>"))
 
 
-def answered(kind, body, tokenizer, entries, finish_reason="stop"):
-    answer = kind("id", body, ResolvedParams(), [[]], tokenizer)
+def answered(kind, body, tokenizer, entries, finish_reason="stop", **params):
+    answer = kind("id", body, ResolvedParams(**params), [[]], tokenizer)
     tokens = [entry.token_id for entry in entries]
     chunks = []
     for i, (token, entry) in enumerate(zip(tokens, entries, strict=True)):
@@ -69,6 +69,16 @@ def test_bytes_add_up_and_offsets_stay_where_characters_span_tokens(make):
     assert bytes(byte for token in content[:-1] for byte in token["bytes"]).decode() == TEXT
     assert content[-1]["bytes"] == list(b"<end>")
     assert json.loads(json.dumps(content)) == content
+
+
+def test_offsets_count_special_tokens_where_they_are_text():
+    tokenizer = byte_level()
+    tokens = [*tokenizer.encode("x"), tokenizer.hf.eos_token_id, *tokenizer.encode("xx")]
+    entries = [TokenLogprob(token, -1.0, []) for token in tokens]
+    body = CompletionRequest(model="m", prompt="", logprobs=0)
+    for skip, text, at in ((True, "xxx", [0, 1, 1, 2]), (False, "x<end>xx", [0, 1, 6, 7])):
+        answer = answered(TextAnswer, body, tokenizer, entries, "length", skip_special_tokens=skip)[0]
+        assert (answer["text"], answer["logprobs"]["text_offset"]) == (text, at)
 
 
 def metaspace():

@@ -144,7 +144,9 @@ def test_echo_reads_tokens_beside_the_loop():
         intake = SimpleNamespace(
             resolve=lambda params: params.resolve({}, ()),
             tokens=list,
-            text_of=lambda what: SimpleNamespace(decode=lambda ids: threads.append(threading.get_ident()) or "text"),
+            text_of=lambda what: SimpleNamespace(
+                decode=lambda ids, skip: threads.append(threading.get_ident()) or "text"
+            ),
             tokenizer=None,
         )
         metrics = SimpleNamespace(began=0, answers=SimpleNamespace(labels=lambda *of: SimpleNamespace(inc=list)))

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,10 +19,10 @@ from prometheus_client import Counter
 
 from espalier.errors import EspalierError
 from espalier.server.client import ClientOptions, EngineClient
+from espalier.server.connections import TCP_INFO, Readers, Senders, _acknowledged
 from espalier.server.errors import ApiError
 from espalier.server.front import EventStream
 from espalier.server.gate import Gate
-from espalier.server.readers import TCP_INFO, Readers, _acknowledged
 from tests.server.serving import FLAGS, ROOT, exists, serving
 
 HEAD = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
@@ -189,6 +190,86 @@ def test_a_steady_reader_keeps_its_connection_while_more_and_more_waits():
         for now in range(10, 14):
             readers.sweep({connection}, now)
         assert closed == [12]
+
+
+def test_who_is_without_a_request_for_too_long_is_closed():
+    """At each second what answers (its name, in capitals once it is done), + where some of it waits for its reader, and
+    ~ from its end until something comes; the limit is three."""
+    for seconds, closed_at in (
+        ("- - - - -", 3),
+        ("- - a a a a a a", None),
+        ("- - a A A A A", 6),
+        ("a A A b B B c C C d", None),
+        ("A A B B C C", None),
+        ("A A A+ A+ A A A A", 7),
+        ("- - -+ - - - -", 6),
+        ("A~ A~ A~ A~ A~", None),
+        ("a A~ A~ A A A A", 6),
+    ):
+        closed, counter, cycles = [], Counter("closed", "", registry=None), {"-": None}
+        transport = SimpleNamespace(
+            get_write_buffer_size=lambda: state.count("+"),  # noqa: B023
+            abort=lambda: closed.append(now),  # noqa: B023
+            get_extra_info=lambda name: ("::1", 80, 0, 0),
+        )
+        senders = Senders(3.0, counter)
+        connection = type("Connection", (), {"transport": transport, "scope": None, "cycle": None})()
+        for now, state in enumerate(seconds.split()):
+            connection.cycle = cycles.setdefault(state[0].lower(), SimpleNamespace(response_complete=False))
+            connection.timeout_keep_alive_task = 1 if "~" in state else None
+            if connection.cycle is not None:
+                connection.cycle.response_complete = state[0].isupper()
+            if not closed:
+                senders.sweep({connection}, now)
+        assert closed == ([] if closed_at is None else [closed_at]), seconds
+        assert counter._value.get() == len(closed)
+        Senders(None, counter).sweep({connection}, 10.0**9)
+
+
+def trickled(connection, first, status):
+    """Send the first part, read an answer where one is due, and then send a byte now and then; seconds to the end."""
+    connection.settimeout(20)
+    connection.sendall(first.encode())
+    if status:
+        assert connection.recv(65536).startswith(f"HTTP/1.1 {status} ".encode())
+    began = time.monotonic()
+    connection.settimeout(0.1)
+    with suppress(ConnectionError):
+        while time.monotonic() - began < 20:
+            connection.sendall(b"x")
+            with suppress(TimeoutError):
+                if not connection.recv(65536):
+                    break
+    return time.monotonic() - began
+
+
+TO_NOWHERE = HEAD.replace("completions", "none")
+UNREAD = "content-length: 1000000000\r\n"
+TRICKLES = {
+    "headers": (HEAD + "x-request-id: ", 0),
+    "a request line": ("GET /health?", 0),
+    "headers after an answer": ("GET /health HTTP/1.1\r\nhost: x\r\n\r\nGET /", 200),
+    "a body after 401": (f"{HEAD}{UNREAD}\r\n", 401),
+    "a body after 404": (f"{TO_NOWHERE}authorization: Bearer secret\r\ncontent-length: 1000\r\n\r\n", 404),
+    "a body after 413": (f"{HEAD}authorization: Bearer secret\r\n{UNREAD}\r\n", 413),
+}
+
+
+def test_who_trickles_what_nobody_waits_for_loses_the_connection(tmp_path):
+    with serving(tmp_path, "--body-timeout", "1.5", "--api-key", "secret") as served:
+        before = sockets(served)
+        with socket.create_connection(("127.0.0.1", served.port)) as silent, ThreadPoolExecutor(8) as several:
+            connections = [socket.create_connection(("127.0.0.1", served.port)) for _ in TRICKLES]
+            seconds = list(several.map(trickled, connections, *zip(*TRICKLES.values(), strict=True)))
+            silent.settimeout(20)
+            assert silent.recv(1) == b""
+        for connection in connections:
+            connection.close()
+        assert max(seconds) < 15, dict(zip(TRICKLES, seconds, strict=True))
+        served.until(lambda: sockets(served) <= before)
+        assert served.metric("stalled_senders_total") == len(TRICKLES) + 1
+        line = r"no whole request came in \d+ s: the connection from 127\.0\.0\.1 port (\d+) is closed"
+        assert len(set(re.findall(line, served.log.read_text()))) == len(TRICKLES) + 1
 
 
 def fill(sender):

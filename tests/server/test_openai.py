@@ -1,18 +1,21 @@
 """What clients ask is honoured: answers are the offline LLM's, field by field, through the clients that people use."""
 
 import asyncio
+import http.client
 
 import pytest
 from langchain_openai import ChatOpenAI
 from openai import AsyncOpenAI
 
-from espalier import SamplingParams
+from espalier import SamplingParams, __version__
 
 PROMPT = "def mean(xs):\n    "
 MESSAGES = [{"role": "user", "content": "class Stack:\n"}]
 GREEDY = {"temperature": 0.0, "max_tokens": 20}
 HOUSE = {"return_token_ids": True, "from_draft": True}
 EOS = 0
+OWN = {"top_k", "min_p", "repetition_penalty", "min_tokens", "stop_token_ids", "ignore_eos", "speculation"}
+OWN |= {"max_draft_depth", "include_stop_str_in_output", "skip_special_tokens"}
 # Every field of SamplingParams that changes tokens, alone: (field, value, what else the body needs).
 FIELDS = [
     ("temperature", 0.9, {"seed": 7}),
@@ -43,9 +46,7 @@ def complete(client, prompt=PROMPT, extra=None, **fields):
 
 def ours(fields):
     """What the openai client does not know goes into its extra_body."""
-    own = {"top_k", "min_p", "repetition_penalty", "min_tokens", "stop_token_ids", "ignore_eos", "speculation"}
-    own |= {"max_draft_depth"}
-    return {k: v for k, v in fields.items() if k not in own}, {k: v for k, v in fields.items() if k in own}
+    return {k: v for k, v in fields.items() if k not in OWN}, {k: v for k, v in fields.items() if k in OWN}
 
 
 def test_a_completion_is_the_offline_llms(client, llm):
@@ -90,7 +91,14 @@ def test_each_field_is_honoured_as_offline(client, llm, field, value, beside):
 
 def test_every_field_of_sampling_params_is_tried():
     tried = {field for field, _, _ in FIELDS} | {"logit_bias", "logprobs", "n"}
+    tried |= {"include_stop_str_in_output", "skip_special_tokens"}  # of the text alone: below
     assert tried == set(SamplingParams.__dataclass_fields__)
+
+
+def test_a_top_k_of_minus_one_keeps_all_tokens(client):
+    fields = {"temperature": 2.0, "seed": 7, "max_tokens": 20}
+    off, all_kept = (complete(client, extra={"top_k": k}, **fields).choices[0].token_ids for k in (-1, 0))
+    assert off == all_kept
 
 
 def test_a_bias_forbids_a_token(client, llm):
@@ -141,6 +149,29 @@ def test_logprobs_are_the_offline_llms(client, llm):
     assert bytes(b for token in content for b in token.bytes).decode() == chat.choices[0].message.content
 
 
+def test_variables_of_the_chat_template_are_handed_to_it(client, served, llm):
+    own = {"chat_template_kwargs": {"bos_token": "import os\n"}}
+    expected = llm.chat(MESSAGES, SamplingParams(**GREEDY), **own)
+    chat = client.chat.completions.create(model="bundled", messages=MESSAGES, extra_body=own, **GREEDY)
+    assert chat.choices[0].message.content == expected.text
+    tokens = served.request("/tokenize", {"messages": MESSAGES, **own})[2]["tokens"]
+    assert tokens == llm.chat_prompt(MESSAGES, **own) and chat.usage.prompt_tokens == len(tokens)
+    assert tokens == [*llm.tokenizer.encode("import os\n")[1:], *llm.chat_prompt(MESSAGES)[1:]]
+
+
+@pytest.mark.parametrize("options", [{"continue_final_message": True}, {"add_generation_prompt": False}, {}])
+def test_an_answer_goes_on_with_the_last_message_where_that_is_asked_for(client, served, llm, options):
+    messages = [*MESSAGES, {"role": "assistant", "content": "def push(self"}]
+    expected = llm.chat(messages, SamplingParams(**GREEDY), **options)
+    chat = client.chat.completions.create(model="bundled", messages=messages, extra_body=options, **GREEDY)
+    assert chat.choices[0].message.content == expected.text
+    tokens = served.request("/tokenize", {"messages": messages, **options})[2]["tokens"]
+    assert tokens == llm.chat_prompt(messages, **options) and chat.usage.prompt_tokens == len(tokens)
+    ends = {"continue_final_message": "def push(self", "add_generation_prompt": "<|end|>"}
+    text = llm.tokenizer.decode(tokens, skip_special_tokens=False)
+    assert text.endswith(ends[next(iter(options))] if options else "<|end|><|assistant|>")
+
+
 def test_a_chat_streams_what_it_answers_whole(client, llm):
     expected = llm.chat(MESSAGES, SamplingParams(**GREEDY))
     fields = {"model": "bundled", "messages": MESSAGES, **GREEDY}
@@ -170,6 +201,67 @@ def test_a_stop_string_ends_a_stream_before_itself(client, llm):
     assert text == expected.text and "return" not in text
 
 
+def over_a_border(llm):
+    """Text of the greedy answer that begins in one token and ends in the next, and nowhere before."""
+    expected = offline(llm, PROMPT, **GREEDY)
+    for i in range(3, len(expected.token_ids)):
+        one, two = (llm.tokenizer.decode([token]) for token in expected.token_ids[i - 1 : i + 1])
+        if one and two and expected.text.count(one[-1:] + two[:1]) == 1:
+            return one[-1:] + two[:1]
+    raise AssertionError(expected.text)
+
+
+ENDS = {
+    "a stop string": ({"stop": "return"}, "return"),
+    "a stop string of two tokens": ({"stop": None}, None),
+    "a stop token": ({"stop_token_ids": [1385]}, 1385),
+    "a stop token among stop strings": ({"stop_token_ids": [1385], "stop": ["never"]}, 1385),
+    "the model's own end": ({"logit_bias": {EOS: 100.0}}, ""),
+    "the limit": ({"logit_bias": {EOS: 100.0}, "ignore_eos": True}, ""),
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("skip", [False, True])
+def test_what_ends_the_output_is_said_and_its_text_as_asked_for(client, llm, name, keep, skip):
+    ends, reason = ENDS[name]
+    if reason is None:
+        reason = over_a_border(llm)
+        ends = {"stop": reason}
+    fields = {**GREEDY, **ends, "include_stop_str_in_output": keep, "skip_special_tokens": skip}
+    expected = offline(llm, PROMPT, **fields)
+    assert expected.stop_reason == (reason or None)
+    if isinstance(reason, str) and reason:
+        assert expected.text.endswith(reason) == keep
+    shown = "<|endoftext|>" * (not skip) * {"the limit": 20, "the model's own end": int(keep)}.get(name, 0)
+    assert expected.text.count("<|endoftext|>") * 13 == len(shown)
+    known, own = ours(fields)
+    [whole] = complete(client, extra=own, **known).choices
+    parts = [chunk.choices[0] for chunk in complete(client, extra=own, stream=True, **known)]
+    said = (expected.text, expected.finish_reason, expected.stop_reason)
+    assert (whole.text, whole.finish_reason, whole.stop_reason) == said
+    assert ("".join(part.text for part in parts), parts[-1].finish_reason, parts[-1].stop_reason) == said
+    assert all(part.stop_reason is None for part in parts[:-1])
+
+
+def test_a_chat_says_what_ended_it(client, llm):
+    text = llm.chat(MESSAGES, SamplingParams(**GREEDY)).text
+    fields = {"model": "bundled", "messages": MESSAGES, "stop": text[3:6], **GREEDY}
+    own = {"include_stop_str_in_output": True}
+    [whole] = client.chat.completions.create(extra_body=own, **fields).choices
+    parts = [chunk.choices[0] for chunk in client.chat.completions.create(stream=True, extra_body=own, **fields)]
+    until = text[: text.index(text[3:6]) + 3]
+    assert (whole.message.content, whole.stop_reason) == (until, text[3:6])
+    assert ("".join(part.delta.content or "" for part in parts), parts[-1].stop_reason) == (until, text[3:6])
+
+
+def test_an_echo_shows_special_tokens_as_the_answer_does(client):
+    for skip, shown in ((True, ""), (False, "<|user|>")):
+        answer = complete(client, prompt=[1], echo=True, extra={"skip_special_tokens": skip}, **GREEDY)
+        assert answer.choices[0].text.startswith(shown) and ("<|" in answer.choices[0].text) == (not skip)
+
+
 def test_many_at_once_through_the_async_client(served, llm):
     prompts = [f"def f{i}(x):\n    " for i in range(12)]
 
@@ -189,6 +281,25 @@ def test_langchain_is_served(served, llm):
     expected = llm.chat(MESSAGES, SamplingParams(**GREEDY)).text
     assert chat.invoke(MESSAGES[0]["content"]).content == expected
     assert "".join(chunk.content for chunk in chat.stream(MESSAGES[0]["content"])) == expected
+
+
+@pytest.mark.parametrize("path", ["/health", "/metrics", "/version", "/v1/models", "/v1/models/bundled", "/nowhere"])
+def test_head_is_answered_as_get_without_a_body(served, path):
+    connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=60)
+    answers = []
+    for method in ("HEAD", "GET", "HEAD"):
+        connection.request(method, path)
+        answer = connection.getresponse()
+        answers.append((answer.status, answer.headers["content-type"], answer.read()))
+    connection.close()
+    (status, kind, body), (got, got_kind, _), again = answers
+    # What follows on the same connection is read as it should be: no byte of a body was sent.
+    assert (status, kind, body) == (got, got_kind, b"") == again
+    assert status == (404 if path == "/nowhere" else 200)
+
+
+def test_the_version_is_the_packages(served):
+    assert served.request("/version")[2] == {"version": __version__}
 
 
 def test_models_are_listed(client):

@@ -113,6 +113,19 @@ def test_neutral_values_of_refused_fields_are_served(served):
         ("/v1/chat/completions", {**CHAT, "max_completion_tokens": 3}, "are one limit and differ"),
         ("/v1/chat/completions", {**CHAT, "messages": []}, "messages"),
         ("/v1/chat/completions", {**CHAT, "messages": [{"role": "tool", "content": "x"}]}, "messages.0.role"),
+        *(
+            ("/v1/chat/completions", {**CHAT, "chat_template_kwargs": {name: 1}}, f"entry='{name}' is for the engine")
+            for name in ("messages", "tools", "tokenize", "add_generation_prompt", "chat_template", "conversation")
+        ),
+        ("/v1/chat/completions", {**CHAT, "chat_template_kwargs": {"thinking": True}}, "'thinking' is not read by"),
+        ("/v1/chat/completions", {**CHAT, "chat_template_kwargs": []}, "chat_template_kwargs: Input should be"),
+        ("/tokenize", {"prompt": "x", "chat_template_kwargs": {}}, "chat_template_kwargs is for messages"),
+        ("/tokenize", {"prompt": "x", "add_generation_prompt": False}, "add_generation_prompt is for messages"),
+        (
+            "/v1/chat/completions",
+            {**CHAT, "continue_final_message": True, "add_generation_prompt": True},
+            "continue_final_message with add_generation_prompt has no meaning",
+        ),
         ("/v1/chat/completions", b"{", "the body is not JSON"),
         ("/tokenize", {}, "give a prompt or messages"),
         ("/detokenize", {"tokens": [-1]}, "tokens entry=-1"),
@@ -133,6 +146,7 @@ def test_a_body_that_is_wrong_everywhere_is_one_error():
         (CompletionRequest, {**TEXT, "logit_bias": {str(i): "x" for i in range(1000)}}),
         (CompletionRequest, {**TEXT, **{f"wrong_{i}": 0 for i in range(1000)}}),
         (ChatRequest, {**CHAT, "metadata": {str(i): 0 for i in range(1000)}}),
+        (ChatRequest, {**CHAT, "chat_template_kwargs": {str(i): 0 for i in range(1000)}}),
         (ChatRequest, {**CHAT, "modalities": ["x"] * 1000}),
         (ChatRequest, {**CHAT, "messages": [{"role": "user", "content": [0] * 1000}]}),
     )
@@ -189,6 +203,7 @@ def test_paths_methods_models_and_sizes(served):
     assert "/v1/models" in error_of(served.request("/nowhere"), 404)["message"]
     assert served.request("/v1/completions")[1]["allow"] == "POST"
     assert error_of(served.request("/v1/completions"), 405)
+    assert served.request("/health", {})[1]["allow"] == "GET, HEAD"
     assert error_of(served.request("/v1/completions", {**TEXT, "model": "x"}), 404)["code"] == "model_not_found"
     assert error_of(served.request("/v1/completions", b"x" * (4 * 2**20 + 1)), 413)
 
@@ -230,6 +245,7 @@ OPERATIONS = [
     ("GET", "/v1/models"),
     ("GET", "/v1/models/{name}"),
     ("GET", "/health"),
+    ("GET", "/version"),
 ]
 
 
