@@ -20,18 +20,13 @@ from espalier.bench.foundry_draft import DraftTensors
 from espalier.bench.foundry_shapes import Shape
 from espalier.bench.foundry_target import TargetTensors
 from espalier.errors import EspalierError
-from espalier.models import CausalLM, Eagle3Config, Eagle3Draft, ModelConfig
-from espalier.models.eagle3 import Fuser
-from espalier.models.layers.decoder import Decoder, DecoderLayer
-from espalier.models.layers.embedding import Embedding
-from espalier.models.layers.linear import Linear
-from espalier.models.layers.rope import RopeTables
-from espalier.models.loading import geometry_of, load_attention
+from espalier.models import CausalLM, Eagle3Config, Eagle3Draft
+from espalier.models.eagle3 import make_eagle3
+from espalier.models.loading import make_target
 from espalier.models.weights import INDEX, Weights
 
 # Saving holds a shard twice, as tensors and as bytes.
 SHARD_BYTES = 2_000_000_000
-MIDLAYER = "midlayer."
 
 
 @dataclass(frozen=True)
@@ -179,46 +174,19 @@ def build(
     tensors, draft_tensors = recipe.tensors(dtype, device)
     config, layer = tensors.config, draft_tensors.config
     capture = (2, config.num_layers // 2, config.num_layers - 3)
-    target = _target(Made(tensors), config, capture, position_rows)
-    draft = _draft(Made(draft_tensors), layer, recipe.shape.draft_vocab, target, position_rows)
+    target = make_target(Made(tensors), config, capture, position_rows)
+    head = Eagle3Config(
+        layer,
+        recipe.shape.draft_vocab,
+        layer.hidden_size,
+        capture,
+        fc_bias=False,
+        norm_before_residual=False,
+        norm_output=False,
+        norm_before_fc=False,
+        fc_norm=False,
+    )
+    draft = make_eagle3(Made(draft_tensors), head, target, position_rows)
     if tensors.device.type == "cuda":
         torch.cuda.empty_cache()  # what was held while drawing is room for pages
     return target, draft
-
-
-def _target(weights: Made, config: ModelConfig, capture: tuple[int, ...], position_rows: int) -> CausalLM:
-    hidden, eps, geometry = config.hidden_size, config.rms_norm_eps, geometry_of(config)
-    embed = Embedding(weights.take("model.embed_tokens.weight", config.vocab_size, hidden))
-    layers = []
-    for i, prefix in enumerate(f"model.layers.{i}." for i in range(config.num_layers)):
-        attention = load_attention(weights, config, geometry[i], f"{prefix}self_attn.", hidden)
-        norms = [weights.norm(f"{prefix}{name}_layernorm", hidden, eps) for name in ("input", "post_attention")]
-        layers.append(DecoderLayer(norms[0], attention, norms[1], weights.mlp(f"{prefix}mlp.", config)))
-    norm = weights.norm("model.norm", hidden, eps)
-    head = Linear(weights.take("lm_head.weight", config.vocab_size, hidden))
-    weights.finish()
-    rope = RopeTables(config.rope, position_rows, weights.dtype, weights.device)
-    return Decoder(config, geometry, capture, rope, embed, layers, norm, head)
-
-
-def _draft(weights: Made, layer: ModelConfig, vocab: int, target: CausalLM, position_rows: int) -> Eagle3Draft:
-    hidden, eps, geometry = layer.hidden_size, layer.rms_norm_eps, geometry_of(layer)[0]
-    offsets = weights.take_raw("d2t", vocab)
-    draft = Eagle3Draft(
-        config=Eagle3Config(layer, vocab, hidden, target.capture, False, False, False, False, False),
-        geometry=geometry,
-        rope=RopeTables(layer.rope, position_rows, weights.dtype, weights.device),
-        embed=target.embed,
-        fuser=Fuser(weights.linear("", ("fc",), (hidden,), len(target.capture) * hidden, False), None, []),
-        embed_norm=weights.norm(f"{MIDLAYER}input_layernorm", hidden, eps),
-        hidden_norm=weights.norm(f"{MIDLAYER}hidden_norm", hidden, eps),
-        attention=load_attention(weights, layer, geometry, f"{MIDLAYER}self_attn.", 2 * hidden),
-        mlp_norm=weights.norm(f"{MIDLAYER}post_attention_layernorm", hidden, eps),
-        mlp=weights.mlp(f"{MIDLAYER}mlp.", layer),
-        norm=weights.norm("norm", hidden, eps),
-        head=Linear(weights.take("lm_head.weight", vocab, hidden)),
-        d2t=(offsets + torch.arange(vocab)).to(weights.device),
-    )
-    weights.ignore(["t2d"])
-    weights.finish()
-    return draft

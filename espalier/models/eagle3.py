@@ -132,6 +132,11 @@ def load_eagle3(
         )
     weights = Weights(path, dtype, device, allow_bin=True)
     _refuse_other_heads(weights, config)
+    return make_eagle3(weights, config, target, position_rows)
+
+
+def make_eagle3(weights: Weights, config: Eagle3Config, target: CausalLM, position_rows: int) -> Eagle3Draft:
+    """The draft for `target` that all of these weights are of."""
     prefix = "midlayer." if "midlayer.hidden_norm.weight" in weights else "layers.0."
     hidden, eps = config.layer.hidden_size, config.layer.rms_norm_eps
     layer = replace(config.layer, qk_norm=f"{prefix}self_attn.q_norm.weight" in weights)
@@ -140,7 +145,7 @@ def load_eagle3(
     draft = Eagle3Draft(
         config=config,
         geometry=geometry,
-        rope=RopeTables(layer.rope, position_rows, dtype, device),
+        rope=RopeTables(layer.rope, position_rows, weights.dtype, weights.device),
         embed=embed,
         fuser=_fuser(weights, config),
         embed_norm=weights.norm(f"{prefix}input_layernorm", hidden, eps),
@@ -150,7 +155,7 @@ def load_eagle3(
         mlp=weights.mlp(f"{prefix}mlp.", layer),
         norm=weights.norm("norm", hidden, eps),
         head=_head(weights, config, target, embed),
-        d2t=_d2t(weights, config, device),
+        d2t=_d2t(weights, config),
     )
     weights.ignore(["t2d"])
     weights.finish()
@@ -223,7 +228,7 @@ def _note_borrowed(name: str, shape: tuple[int, int], lent: tuple[int, ...], wei
     log.info("draft %s: %s is the target's, storage shared", weights.path, name)
 
 
-def _d2t(weights: Weights, config: Eagle3Config, device: torch.device | str) -> Tensor | None:
+def _d2t(weights: Weights, config: Eagle3Config) -> Tensor | None:
     """Stored as offsets from the draft id; returned as target ids, None where both vocabularies are one."""
     vocab = config.layer.vocab_size
     if "d2t" not in weights and config.draft_vocab == vocab:
@@ -241,4 +246,4 @@ def _d2t(weights: Weights, config: Eagle3Config, device: torch.device | str) -> 
             f"{weights.path}: d2t maps two draft ids to token {int(values[counts > 1][0])}; its entries are offsets "
             "(target id - draft id), each target at most once: repair the file"
         )
-    return None if torch.equal(ids, torch.arange(vocab)) else ids.to(device)
+    return None if torch.equal(ids, torch.arange(vocab)) else ids.to(weights.device)

@@ -57,14 +57,18 @@ def load_target(
             f"layer {beyond[0]} cannot be captured from {path}, which has {config.num_layers} layers; "
             "use the target that the draft was trained for"
         )
-    weights = Weights(Path(path), dtype, device)
+    return make_target(Weights(Path(path), dtype, device), config, capture, position_rows)
+
+
+def make_target(weights: Weights, config: ModelConfig, capture: tuple[int, ...], position_rows: int) -> Decoder:
+    """The target that all of these weights are of."""
     geometry = geometry_of(config)
     embed = Embedding(weights.take("model.embed_tokens.weight", config.vocab_size, config.hidden_size))
     layers = [_layer(weights, config, geometry[i], f"model.layers.{i}.") for i in range(config.num_layers)]
     norm = weights.norm("model.norm", config.hidden_size, config.rms_norm_eps)
     head = _head(weights, config, embed)
     weights.finish()
-    rope = RopeTables(config.rope, position_rows, dtype, device)
+    rope = RopeTables(config.rope, position_rows, weights.dtype, weights.device)
     return Decoder(config, geometry, tuple(capture), rope, embed, layers, norm, head)
 
 
