@@ -155,7 +155,7 @@ def _attend_unit(
     hopper.mbarrier.wait(full.index((done + 1) % STAGES), (done + 1) // STAGES % 2, pred=blocks > 1)
     masked = gl.maximum(whole, 1)
     if WINDOW == 0:
-        # Most blocks: a loop without so much as the question is a twentieth faster.
+        # Most blocks: a loop without so much as the question is a fiftieth faster.
         done, weights, out, top, total = _attend_blocks(
             1, masked, blocks, done, weights, out, top, total, q, stages, scale,
             query, asked, position, row_positions, words, extent, False, WINDOW, NODES, BLOCK_N, STAGES, SCORES, OUT,

@@ -87,7 +87,7 @@ def blocks(logits: Tensor) -> dict[str, int]:
     vocab, size = logits.shape[2], logits.element_size()
     block, plain = (min(most, 1 << vocab.bit_length() - 1) for most in (BLOCK, PLAIN_BYTES // size))
     starts = (logits.data_ptr(), *logits.stride()[:2], vocab)
-    group = 1 if any(start % 16 for start in starts) else min(16 // size, block, plain)
+    group = 1 if any(start % 16 for start in starts) else 16 // size
     return {"BLOCK": block, "PLAIN_BLOCK": plain, "GROUP": group}
 
 
@@ -111,13 +111,14 @@ def key_of(x):
 
 
 @kernel
-def block_at(start, end, BLOCK: tl.constexpr):
-    """First id of a whole block from `start` on: moved back where it would pass `end`, it sees some ids once more."""
+def first_of_block(start, end, BLOCK: tl.constexpr):
+    """First id of a whole block from `start` on: moved back where it would pass `end`, it sees some ids once more, of
+    this split or of the one in front, and a best that is found twice is one best."""
     return tl.minimum(start, tl.maximum(end - BLOCK, 0))
 
 
 @kernel
-def block_of(logits_ptr, first, BLOCK: tl.constexpr):
+def whole_block(logits_ptr, first, BLOCK: tl.constexpr):
     return tl.load(logits_ptr + first + tl.arange(0, BLOCK))
 
 
@@ -148,7 +149,8 @@ def best_of(
     BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """(key, lowest id) of the best of the ids [begin, end) of a row; coming: its first block.
+    """(key, lowest id) of the best of the ids [begin, end) of a row, and perhaps of some in front; coming: the first
+    block.
 
     What is kept while it reads is, of GROUP ids side by side, which one thread holds, the largest and where the block
     stands that had it first: an id for every logit would cost several times that.  Which of the GROUP it was, is
@@ -156,12 +158,12 @@ def best_of(
     """
     groups = tl.arange(0, BLOCK // GROUP) * GROUP
     best = tl.full([BLOCK // GROUP], float("-inf"), exact)
-    at = tl.zeros([BLOCK // GROUP], tl.int32) + block_at(begin, end, BLOCK)
+    at = tl.zeros([BLOCK // GROUP], tl.int32) + first_of_block(begin, end, BLOCK)
     for start in range(begin, end, BLOCK):
-        first = block_at(start, end, BLOCK)
+        first = first_of_block(start, end, BLOCK)
         x = coming
         # On its way while this block is looked at.
-        coming = block_of(logits_ptr, block_at(start + BLOCK, end, BLOCK), BLOCK)
+        coming = whole_block(logits_ptr, first_of_block(start + BLOCK, end, BLOCK), BLOCK)
         x = scored(x, first + tl.arange(0, BLOCK), vocab, row, hanging, noise, exact, PLAIN)
         most = tl.reduce(tl.reshape(x, [BLOCK // GROUP, GROUP]), 1, larger)
         # The first NaN is not passed either.
@@ -204,7 +206,7 @@ def _best_of_split_kernel(
     begin = split * split_size
     end = tl.minimum(begin + split_size, vocab)
     # On its way before it is known what the row asks for: a load that has a mask, compilers leave where it stands.
-    ids = block_at(begin, end, PLAIN_BLOCK) + tl.arange(0, PLAIN_BLOCK)
+    ids = first_of_block(begin, end, PLAIN_BLOCK) + tl.arange(0, PLAIN_BLOCK)
     plain = tl.load(logits_ptr + ids, mask=ids < vocab)
     if leaves_as_it_is(row):
         none = (False, 0, 0)
@@ -212,7 +214,7 @@ def _best_of_split_kernel(
     else:
         k0, k1 = noise_keys(tl.load(ints + 1), position)
         noise = ((tl.load(floats) > 0) & (tl.load(ints + 7) == 0), k0, k1)
-        coming = block_of(logits_ptr, block_at(begin, end, BLOCK), BLOCK)
+        coming = whole_block(logits_ptr, first_of_block(begin, end, BLOCK), BLOCK)
         key, index = best_of(logits_ptr, coming, begin, end, vocab, row, hanging, noise, exact, False, BLOCK, GROUP)
     tl.store(keys_ptr + out * splits + split, key)
     tl.store(ids_ptr + out * splits + split, index)

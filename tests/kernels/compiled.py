@@ -45,12 +45,14 @@ def compiled(queries: int, nodes: int, page_size: int, window: int, size: int = 
     return {"blocks": vars(blocks), "shared": shared, "in_flight": list(in_flight(made.asm["ttgir"].splitlines()))}
 
 
-def compiled_hopper(blocks: HopperBlocks, nodes: int, page_size: int, size: int = 128, groups: int = 4) -> dict:
+def compiled_hopper(
+    blocks: HopperBlocks, nodes: int, page_size: int, window: int = 0, size: int = 128, groups: int = 4
+) -> dict:
     constants = {
         "KV_HEADS": 8,
         "GROUPS": groups,
         "PAGE_SIZE": page_size,
-        "WINDOW": 0,
+        "WINDOW": window,
         "NODES": nodes,
         "DIRECT": True,
         "WIDE": nodes == 1,
@@ -61,6 +63,7 @@ def compiled_hopper(blocks: HopperBlocks, nodes: int, page_size: int, size: int 
     made = compile_for_hopper(_hopper_attention_kernel, GluonASTSource, constants, options)
     return {
         "blocks": vars(blocks),
+        "window": window,
         "shared": made.metadata.shared,
         "held": blocks.held(size),
         "overlapping": list(overlapping(machine_code(made.asm["cubin"]))),
@@ -116,5 +119,12 @@ if __name__ == "__main__":
     cases = [(8, 2, 16, 0), (8, 2, 256, 0), (1, 1, 16, 0), (64, 2, 1, 0), (2048, 1, 16, 0), (8, 2, 16, 4096)]
     plain = [compiled(*case) for case in cases]
     one, two = HopperBlocks(1, 3, 2), HopperBlocks(2, 6, 1)
-    hopper = [(one, 2, 256), (two, 2, 1), (two, 1, 16), (one, 2, 48), (HopperBlocks(1, 6, 1), 0, 64, 64)]
+    hopper = [
+        (one, 2, 256),
+        (two, 2, 1),
+        (two, 1, 16),
+        (one, 2, 48),
+        (HopperBlocks(1, 6, 1), 0, 64, 0, 64),
+        (two, 2, 16, 4096),
+    ]
     print(json.dumps({"plain": plain, "hopper": [compiled_hopper(*case) for case in hopper]}))

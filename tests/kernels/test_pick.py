@@ -189,6 +189,21 @@ def test_every_id_is_found_and_the_first_where_nothing_is_left(kernel_device, vo
     assert pick_greedy(logits, shaped, kernel_device) == ([*range(vocab), 0], [True] * vocab + [False])
 
 
+def test_rows_that_ask_for_one_thing_get_it(kernel_device):
+    asked = ({"bias": 3}, {"stops": 2}, {"presence": 0.4}, {"bias": 1})
+    slots, first, offsets = batch_of(16, 2, kernel_device, asked=asked)
+    agree(random_logits(9, len(asked), 2, 16).to(kernel_device), slots, first, offsets)
+
+
+@pytest.mark.parametrize("plain", [1, 3])
+def test_one_request_far_down_has_filters(kernel_device, plain):
+    """So many rows that their filters are looked for in several turns."""
+    vocab, queries = 16, 50
+    asked = (*({},) * plain, {"temperature": 1.0, "top_k": 2})
+    slots, first, offsets = batch_of(vocab, queries, kernel_device, asked=asked)
+    agree(random_logits(11, plain + 1, queries, vocab).to(kernel_device), slots, first, offsets)
+
+
 def test_many_rows_are_cut_into_fewer_splits(monkeypatch):
     monkeypatch.setattr(kernel_of_pick, "SPLIT", 2048)
     monkeypatch.setattr(kernel_of_pick, "MOST_SPLIT", 32768)
