@@ -59,11 +59,6 @@ class Gate:
             wait.reschedule(asyncio.get_running_loop().time())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            if scope["type"] == "websocket":
-                await receive()
-                await send({"type": "websocket.close", "code": 1008})
-            return
         method = scope["method"]
         if method == "HEAD":
             # The HTTP server leaves out the body: all else is GET's, probes included.

@@ -133,11 +133,12 @@ def test_the_limit_is_for_the_whole_of_an_upload():
     assert uploaded(0.0, 1, 0) == 200
 
 
-def test_a_body_that_is_not_there_does_not_hold_up_the_drain(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_body_that_is_not_there_does_not_hold_up_the_end(tmp_path, number):
     with serving(tmp_path, "--drain-timeout", "60") as served, connected(served) as slow:
         slow.sendall(f"{HEAD}expect: 100-continue\r\ncontent-length: 1000\r\n\r\n".encode())
         assert slow.recv(1000).startswith(b"HTTP/1.1 100 ")  # its body is waited for
-        served.process.send_signal(signal.SIGTERM)
+        served.process.send_signal(number)
         began = time.monotonic()
         status, head, error = answer(slow)
         assert (status, error["type"]) == (503, "overloaded_error") and "the body was not there" in error["message"]
