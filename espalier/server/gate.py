@@ -56,7 +56,8 @@ class Gate:
         """A body that is not there yet is not waited for, from now on."""
         self.draining = True
         for wait in self.waits:
-            wait.reschedule(asyncio.get_running_loop().time())
+            if not wait.expired():
+                wait.reschedule(asyncio.get_running_loop().time())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         method = scope["method"]
