@@ -116,8 +116,14 @@ def test_neutral_values_of_refused_fields_are_served(served):
         ("/v1/chat/completions", {**CHAT, "messages": [{"role": "tool", "content": "x"}]}, "messages.0.role"),
         *(
             ("/v1/chat/completions", {**CHAT, "chat_template_kwargs": {name: 1}}, f"entry='{name}' is for the engine")
-            for name in ("messages", "tools", "tokenize", "add_generation_prompt", "chat_template", "conversation")
+            for name in ("messages", "tools", "tokenize", "chat_template", "conversation")
         ),
+        (
+            "/v1/chat/completions",
+            {**CHAT, "chat_template_kwargs": {"add_generation_prompt": False}},
+            "entry='add_generation_prompt' is a field of its own; set it beside them",
+        ),
+        ("/v1/chat/completions", {**CHAT, "chat_template_kwargs": {"for": 1}}, "'for' is not read by"),
         ("/v1/chat/completions", {**CHAT, "chat_template_kwargs": {"thinking": True}}, "'thinking' is not read by"),
         ("/v1/chat/completions", {**CHAT, "chat_template_kwargs": []}, "chat_template_kwargs: Input should be"),
         ("/tokenize", {"prompt": "x", "chat_template_kwargs": {}}, "chat_template_kwargs is for messages"),
