@@ -9,7 +9,7 @@ import json
 import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypedDict
 
@@ -112,7 +112,13 @@ class Tokenizer:
         """Token ids of a conversation (ChatOptions).  Raises EspalierError."""
         if not getattr(self.hf, "chat_template", None):
             raise EspalierError("this model's tokenizer has no chat template; use generate with a prompt")
-        own, goes_on = dict(chat_template_kwargs or {}), bool(continue_final_message)
+        for name, value in (
+            ("add_generation_prompt", add_generation_prompt),
+            ("continue_final_message", continue_final_message),
+        ):
+            if not isinstance(value, bool | None):
+                raise EspalierError(f"{name}={value!r} is not supported; use True or False")
+        own, goes_on = {} if chat_template_kwargs is None else chat_template_kwargs, bool(continue_final_message)
         if goes_on and add_generation_prompt:
             raise EspalierError("continue_final_message with add_generation_prompt has no meaning; set one of them")
         begins = not goes_on if add_generation_prompt is None else add_generation_prompt
@@ -129,12 +135,16 @@ class Tokenizer:
 
     def _check_template_kwargs(self, given: Mapping[str, Any]) -> None:
         """Refuse names that transformers takes for itself, and those that would do nothing.  Raises EspalierError."""
+        if not isinstance(given, Mapping):
+            raise EspalierError(f"chat_template_kwargs={given!r} is not supported; use a dict from name to value")
         if not given:
             return
         parameters = inspect.signature(self.hf.apply_chat_template).parameters.values()
         taken = {each.name for each in parameters if each.kind is not each.VAR_KEYWORD} | {"messages", "conversations"}
-        read = _names_in(self.hf.get_chat_template())
+        read = _variables_of(self.hf.get_chat_template())
         for name in given:
+            if name in ChatOptions.__annotations__:
+                raise EspalierError(f"chat_template_kwargs entry={name!r} is a field of its own; set it beside them")
             if name in taken:
                 raise EspalierError(f"chat_template_kwargs entry={name!r} is for the engine to set; leave it out")
             if name not in read:
@@ -190,12 +200,23 @@ def _byte_alphabet() -> dict[str, int]:
     return {chr(byte): byte for byte in shown} | {chr(256 + i): byte for i, byte in enumerate(hidden)}
 
 
-def _names_in(template: str) -> set[str]:
-    """Every name that a chat template's code mentions, its own variables included."""
-    from jinja2 import Environment
+@lru_cache(4)
+def _variables_of(template: str) -> set[str]:
+    """What a chat template reads and does not itself set."""
+    from jinja2 import Environment, meta
+    from jinja2.ext import Extension
 
-    # By its words: its tags may be extensions of transformers' own, which only its parser knows.
-    return {word for _, kind, word in Environment().lex(template) if kind == "name"}
+    class Generation(Extension):
+        """A tag of transformers' own, around what the assistant says."""
+
+        tags = frozenset({"generation"})  # type: ignore[assignment]
+
+        def parse(self, parser: Any) -> Any:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    environment = Environment(extensions=("jinja2.ext.loopcontrols", Generation))
+    return meta.find_undeclared_variables(environment.parse(template))
 
 
 def _one_line(error: Exception) -> str:

@@ -106,10 +106,10 @@ def conversing(template):
 
 
 def test_a_chat_template_takes_its_variables_and_no_others():
-    # Its second tag is an extension that transformers makes.
+    # Its generation and break tags are extensions that transformers makes.
     tokenizer = conversing(
-        "{%- if think is defined and not think %}a{% endif %}"
-        "{% generation %}{{ messages[0].content }}{% endgeneration %}"
+        "{% set mood = mood | default('') %}{%- if think is defined and not think %}a{% endif %}{{ mood }}"
+        "{% for said in messages %}{% generation %}{{ said.content }}{% endgeneration %}{% break %}{% endfor %}"
     )
     hello = [{"role": "user", "content": "b"}]
 
@@ -117,14 +117,28 @@ def test_a_chat_template_takes_its_variables_and_no_others():
         return tokenizer.decode(tokenizer.chat(hello, variables))
 
     assert (said(), said(think=True), said(think=False)) == ("b", "b", "ab")
+    assert said(mood="a") == "ab"
     assert tokenizer.chat(hello, None) == tokenizer.chat(hello)
-    for name in ("thinks", "endgeneration_", "b"):
+    # The last are in it, and no variables that it reads.
+    for name in ("thinks", "b", "if", "said", "content", "default"):
         with pytest.raises(EspalierError, match=f"chat_template_kwargs entry='{name}' is not read by this model's"):
             said(**{name: 1})
     # Whatever the template reads: these would change what the caller asks for, or what he gets.
-    for name in ("messages", "conversation", "tools", "documents", "tokenize", "return_dict", "continue_final_message"):
+    for name in ("messages", "conversation", "tools", "documents", "tokenize", "return_dict", "padding"):
         with pytest.raises(EspalierError, match=f"chat_template_kwargs entry='{name}' is for the engine to set"):
             said(**{name: 1})
+    for name in ("add_generation_prompt", "continue_final_message"):
+        with pytest.raises(EspalierError, match=f"chat_template_kwargs entry='{name}' is a field of its own"):
+            said(**{name: True})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("chat_template_kwargs", ["a"]), ("add_generation_prompt", "no"), ("continue_final_message", 1)],
+)
+def test_an_option_of_a_conversation_that_is_of_another_type_is_refused(name, value):
+    with pytest.raises(EspalierError, match=f"^{name}=.* is not supported; use "):
+        conversing("{{ messages[0].content }}").chat([{"role": "user", "content": "b"}], **{name: value})
 
 
 def test_a_conversation_ends_where_the_answer_begins_or_goes_on():

@@ -192,7 +192,9 @@ class TextAnswer(Answer):
         if not self.echo:
             return []
         deltas = [(choice, Delta(self._echo(choice), [], [], None, None)) for choice in self.choices]
-        return [self._chunk([self._chunk_choice(choice, delta)]) for choice, delta in deltas]
+        return [
+            self._chunk([self._chunk_choice(choice, delta) | self._beyond_openai(delta)]) for choice, delta in deltas
+        ]
 
     def _echo(self, choice: Choice) -> str:
         return self.echo[choice.index // self.params.n] if self.echo else ""
@@ -252,6 +254,7 @@ class ChatAnswer(Answer):
 
     def opening(self) -> list[dict[str, Any]]:
         begun = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+        begun |= self._beyond_openai(Delta("", [], [], None, None))
         return [self._chunk([{"index": choice.index, **begun}]) for choice in self.choices]
 
     def _chunk_choice(self, choice: Choice, delta: Delta) -> dict[str, Any]:

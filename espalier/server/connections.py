@@ -68,12 +68,12 @@ class Senders:
         """Look at all connections that are open.  now: in seconds."""
         without = {}
         for connection in list(connections):
-            cycle = getattr(connection, "cycle", None)
+            cycle = connection.cycle
             if cycle is not None and not cycle.response_complete:
                 continue
             # An answer that is out may still have to be taken, which is for Readers; where nothing came since, uvicorn
             # itself waits a moment for the next request, and closes.
-            if connection.transport.get_write_buffer_size() or _waits_for_the_next(connection):
+            if connection.transport.get_write_buffer_size() or connection.timeout_keep_alive_task is not None:
                 continue
             last, since = self._without.get(connection, (cycle, now))
             since = since if last is cycle else now
@@ -83,10 +83,6 @@ class Senders:
             else:
                 without[connection] = cycle, since
         self._without = without
-
-
-def _waits_for_the_next(connection: Any) -> bool:
-    return getattr(connection, "timeout_keep_alive_task", None) is not None
 
 
 def _abort(connection: Any, closed: Counter, message: str, *values: Any) -> None:

@@ -56,14 +56,10 @@ class Gate:
         """A body that is not there yet is not waited for, from now on."""
         self.draining = True
         for wait in self.waits:
-            wait.reschedule(asyncio.get_running_loop().time())
+            if not wait.expired():
+                wait.reschedule(asyncio.get_running_loop().time())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            if scope["type"] == "websocket":
-                await receive()
-                await send({"type": "websocket.close", "code": 1008})
-            return
         method = scope["method"]
         if method == "HEAD":
             # The HTTP server leaves out the body: all else is GET's, probes included.

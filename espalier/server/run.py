@@ -75,12 +75,13 @@ class Server(uvicorn.Server):
 
     def leave(self, at_once: bool) -> None:
         again, self.front.draining = self.front.draining, True
+        if not again:
+            self.gate.drain()
         if again or at_once:
             self.should_exit = True
             self.loop.create_task(self.front.client.close())
             return
         log.info("draining: %d requests are open", self.gate.num_open)
-        self.gate.drain()
         self.ending = self.loop.create_task(self._drain())
 
     async def _drain(self) -> None:
@@ -137,6 +138,8 @@ async def serve(settings: Mapping[str, Any], options: ServeOptions) -> None:
             access_log=False,
             server_header=False,
             lifespan="off",
+            # Who asks for a WebSocket is answered as anyone who asks for what is not served.
+            ws="none",
             timeout_graceful_shutdown=CLOSE_S,
         )
         readers = Readers(options.send_timeout_s, front.metrics.stalled_readers)

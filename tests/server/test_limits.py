@@ -22,7 +22,7 @@ from espalier.server.client import ClientOptions, EngineClient
 from espalier.server.connections import TCP_INFO, Readers, Senders, _acknowledged
 from espalier.server.errors import ApiError
 from espalier.server.front import EventStream
-from espalier.server.gate import Gate
+from espalier.server.gate import Gate, Upload
 from tests.server.serving import FLAGS, ROOT, exists, serving
 
 HEAD = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
@@ -133,11 +133,31 @@ def test_the_limit_is_for_the_whole_of_an_upload():
     assert uploaded(0.0, 1, 0) == 200
 
 
-def test_a_body_that_is_not_there_does_not_hold_up_the_drain(tmp_path):
+def test_a_body_may_run_out_of_time_as_the_drain_begins():
+    """Both in one turn of the loop, the limit first."""
+
+    async def end():
+        loop, errors = asyncio.get_running_loop(), []
+        loop.set_exception_handler(lambda _, context: errors.append(context))
+        gate = Gate(None, None, 10, lambda path, status: None, 0.0)
+
+        async def receive():
+            loop.call_soon(gate.drain)
+            await asyncio.sleep(60)
+
+        with pytest.raises(ApiError, match="503: the server is shutting down"):
+            await Upload(gate, receive)()
+        assert gate.draining and errors == []
+
+    asyncio.run(end())
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_body_that_is_not_there_does_not_hold_up_the_end(tmp_path, number):
     with serving(tmp_path, "--drain-timeout", "60") as served, connected(served) as slow:
         slow.sendall(f"{HEAD}expect: 100-continue\r\ncontent-length: 1000\r\n\r\n".encode())
         assert slow.recv(1000).startswith(b"HTTP/1.1 100 ")  # its body is waited for
-        served.process.send_signal(signal.SIGTERM)
+        served.process.send_signal(number)
         began = time.monotonic()
         status, head, error = answer(slow)
         assert (status, error["type"]) == (503, "overloaded_error") and "the body was not there" in error["message"]
@@ -223,7 +243,10 @@ def test_who_is_without_a_request_for_too_long_is_closed():
                 senders.sweep({connection}, now)
         assert closed == ([] if closed_at is None else [closed_at]), seconds
         assert counter._value.get() == len(closed)
-        Senders(None, counter).sweep({connection}, 10.0**9)
+        unlimited, num_closed = Senders(None, counter), counter._value.get()
+        for now in (0.0, 10.0**9):
+            unlimited.sweep({connection}, now)
+        assert counter._value.get() == num_closed
 
 
 def trickled(connection, first, status):

@@ -254,6 +254,18 @@ def test_a_chat_says_what_ended_it(client, llm):
     until = text[: text.index(text[3:6]) + 3]
     assert (whole.message.content, whole.stop_reason) == (until, text[3:6])
     assert ("".join(part.delta.content or "" for part in parts), parts[-1].stop_reason) == (until, text[3:6])
+    assert all(part.stop_reason is None for part in parts[:-1])
+
+
+def test_every_chunk_has_the_fields_that_are_asked_for(client):
+    own = {"extra_body": HOUSE, "stream": True, "max_tokens": 4}
+    for chunks in (
+        client.chat.completions.create(model="bundled", messages=MESSAGES, **own),
+        client.completions.create(model="bundled", prompt=PROMPT, echo=True, **own),
+    ):
+        parts = [chunk.choices[0] for chunk in chunks]
+        assert (parts[0].token_ids, parts[0].from_draft, parts[0].stop_reason) == ([], [], None)
+        assert sum(len(part.token_ids) for part in parts) == sum(len(part.from_draft) for part in parts) == 4
 
 
 def test_an_echo_shows_special_tokens_as_the_answer_does(client):

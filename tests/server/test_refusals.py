@@ -1,6 +1,7 @@
 """What is not honoured is refused by name, in OpenAI's shape, and the page of fields says so."""
 
 import http.client
+import socket
 
 import openai
 import pytest
@@ -115,8 +116,14 @@ def test_neutral_values_of_refused_fields_are_served(served):
         ("/v1/chat/completions", {**CHAT, "messages": [{"role": "tool", "content": "x"}]}, "messages.0.role"),
         *(
             ("/v1/chat/completions", {**CHAT, "chat_template_kwargs": {name: 1}}, f"entry='{name}' is for the engine")
-            for name in ("messages", "tools", "tokenize", "add_generation_prompt", "chat_template", "conversation")
+            for name in ("messages", "tools", "tokenize", "chat_template", "conversation")
         ),
+        (
+            "/v1/chat/completions",
+            {**CHAT, "chat_template_kwargs": {"add_generation_prompt": False}},
+            "entry='add_generation_prompt' is a field of its own; set it beside them",
+        ),
+        ("/v1/chat/completions", {**CHAT, "chat_template_kwargs": {"for": 1}}, "'for' is not read by"),
         ("/v1/chat/completions", {**CHAT, "chat_template_kwargs": {"thinking": True}}, "'thinking' is not read by"),
         ("/v1/chat/completions", {**CHAT, "chat_template_kwargs": []}, "chat_template_kwargs: Input should be"),
         ("/tokenize", {"prompt": "x", "chat_template_kwargs": {}}, "chat_template_kwargs is for messages"),
@@ -206,6 +213,17 @@ def test_paths_methods_models_and_sizes(served):
     assert served.request("/health", {})[1]["allow"] == "GET, HEAD"
     assert error_of(served.request("/v1/completions", {**TEXT, "model": "x"}), 404)["code"] == "model_not_found"
     assert error_of(served.request("/v1/completions", b"x" * (4 * 2**20 + 1)), 413)
+
+
+@pytest.mark.parametrize("of_body", ["", "content-length: 9\r\n", "transfer-encoding: chunked\r\n"])
+def test_who_asks_for_a_websocket_is_told_what_to_use(served, of_body):
+    with socket.create_connection(("127.0.0.1", served.port), 20) as connection:
+        upgrade = "connection: upgrade\r\nupgrade: websocket\r\nsec-websocket-version: 13\r\n"
+        upgrade += "sec-websocket-key: dGhlIHNhbXBsZSBub25jZQ==\r\n"
+        connection.sendall(f"GET /v1/realtime HTTP/1.1\r\nhost: x\r\n{upgrade}{of_body}\r\n".encode())
+        answer = http.client.HTTPResponse(connection)
+        answer.begin()
+        assert answer.status == 404 and "use /v1/chat/completions with stream" in answer.read().decode()
 
 
 def test_a_body_without_a_length_is_counted_as_it_comes(served):
