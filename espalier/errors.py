@@ -1,4 +1,5 @@
-"""The one exception that users see for what they asked: one line with the value, what is supported and the remedy."""
+"""The one exception that users see for what they asked, one line with the value, what is supported and the remedy; and
+the checks that raise it wherever a name or a number is given."""
 
 import difflib
 import math

@@ -43,7 +43,7 @@ class Intake:
         return tokens
 
     def chat(self, messages: Messages, **options: Unpack[ChatOptions]) -> list[int]:
-        """Token ids of a conversation, up to where the assistant answers.  Raises EspalierError."""
+        """Token ids of a conversation (text.ChatOptions).  Raises EspalierError."""
         return self.text_of("chat").chat(messages, **options)
 
     def resolve(self, params: SamplingParams) -> ResolvedParams:

@@ -122,7 +122,7 @@ class LLM:
         return self.generate([self.chat_prompt(messages, **options)], params, on_piece)[0]
 
     def chat_prompt(self, messages: Messages, **options: Unpack[ChatOptions]) -> list[int]:
-        """Token ids of a conversation, up to where the assistant answers.  Raises EspalierError."""
+        """Token ids of a conversation (text.ChatOptions).  Raises EspalierError."""
         return self.intake.chat(messages, **options)
 
     def close(self) -> None:
