@@ -20,7 +20,7 @@ from espalier.cli.flags import add_engine_flags, engine_settings, new_command
 from espalier.engine.ticket import RoundTrace
 from espalier.errors import EspalierError
 from espalier.llm import LLM
-from espalier.request import Output, SamplingParams, SpeculationStats
+from espalier.request import MAX_LOGPROBS, Output, SamplingParams, SpeculationStats
 
 PROMPT_LINES = 6
 BAR_WIDTH = 40
@@ -70,7 +70,7 @@ def run(asked: Namespace) -> int:
         _warm_up(plain_llm, tree_llm, prompts[0])
         traces.clear()
         plain, tree = _complete(console, plain_llm, tree_llm, prompts, params)
-        same = _compare(console, plain, tree)
+        same = _compare(console, plain_llm, prompts, plain, tree)
         _draw_round(console, tree_llm, traces)
     _figures(console, plain, tree)
     console.print(Text("\ntry next", "bold"))
@@ -120,13 +120,16 @@ def _show(console: Console, llm: LLM, prompt: str, output: Output) -> None:
     console.print(coloured(llm.tokenizer, llm.tokenizer.encode(prompt), output.token_ids, output.from_draft))
 
 
-def _compare(console: Console, plain: Run, tree: Run) -> bool:
-    """Say whether tokens are the same, and where they part if not."""
+def _compare(console: Console, plain_llm: LLM, prompts: list[str], plain: Run, tree: Run) -> bool:
+    """Say whether tokens are the same, and where they part if not, and how near the two were to a tie."""
     console.rule(style=QUIET)
-    for i, (a, b) in enumerate(zip(plain.outputs, tree.outputs, strict=True)):
+    for i, (prompt, a, b) in enumerate(zip(prompts, plain.outputs, tree.outputs, strict=True)):
         if a.token_ids != b.token_ids:
-            place = next((j for j, (x, y) in enumerate(zip(a.token_ids, b.token_ids, strict=False)) if x != y), 0)
+            pairs = zip(a.token_ids, b.token_ids, strict=False)
+            place = next((j for j, (x, y) in enumerate(pairs) if x != y), min(len(a.token_ids), len(b.token_ids)))
             console.print(Text(f"prompt {i}: plain and tree differ from token {place} on", "bold red"))
+            both = [output.token_ids[place] for output in (a, b) if place < len(output.token_ids)]
+            console.print(Text(_likelihoods(plain_llm, prompt, a.token_ids[:place], both)))
             return False
     tokens = sum(len(output.token_ids) for output in tree.outputs)
     drafted = sum(sum(output.from_draft) for output in tree.outputs)
@@ -135,6 +138,18 @@ def _compare(console: Console, plain: Run, tree: Run) -> bool:
     legend = Text("tokens like this", FROM_DRAFT) if has_colour else Text("tokens that")
     console.print(legend + Text(f" came from the draft: {drafted} of {tokens}\n"))
     return True
+
+
+def _likelihoods(llm: LLM, prompt: str, before: list[int], tokens: list[int]) -> str:
+    """What plain decoding gives each of these tokens: of two that are nearly tied, rounding decides."""
+    assert llm.tokenizer is not None
+    asked = SamplingParams(temperature=0.0, max_tokens=1, logprobs=MAX_LOGPROBS)
+    [output] = llm.generate([[*llm.tokenizer.encode(prompt), *before]], asked)
+    assert output.logprobs
+    given = dict(output.logprobs[0].top)
+    likely = (f"{llm.tokenizer.name(token)!r} {given[token]:.6f}" if token in given else "" for token in tokens)
+    known = ", ".join(each or f"one beyond the {MAX_LOGPROBS} likeliest" for each in likely)
+    return f"log-probabilities there by plain decoding: {known}; two that are nearly equal are decided by rounding"
 
 
 def _draw_round(console: Console, llm: LLM, traces: list[RoundTrace]) -> None:
