@@ -28,17 +28,8 @@ STRIDES = ("q_b", "q_q", "q_h", "k_row", "k_h", "v_row", "v_h", *(f"new_{x}_{d}"
 
 def compiled(queries: int, nodes: int, page_size: int, window: int, size: int = 128, groups: int = 4) -> dict:
     blocks = choose(HOPPER, queries * groups, queries, size, size, torch.bfloat16)
-    constants = {
-        "KV_HEADS": 8,
-        "GROUPS": groups,
-        "PAGE_SIZE": page_size,
-        "WINDOW": window,
-        "NODES": nodes,
-        "DIRECT": True,
-        "WIDE": nodes == 1 and queries * groups >= 8 * blocks.m,
-        **_constants(blocks, size, size, torch.bfloat16),
-        "DEPENDENT": True,
-    }
+    wide = nodes == 1 and queries * groups >= 8 * blocks.m
+    constants = asked(nodes, page_size, window, groups, wide) | _constants(blocks, size, size, torch.bfloat16)
     options = {"num_warps": constants.pop("num_warps")}
     made = compile_for_hopper(_tree_attention_kernel, ASTSource, constants, options)
     shared = made.metadata.shared
@@ -48,17 +39,7 @@ def compiled(queries: int, nodes: int, page_size: int, window: int, size: int = 
 def compiled_hopper(
     blocks: HopperBlocks, nodes: int, page_size: int, window: int = 0, size: int = 128, groups: int = 4
 ) -> dict:
-    constants = {
-        "KV_HEADS": 8,
-        "GROUPS": groups,
-        "PAGE_SIZE": page_size,
-        "WINDOW": window,
-        "NODES": nodes,
-        "DIRECT": True,
-        "WIDE": nodes == 1,
-        "DEPENDENT": True,
-        **hopper_constants(blocks, size, True),
-    }
+    constants = asked(nodes, page_size, window, groups, nodes == 1) | hopper_constants(blocks, size, True)
     options = {name: constants.pop(name) for name in ("num_warps", "maxnreg")}
     made = compile_for_hopper(_hopper_attention_kernel, GluonASTSource, constants, options)
     return {
@@ -67,6 +48,20 @@ def compiled_hopper(
         "shared": made.metadata.shared,
         "held": blocks.held(size),
         "overlapping": list(overlapping(machine_code(made.asm["cubin"]))),
+    }
+
+
+def asked(nodes: int, page_size: int, window: int, groups: int, wide: bool) -> dict:
+    """Constants that say what is computed, not how."""
+    return {
+        "KV_HEADS": 8,
+        "GROUPS": groups,
+        "PAGE_SIZE": page_size,
+        "WINDOW": window,
+        "NODES": nodes,
+        "DIRECT": True,
+        "WIDE": wide,
+        "DEPENDENT": True,
     }
 
 
