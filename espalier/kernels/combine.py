@@ -18,10 +18,12 @@ from espalier.kernels.ranges import Ranges
 if TYPE_CHECKING:
     import triton.language as tl
 
-# Values that a block, which is one warp of one query's head, reads at once: of as many ranges as hold them.
+# Values that a block, which is one warp, reads at once: of as many ranges of a query's head as hold them, and of two
+# heads where they hold both.
 STEP_VALUES = 4096
-# Of a multiprocessor, which holds as many; they take turns where there is more to merge.
-BLOCKS_AT_ONCE = 32
+# Of a multiprocessor; they take turns where there is more to merge.  It could hold four times as many, but where there
+# is nothing to merge each that is started costs (docs/log.md).
+BLOCKS_AT_ONCE = 8
 
 
 @dataclass(frozen=True)
@@ -51,80 +53,95 @@ def combine(partials: Partials, ranges: Ranges, out: Tensor, lse: Tensor, sink: 
 
 
 @kernel
-def _merge_pair(
-    part_ptr, part_lse_ptr, start_ptr, sink_ptr, out_ptr, lse_ptr, request, pair, pairs,
+def _ask(
+    part_ptr, part_lse_ptr, start_ptr, at_pair, todo, pairs,
+    V_SIZE: tl.constexpr, SINK: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_I: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """(results of ranges, their log-sum-exps, the first's place, how many there are), on their way; none where a
+    request's query's head needs no merging."""
+    request = tl.minimum(at_pair, todo - 1) // pairs
+    start = tl.load(start_ptr + request)
+    count = tl.load(start_ptr + request + 1) - start
+    count = tl.where((at_pair < todo) & (SINK or count > 1), count, 0)
+    first = start.to(tl.int64) * pairs + at_pair % pairs
+    step = tl.arange(0, STEP)
+    size = tl.arange(0, BLOCK_V)
+    # The results before it is known what they weigh.
+    mask = (step < count)[:, None] & (size < V_SIZE)[None, :]
+    part = tl.load(
+        part_ptr + (first + step.to(tl.int64) * pairs)[:, None] * V_SIZE + size[None, :], mask=mask, other=0.0
+    )
+    index = tl.arange(0, BLOCK_I)
+    parts = tl.load(part_lse_ptr + first + index * pairs, mask=index < count, other=float("-inf"))
+    return part, parts, first, count
+
+
+@kernel
+def _merge(
+    asked, part_ptr, part_lse_ptr, sink_ptr, out_ptr, lse_ptr, at_pair, pairs,
     HEADS: tl.constexpr, V_SIZE: tl.constexpr, SINK: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_I: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """Write what a request's query's head sees, where it lies in several ranges."""
-    start = tl.load(start_ptr + request)
-    count = tl.load(start_ptr + request + 1) - start
-    if SINK or count > 1:
-        first = start.to(tl.int64) * pairs + pair
-        size = tl.arange(0, BLOCK_V)
-        index = tl.arange(0, BLOCK_I)
-        if STEP == BLOCK_I:
-            # All at once: the results are on their way while their weights are worked out.
-            mask = (index < count)[:, None] & (size < V_SIZE)[None, :]
-            at = (first + index.to(tl.int64) * pairs)[:, None] * V_SIZE + size[None, :]
-            part = tl.load(part_ptr + at, mask=mask, other=0.0)
-        parts = tl.load(part_lse_ptr + first + index * pairs, mask=index < count, other=float("-inf"))
-        top = tl.max(parts, 0)
-        if SINK:
-            sink = tl.load(sink_ptr + pair % HEADS).to(tl.float32) * 1.4426950408889634
-            top = tl.maximum(top, sink)
-        level = tl.where(top == float("-inf"), 0.0, top)
-        total = tl.sum(tl.exp2(parts - level), 0)
-        if SINK:
-            total += tl.exp2(sink - level)
-        if STEP == BLOCK_I:
-            out = tl.sum(tl.exp2(parts - level)[:, None] * part, 0)
-        else:
-            out = tl.zeros([BLOCK_V], tl.float32)
-            for at in tl.range(0, count, STEP):
-                step = at + tl.arange(0, STEP)
-                row = first + step.to(tl.int64) * pairs
-                weight = tl.exp2(tl.load(part_lse_ptr + row, mask=step < count, other=float("-inf")) - level)
-                mask = (step < count)[:, None] & (size < V_SIZE)[None, :]
-                part = tl.load(part_ptr + row[:, None] * V_SIZE + size[None, :], mask=mask, other=0.0)
-                out += tl.sum(weight[:, None] * part, 0)
-        divisor = tl.where(total == 0.0, 1.0, total)
-        row_out = request.to(tl.int64) * pairs + pair
-        written = (out / divisor).to(out_ptr.dtype.element_ty)
-        tl.store(out_ptr + row_out * V_SIZE + size, written, mask=size < V_SIZE)
-        lse = tl.where(total == 0.0, float("-inf"), level + tl.log2(divisor))
-        tl.store(lse_ptr + row_out, lse * 0.6931471805599453)
+    part, parts, first, count = asked
+    size = tl.arange(0, BLOCK_V)
+    index = tl.arange(0, STEP)
+    top = tl.max(parts, 0)
+    if SINK:
+        sink = tl.load(sink_ptr + at_pair % pairs % HEADS).to(tl.float32) * 1.4426950408889634
+        top = tl.maximum(top, sink)
+    level = tl.where(top == float("-inf"), 0.0, top)
+    total = tl.sum(tl.exp2(parts - level), 0)
+    if SINK:
+        total += tl.exp2(sink - level)
+    if STEP == BLOCK_I:
+        out = tl.sum(tl.exp2(parts - level)[:, None] * part, 0)
+    else:
+        out = tl.zeros([BLOCK_V], tl.float32)
+        for at in tl.range(0, count, STEP):
+            step = at + index
+            row = first + step.to(tl.int64) * pairs
+            weight = tl.exp2(tl.load(part_lse_ptr + row, mask=step < count, other=float("-inf")) - level)
+            mask = (step < count)[:, None] & (size < V_SIZE)[None, :]
+            part = tl.load(part_ptr + row[:, None] * V_SIZE + size[None, :], mask=mask, other=0.0)
+            out += tl.sum(weight[:, None] * part, 0)
+    divisor = tl.where(total == 0.0, 1.0, total)
+    merged = count > 0
+    written = (out / divisor).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + tl.cast(at_pair, tl.int64) * V_SIZE + size, written, mask=merged & (size < V_SIZE))
+    lse = tl.where(total == 0.0, float("-inf"), level + tl.log2(divisor))
+    tl.store(lse_ptr + at_pair, lse * 0.6931471805599453, mask=merged)
 
 
 @kernel
 def _combine_kernel(
-    part_ptr,
-    part_lse_ptr,
-    start_ptr,
-    sink_ptr,
-    out_ptr,
-    lse_ptr,
-    batch,
-    pairs,
-    HEADS: tl.constexpr,
-    V_SIZE: tl.constexpr,
-    SINK: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_I: tl.constexpr,
-    STEP: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):
+    part_ptr, part_lse_ptr, start_ptr, sink_ptr, out_ptr, lse_ptr, batch, pairs,
+    HEADS: tl.constexpr, V_SIZE: tl.constexpr, SINK: tl.constexpr, TWO: tl.constexpr,
+    BLOCK_V: tl.constexpr, BLOCK_I: tl.constexpr, STEP: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
     wait_for_previous(DEPENDENT)
     let_next_start(DEPENDENT)
     todo = batch * pairs
     if not SINK:
         # Nothing to merge where every request has one range, which most batches of a long layout have.
         todo = tl.where(tl.load(start_ptr + batch) > batch, todo, 0)
-    for at_pair in range(tl.program_id(0), todo, tl.num_programs(0)):
-        _merge_pair(
-            part_ptr, part_lse_ptr, start_ptr, sink_ptr, out_ptr, lse_ptr, at_pair // pairs, at_pair % pairs, pairs,
+    turn = tl.num_programs(0)
+    for at in range(tl.program_id(0), todo, 2 * turn if TWO else turn):
+        one = _ask(part_ptr, part_lse_ptr, start_ptr, at, todo, pairs, V_SIZE, SINK, BLOCK_V, BLOCK_I, STEP)
+        if TWO:
+            # Asked for before the first is written.
+            other = _ask(
+                part_ptr, part_lse_ptr, start_ptr, at + turn, todo, pairs, V_SIZE, SINK, BLOCK_V, BLOCK_I, STEP
+            )
+        _merge(
+            one, part_ptr, part_lse_ptr, sink_ptr, out_ptr, lse_ptr, at, pairs,
             HEADS, V_SIZE, SINK, BLOCK_V, BLOCK_I, STEP,
         )  # fmt: skip
+        if TWO:
+            _merge(
+                other, part_ptr, part_lse_ptr, sink_ptr, out_ptr, lse_ptr, at + turn, pairs,
+                HEADS, V_SIZE, SINK, BLOCK_V, BLOCK_I, STEP,
+            )  # fmt: skip
 
 
 def combine_triton(partials: Partials, ranges: Ranges, out: Tensor, lse: Tensor, sink: Tensor | None = None) -> None:
@@ -152,10 +169,13 @@ def combine_triton(partials: Partials, ranges: Ranges, out: Tensor, lse: Tensor,
         HEADS=heads,
         V_SIZE=v_size,
         SINK=sink is not None,
+        TWO=2 * ranges_held * width <= STEP_VALUES,
         BLOCK_V=width,
         BLOCK_I=ranges_held,
         STEP=min(STEP_VALUES // width, ranges_held),
         num_warps=1,
+        # Whether a head is the first or the other of two depends on the batch; what the compiler fuses must not.
+        enable_fp_fusion=False,
         **early(chip(out)),
     )
 
