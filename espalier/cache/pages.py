@@ -21,8 +21,9 @@ class PageDefect(AssertionError):
 class PagePool:
     """Reference counts of pages 1 .. num_pages - 1.  Page 0, the dummy that padding writes to, is never handed out.
 
-    The page freed last is handed out first, at the start the lowest id.  That costs O(1) a page, depends on nothing
-    but the calls made, and leaves memory that was never needed untouched.
+    Pages freed last are handed out first, in the order in which they were held; at the start the lowest ids.  That
+    costs O(1) a page, depends on nothing but the calls made, leaves memory that was never needed untouched, and keeps
+    pages that follow one another together: attention copies their rows in one go (kernels/straight.py).
     """
 
     def __init__(self, num_pages: int):
@@ -57,7 +58,7 @@ class PagePool:
         num_released counts the calls, for those who wait for pages.
         """
         self.num_released += 1
-        for page in pages:
+        for page in reversed([*pages]):
             self._require_held(page, "released")
             self._references[page] -= 1
             if not self._references[page]:

@@ -15,11 +15,11 @@ def test_the_dummy_is_never_handed_out():
     assert pool.references(0) == 0
 
 
-def test_the_page_freed_last_is_handed_out_first():
+def test_pages_freed_last_are_handed_out_first_and_in_order():
     pool = PagePool(6)
     pages = pool.allocate(4)
     pool.release(pages[1:3])
-    assert pool.allocate(3) == [3, 2, 5]
+    assert pool.allocate(3) == [2, 3, 5]
 
 
 @pytest.mark.parametrize("num_pages", [1, 4])
