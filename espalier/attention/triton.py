@@ -13,7 +13,15 @@ from espalier.cache.geometry import LayerGeometry
 from espalier.cache.kv import Pages
 from espalier.kernels.combine import Partials
 from espalier.kernels.ranges import Ranges, ranges_triton
-from espalier.kernels.tree_attention import DTYPES, MAX_HEAD_SIZE, Committed, Staged, tree_attention_triton
+from espalier.kernels.straight import straight
+from espalier.kernels.tree_attention import (
+    DTYPES,
+    MAX_HEAD_SIZE,
+    Committed,
+    Staged,
+    asks_straight,
+    tree_attention_triton,
+)
 from espalier.layout import MAX_PAGE_SIZE
 
 
@@ -36,8 +44,12 @@ class TritonAttention(Attention):
         committed = Committed(k, v, prefix.page_table, prefix.length, self.pages.page_size, prefix.first)
         ranges = self._ranges(g.window)
         partials = self._partials(ranges, g)
-        positions = self.nodes.positions
-        return tree_attention_triton(q, committed, staged, positions, ranges, g.softmax_scale, g.window, None, partials)
+        counted = None
+        if asks_straight(q, committed, staged, ranges, g.window):
+            counted = self._straight(committed, ranges)
+        return tree_attention_triton(
+            q, committed, staged, self.nodes.positions, ranges, g.softmax_scale, g.window, None, partials, None, counted
+        )
 
     def _ranges(self, window: int | None) -> Ranges:
         """The work list of a kind of layer; one without a window serves every pass of the prefix that is as wide."""
@@ -50,6 +62,14 @@ class TritonAttention(Attention):
             positions = self.nodes.positions
             self.windowed[window] = ranges_triton(self.prefix.length, self.prefix.first, cut, positions, window)
         return self.windowed[window]
+
+    def _straight(self, committed: Committed, ranges: Ranges) -> Tensor:
+        """Of ranges without a window, for every pass and layer that reads them."""
+        key = (ranges.cut, straight)
+        if key not in self.prefix.planned:
+            page_table, first = committed.page_table, committed.first
+            self.prefix.planned[key] = straight(ranges, page_table, committed.page_size, first)
+        return self.prefix.planned[key]
 
     def _partials(self, ranges: Ranges, g: LayerGeometry) -> Partials:
         key = (g.window, g.heads, g.v_size)

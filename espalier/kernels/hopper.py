@@ -15,7 +15,7 @@ import torch
 from espalier.kernels.hopper_attend import attend_units
 from espalier.kernels.hopper_load import load_units
 from espalier.kernels.launch import Chip, gluon_kernel
-from espalier.kernels.units import items_of
+from espalier.kernels.units import ALL, COUNTED, NONE, items_of
 
 if TYPE_CHECKING:
     from triton.experimental.gluon import language as gl
@@ -101,10 +101,10 @@ def _hopper_attention_kernel(
     out_ptr, lse_ptr, part_ptr, part_lse_ptr,
     scale, batch, queries, rows, first,
     q_b, q_q, q_h, k_row, k_h, v_row, v_h, new_k_b, new_k_r, new_k_h, new_v_b, new_v_r, new_v_h,
-    table_b, position_b, position_q, row_position_b, row_position_r, word_b, word_q,
+    table_b, position_b, position_q, row_position_b, row_position_r, word_b, word_q, k_rows, v_rows, straight_ptr,
     KV_HEADS: gl.constexpr, GROUPS: gl.constexpr, SIZE: gl.constexpr,
     PAGE_SIZE: gl.constexpr, WINDOW: gl.constexpr, NODES: gl.constexpr, DIRECT: gl.constexpr, WIDE: gl.constexpr,
-    SAME: gl.constexpr, QUERY_GROUPS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    SAME: gl.constexpr, STRAIGHT: gl.constexpr, QUERY_GROUPS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     ATTENDING: gl.constexpr, LOADING: gl.constexpr, LOADERS: gl.constexpr, DEPENDENT: gl.constexpr,
 ):
     dtype: gl.constexpr = q_ptr.dtype.element_ty
@@ -138,7 +138,8 @@ def _hopper_attention_kernel(
             )),
             (load_units, (
                 stages, plan, keys, values, new_keys, new_values, table_ptr, table_b, positions,
-                KV_HEADS, GROUPS, SIZE, PAGE_SIZE, WINDOW, NODES, WIDE, SAME, BLOCK_M, BLOCK_N, STAGES, LOADERS,
+                k_rows, v_rows, straight_ptr, KV_HEADS, GROUPS, SIZE, PAGE_SIZE, WINDOW, NODES, WIDE, SAME, STRAIGHT,
+                BLOCK_M, BLOCK_N, STAGES, LOADERS,
             )),
         ], [LOADERS], [LOADING])
     else:
@@ -153,7 +154,8 @@ def _hopper_attention_kernel(
             )),
             (load_units, (
                 stages, plan, keys, values, new_keys, new_values, table_ptr, table_b, positions,
-                KV_HEADS, GROUPS, SIZE, PAGE_SIZE, WINDOW, NODES, WIDE, SAME, BLOCK_M, BLOCK_N, STAGES, LOADERS,
+                k_rows, v_rows, straight_ptr, KV_HEADS, GROUPS, SIZE, PAGE_SIZE, WINDOW, NODES, WIDE, SAME, STRAIGHT,
+                BLOCK_M, BLOCK_N, STAGES, LOADERS,
             )),
         ], [4, LOADERS], [ATTENDING, LOADING])
 # fmt: on
@@ -162,6 +164,45 @@ def _hopper_attention_kernel(
 def in_whole_copies(tensor: torch.Tensor) -> bool:
     """Whether rows of sixteen bytes, which a copy takes at once, stand so that Triton sees it: at multiples of 16."""
     return tensor.data_ptr() % 16 == 0 and all(stride % 16 == 0 for stride in tensor.stride()[:-1])
+
+
+def row_blocks(rows: torch.Tensor) -> Any:
+    """What the copying engine reads BLOCK_N rows of one head by: rows [R, heads, size], heads side by side.  None: they
+    are not."""
+    from triton.experimental.gluon import language
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    size = rows.shape[2]
+    if rows.stride(1) != size:
+        return None
+    dtype = {torch.bfloat16: language.bfloat16, torch.float16: language.float16}[rows.dtype]
+    layout = language.NVMMASharedLayout.get_default_for([BLOCK_N, size], dtype)
+    return TensorDescriptor.from_tensor(rows.view(len(rows), -1), [BLOCK_N, size], layout)
+
+
+def counts_straight(blocks: HopperBlocks, page_size: int, window: int) -> bool:
+    """Whether a launch asks how many blocks of each range stand side by side (kernels/straight.py): whether it gains by
+    copies in one go, and the pages do not say.
+
+    Two groups of attending warps keep a multiprocessor busy, and copies by threads take turns with them; one group
+    waits for memory, which answers the engine no sooner (docs/log.md).
+    """
+    return blocks.groups == 2 and not window and page_size % BLOCK_N > 0
+
+
+def straight_rows(
+    blocks: HopperBlocks, k: torch.Tensor, v: torch.Tensor, page_size: int, window: int, straight: torch.Tensor | None
+) -> dict[str, Any]:
+    """Arguments of a launch that say which blocks of rows are copied in one go.  k, v: [R, heads, size]."""
+    known = NONE
+    if counts_straight(blocks, page_size, window):
+        known = NONE if straight is None else COUNTED
+    elif blocks.groups == 2 and not window:
+        known = ALL
+    of_k, of_v = (row_blocks(rows) if known != NONE else None for rows in (k, v))
+    if of_k is None or of_v is None:
+        return {"k_rows": None, "v_rows": None, "straight_ptr": None, "STRAIGHT": NONE}
+    return {"k_rows": of_k, "v_rows": of_v, "straight_ptr": straight, "STRAIGHT": known}
 
 
 def hopper_constants(blocks: HopperBlocks, size: int, same: bool) -> dict[str, Any]:

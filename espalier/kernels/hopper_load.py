@@ -1,8 +1,11 @@
 """Attention on Hopper, the warps that load: rows of a unit, block after block, into the stages of shared memory.
 
 They run ahead of the warps that attend (kernels/hopper_attend.py) by as many stages as there are, past the end of a
-unit into the next.  A stage is theirs while `empty` says so and is handed over through `full`.  Copies are cp.async,
-16 bytes a thread, so that pages of any size are gathered alike.
+unit into the next.  A stage is theirs while `empty` says so and is handed over through `full`.
+
+Blocks whose rows stand side by side in the pool, as all do on pages of whole blocks and most do on pages that were free
+in order, are copied by the chip's own engine (TMA), a block in one go: copies of each thread's take turns with what the
+attending warps do.  Other blocks are gathered by cp.async, 16 bytes a thread, from pages of any size.
 """
 
 from __future__ import annotations
@@ -155,14 +158,38 @@ def _load_block(
 
 
 @gluon_kernel
+def _load_straight(
+    stages, done, count, at, end, k_rows, v_rows, head, table,
+    SIZE: gl.constexpr, PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
+):
+    """Hand over `count` blocks from position `at` on, each of rows that stand side by side; -> done + count."""
+    k_stages, v_stages, full, empty = stages
+    # Of the block in front of the wait for its stage; past the last, of one that exists.
+    page = gl.load(table + gl.minimum(at, gl.maximum(end - 1, 0)) // PAGE_SIZE)
+    for _ in range(count):
+        row = page.to(gl.int32) * PAGE_SIZE + at % PAGE_SIZE
+        at += BLOCK_N
+        page = gl.load(table + gl.minimum(at, end - 1) // PAGE_SIZE)
+        stage = done % STAGES
+        hopper.mbarrier.wait(empty.index(stage), done // STAGES % 2 ^ 1)
+        # One arrival with the bytes that are to come, one each for the threads that copy where rows are gathered.
+        hopper.mbarrier.expect(full.index(stage), 2 * BLOCK_N * SIZE * 2)
+        hopper.mbarrier.arrive(full.index(stage), count=32 * WARPS - 1)
+        hopper.tma.async_copy_global_to_shared(k_rows, [row, head * SIZE], full.index(stage), k_stages.index(stage))
+        hopper.tma.async_copy_global_to_shared(v_rows, [row, head * SIZE], full.index(stage), v_stages.index(stage))
+        done += 1
+    return done
+
+
+@gluon_kernel
 def load_units(
-    stages, plan, keys, values, new_keys, new_values, table_ptr, table_b, positions,
+    stages, plan, keys, values, new_keys, new_values, table_ptr, table_b, positions, k_rows, v_rows, straight_ptr,
     KV_HEADS: gl.constexpr, GROUPS: gl.constexpr, SIZE: gl.constexpr, PAGE_SIZE: gl.constexpr,
-    WINDOW: gl.constexpr, NODES: gl.constexpr, WIDE: gl.constexpr, SAME: gl.constexpr,
+    WINDOW: gl.constexpr, NODES: gl.constexpr, WIDE: gl.constexpr, SAME: gl.constexpr, STRAIGHT: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
 ):
     """What the loading warps do, for all units of a block.  The groups of arguments: see kernels/hopper.py."""
-    LOAD: gl.constexpr = gl.BlockedLayout([1, 8], [256 // SIZE, SIZE // 8], [WARPS, 1], [1, 0])
+    LOAD: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
     ROWS: gl.constexpr = gl.SliceLayout(1, LOAD)
     k_stages, v_stages, full, empty = stages
     item_ptr, start_ptr, items, tiles, queries, rows, first = plan
@@ -178,7 +205,7 @@ def load_units(
         unit = unit_of(base, backwards)
         backwards = 1 - backwards
         if unit < units:
-            _item, request, begin, end, _siblings, is_last, tile, head = work_at(
+            item, request, begin, end, _siblings, is_last, tile, head = work_at(
                 unit, item_ptr, start_ptr, items, tiles, KV_HEADS, WIDE
             )
             shallowest = 0
@@ -191,12 +218,21 @@ def load_units(
             table = table_ptr + request * table_b
             new_k = new_k_ptr + request * new_k_b + head * new_k_h
             new_v = new_v_ptr + request * new_v_b + head * new_v_h
+            straight = 0
+            if STRAIGHT != 0:
+                straight = whole
+                if STRAIGHT == 2:
+                    straight = gl.minimum(gl.load(straight_ptr + item), whole)
+                done = _load_straight(
+                    stages, done, straight, begin + lower * BLOCK_N, end, k_rows, v_rows, head, table,
+                    SIZE, PAGE_SIZE, BLOCK_N, STAGES, WARPS,
+                )
             # A page is asked for two blocks ahead: it comes from memory, and without it nothing else can.
-            at = begin + block_at(0, lower, whole) * BLOCK_N
-            next_at = begin + block_at(1, lower, whole) * BLOCK_N
+            at = begin + block_at(straight, lower, whole) * BLOCK_N
+            next_at = begin + block_at(straight + 1, lower, whole) * BLOCK_N
             page = _pages(table, at, end, PAGE_SIZE, BLOCK_N, ROWS)
             next_page = _pages(table, next_at, end, PAGE_SIZE, BLOCK_N, ROWS)
-            for t in range(blocks):
+            for t in range(straight, blocks):
                 stage = done % STAGES
                 hopper.mbarrier.wait(empty.index(stage), done // STAGES % 2 ^ 1)
                 _load_block(

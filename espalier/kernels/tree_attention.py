@@ -25,8 +25,10 @@ from espalier.kernels.hopper import (
     HopperBlocks,
     _hopper_attention_kernel,
     choose_hopper,
+    counts_straight,
     hopper_constants,
     in_whole_copies,
+    straight_rows,
 )
 from espalier.kernels.launch import Chip, Kernel, chip, kernel, power_of_two, require
 from espalier.kernels.ranges import Ranges
@@ -226,8 +228,10 @@ def tree_attention_triton(
     sink: Tensor | None = None,
     partials: Partials | None = None,
     how: Blocks | HopperBlocks | None = None,
+    straight: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """how: launch choices in place of its own, for tests and measurements."""
+    """how: launch choices in place of its own, for tests and measurements.  straight: of the ranges, as
+    kernels/straight.py counts them; without it nothing is lost but time."""
     q = q if q.stride(3) == 1 else q.contiguous()
     _check(q, committed, staged, positions, ranges)
     batch, queries, heads, _ = q.shape
@@ -243,10 +247,16 @@ def tree_attention_triton(
         how = _how(q, committed, staged, ranges)
     elif isinstance(how, HopperBlocks) and not _whole_tiles(q, committed, staged):
         raise EspalierError("Hopper's attention takes two-byte types, sizes of whole tiles, and rows of whole copies")
-    _launch(q, committed, staged, positions, ranges, scale, window or 0, direct, partials, how, out, lse)
+    _launch(q, committed, staged, positions, ranges, scale, window or 0, direct, partials, how, straight, out, lse)
     if ranges.cut.most > 1 or not direct:
         combine_triton(partials, ranges, out, lse, sink)
     return out, lse
+
+
+def asks_straight(q: Tensor, committed: Committed, staged: Staged | None, ranges: Ranges, window: int | None) -> bool:
+    """Whether tree_attention_triton gains by `straight`."""
+    how = _how(q, committed, staged, ranges)
+    return isinstance(how, HopperBlocks) and counts_straight(how, committed.page_size, window or 0)
 
 
 def _how(q: Tensor, committed: Committed, staged: Staged | None, ranges: Ranges) -> Blocks | HopperBlocks:
@@ -281,6 +291,7 @@ def _launch(
     direct: bool,
     partials: Partials,
     how: Blocks | HopperBlocks,
+    straight: Tensor | None,
     out: Tensor,
     lse: Tensor,
 ) -> None:
@@ -294,6 +305,7 @@ def _launch(
     if isinstance(how, HopperBlocks):
         same = committed.k.stride(0) == committed.v.stride(0)
         run, own = _hopper_attention_kernel, hopper_constants(how, k_size, same)
+        own |= straight_rows(how, committed.k, committed.v, committed.page_size, window, straight)
     else:
         run, own = _tree_attention_kernel, _constants(how, k_size, v_size, q.dtype)
     grid = min(ranges.items.shape[0] * tiles * kv_heads, chip(q).processors * how.per_processor)

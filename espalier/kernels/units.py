@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 
 # What NODES of a kernel says: no staged rows, a chain of them, or ancestor words.
 NO_NODES, CHAIN, WORDS = 0, 1, 2
+# What STRAIGHT says: of a range's whole blocks none are known to stand side by side in the pool, all do, or as many of
+# the first as were counted (kernels/straight.py).
+NONE, ALL, COUNTED = 0, 1, 2
 
 
 @kernel

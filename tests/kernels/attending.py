@@ -7,6 +7,7 @@ from torch import Tensor
 
 from espalier.kernels.ancestors import pack
 from espalier.kernels.ranges import Ranges, ranges_triton
+from espalier.kernels.straight import straight_triton
 from espalier.kernels.tree_attention import Committed, Staged, tree_attention_reference, tree_attention_triton
 from espalier.layout import Cut
 
@@ -18,7 +19,8 @@ LSE_TOLERANCE = 2e-5
 
 @dataclass(frozen=True)
 class Case:
-    """lengths: a request each; rows: staged, None for a chain of the queries."""
+    """lengths: a request each; rows: staged, None for a chain of the queries; in_order: pages of each request, from its
+    first, that follow one another in the pool."""
 
     lengths: tuple[int, ...]
     queries: int = 1
@@ -34,6 +36,7 @@ class Case:
     most: int = 4
     sink: bool = False
     seed: int = 0
+    in_order: int = 0
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,10 @@ def draw(case: Case, device: torch.device) -> Inputs:
     width = max((-(-length // case.page_size) for length in case.lengths), default=0) + 1
     pages = 1 + batch * width
     table = 1 + torch.randperm(batch * width, generator=generator).view(batch, width)
+    if case.in_order:
+        rest = table[:, case.in_order :].argsort(1)
+        table = 1 + torch.arange(batch * width).view(batch, width)
+        table[:, case.in_order :] = table[:, case.in_order :].gather(1, rest)
     rows = pages * case.page_size
     k, v = (torch.full((rows, case.kv_heads, size), torch.nan, dtype=dtype) for size in (case.k_size, case.v_size))
     for request, length in enumerate(case.lengths):
@@ -126,11 +133,14 @@ def expected(inputs: Inputs, staged: bool = True) -> tuple[Tensor, Tensor]:
     )
 
 
-def run(inputs: Inputs, most: int, staged: bool = True, **how) -> tuple[Tensor, Tensor]:
-    new = inputs.staged if staged else None
+def run(inputs: Inputs, most: int, staged: bool = True, counted: bool = False, **how) -> tuple[Tensor, Tensor]:
+    """counted: with the number of straight blocks of each range."""
+    new, c = inputs.staged if staged else None, inputs.committed
     ranges = inputs.ranges(most)
+    if counted:
+        how["straight"] = straight_triton(ranges, c.page_table, c.page_size, c.first)
     return tree_attention_triton(
-        inputs.q, inputs.committed, new, inputs.positions, ranges, inputs.scale, inputs.window, inputs.sink, **how
+        inputs.q, c, new, inputs.positions, ranges, inputs.scale, inputs.window, inputs.sink, **how
     )
 
 

@@ -13,11 +13,13 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from espalier.kernels.hopper import HopperBlocks, _hopper_attention_kernel, hopper_constants
 from espalier.kernels.launch import Chip, Kernel
 from espalier.kernels.tree_attention import _constants, _tree_attention_kernel, choose
+from espalier.kernels.units import ALL, COUNTED, NONE
 
 HOPPER = Chip(227 * 1024, 132, (9, 0))
 VALUES = ("q_ptr", "k_ptr", "v_ptr", "new_k_ptr", "new_v_ptr", "out_ptr")
@@ -40,8 +42,13 @@ def compiled_hopper(
     blocks: HopperBlocks, nodes: int, page_size: int, window: int = 0, size: int = 128, groups: int = 4
 ) -> dict:
     constants = asked(nodes, page_size, window, groups, nodes == 1) | hopper_constants(blocks, size, True)
+    known = NONE if window or blocks.groups == 1 else COUNTED if page_size % 64 else ALL
+    constants |= {"STRAIGHT": known} | ({} if known else dict.fromkeys(("k_rows", "v_rows", "straight_ptr")))
     options = {name: constants.pop(name) for name in ("num_warps", "maxnreg")}
-    made = compile_for_hopper(_hopper_attention_kernel, GluonASTSource, constants, options)
+    layout = gl.NVMMASharedLayout.get_default_for([64, size], gl.bfloat16)
+    rows = f"tensordesc<bf16[64, {size}],{layout!r}>"
+    kinds = {"k_rows": rows, "v_rows": rows, "straight_ptr": "*i32"} if known else {}
+    made = compile_for_hopper(_hopper_attention_kernel, GluonASTSource, constants, options, kinds)
     return {
         "blocks": vars(blocks),
         "window": window,
@@ -65,10 +72,12 @@ def asked(nodes: int, page_size: int, window: int, groups: int, wide: bool) -> d
     }
 
 
-def compile_for_hopper(kernel: Kernel, source: type, constants: dict, options: dict):
+def compile_for_hopper(
+    kernel: Kernel, source: type, constants: dict, options: dict, more: dict[str, str] | None = None
+):
     function = kernel.compiled
     kinds = dict.fromkeys(constants, "constexpr") | dict.fromkeys(VALUES, "*bf16") | dict.fromkeys(FLOATS, "*fp32")
-    kinds |= dict.fromkeys(WIDE, "*i64") | {"item_ptr": "*i32", "start_ptr": "*i32", "scale": "fp32"}
+    kinds |= dict.fromkeys(WIDE, "*i64") | {"item_ptr": "*i32", "start_ptr": "*i32", "scale": "fp32"} | (more or {})
     aligned = [i for i, name in enumerate(function.arg_names) if name.endswith("_ptr") or name in STRIDES]
     made = source(
         fn=function,

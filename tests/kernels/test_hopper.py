@@ -51,6 +51,26 @@ SHAPES += [
     Case((0, 1, 64, 130, 131, 900), queries, rows, 16, 32, 8, 128, 128, None, first, torch.float16, 8)
     for (queries, rows), first in product([(5, None), (64, 64), (300, None)], [1, 130])
 ]
+# Blocks that stand side by side, all of a request's or its first, on pages that hold less than a block.
+SHAPES += [
+    Case(
+        (0, 1, 64, 130, 1000, 4096),
+        queries,
+        rows,
+        page_size,
+        32,
+        8,
+        128,
+        128,
+        None,
+        first,
+        torch.bfloat16,
+        8,
+        in_order=n,
+    )
+    for page_size, n in [(1, 5000), (1, 700), (16, 5000), (16, 40), (48, 5000), (48, 9)]
+    for (queries, rows), first in [((8, 40), 0), ((64, 64), 1), ((300, None), 130)]
+]
 SHAPES += [Case((700,), 1, None, 16, 71, 1, 64, 64, dtype=torch.bfloat16, most=4)]
 
 
@@ -68,5 +88,7 @@ def test_the_plain_kernel_s_bits(kernel_device, monkeypatch, case):
     for staged in (True, False):
         out, lse = run(inputs, case.most, staged, how=plain)
         for how in (HopperBlocks(1, 3, 2), HopperBlocks(1, 6, 1), HopperBlocks(2, 5, 1)):
-            again, again_lse = run(inputs, case.most, staged, how=how)
-            assert torch.equal(again, out) and torch.equal(again_lse, lse), f"{how}: {difference(again, out)}"
+            for counted in (False, True):
+                again, again_lse = run(inputs, case.most, staged, counted, how=how)
+                same = torch.equal(again, out) and torch.equal(again_lse, lse)
+                assert same, f"{how}, counted {counted}: {difference(again, out)}"

@@ -1,0 +1,86 @@
+"""Where committed rows stand side by side in the pool, so that a block of them can be copied in one go.
+
+Counted once a round, for all layers that read the same ranges.  Pages of whole blocks need no counting.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from espalier.kernels.dependent import after_previous, early
+from espalier.kernels.launch import chip, kernel, require
+from espalier.kernels.ranges import COLUMNS, Ranges
+from espalier.kernels.units import committed_blocks, range_at
+
+if TYPE_CHECKING:
+    import triton.language as tl
+
+# Rows of a block of attention, and blocks that are looked at together.
+BLOCK_ROWS = 64
+BLOCKS = 32
+
+
+def straight(ranges: Ranges, page_table: Tensor, page_size: int, first: int) -> Tensor:
+    """[items] int32: of each range's whole blocks (units.committed_blocks), how many of the first have their rows side
+    by side, in the order of their positions.  What is past the last range is left as it was.
+
+    page_table: [B, T] int64; rows below `first` do not exist.
+    """
+    return (straight_triton if page_table.is_cuda else straight_reference)(ranges, page_table, page_size, first)
+
+
+@kernel
+def _straight_kernel(
+    item_ptr, start_ptr, table_ptr, out_ptr, batch, first, table_b,
+    PAGE_SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    after_previous(DEPENDENT)
+    item = tl.program_id(0)
+    exists = item < tl.load(start_ptr + batch)
+    request, begin, end, _siblings = range_at(item_ptr, item, exists)
+    _blocks, lower, whole = committed_blocks(begin, end, first, 0, ROWS)
+    table = table_ptr + request * table_b
+    block, offset = tl.arange(0, BLOCKS), tl.arange(0, ROWS)
+    done = whole * 0
+    count = whole * 0
+    while done < whole:
+        inside = done + block < whole
+        position = begin + (lower + done + block)[:, None] * ROWS + offset[None, :]
+        page = tl.load(table + position // PAGE_SIZE, mask=inside[:, None], other=0)
+        start = page * PAGE_SIZE + position % PAGE_SIZE - offset[None, :]
+        found = inside & (tl.max(start, 1) == tl.min(start, 1))
+        run = tl.min(tl.where(found, BLOCKS, block), 0)
+        count += run
+        # The first that is not ends the count.
+        done = tl.where(run == BLOCKS, done + BLOCKS, whole)
+    tl.store(out_ptr + item, count, mask=exists)
+
+
+def straight_triton(ranges: Ranges, page_table: Tensor, page_size: int, first: int) -> Tensor:
+    capacity = ranges.items.shape[0]
+    require("straight's ranges", ranges.items, (-1, COLUMNS), torch.int32, page_table)
+    require("straight's page_table", page_table, (ranges.starts.shape[0] - 1, -1), torch.int64, page_table)
+    out = torch.empty(capacity, dtype=torch.int32, device=page_table.device)
+    if capacity:
+        _straight_kernel[(capacity,)](
+            ranges.items, ranges.starts, page_table, out, page_table.shape[0], first, page_table.stride(0),
+            PAGE_SIZE=page_size, ROWS=BLOCK_ROWS, BLOCKS=BLOCKS, num_warps=8, **early(chip(page_table)),
+        )  # fmt: skip
+    return out
+
+
+def straight_reference(ranges: Ranges, page_table: Tensor, page_size: int, first: int) -> Tensor:
+    out = torch.zeros(ranges.items.shape[0], dtype=torch.int32)
+    for item, (request, begin, end, _siblings) in enumerate(ranges.items[: int(ranges.starts[-1])].tolist()):
+        low = begin + -(-max(first - begin, 0) // BLOCK_ROWS) * BLOCK_ROWS
+        while low + BLOCK_ROWS <= begin + (end - begin) // BLOCK_ROWS * BLOCK_ROWS:
+            position = torch.arange(low, low + BLOCK_ROWS, device=page_table.device)
+            rows = page_table[request, position // page_size] * page_size + position % page_size
+            if not torch.equal(rows, rows[0] + position - low):
+                break
+            out[item] += 1
+            low += BLOCK_ROWS
+    return out.to(page_table.device)
