@@ -8,6 +8,7 @@ of the tensor cores' 64 rows.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -169,15 +170,21 @@ def in_whole_copies(tensor: torch.Tensor) -> bool:
 def row_blocks(rows: torch.Tensor) -> Any:
     """What the copying engine reads BLOCK_N rows of one head by: rows [R, heads, size], heads side by side.  None: they
     are not."""
-    from triton.experimental.gluon import language
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
     size = rows.shape[2]
     if rows.stride(1) != size:
         return None
-    dtype = {torch.bfloat16: language.bfloat16, torch.float16: language.float16}[rows.dtype]
-    layout = language.NVMMASharedLayout.get_default_for([BLOCK_N, size], dtype)
-    return TensorDescriptor.from_tensor(rows.view(len(rows), -1), [BLOCK_N, size], layout)
+    descriptor, layout = _of_blocks(rows.dtype, size)
+    return descriptor.from_tensor(rows.view(len(rows), -1), [BLOCK_N, size], layout)
+
+
+@cache
+def _of_blocks(dtype: torch.dtype, size: int) -> tuple[Any, Any]:
+    """Triton's class of descriptors, and how a block stands in shared memory."""
+    from triton.experimental.gluon import language
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    number = {torch.bfloat16: language.bfloat16, torch.float16: language.float16}[dtype]
+    return TensorDescriptor, language.NVMMASharedLayout.get_default_for([BLOCK_N, size], number)
 
 
 def counts_straight(blocks: HopperBlocks, page_size: int, window: int) -> bool:

@@ -5,9 +5,10 @@ from itertools import product
 import pytest
 import torch
 
-from espalier.kernels.hopper import FEWEST_STAGES, REGISTERS, HopperBlocks, choose_hopper
+from espalier.kernels.hopper import FEWEST_STAGES, REGISTERS, HopperBlocks, choose_hopper, straight_rows
 from espalier.kernels.launch import Chip, chip
 from espalier.kernels.tree_attention import choose
+from espalier.kernels.units import ALL, COUNTED, NONE
 from tests.kernels.attending import Case, difference, draw, poisoned, run
 
 HOPPER = Chip(227 * 1024, 132, (9, 0))
@@ -31,6 +32,35 @@ def test_nothing_is_chosen_that_the_chip_or_the_shape_cannot():
     assert choose_hopper(HOPPER, 256, 5000, 80, 64) is None
     assert choose_hopper(Chip(99 * 1024, 132, (9, 0)), 256, 5000, 128, 64) is None
     assert choose_hopper(Chip(227 * 1024, 132, (10, 0)), 256, 5000, 128, 64) is None
+
+
+@pytest.mark.parametrize(
+    ("groups", "page_size", "window", "counted", "known"),
+    [
+        (2, 64, 0, False, ALL),
+        (2, 256, 0, False, ALL),
+        (2, 16, 0, True, COUNTED),
+        (2, 16, 0, False, NONE),
+        (2, 96, 0, True, COUNTED),
+        (2, 64, 100, False, NONE),
+        (1, 64, 0, False, NONE),
+        (1, 1, 0, True, NONE),
+    ],
+)
+def test_what_is_known_of_blocks_that_stand_side_by_side(groups, page_size, window, counted, known):
+    pytest.importorskip("triton", reason="needs Triton")
+    blocks = HopperBlocks(groups, 5, 1)
+    pool = torch.zeros(192, 4, 64, dtype=torch.bfloat16)
+    counts = torch.zeros(3, dtype=torch.int32) if counted else None
+    made = straight_rows(blocks, pool, pool[:, :2], page_size, window, counts)
+    assert made["STRAIGHT"] == known and (made["k_rows"] is None) == (known == NONE)
+    if known != NONE:
+        # Rows of all heads that there are, a block of them of one head; the second pool's are every other two.
+        assert (list(made["k_rows"].shape), made["k_rows"].block_shape) == ([192, 256], [64, 64])
+        assert (list(made["v_rows"].shape), list(made["v_rows"].strides)) == ([192, 128], [256, 1])
+        assert made["k_rows"].base.data_ptr() == pool.data_ptr(), "a copy would be of yesterday"
+    apart = pool[:, ::2]
+    assert straight_rows(blocks, pool, apart, page_size, window, counts)["STRAIGHT"] == NONE
 
 
 SHAPES = [
