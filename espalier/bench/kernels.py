@@ -20,7 +20,7 @@ from espalier.kernels.ranges import ranges_triton
 from espalier.layout import RoundLayout
 
 GEOMETRY = LayerGeometry(heads=32, kv_heads=8, k_size=128, v_size=128)
-ABOUT = f"{GEOMETRY.heads} query and {GEOMETRY.kv_heads} KV heads of {GEOMETRY.k_size}, bfloat16"
+ABOUT = f"{GEOMETRY.heads} query and {GEOMETRY.kv_heads} KV heads of {GEOMETRY.k_size}, bfloat16, pages in no order"
 DTYPE = torch.bfloat16
 STEPS = 5
 TOPK = 8

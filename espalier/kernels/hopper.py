@@ -187,14 +187,18 @@ def _of_blocks(dtype: torch.dtype, size: int) -> tuple[Any, Any]:
     return TensorDescriptor, language.NVMMASharedLayout.get_default_for([BLOCK_N, size], number)
 
 
-def counts_straight(blocks: HopperBlocks, page_size: int, window: int) -> bool:
-    """Whether a launch asks how many blocks of each range stand side by side (kernels/straight.py): whether it gains by
-    copies in one go, and the pages do not say.
+def must_count(page_size: int, window: int) -> bool:
+    """Whether pages do not say that rows of a block stand side by side, and counting could (kernels/straight.py)."""
+    return not window and page_size % BLOCK_N > 0
+
+
+def copies_straight(blocks: HopperBlocks) -> bool:
+    """Whether a launch gains by copies in one go.
 
     Two groups of attending warps keep a multiprocessor busy, and copies by threads take turns with them; one group
     waits for memory, which answers the engine no sooner (docs/log.md).
     """
-    return blocks.groups == 2 and not window and page_size % BLOCK_N > 0
+    return blocks.groups == 2
 
 
 def straight_rows(
@@ -202,10 +206,8 @@ def straight_rows(
 ) -> dict[str, Any]:
     """Arguments of a launch that say which blocks of rows are copied in one go.  k, v: [R, heads, size]."""
     known = NONE
-    if counts_straight(blocks, page_size, window):
-        known = NONE if straight is None else COUNTED
-    elif blocks.groups == 2 and not window:
-        known = ALL
+    if copies_straight(blocks) and not window:
+        known = ALL if not must_count(page_size, window) else NONE if straight is None else COUNTED
     of_k, of_v = (row_blocks(rows) if known != NONE else None for rows in (k, v))
     if of_k is None or of_v is None:
         return {"k_rows": None, "v_rows": None, "straight_ptr": None, "STRAIGHT": NONE}

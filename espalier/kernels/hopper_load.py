@@ -164,8 +164,8 @@ def _load_straight(
 ):
     """Hand over `count` blocks from position `at` on, each of rows that stand side by side; -> done + count."""
     k_stages, v_stages, full, empty = stages
-    # Of the block in front of the wait for its stage; past the last, of one that exists.
-    page = gl.load(table + gl.minimum(at, gl.maximum(end - 1, 0)) // PAGE_SIZE)
+    # A block's page is asked for before the wait for a stage; in place of one past the last, the last.
+    page = gl.load(table + at // PAGE_SIZE, mask=count > 0, other=0)
     for _ in range(count):
         row = page.to(gl.int32) * PAGE_SIZE + at % PAGE_SIZE
         at += BLOCK_N

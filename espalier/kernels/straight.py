@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from espalier.errors import EspalierError
 from espalier.kernels.dependent import after_previous, early
 from espalier.kernels.launch import chip, kernel, require
 from espalier.kernels.ranges import COLUMNS, Ranges
@@ -63,6 +64,8 @@ def straight_triton(ranges: Ranges, page_table: Tensor, page_size: int, first: i
     capacity = ranges.items.shape[0]
     require("straight's ranges", ranges.items, (-1, COLUMNS), torch.int32, page_table)
     require("straight's page_table", page_table, (ranges.starts.shape[0] - 1, -1), torch.int64, page_table)
+    if page_table.stride(1) != 1 and page_table.shape[1] > 1:
+        raise EspalierError("counting straight blocks needs a contiguous last dimension of the page table")
     out = torch.empty(capacity, dtype=torch.int32, device=page_table.device)
     if capacity:
         _straight_kernel[(capacity,)](

@@ -25,9 +25,10 @@ from espalier.kernels.hopper import (
     HopperBlocks,
     _hopper_attention_kernel,
     choose_hopper,
-    counts_straight,
+    copies_straight,
     hopper_constants,
     in_whole_copies,
+    must_count,
     straight_rows,
 )
 from espalier.kernels.launch import Chip, Kernel, chip, kernel, power_of_two, require
@@ -234,6 +235,8 @@ def tree_attention_triton(
     kernels/straight.py counts them; without it nothing is lost but time."""
     q = q if q.stride(3) == 1 else q.contiguous()
     _check(q, committed, staged, positions, ranges)
+    if straight is not None:
+        require("tree attention's straight blocks", straight, (ranges.items.shape[0],), torch.int32, q)
     batch, queries, heads, _ = q.shape
     v_size = committed.v.shape[2]
     out = torch.empty(batch, queries, heads, v_size, dtype=q.dtype, device=q.device)
@@ -255,8 +258,10 @@ def tree_attention_triton(
 
 def asks_straight(q: Tensor, committed: Committed, staged: Staged | None, ranges: Ranges, window: int | None) -> bool:
     """Whether tree_attention_triton gains by `straight`."""
+    if not must_count(committed.page_size, window or 0):
+        return False
     how = _how(q, committed, staged, ranges)
-    return isinstance(how, HopperBlocks) and counts_straight(how, committed.page_size, window or 0)
+    return isinstance(how, HopperBlocks) and copies_straight(how)
 
 
 def _how(q: Tensor, committed: Committed, staged: Staged | None, ranges: Ranges) -> Blocks | HopperBlocks:

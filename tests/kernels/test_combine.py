@@ -10,11 +10,12 @@ from espalier.layout import Cut
 
 # float32: a few roundings of sums of up to 32 terms of size one.
 TOLERANCE = 5e-6
+CUT = Cut(256, 8)
 
 
-def drawn(device, lengths=(0, 1, 300, 5000), queries=3, heads=5, v_size=7, seed=0):
+def drawn(device, lengths=(0, 1, 300, 5000), queries=3, heads=5, v_size=7, seed=0, cut=CUT):
     generator = torch.Generator().manual_seed(seed)
-    ranges = ranges_reference(torch.tensor(lengths, device=device), 0, Cut(256, 8))
+    ranges = ranges_reference(torch.tensor(lengths, device=device), 0, cut)
     partials = Partials.of(ranges, queries, heads, v_size)
     partials.out.copy_(torch.randn(partials.out.shape, generator=generator))
     partials.lse.copy_(torch.randn(partials.lse.shape, generator=generator) * 3)
@@ -60,6 +61,28 @@ def test_more_to_merge_than_programs(kernel_device):
     partials, ranges, out, lse = drawn(kernel_device, (300, 0, 600), queries=4, heads=13)
     assert out.shape[:3].numel() > chip(out).processors * BLOCKS_AT_ONCE or out.is_cuda
     assert_is_the_reference(partials, ranges, out, lse)
+
+
+@pytest.mark.parametrize("v_size", [128, 256])
+def test_ranges_of_a_long_layout(kernel_device, v_size):
+    """One head at a time, and of two ways to read its ranges: all at once, or as many as fit step by step."""
+    assert_is_the_reference(*drawn(kernel_device, (1, 600, 9000, 5000), 2, 3, v_size, cut=Cut(256, 32)))
+
+
+@pytest.mark.parametrize("most", [8, 32])
+def test_a_request_s_bits_are_its_own(kernel_device, most):
+    """Whoever else is merged beside it, and whether as the first or the other of two."""
+    lengths, cut = (600, 0, 5000, 1, 300), Cut(256, most)
+    partials, ranges, out, lse = drawn(kernel_device, lengths, 3, 5, 128, cut=cut)
+    combine_triton(partials, ranges, out, lse)
+    for request, length in enumerate(lengths):
+        alone = ranges_reference(torch.tensor([length], device=kernel_device), 0, cut)
+        mine = slice(int(ranges.starts[request]), int(ranges.starts[request + 1]))
+        held = Partials.of(alone, 3, 5, 128)
+        held.out[: mine.stop - mine.start], held.lse[: mine.stop - mine.start] = partials.out[mine], partials.lse[mine]
+        again, again_lse = torch.full_like(out[:1], 7.0), torch.full_like(lse[:1], 7.0)
+        combine_triton(held, alone, again, again_lse)
+        assert torch.equal(again[0], out[request]) and torch.equal(again_lse[0], lse[request])
 
 
 def test_an_empty_batch_is_legal(kernel_device):

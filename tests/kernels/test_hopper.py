@@ -81,7 +81,8 @@ SHAPES += [
     Case((0, 1, 64, 130, 131, 900), queries, rows, 16, 32, 8, 128, 128, None, first, torch.float16, 8)
     for (queries, rows), first in product([(5, None), (64, 64), (300, None)], [1, 130])
 ]
-# Blocks that stand side by side, all of a request's or its first, on pages that hold less than a block.
+# Blocks that stand side by side, all of a request's or its first: on pages that hold less than a block, of several, of
+# one and a half; of either type and size.
 SHAPES += [
     Case(
         (0, 1, 64, 130, 1000, 4096),
@@ -98,8 +99,18 @@ SHAPES += [
         8,
         in_order=n,
     )
-    for page_size, n in [(1, 5000), (1, 700), (16, 5000), (16, 40), (48, 5000), (48, 9)]
+    for page_size, n in [(1, 5000), (1, 700), (16, 5000), (16, 40), (48, 5000), (48, 9), (96, 30), (192, 0), (256, 0)]
     for (queries, rows), first in [((8, 40), 0), ((64, 64), 1), ((300, None), 130)]
+]
+SHAPES += [
+    Case((0, 65, 700), 40, 40, page_size, heads, kv_heads, size, size, None, 0, dtype, 3, in_order=in_order)
+    for page_size, in_order in [(64, 0), (1, 500)]
+    for heads, kv_heads, size, dtype in [
+        (14, 2, 64, torch.bfloat16),
+        (71, 1, 64, torch.bfloat16),
+        (16, 4, 128, torch.float16),
+        (8, 2, 64, torch.float16),
+    ]
 ]
 SHAPES += [Case((700,), 1, None, 16, 71, 1, 64, 64, dtype=torch.bfloat16, most=4)]
 
@@ -118,7 +129,8 @@ def test_the_plain_kernel_s_bits(kernel_device, monkeypatch, case):
     for staged in (True, False):
         out, lse = run(inputs, case.most, staged, how=plain)
         for how in (HopperBlocks(1, 3, 2), HopperBlocks(1, 6, 1), HopperBlocks(2, 5, 1)):
-            for counted in (False, True):
+            # What is counted changes a launch of two groups alone, on pages that do not say.
+            for counted in (False, True) if how.groups == 2 and case.page_size % 64 else (False,):
                 again, again_lse = run(inputs, case.most, staged, counted, how=how)
                 same = torch.equal(again, out) and torch.equal(again_lse, lse)
                 assert same, f"{how}, counted {counted}: {difference(again, out)}"
