@@ -3,10 +3,12 @@
 import pytest
 import torch
 
-from espalier.attention import Nodes, Prefix, backend
+from espalier.attention import Nodes, Prefix, backend, triton
 from espalier.cache.geometry import LayerGeometry
 from espalier.cache.kv import Pages
 from espalier.kernels.ancestors import pack
+from espalier.kernels.straight import straight_reference
+from espalier.kernels.tree_attention import tree_attention_triton
 from espalier.layout import RoundLayout
 
 # float32 (IEEE): a few roundings of sums of terms of size one.
@@ -86,6 +88,62 @@ def test_an_empty_batch_is_legal(kernel_device):
     q, k, v = (value[:0].to(kernel_device) for value in drawn(GEOMETRY[2], 2, 2))
     made = backend("triton").plan(pages, GEOMETRY, Prefix(table[:0], none), tree(none, 2, 2))
     assert made.attend(2, q, k, v).shape == (0, 2, 3, 7)
+
+
+def test_blocks_are_counted_once_for_a_prefix(kernel_device, monkeypatch):
+    """Where a launch asks: for all layers that read the same ranges, of the prefix's own table, and never twice."""
+    length = torch.tensor(LENGTHS, device=kernel_device)
+    pages, _ = pages_in(torch.float32, kernel_device)
+    table = 1 + torch.arange(4 * pages.layout.table_width, device=kernel_device).view(4, -1)
+    given = []
+
+    def seen(*args, **how):
+        given.append((args[4], args[10]))
+        return tree_attention_triton(*args, **how)
+
+    monkeypatch.setattr(triton, "asks_straight", lambda *_: True)
+    monkeypatch.setattr(triton, "tree_attention_triton", seen)
+    for broken in (False, True):
+        if broken:
+            table[2, 5] = 0
+        made = backend("triton").plan(pages, GEOMETRY, Prefix(table, length), tree(length, 4, 4))
+        given.clear()
+        for layer in (0, 1, 3):
+            made.attend(layer, *(value.to(kernel_device) for value in drawn(GEOMETRY[layer], 4, 4)))
+        assert all(counts is given[0][1] for _, counts in given)
+        ranges, counts = given[0]
+        used = int(ranges.starts[-1])
+        assert torch.equal(counts[:used], straight_reference(ranges, table, pages.page_size, 0)[:used])
+        assert int(counts[:used].sum()) == (1 if broken else 4)
+
+
+@pytest.mark.gpu
+def test_a_replay_counts_anew_what_stands_side_by_side(kernel_device):
+    """Rows that were in order when a pass was captured, and are not when it is replayed."""
+    geometry = [LayerGeometry(heads=32, kv_heads=8, k_size=128, v_size=128)]
+    layout = RoundLayout(4, 5, 8, 64, 16, 1000, 0, 256)
+    pages = Pages(layout, 1 + 4 * layout.table_width, geometry, 1, torch.bfloat16, kernel_device)
+    for stack in pages.target:
+        stack.k.normal_()
+        stack.v.normal_()
+    in_order = 1 + torch.arange(4 * layout.table_width, device=kernel_device).view(4, -1)
+    table, length = in_order.clone(), torch.tensor([900, 1, 640, 63], device=kernel_device)
+    q, k, v = (torch.randn(4, 64, heads, 128, device=kernel_device, dtype=torch.bfloat16) for heads in (32, 8, 8))
+    nodes = tree(length, 64, 64)
+
+    def run() -> torch.Tensor:
+        return backend("triton").plan(pages, geometry, Prefix(table, length), nodes).attend(0, q, k, v)
+
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run()
+    for lengths, step in (([900, 1, 640, 63], -1), ([128, 999, 65, 0], 1), ([800, 800, 300, 0], -1)):
+        length.copy_(torch.tensor(lengths))
+        table.copy_(in_order.flip(1) if step < 0 else in_order)
+        graph.replay()
+        assert torch.equal(out, run())
 
 
 @pytest.mark.gpu

@@ -14,6 +14,7 @@ from espalier.kernels.norm import add_rms_norm_triton, rms_norm_triton
 from espalier.kernels.ranges import ranges_triton
 from espalier.kernels.rope import Turn, rotate_and_store_triton
 from espalier.kernels.silu import silu_mul_triton
+from espalier.kernels.straight import straight_triton
 from espalier.kernels.tree_attention import Committed, Staged, tree_attention_triton
 from espalier.layout import Cut
 
@@ -56,34 +57,51 @@ class Chain:
 
 
 class Attended:
-    """A layer's projection, the rotation, and attention over what that stored."""
+    """A layer's projection, the rotation, and attention over what that stored, on pages that do or do not say that rows
+    stand side by side.  The first committed rows are stored right before, too."""
+
+    page_size = 64
 
     def __init__(self, rows: int, device: torch.device) -> None:
         def drawn(*shape: int, scale: float = 1.0) -> torch.Tensor:
             return scale * torch.randn(*shape, device=device, dtype=torch.bfloat16)
 
         self.x = drawn(rows, HIDDEN)
-        self.weight = drawn((HEADS + 2 * KV_HEADS) * SIZE, HIDDEN, scale=HIDDEN**-0.5)
+        self.weight = drawn(2, (HEADS + 2 * KV_HEADS) * SIZE, HIDDEN, scale=HIDDEN**-0.5)
         self.turn = Turn(*torch.randn(2, rows, SIZE, device=device))
         self.rows = torch.arange(rows, device=device)
         self.kept = torch.zeros(2, rows, KV_HEADS, SIZE, device=device, dtype=torch.bfloat16)
         length = torch.tensor([700], device=device)
-        table = 1 + torch.arange(11, device=device)[None]
-        self.committed = Committed(*drawn(2, 12 * 64, KV_HEADS, SIZE), table, length, 64)
-        self.ranges = ranges_triton(length, 0, Cut(128, 6))
+        pages = -(-700 // self.page_size)
+        table = 1 + torch.arange(pages, device=device)[None]
+        pool = drawn(2, (1 + pages) * self.page_size, KV_HEADS, SIZE)
+        self.committed = Committed(*pool, table, length, self.page_size)
+        # At 64 rows enough for two groups of warps.
+        self.ranges = ranges_triton(length, 0, Cut(128, 8))
         self.positions = 700 + self.rows[None]
         mask = torch.ones(1, rows, rows, dtype=torch.bool, device=device).tril()
         self.staged = Staged(self.kept[0][None], self.kept[1][None], self.positions, pack(mask))
 
     def __call__(self) -> list[torch.Tensor]:
-        qkv = linear_parts_triton(self.x, self.weight, None, SLOW).unflatten(-1, (-1, SIZE))
-        q, _, _ = rotate_and_store_triton(qkv, self.turn, self.rows, *self.kept, dummy=False)
+        q = self._stored(0, self.rows, *self.kept)
+        c, straight = self.committed, None
+        if self.page_size % 64:
+            straight = straight_triton(self.ranges, c.page_table, self.page_size, 0)
+        self._stored(1, self.page_size + self.rows, c.k, c.v)
         return list(
-            tree_attention_triton(q[None], self.committed, self.staged, self.positions, self.ranges, SIZE**-0.5)
+            tree_attention_triton(q[None], c, self.staged, self.positions, self.ranges, SIZE**-0.5, straight=straight)
         )
 
+    def _stored(self, layer: int, rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        qkv = linear_parts_triton(self.x, self.weight[layer], None, SLOW).unflatten(-1, (-1, SIZE))
+        return rotate_and_store_triton(qkv, self.turn, rows, k, v, dummy=False)[0]
 
-@pytest.mark.parametrize("layers", [Chain, Attended])
+
+class AttendedOnSmallPages(Attended):
+    page_size = 16
+
+
+@pytest.mark.parametrize("layers", [Chain, Attended, AttendedOnSmallPages])
 @pytest.mark.parametrize("rows", [1, 5, 64])
 def test_a_replayed_chain_is_one_kernel_after_the_other(layers, rows, kernel_device, monkeypatch):
     torch.manual_seed(rows)
