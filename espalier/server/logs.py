@@ -3,11 +3,17 @@
 import json
 import logging
 import sys
+import uuid
 from contextvars import ContextVar
 
 LEVELS = ("debug", "info", "warning", "error")
 NO_REQUEST = "-"
 request_id: ContextVar[str] = ContextVar("request_id", default=NO_REQUEST)
+
+
+def new_request_id() -> str:
+    """For a request that brings none."""
+    return f"req-{uuid.uuid4().hex}"
 
 
 class _WithRequestId(logging.Filter):

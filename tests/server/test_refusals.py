@@ -1,7 +1,10 @@
 """What is not honoured is refused by name, in OpenAI's shape, and the page of fields says so."""
 
 import http.client
+import json
+import logging
 import socket
+import time
 
 import openai
 import pytest
@@ -18,6 +21,7 @@ from schemathesis.specs.openapi.checks import (
     unsupported_method,
 )
 
+from espalier.server.http1 import Connection
 from espalier.server.openai import ChatRequest, CompletionRequest, DetokenizeRequest, field_rows
 from tests.properties.summary import ASKED
 from tools.make_server_fields import PAGE, with_tables
@@ -228,6 +232,72 @@ def test_who_asks_for_a_websocket_is_told_what_to_use(served, of_body):
         answer = http.client.HTTPResponse(connection)
         answer.begin()
         assert answer.status == 404 and "use /v1/chat/completions with stream" in answer.read().decode()
+
+
+CHUNKED = b"POST /%s HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+UNREADABLE = {
+    "another protocol": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n",
+    "a line that is none": b"HELLO\r\n\r\n",
+    "a version that is none": b"GET /health HTTP/x\r\n\r\n",
+    "a header that is none": b"GET /health HTTP/1.1\r\nhost: x\r\nnone\r\n\r\n",
+    "two lengths": b"POST /tokenize HTTP/1.1\r\nhost: x\r\ncontent-length: 3\r\ncontent-length: 4\r\n\r\n",
+    "a chunk that is none": CHUNKED % b"tokenize" + b"zz\r\n",
+}
+
+
+def answers(sent, port, pause=0.0):
+    """What comes for what is sent, to the connection's end: (status, headers, body) of each answer."""
+    with socket.create_connection(("127.0.0.1", port), 20) as connection:
+        for part in sent:
+            connection.sendall(part)
+            time.sleep(pause)
+        came = b"".join(iter(lambda: connection.recv(2**16), b""))
+    found = []
+    while came:
+        head, _, rest = came.partition(b"\r\n\r\n")
+        first, *lines = head.decode().split("\r\n")
+        headers = {name.lower(): value for name, value in (line.split(": ", 1) for line in lines)}
+        size = int(headers["content-length"])
+        found.append((int(first.split()[1]), headers, json.loads(rest[:size])))
+        came = rest[size:]
+    return found
+
+
+@pytest.mark.parametrize("sent", UNREADABLE.values(), ids=UNREADABLE)
+def test_what_is_no_http_is_refused_as_all_else_is(served, sent):
+    [answer] = answers([sent], served.port)
+    error = error_of(answer)
+    assert "send plain HTTP/1.1 (http://, not https://)" in error["message"]
+    assert answer[1]["connection"] == "close" and answer[1]["content-type"] == "application/json"
+    served.until(lambda: f"[{error['request_id']}] what 127.0.0.1 port" in served.log.read_text())
+
+
+def test_what_is_no_http_after_a_request_has_an_id_of_its_own(served):
+    asked = b"GET /version HTTP/1.1\r\nhost: x\r\nx-request-id: first-%d\r\n\r\n"
+    for number, sent in enumerate(([asked % 0 + b"HELLO\r\n\r\n"], [asked % 1, b"HELLO\r\n\r\n"])):
+        *first, refused = answers(sent, served.port, 0.2)
+        # What comes in one piece may be found unreadable before the first of it is answered.
+        assert [answer[0] for answer in first] == [200] or (number == 0 and not first)
+        assert error_of(refused)["request_id"].startswith("req-")
+        served.until(lambda name=f"[first-{number}] GET /version": name in served.log.read_text())
+
+
+def test_a_body_that_goes_wrong_after_its_answer_brings_no_other(served):
+    [(status, _, _)] = answers([CHUNKED % b"nowhere", b"zz\r\n"], served.port, 0.2)
+    assert status == 404
+    assert served.request("/health")[0] == 200 and "Fatal error" not in served.log.read_text()
+
+
+def test_an_upgrade_brings_no_advice_that_would_not_help(served, caplog):
+    # From uvicorn's own name of it: where that goes, this fails.
+    assert hasattr(Connection.__mro__[1], "_unsupported_upgrade_warning")
+    asked = b"GET /%s HTTP/1.1\r\nhost: x\r\nconnection: upgrade, close\r\nupgrade: %s\r\n\r\n"
+    for path, wanted, status in ((b"v1/realtime", b"websocket", 404), (b"health", b"h2c", 200)):
+        assert [answer[0] for answer in answers([asked % (path, wanted)], served.port)] == [status]
+    assert "upgrade" not in served.log.read_text().lower()
+    with caplog.at_level(logging.DEBUG, "espalier.server"):
+        Connection._unsupported_upgrade_warning(None)
+    assert [record.levelname for record in caplog.records] == ["DEBUG"]
 
 
 def test_a_body_without_a_length_is_counted_as_it_comes(served):
