@@ -223,8 +223,11 @@ def _add_errors(app: FastAPI) -> None:
 
 
 def _of_routing(http: Request, error: HTTPException) -> ApiError:
-    """What the framework refuses: paths and methods."""
+    """What the framework refuses: paths, methods, and bodies that it fails to read."""
     path = http.url.path
+    if error.status_code == 400:
+        form = "it is not UTF-8, or nested too deep; send a plain object with content-type application/json"
+        return ApiError(400, f"the body cannot be read as JSON: {form}")
     if error.status_code == 405:
         allowed = (error.headers or {}).get("Allow", "")
         # As the gate reads it.

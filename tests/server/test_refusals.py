@@ -27,6 +27,7 @@ from tests.properties.summary import ASKED
 from tools.make_server_fields import PAGE, with_tables
 
 HI = [{"role": "user", "content": "hi"}]
+IMAGE = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}
 CHAT = {"model": "bundled", "messages": HI, "max_tokens": 2}
 TEXT = {"model": "bundled", "prompt": "hi", "max_tokens": 2}
 # A value of each refused field that clients send when they mean it.
@@ -141,7 +142,23 @@ def test_neutral_values_of_refused_fields_are_served(served):
             {**CHAT, "continue_final_message": True, "add_generation_prompt": True},
             "continue_final_message with add_generation_prompt has no meaning",
         ),
-        ("/v1/chat/completions", b"{", "the body is not JSON"),
+        ("/v1/chat/completions", b"{", "the body is not JSON (Expecting property name enclosed in double quotes: char"),
+        ("/v1/completions", b'{"model": "bund', "(Unterminated string starting at: character 10); send an object"),
+        ("/v1/completions", b"\xff\xff{}", "the body cannot be read as JSON: it is not UTF-8"),
+        ("/v1/completions", b"[" * 100_000, "or nested too deep; send a plain object"),
+        ("/v1/completions", {"prompt": "x"}, "model: Field required (a served name, as /v1/models lists them)"),
+        ("/v1/completions", {**TEXT, "prompt": None}, "prompt: Input should be a valid string (text or token ids, one"),
+        ("/v1/completions", {**TEXT, "prompt": [1, "x"]}, "prompt.1: Input should be a valid integer (text or token"),
+        ("/v1/completions", {**TEXT, "prompt": [[1], [True]]}, "prompt.1.0: Input should be a valid integer"),
+        ("/v1/completions", {**TEXT, "stop": ["x", 1]}, "stop.1: Input should be a valid string (text that ends the"),
+        ("/v1/chat/completions", {**CHAT, "messages": [HI[0], {"role": "user"}]}, "messages.1.content: Field required"),
+        (
+            "/v1/chat/completions",
+            {**CHAT, "messages": [IMAGE]},
+            "messages.0.content.0.type: Input should be 'text' (mod",
+        ),
+        ("/v1/chat/completions", {**CHAT, "max_tokens": None, "max_completion_tokens": 0}, "max_completion_tokens=0"),
+        ("/v1/chat/completions", {**CHAT, "logprobs": True, "top_logprobs": 21}, "top_logprobs=21 is not supported"),
         ("/tokenize", {}, "give a prompt or messages"),
         ("/detokenize", {"tokens": [-1]}, "tokens entry=-1"),
     ],
