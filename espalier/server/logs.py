@@ -46,6 +46,8 @@ def set_up(level: str, as_json: bool) -> None:
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     # Each request of a client library would be a line beside our own.
     logging.getLogger("httpx").setLevel(logging.WARNING)
+    # It warns of errors to come from a prompt above the model's context, which is refused.
+    logging.getLogger("transformers.tokenization_utils_base").setLevel(logging.ERROR)
 
 
 def about(name: str) -> dict[str, str]:

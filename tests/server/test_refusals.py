@@ -168,6 +168,12 @@ def test_bad_values_are_refused_in_one_line(served, path, body, words):
     assert words in message and "\n" not in message
 
 
+def test_a_prompt_that_is_too_long_is_refused_and_not_warned_of(served):
+    error = error_of(served.request("/v1/completions", {**TEXT, "prompt": "x " * 4000}))
+    assert "is not supported at max_context=512" in error["message"]
+    assert "indexing errors" not in served.log.read_text()
+
+
 def test_a_body_that_is_wrong_everywhere_is_one_error():
     wrong = (
         (CompletionRequest, {**TEXT, "prompt": [True] * 1000}),
