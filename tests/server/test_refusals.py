@@ -240,6 +240,10 @@ def test_openais_other_endpoints_are_refused_by_name(served, path):
 def test_paths_methods_models_and_sizes(served):
     assert "/v1/models" in error_of(served.request("/nowhere"), 404)["message"]
     assert served.request("/v1/completions")[1]["allow"] == "POST"
+    for path, body in (("/v1/completions", TEXT), ("/v1/chat/completions", CHAT), ("/health", None)):
+        message = error_of(served.request(f"{path}/", body), 404)["message"]
+        assert message == f"{path}/ is not served; use {path}, without a slash at its end"
+    assert "completions are not stored" in error_of(served.request("/v1/chat/completions/x"), 404)["message"]
     assert error_of(served.request("/v1/completions"), 405)
     assert served.request("/health", {})[1]["allow"] == "GET, HEAD"
     assert error_of(served.request("/v1/completions", {**TEXT, "model": "x"}), 404)["code"] == "model_not_found"
