@@ -110,7 +110,11 @@ def of_validation(errors: Sequence[Mapping[str, Any]], model: type[BaseModel] | 
     if refused is not None:
         why = f"{place.name} is not supported with this value: {refused.why}"
         return ApiError(400, why, param=place.name, code="unsupported")
-    takes = place.owner.model_fields[place.name].description if place.name in place.owner.model_fields else None
+    of_field = place.owner.model_fields.get(place.name)
+    if first["type"] == "extra_forbidden" and of_field is not None:
+        known = [name for inner in _models(of_field.annotation) for name in inner.model_fields]
+        return ApiError(400, str(unknown_name(".".join(place.path[:-1]), place.path[-1], known)), param=str(where[0]))
+    takes = None if of_field is None else of_field.description
     what = f"{'.'.join(place.path)}: {_reason(first)}"
     return ApiError(400, f"{what} ({takes})" if takes else what, param=str(where[0]))
 

@@ -157,6 +157,16 @@ def test_neutral_values_of_refused_fields_are_served(served):
             {**CHAT, "messages": [IMAGE]},
             "messages.0.content.0.type: Input should be 'text' (mod",
         ),
+        (
+            "/v1/chat/completions",
+            {**CHAT, "messages": [{**HI[0], "rol": 1}]},
+            "messages.0 has no 'rol'; did you mean 'role'",
+        ),
+        (
+            "/v1/completions",
+            {**TEXT, "stream_options": {"x": 1}},
+            "stream_options has no 'x'; use one of include_usage,",
+        ),
         ("/v1/chat/completions", {**CHAT, "max_tokens": None, "max_completion_tokens": 0}, "max_completion_tokens=0"),
         ("/v1/chat/completions", {**CHAT, "logprobs": True, "top_logprobs": 21}, "top_logprobs=21 is not supported"),
         ("/tokenize", {}, "give a prompt or messages"),
