@@ -80,13 +80,15 @@ class SamplingParams:
         if defaults.get("do_sample") is False:
             values["temperature"] = 0.0
         values |= {f.name: value for f in fields(self) if (value := getattr(self, f.name)) is not None}
-        if values.get("top_k") == -1:
+        top_k = values.get("top_k")
+        # -1.0 is left as it is, and refused like any other number with a point.
+        if isinstance(top_k, int) and top_k == -1:
             values["top_k"] = 0
         values["stop"] = _strings(values.get("stop", ()))
         eos = values["eos_token_ids"] = () if values.get("ignore_eos") else tuple(eos_token_ids)
-        values["stop_token_ids"] = tuple(
-            dict.fromkeys((*_sequence("stop_token_ids", values.get("stop_token_ids", ())), *eos))
-        )
+        own = _sequence("stop_token_ids", values.get("stop_token_ids", ()))
+        # The user's own stay as they are: of 1 and True one would go, and it is for validate to see both.
+        values["stop_token_ids"] = (*own, *(token for token in eos if token not in own))
         return ResolvedParams(**values)
 
 

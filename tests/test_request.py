@@ -1,11 +1,15 @@
 """What a user may ask: filled in, held against its limits, counted."""
 
+import re
+from dataclasses import fields
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from espalier.errors import EspalierError
 from espalier.request import (
+    GENERATION_CONFIG_NAMES,
     MAX_BIAS,
     MAX_STOP_IDS,
     MAX_STOP_STRINGS,
@@ -102,6 +106,32 @@ def test_bad_values_are_refused_in_one_line_with_a_remedy(params, named):
     assert named in message
     assert "use" in message or "lower" in message
     assert "\n" not in message
+
+
+WHOLE_NUMBERS = [f.name for f in fields(SamplingParams) if f.type == int | None]
+
+
+@pytest.mark.parametrize("value", [-1.0, 1.0, True, "1"], ids=repr)
+@pytest.mark.parametrize("name", WHOLE_NUMBERS)
+def test_what_is_a_whole_number_takes_no_other_type_for_one(name, value):
+    with pytest.raises(EspalierError, match=f"^{name}={value!r} is not supported; use a whole number"):
+        resolved(**{name: value}).validate(VOCAB)
+    if name in GENERATION_CONFIG_NAMES.values():
+        [theirs] = [theirs for theirs, ours in GENERATION_CONFIG_NAMES.items() if ours == name]
+        with pytest.raises(EspalierError, match=f"^{name}={value!r} is not supported"):
+            resolved({theirs: value}).validate(VOCAB)
+
+
+@pytest.mark.parametrize("value", [1.0, True, "1", [1]], ids=repr)
+def test_token_ids_are_whole_numbers_whatever_they_are_equal_to(value):
+    for tokens in ([value], [1, value], [value, 1]):
+        with pytest.raises(EspalierError, match=f"^stop_token_ids entry={re.escape(repr(value))} is not supported"):
+            resolved(eos=(1,), stop_token_ids=tokens).validate(VOCAB)
+        with pytest.raises(EspalierError, match=f"^prompt token id={re.escape(repr(value))} is not supported"):
+            check_prompt(tokens, VOCAB, max_context=8)
+    if not isinstance(value, list):
+        with pytest.raises(EspalierError, match=f"^logit_bias token={value!r} is not supported"):
+            resolved(logit_bias={value: 1.0}).validate(VOCAB)
 
 
 def test_good_values_pass():

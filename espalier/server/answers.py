@@ -29,16 +29,18 @@ class Delta:
 class Choice:
     """One sample of one prompt.
 
-    sink: makes the text here, where no stop string needs it in the engine process; keep_stop: of the token that stops
-    it too; text_length: of the characters that the tokens with log-probabilities complete, counted by `characters`,
-    which keeps the bytes of one that is not whole.
+    prompt: token ids; sink: makes the text here, where no stop string needs it in the engine process; keep_stop: of the
+    token that stops it too; text_length: of the characters that the tokens with log-probabilities complete, counted by
+    `characters`, which keeps the bytes of one that is not whole; has_begun: one of these tokens was text.
     """
 
     index: int
+    prompt: Sequence[int]
     sink: TextStream | None
     keep_stop: bool = False
     text: str = ""
     text_length: int = 0
+    has_begun: bool = False
     characters: codecs.IncrementalDecoder = field(
         default_factory=lambda: codecs.getincrementaldecoder("utf-8")("replace")
     )
@@ -93,7 +95,7 @@ class Answer:
         self.include_usage = bool(body.stream_options and body.stream_options.include_usage)
         self.head = {"id": id, "created": int(time.time()), "model": body.model}
         self.choices = [
-            Choice(at * params.n + i, self._sink(prompt), params.include_stop_str_in_output)
+            Choice(at * params.n + i, prompt, self._sink(prompt), params.include_stop_str_in_output)
             for at, prompt in enumerate(prompts)
             for i in range(params.n)
         ]
@@ -219,7 +221,7 @@ class TextAnswer(Answer):
         if entries is None:
             return None
         if from_start:
-            choice.text_length = 0
+            choice.text_length, choice.has_begun = 0, False
             choice.characters.reset()
         return {
             "tokens": [self._token_text(entry.token_id) for entry in entries],
@@ -238,11 +240,18 @@ class TextAnswer(Answer):
 
     def _advance(self, choice: Choice, token: int) -> int:
         """The character of the text at which a token begins, or that it goes on with."""
-        at = choice.text_length
-        if self.tokenizer is not None:
-            part = self.tokenizer.bytes_of(token)
-            if part.is_text or not self.params.skip_special_tokens:
-                choice.text_length += len(choice.characters.decode(part.bytes))
+        at, skip = choice.text_length, self.params.skip_special_tokens
+        if self.tokenizer is None:
+            return at
+        part = self.tokenizer.bytes_of(token)
+        if part.is_text or not skip:
+            length = len(choice.characters.decode(part.bytes))
+            if not choice.has_begun:
+                # Where the prompt has no text, some decoders take off the space that the output begins with.
+                begun = self.tokenizer.sink(choice.prompt, skip_special_tokens=skip)
+                begun.push(token)
+                length = min(length, len(begun.take(final=True)))
+            choice.text_length, choice.has_begun = at + length, True
         return at
 
 

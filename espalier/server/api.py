@@ -74,7 +74,8 @@ class ApiOptions:
 
 def make_app(front: Front, options: ApiOptions) -> tuple[ASGIApp, Gate]:
     """The application, and the gate that counts what is open."""
-    app = FastAPI(title="Espalier", version=__version__, docs_url=None, redoc_url=None)
+    # A redirect names http and this host, whatever stands between: a path with a slash too many is refused instead.
+    app = FastAPI(title="Espalier", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     _add_generation(app, front)
     _add_tokens(app, front)
     _add_state(app, front)
@@ -223,8 +224,11 @@ def _add_errors(app: FastAPI) -> None:
 
 
 def _of_routing(http: Request, error: HTTPException) -> ApiError:
-    """What the framework refuses: paths and methods."""
+    """What the framework refuses: paths, methods, and bodies that it fails to read."""
     path = http.url.path
+    if error.status_code == 400:
+        form = "it is not UTF-8, or nested too deep; send a plain object with content-type application/json"
+        return ApiError(400, f"the body cannot be read as JSON: {form}")
     if error.status_code == 405:
         allowed = (error.headers or {}).get("Allow", "")
         # As the gate reads it.
@@ -233,6 +237,8 @@ def _of_routing(http: Request, error: HTTPException) -> ApiError:
         found.headers = {"allow": allowed}
         return found
     if error.status_code == 404:
+        if (meant := path.rstrip("/")) != path and any(meant == getattr(r, "path", "") for r in http.app.routes):
+            return ApiError(404, f"{path} is not served; use {meant}, without a slash at its end")
         why = next((why for prefix, why in REFUSED_PATHS.items() if path.startswith(prefix)), None)
         served = (
             "/v1/models, /v1/completions, /v1/chat/completions, /tokenize, /detokenize, /health, /metrics and "

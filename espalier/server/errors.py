@@ -2,7 +2,8 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, get_args
+from types import UnionType
+from typing import Any, NamedTuple, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
@@ -88,36 +89,73 @@ def refusal(error: EspalierError) -> ApiError:
 def of_validation(errors: Sequence[Mapping[str, Any]], model: type[BaseModel] | None) -> ApiError:
     """The first thing that is wrong with a body, in one line."""
     first = errors[0]
-    where = [part for part in first["loc"] if part != "body"]
+    where = _where(first)
     if first["type"] == "json_invalid":
-        return ApiError(400, "the body is not JSON; send an object with content-type application/json")
+        why = f"{first['ctx']['error']}: character {where[0]}"
+        return ApiError(400, f"the body is not JSON ({why}); send an object with content-type application/json")
     if not where and first["type"] in ("missing", "model_attributes_type"):
         return ApiError(400, "the body is no JSON object; send one with content-type application/json")
     if not where or model is None:
         return ApiError(400, f"the body is refused: {_reason(first)}")
-    path = ".".join(str(part) for part in where)
     if first["type"] == "extra_forbidden" and len(where) == 1:
-        return ApiError(400, str(unknown_name("the body", str(where[0]), list(model.model_fields))), param=path)
-    owner, name = _owner(model, where)
-    refused = _refused(owner, name)
+        name = str(where[0])
+        return ApiError(400, str(unknown_name("the body", name, list(model.model_fields))), param=name)
+    # Of the types that a field may have each says why it is none of them: the one that came furthest was meant.
+    path = _place(model, where).path
+    places = [(each, _place(model, _where(each))) for each in errors]
+    first, place = max(
+        ((each, place) for each, place in places if place.path[: len(path)] == path), key=lambda pair: len(pair[1].path)
+    )
+    refused = _refused(place.owner, place.name)
     if refused is not None:
-        return ApiError(400, f"{name} is not supported with this value: {refused.why}", param=name, code="unsupported")
-    return ApiError(400, f"{path}: {_reason(first)}", param=str(where[0]))
+        why = f"{place.name} is not supported with this value: {refused.why}"
+        return ApiError(400, why, param=place.name, code="unsupported")
+    of_field = place.owner.model_fields.get(place.name)
+    if first["type"] == "extra_forbidden" and of_field is not None:
+        known = [name for inner in _models(of_field.annotation) for name in inner.model_fields]
+        return ApiError(400, str(unknown_name(".".join(place.path[:-1]), place.path[-1], known)), param=str(where[0]))
+    takes = None if of_field is None else of_field.description
+    what = f"{'.'.join(place.path)}: {_reason(first)}"
+    return ApiError(400, f"{what} ({takes})" if takes else what, param=str(where[0]))
+
+
+def _where(error: Mapping[str, Any]) -> list[Any]:
+    return [part for part in error["loc"] if part != "body"]
 
 
 def _reason(error: Mapping[str, Any]) -> str:
     return str(error["msg"]).removeprefix("Value error, ")
 
 
-def _owner(model: type[BaseModel], where: Sequence[Any]) -> tuple[type[BaseModel], str]:
-    """The innermost model on the way to an error, and its field's name."""
-    owner, name = model, str(where[0])
+class Place(NamedTuple):
+    """Of an error: the innermost model on the way to it, its field's name, and the way as a client reads it."""
+
+    owner: type[BaseModel]
+    name: str
+    path: list[str]
+
+
+def _place(model: type[BaseModel], where: Sequence[Any]) -> Place:
+    owner, name, path = model, str(where[0]), [str(where[0])]
+    names_type = _is_one_of_several(owner, name)
     for part in where[1:]:
+        if names_type:
+            names_type = False
+            continue
+        path.append(str(part))
         inner = _models(owner.model_fields[name].annotation) if name in owner.model_fields else []
         nested = next((m for m in inner if isinstance(part, str) and part in m.model_fields), None)
         if nested is not None and _refused(owner, name) is None:
             owner, name = nested, str(part)
-    return owner, name
+            names_type = _is_one_of_several(owner, name)
+    return Place(owner, name, path)
+
+
+def _is_one_of_several(model: type[BaseModel], name: str) -> bool:
+    """Whether a field has several types, one of which pydantic then names in a place."""
+    annotation = model.model_fields[name].annotation if name in model.model_fields else None
+    kinds = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else ()
+    return sum(kind is not type(None) for kind in kinds) > 1
 
 
 def _models(annotation: Any) -> list[type[BaseModel]]:

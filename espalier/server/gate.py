@@ -8,7 +8,6 @@ import hmac
 import logging
 import re
 import time
-import uuid
 from collections.abc import Callable
 from urllib.parse import quote
 
@@ -17,7 +16,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from espalier.server.errors import FAILED, ApiError
-from espalier.server.logs import request_id
+from espalier.server.logs import new_request_id, request_id
 
 log = logging.getLogger("espalier.server")
 GIVEN_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
@@ -66,7 +65,7 @@ class Gate:
             scope = {**scope, "method": "GET"}
         headers = Headers(scope=scope)
         given = headers.get("x-request-id", "")
-        request_id.set(given if GIVEN_ID.fullmatch(given) else f"req-{uuid.uuid4().hex}")
+        request_id.set(given if GIVEN_ID.fullmatch(given) else new_request_id())
         # For what knows of a connection alone.
         scope.setdefault("state", {})["request_id"] = request_id.get()
         began, answer, upload = time.perf_counter(), Answering(send), Upload(self, receive)

@@ -3,11 +3,17 @@
 import json
 import logging
 import sys
+import uuid
 from contextvars import ContextVar
 
 LEVELS = ("debug", "info", "warning", "error")
 NO_REQUEST = "-"
 request_id: ContextVar[str] = ContextVar("request_id", default=NO_REQUEST)
+
+
+def new_request_id() -> str:
+    """For a request that brings none."""
+    return f"req-{uuid.uuid4().hex}"
 
 
 class _WithRequestId(logging.Filter):
@@ -40,6 +46,8 @@ def set_up(level: str, as_json: bool) -> None:
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     # Each request of a client library would be a line beside our own.
     logging.getLogger("httpx").setLevel(logging.WARNING)
+    # It warns of errors to come from a prompt above the model's context, which is refused.
+    logging.getLogger("transformers.tokenization_utils_base").setLevel(logging.ERROR)
 
 
 def about(name: str) -> dict[str, str]:

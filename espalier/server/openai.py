@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model, model_validator
 
-from espalier.errors import EspalierError
-from espalier.request import MAX_BIAS, SamplingParams
+from espalier.errors import EspalierError, require_int
+from espalier.request import MAX_BIAS, MAX_COUNT, MAX_LOGPROBS, SamplingParams
 from espalier.text import ChatOptions
 
 
@@ -166,7 +166,7 @@ class CompletionRequest(Generating):
 
 
 class TextPart(Body):
-    type: Literal["text"]
+    type: Literal["text"] = Field(description="models here read and write text")
     text: str
 
 
@@ -248,6 +248,9 @@ class ChatRequest(Conversing, Generating):
         super().check()
         if self.top_logprobs is not None and not self.logprobs:
             raise EspalierError("top_logprobs is for logprobs=true; set it, or leave top_logprobs out")
+        # By the names that were sent: they are checked again as max_tokens and logprobs.
+        require_int("top_logprobs", self.top_logprobs, 0, MAX_LOGPROBS, optional=True)
+        require_int("max_completion_tokens", self.max_completion_tokens, 1, MAX_COUNT, optional=True)
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             raise EspalierError("max_tokens and max_completion_tokens are one limit and differ; send one of them")
 

@@ -23,6 +23,7 @@ from espalier.server.client import ClientOptions, EngineClient
 from espalier.server.connections import Readers, Senders
 from espalier.server.front import Front, FrontOptions
 from espalier.server.gate import Gate
+from espalier.server.http1 import Connection
 
 log = logging.getLogger("espalier.server")
 TOKENIZERS = "transformers.models.auto.tokenization_auto"
@@ -134,6 +135,7 @@ async def serve(settings: Mapping[str, Any], options: ServeOptions) -> None:
         app, gate = make_app(front, options.api)
         config = uvicorn.Config(
             app,
+            http=Connection,
             log_config=None,
             access_log=False,
             server_header=False,

@@ -33,8 +33,8 @@ def sentencepiece():
     return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>"))
 
 
-def answered(kind, body, tokenizer, entries, finish_reason="stop", **params):
-    answer = kind("id", body, ResolvedParams(**params), [[]], tokenizer)
+def answered(kind, body, tokenizer, entries, finish_reason="stop", prompt=(), **params):
+    answer = kind("id", body, ResolvedParams(**params), [list(prompt)], tokenizer)
     tokens = [entry.token_id for entry in entries]
     chunks = []
     for i, (token, entry) in enumerate(zip(tokens, entries, strict=True)):
@@ -98,6 +98,29 @@ def test_bytes_are_those_that_tokens_add_to_a_text_added_ones_too(make):
         part = tokenizer.bytes_of(token)
         text = tokenizer.decode([first, token]).removeprefix("x")
         assert (part.bytes.decode(errors="replace") if part.is_text else "") == text, token
+
+
+@pytest.mark.parametrize("skip", [True, False])
+@pytest.mark.parametrize(
+    "before", [[], ["<end>"], ["<end>"] * 8, ["x"], ["x", *["<end>"] * 8], ["\u2581"]], ids="".join
+)
+@pytest.mark.parametrize("text", ["x nx", " x", "   x", "\u65e5x", "<end> x<end> x"])
+@pytest.mark.parametrize("make", [byte_level, sentencepiece, metaspace])
+def test_offsets_are_places_of_the_text_whatever_it_follows(make, text, before, skip):
+    # Where nothing comes before, special tokens being nothing, these decoders leave out a leading space.
+    tokenizer = make()
+    prompt = [token for token in map(tokenizer.hf.convert_tokens_to_ids, before) if token is not None]
+    entries = [TokenLogprob(token, -1.0, []) for token in tokenizer.encode(text)]
+    body = CompletionRequest(model="m", prompt="", logprobs=0)
+    lengths = []
+    for count in range(1, len(entries) + 1):
+        found, chunks = answered(
+            TextAnswer, body, tokenizer, entries[:count], "length", prompt=prompt, skip_special_tokens=skip
+        )
+        # A character that is not whole has a mark in the text; its tokens have its place.
+        lengths.append(len(found["text"].rstrip("\ufffd")))
+    assert found["logprobs"]["text_offset"] == [0, *lengths[:-1]]
+    assert [at for chunk in chunks for at in chunk["logprobs"]["text_offset"]] == [0, *lengths[:-1]]
 
 
 def test_tokens_that_read_alike_stay_apart():

@@ -1,7 +1,10 @@
 """What is not honoured is refused by name, in OpenAI's shape, and the page of fields says so."""
 
 import http.client
+import json
+import logging
 import socket
+import time
 
 import openai
 import pytest
@@ -18,11 +21,13 @@ from schemathesis.specs.openapi.checks import (
     unsupported_method,
 )
 
+from espalier.server.http1 import Connection
 from espalier.server.openai import ChatRequest, CompletionRequest, DetokenizeRequest, field_rows
 from tests.properties.summary import ASKED
 from tools.make_server_fields import PAGE, with_tables
 
 HI = [{"role": "user", "content": "hi"}]
+IMAGE = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}
 CHAT = {"model": "bundled", "messages": HI, "max_tokens": 2}
 TEXT = {"model": "bundled", "prompt": "hi", "max_tokens": 2}
 # A value of each refused field that clients send when they mean it.
@@ -97,6 +102,10 @@ def test_neutral_values_of_refused_fields_are_served(served):
         ("/v1/completions", {**TEXT, "temperature": -1}, "temperature=-1"),
         ("/v1/completions", {**TEXT, "temperature": "1"}, "temperature: Input should be a valid number"),
         ("/v1/completions", {**TEXT, "n": True}, "n: Input should be a valid integer"),
+        ("/v1/completions", {**TEXT, "top_k": -1.0}, "top_k: Input should be a valid integer"),
+        ("/v1/completions", {**TEXT, "seed": 1.0}, "seed: Input should be a valid integer"),
+        ("/v1/completions", {**TEXT, "stop_token_ids": [1, True]}, "stop_token_ids.1: Input should be a valid integer"),
+        ("/v1/completions", {**TEXT, "prompt": [1.0]}, "prompt"),
         ("/v1/completions", {**TEXT, "n": 100}, "more than the 16 that run and wait here"),
         ("/v1/completions", {**TEXT, "max_tokens": 0}, "max_tokens=0"),
         ("/v1/completions", {**TEXT, "logit_bias": {"x": 1}}, "logit_bias"),
@@ -133,7 +142,33 @@ def test_neutral_values_of_refused_fields_are_served(served):
             {**CHAT, "continue_final_message": True, "add_generation_prompt": True},
             "continue_final_message with add_generation_prompt has no meaning",
         ),
-        ("/v1/chat/completions", b"{", "the body is not JSON"),
+        ("/v1/chat/completions", b"{", "the body is not JSON (Expecting property name enclosed in double quotes: char"),
+        ("/v1/completions", b'{"model": "bund', "(Unterminated string starting at: character 10); send an object"),
+        ("/v1/completions", b"\xff\xff{}", "the body cannot be read as JSON: it is not UTF-8"),
+        ("/v1/completions", b"[" * 100_000, "or nested too deep; send a plain object"),
+        ("/v1/completions", {"prompt": "x"}, "model: Field required (a served name, as /v1/models lists them)"),
+        ("/v1/completions", {**TEXT, "prompt": None}, "prompt: Input should be a valid string (text or token ids, one"),
+        ("/v1/completions", {**TEXT, "prompt": [1, "x"]}, "prompt.1: Input should be a valid integer (text or token"),
+        ("/v1/completions", {**TEXT, "prompt": [[1], [True]]}, "prompt.1.0: Input should be a valid integer"),
+        ("/v1/completions", {**TEXT, "stop": ["x", 1]}, "stop.1: Input should be a valid string (text that ends the"),
+        ("/v1/chat/completions", {**CHAT, "messages": [HI[0], {"role": "user"}]}, "messages.1.content: Field required"),
+        (
+            "/v1/chat/completions",
+            {**CHAT, "messages": [IMAGE]},
+            "messages.0.content.0.type: Input should be 'text' (mod",
+        ),
+        (
+            "/v1/chat/completions",
+            {**CHAT, "messages": [{**HI[0], "rol": 1}]},
+            "messages.0 has no 'rol'; did you mean 'role'",
+        ),
+        (
+            "/v1/completions",
+            {**TEXT, "stream_options": {"x": 1}},
+            "stream_options has no 'x'; use one of include_usage,",
+        ),
+        ("/v1/chat/completions", {**CHAT, "max_tokens": None, "max_completion_tokens": 0}, "max_completion_tokens=0"),
+        ("/v1/chat/completions", {**CHAT, "logprobs": True, "top_logprobs": 21}, "top_logprobs=21 is not supported"),
         ("/tokenize", {}, "give a prompt or messages"),
         ("/detokenize", {"tokens": [-1]}, "tokens entry=-1"),
     ],
@@ -141,6 +176,12 @@ def test_neutral_values_of_refused_fields_are_served(served):
 def test_bad_values_are_refused_in_one_line(served, path, body, words):
     message = error_of(served.request(path, body))["message"]
     assert words in message and "\n" not in message
+
+
+def test_a_prompt_that_is_too_long_is_refused_and_not_warned_of(served):
+    error = error_of(served.request("/v1/completions", {**TEXT, "prompt": "x " * 4000}))
+    assert "is not supported at max_context=512" in error["message"]
+    assert "indexing errors" not in served.log.read_text()
 
 
 def test_a_body_that_is_wrong_everywhere_is_one_error():
@@ -209,6 +250,10 @@ def test_openais_other_endpoints_are_refused_by_name(served, path):
 def test_paths_methods_models_and_sizes(served):
     assert "/v1/models" in error_of(served.request("/nowhere"), 404)["message"]
     assert served.request("/v1/completions")[1]["allow"] == "POST"
+    for path, body in (("/v1/completions", TEXT), ("/v1/chat/completions", CHAT), ("/health", None)):
+        message = error_of(served.request(f"{path}/", body), 404)["message"]
+        assert message == f"{path}/ is not served; use {path}, without a slash at its end"
+    assert "completions are not stored" in error_of(served.request("/v1/chat/completions/x"), 404)["message"]
     assert error_of(served.request("/v1/completions"), 405)
     assert served.request("/health", {})[1]["allow"] == "GET, HEAD"
     assert error_of(served.request("/v1/completions", {**TEXT, "model": "x"}), 404)["code"] == "model_not_found"
@@ -224,6 +269,72 @@ def test_who_asks_for_a_websocket_is_told_what_to_use(served, of_body):
         answer = http.client.HTTPResponse(connection)
         answer.begin()
         assert answer.status == 404 and "use /v1/chat/completions with stream" in answer.read().decode()
+
+
+CHUNKED = b"POST /%s HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+UNREADABLE = {
+    "another protocol": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n",
+    "a line that is none": b"HELLO\r\n\r\n",
+    "a version that is none": b"GET /health HTTP/x\r\n\r\n",
+    "a header that is none": b"GET /health HTTP/1.1\r\nhost: x\r\nnone\r\n\r\n",
+    "two lengths": b"POST /tokenize HTTP/1.1\r\nhost: x\r\ncontent-length: 3\r\ncontent-length: 4\r\n\r\n",
+    "a chunk that is none": CHUNKED % b"tokenize" + b"zz\r\n",
+}
+
+
+def answers(sent, port, pause=0.0):
+    """What comes for what is sent, to the connection's end: (status, headers, body) of each answer."""
+    with socket.create_connection(("127.0.0.1", port), 20) as connection:
+        for part in sent:
+            connection.sendall(part)
+            time.sleep(pause)
+        came = b"".join(iter(lambda: connection.recv(2**16), b""))
+    found = []
+    while came:
+        head, _, rest = came.partition(b"\r\n\r\n")
+        first, *lines = head.decode().split("\r\n")
+        headers = {name.lower(): value for name, value in (line.split(": ", 1) for line in lines)}
+        size = int(headers["content-length"])
+        found.append((int(first.split()[1]), headers, json.loads(rest[:size])))
+        came = rest[size:]
+    return found
+
+
+@pytest.mark.parametrize("sent", UNREADABLE.values(), ids=UNREADABLE)
+def test_what_is_no_http_is_refused_as_all_else_is(served, sent):
+    [answer] = answers([sent], served.port)
+    error = error_of(answer)
+    assert "send plain HTTP/1.1 (http://, not https://)" in error["message"]
+    assert answer[1]["connection"] == "close" and answer[1]["content-type"] == "application/json"
+    served.until(lambda: f"[{error['request_id']}] what 127.0.0.1 port" in served.log.read_text())
+
+
+def test_what_is_no_http_after_a_request_has_an_id_of_its_own(served):
+    asked = b"GET /version HTTP/1.1\r\nhost: x\r\nx-request-id: first-%d\r\n\r\n"
+    for number, sent in enumerate(([asked % 0 + b"HELLO\r\n\r\n"], [asked % 1, b"HELLO\r\n\r\n"])):
+        *first, refused = answers(sent, served.port, 0.2)
+        # What comes in one piece may be found unreadable before the first of it is answered.
+        assert [answer[0] for answer in first] == [200] or (number == 0 and not first)
+        assert error_of(refused)["request_id"].startswith("req-")
+        served.until(lambda name=f"[first-{number}] GET /version": name in served.log.read_text())
+
+
+def test_a_body_that_goes_wrong_after_its_answer_brings_no_other(served):
+    [(status, _, _)] = answers([CHUNKED % b"nowhere", b"zz\r\n"], served.port, 0.2)
+    assert status == 404
+    assert served.request("/health")[0] == 200 and "Fatal error" not in served.log.read_text()
+
+
+def test_an_upgrade_brings_no_advice_that_would_not_help(served, caplog):
+    # From uvicorn's own name of it: where that goes, this fails.
+    assert hasattr(Connection.__mro__[1], "_unsupported_upgrade_warning")
+    asked = b"GET /%s HTTP/1.1\r\nhost: x\r\nconnection: upgrade, close\r\nupgrade: %s\r\n\r\n"
+    for path, wanted, status in ((b"v1/realtime", b"websocket", 404), (b"health", b"h2c", 200)):
+        assert [answer[0] for answer in answers([asked % (path, wanted)], served.port)] == [status]
+    assert "upgrade" not in served.log.read_text().lower()
+    with caplog.at_level(logging.DEBUG, "espalier.server"):
+        Connection._unsupported_upgrade_warning(None)
+    assert [record.levelname for record in caplog.records] == ["DEBUG"]
 
 
 def test_a_body_without_a_length_is_counted_as_it_comes(served):
