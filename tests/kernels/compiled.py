@@ -78,7 +78,8 @@ def compile_for_hopper(
     function = kernel.compiled
     kinds = dict.fromkeys(constants, "constexpr") | dict.fromkeys(VALUES, "*bf16") | dict.fromkeys(FLOATS, "*fp32")
     kinds |= dict.fromkeys(WIDE, "*i64") | {"item_ptr": "*i32", "start_ptr": "*i32", "scale": "fp32"} | (more or {})
-    aligned = [i for i, name in enumerate(function.arg_names) if name.endswith("_ptr") or name in STRIDES]
+    handed = [(i, name) for i, name in enumerate(function.arg_names) if name not in constants]
+    aligned = [i for i, name in handed if name.endswith("_ptr") or name in STRIDES]
     made = source(
         fn=function,
         signature={name: kinds.get(name, "i32") for name in function.arg_names},
