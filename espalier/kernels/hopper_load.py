@@ -172,7 +172,8 @@ def _load_straight(
         page = gl.load(table + gl.minimum(at, end - 1) // PAGE_SIZE)
         stage = done % STAGES
         hopper.mbarrier.wait(empty.index(stage), done // STAGES % 2 ^ 1)
-        # One arrival with the bytes that are to come, one each for the threads that copy where rows are gathered.
+        # One arrival with the bytes that are to come, and those of the threads that would copy.  One thread makes them
+        # all, so no warp may lag: a barrier of the compiler's sees to that (tests/kernels/test_compiled.py).
         hopper.mbarrier.expect(full.index(stage), 2 * BLOCK_N * SIZE * 2)
         hopper.mbarrier.arrive(full.index(stage), count=32 * WARPS - 1)
         hopper.tma.async_copy_global_to_shared(k_rows, [row, head * SIZE], full.index(stage), k_stages.index(stage))

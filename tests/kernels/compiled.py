@@ -55,6 +55,8 @@ def compiled_hopper(
         "shared": made.metadata.shared,
         "held": blocks.held(size),
         "overlapping": list(overlapping(machine_code(made.asm["cubin"]))),
+        "straight": known != NONE,
+        "in_one_go": list(in_one_go(made.asm["ptx"])),
     }
 
 
@@ -107,6 +109,13 @@ def overlapping(lines: list[str]):
             yield sum("MUFU.EX2" in line for line in lines[wait:following])
 
 
+def in_one_go(ptx: str):
+    """Barriers of all loading warps in each loop that copies blocks in one go."""
+    for piece in re.split(r"^\$L__BB\d+_\d+:", ptx, flags=re.MULTILINE):
+        if "cp.async.bulk.tensor" in piece:
+            yield len(re.findall(r"\bbar\.sync\b", piece))
+
+
 def in_flight(lines: list[str]):
     """Copies that each innermost loop leaves under way while it works."""
     for i, line in enumerate(lines):
@@ -131,5 +140,6 @@ if __name__ == "__main__":
         (one, 2, 48),
         (HopperBlocks(1, 6, 1), 0, 64, 0, 64),
         (two, 2, 16, 4096),
+        (two, 2, 64),
     ]
     print(json.dumps({"plain": plain, "hopper": [compiled_hopper(*case) for case in hopper]}))

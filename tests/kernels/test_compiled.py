@@ -39,3 +39,11 @@ def test_weights_are_made_while_the_tensor_cores_work(compiled):
         loops = (1 if case["window"] else 2) * case["blocks"]["groups"]
         assert len(case["overlapping"]) == loops, case
         assert min(case["overlapping"]) >= 32, case
+
+
+def test_loading_warps_stay_together_where_one_thread_arrives_for_all(compiled):
+    """A warp that the others lap would wait for ever, for a turn of its stage that is over.  The barriers that keep
+    them together are the compiler's."""
+    for case in compiled["hopper"]:
+        assert len(case["in_one_go"]) == case["straight"] and all(case["in_one_go"]), case
+    assert sum(case["straight"] for case in compiled["hopper"]) >= 3
