@@ -17,10 +17,11 @@ from espalier.cache.geometry import LayerGeometry
 from espalier.cache.kv import Pages
 from espalier.kernels.ancestors import pack
 from espalier.kernels.ranges import ranges_triton
+from espalier.kernels.straight import straight
 from espalier.layout import RoundLayout
 
 GEOMETRY = LayerGeometry(heads=32, kv_heads=8, k_size=128, v_size=128)
-ABOUT = f"{GEOMETRY.heads} query and {GEOMETRY.kv_heads} KV heads of {GEOMETRY.k_size}, bfloat16, pages in no order"
+ABOUT = f"{GEOMETRY.heads} query and {GEOMETRY.kv_heads} KV heads of {GEOMETRY.k_size}, bfloat16"
 DTYPE = torch.bfloat16
 STEPS = 5
 TOPK = 8
@@ -80,20 +81,39 @@ class Cell:
         return asdict(self)
 
 
-def measure(shape: Shape, page_size: int, bytes_per_second: float, device: torch.device, watch: Stopwatch) -> Cell:
+def measure(
+    shape: Shape,
+    page_size: int,
+    bytes_per_second: float,
+    device: torch.device,
+    watch: Stopwatch,
+    in_order: bool = False,
+) -> Cell:
+    """in_order: over pages that follow one another, as a pool hands them out that was never full; else in no order."""
     layers = layers_beyond_cache(shape, device)
-    attention, run = prepared(shape, page_size, layers, device)
-    prefix = attention.prefix
-    cut = attention.pages.layout.cut(shape.queries)
-    [all_ms], [plan_ms] = (
-        watch.ms([body], TURNS) for body in (run, lambda: ranges_triton(prefix.length, prefix.first, cut))
-    )
+    attention, run = prepared(shape, page_size, layers, device, in_order)
+    [all_ms] = watch.ms([run], TURNS)
+    [plan_ms] = watch.ms([_plan(attention, shape)], TURNS)
     attention_us, plan_us = 1e3 * all_ms / layers, 1e3 * plan_ms
     tflops = shape.flops / attention_us / 1e6
     if shape.chain:
         return Cell(str(shape), page_size, attention_us, plan_us, None, None, tflops)
     rate = shape.kv_bytes / (attention_us * 1e-6)
     return Cell(str(shape), page_size, attention_us, plan_us, rate / 1e12, rate / bytes_per_second, tflops)
+
+
+def _plan(attention: Attention, shape: Shape) -> Callable[[], object]:
+    """What an attention that has run had planned, anew."""
+    prefix, pages = attention.prefix, attention.pages
+    cut = pages.layout.cut(shape.queries)
+    counted = (cut, straight) in prefix.planned
+
+    def plan() -> None:
+        ranges = ranges_triton(prefix.length, prefix.first, cut)
+        if counted:
+            straight(ranges, prefix.page_table, pages.page_size, prefix.first)
+
+    return plan
 
 
 def layers_beyond_cache(shape: Shape, device: torch.device) -> int:
@@ -103,9 +123,9 @@ def layers_beyond_cache(shape: Shape, device: torch.device) -> int:
 
 
 def prepared(
-    shape: Shape, page_size: int, layers: int, device: torch.device
+    shape: Shape, page_size: int, layers: int, device: torch.device, in_order: bool = False
 ) -> tuple[Attention, Callable[[], Sequence[torch.Tensor]]]:
-    """A planned pass over full pages in no order, and a function that runs all of its layers."""
+    """A planned pass over full pages, and a function that runs all of its layers.  in_order: see `measure`."""
     tree = (0, 1, 1) if shape.chain else (STEPS, TOPK, shape.queries)
     context = shape.context + shape.queries + 1
     layout = RoundLayout(shape.batch, *tree, page_size, context, 0, max(shape.batch * shape.queries, 16))
@@ -116,7 +136,8 @@ def prepared(
         stack.k.normal_()
         stack.v.normal_()
     table = torch.zeros(shape.batch, layout.table_width, dtype=torch.int64, device=device)
-    table[:, :width] = 1 + torch.randperm(shape.batch * width, device=device).view(shape.batch, width)
+    order = torch.arange if in_order else torch.randperm
+    table[:, :width] = 1 + order(shape.batch * width, device=device).view(shape.batch, width)
     length = torch.full((shape.batch,), shape.context, dtype=torch.int64, device=device)
     attention = TritonBackend().plan(pages, geometry, Prefix(table, length), _nodes(shape, length))
     q, k, v = (

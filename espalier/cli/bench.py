@@ -62,6 +62,9 @@ def _add_kernels(commands: Any) -> None:
     parser.add_argument(
         "--page-size", type=_numbers, default=[1, 16, 64, 256], metavar="N,N", help="page sizes (1,16,64,256)"
     )
+    parser.add_argument(
+        "--in-order", action="store_true", help="pages that follow one another, as of a pool that was never full"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there as well")
 
 
@@ -121,11 +124,14 @@ def run_kernels(asked: Namespace) -> int:
         bytes_per_second = watch.bandwidth(device)
         for shape in kernels.SHAPES:
             for page_size in asked.page_size:
-                cells.append(kernels.measure(shape, page_size, bytes_per_second, device, watch))
+                cells.append(kernels.measure(shape, page_size, bytes_per_second, device, watch, asked.in_order))
                 advance()
-    stdout().print(Text(f"{kernels.ABOUT}; memory reads {bytes_per_second / 1e12:.2f} TB/s", QUIET))
+    order = "in order" if asked.in_order else "in no order"
+    about = f"{kernels.ABOUT}, pages {order}; memory reads {bytes_per_second / 1e12:.2f} TB/s"
+    stdout().print(Text(about, QUIET))
     stdout().print(Text(_kernels_table(cells)))
-    write_json(asked.json, {"bytes_per_second": bytes_per_second, "cells": [cell.as_dict() for cell in cells]})
+    figures = {"bytes_per_second": bytes_per_second, "in_order": asked.in_order}
+    write_json(asked.json, figures | {"cells": [cell.as_dict() for cell in cells]})
     return 0
 
 
