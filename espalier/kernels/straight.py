@@ -1,4 +1,4 @@
-"""Where committed rows stand side by side in the pool, so that a block of them can be copied in one go.
+"""Where committed rows stand side by side in the pool, so that a block of attention can be copied in one go.
 
 Counted once a round, for all layers that read the same ranges.  Pages of whole blocks need no counting.
 """
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from espalier.errors import EspalierError
 from espalier.kernels.dependent import after_previous, early
+from espalier.kernels.hopper import BLOCK_N
 from espalier.kernels.launch import chip, kernel, require
 from espalier.kernels.ranges import COLUMNS, Ranges
 from espalier.kernels.units import committed_blocks, range_at
@@ -19,8 +20,7 @@ from espalier.kernels.units import committed_blocks, range_at
 if TYPE_CHECKING:
     import triton.language as tl
 
-# Rows of a block of attention, and blocks that are looked at together.
-BLOCK_ROWS = 64
+# Blocks that are looked at together.
 BLOCKS = 32
 
 
@@ -70,7 +70,7 @@ def straight_triton(ranges: Ranges, page_table: Tensor, page_size: int, first: i
     if capacity:
         _straight_kernel[(capacity,)](
             ranges.items, ranges.starts, page_table, out, page_table.shape[0], first, page_table.stride(0),
-            PAGE_SIZE=page_size, ROWS=BLOCK_ROWS, BLOCKS=BLOCKS, num_warps=8, **early(chip(page_table)),
+            PAGE_SIZE=page_size, ROWS=BLOCK_N, BLOCKS=BLOCKS, num_warps=8, **early(chip(page_table)),
         )  # fmt: skip
     return out
 
@@ -78,12 +78,12 @@ def straight_triton(ranges: Ranges, page_table: Tensor, page_size: int, first: i
 def straight_reference(ranges: Ranges, page_table: Tensor, page_size: int, first: int) -> Tensor:
     out = torch.zeros(ranges.items.shape[0], dtype=torch.int32)
     for item, (request, begin, end, _siblings) in enumerate(ranges.items[: int(ranges.starts[-1])].tolist()):
-        low = begin + -(-max(first - begin, 0) // BLOCK_ROWS) * BLOCK_ROWS
-        while low + BLOCK_ROWS <= begin + (end - begin) // BLOCK_ROWS * BLOCK_ROWS:
-            position = torch.arange(low, low + BLOCK_ROWS, device=page_table.device)
+        low = begin + -(-max(first - begin, 0) // BLOCK_N) * BLOCK_N
+        while low + BLOCK_N <= begin + (end - begin) // BLOCK_N * BLOCK_N:
+            position = torch.arange(low, low + BLOCK_N, device=page_table.device)
             rows = page_table[request, position // page_size] * page_size + position % page_size
             if not torch.equal(rows, rows[0] + position - low):
                 break
             out[item] += 1
-            low += BLOCK_ROWS
+            low += BLOCK_N
     return out.to(page_table.device)

@@ -1,5 +1,7 @@
 """The GPU's backend against the reference in float64, through pages and plans as a round makes them."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -46,6 +48,15 @@ def drawn(g: LayerGeometry, queries: int, rows: int) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(7)
     shapes = (queries, g.heads, g.k_size), (rows, g.kv_heads, g.k_size), (rows, g.kv_heads, g.v_size)
     return [torch.randn(4, *shape, generator=generator) for shape in shapes]
+
+
+def captured(run: Callable[[], torch.Tensor]) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run()
+    return graph, out
 
 
 @pytest.mark.parametrize("first", [0, 1])
@@ -134,11 +145,7 @@ def test_a_replay_counts_anew_what_stands_side_by_side(kernel_device):
     def run() -> torch.Tensor:
         return backend("triton").plan(pages, geometry, Prefix(table, length), nodes).attend(0, q, k, v)
 
-    run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = run()
+    graph, out = captured(run)
     for lengths, step in (([900, 1, 640, 63], -1), ([128, 999, 65, 0], 1), ([800, 800, 300, 0], -1)):
         length.copy_(torch.tensor(lengths))
         table.copy_(in_order.flip(1) if step < 0 else in_order)
@@ -157,11 +164,7 @@ def test_a_captured_pass_follows_the_lengths(kernel_device):
     def run() -> torch.Tensor:
         return backend("triton").plan(pages, GEOMETRY, Prefix(table, length), nodes).attend(0, q, k, v)
 
-    run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = run()
+    graph, out = captured(run)
     for lengths in ([300, 2, 0, 77], [0, 0, 0, 0], [399, 130, 129, 128]):
         length.copy_(torch.tensor(lengths))
         graph.replay()

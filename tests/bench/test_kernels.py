@@ -3,6 +3,9 @@
 import pytest
 import torch
 
+import espalier.attention.triton as backend
+import espalier.kernels.straight as counting
+from espalier.bench import kernels
 from espalier.bench.kernels import Shape, prepared
 
 
@@ -16,3 +19,18 @@ def test_pages_are_in_order_where_that_is_asked(page_size):
         assert held.flatten().sort().values.tolist() == list(range(1, 2 * width + 1))
         assert held.flatten().tolist() == list(range(1, 2 * width + 1)) or not in_order
         assert attention.prefix.length.tolist() == [130, 130]
+
+
+@pytest.mark.parametrize("asks", [False, True])
+def test_a_plan_is_timed_with_all_that_the_pass_had_planned(kernel_device, monkeypatch, asks):
+    counts = []
+    how = "straight_triton" if kernel_device.type == "cuda" else "straight_reference"
+    monkeypatch.setattr(counting, how, lambda *args: counts.append(args) or torch.zeros(0))
+    monkeypatch.setattr(backend, "asks_straight", lambda *_: asks)
+    monkeypatch.setattr(backend, "tree_attention_triton", lambda q, *_: (q, None))
+    shape = Shape(2, 4, 130)
+    attention, run = prepared(shape, 16, 2, kernel_device)
+    run()
+    assert len(counts) == asks
+    kernels._plan(attention, shape)()
+    assert len(counts) == 2 * asks

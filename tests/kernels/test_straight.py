@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from espalier.kernels.hopper import BLOCK_N
 from espalier.kernels.ranges import ranges_triton
-from espalier.kernels.straight import BLOCK_ROWS, BLOCKS, straight_reference, straight_triton
+from espalier.kernels.straight import BLOCKS, straight_reference, straight_triton
 from espalier.layout import Cut
 
 LENGTHS = (0, 1, 63, 64, 65, 129, 1000, 64 * (BLOCKS + 5) + 3, 5000)
@@ -53,7 +54,7 @@ def test_a_page_of_another_order_is_not_straight(kernel_device):
     table = tables([256], 16).to(kernel_device)
     table[0, 4], table[0, 5] = table[0, 5].clone(), table[0, 4].clone()
     ranges = ranges_triton(torch.tensor([256], device=kernel_device), 0, Cut(4096, 8))
-    assert counted(ranges, table, 16, 0, straight_triton) == [64 // BLOCK_ROWS]
+    assert counted(ranges, table, 16, 0, straight_triton) == [64 // BLOCK_N]
 
 
 def test_an_empty_batch_is_legal(kernel_device):
