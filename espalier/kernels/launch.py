@@ -7,8 +7,9 @@ tensors on a GPU and the reference for others.  Who is for GPUs alone calls the 
 
 import os
 from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -22,6 +23,9 @@ SHARED_MEMORY_CAP = "ESPALIER_SHARED_MEMORY"
 SMALLEST_SHARED_MEMORY = 99 * 1024
 # More small programs than that wait for each other's start.
 PROGRAMS_A_PROCESSOR = 12
+
+# (compiled, grid, *arguments), called in place of a launch; None: launches are launches (kernels/together.py).
+asking: ContextVar[Callable[..., None] | None] = ContextVar("asking", default=None)
 
 
 class Kernel:
@@ -54,7 +58,8 @@ class Kernel:
         return triton.jit, {"tl": triton.language, "libdevice": triton.language.extra.libdevice}
 
     def __getitem__(self, grid: Any) -> Any:
-        return self.compiled[grid]
+        ask = asking.get()
+        return self.compiled[grid] if ask is None else partial(ask, self.compiled, grid)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Only from another kernel, where Triton reads the call and never makes it."""
