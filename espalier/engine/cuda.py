@@ -10,6 +10,7 @@ import logging
 import time
 import weakref
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +25,7 @@ from espalier.engine.results import Results, read
 from espalier.engine.ticket import Row, Ticket
 from espalier.engine.wire import Packed, Sent, pack
 from espalier.errors import EspalierError
+from espalier.kernels.together import together
 from espalier.layout import ROUNDS_IN_FLIGHT, bucket_of
 from espalier.sampling.pick import Logprobs
 from espalier.sampling.shape import Shaping
@@ -89,7 +91,7 @@ class CudaExecutor:
         self.stream, self.copies = streams
         self._give_streams_back = weakref.finalize(self, idle.append, streams)
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
-        widest = len(pack(round.table, NOBODY, 0, layout.max_batch).vector)
+        widest = len(pack(round.table, of_dummies(layout.max_batch), 0, layout.max_batch).vector)
         self.ring = [
             Place(
                 entry,
@@ -109,7 +111,7 @@ class CudaExecutor:
         place = self.ring[self.num_launched % RING]
         self.num_launched += 1
         place.copied.synchronize()
-        batch = len(ticket.slots) if ticket.is_prefill else self.bucket(len(ticket.slots))
+        batch = self._batch(ticket)
         packed = pack(self.round.table, ticket, place.entry, batch)
         graph = None if ticket.is_prefill or ticket.num_logprobs is not None else self.graphs.get(batch)
         with torch.cuda.stream(self.stream):
@@ -121,9 +123,27 @@ class CudaExecutor:
                 logprobs = self._eager(ticket, packed)
         return self._handed_back(place, ticket, logprobs)
 
+    @torch.inference_mode()
+    def compile(self, tickets: Iterable[Ticket]) -> None:
+        """Have every kernel that launches of these tickets need, before they run: compiled side by side.
+
+        tickets: of dummies.  The same lines run as in a launch, on the same stream; no kernel does, and of what they
+        write only the dummy request's cells stay.
+        """
+        began = time.perf_counter()
+        with torch.cuda.stream(self.stream), together() as asked:
+            for ticket in tickets:
+                self._eager(ticket, pack(self.round.table, ticket, 0, self._batch(ticket)))
+        self.stream.synchronize()
+        if asked:
+            log.info("compiled %d kernels in %.1f s", len(asked), time.perf_counter() - began)
+
     def bucket(self, batch: int) -> int:
         """What a round is padded to, run eagerly or not."""
         return bucket_of(batch, self.buckets)
+
+    def _batch(self, ticket: Ticket) -> int:
+        return len(ticket.slots) if ticket.is_prefill else self.bucket(len(ticket.slots))
 
     def _eager(self, ticket: Ticket, packed: Packed) -> Logprobs | None:
         vector = torch.from_numpy(packed.vector).pin_memory().to(self.device, non_blocking=True)
@@ -152,24 +172,27 @@ class CudaExecutor:
         began, before = time.perf_counter(), torch.cuda.memory_reserved(self.device)
         pool = torch.cuda.graph_pool_handle()
         console = Console(stderr=True)
-        for batch in track(self.buckets[::-1], "capturing CUDA graphs", console=console, transient=True):
-            try:
+        batches = self.buckets[::-1]
+        batch = batches[0]
+        try:
+            self.compile(map(of_dummies, batches))
+            for batch in track(batches, "capturing CUDA graphs", console=console, transient=True):
                 self.graphs[batch] = self._captured(batch, pool)
-            except torch.OutOfMemoryError:
-                raise EspalierError(
-                    f"the graph of batch {batch} does not fit {self.device}; lower num_pages, graph_batch or max_batch"
-                ) from None
+        except torch.OutOfMemoryError:
+            raise EspalierError(
+                f"the graph of batch {batch} does not fit {self.device}; lower num_pages, graph_batch or max_batch"
+            ) from None
         taken = (torch.cuda.memory_reserved(self.device) - before) / 2**20
         seconds = time.perf_counter() - began
         log.info("captured rounds of %s as CUDA graphs: %.1f s, %.0f MiB", list(self.buckets), seconds, taken)
 
     @torch.inference_mode()
     def _captured(self, batch: int, pool: Any) -> Graph:
-        packed = pack(self.round.table, NOBODY, 0, batch)
+        packed = pack(self.round.table, of_dummies(batch), 0, batch)
         with torch.cuda.stream(self.stream):
             ticket = torch.from_numpy(packed.vector).to(self.device)
             sent = Sent.of(ticket, packed.form)
-            # Compiles kernels and sizes workspaces, which a capture cannot.  The dummy request's round changes nobody.
+            # Loads libraries' kernels and sizes workspaces, which a capture cannot.
             execute(self.round, self.results, sent, 0, EVERYTHING, None)
             self.stream.synchronize()
         graph = torch.cuda.CUDAGraph()
@@ -186,7 +209,10 @@ class CudaExecutor:
             self._give_streams_back()
 
 
-NOBODY = Ticket(slots=(), shaping=EVERYTHING)
+def of_dummies(batch: int, width: int = 0) -> Ticket:
+    """A launch that changes nobody: so many rows of the dummy request, a round or a prefill pass of `width`."""
+    dummies = (0,) * batch
+    return Ticket(slots=dummies, shaping=EVERYTHING, lengths=dummies if width else (), width=width)
 
 
 def _pinned(buffer: Tensor, packed: Packed) -> Tensor:

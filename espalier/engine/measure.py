@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from espalier.engine.cuda import EVERYTHING, CudaExecutor
+from espalier.engine.cuda import CudaExecutor, of_dummies
 from espalier.engine.ticket import Ticket
 from espalier.errors import EspalierError
 from espalier.layout import RoundLayout
@@ -84,17 +84,13 @@ def _measured_needs(layout: RoundLayout, make: Callable[[int], Round], device: t
 def measure(executor: CudaExecutor, layout: RoundLayout, device: torch.device) -> Needs:
     """Run the fullest prefill pass of every width, and the fullest round of every tree, also with every log-probability
     reported."""
-    passes = [_of_dummies(layout.chunk_batch(width), width) for width in layout.chunk_widths]
-    captured = [_of_dummies(batch, 0) for batch, _ in layout.fullest]
+    passes = [of_dummies(layout.chunk_batch(width), width) for width in layout.chunk_widths]
+    captured = [of_dummies(batch) for batch, _ in layout.fullest]
     reported = [replace(ticket, num_logprobs=MAX_LOGPROBS) for ticket in captured]
+    executor.compile([*captured, *reported, *passes])
     rounds = max(_peak(executor, ticket, device) for ticket in captured)
     others = [_peak(executor, ticket, device) for ticket in (*reported, *passes)]
     return Needs(max(rounds, *others), rounds, *torch.cuda.mem_get_info(device))
-
-
-def _of_dummies(batch: int, width: int) -> Ticket:
-    dummies = (0,) * batch
-    return Ticket(slots=dummies, shaping=EVERYTHING, lengths=dummies if width else (), width=width)
 
 
 def _peak(executor: CudaExecutor, ticket: Ticket, device: torch.device) -> int:
