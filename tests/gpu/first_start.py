@@ -1,0 +1,72 @@
+"""Starts a tiny engine as `LLM` does, measured and captured, and answers some requests; prints, as JSON, which kernels
+were compiled, when, and whether ahead of their launch.
+
+A program of its own: kernels that are in memory are not compiled again.
+"""
+
+import argparse
+import json
+import logging
+
+import torch
+import triton
+
+from espalier.engine.build import make_round
+from espalier.engine.cuda import CudaExecutor
+from espalier.engine.measure import TRIAL_PAGES, measure
+from espalier.layout import PLAIN, TreeShape
+from tests.gpu.engines import DeviceSetup
+from tests.gpu.traffic import mixed
+from tests.harness import run
+
+DTYPES = {"bf16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
+TREES = ((2, TreeShape(2, 2, 5)), (4, PLAIN))
+
+
+def setup_of(algorithm: str, dtype: torch.dtype) -> DeviceSetup:
+    setup = DeviceSetup(
+        page_size=16,
+        topk=3,
+        steps=3,
+        num_draft_tokens=12,
+        max_batch=5,
+        max_context=96,
+        draft_vocab=11,
+        algorithm=algorithm,
+        dtype=dtype,
+        trees=TREES,
+    )
+    return setup.plain() if algorithm == "none" else setup
+
+
+def measured(setup: DeviceSetup) -> None:
+    """A trial, as of espalier/engine/measure.py."""
+    target, draft = setup.models(setup.layout.position_rows)
+    sizes = (TRIAL_PAGES, setup.dtype, setup.device)
+    round = make_round(setup.layout, target, draft, setup.algorithm, setup.backend, *sizes)
+    measure(CudaExecutor(round, graph_batch=0), setup.layout, setup.device)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("algorithm", choices=("eagle3", "ngram", "none"))
+    parser.add_argument("dtype", choices=DTYPES)
+    args = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
+    compiled: list[tuple[str, bool]] = []
+    triton.knobs.runtime.jit_post_compile_hook = lambda is_manual_warmup, fn, **_: compiled.append(
+        (fn.name.rpartition(".")[2], is_manual_warmup)
+    )
+    setup = setup_of(args.algorithm, DTYPES[args.dtype])
+    measured(setup)
+    num_measured = len(compiled)
+    engine = setup.engine()
+    num_started = len(compiled)
+    ran = run(engine, mixed(7, max_tokens=14))
+    right = [setup.reference.plain(request).output(setup.max_context) for request in ran.requests]
+    found = {"measured": compiled[:num_measured], "captured": compiled[num_measured:num_started]}
+    print(json.dumps(found | {"tokens": ran.tokens, "right": right}))
+
+
+if __name__ == "__main__":
+    main()
