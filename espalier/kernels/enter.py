@@ -11,8 +11,8 @@ from torch import Tensor
 
 from espalier.errors import EspalierError
 from espalier.kernels.dependent import after_previous, early
-from espalier.kernels.launch import chip, kernel, power_of_two, require
-from espalier.kernels.norm import exact_type, rms_norm_reference
+from espalier.kernels.launch import chip, exact_type, kernel, power_of_two, require
+from espalier.kernels.norm import rms_norm_reference
 
 if TYPE_CHECKING:
     import triton.language as tl

@@ -146,6 +146,13 @@ def require(what: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtyp
         )
 
 
+def exact_type(dtype: torch.dtype) -> object:
+    """What a kernel computes in: float32, or float64 for float64."""
+    import triton.language as tl
+
+    return tl.float64 if dtype == torch.float64 else tl.float32
+
+
 def power_of_two(count: int) -> int:
     """The least power of two that is `count` or more: the size of a kernel's block."""
     return 1 << max(count - 1, 0).bit_length()

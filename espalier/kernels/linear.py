@@ -7,6 +7,9 @@ input gives the same bits.  `linear` has a kernel for that; `linear_parts` leave
 From some 100 rows on PyTorch's library is faster, for some shapes if it is asked for less at once (`Library`): what
 fills the chip one time and a half with its tiles takes as long as what fills it twice.
 
+Where gate and up of a gated block are stacked in one weight and nothing is split, the kernel goes on to silu(gate) · up
+(`linear_gated`).
+
 Which way is fast is measured (`espalier doctor --tune`) and stands in a file (kernels/choices.py); this file knows
 which of them are worth measuring on a chip.
 
@@ -31,6 +34,7 @@ from torch import Tensor
 from espalier.errors import EspalierError
 from espalier.kernels.dependent import after_previous, ask_for, early, let_next_start, wait_for_previous
 from espalier.kernels.launch import Chip, chip, kernel, power_of_two, require
+from espalier.kernels.silu import require_gated, silu_mul, silu_times
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -134,15 +138,24 @@ def _blocks(count: int, block: int) -> int:
 def _linear_kernel(
     x_ptr, w_ptr, bias_ptr, out_ptr, num_rows, num_out, num_in, x_stride, w_stride,
     ROWS: tl.constexpr, OUT: tl.constexpr, IN: tl.constexpr,
-    EVEN_OUT: tl.constexpr, EVEN_IN: tl.constexpr, BIAS: tl.constexpr, DEPENDENT: tl.constexpr,
+    EVEN_OUT: tl.constexpr, EVEN_IN: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    outs = tl.program_id(0) * OUT + tl.arange(0, OUT)
+    """GATED: num_out numbers silu(gate) * up are written, of as many rows of gate over as many of up."""
+    if GATED:
+        # Eight rows of gate, then their eight of up: a thread has both of a product of 16 rows.
+        WRITTEN: tl.constexpr = OUT // 2
+        row = tl.arange(0, OUT)
+        w_rows = tl.program_id(0) * WRITTEN + row // 16 * 8 + row % 8
+        w_rows = (w_rows if EVEN_OUT else tl.minimum(w_rows, num_out - 1)) + row % 16 // 8 * num_out
+    else:
+        WRITTEN: tl.constexpr = OUT
+        # Blocks past the end repeat the last row; nothing of that is written.
+        w_rows = tl.program_id(0) * OUT + tl.arange(0, OUT)
+        w_rows = w_rows if EVEN_OUT else tl.minimum(w_rows, num_out - 1)
     part, parts = tl.program_id(1), tl.num_programs(1)
     steps = tl.cdiv(num_in, IN)
     first, last = part * steps // parts * IN, (part + 1) * steps // parts * IN
     rows, ins = tl.arange(0, ROWS), tl.arange(0, IN)
-    # Blocks past the end repeat the last row; nothing of that is written.
-    w_rows = outs if EVEN_OUT else tl.minimum(outs, num_out - 1)
     w_ptrs = w_ptr + w_rows.to(tl.int64)[:, None] * w_stride + (first + ins)[None, :]
     let_next_start(DEPENDENT)
     if DEPENDENT:
@@ -166,9 +179,15 @@ def _linear_kernel(
     if BIAS:
         # Of the first part alone.
         total += tl.where(part == 0, tl.load(bias_ptr + w_rows).to(tl.float32), 0.0)[:, None]
+    made = total.to(out_ptr.dtype.element_ty)
+    if GATED:
+        pairs = tl.reshape(made, (OUT // 16, 2, 8, ROWS)).permute(0, 2, 3, 1)
+        gate, up = tl.split(tl.reshape(pairs, (WRITTEN, ROWS, 2)))
+        made = silu_times(gate.to(tl.float32), up.to(tl.float32)).to(out_ptr.dtype.element_ty)
+    outs = tl.program_id(0) * WRITTEN + tl.arange(0, WRITTEN)
     places = (part.to(tl.int64) * num_rows + rows)[:, None] * num_out + outs[None, :]
     mask = (rows[:, None] < num_rows) & (outs[None, :] < num_out)
-    tl.store(out_ptr + places, tl.trans(total).to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(out_ptr + places, tl.trans(made), mask=mask)
 
 
 @kernel
@@ -207,6 +226,15 @@ def linear_parts(x: Tensor, weight: Tensor, bias: Tensor | None, way: Way) -> Te
     if isinstance(way, Library):
         return linear_parts_library(x, weight, bias, way)
     return linear_parts_triton(x, weight, bias, way)
+
+
+def linear_gated(x: Tensor, weight: Tensor, bias: Tensor | None, way: Way) -> Tensor:
+    """silu(gate) · up [rows, out / 2] of `linear`, whose weight stacks gate over up, to the bit.  Raises EspalierError
+    for an odd `out`."""
+    require_gated(weight.shape[0])
+    if isinstance(way, Choice) and way.splits == 1:
+        return _launch(x, weight, bias, way, gated=True)
+    return silu_mul(linear(x, weight, bias, way))
 
 
 def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -264,18 +292,25 @@ def linear_parts_triton(x: Tensor, weight: Tensor, bias: Tensor | None, choice: 
 
     Raises EspalierError on other shapes, dtypes or strides, and where the choice does not fit the chip.
     """
+    return _launch(x, weight, bias, choice, gated=False)
+
+
+def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, choice: Choice, gated: bool) -> Tensor:
     rows, num_in = x.shape
-    num_out, parts, on = weight.shape[0], choice.splits, chip(x)
+    parts, on = choice.splits, chip(x)
     _require(x, weight, bias, choice, on)
+    num_out, written = weight.shape[0], choice.block_out
+    if gated:
+        num_out, written = num_out // 2, written // 2
     split = parts > 1 and rows * num_out > 0
     out = x.new_empty(parts, rows, num_out, dtype=torch.float32) if split else x.new_empty(rows, num_out)
     if out.numel() == 0:
         return out
-    _linear_kernel[_blocks(num_out, choice.block_out), parts](
+    _linear_kernel[_blocks(num_out, written), parts](
         x, weight, bias, out, rows, num_out, num_in, x.stride(0), weight.stride(0),
         ROWS=block_rows(rows), OUT=choice.block_out, IN=choice.block_in,
-        EVEN_OUT=num_out % choice.block_out == 0, EVEN_IN=num_in % choice.block_in == 0,
-        BIAS=bias is not None,
+        EVEN_OUT=num_out % written == 0, EVEN_IN=num_in % choice.block_in == 0,
+        BIAS=bias is not None, GATED=gated,
         num_warps=choice.warps, num_stages=choice.stages, **early(on),
     )  # fmt: skip
     return out

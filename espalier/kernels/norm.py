@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from espalier.kernels.dependent import after_previous, early
-from espalier.kernels.launch import chip, kernel, power_of_two, require
+from espalier.kernels.launch import chip, exact_type, kernel, power_of_two, require
 from espalier.kernels.linear import load_sum, sum_parts_reference
 
 if TYPE_CHECKING:
@@ -114,13 +114,6 @@ def _launch(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, total: 
         num_warps=min(max(block // 512, 1), 16),
         **early(chip(x)),
     )
-
-
-def exact_type(dtype: torch.dtype) -> object:
-    """What a kernel computes in: float32, or float64 for float64."""
-    import triton.language as tl
-
-    return tl.float64 if dtype == torch.float64 else tl.float32
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:

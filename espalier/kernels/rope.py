@@ -13,9 +13,9 @@ from torch import Tensor
 
 from espalier.errors import EspalierError
 from espalier.kernels.dependent import after_previous, early
-from espalier.kernels.launch import chip, crowded, kernel, power_of_two, require
+from espalier.kernels.launch import chip, crowded, exact_type, kernel, power_of_two, require
 from espalier.kernels.linear import load_sum, sum_parts_reference
-from espalier.kernels.norm import exact_type, rms_norm_reference
+from espalier.kernels.norm import rms_norm_reference
 from espalier.layout import DUMMY_ROW
 
 if TYPE_CHECKING:

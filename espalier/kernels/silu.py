@@ -10,8 +10,7 @@ from torch import Tensor
 
 from espalier.errors import EspalierError
 from espalier.kernels.dependent import after_previous, early
-from espalier.kernels.launch import chip, kernel, require
-from espalier.kernels.norm import exact_type
+from espalier.kernels.launch import chip, exact_type, kernel, require
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -25,6 +24,11 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 
 @kernel
+def silu_times(gate, up):
+    return gate / (1.0 + tl.exp(-gate)) * up
+
+
+@kernel
 def _silu_mul_kernel(x_ptr, out_ptr, x_n, size, EXACT: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):
     after_previous(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
@@ -32,8 +36,7 @@ def _silu_mul_kernel(x_ptr, out_ptr, x_n, size, EXACT: tl.constexpr, BLOCK: tl.c
     real = at < size
     gate = tl.load(x_ptr + row * x_n + at, mask=real, other=0.0).to(EXACT)
     up = tl.load(x_ptr + row * x_n + size + at, mask=real, other=0.0).to(EXACT)
-    value = gate / (1.0 + tl.exp(-gate)) * up
-    tl.store(out_ptr + row * size + at, value.to(out_ptr.dtype.element_ty), mask=real)
+    tl.store(out_ptr + row * size + at, silu_times(gate, up).to(out_ptr.dtype.element_ty), mask=real)
 
 
 def silu_mul_triton(gate_up: Tensor) -> Tensor:
@@ -42,9 +45,7 @@ def silu_mul_triton(gate_up: Tensor) -> Tensor:
     That one rounding is an ulp of the dtype, or two where it meets a tie.  Raises EspalierError for an odd width.
     """
     require("gate_up", gate_up, (-1, -1), None, gate_up)
-    if gate_up.shape[1] % 2:
-        raise EspalierError(f"gate_up stacks gate over up and has {gate_up.shape[1]} columns: it needs an even number")
-    rows, size = gate_up.shape[0], gate_up.shape[1] // 2
+    rows, size = gate_up.shape[0], require_gated(gate_up.shape[1]) // 2
     gate_up = gate_up if gate_up.stride(1) == 1 else gate_up.contiguous()
     out = torch.empty(rows, size, dtype=gate_up.dtype, device=gate_up.device)
     if rows:
@@ -54,6 +55,13 @@ def silu_mul_triton(gate_up: Tensor) -> Tensor:
             EXACT=exact_type(gate_up.dtype), BLOCK=BLOCK, num_warps=4, **early(chip(gate_up)),
         )  # fmt: skip
     return out
+
+
+def require_gated(size: int) -> int:
+    """size, of gate and up together.  Raises EspalierError for an odd one."""
+    if size % 2:
+        raise EspalierError(f"gate_up stacks gate over up and has {size} columns: it needs an even number")
+    return size
 
 
 def silu_mul_reference(gate_up: Tensor) -> Tensor:

@@ -9,11 +9,10 @@ import torch
 
 import espalier.kernels.dependent as dependent
 from espalier.kernels.ancestors import pack
-from espalier.kernels.linear import Choice, linear_parts_triton, linear_triton
+from espalier.kernels.linear import Choice, linear_gated, linear_parts_triton
 from espalier.kernels.norm import add_rms_norm_triton, rms_norm_triton
 from espalier.kernels.ranges import ranges_triton
 from espalier.kernels.rope import Turn, rotate_and_store_triton
-from espalier.kernels.silu import silu_mul_triton
 from espalier.kernels.straight import straight_triton
 from espalier.kernels.tree_attention import Committed, Staged, tree_attention_triton
 from espalier.layout import Cut
@@ -49,7 +48,7 @@ class Chain:
             heads = self.kept.transpose(0, 1).flatten(1).repeat(1, 2) if out is SPLIT else q.flatten(1)
             attended = linear_parts_triton(heads, self.weight["out"], None, out)
             x, normed = add_rms_norm_triton(attended, x, self.norm, 1e-5)
-            gated = silu_mul_triton(linear_triton(normed, self.weight["gate_up"], None, SLOW))
+            gated = linear_gated(normed, self.weight["gate_up"], None, down)
             x, normed = add_rms_norm_triton(
                 linear_parts_triton(gated, self.weight["down"], None, down), x, self.norm, 1e-5
             )

@@ -11,10 +11,12 @@ from espalier.kernels.linear import (
     block_rows,
     candidates,
     linear,
+    linear_gated,
     linear_parts,
     linear_parts_triton,
     linear_triton,
 )
+from espalier.kernels.silu import silu_mul, silu_mul_triton
 
 # Triton 3.6's interpreter multiplies the bits of bfloat16 as if they were whole numbers.
 DTYPE = torch.bfloat16 if torch.cuda.is_available() else torch.float16
@@ -74,6 +76,29 @@ def test_parts_add_up_to_the_whole(kernel_device, monkeypatch, bias):
     assert parts.dtype == torch.float32
     assert torch.equal((first + second + third).to(DTYPE), linear_triton(x, weight, added, SPLIT))
     assert torch.equal(linear_parts_triton(x, weight, added, WHOLE), linear_triton(x, weight, added, WHOLE))
+
+
+@pytest.mark.parametrize("choice", [WHOLE, SPLIT, Choice(16, 64, 1, 4, 2), Choice(128, 64, 1, 4, 2), None])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(
+    ("rows", "size", "num_in"), [(1, 64, 192), (3, 35, 200), (17, 130, 136), (5, 1, 64), (0, 8, 64)]
+)
+def test_gated_is_the_gate_of_the_whole(kernel_device, monkeypatch, choice, bias, rows, size, num_in):
+    """To the bit, whether the kernel goes on to it or not."""
+    x, weight, added = drawn(rows, 2 * size, num_in, kernel_device, bias=bias)
+    gate_up = linear(x, weight, added, choice)
+    poisoned(monkeypatch)
+    out = linear_gated(x, weight, added, choice)
+    # Beside the interpreter, which runs what is launched by name, a CPU has PyTorch's own, which rounds twice.
+    gate = silu_mul_triton if choice is not None and choice.splits == 1 else silu_mul
+    assert out.shape == (rows, size) and torch.equal(out, gate(gate_up))
+
+
+@pytest.mark.parametrize("choice", [WHOLE, SPLIT])
+def test_a_gate_without_its_up_is_refused(kernel_device, choice):
+    x, weight, _ = drawn(3, 7, 64, kernel_device)
+    with pytest.raises(EspalierError, match="even number"):
+        linear_gated(x, weight, None, choice)
 
 
 @pytest.mark.parametrize("choice", [WHOLE, SPLIT])

@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from espalier.kernels.choices import choices_for
-from espalier.kernels.linear import linear, linear_parts
+from espalier.kernels.linear import linear, linear_gated, linear_parts
+from espalier.kernels.silu import silu_mul
 
 # The layout is chosen for a typical number of rows; one for 16 is near the best from 1 to 128.
 PACKED_FOR_ROWS = 16
@@ -50,6 +51,12 @@ class Linear:
         if self._choices is None:
             return self(x)
         return linear_parts(x, self.weight, self.bias, self._choices.at(len(x)))
+
+    def gated(self, x: Tensor) -> Tensor:
+        """x [rows, in] -> silu(gate) · up [rows, out / 2] of a weight that stacks gate over up."""
+        if self._choices is None:
+            return silu_mul(self(x))
+        return linear_gated(x, self.weight, self.bias, self._choices.at(len(x)))
 
 
 def can_pack(weight: Tensor) -> bool:

@@ -2,7 +2,6 @@
 
 from torch import Tensor
 
-from espalier.kernels.silu import silu_mul
 from espalier.models.layers.linear import Linear
 
 
@@ -17,4 +16,4 @@ class GatedMLP:
 
     def __call__(self, x: Tensor) -> Tensor:
         """[B·Q, hidden] -> [B·Q, hidden] or parts of it, as RMSNorm.after takes them."""
-        return self.down.in_parts(silu_mul(self.gate_up(x)))
+        return self.down.in_parts(self.gate_up.gated(x))
