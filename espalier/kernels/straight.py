@@ -20,8 +20,8 @@ from espalier.kernels.units import committed_blocks, range_at
 if TYPE_CHECKING:
     import triton.language as tl
 
-# Blocks that are looked at together.
-BLOCKS = 32
+# Blocks that are looked at together: all of a range of 4096 rows.
+BLOCKS = 64
 
 
 def straight(ranges: Ranges, page_table: Tensor, page_size: int, first: int) -> Tensor:
@@ -70,7 +70,7 @@ def straight_triton(ranges: Ranges, page_table: Tensor, page_size: int, first: i
     if capacity:
         _straight_kernel[(capacity,)](
             ranges.items, ranges.starts, page_table, out, page_table.shape[0], first, page_table.stride(0),
-            PAGE_SIZE=page_size, ROWS=BLOCK_N, BLOCKS=BLOCKS, num_warps=8, **early(chip(page_table)),
+            PAGE_SIZE=page_size, ROWS=BLOCK_N, BLOCKS=BLOCKS, num_warps=16, **early(chip(page_table)),
         )  # fmt: skip
     return out
 
