@@ -18,9 +18,11 @@ MIN_CHUNK_WIDTH = 16
 ROUNDS_IN_FLIGHT = 2
 # The row of page buffers that takes what padding writes; it stays zero, so that a masked read of it is finite.
 DUMMY_ROW = 0
-# Of attention's ranges (see Cut), in rows: what they are multiples of; what a range has for each request of the batch,
-# so that few requests are cut into many ranges and many fill a GPU whole, with few queries a request, which are cheap
-# to merge, and with more; and what a range has at most.
+# Of attention's ranges (see Cut), in rows: what they begin at multiples of, which no kernel's block of rows exceeds;
+# what a range is cut to at least; what it has for each request of the batch, so that few requests are cut into many
+# ranges and many fill a GPU whole, with few queries a request, which are cheap to merge, and with more; and what it has
+# at most.
+RANGE_STEP = 64
 SHORTEST_RANGE = 128
 ROWS_A_REQUEST, ROWS_A_REQUEST_OF_FEW = 256, 64
 FEW_QUERIES = 8
@@ -106,9 +108,9 @@ class Cut:
     most: int
 
     def width(self, rows: int) -> int:
-        """Rows of each range but the last, which are as even as SHORTEST_RANGE lets them be."""
+        """Rows of each range but the last, which are as even as RANGE_STEP lets them be."""
         count = min(max(-(-rows // self.rows), 1), self.most)
-        return max(-(-rows // (count * SHORTEST_RANGE)), 1) * SHORTEST_RANGE
+        return max(-(-rows // (count * RANGE_STEP)), 1) * RANGE_STEP
 
 
 @dataclass(frozen=True)

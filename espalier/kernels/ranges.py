@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from espalier.kernels.launch import kernel, power_of_two, require
-from espalier.layout import SHORTEST_RANGE, Cut
+from espalier.layout import RANGE_STEP, Cut
 
 if TYPE_CHECKING:
     import triton.language as tl
 
-# Columns of a range: its request, its first row (a multiple of SHORTEST_RANGE), the row past its last, and how many
+# Columns of a range: its request, its first row (a multiple of RANGE_STEP), the row past its last, and how many
 # ranges its request has.
 COLUMNS = 4
 
@@ -59,7 +59,7 @@ def _ranges_kernel(
     position_b,
     position_q,
     WINDOW: tl.constexpr,
-    SHORTEST: tl.constexpr,
+    STEP: tl.constexpr,
     BLOCK_B: tl.constexpr,
     BLOCK_Q: tl.constexpr,
 ):
@@ -76,10 +76,10 @@ def _ranges_kernel(
             position = tl.load(position_ptr + row, mask=asked, other=0x7FFFFFFF).to(tl.int32)
             shallowest = tl.minimum(shallowest, tl.min(position, 1))
         begin = tl.where(real, tl.maximum(begin, shallowest - WINDOW + 1), 0)
-    begin = begin // SHORTEST * SHORTEST
+    begin = begin // STEP * STEP
     span = tl.maximum(length - begin, 0)
     count = tl.minimum(tl.maximum((span + rows - 1) // rows, 1), most)
-    width = tl.maximum((span + count * SHORTEST - 1) // (count * SHORTEST), 1) * SHORTEST
+    width = tl.maximum((span + count * STEP - 1) // (count * STEP), 1) * STEP
     count = tl.where(real, tl.maximum((span + width - 1) // width, 1), 0)
     past = tl.cumsum(count, 0)
     start = past - count
@@ -120,7 +120,7 @@ def ranges_triton(length: Tensor, first: int, cut: Cut, positions: Tensor | None
             position_b,
             position_q,
             WINDOW=window,
-            SHORTEST=SHORTEST_RANGE,
+            STEP=RANGE_STEP,
             BLOCK_B=power_of_two(batch),
             BLOCK_Q=16,
             num_warps=4 if batch <= 256 else 8,
@@ -136,7 +136,7 @@ def ranges_reference(length: Tensor, first: int, cut: Cut, positions: Tensor | N
         begin = first
         if window and positions is not None:
             begin = max(first, int(positions[request].min()) - window + 1)
-        begin = begin // SHORTEST_RANGE * SHORTEST_RANGE
+        begin = begin // RANGE_STEP * RANGE_STEP
         span = max(rows - begin, 0)
         width = cut.width(span)
         count = max(1, -(-span // width))

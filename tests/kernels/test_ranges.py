@@ -6,7 +6,16 @@ import pytest
 import torch
 
 from espalier.kernels.ranges import ranges_reference, ranges_triton
-from espalier.layout import LONGEST_RANGE, MAX_RANGES, ROWS_A_REQUEST, SHORTEST_RANGE, Cut, RoundLayout, TreeShape
+from espalier.layout import (
+    LONGEST_RANGE,
+    MAX_RANGES,
+    RANGE_STEP,
+    ROWS_A_REQUEST,
+    SHORTEST_RANGE,
+    Cut,
+    RoundLayout,
+    TreeShape,
+)
 
 LENGTHS = [0, 1, 127, 128, 129, 1024, 1025, 2048, 2049, 4096, 5000, 65536, 65537, 131072]
 
@@ -37,7 +46,7 @@ def test_a_window_leaves_out_what_no_query_sees(kernel_device, window):
     assert used(made) == used(expected)
     for request, begin, end, _ in used(made):
         lower = LENGTHS[request] - window + 1
-        assert begin > lower - SHORTEST_RANGE or begin == 0
+        assert begin > lower - RANGE_STEP or begin == 0
         assert end <= max(LENGTHS[request], begin)
 
 
@@ -48,7 +57,7 @@ def test_ranges_cover_every_row_once_in_order(cut):
         mine = [item for item in used(made) if item[0] == request]
         assert 1 <= len(mine) <= cut.most and {item[3] for item in mine} == {len(mine)}
         assert [row for _, begin, end, _ in mine for row in range(begin, end)] == list(range(length))
-        assert all(begin % SHORTEST_RANGE == 0 for _, begin, _, _ in mine)
+        assert all(begin % RANGE_STEP == 0 for _, begin, _, _ in mine)
 
 
 def test_a_request_has_the_same_ranges_in_any_batch(kernel_device):
@@ -72,8 +81,8 @@ def test_strided_lengths_are_read(kernel_device):
 
 def test_ranges_are_even_and_keep_to_the_most():
     spans = (0, 1, 128, 129, 1024, 1025, 2048, 2049, 16384, 16385)
-    assert [Cut(256, 32).width(span) for span in spans] == [128, 128, 128, 256, 256, 256, 256, 256, 512, 640]
-    assert [Cut(2048, 8).width(span) for span in spans] == [128, 128, 128, 256, 1024, 1152, 2048, 1152, 2048, 2176]
+    assert [Cut(256, 32).width(span) for span in spans] == [64, 64, 128, 192, 256, 256, 256, 256, 512, 576]
+    assert [Cut(2048, 8).width(span) for span in spans] == [64, 64, 128, 192, 1024, 1088, 2048, 1088, 2048, 2112]
     assert all(-(-span // cut.width(span)) <= cut.most for span in range(0, 70000, 77) for cut in CUTS)
 
 
