@@ -125,7 +125,8 @@ def test_blocks_are_counted_once_for_a_prefix(kernel_device, monkeypatch):
         ranges, counts = given[0]
         used = int(ranges.starts[-1])
         assert torch.equal(counts[:used], straight_reference(ranges, table, pages.page_size, 0)[:used])
-        # Of 300 rows in ranges of 192 and 108 four blocks are whole; of the first range one stands before what is broken.
+        # Of 300 rows, in ranges of 192 and 108, four blocks are whole; one stands before what is broken, one in a range
+        # of its own.
         assert int(counts[:used].sum()) == (2 if broken else 4)
 
 
