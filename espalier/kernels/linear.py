@@ -141,14 +141,13 @@ def _linear_kernel(
     EVEN_OUT: tl.constexpr, EVEN_IN: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """GATED: num_out numbers silu(gate) * up are written, of as many rows of gate over as many of up."""
+    WRITTEN: tl.constexpr = OUT // 2 if GATED else OUT
     if GATED:
         # Eight rows of gate, then their eight of up: a thread has both of a product of 16 rows.
-        WRITTEN: tl.constexpr = OUT // 2
         row = tl.arange(0, OUT)
         w_rows = tl.program_id(0) * WRITTEN + row // 16 * 8 + row % 8
         w_rows = (w_rows if EVEN_OUT else tl.minimum(w_rows, num_out - 1)) + row % 16 // 8 * num_out
     else:
-        WRITTEN: tl.constexpr = OUT
         # Blocks past the end repeat the last row; nothing of that is written.
         w_rows = tl.program_id(0) * OUT + tl.arange(0, OUT)
         w_rows = w_rows if EVEN_OUT else tl.minimum(w_rows, num_out - 1)
