@@ -3,6 +3,9 @@
 While the tensor cores take a block's weights to its values, and the next block's keys, the warps work out the next
 block's weights (Shah et al. 2024, FlashAttention-3, arXiv:2407.08608, section 3.2); the groups of a block of the grid
 wait for nothing but rows, so that one group's exponentials meet another's products.
+
+Far into a range few blocks hold a query's highest score so far, and what was summed up decays by one: a warp that finds
+that of all of its queries goes on without a multiplication.
 """
 
 from __future__ import annotations
@@ -83,13 +86,34 @@ def _mask(
 
 @gluon_kernel
 def _weigh(scores, scale, top, total):
-    """A running softmax in base 2 (Milakov and Gimelshein 2018): weights, and what earlier results decay by."""
+    """A running softmax in base 2 (Milakov and Gimelshein 2018): weights, what earlier results decay by, and whether
+    that is one."""
     higher = gl.maximum(top, gl.max(scores, 1))
     # Where nothing was seen yet all are -inf, and a difference would be NaN.
     level = gl.where(higher == float("-inf"), 0.0, higher * scale)
     weights = gl.exp2(gl.fma(scores, scale, gl.expand_dims(-level, 1)))
-    decay = gl.exp2(gl.fma(top, scale, -level))
-    return weights, higher, gl.fma(total, decay, gl.sum(weights, 1)), decay
+    same = higher == top
+    decay = gl.where(same, 1.0, gl.exp2(gl.fma(top, scale, -level)))
+    return weights, higher, gl.fma(total, decay, gl.sum(weights, 1)), decay, same
+
+
+@gluon_kernel
+def _decayed(out, decay, same, TIMES: gl.constexpr, OPERANDS: gl.constexpr, SIZE: gl.constexpr, OUT: gl.constexpr):
+    """out [64, SIZE] times decay [64], left alone by warps of whose 16 rows all are the `same`.
+
+    The language branches for all of a group's warps or for none, so it is said in PTX.  A thread has two rows, and of
+    each as many numbers as the three others that share it: all of them are one piece of code, which jumps over itself.
+    """
+    ROWS: gl.constexpr = gl.SliceLayout(1, OUT)
+    agreed = gl.inline_asm_elementwise(
+        "{.reg .pred p; setp.ne.s32 p, $2, 0; setp.ne.and.s32 p, $3, 0, p; vote.sync.all.pred p, p, 0xffffffff; "
+        "selp.s32 $0, 1, 0, p; mov.s32 $1, $0;}",
+        "=r,=r,r,r", [gl.convert_layout(same, ROWS).to(gl.int32)], dtype=gl.int32, is_pure=False, pack=2,
+    )
+    factors, agreed = gl.expand_dims(gl.convert_layout(decay, ROWS), 1), gl.expand_dims(agreed, 1)
+    return gl.inline_asm_elementwise(
+        TIMES, OPERANDS, [out, factors, agreed], dtype=gl.float32, is_pure=True, pack=SIZE // 2
+    )
 
 
 @gluon_kernel
@@ -103,8 +127,8 @@ def _score(q, k_stage, none):
 def _attend_blocks(
     since, until, blocks, done, weights, out, top, total, q, stages, scale,
     query, asked, position, row_positions, words, extent,
-    MASKED: gl.constexpr, WINDOW: gl.constexpr, NODES: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, SCORES: gl.constexpr, OUT: gl.constexpr,
+    MASKED: gl.constexpr, TIMES: gl.constexpr, OPERANDS: gl.constexpr, SIZE: gl.constexpr, WINDOW: gl.constexpr,
+    NODES: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, SCORES: gl.constexpr, OUT: gl.constexpr,
 ):
     """Work out the weights of a unit's blocks since .. until, of `blocks`, and take in those of the block in front."""
     k_stages, v_stages, full, empty = stages
@@ -118,14 +142,14 @@ def _attend_blocks(
             scores = _mask(
                 scores, t, query, asked, position, row_positions, words, extent, NODES, WINDOW, BLOCK_N, SCORES
             )
-        exact, top, total, decay = _weigh(scores, scale, top, total)
+        exact, top, total, decay, same = _weigh(scores, scale, top, total)
         weights = gl.convert_layout(exact.to(q.dtype), WEIGHTS)
         # This wait stands between the weights and the next: ptxas would move the next one up before them, and nothing
         # would overlap.
         hopper.mbarrier.wait(full.index((done + 2) % STAGES), (done + 2) // STAGES % 2, pred=t + 1 < blocks)
         out = hopper.warpgroup_mma_wait(num_outstanding=0, deps=[under_way])
         hopper.mbarrier.arrive(empty.index(done % STAGES), count=1)
-        out = out * gl.expand_dims(gl.convert_layout(decay, gl.SliceLayout(1, OUT)), 1)
+        out = _decayed(out, decay, same, TIMES, OPERANDS, SIZE, OUT)
         done += 1
     return done, weights, out, top, total
 
@@ -133,7 +157,7 @@ def _attend_blocks(
 @gluon_kernel
 def _attend_unit(
     q, stages, done, whole, blocks, scale, query, asked, position, row_positions, words, extent,
-    SIZE: gl.constexpr, WINDOW: gl.constexpr, NODES: gl.constexpr,
+    TIMES: gl.constexpr, OPERANDS: gl.constexpr, SIZE: gl.constexpr, WINDOW: gl.constexpr, NODES: gl.constexpr,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, SCORES: gl.constexpr, OUT: gl.constexpr,
 ):
     """Out [64, SIZE], top and total of a unit, whose first block is the `done`-th of all; `whole` of its blocks are
@@ -150,7 +174,7 @@ def _attend_unit(
     scores = _mask(
         scores, 0, query, asked, position, row_positions, words, extent, NODES, WINDOW, BLOCK_N, SCORES
     )
-    exact, top, total, _decay = _weigh(scores, scale, top, total)
+    exact, top, total, _decay, _same = _weigh(scores, scale, top, total)
     weights = gl.convert_layout(exact.to(q.dtype), WEIGHTS)
     hopper.mbarrier.wait(full.index((done + 1) % STAGES), (done + 1) // STAGES % 2, pred=blocks > 1)
     masked = gl.maximum(whole, 1)
@@ -158,11 +182,13 @@ def _attend_unit(
         # Most blocks: a loop without so much as the question is a fiftieth faster.
         done, weights, out, top, total = _attend_blocks(
             1, masked, blocks, done, weights, out, top, total, q, stages, scale,
-            query, asked, position, row_positions, words, extent, False, WINDOW, NODES, BLOCK_N, STAGES, SCORES, OUT,
+            query, asked, position, row_positions, words, extent,
+            False, TIMES, OPERANDS, SIZE, WINDOW, NODES, BLOCK_N, STAGES, SCORES, OUT,
         )
     done, weights, out, top, total = _attend_blocks(
         masked, blocks, blocks, done, weights, out, top, total, q, stages, scale,
-        query, asked, position, row_positions, words, extent, True, WINDOW, NODES, BLOCK_N, STAGES, SCORES, OUT,
+        query, asked, position, row_positions, words, extent,
+        True, TIMES, OPERANDS, SIZE, WINDOW, NODES, BLOCK_N, STAGES, SCORES, OUT,
     )
     under_way = hopper.warpgroup_mma(weights, v_stages.index(done % STAGES), out, is_async=True)
     out = hopper.warpgroup_mma_wait(num_outstanding=0, deps=[under_way])
@@ -203,7 +229,8 @@ def _read_queries(
 @gluon_kernel
 def attend_units(
     q_shared, stages, plan, asks, positions, row_positions, words, results, scale,
-    GROUP: gl.constexpr, KV_HEADS: gl.constexpr, GROUPS: gl.constexpr, SIZE: gl.constexpr,
+    GROUP: gl.constexpr, TIMES: gl.constexpr, OPERANDS: gl.constexpr,
+    KV_HEADS: gl.constexpr, GROUPS: gl.constexpr, SIZE: gl.constexpr,
     WINDOW: gl.constexpr, NODES: gl.constexpr, DIRECT: gl.constexpr, WIDE: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):
@@ -249,7 +276,7 @@ def attend_units(
                 q, stages, done, whole, blocks, scale, query, asked, position,
                 (row_position_ptr + request * row_position_b, row_position_r), (word_ptr + request * word_b, word_q),
                 (begin, end, first, committed, lower, whole, chain, low, high),
-                SIZE, WINDOW, NODES, BLOCK_N, STAGES, SCORES, OUT,
+                TIMES, OPERANDS, SIZE, WINDOW, NODES, BLOCK_N, STAGES, SCORES, OUT,
             )
             done += blocks
             divisor = gl.where(total == 0.0, 1.0, total)
