@@ -136,7 +136,9 @@ class CudaExecutor:
                 self._eager(ticket, pack(self.round.table, ticket, 0, self._batch(ticket)))
         self.stream.synchronize()
         if asked:
-            log.info("compiled %d kernels in %.1f s", len(asked), time.perf_counter() - began)
+            log.info(
+                "%d kernels compiled, or read from Triton's cache, in %.1f s", len(asked), time.perf_counter() - began
+            )
 
     def bucket(self, batch: int) -> int:
         """What a round is padded to, run eagerly or not."""

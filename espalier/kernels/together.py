@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from espalier.kernels.launch import asking, require_triton
 
-MOST_THREADS = 32
+MOST_THREADS = 16
 UNINITIALISED = frozenset(
     getattr(torch.ops.aten, name)
     for name in ("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided")
@@ -34,16 +34,20 @@ def together() -> Iterator[Sequence[Future[Any]]]:
         raise RuntimeError("kernels are being asked for already: together() cannot stand within itself")
     triton = require_triton()
     making = Making()
+    # Told to pass over errors, which we raise: it would stay in force after one (Triton 3.6).
+    mode = triton.AsyncCompileMode(making, ignore_errors=True)
     before = asking.set(_ask)
     try:
-        # Triton's mode is told to pass over errors, which we raise: it would stay in force after one (Triton 3.6).
-        with making.threads, triton.AsyncCompileMode(making, ignore_errors=True), Zeros():
+        with making.threads, mode, Zeros():
             try:
                 yield making.asked
                 for kernel in making.asked:
                     kernel.result()
             except BaseException:
                 making.threads.shutdown(wait=False, cancel_futures=True)
+                # It would wait for those that are cancelled, which nobody makes, and for those under way, while an
+                # impatient Ctrl-C would leave it in force.
+                mode.raw_futures.clear()
                 raise
     finally:
         asking.reset(before)

@@ -7,16 +7,16 @@ be empty.
 import json
 import sys
 import threading
-import time
 from types import SimpleNamespace
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
+from triton.runtime import _async_compile, driver
 
+import espalier.kernels.together as together_module
 from espalier.kernels.along import along_triton
-from espalier.kernels.launch import kernel
+from espalier.kernels.launch import asking, kernel
 from espalier.kernels.norm import rms_norm_triton
 from espalier.kernels.silu import silu_mul_triton
 from espalier.kernels.together import together
@@ -75,17 +75,23 @@ def unsound():
 
 
 def unsound_together():
+    """With others that wait for their turn."""
+    with together():
+        unsound()
+        launches(192)
+
+
+def out_of_memory_together():
     with together():
         launches(192)
-        unsound()
+        raise torch.OutOfMemoryError
 
 
 def together_thirty_times(width):
-    began = time.perf_counter()
     with together() as asked:
         for _ in range(30):
             launches(width)
-    return {"asked": len(asked), "seconds": time.perf_counter() - began}
+    return len(asked)
 
 
 def main():
@@ -98,7 +104,10 @@ def main():
     found["launched_inside"] = list(stand_in.launched)
     launches(64)
     found["launched"], found["compiled"], found["loaded"] = map(list, (stand_in.launched, compiled, stand_in.loaded))
-    found["failures"] = [failure(unsound), failure(unsound_together), failure(unsound)]
+    # One thread, so that those behind it wait.
+    together_module._cores = lambda: 1
+    found["failures"] = [failure(unsound), failure(unsound_together), failure(out_of_memory_together), failure(unsound)]
+    found["modes_left"] = [_async_compile.active_mode.get() is not None, asking.get() is not None]
     # Not in memory: whoever is still asked to make it would be one whose threads have ended.
     launches(96)
     found["launched_after_failures"] = len(stand_in.launched) - len(found["launched"])

@@ -94,6 +94,12 @@ def test_gated_is_the_gate_of_the_whole(kernel_device, monkeypatch, choice, bias
     assert out.shape == (rows, size) and torch.equal(out, gate(gate_up))
 
 
+@pytest.mark.parametrize(("rows", "choice"), [(100, Choice(128, 64, 1, 8, 3)), (200, Choice(64, 64, 1, 4, 2))])
+def test_gated_at_many_rows(kernel_device, rows, choice):
+    x, weight, _ = drawn(rows, 272, 136, kernel_device)
+    assert torch.equal(linear_gated(x, weight, None, choice), silu_mul_triton(linear(x, weight, None, choice)))
+
+
 @pytest.mark.parametrize("choice", [WHOLE, SPLIT])
 def test_a_gate_without_its_up_is_refused(kernel_device, choice):
     x, weight, _ = drawn(3, 7, 64, kernel_device)
