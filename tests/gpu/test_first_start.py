@@ -30,6 +30,6 @@ def test_real_launches_find_every_kernel_compiled(algorithm, dtype, tmp_path, pu
         assert found["measured"] and [name for name, is_ahead in started if not is_ahead] == []
         # In bf16 another token may be as good.
         assert dtype == "bf16" or found["tokens"] == found["right"]
-        said = [line for line in ran.stderr.splitlines() if " kernels in " in line]
+        said = [line for line in ran.stderr.splitlines() if " kernels compiled" in line]
         assert said
         put_on_record(FIGURES, f"{kind} start, {algorithm}, {dtype}: {'; '.join(said)}")
