@@ -16,7 +16,7 @@ from espalier.bench.machine import require_gpu
 from espalier.bench.timing import Stopwatch
 from espalier.kernels.choices import ROWS_BUCKETS, Choices
 from espalier.kernels.launch import chip
-from espalier.kernels.linear import Choice, Library, Way, candidates, linear, linear_parts
+from espalier.kernels.linear import Choice, Library, Way, candidates, linear, linear_gated, linear_parts
 from espalier.kernels.norm import add_rms_norm
 
 # Bytes of weights in a chain: what is read again was evicted long ago, and a kernel's time is well above the clock's.
@@ -32,8 +32,8 @@ LEAST_GAIN = 0.002
 # Of the first bucket both ends are measured: it spans most.
 FEWEST_ROWS = 1
 
-# Layers that hand on their parts, if they have any, to whoever reads them.
-IN_PARTS = ("qkv", "o", "down")
+# Layers that hand on their parts, if they have any, to whoever reads them, and those that are followed by a gate.
+IN_PARTS, GATED = ("qkv", "o", "down"), ("gate_up",)
 
 Table = dict[tuple[Shape, int], Way]
 
@@ -115,12 +115,15 @@ def _chain(x: Tensor, weights: Sequence[Tensor], way: Way, calls: int) -> Callab
 
 
 def _by_table(runs: Sequence[Run], table: Table, rows: int) -> Multiply:
-    """As a model runs its layers: what comes in parts is read by an add and norm, which stands for the rotation too."""
-    in_parts = {run.shape for run in runs if run.name.split()[-1] in IN_PARTS}
+    """As a model runs its layers: what comes in parts is read by an add and norm, which stands for the rotation too, and
+    a gate, which some ways take in, follows where one does."""
+    in_parts, gated = ({run.shape for run in runs if run.name.split()[-1] in names} for names in (IN_PARTS, GATED))
     read: dict[Shape, tuple[Tensor, Tensor]] = {}
 
     def multiply(x: Tensor, weight: Tensor) -> Tensor:
         shape = (weight.shape[0], weight.shape[1])
+        if shape in gated:
+            return linear_gated(x, weight, None, table[shape, rows])
         if shape not in in_parts:
             return linear(x, weight, None, table[shape, rows])
         if shape not in read:

@@ -65,6 +65,16 @@ def test_what_comes_in_parts_is_read(tuner, monkeypatch):
     assert read == [(2, 16, 128), (2, 16, 64), (2, 16, 64)] * TINY.layers
 
 
+def test_a_gate_belongs_to_the_time_of_what_is_in_front_of_it(tuner, monkeypatch):
+    """Some ways take it in, and would look no faster than others without."""
+    gated = []
+    monkeypatch.setattr(tune, "linear_gated", lambda x, weight, bias, way: gated.append((weight.shape, way)))
+    runs = TINY.target_pass(16)
+    table = dict.fromkeys(((run.shape, 16) for run in runs), None) | {((192, 64), 16): FIRST}
+    tuner.weights.chain(runs, tune._by_table(runs, table, 16))()
+    assert gated == [((192, 64), FIRST)] * TINY.layers
+
+
 def test_every_shape_of_a_model_is_settled_once(tuner):
     tuner.watch = Told(1.0)
     alone = {s: [Measured(s, rows, 2.0, 1.0, (FIRST,)) for rows in ROWS_BUCKETS] for s in TINY.shapes()}
