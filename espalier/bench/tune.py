@@ -115,8 +115,8 @@ def _chain(x: Tensor, weights: Sequence[Tensor], way: Way, calls: int) -> Callab
 
 
 def _by_table(runs: Sequence[Run], table: Table, rows: int) -> Multiply:
-    """As a model runs its layers: what comes in parts is read by an add and norm, which stands for the rotation too, and
-    a gate, which some ways take in, follows where one does."""
+    """As a model runs its layers: what comes in parts is read by an add and norm, which stands for the rotation too; a
+    gate, which some ways take in, follows where one does."""
     in_parts, gated = ({run.shape for run in runs if run.name.split()[-1] in names} for names in (IN_PARTS, GATED))
     read: dict[Shape, tuple[Tensor, Tensor]] = {}
 
