@@ -131,7 +131,7 @@ class CudaExecutor:
         write only the dummy request's cells stay.
         """
         began = time.perf_counter()
-        with torch.cuda.stream(self.stream), together() as asked:
+        with Console(stderr=True).status("compiling kernels"), torch.cuda.stream(self.stream), together() as asked:
             for ticket in tickets:
                 self._eager(ticket, pack(self.round.table, ticket, 0, self._batch(ticket)))
         self.stream.synchronize()
