@@ -36,7 +36,7 @@ def together() -> Iterator[Sequence[Future[Any]]]:
     making = Making()
     # Told to pass over errors, which we raise: it would stay in force after one (Triton 3.6).
     mode = triton.AsyncCompileMode(making, ignore_errors=True)
-    before = asking.set(_ask)
+    before = asking.set(making.ask)
     try:
         with making.threads, mode, Zeros():
             try:
@@ -44,7 +44,7 @@ def together() -> Iterator[Sequence[Future[Any]]]:
                 for kernel in making.asked:
                     kernel.result()
             except BaseException:
-                making.threads.shutdown(wait=False, cancel_futures=True)
+                making.cancel()
                 # It would wait for those that are cancelled, which nobody makes, and for those under way, while an
                 # impatient Ctrl-C would leave it in force.
                 mode.raw_futures.clear()
@@ -53,20 +53,22 @@ def together() -> Iterator[Sequence[Future[Any]]]:
         asking.reset(before)
 
 
-def _ask(compiled: Any, grid: Any, *args: Any, **kwargs: Any) -> None:
-    kernel = compiled.warmup(*args, grid=grid, **kwargs)
-    future = getattr(kernel, "future", None)
-    if future is not None and future.done():
-        # From now on it is found in memory, which takes less than to ask again, as each layer of a model would.
-        kernel.result()
-
-
 class Making:
-    """What Triton's mode takes for an executor: threads that make kernels whole.  asked: what they were given."""
+    """What Triton's mode takes for an executor: threads that make kernels whole.  asked: what they were given;
+    functions: whose kernels."""
 
     def __init__(self) -> None:
         self.threads = ThreadPoolExecutor(min(_cores(), MOST_THREADS), "espalier-compile")
         self.asked: list[Future[Any]] = []
+        self.functions: dict[int, Any] = {}
+
+    def ask(self, compiled: Any, grid: Any, *args: Any, **kwargs: Any) -> None:
+        self.functions[id(compiled)] = compiled
+        kernel = compiled.warmup(*args, grid=grid, **kwargs)
+        future = getattr(kernel, "future", None)
+        if future is not None and future.done():
+            # From now on it is found in memory, which takes less than to ask again, as each layer of a model would.
+            kernel.result()
 
     def submit(self, compiling: Callable[[], Any]) -> Future[Any]:
         from triton.runtime import driver
@@ -74,6 +76,16 @@ class Making:
         made = self.threads.submit(_make, compiling, driver.active, driver.active.get_current_device())
         self.asked.append(made)
         return made
+
+    def cancel(self) -> None:
+        """Make no more than is under way, and leave of the others nothing: they were never asked for."""
+        self.threads.shutdown(wait=False, cancel_futures=True)
+        for compiled in self.functions.values():
+            for kernels, *_ in compiled.device_caches.values():
+                # From Triton 3.7 on its memory holds what is asked for, too.
+                for key, kernel in list(kernels.items()):
+                    if (future := getattr(kernel, "future", None)) is not None and future.cancelled():
+                        del kernels[key]
 
 
 def _make(compiling: Callable[[], Any], driver: Any, device: int) -> Any:

@@ -110,6 +110,8 @@ def main():
     found["modes_left"] = [_async_compile.active_mode.get() is not None, asking.get() is not None]
     # Not in memory: whoever is still asked to make it would be one whose threads have ended.
     launches(96)
+    # Asked for with those that failed.
+    launches(192)
     found["launched_after_failures"] = len(stand_in.launched) - len(found["launched"])
     found["is_dynamo_there"] = "torch._dynamo" in sys.modules
     print(json.dumps(found))
