@@ -106,8 +106,7 @@ def _hopper_attention_kernel(
     KV_HEADS: gl.constexpr, GROUPS: gl.constexpr, SIZE: gl.constexpr,
     PAGE_SIZE: gl.constexpr, WINDOW: gl.constexpr, NODES: gl.constexpr, DIRECT: gl.constexpr, WIDE: gl.constexpr,
     SAME: gl.constexpr, STRAIGHT: gl.constexpr, QUERY_GROUPS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    TIMES: gl.constexpr, OPERANDS: gl.constexpr, ATTENDING: gl.constexpr, LOADING: gl.constexpr,
-    LOADERS: gl.constexpr, DEPENDENT: gl.constexpr,
+    ATTENDING: gl.constexpr, LOADING: gl.constexpr, LOADERS: gl.constexpr, DEPENDENT: gl.constexpr,
 ):
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     BLOCK_M: gl.constexpr = 64 * QUERY_GROUPS
@@ -136,8 +135,7 @@ def _hopper_attention_kernel(
         gl.warp_specialize([
             (attend_units, (
                 q_shared.index(0), stages, plan, asks, positions, row_positions, words, results,
-                scale, 0, TIMES, OPERANDS, KV_HEADS, GROUPS, SIZE, WINDOW, NODES, DIRECT, WIDE,
-                BLOCK_M, BLOCK_N, STAGES,
+                scale, 0, KV_HEADS, GROUPS, SIZE, WINDOW, NODES, DIRECT, WIDE, BLOCK_M, BLOCK_N, STAGES,
             )),
             (load_units, (
                 stages, plan, keys, values, new_keys, new_values, table_ptr, table_b, positions,
@@ -149,13 +147,11 @@ def _hopper_attention_kernel(
         gl.warp_specialize([
             (attend_units, (
                 q_shared.index(0), stages, plan, asks, positions, row_positions, words, results,
-                scale, 0, TIMES, OPERANDS, KV_HEADS, GROUPS, SIZE, WINDOW, NODES, DIRECT, WIDE,
-                BLOCK_M, BLOCK_N, STAGES,
+                scale, 0, KV_HEADS, GROUPS, SIZE, WINDOW, NODES, DIRECT, WIDE, BLOCK_M, BLOCK_N, STAGES,
             )),
             (attend_units, (
                 q_shared.index(1), stages, plan, asks, positions, row_positions, words, results,
-                scale, 1, TIMES, OPERANDS, KV_HEADS, GROUPS, SIZE, WINDOW, NODES, DIRECT, WIDE,
-                BLOCK_M, BLOCK_N, STAGES,
+                scale, 1, KV_HEADS, GROUPS, SIZE, WINDOW, NODES, DIRECT, WIDE, BLOCK_M, BLOCK_N, STAGES,
             )),
             (load_units, (
                 stages, plan, keys, values, new_keys, new_values, table_ptr, table_b, positions,
@@ -218,32 +214,16 @@ def straight_rows(
     return {"k_rows": of_k, "v_rows": of_v, "straight_ptr": straight, "STRAIGHT": known}
 
 
-@cache
-def times_unless(count: int) -> tuple[str, str]:
-    """PTX that multiplies `count` numbers by as many factors, in place, unless a flag is set, and its operands' kinds.
-
-    There is a flag for each number, of which the first counts: they are the same in all threads of a warp.
-    """
-    products = " ".join(f"mul.f32 ${i}, ${i}, ${2 * count + i};" for i in range(count))
-    ptx = f"{{.reg .pred p; setp.ne.s32 p, ${3 * count}, 0; @p bra.uni KEPT; {products} KEPT:}}"
-    kinds = ["=f"] * count + [str(i) for i in range(count)] + ["f"] * count + ["r"] * count
-    return ptx, ",".join(kinds)
-
-
 def hopper_constants(blocks: HopperBlocks, size: int, same: bool) -> dict[str, Any]:
     """Constants and options of a launch that follow from the choice; same: keys and values stand equally far apart."""
     start, attending = blocks.registers
     loaders, loading = blocks.loaders
-    # Of a tile of 64 rows a thread of four warps has as many numbers as half a row.
-    times, operands = times_unless(size // 2)
     return {
         "SIZE": size,
         "SAME": same,
         "QUERY_GROUPS": blocks.groups,
         "BLOCK_N": BLOCK_N,
         "STAGES": blocks.stages,
-        "TIMES": times,
-        "OPERANDS": operands,
         "ATTENDING": attending,
         "LOADING": loading,
         "LOADERS": loaders,

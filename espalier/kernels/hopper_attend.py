@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from espalier.kernels.hopper_load import shallowest_of, span
-from espalier.kernels.launch import gluon_kernel
+from espalier.kernels.launch import compile_time, gluon_kernel
 from espalier.kernels.units import block_at, unit_of, work_at
 
 if TYPE_CHECKING:
@@ -97,9 +97,24 @@ def _weigh(scores, scale, top, total):
     return weights, higher, gl.fma(total, decay, gl.sum(weights, 1)), decay, same
 
 
+@compile_time
+def _times_unless(count):
+    """PTX that multiplies `count` numbers by as many factors, in place, unless a flag is set.
+
+    There is a flag for each number, of which the first counts: they are the same in all threads of a warp.
+    """
+    products = " ".join(f"mul.f32 ${i}, ${i}, ${2 * count + i};" for i in range(count))
+    return f"{{.reg .pred p; setp.ne.s32 p, ${3 * count}, 0; @p bra.uni KEPT; {products} KEPT:}}"
+
+
+@compile_time
+def _operands_of_times(count):
+    return ",".join(["=f"] * count + [str(i) for i in range(count)] + ["f"] * count + ["r"] * count)
+
+
 @gluon_kernel
-def _decayed(out, decay, same, TIMES: gl.constexpr, OPERANDS: gl.constexpr, SIZE: gl.constexpr, OUT: gl.constexpr):
-    """out [64, SIZE] times decay [64], left alone by warps of whose 16 rows all are the `same`.
+def _decayed(out, decay, same, OUT: gl.constexpr):
+    """out [64, size] times decay [64], left alone by warps of whose 16 rows all are the `same`.
 
     The language branches for all of a group's warps or for none, so it is said in PTX.  A thread has two rows, and of
     each as many numbers as the three others that share it: all of them are one piece of code, which jumps over itself.
@@ -111,8 +126,10 @@ def _decayed(out, decay, same, TIMES: gl.constexpr, OPERANDS: gl.constexpr, SIZE
         "=r,=r,r,r", [gl.convert_layout(same, ROWS).to(gl.int32)], dtype=gl.int32, is_pure=False, pack=2,
     )
     factors, agreed = gl.expand_dims(gl.convert_layout(decay, ROWS), 1), gl.expand_dims(agreed, 1)
+    COUNT: gl.constexpr = out.shape[1] // 2
     return gl.inline_asm_elementwise(
-        TIMES, OPERANDS, [out, factors, agreed], dtype=gl.float32, is_pure=True, pack=SIZE // 2
+        _times_unless(COUNT), _operands_of_times(COUNT), [out, factors, agreed],
+        dtype=gl.float32, is_pure=True, pack=COUNT,
     )
 
 
@@ -127,8 +144,8 @@ def _score(q, k_stage, none):
 def _attend_blocks(
     since, until, blocks, done, weights, out, top, total, q, stages, scale,
     query, asked, position, row_positions, words, extent,
-    MASKED: gl.constexpr, TIMES: gl.constexpr, OPERANDS: gl.constexpr, SIZE: gl.constexpr, WINDOW: gl.constexpr,
-    NODES: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, SCORES: gl.constexpr, OUT: gl.constexpr,
+    MASKED: gl.constexpr, WINDOW: gl.constexpr, NODES: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, SCORES: gl.constexpr, OUT: gl.constexpr,
 ):
     """Work out the weights of a unit's blocks since .. until, of `blocks`, and take in those of the block in front."""
     k_stages, v_stages, full, empty = stages
@@ -149,7 +166,7 @@ def _attend_blocks(
         hopper.mbarrier.wait(full.index((done + 2) % STAGES), (done + 2) // STAGES % 2, pred=t + 1 < blocks)
         out = hopper.warpgroup_mma_wait(num_outstanding=0, deps=[under_way])
         hopper.mbarrier.arrive(empty.index(done % STAGES), count=1)
-        out = _decayed(out, decay, same, TIMES, OPERANDS, SIZE, OUT)
+        out = _decayed(out, decay, same, OUT)
         done += 1
     return done, weights, out, top, total
 
@@ -157,7 +174,7 @@ def _attend_blocks(
 @gluon_kernel
 def _attend_unit(
     q, stages, done, whole, blocks, scale, query, asked, position, row_positions, words, extent,
-    TIMES: gl.constexpr, OPERANDS: gl.constexpr, SIZE: gl.constexpr, WINDOW: gl.constexpr, NODES: gl.constexpr,
+    SIZE: gl.constexpr, WINDOW: gl.constexpr, NODES: gl.constexpr,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, SCORES: gl.constexpr, OUT: gl.constexpr,
 ):
     """Out [64, SIZE], top and total of a unit, whose first block is the `done`-th of all; `whole` of its blocks are
@@ -182,13 +199,11 @@ def _attend_unit(
         # Most blocks: a loop without so much as the question is a fiftieth faster.
         done, weights, out, top, total = _attend_blocks(
             1, masked, blocks, done, weights, out, top, total, q, stages, scale,
-            query, asked, position, row_positions, words, extent,
-            False, TIMES, OPERANDS, SIZE, WINDOW, NODES, BLOCK_N, STAGES, SCORES, OUT,
+            query, asked, position, row_positions, words, extent, False, WINDOW, NODES, BLOCK_N, STAGES, SCORES, OUT,
         )
     done, weights, out, top, total = _attend_blocks(
         masked, blocks, blocks, done, weights, out, top, total, q, stages, scale,
-        query, asked, position, row_positions, words, extent,
-        True, TIMES, OPERANDS, SIZE, WINDOW, NODES, BLOCK_N, STAGES, SCORES, OUT,
+        query, asked, position, row_positions, words, extent, True, WINDOW, NODES, BLOCK_N, STAGES, SCORES, OUT,
     )
     under_way = hopper.warpgroup_mma(weights, v_stages.index(done % STAGES), out, is_async=True)
     out = hopper.warpgroup_mma_wait(num_outstanding=0, deps=[under_way])
@@ -229,8 +244,7 @@ def _read_queries(
 @gluon_kernel
 def attend_units(
     q_shared, stages, plan, asks, positions, row_positions, words, results, scale,
-    GROUP: gl.constexpr, TIMES: gl.constexpr, OPERANDS: gl.constexpr,
-    KV_HEADS: gl.constexpr, GROUPS: gl.constexpr, SIZE: gl.constexpr,
+    GROUP: gl.constexpr, KV_HEADS: gl.constexpr, GROUPS: gl.constexpr, SIZE: gl.constexpr,
     WINDOW: gl.constexpr, NODES: gl.constexpr, DIRECT: gl.constexpr, WIDE: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):
@@ -276,7 +290,7 @@ def attend_units(
                 q, stages, done, whole, blocks, scale, query, asked, position,
                 (row_position_ptr + request * row_position_b, row_position_r), (word_ptr + request * word_b, word_q),
                 (begin, end, first, committed, lower, whole, chain, low, high),
-                TIMES, OPERANDS, SIZE, WINDOW, NODES, BLOCK_N, STAGES, SCORES, OUT,
+                SIZE, WINDOW, NODES, BLOCK_N, STAGES, SCORES, OUT,
             )
             done += blocks
             divisor = gl.where(total == 0.0, 1.0, total)
