@@ -29,7 +29,7 @@ def _fold(q, k, v, seen, scale, top, total, out, MASKED: tl.constexpr, PRECISION
     # Where nothing was seen yet all are -inf, and a difference would be NaN.
     level = tl.where(higher == float("-inf"), 0.0, higher * scale)
     weights = tl.exp2(tl.fma(scores, scale, -level[:, None]))
-    decay = tl.where(higher == top, 1.0, tl.exp2(tl.fma(top, scale, -level)))
+    decay = tl.exp2(tl.fma(top, scale, -level))
     total = tl.fma(total, decay, tl.sum(weights, 1))
     out = tl.dot(weights.to(v.dtype), v, out * decay[:, None], input_precision=PRECISION)
     return higher, total, out

@@ -3,9 +3,6 @@
 While the tensor cores take a block's weights to its values, and the next block's keys, the warps work out the next
 block's weights (Shah et al. 2024, FlashAttention-3, arXiv:2407.08608, section 3.2); the groups of a block of the grid
 wait for nothing but rows, so that one group's exponentials meet another's products.
-
-Far into a range few blocks hold a query's highest score so far, and what was summed up decays by one: a warp that finds
-that of all of its queries goes on without a multiplication.
 """
 
 from __future__ import annotations
@@ -13,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from espalier.kernels.hopper_load import shallowest_of, span
-from espalier.kernels.launch import compile_time, gluon_kernel
+from espalier.kernels.launch import gluon_kernel
 from espalier.kernels.units import block_at, unit_of, work_at
 
 if TYPE_CHECKING:
@@ -86,51 +83,13 @@ def _mask(
 
 @gluon_kernel
 def _weigh(scores, scale, top, total):
-    """A running softmax in base 2 (Milakov and Gimelshein 2018): weights, what earlier results decay by, and whether
-    that is one."""
+    """A running softmax in base 2 (Milakov and Gimelshein 2018): weights, and what earlier results decay by."""
     higher = gl.maximum(top, gl.max(scores, 1))
     # Where nothing was seen yet all are -inf, and a difference would be NaN.
     level = gl.where(higher == float("-inf"), 0.0, higher * scale)
     weights = gl.exp2(gl.fma(scores, scale, gl.expand_dims(-level, 1)))
-    same = higher == top
-    decay = gl.where(same, 1.0, gl.exp2(gl.fma(top, scale, -level)))
-    return weights, higher, gl.fma(total, decay, gl.sum(weights, 1)), decay, same
-
-
-@compile_time
-def _times_unless(count):
-    """PTX that multiplies `count` numbers by as many factors, in place, unless a flag is set.
-
-    There is a flag for each number, of which the first counts: they are the same in all threads of a warp.
-    """
-    products = " ".join(f"mul.f32 ${i}, ${i}, ${2 * count + i};" for i in range(count))
-    return f"{{.reg .pred p; setp.ne.s32 p, ${3 * count}, 0; @p bra.uni KEPT; {products} KEPT:}}"
-
-
-@compile_time
-def _operands_of_times(count):
-    return ",".join(["=f"] * count + [str(i) for i in range(count)] + ["f"] * count + ["r"] * count)
-
-
-@gluon_kernel
-def _decayed(out, decay, same, OUT: gl.constexpr):
-    """out [64, size] times decay [64], left alone by warps of whose 16 rows all are the `same`.
-
-    The language branches for all of a group's warps or for none, so it is said in PTX.  A thread has two rows, and of
-    each as many numbers as the three others that share it: all of them are one piece of code, which jumps over itself.
-    """
-    ROWS: gl.constexpr = gl.SliceLayout(1, OUT)
-    agreed = gl.inline_asm_elementwise(
-        "{.reg .pred p; setp.ne.s32 p, $2, 0; setp.ne.and.s32 p, $3, 0, p; vote.sync.all.pred p, p, 0xffffffff; "
-        "selp.s32 $0, 1, 0, p; mov.s32 $1, $0;}",
-        "=r,=r,r,r", [gl.convert_layout(same, ROWS).to(gl.int32)], dtype=gl.int32, is_pure=False, pack=2,
-    )
-    factors, agreed = gl.expand_dims(gl.convert_layout(decay, ROWS), 1), gl.expand_dims(agreed, 1)
-    COUNT: gl.constexpr = out.shape[1] // 2
-    return gl.inline_asm_elementwise(
-        _times_unless(COUNT), _operands_of_times(COUNT), [out, factors, agreed],
-        dtype=gl.float32, is_pure=True, pack=COUNT,
-    )
+    decay = gl.exp2(gl.fma(top, scale, -level))
+    return weights, higher, gl.fma(total, decay, gl.sum(weights, 1)), decay
 
 
 @gluon_kernel
@@ -159,14 +118,14 @@ def _attend_blocks(
             scores = _mask(
                 scores, t, query, asked, position, row_positions, words, extent, NODES, WINDOW, BLOCK_N, SCORES
             )
-        exact, top, total, decay, same = _weigh(scores, scale, top, total)
+        exact, top, total, decay = _weigh(scores, scale, top, total)
         weights = gl.convert_layout(exact.to(q.dtype), WEIGHTS)
         # This wait stands between the weights and the next: ptxas would move the next one up before them, and nothing
         # would overlap.
         hopper.mbarrier.wait(full.index((done + 2) % STAGES), (done + 2) // STAGES % 2, pred=t + 1 < blocks)
         out = hopper.warpgroup_mma_wait(num_outstanding=0, deps=[under_way])
         hopper.mbarrier.arrive(empty.index(done % STAGES), count=1)
-        out = _decayed(out, decay, same, OUT)
+        out = out * gl.expand_dims(gl.convert_layout(decay, gl.SliceLayout(1, OUT)), 1)
         done += 1
     return done, weights, out, top, total
 
@@ -191,7 +150,7 @@ def _attend_unit(
     scores = _mask(
         scores, 0, query, asked, position, row_positions, words, extent, NODES, WINDOW, BLOCK_N, SCORES
     )
-    exact, top, total, _decay, _same = _weigh(scores, scale, top, total)
+    exact, top, total, _decay = _weigh(scores, scale, top, total)
     weights = gl.convert_layout(exact.to(q.dtype), WEIGHTS)
     hopper.mbarrier.wait(full.index((done + 1) % STAGES), (done + 1) // STAGES % 2, pred=blocks > 1)
     masked = gl.maximum(whole, 1)

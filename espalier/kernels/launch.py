@@ -82,23 +82,12 @@ class GluonKernel(Kernel):
         return gluon.jit, {"gl": language, "hopper": hopper}
 
 
-class CompileTime(Kernel):
-    """A function of constants in plain Python, which kernels call while they are compiled."""
-
-    def _language(self) -> tuple[Callable[..., Any], dict[str, Any]]:
-        return require_triton().constexpr_function, {}
-
-
 def kernel(function: Callable[..., Any]) -> Kernel:
     return Kernel(function)
 
 
 def gluon_kernel(function: Callable[..., Any]) -> Kernel:
     return GluonKernel(function)
-
-
-def compile_time(function: Callable[..., Any]) -> CompileTime:
-    return CompileTime(function)
 
 
 def require_triton() -> Any:

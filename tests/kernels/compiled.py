@@ -25,7 +25,6 @@ HOPPER = Chip(227 * 1024, 132, (9, 0))
 VALUES = ("q_ptr", "k_ptr", "v_ptr", "new_k_ptr", "new_v_ptr", "out_ptr")
 FLOATS = ("lse_ptr", "part_ptr", "part_lse_ptr")
 WIDE = ("table_ptr", "position_ptr", "row_position_ptr", "word_ptr")
-ADDRESS, JUMP = re.compile(r"\s+/\*([0-9a-f]{4,})\*/"), re.compile(r"@!?U?P\d BRA[.A-Z]* `?\(?(?:0x)?([0-9a-f]+)")
 STRIDES = ("q_b", "q_q", "q_h", "k_row", "k_h", "v_row", "v_h", *(f"new_{x}_{d}" for x in "kv" for d in "brh"))
 
 
@@ -50,15 +49,12 @@ def compiled_hopper(
     rows = f"tensordesc<bf16[64, {size}],{layout!r}>"
     kinds = {"k_rows": rows, "v_rows": rows, "straight_ptr": "*i32"} if known else {}
     made = compile_for_hopper(_hopper_attention_kernel, GluonASTSource, constants, options, kinds)
-    lines = machine_code(made.asm["cubin"])
     return {
         "blocks": vars(blocks),
         "window": window,
-        "size": size,
         "shared": made.metadata.shared,
         "held": blocks.held(size),
-        "overlapping": list(overlapping(lines)),
-        "left_alone": list(left_alone(lines)),
+        "overlapping": list(overlapping(machine_code(made.asm["cubin"]))),
         "straight": known != NONE,
         "in_one_go": list(in_one_go(made.asm["ptx"])),
     }
@@ -111,15 +107,6 @@ def overlapping(lines: list[str]):
     for wait, following in pairwise([*waits, len(lines)]):
         if re.search(r"gsb0, 0x1\b", lines[wait]):
             yield sum("MUFU.EX2" in line for line in lines[wait:following])
-
-
-def left_alone(lines: list[str]):
-    """Multiplications that the jump after each vote of a warp jumps over."""
-    for i, line in enumerate(lines):
-        if "VOTE.ALL" in line:
-            at, jump = next((j, jump) for j, later in enumerate(lines[i:], i) if (jump := JUMP.search(later)))
-            end = int(jump[1], 16)
-            yield sum("FMUL" in later and int(ADDRESS.match(later)[1], 16) < end for later in lines[at:])
 
 
 def in_one_go(ptx: str):

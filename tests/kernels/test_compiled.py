@@ -41,12 +41,6 @@ def test_weights_are_made_while_the_tensor_cores_work(compiled):
         assert min(case["overlapping"]) >= 32, case
 
 
-def test_a_warp_whose_results_decay_by_one_multiplies_nothing(compiled):
-    for case in compiled["hopper"]:
-        assert len(case["left_alone"]) == len(case["overlapping"]), case
-        assert set(case["left_alone"]) == {case["size"] // 2}, case
-
-
 def test_loading_warps_stay_together_where_one_thread_arrives_for_all(compiled):
     """A warp that the others lap would wait for ever, for a turn of its stage that is over.  The barriers that keep
     them together are the compiler's."""
