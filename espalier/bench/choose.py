@@ -104,7 +104,7 @@ def measure(
     advance: Callable[[], None],
 ) -> list[Timed]:
     """Every batch with every shape, each on an engine of its own around the models and buffers of this one, which is
-    closed.
+    closed; its prefix cache lets prompts that ran once enter together, however long they are.
 
     graph_batch: the engine's; accept_lengths: by shape; None: of these runs, over all batches.  Raises EspalierError
     where a batch never runs whole.
@@ -114,7 +114,7 @@ def measure(
     timed = []
     for shape in shapes:
         of_shape = replace(round, layout=replace(round.layout, trees=((1, shape),)))
-        one = engine_of(of_shape, overlap, prefix_cache=False, graph_batch=graph_batch)
+        one = engine_of(of_shape, overlap, prefix_cache=True, graph_batch=graph_batch)
         stats, cells = SpeculationStats(), []
         for batch in runs.prompts:
             cells.append((batch, _round_ms(one, batch, runs, stats)))

@@ -19,6 +19,9 @@ from espalier.kernels.launch import Chip
 from espalier.layout import PLAIN, TREE_FIELDS, TreeShape
 
 SHIPPED = Path(__file__).with_name("crossings.json")
+# Where launches bind and not weights, plain decoding is as fast at other batches: a crossing says nothing of targets
+# that have so many times more or fewer weights.
+UNLIKE = 4.0
 EXAMPLE = '{"8": {"steps": 3, "topk": 2, "num_draft_tokens": 8}, "64": {"steps": 0}}'
 log = logging.getLogger("espalier")
 
@@ -69,13 +72,14 @@ def _crossed(configured: TreeShape, machine: Machine | None) -> tuple[Trees, str
     """What the nearest crossing says, and in words where it comes from."""
     near = None if machine is None else nearest(crossings(), machine, configured)
     if near is None:
-        return {}, "no crossing is measured for this chip and dtype; `espalier bench round --choose` measures one"
+        return {}, "no crossing is measured for such a target here; `espalier bench round --choose` measures one"
     on = f"hidden size {near.machine.hidden_size}, {near.machine.num_layers} layers, {near.tree}"
     return {near.plain_from: PLAIN}, f"plain was as fast there with {on}; by_batch={{}} keeps the tree"
 
 
 def nearest(known: list[Crossing], machine: Machine, tree: TreeShape) -> Crossing | None:
-    """The crossing of this chip and dtype whose target is nearest in weights, and whose tree then is."""
+    """The crossing of this chip and dtype whose target is nearest in weights, and whose tree then is; None where every
+    target is too far."""
 
     def apart(one: Crossing) -> tuple[float, float, int, int]:
         return (
@@ -86,7 +90,7 @@ def nearest(known: list[Crossing], machine: Machine, tree: TreeShape) -> Crossin
         )
 
     here = [one for one in known if (one.machine.chip, one.machine.dtype) == (machine.chip, machine.dtype)]
-    return min(here, key=apart, default=None)
+    return min((one for one in here if apart(one)[0] < math.log(UNLIKE)), key=apart, default=None)
 
 
 def _weights(machine: Machine) -> int:

@@ -72,6 +72,12 @@ def test_one_accept_length_gives_those_of_all(tiny, tiny_heldout, capsys):  # no
     assert "2.50" in said and "plain decoding" not in said
 
 
+def test_a_batch_runs_whole_however_long_its_prompts_take_to_enter(tiny, tiny_heldout, capsys):  # noqa: F811
+    flags = ["--choose", "--tokens", "4", "--context", "80", "--chunk-size", "16", "--repeats", "1", "--max-batch", "2"]
+    assert run("bench", "round", *flags, "--candidates", "3,2,8", *tiny) == 0
+    assert capsys.readouterr().out.count("*") == 2
+
+
 BAD = [
     (["--candidates", "5,4"], "'5,4' is no tree"),
     (["--candidates", "2,1,9"], "'2,1,9' is no tree: num_draft_tokens=9"),

@@ -115,7 +115,8 @@ def test_the_nearest_crossing_decides_and_the_log_says_so(tmp_path, monkeypatch,
     assert choose_trees("auto", NARROW, replace(small, hidden_size=1536)) == {24: PLAIN}
     assert choose_trees({}, WIDE, BIG) == choose_trees("auto", PLAIN, BIG) == {}
     caplog.clear()
-    for other in (None, replace(BIG, dtype="float16"), replace(BIG, chip=replace(HOPPER, processors=114))):
+    tiny = replace(small, hidden_size=256)
+    for other in (None, replace(BIG, dtype="float16"), replace(BIG, chip=replace(HOPPER, processors=114)), tiny):
         assert choose_trees("auto", WIDE, other) == {}
     assert "at every batch (no crossing is measured" in caplog.text
     facts = replace(FACTS, chip=HOPPER, hidden_size=4096, num_layers=32)
