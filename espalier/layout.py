@@ -4,7 +4,7 @@ Nothing else in the house multiplies two of these numbers: buffers are allocated
 their arguments against it, on the host, without touching the device.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import TypeVar
 
@@ -15,6 +15,10 @@ from espalier.errors import EspalierError
 ANCESTOR_BITS = 64
 MAX_PAGE_SIZE = 512
 MIN_CHUNK_WIDTH = 16
+# What a prefill pass costs beside its rows, in rows: while its weights are read, a GPU could multiply so many (its peak
+# over its bandwidth, in bfloat16).  And the share of the best pass's tokens a second that is as good.
+ROWS_OF_WEIGHTS = 150
+NEAR_BEST = 0.9
 ROUNDS_IN_FLIGHT = 2
 # The row of page buffers that takes what padding writes; it stays zero, so that a masked read of it is finite.
 DUMMY_ROW = 0
@@ -223,13 +227,24 @@ class RoundLayout:
             widths.append(widths[-1] * 2)
         return (*widths, self.chunk_size) if widths[-1] < self.chunk_size else tuple(widths)
 
-    def chunk_width(self, tokens: int) -> int:
-        """The narrowest prefill width that holds `tokens`, or the widest there is."""
-        return next((width for width in self.chunk_widths if width >= tokens), self.chunk_size)
-
     def chunk_batch(self, width: int) -> int:
         """Requests that one prefill pass of this width holds."""
         return min(self.max_batch, self.chunk_size // width)
+
+    def next_pass(self, left: Sequence[int]) -> tuple[int, int]:
+        """(requests, width) of the prefill pass to come; left: tokens that each request still has to enter, oldest
+        first.
+
+        Of those that bring nearly as many tokens a second as the best, the one that brings the oldest furthest: padding
+        costs as much as tokens do.
+        """
+        rates = {}
+        for width in self.chunk_widths:
+            taken = left[: self.chunk_batch(width)]
+            rates[width] = sum(min(tokens, width) for tokens in taken) / (ROWS_OF_WEIGHTS + len(taken) * width)
+        near = [width for width, rate in rates.items() if rate >= NEAR_BEST * max(rates.values())]
+        width = max(near, key=lambda width: (min(left[0], width), rates[width]))
+        return min(len(left), self.chunk_batch(width)), width
 
     def tokens_ahead(self, rounds: int) -> int:
         """Rows that may come to exist from the last root the host has seen on, its own included.

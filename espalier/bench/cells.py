@@ -37,10 +37,18 @@ class Cell:
         steps, topk, nodes = self.tree
         sizes = (self.batch, steps, topk, nodes, self.page_size)
         layout = RoundLayout(*sizes, self.context + 2, int(self.drafts), chunk_size)
-        together = max(1, layout.chunk_batch(layout.chunk_width(self.context)))
-        passes = -(-self.batch // together) * -(-self.context // chunk_size)
-        most = (passes + WARM + rounds + 4) * layout.extend_width
+        most = (passes(layout, [self.context] * self.batch) + WARM + rounds + 4) * layout.extend_width
         return RoundLayout(*sizes, self.context + most + 2, int(self.drafts), chunk_size)
+
+
+def passes(layout: RoundLayout, prompts: Sequence[int]) -> int:
+    """Prefill passes until prompts of so many tokens have entered."""
+    left, count = list(prompts), 0
+    while left:
+        taken, width = layout.next_pass(left)
+        left = [tokens - width for tokens in left[:taken] if tokens > width] + left[taken:]
+        count += 1
+    return count
 
 
 def parse_cells(texts: Sequence[str], page_sizes: Sequence[int]) -> tuple[Cell, ...]:

@@ -192,22 +192,13 @@ class Scheduler:
     # Launches
 
     def _launch_prefill(self, entering: list[Request]) -> Launch:
-        batch, width = self._chunk_batch(entering)
-        lengths = tuple(min(r.enter_end - r.entered, width) for r in batch)
+        left = [r.enter_end - r.entered for r in entering]
+        count, width = self.layout.next_pass(left)
+        batch, lengths = entering[:count], tuple(min(tokens, width) for tokens in left[:count])
         for request, length in zip(batch, lengths, strict=True):
             request.entered += length
         self._last_was_prefill = True
         return self._launch(batch, lengths, width)
-
-    def _chunk_batch(self, entering: list[Request]) -> tuple[list[Request], int]:
-        """As many requests, oldest first, as fit one pass at the width that the longest of them wants."""
-        width = 0
-        for count, request in enumerate(entering):
-            wider = max(width, self.layout.chunk_width(request.enter_end - request.entered))
-            if count and count + 1 > self.layout.chunk_batch(wider):
-                return entering[:count], width
-            width = wider
-        return entering, width
 
     def _launch_round(self, batch: list[Request]) -> Launch:
         for request in batch:
