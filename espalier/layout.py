@@ -15,9 +15,10 @@ from espalier.errors import EspalierError
 ANCESTOR_BITS = 64
 MAX_PAGE_SIZE = 512
 MIN_CHUNK_WIDTH = 16
-# What a prefill pass costs beside its rows, in rows: while its weights are read, a GPU could multiply so many (its peak
-# over its bandwidth, in bfloat16).  And the share of the best pass's tokens a second that is as good.
-ROWS_OF_WEIGHTS = 150
+# What a prefill pass costs beside its rows, in rows: a GPU could multiply some 150 while it reads the weights (its peak
+# over its bandwidth, in bfloat16), and a round may run before the next pass.  And the share of the best pass's tokens a
+# second that is as good.
+ROWS_OF_A_PASS = 256
 NEAR_BEST = 0.9
 ROUNDS_IN_FLIGHT = 2
 # The row of page buffers that takes what padding writes; it stays zero, so that a masked read of it is finite.
@@ -221,11 +222,10 @@ class RoundLayout:
 
     @property
     def chunk_widths(self) -> tuple[int, ...]:
-        """The uniform widths that a prefill pass may have: doublings up to chunk_size."""
-        widths = [MIN_CHUNK_WIDTH]
-        while widths[-1] * 2 < self.chunk_size:
-            widths.append(widths[-1] * 2)
-        return (*widths, self.chunk_size) if widths[-1] < self.chunk_size else tuple(widths)
+        """The uniform widths that a prefill pass may have: doublings up to chunk_size, and the middle between each."""
+        doublings = [MIN_CHUNK_WIDTH << i for i in range(self.chunk_size.bit_length())]
+        middles = [width + width // 2 for width in doublings[1:]]
+        return (*sorted(width for width in doublings + middles if width < self.chunk_size), self.chunk_size)
 
     def chunk_batch(self, width: int) -> int:
         """Requests that one prefill pass of this width holds."""
@@ -241,7 +241,7 @@ class RoundLayout:
         rates = {}
         for width in self.chunk_widths:
             taken = left[: self.chunk_batch(width)]
-            rates[width] = sum(min(tokens, width) for tokens in taken) / (ROWS_OF_WEIGHTS + len(taken) * width)
+            rates[width] = sum(min(tokens, width) for tokens in taken) / (ROWS_OF_A_PASS + len(taken) * width)
         near = [width for width, rate in rates.items() if rate >= NEAR_BEST * max(rates.values())]
         width = max(near, key=lambda width: (min(left[0], width), rates[width]))
         return min(len(left), self.chunk_batch(width)), width

@@ -66,10 +66,10 @@ def test_a_reserve_is_what_is_ahead_in_pages_and_ends_with_the_request():
     assert layout(page_size=1).reserve(num_seen=100, rounds=2, end=103) == 104
 
 
-def test_prefill_widths_are_doublings_up_to_the_chunk():
+def test_prefill_widths_are_doublings_up_to_the_chunk_and_their_middles():
     assert layout(chunk_size=16).chunk_widths == (16,)
-    assert layout(chunk_size=100).chunk_widths == (16, 32, 64, 100)
-    assert layout(chunk_size=512).chunk_widths == (16, 32, 64, 128, 256, 512)
+    assert layout(chunk_size=100).chunk_widths == (16, 32, 48, 64, 96, 100)
+    assert layout(chunk_size=512).chunk_widths == (16, 32, 48, 64, 96, 128, 192, 256, 384, 512)
     made = layout(chunk_size=100)
     assert [made.chunk_batch(width) for width in (16, 32, 64, 100)] == [4, 3, 1, 1]
     assert all(made.chunk_batch(width) * width <= 100 for width in made.chunk_widths)
@@ -79,8 +79,9 @@ def test_a_pass_is_as_wide_as_few_padding_allows():
     made = layout(chunk_size=2048, max_batch=64)
     assert made.next_pass([1024] * 32) == (2, 1024)
     assert made.next_pass([8192, 5]) == made.next_pass([2048]) == made.next_pass([1900]) == (1, 2048)
-    # 1,100 rows in two passes rather than 2,048 in one.
-    assert made.next_pass([1100]) == (1, 1024) and made.next_pass([76]) == (1, 128)
+    # 1,120 rows in two passes rather than 1,536 in one.
+    assert made.next_pass([1100]) == (1, 1024) and made.next_pass([76]) == (1, 96)
+    assert made.next_pass([1400]) == (1, 1536)
     # The oldest goes on even where nobody fills a pass with it.
     assert made.next_pass([1]) == (1, 16) and made.next_pass([1] * 80) == (64, 16)
 

@@ -106,7 +106,7 @@ def test_short_prompts_share_a_pass(overlap: bool) -> None:
     device = engine.executor
     assert isinstance(device, SymbolicDevice)
     passes = [(ticket.width, ticket.lengths) for ticket in device.tickets if ticket.is_prefill]
-    assert passes == [(16, (5, 16, 12, 9)), (64, (40,)), (32, (3, 32)), (32, (28,))]
+    assert passes == [(16, (5, 16, 12, 9)), (48, (40,)), (32, (3, 32)), (32, (28,))]
 
 
 @each_loop
