@@ -10,7 +10,7 @@ from rich.text import Text
 from espalier.bench.machine import header
 from espalier.bench.serve import Cell, ServeBench, serving
 from espalier.bench.soak import soak
-from espalier.cli.console import QUIET, aligned, progress, stdout, write_json
+from espalier.cli.console import QUIET, aligned, progress, require_writable, stdout, write_json
 from espalier.cli.flags import add_engine_flags, engine_settings, new_command
 from espalier.errors import EspalierError
 
@@ -31,19 +31,20 @@ def run(asked: Namespace) -> int:
         value = getattr(asked, name)
         if value is not None and value < 1:
             raise EspalierError(f"--{name}={value} is not supported; use 1 or more")
+    require_writable("--json", asked.json)
     stdout().print(Text(header(), QUIET))
     settings = engine_settings(asked)
     if asked.soak is None:
-        write_json(asked.json, {"cells": [cell.as_dict() for cell in _measured(asked, settings)]})
+        _measured(asked, settings)
         return 0
     figures = soak(settings, asked.soak, settings.get("seed", 0))
+    write_json(asked.json, {"soak": asdict(figures)})
     for name, value in asdict(figures).items():
         stdout().print(Text(f"  {name.replace('_', ' '):<18} {value}"))
-    write_json(asked.json, {"soak": asdict(figures)})
     return int(bool(figures.unanswered or figures.leaked_pages or figures.leaked_processes))
 
 
-def _measured(asked: Namespace, settings: dict[str, Any]) -> list[Cell]:
+def _measured(asked: Namespace, settings: dict[str, Any]) -> None:
     sizes = [int(part) for part in asked.concurrency.split(",") if part.isdecimal()]
     if not sizes or min(sizes) < 1 or ",".join(map(str, sizes)) != asked.concurrency:
         raise EspalierError(f"--concurrency={asked.concurrency} is not supported; use whole numbers, such as 1,16")
@@ -58,6 +59,7 @@ def _measured(asked: Namespace, settings: dict[str, Any]) -> list[Cell]:
                 cells.append(bench.measure(size, asked.context, asked.tokens, asked.repeats))
                 advance()
         bench.close()
+    write_json(asked.json, {"cells": [cell.as_dict() for cell in cells]})
     rows = [
         ["requests at once", *(str(cell.concurrency) for cell in cells)],
         ["LLM.generate, tokens/s", *(f"{cell.offline:.0f}" for cell in cells)],
@@ -67,4 +69,3 @@ def _measured(asked: Namespace, settings: dict[str, Any]) -> list[Cell]:
         ["whole answers over LLM.generate", *(f"{cell.whole / cell.offline:.2f}" for cell in cells)],
     ]
     stdout().print(Text(aligned(rows)))
-    return cells

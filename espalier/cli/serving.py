@@ -18,7 +18,7 @@ from espalier.bench.machine import header, require_gpu
 from espalier.bench.prefill import pause, prefill
 from espalier.bench.serving import Arrivals, Load, Served, mixed, serve
 from espalier.bench.stand import OfModel, OfShape, Stands
-from espalier.cli.console import QUIET, aligned, stdout, write_json
+from espalier.cli.console import QUIET, aligned, require_writable, stdout, write_json
 from espalier.cli.flags import add_engine_flags, engine_settings, flag_of, new_command
 from espalier.cli.shaped import TREE
 from espalier.config import ResolvedConfig
@@ -85,13 +85,13 @@ def run_prefill(asked: Namespace) -> int:
         linear = "" if each.linear_ms is None else f"{each.linear_ms:.1f}"
         name, rate = f"{each.batch}x{each.length}", f"{each.tokens_per_second:.0f}"
         rows.append([name, f"{each.ms:.1f}", rate, f"{each.passes}", linear, share])
+    figures = {"prefill": [each.as_dict() for each in entered], "pause": asdict(waited)}
+    write_json(asked.json, {**_about(asked, stand.config), **figures})
     stdout().print(Text(aligned(rows)))
     who = f"{waited.running} running requests of {waited.context} tokens"
     calm = f"{waited.median_before_ms:.1f} ms between tokens (at most {waited.longest_before_ms:.1f})"
     during = f"at most {waited.longest_during_ms:.1f} while a prompt of {waited.length} enters"
     stdout().print(Text(f"{who} wait {calm}, {during}"))
-    figures = {"prefill": [each.as_dict() for each in entered], "pause": asdict(waited)}
-    write_json(asked.json, {**_about(asked, stand.config), **figures})
     return 0
 
 
@@ -106,8 +106,8 @@ def run_throughput(asked: Namespace) -> int:
         "accept_length": "{:.2f}",
     }.items():
         rows.append([name.replace("_", " "), *(form.format(each[name]) for each in figures.values())])
-    stdout().print(Text(aligned(rows)))
     write_json(asked.json, {**_about(asked, config), **figures})
+    stdout().print(Text(aligned(rows)))
     return 0
 
 
@@ -125,9 +125,9 @@ def run_latency(asked: Namespace) -> int:
             rows.append(
                 [f"{what.removesuffix('_ms').replace('_', ' ')}, {name}", *(f"{v:.1f}" for v in found.values())]
             )
-    stdout().print(Text(aligned([row + [""] * (4 - len(row)) for row in rows])))
     arrivals = {"concurrency": concurrency, "rate": asked.rate}
     write_json(asked.json, {**_about(asked, config), **arrivals, **figures})
+    stdout().print(Text(aligned([row + [""] * (4 - len(row)) for row in rows])))
     return 0
 
 
@@ -151,6 +151,7 @@ def _served(asked: Namespace, what: str, arrivals: Arrivals) -> tuple[dict[str, 
 
 def _stands(asked: Namespace, what: str, max_batch: int, max_context: int) -> Stands:
     """Where nothing is found in a prefix cache, unless that is asked for."""
+    require_writable("--json", asked.json)
     sizes = {"max_batch": max_batch, "max_context": max_context, "prefix_cache": False}
     settings = {**sizes, **engine_settings(asked)}
     if asked.shape is None:

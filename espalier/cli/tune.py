@@ -11,12 +11,12 @@ from espalier.bench.linears import ModelShape, Shape, shape_named
 from espalier.bench.machine import header, installed, require_gpu
 from espalier.bench.tune import Measured, Tuner, as_choices
 from espalier.bench.tune import Table as ByRows
-from espalier.cli.console import QUIET, aligned, progress, stdout
+from espalier.cli.console import QUIET, aligned, progress, require_writable, stdout
 from espalier.config import EngineConfig, is_open
 from espalier.engine.load import Checkpoint, find
 from espalier.engine.resolve import choose_device
 from espalier.errors import EspalierError
-from espalier.kernels.choices import Table, own_file, write
+from espalier.kernels.choices import Table, own_file, read, write
 from espalier.kernels.linear import Library, Way
 from espalier.models import ModelConfig
 
@@ -33,6 +33,11 @@ def add(parser: ArgumentParser) -> None:
 
 
 def run(asked: Namespace, config: EngineConfig) -> int:
+    path = asked.choices or own_file()
+    if path.parent.is_dir():  # else it is made
+        require_writable("--choices", path)
+    if path.exists():
+        read(path)  # what is measured is put beside what stands there
     require_gpu("--tune")
     device = choose_device(config)
     if device.type != "cuda":
