@@ -16,7 +16,7 @@ from espalier.bench.round import Cell, RoundBench, as_dicts
 from espalier.bench.timing import Stopwatch
 from espalier.cli import bench_serve, choose, floor, foundry, serving, shaped
 from espalier.cli.console import QUIET, aligned, progress, require_writable, stdout, write_json
-from espalier.cli.flags import add_engine_flags, engine_settings, flag_of, new_command
+from espalier.cli.flags import add_engine_flags, engine_settings, flag_of, new_command, sized
 from espalier.errors import EspalierError
 from espalier.layout import MAX_PAGE_SIZE
 
@@ -155,12 +155,14 @@ def _check(asked: Namespace) -> None:
         value = getattr(asked, name)
         if min(value if isinstance(value, list) else [value]) < 1:
             raise EspalierError(f"--{name}={value} is not supported; use 1 or more")
+    if asked.tokens < 2 and not asked.memory:
+        raise EspalierError(f"--tokens={asked.tokens} is not supported: the first comes of no round; use 2 or more")
 
 
 def _round(asked: Namespace, settings: dict[str, Any]) -> None:
     # Two engines stand on one device: each takes pages for what is measured, and no more.
-    longest = max(asked.context) + asked.tokens + 1
-    settings = {"max_batch": max(asked.batch), "max_context": longest, **settings}
+    most, longest = max(asked.batch), max(asked.context) + asked.tokens
+    settings = sized(settings, {"max_batch": most, "max_context": longest + 1}, max_batch=most, max_context=longest)
     cells: list[Cell] = []
     bench = RoundBench(settings, asked.compare is not None)
     stdout().print(Text(f"{bench.tree.config.algorithm} tree, {_shape(bench)}; {asked.tokens} tokens a prompt", QUIET))

@@ -11,7 +11,7 @@ from espalier.bench.machine import header
 from espalier.bench.serve import Cell, ServeBench, serving
 from espalier.bench.soak import soak
 from espalier.cli.console import QUIET, aligned, progress, require_writable, stdout, write_json
-from espalier.cli.flags import add_engine_flags, engine_settings, new_command
+from espalier.cli.flags import add_engine_flags, engine_settings, new_command, sized
 from espalier.errors import EspalierError
 
 
@@ -49,8 +49,9 @@ def _measured(asked: Namespace, settings: dict[str, Any]) -> None:
     if not sizes or min(sizes) < 1 or ",".join(map(str, sizes)) != asked.concurrency:
         raise EspalierError(f"--concurrency={asked.concurrency} is not supported; use whole numbers, such as 1,16")
     # Prompts come again at every turn, and both ways are to read them each time.
-    both = {"max_batch": max(sizes), "max_context": asked.context + asked.tokens + 1, "prefix_cache": False}
-    settings = both | settings
+    longest = asked.context + asked.tokens
+    both = {"max_batch": max(sizes), "max_context": longest + 1, "prefix_cache": False}
+    settings = sized(settings, both, max_context=longest)
     cells: list[Cell] = []
     with serving(settings) as server:
         bench = ServeBench(settings, server)

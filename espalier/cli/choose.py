@@ -10,6 +10,7 @@ from rich.text import Text
 from espalier.bench import choose
 from espalier.bench.choose import Timed
 from espalier.cli.console import QUIET, aligned, progress, stdout, write_json
+from espalier.cli.flags import sized
 from espalier.engine import trees
 from espalier.errors import EspalierError
 from espalier.layout import TreeShape
@@ -46,8 +47,8 @@ def run(asked: Namespace, settings: dict[str, Any]) -> None:
     """Measure, print and write.  Raises EspalierError."""
     if len(asked.context) > 1:
         raise EspalierError(f"--context={asked.context} is not supported with --choose; use one")
-    context = asked.context[0]
-    llm = LLM(**choose.without_table({"max_context": context + asked.tokens + 1, **settings}))
+    context, longest = asked.context[0], asked.context[0] + asked.tokens
+    llm = LLM(**choose.without_table(sized(settings, {"max_context": longest + 1}, max_context=longest)))
     config, configured = llm.config, llm.engine.layout.tree
     shapes = choose.candidates_of(configured, asked.candidates)
     lengths = None if asked.accept_length is None else choose.foretold(asked.accept_length, configured, shapes)

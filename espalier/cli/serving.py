@@ -19,7 +19,7 @@ from espalier.bench.prefill import pause, prefill
 from espalier.bench.serving import Arrivals, Load, Served, mixed, serve
 from espalier.bench.stand import OfModel, OfShape, Stands
 from espalier.cli.console import QUIET, aligned, require_writable, stdout, write_json
-from espalier.cli.flags import add_engine_flags, engine_settings, flag_of, new_command
+from espalier.cli.flags import add_engine_flags, engine_settings, flag_of, new_command, sized
 from espalier.cli.shaped import TREE
 from espalier.config import ResolvedConfig
 from espalier.errors import EspalierError
@@ -74,11 +74,13 @@ def run_prefill(asked: Namespace) -> int:
     _at_least_one(asked, "running")
     longest = max(length for _, length in groups)
     most = max(asked.running + 1, *(batch for batch, _ in groups))
-    stands = _stands(asked, "bench prefill", most, longest + SPARE)
+    least = {"max_batch": asked.running + 1, "max_context": longest + 1}
+    stands = _stands(asked, "bench prefill", most, longest + SPARE, **least)
     floors = FloorBench(shape_named(asked.shape)) if asked.shape and torch.cuda.is_available() else None
     with stands.open(True) as stand:
-        entered = [prefill(stand, *group, floors) for group in groups]
+        # First, as it may find that it has no room.
         waited = pause(stand, asked.running, max(1, groups[0][1] // 8), groups[0][1])
+        entered = [prefill(stand, *group, floors) for group in groups]
     rows = [["prompts", "ms", "tokens/s", "passes", "linear layers, ms", "their share"]]
     for each in entered:
         share = "" if each.linear_ms is None else f"{each.linear_ms / each.ms:.0%}"
@@ -137,7 +139,7 @@ def _served(asked: Namespace, what: str, arrivals: Arrivals) -> tuple[dict[str, 
     named = asked.shape is not None
     load = mixed(asked.requests or REQUESTS[named], asked.input or INPUTS[named], asked.output or OUTPUTS[named])
     most = min(len(load.inputs), arrivals.concurrency or 64)
-    stands = _stands(asked, what, most, load.longest + 2)
+    stands = _stands(asked, what, most, load.longest + 2, max_context=load.longest)
     served, configs = {}, []
     for name, tree in (("tree", True), ("plain", False)):
         with stands.open(tree) as stand:
@@ -149,11 +151,11 @@ def _served(asked: Namespace, what: str, arrivals: Arrivals) -> tuple[dict[str, 
     return served, configs[0]
 
 
-def _stands(asked: Namespace, what: str, max_batch: int, max_context: int) -> Stands:
-    """Where nothing is found in a prefix cache, unless that is asked for."""
+def _stands(asked: Namespace, what: str, most: int, longest: int, **least: int) -> Stands:
+    """Where nothing is found in a prefix cache, unless that is asked for.  least: what sizes must not be below."""
     require_writable("--json", asked.json)
-    sizes = {"max_batch": max_batch, "max_context": max_context, "prefix_cache": False}
-    settings = {**sizes, **engine_settings(asked)}
+    sizes = {"max_batch": most, "max_context": longest, "prefix_cache": False}
+    settings = sized(engine_settings(asked), sizes, **least)
     if asked.shape is None:
         if asked.accept_length is not None:
             raise EspalierError("--accept-length is for a named shape; give --shape, or leave it out")

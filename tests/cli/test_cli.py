@@ -212,7 +212,7 @@ def test_bench_round_measures_both_in_one_run(tiny, tiny_heldout, capsys, tmp_pa
 
 def test_bench_acceptance_runs_every_variant(tiny, tiny_heldout, capsys, tmp_path):
     file = tmp_path / "figures.json"
-    assert run("bench", "round", "--acceptance", "--tokens", "24", "--json", file, *tiny) == 0
+    assert run("bench", "round", "--acceptance", "--prompts", "2", "--tokens", "24", "--json", file, *tiny) == 0
     rows = {row["name"]: row for row in json.loads(file.read_text())["acceptance"]}
     assert len(rows) == 7
     for name, row in rows.items():

@@ -2,9 +2,12 @@
 
 import os
 import sys
+from types import SimpleNamespace
 
 import pytest
+import torch
 
+from espalier.bench import drive
 from espalier.cli import choose
 from espalier.cli.console import require_writable, stdout
 from espalier.errors import EspalierError
@@ -88,7 +91,11 @@ def test_figures_are_kept_where_whoever_reads_the_table_has_left(command, flag, 
     monkeypatch.setattr("espalier.cli.bench.aligned", left)
     monkeypatch.setattr(choose, "aligned", left)
     file = tmp_path / "figures.json"
-    sizes = ["--tokens", "6"] if "--acceptance" in command else ["--tokens", "6", "--context", "8", "--repeats", "1"]
+    sizes = (
+        ["--tokens", "6", "--prompts", "2"]
+        if "--acceptance" in command
+        else ["--tokens", "6", "--context", "8", "--repeats", "1"]
+    )
     with pytest.raises(BrokenPipeError):
         _run_through(*command, *sizes, flag, file, *model)
     assert file.read_text().startswith("{")
@@ -111,3 +118,60 @@ def test_a_reader_who_has_left_is_left_to_main(monkeypatch):
             stdout().print("x")
         # Nothing is left to be written when it is closed.
         os.dup2(os.open(os.devnull, os.O_WRONLY), write)
+
+
+ROOM = [
+    (["round", "--batch", "1,4", "--max-batch", "2"], "--max-batch=2 is below the 4 that is measured"),
+    (["round", "--context", "8", "--tokens", "9", "--max-context", "16"], "--max-context=16 is below the 17"),
+    (
+        ["round", "--choose", "--context", "8", "--tokens", "9", "--max-context", "16"],
+        "--max-context=16 is below the 17",
+    ),
+    (["serve", "--context", "8", "--tokens", "9", "--max-context", "16"], "--max-context=16 is below the 17"),
+    (["throughput", "--input", "8,8", "--output", "9,9", "--max-context", "16"], "--max-context=16 is below the 17"),
+    (["latency", "--input", "8,8", "--output", "9,9", "--max-context", "-1"], "--max-context=-1 is below the 17"),
+    (["prefill", "--running", "2", "--max-batch", "2"], "--max-batch=2 is below the 3"),
+    (["prefill", "--prompts", "1x16", "--max-context", "16"], "--max-context=16 is below the 17"),
+    (["round", "--tokens", "1"], "--tokens=1 is not supported: the first comes of no round"),
+    (["round", "--acceptance", "--tokens", "1"], "--tokens=1 is not supported"),
+]
+
+
+@pytest.mark.parametrize(("command", "said"), ROOM, ids=[" ".join(command) for command, _ in ROOM])
+def test_a_size_below_what_is_measured_is_refused(command, said, nothing_loads, capsys):
+    assert said in refused(capsys, "bench", *command)
+
+
+def test_room_is_just_enough_or_left_open(model, capsys):
+    sizes = ["--context", "8", "--tokens", "9", "--repeats", "1", "--batch", "3"]
+    for room in (["--max-context", "17"], ["--max-context", "auto"]):
+        assert run("bench", "round", *sizes, *model, "--max-batch", "auto", *room) == 0
+        assert "3/3" in capsys.readouterr().out
+
+
+LOADED = [
+    (
+        ["round", "--context", "60", "--tokens", "30", "--batch", "2", "--num-pages", "9"],
+        "no round held 2 requests of 60",
+    ),
+    (["round", "--memory", "--max-context", "50"], "max_context=50 is too small for --memory; use 51"),
+    (["round", "--acceptance", "--prompts", "3", "--tokens", "8"], "there are 2 held-out texts"),
+    (["round", "--acceptance", "--prompts", "2", "--tokens", "96"], "--tokens=96 after prompts of up to 6"),
+    (["round", "--acceptance", "--steps", "0", "--num-draft-tokens", "1"], "steps=0 drafts nothing"),
+    (["prefill", "--prompts", "1x30", "--running", "1", "--max-context", "31"], "had ended before a prompt of 30"),
+]
+
+
+@pytest.mark.parametrize(("command", "said"), LOADED, ids=[said for _, said in LOADED])
+def test_what_a_model_has_no_room_for_is_refused_in_one_line(command, said, model, capsys):
+    assert said in refused(capsys, "bench", command[0], *model, *command[1:])
+
+
+def test_a_model_without_a_tokenizer_is_given_as_many_random_tokens_as_it_takes(monkeypatch):
+    drawn, randint = [], torch.randint
+    monkeypatch.setattr(torch, "randint", lambda *given, **how: drawn.append(given[2]) or randint(*given, **how))
+    llm = SimpleNamespace(tokenizer=None, model_config=SimpleNamespace(vocab_size=300))
+    monkeypatch.setattr(drive, "heldout", None)
+    prompts = drive.contexts(llm, 3, 9000)
+    assert [len(prompt) for prompt in prompts] == [9000] * 3 and prompts[0] != prompts[1]
+    assert drawn == [(64, 192)]
