@@ -16,7 +16,8 @@ from espalier.bench.round import Cell, RoundBench, as_dicts
 from espalier.bench.timing import Stopwatch
 from espalier.cli import bench_serve, choose, floor, foundry, serving, shaped
 from espalier.cli.console import QUIET, aligned, progress, require_writable, stdout, write_json
-from espalier.cli.flags import add_engine_flags, engine_settings, flag_of, new_command, sized
+from espalier.cli.flags import add_engine_flags, engine_settings, flag_of, given_flags, new_command, sized
+from espalier.cli.modes import refuse_of_others
 from espalier.errors import EspalierError
 from espalier.layout import MAX_PAGE_SIZE
 
@@ -77,25 +78,22 @@ _numbers.__name__ = "list of whole numbers"
 
 def run(asked: Namespace) -> int:
     settings = engine_settings(asked)
+    refuse_of_others(asked)
     require_plot(asked.plot)
     for name in ("json", "plot", "out"):
         require_writable(flag_of(name), getattr(asked, name))
     if asked.figures is not None:
+        if given := given_flags(asked):
+            raise EspalierError(f"{flag_of(given[0])} is not for --figures; leave one out")
         shaped.draw(asked.figures, asked.plot)
         return 0
     if asked.shape is not None:
-        _refuse_with_shape(asked)
         stdout().print(Text(header(), QUIET))
         shaped.run(asked, settings, asked.page_size or [64])
         return 0
-    shaped.refuse_without_shape(asked)
     for name, value in DEFAULTS.items():
         setattr(asked, name, value if getattr(asked, name) is None else getattr(asked, name))
     _check(asked)
-    if asked.plot is not None and (asked.acceptance or asked.memory or asked.choose):
-        raise EspalierError(
-            "--plot draws rounds beside plain ones, and another measurement is asked for; leave one out"
-        )
     if asked.page_size is not None:
         if len(asked.page_size) > 1:
             raise EspalierError(f"--page-size={asked.page_size}: a model is measured at one; several are for --shape")
@@ -104,15 +102,6 @@ def run(asked: Namespace) -> int:
     measured = choose.run if asked.choose else _memory if asked.memory else _acceptance if asked.acceptance else _round
     measured(asked, settings)
     return 0
-
-
-def _refuse_with_shape(asked: Namespace) -> None:
-    given = [name for name in DEFAULTS if getattr(asked, name) is not None]
-    given += [
-        name for name in ("acceptance", "memory", "choose", "compare", "out", "candidates") if getattr(asked, name)
-    ]
-    if given:
-        raise EspalierError(f"{flag_of(given[0])} is not for --shape, whose --cells say what is run; leave one out")
 
 
 def run_kernels(asked: Namespace) -> int:

@@ -3,6 +3,7 @@
 from argparse import Namespace
 from dataclasses import asdict
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from rich.text import Text
@@ -11,22 +12,30 @@ from espalier.bench.machine import header
 from espalier.bench.serve import Cell, ServeBench, serving
 from espalier.bench.soak import soak
 from espalier.cli.console import QUIET, aligned, progress, require_writable, stdout, write_json
-from espalier.cli.flags import add_engine_flags, engine_settings, new_command, sized
+from espalier.cli.flags import add_engine_flags, engine_settings, flag_of, new_command, sized
 from espalier.errors import EspalierError
+
+# Of what is measured without --soak.
+DEFAULTS = MappingProxyType({"concurrency": "1,16", "context": 128, "tokens": 96, "repeats": 5})
 
 
 def add(commands: Any) -> None:
     parser = new_command(commands, "serve", run, "a server beside LLM.generate: tokens a second, or a soak")
     parser.add_argument("--soak", type=int, metavar="N", help="send N requests of all kinds, many of which leave")
-    parser.add_argument("--concurrency", default="1,16", metavar="N,N", help="requests at once (1,16)")
-    parser.add_argument("--context", type=int, default=128, metavar="N", help="prompt length (128)")
-    parser.add_argument("--tokens", type=int, default=96, metavar="N", help="tokens to generate for each prompt (96)")
-    parser.add_argument("--repeats", type=int, default=5, metavar="N", help="turns of each way; medians are shown (5)")
+    parser.add_argument("--concurrency", metavar="N,N", help="requests at once (1,16)")
+    parser.add_argument("--context", type=int, metavar="N", help="prompt length (128)")
+    parser.add_argument("--tokens", type=int, metavar="N", help="tokens to generate for each prompt (96)")
+    parser.add_argument("--repeats", type=int, metavar="N", help="turns of each way; medians are shown (5)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there as well")
     add_engine_flags(parser)
 
 
 def run(asked: Namespace) -> int:
+    for name, value in DEFAULTS.items():
+        if getattr(asked, name) is None:
+            setattr(asked, name, value)
+        elif asked.soak is not None:
+            raise EspalierError(f"{flag_of(name)} is not for --soak; leave one out")
     for name in ("soak", "context", "tokens", "repeats"):
         value = getattr(asked, name)
         if value is not None and value < 1:

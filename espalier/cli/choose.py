@@ -47,6 +47,7 @@ def run(asked: Namespace, settings: dict[str, Any]) -> None:
     """Measure, print and write.  Raises EspalierError."""
     if len(asked.context) > 1:
         raise EspalierError(f"--context={asked.context} is not supported with --choose; use one")
+    _refuse_idle(settings)
     context, longest = asked.context[0], asked.context[0] + asked.tokens
     llm = LLM(**choose.without_table(sized(settings, {"max_context": longest + 1}, max_context=longest)))
     config, configured = llm.config, llm.engine.layout.tree
@@ -68,6 +69,15 @@ def run(asked: Namespace, settings: dict[str, Any]) -> None:
     stdout().print(Text(_table(timed)))
     if asked.out is not None:
         stdout().print(Text(f"written: {asked.out}; use it by --by-batch {asked.out}", QUIET))
+
+
+def _refuse_idle(settings: dict[str, Any]) -> None:
+    """What an engine takes and what is measured here has no use for."""
+    tree = settings.get("speculation")
+    if tree is not None and tree.by_batch not in ("auto", {}):
+        raise EspalierError("--by-batch is not for --choose, which measures such a table; leave one out")
+    if "prefix_cache" in settings:
+        raise EspalierError("--prefix-cache is not for --choose, whose prompts enter by it; leave one out")
 
 
 def _table(timed: list[Timed]) -> str:

@@ -49,6 +49,11 @@ def engine_settings(asked: Namespace) -> dict[str, Any]:
     return {**given, "speculation": SpeculationConfig(**tree)} if tree else given
 
 
+def given_flags(asked: Namespace) -> list[str]:
+    """Names of the engine's fields and the tree's for which flags were given."""
+    return [*_given(asked, EngineConfig), *_given(asked, SpeculationConfig)]
+
+
 def sized(settings: Mapping[str, Any], usual: Mapping[str, Any], **least: int) -> dict[str, Any]:
     """Settings with `usual` ones where they are left open.  Raises EspalierError for one below its `least`."""
     for name, need in least.items():

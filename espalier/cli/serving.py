@@ -20,9 +20,9 @@ from espalier.bench.serving import Arrivals, Load, Served, mixed, serve
 from espalier.bench.stand import OfModel, OfShape, Stands
 from espalier.cli.console import QUIET, aligned, require_writable, stdout, write_json
 from espalier.cli.flags import add_engine_flags, engine_settings, flag_of, new_command, sized
-from espalier.cli.shaped import TREE
+from espalier.cli.shaped import ACCEPT_LENGTH, TREE
 from espalier.config import ResolvedConfig
-from espalier.errors import EspalierError
+from espalier.errors import EspalierError, require_number
 
 # Of a named shape on a GPU, and of a model, which is small where nothing is said.
 PROMPTS = {True: ["1x8192", "32x1024"], False: ["1x256", "8x64"]}
@@ -114,8 +114,8 @@ def run_throughput(asked: Namespace) -> int:
 
 
 def run_latency(asked: Namespace) -> int:
-    if asked.rate is not None and not asked.rate > 0:
-        raise EspalierError(f"--rate={asked.rate} is not supported; use more than 0")
+    if asked.rate is not None:
+        require_number("--rate", asked.rate, lambda rate: rate > 0, "more than 0")
     _at_least_one(asked, "concurrency")
     concurrency = None if asked.rate else asked.concurrency or 4
     served, config = _served(asked, "bench latency", Arrivals(concurrency, asked.rate))
@@ -167,7 +167,8 @@ def _stands(asked: Namespace, what: str, most: int, longest: int, **least: int) 
     device = require_gpu(f"{what} --shape")
     recipe = Recipe(find_shape(asked.shape), settings.get("seed", 0))
     stdout().print(Text(header(), QUIET))
-    return OfShape(recipe.with_accept_length(asked.accept_length or 4.0, *TREE), settings, device)
+    accept_length = ACCEPT_LENGTH if asked.accept_length is None else asked.accept_length
+    return OfShape(recipe.with_accept_length(accept_length, *TREE), settings, device)
 
 
 def _about(asked: Namespace, config: ResolvedConfig) -> dict[str, Any]:

@@ -175,3 +175,47 @@ def test_a_model_without_a_tokenizer_is_given_as_many_random_tokens_as_it_takes(
     prompts = drive.contexts(llm, 3, 9000)
     assert [len(prompt) for prompt in prompts] == [9000] * 3 and prompts[0] != prompts[1]
     assert drawn == [(64, 192)]
+
+
+OTHERS = [
+    (["bench", "round", "--prompts", "2"], "--prompts is for --acceptance; give that"),
+    (["bench", "round", "--out", "x"], "--out is for --choose; give that"),
+    (["bench", "round", "--candidates", "3,2,8"], "--candidates is for --choose"),
+    (["bench", "round", "--accept-length", "3"], "--accept-length is for --shape or --choose"),
+    (["bench", "round", "--all-buckets"], "--all-buckets is for --shape"),
+    (["bench", "round", "--acceptance", "--batch", "2"], "--batch is not for --acceptance; leave one out"),
+    (["bench", "round", "--acceptance", "--repeats", "2"], "--repeats is not for --acceptance"),
+    (["bench", "round", "--acceptance", "--compare", "transformers"], "--compare is not for --acceptance"),
+    (["bench", "round", "--memory", "--tokens", "2"], "--tokens is not for --memory"),
+    (["bench", "round", "--choose", "--batch", "2"], "--batch is not for --choose"),
+    (["bench", "round", "--choose", "--plot", "x.svg"], "--plot is not for --choose"),
+    (["bench", "round", "--choose", "--no-prefix-cache"], "--prefix-cache is not for --choose"),
+    (["bench", "round", "--choose", "--by-batch", '{"8": {"steps": 0}}'], "--by-batch is not for --choose"),
+    (["bench", "round", "--figures", "x", "--shape", "llama-3.1-8b"], "--shape is not for --figures"),
+    (["bench", "round", "--figures", "x", "--json", "y"], "--json is not for --figures"),
+    (["bench", "round", "--shape", "llama-3.1-8b", "--repeats", "2"], "--repeats is not for --shape"),
+    (["bench", "serve", "--soak", "9", "--tokens", "2"], "--tokens is not for --soak"),
+    (["bench", "serve", "--soak", "9", "--concurrency", "2"], "--concurrency is not for --soak"),
+    (["bench", "latency", "--rate", "inf"], "--rate=inf is not supported"),
+    (["doctor", "--shapes", "llama-3.1-8b"], "--shapes is for --tune"),
+    (["doctor", "--choices", "x"], "--choices is for --tune"),
+    (["doctor", "--tune", "--max-batch", "2"], "--max-batch is not for --tune; leave"),
+    (["doctor", "--tune", "--shapes", "llama-3.1-8b", "--model", "x"], "--model is not for --tune --shapes"),
+]
+
+
+@pytest.mark.parametrize(("command", "said"), OTHERS, ids=[" ".join(command) for command, _ in OTHERS])
+def test_a_flag_that_would_have_no_effect_is_refused_by_name(command, said, nothing_loads, capsys):
+    assert said in refused(capsys, *command)
+
+
+@pytest.mark.parametrize("command", [["round"], ["throughput"], ["prefill"]], ids=str)
+def test_of_a_named_shape_an_accept_length_of_nothing_is_refused(command, monkeypatch, capsys):
+    for module in ("shaped", "serving"):
+        monkeypatch.setattr(f"espalier.cli.{module}.require_gpu", lambda what: torch.device("cpu"))
+    monkeypatch.setattr("espalier.cli.shaped.Cast", None)
+    monkeypatch.setattr("espalier.cli.serving.OfShape", None)
+    assert run("bench", *command, "--shape", "llama-3.1-8b", "--accept-length", "0") == 2
+    assert "accept length 0.0 is out of reach" in capsys.readouterr().err
+    if command == ["round"]:
+        assert "--steps is not for --shape" in refused(capsys, "bench", *command, "--shape", "x", "--steps", "3")
