@@ -45,6 +45,7 @@ BAD = [
     (["demo", "--prompts", "0"], "--prompts=0"),
     (["bench", "round", "--batch", "0"], "--batch=[0]"),
     (["bench", "kernels", "--page-size", "0"], "--page-size=[0]"),
+    (["bench", "floor", "--rows", "1,³"], "--rows=1,³ is not supported"),
     (["bench", "round", "--batch", "a"], "invalid list of whole numbers"),
     (["nonsense"], "invalid choice: 'nonsense'"),
     ([], "required"),
