@@ -12,6 +12,7 @@ from torch import Tensor
 from espalier.bench.drive import Driven, drive, texts
 from espalier.config import SpeculationConfig
 from espalier.engine.ticket import RoundTrace
+from espalier.errors import EspalierError
 from espalier.llm import LLM, faults
 from espalier.request import SamplingParams
 from espalier.sampling.pick import over_temperature
@@ -89,6 +90,9 @@ def measure(settings: dict[str, Any], num_prompts: int, num_tokens: int, seen: C
     """Every variant on the same prompts; `seen` is called after each."""
     with LLM(**settings) as llm:
         steps, has_draft = llm.config.steps, llm.config.draft is not None
+        if not steps:
+            raise EspalierError("--acceptance is of what is drafted, and steps=0 drafts nothing; leave one out")
+        texts(llm, num_prompts)
     rows: list[Acceptance] = []
     reference: dict[float, list[list[int]]] = {}
     for variant in variants(steps, has_draft):
@@ -110,6 +114,12 @@ def measure(settings: dict[str, Any], num_prompts: int, num_tokens: int, seen: C
 
 def _generated(llm: LLM, variant: Variant, num_prompts: int, num_tokens: int) -> Driven:
     prompts = [prompt for prompt, _ in texts(llm, num_prompts)]
+    longest, most = max(map(len, prompts)), llm.config.max_context
+    if longest + num_tokens > most:
+        raise EspalierError(
+            f"--tokens={num_tokens} after prompts of up to {longest} is above max_context={most}; lower --tokens or "
+            "--prompts, or raise --max-context"
+        )
     params = SamplingParams(temperature=variant.temperature, max_tokens=num_tokens, top_k=0, top_p=1.0)
     return drive(llm.engine, prompts, params)
 

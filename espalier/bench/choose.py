@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any
 
-from espalier.bench.drive import contexts, drive
+from espalier.bench.drive import contexts, drive, full_steps
 from espalier.bench.foundry import Recipe
 from espalier.bench.foundry_chain import predicted_accept_length
 from espalier.bench.foundry_shapes import find_shape
@@ -131,13 +131,7 @@ def _round_ms(engine: Engine, batch: int, runs: Runs, stats: SpeculationStats) -
     driven = [drive(engine, runs.prompts[batch], params) for _ in range(runs.repeats + 1)][1:]
     for each in driven:
         stats.merge(each.stats)
-    steps = [seconds for each in driven for seconds in each.full_steps]
-    if not steps:
-        raise EspalierError(
-            f"no round held {batch} requests of {len(runs.prompts[batch][0])} tokens at once; lower --context or "
-            "--max-batch, or raise --tokens or --num-pages"
-        )
-    return 1000 * median(steps)
+    return 1000 * median(full_steps(driven))
 
 
 def best(timed: Sequence[Timed]) -> dict[int, Timed]:

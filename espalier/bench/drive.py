@@ -15,6 +15,9 @@ from espalier.errors import EspalierError
 from espalier.llm import LLM
 from espalier.request import Request, SamplingParams, SpeculationStats
 
+# For a model without a tokenizer; prompts that need more repeat them.
+RANDOM_TEXTS = 64
+
 
 @dataclass
 class Driven:
@@ -113,6 +116,18 @@ def drive(
     return driven
 
 
+def full_steps(runs: Sequence[Driven]) -> list[float]:
+    """Of all runs of one batch.  Raises EspalierError where it never ran whole."""
+    steps = [seconds for run in runs for seconds in run.full_steps]
+    if not steps:
+        requests = runs[0].requests
+        raise EspalierError(
+            f"no round held {len(requests)} requests of {len(requests[0].prompt)} tokens at once; lower --context, "
+            "--batch or --max-batch, or raise --tokens or --num-pages"
+        )
+    return steps
+
+
 def _requests(prompts: Sequence[Sequence[int]], params: SamplingParams, roots: Sequence[int]) -> list[Request]:
     resolved = params.resolve({}, ())
     given = [[root] for root in roots] or [[] for _ in prompts]
@@ -138,22 +153,25 @@ def heldout() -> list[dict[str, str]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def texts(llm: LLM, count: int) -> list[tuple[list[int], list[int]]]:
-    """(prompt, reference) tokens of held-out text; random tokens for a model without a tokenizer."""
+def texts(llm: LLM, count: int | None = None) -> list[tuple[list[int], list[int]]]:
+    """(prompt, reference) tokens of held-out text, of all where no count is given; random tokens for a model without a
+    tokenizer.  Raises EspalierError where there are not so many."""
     if llm.tokenizer is not None:
+        if count is not None and count > len(heldout()):
+            raise EspalierError(f"--prompts={count} is not supported; there are {len(heldout())} held-out texts")
         encoded = [
             (llm.tokenizer.encode(entry["prompt"]), llm.tokenizer.encode(entry["prompt"] + entry["reference"]))
             for entry in heldout()[:count]
         ]
         return [(prompt, whole[len(prompt) :]) for prompt, whole in encoded]
     generator = torch.Generator().manual_seed(0)
-    draw = torch.randint(0, llm.model_config.vocab_size, (count, 192), generator=generator).tolist()
+    draw = torch.randint(0, llm.model_config.vocab_size, (count or RANDOM_TEXTS, 192), generator=generator).tolist()
     return [(tokens[:128], tokens[128:]) for tokens in draw]
 
 
 def contexts(llm: LLM, batch: int, length: int) -> list[list[int]]:
     """`batch` prompts of `length` tokens: held-out texts one after another, each prompt from another place."""
-    joined = [token for prompt, reference in texts(llm, 10**6) for token in prompt + reference]
+    joined = [token for prompt, reference in texts(llm) for token in prompt + reference]
     while len(joined) < 2 * length:
         joined += joined
     stride = (len(joined) - length) // batch

@@ -93,6 +93,9 @@ def write(recipe: Recipe, out: Path, dtype: torch.dtype, device: torch.device | 
     target, draft = recipe.tensors(dtype, device)
     stored = str(dtype).removeprefix("torch.")
     fields = recipe.shape.fields
+    # Both, before the first is made, which may take long.
+    for name in ("target", "draft"):
+        _empty(out / name)
     _write_model(out / "target", {**recipe.shape.config_json, "torch_dtype": stored}, target)
     generation = {name: fields[name] for name in ("bos_token_id", "eos_token_id") if fields.get(name) is not None}
     _write_json(out / "target" / "generation_config.json", {**generation, "do_sample": False})
@@ -102,10 +105,13 @@ def write(recipe: Recipe, out: Path, dtype: torch.dtype, device: torch.device | 
     return out / "target", out / "draft"
 
 
-def _write_model(path: Path, config: Mapping[str, Any], tensors: TargetTensors | DraftTensors) -> None:
+def _empty(path: Path) -> None:
     path.mkdir(parents=True, exist_ok=True)
     if stale := sorted(path.glob("*.safetensors*")):
         raise EspalierError(f"{path} already holds {stale[0].name}; name an empty directory")
+
+
+def _write_model(path: Path, config: Mapping[str, Any], tensors: TargetTensors | DraftTensors) -> None:
     _write_json(path / "config.json", config)
     shards = _shards(tensors, SHARD_BYTES)
     names = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]

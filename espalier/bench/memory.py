@@ -8,6 +8,7 @@ import torch
 from espalier.bench.drive import drive
 from espalier.config import SpeculationConfig
 from espalier.engine.engine import Engine
+from espalier.errors import EspalierError
 from espalier.layout import RoundLayout
 from espalier.llm import LLM
 from espalier.request import SamplingParams
@@ -37,9 +38,13 @@ class Memory:
 def measure(settings: dict[str, Any]) -> Memory:
     """50 requests of mixed lengths; settings override SETTINGS."""
     with LLM(**{**SETTINGS, **settings}) as llm:
+        longest = llm.config.max_context - MAX_TOKENS - 1
+        if longest < 2:
+            raise EspalierError(
+                f"max_context={llm.config.max_context} is too small for --memory; use {MAX_TOKENS + 3} or more"
+            )
         watch = Watch(llm.engine)
         generator = torch.Generator().manual_seed(0)
-        longest = llm.config.max_context - MAX_TOKENS - 1
         lengths = torch.randint(1, longest, (NUM_REQUESTS,), generator=generator).tolist()
         vocab = llm.model_config.vocab_size
         prompts = [torch.randint(0, vocab, (n,), generator=generator).tolist() for n in lengths]

@@ -10,6 +10,7 @@ from typing import Any
 from espalier.bench.floor import FloorBench
 from espalier.bench.shaped import leave
 from espalier.bench.stand import Stand
+from espalier.errors import EspalierError
 from espalier.request import Request, SamplingParams
 
 TURNS = 3
@@ -119,6 +120,11 @@ def _pause(stand: Stand, running: int, context: int, length: int) -> Pause:
     engine.add(entering)
     during = _arrivals(stand, requests, None, entering)
     after = _arrivals(stand, requests, AFTER)
+    if any(request.done for request in requests):
+        raise EspalierError(
+            f"the running requests, of {longest} tokens each, had ended before a prompt of {length} had entered; raise "
+            "--max-context, or lower --steps"
+        )
     leave(engine, requests)
     calm = [gap for times in before for gap in _gaps(times)]
     waited = waits(before, during, after)

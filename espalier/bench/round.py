@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from espalier.bench.drive import Driven, contexts, drive, time_forwards
+from espalier.bench.drive import Driven, contexts, drive, full_steps, time_forwards
 from espalier.llm import LLM
 from espalier.request import SamplingParams
 
@@ -74,7 +74,7 @@ class RoundBench:
 def _cell(
     batch: int, context: int, plain: list[Driven], tree: list[Driven], others: list[float], num_tokens: int
 ) -> Cell:
-    round_ms, token_ms = (1000 * median(s for run in runs for s in run.full_steps) for runs in (tree, plain))
+    round_ms, token_ms = (1000 * median(full_steps(runs)) for runs in (tree, plain))
     plain_speed, tree_speed = (median(run.num_tokens / run.seconds for run in runs) for runs in (plain, tree))
     forwards = sum(run.forward_seconds for run in tree) / sum(sum(run.full_steps) for run in tree)
     is_timed = any(run.forward_seconds for run in tree)

@@ -15,8 +15,9 @@ from espalier.bench.plot import Bars, plot, require_plot
 from espalier.bench.round import Cell, RoundBench, as_dicts
 from espalier.bench.timing import Stopwatch
 from espalier.cli import bench_serve, choose, floor, foundry, serving, shaped
-from espalier.cli.console import QUIET, aligned, progress, stdout, write_json
-from espalier.cli.flags import add_engine_flags, engine_settings, flag_of, new_command
+from espalier.cli.console import QUIET, aligned, progress, require_writable, stdout, write_json
+from espalier.cli.flags import add_engine_flags, engine_settings, flag_of, given_flags, new_command, sized
+from espalier.cli.modes import refuse_of_others
 from espalier.errors import EspalierError
 from espalier.layout import MAX_PAGE_SIZE
 
@@ -77,45 +78,36 @@ _numbers.__name__ = "list of whole numbers"
 
 def run(asked: Namespace) -> int:
     settings = engine_settings(asked)
+    refuse_of_others(asked)
     require_plot(asked.plot)
+    for name in ("json", "plot", "out"):
+        require_writable(flag_of(name), getattr(asked, name))
     if asked.figures is not None:
+        if given := given_flags(asked):
+            raise EspalierError(f"{flag_of(given[0])} is not for --figures; leave one out")
         shaped.draw(asked.figures, asked.plot)
         return 0
     if asked.shape is not None:
-        _refuse_with_shape(asked)
         stdout().print(Text(header(), QUIET))
         shaped.run(asked, settings, asked.page_size or [64])
         return 0
-    shaped.refuse_without_shape(asked)
     for name, value in DEFAULTS.items():
         setattr(asked, name, value if getattr(asked, name) is None else getattr(asked, name))
     _check(asked)
-    if asked.plot is not None and (asked.acceptance or asked.memory or asked.choose):
-        raise EspalierError(
-            "--plot draws rounds beside plain ones, and another measurement is asked for; leave one out"
-        )
     if asked.page_size is not None:
         if len(asked.page_size) > 1:
             raise EspalierError(f"--page-size={asked.page_size}: a model is measured at one; several are for --shape")
         settings["page_size"] = asked.page_size[0]
     stdout().print(Text(header(), QUIET))
     measured = choose.run if asked.choose else _memory if asked.memory else _acceptance if asked.acceptance else _round
-    write_json(asked.json, measured(asked, settings))
+    measured(asked, settings)
     return 0
-
-
-def _refuse_with_shape(asked: Namespace) -> None:
-    given = [name for name in DEFAULTS if getattr(asked, name) is not None]
-    given += [
-        name for name in ("acceptance", "memory", "choose", "compare", "out", "candidates") if getattr(asked, name)
-    ]
-    if given:
-        raise EspalierError(f"{flag_of(given[0])} is not for --shape, whose --cells say what is run; leave one out")
 
 
 def run_kernels(asked: Namespace) -> int:
     if not all(1 <= size <= MAX_PAGE_SIZE for size in asked.page_size):
         raise EspalierError(f"--page-size={asked.page_size} is not supported; use 1 to {MAX_PAGE_SIZE}")
+    require_writable("--json", asked.json)
     device = require_gpu("bench kernels")
     stdout().print(Text(header(), QUIET))
     cells: list[kernels.Cell] = []
@@ -127,11 +119,11 @@ def run_kernels(asked: Namespace) -> int:
                 cells.append(kernels.measure(shape, page_size, bytes_per_second, device, watch, asked.in_order))
                 advance()
     order = "in order" if asked.in_order else "in no order"
+    figures = {"bytes_per_second": bytes_per_second, "in_order": asked.in_order}
+    write_json(asked.json, figures | {"cells": [cell.as_dict() for cell in cells]})
     about = f"{kernels.ABOUT}, pages {order}; memory reads {bytes_per_second / 1e12:.2f} TB/s"
     stdout().print(Text(about, QUIET))
     stdout().print(Text(_kernels_table(cells)))
-    figures = {"bytes_per_second": bytes_per_second, "in_order": asked.in_order}
-    write_json(asked.json, figures | {"cells": [cell.as_dict() for cell in cells]})
     return 0
 
 
@@ -152,12 +144,14 @@ def _check(asked: Namespace) -> None:
         value = getattr(asked, name)
         if min(value if isinstance(value, list) else [value]) < 1:
             raise EspalierError(f"--{name}={value} is not supported; use 1 or more")
+    if asked.tokens < 2 and not asked.memory:
+        raise EspalierError(f"--tokens={asked.tokens} is not supported: the first comes of no round; use 2 or more")
 
 
-def _round(asked: Namespace, settings: dict[str, Any]) -> dict[str, Any]:
+def _round(asked: Namespace, settings: dict[str, Any]) -> None:
     # Two engines stand on one device: each takes pages for what is measured, and no more.
-    longest = max(asked.context) + asked.tokens + 1
-    settings = {"max_batch": max(asked.batch), "max_context": longest, **settings}
+    most, longest = max(asked.batch), max(asked.context) + asked.tokens
+    settings = sized(settings, {"max_batch": most, "max_context": longest + 1}, max_batch=most, max_context=longest)
     cells: list[Cell] = []
     bench = RoundBench(settings, asked.compare is not None)
     stdout().print(Text(f"{bench.tree.config.algorithm} tree, {_shape(bench)}; {asked.tokens} tokens a prompt", QUIET))
@@ -167,9 +161,10 @@ def _round(asked: Namespace, settings: dict[str, Any]) -> dict[str, Any]:
                 cells.append(bench.measure(batch, context, asked.tokens, asked.repeats))
                 advance()
     bench.close()
-    stdout().print(Text(_cells_table(cells)))
+    # Kept before it is shown: whoever reads us may have left.
+    write_json(asked.json, {"config": asdict(bench.tree.config), "cells": as_dicts(cells)})
     plot([_bars(cell) for cell in cells], _shape(bench), asked.plot)
-    return {"config": asdict(bench.tree.config), "cells": as_dicts(cells)}
+    stdout().print(Text(_cells_table(cells)))
 
 
 def _bars(cell: Cell) -> Bars:
@@ -203,9 +198,11 @@ def _cells_table(cells: list[Cell]) -> str:
     return aligned(rows)
 
 
-def _acceptance(asked: Namespace, settings: dict[str, Any]) -> dict[str, Any]:
+def _acceptance(asked: Namespace, settings: dict[str, Any]) -> None:
     with progress("measuring", 7) as advance:
         rows = acceptance.measure(settings, asked.prompts, asked.tokens, advance)
+    about = {name: str(value) for name, value in settings.items()}
+    write_json(asked.json, {"settings": about, "acceptance": [row.as_dict() for row in rows]})
     lines = [["", "accept length", "new text", "repeated", "share repeated", "rounds", "same tokens", "by depth"]]
     for row in rows:
         cells = [
@@ -220,14 +217,10 @@ def _acceptance(asked: Namespace, settings: dict[str, Any]) -> dict[str, Any]:
         ]
         lines.append(cells)
     stdout().print(Text(aligned(lines)))
-    return {
-        "settings": {name: str(value) for name, value in settings.items()},
-        "acceptance": [r.as_dict() for r in rows],
-    }
 
 
-def _memory(asked: Namespace, settings: dict[str, Any]) -> dict[str, Any]:
+def _memory(asked: Namespace, settings: dict[str, Any]) -> None:
     figures = asdict(memory.measure(settings))
+    write_json(asked.json, {"memory": figures})
     for name, value in figures.items():
         stdout().print(Text(f"  {name.replace('_', ' '):<20} {value}"))
-    return {"memory": figures}

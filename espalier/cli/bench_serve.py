@@ -3,6 +3,7 @@
 from argparse import Namespace
 from dataclasses import asdict
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from rich.text import Text
@@ -10,46 +11,56 @@ from rich.text import Text
 from espalier.bench.machine import header
 from espalier.bench.serve import Cell, ServeBench, serving
 from espalier.bench.soak import soak
-from espalier.cli.console import QUIET, aligned, progress, stdout, write_json
-from espalier.cli.flags import add_engine_flags, engine_settings, new_command
+from espalier.cli.console import QUIET, aligned, progress, require_writable, stdout, write_json
+from espalier.cli.flags import add_engine_flags, engine_settings, flag_of, new_command, sized
 from espalier.errors import EspalierError
+
+# Of what is measured without --soak.
+DEFAULTS = MappingProxyType({"concurrency": "1,16", "context": 128, "tokens": 96, "repeats": 5})
 
 
 def add(commands: Any) -> None:
     parser = new_command(commands, "serve", run, "a server beside LLM.generate: tokens a second, or a soak")
     parser.add_argument("--soak", type=int, metavar="N", help="send N requests of all kinds, many of which leave")
-    parser.add_argument("--concurrency", default="1,16", metavar="N,N", help="requests at once (1,16)")
-    parser.add_argument("--context", type=int, default=128, metavar="N", help="prompt length (128)")
-    parser.add_argument("--tokens", type=int, default=96, metavar="N", help="tokens to generate for each prompt (96)")
-    parser.add_argument("--repeats", type=int, default=5, metavar="N", help="turns of each way; medians are shown (5)")
+    parser.add_argument("--concurrency", metavar="N,N", help="requests at once (1,16)")
+    parser.add_argument("--context", type=int, metavar="N", help="prompt length (128)")
+    parser.add_argument("--tokens", type=int, metavar="N", help="tokens to generate for each prompt (96)")
+    parser.add_argument("--repeats", type=int, metavar="N", help="turns of each way; medians are shown (5)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there as well")
     add_engine_flags(parser)
 
 
 def run(asked: Namespace) -> int:
+    for name, value in DEFAULTS.items():
+        if getattr(asked, name) is None:
+            setattr(asked, name, value)
+        elif asked.soak is not None:
+            raise EspalierError(f"{flag_of(name)} is not for --soak; leave one out")
     for name in ("soak", "context", "tokens", "repeats"):
         value = getattr(asked, name)
         if value is not None and value < 1:
             raise EspalierError(f"--{name}={value} is not supported; use 1 or more")
+    require_writable("--json", asked.json)
     stdout().print(Text(header(), QUIET))
     settings = engine_settings(asked)
     if asked.soak is None:
-        write_json(asked.json, {"cells": [cell.as_dict() for cell in _measured(asked, settings)]})
+        _measured(asked, settings)
         return 0
     figures = soak(settings, asked.soak, settings.get("seed", 0))
+    write_json(asked.json, {"soak": asdict(figures)})
     for name, value in asdict(figures).items():
         stdout().print(Text(f"  {name.replace('_', ' '):<18} {value}"))
-    write_json(asked.json, {"soak": asdict(figures)})
     return int(bool(figures.unanswered or figures.leaked_pages or figures.leaked_processes))
 
 
-def _measured(asked: Namespace, settings: dict[str, Any]) -> list[Cell]:
+def _measured(asked: Namespace, settings: dict[str, Any]) -> None:
     sizes = [int(part) for part in asked.concurrency.split(",") if part.isdecimal()]
     if not sizes or min(sizes) < 1 or ",".join(map(str, sizes)) != asked.concurrency:
         raise EspalierError(f"--concurrency={asked.concurrency} is not supported; use whole numbers, such as 1,16")
     # Prompts come again at every turn, and both ways are to read them each time.
-    both = {"max_batch": max(sizes), "max_context": asked.context + asked.tokens + 1, "prefix_cache": False}
-    settings = both | settings
+    longest = asked.context + asked.tokens
+    both = {"max_batch": max(sizes), "max_context": longest + 1, "prefix_cache": False}
+    settings = sized(settings, both, max_context=longest)
     cells: list[Cell] = []
     with serving(settings) as server:
         bench = ServeBench(settings, server)
@@ -58,6 +69,7 @@ def _measured(asked: Namespace, settings: dict[str, Any]) -> list[Cell]:
                 cells.append(bench.measure(size, asked.context, asked.tokens, asked.repeats))
                 advance()
         bench.close()
+    write_json(asked.json, {"cells": [cell.as_dict() for cell in cells]})
     rows = [
         ["requests at once", *(str(cell.concurrency) for cell in cells)],
         ["LLM.generate, tokens/s", *(f"{cell.offline:.0f}" for cell in cells)],
@@ -67,4 +79,3 @@ def _measured(asked: Namespace, settings: dict[str, Any]) -> list[Cell]:
         ["whole answers over LLM.generate", *(f"{cell.whole / cell.offline:.2f}" for cell in cells)],
     ]
     stdout().print(Text(aligned(rows)))
-    return cells

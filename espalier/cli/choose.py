@@ -9,7 +9,8 @@ from rich.text import Text
 
 from espalier.bench import choose
 from espalier.bench.choose import Timed
-from espalier.cli.console import QUIET, aligned, progress, stdout
+from espalier.cli.console import QUIET, aligned, progress, stdout, write_json
+from espalier.cli.flags import sized
 from espalier.engine import trees
 from espalier.errors import EspalierError
 from espalier.layout import TreeShape
@@ -42,12 +43,13 @@ def _shape(text: str) -> TreeShape:
         raise ArgumentTypeError(f"{text!r} is no tree; use steps,topk,num_draft_tokens, such as 5,4,16") from None
 
 
-def run(asked: Namespace, settings: dict[str, Any]) -> dict[str, Any]:
+def run(asked: Namespace, settings: dict[str, Any]) -> None:
     """Measure, print and write.  Raises EspalierError."""
     if len(asked.context) > 1:
         raise EspalierError(f"--context={asked.context} is not supported with --choose; use one")
-    context = asked.context[0]
-    llm = LLM(**choose.without_table({"max_context": context + asked.tokens + 1, **settings}))
+    _refuse_idle(settings)
+    context, longest = asked.context[0], asked.context[0] + asked.tokens
+    llm = LLM(**choose.without_table(sized(settings, {"max_context": longest + 1}, max_context=longest)))
     config, configured = llm.config, llm.engine.layout.tree
     shapes = choose.candidates_of(configured, asked.candidates)
     lengths = None if asked.accept_length is None else choose.foretold(asked.accept_length, configured, shapes)
@@ -57,13 +59,25 @@ def run(asked: Namespace, settings: dict[str, Any]) -> dict[str, Any]:
     with progress("measuring", len(shapes) * len(runs.prompts)) as advance:
         timed = choose.measure(llm.engine, config.graph_batch, runs, shapes, lengths, advance)
     llm.close()
-    stdout().print(Text(_table(timed)))
     chosen = choose.table(timed)
+    by_batch = {least: asdict(shape) for least, shape in chosen.items()}
+    # Kept before it is shown: whoever reads us may have left.
     if asked.out is not None:
         trees.write(asked.out, chosen)
+    cells = [one.as_dict() for one in timed]
+    write_json(asked.json, {"config": asdict(config), "cells": cells, "by_batch": by_batch})
+    stdout().print(Text(_table(timed)))
+    if asked.out is not None:
         stdout().print(Text(f"written: {asked.out}; use it by --by-batch {asked.out}", QUIET))
-    by_batch = {least: asdict(shape) for least, shape in chosen.items()}
-    return {"config": asdict(config), "cells": [one.as_dict() for one in timed], "by_batch": by_batch}
+
+
+def _refuse_idle(settings: dict[str, Any]) -> None:
+    """What an engine takes and what is measured here has no use for."""
+    tree = settings.get("speculation")
+    if tree is not None and tree.by_batch not in ("auto", {}):
+        raise EspalierError("--by-batch is not for --choose, which measures such a table; leave one out")
+    if "prefix_cache" in settings:
+        raise EspalierError("--prefix-cache is not for --choose, whose prompts enter by it; leave one out")
 
 
 def _table(timed: list[Timed]) -> str:

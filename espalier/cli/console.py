@@ -1,11 +1,12 @@
 """Colour and progress where there is a terminal, plain text where there is none."""
 
 import json
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -20,8 +21,14 @@ FROM_TARGET = "white"
 QUIET = "dim"
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> NoReturn:
+        """Left to main, which ends quietly; rich would end with status 1."""
+        raise BrokenPipeError
+
+
 def stdout() -> Console:
-    return Console(highlight=False, soft_wrap=True)
+    return _Console(highlight=False, soft_wrap=True)
 
 
 def stderr() -> Console:
@@ -91,6 +98,22 @@ def coloured(tokenizer: Tokenizer, prompt: Sequence[int], tokens: Sequence[int],
         sink.push(token)
         text.append(sink.take(final=i + 1 == len(tokens)), FROM_DRAFT if drafted else FROM_TARGET)
     return text
+
+
+def require_writable(flag: str, path: Path | None) -> None:
+    """Check, before anything is measured, that a file can be written there.  Raises EspalierError."""
+    if path is None:
+        return
+    folder = path.parent
+    if path.is_dir():
+        wrong = "it is a directory"
+    elif not folder.is_dir():
+        wrong = f"{folder} is not a directory"
+    elif not os.access(path if path.exists() else folder, os.W_OK):
+        wrong = "permission denied"
+    else:
+        return
+    raise EspalierError(f"{flag} {path} cannot be written ({wrong}); name another file")
 
 
 def write_json(path: Path | None, figures: dict[str, Any]) -> None:

@@ -8,9 +8,10 @@ from rich.text import Text
 from espalier.bench.machine import describe, installed
 from espalier.cli import tune
 from espalier.cli.console import QUIET, stdout
-from espalier.cli.flags import add_engine_flags, engine_settings, new_command
+from espalier.cli.flags import add_engine_flags, engine_settings, flag_of, new_command
 from espalier.config import EngineConfig, is_open
 from espalier.engine.load import find, resolve_config
+from espalier.errors import EspalierError
 
 OPTIONAL = ("triton", "flashinfer-python", "accelerate")
 
@@ -24,6 +25,9 @@ def add(commands: Any, name: str) -> None:
 def run(asked: Namespace) -> int:
     if asked.tune:
         return tune.run(asked, EngineConfig(**engine_settings(asked)))
+    for name in ("shapes", "choices"):
+        if getattr(asked, name) is not None:
+            raise EspalierError(f"{flag_of(name)} is for --tune; give that, or leave it out")
     console = stdout()
     console.print(Text("machine", "bold"))
     about = describe() | {package: installed(package) for package in OPTIONAL}

@@ -7,7 +7,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import Field, fields
 from typing import Any, Union, get_args, get_origin
 
-from espalier.config import EngineConfig, SpeculationConfig
+from espalier.config import EngineConfig, SpeculationConfig, is_open
+from espalier.errors import EspalierError
 from espalier.request import SamplingParams
 
 NOT_GIVEN = None
@@ -46,6 +47,22 @@ def engine_settings(asked: Namespace) -> dict[str, Any]:
     given = _given(asked, EngineConfig)
     tree = _given(asked, SpeculationConfig)
     return {**given, "speculation": SpeculationConfig(**tree)} if tree else given
+
+
+def given_flags(asked: Namespace) -> list[str]:
+    """Names of the engine's fields and the tree's for which flags were given."""
+    return [*_given(asked, EngineConfig), *_given(asked, SpeculationConfig)]
+
+
+def sized(settings: Mapping[str, Any], usual: Mapping[str, Any], **least: int) -> dict[str, Any]:
+    """Settings with `usual` ones where they are left open.  Raises EspalierError for one below its `least`."""
+    for name, need in least.items():
+        given: Any = settings.get(name)
+        if not is_open(given) and given < need:
+            raise EspalierError(
+                f"{flag_of(name)}={given} is below the {need} that is measured; use {need} or more, or leave it out"
+            )
+    return {**usual, **{name: value for name, value in settings.items() if name not in usual or not is_open(value)}}
 
 
 def sampling_params(asked: Namespace) -> SamplingParams:

@@ -13,7 +13,7 @@ from espalier.bench.floor import FloorBench, LinearTimes, known_ms
 from espalier.bench.linears import SHAPES, shape_named
 from espalier.bench.machine import header
 from espalier.bench.timing import Ceilings
-from espalier.cli.console import QUIET, aligned, stdout, write_json
+from espalier.cli.console import QUIET, aligned, require_writable, stdout, write_json
 from espalier.cli.flags import new_command
 from espalier.errors import EspalierError
 
@@ -28,18 +28,19 @@ def add(commands: Any) -> None:
 
 
 def run(asked: Namespace) -> int:
-    rows = [int(text) for text in asked.rows.split(",") if text.isdigit()]
+    rows = [int(text) for text in asked.rows.split(",") if text.isdecimal()]
     if not rows or ",".join(map(str, rows)) != asked.rows or min(rows) < 1:
         raise EspalierError(f"--rows={asked.rows} is not supported; use whole numbers, 1 or more, such as 1,16,64")
+    require_writable("--json", asked.json)
     bench = FloorBench(shape_named(asked.shape))
     stdout().print(Text(header(), QUIET))
     ceilings = bench.ceilings()
     times = [bench.target(count) for count in rows]
-    stdout().print(Text(f"read {ceilings.bandwidth / 1e12:.2f} TB/s; bf16 product {ceilings.peak / 1e12:.0f} TFLOP/s"))
     known = known_ms(asked.shape, torch.cuda.get_device_name())
-    stdout().print(Text(table(times, ceilings, known)))
     passes = [{**asdict(each), "known_ms": known.get(each.rows)} for each in times]
     write_json(asked.json, {"shape": asked.shape, "ceilings": asdict(ceilings), "passes": passes})
+    stdout().print(Text(f"read {ceilings.bandwidth / 1e12:.2f} TB/s; bf16 product {ceilings.peak / 1e12:.0f} TFLOP/s"))
+    stdout().print(Text(table(times, ceilings, known)))
     return 0
 
 

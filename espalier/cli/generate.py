@@ -45,12 +45,12 @@ def run(asked: Namespace) -> int:
         return _all(llm, inputs, params, asked.json)
 
 
-def _prompts(asked: Namespace) -> list[str]:
-    prompts = [sys.stdin.read() if prompt == "-" else prompt for prompt in asked.prompts]
+def _prompts(asked: Namespace) -> list[Any]:
+    prompts: list[Any] = [_read_stdin() if prompt == "-" else _readable(prompt, "a prompt") for prompt in asked.prompts]
     if asked.file is not None:
         prompts += _read_file(asked.file)
     if not prompts and not sys.stdin.isatty():
-        prompts = [sys.stdin.read()]
+        prompts = [_read_stdin()]
     if not prompts:
         raise EspalierError(
             "no prompt is given; write one after the command, or '-' to read it from stdin, or use --file"
@@ -58,20 +58,44 @@ def _prompts(asked: Namespace) -> list[str]:
     return prompts
 
 
-def _read_file(path: Path) -> list[str]:
+def _read_stdin() -> str:
     try:
-        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        return _readable(sys.stdin.read(), "what stdin holds")
+    except UnicodeDecodeError as error:
+        raise EspalierError(f"stdin cannot be read ({error}); give text in {sys.stdin.encoding}") from None
+
+
+def _readable(text: str, what: str) -> str:
+    """Python hands on bytes that are no text as lone surrogates, which no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise EspalierError(f"{what} is not text in the encoding of this terminal; set LANG=C.UTF-8 or such") from None
+    return text
+
+
+def _read_file(path: Path) -> list[Any]:
+    try:
+        # Not splitlines: JSON strings may hold what Unicode calls line breaks.
+        lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise EspalierError(f"--file {path} cannot be read ({error}); give a text file") from None
-    prompts = []
+    prompts: list[Any] = []
     for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
         try:
             value = json.loads(line)
-            prompts.append(value if isinstance(value, str) else value["prompt"])
+            prompt = value if isinstance(value, str) else value["prompt"]
         except (ValueError, TypeError, KeyError):
+            prompt = None
+        if not isinstance(prompt, str | list):  # a list is token ids, which LLM checks
             raise EspalierError(
                 f'--file {path}, line {number}: neither a JSON string nor an object with "prompt"; write one a line'
-            ) from None
+            )
+        prompts.append(prompt)
+    if not prompts:
+        raise EspalierError(f"--file {path} holds no prompt; write one a line")
     return prompts
 
 

@@ -6,6 +6,7 @@ import os
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
+from io import TextIOWrapper
 from typing import NoReturn
 
 from espalier import __version__
@@ -51,6 +52,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(
         level=logging.INFO if asked.verbose else logging.WARNING, format="%(message)s", stream=sys.stderr
     )
+    if isinstance(sys.stdout, TextIOWrapper):
+        # Text that was generated is shown as far as the encoding goes, escaped where it has no such character.
+        sys.stdout.reconfigure(errors="backslashreplace")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
         return asked.run(asked)

@@ -18,11 +18,11 @@ from espalier.bench.machine import header, require_gpu
 from espalier.bench.prefill import pause, prefill
 from espalier.bench.serving import Arrivals, Load, Served, mixed, serve
 from espalier.bench.stand import OfModel, OfShape, Stands
-from espalier.cli.console import QUIET, aligned, stdout, write_json
-from espalier.cli.flags import add_engine_flags, engine_settings, flag_of, new_command
-from espalier.cli.shaped import TREE
+from espalier.cli.console import QUIET, aligned, require_writable, stdout, write_json
+from espalier.cli.flags import add_engine_flags, engine_settings, flag_of, new_command, sized
+from espalier.cli.shaped import ACCEPT_LENGTH, TREE
 from espalier.config import ResolvedConfig
-from espalier.errors import EspalierError
+from espalier.errors import EspalierError, require_number
 
 # Of a named shape on a GPU, and of a model, which is small where nothing is said.
 PROMPTS = {True: ["1x8192", "32x1024"], False: ["1x256", "8x64"]}
@@ -74,24 +74,26 @@ def run_prefill(asked: Namespace) -> int:
     _at_least_one(asked, "running")
     longest = max(length for _, length in groups)
     most = max(asked.running + 1, *(batch for batch, _ in groups))
-    stands = _stands(asked, "bench prefill", most, longest + SPARE)
+    least = {"max_batch": asked.running + 1, "max_context": longest + 1}
+    stands = _stands(asked, "bench prefill", most, longest + SPARE, **least)
     floors = FloorBench(shape_named(asked.shape)) if asked.shape and torch.cuda.is_available() else None
     with stands.open(True) as stand:
-        entered = [prefill(stand, *group, floors) for group in groups]
+        # First, as it may find that it has no room.
         waited = pause(stand, asked.running, max(1, groups[0][1] // 8), groups[0][1])
+        entered = [prefill(stand, *group, floors) for group in groups]
     rows = [["prompts", "ms", "tokens/s", "passes", "linear layers, ms", "their share"]]
     for each in entered:
         share = "" if each.linear_ms is None else f"{each.linear_ms / each.ms:.0%}"
         linear = "" if each.linear_ms is None else f"{each.linear_ms:.1f}"
         name, rate = f"{each.batch}x{each.length}", f"{each.tokens_per_second:.0f}"
         rows.append([name, f"{each.ms:.1f}", rate, f"{each.passes}", linear, share])
+    figures = {"prefill": [each.as_dict() for each in entered], "pause": asdict(waited)}
+    write_json(asked.json, {**_about(asked, stand.config), **figures})
     stdout().print(Text(aligned(rows)))
     who = f"{waited.running} running requests of {waited.context} tokens"
     calm = f"{waited.median_before_ms:.1f} ms between tokens (at most {waited.longest_before_ms:.1f})"
     during = f"at most {waited.longest_during_ms:.1f} while a prompt of {waited.length} enters"
     stdout().print(Text(f"{who} wait {calm}, {during}"))
-    figures = {"prefill": [each.as_dict() for each in entered], "pause": asdict(waited)}
-    write_json(asked.json, {**_about(asked, stand.config), **figures})
     return 0
 
 
@@ -106,14 +108,14 @@ def run_throughput(asked: Namespace) -> int:
         "accept_length": "{:.2f}",
     }.items():
         rows.append([name.replace("_", " "), *(form.format(each[name]) for each in figures.values())])
-    stdout().print(Text(aligned(rows)))
     write_json(asked.json, {**_about(asked, config), **figures})
+    stdout().print(Text(aligned(rows)))
     return 0
 
 
 def run_latency(asked: Namespace) -> int:
-    if asked.rate is not None and not asked.rate > 0:
-        raise EspalierError(f"--rate={asked.rate} is not supported; use more than 0")
+    if asked.rate is not None:
+        require_number("--rate", asked.rate, lambda rate: rate > 0, "more than 0")
     _at_least_one(asked, "concurrency")
     concurrency = None if asked.rate else asked.concurrency or 4
     served, config = _served(asked, "bench latency", Arrivals(concurrency, asked.rate))
@@ -125,9 +127,9 @@ def run_latency(asked: Namespace) -> int:
             rows.append(
                 [f"{what.removesuffix('_ms').replace('_', ' ')}, {name}", *(f"{v:.1f}" for v in found.values())]
             )
-    stdout().print(Text(aligned([row + [""] * (4 - len(row)) for row in rows])))
     arrivals = {"concurrency": concurrency, "rate": asked.rate}
     write_json(asked.json, {**_about(asked, config), **arrivals, **figures})
+    stdout().print(Text(aligned([row + [""] * (4 - len(row)) for row in rows])))
     return 0
 
 
@@ -137,7 +139,7 @@ def _served(asked: Namespace, what: str, arrivals: Arrivals) -> tuple[dict[str, 
     named = asked.shape is not None
     load = mixed(asked.requests or REQUESTS[named], asked.input or INPUTS[named], asked.output or OUTPUTS[named])
     most = min(len(load.inputs), arrivals.concurrency or 64)
-    stands = _stands(asked, what, most, load.longest + 2)
+    stands = _stands(asked, what, most, load.longest + 2, max_context=load.longest)
     served, configs = {}, []
     for name, tree in (("tree", True), ("plain", False)):
         with stands.open(tree) as stand:
@@ -149,10 +151,11 @@ def _served(asked: Namespace, what: str, arrivals: Arrivals) -> tuple[dict[str, 
     return served, configs[0]
 
 
-def _stands(asked: Namespace, what: str, max_batch: int, max_context: int) -> Stands:
-    """Where nothing is found in a prefix cache, unless that is asked for."""
-    sizes = {"max_batch": max_batch, "max_context": max_context, "prefix_cache": False}
-    settings = {**sizes, **engine_settings(asked)}
+def _stands(asked: Namespace, what: str, most: int, longest: int, **least: int) -> Stands:
+    """Where nothing is found in a prefix cache, unless that is asked for.  least: what sizes must not be below."""
+    require_writable("--json", asked.json)
+    sizes = {"max_batch": most, "max_context": longest, "prefix_cache": False}
+    settings = sized(engine_settings(asked), sizes, **least)
     if asked.shape is None:
         if asked.accept_length is not None:
             raise EspalierError("--accept-length is for a named shape; give --shape, or leave it out")
@@ -164,7 +167,8 @@ def _stands(asked: Namespace, what: str, max_batch: int, max_context: int) -> St
     device = require_gpu(f"{what} --shape")
     recipe = Recipe(find_shape(asked.shape), settings.get("seed", 0))
     stdout().print(Text(header(), QUIET))
-    return OfShape(recipe.with_accept_length(asked.accept_length or 4.0, *TREE), settings, device)
+    accept_length = ACCEPT_LENGTH if asked.accept_length is None else asked.accept_length
+    return OfShape(recipe.with_accept_length(accept_length, *TREE), settings, device)
 
 
 def _about(asked: Namespace, config: ResolvedConfig) -> dict[str, Any]:

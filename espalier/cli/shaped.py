@@ -19,13 +19,13 @@ from espalier.bench.machine import require_gpu
 from espalier.bench.plot import Bars, plot
 from espalier.bench.shaped import ROUNDS, Measured, Settings, measure, plain_beside
 from espalier.cli.console import QUIET, aligned, progress, stdout, write_json
-from espalier.cli.flags import flag_of
+from espalier.cli.flags import flag_of, given_flags
 from espalier.errors import EspalierError
 
 # Where the draft's skill is chosen.
 TREE = (5, 8, 64)
+ACCEPT_LENGTH = 4.0
 HONOURED = ("page_size", "attention", "overlap", "chunk_size", "seed")
-OWN = {"cells": None, "rounds": None, "all_buckets": False}
 CELLS = ["1x1024:5,8,64"]
 
 
@@ -38,16 +38,8 @@ def add(parser: ArgumentParser) -> None:
     group.add_argument("--all-buckets", action="store_true", help="capture the rounds of every batch, not a cell's own")
 
 
-def refuse_without_shape(asked: Namespace) -> None:
-    given = [name for name, unset in OWN.items() if getattr(asked, name) != unset]
-    if asked.accept_length is not None and not asked.choose:
-        given.append("accept_length")
-    if given:
-        raise EspalierError(f"{flag_of(given[0])} is for a named shape; give --shape, or leave it out")
-
-
 def run(asked: Namespace, settings: dict[str, Any], page_sizes: list[int]) -> None:
-    refused = [flag_of(name) for name in settings if name not in HONOURED]
+    refused = [flag_of(name) for name in given_flags(asked) if name not in HONOURED]
     if refused:
         raise EspalierError(f"{refused[0]} is not for --shape: cells say batch, context and tree; leave it out")
     device = require_gpu("bench round --shape")
@@ -94,7 +86,9 @@ def draw(figures: Path, picture: Path | None) -> None:
 
 
 def make_cast(shape: str, seed: int, accept_length: float | None, device: torch.device, position_rows: int) -> Cast:
-    recipe = Recipe(find_shape(shape), seed).with_accept_length(accept_length or 4.0, *TREE)
+    recipe = Recipe(find_shape(shape), seed).with_accept_length(
+        ACCEPT_LENGTH if accept_length is None else accept_length, *TREE
+    )
     return Cast(recipe, torch.bfloat16 if device.type == "cuda" else torch.float32, device, position_rows)
 
 

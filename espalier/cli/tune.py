@@ -11,16 +11,20 @@ from espalier.bench.linears import ModelShape, Shape, shape_named
 from espalier.bench.machine import header, installed, require_gpu
 from espalier.bench.tune import Measured, Tuner, as_choices
 from espalier.bench.tune import Table as ByRows
-from espalier.cli.console import QUIET, aligned, progress, stdout
+from espalier.cli.console import QUIET, aligned, progress, require_writable, stdout
+from espalier.cli.flags import flag_of, given_flags
 from espalier.config import EngineConfig, is_open
 from espalier.engine.load import Checkpoint, find
 from espalier.engine.resolve import choose_device
 from espalier.errors import EspalierError
-from espalier.kernels.choices import Table, own_file, write
+from espalier.kernels.choices import Table, own_file, read, write
 from espalier.kernels.linear import Library, Way
 from espalier.models import ModelConfig
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+# What is heeded with --shapes, and of a model besides.
+NAMED, OF_MODEL = ("device", "dtype"), ("model", "draft", "model_overrides")
 
 
 def add(parser: ArgumentParser) -> None:
@@ -33,6 +37,14 @@ def add(parser: ArgumentParser) -> None:
 
 
 def run(asked: Namespace, config: EngineConfig) -> int:
+    honoured = NAMED if asked.shapes else (*NAMED, *OF_MODEL)
+    if refused := [flag_of(name) for name in given_flags(asked) if name not in honoured]:
+        raise EspalierError(f"{refused[0]} is not for --tune{' --shapes' if asked.shapes else ''}; leave one out")
+    path = asked.choices or own_file()
+    if path.parent.is_dir():  # else it is made
+        require_writable("--choices", path)
+    if path.exists():
+        read(path)  # what is measured is put beside what stands there
     require_gpu("--tune")
     device = choose_device(config)
     if device.type != "cuda":

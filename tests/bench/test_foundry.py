@@ -140,6 +140,14 @@ def test_directories_are_ordinary_and_what_build_gives(tmp_path: Path, monkeypat
         write(recipe, tmp_path, torch.float32)
 
 
+def test_a_draft_that_stands_is_noticed_before_a_target_is_made(tmp_path):
+    (tmp_path / "draft").mkdir()
+    (tmp_path / "draft" / "model.safetensors").touch()
+    with pytest.raises(EspalierError, match="draft already holds"):
+        write(Recipe(tiny()), tmp_path, torch.float32)
+    assert not list((tmp_path / "target").iterdir())
+
+
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_models_in_bfloat16_follow_the_rule(device: str) -> None:
     for mode in ("chain", "copy"):

@@ -136,7 +136,7 @@ def test_a_failure_leaves_what_was_measured(monkeypatch, capsys, tmp_path):
         (["--shape", "llama-3.1-8b", "--batch", "2"], "--batch is not for --shape"),
         (["--shape", "llama-3.1-8b", "--memory"], "--memory is not for --shape"),
         (["--shape", "llama-3.1-8b", "--max-batch", "2"], "--max-batch is not for --shape"),
-        (["--cells", "1x8:plain"], "--cells is for a named shape"),
+        (["--cells", "1x8:plain"], "--cells is for --shape"),
         (["--page-size", "1,64"], "several are for --shape"),
         (["--figures", "none.json"], "give --plot"),
         (["--acceptance", "--plot", "a.txt"], "--plot"),

@@ -1,5 +1,6 @@
 """The command line: one line for what is wrong, figures and text for what is right, over a tiny model."""
 
+import io
 import json
 import re
 
@@ -44,6 +45,7 @@ BAD = [
     (["demo", "--prompts", "0"], "--prompts=0"),
     (["bench", "round", "--batch", "0"], "--batch=[0]"),
     (["bench", "kernels", "--page-size", "0"], "--page-size=[0]"),
+    (["bench", "floor", "--rows", "1,³"], "--rows=1,³ is not supported"),
     (["bench", "round", "--batch", "a"], "invalid list of whole numbers"),
     (["nonsense"], "invalid choice: 'nonsense'"),
     ([], "required"),
@@ -122,9 +124,42 @@ def test_generate_gives_json(tiny, capsys, tmp_path):
 
 def test_generate_says_which_line_of_a_file_is_wrong(capsys, tmp_path):
     prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text('"abc"\n{"text": "de"}\n')
+    for line in ('{"text": "de"}', '{"prompt": 5}', '{"prompt": null}'):
+        prompts.write_text(f'"abc"\n\n{line}\n')
+        assert run("generate", "--file", prompts) == 2
+        assert "line 3: neither" in capsys.readouterr().err
+
+
+def test_a_file_without_a_prompt_is_refused_though_stdin_holds_one(capsys, tmp_path, monkeypatch):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("\n")
+    monkeypatch.setattr("sys.stdin", io.StringIO("abc"))
     assert run("generate", "--file", prompts) == 2
-    assert "line 2" in capsys.readouterr().err
+    assert "holds no prompt" in capsys.readouterr().err
+
+
+def test_line_breaks_of_unicode_are_part_of_a_prompt(tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('"a\u2028b\x85c"\r\n"d"\n', encoding="utf-8", newline="")
+    assert generate._read_file(prompts) == ["a\u2028b\x85c", "d"]
+
+
+def test_bytes_that_are_no_text_are_refused(capsys, monkeypatch):
+    for errors in ("strict", "surrogateescape"):
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xff"), encoding="utf-8", errors=errors))
+        assert run("generate", "-") == 2
+        err = capsys.readouterr().err
+        assert "stdin" in err and err.count("\n") == 1
+    assert run("generate", "\udcff") == 2
+    assert "a prompt is not text" in capsys.readouterr().err
+
+
+def test_text_that_the_encoding_has_no_character_for_is_escaped(tiny, monkeypatch):
+    shown = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(shown, encoding="ascii", write_through=True))
+    monkeypatch.setattr(generate, "_stream", lambda *_: print("\u00e9") or 0)
+    assert run("generate", "abc", *tiny) == 0
+    assert shown.getvalue() == b"\\xe9\n"
 
 
 def test_an_interrupt_is_one_line_and_status_130(monkeypatch, capsys):
@@ -212,7 +247,7 @@ def test_bench_round_measures_both_in_one_run(tiny, tiny_heldout, capsys, tmp_pa
 
 def test_bench_acceptance_runs_every_variant(tiny, tiny_heldout, capsys, tmp_path):
     file = tmp_path / "figures.json"
-    assert run("bench", "round", "--acceptance", "--tokens", "24", "--json", file, *tiny) == 0
+    assert run("bench", "round", "--acceptance", "--prompts", "2", "--tokens", "24", "--json", file, *tiny) == 0
     rows = {row["name"]: row for row in json.loads(file.read_text())["acceptance"]}
     assert len(rows) == 7
     for name, row in rows.items():

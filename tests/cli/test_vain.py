@@ -1,0 +1,221 @@
+"""What would be measured in vain is refused before anything is loaded, and what was measured is kept."""
+
+import os
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from espalier.bench import drive
+from espalier.cli import choose
+from espalier.cli.console import require_writable, stdout
+from espalier.errors import EspalierError
+from tests.cli.test_cli import run, tiny, tiny_heldout  # noqa: F401  (fixtures)
+from tests.test_llm import paths  # noqa: F401  (a fixture)
+
+
+@pytest.fixture
+def model(tiny, tiny_heldout):  # noqa: F811
+    return tiny
+
+
+def refused(capsys, *arguments):
+    """The one line that a command says that loads nothing."""
+    assert run(*arguments) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    return said
+
+
+@pytest.fixture
+def nothing_loads(monkeypatch):
+    def load(*_, **__):
+        raise AssertionError("a model is loaded")
+
+    monkeypatch.setattr("espalier.llm.build_engine", load)
+    monkeypatch.setattr("espalier.bench.serve.subprocess", None)
+
+
+WRITES = [
+    ["bench", "round", "--json"],
+    ["bench", "round", "--acceptance", "--json"],
+    ["bench", "round", "--choose", "--out"],
+    ["bench", "prefill", "--json"],
+    ["bench", "throughput", "--json"],
+    ["bench", "latency", "--json"],
+    ["bench", "serve", "--json"],
+    ["bench", "kernels", "--json"],
+    ["bench", "floor", "--json"],
+]
+
+
+@pytest.mark.parametrize("command", WRITES, ids=" ".join)
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(command, nothing_loads, tmp_path, capsys):
+    assert f"{command[-1]} {tmp_path} cannot be written (it is a directory)" in refused(capsys, *command, tmp_path)
+    assert "none is not a directory" in refused(capsys, *command, tmp_path / "none" / "file")
+
+
+def test_a_table_of_linear_layers_that_cannot_be_written_or_read_is_refused_before_tuning(tmp_path, capsys):
+    assert "cannot be written (it is a directory)" in refused(capsys, "doctor", "--tune", "--choices", tmp_path)
+    (tmp_path / "table.json").write_text("[")
+    said = refused(capsys, "doctor", "--tune", "--choices", tmp_path / "table.json")
+    assert "is no table of linear layers" in said
+
+
+def test_what_may_not_be_written_is_refused_and_nothing_else_is_touched(tmp_path, monkeypatch):
+    there, new = tmp_path / "there", tmp_path / "new"
+    there.write_text("kept")
+    for path in (None, there, new):
+        require_writable("--json", path)
+    assert there.read_text() == "kept" and not new.exists()
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    for path in (there, new):
+        with pytest.raises(EspalierError, match="permission denied"):
+            require_writable("--json", path)
+
+
+MEASURED = [
+    (["bench", "round"], "--json"),
+    (["bench", "round", "--acceptance"], "--json"),
+    (["bench", "round", "--choose", "--max-batch", "1"], "--json"),
+    (["bench", "round", "--choose", "--max-batch", "1"], "--out"),
+]
+
+
+@pytest.mark.parametrize(("command", "flag"), MEASURED, ids=str)
+def test_figures_are_kept_where_whoever_reads_the_table_has_left(command, flag, model, monkeypatch, tmp_path):
+    def left(_):
+        raise BrokenPipeError
+
+    monkeypatch.setattr("espalier.cli.bench.aligned", left)
+    monkeypatch.setattr(choose, "aligned", left)
+    file = tmp_path / "figures.json"
+    sizes = (
+        ["--tokens", "6", "--prompts", "2"]
+        if "--acceptance" in command
+        else ["--tokens", "6", "--context", "8", "--repeats", "1"]
+    )
+    with pytest.raises(BrokenPipeError):
+        _run_through(*command, *sizes, flag, file, *model)
+    assert file.read_text().startswith("{")
+
+
+def _run_through(*arguments):
+    """A command, without what main makes of a reader who has left: it would close this process's stdout."""
+    from espalier.cli.main import parse
+
+    asked = parse([str(argument) for argument in arguments])
+    return asked.run(asked)
+
+
+def test_a_reader_who_has_left_is_left_to_main(monkeypatch):
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w", buffering=1) as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        with pytest.raises(BrokenPipeError):
+            stdout().print("x")
+        # Nothing is left to be written when it is closed.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), write)
+
+
+ROOM = [
+    (["round", "--batch", "1,4", "--max-batch", "2"], "--max-batch=2 is below the 4 that is measured"),
+    (["round", "--context", "8", "--tokens", "9", "--max-context", "16"], "--max-context=16 is below the 17"),
+    (
+        ["round", "--choose", "--context", "8", "--tokens", "9", "--max-context", "16"],
+        "--max-context=16 is below the 17",
+    ),
+    (["serve", "--context", "8", "--tokens", "9", "--max-context", "16"], "--max-context=16 is below the 17"),
+    (["throughput", "--input", "8,8", "--output", "9,9", "--max-context", "16"], "--max-context=16 is below the 17"),
+    (["latency", "--input", "8,8", "--output", "9,9", "--max-context", "-1"], "--max-context=-1 is below the 17"),
+    (["prefill", "--running", "2", "--max-batch", "2"], "--max-batch=2 is below the 3"),
+    (["prefill", "--prompts", "1x16", "--max-context", "16"], "--max-context=16 is below the 17"),
+    (["round", "--tokens", "1"], "--tokens=1 is not supported: the first comes of no round"),
+    (["round", "--acceptance", "--tokens", "1"], "--tokens=1 is not supported"),
+]
+
+
+@pytest.mark.parametrize(("command", "said"), ROOM, ids=[" ".join(command) for command, _ in ROOM])
+def test_a_size_below_what_is_measured_is_refused(command, said, nothing_loads, capsys):
+    assert said in refused(capsys, "bench", *command)
+
+
+def test_room_is_just_enough_or_left_open(model, capsys):
+    sizes = ["--context", "8", "--tokens", "9", "--repeats", "1", "--batch", "3"]
+    for room in (["--max-context", "17"], ["--max-context", "auto"]):
+        assert run("bench", "round", *sizes, *model, "--max-batch", "auto", *room) == 0
+        assert "3/3" in capsys.readouterr().out
+
+
+LOADED = [
+    (
+        ["round", "--context", "60", "--tokens", "30", "--batch", "2", "--num-pages", "9"],
+        "no round held 2 requests of 60",
+    ),
+    (["round", "--memory", "--max-context", "50"], "max_context=50 is too small for --memory; use 51"),
+    (["round", "--acceptance", "--prompts", "3", "--tokens", "8"], "there are 2 held-out texts"),
+    (["round", "--acceptance", "--prompts", "2", "--tokens", "96"], "--tokens=96 after prompts of up to 6"),
+    (["round", "--acceptance", "--steps", "0", "--num-draft-tokens", "1"], "steps=0 drafts nothing"),
+    (["prefill", "--prompts", "1x30", "--running", "1", "--max-context", "31"], "had ended before a prompt of 30"),
+]
+
+
+@pytest.mark.parametrize(("command", "said"), LOADED, ids=[said for _, said in LOADED])
+def test_what_a_model_has_no_room_for_is_refused_in_one_line(command, said, model, capsys):
+    assert said in refused(capsys, "bench", command[0], *model, *command[1:])
+
+
+def test_a_model_without_a_tokenizer_is_given_as_many_random_tokens_as_it_takes(monkeypatch):
+    drawn, randint = [], torch.randint
+    monkeypatch.setattr(torch, "randint", lambda *given, **how: drawn.append(given[2]) or randint(*given, **how))
+    llm = SimpleNamespace(tokenizer=None, model_config=SimpleNamespace(vocab_size=300))
+    monkeypatch.setattr(drive, "heldout", None)
+    prompts = drive.contexts(llm, 3, 9000)
+    assert [len(prompt) for prompt in prompts] == [9000] * 3 and prompts[0] != prompts[1]
+    assert drawn == [(64, 192)]
+
+
+OTHERS = [
+    (["bench", "round", "--prompts", "2"], "--prompts is for --acceptance; give that"),
+    (["bench", "round", "--out", "x"], "--out is for --choose; give that"),
+    (["bench", "round", "--candidates", "3,2,8"], "--candidates is for --choose"),
+    (["bench", "round", "--accept-length", "3"], "--accept-length is for --shape or --choose"),
+    (["bench", "round", "--all-buckets"], "--all-buckets is for --shape"),
+    (["bench", "round", "--acceptance", "--batch", "2"], "--batch is not for --acceptance; leave one out"),
+    (["bench", "round", "--acceptance", "--repeats", "2"], "--repeats is not for --acceptance"),
+    (["bench", "round", "--acceptance", "--compare", "transformers"], "--compare is not for --acceptance"),
+    (["bench", "round", "--memory", "--tokens", "2"], "--tokens is not for --memory"),
+    (["bench", "round", "--choose", "--batch", "2"], "--batch is not for --choose"),
+    (["bench", "round", "--choose", "--plot", "x.svg"], "--plot is not for --choose"),
+    (["bench", "round", "--choose", "--no-prefix-cache"], "--prefix-cache is not for --choose"),
+    (["bench", "round", "--choose", "--by-batch", '{"8": {"steps": 0}}'], "--by-batch is not for --choose"),
+    (["bench", "round", "--figures", "x", "--shape", "llama-3.1-8b"], "--shape is not for --figures"),
+    (["bench", "round", "--figures", "x", "--json", "y"], "--json is not for --figures"),
+    (["bench", "round", "--shape", "llama-3.1-8b", "--repeats", "2"], "--repeats is not for --shape"),
+    (["bench", "serve", "--soak", "9", "--tokens", "2"], "--tokens is not for --soak"),
+    (["bench", "serve", "--soak", "9", "--concurrency", "2"], "--concurrency is not for --soak"),
+    (["bench", "latency", "--rate", "inf"], "--rate=inf is not supported"),
+    (["doctor", "--shapes", "llama-3.1-8b"], "--shapes is for --tune"),
+    (["doctor", "--choices", "x"], "--choices is for --tune"),
+    (["doctor", "--tune", "--max-batch", "2"], "--max-batch is not for --tune; leave"),
+    (["doctor", "--tune", "--shapes", "llama-3.1-8b", "--model", "x"], "--model is not for --tune --shapes"),
+]
+
+
+@pytest.mark.parametrize(("command", "said"), OTHERS, ids=[" ".join(command) for command, _ in OTHERS])
+def test_a_flag_that_would_have_no_effect_is_refused_by_name(command, said, nothing_loads, capsys):
+    assert said in refused(capsys, *command)
+
+
+@pytest.mark.parametrize("command", [["round"], ["throughput"], ["prefill"]], ids=str)
+def test_of_a_named_shape_an_accept_length_of_nothing_is_refused(command, monkeypatch, capsys):
+    for module in ("shaped", "serving"):
+        monkeypatch.setattr(f"espalier.cli.{module}.require_gpu", lambda what: torch.device("cpu"))
+    monkeypatch.setattr("espalier.cli.shaped.Cast", None)
+    monkeypatch.setattr("espalier.cli.serving.OfShape", None)
+    assert run("bench", *command, "--shape", "llama-3.1-8b", "--accept-length", "0") == 2
+    assert "accept length 0.0 is out of reach" in capsys.readouterr().err
+    if command == ["round"]:
+        assert "--steps is not for --shape" in refused(capsys, "bench", *command, "--shape", "x", "--steps", "3")
