@@ -316,16 +316,29 @@ class Detokenizer:
     def _whole_characters(self) -> tuple[int, str]:
         """Where the last whole character ends, and the text up to there.
 
-        Bytes that lack others read as U+FFFD.  No unfinished character takes four tokens, so the first of four is done.
+        Bytes that lack others read as U+FFFD.  No unfinished character takes four tokens, so of four the first is done,
+        or its character is with those after it: then the text ends before that character, within a token.
         """
         first = max(self.read, len(self.window) - MOST_TOKENS_A_CHARACTER + 1)
-        for end in range(len(self.window), first - 1, -1):
+        text = whole = self.decode(self.window)
+        if not whole.endswith(INCOMPLETE):
+            return len(self.window), whole
+        for end in range(len(self.window) - 1, first - 1, -1):
             text = self.decode(self.window[:end])
             if not text.endswith(INCOMPLETE):
-                break
-        return end, text
+                return end, text
+        return first, text[: _shared(text, whole)]
 
 
 def _beyond(before: str, whole: str) -> str:
     """What `whole` adds to `before`, whose last bytes may have become a character since."""
-    return whole[len(before) if whole.startswith(before) else len(before.rstrip(INCOMPLETE)) :]
+    if whole.startswith(before):
+        return whole[len(before) :]
+    # Before the window begins there may be bytes of one of its characters, which stay what they are.
+    return whole[max(_shared(before, whole), len(before.rstrip(INCOMPLETE))) :]
+
+
+def _shared(one: str, other: str) -> int:
+    """Characters that two texts begin with alike."""
+    differ = (at for at, (mine, its) in enumerate(zip(one, other, strict=False)) if mine != its)
+    return next(differ, min(len(one), len(other)))

@@ -1,5 +1,7 @@
 """Text as it comes: whole characters, nothing of a stop string, and in sum what decoding all at once gives."""
 
+from itertools import cycle
+
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -60,6 +62,36 @@ def test_pieces_are_whole_characters_and_add_up(name, prompt, text, data):
     before, tokens = spelled(name, prompt), spelled(name, text)
     takes = data.draw(st.lists(st.booleans(), min_size=len(tokens), max_size=len(tokens)))
     pieces = taken(decode, before, tokens, takes)
+    assert "".join(pieces) == text
+    assert not any("\ufffd" in piece for piece in pieces)
+
+
+def parted(text: str, sizes: list[int]) -> list[bytes]:
+    """A text's bytes, so many at a time, in turn."""
+    spelling, parts = text.encode(), []
+    for size in cycle(sizes):
+        if not spelling:
+            return parts
+        parts.append(spelling[:size])
+        spelling = spelling[size:]
+    return parts
+
+
+@example(prompt="a", text="日" * 9, sizes=[1, 3, 3, 3], always=True)
+@example(prompt="日é", text="🎉" * 5, sizes=[1, 1, 1, 2], always=True)
+@given(
+    prompt=some_text, text=some_text, sizes=st.lists(st.integers(1, 4), min_size=1, max_size=8), always=st.booleans()
+)
+def test_a_token_may_end_a_character_and_begin_the_next(prompt, text, sizes, always):
+    """Byte-level vocabularies have such tokens, of bytes that often stand side by side."""
+    before, after = parted(prompt, sizes), parted(text, sizes)
+    words = before + after
+
+    def decode(tokens):
+        return b"".join(words[token] for token in tokens).decode(errors="replace")
+
+    tokens = range(len(before), len(words))
+    pieces = taken(decode, range(len(before)), tokens, [always or token % 3 == 0 for token in tokens])
     assert "".join(pieces) == text
     assert not any("\ufffd" in piece for piece in pieces)
 
