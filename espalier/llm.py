@@ -205,10 +205,12 @@ class LLM:
         self._add(requests)
         try:
             while True:
+                # Asked first: while whoever reads has a piece, others may step, and bring the last one.
+                all_there = all(request.done for request in requests)
                 for request in requests:
                     waiting, self._waiting_pieces[request.id] = self._waiting_pieces[request.id], []
                     yield from waiting
-                if all(request.done for request in requests):
+                if all_there:
                     break
                 self._step()
         finally:

@@ -185,6 +185,20 @@ def test_streams_may_run_side_by_side(llm):
     assert tokens[1] == expected[1]
 
 
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_stream_that_others_bring_to_its_end_hands_out_all_of_it(llm, n):
+    params = replace(GREEDY, n=n)
+    expected = list(llm.stream("abc", params))
+    stream = llm.stream("abc", params)
+    pieces = [next(stream)]
+    llm.generate("de", replace(GREEDY, max_tokens=40))
+    pieces += stream
+    for i in range(n):
+        own = [piece for piece in pieces if piece.index == i]
+        assert own == [replace(p, request_id=own[0].request_id) for p in expected if p.index == i]
+    assert not llm.engine.has_work
+
+
 def test_leaving_a_stream_early_aborts_its_request(llm):
     stream = llm.stream("abc", GREEDY)
     next(stream)
