@@ -313,6 +313,37 @@ def test_a_closed_llm_says_so(paths):
         llm.generate("abc")
 
 
+@pytest.mark.parametrize("overlap", [False, True], ids=["lockstep", "overlap"])
+def test_streams_that_a_closed_llm_leaves_behind_can_be_let_go_of_and_say_so(paths, overlap):
+    target, draft = paths
+    with LLM(model=target, draft=draft, **SETTINGS, overlap=overlap) as llm:
+        streams = [llm.stream("abc", GREEDY) for _ in range(3)]
+        for stream in streams:
+            next(stream)
+    streams[0].close()
+    for stream in streams[1:]:
+        with pytest.raises(EspalierError, match="closed; make another"):
+            list(stream)
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["lockstep", "overlap"])
+def test_a_stream_whose_engine_stopped_under_another_says_so(paths, overlap, monkeypatch):
+    target, draft = paths
+    with LLM(model=target, draft=draft, **SETTINGS, overlap=overlap) as llm:
+        streams = [llm.stream("abc", GREEDY) for _ in range(2)]
+        for stream in streams:
+            next(stream)
+
+        def launch(ticket):
+            raise MemoryError("no memory is left")
+
+        monkeypatch.setattr(llm.engine.executor, "launch", launch)
+        with pytest.raises(MemoryError):
+            list(streams[0])
+        last = list(streams[1])[-1]
+        assert last.finish_reason == "abort" and "MemoryError: no memory is left" in last.error
+
+
 def test_acceptance_that_stays_near_nothing_is_warned_of_once(llm, monkeypatch, caplog):
     totals = type(llm.engine.totals)()
     monkeypatch.setattr("espalier.engine.engine.Engine.totals", totals)
