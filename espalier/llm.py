@@ -137,14 +137,17 @@ class LLM:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _require_open(self) -> None:
+        if self._closed:
+            raise EspalierError("this LLM is closed; make another")
+
     # From prompts to requests
 
     def _requests(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
     ) -> list[list[Request]]:
         """n requests for each prompt; all are checked before any is queued."""
-        if self._closed:
-            raise EspalierError("this LLM is closed; make another")
+        self._require_open()
         each = _one_each(params, len(prompts))
         groups = []
         for i, (prompt, wanted) in enumerate(zip(prompts, each, strict=True)):
@@ -204,19 +207,22 @@ class LLM:
         """Queue all, then step until all are done; whoever leaves early aborts what is left."""
         self._add(requests)
         try:
-            while True:
+            # By pieces, not by requests: while whoever reads has a piece, others may step and bring the last one.
+            left = len(requests)
+            while left:
+                if not any(self._waiting_pieces[request.id] for request in requests):
+                    self._step()
                 for request in requests:
                     waiting, self._waiting_pieces[request.id] = self._waiting_pieces[request.id], []
+                    left -= sum(piece.finish_reason is not None for piece in waiting)
                     yield from waiting
-                if all(request.done for request in requests):
-                    break
-                self._step()
         finally:
             self._abort([request for request in requests if not request.done])
             self._forget(requests)
 
     def _step(self) -> None:
         """One engine step, whole: an interrupt waits for its end, since a launch half read would be lost."""
+        self._require_open()
         with _interrupt_deferred():
             for piece in self.step():
                 if piece.request_id in self._waiting_pieces:
@@ -231,7 +237,7 @@ class LLM:
     def _abort(self, requests: list[Request]) -> None:
         for request in requests:
             self.engine.abort(request.id)
-        while not all(request.done for request in requests):
+        while not (self._closed or all(request.done for request in requests)):
             self._step()
 
     def _forget(self, requests: list[Request]) -> None:

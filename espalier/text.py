@@ -246,31 +246,37 @@ class TextStream:
         """Take a token in; the stop string, once one is complete."""
         self.pushed += 1
         self.decoder.push(token_id)
-        if not self.stop or self.stopped:
-            return self.stopped
-        if self.pushed <= self.min_tokens:
-            self.ready += self.decoder.take(final=False)
-            return None
-        self.held += self.decoder.take(final=False)
-        return self._cut()
+        if self.stop and not self.stopped:
+            self._read(final=False)
+        return self.stopped
 
     def take(self, final: bool) -> str:
         """Text that is safe to hand out since the last take."""
         if not self.stopped:
-            self.held += self.decoder.take(final)
-            self._cut()
+            self._read(final)
         keep = 0 if final or self.stopped else self._may_begin_stop()
         text = self.ready + self.held[: len(self.held) - keep]
         self.ready, self.held = "", self.held[len(self.held) - keep :]
         return text
 
-    def _cut(self) -> str | None:
-        """End the text at the first stop string in it, if there is one; of those that begin together, the shortest."""
-        found = [(at, len(text), text) for text in self.stop if (at := self.held.find(text)) >= 0]
+    def _read(self, final: bool) -> None:
+        text = self.decoder.take(final)
+        if self.pushed <= self.min_tokens:
+            self.ready += text
+        else:
+            self.held += text
+            self._cut(self.decoder.ahead() if self.stop else "")
+
+    def _cut(self, ahead: str) -> None:
+        """End the text at the first stop string in it, if there is one; of those that begin together, the shortest.
+
+        ahead: what is whole of the tokens that wait, where one may end.
+        """
+        text = self.held + ahead
+        found = [(at, len(stop), stop) for stop in self.stop if (at := text.find(stop)) >= 0]
         if found:
             at, size, self.stopped = min(found)
-            self.held = self.held[: at + size if self.keep_stop else at]
-        return self.stopped
+            self.held = text[: at + size if self.keep_stop else at]
 
     def _may_begin_stop(self) -> int:
         """Characters at the end of what is held that a stop string may begin with."""
@@ -313,19 +319,38 @@ class Detokenizer:
         self.read = end - drop
         return text
 
+    def ahead(self) -> str:
+        """What take would hand out next if the last token did not also begin a character that is not whole."""
+        if self.read == len(self.window):
+            return ""
+        return _beyond(self.decode(self.window[: self.read]), self.decode(self.window).rstrip(INCOMPLETE))
+
     def _whole_characters(self) -> tuple[int, str]:
         """Where the last whole character ends, and the text up to there.
 
-        Bytes that lack others read as U+FFFD.  No unfinished character takes four tokens, so the first of four is done.
+        Bytes that lack others read as U+FFFD.  No unfinished character takes four tokens, so of four the first is done,
+        or its character is with those after it: then the text ends before that character, within a token.
         """
         first = max(self.read, len(self.window) - MOST_TOKENS_A_CHARACTER + 1)
-        for end in range(len(self.window), first - 1, -1):
+        text = whole = self.decode(self.window)
+        if not whole.endswith(INCOMPLETE):
+            return len(self.window), whole
+        for end in range(len(self.window) - 1, first - 1, -1):
             text = self.decode(self.window[:end])
             if not text.endswith(INCOMPLETE):
-                break
-        return end, text
+                return end, text
+        return first, text[: _shared(text, whole)]
 
 
 def _beyond(before: str, whole: str) -> str:
     """What `whole` adds to `before`, whose last bytes may have become a character since."""
-    return whole[len(before) if whole.startswith(before) else len(before.rstrip(INCOMPLETE)) :]
+    if whole.startswith(before):
+        return whole[len(before) :]
+    # Before the window begins there may be bytes of one of its characters, which stay what they are.
+    return whole[max(_shared(before, whole), len(before.rstrip(INCOMPLETE))) :]
+
+
+def _shared(one: str, other: str) -> int:
+    """Characters that two texts begin with alike."""
+    differ = (at for at, (mine, its) in enumerate(zip(one, other, strict=False)) if mine != its)
+    return next(differ, min(len(one), len(other)))

@@ -185,6 +185,20 @@ def test_streams_may_run_side_by_side(llm):
     assert tokens[1] == expected[1]
 
 
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_stream_that_others_bring_to_its_end_hands_out_all_of_it(llm, n):
+    params = replace(GREEDY, n=n)
+    expected = list(llm.stream("abc", params))
+    stream = llm.stream("abc", params)
+    pieces = [next(stream)]
+    llm.generate("de", replace(GREEDY, max_tokens=40))
+    pieces += stream
+    for i in range(n):
+        own = [piece for piece in pieces if piece.index == i]
+        assert own == [replace(p, request_id=own[0].request_id) for p in expected if p.index == i]
+    assert not llm.engine.has_work
+
+
 def test_leaving_a_stream_early_aborts_its_request(llm):
     stream = llm.stream("abc", GREEDY)
     next(stream)
@@ -297,6 +311,37 @@ def test_a_closed_llm_says_so(paths):
     llm.close()
     with pytest.raises(EspalierError, match="closed"):
         llm.generate("abc")
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["lockstep", "overlap"])
+def test_streams_that_a_closed_llm_leaves_behind_can_be_let_go_of_and_say_so(paths, overlap):
+    target, draft = paths
+    with LLM(model=target, draft=draft, **SETTINGS, overlap=overlap) as llm:
+        streams = [llm.stream("abc", GREEDY) for _ in range(3)]
+        for stream in streams:
+            next(stream)
+    streams[0].close()
+    for stream in streams[1:]:
+        with pytest.raises(EspalierError, match="closed; make another"):
+            list(stream)
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["lockstep", "overlap"])
+def test_a_stream_whose_engine_stopped_under_another_says_so(paths, overlap, monkeypatch):
+    target, draft = paths
+    with LLM(model=target, draft=draft, **SETTINGS, overlap=overlap) as llm:
+        streams = [llm.stream("abc", GREEDY) for _ in range(2)]
+        for stream in streams:
+            next(stream)
+
+        def launch(ticket):
+            raise MemoryError("no memory is left")
+
+        monkeypatch.setattr(llm.engine.executor, "launch", launch)
+        with pytest.raises(MemoryError):
+            list(streams[0])
+        last = list(streams[1])[-1]
+        assert last.finish_reason == "abort" and "MemoryError: no memory is left" in last.error
 
 
 def test_acceptance_that_stays_near_nothing_is_warned_of_once(llm, monkeypatch, caplog):

@@ -1,5 +1,7 @@
 """Text as it comes: whole characters, nothing of a stop string, and in sum what decoding all at once gives."""
 
+from itertools import cycle
+
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -60,6 +62,36 @@ def test_pieces_are_whole_characters_and_add_up(name, prompt, text, data):
     before, tokens = spelled(name, prompt), spelled(name, text)
     takes = data.draw(st.lists(st.booleans(), min_size=len(tokens), max_size=len(tokens)))
     pieces = taken(decode, before, tokens, takes)
+    assert "".join(pieces) == text
+    assert not any("\ufffd" in piece for piece in pieces)
+
+
+def parted(text: str, sizes: list[int]) -> list[bytes]:
+    """A text's bytes, so many at a time, in turn."""
+    spelling, parts = text.encode(), []
+    for size in cycle(sizes):
+        if not spelling:
+            return parts
+        parts.append(spelling[:size])
+        spelling = spelling[size:]
+    return parts
+
+
+@example(prompt="a", text="日" * 9, sizes=[1, 3, 3, 3], always=True)
+@example(prompt="日é", text="🎉" * 5, sizes=[1, 1, 1, 2], always=True)
+@given(
+    prompt=some_text, text=some_text, sizes=st.lists(st.integers(1, 4), min_size=1, max_size=8), always=st.booleans()
+)
+def test_a_token_may_end_a_character_and_begin_the_next(prompt, text, sizes, always):
+    """Byte-level vocabularies have such tokens, of bytes that often stand side by side."""
+    before, after = parted(prompt, sizes), parted(text, sizes)
+    words = before + after
+
+    def decode(tokens):
+        return b"".join(words[token] for token in tokens).decode(errors="replace")
+
+    tokens = range(len(before), len(words))
+    pieces = taken(decode, range(len(before)), tokens, [always or token % 3 == 0 for token in tokens])
     assert "".join(pieces) == text
     assert not any("\ufffd" in piece for piece in pieces)
 
@@ -167,9 +199,9 @@ def test_a_chat_template_that_cannot_be_read_is_said_so():
             conversing(template).chat([{"role": "user", "content": "b"}], variables)
 
 
-def stopped(tokens, stop, min_tokens=0, takes=None, keep_stop=False):
+def stopped(tokens, stop, min_tokens=0, takes=None, keep_stop=False, decode=BYTE_LEVEL.decode):
     """(text handed out, tokens pushed, the stop string that ended it); takes after each token by default."""
-    stream = TextStream(BYTE_LEVEL.decode, [], stop, min_tokens, keep_stop)
+    stream = TextStream(decode, [], stop, min_tokens, keep_stop)
     text, pushed = "", 0
     for i, token in enumerate(tokens):
         pushed += 1
@@ -213,6 +245,35 @@ def test_of_several_stop_strings_the_one_that_begins_first_counts(text, stops):
     found = min((stop for stop in stops if ended[len(before) :].startswith(stop)), key=len, default="")
     kept, _, reason = stopped(tokens, stops, keep_stop=True)
     assert (kept, reason or "") == (before + found, found)
+
+
+@given(
+    text=st.text(st.sampled_from("aé日"), max_size=12),
+    stop=st.text(st.sampled_from("aé日"), min_size=1, max_size=2),
+    sizes=st.lists(st.integers(1, 4), min_size=1, max_size=6),
+    keep_stop=st.booleans(),
+    cut=st.integers(0, 40),
+)
+def test_a_stop_string_is_found_at_its_token_though_that_begins_a_character(text, stop, sizes, keep_stop, cut):
+    words = parted(text, sizes)[:cut]
+
+    def decode(tokens):
+        return b"".join(words[token] for token in tokens).decode(errors="replace")
+
+    whole = decode(range(len(words)))
+    first = next((count for count in range(len(words) + 1) if stop in decode(range(count))), None)
+    handed_out, pushed, found = stopped(range(len(words)), [stop], keep_stop=keep_stop, decode=decode)
+    assert handed_out == whole.split(stop)[0] + (stop if keep_stop and stop in whole else "")
+    assert (pushed, found) == ((len(words), None) if first is None else (first, stop))
+
+
+def test_before_min_tokens_a_stop_string_is_text_though_what_follows_it_is_not_whole():
+    words = [b"a", "日".encode(), "日é".encode()[:4]]
+
+    def decode(tokens):
+        return b"".join(words[token] for token in tokens).decode(errors="replace")
+
+    assert stopped(range(3), ["日"], min_tokens=3, decode=decode) == ("a日日\ufffd", 3, None)
 
 
 def test_what_may_begin_a_stop_string_is_held_back_and_given_out_if_it_does_not():

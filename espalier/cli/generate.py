@@ -127,8 +127,9 @@ def _all(llm: LLM, prompts: list[Any], params: SamplingParams, as_json: bool) ->
         for choice in output.choices or [output]:
             console.print(Text(f"[{i}]" if not output.choices else f"[{i}] choice", QUIET))
             console.print(Text(choice.text))
-    _figures(llm, sum(len(c.token_ids) for o in outputs for c in (o.choices or [o])), seconds)
-    return max((_failed(output.error) for output in outputs), default=0)
+    samples = [sample for output in outputs for sample in (output.choices or [output])]
+    _figures(llm, sum(len(sample.token_ids) for sample in samples), seconds)
+    return max((_failed(sample.error) for sample in samples), default=0)
 
 
 def as_dict(output: Output) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import io
 import json
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -14,7 +15,7 @@ from espalier.cli.flags import engine_settings, sampling_params
 from espalier.cli.main import parse
 from espalier.config import EngineConfig, SpeculationConfig
 from espalier.engine.ticket import DraftTree, RoundTrace
-from espalier.request import SamplingParams
+from espalier.request import Output, SamplingParams
 from tests.test_llm import paths  # noqa: F401  (a fixture)
 
 
@@ -110,6 +111,13 @@ def test_generate_writes_text_to_stdout_and_figures_to_stderr(tiny, capsys):
     assert "8 tokens in" in err
     assert "accept length" in err
     assert "\x1b" not in out + err
+
+
+def test_a_sample_that_failed_is_the_status_whichever_of_n_it_is(tiny, capsys, monkeypatch):
+    fine, failed = Output("a", [0], "length"), Output("", [], "abort", error="its logits are not finite")
+    monkeypatch.setattr(generate.LLM, "generate", lambda *_: [replace(fine, choices=[fine, failed])])
+    assert run("generate", "abc", "--n", "2", *tiny) == 1
+    assert "espalier: its logits are not finite\n" in capsys.readouterr().err
 
 
 def test_generate_gives_json(tiny, capsys, tmp_path):
