@@ -1,5 +1,20 @@
 """The command line.  Each command is a module with `add` (its parser) and `run`; flags come from the config fields."""
 
-from espalier.cli.main import main
+import sys
+from collections.abc import Sequence
 
-__all__ = ["main"]
+INTERRUPTED = 130
+
+
+def start(arguments: Sequence[str] | None = None) -> int:
+    """`espalier`: its imports take seconds, and whoever interrupts them gets a line as well."""
+    try:
+        from espalier.cli.main import main
+    except KeyboardInterrupt:
+        return interrupted()
+    return main(arguments)
+
+
+def interrupted() -> int:
+    print("espalier: interrupted", file=sys.stderr)
+    return INTERRUPTED

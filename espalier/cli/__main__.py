@@ -2,6 +2,6 @@
 
 import sys
 
-from espalier.cli.main import main
+from espalier.cli import start
 
-sys.exit(main())
+sys.exit(start())

@@ -10,10 +10,9 @@ from io import TextIOWrapper
 from typing import NoReturn
 
 from espalier import __version__
-from espalier.cli import bench, demo, doctor, generate, serve
+from espalier.cli import bench, demo, doctor, generate, interrupted, serve
 from espalier.errors import EspalierError
 
-INTERRUPTED = 130
 BAD_INPUT = 2
 COMMANDS = {"demo": demo, "generate": generate, "serve": serve, "bench": bench, "doctor": doctor}
 
@@ -62,8 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"espalier: {error}", file=sys.stderr)
         return BAD_INPUT
     except KeyboardInterrupt:
-        print("espalier: interrupted", file=sys.stderr)
-        return INTERRUPTED
+        return interrupted()
     except BrokenPipeError:
         # Whoever read us has left; what Python would flush at exit goes nowhere.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

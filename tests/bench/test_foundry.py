@@ -300,8 +300,8 @@ def test_the_command_writes_and_foretells(
 ) -> None:
     monkeypatch.setattr("espalier.cli.foundry.find_shape", lambda name: SHAPE)
     flags = ["--shape", "tiny", "--out", str(tmp_path), "--dtype", "float32"]
-    assert cli.main(["bench", "foundry", *flags, "--accept-length", "3", "--tree", "4,2,8"]) == 0
+    assert cli.start(["bench", "foundry", *flags, "--accept-length", "3", "--tree", "4,2,8"]) == 0
     assert "4, 2, 8" in capsys.readouterr().out
     skill = json.loads((tmp_path / "foundry.json").read_text())["skill"]
     assert predicted_accept_length(replace(a_recipe(), skill=skill).chain(), 4, 2, 8) == pytest.approx(3, abs=0.08)
-    assert cli.main(["bench", "foundry", *flags, "--mode", "copy", "--skill", "0.5"]) == 2
+    assert cli.start(["bench", "foundry", *flags, "--mode", "copy", "--skill", "0.5"]) == 2

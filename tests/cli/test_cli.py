@@ -3,6 +3,7 @@
 import io
 import json
 import re
+import sys
 from dataclasses import replace
 
 import pytest
@@ -30,7 +31,7 @@ def tiny(paths):  # noqa: F811
 def run(*arguments):
     """Exit status of a command; argparse leaves by SystemExit."""
     try:
-        return cli.main([str(argument) for argument in arguments])
+        return cli.start([str(argument) for argument in arguments])
     except SystemExit as left:
         return left.code
 
@@ -296,3 +297,15 @@ def test_a_round_is_drawn_with_what_was_committed_where():
 
 def test_columns_are_as_wide_as_what_stands_in_them():
     assert aligned([["a", "1"], ["long", "234"]]) == "  a       1\n  long  234"
+
+
+def test_an_interrupt_while_modules_load_ends_in_a_line(monkeypatch, capsys):
+    class Interrupting:
+        def find_spec(self, name, *_):
+            if name == "espalier.cli.main":
+                raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, "espalier.cli.main")
+    monkeypatch.setattr(sys, "meta_path", [Interrupting(), *sys.meta_path])
+    assert cli.start() == 130
+    assert capsys.readouterr().err == "espalier: interrupted\n"
