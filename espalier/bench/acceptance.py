@@ -92,6 +92,7 @@ def measure(settings: dict[str, Any], num_prompts: int, num_tokens: int, seen: C
         steps, has_draft = llm.config.steps, llm.config.draft is not None
         if not steps:
             raise EspalierError("--acceptance is of what is drafted, and steps=0 drafts nothing; leave one out")
+        # Whether there are so many, before the first of seven is measured.
         texts(llm, num_prompts)
     rows: list[Acceptance] = []
     reference: dict[float, list[list[int]]] = {}

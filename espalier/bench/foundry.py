@@ -95,7 +95,7 @@ def write(recipe: Recipe, out: Path, dtype: torch.dtype, device: torch.device | 
     fields = recipe.shape.fields
     # Both, before the first is made, which may take long.
     for name in ("target", "draft"):
-        _empty(out / name)
+        _make_empty(out / name)
     _write_model(out / "target", {**recipe.shape.config_json, "torch_dtype": stored}, target)
     generation = {name: fields[name] for name in ("bos_token_id", "eos_token_id") if fields.get(name) is not None}
     _write_json(out / "target" / "generation_config.json", {**generation, "do_sample": False})
@@ -105,7 +105,7 @@ def write(recipe: Recipe, out: Path, dtype: torch.dtype, device: torch.device | 
     return out / "target", out / "draft"
 
 
-def _empty(path: Path) -> None:
+def _make_empty(path: Path) -> None:
     path.mkdir(parents=True, exist_ok=True)
     if stale := sorted(path.glob("*.safetensors*")):
         raise EspalierError(f"{path} already holds {stale[0].name}; name an empty directory")

@@ -11,8 +11,7 @@ import torch
 from rich.text import Text
 
 from espalier.bench.floor import FloorBench
-from espalier.bench.foundry import Recipe
-from espalier.bench.foundry_shapes import SHAPES, find_shape
+from espalier.bench.foundry_shapes import SHAPES
 from espalier.bench.linears import shape_named
 from espalier.bench.machine import header, require_gpu
 from espalier.bench.prefill import pause, prefill
@@ -20,7 +19,7 @@ from espalier.bench.serving import Arrivals, Load, Served, mixed, serve
 from espalier.bench.stand import OfModel, OfShape, Stands
 from espalier.cli.console import QUIET, aligned, require_writable, stdout, write_json
 from espalier.cli.flags import add_engine_flags, engine_settings, flag_of, new_command, sized
-from espalier.cli.shaped import ACCEPT_LENGTH, TREE
+from espalier.cli.shaped import recipe_of
 from espalier.config import ResolvedConfig
 from espalier.errors import EspalierError, require_number
 
@@ -165,10 +164,9 @@ def _stands(asked: Namespace, what: str, most: int, longest: int, **least: int) 
     if refused:
         raise EspalierError(f"{flag_of(refused[0])} is not for --shape, whose models are made here; leave one out")
     device = require_gpu(f"{what} --shape")
-    recipe = Recipe(find_shape(asked.shape), settings.get("seed", 0))
+    recipe = recipe_of(asked.shape, settings.get("seed", 0), asked.accept_length)
     stdout().print(Text(header(), QUIET))
-    accept_length = ACCEPT_LENGTH if asked.accept_length is None else asked.accept_length
-    return OfShape(recipe.with_accept_length(accept_length, *TREE), settings, device)
+    return OfShape(recipe, settings, device)
 
 
 def _about(asked: Namespace, config: ResolvedConfig) -> dict[str, Any]:

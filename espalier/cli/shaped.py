@@ -86,10 +86,16 @@ def draw(figures: Path, picture: Path | None) -> None:
 
 
 def make_cast(shape: str, seed: int, accept_length: float | None, device: torch.device, position_rows: int) -> Cast:
-    recipe = Recipe(find_shape(shape), seed).with_accept_length(
+    recipe = recipe_of(shape, seed, accept_length)
+    return Cast(recipe, torch.bfloat16 if device.type == "cuda" else torch.float32, device, position_rows)
+
+
+def recipe_of(shape: str, seed: int, accept_length: float | None) -> Recipe:
+    """Of a named shape whose draft is made for that accept length, or for 4.  Raises EspalierError for one that is out
+    of reach."""
+    return Recipe(find_shape(shape), seed).with_accept_length(
         ACCEPT_LENGTH if accept_length is None else accept_length, *TREE
     )
-    return Cast(recipe, torch.bfloat16 if device.type == "cuda" else torch.float32, device, position_rows)
 
 
 def told(cast: Cast) -> str:

@@ -86,7 +86,7 @@ def test_a_wait_lasts_from_the_last_token_before_to_the_first_after():
 
 @pytest.mark.parametrize("command", ["prefill", "throughput", "latency"])
 def test_a_named_shape_is_measured_by_command(command, monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr("espalier.cli.serving.find_shape", lambda name: SHAPE)
+    monkeypatch.setattr("espalier.cli.shaped.find_shape", lambda name: SHAPE)
     monkeypatch.setattr("espalier.cli.serving.require_gpu", lambda what: CPU)
     monkeypatch.setattr("espalier.cli.serving.FloorBench", lambda shape: None)
     file = tmp_path / "figures.json"
