@@ -11,7 +11,7 @@ from dataclasses import Field, dataclass, field, fields
 from os import PathLike
 from typing import Any, Literal, Union, get_args, get_origin
 
-from espalier.errors import EspalierError, refuses_unknown
+from espalier.errors import EspalierError, refuses_unknown, shown
 
 ALGORITHMS = ("eagle3", "ngram", "none")
 DTYPES = ("float64", "float32", "bfloat16", "float16")
@@ -128,7 +128,7 @@ def check(config: Any) -> None:
     for f in fields(config):
         value = getattr(config, f.name)
         if not (_fits_type(value, f.type) and _within(value, f.metadata)):
-            raise EspalierError(f"{f.name}={value!r} is not supported; use {supported(f)}")
+            raise EspalierError(f"{f.name}={shown(value)} is not supported; use {supported(f)}")
 
 
 def supported(f: Field) -> str:

@@ -8,25 +8,38 @@ from dataclasses import fields
 from functools import wraps
 from typing import Any, TypeVar
 
+from espalier import counterparts
+
 T = TypeVar("T")
+MAX_SHOWN = 160
 
 
 class EspalierError(ValueError):
     """Bad input or an unsupported combination, refused by name before anything is lost."""
 
 
+def shown(value: Any) -> str:
+    """A value in one line, its middle left out where it is long."""
+    text = " ".join(line.strip() for line in repr(value).splitlines())
+    return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN // 2]} ... {text[-MAX_SHOWN // 2 :]}"
+
+
 def unknown_name(what: str, name: str, known: Collection[str]) -> EspalierError:
-    """The error for a name that is not among `known`, with the nearest that is, or all of them where none is near."""
+    """The error for a name that is not among `known`: what another engine means by it, else the nearest, else all."""
     near = difflib.get_close_matches(name, known, n=1)
-    remedy = f"did you mean {near[0]!r}?" if near else f"use one of {', '.join(known)}"
-    return EspalierError(f"{what} has no {name!r}; {remedy}")
+    nearest = f"did you mean {near[0]!r}?" if near else f"use one of {', '.join(known)}"
+    return EspalierError(f"{what} has no {name!r}; {counterparts.keyword(name, known) or nearest}")
 
 
-def require_number(name: str, value: Any, inside: Callable[[Any], bool], supported: str) -> None:
-    """Refuse what is no finite number, or not inside.  Raises EspalierError."""
+def require_number(
+    name: str, value: Any, inside: Callable[[Any], bool], supported: str, *, optional: bool = False
+) -> None:
+    """Refuse what is no finite number, or not inside; None is one where it is optional.  Raises EspalierError."""
+    if optional and value is None:
+        return
     number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if not (number and inside(value)):
-        raise EspalierError(f"{name}={value!r} is not supported; use {supported}")
+        raise EspalierError(f"{name}={shown(value)} is not supported; use {supported}")
 
 
 def require_int(
@@ -38,7 +51,7 @@ def require_int(
     whole = isinstance(value, int) and not isinstance(value, bool)
     if not (whole and value >= low and (high is None or value <= high)):
         allowed = f"a whole number, {low} or more" if high is None else f"a whole number, {low} to {high}"
-        raise EspalierError(f"{name}={value!r} is not supported; use {allowed}{remedy}")
+        raise EspalierError(f"{name}={shown(value)} is not supported; use {allowed}{remedy}")
 
 
 def refuses_unknown(cls: type[T]) -> type[T]:

@@ -38,7 +38,11 @@ class Intake:
 
     def tokens(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt, which the model can start from.  Raises EspalierError."""
-        tokens = self.text_of("a text prompt").encode(prompt) if isinstance(prompt, str) else list(prompt)
+        if isinstance(prompt, str):
+            check_text(prompt)
+            tokens = self.text_of("a text prompt").encode(prompt)
+        else:
+            tokens = list(prompt)
         check_prompt(tokens, self.facts.vocab_size, self.facts.max_context)
         return tokens
 
@@ -57,6 +61,17 @@ class Intake:
         if self.tokenizer is None:
             raise EspalierError(f"{what} needs a tokenizer and {self.facts.model} has none; give token ids")
         return self.tokenizer
+
+
+def check_text(text: str) -> None:
+    """Refuse half a surrogate pair, which no tokenizer takes.  Raises EspalierError."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise EspalierError(
+            f"the prompt holds half a surrogate pair ({text[error.start]!r} at character {error.start}), which is no "
+            "text; decode its bytes with errors='replace'"
+        ) from None
 
 
 def text_sink(tokenizer: Tokenizer | None, prompt: Sequence[int], params: ResolvedParams) -> TextStream | None:

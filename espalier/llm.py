@@ -6,16 +6,16 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Unpack
 
-from espalier.config import EngineConfig
-from espalier.engine.load import build_engine, find, resolve_config
-from espalier.errors import EspalierError
+from espalier.config import EngineConfig, ResolvedConfig
+from espalier.engine.load import Checkpoint, build_engine, find, resolve_config
+from espalier.errors import EspalierError, shown
 from espalier.intake import Intake, Messages, ModelFacts, Prompt, text_sink
-from espalier.models.config import read_json
+from espalier.models.config import ModelConfig, read_json
 from espalier.request import Output, Piece, Request, ResolvedParams, SamplingParams, SpeculationStats, sample_seed
 from espalier.text import ChatOptions, load_tokenizer
 
@@ -45,6 +45,7 @@ NOT_HONOURED: Mapping[str, tuple[Any, ...]] = {
     "top_h": (None,),
     "watermarking_config": (None,),
 }
+BYTES = bytes | bytearray | memoryview
 log = logging.getLogger("espalier")
 
 
@@ -55,24 +56,24 @@ class LLM:
     """
 
     def __init__(self, model: str | Path = "auto", **settings: Any):
+        self._load(prepare(EngineConfig(model=model, **settings)))
+
+    @classmethod
+    def of(cls, prepared: "Prepared") -> "LLM":
+        """The same, for who checks requests before weights are read (prepare)."""
+        llm = cls.__new__(cls)
+        llm._load(prepared)
+        return llm
+
+    def _load(self, prepared: "Prepared") -> None:
         if os.environ.get("ESPALIER_FAULT"):
             faults().plant_from_environment()
-        asked = EngineConfig(model=model, **settings)
-        checkpoint = find(asked)
-        resolved = resolve_config(asked, checkpoint)
-        asked_pages = asked.num_pages if isinstance(asked.num_pages, int) else None
-        self.model_config = checkpoint.target
-        self.tokenizer = load_tokenizer(checkpoint.target_path, checkpoint.target.vocab_size)
-        self.generation_config = _generation_config(checkpoint.target_path)
-        self.engine, self.config = build_engine(resolved, checkpoint, asked_pages)
-        facts = ModelFacts(
-            model=self.config.model,
-            vocab_size=self.model_config.vocab_size,
-            max_context=self.config.max_context,
-            eos_token_ids=tuple(self.model_config.eos_token_ids),
-            generation_config=self.generation_config,
-        )
-        self.intake = Intake(facts, self.tokenizer)
+        asked_pages = prepared.asked.num_pages if isinstance(prepared.asked.num_pages, int) else None
+        self.model_config = prepared.checkpoint.target
+        self.intake = prepared.intake
+        self.tokenizer = self.intake.tokenizer
+        self.generation_config = self.intake.facts.generation_config
+        self.engine, self.config = build_engine(prepared.resolved, prepared.checkpoint, asked_pages)
         self._waiting_pieces: dict[str, list[Piece]] = {}
         self._num_requests = 0
         self._warned = False
@@ -103,8 +104,7 @@ class LLM:
 
         Raises EspalierError for a bad prompt, before the first piece.  Leaving the loop early aborts the request.
         """
-        if not isinstance(prompt, str | Sequence):
-            raise EspalierError(f"prompt={prompt!r} is not supported; use text or a list of token ids")
+        _require_prompt("the prompt", prompt)
         [group] = self._requests([prompt], params)
         return self._run(group)
 
@@ -151,7 +151,7 @@ class LLM:
         each = _one_each(params, len(prompts))
         groups = []
         for i, (prompt, wanted) in enumerate(zip(prompts, each, strict=True)):
-            with _naming(i, len(prompts)):
+            with naming(i, len(prompts)):
                 groups.append(self.group(self.intake.tokens(prompt), self.intake.resolve(wanted)))
         return groups
 
@@ -196,7 +196,7 @@ class LLM:
         for i, request in enumerate(requests):
             self._waiting_pieces[request.id] = []
             try:
-                with _naming(request.arrival - requests[0].arrival, prompts):
+                with naming(request.arrival - requests[0].arrival, prompts):
                     self.engine.add(request)
             except EspalierError:
                 self._abort(requests[:i])
@@ -262,6 +262,31 @@ class LLM:
         )
 
 
+@dataclass(frozen=True)
+class Prepared:
+    """What is known of an LLM before its weights are read.  intake: holds requests against model and configuration."""
+
+    asked: EngineConfig
+    checkpoint: Checkpoint
+    resolved: ResolvedConfig
+    intake: Intake
+
+
+def prepare(asked: EngineConfig) -> Prepared:
+    """Raises EspalierError for what is not supported."""
+    checkpoint = find(asked)
+    resolved = resolve_config(asked, checkpoint)
+    path, target = checkpoint.target_path, checkpoint.target
+    facts = ModelFacts(
+        model=resolved.model,
+        vocab_size=target.vocab_size,
+        max_context=resolved.max_context,
+        eos_token_ids=_end_tokens(path, target),
+        generation_config=_generation_config(path),
+    )
+    return Prepared(asked, checkpoint, resolved, Intake(facts, load_tokenizer(path, target.vocab_size)))
+
+
 def low_acceptance(totals: SpeculationStats) -> bool:
     """Whether, after enough rounds to tell, next to nothing that is drafted is accepted."""
     if not totals.reached or totals.reached[0] < ROUNDS_BEFORE_WARNING:
@@ -280,14 +305,21 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or several, as several: text, token ids, or a list of either."""
     if isinstance(prompts, str):
         return [prompts]
-    if not isinstance(prompts, Sequence):
-        raise EspalierError(f"prompts={prompts!r} is not supported; use text, a list of texts or lists of token ids")
+    if isinstance(prompts, BYTES) or not isinstance(prompts, Sequence):
+        raise EspalierError(
+            f"prompts={shown(prompts)} is not supported; use text, a list of texts or lists of token ids"
+        )
     if prompts and all(isinstance(part, int) for part in prompts):
         return [prompts]  # type: ignore[list-item]
     for i, prompt in enumerate(prompts):
-        if not isinstance(prompt, str | Sequence):
-            raise EspalierError(f"prompt {i} is {prompt!r}; use text or a list of token ids")
+        _require_prompt(f"prompt {i}", prompt)
     return list(prompts)  # type: ignore[arg-type]
+
+
+def _require_prompt(name: str, prompt: Any) -> None:
+    """Raises EspalierError for what is neither text nor a list; bytes are a sequence of numbers, and not meant so."""
+    if isinstance(prompt, BYTES) or not isinstance(prompt, str | Sequence):
+        raise EspalierError(f"{name} is {shown(prompt)}; use text or a list of token ids")
 
 
 def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
@@ -296,14 +328,14 @@ def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, count: i
     if isinstance(params, SamplingParams):
         return [params] * count
     if not isinstance(params, Sequence) or not all(isinstance(each, SamplingParams) for each in params):
-        raise EspalierError(f"params={params!r} is not supported; use SamplingParams(...), or a list of them")
+        raise EspalierError(f"params={shown(params)} is not supported; use SamplingParams(...), or a list of them")
     if len(params) != count:
         raise EspalierError(f"{len(params)} SamplingParams for {count} prompts; give one for all, or one for each")
     return list(params)
 
 
 @contextmanager
-def _naming(index: int, count: int) -> Iterator[None]:
+def naming(index: int, count: int) -> Iterator[None]:
     """Errors say which of several prompts they are about."""
     try:
         yield
@@ -343,6 +375,20 @@ def _generation_config(path: Path) -> dict[str, Any]:
     if dropped:
         log.warning("%s asks for %s, which is not supported and left out", file, ", ".join(dropped))
     return read
+
+
+def _end_tokens(path: Path, config: ModelConfig) -> tuple[int, ...]:
+    """The model's own end tokens; one that it cannot generate is left out, and named once."""
+    beyond = [token for token in config.eos_token_ids if not 0 <= token < config.vocab_size]
+    if beyond:
+        log.warning(
+            "%s: eos_token_id %s is outside the vocabulary of %d and left out; correct config.json or "
+            "generation_config.json",
+            path,
+            ", ".join(map(str, beyond)),
+            config.vocab_size,
+        )
+    return tuple(token for token in config.eos_token_ids if token not in beyond)
 
 
 @contextmanager

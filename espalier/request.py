@@ -7,20 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
 
-from espalier.errors import EspalierError, refuses_unknown, require_int, require_number
-
-MAX_BIAS = 512
-MAX_STOP_IDS = 64
-# Each is looked for at every token.
-MAX_STOP_STRINGS = 64
-MAX_LOGPROBS = 20
-MAX_SAMPLES = 1024
-MAX_COUNT = 2**31 - 1
-# Numbers that stay finite and nonzero in float32, whatever the temperature.
-MIN_TEMPERATURE = 1e-4
-REPETITION_PENALTIES = (0.01, 100.0)
-MAX_ABS_BIAS = 10_000
-MAX_SEED = 2**63 - 1
+from espalier import limits
+from espalier.errors import EspalierError, refuses_unknown, require_int
+from espalier.limits import MAX_BIAS, MAX_LOGPROBS, MAX_SEED
 
 GENERATION_CONFIG_NAMES = {
     "temperature": "temperature",
@@ -43,6 +32,7 @@ class SamplingParams:
     """How one prompt is continued.
 
     None is unset: the model's generation_config.json decides, then the defaults of ResolvedParams.
+    Raises EspalierError for a value that no model could honour.
     """
 
     temperature: float | None = _option("0 is greedy; higher is more varied")
@@ -66,6 +56,9 @@ class SamplingParams:
     speculation: bool | None = _option("false: plain decoding for this request")
     max_draft_depth: int | None = _option("accept at most so many draft tokens a round")
 
+    def __post_init__(self) -> None:
+        limits.check_values(self)
+
     def resolve(self, defaults: Mapping[str, Any], eos_token_ids: Iterable[int]) -> "ResolvedParams":
         """Fill what is unset.
 
@@ -84,9 +77,9 @@ class SamplingParams:
         # -1.0 is left as it is, and refused like any other number with a point.
         if isinstance(top_k, int) and top_k == -1:
             values["top_k"] = 0
-        values["stop"] = _strings(values.get("stop", ()))
+        values["stop"] = limits.texts_of(values.get("stop", ()))
         eos = values["eos_token_ids"] = () if values.get("ignore_eos") else tuple(eos_token_ids)
-        own = _sequence("stop_token_ids", values.get("stop_token_ids", ()))
+        own = tuple(values.get("stop_token_ids", ()))
         # The user's own stay as they are: of 1 and True one would go, and it is for validate to see both.
         values["stop_token_ids"] = (*own, *(token for token in eos if token not in own))
         return ResolvedParams(**values)
@@ -130,85 +123,8 @@ class ResolvedParams(SamplingParams):
         return steps if self.max_draft_depth is None else min(steps, self.max_draft_depth)
 
     def validate(self, vocab_size: int, has_tokenizer: bool = True) -> None:
-        """Refuse the first value that cannot be honoured.  Raises EspalierError: value, range, remedy."""
-        self._validate_distribution()
-        self._validate_ends(vocab_size, has_tokenizer)
-        self._validate_bias(vocab_size)
-        require_int("seed", self.seed, 0, MAX_SEED, optional=True)
-        require_int("logprobs", self.logprobs, 0, MAX_LOGPROBS, optional=True)
-        require_int("n", self.n, 1, MAX_SAMPLES)
-        require_int("max_draft_depth", self.max_draft_depth, 0, MAX_COUNT, optional=True)
-        for name in ("include_stop_str_in_output", "skip_special_tokens", "ignore_eos", "speculation"):
-            if not isinstance(getattr(self, name), bool):
-                raise EspalierError(f"{name}={getattr(self, name)!r} is not supported; use True or False")
-
-    def _validate_distribution(self) -> None:
-        def zero_or_more(value: float) -> bool:
-            return value == 0 or value >= MIN_TEMPERATURE
-
-        require_number("temperature", self.temperature, zero_or_more, f"0 (greedy), or {MIN_TEMPERATURE} and more")
-        require_int("top_k", self.top_k, 0, MAX_COUNT, remedy=" (0 or -1 keeps all tokens)")
-        require_number("top_p", self.top_p, lambda p: 0 < p <= 1, "more than 0 and up to 1 (1 keeps all tokens)")
-        require_number("min_p", self.min_p, lambda p: 0 <= p <= 1, "0 to 1 (0 keeps all tokens)")
-        low, high = REPETITION_PENALTIES
-        require_number(
-            "repetition_penalty",
-            self.repetition_penalty,
-            lambda p: low <= p <= high,
-            f"{low} to {high} (1 is no penalty)",
-        )
-        for name in ("presence_penalty", "frequency_penalty"):
-            require_number(name, getattr(self, name), lambda p: -2 <= p <= 2, "-2 to 2 (0 is no penalty)")
-
-    def _validate_ends(self, vocab_size: int, has_tokenizer: bool) -> None:
-        require_int("max_tokens", self.max_tokens, 1, MAX_COUNT, optional=True)
-        require_int("min_tokens", self.min_tokens, 0, MAX_COUNT)
-        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise EspalierError(
-                f"min_tokens={self.min_tokens} is above max_tokens={self.max_tokens}; lower it or raise max_tokens"
-            )
-        if len(self.stop) > MAX_STOP_STRINGS:
-            raise EspalierError(f"stop with {len(self.stop)} strings is not supported; use {MAX_STOP_STRINGS} at most")
-        if not all(isinstance(text, str) and text for text in self.stop):
-            raise EspalierError(f"stop={list(self.stop)!r} is not supported; use strings of one character or more")
-        if self.stop and not has_tokenizer:
-            raise EspalierError("stop needs text and this model has no tokenizer; use stop_token_ids")
-        for name, value in (("include_stop_str_in_output", False), ("skip_special_tokens", True)):
-            if getattr(self, name) != value and not has_tokenizer:
-                raise EspalierError(f"{name}={not value} needs text and this model has no tokenizer; leave it out")
-        if len(self.stop_token_ids) > MAX_STOP_IDS:
-            raise EspalierError(
-                f"{len(self.stop_token_ids)} stop token ids (the model's own included) are not supported; "
-                f"use {MAX_STOP_IDS} at most"
-            )
-        for token in self.stop_token_ids:
-            require_int("stop_token_ids entry", token, 0, vocab_size - 1, remedy=" (the vocabulary)")
-
-    def _validate_bias(self, vocab_size: int) -> None:
-        if not isinstance(self.logit_bias, Mapping):
-            raise EspalierError(f"logit_bias={self.logit_bias!r} is not supported; use a dict from token id to number")
-        if len(self.logit_bias) > MAX_BIAS:
-            raise EspalierError(
-                f"logit_bias with {len(self.logit_bias)} entries is not supported; use {MAX_BIAS} at most"
-            )
-        for token, bias in self.logit_bias.items():
-            require_int("logit_bias token", token, 0, vocab_size - 1, remedy=" (the vocabulary)")
-            require_number(
-                f"logit_bias[{token}]",
-                bias,
-                lambda b: abs(b) <= MAX_ABS_BIAS,
-                f"-{MAX_ABS_BIAS} to {MAX_ABS_BIAS}, such as -100 to ban a token",
-            )
-
-
-def _strings(value: Any) -> tuple[str, ...]:
-    return (value,) if isinstance(value, str) else tuple(_sequence("stop", value))
-
-
-def _sequence(name: str, value: Any) -> Sequence[Any]:
-    if isinstance(value, str) or not isinstance(value, Sequence | set | frozenset):
-        raise EspalierError(f"{name}={value!r} is not supported; use a list")
-    return tuple(value)
+        """Refuse what this model cannot honour.  Raises EspalierError: value, range, remedy."""
+        limits.check_for_model(self, vocab_size, has_tokenizer)
 
 
 def check_prompt(prompt: Sequence[int], vocab_size: int, max_context: int) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from espalier.errors import EspalierError
 from espalier.layout import RoundLayout
-from espalier.request import MAX_BIAS, MAX_STOP_IDS
+from espalier.limits import MAX_BIAS, MAX_STOP_IDS
 
 INTS = ("prefix_len", "root", "known_len", "commit_from", "end", "depth_limit", "top_k", "seed", "min_position")
 FLOATS = ("temperature", "top_p", "min_p", "repetition", "presence", "frequency")

@@ -111,7 +111,7 @@ class Tokenizer:
     ) -> list[int]:
         """Token ids of a conversation (ChatOptions).  Raises EspalierError."""
         if not getattr(self.hf, "chat_template", None):
-            raise EspalierError("this model's tokenizer has no chat template; use generate with a prompt")
+            raise EspalierError("this model has no chat template: use /v1/completions, or generate with a prompt")
         for name, value in (
             ("add_generation_prompt", add_generation_prompt),
             ("continue_final_message", continue_final_message),

@@ -51,6 +51,9 @@ REFUSED = [
     ({"model_overrides": [1]}, "model_overrides=[1]"),
     ({"seed": -1}, "seed=-1"),
     ({"max_contxt": 5}, "'max_contxt'; did you mean 'max_context'"),
+    ({"max_model_len": 5}, "'max_model_len'; here it is max_context"),
+    ({"speculative_num_steps": 5}, "here it is SpeculationConfig(steps=...)"),
+    ({"tensor_parallel_size": 2}, "one engine runs on one GPU; leave it out"),
 ]
 
 
@@ -217,6 +220,22 @@ def test_a_models_own_fields_reach_the_configuration():
 def test_a_model_that_is_nowhere_is_refused(name):
     with pytest.raises(EspalierError, match=f"model='{name}' is not a directory"):
         load.find(EngineConfig(model=name))
+
+
+@pytest.mark.parametrize("what", ["model", "draft"])
+def test_a_path_that_is_no_checkpoint_is_told_as_what_it_was_given_for(what, tmp_path, monkeypatch):
+    file = tmp_path / "file"
+    file.write_text("")
+    for path, why in ((tmp_path, "holds no config.json"), (file, "is a file")):
+        with pytest.raises(EspalierError, match=f"^{what}='{path}' {why}; give the directory"):
+            load.find(EngineConfig(**{what: path}))
+
+    def forbidden(path):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("pathlib.Path.is_file", forbidden)
+    with pytest.raises(EspalierError, match=rf"^{what}='{file}' cannot be read \(Permission denied\)"):
+        load.find(EngineConfig(**{what: file}))
 
 
 def test_the_hub_out_of_reach_is_one_line(monkeypatch):

@@ -1,11 +1,13 @@
 """The public face over a tiny model: order, samples, streams, aborts, errors.  Which tokens is for tests/properties."""
 
+import json
 import logging
 import shutil
 import signal
 from dataclasses import replace
 
 import pytest
+import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -259,6 +261,8 @@ BAD = [
     ([VOCAB], f"={VOCAB}"),
     ([0] * 64, "64 tokens"),
     (7, "prompt 1 is 7"),
+    (b"abc", "prompt 1 is b'abc'"),
+    ("a\ud800", "half a surrogate pair .*character 1"),
 ]
 
 
@@ -280,8 +284,32 @@ def test_a_prompt_that_can_never_fit_the_pages_is_named_and_nothing_stays(paths)
 
 
 def test_bad_parameters_are_refused_before_anything_starts(llm):
-    with pytest.raises(EspalierError, match="top_p=0"):
-        llm.generate("abc", SamplingParams(top_p=0))
+    with pytest.raises(EspalierError, match=f"stop_token_ids entry={VOCAB}"):
+        llm.generate("abc", SamplingParams(stop_token_ids=[VOCAB]))
+    assert not llm.engine.has_work
+
+
+@pytest.mark.parametrize(
+    "prompt", [b"abc", bytearray(b"abc"), torch.zeros(99, 99)], ids=["bytes", "bytearray", "tensor"]
+)
+def test_what_is_no_prompt_is_one_line(llm, prompt):
+    for call in (llm.generate, llm.stream):
+        with pytest.raises(EspalierError, match="use text") as refused:
+            call(prompt, GREEDY)
+        assert "\n" not in str(refused.value) and len(str(refused.value)) < 300
+
+
+def test_an_end_token_outside_the_vocabulary_is_left_out_with_one_warning(paths, tmp_path, caplog):
+    path = tmp_path / "target"
+    shutil.copytree(paths[0], path)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"eos_token_id": [3, VOCAB]}))
+    (path / "generation_config.json").write_text('{"eos_token_id": [-1, 5]}')
+    with LLM(model=path, speculation=None, max_context=64) as llm:
+        assert llm.generate("abc", SamplingParams(max_tokens=2))[0].error is None
+        assert llm.intake.resolve(SamplingParams()).stop_token_ids == (5, 3)
+    [warned] = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert f"eos_token_id -1, {VOCAB} is outside the vocabulary" in warned
 
 
 def test_a_conversation_goes_through_the_chat_template(llm):

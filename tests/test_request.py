@@ -4,15 +4,14 @@ import re
 from dataclasses import fields
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from espalier.errors import EspalierError
+from espalier.limits import MAX_BIAS, MAX_STOP_IDS, MAX_STOP_STRINGS
 from espalier.request import (
     GENERATION_CONFIG_NAMES,
-    MAX_BIAS,
-    MAX_STOP_IDS,
-    MAX_STOP_STRINGS,
     Request,
     SamplingParams,
     SpeculationStats,
@@ -134,6 +133,21 @@ def test_token_ids_are_whole_numbers_whatever_they_are_equal_to(value):
             resolved(logit_bias={value: 1.0}).validate(VOCAB)
 
 
+@pytest.mark.parametrize(
+    "params", [{"temperature": "hot"}, {"n": 0}, {"stop": b"a"}, {"stop_token_ids": [-1]}], ids=repr
+)
+def test_what_no_model_honours_is_refused_where_it_is_written(params):
+    with pytest.raises(EspalierError, match=f"^{next(iter(params))}.* is not supported; use"):
+        SamplingParams(**params)
+
+
+def test_a_long_value_is_told_in_one_short_line():
+    for value in ("x" * 10_000, torch.zeros(99, 99)):
+        with pytest.raises(EspalierError) as refused:
+            SamplingParams(temperature=value)
+        assert "\n" not in str(refused.value) and len(str(refused.value)) < 300
+
+
 def test_good_values_pass():
     resolved(temperature=0.7, top_k=3, top_p=0.5, min_p=0.1, repetition_penalty=1.2, presence_penalty=-2).validate(
         VOCAB
@@ -150,6 +164,8 @@ def test_stop_strings_need_a_tokenizer():
 def test_unknown_names_are_refused_with_the_nearest():
     with pytest.raises(EspalierError, match="'temprature'; did you mean 'temperature'"):
         SamplingParams(temprature=1)
+    with pytest.raises(EspalierError, match="SamplingParams has no 'max_new_tokens'; here it is max_tokens"):
+        SamplingParams(max_new_tokens=1)
 
 
 @pytest.mark.parametrize(

@@ -137,6 +137,11 @@ def conversing(template):
     return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=template))
 
 
+def test_without_a_chat_template_a_conversation_is_sent_to_completions():
+    with pytest.raises(EspalierError, match="no chat template: use /v1/completions"):
+        conversing(None).chat([{"role": "user", "content": "b"}])
+
+
 def test_a_chat_template_takes_its_variables_and_no_others():
     # Its generation and break tags are extensions that transformers makes.
     tokenizer = conversing(

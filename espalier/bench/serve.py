@@ -85,7 +85,7 @@ def serving(settings: Mapping[str, Any], *flags: str) -> Iterator[Server]:
         port = probe.getsockname()[1]
     model = [str(settings["model"])] if "model" in settings else []
     own = ["--port", str(port), "--served-model-name", NAME]
-    command = [sys.executable, "-m", "espalier.cli", "serve", *model, *own, *flags_of(settings), *flags]
+    command = [sys.executable, "-m", "espalier", "serve", *model, *own, *flags_of(settings), *flags]
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log)
         try:

@@ -28,7 +28,7 @@ DEFAULTS = MappingProxyType({"batch": [1], "context": [128], "tokens": 96, "repe
 def add(commands: Any, name: str) -> None:
     about = "measurements"
     parser: ArgumentParser = commands.add_parser(name, help=about, description=about, allow_abbrev=False)
-    measured = parser.add_subparsers(dest="measured", metavar="what", required=True, parser_class=type(parser))
+    measured = parser.add_subparsers(dest="measured", metavar="what", parser_class=type(parser))
     _add_round(measured)
     _add_kernels(measured)
     serving.add(measured)

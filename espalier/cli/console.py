@@ -27,8 +27,11 @@ class _Console(Console):
         raise BrokenPipeError
 
 
-def stdout() -> Console:
-    return _Console(highlight=False, soft_wrap=True)
+def stdout(wrap: bool = False) -> Console:
+    """wrap: on a terminal, break lines between words instead of at its last column."""
+    console = _Console(highlight=False, soft_wrap=True)
+    console.soft_wrap = not (wrap and console.is_terminal)
+    return console
 
 
 def stderr() -> Console:
@@ -46,10 +49,11 @@ class Signs:
     rejected: str
     bar: str
     dot: str
+    prompt_end: str
 
 
-UNICODE = Signs("├─", "└─", "│ ", "✓", "×", "█", "·")
-ASCII = Signs("|-", "`-", "| ", "+", "x", "#", "-")
+UNICODE = Signs("├─", "└─", "│ ", "✓", "×", "█", "·", "▸")
+ASCII = Signs("|-", "`-", "| ", "+", "x", "#", "-", ">>")
 
 
 def signs(console: Console) -> Signs:
@@ -98,6 +102,20 @@ def coloured(tokenizer: Tokenizer, prompt: Sequence[int], tokens: Sequence[int],
         sink.push(token)
         text.append(sink.take(final=i + 1 == len(tokens)), FROM_DRAFT if drafted else FROM_TARGET)
     return text
+
+
+def has_colour(console: Console) -> bool:
+    return console.is_terminal and not console.no_color
+
+
+def read_text(flag: str, path: Path) -> str:
+    """A file's text.  Raises EspalierError."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise EspalierError(f"{flag} {path} cannot be read ({error.strerror}); give a text file") from None
+    except UnicodeDecodeError as error:
+        raise EspalierError(f"{flag} {path} cannot be read ({error}); give a text file") from None
 
 
 def require_writable(flag: str, path: Path | None) -> None:

@@ -14,13 +14,25 @@ from rich.text import Text
 
 from espalier.bench.drive import heldout
 from espalier.bench.machine import header
-from espalier.cli.console import FROM_DRAFT, QUIET, Signs, coloured, progress, signs, stdout, waiting
+from espalier.cli.console import (
+    FROM_DRAFT,
+    QUIET,
+    UNICODE,
+    Signs,
+    coloured,
+    has_colour,
+    progress,
+    signs,
+    stdout,
+    waiting,
+)
 from espalier.cli.draw import round_tree
 from espalier.cli.flags import add_engine_flags, engine_settings, new_command
 from espalier.engine.ticket import RoundTrace
 from espalier.errors import EspalierError
+from espalier.limits import MAX_LOGPROBS
 from espalier.llm import LLM
-from espalier.request import MAX_LOGPROBS, Output, SamplingParams, SpeculationStats
+from espalier.request import Output, SamplingParams, SpeculationStats
 
 PROMPT_LINES = 6
 BAR_WIDTH = 40
@@ -52,20 +64,25 @@ def add(commands: Any, name: str) -> None:
 
 
 def run(asked: Namespace) -> int:
-    console = stdout()
+    return show(asked, stdout(wrap=True))
+
+
+def show(asked: Namespace, console: Console) -> int:
+    """The demo on a console.  1: the two ways to decode gave different tokens.  Raises EspalierError."""
     # One request at a time, and two engines on one device: each takes pages for its own request alone.  In bfloat16 two
     # tokens that are nearly tied would now and then come out in another order.
     settings = {"max_batch": 1, "dtype": "float32", **engine_settings(asked)}
-    prompts = [entry["prompt"] for entry in heldout()][: asked.prompts]
-    if not prompts:
-        raise EspalierError(f"--prompts={asked.prompts} leaves nothing to show; use 1 or more")
+    params = SamplingParams(temperature=0.0, max_tokens=asked.max_tokens)
+    prompts = [entry["prompt"] for entry in heldout()]
+    if not 1 <= asked.prompts <= len(prompts):
+        raise EspalierError(f"--prompts={asked.prompts} is not supported; use 1 to {len(prompts)}, which there are")
+    prompts = prompts[: asked.prompts]
     console.print(Text(header(), QUIET))
     with waiting("loading the model twice, with and without speculation"):
         tree_llm = LLM(**settings)
         plain_llm = LLM(**{**settings, "speculation": None})
     traces: list[RoundTrace] = []
     tree_llm.engine.scheduler.on_round = traces.append
-    params = SamplingParams(temperature=0.0, max_tokens=asked.max_tokens)
     with tree_llm, plain_llm:
         _warm_up(plain_llm, tree_llm, prompts[0])
         traces.clear()
@@ -106,23 +123,28 @@ def _complete(
                 run.outputs.append(output)
                 run.stats.merge(output.speculation)
                 advance()
-    for prompt, output in zip(prompts, tree.outputs, strict=True):
-        _show(console, tree_llm, prompt, output)
+    for i, (prompt, output) in enumerate(zip(prompts, tree.outputs, strict=True), 1):
+        _rule(console, f"prompt {i} of {len(prompts)}")
+        console.print(_prompt_and_output(console, tree_llm, prompt, output))
     return plain, tree
 
 
-def _show(console: Console, llm: LLM, prompt: str, output: Output) -> None:
+def _rule(console: Console, title: str = "") -> None:
+    console.rule(Text(title, QUIET), style=QUIET, align="left", characters="─" if signs(console) is UNICODE else "-")
+
+
+def _prompt_and_output(console: Console, llm: LLM, prompt: str, output: Output) -> Text:
+    """The prompt's last lines, dim, and what follows them; without colours a sign stands between the two."""
     assert llm.tokenizer is not None
-    console.rule(style=QUIET)
-    console.print(
-        Text("\n".join(prompt.splitlines()[-PROMPT_LINES:]) + ("\n" if prompt.endswith("\n") else ""), QUIET), end=""
-    )
-    console.print(coloured(llm.tokenizer, llm.tokenizer.encode(prompt), output.token_ids, output.from_draft))
+    last_lines = prompt.splitlines(keepends=True)[-PROMPT_LINES:]
+    end = "" if has_colour(console) else signs(console).prompt_end
+    text = coloured(llm.tokenizer, llm.tokenizer.encode(prompt), output.token_ids, output.from_draft)
+    return Text.assemble(("".join(last_lines), QUIET), end, text)
 
 
 def _compare(console: Console, plain_llm: LLM, prompts: list[str], plain: Run, tree: Run) -> bool:
     """Say whether tokens are the same, and where they part if not, and how near the two were to a tie."""
-    console.rule(style=QUIET)
+    _rule(console)
     for i, (prompt, a, b) in enumerate(zip(prompts, plain.outputs, tree.outputs, strict=True)):
         if a.token_ids != b.token_ids:
             pairs = zip(a.token_ids, b.token_ids, strict=False)
@@ -133,10 +155,12 @@ def _compare(console: Console, plain_llm: LLM, prompts: list[str], plain: Run, t
             return False
     tokens = sum(len(output.token_ids) for output in tree.outputs)
     drafted = sum(sum(output.from_draft) for output in tree.outputs)
-    console.print(Text("identical: ", "bold green") + Text(f"plain decoding gave the same {tokens} tokens, one by one"))
-    has_colour = console.is_terminal and not console.no_color
-    legend = Text("tokens like this", FROM_DRAFT) if has_colour else Text("tokens that")
-    console.print(legend + Text(f" came from the draft: {drafted} of {tokens}\n"))
+    same = f"plain decoding gave the same {tokens} tokens, one by one"
+    console.print(Text.assemble(("identical: ", "bold green"), same))
+    legend: list[Any] = [f"{signs(console).prompt_end}: here a prompt ends; tokens that"]
+    if has_colour(console):
+        legend = [("dim", QUIET), ": the prompts; ", ("tokens like this", FROM_DRAFT)]
+    console.print(Text.assemble(*legend, f" came from the draft: {drafted} of {tokens}\n"))
     return True
 
 
@@ -158,7 +182,8 @@ def _draw_round(console: Console, llm: LLM, traces: list[RoundTrace]) -> None:
         return
     deepest = max(trace.tree.depths[-1] if trace.tree.depths else 0 for trace in traces)
     best = max(traces, key=lambda trace: min(len(trace.emitted), max(deepest, 2)))
-    console.print(Text("one round", "bold") + Text(", score = log-probability of the branch by the draft", QUIET))
+    about = ", score = log-probability of the branch by the draft"
+    console.print(Text.assemble(("one round", "bold"), (about, QUIET)))
     decode = llm.tokenizer.decode
     console.print(round_tree(best, lambda token: repr(decode([token])), signs(console)))
 

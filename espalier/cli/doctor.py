@@ -28,12 +28,12 @@ def run(asked: Namespace) -> int:
     for name in ("shapes", "choices"):
         if getattr(asked, name) is not None:
             raise EspalierError(f"{flag_of(name)} is for --tune; give that, or leave it out")
+    config = EngineConfig(**engine_settings(asked))
     console = stdout()
     console.print(Text("machine", "bold"))
     about = describe() | {package: installed(package) for package in OPTIONAL}
     for name, value in about.items():
         console.print(Text(f"  {name:<18} {value}"))
-    config = EngineConfig(**engine_settings(asked))
     found = find(config)
     resolved = resolve_config(config, found)
     console.print(Text("resolved configuration", "bold"))

@@ -10,10 +10,12 @@ from typing import Any
 
 from rich.text import Text
 
-from espalier.cli.console import FROM_DRAFT, FROM_TARGET, QUIET, progress, stderr, stdout, waiting
+from espalier.cli.console import FROM_DRAFT, FROM_TARGET, QUIET, progress, read_text, stderr, stdout, waiting
 from espalier.cli.flags import add_engine_flags, add_sampling_flags, engine_settings, new_command, sampling_params
+from espalier.config import EngineConfig
 from espalier.errors import EspalierError
-from espalier.llm import LLM
+from espalier.intake import Intake
+from espalier.llm import LLM, naming, prepare
 from espalier.request import Output, Piece, SamplingParams
 
 MAX_TOKENS = 128
@@ -34,15 +36,26 @@ def add(commands: Any, name: str) -> None:
 def run(asked: Namespace) -> int:
     prompts = _prompts(asked)
     params = sampling_params(asked)
-    with waiting("loading the model"):
-        llm = LLM(**engine_settings(asked))
-    if params.max_tokens is None and "max_new_tokens" not in llm.generation_config:
+    # Prompts and parameters are held against the model before its weights are read, which may take minutes.
+    with waiting("loading the tokenizer"):
+        prepared = prepare(EngineConfig(**engine_settings(asked)))
+    intake = prepared.intake
+    if params.max_tokens is None and "max_new_tokens" not in intake.facts.generation_config:
         params = replace(params, max_tokens=MAX_TOKENS)
+    intake.resolve(params)
+    inputs = [_tokens(intake, i, prompts, asked.chat) for i in range(len(prompts))]
+    with waiting("loading the model"):
+        llm = LLM.of(prepared)
     with llm:
-        inputs = [llm.chat_prompt([{"role": "user", "content": p}]) for p in prompts] if asked.chat else prompts
         if len(inputs) == 1 and not asked.json and params.n in (None, 1):
             return _stream(llm, inputs[0], params)
         return _all(llm, inputs, params, asked.json)
+
+
+def _tokens(intake: Intake, i: int, prompts: list[Any], chat: bool) -> list[int]:
+    with naming(i, len(prompts)):
+        prompt = intake.chat([{"role": "user", "content": prompts[i]}]) if chat else prompts[i]
+        return intake.tokens(prompt)
 
 
 def _prompts(asked: Namespace) -> list[Any]:
@@ -60,9 +73,12 @@ def _prompts(asked: Namespace) -> list[Any]:
 
 def _read_stdin() -> str:
     try:
-        return _readable(sys.stdin.read(), "what stdin holds")
+        text = _readable(sys.stdin.read(), "what stdin holds")
     except UnicodeDecodeError as error:
         raise EspalierError(f"stdin cannot be read ({error}); give text in {sys.stdin.encoding}") from None
+    if not text:
+        raise EspalierError("stdin is empty; write a prompt after the command, pipe one in, or use --file")
+    return text
 
 
 def _readable(text: str, what: str) -> str:
@@ -75,11 +91,8 @@ def _readable(text: str, what: str) -> str:
 
 
 def _read_file(path: Path) -> list[Any]:
-    try:
-        # Not splitlines: JSON strings may hold what Unicode calls line breaks.
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise EspalierError(f"--file {path} cannot be read ({error}); give a text file") from None
+    # Not splitlines: JSON strings may hold what Unicode calls line breaks.
+    lines = read_text("--file", path).split("\n")
     prompts: list[Any] = []
     for number, line in enumerate(lines, 1):
         if not line.strip():
@@ -124,9 +137,11 @@ def _all(llm: LLM, prompts: list[Any], params: SamplingParams, as_json: bool) ->
         if as_json:
             print(json.dumps(as_dict(output), ensure_ascii=False))
             continue
-        for choice in output.choices or [output]:
-            console.print(Text(f"[{i}]" if not output.choices else f"[{i}] choice", QUIET))
-            console.print(Text(choice.text))
+        samples = output.choices or [output]
+        for number, sample in enumerate(samples, 1):
+            of = f" sample {number} of {len(samples)}" if output.choices else ""
+            console.print(Text(f"[{i}]{of}", QUIET))
+            console.print(Text(sample.text))
     samples = [sample for output in outputs for sample in (output.choices or [output])]
     _figures(llm, sum(len(sample.token_ids) for sample in samples), seconds)
     return max((_failed(sample.error) for sample in samples), default=0)

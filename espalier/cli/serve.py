@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from espalier.cli.console import read_text
 from espalier.cli.flags import add_engine_flags, engine_settings, new_command
 from espalier.config import EngineConfig
 from espalier.errors import EspalierError
@@ -72,12 +73,12 @@ def run(asked: Namespace) -> int:
         _require(name, getattr(asked, name), 0)
     for name in ("max_body_bytes", "engine_timeout"):
         _require(name, getattr(asked, name), 1)
-    logs.set_up(asked.log_level, asked.log_json)
     settings = engine_settings(asked) | {"model": asked.model}
     if asked.model == "auto" and "draft" not in settings:
         settings["model"] = "bundled"
     # A target that its draft names is called as its directory.
     names = asked.served_model_name or [name for name in [settings["model"]] if name != "auto"]
+    template = None if asked.chat_template is None else read_text("--chat-template", asked.chat_template)
     options = ServeOptions(
         host=asked.host,
         port=asked.port,
@@ -90,7 +91,7 @@ def run(asked: Namespace) -> int:
             log_level=asked.log_level,
             log_json=asked.log_json,
         ),
-        front=FrontOptions(tuple(names), asked.chat_template, asked.max_queue, asked.request_timeout or None),
+        front=FrontOptions(tuple(names), template, asked.max_queue, asked.request_timeout or None),
         api=ApiOptions(
             asked.api_key or os.environ.get(KEY_VARIABLE) or None,
             asked.cors_origin or (),
@@ -98,8 +99,10 @@ def run(asked: Namespace) -> int:
             asked.body_timeout or None,
         ),
     )
+    settings = sendable(settings)
+    logs.set_up(asked.log_level, asked.log_json)
     try:
-        asyncio.run(serve(sendable(settings), options))
+        asyncio.run(serve(settings, options))
     except asyncio.CancelledError:  # SIGTERM while the model was loaded
         return 0
     return 0

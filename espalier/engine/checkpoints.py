@@ -28,7 +28,7 @@ def _find(what: str, name: str | PathLike[str], bundled: Path, files: list[str])
             )
         return bundled
     path = Path(name).expanduser()
-    if path.is_dir():
+    if _is_directory(what, path):
         return path
     if not _may_be_hub_id(str(name)):
         raise EspalierError(
@@ -36,6 +36,21 @@ def _find(what: str, name: str | PathLike[str], bundled: Path, files: list[str])
             "or 'bundled'"
         )
     return _download(what, str(name), files)
+
+
+def _is_directory(what: str, path: Path) -> bool:
+    """Whether it is one, and may be a checkpoint.  Raises EspalierError for one that cannot be."""
+    holds = "config.json and *.safetensors" if what == "model" else "a draft's config.json and weights"
+    try:
+        if path.is_file():
+            raise EspalierError(f"{what}={str(path)!r} is a file; give the directory that holds {holds}")
+        if not path.is_dir():
+            return False
+        if not (path / "config.json").exists():
+            raise EspalierError(f"{what}={str(path)!r} holds no config.json; give the directory that holds {holds}")
+    except OSError as error:
+        raise EspalierError(f"{what}={str(path)!r} cannot be read ({error.strerror}); give one that may be") from None
+    return True
 
 
 def _may_be_hub_id(name: str) -> bool:

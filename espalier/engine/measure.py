@@ -11,7 +11,7 @@ from espalier.engine.cuda import CudaExecutor, of_dummies
 from espalier.engine.ticket import Ticket
 from espalier.errors import EspalierError
 from espalier.layout import RoundLayout
-from espalier.request import MAX_LOGPROBS
+from espalier.limits import MAX_LOGPROBS
 from espalier.speculate.round import Round
 
 # A trial's pages: the dummy, and one that a request could hold.

@@ -194,7 +194,7 @@ def parse(
         mlp_bias=bool(full.get("mlp_bias", False)),
         qk_norm=family.qk_norm,
         windows=_read_windows(full, family, layers, path),
-        eos_token_ids=_eos_ids(full, generation or {}),
+        eos_token_ids=_eos_ids(full, generation or {}, path),
         raw=full,
     )
 
@@ -258,8 +258,11 @@ def _read_windows(full: Raw, family: Family, layers: int, path: Path) -> Windows
     return family.windows(full)
 
 
-def _eos_ids(full: Raw, generation: Raw) -> tuple[int, ...]:
+def _eos_ids(full: Raw, generation: Raw, path: Path) -> tuple[int, ...]:
     ids: list[int] = []
     for source in (generation.get("eos_token_id"), full.get("eos_token_id")):
         ids += source if isinstance(source, list) else [] if source is None else [source]
+    for token in ids:
+        if not isinstance(token, int) or isinstance(token, bool):
+            raise EspalierError(f"{path}: eos_token_id = {token!r}; a token id or a list of them is needed; correct it")
     return tuple(dict.fromkeys(ids))

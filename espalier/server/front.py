@@ -39,11 +39,11 @@ CLIENT_LEFT = 499
 
 @dataclass(frozen=True)
 class FrontOptions:
-    """names: of the model, its directory's where there is none; chat_template: a file in place of the tokenizer's own;
+    """names: of the model, its directory's where there is none; chat_template: in place of the tokenizer's own;
     request_timeout_s: of one request, None for no limit; max_queue: samples that may wait beside those in a slot."""
 
     names: tuple[str, ...]
-    chat_template: Path | None = None
+    chat_template: str | None = None
     max_queue: int = 256
     request_timeout_s: float | None = 600.0
 
@@ -66,7 +66,7 @@ class Front:
         tokenizer = load_tokenizer(Path(client.facts.model), client.facts.vocab_size)
         self.intake = Intake(client.facts, tokenizer)
         if options.chat_template is not None:
-            self.intake.text_of("--chat-template").hf.chat_template = _read(options.chat_template)
+            self.intake.text_of("--chat-template").hf.chat_template = options.chat_template
         # One thread: long prompts do not hold up the loop, and a tokenizer is used by one caller at a time.
         self._tokenizing = ThreadPoolExecutor(1, "tokenizing")
         self._num_entering = 0
@@ -287,10 +287,3 @@ async def _until_left(http: Request, work: Awaitable[T]) -> T:
 async def _left(http: Request) -> None:
     while (await http.receive())["type"] != "http.disconnect":
         pass
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise EspalierError(f"--chat-template {path} cannot be read ({error}); give a text file") from None

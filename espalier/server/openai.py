@@ -12,7 +12,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model, model_validator
 
 from espalier.errors import EspalierError, require_int
-from espalier.request import MAX_BIAS, MAX_COUNT, MAX_LOGPROBS, SamplingParams
+from espalier.limits import MAX_BIAS, MAX_COUNT, MAX_LOGPROBS
+from espalier.request import SamplingParams
 from espalier.text import ChatOptions
 
 

@@ -3,14 +3,16 @@
 import io
 import json
 import re
+import runpy
 import sys
 from dataclasses import replace
 
 import pytest
+from rich.console import Console
 
 from espalier import cli
 from espalier.cli import demo, generate
-from espalier.cli.console import ASCII, aligned
+from espalier.cli.console import ASCII, aligned, stdout
 from espalier.cli.draw import round_tree
 from espalier.cli.flags import engine_settings, sampling_params
 from espalier.cli.main import parse
@@ -49,8 +51,8 @@ BAD = [
     (["bench", "kernels", "--page-size", "0"], "--page-size=[0]"),
     (["bench", "floor", "--rows", "1,³"], "--rows=1,³ is not supported"),
     (["bench", "round", "--batch", "a"], "invalid list of whole numbers"),
-    (["nonsense"], "invalid choice: 'nonsense'"),
-    ([], "required"),
+    (["nonsense"], "unknown command 'nonsense'; use one of demo, generate"),
+    ([], "no command is given; use one of demo, generate"),
 ]
 
 
@@ -63,9 +65,14 @@ def test_bad_input_is_one_line_and_status_2(arguments, said, capsys):
     assert out == ""
 
 
-def test_version(capsys):
+def test_version_and_the_package_runs_as_a_module(capsys, monkeypatch):
     assert run("--version") == 0
-    assert capsys.readouterr().out.startswith("espalier ")
+    said = capsys.readouterr().out
+    assert said.startswith("espalier ")
+    monkeypatch.setattr(sys, "argv", ["espalier", "--version"])
+    with pytest.raises(SystemExit) as left:
+        runpy.run_module("espalier", run_name="__main__")
+    assert (left.value.code, capsys.readouterr().out) == (0, said)
 
 
 @pytest.mark.parametrize("command", [["generate"], ["demo"], ["doctor"], ["bench", "round"]])
@@ -118,7 +125,9 @@ def test_a_sample_that_failed_is_the_status_whichever_of_n_it_is(tiny, capsys, m
     fine, failed = Output("a", [0], "length"), Output("", [], "abort", error="its logits are not finite")
     monkeypatch.setattr(generate.LLM, "generate", lambda *_: [replace(fine, choices=[fine, failed])])
     assert run("generate", "abc", "--n", "2", *tiny) == 1
-    assert "espalier: its logits are not finite\n" in capsys.readouterr().err
+    out, err = capsys.readouterr()
+    assert "espalier: its logits are not finite\n" in err
+    assert out == "[0] sample 1 of 2\na\n[0] sample 2 of 2\n\n"
 
 
 def test_generate_gives_json(tiny, capsys, tmp_path):
@@ -145,6 +154,13 @@ def test_a_file_without_a_prompt_is_refused_though_stdin_holds_one(capsys, tmp_p
     monkeypatch.setattr("sys.stdin", io.StringIO("abc"))
     assert run("generate", "--file", prompts) == 2
     assert "holds no prompt" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["-"], []], ids=["named", "piped"])
+def test_an_empty_stdin_is_refused(arguments, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    assert run("generate", *arguments) == 2
+    assert capsys.readouterr().err.startswith("espalier: stdin is empty; write a prompt")
 
 
 def test_line_breaks_of_unicode_are_part_of_a_prompt(tmp_path):
@@ -196,7 +212,7 @@ def tiny_heldout(monkeypatch):
 
 
 def test_demo_compares_draws_and_counts(tiny, tiny_heldout, capsys):
-    assert run("demo", "--max-tokens", "16", *tiny) == 0
+    assert run("demo", "--prompts", "2", "--max-tokens", "16", *tiny) == 0
     out = capsys.readouterr().out
     for said in (
         "identical: plain decoding gave the same",
@@ -205,9 +221,36 @@ def test_demo_compares_draws_and_counts(tiny, tiny_heldout, capsys):
         "page",
         "tokens/s",
         "try next",
+        "prompt 1 of 2 ",
+        "\nabcabc",
+        "prompt 2 of 2 ",
+        "\nddd",
+        ": here a prompt ends; tokens that came from the draft",
     ):
         assert said in out
     assert "\x1b" not in out
+
+
+def test_on_a_terminal_the_demo_shows_prompts_dim_and_draft_tokens_not(tiny, tiny_heldout):
+    shown = Console(file=io.StringIO(), force_terminal=True, color_system="standard", width=100)
+    assert demo.show(parse(["demo", "--prompts", "2", "--max-tokens", "16", *tiny]), shown) == 0
+    out = shown.file.getvalue()
+    assert "\x1b[2mabcabc\x1b[0m" in out and "\x1b[2mddd\x1b[0m" in out
+    assert re.search(r"\x1b\[1;32m[a-o]", out) and "1;2;32m" not in out
+
+
+def test_on_a_terminal_lines_break_between_words(monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    words = ["alpha", "beta", "gamma", "delta", "epsilon"]
+    for kind, lines in ((Terminal, ["alpha beta", "gamma delta", "epsilon"]), (io.StringIO, [" ".join(words)])):
+        monkeypatch.setattr("sys.stdout", kind())
+        monkeypatch.setenv("COLUMNS", "12")
+        monkeypatch.setenv("TERM", "xterm")
+        stdout(wrap=True).print(" ".join(words))
+        assert [line.rstrip() for line in sys.stdout.getvalue().splitlines()] == lines
 
 
 def test_demo_fails_where_outputs_differ(tiny, tiny_heldout, capsys, monkeypatch):
@@ -219,7 +262,7 @@ def test_demo_fails_where_outputs_differ(tiny, tiny_heldout, capsys, monkeypatch
         return plain, tree
 
     monkeypatch.setattr(demo, "_complete", spoiled)
-    assert run("demo", "--max-tokens", "16", *tiny) == 1
+    assert run("demo", "--prompts", "2", "--max-tokens", "16", *tiny) == 1
     out = capsys.readouterr().out
     assert "prompt 1: plain and tree differ from token 3 on" in out
     # The first is plain decoding's own, the likeliest.

@@ -75,6 +75,32 @@ def test_what_may_not_be_written_is_refused_and_nothing_else_is_touched(tmp_path
             require_writable("--json", path)
 
 
+EARLY = [
+    (["generate", "x", "--temperature", "-1"], "temperature=-1.0 is not supported"),
+    (["generate", "x", "--n", "0"], "n=0 is not supported"),
+    (["generate", "x", "--stop-token-ids", "99"], "stop_token_ids entry=99 is not supported"),
+    (["generate", "x", "--logit-bias", '{"99": 1}'], "logit_bias token=99 is not supported"),
+    (["generate", "a", "a" * 200], "prompt 1 of 2: a prompt of 200 tokens"),
+    (["demo", "--max-tokens", "0"], "max_tokens=0 is not supported"),
+    (["demo", "--prompts", "3"], "--prompts=3 is not supported; use 1 to 2"),
+    (["serve", "--chat-template", "/no/such/file"], "--chat-template /no/such/file cannot be read"),
+    (["serve", "--max-context", "1"], "max_context=1 is not supported"),
+    (["bench", "throughput", "--requests", "0"], "--requests=0 is not supported"),
+    (["bench", "latency", "--rate", "0"], "--rate=0.0 is not supported"),
+    (["bench", "serve", "--concurrency", "x"], "--concurrency=x is not supported"),
+    (["doctor", "--page-size", "0"], "page_size=0 is not supported"),
+]
+
+
+@pytest.mark.parametrize(("command", "said"), EARLY, ids=[said for _, said in EARLY])
+def test_what_is_wrong_is_said_before_a_model_is_loaded(command, said, model, nothing_loads, capsys, monkeypatch):
+    monkeypatch.setattr("espalier.server.run.serve", None)
+    own = model if command[0] in ("generate", "demo") else []
+    assert said in refused(
+        capsys, *command[: 1 + (command[0] == "bench")], *own, *command[1 + (command[0] == "bench") :]
+    )
+
+
 MEASURED = [
     (["bench", "round"], "--json"),
     (["bench", "round", "--acceptance"], "--json"),

@@ -25,7 +25,7 @@ BAD = {
     "negative": ([3, -1, 2], 8, "-1", "0 to 15"),
     "not a token": ([3, 2.5, 2], 8, "2.5", "0 to 15"),
     "a bool": ([True], 8, "True", "0 to 15"),
-    "more least tokens than there is room": ([1] * 40, (30, 5), "min_tokens=30", "lower it"),
+    "more least tokens than there is room": ([1] * 40, (30, 30), "min_tokens=30", "lower it"),
 }
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from espalier.errors import EspalierError
 from espalier.models import load_target, read_config
 from tests.builders import make_target
 from tests.models.reference import load_reference, reference_logits
@@ -120,3 +121,10 @@ def test_every_eos_id_is_read(tmp_path: Path) -> None:
     path = make_target(tmp_path, eos_token_id=[3, 5])
     (path / "generation_config.json").write_text('{"eos_token_id": [7, 5]}')
     assert read_config(path).eos_token_ids == (7, 5, 3)
+
+
+def test_an_eos_id_that_is_no_number_is_refused(tmp_path: Path) -> None:
+    path = make_target(tmp_path)
+    (path / "generation_config.json").write_text('{"eos_token_id": ["3"]}')
+    with pytest.raises(EspalierError, match="eos_token_id = '3'; a token id"):
+        read_config(path)

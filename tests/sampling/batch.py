@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 import torch
 
-from espalier.request import MAX_STOP_IDS, Request, ResolvedParams
+from espalier.limits import MAX_STOP_IDS
+from espalier.request import Request, ResolvedParams
 from espalier.sampling.shape import SamplingRows
 
 NUM_BIAS = 6

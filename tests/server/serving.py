@@ -83,7 +83,7 @@ def serving(folder: Path, *flags: str, model: str = "bundled") -> Iterator[Serve
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     log = folder / f"server-{port}.log"
-    command = [sys.executable, "-m", "espalier.cli", "serve", model, "--port", str(port), *FLAGS, *flags]
+    command = [sys.executable, "-m", "espalier", "serve", model, "--port", str(port), *FLAGS, *flags]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     with log.open("w") as lines:
         process = subprocess.Popen(command, stderr=lines, stdout=lines, text=True, env=environment, cwd=ROOT)

@@ -325,7 +325,7 @@ def test_an_engine_that_hangs_while_it_loads_is_ended(monkeypatch, tmp_path):
 def started(tmp_path, *flags):
     """A server that has just been started: (process, its log)."""
     log = tmp_path / "log"
-    command = [sys.executable, "-m", "espalier.cli", "serve", "bundled", "--port", "0", *FLAGS, *flags]
+    command = [sys.executable, "-m", "espalier", "serve", "bundled", "--port", "0", *FLAGS, *flags]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     with log.open("w") as lines:
         return subprocess.Popen(command, stderr=lines, stdout=lines, env=environment, cwd=ROOT), log

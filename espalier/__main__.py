@@ -1,4 +1,4 @@
-"""python -m espalier.cli"""
+"""python -m espalier"""
 
 import sys
 

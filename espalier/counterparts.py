@@ -1,0 +1,100 @@
+"""What vLLM, SGLang and transformers call a setting, and what it is called here.
+
+One table, for keywords in Python and for flags on the command line, where a flag is the name with dashes.
+"""
+
+from collections.abc import Collection
+from types import MappingProxyType
+
+# A setting here, "=" the value that is meant where their name says so, and their names for it.
+TABLE = MappingProxyType(
+    {
+        "EngineConfig.model": "model_path model_name model_name_or_path pretrained_model_name_or_path",
+        "EngineConfig.model_overrides": "hf_overrides json_model_override_args",
+        "EngineConfig.draft": "speculative_model speculative_draft_model_path draft_model spec_model",
+        "EngineConfig.attention": "attention_backend decode_attention_backend prefill_attention_backend",
+        "EngineConfig.page_size": "block_size",
+        "EngineConfig.num_pages": "max_total_tokens num_gpu_blocks_override",
+        "EngineConfig.max_batch": "max_num_seqs max_running_requests",
+        "EngineConfig.max_context": "max_model_len context_length max_seq_len",
+        "EngineConfig.chunk_size": "max_num_batched_tokens chunked_prefill_size max_prefill_tokens",
+        "EngineConfig.prefix_cache": "enable_prefix_caching",
+        "EngineConfig.prefix_cache=False": "disable_radix_cache no_enable_prefix_caching",
+        "EngineConfig.overlap": "async_scheduling",
+        "EngineConfig.overlap=False": "disable_overlap_schedule no_async_scheduling",
+        "EngineConfig.graph_batch": "cuda_graph_max_bs max_cudagraph_capture_size cuda_graph_sizes",
+        "EngineConfig.graph_batch=0": "enforce_eager disable_cuda_graph",
+        "EngineConfig.seed": "random_seed",
+        "EngineConfig.speculation": "speculative_config",
+        "SpeculationConfig.algorithm": "speculative_algorithm speculative_algo",
+        "SpeculationConfig.steps": "speculative_num_steps num_speculative_tokens num_assistant_tokens",
+        "SpeculationConfig.topk": "speculative_eagle_topk",
+        "SpeculationConfig.num_draft_tokens": "speculative_num_draft_tokens",
+        "SamplingParams.max_tokens": "max_new_tokens max_completion_tokens n_predict",
+        "SamplingParams.min_tokens": "min_new_tokens",
+        "SamplingParams.temperature=0": "greedy",
+        "SamplingParams.n": "num_return_sequences num_samples",
+        "SamplingParams.stop": "stop_sequences stop_strings",
+        "SamplingParams.stop_token_ids": "eos_token_id",
+        "SamplingParams.include_stop_str_in_output": "no_stop_trim",
+        "serve.cors_origin": "allowed_origins",
+        "serve.log_level": "uvicorn_log_level log_level_http",
+        "serve.max_queue": "max_queued_requests",
+        "serve.api_key": "admin_api_key",
+    }
+)
+# Why there is no such setting, and their names for it.
+NONE = MappingProxyType(
+    {
+        "pages take the memory that the models leave, and num_pages sets how many": "gpu_memory_utilization "
+        "mem_fraction_static kv_cache_memory_bytes",
+        "one engine runs on one GPU": "tensor_parallel_size tp_size tp pipeline_parallel_size pp_size pp "
+        "data_parallel_size dp_size dp expert_parallel_size ep_size enable_expert_parallel nnodes node_rank",
+        "weights and cache are not quantised": "quantization kv_cache_dtype load_in_8bit load_in_4bit",
+        "adapters are not supported": "enable_lora lora_modules lora_paths max_loras",
+        "code of a checkpoint is never run": "trust_remote_code",
+        "tools need output that follows a grammar, which is not supported yet": "enable_auto_tool_choice "
+        "tool_call_parser grammar_backend guided_decoding_backend",
+        "an answer is not split into reasoning and text": "reasoning_parser enable_reasoning",
+        "the tokenizer is the model's own": "tokenizer tokenizer_path tokenizer_mode skip_tokenizer_init",
+        "pages are not swapped to the CPU": "swap_space cpu_offload_gb",
+        "the server speaks plain HTTP; put a proxy before it": "ssl_keyfile ssl_certfile",
+        "outputs are not ranked; use n and choose among them": "best_of use_beam_search num_beams beam_width",
+        "0 is greedy, in temperature": "do_sample",
+    }
+)
+_OURS = MappingProxyType({name: ours for ours, names in TABLE.items() for name in names.split()})
+_REASONS = MappingProxyType({name: why for why, names in NONE.items() for name in names.split()})
+
+
+def counterpart(name: str) -> str | None:
+    """Owner.name or Owner.name=value of what is called `name` elsewhere, None where nothing is."""
+    return _OURS.get(name)
+
+
+def keyword(name: str, known: Collection[str]) -> str | None:
+    """How to write a keyword that another engine calls `name`, or why there is none; None for what is unknown."""
+    if name in _REASONS:
+        return f"{_REASONS[name]}; leave it out"
+    ours = _OURS.get(name)
+    if ours is None or ours.startswith("serve."):
+        return None
+    owner, _, setting = ours.partition(".")
+    if setting.partition("=")[0] in known:
+        return f"here it is {setting}"
+    return f"here it is {owner}({setting if '=' in setting else f'{setting}=...'})"
+
+
+def flag(name: str, flags: Collection[str]) -> str | None:
+    """The same for a flag's name without dashes, among a command's `flags`."""
+    if name in _REASONS:
+        return f"{_REASONS[name]}; leave it out"
+    ours, _, value = _OURS.get(name, "").partition(".")[2].partition("=")
+    if name == "speculative_config":
+        return "here it is --draft, --steps, --topk and --num-draft-tokens"
+    written = "--" + ours.replace("_", "-")
+    if not ours or written not in flags:
+        return None
+    if value == "False":
+        return f"here it is --no-{written[2:]}"
+    return f"here it is {written} {value}".rstrip()
