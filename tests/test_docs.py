@@ -5,6 +5,7 @@ import re
 import shlex
 from functools import cache
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -108,6 +109,14 @@ def test_commands_parse(page: Path):
         assert parse(shlex.split(command, comments=True)).run, command
     for command in TRAIN.findall(commands(page)):
         assert make_parser().parse_args(shlex.split(command)), command
+
+
+def test_the_picture_of_the_demo_is_whole_and_fetches_nothing():
+    svg = (ROOT / "docs" / "demo.svg").read_text(encoding="utf-8")
+    shown = "".join(ElementTree.fromstring(svg).itertext()).replace("\xa0", " ")
+    for said in ("$ espalier demo", "prompt 1 of 1", "identical:", "one round", "tokens/s", "try next"):
+        assert said in shown
+    assert re.findall(r"\w+://[^\"')]+", svg) == ["http://www.w3.org/2000/svg"]
 
 
 def test_python_blocks_of_the_readme_are_python():
