@@ -76,7 +76,8 @@ def keyword(name: str, known: Collection[str]) -> str | None:
     """How to write a keyword that another engine calls `name`, or why there is none; None for what is unknown."""
     if name in _REASONS:
         return f"{_REASONS[name]}; leave it out"
-    ours = _OURS.get(name)
+    # Or it is a name of ours, and belongs elsewhere.
+    ours = _OURS.get(name) or next((each for each in TABLE if each.partition(".")[2] == name), None)
     if ours is None or ours.startswith("serve."):
         return None
     owner, _, setting = ours.partition(".")

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Unpack
 
-from espalier.errors import EspalierError
+from espalier.errors import EspalierError, shown
 from espalier.request import ResolvedParams, SamplingParams, check_prompt
 from espalier.text import ChatOptions, TextStream, Tokenizer
 
@@ -48,6 +48,14 @@ class Intake:
 
     def chat(self, messages: Messages, **options: Unpack[ChatOptions]) -> list[int]:
         """Token ids of a conversation (text.ChatOptions).  Raises EspalierError."""
+        if isinstance(messages, str) or not all(isinstance(message, Mapping) for message in messages):
+            raise EspalierError(
+                f'messages={shown(messages)} is not supported; use a list of {{"role": ..., "content": ...}}'
+            )
+        for message in messages:
+            for value in message.values():
+                if isinstance(value, str):
+                    check_text(value)
         return self.text_of("chat").chat(messages, **options)
 
     def resolve(self, params: SamplingParams) -> ResolvedParams:

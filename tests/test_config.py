@@ -53,6 +53,7 @@ REFUSED = [
     ({"max_contxt": 5}, "'max_contxt'; did you mean 'max_context'"),
     ({"max_model_len": 5}, "'max_model_len'; here it is max_context"),
     ({"speculative_num_steps": 5}, "here it is SpeculationConfig(steps=...)"),
+    ({"steps": 5}, "here it is SpeculationConfig(steps=...)"),
     ({"tensor_parallel_size": 2}, "one engine runs on one GPU; leave it out"),
 ]
 

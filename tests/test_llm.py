@@ -317,6 +317,16 @@ def test_a_conversation_goes_through_the_chat_template(llm):
     assert output.token_ids == llm.generate("abco", GREEDY)[0].token_ids
 
 
+@pytest.mark.parametrize(
+    ("messages", "said"),
+    [("ab", "^messages='ab' is not supported"), (["ab"], "^messages=.* use a list"), ("\ud800", "messages="),
+     ([{"role": "user", "content": "\ud800"}], "half a surrogate pair")],
+)  # fmt: skip
+def test_what_is_no_conversation_is_one_line(llm, messages, said):
+    with pytest.raises(EspalierError, match=said):
+        llm.chat(messages, GREEDY)
+
+
 def test_a_directory_without_a_tokenizer_takes_tokens_and_refuses_text():
     target, _ = directories()
     with LLM(model=target, speculation=None, max_context=64) as llm:

@@ -62,7 +62,7 @@ def _prompts(asked: Namespace) -> list[Any]:
     prompts: list[Any] = [_read_stdin() if prompt == "-" else _readable(prompt, "a prompt") for prompt in asked.prompts]
     if asked.file is not None:
         prompts += _read_file(asked.file)
-    if not prompts and not sys.stdin.isatty():
+    if not prompts and sys.stdin is not None and not sys.stdin.isatty():
         prompts = [_read_stdin()]
     if not prompts:
         raise EspalierError(
@@ -72,6 +72,8 @@ def _prompts(asked: Namespace) -> list[Any]:
 
 
 def _read_stdin() -> str:
+    if sys.stdin is None:
+        raise EspalierError("stdin is closed; write a prompt after the command, pipe one in, or use --file")
     try:
         text = _readable(sys.stdin.read(), "what stdin holds")
     except UnicodeDecodeError as error:

@@ -12,6 +12,7 @@ from espalier.cli import bench, demo, doctor, generate, interrupted, serve
 from espalier.cli.parser import BAD_INPUT, Parser
 from espalier.errors import EspalierError
 
+FAILED = 1
 COMMANDS = {"demo": demo, "generate": generate, "serve": serve, "bench": bench, "doctor": doctor}
 
 
@@ -25,7 +26,7 @@ def parse(arguments: Sequence[str] | None) -> Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command.  0: done; 1: a check failed; 2: bad input, in one line; 130: interrupted."""
+    """Run one command.  0: done; 1: a check failed, or the machine did; 2: bad input, in one line; 130: interrupted."""
     asked = parse(arguments)
     logging.basicConfig(
         level=logging.INFO if asked.verbose else logging.WARNING, format="%(message)s", stream=sys.stderr
@@ -35,13 +36,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
-        return asked.run(asked)
+        status = asked.run(asked)
+        if sys.stdout is not None:
+            sys.stdout.flush()
+        return status
     except EspalierError as error:
         print(f"espalier: {error}", file=sys.stderr)
         return BAD_INPUT
     except KeyboardInterrupt:
         return interrupted()
-    except BrokenPipeError:
-        # Whoever read us has left; what Python would flush at exit goes nowhere.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # whoever read us has left
+        _leave_stdout()
         return 0
+    except OSError as error:
+        logging.getLogger("espalier").info("where it happened", exc_info=True)
+        print(f"espalier: {error}", file=sys.stderr)
+        _leave_stdout()
+        return FAILED
+
+
+def _leave_stdout() -> None:
+    """What Python would flush at exit goes nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

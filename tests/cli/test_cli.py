@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import re
 import runpy
 import sys
@@ -161,6 +162,26 @@ def test_an_empty_stdin_is_refused(arguments, capsys, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
     assert run("generate", *arguments) == 2
     assert capsys.readouterr().err.startswith("espalier: stdin is empty; write a prompt")
+
+
+def test_a_closed_stdin_is_no_prompt(capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", None)
+    for arguments, said in ((["-"], "stdin is closed"), ([], "no prompt is given")):
+        assert run("generate", *arguments) == 2
+        err = capsys.readouterr().err
+        assert said in err and err.count("\n") == 1
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+@pytest.mark.parametrize("say", [print, lambda text: stdout().print(text)], ids=["print", "rich"])
+def test_a_full_disk_is_one_line_and_status_1(say, capsys, monkeypatch):
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr("sys.stdout", full)
+        monkeypatch.setattr(generate, "_prompts", lambda _asked: say("text"))
+        monkeypatch.setattr(generate, "sampling_params", lambda _asked: sys.stdout.flush())
+        assert run("generate", "x") == 1
+    err = capsys.readouterr().err
+    assert "No space left on device" in err and err.count("\n") == 1
 
 
 def test_line_breaks_of_unicode_are_part_of_a_prompt(tmp_path):
