@@ -24,7 +24,7 @@ MAX_FUNCTION_LINES = 70
 # other.  `request` imports nothing but errors, and anyone may import it.  `guard` may import all, and nobody imports it
 # but its one hook.  "" is espalier/__init__.py, the public face.
 FLOORS = (
-    ("errors",),
+    ("errors", "cores"),
     ("config", "request", "text"),
     ("intake",),
     ("layout",),
