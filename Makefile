@@ -3,9 +3,6 @@
 #   PYTHON=python3.12   the interpreter that makes the environment
 #   PIP_ARGS="..."      passed on to `pip install` (README: which PyTorch)
 #   PYTEST_ARGS="..."   passed on to pytest
-#
-# The bundled model is as quick on one thread as on two, and on a busy machine OpenMP's spinning threads make it fifteen
-# times slower (docs/log.md), so the demo takes one unless OMP_NUM_THREADS says otherwise.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -36,7 +33,7 @@ help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(firstword $(MAKEFILE_LIST)) | awk -F'\t' '{printf "  make %-10s %s\n", $$1, $$2}'
 
 demo: $(VENV)/.installed ## complete held-out Python with the bundled model, plain and by tree, and draw a round
-	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/espalier demo
+	@$(BIN)/espalier demo
 
 test: $(VENV)/.installed-test ## the tests, within 10 minutes on 2 cores
 	@$(PYTEST) $(PYTEST_ARGS)

@@ -63,6 +63,11 @@ class EngineConfig:
     speculation: SpeculationConfig | Literal["auto"] | None = field(default="auto", metadata={"help": "the tree"})
     device: str = option("cpu, cuda or cuda:N")
     dtype: str = option("of weights and cache", choices=DTYPES)
+    threads: int | Literal["auto"] = option(
+        "CPU threads that PyTorch computes with, in the whole process; by default what OMP_NUM_THREADS says, else "
+        "by the model's size: 1 for a small one, the cores for a large one",
+        low=1,
+    )
     attention: str = option("attention backend")
     page_size: int | Literal["auto"] = option("tokens a page of the cache", low=1, high=512)
     num_pages: int | Literal["auto"] | None = option(
@@ -100,6 +105,7 @@ class ResolvedConfig:
     by_batch: dict[int, dict[str, int]]
     device: str
     dtype: str
+    threads: int
     attention: str
     page_size: int
     num_pages: int

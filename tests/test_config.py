@@ -9,6 +9,7 @@ from espalier.cache.geometry import LayerGeometry
 from espalier.config import EngineConfig, SpeculationConfig, is_open
 from espalier.engine import load, resolve
 from espalier.engine.resolve import Facts, choose_algorithm, choose_device, layout_of
+from espalier.engine.threads import ThreadFacts
 from espalier.errors import EspalierError
 from espalier.layout import max_draft_tokens
 from tests.harness import directories
@@ -23,6 +24,7 @@ FACTS = Facts(
     hidden_size=256,
     num_layers=16,
     chip=None,
+    threads=ThreadFacts(num_cores=4, current=4, from_environment=False),
 )
 TOKEN_BYTES = 17 * 2 * 128 * 4
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 import espalier
+from espalier.cores import available_cores
 from espalier.errors import EspalierError
 
 
@@ -20,7 +21,6 @@ def describe() -> dict[str, str]:
         "espalier": espalier.__version__,
         "torch": str(torch.__version__),
         "transformers": installed("transformers"),
-        "threads": str(torch.get_num_threads()),
     }
     if torch.cuda.is_available():
         machine["cuda"] = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
@@ -31,7 +31,7 @@ def header() -> str:
     """One line for the top of a table."""
     about = describe()
     gpu = f"{about['cuda']}; " if "cuda" in about else ""
-    return f"{gpu}{about['machine']}; {about['threads']} threads; torch {about['torch']}; python {about['python']}"
+    return f"{gpu}{about['machine']}; torch {about['torch']}; python {about['python']}"
 
 
 def require_gpu(what: str) -> torch.device:
@@ -46,11 +46,6 @@ def installed(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return "not installed"
-
-
-def available_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _processor() -> str:

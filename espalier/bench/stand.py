@@ -14,6 +14,7 @@ from espalier.bench.watch import Watched, watch
 from espalier.config import EngineConfig, ResolvedConfig
 from espalier.engine.engine import Engine
 from espalier.engine.resolve import Facts, choose_algorithm, free_memory, layout_of, resolve
+from espalier.engine.threads import thread_facts
 from espalier.kernels.launch import chip
 from espalier.llm import LLM
 from espalier.models.loading import geometry_of
@@ -82,5 +83,6 @@ class OfShape:
             hidden_size=shape.target.hidden_size,
             num_layers=shape.target.num_layers,
             chip=chip(torch.empty(0, device=self.device)) if self.device.type == "cuda" else None,
+            threads=thread_facts(),
         )
         return resolve(config, shape.name, None, algorithm, self.device, facts)

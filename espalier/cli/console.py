@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
@@ -139,6 +140,8 @@ def write_json(path: Path | None, figures: dict[str, Any]) -> None:
     if path is None:
         return
     try:
-        path.write_text(json.dumps({"machine": describe(), **figures}, indent=1) + "\n")
+        # Threads are those that were measured: an engine chooses them when it is made.
+        machine = describe() | {"threads": str(torch.get_num_threads())}
+        path.write_text(json.dumps({"machine": machine, **figures}, indent=1) + "\n")
     except OSError as error:
         raise EspalierError(f"--json {path} cannot be written ({error.strerror}); name another file") from None

@@ -14,6 +14,7 @@ from espalier.engine.checkpoints import BUNDLED, find_draft, find_target
 from espalier.engine.engine import Engine
 from espalier.engine.measure import measured_pages
 from espalier.engine.resolve import Facts, choose_algorithm, choose_device, free_memory, layout_of, resolve
+from espalier.engine.threads import thread_facts, use_threads
 from espalier.errors import EspalierError
 from espalier.kernels.launch import chip
 from espalier.layout import RoundLayout
@@ -89,6 +90,7 @@ def resolve_config(config: EngineConfig, found: Checkpoint) -> ResolvedConfig:
         hidden_size=found.target.hidden_size,
         num_layers=found.target.num_layers,
         chip=chip(torch.empty(0, device=device)) if device.type == "cuda" else None,
+        threads=thread_facts(),
     )
     draft = str(found.draft_path) if found.draft_path else None
     return resolve(config, str(found.target_path), draft, found.algorithm, device, facts)
@@ -102,6 +104,8 @@ def build_engine(resolved: ResolvedConfig, found: Checkpoint, asked_pages: int |
     """
     layout = layout_of(resolved)
     device, dtype = torch.device(resolved.device), getattr(torch, resolved.dtype)
+    if device.type == "cpu":
+        use_threads(resolved.threads)
     capture = found.draft.capture if found.draft else ()
     target = load_target(
         found.target_path,

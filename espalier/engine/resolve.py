@@ -16,6 +16,7 @@ from espalier.attention import backend, default_backend
 from espalier.cache.geometry import LayerGeometry
 from espalier.cache.kv import bytes_per_token
 from espalier.config import DTYPES, EngineConfig, ResolvedConfig, SpeculationConfig, is_open
+from espalier.engine.threads import ThreadFacts, choose_threads
 from espalier.engine.trees import Machine, choose_trees
 from espalier.errors import EspalierError
 from espalier.kernels.launch import Chip, require_triton
@@ -54,7 +55,7 @@ class Facts:
 
     free_bytes: memory of the device that nobody uses; num_weights: parameters of target and draft;
     stored_dtype: the checkpoint's own; geometry: of the target's layers, then the draft's; hidden_size, num_layers: of
-    the target; chip: None on a CPU.
+    the target; chip: None on a CPU; threads: of the CPU.
     """
 
     free_bytes: int
@@ -65,6 +66,7 @@ class Facts:
     hidden_size: int
     num_layers: int
     chip: Chip | None
+    threads: ThreadFacts
 
 
 def choose_device(config: EngineConfig) -> torch.device:
@@ -162,6 +164,7 @@ def resolve(
         by_batch={least: asdict(shape) for least, shape in trees.items()},
         device=str(device),
         dtype=dtype,
+        threads=choose_threads(config.threads, device.type, _weight_bytes(facts, getattr(torch, dtype)), facts.threads),
         attention=attention,
         num_pages=_num_pages(config, layout, facts, getattr(torch, dtype)),
         prefix_cache=_or(config.prefix_cache, True),
@@ -188,6 +191,10 @@ def _dtype(device: torch.device, facts: Facts) -> str:
     if device.type == "cpu" or facts.stored_dtype not in DTYPES:
         return "float32"
     return facts.stored_dtype
+
+
+def _weight_bytes(facts: Facts, dtype: torch.dtype) -> int:
+    return facts.num_weights * dtype.itemsize
 
 
 def _max_context(config: EngineConfig, facts: Facts, defaults: DeviceDefaults) -> int:
@@ -233,7 +240,7 @@ def _num_pages(config: EngineConfig, layout: RoundLayout, facts: Facts, dtype: t
     Counts the dummy page.  Raises EspalierError where not even one full context fits.
     """
     token = bytes_per_token(facts.geometry, dtype)
-    left = facts.free_bytes - facts.num_weights * dtype.itemsize - layout.verify_rows * token
+    left = facts.free_bytes - _weight_bytes(facts, dtype) - layout.verify_rows * token
     free = f"the free memory ({facts.free_bytes / 2**30:.1f} GiB, weights included)"
     page = layout.tokens_in(token)
     if isinstance(config.num_pages, int):

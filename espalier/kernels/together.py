@@ -4,7 +4,6 @@ most of whose work is outside of Python, takes one thread.
 Under `together` launchers do all that they do but launch, so that what is asked for is what will be launched.
 """
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from espalier.cores import available_cores
 from espalier.kernels.launch import asking, require_triton
 
 MOST_THREADS = 16
@@ -58,7 +58,7 @@ class Making:
     functions: whose kernels."""
 
     def __init__(self) -> None:
-        self.threads = ThreadPoolExecutor(min(_cores(), MOST_THREADS), "espalier-compile")
+        self.threads = ThreadPoolExecutor(min(available_cores(), MOST_THREADS), "espalier-compile")
         self.asked: list[Future[Any]] = []
         self.functions: dict[int, Any] = {}
 
@@ -95,11 +95,6 @@ def _make(compiling: Callable[[], Any], driver: Any, device: int) -> Any:
     # A first launch would do this: it builds the launcher, with a C compiler, and loads the kernel.
     kernel._init_handles()
     return kernel
-
-
-def _cores() -> int:
-    """That this process may use, where the system tells."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class Zeros(TorchDispatchMode):

@@ -25,7 +25,7 @@ MAX_FUNCTION_LINES = 70
 # imports it but its one hook.  "" is espalier/__init__.py, the public face.
 FLOORS = (
     ("counterparts",),
-    ("errors",),
+    ("errors", "cores"),
     ("limits",),
     ("config", "request", "text"),
     ("intake",),

@@ -19,7 +19,8 @@ from espalier.request import Request
 from espalier.speculate.tree import VOID
 from tests.oracles.reference_round import Node, Reference
 
-# float64 on both sides: what remains is the order of summation over at most a thousand terms of size one, some 1e-13.
+# Of a row's difference, over the row (row_error).  float64 on both sides: what remains is the order of summation over
+# at most a thousand terms of size one, some 1e-13.
 EXACT = 1e-9
 # Scores are float32 by design, sums of at most eight log-probabilities below 100: half an ulp of that each.
 SCORE = 1e-5
@@ -156,9 +157,9 @@ class Watch:
         for layer, (first, end, expected) in enumerate(held):
             rows = self.rows(slot, first, end)
             for what, buffer, value in zip("kv", layers[layer], expected, strict=True):
-                difference = largest(buffer[rows] - value[: end - first])
-                assert difference < self.exact, (
-                    f"{what} of layer {layer}, rows {first} to {end - 1}: off by {difference:.2g}"
+                error = row_error(buffer[rows], value[: end - first])
+                assert error < self.exact, (
+                    f"{what} of layer {layer}, rows {first} to {end - 1}: off by {error:.2g} of a row"
                 )
                 assert buffer[others[first]].isnan().all(), f"{what} of layer {layer} holds rows that nobody decided"
                 assert not buffer[: self.engine.layout.page_size].any(), f"{what} of layer {layer}: the dummy page"
@@ -170,8 +171,8 @@ class Watch:
         assert root == decided.tokens[n], f"the root is {root}, the history ends in {decided.tokens[n]}"
         if table.carried:
             expected = self.reference.scratch(decided.tokens).out[n - 1]
-            difference = largest(table.carried["hidden"][slot] - expected)
-            assert difference < self.exact, f"the hidden carried to root {n} is off by {difference:.2g}"
+            error = row_error(table.carried["hidden"][slot][None], expected[None])
+            assert error < self.exact, f"the hidden carried to root {n} is off by {error:.2g} of itself"
 
     # After every round
 
@@ -288,5 +289,9 @@ def difference_of(got: list[tuple[int, ...]], expected: list[Node]) -> str:
     return f"paths {surplus} are not of the brute-force tree, {missing} of it are missing, or the order is another"
 
 
-def largest(difference: Tensor) -> float:
-    return float(difference.abs().max()) if difference.numel() else 0.0
+def row_error(got: Tensor, expected: Tensor) -> float:
+    """How far a row is off at most: the norm of its difference over its own.  [rows, ...]; not a number if a row is."""
+    if not len(got):
+        return 0.0
+    differences = (got - expected).flatten(1).norm(dim=1)
+    return float((differences / expected.flatten(1).norm(dim=1)).max())

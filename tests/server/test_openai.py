@@ -245,6 +245,24 @@ def test_what_ends_the_output_is_said_and_its_text_as_asked_for(client, llm, nam
     assert all(part.stop_reason is None for part in parts[:-1])
 
 
+@pytest.mark.parametrize("speculation", [True, False])
+@pytest.mark.parametrize("is_chat", [False, True], ids=["completion", "chat"])
+def test_a_stream_says_why_it_ended_where_its_last_token_has_no_text(client, llm, is_chat, speculation):
+    """Stopped at each of an answer's first tokens in turn: many a stop token comes alone, and is no text."""
+    params = SamplingParams(**{**GREEDY, "max_tokens": 8})
+    expected = llm.chat(MESSAGES, params) if is_chat else llm.generate([PROMPT], params)[0]
+    create = client.chat.completions.create if is_chat else client.completions.create
+    asked = {"messages": MESSAGES} if is_chat else {"prompt": PROMPT}
+    num_alone = 0
+    for token in dict.fromkeys(expected.token_ids):
+        own = {"stop_token_ids": [token], "speculation": speculation}
+        *before, last = create(model="bundled", stream=True, extra_body=own, **asked, **GREEDY)
+        assert last.choices[0].finish_reason == "stop" and last.choices[0].stop_reason == token
+        assert all(chunk.choices[0].finish_reason is None for chunk in before)
+        num_alone += not (last.choices[0].delta.content if is_chat else last.choices[0].text)
+    assert num_alone > 1
+
+
 def test_a_chat_says_what_ended_it(client, llm):
     text = llm.chat(MESSAGES, SamplingParams(**GREEDY)).text
     fields = {"model": "bundled", "messages": MESSAGES, "stop": text[3:6], **GREEDY}
