@@ -20,7 +20,8 @@ from espalier.cli.flags import add_engine_flags, engine_settings, new_command
 from espalier.engine.ticket import RoundTrace
 from espalier.errors import EspalierError
 from espalier.llm import LLM
-from espalier.request import MAX_LOGPROBS, Output, SamplingParams, SpeculationStats
+from espalier.request import MAX_LOGPROBS, Output, SamplingParams
+from espalier.stats import SpeculationStats
 
 PROMPT_LINES = 6
 BAR_WIDTH = 40
