@@ -181,47 +181,55 @@ def run_on(engine: Engine, r: Request) -> None:
 class TestPreemption:
     """Whoever is put back goes on with the first position that was not reported."""
 
+    @each_loop
     @pytest.mark.parametrize("prefix_cache", [False, True], ids=["uncached", "cached"])
-    def test_in_the_midst_of_a_prompt(self, prefix_cache: bool) -> None:
-        """After any step; half of its prompt is a hit, so that it re-enters below, at and above what is shared."""
-        base, been = prompts(9, [44])[0], set()
-        for after in range(4, 12):
-            engine = replace(SETUP, prefix_cache=prefix_cache).engine()
-            other, r = request(0, base[:30], WISH), request(1, base, WISH)
+    def test_in_the_midst_of_a_prompt(self, prefix_cache: bool, overlap: bool) -> None:
+        """At any step; half of its prompt is a hit, so that it re-enters below, at and above what is shared."""
+        base, been = prompts(9, [60])[0], set()
+        for at in range(4, 14):
+            engine = replace(SETUP, prefix_cache=prefix_cache, overlap=overlap).engine()
+            decoding, r = request(0, base[:30], replace(WISH, max_tokens=40)), request(1, base, WISH)
             sizes: list[int] = []
             watch_sizes(engine, sizes)
-
-            def put_back(step: int, engine: Engine = engine, r: Request = r, at: int = after) -> None:
-                if step == at and r.slot is not None:
-                    been.add(len(r.prompt_logprobs))
-                    engine.scheduler._preempt(r)
-
-            run_watched(engine, [(0, other), (3, r)], put_back)
-            check(other)
+            short = ShortOfPages(engine)
+            run_watched(engine, [(0, decoding), (3, r)], lambda step, short=short, at=at: short.ask(step == at))
+            check(decoding)
             check(r)
-            assert sum(sizes) == 29 + 43, "each position is asked for once"
-        assert {16, 43} <= been, "in the midst and at the end"
+            assert sum(sizes) == 29 + 59, "each position is asked for once"
+            been |= {read for name, read in short.put_back if name == "r1"}
+        assert {16, 32, 59} <= been, "in the midst and at the end"
 
     @each_loop
     def test_for_want_of_pages(self, overlap: bool) -> None:
-        setup = replace(SETUP, page_size=4, overlap=overlap, max_context=96, chunk_size=16)
-        setup = replace(setup, num_pages=setup.layout.least_pages + 2)
-        in_the_midst = 0
-        for seed in range(4):
-            requests = wishing(20 + seed, (5, 60, 30, 12, 40), replace(WISH, max_tokens=30))
+        for num_pages in range(24, 34, 3):
+            setup = replace(SETUP, page_size=4, overlap=overlap, max_context=80, max_batch=4, num_pages=num_pages)
+            requests = wishing(20, (5, 9, 7, 60), replace(WISH, max_tokens=40))
             engine = setup.engine()
-            right = engine.scheduler._preempt
-
-            def counted(r: Request, right=right) -> None:
-                nonlocal in_the_midst
-                in_the_midst += 0 < len(r.prompt_logprobs) < len(r.prompt) - 1
-                right(r)
-
-            engine.scheduler._preempt = counted  # type: ignore[method-assign]
-            run_watched(engine, [(i, r) for i, r in enumerate(requests)])
+            run_watched(engine, [(i + 6 * (i == 3), r) for i, r in enumerate(requests)])
+            assert engine.scheduler.num_preempted > 0
             for r in requests:
                 check(r)
-        assert in_the_midst > 0
+
+
+class ShortOfPages:
+    """An engine whose pool seems empty when asked, until somebody is put back.  put_back: (its id, positions read)."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.is_short = False
+        self.put_back: list[tuple[str, int]] = []
+        scheduler = engine.scheduler
+        extend, preempt = scheduler._extend_pages, scheduler._preempt
+
+        def put_back(r: Request) -> None:
+            self.is_short = False
+            self.put_back.append((r.id, len(r.prompt_logprobs)))
+            preempt(r)
+
+        scheduler._extend_pages = lambda r: not self.is_short and extend(r)  # type: ignore[method-assign]
+        scheduler._preempt = put_back  # type: ignore[method-assign]
+
+    def ask(self, now: bool) -> None:
+        self.is_short |= now
 
 
 def watch_sizes(engine: Engine, sizes: list[int]) -> None:
