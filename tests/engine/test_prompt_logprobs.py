@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
+from math import nan
 
 import pytest
 import torch
@@ -146,6 +147,11 @@ class TestPrefixHits:
         engine = setup.engine()
         first = request(0, prompts(6, [9])[0], replace(WISH, max_tokens=30))
         run_on(engine, first)
+        pages = engine.executor.round.pages
+        for stack in (*pages.target, *pages.draft):
+            # Whoever writes a shared row again takes this away.
+            for rows in (stack.k, stack.v):
+                rows[:, 1:] *= 1 + 1e-13
         second, third = request(1, first.tokens, WISH), request(2, first.tokens, replace(WISH, prompt_logprobs=None))
         run_on(engine, second)
         assert second.cached_tokens > 30
@@ -171,6 +177,7 @@ def hits(page_size: int) -> list[list[int]]:
 
 def run_on(engine: Engine, r: Request) -> None:
     shared = SharedPages(engine)
+    shared.check()
     engine.add(r)
     while engine.has_work:
         engine.step()
@@ -241,6 +248,27 @@ def watch_sizes(engine: Engine, sizes: list[int]) -> None:
         return right(ticket)
 
     engine.executor.run = run  # type: ignore[method-assign]
+
+
+@each_loop
+def test_what_is_no_number_ends_the_request(overlap: bool) -> None:
+    """One position of the second chunk: who asked fails by name, whoever comes after does not."""
+    engine = replace(SETUP, overlap=overlap).engine()
+    [r, mate] = wishing(17, (40, 30))
+    right, launches = engine.executor.run, []
+
+    def run(ticket: Ticket) -> list[Row]:
+        launches.append(ticket)
+        [row, *others] = right(ticket)
+        if len(launches) == 2:
+            first, *rest = row.prompt_logprobs
+            row = replace(row, prompt_logprobs=[replace(first, logprob=nan), *rest])
+        return [row, *others]
+
+    engine.executor.run = run  # type: ignore[method-assign]
+    run_watched(engine, [(0, r), (9, mate)])
+    assert (r.finish_reason, r.output) == ("abort", []) and "not finite" in (r.error or "")
+    check(mate)
 
 
 @each_loop
