@@ -123,6 +123,27 @@ def test_offsets_are_places_of_the_text_whatever_it_follows(make, text, before, 
     assert [at for chunk in chunks for at in chunk["logprobs"]["text_offset"]] == [0, *lengths[:-1]]
 
 
+@pytest.mark.parametrize("text", ["x nx", " x", "   x", "\u65e5x", "<end> x<end> x"])
+@pytest.mark.parametrize("make", [byte_level, sentencepiece, metaspace])
+def test_offsets_of_an_echo_are_places_of_the_prompts_text_too(make, text):
+    tokenizer = make()
+    tokens = tokenizer.encode(text)
+    for cut in range(1, len(tokens)):
+        prompt, said = tokens[:cut], tokens[cut:]
+        body = CompletionRequest(model="m", prompt=prompt, echo=True, logprobs=0)
+        answer = TextAnswer("id", body, ResolvedParams(), [prompt], tokenizer, [tokenizer.decode(prompt)])
+        known = [None, *(TokenLogprob(token, -2.0, [], 1) for token in prompt[1:])]
+        own = [TokenLogprob(token, -1.0, [], 1) for token in said]
+        whole = Piece("x.0", token_ids=said, logprobs=own, prompt_logprobs=known, finish_reason="length")
+        chunk = answer.chunk(*answer.take(0, Part("x", whole)))["choices"][0]
+        [found] = answer.whole()["choices"]
+        assert (chunk["text"], chunk["logprobs"]) == (found["text"], found["logprobs"])
+        assert found["logprobs"]["token_logprobs"] == [None, *[-2.0] * (cut - 1), *[-1.0] * len(said)]
+        # A character that is not whole has a mark in the text; its tokens have its place.
+        lengths = [len(tokenizer.decode(tokens[:count]).rstrip("\ufffd")) for count in range(len(tokens))]
+        assert found["logprobs"]["text_offset"] == lengths
+
+
 def test_tokens_that_read_alike_stay_apart():
     tokenizer = sentencepiece()
     parts = [tokenizer.hf.convert_tokens_to_ids(f"<0x{byte:02X}>") for byte in (0x78, 0xE6, 0xE7)]
