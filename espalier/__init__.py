@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 from espalier.config import EngineConfig, SpeculationConfig
 from espalier.errors import EspalierError
-from espalier.request import Output, Piece, SamplingParams, SpeculationStats, Usage
+from espalier.request import Output, Piece, SamplingParams, Usage
+from espalier.stats import SpeculationStats
 
 if TYPE_CHECKING:
     from espalier.llm import LLM

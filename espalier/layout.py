@@ -21,6 +21,9 @@ MIN_CHUNK_WIDTH = 16
 ROWS_OF_A_PASS = 256
 NEAR_BEST = 0.9
 ROUNDS_IN_FLIGHT = 2
+# Log-probabilities of a prompt: logits of the vocabulary that are there at once, in bytes of float32.  At 128k tokens
+# that is 256 rows, as many as take as long to multiply as the head's weight takes to read.
+LOGITS_BYTES = 2**27
 # The row of page buffers that takes what padding writes; it stays zero, so that a masked read of it is finite.
 DUMMY_ROW = 0
 # Of attention's ranges (see Cut), in rows: what they begin at multiples of, which no kernel's block of rows exceeds;
@@ -100,6 +103,11 @@ PLAIN = TreeShape(steps=0, topk=1, num_draft_tokens=1)
 def bucket_of(batch: int, buckets: Iterable[int]) -> int:
     """What a round of so many requests is padded to, of ascending buckets; above the largest it is not padded."""
     return next((bucket for bucket in buckets if bucket >= batch), batch)
+
+
+def logit_rows(vocab_size: int) -> int:
+    """Rows of a prompt whose logits are made at once."""
+    return max(1, LOGITS_BYTES // (4 * vocab_size))
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,8 @@ def check_values(params: Any) -> None:
     if params.logit_bias is not None:
         _check_bias(params.logit_bias)
     require_int("seed", params.seed, 0, MAX_SEED, optional=True)
-    require_int("logprobs", params.logprobs, 0, MAX_LOGPROBS, optional=True)
+    for name in ("logprobs", "prompt_logprobs"):
+        require_int(name, getattr(params, name), 0, MAX_LOGPROBS, optional=True)
     require_int("n", params.n, 1, MAX_SAMPLES, optional=True)
     require_int("max_draft_depth", params.max_draft_depth, 0, MAX_COUNT, optional=True)
     for name in ("include_stop_str_in_output", "skip_special_tokens", "ignore_eos", "speculation"):
@@ -80,7 +81,12 @@ def _check_distribution(params: Any) -> None:
 
 
 def _check_ends(params: Any) -> None:
-    require_int("max_tokens", params.max_tokens, 1, MAX_COUNT, optional=True)
+    if params.max_tokens == 0 and params.prompt_logprobs is None:
+        raise EspalierError(
+            "max_tokens=0 is not supported without prompt_logprobs: nothing would come back; use 1 or more, or ask for "
+            "prompt_logprobs"
+        )
+    require_int("max_tokens", params.max_tokens, 0, MAX_COUNT, optional=True)
     require_int("min_tokens", params.min_tokens, 0, MAX_COUNT, optional=True)
     if None not in (params.min_tokens, params.max_tokens) and params.min_tokens > params.max_tokens:
         raise EspalierError(

@@ -16,7 +16,8 @@ from espalier.engine.load import Checkpoint, build_engine, find, resolve_config
 from espalier.errors import EspalierError, shown
 from espalier.intake import Intake, Messages, ModelFacts, Prompt, text_sink
 from espalier.models.config import ModelConfig, read_json
-from espalier.request import Output, Piece, Request, ResolvedParams, SamplingParams, SpeculationStats, sample_seed
+from espalier.request import Output, Piece, Request, ResolvedParams, SamplingParams, sample_seed
+from espalier.stats import SpeculationStats
 from espalier.text import ChatOptions, load_tokenizer
 
 ROUNDS_BEFORE_WARNING = 256
@@ -177,7 +178,8 @@ class LLM:
             request = Request(
                 id=f"{number if name is None else name}.{i}",
                 prompt=prompt,
-                params=params,
+                # They say of the prompt what the first one says.
+                params=replace(params, prompt_logprobs=None) if i else params,
                 seed=sample_seed(seed, i),
                 arrival=number,
                 priority=priority,
@@ -354,6 +356,7 @@ def _output(request: Request, text: str) -> Output:
         finish_reason=request.finish_reason or "abort",
         stop_reason=request.stop_reason,
         logprobs=None if request.params.logprobs is None else request.logprobs,
+        prompt_logprobs=request.prompt_report,
         from_draft=request.from_draft,
         usage=request.usage,
         speculation=request.stats,

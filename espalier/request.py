@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from espalier import limits
 from espalier.errors import EspalierError, refuses_unknown, require_int
 from espalier.limits import MAX_BIAS, MAX_LOGPROBS, MAX_SEED
+from espalier.stats import SpeculationStats
 
 GENERATION_CONFIG_NAMES = {
     "temperature": "temperature",
@@ -52,6 +53,9 @@ class SamplingParams:
     skip_special_tokens: bool | None = _option("false: special tokens are text, by their names; true unless set")
     ignore_eos: bool | None = _option("go on after the model's own end tokens")
     logprobs: int | None = _option(f"log-probabilities of the chosen token and of so many others, 0 to {MAX_LOGPROBS}")
+    prompt_logprobs: int | None = _option(
+        f"the same of the prompt's tokens, all but the first, 0 to {MAX_LOGPROBS}; max_tokens may then be 0"
+    )
     n: int | None = _option("outputs for each prompt")
     speculation: bool | None = _option("false: plain decoding for this request")
     max_draft_depth: int | None = _option("accept at most so many draft tokens a round")
@@ -168,82 +172,19 @@ class TextSink(Protocol):
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """The target's log-probability of a token, before temperature and masks, and the likeliest tokens at its place."""
+    """The target's log-probability of a token, before temperature and masks, and the likeliest tokens at its place.
+
+    rank: 1 for the likeliest token of the vocabulary; equals have the same.
+    """
 
     token_id: int
     logprob: float
     top: list[tuple[int, float]]
+    rank: int
 
 
-@dataclass
-class SpeculationStats:
-    """What rounds brought.  The prompt pass's token and a discarded last round are not counted.
-
-    histogram[i]: rounds that emitted i tokens; drafted: draft tokens verified;
-    reached[d-1], taken[d-1]: rounds in which depth d was tried (its parent accepted, its depth allowed), and accepted.
-    """
-
-    drafted: int = 0
-    histogram: list[int] = field(default_factory=list)
-    reached: list[int] = field(default_factory=list)
-    taken: list[int] = field(default_factory=list)
-
-    @property
-    def rounds(self) -> int:
-        return sum(self.histogram)
-
-    @property
-    def emitted(self) -> int:
-        return sum(length * rounds for length, rounds in enumerate(self.histogram))
-
-    @property
-    def accepted(self) -> int:
-        """Draft tokens that were emitted."""
-        return sum(self.taken)
-
-    @property
-    def accept_length(self) -> float:
-        """Tokens a round, 1.0 being plain decoding; 0.0 before the first round."""
-        return self.emitted / self.rounds if self.rounds else 0.0
-
-    @property
-    def acceptance_by_depth(self) -> list[tuple[int, int]]:
-        """(tried, accepted) rounds for each depth from 1."""
-        return list(zip(self.reached, self.taken, strict=True))
-
-    def add(self, emitted: int, accepted: int, drafted: int, depth: int) -> None:
-        """Count one round of one request.
-
-        emitted: tokens it kept, `accepted` of them from the draft (all of them where an end token cut the round short);
-        depth: of the deepest node that it could have accepted.
-        """
-        self.drafted += drafted
-        _count(self.histogram, [emitted])
-        _count(self.reached, range(min(emitted, depth)))
-        _count(self.taken, range(accepted))
-        self.taken += [0] * (len(self.reached) - len(self.taken))
-
-    def merge(self, other: "SpeculationStats") -> None:
-        """Add another's counts to these."""
-        self.drafted += other.drafted
-        for mine, theirs in (
-            (self.histogram, other.histogram),
-            (self.reached, other.reached),
-            (self.taken, other.taken),
-        ):
-            mine += [0] * (len(theirs) - len(mine))
-            mine[: len(theirs)] = [a + b for a, b in zip(mine, theirs, strict=False)]
-
-    def as_dict(self) -> dict[str, Any]:
-        """Counts and what follows from them, as JSON takes them."""
-        names = ("rounds", "drafted", "accepted", "accept_length", "histogram", "acceptance_by_depth")
-        return {name: getattr(self, name) for name in names}
-
-
-def _count(counters: list[int], indices: Iterable[int]) -> None:
-    for index in indices:
-        counters += [0] * (index + 1 - len(counters))
-        counters[index] += 1
+# One entry a prompt token; the first has no token before it, and None.
+PromptLogprobs = list[TokenLogprob | None]
 
 
 @dataclass(frozen=True)
@@ -262,7 +203,7 @@ class Request:
     prompt: token ids; params: resolved; seed: of this very sample; arrival: place in the order of requests, among
     those of equal priority, of which the lower goes first and is preempted last; stop_ids: tokens that end it;
     text: None if nobody reads text; index: which of n samples; after: a sibling whose prompt this one shares, and so
-    waits for.
+    waits for.  prompt_logprobs: of the prompt's second token and those after it, as far as they have been read.
 
     In its slot: enter_end, rows to enter before rounds begin; entered, those launched so far; num_seen, index of the
     last root that the host knows of; unread, rounds launched and not yet read.  generation tells one stay in a slot
@@ -283,6 +224,7 @@ class Request:
     output: list[int] = field(default_factory=list)
     from_draft: list[bool] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     slot: int | None = None
     pages: list[int] = field(default_factory=list)
     generation: int = 0
@@ -320,9 +262,21 @@ class Request:
         return Usage(len(self.prompt), len(self.output), self.cached_tokens)
 
     def end(self, max_context: int) -> int:
-        """Tokens, prompt included, after which the request is finished."""
+        """Tokens, prompt included, after which the request is finished.
+
+        A prompt pass always picks a token: with max_tokens=0 it has a place, and is dropped.
+        """
         limit = self.params.max_tokens
-        return max_context if limit is None else min(len(self.prompt) + limit, max_context)
+        return max_context if limit is None else min(len(self.prompt) + max(limit, 1), max_context)
+
+    @property
+    def lacks_prompt_logprobs(self) -> bool:
+        return self.params.prompt_logprobs is not None and len(self.prompt_logprobs) < len(self.prompt) - 1
+
+    @property
+    def prompt_report(self) -> PromptLogprobs | None:
+        """What was asked for about the prompt, as far as it has been read; None where nothing was."""
+        return None if self.params.prompt_logprobs is None else [None, *self.prompt_logprobs]
 
 
 @dataclass(frozen=True)
@@ -330,7 +284,7 @@ class Piece:
     """What one engine step hands out for one request.
 
     text may lag behind token_ids, by what could still change; a request's last piece has its finish_reason, stop_reason
-    and error.
+    and error.  prompt_logprobs: whole, with the first token, or with the last piece where there is none.
     """
 
     request_id: str
@@ -339,6 +293,7 @@ class Piece:
     text: str = ""
     from_draft: list[bool] = field(default_factory=list)
     logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     error: str | None = None
@@ -350,7 +305,8 @@ class Output:
 
     finish_reason: "stop" (an end token or a stop string), "length" (max_tokens or the context's end) or "abort" (then
     error says why, unless the user asked for it).  stop_reason: the stop string that ended it, or the token id of
-    stop_token_ids; None for the model's own end tokens.  choices: all n outputs, this one first, when n > 1.
+    stop_token_ids; None for the model's own end tokens.  prompt_logprobs: of the first of n outputs alone; an aborted
+    one has those that were read.  choices: all n outputs, this one first, when n > 1.
     """
 
     text: str
@@ -358,6 +314,7 @@ class Output:
     finish_reason: str
     stop_reason: int | str | None = None
     logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
     from_draft: list[bool] = field(default_factory=list)
     choices: list["Output"] = field(default_factory=list)
     usage: Usage = field(default_factory=Usage)

@@ -16,7 +16,8 @@ from espalier.engine.build import assemble
 from espalier.engine.engine import Engine
 from espalier.layout import RoundLayout, TreeShape, max_draft_tokens
 from espalier.models import CausalLM, Eagle3Draft, load_eagle3, load_target, read_config, read_eagle3
-from espalier.request import Request, SamplingParams, SpeculationStats
+from espalier.request import Request, SamplingParams
+from espalier.stats import SpeculationStats
 from tests.builders import make_eagle3, make_target
 
 VOCAB = 16

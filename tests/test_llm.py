@@ -103,6 +103,18 @@ def test_samples_differ_share_the_prompt_and_do_not_depend_on_n(llm):
     assert all(choice.usage.cached_tokens > 0 for choice in several.choices[1:])
 
 
+def test_a_prompt_is_scored_once_however_many_continue_it(llm):
+    prompt = "abcdefghijklmnoabcdefghijklmno"
+    params = {"temperature": 1.0, "seed": 5, "max_tokens": 3, "prompt_logprobs": 2}
+    [one] = llm.generate(prompt, SamplingParams(**params))
+    [several] = llm.generate(prompt, SamplingParams(n=3, **params))
+    assert one.prompt_logprobs is not None and one.prompt_logprobs[0] is None
+    assert [entry.token_id for entry in one.prompt_logprobs[1:]] == llm.tokenizer.encode(prompt)[1:]
+    assert [entry.rank for entry in several.prompt_logprobs[1:]] == [entry.rank for entry in one.prompt_logprobs[1:]]
+    assert [choice.prompt_logprobs for choice in several.choices] == [several.prompt_logprobs, None, None]
+    assert llm.generate(prompt, SamplingParams(max_tokens=3))[0].prompt_logprobs is None
+
+
 def test_a_seed_gives_the_same_text_again_and_no_seed_another(llm):
     seeded = SamplingParams(temperature=1.0, seed=9, max_tokens=12)
     assert llm.generate("ab", seeded)[0].text == llm.generate("ab", seeded)[0].text

@@ -88,6 +88,8 @@ REFUSED = [
     ({"stop_token_ids": "12"}, "stop_token_ids='12'"),
     ({"stop_token_ids": list(range(MAX_STOP_IDS + 1))}, f"{MAX_STOP_IDS + 1} stop token ids"),
     ({"logprobs": 21}, "logprobs=21"),
+    ({"prompt_logprobs": 21, "max_tokens": 0}, "prompt_logprobs=21"),
+    ({"prompt_logprobs": 1, "max_tokens": -1}, "max_tokens=-1"),
     ({"n": 0}, "n=0"),
     ({"speculation": 1}, "speculation=1"),
     ({"ignore_eos": "no"}, "ignore_eos='no'"),
@@ -153,6 +155,8 @@ def test_good_values_pass():
         VOCAB
     )
     resolved(logit_bias={1: -100}, seed=2**63 - 1, max_tokens=4, min_tokens=4, stop=["a", "bc"]).validate(VOCAB)
+    resolved(prompt_logprobs=0, max_tokens=0).validate(VOCAB)
+    resolved(prompt_logprobs=20, max_tokens=1).validate(VOCAB)
     resolved(stop_token_ids=[1], logprobs=20, n=3, speculation=False, max_draft_depth=0).validate(VOCAB)
 
 
@@ -185,6 +189,7 @@ def test_the_end_is_max_tokens_or_the_context():
         return Request("r", [1, 2, 3], resolved(**params), seed=0, arrival=0).end(max_context=10)
 
     assert (end(max_tokens=4), end(max_tokens=100), end()) == (7, 10, 10)
+    assert end(max_tokens=0, prompt_logprobs=0) == 4, "a prompt pass picks a token, which has a place"
 
 
 def test_opting_out_and_a_limit_of_ones_own_bound_the_depth():

@@ -16,7 +16,8 @@ from espalier.engine.engine import Engine
 from espalier.errors import EspalierError
 from espalier.layout import PLAIN, TreeShape
 from espalier.llm import LLM
-from espalier.request import SamplingParams, SpeculationStats
+from espalier.request import SamplingParams
+from espalier.stats import SpeculationStats
 
 CANDIDATES = (TreeShape(5, 8, 64), TreeShape(5, 4, 16), TreeShape(3, 2, 8))
 # Whose vocabulary the planted chain has that accept lengths are foretold from.

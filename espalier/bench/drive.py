@@ -13,7 +13,8 @@ from espalier.engine.engine import Engine
 from espalier.engine.ticket import RoundTrace
 from espalier.errors import EspalierError
 from espalier.llm import LLM
-from espalier.request import Request, SamplingParams, SpeculationStats
+from espalier.request import Request, SamplingParams
+from espalier.stats import SpeculationStats
 
 # For a model without a tokenizer; prompts that need more repeat them.
 RANDOM_TEXTS = 64

@@ -32,7 +32,8 @@ from espalier.engine.ticket import RoundTrace
 from espalier.errors import EspalierError
 from espalier.limits import MAX_LOGPROBS
 from espalier.llm import LLM
-from espalier.request import Output, SamplingParams, SpeculationStats
+from espalier.request import Output, SamplingParams
+from espalier.stats import SpeculationStats
 
 PROMPT_LINES = 6
 BAR_WIDTH = 40

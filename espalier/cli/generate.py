@@ -158,6 +158,9 @@ def as_dict(output: Output) -> dict[str, Any]:
         "stop_reason": output.stop_reason,
         "from_draft": output.from_draft,
         "logprobs": None if output.logprobs is None else [vars(entry) for entry in output.logprobs],
+        "prompt_logprobs": None
+        if output.prompt_logprobs is None
+        else [None if entry is None else vars(entry) for entry in output.prompt_logprobs],
         "choices": [as_dict(choice) for choice in output.choices],
         "usage": vars(output.usage),
         "speculation": output.speculation.as_dict(),

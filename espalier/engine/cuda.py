@@ -21,7 +21,7 @@ from rich.progress import track
 from torch import Tensor
 
 from espalier.engine.executor import Handle, execute
-from espalier.engine.results import Results, read
+from espalier.engine.results import Reported, Results, read
 from espalier.engine.ticket import Row, Ticket
 from espalier.engine.wire import Packed, Sent, pack
 from espalier.errors import EspalierError
@@ -64,18 +64,17 @@ class Place:
 
 @dataclass(frozen=True)
 class CudaHandle:
-    """A launch on its way.  logprobs: pinned, there when the place's event is."""
+    """A launch on its way.  reported: pinned, there when the place's event is."""
 
     results: Results
     place: Place
-    batch: int
-    traced: bool
-    logprobs: Logprobs | None
+    ticket: Ticket
+    reported: Reported
 
     def result(self) -> list[Row]:
         self.place.copied.synchronize()
-        entry = self.place.results[: self.batch].numpy()
-        return read(self.results.fields, entry, self.logprobs, self.traced)
+        entry = self.place.results[: len(self.ticket.slots)].numpy()
+        return read(self.results.fields, entry, self.reported, self.ticket)
 
 
 class CudaExecutor:
@@ -118,10 +117,10 @@ class CudaExecutor:
             if graph is not None:
                 graph.ticket.copy_(_pinned(place.ticket, packed), non_blocking=True)
                 graph.graph.replay()
-                logprobs = None
+                reported = Reported()
             else:
-                logprobs = self._eager(ticket, packed)
-        return self._handed_back(place, ticket, logprobs)
+                reported = self._eager(ticket, packed)
+        return self._handed_back(place, ticket, reported)
 
     @torch.inference_mode()
     def compile(self, tickets: Iterable[Ticket]) -> None:
@@ -147,20 +146,21 @@ class CudaExecutor:
     def _batch(self, ticket: Ticket) -> int:
         return len(ticket.slots) if ticket.is_prefill else self.bucket(len(ticket.slots))
 
-    def _eager(self, ticket: Ticket, packed: Packed) -> Logprobs | None:
+    def _eager(self, ticket: Ticket, packed: Packed) -> Reported:
         vector = torch.from_numpy(packed.vector).pin_memory().to(self.device, non_blocking=True)
         sent = Sent.of(vector, packed.form)
-        return execute(self.round, self.results, sent, ticket.width, EVERYTHING, ticket.num_logprobs)
+        asked = ticket.num_logprobs, ticket.prompt_rows
+        return execute(self.round, self.results, sent, ticket.width, EVERYTHING, *asked)
 
-    def _handed_back(self, place: Place, ticket: Ticket, logprobs: Logprobs | None) -> CudaHandle:
+    def _handed_back(self, place: Place, ticket: Ticket, reported: Reported) -> CudaHandle:
         """Bring the entry to the host beside whatever the compute stream does next."""
         batch = len(ticket.slots)
         self.copies.wait_stream(self.stream)
         with torch.cuda.stream(self.copies):
             place.results[:batch].copy_(self.results.ring[place.entry, :batch], non_blocking=True)
-            there = None if logprobs is None else Logprobs(*(self._to_host(part) for part in logprobs))
+            there = Reported(*(None if part is None else Logprobs(*map(self._to_host, part)) for part in reported))
             place.copied.record(self.copies)
-        return CudaHandle(self.results, place, batch, ticket.traced, there)
+        return CudaHandle(self.results, place, ticket, there)
 
     def _to_host(self, value: Tensor) -> Tensor:
         value.record_stream(self.copies)

@@ -9,7 +9,8 @@ from espalier.cache.prefix_tree import PrefixTree
 from espalier.engine.executor import Closed, Executor, Handle
 from espalier.engine.scheduler import Launch, Scheduler
 from espalier.errors import EspalierError
-from espalier.request import Piece, Request, SpeculationStats, check_prompt
+from espalier.request import Piece, Request, check_prompt
+from espalier.stats import SpeculationStats
 
 
 @dataclass

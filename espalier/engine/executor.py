@@ -9,11 +9,11 @@ from typing import Protocol
 
 import torch
 
-from espalier.engine.results import Results, read
+from espalier.engine.results import Reported, Results, read
 from espalier.engine.ticket import Row, Ticket
 from espalier.engine.wire import Sent, pack
 from espalier.errors import EspalierError
-from espalier.sampling.pick import Logprobs
+from espalier.sampling.prompt import PromptRows
 from espalier.sampling.shape import Shaping
 from espalier.speculate.round import Round, prefill, run
 
@@ -52,16 +52,22 @@ class Closed:
 
 
 def execute(
-    r: Round, results: Results, sent: Sent, width: int, shaping: Shaping, num_logprobs: int | None
-) -> Logprobs | None:
+    r: Round,
+    results: Results,
+    sent: Sent,
+    width: int,
+    shaping: Shaping,
+    num_logprobs: int | None,
+    prompt_rows: PromptRows | None = None,
+) -> Reported:
     """One launch: apply the ticket, run a prefill pass of this width (0: a round), write its results."""
     sent.apply(r.table)
     if width:
-        outcome = prefill(r, sent.slots, sent.lengths, width, shaping, num_logprobs)
+        outcome = prefill(r, sent.slots, sent.lengths, width, shaping, num_logprobs, prompt_rows)
     else:
         outcome = run(r, sent.slots, shaping, num_logprobs)
     results.write(sent.entry, outcome)
-    return outcome.logprobs
+    return Reported(outcome.logprobs, outcome.prompt_logprobs)
 
 
 class CpuExecutor:
@@ -83,8 +89,9 @@ class CpuExecutor:
         batch = len(ticket.slots)
         packed = pack(self.round.table, ticket, entry=0, batch=batch)
         sent = Sent.of(torch.from_numpy(packed.vector), packed.form)
-        logprobs = execute(self.round, self.results, sent, ticket.width, ticket.shaping, ticket.num_logprobs)
-        return read(self.results.fields, self.results.ring[0, :batch].numpy(), logprobs, ticket.traced)
+        asked = ticket.num_logprobs, ticket.prompt_rows
+        reported = execute(self.round, self.results, sent, ticket.width, ticket.shaping, *asked)
+        return read(self.results.fields, self.results.ring[0, :batch].numpy(), reported, ticket)
 
     def close(self) -> None:
         if self.worker is not None:

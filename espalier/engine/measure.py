@@ -12,6 +12,7 @@ from espalier.engine.ticket import Ticket
 from espalier.errors import EspalierError
 from espalier.layout import RoundLayout
 from espalier.limits import MAX_LOGPROBS
+from espalier.sampling.prompt import PromptRows
 from espalier.speculate.round import Round
 
 # A trial's pages: the dummy, and one that a request could hold.
@@ -82,15 +83,20 @@ def _measured_needs(layout: RoundLayout, make: Callable[[int], Round], device: t
 
 
 def measure(executor: CudaExecutor, layout: RoundLayout, device: torch.device) -> Needs:
-    """Run the fullest prefill pass of every width, and the fullest round of every tree, also with every log-probability
-    reported."""
-    passes = [of_dummies(layout.chunk_batch(width), width) for width in layout.chunk_widths]
+    """Run the fullest prefill pass of every width with every log-probability of its rows reported, and the fullest
+    round of every tree, also with every log-probability reported."""
+    passes = [_fullest_pass(layout.chunk_batch(width), width) for width in layout.chunk_widths]
     captured = [of_dummies(batch) for batch, _ in layout.fullest]
     reported = [replace(ticket, num_logprobs=MAX_LOGPROBS) for ticket in captured]
     executor.compile([*captured, *reported, *passes])
     rounds = max(_peak(executor, ticket, device) for ticket in captured)
     others = [_peak(executor, ticket, device) for ticket in (*reported, *passes)]
     return Needs(max(rounds, *others), rounds, *torch.cuda.mem_get_info(device))
+
+
+def _fullest_pass(batch: int, width: int) -> Ticket:
+    rows = PromptRows(((0, width),) * batch, MAX_LOGPROBS)
+    return replace(of_dummies(batch, width), num_logprobs=MAX_LOGPROBS, prompt_rows=rows)
 
 
 def _peak(executor: CudaExecutor, ticket: Ticket, device: torch.device) -> int:

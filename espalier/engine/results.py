@@ -4,13 +4,16 @@ A launch writes its outcome to the entry that its ticket names.  Everything is a
 one copy brings an entry to the host.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from espalier.engine.ticket import DraftTree, Row, Tried
+from espalier.engine.ticket import DraftTree, Row, Ticket, Tried
 from espalier.kernels.put import put
 from espalier.layout import RoundLayout
 from espalier.request import TokenLogprob
@@ -64,21 +67,30 @@ class Results:
         put(self.ring, entry, {getattr(self.fields, name).start: part for name, part in parts.items()})
 
 
-def read(fields: Fields, entry: np.ndarray, logprobs: Logprobs | None, traced: bool) -> list[Row]:
-    """The rows of entry [B, width], on the host; traced: the trees as well."""
+class Reported(NamedTuple):
+    """Log-probabilities of a launch, where they were asked for: [B, W] of emitted tokens, [N] of prompts'."""
+
+    emitted: Logprobs | None = None
+    prompt: Logprobs | None = None
+
+
+def read(fields: Fields, entry: np.ndarray, reported: Reported, ticket: Ticket) -> list[Row]:
+    """The rows of a ticket's entry [B, width], on the host."""
     length, sound = entry[:, fields.length][:, 0].tolist(), entry[:, fields.sound][:, 0].tolist()
     emitted = entry[:, fields.emitted].tolist()
     there = entry[:, fields.tokens] != VOID
     drafted = np.maximum(there.sum(1) - 1, 0).tolist()
     depth = (entry[:, fields.depths] * there).max(1).tolist()
-    reported = None if logprobs is None else [part.tolist() for part in logprobs]
+    logprobs = _by_request(reported.emitted, len(length))
+    of_prompt = _by_span(reported.prompt, ticket, len(length))
     return [
         Row(
             emitted[b][: sound[b]],
             sound[b] == length[b],
             Tried(drafted[b], depth[b]),
-            _tree(fields, entry[b], length[b]) if traced and there[b].any() else None,
-            [] if reported is None else _logprobs(emitted[b][: sound[b]], *(part[b] for part in reported)),
+            _tree(fields, entry[b], length[b]) if ticket.traced and there[b].any() else None,
+            logprobs[b][: sound[b]],
+            of_prompt[b],
         )
         for b in range(len(length))
     ]
@@ -92,7 +104,24 @@ def _tree(fields: Fields, row: np.ndarray, length: int) -> DraftTree:
     return DraftTree(tokens, parents, depths, scores, row[fields.path][:length].tolist())
 
 
-def _logprobs(
-    tokens: list[int], chosen: list[float], ids: list[list[int]], values: list[list[float]]
-) -> list[TokenLogprob]:
-    return [TokenLogprob(token, chosen[i], list(zip(ids[i], values[i], strict=True))) for i, token in enumerate(tokens)]
+def _by_request(logprobs: Logprobs | None, batch: int) -> list[list[TokenLogprob]]:
+    if logprobs is None:
+        return [[] for _ in range(batch)]
+    return [_entries(row) for row in zip(*(part.tolist() for part in logprobs), strict=True)]
+
+
+def _by_span(logprobs: Logprobs | None, ticket: Ticket, batch: int) -> list[list[TokenLogprob]]:
+    """The entries of each request's rows."""
+    if logprobs is None or ticket.prompt_rows is None:
+        return [[] for _ in range(batch)]
+    entries = _entries([part.tolist() for part in logprobs])
+    sizes = ticket.prompt_rows.sizes
+    return [entries[end - size : end] for size, end in zip(sizes, accumulate(sizes), strict=True)]
+
+
+def _entries(parts: Sequence[Sequence[Any]]) -> list[TokenLogprob]:
+    """Entries from the parts of Logprobs, as lists."""
+    return [
+        TokenLogprob(token, chosen, list(zip(ids, values, strict=True)), rank)
+        for token, chosen, rank, ids, values in zip(*parts, strict=True)
+    ]

@@ -8,13 +8,16 @@ from bisect import insort
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from math import isnan
 
 from espalier.cache.pages import PagePool
 from espalier.cache.prefix_tree import PrefixTree
 from espalier.engine.ticket import RoundTrace, Row, Ticket, admission, shaping_of
 from espalier.layout import RoundLayout
-from espalier.request import Piece, Request, SpeculationStats, TokenLogprob
+from espalier.request import Piece, Request, TokenLogprob
+from espalier.sampling.prompt import PromptRows
 from espalier.slots import Admission
+from espalier.stats import SpeculationStats
 
 
 @dataclass(frozen=True)
@@ -81,7 +84,7 @@ class Scheduler:
                 continue
             if not launch.ticket.is_prefill:
                 self._read_round(request, row)
-            elif entered:
+            elif self._read_prompt_logprobs(request, row) and entered:
                 self._read_prompt(request, row)
             if request.aborted and not request.done:
                 self._finish(request, "abort")
@@ -140,6 +143,9 @@ class Scheduler:
         cached = self.layout.tokens_in(len(shared))
         # The draft's rows behind a hit need hidden states that no page holds: its last rows are computed again.
         start = max(0, min(cached - self.layout.draft_layers, enter_end - 1))
+        if request.lacks_prompt_logprobs:
+            # Of rows in shared pages nothing is left but K and V: what is asked for is computed again.
+            start = min(start, len(request.prompt_logprobs))
         request.enter_end, request.entered, request.num_seen, request.unread = enter_end, start, enter_end, 0
         if not request.output:
             request.cached_tokens = cached
@@ -195,10 +201,11 @@ class Scheduler:
         left = [r.enter_end - r.entered for r in entering]
         count, width = self.layout.next_pass(left)
         batch, lengths = entering[:count], tuple(min(tokens, width) for tokens in left[:count])
+        prompt_rows = _prompt_rows(batch, lengths)
         for request, length in zip(batch, lengths, strict=True):
             request.entered += length
         self._last_was_prefill = True
-        return self._launch(batch, lengths, width)
+        return self._launch(batch, lengths, width, prompt_rows)
 
     def _launch_round(self, batch: list[Request]) -> Launch:
         for request in batch:
@@ -207,7 +214,9 @@ class Scheduler:
         self.num_rounds[len(batch), any(r.params.logprobs is not None for r in batch)] += 1
         return self._launch(batch, (), 0)
 
-    def _launch(self, batch: list[Request], lengths: tuple[int, ...], width: int) -> Launch:
+    def _launch(
+        self, batch: list[Request], lengths: tuple[int, ...], width: int, prompt_rows: PromptRows | None = None
+    ) -> Launch:
         asked = [r.params.logprobs for r in batch if r.params.logprobs is not None]
         # A round's ticket has a fixed form, and who enters a slot runs a prefill pass first.
         admitted, self._admitted = (self._admitted, []) if width else ([], self._admitted)
@@ -220,6 +229,7 @@ class Scheduler:
             admitted=tuple(admitted),
             appended=tuple(self._appended),
             traced=self.on_round is not None,
+            prompt_rows=prompt_rows,
         )
         self._appended = []
         self._in_flight += 1
@@ -227,11 +237,21 @@ class Scheduler:
 
     # Harvest
 
+    def _read_prompt_logprobs(self, request: Request, row: Row) -> bool:
+        """Take in a chunk's; False where they are no numbers, which ends the request."""
+        wanted = request.params.prompt_logprobs or 0
+        request.prompt_logprobs += [trimmed(entry, wanted) for entry in row.prompt_logprobs]
+        if any(isnan(entry.logprob) for entry in row.prompt_logprobs):
+            self._finish(request, "abort", NOT_FINITE)
+        return not request.done
+
     def _read_prompt(self, request: Request, row: Row) -> None:
         if row.finite:
             self._file_pages(request, request.enter_end)
             request.prompt_cached = True
-            if row.tokens:
+            if request.params.max_tokens == 0:
+                self._finish(request, "length")
+            elif row.tokens:
                 self._take(request, row, [False])
         else:
             self._finish(request, "abort", NOT_FINITE)
@@ -259,6 +279,7 @@ class Scheduler:
         """Hand decided tokens to the request until one ends it; returns how many it kept."""
         reason = None
         kept = 0
+        of_prompt = None if request.output else request.prompt_report
         for token in row.tokens:
             reason = self._push(request, token)
             kept += 1
@@ -272,9 +293,9 @@ class Scheduler:
         if reason:
             self._leave(request, reason)
         if kept:
-            tokens, stop_reason = row.tokens[:kept], request.stop_reason
-            piece = Piece(request.id, request.index, tokens, text, from_draft[:kept], logprobs, reason, stop_reason)
-            self._pieces.append(piece)
+            ends = reason, request.stop_reason
+            tokens, flags = row.tokens[:kept], from_draft[:kept]
+            self._pieces.append(Piece(request.id, request.index, tokens, text, flags, logprobs, of_prompt, *ends))
         return kept
 
     def _push(self, request: Request, token: int) -> str | None:
@@ -304,7 +325,10 @@ class Scheduler:
         request.error = error
         text = request.text.take(final=True) if request.text else ""
         self._leave(request, reason)
-        self._pieces.append(Piece(request.id, request.index, text=text, finish_reason=reason, error=error))
+        of_prompt = None if request.output else request.prompt_report
+        self._pieces.append(
+            Piece(request.id, request.index, text=text, prompt_logprobs=of_prompt, finish_reason=reason, error=error)
+        )
 
     def _leave(self, request: Request, reason: str) -> None:
         request.finish_reason = reason
@@ -341,6 +365,24 @@ class Scheduler:
         if self.prefixes is not None:
             whole = self.layout.whole_pages(rows)
             self.prefixes.insert(request.tokens[: self.layout.tokens_in(whole)], request.pages[:whole])
+
+
+def _prompt_rows(batch: list[Request], lengths: tuple[int, ...]) -> PromptRows | None:
+    """Of the rows about to be entered, those whose next token is of the prompt, asked for, and not read yet.
+
+    In one stay in a slot rows are entered once: what was read of it lies below, what was read in an earlier one is not
+    asked for again.
+    """
+    spans, counts = [], []
+    for request, length in zip(batch, lengths, strict=True):
+        begin = max(request.entered, len(request.prompt_logprobs))
+        end = min(request.entered + length, len(request.prompt) - 1)
+        if not request.lacks_prompt_logprobs or begin >= end:
+            spans.append((0, 0))
+            continue
+        spans.append((begin - request.entered, end - request.entered))
+        counts.append(request.params.prompt_logprobs or 0)
+    return PromptRows(tuple(spans), max(counts)) if counts else None
 
 
 def trimmed(entry: TokenLogprob, count: int) -> TokenLogprob:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from espalier.request import Request, TokenLogprob
+from espalier.sampling.prompt import PromptRows
 from espalier.sampling.shape import Shaping
 from espalier.slots import Admission
 
@@ -13,7 +14,8 @@ class Ticket:
 
     slots: the batch, in order; lengths: tokens each slot enters in a prefill pass, empty for a round; width: of the
     prefill pass; admitted: requests that enter their slots, only with a prefill pass that runs them; appended: (slot,
-    column, page) for requests already in their slot; traced: whether somebody looks at the trees.
+    column, page) for requests already in their slot; traced: whether somebody looks at the trees; prompt_rows: of a
+    prefill pass, None where no prompt's log-probabilities are asked for.
     """
 
     slots: tuple[int, ...]
@@ -24,6 +26,7 @@ class Ticket:
     admitted: tuple[Admission, ...] = ()
     appended: tuple[tuple[int, int, int], ...] = ()
     traced: bool = False
+    prompt_rows: PromptRows | None = None
 
     @property
     def is_prefill(self) -> bool:
@@ -68,7 +71,8 @@ class Tried:
 class Row:
     """What a launch decided for one request; tokens is empty where a prompt goes on.
 
-    finite: False if, past these tokens, one was picked from logits that were not finite.
+    finite: False if, past these tokens, one was picked from logits that were not finite; prompt_logprobs: of the prompt
+    tokens after the rows that a prefill pass was asked for.
     """
 
     tokens: list[int]
@@ -76,6 +80,7 @@ class Row:
     tried: Tried = Tried()
     tree: DraftTree | None = None
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
 
 
 def shaping_of(requests: list[Request]) -> Shaping:

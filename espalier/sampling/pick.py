@@ -20,9 +20,12 @@ class Picked(NamedTuple):
 
 
 class Logprobs(NamedTuple):
-    """chosen [B, W]; the likeliest ids [B, W, n] and their values."""
+    """tokens, their log-probabilities `chosen` and ranks (1: the likeliest), [...] each; the likeliest ids [..., n] and
+    their values."""
 
+    tokens: Tensor
     chosen: Tensor
+    ranks: Tensor
     ids: Tensor
     values: Tensor
 
@@ -89,10 +92,11 @@ def coupled_scores(logits: Tensor, rows: SamplingRows, noise: Tensor, tau: float
 
 
 def logprobs(logits: Tensor, tokens: Tensor, count: int) -> Logprobs:
-    """The target's own log-probabilities, before temperature and masks, of tokens [B, W] by logits [B, W, V].
+    """The target's own log-probabilities, before temperature and masks, of tokens [...] by logits [..., V].
 
     count: of the likeliest tokens to name beside each.
     """
     logits = torch.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)), -1)
     values, ids = logits.topk(min(count, logits.shape[-1]), -1)
-    return Logprobs(logits.gather(-1, tokens[..., None])[..., 0], ids, values)
+    chosen = logits.gather(-1, tokens[..., None])
+    return Logprobs(tokens, chosen[..., 0], 1 + (logits > chosen).sum(-1), ids, values)

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from espalier.intake import text_sink
-from espalier.request import ResolvedParams, SpeculationStats, TokenLogprob, Usage
+from espalier.request import PromptLogprobs, ResolvedParams, TokenLogprob, Usage
 from espalier.server.openai import Generating
 from espalier.server.protocol import Part
+from espalier.stats import SpeculationStats
 from espalier.text import TextStream, Tokenizer
 
 
@@ -23,6 +24,7 @@ class Delta:
     logprobs: list[TokenLogprob] | None
     finish_reason: str | None
     stop_reason: int | str | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 @dataclass
@@ -47,6 +49,7 @@ class Choice:
     token_ids: list[int] = field(default_factory=list)
     from_draft: list[bool] = field(default_factory=list)
     logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
@@ -54,12 +57,14 @@ class Choice:
         piece = part.piece
         text = piece.text if self.sink is None else self._detokenize(self.sink, piece.token_ids, piece.finish_reason)
         ends = piece.finish_reason, piece.stop_reason
-        delta = Delta(text, piece.token_ids, piece.from_draft, piece.logprobs, *ends)
+        delta = Delta(text, piece.token_ids, piece.from_draft, piece.logprobs, *ends, piece.prompt_logprobs)
         self.text += text
         self.token_ids += delta.token_ids
         self.from_draft += delta.from_draft
         if delta.logprobs is not None:
             self.logprobs = (self.logprobs or []) + delta.logprobs
+        if delta.prompt_logprobs is not None:
+            self.prompt_logprobs = delta.prompt_logprobs
         self.finish_reason, self.stop_reason = ends
         return delta
 
@@ -123,7 +128,7 @@ class Answer:
 
     def chunk(self, choice: Choice, delta: Delta) -> dict[str, Any] | None:
         """What a stream sends for a delta, if it has anything to say."""
-        quiet = not (delta.text or delta.finish_reason or delta.logprobs)
+        quiet = not (delta.text or delta.finish_reason or delta.logprobs or delta.prompt_logprobs)
         if quiet and not (self.body.return_token_ids or self.body.from_draft):
             return None
         return self._chunk([self._chunk_choice(choice, delta) | self._beyond_openai(delta)])
@@ -140,6 +145,27 @@ class Answer:
         """The answer, once all its choices have ended."""
         choices = [self._whole_choice(choice) | self._beyond_openai(choice) for choice in self.choices]
         return {**self.head, "object": self.object_whole, "choices": choices, "usage": self.usage()}
+
+    def _first(self, choice: Choice) -> Choice:
+        """The first sample of a choice's prompt: what is said of the prompt comes with it."""
+        return self.choices[choice.index // self.params.n * self.params.n]
+
+    def _of_prompt(self, choice: Choice) -> dict[str, Any]:
+        """prompt_logprobs, where it was asked for, in vLLM's form: null, then for each token an object by token ids."""
+        count, entries = self.body.prompt_logprobs, self._first(choice).prompt_logprobs
+        if count is None or entries is None:
+            return {}
+        return {"prompt_logprobs": [None if entry is None else self._ranked(entry, count) for entry in entries]}
+
+    def _ranked(self, entry: TokenLogprob, count: int) -> dict[int, dict[str, Any]]:
+        """The prompt's token first, then the likeliest in order."""
+        found = {entry.token_id: (entry.logprob, entry.rank)}
+        for rank, (token, value) in enumerate(entry.top[:count], 1):
+            found.setdefault(token, (value, rank))
+        return {
+            token: {"logprob": value, "rank": rank, "decoded_token": self._token_text(token)}
+            for token, (value, rank) in found.items()
+        }
 
     def usage(self) -> dict[str, Any]:
         prompt = sum(usage.prompt_tokens for usage in self.usages)
@@ -190,8 +216,13 @@ class TextAnswer(Answer):
 
     object_whole = object_chunk = "text_completion"
 
+    @property
+    def echoes_logprobs(self) -> bool:
+        """Whether the prompt's tokens have log-probabilities too: its text then comes with them."""
+        return bool(self.body.echoes_logprobs)
+
     def opening(self) -> list[dict[str, Any]]:
-        if not self.echo:
+        if not self.echo or self.echoes_logprobs:
             return []
         deltas = [(choice, Delta(self._echo(choice), [], [], None, None)) for choice in self.choices]
         return [
@@ -204,36 +235,42 @@ class TextAnswer(Answer):
     def _chunk_choice(self, choice: Choice, delta: Delta) -> dict[str, Any]:
         return {
             "index": choice.index,
-            "text": delta.text,
-            "logprobs": self._logprobs(choice, delta.logprobs),
+            "text": (self._echo(choice) if delta.prompt_logprobs and self.echoes_logprobs else "") + delta.text,
+            "logprobs": self._logprobs(choice, delta.prompt_logprobs, delta.logprobs),
             "finish_reason": delta.finish_reason,
         }
 
     def _whole_choice(self, choice: Choice) -> dict[str, Any]:
+        choice.text_length, choice.has_begun = 0, False
+        choice.characters.reset()
         return {
             "index": choice.index,
             "text": self._echo(choice) + choice.text,
-            "logprobs": self._logprobs(choice, choice.logprobs, from_start=True),
+            "logprobs": self._logprobs(choice, self._first(choice).prompt_logprobs, choice.logprobs),
             "finish_reason": choice.finish_reason,
+            **self._of_prompt(choice),
         }
 
-    def _logprobs(self, choice: Choice, entries: list[TokenLogprob] | None, from_start: bool = False) -> Any:
-        if entries is None:
+    def _logprobs(
+        self, choice: Choice, of_prompt: PromptLogprobs | None, of_output: list[TokenLogprob] | None
+    ) -> dict[str, Any] | None:
+        echoed = of_prompt if of_prompt is not None and self.echoes_logprobs else []
+        if not echoed and of_output is None:
             return None
-        if from_start:
-            choice.text_length, choice.has_begun = 0, False
-            choice.characters.reset()
+        entries = [*echoed, *(of_output or ())]
+        # The first of a prompt has no entry.
+        tokens = [choice.prompt[0] if entry is None else entry.token_id for entry in entries]
         return {
-            "tokens": [self._token_text(entry.token_id) for entry in entries],
-            "token_logprobs": [entry.logprob for entry in entries],
-            "top_logprobs": [self._top(entry) for entry in entries],
-            "text_offset": [self._advance(choice, entry.token_id) for entry in entries],
+            "tokens": [self._token_text(token) for token in tokens],
+            "token_logprobs": [None if entry is None else entry.logprob for entry in entries],
+            "top_logprobs": [None if entry is None else self._top(entry) for entry in entries],
+            "text_offset": [self._advance(choice, token) for token in tokens],
         }
 
     def _top(self, entry: TokenLogprob) -> dict[str, float]:
         """By text.  Of tokens that read alike the likeliest, which comes first, has it; the others have their ids."""
         found: dict[str, float] = {}
-        for token, value in entry.top:
+        for token, value in entry.top[: self.body.logprobs]:
             text = self._token_text(token)
             found[f"token_id:{token}" if text in found else text] = value
         return found
@@ -248,7 +285,8 @@ class TextAnswer(Answer):
             length = len(choice.characters.decode(part.bytes))
             if not choice.has_begun:
                 # Where the prompt has no text, some decoders take off the space that the output begins with.
-                begun = self.tokenizer.sink(choice.prompt, skip_special_tokens=skip)
+                before = () if self.echoes_logprobs else choice.prompt
+                begun = self.tokenizer.sink(before, skip_special_tokens=skip)
                 begun.push(token)
                 length = min(length, len(begun.take(final=True)))
             choice.text_length, choice.has_begun = at + length, True
@@ -281,6 +319,9 @@ class ChatAnswer(Answer):
             "logprobs": self._logprobs(choice.logprobs),
             "finish_reason": choice.finish_reason,
         }
+
+    def whole(self) -> dict[str, Any]:
+        return {**super().whole(), **self._of_prompt(self.choices[0])}
 
     def _logprobs(self, entries: list[TokenLogprob] | None) -> Any:
         if entries is None:

@@ -137,6 +137,8 @@ class Generating(Sampling):
         """Refuse what no single field shows.  Raises EspalierError."""
         if self.stream_options is not None and not self.stream:
             raise EspalierError("stream_options is for stream=true; set it, or leave stream_options out")
+        if self.prompt_logprobs is not None and self.stream:
+            raise EspalierError("prompt_logprobs are not streamed; leave stream out")
 
 
 class CompletionRequest(Generating):
@@ -145,17 +147,25 @@ class CompletionRequest(Generating):
     prompt: str | Tokens | Annotated[list[str], FIRST] | Annotated[list[Tokens], FIRST] = Field(
         description="text or token ids, one or several"
     )
-    echo: bool | None = Field(None, description="begin the text with the prompt; not with logprobs")
+    echo: bool | None = Field(
+        None, description="begin the text with the prompt; with logprobs, its tokens have them too"
+    )
     best_of: Annotated[Literal[1] | None, Refused("outputs are not ranked; use n and choose among them")] = None
     suffix: Annotated[Literal[""] | None, Refused("text is not filled in; put all of it into the prompt")] = None
 
+    @property
+    def echoes_logprobs(self) -> bool:
+        return bool(self.echo) and self.logprobs is not None
+
     def check(self) -> None:
         super().check()
-        if self.echo and self.logprobs is not None:
-            raise EspalierError("echo with logprobs is not supported: prompts have no log-probabilities; drop one")
+        if self.echoes_logprobs and self.stream and (self.n or 1) > 1:
+            raise EspalierError("echo with logprobs is streamed for n=1 alone; lower n, or leave stream out")
 
     def params(self) -> SamplingParams:
-        return self.sampling()
+        if not self.echoes_logprobs:
+            return self.sampling()
+        return self.sampling(prompt_logprobs=max(self.logprobs, self.prompt_logprobs or 0))
 
     def prompts(self) -> list[str | list[int]]:
         """One entry a prompt.  Raises EspalierError for none."""

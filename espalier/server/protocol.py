@@ -9,7 +9,8 @@ from typing import Any
 import msgspec
 
 from espalier.intake import ModelFacts
-from espalier.request import Piece, ResolvedParams, SpeculationStats, Usage
+from espalier.request import Piece, ResolvedParams, Usage
+from espalier.stats import SpeculationStats
 
 
 class Start(msgspec.Struct, tag=True):

@@ -16,9 +16,10 @@ from espalier.cache.kv import Pages, Staging
 from espalier.kernels.advance import After, Before, advance
 from espalier.kernels.along import along
 from espalier.kernels.slots import chain, gather
-from espalier.layout import RoundLayout
+from espalier.layout import RoundLayout, logit_rows
 from espalier.models.base import CausalLM, ModelOutput
 from espalier.sampling.pick import Logprobs, logprobs
+from espalier.sampling.prompt import PromptRows, prompt_logprobs
 from espalier.sampling.shape import Shaping
 from espalier.slots import Slots, SlotTable
 from espalier.speculate.accept import Path, accept
@@ -59,7 +60,8 @@ class Round:
 @dataclass(frozen=True)
 class Outcome:
     """What a launch gives back.  tokens [B, W], length [B] emitted; sound [B]: how many of them, from the first, were
-    picked from finite logits; tree and path of a round; logprobs of the emitted tokens where they were asked for."""
+    picked from finite logits; tree and path of a round; logprobs of the emitted tokens, and prompt_logprobs of the rows
+    of a prefill pass, [N], where they were asked for."""
 
     tokens: Tensor
     length: Tensor
@@ -67,6 +69,7 @@ class Outcome:
     logprobs: Logprobs | None
     tree: Tree | None = None
     path: Path | None = None
+    prompt_logprobs: Logprobs | None = None
 
 
 def run(r: Round, index: Tensor, shaping: Shaping, num_logprobs: int | None) -> Outcome:
@@ -84,18 +87,35 @@ def run(r: Round, index: Tensor, shaping: Shaping, num_logprobs: int | None) -> 
     return report(tree, path, logits, num_logprobs)
 
 
-def prefill(r: Round, index: Tensor, length: Tensor, width: int, shaping: Shaping, num_logprobs: int | None) -> Outcome:
+def prefill(
+    r: Round,
+    index: Tensor,
+    length: Tensor,
+    width: int,
+    shaping: Shaping,
+    num_logprobs: int | None,
+    prompt_rows: PromptRows | None = None,
+) -> Outcome:
     """Enter `length` [B] known tokens of each slot, from its root on, as a chain of uniform width."""
     r.layout.require_chunk(index.shape[0], width)
     slots = gather(r.table, index)
     positions, tokens, rows = chain(slots, 0, length, width)
     out = r.target(tokens, positions, Decided(r.plan(slots, Nodes.chain(positions)), rows))
+    of_prompt = None if prompt_rows is None else read_prompt(r, slots, positions, out.hidden, prompt_rows)
     logits = r.target.logits(along(out.hidden, (length - 1).clamp(min=0)[:, None]))
     picked = r.draws(slots, shaping, slots.prefix_len + length, 1).pick_last(logits)
     is_picked = slots.enter(length, picked.tokens[:, 0], shaping.penalised)
     r.drafter.extend(slots, out.captured, length)
     reported = None if num_logprobs is None else logprobs(logits, picked.tokens, num_logprobs)
-    return Outcome(picked.tokens, is_picked.long(), (is_picked & picked.finite[:, 0]).long(), reported)
+    sound = (is_picked & picked.finite[:, 0]).long()
+    return Outcome(picked.tokens, is_picked.long(), sound, reported, prompt_logprobs=of_prompt)
+
+
+def read_prompt(r: Round, slots: Slots, positions: Tensor, hidden: Tensor, asked: PromptRows) -> Logprobs:
+    """Log-probabilities of the known tokens that follow the rows asked for, the next chunk's first token included."""
+    following = asked.of(slots.history_at(positions + 1))
+    most = logit_rows(r.target.config.vocab_size)
+    return prompt_logprobs(r.target.logits, asked.of(hidden), following, most, asked.count)
 
 
 def verify(r: Round, slots: Slots, tree: Tree) -> ModelOutput:

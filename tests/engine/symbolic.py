@@ -5,14 +5,15 @@ the launch that reads it, by name.  The scheduler, pages, prefix tree and engine
 of steps take a second.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import nan
 from random import Random
 from types import SimpleNamespace
 
 from espalier.engine.engine import Engine
 from espalier.engine.ticket import DraftTree, Row, Ticket, Tried
 from espalier.layout import RoundLayout
-from espalier.request import Request
+from espalier.request import Request, TokenLogprob
 from espalier.slots import Admission
 from espalier.speculate.round import Round
 
@@ -121,7 +122,13 @@ class SymbolicDevice:
         if ticket.is_prefill:
             assert len(ticket.slots) * ticket.width <= self.layout.chunk_size
             assert ticket.width in self.layout.chunk_widths
-            return [self._prefill(self.slots[s], n) for s, n in zip(ticket.slots, ticket.lengths, strict=True)]
+            slots = [self.slots[s] for s in ticket.slots]
+            firsts = [slot.prefix_len for slot in slots]
+            rows = [self._prefill(slot, n) for slot, n in zip(slots, ticket.lengths, strict=True)]
+            if ticket.prompt_rows is None:
+                return rows
+            of_prompts = map(self._of_prompt, slots, firsts, ticket.prompt_rows.spans)
+            return [replace(row, prompt_logprobs=own) for row, own in zip(rows, of_prompts, strict=True)]
         return [self._round(self.slots[s]) for s in ticket.slots]
 
     def _prefill(self, slot: Slot, length: int) -> Row:
@@ -138,6 +145,14 @@ class SymbolicDevice:
         self._write_draft(slot, first, length)
         sound = self._sound(slot, slot.prefix_len)
         return Row([slot.tokens[slot.prefix_len]] if picked and sound else [], sound or not picked)
+
+    def _of_prompt(self, slot: Slot, first: int, span: tuple[int, int]) -> list[TokenLogprob]:
+        """Of the tokens after rows `span` of a pass from `first` on; NaN where these rows are."""
+        assert slot.admission is not None
+        begin, end = (first + at for at in span)
+        assert begin == end or first <= begin < end < slot.admission.prompt_len
+        values = [-1.0 if self._sound(slot, row + 1) else nan for row in range(begin, end)]
+        return [TokenLogprob(slot.tokens[begin + 1 + i], value, [], 1) for i, value in enumerate(values)]
 
     def _round(self, slot: Slot) -> Row:
         first = slot.prefix_len
@@ -164,7 +179,8 @@ class SymbolicDevice:
 
     def _write_draft(self, slot: Slot, first: int, length: int) -> None:
         if self.layout.draft_layers:
-            self._write(slot, DRAFT, range(first + 1, first + length + 1))
+            assert slot.admission is not None
+            self._write(slot, DRAFT, range(max(first + 1, slot.admission.commit_from), first + length + 1))
 
     def _place(self, slot: Slot, position: int) -> tuple[int, int]:
         column, offset = divmod(position, self.layout.page_size)

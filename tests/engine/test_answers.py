@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from espalier.request import Request, SamplingParams, SpeculationStats, sample_seed
+from espalier.request import Request, SamplingParams, sample_seed
+from espalier.stats import SpeculationStats
 from tests.engine.alone import alone, plainly, replace_request
 from tests.engine.test_disturbance import TREES, WISHES, all_undisturbed, mixed
 from tests.engine.watching import run_watched

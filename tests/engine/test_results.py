@@ -2,9 +2,12 @@
 
 import torch
 
-from espalier.engine.results import Results, read
-from espalier.engine.ticket import DraftTree, Row, Tried
+from espalier.engine.results import Reported, Results, read
+from espalier.engine.ticket import DraftTree, Row, Ticket, Tried
+from espalier.request import TokenLogprob
 from espalier.sampling.pick import Logprobs
+from espalier.sampling.prompt import PromptRows
+from espalier.sampling.shape import Shaping
 from espalier.speculate.accept import Path
 from espalier.speculate.round import Outcome
 from espalier.speculate.tree import Tree
@@ -28,14 +31,26 @@ ROUND = Outcome(PATH.tokens, PATH.length, PATH.sound, None, TREE, PATH)
 PASS = Outcome(torch.tensor([[4], [3]]), torch.tensor([1, 0]), torch.tensor([1, 0]), None)
 
 
+NOTHING = Reported()
+
+
 def written(outcome: Outcome, entry: int) -> Results:
     results = Results(LAYOUT, 3, torch.device("cpu"))
     results.write(torch.tensor([entry]), outcome)
     return results
 
 
-def rows_of(results: Results, entry: int, batch: int, logprobs: Logprobs | None = None, traced: bool = True):
-    return read(results.fields, results.ring[entry, :batch].numpy(), logprobs, traced)
+def rows_of(
+    results: Results,
+    entry: int,
+    batch: int,
+    reported: Reported = NOTHING,
+    traced: bool = True,
+    spans: tuple[tuple[int, int], ...] | None = None,
+):
+    rows = None if spans is None else PromptRows(spans, 2)
+    ticket = Ticket(slots=(1,) * batch, shaping=Shaping(), traced=traced, prompt_rows=rows)
+    return read(results.fields, results.ring[entry, :batch].numpy(), reported, ticket)
 
 
 def test_a_round():
@@ -69,12 +84,22 @@ def test_a_prefill_pass_has_no_tree():
 
 def test_logprobs_stay_with_their_tokens():
     values = torch.arange(12.0).view(2, 3, 2)
-    reported = Logprobs(torch.tensor([[-0.5, -0.25, -1.0], [-2.0, 0.0, 0.0]]), values.long(), -values)
+    chosen, ranks = torch.tensor([[-0.5, -0.25, -1.0], [-2.0, 0.0, 0.0]]), torch.tensor([[1, 2, 3], [4, 5, 6]])
+    reported = Reported(Logprobs(PATH.tokens, chosen, ranks, values.long(), -values))
     first, second = rows_of(written(ROUND, 0), 0, 2, reported)
-    assert [(entry.token_id, entry.logprob) for entry in first.logprobs] == [(6, -0.5), (9, -0.25)]
-    assert [(entry.token_id, entry.logprob, entry.top) for entry in second.logprobs] == [
-        (8, -2.0, [(6, -6.0), (7, -7.0)])
-    ]
+    assert [(entry.token_id, entry.logprob, entry.rank) for entry in first.logprobs] == [(6, -0.5, 1), (9, -0.25, 2)]
+    assert second.logprobs == [TokenLogprob(8, -2.0, [(6, -6.0), (7, -7.0)], 4)]
+
+
+def test_a_prompts_logprobs_go_to_who_asked():
+    values = torch.arange(6.0).view(3, 2)
+    tokens, chosen, ranks = torch.tensor([7, 8, 9]), torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([1, 2, 3])
+    reported = Reported(None, Logprobs(tokens, chosen, ranks, values.long(), -values))
+    entries = [TokenLogprob(7 + i, -1.0 - i, [(2 * i, -2.0 * i), (2 * i + 1, -2.0 * i - 1)], 1 + i) for i in range(3)]
+    for spans, cut in (((3, 5), (0, 1)), 2), (((0, 0), (4, 7)), 0), (((1, 4), (0, 0)), 3):
+        rows = rows_of(written(PASS, 0), 0, 2, reported, spans=spans)
+        assert [row.prompt_logprobs for row in rows] == [entries[:cut], entries[cut:]]
+        assert [row.logprobs for row in rows] == [[], []]
 
 
 def test_an_entry_is_overwritten_whole():

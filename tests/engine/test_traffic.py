@@ -33,6 +33,7 @@ wishes = st.sampled_from(
         {"min_tokens": 5},
         {"speculation": False},
         {"max_draft_depth": 1, "logprobs": 2},
+        {"prompt_logprobs": 2},
     ]
 )
 

@@ -19,6 +19,7 @@ prompts = st.tuples(st.integers(0, 40), st.lists(st.integers(0, VOCAB - 1), max_
 )
 limits = st.one_of(st.integers(1, 24), st.none())
 stops = st.lists(st.integers(0, VOCAB - 1), max_size=1)
+asked_of_prompt = st.sampled_from([None, None, 0])
 
 
 def pages_beyond(engine: Engine, r: Request) -> int:
@@ -41,7 +42,12 @@ class Traffic(RuleBasedStateMachine):
         raise NotImplementedError
 
     def params(self, draw: st.DataObject) -> SamplingParams:
-        return SamplingParams(temperature=0.0, max_tokens=draw.draw(limits), stop_token_ids=draw.draw(stops))
+        return SamplingParams(
+            temperature=0.0,
+            max_tokens=draw.draw(limits),
+            stop_token_ids=draw.draw(stops),
+            prompt_logprobs=draw.draw(asked_of_prompt),
+        )
 
     @initialize(draw=st.data())
     def start(self, draw: st.DataObject) -> None:
@@ -144,6 +150,10 @@ class Traffic(RuleBasedStateMachine):
         assert [t for piece in pieces for t in piece.token_ids] == r.output, "what was handed out"
         assert [f for piece in pieces for f in piece.from_draft] == r.from_draft
         assert len(r.from_draft) == len(r.output)
+        known = [entry.token_id for entry in r.prompt_logprobs]
+        asked = r.params.prompt_logprobs is not None
+        assert known == r.prompt[1 : 1 + len(known)], "each position once, in order"
+        assert len(known) == asked * (len(r.prompt) - 1) or (asked and not r.output)
         assert [piece.finish_reason for piece in pieces if piece.finish_reason] == [r.finish_reason]
         assert pieces[-1].finish_reason, "nothing comes after the end"
         if r.finish_reason == "abort":

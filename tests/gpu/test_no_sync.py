@@ -46,7 +46,8 @@ def forbid_syncs(engine: Engine) -> Counter[str]:
     launch = executor.launch
 
     def launching(ticket: Ticket) -> Handle:
-        asked = "with logprobs" if ticket.num_logprobs is not None else ""
+        reports = ticket.num_logprobs is not None or ticket.prompt_rows is not None
+        asked = "with logprobs" if reports else ""
         replayed = not asked and executor.bucket(len(ticket.slots)) in executor.graphs
         kind = "prefill" if ticket.is_prefill else "graph" if replayed else "eager"
         seen[f"{kind} {asked}".strip()] += 1
@@ -66,6 +67,7 @@ def test_no_launch_synchronises(algorithm, dtype, put_on_record):
     engine = (setup.plain() if algorithm == "none" else setup).engine()
     # First runs may compile kernels and load libraries, which is nobody's steady state.
     requests = [*mixed(12, max_tokens=12), *mixed(6, max_tokens=12, logprobs=3), *mixed(6, longest=120, max_tokens=8)]
+    requests += mixed(4, longest=120, max_tokens=8, prompt_logprobs=3)
     for i, r in enumerate(requests):
         r.id, r.arrival = f"r{i}", i
     for r in requests[:2]:

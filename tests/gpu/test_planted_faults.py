@@ -111,8 +111,8 @@ def copies_that_do_not_wait(patch: Patch, executor: CudaExecutor) -> None:
 
 def results_read_before_they_are_there(patch: Patch, executor: CudaExecutor) -> None:
     def result(self: CudaHandle) -> Any:
-        entry = self.place.results[: self.batch].numpy()
-        return read(self.results.fields, entry, self.logprobs, self.traced)
+        entry = self.place.results[: len(self.ticket.slots)].numpy()
+        return read(self.results.fields, entry, self.reported, self.ticket)
 
     patch.setattr(CudaHandle, "result", result)
 

@@ -212,3 +212,6 @@ def test_logprobs_are_of_the_raw_logits(count):
     assert reported.ids.shape[-1] == min(count, VOCAB)
     assert torch.equal(reported.values, exact.sort(-1, descending=True).values[..., :count])
     assert torch.equal(exact.gather(-1, reported.ids), reported.values)
+    assert torch.equal(reported.tokens, chosen)
+    places = exact.sort(-1, descending=True).values == reported.chosen[..., None]
+    assert torch.equal(places.int().argmax(-1) + 1, reported.ranks), "equals have the rank of the first of them"

@@ -51,7 +51,7 @@ def test_bytes_add_up_and_offsets_stay_where_characters_span_tokens(make):
     assert len(tokens) > len(TEXT)
     assert b"".join(tokenizer.bytes_of(token).bytes for token in tokens).decode() == TEXT
     end = tokenizer.hf.eos_token_id
-    entries = [TokenLogprob(token, -1.0, []) for token in [*tokens, end]]
+    entries = [TokenLogprob(token, -1.0, [], 1) for token in [*tokens, end]]
     text, chunks = answered(TextAnswer, CompletionRequest(model="m", prompt="", logprobs=0), tokenizer, entries)
     assert text["text"] == TEXT
     found = text["logprobs"]
@@ -74,7 +74,7 @@ def test_bytes_add_up_and_offsets_stay_where_characters_span_tokens(make):
 def test_offsets_count_special_tokens_where_they_are_text():
     tokenizer = byte_level()
     tokens = [*tokenizer.encode("x"), tokenizer.hf.eos_token_id, *tokenizer.encode("xx")]
-    entries = [TokenLogprob(token, -1.0, []) for token in tokens]
+    entries = [TokenLogprob(token, -1.0, [], 1) for token in tokens]
     body = CompletionRequest(model="m", prompt="", logprobs=0)
     for skip, text, at in ((True, "xxx", [0, 1, 1, 2]), (False, "x<end>xx", [0, 1, 6, 7])):
         answer = answered(TextAnswer, body, tokenizer, entries, "length", skip_special_tokens=skip)[0]
@@ -110,7 +110,7 @@ def test_offsets_are_places_of_the_text_whatever_it_follows(make, text, before, 
     # Where nothing comes before, special tokens being nothing, these decoders leave out a leading space.
     tokenizer = make()
     prompt = [token for token in map(tokenizer.hf.convert_tokens_to_ids, before) if token is not None]
-    entries = [TokenLogprob(token, -1.0, []) for token in tokenizer.encode(text)]
+    entries = [TokenLogprob(token, -1.0, [], 1) for token in tokenizer.encode(text)]
     body = CompletionRequest(model="m", prompt="", logprobs=0)
     lengths = []
     for count in range(1, len(entries) + 1):
@@ -123,13 +123,34 @@ def test_offsets_are_places_of_the_text_whatever_it_follows(make, text, before, 
     assert [at for chunk in chunks for at in chunk["logprobs"]["text_offset"]] == [0, *lengths[:-1]]
 
 
+@pytest.mark.parametrize("text", ["x nx", " x", "   x", "\u65e5x", "<end> x<end> x"])
+@pytest.mark.parametrize("make", [byte_level, sentencepiece, metaspace])
+def test_offsets_of_an_echo_are_places_of_the_prompts_text_too(make, text):
+    tokenizer = make()
+    tokens = tokenizer.encode(text)
+    for cut in range(1, len(tokens)):
+        prompt, said = tokens[:cut], tokens[cut:]
+        body = CompletionRequest(model="m", prompt=prompt, echo=True, logprobs=0)
+        answer = TextAnswer("id", body, ResolvedParams(), [prompt], tokenizer, [tokenizer.decode(prompt)])
+        known = [None, *(TokenLogprob(token, -2.0, [], 1) for token in prompt[1:])]
+        own = [TokenLogprob(token, -1.0, [], 1) for token in said]
+        whole = Piece("x.0", token_ids=said, logprobs=own, prompt_logprobs=known, finish_reason="length")
+        chunk = answer.chunk(*answer.take(0, Part("x", whole)))["choices"][0]
+        [found] = answer.whole()["choices"]
+        assert (chunk["text"], chunk["logprobs"]) == (found["text"], found["logprobs"])
+        assert found["logprobs"]["token_logprobs"] == [None, *[-2.0] * (cut - 1), *[-1.0] * len(said)]
+        # A character that is not whole has a mark in the text; its tokens have its place.
+        lengths = [len(tokenizer.decode(tokens[:count]).rstrip("\ufffd")) for count in range(len(tokens))]
+        assert found["logprobs"]["text_offset"] == lengths
+
+
 def test_tokens_that_read_alike_stay_apart():
     tokenizer = sentencepiece()
     parts = [tokenizer.hf.convert_tokens_to_ids(f"<0x{byte:02X}>") for byte in (0x78, 0xE6, 0xE7)]
     same, spaced = tokenizer.hf.convert_tokens_to_ids("x"), tokenizer.hf.convert_tokens_to_ids("\u2581x")
     top = [(token, -float(i)) for i, token in enumerate([same, *parts, spaced])]
     body = CompletionRequest(model="m", prompt="", logprobs=5)
-    [found] = answered(TextAnswer, body, tokenizer, [TokenLogprob(same, 0.0, top)])[0]["logprobs"]["top_logprobs"]
+    [found] = answered(TextAnswer, body, tokenizer, [TokenLogprob(same, 0.0, top, 1)])[0]["logprobs"]["top_logprobs"]
     assert found == {"x": 0, f"token_id:{parts[0]}": -1, "bytes:\\xe6": -2, "bytes:\\xe7": -3, " x": -4}
 
 

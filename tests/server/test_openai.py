@@ -90,7 +90,7 @@ def test_each_field_is_honoured_as_offline(client, llm, field, value, beside):
 
 
 def test_every_field_of_sampling_params_is_tried():
-    tried = {field for field, _, _ in FIELDS} | {"logit_bias", "logprobs", "n"}
+    tried = {field for field, _, _ in FIELDS} | {"logit_bias", "logprobs", "prompt_logprobs", "n"}
     tried |= {"include_stop_str_in_output", "skip_special_tokens"}  # of the text alone: below
     assert tried == set(SamplingParams.__dataclass_fields__)
 
@@ -147,6 +147,91 @@ def test_logprobs_are_the_offline_llms(client, llm):
         [value for _, value in entry.top] for entry in entries
     ]
     assert bytes(b for token in content for b in token.bytes).decode() == chat.choices[0].message.content
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1, 7])
+def test_log_likelihoods_as_evaluations_ask_for_them(client, llm, max_tokens):
+    """echo with logprobs: OpenAI's legacy form over prompt and output; max_tokens 0 is the prompt alone."""
+    text = "def mean(xs):\n    return sum(xs)"
+    ids = llm.tokenizer.encode(text)
+    fields = {"temperature": 0.0, "max_tokens": max_tokens, "logprobs": 1}
+    expected = offline(llm, text, prompt_logprobs=1, **fields)
+    said = [*expected.prompt_logprobs[1:], *expected.logprobs]
+    names = [llm.tokenizer.bytes_of(token) for token in [*ids, *expected.token_ids]]
+    for prompt in (text, ids, [ids], [text, text]):
+        answer = complete(client, prompt=prompt, echo=True, **fields)
+        assert answer.usage.completion_tokens == max_tokens * len(answer.choices)
+        for choice in answer.choices:
+            found = choice.logprobs
+            assert (choice.text, choice.token_ids) == (text + expected.text, expected.token_ids)
+            assert (choice.finish_reason, len(choice.token_ids)) == ("length", max_tokens)
+            assert found.tokens == [name.bytes.decode() for name in names]
+            assert found.token_logprobs[0] is None and found.top_logprobs[0] is None
+            # How many requests are in a pass moves the last digits.
+            assert found.token_logprobs[1:] == pytest.approx([entry.logprob for entry in said], abs=1e-9)
+            tops = [list(top.values()) for top in found.top_logprobs[1:]]
+            assert [value for [value] in tops] == pytest.approx([entry.top[0][1] for entry in said], abs=1e-9)
+            # Whether a token is the likeliest is read off an equality.
+            is_best = [[value] == top for value, top in zip(found.token_logprobs[1:], tops, strict=True)]
+            assert is_best == [entry.rank == 1 for entry in said] and any(is_best) and not all(is_best)
+            ends = [*found.text_offset[1:], len(choice.text)]
+            assert [choice.text[a:b] for a, b in zip(found.text_offset, ends, strict=True)] == [
+                name.bytes.decode() if name.is_text else "" for name in names
+            ]
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1, 7])
+def test_a_streamed_echo_with_logprobs_is_the_whole_one(client, max_tokens):
+    fields = {"echo": True, "logprobs": 2, "max_tokens": max_tokens, "temperature": 0.0}
+    [whole] = complete(client, **fields).choices
+    chunks = [chunk.choices[0] for chunk in complete(client, stream=True, **fields)]
+    assert "".join(chunk.text for chunk in chunks) == whole.text
+    assert chunks[-1].finish_reason == "length"
+    for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+        parts = [getattr(chunk.logprobs, name) for chunk in chunks if chunk.logprobs is not None]
+        assert [entry for part in parts for entry in part] == getattr(whole.logprobs, name)
+
+
+def test_several_samples_echo_the_same(client, llm):
+    answer = complete(client, prompt=[PROMPT, "import os"], n=2, echo=True, logprobs=0, max_tokens=3, seed=5)
+    lengths = [len(llm.tokenizer.encode(prompt)) for prompt in (PROMPT, PROMPT, "import os", "import os")]
+    assert [len(choice.logprobs.tokens) for choice in answer.choices] == [length + 3 for length in lengths]
+    for first, second, length in ((0, 1, lengths[0]), (2, 3, lengths[2])):
+        one, other = (answer.choices[at].logprobs.token_logprobs for at in (first, second))
+        assert one[:length] == other[:length] and one[length:] != other[length:]
+    assert len({choice.text for choice in answer.choices}) == 4
+
+
+def test_prompt_logprobs_have_vllms_form(client, llm):
+    prompt = llm.chat_prompt(MESSAGES)
+    fields = {"temperature": 0.0, "max_tokens": 2}
+    for count in (0, 3):
+        expected = offline(llm, prompt, prompt_logprobs=count, **fields).prompt_logprobs
+        extra = {"prompt_logprobs": count}
+        completion = complete(client, prompt=prompt, n=2, extra=extra, **fields)
+        chat = client.chat.completions.create(model="bundled", messages=MESSAGES, extra_body=extra, **fields)
+        for found in (*(choice.prompt_logprobs for choice in completion.choices), chat.prompt_logprobs):
+            assert found[0] is None and len(found) == len(prompt)
+            for each, entry in zip(found[1:], expected[1:], strict=True):
+                [own, *_] = each.items()
+                assert own[0] == str(entry.token_id)
+                assert own[1]["decoded_token"] == llm.tokenizer.bytes_of(entry.token_id).bytes.decode()
+                likeliest = {str(token): (value, rank) for rank, (token, value) in enumerate(entry.top, 1)}
+                wanted = likeliest | {str(entry.token_id): (entry.logprob, entry.rank)}
+                assert set(each) == set(wanted)
+                for token, (value, rank) in wanted.items():
+                    assert each[token]["rank"] == rank and each[token]["logprob"] == pytest.approx(value, abs=1e-9)
+        assert completion.choices[0].logprobs is None
+
+
+def test_each_sees_as_many_alternatives_as_it_asked_for(client):
+    fields = {"echo": True, "logprobs": 1, "max_tokens": 1, "temperature": 0.0}
+    [choice] = complete(client, extra={"prompt_logprobs": 4}, **fields).choices
+    assert {len(top) for top in choice.logprobs.top_logprobs[1:]} == {1}
+    assert {len(each) for each in choice.prompt_logprobs[1:]} <= {4, 5}
+    [choice] = complete(client, extra={"prompt_logprobs": 0}, **fields).choices
+    assert {len(top) for top in choice.logprobs.top_logprobs[1:]} == {1}
+    assert {len(each) for each in choice.prompt_logprobs[1:]} == {1}
 
 
 def test_variables_of_the_chat_template_are_handed_to_it(client, served, llm):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from espalier.attention import Nodes, Prefix
-from espalier.engine.results import Results, read
+from espalier.engine.results import Reported, Results, read
 from espalier.engine.ticket import Row, Ticket
 from espalier.errors import EspalierError
 from espalier.kernels.slots import gather
@@ -21,6 +21,7 @@ from tests.properties.watch import Watch, run_watched
 SETUP = Setup(steps=3, topk=2, num_draft_tokens=8, page_size=3, max_batch=3)
 EVERYTHING = Shaping(sampled=True, filtered=True, penalised=True, biased=True)
 NONE = torch.zeros(0, dtype=torch.int64)
+EMPTY = Ticket(slots=(), shaping=Shaping(), traced=True)
 algorithms = pytest.mark.parametrize("algorithm", ["eagle3", "ngram", "none"])
 
 
@@ -42,7 +43,7 @@ def test_an_empty_batch_is_legal(algorithm, attention, shaping):
             results = Results(r.layout, 1, r.pages.device)
             results.write(NONE.new_zeros(1), outcome)
             assert not results.ring.any()
-            assert read(results.fields, results.ring[0, :0].numpy(), outcome.logprobs, traced=True) == []
+            assert read(results.fields, results.ring[0, :0].numpy(), Reported(outcome.logprobs), EMPTY) == []
     assert not any(buffer.any() for pair in r.pages.layers.values() for buffer in pair)
 
 
