@@ -2,7 +2,7 @@
 
 `propose` drafts a tree under each root.  `verify` runs the target over the trees.  `settle` samples the target's token
 at every node, accepts the longest matching path, commits its K/V and extends the draft.  A round runs as one CUDA
-graph, or a graph a stage where the host must come between, to mask tokens by the trees that were proposed.  The same lines run
+graph, or as a graph a stage where the host must mask tokens by the trees that were proposed.  The same lines run
 eagerly and under capture: shapes are static, and only the slot table and the pages carry data from one launch to the
 next.  A prefill pass is the same with a chain of known tokens.
 """
