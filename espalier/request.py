@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
 
+import numpy as np
+
 from espalier import limits
 from espalier.errors import EspalierError, refuses_unknown, require_int
 from espalier.limits import MAX_BIAS, MAX_LOGPROBS, MAX_SEED
@@ -170,6 +172,22 @@ class TextSink(Protocol):
         ...
 
 
+class TokenMasker(Protocol):
+    """What one request may say next, followed token by token: a grammar, for example."""
+
+    def push(self, token_id: int) -> None:
+        """The request has emitted this token."""
+        ...
+
+    def node_masks(self, tokens: Sequence[int], parents: Sequence[int]) -> np.ndarray:
+        """[D, words] int32, which tokens may follow each node of a tree (bits as in espalier/sampling/mask.py).
+
+        Node 0 is the root: what may follow it is what may follow all that was pushed.  A node stands after its parent.
+        Void nodes have token -1; their masks are not read, nor those below a token that is not allowed.
+        """
+        ...
+
+
 @dataclass(frozen=True)
 class TokenLogprob:
     """The target's log-probability of a token, before temperature and masks, and the likeliest tokens at its place.
@@ -202,7 +220,8 @@ class Request:
 
     prompt: token ids; params: resolved; seed: of this very sample; arrival: place in the order of requests, among
     those of equal priority, of which the lower goes first and is preempted last; stop_ids: tokens that end it;
-    text: None if nobody reads text; index: which of n samples; after: a sibling whose prompt this one shares, and so
+    text: None if nobody reads text; masker: None if every token is allowed;
+    index: which of n samples; after: a sibling whose prompt this one shares, and so
     waits for.  prompt_logprobs: of the prompt's second token and those after it, as far as they have been read.
 
     In its slot: enter_end, rows to enter before rounds begin; entered, those launched so far; num_seen, index of the
@@ -217,6 +236,7 @@ class Request:
     arrival: int
     stop_ids: frozenset[int] = frozenset()
     text: TextSink | None = None
+    masker: TokenMasker | None = None
     index: int = 0
     after: "Request | None" = None
     priority: int = 0

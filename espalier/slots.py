@@ -16,7 +16,18 @@ from espalier.errors import EspalierError
 from espalier.layout import RoundLayout
 from espalier.limits import MAX_BIAS, MAX_STOP_IDS
 
-INTS = ("prefix_len", "root", "known_len", "commit_from", "end", "depth_limit", "top_k", "seed", "min_position")
+INTS = (
+    "prefix_len",
+    "root",
+    "known_len",
+    "commit_from",
+    "end",
+    "depth_limit",
+    "top_k",
+    "seed",
+    "min_position",
+    "num_logprobs",
+)
 FLOATS = ("temperature", "top_p", "min_p", "repetition", "presence", "frequency")
 
 
@@ -68,6 +79,7 @@ class SlotTable:
     top_k: Tensor
     seed: Tensor
     min_position: Tensor
+    num_logprobs: Tensor
     temperature: Tensor
     top_p: Tensor
     min_p: Tensor
@@ -177,8 +189,9 @@ class Slots:
     """The rows of a batch, gathered once a launch.  prefix_len is that of before the launch throughout.
 
     index: [B] slots; prefix_len, root, commit_from: [B]; num_tokens: [B], prefix_len and the root; room: [B], the
-    deepest node that may be accepted, by the request's own limit and by the tokens it has left; real: [B] bool, rows
-    that are requests, not padding; page_table: [B, table_width].  kernels/slots.py makes them.
+    deepest node that may be accepted, by the request's own limit and by the tokens it has left; num_logprobs: [B],
+    alternatives that it wants beside each emitted token, -1 for no log-probabilities; real: [B] bool, rows that are
+    requests, not padding; page_table: [B, table_width].  kernels/slots.py makes them.
     """
 
     table: SlotTable
@@ -188,6 +201,7 @@ class Slots:
     commit_from: Tensor
     num_tokens: Tensor
     room: Tensor
+    num_logprobs: Tensor
     real: Tensor
     page_table: Tensor
 

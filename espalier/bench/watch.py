@@ -15,7 +15,7 @@ import torch
 
 from espalier.engine.cuda import CudaExecutor, CudaHandle
 from espalier.engine.engine import Engine
-from espalier.engine.executor import Executor, Handle
+from espalier.engine.executor import Executor, Handle, StagedHandle
 from espalier.engine.ticket import Row, Ticket
 from espalier.speculate.round import Round
 
@@ -66,6 +66,10 @@ class Watched:
         else:
             self.seen.rounds.append(len(ticket.slots))
         return _Waiting(self.inner.launch(ticket), self)
+
+    def launch_staged(self, ticket: Ticket) -> StagedHandle:
+        self.seen.rounds.append(len(ticket.slots))
+        return self.inner.launch_staged(ticket)
 
     def reset(self) -> None:
         self.seen = Seen()

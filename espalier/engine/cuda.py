@@ -1,7 +1,7 @@
 """Launches on a GPU: one stream for all device state, and rounds replayed as CUDA graphs.
 
 A launch copies one ticket from a ring of pinned buffers and replays the graph of its bucket, or runs the same lines
-eagerly: prefill passes, rounds that report log-probabilities, and batches above the largest bucket.  The host waits for
+eagerly: prefill passes, staged rounds that were not captured, and batches above the largest bucket.  The host waits for
 nothing but results: a second stream copies a launch's entry of the results' ring, and entry and buffers are used again
 only after that copy's event.
 """
@@ -10,7 +10,7 @@ import logging
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,16 +20,17 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor
 
-from espalier.engine.executor import Handle, execute
-from espalier.engine.results import Reported, Results, read
+from espalier.engine.executor import Handle, Staged, Trees, execute
+from espalier.engine.results import Reported, Results, read, read_trees
 from espalier.engine.ticket import Row, Ticket
 from espalier.engine.wire import Packed, Sent, pack
 from espalier.errors import EspalierError
 from espalier.kernels.together import together
 from espalier.layout import ROUNDS_IN_FLIGHT, bucket_of
+from espalier.sampling.mask import ALL_ALLOWED, mask_words
 from espalier.sampling.pick import Logprobs
 from espalier.sampling.shape import Shaping
-from espalier.speculate.round import Round
+from espalier.speculate.round import Outcome, Round
 
 # Kernels read every parameter on the device, so that one graph serves all requests.
 EVERYTHING = Shaping(sampled=True, filtered=True, penalised=True, biased=True)
@@ -77,13 +78,59 @@ class CudaHandle:
         return read(self.results.fields, entry, self.reported, self.ticket)
 
 
-class CudaExecutor:
-    """graph_batch: the largest batch whose rounds are captured; 0 captures none, and every launch is eager."""
+@dataclass(frozen=True)
+class StageGraphs:
+    """A staged round, captured a stage at a time.  masks: [batch, D, words] int32 on the device, which the last stage
+    reads; staged: keeps what one graph leaves for the next."""
 
-    def __init__(self, round: Round, graph_batch: int):
+    ticket: Tensor
+    masks: Tensor
+    propose: torch.cuda.CUDAGraph
+    verify: torch.cuda.CUDAGraph
+    settle: torch.cuda.CUDAGraph
+    staged: Staged
+
+
+@dataclass
+class CudaStagedHandle:
+    """A staged round on its way: its trees are on the host once the place's event is done, while the GPU verifies."""
+
+    executor: "CudaExecutor"
+    place: Place
+    ticket: Ticket
+    settle_stage: Callable[[Tensor], None]
+    num_nodes: int
+    batch: int
+    settled: CudaHandle | None = None
+
+    def trees(self) -> Trees:
+        self.place.copied.synchronize()
+        return read_trees(self.executor.results.fields, self.place.results[: len(self.ticket.slots)].numpy())
+
+    @torch.inference_mode()
+    def settle(self, masks: np.ndarray) -> None:
+        """Trees of a batch's own shape have fewer nodes than the results hold; a bucket may have more requests."""
+        padded = np.full((self.batch, self.num_nodes, masks.shape[2]), ALL_ALLOWED, dtype=np.int32)
+        padded[: len(masks)] = masks[:, : self.num_nodes]
+        with torch.cuda.stream(self.executor.stream):
+            self.settle_stage(torch.from_numpy(padded).pin_memory())
+        self.settled = self.executor.hand_back(self.place, self.ticket, None)
+
+    def result(self) -> list[Row]:
+        assert self.settled is not None
+        return self.settled.result()
+
+
+class CudaExecutor:
+    """graph_batch: the largest batch whose rounds are captured; 0 captures none, and every launch is eager.
+
+    capture_stages: whether staged rounds are captured too, three graphs a bucket.
+    """
+
+    def __init__(self, round: Round, graph_batch: int, capture_stages: bool = False):
         self.round = round
         layout, self.device = round.layout, round.pages.device
-        self.results = Results(layout, RING, self.device)
+        self.results = Results(layout, RING, round.pages.dtype, self.device)
         self.buckets = layout.batch_buckets(graph_batch)
         idle = IDLE_STREAMS[self.device]
         streams = idle.pop() if idle else (torch.cuda.Stream(self.device), torch.cuda.Stream(self.device))
@@ -101,26 +148,62 @@ class CudaExecutor:
         ]
         self.num_launched = 0
         self.graphs: dict[int, Graph] = {}
+        self.stage_graphs: dict[int, StageGraphs] = {}
+        self.capture_stages = capture_stages
         # A capture waits for the current device, which need not be ours.
         with torch.cuda.device(self.device):
             self._capture()
 
     @torch.inference_mode()
     def launch(self, ticket: Ticket) -> Handle:
-        place = self.ring[self.num_launched % RING]
-        self.num_launched += 1
-        place.copied.synchronize()
-        batch = self._batch(ticket)
-        packed = pack(self.round.table, ticket, place.entry, batch)
-        graph = None if ticket.is_prefill or ticket.num_logprobs is not None else self.graphs.get(batch)
+        place, batch, packed = self._packed(ticket)
+        graph = None if ticket.is_prefill else self.graphs.get(batch)
+        outcome = None
         with torch.cuda.stream(self.stream):
             if graph is not None:
                 graph.ticket.copy_(_pinned(place.ticket, packed), non_blocking=True)
                 graph.graph.replay()
-                reported = Reported()
             else:
-                reported = self._eager(ticket, packed)
-        return self._handed_back(place, ticket, reported)
+                outcome = self._eager(ticket, packed)
+        return self.hand_back(place, ticket, outcome)
+
+    def _packed(self, ticket: Ticket) -> tuple[Place, int, Packed]:
+        """The ring's next place, once it is free; the batch with its padding; and the ticket as a vector."""
+        place = self.ring[self.num_launched % RING]
+        self.num_launched += 1
+        place.copied.synchronize()
+        batch = self._batch(ticket)
+        return place, batch, pack(self.round.table, ticket, place.entry, batch)
+
+    @torch.inference_mode()
+    def launch_staged(self, ticket: Ticket) -> CudaStagedHandle:
+        """Propose, bring the trees to the host, and verify meanwhile."""
+        place, batch, packed = self._packed(ticket)
+        graphs = self.stage_graphs.get(batch)
+        with torch.cuda.stream(self.stream):
+            if graphs is None:
+                staged = Staged(self.round, self.results, self._sent(packed), EVERYTHING)
+                stages: tuple[Callable[[], None], ...] = (staged.propose, staged.verify)
+                last = self._eager_settle(staged)
+            else:
+                graphs.ticket.copy_(_pinned(place.ticket, packed), non_blocking=True)
+                stages = (graphs.propose.replay, graphs.verify.replay)
+                last = _replayed_settle(graphs)
+            stages[0]()
+            self._copy_entry(place, len(ticket.slots))
+            stages[1]()
+        nodes = self.round.layout.at(batch).num_draft_tokens
+        return CudaStagedHandle(self, place, ticket, last, nodes, batch)
+
+    def _eager_settle(self, staged: Staged) -> Callable[[Tensor], None]:
+        return lambda masks: staged.settle(masks.to(self.device, non_blocking=True))
+
+    def _copy_entry(self, place: Place, batch: int) -> None:
+        """Bring an entry of the results to the host beside whatever the compute stream does next."""
+        self.copies.wait_stream(self.stream)
+        with torch.cuda.stream(self.copies):
+            place.results[:batch].copy_(self.results.ring[place.entry, :batch], non_blocking=True)
+            place.copied.record(self.copies)
 
     @torch.inference_mode()
     def compile(self, tickets: Iterable[Ticket]) -> None:
@@ -146,21 +229,32 @@ class CudaExecutor:
     def _batch(self, ticket: Ticket) -> int:
         return len(ticket.slots) if ticket.is_prefill else self.bucket(len(ticket.slots))
 
-    def _eager(self, ticket: Ticket, packed: Packed) -> Reported:
-        vector = torch.from_numpy(packed.vector).pin_memory().to(self.device, non_blocking=True)
-        sent = Sent.of(vector, packed.form)
-        asked = ticket.num_logprobs, ticket.prompt_rows
-        return execute(self.round, self.results, sent, ticket.width, EVERYTHING, *asked)
+    def _eager(self, ticket: Ticket, packed: Packed) -> Outcome:
+        masks = None
+        if ticket.masks is not None:
+            masks = torch.from_numpy(ticket.masks).pin_memory().to(self.device, non_blocking=True)
+        sent = self._sent(packed)
+        return execute(self.round, self.results, sent, ticket.width, EVERYTHING, ticket.prompt_rows, masks)
 
-    def _handed_back(self, place: Place, ticket: Ticket, reported: Reported) -> CudaHandle:
-        """Bring the entry to the host beside whatever the compute stream does next."""
-        batch = len(ticket.slots)
+    def _sent(self, packed: Packed) -> Sent:
+        vector = torch.from_numpy(packed.vector).pin_memory().to(self.device, non_blocking=True)
+        return Sent.of(vector, packed.form)
+
+    def hand_back(self, place: Place, ticket: Ticket, outcome: Outcome | None) -> CudaHandle:
+        """Copy what was decided, and the log-probabilities that were asked for, to the host.
+
+        outcome: of a launch that ran eagerly, which alone can bring log-probabilities of a prompt.
+        """
+        batch, emitted, prompt = len(ticket.slots), None, None
+        of_prompt = None if outcome is None else outcome.prompt_logprobs
         self.copies.wait_stream(self.stream)
         with torch.cuda.stream(self.copies):
-            place.results[:batch].copy_(self.results.ring[place.entry, :batch], non_blocking=True)
-            there = Reported(*(None if part is None else Logprobs(*map(self._to_host, part)) for part in reported))
-            place.copied.record(self.copies)
-        return CudaHandle(self.results, place, ticket, there)
+            if ticket.num_logprobs is not None:
+                emitted = tuple(self._to_host(part[place.entry, :batch]) for part in self.results.logprobs)
+            if of_prompt is not None:
+                prompt = Logprobs(*map(self._to_host, of_prompt))
+            self._copy_entry(place, batch)
+        return CudaHandle(self.results, place, ticket, Reported(emitted, prompt))
 
     def _to_host(self, value: Tensor) -> Tensor:
         value.record_stream(self.copies)
@@ -180,6 +274,8 @@ class CudaExecutor:
             self.compile(map(of_dummies, batches))
             for batch in track(batches, "capturing CUDA graphs", console=console, transient=True):
                 self.graphs[batch] = self._captured(batch, pool)
+                if self.capture_stages:
+                    self.stage_graphs[batch] = self._captured_stages(batch, pool)
         except torch.OutOfMemoryError:
             raise EspalierError(
                 f"the graph of batch {batch} does not fit {self.device}; lower num_pages, graph_batch or max_batch"
@@ -195,12 +291,33 @@ class CudaExecutor:
             ticket = torch.from_numpy(packed.vector).to(self.device)
             sent = Sent.of(ticket, packed.form)
             # Loads libraries' kernels and sizes workspaces, which a capture cannot.
-            execute(self.round, self.results, sent, 0, EVERYTHING, None)
+            execute(self.round, self.results, sent, 0, EVERYTHING)
             self.stream.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool, stream=self.stream):
-            execute(self.round, self.results, sent, 0, EVERYTHING, None)
+            execute(self.round, self.results, sent, 0, EVERYTHING)
         return Graph(batch, ticket, graph)
+
+    @torch.inference_mode()
+    def _captured_stages(self, batch: int, pool: Any) -> StageGraphs:
+        packed = pack(self.round.table, of_dummies(batch), 0, batch)
+        nodes, words = self.round.layout.at(batch).num_draft_tokens, mask_words(self.round.target.config.vocab_size)
+        with torch.cuda.stream(self.stream):
+            ticket = torch.from_numpy(packed.vector).to(self.device)
+            masks = torch.full((batch, nodes, words), ALL_ALLOWED, dtype=torch.int32, device=self.device)
+            warm = Staged(self.round, self.results, Sent.of(ticket, packed.form), EVERYTHING)
+            warm.propose()
+            warm.verify()
+            warm.settle(masks)
+            self.stream.synchronize()
+        staged = Staged(self.round, self.results, Sent.of(ticket, packed.form), EVERYTHING)
+        new = torch.cuda.CUDAGraph
+        graphs = StageGraphs(ticket, masks, new(), new(), new(), staged)
+        stages = (graphs.propose, staged.propose), (graphs.verify, staged.verify)
+        for graph, stage in (*stages, (graphs.settle, lambda: staged.settle(masks))):
+            with torch.cuda.graph(graph, pool=pool, stream=self.stream):
+                stage()
+        return graphs
 
     def close(self) -> None:
         """Waits for what is in flight, then lets go of the graphs and their memory."""
@@ -208,7 +325,16 @@ class CudaExecutor:
             torch.cuda.synchronize(self.device)
         finally:
             self.graphs.clear()
+            self.stage_graphs.clear()
             self._give_streams_back()
+
+
+def _replayed_settle(graphs: StageGraphs) -> Callable[[Tensor], None]:
+    def settle(masks: Tensor) -> None:
+        graphs.masks.copy_(masks, non_blocking=True)
+        graphs.settle.replay()
+
+    return settle
 
 
 def of_dummies(batch: int, width: int = 0) -> Ticket:

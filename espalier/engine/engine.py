@@ -22,7 +22,8 @@ class InFlight:
 
     def exchange(self, launched: tuple[Launch, Handle] | None) -> tuple[Launch, Handle] | None:
         """Put a launch in; what is to be harvested comes out."""
-        if not self.overlap:
+        if not self.overlap or (launched is not None and launched[0].ticket.is_staged):
+            # Before a staged round the scheduler waits for what is behind.
             return launched
         before, self.behind = self.behind, launched
         return before
@@ -42,7 +43,9 @@ class Engine:
         self.pool = PagePool(round.pages.num_pages)
         self.prefixes = PrefixTree(self.pool, self.layout.page_size) if prefix_cache else None
         self.in_flight = InFlight(overlap)
-        self.scheduler = Scheduler(self.layout, self.pool, self.prefixes, rounds_in_flight=2 if overlap else 1)
+        self.scheduler = Scheduler(
+            self.layout, self.pool, self.prefixes, rounds_in_flight=2 if overlap else 1, vocab_size=self.vocab_size
+        )
         self.inbox: list[Request] = []
         self.stopped: str | None = None
 
@@ -51,12 +54,20 @@ class Engine:
         with self._stopping_on_error():
             self.scheduler.admit(self._drain_inbox())
             launch = self.scheduler.next_launch()  # a prefill pass, a round, or nothing
-            launched = (launch, self.executor.launch(launch.ticket)) if launch else None
+            launched = (launch, self._launched(launch)) if launch else None
             done = self.in_flight.exchange(launched)  # overlap: the launch before; lock-step: this one
             if done is None:
                 return self.scheduler.take_pieces()
             harvest, handle = done
             return self.scheduler.harvest(harvest, handle.result())
+
+    def _launched(self, launch: Launch) -> Handle:
+        if not launch.ticket.is_staged:
+            return self.executor.launch(launch.ticket)
+        handle = self.executor.launch_staged(launch.ticket)
+        # Masks are made while the device verifies the trees.
+        handle.settle(self.scheduler.node_masks(launch, handle.trees()))
+        return handle
 
     def add(self, request: Request) -> None:
         """Queue a request.  Raises EspalierError, before anything is lost, for one that can never run."""

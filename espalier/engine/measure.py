@@ -84,13 +84,12 @@ def _measured_needs(layout: RoundLayout, make: Callable[[int], Round], device: t
 
 def measure(executor: CudaExecutor, layout: RoundLayout, device: torch.device) -> Needs:
     """Run the fullest prefill pass of every width with every log-probability of its rows reported, and the fullest
-    round of every tree, also with every log-probability reported."""
+    round of every tree."""
     passes = [_fullest_pass(layout.chunk_batch(width), width) for width in layout.chunk_widths]
     captured = [of_dummies(batch) for batch, _ in layout.fullest]
-    reported = [replace(ticket, num_logprobs=MAX_LOGPROBS) for ticket in captured]
-    executor.compile([*captured, *reported, *passes])
+    executor.compile([*captured, *passes])
     rounds = max(_peak(executor, ticket, device) for ticket in captured)
-    others = [_peak(executor, ticket, device) for ticket in (*reported, *passes)]
+    others = [_peak(executor, ticket, device) for ticket in passes]
     return Needs(max(rounds, *others), rounds, *torch.cuda.mem_get_info(device))
 
 

@@ -14,12 +14,14 @@ import torch
 from torch import Tensor
 
 from espalier.engine.ticket import DraftTree, Row, Ticket, Tried
+from espalier.kernels.logprobs import LogprobRing, write_logprobs
 from espalier.kernels.put import put
 from espalier.layout import RoundLayout
+from espalier.limits import MAX_LOGPROBS
 from espalier.request import TokenLogprob
 from espalier.sampling.pick import Logprobs
 from espalier.speculate.round import Outcome
-from espalier.speculate.tree import VOID
+from espalier.speculate.tree import VOID, Tree
 
 
 @dataclass(frozen=True)
@@ -49,12 +51,14 @@ class Fields:
 
 
 class Results:
-    """[entries, max_batch, width] int64 on the device."""
+    """ring: [entries, max_batch, width] int64 on the device; logprobs: of the emitted tokens, beside it."""
 
-    def __init__(self, layout: RoundLayout, entries: int, device: torch.device):
+    def __init__(self, layout: RoundLayout, entries: int, dtype: torch.dtype, device: torch.device):
         self.layout = layout
         self.fields = Fields.of(layout)
         self.ring = torch.zeros(entries, layout.max_batch, self.fields.width, dtype=torch.int64, device=device)
+        sizes = (entries, layout.max_batch, layout.extend_width, MAX_LOGPROBS)
+        self.logprobs = LogprobRing.zeros(*sizes, dtype, device)
 
     def write(self, entry: Tensor, outcome: Outcome) -> None:
         """Put an outcome into entry [1]."""
@@ -65,12 +69,20 @@ class Results:
             parts |= {"path": outcome.path.rows, "tokens": tree.tokens, "parents": tree.parents}
             parts |= {"depths": tree.depths, "scores": tree.scores}
         put(self.ring, entry, {getattr(self.fields, name).start: part for name, part in parts.items()})
+        picked = (outcome.logits, outcome.rows, outcome.tokens, outcome.length)
+        write_logprobs(self.logprobs, entry, *picked, outcome.num_logprobs)
+
+    def write_trees(self, entry: Tensor, tree: Tree) -> None:
+        """Put the trees of a round that is not settled yet into entry [1]."""
+        parts = {"tokens": tree.tokens, "parents": tree.parents}
+        put(self.ring, entry, {getattr(self.fields, name).start: part for name, part in parts.items()})
 
 
 class Reported(NamedTuple):
-    """Log-probabilities of a launch, where they were asked for: [B, W] of emitted tokens, [N] of prompts'."""
+    """Log-probabilities of a launch, where they were asked for: a LogprobRing's parts [B, W] of the emitted tokens, and
+    [N] of prompts'."""
 
-    emitted: Logprobs | None = None
+    emitted: tuple[Tensor, ...] | None = None
     prompt: Logprobs | None = None
 
 
@@ -81,7 +93,7 @@ def read(fields: Fields, entry: np.ndarray, reported: Reported, ticket: Ticket) 
     there = entry[:, fields.tokens] != VOID
     drafted = np.maximum(there.sum(1) - 1, 0).tolist()
     depth = (entry[:, fields.depths] * there).max(1).tolist()
-    logprobs = _by_request(reported.emitted, len(length))
+    logprobs = _by_request(reported.emitted, [tokens[:count] for tokens, count in zip(emitted, sound, strict=True)])
     of_prompt = _by_span(reported.prompt, ticket, len(length))
     return [
         Row(
@@ -89,7 +101,7 @@ def read(fields: Fields, entry: np.ndarray, reported: Reported, ticket: Ticket) 
             sound[b] == length[b],
             Tried(drafted[b], depth[b]),
             _tree(fields, entry[b], length[b]) if ticket.traced and there[b].any() else None,
-            logprobs[b][: sound[b]],
+            logprobs[b],
             of_prompt[b],
         )
         for b in range(len(length))
@@ -104,10 +116,16 @@ def _tree(fields: Fields, row: np.ndarray, length: int) -> DraftTree:
     return DraftTree(tokens, parents, depths, scores, row[fields.path][:length].tolist())
 
 
-def _by_request(logprobs: Logprobs | None, batch: int) -> list[list[TokenLogprob]]:
+def read_trees(fields: Fields, entry: np.ndarray) -> list[tuple[list[int], list[int]]]:
+    """(tokens, parents) of each request's tree, from an entry [B, width] that `write_trees` made."""
+    return list(zip(entry[:, fields.tokens].tolist(), entry[:, fields.parents].tolist(), strict=True))
+
+
+def _by_request(logprobs: tuple[Tensor, ...] | None, emitted: list[list[int]]) -> list[list[TokenLogprob]]:
     if logprobs is None:
-        return [[] for _ in range(batch)]
-    return [_entries(row) for row in zip(*(part.tolist() for part in logprobs), strict=True)]
+        return [[] for _ in emitted]
+    rows = zip(emitted, zip(*(part.tolist() for part in logprobs), strict=True), strict=True)
+    return [_entries((tokens, *(part[: len(tokens)] for part in parts))) for tokens, parts in rows]
 
 
 def _by_span(logprobs: Logprobs | None, ticket: Ticket, batch: int) -> list[list[TokenLogprob]]:

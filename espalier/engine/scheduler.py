@@ -10,11 +10,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import isnan
 
+import numpy as np
+
 from espalier.cache.pages import PagePool
 from espalier.cache.prefix_tree import PrefixTree
+from espalier.engine.executor import Trees
 from espalier.engine.ticket import RoundTrace, Row, Ticket, admission, shaping_of
 from espalier.layout import RoundLayout
 from espalier.request import Piece, Request, TokenLogprob
+from espalier.sampling.mask import ALL_ALLOWED, mask_words
 from espalier.sampling.prompt import PromptRows
 from espalier.slots import Admission
 from espalier.stats import SpeculationStats
@@ -37,8 +41,16 @@ NOT_FINITE = (
 class Scheduler:
     """num_rounds: launched so far, by (requests in the batch, whether log-probabilities were asked for)."""
 
-    def __init__(self, layout: RoundLayout, pool: PagePool, prefixes: PrefixTree | None, rounds_in_flight: int):
+    def __init__(
+        self,
+        layout: RoundLayout,
+        pool: PagePool,
+        prefixes: PrefixTree | None,
+        rounds_in_flight: int,
+        vocab_size: int,
+    ):
         self.layout = layout
+        self.vocab_size = vocab_size
         self.pool = pool
         self.prefixes = prefixes
         self.rounds_in_flight = rounds_in_flight
@@ -73,8 +85,29 @@ class Scheduler:
         decoding = [r for r in self.running if r.entered >= r.enter_end]
         if entering and not (self._last_was_prefill and decoding):
             return self._launch_prefill(entering)
+        if self._in_flight and any(request.masker for request in decoding):
+            # Their masks follow from every token before.
+            return None
         batch = self._reserve(decoding)
         return self._launch_round(batch) if batch else None
+
+    def node_masks(self, launch: Launch, trees: Trees) -> np.ndarray:
+        """[B, D, words] int32: which tokens may follow each node of a staged round's trees."""
+        masks = np.full((len(trees), len(trees[0][0]), mask_words(self.vocab_size)), ALL_ALLOWED, dtype=np.int32)
+        for b, ((request, _, _), (tokens, parents)) in enumerate(zip(launch.members, trees, strict=True)):
+            if request.masker is not None:
+                masks[b] = request.masker.node_masks(tokens, parents)
+        return masks
+
+    def _prompt_masks(self, batch: list[Request]) -> np.ndarray | None:
+        """[B, 1, words] int32: which tokens may follow each prompt; None where every token may."""
+        if not any(request.masker for request in batch):
+            return None
+        masks = np.full((len(batch), 1, mask_words(self.vocab_size)), ALL_ALLOWED, dtype=np.int32)
+        for b, request in enumerate(batch):
+            if request.masker is not None and not request.output:
+                masks[b] = request.masker.node_masks(request.prompt[-1:], [0])
+        return masks
 
     def harvest(self, launch: Launch, rows: list[Row]) -> list[Piece]:
         """Take in what a launch decided, in the order of launches."""
@@ -230,6 +263,8 @@ class Scheduler:
             appended=tuple(self._appended),
             traced=self.on_round is not None,
             prompt_rows=prompt_rows,
+            is_staged=not width and any(r.masker for r in batch),
+            masks=self._prompt_masks(batch) if width else None,
         )
         self._appended = []
         self._in_flight += 1
@@ -301,6 +336,8 @@ class Scheduler:
     def _push(self, request: Request, token: int) -> str | None:
         """Append one token; the reason it ends the request, if it does."""
         request.output.append(token)
+        if request.masker is not None:
+            request.masker.push(token)
         params, ends = request.params, token in request.stop_ids
         # A token that ends it is no text, unless what ended it is asked for.
         text = None if ends and not params.include_stop_str_in_output else request.text

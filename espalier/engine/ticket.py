@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from espalier.request import Request, TokenLogprob
 from espalier.sampling.prompt import PromptRows
 from espalier.sampling.shape import Shaping
@@ -15,7 +17,9 @@ class Ticket:
     slots: the batch, in order; lengths: tokens each slot enters in a prefill pass, empty for a round; width: of the
     prefill pass; admitted: requests that enter their slots, only with a prefill pass that runs them; appended: (slot,
     column, page) for requests already in their slot; traced: whether somebody looks at the trees; prompt_rows: of a
-    prefill pass, None where no prompt's log-probabilities are asked for.
+    prefill pass, None where no prompt's log-probabilities are asked for; num_logprobs: the most alternatives that a
+    request of the batch wants, None where nobody wants log-probabilities; is_staged: a round that stops between its
+    stages for masks; masks: [B, 1, words] int32 of the tokens that a prefill pass may pick, None for all.
     """
 
     slots: tuple[int, ...]
@@ -27,6 +31,8 @@ class Ticket:
     appended: tuple[tuple[int, int, int], ...] = ()
     traced: bool = False
     prompt_rows: PromptRows | None = None
+    is_staged: bool = False
+    masks: np.ndarray | None = None
 
     @property
     def is_prefill(self) -> bool:
@@ -117,6 +123,7 @@ def admission(request: Request, tokens: list[int], start: int, commit_from: int,
             "frequency": params.frequency_penalty,
             "seed": request.seed,
             "min_position": len(request.prompt) + params.min_tokens,
+            "num_logprobs": -1 if params.logprobs is None else params.logprobs,
         },
         bias=dict(params.logit_bias),
         stop_ids=tuple(sorted(request.stop_ids)),

@@ -40,17 +40,19 @@ def pick_triton(
     offsets: Tensor,
     above: tuple[Tensor, Tensor] | None = None,
     first_above: int = 0,
+    mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Tokens [B, Q] int64 drawn at positions first [B] + offsets [B, Q], and whether each row was finite [B, Q] bool.
 
     logits: [B, Q, V], bfloat16, float16, float32 or float64 (which computes in float64), its last dimension dense.
-    above: (tokens [B, E], words [B, Q, W]), drafted tokens that count as output, those from `first_above` on.  A row
+    above: (tokens [B, E], words [B, Q, W]), drafted tokens that count as output, those from `first_above` on.
+    mask: [B, Q, ceil(V / 32)] int32, the bits of tokens that may be drawn (sampling/mask.py); None allows all.  A row
     with a NaN is not finite and its token is that of the first NaN; one whose best is infinite is not finite either.
     """
     batch, queries = logits.shape[:2]
     given = logits_arguments(logits, rows.vocab, rows, first)
     require("offsets", offsets, (batch, queries), torch.int64, logits)
-    hanging = above_arguments(above, first_above, queries, rows)
+    hanging = above_arguments(above, first_above, queries, rows, mask)
     tokens = torch.empty(batch, queries, dtype=torch.int64, device=logits.device)
     finite = torch.empty(batch, queries, dtype=torch.bool, device=logits.device)
     if not tokens.numel():
@@ -208,7 +210,7 @@ def _best_of_split_kernel(
     # On its way before it is known what the row asks for: a load that has a mask, compilers leave where it stands.
     ids = first_of_block(begin, end, PLAIN_BLOCK) + tl.arange(0, PLAIN_BLOCK)
     plain = tl.load(logits_ptr + ids, mask=ids < vocab)
-    if leaves_as_it_is(row):
+    if leaves_as_it_is(row) & (above[7] is None):
         none = (False, 0, 0)
         key, index = best_of(logits_ptr, plain, begin, end, vocab, row, hanging, none, exact, True, PLAIN_BLOCK, GROUP)
     else:

@@ -122,18 +122,26 @@ def logits_arguments(logits: Tensor, vocab: int, rows: SlotRows, first: Tensor) 
     return (logits, logits.stride(0), logits.stride(1), first, first.stride(0))
 
 
-def above_arguments(above: tuple[Tensor, Tensor] | None, first: int, queries: int, rows: SlotRows) -> tuple[Any, ...]:
+def above_arguments(
+    above: tuple[Tensor, Tensor] | None, first: int, queries: int, rows: SlotRows, mask: Tensor | None = None
+) -> tuple[Any, ...]:
     """The kernels' argument `above`, checked: (tokens [B, E], words [B, Q, W]) of which `first` and those after it
-    count; None for nothing."""
+    count, None for nothing; mask [B, Q, ceil(V / 32)] int32 of the tokens allowed, None for all."""
+    masks: tuple[Any, ...] = (None, 0, 0)
+    if mask is not None:
+        require("mask", mask, (rows.batch, queries, -(-rows.vocab // 32)), torch.int32, rows.ints)
+        if mask.stride(2) != 1:
+            raise EspalierError("mask must be dense in its last dimension; allocate it whole")
+        masks = (mask, *mask.stride()[:2])
     if above is None:
-        return (rows.ints, 0, rows.ints, 0, 0, 0, 0)
+        return (rows.ints, 0, rows.ints, 0, 0, 0, 0, *masks)
     tokens, words = above
     require("above.tokens", tokens, (rows.batch, -1), torch.int64, rows.ints)
     require("above.words", words, (rows.batch, queries, -1), torch.int64, rows.ints)
     num_above = tokens.shape[1]
     if num_above > 64 * words.shape[2] or tokens.stride(1) != 1 or words.stride(2) != 1:
         raise EspalierError(f"above needs a bit for each of {num_above} tokens, both dense in their last dimension")
-    return (tokens, tokens.stride(0), words, words.stride(0), words.stride(1), first, num_above)
+    return (tokens, tokens.stride(0), words, words.stride(0), words.stride(1), first, num_above, *masks)
 
 
 @kernel
@@ -207,12 +215,15 @@ def row_of(out, queries, offset, logits, slots, above):
     logits, slots, above: tuples, as logits_arguments, SlotRows.arguments and above_arguments make them.
     """
     logits_ptr, batch_stride, query_stride, first_ptr, first_stride = logits
-    tokens_ptr, tokens_stride, words_ptr, words_batch_stride, words_query_stride, first_above, num_above = above
+    tokens_ptr, tokens_stride, words_ptr, words_batch_stride, words_query_stride, first_above, num_above = above[:7]
+    mask_ptr, mask_batch_stride, mask_query_stride = above[7:]
     b = out // queries
     q = out % queries
     position = tl.load(first_ptr + b * first_stride) + offset
     words_ptr += b * words_batch_stride + q * words_query_stride
-    hanging = (tokens_ptr + b * tokens_stride, words_ptr, first_above, num_above)
+    if mask_ptr is not None:
+        mask_ptr += b * mask_batch_stride + q * mask_query_stride
+    hanging = (tokens_ptr + b * tokens_stride, words_ptr, first_above, num_above, mask_ptr)
     return b, logits_ptr + b * batch_stride + q * query_stride, position, slot_row(b, position, slots), hanging
 
 
@@ -259,7 +270,7 @@ def divided(x, y):
 
 @kernel
 def shaped(x, ids, inside, row, above):
-    """Bias, bans, penalties, temperature: logits x of token ids [BLOCK], in the dtype that x has.
+    """Mask, bias, bans, penalties, temperature: logits x of token ids [BLOCK], in the dtype that x has.
 
     Lanes that are not `inside` hold -inf and keep it.  row, above: as row_of gives them.
     """
@@ -277,8 +288,11 @@ def shaped(x, ids, inside, row, above):
         frequency,
         temperature,
     ) = row
-    tokens_ptr, words_ptr, first_above, num_above = above
+    tokens_ptr, words_ptr, first_above, num_above, mask_ptr = above
     exact: tl.constexpr = x.dtype
+    if mask_ptr is not None:
+        word = tl.load(mask_ptr + ids // 32, mask=inside, other=0)
+        x = tl.where((word >> (ids % 32)) & 1 != 0, x, float("-inf"))
     for e in range(num_bias):
         x = tl.where(ids == tl.load(bias_ids_ptr + e), x + tl.load(bias_values_ptr + e).to(exact), x)
     for e in range(num_banned):

@@ -47,12 +47,12 @@ def carry(slots: Slots, name: str, values: Tensor, length: Tensor) -> None:
 def gather_triton(table: SlotTable, index: Tensor) -> Slots:
     (batch,), width = index.shape, table.page_table.shape[1]
     require("gather: index", index, (-1,), torch.int64, table.page_table)
-    scalars = [torch.empty_like(index) for _ in range(5)]
+    scalars = [torch.empty_like(index) for _ in range(6)]
     real, pages = torch.empty_like(index, dtype=torch.bool), index.new_empty(batch, width)
     if batch:
         block = min(power_of_two(width), LARGEST_BLOCK)
         _gather_slots_kernel[(batch, -(-width // block))](
-            *(index, table.prefix_len, table.root, table.commit_from, table.end, table.depth_limit),
+            *(index, table.prefix_len, table.root, table.commit_from, table.end, table.depth_limit, table.num_logprobs),
             *(table.page_table, *scalars, real, pages),
             *(index.stride(0), table.ints.stride(0), table.page_table.stride(0), width),
             # What of `end` is no room, as the layout has it.
@@ -61,8 +61,8 @@ def gather_triton(table: SlotTable, index: Tensor) -> Slots:
             num_warps=4,
             **early(chip(index)),
         )
-    prefix_len, root, commit_from, num_tokens, room = scalars
-    return Slots(table, index, prefix_len, root, commit_from, num_tokens, room, real, pages)
+    prefix_len, root, commit_from, num_tokens, room, num_logprobs = scalars
+    return Slots(table, index, prefix_len, root, commit_from, num_tokens, room, num_logprobs, real, pages)
 
 
 def gather_reference(table: SlotTable, index: Tensor) -> Slots:
@@ -76,6 +76,7 @@ def gather_reference(table: SlotTable, index: Tensor) -> Slots:
         commit_from=table.commit_from[index],
         num_tokens=prefix_len + 1,
         room=torch.minimum(table.depth_limit[index], left).clamp(min=0),
+        num_logprobs=table.num_logprobs[index],
         real=index > 0,
         page_table=table.page_table[index],
     )
@@ -134,8 +135,9 @@ def carry_reference(slots: Slots, name: str, values: Tensor, length: Tensor) -> 
 
 @kernel
 def _gather_slots_kernel(
-    index_ptr, prefix_len_ptr, root_ptr, commit_from_ptr, end_ptr, depth_limit_ptr, page_table_ptr,
-    out_prefix_len_ptr, out_root_ptr, out_commit_from_ptr, num_tokens_ptr, room_ptr, real_ptr, out_pages_ptr,
+    index_ptr, prefix_len_ptr, root_ptr, commit_from_ptr, end_ptr, depth_limit_ptr, num_logprobs_ptr, page_table_ptr,
+    out_prefix_len_ptr, out_root_ptr, out_commit_from_ptr, num_tokens_ptr, room_ptr, out_num_logprobs_ptr, real_ptr,
+    out_pages_ptr,
     index_stride, int_stride, table_stride, width, taken,
     BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
@@ -155,6 +157,7 @@ def _gather_slots_kernel(
         tl.store(out_commit_from_ptr + b, tl.load(commit_from_ptr + cell))
         tl.store(num_tokens_ptr + b, prefix_len + 1)
         tl.store(room_ptr + b, room)
+        tl.store(out_num_logprobs_ptr + b, tl.load(num_logprobs_ptr + cell))
         tl.store(real_ptr + b, slot > 0)
 
 

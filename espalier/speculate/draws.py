@@ -13,6 +13,7 @@ from torch import Tensor
 from espalier.kernels.children import children_triton
 from espalier.kernels.pick import pick_triton
 from espalier.kernels.shaping import SlotRows
+from espalier.sampling.mask import masked
 from espalier.sampling.noise import gumbel
 from espalier.sampling.pick import Picked, coupled_scores, pick
 from espalier.sampling.shape import Above, SamplingRows, Shaping, shape
@@ -49,22 +50,23 @@ class Draws:
         """Draws that no knowledge of the host shapes: whatever `shaping` says, each slot gets what it asks for."""
         return cls(first, vocab, shaping, None, None, SlotRows.gather(slots.table, slots.index))
 
-    def pick_nodes(self, logits: Tensor, tree: Tree) -> Picked:
-        """The target's token at every node: logits [B, D, V]."""
+    def pick_nodes(self, logits: Tensor, tree: Tree, mask: Tensor | None = None) -> Picked:
+        """The target's token at every node: logits [B, D, V]; mask: [B, D, words] (sampling/mask.py)."""
         if self.slot_rows is not None:
             # Node 0, the root, is counted in its slot.
             above = (tree.tokens, tree.ancestors)
-            return Picked(*pick_triton(logits, self.slot_rows, self.first, noise_offsets(tree), above, first_above=1))
+            rows, offsets = self.slot_rows, noise_offsets(tree)
+            return Picked(*pick_triton(logits, rows, self.first, offsets, above, first_above=1, mask=mask))
         drafted = tree.tokens.masked_fill(tree.depths == 0, VOID)
         counted = Above(drafted, tree.ancestors) if self.shaping.penalised else None
-        return self._pick(logits, noise_offsets(tree), counted)
+        return self._pick(masked(logits, mask), noise_offsets(tree), counted)
 
-    def pick_last(self, logits: Tensor) -> Picked:
-        """The token after a chunk: logits [B, 1, V]."""
+    def pick_last(self, logits: Tensor, mask: Tensor | None = None) -> Picked:
+        """The token after a chunk: logits [B, 1, V]; mask: [B, 1, words]."""
         offsets = torch.zeros_like(self.first[:, None])
         if self.slot_rows is not None:
-            return Picked(*pick_triton(logits, self.slot_rows, self.first, offsets))
-        return self._pick(logits, offsets, None)
+            return Picked(*pick_triton(logits, self.slot_rows, self.first, offsets, mask=mask))
+        return self._pick(masked(logits, mask), offsets, None)
 
     def _pick(self, logits: Tensor, offsets: Tensor, above: Above | None) -> Picked:
         return pick(logits, self.rows, self.shaping, self.first[:, None] + offsets, self._noise(offsets), above)

@@ -1,8 +1,10 @@
-"""One turn of the crank for a batch: draft, verify, accept, commit, extend.
+"""One round of speculative decoding for a batch, in three stages: propose, verify, settle.
 
-A prefill pass is the same with a chain that was decided before it ran.  The same lines run eagerly and under capture:
-static shapes, nothing kept from one launch to the next but what the slot table and the pages hold.  Only a backend may
-read a length on the host, where that costs nothing (attention/sdpa.py).
+`propose` drafts a tree under each root.  `verify` runs the target over the trees.  `settle` samples the target's token
+at every node, accepts the longest matching path, commits its K/V and extends the draft.  A round runs as one CUDA
+graph, or as a graph a stage where the host must mask tokens by the trees that were proposed.  The same lines run
+eagerly and under capture: shapes are static, and only the slot table and the pages carry data from one launch to the
+next.  A prefill pass is the same with a chain of known tokens.
 """
 
 from dataclasses import dataclass, replace
@@ -18,7 +20,7 @@ from espalier.kernels.along import along
 from espalier.kernels.slots import chain, gather
 from espalier.layout import RoundLayout, logit_rows
 from espalier.models.base import CausalLM, ModelOutput
-from espalier.sampling.pick import Logprobs, logprobs
+from espalier.sampling.pick import Logprobs
 from espalier.sampling.prompt import PromptRows, prompt_logprobs
 from espalier.sampling.shape import Shaping
 from espalier.slots import Slots, SlotTable
@@ -59,32 +61,82 @@ class Round:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a launch gives back.  tokens [B, W], length [B] emitted; sound [B]: how many of them, from the first, were
-    picked from finite logits; tree and path of a round; logprobs of the emitted tokens, and prompt_logprobs of the rows
-    of a prefill pass, [N], where they were asked for."""
+    """What a launch gives back.
+
+    tokens [B, W], length [B] emitted; sound [B]: how many of them, from the first, were picked from finite logits;
+    logits [B, D, V] and rows [B, W], the row of the logits that each token was picked from; num_logprobs [B], as in
+    BatchState; tree and path of a round; prompt_logprobs of the rows of a prefill pass, [N], where they were asked for.
+    """
 
     tokens: Tensor
     length: Tensor
     sound: Tensor
-    logprobs: Logprobs | None
+    logits: Tensor
+    rows: Tensor
+    num_logprobs: Tensor
     tree: Tree | None = None
     path: Path | None = None
     prompt_logprobs: Logprobs | None = None
 
 
-def run(r: Round, index: Tensor, shaping: Shaping, num_logprobs: int | None) -> Outcome:
-    """A round of the slots `index` [B]; num_logprobs: alternatives to report a token, None for no logprobs at all."""
+@dataclass(frozen=True)
+class Proposed:
+    """A round after its first stage: the runner of this batch, the batch, its sampler, and a tree under each root."""
+
+    runner: Round
+    slots: Slots
+    draws: Draws
+    tree: Tree
+
+
+@dataclass(frozen=True)
+class Verified:
+    """A round after its second stage: the target's output and logits [B, D, V] at every node."""
+
+    proposed: Proposed
+    out: ModelOutput
+    logits: Tensor
+
+
+def run(r: Round, index: Tensor, shaping: Shaping) -> Outcome:
+    """A whole round of the slots `index` [B]."""
+    return settle(verify(propose(r, index, shaping)))
+
+
+def propose(r: Round, index: Tensor, shaping: Shaping) -> Proposed:
+    """First stage: draft a tree for each of the slots `index` [B]."""
     r = r.at(index.shape[0])
     slots = gather(r.table, index)
     draws = r.draws(slots, shaping, slots.num_tokens, r.layout.extend_width)
     tree = r.drafter.propose(slots, draws)
-    out = verify(r, slots, tree)
-    logits = r.target.logits(out.hidden)
-    picked = draws.pick_nodes(logits, tree)
+    check_tree(r.layout, tree, slots.batch)
+    return Proposed(r, slots, draws, tree)
+
+
+def verify(proposed: Proposed) -> Verified:
+    """Second stage: one pass of the target over the trees; the nodes' K/V go to staging."""
+    r, slots, tree = proposed.runner, proposed.slots, proposed.tree
+    positions = tree.positions(slots.prefix_len)
+    plan = r.plan(slots, Nodes(positions, positions, tree.ancestors))
+    # A void node runs as the root, so that nothing runs but what the request holds or the draft proposed.
+    out = r.target(tree.tokens, positions, Undecided(plan, r.staging, r.layout.num_draft_tokens))
+    return Verified(proposed, out, r.target.logits(out.hidden))
+
+
+def settle(verified: Verified, mask: Tensor | None = None) -> Outcome:
+    """Last stage: sample, accept, commit, extend.
+
+    mask: [B, D, ceil(V / 32)] int32, a bit for each token that may follow each node (sampling/mask.py); None allows
+    all.
+    """
+    proposed, out = verified.proposed, verified.out
+    r, slots, tree = proposed.runner, proposed.slots, proposed.tree
+    picked = proposed.draws.pick_nodes(verified.logits, tree, mask)
     path = accept(tree, picked, slots.room, slots.real, r.layout.steps)
-    commit(r, slots, path, shaping.penalised)
+    commit(r, slots, path, proposed.draws.shaping.penalised)
     r.drafter.extend(slots, features(out, path.rows), path.length)
-    return report(tree, path, logits, num_logprobs)
+    emitted = (path.tokens, path.length, path.sound)
+    return Outcome(*emitted, verified.logits, path.rows, slots.num_logprobs, tree, path)
 
 
 def prefill(
@@ -93,22 +145,26 @@ def prefill(
     length: Tensor,
     width: int,
     shaping: Shaping,
-    num_logprobs: int | None,
     prompt_rows: PromptRows | None = None,
+    mask: Tensor | None = None,
 ) -> Outcome:
-    """Enter `length` [B] known tokens of each slot, from its root on, as a chain of uniform width."""
+    """Enter `length` [B] known tokens of each slot, from its root on, as a chain of uniform width.
+
+    mask: [B, 1, ceil(V / 32)] int32 of the token after the last, as `settle` has it.
+    """
     r.layout.require_chunk(index.shape[0], width)
     slots = gather(r.table, index)
     positions, tokens, rows = chain(slots, 0, length, width)
     out = r.target(tokens, positions, Decided(r.plan(slots, Nodes.chain(positions)), rows))
     of_prompt = None if prompt_rows is None else read_prompt(r, slots, positions, out.hidden, prompt_rows)
     logits = r.target.logits(along(out.hidden, (length - 1).clamp(min=0)[:, None]))
-    picked = r.draws(slots, shaping, slots.prefix_len + length, 1).pick_last(logits)
+    picked = r.draws(slots, shaping, slots.prefix_len + length, 1).pick_last(logits, mask)
     is_picked = slots.enter(length, picked.tokens[:, 0], shaping.penalised)
     r.drafter.extend(slots, out.captured, length)
-    reported = None if num_logprobs is None else logprobs(logits, picked.tokens, num_logprobs)
     sound = (is_picked & picked.finite[:, 0]).long()
-    return Outcome(picked.tokens, is_picked.long(), sound, reported, prompt_logprobs=of_prompt)
+    emitted = (picked.tokens, is_picked.long(), sound)
+    rows = torch.zeros_like(picked.tokens)
+    return Outcome(*emitted, logits, rows, slots.num_logprobs, prompt_logprobs=of_prompt)
 
 
 def read_prompt(r: Round, slots: Slots, positions: Tensor, hidden: Tensor, asked: PromptRows) -> Logprobs:
@@ -116,15 +172,6 @@ def read_prompt(r: Round, slots: Slots, positions: Tensor, hidden: Tensor, asked
     following = asked.of(slots.history_at(positions + 1))
     most = logit_rows(r.target.config.vocab_size)
     return prompt_logprobs(r.target.logits, asked.of(hidden), following, most, asked.count)
-
-
-def verify(r: Round, slots: Slots, tree: Tree) -> ModelOutput:
-    """One pass of the target over the tree, hanging off the committed rows; the nodes' own K/V go to staging."""
-    check_tree(r.layout, tree, slots.batch)
-    positions = tree.positions(slots.prefix_len)
-    plan = r.plan(slots, Nodes(positions, positions, tree.ancestors))
-    # A void node runs as the root, so that nothing runs but what the request holds or the draft proposed.
-    return r.target(tree.tokens, positions, Undecided(plan, r.staging, r.layout.num_draft_tokens))
 
 
 def check_tree(layout: RoundLayout, tree: Tree, batch: int) -> None:
@@ -146,8 +193,3 @@ def commit(r: Round, slots: Slots, path: Path, count_tokens: bool) -> None:
 def features(out: ModelOutput, rows: Tensor) -> Tensor | None:
     """What was captured at nodes `rows` [B, W]."""
     return None if out.captured is None else along(out.captured, rows)
-
-
-def report(tree: Tree, path: Path, logits: Tensor, num_logprobs: int | None) -> Outcome:
-    reported = None if num_logprobs is None else logprobs(along(logits, path.rows), path.tokens, num_logprobs)
-    return Outcome(path.tokens, path.length, path.sound, reported, tree, path)

@@ -27,15 +27,18 @@ PATH = Path(
     tokens=torch.tensor([[6, 9, 4], [8, 0, 0]]),
     sound=torch.tensor([2, 1]),
 )
-ROUND = Outcome(PATH.tokens, PATH.length, PATH.sound, None, TREE, PATH)
-PASS = Outcome(torch.tensor([[4], [3]]), torch.tensor([1, 0]), torch.tensor([1, 0]), None)
+LOGITS = torch.arange(2 * 4 * 10.0).view(2, 4, 10).sin()
+NOBODY = torch.tensor([-1, -1])
+ROUND = Outcome(PATH.tokens, PATH.length, PATH.sound, LOGITS, PATH.rows, NOBODY, TREE, PATH)
+ONES = torch.tensor([1, 0])
+PASS = Outcome(torch.tensor([[4], [3]]), ONES, ONES, LOGITS[:, :1], torch.zeros(2, 1).long(), NOBODY)
 
 
 NOTHING = Reported()
 
 
 def written(outcome: Outcome, entry: int) -> Results:
-    results = Results(LAYOUT, 3, torch.device("cpu"))
+    results = Results(LAYOUT, 3, torch.float32, torch.device("cpu"))
     results.write(torch.tensor([entry]), outcome)
     return results
 
@@ -65,7 +68,7 @@ def test_a_round():
 
 def test_a_smaller_tree_has_void_nodes_at_its_end():
     layout = Setup(steps=3, topk=2, num_draft_tokens=6, max_batch=3).layout
-    results = Results(layout, 1, torch.device("cpu"))
+    results = Results(layout, 1, torch.float32, torch.device("cpu"))
     results.write(torch.tensor([0]), ROUND)
     row = rows_of(results, 0, 2)[0]
     assert (row.tokens, row.tried) == ([6, 9], Tried(3, 2))
@@ -85,7 +88,7 @@ def test_a_prefill_pass_has_no_tree():
 def test_logprobs_stay_with_their_tokens():
     values = torch.arange(12.0).view(2, 3, 2)
     chosen, ranks = torch.tensor([[-0.5, -0.25, -1.0], [-2.0, 0.0, 0.0]]), torch.tensor([[1, 2, 3], [4, 5, 6]])
-    reported = Reported(Logprobs(PATH.tokens, chosen, ranks, values.long(), -values))
+    reported = Reported((chosen, ranks, values.long(), -values))
     first, second = rows_of(written(ROUND, 0), 0, 2, reported)
     assert [(entry.token_id, entry.logprob, entry.rank) for entry in first.logprobs] == [(6, -0.5, 1), (9, -0.25, 2)]
     assert second.logprobs == [TokenLogprob(8, -2.0, [(6, -6.0), (7, -7.0)], 4)]
@@ -104,7 +107,5 @@ def test_a_prompts_logprobs_go_to_who_asked():
 
 def test_an_entry_is_overwritten_whole():
     results = written(ROUND, 1)
-    results.write(
-        torch.tensor([1]), Outcome(torch.tensor([[4], [3]]), torch.tensor([1, 0]), torch.tensor([1, 0]), None)
-    )
+    results.write(torch.tensor([1]), PASS)
     assert rows_of(results, 1, 2) == [Row([4], True), Row([], True)]

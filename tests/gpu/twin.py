@@ -36,8 +36,7 @@ class Twin:
 
     def launch(self, ticket: Ticket) -> Handle:
         ticket = replace(ticket, traced=True)
-        is_replayed = not ticket.is_prefill and ticket.num_logprobs is None
-        if is_replayed and self.graphs.bucket(len(ticket.slots)) in self.graphs.graphs:
+        if not ticket.is_prefill and self.graphs.bucket(len(ticket.slots)) in self.graphs.graphs:
             self.replayed[len(ticket.slots)] += 1
         else:
             self.num_eager += 1

@@ -39,11 +39,11 @@ def round_of(algorithm: str, **change) -> Round:
 def test_an_empty_batch_is_legal(algorithm, attention, shaping):
     r = round_of(algorithm, attention=attention)
     with torch.inference_mode():
-        for outcome in (run(r, NONE, shaping, 2), prefill(r, NONE, NONE, 16, shaping, 2)):
-            results = Results(r.layout, 1, r.pages.device)
+        for outcome in (run(r, NONE, shaping), prefill(r, NONE, NONE, 16, shaping)):
+            results = Results(r.layout, 1, r.pages.dtype, r.pages.device)
             results.write(NONE.new_zeros(1), outcome)
             assert not results.ring.any()
-            assert read(results.fields, results.ring[0, :0].numpy(), Reported(outcome.logprobs), EMPTY) == []
+            assert read(results.fields, results.ring[0, :0].numpy(), Reported(), EMPTY) == []
     assert not any(buffer.any() for pair in r.pages.layers.values() for buffer in pair)
 
 
@@ -98,6 +98,6 @@ def test_more_requests_than_the_buffers_hold_are_refused_before_anything_is_writ
     with torch.inference_mode():
         for algorithm in ("eagle3", "ngram"):
             with pytest.raises(EspalierError, match=r"rounds of 3 requests and this launch has 4.*max_batch"):
-                run(round_of(algorithm), index, Shaping(), None)
+                run(round_of(algorithm), index, Shaping())
         with pytest.raises(EspalierError, match=r"prefill pass holds 32 rows and this launch needs 4 · 16.*chunk_size"):
-            prefill(round_of("ngram"), index, index, 16, Shaping(), None)
+            prefill(round_of("ngram"), index, index, 16, Shaping())

@@ -1,0 +1,114 @@
+"""Log-probabilities in the kernels equal the reference's, for those rows alone that ask."""
+
+import pytest
+import torch
+
+from espalier.errors import EspalierError
+from espalier.kernels import logprobs as kernel
+from espalier.kernels.launch import Chip
+from espalier.kernels.logprobs import LogprobRing, split_size, write_logprobs_reference, write_logprobs_triton
+
+# Of log-probabilities up to some 20: a sum over the vocabulary in another order, and Triton's exp and log.
+TOLERANCE = {torch.float32: 2.0**-16, torch.float64: 2.0**-40}
+MOST = 5
+# Undefined places hold what was there.
+UNTOUCHED = -7.0
+
+
+@pytest.fixture(autouse=True)
+def small_splits(monkeypatch, request):
+    """Several splits, however small the vocabulary, but on the device."""
+    if not request.node.get_closest_marker("gpu"):
+        monkeypatch.setattr(kernel, "SPLIT", 16)
+        monkeypatch.setattr(kernel, "MAX_SPLIT", 32)
+
+
+def launched(batch, width, nodes, vocab, dtype, seed, device):
+    generator = torch.Generator().manual_seed(seed)
+    logits = 4 * torch.randn(batch, nodes, vocab, generator=generator)
+    # bfloat16 has many ties of its own; these are ties in every type.
+    logits[:, :, ::7] = logits[:, :, :1].clone()
+    rows = torch.randint(0, nodes, (batch, width), generator=generator)
+    tokens = torch.randint(0, vocab, (batch, width), generator=generator)
+    length = torch.randint(0, width + 1, (batch,), generator=generator)
+    asked = torch.randint(-1, MOST + 1, (batch,), generator=generator)
+    parts = (logits.to(dtype), rows, tokens, length, asked)
+    return tuple(part.to(device) for part in parts)
+
+
+def ring_of(batch, width, dtype, device):
+    ring = LogprobRing.zeros(3, batch + 1, width + 1, MOST, dtype, device)
+    for part in ring:
+        part.fill_(UNTOUCHED)
+    return ring
+
+
+def agree(parts, dtype, device):
+    logits, _, tokens, length, asked = parts
+    batch, width = tokens.shape
+    entry = torch.tensor([1], device=device)
+    ours, reference = (ring_of(batch, width, dtype, device) for _ in range(2))
+    write_logprobs_triton(ours, entry, *parts)
+    write_logprobs_reference(reference, entry, *parts)
+    untouched = torch.ones(3, batch + 1, width + 1, dtype=torch.bool, device=device)
+    for b in range(batch):
+        count = min(int(asked[b]), logits.shape[2])
+        for w in range(int(length[b]) if count >= 0 else 0):
+            untouched[1, b, w] = False
+            near = {"rtol": 0, "atol": TOLERANCE[ours.chosen.dtype]}
+            torch.testing.assert_close(ours.chosen[1, b, w], reference.chosen[1, b, w], **near)
+            assert ours.ranks[1, b, w] == reference.ranks[1, b, w]
+            assert torch.equal(ours.ids[1, b, w, :count], reference.ids[1, b, w, :count])
+            torch.testing.assert_close(ours.values[1, b, w, :count], reference.values[1, b, w, :count], **near)
+    for part in ours:
+        assert (part[untouched] == UNTOUCHED).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("batch, width, nodes, vocab", [(1, 1, 1, 5), (3, 4, 8, 100), (2, 3, 3, 16)])
+def test_the_reference(batch, width, nodes, vocab, dtype, kernel_device):
+    for seed in range(4):
+        agree(launched(batch, width, nodes, vocab, dtype, seed, kernel_device), dtype, kernel_device)
+
+
+def test_minus_infinity_and_fewer_tokens_than_wanted(kernel_device):
+    parts = launched(2, 2, 2, 40, torch.float32, 9, kernel_device)
+    parts[0][:, :, 3:] = -torch.inf
+    parts[2].fill_(1)
+    parts[3].fill_(2)
+    parts[4].fill_(MOST)
+    agree(parts, torch.float32, kernel_device)
+
+
+def test_an_empty_batch(kernel_device):
+    ring = ring_of(1, 1, torch.float32, kernel_device)
+    none = torch.zeros(0, 2, dtype=torch.int64, device=kernel_device)
+    logits = torch.zeros(0, 3, 8, device=kernel_device)
+    write_logprobs_triton(ring, none.new_zeros(1), logits, none, none, none[:, 0], none[:, 0])
+    assert all((part == UNTOUCHED).all() for part in ring)
+
+
+def test_what_does_not_fit_is_refused(kernel_device):
+    logits, rows, tokens, length, asked = launched(2, 2, 2, 8, torch.float32, 1, kernel_device)
+    entry = torch.tensor([0], device=kernel_device)
+    with pytest.raises(EspalierError, match="logprobs: chosen"):
+        write_logprobs_triton(ring_of(0, 2, torch.float32, kernel_device), entry, logits, rows, tokens, length, asked)
+    with pytest.raises(EspalierError, match="logprobs: rows"):
+        write_logprobs_triton(
+            ring_of(2, 2, torch.float32, kernel_device), entry, logits, rows[:1], tokens, length, asked
+        )
+
+
+def test_splits_grow_with_the_rows(monkeypatch):
+    monkeypatch.setattr(kernel, "SPLIT", 2048)
+    monkeypatch.setattr(kernel, "MAX_SPLIT", 8192)
+    h200 = Chip(227 * 1024, 132, (9, 0))
+    assert [split_size(128256, rows, h200) for rows in (6, 24, 256)] == [2048, 2048, 8192]
+    assert split_size(100, 1, h200) == 128
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_a_large_vocabulary(dtype):
+    device = torch.device("cuda")
+    agree(launched(9, 6, 16, 128256, dtype, 3, device), dtype, device)

@@ -1,0 +1,85 @@
+"""Packed masks, and rounds that the host stops to mask: a tree says what plain decoding says under the same masks."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+
+from espalier.kernels.pick import pick_triton
+from espalier.request import SamplingParams
+from espalier.sampling.mask import mask_words, masked, pack_mask, unpack_mask
+from tests.harness import VOCAB, Setup, prompts, request, run
+from tests.kernels.sampled import ASKED, kernel_rows, random_logits, slots_of, table_of
+
+
+class Turns:
+    """A toy grammar: after token t only tokens of its own kind, (t + pushed) % 3, may follow, and 0."""
+
+    def __init__(self) -> None:
+        self.pushed = 0
+
+    def push(self, token_id: int) -> None:
+        self.pushed += 1
+
+    def allowed(self, token: int, depth: int) -> torch.Tensor:
+        ids = torch.arange(VOCAB)
+        return (ids % 3 == (token + self.pushed + depth) % 3) | (ids == 0)
+
+    def node_masks(self, tokens: Sequence[int], parents: Sequence[int]) -> np.ndarray:
+        depths: list[int] = []
+        for i, parent in enumerate(parents):
+            depths.append(depths[parent] + 1 if i else 0)
+        return torch.stack([pack_mask(self.allowed(t, d)) for t, d in zip(tokens, depths, strict=True)]).numpy()
+
+
+@pytest.mark.parametrize("vocab", [1, 31, 32, 33, 100])
+def test_packing(vocab):
+    allowed = torch.rand(3, 2, vocab, generator=torch.Generator().manual_seed(vocab)) < 0.5
+    mask = pack_mask(allowed)
+    assert mask.dtype == torch.int32 and mask.shape[-1] == mask_words(vocab)
+    assert torch.equal(unpack_mask(mask, vocab), allowed)
+    assert torch.equal(masked(torch.ones(3, 2, vocab), mask).isfinite(), allowed)
+
+
+@pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_the_kernel_picks_as_from_logits_without_them(dtype, kernel_device):
+    vocab, queries = 100, 3
+    slots = slots_of(table_of(ASKED, vocab, kernel_device), range(1, len(ASKED) + 1))
+    logits = random_logits(1, len(ASKED), queries, vocab, dtype=dtype).to(kernel_device)
+    allowed = torch.rand(*logits.shape, generator=torch.Generator().manual_seed(2)) < 0.3
+    allowed[..., 5] = True
+    mask = pack_mask(allowed).to(kernel_device)
+    first = torch.full((len(ASKED),), 9, device=kernel_device)
+    offsets = torch.arange(queries, device=kernel_device).expand(len(ASKED), -1).contiguous()
+    ours, finite = pick_triton(logits, kernel_rows(slots), first, offsets, mask=mask)
+    expected, _ = pick_triton(masked(logits, mask), kernel_rows(slots), first, offsets)
+    assert finite.all() and torch.equal(ours, expected)
+    assert allowed.to(kernel_device).gather(2, ours[..., None]).all()
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["lockstep", "overlap"])
+@pytest.mark.parametrize("algorithm", ["eagle3", "ngram"])
+def test_a_tree_says_what_plain_decoding_says(algorithm, overlap):
+    setup = Setup(algorithm=algorithm, steps=3, topk=3, num_draft_tokens=9, page_size=2, overlap=overlap)
+
+    def say(setup: Setup) -> list[list[int]]:
+        asked = [
+            request(i, prompt, SamplingParams(max_tokens=14, temperature=0.0 if i % 2 else 1.3))
+            for i, prompt in enumerate(prompts(5, (3, 9, 17, 5)))
+        ]
+        for one in asked[:3]:
+            one.masker = Turns()
+        return run(setup.engine(), asked).tokens
+
+    tree, plain = say(setup), say(setup.plain())
+    assert tree == plain
+    first = request(0, prompts(5, (3,))[0], SamplingParams(max_tokens=14, temperature=1.3))
+    free = run(setup.engine(), [first]).tokens
+    assert free[0] != tree[0], "the masks change what is said"
+    for prompt, said in zip(prompts(5, (3, 9, 17)), tree[:3], strict=True):
+        grammar = Turns()
+        for before, token in zip([prompt[-1], *said], said, strict=False):
+            assert grammar.allowed(before, 0)[token]
+            grammar.push(token)
