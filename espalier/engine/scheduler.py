@@ -139,7 +139,7 @@ class Scheduler:
         request.slot = self.free_slots.pop()
         cached = self.layout.tokens_in(len(shared))
         # The draft's rows behind a hit need hidden states that no page holds: its last rows are computed again.
-        start = max(0, min(cached - self.layout.draft_layers, enter_end - 1))
+        start = max(0, min(cached - self.layout.reentry, enter_end - 1))
         request.enter_end, request.entered, request.num_seen, request.unread = enter_end, start, enter_end, 0
         if not request.output:
             request.cached_tokens = cached

@@ -80,7 +80,7 @@ def run(r: Round, index: Tensor, shaping: Shaping, num_logprobs: int | None) -> 
     picked = draws.pick_nodes(logits, tree)
     path = accept(tree, picked, slots.room, slots.real, r.layout.steps)
     commit(r, slots, path, shaping.penalised)
-    r.drafter.extend(slots, features(out, path.rows), path.length)
+    r.drafter.extend(slots, features(read_by(r.drafter, out), path.rows), path.length)
     return report(tree, path, logits, num_logprobs)
 
 
@@ -93,7 +93,7 @@ def prefill(r: Round, index: Tensor, length: Tensor, width: int, shaping: Shapin
     logits = r.target.logits(along(out.hidden, (length - 1).clamp(min=0)[:, None]))
     picked = r.draws(slots, shaping, slots.prefix_len + length, 1).pick_last(logits)
     is_picked = slots.enter(length, picked.tokens[:, 0], shaping.penalised)
-    r.drafter.extend(slots, out.captured, length)
+    r.drafter.extend(slots, read_by(r.drafter, out), length)
     reported = None if num_logprobs is None else logprobs(logits, picked.tokens, num_logprobs)
     return Outcome(picked.tokens, is_picked.long(), (is_picked & picked.finite[:, 0]).long(), reported)
 
@@ -123,9 +123,14 @@ def commit(r: Round, slots: Slots, path: Path, count_tokens: bool) -> None:
     r.pages.commit(r.staging, copies.source.flatten(), copies.destination.flatten())
 
 
-def features(out: ModelOutput, rows: Tensor) -> Tensor | None:
-    """What was captured at nodes `rows` [B, W]."""
-    return None if out.captured is None else along(out.captured, rows)
+def read_by(drafter: Drafter, out: ModelOutput) -> Tensor | None:
+    """[B, Q, F]: what the draft declares to read of the target."""
+    return None if drafter.spec.reads is None else getattr(out, drafter.spec.reads)
+
+
+def features(read: Tensor | None, rows: Tensor) -> Tensor | None:
+    """What is read at nodes `rows` [B, W]."""
+    return None if read is None else along(read, rows)
 
 
 def report(tree: Tree, path: Path, logits: Tensor, num_logprobs: int | None) -> Outcome:

@@ -4,13 +4,13 @@ No model and no K/V: candidates come from the slot's own history.  The longest a
 history's suffix each give a branch; branches start with distinct tokens, so siblings are distinct.
 """
 
-from collections.abc import Mapping
 from typing import Self
 
 import torch
 from torch import Tensor
 
 from espalier.layout import RoundLayout
+from espalier.models.draft import DraftSpec
 from espalier.slots import Slots
 from espalier.speculate.draws import Draws
 from espalier.speculate.tree import Pool, Tree, root_only
@@ -19,10 +19,7 @@ MAX_NGRAM = 4
 
 
 class NgramDrafter:
-    algorithm = "ngram"
-    layers = 0
-    hidden_from: str | None = None
-    carried: Mapping[str, tuple[int, ...]] = {}
+    spec = DraftSpec("ngram")
 
     def __init__(self, layout: RoundLayout):
         self.layout = layout
@@ -48,7 +45,7 @@ class NgramDrafter:
             pool.add(*only_children(continuation(history, ends, slots.prefix_len, level), step * level))
         return pool.select(slots.root, self.layout.num_draft_tokens)
 
-    def extend(self, slots: Slots, captured: Tensor | None, length: Tensor) -> None:
+    def extend(self, slots: Slots, read: Tensor | None, length: Tensor) -> None:
         pass
 
 
