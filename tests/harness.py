@@ -17,7 +17,7 @@ from espalier.engine.engine import Engine
 from espalier.layout import RoundLayout, TreeShape, max_draft_tokens
 from espalier.models import CausalLM, DraftModel, load_target, read_config
 from espalier.request import Request, SamplingParams, SpeculationStats
-from espalier.speculate.drafters import load_draft, read_draft
+from espalier.speculate.drafters import WITHOUT_FILES, load_draft, read_draft
 from tests.builders import make_eagle3, make_target
 
 VOCAB = 16
@@ -86,9 +86,9 @@ class Setup:
     @property
     def layout(self) -> RoundLayout:
         nodes = min(self.num_draft_tokens, max_draft_tokens(self.steps, self.topk))
-        layers = 1 if self.algorithm == "eagle3" else 0
+        reentry = 0 if self.algorithm in WITHOUT_FILES else 1
         tree = (self.steps, self.topk, nodes)
-        sizes = (self.max_batch, *tree, self.page_size, self.max_context, layers, self.chunk_size)
+        sizes = (self.max_batch, *tree, self.page_size, self.max_context, reentry, self.chunk_size)
         return RoundLayout(*sizes, trees=self.trees)
 
     def models(self, position_rows: int = MAX_POSITIONS) -> tuple[CausalLM, DraftModel | None]:
