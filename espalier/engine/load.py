@@ -59,7 +59,7 @@ def find(config: EngineConfig) -> Checkpoint:
     model = _model_name(config, draft_path)
     target_path = find_target(model)
     target = read_config(target_path, config.model_overrides)
-    used = None if asked_algorithm(config) in WITHOUT_FILES else draft_path or _bundled_draft(model)
+    used = None if asked_algorithm(config) in WITHOUT_FILES else draft_path or _own_draft(model)
     algorithm = choose_algorithm(config, None if used is None else draft_algorithm(used))
     if used is None:
         if draft_path is not None:
@@ -69,8 +69,8 @@ def find(config: EngineConfig) -> Checkpoint:
     return Checkpoint(target_path, target, used, draft, draft.spec)
 
 
-def _bundled_draft(model: str) -> Path | None:
-    """The bundled model brings one."""
+def _own_draft(model: str) -> Path | None:
+    """Where the draft stands that a model brings.  The bundled one does."""
     return find_draft(BUNDLED) if model == BUNDLED else None
 
 

@@ -80,7 +80,8 @@ def geometry_of(config: ModelConfig) -> tuple[LayerGeometry, ...]:
 def load_attention(
     weights: Weights, config: ModelConfig, geometry: LayerGeometry, prefix: str, columns: int
 ) -> Attention:
-    """The block under `prefix`; its q, k and v read `columns` values (twice the hidden size in an EAGLE-3 head)."""
+    """The block under `prefix`; its q, k and v read `columns` values: the hidden size, or twice that where a draft puts
+    embedding and hidden state side by side."""
     size = config.head_size
     q_rows, kv_rows = config.heads * size, config.kv_heads * size
     rows = (q_rows, kv_rows, kv_rows)
