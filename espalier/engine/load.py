@@ -55,11 +55,12 @@ class Checkpoint:
 
 def find(config: EngineConfig) -> Checkpoint:
     """Raises EspalierError for what is missing, unsupported or does not fit."""
+    asked = asked_algorithm(config)  # first, as finding may download
     draft_path = find_draft(config.draft) if config.draft is not None else None
     model = _model_name(config, draft_path)
     target_path = find_target(model)
     target = read_config(target_path, config.model_overrides)
-    used = None if asked_algorithm(config) in WITHOUT_FILES else draft_path or _own_draft(model)
+    used = None if asked in WITHOUT_FILES else draft_path or _own_draft(model)
     algorithm = choose_algorithm(config, None if used is None else draft_algorithm(used))
     if used is None:
         if draft_path is not None:
