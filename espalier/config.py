@@ -13,7 +13,6 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from espalier.errors import EspalierError, refuses_unknown, shown
 
-ALGORITHMS = ("eagle3", "ngram", "none")
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 
@@ -27,7 +26,7 @@ def option(text: str, default: Any = "auto", **limits: Any) -> Any:
 class SpeculationConfig:
     """The tree.  SafeAILab's depth d and total_token t are steps d + 1 and num_draft_tokens t."""
 
-    algorithm: str = option("what drafts: a head, a lookup in the text so far, or nothing", choices=ALGORITHMS)
+    algorithm: str = option("what drafts: the draft's format, 'ngram' (lookup in the text so far) or 'none'")
     steps: int | Literal["auto"] = option("depth of the tree; 0 is plain decoding", low=0)
     topk: int | Literal["auto"] = option("branches kept at each level; 1 is a chain", low=1)
     num_draft_tokens: int | Literal["auto"] = option("nodes verified a round, root included", low=1)
@@ -93,7 +92,8 @@ class EngineConfig:
 class ResolvedConfig:
     """An EngineConfig with nothing left open: what the engine runs on.
 
-    num_pages includes the dummy page; by_batch: the fields of the trees that rounds of so many requests or more have.
+    num_pages includes the dummy page; reentry: rows that a prefix hit computes again for the draft; by_batch: the
+    fields of the trees that rounds of so many requests or more have.
     """
 
     model: str
@@ -112,6 +112,7 @@ class ResolvedConfig:
     max_batch: int
     max_context: int
     chunk_size: int
+    reentry: int
     prefix_cache: bool
     overlap: bool
     graph_batch: int

@@ -132,8 +132,9 @@ class RoundLayout:
 
     max_batch: requests a round can hold; steps, topk, num_draft_tokens: the tree (0, 1, 1: plain decoding);
     page_size: positions a page; max_context: prompt and output of one request, in tokens;
-    draft_layers: layers whose K/V the drafter keeps in pages; chunk_size: rows of one prefill pass; trees: (n, shape),
-    ascending: rounds of n requests or more have this shape, up to the next; fewer than the first: the configured tree.
+    reentry: rows of a prefix hit that are computed again, for the draft; chunk_size: rows of one prefill pass;
+    trees: (n, shape), ascending: rounds of n requests or more have this shape, up to the next; fewer than the first
+    have the configured tree.
     Buffers follow from the configured tree, which is the largest.
     """
 
@@ -143,7 +144,7 @@ class RoundLayout:
     num_draft_tokens: int
     page_size: int
     max_context: int
-    draft_layers: int
+    reentry: int
     chunk_size: int
     trees: tuple[tuple[int, TreeShape], ...] = ()
 

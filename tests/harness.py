@@ -15,8 +15,9 @@ import torch
 from espalier.engine.build import assemble
 from espalier.engine.engine import Engine
 from espalier.layout import RoundLayout, TreeShape, max_draft_tokens
-from espalier.models import CausalLM, Eagle3Draft, load_eagle3, load_target, read_config, read_eagle3
+from espalier.models import CausalLM, DraftModel, load_target, read_config
 from espalier.request import Request, SamplingParams
+from espalier.speculate.drafters import WITHOUT_FILES, load_draft, read_draft
 from espalier.stats import SpeculationStats
 from tests.builders import make_eagle3, make_target
 
@@ -47,15 +48,15 @@ def models(
     window: int | None = None,
     draft_vocab: int | None = None,
     position_rows: int = MAX_POSITIONS,
-) -> tuple[CausalLM, Eagle3Draft | None]:
+) -> tuple[CausalLM, DraftModel | None]:
     """(target, draft) loaded in float64; the target alone captures nothing."""
     target_path, draft_path = directories(family, seed, window, draft_vocab)
     how: dict[str, Any] = {"dtype": DTYPE, "device": CPU, "position_rows": position_rows}
     if not speculative:
         return load_target(target_path, **how), None
-    capture = read_eagle3(draft_path, read_config(target_path)).capture
+    capture = read_draft(draft_path, read_config(target_path)).spec.capture
     target = load_target(target_path, capture=capture, **how)
-    return target, load_eagle3(draft_path, target, **how)
+    return target, load_draft(draft_path, target, **how)
 
 
 @dataclass(frozen=True)
@@ -86,12 +87,12 @@ class Setup:
     @property
     def layout(self) -> RoundLayout:
         nodes = min(self.num_draft_tokens, max_draft_tokens(self.steps, self.topk))
-        layers = 1 if self.algorithm == "eagle3" else 0
+        reentry = 0 if self.algorithm in WITHOUT_FILES else 1
         tree = (self.steps, self.topk, nodes)
-        sizes = (self.max_batch, *tree, self.page_size, self.max_context, layers, self.chunk_size)
+        sizes = (self.max_batch, *tree, self.page_size, self.max_context, reentry, self.chunk_size)
         return RoundLayout(*sizes, trees=self.trees)
 
-    def models(self, position_rows: int = MAX_POSITIONS) -> tuple[CausalLM, Eagle3Draft | None]:
+    def models(self, position_rows: int = MAX_POSITIONS) -> tuple[CausalLM, DraftModel | None]:
         return models(self.family, self.seed, self.algorithm == "eagle3", self.window, self.draft_vocab, position_rows)
 
     def engine(self) -> Engine:

@@ -12,6 +12,8 @@ from espalier.engine.resolve import Facts, choose_algorithm, choose_device, layo
 from espalier.engine.threads import ThreadFacts
 from espalier.errors import EspalierError
 from espalier.layout import max_draft_tokens
+from espalier.models import DraftSpec
+from espalier.speculate.drafters import WITHOUT_FILES
 from tests.harness import directories
 
 CPU = torch.device("cpu")
@@ -26,12 +28,15 @@ FACTS = Facts(
     chip=None,
     threads=ThreadFacts(num_cores=4, current=4, from_environment=False),
 )
+HEAD = DraftSpec("eagle3", FACTS.geometry[-1:], reentry=1)
 TOKEN_BYTES = 17 * 2 * 128 * 4
 
 
 def resolved(facts=FACTS, device=CPU, has_draft=True, **settings):
     config = EngineConfig(**settings)
-    return resolve.resolve(config, "target", "draft", choose_algorithm(config, has_draft), device, facts)
+    algorithm = choose_algorithm(config, HEAD.algorithm if has_draft else None)
+    spec = HEAD if algorithm == HEAD.algorithm else WITHOUT_FILES[algorithm].spec
+    return resolve.resolve(config, "target", "draft", spec, device, facts)
 
 
 REFUSED = [
@@ -73,7 +78,6 @@ def test_bad_settings_are_refused_in_one_line(settings, named):
     [
         ({"steps": -1}, "steps=-1"),
         ({"topk": 0}, "topk=0"),
-        ({"algorithm": "eagle"}, "algorithm='eagle'"),
         ({"step": 3}, "did you mean 'steps'"),
     ],
 )
@@ -169,6 +173,8 @@ def test_the_algorithm_follows_from_the_draft():
     assert resolved(has_draft=False).algorithm == "ngram"
     with pytest.raises(EspalierError, match="needs a draft"):
         resolved(has_draft=False, speculation=SpeculationConfig(algorithm="eagle3"))
+    with pytest.raises(EspalierError, match="algorithm='eagle' is not supported; use eagle3, ngram, none or 'auto'"):
+        load.find(EngineConfig(model="/no/such/place", speculation=SpeculationConfig(algorithm="eagle")))
     with pytest.raises(EspalierError, match="takes no draft"):
         resolved(draft="somewhere", speculation=SpeculationConfig(algorithm="ngram"))
 

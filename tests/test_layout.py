@@ -13,7 +13,7 @@ SIZES = {
     "num_draft_tokens": 64,
     "page_size": 256,
     "max_context": 4096,
-    "draft_layers": 1,
+    "reentry": 1,
     "chunk_size": 512,
 }
 

@@ -10,13 +10,10 @@ from espalier.models.config import NEUTRAL
 from espalier.models.loading import FAMILIES
 from espalier.models.rope_config import TYPES as ROPE_TYPES
 from espalier.request import SamplingParams
-from espalier.speculate.drafters.base import NoDrafter
-from espalier.speculate.drafters.eagle3 import Eagle3Drafter
-from espalier.speculate.drafters.ngram import NgramDrafter
+from espalier.speculate.drafters import DRAFT_FORMATS, WITHOUT_FILES
 
 PAGE = Path(__file__).parents[1] / "docs" / "support.md"
-DRAFTERS = (Eagle3Drafter, NgramDrafter, NoDrafter)
-FED_BY = {None: "no hidden state", "target": "hidden states of the target", "chain": "the layer before it"}
+NO_FILES = {"ngram": "lookup in the request's own text", "none": "plain decoding"}
 
 
 def yes(value: bool) -> str:
@@ -50,8 +47,9 @@ def targets() -> str:
 
 
 def drafters() -> str:
-    rows = ([f"`{d.algorithm}`", str(d.layers), FED_BY[d.hidden_from]] for d in DRAFTERS)
-    return table(["algorithm", "draft layers in the pages", "fed by"], rows)
+    files = [[f"`{d.algorithm}`", d.title, codes(d.architectures)] for d in DRAFT_FORMATS.values()]
+    others = [[f"`{name}`", NO_FILES[name], "needs no files"] for name in WITHOUT_FILES]
+    return table(["algorithm", "what it is", "`architectures` of its config.json"], [*files, *others])
 
 
 def sampling() -> str:

@@ -55,19 +55,19 @@ class Acceptance:
         return asdict(self)
 
 
-def variants(steps: int, has_draft: bool) -> list[Variant]:
+def variants(steps: int, algorithm: str, has_draft: bool) -> list[Variant]:
     """The tree as configured; a chain of the same steps; n-gram; sampled with and without coupled scores; a fault."""
     ngram = Variant("n-gram tree", SpeculationConfig(algorithm="ngram", steps=steps))
     if not has_draft:
         return [Variant("tree"), ngram]
     chain = SpeculationConfig(steps=steps, topk=1, num_draft_tokens=steps + 1)
     return [
-        Variant("eagle3 tree"),
-        Variant("eagle3 chain", chain),
+        Variant(f"{algorithm} tree"),
+        Variant(f"{algorithm} chain", chain),
         ngram,
-        Variant("eagle3 tree, wrong ancestors", planted=lambda: faults().plant("wrong-ancestor")),
-        Variant("eagle3 tree, temperature 1, coupled scores", temperature=1.0),
-        Variant("eagle3 tree, temperature 1, scores without noise", temperature=1.0, planted=uncoupled),
+        Variant(f"{algorithm} tree, wrong ancestors", planted=lambda: faults().plant("wrong-ancestor")),
+        Variant(f"{algorithm} tree, temperature 1, coupled scores", temperature=1.0),
+        Variant(f"{algorithm} tree, temperature 1, scores without noise", temperature=1.0, planted=uncoupled),
     ]
 
 
@@ -89,14 +89,14 @@ def uncoupled() -> Iterator[None]:
 def measure(settings: dict[str, Any], num_prompts: int, num_tokens: int, seen: Callable[[], None]) -> list[Acceptance]:
     """Every variant on the same prompts; `seen` is called after each."""
     with LLM(**settings) as llm:
-        steps, has_draft = llm.config.steps, llm.config.draft is not None
+        steps, algorithm, has_draft = llm.config.steps, llm.config.algorithm, llm.config.draft is not None
         if not steps:
             raise EspalierError("--acceptance is of what is drafted, and steps=0 drafts nothing; leave one out")
         # Whether there are so many, before the first of seven is measured.
         texts(llm, num_prompts)
     rows: list[Acceptance] = []
     reference: dict[float, list[list[int]]] = {}
-    for variant in variants(steps, has_draft):
+    for variant in variants(steps, algorithm, has_draft):
         own = settings if variant.speculation is None else {**settings, "speculation": variant.speculation}
         if variant.speculation is not None and variant.speculation.algorithm == "ngram":
             own = {name: value for name, value in own.items() if name != "draft"}

@@ -80,7 +80,7 @@ class Cast:
         """
         return self._standing(
             layout if all_buckets else OneBucket(**{f.name: getattr(layout, f.name) for f in fields(layout)}),
-            "eagle3" if layout.steps else "none",
+            self.draft.spec.algorithm if layout.steps else "none",
             attention=attention or default_backend(self.device.type, self.dtype),
             num_pages=layout.most_pages,
             overlap=overlap,
@@ -96,7 +96,7 @@ class Cast:
     @contextmanager
     def _standing(self, layout: RoundLayout, algorithm: str, **how: Any) -> Iterator[Standing]:
         begun = perf_counter()
-        has_draft = algorithm == "eagle3"
+        has_draft = algorithm == self.draft.spec.algorithm
         target, draft = (self.target, self.draft) if has_draft else (self.plain, None)
         with graphs_kept():
             engine = assemble(layout, target, draft, algorithm, dtype=self.dtype, device=self.device, **how)

@@ -80,7 +80,7 @@ def time_forwards(engine: Engine) -> list[ForwardTimer]:
     drafter: Any = executor.round.drafter
     if not hasattr(drafter, "draft"):
         return [target]
-    drafter.draft = ForwardTimer(drafter.draft, ("logits", "fuse", "again"))
+    drafter.draft = ForwardTimer(drafter.draft, ("logits", "fuse", "output_of"))
     return [target, drafter.draft]
 
 

@@ -20,8 +20,7 @@ from espalier.bench.foundry_draft import DraftTensors
 from espalier.bench.foundry_shapes import Shape
 from espalier.bench.foundry_target import TargetTensors
 from espalier.errors import EspalierError
-from espalier.models import CausalLM, Eagle3Config, Eagle3Draft
-from espalier.models.eagle3 import make_eagle3
+from espalier.models import CausalLM, DraftModel
 from espalier.models.loading import make_target
 from espalier.models.weights import INDEX, Weights
 
@@ -175,24 +174,12 @@ class Made(Weights):
 
 def build(
     recipe: Recipe, dtype: torch.dtype, device: torch.device | str, position_rows: int
-) -> tuple[CausalLM, Eagle3Draft]:
+) -> tuple[CausalLM, DraftModel]:
     """The models as loading `write`'s directories gives them, without files, for `engine.build.assemble`."""
     tensors, draft_tensors = recipe.tensors(dtype, device)
-    config, layer = tensors.config, draft_tensors.config
-    capture = (2, config.num_layers // 2, config.num_layers - 3)
-    target = make_target(Made(tensors), config, capture, position_rows)
-    head = Eagle3Config(
-        layer,
-        recipe.shape.draft_vocab,
-        layer.hidden_size,
-        capture,
-        fc_bias=False,
-        norm_before_residual=False,
-        norm_output=False,
-        norm_before_fc=False,
-        fc_norm=False,
-    )
-    draft = make_eagle3(Made(draft_tensors), head, target, position_rows)
+    draft_config = recipe.shape.draft_config
+    target = make_target(Made(tensors), tensors.config, draft_config.spec.capture, position_rows)
+    draft = recipe.shape.draft_format.make(Made(draft_tensors), draft_config, target, position_rows)
     if tensors.device.type == "cuda":
         torch.cuda.empty_cache()  # what was held while drawing is room for pages
     return target, draft

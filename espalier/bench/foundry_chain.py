@@ -179,7 +179,7 @@ def predicted_accept_length(
 
 
 def _grow(chain: Chain, roots: Tensor, steps: int, topk: int, num_draft_tokens: int) -> Tree:
-    """The tree over places that `speculate/drafters/eagle3.py` would propose from the draft's tables."""
+    """The tree over places that `speculate/drafters/autoregressive.py` would propose from the draft's tables."""
     pool = Pool(topk)
     places, scores = roots[:, None], torch.zeros(len(roots), 1)
     for level in range(1, steps + 1):

@@ -28,7 +28,7 @@ class DraftTensors:
     """The weights of a draft by the names of its checkpoint: `shapes` lists them, `tensor` makes one."""
 
     def __init__(self, shape: Shape, target: TargetTensors) -> None:
-        self.config = shape.draft_layer
+        self.config = shape.draft_config.layer
         self.draft_vocab = shape.draft_vocab
         self.target = target
         self.dtype, self.device = target.dtype, target.device

@@ -34,7 +34,7 @@ class Run:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What the sizes of a decoder's linear layers follow from, and of an EAGLE-3 head over it.
+    """What the sizes of a decoder's linear layers follow from, and of a draft of one layer over it.
 
     draft: the head's own sizes, where its layer is not like the target's.
     """

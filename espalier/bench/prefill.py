@@ -12,6 +12,7 @@ from espalier.bench.shaped import leave
 from espalier.bench.stand import Stand
 from espalier.errors import EspalierError
 from espalier.request import Request, SamplingParams
+from espalier.speculate.drafters import WITHOUT_FILES
 
 TURNS = 3
 # Rounds of the running batch before the long prompt comes, and after it has entered.
@@ -90,7 +91,7 @@ def _enter(stand: Stand, prompts: Sequence[Sequence[int]]) -> float:
 
 def _linear_ms(stand: Stand, passes: Sequence[tuple[int, int]], floors: FloorBench) -> float:
     """Every pass runs all rows of its width, and each head for its requests alone."""
-    drafts = stand.config.algorithm == "eagle3"
+    drafts = stand.config.algorithm not in WITHOUT_FILES
     measured: dict[tuple[int, int], float] = {}
     for batch, width in set(passes):
         rows = batch * width

@@ -18,6 +18,7 @@ from espalier.engine.threads import thread_facts
 from espalier.kernels.launch import chip
 from espalier.llm import LLM
 from espalier.models.loading import geometry_of
+from espalier.speculate.drafters import WITHOUT_FILES
 
 
 @dataclass(frozen=True)
@@ -71,18 +72,20 @@ class OfShape:
     def _resolved(self, tree: bool) -> ResolvedConfig:
         settings = {**self.settings, "device": str(self.device), "dtype": str(self.dtype).removeprefix("torch.")}
         config = EngineConfig(**(settings if tree else {**settings, "speculation": None}))
-        algorithm = choose_algorithm(config, has_draft=True)
         shape = self.recipe.shape
-        draft = geometry_of(shape.draft_layer)[:1] if algorithm == "eagle3" else ()
+        spec = shape.draft_config.spec
+        algorithm = choose_algorithm(config, spec.algorithm)
+        if algorithm in WITHOUT_FILES:
+            spec = WITHOUT_FILES[algorithm].spec
         facts = Facts(
             free_bytes=free_memory(self.device),
             num_weights=0,  # the cast stands already, or is no more than a rounding of what is free
             stored_dtype=settings["dtype"],
             max_position=shape.target.max_position,
-            geometry=(*geometry_of(shape.target), *draft),
+            geometry=(*geometry_of(shape.target), *spec.layers),
             hidden_size=shape.target.hidden_size,
             num_layers=shape.target.num_layers,
             chip=chip(torch.empty(0, device=self.device)) if self.device.type == "cuda" else None,
             threads=thread_facts(),
         )
-        return resolve(config, shape.name, None, algorithm, self.device, facts)
+        return resolve(config, shape.name, None, spec, self.device, facts)

@@ -90,7 +90,7 @@ def _of(found: Checkpoint) -> ModelShape:
     sizes, head = _sizes(found.target), found.draft
     if head is None:
         return sizes
-    return replace(sizes, draft_vocab=head.draft_vocab, captured=len(head.capture), draft=_sizes(head.layer))
+    return replace(sizes, draft_vocab=head.spec.vocab_size, captured=len(head.spec.capture), draft=_sizes(head.layer))
 
 
 def _sizes(config: ModelConfig) -> ModelShape:

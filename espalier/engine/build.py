@@ -7,19 +7,18 @@ from espalier.cache.kv import Pages, Staging
 from espalier.engine.cuda import CudaExecutor
 from espalier.engine.engine import Engine
 from espalier.engine.executor import CpuExecutor
-from espalier.errors import EspalierError
 from espalier.layout import RoundLayout
 from espalier.models.base import CausalLM
-from espalier.models.eagle3 import Eagle3Draft
+from espalier.models.draft import DraftModel
 from espalier.slots import SlotTable
-from espalier.speculate.drafters import Drafter, Eagle3Drafter, NgramDrafter, NoDrafter
+from espalier.speculate.drafters import make_drafter
 from espalier.speculate.round import Round
 
 
 def assemble(
     layout: RoundLayout,
     target: CausalLM,
-    draft: Eagle3Draft | None,
+    draft: DraftModel | None,
     algorithm: str,
     *,
     attention: str,
@@ -48,7 +47,7 @@ def engine_of(round: Round, overlap: bool, prefix_cache: bool, graph_batch: int 
 def make_round(
     layout: RoundLayout,
     target: CausalLM,
-    draft: Eagle3Draft | None,
+    draft: DraftModel | None,
     algorithm: str,
     attention: str,
     num_pages: int,
@@ -61,12 +60,6 @@ def make_round(
     chosen.support.require(device.type, dtype, layout.page_size, geometry)
     pages = Pages(layout, num_pages, geometry, len(target.geometry), dtype, device)
     staging = Staging(geometry, range(len(target.geometry)), layout.verify_rows, dtype, device)
-    drafter: Drafter
-    if algorithm == Eagle3Drafter.algorithm:
-        if draft is None:
-            raise EspalierError("algorithm='eagle3' needs a draft, and none is loaded; give draft=")
-        drafter = Eagle3Drafter(draft, layout, pages, chosen, geometry)
-    else:
-        drafter = NgramDrafter(layout) if algorithm == NgramDrafter.algorithm else NoDrafter()
-    table = SlotTable(layout, target.config.vocab_size, drafter.carried, dtype, device)
+    drafter = make_drafter(algorithm, draft, layout, pages, chosen, geometry)
+    table = SlotTable(layout, target.config.vocab_size, drafter.spec.carried, dtype, device)
     return Round(layout, table, pages, staging, target, drafter, chosen)

@@ -13,23 +13,31 @@ from espalier.engine.build import assemble, make_round
 from espalier.engine.checkpoints import BUNDLED, find_draft, find_target
 from espalier.engine.engine import Engine
 from espalier.engine.measure import measured_pages
-from espalier.engine.resolve import Facts, choose_algorithm, choose_device, free_memory, layout_of, resolve
+from espalier.engine.resolve import (
+    Facts,
+    asked_algorithm,
+    choose_algorithm,
+    choose_device,
+    free_memory,
+    layout_of,
+    resolve,
+)
 from espalier.engine.threads import thread_facts, use_threads
 from espalier.errors import EspalierError
 from espalier.kernels.launch import chip
 from espalier.layout import RoundLayout
 from espalier.models import (
     CausalLM,
-    Eagle3Config,
-    Eagle3Draft,
+    DraftConfig,
+    DraftModel,
+    DraftSpec,
     ModelConfig,
     draft_verifier,
-    load_eagle3,
     load_target,
     read_config,
-    read_eagle3,
 )
 from espalier.models.loading import geometry_of
+from espalier.speculate.drafters import WITHOUT_FILES, draft_algorithm, load_draft, read_draft
 from espalier.speculate.round import Round
 
 log = logging.getLogger("espalier")
@@ -37,29 +45,35 @@ log = logging.getLogger("espalier")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The files of one engine, found and their configs read; nothing is loaded yet."""
+    """The files of one engine, found and their configs read; nothing is loaded yet.  spec: what drafts declares."""
 
     target_path: Path
     target: ModelConfig
     draft_path: Path | None
-    draft: Eagle3Config | None
-    algorithm: str
+    draft: DraftConfig | None
+    spec: DraftSpec
 
 
 def find(config: EngineConfig) -> Checkpoint:
     """Raises EspalierError for what is missing, unsupported or does not fit."""
+    asked = asked_algorithm(config)  # first, as finding may download
     draft_path = find_draft(config.draft) if config.draft is not None else None
     model = _model_name(config, draft_path)
     target_path = find_target(model)
     target = read_config(target_path, config.model_overrides)
-    has_draft = draft_path is not None or model == BUNDLED
-    algorithm = choose_algorithm(config, has_draft)
-    if algorithm != "eagle3":
+    used = None if asked in WITHOUT_FILES else draft_path or _own_draft(model)
+    algorithm = choose_algorithm(config, None if used is None else draft_algorithm(used))
+    if used is None:
         if draft_path is not None:
             log.info("draft %s is not loaded: algorithm is %s", draft_path, algorithm)
-        return Checkpoint(target_path, target, None, None, algorithm)
-    draft_path = draft_path or find_draft(BUNDLED)
-    return Checkpoint(target_path, target, draft_path, read_eagle3(draft_path, target), algorithm)
+        return Checkpoint(target_path, target, None, None, WITHOUT_FILES[algorithm].spec)
+    draft = read_draft(used, target)
+    return Checkpoint(target_path, target, used, draft, draft.spec)
+
+
+def _own_draft(model: str) -> Path | None:
+    """Where the draft stands that a model brings.  The bundled one does."""
+    return find_draft(BUNDLED) if model == BUNDLED else None
 
 
 def _model_name(config: EngineConfig, draft_path: Path | None) -> str:
@@ -80,20 +94,19 @@ def _model_name(config: EngineConfig, draft_path: Path | None) -> str:
 def resolve_config(config: EngineConfig, found: Checkpoint) -> ResolvedConfig:
     """What `config` comes to on this machine with these files."""
     device = choose_device(config)
-    draft_geometry = geometry_of(found.draft.layer)[:1] if found.draft else ()
     facts = Facts(
         free_bytes=free_memory(device),
         num_weights=_num_weights(found.target_path) + (_num_weights(found.draft_path) if found.draft_path else 0),
         stored_dtype=found.target.raw.get("dtype") or found.target.raw.get("torch_dtype"),
         max_position=found.target.max_position,
-        geometry=(*geometry_of(found.target), *draft_geometry),
+        geometry=(*geometry_of(found.target), *found.spec.layers),
         hidden_size=found.target.hidden_size,
         num_layers=found.target.num_layers,
         chip=chip(torch.empty(0, device=device)) if device.type == "cuda" else None,
         threads=thread_facts(),
     )
     draft = str(found.draft_path) if found.draft_path else None
-    return resolve(config, str(found.target_path), draft, found.algorithm, device, facts)
+    return resolve(config, str(found.target_path), draft, found.spec, device, facts)
 
 
 def build_engine(resolved: ResolvedConfig, found: Checkpoint, asked_pages: int | None) -> tuple[Engine, ResolvedConfig]:
@@ -106,18 +119,17 @@ def build_engine(resolved: ResolvedConfig, found: Checkpoint, asked_pages: int |
     device, dtype = torch.device(resolved.device), getattr(torch, resolved.dtype)
     if device.type == "cpu":
         use_threads(resolved.threads)
-    capture = found.draft.capture if found.draft else ()
     target = load_target(
         found.target_path,
         dtype=dtype,
         device=device,
         position_rows=layout.position_rows,
-        capture=capture,
+        capture=found.spec.capture,
         overrides=resolved.model_overrides,
     )
     draft = None
     if found.draft_path is not None:
-        draft = load_eagle3(found.draft_path, target, dtype=dtype, device=device, position_rows=layout.position_rows)
+        draft = load_draft(found.draft_path, target, dtype=dtype, device=device, position_rows=layout.position_rows)
     if device.type == "cuda":
         fitting = _measured(resolved, layout, target, draft, dtype, device, asked_pages)
         resolved = replace(resolved, num_pages=fitting)
@@ -142,7 +154,7 @@ def _measured(
     resolved: ResolvedConfig,
     layout: RoundLayout,
     target: CausalLM,
-    draft: Eagle3Draft | None,
+    draft: DraftModel | None,
     dtype: torch.dtype,
     device: torch.device,
     asked_pages: int | None,

@@ -21,11 +21,12 @@ from espalier.engine.trees import Machine, choose_trees
 from espalier.errors import EspalierError
 from espalier.kernels.launch import Chip, require_triton
 from espalier.layout import PLAIN, TREE_FIELDS, RoundLayout, TreeShape, max_draft_tokens
-from espalier.speculate.drafters import DRAFTERS
+from espalier.models.draft import DraftSpec
+from espalier.speculate.drafters import WITHOUT_FILES, algorithms
 
 STEPS, TOPK, NUM_DRAFT_TOKENS = 5, 4, 16
 PAGE_SIZE = 16
-LAYOUT_FIELDS = (*TREE_FIELDS, "page_size", "max_batch", "max_context", "chunk_size")
+LAYOUT_FIELDS = (*TREE_FIELDS, "page_size", "max_batch", "max_context", "chunk_size", "reentry")
 CGROUP = Path("/sys/fs/cgroup")
 # Of a GPU: bfloat16 on tensor cores, and copies that do not pass through registers.
 LEAST_CAPABILITY = (8, 0)
@@ -115,41 +116,58 @@ def _version(capability: tuple[int, int]) -> str:
     return ".".join(map(str, capability))
 
 
-def choose_algorithm(config: EngineConfig, has_draft: bool) -> str:
-    """What drafts: what the user says, else the draft that is given (or bundled), else n-gram lookup."""
+def asked_algorithm(config: EngineConfig) -> str:
+    """What the user says drafts; "auto" leaves it to the draft.  Raises EspalierError for what does not exist."""
     if config.speculation is None:
         return "none"
     asked = "auto" if isinstance(config.speculation, str) else config.speculation.algorithm
-    if asked == "eagle3" and not has_draft:
-        raise EspalierError(
-            "algorithm='eagle3' needs a draft; give draft= a directory or Hugging Face id, or use 'ngram'"
-        )
-    if asked == "ngram" and config.draft is not None:
-        raise EspalierError(
-            f"algorithm='ngram' takes no draft, and draft={str(config.draft)!r} is given; leave one out"
-        )
+    if asked not in (*algorithms(), "auto"):
+        raise EspalierError(f"algorithm={asked!r} is not supported; use {', '.join(algorithms())} or 'auto'")
+    return asked
+
+
+def choose_algorithm(config: EngineConfig, of_draft: str | None) -> str:
+    """What drafts: what the user says, else the draft that is given (or bundled), else n-gram lookup.
+
+    of_draft: the algorithm of that draft's format; None without a draft.
+    """
+    asked = asked_algorithm(config)
     if asked == "auto":
-        return "eagle3" if has_draft else "ngram"
+        return of_draft or "ngram"
+    if asked in WITHOUT_FILES:
+        if asked != "none" and config.draft is not None:
+            raise EspalierError(
+                f"algorithm={asked!r} takes no draft, and draft={str(config.draft)!r} is given; leave one out"
+            )
+        return asked
+    if of_draft is None:
+        raise EspalierError(
+            f"algorithm={asked!r} needs a draft; give draft= a directory or Hugging Face id, or use 'ngram'"
+        )
+    if asked != of_draft:
+        raise EspalierError(f"algorithm={asked!r} is asked for and the draft is for {of_draft!r}; leave one out")
     return asked
 
 
 def resolve(
-    config: EngineConfig, model: str, draft: str | None, algorithm: str, device: torch.device, facts: Facts
+    config: EngineConfig, model: str, draft: str | None, spec: DraftSpec, device: torch.device, facts: Facts
 ) -> ResolvedConfig:
     """Decide every open field and check everything against everything.  Raises EspalierError."""
     defaults = DEFAULTS[device.type]
     dtype = _or(config.dtype, _dtype(device, facts))
     attention = _or(config.attention, default_backend(device.type, getattr(torch, dtype)))
     asked = config.speculation if isinstance(config.speculation, SpeculationConfig) else SpeculationConfig()
-    tree = _tree(asked, algorithm)
+    tree = _tree(asked, spec.algorithm)
     machine = None if facts.chip is None else Machine(facts.chip, dtype, facts.hidden_size, facts.num_layers)
-    trees = choose_trees(asked.by_batch, tree, machine)
+    max_batch = _or(config.max_batch, defaults.max_batch)
+    is_named = any(not is_open(getattr(asked, name)) for name in TREE_FIELDS)
+    trees = choose_trees(asked.by_batch, tree, machine, is_named, max_batch)
     layout = RoundLayout(
-        max_batch=_or(config.max_batch, defaults.max_batch),
+        max_batch=max_batch,
         **asdict(tree),
         page_size=_or(config.page_size, PAGE_SIZE),
         max_context=_max_context(config, facts, defaults),
-        draft_layers=DRAFTERS[algorithm].layers,
+        reentry=spec.reentry,
         chunk_size=_or(config.chunk_size, defaults.chunk_size),
         trees=tuple(trees.items()),
     )
@@ -160,7 +178,7 @@ def resolve(
     return ResolvedConfig(
         model=model,
         draft=draft,
-        algorithm=algorithm,
+        algorithm=spec.algorithm,
         by_batch={least: asdict(shape) for least, shape in trees.items()},
         device=str(device),
         dtype=dtype,
@@ -180,7 +198,7 @@ def layout_of(config: ResolvedConfig) -> RoundLayout:
     """The layout that a resolved configuration names."""
     sizes = {name: getattr(config, name) for name in LAYOUT_FIELDS}
     trees = tuple((least, TreeShape(**shape)) for least, shape in config.by_batch.items())
-    return RoundLayout(draft_layers=DRAFTERS[config.algorithm].layers, trees=trees, **sizes)
+    return RoundLayout(trees=trees, **sizes)
 
 
 def _or(value: Any, otherwise: Any) -> Any:

@@ -175,7 +175,7 @@ class Scheduler:
         request.slot = self.free_slots.pop()
         cached = self.layout.tokens_in(len(shared))
         # The draft's rows behind a hit need hidden states that no page holds: its last rows are computed again.
-        start = max(0, min(cached - self.layout.draft_layers, enter_end - 1))
+        start = max(0, min(cached - self.layout.reentry, enter_end - 1))
         if request.lacks_prompt_logprobs:
             # Of rows in shared pages nothing is left but K and V: what is asked for is computed again.
             start = min(start, len(request.prompt_logprobs))

@@ -49,11 +49,15 @@ class Crossing:
     measured: Mapping[str, Any] = field(default_factory=dict)
 
 
-def choose_trees(asked: Any, configured: TreeShape, machine: Machine | None) -> Trees:
+def choose_trees(
+    asked: Any, configured: TreeShape, machine: Machine | None, is_named: bool = False, max_batch: int = 1
+) -> Trees:
     """Trees by the least number of requests that has them; machine: None where nothing is measured, as on a CPU.
 
-    asked: a table, the path of one, or "auto".  Raises EspalierError naming what is wrong with it; whether trees fit
-    the configured one is the layout's to say.  One line in the log says what was decided, and why.
+    asked: a table, the path of one, or "auto".  is_named: whether the user asked for the configured tree; max_batch:
+    the largest batch.  Raises EspalierError naming what is wrong with a table; whether trees fit the configured one is
+    the layout's to say.  One line in the log says what was decided, and why: a warning where "auto" takes a named tree
+    away from batches that there are.
     """
     if isinstance(asked, Mapping):
         chosen, why = parse(asked, "by_batch"), "as set"
@@ -64,7 +68,9 @@ def choose_trees(asked: Any, configured: TreeShape, machine: Machine | None) -> 
     else:
         chosen, why = _crossed(configured, machine)
     spelled = "; ".join(f"from {least} requests on {shape}" for least, shape in chosen.items())
-    log.info("trees by batch: %s%s (%s)", configured, f"; {spelled}" if chosen else " at every batch", why)
+    takes_away = asked == "auto" and is_named and min(chosen, default=max_batch + 1) <= max_batch
+    level = logging.WARNING if takes_away else logging.INFO
+    log.log(level, "trees by batch: %s%s (%s)", configured, f"; {spelled}" if chosen else " at every batch", why)
     return chosen
 
 

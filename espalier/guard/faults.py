@@ -138,13 +138,13 @@ FAULTS = {
         Fault(
             "extend-one-short",
             "the draft's extend keeps one row less than was decided",
-            "espalier.speculate.drafters.eagle3:extend_rows",
+            "espalier.speculate.drafters.autoregressive:extend_rows",
             _extend_short,
         ),
         Fault(
             "wrong-ancestor",
             "beams that were selected again attend to the rows of the beam that stood in their place before",
-            "espalier.speculate.drafters.eagle3:grow",
+            "espalier.speculate.drafters.autoregressive:grow",
             _wrong_ancestor,
         ),
         Fault(
@@ -164,14 +164,14 @@ FAULTS = {
         Fault(
             "stale-hidden",
             "the slot keeps the hidden state of an earlier launch",
-            "espalier.speculate.drafters.eagle3:carry",
+            "espalier.speculate.drafters.autoregressive:carry",
             _stale_hidden,
             ("22832",),
         ),
         Fault(
             "packed-stride",
             "the extend's features are read packed by length where they stand at a uniform stride",
-            "espalier.speculate.drafters.eagle3:Eagle3Drafter.extend",
+            "espalier.speculate.drafters.autoregressive:AutoregressiveDrafter.extend",
             _packed_stride,
             ("21987", "19807"),
         ),

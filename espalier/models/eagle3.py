@@ -5,46 +5,36 @@ the target at q-1, or what the draft itself handed on there.
 """
 
 import logging
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from espalier.cache.geometry import LayerGeometry
 from espalier.errors import EspalierError
 from espalier.kernels.enter import Beside
 from espalier.kernels.rope import Turn
 from espalier.models.base import Attend, CausalLM
-from espalier.models.eagle3_config import Eagle3Config, looks_like_eagle3, read_eagle3
+from espalier.models.draft import DraftOutput
+from espalier.models.eagle3_config import Eagle3Config, looks_like_eagle3
 from espalier.models.layers.attention import Attention
 from espalier.models.layers.embedding import Embedding
 from espalier.models.layers.linear import Linear
 from espalier.models.layers.mlp import GatedMLP
 from espalier.models.layers.norm import RMSNorm
 from espalier.models.layers.rope import RopeTables
-from espalier.models.loading import geometry_of, load_attention
+from espalier.models.loading import load_attention
 from espalier.models.weights import Weights
 
 LEGACY_FC_NORMS = ("aux_norm_low", "aux_norm_mid", "aux_norm_high")
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class DraftOutput:
-    """[B, Q, H] each.  hidden: to hand on; normed: what the lm_head reads."""
-
-    hidden: Tensor
-    normed: Tensor
-
-
 class Eagle3Draft:
-    """The head, loaded.  A row stands under its token q; the caller passes q-1 as its RoPE position."""
+    """The head, loaded: a DraftModel (espalier/models/draft.py)."""
 
     def __init__(
         self,
         config: Eagle3Config,
-        geometry: LayerGeometry,
         rope: RopeTables,
         embed: Embedding,
         fuser: "Fuser",
@@ -58,9 +48,8 @@ class Eagle3Draft:
         d2t: Tensor | None,
     ) -> None:
         self.config = config
-        self.geometry = (geometry,)
-        self.hidden_size = config.layer.hidden_size
-        self.capture = config.capture
+        self.spec = config.spec
+        self.geometry = config.spec.layers
         self.d2t = d2t
         self.rope = rope
         self.embed = embed
@@ -76,8 +65,6 @@ class Eagle3Draft:
     def __call__(
         self, tokens: Tensor, hidden: Tensor, positions: Tensor, attend: Attend, parents: Tensor | None = None
     ) -> DraftOutput:
-        """tokens, positions int64 [B, Q]; hidden [B, R, H], fused or handed on; parents int64 [B, Q], which of the R
-        rows each continues, None for each its own."""
         shape = (tokens.shape[0], tokens.shape[1])
         norms = (self.embed_norm.weight, self.embed_norm.eps, self.hidden_norm.weight, self.hidden_norm.eps)
         entered = self.embed(
@@ -89,12 +76,10 @@ class Eagle3Draft:
         normed = normed.unflatten(0, shape)
         return DraftOutput(normed if self.config.norm_output else x.unflatten(0, shape), normed)
 
-    def again(self, hidden: Tensor) -> DraftOutput:
-        """Of rows of which only what they handed on was kept."""
+    def output_of(self, hidden: Tensor) -> DraftOutput:
         return DraftOutput(hidden, hidden if self.config.norm_output else self.norm(hidden))
 
     def logits(self, out: DraftOutput) -> Tensor:
-        """[B, Q, draft_vocab] in the model's dtype."""
         return self.head(out.normed)
 
 
@@ -115,42 +100,22 @@ class Fuser:
         return self.fc(captured)
 
 
-def load_eagle3(
-    path: Path | str, target: CausalLM, *, dtype: torch.dtype, device: torch.device | str, position_rows: int
-) -> Eagle3Draft:
-    """Read a draft for `target`, whose `capture` must be what `read_eagle3(path, target.config).capture` says.
-
-    Embedding and head that the files lack are the target's, storage shared.  Raises EspalierError naming what does
-    not fit.
-    """
-    path = Path(path)
-    config = read_eagle3(path, target.config)
-    if target.capture != config.capture:
-        raise EspalierError(
-            f"{path} fuses the inputs of target layers {config.capture}, the target was loaded to capture "
-            f"{target.capture}; load it with capture={config.capture}"
-        )
-    weights = Weights(path, dtype, device, allow_bin=True)
-    _refuse_other_heads(weights, config)
-    return make_eagle3(weights, config, target, position_rows)
-
-
 def make_eagle3(weights: Weights, config: Eagle3Config, target: CausalLM, position_rows: int) -> Eagle3Draft:
-    """The draft for `target` that all of these weights are of."""
+    """The draft for `target` that all of these weights are of.  Embedding and head that they lack are the target's,
+    storage shared.  Raises EspalierError naming what does not fit."""
+    _refuse_other_heads(weights, config)
     prefix = "midlayer." if "midlayer.hidden_norm.weight" in weights else "layers.0."
     hidden, eps = config.layer.hidden_size, config.layer.rms_norm_eps
     layer = replace(config.layer, qk_norm=f"{prefix}self_attn.q_norm.weight" in weights)
-    geometry = geometry_of(layer)[0]
     embed = _embedding(weights, config, target)
     draft = Eagle3Draft(
         config=config,
-        geometry=geometry,
         rope=RopeTables(layer.rope, position_rows, weights.dtype, weights.device),
         embed=embed,
         fuser=_fuser(weights, config),
         embed_norm=weights.norm(f"{prefix}input_layernorm", hidden, eps),
         hidden_norm=weights.norm(f"{prefix}hidden_norm", hidden, eps),
-        attention=load_attention(weights, layer, geometry, f"{prefix}self_attn.", 2 * hidden),
+        attention=load_attention(weights, layer, config.spec.layers[0], f"{prefix}self_attn.", 2 * hidden),
         mlp_norm=weights.norm(f"{prefix}post_attention_layernorm", hidden, eps),
         mlp=weights.mlp(f"{prefix}mlp.", layer),
         norm=weights.norm("norm", hidden, eps),

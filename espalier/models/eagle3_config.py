@@ -2,14 +2,16 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from espalier.errors import EspalierError
-from espalier.models.config import Family, ModelConfig, parse, read_json
-from espalier.models.loading import FAMILIES
+from espalier.models.config import Family, ModelConfig, Raw, parse
+from espalier.models.draft import DraftSpec
+from espalier.models.loading import FAMILIES, geometry_of
 from espalier.models.weights import Weights
 
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel")
@@ -36,21 +38,25 @@ class Eagle3Config:
     norm_before_fc: bool
     fc_norm: bool
 
+    @cached_property
+    def spec(self) -> DraftSpec:
+        return DraftSpec(
+            algorithm="eagle3",
+            layers=geometry_of(self.layer)[:1],
+            reads="captured",
+            capture=self.capture,
+            hidden_from="target",
+            reentry=1,
+            carried={"hidden": (self.layer.hidden_size,)},
+            vocab_size=self.draft_vocab,
+        )
 
-def draft_verifier(path: Path | str) -> str | None:
-    """The target that a speculators-format draft names, so that a user may give the draft alone."""
-    speculators = read_json(Path(path) / "config.json").get("speculators_config") or {}
-    return (speculators.get("verifier") or {}).get("name_or_path")
 
+def read_eagle3(path: Path, raw: Raw, target: ModelConfig) -> Eagle3Config:
+    """The config.json `raw` of the head at `path`, checked against its target's before either is loaded.
 
-def read_eagle3(path: Path | str, target: ModelConfig) -> Eagle3Config:
-    """Parse and check a draft's config.json against its target's, before either is loaded.
-
-    Raises EspalierError: not an EAGLE-3 head, or one that does not fit this target.
+    Raises EspalierError where the head does not fit this target.
     """
-    path = Path(path)
-    raw = read_json(path / "config.json")
-    _refuse_other_drafts(raw, path)
     nested: Mapping[str, Any] = raw.get("transformer_layer_config") or {}
     flat = {"num_hidden_layers": 1, "max_position_embeddings": target.max_position, **raw, **nested}
     eagle: Mapping[str, Any] = raw.get("eagle_config") or {}
@@ -72,26 +78,20 @@ def read_eagle3(path: Path | str, target: ModelConfig) -> Eagle3Config:
     return config
 
 
-def _refuse_other_drafts(raw: Mapping[str, Any], path: Path) -> None:
-    """Other heads, by what the config declares."""
+def explain_earlier(raw: Raw, path: Path) -> str | None:
+    """What the config declares, where that is a relative of EAGLE-3 that is not supported.
+
+    Raises EspalierError for an EAGLE-3 head that is declared as an earlier one.
+    """
     name = (raw.get("architectures") or [raw.get("model_type")])[0]
-    declared = raw.get("speculators_model_type")
-    if declared == "eagle3" or (declared is None and name in ARCHITECTURES):
-        return
-    supported = f"supported are EAGLE-3 heads ({', '.join(ARCHITECTURES)})"
-    if declared is not None:
-        raise EspalierError(f"{path}: speculators_model_type {declared!r} is not supported; {supported}")
     if name in EARLIER:
-        weights = Weights(path, torch.float32, "cpu", allow_bin=True)
-        if looks_like_eagle3(weights):
+        if looks_like_eagle3(Weights(path, torch.float32, "cpu", allow_bin=True)):
             raise EspalierError(
                 f"{path} is declared as EAGLE ({name}) but holds an EAGLE-3 head (it has a hidden_norm); "
                 f"set its architectures to [{ARCHITECTURES[0]!r}]"
             )
-        raise EspalierError(f"{path}: architecture {name!r} is an EAGLE-1/2 head, not supported yet; {supported}")
-    if "deepseek" in str(name).lower():
-        raise EspalierError(f"{path}: architecture {name!r} is an MLA draft, not supported yet; {supported}")
-    raise EspalierError(f"{path}: architecture {name!r} is no draft that is known; {supported}")
+        return f"architecture {name!r} is an EAGLE-1/2 head, not supported yet"
+    return f"architecture {name!r} is an MLA draft, not supported yet" if "deepseek" in str(name).lower() else None
 
 
 def looks_like_eagle3(weights: Weights) -> bool:

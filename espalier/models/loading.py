@@ -18,9 +18,8 @@ from espalier.models.layers.linear import Linear
 from espalier.models.layers.rope import RopeTables
 from espalier.models.weights import Weights
 
-FAMILIES: Mapping[str, Family] = {
-    module.FAMILY.architecture: module.FAMILY for module in (llama, qwen2, qwen3, mistral)
-}
+# A family outside this package adds its own: FAMILIES[FAMILY.architecture] = FAMILY.
+FAMILIES: dict[str, Family] = {module.FAMILY.architecture: module.FAMILY for module in (llama, qwen2, qwen3, mistral)}
 
 
 def read_config(path: Path | str, overrides: Mapping[str, Any] | None = None) -> ModelConfig:
@@ -64,7 +63,7 @@ def make_target(weights: Weights, config: ModelConfig, capture: tuple[int, ...],
     """The target that all of these weights are of."""
     geometry = geometry_of(config)
     embed = Embedding(weights.take("model.embed_tokens.weight", config.vocab_size, config.hidden_size))
-    layers = [_layer(weights, config, geometry[i], f"model.layers.{i}.") for i in range(config.num_layers)]
+    layers = [load_layer(weights, config, geometry[i], f"model.layers.{i}.") for i in range(config.num_layers)]
     norm = weights.norm("model.norm", config.hidden_size, config.rms_norm_eps)
     head = _head(weights, config, embed)
     weights.finish()
@@ -81,7 +80,8 @@ def geometry_of(config: ModelConfig) -> tuple[LayerGeometry, ...]:
 def load_attention(
     weights: Weights, config: ModelConfig, geometry: LayerGeometry, prefix: str, columns: int
 ) -> Attention:
-    """The block under `prefix`; its q, k and v read `columns` values (twice the hidden size in an EAGLE-3 head)."""
+    """The block under `prefix`; its q, k and v read `columns` values: the hidden size, or twice that where a draft puts
+    embedding and hidden state side by side."""
     size = config.head_size
     q_rows, kv_rows = config.heads * size, config.kv_heads * size
     rows = (q_rows, kv_rows, kv_rows)
@@ -93,7 +93,7 @@ def load_attention(
     return Attention(qkv, out, geometry, q_norm, k_norm)
 
 
-def _layer(weights: Weights, config: ModelConfig, geometry: LayerGeometry, prefix: str) -> DecoderLayer:
+def load_layer(weights: Weights, config: ModelConfig, geometry: LayerGeometry, prefix: str) -> DecoderLayer:
     hidden, eps = config.hidden_size, config.rms_norm_eps
     return DecoderLayer(
         attention_norm=weights.norm(f"{prefix}input_layernorm", hidden, eps),

@@ -134,7 +134,7 @@ def settle(verified: Verified, mask: Tensor | None = None) -> Outcome:
     picked = proposed.draws.pick_nodes(verified.logits, tree, mask)
     path = accept(tree, picked, slots.room, slots.real, r.layout.steps)
     commit(r, slots, path, proposed.draws.shaping.penalised)
-    r.drafter.extend(slots, features(out, path.rows), path.length)
+    r.drafter.extend(slots, features(read_by(r.drafter, out), path.rows), path.length)
     emitted = (path.tokens, path.length, path.sound)
     return Outcome(*emitted, verified.logits, path.rows, slots.num_logprobs, tree, path)
 
@@ -160,7 +160,7 @@ def prefill(
     logits = r.target.logits(along(out.hidden, (length - 1).clamp(min=0)[:, None]))
     picked = r.draws(slots, shaping, slots.prefix_len + length, 1).pick_last(logits, mask)
     is_picked = slots.enter(length, picked.tokens[:, 0], shaping.penalised)
-    r.drafter.extend(slots, out.captured, length)
+    r.drafter.extend(slots, read_by(r.drafter, out), length)
     sound = (is_picked & picked.finite[:, 0]).long()
     emitted = (picked.tokens, is_picked.long(), sound)
     rows = torch.zeros_like(picked.tokens)
@@ -190,6 +190,11 @@ def commit(r: Round, slots: Slots, path: Path, count_tokens: bool) -> None:
     r.pages.commit(r.staging, copies.source.flatten(), copies.destination.flatten())
 
 
-def features(out: ModelOutput, rows: Tensor) -> Tensor | None:
-    """What was captured at nodes `rows` [B, W]."""
-    return None if out.captured is None else along(out.captured, rows)
+def read_by(drafter: Drafter, out: ModelOutput) -> Tensor | None:
+    """[B, Q, F]: what the draft declares to read of the target."""
+    return None if drafter.spec.reads is None else getattr(out, drafter.spec.reads)
+
+
+def features(read: Tensor | None, rows: Tensor) -> Tensor | None:
+    """What is read at nodes `rows` [B, W]."""
+    return None if read is None else along(read, rows)

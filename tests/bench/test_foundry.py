@@ -19,8 +19,9 @@ from espalier.engine.build import assemble
 from espalier.engine.engine import Engine
 from espalier.errors import EspalierError
 from espalier.layout import RoundLayout
-from espalier.models import load_eagle3, load_target, read_config, read_eagle3
+from espalier.models import load_target, read_config
 from espalier.models.layers.rope import RopeTables
+from espalier.speculate.drafters import load_draft, read_draft
 from tests.harness import CPU, request
 from tests.models.reference import load_reference, reference_logits
 from tests.oracles.dense import DenseAttend
@@ -126,8 +127,8 @@ def test_directories_are_ordinary_and_what_build_gives(tmp_path: Path, monkeypat
     index = json.loads((path / "model.safetensors.index.json").read_text())
     assert sorted(set(index["weight_map"].values())) == [shard.name for shard in shards]
     loading = {"dtype": torch.float32, "device": CPU, "position_rows": POSITIONS}
-    target = load_target(path, capture=read_eagle3(draft_path, read_config(path)).capture, **loading)
-    draft = load_eagle3(draft_path, target, **loading)
+    target = load_target(path, capture=read_draft(draft_path, read_config(path)).spec.capture, **loading)
+    draft = load_draft(draft_path, target, **loading)
     made, made_draft = models(recipe, torch.float32)
     assert (made.capture, made.geometry, made_draft.geometry) == (target.capture, target.geometry, draft.geometry)
     tokens = torch.tensor(prompts(recipe, 2))

@@ -178,7 +178,7 @@ class SymbolicDevice:
         return self.poison not in slot.tokens[:length]
 
     def _write_draft(self, slot: Slot, first: int, length: int) -> None:
-        if self.layout.draft_layers:
+        if self.layout.reentry:
             assert slot.admission is not None
             self._write(slot, DRAFT, range(max(first + 1, slot.admission.commit_from), first + length + 1))
 
@@ -202,7 +202,7 @@ class SymbolicDevice:
             page, offset = self._place(slot, position)
             if position < prefix_len:
                 assert self.pages[page].get((TARGET, offset)) == value, f"target row {position} in page {page} is wrong"
-            if position and self.layout.draft_layers:
+            if position and self.layout.reentry:
                 assert self.pages[page].get((DRAFT, offset)) == value, f"draft row {position} in page {page} is wrong"
 
 
@@ -219,7 +219,6 @@ def symbolic_engine(
         layout=layout,
         target=SimpleNamespace(config=SimpleNamespace(vocab_size=VOCAB)),
         pages=SimpleNamespace(num_pages=num_pages),
-        drafter=SimpleNamespace(layers=layout.draft_layers),
     )
     device = SymbolicDevice(layout, num_pages, overlap, random or Random(0), poison)
     device.round = parts  # type: ignore[assignment]

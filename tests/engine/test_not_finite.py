@@ -10,8 +10,9 @@ from safetensors.torch import load_file, save_file
 
 from espalier.engine.build import assemble
 from espalier.engine.engine import Engine
-from espalier.models import load_eagle3, load_target, read_config, read_eagle3
+from espalier.models import load_target, read_config
 from espalier.request import Request, SamplingParams
+from espalier.speculate.drafters import load_draft, read_draft
 from tests.builders import make_eagle3, make_target
 from tests.engine.alone import replace_request
 from tests.harness import CPU, DTYPE, MAX_POSITIONS, Setup, prompts, request
@@ -44,9 +45,9 @@ def engine_of(setup: Setup, drafts_it: bool) -> Engine:
     how = {"dtype": DTYPE, "device": CPU, "position_rows": MAX_POSITIONS}
     draft = None
     if setup.algorithm == "eagle3":
-        capture = read_eagle3(draft_path, read_config(target_path)).capture
+        capture = read_draft(draft_path, read_config(target_path)).spec.capture
         target = load_target(target_path, capture=capture, **how)
-        draft = load_eagle3(draft_path, target, **how)
+        draft = load_draft(draft_path, target, **how)
     else:
         target = load_target(target_path, **how)
     pages = setup.num_pages or 1 + setup.max_batch * setup.layout.table_width

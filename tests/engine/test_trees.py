@@ -8,12 +8,13 @@ import pytest
 
 from espalier.config import EngineConfig, SpeculationConfig
 from espalier.engine import resolve, trees
-from espalier.engine.resolve import choose_algorithm, layout_of
+from espalier.engine.resolve import layout_of
 from espalier.engine.trees import Crossing, Machine, choose_trees, crossings, nearest, read, write
 from espalier.errors import EspalierError
 from espalier.kernels.launch import Chip
 from espalier.layout import PLAIN, TreeShape
-from tests.test_config import CPU, FACTS
+from espalier.speculate.drafters import WITHOUT_FILES
+from tests.test_config import CPU, FACTS, HEAD
 
 HOPPER = Chip(232448, 132, (9, 0))
 BIG = Machine(HOPPER, "bfloat16", 4096, 32)
@@ -23,7 +24,8 @@ WIDE, NARROW = TreeShape(5, 8, 64), TreeShape(3, 2, 8)
 def resolved(by_batch, algorithm="auto", facts=FACTS, **tree):
     speculation = SpeculationConfig(algorithm=algorithm, by_batch=by_batch, **tree)
     config = EngineConfig(speculation=speculation)
-    return resolve.resolve(config, "target", "draft", choose_algorithm(config, True), CPU, facts)
+    spec = WITHOUT_FILES["none"].spec if algorithm == "none" else HEAD
+    return resolve.resolve(config, "target", "draft", spec, CPU, facts)
 
 
 def test_a_table_comes_back_as_it_was_written(tmp_path):
@@ -121,8 +123,27 @@ def test_the_nearest_crossing_decides_and_the_log_says_so(tmp_path, monkeypatch,
     assert "at every batch (no crossing is measured" in caplog.text
     facts = replace(FACTS, chip=HOPPER, hidden_size=4096, num_layers=32)
     config = EngineConfig(speculation=SpeculationConfig(steps=5, topk=8, num_draft_tokens=64), dtype="bfloat16")
-    assert resolve.resolve(config, "target", "draft", "eagle3", CPU, facts).by_batch == {16: asdict(PLAIN)}
+    assert resolve.resolve(config, "target", "draft", HEAD, CPU, facts).by_batch == {16: asdict(PLAIN)}
     assert nearest([], BIG, WIDE) is None
+
+
+@pytest.mark.parametrize(
+    ("tree", "max_batch", "level"),
+    [
+        ({"topk": 4}, 32, "WARNING"),
+        ({}, 32, "INFO"),
+        ({"topk": 4}, 15, "INFO"),  # it keeps its tree at every batch there is
+    ],
+)
+def test_a_named_tree_is_not_dropped_in_silence(tree, max_batch, level, monkeypatch, caplog):
+    monkeypatch.setattr(trees, "crossings", lambda: [Crossing(BIG, WIDE, 16)])
+    caplog.set_level(logging.INFO)
+    facts = replace(FACTS, chip=HOPPER, hidden_size=4096, num_layers=32)
+    config = EngineConfig(speculation=SpeculationConfig(**tree), dtype="bfloat16", max_batch=max_batch)
+    found = resolve.resolve(config, "target", "draft", HEAD, CPU, facts)
+    said = [r for r in caplog.records if "from 16 requests on plain decoding" in r.message]
+    assert [r.levelname for r in said] == [level] and "by_batch={} keeps the tree" in said[0].message
+    assert found.by_batch == {16: asdict(PLAIN)} and '{"16": {"steps": 0,' in found.block()
 
 
 def test_a_file_that_is_no_list_of_crossings_is_named(tmp_path):

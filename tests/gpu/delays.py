@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import espalier.engine.executor as executing
-import espalier.speculate.drafters.eagle3 as eagle3
+import espalier.speculate.drafters.autoregressive as autoregressive
 import espalier.speculate.round as rounds
 from espalier.engine.cuda import CudaExecutor
 from espalier.engine.engine import Engine
@@ -29,7 +29,7 @@ SEGMENTS: tuple[tuple[Any, tuple[str, ...]], ...] = (
     (executing, ("run", "prefill")),
     (Sent, ("apply",)),
     (Slots, ("enter",)),
-    (eagle3, ("carry",)),
+    (autoregressive, ("carry",)),
     (Results, ("write",)),
 )
 

@@ -15,7 +15,8 @@ from espalier.attention import default_backend
 from espalier.engine.build import assemble
 from espalier.engine.cuda import CudaExecutor
 from espalier.engine.engine import Engine
-from espalier.models import CausalLM, Eagle3Draft, load_eagle3, load_target, read_config, read_eagle3
+from espalier.models import CausalLM, DraftModel, load_target, read_config
+from espalier.speculate.drafters import load_draft, read_draft
 from tests.harness import MAX_POSITIONS, Setup, directories
 from tests.oracles.reference_round import Reference
 
@@ -50,14 +51,14 @@ def _floats(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 @lru_cache
 def loaded(
     paths: tuple[Path, Path], speculative: bool, dtype: torch.dtype, device: torch.device, rows: int
-) -> tuple[CausalLM, Eagle3Draft | None]:
+) -> tuple[CausalLM, DraftModel | None]:
     target_path, draft_path = paths
     how = {"dtype": dtype, "device": device, "position_rows": rows}
     if not speculative:
         return load_target(target_path, **how), None
-    capture = read_eagle3(draft_path, read_config(target_path)).capture
+    capture = read_draft(draft_path, read_config(target_path)).spec.capture
     target = load_target(target_path, capture=capture, **how)
-    return target, load_eagle3(draft_path, target, **how)
+    return target, load_draft(draft_path, target, **how)
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ class DeviceSetup(Setup):
     def backend(self) -> str:
         return default_backend(self.device.type, self.dtype) if self.attention == "auto" else self.attention
 
-    def models(self, position_rows: int = MAX_POSITIONS) -> tuple[CausalLM, Eagle3Draft | None]:
+    def models(self, position_rows: int = MAX_POSITIONS) -> tuple[CausalLM, DraftModel | None]:
         return loaded(self.paths, self.algorithm == "eagle3", self.dtype, self.device, position_rows)
 
     def engine(self) -> Engine:

@@ -9,8 +9,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from espalier.models import Eagle3Draft, load_eagle3, load_target, read_config, read_eagle3
-from espalier.models.eagle3 import DraftOutput
+from espalier.models import DraftModel, load_target, read_config
+from espalier.models.draft import DraftOutput
+from espalier.speculate.drafters import load_draft, read_draft
 from tests.oracles.dense import DenseAttend
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "eagle3"
@@ -19,13 +20,13 @@ LOADING = {"dtype": torch.float32, "device": "cpu", "position_rows": 64}
 TOLERANCE = 1e-4
 
 
-def load(head: Path) -> tuple[Any, Eagle3Draft]:
-    capture = read_eagle3(head, read_config(FIXTURES / "target")).capture
+def load(head: Path) -> tuple[Any, DraftModel]:
+    capture = read_draft(head, read_config(FIXTURES / "target")).spec.capture
     target = load_target(FIXTURES / "target", capture=capture, **LOADING)
-    return target, load_eagle3(head, target, **LOADING)
+    return target, load_draft(head, target, **LOADING)
 
 
-def chained_steps(draft: Eagle3Draft, tokens: Tensor, captured: Tensor, shift: int) -> dict[str, Tensor]:
+def chained_steps(draft: DraftModel, tokens: Tensor, captured: Tensor, shift: int) -> dict[str, Tensor]:
     """Two steps, the second a branch hanging off each row of the first.  shift: of all RoPE positions alike."""
     width = tokens.shape[1] - 1
     first = tokens[:, 1:]
@@ -61,7 +62,7 @@ def test_every_case_agrees(record_property: Any) -> None:
     for name, case in CASES.items():
         target, draft = load(FIXTURES / name)
         expected = load_file(FIXTURES / name / "expected.safetensors")
-        assert list(draft.capture) == case["resolved_layer_ids"]
+        assert list(draft.spec.capture) == case["resolved_layer_ids"]
         positions = torch.arange(expected["tokens"].shape[1])[None]
         captured = target(expected["tokens"], positions, DenseAttend(target.geometry)).captured
         torch.testing.assert_close(captured, expected["captured"], rtol=TOLERANCE, atol=TOLERANCE)
@@ -97,7 +98,7 @@ def test_safeailabs_form_of_the_same_head(name: str, container: str, tmp_path: P
     else:
         save_file(renamed, tmp_path / container)
     _, draft = load(tmp_path)
-    assert list(draft.capture) == CASES[name]["resolved_layer_ids"]
+    assert list(draft.spec.capture) == CASES[name]["resolved_layer_ids"]
     expected = load_file(FIXTURES / name / "expected.safetensors")
     ours = chained_steps(draft, expected["tokens"], expected["captured"], 0)
     assert largest_difference(ours, expected) < TOLERANCE

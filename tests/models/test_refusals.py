@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from espalier.errors import EspalierError
-from espalier.models import load_eagle3, load_target, read_config, read_eagle3
+from espalier.models import load_target, read_config
+from espalier.speculate.drafters import load_draft, read_draft
 from tests.builders import make_eagle3, make_target
 
 LOADING: dict[str, Any] = {"dtype": torch.float64, "device": "cpu", "position_rows": 8}
@@ -48,9 +49,9 @@ def draft(tmp_path: Path, target: Path) -> Path:
     return make_eagle3(tmp_path / "draft", target, draft_vocab=8)
 
 
-def load_draft(draft: Path, target: Path) -> object:
-    capture = read_eagle3(draft, read_config(target)).capture
-    return load_eagle3(draft, load_target(target, capture=capture, **LOADING), **LOADING)
+def load_both(draft: Path, target: Path) -> object:
+    capture = read_draft(draft, read_config(target)).spec.capture
+    return load_draft(draft, load_target(target, capture=capture, **LOADING), **LOADING)
 
 
 @pytest.mark.parametrize(
@@ -165,23 +166,26 @@ def test_a_capture_beyond_the_target(target: Path) -> None:
         ({"eagle_config": {"use_aux_hidden_state": False}}, ["use_aux_hidden_state"]),
         ({"architectures": ["LlamaForCausalLMEagle"]}, ["declared as EAGLE ", "EAGLE-3 head"]),
         ({"architectures": ["Eagle3DeepseekV2ForCausalLM"]}, ["MLA draft"]),
-        ({"architectures": ["LlamaForCausalLM"]}, ["'LlamaForCausalLM' is no draft"]),
-        ({"speculators_model_type": "mtp"}, ["'mtp'"]),
+        (
+            {"architectures": ["LlamaForCausalLM"]},
+            ["'LlamaForCausalLM' is no draft", "supported are EAGLE-3 heads"],
+        ),
+        ({"speculators_model_type": "mtp"}, ["'mtp' is not supported; supported are EAGLE-3 heads"]),
     ],
     ids=lambda value: "+".join(f"{k}={v}"[:40] for k, v in value.items()) if isinstance(value, dict) else "",
 )
 def test_drafts_that_do_not_fit(fields: dict[str, Any], says: list[str], draft: Path, target: Path) -> None:
     edit_config(draft, **fields)
-    refused(lambda: load_draft(draft, target), *says)
+    refused(lambda: load_both(draft, target), *says)
 
 
 def test_earlier_heads(draft: Path, target: Path) -> None:
     """An EAGLE-1 head, honestly declared or declared as EAGLE-3."""
     edit_weights(draft, lambda weights: (weights.pop("midlayer.hidden_norm.weight"), weights.update(fc=torch.zeros(1))))
     edit_weights(draft, lambda weights: (weights.pop("fc"), weights.update({"fc.weight": torch.zeros(32, 64)})))
-    refused(lambda: load_draft(draft, target), "declared as EAGLE-3", "EAGLE-1/2 head")
+    refused(lambda: load_both(draft, target), "declared as EAGLE-3", "EAGLE-1/2 head")
     edit_config(draft, architectures=["LlamaForCausalLMEagle"])
-    refused(lambda: load_draft(draft, target), "'LlamaForCausalLMEagle' is an EAGLE-1/2 head, not supported yet")
+    refused(lambda: load_both(draft, target), "'LlamaForCausalLMEagle' is an EAGLE-1/2 head, not supported yet")
 
 
 def test_vocabulary_maps(draft: Path, target: Path) -> None:
@@ -190,29 +194,29 @@ def test_vocabulary_maps(draft: Path, target: Path) -> None:
     outside[7] = 9
     twice[1] = offsets[0] - 1
     edit_weights(draft, lambda weights: weights.update(d2t=outside))
-    refused(lambda: load_draft(draft, target), "d2t maps to token 16", r"0 \.\. 15")
+    refused(lambda: load_both(draft, target), "d2t maps to token 16", r"0 \.\. 15")
     edit_weights(draft, lambda weights: weights.update(d2t=twice))
-    refused(lambda: load_draft(draft, target), "d2t maps two draft ids to token")
+    refused(lambda: load_both(draft, target), "d2t maps two draft ids to token")
     edit_weights(draft, lambda weights: weights.pop("d2t"))
-    refused(lambda: load_draft(draft, target), "'d2t'", "missing")
+    refused(lambda: load_both(draft, target), "'d2t'", "missing")
 
 
 def test_draft_weights_that_do_not_belong(draft: Path, target: Path) -> None:
     edit_weights(draft, lambda weights: weights.update({"midlayer.extra": torch.zeros(1)}))
-    refused(lambda: load_draft(draft, target), "'midlayer.extra'", "no parameter")
+    refused(lambda: load_both(draft, target), "'midlayer.extra'", "no parameter")
     edit_weights(draft, lambda weights: (weights.pop("midlayer.extra"), weights.pop("lm_head.weight")))
-    refused(lambda: load_draft(draft, target), "'lm_head.weight'", r"\[8, 32\]", r"\[16, 32\]")
+    refused(lambda: load_both(draft, target), "'lm_head.weight'", r"\[8, 32\]", r"\[16, 32\]")
 
 
 def test_a_target_loaded_for_another_draft(draft: Path, target: Path) -> None:
     wrong = load_target(target, capture=(0, 1, 2), **LOADING)
-    refused(lambda: load_eagle3(draft, wrong, **LOADING), r"capture=\(2, 2, 1\)")
+    refused(lambda: load_draft(draft, wrong, **LOADING), r"capture=\(2, 2, 1\)")
 
 
 def test_a_broken_bin(draft: Path, target: Path) -> None:
     (draft / "model.safetensors").unlink()
     (draft / "pytorch_model.bin").write_bytes(b"PK\x03\x04 nothing")
-    refused(lambda: load_draft(draft, target), "pytorch_model.bin is truncated or corrupt")
+    refused(lambda: load_both(draft, target), "pytorch_model.bin is truncated or corrupt")
 
 
 def test_a_draft_of_another_layer_type_is_refused_and_its_window_is_honoured(tmp_path):
@@ -220,6 +224,6 @@ def test_a_draft_of_another_layer_type_is_refused_and_its_window_is_honoured(tmp
     config = read_config(target)
     strange = make_eagle3(tmp_path / "strange", target, model_type="gemma3_text")
     with pytest.raises(EspalierError, match="model_type 'gemma3_text' is not supported"):
-        read_eagle3(strange, config)
+        read_draft(strange, config)
     windowed = make_eagle3(tmp_path / "windowed", target, sliding_window=8)
-    assert read_eagle3(windowed, config).layer.windows == (8,)
+    assert read_draft(windowed, config).layer.windows == (8,)

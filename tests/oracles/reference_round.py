@@ -13,7 +13,7 @@ from torch import Tensor
 from espalier.cache.geometry import LayerGeometry
 from espalier.kernels.rope import Turn
 from espalier.models.base import CausalLM
-from espalier.models.eagle3 import Eagle3Draft
+from espalier.models.draft import DraftModel
 from espalier.request import Request
 from tests.oracles.dense import DenseAttend, heads_of
 from tests.oracles.plain_sampling import draft_scores, plain_pick
@@ -60,7 +60,7 @@ class Reference:
     """Target and draft (None: n-gram or nothing), asked from scratch.  Passes over one token list are kept, as they are
     pure."""
 
-    def __init__(self, target: CausalLM, draft: Eagle3Draft | None = None):
+    def __init__(self, target: CausalLM, draft: DraftModel | None = None):
         self.target = target
         self.draft = draft
         self._scratch: list[Scratch] = []
@@ -86,11 +86,12 @@ class Reference:
         logits = self.target.logits(out.hidden)[0]
         if self.draft is None:
             return Scratch(tokens, layers, logits, [], torch.empty(0))
-        assert out.captured is not None
+        read = {"captured": out.captured, "hidden": out.hidden}[self.draft.spec.reads]
         behind = DenseAttend(self.draft.geometry)
         positions = torch.arange(len(tokens) - 1)[None]
-        handed_on = self.draft(row[:, 1:], self.draft.fuse(out.captured[:, :-1]), positions, behind).hidden
-        return Scratch(tokens, layers, logits, [(behind.keys[0][0], behind.values[0][0])], handed_on[0])
+        handed_on = self.draft(row[:, 1:], self.draft.fuse(read[:, :-1]), positions, behind).hidden
+        drafted = [(behind.keys[i][0], behind.values[i][0]) for i in range(len(self.draft.geometry))]
+        return Scratch(tokens, layers, logits, drafted, handed_on[0])
 
     def plain(self, request: Request) -> "Plain":
         """Plain decoding of a request, kept by what decides its tokens."""
@@ -113,13 +114,14 @@ class Reference:
 
         Sort key (score, level, place in the level), written out: a list is sorted, nothing is assumed of ties.
         """
-        propose = {"eagle3": self.eagle_candidates, "ngram": self.ngram_candidates, "none": lambda *_: []}[algorithm]
+        without_files = {"ngram": self.ngram_candidates, "none": lambda *_: []}
+        propose = without_files.get(algorithm, self.draft_candidates)
         pool = [c for c in propose(request, tokens, steps, topk) if c.score > -np.inf]
         best = sorted(range(len(pool)), key=lambda i: (-pool[i].score, pool[i].depth, i))[: nodes - 1]
         return [pool[i] for i in sorted(best)]
 
     @torch.inference_mode()
-    def eagle_candidates(self, request: Request, tokens: Sequence[int], steps: int, topk: int) -> list[Node]:
+    def draft_candidates(self, request: Request, tokens: Sequence[int], steps: int, topk: int) -> list[Node]:
         """Every candidate of every level: each beam's topk children, the topk best of a level being the next beams."""
         assert self.draft is not None
         root = self.scratch(tokens).out[len(tokens) - 2]
@@ -135,9 +137,9 @@ class Reference:
 
     def _children(self, request: Request, tokens: Sequence[int], beam: Beam, topk: int) -> list[Node]:
         assert self.draft is not None
-        ids = range(self.draft.config.draft_vocab) if self.draft.d2t is None else self.draft.d2t.tolist()
+        ids = range(self.draft.spec.vocab_size) if self.draft.d2t is None else self.draft.d2t.tolist()
         path = beam.node.path
-        scores = draft_scores(self.draft.logits(self.draft.again(beam.outs[-1])), ids, request, (*tokens, *path))
+        scores = draft_scores(self.draft.logits(self.draft.output_of(beam.outs[-1])), ids, request, (*tokens, *path))
         best = sorted(scores, key=lambda token: (-scores[token], token))[:topk]
         return [Node((*path, token), beam.node.score + min(scores[token], np.float32(0))) for token in best]
 

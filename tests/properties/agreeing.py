@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from espalier.engine.engine import Engine
-from espalier.models.eagle3 import DraftOutput
-from espalier.speculate.drafters.eagle3 import Eagle3Drafter
+from espalier.models.draft import DraftOutput
+from espalier.speculate.drafters.autoregressive import AutoregressiveDrafter
 from tests.oracles.reference_round import Reference
 
 
@@ -32,7 +32,7 @@ class AgreeingDraft:
 def agree(engine: Engine, reference: Reference) -> None:
     """From now on the engine's draft scores children by the target's own logits along their path."""
     drafter = engine.executor.round.drafter
-    assert isinstance(drafter, Eagle3Drafter)
+    assert isinstance(drafter, AutoregressiveDrafter)
     draft = AgreeingDraft(drafter.draft)
     propose, children = drafter.propose, drafter._children
     under: list[list[int]] = []

@@ -134,14 +134,14 @@ def unplanted(monkeypatch) -> Callable[[Collection[str]], None]:
 
 
 def test_the_environment_plants_a_fault_once(monkeypatch, caplog, unplanted):
-    from espalier.speculate.drafters import eagle3
+    from espalier.speculate.drafters import autoregressive
 
     unplanted(["wrong-ancestor"])
     monkeypatch.delenv("ESPALIER_FAULT", raising=False)
     assert plant_from_environment() is None
     monkeypatch.setenv("ESPALIER_FAULT", "wrong-ancestor")
     assert plant_from_environment() is FAULTS["wrong-ancestor"]
-    planted = eagle3.grow
-    assert plant_from_environment() is FAULTS["wrong-ancestor"] and eagle3.grow is planted
+    planted = autoregressive.grow
+    assert plant_from_environment() is FAULTS["wrong-ancestor"] and autoregressive.grow is planted
     assert [record.levelname for record in caplog.records] == ["WARNING"] and "wrong on purpose" in caplog.text
     assert caught(held.PROPOSAL)

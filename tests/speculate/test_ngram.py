@@ -4,12 +4,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from espalier.speculate.drafters.ngram import best_matches, continuation
+from espalier.kernels.ngram import find_matches
+from espalier.speculate.drafters.ngram import continued_at
 from tests.oracles.reference_round import Reference, matched
 
 VOCAB = 3
 WIDTH = 24
 histories = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=16)
+
+
+def best_matches(table: torch.Tensor, root: torch.Tensor, topk: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return find_matches(table, torch.arange(len(table)), root, topk)
 
 
 def padded(rows: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -22,7 +27,7 @@ def padded(rows: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
 
 @given(st.lists(histories, min_size=1, max_size=3), st.integers(1, 5))
 def test_the_longest_and_latest_match_for_each_next_token(rows, topk):
-    lengths, ends = best_matches(*padded(rows), topk, VOCAB)
+    lengths, ends = best_matches(*padded(rows), topk)
     for tokens, got_lengths, got_ends in zip(rows, lengths.tolist(), ends.tolist(), strict=True):
         found: dict[int, tuple[int, int]] = {}
         for end in range(len(tokens) - 1):
@@ -42,17 +47,17 @@ def test_a_match_goes_on_around_its_period(tokens, data):
     for level in range(1, 9):
         # What stood `period` back is said again, drafted tokens included.
         whole.append(whole[len(whole) - (len(tokens) - 1 - end)])
-        got = continuation(table, torch.tensor([[end]]), root, level)
+        got = table.gather(1, continued_at(torch.tensor([[end]]), root, level))
         assert got.tolist() == [[whole[len(tokens) - 1 + level]]]
 
 
 def test_no_history_before_the_root_finds_nothing():
-    assert best_matches(*padded([[1]]), 4, VOCAB)[0].tolist() == [[0, 0, 0, 0]]
+    assert best_matches(*padded([[1]]), 4)[0].tolist() == [[0, 0, 0, 0]]
     assert Reference.ngram_candidates(None, [1], 3, 4) == []
 
 
 def test_an_empty_batch_is_legal():
     table = torch.zeros(0, WIDTH, dtype=torch.int64)
-    lengths, ends = best_matches(table, table[:, 0], 4, VOCAB)
+    lengths, ends = best_matches(table, table[:, 0], 4)
     assert lengths.shape == ends.shape == (0, 4)
-    assert continuation(table, ends, table[:, 0], 2).shape == (0, 4)
+    assert continued_at(ends, table[:, 0], 2).shape == (0, 4)

@@ -1,11 +1,26 @@
-"""Drafters by the name that users give."""
+"""Drafters, and the formats in which their models are stored."""
 
-from espalier.speculate.drafters.base import Drafter, NoDrafter
-from espalier.speculate.drafters.eagle3 import Eagle3Drafter
-from espalier.speculate.drafters.ngram import NgramDrafter
+from espalier.speculate.drafters.base import Drafter, DraftFormat
+from espalier.speculate.drafters.registry import (
+    DRAFT_FORMATS,
+    WITHOUT_FILES,
+    algorithms,
+    draft_algorithm,
+    format_of,
+    load_draft,
+    make_drafter,
+    read_draft,
+)
 
-DRAFTERS: dict[str, type[NoDrafter] | type[NgramDrafter] | type[Eagle3Drafter]] = {
-    drafter.algorithm: drafter for drafter in (Eagle3Drafter, NgramDrafter, NoDrafter)
-}
-
-__all__ = ["DRAFTERS", "Drafter", "Eagle3Drafter", "NgramDrafter", "NoDrafter"]
+__all__ = [
+    "DRAFT_FORMATS",
+    "WITHOUT_FILES",
+    "DraftFormat",
+    "Drafter",
+    "algorithms",
+    "draft_algorithm",
+    "format_of",
+    "load_draft",
+    "make_drafter",
+    "read_draft",
+]

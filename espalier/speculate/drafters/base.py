@@ -1,25 +1,29 @@
-"""What a drafter is: two verbs and a declaration."""
+"""What a drafter is, and what a format of drafts on disk is."""
 
-from collections.abc import Mapping
-from typing import Protocol, Self
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, Self
 
 from torch import Tensor
 
+from espalier.attention import Backend
+from espalier.cache.geometry import LayerGeometry
+from espalier.cache.kv import Pages
 from espalier.layout import RoundLayout
+from espalier.models.base import CausalLM
+from espalier.models.config import ModelConfig, Raw
+from espalier.models.draft import DraftConfig, DraftModel, DraftSpec
+from espalier.models.weights import Weights
 from espalier.slots import Slots
 from espalier.speculate.draws import Draws
 from espalier.speculate.tree import Tree, root_only
 
 
 class Drafter(Protocol):
-    """algorithm: the name users give; layers: draft layers kept in pages; hidden_from: whose hidden feeds layer k at
-    token q, "target" (the target's at q - k), "chain" (layer k - 1's at q - 1) or None; carried: what a slot hands from
-    launch to launch, shapes by name."""
+    """Grows trees, and takes in what was decided of them.  spec: its declaration."""
 
-    algorithm: str
-    layers: int
-    hidden_from: str | None
-    carried: Mapping[str, tuple[int, ...]]
+    spec: DraftSpec
 
     def sized(self, layout: RoundLayout) -> Self:
         """The same drafter, in the same buffers, for trees of a layout that these hold (RoundLayout.at)."""
@@ -29,10 +33,11 @@ class Drafter(Protocol):
         """Grow a tree under each slot's root."""
         ...
 
-    def extend(self, slots: Slots, captured: Tensor | None, length: Tensor) -> None:
+    def extend(self, slots: Slots, read: Tensor | None, length: Tensor) -> None:
         """Take in tokens n+1 .. n+length, already in the history.
 
-        captured: [B, W, features] of the target at tokens n .. n+W-1, None if nothing is; length: [B], up to W.
+        read: [B, W, F], what `spec.reads` names of the target at tokens n .. n+W-1, None if nothing is; length: [B], up
+        to W.
         """
         ...
 
@@ -40,10 +45,10 @@ class Drafter(Protocol):
 class NoDrafter:
     """Plain decoding: the tree is its root."""
 
-    algorithm = "none"
-    layers = 0
-    hidden_from: str | None = None
-    carried: Mapping[str, tuple[int, ...]] = {}
+    spec = DraftSpec("none")
+
+    def __init__(self, layout: RoundLayout):
+        """layout: of every drafter's; this one needs nothing of it."""
 
     def sized(self, layout: RoundLayout) -> Self:
         return self
@@ -51,5 +56,50 @@ class NoDrafter:
     def propose(self, slots: Slots, draws: Draws) -> Tree:
         return root_only(slots.root)
 
-    def extend(self, slots: Slots, captured: Tensor | None, length: Tensor) -> None:
+    def extend(self, slots: Slots, read: Tensor | None, length: Tensor) -> None:
         pass
+
+
+class MakeDrafter(Protocol):
+    def __call__(
+        self, draft: Any, layout: RoundLayout, pages: Pages, backend: Backend, geometry: Sequence[LayerGeometry]
+    ) -> Drafter:
+        """geometry: of all layers, the target's first; the draft's are the last."""
+        ...
+
+
+def no_explanation(raw: Raw, path: Path) -> str | None:
+    return None
+
+
+@dataclass(frozen=True)
+class DraftFormat:
+    """A form in which drafts are stored, from its config.json to the drafter that runs it.
+
+    algorithm: the name that users give, and that `DraftSpec.algorithm` repeats.
+    title: what refusals call such drafts, in the plural.
+    architectures, speculators_types: what config.json says of such a draft, in `architectures` (or, without it,
+    `model_type`), or in `speculators_model_type`, which then decides alone.
+    read: (directory, config.json, the target's config) -> a config that fits this target.  Raises EspalierError.
+    make: (weights, config, the target, rows of position tables) -> a DraftModel that takes every weight.
+    drafter: makes what runs it.
+    explain: (config.json, directory) -> why a draft that no format takes is not supported, where this format's file
+    knows better than "unknown".
+    """
+
+    algorithm: str
+    title: str
+    architectures: tuple[str, ...]
+    speculators_types: tuple[str, ...]
+    read: Callable[[Path, Raw, ModelConfig], DraftConfig]
+    make: Callable[[Weights, Any, CausalLM, int], DraftModel]
+    drafter: MakeDrafter
+    explain: Callable[[Raw, Path], str | None] = no_explanation
+
+    def takes(self, raw: Raw) -> bool:
+        declared = raw.get("speculators_model_type")
+        return architecture_of(raw) in self.architectures if declared is None else declared in self.speculators_types
+
+
+def architecture_of(raw: Raw) -> str | None:
+    return (raw.get("architectures") or [raw.get("model_type")])[0]

@@ -1,144 +1,17 @@
-"""EAGLE-3 (Li et al. 2025, arXiv 2503.01840): one layer over fused features of the target grows the tree.
+"""EAGLE-3 heads (Li et al. 2025, arXiv 2503.01840), in SafeAILab's and vLLM speculators' form."""
 
-Row q of the draft stands under token q and is computed from it and the feature of token q-1, with rotary position q-1
-as trained; row 0 does not exist.  Within a tree a beam reads its parent's output instead, and attends to its true
-ancestors.
-"""
+from espalier.models.eagle3 import make_eagle3
+from espalier.models.eagle3_config import ARCHITECTURES, explain_earlier, read_eagle3
+from espalier.speculate.drafters.autoregressive import AutoregressiveDrafter
+from espalier.speculate.drafters.base import DraftFormat
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Self
-
-import torch
-from torch import Tensor
-
-from espalier.attention import Attention, Backend, Nodes, Prefix
-from espalier.attention.staged import Decided, Undecided
-from espalier.cache.geometry import LayerGeometry
-from espalier.cache.kv import Pages, Staging
-from espalier.kernels.grow import grow
-from espalier.kernels.slots import Chain, carry, chain
-from espalier.layout import RoundLayout
-from espalier.models.eagle3 import DraftOutput, Eagle3Draft
-from espalier.sampling.shape import Above
-from espalier.slots import Slots
-from espalier.speculate.draws import Draws
-from espalier.speculate.tree import Pool, Tree, root_only
-
-FIRST_ROW = 1
-
-
-@dataclass(frozen=True)
-class Beams:
-    """Draft rows of one level: scores [B, K]; parents [B, K], the rows of the level before that they continue; above,
-    the tokens of all rows so far, this level's last, and the words of those, its own included, that each stands on."""
-
-    scores: Tensor
-    parents: Tensor
-    above: Above
-
-
-@dataclass(frozen=True)
-class Rows:
-    """What the draft rows of every level share, level by level.  positions [B, beam_rows] in the pages, and turned, by
-    which they are rotated; tokens [B, beam_rows], written as beams are chosen; prefix, which they hang from."""
-
-    positions: Tensor
-    turned: Tensor
-    tokens: Tensor
-    prefix: Prefix
-
-
-class Eagle3Drafter:
-    algorithm = "eagle3"
-    layers = 1
-    hidden_from: str | None = "target"
-
-    def __init__(
-        self,
-        draft: Eagle3Draft,
-        layout: RoundLayout,
-        pages: Pages,
-        backend: Backend,
-        geometry: Sequence[LayerGeometry],
-        staging: Staging | None = None,
-    ):
-        """geometry: of all layers, the target's first; the draft's are the last.  staging: of a layout that holds this
-        one; by default its own."""
-        self.draft = draft
-        self.layout = layout
-        self.pages = pages
-        self.backend = backend
-        self.geometry = geometry
-        self.first_layer = len(geometry) - self.layers
-        layers = range(self.first_layer, len(geometry))
-        # Of the rows of every level, level by level.
-        self.depths = torch.arange(layout.beam_rows, device=pages.device) // layout.topk + 1
-        # The root's own score.
-        self.sure = torch.zeros(layout.max_batch, 1, device=pages.device)
-        self.staging = staging or Staging(geometry, layers, layout.staged_beams, pages.dtype, pages.device)
-        self.others: dict[RoundLayout, Self] = {}
-        self.carried: Mapping[str, tuple[int, ...]] = {"hidden": (draft.hidden_size,)}
-
-    def sized(self, layout: RoundLayout) -> Self:
-        # Made once, at a first launch, so that a captured one finds what follows from the layout.
-        if layout not in self.others:
-            made = type(self)(self.draft, layout, self.pages, self.backend, self.geometry, self.staging)
-            self.others[layout] = made
-        return self.others[layout]
-
-    def propose(self, slots: Slots, draws: Draws) -> Tree:
-        if self.layout.num_draft_tokens == 1:
-            return root_only(slots.root)
-        positions = slots.prefix_len[:, None] + self.depths
-        rows = Rows(positions, positions - FIRST_ROW, torch.empty_like(positions), self._prefix(slots))
-        pool, out, beams = Pool(self.layout.topk), self.draft.again(slots.carried("hidden")[:, None]), None
-        for level in range(1, self.layout.steps + 1):
-            tokens, scores = self._children(out, draws, level, beams)
-            pool.add(tokens, scores)
-            if level < self.layout.steps:
-                places, beams = self._next_beams(tokens, scores, rows, beams, level)
-                pool.keep(places)
-                out = self._run(out, rows, beams, level)
-        return pool.select(slots.root, self.layout.num_draft_tokens)
-
-    def _children(self, out: DraftOutput, draws: Draws, level: int, beams: Beams | None) -> tuple[Tensor, Tensor]:
-        """The topk best continuations of each row of `out`, [B, Q]: target ids and path scores [B, Q, K]."""
-        above = None if beams is None else beams.above
-        so_far = self.sure[: out.hidden.shape[0]] if beams is None else beams.scores
-        return draws.children(self.draft.logits(out), self.draft.d2t, level - 1, so_far, self.layout.topk, above)
-
-    def _next_beams(
-        self, tokens: Tensor, scores: Tensor, rows: Rows, beams: Beams | None, level: int
-    ) -> tuple[Tensor, Beams]:
-        """The topk best candidates of a level, by their places [B, K], and the beams that they become."""
-        words = None if beams is None else beams.above.words
-        at, end = self.layout.beams_above(level), self.layout.beams_above(level + 1)
-        grown = grow(tokens, scores, words, rows.tokens, at, self.layout.beam_words)
-        return grown.places, Beams(grown.scores, grown.parents, Above(rows.tokens[:, :end], grown.words))
-
-    def _run(self, out: DraftOutput, rows: Rows, beams: Beams, level: int) -> DraftOutput:
-        """One draft forward over the beams [B, K] of depth `level`, which continue rows of `out`."""
-        at, end = self.layout.beams_above(level), self.layout.beams_above(level + 1)
-        nodes = Nodes(rows.positions[:, at:end], rows.positions[:, :end], beams.above.words)
-        attend = Undecided(self._plan(rows.prefix, nodes), self.staging, self.layout.beam_rows, at, self.first_layer)
-        return self.draft(beams.above.tokens[:, at:end], out.hidden, rows.turned[:, at:end], attend, beams.parents)
-
-    def extend(self, slots: Slots, captured: Tensor | None, length: Tensor) -> None:
-        assert captured is not None
-        positions, tokens, rows = extend_rows(slots, length, captured.shape[1])
-        attend = Decided(self._plan(self._prefix(slots), Nodes.chain(positions)), rows, self.first_layer)
-        out = self.draft(tokens, self.draft.fuse(captured), positions - FIRST_ROW, attend)
-        carry(slots, "hidden", out.hidden, length)
-
-    def _prefix(self, slots: Slots) -> Prefix:
-        """The draft's committed rows: those of tokens 1 .. n, the root's own included."""
-        return Prefix(slots.page_table, slots.num_tokens, FIRST_ROW)
-
-    def _plan(self, prefix: Prefix, nodes: Nodes) -> Attention:
-        return self.backend.plan(self.pages, self.geometry, prefix, nodes)
-
-
-def extend_rows(slots: Slots, length: Tensor, width: int) -> Chain:
-    """The rows under tokens n+1 .. n+length; those past length were not decided, and are not kept."""
-    return chain(slots, 1, length, width)
+FORMAT = DraftFormat(
+    algorithm="eagle3",
+    title="EAGLE-3 heads",
+    architectures=ARCHITECTURES,
+    speculators_types=("eagle3",),
+    read=read_eagle3,
+    make=make_eagle3,
+    drafter=AutoregressiveDrafter,
+    explain=explain_earlier,
+)

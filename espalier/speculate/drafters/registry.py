@@ -1,0 +1,102 @@
+"""The formats of drafts that exist, keyed by what config.json says, and the drafters that need no files."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+
+import torch
+
+from espalier.attention import Backend
+from espalier.cache.geometry import LayerGeometry
+from espalier.cache.kv import Pages
+from espalier.errors import EspalierError
+from espalier.layout import RoundLayout
+from espalier.models.base import CausalLM
+from espalier.models.config import ModelConfig, Raw, read_json
+from espalier.models.draft import DraftConfig, DraftModel
+from espalier.models.weights import Weights
+from espalier.speculate.drafters import eagle3
+from espalier.speculate.drafters.base import Drafter, DraftFormat, NoDrafter, architecture_of
+from espalier.speculate.drafters.ngram import NgramDrafter
+
+# By algorithm.  A format outside this package adds its own: DRAFT_FORMATS[FORMAT.algorithm] = FORMAT.
+DRAFT_FORMATS: dict[str, DraftFormat] = {module.FORMAT.algorithm: module.FORMAT for module in (eagle3,)}
+WITHOUT_FILES: Mapping[str, type[NgramDrafter] | type[NoDrafter]] = MappingProxyType(
+    {drafter.spec.algorithm: drafter for drafter in (NgramDrafter, NoDrafter)}
+)
+
+
+def algorithms() -> tuple[str, ...]:
+    """The names that users may give."""
+    return (*DRAFT_FORMATS, *WITHOUT_FILES)
+
+
+def format_of(raw: Raw, path: Path) -> DraftFormat:
+    """The format of the draft at `path` by its config.json.  Raises EspalierError with the list of those that exist."""
+    for known in DRAFT_FORMATS.values():
+        if known.takes(raw):
+            return known
+    supported = "; ".join(f"{known.title} ({', '.join(known.architectures)})" for known in DRAFT_FORMATS.values())
+    raise EspalierError(f"{path}: {_why_unknown(raw, path)}; supported are {supported}")
+
+
+def _why_unknown(raw: Raw, path: Path) -> str:
+    declared = raw.get("speculators_model_type")
+    if declared is not None:
+        return f"speculators_model_type {declared!r} is not supported"
+    for known in DRAFT_FORMATS.values():
+        if (reason := known.explain(raw, path)) is not None:
+            return reason
+    return f"architecture {architecture_of(raw)!r} is no draft that is known"
+
+
+def draft_algorithm(path: Path) -> str:
+    """What runs the draft in this directory.  Raises EspalierError."""
+    return format_of(read_json(path / "config.json"), path).algorithm
+
+
+def read_draft(path: Path | str, target: ModelConfig) -> DraftConfig:
+    """Parse and check a draft's config.json against its target's, before either is loaded.
+
+    Raises EspalierError: a format that does not exist here, or a draft that does not fit this target.
+    """
+    path = Path(path)
+    raw = read_json(path / "config.json")
+    return format_of(raw, path).read(path, raw, target)
+
+
+def load_draft(
+    path: Path | str, target: CausalLM, *, dtype: torch.dtype, device: torch.device | str, position_rows: int
+) -> DraftModel:
+    """Read a draft for `target`, whose `capture` must be what `read_draft(path, target.config).spec` says.
+
+    Raises EspalierError naming what does not fit.
+    """
+    path = Path(path)
+    config = read_draft(path, target.config)
+    if target.capture != config.spec.capture:
+        raise EspalierError(
+            f"{path} fuses the inputs of target layers {config.spec.capture}, the target was loaded to capture "
+            f"{target.capture}; load it with capture={config.spec.capture}"
+        )
+    weights = Weights(path, dtype, device, allow_bin=True)
+    return DRAFT_FORMATS[config.spec.algorithm].make(weights, config, target, position_rows)
+
+
+def make_drafter(
+    algorithm: str,
+    draft: DraftModel | None,
+    layout: RoundLayout,
+    pages: Pages,
+    backend: Backend,
+    geometry: Sequence[LayerGeometry],
+) -> Drafter:
+    """geometry: of all layers, the target's first; the draft's are the last.
+
+    Raises EspalierError where the algorithm needs a draft and there is none.
+    """
+    if algorithm in WITHOUT_FILES:
+        return WITHOUT_FILES[algorithm](layout)
+    if draft is None:
+        raise EspalierError(f"algorithm={algorithm!r} needs a draft, and none is loaded; give draft=")
+    return DRAFT_FORMATS[algorithm].drafter(draft, layout, pages, backend, geometry)

@@ -1,0 +1,56 @@
+"""The lookup of n-grams: the kernel against its reference, which tests/speculate/test_ngram.py holds against a search,
+exactly."""
+
+import pytest
+import torch
+
+import espalier.kernels.ngram as ngram
+from espalier.errors import EspalierError
+from espalier.kernels.ngram import find_matches, find_matches_reference, find_matches_triton, longest_known
+from tests.kernels.treeing import poisoned, random
+
+
+def drawn(batch, width, vocab, seed=0):
+    """Texts of every length, in rows that stand in another order, what must not be read behind them: a token that
+    occurs everywhere."""
+    generator = random(seed)
+    history = torch.randint(0, vocab, (batch + 2, width), generator=generator)
+    root = torch.randint(0, width, (batch, 2), generator=generator)
+    root[:1], root[1:2] = width - 1, 0
+    index = (torch.randperm(batch + 1, generator=generator) + 1)[:batch]
+    for row, end in zip(index, root[:, 0], strict=True):
+        history[row, end + 1 :] = history[row, end]
+    return history, index, root[:, 0]
+
+
+SMALL = [(0, 9, 3, 2), (1, 1, 2, 1), (3, 17, 2, 4), (4, 40, 3, 8), (3, 70, 40, 3), (5, 33, 2, 5)]
+LARGE = [(64, 32768, 50, 8), (3, 131072, 2000, 4), (8, 5000, 3, 64)]
+
+
+@pytest.mark.parametrize("case", [*SMALL, *(pytest.param(c, marks=pytest.mark.gpu) for c in LARGE)], ids=str)
+def test_kernel_is_the_reference(kernel_device, case, monkeypatch):
+    batch, width, vocab, topk = case
+    if case in SMALL:
+        # So that a text has several blocks, and some end between two.
+        monkeypatch.setattr(ngram, "BLOCK", 16)
+    given = drawn(batch, width, vocab)
+    with poisoned():
+        found = find_matches_triton(*(value.to(kernel_device) for value in given), topk)
+    expected = find_matches_reference(*given, topk)
+    assert all(torch.equal(got.cpu(), value) for got, value in zip(found, expected, strict=True))
+
+
+def test_the_context_changes_nothing_and_is_not_looked_at():
+    history, index, root = drawn(4, 40, 3)
+    assert longest_known(root) == int(root.max()) + 1
+    wide = torch.cat((history, torch.full((len(history), 500), int(history.max()))), 1)
+    for got, value in zip(find_matches(wide, index, root, 4), find_matches(history, index, root, 4), strict=True):
+        assert torch.equal(got, value)
+
+
+def test_sizes_that_disagree_are_refused(kernel_device):
+    history, index, root = (value.to(kernel_device) for value in drawn(3, 9, 2))
+    with pytest.raises(EspalierError, match="find_matches: root"):
+        find_matches_triton(history, index, root[1:], 2)
+    with pytest.raises(EspalierError, match="find_matches: history"):
+        find_matches_triton(history.int(), index, root, 2)

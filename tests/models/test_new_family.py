@@ -1,0 +1,52 @@
+"""A model family that only this file knows: its declaration is registered here, and nothing else is touched."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from espalier.config import EngineConfig
+from espalier.engine import load
+from espalier.errors import EspalierError
+from espalier.models import load_target
+from espalier.models.config import Family, full_attention
+from espalier.models.loading import FAMILIES
+from tests.builders import make_target
+from tests.oracles.dense import DenseAttend
+
+FAMILY = Family(
+    architecture="HazelForCausalLM",
+    model_type="hazel",
+    # Nothing else says that this family's attention has biases, and that its heads are of a size of their own.
+    defaults={"max_position_embeddings": 64, "rms_norm_eps": 1e-6, "hidden_act": "silu", "num_key_value_heads": 2},
+    qkv_bias=lambda full: True,
+    out_bias=lambda full: True,
+    windows=full_attention,
+)
+
+
+def rename(path: Path) -> Path:
+    """A Llama checkpoint with biases as one of the new family, which leaves out what its defaults say."""
+    raw = json.loads((path / "config.json").read_text())
+    raw |= {"architectures": [FAMILY.architecture], "model_type": FAMILY.model_type}
+    for name in ("attention_bias", "num_key_value_heads", "max_position_embeddings", "rms_norm_eps"):
+        del raw[name]
+    (path / "config.json").write_text(json.dumps(raw))
+    return path
+
+
+def test_a_family_is_added_by_its_declaration(tmp_path, monkeypatch):
+    path = make_target(tmp_path / "model", attention_bias=True)
+    tokens = torch.randint(0, 16, (1, 12), generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        expected = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)(tokens).logits
+    rename(path)
+    with pytest.raises(EspalierError, match="'HazelForCausalLM' is not supported; supported are LlamaForCausalLM"):
+        load.find(EngineConfig(model=path))
+    monkeypatch.setitem(FAMILIES, FAMILY.architecture, FAMILY)
+    assert load.find(EngineConfig(model=path)).target.max_position == 64
+    target = load_target(path, dtype=torch.float64, device="cpu", position_rows=64)
+    out = target(tokens, torch.arange(12)[None], DenseAttend(target.geometry))
+    assert (target.logits(out.hidden) - expected).abs().max() < 1e-5

@@ -1,0 +1,283 @@
+"""A draft of two layers that only this file knows: its format is registered here, and every property holds of it.
+
+Nothing of the package names it, so what sizes its rows, feeds it and runs it are its declaration alone.
+"""
+
+import atexit
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from shutil import rmtree
+from tempfile import mkdtemp
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from espalier.config import EngineConfig, SpeculationConfig
+from espalier.engine import load
+from espalier.errors import EspalierError
+from espalier.kernels.rope import Turn
+from espalier.layout import TreeShape
+from espalier.models import CausalLM, DraftModel, DraftOutput, DraftSpec, ModelConfig, load_target, read_config
+from espalier.models.base import Attend
+from espalier.models.config import Raw, parse
+from espalier.models.layers.linear import Linear
+from espalier.models.layers.rope import RopeTables
+from espalier.models.loading import FAMILIES, geometry_of, load_layer
+from espalier.models.weights import Weights
+from espalier.request import Request, SamplingParams
+from espalier.speculate.drafters import DRAFT_FORMATS, DraftFormat, load_draft, read_draft
+from espalier.speculate.drafters.autoregressive import AutoregressiveDrafter
+from tests.harness import CPU, DTYPE, MAX_POSITIONS, Setup, directories, prompts, request, run
+from tests.oracles.reference_round import Reference
+from tests.properties.layouts import Cell, pairwise_cells
+from tests.properties.watch import PROPOSAL, Watch, run_watched
+
+NAME, ARCHITECTURE = "two-layer", "TwoLayerToyDraft"
+HIDDEN, DRAFT_WINDOW = 32, 5
+# What feeds the first layer: the inputs of two target layers, or the last hidden state before or after the final norm.
+READS = ("captured", "before_norm", "after_norm")
+
+
+@dataclass(frozen=True)
+class ToyConfig:
+    layer: ModelConfig
+    spec: DraftSpec
+
+
+def read(path: Path, raw: Raw, target: ModelConfig) -> ToyConfig:
+    layer = parse(raw, FAMILIES["LlamaForCausalLM"], path)
+    first, second = geometry_of(layer)
+    captures = {"captured": (0, 2), "before_norm": (target.num_layers,), "after_norm": ()}
+    spec = DraftSpec(
+        algorithm=NAME,
+        layers=(first, replace(second, window=raw["second_window"])),
+        reads="hidden" if raw["reads"] == "after_norm" else "captured",
+        capture=captures[raw["reads"]],
+        hidden_from="target",
+        reentry=1,
+        carried={"hidden": (layer.hidden_size,)},
+        vocab_size=raw["draft_vocab_size"],
+    )
+    return ToyConfig(layer, spec)
+
+
+class ToyDraft:
+    """join(embedding of token q, hidden that feeds it), then two decoder layers; what it hands on is not normed."""
+
+    def __init__(self, weights: Weights, config: ToyConfig, target: CausalLM, position_rows: int) -> None:
+        layer, self.spec, self.geometry = config.layer, config.spec, config.spec.layers
+        size, fed = layer.hidden_size, max(len(self.spec.capture), 1) * target.config.hidden_size
+        self.fuse = weights.linear("", ("fuse",), (size,), fed, False)
+        self.join = weights.linear("", ("join",), (size,), 2 * size, False)
+        self.layers = [load_layer(weights, layer, g, f"layers.{i}.") for i, g in enumerate(self.geometry)]
+        self.norm = weights.norm("norm", size, layer.rms_norm_eps)
+        self.rope = RopeTables(layer.rope, position_rows, weights.dtype, weights.device)
+        self.embed, self.head, self.d2t = target.embed, target.head, None
+        if self.spec.vocab_size != layer.vocab_size:
+            self.head = Linear(weights.take("lm_head.weight", self.spec.vocab_size, size))
+            self.d2t = weights.take_raw("d2t", self.spec.vocab_size)
+        weights.finish()
+
+    def __call__(
+        self, tokens: Tensor, hidden: Tensor, positions: Tensor, attend: Attend, parents: Tensor | None = None
+    ) -> DraftOutput:
+        shape = (tokens.shape[0], tokens.shape[1])
+        entered = self.embed(tokens, positions, self.rope)
+        if parents is not None:
+            hidden = hidden.gather(1, parents[..., None].expand(-1, -1, hidden.shape[2]))
+        x, added = self.join(torch.cat((entered.x, hidden.flatten(0, 1)), 1)), None
+        for i, block in enumerate(self.layers):
+            x, normed = block.attention_norm.after(added, x)
+            x, added = block(x, normed, Turn(entered.cos, entered.sin), attend, i, shape)
+        x, normed = self.norm.after(added, x)
+        return DraftOutput(x.unflatten(0, shape), normed.unflatten(0, shape))
+
+    def output_of(self, hidden: Tensor) -> DraftOutput:
+        return DraftOutput(hidden, self.norm(hidden))
+
+    def logits(self, out: DraftOutput) -> Tensor:
+        return self.head(out.normed)
+
+
+FORMAT = DraftFormat(
+    algorithm=NAME,
+    title="two-layer toys",
+    architectures=(ARCHITECTURE,),
+    speculators_types=("toy",),
+    read=read,
+    make=ToyDraft,
+    drafter=AutoregressiveDrafter,
+)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def registered() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(DRAFT_FORMATS, NAME, FORMAT)
+        yield
+
+
+def write(path: Path, target: Path, reads: str, draft_vocab: int | None) -> Path:
+    """A directory with random weights, float64, for the target at `target`."""
+    raw = json.loads((target / "config.json").read_text())
+    vocab = draft_vocab or raw["vocab_size"]
+    fields = {
+        **{name: raw[name] for name in ("vocab_size", "hidden_size", "intermediate_size", "max_position_embeddings")},
+        "architectures": [ARCHITECTURE],
+        "num_hidden_layers": 2,
+        "draft_vocab_size": vocab,
+        "reads": reads,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "second_window": DRAFT_WINDOW,
+    }
+    kv, inner = (16, HIDDEN), fields["intermediate_size"]
+    block = {
+        **{f"self_attn.{name}_proj": shape for name, shape in zip("qkvo", ((32, 32), kv, kv, (32, 32)), strict=True)},
+        "mlp.gate_proj": (inner, HIDDEN),
+        "mlp.up_proj": (inner, HIDDEN),
+        "mlp.down_proj": (HIDDEN, inner),
+        "input_layernorm": (HIDDEN,),
+        "post_attention_layernorm": (HIDDEN,),
+    }
+    shapes: dict[str, tuple[int, ...]] = {
+        **{f"layers.{i}.{name}": shape for i in range(2) for name, shape in block.items()},
+        "fuse": (HIDDEN, HIDDEN * (2 if reads == "captured" else 1)),
+        "join": (HIDDEN, 2 * HIDDEN),
+        "norm": (HIDDEN,),
+    }
+    if draft_vocab is not None:
+        shapes["lm_head"] = (draft_vocab, HIDDEN)
+    generator = torch.Generator().manual_seed(7)
+    weights = {f"{name}.weight": drawn(shape, generator) for name, shape in shapes.items()}
+    if draft_vocab is not None:
+        weights["d2t"] = torch.randperm(fields["vocab_size"], generator=generator)[:draft_vocab]
+    path.mkdir(parents=True)
+    (path / "config.json").write_text(json.dumps(fields))
+    save_file(weights, path / "model.safetensors")
+    return path
+
+
+def drawn(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Wide, so that logits spread; norms around 1."""
+    values = torch.randn(shape, generator=generator, dtype=DTYPE)
+    return 1 + 0.2 * values if len(shape) == 1 else 1.3 * values / shape[1] ** 0.5
+
+
+@lru_cache
+def paths(family: str, window: int | None, draft_vocab: int | None, reads: str) -> tuple[Path, Path]:
+    root = Path(mkdtemp(prefix="espalier-toy-"))
+    atexit.register(rmtree, root, ignore_errors=True)
+    target, _ = directories(family, window=window)
+    return target, write(root / "draft", target, reads, draft_vocab)
+
+
+@lru_cache
+def toy_models(
+    family: str, window: int | None, draft_vocab: int | None, reads: str, position_rows: int
+) -> tuple[CausalLM, DraftModel]:
+    target_path, draft_path = paths(family, window, draft_vocab, reads)
+    how: dict[str, Any] = {"dtype": DTYPE, "device": CPU, "position_rows": position_rows}
+    target = load_target(target_path, capture=read_draft(draft_path, read_config(target_path)).spec.capture, **how)
+    return target, load_draft(draft_path, target, **how)
+
+
+@dataclass(frozen=True)
+class ToySetup(Setup):
+    algorithm: str = NAME
+    reads: str = "captured"
+
+    def models(self, position_rows: int = MAX_POSITIONS) -> tuple[CausalLM, DraftModel | None]:
+        if self.algorithm != NAME:
+            return super().models(position_rows)
+        return toy_models(self.family, self.window, self.draft_vocab, self.reads, position_rows)
+
+
+@lru_cache
+def reference(family: str, window: int | None, draft_vocab: int | None, reads: str) -> Reference:
+    return Reference(*toy_models(family, window, draft_vocab, reads, MAX_POSITIONS))
+
+
+def watched(setup: ToySetup) -> Watch:
+    return Watch(setup.engine(), NAME, reference(setup.family, setup.window, setup.draft_vocab, setup.reads))
+
+
+CELLS = [cell for cell in pairwise_cells() if cell.algorithm == "eagle3" and cell.page_size <= 256]
+
+
+@pytest.mark.parametrize(("cell", "reads"), [(cell, READS[i % 3]) for i, cell in enumerate(CELLS)], ids=str)
+def test_every_property_holds(cell: Cell, reads: str):
+    run_watched(watched(ToySetup(**{**vars(cell.setup), "algorithm": NAME, "reads": reads})), cell.traffic)
+
+
+SMALL = ToySetup(steps=3, topk=2, num_draft_tokens=9, page_size=2, max_batch=3, max_context=64, chunk_size=16)
+disturbed = pytest.mark.parametrize(("reads", "overlap"), [("captured", False), ("after_norm", True)])
+
+
+def asked(index: int, prompt: list[int], **style: Any) -> Request:
+    return request(index, prompt, SamplingParams(**{"temperature": 3.0, "max_tokens": 8, **style}))
+
+
+@disturbed
+@pytest.mark.parametrize("page_size", [1, 3])
+def test_a_prefix_hit_is_entered_again_for_both_layers(page_size, reads, overlap):
+    watch = watched(replace(SMALL, page_size=page_size, reads=reads, overlap=overlap))
+    trunk = prompts(29, [9])[0]
+    branches = [[*trunk[:kept], (trunk[kept] + 1) % 16, *trunk[kept + 1 :]] for kept in range(len(trunk))]
+    requests = [asked(i, prompt) for i, prompt in enumerate([trunk, *branches, trunk])]
+    run_watched(watch, requests[:1], last=False)
+    run_watched(watch, requests[1:])
+    assert sum(r.cached_tokens for r in requests) >= 9
+
+
+@disturbed
+def test_preempted_and_chunked_requests_are_as_if_undisturbed(reads, overlap):
+    watch = watched(replace(SMALL, reads=reads, overlap=overlap, num_pages=26, max_context=40))
+    style = {"max_tokens": 20, "presence_penalty": 0.6}
+    run_watched(watch, [asked(i, prompt, **style) for i, prompt in enumerate(prompts(31, [5, 19, 7, 12]))])
+    assert watch.engine.scheduler.num_preempted > 0
+
+
+def test_a_tree_a_batch():
+    setup = replace(SMALL, trees=((2, TreeShape(2, 2, 5)), (3, TreeShape(0, 1, 1))))
+    watch = watched(setup)
+    # The brute-force tree knows one shape; what is proposed in the others, the tokens and the rows show.
+    watch.properties -= {PROPOSAL}
+    run_watched(watch, [asked(i, p, max_tokens=6 + 5 * i) for i, p in enumerate(prompts(5, [4, 6, 5]))])
+
+
+def test_a_user_names_the_directory_alone():
+    """From config.json to text: found, sized, loaded and run by what the draft declares."""
+    target, draft = paths("llama", None, None, "captured")
+    config = EngineConfig(model=target, draft=draft, device="cpu", dtype="float64", max_context=64, num_pages=40)
+    found = load.find(config)
+    resolved = load.resolve_config(config, found)
+    assert (resolved.algorithm, resolved.reentry, len(found.spec.layers)) == (NAME, 1, 2)
+    engine, _ = load.build_engine(resolved, found, None)
+    ran, plain = ([request(i, prompt) for i, prompt in enumerate(prompts(3, [5, 9]))] for _ in range(2))
+    assert run(engine, ran).stats.accepted > 0
+    assert [r.output for r in ran] == run(SMALL.plain().engine(), plain).tokens
+
+
+def test_what_it_is_not_is_refused():
+    target, draft = paths("llama", None, None, "captured")
+    named = EngineConfig(model=target, draft=draft, speculation=SpeculationConfig(algorithm="eagle3"))
+    with pytest.raises(EspalierError, match="algorithm='eagle3' is asked for and the draft is for 'two-layer'"):
+        load.find(named)
+    with pytest.raises(EspalierError, match=r"no draft that is known; supported are EAGLE-3 .*; two-layer toys \(Two"):
+        load.find(EngineConfig(model=target, draft=target))
+
+
+@pytest.mark.parametrize("change", [{"reentry": 2}, {"hidden_from": "chain"}, {"carried": {}}, {"layers": ()}], ids=str)
+def test_a_form_that_no_drafter_runs_is_refused(change, monkeypatch):
+    _, draft = SMALL.models(SMALL.layout.position_rows)
+    monkeypatch.setattr(draft, "spec", replace(draft.spec, **change))
+    with pytest.raises(EspalierError, match="is run by no AutoregressiveDrafter"):
+        SMALL.engine()
