@@ -23,6 +23,7 @@ from espalier.errors import EspalierError
 from espalier.models import CausalLM, Eagle3Config, Eagle3Draft
 from espalier.models.eagle3 import make_eagle3
 from espalier.models.loading import make_target
+from espalier.models.weight_formats import all_dense
 from espalier.models.weights import INDEX, Weights
 
 # Saving holds a shard twice, as tensors and as bytes.
@@ -160,6 +161,7 @@ class Made(Weights):
         self.tensors = tensors
         self.dtype = tensors.dtype
         self.device = tensors.device
+        self.formats = all_dense
         self._loaded: Mapping[str, Tensor] = {}
         self._left = set(tensors.shapes)
 

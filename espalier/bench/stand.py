@@ -17,6 +17,7 @@ from espalier.engine.resolve import Facts, choose_algorithm, free_memory, layout
 from espalier.kernels.launch import chip
 from espalier.llm import LLM
 from espalier.models.loading import geometry_of
+from espalier.models.weights import WeightCount
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ class OfShape:
         draft = geometry_of(shape.draft_layer)[:1] if algorithm == "eagle3" else ()
         facts = Facts(
             free_bytes=free_memory(self.device),
-            num_weights=0,  # the cast stands already, or is no more than a rounding of what is free
+            weights=WeightCount(),  # the cast stands already, or is no more than a rounding of what is free
             stored_dtype=settings["dtype"],
             max_position=shape.target.max_position,
             geometry=(*geometry_of(shape.target), *draft),

@@ -20,6 +20,7 @@ from espalier.engine.trees import Machine, choose_trees
 from espalier.errors import EspalierError
 from espalier.kernels.launch import Chip, require_triton
 from espalier.layout import PLAIN, TREE_FIELDS, RoundLayout, TreeShape, max_draft_tokens
+from espalier.models.weights import WeightCount
 from espalier.speculate.drafters import DRAFTERS
 
 STEPS, TOPK, NUM_DRAFT_TOKENS = 5, 4, 16
@@ -52,13 +53,13 @@ DEFAULTS = {
 class Facts:
     """What is known of machine and model before anything is loaded.
 
-    free_bytes: memory of the device that nobody uses; num_weights: parameters of target and draft;
+    free_bytes: memory of the device that nobody uses; weights: of target and draft;
     stored_dtype: the checkpoint's own; geometry: of the target's layers, then the draft's; hidden_size, num_layers: of
     the target; chip: None on a CPU.
     """
 
     free_bytes: int
-    num_weights: int
+    weights: WeightCount
     stored_dtype: str | None
     max_position: int
     geometry: tuple[LayerGeometry, ...]
@@ -233,7 +234,7 @@ def _num_pages(config: EngineConfig, layout: RoundLayout, facts: Facts, dtype: t
     Counts the dummy page.  Raises EspalierError where not even one full context fits.
     """
     token = bytes_per_token(facts.geometry, dtype)
-    left = facts.free_bytes - facts.num_weights * dtype.itemsize - layout.verify_rows * token
+    left = facts.free_bytes - facts.weights.nbytes(dtype) - layout.verify_rows * token
     free = f"the free memory ({facts.free_bytes / 2**30:.1f} GiB, weights included)"
     page = layout.tokens_in(token)
     if isinstance(config.num_pages, int):
