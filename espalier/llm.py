@@ -4,6 +4,7 @@ import logging
 import os
 import signal
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -75,7 +76,8 @@ class LLM:
         self.tokenizer = self.intake.tokenizer
         self.generation_config = self.intake.facts.generation_config
         self.engine, self.config = build_engine(prepared.resolved, prepared.checkpoint, asked_pages)
-        self._waiting_pieces: dict[str, list[Piece]] = {}
+        # Where the pieces of a request go until whoever runs it reads them: one queue for each call.
+        self._unread: dict[str, deque[Piece]] = {}
         self._num_requests = 0
         self._warned = False
         self._closed = False
@@ -193,10 +195,10 @@ class LLM:
 
     # From requests to pieces
 
-    def _add(self, requests: list[Request]) -> None:
+    def _add(self, requests: list[Request], unread: deque[Piece]) -> None:
         prompts = requests[-1].arrival - requests[0].arrival + 1 if requests else 0
         for i, request in enumerate(requests):
-            self._waiting_pieces[request.id] = []
+            self._unread[request.id] = unread
             try:
                 with naming(request.arrival - requests[0].arrival, prompts):
                     self.engine.add(request)
@@ -207,17 +209,18 @@ class LLM:
 
     def _run(self, requests: list[Request]) -> Iterator[Piece]:
         """Queue all, then step until all are done; whoever leaves early aborts what is left."""
-        self._add(requests)
+        unread: deque[Piece] = deque()
+        self._add(requests, unread)
         try:
             # By pieces, not by requests: while whoever reads has a piece, others may step and bring the last one.
             left = len(requests)
             while left:
-                if not any(self._waiting_pieces[request.id] for request in requests):
+                if not unread:
                     self._step()
-                for request in requests:
-                    waiting, self._waiting_pieces[request.id] = self._waiting_pieces[request.id], []
-                    left -= sum(piece.finish_reason is not None for piece in waiting)
-                    yield from waiting
+                while unread:
+                    piece = unread.popleft()
+                    left -= piece.finish_reason is not None
+                    yield piece
         finally:
             self._abort([request for request in requests if not request.done])
             self._forget(requests)
@@ -227,8 +230,8 @@ class LLM:
         self._require_open()
         with _interrupt_deferred():
             for piece in self.step():
-                if piece.request_id in self._waiting_pieces:
-                    self._waiting_pieces[piece.request_id].append(piece)
+                if piece.request_id in self._unread:
+                    self._unread[piece.request_id].append(piece)
 
     def step(self) -> list[Piece]:
         """One engine step, for those who queue groups themselves."""
@@ -239,12 +242,12 @@ class LLM:
     def _abort(self, requests: list[Request]) -> None:
         for request in requests:
             self.engine.abort(request.id)
-        while not (self._closed or all(request.done for request in requests)):
+        while not self._closed and (requests := [request for request in requests if not request.done]):
             self._step()
 
     def _forget(self, requests: list[Request]) -> None:
         for request in requests:
-            self._waiting_pieces.pop(request.id, None)
+            self._unread.pop(request.id, None)
 
     def _warn_of_low_acceptance(self) -> None:
         totals = self.engine.totals

@@ -13,13 +13,14 @@ from espalier.engine.threads import ThreadFacts
 from espalier.errors import EspalierError
 from espalier.layout import max_draft_tokens
 from espalier.models import DraftSpec
+from espalier.models.weights import WeightCount
 from espalier.speculate.drafters import WITHOUT_FILES
 from tests.harness import directories
 
 CPU = torch.device("cpu")
 FACTS = Facts(
     free_bytes=4 * 2**30,
-    num_weights=10**7,
+    weights=WeightCount(num_cast=10**7),
     stored_dtype="bfloat16",
     max_position=2048,
     geometry=(LayerGeometry(4, 2, 64, 64),) * 17,
@@ -189,7 +190,7 @@ def test_pages_are_a_share_of_free_memory_and_no_more_than_can_be_used():
     layout = layout_of(plenty)
     assert plenty.num_pages == 1 + layout.max_batch * layout.table_width
     one_context = (1 + layout.table_width) * layout.page_size * TOKEN_BYTES
-    little = replace(FACTS, free_bytes=FACTS.num_weights * 4 + 16 * 8 * TOKEN_BYTES + 3 * one_context)
+    little = replace(FACTS, free_bytes=FACTS.weights.nbytes(torch.float32) + 16 * 8 * TOKEN_BYTES + 3 * one_context)
     scarce = resolved(little)
     assert 1 + layout.table_width <= scarce.num_pages < plenty.num_pages
 

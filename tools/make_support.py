@@ -9,6 +9,7 @@ from espalier.layout import MAX_PAGE_SIZE
 from espalier.models.config import NEUTRAL
 from espalier.models.loading import FAMILIES
 from espalier.models.rope_config import TYPES as ROPE_TYPES
+from espalier.models.weight_formats import FORMATS, QUANTISATION_FIELDS
 from espalier.request import SamplingParams
 from espalier.speculate.drafters import DRAFT_FORMATS, WITHOUT_FILES
 
@@ -61,11 +62,12 @@ def neutral() -> str:
         return "absent" if value is None else f"`{value}`"
 
     def row(name: str) -> list[str]:
-        values = NEUTRAL[name]
+        values = supported[name]
         distinct = [value for i, value in enumerate(values) if value not in values[:i]]  # 0 and 0.0 are one
         return [f"`{name}`", ", ".join(map(plain, distinct))]
 
-    return table(["field", "supported"], map(row, NEUTRAL))
+    supported = {**dict.fromkeys(QUANTISATION_FIELDS, tuple(FORMATS)), **NEUTRAL}
+    return table(["field", "supported"], map(row, supported))
 
 
 def render() -> str:

@@ -17,7 +17,7 @@ from torch import Tensor
 from espalier.bench.linears import ModelShape, Run, Weights, plain
 from espalier.bench.machine import require_gpu
 from espalier.bench.timing import SECONDS, TURNS, Ceilings, Stopwatch
-from espalier.kernels.choices import choices_for
+from espalier.kernels.choices import DENSE, choices_for
 from espalier.kernels.linear import linear
 
 # cuBLAS alone, ms, by shape, GPU and rows: what a run is held against, printed and never asserted.
@@ -143,5 +143,5 @@ class FloorBench:
 
 def in_force(x: Tensor, weight: Tensor) -> Tensor:
     """As the engine multiplies here."""
-    choices = choices_for(weight)
+    choices = choices_for((weight.shape[0], weight.shape[1]), DENSE, weight.dtype, weight)
     return plain(x, weight) if choices is None else linear(x, weight, None, choices.at(len(x)))

@@ -22,6 +22,7 @@ from espalier.bench.foundry_target import TargetTensors
 from espalier.errors import EspalierError
 from espalier.models import CausalLM, DraftModel
 from espalier.models.loading import make_target
+from espalier.models.weight_formats import all_dense
 from espalier.models.weights import INDEX, Weights
 
 # Saving holds a shard twice, as tensors and as bytes.
@@ -159,6 +160,7 @@ class Made(Weights):
         self.tensors = tensors
         self.dtype = tensors.dtype
         self.device = tensors.device
+        self.formats = all_dense
         self._loaded: Mapping[str, Tensor] = {}
         self._left = set(tensors.shapes)
 

@@ -18,6 +18,7 @@ from espalier.engine.threads import thread_facts
 from espalier.kernels.launch import chip
 from espalier.llm import LLM
 from espalier.models.loading import geometry_of
+from espalier.models.weights import WeightCount
 from espalier.speculate.drafters import WITHOUT_FILES
 
 
@@ -79,7 +80,7 @@ class OfShape:
             spec = WITHOUT_FILES[algorithm].spec
         facts = Facts(
             free_bytes=free_memory(self.device),
-            num_weights=0,  # the cast stands already, or is no more than a rounding of what is free
+            weights=WeightCount(),  # the cast stands already, or is no more than a rounding of what is free
             stored_dtype=settings["dtype"],
             max_position=shape.target.max_position,
             geometry=(*geometry_of(shape.target), *spec.layers),

@@ -5,7 +5,7 @@ holder is a running request or the prefix tree; a page is free when nobody holds
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 DUMMY_PAGE = 0
 
@@ -24,11 +24,15 @@ class PagePool:
     Pages freed last are handed out first, in the order in which they were held; at the start the lowest ids.  That
     costs O(1) a page, depends on nothing but the calls made, leaves memory that was never needed untouched, and keeps
     pages that follow one another together: attention copies their rows in one go (kernels/straight.py).
+
+    on_shared: called with (page, True) when a page gets its second holder, and with (page, False) when it is left with
+    one.
     """
 
     def __init__(self, num_pages: int):
         self.num_pages = num_pages
         self.num_released = 0
+        self.on_shared: Callable[[int, bool], None] | None = None
         self._references = [0] * num_pages
         self._free = list(range(num_pages - 1, DUMMY_PAGE, -1))
 
@@ -51,6 +55,8 @@ class PagePool:
         for page in pages:
             self._require_held(page, "shared")
             self._references[page] += 1
+            if self._references[page] == 2 and self.on_shared is not None:
+                self.on_shared(page, True)
 
     def release(self, pages: Iterable[int]) -> None:
         """Take a holder from each page; the last one frees it.  Raises PageDefect for a page that nobody holds.
@@ -63,6 +69,8 @@ class PagePool:
             self._references[page] -= 1
             if not self._references[page]:
                 self._free.append(page)
+            elif self._references[page] == 1 and self.on_shared is not None:
+                self.on_shared(page, False)
 
     def references(self, page: int) -> int:
         """How many hold the page; 0 for a free page and for the dummy."""

@@ -14,12 +14,17 @@ from espalier.cache.pages import DUMMY_PAGE, PageDefect, PagePool
 
 @dataclass(eq=False, slots=True)
 class Node:
-    """One cached page.  `used` is the clock's count at its last use: never before that of a node below it."""
+    """One cached page.
+
+    used: the clock's count at its last use, never before that of a node below it.
+    num_keepers: what keeps the node from eviction: each child that is kept, and one if requests hold the page.
+    """
 
     page: int
     key: tuple[int, ...] = ()
     parent: "Node | None" = None
     used: int = 0
+    num_keepers: int = 0
     children: dict[tuple[int, ...], "Node"] = field(default_factory=dict)
 
 
@@ -37,6 +42,8 @@ class PrefixTree:
         self._leaves: list[tuple[int, int]] = []
         self._queued: set[int] = set()
         self._clock = 0
+        self._num_kept = 0
+        pool.on_shared = self._page_shared
 
     def match(self, tokens: Sequence[int]) -> list[int]:
         """The longest run of cached pages that prefixes `tokens`, in order; counts as a use of them.
@@ -90,17 +97,12 @@ class PrefixTree:
 
     @property
     def evictable(self) -> int:
-        """How many pages `evict` could free now.  O(pages): counts change in the pool, unknown to the tree.
+        """How many pages `evict` could free now.
 
         A held page keeps its ancestors, also those that no request holds: a request whose own copy of a prefix was
         not taken files its next page below the copy that was.
         """
-        kept = {DUMMY_PAGE}
-        for page, node in reversed(self._nodes.items()):
-            if page in kept or self.pool.references(page) > 1:
-                assert node.parent is not None
-                kept |= {page, node.parent.page}
-        return len(self._nodes) + 1 - len(kept)
+        return len(self._nodes) - self._num_kept
 
     def pages(self) -> Iterator[int]:
         """Every cached page once, ancestors first."""
@@ -116,6 +118,7 @@ class PrefixTree:
         self._nodes.clear()
         self._leaves.clear()
         self._queued.clear()
+        self._num_kept = 0
         self.pool.release(pages)
 
     def _keys(self, tokens: Sequence[int], count: int) -> Iterator[tuple[int, ...]]:
@@ -127,7 +130,23 @@ class PrefixTree:
             raise PageDefect(f"page {page} is cached already, under other tokens")
         self.pool.share([page])
         node = self._nodes[page] = parent.children[key] = Node(page, key, parent)
+        if self.pool.references(page) > 1:
+            self._page_shared(page, True)
         return node
+
+    def _page_shared(self, page: int, shared: bool) -> None:
+        """The first request begins to hold a page besides the tree, or the last one lets it go.
+
+        Goes up as long as a node begins, or ceases, to be kept: O(1) for each page of a prefix, on average.
+        """
+        node = self._nodes.get(page)
+        change, turning_point = (1, 1) if shared else (-1, 0)
+        while node is not None and node is not self._root:
+            node.num_keepers += change
+            if node.num_keepers != turning_point:
+                return
+            self._num_kept += change
+            node = node.parent
 
     def _remove(self, leaf: Node) -> None:
         parent = leaf.parent

@@ -37,8 +37,11 @@ EVERYTHING = Shaping(sampled=True, filtered=True, penalised=True, biased=True)
 # One more than can be unread, so that a launch never waits for the copy of the one before it.
 RING = ROUNDS_IN_FLIGHT + 1
 
-# (compute, copies) that an executor has left.  PyTorch keeps cuBLAS's workspace of a stream, 32 MiB on Hopper, as long
-# as the process runs: if every executor had new streams, each would leave some memory behind.
+# (compute, copies) of executors that were closed, for those made later.  PyTorch keeps cuBLAS's workspace of a stream,
+# 32 MiB on Hopper, until the process ends: if every executor had new streams, each would leave some memory behind.
+# This stands in the module because those workspaces belong to the process too.  Clearing them, a private call, would
+# free memory that another engine's graphs still use; with one pair of streams for all engines, a capture of one would
+# record the launches of another.  It holds no state of an engine: nothing reads what an idle stream ran.
 IDLE_STREAMS: dict[torch.device, list[tuple[torch.cuda.Stream, torch.cuda.Stream]]] = defaultdict(list)
 
 log = logging.getLogger(__name__)

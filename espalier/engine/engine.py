@@ -32,6 +32,7 @@ class InFlight:
 class Engine:
     """Runs requests to their end.  Not thread-safe: one caller adds, aborts and steps.
 
+    requests: those that have not ended, by id.
     stopped: why nothing more runs, after a launch has failed; every request then in the engine is aborted with it.
     """
 
@@ -47,6 +48,7 @@ class Engine:
             self.layout, self.pool, self.prefixes, rounds_in_flight=2 if overlap else 1, vocab_size=self.vocab_size
         )
         self.inbox: list[Request] = []
+        self.requests: dict[str, Request] = {}
         self.stopped: str | None = None
 
     def step(self) -> list[Piece]:
@@ -57,9 +59,9 @@ class Engine:
             launched = (launch, self._launched(launch)) if launch else None
             done = self.in_flight.exchange(launched)  # overlap: the launch before; lock-step: this one
             if done is None:
-                return self.scheduler.take_pieces()
+                return self._hand_out(self.scheduler.take_pieces())
             harvest, handle = done
-            return self.scheduler.harvest(harvest, handle.result())
+            return self._hand_out(self.scheduler.harvest(harvest, handle.result()))
 
     def _launched(self, launch: Launch) -> Handle:
         if not launch.ticket.is_staged:
@@ -73,6 +75,8 @@ class Engine:
         """Queue a request.  Raises EspalierError, before anything is lost, for one that can never run."""
         if self.stopped is not None:
             raise EspalierError(self.stopped)
+        if request.id in self.requests:
+            raise EspalierError(f"request {request.id!r} is running already; use another id")
         check_prompt(request.prompt, self.vocab_size, self.layout.max_context)
         end = request.end(self.layout.max_context)
         if len(request.prompt) + request.params.min_tokens > end:
@@ -87,12 +91,13 @@ class Engine:
                 "lower max_tokens or raise num_pages"
             )
         self.inbox.append(request)
+        self.requests[request.id] = request
 
     def abort(self, request_id: str) -> None:
         """End a request at the next harvest; unknown and finished ids are ignored, as an abort may cross a finish."""
-        for request in (*self.inbox, *self.scheduler.waiting, *self.scheduler.running):
-            if request.id == request_id:
-                request.aborted = True
+        request = self.requests.get(request_id)
+        if request is not None and not request.aborted:
+            self.scheduler.abort(request)
 
     @contextmanager
     def _stopping_on_error(self) -> Iterator[None]:
@@ -105,6 +110,12 @@ class Engine:
             self.scheduler.admit(self._drain_inbox())
             self.scheduler.stop(self.stopped)
             raise
+
+    def _hand_out(self, pieces: list[Piece]) -> list[Piece]:
+        for piece in pieces:
+            if piece.finish_reason is not None:
+                del self.requests[piece.request_id]
+        return pieces
 
     def _drain_inbox(self) -> list[Request]:
         arrived, self.inbox = self.inbox, []

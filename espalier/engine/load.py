@@ -2,7 +2,6 @@
 
 import logging
 from dataclasses import dataclass, replace
-from math import prod
 from pathlib import Path
 
 import torch
@@ -37,6 +36,7 @@ from espalier.models import (
     read_config,
 )
 from espalier.models.loading import geometry_of
+from espalier.models.weights import WeightCount, stored_weights
 from espalier.speculate.drafters import WITHOUT_FILES, draft_algorithm, load_draft, read_draft
 from espalier.speculate.round import Round
 
@@ -96,7 +96,7 @@ def resolve_config(config: EngineConfig, found: Checkpoint) -> ResolvedConfig:
     device = choose_device(config)
     facts = Facts(
         free_bytes=free_memory(device),
-        num_weights=_num_weights(found.target_path) + (_num_weights(found.draft_path) if found.draft_path else 0),
+        weights=_weights_of(found),
         stored_dtype=found.target.raw.get("dtype") or found.target.raw.get("torch_dtype"),
         max_position=found.target.max_position,
         geometry=(*geometry_of(found.target), *found.spec.layers),
@@ -167,15 +167,8 @@ def _measured(
     return measured_pages(layout, make, page_bytes, device, resolved.graph_batch, asked_pages)
 
 
-def _num_weights(path: Path) -> int:
-    """Parameters in a directory's safetensors headers.  An unreadable file counts 0: loading names it."""
-    from safetensors import SafetensorError, safe_open
-
-    total = 0
-    for file in path.glob("*.safetensors"):
-        try:
-            with safe_open(file, framework="pt") as tensors:
-                total += sum(prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118
-        except (OSError, SafetensorError):
-            continue
-    return total
+def _weights_of(found: Checkpoint) -> WeightCount:
+    target = stored_weights(found.target_path, found.target.formats)
+    if found.draft_path is None or found.draft is None:
+        return target
+    return target + stored_weights(found.draft_path, found.draft.layer.formats)

@@ -22,6 +22,7 @@ from espalier.errors import EspalierError
 from espalier.kernels.launch import Chip, require_triton
 from espalier.layout import PLAIN, TREE_FIELDS, RoundLayout, TreeShape, max_draft_tokens
 from espalier.models.draft import DraftSpec
+from espalier.models.weights import WeightCount
 from espalier.speculate.drafters import WITHOUT_FILES, algorithms
 
 STEPS, TOPK, NUM_DRAFT_TOKENS = 5, 4, 16
@@ -54,13 +55,13 @@ DEFAULTS = {
 class Facts:
     """What is known of machine and model before anything is loaded.
 
-    free_bytes: memory of the device that nobody uses; num_weights: parameters of target and draft;
+    free_bytes: memory of the device that nobody uses; weights: of target and draft;
     stored_dtype: the checkpoint's own; geometry: of the target's layers, then the draft's; hidden_size, num_layers: of
     the target; chip: None on a CPU; threads: of the CPU.
     """
 
     free_bytes: int
-    num_weights: int
+    weights: WeightCount
     stored_dtype: str | None
     max_position: int
     geometry: tuple[LayerGeometry, ...]
@@ -182,7 +183,7 @@ def resolve(
         by_batch={least: asdict(shape) for least, shape in trees.items()},
         device=str(device),
         dtype=dtype,
-        threads=choose_threads(config.threads, device.type, _weight_bytes(facts, getattr(torch, dtype)), facts.threads),
+        threads=choose_threads(config.threads, device.type, facts.weights.nbytes(getattr(torch, dtype)), facts.threads),
         attention=attention,
         num_pages=_num_pages(config, layout, facts, getattr(torch, dtype)),
         prefix_cache=_or(config.prefix_cache, True),
@@ -209,10 +210,6 @@ def _dtype(device: torch.device, facts: Facts) -> str:
     if device.type == "cpu" or facts.stored_dtype not in DTYPES:
         return "float32"
     return facts.stored_dtype
-
-
-def _weight_bytes(facts: Facts, dtype: torch.dtype) -> int:
-    return facts.num_weights * dtype.itemsize
 
 
 def _max_context(config: EngineConfig, facts: Facts, defaults: DeviceDefaults) -> int:
@@ -258,7 +255,7 @@ def _num_pages(config: EngineConfig, layout: RoundLayout, facts: Facts, dtype: t
     Counts the dummy page.  Raises EspalierError where not even one full context fits.
     """
     token = bytes_per_token(facts.geometry, dtype)
-    left = facts.free_bytes - _weight_bytes(facts, dtype) - layout.verify_rows * token
+    left = facts.free_bytes - facts.weights.nbytes(dtype) - layout.verify_rows * token
     free = f"the free memory ({facts.free_bytes / 2**30:.1f} GiB, weights included)"
     page = layout.tokens_in(token)
     if isinstance(config.num_pages, int):

@@ -15,6 +15,7 @@ import numpy as np
 from espalier.cache.pages import PagePool
 from espalier.cache.prefix_tree import PrefixTree
 from espalier.engine.executor import Trees
+from espalier.engine.queue import WaitingQueue
 from espalier.engine.ticket import RoundTrace, Row, Ticket, admission, shaping_of
 from espalier.layout import RoundLayout
 from espalier.request import Piece, Request, TokenLogprob
@@ -54,7 +55,7 @@ class Scheduler:
         self.pool = pool
         self.prefixes = prefixes
         self.rounds_in_flight = rounds_in_flight
-        self.waiting: list[Request] = []
+        self.waiting = WaitingQueue()
         self.running: list[Request] = []
         self.free_slots = list(range(layout.max_batch, 0, -1))
         self.totals = SpeculationStats()
@@ -64,6 +65,7 @@ class Scheduler:
         self._in_flight = 0
         self._last_was_prefill = False
         self._pieces: list[Piece] = []
+        self._aborted: list[Request] = []
         self._no_room: tuple[Request, int] | None = None
         self._admitted: list[Admission] = []
         self._appended: list[tuple[int, int, int]] = []
@@ -71,7 +73,12 @@ class Scheduler:
     def admit(self, requests: list[Request]) -> None:
         """Queue what arrived, each at its place: by priority, then by arrival."""
         for request in requests:
-            insort(self.waiting, request, key=lambda r: r.place)
+            self.waiting.add(request)
+
+    def abort(self, request: Request) -> None:
+        """End a request that was admitted, or will be before the next launch, as soon as no launch runs for it."""
+        request.aborted = True
+        self._aborted.append(request)
 
     @property
     def has_work(self) -> bool:
@@ -128,7 +135,7 @@ class Scheduler:
         self._in_flight = 0
         for request in (*self.waiting, *self.running):
             self._finish(request, "abort", error)
-        self.waiting = []
+        self.waiting = WaitingQueue()
 
     def take_pieces(self) -> list[Piece]:
         pieces, self._pieces = self._pieces, []
@@ -142,14 +149,18 @@ class Scheduler:
         return most <= self.pool.num_pages - 1
 
     def _fill_slots(self) -> None:
-        for request in list(self.waiting):
-            if not self.free_slots:
-                return
-            if self._waits_for_sibling(request):
-                continue
-            if not self._enter(request):
-                return
-            self.waiting.remove(request)
+        passed_over = []
+        try:
+            while self.free_slots and (request := self.waiting.first()) is not None:
+                if self._waits_for_sibling(request):
+                    passed_over.append(self.waiting.take())
+                elif self._enter(request):
+                    self.waiting.take()
+                else:
+                    return
+        finally:
+            for entry in passed_over:
+                self.waiting.put_back(entry)
 
     def _waits_for_sibling(self, request: Request) -> bool:
         leader = request.after
@@ -196,7 +207,7 @@ class Scheduler:
         return self.pool.free >= count
 
     def _has_room(self, count: int) -> bool:
-        """Whether eviction could free `count` pages; nothing is evicted.  Looks at every cached page."""
+        """Whether eviction could free `count` pages; nothing is evicted."""
         missing = count - self.pool.free
         return missing <= 0 or (self.prefixes is not None and missing <= self.prefixes.evictable)
 
@@ -351,12 +362,17 @@ class Scheduler:
 
     def _drop_aborted(self) -> None:
         """Abort those that no launch in flight will bring to harvest."""
-        for request in [r for r in self.waiting if r.aborted]:
-            self.waiting.remove(request)
+        left = []
+        for request in self._aborted:
+            if request.done:
+                continue
+            if request.slot is None:
+                self.waiting.remove(request)
+            elif self._in_flight:
+                left.append(request)
+                continue
             self._finish(request, "abort")
-        if not self._in_flight:
-            for request in [r for r in self.running if r.aborted]:
-                self._finish(request, "abort")
+        self._aborted = left
 
     def _finish(self, request: Request, reason: str, error: str | None = None) -> None:
         request.error = error

@@ -2,8 +2,9 @@
 
 `espalier doctor --tune` measures and writes it.  What was measured by us is shipped beside this file; a user's own
 stands in CHOICES_FILE or, without it, in the user's configuration folder, and is asked first.  A table is in force
-where everything holds that it depends on: capability, number of processors and shared memory of the chip, and the
-dtype; a device's name decides nothing.  Layers without an entry go to PyTorch's F.linear, and the log says so.
+where everything holds that it depends on: capability, number of processors and shared memory of the chip, the dtype of
+what is multiplied, and the format of the weight; a device's name decides nothing.  Dense layers without an entry go to
+PyTorch's F.linear, and the log says so.
 """
 
 import json
@@ -11,11 +12,12 @@ import logging
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from espalier.errors import EspalierError
@@ -32,6 +34,9 @@ ROWS_BUCKETS = (16, 32, 64, 128, 256)
 
 # What a line of 128 bytes holds: the kernel asks for whole ones.
 LEAST_BLOCK_IN = 64
+
+# The format of a weight that is one tensor in the dtype of what it is multiplied with.
+DENSE = "dense"
 
 Shape = tuple[int, int]
 log = logging.getLogger(__name__)
@@ -52,21 +57,29 @@ class Choices:
 
 @dataclass(frozen=True)
 class Table:
-    """What was measured on one kind of chip in one dtype.  shapes: by the weight's [out, in].  measured: on what, for
-    the reader."""
+    """What was measured on one kind of chip, in one dtype, for weights of one format.  shapes: by the weight's [out,
+    in].  measured: on what, for the reader."""
 
     chip: Chip
     dtype: str
     shapes: Mapping[Shape, Choices]
     measured: Mapping[str, str] = field(default_factory=dict)
+    format: str = DENSE
+
+    @property
+    def key(self) -> tuple[Chip, str, str]:
+        return self.chip, self.dtype, self.format
 
 
-def choices_for(weight: Tensor) -> Choices | None:
-    """What is in force for a weight [out, in]; None: F.linear at any number of rows."""
-    if not weight.is_cuda or weight.dtype not in DTYPES:
+def choices_for(shape: Shape, format: str, dtype: torch.dtype, stored: Tensor) -> Choices | None:
+    """What is in force for a weight [out, in]; None: nothing was measured.
+
+    dtype: of the rows that it multiplies; stored: any tensor of the weight, which tells the chip.
+    """
+    if not stored.is_cuda or dtype not in DTYPES:
         return None
-    dtype, shape = str(weight.dtype).removeprefix("torch."), (weight.shape[0], weight.shape[1])
-    return _in_force(chip(weight), dtype, own_file()).get(shape) or _missing(shape, dtype)
+    name = str(dtype).removeprefix("torch.")
+    return _in_force((chip(stored), name, format), own_file()).get(shape) or _missing(shape, name, format)
 
 
 def own_file() -> Path:
@@ -77,24 +90,25 @@ def own_file() -> Path:
 
 
 @cache
-def _in_force(on: Chip, dtype: str, own: Path) -> Mapping[Shape, Choices]:
+def _in_force(key: tuple[Chip, str, str], own: Path) -> Mapping[Shape, Choices]:
     """Read once a process, and logged then.  A user's entry stands before the shipped one of its shape."""
     found: dict[Shape, Choices] = {}
     sources = []
     for path in (SHIPPED, own):
         for table in read(path) if os.path.isfile(path) else ():
-            if (table.chip, table.dtype) == (on, dtype):
+            if table.key == key:
                 found |= table.shapes
                 sources.append(f"{path} ({len(table.shapes)} shapes)")
+    on, dtype, format = key
     where = f"capability {on.capability[0]}.{on.capability[1]}, {on.processors} processors, {on.shared_memory} bytes"
     force = f"as measured in {', '.join(sources)}" if sources else "F.linear; `espalier doctor --tune` measures others"
-    log.info("linear layers, %s, %s: %s", dtype, where, force)
+    log.info("linear layers, %s weights, %s, %s: %s", format, dtype, where, force)
     return found
 
 
 @cache
-def _missing(shape: Shape, dtype: str) -> None:
-    log.info("linear layers: none measured for [%d, %d] in %s; F.linear", *shape, dtype)
+def _missing(shape: Shape, dtype: str, format: str) -> None:
+    log.info("linear layers: none measured for [%d, %d], %s, in %s; F.linear", *shape, format, dtype)
 
 
 def read(path: Path) -> list[Table]:
@@ -108,11 +122,12 @@ def read(path: Path) -> list[Table]:
 
 
 def write(path: Path, table: Table) -> None:
-    """Put a table into a file.  What stands there for the same chip and dtype keeps the shapes that are not new."""
+    """Put a table into a file.  What stands there for the same chip, dtype and format keeps the shapes that are not
+    new."""
     tables = read(path) if path.exists() else []
-    same = [old for old in tables if (old.chip, old.dtype) == (table.chip, table.dtype)]
+    same = [old for old in tables if old.key == table.key]
     kept = {shape: choices for old in same for shape, choices in old.shapes.items()}
-    merged = Table(table.chip, table.dtype, kept | dict(table.shapes), table.measured)
+    merged = replace(table, shapes=kept | dict(table.shapes))
     entries = [_entry(old) for old in tables if old not in same] + [_entry(merged)]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -124,7 +139,8 @@ def write(path: Path, table: Table) -> None:
 def _table(entry: dict[str, Any]) -> Table:
     on = Chip(**entry["chip"] | {"capability": tuple(entry["chip"]["capability"])})
     shapes = {_shape(name): _choices(buckets, _shape(name)) for name, buckets in entry["shapes"].items()}
-    return Table(on, entry["dtype"], shapes, entry["measured"])
+    # A file from before there were formats was measured with dense weights.
+    return Table(on, entry["dtype"], shapes, entry["measured"], entry.get("format", DENSE))
 
 
 def _shape(name: str) -> Shape:
@@ -169,7 +185,8 @@ def _entry(table: Table) -> dict[str, Any]:
         }
         for (num_out, num_in), choices in sorted(table.shapes.items())
     }
-    return {"chip": asdict(table.chip), "dtype": table.dtype, "measured": dict(table.measured), "shapes": shapes}
+    about = {"chip": asdict(table.chip), "dtype": table.dtype, "format": table.format}
+    return about | {"measured": dict(table.measured), "shapes": shapes}
 
 
 def _json(entries: list[dict[str, Any]]) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 from espalier.errors import EspalierError
 from espalier.models.layers.rope import RopeConfig
 from espalier.models.rope_config import read_rope
+from espalier.models.weight_formats import QUANTISATION_FIELDS, FormatOf, read_formats
 
 Raw = dict[str, Any]
 Windows = tuple[int | None, ...]
@@ -21,8 +22,6 @@ Windows = tuple[int | None, ...]
 # Fields that change the maths of some model but not of those supported, and the values under which they change nothing.
 NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "hidden_act": ("silu",),
-    "quantization_config": (None,),
-    "compression_config": (None,),
     "attn_logit_softcapping": (None, 0, 0.0),
     "final_logit_softcapping": (None, 0, 0.0),
     "partial_rotary_factor": (None, 1, 1.0),
@@ -83,6 +82,7 @@ class ModelConfig:
 
     max_position: the longest context the checkpoint was made for (a dynamic rope ends there, see RopeConfig).
     eos_token_ids: every one that config.json or generation_config.json names.
+    formats: what each matrix is stored in.
     """
 
     architecture: str
@@ -103,6 +103,7 @@ class ModelConfig:
     qk_norm: bool
     windows: Windows
     eos_token_ids: tuple[int, ...]
+    formats: FormatOf = field(repr=False)
     raw: Raw = field(repr=False)
 
 
@@ -162,7 +163,7 @@ def parse(
 ) -> ModelConfig:
     """Complete, check and type the fields.  Raises EspalierError naming a field that is missing or not supported."""
     rope_names = ("rope_theta", "rope_scaling", "rope_parameters")
-    known = {*raw, *family.defaults, *NEUTRAL, *INERT, *rope_names}
+    known = {*raw, *family.defaults, *NEUTRAL, *INERT, *QUANTISATION_FIELDS, *rope_names}
     full = {**family.defaults, **with_overrides(raw, overrides or {}, known)}
     refuse_unsupported(full, path)
     read = _Fields(full, path)
@@ -195,6 +196,7 @@ def parse(
         qk_norm=family.qk_norm,
         windows=_read_windows(full, family, layers, path),
         eos_token_ids=_eos_ids(full, generation or {}, path),
+        formats=read_formats(full, path),
         raw=full,
     )
 
@@ -203,12 +205,9 @@ def refuse_unsupported(full: Raw, path: Path) -> None:
     """Refuse, by name, any field that asks for maths we do not have."""
     for name, neutral in NEUTRAL.items():
         if name in full and full[name] not in neutral:
-            value = full[name].get("quant_method", "?") if isinstance(full[name], dict) else full[name]
+            value = full[name]
             needed = " or ".join(repr(v) for v in neutral)
-            remedy = (
-                "use the unquantised checkpoint" if "quant" in name or "compression" in name else "use another model"
-            )
-            raise EspalierError(f"{path}: {name} = {value!r} is not supported, only {needed}; {remedy}")
+            raise EspalierError(f"{path}: {name} = {value!r} is not supported, only {needed}; use another model")
 
 
 def full_attention(full: Raw) -> Windows:

@@ -23,6 +23,7 @@ from espalier.models.layers.mlp import GatedMLP
 from espalier.models.layers.norm import RMSNorm
 from espalier.models.layers.rope import RopeTables
 from espalier.models.loading import load_attention
+from espalier.models.weight_formats import dense_weight
 from espalier.models.weights import Weights
 
 LEGACY_FC_NORMS = ("aux_norm_low", "aux_norm_mid", "aux_norm_high")
@@ -175,10 +176,10 @@ def _head(weights: Weights, config: Eagle3Config, target: CausalLM, embed: Embed
     """Own; tied to the draft's embedding where its config says so; else the target's."""
     name, shape = "lm_head.weight", (config.draft_vocab, config.layer.hidden_size)
     if name in weights:
-        return Linear(weights.take(name, *shape))
+        return weights.linear("", ("lm_head",), shape[:1], shape[1], bias=False)
     if config.layer.tie_word_embeddings and tuple(embed.weight.shape) == shape:
         log.info("draft %s: %s is its own embedding (tie_word_embeddings)", weights.path, name)
-        return Linear(embed.weight)
+        return Linear(dense_weight(embed.weight))
     _note_borrowed(name, shape, target.head.shape, weights)
     return target.head
 

@@ -16,6 +16,7 @@ from espalier.models.layers.decoder import Decoder, DecoderLayer
 from espalier.models.layers.embedding import Embedding
 from espalier.models.layers.linear import Linear
 from espalier.models.layers.rope import RopeTables
+from espalier.models.weight_formats import dense_weight
 from espalier.models.weights import Weights
 
 # A family outside this package adds its own: FAMILIES[FAMILY.architecture] = FAMILY.
@@ -56,7 +57,7 @@ def load_target(
             f"layer {beyond[0]} cannot be captured from {path}, which has {config.num_layers} layers; "
             "use the target that the draft was trained for"
         )
-    return make_target(Weights(Path(path), dtype, device), config, capture, position_rows)
+    return make_target(Weights(Path(path), dtype, device, config.formats), config, capture, position_rows)
 
 
 def make_target(weights: Weights, config: ModelConfig, capture: tuple[int, ...], position_rows: int) -> Decoder:
@@ -105,12 +106,12 @@ def load_layer(weights: Weights, config: ModelConfig, geometry: LayerGeometry, p
 
 def _head(weights: Weights, config: ModelConfig, embed: Embedding) -> Linear:
     """The embedding's own storage when tied.  A stored head beside it must say the same."""
-    name = "lm_head.weight"
     if not config.tie_word_embeddings:
-        return Linear(weights.take(name, config.vocab_size, config.hidden_size))
+        return weights.linear("", ("lm_head",), (config.vocab_size,), config.hidden_size, bias=False)
+    name = "lm_head.weight"
     if name in weights and not torch.equal(weights.take(name, *embed.weight.shape), embed.weight):
         raise EspalierError(
             f"{weights.path}: tie_word_embeddings is true but {name!r} differs from the embedding; "
             'pass model_overrides={"tie_word_embeddings": False} to use it'
         )
-    return Linear(embed.weight)
+    return Linear(dense_weight(embed.weight))

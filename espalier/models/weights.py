@@ -6,7 +6,8 @@ weight.
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -18,22 +19,34 @@ from espalier.models.config import ModelConfig
 from espalier.models.layers.linear import Linear
 from espalier.models.layers.mlp import GatedMLP
 from espalier.models.layers.norm import RMSNorm
+from espalier.models.weight_formats import WHOLE, FormatOf, Shard, StoredTensor, Weight, all_dense
 
 # Buffers that old exporters wrote beside the weights; every model here computes its own.
 HARMLESS = re.compile(r"(rotary_emb\.(inv_freq|cos_cached|sin_cached)|self_attn\.(bias|masked_bias))$")
 INDEX = "model.safetensors.index.json"
+# What is cast to the model's dtype.  Numbers in fewer bits mean nothing without their scales.
+PLAIN_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 class Weights:
     """The tensors of one directory by name, each to be taken once.  `finish` refuses what nobody took.
 
+    formats: what each matrix is stored in; all else is plain tensors.
     allow_bin: also read pytorch_model.bin (with weights_only), the form of many drafts.
     """
 
-    def __init__(self, path: Path, dtype: torch.dtype, device: torch.device | str, allow_bin: bool = False) -> None:
+    def __init__(
+        self,
+        path: Path,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        formats: FormatOf = all_dense,
+        allow_bin: bool = False,
+    ) -> None:
         self.path = path
         self.dtype = dtype
         self.device = device
+        self.formats = formats
         self._loaded: Mapping[str, Tensor] = {}
         self._files: dict[str, safe_open] = {}
         shards = _shards(path)
@@ -53,16 +66,8 @@ class Weights:
         return tuple(self._files[name].get_slice(name).get_shape())
 
     def take(self, name: str, *shape: int) -> Tensor:
-        """The weight, cast and on the device."""
-        return self.stack([name], [shape])
-
-    def stack(self, names: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> Tensor:
-        """Several weights in one tensor, one above the other along the first dimension."""
-        rows = sum(shape[0] for shape in shapes)
-        merged = torch.empty(rows, *shapes[0][1:], dtype=self.dtype, device=self.device)
-        for part, name, shape in zip(merged.split([shape[0] for shape in shapes]), names, shapes, strict=True):
-            part.copy_(self.take_raw(name, *shape))
-        return merged
+        """A plain tensor, cast and on the device."""
+        return self._stack([name], [StoredTensor("", shape, row_dim=0)], [tuple(map(slice, shape))])
 
     def take_raw(self, name: str, *shape: int) -> Tensor:
         """The weight as it is stored, on the CPU."""
@@ -79,12 +84,67 @@ class Weights:
         self._left.discard(name)
         return self._loaded[name] if name in self._loaded else self._read(name)
 
-    def linear(self, prefix: str, names: Sequence[str], rows: Sequence[int], columns: int, bias: bool) -> Linear:
-        """prefix + name + .weight (and .bias) of each name, merged."""
-        weight = self.stack([f"{prefix}{name}.weight" for name in names], [(count, columns) for count in rows])
-        if not bias:
-            return Linear(weight)
-        return Linear(weight, self.stack([f"{prefix}{name}.bias" for name in names], [(count,) for count in rows]))
+    def linear(
+        self,
+        prefix: str,
+        names: Sequence[str],
+        rows: Sequence[int],
+        columns: int,
+        bias: bool,
+        shard: Shard = WHOLE,
+        reduce: Callable[[Tensor], Tensor] | None = None,
+    ) -> Linear:
+        """The matrices prefix + name, [rows, columns] each, and their biases, stacked; of them one shard."""
+        weight = self.weight([f"{prefix}{name}" for name in names], rows, columns, shard)
+        # The results of a cut along columns are summed: the bias is to come in once.
+        if not bias or (shard.along == "columns" and shard.index > 0):
+            return Linear(weight, None, reduce)
+        stored = [StoredTensor(".bias", (count,), row_dim=0) for count in rows]
+        cuts = [self.formats(f"{prefix}{name}").cut(part, shard) for name, part in zip(names, stored, strict=True)]
+        return Linear(weight, self._stack([f"{prefix}{name}.bias" for name in names], stored, cuts), reduce)
+
+    def weight(self, names: Sequence[str], rows: Sequence[int], columns: int, shard: Shard = WHOLE) -> Weight:
+        """Matrices [rows, columns] by name, stacked in one weight of their format; of it one shard."""
+        format = self.formats(names[0])
+        if other := next((name for name in names if self.formats(name) != format), None):
+            raise EspalierError(
+                f"{names[0]!r} and {other!r} in {self.path} are stored in different formats ({format.name} and "
+                f"{self.formats(other).name}) but computed as one; use a checkpoint that stores them alike"
+            )
+        tensors = {}
+        for stored in zip(*(format.tensors(count, columns) for count in rows), strict=True):
+            suffix = stored[0].suffix
+            cuts = [format.cut(part, shard) for part in stored]
+            tensors[suffix] = self._stack([f"{name}{suffix}" for name in names], stored, cuts)
+        cut_rows = [shard.cut(count, columns)[0] for count in rows]
+        return format.build(tensors, cut_rows, shard.cut(0, columns)[1])
+
+    def _stack(self, names: Sequence[str], stored: Sequence[StoredTensor], cuts: Sequence[tuple[slice, ...]]) -> Tensor:
+        """The cuts of some stored tensors in one, each read straight to its place."""
+        sizes = [[part.stop - (part.start or 0) for part in cut] for cut in cuts]
+        dim, dtype = stored[0].row_dim, stored[0].dtype or self.dtype
+        if dim is None:
+            merged = torch.empty(len(names), *sizes[0], dtype=dtype, device=self.device)
+            places = merged.unbind(0)
+        else:
+            joined = [size[dim] for size in sizes]
+            shape = [*sizes[0][:dim], sum(joined), *sizes[0][dim + 1 :]]
+            merged = torch.empty(shape, dtype=dtype, device=self.device)
+            places = merged.split(joined, dim)
+        for place, name, part, cut in zip(places, names, stored, cuts, strict=True):
+            place.copy_(self._checked(name, part)[cut])
+        return merged
+
+    def _checked(self, name: str, stored: StoredTensor) -> Tensor:
+        tensor = self.take_raw(name, *stored.shape)
+        expected = PLAIN_DTYPES if stored.dtype is None else (stored.dtype,)
+        if tensor.dtype not in expected:
+            needed = ", ".join(str(dtype).removeprefix("torch.") for dtype in expected)
+            raise EspalierError(
+                f"weight {name!r} in {self.path} is stored as {str(tensor.dtype).removeprefix('torch.')}, its format "
+                f"asks for {needed}; config.json and weights do not belong together: download both again"
+            )
+        return tensor
 
     def norm(self, name: str, size: int, eps: float) -> RMSNorm:
         return RMSNorm(self.take(f"{name}.weight", size), eps)
@@ -130,6 +190,39 @@ class Weights:
             raise EspalierError(
                 f"weight {name!r} in {self.path} is truncated or corrupt ({_first_line(error)}); download it again"
             ) from None
+
+
+@dataclass(frozen=True)
+class WeightCount:
+    """num_cast: numbers that are cast to the model's dtype; kept_bytes: of tensors that stay as they are stored."""
+
+    num_cast: int = 0
+    kept_bytes: int = 0
+
+    def nbytes(self, dtype: torch.dtype) -> int:
+        """Memory that the weights take in a model of this dtype."""
+        return self.num_cast * dtype.itemsize + self.kept_bytes
+
+    def __add__(self, other: "WeightCount") -> "WeightCount":
+        return WeightCount(self.num_cast + other.num_cast, self.kept_bytes + other.kept_bytes)
+
+
+def stored_weights(path: Path, formats: FormatOf) -> WeightCount:
+    """What a directory's safetensors files hold, by their headers.  An unreadable file counts 0: loading names it."""
+    count = WeightCount()
+    for file in path.glob("*.safetensors"):
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                for name in tensors.keys():  # noqa: SIM118
+                    count += _count(name, tensors.get_tensor(name), formats)  # maps the file, reads nothing
+        except (OSError, SafetensorError):
+            continue
+    return count
+
+
+def _count(name: str, tensor: Tensor, formats: FormatOf) -> WeightCount:
+    keeps = formats(name.rpartition(".")[0]).keeps(name, tensor.dtype)
+    return WeightCount(0, tensor.nbytes) if keeps else WeightCount(tensor.numel(), 0)
 
 
 def _shards(path: Path) -> list[Path]:

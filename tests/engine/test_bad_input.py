@@ -94,3 +94,16 @@ def test_an_abort_of_nobody() -> None:
     assert (second.output, second.finish_reason, second.error) == ([], "abort", None)
     assert [p.finish_reason for p in pieces if p.request_id == second.id] == ["abort"]
     all_undisturbed(Setup(max_context=CONTEXT), [first])
+
+
+def test_an_id_that_is_running_is_refused() -> None:
+    """An abort would not know whom it means."""
+    engine = engine_of()
+    first, again, later = (request(0, [index + 1], SamplingParams(temperature=0.0, max_tokens=3)) for index in range(3))
+    engine.add(first)
+    with pytest.raises(EspalierError, match="request 'r0' is running already; use another id"):
+        engine.add(again)
+    while engine.has_work:
+        engine.step()
+    assert first.done and not again.done
+    engine.add(later)

@@ -66,7 +66,7 @@ def test_preempted_goes_back_to_its_place(overlap: bool) -> None:
         engine.step()
         engine.check_pages()
         running, waiting = engine.scheduler.running, engine.scheduler.waiting
-        assert not (running and waiting) or running[-1].arrival < waiting[0].arrival
+        assert not (running and waiting) or running[-1].arrival < next(iter(waiting)).arrival
     assert victims
     assert 0 not in victims, "the oldest is never preempted"
     assert all((r.output, r.finish_reason) == continuation(r, 128) for r in requests)

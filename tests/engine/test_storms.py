@@ -40,7 +40,7 @@ def watch(engine: Engine) -> None:
         nonlocal last_was_prefill
         launch = right()
         if scheduler.running and scheduler.waiting:
-            assert scheduler.running[-1].arrival < scheduler.waiting[0].arrival, "somebody was overtaken"
+            assert scheduler.running[-1].arrival < next(iter(scheduler.waiting)).arrival, "somebody was overtaken"
         if launch is not None:
             members = [r for r, _, _ in launch.members]
             decoding = [r for r in scheduler.running if r.entered >= r.enter_end and r not in members]

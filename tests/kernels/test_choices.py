@@ -11,6 +11,7 @@ from espalier.errors import EspalierError
 from espalier.kernels import choices
 from espalier.kernels.choices import (
     CHOICES_FILE,
+    DENSE,
     ROWS_BUCKETS,
     SHIPPED,
     Choices,
@@ -22,7 +23,8 @@ from espalier.kernels.choices import (
 )
 from espalier.kernels.launch import Chip
 from espalier.kernels.linear import DTYPES, Choice, Library, candidates, linear
-from espalier.models.layers import linear as linear_layer
+from espalier.models.layers.linear import Linear
+from espalier.models.weight_formats import dense as dense_format
 
 CHIP = Chip(shared_memory=100_000, processors=10, capability=(9, 0))
 ONE = Choice(block_out=64, block_in=128, splits=2, warps=4, stages=3)
@@ -46,9 +48,14 @@ def test_writing_keeps_what_is_not_measured_anew(tmp_path):
     path = tmp_path / "choices.json"
     write(path, Table(CHIP, "bfloat16", {(64, 128): SOME, (8, 16): SOME}))
     write(path, Table(CHIP, "float16", {(64, 128): SOME}))
+    write(path, Table(CHIP, "bfloat16", {(64, 128): Choices()}, format="int8"))
     write(path, Table(CHIP, "bfloat16", {(8, 16): Choices()}))
-    tables = {table.dtype: table.shapes for table in read(path)}
-    assert tables == {"bfloat16": {(64, 128): SOME, (8, 16): Choices()}, "float16": {(64, 128): SOME}}
+    tables = {(table.dtype, table.format): table.shapes for table in read(path)}
+    assert tables == {
+        ("bfloat16", DENSE): {(64, 128): SOME, (8, 16): Choices()},
+        ("bfloat16", "int8"): {(64, 128): Choices()},
+        ("float16", DENSE): {(64, 128): SOME},
+    }
 
 
 @pytest.mark.parametrize("wrong", [{"block_in": 32}, {"block_out": 48}, {"warps": 3}, {"splits": 0}, {"stages": -1}])
@@ -112,7 +119,7 @@ def in_force(tmp_path, monkeypatch):
     monkeypatch.setattr(choices, "SHIPPED", shipped)
     monkeypatch.setenv(CHOICES_FILE, str(own))
     choices._in_force.cache_clear()
-    yield lambda on, dtype="bfloat16": choices._in_force(on, dtype, own_file())
+    yield lambda on, dtype="bfloat16", format=DENSE: choices._in_force((on, dtype, format), own_file())
     choices._in_force.cache_clear()
 
 
@@ -133,6 +140,19 @@ def test_another_dtype_takes_nothing_from_it(in_force):
     assert in_force(CHIP, "float16") == {}
 
 
+def test_another_format_takes_nothing_from_it(in_force):
+    write(own_file(), Table(CHIP, "bfloat16", {(64, 128): Choices((OTHER,) * 5)}, format="int8"))
+    assert in_force(CHIP) == {(64, 128): SOME, (8, 16): Choices()}
+    assert in_force(CHIP, format="int8") == {(64, 128): Choices((OTHER,) * 5)}
+
+
+def test_a_table_without_formats_is_of_dense_weights(tmp_path):
+    path, table = tmp_path / "choices.json", Table(CHIP, "bfloat16", {(64, 128): SOME})
+    write(path, table)
+    path.write_text(path.read_text().replace('   "format": "dense",\n', ""))
+    assert "format" not in path.read_text() and read(path) == [table]
+
+
 def test_what_is_in_force_is_logged_once(in_force, caplog):
     caplog.set_level(logging.INFO)
     for _ in range(3):
@@ -148,7 +168,8 @@ def test_nothing_measured_is_logged_with_what_to_do(in_force, caplog):
 
 
 def test_a_weight_on_the_cpu_has_no_choices():
-    assert choices_for(torch.zeros(64, 128, dtype=torch.bfloat16)) is None
+    weight = torch.zeros(64, 128, dtype=torch.bfloat16)
+    assert choices_for((64, 128), DENSE, weight.dtype, weight) is None
 
 
 def test_the_users_file_stands_in_the_configuration_folder(monkeypatch, tmp_path):
@@ -161,11 +182,11 @@ def test_the_users_file_stands_in_the_configuration_folder(monkeypatch, tmp_path
 def test_a_linear_layer_takes_what_is_in_force(kernel_device, monkeypatch, shape):
     """40 rows fall into a bucket without a launch of ours."""
     gone = []
-    monkeypatch.setattr(linear_layer, "choices_for", lambda weight: Choices((ONE, ONE, None, None, None)))
-    monkeypatch.setattr(linear_layer, "linear", lambda *given: gone.append(given[-1]) or linear(*given))
+    monkeypatch.setattr(dense_format, "choices_for", lambda *weight: Choices((ONE, ONE, None, None, None)))
+    monkeypatch.setattr(dense_format, "linear", lambda *given: gone.append(given[-1]) or linear(*given))
     at = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(size, generator=at).half().to(kernel_device) for size in (shape, (64, 128)))
-    out = linear_layer.Linear(weight)(x)
+    out = Linear(dense_format.dense_weight(weight))(x)
     assert gone == [None if shape[:2] == (1, 40) else ONE]
     assert out.shape == (*shape[:-1], 64)
     assert torch.allclose(out.double(), x.double() @ weight.double().T, rtol=0.001, atol=0.02)
@@ -176,9 +197,9 @@ def test_a_linear_layer_hands_on_its_parts(kernel_device, monkeypatch, rows):
     """Of what the choice splits; what F.linear computes, or nothing was measured for, comes whole."""
     at = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(size, generator=at).half().to(kernel_device) for size in ((rows, 128), (64, 128)))
-    unmeasured = linear_layer.Linear(weight, packed=False)
-    monkeypatch.setattr(linear_layer, "choices_for", lambda weight: Choices((ONE, ONE, None, None, None)))
-    layer = linear_layer.Linear(weight)
+    unmeasured = Linear(dense_format.dense_weight(weight))
+    monkeypatch.setattr(dense_format, "choices_for", lambda *weight: Choices((ONE, ONE, None, None, None)))
+    layer = Linear(dense_format.dense_weight(weight))
     assert torch.equal(unmeasured.in_parts(x), unmeasured(x))
     made = layer.in_parts(x)
     assert made.shape == ((2, 5, 64) if rows == 5 else (rows, 64))

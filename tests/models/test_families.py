@@ -114,7 +114,7 @@ def test_empty_batches_and_rows(tmp_path: Path) -> None:
 def test_tied_head_shares_the_embedding(tmp_path: Path) -> None:
     path = make_target(tmp_path, tie_word_embeddings=True)
     model = load_target(path, dtype=torch.float64, device="cpu", position_rows=8)
-    assert model.head.weight.data_ptr() == model.embed.weight.data_ptr()
+    assert model.head.weight.tensor.data_ptr() == model.embed.weight.data_ptr()
 
 
 def test_every_eos_id_is_read(tmp_path: Path) -> None:

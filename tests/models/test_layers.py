@@ -4,8 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from espalier.models.layers.linear import Linear, can_pack
+from espalier.models.layers.linear import Linear
 from espalier.models.layers.norm import RMSNorm
+from espalier.models.weight_formats.dense import DenseWeight, PackedWeight, can_pack
 
 
 @pytest.mark.parametrize("rows", [0, 1, 3, 16, 130])
@@ -15,7 +16,7 @@ def test_packed_linears_agree_with_plain_ones(rows: int, bias: bool) -> None:
     offset = torch.randn(48) if bias else None
     if not can_pack(weight):
         pytest.skip("no packed layout on this machine")
-    packed, plain = Linear(weight, offset, packed=True), Linear(weight, offset, packed=False)
+    packed, plain = Linear(PackedWeight(weight), offset), Linear(DenseWeight(weight), offset)
     torch.testing.assert_close(packed(x), plain(x), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(packed(x.view(rows, 1, 40)), plain(x).view(rows, 1, 48), rtol=1e-5, atol=1e-5)
     assert torch.equal(plain(x), F.linear(x, weight, offset))

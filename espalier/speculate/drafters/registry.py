@@ -79,7 +79,7 @@ def load_draft(
             f"{path} fuses the inputs of target layers {config.spec.capture}, the target was loaded to capture "
             f"{target.capture}; load it with capture={config.spec.capture}"
         )
-    weights = Weights(path, dtype, device, allow_bin=True)
+    weights = Weights(path, dtype, device, config.layer.formats, allow_bin=True)
     return DRAFT_FORMATS[config.spec.algorithm].make(weights, config, target, position_rows)
 
 

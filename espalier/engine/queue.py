@@ -1,0 +1,59 @@
+"""The queue of waiting requests: by priority, then by arrival."""
+
+from collections.abc import Iterator
+from heapq import heappop, heappush
+from typing import NamedTuple
+
+from espalier.request import Request
+
+
+class Entry(NamedTuple):
+    """number: of the entry, so that of requests with one place the first to come stands first."""
+
+    place: tuple[int, int]
+    number: int
+    request: Request
+
+
+class WaitingQueue:
+    """A heap: adding and taking a request cost O(log n), removing one O(1)."""
+
+    def __init__(self) -> None:
+        self._heap: list[Entry] = []
+        # Entries of the heap that are not in here were removed.
+        self._numbers: dict[Request, int] = {}
+        self._next_number = 0
+
+    def add(self, request: Request) -> None:
+        self.put_back(Entry(request.place, self._next_number, request))
+        self._next_number += 1
+
+    def first(self) -> Request | None:
+        while self._heap:
+            entry = self._heap[0]
+            if self._numbers.get(entry.request) == entry.number:
+                return entry.request
+            heappop(self._heap)
+        return None
+
+    def take(self) -> Entry:
+        """Take out what `first` returned."""
+        entry = heappop(self._heap)
+        del self._numbers[entry.request]
+        return entry
+
+    def put_back(self, entry: Entry) -> None:
+        """To where it stood."""
+        self._numbers[entry.request] = entry.number
+        heappush(self._heap, entry)
+
+    def remove(self, request: Request) -> None:
+        del self._numbers[request]
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __iter__(self) -> Iterator[Request]:
+        """In order.  O(n log n)."""
+        entries = [entry for entry in self._heap if self._numbers.get(entry.request) == entry.number]
+        return (entry.request for entry in sorted(entries))

@@ -1,0 +1,100 @@
+"""Weights that are stored as one tensor of floating-point numbers, in the model's dtype.
+
+On an x86 CPU in float32 the weight is kept in oneDNN's own blocked layout: the plain call goes to a BLAS that takes 2
+to 4 times as long for the few rows of a decoding step (docs/log.md).  The two agree to float32 rounding.
+
+On a GPU a measured table says for each shape and number of rows whether our kernel or F.linear computes it
+(kernels/choices.py); where it says nothing, F.linear does.
+"""
+
+import platform
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from espalier.kernels.choices import DENSE, Choices, choices_for
+from espalier.kernels.linear import linear, linear_gated, linear_parts
+from espalier.models.weight_formats.base import StoredTensor, Weight, WeightFormat
+
+# oneDNN chooses the layout for a typical number of rows; one for 16 is near the best from 1 to 128.
+PACKED_FOR_ROWS = 16
+
+
+class DenseWeight(Weight):
+    """tensor [out, in]: F.linear."""
+
+    __slots__ = ("tensor",)
+    format = DENSE
+
+    def __init__(self, tensor: Tensor) -> None:
+        super().__init__((tensor.shape[0], tensor.shape[1]), tensor.nbytes)
+        self.tensor = tensor
+
+    def apply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return F.linear(x, self.tensor, bias)
+
+
+class TunedWeight(DenseWeight):
+    """A dense weight on a GPU, for whose shape the tuning table has an entry."""
+
+    __slots__ = ("_choices",)
+
+    def __init__(self, tensor: Tensor, choices: Choices) -> None:
+        super().__init__(tensor)
+        self._choices = choices
+
+    def apply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return linear(x, self.tensor, bias, self._choices.at(len(x)))
+
+    def parts(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return linear_parts(x, self.tensor, bias, self._choices.at(len(x)))
+
+    def gated(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return linear_gated(x, self.tensor, bias, self._choices.at(len(x)))
+
+
+class PackedWeight(Weight):
+    """A float32 weight on an x86 CPU, in oneDNN's layout."""
+
+    __slots__ = ("_packed", "_multiply")
+    format = DENSE
+
+    def __init__(self, tensor: Tensor) -> None:
+        super().__init__((tensor.shape[0], tensor.shape[1]), tensor.nbytes)
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(tensor.contiguous(), PACKED_FOR_ROWS)
+        # Looking the operator up takes as long as a small layer computes.
+        self._multiply = torch.ops.mkldnn._linear_pointwise.default
+
+    def apply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        out: Tensor = self._multiply(x, self._packed, bias, "none", [], "")
+        return out
+
+
+class DenseFormat(WeightFormat):
+    name = DENSE
+
+    def tensors(self, rows: int, columns: int) -> tuple[StoredTensor, ...]:
+        return (StoredTensor(".weight", (rows, columns), row_dim=0, column_dim=1),)
+
+    def build(self, tensors: Mapping[str, Tensor], rows: Sequence[int], columns: int) -> Weight:
+        return dense_weight(tensors[".weight"])
+
+
+def dense_weight(tensor: Tensor) -> Weight:
+    """The weight of a tensor [out, in], which it shares but where it is packed."""
+    if can_pack(tensor):
+        return PackedWeight(tensor)
+    choices = choices_for((tensor.shape[0], tensor.shape[1]), DENSE, tensor.dtype, tensor)
+    return DenseWeight(tensor) if choices is None else TunedWeight(tensor, choices)
+
+
+def can_pack(tensor: Tensor) -> bool:
+    return (
+        tensor.device.type == "cpu"
+        and tensor.dtype == torch.float32
+        and platform.machine() in ("x86_64", "AMD64")
+        and torch.backends.mkldnn.is_available()
+        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    )

@@ -1,0 +1,230 @@
+"""A weight format is one file and an entry in FORMATS: this file adds one, int8 with a scale for each row.
+
+The loader checks, stacks and cuts its tensors like those of any format, and an engine runs on them.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from espalier.engine.build import assemble
+from espalier.errors import EspalierError
+from espalier.layout import RoundLayout
+from espalier.models import load_eagle3, load_target, read_config, read_eagle3, weight_formats
+from espalier.models.weight_formats import Shard, StoredTensor, Weight, WeightFormat, all_dense
+from espalier.models.weights import Weights, stored_weights
+from tests.builders import make_eagle3, make_target
+from tests.harness import request, run
+
+DTYPE = torch.float64
+
+
+class Int8Weight(Weight):
+    format = "toy-int8"
+
+    def __init__(self, numbers: Tensor, scales: Tensor) -> None:
+        super().__init__((numbers.shape[0], numbers.shape[1]), numbers.nbytes + scales.nbytes)
+        self.numbers, self.scales = numbers, scales
+
+    def apply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        assert x.ndim == 2
+        return torch.nn.functional.linear(x, self.numbers * self.scales[:, None], bias)
+
+
+@dataclass(frozen=True)
+class Int8Format(WeightFormat):
+    name = "toy-int8"
+
+    def tensors(self, rows: int, columns: int) -> tuple[StoredTensor, ...]:
+        return (
+            StoredTensor(".weight_int8", (rows, columns), torch.int8, row_dim=0, column_dim=1),
+            StoredTensor(".weight_scale", (rows,), row_dim=0),
+            StoredTensor(".weight_shape", (2,), torch.int64),
+        )
+
+    def build(self, tensors: Mapping[str, Tensor], rows: Sequence[int], columns: int) -> Weight:
+        assert tensors[".weight_int8"].shape == (sum(rows), columns)
+        assert tensors[".weight_shape"].shape == (len(rows), 2)
+        return Int8Weight(tensors[".weight_int8"], tensors[".weight_scale"])
+
+    def keeps(self, name: str, dtype: torch.dtype) -> bool:
+        return name.endswith((".weight_int8", ".weight_shape"))
+
+
+def formats_of(quantisation):
+    """As in real checkpoints, some matrices are left alone."""
+    return lambda name: all_dense(name) if name in quantisation["ignore"] else Int8Format()
+
+
+@pytest.fixture(autouse=True)
+def with_int8(monkeypatch):
+    formats = {**weight_formats.FORMATS, "toy-int8": formats_of}
+    monkeypatch.setattr(weight_formats, "FORMATS", MappingProxyType(formats))
+
+
+def quantise(path: Path) -> dict[str, Tensor]:
+    """Rewrite a checkpoint, all linear layers but the head; returns what its tensors mean."""
+    weights, meant, stored = load_file(path / "model.safetensors"), {}, {}
+    for name, tensor in weights.items():
+        meant[name] = stored[name] = tensor
+        if tensor.ndim == 2 and "embed" not in name and "lm_head" not in name:
+            scales = tensor.abs().amax(1) / 127
+            numbers = (tensor / scales[:, None]).round().to(torch.int8)
+            meant[name] = numbers * scales[:, None]
+            prefix = stored.pop(name) is not None and name.removesuffix(".weight")
+            stored |= {f"{prefix}.weight_int8": numbers, f"{prefix}.weight_scale": scales}
+            stored[f"{prefix}.weight_shape"] = torch.tensor(tensor.shape)
+    save_file(stored, path / "model.safetensors")
+    config = json.loads((path / "config.json").read_text())
+    quantisation = {"quant_method": "toy-int8", "ignore": ["lm_head"]}
+    (path / "config.json").write_text(json.dumps({**config, "quantization_config": quantisation}))
+    return meant
+
+
+@pytest.fixture
+def both(tmp_path):
+    """A target and its draft in int8, and the same with the meant weights stored dense."""
+    found = []
+    for kind in ("int8", "dense"):
+        target = make_target(tmp_path / kind / "target", layers=4, attention_bias=True)
+        draft = make_eagle3(tmp_path / kind / "draft", target)
+        found.append((target, draft))
+    for int8, dense in zip(*found, strict=True):
+        save_file(quantise(int8), dense / "model.safetensors")
+    return found
+
+
+def tokens_of(target_path: Path, draft_path: Path) -> list[list[int]]:
+    how = {"dtype": DTYPE, "device": "cpu", "position_rows": 128}
+    capture = read_eagle3(draft_path, read_config(target_path)).capture
+    target = load_target(target_path, capture=capture, **how)
+    draft = load_eagle3(draft_path, target, **how)
+    layout = RoundLayout(4, 3, 2, 8, 4, 96, 1, 32)
+    engine = assemble(
+        layout,
+        target,
+        draft,
+        "eagle3",
+        attention="sdpa",
+        num_pages=layout.most_pages,
+        dtype=DTYPE,
+        device=torch.device("cpu"),
+        overlap=False,
+        prefix_cache=True,
+    )
+    requests = [request(i, [(i * 5 + j * j) % 16 for j in range(4 + i)]) for i in range(3)]
+    run(engine, requests)
+    return [r.output for r in requests]
+
+
+def test_an_engine_runs_on_it_and_gives_the_tokens_of_the_dequantised_weights(both):
+    int8, dense = both
+    assert isinstance(loaded(int8[0]).weight(["model.layers.0.mlp.up_proj"], [64], 32), Int8Weight)
+    assert tokens_of(*int8) == tokens_of(*dense)
+
+
+def loaded(path: Path) -> Weights:
+    return Weights(path, DTYPE, "cpu", read_config(path).formats)
+
+
+QKV = (["q_proj", "k_proj", "v_proj"], [32, 16, 16], 32, True)
+
+
+@pytest.mark.parametrize("kind", [0, 1], ids=["int8", "dense"])
+@pytest.mark.parametrize("along", ["rows", "columns"])
+def test_two_shards_make_up_the_whole(both, kind, along):
+    """Each of them stacks its cuts of q, k and v; a bias comes in once."""
+    path, prefix, x = both[kind][0], "model.layers.1.self_attn.", torch.randn(5, 32, dtype=DTYPE)
+    whole = loaded(path).linear(prefix, *QKV)
+    first, second = (loaded(path).linear(prefix, *QKV, Shard(index, 2, along)) for index in (0, 1))
+    # The norms' weights and biases are on no GPU twice; the shape of a matrix is a small tensor that both need.
+    assert first.weight.nbytes + second.weight.nbytes <= whole.weight.nbytes + 64 * 8
+    if along == "columns":
+        assert first.shape == second.shape == (64, 16)
+        summed = first(x[:, :16]) + second(x[:, 16:])
+        torch.testing.assert_close(summed, whole(x), rtol=1e-12, atol=1e-12)
+        return
+    of_shards = [layer(x).split([16, 8, 8], dim=1) for layer in (first, second)]
+    side_by_side = torch.cat([torch.cat(parts, dim=1) for parts in zip(*of_shards, strict=True)], dim=1)
+    assert first.shape == second.shape == (32, 32)
+    torch.testing.assert_close(side_by_side, whole(x), rtol=1e-12, atol=1e-12)
+
+
+def test_what_sums_the_shards_stands_between_the_parts_and_their_reader(both):
+    path, x = both[0][0], torch.randn(5, 32, dtype=DTYPE)
+    prefix, matrix = "model.layers.1.self_attn.", (["o_proj"], [32], 32, True)
+    whole = loaded(path).linear(prefix, *matrix)
+    other = loaded(path).linear(prefix, *matrix, Shard(1, 2, "columns"))
+
+    def reduce(parts):
+        return parts + other.in_parts(x[:, 16:])
+
+    first = loaded(path).linear(prefix, *matrix, Shard(0, 2, "columns"), reduce)
+    torch.testing.assert_close(first.in_parts(x[:, :16]), whole(x), rtol=1e-12, atol=1e-12)
+
+
+def test_a_shard_that_does_not_divide_is_refused(both):
+    with pytest.raises(EspalierError, match=r"weight_int8 \[32, 32\] in format toy-int8 .* 3 equal shards"):
+        loaded(both[0][0]).linear("model.layers.1.self_attn.", *QKV, Shard(0, 3, "columns"))
+
+
+def test_memory_is_counted_as_it_is_stored(both):
+    int8, dense = (stored_weights(path, read_config(path).formats) for path, _ in both)
+    with_shape = [name for name in load_file(both[0][0] / "model.safetensors") if name.endswith("weight_shape")]
+    matrices = 4 * (64 * 32 + 32 * 32 + 3 * 64 * 32)
+    scales = 4 * (64 + 32 + 64 + 64 + 32)
+    assert int8.kept_bytes == matrices + 16 * len(with_shape)
+    assert int8.num_cast == dense.num_cast - matrices + scales
+    assert int8.nbytes(torch.bfloat16) == int8.kept_bytes + 2 * int8.num_cast
+
+
+def edit(path: Path, **tensors: Tensor | None) -> None:
+    weights = {**load_file(path / "model.safetensors"), **tensors}
+    save_file({name: tensor for name, tensor in weights.items() if tensor is not None}, path / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("suffix", "tensor", "says"),
+    [
+        ("weight_scale", None, r"weight_scale' \[64\] is missing"),
+        ("weight_scale", torch.ones(63), r"weight_scale' .* shape \[63\], .* asks for \[64\]"),
+        ("weight_int8", torch.ones(64, 32), "weight_int8' .* stored as float32, .* asks for int8"),
+        ("weight_zero_point", torch.ones(64), "weight_zero_point' .* used by no parameter"),
+    ],
+)
+def test_tensors_that_the_format_does_not_ask_for_are_refused(both, suffix, tensor, says):
+    path = both[0][0]
+    edit(path, **{f"model.layers.2.mlp.up_proj.{suffix}": tensor})
+    with pytest.raises(EspalierError, match=says):
+        load_target(path, dtype=DTYPE, device="cpu", position_rows=8)
+
+
+def test_matrices_of_two_formats_are_not_stacked(both):
+    path = both[0][0]
+    config = json.loads((path / "config.json").read_text())
+    config["quantization_config"]["ignore"].append("model.layers.0.mlp.up_proj")
+    (path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(EspalierError, match=r"gate_proj' and '.*up_proj' .* \(toy-int8 and dense\)"):
+        load_target(path, dtype=DTYPE, device="cpu", position_rows=8)
+
+
+def test_numbers_in_fewer_bits_are_no_dense_weights(both):
+    path = both[1][0]
+    edit(path, **{"model.layers.2.mlp.up_proj.weight": torch.ones(64, 32, dtype=torch.int8)})
+    with pytest.raises(EspalierError, match=r"up_proj\.weight' .* stored as int8, .* asks for float64, float32"):
+        load_target(path, dtype=DTYPE, device="cpu", position_rows=8)
+
+
+def test_a_format_that_is_not_there_is_refused_by_name(both):
+    path = both[0][0]
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "awq"}}))
+    with pytest.raises(EspalierError, match="quantization_config = 'awq' is not supported, only None or 'toy-int8'"):
+        read_config(path)
