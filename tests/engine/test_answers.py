@@ -67,7 +67,7 @@ def test_samples_of_one_prompt(overlap: bool) -> None:
     wish = SamplingParams(temperature=1.0, max_tokens=12)
     requests = [request(i, prompt, wish, seed=sample_seed(77, i)) for i in range(5)]
     for index, r in enumerate(requests):
-        r.index, r.id = index, "one"
+        r.index, r.id = index, f"one.{index}"
         r.after = requests[0] if index else None
     engine = replace(TREE, overlap=overlap).engine()
     for r in requests:

@@ -70,6 +70,7 @@ def test_an_admission_fills_its_slot_and_no_other():
         "top_k": 5,
         "seed": 2**40 + 5,
         "min_position": 6,
+        "num_logprobs": -1,
     }
     assert torch.equal(into.floats[2], torch.tensor([0.7, 0.8, 0.1, 1.2, 0.3, -0.4])), FLOATS
     assert into.history[2].tolist()[:7] == [3, 1, 3, 8, 5, 5, 0] and not into.history[2, 6:].any()

@@ -17,9 +17,10 @@ from torch import Tensor
 from espalier.engine.build import assemble
 from espalier.errors import EspalierError
 from espalier.layout import RoundLayout
-from espalier.models import load_eagle3, load_target, read_config, read_eagle3, weight_formats
+from espalier.models import load_target, read_config, weight_formats
 from espalier.models.weight_formats import Shard, StoredTensor, Weight, WeightFormat, all_dense
 from espalier.models.weights import Weights, stored_weights
+from espalier.speculate.drafters import load_draft, read_draft
 from tests.builders import make_eagle3, make_target
 from tests.harness import request, run
 
@@ -103,9 +104,9 @@ def both(tmp_path):
 
 def tokens_of(target_path: Path, draft_path: Path) -> list[list[int]]:
     how = {"dtype": DTYPE, "device": "cpu", "position_rows": 128}
-    capture = read_eagle3(draft_path, read_config(target_path)).capture
+    capture = read_draft(draft_path, read_config(target_path)).spec.capture
     target = load_target(target_path, capture=capture, **how)
-    draft = load_eagle3(draft_path, target, **how)
+    draft = load_draft(draft_path, target, **how)
     layout = RoundLayout(4, 3, 2, 8, 4, 96, 1, 32)
     engine = assemble(
         layout,

@@ -29,6 +29,7 @@ from espalier.models.config import Raw, parse
 from espalier.models.layers.linear import Linear
 from espalier.models.layers.rope import RopeTables
 from espalier.models.loading import FAMILIES, geometry_of, load_layer
+from espalier.models.weight_formats import dense_weight
 from espalier.models.weights import Weights
 from espalier.request import Request, SamplingParams
 from espalier.speculate.drafters import DRAFT_FORMATS, DraftFormat, load_draft, read_draft
@@ -80,7 +81,7 @@ class ToyDraft:
         self.rope = RopeTables(layer.rope, position_rows, weights.dtype, weights.device)
         self.embed, self.head, self.d2t = target.embed, target.head, None
         if self.spec.vocab_size != layer.vocab_size:
-            self.head = Linear(weights.take("lm_head.weight", self.spec.vocab_size, size))
+            self.head = Linear(dense_weight(weights.take("lm_head.weight", self.spec.vocab_size, size)))
             self.d2t = weights.take_raw("d2t", self.spec.vocab_size)
         weights.finish()
 

@@ -30,7 +30,7 @@ class Linear:
         """x [..., in] -> a fresh tensor [..., out]."""
         if x.ndim == 2:
             return self.weight.apply(x, self.bias)
-        return self.weight.apply(x.flatten(0, -2), self.bias).view(*x.shape[:-1], self.shape[0])
+        return self.weight.apply(x.reshape(-1, x.shape[-1]), self.bias).view(*x.shape[:-1], self.shape[0])
 
     def in_parts(self, x: Tensor) -> Tensor:
         """x [rows, in] -> [rows, out], or [parts, rows, out] float32 that its reader adds (RMSNorm.after).
