@@ -15,6 +15,15 @@ class EspalierError(ValueError):
     """Bad input or an unsupported combination, refused by name before anything is lost."""
 
 
+class ContextOverflow(EspalierError):
+    """A prompt that leaves no room for an answer, or whose answer passes the context."""
+
+
+def one_line(error: Exception) -> str:
+    """What another library says, short enough for a line."""
+    return " ".join(str(error).split())[:200] or type(error).__name__
+
+
 def unknown_name(what: str, name: str, known: Collection[str]) -> EspalierError:
     """The error for a name that is not among `known`, with the nearest that is, or all of them where none is near."""
     near = difflib.get_close_matches(name, known, n=1)

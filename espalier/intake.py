@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Unpack
 
+from espalier.chat import ChatOptions
 from espalier.errors import EspalierError
 from espalier.request import ResolvedParams, SamplingParams, check_prompt
-from espalier.text import ChatOptions, TextStream, Tokenizer
+from espalier.text import TextStream, Tokenizer
 
 Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, str]]
@@ -43,7 +44,7 @@ class Intake:
         return tokens
 
     def chat(self, messages: Messages, **options: Unpack[ChatOptions]) -> list[int]:
-        """Token ids of a conversation (text.ChatOptions).  Raises EspalierError."""
+        """Token ids of a conversation (chat.ChatOptions).  Raises EspalierError."""
         return self.text_of("chat").chat(messages, **options)
 
     def resolve(self, params: SamplingParams) -> ResolvedParams:

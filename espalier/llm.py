@@ -11,13 +11,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Unpack
 
+from espalier.chat import ChatOptions
 from espalier.config import EngineConfig
 from espalier.engine.load import build_engine, find, resolve_config
 from espalier.errors import EspalierError
 from espalier.intake import Intake, Messages, ModelFacts, Prompt, text_sink
 from espalier.models.config import read_json
 from espalier.request import Output, Piece, Request, ResolvedParams, SamplingParams, SpeculationStats, sample_seed
-from espalier.text import ChatOptions, load_tokenizer
+from espalier.text import load_tokenizer
 
 ROUNDS_BEFORE_WARNING = 256
 LOWEST_ACCEPTANCE = 0.05
@@ -117,12 +118,12 @@ class LLM:
     ) -> Output:
         """The assistant's answer to a conversation of {"role", "content"} messages, by the model's chat template.
 
-        options: chat_template_kwargs, add_generation_prompt and continue_final_message (espalier/text.py:ChatOptions).
+        options: chat_template_kwargs, add_generation_prompt and continue_final_message (espalier/chat.py:ChatOptions).
         """
         return self.generate([self.chat_prompt(messages, **options)], params, on_piece)[0]
 
     def chat_prompt(self, messages: Messages, **options: Unpack[ChatOptions]) -> list[int]:
-        """Token ids of a conversation (text.ChatOptions).  Raises EspalierError."""
+        """Token ids of a conversation (chat.ChatOptions).  Raises EspalierError."""
         return self.intake.chat(messages, **options)
 
     def close(self) -> None:

@@ -11,9 +11,9 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model, model_validator
 
+from espalier.chat import ChatOptions
 from espalier.errors import EspalierError, require_int
 from espalier.request import MAX_BIAS, MAX_COUNT, MAX_LOGPROBS, SamplingParams
-from espalier.text import ChatOptions
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ MAX_FUNCTION_LINES = 70
 # but its one hook.  "" is espalier/__init__.py, the public face.
 FLOORS = (
     ("errors",),
+    ("chat",),
     ("config", "request", "text"),
     ("intake",),
     ("layout",),
