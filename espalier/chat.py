@@ -63,6 +63,8 @@ class ChatTemplate:
         """Token ids of a conversation.  Raises EspalierError."""
         if not getattr(self.hf, "chat_template", None):
             raise EspalierError("this model's tokenizer has no chat template; use generate with a prompt")
+        if any(message.get("tool_calls") for message in messages) and "tool_calls" not in self.hf.get_chat_template():
+            raise EspalierError("messages with tool_calls are not shown by this model's chat template; leave them out")
         variables = self._variables(options)
         tools, adds = options.get("tools"), bool(options.get("add_special_tokens"))
         said = [dict(message) for message in messages]

@@ -16,7 +16,16 @@ class EspalierError(ValueError):
 
 
 class ContextOverflow(EspalierError):
-    """A prompt that leaves no room for an answer, or whose answer passes the context."""
+    """A prompt that leaves no room for an answer."""
+
+
+def prompt_too_long(size: str, max_context: int) -> ContextOverflow:
+    """The error for a prompt of that size.  langchain and litellm know it by words: its first, and "this model's ... is"."""
+    return ContextOverflow(
+        f"the prompt is too long: a prompt of {size} is not supported at max_context={max_context}; this model's "
+        f"maximum context length is {max_context} tokens, prompt and output: shorten it to {max_context - 1} tokens "
+        "or raise max_context"
+    )
 
 
 def one_line(error: Exception) -> str:

@@ -31,20 +31,33 @@ class ModelFacts:
 
 
 class Intake:
-    """tokenizer: None where the model has none; prompts are then token ids."""
+    """tokenizer: None where the model has none; prompts are then token ids.
 
-    def __init__(self, facts: ModelFacts, tokenizer: Tokenizer | None):
+    allow_special_tokens_in_messages: where chat is not told.
+    """
+
+    def __init__(self, facts: ModelFacts, tokenizer: Tokenizer | None, allow_special_tokens_in_messages: bool = False):
         self.facts = facts
+        self.allow_special_tokens_in_messages = allow_special_tokens_in_messages
         self.tokenizer = tokenizer
 
-    def tokens(self, prompt: Prompt) -> list[int]:
-        """Token ids of a prompt, which the model can start from.  Raises EspalierError."""
-        tokens = self.text_of("a text prompt").encode(prompt) if isinstance(prompt, str) else list(prompt)
+    def tokens(self, prompt: Prompt, add_special_tokens: bool = True, keep_last: int | None = None) -> list[int]:
+        """Token ids of a prompt, which the model can start from.
+
+        add_special_tokens: to a text.  keep_last: so many of them.  Raises EspalierError.
+        """
+        if isinstance(prompt, str):
+            tokens = self.text_of("a text prompt").encode(prompt, add_special_tokens)
+        else:
+            tokens = list(prompt)
+        tokens = tokens if keep_last is None else tokens[-keep_last:]
         check_prompt(tokens, self.facts.vocab_size, self.facts.max_context)
         return tokens
 
     def chat(self, messages: Messages, **options: Unpack[ChatOptions]) -> list[int]:
         """Token ids of a conversation (chat.ChatOptions).  Raises EspalierError."""
+        if options.get("allow_special_tokens_in_messages") is None:
+            options["allow_special_tokens_in_messages"] = self.allow_special_tokens_in_messages
         return self.text_of("chat").chat(messages, **options)
 
     def resolve(self, params: SamplingParams) -> ResolvedParams:

@@ -48,9 +48,9 @@ class Tokenizer:
         self._bytes: dict[int, TokenBytes] = {}
         self._template = ChatTemplate(tokenizer)
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a prompt, with the special tokens that the tokenizer itself adds."""
-        return list(self.hf.encode(text))
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a prompt.  add_special_tokens: with those that the tokenizer itself adds."""
+        return list(self.hf.encode(text, add_special_tokens=add_special_tokens))
 
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of tokens, spaces as they are; special tokens have none, or are their names."""
@@ -89,6 +89,10 @@ class Tokenizer:
             return False
         decoder = json.loads(self._backend.decoder.__getstate__())
         return kind in (decoder["type"], *(step["type"] for step in decoder.get("decoders", ())))
+
+    def shows(self, variable: str) -> bool:
+        """Whether the chat template reads a variable beside the messages."""
+        return self._template.reads(variable)
 
     def chat(self, messages: Sequence[Mapping[str, Any]], **options: Unpack[ChatOptions]) -> list[int]:
         """Token ids of a conversation (chat.ChatOptions).  Raises EspalierError."""

@@ -7,10 +7,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from espalier.errors import EspalierError
-from espalier.text import Detokenizer, TextStream, Tokenizer, load_tokenizer
+from espalier.text import Detokenizer, TextStream, load_tokenizer
 
 BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
 MERGES = [("a", "b"), ("Ã", "©")]
