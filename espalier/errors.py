@@ -20,7 +20,7 @@ class ContextOverflow(EspalierError):
 
 
 def prompt_too_long(size: str, max_context: int) -> ContextOverflow:
-    """The error for a prompt of that size.  langchain and litellm know it by words: its first, and "this model's ... is"."""
+    """The error for a prompt of that size.  langchain and litellm know it by its words."""
     return ContextOverflow(
         f"the prompt is too long: a prompt of {size} is not supported at max_context={max_context}; this model's "
         f"maximum context length is {max_context} tokens, prompt and output: shorten it to {max_context - 1} tokens "

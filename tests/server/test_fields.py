@@ -8,6 +8,7 @@ from langchain_core.exceptions import ContextOverflowError
 from langchain_openai import ChatOpenAI
 
 from espalier.server.hints import HINTS
+from tests.server.bodies import BODIES
 from tests.server.serving import serving
 
 HI = [{"role": "user", "content": "hi"}]
@@ -28,103 +29,6 @@ TOOL_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-
-# As the clients send them, each noted from its requests.
-BODIES = {
-    "guidellm 0.8, text": (
-        "/v1/completions",
-        {
-            "model": "bundled",
-            "prompt": "x",
-            "stream": True,
-            "max_tokens": 4,
-            "stop": None,
-            "ignore_eos": True,
-            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
-        },
-    ),
-    "guidellm 0.8, chat": (
-        "/v1/chat/completions",
-        {
-            "model": "bundled",
-            "stream": True,
-            "max_completion_tokens": 4,
-            "stop": None,
-            "ignore_eos": True,
-            "messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}],
-            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
-        },
-    ),
-    "guidellm before 0.3": (
-        "/v1/completions",
-        {
-            "model": "bundled",
-            "prompt": "x",
-            "stream": True,
-            "max_tokens": 4,
-            "max_completion_tokens": 4,
-            "stop": None,
-            "ignore_eos": True,
-            "stream_options": {"include_usage": True},
-        },
-    ),
-    "vLLM's bench, text": (
-        "/v1/completions",
-        {
-            "model": "bundled",
-            "prompt": "x",
-            "repetition_penalty": 1.0,
-            "max_tokens": 4,
-            "logprobs": None,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-            "ignore_eos": True,
-            "temperature": 0.0,
-        },
-    ),
-    "vLLM's bench, chat": (
-        "/v1/chat/completions",
-        {
-            "model": "bundled",
-            "max_completion_tokens": 4,
-            "stream": True,
-            "ignore_eos": True,
-            "messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}],
-            "stream_options": {"include_usage": True},
-        },
-    ),
-    "SGLang's bench, text": (
-        "/v1/completions",
-        {
-            "model": "bundled",
-            "prompt": "x",
-            "temperature": 0.0,
-            "best_of": 1,
-            "max_tokens": 4,
-            "stream": True,
-            "ignore_eos": True,
-        },
-    ),
-    "SGLang's bench, chat": (
-        "/v1/chat/completions",
-        {"model": "bundled", "messages": HI, "temperature": 0.0, "max_tokens": 4, "stream": True},
-    ),
-    "lm-eval, text": (
-        "/v1/completions",
-        {
-            "prompt": ["x", "y"],
-            "model": "bundled",
-            "max_tokens": 4,
-            "temperature": 0,
-            "seed": 1234,
-            "stop": ["\n\n", "<|endoftext|>"],
-        },
-    ),
-    "lm-eval, chat": (
-        "/v1/chat/completions",
-        {"messages": HI, "model": "bundled", "max_tokens": 4, "temperature": 0, "stop": ["\n\n"], "seed": 1234},
-    ),
-}
 
 
 def events(text):
