@@ -118,7 +118,8 @@ class LLM:
     ) -> Output:
         """The assistant's answer to a conversation of {"role", "content"} messages, by the model's chat template.
 
-        options: chat_template_kwargs, add_generation_prompt and continue_final_message (espalier/chat.py:ChatOptions).
+        options: chat_template_kwargs, add_generation_prompt, continue_final_message, tools, add_special_tokens and
+        allow_special_tokens_in_messages (espalier/chat.py:ChatOptions).  Special tokens that a message spells are text.
         """
         return self.generate([self.chat_prompt(messages, **options)], params, on_piece)[0]
 
