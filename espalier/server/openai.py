@@ -126,7 +126,9 @@ class Generating(Hinted):
 
     model: str = Field(description="a served name, as /v1/models lists them")
     stream: bool | None = Field(None, description="server-sent events as tokens are decided")
-    stream_options: StreamOptions | None = Field(None, description="include_usage and continuous_usage_stats; only with stream")
+    stream_options: StreamOptions | None = Field(
+        None, description="include_usage and continuous_usage_stats; only with stream"
+    )
     max_completion_tokens: int | None = Field(None, description="OpenAI's later name of max_tokens")
     add_special_tokens: bool | None = Field(
         None,
