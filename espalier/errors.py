@@ -24,6 +24,24 @@ def shown(value: Any) -> str:
     return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN // 2]} ... {text[-MAX_SHOWN // 2 :]}"
 
 
+class ContextOverflow(EspalierError):
+    """A prompt that leaves no room for an answer."""
+
+
+def prompt_too_long(size: str, max_context: int) -> ContextOverflow:
+    """The error for a prompt of that size.  langchain and litellm know it by its words."""
+    return ContextOverflow(
+        f"the prompt is too long: a prompt of {size} is not supported at max_context={max_context}; this model's "
+        f"maximum context length is {max_context} tokens, prompt and output: shorten it to {max_context - 1} tokens "
+        "or raise max_context"
+    )
+
+
+def one_line(error: Exception) -> str:
+    """What another library says, short enough for a line."""
+    return " ".join(str(error).split())[:200] or type(error).__name__
+
+
 def unknown_name(what: str, name: str, known: Collection[str]) -> EspalierError:
     """The error for a name that is not among `known`: what another engine means by it, else the nearest, else all."""
     near = difflib.get_close_matches(name, known, n=1)

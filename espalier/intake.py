@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Unpack
 
+from espalier.chat import ChatOptions
 from espalier.errors import EspalierError, shown
 from espalier.request import ResolvedParams, SamplingParams, check_prompt
-from espalier.text import ChatOptions, TextStream, Tokenizer
+from espalier.text import TextStream, Tokenizer
 
 Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, str]]
@@ -30,24 +31,32 @@ class ModelFacts:
 
 
 class Intake:
-    """tokenizer: None where the model has none; prompts are then token ids."""
+    """tokenizer: None where the model has none; prompts are then token ids.
 
-    def __init__(self, facts: ModelFacts, tokenizer: Tokenizer | None):
+    allow_special_tokens_in_messages: where chat is not told.
+    """
+
+    def __init__(self, facts: ModelFacts, tokenizer: Tokenizer | None, allow_special_tokens_in_messages: bool = False):
         self.facts = facts
+        self.allow_special_tokens_in_messages = allow_special_tokens_in_messages
         self.tokenizer = tokenizer
 
-    def tokens(self, prompt: Prompt) -> list[int]:
-        """Token ids of a prompt, which the model can start from.  Raises EspalierError."""
+    def tokens(self, prompt: Prompt, add_special_tokens: bool = True, keep_last: int | None = None) -> list[int]:
+        """Token ids of a prompt, which the model can start from.
+
+        add_special_tokens: to a text.  keep_last: so many of them.  Raises EspalierError.
+        """
         if isinstance(prompt, str):
             check_text(prompt)
-            tokens = self.text_of("a text prompt").encode(prompt)
+            tokens = self.text_of("a text prompt").encode(prompt, add_special_tokens)
         else:
             tokens = list(prompt)
+        tokens = tokens if keep_last is None else tokens[-keep_last:]
         check_prompt(tokens, self.facts.vocab_size, self.facts.max_context)
         return tokens
 
     def chat(self, messages: Messages, **options: Unpack[ChatOptions]) -> list[int]:
-        """Token ids of a conversation (text.ChatOptions).  Raises EspalierError."""
+        """Token ids of a conversation (chat.ChatOptions).  Raises EspalierError."""
         if isinstance(messages, str) or not all(isinstance(message, Mapping) for message in messages):
             raise EspalierError(
                 f'messages={shown(messages)} is not supported; use a list of {{"role": ..., "content": ...}}'
@@ -56,6 +65,8 @@ class Intake:
             for value in message.values():
                 if isinstance(value, str):
                     check_text(value)
+        if options.get("allow_special_tokens_in_messages") is None:
+            options["allow_special_tokens_in_messages"] = self.allow_special_tokens_in_messages
         return self.text_of("chat").chat(messages, **options)
 
     def resolve(self, params: SamplingParams) -> ResolvedParams:

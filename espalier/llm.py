@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Unpack
 
+from espalier.chat import ChatOptions
 from espalier.config import EngineConfig, ResolvedConfig
 from espalier.engine.load import Checkpoint, build_engine, find, resolve_config
 from espalier.errors import EspalierError, shown
@@ -19,7 +20,7 @@ from espalier.intake import Intake, Messages, ModelFacts, Prompt, text_sink
 from espalier.models.config import ModelConfig, read_json
 from espalier.request import Output, Piece, Request, ResolvedParams, SamplingParams, sample_seed
 from espalier.stats import SpeculationStats
-from espalier.text import ChatOptions, load_tokenizer
+from espalier.text import load_tokenizer
 
 ROUNDS_BEFORE_WARNING = 256
 LOWEST_ACCEPTANCE = 0.05
@@ -120,12 +121,13 @@ class LLM:
     ) -> Output:
         """The assistant's answer to a conversation of {"role", "content"} messages, by the model's chat template.
 
-        options: chat_template_kwargs, add_generation_prompt and continue_final_message (espalier/text.py:ChatOptions).
+        options: chat_template_kwargs, add_generation_prompt, continue_final_message, tools, add_special_tokens and
+        allow_special_tokens_in_messages (espalier/chat.py:ChatOptions).  Special tokens that a message spells are text.
         """
         return self.generate([self.chat_prompt(messages, **options)], params, on_piece)[0]
 
     def chat_prompt(self, messages: Messages, **options: Unpack[ChatOptions]) -> list[int]:
-        """Token ids of a conversation (text.ChatOptions).  Raises EspalierError."""
+        """Token ids of a conversation (chat.ChatOptions).  Raises EspalierError."""
         return self.intake.chat(messages, **options)
 
     def close(self) -> None:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from espalier import limits
-from espalier.errors import EspalierError, refuses_unknown, require_int
+from espalier.errors import EspalierError, prompt_too_long, refuses_unknown, require_int
 from espalier.limits import MAX_BIAS, MAX_LOGPROBS, MAX_SEED
 from espalier.stats import SpeculationStats
 
@@ -138,10 +138,7 @@ def check_prompt(prompt: Sequence[int], vocab_size: int, max_context: int) -> No
     if len(prompt) == 0:
         raise EspalierError("the prompt is empty; give it at least one token (the bos token, if the model has one)")
     if len(prompt) >= max_context:
-        raise EspalierError(
-            f"a prompt of {len(prompt)} tokens is not supported at max_context={max_context}, which holds prompt and "
-            f"output; shorten it to {max_context - 1} or raise max_context"
-        )
+        raise prompt_too_long(f"{len(prompt)} tokens", max_context)
     for token in prompt:
         require_int("prompt token id", token, 0, vocab_size - 1, remedy=" (the vocabulary)")
 

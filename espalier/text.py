@@ -4,16 +4,16 @@ Tokens are decoded a window at a time, from a little before the first that has n
 reads as may depend on the one before it (a leading space, the other bytes of a character).
 """
 
-import inspect
 import json
 import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, NamedTuple, Unpack
 
-from espalier.errors import EspalierError
+from espalier.chat import ChatOptions, ChatTemplate
+from espalier.errors import EspalierError, one_line
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 INCOMPLETE = "\ufffd"
@@ -34,19 +34,6 @@ class TokenBytes(NamedTuple):
     is_text: bool
 
 
-class ChatOptions(TypedDict, total=False):
-    """How a conversation becomes a prompt, beside its messages.
-
-    chat_template_kwargs: variables of the chat template, such as Qwen3's enable_thinking; one that it does not read is
-    refused.  continue_final_message: the last message is left open, and goes on.  add_generation_prompt: end with where
-    the assistant begins to answer; None: unless the last message goes on.
-    """
-
-    chat_template_kwargs: Mapping[str, Any] | None
-    add_generation_prompt: bool | None
-    continue_final_message: bool | None
-
-
 class Tokenizer:
     """A Hugging Face tokenizer, as much of it as the house needs."""
 
@@ -59,10 +46,11 @@ class Tokenizer:
         self._has_byte_pieces = self._decodes_by("ByteFallback")
         self._has_space_pieces = self._has_byte_pieces or self._decodes_by("Metaspace")
         self._bytes: dict[int, TokenBytes] = {}
+        self._template = ChatTemplate(tokenizer)
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a prompt, with the special tokens that the tokenizer itself adds."""
-        return list(self.hf.encode(text))
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a prompt.  add_special_tokens: with those that the tokenizer itself adds."""
+        return list(self.hf.encode(text, add_special_tokens=add_special_tokens))
 
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of tokens, spaces as they are; special tokens have none, or are their names."""
@@ -102,55 +90,13 @@ class Tokenizer:
         decoder = json.loads(self._backend.decoder.__getstate__())
         return kind in (decoder["type"], *(step["type"] for step in decoder.get("decoders", ())))
 
-    def chat(
-        self,
-        messages: Sequence[Mapping[str, str]],
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        add_generation_prompt: bool | None = None,
-        continue_final_message: bool | None = None,
-    ) -> list[int]:
-        """Token ids of a conversation (ChatOptions).  Raises EspalierError."""
-        if not getattr(self.hf, "chat_template", None):
-            raise EspalierError("this model has no chat template: use /v1/completions, or generate with a prompt")
-        for name, value in (
-            ("add_generation_prompt", add_generation_prompt),
-            ("continue_final_message", continue_final_message),
-        ):
-            if not isinstance(value, bool | None):
-                raise EspalierError(f"{name}={value!r} is not supported; use True or False")
-        own, goes_on = {} if chat_template_kwargs is None else chat_template_kwargs, bool(continue_final_message)
-        if goes_on and add_generation_prompt:
-            raise EspalierError("continue_final_message with add_generation_prompt has no meaning; set one of them")
-        begins = not goes_on if add_generation_prompt is None else add_generation_prompt
-        try:
-            self._check_template_kwargs(own)
-            text = self.hf.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=begins, continue_final_message=goes_on, **own
-            )
-        except EspalierError:
-            raise
-        except Exception as error:  # a template raises whatever it likes
-            raise EspalierError(f"the chat template refuses these messages: {_one_line(error)}") from None
-        return list(self.hf.encode(text, add_special_tokens=False))
+    def shows(self, variable: str) -> bool:
+        """Whether the chat template reads a variable beside the messages."""
+        return self._template.reads(variable)
 
-    def _check_template_kwargs(self, given: Mapping[str, Any]) -> None:
-        """Refuse names that transformers takes for itself, and those that would do nothing.  Raises EspalierError."""
-        if not isinstance(given, Mapping):
-            raise EspalierError(f"chat_template_kwargs={given!r} is not supported; use a dict from name to value")
-        if not given:
-            return
-        parameters = inspect.signature(self.hf.apply_chat_template).parameters.values()
-        taken = {each.name for each in parameters if each.kind is not each.VAR_KEYWORD} | {"messages", "conversations"}
-        read = _variables_of(self.hf.get_chat_template())
-        for name in given:
-            if name in ChatOptions.__annotations__:
-                raise EspalierError(f"chat_template_kwargs entry={name!r} is a field of its own; set it beside them")
-            if name in taken:
-                raise EspalierError(f"chat_template_kwargs entry={name!r} is for the engine to set; leave it out")
-            if name not in read:
-                raise EspalierError(
-                    f"chat_template_kwargs entry={name!r} is not read by this model's chat template; leave it out"
-                )
+    def chat(self, messages: Sequence[Mapping[str, Any]], **options: Unpack[ChatOptions]) -> list[int]:
+        """Token ids of a conversation (chat.ChatOptions).  Raises EspalierError."""
+        return self._template.tokens(messages, options)
 
     def sink(
         self,
@@ -180,7 +126,7 @@ def load_tokenizer(path: Path, vocab_size: int) -> Tokenizer | None:
         tokenizer = Tokenizer(AutoTokenizer.from_pretrained(str(path), local_files_only=True))
     except Exception as error:  # transformers raises many kinds, some of many lines
         raise EspalierError(
-            f"the tokenizer in {path} cannot be loaded ({_one_line(error)}); "
+            f"the tokenizer in {path} cannot be loaded ({one_line(error)}); "
             "restore its files, or remove them and give token ids"
         ) from None
     if tokenizer.size > vocab_size:
@@ -198,29 +144,6 @@ def _byte_alphabet() -> dict[str, int]:
     shown = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     hidden = [byte for byte in range(256) if byte not in shown]
     return {chr(byte): byte for byte in shown} | {chr(256 + i): byte for i, byte in enumerate(hidden)}
-
-
-@lru_cache(4)
-def _variables_of(template: str) -> set[str]:
-    """What a chat template reads and does not itself set."""
-    from jinja2 import Environment, meta
-    from jinja2.ext import Extension
-
-    class Generation(Extension):
-        """A tag of transformers' own, around what the assistant says."""
-
-        tags = frozenset({"generation"})  # type: ignore[assignment]
-
-        def parse(self, parser: Any) -> Any:
-            next(parser.stream)
-            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-    environment = Environment(extensions=("jinja2.ext.loopcontrols", Generation))
-    return meta.find_undeclared_variables(environment.parse(template))
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200] or type(error).__name__
 
 
 class TextStream:

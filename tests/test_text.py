@@ -7,10 +7,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from espalier.errors import EspalierError
-from espalier.text import Detokenizer, TextStream, Tokenizer, load_tokenizer
+from espalier.text import Detokenizer, TextStream, load_tokenizer
 
 BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
 MERGES = [("a", "b"), ("Ã", "©")]
@@ -130,78 +129,6 @@ def test_a_token_that_is_not_shown_does_not_cost_the_next_its_space():
     assert stream.take(final=False) == ""
     stream.push(PIECES.index("▁a"))
     assert stream.take(final=False) == " a"
-
-
-def conversing(template):
-    backend = Backend.from_str(BYTE_LEVEL.to_str())
-    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=template))
-
-
-def test_without_a_chat_template_a_conversation_is_sent_to_completions():
-    with pytest.raises(EspalierError, match="no chat template: use /v1/completions"):
-        conversing(None).chat([{"role": "user", "content": "b"}])
-
-
-def test_a_chat_template_takes_its_variables_and_no_others():
-    # Its generation and break tags are extensions that transformers makes.
-    tokenizer = conversing(
-        "{% set mood = mood | default('') %}{%- if think is defined and not think %}a{% endif %}{{ mood }}"
-        "{% for said in messages %}{% generation %}{{ said.content }}{% endgeneration %}{% break %}{% endfor %}"
-    )
-    hello = [{"role": "user", "content": "b"}]
-
-    def said(**variables):
-        return tokenizer.decode(tokenizer.chat(hello, variables))
-
-    assert (said(), said(think=True), said(think=False)) == ("b", "b", "ab")
-    assert said(mood="a") == "ab"
-    assert tokenizer.chat(hello, None) == tokenizer.chat(hello)
-    # The last are in it, and no variables that it reads.
-    for name in ("thinks", "b", "if", "said", "content", "default"):
-        with pytest.raises(EspalierError, match=f"chat_template_kwargs entry='{name}' is not read by this model's"):
-            said(**{name: 1})
-    # Whatever the template reads: these would change what the caller asks for, or what he gets.
-    for name in ("messages", "conversation", "tools", "documents", "tokenize", "return_dict", "padding"):
-        with pytest.raises(EspalierError, match=f"chat_template_kwargs entry='{name}' is for the engine to set"):
-            said(**{name: 1})
-    for name in ("add_generation_prompt", "continue_final_message"):
-        with pytest.raises(EspalierError, match=f"chat_template_kwargs entry='{name}' is a field of its own"):
-            said(**{name: True})
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("chat_template_kwargs", ["a"]), ("add_generation_prompt", "no"), ("continue_final_message", 1)],
-)
-def test_an_option_of_a_conversation_that_is_of_another_type_is_refused(name, value):
-    with pytest.raises(EspalierError, match=f"^{name}=.* is not supported; use "):
-        conversing("{{ messages[0].content }}").chat([{"role": "user", "content": "b"}], **{name: value})
-
-
-def test_a_conversation_ends_where_the_answer_begins_or_goes_on():
-    tokenizer = conversing(
-        "{% for m in messages %}<{{ m.content | trim }}>{% endfor %}{% if add_generation_prompt %}<{% endif %}"
-    )
-
-    def said(last="b", **options):
-        messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": last}]
-        return tokenizer.decode(tokenizer.chat(messages, **options))
-
-    assert said() == said(add_generation_prompt=True) == said(continue_final_message=False) == "<a><b><"
-    assert said(add_generation_prompt=False) == "<a><b>"
-    assert said(continue_final_message=True) == "<a><b"
-    assert said(continue_final_message=True, add_generation_prompt=False) == "<a><b"
-    with pytest.raises(EspalierError, match="continue_final_message with add_generation_prompt has no meaning"):
-        said(continue_final_message=True, add_generation_prompt=True)
-    hidden = conversing("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}")
-    with pytest.raises(EspalierError, match="the chat template refuses these messages: continue_final_message is set"):
-        hidden.chat([{"role": "assistant", "content": "b"}], continue_final_message=True)
-
-
-def test_a_chat_template_that_cannot_be_read_is_said_so():
-    for template, variables in (("{% if %}", {}), ("{{ 'x }} think", {"think": 1})):
-        with pytest.raises(EspalierError, match="the chat template refuses these messages"):
-            conversing(template).chat([{"role": "user", "content": "b"}], variables)
 
 
 def stopped(tokens, stop, min_tokens=0, takes=None, keep_stop=False, decode=BYTE_LEVEL.decode):

@@ -32,6 +32,14 @@ def add(commands: Any, name: str) -> None:
     http.add_argument("--api-key", metavar="X", help=f"what clients must send as a bearer token (${KEY_VARIABLE})")
     http.add_argument("--chat-template", type=Path, metavar="FILE", help="in place of the tokenizer's own")
     http.add_argument("--cors-origin", action="append", metavar="X", help="origin whose pages may call; may be several")
+    http.add_argument(
+        "--strict-fields", action="store_true", help="refuse fields that have no effect, such as user and metadata"
+    )
+    http.add_argument(
+        "--allow-special-tokens-in-messages",
+        action="store_true",
+        help="where a message spells a special token, it becomes one; whoever writes messages can then forge turns",
+    )
     http.add_argument("--max-queue", type=int, default=256, metavar="N", help="samples that may wait for a slot (256)")
     http.add_argument("--request-timeout", type=float, default=600.0, metavar="S", help="seconds; 0 for none (600)")
     http.add_argument("--max-body-bytes", type=int, default=4 * 2**20, metavar="N", help="of one request (4194304)")
@@ -91,7 +99,14 @@ def run(asked: Namespace) -> int:
             log_level=asked.log_level,
             log_json=asked.log_json,
         ),
-        front=FrontOptions(tuple(names), template, asked.max_queue, asked.request_timeout or None),
+        front=FrontOptions(
+            tuple(names),
+            template,
+            asked.max_queue,
+            asked.request_timeout or None,
+            asked.strict_fields,
+            asked.allow_special_tokens_in_messages,
+        ),
         api=ApiOptions(
             asked.api_key or os.environ.get(KEY_VARIABLE) or None,
             asked.cors_origin or (),

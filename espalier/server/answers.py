@@ -98,6 +98,8 @@ class Answer:
         self.tokenizer = tokenizer
         self.echo = echo
         self.include_usage = bool(body.stream_options and body.stream_options.include_usage)
+        self.usage_in_chunks = bool(body.stream_options and body.stream_options.continuous_usage_stats)
+        self.num_prompt_tokens = sum(len(prompt) for prompt in prompts)
         self.head = {"id": id, "created": int(time.time()), "model": body.model}
         self.choices = [
             Choice(at * params.n + i, prompt, self._sink(prompt), params.include_stop_str_in_output)
@@ -180,7 +182,14 @@ class Answer:
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         chunk = {**self.head, "object": self.object_chunk, "choices": choices}
+        if self.usage_in_chunks:
+            return {**chunk, "usage": self._usage_so_far()}
         return {**chunk, "usage": None} if self.include_usage else chunk
+
+    def _usage_so_far(self) -> dict[str, int]:
+        """What is known before the end: nothing of the cache, or of speculation."""
+        prompt, completion = self.num_prompt_tokens, sum(len(choice.token_ids) for choice in self.choices)
+        return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
     def _beyond_openai(self, source: Delta | Choice) -> dict[str, Any]:
         """What stands beside OpenAI's fields."""

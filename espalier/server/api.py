@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -15,13 +14,14 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from espalier import __version__
+from espalier.chat import ChatOptions
 from espalier.errors import EspalierError
 from espalier.server.answers import ChatAnswer, TextAnswer
 from espalier.server.errors import ApiError, ErrorBody, of_validation, refusal
 from espalier.server.front import Front
 from espalier.server.gate import Gate
 from espalier.server.logs import request_id
-from espalier.server.openai import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from espalier.server.openai import ChatRequest, CompletionRequest, DetokenizeRequest, Message, TokenizeRequest
 
 # Paths of OpenAI's that are not served, and why, so that who tries one need not look.
 REFUSED_PATHS = {
@@ -46,6 +46,8 @@ REFUSED_PATHS = {
 }
 BODIES: tuple[type[BaseModel], ...] = (CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest)
 # What each event of a stream is: its data is a chunk as JSON, or [DONE].
+# Names the fields of a request that changed nothing.
+IGNORED = "x-espalier-no-effect"
 EVENT = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
 EVENTS: dict[str, Any] = {"text/event-stream": {"schema": EVENT}}
 STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": EVENTS, "description": "whole, or streamed"}}
@@ -95,7 +97,7 @@ def make_app(front: Front, options: ApiOptions) -> tuple[ASGIApp, Gate]:
         allow_origins=list(options.cors_origins),
         allow_methods=["*"],
         allow_headers=["*"],
-        expose_headers=["x-request-id", "retry-after"],
+        expose_headers=["x-request-id", "retry-after", IGNORED],
     ), gate
 
 
@@ -108,29 +110,40 @@ def _add_generation(app: FastAPI, front: Front) -> None:
     async def complete(body: CompletionRequest, http: Request) -> Response:
         front.check_model(body.model)
         params = _checked(front, body)
+        front.check_effect(ignored := body.without_effect())
         asked = _prompts(body)
         with front.entering(len(asked) * params.n):
-            prompts = [await front.tokenize(front.intake.tokens, prompt) for prompt in asked]
+            adds, keep = body.add_special_tokens is not False, body.truncate_prompt_tokens
+            prompts = [await front.tokenize(front.intake.tokens, prompt, adds, keep) for prompt in asked]
             echo: list[str] = []
             if body.echo:
                 decode, skip = (await front.tokenize(front.intake.text_of, "echo")).decode, params.skip_special_tokens
                 echo = [
                     prompt if isinstance(prompt, str) else await front.tokenize(decode, prompt, skip)
-                    for prompt in asked
+                    for prompt in (asked if keep is None else prompts)
                 ]
         id = f"cmpl-{request_id.get()}"
-        return await front.respond(
-            http, body, prompts, TextAnswer(id, body, params, prompts, front.intake.tokenizer, echo)
-        )
+        answer = TextAnswer(id, body, params, prompts, front.intake.tokenizer, echo)
+        return _naming(ignored, await front.respond(http, body, prompts, answer))
 
     @app.post("/v1/chat/completions", responses=STREAMED | answers_with(*GENERATES))
     async def chat(body: ChatRequest, http: Request) -> Response:
         front.check_model(body.model)
         params = _checked(front, body)
+        shows_tools = front.intake.tokenizer is not None and front.intake.tokenizer.shows("tools")
+        front.check_effect(ignored := body.without_effect() + ["tools"] * (bool(body.tools) and not shows_tools))
         with front.entering(params.n):
             prompt = await front.tokenize(_chat_prompt, front, body)
         id = f"chatcmpl-{request_id.get()}"
-        return await front.respond(http, body, [prompt], ChatAnswer(id, body, params, [prompt], front.intake.tokenizer))
+        answer = ChatAnswer(id, body, params, [prompt], front.intake.tokenizer)
+        return _naming(ignored, await front.respond(http, body, [prompt], answer))
+
+
+def _naming(ignored: Sequence[str], answer: Response) -> Response:
+    """The answer, with a header that names the fields that had no effect."""
+    if ignored:
+        answer.headers[IGNORED] = ", ".join(ignored)
+    return answer
 
 
 def _checked(front: Front, body: CompletionRequest | ChatRequest) -> Any:
@@ -150,7 +163,12 @@ def _prompts(body: CompletionRequest) -> list[str | list[int]]:
 
 def _chat_prompt(front: Front, body: ChatRequest) -> list[int]:
     """Token ids of a conversation that the model can start from."""
-    return front.intake.tokens(front.intake.chat(body.turns(), **body.options()))
+    tokens = _chat_tokens(front, body.messages, body.options())
+    return front.intake.tokens(tokens, keep_last=body.truncate_prompt_tokens)
+
+
+def _chat_tokens(front: Front, messages: Sequence[Message], options: ChatOptions) -> list[int]:
+    return front.intake.chat([message.turn() for message in messages], **options)
 
 
 def _add_tokens(app: FastAPI, front: Front) -> None:
@@ -160,14 +178,14 @@ def _add_tokens(app: FastAPI, front: Front) -> None:
         if (body.prompt is None) == (body.messages is None):
             raise ApiError(400, "give a prompt or messages, one of them", "prompt")
         if body.messages is not None:
-            turns = [message.turn() for message in body.messages]
-            tokens = await front.tokenize(partial(front.intake.chat, turns, **body.options()))
+            options: ChatOptions = {**body.options(), "add_special_tokens": body.add_special_tokens}
+            tokens = await front.tokenize(_chat_tokens, front, body.messages, options)
         else:
             for name, value in body.options().items():
                 if value is not None:
                     raise ApiError(400, f"{name} is for messages; leave it out", name)
             encode = (await front.tokenize(front.intake.text_of, "/tokenize")).encode
-            tokens = await front.tokenize(encode, body.prompt)
+            tokens = await front.tokenize(encode, body.prompt, body.add_special_tokens is not False)
         return {"tokens": tokens, "count": len(tokens), "max_model_len": front.intake.facts.max_context}
 
     @app.post("/detokenize", responses=answers_with(*READS_A_BODY))

@@ -8,14 +8,15 @@ from typing import Any, NamedTuple, Union, get_args, get_origin
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
-from espalier.errors import EspalierError, unknown_name
+from espalier.errors import ContextOverflow, EspalierError, unknown_name
 from espalier.server.logs import request_id
 from espalier.server.openai import Refused
 
 KINDS = {
     400: "invalid_request_error",
     401: "authentication_error",
-    404: "not_found_error",
+    # As OpenAI does: clients look for it beside the code model_not_found.
+    404: "invalid_request_error",
     405: "invalid_request_error",
     408: "timeout_error",
     413: "invalid_request_error",
@@ -83,7 +84,8 @@ class ErrorBody(BaseModel):
 def refusal(error: EspalierError) -> ApiError:
     """What the house refuses, as an answer; the field is the one that its message begins with."""
     found = FIELD_FIRST.match(str(error))
-    return ApiError(400, str(error), param=found.group(1) if found else None)
+    code = "context_length_exceeded" if isinstance(error, ContextOverflow) else None
+    return ApiError(400, str(error), param=found.group(1) if found else None, code=code)
 
 
 def of_validation(errors: Sequence[Mapping[str, Any]], model: type[BaseModel] | None) -> ApiError:

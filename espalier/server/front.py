@@ -40,12 +40,15 @@ CLIENT_LEFT = 499
 @dataclass(frozen=True)
 class FrontOptions:
     """names: of the model, its directory's where there is none; chat_template: in place of the tokenizer's own;
-    request_timeout_s: of one request, None for no limit; max_queue: samples that may wait beside those in a slot."""
+    request_timeout_s: of one request, None for no limit; max_queue: samples that may wait beside those in a slot;
+    strict_fields: refuse what has no effect."""
 
     names: tuple[str, ...]
     chat_template: str | None = None
     max_queue: int = 256
     request_timeout_s: float | None = 600.0
+    strict_fields: bool = False
+    allow_special_tokens_in_messages: bool = False
 
 
 class ClientLeft(Exception):
@@ -64,12 +67,13 @@ class Front:
         self.metrics = Metrics(client)
         self.draining = False
         tokenizer = load_tokenizer(Path(client.facts.model), client.facts.vocab_size)
-        self.intake = Intake(client.facts, tokenizer)
+        self.intake = Intake(client.facts, tokenizer, options.allow_special_tokens_in_messages)
         if options.chat_template is not None:
             self.intake.text_of("--chat-template").hf.chat_template = options.chat_template
         # One thread: long prompts do not hold up the loop, and a tokenizer is used by one caller at a time.
         self._tokenizing = ThreadPoolExecutor(1, "tokenizing")
         self._num_entering = 0
+        self._fields_named: set[str] = set()
 
     @property
     def status(self) -> str:
@@ -80,6 +84,16 @@ class Front:
         if name is not None and name not in self.names:
             served = ", ".join(self.names)
             raise ApiError(404, f"model {name!r} is not served here; use {served}", "model", "model_not_found")
+
+    def check_effect(self, names: Sequence[str]) -> None:
+        """Name fields that change nothing, each once in the log.  Raises ApiError with strict_fields."""
+        if names and self.options.strict_fields:
+            why = f"{names[0]} has no effect here and the server runs with --strict-fields; leave it out"
+            raise ApiError(400, why, names[0], "unsupported")
+        for name in names:
+            if name not in self._fields_named:
+                self._fields_named.add(name)
+                log.info("the field %s has no effect here: it is accepted, and not named again", name)
 
     async def tokenize(self, work: Callable[..., T], *values: Any) -> T:
         """Run a call of the intake beside the loop.  Raises ApiError for what it refuses."""
@@ -130,7 +144,7 @@ class Front:
         held = self.client.open_samples + self._num_entering
         if held + wanted > room:
             message = f"{held} samples run and wait and there is room for {room}; come again later"
-            raise ApiError(429, message, code="queue_full", retry_after_s=RETRY_AFTER_S)
+            raise ApiError(429, message, code="rate_limit_exceeded", retry_after_s=RETRY_AFTER_S)
 
     def _submit(self, body: Generating, prompts: Sequence[list[int]], answer: Answer) -> Generation:
         self._require_room(len(prompts) * answer.params.n)

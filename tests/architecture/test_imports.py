@@ -26,7 +26,7 @@ MAX_FUNCTION_LINES = 70
 FLOORS = (
     ("counterparts",),
     ("errors", "cores", "stats"),
-    ("limits",),
+    ("limits", "chat"),
     ("config", "request", "text"),
     ("intake",),
     ("layout",),

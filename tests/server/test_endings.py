@@ -91,6 +91,10 @@ def test_a_full_queue_is_429_with_a_time_to_come_again(own):
     own.until(lambda: own.metric("open_samples") == 6)
     status, headers, body = own.request("/v1/completions", LONG)
     assert (status, headers["retry-after"], body["error"]["type"]) == (429, "1", "rate_limit_error")
+    with OpenAI(base_url=f"{own.base}/v1", api_key="none", max_retries=0) as client:
+        with pytest.raises(openai.RateLimitError) as caught:
+            client.completions.create(model="bundled", prompt="x", max_tokens=2)
+        assert caught.value.code == "rate_limit_exceeded"
     for connection, _ in streams:
         connection.close()
     for thread in waiting:
@@ -188,6 +192,12 @@ def test_timeouts_keys_names_and_templates(tmp_path):
     with serving(tmp_path, *flags, "--cors-origin", "https://page.example", "--log-json") as served:
         status, headers, _ = served.request("/v1/models")
         assert (status, headers["www-authenticate"]) == (401, "Bearer")
+        with (
+            pytest.raises(openai.AuthenticationError) as caught,
+            OpenAI(base_url=f"{served.base}/v1", api_key="x") as c,
+        ):
+            c.models.list()
+        assert caught.value.code == "invalid_api_key"
         key = {"authorization": "Bearer secret"}
         assert [card["id"] for card in served.request("/v1/models", **key)[2]["data"]] == ["a", "b"]
         turns = [{"role": role, "content": "x"} for role in ("developer", "user")]

@@ -28,14 +28,16 @@ from tools.make_server_fields import PAGE, with_tables
 
 HI = [{"role": "user", "content": "hi"}]
 IMAGE = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}
+FUNCTION = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+CALL = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+BAD_CALL = {**CALL, "function": {"name": "f", "arguments": "x=1"}}
+CALLED = {"role": "assistant", "content": None, "tool_calls": [CALL]}
 CHAT = {"model": "bundled", "messages": HI, "max_tokens": 2}
 TEXT = {"model": "bundled", "prompt": "hi", "max_tokens": 2}
 # A value of each refused field that clients send when they mean it.
 MEANT = {
     "response_format": {"type": "json_object"},
-    "tools": [{"type": "function", "function": {"name": "f"}}],
     "tool_choice": "required",
-    "parallel_tool_calls": True,
     "functions": [{"name": "f"}],
     "function_call": {"name": "f"},
     "modalities": ["audio"],
@@ -45,8 +47,6 @@ MEANT = {
     "verbosity": "low",
     "web_search_options": {},
     "store": True,
-    "service_tier": "flex",
-    "prompt_cache_retention": "24h",
     "best_of": 2,
     "suffix": "end",
 }
@@ -130,10 +130,22 @@ def test_neutral_values_of_refused_fields_are_served(served):
         ("/v1/chat/completions", {**CHAT, "top_logprobs": 2}, "top_logprobs is for logprobs=true"),
         ("/v1/chat/completions", {**CHAT, "max_completion_tokens": 3}, "are one limit and differ"),
         ("/v1/chat/completions", {**CHAT, "messages": []}, "messages"),
-        ("/v1/chat/completions", {**CHAT, "messages": [{"role": "tool", "content": "x"}]}, "messages.0.role"),
+        ("/v1/chat/completions", {**CHAT, "messages": [{"role": "function", "content": "x"}]}, "messages.0.role"),
+        (
+            "/v1/chat/completions",
+            {**CHAT, "messages": [{"role": "tool", "content": "x"}]},
+            "roles are system, user and",
+        ),
+        ("/v1/chat/completions", {**CHAT, "messages": [CALLED]}, "messages with tool_calls are not shown by"),
+        ("/v1/chat/completions", {**CHAT, "messages": [{**CALLED, "tool_calls": [BAD_CALL]}]}, "are no JSON object"),
+        ("/v1/chat/completions", {**CHAT, "tools": [FUNCTION]}, 'tools is not supported without tool_choice="none"'),
+        ("/v1/chat/completions", {**CHAT, "tools": [FUNCTION], "tool_choice": "auto"}, "tools is not supported"),
+        ("/v1/completions", {**TEXT, "max_completion_tokens": 3}, "are one limit and differ"),
+        ("/v1/completions", {**TEXT, "truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+        ("/v1/completions", {**TEXT, "keep_alve": "5m"}, "did you mean 'keep_alive'?"),
         *(
             ("/v1/chat/completions", {**CHAT, "chat_template_kwargs": {name: 1}}, f"entry='{name}' is for the engine")
-            for name in ("messages", "tools", "tokenize", "chat_template", "conversation")
+            for name in ("messages", "documents", "tokenize", "chat_template", "conversation")
         ),
         (
             "/v1/chat/completions",
@@ -159,7 +171,11 @@ def test_neutral_values_of_refused_fields_are_served(served):
         ("/v1/completions", {**TEXT, "prompt": [1, "x"]}, "prompt.1: Input should be a valid integer (text or token"),
         ("/v1/completions", {**TEXT, "prompt": [[1], [True]]}, "prompt.1.0: Input should be a valid integer"),
         ("/v1/completions", {**TEXT, "stop": ["x", 1]}, "stop.1: Input should be a valid string (text that ends the"),
-        ("/v1/chat/completions", {**CHAT, "messages": [HI[0], {"role": "user"}]}, "messages.1.content: Field required"),
+        (
+            "/v1/chat/completions",
+            {**CHAT, "messages": [HI[0], {"role": "user"}]},
+            "messages.1: content is missing; give",
+        ),
         (
             "/v1/chat/completions",
             {**CHAT, "messages": [IMAGE]},

@@ -1,0 +1,283 @@
+"""Runs clients that others wrote against a server, and prints what each asked and what failed.
+
+Run it in an environment of the clients' own; the server is the house's, by --espalier (docs/development.md).  A client
+that is not installed there is left out, and said so.  Nothing is downloaded: tasks and tokenizers are local.
+"""
+
+import argparse
+import asyncio
+import importlib
+import importlib.metadata
+import json
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+from tests.server.bodies import BODIES  # noqa: E402
+
+START_S = 300
+CLIENT_S = 600
+TOKENIZER = ROOT / "espalier" / "bundled" / "target"
+OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+HI = [{"role": "user", "content": "def mean(xs):\n"}]
+LONG = [{"role": "user", "content": "x " * 4000}]
+SHORT: dict[str, Any] = {"max_tokens": 8, "temperature": 0}
+
+
+class Server(NamedTuple):
+    """url: with /v1; folder: for what a client writes."""
+
+    url: str
+    folder: Path
+
+    def counts(self) -> dict[int, int]:
+        """Answers to posts so far, by status."""
+        found: dict[int, int] = {}
+        with urllib.request.urlopen(f"{self.url.removesuffix('/v1')}/metrics", timeout=60) as answer:
+            for line in answer.read().decode().splitlines():
+                if line.startswith("espalier_http_requests_total{") and "completions" in line:
+                    status = int(line.partition('status="')[2].partition('"')[0])
+                    found[status] = found.get(status, 0) + int(float(line.rpartition(" ")[2]))
+        return found
+
+
+class Client(NamedTuple):
+    """package: whose version is printed, "" for bodies without their client; refused: answers that are to be errors."""
+
+    name: str
+    package: str
+    run: Callable[[Server], None]
+    refused: int = 0
+
+
+def raises(kind: type[BaseException], call: Callable[..., Any], *values: Any, **fields: Any) -> None:
+    try:
+        call(*values, **fields)
+    except kind:
+        return
+    raise AssertionError(f"no {kind.__name__}")
+
+
+def openai_client(server: Server) -> None:
+    openai: Any = importlib.import_module("openai")
+    client = openai.OpenAI(base_url=server.url, api_key="none", max_retries=0)
+    ask = {"model": "bundled", "messages": HI, **SHORT}
+    whole = client.chat.completions.create(**ask).choices[0].message.content
+    assert (
+        "".join(c.choices[0].delta.content or "" for c in client.chat.completions.create(stream=True, **ask)) == whole
+    )
+    assert client.completions.create(model="bundled", prompt="def f(x):", **SHORT).choices[0].text
+
+    async def ask_at_once() -> list[Any]:
+        async with openai.AsyncOpenAI(base_url=server.url, api_key="none", max_retries=0) as many:
+            return await asyncio.gather(*(many.chat.completions.create(**ask) for _ in range(8)))
+
+    assert {each.choices[0].message.content for each in asyncio.run(ask_at_once())} == {whole}
+    raises(openai.NotFoundError, client.chat.completions.create, **ask | {"model": "other"})
+    raises(openai.BadRequestError, client.chat.completions.create, **ask | {"messages": LONG})
+
+
+def litellm_client(server: Server) -> None:
+    litellm: Any = importlib.import_module("litellm")
+    litellm.suppress_debug_info = True
+    where = {"api_base": server.url, "api_key": "none", "num_retries": 0}
+    for provider in ("openai", "hosted_vllm"):
+        ask = {"model": f"{provider}/bundled", "messages": HI, **SHORT, **where}
+        whole = litellm.completion(**ask).choices[0].message.content
+        parts = litellm.completion(stream=True, **ask)
+        assert "".join(part.choices[0].delta.content or "" for part in parts) == whole
+        raises(litellm.ContextWindowExceededError, litellm.completion, **ask | {"messages": LONG})
+        raises(litellm.NotFoundError, litellm.completion, **ask | {"model": f"{provider}/other"})
+    text = litellm.text_completion(model="text-completion-openai/bundled", prompt="def f(x):", **SHORT, **where)
+    assert text.choices[0].text
+
+
+def langchain_client(server: Server) -> None:
+    chat = importlib.import_module("langchain_openai").ChatOpenAI(
+        model="bundled", base_url=server.url, api_key="none", max_retries=0, **SHORT
+    )
+    errors = importlib.import_module("langchain_core.exceptions")
+    said = HI[0]["content"]
+    assert "".join(part.content for part in chat.stream(said)) == chat.invoke(said).content
+    assert len(chat.batch([said] * 4)) == 4
+    raises(errors.ContextOverflowError, chat.invoke, LONG[0]["content"])
+
+
+def llm_client(server: Server) -> None:
+    models = [
+        {"model_id": "chat", "model_name": "bundled", "api_base": server.url},
+        {"model_id": "text", "model_name": "bundled", "api_base": server.url, "completion": True},
+    ]
+    (server.folder / "extra-openai-models.yaml").write_text(json.dumps(models))  # which is YAML too
+    environment = {"LLM_USER_PATH": str(server.folder), "OPENAI_API_KEY": "none"}
+    options = ["-o", "max_tokens", "8", "-o", "temperature", "0"]
+    for model in ("chat", "text"):
+        for streamed in ([], ["--no-stream"]):
+            command(["-m", "llm", "-m", model, *options, *streamed, "def mean(xs):"], environment)
+
+
+def guidellm_client(server: Server) -> None:
+    for route in ("/v1/completions", "/v1/chat/completions"):
+        out = server.folder / "guidellm.json"
+        parts = {
+            "backend": f"kind=openai_http,target={server.url.removesuffix('/v1')},model=bundled,request_format={route}",
+            "profile": "kind=concurrent,streams=4",
+            "constraint": "kind=max_requests,count=16",
+            "tokenizer": f"kind=huggingface_auto,model={TOKENIZER}",
+            "data": "kind=synthetic_text,prompt_tokens=32,output_tokens=8",
+            "output": f"kind=json,path={out}",
+        }
+        flags = [part for name, value in parts.items() for part in (f"--{name}", value)]
+        command(["-m", "guidellm", "run", *flags, "--disable-console"])
+        [benchmark] = json.loads(out.read_text())["benchmarks"]
+        found = benchmark["metrics"]["request_totals"]
+        assert (found["successful"], found["errored"]) == (16, 0), found
+
+
+GENERATE = {
+    "output_type": "generate_until",
+    "doc_to_target": "{{answer}}",
+    "generation_kwargs": {"until": ["\n\n"], "max_gen_toks": 8},
+    "metric_list": [{"metric": "exact_match"}],
+}
+CHOOSE = {
+    "output_type": "multiple_choice",
+    "doc_to_choice": ["1", "2"],
+    "doc_to_target": "{{answer}}",
+    "metric_list": [{"metric": "acc"}],
+}
+
+
+def lm_eval_client(task: dict[str, Any], *models: str) -> Callable[[Server], None]:
+    def run(server: Server) -> None:
+        data = server.folder / "data.jsonl"
+        data.write_text("".join(json.dumps({"question": f"x = {i}\ny =", "answer": i % 2}) + "\n" for i in range(8)))
+        local = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(data)}}, "test_split": "test"}
+        whole = {"task": "local", **local, "doc_to_text": "{{question}}", **task}
+        (server.folder / "local.yaml").write_text(json.dumps(whole))
+        for model in models:
+            path = "chat/completions" if "chat" in model else "completions"
+            given = f"model=bundled,base_url={server.url}/{path},max_retries=1,num_concurrent=4"
+            given += f",tokenizer_backend=huggingface,tokenizer={TOKENIZER}"
+            chat = ["--apply_chat_template"] if "chat" in model else []
+            flags = ["--tasks", "local", "--include_path", str(server.folder), *chat]
+            command(["-m", "lm_eval", "run", "--model", model, "--model_args", given, *flags])
+
+    return run
+
+
+def bench_bodies(client: str) -> Callable[[Server], None]:
+    def run(server: Server) -> None:
+        for name, (path, body) in BODIES.items():
+            if name.startswith(client):
+                asked = urllib.request.Request(f"{server.url.removesuffix('/v1')}{path}", json.dumps(body).encode())
+                asked.add_header("content-type", "application/json")
+                with urllib.request.urlopen(asked, timeout=60) as answer:
+                    assert answer.read().endswith(b"data: [DONE]\n\n")
+
+    return run
+
+
+CLIENTS = (
+    Client("openai", "openai", openai_client, refused=2),
+    Client("litellm", "litellm", litellm_client, refused=4),
+    Client("langchain-openai", "langchain-openai", langchain_client, refused=1),
+    Client("llm", "llm", llm_client),
+    Client("guidellm", "guidellm", guidellm_client),
+    Client("lm-eval, generation", "lm_eval", lm_eval_client(GENERATE, "local-completions", "local-chat-completions")),
+    Client("lm-eval, log-likelihood", "lm_eval", lm_eval_client(CHOOSE, "local-completions")),
+    Client("vLLM's bench, bodies", "", bench_bodies("vLLM")),
+    Client("SGLang's bench, bodies", "", bench_bodies("SGLang")),
+)
+
+
+def command(arguments: list[str], environment: dict[str, str] | None = None) -> None:
+    """Run a module of this environment.  Raises AssertionError with the end of what it wrote, where it fails."""
+    whole = os.environ | OFFLINE | (environment or {})
+    ran = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, env=whole, timeout=CLIENT_S)
+    assert ran.returncode == 0, (ran.stdout + ran.stderr)[-2000:]
+
+
+@contextmanager
+def serving(espalier: str) -> Iterator[Server]:
+    """A server of the bundled model, on a port that is free."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with tempfile.TemporaryDirectory() as folder:
+        server = Server(f"http://127.0.0.1:{port}/v1", Path(folder))
+        log = Path(folder) / "server.log"
+        with log.open("w") as lines:
+            process = subprocess.Popen(
+                [*shlex.split(espalier), "serve", "bundled", "--port", str(port)], stdout=lines, stderr=lines
+            )
+        try:
+            end = time.monotonic() + START_S
+            while not _answers(server):
+                if process.poll() is not None or time.monotonic() > end:
+                    raise SystemExit(f"the server did not start:\n{log.read_text()[-2000:]}")
+                time.sleep(0.2)
+            yield server
+        finally:
+            process.send_signal(signal.SIGTERM)
+            process.wait(60)
+
+
+def _answers(server: Server) -> bool:
+    try:
+        return bool(server.counts() is not None)
+    except OSError:
+        return False
+
+
+def row(client: Client, server: Server) -> tuple[str, str, int, int]:
+    """(client, version, requests, failures): answers that were no 200 and should have been, or a client that failed."""
+    version = importlib.metadata.version(client.package) if client.package else "-"
+    before, failures = server.counts(), 0
+    try:
+        client.run(server)
+    except Exception as error:  # each client raises its own
+        print(f"{client.name}: {type(error).__name__}: {error}", file=sys.stderr)
+        failures = 1
+    after = server.counts()
+    asked = {status: after[status] - before.get(status, 0) for status in after}
+    refused = sum(count for status, count in asked.items() if status != 200)
+    return client.name, version, sum(asked.values()), max(failures, abs(refused - client.refused))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else "")
+    parser.add_argument("--espalier", default="espalier", help="the command whose server is asked (espalier)")
+    parser.add_argument("--only", nargs="*", metavar="CLIENT", help="those whose names begin so")
+    asked = parser.parse_args()
+    os.environ.update(OFFLINE)
+    chosen = [c for c in CLIENTS if asked.only is None or c.name.startswith(tuple(asked.only))]
+    with serving(asked.espalier) as server:
+        print("| client | version | requests | failures |\n| --- | --- | --- | --- |")
+        failed = 0
+        for client in chosen:
+            try:
+                name, version, requests, failures = row(client, server)
+            except importlib.metadata.PackageNotFoundError:
+                print(f"| {client.name} | not installed | 0 | - |")
+                continue
+            failed += failures
+            print(f"| {name} | {version} | {requests} | {failures} |", flush=True)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
