@@ -3,13 +3,15 @@
 LLM and the server's front both go through here, so that a prompt means the same offline and over HTTP.
 """
 
-from collections.abc import Mapping, Sequence
+import copy
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Unpack
 
 from espalier.errors import EspalierError
-from espalier.request import ResolvedParams, SamplingParams, check_prompt
+from espalier.request import ResolvedParams, SamplingParams, check_prompt, prompt_too_long
 from espalier.text import ChatOptions, TextStream, Tokenizer
+from espalier.text_bound import TextBound
 
 Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, str]]
@@ -35,16 +37,35 @@ class Intake:
     def __init__(self, facts: ModelFacts, tokenizer: Tokenizer | None):
         self.facts = facts
         self.tokenizer = tokenizer
+        self.bound = TextBound(None if tokenizer is None else tokenizer.backend)
+
+    def for_another_thread(self) -> "Intake":
+        """The same with a tokenizer of its own: one is used by one thread at a time."""
+        other = copy.copy(self)
+        other.tokenizer = copy.deepcopy(self.tokenizer)
+        return other
 
     def tokens(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt, which the model can start from.  Raises EspalierError."""
-        tokens = self.text_of("a text prompt").encode(prompt) if isinstance(prompt, str) else list(prompt)
+        if isinstance(prompt, str):
+            tokenizer = self.text_of("a text prompt")
+            self.require_fit(prompt)
+            tokens = tokenizer.encode(prompt)
+        else:
+            tokens = list(prompt)
         check_prompt(tokens, self.facts.vocab_size, self.facts.max_context)
         return tokens
 
-    def chat(self, messages: Messages, **options: Unpack[ChatOptions]) -> list[int]:
-        """Token ids of a conversation (text.ChatOptions).  Raises EspalierError."""
-        return self.text_of("chat").chat(messages, **options)
+    def require_fit(self, text: str) -> None:
+        """Refuse a text that surely has more tokens than a prompt may.  Raises EspalierError."""
+        if self.bound.exceeds(text, self.facts.max_context - 1):
+            raise prompt_too_long(f"{len(text)} characters", self.facts.max_context)
+
+    def chat(
+        self, messages: Messages, check: Callable[[str], None] | None = None, **options: Unpack[ChatOptions]
+    ) -> list[int]:
+        """Token ids of a conversation (text.ChatOptions).  check: called with its text.  Raises EspalierError."""
+        return self.text_of("chat").chat(messages, check=check, **options)
 
     def resolve(self, params: SamplingParams) -> ResolvedParams:
         """Parameters with nothing left open, each within what is supported.  Raises EspalierError."""

@@ -216,12 +216,20 @@ def check_prompt(prompt: Sequence[int], vocab_size: int, max_context: int) -> No
     if len(prompt) == 0:
         raise EspalierError("the prompt is empty; give it at least one token (the bos token, if the model has one)")
     if len(prompt) >= max_context:
-        raise EspalierError(
-            f"a prompt of {len(prompt)} tokens is not supported at max_context={max_context}, which holds prompt and "
-            f"output; shorten it to {max_context - 1} or raise max_context"
-        )
+        raise prompt_too_long(f"{len(prompt)} tokens", max_context)
+    # A prompt may have a million: each is looked at only where one is wrong.
+    if {*map(type, prompt)} == {int} and min(prompt) >= 0 and max(prompt) < vocab_size:
+        return
     for token in prompt:
         require_int("prompt token id", token, 0, vocab_size - 1, remedy=" (the vocabulary)")
+
+
+def prompt_too_long(size: str, max_context: int) -> EspalierError:
+    """The error for a prompt that leaves no room for an output."""
+    return EspalierError(
+        f"a prompt of {size} is not supported at max_context={max_context}, which holds prompt and output; "
+        f"shorten it to {max_context - 1} tokens or raise max_context"
+    )
 
 
 def sample_seed(seed: int, index: int) -> int:

@@ -1,27 +1,27 @@
 """The HTTP endpoints: what each reads, and what it hands to the front."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
+import msgspec
 from fastapi import FastAPI, Request, Response
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from fastapi.routing import APIRoute
 from prometheus_client import CONTENT_TYPE_LATEST
-from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from espalier import __version__
 from espalier.errors import EspalierError
+from espalier.intake import Intake
 from espalier.server.answers import ChatAnswer, TextAnswer
-from espalier.server.errors import ApiError, ErrorBody, of_validation, refusal
+from espalier.server.errors import ApiError, ErrorBody, refusal
 from espalier.server.front import Front
 from espalier.server.gate import Gate
 from espalier.server.logs import request_id
-from espalier.server.openai import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from espalier.server.openai import ChatRequest, CompletionRequest, DetokenizeRequest, Message, TokenizeRequest
 
 # Paths of OpenAI's that are not served, and why, so that who tries one need not look.
 REFUSED_PATHS = {
@@ -44,7 +44,6 @@ REFUSED_PATHS = {
     "/v1/evals": "nothing is kept between requests",
     "/v1/chat/completions/": "completions are not stored",
 }
-BODIES: tuple[type[BaseModel], ...] = (CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest)
 # What each event of a stream is: its data is a chunk as JSON, or [DONE].
 EVENT = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
 EVENTS: dict[str, Any] = {"text/event-stream": {"schema": EVENT}}
@@ -104,18 +103,22 @@ def _count(front: Front, path: str, status: int) -> None:
 
 
 def _add_generation(app: FastAPI, front: Front) -> None:
-    @app.post("/v1/completions", responses=STREAMED | answers_with(*GENERATES))
+    post = _posts(app, front)
+
+    @post("/v1/completions", responses=STREAMED | answers_with(*GENERATES))
     async def complete(body: CompletionRequest, http: Request) -> Response:
         front.check_model(body.model)
         params = _checked(front, body)
         asked = _prompts(body)
         with front.entering(len(asked) * params.n):
-            prompts = [await front.tokenize(front.intake.tokens, prompt) for prompt in asked]
+            prompts = [await front.lanes.run(Intake.tokens, prompt, size=len(prompt)) for prompt in asked]
             echo: list[str] = []
             if body.echo:
-                decode, skip = (await front.tokenize(front.intake.text_of, "echo")).decode, params.skip_special_tokens
+                skip = params.skip_special_tokens
                 echo = [
-                    prompt if isinstance(prompt, str) else await front.tokenize(decode, prompt, skip)
+                    prompt
+                    if isinstance(prompt, str)
+                    else await front.lanes.run(_text, "echo", prompt, skip, size=len(prompt))
                     for prompt in asked
                 ]
         id = f"cmpl-{request_id.get()}"
@@ -123,14 +126,37 @@ def _add_generation(app: FastAPI, front: Front) -> None:
             http, body, prompts, TextAnswer(id, body, params, prompts, front.intake.tokenizer, echo)
         )
 
-    @app.post("/v1/chat/completions", responses=STREAMED | answers_with(*GENERATES))
+    @post("/v1/chat/completions", responses=STREAMED | answers_with(*GENERATES))
     async def chat(body: ChatRequest, http: Request) -> Response:
         front.check_model(body.model)
         params = _checked(front, body)
         with front.entering(params.n):
-            prompt = await front.tokenize(_chat_prompt, front, body)
+            prompt = await front.lanes.run(_chat_prompt, body, size=_size(body.messages))
         id = f"chatcmpl-{request_id.get()}"
         return await front.respond(http, body, [prompt], ChatAnswer(id, body, params, [prompt], front.intake.tokenizer))
+
+
+def _posts(app: FastAPI, front: Front) -> Callable[..., Any]:
+    """app.post for endpoints that take a body: the framework describes it, and front.bodies reads it."""
+
+    class Route(APIRoute):
+        def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+            endpoint: Callable[..., Coroutine[Any, Any, Response]] = self.endpoint
+            model = endpoint.__annotations__["body"]
+
+            async def handle(http: Request) -> Response:
+                return await endpoint(await front.bodies.read(http, model), http)
+
+            return handle
+
+    def post(path: str, **about: Any) -> Callable[..., Any]:
+        def add(endpoint: Callable[..., Any]) -> Callable[..., Any]:
+            app.router.add_api_route(path, endpoint, methods=["POST"], route_class_override=Route, **about)
+            return endpoint
+
+        return add
+
+    return post
 
 
 def _checked(front: Front, body: CompletionRequest | ChatRequest) -> Any:
@@ -148,37 +174,64 @@ def _prompts(body: CompletionRequest) -> list[str | list[int]]:
         raise refusal(error) from None
 
 
-def _chat_prompt(front: Front, body: ChatRequest) -> list[int]:
+def _chat_prompt(intake: Intake, body: ChatRequest) -> list[int]:
     """Token ids of a conversation that the model can start from."""
-    return front.intake.tokens(front.intake.chat(body.turns(), **body.options()))
+    return intake.tokens(intake.chat(body.turns(), check=intake.require_fit, **body.options()))
+
+
+def _text(intake: Intake, what: str, tokens: list[int], skip_special_tokens: bool = True) -> str:
+    return intake.text_of(what).decode(tokens, skip_special_tokens)
+
+
+def _size(messages: Sequence[Message]) -> int:
+    """Characters of a conversation, about."""
+    return sum(len(message.content or "") for message in messages)
 
 
 def _add_tokens(app: FastAPI, front: Front) -> None:
-    @app.post("/tokenize", responses=answers_with(*READS_A_BODY))
-    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
+    post = _posts(app, front)
+
+    @post("/tokenize", response_model=dict[str, Any], responses=answers_with(*READS_A_BODY))
+    async def tokenize(body: TokenizeRequest, http: Request) -> Response:
         front.check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise ApiError(400, "give a prompt or messages, one of them", "prompt")
-        if body.messages is not None:
-            turns = [message.turn() for message in body.messages]
-            tokens = await front.tokenize(partial(front.intake.chat, turns, **body.options()))
-        else:
+        size = len(body.prompt or "") + _size(body.messages or ())
+        if body.messages is None:
             for name, value in body.options().items():
                 if value is not None:
                     raise ApiError(400, f"{name} is for messages; leave it out", name)
-            encode = (await front.tokenize(front.intake.text_of, "/tokenize")).encode
-            tokens = await front.tokenize(encode, body.prompt)
-        return {"tokens": tokens, "count": len(tokens), "max_model_len": front.intake.facts.max_context}
+        return _json(await front.lanes.run(_tokenized, body, front.require_tokenizable, size=size))
 
-    @app.post("/detokenize", responses=answers_with(*READS_A_BODY))
-    async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
+    @post("/detokenize", response_model=dict[str, Any], responses=answers_with(*READS_A_BODY))
+    async def detokenize(body: DetokenizeRequest, http: Request) -> Response:
         front.check_model(body.model)
-        most = front.intake.facts.vocab_size
-        for token in body.tokens:
-            if not 0 <= token < most:
-                raise ApiError(400, f"tokens entry={token} is not supported; use 0 to {most - 1}", "tokens")
-        decode = (await front.tokenize(front.intake.text_of, "/detokenize")).decode
-        return {"prompt": await front.tokenize(decode, body.tokens)}
+        return _json(await front.lanes.run(_detokenized, body.tokens, size=len(body.tokens)))
+
+
+def _tokenized(intake: Intake, body: TokenizeRequest, check: Callable[[str], None]) -> bytes:
+    """The answer of /tokenize."""
+    if body.messages is not None:
+        tokens = intake.chat([message.turn() for message in body.messages], check=check, **body.options())
+    else:
+        assert body.prompt is not None
+        tokenizer = intake.text_of("/tokenize")
+        check(body.prompt)
+        tokens = tokenizer.encode(body.prompt)
+    return msgspec.json.encode({"tokens": tokens, "count": len(tokens), "max_model_len": intake.facts.max_context})
+
+
+def _detokenized(intake: Intake, tokens: list[int]) -> bytes:
+    """The answer of /detokenize."""
+    most = intake.facts.vocab_size
+    if tokens and not (min(tokens) >= 0 and max(tokens) < most):
+        wrong = next(token for token in tokens if not 0 <= token < most)
+        raise EspalierError(f"tokens entry={wrong} is not supported; use 0 to {most - 1}")
+    return msgspec.json.encode({"prompt": _text(intake, "/detokenize", tokens)})
+
+
+def _json(data: bytes) -> Response:
+    return Response(data, media_type="application/json")
 
 
 def _add_state(app: FastAPI, front: Front) -> None:
@@ -212,23 +265,16 @@ def _add_state(app: FastAPI, front: Front) -> None:
 
 
 def _add_errors(app: FastAPI) -> None:
-    bodies = {f"{body.__doc__}".split(":")[0].split()[-1]: body for body in BODIES}
-
-    @app.exception_handler(RequestValidationError)
-    async def invalid(http: Request, error: RequestValidationError) -> JSONResponse:
-        return _answer(of_validation(error.errors(), bodies.get(http.url.path)))
-
     @app.exception_handler(HTTPException)
     async def refused(http: Request, error: HTTPException) -> JSONResponse:
-        return _answer(error if isinstance(error, ApiError) else _of_routing(http, error))
+        found = error if isinstance(error, ApiError) else _of_routing(http, error)
+        http.scope["state"]["refused"] = found
+        return JSONResponse(found.body(), found.status_code, found.headers)
 
 
 def _of_routing(http: Request, error: HTTPException) -> ApiError:
-    """What the framework refuses: paths, methods, and bodies that it fails to read."""
+    """What the framework refuses: paths and methods."""
     path = http.url.path
-    if error.status_code == 400:
-        form = "it is not UTF-8, or nested too deep; send a plain object with content-type application/json"
-        return ApiError(400, f"the body cannot be read as JSON: {form}")
     if error.status_code == 405:
         allowed = (error.headers or {}).get("Allow", "")
         # As the gate reads it.
@@ -247,10 +293,6 @@ def _of_routing(http: Request, error: HTTPException) -> ApiError:
         reason = f"{path} is OpenAI's and not supported here: {why}" if why else f"{path} is not served; {served}"
         return ApiError(404, reason, code="unsupported" if why else None)
     return ApiError(error.status_code, str(error.detail))
-
-
-def _answer(error: ApiError) -> JSONResponse:
-    return JSONResponse(error.body(), error.status_code, error.headers)
 
 
 def _describe(app: FastAPI, names: Sequence[str]) -> None:

@@ -25,7 +25,7 @@ MAX_FUNCTION_LINES = 70
 # but its one hook.  "" is espalier/__init__.py, the public face.
 FLOORS = (
     ("errors",),
-    ("config", "request", "text"),
+    ("config", "request", "text", "text_bound"),
     ("intake",),
     ("layout",),
     ("slots",),
