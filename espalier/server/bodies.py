@@ -21,9 +21,10 @@ UNREADABLE = (
     "the body cannot be read as JSON: it is not UTF-8, or nested too deep; send a plain object with content-type "
     "application/json"
 )
-# Above all that a body of Bodies.SMALL_BYTES can hold, so that these limits do not depend on who reads it.
+# Of messages; and in any field but prompt and tokens, of all its lists and objects.  A body of body_reader.SMALL_BYTES
+# holds less.
 MOST_MESSAGES = 4096
-MOST_VALUES = 65536
+MOST_ENTRIES = 65536
 
 
 class BodyLimits(msgspec.Struct, frozen=True):
@@ -42,6 +43,8 @@ def read_body(name: str, content_type: str, data: bytes, limits: BodyLimits) -> 
     """A record of the model called `name`, the parts of its messages joined.  Raises ApiError."""
     model = MODELS[name]
     value = _parsed(content_type, data)
+    if not isinstance(value, dict):
+        raise _no_object()
     _check_counts(value, limits)
     try:
         body = model.model_validate(value)
@@ -56,10 +59,8 @@ def read_body(name: str, content_type: str, data: bytes, limits: BodyLimits) -> 
 
 
 def _parsed(content_type: str, data: bytes) -> Any:
-    if not data:
-        raise of_validation([{"type": "missing", "loc": (), "msg": ""}], None)
-    if not _is_json(content_type):
-        raise of_validation([{"type": "model_attributes_type", "loc": (), "msg": ""}], None)
+    if not data or not _is_json(content_type):
+        raise _no_object()
     try:
         return json.loads(data)
     except json.JSONDecodeError as error:
@@ -69,6 +70,10 @@ def _parsed(content_type: str, data: bytes) -> Any:
         raise ApiError(400, UNREADABLE) from None
 
 
+def _no_object() -> ApiError:
+    return of_validation([{"type": "missing", "loc": (), "msg": ""}], None)
+
+
 def _is_json(content_type: str) -> bool:
     headers = Headers()
     headers["content-type"] = content_type
@@ -76,10 +81,8 @@ def _is_json(content_type: str) -> bool:
     return headers.get_content_maintype() == "application" and (subtype == "json" or subtype.endswith("+json"))
 
 
-def _check_counts(value: Any, limits: BodyLimits) -> None:
+def _check_counts(value: dict[str, Any], limits: BodyLimits) -> None:
     """Refuse what has too many entries before anything is made of them.  Raises ApiError."""
-    if not isinstance(value, dict):
-        return
     prompt, rest = value.get("prompt"), {name: each for name, each in value.items() if name not in ("prompt", "tokens")}
     if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
         _require_at_most("prompt", len(prompt), limits.prompts)
@@ -87,7 +90,7 @@ def _check_counts(value: Any, limits: BodyLimits) -> None:
         if isinstance(value.get(name), list):
             _require_at_most(name, len(value[name]), most)
     for name, each in rest.items():
-        _require_at_most(name, _num_values(each, MOST_VALUES), MOST_VALUES)
+        _require_at_most(name, _num_entries(each, MOST_ENTRIES), MOST_ENTRIES)
 
 
 def _require_at_most(name: str, count: int, most: int) -> None:
@@ -95,7 +98,7 @@ def _require_at_most(name: str, count: int, most: int) -> None:
         raise ApiError(400, f"{name} with more than {most} entries is not supported; send fewer", name)
 
 
-def _num_values(value: Any, most: int) -> int:
+def _num_entries(value: Any, most: int) -> int:
     """Entries of all lists and objects in a value, counted no further than beyond `most`."""
     count, open_values = 0, [value]
     while open_values and count <= most:

@@ -15,7 +15,7 @@ from starlette.requests import Request
 
 from espalier.server.bodies import BodyLimits, read_body
 from espalier.server.body_process import LENGTH, framed
-from espalier.server.errors import ApiError
+from espalier.server.errors import FAILED, ApiError
 from espalier.server.gate import RETRY_AFTER_S
 
 log = logging.getLogger("espalier.server")
@@ -63,8 +63,12 @@ class BodyReader:
             await process.stdin.drain()
             (length,) = LENGTH.unpack(await process.stdout.readexactly(LENGTH.size))
             found = pickle.loads(await process.stdout.readexactly(length))
+        except (OSError, EOFError) as error:
+            self._end()
+            log.error("process %d, which reads large bodies, ended: %r", process.pid, error)
+            raise ApiError(500, FAILED) from None
         except BaseException:
-            self.close()
+            self._end()
             raise
         self.num_aside += 1
         return found
@@ -78,7 +82,13 @@ class BodyReader:
         log.info("large bodies are read by process %d", process.pid)
         return process
 
-    def close(self) -> None:
+    async def close(self) -> None:
+        process = self._process
+        self._end()
+        if process is not None:
+            await process.wait()
+
+    def _end(self) -> None:
         if self._process is not None and self._process.returncode is None:
             self._process.kill()
         self._process = None

@@ -159,9 +159,9 @@ class Front:
             503, f"{why}; start the server again, or with --restart-engine", code="engine_gone", retry=False
         )
 
-    def close(self) -> None:
+    async def close(self) -> None:
         self.lanes.close()
-        self.bodies.close()
+        await self.bodies.close()
 
 
 class Run:
