@@ -147,7 +147,11 @@ def test_echo_reads_tokens_beside_the_loop():
         names = ("m",)
         intake = Intake(
             ModelFacts("m", 10, 8),
-            SimpleNamespace(backend=None, decode=lambda ids, skip: threads.append(threading.get_ident()) or "text"),
+            SimpleNamespace(
+                backend=None,
+                sink=lambda *of, **more: None,
+                decode=lambda ids, skip: threads.append(threading.get_ident()) or "text",
+            ),
         )
         lanes = Lanes(intake)
         bodies = BodyReader(BodyLimits(10, 8, 4, 4))
