@@ -17,9 +17,10 @@ UNREADABLE = (
 )
 
 
-# A half-closed connection is looked at so often; an interim answer is sent first at the first look, and then seldom.
-LOOK_S = 0.5
-LOOKS_A_PROBE = 20
+# A half-closed connection is looked at so often; an interim answer is sent at one look of so many.
+LOOK_S = 0.1
+FIRST_PROBE = 3
+LOOKS_A_PROBE = 100
 # RFC 9110, section 15.2: a client reads over any number of interim answers, asked for or not, from HTTP/1.1 on.
 INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"
 
@@ -55,7 +56,7 @@ class Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  # whichev
         if self.transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
             self.transport.abort()
             return
-        if not cycle.response_started and count % LOOKS_A_PROBE == 0:
+        if not cycle.response_started and count % LOOKS_A_PROBE == FIRST_PROBE:
             self.transport.write(INTERIM)
         self.loop.call_later(LOOK_S, self._look, count + 1)
 

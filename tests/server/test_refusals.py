@@ -355,7 +355,7 @@ def test_the_openai_client_reads_the_error(client):
 @pytest.mark.parametrize(
     ("path", "body", "line"),
     [
-        ("/v1/completions", {**TEXT, "temperature": -1}, "temperature=-1 is not supported"),
+        ("/v1/completions", {**TEXT, "temperature": -1}, "temperature=-1.0 is not supported"),
         ("/v1/completions", {**TEXT, "prompt": "a " * 200_000}, "a prompt of 400000 characters is not supported"),
         ("/v1/completions", {**TEXT, "max_tokens": "9"}, r"max_tokens: .* \[field 'max_tokens'\]"),
         ("/v1/completions", b"{", "the body is not JSON"),
