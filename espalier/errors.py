@@ -15,6 +15,14 @@ class EspalierError(ValueError):
     """Bad input or an unsupported combination, refused by name before anything is lost."""
 
 
+def prompt_too_long(size: str, max_context: int) -> EspalierError:
+    """The error for a prompt that leaves no room for an output."""
+    return EspalierError(
+        f"a prompt of {size} is not supported at max_context={max_context}, which holds prompt and output; "
+        f"shorten it to {max_context - 1} tokens or raise max_context"
+    )
+
+
 def unknown_name(what: str, name: str, known: Collection[str]) -> EspalierError:
     """The error for a name that is not among `known`, with the nearest that is, or all of them where none is near."""
     near = difflib.get_close_matches(name, known, n=1)

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Unpack
 
-from espalier.errors import EspalierError
-from espalier.request import ResolvedParams, SamplingParams, check_prompt, prompt_too_long
+from espalier.errors import EspalierError, prompt_too_long
+from espalier.request import ResolvedParams, SamplingParams, check_prompt
 from espalier.text import ChatOptions, TextStream, Tokenizer
 from espalier.text_bound import TextBound
 

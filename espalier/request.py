@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
 
-from espalier.errors import EspalierError, refuses_unknown, require_int, require_number
+from espalier.errors import EspalierError, prompt_too_long, refuses_unknown, require_int, require_number
 
 MAX_BIAS = 512
 MAX_STOP_IDS = 64
@@ -222,14 +222,6 @@ def check_prompt(prompt: Sequence[int], vocab_size: int, max_context: int) -> No
         return
     for token in prompt:
         require_int("prompt token id", token, 0, vocab_size - 1, remedy=" (the vocabulary)")
-
-
-def prompt_too_long(size: str, max_context: int) -> EspalierError:
-    """The error for a prompt that leaves no room for an output."""
-    return EspalierError(
-        f"a prompt of {size} is not supported at max_context={max_context}, which holds prompt and output; "
-        f"shorten it to {max_context - 1} tokens or raise max_context"
-    )
 
 
 def sample_seed(seed: int, index: int) -> int:
