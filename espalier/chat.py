@@ -12,7 +12,7 @@ import json
 import re
 import secrets
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 from typing import Any, TypedDict
@@ -59,8 +59,8 @@ class ChatTemplate:
         """Whether a variable beside the messages changes anything."""
         return bool(getattr(self.hf, "chat_template", None)) and variable in _variables_of(self.hf.get_chat_template())
 
-    def tokens(self, messages: Messages, options: ChatOptions) -> list[int]:
-        """Token ids of a conversation.  Raises EspalierError."""
+    def tokens(self, messages: Messages, options: ChatOptions, check: Callable[[str], None] | None = None) -> list[int]:
+        """Token ids of a conversation.  check: called with its text before that is tokenized.  Raises EspalierError."""
         if not getattr(self.hf, "chat_template", None):
             raise EspalierError("this model has no chat template: use /v1/completions, or generate with a prompt")
         if any(message.get("tool_calls") for message in messages) and "tool_calls" not in self.hf.get_chat_template():
@@ -69,6 +69,8 @@ class ChatTemplate:
         tools, adds = options.get("tools"), bool(options.get("add_special_tokens"))
         said = [dict(message) for message in messages]
         text, mark = self._render(said, tools, variables), _unguessable()
+        if check is not None:
+            check(text)
         # A role is the template's own word, which some write tokens with.
         marked = [self.special.marked(each, mark) | ({"role": each["role"]} if "role" in each else {}) for each in said]
         marked_tools = self.special.marked(tools, mark)
@@ -198,7 +200,9 @@ class SpecialTokens:
             parts += [prompt.text[at:start], renamed.names[prompt.text[start:end]]]
             at = end
         text = "".join([*parts, prompt.text[at:]])
-        return list(renamed.backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        # Unlike `encode`, this lets other threads run meanwhile.
+        [encoded] = renamed.backend.encode_batch([text], add_special_tokens=add_special_tokens)
+        return list(encoded.ids)
 
     @cached_property
     def _renamed(self) -> "Renamed":

@@ -3,14 +3,16 @@
 LLM and the server's front both go through here, so that a prompt means the same offline and over HTTP.
 """
 
-from collections.abc import Mapping, Sequence
+import copy
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Unpack
 
 from espalier.chat import ChatOptions
-from espalier.errors import EspalierError, shown
+from espalier.errors import EspalierError, prompt_too_long, shown
 from espalier.request import ResolvedParams, SamplingParams, check_prompt
 from espalier.text import TextStream, Tokenizer
+from espalier.text_bound import TextBound
 
 Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, str]]
@@ -40,6 +42,13 @@ class Intake:
         self.facts = facts
         self.allow_special_tokens_in_messages = allow_special_tokens_in_messages
         self.tokenizer = tokenizer
+        self.bound = TextBound(None if tokenizer is None else tokenizer.backend)
+
+    def for_another_thread(self) -> "Intake":
+        """The same with a tokenizer of its own: one is used by one thread at a time."""
+        other = copy.copy(self)
+        other.tokenizer = copy.deepcopy(self.tokenizer)
+        return other
 
     def tokens(self, prompt: Prompt, add_special_tokens: bool = True, keep_last: int | None = None) -> list[int]:
         """Token ids of a prompt, which the model can start from.
@@ -48,15 +57,28 @@ class Intake:
         """
         if isinstance(prompt, str):
             check_text(prompt)
-            tokens = self.text_of("a text prompt").encode(prompt, add_special_tokens)
+            tokenizer = self.text_of("a text prompt")
+            if keep_last is None:
+                self.require_fit(prompt)
+            tokens = tokenizer.encode(prompt, add_special_tokens)
         else:
             tokens = list(prompt)
         tokens = tokens if keep_last is None else tokens[-keep_last:]
         check_prompt(tokens, self.facts.vocab_size, self.facts.max_context)
         return tokens
 
-    def chat(self, messages: Messages, **options: Unpack[ChatOptions]) -> list[int]:
-        """Token ids of a conversation (chat.ChatOptions).  Raises EspalierError."""
+    def require_fit(self, text: str) -> None:
+        """Refuse a text that surely has more tokens than a prompt may.  Raises EspalierError."""
+        if self.bound.exceeds(text, self.facts.max_context - 1):
+            raise prompt_too_long(f"{len(text)} characters", self.facts.max_context)
+
+    def chat(
+        self, messages: Messages, check: Callable[[str], None] | None = None, **options: Unpack[ChatOptions]
+    ) -> list[int]:
+        """Token ids of a conversation (chat.ChatOptions).  check: called with its text before that is tokenized.
+
+        Raises EspalierError.
+        """
         if isinstance(messages, str) or not all(isinstance(message, Mapping) for message in messages):
             raise EspalierError(
                 f'messages={shown(messages)} is not supported; use a list of {{"role": ..., "content": ...}}'
@@ -67,7 +89,7 @@ class Intake:
                     check_text(value)
         if options.get("allow_special_tokens_in_messages") is None:
             options["allow_special_tokens_in_messages"] = self.allow_special_tokens_in_messages
-        return self.text_of("chat").chat(messages, **options)
+        return self.text_of("chat").chat(messages, check=check, **options)
 
     def resolve(self, params: SamplingParams) -> ResolvedParams:
         """Parameters with nothing left open, each within what is supported.  Raises EspalierError."""

@@ -139,6 +139,9 @@ def check_prompt(prompt: Sequence[int], vocab_size: int, max_context: int) -> No
         raise EspalierError("the prompt is empty; give it at least one token (the bos token, if the model has one)")
     if len(prompt) >= max_context:
         raise prompt_too_long(f"{len(prompt)} tokens", max_context)
+    # A prompt may have a million: each is looked at only where one is wrong.
+    if {*map(type, prompt)} == {int} and min(prompt) >= 0 and max(prompt) < vocab_size:
+        return
     for token in prompt:
         require_int("prompt token id", token, 0, vocab_size - 1, remedy=" (the vocabulary)")
 

@@ -40,7 +40,7 @@ class Tokenizer:
     def __init__(self, tokenizer: Any):
         self.hf = tokenizer
         self.size = len(tokenizer)
-        self._backend = getattr(tokenizer, "backend_tokenizer", None)
+        self.backend = getattr(tokenizer, "backend_tokenizer", None)
         self._added = dict(getattr(tokenizer, "added_tokens_decoder", {}))
         self._alphabet = _byte_alphabet() if self._decodes_by("ByteLevel") else None
         self._has_byte_pieces = self._decodes_by("ByteFallback")
@@ -54,8 +54,8 @@ class Tokenizer:
 
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of tokens, spaces as they are; special tokens have none, or are their names."""
-        if self._backend is not None:
-            return self._backend.decode(list(tokens), skip_special_tokens=skip_special_tokens)
+        if self.backend is not None:
+            return self.backend.decode(list(tokens), skip_special_tokens=skip_special_tokens)
         return self.hf.decode(list(tokens), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
 
     def name(self, token: int) -> str:
@@ -73,7 +73,7 @@ class Tokenizer:
         # Added ones that are not special are pieces like any other to a decoder.
         if (added := self._added.get(token)) is not None and added.special:
             return TokenBytes(added.content.encode(), False)
-        piece = None if self._backend is None else self._backend.id_to_token(token)
+        piece = None if self.backend is None else self.backend.id_to_token(token)
         if piece is not None and self._alphabet is not None and all(c in self._alphabet for c in piece):
             return TokenBytes(bytes(self._alphabet[c] for c in piece), True)
         if piece is not None and self._has_byte_pieces and (byte := BYTE_PIECE.fullmatch(piece)):
@@ -85,18 +85,26 @@ class Tokenizer:
 
     def _decodes_by(self, kind: str) -> bool:
         """Whether the backend's decoder is of a kind, or has a step of it."""
-        if self._backend is None or self._backend.decoder is None:
+        if self.backend is None or self.backend.decoder is None:
             return False
-        decoder = json.loads(self._backend.decoder.__getstate__())
+        decoder = json.loads(self.backend.decoder.__getstate__())
         return kind in (decoder["type"], *(step["type"] for step in decoder.get("decoders", ())))
 
     def shows(self, variable: str) -> bool:
         """Whether the chat template reads a variable beside the messages."""
         return self._template.reads(variable)
 
-    def chat(self, messages: Sequence[Mapping[str, Any]], **options: Unpack[ChatOptions]) -> list[int]:
-        """Token ids of a conversation (chat.ChatOptions).  Raises EspalierError."""
-        return self._template.tokens(messages, options)
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        check: Callable[[str], None] | None = None,
+        **options: Unpack[ChatOptions],
+    ) -> list[int]:
+        """Token ids of a conversation (chat.ChatOptions).  check: called with its text before that is tokenized.
+
+        Raises EspalierError.
+        """
+        return self._template.tokens(messages, options, check)
 
     def sink(
         self,

@@ -1,4 +1,5 @@
-"""`espalier bench serve`: a server beside LLM.generate in tokens a second; with --soak, what it leaves unanswered."""
+"""`espalier bench serve`: a server beside LLM.generate in tokens a second; with --soak, what it leaves unanswered; with
+--bad-host, what others wait for while one host sends large requests."""
 
 from argparse import Namespace
 from dataclasses import asdict
@@ -8,6 +9,7 @@ from typing import Any
 
 from rich.text import Text
 
+from espalier.bench.bad_host import STREAMS, Beside, bad_host
 from espalier.bench.machine import header
 from espalier.bench.serve import Cell, ServeBench, serving
 from espalier.bench.soak import soak
@@ -22,6 +24,7 @@ DEFAULTS = MappingProxyType({"concurrency": "1,16", "context": 128, "tokens": 96
 def add(commands: Any) -> None:
     parser = new_command(commands, "serve", run, "a server beside LLM.generate: tokens a second, or a soak")
     parser.add_argument("--soak", type=int, metavar="N", help="send N requests of all kinds, many of which leave")
+    parser.add_argument("--bad-host", action="store_true", help="what others wait for beside large, hostile requests")
     parser.add_argument("--concurrency", metavar="N,N", help="requests at once (1,16)")
     parser.add_argument("--context", type=int, metavar="N", help="prompt length (128)")
     parser.add_argument("--tokens", type=int, metavar="N", help="tokens to generate for each prompt (96)")
@@ -34,8 +37,11 @@ def run(asked: Namespace) -> int:
     for name, value in DEFAULTS.items():
         if getattr(asked, name) is None:
             setattr(asked, name, value)
-        elif asked.soak is not None:
-            raise EspalierError(f"{flag_of(name)} is not for --soak; leave one out")
+        elif asked.soak is not None or asked.bad_host:
+            other = "--bad-host" if asked.bad_host else "--soak"
+            raise EspalierError(f"{flag_of(name)} is not for {other}; leave one out")
+    if asked.bad_host and asked.soak is not None:
+        raise EspalierError("--soak is not for --bad-host; leave one out")
     for name in ("soak", "context", "tokens", "repeats"):
         value = getattr(asked, name)
         if value is not None and value < 1:
@@ -43,6 +49,8 @@ def run(asked: Namespace) -> int:
     require_writable("--json", asked.json)
     stdout().print(Text(header(), QUIET))
     settings = engine_settings(asked)
+    if asked.bad_host:
+        return _bad_host(asked, settings)
     if asked.soak is None:
         _measured(asked, settings)
         return 0
@@ -79,3 +87,26 @@ def _measured(asked: Namespace, settings: dict[str, Any]) -> None:
         ["whole answers over LLM.generate", *(f"{cell.whole / cell.offline:.2f}" for cell in cells)],
     ]
     stdout().print(Text(aligned(rows)))
+
+
+def _bad_host(asked: Namespace, settings: dict[str, Any]) -> int:
+    # A slot for each stream, one for the short request, and some for what the bad host may start.
+    found = bad_host(sized(settings, {"max_batch": STREAMS + 8}, max_batch=STREAMS + 1))
+    write_json(asked.json, {"bad_host": [asdict(beside) for beside in found]})
+    rows = [["longest wait, ms", f"beside {STREAMS} streams:", "", "", "idle:", "", ""]]
+    rows.append(["", "stream gap", "one token", "/health", "one token", "/health", "answers"])
+    stdout().print(Text(aligned([*rows, *(_row(beside) for beside in found)])))
+    return int(any(0 in beside.answers for beside in found))
+
+
+def _row(beside: Beside) -> list[str]:
+    waits = (
+        beside.busy.stream_gap,
+        beside.busy.one_token,
+        beside.busy.health,
+        beside.idle.one_token,
+        beside.idle.health,
+    )
+    answers = ", ".join(f"{count} of {status or 'none'}" for status, count in beside.answers.items())
+    name = f"{beside.count} x {beside.name}" if beside.count else beside.name
+    return [name, *(f"{wait:.0f}" for wait in waits), answers]

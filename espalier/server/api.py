@@ -1,14 +1,14 @@
 """The HTTP endpoints: what each reads, and what it hands to the front."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 from fastapi import FastAPI, Request, Response
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from fastapi.routing import APIRoute
 from prometheus_client import CONTENT_TYPE_LATEST
-from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
@@ -16,8 +16,9 @@ from starlette.types import ASGIApp
 from espalier import __version__
 from espalier.chat import ChatOptions
 from espalier.errors import EspalierError
+from espalier.intake import Intake
 from espalier.server.answers import ChatAnswer, TextAnswer
-from espalier.server.errors import ApiError, ErrorBody, of_validation, refusal
+from espalier.server.errors import ApiError, ErrorBody, refusal
 from espalier.server.front import Front
 from espalier.server.gate import Gate
 from espalier.server.logs import request_id
@@ -44,7 +45,6 @@ REFUSED_PATHS = {
     "/v1/evals": "nothing is kept between requests",
     "/v1/chat/completions/": "completions are not stored",
 }
-BODIES: tuple[type[BaseModel], ...] = (CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest)
 # What each event of a stream is: its data is a chunk as JSON, or [DONE].
 # Names the fields of a request that changed nothing.
 IGNORED = "x-espalier-no-effect"
@@ -106,7 +106,9 @@ def _count(front: Front, path: str, status: int) -> None:
 
 
 def _add_generation(app: FastAPI, front: Front) -> None:
-    @app.post("/v1/completions", responses=STREAMED | answers_with(*GENERATES))
+    post = _posts(app, front)
+
+    @post("/v1/completions", responses=STREAMED | answers_with(*GENERATES))
     async def complete(body: CompletionRequest, http: Request) -> Response:
         front.check_model(body.model)
         params = _checked(front, body)
@@ -114,26 +116,28 @@ def _add_generation(app: FastAPI, front: Front) -> None:
         asked = _prompts(body)
         with front.entering(len(asked) * params.n):
             adds, keep = body.add_special_tokens is not False, body.truncate_prompt_tokens
-            prompts = [await front.tokenize(front.intake.tokens, prompt, adds, keep) for prompt in asked]
+            prompts = [await front.lanes.run(Intake.tokens, prompt, adds, keep, size=len(prompt)) for prompt in asked]
             echo: list[str] = []
             if body.echo:
-                decode, skip = (await front.tokenize(front.intake.text_of, "echo")).decode, params.skip_special_tokens
+                skip = params.skip_special_tokens
                 echo = [
-                    prompt if isinstance(prompt, str) else await front.tokenize(decode, prompt, skip)
+                    prompt
+                    if isinstance(prompt, str)
+                    else await front.lanes.run(_text, "echo", prompt, skip, size=len(prompt))
                     for prompt in (asked if keep is None else prompts)
                 ]
         id = f"cmpl-{request_id.get()}"
         answer = TextAnswer(id, body, params, prompts, front.intake.tokenizer, echo)
         return _naming(ignored, await front.respond(http, body, prompts, answer))
 
-    @app.post("/v1/chat/completions", responses=STREAMED | answers_with(*GENERATES))
+    @post("/v1/chat/completions", responses=STREAMED | answers_with(*GENERATES))
     async def chat(body: ChatRequest, http: Request) -> Response:
         front.check_model(body.model)
         params = _checked(front, body)
         shows_tools = front.intake.tokenizer is not None and front.intake.tokenizer.shows("tools")
         front.check_effect(ignored := body.without_effect() + ["tools"] * (bool(body.tools) and not shows_tools))
         with front.entering(params.n):
-            prompt = await front.tokenize(_chat_prompt, front, body)
+            prompt = await front.lanes.run(_chat_prompt, body, size=_size(body.messages))
         id = f"chatcmpl-{request_id.get()}"
         answer = ChatAnswer(id, body, params, [prompt], front.intake.tokenizer)
         return _naming(ignored, await front.respond(http, body, [prompt], answer))
@@ -144,6 +148,29 @@ def _naming(ignored: Sequence[str], answer: Response) -> Response:
     if ignored:
         answer.headers[IGNORED] = ", ".join(ignored)
     return answer
+
+
+def _posts(app: FastAPI, front: Front) -> Callable[..., Any]:
+    """app.post for endpoints that take a body: the framework describes it, and front.bodies reads it."""
+
+    class Route(APIRoute):
+        def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+            endpoint: Callable[..., Coroutine[Any, Any, Response]] = self.endpoint
+            model = endpoint.__annotations__["body"]
+
+            async def handle(http: Request) -> Response:
+                return await endpoint(await front.bodies.read(http, model), http)
+
+            return handle
+
+    def post(path: str, **about: Any) -> Callable[..., Any]:
+        def add(endpoint: Callable[..., Any]) -> Callable[..., Any]:
+            app.router.add_api_route(path, endpoint, methods=["POST"], route_class_override=Route, **about)
+            return endpoint
+
+        return add
+
+    return post
 
 
 def _checked(front: Front, body: CompletionRequest | ChatRequest) -> Any:
@@ -161,42 +188,73 @@ def _prompts(body: CompletionRequest) -> list[str | list[int]]:
         raise refusal(error) from None
 
 
-def _chat_prompt(front: Front, body: ChatRequest) -> list[int]:
+def _chat_prompt(intake: Intake, body: ChatRequest) -> list[int]:
     """Token ids of a conversation that the model can start from."""
-    tokens = _chat_tokens(front, body.messages, body.options())
-    return front.intake.tokens(tokens, keep_last=body.truncate_prompt_tokens)
+    keep = body.truncate_prompt_tokens
+    check = intake.require_fit if keep is None else None
+    return intake.tokens(_chat_tokens(intake, body.messages, body.options(), check), keep_last=keep)
 
 
-def _chat_tokens(front: Front, messages: Sequence[Message], options: ChatOptions) -> list[int]:
-    return front.intake.chat([message.turn() for message in messages], **options)
+def _chat_tokens(
+    intake: Intake, messages: Sequence[Message], options: ChatOptions, check: Callable[[str], None] | None
+) -> list[int]:
+    return intake.chat([message.turn() for message in messages], check=check, **options)
+
+
+def _text(intake: Intake, what: str, tokens: list[int], skip_special_tokens: bool = True) -> str:
+    return intake.text_of(what).decode(tokens, skip_special_tokens)
+
+
+def _size(messages: Sequence[Message]) -> int:
+    """Characters of a conversation, about."""
+    return sum(len(message.content or "") for message in messages)
 
 
 def _add_tokens(app: FastAPI, front: Front) -> None:
-    @app.post("/tokenize", responses=answers_with(*READS_A_BODY))
-    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
+    post = _posts(app, front)
+
+    @post("/tokenize", response_model=dict[str, Any], responses=answers_with(*READS_A_BODY))
+    async def tokenize(body: TokenizeRequest, http: Request) -> Response:
         front.check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise ApiError(400, "give a prompt or messages, one of them", "prompt")
-        if body.messages is not None:
-            options: ChatOptions = {**body.options(), "add_special_tokens": body.add_special_tokens}
-            tokens = await front.tokenize(_chat_tokens, front, body.messages, options)
-        else:
+        size = len(body.prompt or "") + _size(body.messages or ())
+        if body.messages is None:
             for name, value in body.options().items():
                 if value is not None:
                     raise ApiError(400, f"{name} is for messages; leave it out", name)
-            encode = (await front.tokenize(front.intake.text_of, "/tokenize")).encode
-            tokens = await front.tokenize(encode, body.prompt, body.add_special_tokens is not False)
-        return {"tokens": tokens, "count": len(tokens), "max_model_len": front.intake.facts.max_context}
+        return _json(await front.lanes.run(_tokenized, body, front.require_tokenizable, size=size))
 
-    @app.post("/detokenize", responses=answers_with(*READS_A_BODY))
-    async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
+    @post("/detokenize", response_model=dict[str, Any], responses=answers_with(*READS_A_BODY))
+    async def detokenize(body: DetokenizeRequest, http: Request) -> Response:
         front.check_model(body.model)
-        most = front.intake.facts.vocab_size
-        for token in body.tokens:
-            if not 0 <= token < most:
-                raise ApiError(400, f"tokens entry={token} is not supported; use 0 to {most - 1}", "tokens")
-        decode = (await front.tokenize(front.intake.text_of, "/detokenize")).decode
-        return {"prompt": await front.tokenize(decode, body.tokens)}
+        return _json(await front.lanes.run(_detokenized, body.tokens, size=len(body.tokens)))
+
+
+def _tokenized(intake: Intake, body: TokenizeRequest, check: Callable[[str], None]) -> bytes:
+    """The answer of /tokenize."""
+    if body.messages is not None:
+        options: ChatOptions = {**body.options(), "add_special_tokens": body.add_special_tokens}
+        tokens = _chat_tokens(intake, body.messages, options, check)
+    else:
+        assert body.prompt is not None
+        tokenizer = intake.text_of("/tokenize")
+        check(body.prompt)
+        tokens = tokenizer.encode(body.prompt, body.add_special_tokens is not False)
+    return msgspec.json.encode({"tokens": tokens, "count": len(tokens), "max_model_len": intake.facts.max_context})
+
+
+def _detokenized(intake: Intake, tokens: list[int]) -> bytes:
+    """The answer of /detokenize."""
+    most = intake.facts.vocab_size
+    if tokens and not (min(tokens) >= 0 and max(tokens) < most):
+        wrong = next(token for token in tokens if not 0 <= token < most)
+        raise EspalierError(f"tokens entry={wrong} is not supported; use 0 to {most - 1}")
+    return msgspec.json.encode({"prompt": _text(intake, "/detokenize", tokens)})
+
+
+def _json(data: bytes) -> Response:
+    return Response(data, media_type="application/json")
 
 
 def _add_state(app: FastAPI, front: Front) -> None:
@@ -230,23 +288,16 @@ def _add_state(app: FastAPI, front: Front) -> None:
 
 
 def _add_errors(app: FastAPI) -> None:
-    bodies = {f"{body.__doc__}".split(":")[0].split()[-1]: body for body in BODIES}
-
-    @app.exception_handler(RequestValidationError)
-    async def invalid(http: Request, error: RequestValidationError) -> JSONResponse:
-        return _answer(of_validation(error.errors(), bodies.get(http.url.path)))
-
     @app.exception_handler(HTTPException)
     async def refused(http: Request, error: HTTPException) -> JSONResponse:
-        return _answer(error if isinstance(error, ApiError) else _of_routing(http, error))
+        found = error if isinstance(error, ApiError) else _of_routing(http, error)
+        http.scope["state"]["refused"] = found
+        return JSONResponse(found.body(), found.status_code, found.headers)
 
 
 def _of_routing(http: Request, error: HTTPException) -> ApiError:
-    """What the framework refuses: paths, methods, and bodies that it fails to read."""
+    """What the framework refuses: paths and methods."""
     path = http.url.path
-    if error.status_code == 400:
-        form = "it is not UTF-8, or nested too deep; send a plain object with content-type application/json"
-        return ApiError(400, f"the body cannot be read as JSON: {form}")
     if error.status_code == 405:
         allowed = (error.headers or {}).get("Allow", "")
         # As the gate reads it.
@@ -265,10 +316,6 @@ def _of_routing(http: Request, error: HTTPException) -> ApiError:
         reason = f"{path} is OpenAI's and not supported here: {why}" if why else f"{path} is not served; {served}"
         return ApiError(404, reason, code="unsupported" if why else None)
     return ApiError(error.status_code, str(error.detail))
-
-
-def _answer(error: ApiError) -> JSONResponse:
-    return JSONResponse(error.body(), error.status_code, error.headers)
 
 
 def _describe(app: FastAPI, names: Sequence[str]) -> None:

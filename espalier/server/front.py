@@ -5,8 +5,7 @@ A body is run to its whole answer or as a stream of events; both abort what stil
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,8 +19,12 @@ from starlette.types import Receive, Scope, Send
 from espalier.errors import EspalierError
 from espalier.intake import Intake
 from espalier.server.answers import Answer
+from espalier.server.bodies import BodyLimits
+from espalier.server.body_reader import BodyReader
 from espalier.server.client import EngineClient, EngineGone, Generation
 from espalier.server.errors import FAILED, ApiError, refusal
+from espalier.server.gate import RETRY_AFTER_S
+from espalier.server.lanes import Lanes
 from espalier.server.logs import request_id
 from espalier.server.metrics import Metrics
 from espalier.server.openai import Generating
@@ -30,7 +33,11 @@ from espalier.text import load_tokenizer
 
 log = logging.getLogger("espalier.server")
 T = TypeVar("T")
-RETRY_AFTER_S = 1
+# Characters of /tokenize, or so many for each token of the context if that is more.
+MOST_TOKENIZED = 2**20
+TOKENIZED_A_TOKEN = 8
+# Token ids of /detokenize, or as many as the context holds if that is more.
+MOST_DETOKENIZED = 2**18
 # A stream whose reader takes nothing is ended so long after its time is up.
 SEND_GRACE_S = 10.0
 # Nobody reads this answer; the number is what proxies log for it.
@@ -70,10 +77,16 @@ class Front:
         self.intake = Intake(client.facts, tokenizer, options.allow_special_tokens_in_messages)
         if options.chat_template is not None:
             self.intake.text_of("--chat-template").hf.chat_template = options.chat_template
-        # One thread: long prompts do not hold up the loop, and a tokenizer is used by one caller at a time.
-        self._tokenizing = ThreadPoolExecutor(1, "tokenizing")
+        self.lanes = Lanes(self.intake)
+        facts, room = client.facts, int(client.config["max_batch"]) + options.max_queue
+        self.bodies = BodyReader(BodyLimits(facts.vocab_size, facts.max_context, room, self.most_detokenized))
         self._num_entering = 0
         self._fields_named: set[str] = set()
+
+    @property
+    def most_detokenized(self) -> int:
+        """Token ids of one call."""
+        return max(MOST_DETOKENIZED, self.intake.facts.max_context)
 
     @property
     def status(self) -> str:
@@ -95,12 +108,11 @@ class Front:
                 self._fields_named.add(name)
                 log.info("the field %s has no effect here: it is accepted, and not named again", name)
 
-    async def tokenize(self, work: Callable[..., T], *values: Any) -> T:
-        """Run a call of the intake beside the loop.  Raises ApiError for what it refuses."""
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._tokenizing, work, *values)
-        except EspalierError as error:
-            raise refusal(error) from None
+    def require_tokenizable(self, text: str) -> None:
+        """Refuse what is too long for /tokenize, which the context does not bound.  Raises EspalierError."""
+        most = max(MOST_TOKENIZED, TOKENIZED_A_TOKEN * self.intake.facts.max_context)
+        if len(text) > most:
+            raise EspalierError(f"a text of {len(text)} characters is not supported; use {most} at most")
 
     async def respond(self, http: Request, body: Generating, prompts: Sequence[list[int]], answer: Answer) -> Response:
         """Run a body.  Raises ApiError, for a stream as long as nothing has been sent."""
@@ -161,8 +173,9 @@ class Front:
             503, f"{why}; start the server again, or with --restart-engine", code="engine_gone", retry=False
         )
 
-    def close(self) -> None:
-        self._tokenizing.shutdown(wait=False)
+    async def close(self) -> None:
+        self.lanes.close()
+        await self.bodies.close()
 
 
 class Run:

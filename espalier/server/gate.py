@@ -68,6 +68,7 @@ class Gate:
         request_id.set(given if GIVEN_ID.fullmatch(given) else new_request_id())
         # For what knows of a connection alone.
         scope.setdefault("state", {})["request_id"] = request_id.get()
+        refused: ApiError | None = None
         began, answer, upload = time.perf_counter(), Answering(send), Upload(self, receive)
         # As it was sent: a line break that it decodes to is not to begin a log line.
         path = quote(scope["path"])
@@ -77,6 +78,7 @@ class Gate:
             await upload.check_length(headers)
             await self.app(scope, upload, answer)
         except ApiError as error:
+            refused = error
             if not answer.status:
                 await JSONResponse(error.body(), error.status_code, error.headers)(scope, receive, answer)
         except Exception:
@@ -89,7 +91,8 @@ class Gate:
             seconds = time.perf_counter() - began
             # Probes come every few seconds, for ever.
             level = logging.DEBUG if scope["path"] in OPEN_PATHS and answer.status == 200 else logging.INFO
-            log.log(level, "%s %s %d %.3f s", method, path, answer.status, seconds)
+            why = _reason(refused or scope["state"].get("refused"))
+            log.log(level, "%s %s %d %.3f s%s", method, path, answer.status, seconds, why)
             route = scope.get("route")
             self.answered(getattr(route, "path", "other"), answer.status)
 
@@ -102,6 +105,14 @@ class Gate:
                 error = ApiError(401, message, code="invalid_api_key")
                 error.headers = {"www-authenticate": "Bearer"}
                 raise error
+
+
+def _reason(refused: ApiError | None) -> str:
+    """Why a request failed, for its log line: what of it a client wrote cannot begin another line."""
+    if refused is None:
+        return ""
+    message = "".join(c if c.isprintable() else repr(c)[1:-1] for c in str(refused.detail))
+    return f": {message}" if refused.param is None else f": {message} [field {refused.param!r}]"
 
 
 class Upload:

@@ -1,6 +1,7 @@
 """One HTTP connection: uvicorn's, with our words where it answers by itself, before the gate and any endpoint."""
 
 import logging
+import socket
 from http.client import responses
 
 import msgspec
@@ -16,7 +17,55 @@ UNREADABLE = (
 )
 
 
+# A half-closed connection is looked at so often; an interim answer is sent at one look of so many.
+LOOK_S = 0.1
+FIRST_PROBE = 3
+LOOKS_A_PROBE = 100
+# RFC 9110, section 15.2: a client reads over any number of interim answers, asked for or not, from HTTP/1.1 on.
+INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"
+
+
 class Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  # whichever of uvicorn's parsers is installed
+    """A client that sends FIN behind a whole request gets its answer.
+
+    FIN alone does not say whether the client reads on or is gone.  What is written to one that is gone comes back as a
+    reset: a stream's events, or an interim answer as long as there is none.  FIN is leaving on HTTP/1.0, which has no
+    interim answers, where a request is not whole, and where several wait.
+    """
+
+    half_closed = False
+
+    def eof_received(self) -> bool:
+        """Whether the connection stays open."""
+        cycle = self.cycle
+        self.half_closed = (
+            cycle is not None
+            and not cycle.more_body
+            and not cycle.response_complete
+            and self.scope["http_version"] != "1.0"
+            and not getattr(self, "pipeline", ())
+        )
+        if self.half_closed:
+            self.loop.call_later(LOOK_S, self._look, 0)
+        return self.half_closed
+
+    def _look(self, count: int) -> None:
+        cycle = self.cycle
+        if self.transport.is_closing() or cycle.response_complete:
+            return
+        if self.transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            self.transport.abort()
+            return
+        if not cycle.response_started and count % LOOKS_A_PROBE == FIRST_PROBE:
+            self.transport.write(INTERIM)
+        self.loop.call_later(LOOK_S, self._look, count + 1)
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        # Nothing more comes, unless it is there already.
+        if self.half_closed and self.cycle.response_complete:
+            self.transport.close()
+
     def send_400_response(self, msg: str) -> None:
         """Answer what is no HTTP; where an answer is out whose request goes on, another would be taken for the next."""
         cycle = self.cycle

@@ -150,7 +150,7 @@ async def serve(settings: Mapping[str, Any], options: ServeOptions) -> None:
         host, port = listener.getsockname()[:2]
         log.info("serving %s at http://%s:%d/v1", ", ".join(front.names), host, port)
         await server.serve(sockets=[listener])
-        front.close()
+        await front.close()
     finally:
         await client.close()
         listener.close()

@@ -27,7 +27,7 @@ FLOORS = (
     ("counterparts",),
     ("errors", "cores", "stats"),
     ("limits", "chat"),
-    ("config", "request", "text"),
+    ("config", "request", "text", "text_bound"),
     ("intake",),
     ("layout",),
     ("slots",),

@@ -222,6 +222,8 @@ OTHERS = [
     (["bench", "round", "--shape", "llama-3.1-8b", "--repeats", "2"], "--repeats is not for --shape"),
     (["bench", "serve", "--soak", "9", "--tokens", "2"], "--tokens is not for --soak"),
     (["bench", "serve", "--soak", "9", "--concurrency", "2"], "--concurrency is not for --soak"),
+    (["bench", "serve", "--bad-host", "--tokens", "2"], "--tokens is not for --bad-host"),
+    (["bench", "serve", "--bad-host", "--soak", "9"], "--soak is not for --bad-host"),
     (["bench", "latency", "--rate", "inf"], "--rate=inf is not supported"),
     (["doctor", "--shapes", "llama-3.1-8b"], "--shapes is for --tune"),
     (["doctor", "--choices", "x"], "--choices is for --tune"),

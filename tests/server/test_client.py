@@ -9,12 +9,16 @@ import pytest
 from starlette.responses import Response
 from starlette.testclient import TestClient
 
+from espalier.intake import Intake, ModelFacts
 from espalier.request import ResolvedParams
 from espalier.server.api import ApiOptions, make_app
+from espalier.server.bodies import BodyLimits
+from espalier.server.body_reader import BodyReader
 from espalier.server.client import ClientOptions, EngineClient, EngineGone
 from espalier.server.errors import ApiError
 from espalier.server.front import Front
 from espalier.server.gate import Gate
+from espalier.server.lanes import Lanes
 
 
 class Process:
@@ -141,14 +145,16 @@ def test_echo_reads_tokens_beside_the_loop():
         """A front that runs nothing."""
 
         names = ("m",)
-        intake = SimpleNamespace(
-            resolve=lambda params: params.resolve({}, ()),
-            tokens=list,
-            text_of=lambda what: SimpleNamespace(
-                decode=lambda ids, skip: threads.append(threading.get_ident()) or "text"
+        intake = Intake(
+            ModelFacts("m", 10, 8),
+            SimpleNamespace(
+                backend=None,
+                sink=lambda *of, **more: None,
+                decode=lambda ids, skip: threads.append(threading.get_ident()) or "text",
             ),
-            tokenizer=None,
         )
+        lanes = Lanes(intake)
+        bodies = BodyReader(BodyLimits(10, 8, 4, 4))
         metrics = SimpleNamespace(began=0, answers=SimpleNamespace(labels=lambda *of: SimpleNamespace(inc=list)))
 
         def check_model(self, name):
@@ -156,9 +162,6 @@ def test_echo_reads_tokens_beside_the_loop():
 
         def entering(self, wanted):
             return nullcontext()
-
-        async def tokenize(self, work, *values):
-            return await asyncio.to_thread(work, *values)
 
         async def respond(self, http, body, prompts, answer):
             threads.append(threading.get_ident())
@@ -168,6 +171,7 @@ def test_echo_reads_tokens_beside_the_loop():
     # No lifespan: the gate has none.
     answer = TestClient(app).post("/v1/completions", json={"model": "m", "prompt": [1, 2], "echo": True})
     assert (answer.status_code, answer.text) == (200, "text")
+    Echoing.lanes.close()
     decoding, loop = threads
     assert decoding != loop
 

@@ -3,6 +3,7 @@
 import http.client
 import json
 import logging
+import re
 import socket
 import time
 
@@ -373,6 +374,25 @@ def test_the_openai_client_reads_the_error(client):
     with pytest.raises(openai.BadRequestError, match=r"top_p=2\.0 is not supported") as caught:
         client.chat.completions.create(top_p=2, **CHAT)
     assert (caught.value.param, caught.value.type) == ("top_p", "invalid_request_error")
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "line"),
+    [
+        ("/v1/completions", {**TEXT, "temperature": -1}, "temperature=-1.0 is not supported"),
+        ("/v1/completions", {**TEXT, "prompt": "a " * 200_000}, "a prompt of 400000 characters is not supported"),
+        ("/v1/completions", {**TEXT, "max_tokens": "9"}, r"max_tokens: .* \[field 'max_tokens'\]"),
+        ("/v1/completions", b"{", "the body is not JSON"),
+        ("/v1/completions", {**TEXT, "a\nline": 1}, r"the body has no .* \[field 'a\\nline'\]"),
+        ("/v1/completions", {**TEXT, "model": "other"}, r"model 'other' is not served here.* \[field 'model'\]"),
+        ("/nowhere", {}, "/nowhere is not served"),
+        ("/v1/completions", b" " * 5_000_000, "the body is above 4194304 bytes"),
+    ],
+)
+def test_the_log_says_why_a_request_failed(served, path, body, line):
+    status, headers, _ = served.request(path, body)
+    written = rf"(?m)\[{headers['x-request-id']}\] POST {path} {status} [\d.]+ s: {line}"
+    served.until(lambda: re.search(written, served.log.read_text()))
 
 
 def test_a_request_id_is_in_header_error_and_log(served):

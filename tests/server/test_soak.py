@@ -1,6 +1,7 @@
 """Requests of all kinds at once, many of which leave: everyone who stays is answered and nothing is left behind."""
 
 import asyncio
+import json
 import random
 import subprocess
 import sys
@@ -8,11 +9,14 @@ import sys
 import pytest
 
 from espalier import SpeculationConfig
+from espalier.bench import bad_host as bad_host_module
+from espalier.bench.bad_host import ATTACKS, SHORT, Attack, bad_host
 from espalier.bench.serve import Server, _end, flags_of
 from espalier.bench.soak import Client, Tally, soak
 from espalier.cli.flags import engine_settings
 from espalier.cli.main import parse
 from espalier.errors import EspalierError
+from espalier.server.api import ApiOptions
 
 STREAM = b'HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\ndata: {"choices":[],"usage":null}\n\n'
 
@@ -22,6 +26,27 @@ def test_a_soak_leaves_nobody_unanswered_and_nothing_behind():
     assert found.requests == found.answered + found.disconnects
     assert found.disconnects > 5 and found.aborts > 0 and set(found.errors_given) <= {400, 429}
     assert (found.unanswered, found.leaked_pages, found.leaked_processes) == (0, 0, 0)
+
+
+def test_beside_each_bad_request_everybody_is_watched(monkeypatch):
+    monkeypatch.setattr(bad_host_module, "WATCH_S", 0.1)
+    attacks = [
+        Attack("too long", 2, "/v1/completions", lambda: SHORT | {"prompt": "a " * 50_000}),
+        Attack("half-closed", 3, "/v1/completions", lambda: SHORT, half_closed=True),
+    ]
+    found = bad_host({"max_batch": 4, "max_context": 512, "num_pages": 64}, attacks, streams=2)
+    assert [(beside.name, beside.count, beside.answers) for beside in found] == [
+        ("too long", 2, {400: 4}),
+        ("half-closed", 3, {200: 6}),
+    ]
+    for beside in found:
+        assert min(beside.busy.one_token, beside.busy.health, beside.idle.one_token, beside.idle.health) > 0
+        assert beside.busy.stream_gap > 0 == beside.idle.stream_gap
+
+
+def test_the_bodies_of_a_bad_host_are_below_the_usual_limit():
+    for attack in ATTACKS:
+        assert len(json.dumps(attack.body(), separators=(",", ":"))) <= ApiOptions().max_body_bytes, attack.name
 
 
 def test_settings_become_the_flags_that_mean_them():

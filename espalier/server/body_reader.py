@@ -1,0 +1,94 @@
+"""The front's reading of bodies: small ones here, large ones in a process of their own.
+
+Reading a large body takes the interpreter's lock for up to a second, so that a thread would stop every stream.
+"""
+
+import asyncio
+import logging
+import pickle
+import sys
+from typing import Any
+
+import msgspec
+from pydantic import BaseModel
+from starlette.requests import Request
+
+from espalier.server.bodies import BodyLimits, read_body
+from espalier.server.body_process import LENGTH, framed
+from espalier.server.errors import FAILED, ApiError
+from espalier.server.gate import RETRY_AFTER_S
+
+log = logging.getLogger("espalier.server")
+# Read here in some milliseconds, whatever it holds.
+SMALL_BYTES = 65536
+MOST_WAITING = 32
+
+
+class BodyReader:
+    """One process, started with the first large body.  num_aside: bodies read there so far."""
+
+    def __init__(self, limits: BodyLimits):
+        self.limits = limits
+        self.num_aside = 0
+        self._num_waiting = 0
+        self._process: asyncio.subprocess.Process | None = None
+        self._turn = asyncio.Lock()
+
+    async def read(self, http: Request, model: type[BaseModel]) -> Any:
+        """The body as a record of `model`.  Raises ApiError."""
+        data, content_type = await http.body(), http.headers.get("content-type", "")
+        if len(data) <= SMALL_BYTES:
+            return read_body(model.__name__, content_type, data, self.limits)
+        if self._num_waiting >= MOST_WAITING:
+            message = f"{MOST_WAITING} large bodies wait to be read; come again later"
+            raise ApiError(429, message, code="queue_full", retry_after_s=RETRY_AFTER_S)
+        self._num_waiting += 1
+        try:
+            async with self._turn:
+                body, refused = await self._exchange(framed((model.__name__, content_type, data)))
+        finally:
+            self._num_waiting -= 1
+        if refused is not None:
+            raise ApiError(*refused)
+        return body
+
+    async def _exchange(self, frame: bytes) -> Any:
+        """One frame there and one back.  A process that did not answer whole is ended: the next body has a new one."""
+        process = self._process
+        if process is None or process.returncode is not None:
+            process = self._process = await self._start()
+        assert process.stdin is not None and process.stdout is not None
+        try:
+            process.stdin.write(frame)
+            await process.stdin.drain()
+            (length,) = LENGTH.unpack(await process.stdout.readexactly(LENGTH.size))
+            found = pickle.loads(await process.stdout.readexactly(length))
+        except (OSError, EOFError) as error:
+            self._end()
+            log.error("process %d, which reads large bodies, ended: %r", process.pid, error)
+            raise ApiError(500, FAILED) from None
+        except BaseException:
+            self._end()
+            raise
+        self.num_aside += 1
+        return found
+
+    async def _start(self) -> asyncio.subprocess.Process:
+        limits = msgspec.json.encode(self.limits).decode()
+        command = (sys.executable, "-m", "espalier.server.body_process", limits)
+        pipe = asyncio.subprocess.PIPE
+        # A frame that comes in pieces of 64 KB would wake the loop for each.
+        process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, limit=2**22)
+        log.info("large bodies are read by process %d", process.pid)
+        return process
+
+    async def close(self) -> None:
+        process = self._process
+        self._end()
+        if process is not None:
+            await process.wait()
+
+    def _end(self) -> None:
+        if self._process is not None and self._process.returncode is None:
+            self._process.kill()
+        self._process = None

@@ -1,0 +1,56 @@
+"""Tokenizing beside the loop, in two lanes: a short prompt never waits behind a long one.
+
+Each lane is one thread with a tokenizer of its own.  The library's encode_batch, which transformers calls, holds no
+lock of the interpreter, so that a long prompt stops nothing else either.
+"""
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from espalier.errors import EspalierError
+from espalier.intake import Intake
+from espalier.server.errors import ApiError, refusal
+from espalier.server.gate import RETRY_AFTER_S
+
+T = TypeVar("T")
+# Characters or tokens that take a few milliseconds.
+LONGEST_SHORT = 16384
+MOST_WAITING = 32
+
+
+class Lanes:
+    """intake: used by the short lane; the long one has a copy."""
+
+    def __init__(self, intake: Intake):
+        self._short = intake, ThreadPoolExecutor(1, "tokenizing-short")
+        self._long = intake.for_another_thread(), ThreadPoolExecutor(1, "tokenizing-long")
+        self._num_long = 0
+
+    async def run(self, work: Callable[..., T], *values: Any, size: int) -> T:
+        """`work` of an intake and values.  size: of its text, in characters, or its tokens.
+
+        Raises ApiError for what it refuses, and where too many long ones wait.
+        """
+        try:
+            if size <= LONGEST_SHORT:
+                return await self._in(self._short, work, *values)
+            if self._num_long > MOST_WAITING:
+                message = f"{MOST_WAITING} long prompts wait to be tokenized; come again later"
+                raise ApiError(429, message, code="queue_full", retry_after_s=RETRY_AFTER_S)
+            self._num_long += 1
+            try:
+                return await self._in(self._long, work, *values)
+            finally:
+                self._num_long -= 1
+        except EspalierError as error:
+            raise refusal(error) from None
+
+    async def _in(self, lane: tuple[Intake, ThreadPoolExecutor], work: Callable[..., T], *values: Any) -> T:
+        intake, thread = lane
+        return await asyncio.get_running_loop().run_in_executor(thread, work, intake, *values)
+
+    def close(self) -> None:
+        for _, thread in (self._short, self._long):
+            thread.shutdown(wait=False)

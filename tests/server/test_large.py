@@ -1,0 +1,248 @@
+"""Large bodies and long prompts are somebody else's work: another process reads them, another thread tokenizes them."""
+
+import asyncio
+import json
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from starlette.testclient import TestClient
+
+import espalier
+from espalier.errors import EspalierError
+from espalier.intake import Intake, ModelFacts
+from espalier.server import body_reader, lanes
+from espalier.server.api import ApiOptions, make_app
+from espalier.server.bodies import MOST_ENTRIES, MOST_MESSAGES, BodyLimits, read_body
+from espalier.server.body_reader import SMALL_BYTES, BodyReader
+from espalier.server.errors import ApiError
+from espalier.server.lanes import LONGEST_SHORT, Lanes
+from espalier.server.openai import ChatRequest, CompletionRequest, DetokenizeRequest
+from espalier.text import load_tokenizer
+from espalier.text_bound import TextBound
+
+TOKENIZER = Path(espalier.__file__).parent / "bundled" / "target"
+LIMITS = BodyLimits(vocab_size=1000, max_context=100_000, prompts=100, tokens=1000)
+PART = {"type": "text", "text": "ab"}
+
+
+class Posted:
+    """A request, as far as its body is read."""
+
+    def __init__(self, body):
+        self.headers = {"content-type": "application/json"}
+        self.data = json.dumps(body).encode()
+
+    async def body(self):
+        return self.data
+
+
+def read_in_turn(*posted):
+    """What each (model, body) becomes: a record, or its error."""
+
+    async def read():
+        reader = BodyReader(LIMITS)
+        found = []
+        for model, body in posted:
+            try:
+                found.append(await reader.read(Posted(body), model))
+            except ApiError as error:
+                found.append(error)
+        await reader.close()
+        return found, reader.num_aside
+
+    return asyncio.run(read())
+
+
+def chat(content, **more):
+    return {"model": "m", "messages": [{"role": "user", "content": content}], **more}
+
+
+def text(prompt, **more):
+    return {"model": "m", "prompt": prompt, **more}
+
+
+LARGE = [
+    (ChatRequest, chat([PART] * 5000, temperature=0.5)),
+    (ChatRequest, chat("é" * SMALL_BYTES)),
+    (CompletionRequest, text(list(range(1000)) * 50, n=2)),
+    (CompletionRequest, text(["a" * 1000] * 70)),
+]
+
+
+@pytest.mark.parametrize(("model", "body"), LARGE)
+def test_a_large_body_is_read_in_another_process_and_means_the_same(model, body, monkeypatch):
+    here = read_body(model.__name__, "application/json", json.dumps(body).encode(), LIMITS)
+    monkeypatch.setattr(body_reader, "read_body", None)
+    assert read_in_turn((model, body)) == ([here], 1)
+
+
+def test_a_small_body_is_read_at_once():
+    found, num_aside = read_in_turn((CompletionRequest, text("a")), (ChatRequest, chat([PART, PART])))
+    assert num_aside == 0 and found[1].turns() == [{"role": "user", "content": "abab"}]
+
+
+REFUSED = {
+    "parts": (ChatRequest, chat([PART] * 100_000), "messages", "more than 65536 entries"),
+    "messages": (ChatRequest, chat("") | {"messages": chat("")["messages"] * 5000}, "messages", "more than 4096"),
+    "logit_bias": (CompletionRequest, text("a", logit_bias={str(i): 1 for i in range(250_000)}), "logit_bias", "65536"),
+    "a few too many of logit_bias": (
+        CompletionRequest,
+        text("a" * SMALL_BYTES, logit_bias=dict.fromkeys(map(str, range(600)), 1)),
+        "logit_bias",
+        "use 512 at most",
+    ),
+    "nested": (ChatRequest, chat("a", metadata=[[[0] * 1000] * 1000]), "metadata", "more than 65536 entries"),
+    "prompts": (CompletionRequest, text([""] * 100_000), "prompt", "more than 100 entries"),
+    "ids": (CompletionRequest, text([1] * 200_000), None, "a prompt of 200000 tokens is not supported"),
+    "an id": (CompletionRequest, text([1000] * 50_000), None, "prompt token id=1000 is not supported"),
+    "/detokenize": (DetokenizeRequest, {"tokens": [1] * 100_000}, "tokens", "more than 1000 entries"),
+    "no number": (CompletionRequest, text("a" * SMALL_BYTES, temperature="hot"), "temperature", "valid number"),
+    "unknown": (CompletionRequest, text("a" * SMALL_BYTES, heat=1), "heat", "has no 'heat'"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_wrong_with_a_large_body_is_told_as_for_any(name):
+    model, body, param, message = REFUSED[name]
+    (error,), num_aside = read_in_turn((model, body))
+    with pytest.raises(ApiError) as here:
+        read_body(model.__name__, "application/json", json.dumps(body).encode(), LIMITS)
+    assert (error.status_code, error.detail, error.code) == (400, here.value.detail, here.value.code)
+    assert message in error.detail and num_aside == 1
+    if param is not None:
+        assert error.param == here.value.param == param
+
+
+def test_what_a_small_body_can_hold_is_below_every_limit_but_the_models():
+    assert SMALL_BYTES // len('{"role":"user","content":""},') < MOST_MESSAGES
+    assert SMALL_BYTES // len("0,") <= MOST_ENTRIES
+
+
+def test_a_body_process_that_dies_takes_one_body_with_it():
+    async def run():
+        reader = BodyReader(LIMITS)
+        read = lambda: reader.read(Posted(text("a" * SMALL_BYTES)), CompletionRequest)  # noqa: E731
+        first = await read()
+        dead = reader._process
+        dead.kill()
+        with pytest.raises(ApiError, match="500: the server failed on this request"):
+            await read()
+        assert await read() == first
+        assert reader._process.pid != dead.pid
+        await reader.close()
+
+    asyncio.run(run())
+
+
+def test_only_so_many_large_bodies_wait(monkeypatch):
+    monkeypatch.setattr(body_reader, "MOST_WAITING", 2)
+
+    async def run():
+        reader = BodyReader(LIMITS)
+        reads = (reader.read(Posted(text("a" * SMALL_BYTES)), CompletionRequest) for _ in range(5))
+        found = await asyncio.gather(*reads, return_exceptions=True)
+        await reader.close()
+        return [getattr(each, "status_code", 200) for each in found]
+
+    assert asyncio.run(run()) == [200, 200, 429, 429, 429]
+
+
+def test_the_framework_reads_no_body_itself():
+    """What is no JSON at all arrives, read by whoever stands at `bodies`."""
+
+    class Refusing:
+        names = ("m",)
+        metrics = SimpleNamespace(began=0, answers=SimpleNamespace(labels=lambda *of: SimpleNamespace(inc=list)))
+
+        class bodies:
+            async def read(http, model):
+                raise ApiError(400, f"{model.__name__} of {len(await http.body())} bytes")
+
+    app, _ = make_app(Refusing, ApiOptions())
+    client = TestClient(app)
+    for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
+        answer = client.post(path, content=b"\0" * 7, headers={"content-type": "application/json"})
+        assert answer.json()["error"]["message"].endswith("Request of 7 bytes"), path
+
+
+class Recording:
+    """A tokenizer that notes what it is asked to encode."""
+
+    backend = None
+
+    def __init__(self):
+        self.encoded = []
+
+    def encode(self, text):
+        self.encoded.append(len(text))
+        return [1] * len(text)
+
+
+def test_a_text_that_cannot_fit_is_never_tokenized():
+    intake = Intake(ModelFacts("m", 10, 64), Recording())
+    intake.bound = TextBound(load_tokenizer(TOKENIZER, 6144).backend)
+    with pytest.raises(EspalierError, match="a prompt of 4000000 characters is not supported at max_context=64"):
+        intake.tokens("a " * 2_000_000)
+    assert intake.tokenizer.encoded == []
+    assert len(intake.tokens("a " * 30)) == 60 and intake.tokenizer.encoded == [60]
+
+
+def test_a_conversation_that_cannot_fit_is_never_tokenized(monkeypatch):
+    tokenizer = load_tokenizer(TOKENIZER, 6144)
+    intake = Intake(ModelFacts("m", 6144, 64), tokenizer)
+    encoded = []
+    monkeypatch.setattr(tokenizer.hf, "encode", lambda text, **_: encoded.append(text) or [1])
+    messages = [{"role": "user", "content": "a " * 100_000}]
+    with pytest.raises(EspalierError, match=r"a prompt of 2000\d\d characters is not supported"):
+        intake.chat(messages, check=intake.require_fit)
+    assert encoded == []
+    assert intake.chat([{"role": "user", "content": "a"}], check=intake.require_fit) == [1] and len(encoded) == 1
+
+
+@pytest.fixture
+def two_lanes():
+    found = Lanes(Intake(ModelFacts("m", 10, 64), Recording()))
+    yield found
+    found.close()
+
+
+def test_a_short_prompt_does_not_wait_behind_long_ones(two_lanes):
+    go_on = threading.Event()
+
+    async def run():
+        long = [asyncio.create_task(two_lanes.run(lambda _: go_on.wait(60), size=LONGEST_SHORT + 1)) for _ in range(3)]
+        await asyncio.sleep(0)
+        short = await two_lanes.run(lambda intake: intake.tokens("ab"), size=2)
+        waited = not any(each.done() for each in long)
+        go_on.set()
+        return short, waited, await asyncio.gather(*long)
+
+    assert asyncio.run(run()) == ([1, 1], True, [True] * 3)
+
+
+def test_each_lane_has_a_thread_and_a_tokenizer_of_its_own(two_lanes):
+    def who(intake):
+        return threading.get_ident(), id(intake.tokenizer)
+
+    async def run():
+        return [await two_lanes.run(who, size=size) for size in (1, LONGEST_SHORT, LONGEST_SHORT + 1, 10**6)]
+
+    one, same, other, same_other = asyncio.run(run())
+    assert one == same and other == same_other
+    assert one[0] != other[0] and one[1] != other[1] and threading.get_ident() not in (one[0], other[0])
+
+
+def test_only_so_many_long_prompts_wait(two_lanes, monkeypatch):
+    monkeypatch.setattr(lanes, "MOST_WAITING", 2)
+    go_on = threading.Event()
+
+    async def run():
+        long = [asyncio.create_task(two_lanes.run(lambda _: go_on.wait(60), size=10**6)) for _ in range(4)]
+        await asyncio.sleep(0)
+        go_on.set()
+        return [getattr(each, "status_code", 200) for each in await asyncio.gather(*long, return_exceptions=True)]
+
+    # One runs, two wait.
+    assert asyncio.run(run()) == [200, 200, 200, 429]
