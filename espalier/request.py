@@ -346,7 +346,7 @@ class Request:
     prompt: token ids; params: resolved; seed: of this very sample; arrival: place in the order of requests, among
     those of equal priority, of which the lower goes first and is preempted last; stop_ids: tokens that end it;
     text: None if nobody reads text; index: which of n samples; after: a sibling whose prompt this one shares, and so
-    waits for.
+    waits for; cache_salt: only requests of the same one share cached pages.
 
     In its slot: enter_end, rows to enter before rounds begin; entered, those launched so far; num_seen, index of the
     last root that the host knows of; unread, rounds launched and not yet read.  generation tells one stay in a slot
@@ -363,6 +363,7 @@ class Request:
     index: int = 0
     after: "Request | None" = None
     priority: int = 0
+    cache_salt: str | None = None
 
     output: list[int] = field(default_factory=list)
     from_draft: list[bool] = field(default_factory=list)

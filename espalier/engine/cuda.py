@@ -113,6 +113,7 @@ class CudaExecutor:
         place.copied.synchronize()
         batch = self._batch(ticket)
         packed = pack(self.round.table, ticket, place.entry, batch)
+        self.round.prepare(ticket.committed)
         graph = None if ticket.is_prefill or ticket.num_logprobs is not None else self.graphs.get(batch)
         with torch.cuda.stream(self.stream):
             if graph is not None:

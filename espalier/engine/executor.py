@@ -82,6 +82,7 @@ class CpuExecutor:
     def run(self, ticket: Ticket) -> list[Row]:
         batch = len(ticket.slots)
         packed = pack(self.round.table, ticket, entry=0, batch=batch)
+        self.round.prepare(ticket.committed)
         sent = Sent.of(torch.from_numpy(packed.vector), packed.form)
         logprobs = execute(self.round, self.results, sent, ticket.width, ticket.shaping, ticket.num_logprobs)
         return read(self.results.fields, self.results.ring[0, :batch].numpy(), logprobs, ticket.traced)

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from espalier.attention import CommittedLengths
 from espalier.cache.pages import PagePool
 from espalier.cache.prefix_tree import PrefixTree
 from espalier.engine.ticket import RoundTrace, Row, Ticket, admission, shaping_of
@@ -126,7 +127,7 @@ class Scheduler:
         tokens = request.tokens
         # A request that was preempted knows its root: it is given, never picked again.
         enter_end = len(tokens) - 1 if request.output else len(tokens)
-        shared = [] if self.prefixes is None else self.prefixes.match(tokens[:enter_end])
+        shared = [] if self.prefixes is None else self.prefixes.match(tokens[:enter_end], request.cache_salt)
         self.pool.share(shared)
         end = request.end(self.layout.max_context)
         need = self.layout.reserve(enter_end, self.rounds_in_flight, end) - len(shared)
@@ -195,19 +196,24 @@ class Scheduler:
         left = [r.enter_end - r.entered for r in entering]
         count, width = self.layout.next_pass(left)
         batch, lengths = entering[:count], tuple(min(tokens, width) for tokens in left[:count])
+        committed = CommittedLengths(tuple(r.entered for r in batch), exact=True)
         for request, length in zip(batch, lengths, strict=True):
             request.entered += length
         self._last_was_prefill = True
-        return self._launch(batch, lengths, width)
+        return self._launch(batch, committed, lengths, width)
 
     def _launch_round(self, batch: list[Request]) -> Launch:
+        at_most = tuple(self.layout.committed_at_most(r.num_seen, r.unread) for r in batch)
+        committed = CommittedLengths(at_most, exact=not any(r.unread for r in batch))
         for request in batch:
             request.unread += 1
         self._last_was_prefill = False
         self.num_rounds[len(batch), any(r.params.logprobs is not None for r in batch)] += 1
-        return self._launch(batch, (), 0)
+        return self._launch(batch, committed, (), 0)
 
-    def _launch(self, batch: list[Request], lengths: tuple[int, ...], width: int) -> Launch:
+    def _launch(
+        self, batch: list[Request], committed: CommittedLengths, lengths: tuple[int, ...], width: int
+    ) -> Launch:
         asked = [r.params.logprobs for r in batch if r.params.logprobs is not None]
         # A round's ticket has a fixed form, and who enters a slot runs a prefill pass first.
         admitted, self._admitted = (self._admitted, []) if width else ([], self._admitted)
@@ -220,6 +226,7 @@ class Scheduler:
             admitted=tuple(admitted),
             appended=tuple(self._appended),
             traced=self.on_round is not None,
+            committed=committed,
         )
         self._appended = []
         self._in_flight += 1
@@ -340,7 +347,8 @@ class Scheduler:
         """
         if self.prefixes is not None:
             whole = self.layout.whole_pages(rows)
-            self.prefixes.insert(request.tokens[: self.layout.tokens_in(whole)], request.pages[:whole])
+            tokens = request.tokens[: self.layout.tokens_in(whole)]
+            self.prefixes.insert(tokens, request.pages[:whole], request.cache_salt)
 
 
 def trimmed(entry: TokenLogprob, count: int) -> TokenLogprob:

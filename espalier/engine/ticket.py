@@ -2,9 +2,12 @@
 
 from dataclasses import dataclass, field
 
+from espalier.attention import CommittedLengths
 from espalier.request import Request, TokenLogprob
 from espalier.sampling.shape import Shaping
 from espalier.slots import Admission
+
+NOTHING_COMMITTED = CommittedLengths((), exact=True)
 
 
 @dataclass(frozen=True)
@@ -13,7 +16,8 @@ class Ticket:
 
     slots: the batch, in order; lengths: tokens each slot enters in a prefill pass, empty for a round; width: of the
     prefill pass; admitted: requests that enter their slots, only with a prefill pass that runs them; appended: (slot,
-    column, page) for requests already in their slot; traced: whether somebody looks at the trees.
+    column, page) for requests already in their slot; traced: whether somebody looks at the trees; committed: what is
+    known of the slots' committed rows; of dummies there are none.
     """
 
     slots: tuple[int, ...]
@@ -24,6 +28,7 @@ class Ticket:
     admitted: tuple[Admission, ...] = ()
     appended: tuple[tuple[int, int, int], ...] = ()
     traced: bool = False
+    committed: CommittedLengths = NOTHING_COMMITTED
 
     @property
     def is_prefill(self) -> bool:

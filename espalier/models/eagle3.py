@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from espalier.cache.geometry import LayerGeometry
+from espalier.cache.layer_spec import LayerSpec
 from espalier.errors import EspalierError
 from espalier.kernels.enter import Beside
 from espalier.kernels.rope import Turn
@@ -44,7 +44,7 @@ class Eagle3Draft:
     def __init__(
         self,
         config: Eagle3Config,
-        geometry: LayerGeometry,
+        geometry: LayerSpec,
         rope: RopeTables,
         embed: Embedding,
         fuser: "Fuser",
@@ -150,7 +150,7 @@ def make_eagle3(weights: Weights, config: Eagle3Config, target: CausalLM, positi
         fuser=_fuser(weights, config),
         embed_norm=weights.norm(f"{prefix}input_layernorm", hidden, eps),
         hidden_norm=weights.norm(f"{prefix}hidden_norm", hidden, eps),
-        attention=load_attention(weights, layer, geometry, f"{prefix}self_attn.", 2 * hidden),
+        attention=load_attention(weights, layer, f"{prefix}self_attn.", 2 * hidden),
         mlp_norm=weights.norm(f"{prefix}post_attention_layernorm", hidden, eps),
         mlp=weights.mlp(f"{prefix}mlp.", layer),
         norm=weights.norm("norm", hidden, eps),

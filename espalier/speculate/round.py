@@ -1,8 +1,8 @@
 """One turn of the crank for a batch: draft, verify, accept, commit, extend.
 
 A prefill pass is the same with a chain that was decided before it ran.  The same lines run eagerly and under capture:
-static shapes, nothing kept from one launch to the next but what the slot table and the pages hold.  Only a backend may
-read a length on the host, where that costs nothing (attention/sdpa.py).
+static shapes, nothing kept from one launch to the next but what the slot table and the pages hold, and no length read
+on the host.
 """
 
 from dataclasses import dataclass, replace
@@ -10,10 +10,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from espalier.attention import Attention, Backend, Nodes, Prefix
-from espalier.attention.staged import Decided, Undecided
-from espalier.cache.kv import Pages, Staging
-from espalier.kernels.advance import After, Before, advance
+from espalier.attention import Attention, CommittedLengths, GroupedBackend, Nodes, Prefix
+from espalier.attention.staged import StagedPass
+from espalier.cache.kv import PagedKV, StagedKV
+from espalier.kernels import advance as moving
+from espalier.kernels.advance import advance
 from espalier.kernels.along import along
 from espalier.kernels.slots import chain, gather
 from espalier.layout import RoundLayout
@@ -29,21 +30,26 @@ from espalier.speculate.tree import Tree
 
 @dataclass(frozen=True)
 class Round:
-    """What every launch runs on: the layout and the buffers that follow from it, the models, the backend."""
+    """What every launch runs on: the layout and the buffers that follow from it, the models, the target's backends."""
 
     layout: RoundLayout
     table: SlotTable
-    pages: Pages
-    staging: Staging
+    pages: PagedKV
+    staging: StagedKV
     target: CausalLM
     drafter: Drafter
-    backend: Backend
+    backend: GroupedBackend
 
     def at(self, batch: int) -> "Round":
         """The round of so many requests: all but the tree's sizes is shared.  Raises EspalierError for too many."""
         self.layout.require_batch(batch)
         layout = self.layout.at(batch)
         return self if layout is self.layout else replace(self, layout=layout, drafter=self.drafter.sized(layout))
+
+    def prepare(self, lengths: CommittedLengths) -> None:
+        """Before a launch, on the host: what is known of the target's committed rows; the draft has one more."""
+        self.backend.prepare(lengths)
+        self.drafter.prepare(CommittedLengths(tuple(length + 1 for length in lengths.at_most), lengths.exact))
 
     def plan(self, slots: Slots, nodes: Nodes) -> Attention:
         """Attention of the target over what each slot has committed, and over its nodes."""
@@ -89,13 +95,15 @@ def prefill(r: Round, index: Tensor, length: Tensor, width: int, shaping: Shapin
     r.layout.require_chunk(index.shape[0], width)
     slots = gather(r.table, index)
     positions, tokens, rows = chain(slots, 0, length, width)
-    out = r.target(tokens, positions, Decided(r.plan(slots, Nodes.chain(positions)), rows))
+    attend = StagedPass(r.plan(slots, Nodes.chain(positions)), r.staging, width)
+    out = r.target(tokens, positions, attend)
+    r.pages.commit(r.staging, attend.rows, rows.flatten())
     logits = r.target.logits(along(out.hidden, (length - 1).clamp(min=0)[:, None]))
     picked = r.draws(slots, shaping, slots.prefix_len + length, 1).pick_last(logits)
-    is_picked = slots.enter(length, picked.tokens[:, 0], shaping.penalised)
+    num_picked, _ = advance(slots, length, picked.tokens, shaping.penalised)
     r.drafter.extend(slots, out.captured, length)
     reported = None if num_logprobs is None else logprobs(logits, picked.tokens, num_logprobs)
-    return Outcome(picked.tokens, is_picked.long(), (is_picked & picked.finite[:, 0]).long(), reported)
+    return Outcome(picked.tokens, num_picked, num_picked * picked.finite[:, 0], reported)
 
 
 def verify(r: Round, slots: Slots, tree: Tree) -> ModelOutput:
@@ -104,7 +112,7 @@ def verify(r: Round, slots: Slots, tree: Tree) -> ModelOutput:
     positions = tree.positions(slots.prefix_len)
     plan = r.plan(slots, Nodes(positions, positions, tree.ancestors))
     # A void node runs as the root, so that nothing runs but what the request holds or the draft proposed.
-    return r.target(tree.tokens, positions, Undecided(plan, r.staging, r.layout.num_draft_tokens))
+    return r.target(tree.tokens, positions, StagedPass(plan, r.staging, r.layout.num_draft_tokens))
 
 
 def check_tree(layout: RoundLayout, tree: Tree, batch: int) -> None:
@@ -116,10 +124,9 @@ def check_tree(layout: RoundLayout, tree: Tree, batch: int) -> None:
 
 def commit(r: Round, slots: Slots, path: Path, count_tokens: bool) -> None:
     """The path's rows go to positions n .. n + length - 1, in order, and the slots move on to the new root."""
-    table = slots.table
-    before = Before(slots.index, slots.prefix_len, slots.page_table)
-    after = After(table.history, table.prefix_len, table.root, table.counts if count_tokens else None)
-    copies = advance(before, after, path.rows, path.length, path.tokens, r.layout.num_draft_tokens, r.pages.page_size)
+    nodes = moving.Path(path.rows, r.layout.num_draft_tokens)
+    copies = advance(slots, path.length, path.tokens, count_tokens, nodes).copies
+    assert copies is not None
     r.pages.commit(r.staging, copies.source.flatten(), copies.destination.flatten())
 
 

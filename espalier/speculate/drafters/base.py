@@ -5,6 +5,7 @@ from typing import Protocol, Self
 
 from torch import Tensor
 
+from espalier.attention import CommittedLengths
 from espalier.layout import RoundLayout
 from espalier.slots import Slots
 from espalier.speculate.draws import Draws
@@ -23,6 +24,10 @@ class Drafter(Protocol):
 
     def sized(self, layout: RoundLayout) -> Self:
         """The same drafter, in the same buffers, for trees of a layout that these hold (RoundLayout.at)."""
+        ...
+
+    def prepare(self, lengths: CommittedLengths) -> None:
+        """Called on the host before each launch, with what is known of the draft's committed rows."""
         ...
 
     def propose(self, slots: Slots, draws: Draws) -> Tree:
@@ -47,6 +52,9 @@ class NoDrafter:
 
     def sized(self, layout: RoundLayout) -> Self:
         return self
+
+    def prepare(self, lengths: CommittedLengths) -> None:
+        pass
 
     def propose(self, slots: Slots, draws: Draws) -> Tree:
         return root_only(slots.root)

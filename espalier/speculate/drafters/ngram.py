@@ -10,6 +10,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from espalier.attention import CommittedLengths
 from espalier.layout import RoundLayout
 from espalier.slots import Slots
 from espalier.speculate.draws import Draws
@@ -29,6 +30,9 @@ class NgramDrafter:
 
     def sized(self, layout: RoundLayout) -> Self:
         return type(self)(layout)
+
+    def prepare(self, lengths: CommittedLengths) -> None:
+        pass
 
     def propose(self, slots: Slots, draws: Draws) -> Tree:
         if self.layout.num_draft_tokens == 1:
