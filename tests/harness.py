@@ -18,6 +18,7 @@ from espalier.layout import RoundLayout, TreeShape, max_draft_tokens
 from espalier.models import CausalLM, Eagle3Draft, load_eagle3, load_target, read_config, read_eagle3
 from espalier.request import Request, SamplingParams, SpeculationStats
 from tests.builders import make_eagle3, make_target
+from tests.latent import make_latent
 
 VOCAB = 16
 DTYPE = torch.float64
@@ -46,8 +47,18 @@ def models(
     window: int | None = None,
     draft_vocab: int | None = None,
     position_rows: int = MAX_POSITIONS,
+    keeps: str = "kv",
 ) -> tuple[CausalLM, Eagle3Draft | None]:
-    """(target, draft) loaded in float64; the target alone captures nothing."""
+    """(target, draft) loaded in float64; the target alone captures nothing.  keeps: "kv", or as in tests/latent.py."""
+    target, draft = _loaded(family, seed, speculative, window, draft_vocab, position_rows)
+    if keeps != "kv":
+        make_latent(target, draft, keeps, seed)
+    return target, draft
+
+
+def _loaded(
+    family: str, seed: int, speculative: bool, window: int | None, draft_vocab: int | None, position_rows: int
+) -> tuple[CausalLM, Eagle3Draft | None]:
     target_path, draft_path = directories(family, seed, window, draft_vocab)
     how: dict[str, Any] = {"dtype": DTYPE, "device": CPU, "position_rows": position_rows}
     if not speculative:
@@ -77,6 +88,8 @@ class Setup:
     seed: int = 0
     window: int | None = None
     draft_vocab: int | None = None
+    keeps: str = "kv"
+    draft_attention: str | None = None
     trees: tuple[tuple[int, TreeShape], ...] = ()
 
     def plain(self) -> "Setup":
@@ -91,7 +104,10 @@ class Setup:
         return RoundLayout(*sizes, trees=self.trees)
 
     def models(self, position_rows: int = MAX_POSITIONS) -> tuple[CausalLM, Eagle3Draft | None]:
-        return models(self.family, self.seed, self.algorithm == "eagle3", self.window, self.draft_vocab, position_rows)
+        is_drafted = self.algorithm == "eagle3"
+        return models(
+            self.family, self.seed, is_drafted, self.window, self.draft_vocab, position_rows, keeps=self.keeps
+        )
 
     def engine(self) -> Engine:
         layout = self.layout
@@ -104,6 +120,7 @@ class Setup:
             draft,
             self.algorithm,
             attention=self.attention,
+            draft_attention=self.draft_attention,
             num_pages=pages,
             dtype=DTYPE,
             device=CPU,

@@ -38,9 +38,9 @@ def backends() -> str:
         s = BACKENDS[name].support
         dtypes = codes(str(dtype).removeprefix("torch.") for dtype in s.dtypes)
         window, sizes = yes(s.sliding_window), yes(s.different_v_size)
-        heads = "any" if s.head_sizes is None else plain_sizes(s.head_sizes)
         kept = ", ".join(kind.kind for kind in s.keeps)
-        return [f"`{name}`", codes(s.devices), dtypes, plain_sizes(s.page_sizes), kept, heads, window, sizes]
+        pages, heads = plain_sizes(s.page_sizes), plain_sizes(s.head_sizes)
+        return [f"`{name}`", codes(s.devices), dtypes, pages, kept, heads, window, sizes]
 
     head = ["backend", "devices", "dtypes", "page_size", "layers that keep", "head sizes", "sliding window"]
     head.append("k and v of different sizes")

@@ -62,7 +62,10 @@ def grouped_backend(
     listed = names.split(SEPARATOR)
     listed *= len(groups) if len(listed) == 1 else 1
     if len(listed) != len(groups):
-        raise EspalierError(f"attention={names!r} names {len(listed)} backends for {len(groups)} kinds of layers")
+        raise EspalierError(
+            f"attention={names!r} names {len(listed)} backends, and the layers are of {len(groups)} kind"
+            f"{'s' * (len(groups) > 1)} by what they keep; name one for all, or one for each"
+        )
     made = []
     for name, members in zip(listed, groups.values(), strict=True):
         made.append((members, backend(name)))

@@ -6,7 +6,7 @@ nodes (kernels/among_nodes.py) and the merge are the same for all of them, and a
 can fuse.
 """
 
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
@@ -39,8 +39,8 @@ class Support:
     sliding_window: bool = False
     different_v_size: bool = False
     left_bound: bool = True
-    page_sizes: Container[int] = range(1, MAX_PAGE_SIZE + 1)
-    head_sizes: Container[int] | None = None
+    page_sizes: Sequence[int] = range(1, MAX_PAGE_SIZE + 1)
+    head_sizes: Sequence[int] | None = None
 
     def require(
         self, device: str, dtype: torch.dtype, page_size: int, specs: Sequence[LayerSpec], left_bound: bool = False
@@ -63,12 +63,14 @@ class Support:
                 )
 
     def takes(self, keeps: Keeps) -> bool:
-        """Whether layers may keep this, whatever its sizes."""
-        return isinstance(keeps, self.keeps)
+        """Whether layers may keep this."""
+        if isinstance(keeps, RecurrentState) or not isinstance(keeps, self.keeps):
+            return False
+        return self.head_sizes is None or {keeps.k_size, keeps.v_size} <= {*self.head_sizes}
 
     def _refusals(self, spec: LayerSpec) -> list[tuple[bool, str, str]]:
         """(whether it is wrong, what, what is supported) of one layer."""
-        if isinstance(spec.keeps, RecurrentState) or not self.takes(spec.keeps):
+        if isinstance(spec.keeps, RecurrentState) or not isinstance(spec.keeps, self.keeps):
             kinds = ", ".join(kind.kind for kind in self.keeps)
             return [(True, f"layers that keep {spec.keeps.kind}", f"layers that keep {kinds}")]
         sizes = (spec.keeps.k_size, spec.keeps.v_size)
@@ -81,13 +83,11 @@ class Support:
         ]
 
 
-def plain_sizes(sizes: object) -> str:
-    """Of page_sizes or head_sizes, in words."""
+def plain_sizes(sizes: Sequence[int] | None) -> str:
+    """page_sizes or head_sizes in words."""
     if sizes is None:
-        return "of any number"
-    if isinstance(sizes, range):
-        return f"up to {sizes[-1]}"
-    return ", ".join(map(str, sizes)) if isinstance(sizes, tuple | list) else str(sizes)
+        return "any"
+    return f"up to {sizes[-1]}" if isinstance(sizes, range) else ", ".join(map(str, sizes))
 
 
 def _plain(dtype: torch.dtype) -> str:
