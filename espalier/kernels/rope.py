@@ -123,7 +123,6 @@ def _rotate_kernel(
     tl.store(v_at, left, mask=real & is_v[:, None])
     tl.store(v_at + half, right, mask=real & is_v[:, None])
     if ROTARY < SIZE:
-        rest = rest.to(TYPE)
         own = rest_of[None, :]
         turned = rest_real & (head < HEADS + KV_HEADS)[:, None] if IN_PLACE else rest_real
         tl.store(turned_ptr + n * turned_n + head[:, None] * turned_h + own, rest, mask=turned)

@@ -24,13 +24,11 @@ def test_by_hand(normed):
     out = rotate_and_store_latent(q, latent, LatentTurn(cos, sin, norm, 1e-6), rows, plane)
 
     def rotated(x: list[float], n: int) -> list[float]:
-        turned = list(x)
-        for i in range(ROTARY // 2):
-            a, b, c, s = (
-                *(x[SIZE - ROTARY + i + j * ROTARY // 2] for j in (0, 1)),
-                *(f(angle[n, i]) for f in (math.cos, math.sin)),
-            )
-            turned[SIZE - ROTARY + i], turned[SIZE - ROTARY // 2 + i] = a * c - b * s, b * c + a * s
+        turned, first, half = list(x), SIZE - ROTARY, ROTARY // 2
+        for i in range(half):
+            a, b = x[first + i], x[first + half + i]
+            c, s = math.cos(angle[n, i]), math.sin(angle[n, i])
+            turned[first + i], turned[first + half + i] = a * c - b * s, b * c + a * s
         return turned
 
     for n in range(ROWS):
