@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import triton.language as tl
 
 
-class Path(NamedTuple):
+class NodeRows(NamedTuple):
     """rows: [B, W] nodes that were accepted, from the root on; nodes: rows of staging that each request has."""
 
     rows: Tensor
@@ -38,7 +38,7 @@ class Advanced(NamedTuple):
     copies: Copies | None
 
 
-def advance(slots: Slots, length: Tensor, picked: Tensor, count_tokens: bool, path: Path | None = None) -> Advanced:
+def advance(slots: Slots, length: Tensor, picked: Tensor, count_tokens: bool, path: NodeRows | None = None) -> Advanced:
     """Decide `length` [B] more tokens of each slot, the last of them its new root.
 
     picked: [B, W] int64, the last W of these tokens, or all of them where they are fewer; tokens before them stand in
@@ -53,7 +53,7 @@ def advance(slots: Slots, length: Tensor, picked: Tensor, count_tokens: bool, pa
 
 
 def advance_triton(
-    slots: Slots, length: Tensor, picked: Tensor, count_tokens: bool, path: Path | None = None
+    slots: Slots, length: Tensor, picked: Tensor, count_tokens: bool, path: NodeRows | None = None
 ) -> Advanced:
     table, (batch, width) = slots.table, picked.shape
     require("advance: picked", picked, (slots.batch, -1), torch.int64, table.history)
@@ -80,7 +80,7 @@ def advance_triton(
 
 
 def advance_reference(
-    slots: Slots, length: Tensor, picked: Tensor, count_tokens: bool, path: Path | None = None
+    slots: Slots, length: Tensor, picked: Tensor, count_tokens: bool, path: NodeRows | None = None
 ) -> Advanced:
     table, width = slots.table, picked.shape[1]
     offsets = torch.arange(width, device=picked.device)

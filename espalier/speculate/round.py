@@ -13,8 +13,7 @@ from torch import Tensor
 from espalier.attention import Attention, CommittedLengths, GroupedBackend, Nodes, Prefix
 from espalier.attention.staged import StagedPass
 from espalier.cache.kv import PagedKV, StagedKV
-from espalier.kernels import advance as moving
-from espalier.kernels.advance import advance
+from espalier.kernels.advance import NodeRows, advance
 from espalier.kernels.along import along
 from espalier.kernels.slots import chain, gather
 from espalier.layout import RoundLayout
@@ -124,7 +123,7 @@ def check_tree(layout: RoundLayout, tree: Tree, batch: int) -> None:
 
 def commit(r: Round, slots: Slots, path: Path, count_tokens: bool) -> None:
     """The path's rows go to positions n .. n + length - 1, in order, and the slots move on to the new root."""
-    nodes = moving.Path(path.rows, r.layout.num_draft_tokens)
+    nodes = NodeRows(path.rows, r.layout.num_draft_tokens)
     copies = advance(slots, path.length, path.tokens, count_tokens, nodes).copies
     assert copies is not None
     r.pages.commit(r.staging, copies.source.flatten(), copies.destination.flatten())
