@@ -224,3 +224,14 @@ def test_a_draft_alone_needs_to_name_its_target():
     _, draft = directories()
     with pytest.raises(EspalierError, match="does not name its target"):
         load.find(EngineConfig(draft=draft))
+
+
+def test_the_drafts_backend_is_the_targets_unless_it_is_named():
+    assert (resolved().attention, resolved().draft_attention) == ("sdpa", "sdpa")
+    assert resolved(attention="reference").draft_attention == "reference"
+    chosen = resolved(attention="reference", draft_attention="sdpa")
+    assert (chosen.attention, chosen.draft_attention) == ("reference", "sdpa")
+    with pytest.raises(EspalierError, match="attention=triton does not support device=cpu"):
+        resolved(draft_attention="triton")
+    with pytest.raises(EspalierError, match="draft_attention='sdpa' is set, and what drafts has no layers"):
+        resolved(replace(FACTS, geometry=FACTS.geometry[:16]), draft_attention="sdpa")

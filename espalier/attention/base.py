@@ -96,8 +96,8 @@ def _plain(dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True)
 class CommittedLengths:
-    """What the host knows of a launch's committed rows before it: at_most, for each request; exact: these are the
-    lengths themselves, as in lock-step, where nothing is in flight."""
+    """What the host knows of a launch's committed rows before it.  at_most: for each request in order, padding, which
+    has none, left out; exact: these are the lengths themselves, as in lock-step, where nothing is in flight."""
 
     at_most: tuple[int, ...]
     exact: bool
@@ -156,7 +156,7 @@ class AttentionBackend(Protocol):
     support: Support
 
     def prepare(self, lengths: CommittedLengths) -> None:
-        """Called on the host before every launch, also before one that is a graph's replay."""
+        """Called on the host before every launch: before eager ones, captures and replays alike."""
         ...
 
     def plan(self, pages: PagedKV, specs: Sequence[LayerSpec], prefix: Prefix, nodes: Nodes) -> "Attention":

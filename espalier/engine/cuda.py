@@ -134,6 +134,7 @@ class CudaExecutor:
         began = time.perf_counter()
         with Console(stderr=True).status("compiling kernels"), torch.cuda.stream(self.stream), together() as asked:
             for ticket in tickets:
+                self.round.prepare(ticket.committed)
                 self._eager(ticket, pack(self.round.table, ticket, 0, self._batch(ticket)))
         self.stream.synchronize()
         if asked:
@@ -191,7 +192,9 @@ class CudaExecutor:
 
     @torch.inference_mode()
     def _captured(self, batch: int, pool: Any) -> Graph:
-        packed = pack(self.round.table, of_dummies(batch), 0, batch)
+        dummies = of_dummies(batch)
+        packed = pack(self.round.table, dummies, 0, batch)
+        self.round.prepare(dummies.committed)
         with torch.cuda.stream(self.stream):
             ticket = torch.from_numpy(packed.vector).to(self.device)
             sent = Sent.of(ticket, packed.form)

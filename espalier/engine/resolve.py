@@ -195,11 +195,15 @@ def layout_of(config: ResolvedConfig) -> RoundLayout:
 
 
 def _attention(config: EngineConfig, device: torch.device, dtype: torch.dtype, facts: Facts) -> tuple[str, str]:
-    """Backends of the target and of the draft, whose is the target's unless the user names another."""
+    """Backends of the target and of the draft, by default the same.  Raises EspalierError for one of no draft."""
     asked = None if is_open(config.attention) else config.attention
     draft = asked if is_open(config.draft_attention) else config.draft_attention
     target = choose_backends(asked, device.type, dtype, facts.geometry, facts.of_target)
     if not facts.of_draft:
+        if not is_open(config.draft_attention):
+            raise EspalierError(
+                f"draft_attention={config.draft_attention!r} is set, and what drafts has no layers; leave it out"
+            )
         return target, target
     return target, choose_backends(draft, device.type, dtype, facts.geometry, facts.of_draft)
 
