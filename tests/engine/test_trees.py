@@ -119,7 +119,7 @@ def test_the_nearest_crossing_decides_and_the_log_says_so(tmp_path, monkeypatch,
     for other in (None, replace(BIG, dtype="float16"), replace(BIG, chip=replace(HOPPER, processors=114)), tiny):
         assert choose_trees("auto", WIDE, other) == {}
     assert "at every batch (no crossing is measured" in caplog.text
-    facts = replace(FACTS, chip=HOPPER, hidden_size=4096, num_layers=32)
+    facts = replace(FACTS, chip=HOPPER, hidden_size=4096, num_layers=32, geometry=FACTS.geometry[:1] * 33)
     config = EngineConfig(speculation=SpeculationConfig(steps=5, topk=8, num_draft_tokens=64), dtype="bfloat16")
     assert resolve.resolve(config, "target", "draft", "eagle3", CPU, facts).by_batch == {16: asdict(PLAIN)}
     assert nearest([], BIG, WIDE) is None
