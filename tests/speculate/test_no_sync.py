@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from espalier.engine.executor import CpuExecutor
 from espalier.request import SamplingParams
 from espalier.speculate import round
 from tests.harness import Setup, prompts, request
@@ -51,6 +52,9 @@ def watched(right):
 def test_drafters_and_backends_do_not_wait(algorithm, attention, monkeypatch):
     setup = replace(SETUP if algorithm != "none" else SETUP.plain(), algorithm=algorithm, attention=attention)
     engine = setup.engine()
+    # In inference mode reads of a number are not dispatched, and would not be seen.
+    plainly = CpuExecutor.run.__wrapped__
+    monkeypatch.setattr(CpuExecutor, "run", torch.no_grad()(plainly))
     drafter = engine.executor.round.drafter
     for verb in ("propose", "extend"):
         monkeypatch.setattr(drafter, verb, watched(getattr(drafter, verb)))
