@@ -68,6 +68,7 @@ class EngineConfig:
         low=1,
     )
     attention: str = option("attention backend")
+    draft_attention: str = option("attention backend of the draft's layers; by default the target's")
     page_size: int | Literal["auto"] = option("tokens a page of the cache", low=1, high=512)
     num_pages: int | Literal["auto"] | None = option(
         "pages of the cache; by default a share of the memory that is free", low=2
@@ -107,6 +108,7 @@ class ResolvedConfig:
     dtype: str
     threads: int
     attention: str
+    draft_attention: str
     page_size: int
     num_pages: int
     max_batch: int

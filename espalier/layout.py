@@ -221,13 +221,20 @@ class RoundLayout:
 
     @property
     def verify_rows(self) -> int:
-        """Nodes of the fullest batch of trees: rows of the target's staging."""
+        """Nodes of the fullest batch of trees."""
         return max(batch * layout.num_draft_tokens for batch, layout in self.fullest)
 
     @property
-    def staged_beams(self) -> int:
-        """Beams of the fullest batch: rows of the draft's staging."""
-        return max(batch * layout.beam_rows for batch, layout in self.fullest)
+    def target_rows(self) -> int:
+        """Rows of the target's staging: of the largest verify or prefill pass."""
+        return max(self.verify_rows, self.chunk_size)
+
+    @property
+    def draft_rows(self) -> int:
+        """Rows of the draft's staging: of the fullest batch's beams, or of its extend after a round or a prefill
+        pass."""
+        of_rounds = max(batch * max(layout.beam_rows, layout.extend_width) for batch, layout in self.fullest)
+        return max(of_rounds, self.chunk_size)
 
     @property
     def chunk_widths(self) -> tuple[int, ...]:
@@ -261,6 +268,13 @@ class RoundLayout:
         rounds: launched and not yet read, the one about to be launched included.
         """
         return rounds * self.extend_width + 1
+
+    def committed_at_most(self, num_seen: int, unread: int) -> int:
+        """Rows of the target that a launch may find committed.
+
+        num_seen: index of the last root the host has seen; unread: rounds launched before this launch and not read.
+        """
+        return num_seen + unread * self.extend_width
 
     def pages_for(self, tokens: int) -> int:
         return -(-tokens // self.page_size)

@@ -222,7 +222,8 @@ class Request:
     those of equal priority, of which the lower goes first and is preempted last; stop_ids: tokens that end it;
     text: None if nobody reads text; masker: None if every token is allowed;
     index: which of n samples; after: a sibling whose prompt this one shares, and so
-    waits for.  prompt_logprobs: of the prompt's second token and those after it, as far as they have been read.
+    waits for; cache_salt: only requests of the same one share cached pages.  prompt_logprobs: of the prompt's second
+    token and those after it, as far as they have been read.
 
     In its slot: enter_end, rows to enter before rounds begin; entered, those launched so far; num_seen, index of the
     last root that the host knows of; unread, rounds launched and not yet read.  generation tells one stay in a slot
@@ -240,6 +241,7 @@ class Request:
     index: int = 0
     after: "Request | None" = None
     priority: int = 0
+    cache_salt: str | None = None
 
     output: list[int] = field(default_factory=list)
     from_draft: list[bool] = field(default_factory=list)

@@ -66,7 +66,8 @@ class Cells(NamedTuple):
 class SlotTable:
     """Device-resident request table, [num_slots, ...] a field.
 
-    Fields of one number a slot are columns of `ints` (int64) and `floats` (float32).  carried: what the drafter hands
+    Fields of one number a slot are columns of `ints` (int64) and `floats` (float32).  Page tables are int32; rows of
+    pages are computed in int64.  carried: what the drafter hands
     from round to round, by name, shaped per slot.
     """
 
@@ -106,7 +107,7 @@ class SlotTable:
         for names, columns in ((INTS, self.ints), (FLOATS, self.floats)):
             for column, name in enumerate(names):
                 setattr(self, name, columns[:, column])
-        self.page_table = zeros(layout.table_width)
+        self.page_table = zeros(layout.table_width, dtype=torch.int32)
         self.history = zeros(layout.history_width)
         self.carried = {name: zeros(*shape, dtype=dtype) for name, shape in carried.items()}
         self.bias_ids = zeros(MAX_BIAS)
@@ -147,9 +148,9 @@ class SlotTable:
         """Fill cells, by field."""
         for name, (at, values) in cells.items():
             rows: Tensor = getattr(self, name)
-            is_float = rows.dtype == torch.float32
-            values = values.to(torch.int32).view(torch.float32) if is_float else values.to(rows.dtype)
-            rows.view(-1).index_copy_(0, at, values)
+            # The low bytes of an integer are its value in a narrower type, and a float's bits: a view, not a launch.
+            narrowed = values.view(rows.dtype)[:: values.itemsize // rows.itemsize]
+            rows.view(-1).index_copy_(0, at, narrowed)
 
 
 def _row(request: Admission) -> dict[str, Any]:
@@ -191,7 +192,7 @@ class Slots:
     index: [B] slots; prefix_len, root, commit_from: [B]; num_tokens: [B], prefix_len and the root; room: [B], the
     deepest node that may be accepted, by the request's own limit and by the tokens it has left; num_logprobs: [B],
     alternatives that it wants beside each emitted token, -1 for no log-probabilities; real: [B] bool, rows that are
-    requests, not padding; page_table: [B, table_width].  kernels/slots.py makes them.
+    requests, not padding; page_table: [B, table_width] int32.  kernels/slots.py makes them.
     """
 
     table: SlotTable
@@ -213,22 +214,6 @@ class Slots:
         """Tokens at positions [B, W]; positions past the table read its last column, which callers mask."""
         columns = positions.clamp(max=self.table.layout.history_width - 1)
         return self.table.history[self.index[:, None], columns]
-
-    def enter(self, length: Tensor, picked: Tensor, count_tokens: bool) -> Tensor:
-        """Commit `length` [B] known tokens; the next root is the token known to stand there, or else `picked` [B].
-
-        Returns [B] bool: rows whose root was picked.
-        """
-        table = self.table
-        prefix_len = self.prefix_len + length
-        open_end = prefix_len >= table.known_len[self.index]
-        root = torch.where(open_end, picked, self.history_at(prefix_len[:, None])[:, 0])
-        table.history[self.index, prefix_len] = root
-        table.prefix_len[self.index] = prefix_len
-        table.root[self.index] = root
-        if count_tokens:
-            table.counts.index_put_((self.index, root), open_end.to(table.counts.dtype), accumulate=True)
-        return open_end & self.real
 
     def carried(self, name: str) -> Tensor:
         return self.table.carried[name][self.index]

@@ -20,6 +20,7 @@ from espalier.request import Request, SamplingParams
 from espalier.speculate.drafters import WITHOUT_FILES, load_draft, read_draft
 from espalier.stats import SpeculationStats
 from tests.builders import make_eagle3, make_target
+from tests.latent import make_latent
 
 VOCAB = 16
 DTYPE = torch.float64
@@ -48,8 +49,18 @@ def models(
     window: int | None = None,
     draft_vocab: int | None = None,
     position_rows: int = MAX_POSITIONS,
+    keeps: str = "kv",
 ) -> tuple[CausalLM, DraftModel | None]:
-    """(target, draft) loaded in float64; the target alone captures nothing."""
+    """(target, draft) loaded in float64; the target alone captures nothing.  keeps: "kv", or as in tests/latent.py."""
+    target, draft = _loaded(family, seed, speculative, window, draft_vocab, position_rows)
+    if keeps != "kv":
+        make_latent(target, draft, keeps, seed)
+    return target, draft
+
+
+def _loaded(
+    family: str, seed: int, speculative: bool, window: int | None, draft_vocab: int | None, position_rows: int
+) -> tuple[CausalLM, DraftModel | None]:
     target_path, draft_path = directories(family, seed, window, draft_vocab)
     how: dict[str, Any] = {"dtype": DTYPE, "device": CPU, "position_rows": position_rows}
     if not speculative:
@@ -79,6 +90,8 @@ class Setup:
     seed: int = 0
     window: int | None = None
     draft_vocab: int | None = None
+    keeps: str = "kv"
+    draft_attention: str | None = None
     trees: tuple[tuple[int, TreeShape], ...] = ()
 
     def plain(self) -> "Setup":
@@ -93,7 +106,10 @@ class Setup:
         return RoundLayout(*sizes, trees=self.trees)
 
     def models(self, position_rows: int = MAX_POSITIONS) -> tuple[CausalLM, DraftModel | None]:
-        return models(self.family, self.seed, self.algorithm == "eagle3", self.window, self.draft_vocab, position_rows)
+        is_drafted = self.algorithm == "eagle3"
+        return models(
+            self.family, self.seed, is_drafted, self.window, self.draft_vocab, position_rows, keeps=self.keeps
+        )
 
     def engine(self) -> Engine:
         layout = self.layout
@@ -106,6 +122,7 @@ class Setup:
             draft,
             self.algorithm,
             attention=self.attention,
+            draft_attention=self.draft_attention,
             num_pages=pages,
             dtype=DTYPE,
             device=CPU,

@@ -5,7 +5,7 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
-from espalier.cache.geometry import LayerGeometry
+from espalier.cache.layer_spec import KVHeads, LayerSpec
 from espalier.config import EngineConfig, SpeculationConfig, is_open
 from espalier.engine import load, resolve
 from espalier.engine.resolve import Facts, choose_algorithm, choose_device, layout_of
@@ -23,7 +23,7 @@ FACTS = Facts(
     weights=WeightCount(num_cast=10**7),
     stored_dtype="bfloat16",
     max_position=2048,
-    geometry=(LayerGeometry(4, 2, 64, 64),) * 17,
+    geometry=(LayerSpec(4, KVHeads(2, 64, 64)),) * 17,
     hidden_size=256,
     num_layers=16,
     chip=None,
@@ -135,18 +135,10 @@ def test_a_gpu_that_is_too_old_is_refused_by_name_and_never_chosen(monkeypatch, 
 
 
 def test_cuda_has_the_models_dtype_and_overlap(monkeypatch):
-    monkeypatch.setattr("espalier.engine.resolve.backend", lambda name: _AnyBackend)
     monkeypatch.setattr("espalier.engine.resolve.require_triton", lambda: None)
     a_gpu(monkeypatch, (9, 0))
     config = resolved(device=torch.device("cuda"))
     assert (config.dtype, config.overlap, config.max_batch) == ("bfloat16", True, 64)
-
-
-class _AnyBackend:
-    class support:
-        @staticmethod
-        def require(*_):
-            pass
 
 
 @pytest.mark.parametrize("steps", [0, 1, 3, 5])
@@ -261,3 +253,14 @@ def test_a_draft_alone_needs_to_name_its_target():
     _, draft = directories()
     with pytest.raises(EspalierError, match="does not name its target"):
         load.find(EngineConfig(draft=draft))
+
+
+def test_the_drafts_backend_is_the_targets_unless_it_is_named():
+    assert (resolved().attention, resolved().draft_attention) == ("sdpa", "sdpa")
+    assert resolved(attention="reference").draft_attention == "reference"
+    chosen = resolved(attention="reference", draft_attention="sdpa")
+    assert (chosen.attention, chosen.draft_attention) == ("reference", "sdpa")
+    with pytest.raises(EspalierError, match="attention=triton does not support device=cpu"):
+        resolved(draft_attention="triton")
+    with pytest.raises(EspalierError, match="draft_attention='sdpa' is set, and what drafts has no layers"):
+        resolved(replace(FACTS, geometry=FACTS.geometry[:16]), draft_attention="sdpa")

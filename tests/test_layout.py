@@ -1,5 +1,7 @@
 """The formulas of a layout, spelled out at known sizes, and its refusals."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -42,7 +44,11 @@ def test_a_tree_is_bounded_by_what_its_levels_can_propose(steps, topk, bound):
 
 def test_rows_and_words_follow_from_the_tree():
     made = layout()
-    assert (made.extend_width, made.beam_rows, made.verify_rows, made.staged_beams) == (6, 32, 256, 128)
+    assert (made.extend_width, made.beam_rows, made.verify_rows) == (6, 32, 256)
+    assert (made.target_rows, made.draft_rows) == (512, 512)
+    assert (layout(chunk_size=16).target_rows, layout(chunk_size=16).draft_rows) == (256, 128)
+    narrow = layout(chunk_size=16, topk=1, num_draft_tokens=6)
+    assert (narrow.target_rows, narrow.draft_rows) == (24, 24)
     words = [layout(num_draft_tokens=nodes).ancestor_words for nodes in (1, 64, 65, 128, 129)]
     assert words == [1, 1, 2, 2, 3]
     assert layout(steps=0, num_draft_tokens=1).beam_rows == layout(steps=1, num_draft_tokens=2).beam_rows == 0
@@ -146,7 +152,8 @@ def test_staging_holds_the_fullest_batch_of_any_tree():
     trees = ((8, TreeShape(3, 2, 8)), (64, PLAIN))
     made = layout(max_batch=64, trees=trees)
     assert [(batch, each.tree) for batch, each in made.fullest] == [(7, made.tree), (63, trees[0][1]), (64, PLAIN)]
-    assert (made.verify_rows, made.staged_beams) == (63 * 8, 63 * 4)
+    assert (made.verify_rows, made.draft_rows) == (63 * 8, 512)
+    assert replace(made, chunk_size=16).draft_rows == 63 * 4
     assert layout(max_batch=6, trees=trees).fullest == ((6, layout(max_batch=6, trees=trees)),)
     assert layout(trees=((1, PLAIN),)).verify_rows == 4
     assert made.history_width == layout().history_width

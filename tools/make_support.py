@@ -5,6 +5,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from espalier.attention import BACKENDS
+from espalier.attention.base import plain_sizes
 from espalier.layout import MAX_PAGE_SIZE
 from espalier.models.config import NEUTRAL
 from espalier.models.loading import FAMILIES
@@ -35,10 +36,12 @@ def backends() -> str:
         s = BACKENDS[name].support
         dtypes = codes(str(dtype).removeprefix("torch.") for dtype in s.dtypes)
         window, sizes = yes(s.sliding_window), yes(s.different_v_size)
-        heads = "any" if s.max_head_size is None else f"up to {s.max_head_size}"
-        return [f"`{name}`", codes(s.devices), dtypes, f"1 to {s.max_page_size}", heads, window, sizes]
+        kept = ", ".join(kind.kind for kind in s.keeps)
+        pages, heads = plain_sizes(s.page_sizes), plain_sizes(s.head_sizes)
+        return [f"`{name}`", codes(s.devices), dtypes, pages, kept, heads, window, sizes]
 
-    head = ["backend", "devices", "dtypes", "page_size", "head sizes", "sliding window", "k and v of different sizes"]
+    head = ["backend", "devices", "dtypes", "page_size", "layers that keep", "head sizes", "sliding window"]
+    head.append("k and v of different sizes")
     return table(head, map(row, BACKENDS))
 
 

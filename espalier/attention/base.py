@@ -2,57 +2,59 @@
 
 Every forward pass (a prompt chunk, a draft level, a verify tree, a draft extend) is queries [B, Q] over staged rows [B,
 R] and over a prefix in pages.  A backend supplies the part over the prefix with its log-sum-exp; the part among the
-nodes is kernels/ancestors.py for all of them; `Attention.attend` merges the two, and a backend may override it where it
+nodes (kernels/among_nodes.py) and the merge are the same for all of them, and a backend may override `attend` where it
 can fuse.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from espalier.cache.geometry import LayerGeometry
-from espalier.cache.kv import Pages
+from espalier.cache.kv import PagedKV
+from espalier.cache.layer_spec import Keeps, KVHeads, LayerSpec, RecurrentState
 from espalier.errors import EspalierError
-from espalier.kernels.ancestors import among_nodes, unpack
+from espalier.kernels.among_nodes import NoPrefix, among_nodes
+from espalier.kernels.ancestors import seen_rows
 from espalier.kernels.merge import merge
+from espalier.kernels.tree_attention import Staged
+from espalier.layout import MAX_PAGE_SIZE
 
 
 @dataclass(frozen=True)
 class Support:
-    """What a backend can run: the row of the support matrix, and what refusals are made from."""
+    """What a backend can run: the row of the support matrix, and what refusals are made from.
+
+    keeps: kinds of layers; page_sizes, head_sizes: a range or those there are, of K and of V alike, None for any;
+    left_bound: whether rows below a prefix's `first` may not exist.
+    """
 
     name: str
     devices: tuple[str, ...]
     dtypes: tuple[torch.dtype, ...]
-    sliding_window: bool
-    different_v_size: bool
-    max_page_size: int
-    max_head_size: int | None = None
+    keeps: tuple[type[Keeps], ...] = (KVHeads,)
+    sliding_window: bool = False
+    different_v_size: bool = False
+    left_bound: bool = True
+    page_sizes: Sequence[int] = range(1, MAX_PAGE_SIZE + 1)
+    head_sizes: Sequence[int] | None = None
 
-    def require(self, device: str, dtype: torch.dtype, page_size: int, geometry: Sequence[LayerGeometry]) -> None:
-        """Refuse by name, before anything is allocated, what this backend cannot run.  Raises EspalierError."""
+    def require(
+        self, device: str, dtype: torch.dtype, page_size: int, specs: Sequence[LayerSpec], left_bound: bool = False
+    ) -> None:
+        """Refuse by name, before anything is allocated, what this backend cannot run.  Raises EspalierError.
+
+        left_bound: whether the first rows of these layers do not exist.
+        """
         refuse = [
             (device not in self.devices, f"device={device}", f"devices {', '.join(self.devices)}"),
             (dtype not in self.dtypes, f"dtype={_plain(dtype)}", f"dtypes {', '.join(map(_plain, self.dtypes))}"),
-            (page_size > self.max_page_size, f"page_size={page_size}", f"page_size up to {self.max_page_size}"),
-            (
-                not self.sliding_window and any(g.window for g in geometry),
-                "a sliding window",
-                "layers without a window",
-            ),
-            (
-                not self.different_v_size and any(g.k_size != g.v_size for g in geometry),
-                "k and v heads of different sizes",
-                "equal sizes",
-            ),
-            (
-                self.max_head_size is not None and any(max(g.k_size, g.v_size) > self.max_head_size for g in geometry),
-                f"heads of size {max((max(g.k_size, g.v_size) for g in geometry), default=0)}",
-                f"sizes up to {self.max_head_size}",
-            ),
+            (page_size not in self.page_sizes, f"page_size={page_size}", f"page_size {plain_sizes(self.page_sizes)}"),
+            (left_bound and not self.left_bound, "a prefix whose first rows do not exist", "whole prefixes"),
+            *(refusal for spec in specs for refusal in self._refusals(spec)),
         ]
         for wrong, value, supported in refuse:
             if wrong:
@@ -60,18 +62,58 @@ class Support:
                     f"attention={self.name} does not support {value}; it supports {supported}: choose another backend"
                 )
 
+    def takes(self, keeps: Keeps) -> bool:
+        """Whether layers may keep this."""
+        if isinstance(keeps, RecurrentState) or not isinstance(keeps, self.keeps):
+            return False
+        return self.head_sizes is None or {keeps.k_size, keeps.v_size} <= {*self.head_sizes}
+
+    def _refusals(self, spec: LayerSpec) -> list[tuple[bool, str, str]]:
+        """(whether it is wrong, what, what is supported) of one layer."""
+        if isinstance(spec.keeps, RecurrentState) or not isinstance(spec.keeps, self.keeps):
+            kinds = ", ".join(kind.kind for kind in self.keeps)
+            return [(True, f"layers that keep {spec.keeps.kind}", f"layers that keep {kinds}")]
+        sizes = (spec.keeps.k_size, spec.keeps.v_size)
+        beyond = [size for size in sizes if self.head_sizes is not None and size not in self.head_sizes]
+        differ = isinstance(spec.keeps, KVHeads) and sizes[0] != sizes[1]
+        return [
+            (bool(spec.window) and not self.sliding_window, "a sliding window", "layers without a window"),
+            (differ and not self.different_v_size, "k and v heads of different sizes", "equal sizes"),
+            (bool(beyond), f"heads of size {max(beyond, default=0)}", f"sizes {plain_sizes(self.head_sizes)}"),
+        ]
+
+
+def plain_sizes(sizes: Sequence[int] | None) -> str:
+    """page_sizes or head_sizes in words."""
+    if sizes is None:
+        return "any"
+    return f"up to {sizes[-1]}" if isinstance(sizes, range) else ", ".join(map(str, sizes))
+
 
 def _plain(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True)
+class CommittedLengths:
+    """What the host knows of a launch's committed rows before it.  at_most: for each request in order, padding, which
+    has none, left out; exact: these are the lengths themselves, as in lock-step, where nothing is in flight."""
+
+    at_most: tuple[int, ...]
+    exact: bool
+
+    @property
+    def longest(self) -> int:
+        return max(self.at_most, default=0)
+
+
+@dataclass(frozen=True)
 class Prefix:
     """Committed rows that a pass hangs from.
 
-    page_table: [B, table_width]; length: [B], rows first .. length-1 exist (the draft's first row is 1 for EAGLE: a row
-    needs the feature of the token before); first: int.  planned: what a backend made of these for every pass that hangs
-    from them; a prefix is made anew wherever a length may have changed.
+    page_table: [B, table_width] int32; length: [B] int64, rows first .. length-1 exist (the draft's first row is 1 for
+    EAGLE: a row needs the feature of the token before).  planned: what a backend made of these for every pass that
+    hangs from them; a prefix is made anew wherever a length may have changed.
     """
 
     page_table: Tensor
@@ -102,27 +144,22 @@ class Nodes:
         """Rows [B, Q] each of which follows the one before it."""
         return cls(positions, positions, None)
 
-    def mask(self) -> Tensor:
-        """[B, Q, R] bool: the words' bits, or those that a chain would have."""
-        rows = self.row_positions.shape[1]
-        if self.words is not None:
-            return unpack(self.words, rows)
-        order = torch.arange(rows, device=self.positions.device)
-        return (order <= order[:, None]).expand(self.positions.shape[0], -1, -1)
-
     def seen(self, window: int | None) -> Tensor:
-        """[B, Q, R]: ancestors inside the window.  Every row, padding too, sees itself: no softmax is empty."""
-        if window is None:
-            return self.mask()
-        return self.mask() & (self.positions[:, :, None] - self.row_positions[:, None, :] < window)
+        """[B, Q, R] bool: ancestors inside the window.  Every row, padding too, sees itself: no softmax is empty."""
+        return seen_rows(self.words, self.positions, self.row_positions, window)
 
 
-class Backend(Protocol):
-    """Where attention over committed pages comes from."""
+class AttentionBackend(Protocol):
+    """Where attention over committed pages comes from.  `plan` and what it returns run in the body of a round, which a
+    CUDA graph may have captured: there no length is read on the host."""
 
     support: Support
 
-    def plan(self, pages: Pages, geometry: Sequence[LayerGeometry], prefix: Prefix, nodes: Nodes) -> "Attention":
+    def prepare(self, lengths: CommittedLengths) -> None:
+        """Called on the host before every launch: before eager ones, captures and replays alike."""
+        ...
+
+    def plan(self, pages: PagedKV, specs: Sequence[LayerSpec], prefix: Prefix, nodes: Nodes) -> "Attention":
         """Metadata of one pass, made once and used by all of its layers."""
         ...
 
@@ -130,9 +167,9 @@ class Backend(Protocol):
 class Attention:
     """One pass, planned.  Subclasses supply over_prefix, and attend where they can fuse."""
 
-    def __init__(self, pages: Pages, geometry: Sequence[LayerGeometry], prefix: Prefix, nodes: Nodes):
+    def __init__(self, pages: PagedKV, specs: Sequence[LayerSpec], prefix: Prefix, nodes: Nodes):
         self.pages = pages
-        self.geometry = geometry
+        self.specs = specs
         self.prefix = prefix
         self.nodes = nodes
 
@@ -149,5 +186,15 @@ class Attention:
 
         Returns [B, Q, heads, v_size].
         """
-        g = self.geometry[layer]
-        return merge(self.over_prefix(q, layer), among_nodes(q, k, v, self.nodes.seen(g.window), g.softmax_scale))
+        spec = self.specs[layer]
+        staged = Staged(k, v, self.nodes.row_positions, self.nodes.words)
+        among = among_nodes(q, staged, self.nodes.positions, spec.softmax_scale, spec.window, self._no_prefix)
+        return merge(self.over_prefix(q, layer), among)
+
+    @cached_property
+    def _no_prefix(self) -> NoPrefix:
+        return NoPrefix.of(self.nodes.positions.shape[0], self.nodes.positions.device)
+
+    def committed(self, layer: int) -> tuple[Tensor, Tensor]:
+        """K and V [rows, kv_heads, size] of a layer's pages."""
+        return self.specs[layer].rows.read(self.pages.layers[layer])

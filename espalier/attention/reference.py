@@ -3,23 +3,23 @@
 import torch
 from torch import Tensor
 
-from espalier.attention.base import Attention, Support
+from espalier.attention.base import Attention, CommittedLengths, Support
+from espalier.cache.layer_spec import KVHeads, LatentKV
 from espalier.kernels.softmax import masked_attention
-from espalier.layout import MAX_PAGE_SIZE
 
 
 class ReferenceAttention(Attention):
     def over_prefix(self, q: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-        g = self.geometry[layer]
+        spec = self.specs[layer]
         held = self.prefix.page_table.shape[1] * self.pages.page_size
         positions = torch.arange(held, device=q.device).expand(q.shape[0], -1)
         there = self.prefix.holds(positions)
-        rows = self.pages.rows_where(self.prefix.page_table, positions, there)
-        k, v = (buffer[rows] for buffer in self.pages.layers[layer])
+        rows = self.pages.rows(self.prefix.page_table, positions, there)
+        k, v = (buffer[rows] for buffer in self.committed(layer))
         mask = there[:, None, :].expand(-1, q.shape[1], -1)
-        if g.window is not None:
-            mask = mask & (self.nodes.positions[:, :, None] - positions[:, None, :] < g.window)
-        return masked_attention(q, k, v, mask, g.softmax_scale)
+        if spec.window is not None:
+            mask = mask & (self.nodes.positions[:, :, None] - positions[:, None, :] < spec.window)
+        return masked_attention(q, k, v, mask, spec.softmax_scale)
 
 
 class ReferenceBackend:
@@ -27,8 +27,11 @@ class ReferenceBackend:
         name="reference",
         devices=("cpu", "cuda"),
         dtypes=(torch.float64, torch.float32, torch.bfloat16, torch.float16),
+        keeps=(KVHeads, LatentKV),
         sliding_window=True,
         different_v_size=True,
-        max_page_size=MAX_PAGE_SIZE,
     )
     plan = staticmethod(ReferenceAttention)
+
+    def prepare(self, lengths: CommittedLengths) -> None:
+        pass

@@ -9,42 +9,43 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from espalier.attention.base import Attention, Nodes, Prefix, Support
-from espalier.cache.geometry import LayerGeometry
-from espalier.cache.kv import Pages
-from espalier.layout import MAX_PAGE_SIZE
+from espalier.attention.base import Attention, CommittedLengths, Nodes, Prefix, Support
+from espalier.cache.kv import PagedKV
+from espalier.cache.layer_spec import KVHeads, LatentKV, LayerSpec
 
 
 class SdpaAttention(Attention):
-    def __init__(self, pages: Pages, geometry: Sequence[LayerGeometry], prefix: Prefix, nodes: Nodes):
-        super().__init__(pages, geometry, prefix, nodes)
-        # Lengths are host memory on a CPU: reading them here costs no sync, and the gather is as long as the batch
-        # needs.
-        batch = prefix.length.shape[0]
-        self.longest = int(prefix.length.max()) if batch else 0
+    def __init__(self, pages: PagedKV, specs: Sequence[LayerSpec], prefix: Prefix, nodes: Nodes, longest: int | None):
+        """longest: of the prefixes, at least; None: not known, and as long as the page table is."""
+        super().__init__(pages, specs, prefix, nodes)
+        batch, width = prefix.page_table.shape
+        self.longest = (pages.layout.tokens_in(width) if longest is None else longest) if batch else 0
         self.positions = torch.arange(self.longest).expand(batch, -1)
-        self.rows = pages.rows_where(prefix.page_table, self.positions, prefix.holds(self.positions)).flatten()
+        self.rows = pages.rows(prefix.page_table, self.positions, prefix.holds(self.positions)).flatten()
         self.bias: dict[tuple[int | None, int], Tensor] = {}
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         queries, heads = q.shape[1:3]
-        g = self.geometry[layer]
-        groups = heads // g.kv_heads
+        spec = self.specs[layer]
+        kv_heads = spec.rows.kv_heads
+        groups = heads // kv_heads
         if self.longest:
-            k, v = (self._beside(buffer, new) for buffer, new in zip(self.pages.layers[layer], (k, v), strict=True))
-        packed = q.unflatten(2, (g.kv_heads, groups)).permute(0, 2, 3, 1, 4).flatten(2, 3)
+            committed = spec.rows.read([self._gathered(plane) for plane in self.pages.layers[layer]])
+            k, v = (torch.cat(pair, 1) for pair in zip(committed, (k, v), strict=True))
+        packed = q.unflatten(2, (kv_heads, groups)).permute(0, 2, 3, 1, 4).flatten(2, 3)
         out = scaled_dot_product_attention(
             packed,
             k.transpose(1, 2),
             v.transpose(1, 2),
-            attn_mask=self._bias(g.window, groups, q.dtype),
-            scale=g.softmax_scale,
+            attn_mask=self._bias(spec.window, groups, q.dtype),
+            scale=spec.softmax_scale,
         )
         return out.unflatten(2, (groups, queries)).permute(0, 3, 1, 2, 4).flatten(2, 3)
 
-    def _beside(self, buffer: Tensor, new: Tensor) -> Tensor:
-        committed = buffer.index_select(0, self.rows).view(new.shape[0], self.longest, *new.shape[2:])
-        return torch.cat((committed, new), 1)
+    def _gathered(self, plane: Tensor) -> Tensor:
+        """[B, longest, heads, size] of the committed rows."""
+        batch = self.prefix.page_table.shape[0]
+        return plane.index_select(0, self.rows).view(batch, self.longest, *plane.shape[1:])
 
     def _bias(self, window: int | None, groups: int, dtype: torch.dtype) -> Tensor:
         """Additive mask [B, 1, groups * Q, longest + R], made once a pass for each kind of layer."""
@@ -64,8 +65,17 @@ class SdpaBackend:
         name="sdpa",
         devices=("cpu",),
         dtypes=(torch.float64, torch.float32, torch.bfloat16),
+        keeps=(KVHeads, LatentKV),
         sliding_window=True,
         different_v_size=True,
-        max_page_size=MAX_PAGE_SIZE,
     )
-    plan = staticmethod(SdpaAttention)
+
+    def __init__(self) -> None:
+        self.longest: int | None = None
+
+    def prepare(self, lengths: CommittedLengths) -> None:
+        """The gather is as long as the batch needs."""
+        self.longest = lengths.longest
+
+    def plan(self, pages: PagedKV, specs: Sequence[LayerSpec], prefix: Prefix, nodes: Nodes) -> SdpaAttention:
+        return SdpaAttention(pages, specs, prefix, nodes, self.longest)

@@ -1,54 +1,75 @@
-"""How a model's layer meets the cache: what becomes of its new rows, and attention over them.
+"""What a model's layer is given: it projects, and hands its projections over; they are normed, rotated and written to
+staging, and attended from there.
 
-A model calls `attend(layer, qkv, turn)` with its projections [B, Q, heads + 2 · kv_heads, size], or parts of them
-(models/base.py), and gets [B, Q, heads, size]; it knows no more.
+A model calls `attend(layer, projections)` once a layer and gets [B, Q, heads, v_size]; it knows no more.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol
 
 from torch import Tensor
 
 from espalier.attention.base import Attention
-from espalier.cache.kv import Staging
+from espalier.cache.kv import StagedKV
+from espalier.kernels.latent import LatentTurn, rotate_and_store_latent
 from espalier.kernels.rope import Turn, rotate_and_store
 
 
+class Projections(Protocol):
+    """Of one layer, in the form of what it keeps."""
+
+    def write(self, rows: Tensor, planes: Sequence[Tensor]) -> Tensor:
+        """Norm and rotate; the new rows go to rows [B · Q] of the layer's staged planes.  Returns q [B · Q, heads,
+        k_size]."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class HeadProjections:
+    """Of a layer that keeps KVHeads.  qkv: [B, Q, heads + 2 · kv_heads, size], q before k before v, or on a GPU [parts,
+    B, Q, ...] float32, still to be summed (kernels/rope.py).  It may be overwritten."""
+
+    qkv: Tensor
+    turn: Turn
+
+    def write(self, rows: Tensor, planes: Sequence[Tensor]) -> Tensor:
+        k, v = planes
+        return rotate_and_store(self.qkv.flatten(-4, -3), self.turn, rows, k, v)[0]
+
+
+@dataclass(frozen=True, slots=True)
+class LatentProjections:
+    """Of a layer that keeps LatentKV.  q: [B, Q, heads, size], in the latent's space; latent: [B, Q, 1, size]."""
+
+    q: Tensor
+    latent: Tensor
+    turn: LatentTurn
+
+    def write(self, rows: Tensor, planes: Sequence[Tensor]) -> Tensor:
+        [plane] = planes
+        return rotate_and_store_latent(self.q.flatten(0, 1), self.latent.flatten(0, 1), self.turn, rows, plane)
+
+
 @dataclass(frozen=True)
-class Undecided:
-    """Nodes of a tree: their rows go to staging, as rows at .. at+Q of each request's `width`, beside earlier ones."""
+class StagedPass:
+    """A pass over staged rows: its own are rows at .. at+Q of each request's `width`, beside earlier ones."""
 
     attention: Attention
-    staging: Staging
+    staged: StagedKV
     width: int
     at: int = 0
     first_layer: int = 0
 
-    def __call__(self, layer: int, qkv: Tensor, turn: Turn) -> Tensor:
+    def __call__(self, layer: int, projections: Projections) -> Tensor:
         layer += self.first_layer
-        batch, queries = qkv.shape[-4:-2]
-        buffers = self.staging.layers[layer]
-        q, _, _ = rotate_and_store(qkv.flatten(-4, -3), turn, self.rows, *buffers, dummy=False)
-        k, v = self.staging.rows_of(layer, batch, queries, self.width, self.at)
-        return self.attention.attend(layer, q.unflatten(0, (batch, queries)), k, v)
+        batch, queries = self.attention.nodes.positions.shape
+        q = projections.write(self.rows, self.staged.layers[layer]).unflatten(0, (batch, queries))
+        planes = self.staged.rows_of(layer, batch, queries, self.width, self.at)
+        return self.attention.attend(layer, q, *self.attention.specs[layer].rows.read(planes))
 
     @cached_property
     def rows(self) -> Tensor:
-        """Where the rows of the pass stand in staging, the same for all layers."""
-        return self.staging.places(self.attention.nodes.positions, self.width, self.at)
-
-
-@dataclass(frozen=True)
-class Decided:
-    """A chain that was decided before it ran: its rows are committed to page rows [B, Q], layer by layer."""
-
-    attention: Attention
-    rows: Tensor
-    first_layer: int = 0
-
-    def __call__(self, layer: int, qkv: Tensor, turn: Turn) -> Tensor:
-        layer += self.first_layer
-        shape = (qkv.shape[-4], qkv.shape[-3])
-        buffers = self.attention.pages.layers[layer]
-        turned = rotate_and_store(qkv.flatten(-4, -3), turn, self.rows.flatten(), *buffers, dummy=True)
-        return self.attention.attend(layer, *(heads.unflatten(0, shape) for heads in turned))
+        """[B · Q]: where the pass's rows stand in staging, the same for all layers."""
+        return self.staged.places(self.attention.nodes.positions, self.width, self.at)

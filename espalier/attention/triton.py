@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from espalier.attention.base import Attention, Nodes, Prefix, Support
-from espalier.cache.geometry import LayerGeometry
-from espalier.cache.kv import Pages
+from espalier.attention.base import Attention, CommittedLengths, Nodes, Prefix, Support
+from espalier.cache.kv import PagedKV
+from espalier.cache.layer_spec import KVHeads, LatentKV, LayerSpec
 from espalier.kernels.combine import Partials
 from espalier.kernels.ranges import Ranges, ranges_triton
 from espalier.kernels.straight import straight
@@ -22,12 +22,11 @@ from espalier.kernels.tree_attention import (
     asks_straight,
     tree_attention_triton,
 )
-from espalier.layout import MAX_PAGE_SIZE
 
 
 class TritonAttention(Attention):
-    def __init__(self, pages: Pages, geometry: Sequence[LayerGeometry], prefix: Prefix, nodes: Nodes):
-        super().__init__(pages, geometry, prefix, nodes)
+    def __init__(self, pages: PagedKV, specs: Sequence[LayerSpec], prefix: Prefix, nodes: Nodes):
+        super().__init__(pages, specs, prefix, nodes)
         self.queries = nodes.positions.shape[1]
         self.windowed: dict[int, Ranges] = {}
         self.partials: dict[tuple[int | None, int, int], Partials] = {}
@@ -39,16 +38,17 @@ class TritonAttention(Attention):
         return self._run(layer, q, Staged(k, v, self.nodes.row_positions, self.nodes.words))[0]
 
     def _run(self, layer: int, q: Tensor, staged: Staged | None) -> tuple[Tensor, Tensor]:
-        g, prefix = self.geometry[layer], self.prefix
-        k, v = self.pages.layers[layer]
+        spec, prefix = self.specs[layer], self.prefix
+        k, v = self.committed(layer)
         committed = Committed(k, v, prefix.page_table, prefix.length, self.pages.page_size, prefix.first)
-        ranges = self._ranges(g.window)
-        partials = self._partials(ranges, g)
+        ranges = self._ranges(spec.window)
+        partials = self._partials(ranges, spec)
         counted = None
-        if asks_straight(q, committed, staged, ranges, g.window):
+        if asks_straight(q, committed, staged, ranges, spec.window):
             counted = self._straight(committed, ranges)
         return tree_attention_triton(
-            q, committed, staged, self.nodes.positions, ranges, g.softmax_scale, g.window, None, partials, None, counted
+            *(q, committed, staged, self.nodes.positions, ranges, spec.softmax_scale, spec.window, None, partials),
+            *(None, counted),
         )
 
     def _ranges(self, window: int | None) -> Ranges:
@@ -71,10 +71,10 @@ class TritonAttention(Attention):
             self.prefix.planned[key] = straight(ranges, page_table, committed.page_size, first)
         return self.prefix.planned[key]
 
-    def _partials(self, ranges: Ranges, g: LayerGeometry) -> Partials:
-        key = (g.window, g.heads, g.v_size)
+    def _partials(self, ranges: Ranges, spec: LayerSpec) -> Partials:
+        key = (spec.window, spec.heads, spec.rows.v_size)
         if key not in self.partials:
-            self.partials[key] = Partials.of(ranges, self.queries, g.heads, g.v_size)
+            self.partials[key] = Partials.of(ranges, self.queries, spec.heads, spec.rows.v_size)
         return self.partials[key]
 
 
@@ -83,9 +83,12 @@ class TritonBackend:
         name="triton",
         devices=("cuda",),
         dtypes=DTYPES,
+        keeps=(KVHeads, LatentKV),
         sliding_window=True,
         different_v_size=True,
-        max_page_size=MAX_PAGE_SIZE,
-        max_head_size=MAX_HEAD_SIZE,
+        head_sizes=range(1, MAX_HEAD_SIZE + 1),
     )
     plan = staticmethod(TritonAttention)
+
+    def prepare(self, lengths: CommittedLengths) -> None:
+        pass

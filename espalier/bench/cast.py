@@ -141,4 +141,4 @@ def _start(engine: Engine, seconds: float) -> Start:
 
 
 def _bytes(stacks: Sequence[LayerStack]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for stack in stacks for tensor in (stack.k, stack.v))
+    return sum(tensor.numel() * tensor.element_size() for stack in stacks for tensor in stack.planes)

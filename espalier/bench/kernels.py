@@ -13,15 +13,16 @@ import torch
 from espalier.attention import Attention, Nodes, Prefix
 from espalier.attention.triton import TritonBackend
 from espalier.bench.timing import Stopwatch
-from espalier.cache.geometry import LayerGeometry
-from espalier.cache.kv import Pages
+from espalier.cache.kv import PagedKV
+from espalier.cache.layer_spec import KVHeads, LayerSpec
 from espalier.kernels.ancestors import pack
 from espalier.kernels.ranges import ranges_triton
 from espalier.kernels.straight import straight
 from espalier.layout import RoundLayout
 
-GEOMETRY = LayerGeometry(heads=32, kv_heads=8, k_size=128, v_size=128)
-ABOUT = f"{GEOMETRY.heads} query and {GEOMETRY.kv_heads} KV heads of {GEOMETRY.k_size}, bfloat16"
+KEEPS = KVHeads(kv_heads=8, k_size=128, v_size=128)
+SPEC = LayerSpec(32, KEEPS)
+ABOUT = f"{SPEC.heads} query and {KEEPS.kv_heads} KV heads of {KEEPS.k_size}, bfloat16"
 DTYPE = torch.bfloat16
 STEPS = 5
 TOPK = 8
@@ -43,13 +44,13 @@ class Shape:
     @property
     def kv_bytes(self) -> int:
         """Committed bytes of one layer, each read once."""
-        return self.batch * self.context * GEOMETRY.values_per_token * DTYPE.itemsize
+        return self.batch * self.context * SPEC.values_per_token * DTYPE.itemsize
 
     @property
     def flops(self) -> int:
         """Of one layer: both products over the committed rows and, of a chain, its triangle."""
         pairs = self.queries * self.context + (self.queries * (self.queries + 1) // 2 if self.chain else 0)
-        return 2 * self.batch * GEOMETRY.heads * pairs * (GEOMETRY.k_size + GEOMETRY.v_size)
+        return 2 * self.batch * SPEC.heads * pairs * (KEEPS.k_size + KEEPS.v_size)
 
 
 SHAPES = (
@@ -130,22 +131,22 @@ def prepared(
     context = shape.context + shape.queries + 1
     layout = RoundLayout(shape.batch, *tree, page_size, context, 0, max(shape.batch * shape.queries, 16))
     width = layout.pages_for(shape.context)
-    geometry = [GEOMETRY] * layers
-    pages = Pages(layout, 1 + shape.batch * width, geometry, layers, DTYPE, device)
+    specs = [SPEC] * layers
+    pages = PagedKV(layout, 1 + shape.batch * width, specs, layers, DTYPE, device)
     for stack in pages.target:
-        stack.k.normal_()
-        stack.v.normal_()
-    table = torch.zeros(shape.batch, layout.table_width, dtype=torch.int64, device=device)
+        for plane in stack.planes:
+            plane.normal_()
+    table = torch.zeros(shape.batch, layout.table_width, dtype=torch.int32, device=device)
     order = torch.arange if in_order else torch.randperm
     table[:, :width] = 1 + order(shape.batch * width, device=device).view(shape.batch, width)
     length = torch.full((shape.batch,), shape.context, dtype=torch.int64, device=device)
-    attention = TritonBackend().plan(pages, geometry, Prefix(table, length), _nodes(shape, length))
+    attention = TritonBackend().plan(pages, specs, Prefix(table, length), _nodes(shape, length))
     q, k, v = (
         torch.randn(shape.batch, shape.queries, heads, size, dtype=DTYPE, device=device)
         for heads, size in (
-            (GEOMETRY.heads, GEOMETRY.k_size),
-            (GEOMETRY.kv_heads, GEOMETRY.k_size),
-            (GEOMETRY.kv_heads, GEOMETRY.v_size),
+            (SPEC.heads, KEEPS.k_size),
+            (KEEPS.kv_heads, KEEPS.k_size),
+            (KEEPS.kv_heads, KEEPS.v_size),
         )
     )
     return attention, lambda: [attention.attend(layer, q, k, v) for layer in range(layers)]

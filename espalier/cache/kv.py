@@ -1,7 +1,8 @@
-"""The tensors of the cache: pages of decided rows, staging for rows that are not decided yet, and commit between them.
+"""The tensors of the cache: pages of decided rows, staging for the rows of a pass, and commit, the only way from one to
+the other.
 
-Which page belongs to whom is for cache/pages.py; here a row is `page * page_size + offset`.  Row 0, in the dummy page,
-takes what padding writes and stays zero, so that a masked read of it is finite.
+Which page belongs to whom is for cache/pages.py; here a row is `page * page_size + offset` (kernels/page_rows.py).  Row
+0, in the dummy page, stands for what is not kept and stays zero, so that a masked read of it is finite.
 """
 
 from collections.abc import Sequence
@@ -10,50 +11,46 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from espalier.cache.geometry import LayerGeometry
+from espalier.cache.layer_spec import LayerSpec, RecurrentState, groups_of
 from espalier.errors import EspalierError
 from espalier.kernels.commit import commit_rows
-from espalier.layout import DUMMY_ROW, RoundLayout
+from espalier.kernels.page_rows import page_rows
+from espalier.layout import RoundLayout
 
 
 @dataclass
 class LayerStack:
-    """K and V, [layers, rows, kv_heads, size] each, of the layers that share one shape."""
+    """Planes [layers, rows, heads, size] of the layers that keep the same."""
 
     layers: tuple[int, ...]
-    k: Tensor
-    v: Tensor
+    planes: tuple[Tensor, ...]
 
 
 def stacks(
-    geometry: Sequence[LayerGeometry], layers: range, rows: int, dtype: torch.dtype, device: torch.device
+    specs: Sequence[LayerSpec], layers: range, rows: int, dtype: torch.dtype, device: torch.device
 ) -> list[LayerStack]:
-    """One zeroed stack for each shape among `layers`, so that a commit is a few launches, not one a layer."""
-    shapes: dict[tuple[int, int, int], list[int]] = {}
-    for layer in layers:
-        g = geometry[layer]
-        shapes.setdefault((g.kv_heads, g.k_size, g.v_size), []).append(layer)
-    return [
-        LayerStack(
-            tuple(members),
-            torch.zeros(len(members), rows, heads, k_size, dtype=dtype, device=device),
-            torch.zeros(len(members), rows, heads, v_size, dtype=dtype, device=device),
-        )
-        for (heads, k_size, v_size), members in shapes.items()
-    ]
+    """One zeroed stack for each group of `layers` that keeps rows, so that a commit is one launch a group."""
+    made = []
+    for keeps, members in groups_of(specs, layers).items():
+        shapes = [(len(members), rows, *shape) for shape in keeps.planes.values()]
+        if shapes:
+            planes = tuple(torch.zeros(shape, dtype=dtype, device=device) for shape in shapes)
+            made.append(LayerStack(members, planes))
+    return made
 
 
-def by_layer(stacked: list[LayerStack]) -> dict[int, tuple[Tensor, Tensor]]:
-    return {layer: (s.k[i], s.v[i]) for s in stacked for i, layer in enumerate(s.layers)}
+def by_layer(stacked: list[LayerStack]) -> dict[int, tuple[Tensor, ...]]:
+    return {layer: tuple(plane[i] for plane in s.planes) for s in stacked for i, layer in enumerate(s.layers)}
 
 
-class Staging:
-    """Rows under construction of a range of layers: dense, of fixed shape, `width` rows for each request of a batch."""
+class StagedKV:
+    """Rows of a pass, of a range of layers: dense, of fixed shape, `width` rows for each request of a batch.
 
-    def __init__(
-        self, geometry: Sequence[LayerGeometry], layers: range, rows: int, dtype: torch.dtype, device: torch.device
-    ):
-        self.stacks = stacks(geometry, layers, rows, dtype, device)
+    layers: planes [rows, heads, size] by layer.
+    """
+
+    def __init__(self, specs: Sequence[LayerSpec], layers: range, rows: int, dtype: torch.dtype, device: torch.device):
+        self.stacks = stacks(specs, layers, rows, dtype, device)
         self.layers = by_layer(self.stacks)
         self.rows = rows
         self.order = torch.arange(rows, device=device)
@@ -67,11 +64,11 @@ class Staging:
         self._require(batch, queries, width, at)
         return self.order[: batch * width].view(batch, width)[:, at : at + queries].flatten()
 
-    def rows_of(self, layer: int, batch: int, queries: int, width: int, at: int) -> tuple[Tensor, Tensor]:
-        """All that is staged of a layer so far, [B, at+Q, kv_heads, size] each.  Raises EspalierError likewise."""
+    def rows_of(self, layer: int, batch: int, queries: int, width: int, at: int) -> tuple[Tensor, ...]:
+        """All that is staged of a layer so far, [B, at+Q, heads, size] a plane.  Raises EspalierError likewise."""
         self._require(batch, queries, width, at)
-        k, v = (buffer[: batch * width].view(batch, width, *buffer.shape[1:]) for buffer in self.layers[layer])
-        return k[:, : at + queries], v[:, : at + queries]
+        planes = (plane[: batch * width].view(batch, width, *plane.shape[1:]) for plane in self.layers[layer])
+        return tuple(plane[:, : at + queries] for plane in planes)
 
     def _require(self, batch: int, queries: int, width: int, at: int) -> None:
         if at + queries > width or batch * width > self.rows:
@@ -81,14 +78,14 @@ class Staging:
             )
 
 
-class Pages:
-    """Committed K/V of every layer, target's first, then the draft's."""
+class PagedKV:
+    """Committed rows of every layer, target's first, then the draft's.  layers: planes [rows, heads, size] by layer."""
 
     def __init__(
         self,
         layout: RoundLayout,
         num_pages: int,
-        geometry: Sequence[LayerGeometry],
+        specs: Sequence[LayerSpec],
         num_target_layers: int,
         dtype: torch.dtype,
         device: torch.device,
@@ -96,37 +93,60 @@ class Pages:
         self.layout = layout
         self.page_size = layout.page_size
         self.num_pages = num_pages
+        self.dtype = dtype
+        self.device = device
         rows = layout.tokens_in(num_pages)
-        self.target = stacks(geometry, range(num_target_layers), rows, dtype, device)
-        self.draft = stacks(geometry, range(num_target_layers, len(geometry)), rows, dtype, device)
+        self.target = stacks(specs, range(num_target_layers), rows, dtype, device)
+        self.draft = stacks(specs, range(num_target_layers, len(specs)), rows, dtype, device)
         self.layers = by_layer(self.target) | by_layer(self.draft)
 
-    def rows(self, page_table: Tensor, positions: Tensor) -> Tensor:
-        """Rows of positions [B, P] under a page table [B, T].
+    def rows(self, page_table: Tensor, positions: Tensor, keep: Tensor | None = None) -> Tensor:
+        """Rows of positions [B, P] under a page table [B, T]; where `keep` is False, the dummy row."""
+        return page_rows(page_table, positions, self.page_size, keep)
 
-        Positions past the table, which only padding has, read its last column: callers mask them.
-        """
-        columns = (positions // self.page_size).clamp(max=page_table.shape[1] - 1)
-        return page_table.gather(1, columns) * self.page_size + positions % self.page_size
-
-    def rows_where(self, page_table: Tensor, positions: Tensor, keep: Tensor) -> Tensor:
-        """Like `rows`, with positions that are not to be written sent to the dummy row."""
-        return self.rows(page_table, positions).masked_fill(~keep, DUMMY_ROW)
-
-    def commit(self, staging: Staging, source: Tensor, rows: Tensor) -> None:
-        """Copy staged rows `source` [N] of every target layer to page rows `rows` [N], in order."""
-        for staged, stack in zip(staging.stacks, self.target, strict=True):
-            commit_rows((staged.k, staged.v), (stack.k, stack.v), source, rows)
-
-    @property
-    def device(self) -> torch.device:
-        return self.target[0].k.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.target[0].k.dtype
+    def commit(self, staged: StagedKV, source: Tensor, rows: Tensor) -> None:
+        """Copy staged rows `source` [N] to page rows `rows` [N], of every layer that is staged there."""
+        pages = {stack.layers: stack for stack in (*self.target, *self.draft)}
+        for stack in staged.stacks:
+            commit_rows(stack.planes, pages[stack.layers].planes, source, rows)
 
 
-def bytes_per_token(geometry: Sequence[LayerGeometry], dtype: torch.dtype) -> int:
+class RecurrentStates:
+    """What the recurrent layers among `layers` keep, by (layers that keep the same, name).
+
+    states: [layers, num_slots, ...]; left: [layers, rows, ...], what the nodes of a pass leave for the commit.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[LayerSpec],
+        layers: range,
+        num_slots: int,
+        rows: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ):
+        self.states: dict[tuple[tuple[int, ...], str], Tensor] = {}
+        self.left: dict[tuple[tuple[int, ...], str], Tensor] = {}
+        for keeps, members in groups_of(specs, layers).items():
+            if isinstance(keeps, RecurrentState):
+                for held, count, shapes in ((self.states, num_slots, keeps.state), (self.left, rows, keeps.left)):
+                    for name, shape in shapes:
+                        held[members, name] = torch.zeros(len(members), count, *shape, dtype=dtype, device=device)
+
+
+def bytes_per_token(specs: Sequence[LayerSpec], dtype: torch.dtype) -> int:
     """Cache bytes of one position, all layers."""
-    return sum(g.values_per_token for g in geometry) * dtype.itemsize
+    return sum(spec.values_per_token for spec in specs) * dtype.itemsize
+
+
+def bytes_beside_pages(
+    layout: RoundLayout, target: Sequence[LayerSpec], draft: Sequence[LayerSpec], dtype: torch.dtype
+) -> int:
+    """Cache bytes that do not grow with the pages: staged rows, and what recurrent layers keep and stage."""
+    values = 0
+    for specs, rows in ((target, layout.target_rows), (draft, layout.draft_rows)):
+        values += rows * sum(spec.values_per_token for spec in specs)
+        recurrent = [spec.keeps for spec in specs if isinstance(spec.keeps, RecurrentState)]
+        values += sum(layout.num_slots * keeps.values_per_slot + rows * keeps.values_per_node for keeps in recurrent)
+    return values * dtype.itemsize

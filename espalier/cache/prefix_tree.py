@@ -1,15 +1,19 @@
-"""Pages that were computed once and may serve again: a radix tree over whole pages, keyed by plain tokens.
+"""Pages that were computed once and may serve again: a radix tree over whole pages.
 
-A node is one page under the tokens it holds; what precedes it is its path.  The tree holds a reference to each of its
+A node is one page under a key, which says what its rows were computed from and which the tree only compares; what
+precedes it is its path.  The tree holds a reference to each of its
 pages, so that they outlive their requests until they are evicted, least recently used leaf first.  When to share and
 to evict is for the scheduler.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
 from espalier.cache.pages import DUMMY_PAGE, PageDefect, PagePool
+
+# What requests must have in common, beside tokens, to share pages.
+Salt = str | bytes | None
 
 
 @dataclass(eq=False, slots=True)
@@ -21,11 +25,18 @@ class Node:
     """
 
     page: int
-    key: tuple[int, ...] = ()
+    key: Hashable = ()
     parent: "Node | None" = None
     used: int = 0
     num_keepers: int = 0
-    children: dict[tuple[int, ...], "Node"] = field(default_factory=dict)
+    children: dict[Hashable, "Node"] = field(default_factory=dict)
+
+
+def page_keys(tokens: Sequence[int], count: int, page_size: int, salt: Salt = None) -> Iterator[Hashable]:
+    """Keys of the first `count` pages of these tokens.  Requests of different salts have no key in common."""
+    for start in range(0, count * page_size, page_size):
+        page = tuple(tokens[start : start + page_size])
+        yield page if salt is None else (salt, page)
 
 
 class PrefixTree:
@@ -45,15 +56,15 @@ class PrefixTree:
         self._num_kept = 0
         pool.on_shared = self._page_shared
 
-    def match(self, tokens: Sequence[int]) -> list[int]:
-        """The longest run of cached pages that prefixes `tokens`, in order; counts as a use of them.
+    def match(self, tokens: Sequence[int], salt: Salt = None) -> list[int]:
+        """The longest run of cached pages that prefixes `tokens` under this salt, in order; counts as a use of them.
 
         No reference is taken: share the pages before anything else may evict.
         """
         self._clock += 1
         node = self._root
         pages: list[int] = []
-        for key in self._keys(tokens, len(tokens) // self.page_size):
+        for key in page_keys(tokens, len(tokens) // self.page_size, self.page_size, salt):
             child = node.children.get(key)
             if child is None:
                 return pages
@@ -62,7 +73,7 @@ class PrefixTree:
             pages.append(node.page)
         return pages
 
-    def insert(self, tokens: Sequence[int], pages: Sequence[int]) -> None:
+    def insert(self, tokens: Sequence[int], pages: Sequence[int], salt: Salt = None) -> None:
         """File `pages`, which hold tokens[: len(pages) * page_size]; counts as a use of them.
 
         The tree takes its own reference to each page that it did not hold.  Where equal tokens are cached already the
@@ -72,7 +83,7 @@ class PrefixTree:
             raise ValueError(f"{len(pages)} pages of {self.page_size} hold more than the {len(tokens)} tokens given")
         self._clock += 1
         node = self._root
-        for key, page in zip(self._keys(tokens, len(pages)), pages, strict=True):
+        for key, page in zip(page_keys(tokens, len(pages), self.page_size, salt), pages, strict=True):
             node = node.children.get(key) or self._add(node, key, page)
             node.used = self._clock
         if pages and not node.children:
@@ -121,11 +132,7 @@ class PrefixTree:
         self._num_kept = 0
         self.pool.release(pages)
 
-    def _keys(self, tokens: Sequence[int], count: int) -> Iterator[tuple[int, ...]]:
-        for start in range(0, count * self.page_size, self.page_size):
-            yield tuple(tokens[start : start + self.page_size])
-
-    def _add(self, parent: Node, key: tuple[int, ...], page: int) -> Node:
+    def _add(self, parent: Node, key: Hashable, page: int) -> Node:
         if page in self._nodes:
             raise PageDefect(f"page {page} is cached already, under other tokens")
         self.pool.share([page])

@@ -171,11 +171,12 @@ class CudaExecutor:
         return self.hand_back(place, ticket, outcome)
 
     def _packed(self, ticket: Ticket) -> tuple[Place, int, Packed]:
-        """The ring's next place, once it is free; the batch with its padding; and the ticket as a vector."""
+        """The ring's next place, once it is free; the batch with its padding; the ticket as a vector."""
         place = self.ring[self.num_launched % RING]
         self.num_launched += 1
         place.copied.synchronize()
         batch = self._batch(ticket)
+        self.round.prepare(ticket.committed)
         return place, batch, pack(self.round.table, ticket, place.entry, batch)
 
     @torch.inference_mode()
@@ -218,6 +219,7 @@ class CudaExecutor:
         began = time.perf_counter()
         with Console(stderr=True).status("compiling kernels"), torch.cuda.stream(self.stream), together() as asked:
             for ticket in tickets:
+                self.round.prepare(ticket.committed)
                 self._eager(ticket, pack(self.round.table, ticket, 0, self._batch(ticket)))
         self.stream.synchronize()
         if asked:
@@ -289,7 +291,9 @@ class CudaExecutor:
 
     @torch.inference_mode()
     def _captured(self, batch: int, pool: Any) -> Graph:
-        packed = pack(self.round.table, of_dummies(batch), 0, batch)
+        dummies = of_dummies(batch)
+        packed = pack(self.round.table, dummies, 0, batch)
+        self.round.prepare(dummies.committed)
         with torch.cuda.stream(self.stream):
             ticket = torch.from_numpy(packed.vector).to(self.device)
             sent = Sent.of(ticket, packed.form)

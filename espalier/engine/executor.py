@@ -164,6 +164,7 @@ class CpuExecutor:
         return read_trees(self.results.fields, self.results.ring[0, : len(ticket.slots)].numpy())
 
     def _sent(self, ticket: Ticket) -> Sent:
+        self.round.prepare(ticket.committed)
         packed = pack(self.round.table, ticket, entry=0, batch=len(ticket.slots))
         return Sent.of(torch.from_numpy(packed.vector), packed.form)
 

@@ -140,6 +140,7 @@ def build_engine(resolved: ResolvedConfig, found: Checkpoint, asked_pages: int |
         draft,
         resolved.algorithm,
         attention=resolved.attention,
+        draft_attention=resolved.draft_attention,
         num_pages=resolved.num_pages,
         dtype=dtype,
         device=device,
@@ -160,7 +161,8 @@ def _measured(
     asked_pages: int | None,
 ) -> int:
     def make(num_pages: int) -> Round:
-        return make_round(layout, target, draft, resolved.algorithm, resolved.attention, num_pages, dtype, device)
+        parts = (layout, target, draft, resolved.algorithm)
+        return make_round(*parts, resolved.attention, num_pages, dtype, device, resolved.draft_attention)
 
     geometry = (*target.geometry, *(draft.geometry if draft is not None else ()))
     page_bytes = layout.tokens_in(bytes_per_token(geometry, dtype))

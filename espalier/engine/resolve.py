@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 
-from espalier.attention import backend, default_backend
-from espalier.cache.geometry import LayerGeometry
-from espalier.cache.kv import bytes_per_token
+from espalier.attention import choose_backends, grouped_backend
+from espalier.cache.kv import bytes_beside_pages, bytes_per_token
+from espalier.cache.layer_spec import LayerSpec
 from espalier.config import DTYPES, EngineConfig, ResolvedConfig, SpeculationConfig, is_open
+from espalier.engine.build import require_reentry
 from espalier.engine.threads import ThreadFacts, choose_threads
 from espalier.engine.trees import Machine, choose_trees
 from espalier.errors import EspalierError
@@ -64,11 +65,19 @@ class Facts:
     weights: WeightCount
     stored_dtype: str | None
     max_position: int
-    geometry: tuple[LayerGeometry, ...]
+    geometry: tuple[LayerSpec, ...]
     hidden_size: int
     num_layers: int
     chip: Chip | None
     threads: ThreadFacts
+
+    @property
+    def of_target(self) -> range:
+        return range(self.num_layers)
+
+    @property
+    def of_draft(self) -> range:
+        return range(self.num_layers, len(self.geometry))
 
 
 def choose_device(config: EngineConfig) -> torch.device:
@@ -156,7 +165,7 @@ def resolve(
     """Decide every open field and check everything against everything.  Raises EspalierError."""
     defaults = DEFAULTS[device.type]
     dtype = _or(config.dtype, _dtype(device, facts))
-    attention = _or(config.attention, default_backend(device.type, getattr(torch, dtype)))
+    attention, draft_attention = _attention(config, device, getattr(torch, dtype), facts)
     asked = config.speculation if isinstance(config.speculation, SpeculationConfig) else SpeculationConfig()
     tree = _tree(asked, spec.algorithm)
     machine = None if facts.chip is None else Machine(facts.chip, dtype, facts.hidden_size, facts.num_layers)
@@ -174,8 +183,12 @@ def resolve(
     )
     if device.type == "cuda":
         require_triton()
-    support = backend(attention).support
-    support.require(device.type, getattr(torch, dtype), layout.page_size, facts.geometry)
+    of_all = (device.type, getattr(torch, dtype), layout.page_size, facts.geometry)
+    grouped_backend(attention, *of_all, facts.of_target)
+    if facts.of_draft:
+        grouped_backend(draft_attention, *of_all, facts.of_draft, left_bound=True)
+    prefix_cache = _or(config.prefix_cache, all(spec.keeps.reenters_anywhere for spec in facts.geometry))
+    require_reentry(prefix_cache, facts.geometry)
     return ResolvedConfig(
         model=model,
         draft=draft,
@@ -185,8 +198,9 @@ def resolve(
         dtype=dtype,
         threads=choose_threads(config.threads, device.type, facts.weights.nbytes(getattr(torch, dtype)), facts.threads),
         attention=attention,
+        draft_attention=draft_attention,
         num_pages=_num_pages(config, layout, facts, getattr(torch, dtype)),
-        prefix_cache=_or(config.prefix_cache, True),
+        prefix_cache=prefix_cache,
         overlap=_or(config.overlap, defaults.overlap),
         graph_batch=_graph_batch(config, layout, device),
         model_overrides=dict(config.model_overrides),
@@ -200,6 +214,20 @@ def layout_of(config: ResolvedConfig) -> RoundLayout:
     sizes = {name: getattr(config, name) for name in LAYOUT_FIELDS}
     trees = tuple((least, TreeShape(**shape)) for least, shape in config.by_batch.items())
     return RoundLayout(trees=trees, **sizes)
+
+
+def _attention(config: EngineConfig, device: torch.device, dtype: torch.dtype, facts: Facts) -> tuple[str, str]:
+    """Backends of the target and of the draft, by default the same.  Raises EspalierError for one of no draft."""
+    asked = None if is_open(config.attention) else config.attention
+    draft = asked if is_open(config.draft_attention) else config.draft_attention
+    target = choose_backends(asked, device.type, dtype, facts.geometry, facts.of_target)
+    if not facts.of_draft:
+        if not is_open(config.draft_attention):
+            raise EspalierError(
+                f"draft_attention={config.draft_attention!r} is set, and what drafts has no layers; leave it out"
+            )
+        return target, target
+    return target, choose_backends(draft, device.type, dtype, facts.geometry, facts.of_draft)
 
 
 def _or(value: Any, otherwise: Any) -> Any:
@@ -255,7 +283,8 @@ def _num_pages(config: EngineConfig, layout: RoundLayout, facts: Facts, dtype: t
     Counts the dummy page.  Raises EspalierError where not even one full context fits.
     """
     token = bytes_per_token(facts.geometry, dtype)
-    left = facts.free_bytes - facts.weights.nbytes(dtype) - layout.verify_rows * token
+    beside = bytes_beside_pages(layout, facts.geometry[: facts.num_layers], facts.geometry[facts.num_layers :], dtype)
+    left = facts.free_bytes - facts.weights.nbytes(dtype) - beside
     free = f"the free memory ({facts.free_bytes / 2**30:.1f} GiB, weights included)"
     page = layout.tokens_in(token)
     if isinstance(config.num_pages, int):

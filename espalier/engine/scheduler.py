@@ -12,11 +12,12 @@ from math import isnan
 
 import numpy as np
 
+from espalier.attention import CommittedLengths
 from espalier.cache.pages import PagePool
 from espalier.cache.prefix_tree import PrefixTree
 from espalier.engine.executor import Trees
 from espalier.engine.queue import WaitingQueue
-from espalier.engine.ticket import RoundTrace, Row, Ticket, admission, shaping_of
+from espalier.engine.ticket import RoundTrace, Row, Ticket, admission, prompt_rows_of, shaping_of
 from espalier.layout import RoundLayout
 from espalier.request import Piece, Request, TokenLogprob
 from espalier.sampling.mask import ALL_ALLOWED, mask_words
@@ -173,7 +174,7 @@ class Scheduler:
         tokens = request.tokens
         # A request that was preempted knows its root: it is given, never picked again.
         enter_end = len(tokens) - 1 if request.output else len(tokens)
-        shared = [] if self.prefixes is None else self.prefixes.match(tokens[:enter_end])
+        shared = [] if self.prefixes is None else self.prefixes.match(tokens[:enter_end], request.cache_salt)
         self.pool.share(shared)
         end = request.end(self.layout.max_context)
         need = self.layout.reserve(enter_end, self.rounds_in_flight, end) - len(shared)
@@ -245,21 +246,29 @@ class Scheduler:
         left = [r.enter_end - r.entered for r in entering]
         count, width = self.layout.next_pass(left)
         batch, lengths = entering[:count], tuple(min(tokens, width) for tokens in left[:count])
-        prompt_rows = _prompt_rows(batch, lengths)
+        committed = CommittedLengths(tuple(r.entered for r in batch), exact=True)
+        prompt_rows = prompt_rows_of(batch, lengths)
         for request, length in zip(batch, lengths, strict=True):
             request.entered += length
         self._last_was_prefill = True
-        return self._launch(batch, lengths, width, prompt_rows)
+        return self._launch(batch, committed, lengths, width, prompt_rows)
 
     def _launch_round(self, batch: list[Request]) -> Launch:
+        at_most = tuple(self.layout.committed_at_most(r.num_seen, r.unread) for r in batch)
+        committed = CommittedLengths(at_most, exact=not any(r.unread for r in batch))
         for request in batch:
             request.unread += 1
         self._last_was_prefill = False
         self.num_rounds[len(batch), any(r.params.logprobs is not None for r in batch)] += 1
-        return self._launch(batch, (), 0)
+        return self._launch(batch, committed, (), 0)
 
     def _launch(
-        self, batch: list[Request], lengths: tuple[int, ...], width: int, prompt_rows: PromptRows | None = None
+        self,
+        batch: list[Request],
+        committed: CommittedLengths,
+        lengths: tuple[int, ...],
+        width: int,
+        prompt_rows: PromptRows | None = None,
     ) -> Launch:
         asked = [r.params.logprobs for r in batch if r.params.logprobs is not None]
         # A round's ticket has a fixed form, and who enters a slot runs a prefill pass first.
@@ -276,6 +285,7 @@ class Scheduler:
             prompt_rows=prompt_rows,
             is_staged=not width and any(r.masker for r in batch),
             masks=self._prompt_masks(batch) if width else None,
+            committed=committed,
         )
         self._appended = []
         self._in_flight += 1
@@ -417,25 +427,8 @@ class Scheduler:
         """
         if self.prefixes is not None:
             whole = self.layout.whole_pages(rows)
-            self.prefixes.insert(request.tokens[: self.layout.tokens_in(whole)], request.pages[:whole])
-
-
-def _prompt_rows(batch: list[Request], lengths: tuple[int, ...]) -> PromptRows | None:
-    """Of the rows about to be entered, those whose next token is of the prompt, asked for, and not read yet.
-
-    In one stay in a slot rows are entered once: what was read of it lies below, what was read in an earlier one is not
-    asked for again.
-    """
-    spans, counts = [], []
-    for request, length in zip(batch, lengths, strict=True):
-        begin = max(request.entered, len(request.prompt_logprobs))
-        end = min(request.entered + length, len(request.prompt) - 1)
-        if not request.lacks_prompt_logprobs or begin >= end:
-            spans.append((0, 0))
-            continue
-        spans.append((begin - request.entered, end - request.entered))
-        counts.append(request.params.prompt_logprobs or 0)
-    return PromptRows(tuple(spans), max(counts)) if counts else None
+            tokens = request.tokens[: self.layout.tokens_in(whole)]
+            self.prefixes.insert(tokens, request.pages[:whole], request.cache_salt)
 
 
 def trimmed(entry: TokenLogprob, count: int) -> TokenLogprob:

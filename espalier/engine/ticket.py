@@ -4,10 +4,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from espalier.attention import CommittedLengths
 from espalier.request import Request, TokenLogprob
 from espalier.sampling.prompt import PromptRows
 from espalier.sampling.shape import Shaping
 from espalier.slots import Admission
+
+NOTHING_COMMITTED = CommittedLengths((), exact=True)
 
 
 @dataclass(frozen=True)
@@ -19,7 +22,8 @@ class Ticket:
     column, page) for requests already in their slot; traced: whether somebody looks at the trees; prompt_rows: of a
     prefill pass, None where no prompt's log-probabilities are asked for; num_logprobs: the most alternatives that a
     request of the batch wants, None where nobody wants log-probabilities; is_staged: a round that stops between its
-    stages for masks; masks: [B, 1, words] int32 of the tokens that a prefill pass may pick, None for all.
+    stages for masks; masks: [B, 1, words] int32 of the tokens that a prefill pass may pick, None for all; committed:
+    what is known of the slots' committed rows, of dummies none.
     """
 
     slots: tuple[int, ...]
@@ -33,6 +37,7 @@ class Ticket:
     prompt_rows: PromptRows | None = None
     is_staged: bool = False
     masks: np.ndarray | None = None
+    committed: CommittedLengths = NOTHING_COMMITTED
 
     @property
     def is_prefill(self) -> bool:
@@ -98,6 +103,24 @@ def shaping_of(requests: list[Request]) -> Shaping:
         penalised=any(p.counts_tokens for p in params),
         biased=any(p.logit_bias or p.min_tokens for p in params),
     )
+
+
+def prompt_rows_of(batch: list[Request], lengths: tuple[int, ...]) -> PromptRows | None:
+    """Of the rows about to be entered, those whose next token is of the prompt, asked for, and not read yet.
+
+    In one stay in a slot rows are entered once: what was read of it lies below, what was read in an earlier one is not
+    asked for again.
+    """
+    spans, counts = [], []
+    for request, length in zip(batch, lengths, strict=True):
+        begin = max(request.entered, len(request.prompt_logprobs))
+        end = min(request.entered + length, len(request.prompt) - 1)
+        if not request.lacks_prompt_logprobs or begin >= end:
+            spans.append((0, 0))
+            continue
+        spans.append((begin - request.entered, end - request.entered))
+        counts.append(request.params.prompt_logprobs or 0)
+    return PromptRows(tuple(spans), max(counts)) if counts else None
 
 
 def admission(request: Request, tokens: list[int], start: int, commit_from: int, end: int, steps: int) -> Admission:

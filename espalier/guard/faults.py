@@ -150,7 +150,7 @@ FAULTS = {
         Fault(
             "rows-without-topk",
             "the index of a beam's row lacks its factor topk, so that branches read each other's rows",
-            "espalier.cache.kv:Staging.rows_of",
+            "espalier.cache.kv:StagedKV.rows_of",
             _rows_without_topk,
             ("27460", "27338", "27428"),
         ),

@@ -1,4 +1,4 @@
-"""Ancestor words, and attention among the staged nodes of a pass.
+"""Ancestor words: which staged rows of a pass a query sees.
 
 A node's ancestors, itself included, are bits of int64 words: bit i % 64 of word i // 64 is node i.  That form is 8
 bytes for 64 nodes, is what verification and the kernels read, and has no limit on the number of nodes.
@@ -7,7 +7,6 @@ bytes for 64 nodes, is what verification and the kernels read, and has no limit 
 import torch
 from torch import Tensor
 
-from espalier.kernels.softmax import masked_attention
 from espalier.layout import ANCESTOR_BITS
 
 
@@ -49,6 +48,13 @@ def own_bits(first: int, count: int, words: int, device: torch.device) -> Tensor
     return bits[:, None] * (torch.arange(words, device=device) == (rows // ANCESTOR_BITS)[:, None])
 
 
-def among_nodes(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Attention of queries [B, Q] over staged rows [B, R] where mask [B, Q, R] holds; see masked_attention."""
-    return masked_attention(q, k, v, mask, scale)
+def seen_rows(words: Tensor | None, positions: Tensor, row_positions: Tensor, window: int | None) -> Tensor:
+    """[B, Q, R] bool: the staged rows that a query sees: its words' bits, or, for a chain, its own and those before it;
+    of these what lies inside the window."""
+    rows = row_positions.shape[1]
+    if words is None:
+        order = torch.arange(rows, device=positions.device)
+        seen = (order <= order[:, None]).expand(positions.shape[0], -1, -1)
+    else:
+        seen = unpack(words, rows)
+    return seen if window is None else seen & (positions[:, :, None] - row_positions[:, None, :] < window)

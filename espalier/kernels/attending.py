@@ -53,9 +53,8 @@ def _page(table, at, end, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
 def _row(page, at, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
     """[BLOCK_N] int64: rows of the pool that hold the positions from `at` on."""
     offset = tl.arange(0, BLOCK_N)
-    # Rows of a pool are fewer than 2^31, which the launcher checks.  A page is narrowed here, not where it is loaded:
+    # Rows of a pool are fewer than 2^31, which the launcher checks.  They are widened here, not where a page is loaded:
     # Triton 3.6 does not pipeline a loop that carries more than the load itself.
-    page = page.to(tl.int32)
     if PAGE_SIZE % BLOCK_N == 0:
         row = page * PAGE_SIZE + at % PAGE_SIZE + offset
     elif BLOCK_N % PAGE_SIZE == 0:

@@ -1,7 +1,8 @@
-"""Commit: rows that were decided leave staging for the pages, all layers of one shape in one launch."""
+"""Commit: rows that were decided leave staging for the pages, all layers and planes of one group in one launch."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,15 +21,17 @@ LARGEST_BLOCK = 2048
 WARP_BYTES = 512
 # Of one program, where one for each layer would crowd the chip.
 LAYERS_A_PROGRAM = 4
+# Of one launch; more planes take more launches.
+PLANES_A_LAUNCH = 2
 
 
-def commit_rows(staged: tuple[Tensor, Tensor], committed: tuple[Tensor, Tensor], source: Tensor, rows: Tensor) -> None:
-    """Copy rows `source` [N] of staged k and v to `rows` [N] of committed ones, [layers, rows, kv_heads, size] each.
+def commit_rows(staged: Sequence[Tensor], committed: Sequence[Tensor], source: Tensor, rows: Tensor) -> None:
+    """Copy rows `source` [N] of staged planes to `rows` [N] of committed ones, [layers, rows, heads, size] each.
 
     Rows are distinct but for row 0, the dummy's, to which nothing is copied.
     """
-    for name, src, dst in zip("kv", staged, committed, strict=True):
-        require(f"staged {name}", src, (dst.shape[0], -1, *dst.shape[2:]), dst.dtype, dst)
+    for i, (src, dst) in enumerate(zip(staged, committed, strict=True)):
+        require(f"staged plane {i}", src, (committed[0].shape[0], -1, *dst.shape[2:]), dst.dtype, dst)
     require("commit's source", source, (-1,), torch.int64, committed[0])
     require("commit's rows", rows, tuple(source.shape), torch.int64, source)
     make = commit_rows_triton if source.is_cuda else commit_rows_reference
@@ -45,70 +48,61 @@ def _copy(src_ptr, dst_ptr, layer, source, row, src_layer, dst_layer, SIZE: tl.c
 
 @kernel
 def _commit_kernel(
-    k_src_ptr,
-    v_src_ptr,
-    k_dst_ptr,
-    v_dst_ptr,
-    source_ptr,
-    row_ptr,
-    k_src_layer,
-    v_src_layer,
-    k_dst_layer,
-    v_dst_layer,
-    layers,
-    LAYERS: tl.constexpr,
-    K_SIZE: tl.constexpr,
-    V_SIZE: tl.constexpr,
-    K_BLOCK: tl.constexpr,
-    V_BLOCK: tl.constexpr,
+    src_0_ptr, src_1_ptr, dst_0_ptr, dst_1_ptr, source_ptr, row_ptr,
+    src_0_layer, src_1_layer, dst_0_layer, dst_1_layer, layers,
+    LAYERS: tl.constexpr, SIZE_0: tl.constexpr, SIZE_1: tl.constexpr, BLOCK_0: tl.constexpr, BLOCK_1: tl.constexpr,
     DEPENDENT: tl.constexpr,
-):
+):  # fmt: skip
+    """A program a row and LAYERS layers.  There is no second plane where src_1_ptr is None."""
     after_previous(DEPENDENT)
     n, first = tl.program_id(0), tl.program_id(1).to(tl.int64) * LAYERS
     source, row = tl.load(source_ptr + n), tl.load(row_ptr + n)
     if row != 0:
         for layer in range(first, tl.minimum(first + LAYERS, layers)):
-            _copy(k_src_ptr, k_dst_ptr, layer, source, row, k_src_layer, k_dst_layer, K_SIZE, K_BLOCK)
-            _copy(v_src_ptr, v_dst_ptr, layer, source, row, v_src_layer, v_dst_layer, V_SIZE, V_BLOCK)
+            _copy(src_0_ptr, dst_0_ptr, layer, source, row, src_0_layer, dst_0_layer, SIZE_0, BLOCK_0)
+            if src_1_ptr is not None:
+                _copy(src_1_ptr, dst_1_ptr, layer, source, row, src_1_layer, dst_1_layer, SIZE_1, BLOCK_1)
 
 
-def commit_rows_triton(
-    staged: tuple[Tensor, Tensor], committed: tuple[Tensor, Tensor], source: Tensor, rows: Tensor
-) -> None:
+def commit_rows_triton(staged: Sequence[Tensor], committed: Sequence[Tensor], source: Tensor, rows: Tensor) -> None:
     """Bytes are copied, so the result is the reference's."""
     if not source.shape[0]:
         return
     # Whatever the pages' memory order between layers, the values of one row stand together.
-    for name, buffer in zip("kvkv", (*staged, *committed), strict=True):
-        row = buffer.shape[2] * buffer.shape[3]
-        if buffer.stride()[1:] != (row, buffer.shape[3], 1):
+    for i, buffer in enumerate((*staged, *committed)):
+        if buffer.stride()[1:] != (buffer.shape[2] * buffer.shape[3], buffer.shape[3], 1):
             raise EspalierError(
-                f"commit needs rows of {name} that are contiguous, and their strides are {buffer.stride()}"
+                f"commit needs rows of plane {i % len(staged)} that are contiguous, and their strides are "
+                f"{buffer.stride()}"
             )
+    for first in range(0, len(staged), PLANES_A_LAUNCH):
+        planes = slice(first, first + PLANES_A_LAUNCH)
+        _launch(staged[planes], committed[planes], source.contiguous(), rows.contiguous())
+
+
+def _launch(staged: Sequence[Tensor], committed: Sequence[Tensor], source: Tensor, rows: Tensor) -> None:
+    missing = PLANES_A_LAUNCH - len(staged)
     sizes = [buffer.shape[2] * buffer.shape[3] for buffer in committed]
     blocks = [min(power_of_two(size), LARGEST_BLOCK) for size in sizes]
     count, layers = source.shape[0], committed[0].shape[0]
     together = LAYERS_A_PROGRAM if crowded(count * layers, chip(source)) else 1
     _commit_kernel[(count, -(-layers // together))](
-        *staged,
-        *committed,
-        source.contiguous(),
-        rows.contiguous(),
-        *(buffer.stride(0) for buffer in (*staged, *committed)),
+        *(*staged, *[None] * missing),
+        *(*committed, *[None] * missing),
+        source,
+        rows,
+        *(*(buffer.stride(0) for buffer in staged), *[0] * missing),
+        *(*(buffer.stride(0) for buffer in committed), *[0] * missing),
         layers,
         LAYERS=together,
-        K_SIZE=sizes[0],
-        V_SIZE=sizes[1],
-        K_BLOCK=blocks[0],
-        V_BLOCK=blocks[1],
+        **{f"SIZE_{i}": size for i, size in enumerate([*sizes, *[0] * missing])},
+        **{f"BLOCK_{i}": block for i, block in enumerate([*blocks, *[0] * missing])},
         num_warps=min(max(min(blocks) * committed[0].element_size() // WARP_BYTES, 1), 4),
         **early(chip(source)),
     )
 
 
-def commit_rows_reference(
-    staged: tuple[Tensor, Tensor], committed: tuple[Tensor, Tensor], source: Tensor, rows: Tensor
-) -> None:
+def commit_rows_reference(staged: Sequence[Tensor], committed: Sequence[Tensor], source: Tensor, rows: Tensor) -> None:
     for src, dst in zip(staged, committed, strict=True):
         dummy = dst[:, DUMMY_ROW].clone()
         dst.index_copy_(1, rows, src.index_select(1, source))

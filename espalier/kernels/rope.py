@@ -1,10 +1,11 @@
-"""What happens to a layer's projections before they meet: head norms, rotation, and keys and values to where they stay.
+"""A layer's projections before they meet: head norms and rotation, and rows of K and V written to their planes.
 
-One launch on a GPU, where the query and key heads are turned in place.
+The reference takes the steps one by one; on a GPU they are one launch, which turns query and key heads in place.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,6 @@ from espalier.kernels.dependent import after_previous, early
 from espalier.kernels.launch import chip, crowded, exact_type, kernel, power_of_two, require
 from espalier.kernels.linear import load_sum, sum_parts_reference
 from espalier.kernels.norm import rms_norm_reference
-from espalier.layout import DUMMY_ROW
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -29,7 +29,8 @@ BLOCKS_A_PROGRAM = 4
 
 @dataclass(frozen=True)
 class Turn:
-    """cos, sin: [N, size] of the rows' positions, the sine's first half negated, float32 (float64 for float64).
+    """cos, sin: [N, rotary] of the rows' positions, the sine's first half negated, float32 (float64 for float64); the
+    first `rotary` values of a head are rotated, the others are left.
 
     q_norm, k_norm: [size] weights of the RMS norm that some families give each head first, with its eps; both or none.
     """
@@ -42,17 +43,16 @@ class Turn:
 
 
 def rotate_and_store(
-    qkv: Tensor, turn: Turn, rows: Tensor, k_buffer: Tensor, v_buffer: Tensor, dummy: bool
+    qkv: Tensor, turn: Turn, rows: Tensor, k_buffer: Tensor, v_buffer: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Norm and rotate the q and k heads of qkv [N, heads + 2 · kv_heads, size], q before k before v.
 
     qkv may come as [parts, N, ...] float32, whose sum in order is rounded to the buffers' dtype first
-    (kernels/linear.py's linear_parts).  k and v go to rows [N] int64 of k_buffer and v_buffer [R, kv_heads, size];
-    dummy: row 0 of these is the dummy's and gets zeros.  Returns q [N, heads, size], k and v [N, kv_heads, size]; a qkv
-    that is no parts is overwritten on a GPU.
+    (kernels/linear.py's linear_parts).  k and v go to rows [N] int64 of k_buffer and v_buffer [R, kv_heads, size].
+    Returns q [N, heads, size], k and v [N, kv_heads, size]; a qkv that is no parts is overwritten on a GPU.
     """
     make = rotate_and_store_triton if qkv.is_cuda else rotate_and_store_reference
-    return make(qkv, turn, rows, k_buffer, v_buffer, dummy)
+    return make(qkv, turn, rows, k_buffer, v_buffer)
 
 
 @kernel
@@ -65,15 +65,15 @@ def _rotate_kernel(
     qkv_ptr, turned_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, row_ptr, k_ptr, v_ptr,
     qkv_part, qkv_n, qkv_h, turned_n, turned_h, cos_n, sin_n, row_n, k_row, k_h, v_row, v_h,
     EPS: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, SIZE: tl.constexpr,
-    PARTS: tl.constexpr, IN_PLACE: tl.constexpr, NORMS: tl.constexpr, DUMMY: tl.constexpr,
-    EXACT: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+    ROTARY: tl.constexpr, PARTS: tl.constexpr, IN_PLACE: tl.constexpr, NORMS: tl.constexpr,
+    EXACT: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK: tl.constexpr, BLOCK_REST: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     after_previous(DEPENDENT)
     n = tl.program_id(0).to(tl.int64)
     row = tl.load(row_ptr + n * row_n)
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     at = tl.arange(0, BLOCK)
-    half: tl.constexpr = SIZE // 2
+    half: tl.constexpr = ROTARY // 2
     inside = at < half
     real = (head < HEADS + 2 * KV_HEADS)[:, None] & inside[None, :]
     TYPE: tl.constexpr = turned_ptr.dtype.element_ty
@@ -82,14 +82,28 @@ def _rotate_kernel(
     right = load_sum(left_at + half, qkv_part, real, PARTS, TYPE, EXACT)
     is_q, is_v = head < HEADS, head >= HEADS + KV_HEADS
     kept_left, kept_right = left, right
+    # What lies past the rotated values of a head.
+    if ROTARY < SIZE:
+        rest_of = ROTARY + tl.arange(0, BLOCK_REST)
+        rest_real = (head < HEADS + 2 * KV_HEADS)[:, None] & (rest_of < SIZE)[None, :]
+        rest_at = qkv_ptr + n * qkv_n + head[:, None] * qkv_h + rest_of[None, :]
+        rest = load_sum(rest_at, qkv_part, rest_real, PARTS, TYPE, EXACT)
     if NORMS:
-        mean = (tl.sum(left * left, 1) + tl.sum(right * right, 1)) / SIZE
+        squares = tl.sum(left * left, 1) + tl.sum(right * right, 1)
+        if ROTARY < SIZE:
+            squares += tl.sum(rest * rest, 1)
+        mean = squares / SIZE
         scale = (1.0 / tl.sqrt(mean + EPS))[:, None]
         of_q = is_q[:, None]
         weight = tl.where(of_q, _half(q_norm_ptr + at, inside, EXACT), _half(k_norm_ptr + at, inside, EXACT))
         left = (left * scale * weight).to(TYPE).to(EXACT)
         q_right, k_right = _half(q_norm_ptr + half + at, inside, EXACT), _half(k_norm_ptr + half + at, inside, EXACT)
         right = (right * scale * tl.where(of_q, q_right, k_right)).to(TYPE).to(EXACT)
+        if ROTARY < SIZE:
+            q_rest = _half(q_norm_ptr + rest_of, rest_of < SIZE, EXACT)
+            k_rest = _half(k_norm_ptr + rest_of, rest_of < SIZE, EXACT)
+            normed = rest * scale * tl.where(of_q, q_rest, k_rest)
+            rest = tl.where(is_v[:, None], rest, normed.to(TYPE).to(EXACT))
     cos_at, sin_at = cos_ptr + n * cos_n + at, sin_ptr + n * sin_n + at
     turned_left = left * _half(cos_at, inside, EXACT)[None, :] + right * _half(sin_at, inside, EXACT)[None, :]
     turned_right = right * _half(cos_at + half, inside, EXACT)[None, :]
@@ -101,9 +115,6 @@ def _rotate_kernel(
     turned_at = turned_ptr + n * turned_n + head[:, None] * turned_h + at[None, :]
     tl.store(turned_at, left, mask=turned)
     tl.store(turned_at + half, right, mask=turned)
-    if DUMMY:
-        left = tl.where(row == 0, 0.0, left).to(TYPE)
-        right = tl.where(row == 0, 0.0, right).to(TYPE)
     is_k = real & (is_q == is_v)[:, None]
     k_at = k_ptr + row * k_row + (head - HEADS)[:, None] * k_h + at[None, :]
     tl.store(k_at, left, mask=is_k)
@@ -111,10 +122,18 @@ def _rotate_kernel(
     v_at = v_ptr + row * v_row + (head - HEADS - KV_HEADS)[:, None] * v_h + at[None, :]
     tl.store(v_at, left, mask=real & is_v[:, None])
     tl.store(v_at + half, right, mask=real & is_v[:, None])
+    if ROTARY < SIZE:
+        own = rest_of[None, :]
+        turned = rest_real & (head < HEADS + KV_HEADS)[:, None] if IN_PLACE else rest_real
+        tl.store(turned_ptr + n * turned_n + head[:, None] * turned_h + own, rest, mask=turned)
+        k_rest_at = k_ptr + row * k_row + (head - HEADS)[:, None] * k_h + own
+        tl.store(k_rest_at, rest, mask=rest_real & (is_q == is_v)[:, None])
+        v_rest_at = v_ptr + row * v_row + (head - HEADS - KV_HEADS)[:, None] * v_h + own
+        tl.store(v_rest_at, rest, mask=rest_real & is_v[:, None])
 
 
 def rotate_and_store_triton(
-    qkv: Tensor, turn: Turn, rows: Tensor, k_buffer: Tensor, v_buffer: Tensor, dummy: bool
+    qkv: Tensor, turn: Turn, rows: Tensor, k_buffer: Tensor, v_buffer: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Products and the sum in float32, rounded once: within an ulp of the reference, whose addcmul may fuse them.
 
@@ -127,7 +146,7 @@ def rotate_and_store_triton(
     _check(parts, turned, turn, rows, k_buffer, v_buffer)
     count, num_heads, size = turned.shape
     kv_heads = k_buffer.shape[1]
-    heads = num_heads - 2 * kv_heads
+    heads, rotary = num_heads - 2 * kv_heads, turn.cos.shape[1]
     q_norm, k_norm = (turn.cos if norm is None else norm for norm in (turn.q_norm, turn.k_norm))
     blocks = BLOCKS_A_PROGRAM if crowded(count * -(-num_heads // HEADS_A_BLOCK), chip(qkv)) else 1
     if count:
@@ -153,13 +172,14 @@ def rotate_and_store_triton(
             HEADS=heads,
             KV_HEADS=kv_heads,
             SIZE=size,
+            ROTARY=rotary,
             PARTS=len(parts),
             IN_PLACE=in_place,
             NORMS=turn.q_norm is not None,
-            DUMMY=dummy,
             EXACT=exact_type(turned.dtype),
             BLOCK_H=blocks * HEADS_A_BLOCK,
-            BLOCK=power_of_two(size // 2),
+            BLOCK=power_of_two(rotary // 2),
+            BLOCK_REST=power_of_two(max(size - rotary, 1)),
             num_warps=blocks * (1 if size <= 128 else 2),
             # Which of two products a multiply-add takes in is the compiler's whim, another with other blocks.
             enable_fp_fusion=False,
@@ -170,20 +190,20 @@ def rotate_and_store_triton(
 
 def _check(parts: Tensor, qkv: Tensor, turn: Turn, rows: Tensor, k_buffer: Tensor, v_buffer: Tensor) -> None:
     count, _, size = qkv.shape
-    kv_heads = k_buffer.shape[1]
+    kv_heads, rotary = k_buffer.shape[1], turn.cos.shape[1]
     exact = torch.promote_types(qkv.dtype, torch.float32)
     for name in ("cos", "sin"):
-        require(f"the rotation's {name}", getattr(turn, name), (count, size), exact, qkv)
+        require(f"the rotation's {name}", getattr(turn, name), (count, rotary), exact, qkv)
     require("the rows that keys and values go to", rows, (count,), torch.int64, qkv)
     require("the buffer of keys", k_buffer, (-1, kv_heads, size), qkv.dtype, qkv)
     require("the buffer of values", v_buffer, (-1, kv_heads, size), qkv.dtype, qkv)
     for name, norm in (("q", turn.q_norm), ("k", turn.k_norm)):
         if norm is not None:
             require(f"the norm of {name} heads", norm, (size,), None, qkv)
-    if (turn.q_norm is None) != (turn.k_norm is None) or size % 2 or qkv.shape[1] <= 2 * kv_heads:
+    if (turn.q_norm is None) != (turn.k_norm is None) or rotary % 2 or rotary > size or qkv.shape[1] <= 2 * kv_heads:
         raise EspalierError(
-            f"a rotation of {list(qkv.shape)} with {kv_heads} key heads needs query heads, an even size, and head "
-            "norms for queries and keys or for neither"
+            f"a rotation of {rotary} values of {list(qkv.shape)} with {kv_heads} key heads needs query heads, an even "
+            "number of values of a head, and head norms for queries and keys or for neither"
         )
     for what in (parts, qkv, turn.cos, turn.sin, k_buffer, v_buffer, turn.q_norm, turn.k_norm):
         if what is not None and what.stride(-1) != 1:
@@ -194,7 +214,7 @@ def _check(parts: Tensor, qkv: Tensor, turn: Turn, rows: Tensor, k_buffer: Tenso
 
 
 def rotate_and_store_reference(
-    qkv: Tensor, turn: Turn, rows: Tensor, k_buffer: Tensor, v_buffer: Tensor, dummy: bool
+    qkv: Tensor, turn: Turn, rows: Tensor, k_buffer: Tensor, v_buffer: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """qkv is left as it was."""
     if qkv.ndim == 4:
@@ -203,11 +223,14 @@ def rotate_and_store_reference(
     heads = rotated - k_buffer.shape[1]
     turned = rotate(_normed(qkv[:, :rotated], heads, turn), turn.cos[:, None], turn.sin[:, None])
     q, k, v = turned[:, :heads], turned[:, heads:], qkv[:, rotated:]
-    for value, buffer in ((k, k_buffer), (v, v_buffer)):
-        buffer.index_copy_(0, rows, value)
-        if dummy:
-            buffer[DUMMY_ROW] = 0
+    write_rows((k_buffer, v_buffer), rows, (k, v))
     return q, k, v
+
+
+def write_rows(planes: Sequence[Tensor], rows: Tensor, values: Sequence[Tensor]) -> None:
+    """values [N, heads, size] to rows [N] of each plane [R, heads, size]."""
+    for plane, value in zip(planes, values, strict=True):
+        plane.index_copy_(0, rows, value)
 
 
 def _normed(turned: Tensor, heads: int, turn: Turn) -> Tensor:
@@ -219,6 +242,10 @@ def _normed(turned: Tensor, heads: int, turn: Turn) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [N, heads, size] rotated by its row's position, in x's dtype; cos, sin: [N, 1, size], see Turn."""
-    left, right = x.chunk(2, dim=-1)
-    return torch.addcmul(x * cos, torch.cat((right, left), dim=-1), sin).to(x.dtype)
+    """x [N, heads, size], its first `rotary` values rotated by its row's position, in x's dtype; cos, sin: [N, 1,
+    rotary], see Turn."""
+    rotary = cos.shape[-1]
+    turned = x[..., :rotary]
+    left, right = turned.chunk(2, dim=-1)
+    turned = torch.addcmul(turned * cos, torch.cat((right, left), dim=-1), sin).to(x.dtype)
+    return turned if rotary == x.shape[-1] else torch.cat((turned, x[..., rotary:]), -1)

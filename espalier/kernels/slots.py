@@ -9,7 +9,7 @@ from torch import Tensor
 
 from espalier.kernels.dependent import after_previous, early
 from espalier.kernels.launch import chip, kernel, power_of_two, require
-from espalier.layout import DUMMY_ROW
+from espalier.kernels.page_rows import page_row, page_rows
 from espalier.slots import Slots, SlotTable
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ LARGEST_BLOCK = 1024
 
 
 class Chain(NamedTuple):
-    """Known tokens of a batch in order, [B, W] int64 each: positions, tokens, and rows, where in the pages K/V goes."""
+    """Known tokens of a batch in order, [B, W] int64 each: positions, tokens, and the page rows that a commit fills."""
 
     positions: Tensor
     tokens: Tensor
@@ -48,7 +48,7 @@ def gather_triton(table: SlotTable, index: Tensor) -> Slots:
     (batch,), width = index.shape, table.page_table.shape[1]
     require("gather: index", index, (-1,), torch.int64, table.page_table)
     scalars = [torch.empty_like(index) for _ in range(6)]
-    real, pages = torch.empty_like(index, dtype=torch.bool), index.new_empty(batch, width)
+    real, pages = torch.empty_like(index, dtype=torch.bool), table.page_table.new_empty(batch, width)
     if batch:
         block = min(power_of_two(width), LARGEST_BLOCK)
         _gather_slots_kernel[(batch, -(-width // block))](
@@ -100,15 +100,12 @@ def chain_triton(slots: Slots, first: int, length: Tensor, width: int) -> Chain:
 
 
 def chain_reference(slots: Slots, first: int, length: Tensor, width: int) -> Chain:
-    page_size = slots.table.layout.page_size
     offsets = torch.arange(width, device=length.device)
     positions = slots.prefix_len[:, None] + first + offsets
     known = offsets < length[:, None]
     tokens = torch.where(known, slots.history_at(positions), slots.root[:, None])
-    # Positions past the table, which only padding has, read its last column.
-    columns = (positions // page_size).clamp(max=slots.page_table.shape[1] - 1)
-    rows = slots.page_table.gather(1, columns) * page_size + positions % page_size
-    return Chain(positions, tokens, rows.masked_fill(~known | (positions < slots.commit_from[:, None]), DUMMY_ROW))
+    kept = known & (positions >= slots.commit_from[:, None])
+    return Chain(positions, tokens, page_rows(slots.page_table, positions, slots.table.layout.page_size, kept))
 
 
 def carry_triton(slots: Slots, name: str, values: Tensor, length: Tensor) -> None:
@@ -176,11 +173,10 @@ def _chain_kernel(
     kept = known & (position >= tl.load(commit_from_ptr + b))
     slot = tl.load(index_ptr + b * index_stride)
     token = tl.load(history_ptr + slot * history_stride + position, mask=known, other=0)
-    page = tl.load(page_table_ptr + b * table_width + position // page_size, mask=kept, other=0)
     out = b * width + offset
     tl.store(positions_ptr + out, position, mask=offset < width)
     tl.store(tokens_ptr + out, tl.where(known, token, tl.load(root_ptr + b)), mask=offset < width)
-    row = tl.where(kept, page * page_size + position % page_size, 0)
+    row = page_row(page_table_ptr + b * table_width, position, page_size, kept)
     tl.store(rows_ptr + out, row, mask=offset < width)
 
 

@@ -14,6 +14,7 @@ from espalier.errors import EspalierError
 from espalier.kernels.dependent import after_previous, early
 from espalier.kernels.hopper import BLOCK_N
 from espalier.kernels.launch import chip, kernel, require
+from espalier.kernels.page_rows import page_rows
 from espalier.kernels.ranges import COLUMNS, Ranges
 from espalier.kernels.units import committed_blocks, range_at
 
@@ -28,7 +29,7 @@ def straight(ranges: Ranges, page_table: Tensor, page_size: int, first: int) -> 
     """[items] int32: of each range's whole blocks (units.committed_blocks), how many of the first have their rows side
     by side, in the order of their positions.  What is past the last range is left as it was.
 
-    page_table: [B, T] int64; rows below `first` do not exist.
+    page_table: [B, T] int32; rows below `first` do not exist.
     """
     return (straight_triton if page_table.is_cuda else straight_reference)(ranges, page_table, page_size, first)
 
@@ -50,7 +51,7 @@ def _straight_kernel(
     while done < whole:
         inside = done + block < whole
         position = begin + (lower + done + block)[:, None] * ROWS + offset[None, :]
-        page = tl.load(table + position // PAGE_SIZE, mask=inside[:, None], other=0)
+        page = tl.load(table + position // PAGE_SIZE, mask=inside[:, None], other=0).to(tl.int64)
         start = page * PAGE_SIZE + position % PAGE_SIZE - offset[None, :]
         found = inside & (tl.max(start, 1) == tl.min(start, 1))
         run = tl.min(tl.where(found, BLOCKS, block), 0)
@@ -63,7 +64,7 @@ def _straight_kernel(
 def straight_triton(ranges: Ranges, page_table: Tensor, page_size: int, first: int) -> Tensor:
     capacity = ranges.items.shape[0]
     require("straight's ranges", ranges.items, (-1, COLUMNS), torch.int32, page_table)
-    require("straight's page_table", page_table, (ranges.starts.shape[0] - 1, -1), torch.int64, page_table)
+    require("straight's page_table", page_table, (ranges.starts.shape[0] - 1, -1), torch.int32, page_table)
     if page_table.stride(1) != 1 and page_table.shape[1] > 1:
         raise EspalierError("counting straight blocks needs a contiguous last dimension of the page table")
     out = torch.empty(capacity, dtype=torch.int32, device=page_table.device)
@@ -81,7 +82,7 @@ def straight_reference(ranges: Ranges, page_table: Tensor, page_size: int, first
         low = begin + -(-max(first - begin, 0) // BLOCK_N) * BLOCK_N
         while low + BLOCK_N <= begin + (end - begin) // BLOCK_N * BLOCK_N:
             position = torch.arange(low, low + BLOCK_N, device=page_table.device)
-            rows = page_table[request, position // page_size] * page_size + position % page_size
+            [rows] = page_rows(page_table[request][None], position[None], page_size)
             if not torch.equal(rows, rows[0] + position - low):
                 break
             out[item] += 1

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from espalier.errors import EspalierError
-from espalier.kernels.ancestors import unpack
+from espalier.kernels.ancestors import seen_rows
 from espalier.kernels.attending import _over_committed, _over_nodes, _rows, _write
 from espalier.kernels.combine import Partials, combine_triton
 from espalier.kernels.dependent import early
@@ -32,6 +32,7 @@ from espalier.kernels.hopper import (
     straight_rows,
 )
 from espalier.kernels.launch import Chip, Kernel, chip, kernel, power_of_two, require
+from espalier.kernels.page_rows import page_rows
 from espalier.kernels.ranges import Ranges
 from espalier.kernels.softmax import masked_attention
 from espalier.kernels.units import CHAIN, NO_NODES, WORDS, item_of, items_of, nodes_of, range_at, tile_and_head, unit_of
@@ -47,7 +48,7 @@ MAX_HEAD_SIZE = 256
 
 @dataclass(frozen=True)
 class Committed:
-    """Rows in pages.  k, v: [rows, kv_heads, size] each, row = page * page_size + offset; page_table: [B, T] int64;
+    """Rows in pages.  k, v: [rows, kv_heads, size] each, row = page * page_size + offset; page_table: [B, T] int32;
     length: [B] int64; rows below `first` do not exist."""
 
     k: Tensor
@@ -382,7 +383,7 @@ def _check(q: Tensor, committed: Committed, staged: Staged | None, positions: Te
         )
     require("tree attention's k pages", committed.k, (-1, kv_heads, k_size), q.dtype, q)
     require("tree attention's v pages", committed.v, (committed.k.shape[0], kv_heads, v_size), q.dtype, q)
-    require("tree attention's page table", committed.page_table, (batch, -1), torch.int64, q)
+    require("tree attention's page table", committed.page_table, (batch, -1), torch.int32, q)
     require("tree attention's positions", positions, (batch, queries), torch.int64, q)
     if committed.k.shape[0] >= 2**31:
         raise EspalierError(f"tree attention reads pools of fewer than 2^31 rows, and this has {committed.k.shape[0]}")
@@ -416,18 +417,12 @@ def tree_attention_reference(
     batch, queries = positions.shape
     held = torch.arange(committed.page_table.shape[1] * committed.page_size, device=q.device).expand(batch, -1)
     real = (held >= committed.first) & (held < committed.length[:, None])
-    page = committed.page_table.repeat_interleave(committed.page_size, 1)
-    row = page * committed.page_size + held % committed.page_size
-    k, v = (
-        torch.where(real[..., None, None], buffer[row.masked_fill(~real, 0)], 0)
-        for buffer in (committed.k, committed.v)
-    )
+    row = page_rows(committed.page_table, held, committed.page_size, real)
+    k, v = (torch.where(real[..., None, None], buffer[row], 0) for buffer in (committed.k, committed.v))
     seen = real[:, None].expand(-1, queries, -1)
     if staged is not None:
-        rows = staged.k.shape[1]
-        order = torch.arange(rows, device=q.device)
-        among = (order <= order[:, None]).expand(batch, -1, -1)
-        seen = torch.cat((seen, among if staged.words is None else unpack(staged.words, rows)), 2)
+        among = seen_rows(staged.words, positions, staged.row_positions, None)
+        seen = torch.cat((seen, among), 2)
         k, v, held = (
             torch.cat((k, staged.k), 1),
             torch.cat((v, staged.v), 1),

@@ -1,9 +1,7 @@
 """What the engine knows of a model: a call over rows that hang off whatever `attend` lets them see.
 
-A model never sees a cache.  `attend(layer, qkv, turn)` gets a layer's projections [B, Q, heads + 2 · kv_heads, size],
-queries before keys before values, norms and rotates them as `turn` says, keeps keys and values where they belong, and
-returns [B, Q, heads, size].  The projections are its own from then on.  On a GPU they may come as [parts, B, Q, ...]
-float32, still to be summed (kernels/rope.py).
+A model never sees a cache.  Each layer calls `attend(layer, projections)` once, with its projections in the form of
+what it keeps (attention/staged.py), and gets [B, Q, heads, v_size]; the projections may be overwritten.
 """
 
 from collections.abc import Callable
@@ -12,13 +10,13 @@ from typing import Protocol
 
 from torch import Tensor
 
-from espalier.cache.geometry import LayerGeometry
-from espalier.kernels.rope import Turn
+from espalier.attention.staged import Projections
+from espalier.cache.layer_spec import LayerSpec
 from espalier.models.config import ModelConfig
 from espalier.models.layers.embedding import Embedding
 from espalier.models.layers.linear import Linear
 
-Attend = Callable[[int, Tensor, Turn], Tensor]
+Attend = Callable[[int, Projections], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +31,7 @@ class CausalLM(Protocol):
     """A target model, loaded.  A draft that brings no embedding or head of its own uses these."""
 
     config: ModelConfig
-    geometry: tuple[LayerGeometry, ...]
+    geometry: tuple[LayerSpec, ...]
     capture: tuple[int, ...]
     embed: Embedding
     head: Linear

@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
-from espalier.cache.geometry import LayerGeometry
+from espalier.cache.layer_spec import LayerSpec
 from espalier.models.base import Attend
 from espalier.models.config import ModelConfig, read_json
 
@@ -34,7 +34,7 @@ class DraftSpec:
     """
 
     algorithm: str
-    layers: tuple[LayerGeometry, ...] = ()
+    layers: tuple[LayerSpec, ...] = ()
     reads: Literal["captured", "hidden"] | None = None
     capture: tuple[int, ...] = ()
     hidden_from: Literal["target", "chain"] | None = None
@@ -65,7 +65,7 @@ class DraftModel(Protocol):
     """A draft, loaded.  A row stands under its token q; the caller passes q - reentry as its RoPE position."""
 
     spec: DraftSpec
-    geometry: tuple[LayerGeometry, ...]
+    geometry: tuple[LayerSpec, ...]
     d2t: Tensor | None
 
     @property

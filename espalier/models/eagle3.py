@@ -116,7 +116,7 @@ def make_eagle3(weights: Weights, config: Eagle3Config, target: CausalLM, positi
         fuser=_fuser(weights, config),
         embed_norm=weights.norm(f"{prefix}input_layernorm", hidden, eps),
         hidden_norm=weights.norm(f"{prefix}hidden_norm", hidden, eps),
-        attention=load_attention(weights, layer, config.spec.layers[0], f"{prefix}self_attn.", 2 * hidden),
+        attention=load_attention(weights, layer, f"{prefix}self_attn.", 2 * hidden),
         mlp_norm=weights.norm(f"{prefix}post_attention_layernorm", hidden, eps),
         mlp=weights.mlp(f"{prefix}mlp.", layer),
         norm=weights.norm("norm", hidden, eps),

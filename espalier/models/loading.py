@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from espalier.cache.geometry import LayerGeometry
+from espalier.cache.layer_spec import KVHeads, LayerSpec
 from espalier.errors import EspalierError
 from espalier.models import llama, mistral, qwen2, qwen3
 from espalier.models.base import CausalLM
@@ -64,7 +64,7 @@ def make_target(weights: Weights, config: ModelConfig, capture: tuple[int, ...],
     """The target that all of these weights are of."""
     geometry = geometry_of(config)
     embed = Embedding(weights.take("model.embed_tokens.weight", config.vocab_size, config.hidden_size))
-    layers = [load_layer(weights, config, geometry[i], f"model.layers.{i}.") for i in range(config.num_layers)]
+    layers = [load_layer(weights, config, f"model.layers.{i}.") for i in range(config.num_layers)]
     norm = weights.norm("model.norm", config.hidden_size, config.rms_norm_eps)
     head = _head(weights, config, embed)
     weights.finish()
@@ -72,15 +72,14 @@ def make_target(weights: Weights, config: ModelConfig, capture: tuple[int, ...],
     return Decoder(config, geometry, tuple(capture), rope, embed, layers, norm, head)
 
 
-def geometry_of(config: ModelConfig) -> tuple[LayerGeometry, ...]:
+def geometry_of(config: ModelConfig) -> tuple[LayerSpec, ...]:
     """One entry a layer."""
     size = config.head_size
-    return tuple(LayerGeometry(config.heads, config.kv_heads, size, size, window) for window in config.windows)
+    keeps = KVHeads(config.kv_heads, size, size)
+    return tuple(LayerSpec(config.heads, keeps, window) for window in config.windows)
 
 
-def load_attention(
-    weights: Weights, config: ModelConfig, geometry: LayerGeometry, prefix: str, columns: int
-) -> Attention:
+def load_attention(weights: Weights, config: ModelConfig, prefix: str, columns: int) -> Attention:
     """The block under `prefix`; its q, k and v read `columns` values: the hidden size, or twice that where a draft puts
     embedding and hidden state side by side."""
     size = config.head_size
@@ -89,16 +88,16 @@ def load_attention(
     qkv = weights.linear(prefix, ("q_proj", "k_proj", "v_proj"), rows, columns, config.attention_bias)
     out = weights.linear(prefix, ("o_proj",), (config.hidden_size,), q_rows, config.out_bias)
     if not config.qk_norm:
-        return Attention(qkv, out, geometry, None, None)
+        return Attention(qkv, out, config.heads + 2 * config.kv_heads, None, None)
     q_norm, k_norm = (weights.norm(f"{prefix}{name}_norm", size, config.rms_norm_eps) for name in "qk")
-    return Attention(qkv, out, geometry, q_norm, k_norm)
+    return Attention(qkv, out, config.heads + 2 * config.kv_heads, q_norm, k_norm)
 
 
-def load_layer(weights: Weights, config: ModelConfig, geometry: LayerGeometry, prefix: str) -> DecoderLayer:
+def load_layer(weights: Weights, config: ModelConfig, prefix: str) -> DecoderLayer:
     hidden, eps = config.hidden_size, config.rms_norm_eps
     return DecoderLayer(
         attention_norm=weights.norm(f"{prefix}input_layernorm", hidden, eps),
-        attention=load_attention(weights, config, geometry, f"{prefix}self_attn.", hidden),
+        attention=load_attention(weights, config, f"{prefix}self_attn.", hidden),
         mlp_norm=weights.norm(f"{prefix}post_attention_layernorm", hidden, eps),
         mlp=weights.mlp(f"{prefix}mlp.", config),
     )

@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from espalier.attention import Attention, Backend, Nodes, Prefix
-from espalier.attention.staged import Decided, Undecided
-from espalier.cache.kv import Pages, Staging
-from espalier.kernels.advance import After, Before, advance
+from espalier.attention import Attention, CommittedLengths, GroupedBackend, Nodes, Prefix
+from espalier.attention.staged import StagedPass
+from espalier.cache.kv import PagedKV, StagedKV
+from espalier.kernels.advance import NodeRows, advance
 from espalier.kernels.along import along
 from espalier.kernels.slots import chain, gather
 from espalier.layout import RoundLayout, logit_rows
@@ -32,21 +32,26 @@ from espalier.speculate.tree import Tree
 
 @dataclass(frozen=True)
 class Round:
-    """What every launch runs on: the layout and the buffers that follow from it, the models, the backend."""
+    """What every launch runs on: the layout and the buffers that follow from it, the models, the target's backends."""
 
     layout: RoundLayout
     table: SlotTable
-    pages: Pages
-    staging: Staging
+    pages: PagedKV
+    staging: StagedKV
     target: CausalLM
     drafter: Drafter
-    backend: Backend
+    backend: GroupedBackend
 
     def at(self, batch: int) -> "Round":
         """The round of so many requests: all but the tree's sizes is shared.  Raises EspalierError for too many."""
         self.layout.require_batch(batch)
         layout = self.layout.at(batch)
         return self if layout is self.layout else replace(self, layout=layout, drafter=self.drafter.sized(layout))
+
+    def prepare(self, lengths: CommittedLengths) -> None:
+        """Before a launch, on the host: what is known of the target's committed rows; the draft has one more."""
+        self.backend.prepare(lengths)
+        self.drafter.prepare(CommittedLengths(tuple(length + 1 for length in lengths.at_most), lengths.exact))
 
     def plan(self, slots: Slots, nodes: Nodes) -> Attention:
         """Attention of the target over what each slot has committed, and over its nodes."""
@@ -119,7 +124,7 @@ def verify(proposed: Proposed) -> Verified:
     positions = tree.positions(slots.prefix_len)
     plan = r.plan(slots, Nodes(positions, positions, tree.ancestors))
     # A void node runs as the root, so that nothing runs but what the request holds or the draft proposed.
-    out = r.target(tree.tokens, positions, Undecided(plan, r.staging, r.layout.num_draft_tokens))
+    out = r.target(tree.tokens, positions, StagedPass(plan, r.staging, r.layout.num_draft_tokens))
     return Verified(proposed, out, r.target.logits(out.hidden))
 
 
@@ -155,16 +160,16 @@ def prefill(
     r.layout.require_chunk(index.shape[0], width)
     slots = gather(r.table, index)
     positions, tokens, rows = chain(slots, 0, length, width)
-    out = r.target(tokens, positions, Decided(r.plan(slots, Nodes.chain(positions)), rows))
+    attend = StagedPass(r.plan(slots, Nodes.chain(positions)), r.staging, width)
+    out = r.target(tokens, positions, attend)
+    r.pages.commit(r.staging, attend.rows, rows.flatten())
     of_prompt = None if prompt_rows is None else read_prompt(r, slots, positions, out.hidden, prompt_rows)
     logits = r.target.logits(along(out.hidden, (length - 1).clamp(min=0)[:, None]))
     picked = r.draws(slots, shaping, slots.prefix_len + length, 1).pick_last(logits, mask)
-    is_picked = slots.enter(length, picked.tokens[:, 0], shaping.penalised)
+    num_picked, _ = advance(slots, length, picked.tokens, shaping.penalised)
     r.drafter.extend(slots, read_by(r.drafter, out), length)
-    sound = (is_picked & picked.finite[:, 0]).long()
-    emitted = (picked.tokens, is_picked.long(), sound)
-    rows = torch.zeros_like(picked.tokens)
-    return Outcome(*emitted, logits, rows, slots.num_logprobs, prompt_logprobs=of_prompt)
+    emitted = (picked.tokens, num_picked, num_picked * picked.finite[:, 0])
+    return Outcome(*emitted, logits, torch.zeros_like(picked.tokens), slots.num_logprobs, prompt_logprobs=of_prompt)
 
 
 def read_prompt(r: Round, slots: Slots, positions: Tensor, hidden: Tensor, asked: PromptRows) -> Logprobs:
@@ -183,10 +188,9 @@ def check_tree(layout: RoundLayout, tree: Tree, batch: int) -> None:
 
 def commit(r: Round, slots: Slots, path: Path, count_tokens: bool) -> None:
     """The path's rows go to positions n .. n + length - 1, in order, and the slots move on to the new root."""
-    table = slots.table
-    before = Before(slots.index, slots.prefix_len, slots.page_table)
-    after = After(table.history, table.prefix_len, table.root, table.counts if count_tokens else None)
-    copies = advance(before, after, path.rows, path.length, path.tokens, r.layout.num_draft_tokens, r.pages.page_size)
+    nodes = NodeRows(path.rows, r.layout.num_draft_tokens)
+    copies = advance(slots, path.length, path.tokens, count_tokens, nodes).copies
+    assert copies is not None
     r.pages.commit(r.staging, copies.source.flatten(), copies.destination.flatten())
 
 

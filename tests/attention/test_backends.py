@@ -6,8 +6,8 @@ import torch
 
 from espalier.attention import BACKENDS, Nodes, Prefix, backend, default_backend
 from espalier.attention.base import Support
-from espalier.cache.geometry import LayerGeometry
-from espalier.cache.kv import Pages
+from espalier.cache.kv import PagedKV
+from espalier.cache.layer_spec import KVHeads, LatentKV, LayerSpec, RecurrentState
 from espalier.errors import EspalierError
 from espalier.kernels.ancestors import pack
 from espalier.layout import RoundLayout
@@ -16,24 +16,24 @@ from espalier.layout import RoundLayout
 TOLERANCE = 1e-12
 CPU = torch.device("cpu")
 GEOMETRY = (
-    LayerGeometry(heads=4, kv_heads=2, k_size=6, v_size=6),
-    LayerGeometry(heads=4, kv_heads=4, k_size=6, v_size=3),
-    LayerGeometry(heads=3, kv_heads=1, k_size=5, v_size=7, window=4, scale=0.2),
+    LayerSpec(4, KVHeads(2, 6, 6)),
+    LayerSpec(4, KVHeads(4, 6, 3)),
+    LayerSpec(3, KVHeads(1, 5, 7), window=4, scale=0.2),
+    LayerSpec(4, LatentKV(6, 4)),
 )
 ON_CPU = [name for name, made in BACKENDS.items() if "cpu" in made.support.devices]
 backends = pytest.mark.parametrize("name", ON_CPU)
 
 
-def filled_pages(page_size: int, seed: int = 0) -> tuple[Pages, torch.Tensor]:
+def filled_pages(page_size: int, seed: int = 0) -> tuple[PagedKV, torch.Tensor]:
     """Pages full of noise (rows that nobody decided, too) and a page table of four requests in no order."""
     layout = RoundLayout(4, 2, 2, 4, page_size, 40, 0, 16)
     width = layout.table_width
-    pages = Pages(layout, 1 + 4 * width, GEOMETRY, len(GEOMETRY), torch.float64, CPU)
+    pages = PagedKV(layout, 1 + 4 * width, GEOMETRY, len(GEOMETRY), torch.float64, CPU)
     generator = torch.Generator().manual_seed(seed)
-    for stack in pages.target:
-        stack.k.normal_(generator=generator)
-        stack.v.normal_(generator=generator)
-    return pages, 1 + torch.randperm(4 * width, generator=generator).view(4, width)
+    for plane in (plane for stack in pages.target for plane in stack.planes):
+        plane.normal_(generator=generator)
+    return pages, 1 + torch.randperm(4 * width, generator=generator).view(4, width).int()
 
 
 def tree_nodes(length: torch.Tensor, queries: int, rows: int, seed: int) -> Nodes:
@@ -45,10 +45,12 @@ def tree_nodes(length: torch.Tensor, queries: int, rows: int, seed: int) -> Node
     return Nodes(positions[:, rows - queries :], positions, pack(mask[:, rows - queries :]))
 
 
-def in_words(pages: Pages, layer: int, prefix: Prefix, nodes: Nodes, q, k, v) -> torch.Tensor:
+def in_words(pages: PagedKV, layer: int, prefix: Prefix, nodes: Nodes, q, k, v) -> torch.Tensor:
     """One request, query and head at a time: gather what is seen, softmax, sum."""
     g = GEOMETRY[layer]
-    out = torch.zeros(*q.shape[:3], g.v_size, dtype=q.dtype)
+    kv_heads = g.rows.kv_heads
+    out = torch.zeros(*q.shape[:3], g.rows.v_size, dtype=q.dtype)
+    seen = nodes.seen(None)
     for b in range(q.shape[0]):
         for i in range(q.shape[1]):
             at = int(nodes.positions[b, i])
@@ -60,13 +62,13 @@ def in_words(pages: Pages, layer: int, prefix: Prefix, nodes: Nodes, q, k, v) ->
             among = [
                 r
                 for r in range(k.shape[1])
-                if nodes.mask()[b, i, r] and (g.window is None or at - int(nodes.row_positions[b, r]) < g.window)
+                if seen[b, i, r] and (g.window is None or at - int(nodes.row_positions[b, r]) < g.window)
             ]
             for h in range(g.heads):
-                head = h // (g.heads // g.kv_heads)
+                head = h // (g.heads // kv_heads)
                 keys, values = (
                     torch.cat((held[rows, head], new[b, among, head]))
-                    for held, new in zip(pages.layers[layer], (k, v), strict=True)
+                    for held, new in zip(g.rows.read(pages.layers[layer]), (k, v), strict=True)
                 )
                 out[b, i, h] = torch.softmax(keys @ q[b, i, h] * g.softmax_scale, 0) @ values
     return out
@@ -74,10 +76,11 @@ def in_words(pages: Pages, layer: int, prefix: Prefix, nodes: Nodes, q, k, v) ->
 
 def drawn(layer: int, batch: int, queries: int, rows: int, seed: int):
     g, generator = GEOMETRY[layer], torch.Generator().manual_seed(seed)
+    kept = g.rows
     shapes = (
-        (batch, queries, g.heads, g.k_size),
-        (batch, rows, g.kv_heads, g.k_size),
-        (batch, rows, g.kv_heads, g.v_size),
+        (batch, queries, g.heads, kept.k_size),
+        (batch, rows, kept.kv_heads, kept.k_size),
+        (batch, rows, kept.kv_heads, kept.v_size),
     )
     return tuple(torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
 
@@ -143,9 +146,7 @@ def test_bfloat16_is_close_and_keeps_its_dtype():
     nodes = tree_nodes(prefix.length, 3, 3, seed=1)
     exact = [drawn(0, 4, 3, 3, seed=3)]
     expected = in_words(pages, 0, prefix, nodes, *exact[0])
-    for stack in pages.target:
-        stack.k, stack.v = stack.k.bfloat16(), stack.v.bfloat16()
-    pages.layers = {layer: (s.k[i], s.v[i]) for s in pages.target for i, layer in enumerate(s.layers)}
+    pages.layers = {layer: tuple(p.bfloat16() for p in planes) for layer, planes in pages.layers.items()}
     for name in ON_CPU:
         out = backend(name).plan(pages, GEOMETRY, prefix, nodes).attend(0, *(value.bfloat16() for value in exact[0]))
         assert out.dtype == torch.bfloat16
@@ -158,7 +159,11 @@ def test_an_unknown_backend_is_refused_by_name():
         backend("flash")
 
 
-NOTHING = Support("picky", ("cuda",), (torch.bfloat16,), sliding_window=False, different_v_size=False, max_page_size=64)
+NOTHING = Support("picky", ("cuda",), (torch.bfloat16,), left_bound=False, page_sizes=(16, 64))
+
+
+WINDOWED = LayerSpec(4, KVHeads(2, 6, 6), window=4)
+RECURRENT = RecurrentState((("state", (2, 3)),), (("inputs", (3,)),))
 
 
 @pytest.mark.parametrize(
@@ -166,19 +171,29 @@ NOTHING = Support("picky", ("cuda",), (torch.bfloat16,), sliding_window=False, d
     [
         ("cpu", torch.bfloat16, 16, GEOMETRY[:1], "device=cpu; it supports devices cuda"),
         ("cuda", torch.float64, 16, GEOMETRY[:1], "dtype=float64; it supports dtypes bfloat16"),
-        ("cuda", torch.bfloat16, 128, GEOMETRY[:1], "page_size=128; it supports page_size up to 64"),
+        ("cuda", torch.bfloat16, 128, GEOMETRY[:1], "page_size=128; it supports page_size 16, 64"),
         ("cuda", torch.bfloat16, 16, GEOMETRY[1:2], "k and v heads of different sizes"),
-        ("cuda", torch.bfloat16, 16, GEOMETRY, "a sliding window"),
+        ("cuda", torch.bfloat16, 16, (*GEOMETRY[:1], WINDOWED), "a sliding window"),
+        (
+            "cuda",
+            torch.bfloat16,
+            16,
+            GEOMETRY[3:],
+            "layers that keep a latent row; it supports layers that",
+        ),
+        ("cuda", torch.bfloat16, 16, [LayerSpec(1, RECURRENT)], "layers that keep a recurrent state; it supports"),
     ],
 )
 def test_support_refuses_by_name(device, dtype, page_size, geometry, value):
     with pytest.raises(EspalierError, match=f"attention=picky does not support {value}"):
         NOTHING.require(device, dtype, page_size, geometry)
     NOTHING.require("cuda", torch.bfloat16, 64, GEOMETRY[:1])
+    with pytest.raises(EspalierError, match="does not support a prefix whose first rows do not exist"):
+        NOTHING.require("cuda", torch.bfloat16, 64, GEOMETRY[:1], left_bound=True)
 
 
 def test_heads_too_large_for_a_backend_are_refused():
-    wide = [LayerGeometry(heads=2, kv_heads=2, k_size=64, v_size=512)]
+    wide = [LayerSpec(2, KVHeads(2, 64, 512))]
     with pytest.raises(EspalierError, match="does not support heads of size 512; it supports sizes up to 256"):
         backend("triton").support.require("cuda", torch.bfloat16, 16, wide)
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from espalier.attention import Nodes, Prefix, backend, triton
-from espalier.cache.geometry import LayerGeometry
-from espalier.cache.kv import Pages
+from espalier.cache.kv import PagedKV
+from espalier.cache.layer_spec import KVHeads, LatentKV, LayerSpec
 from espalier.kernels.ancestors import pack
 from espalier.kernels.straight import straight_reference
 from espalier.kernels.tree_attention import tree_attention_triton
@@ -16,24 +16,24 @@ from espalier.layout import RoundLayout
 # float32 (IEEE): a few roundings of sums of terms of size one.
 TOLERANCE = 2e-5
 GEOMETRY = (
-    LayerGeometry(heads=4, kv_heads=2, k_size=8, v_size=8),
-    LayerGeometry(heads=4, kv_heads=4, k_size=6, v_size=3),
-    LayerGeometry(heads=3, kv_heads=1, k_size=5, v_size=7, window=4, scale=0.2),
-    LayerGeometry(heads=4, kv_heads=2, k_size=8, v_size=8),
-    LayerGeometry(heads=3, kv_heads=1, k_size=5, v_size=7, window=150),
+    LayerSpec(4, KVHeads(2, 8, 8)),
+    LayerSpec(4, KVHeads(4, 6, 3)),
+    LayerSpec(3, KVHeads(1, 5, 7), window=4, scale=0.2),
+    LayerSpec(4, KVHeads(2, 8, 8)),
+    LayerSpec(3, KVHeads(1, 5, 7), window=150),
+    LayerSpec(3, LatentKV(8, 5)),
 )
 LENGTHS = [17, 1, 300, 0]
 
 
-def pages_in(dtype: torch.dtype, device: torch.device, page_size: int = 16) -> tuple[Pages, torch.Tensor]:
+def pages_in(dtype: torch.dtype, device: torch.device, page_size: int = 16) -> tuple[PagedKV, torch.Tensor]:
     """Pages full of noise and a page table in no order; the same values in every dtype."""
     layout = RoundLayout(4, 2, 2, 4, page_size, 400, 0, 16)
-    pages = Pages(layout, 1 + 4 * layout.table_width, GEOMETRY, len(GEOMETRY), dtype, device)
+    pages = PagedKV(layout, 1 + 4 * layout.table_width, GEOMETRY, len(GEOMETRY), dtype, device)
     generator = torch.Generator().manual_seed(0)
-    for stack in pages.target:
-        stack.k.copy_(torch.randn(stack.k.shape, generator=generator))
-        stack.v.copy_(torch.randn(stack.v.shape, generator=generator))
-    table = 1 + torch.randperm(4 * layout.table_width, generator=generator).view(4, -1)
+    for plane in (plane for stack in pages.target for plane in stack.planes):
+        plane.copy_(torch.randn(plane.shape, generator=generator))
+    table = 1 + torch.randperm(4 * layout.table_width, generator=generator).view(4, -1).int()
     return pages, table.to(device)
 
 
@@ -44,9 +44,10 @@ def tree(length: torch.Tensor, queries: int, rows: int) -> Nodes:
     return Nodes(positions[:, rows - queries :], positions, pack(mask[:, rows - queries :]).to(length.device))
 
 
-def drawn(g: LayerGeometry, queries: int, rows: int) -> list[torch.Tensor]:
+def drawn(g: LayerSpec, queries: int, rows: int) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(7)
-    shapes = (queries, g.heads, g.k_size), (rows, g.kv_heads, g.k_size), (rows, g.kv_heads, g.v_size)
+    kept = g.rows
+    shapes = (queries, g.heads, kept.k_size), (rows, kept.kv_heads, kept.k_size), (rows, kept.kv_heads, kept.v_size)
     return [torch.randn(4, *shape, generator=generator) for shape in shapes]
 
 
@@ -105,7 +106,7 @@ def test_blocks_are_counted_once_for_a_prefix(kernel_device, monkeypatch):
     """Where a launch asks: for all layers that read the same ranges, of the prefix's own table, and never twice."""
     length = torch.tensor(LENGTHS, device=kernel_device)
     pages, _ = pages_in(torch.float32, kernel_device)
-    table = 1 + torch.arange(4 * pages.layout.table_width, device=kernel_device).view(4, -1)
+    table = 1 + torch.arange(4 * pages.layout.table_width, device=kernel_device, dtype=torch.int32).view(4, -1)
     given = []
 
     def seen(*args, **how):
@@ -133,13 +134,12 @@ def test_blocks_are_counted_once_for_a_prefix(kernel_device, monkeypatch):
 @pytest.mark.gpu
 def test_a_replay_counts_anew_what_stands_side_by_side(kernel_device):
     """Rows that were in order when a pass was captured, and are not when it is replayed."""
-    geometry = [LayerGeometry(heads=32, kv_heads=8, k_size=128, v_size=128)]
+    geometry = [LayerSpec(32, KVHeads(8, 128, 128))]
     layout = RoundLayout(4, 5, 8, 64, 16, 1000, 0, 256)
-    pages = Pages(layout, 1 + 4 * layout.table_width, geometry, 1, torch.bfloat16, kernel_device)
-    for stack in pages.target:
-        stack.k.normal_()
-        stack.v.normal_()
-    in_order = 1 + torch.arange(4 * layout.table_width, device=kernel_device).view(4, -1)
+    pages = PagedKV(layout, 1 + 4 * layout.table_width, geometry, 1, torch.bfloat16, kernel_device)
+    for plane in pages.target[0].planes:
+        plane.normal_()
+    in_order = 1 + torch.arange(4 * layout.table_width, device=kernel_device, dtype=torch.int32).view(4, -1)
     table, length = in_order.clone(), torch.tensor([900, 1, 640, 63], device=kernel_device)
     q, k, v = (torch.randn(4, 64, heads, 128, device=kernel_device, dtype=torch.bfloat16) for heads in (32, 8, 8))
     nodes = tree(length, 64, 64)

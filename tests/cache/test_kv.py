@@ -1,39 +1,39 @@
-"""Pages, staging and commit: where rows go, for any page size and for layers of different shapes."""
+"""PagedKV, staging and commit: where rows go, for any page size and for layers of different shapes."""
 
 import pytest
 import torch
 
-from espalier.cache.geometry import LayerGeometry
-from espalier.cache.kv import Pages, Staging, bytes_per_token
+from espalier.cache.kv import PagedKV, StagedKV, bytes_per_token
+from espalier.cache.layer_spec import KVHeads, LayerSpec
 from espalier.errors import EspalierError
 from espalier.layout import DUMMY_ROW, RoundLayout
 
 CPU = torch.device("cpu")
 # Two layers of one shape with another between them, then a draft of a third.
 GEOMETRY = (
-    LayerGeometry(heads=4, kv_heads=2, k_size=4, v_size=4),
-    LayerGeometry(heads=2, kv_heads=1, k_size=6, v_size=3),
-    LayerGeometry(heads=4, kv_heads=2, k_size=4, v_size=4, window=8),
-    LayerGeometry(heads=1, kv_heads=1, k_size=2, v_size=5),
+    LayerSpec(4, KVHeads(2, 4, 4)),
+    LayerSpec(2, KVHeads(1, 6, 3)),
+    LayerSpec(4, KVHeads(2, 4, 4), window=8),
+    LayerSpec(1, KVHeads(1, 2, 5)),
 )
 TARGET_LAYERS = 3
 PAGE_SIZES = [1, 2, 3, 16, 64, 256, 512]
 
 
-def made(page_size: int, num_pages: int | None = None) -> tuple[RoundLayout, Pages, Staging]:
+def made(page_size: int, num_pages: int | None = None) -> tuple[RoundLayout, PagedKV, StagedKV]:
     layout = RoundLayout(2, 3, 2, 8, page_size, 600, 1, 32)
-    pages = Pages(layout, num_pages or 1 + 2 * layout.table_width, GEOMETRY, TARGET_LAYERS, torch.float64, CPU)
-    return layout, pages, Staging(GEOMETRY, range(TARGET_LAYERS), layout.verify_rows, torch.float64, CPU)
+    pages = PagedKV(layout, num_pages or 1 + 2 * layout.table_width, GEOMETRY, TARGET_LAYERS, torch.float64, CPU)
+    return layout, pages, StagedKV(GEOMETRY, range(TARGET_LAYERS), layout.verify_rows, torch.float64, CPU)
 
 
-def shuffled_table(layout: RoundLayout, pages: Pages, seed: int = 0) -> torch.Tensor:
+def shuffled_table(layout: RoundLayout, pages: PagedKV, seed: int = 0) -> torch.Tensor:
     """[2, table_width]: every page but the dummy, in no order."""
     order = 1 + torch.randperm(pages.num_pages - 1, generator=torch.Generator().manual_seed(seed))
-    return order[: 2 * layout.table_width].view(2, -1)
+    return order[: 2 * layout.table_width].view(2, -1).int()
 
 
 def stage(
-    staging: Staging, layer: int, k: torch.Tensor, v: torch.Tensor, width: int, at: int
+    staging: StagedKV, layer: int, k: torch.Tensor, v: torch.Tensor, width: int, at: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Put k, v [B, Q, ...] where a pass puts them; all that is staged so far."""
     places = staging.places(k[..., 0, 0], width, at)
@@ -48,13 +48,14 @@ def test_layers_of_one_shape_share_a_stack():
     assert [stack.layers for stack in pages.draft] == [(3,)]
     for layer, g in enumerate(GEOMETRY):
         k, v = pages.layers[layer]
-        assert k.shape[1:] == (g.kv_heads, g.k_size) and v.shape[1:] == (g.kv_heads, g.v_size)
+        kept = g.rows
+        assert k.shape[1:] == (kept.kv_heads, kept.k_size) and v.shape[1:] == (kept.kv_heads, kept.v_size)
 
 
 def test_bytes_of_a_token_are_summed_over_layers():
     assert bytes_per_token(GEOMETRY, torch.bfloat16) == 2 * (16 + 9 + 16 + 7)
     _, pages, _ = made(16)
-    held = sum(buffer.nbytes for stack in pages.target + pages.draft for buffer in (stack.k, stack.v))
+    held = sum(buffer.nbytes for stack in pages.target + pages.draft for buffer in stack.planes)
     assert held == bytes_per_token(GEOMETRY, torch.float64) * pages.num_pages * 16
 
 
@@ -67,7 +68,7 @@ def test_a_position_is_a_row_of_its_page(page_size):
     for b in range(2):
         expected = [int(table[b, p // page_size]) * page_size + p % page_size for p in positions[b].tolist()]
         assert rows[b].tolist() == expected
-    kept = pages.rows_where(table, positions, positions < 64)
+    kept = pages.rows(table, positions, positions < 64)
     assert torch.equal(kept, torch.where(positions < 64, rows, DUMMY_ROW))
 
 
@@ -78,7 +79,7 @@ def test_a_commit_copies_staged_rows_in_order_and_nothing_else(page_size):
     generator = torch.Generator().manual_seed(page_size)
     staged = {}
     for layer in range(TARGET_LAYERS):
-        g = GEOMETRY[layer]
+        g = GEOMETRY[layer].rows
         k = torch.randn(2, width, g.kv_heads, g.k_size, generator=generator, dtype=torch.float64)
         v = torch.randn(2, width, g.kv_heads, g.v_size, generator=generator, dtype=torch.float64)
         stage(staging, layer, k, v, width, at=0)
@@ -87,7 +88,7 @@ def test_a_commit_copies_staged_rows_in_order_and_nothing_else(page_size):
     source = torch.tensor([0, 3, 6, width + 0, 0, 0])
     edge = 2 * page_size - 1 if page_size > 1 else 5
     positions = torch.tensor([[edge, edge + 1, edge + 2], [7, 8, 9]])
-    rows = pages.rows_where(table, positions, torch.tensor([[True, True, True], [True, False, False]]))
+    rows = pages.rows(table, positions, torch.tensor([[True, True, True], [True, False, False]]))
     pages.commit(staging, source, rows.flatten())
     for layer in range(TARGET_LAYERS):
         for buffer, value in zip(pages.layers[layer], staged[layer], strict=True):
@@ -95,8 +96,7 @@ def test_a_commit_copies_staged_rows_in_order_and_nothing_else(page_size):
             for place, (b, node) in zip(rows.flatten().tolist()[:4], [(0, 0), (0, 3), (0, 6), (1, 0)], strict=True):
                 expected[place] = value[b, node]
             assert torch.equal(buffer, expected)
-    for stack in pages.draft:
-        assert not stack.k.any() and not stack.v.any()
+    assert not any(plane.any() for stack in pages.draft for plane in stack.planes)
 
 
 def test_staging_hands_back_all_rows_so_far():

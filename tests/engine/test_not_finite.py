@@ -95,9 +95,8 @@ def nothing_broken_is_cached(engine: Engine) -> None:
         for stacks, first in ((pages.target, 0), (pages.draft, int(begins))):
             # The draft's row of a sequence's first token does not exist: there the last owner's stands.
             rows = slice(page * pages.page_size + first, (page + 1) * pages.page_size)
-            for stack in stacks:
-                assert stack.k[:, rows].isfinite().all(), f"page {page} of the prefix tree holds NaN"
-                assert stack.v[:, rows].isfinite().all(), f"page {page} of the prefix tree holds NaN"
+            for plane in (plane for stack in stacks for plane in stack.planes):
+                assert plane[:, rows].isfinite().all(), f"page {page} of the prefix tree holds NaN"
 
 
 @each_loop

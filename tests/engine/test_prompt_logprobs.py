@@ -150,7 +150,7 @@ class TestPrefixHits:
         pages = engine.executor.round.pages
         for stack in (*pages.target, *pages.draft):
             # Whoever writes a shared row again takes this away.
-            for rows in (stack.k, stack.v):
+            for rows in stack.planes:
                 rows[:, 1:] *= 1 + 1e-13
         second, third = request(1, first.tokens, WISH), request(2, first.tokens, replace(WISH, prompt_logprobs=None))
         run_on(engine, second)

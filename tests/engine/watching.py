@@ -50,7 +50,7 @@ class SharedPages:
         pages = self.engine.executor.round.pages
         rows = slice(page * pages.page_size, (page + 1) * pages.page_size)
         stacks = pages.target + pages.draft
-        parts = [buffer[:, rows].flatten() for stack in stacks for buffer in (stack.k, stack.v)]
+        parts = [buffer[:, rows].flatten() for stack in stacks for buffer in stack.planes]
         return torch.cat(parts).numpy().tobytes()
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import espalier.engine.cuda as cuda
-from espalier.cache.kv import Pages
+from espalier.cache.kv import PagedKV
 from espalier.engine.cuda import CudaExecutor, CudaHandle, Place
 from espalier.engine.engine import Engine
 from espalier.engine.results import Results, read
@@ -164,9 +164,9 @@ def a_length_read_on_the_host(patch: Patch, executor: CudaExecutor) -> None:
 
 def a_sibling_committed(patch: Patch, executor: CudaExecutor | None) -> None:
     """What is committed is the staged row before the one that was accepted."""
-    right = Pages.commit
+    right = PagedKV.commit
     patch.setattr(
-        Pages, "commit", lambda self, staging, source, rows: right(self, staging, (source - 1).clamp(0), rows)
+        PagedKV, "commit", lambda self, staging, source, rows: right(self, staging, (source - 1).clamp(0), rows)
     )
 
 

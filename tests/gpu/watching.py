@@ -49,7 +49,9 @@ class Looked:
         torch.cuda.synchronize()
         self.round.table = on_cpu(self.inner.round.table)
         layers = self.inner.round.pages.layers.items()
-        self.round.pages = SimpleNamespace(layers={layer: (k.cpu(), v.cpu()) for layer, (k, v) in layers})
+        self.round.pages = SimpleNamespace(
+            layers={layer: tuple(plane.cpu() for plane in planes) for layer, planes in layers}
+        )
 
     def close(self) -> None:
         self.inner.close()

@@ -83,6 +83,7 @@ def draw(case: Case, device: torch.device) -> Inputs:
         rest = table[:, case.in_order :].argsort(1)
         table = 1 + torch.arange(batch * width).view(batch, width)
         table[:, case.in_order :] = table[:, case.in_order :].gather(1, rest)
+    table = table.int()
     rows = pages * case.page_size
     k, v = (torch.full((rows, case.kv_heads, size), torch.nan, dtype=dtype) for size in (case.k_size, case.v_size))
     for request, length in enumerate(case.lengths):

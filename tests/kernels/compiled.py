@@ -24,7 +24,8 @@ from espalier.kernels.units import ALL, COUNTED, NONE
 HOPPER = Chip(227 * 1024, 132, (9, 0))
 VALUES = ("q_ptr", "k_ptr", "v_ptr", "new_k_ptr", "new_v_ptr", "out_ptr")
 FLOATS = ("lse_ptr", "part_ptr", "part_lse_ptr")
-WIDE = ("table_ptr", "position_ptr", "row_position_ptr", "word_ptr")
+NARROW = ("table_ptr", "item_ptr", "start_ptr")
+WIDE = ("position_ptr", "row_position_ptr", "word_ptr")
 STRIDES = ("q_b", "q_q", "q_h", "k_row", "k_h", "v_row", "v_h", *(f"new_{x}_{d}" for x in "kv" for d in "brh"))
 
 
@@ -79,7 +80,11 @@ def compile_for_hopper(
 ):
     function = kernel.compiled
     kinds = dict.fromkeys(constants, "constexpr") | dict.fromkeys(VALUES, "*bf16") | dict.fromkeys(FLOATS, "*fp32")
-    kinds |= dict.fromkeys(WIDE, "*i64") | {"item_ptr": "*i32", "start_ptr": "*i32", "scale": "fp32"} | (more or {})
+    kinds |= (
+        dict.fromkeys(WIDE, "*i64")
+        | {"table_ptr": "*i32", "item_ptr": "*i32", "start_ptr": "*i32", "scale": "fp32"}
+        | (more or {})
+    )
     handed = [(i, name) for i, name in enumerate(function.arg_names) if name not in constants]
     aligned = [i for i, name in handed if name.endswith("_ptr") or name in STRIDES]
     made = source(

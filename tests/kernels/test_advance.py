@@ -4,90 +4,119 @@ import pytest
 import torch
 
 from espalier.errors import EspalierError
-from espalier.kernels.advance import After, Before, advance, advance_reference, advance_triton
+from espalier.kernels.advance import NodeRows, advance, advance_reference, advance_triton
+from espalier.kernels.slots import gather_reference, gather_triton
+from espalier.layout import RoundLayout
+from espalier.slots import SlotTable
 from tests.kernels.treeing import poisoned, random, same
 
 PAGE, NODES, VOCAB = 4, 9, 5
+FIELDS = ("ints", "history", "counts")
 
 
-def drawn(batch, width, seed, counted=True):
-    """A batch of distinct slots, padding by slot 0 among it; few tokens, so that a path holds one twice."""
+def drawn(batch, width, seed, device="cpu", picked_width=None):
+    """A table, a batch of distinct slots, padding by slot 0 among it, lengths up to `width` and picked tokens; few
+    tokens, so that a path holds one twice.  picked_width: of a prefill pass, by default the lengths' own."""
     generator = random(seed)
-    slots, context = batch + 3, 40
-    integers = torch.randint(0, VOCAB, (slots, 5), generator=generator)
-    index = torch.randperm(slots - 1, generator=generator)[:batch] + 1
-    length = torch.randint(1, width + 1, (batch,), generator=generator)
+    layout = RoundLayout(batch + 2, 2, 2, 4, PAGE, 40, 1, 32)
+    table = SlotTable(layout, VOCAB, {}, torch.float32, torch.device("cpu"))
+
+    def integers(low, high, *shape, dtype=torch.int64):
+        return torch.randint(low, high, shape, generator=generator).to(dtype)
+
+    n = layout.num_slots - 1
+    table.ints[1:] = integers(0, VOCAB, n, table.ints.shape[1])
+    table.prefix_len[1:] = integers(0, 40 - width - 1, n)
+    table.known_len[1:] = table.prefix_len[1:] + integers(0, width + 3, n)
+    table.commit_from[1:] = table.prefix_len[1:] + integers(-2, 3, n)
+    table.page_table[1:] = integers(1, 2**31, n, layout.table_width)
+    table.history[1:] = integers(0, VOCAB, n, layout.history_width)
+    table.counts[1:] = integers(0, 3, n, VOCAB, dtype=torch.int32)
+    index = torch.randperm(n, generator=generator)[:batch] + 1
     padding = torch.rand(batch, generator=generator) < 0.3
-    index, length = torch.where(padding, 0, index), torch.where(padding, 0, length)
-    prefix_len = torch.randint(0, context - width - 1, (batch,), generator=generator)
-    prefix_len = torch.where(padding, 0, prefix_len)
-    integers[index, 1] = prefix_len
-    before = Before(index, prefix_len, torch.randint(1, 10**12, (batch, context // PAGE), generator=generator))
-    counts = torch.randint(0, 3, (slots, VOCAB), generator=generator, dtype=torch.int32) if counted else None
-    history = torch.randint(0, VOCAB, (slots, context), generator=generator)
-    after = After(history, integers[:, 1], integers[:, 3], counts)
-    rows = torch.randint(0, NODES, (batch, width), generator=generator)
-    tokens = torch.randint(0, VOCAB, (batch, width), generator=generator)
-    return before, after, rows, length, tokens
+    index = torch.where(padding, 0, index)
+    length = torch.where(padding, 0, integers(1, width + 1, batch))
+    moved = SlotTable(layout, VOCAB, {}, torch.float32, torch.device(device))
+    for name in (*FIELDS, "page_table"):
+        getattr(moved, name).copy_(getattr(table, name))
+    picked = integers(0, VOCAB, batch, picked_width or width)
+    rows = integers(0, NODES, batch, width)
+    return moved, *(value.to(device) for value in (index, length, picked, rows))
 
 
-def copied(after, device="cpu"):
-    """On the device, prefix_len and root still columns of one table."""
-    columns = torch.stack((after.prefix_len, after.root, after.root), 1).to(device)
-    counts = None if after.counts is None else after.counts.to(device, copy=True)
-    return After(after.history.to(device, copy=True), columns[:, 0], columns[:, 1], counts)
-
-
-def advanced_in_loops(before, after, rows, length, tokens):
-    """What `after` and the copies hold, one token at a time."""
-    after = copied(after)
-    source, destination = [], []
-    for b, slot in enumerate(before.slots.tolist()):
-        n = int(before.prefix_len[b])
-        for i in range(tokens.shape[1]):
+def advanced_in_loops(table, index, length, picked, rows, counted):
+    """The table moves on one token at a time; how many were picked, source and destination of the path."""
+    width, num_picked, source, destination = picked.shape[1], [], [], []
+    for b, slot in enumerate(index.tolist()):
+        n, count = int(table.prefix_len[slot]), int(length[b])
+        num_picked.append(0)
+        for i in range(count):
+            at, choice = n + 1 + i, i - max(count - width, 0)
+            if choice >= 0 and at >= int(table.known_len[slot]):
+                table.history[slot, at] = picked[b, choice]
+                table.counts[slot, picked[b, choice]] += int(counted)
+                num_picked[-1] += 1
+            table.root[slot] = table.history[slot, at]
+            table.prefix_len[slot] = at
+        for i in range(rows.shape[1]):
             source.append(b * NODES + int(rows[b, i]))
-            row = 0
-            if i < length[b]:
-                row = int(before.page_table[b, (n + i) // PAGE]) * PAGE + (n + i) % PAGE
-                after.history[slot, n + 1 + i] = after.root[slot] = tokens[b, i]
-                after.prefix_len[slot] = n + i + 1
-                if after.counts is not None:
-                    after.counts[slot, tokens[b, i]] += 1
-            destination.append(row)
-    return after, source, destination
+            kept = i < count and n + i >= int(table.commit_from[slot])
+            page = int(table.page_table[slot, (n + i) // PAGE]) if kept else 0
+            destination.append(page * PAGE + (n + i) % PAGE if kept else 0)
+    return num_picked, source, destination
 
 
-@pytest.mark.parametrize("batch,width,counted", [(1, 1, True), (3, 1, False), (4, 4, True), (6, 5, True)])
-def test_the_reference_is_what_loops_find(batch, width, counted):
+def same_tables(table, expected):
+    for name in FIELDS:
+        assert torch.equal(getattr(table, name).cpu(), getattr(expected, name)), name
+
+
+SIZES = [(1, 1, True), (3, 1, False), (4, 4, True), (6, 5, True)]
+
+
+@pytest.mark.parametrize("batch,width,counted", SIZES)
+def test_the_reference_of_a_round_is_what_loops_find(batch, width, counted):
     for seed in range(5):
-        given = drawn(batch, width, seed, counted)
-        expected, source, destination = advanced_in_loops(*given)
-        after = copied(given[1])
-        copies = advance_reference(given[0], after, *given[2:], NODES, PAGE)
-        same_state(after, expected)
-        assert copies.source.flatten().tolist() == source and copies.destination.flatten().tolist() == destination
+        table, index, length, picked, rows = drawn(batch, width, seed)
+        by_hand = drawn(batch, width, seed)[0]
+        num_picked, source, destination = advanced_in_loops(by_hand, index, length, picked, rows, counted)
+        made = advance_reference(gather_reference(table, index), length, picked, counted, NodeRows(rows, NODES))
+        same_tables(table, by_hand)
+        assert made.num_picked.tolist() == num_picked
+        assert made.copies.source.flatten().tolist() == source
+        assert made.copies.destination.flatten().tolist() == destination
 
 
-def same_state(after, expected):
-    for name, value in expected._asdict().items():
-        assert value is None or torch.equal(getattr(after, name).cpu(), value), name
+@pytest.mark.parametrize("batch,width,counted", SIZES)
+def test_the_reference_of_a_prefill_pass_is_what_loops_find(batch, width, counted):
+    """One token is picked, the last; it counts only where it is not known."""
+    for seed in range(5):
+        table, index, length, picked, rows = drawn(batch, width, seed, picked_width=1)
+        by_hand = drawn(batch, width, seed, picked_width=1)[0]
+        num_picked, _, _ = advanced_in_loops(by_hand, index, length, picked, rows, counted)
+        made = advance_reference(gather_reference(table, index), length, picked, counted)
+        same_tables(table, by_hand)
+        assert made.copies is None and made.num_picked.tolist() == num_picked
 
 
 def check(device, batch, width, counted):
     for seed in range(3):
-        given = drawn(batch, width, seed, counted)
-        after, expected = copied(given[1], device), copied(given[1])
-        before = Before(*(value.to(device) for value in given[0]))
-        with poisoned():
-            copies = advance_triton(before, after, *(value.to(device) for value in given[2:]), NODES, PAGE)
-        same(copies, advance_reference(given[0], expected, *given[2:], NODES, PAGE))
-        same_state(after, expected)
+        for picked_width in (width, 1):
+            given, expected = (drawn(batch, width, seed, d, picked_width) for d in (device, "cpu"))
+            (table, index, length, picked, rows), (wanted, *others) = given, expected
+            has_path = picked_width == width
+            with poisoned():
+                path = NodeRows(rows, NODES) if has_path else None
+                made = advance_triton(gather_triton(table, index), length, picked, counted, path)
+            path = NodeRows(others[3], NODES) if has_path else None
+            right = advance_reference(gather_reference(wanted, others[0]), *others[1:3], counted, path)
+            assert torch.equal(made.num_picked.cpu(), right.num_picked)
+            if has_path:
+                same(made.copies, right.copies)
+            same_tables(table, wanted)
 
 
-SMALL = [(0, 3, True), (1, 1, True), (3, 2, False), (4, 5, True)]
-
-
-@pytest.mark.parametrize("batch,width,counted", SMALL)
+@pytest.mark.parametrize("batch,width,counted", [(0, 3, True), (1, 1, True), (3, 2, False), (4, 5, True)])
 def test_kernel_is_the_reference(kernel_device, batch, width, counted):
     check(kernel_device, batch, width, counted)
 
@@ -99,15 +128,17 @@ def test_kernel_is_the_reference_at_size(kernel_device, batch, width, counted):
 
 
 def test_sizes_that_disagree_are_refused(kernel_device):
-    before, after, rows, length, tokens = drawn(2, 3, 0)
-    before, after = Before(*(value.to(kernel_device) for value in before)), copied(after, kernel_device)
-    moved = (value.to(kernel_device) for value in (rows[:, 1:], length, tokens))
+    table, index, length, picked, rows = drawn(2, 3, 0, kernel_device)
+    slots = gather_triton(table, index)
     with pytest.raises(EspalierError, match="advance: rows"):
-        advance_triton(before, after, *moved, NODES, PAGE)
+        advance_triton(slots, length, picked, True, NodeRows(rows[:, 1:], NODES))
+    with pytest.raises(EspalierError, match="advance: length"):
+        advance_triton(slots, length[1:], picked, True)
 
 
 def test_a_cpu_needs_no_kernel():
-    before, after, *given = drawn(3, 3, 1)
-    expected = copied(after)
-    same(advance(before, after, *given, NODES, PAGE), advance_reference(before, expected, *given, NODES, PAGE))
-    same_state(after, expected)
+    (table, index, *given, rows), (wanted, *_) = drawn(3, 3, 1), drawn(3, 3, 1)
+    made = advance(gather_reference(table, index), *given, True, NodeRows(rows, NODES))
+    right = advance_reference(gather_reference(wanted, index), *given, True, NodeRows(rows, NODES))
+    same(made.copies, right.copies)
+    same_tables(table, wanted)

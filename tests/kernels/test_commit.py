@@ -47,6 +47,19 @@ def test_a_program_for_several_layers(layers, kernel_device, monkeypatch):
 
 
 @both
+@pytest.mark.parametrize("sizes", [(24,), (4, 6, 3)], ids=["one", "three"])
+def test_any_number_of_planes(make, sizes, kernel_device):
+    staged = stacks(2, 6, 1, sizes, torch.float32, kernel_device, 1)
+    committed = stacks(2, 9, 1, sizes, torch.float32, kernel_device, 2)
+    expected = [value.clone() for value in committed]
+    for src, dst in zip(staged, expected, strict=True):
+        dst[:, 7], dst[:, 2] = src[:, 1], src[:, 5]
+    source, rows = (torch.tensor(at, device=kernel_device) for at in ([1, 0, 5], [7, 0, 2]))
+    make(staged, committed, source, rows)
+    assert all(torch.equal(a, b) for a, b in zip(committed, expected, strict=True))
+
+
+@both
 def test_not_a_number_does_not_reach_the_dummys_row(make, kernel_device):
     staged, committed = (torch.full((2, 3, 1, 4), torch.nan, device=kernel_device) for _ in range(2))
     committed[:, 0] = 0

@@ -44,7 +44,7 @@ class Chain:
         for out, down in ((SPLIT, SLOW), (SLOW, SPLIT)):
             # In the first layer what was stored goes on, in the second what was turned in place.
             qkv = linear_parts_triton(normed, self.weight["qkv"], None, out).unflatten(-1, (-1, SIZE))
-            q, _, _ = rotate_and_store_triton(qkv, self.turn, self.rows, *self.kept, dummy=False)
+            q, _, _ = rotate_and_store_triton(qkv, self.turn, self.rows, *self.kept)
             heads = self.kept.transpose(0, 1).flatten(1).repeat(1, 2) if out is SPLIT else q.flatten(1)
             attended = linear_parts_triton(heads, self.weight["out"], None, out)
             x, normed = add_rms_norm_triton(attended, x, self.norm, 1e-5)
@@ -72,7 +72,7 @@ class Attended:
         self.kept = torch.zeros(2, rows, KV_HEADS, SIZE, device=device, dtype=torch.bfloat16)
         length = torch.tensor([700], device=device)
         pages = -(-700 // self.page_size)
-        table = 1 + torch.arange(pages, device=device)[None]
+        table = 1 + torch.arange(pages, device=device, dtype=torch.int32)[None]
         pool = drawn(2, (1 + pages) * self.page_size, KV_HEADS, SIZE)
         self.committed = Committed(*pool, table, length, self.page_size)
         # At 64 rows enough for two groups of warps.
@@ -93,7 +93,7 @@ class Attended:
 
     def _stored(self, layer: int, rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         qkv = linear_parts_triton(self.x, self.weight[layer], None, SLOW).unflatten(-1, (-1, SIZE))
-        return rotate_and_store_triton(qkv, self.turn, rows, k, v, dummy=False)[0]
+        return rotate_and_store_triton(qkv, self.turn, rows, k, v)[0]
 
 
 class AttendedOnSmallPages(Attended):

@@ -5,8 +5,7 @@ import math
 import pytest
 import torch
 
-from espalier.kernels.ancestors import among_nodes
-from espalier.kernels.merge import merge
+from espalier.kernels.merge import merge, merge_reference, merge_triton
 from espalier.kernels.softmax import masked_attention
 
 # float64: a few roundings of sums of about ten terms of size one.
@@ -50,7 +49,7 @@ def test_reference_attention_in_loops(kv_heads):
 def test_a_query_that_sees_nothing_gives_zeros_and_minus_infinity():
     q, k, v, mask = drawn()
     mask[1] = False
-    out, lse = among_nodes(q, k, v, mask, SCALE)
+    out, lse = masked_attention(q, k, v, mask, SCALE)
     assert (out[1] == 0).all() and (lse[1] == -torch.inf).all()
     out, lse = masked_attention(q, k[:, :0], v[:, :0], mask[..., :0], SCALE)
     assert (out == 0).all() and (lse == -torch.inf).all()
@@ -76,6 +75,27 @@ def test_merged_parts_are_the_union(cut, sink):
         # A sink is one more key, of value zero: it takes its share of the weight.
         out = out * torch.sigmoid(lse - logits).nan_to_num(0)[..., None]
     assert torch.allclose(merge(first, second, logits), out, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("sink", [False, True])
+@pytest.mark.parametrize("rows", [0, 1, 7])
+def test_the_kernel_is_the_reference(kernel_device, rows, sink, dtype):
+    """Where neither part, one of them, or both saw something."""
+    generator = torch.Generator().manual_seed(rows)
+    exact = torch.promote_types(dtype, torch.float32)
+    parts = []
+    for hidden in (1, 2):
+        lse = torch.randn(rows, 3, generator=generator).to(exact)
+        lse.view(-1)[:: hidden + 1] = -torch.inf
+        parts.append((torch.randn(rows, 3, 5, generator=generator).to(dtype), lse))
+    logits = torch.tensor([0.3, -1.0, -torch.inf], dtype=exact) if sink else None
+    on_device = [tuple(value.to(kernel_device) for value in part) for part in parts]
+    made = merge_triton(*on_device, None if logits is None else logits.to(kernel_device)).cpu()
+    right = merge_reference(*parts, logits)
+    assert made.dtype == right.dtype and made.isfinite().all()
+    tolerance = 4 * torch.finfo(dtype).eps
+    assert torch.allclose(made.double(), right.double(), rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("sink", [None, torch.zeros(4)])

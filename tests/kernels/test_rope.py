@@ -22,9 +22,11 @@ def drawn(*shape: int, seed: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def turn_of(rows: int, size: int, normed: bool, dtype: torch.dtype, device: torch.device) -> Turn:
+def turn_of(
+    rows: int, size: int, normed: bool, dtype: torch.dtype, device: torch.device, rotary: int | None = None
+) -> Turn:
     exact = torch.promote_types(dtype, torch.float32)
-    angle = 50 * drawn(rows, size // 2, seed=1)
+    angle = 50 * drawn(rows, (rotary or size) // 2, seed=1)
     cos, sin = angle.cos(), angle.sin()
     cos, sin = (torch.cat(pair, 1).to(exact).to(device) for pair in ((cos, cos), (-sin, sin)))
     norms = [(1 + 0.2 * drawn(size, seed=seed)).to(dtype).to(device) if normed else None for seed in (2, 3)]
@@ -35,14 +37,15 @@ def plainly(qkv: torch.Tensor, turn: Turn, kv_heads: int) -> list[torch.Tensor]:
     """q, k, v in float64; norms are rounded to the dtype, as a layer of their own would round them."""
     heads = qkv.shape[1] - 2 * kv_heads
     parts = list(qkv.double().split((heads, kv_heads, kv_heads), 1))
-    half = qkv.shape[2] // 2
+    rotary = turn.cos.shape[1]
     for i, norm in enumerate((turn.q_norm, turn.k_norm)):
         x = parts[i]
         if norm is not None:
             x = x / (x.pow(2).mean(-1, keepdim=True) + turn.eps).sqrt() * norm.double()
             x = x.to(qkv.dtype).double()
         cos, sin = turn.cos.double()[:, None], turn.sin.double()[:, None]
-        parts[i] = x * cos + torch.cat((x[..., half:], x[..., :half]), -1) * sin
+        turned, rest = x[..., :rotary], x[..., rotary:]
+        parts[i] = torch.cat((turned * cos + turned.roll(rotary // 2, -1) * sin, rest), -1)
     return parts
 
 
@@ -50,16 +53,19 @@ def plainly(qkv: torch.Tensor, turn: Turn, kv_heads: int) -> list[torch.Tensor]:
 @dtypes
 @pytest.mark.parametrize("normed", [False, True], ids=["plain", "normed"])
 @pytest.mark.parametrize("make", [rotate_and_store_triton, rotate_and_store_reference])
-def test_heads_turn_and_rows_arrive(shape, dtype, normed, make, kernel_device):
+@pytest.mark.parametrize("share", [1, 2], ids=["whole", "partial"])
+def test_heads_turn_and_rows_arrive(shape, dtype, normed, make, share, kernel_device):
     rows, heads, kv_heads, size = shape
     qkv = drawn(rows, heads + 2 * kv_heads, size, seed=4).to(dtype).to(kernel_device)
-    turn = turn_of(rows, size, normed, dtype, kernel_device)
+    # Of 10 values of a head 6 are rotated, where not all are.
+    rotary = size if share == 1 else -(-size // 4) * 2
+    turn = turn_of(rows, size, normed, dtype, kernel_device, rotary)
     expected = plainly(qkv, turn, kv_heads)
     places = torch.randperm(2 * rows + 3, generator=torch.Generator().manual_seed(5))[:rows].to(kernel_device)
     k_buffer, v_buffer = (
         torch.full((2 * rows + 3, kv_heads, size), torch.nan, dtype=dtype, device=kernel_device) for _ in range(2)
     )
-    out = make(qkv, turn, places, k_buffer, v_buffer, False)
+    out = make(qkv, turn, places, k_buffer, v_buffer)
     # One rounding, two with norms, whose rounding may go the other way.
     tolerance = {"rtol": 4 * torch.finfo(dtype).eps, "atol": (32 if normed else 4) * torch.finfo(dtype).eps}
     for value, exact in zip(out, expected, strict=True):
@@ -76,18 +82,20 @@ def test_heads_turn_and_rows_arrive(shape, dtype, normed, make, kernel_device):
 @pytest.mark.parametrize("normed", [False, True], ids=["plain", "normed"])
 @pytest.mark.parametrize("parts", [1, 4])
 @pytest.mark.parametrize("make", [rotate_and_store_triton, rotate_and_store_reference])
-def test_parts_are_summed_in_order_and_rounded_before_they_turn(shape, normed, parts, make, kernel_device):
+@pytest.mark.parametrize("share", [1, 2], ids=["whole", "partial"])
+def test_parts_are_summed_in_order_and_rounded_before_they_turn(shape, normed, parts, make, share, kernel_device):
     rows, heads, kv_heads, size = shape
+    rotary = size if share == 1 else -(-size // 4) * 2
     dtype = torch.bfloat16 if kernel_device.type == "cuda" else torch.float16
     qkv = drawn(parts, rows, heads + 2 * kv_heads, size, seed=4).float().to(kernel_device)
-    kept, turn = qkv.clone(), turn_of(rows, size, normed, dtype, kernel_device)
+    kept, turn = qkv.clone(), turn_of(rows, size, normed, dtype, kernel_device, rotary)
     whole = qkv[0].clone()
     for part in qkv[1:]:
         whole += part
     places = torch.arange(rows, device=kernel_device)
     buffers = torch.full((2, 2, rows, kv_heads, size), torch.nan, dtype=dtype, device=kernel_device)
-    ours = make(qkv, turn, places, *buffers[0], False)
-    expected = make(whole.to(dtype), turn, places, *buffers[1], False)
+    ours = make(qkv, turn, places, *buffers[0])
+    expected = make(whole.to(dtype), turn, places, *buffers[1])
     assert torch.equal(qkv, kept) and torch.equal(*buffers)
     for value, right in zip(ours, expected, strict=True):
         assert value.dtype == dtype and torch.equal(value, right)
@@ -106,23 +114,9 @@ def test_a_rows_bits_do_not_depend_on_how_many_heads_share_a_program(shape, norm
         monkeypatch.setattr(launch, "PROGRAMS_A_PROCESSOR", crowded)
         buffers = torch.zeros(2, rows, kv_heads, size, dtype=dtype, device=kernel_device)
         given = qkv.to(kernel_device, copy=True)
-        turned = rotate_and_store_triton(given if parts else given[0], turn, places, *buffers, False)
+        turned = rotate_and_store_triton(given if parts else given[0], turn, places, *buffers)
         found.append([*turned, buffers])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
-
-
-@pytest.mark.parametrize("make", [rotate_and_store_triton, rotate_and_store_reference])
-@pytest.mark.parametrize("dummy", [False, True])
-def test_the_dummys_row_gets_zeros(make, dummy, kernel_device):
-    qkv = drawn(4, 4, 8, seed=6).to(kernel_device)
-    qkv[2] = torch.nan
-    turn = turn_of(4, 8, False, torch.float64, kernel_device)
-    k_buffer, v_buffer = torch.ones(2, 9, 1, 8, dtype=torch.float64, device=kernel_device)
-    places = torch.tensor([3, 0, 0, 5] if dummy else [3, 0, 8, 5], device=kernel_device)
-    _, k, v = make(qkv, turn, places, k_buffer, v_buffer, dummy)
-    for buffer, value in ((k_buffer, k), (v_buffer, v)):
-        assert torch.equal(buffer[[3, 5]], value[[0, 3]])
-        assert torch.equal(buffer[0], torch.zeros_like(buffer[0]) if dummy else value[1])
 
 
 def test_views_are_read_and_written_where_they_stand(kernel_device):
@@ -132,7 +126,7 @@ def test_views_are_read_and_written_where_they_stand(kernel_device):
     buffers = torch.zeros(5, 2, 2, 8, dtype=torch.float64, device=kernel_device)
     places = torch.tensor([4, 1, 2], device=kernel_device)
     other = wide[:, 0].clone()
-    out = rotate_and_store_triton(qkv, turn, places, buffers[:, 0, :1], buffers[:, 1, 1:], False)
+    out = rotate_and_store_triton(qkv, turn, places, buffers[:, 0, :1], buffers[:, 1, 1:])
     for value, exact in zip(out, expected, strict=True):
         torch.testing.assert_close(value, exact)
     assert torch.equal(wide[:, 0], other) and not buffers[:, 0, 1].any() and not buffers[:, 1, 0].any()
@@ -153,7 +147,7 @@ def test_what_does_not_fit_is_refused(kernel_device):
         (qkv.half()[None], turn, rows, buffer, buffer),
     ):
         with pytest.raises(EspalierError, match="needs shape"):
-            rotate_and_store_triton(*wrong, dummy=True)
+            rotate_and_store_triton(*wrong)
 
 
 def test_values_of_a_head_that_stand_apart_are_refused(kernel_device):
@@ -169,7 +163,7 @@ def test_values_of_a_head_that_stand_apart_are_refused(kernel_device):
         (qkv, replace(turn, k_norm=torch.ones(16, device=kernel_device)[::2]), rows, buffer, buffer),
     ):
         with pytest.raises(EspalierError, match="side by side"):
-            rotate_and_store_triton(*wrong, dummy=False)
+            rotate_and_store_triton(*wrong)
 
 
 def test_heads_that_make_no_layer_are_refused(kernel_device):
@@ -181,6 +175,4 @@ def test_heads_that_make_no_layer_are_refused(kernel_device):
             turn = replace(turn, q_norm=torch.ones(size, device=kernel_device))
         buffer = torch.zeros(5, 1, size, device=kernel_device)
         with pytest.raises(EspalierError, match="needs query heads"):
-            rotate_and_store_triton(
-                torch.zeros(3, heads, size, device=kernel_device), turn, rows, buffer, buffer, dummy=False
-            )
+            rotate_and_store_triton(torch.zeros(3, heads, size, device=kernel_device), turn, rows, buffer, buffer)

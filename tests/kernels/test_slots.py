@@ -38,7 +38,7 @@ def filled(seed, layout=LAYOUT, size=HIDDEN):
     table.commit_from[1:] = integers(0, layout.max_context, n)
     table.end[1:] = table.prefix_len[1:] + integers(-1, 6, n)
     table.depth_limit[1:] = integers(0, 4, n)
-    table.page_table[1:] = integers(1, 10**12, n, layout.table_width)
+    table.page_table[1:] = integers(1, 2**31, n, layout.table_width)
     table.history[1:] = integers(0, 9, n, layout.history_width)
     table.carried["hidden"][1:] = torch.randn(n, size, generator=generator)
     return table

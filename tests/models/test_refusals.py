@@ -129,7 +129,7 @@ def test_shards(target: Path) -> None:
         save_file({name: weights[name] for name in part}, target / file)
     (target / "model.safetensors").unlink()
     tokens = torch.arange(8)[None]
-    run = lambda: load_target(target, **LOADING)(tokens, tokens, lambda layer, qkv, turn: qkv[:, :, :4]).hidden  # noqa: E731
+    run = lambda: load_target(target, **LOADING)(tokens, tokens, lambda layer, given: given.qkv[:, :, :4]).hidden  # noqa: E731
     unindexed = run()
     index = {"weight_map": {name: file for file, part in halves.items() for name in part}}
     (target / "model.safetensors.index.json").write_text(json.dumps(index))

@@ -1,15 +1,58 @@
 """Attention over one whole sequence at once, in the plainest words: the oracle for whatever keeps K/V in pieces."""
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-from espalier.cache.geometry import LayerGeometry
+from espalier.attention.staged import HeadProjections, LatentProjections, Projections
+from espalier.cache.layer_spec import KVHeads, LatentKV, LayerSpec
 from espalier.kernels.rope import Turn
 
 
-def heads_of(qkv: Tensor, turn: Turn, g: LayerGeometry) -> tuple[Tensor, Tensor, Tensor]:
+@dataclass(frozen=True)
+class Attended:
+    """What a layer's projections come to.  q [B, Q, heads, k_size], k, v [B, Q, kv_heads, size]; kept: what its planes
+    should hold, in their order."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    kept: tuple[Tensor, ...]
+
+
+def attended(projections: Projections, g: LayerSpec) -> Attended:
+    if isinstance(projections, LatentProjections):
+        assert isinstance(g.keeps, LatentKV)
+        q, latent = latent_of(projections)
+        return Attended(q, latent, latent[..., : g.keeps.v_size], (latent,))
+    assert isinstance(projections, HeadProjections)
+    q, k, v = heads_of(projections.qkv, projections.turn, g)
+    return Attended(q, k, v, (k, v))
+
+
+def latent_of(projections: LatentProjections) -> tuple[Tensor, Tensor]:
+    """q [B, Q, heads, size] and the latent row [B, Q, 1, size]: its first part normed, its last rotated, as in q."""
+    turn, latent = projections.turn, projections.latent
+    rotary = turn.cos.shape[1]
+    sizes = (latent.shape[3] - rotary, rotary)
+    cos, sin = (table.view(*latent.shape[:2], 1, rotary) for table in (turn.cos, turn.sin))
+
+    def turned(x: Tensor) -> Tensor:
+        content, rope = x.split(sizes, 3)
+        return torch.cat((content, rope * cos + rope.roll(rotary // 2, -1) * sin), 3)
+
+    if turn.norm is not None:
+        content, rope = latent.split(sizes, 3)
+        content = content / (content.pow(2).mean(-1, keepdim=True) + turn.eps).sqrt() * turn.norm
+        latent = torch.cat((content, rope), 3)
+    return turned(projections.q), turned(latent)
+
+
+def heads_of(qkv: Tensor, turn: Turn, g: LayerSpec) -> tuple[Tensor, Tensor, Tensor]:
     """q, k, v [B, Q, heads, size] of a layer's projections, in their dtype, q and k normed and rotated."""
-    q, k, v = qkv.split((g.heads, g.kv_heads, g.kv_heads), 2)
+    assert isinstance(g.keeps, KVHeads)
+    q, k, v = qkv.split((g.heads, g.keeps.kv_heads, g.keeps.kv_heads), 2)
     cos, sin = (table.view(*qkv.shape[:2], 1, qkv.shape[3]) for table in (turn.cos, turn.sin))
 
     def turned(x: Tensor, norm: Tensor | None) -> Tensor:
@@ -24,30 +67,27 @@ class DenseAttend:
     """An `attend` whose tokens see each other as a causal sequence, within each layer's window.
 
     geometry: one entry a layer.  mask: bool [B, Q, Q], true where row may see column, instead of the causal one (the
-    window then applies to the distance between columns all the same, unless apply_window is off). `keys` and `values`
-    keep what each layer was given: [B, Q, kv_heads, size].
+    window then applies to the distance between columns all the same, unless apply_window is off). `kept` holds what
+    each layer's planes should: [B, Q, heads, size].
     """
 
-    def __init__(
-        self, geometry: tuple[LayerGeometry, ...], mask: Tensor | None = None, apply_window: bool = True
-    ) -> None:
+    def __init__(self, geometry: tuple[LayerSpec, ...], mask: Tensor | None = None, apply_window: bool = True) -> None:
         self.geometry = geometry
         self.mask = mask
         self.apply_window = apply_window
-        self.keys: dict[int, Tensor] = {}
-        self.values: dict[int, Tensor] = {}
+        self.kept: dict[int, tuple[Tensor, ...]] = {}
 
-    def __call__(self, layer: int, qkv: Tensor, turn: Turn) -> Tensor:
+    def __call__(self, layer: int, projections: Projections) -> Tensor:
         layout = self.geometry[layer]
-        q, k, v = heads_of(qkv, turn, layout)
-        self.keys[layer], self.values[layer] = k, v
-        group = layout.heads // layout.kv_heads
+        own = attended(projections, layout)
+        q, k, v, self.kept[layer] = own.q, own.k, own.v, own.kept
+        group = layout.heads // k.shape[2]
         k, v = k.repeat_interleave(group, dim=2), v.repeat_interleave(group, dim=2)
         scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * layout.softmax_scale
         scores = scores.masked_fill(~self._visible(q, layout)[:, None], float("-inf"))
         return torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v)
 
-    def _visible(self, q: Tensor, layout: LayerGeometry) -> Tensor:
+    def _visible(self, q: Tensor, layout: LayerSpec) -> Tensor:
         batch, width = q.shape[:2]
         index = torch.arange(width, device=q.device)
         distance = index[:, None] - index

@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from espalier.cache.geometry import LayerGeometry
-from espalier.kernels.rope import Turn
+from espalier.attention.staged import Projections
+from espalier.cache.layer_spec import LayerSpec
 from espalier.models.base import CausalLM
 from espalier.models.draft import DraftModel
 from espalier.request import Request
-from tests.oracles.dense import DenseAttend, heads_of
+from tests.oracles.dense import DenseAttend, attended
 from tests.oracles.plain_sampling import draft_scores, plain_pick
 
 MAX_NGRAM = 4
@@ -25,13 +25,13 @@ MAX_NGRAM = 4
 class Scratch:
     """What one plain pass over `tokens` (n + 1 of them) makes of target and draft.
 
-    target: (k, v) a layer, row i under token i; logits [n + 1, V]; draft: (k, v) a layer, row i under token i + 1, and
+    target: planes a layer, row i under token i; logits [n + 1, V]; draft: planes a layer, row i under token i + 1, and
     out [n, H], the same; both empty without a draft."""
 
     tokens: tuple[int, ...]
-    target: list[tuple[Tensor, Tensor]]
+    target: list[tuple[Tensor, ...]]
     logits: Tensor
-    draft: list[tuple[Tensor, Tensor]]
+    draft: list[tuple[Tensor, ...]]
     out: Tensor
 
 
@@ -82,7 +82,7 @@ class Reference:
         row = torch.tensor([tokens])
         attend = DenseAttend(self.target.geometry)
         out = self.target(row, torch.arange(len(tokens))[None], attend)
-        layers = [(attend.keys[i][0], attend.values[i][0]) for i in range(len(self.target.geometry))]
+        layers = [tuple(plane[0] for plane in attend.kept[i]) for i in range(len(self.target.geometry))]
         logits = self.target.logits(out.hidden)[0]
         if self.draft is None:
             return Scratch(tokens, layers, logits, [], torch.empty(0))
@@ -90,7 +90,7 @@ class Reference:
         behind = DenseAttend(self.draft.geometry)
         positions = torch.arange(len(tokens) - 1)[None]
         handed_on = self.draft(row[:, 1:], self.draft.fuse(read[:, :-1]), positions, behind).hidden
-        drafted = [(behind.keys[i][0], behind.values[i][0]) for i in range(len(self.draft.geometry))]
+        drafted = [tuple(plane[0] for plane in behind.kept[i]) for i in range(len(self.draft.geometry))]
         return Scratch(tokens, layers, logits, drafted, handed_on[0])
 
     def plain(self, request: Request) -> "Plain":
@@ -147,7 +147,9 @@ class Reference:
         """A plain draft pass along the node's own path, each row reading what the row before it handed on."""
         assert self.draft is not None
         n = len(tokens) - 1
-        attend = BehindPrefix(self.draft.geometry, [(k[:n], v[:n]) for k, v in self.scratch(tokens).draft])
+        attend = BehindPrefix(
+            self.draft.geometry, [[plane[:n] for plane in planes] for planes in self.scratch(tokens).draft]
+        )
         positions = torch.arange(n, n + node.depth)[None]
         out = self.draft(torch.tensor([node.path]), parent.outs[None], positions, attend).hidden
         return Beam(node, torch.cat((parent.outs, out[0, -1:])))
@@ -205,18 +207,20 @@ class Plain:
 
 
 class BehindPrefix:
-    """An `attend` for one path [1, Q] behind K/V [n, kv_heads, size] of its prefix: dense and causal, by one mask."""
+    """An `attend` for one path [1, Q] behind planes [n, heads, size] of its prefix: dense and causal, by one mask."""
 
-    def __init__(self, geometry: tuple[LayerGeometry, ...], past: list[tuple[Tensor, Tensor]]):
+    def __init__(self, geometry: tuple[LayerSpec, ...], past: list[list[Tensor]]):
         self.geometry = geometry
         self.past = past
 
-    def __call__(self, layer: int, qkv: Tensor, turn: Turn) -> Tensor:
-        q, k, v = heads_of(qkv, turn, self.geometry[layer])
-        k, v = (torch.cat((past[None], new), 1) for past, new in zip(self.past[layer], (k, v), strict=True))
+    def __call__(self, layer: int, projections: Projections) -> Tensor:
+        own = attended(projections, self.geometry[layer])
+        q, planes = own.q, zip(self.past[layer], own.kept, strict=True)
+        held = [torch.cat((past[None], new), 1) for past, new in planes]
+        k, v = held if len(held) == 2 else (held[0], held[0][..., : own.v.shape[3]])
         behind, new = k.shape[1] - q.shape[1], q.shape[1]
         g = self.geometry[layer]
-        k, v = (value.repeat_interleave(g.heads // g.kv_heads, 2) for value in (k, v))
+        k, v = (value.repeat_interleave(g.heads // value.shape[2], 2) for value in (k, v))
         distance = torch.arange(behind, behind + new)[:, None] - torch.arange(behind + new)
         seen = (distance >= 0) & (distance < (g.window or behind + new))
         scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * g.softmax_scale

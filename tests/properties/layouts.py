@@ -29,6 +29,7 @@ AROUND: dict[str, Sequence[Any]] = {
     "overlap": (False, True),
     "window": (None, 6),
     "draft_vocab": (None, 11),
+    "keeps": ("kv", "latent"),
 }
 CORNERS: dict[str, Sequence[Any]] = {
     "page_size": (1, 512),
@@ -72,10 +73,12 @@ class Cell:
     overlap: bool = False
     window: int | None = None
     draft_vocab: int | None = None
+    keeps: str = "kv"
 
     def __str__(self) -> str:
         around = [self.algorithm, self.attention, *("overlap",) * self.overlap]
         around += [f"{name}{value}" for name in ("window", "draft_vocab") if (value := getattr(self, name))]
+        around += [self.keeps] * (self.keeps != "kv")
         tree = f"topk{self.topk}-steps{self.steps}-nodes_{self.nodes}"
         return "-".join([f"page{self.page_size}", tree, f"batch{self.batch}", *around])
 
@@ -109,6 +112,7 @@ class Cell:
             family="mistral" if self.window else "llama",
             window=self.window,
             draft_vocab=self.draft_vocab if self.algorithm == "eagle3" else None,
+            keeps=self.keeps,
         )
 
     @property
@@ -203,14 +207,16 @@ def is_refused(cell: Cell) -> bool:
 
 
 @lru_cache
-def reference(family: str, seed: int, window: int | None, draft_vocab: int | None, speculative: bool) -> Reference:
+def reference(
+    family: str, seed: int, window: int | None, draft_vocab: int | None, speculative: bool, keeps: str
+) -> Reference:
     """The oracle over the models of a setup, kept for the process: what it has decoded plainly is the same in every
     layout."""
-    setup = Setup(
-        family=family, seed=seed, window=window, draft_vocab=draft_vocab, algorithm="eagle3" if speculative else "none"
-    )
+    algorithm = "eagle3" if speculative else "none"
+    setup = Setup(family=family, seed=seed, window=window, draft_vocab=draft_vocab, algorithm=algorithm, keeps=keeps)
     return Reference(*setup.models())
 
 
 def reference_of(setup: Setup) -> Reference:
-    return reference(setup.family, setup.seed, setup.window, setup.draft_vocab, setup.algorithm == "eagle3")
+    is_drafted = setup.algorithm == "eagle3"
+    return reference(setup.family, setup.seed, setup.window, setup.draft_vocab, is_drafted, setup.keeps)

@@ -156,13 +156,12 @@ class Watch:
         assert len(layers) == len(held), f"{len(layers)} layers stand in pages, {len(held)} are due"
         for layer, (first, end, expected) in enumerate(held):
             rows = self.rows(slot, first, end)
-            for what, buffer, value in zip("kv", layers[layer], expected, strict=True):
+            for plane, (buffer, value) in enumerate(zip(layers[layer], expected, strict=True)):
+                what = f"plane {plane} of layer {layer}"
                 error = row_error(buffer[rows], value[: end - first])
-                assert error < self.exact, (
-                    f"{what} of layer {layer}, rows {first} to {end - 1}: off by {error:.2g} of a row"
-                )
-                assert buffer[others[first]].isnan().all(), f"{what} of layer {layer} holds rows that nobody decided"
-                assert not buffer[: self.engine.layout.page_size].any(), f"{what} of layer {layer}: the dummy page"
+                assert error < self.exact, f"{what}, rows {first} to {end - 1}: off by {error:.2g} of a row"
+                assert buffer[others[first]].isnan().all(), f"{what} holds rows that nobody decided"
+                assert not buffer[: self.engine.layout.page_size].any(), f"{what}: the dummy page"
 
     def check_ready(self, slot: int, decided: Decided) -> None:
         """(b) The slot carries the root, and the draft's hidden there."""

@@ -1,5 +1,5 @@
-"""Proposing, accepting and extending never read the device on the host, and never bring a host tensor to it: what a
-captured round may not do."""
+"""No stage of a round reads the device on the host, and none brings a host tensor to it: what a captured round may not
+do."""
 
 from dataclasses import replace
 
@@ -7,12 +7,13 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from espalier.engine.executor import CpuExecutor
 from espalier.kernels import ngram
 from espalier.request import SamplingParams
 from espalier.speculate import round
 from tests.harness import Setup, prompts, request
 
-SETUP = Setup(steps=3, topk=2, num_draft_tokens=8, page_size=3, max_batch=3, attention="reference")
+SETUP = Setup(steps=3, topk=2, num_draft_tokens=8, page_size=3, max_batch=3)
 aten = torch.ops.aten
 # Their results' values or shapes are read by the host, or their values come from it.
 READERS = {
@@ -48,15 +49,20 @@ def watched(right):
 
 
 @pytest.mark.parametrize("algorithm", ["eagle3", "ngram", "none"])
-def test_drafters_do_not_wait(algorithm, monkeypatch):
-    setup = replace(SETUP if algorithm != "none" else SETUP.plain(), algorithm=algorithm)
+@pytest.mark.parametrize("attention", ["reference", "sdpa"])
+def test_drafters_and_backends_do_not_wait(algorithm, attention, monkeypatch):
+    setup = replace(SETUP if algorithm != "none" else SETUP.plain(), algorithm=algorithm, attention=attention)
     engine = setup.engine()
+    # In inference mode reads of a number are not dispatched, and would not be seen.
+    plainly = CpuExecutor.run.__wrapped__
+    monkeypatch.setattr(CpuExecutor, "run", torch.no_grad()(plainly))
     drafter = engine.executor.round.drafter
     for verb in ("propose", "extend"):
         monkeypatch.setattr(drafter, verb, watched(getattr(drafter, verb)))
     # What only a CPU's path reads: a GPU's kernels end where the text does.
     monkeypatch.setattr(ngram, "longest_known", lambda root: engine.layout.history_width)
-    monkeypatch.setattr(round, "accept", watched(round.accept))
+    for stage in ("accept", "verify", "commit"):
+        monkeypatch.setattr(round, stage, watched(getattr(round, stage)))
     for i, prompt in enumerate(prompts(0, (5, 9))):
         engine.add(request(i, prompt, SamplingParams(temperature=float(i), max_tokens=8, presence_penalty=0.1 * i)))
     while engine.has_work:

@@ -1,6 +1,6 @@
-"""The attention block around `attend`: merged projection in, output projection out.
+"""The attention block of layers that keep K and V heads: merged projection in, output projection out.
 
-Norms and rotation of the heads, where keys and values live, and who sees whom, are the caller's: it supplies `attend`
+What happens between the two, to norms and rotation, written rows and attention, is the caller's: it supplies `attend`
 (see espalier/models/base.py).
 """
 
@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from espalier.cache.geometry import LayerGeometry
+from espalier.attention.staged import HeadProjections
 from espalier.kernels.rope import Turn
 from espalier.models.base import Attend
 from espalier.models.layers.linear import Linear
@@ -16,19 +16,19 @@ from espalier.models.layers.norm import RMSNorm
 
 
 class Attention:
-    """qkv stacks q over k over v: [(heads + 2·kv_heads)·head_size, in].  q_norm and k_norm come as a pair or not."""
+    """qkv stacks q over k over v: [num_heads·head_size, in].  num_heads: heads + 2·kv_heads; q_norm and k_norm: a pair
+    or neither."""
 
-    __slots__ = ("qkv", "out", "q_norm", "k_norm", "num_heads", "head_size")
+    __slots__ = ("qkv", "out", "q_norm", "k_norm", "num_heads")
 
     def __init__(
-        self, qkv: Linear, out: Linear, geometry: LayerGeometry, q_norm: RMSNorm | None, k_norm: RMSNorm | None
+        self, qkv: Linear, out: Linear, num_heads: int, q_norm: RMSNorm | None, k_norm: RMSNorm | None
     ) -> None:
         self.qkv = qkv
         self.out = out
         self.q_norm = q_norm
         self.k_norm = k_norm
-        self.num_heads = geometry.heads + 2 * geometry.kv_heads
-        self.head_size = geometry.k_size
+        self.num_heads = num_heads
 
     def __call__(self, x: Tensor, turn: Turn, attend: Attend, layer: int, shape: tuple[int, int]) -> Tensor:
         """x [B·Q, in] -> [B·Q, hidden] or parts of it, as RMSNorm.after takes them.
@@ -38,5 +38,5 @@ class Attention:
         if self.q_norm is not None and self.k_norm is not None:
             turn = replace(turn, q_norm=self.q_norm.weight, k_norm=self.k_norm.weight, eps=self.q_norm.eps)
         qkv = self.qkv.in_parts(x)
-        qkv = qkv.view(*qkv.shape[:-2], *shape, self.num_heads, self.head_size)
-        return self.out.in_parts(attend(layer, qkv, turn).flatten(2).flatten(0, 1))
+        qkv = qkv.view(*qkv.shape[:-2], *shape, self.num_heads, qkv.shape[-1] // self.num_heads)
+        return self.out.in_parts(attend(layer, HeadProjections(qkv, turn)).flatten(2).flatten(0, 1))

@@ -7,7 +7,7 @@ requests apart.
 import torch
 from torch import Tensor
 
-from espalier.cache.geometry import LayerGeometry
+from espalier.cache.layer_spec import LayerSpec
 from espalier.kernels.rope import Turn
 from espalier.models.base import Attend, ModelOutput
 from espalier.models.config import ModelConfig
@@ -48,7 +48,7 @@ class Decoder:
     def __init__(
         self,
         config: ModelConfig,
-        geometry: tuple[LayerGeometry, ...],
+        geometry: tuple[LayerSpec, ...],
         capture: tuple[int, ...],
         rope: RopeTables,
         embed: Embedding,

@@ -12,10 +12,10 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from espalier.attention import Attention, Backend, Nodes, Prefix
-from espalier.attention.staged import Decided, Undecided
-from espalier.cache.geometry import LayerGeometry
-from espalier.cache.kv import Pages, Staging
+from espalier.attention import Attention, CommittedLengths, GroupedBackend, Nodes, Prefix
+from espalier.attention.staged import StagedPass
+from espalier.cache.kv import PagedKV, StagedKV
+from espalier.cache.layer_spec import LayerSpec
 from espalier.errors import EspalierError
 from espalier.kernels.grow import grow
 from espalier.kernels.slots import Chain, carry, chain
@@ -55,10 +55,10 @@ class AutoregressiveDrafter:
         self,
         draft: DraftModel,
         layout: RoundLayout,
-        pages: Pages,
-        backend: Backend,
-        geometry: Sequence[LayerGeometry],
-        staging: Staging | None = None,
+        pages: PagedKV,
+        backend: GroupedBackend,
+        geometry: Sequence[LayerSpec],
+        staging: StagedKV | None = None,
     ):
         """geometry: of all layers, the target's first; the draft's are the last.  staging: of a layout that holds this
         one; by default its own.  Raises EspalierError for a declaration that it does not run."""
@@ -74,7 +74,7 @@ class AutoregressiveDrafter:
         self.depths = torch.arange(layout.beam_rows, device=pages.device) // layout.topk + 1
         # The root's own score.
         self.sure = torch.zeros(layout.max_batch, 1, device=pages.device)
-        self.staging = staging or Staging(geometry, layers, layout.staged_beams, pages.dtype, pages.device)
+        self.staging = staging or StagedKV(geometry, layers, layout.draft_rows, pages.dtype, pages.device)
         self.others: dict[RoundLayout, Self] = {}
 
     def sized(self, layout: RoundLayout) -> Self:
@@ -83,6 +83,9 @@ class AutoregressiveDrafter:
             made = type(self)(self.draft, layout, self.pages, self.backend, self.geometry, self.staging)
             self.others[layout] = made
         return self.others[layout]
+
+    def prepare(self, lengths: CommittedLengths) -> None:
+        self.backend.prepare(lengths)
 
     def propose(self, slots: Slots, draws: Draws) -> Tree:
         if self.layout.num_draft_tokens == 1:
@@ -118,14 +121,16 @@ class AutoregressiveDrafter:
         """One draft forward over the beams [B, K] of depth `level`, which continue rows of `out`."""
         at, end = self.layout.beams_above(level), self.layout.beams_above(level + 1)
         nodes = Nodes(rows.positions[:, at:end], rows.positions[:, :end], beams.above.words)
-        attend = Undecided(self._plan(rows.prefix, nodes), self.staging, self.layout.beam_rows, at, self.first_layer)
+        attend = StagedPass(self._plan(rows.prefix, nodes), self.staging, self.layout.beam_rows, at, self.first_layer)
         return self.draft(beams.above.tokens[:, at:end], out.hidden, rows.turned[:, at:end], attend, beams.parents)
 
     def extend(self, slots: Slots, read: Tensor | None, length: Tensor) -> None:
         assert read is not None
         positions, tokens, rows = extend_rows(slots, length, read.shape[1])
-        attend = Decided(self._plan(self._prefix(slots), Nodes.chain(positions)), rows, self.first_layer)
+        plan, width = self._plan(self._prefix(slots), Nodes.chain(positions)), read.shape[1]
+        attend = StagedPass(plan, self.staging, width, first_layer=self.first_layer)
         out = self.draft(tokens, self.draft.fuse(read), positions - FIRST_ROW, attend)
+        self.pages.commit(self.staging, attend.rows, rows.flatten())
         carry(slots, "hidden", out.hidden, length)
 
     def _prefix(self, slots: Slots) -> Prefix:

@@ -7,9 +7,9 @@ from typing import Any, Protocol, Self
 
 from torch import Tensor
 
-from espalier.attention import Backend
-from espalier.cache.geometry import LayerGeometry
-from espalier.cache.kv import Pages
+from espalier.attention import CommittedLengths, GroupedBackend
+from espalier.cache.kv import PagedKV
+from espalier.cache.layer_spec import LayerSpec
 from espalier.layout import RoundLayout
 from espalier.models.base import CausalLM
 from espalier.models.config import ModelConfig, Raw
@@ -27,6 +27,10 @@ class Drafter(Protocol):
 
     def sized(self, layout: RoundLayout) -> Self:
         """The same drafter, in the same buffers, for trees of a layout that these hold (RoundLayout.at)."""
+        ...
+
+    def prepare(self, lengths: CommittedLengths) -> None:
+        """Called on the host before each launch, with what is known of the draft's committed rows."""
         ...
 
     def propose(self, slots: Slots, draws: Draws) -> Tree:
@@ -53,6 +57,9 @@ class NoDrafter:
     def sized(self, layout: RoundLayout) -> Self:
         return self
 
+    def prepare(self, lengths: CommittedLengths) -> None:
+        pass
+
     def propose(self, slots: Slots, draws: Draws) -> Tree:
         return root_only(slots.root)
 
@@ -62,7 +69,7 @@ class NoDrafter:
 
 class MakeDrafter(Protocol):
     def __call__(
-        self, draft: Any, layout: RoundLayout, pages: Pages, backend: Backend, geometry: Sequence[LayerGeometry]
+        self, draft: Any, layout: RoundLayout, pages: PagedKV, backend: GroupedBackend, geometry: Sequence[LayerSpec]
     ) -> Drafter:
         """geometry: of all layers, the target's first; the draft's are the last."""
         ...

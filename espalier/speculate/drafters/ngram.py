@@ -9,6 +9,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from espalier.attention import CommittedLengths
 from espalier.kernels.ngram import find_matches
 from espalier.layout import RoundLayout
 from espalier.models.draft import DraftSpec
@@ -25,6 +26,9 @@ class NgramDrafter:
 
     def sized(self, layout: RoundLayout) -> Self:
         return type(self)(layout)
+
+    def prepare(self, lengths: CommittedLengths) -> None:
+        pass
 
     def propose(self, slots: Slots, draws: Draws) -> Tree:
         if self.layout.num_draft_tokens == 1:

@@ -6,9 +6,9 @@ from types import MappingProxyType
 
 import torch
 
-from espalier.attention import Backend
-from espalier.cache.geometry import LayerGeometry
-from espalier.cache.kv import Pages
+from espalier.attention import GroupedBackend
+from espalier.cache.kv import PagedKV
+from espalier.cache.layer_spec import LayerSpec
 from espalier.errors import EspalierError
 from espalier.layout import RoundLayout
 from espalier.models.base import CausalLM
@@ -87,9 +87,9 @@ def make_drafter(
     algorithm: str,
     draft: DraftModel | None,
     layout: RoundLayout,
-    pages: Pages,
-    backend: Backend,
-    geometry: Sequence[LayerGeometry],
+    pages: PagedKV,
+    backend: GroupedBackend,
+    geometry: Sequence[LayerSpec],
 ) -> Drafter:
     """geometry: of all layers, the target's first; the draft's are the last.
 

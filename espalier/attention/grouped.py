@@ -1,0 +1,42 @@
+"""The backends of a model: one for each group of layers that keep the same."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from espalier.attention.base import Attention, AttentionBackend, CommittedLengths, Nodes, Prefix
+from espalier.cache.kv import PagedKV
+from espalier.cache.layer_spec import LayerSpec
+
+
+class GroupedAttention(Attention):
+    """One pass, planned once a group."""
+
+    def __init__(self, by_layer: Mapping[int, Attention], *of_pass: Any) -> None:
+        super().__init__(*of_pass)
+        self.by_layer = by_layer
+
+    def over_prefix(self, q: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        return self.by_layer[layer].over_prefix(q, layer)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self.by_layer[layer].attend(layer, q, k, v)
+
+
+class GroupedBackend:
+    """groups: layers, and the backend of each group."""
+
+    def __init__(self, groups: Sequence[tuple[tuple[int, ...], AttentionBackend]]):
+        self.groups = tuple(groups)
+
+    def prepare(self, lengths: CommittedLengths) -> None:
+        for _, backend in self.groups:
+            backend.prepare(lengths)
+
+    def plan(self, pages: PagedKV, specs: Sequence[LayerSpec], prefix: Prefix, nodes: Nodes) -> Attention:
+        if len(self.groups) == 1:
+            return self.groups[0][1].plan(pages, specs, prefix, nodes)
+        planned = [(layers, backend.plan(pages, specs, prefix, nodes)) for layers, backend in self.groups]
+        by_layer = {layer: attention for layers, attention in planned for layer in layers}
+        return GroupedAttention(by_layer, pages, specs, prefix, nodes)

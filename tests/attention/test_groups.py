@@ -1,0 +1,68 @@
+"""A backend for each group of layers, and a new one that comes in a file of its own."""
+
+import importlib
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+from espalier.attention import BACKENDS, choose_backends, grouped_backend
+from espalier.cache.layer_spec import KVHeads, LatentKV, LayerSpec
+from espalier.errors import EspalierError
+from espalier.request import Request, SamplingParams
+from tests.harness import Setup, prompts, request
+from tests.properties.layouts import reference_of
+from tests.properties.watch import Watch, run_watched
+
+SETUP = Setup(steps=3, topk=3, num_draft_tokens=10, page_size=3, max_batch=2)
+HEADS, LATENT = LayerSpec(4, KVHeads(2, 8, 8)), LayerSpec(4, LatentKV(512, 448))
+
+
+@pytest.fixture
+def library() -> Iterator[str]:
+    """The name of a backend that a file brings, and that is gone afterwards."""
+    importlib.import_module("tests.attention.library")
+    yield "library"
+    del BACKENDS["library"], sys.modules["tests.attention.library"]
+
+
+def traffic() -> list[Request]:
+    params = [SamplingParams(temperature=temperature, max_tokens=12) for temperature in (0.0, 2.0, 6.0)]
+    return [request(i, prompt, params[i]) for i, prompt in enumerate(prompts(5, [7, 3, 20]))]
+
+
+def holds(setup: Setup) -> None:
+    run_watched(Watch(setup.engine(), setup.algorithm, reference_of(setup)), traffic())
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("keeps", ["kv", "latent"])
+def test_a_backend_of_one_file_holds_every_property(library, keeps, overlap):
+    """It is told of lengths before each launch: exactly in lock-step, else of a bound."""
+    holds(replace(SETUP, attention=library, keeps=keeps, overlap=overlap))
+
+
+@pytest.mark.parametrize("names", [("sdpa, reference", "sdpa"), ("reference", "sdpa"), ("sdpa", "reference")])
+def test_groups_of_a_model_and_its_draft_have_backends_of_their_own(names):
+    setup = replace(SETUP, keeps="mixed", attention=names[0], draft_attention=names[1])
+    holds(setup)
+    round = setup.engine().executor.round
+    found = [(layers, made.support.name) for layers, made in round.backend.groups]
+    listed = names[0].split(", ")
+    assert found == [((0, 2), listed[0]), ((1,), listed[-1])]
+    assert [made.support.name for _, made in round.drafter.backend.groups] == [names[1]]
+
+
+def test_a_backend_that_cannot_do_a_group_is_refused_by_name():
+    with pytest.raises(EspalierError, match="attention=triton does not support heads of size 512"):
+        grouped_backend("triton", "cuda", torch.bfloat16, 16, [HEADS, LATENT], range(2))
+    with pytest.raises(EspalierError, match="names 2 backends, and the layers are of 1 kind"):
+        grouped_backend("triton, reference", "cuda", torch.bfloat16, 16, [HEADS], range(1))
+
+
+def test_auto_chooses_for_each_group():
+    assert choose_backends(None, "cuda", torch.bfloat16, [HEADS, LATENT], range(2)) == "triton, reference"
+    assert choose_backends(None, "cuda", torch.bfloat16, [HEADS, HEADS], range(2)) == "triton"
+    assert choose_backends("sdpa", "cpu", torch.float32, [HEADS, LATENT], range(2)) == "sdpa"

@@ -1,0 +1,54 @@
+"""What a library's backend comes to: its part over committed rows, ours among the nodes, and the merge of both."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from espalier.kernels.among_nodes import NoPrefix, among_nodes_reference, among_nodes_triton
+from espalier.kernels.merge import merge_triton
+from espalier.kernels.ranges import ranges_triton
+from tests.kernels.attending import LSE_TOLERANCE, TOLERANCE, Case, draw, expected, run
+
+CASES = [
+    Case((17, 0, 300), queries=3),
+    Case((17, 1, 130), queries=2, rows=6),
+    Case((5, 64), queries=4, rows=4, k_size=8, v_size=5, heads=3, kv_heads=1),
+    Case((40, 9), queries=3, rows=5, window=4, first=1),
+    Case((40, 9), queries=20, window=7),
+    Case((), queries=2, rows=2),
+    pytest.param(
+        Case((1000, 3), queries=64, rows=64, heads=32, kv_heads=8, k_size=128, v_size=128, dtype=torch.bfloat16),
+        marks=pytest.mark.gpu,
+    ),
+]
+cases = pytest.mark.parametrize("case", CASES, ids=str)
+
+
+@cases
+def test_among_nodes_is_its_reference(case, kernel_device):
+    inputs = draw(case, kernel_device)
+    exact = replace(inputs.staged, k=inputs.staged.k.double(), v=inputs.staged.v.double())
+    none = NoPrefix.of(len(case.lengths), kernel_device)
+    out, lse = among_nodes_triton(inputs.q, inputs.staged, inputs.positions, inputs.scale, inputs.window, none)
+    right = among_nodes_reference(inputs.q.double(), exact, inputs.positions, inputs.scale, inputs.window, none)
+    torch.testing.assert_close(out.double(), right[0], rtol=0, atol=TOLERANCE[case.dtype])
+    torch.testing.assert_close(lse.double(), right[1], rtol=1e-5, atol=LSE_TOLERANCE)
+
+
+def test_no_prefix_is_what_lengths_of_nothing_come_to(kernel_device):
+    made = NoPrefix.of(3, kernel_device)
+    wanted = ranges_triton(made.length, 0, made.ranges.cut)
+    assert torch.equal(made.ranges.items, wanted.items) and torch.equal(made.ranges.starts, wanted.starts)
+
+
+@cases
+@pytest.mark.parametrize("sink", [False, True])
+def test_both_parts_merged_are_the_fused_kernel(case, sink, kernel_device):
+    inputs = draw(replace(case, sink=sink), kernel_device)
+    none = NoPrefix.of(len(case.lengths), kernel_device)
+    over_prefix = run(replace(inputs, sink=None), case.most, staged=False)
+    among = among_nodes_triton(inputs.q, inputs.staged, inputs.positions, inputs.scale, inputs.window, none)
+    merged = merge_triton(over_prefix, among, inputs.sink)
+    for right in (expected(inputs)[0], run(inputs, case.most)[0].double()):
+        torch.testing.assert_close(merged.double(), right, rtol=0, atol=2 * TOLERANCE[case.dtype])
