@@ -210,7 +210,7 @@ def _best_of_split_kernel(
     # On its way before it is known what the row asks for: a load that has a mask, compilers leave where it stands.
     ids = first_of_block(begin, end, PLAIN_BLOCK) + tl.arange(0, PLAIN_BLOCK)
     plain = tl.load(logits_ptr + ids, mask=ids < vocab)
-    if leaves_as_it_is(row) & (above[7] is None):
+    if leaves_as_it_is(row) & (above[10] == 0):
         none = (False, 0, 0)
         key, index = best_of(logits_ptr, plain, begin, end, vocab, row, hanging, none, exact, True, PLAIN_BLOCK, GROUP)
     else:

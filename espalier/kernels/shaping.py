@@ -127,12 +127,12 @@ def above_arguments(
 ) -> tuple[Any, ...]:
     """The kernels' argument `above`, checked: (tokens [B, E], words [B, Q, W]) of which `first` and those after it
     count, None for nothing; mask [B, Q, ceil(V / 32)] int32 of the tokens allowed, None for all."""
-    masks: tuple[Any, ...] = (None, 0, 0)
+    masks: tuple[Any, ...] = (rows.ints, 0, 0, 0)
     if mask is not None:
         require("mask", mask, (rows.batch, queries, -(-rows.vocab // 32)), torch.int32, rows.ints)
         if mask.stride(2) != 1:
             raise EspalierError("mask must be dense in its last dimension; allocate it whole")
-        masks = (mask, *mask.stride()[:2])
+        masks = (mask, *mask.stride()[:2], mask.shape[2])
     if above is None:
         return (rows.ints, 0, rows.ints, 0, 0, 0, 0, *masks)
     tokens, words = above
@@ -216,14 +216,13 @@ def row_of(out, queries, offset, logits, slots, above):
     """
     logits_ptr, batch_stride, query_stride, first_ptr, first_stride = logits
     tokens_ptr, tokens_stride, words_ptr, words_batch_stride, words_query_stride, first_above, num_above = above[:7]
-    mask_ptr, mask_batch_stride, mask_query_stride = above[7:]
+    mask_ptr, mask_batch_stride, mask_query_stride, mask_words = above[7:]
     b = out // queries
     q = out % queries
     position = tl.load(first_ptr + b * first_stride) + offset
     words_ptr += b * words_batch_stride + q * words_query_stride
-    if mask_ptr is not None:
-        mask_ptr += b * mask_batch_stride + q * mask_query_stride
-    hanging = (tokens_ptr + b * tokens_stride, words_ptr, first_above, num_above, mask_ptr)
+    mask_ptr += b * mask_batch_stride + q * mask_query_stride
+    hanging = (tokens_ptr + b * tokens_stride, words_ptr, first_above, num_above, mask_ptr, mask_words)
     return b, logits_ptr + b * batch_stride + q * query_stride, position, slot_row(b, position, slots), hanging
 
 
@@ -288,9 +287,9 @@ def shaped(x, ids, inside, row, above):
         frequency,
         temperature,
     ) = row
-    tokens_ptr, words_ptr, first_above, num_above, mask_ptr = above
+    tokens_ptr, words_ptr, first_above, num_above, mask_ptr, mask_words = above
     exact: tl.constexpr = x.dtype
-    if mask_ptr is not None:
+    if mask_words > 0:
         word = tl.load(mask_ptr + ids // 32, mask=inside, other=0)
         x = tl.where((word >> (ids % 32)) & 1 != 0, x, float("-inf"))
     for e in range(num_bias):
