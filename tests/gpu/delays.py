@@ -65,7 +65,7 @@ def delay_streams(engine: Engine, random: Random) -> None:
     """Before a launch's first work, after its last, and before its results are copied to the host."""
     executor = engine.executor
     assert isinstance(executor, CudaExecutor)
-    launch, hand_back = executor.launch, executor._handed_back
+    launch, hand_back = executor.launch, executor.hand_back
 
     def launching(ticket: Ticket) -> Handle:
         with torch.cuda.stream(executor.stream):
@@ -81,7 +81,7 @@ def delay_streams(engine: Engine, random: Random) -> None:
         return hand_back(*args)
 
     executor.launch = launching  # type: ignore[method-assign]
-    executor._handed_back = handing_back  # type: ignore[method-assign]
+    executor.hand_back = handing_back  # type: ignore[method-assign]
 
 
 def host_sleep(random: Random) -> None:
