@@ -17,7 +17,6 @@ from espalier.engine.executor import Handle
 from espalier.engine.results import Results
 from espalier.engine.ticket import Ticket
 from espalier.engine.wire import Sent
-from espalier.slots import Slots
 
 # Clock ticks of the GPU, some 0.1 ms, and 20 ms, which is longer than a round takes; seconds of the host.
 LONGEST_CYCLES = 200_000
@@ -25,10 +24,9 @@ VERY_LONG_CYCLES = 40_000_000
 LONGEST_SLEEP = 0.001
 
 SEGMENTS: tuple[tuple[Any, tuple[str, ...]], ...] = (
-    (rounds, ("verify", "accept", "commit", "advance", "features", "report")),
+    (rounds, ("propose", "verify", "settle", "accept", "commit", "advance", "features")),
     (executing, ("run", "prefill")),
     (Sent, ("apply",)),
-    (Slots, ("enter",)),
     (autoregressive, ("carry",)),
     (Results, ("write",)),
 )
