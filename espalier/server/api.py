@@ -116,7 +116,10 @@ def _add_generation(app: FastAPI, front: Front) -> None:
         asked = _prompts(body)
         with front.entering(len(asked) * params.n):
             adds, keep = body.add_special_tokens is not False, body.truncate_prompt_tokens
-            prompts = [await front.lanes.run(Intake.tokens, prompt, adds, keep, size=len(prompt)) for prompt in asked]
+            prompts = [
+                await front.lanes.run(Intake.tokens, prompt, adds, keep, size=len(prompt), field="prompt")
+                for prompt in asked
+            ]
             echo: list[str] = []
             if body.echo:
                 skip = params.skip_special_tokens
@@ -137,7 +140,7 @@ def _add_generation(app: FastAPI, front: Front) -> None:
         shows_tools = front.intake.tokenizer is not None and front.intake.tokenizer.shows("tools")
         front.check_effect(ignored := body.without_effect() + ["tools"] * (bool(body.tools) and not shows_tools))
         with front.entering(params.n):
-            prompt = await front.lanes.run(_chat_prompt, body, size=_size(body.messages))
+            prompt = await front.lanes.run(_chat_prompt, body, size=_size(body.messages), field="messages")
         id = f"chatcmpl-{request_id.get()}"
         answer = ChatAnswer(id, body, params, [prompt], front.intake.tokenizer)
         return _naming(ignored, await front.respond(http, body, [prompt], answer))
@@ -223,7 +226,8 @@ def _add_tokens(app: FastAPI, front: Front) -> None:
             for name, value in body.options().items():
                 if value is not None:
                     raise ApiError(400, f"{name} is for messages; leave it out", name)
-        return _json(await front.lanes.run(_tokenized, body, front.require_tokenizable, size=size))
+        field = "prompt" if body.messages is None else "messages"
+        return _json(await front.lanes.run(_tokenized, body, front.require_tokenizable, size=size, field=field))
 
     @post("/detokenize", response_model=dict[str, Any], responses=answers_with(*READS_A_BODY))
     async def detokenize(body: DetokenizeRequest, http: Request) -> Response:

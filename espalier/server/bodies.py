@@ -54,7 +54,7 @@ def read_body(name: str, content_type: str, data: bytes, limits: BodyLimits) -> 
         _check_prompts(body, limits)
     for message in getattr(body, "messages", None) or ():
         if isinstance(message.content, list):
-            message.content = message.turn()["content"]
+            message.content = message.text
     return body
 
 
@@ -119,4 +119,4 @@ def _check_prompts(body: CompletionRequest, limits: BodyLimits) -> None:
             if not isinstance(prompt, str):
                 check_prompt(prompt, limits.vocab_size, limits.max_context)
     except EspalierError as error:
-        raise refusal(error) from None
+        raise refusal(error, "prompt") from None

@@ -81,11 +81,11 @@ class ErrorBody(BaseModel):
     error: ErrorDetail
 
 
-def refusal(error: EspalierError) -> ApiError:
-    """What the house refuses, as an answer; the field is the one that its message begins with."""
+def refusal(error: EspalierError, field: str | None = None) -> ApiError:
+    """What the house refuses, as an answer.  Its param is the field that its message begins with, else `field`."""
     found = FIELD_FIRST.match(str(error))
     code = "context_length_exceeded" if isinstance(error, ContextOverflow) else None
-    return ApiError(400, str(error), param=found.group(1) if found else None, code=code)
+    return ApiError(400, str(error), param=found.group(1) if found else field, code=code)
 
 
 def of_validation(errors: Sequence[Mapping[str, Any]], model: type[BaseModel] | None) -> ApiError:

@@ -28,8 +28,9 @@ class Lanes:
         self._long = intake.for_another_thread(), ThreadPoolExecutor(1, "tokenizing-long")
         self._num_long = 0
 
-    async def run(self, work: Callable[..., T], *values: Any, size: int) -> T:
-        """`work` of an intake and values.  size: of its text, in characters, or its tokens.
+    async def run(self, work: Callable[..., T], *values: Any, size: int, field: str | None = None) -> T:
+        """`work` of an intake and values.  size: of its text, in characters, or its tokens; field: of the body, which
+        holds it.
 
         Raises ApiError for what it refuses, and where too many long ones wait.
         """
@@ -45,7 +46,7 @@ class Lanes:
             finally:
                 self._num_long -= 1
         except EspalierError as error:
-            raise refusal(error) from None
+            raise refusal(error, field) from None
 
     async def _in(self, lane: tuple[Intake, ThreadPoolExecutor], work: Callable[..., T], *values: Any) -> T:
         intake, thread = lane

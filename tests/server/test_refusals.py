@@ -32,9 +32,12 @@ IMAGE = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": 
 FUNCTION = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 CALL = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
 BAD_CALL = {**CALL, "function": {"name": "f", "arguments": "x=1"}}
+BAD_CALL_IN_PARTS = {"role": "assistant", "content": [{"type": "text", "text": "x"}], "tool_calls": [BAD_CALL]}
 CALLED = {"role": "assistant", "content": None, "tool_calls": [CALL]}
 CHAT = {"model": "bundled", "messages": HI, "max_tokens": 2}
 TEXT = {"model": "bundled", "prompt": "hi", "max_tokens": 2}
+LONG = "a " * 200_000
+SAID_LONG = [{"role": "user", "content": LONG}]
 # A value of each refused field that clients send when they mean it.
 MEANT = {
     "response_format": {"type": "json_object"},
@@ -139,6 +142,7 @@ def test_neutral_values_of_refused_fields_are_served(served):
         ),
         ("/v1/chat/completions", {**CHAT, "messages": [CALLED]}, "messages with tool_calls are not shown by"),
         ("/v1/chat/completions", {**CHAT, "messages": [{**CALLED, "tool_calls": [BAD_CALL]}]}, "are no JSON object"),
+        ("/v1/chat/completions", {**CHAT, "messages": [BAD_CALL_IN_PARTS]}, "are no JSON object"),
         ("/v1/chat/completions", {**CHAT, "tools": [FUNCTION]}, 'tools is not supported without tool_choice="none"'),
         ("/v1/chat/completions", {**CHAT, "tools": [FUNCTION], "tool_choice": "auto"}, "tools is not supported"),
         ("/v1/completions", {**TEXT, "max_completion_tokens": 3}, "are one limit and differ"),
@@ -380,7 +384,8 @@ def test_the_openai_client_reads_the_error(client):
     ("path", "body", "line"),
     [
         ("/v1/completions", {**TEXT, "temperature": -1}, "temperature=-1.0 is not supported"),
-        ("/v1/completions", {**TEXT, "prompt": "a " * 200_000}, "a prompt of 400000 characters is not supported"),
+        ("/v1/completions", {**TEXT, "prompt": LONG}, r"the prompt is too long: .* 400000 char.* \[field 'prompt'\]"),
+        ("/v1/chat/completions", {**CHAT, "messages": SAID_LONG}, r"the prompt is too long: .* \[field 'messages'\]"),
         ("/v1/completions", {**TEXT, "max_tokens": "9"}, r"max_tokens: .* \[field 'max_tokens'\]"),
         ("/v1/completions", b"{", "the body is not JSON"),
         ("/v1/completions", {**TEXT, "a\nline": 1}, r"the body has no .* \[field 'a\\nline'\]"),
