@@ -115,9 +115,9 @@ def _add_generation(app: FastAPI, front: Front) -> None:
         front.check_effect(ignored := body.without_effect())
         asked = _prompts(body)
         with front.entering(len(asked) * params.n):
-            adds, keep = body.add_special_tokens is not False, body.truncate_prompt_tokens
+            check = front.require_tokenizable
             prompts = [
-                await front.lanes.run(Intake.tokens, prompt, adds, keep, size=len(prompt), field="prompt")
+                await front.lanes.run(_prompt, body, prompt, check, size=len(prompt), field="prompt")
                 for prompt in asked
             ]
             echo: list[str] = []
@@ -127,7 +127,7 @@ def _add_generation(app: FastAPI, front: Front) -> None:
                     prompt
                     if isinstance(prompt, str)
                     else await front.lanes.run(_text, "echo", prompt, skip, size=len(prompt))
-                    for prompt in (asked if keep is None else prompts)
+                    for prompt in (asked if body.truncate_prompt_tokens is None else prompts)
                 ]
         id = f"cmpl-{request_id.get()}"
         answer = TextAnswer(id, body, params, prompts, front.intake.tokenizer, echo)
@@ -140,7 +140,8 @@ def _add_generation(app: FastAPI, front: Front) -> None:
         shows_tools = front.intake.tokenizer is not None and front.intake.tokenizer.shows("tools")
         front.check_effect(ignored := body.without_effect() + ["tools"] * (bool(body.tools) and not shows_tools))
         with front.entering(params.n):
-            prompt = await front.lanes.run(_chat_prompt, body, size=_size(body.messages), field="messages")
+            check, size = front.require_tokenizable, _size(body.messages)
+            prompt = await front.lanes.run(_chat_prompt, body, check, size=size, field="messages")
         id = f"chatcmpl-{request_id.get()}"
         answer = ChatAnswer(id, body, params, [prompt], front.intake.tokenizer)
         return _naming(ignored, await front.respond(http, body, [prompt], answer))
@@ -191,15 +192,28 @@ def _prompts(body: CompletionRequest) -> list[str | list[int]]:
         raise refusal(error) from None
 
 
-def _chat_prompt(intake: Intake, body: ChatRequest) -> list[int]:
-    """Token ids of a conversation that the model can start from."""
+def _prompt(
+    intake: Intake, body: CompletionRequest, prompt: str | list[int], check: Callable[[str], None]
+) -> list[int]:
+    """Token ids that the model can start from.  check: of a text that the context does not bound, as some is cut off.
+
+    Raises EspalierError.
+    """
     keep = body.truncate_prompt_tokens
-    check = intake.require_fit if keep is None else None
+    if keep is not None and isinstance(prompt, str):
+        check(prompt)
+    return intake.tokens(prompt, body.add_special_tokens is not False, keep)
+
+
+def _chat_prompt(intake: Intake, body: ChatRequest, check: Callable[[str], None]) -> list[int]:
+    """The same for a conversation.  Raises EspalierError."""
+    keep = body.truncate_prompt_tokens
+    check = intake.require_fit if keep is None else check
     return intake.tokens(_chat_tokens(intake, body.messages, body.options(), check), keep_last=keep)
 
 
 def _chat_tokens(
-    intake: Intake, messages: Sequence[Message], options: ChatOptions, check: Callable[[str], None] | None
+    intake: Intake, messages: Sequence[Message], options: ChatOptions, check: Callable[[str], None]
 ) -> list[int]:
     return intake.chat([message.turn() for message in messages], check=check, **options)
 

@@ -115,8 +115,9 @@ def _num_entries(value: Any, most: int) -> int:
 def _check_prompts(body: CompletionRequest, limits: BodyLimits) -> None:
     """Refuse ids that no request can start from, as the intake would.  Raises ApiError."""
     try:
+        keep = body.truncate_prompt_tokens
         for prompt in body.prompts():
             if not isinstance(prompt, str):
-                check_prompt(prompt, limits.vocab_size, limits.max_context)
+                check_prompt(prompt if keep is None else prompt[-keep:], limits.vocab_size, limits.max_context)
     except EspalierError as error:
         raise refusal(error, "prompt") from None

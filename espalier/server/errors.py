@@ -26,6 +26,7 @@ KINDS = {
     504: "timeout_error",
 }
 FAILED = "the server failed on this request; its log says more, under this request_id"
+RETRY_AFTER_S = 1
 FIELD_FIRST = re.compile(r"^([a-z_]+)(?:\[|=| entry=| token=| is | with )")
 
 
@@ -60,6 +61,12 @@ class ApiError(HTTPException):
         kind = KINDS.get(self.status_code, "invalid_request_error" if self.status_code < 500 else "server_error")
         error = {"message": self.detail, "type": kind, "param": self.param, "code": self.code}
         return {"error": {**error, "request_id": request_id.get()}}
+
+
+def full(message: str) -> ApiError:
+    """Who finds no room comes again later."""
+    code = "rate_limit_exceeded"
+    return ApiError(429, f"{message}; come again later", code=code, retry_after_s=RETRY_AFTER_S)
 
 
 def _cut(text: str, most: int) -> str:

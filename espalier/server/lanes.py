@@ -11,8 +11,7 @@ from typing import Any, TypeVar
 
 from espalier.errors import EspalierError
 from espalier.intake import Intake
-from espalier.server.errors import ApiError, refusal
-from espalier.server.gate import RETRY_AFTER_S
+from espalier.server.errors import full, refusal
 
 T = TypeVar("T")
 # Characters or tokens that take a few milliseconds.
@@ -38,8 +37,7 @@ class Lanes:
             if size <= LONGEST_SHORT:
                 return await self._in(self._short, work, *values)
             if self._num_long > MOST_WAITING:
-                message = f"{MOST_WAITING} long prompts wait to be tokenized; come again later"
-                raise ApiError(429, message, code="queue_full", retry_after_s=RETRY_AFTER_S)
+                raise full(f"{MOST_WAITING} long prompts wait to be tokenized")
             self._num_long += 1
             try:
                 return await self._in(self._long, work, *values)
