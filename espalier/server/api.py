@@ -11,6 +11,7 @@ from fastapi.routing import APIRoute
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp
 
 from espalier import __version__
@@ -19,7 +20,7 @@ from espalier.errors import EspalierError
 from espalier.intake import Intake
 from espalier.server.answers import ChatAnswer, TextAnswer
 from espalier.server.errors import ApiError, ErrorBody, refusal
-from espalier.server.front import Front
+from espalier.server.front import CLIENT_LEFT, Front
 from espalier.server.gate import Gate
 from espalier.server.logs import request_id
 from espalier.server.openai import ChatRequest, CompletionRequest, DetokenizeRequest, Message, TokenizeRequest
@@ -163,7 +164,12 @@ def _posts(app: FastAPI, front: Front) -> Callable[..., Any]:
             model = endpoint.__annotations__["body"]
 
             async def handle(http: Request) -> Response:
-                return await endpoint(await front.bodies.read(http, model), http)
+                try:
+                    body = await front.bodies.read(http, model)
+                except ClientDisconnect:
+                    front.metrics.disconnects.inc()
+                    return Response(status_code=CLIENT_LEFT)
+                return await endpoint(body, http)
 
             return handle
 

@@ -163,6 +163,9 @@ def test_echo_reads_tokens_beside_the_loop():
         def check_effect(self, names):
             pass
 
+        def require_tokenizable(self, text):
+            pass
+
         def entering(self, wanted):
             return nullcontext()
 

@@ -338,6 +338,13 @@ def test_what_is_no_http_is_refused_as_all_else_is(served, sent):
     served.until(lambda: f"[{error['request_id']}] what 127.0.0.1 port" in served.log.read_text())
 
 
+def test_who_leaves_in_the_midst_of_a_body_is_no_defect(served):
+    head = b"POST /tokenize HTTP/1.1\r\nhost: x\r\nx-request-id: left-early\r\ncontent-type: application/json\r\n"
+    with socket.create_connection(("127.0.0.1", served.port), 20) as connection:
+        connection.sendall(head + b"content-length: 9\r\n\r\n{")
+    served.until(lambda: "[left-early] POST /tokenize 499" in served.log.read_text())
+
+
 def test_what_is_no_http_after_a_request_has_an_id_of_its_own(served):
     asked = b"GET /version HTTP/1.1\r\nhost: x\r\nx-request-id: first-%d\r\n\r\n"
     for number, sent in enumerate(([asked % 0 + b"HELLO\r\n\r\n"], [asked % 1, b"HELLO\r\n\r\n"])):
