@@ -1,6 +1,7 @@
 """What everybody else waits for while one host sends large, hostile or half-closed requests.
 
-Beside each kind of bad request: the longest gap of a stream, a one-token request and /health, with streams and idle.
+DraftHidden each kind of bad request: the longest gap of a stream, a one-token request and /health, with streams and
+idle.
 """
 
 import asyncio
@@ -70,7 +71,7 @@ class Waits:
 
 
 @dataclass
-class Beside:
+class DraftHidden:
     """One kind of bad request.  answers: how many had each status, 0 being none."""
 
     name: str
@@ -80,18 +81,20 @@ class Beside:
     answers: dict[int, int] = field(default_factory=dict)
 
 
-def bad_host(settings: Mapping[str, Any], attacks: Sequence[Attack] = ATTACKS, streams: int = STREAMS) -> list[Beside]:
+def bad_host(
+    settings: Mapping[str, Any], attacks: Sequence[Attack] = ATTACKS, streams: int = STREAMS
+) -> list[DraftHidden]:
     """Each kind on the same server, beside `streams` streams and beside none."""
     with serving(settings) as server:
         return asyncio.run(_all(server.port, attacks, streams))
 
 
-async def _all(port: int, attacks: Sequence[Attack], streams: int) -> list[Beside]:
+async def _all(port: int, attacks: Sequence[Attack], streams: int) -> list[DraftHidden]:
     found = []
     for attack in attacks:
         head = b"" if attack.half_closed else b"connection: close\r\n"
         data = _request(attack.path, json.dumps(attack.body(), separators=(",", ":")).encode(), head)
-        beside, statuses = Beside(attack.name, attack.count), Counter[int]()
+        beside, statuses = DraftHidden(attack.name, attack.count), Counter[int]()
         for waits, number in ((beside.busy, streams), (beside.idle, 0)):
             async with _watched(port, waits, number):
                 end = asyncio.create_task(asyncio.sleep(WATCH_S))

@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.text import Text
 
-from espalier.bench.bad_host import STREAMS, Beside, bad_host
+from espalier.bench.bad_host import STREAMS, DraftHidden, bad_host
 from espalier.bench.machine import header
 from espalier.bench.serve import Cell, ServeBench, serving
 from espalier.bench.soak import soak
@@ -99,7 +99,7 @@ def _bad_host(asked: Namespace, settings: dict[str, Any]) -> int:
     return int(any(0 in beside.answers for beside in found))
 
 
-def _row(beside: Beside) -> list[str]:
+def _row(beside: DraftHidden) -> list[str]:
     waits = (
         beside.busy.stream_gap,
         beside.busy.one_token,

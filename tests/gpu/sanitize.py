@@ -21,7 +21,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import espalier.kernels
-from espalier.kernels.launch import Kernel
+from espalier.kernels.runtime.launch import Kernel
 from espalier.request import Request
 from tests.gpu.engines import DeviceSetup
 from tests.gpu.traffic import STYLES, asked

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from espalier.attention.staged import HeadProjections, LatentProjections, Projections
 from espalier.cache.layer_spec import KVHeads, LatentKV, LayerSpec
-from espalier.kernels.rope import Turn
+from espalier.kernels.layers.rope import RopeAndNorm
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def latent_of(projections: LatentProjections) -> tuple[Tensor, Tensor]:
     return turned(projections.q), turned(latent)
 
 
-def heads_of(qkv: Tensor, turn: Turn, g: LayerSpec) -> tuple[Tensor, Tensor, Tensor]:
+def heads_of(qkv: Tensor, turn: RopeAndNorm, g: LayerSpec) -> tuple[Tensor, Tensor, Tensor]:
     """q, k, v [B, Q, heads, size] of a layer's projections, in their dtype, q and k normed and rotated."""
     assert isinstance(g.keeps, KVHeads)
     q, k, v = qkv.split((g.heads, g.keeps.kv_heads, g.keeps.kv_heads), 2)
