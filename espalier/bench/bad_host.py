@@ -1,7 +1,7 @@
 """What everybody else waits for while one host sends large, hostile or half-closed requests.
 
-DraftHidden each kind of bad request: the longest gap of a stream, a one-token request and /health, with streams and
-idle.
+Beside each kind of bad request: the longest gap of a stream (its first token included), a one-token request and
+/health, with streams and idle.
 """
 
 import asyncio
@@ -15,6 +15,7 @@ from typing import Any
 
 from espalier.bench.serve import NAME, serving
 from espalier.bench.soak import ANSWER_S
+from espalier.errors import EspalierError
 
 STREAMS = 16
 # Each kind is sent once, and watched for so long or until its last answer.
@@ -71,7 +72,7 @@ class Waits:
 
 
 @dataclass
-class DraftHidden:
+class Beside:
     """One kind of bad request.  answers: how many had each status, 0 being none."""
 
     name: str
@@ -81,20 +82,18 @@ class DraftHidden:
     answers: dict[int, int] = field(default_factory=dict)
 
 
-def bad_host(
-    settings: Mapping[str, Any], attacks: Sequence[Attack] = ATTACKS, streams: int = STREAMS
-) -> list[DraftHidden]:
+def bad_host(settings: Mapping[str, Any], attacks: Sequence[Attack] = ATTACKS, streams: int = STREAMS) -> list[Beside]:
     """Each kind on the same server, beside `streams` streams and beside none."""
     with serving(settings) as server:
         return asyncio.run(_all(server.port, attacks, streams))
 
 
-async def _all(port: int, attacks: Sequence[Attack], streams: int) -> list[DraftHidden]:
+async def _all(port: int, attacks: Sequence[Attack], streams: int) -> list[Beside]:
     found = []
     for attack in attacks:
         head = b"" if attack.half_closed else b"connection: close\r\n"
         data = _request(attack.path, json.dumps(attack.body(), separators=(",", ":")).encode(), head)
-        beside, statuses = DraftHidden(attack.name, attack.count), Counter[int]()
+        beside, statuses = Beside(attack.name, attack.count), Counter[int]()
         for waits, number in ((beside.busy, streams), (beside.idle, 0)):
             async with _watched(port, waits, number):
                 end = asyncio.create_task(asyncio.sleep(WATCH_S))
@@ -113,7 +112,10 @@ def _request(path: str, body: bytes, headers: bytes = b"connection: close\r\n") 
 
 @asynccontextmanager
 async def _watched(port: int, waits: Waits, streams: int) -> AsyncIterator[None]:
-    """Streams, one-token requests and probes come and go, one after another each; the waits are noted."""
+    """Streams, one-token requests and probes come and go, one after another each; the waits are noted.
+
+    Raises EspalierError where one is not served: what is refused at once has no wait.
+    """
     short = _request("/v1/completions", json.dumps(SHORT).encode())
     probe = b"GET /health HTTP/1.1\r\nhost: bad\r\nconnection: close\r\n\r\n"
     tasks = [asyncio.create_task(_stream(port, waits)) for _ in range(streams)]
@@ -126,6 +128,9 @@ async def _watched(port: int, waits: Waits, streams: int) -> AsyncIterator[None]
     waits.stream_gap = waits.one_token = waits.health = 0.0
     try:
         yield
+        for task in tasks:
+            if task.done():
+                task.result()
     finally:
         for task in tasks:
             task.cancel()
@@ -137,23 +142,30 @@ async def _stream(port: int, waits: Waits) -> None:
     while True:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(data)
-        last = time.perf_counter()
+        more, tail = b"begun", b""
         try:
-            while await reader.read(65536):
-                now = time.perf_counter()
-                waits.stream_gap = max(waits.stream_gap, 1e3 * (now - last))
-                last = now
+            while more:
+                began = time.perf_counter()
+                try:
+                    more = await reader.read(65536)
+                finally:  # cancelled in its midst it has waited at least so long
+                    waits.stream_gap = max(waits.stream_gap, 1e3 * (time.perf_counter() - began))
+                tail = (tail + more)[-64:]
         finally:
             writer.close()
+        if b"data: [DONE]" not in tail:
+            raise EspalierError("a stream beside the bad host ended before its text; read the server's log")
 
 
 async def _repeat(port: int, data: bytes, waits: Waits, name: str) -> None:
     while True:
         began = time.perf_counter()
         try:
-            await _post(port, data)
+            status = await _post(port, data)
         finally:  # cancelled in its midst it has waited at least so long
             setattr(waits, name, max(getattr(waits, name), 1e3 * (time.perf_counter() - began)))
+        if status != 200:
+            raise EspalierError(f"{name} beside the bad host was answered {status}; read the server's log")
         await asyncio.sleep(0.02)
 
 

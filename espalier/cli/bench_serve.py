@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.text import Text
 
-from espalier.bench.bad_host import STREAMS, DraftHidden, bad_host
+from espalier.bench.bad_host import ATTACKS, STREAMS, Beside, bad_host
 from espalier.bench.machine import header
 from espalier.bench.serve import Cell, ServeBench, serving
 from espalier.bench.soak import soak
@@ -90,8 +90,9 @@ def _measured(asked: Namespace, settings: dict[str, Any]) -> None:
 
 
 def _bad_host(asked: Namespace, settings: dict[str, Any]) -> int:
-    # A slot for each stream, one for the short request, and some for what the bad host may start.
-    found = bad_host(sized(settings, {"max_batch": STREAMS + 8}, max_batch=STREAMS + 1))
+    # A slot for each stream, one for the short request, and one for each that the bad host may start at once.
+    most = max(attack.count for attack in ATTACKS)
+    found = bad_host(sized(settings, {"max_batch": STREAMS + 1 + most}, max_batch=STREAMS + 1))
     write_json(asked.json, {"bad_host": [asdict(beside) for beside in found]})
     rows = [["longest wait, ms", f"beside {STREAMS} streams:", "", "", "idle:", "", ""]]
     rows.append(["", "stream gap", "one token", "/health", "one token", "/health", "answers"])
@@ -99,7 +100,7 @@ def _bad_host(asked: Namespace, settings: dict[str, Any]) -> int:
     return int(any(0 in beside.answers for beside in found))
 
 
-def _row(beside: DraftHidden) -> list[str]:
+def _row(beside: Beside) -> list[str]:
     waits = (
         beside.busy.stream_gap,
         beside.busy.one_token,

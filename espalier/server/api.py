@@ -11,6 +11,7 @@ from fastapi.routing import APIRoute
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp
 
 from espalier import __version__
@@ -19,7 +20,7 @@ from espalier.errors import EspalierError
 from espalier.intake import Intake
 from espalier.server.answers import ChatAnswer, TextAnswer
 from espalier.server.errors import ApiError, ErrorBody, refusal
-from espalier.server.front import Front
+from espalier.server.front import CLIENT_LEFT, Front
 from espalier.server.gate import Gate
 from espalier.server.logs import request_id
 from espalier.server.openai import ChatRequest, CompletionRequest, DetokenizeRequest, Message, TokenizeRequest
@@ -115,8 +116,11 @@ def _add_generation(app: FastAPI, front: Front) -> None:
         front.check_effect(ignored := body.without_effect())
         asked = _prompts(body)
         with front.entering(len(asked) * params.n):
-            adds, keep = body.add_special_tokens is not False, body.truncate_prompt_tokens
-            prompts = [await front.lanes.run(Intake.tokens, prompt, adds, keep, size=len(prompt)) for prompt in asked]
+            check = front.require_tokenizable
+            prompts = [
+                await front.lanes.run(_prompt, body, prompt, check, size=len(prompt), field="prompt")
+                for prompt in asked
+            ]
             echo: list[str] = []
             if body.echo:
                 skip = params.skip_special_tokens
@@ -124,7 +128,7 @@ def _add_generation(app: FastAPI, front: Front) -> None:
                     prompt
                     if isinstance(prompt, str)
                     else await front.lanes.run(_text, "echo", prompt, skip, size=len(prompt))
-                    for prompt in (asked if keep is None else prompts)
+                    for prompt in (asked if body.truncate_prompt_tokens is None else prompts)
                 ]
         id = f"cmpl-{request_id.get()}"
         answer = TextAnswer(id, body, params, prompts, front.intake.tokenizer, echo)
@@ -137,7 +141,8 @@ def _add_generation(app: FastAPI, front: Front) -> None:
         shows_tools = front.intake.tokenizer is not None and front.intake.tokenizer.shows("tools")
         front.check_effect(ignored := body.without_effect() + ["tools"] * (bool(body.tools) and not shows_tools))
         with front.entering(params.n):
-            prompt = await front.lanes.run(_chat_prompt, body, size=_size(body.messages))
+            check, size = front.require_tokenizable, _size(body.messages)
+            prompt = await front.lanes.run(_chat_prompt, body, check, size=size, field="messages")
         id = f"chatcmpl-{request_id.get()}"
         answer = ChatAnswer(id, body, params, [prompt], front.intake.tokenizer)
         return _naming(ignored, await front.respond(http, body, [prompt], answer))
@@ -159,7 +164,12 @@ def _posts(app: FastAPI, front: Front) -> Callable[..., Any]:
             model = endpoint.__annotations__["body"]
 
             async def handle(http: Request) -> Response:
-                return await endpoint(await front.bodies.read(http, model), http)
+                try:
+                    body = await front.bodies.read(http, model)
+                except ClientDisconnect:
+                    front.metrics.disconnects.inc()
+                    return Response(status_code=CLIENT_LEFT)
+                return await endpoint(body, http)
 
             return handle
 
@@ -188,15 +198,28 @@ def _prompts(body: CompletionRequest) -> list[str | list[int]]:
         raise refusal(error) from None
 
 
-def _chat_prompt(intake: Intake, body: ChatRequest) -> list[int]:
-    """Token ids of a conversation that the model can start from."""
+def _prompt(
+    intake: Intake, body: CompletionRequest, prompt: str | list[int], check: Callable[[str], None]
+) -> list[int]:
+    """Token ids that the model can start from.  check: of a text that the context does not bound, as some is cut off.
+
+    Raises EspalierError.
+    """
     keep = body.truncate_prompt_tokens
-    check = intake.require_fit if keep is None else None
+    if keep is not None and isinstance(prompt, str):
+        check(prompt)
+    return intake.tokens(prompt, body.add_special_tokens is not False, keep)
+
+
+def _chat_prompt(intake: Intake, body: ChatRequest, check: Callable[[str], None]) -> list[int]:
+    """The same for a conversation.  Raises EspalierError."""
+    keep = body.truncate_prompt_tokens
+    check = intake.require_fit if keep is None else check
     return intake.tokens(_chat_tokens(intake, body.messages, body.options(), check), keep_last=keep)
 
 
 def _chat_tokens(
-    intake: Intake, messages: Sequence[Message], options: ChatOptions, check: Callable[[str], None] | None
+    intake: Intake, messages: Sequence[Message], options: ChatOptions, check: Callable[[str], None]
 ) -> list[int]:
     return intake.chat([message.turn() for message in messages], check=check, **options)
 
@@ -223,7 +246,8 @@ def _add_tokens(app: FastAPI, front: Front) -> None:
             for name, value in body.options().items():
                 if value is not None:
                     raise ApiError(400, f"{name} is for messages; leave it out", name)
-        return _json(await front.lanes.run(_tokenized, body, front.require_tokenizable, size=size))
+        field = "prompt" if body.messages is None else "messages"
+        return _json(await front.lanes.run(_tokenized, body, front.require_tokenizable, size=size, field=field))
 
     @post("/detokenize", response_model=dict[str, Any], responses=answers_with(*READS_A_BODY))
     async def detokenize(body: DetokenizeRequest, http: Request) -> Response:

@@ -54,7 +54,7 @@ def read_body(name: str, content_type: str, data: bytes, limits: BodyLimits) -> 
         _check_prompts(body, limits)
     for message in getattr(body, "messages", None) or ():
         if isinstance(message.content, list):
-            message.content = message.turn()["content"]
+            message.content = message.text
     return body
 
 
@@ -115,8 +115,9 @@ def _num_entries(value: Any, most: int) -> int:
 def _check_prompts(body: CompletionRequest, limits: BodyLimits) -> None:
     """Refuse ids that no request can start from, as the intake would.  Raises ApiError."""
     try:
+        keep = body.truncate_prompt_tokens
         for prompt in body.prompts():
             if not isinstance(prompt, str):
-                check_prompt(prompt, limits.vocab_size, limits.max_context)
+                check_prompt(prompt if keep is None else prompt[-keep:], limits.vocab_size, limits.max_context)
     except EspalierError as error:
-        raise refusal(error) from None
+        raise refusal(error, "prompt") from None

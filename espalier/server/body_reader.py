@@ -15,8 +15,7 @@ from starlette.requests import Request
 
 from espalier.server.bodies import BodyLimits, read_body
 from espalier.server.body_process import LENGTH, framed
-from espalier.server.errors import FAILED, ApiError
-from espalier.server.gate import RETRY_AFTER_S
+from espalier.server.errors import FAILED, ApiError, full
 
 log = logging.getLogger("espalier.server")
 # Read here in some milliseconds, whatever it holds.
@@ -40,8 +39,7 @@ class BodyReader:
         if len(data) <= SMALL_BYTES:
             return read_body(model.__name__, content_type, data, self.limits)
         if self._num_waiting >= MOST_WAITING:
-            message = f"{MOST_WAITING} large bodies wait to be read; come again later"
-            raise ApiError(429, message, code="queue_full", retry_after_s=RETRY_AFTER_S)
+            raise full(f"{MOST_WAITING} large bodies wait to be read")
         self._num_waiting += 1
         try:
             async with self._turn:

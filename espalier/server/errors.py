@@ -26,6 +26,7 @@ KINDS = {
     504: "timeout_error",
 }
 FAILED = "the server failed on this request; its log says more, under this request_id"
+RETRY_AFTER_S = 1
 FIELD_FIRST = re.compile(r"^([a-z_]+)(?:\[|=| entry=| token=| is | with )")
 
 
@@ -62,6 +63,12 @@ class ApiError(HTTPException):
         return {"error": {**error, "request_id": request_id.get()}}
 
 
+def full(message: str) -> ApiError:
+    """Who finds no room comes again later."""
+    code = "rate_limit_exceeded"
+    return ApiError(429, f"{message}; come again later", code=code, retry_after_s=RETRY_AFTER_S)
+
+
 def _cut(text: str, most: int) -> str:
     """The middle of a text that is too long is left out: what it is about stands first, and what to do last."""
     return text if len(text) <= most else f"{text[: most // 2]} ... {text[-most // 2 :]}"
@@ -81,11 +88,11 @@ class ErrorBody(BaseModel):
     error: ErrorDetail
 
 
-def refusal(error: EspalierError) -> ApiError:
-    """What the house refuses, as an answer; the field is the one that its message begins with."""
+def refusal(error: EspalierError, field: str | None = None) -> ApiError:
+    """What the house refuses, as an answer.  Its param is the field that its message begins with, else `field`."""
     found = FIELD_FIRST.match(str(error))
     code = "context_length_exceeded" if isinstance(error, ContextOverflow) else None
-    return ApiError(400, str(error), param=found.group(1) if found else None, code=code)
+    return ApiError(400, str(error), param=found.group(1) if found else field, code=code)
 
 
 def of_validation(errors: Sequence[Mapping[str, Any]], model: type[BaseModel] | None) -> ApiError:

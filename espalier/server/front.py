@@ -22,8 +22,7 @@ from espalier.server.answers import Answer
 from espalier.server.bodies import BodyLimits
 from espalier.server.body_reader import BodyReader
 from espalier.server.client import EngineClient, EngineGone, Generation
-from espalier.server.errors import FAILED, ApiError, refusal
-from espalier.server.gate import RETRY_AFTER_S
+from espalier.server.errors import FAILED, RETRY_AFTER_S, ApiError, full, refusal
 from espalier.server.lanes import Lanes
 from espalier.server.logs import request_id
 from espalier.server.metrics import Metrics
@@ -33,7 +32,7 @@ from espalier.text import load_tokenizer
 
 log = logging.getLogger("espalier.server")
 T = TypeVar("T")
-# Characters of /tokenize, or so many for each token of the context if that is more.
+# Characters of /tokenize and of a prompt that is truncated, or so many for each token of the context if that is more.
 MOST_TOKENIZED = 2**20
 TOKENIZED_A_TOKEN = 8
 # Token ids of /detokenize, or as many as the context holds if that is more.
@@ -109,7 +108,7 @@ class Front:
                 log.info("the field %s has no effect here: it is accepted, and not named again", name)
 
     def require_tokenizable(self, text: str) -> None:
-        """Refuse what is too long for /tokenize, which the context does not bound.  Raises EspalierError."""
+        """Refuse a text that is too long where the context does not bound it.  Raises EspalierError."""
         most = max(MOST_TOKENIZED, TOKENIZED_A_TOKEN * self.intake.facts.max_context)
         if len(text) > most:
             raise EspalierError(f"a text of {len(text)} characters is not supported; use {most} at most")
@@ -155,8 +154,7 @@ class Front:
             raise ApiError(400, f"{wanted} samples are more than the {room} that run and wait here; ask for fewer", "n")
         held = self.client.open_samples + self._num_entering
         if held + wanted > room:
-            message = f"{held} samples run and wait and there is room for {room}; come again later"
-            raise ApiError(429, message, code="rate_limit_exceeded", retry_after_s=RETRY_AFTER_S)
+            raise full(f"{held} samples run and wait and there is room for {room}")
 
     def _submit(self, body: Generating, prompts: Sequence[list[int]], answer: Answer) -> Generation:
         self._require_room(len(prompts) * answer.params.n)

@@ -15,14 +15,13 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from espalier.server.errors import FAILED, ApiError
+from espalier.server.errors import FAILED, RETRY_AFTER_S, ApiError
 from espalier.server.logs import new_request_id, request_id
 
 log = logging.getLogger("espalier.server")
 GIVEN_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 # Times max_body_bytes.
 DROPPED_AT_MOST = 4
-RETRY_AFTER_S = 1
 # What a load balancer and Prometheus read without a key.
 OPEN_PATHS = ("/health", "/metrics")
 

@@ -11,8 +11,7 @@ from typing import Any, TypeVar
 
 from espalier.errors import EspalierError
 from espalier.intake import Intake
-from espalier.server.errors import ApiError, refusal
-from espalier.server.gate import RETRY_AFTER_S
+from espalier.server.errors import full, refusal
 
 T = TypeVar("T")
 # Characters or tokens that take a few milliseconds.
@@ -28,8 +27,9 @@ class Lanes:
         self._long = intake.for_another_thread(), ThreadPoolExecutor(1, "tokenizing-long")
         self._num_long = 0
 
-    async def run(self, work: Callable[..., T], *values: Any, size: int) -> T:
-        """`work` of an intake and values.  size: of its text, in characters, or its tokens.
+    async def run(self, work: Callable[..., T], *values: Any, size: int, field: str | None = None) -> T:
+        """`work` of an intake and values.  size: of its text, in characters, or its tokens; field: of the body, which
+        holds it.
 
         Raises ApiError for what it refuses, and where too many long ones wait.
         """
@@ -37,15 +37,14 @@ class Lanes:
             if size <= LONGEST_SHORT:
                 return await self._in(self._short, work, *values)
             if self._num_long > MOST_WAITING:
-                message = f"{MOST_WAITING} long prompts wait to be tokenized; come again later"
-                raise ApiError(429, message, code="queue_full", retry_after_s=RETRY_AFTER_S)
+                raise full(f"{MOST_WAITING} long prompts wait to be tokenized")
             self._num_long += 1
             try:
                 return await self._in(self._long, work, *values)
             finally:
                 self._num_long -= 1
         except EspalierError as error:
-            raise refusal(error) from None
+            raise refusal(error, field) from None
 
     async def _in(self, lane: tuple[Intake, ThreadPoolExecutor], work: Callable[..., T], *values: Any) -> T:
         intake, thread = lane

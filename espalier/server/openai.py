@@ -271,11 +271,14 @@ class Message(Body):
             raise ValueError("content is missing; give text, or null for none")
         return value
 
+    @property
+    def text(self) -> str:
+        parts = self.content or ""
+        return parts if isinstance(parts, str) else "".join(part.text for part in parts)
+
     def turn(self) -> dict[str, Any]:
         """As templates take it.  Raises EspalierError."""
-        parts = self.content or ""
-        text = parts if isinstance(parts, str) else "".join(part.text for part in parts)
-        said: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": text}
+        said: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": self.text}
         if self.tool_calls:
             said["tool_calls"] = [call.turn() for call in self.tool_calls]
         beside = {"name": self.name, "tool_call_id": self.tool_call_id}

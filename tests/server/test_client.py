@@ -160,6 +160,12 @@ def test_echo_reads_tokens_beside_the_loop():
         def check_model(self, name):
             pass
 
+        def check_effect(self, names):
+            pass
+
+        def require_tokenizable(self, text):
+            pass
+
         def entering(self, wanted):
             return nullcontext()
 

@@ -7,6 +7,7 @@ import pytest
 from langchain_core.exceptions import ContextOverflowError
 from langchain_openai import ChatOpenAI
 
+from espalier.server.front import MOST_TOKENIZED
 from espalier.server.hints import HINTS
 from tests.server.bodies import BODIES
 from tests.server.serving import serving
@@ -111,6 +112,20 @@ def test_the_last_tokens_of_a_prompt_are_kept(served, llm):
     ] == len(ids)
     chat = served.request("/v1/chat/completions", {**CHAT, "truncate_prompt_tokens": 2})[2]
     assert chat["usage"]["prompt_tokens"] == 2
+
+
+def test_a_prompt_that_is_truncated_may_be_longer_than_the_context(served):
+    def asked(path, given, **more):
+        text = {"messages": [{"role": "user", "content": given}]} if path.startswith("chat") else {"prompt": given}
+        return served.request(f"/v1/{path}", {"model": "bundled", "max_tokens": 1, **text, **more})[2]
+
+    for path, field in (("completions", "prompt"), ("chat/completions", "messages")):
+        for given in ("a " * 100_000, [1] * 100_000)[: 1 + (field == "prompt")]:
+            error = asked(path, given)["error"]
+            assert (error["code"], error["param"]) == ("context_length_exceeded", field)
+            assert asked(path, given, truncate_prompt_tokens=3)["usage"]["prompt_tokens"] == 3
+        error = asked(path, "x" * (MOST_TOKENIZED + 1), truncate_prompt_tokens=3)["error"]
+        assert f"use {MOST_TOKENIZED} at most" in error["message"] and error["param"] == field
 
 
 def test_special_tokens_of_the_tokenizer_are_added_as_asked(served, llm):

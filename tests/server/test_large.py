@@ -80,7 +80,7 @@ def test_a_large_body_is_read_in_another_process_and_means_the_same(model, body,
 
 def test_a_small_body_is_read_at_once():
     found, num_aside = read_in_turn((CompletionRequest, text("a")), (ChatRequest, chat([PART, PART])))
-    assert num_aside == 0 and found[1].turns() == [{"role": "user", "content": "abab"}]
+    assert num_aside == 0 and [each.turn() for each in found[1].messages] == [{"role": "user", "content": "abab"}]
 
 
 REFUSED = {
@@ -95,8 +95,8 @@ REFUSED = {
     ),
     "nested": (ChatRequest, chat("a", metadata=[[[0] * 1000] * 1000]), "metadata", "more than 65536 entries"),
     "prompts": (CompletionRequest, text([""] * 100_000), "prompt", "more than 100 entries"),
-    "ids": (CompletionRequest, text([1] * 200_000), None, "a prompt of 200000 tokens is not supported"),
-    "an id": (CompletionRequest, text([1000] * 50_000), None, "prompt token id=1000 is not supported"),
+    "ids": (CompletionRequest, text([1] * 200_000), "prompt", "a prompt of 200000 tokens is not supported"),
+    "an id": (CompletionRequest, text([1000] * 50_000), "prompt", "prompt token id=1000 is not supported"),
     "/detokenize": (DetokenizeRequest, {"tokens": [1] * 100_000}, "tokens", "more than 1000 entries"),
     "no number": (CompletionRequest, text("a" * SMALL_BYTES, temperature="hot"), "temperature", "valid number"),
     "unknown": (CompletionRequest, text("a" * SMALL_BYTES, heat=1), "heat", "has no 'heat'"),
@@ -111,8 +111,7 @@ def test_what_is_wrong_with_a_large_body_is_told_as_for_any(name):
         read_body(model.__name__, "application/json", json.dumps(body).encode(), LIMITS)
     assert (error.status_code, error.detail, error.code) == (400, here.value.detail, here.value.code)
     assert message in error.detail and num_aside == 1
-    if param is not None:
-        assert error.param == here.value.param == param
+    assert error.param == here.value.param == param
 
 
 def test_what_a_small_body_can_hold_is_below_every_limit_but_the_models():
@@ -175,7 +174,7 @@ class Recording:
     def __init__(self):
         self.encoded = []
 
-    def encode(self, text):
+    def encode(self, text, add_special_tokens):
         self.encoded.append(len(text))
         return [1] * len(text)
 
@@ -187,6 +186,8 @@ def test_a_text_that_cannot_fit_is_never_tokenized():
         intake.tokens("a " * 2_000_000)
     assert intake.tokenizer.encoded == []
     assert len(intake.tokens("a " * 30)) == 60 and intake.tokenizer.encoded == [60]
+    # Its last tokens may fit, whatever comes before them.
+    assert len(intake.tokens("a " * 2_000_000, keep_last=9)) == 9 and intake.tokenizer.encoded == [60, 4_000_000]
 
 
 def test_a_conversation_that_cannot_fit_is_never_tokenized(monkeypatch):

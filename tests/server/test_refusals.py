@@ -32,9 +32,12 @@ IMAGE = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": 
 FUNCTION = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 CALL = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
 BAD_CALL = {**CALL, "function": {"name": "f", "arguments": "x=1"}}
+BAD_CALL_IN_PARTS = {"role": "assistant", "content": [{"type": "text", "text": "x"}], "tool_calls": [BAD_CALL]}
 CALLED = {"role": "assistant", "content": None, "tool_calls": [CALL]}
 CHAT = {"model": "bundled", "messages": HI, "max_tokens": 2}
 TEXT = {"model": "bundled", "prompt": "hi", "max_tokens": 2}
+LONG = "a " * 200_000
+SAID_LONG = [{"role": "user", "content": LONG}]
 # A value of each refused field that clients send when they mean it.
 MEANT = {
     "response_format": {"type": "json_object"},
@@ -139,6 +142,7 @@ def test_neutral_values_of_refused_fields_are_served(served):
         ),
         ("/v1/chat/completions", {**CHAT, "messages": [CALLED]}, "messages with tool_calls are not shown by"),
         ("/v1/chat/completions", {**CHAT, "messages": [{**CALLED, "tool_calls": [BAD_CALL]}]}, "are no JSON object"),
+        ("/v1/chat/completions", {**CHAT, "messages": [BAD_CALL_IN_PARTS]}, "are no JSON object"),
         ("/v1/chat/completions", {**CHAT, "tools": [FUNCTION]}, 'tools is not supported without tool_choice="none"'),
         ("/v1/chat/completions", {**CHAT, "tools": [FUNCTION], "tool_choice": "auto"}, "tools is not supported"),
         ("/v1/completions", {**TEXT, "max_completion_tokens": 3}, "are one limit and differ"),
@@ -334,6 +338,13 @@ def test_what_is_no_http_is_refused_as_all_else_is(served, sent):
     served.until(lambda: f"[{error['request_id']}] what 127.0.0.1 port" in served.log.read_text())
 
 
+def test_who_leaves_in_the_midst_of_a_body_is_no_defect(served):
+    head = b"POST /tokenize HTTP/1.1\r\nhost: x\r\nx-request-id: left-early\r\ncontent-type: application/json\r\n"
+    with socket.create_connection(("127.0.0.1", served.port), 20) as connection:
+        connection.sendall(head + b"content-length: 9\r\n\r\n{")
+    served.until(lambda: "[left-early] POST /tokenize 499" in served.log.read_text())
+
+
 def test_what_is_no_http_after_a_request_has_an_id_of_its_own(served):
     asked = b"GET /version HTTP/1.1\r\nhost: x\r\nx-request-id: first-%d\r\n\r\n"
     for number, sent in enumerate(([asked % 0 + b"HELLO\r\n\r\n"], [asked % 1, b"HELLO\r\n\r\n"])):
@@ -380,7 +391,8 @@ def test_the_openai_client_reads_the_error(client):
     ("path", "body", "line"),
     [
         ("/v1/completions", {**TEXT, "temperature": -1}, "temperature=-1.0 is not supported"),
-        ("/v1/completions", {**TEXT, "prompt": "a " * 200_000}, "a prompt of 400000 characters is not supported"),
+        ("/v1/completions", {**TEXT, "prompt": LONG}, r"the prompt is too long: .* 400000 char.* \[field 'prompt'\]"),
+        ("/v1/chat/completions", {**CHAT, "messages": SAID_LONG}, r"the prompt is too long: .* \[field 'messages'\]"),
         ("/v1/completions", {**TEXT, "max_tokens": "9"}, r"max_tokens: .* \[field 'max_tokens'\]"),
         ("/v1/completions", b"{", "the body is not JSON"),
         ("/v1/completions", {**TEXT, "a\nline": 1}, r"the body has no .* \[field 'a\\nline'\]"),

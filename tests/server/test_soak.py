@@ -44,6 +44,15 @@ def test_beside_each_bad_request_everybody_is_watched(monkeypatch):
         assert beside.busy.stream_gap > 0 == beside.idle.stream_gap
 
 
+def test_who_is_refused_beside_a_bad_host_is_no_short_wait(monkeypatch):
+    monkeypatch.setattr(bad_host_module, "WATCH_S", 0.1)
+    for name in ("SHORT", "STREAM"):
+        with monkeypatch.context() as patch:
+            patch.setattr(bad_host_module, name, getattr(bad_host_module, name) | {"max_tokens": -1})
+            with pytest.raises(EspalierError, match="beside the bad host"):
+                bad_host({"max_batch": 4, "max_context": 512, "num_pages": 64}, ATTACKS[:1], streams=2)
+
+
 def test_the_bodies_of_a_bad_host_are_below_the_usual_limit():
     for attack in ATTACKS:
         assert len(json.dumps(attack.body(), separators=(",", ":"))) <= ApiOptions().max_body_bytes, attack.name
