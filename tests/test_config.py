@@ -7,12 +7,12 @@ import torch
 
 from espalier.cache.layer_spec import KVHeads, LayerSpec
 from espalier.config import EngineConfig, SpeculationConfig, is_open
-from espalier.engine import load, resolve
 from espalier.errors import EspalierError
 from espalier.layout import max_draft_tokens
 from espalier.models import DraftSpec
 from espalier.models.weights import WeightCount
 from espalier.speculate.drafters import WITHOUT_FILES
+from espalier.startup import load, resolve
 from espalier.startup.resolve import Facts, choose_algorithm, choose_device, layout_of
 from espalier.startup.threads import ThreadFacts
 from tests.harness import directories

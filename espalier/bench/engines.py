@@ -9,6 +9,7 @@ import torch
 
 from espalier.bench.drive import contexts
 from espalier.bench.instrument import Watched, watch
+from espalier.bench.synthetic_models import SyntheticModels
 from espalier.config import EngineConfig, ResolvedConfig
 from espalier.engine.engine import Engine
 from espalier.kernels.runtime.launch import chip
@@ -19,7 +20,6 @@ from espalier.speculate.drafters import WITHOUT_FILES
 from espalier.startup.resolve import Facts, choose_algorithm, free_memory, layout_of, resolve
 from espalier.startup.threads import thread_facts
 from espalier.synthetic.checkpoint import Recipe
-from espalier.synthetic.models import SyntheticModels
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,10 @@ from typing import Any
 from espalier.bench.cells import WARM, Cell
 from espalier.bench.floor import FloorBench, RoundFloor
 from espalier.bench.instrument import Watched
+from espalier.bench.synthetic_models import Start, SyntheticModels
 from espalier.bench.timing import Ceilings
 from espalier.engine.engine import Engine
 from espalier.request import Request, SamplingParams
-from espalier.synthetic.models import Start, SyntheticModels
 
 ROUNDS = 40
 

@@ -15,11 +15,11 @@ from espalier.bench.linears import shape_named
 from espalier.bench.machine import require_gpu
 from espalier.bench.plot import Bars, plot
 from espalier.bench.shaped import ROUNDS, Measured, Settings, measure, plain_beside
+from espalier.bench.synthetic_models import SyntheticModels
 from espalier.cli.console import QUIET, aligned, progress, stdout, write_json
 from espalier.cli.flags import flag_of, given_flags
 from espalier.errors import EspalierError
 from espalier.synthetic.checkpoint import Recipe
-from espalier.synthetic.models import SyntheticModels
 from espalier.synthetic.shapes import SHAPES, find_shape
 
 # Where the draft's skill is chosen.

@@ -41,7 +41,7 @@ class Fields:
     @classmethod
     def of(cls, layout: RoundLayout) -> "Fields":
         width, nodes = layout.extend_width, layout.num_draft_tokens
-        sizes = {"length": 1, "sound": 1, "emitted": width, "path": width}
+        sizes = {"length": 1, "num_finite": 1, "emitted": width, "path": width}
         sizes |= dict.fromkeys(("tokens", "parents", "depths", "scores"), nodes)
         ends = np.cumsum(list(sizes.values())).tolist()
         return cls(
@@ -62,7 +62,8 @@ class Results:
 
     def write(self, entry: Tensor, outcome: RoundOutput) -> None:
         """Put an outcome into entry [1]."""
-        parts = {"length": outcome.length[:, None], "sound": outcome.num_finite[:, None], "emitted": outcome.tokens}
+        parts = {"length": outcome.length[:, None], "emitted": outcome.tokens}
+        parts["num_finite"] = outcome.num_finite[:, None]
         # Of a launch without a tree all nodes are void, which is what columns are that nobody fills.
         if outcome.tree is not None and outcome.path is not None:
             tree = outcome.tree

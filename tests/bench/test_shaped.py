@@ -12,10 +12,10 @@ from espalier.bench.cells import Cell, parse_cells, with_plain
 from espalier.bench.instrument import Seen
 from espalier.bench.plot import Bars, plot
 from espalier.bench.shaped import Measured, Settings, measure, plain_beside
+from espalier.bench.synthetic_models import SyntheticModels
 from espalier.cli.main import main
 from espalier.errors import EspalierError
 from espalier.synthetic.checkpoint import Recipe
-from espalier.synthetic.models import SyntheticModels
 from tests.synthetic.test_checkpoint import tiny
 
 CPU = torch.device("cpu")

@@ -139,7 +139,7 @@ class TestEmptyBatch:
     @pytest.mark.parametrize("attention", ["sdpa", "reference"])
     @pytest.mark.parametrize("width", [0, 16])
     @pytest.mark.parametrize(
-        "shaping", [SamplingNeeds(), SamplingNeeds(True, True, True, True)], ids=["greedy", "shaped"]
+        "needs", [SamplingNeeds(), SamplingNeeds(True, True, True, True)], ids=["greedy", "shaped"]
     )
     def test_launch(self, algorithm: str, attention: str, width: int, needs: SamplingNeeds) -> None:
         setup = Setup(attention=attention, **TREE) if algorithm != "none" else Setup(attention=attention).plain()

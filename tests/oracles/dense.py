@@ -27,13 +27,13 @@ def attended(projections: Projections, g: LayerSpec) -> Attended:
         q, latent = latent_of(projections)
         return Attended(q, latent, latent[..., : g.keeps.v_size], (latent,))
     assert isinstance(projections, HeadProjections)
-    q, k, v = heads_of(projections.qkv, projections.turn, g)
+    q, k, v = heads_of(projections.qkv, projections.rope_and_norm, g)
     return Attended(q, k, v, (k, v))
 
 
 def latent_of(projections: LatentProjections) -> tuple[Tensor, Tensor]:
     """q [B, Q, heads, size] and the latent row [B, Q, 1, size]: its first part normed, its last rotated, as in q."""
-    turn, latent = projections.turn, projections.latent
+    turn, latent = projections.rope_and_norm, projections.latent
     rotary = turn.cos.shape[1]
     sizes = (latent.shape[3] - rotary, rotary)
     cos, sin = (table.view(*latent.shape[:2], 1, rotary) for table in (turn.cos, turn.sin))

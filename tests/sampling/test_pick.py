@@ -137,7 +137,7 @@ def test_min_p_counts_from_the_likeliest_and_after_top_p():
     assert kept_ids(logits, min_p=0.11, top_p=0.7) == [0, 1]
 
 
-@pytest.mark.parametrize("shaping", [SamplingNeeds(), ALL_SAMPLING], ids=["off", "everything"])
+@pytest.mark.parametrize("needs", [SamplingNeeds(), ALL_SAMPLING], ids=["off", "everything"])
 @pytest.mark.parametrize("vocab", [5, 64, 6144])
 def test_greedy_ties_go_to_the_lower_id(needs, vocab):
     logits = torch.zeros(2, vocab)

@@ -35,7 +35,7 @@ def round_of(algorithm: str, **change) -> ModelRunner:
 
 @algorithms
 @pytest.mark.parametrize("attention", ["sdpa", "reference"])
-@pytest.mark.parametrize("shaping", [SamplingNeeds(), ALL_SAMPLING], ids=["greedy", "shaped"])
+@pytest.mark.parametrize("needs", [SamplingNeeds(), ALL_SAMPLING], ids=["greedy", "shaped"])
 def test_an_empty_batch_is_legal(algorithm, attention, needs):
     r = round_of(algorithm, attention=attention)
     with torch.inference_mode():

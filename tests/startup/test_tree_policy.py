@@ -7,11 +7,12 @@ from dataclasses import asdict, replace
 import pytest
 
 from espalier.config import EngineConfig, SpeculationConfig
-from espalier.engine import resolve, trees
 from espalier.errors import EspalierError
 from espalier.kernels.runtime.launch import Chip
 from espalier.layout import PLAIN, TreeShape
 from espalier.speculate.drafters import WITHOUT_FILES
+from espalier.startup import resolve
+from espalier.startup import tree_policy as trees
 from espalier.startup.resolve import layout_of
 from espalier.startup.tree_policy import Crossover, Machine, choose_trees, crossovers, nearest, read, write
 from tests.test_config import CPU, FACTS, HEAD
