@@ -1,6 +1,6 @@
 """What a user may set.
 
-Every default is "auto": engine/resolve.py builds a ResolvedConfig from these, the device and the model.  Command-line
+Every default is "auto": startup/resolve.py builds a ResolvedConfig from these, the device and the model.  Command-line
 flags are generated from the fields.
 """
 

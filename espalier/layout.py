@@ -26,16 +26,16 @@ ROUNDS_IN_FLIGHT = 2
 LOGITS_BYTES = 2**27
 # The row of page buffers that takes what padding writes; it stays zero, so that a masked read of it is finite.
 DUMMY_ROW = 0
-# Of attention's ranges (see Cut), in rows: what they begin at multiples of, which no kernel's block of rows exceeds;
-# what a range is cut to at least; what it has for each request of the batch, so that few requests are cut into many
-# ranges and many fill a GPU whole, with few queries a request, which are cheap to merge, and with more; and what it has
-# at most.
+# Of attention's ranges (see KVSplitPolicy), in rows: what they begin at multiples of, which no kernel's block of rows
+# exceeds; what a range is cut to at least; what it has for each request of the batch, so that few requests are cut into
+# many ranges and many fill a GPU whole, with few queries a request, which are cheap to merge, and with more; and what
+# it has at most.
 RANGE_STEP = 64
 SHORTEST_RANGE = 128
 ROWS_A_REQUEST, ROWS_A_REQUEST_OF_FEW = 256, 64
 FEW_QUERIES = 8
 LONGEST_RANGE = 2048
-# Ranges of a request, and what waits to be merged, queries times ranges, of a batch and of one request: at most.
+# KVSplits of a request, and what waits to be merged, queries times ranges, of a batch and of one request: at most.
 MAX_RANGES = 32
 PARTIAL_ROWS = 16384
 PARTIAL_ROWS_OF_ONE = 512
@@ -111,7 +111,7 @@ def logit_rows(vocab_size: int) -> int:
 
 
 @dataclass(frozen=True)
-class Cut:
+class KVSplitPolicy:
     """How attention cuts a request's committed rows into ranges that run side by side, by their number alone.
 
     rows: of a range, as long as no more than `most` ranges come of it.
@@ -269,12 +269,12 @@ class RoundLayout:
         """
         return rounds * self.extend_width + 1
 
-    def committed_at_most(self, num_seen: int, unread: int) -> int:
+    def committed_at_most(self, num_known: int, unread: int) -> int:
         """Rows of the target that a launch may find committed.
 
-        num_seen: index of the last root the host has seen; unread: rounds launched before this launch and not read.
+        num_known: index of the last root the host has seen; unread: rounds launched before this launch and not read.
         """
-        return num_seen + unread * self.extend_width
+        return num_known + unread * self.extend_width
 
     def pages_for(self, tokens: int) -> int:
         return -(-tokens // self.page_size)
@@ -286,22 +286,22 @@ class RoundLayout:
     def tokens_in(self, pages: int) -> int:
         return pages * self.page_size
 
-    def reserve(self, num_seen: int, rounds: int, end: int) -> int:
+    def reserve(self, num_known: int, rounds: int, end: int) -> int:
         """Pages that a request must hold before a launch.
 
-        num_seen: index of the last root the host has seen; rounds: launched and unread, this one included;
+        num_known: index of the last root the host has seen; rounds: launched and unread, this one included;
         end: the tokens after which the request is finished, past which a round decides one token at most.
         """
-        return self.pages_for(min(num_seen + self.tokens_ahead(rounds), end + rounds - 1))
+        return self.pages_for(min(num_known + self.tokens_ahead(rounds), end + rounds - 1))
 
-    def room(self, end: Number, prefix_len: Number) -> Number:
+    def max_accept_depth(self, end: Number, prefix_len: Number) -> Number:
         """The deepest node that a round may accept: tokens left before `end`, past the root and the target's own pick.
 
         Below 0 where the request is finished.  Takes integers, or tensors of them.
         """
         return end - 2 - prefix_len
 
-    def appended_cells(self, batch: int) -> int:
+    def max_appended_pages(self, batch: int) -> int:
         """Entries that the page tables of a batch can grow by from one round to the next."""
         return batch * (1 + self.pages_for(self.tokens_ahead(ROUNDS_IN_FLIGHT)))
 
@@ -324,7 +324,7 @@ class RoundLayout:
         """Positions that a node can have: rows of rotary tables.  A padded chunk reaches past the last token."""
         return self.history_width + max(self.steps, self.chunk_size)
 
-    def cut(self, queries: int) -> "Cut":
+    def cut(self, queries: int) -> "KVSplitPolicy":
         """How a pass of this many queries a request cuts committed rows.
 
         Follows from the layout alone, as the order in which a request's sums are made may not depend on its batch.
@@ -339,7 +339,7 @@ class RoundLayout:
         rows = min(max(batch * rows_a_request, SHORTEST_RANGE), LONGEST_RANGE)
         waiting = min(PARTIAL_ROWS // (batch * queries), PARTIAL_ROWS_OF_ONE // queries)
         longest = -(-self.tokens_in(self.table_width) // rows)
-        return Cut(rows, max(1, min(MAX_RANGES, waiting, longest)))
+        return KVSplitPolicy(rows, max(1, min(MAX_RANGES, waiting, longest)))
 
     @property
     def least_pages(self) -> int:

@@ -14,11 +14,11 @@ from typing import Any, Unpack
 
 from espalier.chat import ChatOptions
 from espalier.config import EngineConfig, ResolvedConfig
-from espalier.engine.load import Checkpoint, build_engine, find, resolve_config
 from espalier.errors import EspalierError, shown
 from espalier.intake import Intake, Messages, ModelFacts, Prompt, text_sink
 from espalier.models.config import ModelConfig, read_json
 from espalier.request import Output, Piece, Request, ResolvedParams, SamplingParams, sample_seed
+from espalier.startup.load import Checkpoint, build_engine, find, resolve_config
 from espalier.stats import SpeculationStats
 from espalier.text import load_tokenizer
 

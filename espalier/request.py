@@ -225,7 +225,7 @@ class Request:
     waits for; cache_salt: only requests of the same one share cached pages.  prompt_logprobs: of the prompt's second
     token and those after it, as far as they have been read.
 
-    In its slot: enter_end, rows to enter before rounds begin; entered, those launched so far; num_seen, index of the
+    In its slot: prefill_len, rows to enter before rounds begin; entered, those launched so far; num_known, index of the
     last root that the host knows of; unread, rounds launched and not yet read.  generation tells one stay in a slot
     from the next.
     """
@@ -255,10 +255,10 @@ class Request:
     stop_reason: int | str | None = None
     error: str | None = None
     aborted: bool = False
-    enter_end: int = 0
-    entered: int = 0
-    num_seen: int = 0
-    unread: int = 0
+    prefill_len: int = 0
+    num_prefilled: int = 0
+    num_known: int = 0
+    rounds_in_flight: int = 0
     prompt_cached: bool = False
     stats: SpeculationStats = field(default_factory=SpeculationStats)
 

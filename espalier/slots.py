@@ -32,7 +32,7 @@ FLOATS = ("temperature", "top_p", "min_p", "repetition", "presence", "frequency"
 
 
 @dataclass(frozen=True)
-class Admission:
+class SlotInit:
     """A request entering a slot: plain values, so that a ticket can be sent to another process.
 
     tokens: all that is known of it, prompt first; start: the first row to compute; commit_from: rows below stand in
@@ -53,7 +53,7 @@ class Admission:
     counts_tokens: bool = False
 
 
-class Cells(NamedTuple):
+class ScatterUpdate(NamedTuple):
     """Values for cells of one field of the slot table, cells counted row by row: two [n] int64, of numpy or torch.
 
     float32 values travel as their bits.
@@ -116,26 +116,28 @@ class SlotTable:
         self.counts = zeros(vocab_size, dtype=torch.int32)
         self.seen = zeros(vocab_size, dtype=torch.bool)
 
-    def admission_cells(self, admitted: Sequence[Admission]) -> dict[str, Cells]:
+    def admission_updates(self, slot_inits: Sequence[SlotInit]) -> dict[str, ScatterUpdate]:
         """What fills the admitted slots, by field; all else in them is cleared."""
-        fields: dict[str, list[Cells]] = {}
-        for request in admitted:
+        fields: dict[str, list[ScatterUpdate]] = {}
+        for request in slot_inits:
             for name, values in _row(request).items():
-                columns = values.at if isinstance(values, Cells) else np.arange(len(values))
-                found = values.values if isinstance(values, Cells) else np.asarray(values, dtype=np.int64)
-                fields.setdefault(name, []).append(Cells(request.slot * getattr(self, name).shape[1] + columns, found))
-        return {name: Cells(*map(np.concatenate, zip(*rows, strict=True))) for name, rows in fields.items()}
+                columns = values.at if isinstance(values, ScatterUpdate) else np.arange(len(values))
+                found = values.values if isinstance(values, ScatterUpdate) else np.asarray(values, dtype=np.int64)
+                fields.setdefault(name, []).append(
+                    ScatterUpdate(request.slot * getattr(self, name).shape[1] + columns, found)
+                )
+        return {name: ScatterUpdate(*map(np.concatenate, zip(*rows, strict=True))) for name, rows in fields.items()}
 
-    def page_cells(self, appended: Sequence[tuple[int, int, int]]) -> Cells:
+    def page_table_updates(self, appended_pages: Sequence[tuple[int, int, int]]) -> ScatterUpdate:
         """(slot, column, page), what grew since the last launch.  Raises EspalierError for a column past the table."""
-        for slot, column, _ in appended:
+        for slot, column, _ in appended_pages:
             if not (slot < self.layout.num_slots and column < self.layout.table_width):
                 raise EspalierError(
                     f"page table holds {self.layout.num_slots} slots of {self.layout.table_width} pages, and slot "
                     f"{slot} asks for page {column}; both follow from {self.layout}: reserve pages by layout.reserve"
                 )
-        slots, columns, pages = np.array(appended, dtype=np.int64).reshape(-1, 3).T
-        return Cells(slots * self.layout.table_width + columns, pages)
+        slots, columns, pages = np.array(appended_pages, dtype=np.int64).reshape(-1, 3).T
+        return ScatterUpdate(slots * self.layout.table_width + columns, pages)
 
     def clear(self, slots: Tensor) -> None:
         """Empty slots [A], so that nothing of their last owners stays."""
@@ -144,7 +146,7 @@ class SlotTable:
             rows.index_fill_(0, slots, 0)
         self.stop_ids.index_fill_(0, slots, -1)
 
-    def write(self, cells: Mapping[str, Cells]) -> None:
+    def write(self, cells: Mapping[str, ScatterUpdate]) -> None:
         """Fill cells, by field."""
         for name, (at, values) in cells.items():
             rows: Tensor = getattr(self, name)
@@ -153,8 +155,8 @@ class SlotTable:
             rows.view(-1).index_copy_(0, at, narrowed)
 
 
-def _row(request: Admission) -> dict[str, Any]:
-    """The beginning of each field's row, or Cells of columns and values."""
+def _row(request: SlotInit) -> dict[str, Any]:
+    """The beginning of each field's row, or ScatterUpdate of columns and values."""
     own = {
         "prefix_len": request.start,
         "root": request.tokens[request.start],
@@ -176,7 +178,7 @@ def _row(request: Admission) -> dict[str, Any]:
     if request.counts_tokens:
         seen = np.unique(np.array(request.tokens[: request.prompt_len], dtype=np.int64))
         output, times = np.unique(np.array(request.tokens[request.prompt_len :], dtype=np.int64), return_counts=True)
-        row |= {"seen": Cells(seen, np.ones_like(seen)), "counts": Cells(output, times)}
+        row |= {"seen": ScatterUpdate(seen, np.ones_like(seen)), "counts": ScatterUpdate(output, times)}
     return row
 
 
@@ -186,13 +188,13 @@ def _bits(values: Sequence[float]) -> np.ndarray:
 
 
 @dataclass
-class Slots:
+class BatchState:
     """The rows of a batch, gathered once a launch.  prefix_len is that of before the launch throughout.
 
     index: [B] slots; prefix_len, root, commit_from: [B]; num_tokens: [B], prefix_len and the root; room: [B], the
     deepest node that may be accepted, by the request's own limit and by the tokens it has left; num_logprobs: [B],
     alternatives that it wants beside each emitted token, -1 for no log-probabilities; real: [B] bool, rows that are
-    requests, not padding; page_table: [B, table_width] int32.  kernels/slots.py makes them.
+    requests, not padding; page_table: [B, table_width] int32.  kernels/state/batch_state.py makes them.
     """
 
     table: SlotTable
@@ -201,7 +203,7 @@ class Slots:
     root: Tensor
     commit_from: Tensor
     num_tokens: Tensor
-    room: Tensor
+    max_accept_depth: Tensor
     num_logprobs: Tensor
     real: Tensor
     page_table: Tensor

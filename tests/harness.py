@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from espalier.engine.build import assemble
 from espalier.engine.engine import Engine
 from espalier.layout import RoundLayout, TreeShape, max_draft_tokens
 from espalier.models import CausalLM, DraftModel, load_target, read_config
 from espalier.request import Request, SamplingParams
 from espalier.speculate.drafters import WITHOUT_FILES, load_draft, read_draft
+from espalier.startup.build import assemble
 from espalier.stats import SpeculationStats
 from tests.builders import make_eagle3, make_target
 from tests.latent import make_latent

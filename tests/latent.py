@@ -10,8 +10,8 @@ from torch import Tensor
 
 from espalier.attention.staged import LatentProjections
 from espalier.cache.layer_spec import LatentKV, LayerSpec
-from espalier.kernels.latent import LatentTurn
-from espalier.kernels.rope import Turn
+from espalier.kernels.layers.latent import LatentRopeAndNorm
+from espalier.kernels.layers.rope import RopeAndNorm
 from espalier.models import CausalLM, DraftModel
 from espalier.models.base import Attend
 from espalier.models.layers.linear import Linear
@@ -37,9 +37,9 @@ class LatentAttention:
         self.out = drawn(hidden, heads * KEEPS.v_size)
         self.norm = 1 + 0.2 * torch.randn(KEEPS.v_size, generator=generator, dtype=torch.float64)
 
-    def __call__(self, x: Tensor, turn: Turn, attend: Attend, layer: int, shape: tuple[int, int]) -> Tensor:
+    def __call__(self, x: Tensor, turn: RopeAndNorm, attend: Attend, layer: int, shape: tuple[int, int]) -> Tensor:
         q, latent = (part(x).view(*shape, -1, KEEPS.size) for part in (self.q, self.latent))
-        own = LatentTurn(turn.cos, turn.sin, self.norm, EPS)
+        own = LatentRopeAndNorm(turn.cos, turn.sin, self.norm, EPS)
         return self.out.in_parts(attend(layer, LatentProjections(q, latent, own)).flatten(2).flatten(0, 1))
 
 
@@ -56,5 +56,5 @@ def make_latent(target: CausalLM, draft: DraftModel | None, keeps: str, seed: in
         target.layers[layer].attention = block  # type: ignore[attr-defined]
     target.geometry = tuple(latent(spec) if i in chosen else spec for i, spec in enumerate(target.geometry))
     if draft is not None and keeps == "latent":
-        draft.attention = LatentAttention(2 * hidden, hidden, draft.geometry[0].heads, seed + 100)  # type: ignore[assignment]
+        draft.attention = LatentAttention(2 * hidden, hidden, draft.geometry[0].heads, seed + 100)  # type: ignore[attr-defined]
         draft.geometry = (latent(draft.geometry[0]),)

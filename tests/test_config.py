@@ -7,14 +7,14 @@ import torch
 
 from espalier.cache.layer_spec import KVHeads, LayerSpec
 from espalier.config import EngineConfig, SpeculationConfig, is_open
-from espalier.engine import load, resolve
-from espalier.engine.resolve import Facts, choose_algorithm, choose_device, layout_of
-from espalier.engine.threads import ThreadFacts
 from espalier.errors import EspalierError
 from espalier.layout import max_draft_tokens
 from espalier.models import DraftSpec
 from espalier.models.weights import WeightCount
 from espalier.speculate.drafters import WITHOUT_FILES
+from espalier.startup import load, resolve
+from espalier.startup.resolve import Facts, choose_algorithm, choose_device, layout_of
+from espalier.startup.threads import ThreadFacts
 from tests.harness import directories
 
 CPU = torch.device("cpu")
@@ -135,7 +135,7 @@ def test_a_gpu_that_is_too_old_is_refused_by_name_and_never_chosen(monkeypatch, 
 
 
 def test_cuda_has_the_models_dtype_and_overlap(monkeypatch):
-    monkeypatch.setattr("espalier.engine.resolve.require_triton", lambda: None)
+    monkeypatch.setattr("espalier.startup.resolve.require_triton", lambda: None)
     a_gpu(monkeypatch, (9, 0))
     config = resolved(device=torch.device("cuda"))
     assert (config.dtype, config.overlap, config.max_batch) == ("bfloat16", True, 64)

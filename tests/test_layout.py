@@ -65,11 +65,11 @@ def test_tables_hold_the_context_and_what_is_ahead(page_size):
 
 def test_a_reserve_is_what_is_ahead_in_pages_and_ends_with_the_request():
     made = layout(page_size=16)
-    assert made.reserve(num_seen=100, rounds=2, end=4096) == -(-113 // 16)
-    assert made.reserve(num_seen=100, rounds=1, end=4096) == -(-107 // 16)
+    assert made.reserve(num_known=100, rounds=2, end=4096) == -(-113 // 16)
+    assert made.reserve(num_known=100, rounds=1, end=4096) == -(-107 // 16)
     # A round launched past the end decides one token more, for nobody.
-    assert layout(page_size=1).reserve(num_seen=100, rounds=1, end=103) == 103
-    assert layout(page_size=1).reserve(num_seen=100, rounds=2, end=103) == 104
+    assert layout(page_size=1).reserve(num_known=100, rounds=1, end=103) == 103
+    assert layout(page_size=1).reserve(num_known=100, rounds=2, end=103) == 104
 
 
 def test_prefill_widths_are_doublings_up_to_the_chunk_and_their_middles():

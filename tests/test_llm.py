@@ -384,7 +384,7 @@ def test_a_stream_whose_engine_stopped_under_another_says_so(paths, overlap, mon
         for stream in streams:
             next(stream)
 
-        def launch(ticket):
+        def launch(launch_input):
             raise MemoryError("no memory is left")
 
         monkeypatch.setattr(llm.engine.executor, "launch", launch)

@@ -2,8 +2,8 @@
 
 Every forward pass (a prompt chunk, a draft level, a verify tree, a draft extend) is queries [B, Q] over staged rows [B,
 R] and over a prefix in pages.  A backend supplies the part over the prefix with its log-sum-exp; the part among the
-nodes (kernels/among_nodes.py) and the merge are the same for all of them, and a backend may override `attend` where it
-can fuse.
+nodes (kernels/attention/among_nodes.py) and the merge are the same for all of them, and a backend may override `attend`
+where it can fuse.
 """
 
 from collections.abc import Sequence
@@ -17,10 +17,10 @@ from torch import Tensor
 from espalier.cache.kv import PagedKV
 from espalier.cache.layer_spec import Keeps, KVHeads, LayerSpec, RecurrentState
 from espalier.errors import EspalierError
-from espalier.kernels.among_nodes import NoPrefix, among_nodes
-from espalier.kernels.ancestors import seen_rows
-from espalier.kernels.merge import merge
-from espalier.kernels.tree_attention import Staged
+from espalier.kernels.attention.among_nodes import NoPrefix, among_nodes
+from espalier.kernels.attention.ancestor_bits import seen_rows
+from espalier.kernels.attention.merge import merge
+from espalier.kernels.attention.tree_attention import Staged
 from espalier.layout import MAX_PAGE_SIZE
 
 
@@ -137,7 +137,7 @@ class Nodes:
 
     positions: Tensor
     row_positions: Tensor
-    words: Tensor | None
+    ancestor_bits: Tensor | None
 
     @classmethod
     def chain(cls, positions: Tensor) -> "Nodes":
@@ -146,7 +146,7 @@ class Nodes:
 
     def seen(self, window: int | None) -> Tensor:
         """[B, Q, R] bool: ancestors inside the window.  Every row, padding too, sees itself: no softmax is empty."""
-        return seen_rows(self.words, self.positions, self.row_positions, window)
+        return seen_rows(self.ancestor_bits, self.positions, self.row_positions, window)
 
 
 class AttentionBackend(Protocol):
@@ -187,7 +187,7 @@ class Attention:
         Returns [B, Q, heads, v_size].
         """
         spec = self.specs[layer]
-        staged = Staged(k, v, self.nodes.row_positions, self.nodes.words)
+        staged = Staged(k, v, self.nodes.row_positions, self.nodes.ancestor_bits)
         among = among_nodes(q, staged, self.nodes.positions, spec.softmax_scale, spec.window, self._no_prefix)
         return merge(self.over_prefix(q, layer), among)
 

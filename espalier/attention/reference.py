@@ -5,7 +5,7 @@ from torch import Tensor
 
 from espalier.attention.base import Attention, CommittedLengths, Support
 from espalier.cache.layer_spec import KVHeads, LatentKV
-from espalier.kernels.softmax import masked_attention
+from espalier.kernels.attention.masked_attention import masked_attention
 
 
 class ReferenceAttention(Attention):

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from espalier.attention.base import Attention
 from espalier.cache.kv import StagedKV
-from espalier.kernels.latent import LatentTurn, rotate_and_store_latent
-from espalier.kernels.rope import Turn, rotate_and_store
+from espalier.kernels.layers.latent import LatentRopeAndNorm, rotate_and_store_latent
+from espalier.kernels.layers.rope import RopeAndNorm, rotate_and_store
 
 
 class Projections(Protocol):
@@ -29,14 +29,14 @@ class Projections(Protocol):
 @dataclass(frozen=True, slots=True)
 class HeadProjections:
     """Of a layer that keeps KVHeads.  qkv: [B, Q, heads + 2 · kv_heads, size], q before k before v, or on a GPU [parts,
-    B, Q, ...] float32, still to be summed (kernels/rope.py).  It may be overwritten."""
+    B, Q, ...] float32, still to be summed (kernels/layers/rope.py).  It may be overwritten."""
 
     qkv: Tensor
-    turn: Turn
+    rope_and_norm: RopeAndNorm
 
     def write(self, rows: Tensor, planes: Sequence[Tensor]) -> Tensor:
         k, v = planes
-        return rotate_and_store(self.qkv.flatten(-4, -3), self.turn, rows, k, v)[0]
+        return rotate_and_store(self.qkv.flatten(-4, -3), self.rope_and_norm, rows, k, v)[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +45,11 @@ class LatentProjections:
 
     q: Tensor
     latent: Tensor
-    turn: LatentTurn
+    rope_and_norm: LatentRopeAndNorm
 
     def write(self, rows: Tensor, planes: Sequence[Tensor]) -> Tensor:
         [plane] = planes
-        return rotate_and_store_latent(self.q.flatten(0, 1), self.latent.flatten(0, 1), self.turn, rows, plane)
+        return rotate_and_store_latent(self.q.flatten(0, 1), self.latent.flatten(0, 1), self.rope_and_norm, rows, plane)
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,10 @@ from torch import Tensor
 from espalier.attention.base import Attention, CommittedLengths, Nodes, Prefix, Support
 from espalier.cache.kv import PagedKV
 from espalier.cache.layer_spec import KVHeads, LatentKV, LayerSpec
-from espalier.kernels.combine import Partials
-from espalier.kernels.ranges import Ranges, ranges_triton
-from espalier.kernels.straight import straight
-from espalier.kernels.tree_attention import (
+from espalier.kernels.attention.contiguous_blocks import straight
+from espalier.kernels.attention.kv_splits import KVSplits, kv_splits_triton
+from espalier.kernels.attention.merge_splits import Partials
+from espalier.kernels.attention.tree_attention import (
     DTYPES,
     MAX_HEAD_SIZE,
     Committed,
@@ -28,14 +28,14 @@ class TritonAttention(Attention):
     def __init__(self, pages: PagedKV, specs: Sequence[LayerSpec], prefix: Prefix, nodes: Nodes):
         super().__init__(pages, specs, prefix, nodes)
         self.queries = nodes.positions.shape[1]
-        self.windowed: dict[int, Ranges] = {}
+        self.windowed: dict[int, KVSplits] = {}
         self.partials: dict[tuple[int | None, int, int], Partials] = {}
 
     def over_prefix(self, q: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         return self._run(layer, q, None)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return self._run(layer, q, Staged(k, v, self.nodes.row_positions, self.nodes.words))[0]
+        return self._run(layer, q, Staged(k, v, self.nodes.row_positions, self.nodes.ancestor_bits))[0]
 
     def _run(self, layer: int, q: Tensor, staged: Staged | None) -> tuple[Tensor, Tensor]:
         spec, prefix = self.specs[layer], self.prefix
@@ -51,19 +51,19 @@ class TritonAttention(Attention):
             *(None, counted),
         )
 
-    def _ranges(self, window: int | None) -> Ranges:
+    def _ranges(self, window: int | None) -> KVSplits:
         """The work list of a kind of layer; one without a window serves every pass of the prefix that is as wide."""
         cut = self.pages.layout.cut(self.queries)
         if window is None:
             if cut not in self.prefix.planned:
-                self.prefix.planned[cut] = ranges_triton(self.prefix.length, self.prefix.first, cut)
+                self.prefix.planned[cut] = kv_splits_triton(self.prefix.length, self.prefix.first, cut)
             return self.prefix.planned[cut]
         if window not in self.windowed:
             positions = self.nodes.positions
-            self.windowed[window] = ranges_triton(self.prefix.length, self.prefix.first, cut, positions, window)
+            self.windowed[window] = kv_splits_triton(self.prefix.length, self.prefix.first, cut, positions, window)
         return self.windowed[window]
 
-    def _straight(self, committed: Committed, ranges: Ranges) -> Tensor:
+    def _straight(self, committed: Committed, ranges: KVSplits) -> Tensor:
         """Of ranges without a window, for every pass and layer that reads them."""
         key = (ranges.cut, straight)
         if key not in self.prefix.planned:
@@ -71,7 +71,7 @@ class TritonAttention(Attention):
             self.prefix.planned[key] = straight(ranges, page_table, committed.page_size, first)
         return self.prefix.planned[key]
 
-    def _partials(self, ranges: Ranges, spec: LayerSpec) -> Partials:
+    def _partials(self, ranges: KVSplits, spec: LayerSpec) -> Partials:
         key = (spec.window, spec.heads, spec.rows.v_size)
         if key not in self.partials:
             self.partials[key] = Partials.of(ranges, self.queries, spec.heads, spec.rows.v_size)

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from espalier.bench.drive import Driven, drive, texts
 from espalier.config import SpeculationConfig
-from espalier.engine.ticket import RoundTrace
+from espalier.engine.launch_input import RoundTrace
 from espalier.errors import EspalierError
 from espalier.llm import LLM, faults
 from espalier.request import SamplingParams
+from espalier.sampling.logit_processors import SamplingRows
 from espalier.sampling.pick import over_temperature
-from espalier.sampling.shape import SamplingRows
-from espalier.speculate import draws
+from espalier.speculate import sampler as draws
 
 REPEAT = 16
 TEACHER_FORCED_STRIDE = 8
@@ -78,12 +78,12 @@ def uncoupled() -> Iterator[None]:
     def scores(logits: Tensor, rows: SamplingRows, noise: Tensor, tau: float = 1.0) -> Tensor:
         return torch.log_softmax(over_temperature(logits, rows), -1)
 
-    coupled, by_kernels = draws.coupled_scores, draws.children_triton
-    draws.coupled_scores, draws.children_triton = scores, partial(by_kernels, coupled=False)
+    coupled, by_kernels = draws.coupled_scores, draws.draft_topk_triton
+    draws.coupled_scores, draws.draft_topk_triton = scores, partial(by_kernels, coupled=False)
     try:
         yield
     finally:
-        draws.coupled_scores, draws.children_triton = coupled, by_kernels
+        draws.coupled_scores, draws.draft_topk_triton = coupled, by_kernels
 
 
 def measure(settings: dict[str, Any], num_prompts: int, num_tokens: int, seen: Callable[[], None]) -> list[Acceptance]:

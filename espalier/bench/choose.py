@@ -7,17 +7,17 @@ from statistics import median
 from typing import Any
 
 from espalier.bench.drive import contexts, drive, full_steps
-from espalier.bench.foundry import Recipe
-from espalier.bench.foundry_chain import predicted_accept_length
-from espalier.bench.foundry_shapes import find_shape
 from espalier.config import SpeculationConfig
-from espalier.engine.build import engine_of
 from espalier.engine.engine import Engine
 from espalier.errors import EspalierError
 from espalier.layout import PLAIN, TreeShape
 from espalier.llm import LLM
 from espalier.request import SamplingParams
+from espalier.startup.build import engine_of
 from espalier.stats import SpeculationStats
+from espalier.synthetic.chain import predicted_accept_length
+from espalier.synthetic.checkpoint import Recipe
+from espalier.synthetic.shapes import find_shape
 
 CANDIDATES = (TreeShape(5, 8, 64), TreeShape(5, 4, 16), TreeShape(3, 2, 8))
 # Whose vocabulary the planted chain has that accept lengths are foretold from.
@@ -68,7 +68,9 @@ def _fits(configured: TreeShape, shape: TreeShape) -> bool:
     return True
 
 
-def foretold(accept_length: float, configured: TreeShape, shapes: Sequence[TreeShape]) -> dict[TreeShape, float]:
+def predicted_accept_lengths(
+    accept_length: float, configured: TreeShape, shapes: Sequence[TreeShape]
+) -> dict[TreeShape, float]:
     """Accept length of each shape with a draft that gives the configured tree this one, on the foundry's chain.
 
     Raises EspalierError where no draft gives that.
@@ -110,11 +112,11 @@ def measure(
     graph_batch: the engine's; accept_lengths: by shape; None: of these runs, over all batches.  Raises EspalierError
     where a batch never runs whole.
     """
-    round, overlap = engine.executor.round, engine.in_flight.overlap
+    runner, overlap = engine.executor.runner, engine.in_flight.overlap
     engine.close()
     timed = []
     for shape in shapes:
-        of_shape = replace(round, layout=replace(round.layout, trees=((1, shape),)))
+        of_shape = replace(runner, layout=replace(runner.layout, trees=((1, shape),)))
         one = engine_of(of_shape, overlap, prefix_cache=True, graph_batch=graph_batch)
         stats, cells = SpeculationStats(), []
         for batch in runs.prompts:

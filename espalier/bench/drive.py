@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from espalier.engine.checkpoints import BUNDLED_FILES
 from espalier.engine.engine import Engine
-from espalier.engine.ticket import RoundTrace
+from espalier.engine.launch_input import RoundTrace
 from espalier.errors import EspalierError
 from espalier.llm import LLM
 from espalier.request import Request, SamplingParams
+from espalier.startup.checkpoints import BUNDLED_FILES
 from espalier.stats import SpeculationStats
 
 # For a model without a tokenizer; prompts that need more repeat them.
@@ -51,7 +51,7 @@ class Driven:
 
 
 class ForwardTimer:
-    """Stands in front of a model and sums the time of its calls.  Everything else is the model's own."""
+    """BenchEngines in front of a model and sums the time of its calls.  Everything else is the model's own."""
 
     def __init__(self, model: Any, calls: Sequence[str] = ()):
         self.model = model
@@ -75,9 +75,9 @@ class ForwardTimer:
 def time_forwards(engine: Engine) -> list[ForwardTimer]:
     """Put timers in front of target and draft of an engine that has not run yet."""
     executor: Any = engine.executor
-    target: Any = ForwardTimer(executor.round.target, ("logits",))
-    executor.round = replace(executor.round, target=target)
-    drafter: Any = executor.round.drafter
+    target: Any = ForwardTimer(executor.runner.target, ("logits",))
+    executor.runner = replace(executor.runner, target=target)
+    drafter: Any = executor.runner.drafter
     if not hasattr(drafter, "draft"):
         return [target]
     drafter.draft = ForwardTimer(drafter.draft, ("logits", "fuse", "output_of"))

@@ -3,7 +3,7 @@
     floor = fastest linear layers found for those rows, as one CUDA graph
             + max(K/V bytes / measured bandwidth, attention FLOPs / measured bf16 peak)
 
-All of it is measured on the device in the same run.  Beside it stands weight bytes / bandwidth, which no kernel
+All of it is measured on the device in the same run.  DraftHidden it stands weight bytes / bandwidth, which no kernel
 reaches.
 """
 
@@ -17,8 +17,8 @@ from torch import Tensor
 from espalier.bench.linears import ModelShape, Run, Weights, plain
 from espalier.bench.machine import require_gpu
 from espalier.bench.timing import SECONDS, TURNS, Ceilings, Stopwatch
-from espalier.kernels.choices import DENSE, choices_for
-from espalier.kernels.linear import linear
+from espalier.kernels.layers.linear import linear
+from espalier.kernels.layers.linear_tuning import DENSE, plans_for
 
 # cuBLAS alone, ms, by shape, GPU and rows: what a run is held against, printed and never asserted.
 KNOWN_MS = MappingProxyType(
@@ -143,5 +143,5 @@ class FloorBench:
 
 def in_force(x: Tensor, weight: Tensor) -> Tensor:
     """As the engine multiplies here."""
-    choices = choices_for((weight.shape[0], weight.shape[1]), DENSE, weight.dtype, weight)
+    choices = plans_for((weight.shape[0], weight.shape[1]), DENSE, weight.dtype, weight)
     return plain(x, weight) if choices is None else linear(x, weight, None, choices.at(len(x)))

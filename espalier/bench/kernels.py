@@ -15,9 +15,9 @@ from espalier.attention.triton import TritonBackend
 from espalier.bench.timing import Stopwatch
 from espalier.cache.kv import PagedKV
 from espalier.cache.layer_spec import KVHeads, LayerSpec
-from espalier.kernels.ancestors import pack
-from espalier.kernels.ranges import ranges_triton
-from espalier.kernels.straight import straight
+from espalier.kernels.attention.ancestor_bits import pack
+from espalier.kernels.attention.contiguous_blocks import straight
+from espalier.kernels.attention.kv_splits import kv_splits_triton
 from espalier.layout import RoundLayout
 
 KEEPS = KVHeads(kv_heads=8, k_size=128, v_size=128)
@@ -110,7 +110,7 @@ def _plan(attention: Attention, shape: Shape) -> Callable[[], object]:
     counted = (cut, straight) in prefix.planned
 
     def plan() -> None:
-        ranges = ranges_triton(prefix.length, prefix.first, cut)
+        ranges = kv_splits_triton(prefix.length, prefix.first, cut)
         if counted:
             straight(ranges, prefix.page_table, pages.page_size, prefix.first)
 

@@ -76,7 +76,7 @@ class Watch:
         self.steps += 1
         layout = self.engine.layout
         for request in self.engine.scheduler.running:
-            asked = layout.pages_for(request.num_seen + layout.tokens_ahead(self.rounds))
+            asked = layout.pages_for(request.num_known + layout.tokens_ahead(self.rounds))
             self.most_held = max(self.most_held, len(request.pages))
             self.largest_excess = max(self.largest_excess, len(request.pages) - asked)
 

@@ -7,9 +7,9 @@ from statistics import median
 from time import perf_counter
 from typing import Any
 
+from espalier.bench.engines import BenchEngine
 from espalier.bench.floor import FloorBench
 from espalier.bench.shaped import leave
-from espalier.bench.stand import Stand
 from espalier.errors import EspalierError
 from espalier.request import Request, SamplingParams
 from espalier.speculate.drafters import WITHOUT_FILES
@@ -58,7 +58,7 @@ class Pause:
     longest_during_ms: float
 
 
-def prefill(stand: Stand, batch: int, length: int, floors: FloorBench | None) -> Prefill:
+def prefill(stand: BenchEngine, batch: int, length: int, floors: FloorBench | None) -> Prefill:
     """After a turn to warm up.  floors: of the same shape."""
     prompts = stand.prompts([length] * batch)
     times = []
@@ -74,7 +74,7 @@ def prefill(stand: Stand, batch: int, length: int, floors: FloorBench | None) ->
     )
 
 
-def _enter(stand: Stand, prompts: Sequence[Sequence[int]]) -> float:
+def _enter(stand: BenchEngine, prompts: Sequence[Sequence[int]]) -> float:
     """Seconds from arrival to the last one's first token."""
     engine = stand.engine
     requests = [_request(f"in{i}", i, prompt, 1) for i, prompt in enumerate(prompts)]
@@ -89,7 +89,7 @@ def _enter(stand: Stand, prompts: Sequence[Sequence[int]]) -> float:
     return seconds
 
 
-def _linear_ms(stand: Stand, passes: Sequence[tuple[int, int]], floors: FloorBench) -> float:
+def _linear_ms(stand: BenchEngine, passes: Sequence[tuple[int, int]], floors: FloorBench) -> float:
     """Every pass runs all rows of its width, and each head for its requests alone."""
     drafts = stand.config.algorithm not in WITHOUT_FILES
     measured: dict[tuple[int, int], float] = {}
@@ -101,12 +101,12 @@ def _linear_ms(stand: Stand, passes: Sequence[tuple[int, int]], floors: FloorBen
     return sum(measured[each] for each in passes)
 
 
-def pause(stand: Stand, running: int, context: int, length: int) -> Pause:
+def pause(stand: BenchEngine, running: int, context: int, length: int) -> Pause:
     """The second of two turns: the first compiles."""
     return [_pause(stand, running, context, length) for _ in range(2)][1]
 
 
-def _pause(stand: Stand, running: int, context: int, length: int) -> Pause:
+def _pause(stand: BenchEngine, running: int, context: int, length: int) -> Pause:
     engine = stand.engine
     _forget(stand)
     *short, long = stand.prompts([context] * running + [length])
@@ -134,12 +134,12 @@ def _pause(stand: Stand, running: int, context: int, length: int) -> Pause:
 
 def waits(before: Times, during: Times, after: Times) -> list[float]:
     """Gaps of all requests from the last token before a prompt came to the first after it had entered."""
-    together = zip(before, during, after, strict=True)
-    return [gap for early, times, late in together for gap in _gaps([*early[-1:], *times, *late[:1]])]
+    precompile = zip(before, during, after, strict=True)
+    return [gap for early, times, late in precompile for gap in _gaps([*early[-1:], *times, *late[:1]])]
 
 
 def _arrivals(
-    stand: Stand, requests: Sequence[Request], steps: int | None, until: Request | None = None
+    stand: BenchEngine, requests: Sequence[Request], steps: int | None, until: Request | None = None
 ) -> list[list[float]]:
     """When tokens came to each request, over so many steps, or until another has its first."""
     times: list[list[float]] = [[] for _ in requests]
@@ -160,7 +160,7 @@ def _gaps(times: Sequence[float]) -> list[float]:
     return [after - before for before, after in pairwise(times)]
 
 
-def _forget(stand: Stand) -> None:
+def _forget(stand: BenchEngine) -> None:
     """Nothing is found in the prefix cache."""
     engine = stand.engine
     if engine.prefixes is not None:

@@ -10,11 +10,11 @@ from statistics import median
 from time import perf_counter
 from typing import Any
 
-from espalier.bench.cast import Cast, Start
 from espalier.bench.cells import WARM, Cell
 from espalier.bench.floor import FloorBench, RoundFloor
+from espalier.bench.instrument import Watched
+from espalier.bench.synthetic_models import Start, SyntheticModels
 from espalier.bench.timing import Ceilings
-from espalier.bench.watch import Watched
 from espalier.engine.engine import Engine
 from espalier.request import Request, SamplingParams
 
@@ -89,7 +89,9 @@ class Measured:
         }
 
 
-def measure(cast: Cast, cells: Sequence[Cell], settings: Settings, floors: FloorBench | None) -> Iterator[Measured]:
+def measure(
+    cast: SyntheticModels, cells: Sequence[Cell], settings: Settings, floors: FloorBench | None
+) -> Iterator[Measured]:
     """Cell by cell, as they are done.  floors: measured beside them where there is a GPU."""
     ceilings = floors.ceilings() if floors else None
     for cell in cells:
@@ -108,7 +110,7 @@ def _floor(cell: Cell, context: float, floors: FloorBench | None, ceilings: Ceil
     return floors.round(cell.batch, context, *cell.tree, ceilings, cell.drafts)
 
 
-def full_rounds(engine: Engine, watched: Watched, cast: Cast, cell: Cell, count: int) -> Rounds:
+def full_rounds(engine: Engine, watched: Watched, cast: SyntheticModels, cell: Cell, count: int) -> Rounds:
     """Enter the cell's prompts, run `count` rounds of all of them, and drop them."""
     prompts = cast.prompts([cell.context] * cell.batch)
     requests = enter(engine, prompts, engine.layout.max_context - cell.context)

@@ -14,10 +14,18 @@ from torch import Tensor
 from espalier.bench.linears import ModelShape, Multiply, Run, Shape, Weights
 from espalier.bench.machine import require_gpu
 from espalier.bench.timing import Stopwatch
-from espalier.kernels.choices import ROWS_BUCKETS, Choices
-from espalier.kernels.launch import chip
-from espalier.kernels.linear import Choice, Library, Way, candidates, linear, linear_gated, linear_parts
-from espalier.kernels.norm import add_rms_norm
+from espalier.kernels.layers.linear import (
+    LibraryPlan,
+    LinearPlan,
+    TritonPlan,
+    candidates,
+    linear,
+    linear_gated,
+    linear_parts,
+)
+from espalier.kernels.layers.linear_tuning import ROWS_BUCKETS, LinearPlans
+from espalier.kernels.layers.norm import add_rms_norm
+from espalier.kernels.runtime.launch import chip
 
 # Bytes of weights in a chain: what is read again was evicted long ago, and a kernel's time is well above the clock's.
 CHAIN_BYTES = 600 * 10**6
@@ -35,7 +43,7 @@ FEWEST_ROWS = 1
 # Layers that hand on their parts, if they have any, to whoever reads them, and those that are followed by a gate.
 IN_PARTS, GATED = ("qkv", "o", "down"), ("gate_up",)
 
-Table = dict[tuple[Shape, int], Way]
+Table = dict[tuple[Shape, int], LinearPlan]
 
 
 @dataclass(frozen=True)
@@ -46,10 +54,10 @@ class Measured:
     rows: int
     cublas_us: float
     ours_us: float
-    ours: tuple[Choice | Library, ...]
+    ours: tuple[TritonPlan | LibraryPlan, ...]
 
     @property
-    def fastest(self) -> Way:
+    def fastest(self) -> LinearPlan:
         return self.ours[0] if self.ours_us < self.cublas_us else None
 
 
@@ -78,7 +86,7 @@ class Tuner:
         order = sorted(range(len(ours)), key=lambda at: ours[at])
         return Measured(shape, rows, cublas, min(ours, default=torch.inf), tuple(finalists[at] for at in order))
 
-    def _us(self, x: Tensor, weights: Sequence[Tensor], contenders: Sequence[Way], turns: int) -> list[float]:
+    def _us(self, x: Tensor, weights: Sequence[Tensor], contenders: Sequence[LinearPlan], turns: int) -> list[float]:
         """µs a call of each contender, taking turns."""
         calls = max(2, -(-CHAIN_BYTES // (2 * weights[0].numel())))
         bodies = [_chain(x, weights, choice, calls) for choice in contenders]
@@ -96,7 +104,7 @@ class Tuner:
                     for measured in open_.values():
                         table[measured.shape, rows] = self._fastest_among(runs, weights, measured, table)
 
-    def _fastest_among(self, runs: Sequence[Run], weights: Weights, measured: Measured, table: Table) -> Way:
+    def _fastest_among(self, runs: Sequence[Run], weights: Weights, measured: Measured, table: Table) -> LinearPlan:
         place = (measured.shape, measured.rows)
         others = [choice for choice in (None, *measured.ours[:CONTENDERS]) if choice != table[place]]
         contenders = [table[place], *others]
@@ -106,7 +114,7 @@ class Tuner:
         return contenders[best if times[best] < times[0] * (1 - LEAST_GAIN) else 0]
 
 
-def _chain(x: Tensor, weights: Sequence[Tensor], way: Way, calls: int) -> Callable[[], None]:
+def _chain(x: Tensor, weights: Sequence[Tensor], way: LinearPlan, calls: int) -> Callable[[], None]:
     def body() -> None:
         for call in range(calls):
             linear(x, weights[call % len(weights)], None, way)
@@ -134,6 +142,6 @@ def _by_table(runs: Sequence[Run], table: Table, rows: int) -> Multiply:
     return multiply
 
 
-def as_choices(table: Table) -> dict[Shape, Choices]:
+def as_choices(table: Table) -> dict[Shape, LinearPlans]:
     shapes = dict.fromkeys(shape for shape, _ in table)
-    return {shape: Choices(tuple(table[shape, rows] for rows in ROWS_BUCKETS)) for shape in shapes}
+    return {shape: LinearPlans(tuple(table[shape, rows] for rows in ROWS_BUCKETS)) for shape in shapes}

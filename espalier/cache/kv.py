@@ -1,8 +1,9 @@
 """The tensors of the cache: pages of decided rows, staging for the rows of a pass, and commit, the only way from one to
 the other.
 
-Which page belongs to whom is for cache/pages.py; here a row is `page * page_size + offset` (kernels/page_rows.py).  Row
-0, in the dummy page, stands for what is not kept and stays zero, so that a masked read of it is finite.
+Which page belongs to whom is for cache/pages.py; here a row is `page * page_size + offset`
+(kernels/state/page_rows.py).  Row 0, in the dummy page, stands for what is not kept and stays zero, so that a masked
+read of it is finite.
 """
 
 from collections.abc import Sequence
@@ -13,8 +14,8 @@ from torch import Tensor
 
 from espalier.cache.layer_spec import LayerSpec, RecurrentState, groups_of
 from espalier.errors import EspalierError
-from espalier.kernels.commit import commit_rows
-from espalier.kernels.page_rows import page_rows
+from espalier.kernels.state.commit import commit_rows
+from espalier.kernels.state.page_rows import page_rows
 from espalier.layout import RoundLayout
 
 

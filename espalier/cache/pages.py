@@ -23,7 +23,8 @@ class PagePool:
 
     Pages freed last are handed out first, in the order in which they were held; at the start the lowest ids.  That
     costs O(1) a page, depends on nothing but the calls made, leaves memory that was never needed untouched, and keeps
-    pages that follow one another together: attention copies their rows in one go (kernels/straight.py).
+    pages that follow one another together: attention copies their rows in one go
+    (kernels/attention/contiguous_blocks.py).
 
     on_shared: called with (page, True) when a page gets its second holder, and with (page, False) when it is left with
     one.

@@ -11,10 +11,10 @@ from espalier.bench import choose
 from espalier.bench.choose import Timed
 from espalier.cli.console import QUIET, aligned, progress, stdout, write_json
 from espalier.cli.flags import sized
-from espalier.engine import trees
 from espalier.errors import EspalierError
 from espalier.layout import TreeShape
 from espalier.llm import LLM
+from espalier.startup import tree_policy as trees
 
 
 def add_flags(parser: ArgumentParser, mode: Any) -> None:
@@ -52,7 +52,11 @@ def run(asked: Namespace, settings: dict[str, Any]) -> None:
     llm = LLM(**choose.without_table(sized(settings, {"max_context": longest + 1}, max_context=longest)))
     config, configured = llm.config, llm.engine.layout.tree
     shapes = choose.candidates_of(configured, asked.candidates)
-    lengths = None if asked.accept_length is None else choose.foretold(asked.accept_length, configured, shapes)
+    lengths = (
+        None
+        if asked.accept_length is None
+        else choose.predicted_accept_lengths(asked.accept_length, configured, shapes)
+    )
     how = "measured" if lengths is None else f"foretold from {asked.accept_length} of {configured}"
     stdout().print(Text(f"{config.algorithm}, {config.dtype}, context {context}; accept lengths {how}", QUIET))
     runs = choose.Runs.of(llm, context, asked.tokens, asked.repeats)

@@ -28,7 +28,7 @@ from espalier.cli.console import (
 )
 from espalier.cli.draw import round_tree
 from espalier.cli.flags import add_engine_flags, engine_settings, new_command
-from espalier.engine.ticket import RoundTrace
+from espalier.engine.launch_input import RoundTrace
 from espalier.errors import EspalierError
 from espalier.limits import MAX_LOGPROBS
 from espalier.llm import LLM

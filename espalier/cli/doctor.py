@@ -10,8 +10,8 @@ from espalier.cli import tune
 from espalier.cli.console import QUIET, stdout
 from espalier.cli.flags import add_engine_flags, engine_settings, flag_of, new_command
 from espalier.config import EngineConfig, is_open
-from espalier.engine.load import find, resolve_config
 from espalier.errors import EspalierError
+from espalier.startup.load import find, resolve_config
 
 OPTIONAL = ("triton", "flashinfer-python", "accelerate")
 

@@ -6,7 +6,7 @@ from math import isfinite
 from rich.text import Text
 
 from espalier.cli.console import FROM_DRAFT, QUIET, Signs
-from espalier.engine.ticket import RoundTrace
+from espalier.engine.launch_input import RoundTrace
 
 VOID = -1
 Name = Callable[[int], str]

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from rich.text import Text
 
-from espalier.bench.foundry import Recipe, write
-from espalier.bench.foundry_chain import MODES, predicted_accept_length
-from espalier.bench.foundry_shapes import SHAPES, find_shape
 from espalier.cli.console import QUIET, aligned, stdout
 from espalier.cli.flags import new_command
 from espalier.config import DTYPES, EngineConfig
-from espalier.engine.resolve import choose_device
 from espalier.errors import EspalierError
+from espalier.startup.resolve import choose_device
+from espalier.synthetic.chain import MODES, predicted_accept_length
+from espalier.synthetic.checkpoint import Recipe, write
+from espalier.synthetic.shapes import SHAPES, find_shape
 
 # Layouts whose accept length is foretold.
 LAYOUTS = ((5, 8, 64), (5, 4, 16), (3, 2, 8), (5, 1, 6))

@@ -10,18 +10,18 @@ from typing import Any
 import torch
 from rich.text import Text
 
+from espalier.bench.engines import BenchEngines, OfModel, OfShape
 from espalier.bench.floor import FloorBench
-from espalier.bench.foundry_shapes import SHAPES
 from espalier.bench.linears import shape_named
 from espalier.bench.machine import header, require_gpu
 from espalier.bench.prefill import pause, prefill
 from espalier.bench.serving import Arrivals, Load, Served, mixed, serve
-from espalier.bench.stand import OfModel, OfShape, Stands
 from espalier.cli.console import QUIET, aligned, require_writable, stdout, write_json
 from espalier.cli.flags import add_engine_flags, engine_settings, flag_of, new_command, sized
 from espalier.cli.shaped import recipe_of
 from espalier.config import ResolvedConfig
 from espalier.errors import EspalierError, require_number
+from espalier.synthetic.shapes import SHAPES
 
 # Of a named shape on a GPU, and of a model, which is small where nothing is said.
 PROMPTS = {True: ["1x8192", "32x1024"], False: ["1x256", "8x64"]}
@@ -150,7 +150,7 @@ def _served(asked: Namespace, what: str, arrivals: Arrivals) -> tuple[dict[str, 
     return served, configs[0]
 
 
-def _stands(asked: Namespace, what: str, most: int, longest: int, **least: int) -> Stands:
+def _stands(asked: Namespace, what: str, most: int, longest: int, **least: int) -> BenchEngines:
     """Where nothing is found in a prefix cache, unless that is asked for.  least: what sizes must not be below."""
     require_writable("--json", asked.json)
     sizes = {"max_batch": most, "max_context": longest, "prefix_cache": False}

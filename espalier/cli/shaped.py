@@ -9,18 +9,18 @@ from typing import Any
 import torch
 from rich.text import Text
 
-from espalier.bench.cast import Cast
 from espalier.bench.cells import EXAMPLES, parse_cells, with_plain
 from espalier.bench.floor import FloorBench
-from espalier.bench.foundry import Recipe
-from espalier.bench.foundry_shapes import SHAPES, find_shape
 from espalier.bench.linears import shape_named
 from espalier.bench.machine import require_gpu
 from espalier.bench.plot import Bars, plot
 from espalier.bench.shaped import ROUNDS, Measured, Settings, measure, plain_beside
+from espalier.bench.synthetic_models import SyntheticModels
 from espalier.cli.console import QUIET, aligned, progress, stdout, write_json
 from espalier.cli.flags import flag_of, given_flags
 from espalier.errors import EspalierError
+from espalier.synthetic.checkpoint import Recipe
+from espalier.synthetic.shapes import SHAPES, find_shape
 
 # Where the draft's skill is chosen.
 TREE = (5, 8, 64)
@@ -85,9 +85,11 @@ def draw(figures: Path, picture: Path | None) -> None:
     plot(bars, title, picture)
 
 
-def make_cast(shape: str, seed: int, accept_length: float | None, device: torch.device, position_rows: int) -> Cast:
+def make_cast(
+    shape: str, seed: int, accept_length: float | None, device: torch.device, position_rows: int
+) -> SyntheticModels:
     recipe = recipe_of(shape, seed, accept_length)
-    return Cast(recipe, torch.bfloat16 if device.type == "cuda" else torch.float32, device, position_rows)
+    return SyntheticModels(recipe, torch.bfloat16 if device.type == "cuda" else torch.float32, device, position_rows)
 
 
 def recipe_of(shape: str, seed: int, accept_length: float | None) -> Recipe:
@@ -98,7 +100,7 @@ def recipe_of(shape: str, seed: int, accept_length: float | None) -> Recipe:
     )
 
 
-def told(cast: Cast) -> str:
+def told(cast: SyntheticModels) -> str:
     about = f"{cast.recipe.shape.name}, {cast.weights_bytes / 1e9:.1f} GB of weights made in {cast.seconds:.1f} s"
     return f"{about}; the draft's skill {cast.recipe.skill}"
 

@@ -14,12 +14,12 @@ from espalier.bench.tune import Table as ByRows
 from espalier.cli.console import QUIET, aligned, progress, require_writable, stdout
 from espalier.cli.flags import flag_of, given_flags
 from espalier.config import EngineConfig, is_open
-from espalier.engine.load import Checkpoint, find
-from espalier.engine.resolve import choose_device
 from espalier.errors import EspalierError
-from espalier.kernels.choices import Table, own_file, read, write
-from espalier.kernels.linear import Library, Way
+from espalier.kernels.layers.linear import LibraryPlan, LinearPlan
+from espalier.kernels.layers.linear_tuning import Table, own_file, read, write
 from espalier.models import ModelConfig
+from espalier.startup.load import Checkpoint, find
+from espalier.startup.resolve import choose_device
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -114,9 +114,9 @@ def _lines(measured: list[Measured], table: ByRows) -> str:
     return aligned(lines)
 
 
-def _taken(way: Way) -> str:
+def _taken(way: LinearPlan) -> str:
     if way is None:
         return "F.linear"
-    if isinstance(way, Library):
+    if isinstance(way, LibraryPlan):
         return f"F.linear, {way.pieces} pieces" if way.splits == 1 else f"F.linear, {way.splits} parts"
     return f"{way.block_out}x{way.block_in}, {way.splits} parts, {way.stages} stages, {way.warps} warps"

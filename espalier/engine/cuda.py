@@ -21,19 +21,19 @@ from rich.progress import track
 from torch import Tensor
 
 from espalier.engine.executor import Handle, Staged, Trees, execute
+from espalier.engine.launch_buffer import DeviceLaunch, PackedLaunch, pack_launch
+from espalier.engine.launch_input import LaunchInput, Row
 from espalier.engine.results import Reported, Results, read, read_trees
-from espalier.engine.ticket import Row, Ticket
-from espalier.engine.wire import Packed, Sent, pack
 from espalier.errors import EspalierError
-from espalier.kernels.together import together
+from espalier.kernels.runtime.precompile import precompile
 from espalier.layout import ROUNDS_IN_FLIGHT, bucket_of
+from espalier.sampling.logit_processors import SamplingNeeds
 from espalier.sampling.mask import ALL_ALLOWED, mask_words
 from espalier.sampling.pick import Logprobs
-from espalier.sampling.shape import Shaping
-from espalier.speculate.round import Outcome, Round
+from espalier.speculate.round import ModelRunner, RoundOutput
 
 # Kernels read every parameter on the device, so that one graph serves all requests.
-EVERYTHING = Shaping(sampled=True, filtered=True, penalised=True, biased=True)
+ALL_SAMPLING = SamplingNeeds(sampled=True, filtered=True, penalised=True, biased=True)
 # One more than can be unread, so that a launch never waits for the copy of the one before it.
 RING = ROUNDS_IN_FLIGHT + 1
 
@@ -52,7 +52,7 @@ class Graph:
     """A captured round: replaying it reads `ticket`, [n] int64 on the device, in the form that its batch gives."""
 
     batch: int
-    ticket: Tensor
+    launch_input: Tensor
     graph: torch.cuda.CUDAGraph
 
 
@@ -61,7 +61,7 @@ class Place:
     """One entry of the ring, on the host: pinned buffers, and the event after which they may be used again."""
 
     entry: int
-    ticket: Tensor
+    launch_input: Tensor
     results: Tensor
     copied: torch.cuda.Event = field(default_factory=torch.cuda.Event)
 
@@ -72,13 +72,13 @@ class CudaHandle:
 
     results: Results
     place: Place
-    ticket: Ticket
+    launch_input: LaunchInput
     reported: Reported
 
     def result(self) -> list[Row]:
         self.place.copied.synchronize()
-        entry = self.place.results[: len(self.ticket.slots)].numpy()
-        return read(self.results.fields, entry, self.reported, self.ticket)
+        entry = self.place.results[: len(self.launch_input.slots)].numpy()
+        return read(self.results.fields, entry, self.reported, self.launch_input)
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class StageGraphs:
     """A staged round, captured a stage at a time.  masks: [batch, D, words] int32 on the device, which the last stage
     reads; staged: keeps what one graph leaves for the next."""
 
-    ticket: Tensor
+    launch_input: Tensor
     masks: Tensor
     propose: torch.cuda.CUDAGraph
     verify: torch.cuda.CUDAGraph
@@ -100,7 +100,7 @@ class CudaStagedHandle:
 
     executor: "CudaExecutor"
     place: Place
-    ticket: Ticket
+    launch_input: LaunchInput
     settle_stage: Callable[[Tensor], None]
     num_nodes: int
     batch: int
@@ -108,7 +108,7 @@ class CudaStagedHandle:
 
     def trees(self) -> Trees:
         self.place.copied.synchronize()
-        return read_trees(self.executor.results.fields, self.place.results[: len(self.ticket.slots)].numpy())
+        return read_trees(self.executor.results.fields, self.place.results[: len(self.launch_input.slots)].numpy())
 
     @torch.inference_mode()
     def settle(self, masks: np.ndarray) -> None:
@@ -117,7 +117,7 @@ class CudaStagedHandle:
         padded[: len(masks)] = masks[:, : self.num_nodes]
         with torch.cuda.stream(self.executor.stream):
             self.settle_stage(torch.from_numpy(padded).pin_memory())
-        self.settled = self.executor.hand_back(self.place, self.ticket, None)
+        self.settled = self.executor.hand_back(self.place, self.launch_input, None)
 
     def result(self) -> list[Row]:
         assert self.settled is not None
@@ -130,17 +130,17 @@ class CudaExecutor:
     capture_stages: whether staged rounds are captured too, three graphs a bucket.
     """
 
-    def __init__(self, round: Round, graph_batch: int, capture_stages: bool = False):
-        self.round = round
-        layout, self.device = round.layout, round.pages.device
-        self.results = Results(layout, RING, round.pages.dtype, self.device)
+    def __init__(self, runner: ModelRunner, graph_batch: int, capture_stages: bool = False):
+        self.runner = runner
+        layout, self.device = runner.layout, runner.pages.device
+        self.results = Results(layout, RING, runner.pages.dtype, self.device)
         self.buckets = layout.batch_buckets(graph_batch)
         idle = IDLE_STREAMS[self.device]
         streams = idle.pop() if idle else (torch.cuda.Stream(self.device), torch.cuda.Stream(self.device))
         self.stream, self.copies = streams
         self._give_streams_back = weakref.finalize(self, idle.append, streams)
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
-        widest = len(pack(round.table, of_dummies(layout.max_batch), 0, layout.max_batch).vector)
+        widest = len(pack_launch(runner.table, of_dummies(layout.max_batch), 0, layout.max_batch).vector)
         self.ring = [
             Place(
                 entry,
@@ -158,46 +158,46 @@ class CudaExecutor:
             self._capture()
 
     @torch.inference_mode()
-    def launch(self, ticket: Ticket) -> Handle:
-        place, batch, packed = self._packed(ticket)
-        graph = None if ticket.is_prefill else self.graphs.get(batch)
+    def launch(self, launch_input: LaunchInput) -> Handle:
+        place, batch, packed = self._packed(launch_input)
+        graph = None if launch_input.is_prefill else self.graphs.get(batch)
         outcome = None
         with torch.cuda.stream(self.stream):
             if graph is not None:
-                graph.ticket.copy_(_pinned(place.ticket, packed), non_blocking=True)
+                graph.launch_input.copy_(_pinned(place.launch_input, packed), non_blocking=True)
                 graph.graph.replay()
             else:
-                outcome = self._eager(ticket, packed)
-        return self.hand_back(place, ticket, outcome)
+                outcome = self._eager(launch_input, packed)
+        return self.hand_back(place, launch_input, outcome)
 
-    def _packed(self, ticket: Ticket) -> tuple[Place, int, Packed]:
+    def _packed(self, launch_input: LaunchInput) -> tuple[Place, int, PackedLaunch]:
         """The ring's next place, once it is free; the batch with its padding; the ticket as a vector."""
         place = self.ring[self.num_launched % RING]
         self.num_launched += 1
         place.copied.synchronize()
-        batch = self._batch(ticket)
-        self.round.prepare(ticket.committed)
-        return place, batch, pack(self.round.table, ticket, place.entry, batch)
+        batch = self._batch(launch_input)
+        self.runner.prepare(launch_input.committed)
+        return place, batch, pack_launch(self.runner.table, launch_input, place.entry, batch)
 
     @torch.inference_mode()
-    def launch_staged(self, ticket: Ticket) -> CudaStagedHandle:
+    def launch_staged(self, launch_input: LaunchInput) -> CudaStagedHandle:
         """Propose, bring the trees to the host, and verify meanwhile."""
-        place, batch, packed = self._packed(ticket)
+        place, batch, packed = self._packed(launch_input)
         graphs = self.stage_graphs.get(batch)
         with torch.cuda.stream(self.stream):
             if graphs is None:
-                staged = Staged(self.round, self.results, self._sent(packed), EVERYTHING)
+                staged = Staged(self.runner, self.results, self._sent(packed), ALL_SAMPLING)
                 stages: tuple[Callable[[], None], ...] = (staged.propose, staged.verify)
                 last = self._eager_settle(staged)
             else:
-                graphs.ticket.copy_(_pinned(place.ticket, packed), non_blocking=True)
+                graphs.launch_input.copy_(_pinned(place.launch_input, packed), non_blocking=True)
                 stages = (graphs.propose.replay, graphs.verify.replay)
                 last = _replayed_settle(graphs)
             stages[0]()
-            self._copy_entry(place, len(ticket.slots))
+            self._copy_entry(place, len(launch_input.slots))
             stages[1]()
-        nodes = self.round.layout.at(batch).num_draft_tokens
-        return CudaStagedHandle(self, place, ticket, last, nodes, batch)
+        nodes = self.runner.layout.at(batch).num_draft_tokens
+        return CudaStagedHandle(self, place, launch_input, last, nodes, batch)
 
     def _eager_settle(self, staged: Staged) -> Callable[[Tensor], None]:
         return lambda masks: staged.settle(masks.to(self.device, non_blocking=True))
@@ -210,17 +210,17 @@ class CudaExecutor:
             place.copied.record(self.copies)
 
     @torch.inference_mode()
-    def compile(self, tickets: Iterable[Ticket]) -> None:
+    def compile(self, launch_inputs: Iterable[LaunchInput]) -> None:
         """Have every kernel that launches of these tickets need, before they run: compiled side by side.
 
         tickets: of dummies.  The same lines run as in a launch, on the same stream; no kernel does, and of what they
         write only the dummy request's cells stay.
         """
         began = time.perf_counter()
-        with Console(stderr=True).status("compiling kernels"), torch.cuda.stream(self.stream), together() as asked:
-            for ticket in tickets:
-                self.round.prepare(ticket.committed)
-                self._eager(ticket, pack(self.round.table, ticket, 0, self._batch(ticket)))
+        with Console(stderr=True).status("compiling kernels"), torch.cuda.stream(self.stream), precompile() as asked:
+            for launch_input in launch_inputs:
+                self.runner.prepare(launch_input.committed)
+                self._eager(launch_input, pack_launch(self.runner.table, launch_input, 0, self._batch(launch_input)))
         self.stream.synchronize()
         if asked:
             log.info(
@@ -231,35 +231,37 @@ class CudaExecutor:
         """What a round is padded to, run eagerly or not."""
         return bucket_of(batch, self.buckets)
 
-    def _batch(self, ticket: Ticket) -> int:
-        return len(ticket.slots) if ticket.is_prefill else self.bucket(len(ticket.slots))
+    def _batch(self, launch_input: LaunchInput) -> int:
+        return len(launch_input.slots) if launch_input.is_prefill else self.bucket(len(launch_input.slots))
 
-    def _eager(self, ticket: Ticket, packed: Packed) -> Outcome:
+    def _eager(self, launch_input: LaunchInput, packed: PackedLaunch) -> RoundOutput:
         masks = None
-        if ticket.masks is not None:
-            masks = torch.from_numpy(ticket.masks).pin_memory().to(self.device, non_blocking=True)
-        sent = self._sent(packed)
-        return execute(self.round, self.results, sent, ticket.width, EVERYTHING, ticket.prompt_rows, masks)
+        if launch_input.masks is not None:
+            masks = torch.from_numpy(launch_input.masks).pin_memory().to(self.device, non_blocking=True)
+        device_launch = self._sent(packed)
+        return execute(
+            self.runner, self.results, device_launch, launch_input.width, ALL_SAMPLING, launch_input.prompt_rows, masks
+        )
 
-    def _sent(self, packed: Packed) -> Sent:
+    def _sent(self, packed: PackedLaunch) -> DeviceLaunch:
         vector = torch.from_numpy(packed.vector).pin_memory().to(self.device, non_blocking=True)
-        return Sent.of(vector, packed.form)
+        return DeviceLaunch.of(vector, packed.form)
 
-    def hand_back(self, place: Place, ticket: Ticket, outcome: Outcome | None) -> CudaHandle:
+    def hand_back(self, place: Place, launch_input: LaunchInput, outcome: RoundOutput | None) -> CudaHandle:
         """Copy what was decided, and the log-probabilities that were asked for, to the host.
 
         outcome: of a launch that ran eagerly, which alone can bring log-probabilities of a prompt.
         """
-        batch, emitted, prompt = len(ticket.slots), None, None
+        batch, emitted, prompt = len(launch_input.slots), None, None
         of_prompt = None if outcome is None else outcome.prompt_logprobs
         self.copies.wait_stream(self.stream)
         with torch.cuda.stream(self.copies):
-            if ticket.num_logprobs is not None:
+            if launch_input.num_logprobs is not None:
                 emitted = tuple(self._to_host(part[place.entry, :batch]) for part in self.results.logprobs)
             if of_prompt is not None:
                 prompt = Logprobs(*map(self._to_host, of_prompt))
             self._copy_entry(place, batch)
-        return CudaHandle(self.results, place, ticket, Reported(emitted, prompt))
+        return CudaHandle(self.results, place, launch_input, Reported(emitted, prompt))
 
     def _to_host(self, value: Tensor) -> Tensor:
         value.record_stream(self.copies)
@@ -292,34 +294,34 @@ class CudaExecutor:
     @torch.inference_mode()
     def _captured(self, batch: int, pool: Any) -> Graph:
         dummies = of_dummies(batch)
-        packed = pack(self.round.table, dummies, 0, batch)
-        self.round.prepare(dummies.committed)
+        packed = pack_launch(self.runner.table, dummies, 0, batch)
+        self.runner.prepare(dummies.committed)
         with torch.cuda.stream(self.stream):
-            ticket = torch.from_numpy(packed.vector).to(self.device)
-            sent = Sent.of(ticket, packed.form)
+            launch_input = torch.from_numpy(packed.vector).to(self.device)
+            device_launch = DeviceLaunch.of(launch_input, packed.form)
             # Loads libraries' kernels and sizes workspaces, which a capture cannot.
-            execute(self.round, self.results, sent, 0, EVERYTHING)
+            execute(self.runner, self.results, device_launch, 0, ALL_SAMPLING)
             self.stream.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool, stream=self.stream):
-            execute(self.round, self.results, sent, 0, EVERYTHING)
-        return Graph(batch, ticket, graph)
+            execute(self.runner, self.results, device_launch, 0, ALL_SAMPLING)
+        return Graph(batch, launch_input, graph)
 
     @torch.inference_mode()
     def _captured_stages(self, batch: int, pool: Any) -> StageGraphs:
-        packed = pack(self.round.table, of_dummies(batch), 0, batch)
-        nodes, words = self.round.layout.at(batch).num_draft_tokens, mask_words(self.round.target.config.vocab_size)
+        packed = pack_launch(self.runner.table, of_dummies(batch), 0, batch)
+        nodes, words = self.runner.layout.at(batch).num_draft_tokens, mask_words(self.runner.target.config.vocab_size)
         with torch.cuda.stream(self.stream):
-            ticket = torch.from_numpy(packed.vector).to(self.device)
+            launch_input = torch.from_numpy(packed.vector).to(self.device)
             masks = torch.full((batch, nodes, words), ALL_ALLOWED, dtype=torch.int32, device=self.device)
-            warm = Staged(self.round, self.results, Sent.of(ticket, packed.form), EVERYTHING)
+            warm = Staged(self.runner, self.results, DeviceLaunch.of(launch_input, packed.form), ALL_SAMPLING)
             warm.propose()
             warm.verify()
             warm.settle(masks)
             self.stream.synchronize()
-        staged = Staged(self.round, self.results, Sent.of(ticket, packed.form), EVERYTHING)
+        staged = Staged(self.runner, self.results, DeviceLaunch.of(launch_input, packed.form), ALL_SAMPLING)
         new = torch.cuda.CUDAGraph
-        graphs = StageGraphs(ticket, masks, new(), new(), new(), staged)
+        graphs = StageGraphs(launch_input, masks, new(), new(), new(), staged)
         stages = (graphs.propose, staged.propose), (graphs.verify, staged.verify)
         for graph, stage in (*stages, (graphs.settle, lambda: staged.settle(masks))):
             with torch.cuda.graph(graph, pool=pool, stream=self.stream):
@@ -344,13 +346,13 @@ def _replayed_settle(graphs: StageGraphs) -> Callable[[Tensor], None]:
     return settle
 
 
-def of_dummies(batch: int, width: int = 0) -> Ticket:
+def of_dummies(batch: int, width: int = 0) -> LaunchInput:
     """A launch that changes nobody: so many rows of the dummy request, a round or a prefill pass of `width`."""
     dummies = (0,) * batch
-    return Ticket(slots=dummies, shaping=EVERYTHING, lengths=dummies if width else (), width=width)
+    return LaunchInput(slots=dummies, needs=ALL_SAMPLING, lengths=dummies if width else (), width=width)
 
 
-def _pinned(buffer: Tensor, packed: Packed) -> Tensor:
+def _pinned(buffer: Tensor, packed: PackedLaunch) -> Tensor:
     """The packed vector in a pinned buffer of its length or more."""
     used = buffer[: len(packed.vector)]
     np.copyto(used.numpy(), packed.vector)

@@ -22,7 +22,7 @@ class InFlight:
 
     def exchange(self, launched: tuple[Launch, Handle] | None) -> tuple[Launch, Handle] | None:
         """Put a launch in; what is to be harvested comes out."""
-        if not self.overlap or (launched is not None and launched[0].ticket.is_staged):
+        if not self.overlap or (launched is not None and launched[0].launch_input.is_staged):
             # Before a staged round the scheduler waits for what is behind.
             return launched
         before, self.behind = self.behind, launched
@@ -37,11 +37,11 @@ class Engine:
     """
 
     def __init__(self, executor: Executor, overlap: bool, prefix_cache: bool):
-        round = executor.round
-        self.layout = round.layout
-        self.vocab_size = round.target.config.vocab_size
+        runner = executor.runner
+        self.layout = runner.layout
+        self.vocab_size = runner.target.config.vocab_size
         self.executor = executor
-        self.pool = PagePool(round.pages.num_pages)
+        self.pool = PagePool(runner.pages.num_pages)
         self.prefixes = PrefixTree(self.pool, self.layout.page_size) if prefix_cache else None
         self.in_flight = InFlight(overlap)
         self.scheduler = Scheduler(
@@ -64,9 +64,9 @@ class Engine:
             return self._hand_out(self.scheduler.harvest(harvest, handle.result()))
 
     def _launched(self, launch: Launch) -> Handle:
-        if not launch.ticket.is_staged:
-            return self.executor.launch(launch.ticket)
-        handle = self.executor.launch_staged(launch.ticket)
+        if not launch.launch_input.is_staged:
+            return self.executor.launch(launch.launch_input)
+        handle = self.executor.launch_staged(launch.launch_input)
         # Masks are made while the device verifies the trees.
         handle.settle(self.scheduler.node_masks(launch, handle.trees()))
         return handle

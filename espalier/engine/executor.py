@@ -13,13 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from espalier.engine.launch_buffer import DeviceLaunch, pack_launch
+from espalier.engine.launch_input import LaunchInput, Row
 from espalier.engine.results import Reported, Results, read, read_trees
-from espalier.engine.ticket import Row, Ticket
-from espalier.engine.wire import Sent, pack
 from espalier.errors import EspalierError
+from espalier.sampling.logit_processors import SamplingNeeds
 from espalier.sampling.prompt import PromptRows
-from espalier.sampling.shape import Shaping
-from espalier.speculate.round import Outcome, Round, Verified, prefill, propose, run, settle, verify
+from espalier.speculate.round import ModelRunner, RoundOutput, Verified, prefill, propose, run, settle, verify
 
 Trees = list[tuple[list[int], list[int]]]
 
@@ -44,11 +44,11 @@ class Executor(Protocol):
     """Owns the order in which device state is written, and everything that stands on the device."""
 
     @property
-    def round(self) -> Round: ...
+    def runner(self) -> ModelRunner: ...
 
-    def launch(self, ticket: Ticket) -> Handle: ...
+    def launch(self, launch_input: LaunchInput) -> Handle: ...
 
-    def launch_staged(self, ticket: Ticket) -> StagedHandle:
+    def launch_staged(self, launch_input: LaunchInput) -> StagedHandle:
         """A round that waits for masks before its last stage; it must be settled before anything else is launched."""
         ...
 
@@ -61,13 +61,13 @@ class Closed:
     """Takes an executor's place when its engine is closed, so that nothing on the device is held any more."""
 
     @property
-    def round(self) -> Round:
+    def runner(self) -> ModelRunner:
         raise EspalierError("the engine is closed; make another LLM")
 
-    def launch(self, ticket: Ticket) -> Handle:
+    def launch(self, launch_input: LaunchInput) -> Handle:
         raise EspalierError("the engine is closed; make another LLM")
 
-    def launch_staged(self, ticket: Ticket) -> StagedHandle:
+    def launch_staged(self, launch_input: LaunchInput) -> StagedHandle:
         raise EspalierError("the engine is closed; make another LLM")
 
     def close(self) -> None:
@@ -75,21 +75,21 @@ class Closed:
 
 
 def execute(
-    r: Round,
+    r: ModelRunner,
     results: Results,
-    sent: Sent,
+    device_launch: DeviceLaunch,
     width: int,
-    shaping: Shaping,
+    needs: SamplingNeeds,
     prompt_rows: PromptRows | None = None,
     masks: Tensor | None = None,
-) -> Outcome:
+) -> RoundOutput:
     """One launch: apply the ticket, run a prefill pass of this width (0: a round), write its results."""
-    sent.apply(r.table)
+    device_launch.apply(r.table)
     if width:
-        outcome = prefill(r, sent.slots, sent.lengths, width, shaping, prompt_rows, masks)
+        outcome = prefill(r, device_launch.slots, device_launch.lengths, width, needs, prompt_rows, masks)
     else:
-        outcome = run(r, sent.slots, shaping)
-    results.write(sent.entry, outcome)
+        outcome = run(r, device_launch.slots, needs)
+    results.write(device_launch.entry, outcome)
     return outcome
 
 
@@ -100,38 +100,38 @@ class Staged:
     here.
     """
 
-    def __init__(self, r: Round, results: Results, sent: Sent, shaping: Shaping):
+    def __init__(self, r: ModelRunner, results: Results, device_launch: DeviceLaunch, needs: SamplingNeeds):
         self.runner = r
         self.results = results
-        self.sent = sent
-        self.shaping = shaping
+        self.device_launch = device_launch
+        self.needs = needs
         self.verified: Verified | None = None
 
     def propose(self) -> None:
-        self.sent.apply(self.runner.table)
-        self.proposed = propose(self.runner, self.sent.slots, self.shaping)
-        self.results.write_trees(self.sent.entry, self.proposed.tree)
+        self.device_launch.apply(self.runner.table)
+        self.proposed = propose(self.runner, self.device_launch.slots, self.needs)
+        self.results.write_trees(self.device_launch.entry, self.proposed.tree)
 
     def verify(self) -> None:
         self.verified = verify(self.proposed)
 
     def settle(self, masks: Tensor) -> None:
         assert self.verified is not None
-        self.results.write(self.sent.entry, settle(self.verified, masks))
+        self.results.write(self.device_launch.entry, settle(self.verified, masks))
 
 
 class CpuExecutor:
-    def __init__(self, round: Round, overlap: bool):
-        self.round = round
-        self.results = Results(round.layout, 1, round.pages.dtype, round.pages.device)
+    def __init__(self, runner: ModelRunner, overlap: bool):
+        self.runner = runner
+        self.results = Results(runner.layout, 1, runner.pages.dtype, runner.pages.device)
         threads = torch.get_num_threads()
         self.worker = ThreadPoolExecutor(1, "espalier-stream", torch.set_num_threads, (threads,)) if overlap else None
 
-    def launch(self, ticket: Ticket) -> Handle:
-        return self.submit(self.run, ticket)
+    def launch(self, launch_input: LaunchInput) -> Handle:
+        return self.submit(self.run, launch_input)
 
-    def launch_staged(self, ticket: Ticket) -> StagedHandle:
-        return CpuStagedHandle(self, ticket)
+    def launch_staged(self, launch_input: LaunchInput) -> StagedHandle:
+        return CpuStagedHandle(self, launch_input)
 
     def submit(self, work: Callable[..., Any], *args: Any) -> Future[Any]:
         """Run work on the one stream, after what was submitted before."""
@@ -142,37 +142,47 @@ class CpuExecutor:
         return done
 
     @torch.inference_mode()
-    def run(self, ticket: Ticket) -> list[Row]:
-        masks = None if ticket.masks is None else torch.from_numpy(ticket.masks)
-        sent = self._sent(ticket)
-        outcome = execute(self.round, self.results, sent, ticket.width, ticket.shaping, ticket.prompt_rows, masks)
-        return self._read(ticket, outcome)
+    def run(self, launch_input: LaunchInput) -> list[Row]:
+        masks = None if launch_input.masks is None else torch.from_numpy(launch_input.masks)
+        device_launch = self._sent(launch_input)
+        outcome = execute(
+            self.runner,
+            self.results,
+            device_launch,
+            launch_input.width,
+            launch_input.needs,
+            launch_input.prompt_rows,
+            masks,
+        )
+        return self._read(launch_input, outcome)
 
     @torch.inference_mode()
-    def propose(self, ticket: Ticket) -> Staged:
-        staged = Staged(self.round, self.results, self._sent(ticket), ticket.shaping)
+    def propose(self, launch_input: LaunchInput) -> Staged:
+        staged = Staged(self.runner, self.results, self._sent(launch_input), launch_input.needs)
         staged.propose()
         return staged
 
     @torch.inference_mode()
-    def settle(self, ticket: Ticket, staged: Staged, masks: np.ndarray) -> list[Row]:
+    def settle(self, launch_input: LaunchInput, staged: Staged, masks: np.ndarray) -> list[Row]:
         staged.verify()
         staged.settle(torch.from_numpy(masks))
-        return self._read(ticket, None)
+        return self._read(launch_input, None)
 
-    def trees(self, ticket: Ticket) -> Trees:
-        return read_trees(self.results.fields, self.results.ring[0, : len(ticket.slots)].numpy())
+    def trees(self, launch_input: LaunchInput) -> Trees:
+        return read_trees(self.results.fields, self.results.ring[0, : len(launch_input.slots)].numpy())
 
-    def _sent(self, ticket: Ticket) -> Sent:
-        self.round.prepare(ticket.committed)
-        packed = pack(self.round.table, ticket, entry=0, batch=len(ticket.slots))
-        return Sent.of(torch.from_numpy(packed.vector), packed.form)
+    def _sent(self, launch_input: LaunchInput) -> DeviceLaunch:
+        self.runner.prepare(launch_input.committed)
+        packed = pack_launch(self.runner.table, launch_input, entry=0, batch=len(launch_input.slots))
+        return DeviceLaunch.of(torch.from_numpy(packed.vector), packed.form)
 
-    def _read(self, ticket: Ticket, outcome: Outcome | None) -> list[Row]:
-        batch = len(ticket.slots)
-        emitted = None if ticket.num_logprobs is None else tuple(part[0, :batch] for part in self.results.logprobs)
+    def _read(self, launch_input: LaunchInput, outcome: RoundOutput | None) -> list[Row]:
+        batch = len(launch_input.slots)
+        emitted = (
+            None if launch_input.num_logprobs is None else tuple(part[0, :batch] for part in self.results.logprobs)
+        )
         reported = Reported(emitted, None if outcome is None else outcome.prompt_logprobs)
-        return read(self.results.fields, self.results.ring[0, :batch].numpy(), reported, ticket)
+        return read(self.results.fields, self.results.ring[0, :batch].numpy(), reported, launch_input)
 
     def close(self) -> None:
         if self.worker is not None:
@@ -180,17 +190,17 @@ class CpuExecutor:
 
 
 class CpuStagedHandle:
-    def __init__(self, executor: CpuExecutor, ticket: Ticket):
+    def __init__(self, executor: CpuExecutor, launch_input: LaunchInput):
         self.executor = executor
-        self.ticket = ticket
-        self.work = executor.submit(executor.propose, ticket)
+        self.launch_input = launch_input
+        self.work = executor.submit(executor.propose, launch_input)
 
     def trees(self) -> Trees:
         self.work.result()
-        return self.executor.trees(self.ticket)
+        return self.executor.trees(self.launch_input)
 
     def settle(self, masks: np.ndarray) -> None:
-        self.work = self.executor.submit(self.executor.settle, self.ticket, self.work.result(), masks)
+        self.work = self.executor.submit(self.executor.settle, self.launch_input, self.work.result(), masks)
 
     def result(self) -> list[Row]:
         return self.work.result()

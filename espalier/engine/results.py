@@ -13,14 +13,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from espalier.engine.ticket import DraftTree, Row, Ticket, Tried
-from espalier.kernels.logprobs import LogprobRing, write_logprobs
-from espalier.kernels.put import put
+from espalier.engine.launch_input import DraftTree, LaunchInput, Row, TreeSize
+from espalier.kernels.sampling.logprobs import LogprobRing, write_logprobs
+from espalier.kernels.state.write_results import write_results
 from espalier.layout import RoundLayout
 from espalier.limits import MAX_LOGPROBS
 from espalier.request import TokenLogprob
 from espalier.sampling.pick import Logprobs
-from espalier.speculate.round import Outcome
+from espalier.speculate.round import RoundOutput
 from espalier.speculate.tree import VOID, Tree
 
 
@@ -29,7 +29,7 @@ class Fields:
     """Columns of a row, by name: slices of [0, width)."""
 
     length: slice
-    sound: slice
+    num_finite: slice
     emitted: slice
     path: slice
     tokens: slice
@@ -41,7 +41,7 @@ class Fields:
     @classmethod
     def of(cls, layout: RoundLayout) -> "Fields":
         width, nodes = layout.extend_width, layout.num_draft_tokens
-        sizes = {"length": 1, "sound": 1, "emitted": width, "path": width}
+        sizes = {"length": 1, "num_finite": 1, "emitted": width, "path": width}
         sizes |= dict.fromkeys(("tokens", "parents", "depths", "scores"), nodes)
         ends = np.cumsum(list(sizes.values())).tolist()
         return cls(
@@ -60,22 +60,23 @@ class Results:
         sizes = (entries, layout.max_batch, layout.extend_width, MAX_LOGPROBS)
         self.logprobs = LogprobRing.zeros(*sizes, dtype, device)
 
-    def write(self, entry: Tensor, outcome: Outcome) -> None:
+    def write(self, entry: Tensor, outcome: RoundOutput) -> None:
         """Put an outcome into entry [1]."""
-        parts = {"length": outcome.length[:, None], "sound": outcome.sound[:, None], "emitted": outcome.tokens}
+        parts = {"length": outcome.length[:, None], "emitted": outcome.tokens}
+        parts["num_finite"] = outcome.num_finite[:, None]
         # Of a launch without a tree all nodes are void, which is what columns are that nobody fills.
         if outcome.tree is not None and outcome.path is not None:
             tree = outcome.tree
             parts |= {"path": outcome.path.rows, "tokens": tree.tokens, "parents": tree.parents}
             parts |= {"depths": tree.depths, "scores": tree.scores}
-        put(self.ring, entry, {getattr(self.fields, name).start: part for name, part in parts.items()})
+        write_results(self.ring, entry, {getattr(self.fields, name).start: part for name, part in parts.items()})
         picked = (outcome.logits, outcome.rows, outcome.tokens, outcome.length)
         write_logprobs(self.logprobs, entry, *picked, outcome.num_logprobs)
 
     def write_trees(self, entry: Tensor, tree: Tree) -> None:
         """Put the trees of a round that is not settled yet into entry [1]."""
         parts = {"tokens": tree.tokens, "parents": tree.parents}
-        put(self.ring, entry, {getattr(self.fields, name).start: part for name, part in parts.items()})
+        write_results(self.ring, entry, {getattr(self.fields, name).start: part for name, part in parts.items()})
 
 
 class Reported(NamedTuple):
@@ -86,21 +87,23 @@ class Reported(NamedTuple):
     prompt: Logprobs | None = None
 
 
-def read(fields: Fields, entry: np.ndarray, reported: Reported, ticket: Ticket) -> list[Row]:
+def read(fields: Fields, entry: np.ndarray, reported: Reported, launch_input: LaunchInput) -> list[Row]:
     """The rows of a ticket's entry [B, width], on the host."""
-    length, sound = entry[:, fields.length][:, 0].tolist(), entry[:, fields.sound][:, 0].tolist()
+    length, num_finite = entry[:, fields.length][:, 0].tolist(), entry[:, fields.num_finite][:, 0].tolist()
     emitted = entry[:, fields.emitted].tolist()
     there = entry[:, fields.tokens] != VOID
     drafted = np.maximum(there.sum(1) - 1, 0).tolist()
     depth = (entry[:, fields.depths] * there).max(1).tolist()
-    logprobs = _by_request(reported.emitted, [tokens[:count] for tokens, count in zip(emitted, sound, strict=True)])
-    of_prompt = _by_span(reported.prompt, ticket, len(length))
+    logprobs = _by_request(
+        reported.emitted, [tokens[:count] for tokens, count in zip(emitted, num_finite, strict=True)]
+    )
+    of_prompt = _by_span(reported.prompt, launch_input, len(length))
     return [
         Row(
-            emitted[b][: sound[b]],
-            sound[b] == length[b],
-            Tried(drafted[b], depth[b]),
-            _tree(fields, entry[b], length[b]) if ticket.traced and there[b].any() else None,
+            emitted[b][: num_finite[b]],
+            num_finite[b] == length[b],
+            TreeSize(drafted[b], depth[b]),
+            _tree(fields, entry[b], length[b]) if launch_input.traced and there[b].any() else None,
             logprobs[b],
             of_prompt[b],
         )
@@ -128,12 +131,12 @@ def _by_request(logprobs: tuple[Tensor, ...] | None, emitted: list[list[int]]) -
     return [_entries((tokens, *(part[: len(tokens)] for part in parts))) for tokens, parts in rows]
 
 
-def _by_span(logprobs: Logprobs | None, ticket: Ticket, batch: int) -> list[list[TokenLogprob]]:
+def _by_span(logprobs: Logprobs | None, launch_input: LaunchInput, batch: int) -> list[list[TokenLogprob]]:
     """The entries of each request's rows."""
-    if logprobs is None or ticket.prompt_rows is None:
+    if logprobs is None or launch_input.prompt_rows is None:
         return [[] for _ in range(batch)]
     entries = _entries([part.tolist() for part in logprobs])
-    sizes = ticket.prompt_rows.sizes
+    sizes = launch_input.prompt_rows.sizes
     return [entries[end - size : end] for size, end in zip(sizes, accumulate(sizes), strict=True)]
 
 

@@ -16,13 +16,13 @@ from espalier.attention import CommittedLengths
 from espalier.cache.pages import PagePool
 from espalier.cache.prefix_tree import PrefixTree
 from espalier.engine.executor import Trees
+from espalier.engine.launch_input import LaunchInput, RoundTrace, Row, prompt_rows_of, sampling_needs_of, slot_init
 from espalier.engine.queue import WaitingQueue
-from espalier.engine.ticket import RoundTrace, Row, Ticket, admission, prompt_rows_of, shaping_of
 from espalier.layout import RoundLayout
 from espalier.request import Piece, Request, TokenLogprob
 from espalier.sampling.mask import ALL_ALLOWED, mask_words
 from espalier.sampling.prompt import PromptRows
-from espalier.slots import Admission
+from espalier.slots import SlotInit
 from espalier.stats import SpeculationStats
 
 
@@ -30,7 +30,7 @@ from espalier.stats import SpeculationStats
 class Launch:
     """A ticket, and who was in it: (request, its generation then, whether its last known token was entered)."""
 
-    ticket: Ticket
+    launch_input: LaunchInput
     members: list[tuple[Request, int, bool]]
 
 
@@ -68,7 +68,7 @@ class Scheduler:
         self._pieces: list[Piece] = []
         self._aborted: list[Request] = []
         self._no_room: tuple[Request, int] | None = None
-        self._admitted: list[Admission] = []
+        self._admitted: list[SlotInit] = []
         self._appended: list[tuple[int, int, int]] = []
 
     def admit(self, requests: list[Request]) -> None:
@@ -89,8 +89,8 @@ class Scheduler:
         """A prefill pass or a round, in turn while there is both; None where what is in flight must be read first."""
         self._drop_aborted()
         self._fill_slots()
-        entering = [r for r in self.running if r.entered < r.enter_end]
-        decoding = [r for r in self.running if r.entered >= r.enter_end]
+        entering = [r for r in self.running if r.num_prefilled < r.prefill_len]
+        decoding = [r for r in self.running if r.num_prefilled >= r.prefill_len]
         if entering and not (self._last_was_prefill and decoding):
             return self._launch_prefill(entering)
         if self._in_flight and any(request.masker for request in decoding):
@@ -123,7 +123,7 @@ class Scheduler:
         for (request, generation, entered), row in zip(launch.members, rows, strict=True):
             if generation != request.generation:
                 continue
-            if not launch.ticket.is_prefill:
+            if not launch.launch_input.is_prefill:
                 self._read_round(request, row)
             elif self._read_prompt_logprobs(request, row) and entered:
                 self._read_prompt(request, row)
@@ -142,7 +142,7 @@ class Scheduler:
         pieces, self._pieces = self._pieces, []
         return pieces
 
-    # Admission
+    # SlotInit
 
     def fits(self, request: Request) -> bool:
         """Whether the pool, empty, could ever hold the request to its end."""
@@ -173,11 +173,11 @@ class Scheduler:
             return False
         tokens = request.tokens
         # A request that was preempted knows its root: it is given, never picked again.
-        enter_end = len(tokens) - 1 if request.output else len(tokens)
-        shared = [] if self.prefixes is None else self.prefixes.match(tokens[:enter_end], request.cache_salt)
+        prefill_len = len(tokens) - 1 if request.output else len(tokens)
+        shared = [] if self.prefixes is None else self.prefixes.match(tokens[:prefill_len], request.cache_salt)
         self.pool.share(shared)
         end = request.end(self.layout.max_context)
-        need = self.layout.reserve(enter_end, self.rounds_in_flight, end) - len(shared)
+        need = self.layout.reserve(prefill_len, self.rounds_in_flight, end) - len(shared)
         # One that must wait in any case is no reason to forget what others could share.
         if not (self._has_room(need) and self._make_room(need)):
             self.pool.release(shared)
@@ -187,15 +187,20 @@ class Scheduler:
         request.slot = self.free_slots.pop()
         cached = self.layout.tokens_in(len(shared))
         # The draft's rows behind a hit need hidden states that no page holds: its last rows are computed again.
-        start = max(0, min(cached - self.layout.reentry, enter_end - 1))
+        start = max(0, min(cached - self.layout.reentry, prefill_len - 1))
         if request.lacks_prompt_logprobs:
             # Of rows in shared pages nothing is left but K and V: what is asked for is computed again.
             start = min(start, len(request.prompt_logprobs))
-        request.enter_end, request.entered, request.num_seen, request.unread = enter_end, start, enter_end, 0
+        request.prefill_len, request.num_prefilled, request.num_known, request.rounds_in_flight = (
+            prefill_len,
+            start,
+            prefill_len,
+            0,
+        )
         if not request.output:
             request.cached_tokens = cached
         insort(self.running, request, key=lambda r: r.place)
-        self._admitted.append(admission(request, tokens, start, cached, end, self.layout.steps))
+        self._admitted.append(slot_init(request, tokens, start, cached, end, self.layout.steps))
         return True
 
     # Pages
@@ -229,7 +234,7 @@ class Scheduler:
 
     def _extend_pages(self, request: Request) -> bool:
         end = request.end(self.layout.max_context)
-        missing = self.layout.reserve(request.num_seen, request.unread + 1, end) - len(request.pages)
+        missing = self.layout.reserve(request.num_known, request.rounds_in_flight + 1, end) - len(request.pages)
         if missing <= 0:
             return True
         if not self._make_room(missing):
@@ -243,21 +248,21 @@ class Scheduler:
     # Launches
 
     def _launch_prefill(self, entering: list[Request]) -> Launch:
-        left = [r.enter_end - r.entered for r in entering]
+        left = [r.prefill_len - r.num_prefilled for r in entering]
         count, width = self.layout.next_pass(left)
         batch, lengths = entering[:count], tuple(min(tokens, width) for tokens in left[:count])
-        committed = CommittedLengths(tuple(r.entered for r in batch), exact=True)
+        committed = CommittedLengths(tuple(r.num_prefilled for r in batch), exact=True)
         prompt_rows = prompt_rows_of(batch, lengths)
         for request, length in zip(batch, lengths, strict=True):
-            request.entered += length
+            request.num_prefilled += length
         self._last_was_prefill = True
         return self._launch(batch, committed, lengths, width, prompt_rows)
 
     def _launch_round(self, batch: list[Request]) -> Launch:
-        at_most = tuple(self.layout.committed_at_most(r.num_seen, r.unread) for r in batch)
-        committed = CommittedLengths(at_most, exact=not any(r.unread for r in batch))
+        at_most = tuple(self.layout.committed_at_most(r.num_known, r.rounds_in_flight) for r in batch)
+        committed = CommittedLengths(at_most, exact=not any(r.rounds_in_flight for r in batch))
         for request in batch:
-            request.unread += 1
+            request.rounds_in_flight += 1
         self._last_was_prefill = False
         self.num_rounds[len(batch), any(r.params.logprobs is not None for r in batch)] += 1
         return self._launch(batch, committed, (), 0)
@@ -272,15 +277,15 @@ class Scheduler:
     ) -> Launch:
         asked = [r.params.logprobs for r in batch if r.params.logprobs is not None]
         # A round's ticket has a fixed form, and who enters a slot runs a prefill pass first.
-        admitted, self._admitted = (self._admitted, []) if width else ([], self._admitted)
-        ticket = Ticket(
+        slot_inits, self._admitted = (self._admitted, []) if width else ([], self._admitted)
+        launch_input = LaunchInput(
             slots=tuple(r.slot for r in batch if r.slot is not None),
-            shaping=shaping_of(batch),
+            needs=sampling_needs_of(batch),
             num_logprobs=max(asked, default=None),
             lengths=lengths,
             width=width,
-            admitted=tuple(admitted),
-            appended=tuple(self._appended),
+            slot_inits=tuple(slot_inits),
+            appended_pages=tuple(self._appended),
             traced=self.on_round is not None,
             prompt_rows=prompt_rows,
             is_staged=not width and any(r.masker for r in batch),
@@ -289,7 +294,7 @@ class Scheduler:
         )
         self._appended = []
         self._in_flight += 1
-        return Launch(ticket, [(r, r.generation, r.entered >= r.enter_end) for r in batch])
+        return Launch(launch_input, [(r, r.generation, r.num_prefilled >= r.prefill_len) for r in batch])
 
     # Harvest
 
@@ -303,7 +308,7 @@ class Scheduler:
 
     def _read_prompt(self, request: Request, row: Row) -> None:
         if row.finite:
-            self._file_pages(request, request.enter_end)
+            self._file_pages(request, request.prefill_len)
             request.prompt_cached = True
             if request.params.max_tokens == 0:
                 self._finish(request, "length")
@@ -313,20 +318,20 @@ class Scheduler:
             self._finish(request, "abort", NOT_FINITE)
 
     def _read_round(self, request: Request, row: Row) -> None:
-        request.unread -= 1
-        before = request.num_seen
-        request.num_seen += len(row.tokens)
+        request.rounds_in_flight -= 1
+        before = request.num_known
+        request.num_known += len(row.tokens)
         pages = list(request.pages)
         # The last token of a path is the target's own; a path that NaN cut short has none.
         drafted = len(row.tokens) - 1 if row.finite else len(row.tokens)
         kept = self._take(request, row, [at < drafted for at in range(len(row.tokens))])
         if not row.finite and not request.done:
             self._finish(request, "abort", NOT_FINITE)
-        room = self.layout.room(request.end(self.layout.max_context), before)
-        depth = min(request.params.depth_limit(self.layout.steps), max(room, 0), row.tried.depth)
+        max_accept_depth = self.layout.max_accept_depth(request.end(self.layout.max_context), before)
+        depth = min(request.params.depth_limit(self.layout.steps), max(max_accept_depth, 0), row.tree_size.depth)
         if kept:
             for stats in (request.stats, self.totals):
-                stats.add(kept, min(kept, drafted), row.tried.drafted, depth)
+                stats.add(kept, min(kept, drafted), row.tree_size.drafted, depth)
         if self.on_round is not None and row.tree is not None:
             trace = RoundTrace(request.id, row.tree, before, row.tokens, pages, self.layout.page_size)
             self.on_round(trace)
@@ -407,10 +412,10 @@ class Scheduler:
     def _release(self, request: Request) -> None:
         assert request.slot is not None
         if request.error is None:
-            self._file_pages(request, min(request.num_seen, request.num_tokens) if self._entered(request) else 0)
+            self._file_pages(request, min(request.num_known, request.num_tokens) if self._entered(request) else 0)
         self.pool.release(request.pages)
         # What no ticket has carried yet would land in the slot of its next owner.
-        self._admitted = [admission for admission in self._admitted if admission.slot != request.slot]
+        self._admitted = [slot_init for slot_init in self._admitted if slot_init.slot != request.slot]
         self._appended = [entry for entry in self._appended if entry[0] != request.slot]
         self.free_slots.append(request.slot)
         self.running.remove(request)
@@ -418,7 +423,7 @@ class Scheduler:
         request.generation += 1
 
     def _entered(self, request: Request) -> bool:
-        return bool(request.output) and request.entered >= request.enter_end
+        return bool(request.output) and request.num_prefilled >= request.prefill_len
 
     def _file_pages(self, request: Request, rows: int) -> None:
         """Offer the whole pages of the first `rows` rows to the prefix tree.

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from espalier.errors import EspalierError
-from espalier.kernels.ancestors import own_bits
+from espalier.kernels.attention.ancestor_bits import own_bits
 
 ENVIRONMENT = "ESPALIER_FAULT"
 Wrong = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -51,11 +51,13 @@ def _extend_short(right):
 
 
 def _wrong_ancestor(right):
-    def grow(tokens, scores, words, path, first, num_words):
-        grown = right(tokens, scores, words, path, first, num_words)
-        if words is None:
+    def grow(tokens, scores, ancestor_bits, path, first, num_words):
+        grown = right(tokens, scores, ancestor_bits, path, first, num_words)
+        if ancestor_bits is None:
             return grown
-        return grown._replace(words=words | own_bits(first, words.shape[1], num_words, words.device))
+        return grown._replace(
+            ancestor_bits=ancestor_bits | own_bits(first, ancestor_bits.shape[1], num_words, ancestor_bits.device)
+        )
 
     return grow
 
@@ -75,11 +77,11 @@ def _rows_without_topk(right):
 
 
 def _table_column_off(right):
-    def page_cells(table, appended):
+    def page_table_updates(table, appended_pages):
         last = table.layout.table_width - 1
-        return right(table, tuple((slot, min(column + 1, last), page) for slot, column, page in appended))
+        return right(table, tuple((slot, min(column + 1, last), page) for slot, column, page in appended_pages))
 
-    return page_cells
+    return page_table_updates
 
 
 def _stale_hidden(right):
@@ -104,10 +106,10 @@ def _packed_stride(right):
 
 
 def _per_branch_reserve(right):
-    def reserve(layout, num_seen, rounds, end):
+    def reserve(layout, num_known, rounds, end):
         branch = layout.pages_for(layout.page_size - 1 + layout.steps) * layout.page_size
         tokens = 2 * max(branch * layout.topk, layout.num_draft_tokens)
-        return min(right(layout, num_seen, rounds, end) + layout.pages_for(tokens), layout.table_width)
+        return min(right(layout, num_known, rounds, end) + layout.pages_for(tokens), layout.table_width)
 
     return reserve
 
@@ -157,7 +159,7 @@ FAULTS = {
         Fault(
             "table-column-off",
             "a page that a request grows by is entered one column too far in its page table",
-            "espalier.slots:SlotTable.page_cells",
+            "espalier.slots:SlotTable.page_table_updates",
             _table_column_off,
             ("27360",),
         ),
@@ -185,7 +187,7 @@ FAULTS = {
         Fault(
             "parent-noise",
             "a node's token is drawn with the noise of its parent's position",
-            "espalier.speculate.draws:noise_offsets",
+            "espalier.speculate.sampler:noise_offsets",
             _parent_noise,
         ),
         Fault(

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from espalier.errors import EspalierError
-from espalier.kernels.enter import Beside
-from espalier.kernels.rope import Turn
+from espalier.kernels.layers.embed_rows import DraftHidden
+from espalier.kernels.layers.rope import RopeAndNorm
 from espalier.models.base import Attend, CausalLM
 from espalier.models.draft import DraftOutput
 from espalier.models.eagle3_config import Eagle3Config, looks_like_eagle3
@@ -69,10 +69,10 @@ class Eagle3Draft:
         shape = (tokens.shape[0], tokens.shape[1])
         norms = (self.embed_norm.weight, self.embed_norm.eps, self.hidden_norm.weight, self.hidden_norm.eps)
         entered = self.embed(
-            tokens, positions, self.rope, Beside(hidden, parents, *norms, self.config.norm_before_residual)
+            tokens, positions, self.rope, DraftHidden(hidden, parents, *norms, self.config.norm_before_residual)
         )
-        turn = Turn(entered.cos, entered.sin)
-        x, normed = self.mlp_norm.after(self.attention(entered.x, turn, attend, 0, shape), entered.residual)
+        rope_and_norm = RopeAndNorm(entered.cos, entered.sin)
+        x, normed = self.mlp_norm.after(self.attention(entered.x, rope_and_norm, attend, 0, shape), entered.residual)
         x, normed = self.norm.after(self.mlp(normed), x)
         normed = normed.unflatten(0, shape)
         return DraftOutput(normed if self.config.norm_output else x.unflatten(0, shape), normed)

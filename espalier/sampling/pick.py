@@ -9,10 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from espalier.sampling.shape import Above, SamplingRows, Shaping, shape
+from espalier.sampling.logit_processors import Above, SamplingNeeds, SamplingRows, shape
 
 
-class Picked(NamedTuple):
+class SampledTokens(NamedTuple):
     """tokens [B, Q] int64; finite [B, Q]: the row held no NaN and something to pick."""
 
     tokens: Tensor
@@ -33,11 +33,11 @@ class Logprobs(NamedTuple):
 def pick(
     logits: Tensor,
     rows: SamplingRows | None,
-    shaping: Shaping,
+    needs: SamplingNeeds,
     positions: Tensor,
     noise: Tensor | None,
     above: Above | None = None,
-) -> Picked:
+) -> SampledTokens:
     """The token at each row of logits [B, Q, V], drawn at positions [B, Q].
 
     Bias, bans and penalties; temperature; top-k; top-p; min-p; then argmax(logits / T + noise), float32 (float64
@@ -45,14 +45,14 @@ def pick(
     nothing is sampled; above: drafted tokens that count as output.
     """
     if rows is not None:
-        logits = shape(logits, rows, shaping, positions, above)
+        logits = shape(logits, rows, needs, positions, above)
     if rows is not None and noise is not None:
         greedy = (rows.temperature == 0)[:, None, None]
         scaled = over_temperature(logits, rows)
-        kept = filtered(scaled, rows) if shaping.filtered else scaled
+        kept = filtered(scaled, rows) if needs.filtered else scaled
         logits = torch.where(greedy, logits, kept + noise)
     best = logits.max(-1)
-    return Picked(best.indices, best.values.isfinite())
+    return SampledTokens(best.indices, best.values.isfinite())
 
 
 def filtered(logits: Tensor, rows: SamplingRows) -> Tensor:

@@ -144,7 +144,7 @@ class Front:
             self._num_entering -= wanted
 
     def _require_room(self, wanted: int) -> None:
-        """Admission: what is beyond the slots and the queue comes again later."""
+        """SlotInit: what is beyond the slots and the queue comes again later."""
         if self.draining:
             raise ApiError(503, "the server is shutting down; ask another", retry_after_s=RETRY_AFTER_S)
         if self.client.state != "ready":

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from espalier.kernels import accept as kernel
-from espalier.sampling.pick import Picked
+from espalier.kernels.tree import accept as kernel
+from espalier.sampling.pick import SampledTokens
 from espalier.speculate.tree import Tree
 
 
@@ -18,10 +18,10 @@ class Path:
     rows: Tensor
     length: Tensor
     tokens: Tensor
-    sound: Tensor
+    num_finite: Tensor
 
 
-def accept(tree: Tree, picked: Picked, depth_limit: Tensor, real: Tensor, steps: int) -> Path:
+def accept(tree: Tree, picked: SampledTokens, depth_limit: Tensor, real: Tensor, steps: int) -> Path:
     """Keep the longest path that the target would have produced itself; greedy and sampled alike.
 
     picked: [B, D], the target's token at every node; depth_limit: [B], deeper nodes never match; real: [B] bool.

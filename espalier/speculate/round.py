@@ -15,23 +15,23 @@ from torch import Tensor
 from espalier.attention import Attention, CommittedLengths, GroupedBackend, Nodes, Prefix
 from espalier.attention.staged import StagedPass
 from espalier.cache.kv import PagedKV, StagedKV
-from espalier.kernels.advance import NodeRows, advance
-from espalier.kernels.along import along
-from espalier.kernels.slots import chain, gather
+from espalier.kernels.state.advance import NodeRows, advance
+from espalier.kernels.state.batch_state import chain, gather
+from espalier.kernels.tree.gather_rows import gather_rows
 from espalier.layout import RoundLayout, logit_rows
 from espalier.models.base import CausalLM, ModelOutput
+from espalier.sampling.logit_processors import SamplingNeeds
 from espalier.sampling.pick import Logprobs
 from espalier.sampling.prompt import PromptRows, prompt_logprobs
-from espalier.sampling.shape import Shaping
-from espalier.slots import Slots, SlotTable
+from espalier.slots import BatchState, SlotTable
 from espalier.speculate.accept import Path, accept
 from espalier.speculate.drafters.base import Drafter
-from espalier.speculate.draws import Draws
+from espalier.speculate.sampler import Sampler
 from espalier.speculate.tree import Tree
 
 
 @dataclass(frozen=True)
-class Round:
+class ModelRunner:
     """What every launch runs on: the layout and the buffers that follow from it, the models, the target's backends."""
 
     layout: RoundLayout
@@ -42,7 +42,7 @@ class Round:
     drafter: Drafter
     backend: GroupedBackend
 
-    def at(self, batch: int) -> "Round":
+    def at(self, batch: int) -> "ModelRunner":
         """The round of so many requests: all but the tree's sizes is shared.  Raises EspalierError for too many."""
         self.layout.require_batch(batch)
         layout = self.layout.at(batch)
@@ -53,19 +53,19 @@ class Round:
         self.backend.prepare(lengths)
         self.drafter.prepare(CommittedLengths(tuple(length + 1 for length in lengths.at_most), lengths.exact))
 
-    def plan(self, slots: Slots, nodes: Nodes) -> Attention:
+    def plan(self, slots: BatchState, nodes: Nodes) -> Attention:
         """Attention of the target over what each slot has committed, and over its nodes."""
         prefix = Prefix(slots.page_table, slots.prefix_len)
         return self.backend.plan(self.pages, self.target.geometry, prefix, nodes)
 
-    def draws(self, slots: Slots, shaping: Shaping, first: Tensor, width: int) -> Draws:
+    def sampler(self, slots: BatchState, needs: SamplingNeeds, first: Tensor, width: int) -> Sampler:
         """Sampling of the tokens at positions first .. first + width - 1, first [B]."""
         dtype = torch.promote_types(self.pages.dtype, torch.float32)
-        return Draws.of(slots, shaping, first, width, self.target.config.vocab_size, dtype)
+        return Sampler.of(slots, needs, first, width, self.target.config.vocab_size, dtype)
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RoundOutput:
     """What a launch gives back.
 
     tokens [B, W], length [B] emitted; sound [B]: how many of them, from the first, were picked from finite logits;
@@ -75,7 +75,7 @@ class Outcome:
 
     tokens: Tensor
     length: Tensor
-    sound: Tensor
+    num_finite: Tensor
     logits: Tensor
     rows: Tensor
     num_logprobs: Tensor
@@ -88,9 +88,9 @@ class Outcome:
 class Proposed:
     """A round after its first stage: the runner of this batch, the batch, its sampler, and a tree under each root."""
 
-    runner: Round
-    slots: Slots
-    draws: Draws
+    runner: ModelRunner
+    slots: BatchState
+    sampler: Sampler
     tree: Tree
 
 
@@ -103,19 +103,19 @@ class Verified:
     logits: Tensor
 
 
-def run(r: Round, index: Tensor, shaping: Shaping) -> Outcome:
+def run(r: ModelRunner, index: Tensor, needs: SamplingNeeds) -> RoundOutput:
     """A whole round of the slots `index` [B]."""
-    return settle(verify(propose(r, index, shaping)))
+    return settle(verify(propose(r, index, needs)))
 
 
-def propose(r: Round, index: Tensor, shaping: Shaping) -> Proposed:
+def propose(r: ModelRunner, index: Tensor, needs: SamplingNeeds) -> Proposed:
     """First stage: draft a tree for each of the slots `index` [B]."""
     r = r.at(index.shape[0])
     slots = gather(r.table, index)
-    draws = r.draws(slots, shaping, slots.num_tokens, r.layout.extend_width)
-    tree = r.drafter.propose(slots, draws)
+    sampler = r.sampler(slots, needs, slots.num_tokens, r.layout.extend_width)
+    tree = r.drafter.propose(slots, sampler)
     check_tree(r.layout, tree, slots.batch)
-    return Proposed(r, slots, draws, tree)
+    return Proposed(r, slots, sampler, tree)
 
 
 def verify(proposed: Proposed) -> Verified:
@@ -128,7 +128,7 @@ def verify(proposed: Proposed) -> Verified:
     return Verified(proposed, out, r.target.logits(out.hidden))
 
 
-def settle(verified: Verified, mask: Tensor | None = None) -> Outcome:
+def settle(verified: Verified, mask: Tensor | None = None) -> RoundOutput:
     """Last stage: sample, accept, commit, extend.
 
     mask: [B, D, ceil(V / 32)] int32, a bit for each token that may follow each node (sampling/mask.py); None allows
@@ -136,23 +136,23 @@ def settle(verified: Verified, mask: Tensor | None = None) -> Outcome:
     """
     proposed, out = verified.proposed, verified.out
     r, slots, tree = proposed.runner, proposed.slots, proposed.tree
-    picked = proposed.draws.pick_nodes(verified.logits, tree, mask)
-    path = accept(tree, picked, slots.room, slots.real, r.layout.steps)
-    commit(r, slots, path, proposed.draws.shaping.penalised)
+    picked = proposed.sampler.pick_nodes(verified.logits, tree, mask)
+    path = accept(tree, picked, slots.max_accept_depth, slots.real, r.layout.steps)
+    commit(r, slots, path, proposed.sampler.needs.penalised)
     r.drafter.extend(slots, features(read_by(r.drafter, out), path.rows), path.length)
-    emitted = (path.tokens, path.length, path.sound)
-    return Outcome(*emitted, verified.logits, path.rows, slots.num_logprobs, tree, path)
+    emitted = (path.tokens, path.length, path.num_finite)
+    return RoundOutput(*emitted, verified.logits, path.rows, slots.num_logprobs, tree, path)
 
 
 def prefill(
-    r: Round,
+    r: ModelRunner,
     index: Tensor,
     length: Tensor,
     width: int,
-    shaping: Shaping,
+    needs: SamplingNeeds,
     prompt_rows: PromptRows | None = None,
     mask: Tensor | None = None,
-) -> Outcome:
+) -> RoundOutput:
     """Enter `length` [B] known tokens of each slot, from its root on, as a chain of uniform width.
 
     mask: [B, 1, ceil(V / 32)] int32 of the token after the last, as `settle` has it.
@@ -164,15 +164,15 @@ def prefill(
     out = r.target(tokens, positions, attend)
     r.pages.commit(r.staging, attend.rows, rows.flatten())
     of_prompt = None if prompt_rows is None else read_prompt(r, slots, positions, out.hidden, prompt_rows)
-    logits = r.target.logits(along(out.hidden, (length - 1).clamp(min=0)[:, None]))
-    picked = r.draws(slots, shaping, slots.prefix_len + length, 1).pick_last(logits, mask)
-    num_picked, _ = advance(slots, length, picked.tokens, shaping.penalised)
+    logits = r.target.logits(gather_rows(out.hidden, (length - 1).clamp(min=0)[:, None]))
+    picked = r.sampler(slots, needs, slots.prefix_len + length, 1).pick_last(logits, mask)
+    num_picked, _ = advance(slots, length, picked.tokens, needs.penalised)
     r.drafter.extend(slots, read_by(r.drafter, out), length)
     emitted = (picked.tokens, num_picked, num_picked * picked.finite[:, 0])
-    return Outcome(*emitted, logits, torch.zeros_like(picked.tokens), slots.num_logprobs, prompt_logprobs=of_prompt)
+    return RoundOutput(*emitted, logits, torch.zeros_like(picked.tokens), slots.num_logprobs, prompt_logprobs=of_prompt)
 
 
-def read_prompt(r: Round, slots: Slots, positions: Tensor, hidden: Tensor, asked: PromptRows) -> Logprobs:
+def read_prompt(r: ModelRunner, slots: BatchState, positions: Tensor, hidden: Tensor, asked: PromptRows) -> Logprobs:
     """Log-probabilities of the known tokens that follow the rows asked for, the next chunk's first token included."""
     following = asked.of(slots.history_at(positions + 1))
     most = logit_rows(r.target.config.vocab_size)
@@ -186,7 +186,7 @@ def check_tree(layout: RoundLayout, tree: Tree, batch: int) -> None:
     layout.require("tree.ancestors", tree.ancestors, batch, layout.num_draft_tokens, layout.ancestor_words)
 
 
-def commit(r: Round, slots: Slots, path: Path, count_tokens: bool) -> None:
+def commit(r: ModelRunner, slots: BatchState, path: Path, count_tokens: bool) -> None:
     """The path's rows go to positions n .. n + length - 1, in order, and the slots move on to the new root."""
     nodes = NodeRows(path.rows, r.layout.num_draft_tokens)
     copies = advance(slots, path.length, path.tokens, count_tokens, nodes).copies
@@ -201,4 +201,4 @@ def read_by(drafter: Drafter, out: ModelOutput) -> Tensor | None:
 
 def features(read: Tensor | None, rows: Tensor) -> Tensor | None:
     """What is read at nodes `rows` [B, W]."""
-    return None if read is None else along(read, rows)
+    return None if read is None else gather_rows(read, rows)

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from espalier.kernels.ancestors import unpack
-from espalier.kernels.grow import ordered_topk
-from espalier.kernels.select import VOID, select
+from espalier.kernels.attention.ancestor_bits import unpack
+from espalier.kernels.tree.select_beams import ordered_topk
+from espalier.kernels.tree.select_tree import VOID, select
 
 __all__ = ["VOID", "Pool", "Tree", "ordered_topk", "root_only"]
 

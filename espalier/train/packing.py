@@ -1,4 +1,4 @@
-"""Turn documents into one flat stream of token ids, and the stream into fixed windows.
+"""RopeAndNorm documents into one flat stream of token ids, and the stream into fixed windows.
 
 Every document opens with the end-of-text token.  A small share of the files also lends its documented functions as
 chat documents, so that the chat template's tokens mean something to the model.

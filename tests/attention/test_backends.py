@@ -9,7 +9,7 @@ from espalier.attention.base import Support
 from espalier.cache.kv import PagedKV
 from espalier.cache.layer_spec import KVHeads, LatentKV, LayerSpec, RecurrentState
 from espalier.errors import EspalierError
-from espalier.kernels.ancestors import pack
+from espalier.kernels.attention.ancestor_bits import pack
 from espalier.layout import RoundLayout
 
 # float64: a few roundings of sums over some sixty terms of size one.
@@ -121,7 +121,7 @@ def test_a_request_does_not_see_its_batch(name):
     q, k, v = drawn(2, 4, 3, 3, seed=6)
     together = backend(name).plan(pages, GEOMETRY, prefix, nodes).attend(2, q, k, v)
     for b in range(4):
-        own = Nodes(nodes.positions[b : b + 1], nodes.row_positions[b : b + 1], nodes.words[b : b + 1])
+        own = Nodes(nodes.positions[b : b + 1], nodes.row_positions[b : b + 1], nodes.ancestor_bits[b : b + 1])
         alone = backend(name).plan(pages, GEOMETRY, Prefix(table[b : b + 1], prefix.length[b : b + 1]), own)
         out = alone.attend(2, q[b : b + 1], k[b : b + 1], v[b : b + 1])
         assert torch.allclose(out, together[b : b + 1], rtol=0, atol=TOLERANCE)

@@ -48,7 +48,7 @@ def test_a_backend_of_one_file_holds_every_property(library, keeps, overlap):
 def test_groups_of_a_model_and_its_draft_have_backends_of_their_own(names):
     setup = replace(SETUP, keeps="mixed", attention=names[0], draft_attention=names[1])
     holds(setup)
-    round = setup.engine().executor.round
+    round = setup.engine().executor.runner
     found = [(layers, made.support.name) for layers, made in round.backend.groups]
     listed = names[0].split(", ")
     assert found == [((0, 2), listed[0]), ((1,), listed[-1])]

@@ -8,9 +8,9 @@ import torch
 from espalier.attention import Nodes, Prefix, backend, triton
 from espalier.cache.kv import PagedKV
 from espalier.cache.layer_spec import KVHeads, LatentKV, LayerSpec
-from espalier.kernels.ancestors import pack
-from espalier.kernels.straight import straight_reference
-from espalier.kernels.tree_attention import tree_attention_triton
+from espalier.kernels.attention.ancestor_bits import pack
+from espalier.kernels.attention.contiguous_blocks import contiguous_blocks_reference
+from espalier.kernels.attention.tree_attention import tree_attention_triton
 from espalier.layout import RoundLayout
 
 # float32 (IEEE): a few roundings of sums of terms of size one.
@@ -125,7 +125,7 @@ def test_blocks_are_counted_once_for_a_prefix(kernel_device, monkeypatch):
         assert all(counts is given[0][1] for _, counts in given)
         ranges, counts = given[0]
         used = int(ranges.starts[-1])
-        assert torch.equal(counts[:used], straight_reference(ranges, table, pages.page_size, 0)[:used])
+        assert torch.equal(counts[:used], contiguous_blocks_reference(ranges, table, pages.page_size, 0)[:used])
         # Of 300 rows, in ranges of 192 and 108, four blocks are whole; one stands before what is broken, one in a range
         # of its own.
         assert int(counts[:used].sum()) == (2 if broken else 4)

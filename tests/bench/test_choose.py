@@ -6,11 +6,11 @@ import pytest
 
 from espalier import LLM, SpeculationConfig
 from espalier.bench import choose
-from espalier.bench.choose import Timed, best, candidates_of, foretold, table
+from espalier.bench.choose import Timed, best, candidates_of, predicted_accept_lengths, table
 from espalier.cli.main import parse
-from espalier.engine import trees
 from espalier.errors import EspalierError
 from espalier.layout import PLAIN, TreeShape
+from espalier.startup import tree_policy as trees
 from tests.cli.test_cli import run, tiny, tiny_heldout  # noqa: F401  (fixtures)
 from tests.test_llm import paths  # noqa: F401  (a fixture)
 
@@ -37,11 +37,11 @@ def test_candidates_are_those_that_the_buffers_hold():
 
 
 def test_a_larger_tree_is_foretold_to_accept_more():
-    lengths = foretold(4.0, WIDE, [WIDE, MIDDLE, NARROW, PLAIN])
+    lengths = predicted_accept_lengths(4.0, WIDE, [WIDE, MIDDLE, NARROW, PLAIN])
     assert lengths[WIDE] == 4.0 > lengths[MIDDLE] > lengths[NARROW] > lengths[PLAIN] == 1.0
     assert lengths[NARROW] > 2
     with pytest.raises(EspalierError, match="out of reach"):
-        foretold(9.0, WIDE, [WIDE])
+        predicted_accept_lengths(9.0, WIDE, [WIDE])
 
 
 def test_every_bucket_is_measured_with_every_candidate(tiny, tiny_heldout, paths, capsys, tmp_path):  # noqa: F811

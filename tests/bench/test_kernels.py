@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import espalier.attention.triton as backend
-import espalier.kernels.straight as counting
+import espalier.kernels.attention.contiguous_blocks as counting
 from espalier.bench import kernels
 from espalier.bench.kernels import Shape, prepared
 
@@ -24,7 +24,7 @@ def test_pages_are_in_order_where_that_is_asked(page_size):
 @pytest.mark.parametrize("asks", [False, True])
 def test_a_plan_is_timed_with_all_that_the_pass_had_planned(kernel_device, monkeypatch, asks):
     counts = []
-    how = "straight_triton" if kernel_device.type == "cuda" else "straight_reference"
+    how = "contiguous_blocks_triton" if kernel_device.type == "cuda" else "contiguous_blocks_reference"
     monkeypatch.setattr(counting, how, lambda *args: counts.append(args) or torch.zeros(0))
     monkeypatch.setattr(backend, "asks_straight", lambda *_: asks)
     monkeypatch.setattr(backend, "tree_attention_triton", lambda q, *_: (q, None))

@@ -5,13 +5,13 @@ import json
 import pytest
 import torch
 
-from espalier.bench.foundry import Recipe
+from espalier.bench.engines import OfShape
 from espalier.bench.prefill import pause, prefill, waits
 from espalier.bench.serving import Arrivals, Load, Timeline, mixed, percentiles, serve
-from espalier.bench.stand import OfShape
 from espalier.cli.main import main
 from espalier.config import SpeculationConfig
-from tests.bench.test_foundry import tiny
+from espalier.synthetic.checkpoint import Recipe
+from tests.synthetic.test_checkpoint import tiny
 
 CPU = torch.device("cpu")
 SHAPE = tiny(hot=1024)

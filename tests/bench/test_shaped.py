@@ -8,15 +8,15 @@ import pytest
 import torch
 
 from espalier.bench import shaped
-from espalier.bench.cast import Cast
 from espalier.bench.cells import Cell, parse_cells, with_plain
-from espalier.bench.foundry import Recipe
+from espalier.bench.instrument import Seen
 from espalier.bench.plot import Bars, plot
 from espalier.bench.shaped import Measured, Settings, measure, plain_beside
-from espalier.bench.watch import Seen
+from espalier.bench.synthetic_models import SyntheticModels
 from espalier.cli.main import main
 from espalier.errors import EspalierError
-from tests.bench.test_foundry import tiny
+from espalier.synthetic.checkpoint import Recipe
+from tests.synthetic.test_checkpoint import tiny
 
 CPU = torch.device("cpu")
 SHAPE = tiny(hot=1024)
@@ -27,7 +27,7 @@ TREE = (4, 4, 16)
 def found() -> list[Measured]:
     cells = with_plain(parse_cells(["2x24:4,4,16"], [1, 16]))
     settings = Settings(rounds=6, chunk_size=16)
-    cast = Cast(Recipe(SHAPE, skill=0.9), torch.float32, CPU, 512)
+    cast = SyntheticModels(Recipe(SHAPE, skill=0.9), torch.float32, CPU, 512)
     return list(measure(cast, cells, settings, None))
 
 
@@ -89,7 +89,7 @@ def test_a_tree_stands_beside_plain_decoding_of_its_batch_and_context(found):
 
 
 def test_weights_are_counted(found):
-    cast = Cast(Recipe(SHAPE), torch.float32, CPU, 64)
+    cast = SyntheticModels(Recipe(SHAPE), torch.float32, CPU, 64)
     tensors, draft = cast.recipe.tensors(torch.float32, CPU)
     assert cast.weights_bytes == 4 * sum(each.tensor(name).numel() for each in (tensors, draft) for name in each.shapes)
 
@@ -190,7 +190,7 @@ def test_a_gpu_is_idle_from_the_end_of_a_round_to_the_next_ones_start(monkeypatc
 
 @pytest.mark.gpu
 def test_on_a_gpu_graphs_are_timed_and_counted():
-    cast = Cast(Recipe(SHAPE, skill=0.9), torch.bfloat16, torch.device("cuda"), 512)
+    cast = SyntheticModels(Recipe(SHAPE, skill=0.9), torch.bfloat16, torch.device("cuda"), 512)
     cells = with_plain(parse_cells(["2x24:4,4,16"], [16]))
     tree, plain = measure(cast, cells, Settings(rounds=6, chunk_size=16), None)
     for each in (tree, plain):

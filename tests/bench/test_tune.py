@@ -6,11 +6,11 @@ import torch
 from espalier.bench import tune
 from espalier.bench.linears import ModelShape
 from espalier.bench.tune import Measured, Tuner, as_choices
-from espalier.kernels.choices import ROWS_BUCKETS, Choices
-from espalier.kernels.linear import Choice, Library
+from espalier.kernels.layers.linear import LibraryPlan, TritonPlan
+from espalier.kernels.layers.linear_tuning import ROWS_BUCKETS, LinearPlans
 
 TINY = ModelShape(hidden=64, layers=2, heads=2, kv_heads=1, head_size=32, intermediate=96, vocab=72, draft_vocab=40)
-FIRST, SECOND = Choice(64, 64, 1, 4, 2), Choice(64, 128, 1, 4, 2)
+FIRST, SECOND = TritonPlan(64, 64, 1, 4, 2), TritonPlan(64, 128, 1, 4, 2)
 
 
 class Told:
@@ -59,7 +59,7 @@ def test_what_comes_in_parts_is_read(tuner, monkeypatch):
     read = []
     monkeypatch.setattr(tune, "add_rms_norm", lambda made, *given: read.append(made.shape) or (made, made))
     runs = TINY.target_pass(16)
-    table = dict.fromkeys(((run.shape, 16) for run in runs), Library(1, 2))
+    table = dict.fromkeys(((run.shape, 16) for run in runs), LibraryPlan(1, 2))
     table[TINY.target_pass(1)[-1].shape, 16] = table[(192, 64), 16] = None
     tuner.weights.chain(runs, tune._by_table(runs, table, 16))()
     assert read == [(2, 16, 128), (2, 16, 64), (2, 16, 64)] * TINY.layers
@@ -82,5 +82,5 @@ def test_every_shape_of_a_model_is_settled_once(tuner):
     tuner.among_neighbours(TINY, alone, table)
     found = as_choices(table)
     assert set(found) == set(TINY.shapes())
-    assert found.pop(TINY.shapes()[0]) == Choices((SECOND,) * len(ROWS_BUCKETS))
-    assert set(found.values()) == {Choices((FIRST,) * len(ROWS_BUCKETS))}
+    assert found.pop(TINY.shapes()[0]) == LinearPlans((SECOND,) * len(ROWS_BUCKETS))
+    assert set(found.values()) == {LinearPlans((FIRST,) * len(ROWS_BUCKETS))}

@@ -8,8 +8,8 @@ import torch
 from espalier.attention import grouped_backend
 from espalier.cache.kv import PagedKV, RecurrentStates, StagedKV, bytes_beside_pages, bytes_per_token
 from espalier.cache.layer_spec import KVHeads, LatentKV, LayerSpec, RecurrentState, groups_of
-from espalier.engine.build import require_reentry
 from espalier.errors import EspalierError
+from espalier.startup.build import require_reentry
 from tests.harness import Setup
 from tests.test_config import FACTS, resolved
 
@@ -81,7 +81,7 @@ def test_auto_turns_the_prefix_cache_off(monkeypatch):
     facts = replace(FACTS, geometry=(*FACTS.geometry[:-2], RECURRENT, FACTS.geometry[-1]))
     with pytest.raises(EspalierError, match="attention=sdpa does not support layers that keep a recurrent state"):
         resolved(facts)
-    monkeypatch.setattr("espalier.engine.resolve.grouped_backend", lambda *_, **__: None)
+    monkeypatch.setattr("espalier.startup.resolve.grouped_backend", lambda *_, **__: None)
     assert resolved(facts).prefix_cache is False and resolved().prefix_cache is True
     with pytest.raises(EspalierError, match="prefix_cache=True is not supported with layers"):
         resolved(facts, prefix_cache=True)

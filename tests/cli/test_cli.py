@@ -18,7 +18,7 @@ from espalier.cli.draw import round_tree
 from espalier.cli.flags import engine_settings, sampling_params
 from espalier.cli.main import parse
 from espalier.config import EngineConfig, SpeculationConfig
-from espalier.engine.ticket import DraftTree, RoundTrace
+from espalier.engine.launch_input import DraftTree, RoundTrace
 from espalier.request import Output, SamplingParams
 from tests.test_llm import paths  # noqa: F401  (a fixture)
 
@@ -218,7 +218,7 @@ def test_an_interrupt_is_one_line_and_status_130(monkeypatch, capsys):
 
 
 def test_doctor_shows_machine_and_resolved_configuration_without_loading(tiny, capsys, monkeypatch):
-    monkeypatch.setattr("espalier.engine.load.load_target", None)
+    monkeypatch.setattr("espalier.startup.load.load_target", None)
     assert run("doctor", *tiny) == 0
     out = capsys.readouterr().out
     for said in ("torch", "threads", "num_draft_tokens  8", "num_pages", "LlamaForCausalLM"):

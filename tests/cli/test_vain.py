@@ -241,7 +241,7 @@ def test_a_flag_that_would_have_no_effect_is_refused_by_name(command, said, noth
 def test_of_a_named_shape_an_accept_length_of_nothing_is_refused(command, monkeypatch, capsys):
     for module in ("shaped", "serving"):
         monkeypatch.setattr(f"espalier.cli.{module}.require_gpu", lambda what: torch.device("cpu"))
-    monkeypatch.setattr("espalier.cli.shaped.Cast", None)
+    monkeypatch.setattr("espalier.cli.shaped.SyntheticModels", None)
     monkeypatch.setattr("espalier.cli.serving.OfShape", None)
     assert run("bench", *command, "--shape", "llama-3.1-8b", "--accept-length", "0") == 2
     assert "accept length 0.0 is out of reach" in capsys.readouterr().err

@@ -11,11 +11,12 @@ from random import Random
 from types import SimpleNamespace
 
 from espalier.engine.engine import Engine
-from espalier.engine.ticket import DraftTree, Row, Ticket, Tried
+from espalier.engine.executor import StagedHandle
+from espalier.engine.launch_input import DraftTree, LaunchInput, Row, TreeSize
 from espalier.layout import RoundLayout
 from espalier.request import Request, TokenLogprob
-from espalier.slots import Admission
-from espalier.speculate.round import Round
+from espalier.slots import SlotInit
+from espalier.speculate.round import ModelRunner
 
 VOCAB = 16
 MASK = (1 << 61) - 1
@@ -57,16 +58,16 @@ def continuation(request: Request, max_context: int) -> tuple[list[int], str]:
 class Slot:
     """tokens known of it; digests: of the tokens up to and with each position."""
 
-    def __init__(self, admission: Admission | None = None) -> None:
-        self.admission = admission
+    def __init__(self, slot_init: SlotInit | None = None) -> None:
+        self.slot_init = slot_init
         self.tokens: list[int] = []
         self.digests: list[int] = []
         self.table: list[int] = []
         self.prefix_len = 0
-        if admission is not None:
-            self.table = list(admission.pages)
-            self.prefix_len = admission.start
-            for token in admission.tokens:
+        if slot_init is not None:
+            self.table = list(slot_init.pages)
+            self.prefix_len = slot_init.start
+            for token in slot_init.tokens:
                 self.append(token)
 
     def append(self, token: int) -> None:
@@ -88,11 +89,14 @@ class SymbolicDevice:
         self.slots = [Slot() for _ in range(layout.num_slots)]
         self.pages: list[dict[tuple[str, int], int]] = [{} for _ in range(num_pages)]
         self.poisoned: set[int] = set()
-        self.tickets: list[Ticket] = []
-        self.round: Round
+        self.launch_inputs: list[LaunchInput] = []
+        self.runner: ModelRunner
 
-    def launch(self, ticket: Ticket) -> "SymbolicDevice.Done":
-        return self.Done(self.run(ticket))
+    def launch(self, launch_input: LaunchInput) -> "SymbolicDevice.Done":
+        return self.Done(self.run(launch_input))
+
+    def launch_staged(self, launch_input: LaunchInput) -> StagedHandle:
+        raise AssertionError("nothing is masked here")
 
     @dataclass
     class Done:
@@ -104,53 +108,53 @@ class SymbolicDevice:
     def close(self) -> None:
         pass
 
-    def run(self, ticket: Ticket) -> list[Row]:
-        self.tickets.append(ticket)
-        assert ticket.is_prefill or not ticket.admitted, "a round's ticket has a fixed form"
-        own = [page for a in ticket.admitted for page in a.pages[a.commit_from // self.layout.page_size :]]
-        for page in (*own, *(page for _, _, page in ticket.appended)):
+    def run(self, launch_input: LaunchInput) -> list[Row]:
+        self.launch_inputs.append(launch_input)
+        assert launch_input.is_prefill or not launch_input.slot_inits, "a round's ticket has a fixed form"
+        own = [page for a in launch_input.slot_inits for page in a.pages[a.commit_from // self.layout.page_size :]]
+        for page in (*own, *(page for _, _, page in launch_input.appended_pages)):
             self.pages[page].clear()
             self.poisoned.discard(page)
-        for admission in ticket.admitted:
-            self.slots[admission.slot] = Slot(admission)
-        for slot, column, page in ticket.appended:
+        for slot_init in launch_input.slot_inits:
+            self.slots[slot_init.slot] = Slot(slot_init)
+        for slot, column, page in launch_input.appended_pages:
             table = self.slots[slot].table
             table += [0] * (column + 1 - len(table))
             table[column] = page
-        assert 0 not in ticket.slots
-        assert len(set(ticket.slots)) == len(ticket.slots) <= self.layout.max_batch
-        if ticket.is_prefill:
-            assert len(ticket.slots) * ticket.width <= self.layout.chunk_size
-            assert ticket.width in self.layout.chunk_widths
-            slots = [self.slots[s] for s in ticket.slots]
+        assert 0 not in launch_input.slots
+        assert len(set(launch_input.slots)) == len(launch_input.slots) <= self.layout.max_batch
+        if launch_input.is_prefill:
+            assert len(launch_input.slots) * launch_input.width <= self.layout.chunk_size
+            assert launch_input.width in self.layout.chunk_widths
+            slots = [self.slots[s] for s in launch_input.slots]
             firsts = [slot.prefix_len for slot in slots]
-            rows = [self._prefill(slot, n) for slot, n in zip(slots, ticket.lengths, strict=True)]
-            if ticket.prompt_rows is None:
+            rows = [self._prefill(slot, n) for slot, n in zip(slots, launch_input.lengths, strict=True)]
+            if launch_input.prompt_rows is None:
                 return rows
-            of_prompts = map(self._of_prompt, slots, firsts, ticket.prompt_rows.spans)
+            of_prompts = map(self._of_prompt, slots, firsts, launch_input.prompt_rows.spans)
             return [replace(row, prompt_logprobs=own) for row, own in zip(rows, of_prompts, strict=True)]
-        return [self._round(self.slots[s]) for s in ticket.slots]
+        return [self._round(self.slots[s]) for s in launch_input.slots]
 
     def _prefill(self, slot: Slot, length: int) -> Row:
         first = slot.prefix_len
         assert 1 <= length <= self.layout.chunk_size
         assert first + length <= len(slot.tokens)
         self._read(slot, first)
-        assert slot.admission is not None
-        self._write(slot, TARGET, range(max(first, slot.admission.commit_from), first + length))
+        assert slot.slot_init is not None
+        self._write(slot, TARGET, range(max(first, slot.slot_init.commit_from), first + length))
         slot.prefix_len += length
         picked = slot.prefix_len == len(slot.tokens)
         if picked:
             slot.append_next()
         self._write_draft(slot, first, length)
-        sound = self._sound(slot, slot.prefix_len)
-        return Row([slot.tokens[slot.prefix_len]] if picked and sound else [], sound or not picked)
+        num_finite = self._sound(slot, slot.prefix_len)
+        return Row([slot.tokens[slot.prefix_len]] if picked and num_finite else [], num_finite or not picked)
 
     def _of_prompt(self, slot: Slot, first: int, span: tuple[int, int]) -> list[TokenLogprob]:
         """Of the tokens after rows `span` of a pass from `first` on; NaN where these rows are."""
-        assert slot.admission is not None
+        assert slot.slot_init is not None
         begin, end = (first + at for at in span)
-        assert begin == end or first <= begin < end < slot.admission.prompt_len
+        assert begin == end or first <= begin < end < slot.slot_init.prompt_len
         values = [-1.0 if self._sound(slot, row + 1) else nan for row in range(begin, end)]
         return [TokenLogprob(slot.tokens[begin + 1 + i], value, [], 1) for i, value in enumerate(values)]
 
@@ -158,9 +162,9 @@ class SymbolicDevice:
         first = slot.prefix_len
         assert len(slot.tokens) == first + 1
         self._read(slot, first)
-        admission = slot.admission
-        assert admission is not None
-        deepest = max(0, min(admission.depth_limit, admission.end - 2 - first))
+        slot_init = slot.slot_init
+        assert slot_init is not None
+        deepest = max(0, min(slot_init.depth_limit, slot_init.end - 2 - first))
         length = 1 + self.random.randint(0, deepest)
         for _ in range(length):
             slot.append_next()
@@ -169,9 +173,9 @@ class SymbolicDevice:
         slot.prefix_len += length
         nodes = self.layout.num_draft_tokens
         tree = DraftTree([0] * nodes, [0] * nodes, [0] * nodes, [0.0] * nodes, list(range(length)))
-        sound = sum(self._sound(slot, first + i) for i in range(1, length + 1))
-        tried = Tried(nodes - 1, self.layout.steps)
-        return Row(slot.tokens[first + 1 :][:sound], sound == length, tried, tree)
+        num_finite = sum(self._sound(slot, first + i) for i in range(1, length + 1))
+        tree_size = TreeSize(nodes - 1, self.layout.steps)
+        return Row(slot.tokens[first + 1 :][:num_finite], num_finite == length, tree_size, tree)
 
     def _sound(self, slot: Slot, length: int) -> bool:
         """Whether what is picked after so many tokens is picked from finite logits."""
@@ -179,8 +183,8 @@ class SymbolicDevice:
 
     def _write_draft(self, slot: Slot, first: int, length: int) -> None:
         if self.layout.reentry:
-            assert slot.admission is not None
-            self._write(slot, DRAFT, range(max(first + 1, slot.admission.commit_from), first + length + 1))
+            assert slot.slot_init is not None
+            self._write(slot, DRAFT, range(max(first + 1, slot.slot_init.commit_from), first + length + 1))
 
     def _place(self, slot: Slot, position: int) -> tuple[int, int]:
         column, offset = divmod(position, self.layout.page_size)
@@ -221,5 +225,5 @@ def symbolic_engine(
         pages=SimpleNamespace(num_pages=num_pages),
     )
     device = SymbolicDevice(layout, num_pages, overlap, random or Random(0), poison)
-    device.round = parts  # type: ignore[assignment]
+    device.runner = parts  # type: ignore[assignment]
     return Engine(device, overlap, prefix_cache)

@@ -124,14 +124,14 @@ def test_what_is_counted_adds_up(overlap: bool, tree: Setup) -> None:
         assert stats.rounds == sum(stats.histogram) >= 1
         assert stats.emitted == sum(n * rounds for n, rounds in enumerate(stats.histogram))
         assert len(stats.histogram) <= setup.layout.extend_width + 1
-        tried, taken = ([pair[i] for pair in stats.acceptance_by_depth] for i in (0, 1))
-        assert all(a >= b for a, b in zip(tried, taken, strict=True))
-        assert all(a <= b for a, b in zip(tried[1:], taken, strict=False)), (
+        tree_size, taken = ([pair[i] for pair in stats.acceptance_by_depth] for i in (0, 1))
+        assert all(a >= b for a, b in zip(tree_size, taken, strict=True))
+        assert all(a <= b for a, b in zip(tree_size[1:], taken, strict=False)), (
             "a depth is tried where the one above was taken"
         )
         assert sum(taken) == stats.accepted
         most = 0 if not r.params.speculation else r.params.max_draft_depth
-        assert most is None or len(tried) <= most
+        assert most is None or len(tree_size) <= most
         assert stats.drafted <= stats.rounds * (setup.layout.num_draft_tokens - 1)
         assert stats.accept_length == pytest.approx(stats.emitted / stats.rounds)
         assert r.from_draft[0] is False

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from espalier.engine.engine import Engine
-from espalier.engine.ticket import RoundTrace, Ticket
+from espalier.engine.launch_input import LaunchInput, RoundTrace
 from espalier.layout import PLAIN, TreeShape
 from espalier.request import Request, SamplingParams
 from tests.engine.alone import plainly, replace_request
@@ -31,12 +31,12 @@ class Seen:
     def __post_init__(self) -> None:
         launch = self.engine.executor.launch
 
-        def seeing(ticket: Ticket) -> Any:
-            handle = launch(replace(ticket, traced=True))
-            if not ticket.is_prefill:
+        def seeing(launch_input: LaunchInput) -> Any:
+            handle = launch(replace(launch_input, traced=True))
+            if not launch_input.is_prefill:
                 rows = handle.result()
                 trees = [row.tree for row in rows if row.tree is not None]
-                self.shapes.setdefault(len(ticket.slots), set()).update(
+                self.shapes.setdefault(len(launch_input.slots), set()).update(
                     (sum(token >= 0 for token in tree.tokens), max(tree.depths)) for tree in trees
                 )
             return handle
@@ -100,7 +100,7 @@ def paused(trees: tuple[tuple[int, TreeShape], ...], temperature: float) -> tupl
             joined = True
         engine.step()
         if first.slot is not None and first.output:
-            carried[first.num_seen] = drafted_state(engine, first)
+            carried[first.num_known] = drafted_state(engine, first)
     engine.close()
     assert second.done
     return [trace for trace in traces if trace.request_id == first.id], carried
@@ -115,9 +115,9 @@ def company(temperature: float) -> list[Request]:
 
 
 def drafted_state(engine: Engine, r: Request) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    round = engine.executor.round
+    round = engine.executor.runner
     table, size = round.table, round.layout.page_size
-    rows = [r.pages[at // size] * size + at % size for at in range(1, r.num_seen + 1)]
+    rows = [r.pages[at // size] * size + at % size for at in range(1, r.num_known + 1)]
     layer = len(round.target.geometry)
     return table.carried["hidden"][r.slot].clone(), [buffer[rows].clone() for buffer in round.pages.layers[layer]]
 

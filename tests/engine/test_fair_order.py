@@ -26,7 +26,7 @@ def launches(engine: Engine) -> str:
     """P for a prefill pass, R for a round, in order."""
     device = engine.executor
     assert isinstance(device, SymbolicDevice)
-    return "".join("P" if ticket.is_prefill else "R" for ticket in device.tickets)
+    return "".join("P" if launch_input.is_prefill else "R" for launch_input in device.launch_inputs)
 
 
 @each_loop
@@ -105,7 +105,9 @@ def test_short_prompts_share_a_pass(overlap: bool) -> None:
         engine.step()
     device = engine.executor
     assert isinstance(device, SymbolicDevice)
-    passes = [(ticket.width, ticket.lengths) for ticket in device.tickets if ticket.is_prefill]
+    passes = [
+        (launch_input.width, launch_input.lengths) for launch_input in device.launch_inputs if launch_input.is_prefill
+    ]
     assert passes == [(16, (5, 16, 12, 9)), (48, (40,)), (32, (3, 32)), (32, (28,))]
 
 

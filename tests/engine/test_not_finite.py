@@ -8,11 +8,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from espalier.engine.build import assemble
 from espalier.engine.engine import Engine
 from espalier.models import load_target, read_config
 from espalier.request import Request, SamplingParams
 from espalier.speculate.drafters import load_draft, read_draft
+from espalier.startup.build import assemble
 from tests.builders import make_eagle3, make_target
 from tests.engine.alone import replace_request
 from tests.harness import CPU, DTYPE, MAX_POSITIONS, Setup, prompts, request
@@ -81,14 +81,20 @@ def plainly(r: Request) -> Request:
 
 def mates_and_victims() -> list[Request]:
     """Prompts with the broken token at their start, middle and end, and prompts without it."""
-    sound = [[t for t in p if t != BROKEN] or [1] for p in prompts(31, (4, 20, 35, 12, 50, 17, 9, 28))]
-    asked = [[BROKEN, *sound[0]], sound[1], [*sound[2], BROKEN], sound[3], [*sound[4][:20], BROKEN, *sound[4][20:]]]
+    num_finite = [[t for t in p if t != BROKEN] or [1] for p in prompts(31, (4, 20, 35, 12, 50, 17, 9, 28))]
+    asked = [
+        [BROKEN, *num_finite[0]],
+        num_finite[1],
+        [*num_finite[2], BROKEN],
+        num_finite[3],
+        [*num_finite[4][:20], BROKEN, *num_finite[4][20:]],
+    ]
     wishes = [SamplingParams(temperature=i % 2, max_tokens=20) for i in range(8)]
-    return [request(i, p, w) for i, (p, w) in enumerate(zip([*asked, *sound[5:]], wishes, strict=True))]
+    return [request(i, p, w) for i, (p, w) in enumerate(zip([*asked, *num_finite[5:]], wishes, strict=True))]
 
 
 def nothing_broken_is_cached(engine: Engine) -> None:
-    pages = engine.executor.round.pages
+    pages = engine.executor.runner.pages
     assert engine.prefixes is not None
     for page, node in engine.prefixes._nodes.items():
         begins = node.parent is engine.prefixes._root

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from espalier.engine.engine import Engine
-from espalier.engine.ticket import Row, Ticket
+from espalier.engine.launch_input import LaunchInput, Row
 from espalier.layout import LOGITS_BYTES, logit_rows
 from espalier.request import Piece, Request, SamplingParams, TokenLogprob
 from espalier.sampling import prompt as sampling_prompt
@@ -147,7 +147,7 @@ class TestPrefixHits:
         engine = setup.engine()
         first = request(0, prompts(6, [9])[0], replace(WISH, max_tokens=30))
         run_on(engine, first)
-        pages = engine.executor.round.pages
+        pages = engine.executor.runner.pages
         for stack in (*pages.target, *pages.draft):
             # Whoever writes a shared row again takes this away.
             for rows in stack.planes:
@@ -161,7 +161,7 @@ class TestPrefixHits:
 
         def counted(entering: list[Request]):
             launch = right(entering)
-            passes.extend(launch.ticket.lengths)
+            passes.extend(launch.launch_input.lengths)
             return launch
 
         engine.scheduler._launch_prefill = counted  # type: ignore[method-assign]
@@ -243,9 +243,9 @@ def watch_sizes(engine: Engine, sizes: list[int]) -> None:
     """Rows that launches are asked to report, as they come."""
     right = engine.executor.run
 
-    def run(ticket: Ticket) -> list[Row]:
-        sizes.extend([] if ticket.prompt_rows is None else ticket.prompt_rows.sizes)
-        return right(ticket)
+    def run(launch_input: LaunchInput) -> list[Row]:
+        sizes.extend([] if launch_input.prompt_rows is None else launch_input.prompt_rows.sizes)
+        return right(launch_input)
 
     engine.executor.run = run  # type: ignore[method-assign]
 
@@ -257,9 +257,9 @@ def test_what_is_no_number_ends_the_request(overlap: bool) -> None:
     [r, mate] = wishing(17, (40, 30))
     right, launches = engine.executor.run, []
 
-    def run(ticket: Ticket) -> list[Row]:
-        launches.append(ticket)
-        [row, *others] = right(ticket)
+    def run(launch_input: LaunchInput) -> list[Row]:
+        launches.append(launch_input)
+        [row, *others] = right(launch_input)
         if len(launches) == 2:
             first, *rest = row.prompt_logprobs
             row = replace(row, prompt_logprobs=[replace(first, logprob=nan), *rest])

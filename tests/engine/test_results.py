@@ -2,14 +2,14 @@
 
 import torch
 
+from espalier.engine.launch_input import DraftTree, LaunchInput, Row, TreeSize
 from espalier.engine.results import Reported, Results, read
-from espalier.engine.ticket import DraftTree, Row, Ticket, Tried
 from espalier.request import TokenLogprob
+from espalier.sampling.logit_processors import SamplingNeeds
 from espalier.sampling.pick import Logprobs
 from espalier.sampling.prompt import PromptRows
-from espalier.sampling.shape import Shaping
 from espalier.speculate.accept import Path
-from espalier.speculate.round import Outcome
+from espalier.speculate.round import RoundOutput
 from espalier.speculate.tree import Tree
 from tests.harness import Setup
 
@@ -25,19 +25,19 @@ PATH = Path(
     rows=torch.tensor([[0, 1, 3], [0, 0, 0]]),
     length=torch.tensor([3, 1]),
     tokens=torch.tensor([[6, 9, 4], [8, 0, 0]]),
-    sound=torch.tensor([2, 1]),
+    num_finite=torch.tensor([2, 1]),
 )
 LOGITS = torch.arange(2 * 4 * 10.0).view(2, 4, 10).sin()
 NOBODY = torch.tensor([-1, -1])
-ROUND = Outcome(PATH.tokens, PATH.length, PATH.sound, LOGITS, PATH.rows, NOBODY, TREE, PATH)
+ROUND = RoundOutput(PATH.tokens, PATH.length, PATH.num_finite, LOGITS, PATH.rows, NOBODY, TREE, PATH)
 ONES = torch.tensor([1, 0])
-PASS = Outcome(torch.tensor([[4], [3]]), ONES, ONES, LOGITS[:, :1], torch.zeros(2, 1).long(), NOBODY)
+PASS = RoundOutput(torch.tensor([[4], [3]]), ONES, ONES, LOGITS[:, :1], torch.zeros(2, 1).long(), NOBODY)
 
 
 NOTHING = Reported()
 
 
-def written(outcome: Outcome, entry: int) -> Results:
+def written(outcome: RoundOutput, entry: int) -> Results:
     results = Results(LAYOUT, 3, torch.float32, torch.device("cpu"))
     results.write(torch.tensor([entry]), outcome)
     return results
@@ -52,8 +52,8 @@ def rows_of(
     spans: tuple[tuple[int, int], ...] | None = None,
 ):
     rows = None if spans is None else PromptRows(spans, 2)
-    ticket = Ticket(slots=(1,) * batch, shaping=Shaping(), traced=traced, prompt_rows=rows)
-    return read(results.fields, results.ring[entry, :batch].numpy(), reported, ticket)
+    launch_input = LaunchInput(slots=(1,) * batch, needs=SamplingNeeds(), traced=traced, prompt_rows=rows)
+    return read(results.fields, results.ring[entry, :batch].numpy(), reported, launch_input)
 
 
 def test_a_round():
@@ -61,8 +61,8 @@ def test_a_round():
     assert not results.ring[[0, 2]].any() and not results.ring[1, 2].any()
     scores = TREE.scores.tolist()
     assert rows_of(results, 1, 2) == [
-        Row([6, 9], False, Tried(3, 2), DraftTree([5, 6, 7, 9], [0, 0, 0, 1], [0, 1, 1, 2], scores[0], [0, 1, 3])),
-        Row([8], True, Tried(1, 1), DraftTree([1, 2, -1, -1], [0, 0, 0, 0], [0, 1, 1, 1], scores[1], [0])),
+        Row([6, 9], False, TreeSize(3, 2), DraftTree([5, 6, 7, 9], [0, 0, 0, 1], [0, 1, 1, 2], scores[0], [0, 1, 3])),
+        Row([8], True, TreeSize(1, 1), DraftTree([1, 2, -1, -1], [0, 0, 0, 0], [0, 1, 1, 1], scores[1], [0])),
     ]
 
 
@@ -71,7 +71,7 @@ def test_a_smaller_tree_has_void_nodes_at_its_end():
     results = Results(layout, 1, torch.float32, torch.device("cpu"))
     results.write(torch.tensor([0]), ROUND)
     row = rows_of(results, 0, 2)[0]
-    assert (row.tokens, row.tried) == ([6, 9], Tried(3, 2))
+    assert (row.tokens, row.tree_size) == ([6, 9], TreeSize(3, 2))
     assert row.tree is not None
     assert (row.tree.tokens, row.tree.path_rows) == ([5, 6, 7, 9, -1, -1], [0, 1, 3])
     assert row.tree.scores == [*TREE.scores[0].tolist(), float("-inf"), float("-inf")]

@@ -62,11 +62,11 @@ class PoisonedTraffic(SymbolicTraffic):
         if not doomed or r.aborted:
             super().check_answer(r)
             return
-        sound = tokens[: max(0, known.index(self.poison) + 1 - len(r.prompt))]
+        num_finite = tokens[: max(0, known.index(self.poison) + 1 - len(r.prompt))]
         assert r.finish_reason == "abort"
         assert r.error is not None
         assert "not finite" in r.error
-        assert r.output == sound, "what was picked before it stands, however many came in one round"
+        assert r.output == num_finite, "what was picked before it stands, however many came in one round"
 
 
 TestSymbolicTraffic = SymbolicTraffic.TestCase

@@ -16,11 +16,11 @@ def test_a_failed_launch_ends_every_request_by_name(overlap, fails_at):
     engine = Setup(overlap=overlap, max_batch=2).engine()
     launches, right = [], engine.executor.run
 
-    def run(ticket):
-        launches.append(ticket)
+    def run(launch_input):
+        launches.append(launch_input)
         if len(launches) == fails_at:
             raise MemoryError("no memory is left")
-        return right(ticket)
+        return right(launch_input)
 
     engine.executor.run = run
     requests = [request(i, prompt) for i, prompt in enumerate(prompts(0, [5, 9, 7]))]
@@ -47,7 +47,7 @@ def test_a_closed_engine_holds_nothing_of_the_device_and_says_so(overlap):
         engine.add(r)
     for _ in range(3):
         engine.step()
-    held = weakref.ref(engine.executor.round)
+    held = weakref.ref(engine.executor.runner)
     engine.close()
     engine.close()
     gc.collect()

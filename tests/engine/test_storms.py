@@ -43,12 +43,12 @@ def watch(engine: Engine) -> None:
             assert scheduler.running[-1].arrival < next(iter(scheduler.waiting)).arrival, "somebody was overtaken"
         if launch is not None:
             members = [r for r, _, _ in launch.members]
-            decoding = [r for r in scheduler.running if r.entered >= r.enter_end and r not in members]
-            assert not (launch.ticket.is_prefill and last_was_prefill and decoding), "two prefill passes in a row"
-            last_was_prefill = launch.ticket.is_prefill
+            decoding = [r for r in scheduler.running if r.num_prefilled >= r.prefill_len and r not in members]
+            assert not (launch.launch_input.is_prefill and last_was_prefill and decoding), "two prefill passes in a row"
+            last_was_prefill = launch.launch_input.is_prefill
             for r in members:
-                rounds = scheduler.rounds_in_flight if launch.ticket.is_prefill else max(r.unread, 1)
-                assert layout.reserve(r.num_seen, rounds, r.end(layout.max_context)) <= len(r.pages)
+                rounds = scheduler.rounds_in_flight if launch.launch_input.is_prefill else max(r.rounds_in_flight, 1)
+                assert layout.reserve(r.num_known, rounds, r.end(layout.max_context)) <= len(r.pages)
         return launch
 
     scheduler.next_launch = next_launch  # type: ignore[method-assign]

@@ -25,7 +25,7 @@ asked_of_prompt = st.sampled_from([None, None, 0])
 def pages_beyond(engine: Engine, r: Request) -> int:
     """Pages that r holds beyond R·(S + 1) + 1 tokens past its root, R being the rounds that may be in flight."""
     layout, rounds = engine.layout, 2 if engine.in_flight.overlap else 1
-    ahead = r.num_seen + rounds * (layout.steps + 1) + 1
+    ahead = r.num_known + rounds * (layout.steps + 1) + 1
     return len(r.pages) - -(-ahead // layout.page_size)
 
 

@@ -7,7 +7,7 @@ from random import Random
 import torch
 
 from espalier.engine.engine import Engine
-from espalier.engine.ticket import Row, Ticket
+from espalier.engine.launch_input import LaunchInput, Row
 from espalier.request import Request
 from tests.engine.traffic import pages_beyond
 
@@ -18,9 +18,9 @@ def jitter(engine: Engine, random: Random) -> Callable[[], None]:
     """Sleep at random around every launch on the worker; returns what the host sleeps by."""
     right = engine.executor.run
 
-    def run(ticket: Ticket) -> list[Row]:
+    def run(launch_input: LaunchInput) -> list[Row]:
         time.sleep(random.random() * LONGEST_SLEEP)
-        rows = right(ticket)
+        rows = right(launch_input)
         time.sleep(random.random() * LONGEST_SLEEP)
         return rows
 
@@ -47,7 +47,7 @@ class SharedPages:
         self.seen = now
 
     def bytes_of(self, page: int) -> bytes:
-        pages = self.engine.executor.round.pages
+        pages = self.engine.executor.runner.pages
         rows = slice(page * pages.page_size, (page + 1) * pages.page_size)
         stacks = pages.target + pages.draft
         parts = [buffer[:, rows].flatten() for stack in stacks for buffer in stack.planes]

@@ -14,9 +14,9 @@ import espalier.speculate.round as rounds
 from espalier.engine.cuda import CudaExecutor
 from espalier.engine.engine import Engine
 from espalier.engine.executor import Handle
+from espalier.engine.launch_buffer import DeviceLaunch
+from espalier.engine.launch_input import LaunchInput
 from espalier.engine.results import Results
-from espalier.engine.ticket import Ticket
-from espalier.engine.wire import Sent
 
 # Clock ticks of the GPU, some 0.1 ms, and 20 ms, which is longer than a round takes; seconds of the host.
 LONGEST_CYCLES = 200_000
@@ -26,7 +26,7 @@ LONGEST_SLEEP = 0.001
 SEGMENTS: tuple[tuple[Any, tuple[str, ...]], ...] = (
     (rounds, ("propose", "verify", "settle", "accept", "commit", "advance", "features")),
     (executing, ("run", "prefill")),
-    (Sent, ("apply",)),
+    (DeviceLaunch, ("apply",)),
     (autoregressive, ("carry",)),
     (Results, ("write",)),
 )
@@ -65,10 +65,10 @@ def delay_streams(engine: Engine, random: Random) -> None:
     assert isinstance(executor, CudaExecutor)
     launch, hand_back = executor.launch, executor.hand_back
 
-    def launching(ticket: Ticket) -> Handle:
+    def launching(launch_input: LaunchInput) -> Handle:
         with torch.cuda.stream(executor.stream):
             sleep_between_streams(random)
-        handle = launch(ticket)
+        handle = launch(launch_input)
         with torch.cuda.stream(executor.stream):
             sleep_between_streams(random)
         return handle

@@ -12,11 +12,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from espalier.attention import default_backend
-from espalier.engine.build import assemble
 from espalier.engine.cuda import CudaExecutor
 from espalier.engine.engine import Engine
 from espalier.models import CausalLM, DraftModel, load_target, read_config
 from espalier.speculate.drafters import load_draft, read_draft
+from espalier.startup.build import assemble
 from tests.harness import MAX_POSITIONS, Setup, directories
 from tests.oracles.reference_round import Reference
 

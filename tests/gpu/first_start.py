@@ -11,10 +11,10 @@ import logging
 import torch
 import triton
 
-from espalier.engine.build import make_round
 from espalier.engine.cuda import CudaExecutor
-from espalier.engine.measure import TRIAL_PAGES, measure
 from espalier.layout import PLAIN, TreeShape
+from espalier.startup.build import make_runner
+from espalier.startup.measure_memory import TRIAL_PAGES, measure
 from tests.gpu.engines import DeviceSetup
 from tests.gpu.traffic import mixed
 from tests.harness import run
@@ -40,10 +40,10 @@ def setup_of(algorithm: str, dtype: torch.dtype) -> DeviceSetup:
 
 
 def measured(setup: DeviceSetup) -> None:
-    """A trial, as of espalier/engine/measure.py."""
+    """A trial, as of espalier/startup/measure_memory.py."""
     target, draft = setup.models(setup.layout.position_rows)
     sizes = (TRIAL_PAGES, setup.dtype, setup.device)
-    round = make_round(setup.layout, target, draft, setup.algorithm, setup.backend, *sizes)
+    round = make_runner(setup.layout, target, draft, setup.algorithm, setup.backend, *sizes)
     measure(CudaExecutor(round, graph_batch=0), setup.layout, setup.device)
 
 

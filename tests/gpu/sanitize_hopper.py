@@ -13,9 +13,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from espalier.kernels.hopper import HopperBlocks
-from espalier.kernels.launch import chip
-from espalier.kernels.tree_attention import choose
+from espalier.kernels.attention.hopper import HopperBlocks
+from espalier.kernels.attention.tree_attention import choose
+from espalier.kernels.runtime.launch import chip
 from tests.kernels.attending import Case, difference, draw, expected, run
 
 CASES = [

@@ -74,11 +74,11 @@ def inside_a_launch(llm: LLM) -> Callable[..., None]:
     executor, launches = executor_of(llm.engine), []
     launch = executor.launch
 
-    def launching(ticket):
-        launches.append(ticket)
+    def launching(launch_input):
+        launches.append(launch_input)
         if len(launches) == 12:
             signal.raise_signal(signal.SIGINT)
-        return launch(ticket)
+        return launch(launch_input)
 
     executor.launch = launching
     return lambda piece: None

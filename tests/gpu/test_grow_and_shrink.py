@@ -10,7 +10,7 @@ import torch
 
 from espalier.engine.engine import Engine
 from espalier.engine.executor import Handle
-from espalier.engine.ticket import Ticket
+from espalier.engine.launch_input import LaunchInput
 from espalier.layout import PLAIN, TreeShape
 from espalier.request import Request
 from tests.engine.alone import plainly, replace_request
@@ -61,10 +61,10 @@ class Storm:
         self.launch_ = self.engine.executor.launch
         self.engine.executor.launch = self.launch  # type: ignore[method-assign]
 
-    def launch(self, ticket: Ticket) -> Handle:
-        if not ticket.is_prefill:
-            self.rounds[len(ticket.slots)] += 1
-        return self.launch_(ticket)
+    def launch(self, launch_input: LaunchInput) -> Handle:
+        if not launch_input.is_prefill:
+            self.rounds[len(launch_input.slots)] += 1
+        return self.launch_(launch_input)
 
     def run(self, rounds: int) -> None:
         goal = 0

@@ -58,7 +58,7 @@ class OwnLogits:
         self.engine = engine
         self.noted: list[Tensor] = []
         self.said: dict[str, tuple[list[int], list[Tensor]]] = {}
-        target = self.engine.executor.round.target
+        target = self.engine.executor.runner.target
         logits = target.logits
 
         def noting(hidden: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from espalier import LLM, EspalierError, SamplingParams
-from espalier.engine.measure import MARGIN
+from espalier.startup.measure_memory import MARGIN
 from tests.gpu.conftest import FIGURES
 
 pytestmark = [

@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from espalier import LLM, SamplingParams
 from espalier.engine.engine import Engine
 from espalier.engine.executor import Handle
-from espalier.engine.ticket import Ticket
+from espalier.engine.launch_input import LaunchInput
 from tests.gpu.conftest import FIGURES, PROFILE
 from tests.gpu.engines import DeviceSetup, executor_of
 from tests.gpu.traffic import mixed, run_staggered
@@ -45,15 +45,15 @@ def forbid_syncs(engine: Engine) -> Counter[str]:
     executor, seen = executor_of(engine), Counter[str]()
     launch = executor.launch
 
-    def launching(ticket: Ticket) -> Handle:
-        reports = ticket.num_logprobs is not None or ticket.prompt_rows is not None
+    def launching(launch_input: LaunchInput) -> Handle:
+        reports = launch_input.num_logprobs is not None or launch_input.prompt_rows is not None
         asked = "with logprobs" if reports else ""
-        replayed = executor.bucket(len(ticket.slots)) in executor.graphs
-        kind = "prefill" if ticket.is_prefill else "graph" if replayed else "eager"
+        replayed = executor.bucket(len(launch_input.slots)) in executor.graphs
+        kind = "prefill" if launch_input.is_prefill else "graph" if replayed else "eager"
         seen[f"{kind} {asked}".strip()] += 1
-        seen["admissions"] += len(ticket.admitted)
+        seen["admissions"] += len(launch_input.slot_inits)
         with no_sync():
-            return launch(ticket)
+            return launch(launch_input)
 
     executor.launch = launching  # type: ignore[method-assign]
     return seen
@@ -121,9 +121,9 @@ def profiled_rounds(llm: LLM, path: Path) -> Trace:
     engine, executor = llm.engine, executor_of(llm.engine)
     launch = executor.launch
 
-    def launching(ticket: Ticket) -> Handle:
+    def launching(launch_input: LaunchInput) -> Handle:
         with record_function(LAUNCH):
-            return launch(ticket)
+            return launch(launch_input)
 
     greedy = SamplingParams(temperature=0.0, ignore_eos=True)
     for group in llm._requests([[5 + 7 * i, 9, 11, 4] for i in range(4)], greedy):

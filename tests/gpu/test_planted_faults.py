@@ -12,8 +12,8 @@ import espalier.engine.cuda as cuda
 from espalier.cache.kv import PagedKV
 from espalier.engine.cuda import CudaExecutor, CudaHandle, Place
 from espalier.engine.engine import Engine
+from espalier.engine.launch_buffer import DeviceLaunch
 from espalier.engine.results import Results, read
-from espalier.engine.wire import Sent
 from espalier.request import Request
 from tests.gpu.delays import delay_segments, delay_streams
 from tests.gpu.engines import DeviceSetup, executor_of
@@ -111,8 +111,8 @@ def copies_that_do_not_wait(patch: Patch, executor: CudaExecutor) -> None:
 
 def results_read_before_they_are_there(patch: Patch, executor: CudaExecutor) -> None:
     def result(self: CudaHandle) -> Any:
-        entry = self.place.results[: len(self.ticket.slots)].numpy()
-        return read(self.results.fields, entry, self.reported, self.ticket)
+        entry = self.place.results[: len(self.launch_input.slots)].numpy()
+        return read(self.results.fields, entry, self.reported, self.launch_input)
 
     patch.setattr(CudaHandle, "result", result)
 
@@ -120,7 +120,7 @@ def results_read_before_they_are_there(patch: Patch, executor: CudaExecutor) -> 
 def a_ring_of_one(patch: Patch, executor: CudaExecutor) -> None:
     """Every launch is handed the same place for its results, though that of the launch before is not read."""
     first = executor.ring[0]
-    executor.ring = [Place(first.entry, place.ticket, first.results) for place in executor.ring]
+    executor.ring = [Place(first.entry, place.launch_input, first.results) for place in executor.ring]
 
 
 def results_in_another_entry(patch: Patch, executor: CudaExecutor) -> None:
@@ -131,12 +131,12 @@ def results_in_another_entry(patch: Patch, executor: CudaExecutor) -> None:
 
 def graphs_of_other_batches(patch: Patch, executor: CudaExecutor) -> None:
     """A batch of three is replayed by the graph of two, and its third request not at all."""
-    executor.graphs[3] = replace(executor.graphs[2], ticket=executor.graphs[3].ticket)
+    executor.graphs[3] = replace(executor.graphs[2], launch_input=executor.graphs[3].launch_input)
 
 
 def a_buffer_allocated_anew(patch: Patch, executor: CudaExecutor) -> None:
     """What graphs have captured is no longer what the table holds."""
-    table = executor.round.table
+    table = executor.runner.table
     executor.kept = table.page_table  # type: ignore[attr-defined]
     table.page_table = table.page_table.clone()
 
@@ -153,13 +153,13 @@ def a_stream_of_its_own(patch: Patch, executor: CudaExecutor) -> None:
 
 
 def a_length_read_on_the_host(patch: Patch, executor: CudaExecutor) -> None:
-    right = Sent.apply
+    right = DeviceLaunch.apply
 
-    def apply(self: Sent, table: Any) -> None:
+    def apply(self: DeviceLaunch, table: Any) -> None:
         right(self, table)
         int(table.prefix_len.max())
 
-    patch.setattr(Sent, "apply", apply)
+    patch.setattr(DeviceLaunch, "apply", apply)
 
 
 def a_sibling_committed(patch: Patch, executor: CudaExecutor | None) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from espalier.engine.cuda import CudaExecutor
 from espalier.engine.engine import Engine
 from espalier.engine.executor import Handle
-from espalier.engine.ticket import Row, Ticket
+from espalier.engine.launch_input import LaunchInput, Row
 
 # Rows of the dummy request, which several rows of a padded batch write at once, and nobody reads.
 NOBODYS = ("history", "carried.hidden")
@@ -30,21 +30,21 @@ class Twin:
     def __init__(self, graphs: CudaExecutor, eager: CudaExecutor):
         self.graphs, self.eager = graphs, eager
         eager.graphs.clear()
-        self.round = graphs.round
+        self.runner = graphs.runner
         self.replayed: Counter[int] = Counter()
         self.num_eager = 0
 
-    def launch(self, ticket: Ticket) -> Handle:
-        ticket = replace(ticket, traced=True)
-        if not ticket.is_prefill and self.graphs.bucket(len(ticket.slots)) in self.graphs.graphs:
-            self.replayed[len(ticket.slots)] += 1
+    def launch(self, launch_input: LaunchInput) -> Handle:
+        launch_input = replace(launch_input, traced=True)
+        if not launch_input.is_prefill and self.graphs.bucket(len(launch_input.slots)) in self.graphs.graphs:
+            self.replayed[len(launch_input.slots)] += 1
         else:
             self.num_eager += 1
-        rows, others = (executor.launch(ticket).result() for executor in (self.graphs, self.eager))
+        rows, others = (executor.launch(launch_input).result() for executor in (self.graphs, self.eager))
         torch.cuda.synchronize()
-        assert rows == others, f"rows of {ticket}"
+        assert rows == others, f"rows of {launch_input}"
         for (name, one), (_, other) in zip(state(self.graphs), state(self.eager), strict=True):
-            assert same_bits(one, other), f"{name} differs after {ticket}"
+            assert same_bits(one, other), f"{name} differs after {launch_input}"
         return Done(rows)
 
     def close(self) -> None:
@@ -61,7 +61,7 @@ def twins(one: Engine, other: Engine) -> Twin:
 
 def state(executor: CudaExecutor) -> Iterator[tuple[str, Tensor]]:
     """All that passes from launch to launch, and what came of the last ones."""
-    table, pages = executor.round.table, executor.round.pages
+    table, pages = executor.runner.table, executor.runner.pages
     fields = {name: value for name, value in vars(table).items() if isinstance(value, Tensor)}
     fields |= {f"carried.{name}": value for name, value in table.carried.items()}
     for name, value in fields.items():

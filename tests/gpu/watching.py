@@ -8,7 +8,7 @@ import torch
 
 from espalier.engine.cuda import CudaExecutor
 from espalier.engine.executor import Handle
-from espalier.engine.ticket import Row, Ticket
+from espalier.engine.launch_input import LaunchInput, Row
 from espalier.slots import SlotTable
 from tests.gpu.engines import DeviceSetup
 from tests.gpu.twin import Done
@@ -34,22 +34,22 @@ class Looked:
 
     def __init__(self, inner: CudaExecutor):
         self.inner = inner
-        self.round: Any = SimpleNamespace()
+        self.runner: Any = SimpleNamespace()
         self.look()
 
-    def launch(self, ticket: Ticket) -> Handle:
-        return Done(self.run(ticket))
+    def launch(self, launch_input: LaunchInput) -> Handle:
+        return Done(self.run(launch_input))
 
-    def run(self, ticket: Ticket) -> list[Row]:
-        rows = self.inner.launch(ticket).result()
+    def run(self, launch_input: LaunchInput) -> list[Row]:
+        rows = self.inner.launch(launch_input).result()
         self.look()
         return rows
 
     def look(self) -> None:
         torch.cuda.synchronize()
-        self.round.table = on_cpu(self.inner.round.table)
-        layers = self.inner.round.pages.layers.items()
-        self.round.pages = SimpleNamespace(
+        self.runner.table = on_cpu(self.inner.runner.table)
+        layers = self.inner.runner.pages.layers.items()
+        self.runner.pages = SimpleNamespace(
             layers={layer: tuple(plane.cpu() for plane in planes) for layer, planes in layers}
         )
 
@@ -69,7 +69,7 @@ class DeviceWatch(Watch):
             properties = COMMITTED if setup.dtype == torch.bfloat16 else PROPERTIES
         engine = setup.engine()
         assert isinstance(engine.executor, CudaExecutor)
-        self.on_device = engine.executor.round.pages
+        self.on_device = engine.executor.runner.pages
         engine.executor = Looked(engine.executor)
         super().__init__(engine, setup.algorithm, setup.reference, properties)
         self.exact, self.score = TOLERANCES[setup.dtype]

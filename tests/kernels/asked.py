@@ -14,12 +14,12 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import _async_compile, driver
 
-import espalier.kernels.together as together_module
-from espalier.kernels.along import along_triton
-from espalier.kernels.launch import asking, kernel
-from espalier.kernels.norm import rms_norm_triton
-from espalier.kernels.silu import silu_mul_triton
-from espalier.kernels.together import together
+import espalier.kernels.runtime.precompile as together_module
+from espalier.kernels.layers.norm import rms_norm_triton
+from espalier.kernels.layers.silu import silu_mul_triton
+from espalier.kernels.runtime.launch import asking, kernel
+from espalier.kernels.runtime.precompile import precompile
+from espalier.kernels.tree.gather_rows import gather_rows_triton
 
 
 class Driver(SimpleNamespace):
@@ -59,7 +59,7 @@ def launches(width):
     """Of one layer."""
     x = torch.ones(4, 2 * width)
     normed = rms_norm_triton(x, torch.ones(2 * width), 1e-5)
-    return along_triton(silu_mul_triton(normed)[None], torch.empty(1, 2, dtype=torch.int64))
+    return gather_rows_triton(silu_mul_triton(normed)[None], torch.empty(1, 2, dtype=torch.int64))
 
 
 def failure(how):
@@ -76,19 +76,19 @@ def unsound():
 
 def unsound_together():
     """With others that wait for their turn."""
-    with together():
+    with precompile():
         unsound()
         launches(192)
 
 
 def out_of_memory_together():
-    with together():
+    with precompile():
         launches(192)
         raise torch.OutOfMemoryError
 
 
 def together_thirty_times(width):
-    with together() as asked:
+    with precompile() as asked:
         for _ in range(30):
             launches(width)
     return len(asked)

@@ -5,11 +5,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from espalier.kernels.ancestors import pack
-from espalier.kernels.ranges import Ranges, ranges_triton
-from espalier.kernels.straight import straight_triton
-from espalier.kernels.tree_attention import Committed, Staged, tree_attention_reference, tree_attention_triton
-from espalier.layout import Cut
+from espalier.kernels.attention.ancestor_bits import pack
+from espalier.kernels.attention.contiguous_blocks import contiguous_blocks_triton
+from espalier.kernels.attention.kv_splits import KVSplits, kv_splits_triton
+from espalier.kernels.attention.tree_attention import Committed, Staged, tree_attention_reference, tree_attention_triton
+from espalier.layout import KVSplitPolicy
 
 # Against float64 on the same values.  float32 (IEEE): a few roundings of 2^-24 of sums of terms of size one.  bfloat16
 # and float16: weights are rounded to 2^-9 and 2^-12 before they meet the values, and so is what is returned.
@@ -50,8 +50,10 @@ class Inputs:
     first: int
     sink: Tensor | None
 
-    def ranges(self, most: int) -> Ranges:
-        return ranges_triton(self.committed.length, self.first, Cut(256, most), self.positions, self.window or 0)
+    def ranges(self, most: int) -> KVSplits:
+        return kv_splits_triton(
+            self.committed.length, self.first, KVSplitPolicy(256, most), self.positions, self.window or 0
+        )
 
     def only(self, requests: list[int]) -> "Inputs":
         """Those requests, in that order, over the same pages."""
@@ -61,7 +63,10 @@ class Inputs:
             q=self.q[requests],
             committed=replace(c, page_table=c.page_table[requests], length=c.length[requests]),
             staged=Staged(
-                s.k[requests], s.v[requests], s.row_positions[requests], None if s.words is None else s.words[requests]
+                s.k[requests],
+                s.v[requests],
+                s.row_positions[requests],
+                None if s.ancestor_bits is None else s.ancestor_bits[requests],
             ),
             positions=self.positions[requests],
         )
@@ -91,7 +96,7 @@ def draw(case: Case, device: torch.device) -> Inputs:
         row = table[request, held // case.page_size] * case.page_size + held % case.page_size
         k[row], v[row] = normal(len(held), case.kv_heads, case.k_size), normal(len(held), case.kv_heads, case.v_size)
     length = torch.tensor(case.lengths, dtype=torch.int64)
-    row_positions, positions, words = _nodes(case, length, generator)
+    row_positions, positions, ancestor_bits = _nodes(case, length, generator)
     new = row_positions.shape[1]
     # Staging is wider than what is staged, and q, k and v are cut from one projection: strides of both.
     staging = torch.full((batch, new + 3, case.kv_heads, case.k_size + case.v_size), torch.nan, dtype=dtype)
@@ -103,7 +108,9 @@ def draw(case: Case, device: torch.device) -> Inputs:
     return Inputs(
         q[:, :, : case.heads],
         Committed(k.to(device), v.to(device), table.to(device), length.to(device), case.page_size, case.first),
-        Staged(staged_k, staged_v, row_positions.to(device), None if words is None else words.to(device)),
+        Staged(
+            staged_k, staged_v, row_positions.to(device), None if ancestor_bits is None else ancestor_bits.to(device)
+        ),
         positions.to(device),
         case.k_size**-0.5,
         case.window,
@@ -128,7 +135,7 @@ def expected(inputs: Inputs, staged: bool = True) -> tuple[Tensor, Tensor]:
     """The reference in float64."""
     c, s = inputs.committed, inputs.staged
     exact = replace(c, k=c.k.double(), v=c.v.double())
-    new = Staged(s.k.double(), s.v.double(), s.row_positions, s.words) if staged else None
+    new = Staged(s.k.double(), s.v.double(), s.row_positions, s.ancestor_bits) if staged else None
     return tree_attention_reference(
         inputs.q.double(), exact, new, inputs.positions, None, inputs.scale, inputs.window, inputs.sink
     )
@@ -139,7 +146,7 @@ def run(inputs: Inputs, most: int, staged: bool = True, counted: bool = False, *
     new, c = inputs.staged if staged else None, inputs.committed
     ranges = inputs.ranges(most)
     if counted:
-        how["straight"] = straight_triton(ranges, c.page_table, c.page_size, c.first)
+        how["straight"] = contiguous_blocks_triton(ranges, c.page_table, c.page_size, c.first)
     return tree_attention_triton(
         inputs.q, c, new, inputs.positions, ranges, inputs.scale, inputs.window, inputs.sink, **how
     )

@@ -16,10 +16,10 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from espalier.kernels.hopper import HopperBlocks, _hopper_attention_kernel, hopper_constants
-from espalier.kernels.launch import Chip, Kernel
-from espalier.kernels.tree_attention import _constants, _tree_attention_kernel, choose
-from espalier.kernels.units import ALL, COUNTED, NONE
+from espalier.kernels.attention.hopper import HopperBlocks, _hopper_attention_kernel, hopper_constants
+from espalier.kernels.attention.tree_attention import _constants, _tree_attention_kernel, choose
+from espalier.kernels.attention.work_items import ALL, COUNTED, NONE
+from espalier.kernels.runtime.launch import Chip, Kernel
 
 HOPPER = Chip(227 * 1024, 132, (9, 0))
 VALUES = ("q_ptr", "k_ptr", "v_ptr", "new_k_ptr", "new_v_ptr", "out_ptr")

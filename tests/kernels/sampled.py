@@ -4,15 +4,15 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from espalier.kernels.ancestors import pack
-from espalier.kernels.shaping import SlotRows
-from espalier.kernels.slots import gather
+from espalier.kernels.attention.ancestor_bits import pack
+from espalier.kernels.sampling.logit_processors import SlotRows
+from espalier.kernels.state.batch_state import gather
 from espalier.layout import RoundLayout
+from espalier.sampling.logit_processors import Above, SamplingNeeds, SamplingRows
 from espalier.sampling.noise import gumbel
-from espalier.sampling.shape import Above, SamplingRows, Shaping
-from espalier.slots import Slots, SlotTable
+from espalier.slots import BatchState, SlotTable
 
-EVERYTHING = Shaping(sampled=True, filtered=True, penalised=True, biased=True)
+ALL_SAMPLING = SamplingNeeds(sampled=True, filtered=True, penalised=True, biased=True)
 NEUTRAL = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition": 1.0, "presence": 0.0}
 PENALTIES = {"repetition": 1.3, "presence": 0.4, "frequency": 0.2}
 
@@ -60,19 +60,19 @@ def table_of(asked: Sequence[Mapping[str, float]], vocab: int, device: torch.dev
     return moved
 
 
-def slots_of(table: SlotTable, index: Sequence[int]) -> Slots:
+def slots_of(table: SlotTable, index: Sequence[int]) -> BatchState:
     return gather(table, torch.tensor(index, dtype=torch.int64, device=table.root.device))
 
 
-def reference_rows(slots: Slots) -> SamplingRows:
-    return SamplingRows.gather(slots, EVERYTHING)
+def reference_rows(slots: BatchState) -> SamplingRows:
+    return SamplingRows.gather(slots, ALL_SAMPLING)
 
 
-def kernel_rows(slots: Slots) -> SlotRows:
+def kernel_rows(slots: BatchState) -> SlotRows:
     return SlotRows.gather(slots.table, slots.index)
 
 
-def noise_at(slots: Slots, positions: torch.Tensor, vocab: int, dtype: torch.dtype) -> torch.Tensor:
+def noise_at(slots: BatchState, positions: torch.Tensor, vocab: int, dtype: torch.dtype) -> torch.Tensor:
     return gumbel(slots.table.seed[slots.index], positions, vocab, torch.promote_types(dtype, torch.float32))
 
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from espalier.errors import EspalierError
-from espalier.kernels.accept import accept, accept_reference, accept_triton
-from espalier.kernels.ancestors import ancestor_mask, pack
-from espalier.kernels.select import VOID, select_reference
+from espalier.kernels.attention.ancestor_bits import ancestor_mask, pack
+from espalier.kernels.tree.accept import accept, accept_reference, accept_triton
+from espalier.kernels.tree.select_tree import VOID, select_tree_reference
 from tests.kernels.treeing import poisoned, random, random_pool, same
 
 TOKENS = 3
@@ -15,7 +15,9 @@ TOKENS = 3
 def drawn(batch, topk, steps, nodes, seed, limited=True):
     """A tree of few tokens, a target that agrees with it now and then, and one request in four that is padding."""
     generator = random(seed)
-    tree = select_reference(torch.zeros(batch).long(), *random_pool(batch, topk, steps, seed, vocab=topk), topk, nodes)
+    tree = select_tree_reference(
+        torch.zeros(batch).long(), *random_pool(batch, topk, steps, seed, vocab=topk), topk, nodes
+    )
     picks = torch.randint(0, max(topk, 2), (batch, nodes), generator=generator)
     if seed % 2:
         # The target says what its first child does, so that whole paths are kept.
@@ -28,7 +30,7 @@ def drawn(batch, topk, steps, nodes, seed, limited=True):
     limit = torch.randint(0, steps + 2, (batch,), generator=generator) if limited else torch.full((batch,), steps)
     real = torch.rand(batch, generator=generator) < 0.75
     finite = torch.rand(batch, nodes, generator=generator) < 0.8
-    return *tree[:3], tree.words, picks, finite, limit, real, steps
+    return *tree[:3], tree.ancestor_bits, picks, finite, limit, real, steps
 
 
 def check(device, batch, topk, steps, nodes):
@@ -57,8 +59,8 @@ def test_kernel_is_the_reference_at_size(kernel_device, batch, topk, steps, node
 def chain(nodes):
     line = torch.arange(nodes)[None]
     parents = (line - 1).clamp(min=0)
-    words = pack(ancestor_mask(parents, torch.zeros(1, nodes).bool(), nodes))
-    return line % TOKENS, parents, line, words
+    ancestor_bits = pack(ancestor_mask(parents, torch.zeros(1, nodes).bool(), nodes))
+    return line % TOKENS, parents, line, ancestor_bits
 
 
 @pytest.mark.parametrize("depth", [0, 1, 62, 63, 64, 65, 128])

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from espalier.errors import EspalierError
-from espalier.kernels.advance import NodeRows, advance, advance_reference, advance_triton
-from espalier.kernels.slots import gather_reference, gather_triton
+from espalier.kernels.state.advance import NodeRows, advance, advance_reference, advance_triton
+from espalier.kernels.state.batch_state import gather_reference, gather_triton
 from espalier.layout import RoundLayout
 from espalier.slots import SlotTable
 from tests.kernels.treeing import poisoned, random, same

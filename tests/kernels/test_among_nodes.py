@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from espalier.kernels.among_nodes import NoPrefix, among_nodes_reference, among_nodes_triton
-from espalier.kernels.merge import merge_triton
-from espalier.kernels.ranges import ranges_triton
+from espalier.kernels.attention.among_nodes import NoPrefix, among_nodes_reference, among_nodes_triton
+from espalier.kernels.attention.kv_splits import kv_splits_triton
+from espalier.kernels.attention.merge import merge_triton
 from tests.kernels.attending import LSE_TOLERANCE, TOLERANCE, Case, draw, expected, run
 
 CASES = [
@@ -38,7 +38,7 @@ def test_among_nodes_is_its_reference(case, kernel_device):
 
 def test_no_prefix_is_what_lengths_of_nothing_come_to(kernel_device):
     made = NoPrefix.of(3, kernel_device)
-    wanted = ranges_triton(made.length, 0, made.ranges.cut)
+    wanted = kv_splits_triton(made.length, 0, made.ranges.cut)
     assert torch.equal(made.ranges.items, wanted.items) and torch.equal(made.ranges.starts, wanted.starts)
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from espalier.kernels.launch import kernel
+from espalier.kernels.runtime.launch import kernel
 
 if TYPE_CHECKING:
     import triton.language as tl

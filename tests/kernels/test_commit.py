@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from espalier.errors import EspalierError
-from espalier.kernels import launch
-from espalier.kernels.commit import commit_rows, commit_rows_reference, commit_rows_triton
+from espalier.kernels.runtime import launch
+from espalier.kernels.state.commit import commit_rows, commit_rows_reference, commit_rows_triton
 
 both = pytest.mark.parametrize("make", [commit_rows_triton, commit_rows_reference])
 # layers, staged rows, page rows, kv_heads, k_size, v_size, rows copied

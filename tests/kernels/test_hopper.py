@@ -5,10 +5,10 @@ from itertools import product
 import pytest
 import torch
 
-from espalier.kernels.hopper import FEWEST_STAGES, REGISTERS, HopperBlocks, choose_hopper, straight_rows
-from espalier.kernels.launch import Chip, chip
-from espalier.kernels.tree_attention import choose
-from espalier.kernels.units import ALL, COUNTED, NONE
+from espalier.kernels.attention.hopper import FEWEST_STAGES, REGISTERS, HopperBlocks, choose_hopper, straight_rows
+from espalier.kernels.attention.tree_attention import choose
+from espalier.kernels.attention.work_items import ALL, COUNTED, NONE
+from espalier.kernels.runtime.launch import Chip, chip
 from tests.kernels.attending import Case, difference, draw, poisoned, run
 
 HOPPER = Chip(227 * 1024, 132, (9, 0))

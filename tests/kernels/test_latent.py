@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from espalier.errors import EspalierError
-from espalier.kernels.latent import LatentTurn, rotate_and_store_latent
+from espalier.kernels.layers.latent import LatentRopeAndNorm, rotate_and_store_latent
 
 SIZE, ROTARY, HEADS, ROWS = 10, 4, 3, 5
 
@@ -21,7 +21,7 @@ def test_by_hand(normed):
     norm = drawn(SIZE - ROTARY, seed=4) if normed else None
     cos, sin = torch.cat((angle.cos(),) * 2, 1), torch.cat((-angle.sin(), angle.sin()), 1)
     plane, rows = torch.full((9, 1, SIZE), torch.nan, dtype=torch.float64), torch.tensor([4, 0, 8, 2, 1])
-    out = rotate_and_store_latent(q, latent, LatentTurn(cos, sin, norm, 1e-6), rows, plane)
+    out = rotate_and_store_latent(q, latent, LatentRopeAndNorm(cos, sin, norm, 1e-6), rows, plane)
 
     def rotated(x: list[float], n: int) -> list[float]:
         turned, first, half = list(x), SIZE - ROTARY, ROTARY // 2
@@ -44,13 +44,13 @@ def test_by_hand(normed):
 
 
 def test_sizes_that_disagree_are_refused():
-    turn = LatentTurn(torch.ones(2, 4), torch.ones(2, 4))
+    rope_and_norm = LatentRopeAndNorm(torch.ones(2, 4), torch.ones(2, 4))
     rows, plane = torch.arange(2), torch.zeros(5, 1, SIZE)
     q, latent = torch.zeros(2, HEADS, SIZE), torch.zeros(2, 1, SIZE)
     for wrong in (
-        (q[..., 1:], latent, turn),
-        (q, latent[..., 1:], turn),
-        (q, latent, LatentTurn(*torch.ones(2, 2, 12))),
+        (q[..., 1:], latent, rope_and_norm),
+        (q, latent[..., 1:], rope_and_norm),
+        (q, latent, LatentRopeAndNorm(*torch.ones(2, 2, 12))),
     ):
         with pytest.raises(EspalierError, match="a latent layer needs queries and one latent of 10 values"):
             rotate_and_store_latent(*wrong, rows, plane)

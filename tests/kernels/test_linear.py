@@ -4,10 +4,9 @@ import pytest
 import torch
 
 from espalier.errors import EspalierError
-from espalier.kernels.launch import SMALLEST_SHARED_MEMORY, Chip
-from espalier.kernels.linear import (
-    Choice,
-    Library,
+from espalier.kernels.layers.linear import (
+    LibraryPlan,
+    TritonPlan,
     block_rows,
     candidates,
     linear,
@@ -16,12 +15,13 @@ from espalier.kernels.linear import (
     linear_parts_triton,
     linear_triton,
 )
-from espalier.kernels.silu import silu_mul, silu_mul_triton
+from espalier.kernels.layers.silu import silu_mul, silu_mul_triton
+from espalier.kernels.runtime.launch import SMALLEST_SHARED_MEMORY, Chip
 
 # Triton 3.6's interpreter multiplies the bits of bfloat16 as if they were whole numbers.
 DTYPE = torch.bfloat16 if torch.cuda.is_available() else torch.float16
-WHOLE = Choice(block_out=64, block_in=64, splits=1, warps=4, stages=2)
-SPLIT = Choice(block_out=64, block_in=64, splits=3, warps=4, stages=2)
+WHOLE = TritonPlan(block_out=64, block_in=64, splits=1, warps=4, stages=2)
+SPLIT = TritonPlan(block_out=64, block_in=64, splits=3, warps=4, stages=2)
 H200 = Chip(shared_memory=232448, processors=132, capability=(9, 0))
 SMALL = Chip(shared_memory=SMALLEST_SHARED_MEMORY, processors=84, capability=(8, 6))
 
@@ -51,7 +51,7 @@ def drawn_exact(rows, num_out, num_in, device, bias=False):
 
 
 def assert_is_the_product(out, x, weight, bias):
-    """One rounding to out's dtype, and float32 sums in any order (kernels/linear.py)."""
+    """One rounding to out's dtype, and float32 sums in any order (kernels/layers/linear.py)."""
     x, weight = x.double(), weight.double()
     exact = x @ weight.T + (0 if bias is None else bias.double())
     magnitude = x.abs() @ weight.abs().T + (0 if bias is None else bias.double().abs())
@@ -94,7 +94,7 @@ def test_parts_add_up_to_the_whole(kernel_device, monkeypatch, bias):
     assert torch.equal(linear_parts_triton(x, weight, added, WHOLE), linear_triton(x, weight, added, WHOLE))
 
 
-@pytest.mark.parametrize("choice", [WHOLE, SPLIT, Choice(16, 64, 1, 4, 2), Choice(128, 64, 1, 4, 2), None])
+@pytest.mark.parametrize("choice", [WHOLE, SPLIT, TritonPlan(16, 64, 1, 4, 2), TritonPlan(128, 64, 1, 4, 2), None])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(
     ("rows", "size", "num_in"), [(1, 64, 192), (3, 35, 200), (17, 130, 136), (5, 1, 64), (0, 8, 64)]
@@ -105,12 +105,12 @@ def test_gated_is_the_gate_of_the_whole(kernel_device, monkeypatch, choice, bias
     gate_up = linear(x, weight, added, choice)
     poisoned(monkeypatch)
     out = linear_gated(x, weight, added, choice)
-    # Beside the interpreter, which runs what is launched by name, a CPU has PyTorch's own, which rounds twice.
+    # DraftHidden the interpreter, which runs what is launched by name, a CPU has PyTorch's own, which rounds twice.
     gate = silu_mul_triton if choice is not None and choice.splits == 1 else silu_mul
     assert out.shape == (rows, size) and torch.equal(out, gate(gate_up))
 
 
-@pytest.mark.parametrize(("rows", "choice"), [(100, Choice(128, 64, 1, 8, 3)), (200, Choice(64, 64, 1, 4, 2))])
+@pytest.mark.parametrize(("rows", "choice"), [(100, TritonPlan(128, 64, 1, 8, 3)), (200, TritonPlan(64, 64, 1, 4, 2))])
 def test_gated_at_many_rows(kernel_device, rows, choice):
     x, weight, _ = drawn_exact(rows, 272, 136, kernel_device)
     assert torch.equal(linear_gated(x, weight, None, choice), silu_mul_triton(linear(x, weight, None, choice)))
@@ -171,7 +171,7 @@ def test_what_does_not_fit_is_refused(change, said):
 
 def test_a_choice_for_a_larger_chip_is_refused():
     with pytest.raises(EspalierError, match="doctor --tune"):
-        linear_triton(*drawn(3, 64, 64, "cpu"), Choice(128, 256, 1, 4, 4))
+        linear_triton(*drawn(3, 64, 64, "cpu"), TritonPlan(128, 256, 1, 4, 4))
 
 
 @pytest.mark.parametrize("on", [H200, SMALL])
@@ -181,11 +181,11 @@ def test_candidates_fit_the_chip(on, rows, shape):
     found = candidates(rows, *shape, on)
     assert found or shape == (72, 40) or (on, rows) == (SMALL, 256)
     for choice in found:
-        assert isinstance(choice, Library) or choice.shared_memory(rows) <= on.shared_memory
+        assert isinstance(choice, LibraryPlan) or choice.shared_memory(rows) <= on.shared_memory
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("way", [Library(2, 1), Library(3, 1), Library(1, 2), Library(1, 4)])
+@pytest.mark.parametrize("way", [LibraryPlan(2, 1), LibraryPlan(3, 1), LibraryPlan(1, 2), LibraryPlan(1, 4)])
 def test_the_library_in_pieces_and_in_parts(kernel_device, monkeypatch, way, bias):
     """Rows and weight of wider tensors; pieces that do not come out even; parts that add up to the whole."""
     wide, weight, added = drawn(10, 70, 256, kernel_device, bias=bias)
@@ -204,7 +204,7 @@ def test_the_library_in_pieces_and_in_parts(kernel_device, monkeypatch, way, bia
         assert torch.equal(total.to(DTYPE), out)
 
 
-@pytest.mark.parametrize("way", [Library(2, 1), Library(1, 2)])
+@pytest.mark.parametrize("way", [LibraryPlan(2, 1), LibraryPlan(1, 2)])
 @pytest.mark.parametrize(("rows", "num_out"), [(0, 64), (2, 0)])
 def test_nothing_to_do_for_the_library(kernel_device, way, rows, num_out):
     x, weight, _ = drawn(rows, num_out, 64, kernel_device)
@@ -212,9 +212,9 @@ def test_nothing_to_do_for_the_library(kernel_device, way, rows, num_out):
 
 
 def test_the_library_is_asked_for_less_only_where_its_tiles_come_out_even():
-    ways = {way for way in candidates(65, 768, 512, H200) if isinstance(way, Library)}
-    assert ways == {Library(2, 1), Library(3, 1), Library(1, 2), Library(1, 4)}
-    assert not any(isinstance(way, Library) for way in candidates(64, 768, 512, H200))
+    ways = {way for way in candidates(65, 768, 512, H200) if isinstance(way, LibraryPlan)}
+    assert ways == {LibraryPlan(2, 1), LibraryPlan(3, 1), LibraryPlan(1, 2), LibraryPlan(1, 4)}
+    assert not any(isinstance(way, LibraryPlan) for way in candidates(64, 768, 512, H200))
 
 
 def test_one_to_sixteen_rows_are_one_computation():
@@ -231,7 +231,7 @@ def test_every_candidate(kernel_device, monkeypatch, rows, shape):
     poisoned(monkeypatch)
     exact, seen = linear(x.double(), weight.double(), None, None), {}
     for choice in candidates(rows, *shape, H200):
-        tile = choice if isinstance(choice, Library) else (choice.block_out, choice.block_in, choice.warps)
+        tile = choice if isinstance(choice, LibraryPlan) else (choice.block_out, choice.block_in, choice.warps)
         seen[tile] = seen.get(tile, 0) + 1
         if seen[tile] > 2:
             continue
@@ -242,7 +242,7 @@ def test_every_candidate(kernel_device, monkeypatch, rows, shape):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("way", [Library(2, 1), Library(1, 2)])
+@pytest.mark.parametrize("way", [LibraryPlan(2, 1), LibraryPlan(1, 2)])
 @pytest.mark.parametrize("rows", [96, 256])
 def test_of_the_library_a_row_does_not_see_the_others(kernel_device, way, rows):
     x, weight, _ = drawn(rows, 4096, 4096, kernel_device)

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from espalier.errors import EspalierError
-from espalier.kernels import logprobs as kernel
-from espalier.kernels.launch import Chip
-from espalier.kernels.logprobs import LogprobRing, split_size, write_logprobs_reference, write_logprobs_triton
+from espalier.kernels.runtime.launch import Chip
+from espalier.kernels.sampling import logprobs as kernel
+from espalier.kernels.sampling.logprobs import LogprobRing, split_size, write_logprobs_reference, write_logprobs_triton
 
 # Of log-probabilities up to some 20: a sum over the vocabulary in another order, and Triton's exp and log.
 TOLERANCE = {torch.float32: 2.0**-16, torch.float64: 2.0**-40}

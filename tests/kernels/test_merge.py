@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from espalier.kernels.merge import merge, merge_reference, merge_triton
-from espalier.kernels.softmax import masked_attention
+from espalier.kernels.attention.masked_attention import masked_attention
+from espalier.kernels.attention.merge import merge, merge_reference, merge_triton
 
 # float64: a few roundings of sums of about ten terms of size one.
 TOLERANCE = 1e-12

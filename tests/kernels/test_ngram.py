@@ -4,9 +4,9 @@ exactly."""
 import pytest
 import torch
 
-import espalier.kernels.ngram as ngram
+import espalier.kernels.tree.ngram as ngram
 from espalier.errors import EspalierError
-from espalier.kernels.ngram import find_matches, find_matches_reference, find_matches_triton, longest_known
+from espalier.kernels.tree.ngram import find_matches, find_matches_reference, find_matches_triton, longest_known
 from tests.kernels.treeing import poisoned, random
 
 

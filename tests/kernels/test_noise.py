@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from espalier.errors import EspalierError
-from espalier.kernels.noise import noise_triton
+from espalier.kernels.sampling.noise import noise_triton
 from espalier.sampling.noise import gumbel, random_bits
 
 SEEDS = [0, 1, 2**31 - 1, 2**31, 2**32, 0x0123456789ABCDEF, 2**63 - 1]
 POSITIONS = [0, 1, 2, 4095, 2**20, 2**31 - 1, 2**31, 2**33 + 5]
-# The outer logarithm turns one relative ulp of the inner into an absolute one; see espalier/kernels/noise.py.
+# The outer logarithm turns one relative ulp of the inner into an absolute one; see espalier/kernels/sampling/noise.py.
 TOLERANCE = {torch.float32: 2.0**-22, torch.float64: 2.0**-51}
 
 

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from espalier.errors import EspalierError
-from espalier.kernels.norm import (
+from espalier.kernels.layers.norm import (
     add_rms_norm_reference,
     add_rms_norm_triton,
     rms_norm_reference,
@@ -86,8 +86,8 @@ def test_rows_may_stand_apart_and_have_any_batch_shape(kernel_device):
 
 def test_a_row_is_the_same_in_any_batch(kernel_device):
     x, weight = drawn((9, 96), torch.bfloat16, kernel_device), drawn((96,), torch.bfloat16, kernel_device, 1)
-    together = rms_norm_triton(x, weight, EPS)
-    assert all(torch.equal(rms_norm_triton(x[i : i + 1], weight, EPS), together[i : i + 1]) for i in range(9))
+    precompile = rms_norm_triton(x, weight, EPS)
+    assert all(torch.equal(rms_norm_triton(x[i : i + 1], weight, EPS), precompile[i : i + 1]) for i in range(9))
 
 
 def test_what_does_not_fit_is_refused(kernel_device):

@@ -4,15 +4,15 @@ import pytest
 import torch
 
 from espalier.errors import EspalierError
-from espalier.kernels import pick as kernel_of_pick
-from espalier.kernels.ancestors import pack
-from espalier.kernels.launch import Chip
-from espalier.kernels.pick import blocks, pick_triton, split_size
-from espalier.sampling.pick import Picked, pick
-from espalier.sampling.shape import Above
+from espalier.kernels.attention.ancestor_bits import pack
+from espalier.kernels.runtime.launch import Chip
+from espalier.kernels.sampling import pick as kernel_of_pick
+from espalier.kernels.sampling.pick import blocks, pick_triton, split_size
+from espalier.sampling.logit_processors import Above
+from espalier.sampling.pick import SampledTokens, pick
 from tests.kernels.sampled import (
+    ALL_SAMPLING,
     ASKED,
-    EVERYTHING,
     kernel_rows,
     noise_at,
     random_above,
@@ -26,7 +26,7 @@ from tests.kernels.sampled import (
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
-# What tl.exp may move a cumulative share by; see espalier/kernels/cut.py.
+# What tl.exp may move a cumulative share by; see espalier/kernels/sampling/top_k_top_p.py.
 SHARE = 2.0**-19
 
 
@@ -45,11 +45,11 @@ def pick_both(logits, slots, first, offsets, above=None, first_above=0, top_p_by
     noise = noise_at(slots, positions, logits.shape[-1], logits.dtype)
     counted = above
     if above is not None and first_above:
-        counted = Above(above.tokens.clone(), above.words)
+        counted = Above(above.tokens.clone(), above.ancestor_bits)
         counted.tokens[:, :first_above] = -1
-    expected = pick(logits, rows, EVERYTHING, positions, noise, counted)
-    hanging = None if above is None else (above.tokens, above.words)
-    return expected, Picked(*pick_triton(logits, kernel_rows(slots), first, offsets, hanging, first_above))
+    expected = pick(logits, rows, ALL_SAMPLING, positions, noise, counted)
+    hanging = None if above is None else (above.tokens, above.ancestor_bits)
+    return expected, SampledTokens(*pick_triton(logits, kernel_rows(slots), first, offsets, hanging, first_above))
 
 
 def agree(logits, slots, first, offsets, above=None, first_above=0):
@@ -235,8 +235,8 @@ def test_a_row_does_not_depend_on_its_batch(kernel_device):
     slots, first, offsets = batch_of(vocab, queries, kernel_device, seed=3)
     logits = random_logits(7, len(ASKED), queries, vocab).to(kernel_device)
     above = random_above(len(ASKED), queries, 5, vocab, kernel_device)
-    hanging = (above.tokens, above.words)
-    together, _ = pick_triton(logits, kernel_rows(slots), first, offsets, hanging)
+    hanging = (above.tokens, above.ancestor_bits)
+    precompile, _ = pick_triton(logits, kernel_rows(slots), first, offsets, hanging)
     for b in range(0, len(ASKED), 3):
         own, one = slice(b, b + 1), slots_of(slots.table, [b + 1])
         for q in range(queries):
@@ -245,9 +245,9 @@ def test_a_row_does_not_depend_on_its_batch(kernel_device):
                 kernel_rows(one),
                 first[own],
                 offsets[own, q : q + 1],
-                (above.tokens[own], above.words[own, q : q + 1]),
+                (above.tokens[own], above.ancestor_bits[own, q : q + 1]),
             )
-            assert alone[0, 0] == together[b, q]
+            assert alone[0, 0] == precompile[b, q]
 
 
 def test_logits_may_stand_in_wider_rows(kernel_device):
@@ -278,7 +278,7 @@ def test_arguments_of_another_shape_are_refused(kernel_device):
         pick_triton(logits, rows, first, offsets[:, :1])
     above = random_above(len(ASKED), 2, 65, 20, kernel_device)
     with pytest.raises(EspalierError, match="a bit for each of 65 tokens"):
-        pick_triton(logits, rows, first, offsets, (above.tokens, above.words[..., :1]))
+        pick_triton(logits, rows, first, offsets, (above.tokens, above.ancestor_bits[..., :1]))
 
 
 @pytest.mark.gpu

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from espalier.errors import EspalierError
-from espalier.kernels import launch
-from espalier.kernels.rope import Turn, rotate_and_store_reference, rotate_and_store_triton
+from espalier.kernels.layers.rope import RopeAndNorm, rotate_and_store_reference, rotate_and_store_triton
+from espalier.kernels.runtime import launch
 
 # rows, heads, kv_heads, size
 SMALL = [(0, 4, 2, 8), (1, 1, 1, 2), (3, 4, 2, 8), (5, 6, 2, 10), (2, 3, 3, 64)]
@@ -24,26 +24,26 @@ def drawn(*shape: int, seed: int) -> torch.Tensor:
 
 def turn_of(
     rows: int, size: int, normed: bool, dtype: torch.dtype, device: torch.device, rotary: int | None = None
-) -> Turn:
+) -> RopeAndNorm:
     exact = torch.promote_types(dtype, torch.float32)
     angle = 50 * drawn(rows, (rotary or size) // 2, seed=1)
     cos, sin = angle.cos(), angle.sin()
     cos, sin = (torch.cat(pair, 1).to(exact).to(device) for pair in ((cos, cos), (-sin, sin)))
     norms = [(1 + 0.2 * drawn(size, seed=seed)).to(dtype).to(device) if normed else None for seed in (2, 3)]
-    return Turn(cos, sin, *norms, 1e-6)
+    return RopeAndNorm(cos, sin, *norms, 1e-6)
 
 
-def plainly(qkv: torch.Tensor, turn: Turn, kv_heads: int) -> list[torch.Tensor]:
+def plainly(qkv: torch.Tensor, rope_and_norm: RopeAndNorm, kv_heads: int) -> list[torch.Tensor]:
     """q, k, v in float64; norms are rounded to the dtype, as a layer of their own would round them."""
     heads = qkv.shape[1] - 2 * kv_heads
     parts = list(qkv.double().split((heads, kv_heads, kv_heads), 1))
-    rotary = turn.cos.shape[1]
-    for i, norm in enumerate((turn.q_norm, turn.k_norm)):
+    rotary = rope_and_norm.cos.shape[1]
+    for i, norm in enumerate((rope_and_norm.q_norm, rope_and_norm.k_norm)):
         x = parts[i]
         if norm is not None:
-            x = x / (x.pow(2).mean(-1, keepdim=True) + turn.eps).sqrt() * norm.double()
+            x = x / (x.pow(2).mean(-1, keepdim=True) + rope_and_norm.eps).sqrt() * norm.double()
             x = x.to(qkv.dtype).double()
-        cos, sin = turn.cos.double()[:, None], turn.sin.double()[:, None]
+        cos, sin = rope_and_norm.cos.double()[:, None], rope_and_norm.sin.double()[:, None]
         turned, rest = x[..., :rotary], x[..., rotary:]
         parts[i] = torch.cat((turned * cos + turned.roll(rotary // 2, -1) * sin, rest), -1)
     return parts
@@ -59,13 +59,13 @@ def test_heads_turn_and_rows_arrive(shape, dtype, normed, make, share, kernel_de
     qkv = drawn(rows, heads + 2 * kv_heads, size, seed=4).to(dtype).to(kernel_device)
     # Of 10 values of a head 6 are rotated, where not all are.
     rotary = size if share == 1 else -(-size // 4) * 2
-    turn = turn_of(rows, size, normed, dtype, kernel_device, rotary)
-    expected = plainly(qkv, turn, kv_heads)
+    rope_and_norm = turn_of(rows, size, normed, dtype, kernel_device, rotary)
+    expected = plainly(qkv, rope_and_norm, kv_heads)
     places = torch.randperm(2 * rows + 3, generator=torch.Generator().manual_seed(5))[:rows].to(kernel_device)
     k_buffer, v_buffer = (
         torch.full((2 * rows + 3, kv_heads, size), torch.nan, dtype=dtype, device=kernel_device) for _ in range(2)
     )
-    out = make(qkv, turn, places, k_buffer, v_buffer)
+    out = make(qkv, rope_and_norm, places, k_buffer, v_buffer)
     # One rounding, two with norms, whose rounding may go the other way.
     tolerance = {"rtol": 4 * torch.finfo(dtype).eps, "atol": (32 if normed else 4) * torch.finfo(dtype).eps}
     for value, exact in zip(out, expected, strict=True):
@@ -88,14 +88,14 @@ def test_parts_are_summed_in_order_and_rounded_before_they_turn(shape, normed, p
     rotary = size if share == 1 else -(-size // 4) * 2
     dtype = torch.bfloat16 if kernel_device.type == "cuda" else torch.float16
     qkv = drawn(parts, rows, heads + 2 * kv_heads, size, seed=4).float().to(kernel_device)
-    kept, turn = qkv.clone(), turn_of(rows, size, normed, dtype, kernel_device, rotary)
+    kept, rope_and_norm = qkv.clone(), turn_of(rows, size, normed, dtype, kernel_device, rotary)
     whole = qkv[0].clone()
     for part in qkv[1:]:
         whole += part
     places = torch.arange(rows, device=kernel_device)
     buffers = torch.full((2, 2, rows, kv_heads, size), torch.nan, dtype=dtype, device=kernel_device)
-    ours = make(qkv, turn, places, *buffers[0])
-    expected = make(whole.to(dtype), turn, places, *buffers[1])
+    ours = make(qkv, rope_and_norm, places, *buffers[0])
+    expected = make(whole.to(dtype), rope_and_norm, places, *buffers[1])
     assert torch.equal(qkv, kept) and torch.equal(*buffers)
     for value, right in zip(ours, expected, strict=True):
         assert value.dtype == dtype and torch.equal(value, right)
@@ -108,25 +108,25 @@ def test_a_rows_bits_do_not_depend_on_how_many_heads_share_a_program(shape, norm
     rows, heads, kv_heads, size = shape
     dtype = torch.bfloat16 if kernel_device.type == "cuda" else torch.float16
     qkv = drawn(parts or 1, rows, heads + 2 * kv_heads, size, seed=8).to(torch.float32 if parts else dtype)
-    turn, places = turn_of(rows, size, normed, dtype, kernel_device), torch.arange(rows, device=kernel_device)
+    rope_and_norm, places = turn_of(rows, size, normed, dtype, kernel_device), torch.arange(rows, device=kernel_device)
     found = []
-    for crowded in (0, 2**30):
-        monkeypatch.setattr(launch, "PROGRAMS_A_PROCESSOR", crowded)
+    for oversubscribed in (0, 2**30):
+        monkeypatch.setattr(launch, "PROGRAMS_A_PROCESSOR", oversubscribed)
         buffers = torch.zeros(2, rows, kv_heads, size, dtype=dtype, device=kernel_device)
         given = qkv.to(kernel_device, copy=True)
-        turned = rotate_and_store_triton(given if parts else given[0], turn, places, *buffers)
+        turned = rotate_and_store_triton(given if parts else given[0], rope_and_norm, places, *buffers)
         found.append([*turned, buffers])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 def test_views_are_read_and_written_where_they_stand(kernel_device):
     wide = drawn(3, 2, 6, 8, seed=7).to(kernel_device)
-    qkv, turn = wide[:, 1], turn_of(3, 8, False, torch.float64, kernel_device)
-    expected = plainly(qkv, turn, 1)
+    qkv, rope_and_norm = wide[:, 1], turn_of(3, 8, False, torch.float64, kernel_device)
+    expected = plainly(qkv, rope_and_norm, 1)
     buffers = torch.zeros(5, 2, 2, 8, dtype=torch.float64, device=kernel_device)
     places = torch.tensor([4, 1, 2], device=kernel_device)
     other = wide[:, 0].clone()
-    out = rotate_and_store_triton(qkv, turn, places, buffers[:, 0, :1], buffers[:, 1, 1:])
+    out = rotate_and_store_triton(qkv, rope_and_norm, places, buffers[:, 0, :1], buffers[:, 1, 1:])
     for value, exact in zip(out, expected, strict=True):
         torch.testing.assert_close(value, exact)
     assert torch.equal(wide[:, 0], other) and not buffers[:, 0, 1].any() and not buffers[:, 1, 0].any()
@@ -134,33 +134,33 @@ def test_views_are_read_and_written_where_they_stand(kernel_device):
 
 
 def test_what_does_not_fit_is_refused(kernel_device):
-    qkv, turn = torch.zeros(3, 4, 8, device=kernel_device), turn_of(3, 8, False, torch.float32, kernel_device)
+    qkv, rope_and_norm = torch.zeros(3, 4, 8, device=kernel_device), turn_of(3, 8, False, torch.float32, kernel_device)
     buffer, rows = torch.zeros(5, 1, 8, device=kernel_device), torch.arange(3, device=kernel_device)
     for wrong in (
-        (qkv[:2], turn, rows, buffer, buffer),
-        (qkv, turn, rows[:2], buffer, buffer),
-        (qkv, turn, rows.int(), buffer, buffer),
-        (qkv, turn, rows, buffer[..., :4], buffer),
-        (qkv, turn, rows, buffer, buffer.double()),
-        (qkv.double(), turn, rows, buffer.double(), buffer.double()),
-        (qkv[:, None], turn, rows, buffer, buffer),
-        (qkv.half()[None], turn, rows, buffer, buffer),
+        (qkv[:2], rope_and_norm, rows, buffer, buffer),
+        (qkv, rope_and_norm, rows[:2], buffer, buffer),
+        (qkv, rope_and_norm, rows.int(), buffer, buffer),
+        (qkv, rope_and_norm, rows, buffer[..., :4], buffer),
+        (qkv, rope_and_norm, rows, buffer, buffer.double()),
+        (qkv.double(), rope_and_norm, rows, buffer.double(), buffer.double()),
+        (qkv[:, None], rope_and_norm, rows, buffer, buffer),
+        (qkv.half()[None], rope_and_norm, rows, buffer, buffer),
     ):
         with pytest.raises(EspalierError, match="needs shape"):
             rotate_and_store_triton(*wrong)
 
 
 def test_values_of_a_head_that_stand_apart_are_refused(kernel_device):
-    qkv, turn = torch.zeros(3, 4, 8, device=kernel_device), turn_of(3, 8, True, torch.float32, kernel_device)
+    qkv, rope_and_norm = torch.zeros(3, 4, 8, device=kernel_device), turn_of(3, 8, True, torch.float32, kernel_device)
     buffer, rows = torch.zeros(5, 1, 8, device=kernel_device), torch.arange(3, device=kernel_device)
     apart = torch.zeros(5, 1, 16, device=kernel_device)[..., ::2]
     for wrong in (
-        (torch.zeros(3, 4, 16, device=kernel_device)[..., ::2], turn, rows, buffer, buffer),
-        (torch.zeros(2, 3, 4, 16, device=kernel_device)[..., ::2], turn, rows, buffer, buffer),
-        (qkv, turn, rows, apart, buffer),
-        (qkv, turn, rows, buffer, apart),
-        (qkv, replace(turn, cos=turn.cos.t().contiguous().t()), rows, buffer, buffer),
-        (qkv, replace(turn, k_norm=torch.ones(16, device=kernel_device)[::2]), rows, buffer, buffer),
+        (torch.zeros(3, 4, 16, device=kernel_device)[..., ::2], rope_and_norm, rows, buffer, buffer),
+        (torch.zeros(2, 3, 4, 16, device=kernel_device)[..., ::2], rope_and_norm, rows, buffer, buffer),
+        (qkv, rope_and_norm, rows, apart, buffer),
+        (qkv, rope_and_norm, rows, buffer, apart),
+        (qkv, replace(rope_and_norm, cos=rope_and_norm.cos.t().contiguous().t()), rows, buffer, buffer),
+        (qkv, replace(rope_and_norm, k_norm=torch.ones(16, device=kernel_device)[::2]), rows, buffer, buffer),
     ):
         with pytest.raises(EspalierError, match="side by side"):
             rotate_and_store_triton(*wrong)
@@ -169,10 +169,12 @@ def test_values_of_a_head_that_stand_apart_are_refused(kernel_device):
 def test_heads_that_make_no_layer_are_refused(kernel_device):
     rows = torch.arange(3, device=kernel_device)
     for heads, size, half_normed in ((4, 7, False), (2, 8, False), (4, 8, True)):
-        turn = turn_of(3, size + size % 2, False, torch.float32, kernel_device)
-        turn = replace(turn, cos=turn.cos[:, :size], sin=turn.sin[:, :size])
+        rope_and_norm = turn_of(3, size + size % 2, False, torch.float32, kernel_device)
+        rope_and_norm = replace(rope_and_norm, cos=rope_and_norm.cos[:, :size], sin=rope_and_norm.sin[:, :size])
         if half_normed:
-            turn = replace(turn, q_norm=torch.ones(size, device=kernel_device))
+            rope_and_norm = replace(rope_and_norm, q_norm=torch.ones(size, device=kernel_device))
         buffer = torch.zeros(5, 1, size, device=kernel_device)
         with pytest.raises(EspalierError, match="needs query heads"):
-            rotate_and_store_triton(torch.zeros(3, heads, size, device=kernel_device), turn, rows, buffer, buffer)
+            rotate_and_store_triton(
+                torch.zeros(3, heads, size, device=kernel_device), rope_and_norm, rows, buffer, buffer
+            )

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from espalier.errors import EspalierError
-from espalier.kernels.silu import silu_mul_reference, silu_mul_triton
+from espalier.kernels.layers.silu import silu_mul_reference, silu_mul_triton
 
 SMALL = [(0, 4), (1, 1), (2, 7), (3, 1500)]
 LARGE = [(1, 14336), (64, 14336), (4096, 14336), (5, 28672)]

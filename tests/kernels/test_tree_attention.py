@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from espalier.errors import EspalierError
-from espalier.kernels.launch import Chip
-from espalier.kernels.tree_attention import Blocks, choose
+from espalier.kernels.attention.tree_attention import Blocks, choose
+from espalier.kernels.runtime.launch import Chip
 from tests.kernels.attending import Case, check, draw, run
 
 # No bfloat16 among these: the interpreter multiplies its bits.
@@ -69,7 +69,7 @@ def test_arguments_are_checked(kernel_device):
     with pytest.raises(EspalierError, match="page table needs shape"):
         run(replace(inputs, committed=replace(inputs.committed, page_table=inputs.committed.page_table[:1])), 4)
     with pytest.raises(EspalierError, match="words needs shape"):
-        staged = replace(inputs.staged, words=inputs.staged.words.repeat(1, 1, 2))
+        staged = replace(inputs.staged, ancestor_bits=inputs.staged.ancestor_bits.repeat(1, 1, 2))
         run(replace(inputs, staged=staged), 4)
     with pytest.raises(EspalierError, match="contiguous last dimension"):
         v = inputs.committed.v.transpose(1, 2).contiguous().transpose(1, 2)

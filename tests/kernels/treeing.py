@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from espalier.kernels.grow import grow_reference
+from espalier.kernels.tree.select_beams import select_beams_reference
 
 # Few values, so that most are tied; sums of them are exact.
 VALUES = torch.tensor([0.0, -0.0, -0.25, -0.5, -1.0, -1.5, -7.0, -torch.inf, torch.nan])
@@ -34,7 +34,7 @@ def random_pool(batch: int, topk: int, steps: int, seed: int, vocab: int = 50) -
         tokens.append(ids.flatten(1))
         scores.append(path.flatten(1))
         if level < steps:
-            grown = grow_reference(ids, path, None, torch.empty(batch, topk).long(), 0, 1 + topk // 64)
+            grown = select_beams_reference(ids, path, None, torch.empty(batch, topk).long(), 0, 1 + topk // 64)
             above = grown.scores
             beams.append(grown.places)
     return torch.cat(tokens, 1), torch.cat(scores, 1), torch.cat(beams or [torch.zeros(batch, 0).long()], 1)

@@ -8,11 +8,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from espalier.config import EngineConfig
-from espalier.engine import load
 from espalier.errors import EspalierError
 from espalier.models import load_target
 from espalier.models.config import Family, full_attention
 from espalier.models.loading import FAMILIES
+from espalier.startup import load
 from tests.builders import make_target
 from tests.oracles.dense import DenseAttend
 

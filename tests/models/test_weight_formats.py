@@ -14,13 +14,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from espalier.engine.build import assemble
 from espalier.errors import EspalierError
 from espalier.layout import RoundLayout
 from espalier.models import load_target, read_config, weight_formats
 from espalier.models.weight_formats import Shard, StoredTensor, Weight, WeightFormat, all_dense
 from espalier.models.weights import Weights, stored_weights
 from espalier.speculate.drafters import load_draft, read_draft
+from espalier.startup.build import assemble
 from tests.builders import make_eagle3, make_target
 from tests.harness import request, run
 
@@ -77,7 +77,7 @@ def quantise(path: Path) -> dict[str, Tensor]:
         meant[name] = stored[name] = tensor
         if tensor.ndim == 2 and "embed" not in name and "lm_head" not in name:
             scales = tensor.abs().amax(1) / 127
-            numbers = (tensor / scales[:, None]).round().to(torch.int8)
+            numbers = (tensor / scales[:, None]).runner().to(torch.int8)
             meant[name] = numbers * scales[:, None]
             prefix = stored.pop(name) is not None and name.removesuffix(".weight")
             stored |= {f"{prefix}.weight_int8": numbers, f"{prefix}.weight_scale": scales}
@@ -140,14 +140,14 @@ QKV = (["q_proj", "k_proj", "v_proj"], [32, 16, 16], 32, True)
 
 @pytest.mark.parametrize("kind", [0, 1], ids=["int8", "dense"])
 @pytest.mark.parametrize("along", ["rows", "columns"])
-def test_two_shards_make_up_the_whole(both, kind, along):
+def test_two_shards_make_up_the_whole(both, kind, gather_rows):
     """Each of them stacks its cuts of q, k and v; a bias comes in once."""
     path, prefix, x = both[kind][0], "model.layers.1.self_attn.", torch.randn(5, 32, dtype=DTYPE)
     whole = loaded(path).linear(prefix, *QKV)
-    first, second = (loaded(path).linear(prefix, *QKV, Shard(index, 2, along)) for index in (0, 1))
+    first, second = (loaded(path).linear(prefix, *QKV, Shard(index, 2, gather_rows)) for index in (0, 1))
     # The norms' weights and biases are on no GPU twice; the shape of a matrix is a small tensor that both need.
     assert first.weight.nbytes + second.weight.nbytes <= whole.weight.nbytes + 64 * 8
-    if along == "columns":
+    if gather_rows == "columns":
         assert first.shape == second.shape == (64, 16)
         summed = first(x[:, :16]) + second(x[:, 16:])
         torch.testing.assert_close(summed, whole(x), rtol=1e-12, atol=1e-12)

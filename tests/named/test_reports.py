@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from espalier.engine.ticket import Ticket
+from espalier.engine.launch_input import LaunchInput
 from espalier.request import Request, SamplingParams
-from espalier.sampling.shape import Shaping
+from espalier.sampling.logit_processors import SamplingNeeds
 from tests.engine.alone import plainly
 from tests.engine.test_disturbance import all_undisturbed
 from tests.engine.watching import run_watched
@@ -138,24 +138,26 @@ class TestEmptyBatch:
     @pytest.mark.parametrize("algorithm", ["eagle3", "ngram", "none"])
     @pytest.mark.parametrize("attention", ["sdpa", "reference"])
     @pytest.mark.parametrize("width", [0, 16])
-    @pytest.mark.parametrize("shaping", [Shaping(), Shaping(True, True, True, True)], ids=["greedy", "shaped"])
-    def test_launch(self, algorithm: str, attention: str, width: int, shaping: Shaping) -> None:
+    @pytest.mark.parametrize(
+        "needs", [SamplingNeeds(), SamplingNeeds(True, True, True, True)], ids=["greedy", "shaped"]
+    )
+    def test_launch(self, algorithm: str, attention: str, width: int, needs: SamplingNeeds) -> None:
         setup = Setup(attention=attention, **TREE) if algorithm != "none" else Setup(attention=attention).plain()
         engine = replace(setup, algorithm=algorithm).engine()
-        table = engine.executor.round.table
+        table = engine.executor.runner.table
         before = {name: value.clone() for name, value in vars(table).items() if isinstance(value, torch.Tensor)}
-        ticket = Ticket(slots=(), shaping=shaping, num_logprobs=2, width=width)
-        assert engine.executor.launch(ticket).result() == []
+        launch_input = LaunchInput(slots=(), needs=needs, num_logprobs=2, width=width)
+        assert engine.executor.launch(launch_input).result() == []
         for name, value in before.items():
             assert torch.equal(getattr(table, name), value), name
 
     def test_the_dummy_request_alone(self) -> None:
         """A batch of padding decides nothing and leaves the dummy row as it was."""
         engine = Setup(**TREE).engine()
-        table = engine.executor.round.table
+        table = engine.executor.runner.table
         for root in range(4):
             table.root[0] = root
-            (row,) = engine.executor.launch(Ticket(slots=(0,), shaping=Shaping())).result()
+            (row,) = engine.executor.launch(LaunchInput(slots=(0,), needs=SamplingNeeds())).result()
             assert row.tokens == []
             assert row.finite
             assert (int(table.prefix_len[0]), int(table.root[0])) == (0, root)
@@ -166,11 +168,11 @@ class TestEmptyBatch:
         engine, requests = setup.engine(), [request(i, p) for i, p in enumerate(prompts(24, (5, 20, 33)))]
         right = engine.executor.run
 
-        def padded(ticket: Ticket) -> list:
-            lengths = (*ticket.lengths, 0) if ticket.is_prefill else ()
-            if ticket.is_prefill and len(ticket.lengths) == engine.layout.chunk_batch(ticket.width):
-                return right(ticket)
-            return right(replace(ticket, slots=(*ticket.slots, 0), lengths=lengths))[:-1]
+        def padded(launch_input: LaunchInput) -> list:
+            lengths = (*launch_input.lengths, 0) if launch_input.is_prefill else ()
+            if launch_input.is_prefill and len(launch_input.lengths) == engine.layout.chunk_batch(launch_input.width):
+                return right(launch_input)
+            return right(replace(launch_input, slots=(*launch_input.slots, 0), lengths=lengths))[:-1]
 
         engine.executor.run = padded  # type: ignore[method-assign]
         run_watched(engine, [(i, r) for i, r in enumerate(requests)])

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from espalier.attention.staged import HeadProjections, LatentProjections, Projections
 from espalier.cache.layer_spec import KVHeads, LatentKV, LayerSpec
-from espalier.kernels.rope import Turn
+from espalier.kernels.layers.rope import RopeAndNorm
 
 
 @dataclass(frozen=True)
@@ -27,13 +27,13 @@ def attended(projections: Projections, g: LayerSpec) -> Attended:
         q, latent = latent_of(projections)
         return Attended(q, latent, latent[..., : g.keeps.v_size], (latent,))
     assert isinstance(projections, HeadProjections)
-    q, k, v = heads_of(projections.qkv, projections.turn, g)
+    q, k, v = heads_of(projections.qkv, projections.rope_and_norm, g)
     return Attended(q, k, v, (k, v))
 
 
 def latent_of(projections: LatentProjections) -> tuple[Tensor, Tensor]:
     """q [B, Q, heads, size] and the latent row [B, Q, 1, size]: its first part normed, its last rotated, as in q."""
-    turn, latent = projections.turn, projections.latent
+    turn, latent = projections.rope_and_norm, projections.latent
     rotary = turn.cos.shape[1]
     sizes = (latent.shape[3] - rotary, rotary)
     cos, sin = (table.view(*latent.shape[:2], 1, rotary) for table in (turn.cos, turn.sin))
@@ -49,7 +49,7 @@ def latent_of(projections: LatentProjections) -> tuple[Tensor, Tensor]:
     return turned(projections.q), turned(latent)
 
 
-def heads_of(qkv: Tensor, turn: Turn, g: LayerSpec) -> tuple[Tensor, Tensor, Tensor]:
+def heads_of(qkv: Tensor, turn: RopeAndNorm, g: LayerSpec) -> tuple[Tensor, Tensor, Tensor]:
     """q, k, v [B, Q, heads, size] of a layer's projections, in their dtype, q and k normed and rotated."""
     assert isinstance(g.keeps, KVHeads)
     q, k, v = qkv.split((g.heads, g.keeps.kv_heads, g.keeps.kv_heads), 2)

@@ -31,23 +31,23 @@ class AgreeingDraft:
 
 def agree(engine: Engine, reference: Reference) -> None:
     """From now on the engine's draft scores children by the target's own logits along their path."""
-    drafter = engine.executor.round.drafter
+    drafter = engine.executor.runner.drafter
     assert isinstance(drafter, AutoregressiveDrafter)
     draft = AgreeingDraft(drafter.draft)
     propose, children = drafter.propose, drafter._children
     under: list[list[int]] = []
 
-    def proposing(slots, draws):
+    def proposing(slots, sampler):
         under[:] = [
             slots.table.history[i, : n + 1].tolist() for i, n in zip(slots.index, slots.prefix_len, strict=True)
         ]
-        return propose(slots, draws)
+        return propose(slots, sampler)
 
-    def agreeing(out, draws, level, beams):
+    def agreeing(out, sampler, level, beams):
         draft.answer = torch.stack(
             [target_logits(reference, known, b, out.hidden.shape[1], beams) for b, known in enumerate(under)]
         )
-        return children(out, draws, level, beams)
+        return children(out, sampler, level, beams)
 
     drafter.draft = draft  # type: ignore[assignment]
     drafter.propose = proposing  # type: ignore[method-assign]

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from espalier.engine.ticket import RoundTrace
+from espalier.engine.launch_input import RoundTrace
 from espalier.request import Request, SamplingParams
 from tests.harness import Ran, Setup, prompts, request, run
 from tests.properties.agreeing import agree

@@ -19,9 +19,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from espalier.config import EngineConfig, SpeculationConfig
-from espalier.engine import load
 from espalier.errors import EspalierError
-from espalier.kernels.rope import Turn
+from espalier.kernels.layers.rope import RopeAndNorm
 from espalier.layout import TreeShape
 from espalier.models import CausalLM, DraftModel, DraftOutput, DraftSpec, ModelConfig, load_target, read_config
 from espalier.models.base import Attend
@@ -34,6 +33,7 @@ from espalier.models.weights import Weights
 from espalier.request import Request, SamplingParams
 from espalier.speculate.drafters import DRAFT_FORMATS, DraftFormat, load_draft, read_draft
 from espalier.speculate.drafters.autoregressive import AutoregressiveDrafter
+from espalier.startup import load
 from tests.harness import CPU, DTYPE, MAX_POSITIONS, Setup, directories, prompts, request, run
 from tests.oracles.reference_round import Reference
 from tests.properties.layouts import Cell, pairwise_cells
@@ -95,7 +95,7 @@ class ToyDraft:
         x, added = self.join(torch.cat((entered.x, hidden.flatten(0, 1)), 1)), None
         for i, block in enumerate(self.layers):
             x, normed = block.attention_norm.after(added, x)
-            x, added = block(x, normed, Turn(entered.cos, entered.sin), attend, i, shape)
+            x, added = block(x, normed, RopeAndNorm(entered.cos, entered.sin), attend, i, shape)
         x, normed = self.norm.after(added, x)
         return DraftOutput(x.unflatten(0, shape), normed.unflatten(0, shape))
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from espalier.engine.engine import Engine
 from espalier.engine.executor import Handle
-from espalier.engine.ticket import DraftTree, RoundTrace, Row, Ticket
+from espalier.engine.launch_input import DraftTree, LaunchInput, RoundTrace, Row
 from espalier.request import Request
 from espalier.speculate.tree import VOID
 from tests.oracles.reference_round import Node, Reference
@@ -100,7 +100,7 @@ class Watch:
         engine.executor.run = self.run  # type: ignore[method-assign]
         engine.scheduler.on_round = self.coverage.add
 
-    def launch(self, ticket: Ticket) -> Handle:
+    def launch(self, launch_input: LaunchInput) -> Handle:
         """On the engine's own thread: who is in which slot, and on how many pages."""
         running = self.engine.scheduler.running
         self._owners.append({r.slot: r for r in running if r.slot is not None})
@@ -109,19 +109,19 @@ class Watch:
         if RESERVE in self.properties:
             for request in running:
                 self.check_reserve(request)
-        return self._launch(ticket)
+        return self._launch(launch_input)
 
-    def run(self, ticket: Ticket) -> list[Row]:
+    def run(self, launch_input: LaunchInput) -> list[Row]:
         """On the thread that runs tickets, in their order."""
         owners = self._owners.popleft()
         self.spoil(self._handed_out.popleft())
-        before = [self.decided(slot) for slot in ticket.slots]
-        rows = self._run(ticket)
+        before = [self.decided(slot) for slot in launch_input.slots]
+        rows = self._run(launch_input)
         self.launches += 1
-        for slot in ticket.slots:
+        for slot in launch_input.slots:
             self.check_slot(slot)
-        for slot, decided, row in zip(ticket.slots, before, rows, strict=True):
-            if not ticket.is_prefill:
+        for slot, decided, row in zip(launch_input.slots, before, rows, strict=True):
+            if not launch_input.is_prefill:
                 self.check_round(owners[slot], decided, row)
         return rows
 
@@ -133,7 +133,7 @@ class Watch:
     def spoil(self, pages: list[int]) -> None:
         """NaN in every row of pages that change hands: a row that is read before it is decided would show."""
         size = self.engine.layout.page_size
-        for buffers in self.engine.executor.round.pages.layers.values():
+        for buffers in self.engine.executor.runner.pages.layers.values():
             for buffer in buffers:
                 buffer.view(-1, size, *buffer.shape[1:])[pages] = torch.nan
 
@@ -152,7 +152,7 @@ class Watch:
         scratch, n = self.reference.scratch(decided.tokens), decided.root_at
         held = [(0, n, layer) for layer in scratch.target] + [(1, n + 1, layer) for layer in scratch.draft]
         others = {first: self.undecided_rows(slot, first, first + n) for first in (0, 1)}
-        layers = self.engine.executor.round.pages.layers
+        layers = self.engine.executor.runner.pages.layers
         assert len(layers) == len(held), f"{len(layers)} layers stand in pages, {len(held)} are due"
         for layer, (first, end, expected) in enumerate(held):
             rows = self.rows(slot, first, end)
@@ -165,7 +165,7 @@ class Watch:
 
     def check_ready(self, slot: int, decided: Decided) -> None:
         """(b) The slot carries the root, and the draft's hidden there."""
-        table, n = self.engine.executor.round.table, decided.root_at
+        table, n = self.engine.executor.runner.table, decided.root_at
         root = int(table.root[slot])
         assert root == decided.tokens[n], f"the root is {root}, the history ends in {decided.tokens[n]}"
         if table.carried:
@@ -228,27 +228,27 @@ class Watch:
         """No running request holds more pages than the rounds ahead of it may fill."""
         layout, rounds = self.engine.layout, self.engine.scheduler.rounds_in_flight
         ahead = rounds * (layout.steps + 1) + 1
-        excess = len(request.pages) - -(-(request.num_seen + ahead) // layout.page_size)
+        excess = len(request.pages) - -(-(request.num_known + ahead) // layout.page_size)
         self.most_excess = max(self.most_excess, excess)
         assert excess <= 0, (
-            f"{len(request.pages)} pages are held for {request.num_seen} tokens and {ahead} ahead: {excess} too many"
+            f"{len(request.pages)} pages are held for {request.num_known} tokens and {ahead} ahead: {excess} too many"
         )
 
     # Reading the device
 
     def decided(self, slot: int) -> Decided:
-        table = self.engine.executor.round.table
+        table = self.engine.executor.runner.table
         return Decided(tuple(table.history[slot, : int(table.prefix_len[slot]) + 1].tolist()))
 
     def undecided_rows(self, slot: int, first: int, end: int) -> Tensor:
         """Rows at all other positions of the request's pages."""
         page = self.engine.layout.page_size
-        held = int((self.engine.executor.round.table.page_table[slot] > 0).sum()) * page
+        held = int((self.engine.executor.runner.table.page_table[slot] > 0).sum()) * page
         return torch.cat((self.rows(slot, 0, first), self.rows(slot, end, held)))
 
     def rows(self, slot: int, first: int, end: int) -> Tensor:
         """Rows of pages at positions first .. end-1."""
-        table, page = self.engine.executor.round.table, self.engine.layout.page_size
+        table, page = self.engine.executor.runner.table, self.engine.layout.page_size
         held = table.page_table[slot].tolist()
         return torch.tensor([held[q // page] * page + q % page for q in range(first, end)], dtype=torch.int64)
 

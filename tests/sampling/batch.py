@@ -6,7 +6,7 @@ import torch
 
 from espalier.limits import MAX_STOP_IDS
 from espalier.request import Request, ResolvedParams
-from espalier.sampling.shape import SamplingRows
+from espalier.sampling.logit_processors import SamplingRows
 
 NUM_BIAS = 6
 

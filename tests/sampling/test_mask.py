@@ -1,4 +1,5 @@
-"""Packed masks, and rounds that the host stops to mask: a tree says what plain decoding says under the same masks."""
+"""PackedLaunch masks, and rounds that the host stops to mask: a tree says what plain decoding says under the same
+masks."""
 
 from collections.abc import Sequence
 
@@ -6,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from espalier.kernels.pick import pick_triton
+from espalier.kernels.sampling.pick import pick_triton
 from espalier.request import SamplingParams
 from espalier.sampling.mask import mask_words, masked, pack_mask, unpack_mask
 from tests.harness import VOCAB, Setup, prompts, request, run

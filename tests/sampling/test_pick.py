@@ -5,17 +5,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from espalier.engine.ticket import shaping_of
-from espalier.kernels.ancestors import pack
+from espalier.engine.launch_input import sampling_needs_of
+from espalier.kernels.attention.ancestor_bits import pack
 from espalier.request import Request
+from espalier.sampling.logit_processors import Above, SamplingNeeds, SamplingRows
 from espalier.sampling.noise import gumbel
-from espalier.sampling.pick import Picked, coupled_scores, filtered, logprobs, pick
-from espalier.sampling.shape import Above, SamplingRows, Shaping
+from espalier.sampling.pick import SampledTokens, coupled_scores, filtered, logprobs, pick
 from tests.oracles.plain_sampling import plain_law, plain_pick
 from tests.sampling.batch import chi_square_z, request, rows_of
 
 VOCAB = 12
-EVERYTHING = Shaping(sampled=True, filtered=True, penalised=True, biased=True)
+ALL_SAMPLING = SamplingNeeds(sampled=True, filtered=True, penalised=True, biased=True)
 
 tokens = st.integers(0, VOCAB - 1)
 requests = st.builds(
@@ -37,15 +37,15 @@ requests = st.builds(
 
 
 def draw(
-    logits: torch.Tensor, batch: list[Request], shaping: Shaping | None = None, rows: SamplingRows | None = None
-) -> Picked:
+    logits: torch.Tensor, batch: list[Request], needs: SamplingNeeds | None = None, rows: SamplingRows | None = None
+) -> SampledTokens:
     """One pick a request: logits [B, V]."""
     positions = torch.tensor([[r.num_tokens] for r in batch])
     rows = rows or rows_of(batch, logits.shape[-1])
-    shaping = shaping or shaping_of(batch)
+    needs = needs or sampling_needs_of(batch)
     dtype = torch.promote_types(logits.dtype, torch.float32)
-    noise = gumbel(rows.seed, positions, logits.shape[-1], dtype) if shaping.sampled else None
-    return pick(logits[:, None], rows, shaping, positions, noise)
+    noise = gumbel(rows.seed, positions, logits.shape[-1], dtype) if needs.sampled else None
+    return pick(logits[:, None], rows, needs, positions, noise)
 
 
 def random_logits(seed: int, *shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
@@ -56,8 +56,8 @@ def random_logits(seed: int, *shape: int, dtype: torch.dtype = torch.float64) ->
 def test_pick_is_the_oracles(batch, seed):
     logits = random_logits(seed, len(batch), VOCAB)
     expected = [plain_pick(row, r, r.tokens) for row, r in zip(logits, batch, strict=True)]
-    for shaping in (shaping_of(batch), EVERYTHING):
-        picked = draw(logits, batch, shaping)
+    for needs in (sampling_needs_of(batch), ALL_SAMPLING):
+        picked = draw(logits, batch, needs)
         assert picked.tokens[:, 0].tolist() == expected
         assert picked.finite.all()
 
@@ -84,7 +84,9 @@ def test_draws_follow_the_exact_law(params, over):
     counter = torch.arange(many)
     seeds, positions = (counter, counter * 0 + 3) if over == "seeds" else (counter[:1], counter)
     noise = gumbel(seeds, positions.view(len(seeds), -1), VOCAB, torch.float64).view(1, many, VOCAB)
-    drawn = pick(logits.expand(1, many, -1), rows_of([one], VOCAB), shaping_of([one]), positions[None], noise).tokens
+    drawn = pick(
+        logits.expand(1, many, -1), rows_of([one], VOCAB), sampling_needs_of([one]), positions[None], noise
+    ).tokens
     counts = torch.bincount(drawn.flatten(), minlength=VOCAB)
     assert counts[law == 0].sum() == 0
     assert chi_square_z(counts[law > 0], law[law > 0] * many) < 4
@@ -135,13 +137,13 @@ def test_min_p_counts_from_the_likeliest_and_after_top_p():
     assert kept_ids(logits, min_p=0.11, top_p=0.7) == [0, 1]
 
 
-@pytest.mark.parametrize("shaping", [Shaping(), EVERYTHING], ids=["off", "everything"])
+@pytest.mark.parametrize("needs", [SamplingNeeds(), ALL_SAMPLING], ids=["off", "everything"])
 @pytest.mark.parametrize("vocab", [5, 64, 6144])
-def test_greedy_ties_go_to_the_lower_id(shaping, vocab):
+def test_greedy_ties_go_to_the_lower_id(needs, vocab):
     logits = torch.zeros(2, vocab)
     logits[1, [vocab // 2, vocab - 1]] = 1.0
     batch = [request(temperature=0.0, top_k=2, top_p=0.1, min_p=1.0)] * 2
-    assert draw(logits, batch, shaping).tokens[:, 0].tolist() == [0, vocab // 2]
+    assert draw(logits, batch, needs).tokens[:, 0].tolist() == [0, vocab // 2]
 
 
 @pytest.mark.parametrize("bad", [torch.nan, "nothing left"])
@@ -159,7 +161,7 @@ def test_a_row_that_is_not_finite_is_told_and_its_mates_go_on(bad, temperature, 
     if with_rows:
         picked = draw(logits, batch)
     else:
-        picked = pick(logits[:, None], None, Shaping(), torch.zeros(3, 1), None)
+        picked = pick(logits[:, None], None, SamplingNeeds(), torch.zeros(3, 1), None)
     assert picked.finite[:, 0].tolist() == [True, False, True]
     if with_rows:
         assert picked.tokens[[0, 2]].tolist() == right.tokens[[0, 2]].tolist()
@@ -177,7 +179,7 @@ def test_no_line_reads_the_device(dtype):
     wide = torch.promote_types(dtype, torch.float32)
     noise = gumbel(rows.seed, positions, VOCAB, wide)
     extra, on_path = positions[:, :4], torch.empty(2, 5, 4, dtype=torch.bool, device="meta")
-    picked = pick(logits, rows, EVERYTHING, positions, noise, Above(extra, pack(on_path)))
+    picked = pick(logits, rows, ALL_SAMPLING, positions, noise, Above(extra, pack(on_path)))
     assert picked.tokens.shape == picked.finite.shape == (2, 5)
     assert picked.tokens.dtype == torch.int64
     assert coupled_scores(logits.to(wide), rows, noise).dtype == wide
@@ -198,7 +200,7 @@ def test_the_best_coupled_child_is_the_token_that_is_drawn():
     logits, positions = random_logits(5, 3, 8, VOCAB), torch.arange(8).expand(3, 8)
     rows = rows_of(batch, VOCAB)
     noise = gumbel(rows.seed, positions, VOCAB, torch.float64)
-    drawn = pick(logits, rows, shaping_of(batch), positions, noise).tokens
+    drawn = pick(logits, rows, sampling_needs_of(batch), positions, noise).tokens
     assert torch.equal(coupled_scores(logits, rows, noise).argmax(-1), drawn)
 
 

@@ -112,7 +112,7 @@ def test_a_launch_that_fails_tells_every_request_before_it_is_raised(engine, mon
     submit(front, "a")
     submit(front, "b")
 
-    def launch(ticket):
+    def launch(launch_input):
         raise RuntimeError("the device is lost")
 
     monkeypatch.setattr(worker.llm.engine.executor, "launch", launch)

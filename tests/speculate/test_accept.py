@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from espalier.kernels.ancestors import ancestor_mask, pack
-from espalier.sampling.pick import Picked
+from espalier.kernels.attention.ancestor_bits import ancestor_mask, pack
+from espalier.sampling.pick import SampledTokens
 from espalier.speculate.accept import accept
 from espalier.speculate.tree import VOID, Tree, root_only
 
@@ -35,14 +35,14 @@ def trees(draw, nodes: int):
 
 def tree_of(rows) -> Tree:
     tokens, parents, depths = (torch.tensor(list(part)) for part in zip(*rows, strict=True))
-    words = pack(ancestor_mask(parents, tokens == VOID, STEPS))
-    return Tree(tokens, parents, depths, torch.zeros(tokens.shape), words)
+    ancestor_bits = pack(ancestor_mask(parents, tokens == VOID, STEPS))
+    return Tree(tokens, parents, depths, torch.zeros(tokens.shape), ancestor_bits)
 
 
-def sound(picks, finite=None) -> Picked:
+def num_finite(picks, finite=None) -> SampledTokens:
     """Picks that are finite, but for those that are said not to be."""
     picks = torch.as_tensor(picks)
-    return Picked(picks, torch.ones_like(picks, dtype=torch.bool) if finite is None else torch.tensor(finite))
+    return SampledTokens(picks, torch.ones_like(picks, dtype=torch.bool) if finite is None else torch.tensor(finite))
 
 
 def walk(tokens, parents, depths, picks, limit):
@@ -64,12 +64,12 @@ def test_the_kept_path_is_what_walking_finds(data, nodes, batch):
     limits = data.draw(st.lists(st.integers(0, STEPS), min_size=batch, max_size=batch))
     real = data.draw(st.lists(st.booleans(), min_size=batch, max_size=batch))
     finite = [data.draw(st.lists(st.booleans(), min_size=nodes, max_size=nodes)) for _ in rows]
-    path = accept(tree_of(rows), sound(picks, finite), torch.tensor(limits), torch.tensor(real), STEPS)
+    path = accept(tree_of(rows), num_finite(picks, finite), torch.tensor(limits), torch.tensor(real), STEPS)
     for b, (row, picked, limit) in enumerate(zip(rows, picks, limits, strict=True)):
         nodes_kept, emitted = walk(*row, picked, limit)
         assert int(path.length[b]) == (len(emitted) if real[b] else 0)
         good = [finite[b][node] for node in nodes_kept] + [False]
-        assert int(path.sound[b]) == (good.index(False) if real[b] else 0)
+        assert int(path.num_finite[b]) == (good.index(False) if real[b] else 0)
         assert path.rows[b].tolist() == nodes_kept + [0] * (STEPS + 1 - len(nodes_kept))
         assert path.tokens[b].tolist() == emitted + [0] * (STEPS + 1 - len(emitted))
 
@@ -85,20 +85,20 @@ def test_paths_go_on_beyond_a_word_of_ancestors(depth):
     picks = (torch.arange(129)[None] + 1) % TOKENS
     picks[0, depth:] = 9
     everything = torch.tensor([128])
-    path = accept(chain(129), sound(picks), everything, torch.tensor([True]), steps=128)
+    path = accept(chain(129), num_finite(picks), everything, torch.tensor([True]), steps=128)
     assert path.length.tolist() == [depth + 1] and path.rows[0, : depth + 1].tolist() == list(range(depth + 1))
     assert path.tokens[0, depth].item() == 9
 
 
 def test_plain_decoding_emits_the_pick_of_the_root():
     root = root_only(torch.tensor([5, 6]))
-    path = accept(root, sound([[1], [2]]), torch.tensor([0, 0]), torch.tensor([True, False]), steps=0)
+    path = accept(root, num_finite([[1], [2]]), torch.tensor([0, 0]), torch.tensor([True, False]), steps=0)
     assert path.tokens.tolist() == [[1], [2]] and path.length.tolist() == [1, 0] and path.rows.tolist() == [[0], [0]]
 
 
 def test_no_requests_have_no_paths():
-    path = accept(tree_of([([0], [0], [0])]), sound([[0]]), torch.ones(1), torch.tensor([True]), STEPS)
+    path = accept(tree_of([([0], [0], [0])]), num_finite([[0]]), torch.ones(1), torch.tensor([True]), STEPS)
     assert path.rows.shape == (1, STEPS + 1)
     empty = root_only(torch.zeros(0, dtype=torch.int64))
-    path = accept(empty, sound(empty.tokens), empty.tokens[:, 0], empty.tokens[:, 0] > 0, STEPS)
+    path = accept(empty, num_finite(empty.tokens), empty.tokens[:, 0], empty.tokens[:, 0] > 0, STEPS)
     assert path.rows.shape == (0, STEPS + 1) and path.length.shape == (0,)

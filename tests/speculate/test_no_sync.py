@@ -8,7 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from espalier.engine.executor import CpuExecutor
-from espalier.kernels import ngram
+from espalier.kernels.tree import ngram
 from espalier.request import SamplingParams
 from espalier.speculate import round
 from tests.harness import Setup, prompts, request
@@ -56,7 +56,7 @@ def test_drafters_and_backends_do_not_wait(algorithm, attention, monkeypatch):
     # In inference mode reads of a number are not dispatched, and would not be seen.
     plainly = CpuExecutor.run.__wrapped__
     monkeypatch.setattr(CpuExecutor, "run", torch.no_grad()(plainly))
-    drafter = engine.executor.round.drafter
+    drafter = engine.executor.runner.drafter
     for verb in ("propose", "extend"):
         monkeypatch.setattr(drafter, verb, watched(getattr(drafter, verb)))
     # What only a CPU's path reads: a GPU's kernels end where the text does.

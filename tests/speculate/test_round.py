@@ -6,22 +6,22 @@ import pytest
 import torch
 
 from espalier.attention import Nodes, Prefix
+from espalier.engine.launch_input import LaunchInput, Row
 from espalier.engine.results import Reported, Results, read
-from espalier.engine.ticket import Row, Ticket
 from espalier.errors import EspalierError
-from espalier.kernels.slots import gather
+from espalier.kernels.state.batch_state import gather
 from espalier.request import SamplingParams
-from espalier.sampling.shape import Shaping
+from espalier.sampling.logit_processors import SamplingNeeds
 from espalier.speculate.accept import Path
-from espalier.speculate.round import Round, commit, prefill, run
+from espalier.speculate.round import ModelRunner, commit, prefill, run
 from tests.harness import Setup, prompts, request
 from tests.properties.layouts import reference_of
 from tests.properties.watch import Watch, run_watched
 
 SETUP = Setup(steps=3, topk=2, num_draft_tokens=8, page_size=3, max_batch=3)
-EVERYTHING = Shaping(sampled=True, filtered=True, penalised=True, biased=True)
+ALL_SAMPLING = SamplingNeeds(sampled=True, filtered=True, penalised=True, biased=True)
 NONE = torch.zeros(0, dtype=torch.int64)
-EMPTY = Ticket(slots=(), shaping=Shaping(), traced=True)
+EMPTY = LaunchInput(slots=(), needs=SamplingNeeds(), traced=True)
 algorithms = pytest.mark.parametrize("algorithm", ["eagle3", "ngram", "none"])
 
 
@@ -29,17 +29,17 @@ def setup_of(algorithm: str, **change) -> Setup:
     return replace(SETUP if algorithm != "none" else SETUP.plain(), algorithm=algorithm, **change)
 
 
-def round_of(algorithm: str, **change) -> Round:
-    return setup_of(algorithm, **change).engine().executor.round
+def round_of(algorithm: str, **change) -> ModelRunner:
+    return setup_of(algorithm, **change).engine().executor.runner
 
 
 @algorithms
 @pytest.mark.parametrize("attention", ["sdpa", "reference"])
-@pytest.mark.parametrize("shaping", [Shaping(), EVERYTHING], ids=["greedy", "shaped"])
-def test_an_empty_batch_is_legal(algorithm, attention, shaping):
+@pytest.mark.parametrize("needs", [SamplingNeeds(), ALL_SAMPLING], ids=["greedy", "shaped"])
+def test_an_empty_batch_is_legal(algorithm, attention, needs):
     r = round_of(algorithm, attention=attention)
     with torch.inference_mode():
-        for outcome in (run(r, NONE, shaping), prefill(r, NONE, NONE, 16, shaping)):
+        for outcome in (run(r, NONE, needs), prefill(r, NONE, NONE, 16, needs)):
             results = Results(r.layout, 1, r.pages.dtype, r.pages.device)
             results.write(NONE.new_zeros(1), outcome)
             assert not results.ring.any()
@@ -50,7 +50,7 @@ def test_an_empty_batch_is_legal(algorithm, attention, shaping):
 @algorithms
 def test_an_empty_ticket_is_legal(algorithm):
     engine = setup_of(algorithm).engine()
-    assert engine.executor.launch(Ticket(slots=(), shaping=Shaping())).result() == []
+    assert engine.executor.launch(LaunchInput(slots=(), needs=SamplingNeeds())).result() == []
     assert engine.step() == [] and not engine.has_work
 
 
@@ -68,12 +68,14 @@ def test_a_batch_padded_by_the_dummy_slot_is_the_batch(algorithm):
     # Three requests and four rows of padding, in rounds and in the narrowest prefill pass.
     setup = setup_of(algorithm, max_batch=7, chunk_size=7 * 16)
     watch = Watch(setup.engine(), algorithm, reference_of(setup))
-    r = watch.engine.executor.round
+    r = watch.engine.executor.runner
     right = watch._run
 
-    def padded(ticket: Ticket) -> list[Row]:
-        rows = right(replace(ticket, slots=between_zeros(ticket.slots), lengths=between_zeros(ticket.lengths)))
-        assert [row.tokens for row in rows[::2]] == [[]] * (len(ticket.slots) + 1)
+    def padded(launch_input: LaunchInput) -> list[Row]:
+        rows = right(
+            replace(launch_input, slots=between_zeros(launch_input.slots), lengths=between_zeros(launch_input.lengths))
+        )
+        assert [row.tokens for row in rows[::2]] == [[]] * (len(launch_input.slots) + 1)
         assert [int(value[0]) for value in (r.table.prefix_len, r.table.end, r.table.depth_limit)] == [0, 0, 0]
         return rows[1::2]
 
@@ -98,6 +100,6 @@ def test_more_requests_than_the_buffers_hold_are_refused_before_anything_is_writ
     with torch.inference_mode():
         for algorithm in ("eagle3", "ngram"):
             with pytest.raises(EspalierError, match=r"rounds of 3 requests and this launch has 4.*max_batch"):
-                run(round_of(algorithm), index, Shaping())
+                run(round_of(algorithm), index, SamplingNeeds())
         with pytest.raises(EspalierError, match=r"prefill pass holds 32 rows and this launch needs 4 · 16.*chunk_size"):
-            prefill(round_of("ngram"), index, index, 16, Shaping())
+            prefill(round_of("ngram"), index, index, 16, SamplingNeeds())

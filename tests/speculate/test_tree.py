@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from espalier.errors import EspalierError
-from espalier.kernels.ancestors import every_ancestor
+from espalier.kernels.attention.ancestor_bits import every_ancestor
 from espalier.speculate.tree import VOID, Pool, ordered_topk, root_only
 
 # Few values, so that most are tied.

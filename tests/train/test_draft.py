@@ -98,8 +98,8 @@ def grown_tree(draft: Eagle3Draft, target: RandomTarget, tokens: Tensor, root: i
     for _ in range(steps):
         children = []
         for path, score in beams:
-            along = target.table[torch.tensor(path, dtype=torch.int64)]
-            rows = plain_rows(draft, target.table[tokens[1 : root + 1]], target.features[0, :root], along)
+            gather_rows = target.table[torch.tensor(path, dtype=torch.int64)]
+            rows = plain_rows(draft, target.table[tokens[1 : root + 1]], target.features[0, :root], gather_rows)
             log_probs = draft.logits(rows[-1]).log_softmax(-1)
             best = log_probs.topk(topk)
             children += [((*path, int(draft.target_ids[i])), score + float(v)) for v, i in zip(*best, strict=True)]

@@ -9,7 +9,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from espalier.attention.staged import HeadProjections
-from espalier.kernels.rope import Turn
+from espalier.kernels.layers.rope import RopeAndNorm
 from espalier.models.base import Attend
 from espalier.models.layers.linear import Linear
 from espalier.models.layers.norm import RMSNorm
@@ -30,13 +30,17 @@ class Attention:
         self.k_norm = k_norm
         self.num_heads = num_heads
 
-    def __call__(self, x: Tensor, turn: Turn, attend: Attend, layer: int, shape: tuple[int, int]) -> Tensor:
+    def __call__(
+        self, x: Tensor, rope_and_norm: RopeAndNorm, attend: Attend, layer: int, shape: tuple[int, int]
+    ) -> Tensor:
         """x [B·Q, in] -> [B·Q, hidden] or parts of it, as RMSNorm.after takes them.
 
         turn: the rows' rotation; shape: (B, Q), which `attend` sees apart.
         """
         if self.q_norm is not None and self.k_norm is not None:
-            turn = replace(turn, q_norm=self.q_norm.weight, k_norm=self.k_norm.weight, eps=self.q_norm.eps)
+            rope_and_norm = replace(
+                rope_and_norm, q_norm=self.q_norm.weight, k_norm=self.k_norm.weight, eps=self.q_norm.eps
+            )
         qkv = self.qkv.in_parts(x)
         qkv = qkv.view(*qkv.shape[:-2], *shape, self.num_heads, qkv.shape[-1] // self.num_heads)
-        return self.out.in_parts(attend(layer, HeadProjections(qkv, turn)).flatten(2).flatten(0, 1))
+        return self.out.in_parts(attend(layer, HeadProjections(qkv, rope_and_norm)).flatten(2).flatten(0, 1))

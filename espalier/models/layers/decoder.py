@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from espalier.cache.layer_spec import LayerSpec
-from espalier.kernels.rope import Turn
+from espalier.kernels.layers.rope import RopeAndNorm
 from espalier.models.base import Attend, ModelOutput
 from espalier.models.config import ModelConfig
 from espalier.models.layers.attention import Attention
@@ -34,11 +34,11 @@ class DecoderLayer:
         self.mlp = mlp
 
     def __call__(
-        self, x: Tensor, normed: Tensor, turn: Turn, attend: Attend, layer: int, shape: tuple[int, int]
+        self, x: Tensor, normed: Tensor, rope_and_norm: RopeAndNorm, attend: Attend, layer: int, shape: tuple[int, int]
     ) -> tuple[Tensor, Tensor]:
         """x [B·Q, H], left as it was since it may have been captured, and attention_norm of it -> the same stream and
         what the MLP adds to it."""
-        x, normed = self.mlp_norm.after(self.attention(normed, turn, attend, layer, shape), x)
+        x, normed = self.mlp_norm.after(self.attention(normed, rope_and_norm, attend, layer, shape), x)
         return x, self.mlp(normed)
 
 
@@ -68,14 +68,14 @@ class Decoder:
     def __call__(self, tokens: Tensor, positions: Tensor, attend: Attend) -> ModelOutput:
         shape = (tokens.shape[0], tokens.shape[1])
         entered = self.embed(tokens, positions, self.rope)
-        turn = Turn(entered.cos, entered.sin)
+        rope_and_norm = RopeAndNorm(entered.cos, entered.sin)
         x, added = entered.x, None
         kept: dict[int, Tensor] = {}
         for layer, block in enumerate(self.layers):
             x, normed = block.attention_norm.after(added, x)
             if layer in self.capture:
                 kept[layer] = x
-            x, added = block(x, normed, turn, attend, layer, shape)
+            x, added = block(x, normed, rope_and_norm, attend, layer, shape)
         x, normed = self.norm.after(added, x)
         kept[len(self.layers)] = x
         captured = torch.cat([kept[i] for i in self.capture], dim=-1).unflatten(0, shape) if self.capture else None

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from espalier.kernels.enter import Beside, Entered, Lookup, enter
+from espalier.kernels.layers.embed_rows import DraftHidden, EmbeddedRows, EmbeddingTables, embed_rows
 from espalier.models.layers.rope import RopeTables
 
 
@@ -14,6 +14,8 @@ class Embedding:
     def __init__(self, weight: Tensor) -> None:
         self.weight = weight
 
-    def __call__(self, tokens: Tensor, positions: Tensor, rope: RopeTables, beside: Beside | None = None) -> Entered:
+    def __call__(
+        self, tokens: Tensor, positions: Tensor, rope: RopeTables, beside: DraftHidden | None = None
+    ) -> EmbeddedRows:
         """tokens, positions int64 [B, Q] as rows of a model, with their rotation and what stands beside them."""
-        return enter(tokens, positions, Lookup(self.weight, rope.cos, rope.sin), beside)
+        return embed_rows(tokens, positions, EmbeddingTables(self.weight, rope.cos, rope.sin), beside)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from espalier.kernels.norm import add_rms_norm, length_constants, norm_by_length, rms_norm
+from espalier.kernels.layers.norm import add_rms_norm, length_constants, norm_by_length, rms_norm
 
 
 class RMSNorm:

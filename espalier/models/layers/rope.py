@@ -79,7 +79,7 @@ class RopeConfig:
 class RopeTables:
     """cos and sin for positions 0 .. rows-1, [rows, dim] each, in halves as Hugging Face's rotate_half has them.
 
-    The sine's first half is negated, so that rotating is x·cos + swap_halves(x)·sin (kernels/rope.py).
+    The sine's first half is negated, so that rotating is x·cos + swap_halves(x)·sin (kernels/layers/rope.py).
     """
 
     __slots__ = ("cos", "sin")

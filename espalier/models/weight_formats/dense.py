@@ -4,7 +4,7 @@ On an x86 CPU in float32 the weight is kept in oneDNN's own blocked layout: the 
 to 4 times as long for the few rows of a decoding step (docs/log.md).  The two agree to float32 rounding.
 
 On a GPU a measured table says for each shape and number of rows whether our kernel or F.linear computes it
-(kernels/choices.py); where it says nothing, F.linear does.
+(kernels/layers/linear_tuning.py); where it says nothing, F.linear does.
 """
 
 import platform
@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from espalier.kernels.choices import DENSE, Choices, choices_for
-from espalier.kernels.linear import linear, linear_gated, linear_parts
+from espalier.kernels.layers.linear import linear, linear_gated, linear_parts
+from espalier.kernels.layers.linear_tuning import DENSE, LinearPlans, plans_for
 from espalier.models.weight_formats.base import StoredTensor, Weight, WeightFormat
 
 # oneDNN chooses the layout for a typical number of rows; one for 16 is near the best from 1 to 128.
@@ -41,7 +41,7 @@ class TunedWeight(DenseWeight):
 
     __slots__ = ("_choices",)
 
-    def __init__(self, tensor: Tensor, choices: Choices) -> None:
+    def __init__(self, tensor: Tensor, choices: LinearPlans) -> None:
         super().__init__(tensor)
         self._choices = choices
 
@@ -86,7 +86,7 @@ def dense_weight(tensor: Tensor) -> Weight:
     """The weight of a tensor [out, in], which it shares but where it is packed."""
     if can_pack(tensor):
         return PackedWeight(tensor)
-    choices = choices_for((tensor.shape[0], tensor.shape[1]), DENSE, tensor.dtype, tensor)
+    choices = plans_for((tensor.shape[0], tensor.shape[1]), DENSE, tensor.dtype, tensor)
     return DenseWeight(tensor) if choices is None else TunedWeight(tensor, choices)
 
 

@@ -17,13 +17,13 @@ from espalier.attention.staged import StagedPass
 from espalier.cache.kv import PagedKV, StagedKV
 from espalier.cache.layer_spec import LayerSpec
 from espalier.errors import EspalierError
-from espalier.kernels.grow import grow
-from espalier.kernels.slots import Chain, carry, chain
+from espalier.kernels.state.batch_state import Chain, carry, chain
+from espalier.kernels.tree.select_beams import grow
 from espalier.layout import RoundLayout
 from espalier.models.draft import DraftModel, DraftOutput, DraftSpec
-from espalier.sampling.shape import Above
-from espalier.slots import Slots
-from espalier.speculate.draws import Draws
+from espalier.sampling.logit_processors import Above
+from espalier.slots import BatchState
+from espalier.speculate.sampler import Sampler
 from espalier.speculate.tree import Pool, Tree, root_only
 
 FIRST_ROW = 1
@@ -87,14 +87,14 @@ class AutoregressiveDrafter:
     def prepare(self, lengths: CommittedLengths) -> None:
         self.backend.prepare(lengths)
 
-    def propose(self, slots: Slots, draws: Draws) -> Tree:
+    def propose(self, slots: BatchState, sampler: Sampler) -> Tree:
         if self.layout.num_draft_tokens == 1:
             return root_only(slots.root)
         positions = slots.prefix_len[:, None] + self.depths
         rows = Rows(positions, positions - FIRST_ROW, torch.empty_like(positions), self._prefix(slots))
         pool, out, beams = Pool(self.layout.topk), self.draft.output_of(slots.carried("hidden")[:, None]), None
         for level in range(1, self.layout.steps + 1):
-            tokens, scores = self._children(out, draws, level, beams)
+            tokens, scores = self._children(out, sampler, level, beams)
             pool.add(tokens, scores)
             if level < self.layout.steps:
                 places, beams = self._next_beams(tokens, scores, rows, beams, level)
@@ -102,29 +102,29 @@ class AutoregressiveDrafter:
                 out = self._run(out, rows, beams, level)
         return pool.select(slots.root, self.layout.num_draft_tokens)
 
-    def _children(self, out: DraftOutput, draws: Draws, level: int, beams: Beams | None) -> tuple[Tensor, Tensor]:
+    def _children(self, out: DraftOutput, sampler: Sampler, level: int, beams: Beams | None) -> tuple[Tensor, Tensor]:
         """The topk best continuations of each row of `out`, [B, Q]: target ids and path scores [B, Q, K]."""
         above = None if beams is None else beams.above
         so_far = self.sure[: out.hidden.shape[0]] if beams is None else beams.scores
-        return draws.children(self.draft.logits(out), self.draft.d2t, level - 1, so_far, self.layout.topk, above)
+        return sampler.children(self.draft.logits(out), self.draft.d2t, level - 1, so_far, self.layout.topk, above)
 
     def _next_beams(
         self, tokens: Tensor, scores: Tensor, rows: Rows, beams: Beams | None, level: int
     ) -> tuple[Tensor, Beams]:
         """The topk best candidates of a level, by their places [B, K], and the beams that they become."""
-        words = None if beams is None else beams.above.words
+        ancestor_bits = None if beams is None else beams.above.ancestor_bits
         at, end = self.layout.beams_above(level), self.layout.beams_above(level + 1)
-        grown = grow(tokens, scores, words, rows.tokens, at, self.layout.beam_words)
-        return grown.places, Beams(grown.scores, grown.parents, Above(rows.tokens[:, :end], grown.words))
+        grown = grow(tokens, scores, ancestor_bits, rows.tokens, at, self.layout.beam_words)
+        return grown.places, Beams(grown.scores, grown.parents, Above(rows.tokens[:, :end], grown.ancestor_bits))
 
     def _run(self, out: DraftOutput, rows: Rows, beams: Beams, level: int) -> DraftOutput:
         """One draft forward over the beams [B, K] of depth `level`, which continue rows of `out`."""
         at, end = self.layout.beams_above(level), self.layout.beams_above(level + 1)
-        nodes = Nodes(rows.positions[:, at:end], rows.positions[:, :end], beams.above.words)
+        nodes = Nodes(rows.positions[:, at:end], rows.positions[:, :end], beams.above.ancestor_bits)
         attend = StagedPass(self._plan(rows.prefix, nodes), self.staging, self.layout.beam_rows, at, self.first_layer)
         return self.draft(beams.above.tokens[:, at:end], out.hidden, rows.turned[:, at:end], attend, beams.parents)
 
-    def extend(self, slots: Slots, read: Tensor | None, length: Tensor) -> None:
+    def extend(self, slots: BatchState, read: Tensor | None, length: Tensor) -> None:
         assert read is not None
         positions, tokens, rows = extend_rows(slots, length, read.shape[1])
         plan, width = self._plan(self._prefix(slots), Nodes.chain(positions)), read.shape[1]
@@ -133,7 +133,7 @@ class AutoregressiveDrafter:
         self.pages.commit(self.staging, attend.rows, rows.flatten())
         carry(slots, "hidden", out.hidden, length)
 
-    def _prefix(self, slots: Slots) -> Prefix:
+    def _prefix(self, slots: BatchState) -> Prefix:
         """The draft's committed rows: those of tokens 1 .. n, the root's own included."""
         return Prefix(slots.page_table, slots.num_tokens, FIRST_ROW)
 
@@ -152,6 +152,6 @@ def _supported(spec: DraftSpec) -> DraftSpec:
     return spec
 
 
-def extend_rows(slots: Slots, length: Tensor, width: int) -> Chain:
+def extend_rows(slots: BatchState, length: Tensor, width: int) -> Chain:
     """The rows under tokens n+1 .. n+length; those past length were not decided, and are not kept."""
     return chain(slots, 1, length, width)

@@ -15,8 +15,8 @@ from espalier.models.base import CausalLM
 from espalier.models.config import ModelConfig, Raw
 from espalier.models.draft import DraftConfig, DraftModel, DraftSpec
 from espalier.models.weights import Weights
-from espalier.slots import Slots
-from espalier.speculate.draws import Draws
+from espalier.slots import BatchState
+from espalier.speculate.sampler import Sampler
 from espalier.speculate.tree import Tree, root_only
 
 
@@ -33,11 +33,11 @@ class Drafter(Protocol):
         """Called on the host before each launch, with what is known of the draft's committed rows."""
         ...
 
-    def propose(self, slots: Slots, draws: Draws) -> Tree:
+    def propose(self, slots: BatchState, sampler: Sampler) -> Tree:
         """Grow a tree under each slot's root."""
         ...
 
-    def extend(self, slots: Slots, read: Tensor | None, length: Tensor) -> None:
+    def extend(self, slots: BatchState, read: Tensor | None, length: Tensor) -> None:
         """Take in tokens n+1 .. n+length, already in the history.
 
         read: [B, W, F], what `spec.reads` names of the target at tokens n .. n+W-1, None if nothing is; length: [B], up
@@ -60,10 +60,10 @@ class NoDrafter:
     def prepare(self, lengths: CommittedLengths) -> None:
         pass
 
-    def propose(self, slots: Slots, draws: Draws) -> Tree:
+    def propose(self, slots: BatchState, sampler: Sampler) -> Tree:
         return root_only(slots.root)
 
-    def extend(self, slots: Slots, read: Tensor | None, length: Tensor) -> None:
+    def extend(self, slots: BatchState, read: Tensor | None, length: Tensor) -> None:
         pass
 
 

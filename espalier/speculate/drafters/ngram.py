@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from espalier.attention import CommittedLengths
-from espalier.kernels.ngram import find_matches
+from espalier.kernels.tree.ngram import find_matches
 from espalier.layout import RoundLayout
 from espalier.models.draft import DraftSpec
-from espalier.slots import Slots
-from espalier.speculate.draws import Draws
+from espalier.slots import BatchState
+from espalier.speculate.sampler import Sampler
 from espalier.speculate.tree import Pool, Tree, root_only
 
 
@@ -30,7 +30,7 @@ class NgramDrafter:
     def prepare(self, lengths: CommittedLengths) -> None:
         pass
 
-    def propose(self, slots: Slots, draws: Draws) -> Tree:
+    def propose(self, slots: BatchState, sampler: Sampler) -> Tree:
         if self.layout.num_draft_tokens == 1:
             return root_only(slots.root)
         topk = self.layout.topk
@@ -48,7 +48,7 @@ class NgramDrafter:
             pool.add(*only_children(tokens, step * level))
         return pool.select(slots.root, self.layout.num_draft_tokens)
 
-    def extend(self, slots: Slots, read: Tensor | None, length: Tensor) -> None:
+    def extend(self, slots: BatchState, read: Tensor | None, length: Tensor) -> None:
         pass
 
 

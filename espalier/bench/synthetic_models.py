@@ -1,0 +1,144 @@
+"""A named shape's models, cast once on a device from a seed, and engines around them that come and go."""
+
+import copy
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict, dataclass, fields
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from espalier.attention import default_backend
+from espalier.bench.instrument import Watched, count_kernels, graphs_kept, watch
+from espalier.cache.kv import LayerStack
+from espalier.config import ResolvedConfig
+from espalier.engine.cuda import CudaExecutor
+from espalier.engine.engine import Engine
+from espalier.layout import RoundLayout
+from espalier.startup.build import assemble
+from espalier.startup.resolve import layout_of
+from espalier.synthetic.checkpoint import Recipe, build
+
+
+@dataclass(frozen=True)
+class Start:
+    """What an engine took to stand: seconds to build and capture; bytes of pages, staging, and graphs' own memory;
+    kernels in the graph of the largest batch.  None where nothing is captured."""
+
+    seconds: float
+    pages_bytes: int
+    staging_bytes: int
+    graphs_bytes: int | None
+    kernels: int | None
+
+
+Standing = tuple[Engine, Watched, Start]
+
+
+class OneBucket(RoundLayout):
+    """A layout whose rounds are all padded to the largest batch, so that one graph is captured."""
+
+    def batch_buckets(self, largest: int) -> tuple[int, ...]:
+        return (largest,) if largest else ()
+
+
+class SyntheticModels:
+    """Models of a recipe.  seconds: that they took; weights_bytes: what they hold."""
+
+    def __init__(self, recipe: Recipe, dtype: torch.dtype, device: torch.device, position_rows: int) -> None:
+        begun = perf_counter()
+        self.recipe, self.dtype, self.device = recipe, dtype, device
+        self.chain = recipe.chain()
+        self.target, self.draft = build(recipe, dtype, device, position_rows)
+        # Without a draft nobody reads what is captured.
+        self.plain = copy.copy(self.target)
+        self.plain.capture = ()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        self.seconds = perf_counter() - begun
+
+    @property
+    def about(self) -> dict[str, Any]:
+        recipe = {**asdict(self.recipe), "shape": self.recipe.shape.name, "dtype": str(self.dtype).split(".")[1]}
+        return {"recipe": recipe, "weights_seconds": self.seconds, "weights_bytes": self.weights_bytes}
+
+    @property
+    def weights_bytes(self) -> int:
+        """Of target and draft, the embedding included."""
+        tensors, draft_tensors = self.recipe.tensors(self.dtype, "meta")
+        sizes = [torch.Size(s).numel() for each in (tensors, draft_tensors) for s in each.shapes.values()]
+        return sum(sizes) * self.dtype.itemsize
+
+    def engine(
+        self, layout: RoundLayout, attention: str | None, overlap: bool, all_buckets: bool = False
+    ) -> AbstractContextManager[Standing]:
+        """An engine of this layout, with pages for a full batch of full contexts, gone at the end of the block.
+
+        steps 0 is plain decoding without a draft.  all_buckets: capture every batch's rounds, not the largest alone's.
+        """
+        return self._standing(
+            layout if all_buckets else OneBucket(**{f.name: getattr(layout, f.name) for f in fields(layout)}),
+            self.draft.spec.algorithm if layout.steps else "none",
+            attention=attention or default_backend(self.device.type, self.dtype),
+            num_pages=layout.most_pages,
+            overlap=overlap,
+            prefix_cache=False,
+            graph_batch=layout.max_batch if self.device.type == "cuda" else 0,
+        )
+
+    def engine_of(self, config: ResolvedConfig) -> AbstractContextManager[Standing]:
+        """The engine that a configuration names; its device and dtype are the cast's."""
+        names = ("attention", "num_pages", "overlap", "prefix_cache", "graph_batch")
+        return self._standing(layout_of(config), config.algorithm, **{name: getattr(config, name) for name in names})
+
+    @contextmanager
+    def _standing(self, layout: RoundLayout, algorithm: str, **how: Any) -> Iterator[Standing]:
+        begun = perf_counter()
+        has_draft = algorithm == self.draft.spec.algorithm
+        target, draft = (self.target, self.draft) if has_draft else (self.plain, None)
+        with graphs_kept():
+            engine = assemble(layout, target, draft, algorithm, dtype=self.dtype, device=self.device, **how)
+        if isinstance(engine.executor, CudaExecutor):
+            for graph in engine.executor.graphs.values():
+                graph.graph.instantiate()
+            torch.cuda.synchronize(self.device)
+        start = _start(engine, perf_counter() - begun)
+        try:
+            yield engine, watch(engine), start
+        finally:
+            engine.close()
+            del engine
+            gc.collect()
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
+
+    def prompts(self, lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
+        """Prompts that follow the chain, each from a place of its own."""
+        generator = torch.Generator().manual_seed(seed)
+        places = torch.randint(0, self.chain.size, (len(lengths),), generator=generator)
+        gather_rows = [torch.arange(length) * self.chain.shifts[0] for length in lengths]
+        return [self.chain.token_at(place + steps).tolist() for place, steps in zip(places, gather_rows, strict=True)]
+
+    def follows(self, prompt: Sequence[int], output: Sequence[int]) -> bool:
+        """Whether greedy tokens after a prompt of `prompts` are the chain's."""
+        steps = torch.arange(1, len(output) + 1) * self.chain.shifts[0]
+        return self.chain.token_at(self.chain.place[prompt[-1]] + steps).tolist() == list(output)
+
+
+def _start(engine: Engine, seconds: float) -> Start:
+    runner, executor = engine.executor.runner, engine.executor
+    pages = _bytes([*runner.pages.target, *runner.pages.draft])
+    staging = _bytes(runner.staging.stacks)
+    if not (isinstance(executor, CudaExecutor) and executor.graphs):
+        return Start(seconds, pages, staging, None, None)
+    largest = executor.graphs[max(executor.graphs)].graph
+    pool = tuple(largest.pool())
+    segments = torch.cuda.memory_snapshot()
+    held = sum(each["total_size"] for each in segments if tuple(each["segment_pool_id"]) == pool)
+    return Start(seconds, pages, staging, held, count_kernels(largest))
+
+
+def _bytes(stacks: Sequence[LayerStack]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for stack in stacks for tensor in stack.planes)

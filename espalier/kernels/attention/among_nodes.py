@@ -1,0 +1,61 @@
+"""Attention among the staged rows of a pass, for backends that supply the part over committed rows alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from espalier.kernels.attention.ancestor_bits import seen_rows
+from espalier.kernels.attention.kv_splits import COLUMNS, KVSplits
+from espalier.kernels.attention.masked_attention import masked_attention
+from espalier.kernels.attention.tree_attention import DTYPES, MAX_HEAD_SIZE, Committed, Staged, tree_attention_triton
+from espalier.layout import KVSplitPolicy
+
+
+@dataclass(frozen=True)
+class NoPrefix:
+    """Prefixes of no rows, as the kernel of both parts takes them; made once a pass.  page_table: [B, 1]; length: [B];
+    ranges: an empty one a request."""
+
+    page_table: Tensor
+    length: Tensor
+    ranges: KVSplits
+
+    @classmethod
+    def of(cls, batch: int, device: torch.device) -> NoPrefix:
+        requests = torch.arange(batch + 1, dtype=torch.int32, device=device)
+        items = torch.zeros(batch, COLUMNS, dtype=torch.int32, device=device)
+        items[:, 0] = requests[:batch]
+        items[:, COLUMNS - 1] = 1
+        length = torch.zeros(batch, dtype=torch.int64, device=device)
+        return cls(items[:, 1:2], length, KVSplits(items, requests, KVSplitPolicy(1, 1)))
+
+
+def among_nodes(
+    q: Tensor, staged: Staged, positions: Tensor, scale: float, window: int | None, no_prefix: NoPrefix
+) -> tuple[Tensor, Tensor]:
+    """Queries q [B, Q, heads, k_size] at positions [B, Q] over the staged rows that each sees.
+
+    Returns out [B, Q, heads, v_size] in q's dtype and lse [B, Q, heads], natural log; a query that sees nothing gives
+    zeros and -inf.
+    """
+    fits = q.is_cuda and q.dtype in DTYPES and max(staged.k.shape[3], staged.v.shape[3]) <= MAX_HEAD_SIZE
+    return (among_nodes_triton if fits else among_nodes_reference)(q, staged, positions, scale, window, no_prefix)
+
+
+def among_nodes_triton(
+    q: Tensor, staged: Staged, positions: Tensor, scale: float, window: int | None, no_prefix: NoPrefix
+) -> tuple[Tensor, Tensor]:
+    # Of the pool, of which nothing is read, a row in the shape and strides of staged ones.
+    pool = (staged.k[:1, 0], staged.v[:1, 0])
+    committed = Committed(*pool, no_prefix.page_table, no_prefix.length, page_size=1)
+    return tree_attention_triton(q, committed, staged, positions, no_prefix.ranges, scale, window)
+
+
+def among_nodes_reference(
+    q: Tensor, staged: Staged, positions: Tensor, scale: float, window: int | None, no_prefix: NoPrefix
+) -> tuple[Tensor, Tensor]:
+    seen = seen_rows(staged.ancestor_bits, positions, staged.row_positions, window)
+    return masked_attention(q, staged.k, staged.v, seen, scale)

@@ -1,0 +1,92 @@
+"""Attention over two disjoint sets of keys, made one by their log-sum-exps (Ye et al. 2025, FlashInfer, 2.2)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from espalier.kernels.runtime.launch import chip, exact_type, kernel, power_of_two, require
+from espalier.kernels.runtime.pdl import early, pdl_wait_if
+
+if TYPE_CHECKING:
+    import triton.language as tl
+
+Part = tuple[Tensor, Tensor]
+
+
+def merge(a: Part, b: Part, sink: Tensor | None = None) -> Tensor:
+    """out [..., heads, v_size] of the union of the keys of a and b, each (out, lse [..., heads] natural log).
+
+    sink: [heads], an extra logit a head that takes weight and gives no value.  Either lse may be -inf; both with no
+    sink give zeros.  In the dtype of a's out.
+    """
+    return (merge_triton if a[0].is_cuda else merge_reference)(a, b, sink)
+
+
+@kernel
+def _merge_kernel(
+    a_ptr, b_ptr, a_lse_ptr, b_lse_ptr, sink_ptr, out_ptr, rows,
+    HEADS: tl.constexpr, V_SIZE: tl.constexpr, EXACT: tl.constexpr, BLOCK: tl.constexpr, BLOCK_V: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """A program for BLOCK rows, a row being a query's head."""
+    pdl_wait_if(DEPENDENT)
+    row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    real = row < rows
+    a_lse = tl.load(a_lse_ptr + row, mask=real, other=float("-inf")).to(EXACT)
+    b_lse = tl.load(b_lse_ptr + row, mask=real, other=float("-inf")).to(EXACT)
+    top = tl.maximum(a_lse, b_lse)
+    sink = top
+    if sink_ptr is not None:
+        sink = tl.load(sink_ptr + row % HEADS, mask=real, other=float("-inf")).to(EXACT)
+        top = tl.maximum(top, sink)
+    level = tl.where(top == float("-inf"), 0.0, top)
+    a_weight, b_weight = tl.exp(a_lse - level), tl.exp(b_lse - level)
+    total = a_weight + b_weight
+    if sink_ptr is not None:
+        total += tl.exp(sink - level)
+    total = tl.where(total == 0.0, 1.0, total)
+    size = tl.arange(0, BLOCK_V)
+    at = row[:, None] * V_SIZE + size[None, :]
+    mask = real[:, None] & (size < V_SIZE)[None, :]
+    out = tl.load(a_ptr + at, mask=mask, other=0.0).to(EXACT) * (a_weight / total)[:, None]
+    out += tl.load(b_ptr + at, mask=mask, other=0.0).to(EXACT) * (b_weight / total)[:, None]
+    tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def merge_triton(a: Part, b: Part, sink: Tensor | None = None) -> Tensor:
+    """Within a rounding of the reference.  Raises EspalierError if sizes do not agree."""
+    shape = tuple(a[0].shape)
+    heads, v_size = shape[-2:]
+    require("merge's second part", b[0], shape, None, a[0])
+    for name, (_, lse) in (("first", a), ("second", b)):
+        require(f"merge's {name} lse", lse, shape[:-1], None, a[0])
+    if sink is not None:
+        require("merge's sink", sink, (heads,), None, a[0])
+    out = torch.empty(shape, dtype=a[0].dtype, device=a[0].device)
+    rows, block_v = a[1].numel(), power_of_two(v_size)
+    if out.numel():
+        block = max(1, 1024 // block_v)
+        _merge_kernel[(-(-rows // block),)](
+            *(a[0].contiguous(), b[0].contiguous(), a[1].contiguous(), b[1].contiguous(), sink, out, rows),
+            HEADS=heads,
+            V_SIZE=v_size,
+            EXACT=exact_type(a[1].dtype),
+            BLOCK=block,
+            BLOCK_V=block_v,
+            num_warps=4,
+            **early(chip(out)),
+        )
+    return out
+
+
+def merge_reference(a: Part, b: Part, sink: Tensor | None = None) -> Tensor:
+    (out_a, lse_a), (out_b, lse_b) = a, b
+    lse = torch.logaddexp(lse_a, lse_b)
+    if sink is not None:
+        lse = torch.logaddexp(lse, sink.to(lse.dtype))
+    finite = lse.masked_fill(lse == -torch.inf, 0)
+    weighted = out_a * torch.exp(lse_a - finite)[..., None] + out_b * torch.exp(lse_b - finite)[..., None]
+    return weighted.to(out_a.dtype)

@@ -1,0 +1,218 @@
+"""Log-probabilities of emitted tokens, written to the results of a launch, for those requests alone that ask for them.
+
+Two launches: every split of the vocabulary gives its likeliest tokens and its part of the softmax's sum; then one
+program a token merges the splits.  A program whose request asks for nothing ends at once, so a CUDA graph always holds
+both launches.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from espalier.kernels.runtime.launch import Chip, chip, kernel, oversubscribed, power_of_two, require
+from espalier.kernels.runtime.pdl import early, pdl_wait_if
+from espalier.kernels.tree.select_beams import ordered_topk
+
+if TYPE_CHECKING:
+    import triton.language as tl
+
+# Token ids of one program of the first launch: with few rows, with many rows.
+SPLIT = 2048
+MAX_SPLIT = 8192
+
+
+@dataclass(frozen=True)
+class LogprobRing:
+    """Log-probabilities by entry of the results' ring, request and emitted token.
+
+    chosen: [entries, batch, width], of the token itself; ranks: [entries, batch, width] int64, 1 for the likeliest;
+    ids: [entries, batch, width, most] int64 and values: [entries, batch, width, most], of the likeliest tokens, in
+    order.  chosen and values are float32, or float64 for a float64 model.  What nobody asked for is undefined.
+    """
+
+    chosen: Tensor
+    ranks: Tensor
+    ids: Tensor
+    values: Tensor
+
+    @classmethod
+    def zeros(
+        cls, entries: int, batch: int, width: int, most: int, dtype: torch.dtype, device: torch.device
+    ) -> LogprobRing:
+        """most: the most alternatives that a request may ask for."""
+        exact = torch.promote_types(dtype, torch.float32)
+
+        def values(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.zeros(entries, batch, width, *shape, dtype=dtype, device=device)
+
+        return cls(values(dtype=exact), values(), values(most), values(most, dtype=exact))
+
+    def __iter__(self):
+        return iter((self.chosen, self.ranks, self.ids, self.values))
+
+
+def write_logprobs(
+    ring: LogprobRing, entry: Tensor, logits: Tensor, rows: Tensor, tokens: Tensor, length: Tensor, asked: Tensor
+) -> None:
+    """Write the target's log-probabilities, before temperature and masks, of emitted tokens to entry [1] of the ring.
+
+    logits: [B, D, V]; rows: [B, W] int64, the row of the logits that each token was picked from; tokens: [B, W] int64,
+    of which the first length [B] were emitted; asked: [B] int64, how many of the likeliest tokens each request wants,
+    below 0 for a request without log-probabilities.  Equal logits are in order of their ids.
+    """
+    (write_logprobs_triton if logits.is_cuda else write_logprobs_reference)(
+        ring, entry, logits, rows, tokens, length, asked
+    )
+
+
+def write_logprobs_reference(
+    ring: LogprobRing, entry: Tensor, logits: Tensor, rows: Tensor, tokens: Tensor, length: Tensor, asked: Tensor
+) -> None:
+    batch, width = tokens.shape
+    if not tokens.numel() or not bool((asked >= 0).any()):
+        return
+    picked = logits.gather(1, rows[..., None].expand(-1, -1, logits.shape[2])).to(ring.chosen.dtype)
+    logp = torch.log_softmax(picked, -1)
+    count = min(ring.ids.shape[3], logits.shape[2])
+    if picked.dtype == torch.float32:
+        ids = ordered_topk(picked, count)[1]
+    else:
+        ids = picked.sort(dim=-1, descending=True, stable=True).indices[..., :count]
+    chosen = picked.gather(-1, tokens[..., None])
+    place, (chosen_ring, ranks, all_ids, values) = int(entry), ring
+    chosen_ring[place, :batch, :width] = logp.gather(-1, tokens[..., None])[..., 0]
+    ranks[place, :batch, :width] = 1 + (picked > chosen).sum(-1)
+    all_ids[place, :batch, :width, :count] = ids
+    values[place, :batch, :width, :count] = logp.gather(-1, ids)
+
+
+def write_logprobs_triton(
+    ring: LogprobRing, entry: Tensor, logits: Tensor, rows: Tensor, tokens: Tensor, length: Tensor, asked: Tensor
+) -> None:
+    """Within 2**-16 of the reference in float32 (a sum over the vocabulary in another order); ids and ranks are exact.
+
+    Raises EspalierError where a tensor's form is not what write_logprobs says.
+    """
+    (batch, _, vocab), width = logits.shape, tokens.shape[1]
+    _, max_batch, max_width, most = ring.ids.shape
+    require("logprobs: logits", logits, (batch, -1, -1), None, logits)
+    require("logprobs: entry", entry, (1,), torch.int64, logits)
+    require("logprobs: length", length, (batch,), torch.int64, logits)
+    require("logprobs: asked", asked, (batch,), torch.int64, logits)
+    for name, value in (("rows", rows), ("tokens", tokens)):
+        require(f"logprobs: {name}", value, (batch, width), torch.int64, logits)
+    require("logprobs: chosen", ring.chosen[:, :batch, :width], (-1, batch, width), ring.values.dtype, logits)
+    if not tokens.numel():
+        return
+    on, places = chip(logits), batch * width
+    split = split_size(vocab, places, on)
+    splits = -(-vocab // split)
+    exact = ring.chosen.dtype
+    values = torch.empty(places, splits, most, dtype=exact, device=logits.device)
+    ids = torch.empty(places, splits, most, dtype=torch.int32, device=logits.device)
+    # Maximum, sum of exponentials over it, and how many are above the chosen logit.
+    parts = torch.empty(places, splits, 3, dtype=exact, device=logits.device)
+    rows, tokens, length, asked = (value.contiguous() for value in (rows, tokens, length, asked))
+    dense = logits if logits.stride(2) == 1 else logits.contiguous()
+    shared = (tokens, length, asked, width, splits)
+    _split_logprobs_kernel[(places, splits)](
+        *(values, ids, parts, dense, rows, *shared, vocab, *dense.stride()[:2]),
+        MOST=most,
+        SPLIT=split,
+        num_warps=4,
+        **early(on),
+    )
+    candidates = power_of_two(splits * most)
+    _merge_logprobs_kernel[(places,)](
+        *(*ring, entry, values, ids, parts, dense, rows, *shared, max_batch, max_width, *dense.stride()[:2]),
+        MOST=most,
+        SPLITS=power_of_two(splits),
+        CANDIDATES=candidates,
+        num_warps=min(max(candidates // 256, 1), 4),
+        **early(on),
+    )
+
+
+def split_size(vocab: int, places: int, on: Chip) -> int:
+    """Ids of one program: the more rows the more, since programs that end at once must be started too."""
+    size = min(SPLIT, power_of_two(vocab))
+    while size < min(MAX_SPLIT, vocab) and oversubscribed(places * -(-vocab // size), on):
+        size *= 2
+    return size
+
+
+@kernel
+def _split_logprobs_kernel(
+    values_ptr, ids_ptr, parts_ptr, logits_ptr, rows_ptr, tokens_ptr, length_ptr, asked_ptr,
+    width, splits, vocab, batch_stride, row_stride,
+    MOST: tl.constexpr, SPLIT: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    pdl_wait_if(DEPENDENT)
+    place = tl.program_id(0).to(tl.int64)
+    b, w = place // width, place % width
+    asked = tl.load(asked_ptr + b)
+    if (asked >= 0) & (w < tl.load(length_ptr + b)):
+        exact: tl.constexpr = values_ptr.dtype.element_ty
+        split = tl.program_id(1)
+        row_ptr = logits_ptr + b * batch_stride + tl.load(rows_ptr + place) * row_stride
+        index = split * SPLIT + tl.arange(0, SPLIT)
+        x = tl.load(row_ptr + index, mask=index < vocab, other=float("-inf")).to(exact)
+        chosen = tl.load(row_ptr + tl.load(tokens_ptr + place)).to(exact)
+        part = place * splits + split
+        top = tl.max(x, 0)
+        tl.store(parts_ptr + part * 3, top)
+        tl.store(parts_ptr + part * 3 + 1, tl.sum(tl.exp(x - tl.where(top == float("-inf"), 0.0, top)), 0))
+        tl.store(parts_ptr + part * 3 + 2, tl.sum((x > chosen).to(tl.int32), 0).to(exact))
+        left = index < vocab
+        for k in range(tl.minimum(asked, MOST)):
+            best = tl.max(tl.where(left, x, float("-inf")), 0)
+            at = tl.min(tl.where(left & (x == best), index, 2147483647), 0)
+            tl.store(values_ptr + part * MOST + k, best)
+            tl.store(ids_ptr + part * MOST + k, at)
+            left = left & (index != at)
+
+
+@kernel
+def _merge_logprobs_kernel(
+    chosen_ptr, ranks_ptr, out_ids_ptr, out_values_ptr, entry_ptr,
+    values_ptr, ids_ptr, parts_ptr, logits_ptr, rows_ptr, tokens_ptr, length_ptr, asked_ptr,
+    width, splits, max_batch, max_width, batch_stride, row_stride,
+    MOST: tl.constexpr, SPLITS: tl.constexpr, CANDIDATES: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """Candidates of a token lie in order of their ids, so the first of equal ones has the lowest."""
+    pdl_wait_if(DEPENDENT)
+    place = tl.program_id(0).to(tl.int64)
+    b, w = place // width, place % width
+    asked = tl.load(asked_ptr + b)
+    if (asked >= 0) & (w < tl.load(length_ptr + b)):
+        exact: tl.constexpr = values_ptr.dtype.element_ty
+        split = tl.arange(0, SPLITS)
+        part = (place * splits + split) * 3
+        tops = tl.load(parts_ptr + part, mask=split < splits, other=float("-inf"))
+        totals = tl.load(parts_ptr + part + 1, mask=split < splits, other=0.0)
+        above = tl.load(parts_ptr + part + 2, mask=split < splits, other=0.0)
+        top = tl.max(tops, 0)
+        total = tl.log(tl.sum(totals * tl.exp(tops - tl.where(top == float("-inf"), 0.0, top)), 0))
+        row_ptr = logits_ptr + b * batch_stride + tl.load(rows_ptr + place) * row_stride
+        chosen = tl.load(row_ptr + tl.load(tokens_ptr + place)).to(exact)
+        out = (tl.load(entry_ptr) * max_batch + b) * max_width + w
+        tl.store(chosen_ptr + out, (chosen - top) - total)
+        tl.store(ranks_ptr + out, 1 + tl.sum(above.to(tl.int32), 0).to(tl.int64))
+        candidate = tl.arange(0, CANDIDATES)
+        wanted = tl.minimum(asked, MOST)
+        left = (candidate < splits * MOST) & (candidate % MOST < wanted)
+        values = tl.load(values_ptr + place * splits * MOST + candidate, mask=left, other=float("-inf"))
+        ids = tl.load(ids_ptr + place * splits * MOST + candidate, mask=left, other=2147483647)
+        # A split of fewer ids than are wanted has none left.
+        left = left & (ids != 2147483647)
+        for k in range(wanted):
+            best = tl.max(tl.where(left, values, float("-inf")), 0)
+            at = tl.min(tl.where(left & (values == best), candidate, 2147483647), 0)
+            found = tl.sum(tl.where(candidate == at, ids, 0), 0)
+            tl.store(out_ids_ptr + out * MOST + k, found.to(tl.int64))
+            tl.store(out_values_ptr + out * MOST + k, (best - top) - total)
+            left = left & (candidate != at)

@@ -1,0 +1,171 @@
+"""Where top-k and top-p cut a row, without sorting it, and the draw from what they and min-p leave.
+
+The reference is `filtered` in espalier/sampling/pick.py.  A cut is found by bisection over values: each pass over the
+row weighs exactly (counts, or shares as integers) what is above a pivot, and draws the bracket in to values that stand
+in the row, so that a row of a thousand distinct values takes about ten passes and no row more than a hundred.  Ties at
+the cut keep the lower ids.
+
+A share is exp(logit - likeliest) by tl.exp, in float32 within 2**-19 of itself where it counts at all: a token whose
+cumulative share comes that close to top_p may fall on the other side of the cut than by the reference, always on the
+same side here.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from espalier.kernels.runtime.launch import kernel
+from espalier.kernels.sampling.logit_processors import shaped
+from espalier.kernels.sampling.noise import gumbel_at
+
+if TYPE_CHECKING:
+    import triton.language as tl
+
+
+@kernel
+def block_of(logits_ptr, start, vocab, BLOCK: tl.constexpr):
+    """A block of a row's logits as they are, -inf past the vocabulary."""
+    ids = start + tl.arange(0, BLOCK)
+    return tl.load(logits_ptr + ids, mask=ids < vocab, other=float("-inf"))
+
+
+@kernel
+def shaped_block(logits_ptr, start, vocab, exact: tl.constexpr, row, above, BLOCK: tl.constexpr):
+    """(x, ids) of a block of a row: its logits shaped and over temperature, -inf past the vocabulary."""
+    ids = start + tl.arange(0, BLOCK)
+    x = block_of(logits_ptr, start, vocab, BLOCK)
+    return shaped(x.to(exact), ids, ids < vocab, row, above), ids
+
+
+@kernel
+def mass_of(x, top):
+    """A token's share in units of 2**-40 of the likeliest's, whole numbers, so that sums have no order."""
+    return (tl.exp(x - top) * 1099511627776.0).to(tl.int64)
+
+
+@kernel
+def in_order(x):
+    """Floats as integers of the same order; its own inverse but for the type."""
+    if x.dtype == tl.float32:
+        bits = x.to(tl.int32, bitcast=True)
+        key = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    else:
+        bits = x.to(tl.int64, bitcast=True)
+        key = bits ^ ((bits >> 63) & 0x7FFFFFFFFFFFFFFF)
+    return key
+
+
+@kernel
+def from_order(key):
+    if key.dtype == tl.int32:
+        x = (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+    else:
+        x = (key ^ ((key >> 63) & 0x7FFFFFFFFFFFFFFF)).to(tl.float64, bitcast=True)
+    return x
+
+
+@kernel
+def pivot_of(low, high, rope_and_norm):
+    """A value in [low, high).  The middle, which is quick for logits; from turn 24 on the middle of what floats there
+    are, which no values can slow down."""
+    low_key = in_order(low)
+    high_key = in_order(high)
+    among_floats = from_order((low_key & high_key) + ((low_key ^ high_key) >> 1))
+    middle = tl.where(low == float("-inf"), high - 16.0, low + (high - low) * 0.5)
+    pivot = tl.where(rope_and_norm < 24, middle, among_floats)
+    return tl.where((pivot >= low) & (pivot < high), pivot, low)
+
+
+@kernel
+def find_cut(logits_ptr, vocab, row, above, top, lowest, target, BY_MASS: tl.constexpr, BLOCK: tl.constexpr):
+    """(cut, over): the largest value with at least `target` at or over it, and what is over it, less than target.
+
+    Counted in tokens, or BY_MASS in shares.  The cut lies in [lowest, top]; top: the row's maximum, finite.
+    """
+    exact: tl.constexpr = top.dtype
+    low = lowest
+    high = top
+    over = target * 0
+    rope_and_norm = 0
+    while low < high:
+        pivot = pivot_of(low, high, rope_and_norm)
+        weight = tl.zeros([BLOCK], tl.int64)
+        larger = tl.full([BLOCK], float("inf"), exact)
+        rest = tl.full([BLOCK], float("-inf"), exact)
+        for start in range(0, vocab, BLOCK):
+            x, _ids = shaped_block(logits_ptr, start, vocab, exact, row, above, BLOCK)
+            if BY_MASS:
+                weight += tl.where(x > pivot, mass_of(x, top), 0)
+            else:
+                weight += (x > pivot).to(tl.int64)
+            larger = tl.minimum(larger, tl.where(x > pivot, x, float("inf")))
+            rest = tl.maximum(rest, tl.where(x > pivot, float("-inf"), x))
+        total = tl.sum(weight, 0)
+        if total >= target:
+            low = tl.min(larger, 0)
+        else:
+            high = tl.max(rest, 0)
+            over = total
+        rope_and_norm += 1
+    return high, over
+
+
+@kernel
+def mass_left(logits_ptr, vocab, row, above, top, cut, ties, BLOCK: tl.constexpr):
+    """The mass of all over the cut, and of as many at it as stay."""
+    weight = tl.zeros([BLOCK], tl.int64)
+    for start in range(0, vocab, BLOCK):
+        x, _ids = shaped_block(logits_ptr, start, vocab, top.dtype, row, above, BLOCK)
+        weight += tl.where(x > cut, mass_of(x, top), 0)
+    return tl.sum(weight, 0) + ties * mass_at(cut, top, BLOCK)
+
+
+@kernel
+def mass_at(value, top, BLOCK: tl.constexpr):
+    # A whole block, so that a library that rounds single numbers otherwise cannot (the interpreter's).
+    return tl.max(mass_of(tl.zeros([BLOCK], top.dtype) + value, top), 0)
+
+
+@kernel
+def cut_of(logits_ptr, vocab, row, above, top, top_k, top_p, BLOCK: tl.constexpr):
+    """(cut, ties): what stays is all over the cut and the `ties` lowest ids at it.  top_k: int64, 0 for none."""
+    cut = top - float("inf")
+    ties = top_k * 0 + vocab
+    if top_k > 0:
+        cut, over = find_cut(logits_ptr, vocab, row, above, top, cut, top_k, False, BLOCK)
+        ties = top_k - over
+    if top_p < 1:
+        left = mass_left(logits_ptr, vocab, row, above, top, cut, ties, BLOCK)
+        enough = tl.ceil(left.to(tl.float64) * top_p.to(tl.float64)).to(tl.int64)
+        # exp(-28) of the likeliest has no mass in units of 2**-40.
+        lowest = tl.maximum(cut, top - 28.0)
+        tail, over = find_cut(logits_ptr, vocab, row, above, top, lowest, enough, True, BLOCK)
+        each = tl.maximum(mass_at(tail, top, BLOCK), 1)
+        # No more than top-k left at this value: enough is no more than what is left.
+        ties = (enough - over + each - 1) // each
+        cut = tail
+    return cut, ties
+
+
+@kernel
+def draw_filtered(logits_ptr, vocab, row, above, top, filters, k0, k1, BLOCK: tl.constexpr):
+    """The id of the best logit plus noise among what the filters (top_k, top_p, min_p) leave; ties to the lower id."""
+    exact: tl.constexpr = top.dtype
+    top_k, top_p, min_p = filters
+    cut, ties = cut_of(logits_ptr, vocab, row, above, top, top_k, top_p, BLOCK)
+    best = tl.full([BLOCK], float("-inf"), exact)
+    at = tl.arange(0, BLOCK)
+    before = ties * 0
+    for start in range(0, vocab, BLOCK):
+        x, ids = shaped_block(logits_ptr, start, vocab, exact, row, above, BLOCK)
+        equal = (x == cut).to(tl.int64)
+        rank = before + tl.cumsum(equal, 0) - equal
+        kept = (x > cut) | ((equal != 0) & (rank < ties))
+        kept = kept & (tl.exp(x - top) >= min_p.to(exact))
+        before += tl.sum(equal, 0)
+        if tl.max(kept.to(tl.int32), 0) > 0:
+            drawn = tl.where(kept, x + gumbel_at(ids, k0, k1, exact), float("-inf"))
+            at = tl.where(drawn > best, ids, at)
+            best = tl.maximum(best, drawn)
+    value = tl.max(best, 0)
+    return tl.min(tl.where(best == value, at, vocab), 0)

@@ -1,0 +1,151 @@
+"""The slots move on: what was decided enters the history, and the rows that a commit copies are derived.  One launch,
+for rounds and prefill passes alike."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from espalier.kernels.runtime.launch import chip, kernel, power_of_two, require
+from espalier.kernels.runtime.pdl import early, pdl_wait_if
+from espalier.kernels.state.page_rows import page_row, page_rows
+from espalier.slots import BatchState
+
+if TYPE_CHECKING:
+    import triton.language as tl
+
+
+class NodeRows(NamedTuple):
+    """rows: [B, W] nodes that were accepted, from the root on; nodes: rows of staging that each request has."""
+
+    rows: Tensor
+    nodes: int
+
+
+class Copies(NamedTuple):
+    """source, destination [B, W]: rows of the target's staging, and rows of its pages, 0 for what is not kept."""
+
+    source: Tensor
+    destination: Tensor
+
+
+class Advanced(NamedTuple):
+    """num_picked: [B] int64, how many of the decided tokens were picked and not known before; copies: of a path."""
+
+    num_picked: Tensor
+    copies: Copies | None
+
+
+def advance(
+    slots: BatchState, length: Tensor, picked: Tensor, count_tokens: bool, path: NodeRows | None = None
+) -> Advanced:
+    """Decide `length` [B] more tokens of each slot, the last of them its new root.
+
+    picked: [B, W] int64, the last W of these tokens, or all of them where they are fewer; tokens before them stand in
+    the history.  A token that is known there stays, and is the root in place of a picked one.  count_tokens: picked
+    tokens are counted for penalties.  path: the nodes that these tokens decide, which go to positions prefix_len ..;
+    a prefill pass has none, as its rows follow one another.
+    Where length is 0 (padding, which may name one slot twice) nothing changes.  Raises EspalierError if sizes do not
+    agree.  Exact.
+    """
+    run = advance_triton if picked.is_cuda else advance_reference
+    return run(slots, length, picked, count_tokens, path)
+
+
+def advance_triton(
+    slots: BatchState, length: Tensor, picked: Tensor, count_tokens: bool, path: NodeRows | None = None
+) -> Advanced:
+    table, (batch, width) = slots.table, picked.shape
+    require("advance: picked", picked, (slots.batch, -1), torch.int64, table.history)
+    require("advance: length", length, (batch,), torch.int64, picked)
+    num_picked, copies = torch.empty_like(length), None
+    if path is not None:
+        require("advance: rows", path.rows, (batch, width), torch.int64, picked)
+        copies = Copies(*(picked.new_empty(batch, width) for _ in range(2)))
+    if batch:
+        rows, nodes = (None, 0) if path is None else (path.rows.contiguous(), path.nodes)
+        source, destination = (None, None) if copies is None else copies
+        _advance_kernel[(batch,)](
+            *(slots.index, slots.prefix_len, slots.commit_from, slots.page_table, length, picked.contiguous(), rows),
+            *(table.known_len, table.history, table.prefix_len, table.root, table.counts if count_tokens else None),
+            *(num_picked, source, destination),
+            *(slots.index.stride(0), length.stride(0), slots.page_table.shape[1], table.ints.stride(0)),
+            *(table.history.stride(0), table.counts.stride(0), nodes, table.layout.page_size),
+            WIDTH=width,
+            W=power_of_two(width),
+            num_warps=1,
+            **early(chip(picked)),
+        )
+    return Advanced(num_picked, copies)
+
+
+def advance_reference(
+    slots: BatchState, length: Tensor, picked: Tensor, count_tokens: bool, path: NodeRows | None = None
+) -> Advanced:
+    table, width = slots.table, picked.shape[1]
+    offsets = torch.arange(width, device=picked.device)
+    decided = offsets < length[:, None]
+    places = slots.prefix_len[:, None] + 1 + (length[:, None] - width).clamp(min=0) + offsets
+    # Where nothing is decided the entry keeps what it holds.
+    columns = places.clamp(max=table.layout.history_width - 1)
+    slot = slots.index[:, None].expand_as(columns)
+    new = decided & (places >= table.known_len[slots.index][:, None])
+    tokens = torch.where(new, picked, table.history[slot, columns])
+    table.history[slot, columns] = tokens
+    last = tokens.gather(1, (length.clamp(max=width) - 1).clamp(min=0)[:, None])[:, 0]
+    table.root[slots.index] = torch.where(length > 0, last, table.root[slots.index])
+    table.prefix_len[slots.index] = slots.prefix_len + length
+    if count_tokens:
+        table.counts.index_put_((slot, tokens), new.to(table.counts.dtype), accumulate=True)
+    num_picked = new.sum(1)
+    if path is None:
+        return Advanced(num_picked, None)
+    positions = slots.prefix_len[:, None] + offsets
+    kept = decided & (positions >= slots.commit_from[:, None])
+    destination = page_rows(slots.page_table, positions, table.layout.page_size, kept)
+    first = torch.arange(slots.batch, device=picked.device) * path.nodes
+    return Advanced(num_picked, Copies(path.rows + first[:, None], destination))
+
+
+@kernel
+def _advance_kernel(
+    index_ptr, prefix_len_ptr, commit_from_ptr, page_table_ptr, length_ptr, picked_ptr, row_ptr,
+    known_len_ptr, history_ptr, out_prefix_len_ptr, root_ptr, counts_ptr,
+    num_picked_ptr, source_ptr, destination_ptr,
+    index_stride, length_stride, table_width, int_stride, history_stride, counts_stride, nodes, page_size,
+    WIDTH: tl.constexpr, W: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """A program a request."""
+    pdl_wait_if(DEPENDENT)
+    request = tl.program_id(0).to(tl.int64)
+    slot = tl.load(index_ptr + request * index_stride)
+    prefix_len = tl.load(prefix_len_ptr + request)
+    length = tl.load(length_ptr + request * length_stride)
+    offset = tl.arange(0, W)
+    at = request * WIDTH + offset
+    held = tl.minimum(length, WIDTH)
+    decided = offset < held
+    place = prefix_len + 1 + tl.maximum(length - WIDTH, 0) + offset
+    known = decided & (place < tl.load(known_len_ptr + slot * int_stride))
+    new = decided & (place >= tl.load(known_len_ptr + slot * int_stride))
+    history_at = history_ptr + slot * history_stride + place
+    token = tl.load(picked_ptr + at, mask=new, other=0) + tl.load(history_at, mask=known, other=0)
+
+    tl.store(history_at, token, mask=new)
+    tl.store(root_ptr + slot * int_stride + offset * 0, token, mask=offset == held - 1)
+    if length > 0:
+        tl.store(out_prefix_len_ptr + slot * int_stride, prefix_len + length)
+    if counts_ptr is not None:
+        # A path may hold a token twice.
+        tl.atomic_add(counts_ptr + slot * counts_stride + token, new.to(tl.int32), mask=new, sem="relaxed")
+    tl.store(num_picked_ptr + request, tl.sum(new.to(tl.int64), 0))
+
+    if row_ptr is not None:
+        position = prefix_len + offset
+        kept = decided & (position >= tl.load(commit_from_ptr + request))
+        destination = page_row(page_table_ptr + request * table_width, position, page_size, kept)
+        tl.store(destination_ptr + at, destination, mask=offset < WIDTH)
+        row = tl.load(row_ptr + at, mask=offset < WIDTH, other=0)
+        tl.store(source_ptr + at, request * nodes + row, mask=offset < WIDTH)

@@ -1,0 +1,196 @@
+"""Between the slot table and a launch: the rows of a batch, the chains that they run, the hidden that they keep."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from espalier.kernels.runtime.launch import chip, kernel, power_of_two, require
+from espalier.kernels.runtime.pdl import early, pdl_wait_if
+from espalier.kernels.state.page_rows import page_row, page_rows
+from espalier.slots import BatchState, SlotTable
+
+if TYPE_CHECKING:
+    import triton.language as tl
+
+LARGEST_BLOCK = 1024
+
+
+class Chain(NamedTuple):
+    """Known tokens of a batch in order, [B, W] int64 each: positions, tokens, and the page rows that a commit fills."""
+
+    positions: Tensor
+    tokens: Tensor
+    rows: Tensor
+
+
+def gather(table: SlotTable, index: Tensor) -> BatchState:
+    """What a launch reads of the slots `index` [B] int64, as it stands now.  Exact."""
+    return (gather_triton if index.is_cuda else gather_reference)(table, index)
+
+
+def chain(slots: BatchState, first: int, length: Tensor, width: int) -> Chain:
+    """`length` [B] tokens of each slot's history, from position prefix_len + `first` on, in `width` rows.
+
+    Rows past length run the root, and they and rows below commit_from are written to the dummy row.  Exact.
+    """
+    return (chain_triton if length.is_cuda else chain_reference)(slots, first, length, width)
+
+
+def carry(slots: BatchState, name: str, values: Tensor, length: Tensor) -> None:
+    """Hand row length - 1 (0 for length 0) of `values` [B, W, H], length [B], to each slot's next launch.  Exact."""
+    (carry_triton if length.is_cuda else carry_reference)(slots, name, values, length)
+
+
+def gather_triton(table: SlotTable, index: Tensor) -> BatchState:
+    (batch,), width = index.shape, table.page_table.shape[1]
+    require("gather: index", index, (-1,), torch.int64, table.page_table)
+    scalars = [torch.empty_like(index) for _ in range(6)]
+    real, pages = torch.empty_like(index, dtype=torch.bool), table.page_table.new_empty(batch, width)
+    if batch:
+        block = min(power_of_two(width), LARGEST_BLOCK)
+        _gather_slots_kernel[(batch, -(-width // block))](
+            *(index, table.prefix_len, table.root, table.commit_from, table.end, table.depth_limit, table.num_logprobs),
+            *(table.page_table, *scalars, real, pages),
+            *(index.stride(0), table.ints.stride(0), table.page_table.stride(0), width),
+            # What of `end` is no room, as the layout has it.
+            -table.layout.max_accept_depth(0, 0),
+            BLOCK=block,
+            num_warps=4,
+            **early(chip(index)),
+        )
+    prefix_len, root, commit_from, num_tokens, max_accept_depth, num_logprobs = scalars
+    return BatchState(
+        table, index, prefix_len, root, commit_from, num_tokens, max_accept_depth, num_logprobs, real, pages
+    )
+
+
+def gather_reference(table: SlotTable, index: Tensor) -> BatchState:
+    prefix_len = table.prefix_len[index]
+    left = table.layout.max_accept_depth(table.end[index], prefix_len)
+    return BatchState(
+        table=table,
+        index=index,
+        prefix_len=prefix_len,
+        root=table.root[index],
+        commit_from=table.commit_from[index],
+        num_tokens=prefix_len + 1,
+        max_accept_depth=torch.minimum(table.depth_limit[index], left).clamp(min=0),
+        num_logprobs=table.num_logprobs[index],
+        real=index > 0,
+        page_table=table.page_table[index],
+    )
+
+
+def chain_triton(slots: BatchState, first: int, length: Tensor, width: int) -> Chain:
+    batch, table, page_size = slots.batch, slots.table, slots.table.layout.page_size
+    require("chain: length", length, (batch,), torch.int64, slots.prefix_len)
+    made = Chain(*(length.new_empty(batch, width) for _ in range(3)))
+    if batch:
+        block = min(power_of_two(width), LARGEST_BLOCK)
+        _chain_kernel[(batch, -(-width // block))](
+            *(slots.index, slots.prefix_len, slots.root, slots.commit_from, slots.page_table, table.history),
+            *(length, *made, slots.index.stride(0), length.stride(0)),
+            *(table.history.stride(0), slots.page_table.shape[1], first, width, page_size),
+            BLOCK=block,
+            num_warps=1 if block <= 128 else 4,
+            **early(chip(length)),
+        )
+    return made
+
+
+def chain_reference(slots: BatchState, first: int, length: Tensor, width: int) -> Chain:
+    offsets = torch.arange(width, device=length.device)
+    positions = slots.prefix_len[:, None] + first + offsets
+    known = offsets < length[:, None]
+    tokens = torch.where(known, slots.history_at(positions), slots.root[:, None])
+    kept = known & (positions >= slots.commit_from[:, None])
+    return Chain(positions, tokens, page_rows(slots.page_table, positions, slots.table.layout.page_size, kept))
+
+
+def carry_triton(slots: BatchState, name: str, values: Tensor, length: Tensor) -> None:
+    kept = slots.table.carried[name]
+    batch, size = slots.batch, kept.shape[1]
+    require("carry: values", values, (batch, -1, size), kept.dtype, kept)
+    require("carry: length", length, (batch,), torch.int64, kept)
+    values = values.contiguous()
+    if batch:
+        block = min(power_of_two(size), LARGEST_BLOCK)
+        _carry_kernel[(batch, -(-size // block))](
+            *(slots.index, length, values, kept, slots.index.stride(0), length.stride(0), values.shape[1]),
+            SIZE=size,
+            BLOCK=block,
+            num_warps=4,
+            **early(chip(length)),
+        )
+
+
+def carry_reference(slots: BatchState, name: str, values: Tensor, length: Tensor) -> None:
+    last = (length - 1).clamp(min=0)[:, None, None].expand(-1, 1, values.shape[2])
+    slots.table.carried[name][slots.index] = values.gather(1, last)[:, 0]
+
+
+@kernel
+def _gather_slots_kernel(
+    index_ptr, prefix_len_ptr, root_ptr, commit_from_ptr, end_ptr, depth_limit_ptr, num_logprobs_ptr, page_table_ptr,
+    out_prefix_len_ptr, out_root_ptr, out_commit_from_ptr, num_tokens_ptr, room_ptr, out_num_logprobs_ptr, real_ptr,
+    out_pages_ptr,
+    index_stride, int_stride, table_stride, width, taken,
+    BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    pdl_wait_if(DEPENDENT)
+    b = tl.program_id(0).to(tl.int64)
+    slot = tl.load(index_ptr + b * index_stride)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    pages = tl.load(page_table_ptr + slot * table_stride + column, mask=column < width, other=0)
+    tl.store(out_pages_ptr + b * width + column, pages, mask=column < width)
+    if tl.program_id(1) == 0:
+        cell = slot * int_stride
+        prefix_len = tl.load(prefix_len_ptr + cell)
+        left = tl.load(end_ptr + cell) - taken - prefix_len
+        max_accept_depth = tl.maximum(tl.minimum(tl.load(depth_limit_ptr + cell), left), 0)
+        tl.store(out_prefix_len_ptr + b, prefix_len)
+        tl.store(out_root_ptr + b, tl.load(root_ptr + cell))
+        tl.store(out_commit_from_ptr + b, tl.load(commit_from_ptr + cell))
+        tl.store(num_tokens_ptr + b, prefix_len + 1)
+        tl.store(room_ptr + b, max_accept_depth)
+        tl.store(out_num_logprobs_ptr + b, tl.load(num_logprobs_ptr + cell))
+        tl.store(real_ptr + b, slot > 0)
+
+
+@kernel
+def _chain_kernel(
+    index_ptr, prefix_len_ptr, root_ptr, commit_from_ptr, page_table_ptr, history_ptr, length_ptr,
+    positions_ptr, tokens_ptr, rows_ptr,
+    index_stride, length_stride, history_stride, table_width, first, width, page_size,
+    BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    pdl_wait_if(DEPENDENT)
+    b = tl.program_id(0).to(tl.int64)
+    offset = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    position = tl.load(prefix_len_ptr + b) + first + offset
+    known = (offset < tl.load(length_ptr + b * length_stride)) & (offset < width)
+    kept = known & (position >= tl.load(commit_from_ptr + b))
+    slot = tl.load(index_ptr + b * index_stride)
+    token = tl.load(history_ptr + slot * history_stride + position, mask=known, other=0)
+    out = b * width + offset
+    tl.store(positions_ptr + out, position, mask=offset < width)
+    tl.store(tokens_ptr + out, tl.where(known, token, tl.load(root_ptr + b)), mask=offset < width)
+    row = page_row(page_table_ptr + b * table_width, position, page_size, kept)
+    tl.store(rows_ptr + out, row, mask=offset < width)
+
+
+@kernel
+def _carry_kernel(
+    index_ptr, length_ptr, values_ptr, kept_ptr, index_stride, length_stride, rows,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    pdl_wait_if(DEPENDENT)
+    b = tl.program_id(0).to(tl.int64)
+    last = tl.maximum(tl.load(length_ptr + b * length_stride) - 1, 0)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(values_ptr + (b * rows + last) * SIZE + at, mask=at < SIZE, other=0.0)
+    slot = tl.load(index_ptr + b * index_stride)
+    tl.store(kept_ptr + slot * SIZE + at, value, mask=at < SIZE)

@@ -1,0 +1,109 @@
+"""Commit: rows that were decided leave staging for the pages, all layers and planes of one group in one launch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from espalier.errors import EspalierError
+from espalier.kernels.runtime.launch import chip, kernel, oversubscribed, power_of_two, require
+from espalier.kernels.runtime.pdl import early, pdl_wait_if
+from espalier.layout import DUMMY_ROW
+
+if TYPE_CHECKING:
+    import triton.language as tl
+
+LARGEST_BLOCK = 2048
+# Of one warp at 16 bytes a thread, the widest access.
+WARP_BYTES = 512
+# Of one program, where one for each layer would crowd the chip.
+LAYERS_A_PROGRAM = 4
+# Of one launch; more planes take more launches.
+PLANES_A_LAUNCH = 2
+
+
+def commit_rows(staged: Sequence[Tensor], committed: Sequence[Tensor], source: Tensor, rows: Tensor) -> None:
+    """Copy rows `source` [N] of staged planes to `rows` [N] of committed ones, [layers, rows, heads, size] each.
+
+    Rows are distinct but for row 0, the dummy's, to which nothing is copied.
+    """
+    for i, (src, dst) in enumerate(zip(staged, committed, strict=True)):
+        require(f"staged plane {i}", src, (committed[0].shape[0], -1, *dst.shape[2:]), dst.dtype, dst)
+    require("commit's source", source, (-1,), torch.int64, committed[0])
+    require("commit's rows", rows, tuple(source.shape), torch.int64, source)
+    make = commit_rows_triton if source.is_cuda else commit_rows_reference
+    make(staged, committed, source, rows)
+
+
+@kernel
+def _copy(src_ptr, dst_ptr, layer, source, row, src_layer, dst_layer, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    for begin in tl.static_range(0, SIZE, BLOCK):
+        at = begin + tl.arange(0, BLOCK)
+        value = tl.load(src_ptr + layer * src_layer + source * SIZE + at, mask=at < SIZE)
+        tl.store(dst_ptr + layer * dst_layer + row * SIZE + at, value, mask=at < SIZE)
+
+
+@kernel
+def _commit_kernel(
+    src_0_ptr, src_1_ptr, dst_0_ptr, dst_1_ptr, source_ptr, row_ptr,
+    src_0_layer, src_1_layer, dst_0_layer, dst_1_layer, layers,
+    LAYERS: tl.constexpr, SIZE_0: tl.constexpr, SIZE_1: tl.constexpr, BLOCK_0: tl.constexpr, BLOCK_1: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """A program a row and LAYERS layers.  There is no second plane where src_1_ptr is None."""
+    pdl_wait_if(DEPENDENT)
+    n, first = tl.program_id(0), tl.program_id(1).to(tl.int64) * LAYERS
+    source, row = tl.load(source_ptr + n), tl.load(row_ptr + n)
+    if row != 0:
+        for layer in range(first, tl.minimum(first + LAYERS, layers)):
+            _copy(src_0_ptr, dst_0_ptr, layer, source, row, src_0_layer, dst_0_layer, SIZE_0, BLOCK_0)
+            if src_1_ptr is not None:
+                _copy(src_1_ptr, dst_1_ptr, layer, source, row, src_1_layer, dst_1_layer, SIZE_1, BLOCK_1)
+
+
+def commit_rows_triton(staged: Sequence[Tensor], committed: Sequence[Tensor], source: Tensor, rows: Tensor) -> None:
+    """Bytes are copied, so the result is the reference's."""
+    if not source.shape[0]:
+        return
+    # Whatever the pages' memory order between layers, the values of one row stand together.
+    for i, buffer in enumerate((*staged, *committed)):
+        if buffer.stride()[1:] != (buffer.shape[2] * buffer.shape[3], buffer.shape[3], 1):
+            raise EspalierError(
+                f"commit needs rows of plane {i % len(staged)} that are contiguous, and their strides are "
+                f"{buffer.stride()}"
+            )
+    for first in range(0, len(staged), PLANES_A_LAUNCH):
+        planes = slice(first, first + PLANES_A_LAUNCH)
+        _launch(staged[planes], committed[planes], source.contiguous(), rows.contiguous())
+
+
+def _launch(staged: Sequence[Tensor], committed: Sequence[Tensor], source: Tensor, rows: Tensor) -> None:
+    missing = PLANES_A_LAUNCH - len(staged)
+    sizes = [buffer.shape[2] * buffer.shape[3] for buffer in committed]
+    blocks = [min(power_of_two(size), LARGEST_BLOCK) for size in sizes]
+    count, layers = source.shape[0], committed[0].shape[0]
+    precompile = LAYERS_A_PROGRAM if oversubscribed(count * layers, chip(source)) else 1
+    _commit_kernel[(count, -(-layers // precompile))](
+        *(*staged, *[None] * missing),
+        *(*committed, *[None] * missing),
+        source,
+        rows,
+        *(*(buffer.stride(0) for buffer in staged), *[0] * missing),
+        *(*(buffer.stride(0) for buffer in committed), *[0] * missing),
+        layers,
+        LAYERS=precompile,
+        **{f"SIZE_{i}": size for i, size in enumerate([*sizes, *[0] * missing])},
+        **{f"BLOCK_{i}": block for i, block in enumerate([*blocks, *[0] * missing])},
+        num_warps=min(max(min(blocks) * committed[0].element_size() // WARP_BYTES, 1), 4),
+        **early(chip(source)),
+    )
+
+
+def commit_rows_reference(staged: Sequence[Tensor], committed: Sequence[Tensor], source: Tensor, rows: Tensor) -> None:
+    for src, dst in zip(staged, committed, strict=True):
+        dummy = dst[:, DUMMY_ROW].clone()
+        dst.index_copy_(1, rows, src.index_select(1, source))
+        dst[:, DUMMY_ROW] = dummy

@@ -1,0 +1,106 @@
+"""A launch's results as rows of one entry of a ring: fields of every kind side by side, as integers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from espalier.errors import EspalierError
+from espalier.kernels.runtime.launch import chip, kernel, power_of_two, require
+from espalier.kernels.runtime.pdl import early, pdl_wait_if
+
+if TYPE_CHECKING:
+    import triton.language as tl
+
+MOST_FIELDS = 8
+EMPTY = -1
+
+
+def write_results(ring: Tensor, entry: Tensor, fields: Mapping[int, Tensor]) -> None:
+    """Write the first B rows of entry [1] of a ring [entries, rows, width] int64.
+
+    fields: by their first column, [B, columns] int64, or float32, whose bits are kept; what none covers is EMPTY.
+    Raises EspalierError if sizes do not agree.  Exact.
+    """
+    (write_results_triton if ring.is_cuda else write_results_reference)(ring, entry, fields)
+
+
+def write_results_triton(ring: Tensor, entry: Tensor, fields: Mapping[int, Tensor]) -> None:
+    _, rows, width = ring.shape
+    batch = next(iter(fields.values())).shape[0]
+    require("put: ring", ring, (-1, -1, -1), torch.int64, ring)
+    require("put: entry", entry, (1,), torch.int64, ring)
+    for start, field in fields.items():
+        dtype = torch.float32 if field.dtype == torch.float32 else torch.int64
+        require(f"put: the field of column {start}", field, (batch, -1), dtype, ring)
+    ends = [start + field.shape[1] for start, field in fields.items()]
+    if len(fields) > MOST_FIELDS or max(ends) > width or batch > rows or not ring.is_contiguous():
+        raise EspalierError(
+            f"put: {len(fields)} fields of {batch} rows up to column {max(ends)} need a contiguous ring that holds "
+            f"them, {MOST_FIELDS} fields at most, and it is {list(ring.shape)}: take both from one layout"
+        )
+    if batch:
+        missing = MOST_FIELDS - len(fields)
+        block = power_of_two(width)
+        _write_results_kernel[(batch,)](
+            *(ring, entry, rows, width),
+            *(*(field.contiguous() for field in fields.values()), *[None] * missing),
+            **{f"START_{i}": start for i, start in enumerate([*fields, *[0] * missing])},
+            **{f"END_{i}": end for i, end in enumerate([*ends, *[0] * missing])},
+            NOTHING=EMPTY,
+            BLOCK=block,
+            num_warps=min(max(block // 128, 1), 8),
+            **early(chip(ring)),
+        )
+
+
+def write_results_reference(ring: Tensor, entry: Tensor, fields: Mapping[int, Tensor]) -> None:
+    batch = next(iter(fields.values())).shape[0]
+    made = ring.new_full((batch, ring.shape[2]), EMPTY)
+    for start, field in fields.items():
+        value = field.contiguous().view(torch.int32).to(torch.int64) if field.dtype == torch.float32 else field
+        made[:, start : start + field.shape[1]] = value
+    rows = torch.arange(batch, device=ring.device) + entry * ring.shape[1]
+    ring.flatten(0, 1).index_copy_(0, rows, made)
+
+
+@kernel
+def _with(value, at, b, field_ptr, START: tl.constexpr, END: tl.constexpr):
+    """The row so far, and a field where its columns are."""
+    if field_ptr is not None:
+        own = (at >= START) & (at < END)
+        found = tl.load(field_ptr + b * (END - START) + at - START, mask=own, other=0)
+        if field_ptr.dtype.element_ty == tl.float32:
+            found = found.to(tl.int32, bitcast=True)
+        value = tl.where(own, found.to(tl.int64), value)
+    return value
+
+
+@kernel
+def _write_results_kernel(
+    ring_ptr, entry_ptr, rows, width,
+    field_0, field_1, field_2, field_3, field_4, field_5, field_6, field_7,
+    START_0: tl.constexpr, START_1: tl.constexpr, START_2: tl.constexpr, START_3: tl.constexpr,
+    START_4: tl.constexpr, START_5: tl.constexpr, START_6: tl.constexpr, START_7: tl.constexpr,
+    END_0: tl.constexpr, END_1: tl.constexpr, END_2: tl.constexpr, END_3: tl.constexpr,
+    END_4: tl.constexpr, END_5: tl.constexpr, END_6: tl.constexpr, END_7: tl.constexpr,
+    NOTHING: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """A program a row."""
+    pdl_wait_if(DEPENDENT)
+    b = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    value = tl.full([BLOCK], NOTHING, tl.int64)
+    value = _with(value, at, b, field_0, START_0, END_0)
+    value = _with(value, at, b, field_1, START_1, END_1)
+    value = _with(value, at, b, field_2, START_2, END_2)
+    value = _with(value, at, b, field_3, START_3, END_3)
+    value = _with(value, at, b, field_4, START_4, END_4)
+    value = _with(value, at, b, field_5, START_5, END_5)
+    value = _with(value, at, b, field_6, START_6, END_6)
+    value = _with(value, at, b, field_7, START_7, END_7)
+    row = tl.load(entry_ptr) * rows + b
+    tl.store(ring_ptr + row * width + at, value, mask=at < width)

@@ -1,0 +1,194 @@
+"""The Markov chain that the foundry plants, what a draft knows of it, and the accept length that follows.
+
+Hot tokens, those of the draft's vocabulary, stand on a ring of N places in an order drawn from the seed.  From place i
+the chain goes to i + shift_j with probability p_j.  The draft holds NUM_CANDIDATES of these shifts for each place, in
+an order of its own: `skill` is how often it ranks the true first one first.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from espalier.errors import EspalierError
+from espalier.sampling.pick import SampledTokens
+from espalier.speculate.accept import accept
+from espalier.speculate.tree import Pool, Tree, ordered_topk
+
+MODES = ("chain", "copy")
+# What the target gives its successors in chain mode.  In copy mode each is as likely, before the far token decides.
+PROBABILITIES = (0.75, 0.15, 0.07, 0.03)
+NUM_SUCCESSORS = len(PROBABILITIES)
+NUM_CANDIDATES = 8
+# Of the times that the draft's first guess is wrong, how often the true one is no candidate at all.
+MISS = 1 / 2
+# Places differ in how sure the draft is; skill is the mean, to rounding.
+SPREAD = (0.25, 0.75, 1.25, 1.75)
+LEAST_SKILL, MOST_SKILL = 0.05, 0.99
+SAMPLES = 2048
+
+
+@dataclass(frozen=True)
+class Chain:
+    """N hot tokens of a vocabulary of V.
+
+    hot: [N] int64, their ids, ascending, so that a draft id indexes it; ring: [N], the draft id at each place; place:
+    [V], where each token stands, for a cold token the place before the one that always follows it; is_hot: [V] bool;
+    shifts: [1 + NUM_CANDIDATES], distinct mod N, the first NUM_SUCCESSORS the target's, likeliest first; draft_logp:
+    [N, 1 + NUM_CANDIDATES] float32, what the draft gives each shift, -inf where it holds it no candidate; kind: [V],
+    0 .. NUM_SUCCESSORS-1, the class that copy mode copies; lag_of: [V] in 0 .. num_lags-1; lags: [num_lags], how far
+    back a token of each sort looks.
+    """
+
+    mode: str
+    hot: Tensor
+    ring: Tensor
+    place: Tensor
+    is_hot: Tensor
+    shifts: Tensor
+    draft_logp: Tensor
+    kind: Tensor
+    lag_of: Tensor
+    lags: Tensor
+
+    @property
+    def size(self) -> int:
+        return len(self.hot)
+
+    def token_at(self, places: Tensor) -> Tensor:
+        return self.hot[self.ring[places % self.size]]
+
+    def successors(self, tokens: Tensor) -> Tensor:
+        """[...] -> [..., NUM_SUCCESSORS] token ids, likeliest first.  Of a cold token the first alone follows."""
+        return self.token_at(self.place[tokens][..., None] + self.shifts[:NUM_SUCCESSORS])
+
+    def follow(self, tokens: list[int], count: int) -> list[int]:
+        """What greedy decoding emits after `tokens`, by the rule.
+
+        In copy mode the successor is that of the kind of the token `lag` positions before the last one, so `tokens`
+        must be longer than the largest lag.
+        """
+        text = list(tokens)
+        for _ in range(count):
+            last = text[-1]
+            after = self.successors(torch.tensor(last))
+            choice = 0
+            if self.mode == "copy" and self.is_hot[last]:
+                far = text[-1 - int(self.lags[self.lag_of[last]])]
+                choice = int((self.kind[after] == self.kind[far]).nonzero()[0])
+            text.append(int(after[choice]))
+        return text[len(tokens) :]
+
+
+def make_chain(
+    vocab: int, num_plain: int, num_hot: int, num_lags: int, *, seed: int, mode: str, skill: float, reach: int
+) -> Chain:
+    """A chain drawn from the seed, on the CPU, so that it is the same for every device.
+
+    reach: the largest lag of copy mode; the smallest is 1.  Raises EspalierError for what cannot be drawn.
+    """
+    _check(num_plain, num_hot, mode, skill, reach)
+    generator = torch.Generator().manual_seed(seed)
+    hot = torch.randperm(num_plain, generator=generator)[:num_hot].sort().values
+    ring = torch.randperm(num_hot, generator=generator)
+    place = torch.randint(0, num_hot, (vocab,), generator=generator)
+    place[hot[ring]] = torch.arange(num_hot)
+    is_hot = torch.zeros(vocab, dtype=torch.bool)
+    is_hot[hot] = True
+    shifts = _shifts(num_hot, generator)
+    kind = torch.randint(0, NUM_SUCCESSORS, (vocab,), generator=generator)
+    kind[hot[ring]] = torch.arange(num_hot) % NUM_SUCCESSORS
+    lag_of = torch.randint(0, num_lags, (vocab,), generator=generator)
+    lags = torch.rand(num_lags, generator=generator).mul(math.log(reach)).exp().round().long().clamp(1, reach)
+    lags[0] = reach
+    draft_logp = _even_guesses(num_hot) if mode == "copy" else _guesses(num_hot, skill, generator)
+    return Chain(mode, hot, ring, place, is_hot, shifts, draft_logp, kind, lag_of, lags)
+
+
+def _check(num_plain: int, num_hot: int, mode: str, skill: float, reach: int) -> None:
+    if mode not in MODES:
+        raise EspalierError(f"mode {mode!r} is not the foundry's; use one of {', '.join(MODES)}")
+    if not LEAST_SKILL <= skill <= MOST_SKILL:
+        raise EspalierError(f"skill={skill} is not supported; use {LEAST_SKILL} to {MOST_SKILL}")
+    if reach < 1:
+        raise EspalierError(f"reach={reach} is not supported; use 1 or more")
+    if num_hot % NUM_SUCCESSORS or not 4 * NUM_CANDIDATES <= num_hot <= num_plain:
+        raise EspalierError(
+            f"a draft vocabulary of {num_hot} does not fit {num_plain} plain tokens; use a multiple of "
+            f"{NUM_SUCCESSORS} from {4 * NUM_CANDIDATES} to that number"
+        )
+
+
+def _shifts(size: int, generator: torch.Generator) -> Tensor:
+    """The first has no factor in common with the ring, so greedy text visits all of it before it repeats; the
+    successors' are 1, 2, .. mod NUM_SUCCESSORS, so that the successors of any place differ in kind."""
+    shifts: list[int] = []
+    while len(shifts) < 1 + NUM_CANDIDATES:
+        drawn = int(torch.randint(1, size, (), generator=generator))
+        j = len(shifts)
+        fits = j >= NUM_SUCCESSORS or drawn % NUM_SUCCESSORS == (j + 1) % NUM_SUCCESSORS
+        if fits and drawn not in shifts and (j > 0 or math.gcd(drawn, size) == 1):
+            shifts.append(drawn)
+    return torch.tensor(shifts)
+
+
+def _profile(skill: Tensor) -> Tensor:
+    """[N] -> [N, NUM_CANDIDATES + 1]: how likely the true first successor has each rank; the last is a miss."""
+    tail = 0.5 ** torch.arange(1, NUM_CANDIDATES, dtype=torch.float32)
+    wrong = 1 - skill[:, None]
+    return torch.cat((skill[:, None], wrong * (1 - MISS) * tail / tail.sum(), wrong * MISS), 1)
+
+
+def _guesses(size: int, skill: float, generator: torch.Generator) -> Tensor:
+    """The draft is calibrated: it gives its candidate of rank k what the truth has that rank with."""
+    spread = torch.tensor(SPREAD)[torch.randint(0, len(SPREAD), (size,), generator=generator)]
+    profile = _profile((1 - (1 - skill) * spread).clamp(LEAST_SKILL, MOST_SKILL))
+    drawn = torch.rand(size, 1, generator=generator)
+    truth = (drawn > profile.cumsum(1)[:, :-1]).sum(1, keepdim=True)
+    others = torch.arange(1, NUM_CANDIDATES + 1).expand(size, -1)
+    rank = torch.cat((truth, others - (others <= truth).long()), 1)
+    logp = profile[:, :-1].log().log_softmax(1)
+    return torch.cat((logp, torch.full((size, 1), -torch.inf)), 1).gather(1, rank)
+
+
+def _even_guesses(size: int) -> Tensor:
+    """A draft cannot see the far token: all successors alike."""
+    logp = torch.full((size, 1 + NUM_CANDIDATES), -torch.inf)
+    logp[:, :NUM_SUCCESSORS] = -math.log(NUM_SUCCESSORS)
+    return logp
+
+
+def predicted_accept_length(
+    chain: Chain, steps: int, topk: int, num_draft_tokens: int, samples: int = SAMPLES
+) -> float:
+    """Accept length of greedy decoding that the tables alone give: trees grown by the house's rules from places drawn
+    at random, no model in it."""
+    if num_draft_tokens == 1 or steps == 0:
+        return 1.0
+    generator = torch.Generator().manual_seed(samples)
+    roots = torch.randint(0, chain.size, (samples,), generator=generator)
+    tree = _grow(chain, roots, steps, topk, num_draft_tokens)
+    chosen = torch.zeros_like(tree.tokens)
+    if chain.mode == "copy":
+        chosen = torch.randint(0, NUM_SUCCESSORS, tree.tokens.shape, generator=generator)
+    picks = (tree.tokens + chain.shifts[chosen]) % chain.size
+    picked = SampledTokens(picks, torch.ones_like(picks, dtype=torch.bool))
+    path = accept(tree, picked, torch.full_like(roots, steps), torch.ones_like(roots, dtype=torch.bool), steps)
+    return float(path.length.double().mean())
+
+
+def _grow(chain: Chain, roots: Tensor, steps: int, topk: int, num_draft_tokens: int) -> Tree:
+    """The tree over places that `speculate/drafters/autoregressive.py` would propose from the draft's tables."""
+    pool = Pool(topk)
+    places, scores = roots[:, None], torch.zeros(len(roots), 1)
+    for level in range(1, steps + 1):
+        best, shift = ordered_topk(chain.draft_logp[places], topk)
+        children = (places[..., None] + chain.shifts[shift]) % chain.size
+        paths = scores[..., None] + best
+        pool.add(children, paths)
+        if level < steps:
+            scores, kept = ordered_topk(paths.flatten(1), topk)
+            pool.keep(kept)
+            places = children.flatten(1).gather(1, kept)
+    return pool.select(roots, num_draft_tokens)

@@ -1,0 +1,187 @@
+"""Synthetic checkpoints of production shape: real in every size and every pass, planted with a chain that is known.
+
+`write` makes two Hugging Face directories, `build` the same models straight on a device.  What is planted and why it
+works stands in foundry_target.py and foundry_draft.py; the chain, and the accept length that a draft of given skill
+comes to, in foundry_chain.py.  There is no tokenizer: prompts are token ids.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from espalier.errors import EspalierError
+from espalier.models import CausalLM, DraftModel
+from espalier.models.loading import make_target
+from espalier.models.weight_formats import all_dense
+from espalier.models.weights import INDEX, Weights
+from espalier.synthetic.chain import LEAST_SKILL, MOST_SKILL, Chain, make_chain, predicted_accept_length
+from espalier.synthetic.draft import DraftTensors
+from espalier.synthetic.shapes import Shape
+from espalier.synthetic.target import TargetTensors
+
+# Saving holds a shard twice, as tensors and as bytes.
+SHARD_BYTES = 2_000_000_000
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """All that a cast is made from.
+
+    mode: "chain", or "copy", where the kind of a token up to `reach` positions back decides which successor follows, so
+    that a wrong K/V row of any layer changes the text (from prompts longer than `reach`; no rule covers shorter ones);
+    skill: how often the draft's first guess is the chain's, in chain mode only.
+    """
+
+    shape: Shape
+    seed: int = 0
+    mode: str = "chain"
+    skill: float = 0.8
+    reach: int = 256
+
+    def chain(self) -> Chain:
+        config = self.shape.target
+        return make_chain(
+            config.vocab_size,
+            self.shape.num_plain,
+            self.shape.draft_vocab,
+            config.num_layers,
+            seed=self.seed,
+            mode=self.mode,
+            skill=self.skill,
+            reach=self.reach,
+        )
+
+    def tensors(self, dtype: torch.dtype, device: torch.device | str) -> tuple[TargetTensors, DraftTensors]:
+        target = TargetTensors(self.shape, self.chain(), self.seed, dtype, torch.device(device))
+        return target, DraftTensors(self.shape, target)
+
+    def with_accept_length(self, wanted: float, steps: int, topk: int, num_draft_tokens: int) -> "Recipe":
+        """The recipe whose draft is just so skilled that greedy decoding accepts `wanted` tokens a round.
+
+        Raises EspalierError where no skill gives that with this tree.
+        """
+        if self.mode != "chain":
+            raise EspalierError("copy mode's accept length follows from the tree alone; use mode 'chain'")
+
+        def length(skill: float) -> float:
+            return predicted_accept_length(replace(self, skill=skill).chain(), steps, topk, num_draft_tokens)
+
+        low, high = LEAST_SKILL, MOST_SKILL
+        least, most = length(low), length(high)
+        if not least <= wanted <= most:
+            raise EspalierError(
+                f"accept length {wanted} is out of reach of steps {steps}, topk {topk}, num_draft_tokens "
+                f"{num_draft_tokens}; use {least:.2f} to {most:.2f}"
+            )
+        while high - low > 4e-3:
+            middle = (low + high) / 2
+            low, high = (middle, high) if length(middle) < wanted else (low, middle)
+        return replace(self, skill=round((low + high) / 2, 4))
+
+
+def write(recipe: Recipe, out: Path, dtype: torch.dtype, device: torch.device | str = "cpu") -> tuple[Path, Path]:
+    """Write out/target, out/draft and out/foundry.json; returns the two directories.
+
+    Holds little more than a shard of at most SHARD_BYTES, twice, and the embedding.
+    """
+    target, draft = recipe.tensors(dtype, device)
+    stored = str(dtype).removeprefix("torch.")
+    fields = recipe.shape.fields
+    # Both, before the first is made, which may take long.
+    for name in ("target", "draft"):
+        _make_empty(out / name)
+    _write_model(out / "target", {**recipe.shape.config_json, "torch_dtype": stored}, target)
+    generation = {name: fields[name] for name in ("bos_token_id", "eos_token_id") if fields.get(name) is not None}
+    _write_json(out / "target" / "generation_config.json", {**generation, "do_sample": False})
+    _write_model(out / "draft", {**recipe.shape.draft_json, "torch_dtype": stored}, draft)
+    told = {**asdict(recipe), "shape": recipe.shape.name, "source": recipe.shape.source, "dtype": stored}
+    _write_json(out / "foundry.json", told)
+    return out / "target", out / "draft"
+
+
+def _make_empty(path: Path) -> None:
+    path.mkdir(parents=True, exist_ok=True)
+    if stale := sorted(path.glob("*.safetensors*")):
+        raise EspalierError(f"{path} already holds {stale[0].name}; name an empty directory")
+
+
+def _write_model(path: Path, config: Mapping[str, Any], tensors: TargetTensors | DraftTensors) -> None:
+    _write_json(path / "config.json", config)
+    shards = _shards(tensors, SHARD_BYTES)
+    names = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
+    if len(shards) == 1:
+        names = ["model.safetensors"]
+    for file, shard in zip(names, shards, strict=True):
+        _write_shard(path / file, tensors, shard)
+    if len(shards) > 1:
+        places = {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
+        total = sum(_bytes(tensors, name) for name in places)
+        _write_json(path / INDEX, {"metadata": {"total_size": total}, "weight_map": places})
+
+
+def _write_shard(file: Path, tensors: TargetTensors | DraftTensors, shard: list[str]) -> None:
+    made = {name: tensors.tensor(name).cpu().contiguous() for name in shard}
+    save_file(made, file, metadata={"format": "pt"})
+
+
+def _shards(tensors: TargetTensors | DraftTensors, most: int) -> list[list[str]]:
+    """Names in order, a shard as soon as the next would make it too large."""
+    shards: list[list[str]] = [[]]
+    held = 0
+    for name in tensors.shapes:
+        size = _bytes(tensors, name)
+        if shards[-1] and held + size > most:
+            shards.append([])
+            held = 0
+        shards[-1].append(name)
+        held += size
+    return shards
+
+
+def _bytes(tensors: TargetTensors | DraftTensors, name: str) -> int:
+    return torch.Size(tensors.shapes[name]).numel() * tensors.dtype.itemsize
+
+
+def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
+class Made(Weights):
+    """The weights of a checkpoint that was never written: each is made when it is taken."""
+
+    def __init__(self, tensors: TargetTensors | DraftTensors) -> None:
+        self.path = Path("foundry")
+        self.tensors = tensors
+        self.dtype = tensors.dtype
+        self.device = tensors.device
+        self.formats = all_dense
+        self._loaded: Mapping[str, Tensor] = {}
+        self._left = set(tensors.shapes)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.tensors.shapes
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self.tensors.shapes[name]
+
+    def _read(self, name: str) -> Tensor:
+        return self.tensors.tensor(name)
+
+
+def build(
+    recipe: Recipe, dtype: torch.dtype, device: torch.device | str, position_rows: int
+) -> tuple[CausalLM, DraftModel]:
+    """The models as loading `write`'s directories gives them, without files, for `engine.build.assemble`."""
+    tensors, draft_tensors = recipe.tensors(dtype, device)
+    draft_config = recipe.shape.draft_config
+    target = make_target(Made(tensors), tensors.config, draft_config.spec.capture, position_rows)
+    draft = recipe.shape.draft_format.make(Made(draft_tensors), draft_config, target, position_rows)
+    if tensors.device.type == "cuda":
+        torch.cuda.empty_cache()  # what was held while drawing is room for pages
+    return target, draft

@@ -1,0 +1,274 @@
+"""The target's tensors, each drawn by itself from the seed: random weights around a planted chain.
+
+Embeddings are e_t = r_t + planted parts, all of one length.  r_t is random and tells tokens apart; the planted parts
+lie in a few directions that nothing else touches: `mark` is common to all tokens (keys are made of it), and in copy
+mode there is one direction for each kind of token to be read (`read`), one to be written (`write`), one for each lag
+(`lag`).  Attention and MLP add little to the residual, so it keeps e_t, and a row of the head is the combination of its
+predecessors' r_t whose logits there are exactly the chain's.
+
+In copy mode layer l serves the tokens of lag l: query head A asks for the position `lag` back, query head B of the same
+key-value head for its own, and what A found minus what B found goes into `write`; for any other token both ask for
+their own and nothing is written.  So rows of every layer count.
+"""
+
+import hashlib
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from espalier.errors import EspalierError
+from espalier.synthetic.chain import NUM_SUCCESSORS, PROBABILITIES, Chain
+from espalier.synthetic.rope import LagCode, lag_code
+from espalier.synthetic.shapes import Shape
+
+# Logit of a likeliest successor; what does not follow has logits of mean 0 and deviation about sqrt(n / hidden) times
+# this, n the number of a token's predecessors.
+PEAK = 20.0
+# Added in copy mode to all tokens of the kind that was copied.
+COPY_GAIN = 10.0
+# What all layers together add to the residual, in units of its own size.
+DISTURBANCE = 0.15
+# Of an embedding's squared length.
+SHARES = {"mark": 0.08, "read": 0.08, "write": 0.12, "lag": 0.08}
+# Deviation of silu(a)·b for a, b of deviation 1.
+GATED = 0.6
+ROWS = 2048
+
+
+class Draw:
+    """Random tensors by name: the same name, seed and device give the same numbers, whatever was drawn before."""
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        self.seed = seed
+        self.device = device
+
+    def generator(self, name: str, device: torch.device) -> torch.Generator:
+        digest = hashlib.sha256(f"{self.seed}/{name}".encode()).digest()
+        return torch.Generator(device).manual_seed(int.from_bytes(digest[:7], "big"))
+
+    def normal(self, name: str, rows: int, columns: int, std: float, dtype: torch.dtype) -> Tensor:
+        out = torch.empty(rows, columns, dtype=dtype, device=self.device)
+        for chunk, drawn in self.chunks(name, rows, columns):
+            out[chunk] = drawn.mul_(std).to(dtype)
+        return out
+
+    def chunks(self, name: str, rows: int, columns: int) -> Iterator[tuple[slice, Tensor]]:
+        """Standard normal rows, float32, a few at a time."""
+        generator = self.generator(name, self.device)
+        for first in range(0, rows, ROWS):
+            count = min(ROWS, rows - first)
+            yield slice(first, first + count), torch.randn(count, columns, generator=generator, device=self.device)
+
+    def orthonormal(self, name: str, rows: int, columns: int) -> Tensor:
+        """[rows, columns] float32 with orthonormal columns, drawn on the CPU."""
+        drawn = torch.randn(rows, columns, generator=self.generator(name, torch.device("cpu")))
+        return torch.linalg.qr(drawn.double())[0].float().to(self.device)
+
+
+@dataclass(frozen=True)
+class Planted:
+    """Columns of `basis` [H, n], orthonormal: where each part begins, how long it is in an embedding."""
+
+    basis: Tensor
+    first: dict[str, int]
+    length: dict[str, float]
+
+    def direction(self, part: str, index: int = 0) -> Tensor:
+        return self.basis[:, self.first[part] + index]
+
+    def clean(self, rows: Tensor) -> Tensor:
+        """rows [..., H] without what lies in the planted directions."""
+        return rows - (rows @ self.basis) @ self.basis.T
+
+
+class TargetTensors:
+    """The weights of a target by the names of its checkpoint: `shapes` lists them, `tensor` makes one."""
+
+    def __init__(self, shape: Shape, chain: Chain, seed: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.config = shape.target
+        self.chain = chain
+        self.dtype = dtype
+        self.device = device
+        self.draw = Draw(seed, device)
+        self.copies = chain.mode == "copy"
+        self.planted = self._plant()
+        if self.copies and self.config.heads < 2 * self.config.kv_heads:
+            raise EspalierError(f"copy mode needs two query heads a key-value head, {shape.name} has fewer")
+
+    def _plant(self) -> Planted:
+        sizes = {"mark": 1}
+        if self.copies:
+            sizes |= {"read": NUM_SUCCESSORS, "write": NUM_SUCCESSORS, "lag": len(self.chain.lags)}
+        starts = torch.tensor([0, *sizes.values()]).cumsum(0).tolist()
+        hidden = self.config.hidden_size
+        if 2 * starts[-1] > hidden:
+            raise EspalierError(f"a hidden size of {hidden} has no room for {starts[-1]} planted directions")
+        lengths = {part: math.sqrt(SHARES[part] * hidden) for part in sizes}
+        basis = self.draw.orthonormal("planted", hidden, starts[-1])
+        return Planted(basis, dict(zip(sizes, starts, strict=False)), lengths)
+
+    @cached_property
+    def code(self) -> LagCode:
+        return lag_code(self.config.rope, self.config.max_position)
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        c = self.config
+        hidden, inner = c.hidden_size, c.intermediate_size
+        layer = {
+            "self_attn.q_proj": (c.heads * c.head_size, hidden),
+            "self_attn.k_proj": (c.kv_heads * c.head_size, hidden),
+            "self_attn.v_proj": (c.kv_heads * c.head_size, hidden),
+            "self_attn.o_proj": (hidden, c.heads * c.head_size),
+            "mlp.gate_proj": (inner, hidden),
+            "mlp.up_proj": (inner, hidden),
+            "mlp.down_proj": (hidden, inner),
+            "input_layernorm": (hidden,),
+            "post_attention_layernorm": (hidden,),
+        }
+        if c.qk_norm:
+            layer |= {"self_attn.q_norm": (c.head_size,), "self_attn.k_norm": (c.head_size,)}
+        found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (c.vocab_size, hidden)}
+        for i in range(c.num_layers):
+            found |= {f"model.layers.{i}.{name}.weight": size for name, size in layer.items()}
+        return {**found, "model.norm.weight": (hidden,), "lm_head.weight": (c.vocab_size, hidden)}
+
+    def tensor(self, name: str) -> Tensor:
+        """A fresh tensor, but for the embedding, which is kept: head and draft are made from it."""
+        part = name.removesuffix(".weight").rpartition(".")[2]
+        if name == "model.embed_tokens.weight":
+            return self.embedding
+        if name == "lm_head.weight":
+            return self._head()
+        size = self.shapes[name]
+        if len(size) == 1:
+            is_sharp = self.copies and part in ("q_norm", "k_norm")
+            return torch.full(size, self.code.norm_weight if is_sharp else 1.0, dtype=self.dtype, device=self.device)
+        weight = self._linear(name, part, size)
+        if self.copies and part in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            self._plant_copying(weight, part, int(name.split(".")[2]))
+        return weight
+
+    @cached_property
+    def embedding(self) -> Tensor:
+        """[V, H], every row of length sqrt(H)."""
+        hidden, vocab = self.config.hidden_size, self.config.vocab_size
+        length = math.sqrt(hidden * (1 - sum(SHARES[part] for part in self.planted.first)))
+        out = torch.empty(vocab, hidden, dtype=self.dtype, device=self.device)
+        for chunk, drawn in self.draw.chunks("embedding", vocab, hidden):
+            own = self.planted.clean(drawn)
+            own *= length / own.norm(dim=1, keepdim=True)
+            out[chunk] = (own + self._parts(chunk)).to(self.dtype)
+        return out
+
+    def _parts(self, tokens: slice) -> Tensor:
+        """[rows, H], what is planted in these tokens' embeddings."""
+        planted, chain = self.planted, self.chain
+        parts = (planted.direction("mark") * planted.length["mark"]).expand(tokens.stop - tokens.start, -1)
+        if self.copies:
+            for part, index in (("read", chain.kind), ("write", chain.kind), ("lag", chain.lag_of)):
+                columns = planted.first[part] + index[tokens].to(self.device)
+                parts = parts + planted.basis.T[columns] * planted.length[part]
+        return parts
+
+    def own_part(self, tokens: Tensor) -> Tensor:
+        """r_t of tokens [...], from the embedding as it is stored: [..., H] float32."""
+        return self.planted.clean(self.embedding[tokens.to(self.device)].float())
+
+    def _linear(self, name: str, part: str, size: tuple[int, ...]) -> Tensor:
+        """Inputs of deviation 1 give outputs of deviation 1; what enters the residual is scaled down, and kept out of
+        the planted directions."""
+        enters = part in ("o_proj", "down_proj")
+        if not enters:
+            return self.draw.normal(name, size[0], size[1], size[1] ** -0.5, self.dtype)
+        step = DISTURBANCE / math.sqrt(2 * self.config.num_layers) / (GATED if part == "down_proj" else 1.0)
+        weight = self.draw.normal(name, size[0], size[1], step * size[1] ** -0.5, torch.float32)
+        basis = self.planted.basis
+        return weight.sub_(basis @ (basis.T @ weight)).to(self.dtype)
+
+    def _plant_copying(self, weight: Tensor, part: str, layer: int) -> None:
+        """Head A, the first of a group, asks for the lag and head B, the second, for its own position.
+
+        The normed residual holds a planted direction with `length`, to DISTURBANCE's rounding.
+        """
+        c, planted, code = self.config, self.planted, self.code
+        size, kv_head = c.head_size, layer % c.kv_heads
+        first_head = kv_head * (c.heads // c.kv_heads)
+        own = code.amplitude * torch.outer(code.key().to(self.device), planted.direction("mark"))
+        own /= planted.length["mark"]
+        if part == "k_proj":
+            weight[kv_head * size : (kv_head + 1) * size] = own.to(self.dtype)
+        elif part == "q_proj":
+            asked = torch.zeros_like(own)
+            for lag in range(len(self.chain.lags)):
+                distance = int(self.chain.lags[lag]) if lag == layer else 0
+                turned = code.query(distance).to(self.device)
+                asked += code.amplitude * torch.outer(turned, planted.direction("lag", lag)) / planted.length["lag"]
+            weight[first_head * size : (first_head + 1) * size] = asked.to(self.dtype)
+            weight[(first_head + 1) * size : (first_head + 2) * size] = own.to(self.dtype)
+        for kind in range(NUM_SUCCESSORS):
+            if part == "v_proj":
+                weight[kv_head * size + kind] = (planted.direction("read", kind) / planted.length["read"]).to(
+                    self.dtype
+                )
+            elif part == "o_proj":
+                written = (planted.direction("write", kind) * planted.length["write"]).to(self.dtype)
+                weight[:, first_head * size + kind] = written
+                weight[:, (first_head + 1) * size + kind] = -written
+
+    def _head(self) -> Tensor:
+        """[V, H].  Rows of cold tokens, which never follow, are random and of a hot row's size."""
+        hidden, vocab, chain = self.config.hidden_size, self.config.vocab_size, self.chain
+        out = torch.empty(vocab, hidden, dtype=self.dtype, device=self.device)
+        std = PEAK * math.sqrt(NUM_SUCCESSORS) / hidden
+        for chunk, drawn in self.draw.chunks("lm_head", vocab, hidden):
+            out[chunk] = self.planted.clean(drawn.mul_(std)).to(self.dtype)
+        before, wanted = self._predecessors()
+        for first in range(0, chain.size, ROWS):
+            rows = slice(first, first + ROWS)
+            tokens = chain.token_at(torch.arange(chain.size)[rows])
+            known = self.own_part(before[rows].clamp(min=0))
+            row = solve_rows(known, wanted[rows].to(self.device), (before[rows] >= 0).to(self.device))
+            if self.copies:
+                write = planted_rows(self.planted, "write", chain.kind[tokens].to(self.device))
+                row = row + write * (COPY_GAIN / self.planted.length["write"])
+            out[tokens.to(self.device)] = row.to(self.dtype)
+        return out
+
+    def _predecessors(self) -> tuple[Tensor, Tensor]:
+        """For each place, the tokens that it follows, -1 where there are fewer, and the logits there: [N, n] each."""
+        chain = self.chain
+        places = torch.arange(chain.size)
+        ring = [chain.token_at(places - shift) for shift in chain.shifts[:NUM_SUCCESSORS]]
+        gaps = torch.zeros(NUM_SUCCESSORS)
+        if not self.copies:
+            gaps = torch.tensor(PROBABILITIES).log() - math.log(PROBABILITIES[0])
+        cold = (~chain.is_hot).nonzero()[:, 0]
+        follows = (chain.place[cold] + chain.shifts[0]) % chain.size
+        order = follows.argsort(stable=True)
+        follows, cold = follows[order], cold[order]
+        column = torch.arange(len(cold)) - torch.searchsorted(follows, follows)
+        more = torch.full((chain.size, int(column.max()) + 1 if len(cold) else 0), -1)
+        more[follows, column] = cold
+        before = torch.cat((torch.stack(ring, 1), more), 1)
+        return before, torch.cat((PEAK + gaps.expand(chain.size, -1), torch.full(more.shape, PEAK)), 1)
+
+
+def planted_rows(planted: Planted, part: str, index: Tensor) -> Tensor:
+    """[rows, H], one direction of `part` a row."""
+    return planted.basis.T[planted.first[part] + index]
+
+
+def solve_rows(known: Tensor, wanted: Tensor, real: Tensor) -> Tensor:
+    """The shortest w [N, H] with w · known[n] = wanted[n] for every n that is real.
+
+    known [N, n, H], wanted [N, n], real bool [N, n].
+    """
+    known = known * real[..., None]
+    gram = known @ known.transpose(1, 2) + torch.diag_embed((~real).to(known.dtype))
+    weights = torch.linalg.solve(gram, (wanted * real)[..., None])
+    return (weights * known).sum(1)

@@ -1,0 +1,138 @@
+"""A ticket on the wire: what arrives in the slot table, and that a round's vector has one form a batch."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from espalier.engine.launch_buffer import DeviceLaunch, pack_launch
+from espalier.engine.launch_input import LaunchInput, slot_init
+from espalier.errors import EspalierError
+from espalier.request import SamplingParams
+from espalier.sampling.logit_processors import SamplingNeeds
+from espalier.slots import FLOATS, INTS, SlotTable
+from tests.harness import Setup, request
+
+SETUP = Setup(page_size=4, max_batch=3)
+LAYOUT = SETUP.layout
+VOCAB = 16
+WISHES = SamplingParams(
+    temperature=0.7,
+    top_k=5,
+    top_p=0.8,
+    min_p=0.1,
+    repetition_penalty=1.2,
+    presence_penalty=0.3,
+    frequency_penalty=-0.4,
+    logit_bias={3: 1.5, 9: -2.25},
+    stop_token_ids=[7, 11],
+    min_tokens=2,
+    max_tokens=9,
+)
+
+
+def table() -> SlotTable:
+    made = SlotTable(LAYOUT, VOCAB, {"hidden": (2,)}, torch.float64, torch.device("cpu"))
+    for field in (*vars(made).values(), *made.carried.values()):
+        if isinstance(field, torch.Tensor) and field.dim() > 1:
+            field.fill_(1)  # what an earlier owner left
+    return made
+
+
+def entering(slot: int, prompt: list[int], output: list[int]):
+    r = request(0, prompt, WISHES, seed=2**40 + 5)
+    r.slot, r.pages, r.output = slot, [4, 2, 6], output
+    return slot_init(r, r.tokens, start=1, commit_from=4, end=17, steps=3)
+
+
+def device_launch(into: SlotTable, launch_input: LaunchInput, batch: int, entry: int = 0) -> DeviceLaunch:
+    packed = pack_launch(into, launch_input, entry, batch)
+    arrived = DeviceLaunch.of(torch.from_numpy(packed.vector), packed.form)
+    arrived.apply(into)
+    return arrived
+
+
+def test_an_admission_fills_its_slot_and_no_other():
+    into = table()
+    slot_inits = entering(2, [3, 1, 3, 8], [5, 5])
+    launch_input = LaunchInput(
+        (2, 3), SamplingNeeds(), lengths=(3, 2), width=16, slot_inits=(slot_inits,), appended_pages=((3, 1, 9),)
+    )
+    arrived = device_launch(into, launch_input, batch=2, entry=1)
+    assert (arrived.entry.tolist(), arrived.slots.tolist(), arrived.lengths.tolist()) == ([1], [2, 3], [3, 2])
+    ints = dict(zip(INTS, into.ints[2].tolist(), strict=True))
+    assert ints == {
+        "prefix_len": 1,
+        "root": 1,
+        "known_len": 6,
+        "commit_from": 4,
+        "end": 17,
+        "depth_limit": 3,
+        "top_k": 5,
+        "seed": 2**40 + 5,
+        "min_position": 6,
+        "num_logprobs": -1,
+    }
+    assert torch.equal(into.floats[2], torch.tensor([0.7, 0.8, 0.1, 1.2, 0.3, -0.4])), FLOATS
+    assert into.history[2].tolist()[:7] == [3, 1, 3, 8, 5, 5, 0] and not into.history[2, 6:].any()
+    assert into.page_table[2].tolist()[:4] == [4, 2, 6, 0] and not into.page_table[2, 3:].any()
+    assert into.page_table[3].tolist()[:3] == [1, 9, 1]
+    assert dict(zip(into.bias_ids[2].tolist(), into.bias_values[2].tolist(), strict=True)) == {3: 1.5, 9: -2.25, 0: 0}
+    assert into.stop_ids[2].tolist()[:3] == [7, 11, -1]
+    assert into.seen[2].nonzero().flatten().tolist() == [1, 3, 8]
+    assert into.counts[2].tolist() == [0, 0, 0, 0, 0, 2] + [0] * 10
+    assert not into.carried["hidden"][2].any()
+    for field in (into.ints, into.history, into.counts, into.seen, into.carried["hidden"]):
+        assert field[1].eq(1).all() and field[3].eq(1).all()
+
+
+def test_numbers_are_read_under_their_names():
+    into = table()
+    into.seed[1], into.min_p[1] = 2**62, 0.25
+    assert into.ints[1, INTS.index("seed")] == 2**62
+    assert into.floats[1, FLOATS.index("min_p")] == 0.25
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3])
+def test_a_rounds_vector_has_one_form_a_batch(batch):
+    into = table()
+    per_request = LAYOUT.max_appended_pages(1)
+    most = tuple((1 + i // per_request, i % per_request, 5) for i in range(LAYOUT.max_appended_pages(batch)))
+    forms = {
+        pack_launch(
+            into, LaunchInput(tuple(range(1, batch + 1)), SamplingNeeds(), appended_pages=appended_pages), entry, batch
+        ).form
+        for entry, appended_pages in ((0, ()), (1, most[:1]), (2, most))
+    }
+    assert len(forms) == 1
+    with pytest.raises(EspalierError, match="its ticket holds"):
+        pack_launch(into, LaunchInput((1,), SamplingNeeds(), appended_pages=(*most, (1, 1, 1))), 0, batch)
+
+
+def test_padding_is_the_dummy_request_and_writes_its_dummy_page():
+    into = table()
+    into.page_table.fill_(0)
+    arrived = device_launch(into, LaunchInput((3,), SamplingNeeds(), appended_pages=((3, 2, 8),)), batch=3)
+    assert arrived.slots.tolist() == [3, 0, 0]
+    assert into.page_table.nonzero().tolist() == [[3, 2]]
+
+
+def test_a_page_past_the_table_is_refused():
+    for slot, column in ((1, LAYOUT.table_width), (LAYOUT.num_slots, 0)):
+        with pytest.raises(EspalierError, match="asks for page"):
+            pack_launch(table(), LaunchInput((1,), SamplingNeeds(), appended_pages=((slot, column, 1),)), 0, 1)
+
+
+def test_what_grows_between_two_launches_fits_a_ticket():
+    """The most that a request's pages can grow by: it was just admitted, and two rounds are ahead."""
+    for page_size in (1, 2, 3, 16, 64, 512):
+        layout = replace(SETUP, page_size=page_size, max_context=4000).layout
+        for seen in range(1, 200):
+            grown = layout.reserve(seen + layout.extend_width, 2, 10**6) - layout.reserve(seen, 1, 10**6)
+            assert grown <= layout.max_appended_pages(1)
+
+
+def test_vectors_are_integers():
+    packed = pack_launch(table(), LaunchInput((), SamplingNeeds()), 0, 0)
+    assert packed.vector.dtype == np.int64 and [size for name, size in packed.form if name == "entry"] == [1]

@@ -1,0 +1,191 @@
+"""The children kernel's scores are the reference's, and its children are the best by them."""
+
+import pytest
+import torch
+
+from espalier.errors import EspalierError
+from espalier.kernels.tree import draft_topk as kernel_of_children
+from espalier.kernels.tree.draft_topk import draft_topk_triton
+from espalier.sampling.logit_processors import shape
+from espalier.sampling.pick import coupled_scores
+from tests.kernels.sampled import (
+    ALL_SAMPLING,
+    ASKED,
+    kernel_rows,
+    noise_at,
+    random_above,
+    random_logits,
+    reference_rows,
+    slots_of,
+    table_of,
+)
+
+# The interpreter computes what a `where` leaves out as well.
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
+# float32: sums over a vocabulary in another order, exp by tl.exp, the noise's logarithms; see
+# kernels/tree/draft_topk.py. float64: the score itself is float32.
+TOLERANCE = {torch.float32: 2.0**-16, torch.float64: 2.0**-22}
+
+
+@pytest.fixture(autouse=True)
+def small_splits(monkeypatch, request):
+    if not request.node.get_closest_marker("gpu"):
+        monkeypatch.setattr(kernel_of_children, "SPLIT", 32)
+
+
+def log_probabilities(logits, d2t, slots, first, offset, above, tau=1.0):
+    """[B, Q, target vocabulary] by the reference: -inf for what the draft cannot say."""
+    vocab = slots.table.counts.shape[1]
+    exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if d2t is not None:
+        exact = exact.new_full((*exact.shape[:-1], vocab), -torch.inf).index_copy_(-1, d2t, exact)
+    rows, positions = reference_rows(slots), (first[:, None] + offset).expand(logits.shape[:2])
+    noise = noise_at(slots, positions, vocab, logits.dtype)
+    return coupled_scores(shape(exact, rows, ALL_SAMPLING, positions, above), rows, noise, tau)
+
+
+def agree(logits, d2t, slots, first, offset, scores, topk, above=None, tau=1.0):
+    """Every child carries its reference score, none is told twice, and they are as good as the best ones."""
+    hanging = None if above is None else (above.tokens, above.ancestor_bits)
+    ids, best = draft_topk_triton(logits, d2t, kernel_rows(slots), first, offset, scores, topk, hanging, tau)
+    logp = log_probabilities(logits, d2t, slots, first, offset, above, tau).nan_to_num(
+        nan=-torch.inf, neginf=-torch.inf
+    )
+    count = min(topk, logp.shape[-1])
+    expected = logp.topk(count).values.clamp(max=0).float() + scores[..., None]
+    expected = torch.nn.functional.pad(expected, (0, topk - count), value=-torch.inf)
+    allowed = TOLERANCE[torch.promote_types(logits.dtype, torch.float32)] * expected.abs().clamp(min=1)
+    own = logp.gather(-1, ids).float().clamp(max=0) + scores[..., None]
+    void = expected == -torch.inf
+    for wanted in (expected, torch.where(void, -torch.inf, own)):
+        assert torch.equal(best == -torch.inf, wanted == -torch.inf)
+        assert ((best - wanted).abs() <= allowed)[~void].all()
+    assert (ids[void & (scores[..., None] > -torch.inf)] == 0).all()
+    told = ids.masked_fill(void, -1).sort(-1).values
+    assert not ((told[..., 1:] == told[..., :-1]) & (told[..., 1:] >= 0)).any()
+    return ids, best
+
+
+def batch_of(vocab, queries, device, seed=0, asked=ASKED):
+    slots = slots_of(table_of(asked, vocab, device, seed), range(1, len(asked) + 1))
+    scores = -torch.rand(len(asked), queries, generator=torch.Generator().manual_seed(seed)).to(device)
+    return slots, torch.arange(96, 96 + len(asked), device=device), scores
+
+
+def map_of(draft_vocab, vocab, device, ascending=True):
+    ids = torch.randperm(vocab, generator=torch.Generator().manual_seed(draft_vocab))[:draft_vocab]
+    return (ids.sort().values if ascending else ids).to(device)
+
+
+@pytest.mark.parametrize(
+    ("draft_vocab", "vocab", "topk", "dtype"),
+    [
+        *((0, 16, 3, dtype) for dtype in DTYPES),
+        (70, 300, 2, torch.float32),
+        (5, 40, 8, torch.bfloat16),
+        (0, 70, 6, torch.float64),
+    ],
+)
+def test_every_way_to_sample(kernel_device, draft_vocab, vocab, topk, dtype):
+    slots, first, scores = batch_of(vocab, 2, kernel_device)
+    d2t = map_of(draft_vocab, vocab, kernel_device) if draft_vocab else None
+    logits = random_logits(vocab, len(ASKED), 2, draft_vocab or vocab, dtype=dtype).to(kernel_device)
+    agree(logits, d2t, slots, first, 3, scores, topk, random_above(len(ASKED), 2, 6, vocab, kernel_device))
+
+
+def test_whatever_shapes_the_draw_knows_the_target_ids(kernel_device):
+    """Each thing that asks for ids alone, at temperature 0, and nothing at all."""
+    asked = ({}, {"bias": 40}, {"stops": 30}, {"repetition": 1.8}, {"presence": 2.0})
+    slots, first, scores = batch_of(40, 1, kernel_device, asked=asked)
+    d2t = map_of(20, 40, kernel_device)
+    logits = random_logits(7, len(asked), 1, 20).to(kernel_device)
+    agree(logits, d2t, slots, first, 0, scores, 6)
+
+
+def test_tau_flattens_what_is_sampled(kernel_device):
+    slots, first, scores = batch_of(90, 1, kernel_device)
+    agree(random_logits(1, len(ASKED), 1, 90).to(kernel_device), None, slots, first, 0, scores, 4, tau=2.0)
+
+
+@pytest.mark.parametrize("ascending", [True, False])
+def test_ties_go_to_the_lower_draft_index(kernel_device, ascending):
+    slots, first, scores = batch_of(200, 1, kernel_device, asked=({}, {"bias": 0}))
+    d2t = map_of(100, 200, kernel_device, ascending)
+    logits = torch.zeros(2, 1, 100, device=kernel_device)
+    logits[1, 0, [95, 20, 60]] = 1.0
+    ids, _ = draft_topk_triton(logits, d2t, kernel_rows(slots), first, 0, scores, 5)
+    assert ids[0, 0].tolist() == d2t[[0, 1, 2, 3, 4]].tolist()
+    assert ids[1, 0].tolist() == d2t[[20, 60, 95, 0, 1]].tolist()
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, "nothing left", "two left"])
+def test_a_row_that_is_not_finite_has_no_children_and_its_mates_do(kernel_device, bad):
+    slots, first, scores = batch_of(60, 1, kernel_device)
+    logits = random_logits(2, len(ASKED), 1, 60).to(kernel_device)
+    right, _ = agree(logits, None, slots, first, 1, scores, 3)
+    if bad in ("nothing left", "two left"):
+        logits[::2, :, : 60 if bad == "nothing left" else 58] = -torch.inf
+    else:
+        logits[::2, 0, [40, 50]] = bad
+    ids, best = agree(logits, None, slots, first, 1, scores, 3)
+    assert torch.equal(ids[1::2], right[1::2])
+    assert (best[::2, 0] > -torch.inf).sum(-1).max() == (2 if bad == "two left" else 0)
+
+
+def test_a_void_row_has_void_children(kernel_device):
+    slots, first, scores = batch_of(40, 2, kernel_device)
+    scores[:, 1] = -torch.inf
+    _, best = agree(random_logits(3, len(ASKED), 2, 40).to(kernel_device), None, slots, first, 0, scores, 3)
+    assert (best[:, 1] == -torch.inf).all() and (best[:, 0] > -torch.inf).all()
+
+
+def test_a_row_does_not_depend_on_its_batch(kernel_device):
+    vocab, queries = 60, 2
+    slots, first, scores = batch_of(vocab, queries, kernel_device, seed=3)
+    logits = random_logits(7, len(ASKED), queries, vocab).to(kernel_device)
+    above = random_above(len(ASKED), queries, 5, vocab, kernel_device)
+    precompile = draft_topk_triton(
+        logits, None, kernel_rows(slots), first, 2, scores, 4, (above.tokens, above.ancestor_bits)
+    )
+    for b in range(0, len(ASKED), 3):
+        own, rows = slice(b, b + 1), kernel_rows(slots_of(slots.table, [b + 1]))
+        for q in range(queries):
+            on = (above.tokens[own], above.ancestor_bits[own, q : q + 1])
+            alone = draft_topk_triton(logits[own, q : q + 1], None, rows, first[own], 2, scores[own, q : q + 1], 4, on)
+            assert torch.equal(alone[0][0, 0], precompile[0][b, q]) and torch.equal(alone[1][0, 0], precompile[1][b, q])
+
+
+def test_logits_may_stand_in_wider_rows(kernel_device):
+    slots, first, scores = batch_of(50, 2, kernel_device)
+    wide = random_logits(8, len(ASKED), 3, 64).to(kernel_device)
+    wide[..., 50:] = torch.nan
+    agree(wide[:, 1:, :50], None, slots, first, 0, scores, 3)
+
+
+def test_nobody_has_no_children(kernel_device):
+    slots = slots_of(table_of(ASKED, 20, kernel_device), [])
+    none = torch.zeros(0, 2, device=kernel_device)
+    ids, best = draft_topk_triton(none.new_zeros(0, 2, 20), None, kernel_rows(slots), slots.root, 0, none, 3)
+    assert ids.shape == best.shape == (0, 2, 3)
+
+
+def test_arguments_of_another_shape_are_refused(kernel_device):
+    slots, first, scores = batch_of(20, 2, kernel_device)
+    logits = torch.zeros(len(ASKED), 2, 20, device=kernel_device)
+    with pytest.raises(EspalierError, match="logits needs shape"):
+        draft_topk_triton(logits[..., :5], None, kernel_rows(slots), first, 0, scores, 3)
+    with pytest.raises(EspalierError, match="scores needs shape"):
+        draft_topk_triton(logits, None, kernel_rows(slots), first, 0, scores[:, :1], 3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("draft_vocab", "vocab", "topk"), [(32000, 128256, 10), (0, 151936, 8), (0, 262144, 32)])
+def test_vocabularies_of_real_models(kernel_device, draft_vocab, vocab, topk, dtype):
+    slots, first, scores = batch_of(vocab, topk, kernel_device)
+    d2t = map_of(draft_vocab, vocab, kernel_device) if draft_vocab else None
+    logits = random_logits(vocab, len(ASKED), topk, draft_vocab or vocab, dtype=dtype).to(kernel_device)
+    above = random_above(len(ASKED), topk, 3 * topk, vocab, kernel_device)
+    agree(logits, d2t, slots, first, 3, scores, topk, above)

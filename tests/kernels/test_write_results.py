@@ -1,0 +1,79 @@
+"""Results put into a ring against a loop over columns, and the kernel against its reference: exactly."""
+
+import struct
+
+import pytest
+import torch
+
+from espalier.errors import EspalierError
+from espalier.kernels.state.write_results import EMPTY, write_results, write_results_reference, write_results_triton
+from tests.kernels.treeing import random
+
+ENTRIES, ROWS, WIDTH = 3, 6, 21
+
+
+def drawn(batch, seed, all_of_them=True):
+    """Fields with columns between them that none covers; one of floats, infinite ones and a NaN among them."""
+    generator = random(seed)
+
+    def integers(columns):
+        return torch.randint(-(2**62), 2**62, (batch, columns), generator=generator)
+
+    scores = torch.randn(batch, 4, generator=generator)
+    scores[:, 1:3] = torch.tensor([-torch.inf, torch.nan])
+    fields = {0: integers(1), 3: integers(5)}
+    return fields | {8: scores, 13: integers(1), 14: integers(2), 16: scores[:, :2]} if all_of_them else fields
+
+
+def ring_of(seed):
+    return torch.randint(0, 100, (ENTRIES, ROWS, WIDTH), generator=random(seed))
+
+
+def put_in_loops(ring, entry, fields):
+    ring = ring.clone()
+    for b in range(fields[0].shape[0]):
+        row = [EMPTY] * WIDTH
+        for start, field in fields.items():
+            for column, value in enumerate(field[b].tolist(), start):
+                row[column] = value if field.dtype == torch.int64 else struct.unpack("i", struct.pack("f", value))[0]
+        ring[entry, b] = torch.tensor(row)
+    return ring
+
+
+@pytest.mark.parametrize("batch", [1, 4, ROWS])
+def test_the_reference_is_what_loops_put(batch):
+    for seed in range(4):
+        fields, ring = drawn(batch, seed, seed % 2 == 0), ring_of(seed)
+        expected = put_in_loops(ring, seed % ENTRIES, fields)
+        write_results_reference(ring, torch.tensor([seed % ENTRIES]), fields)
+        assert torch.equal(ring, expected)
+
+
+@pytest.mark.parametrize("batch", [0, 1, 4, ROWS])
+def test_kernel_is_the_reference(kernel_device, batch):
+    for seed in range(4):
+        fields, expected = drawn(batch, seed, seed % 2 == 0), ring_of(seed)
+        ring, entry = expected.to(kernel_device, copy=True), torch.tensor([seed % ENTRIES])
+        write_results_reference(expected, entry, fields)
+        write_results_triton(
+            ring, entry.to(kernel_device), {start: field.to(kernel_device) for start, field in fields.items()}
+        )
+        assert torch.equal(ring.cpu(), expected)
+
+
+def test_what_does_not_fit_is_refused(kernel_device):
+    ring, entry = ring_of(0).to(kernel_device), torch.tensor([0]).to(kernel_device)
+    fields = {start: field.to(kernel_device) for start, field in drawn(4, 0).items()}
+    with pytest.raises(EspalierError, match="put: entry"):
+        write_results_triton(ring, entry[:0], fields)
+    with pytest.raises(EspalierError, match="field of column 3"):
+        write_results_triton(ring, entry, fields | {3: fields[3][1:]})
+    with pytest.raises(EspalierError, match="up to column 22"):
+        write_results_triton(ring, entry, fields | {17: fields[3]})
+
+
+def test_a_cpu_needs_no_kernel():
+    ring, fields = ring_of(1), drawn(3, 1)
+    expected = put_in_loops(ring, 2, fields)
+    write_results(ring, torch.tensor([2]), fields)
+    assert torch.equal(ring, expected)

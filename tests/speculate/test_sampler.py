@@ -1,0 +1,115 @@
+"""Sampler by the kernels and in plain torch are one: the same tokens at a tree's nodes, the same children."""
+
+import pytest
+import torch
+
+from espalier.kernels.attention.ancestor_bits import ancestor_mask, pack
+from espalier.sampling.logit_processors import Above
+from espalier.speculate import sampler as draws_module
+from espalier.speculate.sampler import Sampler
+from espalier.speculate.tree import Tree
+from tests.kernels.sampled import ALL_SAMPLING, ASKED, random_above, random_logits, slots_of, table_of
+
+# The interpreter computes what a `where` leaves out as well.
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
+
+VOCAB, NODES, WIDTH = 16, 7, 4
+
+
+def draws_of(device):
+    """(by the kernels, in plain torch) for the same slots."""
+    first = torch.arange(97, 97 + len(ASKED))
+    there, here = (slots_of(table_of(ASKED, VOCAB, at), range(1, len(ASKED) + 1)) for at in (device, first.device))
+    plain = Sampler.of(here, ALL_SAMPLING, first, WIDTH, VOCAB, torch.float64)
+    return Sampler.by_kernels(there, ALL_SAMPLING, first.to(device), VOCAB), plain
+
+
+def tree_of(batch: int, seed: int = 0) -> Tree:
+    """Random trees of three levels, their last node void."""
+    generator = torch.Generator().manual_seed(seed)
+    parents = torch.tensor([[0, 0, 0, 1, 1, 3, 0]] * batch)
+    depths = torch.tensor([[0, 1, 1, 2, 2, 3, 1]] * batch)
+    tokens = torch.randint(0, VOCAB, (batch, NODES), generator=generator)
+    tokens[:, -1] = -1
+    void = tokens < 0
+    scores = torch.zeros(batch, NODES).masked_fill(void, -torch.inf)
+    return Tree(tokens, parents, depths, scores, pack(ancestor_mask(parents, void, 3)))
+
+
+def moved(tree: Tree, device: torch.device) -> Tree:
+    return Tree(*(value.to(device) for value in vars(tree).values()))
+
+
+def test_the_nodes_of_a_tree(kernel_device):
+    by_kernels, plain = draws_of(kernel_device)
+    tree, logits = tree_of(len(ASKED)), random_logits(1, len(ASKED), NODES, VOCAB, dtype=torch.float64)
+    expected = plain.pick_nodes(logits, tree)
+    picked = by_kernels.pick_nodes(logits.to(kernel_device), moved(tree, kernel_device))
+    assert picked.tokens.tolist() == expected.tokens.tolist() and picked.finite.all()
+
+
+def test_the_token_after_a_chunk(kernel_device):
+    by_kernels, plain = draws_of(kernel_device)
+    logits = random_logits(2, len(ASKED), 1, VOCAB, dtype=torch.float64)
+    expected = plain.pick_last(logits)
+    assert by_kernels.pick_last(logits.to(kernel_device)).tokens.tolist() == expected.tokens.tolist()
+
+
+@pytest.mark.parametrize("draft_vocab", [None, 9])
+@pytest.mark.parametrize("level", [1, 3])
+def test_children_and_their_scores(kernel_device, draft_vocab, level):
+    by_kernels, plain = draws_of(kernel_device)
+    queries, batch = (1 if level == 1 else 2), len(ASKED)
+    d2t = None if draft_vocab is None else torch.arange(draft_vocab) + 3
+    logits = random_logits(3, batch, queries, draft_vocab or VOCAB, dtype=torch.float64)
+    scores = -torch.rand(batch, queries, generator=torch.Generator().manual_seed(4))
+    above = None if level == 1 else random_above(batch, queries, 4, VOCAB, torch.device("cpu"))
+    expected_ids, expected = plain.children(logits, d2t, level - 1, scores, 3, above)
+    ids, best = by_kernels.children(
+        logits.to(kernel_device),
+        None if d2t is None else d2t.to(kernel_device),
+        level - 1,
+        scores.to(kernel_device),
+        3,
+        None if above is None else Above(above.tokens.to(kernel_device), above.ancestor_bits.to(kernel_device)),
+    )
+    possible = expected > -torch.inf
+    assert torch.equal(ids.cpu()[possible], expected_ids[possible])
+    # The scores are float32; a shape whose penalties reach thousands has ulps to match.
+    assert torch.allclose(best.cpu(), expected, rtol=2**-22, atol=2**-22)
+
+
+def test_a_planted_offset_reaches_the_kernels(kernel_device, monkeypatch):
+    """The fault parent-noise breaks the path that runs, on either device."""
+    by_kernels, plain = draws_of(kernel_device)
+    tree, logits = tree_of(len(ASKED)), random_logits(1, len(ASKED), NODES, VOCAB, dtype=torch.float64)
+    right = plain.pick_nodes(logits, tree).tokens
+    monkeypatch.setattr(draws_module, "noise_offsets", lambda tree: tree.depths.gather(1, tree.parents))
+    wrong = by_kernels.pick_nodes(logits.to(kernel_device), moved(tree, kernel_device)).tokens.cpu()
+    assert (wrong != right).any() and torch.equal(wrong, plain.pick_nodes(logits, tree).tokens)
+
+
+@pytest.mark.gpu
+def test_a_captured_launch_reads_what_the_table_holds_at_replay(kernel_device):
+    """And nothing of it syncs: capture refuses that."""
+    slots = slots_of(table_of(ASKED, VOCAB, kernel_device), range(1, len(ASKED) + 1))
+    first = torch.full((len(ASKED),), 97, device=kernel_device)
+    tree = moved(tree_of(len(ASKED)), kernel_device)
+    logits = random_logits(1, len(ASKED), NODES, VOCAB).to(kernel_device)
+    scores = torch.zeros(len(ASKED), NODES, device=kernel_device)
+    above = Above(tree.tokens, tree.ancestors)
+
+    def launch():
+        sampler = Sampler.of(slots, ALL_SAMPLING, first, WIDTH, VOCAB, torch.float32)
+        assert sampler.slot_rows is not None
+        return sampler.pick_nodes(logits, tree).tokens, *sampler.children(logits, None, 2, scores, 3, above)
+
+    before = [value.clone() for value in launch()]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = launch()
+    slots.table.seed += 1
+    slots.table.temperature += 0.5
+    graph.replay()
+    assert all(torch.equal(a, b) for a, b in zip(captured, launch(), strict=True))
+    assert not torch.equal(captured[0], before[0])

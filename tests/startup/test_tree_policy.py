@@ -1,0 +1,153 @@
+"""Tables of trees: what they say is read, written and refused by name; without one, the nearest crossing decides."""
+
+import json
+import logging
+from dataclasses import asdict, replace
+
+import pytest
+
+from espalier.config import EngineConfig, SpeculationConfig
+from espalier.errors import EspalierError
+from espalier.kernels.runtime.launch import Chip
+from espalier.layout import PLAIN, TreeShape
+from espalier.speculate.drafters import WITHOUT_FILES
+from espalier.startup import resolve
+from espalier.startup import tree_policy as trees
+from espalier.startup.resolve import layout_of
+from espalier.startup.tree_policy import Crossover, Machine, choose_trees, crossovers, nearest, read, write
+from tests.test_config import CPU, FACTS, HEAD
+
+HOPPER = Chip(232448, 132, (9, 0))
+BIG = Machine(HOPPER, "bfloat16", 4096, 32)
+WIDE, NARROW = TreeShape(5, 8, 64), TreeShape(3, 2, 8)
+
+
+def resolved(by_batch, algorithm="auto", facts=FACTS, **tree):
+    speculation = SpeculationConfig(algorithm=algorithm, by_batch=by_batch, **tree)
+    config = EngineConfig(speculation=speculation)
+    spec = WITHOUT_FILES["none"].spec if algorithm == "none" else HEAD
+    return resolve.resolve(config, "target", "draft", spec, CPU, facts)
+
+
+def test_a_table_comes_back_as_it_was_written(tmp_path):
+    table = {1: WIDE, 8: TreeShape(5, 4, 16), 32: NARROW, 64: PLAIN}
+    write(tmp_path / "table.json", table)
+    assert read(tmp_path / "table.json") == table
+    assert list(json.loads((tmp_path / "table.json").read_text())) == ["1", "8", "32", "64"]
+    with pytest.raises(EspalierError, match="cannot be written"):
+        write(tmp_path / "no" / "table.json", table)
+
+
+def test_a_table_becomes_the_layouts_trees(tmp_path):
+    write(tmp_path / "table.json", {2: NARROW, 5: PLAIN})
+    for given in (tmp_path / "table.json", {2: asdict(NARROW), "5": {"steps": 0}}, {2: NARROW, 5: PLAIN}):
+        config = resolved(given)
+        assert layout_of(config).trees == ((2, NARROW), (5, PLAIN))
+        assert '{"2": {"steps": 3, "topk": 2, "num_draft_tokens": 8}, "5":' in config.block()
+    assert resolved({}).by_batch == {}
+
+
+REFUSED = [
+    ({0: {"steps": 0}}, "0 is no number of requests"),
+    ({"x": {"steps": 0}}, "'x' is no number of requests"),
+    ({True: {"steps": 0}}, "True is no number of requests"),
+    ({8: PLAIN, 4: PLAIN}, "4 stands after 8"),
+    ({8: PLAIN, "8": PLAIN}, "8 stands after 8"),
+    ({8: 3}, "from 8 requests on: 3 is no tree"),
+    ({8: {"steps": 0, "depth": 1}}, "unknown 'depth'; a tree has steps, topk, num_draft_tokens"),
+    ({8: {"steps": 2, "topk": 1}}, "num_draft_tokens is missing"),
+    ({8: {"steps": "2", "topk": 1, "num_draft_tokens": 2}}, "steps='2' is not supported"),
+    ({8: {"steps": 2, "topk": 1, "num_draft_tokens": 9}}, "num_draft_tokens=9 is not supported; use 1 to 3"),
+    ({8: {"steps": 6, "topk": 1, "num_draft_tokens": 2}}, "steps=6 .* above the configured steps=5"),
+    ({8: {"steps": 2, "topk": 5, "num_draft_tokens": 2}}, "topk=5 .* above the configured topk=4"),
+    ({8: {"steps": 5, "topk": 4, "num_draft_tokens": 17}}, "num_draft_tokens=17 .* above the configured"),
+]
+
+
+@pytest.mark.parametrize(("table", "said"), REFUSED, ids=[said for _, said in REFUSED])
+def test_a_bad_table_is_refused_in_one_line(table, said):
+    with pytest.raises(EspalierError, match=said) as refused:
+        resolved(table)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "is not a file"),
+        ("{", "cannot be read"),
+        ("[1]", "holds no JSON object"),
+        ('{"8": {"steps": 0}, "8": {"steps": 0}}', "twice"),
+        ('{"8": {"steps": 0}, "4": {"steps": 0}}', "4 stands after 8"),
+    ],
+)
+def test_a_bad_file_is_named(tmp_path, text, said):
+    path = tmp_path / "table.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(EspalierError, match=said) as refused:
+        resolved(str(path))
+    assert str(path) in str(refused.value)
+
+
+def test_plain_decoding_takes_no_trees():
+    assert resolved("auto", algorithm="none").by_batch == {}
+    with pytest.raises(EspalierError, match=r"steps=3 .* above the configured steps=0"):
+        resolved({8: NARROW}, algorithm="none")
+
+
+def test_nothing_is_shipped_that_was_not_measured():
+    for crossing in crossovers():
+        assert {"command", "torch", "triton", "accept_length"} <= crossing.measured.keys()
+
+
+def test_the_nearest_crossing_decides_and_the_log_says_so(tmp_path, monkeypatch, caplog):
+    small = replace(BIG, hidden_size=2048, num_layers=16)
+    known = [Crossover(BIG, WIDE, 16), Crossover(BIG, NARROW, 96), Crossover(small, WIDE, 24)]
+    known.append(Crossover(BIG, TreeShape(3, 8, 16), 48))
+    entries = [asdict(one.machine) | {"tree": asdict(one.tree), "plain_from": one.plain_from} for one in known]
+    file = tmp_path / "crossovers.json"
+    file.write_text(json.dumps({"crossovers": [entry | {"measured": {"by": "hand"}} for entry in entries]}))
+    assert crossovers(file) == [replace(one, measured={"by": "hand"}) for one in known]
+    monkeypatch.setattr(trees, "crossovers", lambda: crossovers(file))
+    caplog.set_level(logging.INFO)
+    assert choose_trees("auto", TreeShape(5, 8, 60), BIG) == {16: PLAIN}
+    assert "from 16 requests on plain decoding" in caplog.text and "hidden size 4096, 32 layers" in caplog.text
+    assert choose_trees("auto", TreeShape(2, 2, 6), BIG) == {96: PLAIN}
+    assert choose_trees("auto", TreeShape(5, 8, 20), BIG) == {48: PLAIN}
+    assert choose_trees("auto", NARROW, replace(small, hidden_size=1536)) == {24: PLAIN}
+    assert choose_trees({}, WIDE, BIG) == choose_trees("auto", PLAIN, BIG) == {}
+    caplog.clear()
+    tiny = replace(small, hidden_size=256)
+    for other in (None, replace(BIG, dtype="float16"), replace(BIG, chip=replace(HOPPER, processors=114)), tiny):
+        assert choose_trees("auto", WIDE, other) == {}
+    assert "at every batch (no crossing is measured" in caplog.text
+    facts = replace(FACTS, chip=HOPPER, hidden_size=4096, num_layers=32, geometry=FACTS.geometry[:1] * 33)
+    config = EngineConfig(speculation=SpeculationConfig(steps=5, topk=8, num_draft_tokens=64), dtype="bfloat16")
+    assert resolve.resolve(config, "target", "draft", HEAD, CPU, facts).by_batch == {16: asdict(PLAIN)}
+    assert nearest([], BIG, WIDE) is None
+
+
+@pytest.mark.parametrize(
+    ("tree", "max_batch", "level"),
+    [
+        ({"topk": 4}, 32, "WARNING"),
+        ({}, 32, "INFO"),
+        ({"topk": 4}, 15, "INFO"),  # it keeps its tree at every batch there is
+    ],
+)
+def test_a_named_tree_is_not_dropped_in_silence(tree, max_batch, level, monkeypatch, caplog):
+    monkeypatch.setattr(trees, "crossovers", lambda: [Crossover(BIG, WIDE, 16)])
+    caplog.set_level(logging.INFO)
+    facts = replace(FACTS, chip=HOPPER, hidden_size=4096, num_layers=32, geometry=FACTS.geometry[:1] * 33)
+    config = EngineConfig(speculation=SpeculationConfig(**tree), dtype="bfloat16", max_batch=max_batch)
+    found = resolve.resolve(config, "target", "draft", HEAD, CPU, facts)
+    said = [r for r in caplog.records if "from 16 requests on plain decoding" in r.message]
+    assert [r.levelname for r in said] == [level] and "by_batch={} keeps the tree" in said[0].message
+    assert found.by_batch == {16: asdict(PLAIN)} and '{"16": {"steps": 0,' in found.block()
+
+
+def test_a_file_that_is_no_list_of_crossings_is_named(tmp_path):
+    (tmp_path / "crossovers.json").write_text('{"crossovers": [{"chip": 1}]}')
+    with pytest.raises(EspalierError, match="is no list of crossovers"):
+        crossovers(tmp_path / "crossovers.json")
