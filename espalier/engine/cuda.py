@@ -58,11 +58,15 @@ class Graph:
 
 @dataclass
 class Place:
-    """One entry of the ring, on the host: pinned buffers, and the event after which they may be used again."""
+    """One entry of the ring, on the host: pinned buffers, and the event after which they may be used again.
+
+    logprobs: one buffer for each part of a LogprobRing.
+    """
 
     entry: int
     launch_input: Tensor
     results: Tensor
+    logprobs: tuple[Tensor, ...]
     copied: torch.cuda.Event = field(default_factory=torch.cuda.Event)
 
 
@@ -146,6 +150,7 @@ class CudaExecutor:
                 entry,
                 torch.zeros(widest, dtype=torch.int64, pin_memory=True),
                 torch.zeros(layout.max_batch, self.results.fields.width, dtype=torch.int64, pin_memory=True),
+                tuple(torch.zeros(part.shape[1:], dtype=part.dtype, pin_memory=True) for part in self.results.logprobs),
             )
             for entry in range(RING)
         ]
@@ -257,7 +262,9 @@ class CudaExecutor:
         self.copies.wait_stream(self.stream)
         with torch.cuda.stream(self.copies):
             if launch_input.num_logprobs is not None:
-                emitted = tuple(self._to_host(part[place.entry, :batch]) for part in self.results.logprobs)
+                emitted = tuple(part[:batch] for part in place.logprobs)
+                for there, part in zip(emitted, self.results.logprobs, strict=True):
+                    there.copy_(part[place.entry, :batch], non_blocking=True)
             if of_prompt is not None:
                 prompt = Logprobs(*map(self._to_host, of_prompt))
             self._copy_entry(place, batch)

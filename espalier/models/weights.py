@@ -97,7 +97,7 @@ class Weights:
         """The matrices prefix + name, [rows, columns] each, and their biases, stacked; of them one shard."""
         weight = self.weight([f"{prefix}{name}" for name in names], rows, columns, shard)
         # The results of a cut along columns are summed: the bias is to come in once.
-        if not bias or (shard.gather_rows == "columns" and shard.index > 0):
+        if not bias or (shard.along == "columns" and shard.index > 0):
             return Linear(weight, None, reduce)
         stored = [StoredTensor(".bias", (count,), row_dim=0) for count in rows]
         cuts = [self.formats(f"{prefix}{name}").cut(part, shard) for name, part in zip(names, stored, strict=True)]

@@ -120,7 +120,7 @@ def results_read_before_they_are_there(patch: Patch, executor: CudaExecutor) -> 
 def a_ring_of_one(patch: Patch, executor: CudaExecutor) -> None:
     """Every launch is handed the same place for its results, though that of the launch before is not read."""
     first = executor.ring[0]
-    executor.ring = [Place(first.entry, place.launch_input, first.results) for place in executor.ring]
+    executor.ring = [Place(first.entry, place.launch_input, first.results, first.logprobs) for place in executor.ring]
 
 
 def results_in_another_entry(patch: Patch, executor: CudaExecutor) -> None:

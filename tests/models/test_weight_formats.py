@@ -140,14 +140,14 @@ QKV = (["q_proj", "k_proj", "v_proj"], [32, 16, 16], 32, True)
 
 @pytest.mark.parametrize("kind", [0, 1], ids=["int8", "dense"])
 @pytest.mark.parametrize("along", ["rows", "columns"])
-def test_two_shards_make_up_the_whole(both, kind, gather_rows):
+def test_two_shards_make_up_the_whole(both, kind, along):
     """Each of them stacks its cuts of q, k and v; a bias comes in once."""
     path, prefix, x = both[kind][0], "model.layers.1.self_attn.", torch.randn(5, 32, dtype=DTYPE)
     whole = loaded(path).linear(prefix, *QKV)
-    first, second = (loaded(path).linear(prefix, *QKV, Shard(index, 2, gather_rows)) for index in (0, 1))
+    first, second = (loaded(path).linear(prefix, *QKV, Shard(index, 2, along)) for index in (0, 1))
     # The norms' weights and biases are on no GPU twice; the shape of a matrix is a small tensor that both need.
     assert first.weight.nbytes + second.weight.nbytes <= whole.weight.nbytes + 64 * 8
-    if gather_rows == "columns":
+    if along == "columns":
         assert first.shape == second.shape == (64, 16)
         summed = first(x[:, :16]) + second(x[:, 16:])
         torch.testing.assert_close(summed, whole(x), rtol=1e-12, atol=1e-12)

@@ -52,11 +52,11 @@ class Shard:
 
     index: int = 0
     count: int = 1
-    gather_rows: Literal["rows", "columns"] = "rows"
+    along: Literal["rows", "columns"] = "rows"
 
     def cut(self, rows: int, columns: int) -> tuple[int, int]:
         """The shape of one cut of a matrix."""
-        return (rows // self.count, columns) if self.gather_rows == "rows" else (rows, columns // self.count)
+        return (rows // self.count, columns) if self.along == "rows" else (rows, columns // self.count)
 
 
 WHOLE = Shard()
@@ -102,14 +102,14 @@ class WeightFormat(ABC):
     def cut(self, stored: StoredTensor, shard: Shard) -> tuple[slice, ...]:
         """The part of a stored tensor that a shard needs.  Raises EspalierError where it does not divide evenly."""
         whole = [slice(0, size) for size in stored.shape]
-        dim = stored.row_dim if shard.gather_rows == "rows" else stored.column_dim
+        dim = stored.row_dim if shard.along == "rows" else stored.column_dim
         if dim is None:
             return tuple(whole)
         size, rest = divmod(stored.shape[dim], shard.count)
         if rest:
             raise EspalierError(
                 f"{stored.suffix} {list(stored.shape)} in format {self.name} cannot be cut into {shard.count} equal "
-                f"shards along its {shard.gather_rows}; use another number of devices"
+                f"shards along its {shard.along}; use another number of devices"
             )
         whole[dim] = slice(shard.index * size, (shard.index + 1) * size)
         return tuple(whole)
