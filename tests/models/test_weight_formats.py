@@ -77,7 +77,7 @@ def quantise(path: Path) -> dict[str, Tensor]:
         meant[name] = stored[name] = tensor
         if tensor.ndim == 2 and "embed" not in name and "lm_head" not in name:
             scales = tensor.abs().amax(1) / 127
-            numbers = (tensor / scales[:, None]).runner().to(torch.int8)
+            numbers = (tensor / scales[:, None]).round().to(torch.int8)
             meant[name] = numbers * scales[:, None]
             prefix = stored.pop(name) is not None and name.removesuffix(".weight")
             stored |= {f"{prefix}.weight_int8": numbers, f"{prefix}.weight_scale": scales}
