@@ -225,9 +225,9 @@ class Request:
     waits for; cache_salt: only requests of the same one share cached pages.  prompt_logprobs: of the prompt's second
     token and those after it, as far as they have been read.
 
-    In its slot: prefill_len, rows to enter before rounds begin; entered, those launched so far; num_known, index of the
-    last root that the host knows of; unread, rounds launched and not yet read.  generation tells one stay in a slot
-    from the next.
+    In its slot: prefill_len, rows to enter before rounds begin; num_prefilled, those launched so far; num_known, index
+    of the last root that the host knows of; rounds_in_flight, rounds launched and not yet read.  generation tells one
+    stay in a slot from the next.
     """
 
     id: str

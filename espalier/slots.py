@@ -33,7 +33,7 @@ FLOATS = ("temperature", "top_p", "min_p", "repetition", "presence", "frequency"
 
 @dataclass(frozen=True)
 class SlotInit:
-    """A request entering a slot: plain values, so that a ticket can be sent to another process.
+    """A request entering a slot: plain values, so that a launch input can be sent to another process.
 
     tokens: all that is known of it, prompt first; start: the first row to compute; commit_from: rows below stand in
     shared pages and are never written; end: tokens after which it is finished; sampling: scalar fields by name.
@@ -191,10 +191,10 @@ def _bits(values: Sequence[float]) -> np.ndarray:
 class BatchState:
     """The rows of a batch, gathered once a launch.  prefix_len is that of before the launch throughout.
 
-    index: [B] slots; prefix_len, root, commit_from: [B]; num_tokens: [B], prefix_len and the root; room: [B], the
-    deepest node that may be accepted, by the request's own limit and by the tokens it has left; num_logprobs: [B],
-    alternatives that it wants beside each emitted token, -1 for no log-probabilities; real: [B] bool, rows that are
-    requests, not padding; page_table: [B, table_width] int32.  kernels/state/batch_state.py makes them.
+    index: [B] slots; prefix_len, root, commit_from: [B]; num_tokens: [B], prefix_len and the root; max_accept_depth:
+    [B], the deepest node that may be accepted, by the request's own limit and by the tokens it has left; num_logprobs:
+    [B], alternatives that it wants beside each emitted token, -1 for no log-probabilities; real: [B] bool, rows that
+    are requests, not padding; page_table: [B, table_width] int32.  kernels/state/batch_state.py makes them.
     """
 
     table: SlotTable

@@ -130,9 +130,9 @@ class Prefix:
 class Nodes:
     """The new rows of a pass.
 
-    positions: [B, Q] page positions of the queries; row_positions: [B, R] of the staged rows; words: [B, Q, W] int64,
-    the staged rows that are a query's ancestors or itself, or None for a chain, each row following the one before it.
-    The queries are the last Q of the R rows; those of a chain are all of them.
+    positions: [B, Q] page positions of the queries; row_positions: [B, R] of the staged rows; ancestor_bits: [B, Q, W]
+    int64, the staged rows that are a query's ancestors or itself, or None for a chain, each row following the one
+    before it. The queries are the last Q of the R rows; those of a chain are all of them.
     """
 
     positions: Tensor

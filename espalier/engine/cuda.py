@@ -1,9 +1,9 @@
 """Launches on a GPU: one stream for all device state, and rounds replayed as CUDA graphs.
 
-A launch copies one ticket from a ring of pinned buffers and replays the graph of its bucket, or runs the same lines
-eagerly: prefill passes, staged rounds that were not captured, and batches above the largest bucket.  The host waits for
-nothing but results: a second stream copies a launch's entry of the results' ring, and entry and buffers are used again
-only after that copy's event.
+A launch copies one launch input from a ring of pinned buffers and replays the graph of its bucket, or runs the same
+lines eagerly: prefill passes, staged rounds that were not captured, and batches above the largest bucket.  The host
+waits for nothing but results: a second stream copies a launch's entry of the results' ring, and entry and buffers are
+used again only after that copy's event.
 """
 
 import logging
@@ -49,7 +49,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Graph:
-    """A captured round: replaying it reads `ticket`, [n] int64 on the device, in the form that its batch gives."""
+    """A captured round: replaying it reads `launch_input`, [n] int64 on the device, in the form that its batch
+    gives."""
 
     batch: int
     launch_input: Tensor
@@ -176,7 +177,7 @@ class CudaExecutor:
         return self.hand_back(place, launch_input, outcome)
 
     def _packed(self, launch_input: LaunchInput) -> tuple[Place, int, PackedLaunch]:
-        """The ring's next place, once it is free; the batch with its padding; the ticket as a vector."""
+        """The ring's next place, once it is free; the batch with its padding; the launch input as a vector."""
         place = self.ring[self.num_launched % RING]
         self.num_launched += 1
         place.copied.synchronize()
@@ -216,10 +217,10 @@ class CudaExecutor:
 
     @torch.inference_mode()
     def compile(self, launch_inputs: Iterable[LaunchInput]) -> None:
-        """Have every kernel that launches of these tickets need, before they run: compiled side by side.
+        """Have every kernel that launches of these launch inputs need, before they run: compiled side by side.
 
-        tickets: of dummies.  The same lines run as in a launch, on the same stream; no kernel does, and of what they
-        write only the dummy request's cells stay.
+        launch_inputs: of dummies.  The same lines run as in a launch, on the same stream; no kernel does, and of what
+        they write only the dummy request's cells stay.
         """
         began = time.perf_counter()
         with Console(stderr=True).status("compiling kernels"), torch.cuda.stream(self.stream), precompile() as asked:

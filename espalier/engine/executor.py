@@ -1,4 +1,4 @@
-"""Runs tickets, in order, on one stream: `launch(ticket) -> handle; handle.result()` is all that others need.
+"""Runs launches, in order, on one stream: `launch(launch_input) -> handle; handle.result()` is all that others need.
 
 `execute` is what every launch does, on any device, eagerly or captured; a staged round does the same in steps
 (`Staged`).  On a CPU the stream of an overlapped engine is one worker thread, and that of a lock-step engine is the
@@ -26,7 +26,7 @@ Trees = list[tuple[list[int], list[int]]]
 
 class Handle(Protocol):
     def result(self) -> list[Row]:
-        """What was decided, a row a slot of the ticket; waits for the launch."""
+        """What was decided, a row a slot of the launch input; waits for the launch."""
         ...
 
 
@@ -83,7 +83,7 @@ def execute(
     prompt_rows: PromptRows | None = None,
     masks: Tensor | None = None,
 ) -> RoundOutput:
-    """One launch: apply the ticket, run a prefill pass of this width (0: a round), write its results."""
+    """One launch: apply the launch input, run a prefill pass of this width (0: a round), write its results."""
     device_launch.apply(r.table)
     if width:
         outcome = prefill(r, device_launch.slots, device_launch.lengths, width, needs, prompt_rows, masks)

@@ -1,4 +1,4 @@
-"""A ticket as one vector of integers, so that one copy sends it, and as the tensors that a launch reads from it.
+"""A launch input as one vector of integers, so that one copy sends it, and as the tensors that a launch reads from it.
 
 The vector of a round has a form that follows from its batch alone: a CUDA graph finds every part in the same place.
 """
@@ -80,7 +80,7 @@ def _padded_cells(cells: ScatterUpdate, layout: RoundLayout, batch: int) -> Scat
     most = layout.max_appended_pages(batch)
     if len(cells.at) > most:
         raise EspalierError(
-            f"a round of {batch} appends {len(cells.at)} pages and its ticket holds {most}; both follow from {layout}: "
-            "reserve pages by layout.reserve"
+            f"a round of {batch} appends {len(cells.at)} pages and its launch input holds {most}; both follow from "
+            f"{layout}: reserve pages by layout.reserve"
         )
     return ScatterUpdate(_padded(cells.at, most), _padded(cells.values, most))

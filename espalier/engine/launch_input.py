@@ -18,10 +18,10 @@ class LaunchInput:
     """One launch.
 
     slots: the batch, in order; lengths: tokens each slot enters in a prefill pass, empty for a round; width: of the
-    prefill pass; admitted: requests that enter their slots, only with a prefill pass that runs them; appended: (slot,
-    column, page) for requests already in their slot; traced: whether somebody looks at the trees; prompt_rows: of a
-    prefill pass, None where no prompt's log-probabilities are asked for; num_logprobs: the most alternatives that a
-    request of the batch wants, None where nobody wants log-probabilities; is_staged: a round that stops between its
+    prefill pass; slot_inits: requests that enter their slots, only with a prefill pass that runs them; appended_pages:
+    (slot, column, page) for requests already in their slot; traced: whether somebody looks at the trees; prompt_rows:
+    of a prefill pass, None where no prompt's log-probabilities are asked for; num_logprobs: the most alternatives that
+    a request of the batch wants, None where nobody wants log-probabilities; is_staged: a round that stops between its
     stages for masks; masks: [B, 1, words] int32 of the tokens that a prefill pass may pick, None for all; committed:
     what is known of the slots' committed rows, of dummies none.
     """

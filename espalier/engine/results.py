@@ -1,7 +1,7 @@
 """What launches give back: a ring of entries on the device, a row a request, and the rows as the host reads them.
 
-A launch writes its outcome to the entry that its ticket names.  Everything is an integer, scores as their bits, so that
-one copy brings an entry to the host.
+A launch writes its outcome to the entry that its launch input names.  Everything is an integer, scores as their bits,
+so that one copy brings an entry to the host.
 """
 
 from collections.abc import Sequence
@@ -88,7 +88,7 @@ class Reported(NamedTuple):
 
 
 def read(fields: Fields, entry: np.ndarray, reported: Reported, launch_input: LaunchInput) -> list[Row]:
-    """The rows of a ticket's entry [B, width], on the host."""
+    """The rows of a launch input's entry [B, width], on the host."""
     length, num_finite = entry[:, fields.length][:, 0].tolist(), entry[:, fields.num_finite][:, 0].tolist()
     emitted = entry[:, fields.emitted].tolist()
     there = entry[:, fields.tokens] != VOID

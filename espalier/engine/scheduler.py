@@ -28,7 +28,7 @@ from espalier.stats import SpeculationStats
 
 @dataclass(frozen=True)
 class Launch:
-    """A ticket, and who was in it: (request, its generation then, whether its last known token was entered)."""
+    """A launch input, and who was in it: (request, its generation then, whether its last known token was entered)."""
 
     launch_input: LaunchInput
     members: list[tuple[Request, int, bool]]
@@ -276,7 +276,7 @@ class Scheduler:
         prompt_rows: PromptRows | None = None,
     ) -> Launch:
         asked = [r.params.logprobs for r in batch if r.params.logprobs is not None]
-        # A round's ticket has a fixed form, and who enters a slot runs a prefill pass first.
+        # A round's launch input has a fixed form, and who enters a slot runs a prefill pass first.
         slot_inits, self._admitted = (self._admitted, []) if width else ([], self._admitted)
         launch_input = LaunchInput(
             slots=tuple(r.slot for r in batch if r.slot is not None),
@@ -414,7 +414,7 @@ class Scheduler:
         if request.error is None:
             self._file_pages(request, min(request.num_known, request.num_tokens) if self._entered(request) else 0)
         self.pool.release(request.pages)
-        # What no ticket has carried yet would land in the slot of its next owner.
+        # What no launch input has carried yet would land in the slot of its next owner.
         self._admitted = [slot_init for slot_init in self._admitted if slot_init.slot != request.slot]
         self._appended = [entry for entry in self._appended if entry[0] != request.slot]
         self.free_slots.append(request.slot)

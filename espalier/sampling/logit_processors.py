@@ -31,7 +31,8 @@ class SamplingNeeds:
 class Above:
     """Drafted tokens between the root and the rows of a batch.
 
-    tokens: [B, E], -1 for none; words: [B, Q, W] int64, bits of those that stand above each row, its own included.
+    tokens: [B, E], -1 for none; ancestor_bits: [B, Q, W] int64, bits of those that stand above each row, its own
+    included.
     """
 
     tokens: Tensor

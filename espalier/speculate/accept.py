@@ -11,8 +11,8 @@ from espalier.speculate.tree import Tree
 
 @dataclass(frozen=True)
 class Path:
-    """rows: [B, S+1] nodes from the root down, zeros past length; length: [B], tokens emitted (0 for padding);
-    tokens: [B, S+1], what is emitted: accepted draft tokens, then the target's own, zeros past length; sound: [B], how
+    """rows: [B, S+1] nodes from the root down, zeros past length; length: [B], tokens emitted (0 for padding); tokens:
+    [B, S+1], what is emitted: accepted draft tokens, then the target's own, zeros past length; num_finite: [B], how
     many of them, from the first, were picked from finite logits."""
 
     rows: Tensor

@@ -68,7 +68,7 @@ class ModelRunner:
 class RoundOutput:
     """What a launch gives back.
 
-    tokens [B, W], length [B] emitted; sound [B]: how many of them, from the first, were picked from finite logits;
+    tokens [B, W], length [B] emitted; num_finite [B]: how many of them, from the first, were picked from finite logits;
     logits [B, D, V] and rows [B, W], the row of the logits that each token was picked from; num_logprobs [B], as in
     BatchState; tree and path of a round; prompt_logprobs of the rows of a prefill pass, [N], where they were asked for.
     """

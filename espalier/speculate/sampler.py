@@ -49,7 +49,7 @@ class Sampler:
 
     @classmethod
     def by_kernels(cls, slots: BatchState, needs: SamplingNeeds, first: Tensor, vocab: int) -> "Sampler":
-        """Sampler that no knowledge of the host shapes: whatever `shaping` says, each slot gets what it asks for."""
+        """Sampler that no knowledge of the host shapes: whatever `needs` says, each slot gets what it asks for."""
         return cls(first, vocab, needs, None, None, SlotRows.gather(slots.table, slots.index))
 
     def pick_nodes(self, logits: Tensor, tree: Tree, mask: Tensor | None = None) -> SampledTokens:

@@ -79,7 +79,7 @@ class Slot:
 
 
 class SymbolicDevice:
-    """Runs tickets like the executor does.  poison: a token whose rows are NaN; None for a sound model."""
+    """Runs launches like the executor does.  poison: a token whose rows are NaN; None for a sound model."""
 
     def __init__(self, layout: RoundLayout, num_pages: int, overlap: bool, random: Random, poison: int | None = None):
         self.layout = layout
@@ -110,7 +110,7 @@ class SymbolicDevice:
 
     def run(self, launch_input: LaunchInput) -> list[Row]:
         self.launch_inputs.append(launch_input)
-        assert launch_input.is_prefill or not launch_input.slot_inits, "a round's ticket has a fixed form"
+        assert launch_input.is_prefill or not launch_input.slot_inits, "a round's launch input has a fixed form"
         own = [page for a in launch_input.slot_inits for page in a.pages[a.commit_from // self.layout.page_size :]]
         for page in (*own, *(page for _, _, page in launch_input.appended_pages)):
             self.pages[page].clear()

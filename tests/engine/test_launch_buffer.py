@@ -1,4 +1,4 @@
-"""A ticket on the wire: what arrives in the slot table, and that a round's vector has one form a batch."""
+"""A launch input on the wire: what arrives in the slot table, and that a round's vector has one form a batch."""
 
 from dataclasses import replace
 
@@ -106,7 +106,7 @@ def test_a_rounds_vector_has_one_form_a_batch(batch):
         for entry, appended_pages in ((0, ()), (1, most[:1]), (2, most))
     }
     assert len(forms) == 1
-    with pytest.raises(EspalierError, match="its ticket holds"):
+    with pytest.raises(EspalierError, match="its launch input holds"):
         pack_launch(into, LaunchInput((1,), SamplingNeeds(), appended_pages=(*most, (1, 1, 1))), 0, batch)
 
 

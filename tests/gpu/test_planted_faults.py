@@ -94,7 +94,7 @@ Check = Callable[[Patch, Plant], None]
 
 
 def stale_ticket(patch: Patch, executor: CudaExecutor) -> None:
-    """Every third replay reads the ticket of the replay before it."""
+    """Every third replay reads the launch input of the replay before it."""
     right, replays = cuda._pinned, []
 
     def pinned(buffer: Any, packed: Any) -> Any:
@@ -124,7 +124,7 @@ def a_ring_of_one(patch: Patch, executor: CudaExecutor) -> None:
 
 
 def results_in_another_entry(patch: Patch, executor: CudaExecutor) -> None:
-    """What runs eagerly writes to the first entry, whatever the ticket says."""
+    """What runs eagerly writes to the first entry, whatever the launch input says."""
     right = Results.write
     patch.setattr(Results, "write", lambda self, entry, outcome: right(self, torch.zeros_like(entry), outcome))
 

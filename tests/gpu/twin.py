@@ -1,4 +1,4 @@
-"""Two executors that run the same tickets, one by its graphs and one eagerly, held to the same bits after each."""
+"""Two executors that run the same launches, one by its graphs and one eagerly, held to the same bits after each."""
 
 from collections import Counter
 from collections.abc import Iterator

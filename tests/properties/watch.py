@@ -112,7 +112,7 @@ class Watch:
         return self._launch(launch_input)
 
     def run(self, launch_input: LaunchInput) -> list[Row]:
-        """On the thread that runs tickets, in their order."""
+        """On the thread that runs launches, in their order."""
         owners = self._owners.popleft()
         self.spoil(self._handed_out.popleft())
         before = [self.decided(slot) for slot in launch_input.slots]

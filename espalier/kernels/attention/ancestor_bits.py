@@ -37,7 +37,7 @@ def unpack(ancestor_bits: Tensor, nodes: int) -> Tensor:
 
 
 def every_ancestor(ancestor_bits: Tensor, holds: Tensor) -> Tensor:
-    """[B, D] bool: `holds` [B, D] is true at the node and at all of its ancestors, words [B, D, W]."""
+    """[B, D] bool: `holds` [B, D] is true at the node and at all of its ancestors, ancestor_bits [B, D, W]."""
     return ((ancestor_bits & pack(~holds)[:, None]) == 0).all(-1)
 
 

@@ -71,8 +71,8 @@ class Committed:
 
 @dataclass(frozen=True)
 class Staged:
-    """New rows.  k, v: [B, R, kv_heads, size]; row_positions: [B, R] int64; words: [B, Q, W] int64, the rows that each
-    query sees, or None for a chain, of consecutive positions."""
+    """New rows.  k, v: [B, R, kv_heads, size]; row_positions: [B, R] int64; ancestor_bits: [B, Q, W] int64, the rows
+    that each query sees, or None for a chain, of consecutive positions."""
 
     k: Tensor
     v: Tensor

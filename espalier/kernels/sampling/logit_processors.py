@@ -125,8 +125,8 @@ def logits_arguments(logits: Tensor, vocab: int, rows: SlotRows, first: Tensor) 
 def above_arguments(
     above: tuple[Tensor, Tensor] | None, first: int, queries: int, rows: SlotRows, mask: Tensor | None = None
 ) -> tuple[Any, ...]:
-    """The kernels' argument `above`, checked: (tokens [B, E], words [B, Q, W]) of which `first` and those after it
-    count, None for nothing; mask [B, Q, ceil(V / 32)] int32 of the tokens allowed, None for all."""
+    """The kernels' argument `above`, checked: (tokens [B, E], ancestor_bits [B, Q, W]) of which `first` and those after
+    it count, None for nothing; mask [B, Q, ceil(V / 32)] int32 of the tokens allowed, None for all."""
     masks: tuple[Any, ...] = (rows.ints, 0, 0, 0)
     if mask is not None:
         require("mask", mask, (rows.batch, queries, -(-rows.vocab // 32)), torch.int32, rows.ints)

@@ -52,7 +52,7 @@ def pick_triton(
     """Tokens [B, Q] int64 drawn at positions first [B] + offsets [B, Q], and whether each row was finite [B, Q] bool.
 
     logits: [B, Q, V], bfloat16, float16, float32 or float64 (which computes in float64), its last dimension dense.
-    above: (tokens [B, E], words [B, Q, W]), drafted tokens that count as output, those from `first_above` on.
+    above: (tokens [B, E], ancestor_bits [B, Q, W]), drafted tokens that count as output, those from `first_above` on.
     mask: [B, Q, ceil(V / 32)] int32, the bits of tokens that may be drawn (sampling/mask.py); None allows all.  A row
     with a NaN is not finite and its token is that of the first NaN; one whose best is infinite is not finite either.
     """

@@ -55,7 +55,7 @@ def gather_triton(table: SlotTable, index: Tensor) -> BatchState:
             *(index, table.prefix_len, table.root, table.commit_from, table.end, table.depth_limit, table.num_logprobs),
             *(table.page_table, *scalars, real, pages),
             *(index.stride(0), table.ints.stride(0), table.page_table.stride(0), width),
-            # What of `end` is no room, as the layout has it.
+            # What of `end` cannot be accepted, as the layout has it.
             -table.layout.max_accept_depth(0, 0),
             BLOCK=block,
             num_warps=4,

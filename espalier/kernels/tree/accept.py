@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 
 class Accepted(NamedTuple):
-    """rows [B, S+1], length [B], tokens [B, S+1], sound [B]: the fields of speculate/accept.py:Path, in their order."""
+    """rows [B, S+1], length [B], tokens [B, S+1], num_finite [B]: the fields of speculate/accept.py:Path, in their
+    order."""
 
     rows: Tensor
     length: Tensor
@@ -40,7 +41,7 @@ def accept(
 
     tokens, parents, depths, picks [B, D] int64, depths up to steps; words [B, D, W] int64; finite [B, D] bool,
     of the picks; depth_limit [B] int64, deeper nodes never match; real [B] bool, others get length 0.  Among equally
-    deep nodes the lowest wins.  sound: of a path's picks how many, from the first, are finite.
+    deep nodes the lowest wins.  num_finite: of a path's picks how many, from the first, are finite.
     Raises EspalierError if sizes do not agree.  Exact.
     """
     run = accept_triton if tokens.is_cuda else accept_reference

@@ -51,10 +51,10 @@ def draft_topk_triton(
     """The topk best children of each row: target ids [B, Q, K] int64 and path scores [B, Q, K] float32, best first.
 
     logits: [B, Q, Vd] as pick_triton takes them; d2t: [Vd] int64, their target ids, None where vocabularies are one;
-    drawn at positions first [B] + offset; scores: [B, Q] float32 of the rows' own paths; above: (tokens [B, E], words
-    [B, Q, W]) of the drafted tokens above each row.  A child's score is its path's plus its log-probability, at most 0,
-    in float32; temperature 0: of the shaped logits, else of (shaped logits / T + noise) / tau, or not `coupled`, of
-    shaped logits / T.  NaN counts as -inf.
+    drawn at positions first [B] + offset; scores: [B, Q] float32 of the rows' own paths; above: (tokens [B, E],
+    ancestor_bits [B, Q, W]) of the drafted tokens above each row.  A child's score is its path's plus its
+    log-probability, at most 0, in float32; temperature 0: of the shaped logits, else of (shaped logits / T + noise) /
+    tau, or not `coupled`, of shaped logits / T.  NaN counts as -inf.
     """
     batch, queries, vocab = logits.shape
     given = logits_arguments(logits, rows.vocab if d2t is None else d2t.shape[0], rows, first)
