@@ -26,16 +26,17 @@ ROUNDS_IN_FLIGHT = 2
 LOGITS_BYTES = 2**27
 # The row of page buffers that takes what padding writes; it stays zero, so that a masked read of it is finite.
 DUMMY_ROW = 0
-# Of attention's ranges (see KVSplitPolicy), in rows: what they begin at multiples of, which no kernel's block of rows
-# exceeds; what a range is cut to at least; what it has for each request of the batch, so that few requests are cut into
-# many ranges and many fill a GPU whole, with few queries a request, which are cheap to merge, and with more; and what
-# it has at most.
+# Split-KV: attention cuts a request's committed rows into splits that run in parallel (KVSplitPolicy).
+# Boundaries of splits are multiples of this, which no kernel's block of rows exceeds.
 RANGE_STEP = 64
+# The shortest and the longest target length of a split, in rows.
 SHORTEST_RANGE = 128
+LONGEST_RANGE = 2048
+# The target length is this times the batch.  With few queries a request it is shorter: merging is cheap then.
 ROWS_A_REQUEST, ROWS_A_REQUEST_OF_FEW = 256, 64
 FEW_QUERIES = 8
-LONGEST_RANGE = 2048
-# KVSplits of a request, and what waits to be merged, queries times ranges, of a batch and of one request: at most.
+# At most: splits of a request; and partial results that wait to be merged (queries times splits), of a batch and of one
+# request.
 MAX_RANGES = 32
 PARTIAL_ROWS = 16384
 PARTIAL_ROWS_OF_ONE = 512

@@ -46,9 +46,9 @@ REFUSED_PATHS = {
     "/v1/evals": "nothing is kept between requests",
     "/v1/chat/completions/": "completions are not stored",
 }
-# What each event of a stream is: its data is a chunk as JSON, or [DONE].
 # Names the fields of a request that changed nothing.
 IGNORED = "x-espalier-no-effect"
+# What each event of a stream is: its data is a chunk as JSON, or [DONE].
 EVENT = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
 EVENTS: dict[str, Any] = {"text/event-stream": {"schema": EVENT}}
 STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": EVENTS, "description": "whole, or streamed"}}

@@ -23,9 +23,9 @@ HEADS, LATENT = LayerSpec(4, KVHeads(2, 8, 8)), LayerSpec(4, LatentKV(512, 448))
 @pytest.fixture
 def library() -> Iterator[str]:
     """The name of a backend that a file brings, and that is gone afterwards."""
-    importlib.import_module("tests.attention.library")
+    importlib.import_module("tests.attention.one_file_backend")
     yield "library"
-    del BACKENDS["library"], sys.modules["tests.attention.library"]
+    del BACKENDS["library"], sys.modules["tests.attention.one_file_backend"]
 
 
 def traffic() -> list[Request]:
