@@ -1,11 +1,12 @@
 """Espalier: an LLM inference engine whose normal way of decoding is lossless tree speculation."""
 
+import warnings
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from espalier.config import EngineConfig, SpeculationConfig
 from espalier.errors import EspalierError
-from espalier.request import Output, Piece, SamplingParams, Usage
+from espalier.request import Output, OutputChunk, SamplingParams, Usage
 from espalier.stats import SpeculationStats
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ __all__ = [
     "EngineConfig",
     "EspalierError",
     "Output",
-    "Piece",
+    "OutputChunk",
     "SamplingParams",
     "SpeculationConfig",
     "SpeculationStats",
@@ -36,4 +37,7 @@ def __getattr__(name: str) -> Any:
         from espalier.llm import LLM
 
         return LLM
+    if name == "Piece":
+        warnings.warn("espalier.Piece is now espalier.OutputChunk", DeprecationWarning, stacklevel=2)
+        return OutputChunk
     raise AttributeError(f"module 'espalier' has no attribute {name!r}")

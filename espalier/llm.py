@@ -15,9 +15,9 @@ from typing import Any, Unpack
 from espalier.chat import ChatOptions
 from espalier.config import EngineConfig, ResolvedConfig
 from espalier.errors import EspalierError, shown
-from espalier.intake import Intake, Messages, ModelFacts, Prompt, text_sink
+from espalier.inputs import InputProcessor, Messages, ModelFacts, Prompt, text_sink
 from espalier.models.config import ModelConfig, read_json
-from espalier.request import Output, Piece, Request, ResolvedParams, SamplingParams, sample_seed
+from espalier.request import Output, OutputChunk, Request, ResolvedParams, SamplingParams, sample_seed
 from espalier.startup.load import Checkpoint, build_engine, find, resolve_config
 from espalier.stats import SpeculationStats
 from espalier.text import load_tokenizer
@@ -73,12 +73,12 @@ class LLM:
             faults().plant_from_environment()
         asked_pages = prepared.asked.num_pages if isinstance(prepared.asked.num_pages, int) else None
         self.model_config = prepared.checkpoint.target
-        self.intake = prepared.intake
-        self.tokenizer = self.intake.tokenizer
-        self.generation_config = self.intake.facts.generation_config
+        self.inputs = prepared.inputs
+        self.tokenizer = self.inputs.tokenizer
+        self.generation_config = self.inputs.facts.generation_config
         self.engine, self.config = build_engine(prepared.resolved, prepared.checkpoint, asked_pages)
         # Where the pieces of a request go until whoever runs it reads them: one queue for each call.
-        self._unread: dict[str, deque[Piece]] = {}
+        self._unread: dict[str, deque[OutputChunk]] = {}
         self._num_requests = 0
         self._warned = False
         self._closed = False
@@ -87,7 +87,7 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
-        on_piece: Callable[[Piece], None] | None = None,
+        on_piece: Callable[[OutputChunk], None] | None = None,
     ) -> list[Output]:
         """Complete every prompt; outputs in the order of prompts.
 
@@ -103,8 +103,8 @@ class LLM:
                 on_piece(piece)
         return [_with_choices([_output(r, "".join(texts[r.id])) for r in group]) for group in groups]
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Piece]:
-        """Pieces of one prompt's output as rounds decide them; with n > 1, Piece.index says whose.
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[OutputChunk]:
+        """Pieces of one prompt's output as rounds decide them; with n > 1, OutputChunk.index says whose.
 
         Raises EspalierError for a bad prompt, before the first piece.  Leaving the loop early aborts the request.
         """
@@ -116,7 +116,7 @@ class LLM:
         self,
         messages: Messages,
         params: SamplingParams | None = None,
-        on_piece: Callable[[Piece], None] | None = None,
+        on_piece: Callable[[OutputChunk], None] | None = None,
         **options: Unpack[ChatOptions],
     ) -> Output:
         """The assistant's answer to a conversation of {"role", "content"} messages, by the model's chat template.
@@ -128,7 +128,7 @@ class LLM:
 
     def chat_prompt(self, messages: Messages, **options: Unpack[ChatOptions]) -> list[int]:
         """Token ids of a conversation (chat.ChatOptions).  Raises EspalierError."""
-        return self.intake.chat(messages, **options)
+        return self.inputs.chat(messages, **options)
 
     def close(self) -> None:
         """Release what the engine holds.  Idempotent."""
@@ -157,7 +157,7 @@ class LLM:
         groups = []
         for i, (prompt, wanted) in enumerate(zip(prompts, each, strict=True)):
             with naming(i, len(prompts)):
-                groups.append(self.group(self.intake.tokens(prompt), self.intake.resolve(wanted)))
+                groups.append(self.group(self.inputs.tokens(prompt), self.inputs.resolve(wanted)))
         return groups
 
     def group(
@@ -197,7 +197,7 @@ class LLM:
 
     # From requests to pieces
 
-    def _add(self, requests: list[Request], unread: deque[Piece]) -> None:
+    def _add(self, requests: list[Request], unread: deque[OutputChunk]) -> None:
         prompts = requests[-1].arrival - requests[0].arrival + 1 if requests else 0
         for i, request in enumerate(requests):
             self._unread[request.id] = unread
@@ -209,9 +209,9 @@ class LLM:
                 self._forget(requests)
                 raise
 
-    def _run(self, requests: list[Request]) -> Iterator[Piece]:
+    def _run(self, requests: list[Request]) -> Iterator[OutputChunk]:
         """Queue all, then step until all are done; whoever leaves early aborts what is left."""
-        unread: deque[Piece] = deque()
+        unread: deque[OutputChunk] = deque()
         self._add(requests, unread)
         try:
             # By pieces, not by requests: while whoever reads has a piece, others may step and bring the last one.
@@ -235,7 +235,7 @@ class LLM:
                 if piece.request_id in self._unread:
                     self._unread[piece.request_id].append(piece)
 
-    def step(self) -> list[Piece]:
+    def step(self) -> list[OutputChunk]:
         """One engine step, for those who queue groups themselves."""
         pieces = self.engine.step()
         self._warn_of_low_acceptance()
@@ -271,12 +271,12 @@ class LLM:
 
 @dataclass(frozen=True)
 class Prepared:
-    """What is known of an LLM before its weights are read.  intake: holds requests against model and configuration."""
+    """What is known of an LLM before its weights are read.  inputs: holds requests against model and configuration."""
 
     asked: EngineConfig
     checkpoint: Checkpoint
     resolved: ResolvedConfig
-    intake: Intake
+    inputs: InputProcessor
 
 
 def prepare(asked: EngineConfig) -> Prepared:
@@ -291,7 +291,7 @@ def prepare(asked: EngineConfig) -> Prepared:
         eos_token_ids=_end_tokens(path, target),
         generation_config=_generation_config(path),
     )
-    return Prepared(asked, checkpoint, resolved, Intake(facts, load_tokenizer(path, target.vocab_size)))
+    return Prepared(asked, checkpoint, resolved, InputProcessor(facts, load_tokenizer(path, target.vocab_size)))
 
 
 def low_acceptance(totals: SpeculationStats) -> bool:

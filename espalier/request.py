@@ -302,7 +302,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Piece:
+class OutputChunk:
     """What one engine step hands out for one request.
 
     text may lag behind token_ids, by what could still change; a request's last piece has its finish_reason, stop_reason

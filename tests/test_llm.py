@@ -319,7 +319,7 @@ def test_an_end_token_outside_the_vocabulary_is_left_out_with_one_warning(paths,
     (path / "generation_config.json").write_text('{"eos_token_id": [-1, 5]}')
     with LLM(model=path, speculation=None, max_context=64) as llm:
         assert llm.generate("abc", SamplingParams(max_tokens=2))[0].error is None
-        assert llm.intake.resolve(SamplingParams()).stop_token_ids == (5, 3)
+        assert llm.inputs.resolve(SamplingParams()).stop_token_ids == (5, 3)
     [warned] = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert f"eos_token_id -1, {VOCAB} is outside the vocabulary" in warned
 

@@ -11,7 +11,7 @@ from time import perf_counter
 from espalier import LLM, SamplingParams
 from espalier.engine.engine import Engine
 from espalier.layout import RoundLayout
-from espalier.request import Piece
+from espalier.request import OutputChunk
 from tests.engine.symbolic import symbolic_engine
 from tests.harness import request
 
@@ -33,7 +33,7 @@ def step_ms(llm: LLM, num_prompts: int) -> float:
     began: list[float] = []
     step = engine.step
 
-    def timed() -> list[Piece]:
+    def timed() -> list[OutputChunk]:
         began.append(perf_counter())
         if len(began) > STEPS:
             # Aborting all would be timed by abort_ms.

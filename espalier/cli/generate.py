@@ -14,9 +14,9 @@ from espalier.cli.console import FROM_DRAFT, FROM_TARGET, QUIET, progress, read_
 from espalier.cli.flags import add_engine_flags, add_sampling_flags, engine_settings, new_command, sampling_params
 from espalier.config import EngineConfig
 from espalier.errors import EspalierError
-from espalier.intake import Intake
+from espalier.inputs import InputProcessor
 from espalier.llm import LLM, naming, prepare
-from espalier.request import Output, Piece, SamplingParams
+from espalier.request import Output, OutputChunk, SamplingParams
 
 MAX_TOKENS = 128
 
@@ -39,23 +39,23 @@ def run(asked: Namespace) -> int:
     # Prompts and parameters are held against the model before its weights are read, which may take minutes.
     with waiting("loading the tokenizer"):
         prepared = prepare(EngineConfig(**engine_settings(asked)))
-    intake = prepared.intake
-    if params.max_tokens is None and "max_new_tokens" not in intake.facts.generation_config:
+    inputs = prepared.inputs
+    if params.max_tokens is None and "max_new_tokens" not in inputs.facts.generation_config:
         params = replace(params, max_tokens=MAX_TOKENS)
-    intake.resolve(params)
-    inputs = [_tokens(intake, i, prompts, asked.chat) for i in range(len(prompts))]
+    inputs.resolve(params)
+    token_lists = [_tokens(inputs, i, prompts, asked.chat) for i in range(len(prompts))]
     with waiting("loading the model"):
         llm = LLM.of(prepared)
     with llm:
-        if len(inputs) == 1 and not asked.json and params.n in (None, 1):
-            return _stream(llm, inputs[0], params)
-        return _all(llm, inputs, params, asked.json)
+        if len(token_lists) == 1 and not asked.json and params.n in (None, 1):
+            return _stream(llm, token_lists[0], params)
+        return _all(llm, token_lists, params, asked.json)
 
 
-def _tokens(intake: Intake, i: int, prompts: list[Any], chat: bool) -> list[int]:
+def _tokens(inputs: InputProcessor, i: int, prompts: list[Any], chat: bool) -> list[int]:
     with naming(i, len(prompts)):
-        prompt = intake.chat([{"role": "user", "content": prompts[i]}]) if chat else prompts[i]
-        return intake.tokens(prompt)
+        prompt = inputs.chat([{"role": "user", "content": prompts[i]}]) if chat else prompts[i]
+        return inputs.tokens(prompt)
 
 
 def _prompts(asked: Namespace) -> list[Any]:
@@ -119,7 +119,7 @@ def _stream(llm: LLM, prompt: Any, params: SamplingParams) -> int:
     console = stdout()
     begun = perf_counter()
     count = 0
-    last = Piece("")
+    last = OutputChunk("")
     for last in llm.stream(prompt, params):
         count += len(last.token_ids)
         # A piece's text is coloured as a whole when any of its tokens came from the draft: text may lag behind tokens.

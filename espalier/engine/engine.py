@@ -9,7 +9,7 @@ from espalier.cache.prefix_tree import PrefixTree
 from espalier.engine.executor import Closed, Executor, Handle
 from espalier.engine.scheduler import Launch, Scheduler
 from espalier.errors import EspalierError
-from espalier.request import Piece, Request, check_prompt
+from espalier.request import OutputChunk, Request, check_prompt
 from espalier.stats import SpeculationStats
 
 
@@ -51,7 +51,7 @@ class Engine:
         self.requests: dict[str, Request] = {}
         self.stopped: str | None = None
 
-    def step(self) -> list[Piece]:
+    def step(self) -> list[OutputChunk]:
         """One turn: take in what arrived, launch what comes next, hand out what is done."""
         with self._stopping_on_error():
             self.scheduler.admit(self._drain_inbox())
@@ -111,7 +111,7 @@ class Engine:
             self.scheduler.stop(self.stopped)
             raise
 
-    def _hand_out(self, pieces: list[Piece]) -> list[Piece]:
+    def _hand_out(self, pieces: list[OutputChunk]) -> list[OutputChunk]:
         for piece in pieces:
             if piece.finish_reason is not None:
                 del self.requests[piece.request_id]

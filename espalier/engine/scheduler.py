@@ -19,7 +19,7 @@ from espalier.engine.executor import Trees
 from espalier.engine.launch_input import LaunchInput, RoundTrace, Row, prompt_rows_of, sampling_needs_of, slot_init
 from espalier.engine.queue import WaitingQueue
 from espalier.layout import RoundLayout
-from espalier.request import Piece, Request, TokenLogprob
+from espalier.request import OutputChunk, Request, TokenLogprob
 from espalier.sampling.mask import ALL_ALLOWED, mask_words
 from espalier.sampling.prompt import PromptRows
 from espalier.slots import SlotInit
@@ -65,7 +65,7 @@ class Scheduler:
         self.num_rounds: Counter[tuple[int, bool]] = Counter()
         self._in_flight = 0
         self._last_was_prefill = False
-        self._pieces: list[Piece] = []
+        self._pieces: list[OutputChunk] = []
         self._aborted: list[Request] = []
         self._no_room: tuple[Request, int] | None = None
         self._admitted: list[SlotInit] = []
@@ -117,7 +117,7 @@ class Scheduler:
                 masks[b] = request.masker.node_masks(request.prompt[-1:], [0])
         return masks
 
-    def harvest(self, launch: Launch, rows: list[Row]) -> list[Piece]:
+    def harvest(self, launch: Launch, rows: list[Row]) -> list[OutputChunk]:
         """Take in what a launch decided, in the order of launches."""
         self._in_flight -= 1
         for (request, generation, entered), row in zip(launch.members, rows, strict=True):
@@ -138,7 +138,7 @@ class Scheduler:
             self._finish(request, "abort", error)
         self.waiting = WaitingQueue()
 
-    def take_pieces(self) -> list[Piece]:
+    def take_pieces(self) -> list[OutputChunk]:
         pieces, self._pieces = self._pieces, []
         return pieces
 
@@ -356,7 +356,7 @@ class Scheduler:
         if kept:
             ends = reason, request.stop_reason
             tokens, flags = row.tokens[:kept], from_draft[:kept]
-            self._pieces.append(Piece(request.id, request.index, tokens, text, flags, logprobs, of_prompt, *ends))
+            self._pieces.append(OutputChunk(request.id, request.index, tokens, text, flags, logprobs, of_prompt, *ends))
         return kept
 
     def _push(self, request: Request, token: int) -> str | None:
@@ -395,7 +395,9 @@ class Scheduler:
         self._leave(request, reason)
         of_prompt = None if request.output else request.prompt_report
         self._pieces.append(
-            Piece(request.id, request.index, text=text, prompt_logprobs=of_prompt, finish_reason=reason, error=error)
+            OutputChunk(
+                request.id, request.index, text=text, prompt_logprobs=of_prompt, finish_reason=reason, error=error
+            )
         )
 
     def _leave(self, request: Request, reason: str) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from espalier.intake import text_sink
+from espalier.inputs import text_sink
 from espalier.request import PromptLogprobs, ResolvedParams, TokenLogprob, Usage
 from espalier.server.openai import Generating
 from espalier.server.protocol import Part

@@ -17,7 +17,7 @@ from starlette.types import ASGIApp
 from espalier import __version__
 from espalier.chat import ChatOptions
 from espalier.errors import EspalierError
-from espalier.intake import Intake
+from espalier.inputs import InputProcessor
 from espalier.server.answers import ChatAnswer, TextAnswer
 from espalier.server.errors import ApiError, ErrorBody, refusal
 from espalier.server.front import CLIENT_LEFT, Front
@@ -131,20 +131,20 @@ def _add_generation(app: FastAPI, front: Front) -> None:
                     for prompt in (asked if body.truncate_prompt_tokens is None else prompts)
                 ]
         id = f"cmpl-{request_id.get()}"
-        answer = TextAnswer(id, body, params, prompts, front.intake.tokenizer, echo)
+        answer = TextAnswer(id, body, params, prompts, front.inputs.tokenizer, echo)
         return _naming(ignored, await front.respond(http, body, prompts, answer))
 
     @post("/v1/chat/completions", responses=STREAMED | answers_with(*GENERATES))
     async def chat(body: ChatRequest, http: Request) -> Response:
         front.check_model(body.model)
         params = _checked(front, body)
-        shows_tools = front.intake.tokenizer is not None and front.intake.tokenizer.shows("tools")
+        shows_tools = front.inputs.tokenizer is not None and front.inputs.tokenizer.shows("tools")
         front.check_effect(ignored := body.without_effect() + ["tools"] * (bool(body.tools) and not shows_tools))
         with front.entering(params.n):
             check, size = front.require_tokenizable, _size(body.messages)
             prompt = await front.lanes.run(_chat_prompt, body, check, size=size, field="messages")
         id = f"chatcmpl-{request_id.get()}"
-        answer = ChatAnswer(id, body, params, [prompt], front.intake.tokenizer)
+        answer = ChatAnswer(id, body, params, [prompt], front.inputs.tokenizer)
         return _naming(ignored, await front.respond(http, body, [prompt], answer))
 
 
@@ -186,7 +186,7 @@ def _posts(app: FastAPI, front: Front) -> Callable[..., Any]:
 def _checked(front: Front, body: CompletionRequest | ChatRequest) -> Any:
     try:
         body.check()
-        return front.intake.resolve(body.params())
+        return front.inputs.resolve(body.params())
     except EspalierError as error:
         raise refusal(error) from None
 
@@ -199,7 +199,7 @@ def _prompts(body: CompletionRequest) -> list[str | list[int]]:
 
 
 def _prompt(
-    intake: Intake, body: CompletionRequest, prompt: str | list[int], check: Callable[[str], None]
+    inputs: InputProcessor, body: CompletionRequest, prompt: str | list[int], check: Callable[[str], None]
 ) -> list[int]:
     """Token ids that the model can start from.  check: of a text that the context does not bound, as some is cut off.
 
@@ -208,24 +208,24 @@ def _prompt(
     keep = body.truncate_prompt_tokens
     if keep is not None and isinstance(prompt, str):
         check(prompt)
-    return intake.tokens(prompt, body.add_special_tokens is not False, keep)
+    return inputs.tokens(prompt, body.add_special_tokens is not False, keep)
 
 
-def _chat_prompt(intake: Intake, body: ChatRequest, check: Callable[[str], None]) -> list[int]:
+def _chat_prompt(inputs: InputProcessor, body: ChatRequest, check: Callable[[str], None]) -> list[int]:
     """The same for a conversation.  Raises EspalierError."""
     keep = body.truncate_prompt_tokens
-    check = intake.require_fit if keep is None else check
-    return intake.tokens(_chat_tokens(intake, body.messages, body.options(), check), keep_last=keep)
+    check = inputs.require_fit if keep is None else check
+    return inputs.tokens(_chat_tokens(inputs, body.messages, body.options(), check), keep_last=keep)
 
 
 def _chat_tokens(
-    intake: Intake, messages: Sequence[Message], options: ChatOptions, check: Callable[[str], None]
+    inputs: InputProcessor, messages: Sequence[Message], options: ChatOptions, check: Callable[[str], None]
 ) -> list[int]:
-    return intake.chat([message.turn() for message in messages], check=check, **options)
+    return inputs.chat([message.turn() for message in messages], check=check, **options)
 
 
-def _text(intake: Intake, what: str, tokens: list[int], skip_special_tokens: bool = True) -> str:
-    return intake.text_of(what).decode(tokens, skip_special_tokens)
+def _text(inputs: InputProcessor, what: str, tokens: list[int], skip_special_tokens: bool = True) -> str:
+    return inputs.text_of(what).decode(tokens, skip_special_tokens)
 
 
 def _size(messages: Sequence[Message]) -> int:
@@ -255,26 +255,26 @@ def _add_tokens(app: FastAPI, front: Front) -> None:
         return _json(await front.lanes.run(_detokenized, body.tokens, size=len(body.tokens)))
 
 
-def _tokenized(intake: Intake, body: TokenizeRequest, check: Callable[[str], None]) -> bytes:
+def _tokenized(inputs: InputProcessor, body: TokenizeRequest, check: Callable[[str], None]) -> bytes:
     """The answer of /tokenize."""
     if body.messages is not None:
         options: ChatOptions = {**body.options(), "add_special_tokens": body.add_special_tokens}
-        tokens = _chat_tokens(intake, body.messages, options, check)
+        tokens = _chat_tokens(inputs, body.messages, options, check)
     else:
         assert body.prompt is not None
-        tokenizer = intake.text_of("/tokenize")
+        tokenizer = inputs.text_of("/tokenize")
         check(body.prompt)
         tokens = tokenizer.encode(body.prompt, body.add_special_tokens is not False)
-    return msgspec.json.encode({"tokens": tokens, "count": len(tokens), "max_model_len": intake.facts.max_context})
+    return msgspec.json.encode({"tokens": tokens, "count": len(tokens), "max_model_len": inputs.facts.max_context})
 
 
-def _detokenized(intake: Intake, tokens: list[int]) -> bytes:
+def _detokenized(inputs: InputProcessor, tokens: list[int]) -> bytes:
     """The answer of /detokenize."""
-    most = intake.facts.vocab_size
+    most = inputs.facts.vocab_size
     if tokens and not (min(tokens) >= 0 and max(tokens) < most):
         wrong = next(token for token in tokens if not 0 <= token < most)
         raise EspalierError(f"tokens entry={wrong} is not supported; use 0 to {most - 1}")
-    return msgspec.json.encode({"prompt": _text(intake, "/detokenize", tokens)})
+    return msgspec.json.encode({"prompt": _text(inputs, "/detokenize", tokens)})
 
 
 def _json(data: bytes) -> Response:
@@ -285,7 +285,7 @@ def _add_state(app: FastAPI, front: Front) -> None:
     created = int(front.metrics.began)
 
     def card(name: str) -> dict[str, Any]:
-        most = front.intake.facts.max_context
+        most = front.inputs.facts.max_context
         return {"id": name, "object": "model", "created": created, "owned_by": "espalier", "max_model_len": most}
 
     @app.get("/v1/models", responses=answers_with(*ALWAYS))

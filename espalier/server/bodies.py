@@ -113,7 +113,7 @@ def _num_entries(value: Any, most: int) -> int:
 
 
 def _check_prompts(body: CompletionRequest, limits: BodyLimits) -> None:
-    """Refuse ids that no request can start from, as the intake would.  Raises ApiError."""
+    """Refuse ids that no request can start from, as the inputs would.  Raises ApiError."""
     try:
         keep = body.truncate_prompt_tokens
         for prompt in body.prompts():

@@ -22,7 +22,7 @@ import zmq
 import zmq.asyncio
 
 from espalier.errors import EspalierError
-from espalier.intake import ModelFacts
+from espalier.inputs import ModelFacts
 from espalier.request import ResolvedParams
 from espalier.server import logs, protocol
 from espalier.server.protocol import Abort, Failed, Harvest, Part, Ready, Refused, Report, Shutdown, Start, Submit

@@ -17,7 +17,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from espalier.errors import EspalierError
-from espalier.intake import Intake
+from espalier.inputs import InputProcessor
 from espalier.server.answers import Answer
 from espalier.server.bodies import BodyLimits
 from espalier.server.body_reader import BodyReader
@@ -73,10 +73,10 @@ class Front:
         self.metrics = Metrics(client)
         self.draining = False
         tokenizer = load_tokenizer(Path(client.facts.model), client.facts.vocab_size)
-        self.intake = Intake(client.facts, tokenizer, options.allow_special_tokens_in_messages)
+        self.inputs = InputProcessor(client.facts, tokenizer, options.allow_special_tokens_in_messages)
         if options.chat_template is not None:
-            self.intake.text_of("--chat-template").hf.chat_template = options.chat_template
-        self.lanes = Lanes(self.intake)
+            self.inputs.text_of("--chat-template").hf.chat_template = options.chat_template
+        self.lanes = Lanes(self.inputs)
         facts, room = client.facts, int(client.config["max_batch"]) + options.max_queue
         self.bodies = BodyReader(BodyLimits(facts.vocab_size, facts.max_context, room, self.most_detokenized))
         self._num_entering = 0
@@ -85,7 +85,7 @@ class Front:
     @property
     def most_detokenized(self) -> int:
         """Token ids of one call."""
-        return max(MOST_DETOKENIZED, self.intake.facts.max_context)
+        return max(MOST_DETOKENIZED, self.inputs.facts.max_context)
 
     @property
     def status(self) -> str:
@@ -109,7 +109,7 @@ class Front:
 
     def require_tokenizable(self, text: str) -> None:
         """Refuse a text that is too long where the context does not bound it.  Raises EspalierError."""
-        most = max(MOST_TOKENIZED, TOKENIZED_A_TOKEN * self.intake.facts.max_context)
+        most = max(MOST_TOKENIZED, TOKENIZED_A_TOKEN * self.inputs.facts.max_context)
         if len(text) > most:
             raise EspalierError(f"a text of {len(text)} characters is not supported; use {most} at most")
 

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from espalier.errors import EspalierError
-from espalier.intake import Intake
+from espalier.inputs import InputProcessor
 from espalier.server.errors import full, refusal
 
 T = TypeVar("T")
@@ -20,16 +20,16 @@ MOST_WAITING = 32
 
 
 class Lanes:
-    """intake: used by the short lane; the long one has a copy."""
+    """inputs: used by the short lane; the long one has a copy."""
 
-    def __init__(self, intake: Intake):
-        self._short = intake, ThreadPoolExecutor(1, "tokenizing-short")
-        self._long = intake.for_another_thread(), ThreadPoolExecutor(1, "tokenizing-long")
+    def __init__(self, inputs: InputProcessor):
+        self._short = inputs, ThreadPoolExecutor(1, "tokenizing-short")
+        self._long = inputs.for_another_thread(), ThreadPoolExecutor(1, "tokenizing-long")
         self._num_long = 0
 
     async def run(self, work: Callable[..., T], *values: Any, size: int, field: str | None = None) -> T:
-        """`work` of an intake and values.  size: of its text, in characters, or its tokens; field: of the body, which
-        holds it.
+        """`work` of an InputProcessor and values.  size: of its text, in characters, or its tokens; field: of the body,
+        which holds it.
 
         Raises ApiError for what it refuses, and where too many long ones wait.
         """
@@ -46,9 +46,9 @@ class Lanes:
         except EspalierError as error:
             raise refusal(error, field) from None
 
-    async def _in(self, lane: tuple[Intake, ThreadPoolExecutor], work: Callable[..., T], *values: Any) -> T:
-        intake, thread = lane
-        return await asyncio.get_running_loop().run_in_executor(thread, work, intake, *values)
+    async def _in(self, lane: tuple[InputProcessor, ThreadPoolExecutor], work: Callable[..., T], *values: Any) -> T:
+        inputs, thread = lane
+        return await asyncio.get_running_loop().run_in_executor(thread, work, inputs, *values)
 
     def close(self) -> None:
         for _, thread in (self._short, self._long):

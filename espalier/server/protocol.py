@@ -1,15 +1,15 @@
 """What the front and the engine process say to each other: small typed messages, msgpack, one a ZeroMQ frame.
 
-The records that requests consist of (ResolvedParams, Piece, Usage, SpeculationStats) cross as they are: no field is
-written down a second time.  The front binds a PAIR socket and starts the process, which connects.
+The records that requests consist of (ResolvedParams, OutputChunk, Usage, SpeculationStats) cross as they are: no
+field is written down a second time.  The front binds a PAIR socket and starts the process, which connects.
 """
 
 from typing import Any
 
 import msgspec
 
-from espalier.intake import ModelFacts
-from espalier.request import Piece, ResolvedParams, Usage
+from espalier.inputs import ModelFacts
+from espalier.request import OutputChunk, ResolvedParams, Usage
 from espalier.stats import SpeculationStats
 
 
@@ -68,7 +68,7 @@ class Part(msgspec.Struct, array_like=True):
     """A piece of one sample.  usage, speculation: of the sample, with its last piece."""
 
     name: str
-    piece: Piece
+    piece: OutputChunk
     usage: Usage | None = None
     speculation: SpeculationStats | None = None
 

@@ -18,7 +18,7 @@ from espalier.config import SpeculationConfig
 from espalier.errors import EspalierError
 from espalier.layout import bucket_of
 from espalier.llm import LLM, low_acceptance
-from espalier.request import Piece, Request
+from espalier.request import OutputChunk, Request
 from espalier.server import logs, protocol
 from espalier.server.protocol import Abort, Failed, Harvest, Part, Ready, Refused, Report, Start, Submit
 
@@ -56,7 +56,7 @@ class Worker:
     def run(self) -> None:
         """Serve until Shutdown.  Raises what the engine raised, after every request has been told."""
         while os.getppid() == self.front and self._take_in():
-            pieces: list[Piece] = []
+            pieces: list[OutputChunk] = []
             if self.llm.engine.has_work:
                 try:
                     pieces = self.llm.step()
@@ -97,11 +97,11 @@ class Worker:
             for request in self.running[name].requests:
                 self.llm.engine.abort(request.id)
 
-    def _send(self, pieces: list[Piece]) -> None:
+    def _send(self, pieces: list[OutputChunk]) -> None:
         parts = [self._part(piece) for piece in pieces]
         self.socket.send(protocol.encode(Harvest(parts, self._report())))
 
-    def _part(self, piece: Piece) -> Part:
+    def _part(self, piece: OutputChunk) -> Part:
         name = piece.request_id.rpartition(".")[0]
         if piece.finish_reason is None:
             return Part(name, piece)
@@ -181,7 +181,7 @@ def _serve(socket: zmq.Socket, start: Start) -> None:
     began = time.perf_counter()
     with LLM(**settings_of(start.settings)) as llm:
         log.info("engine process %d: %s loaded in %.1f s", os.getpid(), llm.config.model, time.perf_counter() - began)
-        socket.send(protocol.encode(Ready(llm.intake.facts, asdict(llm.config))))
+        socket.send(protocol.encode(Ready(llm.inputs.facts, asdict(llm.config))))
         Worker(socket, llm, start).run()
 
 

@@ -28,7 +28,7 @@ FLOORS = (
     ("errors", "cores", "stats"),
     ("limits", "chat"),
     ("config", "request", "text", "text_bound"),
-    ("intake",),
+    ("inputs",),
     ("layout",),
     ("slots",),
     ("kernels",),

@@ -12,7 +12,7 @@ from torch import Tensor
 from espalier.engine.engine import Engine
 from espalier.engine.launch_input import LaunchInput, Row
 from espalier.layout import LOGITS_BYTES, logit_rows
-from espalier.request import Piece, Request, SamplingParams, TokenLogprob
+from espalier.request import OutputChunk, Request, SamplingParams, TokenLogprob
 from espalier.sampling import prompt as sampling_prompt
 from espalier.speculate import round
 from tests.engine.watching import SharedPages, run_watched
@@ -59,7 +59,7 @@ def wishing(seed: int, lengths: Iterable[int] = LENGTHS, wish: SamplingParams = 
     ]
 
 
-def pieces_of(engine: Engine, requests: list[Request]) -> list[Piece]:
+def pieces_of(engine: Engine, requests: list[Request]) -> list[OutputChunk]:
     for r in requests:
         engine.add(r)
     pieces = []

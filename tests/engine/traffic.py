@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from espalier.engine.engine import Engine
 from espalier.errors import EspalierError
-from espalier.request import Piece, Request, SamplingParams
+from espalier.request import OutputChunk, Request, SamplingParams
 from tests.harness import VOCAB, request
 
 TRUNK = [(7 * i * i + 3 * i) % VOCAB for i in range(200)]
@@ -53,7 +53,7 @@ class Traffic(RuleBasedStateMachine):
     def start(self, draw: st.DataObject) -> None:
         self.engine = self.build(draw)
         self.requests: list[Request] = []
-        self.pieces: dict[str, list[Piece]] = {}
+        self.pieces: dict[str, list[OutputChunk]] = {}
         self.held: list[int] = []
         self.refused = 0
 

@@ -7,7 +7,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from espalier.request import Piece, ResolvedParams, TokenLogprob
+from espalier.request import OutputChunk, ResolvedParams, TokenLogprob
 from espalier.server.answers import ChatAnswer, TextAnswer
 from espalier.server.openai import ChatRequest, CompletionRequest
 from espalier.server.protocol import Part
@@ -39,7 +39,7 @@ def answered(kind, body, tokenizer, entries, finish_reason="stop", prompt=(), **
     chunks = []
     for i, (token, entry) in enumerate(zip(tokens, entries, strict=True)):
         last = finish_reason if i == len(tokens) - 1 else None
-        piece = Piece("x.0", token_ids=[token], from_draft=[False], logprobs=[entry], finish_reason=last)
+        piece = OutputChunk("x.0", token_ids=[token], from_draft=[False], logprobs=[entry], finish_reason=last)
         chunks.append(answer.chunk(*answer.take(0, Part("x", piece))))
     return answer.whole()["choices"][0], [chunk["choices"][0] for chunk in chunks]
 
@@ -134,7 +134,7 @@ def test_offsets_of_an_echo_are_places_of_the_prompts_text_too(make, text):
         answer = TextAnswer("id", body, ResolvedParams(), [prompt], tokenizer, [tokenizer.decode(prompt)])
         known = [None, *(TokenLogprob(token, -2.0, [], 1) for token in prompt[1:])]
         own = [TokenLogprob(token, -1.0, [], 1) for token in said]
-        whole = Piece("x.0", token_ids=said, logprobs=own, prompt_logprobs=known, finish_reason="length")
+        whole = OutputChunk("x.0", token_ids=said, logprobs=own, prompt_logprobs=known, finish_reason="length")
         chunk = answer.chunk(*answer.take(0, Part("x", whole)))["choices"][0]
         [found] = answer.whole()["choices"]
         assert (chunk["text"], chunk["logprobs"]) == (found["text"], found["logprobs"])

@@ -9,7 +9,7 @@ import pytest
 from starlette.responses import Response
 from starlette.testclient import TestClient
 
-from espalier.intake import Intake, ModelFacts
+from espalier.inputs import InputProcessor, ModelFacts
 from espalier.request import ResolvedParams
 from espalier.server.api import ApiOptions, make_app
 from espalier.server.bodies import BodyLimits
@@ -145,7 +145,7 @@ def test_echo_reads_tokens_beside_the_loop():
         """A front that runs nothing."""
 
         names = ("m",)
-        intake = Intake(
+        inputs = InputProcessor(
             ModelFacts("m", 10, 8),
             SimpleNamespace(
                 backend=None,
@@ -153,7 +153,7 @@ def test_echo_reads_tokens_beside_the_loop():
                 decode=lambda ids, skip: threads.append(threading.get_ident()) or "text",
             ),
         )
-        lanes = Lanes(intake)
+        lanes = Lanes(inputs)
         bodies = BodyReader(BodyLimits(10, 8, 4, 4))
         metrics = SimpleNamespace(began=0, answers=SimpleNamespace(labels=lambda *of: SimpleNamespace(inc=list)))
 

@@ -11,7 +11,7 @@ from starlette.testclient import TestClient
 
 import espalier
 from espalier.errors import EspalierError
-from espalier.intake import Intake, ModelFacts
+from espalier.inputs import InputProcessor, ModelFacts
 from espalier.server import body_reader, lanes
 from espalier.server.api import ApiOptions, make_app
 from espalier.server.bodies import MOST_ENTRIES, MOST_MESSAGES, BodyLimits, read_body
@@ -180,31 +180,31 @@ class Recording:
 
 
 def test_a_text_that_cannot_fit_is_never_tokenized():
-    intake = Intake(ModelFacts("m", 10, 64), Recording())
-    intake.bound = TextBound(load_tokenizer(TOKENIZER, 6144).backend)
+    inputs = InputProcessor(ModelFacts("m", 10, 64), Recording())
+    inputs.bound = TextBound(load_tokenizer(TOKENIZER, 6144).backend)
     with pytest.raises(EspalierError, match="a prompt of 4000000 characters is not supported at max_context=64"):
-        intake.tokens("a " * 2_000_000)
-    assert intake.tokenizer.encoded == []
-    assert len(intake.tokens("a " * 30)) == 60 and intake.tokenizer.encoded == [60]
+        inputs.tokens("a " * 2_000_000)
+    assert inputs.tokenizer.encoded == []
+    assert len(inputs.tokens("a " * 30)) == 60 and inputs.tokenizer.encoded == [60]
     # Its last tokens may fit, whatever comes before them.
-    assert len(intake.tokens("a " * 2_000_000, keep_last=9)) == 9 and intake.tokenizer.encoded == [60, 4_000_000]
+    assert len(inputs.tokens("a " * 2_000_000, keep_last=9)) == 9 and inputs.tokenizer.encoded == [60, 4_000_000]
 
 
 def test_a_conversation_that_cannot_fit_is_never_tokenized(monkeypatch):
     tokenizer = load_tokenizer(TOKENIZER, 6144)
-    intake = Intake(ModelFacts("m", 6144, 64), tokenizer)
+    inputs = InputProcessor(ModelFacts("m", 6144, 64), tokenizer)
     encoded = []
     monkeypatch.setattr(tokenizer.hf, "encode", lambda text, **_: encoded.append(text) or [1])
     messages = [{"role": "user", "content": "a " * 100_000}]
     with pytest.raises(EspalierError, match=r"a prompt of 2000\d\d characters is not supported"):
-        intake.chat(messages, check=intake.require_fit)
+        inputs.chat(messages, check=inputs.require_fit)
     assert encoded == []
-    assert intake.chat([{"role": "user", "content": "a"}], check=intake.require_fit) == [1] and len(encoded) == 1
+    assert inputs.chat([{"role": "user", "content": "a"}], check=inputs.require_fit) == [1] and len(encoded) == 1
 
 
 @pytest.fixture
 def two_lanes():
-    found = Lanes(Intake(ModelFacts("m", 10, 64), Recording()))
+    found = Lanes(InputProcessor(ModelFacts("m", 10, 64), Recording()))
     yield found
     found.close()
 
@@ -215,7 +215,7 @@ def test_a_short_prompt_does_not_wait_behind_long_ones(two_lanes):
     async def run():
         long = [asyncio.create_task(two_lanes.run(lambda _: go_on.wait(60), size=LONGEST_SHORT + 1)) for _ in range(3)]
         await asyncio.sleep(0)
-        short = await two_lanes.run(lambda intake: intake.tokens("ab"), size=2)
+        short = await two_lanes.run(lambda inputs: inputs.tokens("ab"), size=2)
         waited = not any(each.done() for each in long)
         go_on.set()
         return short, waited, await asyncio.gather(*long)
@@ -224,8 +224,8 @@ def test_a_short_prompt_does_not_wait_behind_long_ones(two_lanes):
 
 
 def test_each_lane_has_a_thread_and_a_tokenizer_of_its_own(two_lanes):
-    def who(intake):
-        return threading.get_ident(), id(intake.tokenizer)
+    def who(inputs):
+        return threading.get_ident(), id(inputs.tokenizer)
 
     async def run():
         return [await two_lanes.run(who, size=size) for size in (1, LONGEST_SHORT, LONGEST_SHORT + 1, 10**6)]

@@ -32,7 +32,7 @@ class ModelFacts:
     generation_config: dict[str, Any] = field(default_factory=dict)
 
 
-class Intake:
+class InputProcessor:
     """tokenizer: None where the model has none; prompts are then token ids.
 
     allow_special_tokens_in_messages: where chat is not told.
@@ -44,7 +44,7 @@ class Intake:
         self.tokenizer = tokenizer
         self.bound = TextBound(None if tokenizer is None else tokenizer.backend)
 
-    def for_another_thread(self) -> "Intake":
+    def for_another_thread(self) -> "InputProcessor":
         """The same with a tokenizer of its own: one is used by one thread at a time."""
         other = copy.copy(self)
         other.tokenizer = copy.deepcopy(self.tokenizer)
