@@ -26,20 +26,6 @@ ROUNDS_IN_FLIGHT = 2
 LOGITS_BYTES = 2**27
 # The row of page buffers that takes what padding writes; it stays zero, so that a masked read of it is finite.
 DUMMY_ROW = 0
-# Split-KV: attention cuts a request's committed rows into splits that run in parallel (KVSplitPolicy).
-# Boundaries of splits are multiples of this, which no kernel's block of rows exceeds.
-RANGE_STEP = 64
-# The shortest and the longest target length of a split, in rows.
-SHORTEST_RANGE = 128
-LONGEST_RANGE = 2048
-# The target length is this times the batch.  With few queries a request it is shorter: merging is cheap then.
-ROWS_A_REQUEST, ROWS_A_REQUEST_OF_FEW = 256, 64
-FEW_QUERIES = 8
-# At most: splits of a request; and partial results that wait to be merged (queries times splits), of a batch and of one
-# request.
-MAX_RANGES = 32
-PARTIAL_ROWS = 16384
-PARTIAL_ROWS_OF_ONE = 512
 
 Number = TypeVar("Number", int, Tensor)
 
@@ -106,25 +92,16 @@ def bucket_of(batch: int, buckets: Iterable[int]) -> int:
     return next((bucket for bucket in buckets if bucket >= batch), batch)
 
 
+def next_bucket(batch: int) -> int:
+    """The smallest power of two, or middle between two of them, that is at least `batch`."""
+    power = 1 << max(batch - 1, 0).bit_length()
+    middle = power - power // 4
+    return middle if power > 2 and middle >= batch else power
+
+
 def logit_rows(vocab_size: int) -> int:
     """Rows of a prompt whose logits are made at once."""
     return max(1, LOGITS_BYTES // (4 * vocab_size))
-
-
-@dataclass(frozen=True)
-class KVSplitPolicy:
-    """How attention cuts a request's committed rows into ranges that run side by side, by their number alone.
-
-    rows: of a range, as long as no more than `most` ranges come of it.
-    """
-
-    rows: int
-    most: int
-
-    def width(self, rows: int) -> int:
-        """Rows of each range but the last, which are as even as RANGE_STEP lets them be."""
-        count = min(max(-(-rows // self.rows), 1), self.most)
-        return max(-(-rows // (count * RANGE_STEP)), 1) * RANGE_STEP
 
 
 @dataclass(frozen=True)
@@ -308,8 +285,7 @@ class RoundLayout:
 
     def batch_buckets(self, largest: int) -> tuple[int, ...]:
         """The batches that rounds are padded to, up to `largest`: powers of two and the middle between each."""
-        sizes = {1 << i for i in range(largest.bit_length())} | {3 << i for i in range(largest.bit_length())}
-        return tuple(sorted({size for size in sizes if size < largest} | {largest})) if largest else ()
+        return tuple(sorted({min(next_bucket(batch), largest) for batch in range(1, largest + 1)}))
 
     @property
     def history_width(self) -> int:
@@ -324,23 +300,6 @@ class RoundLayout:
     def position_rows(self) -> int:
         """Positions that a node can have: rows of rotary tables.  A padded chunk reaches past the last token."""
         return self.history_width + max(self.steps, self.chunk_size)
-
-    def cut(self, queries: int) -> "KVSplitPolicy":
-        """How a pass of this many queries a request cuts committed rows.
-
-        Follows from the layout alone, as the order in which a request's sums are made may not depend on its batch.
-        """
-        in_rounds = [
-            batch
-            for batch, layout in self.fullest
-            if queries in (layout.num_draft_tokens, layout.topk, layout.extend_width)
-        ]
-        batch = max(in_rounds, default=max(self.chunk_batch(queries), 1))
-        rows_a_request = ROWS_A_REQUEST_OF_FEW if queries <= FEW_QUERIES else ROWS_A_REQUEST
-        rows = min(max(batch * rows_a_request, SHORTEST_RANGE), LONGEST_RANGE)
-        waiting = min(PARTIAL_ROWS // (batch * queries), PARTIAL_ROWS_OF_ONE // queries)
-        longest = -(-self.tokens_in(self.table_width) // rows)
-        return KVSplitPolicy(rows, max(1, min(MAX_RANGES, waiting, longest)))
 
     @property
     def least_pages(self) -> int:

@@ -12,7 +12,7 @@ from espalier.attention.base import Attention, CommittedLengths, Nodes, Prefix, 
 from espalier.cache.kv import PagedKV
 from espalier.cache.layer_spec import KVHeads, LatentKV, LayerSpec
 from espalier.kernels.attention.contiguous_blocks import straight
-from espalier.kernels.attention.kv_splits import KVSplits, kv_splits_triton
+from espalier.kernels.attention.kv_splits import KVSplitPolicy, KVSplits, kv_splits_triton
 from espalier.kernels.attention.merge_splits import Partials
 from espalier.kernels.attention.tree_attention import (
     DTYPES,
@@ -41,40 +41,45 @@ class TritonAttention(Attention):
         spec, prefix = self.specs[layer], self.prefix
         k, v = self.committed(layer)
         committed = Committed(k, v, prefix.page_table, prefix.length, self.pages.page_size, prefix.first)
-        ranges = self._ranges(spec.window)
-        partials = self._partials(ranges, spec)
+        splits = self.splits(spec.window)
+        partials = self._partials(splits, spec)
         counted = None
-        if asks_straight(q, committed, staged, ranges, spec.window):
-            counted = self._straight(committed, ranges)
+        if asks_straight(q, committed, staged, splits, spec.window):
+            counted = self._straight(committed, splits)
         return tree_attention_triton(
-            *(q, committed, staged, self.nodes.positions, ranges, spec.softmax_scale, spec.window, None, partials),
+            *(q, committed, staged, self.nodes.positions, splits, spec.softmax_scale, spec.window, None, partials),
             *(None, counted),
         )
 
-    def _ranges(self, window: int | None) -> KVSplits:
-        """The work list of a kind of layer; one without a window serves every pass of the prefix that is as wide."""
-        cut = self.pages.layout.cut(self.queries)
+    def splits(self, window: int | None) -> KVSplits:
+        """The work list of layers with this window.
+
+        One without a window is kept with the prefix, for every pass over it that splits alike.
+        """
+        batch = self.nodes.positions.shape[0]
+        layout = self.pages.layout
+        policy = KVSplitPolicy.of(batch, self.queries, layout.tokens_in(layout.table_width))
         if window is None:
-            if cut not in self.prefix.planned:
-                self.prefix.planned[cut] = kv_splits_triton(self.prefix.length, self.prefix.first, cut)
-            return self.prefix.planned[cut]
+            if policy not in self.prefix.planned:
+                self.prefix.planned[policy] = kv_splits_triton(self.prefix.length, self.prefix.first, policy)
+            return self.prefix.planned[policy]
         if window not in self.windowed:
             positions = self.nodes.positions
-            self.windowed[window] = kv_splits_triton(self.prefix.length, self.prefix.first, cut, positions, window)
+            self.windowed[window] = kv_splits_triton(self.prefix.length, self.prefix.first, policy, positions, window)
         return self.windowed[window]
 
-    def _straight(self, committed: Committed, ranges: KVSplits) -> Tensor:
-        """Of ranges without a window, for every pass and layer that reads them."""
-        key = (ranges.cut, straight)
+    def _straight(self, committed: Committed, splits: KVSplits) -> Tensor:
+        """Of splits without a window, for every pass and layer that reads them."""
+        key = (splits.policy, straight)
         if key not in self.prefix.planned:
             page_table, first = committed.page_table, committed.first
-            self.prefix.planned[key] = straight(ranges, page_table, committed.page_size, first)
+            self.prefix.planned[key] = straight(splits, page_table, committed.page_size, first)
         return self.prefix.planned[key]
 
-    def _partials(self, ranges: KVSplits, spec: LayerSpec) -> Partials:
+    def _partials(self, splits: KVSplits, spec: LayerSpec) -> Partials:
         key = (spec.window, spec.heads, spec.rows.v_size)
         if key not in self.partials:
-            self.partials[key] = Partials.of(ranges, self.queries, spec.heads, spec.rows.v_size)
+            self.partials[key] = Partials.of(splits, self.queries, spec.heads, spec.rows.v_size)
         return self.partials[key]
 
 

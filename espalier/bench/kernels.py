@@ -6,12 +6,12 @@ its rows in the L2.  What is timed are replays of a CUDA graph, by events on the
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from espalier.attention import Attention, Nodes, Prefix
-from espalier.attention.triton import TritonBackend
+from espalier.attention.triton import TritonAttention, TritonBackend
 from espalier.bench.timing import Stopwatch
 from espalier.cache.kv import PagedKV
 from espalier.cache.layer_spec import KVHeads, LayerSpec
@@ -106,13 +106,13 @@ def measure(
 def _plan(attention: Attention, shape: Shape) -> Callable[[], object]:
     """What an attention that has run had planned, anew."""
     prefix, pages = attention.prefix, attention.pages
-    cut = pages.layout.cut(shape.queries)
-    counted = (cut, straight) in prefix.planned
+    policy = cast(TritonAttention, attention).splits(None).policy
+    counted = (policy, straight) in prefix.planned
 
     def plan() -> None:
-        ranges = kv_splits_triton(prefix.length, prefix.first, cut)
+        splits = kv_splits_triton(prefix.length, prefix.first, policy)
         if counted:
-            straight(ranges, prefix.page_table, pages.page_size, prefix.first)
+            straight(splits, prefix.page_table, pages.page_size, prefix.first)
 
     return plan
 

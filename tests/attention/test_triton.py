@@ -103,7 +103,7 @@ def test_an_empty_batch_is_legal(kernel_device):
 
 
 def test_blocks_are_counted_once_for_a_prefix(kernel_device, monkeypatch):
-    """Where a launch asks: for all layers that read the same ranges, of the prefix's own table, and never twice."""
+    """Where a launch asks: for all layers that read the same splits, of the prefix's own table, and never twice."""
     length = torch.tensor(LENGTHS, device=kernel_device)
     pages, _ = pages_in(torch.float32, kernel_device)
     table = 1 + torch.arange(4 * pages.layout.table_width, device=kernel_device, dtype=torch.int32).view(4, -1)
@@ -123,10 +123,10 @@ def test_blocks_are_counted_once_for_a_prefix(kernel_device, monkeypatch):
         for layer in (0, 1, 3):
             made.attend(layer, *(value.to(kernel_device) for value in drawn(GEOMETRY[layer], 4, 4)))
         assert all(counts is given[0][1] for _, counts in given)
-        ranges, counts = given[0]
-        used = int(ranges.starts[-1])
-        assert torch.equal(counts[:used], contiguous_blocks_reference(ranges, table, pages.page_size, 0)[:used])
-        # Of 300 rows, in ranges of 192 and 108, four blocks are whole; one stands before what is broken, one in a range
+        splits, counts = given[0]
+        used = int(splits.starts[-1])
+        assert torch.equal(counts[:used], contiguous_blocks_reference(splits, table, pages.page_size, 0)[:used])
+        # Of 300 rows, in splits of 192 and 108, four blocks are whole; one stands before what is broken, one in a range
         # of its own.
         assert int(counts[:used].sum()) == (2 if broken else 4)
 

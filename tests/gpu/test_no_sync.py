@@ -104,11 +104,11 @@ class Trace:
 
     def calls_within(self, name: str) -> list[list[dict[str, Any]]]:
         """Of the CUDA runtime and driver, on the same thread, within each range of that name."""
-        ranges = sorted((e for e in self.named("user_annotation") if e["name"] == name), key=lambda e: e["ts"])
+        splits = sorted((e for e in self.named("user_annotation") if e["name"] == name), key=lambda e: e["ts"])
         calls = self.calls
         return [
             [call for call in calls if call["tid"] == r["tid"] and r["ts"] <= call["ts"] <= r["ts"] + r["dur"]]
-            for r in ranges
+            for r in splits
         ]
 
     @property

@@ -7,9 +7,8 @@ from torch import Tensor
 
 from espalier.kernels.attention.ancestor_bits import pack
 from espalier.kernels.attention.contiguous_blocks import contiguous_blocks_triton
-from espalier.kernels.attention.kv_splits import KVSplits, kv_splits_triton
+from espalier.kernels.attention.kv_splits import KVSplitPolicy, KVSplits, kv_splits_triton
 from espalier.kernels.attention.tree_attention import Committed, Staged, tree_attention_reference, tree_attention_triton
-from espalier.layout import KVSplitPolicy
 
 # Against float64 on the same values.  float32 (IEEE): a few roundings of 2^-24 of sums of terms of size one.  bfloat16
 # and float16: weights are rounded to 2^-9 and 2^-12 before they meet the values, and so is what is returned.
@@ -50,7 +49,7 @@ class Inputs:
     first: int
     sink: Tensor | None
 
-    def ranges(self, most: int) -> KVSplits:
+    def splits(self, most: int) -> KVSplits:
         return kv_splits_triton(
             self.committed.length, self.first, KVSplitPolicy(256, most), self.positions, self.window or 0
         )
@@ -144,11 +143,11 @@ def expected(inputs: Inputs, staged: bool = True) -> tuple[Tensor, Tensor]:
 def run(inputs: Inputs, most: int, staged: bool = True, counted: bool = False, **how) -> tuple[Tensor, Tensor]:
     """counted: with the number of straight blocks of each range."""
     new, c = inputs.staged if staged else None, inputs.committed
-    ranges = inputs.ranges(most)
+    splits = inputs.splits(most)
     if counted:
-        how["straight"] = contiguous_blocks_triton(ranges, c.page_table, c.page_size, c.first)
+        how["straight"] = contiguous_blocks_triton(splits, c.page_table, c.page_size, c.first)
     return tree_attention_triton(
-        inputs.q, c, new, inputs.positions, ranges, inputs.scale, inputs.window, inputs.sink, **how
+        inputs.q, c, new, inputs.positions, splits, inputs.scale, inputs.window, inputs.sink, **how
     )
 
 

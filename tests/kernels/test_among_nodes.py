@@ -38,8 +38,8 @@ def test_among_nodes_is_its_reference(case, kernel_device):
 
 def test_no_prefix_is_what_lengths_of_nothing_come_to(kernel_device):
     made = NoPrefix.of(3, kernel_device)
-    wanted = kv_splits_triton(made.length, 0, made.ranges.cut)
-    assert torch.equal(made.ranges.items, wanted.items) and torch.equal(made.ranges.starts, wanted.starts)
+    wanted = kv_splits_triton(made.length, 0, made.splits.policy)
+    assert torch.equal(made.splits.items, wanted.items) and torch.equal(made.splits.starts, wanted.starts)
 
 
 @cases

@@ -5,8 +5,7 @@ import torch
 
 from espalier.kernels.attention.contiguous_blocks import BLOCKS, contiguous_blocks_reference, contiguous_blocks_triton
 from espalier.kernels.attention.hopper import BLOCK_N
-from espalier.kernels.attention.kv_splits import kv_splits_triton
-from espalier.layout import KVSplitPolicy
+from espalier.kernels.attention.kv_splits import KVSplitPolicy, kv_splits_triton
 
 LENGTHS = (0, 1, 63, 64, 65, 129, 1000, 64 * (BLOCKS + 5) + 3, 5000)
 
@@ -20,22 +19,22 @@ def tables(lengths, page_size, broken=()):
     return table
 
 
-def counted(ranges, table, page_size, first, how):
-    return how(ranges, table, page_size, first)[: int(ranges.starts[-1])].tolist()
+def counted(splits, table, page_size, first, how):
+    return how(splits, table, page_size, first)[: int(splits.starts[-1])].tolist()
 
 
 @pytest.mark.parametrize("first", [0, 1, 130])
 @pytest.mark.parametrize("page_size", [1, 16, 48, 64])
-@pytest.mark.parametrize("cut", [KVSplitPolicy(256, 3), KVSplitPolicy(4096, 8)], ids=str)
-def test_kernel_is_reference(kernel_device, cut, page_size, first):
+@pytest.mark.parametrize("policy", [KVSplitPolicy(256, 3), KVSplitPolicy(4096, 8)], ids=str)
+def test_kernel_is_reference(kernel_device, policy, page_size, first):
     length = torch.tensor(LENGTHS, device=kernel_device)
-    ranges = kv_splits_triton(length, first, cut)
+    splits = kv_splits_triton(length, first, policy)
     for seed in range(3):
         draws = torch.Generator().manual_seed(seed)
         pages = [(r, int(torch.randint(n // page_size + 1, (), generator=draws))) for r, n in enumerate(LENGTHS)]
         table = tables(LENGTHS, page_size, pages if seed else ()).to(kernel_device)
         found, wanted = (
-            counted(ranges, table, page_size, first, how)
+            counted(splits, table, page_size, first, how)
             for how in (contiguous_blocks_triton, contiguous_blocks_reference)
         )
         assert found == wanted
@@ -49,7 +48,7 @@ def test_counts_up_to_the_first_block_that_is_broken(kernel_device, page_size):
     assert counted(
         kv_splits_triton(length, 0, KVSplitPolicy(4096, 8)), table, page_size, 0, contiguous_blocks_triton
     ) == [15, 0, 3, 15]
-    # Of the blocks from 64 on, which are whole; of two ranges each its own.
+    # Of the blocks from 64 on, which are whole; of two splits each its own.
     assert counted(
         kv_splits_triton(length, 1, KVSplitPolicy(4096, 8)), table, page_size, 1, contiguous_blocks_triton
     ) == [14, 14, 2, 14]
@@ -60,11 +59,11 @@ def test_counts_up_to_the_first_block_that_is_broken(kernel_device, page_size):
 def test_a_page_of_another_order_is_not_straight(kernel_device):
     table = tables([256], 16).to(kernel_device)
     table[0, 4], table[0, 5] = table[0, 5].clone(), table[0, 4].clone()
-    ranges = kv_splits_triton(torch.tensor([256], device=kernel_device), 0, KVSplitPolicy(4096, 8))
-    assert counted(ranges, table, 16, 0, contiguous_blocks_triton) == [64 // BLOCK_N]
+    splits = kv_splits_triton(torch.tensor([256], device=kernel_device), 0, KVSplitPolicy(4096, 8))
+    assert counted(splits, table, 16, 0, contiguous_blocks_triton) == [64 // BLOCK_N]
 
 
 def test_an_empty_batch_is_legal(kernel_device):
     empty = torch.zeros(0, 4, dtype=torch.int32, device=kernel_device)
-    ranges = kv_splits_triton(empty[:, 0].long(), 0, KVSplitPolicy(256, 8))
-    assert contiguous_blocks_triton(ranges, empty, 16, 0).numel() == 0
+    splits = kv_splits_triton(empty[:, 0].long(), 0, KVSplitPolicy(256, 8))
+    assert contiguous_blocks_triton(splits, empty, 16, 0).numel() == 0

@@ -1,21 +1,22 @@
-"""The plan of committed rows: the kernel is the reference, ranges cover a request's rows once, and no batch matters."""
+"""The plan of committed rows: the kernel is the reference, splits cover a request's rows once, and no batch matters."""
 
-from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
-from espalier.kernels.attention.kv_splits import kv_splits_reference, kv_splits_triton
-from espalier.layout import (
-    LONGEST_RANGE,
-    MAX_RANGES,
-    RANGE_STEP,
-    ROWS_A_REQUEST,
-    SHORTEST_RANGE,
+from espalier.kernels.attention.kv_splits import (
+    MAX_PARTIAL_ROWS,
+    MAX_SPLIT_ROWS,
+    MAX_SPLITS,
+    MIN_SPLIT_ROWS,
+    ROWS_PER_REQUEST,
+    SPLIT_STEP,
     KVSplitPolicy,
-    RoundLayout,
-    TreeShape,
+    kv_splits_reference,
+    kv_splits_triton,
 )
+from espalier.layout import RoundLayout, bucket_of
 
 LENGTHS = [0, 1, 127, 128, 129, 1024, 1025, 2048, 2049, 4096, 5000, 65536, 65537, 131072]
 
@@ -33,11 +34,11 @@ CUTS = [
 ]
 
 
-@pytest.mark.parametrize("cut", CUTS, ids=str)
+@pytest.mark.parametrize("policy", CUTS, ids=str)
 @pytest.mark.parametrize("first", [0, 1])
-def test_kernel_is_reference(kernel_device, cut, first):
+def test_kernel_is_reference(kernel_device, policy, first):
     length = torch.tensor(LENGTHS, device=kernel_device)
-    made, expected = kv_splits_triton(length, first, cut), kv_splits_reference(length, first, cut)
+    made, expected = kv_splits_triton(length, first, policy), kv_splits_reference(length, first, policy)
     assert torch.equal(made.starts, expected.starts)
     assert used(made) == used(expected)
 
@@ -52,18 +53,18 @@ def test_a_window_leaves_out_what_no_query_sees(kernel_device, window):
     assert used(made) == used(expected)
     for request, begin, end, _ in used(made):
         lower = LENGTHS[request] - window + 1
-        assert begin > lower - RANGE_STEP or begin == 0
+        assert begin > lower - SPLIT_STEP or begin == 0
         assert end <= max(LENGTHS[request], begin)
 
 
-@pytest.mark.parametrize("cut", CUTS, ids=str)
-def test_ranges_cover_every_row_once_in_order(cut):
-    made = kv_splits_reference(torch.tensor(LENGTHS), 0, cut)
+@pytest.mark.parametrize("policy", CUTS, ids=str)
+def test_ranges_cover_every_row_once_in_order(policy):
+    made = kv_splits_reference(torch.tensor(LENGTHS), 0, policy)
     for request, length in enumerate(LENGTHS):
         mine = [item for item in used(made) if item[0] == request]
-        assert 1 <= len(mine) <= cut.most and {item[3] for item in mine} == {len(mine)}
+        assert 1 <= len(mine) <= policy.max_splits and {item[3] for item in mine} == {len(mine)}
         assert [row for _, begin, end, _ in mine for row in range(begin, end)] == list(range(length))
-        assert all(begin % RANGE_STEP == 0 for _, begin, _, _ in mine)
+        assert all(begin % SPLIT_STEP == 0 for _, begin, _, _ in mine)
 
 
 def test_a_request_has_the_same_ranges_in_any_batch(kernel_device):
@@ -100,22 +101,30 @@ def test_ranges_are_even_and_keep_to_the_most():
         2048,
         2112,
     ]
-    assert all(-(-span // cut.width(span)) <= cut.most for span in range(0, 70000, 77) for cut in CUTS)
+    assert all(-(-span // policy.width(span)) <= policy.max_splits for span in range(0, 70000, 77) for policy in CUTS)
 
 
-def test_the_layout_bounds_what_waits_to_be_merged():
-    """By the widest batch that it allows, and so by no batch there is."""
-    layout = RoundLayout(64, 5, 8, 64, 16, 131072, 1, 2048)
-    assert layout.cut(8) == KVSplitPolicy(LONGEST_RANGE, MAX_RANGES)
-    assert layout.cut(64) == KVSplitPolicy(LONGEST_RANGE, 4)
-    assert layout.cut(2048) == KVSplitPolicy(ROWS_A_REQUEST, 1)
-    alone = RoundLayout(1, 5, 8, 64, 16, 131072, 1, 2048)
-    assert alone.cut(64) == KVSplitPolicy(ROWS_A_REQUEST, 8)
-    assert alone.cut(8) == KVSplitPolicy(SHORTEST_RANGE, MAX_RANGES)
-    assert RoundLayout(1, 5, 8, 64, 16, 2048, 1, 2048).cut(8) == KVSplitPolicy(SHORTEST_RANGE, 17)
-    eight = RoundLayout(8, 0, 1, 1, 16, 131072, 0, 2048)
-    assert (eight.cut(1), eight.cut(1).width(1030)) == (KVSplitPolicy(512, MAX_RANGES), 384)
-    small_at_two = replace(alone, max_batch=64, trees=((2, TreeShape(3, 2, 8)),))
-    assert small_at_two.cut(64) == alone.cut(64), "no batch of two has 64 nodes"
-    assert small_at_two.cut(8) == layout.cut(8)
-    assert all(1 <= layout.cut(queries).most <= MAX_RANGES for queries in range(1, 5000))
+def test_small_batches_make_many_splits():
+    """By the batch's bucket, whatever max_batch is; partial results that wait to be merged are bounded."""
+    alone, full = (partial(KVSplitPolicy.of, batch, max_rows=131072) for batch in (1, 64))
+    assert full(queries=8) == KVSplitPolicy(MAX_SPLIT_ROWS, MAX_SPLITS)
+    assert full(queries=64) == KVSplitPolicy(MAX_SPLIT_ROWS, 4)
+    assert alone(queries=64) == KVSplitPolicy(ROWS_PER_REQUEST, 8)
+    assert alone(queries=8) == KVSplitPolicy(MIN_SPLIT_ROWS, MAX_SPLITS)
+    assert alone(queries=2048) == KVSplitPolicy(ROWS_PER_REQUEST, 1)
+    assert KVSplitPolicy.of(1, 8, 17 * MIN_SPLIT_ROWS - 1) == KVSplitPolicy(MIN_SPLIT_ROWS, 17)
+    assert KVSplitPolicy.of(8, 1, 131072).width(1030) == 384
+    for batch in range(1, 65):
+        for queries in (1, 2, 8, 16, 64, 129, 5000):
+            policy = KVSplitPolicy.of(batch, queries, 131072)
+            assert 1 <= policy.max_splits <= MAX_SPLITS
+            assert policy.max_splits == 1 or batch * queries * policy.max_splits <= MAX_PARTIAL_ROWS
+
+
+def test_a_padded_batch_splits_as_the_batch_does():
+    layout = RoundLayout(20, 0, 1, 1, 16, 4096, 0, 2048)
+    buckets = layout.batch_buckets(20)
+    assert buckets == (1, 2, 3, 4, 6, 8, 12, 16, 20)
+    for batch in range(1, 21):
+        padded = bucket_of(batch, buckets)
+        assert KVSplitPolicy.of(batch, 8, 4096) == KVSplitPolicy.of(padded, 8, 4096)

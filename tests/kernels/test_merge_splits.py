@@ -1,9 +1,9 @@
-"""Partial results merged: the kernel is the reference, and the union of the ranges."""
+"""Partial results merged: the kernel is the reference, and the union of the splits."""
 
 import pytest
 import torch
 
-from espalier.kernels.attention.kv_splits import kv_splits_reference
+from espalier.kernels.attention.kv_splits import KVSplitPolicy, kv_splits_reference
 from espalier.kernels.attention.merge_splits import (
     BLOCKS_AT_ONCE,
     Partials,
@@ -11,33 +11,32 @@ from espalier.kernels.attention.merge_splits import (
     merge_splits_triton,
 )
 from espalier.kernels.runtime.launch import chip
-from espalier.layout import KVSplitPolicy
 
 # float32: a few roundings of sums of up to 32 terms of size one.
 TOLERANCE = 5e-6
 CUT = KVSplitPolicy(256, 8)
 
 
-def drawn(device, lengths=(0, 1, 300, 5000), queries=3, heads=5, v_size=7, seed=0, cut=CUT):
+def drawn(device, lengths=(0, 1, 300, 5000), queries=3, heads=5, v_size=7, seed=0, policy=CUT):
     generator = torch.Generator().manual_seed(seed)
-    ranges = kv_splits_reference(torch.tensor(lengths, device=device), 0, cut)
-    partials = Partials.of(ranges, queries, heads, v_size)
+    splits = kv_splits_reference(torch.tensor(lengths, device=device), 0, policy)
+    partials = Partials.of(splits, queries, heads, v_size)
     partials.out.copy_(torch.randn(partials.out.shape, generator=generator))
     partials.lse.copy_(torch.randn(partials.lse.shape, generator=generator) * 3)
-    used = int(ranges.starts[-1])
+    used = int(splits.starts[-1])
     partials.out[used:] = partials.lse[used:] = torch.nan
     # A range in which a query saw nothing, and a query that saw nothing anywhere.
     partials.lse[used - 1 : used, 0] = -torch.inf
     partials.lse[:used, 1, 2] = -torch.inf
     out = torch.full((len(lengths), queries, heads, v_size), 7.0, device=device)
-    return partials, ranges, out, torch.full(out.shape[:3], 7.0, device=device)
+    return partials, splits, out, torch.full(out.shape[:3], 7.0, device=device)
 
 
-def assert_is_the_reference(partials, ranges, out, lse):
+def assert_is_the_reference(partials, splits, out, lse):
     partials.out[:, 1, 2] = 0
     expected_out, expected_lse = out.clone(), lse.clone()
-    merge_splits_triton(partials, ranges, out, lse)
-    merge_splits_reference(partials, ranges, expected_out, expected_lse)
+    merge_splits_triton(partials, splits, out, lse)
+    merge_splits_reference(partials, splits, expected_out, expected_lse)
     torch.testing.assert_close(out, expected_out, rtol=0, atol=TOLERANCE)
     torch.testing.assert_close(lse, expected_lse, rtol=0, atol=TOLERANCE)
 
@@ -45,13 +44,13 @@ def assert_is_the_reference(partials, ranges, out, lse):
 @pytest.mark.parametrize("sink", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_kernel_is_reference(kernel_device, sink, dtype):
-    partials, ranges, out, lse = drawn(kernel_device)
+    partials, splits, out, lse = drawn(kernel_device)
     partials.out[:, 1, 2] = 0
     logits = torch.tensor([0.3, -1.0, 2.0, -torch.inf, 0.0], device=kernel_device) if sink else None
     out = out.to(dtype)
     expected_out, expected_lse = out.clone(), lse.clone()
-    merge_splits_triton(partials, ranges, out, lse, logits)
-    merge_splits_reference(partials, ranges, expected_out, expected_lse, logits)
+    merge_splits_triton(partials, splits, out, lse, logits)
+    merge_splits_reference(partials, splits, expected_out, expected_lse, logits)
     # bfloat16: either neighbour of the same float32.
     relative = 0 if dtype == torch.float32 else 2**-7
     torch.testing.assert_close(out, expected_out, rtol=relative, atol=TOLERANCE)
@@ -63,26 +62,26 @@ def test_kernel_is_reference(kernel_device, sink, dtype):
 
 def test_more_to_merge_than_programs(kernel_device):
     """Programs take turns: each query's head is merged, and once."""
-    partials, ranges, out, lse = drawn(kernel_device, (300, 0, 600), queries=4, heads=13)
+    partials, splits, out, lse = drawn(kernel_device, (300, 0, 600), queries=4, heads=13)
     assert out.shape[:3].numel() > chip(out).processors * BLOCKS_AT_ONCE or out.is_cuda
-    assert_is_the_reference(partials, ranges, out, lse)
+    assert_is_the_reference(partials, splits, out, lse)
 
 
 @pytest.mark.parametrize("v_size", [128, 256])
 def test_ranges_of_a_long_layout(kernel_device, v_size):
-    """One head at a time, and of two ways to read its ranges: all at once, or as many as fit step by step."""
-    assert_is_the_reference(*drawn(kernel_device, (1, 600, 9000, 5000), 2, 3, v_size, cut=KVSplitPolicy(256, 32)))
+    """One head at a time, and of two ways to read its splits: all at once, or as many as fit step by step."""
+    assert_is_the_reference(*drawn(kernel_device, (1, 600, 9000, 5000), 2, 3, v_size, policy=KVSplitPolicy(256, 32)))
 
 
 @pytest.mark.parametrize("most", [8, 32])
 def test_a_request_s_bits_are_its_own(kernel_device, most):
     """Whoever else is merged beside it, and whether as the first or the other of two."""
-    lengths, cut = (600, 0, 5000, 1, 300), KVSplitPolicy(256, most)
-    partials, ranges, out, lse = drawn(kernel_device, lengths, 3, 5, 128, cut=cut)
-    merge_splits_triton(partials, ranges, out, lse)
+    lengths, policy = (600, 0, 5000, 1, 300), KVSplitPolicy(256, most)
+    partials, splits, out, lse = drawn(kernel_device, lengths, 3, 5, 128, policy=policy)
+    merge_splits_triton(partials, splits, out, lse)
     for request, length in enumerate(lengths):
-        alone = kv_splits_reference(torch.tensor([length], device=kernel_device), 0, cut)
-        mine = slice(int(ranges.starts[request]), int(ranges.starts[request + 1]))
+        alone = kv_splits_reference(torch.tensor([length], device=kernel_device), 0, policy)
+        mine = slice(int(splits.starts[request]), int(splits.starts[request + 1]))
         held = Partials.of(alone, 3, 5, 128)
         held.out[: mine.stop - mine.start], held.lse[: mine.stop - mine.start] = partials.out[mine], partials.lse[mine]
         again, again_lse = torch.full_like(out[:1], 7.0), torch.full_like(lse[:1], 7.0)

@@ -10,12 +10,11 @@ import torch
 import espalier.kernels.runtime.pdl as dependent
 from espalier.kernels.attention.ancestor_bits import pack
 from espalier.kernels.attention.contiguous_blocks import contiguous_blocks_triton
-from espalier.kernels.attention.kv_splits import kv_splits_triton
+from espalier.kernels.attention.kv_splits import KVSplitPolicy, kv_splits_triton
 from espalier.kernels.attention.tree_attention import Committed, Staged, tree_attention_triton
 from espalier.kernels.layers.linear import TritonPlan, linear_gated, linear_parts_triton
 from espalier.kernels.layers.norm import add_rms_norm_triton, rms_norm_triton
 from espalier.kernels.layers.rope import RopeAndNorm, rotate_and_store_triton
-from espalier.layout import KVSplitPolicy
 
 pytestmark = pytest.mark.gpu
 HIDDEN, HEADS, KV_HEADS, SIZE = 4096, 32, 8, 128
@@ -76,7 +75,7 @@ class Attended:
         pool = drawn(2, (1 + pages) * self.page_size, KV_HEADS, SIZE)
         self.committed = Committed(*pool, table, length, self.page_size)
         # At 64 rows enough for two groups of warps.
-        self.ranges = kv_splits_triton(length, 0, KVSplitPolicy(128, 8))
+        self.splits = kv_splits_triton(length, 0, KVSplitPolicy(128, 8))
         self.positions = 700 + self.rows[None]
         mask = torch.ones(1, rows, rows, dtype=torch.bool, device=device).tril()
         self.staged = Staged(self.kept[0][None], self.kept[1][None], self.positions, pack(mask))
@@ -85,10 +84,10 @@ class Attended:
         q = self._stored(0, self.rows, *self.kept)
         c, straight = self.committed, None
         if self.page_size % 64:
-            straight = contiguous_blocks_triton(self.ranges, c.page_table, self.page_size, 0)
+            straight = contiguous_blocks_triton(self.splits, c.page_table, self.page_size, 0)
         self._stored(1, self.page_size + self.rows, c.k, c.v)
         return list(
-            tree_attention_triton(q[None], c, self.staged, self.positions, self.ranges, SIZE**-0.5, straight=straight)
+            tree_attention_triton(q[None], c, self.staged, self.positions, self.splits, SIZE**-0.5, straight=straight)
         )
 
     def _stored(self, layer: int, rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

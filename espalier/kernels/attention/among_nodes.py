@@ -8,20 +8,19 @@ import torch
 from torch import Tensor
 
 from espalier.kernels.attention.ancestor_bits import seen_rows
-from espalier.kernels.attention.kv_splits import COLUMNS, KVSplits
+from espalier.kernels.attention.kv_splits import COLUMNS, KVSplitPolicy, KVSplits
 from espalier.kernels.attention.masked_attention import masked_attention
 from espalier.kernels.attention.tree_attention import DTYPES, MAX_HEAD_SIZE, Committed, Staged, tree_attention_triton
-from espalier.layout import KVSplitPolicy
 
 
 @dataclass(frozen=True)
 class NoPrefix:
     """Prefixes of no rows, as the kernel of both parts takes them; made once a pass.  page_table: [B, 1]; length: [B];
-    ranges: an empty one a request."""
+    splits: an empty one a request."""
 
     page_table: Tensor
     length: Tensor
-    ranges: KVSplits
+    splits: KVSplits
 
     @classmethod
     def of(cls, batch: int, device: torch.device) -> NoPrefix:
@@ -51,7 +50,7 @@ def among_nodes_triton(
     # Of the pool, of which nothing is read, a row in the shape and strides of staged ones.
     pool = (staged.k[:1, 0], staged.v[:1, 0])
     committed = Committed(*pool, no_prefix.page_table, no_prefix.length, page_size=1)
-    return tree_attention_triton(q, committed, staged, positions, no_prefix.ranges, scale, window)
+    return tree_attention_triton(q, committed, staged, positions, no_prefix.splits, scale, window)
 
 
 def among_nodes_reference(

@@ -1,6 +1,6 @@
 """Tree attention with Hopper's own instructions: warps that load and warps that attend, each at its own pace.
 
-The same units, ranges, blocks of rows and order of sums as kernels/attention/tree_attention.py, whose results it gives
+The same units, splits, blocks of rows and order of sums as kernels/attention/tree_attention.py, whose results it gives
 to the bit.  For two-byte types and head sizes of whole tiles, where the queries that share a KV head fill more than a
 fourth of the tensor cores' 64 rows.
 """

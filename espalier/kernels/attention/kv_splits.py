@@ -1,7 +1,8 @@
-"""The plan of attention over committed rows: which request, from which row to which, made on the device once a round.
+"""The work list of split-KV attention, made on the device once a pass.
 
-A range's length follows from the request's own rows and from the layout, never from the batch, and ranges are merged
-in position order: a request's bits are its own.
+A request's committed rows are cut into splits that run in parallel; their partial results are merged in the order of
+positions (kernels/attention/merge_splits.py).  Lengths of splits follow from the request's rows, the number of queries
+and the pass's batch bucket.
 """
 
 from __future__ import annotations
@@ -13,37 +14,81 @@ import torch
 from torch import Tensor
 
 from espalier.kernels.runtime.launch import kernel, power_of_two, require
-from espalier.layout import RANGE_STEP, KVSplitPolicy
+from espalier.layout import next_bucket
 
 if TYPE_CHECKING:
     import triton.language as tl
 
-# Columns of a range: its request, its first row (a multiple of RANGE_STEP), the row past its last, and how many
-# ranges its request has.
+# Boundaries of splits are multiples of this.  No kernel's block of rows is larger.
+SPLIT_STEP = 64
+# The shortest and the longest target length of a split, in rows.
+MIN_SPLIT_ROWS = 128
+MAX_SPLIT_ROWS = 2048
+# The target length is this many rows times the batch, so that a small batch makes many splits.  With few queries a
+# request it is shorter: merging is cheap then.
+ROWS_PER_REQUEST, ROWS_PER_REQUEST_FEW_QUERIES = 256, 64
+FEW_QUERIES = 8
+# Limits: splits of one request; partial results (queries times splits) of a whole batch and of one request.
+MAX_SPLITS = 32
+MAX_PARTIAL_ROWS = 16384
+MAX_PARTIAL_ROWS_PER_REQUEST = 512
+# Columns of a work item: the request, the split's first row (a multiple of SPLIT_STEP), the row after its last, and the
+# number of splits that the request has.
 COLUMNS = 4
 
 
 @dataclass(frozen=True)
+class KVSplitPolicy:
+    """How a pass splits the committed rows of its requests.
+
+    rows: target length of a split; max_splits: of one request.  Splits are longer than `rows` where a request has more.
+    """
+
+    rows: int
+    max_splits: int
+
+    @classmethod
+    def of(cls, batch: int, queries: int, max_rows: int) -> KVSplitPolicy:
+        """For a pass of this batch and number of queries a request, over at most `max_rows` committed rows each.
+
+        The batch counts as the next power of two or middle between two of them, so that a graph's padding and an eager
+        launch of the same requests split alike.
+        """
+        batch = next_bucket(batch)
+        per_request = ROWS_PER_REQUEST_FEW_QUERIES if queries <= FEW_QUERIES else ROWS_PER_REQUEST
+        rows = min(max(batch * per_request, MIN_SPLIT_ROWS), MAX_SPLIT_ROWS)
+        in_partials = min(MAX_PARTIAL_ROWS // (batch * queries), MAX_PARTIAL_ROWS_PER_REQUEST // queries)
+        return cls(rows, max(1, min(MAX_SPLITS, in_partials, -(-max_rows // rows))))
+
+    def width(self, rows: int) -> int:
+        """Rows of each split but the last, of a request of this many rows: as even as SPLIT_STEP allows."""
+        count = min(max(-(-rows // self.rows), 1), self.max_splits)
+        return max(-(-rows // (count * SPLIT_STEP)), 1) * SPLIT_STEP
+
+
+@dataclass(frozen=True)
 class KVSplits:
-    """A work list.  items: [B * cut.most, COLUMNS] int32, what is not used left as it was; starts: [B + 1] int32, the
-    first range of each request and, last, how many there are.  Every request has a range, if an empty one.
+    """A work list.
+
+    items: [B * policy.max_splits, COLUMNS] int32, unused rows undefined; starts: [B + 1] int32, the first item of each
+    request and, last, the number of items.  Every request has at least one split, which may be empty.
     """
 
     items: Tensor
     starts: Tensor
-    cut: KVSplitPolicy
+    policy: KVSplitPolicy
 
 
-def ranges(
-    length: Tensor, first: int, cut: KVSplitPolicy, positions: Tensor | None = None, window: int = 0
+def kv_splits(
+    length: Tensor, first: int, policy: KVSplitPolicy, positions: Tensor | None = None, window: int = 0
 ) -> KVSplits:
-    """KVSplitPolicy the committed rows of requests, [first, length) each, into ranges.
+    """Split the committed rows [first, length) of each request.
 
     length: [B] int64; positions: [B, Q] int64 of the queries and window: rows below the shallowest query's window are
-    left out (window 0: none are, and positions may be None).
+    left out (window 0: none are left out, and positions may be None).
     """
     make = kv_splits_triton if length.is_cuda else kv_splits_reference
-    return make(length, first, cut, positions, window)
+    return make(length, first, policy, positions, window)
 
 
 @kernel
@@ -98,16 +143,16 @@ def _kv_splits_kernel(
 
 
 def kv_splits_triton(
-    length: Tensor, first: int, cut: KVSplitPolicy, positions: Tensor | None = None, window: int = 0
+    length: Tensor, first: int, policy: KVSplitPolicy, positions: Tensor | None = None, window: int = 0
 ) -> KVSplits:
     batch = length.shape[0]
-    require("ranges' length", length, (-1,), torch.int64, length)
-    items = torch.empty(batch * cut.most, COLUMNS, dtype=torch.int32, device=length.device)
+    require("splits' length", length, (-1,), torch.int64, length)
+    items = torch.empty(batch * policy.max_splits, COLUMNS, dtype=torch.int32, device=length.device)
     starts = torch.empty(batch + 1, dtype=torch.int32, device=length.device)
     if not window:
         positions = None
     if positions is not None:
-        require("ranges' positions", positions, (batch, -1), torch.int64, length)
+        require("splits' positions", positions, (batch, -1), torch.int64, length)
     if batch:
         queries, position_b, position_q = (0, 0, 0) if positions is None else (positions.shape[1], *positions.stride())
         _kv_splits_kernel[(1,)](
@@ -118,36 +163,36 @@ def kv_splits_triton(
             batch,
             queries,
             first,
-            cut.rows,
-            cut.most,
+            policy.rows,
+            policy.max_splits,
             length.stride(0),
             position_b,
             position_q,
             WINDOW=window,
-            STEP=RANGE_STEP,
+            STEP=SPLIT_STEP,
             BLOCK_B=power_of_two(batch),
             BLOCK_Q=16,
             num_warps=4 if batch <= 256 else 8,
         )
-    return KVSplits(items, starts, cut)
+    return KVSplits(items, starts, policy)
 
 
 def kv_splits_reference(
-    length: Tensor, first: int, cut: KVSplitPolicy, positions: Tensor | None = None, window: int = 0
+    length: Tensor, first: int, policy: KVSplitPolicy, positions: Tensor | None = None, window: int = 0
 ) -> KVSplits:
     batch = length.shape[0]
-    items = torch.zeros(batch * cut.most, COLUMNS, dtype=torch.int32)
+    items = torch.zeros(batch * policy.max_splits, COLUMNS, dtype=torch.int32)
     starts = [0]
     for request, rows in enumerate(length.tolist()):
         begin = first
         if window and positions is not None:
             begin = max(first, int(positions[request].min()) - window + 1)
-        begin = begin // RANGE_STEP * RANGE_STEP
+        begin = begin // SPLIT_STEP * SPLIT_STEP
         span = max(rows - begin, 0)
-        width = cut.width(span)
+        width = policy.width(span)
         count = max(1, -(-span // width))
         for i in range(count):
             low = begin + i * width
             items[starts[-1] + i] = torch.tensor([request, low, min(low + width, max(rows, low)), count])
         starts.append(starts[-1] + count)
-    return KVSplits(items.to(length.device), torch.tensor(starts, dtype=torch.int32).to(length.device), cut)
+    return KVSplits(items.to(length.device), torch.tensor(starts, dtype=torch.int32).to(length.device), policy)

@@ -1,6 +1,6 @@
 """Partial attention results, one a range, merged by their log-sum-exps in position order.
 
-The order is that of a request's ranges, which follow from its own rows: nothing here depends on the batch.
+The order is that of a request's splits, which follow from its own rows: nothing here depends on the batch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from espalier.kernels.runtime.pdl import early, pdl_trigger, pdl_wait
 if TYPE_CHECKING:
     import triton.language as tl
 
-# Values that a block, which is one warp, reads at once: of as many ranges of a query's head as hold them, and of two
+# Values that a block, which is one warp, reads at once: of as many splits of a query's head as hold them, and of two
 # heads where they hold both.
 STEP_VALUES = 4096
 # Of a multiprocessor; they take turns where there is more to merge.  It could hold four times as many, but where there
@@ -37,19 +37,19 @@ class Partials:
     lse: Tensor
 
     @classmethod
-    def of(cls, ranges: KVSplits, queries: int, heads: int, v_size: int) -> Partials:
-        shape = (ranges.items.shape[0], queries, heads)
-        device = ranges.items.device
+    def of(cls, splits: KVSplits, queries: int, heads: int, v_size: int) -> Partials:
+        shape = (splits.items.shape[0], queries, heads)
+        device = splits.items.device
         return cls(torch.empty(*shape, v_size, device=device), torch.empty(shape, device=device))
 
 
-def combine(partials: Partials, ranges: KVSplits, out: Tensor, lse: Tensor, sink: Tensor | None = None) -> None:
-    """Write out [B, Q, heads, v_size] and lse [B, Q, heads] (float32, natural log) of requests with several ranges.
+def combine(partials: Partials, splits: KVSplits, out: Tensor, lse: Tensor, sink: Tensor | None = None) -> None:
+    """Write out [B, Q, heads, v_size] and lse [B, Q, heads] (float32, natural log) of requests with several splits.
 
     sink: [heads], an extra logit a head that takes weight and gives no value; with it requests of one range are merged
     too.  A query that sees nothing gives zeros.
     """
-    (merge_splits_triton if out.is_cuda else merge_splits_reference)(partials, ranges, out, lse, sink)
+    (merge_splits_triton if out.is_cuda else merge_splits_reference)(partials, splits, out, lse, sink)
 
 
 @kernel
@@ -57,7 +57,7 @@ def _ask(
     part_ptr, part_lse_ptr, start_ptr, at_pair, todo, pairs,
     V_SIZE: tl.constexpr, SINK: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_I: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """(results of ranges, their log-sum-exps, the first's place, how many there are), on their way; none where a
+    """(results of splits, their log-sum-exps, the first's place, how many there are), on their way; none where a
     request's query's head needs no merging."""
     request = tl.minimum(at_pair, todo - 1) // pairs
     start = tl.load(start_ptr + request)
@@ -82,7 +82,7 @@ def _merge(
     HEADS: tl.constexpr, V_SIZE: tl.constexpr, SINK: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_I: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Write what a request's query's head sees, where it lies in several ranges."""
+    """Write what a request's query's head sees, where it lies in several splits."""
     part, parts, first, count = asked
     size = tl.arange(0, BLOCK_V)
     index = tl.arange(0, STEP)
@@ -145,10 +145,10 @@ def _merge_splits_kernel(
 
 
 def merge_splits_triton(
-    partials: Partials, ranges: KVSplits, out: Tensor, lse: Tensor, sink: Tensor | None = None
+    partials: Partials, splits: KVSplits, out: Tensor, lse: Tensor, sink: Tensor | None = None
 ) -> None:
     batch, queries, heads, v_size = out.shape
-    capacity = ranges.items.shape[0]
+    capacity = splits.items.shape[0]
     require("combine's partials", partials.out, (capacity, queries, heads, v_size), torch.float32, out)
     require("combine's partial lse", partials.lse, (capacity, queries, heads), torch.float32, out)
     require("combine's lse", lse, (batch, queries, heads), torch.float32, out)
@@ -157,12 +157,12 @@ def merge_splits_triton(
     pairs = queries * heads
     if not out.numel():
         return
-    width, ranges_held = max(32, power_of_two(v_size)), power_of_two(ranges.cut.most)
+    width, splits_held = max(32, power_of_two(v_size)), power_of_two(splits.policy.max_splits)
     blocks = min(batch * pairs, chip(out).processors * BLOCKS_AT_ONCE)
     _merge_splits_kernel[(blocks,)](
         partials.out,
         partials.lse,
-        ranges.starts,
+        splits.starts,
         out if sink is None else sink,
         out,
         lse,
@@ -171,10 +171,10 @@ def merge_splits_triton(
         HEADS=heads,
         V_SIZE=v_size,
         SINK=sink is not None,
-        TWO=2 * ranges_held * width <= STEP_VALUES,
+        TWO=2 * splits_held * width <= STEP_VALUES,
         BLOCK_V=width,
-        BLOCK_I=ranges_held,
-        STEP=min(STEP_VALUES // width, ranges_held),
+        BLOCK_I=splits_held,
+        STEP=min(STEP_VALUES // width, splits_held),
         num_warps=1,
         # Whether a head is the first or the other of two depends on the batch; what the compiler fuses must not.
         enable_fp_fusion=False,
@@ -183,9 +183,9 @@ def merge_splits_triton(
 
 
 def merge_splits_reference(
-    partials: Partials, ranges: KVSplits, out: Tensor, lse: Tensor, sink: Tensor | None = None
+    partials: Partials, splits: KVSplits, out: Tensor, lse: Tensor, sink: Tensor | None = None
 ) -> None:
-    starts = ranges.starts.tolist()
+    starts = splits.starts.tolist()
     for request in range(out.shape[0]):
         mine = slice(starts[request], starts[request + 1])
         if sink is None and starts[request + 1] - starts[request] == 1:

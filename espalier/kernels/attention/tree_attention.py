@@ -29,7 +29,7 @@ from espalier.kernels.attention.hopper import (
     must_count,
     straight_rows,
 )
-from espalier.kernels.attention.kv_splits import KVSplits
+from espalier.kernels.attention.kv_splits import MAX_SPLIT_ROWS, KVSplits
 from espalier.kernels.attention.masked_attention import masked_attention
 from espalier.kernels.attention.merge_splits import Partials, merge_splits_triton
 from espalier.kernels.attention.work_items import (
@@ -39,14 +39,13 @@ from espalier.kernels.attention.work_items import (
     item_of,
     items_of,
     nodes_of,
-    range_at,
+    split_at,
     tile_and_head,
     unit_of,
 )
 from espalier.kernels.runtime.launch import Chip, Kernel, chip, kernel, power_of_two, require
 from espalier.kernels.runtime.pdl import early
 from espalier.kernels.state.page_rows import page_rows
-from espalier.layout import LONGEST_RANGE
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -85,7 +84,7 @@ def tree_attention(
     committed: Committed,
     staged: Staged | None,
     positions: Tensor,
-    ranges: KVSplits,
+    splits: KVSplits,
     scale: float,
     window: int | None = None,
     sink: Tensor | None = None,
@@ -93,12 +92,12 @@ def tree_attention(
 ) -> tuple[Tensor, Tensor]:
     """Queries q [B, Q, heads, k_size] at positions [B, Q] over both kinds of rows; q's last dimension is contiguous.
 
-    ranges: of committed.length, for this window; sink: [heads], an extra logit a head without a value; partials: a
+    splits: of committed.length, for this window; sink: [heads], an extra logit a head without a value; partials: a
     buffer to use again (`Partials.of`).  Returns out [B, Q, heads, v_size] in q's dtype and lse [B, Q, heads] float32,
     natural log; a query that sees nothing gives zeros and -inf.  Products of float32 are IEEE.
     """
     make = tree_attention_triton if q.is_cuda else tree_attention_reference
-    return make(q, committed, staged, positions, ranges, scale, window, sink, partials)
+    return make(q, committed, staged, positions, splits, scale, window, sink, partials)
 
 
 # Arguments of kernels stand in groups, which a line each would hide.
@@ -122,7 +121,7 @@ def _tree_attention_kernel(
     units = items * tiles * KV_HEADS
     backwards = 0
     ahead = item_of(tl.program_id(0), items, tiles, KV_HEADS, WIDE)
-    request_ahead, begin_ahead, end_ahead, siblings_ahead = range_at(item_ptr, ahead, tl.program_id(0) < units)
+    request_ahead, begin_ahead, end_ahead, siblings_ahead = split_at(item_ptr, ahead, tl.program_id(0) < units)
     for base in tl.range(0, units, tl.num_programs(0)):
         unit = unit_of(base, backwards)
         backwards = 1 - backwards
@@ -130,7 +129,7 @@ def _tree_attention_kernel(
         # The next range is read before this one's work, so that nobody waits for it.
         unit_ahead = unit_of(base + tl.num_programs(0), backwards)
         ahead = item_of(unit_ahead, items, tiles, KV_HEADS, WIDE)
-        request_ahead, begin_ahead, end_ahead, siblings_ahead = range_at(item_ptr, ahead, unit_ahead < units)
+        request_ahead, begin_ahead, end_ahead, siblings_ahead = split_at(item_ptr, ahead, unit_ahead < units)
         if unit < units:
             tile, head = tile_and_head(unit, items, tiles, KV_HEADS, WIDE)
             packed = tile * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -201,8 +200,8 @@ def choose(
 ) -> Blocks:
     """By the queries that share a KV head, and by the shared memory that keys and values of a step need.
 
-    short: ranges are, since a batch of few requests is cut into many; then a range's own time counts, not how many run
-    beside it.
+    short: splits are shorter than MAX_SPLIT_ROWS, as a small batch has them: the time of one split then counts more
+    than how many of them run on a multiprocessor.
 
     The figures are those that were fastest on an H200 (docs/log.md); a smaller chip gets fewer stages, then fewer rows.
     """
@@ -234,7 +233,7 @@ def tree_attention_triton(
     committed: Committed,
     staged: Staged | None,
     positions: Tensor,
-    ranges: KVSplits,
+    splits: KVSplits,
     scale: float,
     window: int | None = None,
     sink: Tensor | None = None,
@@ -242,12 +241,12 @@ def tree_attention_triton(
     how: Blocks | HopperBlocks | None = None,
     straight: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """how: launch choices in place of its own, for tests and measurements.  straight: of the ranges, as
+    """how: launch choices in place of its own, for tests and measurements.  straight: of the splits, as
     kernels/attention/contiguous_blocks.py counts them; without it nothing is lost but time."""
     q = q if q.stride(3) == 1 else q.contiguous()
-    _check(q, committed, staged, positions, ranges)
+    _check(q, committed, staged, positions, splits)
     if straight is not None:
-        require("tree attention's straight blocks", straight, (ranges.items.shape[0],), torch.int32, q)
+        require("tree attention's straight blocks", straight, (splits.items.shape[0],), torch.int32, q)
     batch, queries, heads, _ = q.shape
     v_size = committed.v.shape[2]
     out = torch.empty(batch, queries, heads, v_size, dtype=q.dtype, device=q.device)
@@ -256,36 +255,36 @@ def tree_attention_triton(
         return out, lse
     direct = sink is None
     if partials is None:
-        partials = Partials.of(ranges, queries, heads, v_size)
+        partials = Partials.of(splits, queries, heads, v_size)
     if how is None:
-        how = _how(q, committed, staged, ranges)
+        how = _how(q, committed, staged, splits)
     elif isinstance(how, HopperBlocks) and not _whole_tiles(q, committed, staged):
         raise EspalierError("Hopper's attention takes two-byte types, sizes of whole tiles, and rows of whole copies")
-    _launch(q, committed, staged, positions, ranges, scale, window or 0, direct, partials, how, straight, out, lse)
-    if ranges.cut.most > 1 or not direct:
-        merge_splits_triton(partials, ranges, out, lse, sink)
+    _launch(q, committed, staged, positions, splits, scale, window or 0, direct, partials, how, straight, out, lse)
+    if splits.policy.max_splits > 1 or not direct:
+        merge_splits_triton(partials, splits, out, lse, sink)
     return out, lse
 
 
-def asks_straight(q: Tensor, committed: Committed, staged: Staged | None, ranges: KVSplits, window: int | None) -> bool:
+def asks_straight(q: Tensor, committed: Committed, staged: Staged | None, splits: KVSplits, window: int | None) -> bool:
     """Whether tree_attention_triton gains by `straight`."""
     if not must_count(committed.page_size, window or 0):
         return False
-    how = _how(q, committed, staged, ranges)
+    how = _how(q, committed, staged, splits)
     return isinstance(how, HopperBlocks) and copies_straight(how)
 
 
-def _how(q: Tensor, committed: Committed, staged: Staged | None, ranges: KVSplits) -> Blocks | HopperBlocks:
+def _how(q: Tensor, committed: Committed, staged: Staged | None, splits: KVSplits) -> Blocks | HopperBlocks:
     """Launch choices.  Those with Hopper's instructions give the same bits as the others."""
     (_, queries, heads, k_size), (kv_heads, v_size) = q.shape, committed.v.shape[1:]
     packed = queries * heads // kv_heads
     if _whole_tiles(q, committed, staged):
         tiles = -(-packed // (2 * GROUP))
-        blocks = choose_hopper(chip(q), packed, ranges.items.shape[0] * kv_heads * tiles, k_size, committed.page_size)
+        blocks = choose_hopper(chip(q), packed, splits.items.shape[0] * kv_heads * tiles, k_size, committed.page_size)
         if blocks is not None:
             return blocks
     rows = queries if staged is None else staged.k.shape[1]
-    return choose(chip(q), packed, rows, k_size, v_size, q.dtype, ranges.cut.rows < LONGEST_RANGE)
+    return choose(chip(q), packed, rows, k_size, v_size, q.dtype, splits.policy.rows < MAX_SPLIT_ROWS)
 
 
 def _whole_tiles(q: Tensor, committed: Committed, staged: Staged | None) -> bool:
@@ -301,7 +300,7 @@ def _launch(
     committed: Committed,
     staged: Staged | None,
     positions: Tensor,
-    ranges: KVSplits,
+    splits: KVSplits,
     scale: float,
     window: int,
     direct: bool,
@@ -324,7 +323,7 @@ def _launch(
         own |= straight_rows(how, committed.k, committed.v, committed.page_size, window, straight)
     else:
         run, own = _tree_attention_kernel, _constants(how, k_size, v_size, q.dtype)
-    grid = min(ranges.items.shape[0] * tiles * kv_heads, chip(q).processors * how.per_processor)
+    grid = min(splits.items.shape[0] * tiles * kv_heads, chip(q).processors * how.per_processor)
     run[(grid,)](
         q,
         committed.k,
@@ -332,8 +331,8 @@ def _launch(
         new_k,
         new_v,
         committed.page_table,
-        ranges.items,
-        ranges.starts,
+        splits.items,
+        splits.starts,
         positions,
         row_positions,
         positions if ancestor_bits is None else ancestor_bits,
@@ -382,7 +381,7 @@ def _constants(blocks: Blocks, k_size: int, v_size: int, dtype: torch.dtype) -> 
     }
 
 
-def _check(q: Tensor, committed: Committed, staged: Staged | None, positions: Tensor, ranges: KVSplits) -> None:
+def _check(q: Tensor, committed: Committed, staged: Staged | None, positions: Tensor, splits: KVSplits) -> None:
     batch, queries, heads, k_size = q.shape
     kv_heads, v_size = committed.v.shape[1:]
     if q.dtype not in DTYPES or heads % kv_heads or max(k_size, v_size) > MAX_HEAD_SIZE:
@@ -397,7 +396,7 @@ def _check(q: Tensor, committed: Committed, staged: Staged | None, positions: Te
     require("tree attention's positions", positions, (batch, queries), torch.int64, q)
     if committed.k.shape[0] >= 2**31:
         raise EspalierError(f"tree attention reads pools of fewer than 2^31 rows, and this has {committed.k.shape[0]}")
-    require("tree attention's ranges", ranges.starts, (batch + 1,), torch.int32, q)
+    require("tree attention's splits", splits.starts, (batch + 1,), torch.int32, q)
     last = [committed.k, committed.v, committed.page_table]
     if staged is not None:
         rows = staged.k.shape[1] if staged.ancestor_bits is not None else queries
@@ -417,7 +416,7 @@ def tree_attention_reference(
     committed: Committed,
     staged: Staged | None,
     positions: Tensor,
-    ranges: KVSplits | None,
+    splits: KVSplits | None,
     scale: float,
     window: int | None = None,
     sink: Tensor | None = None,

@@ -24,7 +24,7 @@ NONE, ALL, COUNTED = 0, 1, 2
 
 @kernel
 def items_of(start_ptr, batch, DEPENDENT: tl.constexpr):
-    """How many ranges there are, once the kernel in front has ended: the first thing that is read.
+    """How many splits there are, once the kernel in front has ended: the first thing that is read.
 
     The next kernel starts when this one's programs end: those that wait would take room from those that work.
     """
@@ -41,7 +41,7 @@ def unit_of(base, backwards):
 
 @kernel
 def item_of(unit, items, tiles, KV_HEADS: tl.constexpr, WIDE: tl.constexpr):
-    """The range of a unit of work: heads, then ranges, then tiles; or, if not WIDE, tiles, then heads, then ranges."""
+    """The range of a unit of work: heads, then splits, then tiles; or, if not WIDE, tiles, then heads, then splits."""
     if WIDE:
         item = unit // KV_HEADS % items
     else:
@@ -58,7 +58,7 @@ def tile_and_head(unit, items, tiles, KV_HEADS: tl.constexpr, WIDE: tl.constexpr
 
 
 @kernel
-def range_at(item_ptr, item, exists):
+def split_at(item_ptr, item, exists):
     """request, begin, end, siblings: see kernels/attention/kv_splits.py."""
     at = item_ptr + item * 4
     request = tl.load(at, mask=exists, other=0).to(tl.int64)
@@ -72,7 +72,7 @@ def work_at(unit, item_ptr, start_ptr, items, tiles, KV_HEADS: tl.constexpr, WID
     """Of a unit that exists: its range (item, request, begin, end, siblings), whether that is its request's last, tile
     and head."""
     item = item_of(unit, items, tiles, KV_HEADS, WIDE)
-    request, begin, end, siblings = range_at(item_ptr, item, True)
+    request, begin, end, siblings = split_at(item_ptr, item, True)
     is_last = item + 1 == tl.load(start_ptr + request + 1)
     tile, head = tile_and_head(unit, items, tiles, KV_HEADS, WIDE)
     return item, request, begin, end, siblings, is_last, tile, head
