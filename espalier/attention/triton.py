@@ -28,8 +28,8 @@ class TritonAttention(Attention):
     def __init__(self, pages: PagedKV, specs: Sequence[LayerSpec], prefix: Prefix, nodes: Nodes):
         super().__init__(pages, specs, prefix, nodes)
         self.queries = nodes.positions.shape[1]
-        self.windowed: dict[int, KVSplits] = {}
-        self.partials: dict[tuple[int | None, int, int], Partials] = {}
+        self.windowed: dict[tuple[int, KVSplitPolicy], KVSplits] = {}
+        self.partials: dict[tuple[KVSplitPolicy, int, int], Partials] = {}
 
     def over_prefix(self, q: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         return self._run(layer, q, None)
@@ -41,7 +41,7 @@ class TritonAttention(Attention):
         spec, prefix = self.specs[layer], self.prefix
         k, v = self.committed(layer)
         committed = Committed(k, v, prefix.page_table, prefix.length, self.pages.page_size, prefix.first)
-        splits = self.splits(spec.window)
+        splits = self.splits(spec)
         partials = self._partials(splits, spec)
         counted = None
         if asks_straight(q, committed, staged, splits, spec.window):
@@ -51,22 +51,24 @@ class TritonAttention(Attention):
             *(None, counted),
         )
 
-    def splits(self, window: int | None) -> KVSplits:
-        """The work list of layers with this window.
+    def splits(self, spec: LayerSpec) -> KVSplits:
+        """The work list of layers like this.
 
         One without a window is kept with the prefix, for every pass over it that splits alike.
         """
-        batch = self.nodes.positions.shape[0]
-        layout = self.pages.layout
-        policy = KVSplitPolicy.of(batch, self.queries, layout.tokens_in(layout.table_width))
+        (batch, queries), layout, window = self.nodes.positions.shape, self.pages.layout, spec.window
+        kv_heads = spec.rows.kv_heads
+        max_rows = layout.tokens_in(layout.table_width)
+        policy = KVSplitPolicy.of(batch, queries, kv_heads, spec.heads // kv_heads, max_rows)
         if window is None:
             if policy not in self.prefix.planned:
                 self.prefix.planned[policy] = kv_splits_triton(self.prefix.length, self.prefix.first, policy)
             return self.prefix.planned[policy]
-        if window not in self.windowed:
+        key = (window, policy)
+        if key not in self.windowed:
             positions = self.nodes.positions
-            self.windowed[window] = kv_splits_triton(self.prefix.length, self.prefix.first, policy, positions, window)
-        return self.windowed[window]
+            self.windowed[key] = kv_splits_triton(self.prefix.length, self.prefix.first, policy, positions, window)
+        return self.windowed[key]
 
     def _straight(self, committed: Committed, splits: KVSplits) -> Tensor:
         """Of splits without a window, for every pass and layer that reads them."""
@@ -77,7 +79,7 @@ class TritonAttention(Attention):
         return self.prefix.planned[key]
 
     def _partials(self, splits: KVSplits, spec: LayerSpec) -> Partials:
-        key = (spec.window, spec.heads, spec.rows.v_size)
+        key = (splits.policy, spec.heads, spec.rows.v_size)
         if key not in self.partials:
             self.partials[key] = Partials.of(splits, self.queries, spec.heads, spec.rows.v_size)
         return self.partials[key]

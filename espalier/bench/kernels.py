@@ -106,7 +106,7 @@ def measure(
 def _plan(attention: Attention, shape: Shape) -> Callable[[], object]:
     """What an attention that has run had planned, anew."""
     prefix, pages = attention.prefix, attention.pages
-    policy = cast(TritonAttention, attention).splits(None).policy
+    policy = cast(TritonAttention, attention).splits(SPEC).policy
     counted = (policy, straight) in prefix.planned
 
     def plan() -> None:

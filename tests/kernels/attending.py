@@ -51,7 +51,7 @@ class Inputs:
 
     def splits(self, most: int) -> KVSplits:
         return kv_splits_triton(
-            self.committed.length, self.first, KVSplitPolicy(256, most), self.positions, self.window or 0
+            self.committed.length, self.first, KVSplitPolicy(most, most), self.positions, self.window or 0
         )
 
     def only(self, requests: list[int]) -> "Inputs":

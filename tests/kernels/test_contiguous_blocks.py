@@ -25,7 +25,7 @@ def counted(splits, table, page_size, first, how):
 
 @pytest.mark.parametrize("first", [0, 1, 130])
 @pytest.mark.parametrize("page_size", [1, 16, 48, 64])
-@pytest.mark.parametrize("policy", [KVSplitPolicy(256, 3), KVSplitPolicy(4096, 8)], ids=str)
+@pytest.mark.parametrize("policy", [KVSplitPolicy(3, 3), KVSplitPolicy(1, 8)], ids=str)
 def test_kernel_is_reference(kernel_device, policy, page_size, first):
     length = torch.tensor(LENGTHS, device=kernel_device)
     splits = kv_splits_triton(length, first, policy)
@@ -45,25 +45,31 @@ def test_counts_up_to_the_first_block_that_is_broken(kernel_device, page_size):
     length = torch.tensor([1000, 1000, 1000, 1000], device=kernel_device)
     broken = [(1, 0), (2, 200 // page_size), (3, 999 // page_size)]
     table = tables(length.tolist(), page_size, broken).to(kernel_device)
-    assert counted(
-        kv_splits_triton(length, 0, KVSplitPolicy(4096, 8)), table, page_size, 0, contiguous_blocks_triton
-    ) == [15, 0, 3, 15]
+    assert counted(kv_splits_triton(length, 0, KVSplitPolicy(1, 8)), table, page_size, 0, contiguous_blocks_triton) == [
+        15,
+        0,
+        3,
+        15,
+    ]
     # Of the blocks from 64 on, which are whole; of two splits each its own.
-    assert counted(
-        kv_splits_triton(length, 1, KVSplitPolicy(4096, 8)), table, page_size, 1, contiguous_blocks_triton
-    ) == [14, 14, 2, 14]
-    halves = counted(kv_splits_triton(length, 0, KVSplitPolicy(512, 8)), table, page_size, 0, contiguous_blocks_triton)
+    assert counted(kv_splits_triton(length, 1, KVSplitPolicy(1, 8)), table, page_size, 1, contiguous_blocks_triton) == [
+        14,
+        14,
+        2,
+        14,
+    ]
+    halves = counted(kv_splits_triton(length, 0, KVSplitPolicy(2, 8)), table, page_size, 0, contiguous_blocks_triton)
     assert halves == [8, 7, 0, 7, 3, 7, 8, 7]
 
 
 def test_a_page_of_another_order_is_not_straight(kernel_device):
     table = tables([256], 16).to(kernel_device)
     table[0, 4], table[0, 5] = table[0, 5].clone(), table[0, 4].clone()
-    splits = kv_splits_triton(torch.tensor([256], device=kernel_device), 0, KVSplitPolicy(4096, 8))
+    splits = kv_splits_triton(torch.tensor([256], device=kernel_device), 0, KVSplitPolicy(1, 8))
     assert counted(splits, table, 16, 0, contiguous_blocks_triton) == [64 // BLOCK_N]
 
 
 def test_an_empty_batch_is_legal(kernel_device):
     empty = torch.zeros(0, 4, dtype=torch.int32, device=kernel_device)
-    splits = kv_splits_triton(empty[:, 0].long(), 0, KVSplitPolicy(256, 8))
+    splits = kv_splits_triton(empty[:, 0].long(), 0, KVSplitPolicy(1, 8))
     assert contiguous_blocks_triton(splits, empty, 16, 0).numel() == 0

@@ -10,7 +10,6 @@ from espalier.kernels.attention.kv_splits import (
     MAX_SPLIT_ROWS,
     MAX_SPLITS,
     MIN_SPLIT_ROWS,
-    ROWS_PER_REQUEST,
     SPLIT_STEP,
     KVSplitPolicy,
     kv_splits_reference,
@@ -25,16 +24,16 @@ def used(made):
     return made.items[: int(made.starts[-1])].tolist()
 
 
-CUTS = [
-    KVSplitPolicy(256, 1),
-    KVSplitPolicy(1024, 2),
-    KVSplitPolicy(200, 3),
-    KVSplitPolicy(2048, 8),
-    KVSplitPolicy(128, 32),
+POLICIES = [
+    KVSplitPolicy(1, 1),
+    KVSplitPolicy(2, 2),
+    KVSplitPolicy(1, 8),
+    KVSplitPolicy(4, 8),
+    KVSplitPolicy(32, 32),
 ]
 
 
-@pytest.mark.parametrize("policy", CUTS, ids=str)
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
 @pytest.mark.parametrize("first", [0, 1])
 def test_kernel_is_reference(kernel_device, policy, first):
     length = torch.tensor(LENGTHS, device=kernel_device)
@@ -47,8 +46,8 @@ def test_kernel_is_reference(kernel_device, policy, first):
 def test_a_window_leaves_out_what_no_query_sees(kernel_device, window):
     length = torch.tensor(LENGTHS, device=kernel_device)
     positions = (length[:, None] + torch.tensor([3, 0, 1] * 7, device=kernel_device))[:, 1:]
-    made = kv_splits_triton(length, 1, KVSplitPolicy(256, 8), positions, window)
-    expected = kv_splits_reference(length, 1, KVSplitPolicy(256, 8), positions, window)
+    made = kv_splits_triton(length, 1, KVSplitPolicy(8, 8), positions, window)
+    expected = kv_splits_reference(length, 1, KVSplitPolicy(8, 8), positions, window)
     assert torch.equal(made.starts, expected.starts)
     assert used(made) == used(expected)
     for request, begin, end, _ in used(made):
@@ -57,7 +56,7 @@ def test_a_window_leaves_out_what_no_query_sees(kernel_device, window):
         assert end <= max(LENGTHS[request], begin)
 
 
-@pytest.mark.parametrize("policy", CUTS, ids=str)
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
 def test_ranges_cover_every_row_once_in_order(policy):
     made = kv_splits_reference(torch.tensor(LENGTHS), 0, policy)
     for request, length in enumerate(LENGTHS):
@@ -68,56 +67,49 @@ def test_ranges_cover_every_row_once_in_order(policy):
 
 
 def test_a_request_has_the_same_ranges_in_any_batch(kernel_device):
-    precompile = kv_splits_triton(torch.tensor(LENGTHS, device=kernel_device), 0, KVSplitPolicy(256, 8))
+    precompile = kv_splits_triton(torch.tensor(LENGTHS, device=kernel_device), 0, KVSplitPolicy(8, 8))
     for request, length in enumerate(LENGTHS):
-        alone = kv_splits_triton(torch.tensor([length], device=kernel_device), 0, KVSplitPolicy(256, 8))
+        alone = kv_splits_triton(torch.tensor([length], device=kernel_device), 0, KVSplitPolicy(8, 8))
         assert [i[1:] for i in used(alone)] == [i[1:] for i in used(precompile) if i[0] == request]
 
 
 def test_an_empty_batch_has_none(kernel_device):
-    made = kv_splits_triton(torch.zeros(0, dtype=torch.int64, device=kernel_device), 0, KVSplitPolicy(256, 8))
+    made = kv_splits_triton(torch.zeros(0, dtype=torch.int64, device=kernel_device), 0, KVSplitPolicy(8, 8))
     assert made.items.shape == (0, 4) and made.starts.shape == (1,)
 
 
 def test_strided_lengths_are_read(kernel_device):
     wide = torch.tensor(LENGTHS, device=kernel_device)[:, None].expand(-1, 3).contiguous()
-    assert used(kv_splits_triton(wide[:, 1], 0, KVSplitPolicy(256, 8))) == used(
-        kv_splits_triton(wide[:, 1].contiguous(), 0, KVSplitPolicy(256, 8))
+    assert used(kv_splits_triton(wide[:, 1], 0, KVSplitPolicy(8, 8))) == used(
+        kv_splits_triton(wide[:, 1].contiguous(), 0, KVSplitPolicy(8, 8))
     )
 
 
-def test_ranges_are_even_and_keep_to_the_most():
+def test_splits_are_even_and_bounded():
     spans = (0, 1, 128, 129, 1024, 1025, 2048, 2049, 16384, 16385)
-    assert [KVSplitPolicy(256, 32).width(span) for span in spans] == [64, 64, 128, 192, 256, 256, 256, 256, 512, 576]
-    assert [KVSplitPolicy(2048, 8).width(span) for span in spans] == [
-        64,
-        64,
-        128,
-        192,
-        1024,
-        1088,
-        2048,
-        1088,
-        2048,
-        2112,
-    ]
-    assert all(-(-span // policy.width(span)) <= policy.max_splits for span in range(0, 70000, 77) for policy in CUTS)
+    widths = [64, 64, 128, 128, 256, 320, 512, 576, 2048, 2112]
+    assert [KVSplitPolicy(4, 8).width(span) for span in spans] == widths
+    for policy in POLICIES:
+        for span in range(0, 70000, 77):
+            count = -(-span // policy.width(span))
+            assert count <= policy.max_splits
+            assert count in (0, policy.max_splits) or policy.width(span) <= MAX_SPLIT_ROWS
 
 
 def test_small_batches_make_many_splits():
     """By the batch's bucket, whatever max_batch is; partial results that wait to be merged are bounded."""
-    alone, full = (partial(KVSplitPolicy.of, batch, max_rows=131072) for batch in (1, 64))
-    assert full(queries=8) == KVSplitPolicy(MAX_SPLIT_ROWS, MAX_SPLITS)
-    assert full(queries=64) == KVSplitPolicy(MAX_SPLIT_ROWS, 4)
-    assert alone(queries=64) == KVSplitPolicy(ROWS_PER_REQUEST, 8)
-    assert alone(queries=8) == KVSplitPolicy(MIN_SPLIT_ROWS, MAX_SPLITS)
-    assert alone(queries=2048) == KVSplitPolicy(ROWS_PER_REQUEST, 1)
-    assert KVSplitPolicy.of(1, 8, 17 * MIN_SPLIT_ROWS - 1) == KVSplitPolicy(MIN_SPLIT_ROWS, 17)
-    assert KVSplitPolicy.of(8, 1, 131072).width(1030) == 384
+    of = partial(KVSplitPolicy.of, kv_heads=8, group=4, max_rows=32768)
+    assert [of(batch, 1).splits for batch in (1, 2, 4, 8, 12, 32, 64)] == [32, 16, 8, 4, 2, 1, 1]
+    assert [of(batch, 64).splits for batch in (1, 2, 8)] == [8, 4, 1]
+    assert of(64, 1) == KVSplitPolicy(1, MAX_SPLITS), "a long request is split, whatever the batch"
+    assert of(64, 64) == KVSplitPolicy(1, 4)
+    assert of(1, 2048) == KVSplitPolicy(1, 1)
+    assert KVSplitPolicy.of(1, 1, 8, 4, max_rows=17 * MIN_SPLIT_ROWS - 1) == KVSplitPolicy(17, 17)
+    assert KVSplitPolicy.of(64, 1, 8, 4, max_rows=MAX_SPLIT_ROWS) == KVSplitPolicy(1, 1), "none is ever split"
     for batch in range(1, 65):
         for queries in (1, 2, 8, 16, 64, 129, 5000):
-            policy = KVSplitPolicy.of(batch, queries, 131072)
-            assert 1 <= policy.max_splits <= MAX_SPLITS
+            policy = of(batch, queries)
+            assert 1 <= policy.splits <= policy.max_splits <= MAX_SPLITS
             assert policy.max_splits == 1 or batch * queries * policy.max_splits <= MAX_PARTIAL_ROWS
 
 
@@ -127,4 +119,4 @@ def test_a_padded_batch_splits_as_the_batch_does():
     assert buckets == (1, 2, 3, 4, 6, 8, 12, 16, 20)
     for batch in range(1, 21):
         padded = bucket_of(batch, buckets)
-        assert KVSplitPolicy.of(batch, 8, 4096) == KVSplitPolicy.of(padded, 8, 4096)
+        assert KVSplitPolicy.of(batch, 8, 2, 4, 4096) == KVSplitPolicy.of(padded, 8, 2, 4, 4096)

@@ -14,7 +14,7 @@ from espalier.kernels.runtime.launch import chip
 
 # float32: a few roundings of sums of up to 32 terms of size one.
 TOLERANCE = 5e-6
-CUT = KVSplitPolicy(256, 8)
+CUT = KVSplitPolicy(8, 8)
 
 
 def drawn(device, lengths=(0, 1, 300, 5000), queries=3, heads=5, v_size=7, seed=0, policy=CUT):
@@ -70,13 +70,13 @@ def test_more_to_merge_than_programs(kernel_device):
 @pytest.mark.parametrize("v_size", [128, 256])
 def test_ranges_of_a_long_layout(kernel_device, v_size):
     """One head at a time, and of two ways to read its splits: all at once, or as many as fit step by step."""
-    assert_is_the_reference(*drawn(kernel_device, (1, 600, 9000, 5000), 2, 3, v_size, policy=KVSplitPolicy(256, 32)))
+    assert_is_the_reference(*drawn(kernel_device, (1, 600, 9000, 5000), 2, 3, v_size, policy=KVSplitPolicy(32, 32)))
 
 
 @pytest.mark.parametrize("most", [8, 32])
 def test_a_request_s_bits_are_its_own(kernel_device, most):
     """Whoever else is merged beside it, and whether as the first or the other of two."""
-    lengths, policy = (600, 0, 5000, 1, 300), KVSplitPolicy(256, most)
+    lengths, policy = (600, 0, 5000, 1, 300), KVSplitPolicy(most, most)
     partials, splits, out, lse = drawn(kernel_device, lengths, 3, 5, 128, policy=policy)
     merge_splits_triton(partials, splits, out, lse)
     for request, length in enumerate(lengths):

@@ -75,7 +75,7 @@ class Attended:
         pool = drawn(2, (1 + pages) * self.page_size, KV_HEADS, SIZE)
         self.committed = Committed(*pool, table, length, self.page_size)
         # At 64 rows enough for two groups of warps.
-        self.splits = kv_splits_triton(length, 0, KVSplitPolicy(128, 8))
+        self.splits = kv_splits_triton(length, 0, KVSplitPolicy(8, 8))
         self.positions = 700 + self.rows[None]
         mask = torch.ones(1, rows, rows, dtype=torch.bool, device=device).tril()
         self.staged = Staged(self.kept[0][None], self.kept[1][None], self.positions, pack(mask))

@@ -21,13 +21,14 @@ if TYPE_CHECKING:
 
 # Boundaries of splits are multiples of this.  No kernel's block of rows is larger.
 SPLIT_STEP = 64
-# The shortest and the longest target length of a split, in rows.
+# Shorter splits than this cost more to merge than they save.
 MIN_SPLIT_ROWS = 128
+# A longer request is split further, whatever the batch: one long request among short ones would run alone at the end.
 MAX_SPLIT_ROWS = 2048
-# The target length is this many rows times the batch, so that a small batch makes many splits.  With few queries a
-# request it is shorter: merging is cheap then.
-ROWS_PER_REQUEST, ROWS_PER_REQUEST_FEW_QUERIES = 256, 64
-FEW_QUERIES = 8
+# Programs that fill a GPU: one reads K/V at about half of what a multiprocessor can read; one with a large query tile
+# keeps a multiprocessor's tensor cores busy alone (H200, docs/log.md).
+PROGRAMS = 256
+LARGE_TILE, LARGE_TILE_PROGRAMS = 128, 128
 # Limits: splits of one request; partial results (queries times splits) of a whole batch and of one request.
 MAX_SPLITS = 32
 MAX_PARTIAL_ROWS = 16384
@@ -39,30 +40,34 @@ COLUMNS = 4
 
 @dataclass(frozen=True)
 class KVSplitPolicy:
-    """How a pass splits the committed rows of its requests.
+    """How a pass splits the committed rows of each request.
 
-    rows: target length of a split; max_splits: of one request.  Splits are longer than `rows` where a request has more.
+    splits: into how many, as long as splits have MIN_SPLIT_ROWS to MAX_SPLIT_ROWS rows; max_splits: the limit for long
+    requests, whose splits may then be longer.
     """
 
-    rows: int
+    splits: int
     max_splits: int
 
     @classmethod
-    def of(cls, batch: int, queries: int, max_rows: int) -> KVSplitPolicy:
-        """For a pass of this batch and number of queries a request, over at most `max_rows` committed rows each.
+    def of(cls, batch: int, queries: int, kv_heads: int, group: int, max_rows: int) -> KVSplitPolicy:
+        """As many splits as fill a GPU.
 
-        The batch counts as the next power of two or middle between two of them, so that a graph's padding and an eager
-        launch of the same requests split alike.
+        queries: of each request; group: query heads that share a KV head; max_rows: committed rows of a request at
+        most.  The batch counts as the next power of two or middle between two of them, so that a graph's padded batch
+        and an eager launch of the same requests split alike.
         """
-        batch = next_bucket(batch)
-        per_request = ROWS_PER_REQUEST_FEW_QUERIES if queries <= FEW_QUERIES else ROWS_PER_REQUEST
-        rows = min(max(batch * per_request, MIN_SPLIT_ROWS), MAX_SPLIT_ROWS)
+        batch, packed = next_bucket(batch), queries * group
+        programs, tiles = (LARGE_TILE_PROGRAMS, -(-packed // LARGE_TILE)) if packed > LARGE_TILE // 2 else (PROGRAMS, 1)
         in_partials = min(MAX_PARTIAL_ROWS // (batch * queries), MAX_PARTIAL_ROWS_PER_REQUEST // queries)
-        return cls(rows, max(1, min(MAX_SPLITS, in_partials, -(-max_rows // rows))))
+        max_splits = max(1, min(MAX_SPLITS, in_partials, -(-max_rows // MIN_SPLIT_ROWS)))
+        splits = min(max(1, programs // (batch * kv_heads * tiles)), max_splits)
+        return cls(splits, splits if max_rows <= splits * MAX_SPLIT_ROWS else max_splits)
 
     def width(self, rows: int) -> int:
         """Rows of each split but the last, of a request of this many rows: as even as SPLIT_STEP allows."""
-        count = min(max(-(-rows // self.rows), 1), self.max_splits)
+        wanted = max(min(-(-rows // MIN_SPLIT_ROWS), self.splits), -(-rows // MAX_SPLIT_ROWS))
+        count = min(max(wanted, 1), self.max_splits)
         return max(-(-rows // (count * SPLIT_STEP)), 1) * SPLIT_STEP
 
 
@@ -100,13 +105,15 @@ def _kv_splits_kernel(
     batch,
     queries,
     first,
-    rows,
+    splits,
     most,
     length_b,
     position_b,
     position_q,
     WINDOW: tl.constexpr,
     STEP: tl.constexpr,
+    MIN_ROWS: tl.constexpr,
+    MAX_ROWS: tl.constexpr,
     BLOCK_B: tl.constexpr,
     BLOCK_Q: tl.constexpr,
 ):
@@ -125,7 +132,8 @@ def _kv_splits_kernel(
         begin = tl.where(real, tl.maximum(begin, shallowest - WINDOW + 1), 0)
     begin = begin // STEP * STEP
     span = tl.maximum(length - begin, 0)
-    count = tl.minimum(tl.maximum((span + rows - 1) // rows, 1), most)
+    wanted = tl.maximum(tl.minimum((span + MIN_ROWS - 1) // MIN_ROWS, splits), (span + MAX_ROWS - 1) // MAX_ROWS)
+    count = tl.minimum(tl.maximum(wanted, 1), most)
     width = tl.maximum((span + count * STEP - 1) // (count * STEP), 1) * STEP
     count = tl.where(real, tl.maximum((span + width - 1) // width, 1), 0)
     past = tl.cumsum(count, 0)
@@ -163,13 +171,15 @@ def kv_splits_triton(
             batch,
             queries,
             first,
-            policy.rows,
+            policy.splits,
             policy.max_splits,
             length.stride(0),
             position_b,
             position_q,
             WINDOW=window,
             STEP=SPLIT_STEP,
+            MIN_ROWS=MIN_SPLIT_ROWS,
+            MAX_ROWS=MAX_SPLIT_ROWS,
             BLOCK_B=power_of_two(batch),
             BLOCK_Q=16,
             num_warps=4 if batch <= 256 else 8,

@@ -29,7 +29,7 @@ from espalier.kernels.attention.hopper import (
     must_count,
     straight_rows,
 )
-from espalier.kernels.attention.kv_splits import MAX_SPLIT_ROWS, KVSplits
+from espalier.kernels.attention.kv_splits import PROGRAMS, KVSplits
 from espalier.kernels.attention.masked_attention import masked_attention
 from espalier.kernels.attention.merge_splits import Partials, merge_splits_triton
 from espalier.kernels.attention.work_items import (
@@ -196,12 +196,12 @@ class Blocks:
 
 
 def choose(
-    on: Chip, packed: int, rows: int, k_size: int, v_size: int, dtype: torch.dtype, short: bool = False
+    on: Chip, packed: int, rows: int, k_size: int, v_size: int, dtype: torch.dtype, at_once: bool = False
 ) -> Blocks:
     """By the queries that share a KV head, and by the shared memory that keys and values of a step need.
 
-    short: splits are shorter than MAX_SPLIT_ROWS, as a small batch has them: the time of one split then counts more
-    than how many of them run on a multiprocessor.
+    at_once: all splits run at the same time, as those of a small batch do: then the time of one counts more than how
+    many fit on a multiprocessor.
 
     The figures are those that were fastest on an H200 (docs/log.md); a smaller chip gets fewer stages, then fewer rows.
     """
@@ -212,7 +212,7 @@ def choose(
         n = 16 if k_bytes + v_bytes > 1024 else 32
         return Blocks(16, n, n, 4, 1, 2) if packed <= 16 else Blocks(32, n, n, 8, 1, 2)
     if packed <= 16 and not large:
-        b = Blocks(16, 64, 64, 4, 2, 4) if short else Blocks(16, 32, 32, 2, 4, 4)
+        b = Blocks(16, 64, 64, 4, 2, 4) if at_once else Blocks(16, 32, 32, 2, 4, 4)
     elif packed <= 64 or large:
         # From Hopper on a product of 64 rows needs no exchange between warps: faster than one of 32.
         m = 64 if on.capability >= (9, 0) else min(64, max(16, power_of_two(packed)))
@@ -276,7 +276,7 @@ def asks_straight(q: Tensor, committed: Committed, staged: Staged | None, splits
 
 def _how(q: Tensor, committed: Committed, staged: Staged | None, splits: KVSplits) -> Blocks | HopperBlocks:
     """Launch choices.  Those with Hopper's instructions give the same bits as the others."""
-    (_, queries, heads, k_size), (kv_heads, v_size) = q.shape, committed.v.shape[1:]
+    (batch, queries, heads, k_size), (kv_heads, v_size) = q.shape, committed.v.shape[1:]
     packed = queries * heads // kv_heads
     if _whole_tiles(q, committed, staged):
         tiles = -(-packed // (2 * GROUP))
@@ -284,7 +284,8 @@ def _how(q: Tensor, committed: Committed, staged: Staged | None, splits: KVSplit
         if blocks is not None:
             return blocks
     rows = queries if staged is None else staged.k.shape[1]
-    return choose(chip(q), packed, rows, k_size, v_size, q.dtype, splits.policy.rows < MAX_SPLIT_ROWS)
+    at_once = batch * kv_heads * splits.policy.splits <= PROGRAMS
+    return choose(chip(q), packed, rows, k_size, v_size, q.dtype, at_once)
 
 
 def _whole_tiles(q: Tensor, committed: Committed, staged: Staged | None) -> bool:
