@@ -132,8 +132,8 @@ def _kv_splits_kernel(
         begin = tl.where(real, tl.maximum(begin, shallowest - WINDOW + 1), 0)
     begin = begin // STEP * STEP
     span = tl.maximum(length - begin, 0)
-    wanted = tl.maximum(tl.minimum((span + MIN_ROWS - 1) // MIN_ROWS, splits), (span + MAX_ROWS - 1) // MAX_ROWS)
-    count = tl.minimum(tl.maximum(wanted, 1), most)
+    count = tl.maximum(tl.minimum((span + MIN_ROWS - 1) // MIN_ROWS, splits), (span + MAX_ROWS - 1) // MAX_ROWS)
+    count = tl.minimum(tl.maximum(count, 1), most)
     width = tl.maximum((span + count * STEP - 1) // (count * STEP), 1) * STEP
     count = tl.where(real, tl.maximum((span + width - 1) // width, 1), 0)
     past = tl.cumsum(count, 0)
