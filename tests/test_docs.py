@@ -12,6 +12,7 @@ import pytest
 from espalier.cli.main import parse
 from espalier.guard.faults import FAULTS
 from espalier.train.__main__ import make_parser
+from tests.architecture.test_imports import FLOORS, MAX_FILE_LINES, MAX_FUNCTION_LINES
 from tools.make_support import PAGE, render
 
 ROOT = Path(__file__).parents[1]
@@ -135,6 +136,16 @@ def test_every_fault_stands_on_the_page_of_reports_under_those_it_answers_to():
         }
     assert named == set(FAULTS)
     assert {(fault.name, number) for fault in FAULTS.values() for number in fault.reports} <= by_report
+
+
+def test_the_design_lists_packages_in_the_order_that_imports_keep():
+    """Section 8: the table's rows from above are the floors from below, and the limits are those that are checked."""
+    page = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+    section = re.split(r"^## ", page, flags=re.M)[8]
+    rows = [set(re.findall(r"`(\w+)`", cell)) for cell in re.findall(r"^\| (`[^|]*) \|", section, re.M)]
+    public = {"", "__main__"}
+    assert rows == [set(floor) for floor in reversed(FLOORS) if not public & set(floor)]
+    assert f"at most {MAX_FILE_LINES} lines, a function at most {MAX_FUNCTION_LINES}" in " ".join(section.split())
 
 
 def test_support_is_what_the_code_declares():
