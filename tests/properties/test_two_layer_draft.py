@@ -270,7 +270,7 @@ def test_a_user_names_the_directory_alone():
 def test_what_it_is_not_is_refused():
     target, draft = paths("llama", None, None, "captured")
     named = EngineConfig(model=target, draft=draft, speculation=SpeculationConfig(algorithm="eagle3"))
-    with pytest.raises(EspalierError, match="algorithm='eagle3' is asked for and the draft is for 'two-layer'"):
+    with pytest.raises(EspalierError, match="algorithm='eagle3' is set, but the draft is for 'two-layer'"):
         load.find(named)
     with pytest.raises(EspalierError, match=r"is not a known draft; supported are EAGLE-3 .*; two-layer toys \(Two"):
         load.find(EngineConfig(model=target, draft=target))
