@@ -1,6 +1,6 @@
 """The engine: `Engine.step` is one turn of the main loop.  It admits requests, starts a launch and reads a launch.
 
-Which requests run is decided by scheduler.py; the executor (executor.py, cuda.py) runs launches on the device.
+scheduler.py decides which requests run.  executor.py (CPU) and cuda.py (GPU) run the launches.
 """
 
 from collections.abc import Iterator
@@ -40,8 +40,8 @@ class Engine:
     """Runs requests until they finish.  Not thread-safe: one thread calls add, abort and step.
 
     requests: unfinished requests, by id.
-    stopped: why the engine runs nothing any more; None while it works.  When a launch fails, every request in the
-    engine is aborted with this text.
+    stopped: why the engine no longer runs; None while it works.  If a launch fails, every request in the engine is
+    aborted with this text.
     """
 
     def __init__(self, executor: Executor, overlap: bool, prefix_cache: bool):

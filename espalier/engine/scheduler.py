@@ -179,7 +179,8 @@ class Scheduler:
     def _enter_slot(self, request: Request) -> bool:
         """Give a waiting request a slot and the pages for its prompt and first rounds.  False if they do not fit."""
         if self._no_room == (request, self.pool.num_released):
-            return False  # no page was released since the last try
+            # No page was released since the last try.
+            return False
         tokens = request.tokens
         # The last token of a preempted request is its root.  The root is not prefilled, so it is not sampled again.
         prefill_len = len(tokens) - 1 if request.output else len(tokens)
@@ -239,6 +240,7 @@ class Scheduler:
         return batch
 
     def _extend_pages(self, request: Request) -> bool:
+        """Allocate the pages that one more round of this request may need.  False if too few can be freed."""
         end = request.end(self.layout.max_context)
         missing = self.layout.reserve(request.num_known, request.rounds_in_flight + 1, end) - len(request.pages)
         if missing <= 0:

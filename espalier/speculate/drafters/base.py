@@ -52,7 +52,7 @@ class NoDrafter:
     spec = DraftSpec("none")
 
     def __init__(self, layout: RoundLayout):
-        """layout: not used; all drafters are made alike."""
+        """layout: not used.  All drafters without files have the same constructor."""
 
     def sized(self, layout: RoundLayout) -> Self:
         return self

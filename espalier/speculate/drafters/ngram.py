@@ -62,7 +62,7 @@ def only_children(tokens: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
 def continued_at(ends: Tensor, root: Tensor, level: int) -> Tensor:
     """[B, K]: position of the token `level` tokens after `ends` [B, K].
 
-    Past the root's position `root` [B] there are no tokens: there the text after the match, up to the root, repeats.
+    If that is past the root's position `root` [B], the text between match and root is continued periodically.
     """
     period = (root[:, None] - ends).clamp(min=1)
     return ends + 1 + (level - 1) % period
