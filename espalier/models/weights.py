@@ -77,7 +77,7 @@ class Weights:
             )
         if self.shape(name) != shape:
             raise EspalierError(
-                f"weight {name!r} in {self.path} has shape {list(self.shape(name))}, but by config.json it is "
+                f"weight {name!r} in {self.path} has shape {list(self.shape(name))}, but config.json needs "
                 f"{list(shape)}; config.json and weights do not belong together: download both again"
             )
         self._not_taken.discard(name)

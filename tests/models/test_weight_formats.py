@@ -195,8 +195,8 @@ def edit(path: Path, **tensors: Tensor | None) -> None:
     ("suffix", "tensor", "says"),
     [
         ("weight_scale", None, r"weight_scale' \[64\] is missing"),
-        ("weight_scale", torch.ones(63), r"weight_scale' .* shape \[63\], .* asks for \[64\]"),
-        ("weight_int8", torch.ones(64, 32), "weight_int8' .* stored as float32, .* asks for int8"),
+        ("weight_scale", torch.ones(63), r"weight_scale' .* shape \[63\], .* needs \[64\]"),
+        ("weight_int8", torch.ones(64, 32), "weight_int8' .* stored as float32, .* needs int8"),
         ("weight_zero_point", torch.ones(64), "weight_zero_point' .* belongs to no parameter"),
     ],
 )
