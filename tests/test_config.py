@@ -245,7 +245,7 @@ def test_the_hub_out_of_reach_is_one_line(monkeypatch):
         raise OSError("no route\nto host")
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", offline)
-    with pytest.raises(EspalierError, match=r"does not give it .no route to host.; check the name and the network"):
+    with pytest.raises(EspalierError, match=r"hub failed .no route to host.; check the name and the network"):
         load.find(EngineConfig(model="someone/something"))
 
 
@@ -262,5 +262,5 @@ def test_the_drafts_backend_is_the_targets_unless_it_is_named():
     assert (chosen.attention, chosen.draft_attention) == ("reference", "sdpa")
     with pytest.raises(EspalierError, match="attention=triton does not support device=cpu"):
         resolved(draft_attention="triton")
-    with pytest.raises(EspalierError, match="draft_attention='sdpa' is set, and what drafts has no layers"):
+    with pytest.raises(EspalierError, match="draft_attention='sdpa' is set, but the drafter has no layers"):
         resolved(replace(FACTS, geometry=FACTS.geometry[:16]), draft_attention="sdpa")

@@ -1,9 +1,8 @@
-"""The tensors of the cache: pages of decided rows, staging for the rows of a pass, and commit, the only way from one to
-the other.
+"""The tensors of the KV cache: pages hold committed rows, staging holds the rows of the current pass.
 
-Which page belongs to whom is for cache/pages.py; here a row is `page * page_size + offset`
-(kernels/state/page_rows.py).  Row 0, in the dummy page, stands for what is not kept and stays zero, so that a masked
-read of it is finite.
+Rows get from staging to pages only by `PagedKV.commit`.  A page row is `page * page_size + offset`
+(kernels/state/page_rows.py); cache/pages.py tracks who holds which page.  Row 0, in the dummy page, is the destination
+of rows that are not kept.  It stays zero, so a masked read of it is finite.
 """
 
 from collections.abc import Sequence
@@ -21,7 +20,7 @@ from espalier.layout import RoundLayout
 
 @dataclass
 class LayerStack:
-    """Planes [layers, rows, heads, size] of the layers that keep the same."""
+    """The planes [layers, rows, heads, size] of a group of layers that keep rows of the same form."""
 
     layers: tuple[int, ...]
     planes: tuple[Tensor, ...]
@@ -30,22 +29,23 @@ class LayerStack:
 def stacks(
     specs: Sequence[LayerSpec], layers: range, rows: int, dtype: torch.dtype, device: torch.device
 ) -> list[LayerStack]:
-    """One zeroed stack for each group of `layers` that keeps rows, so that a commit is one launch a group."""
-    made = []
+    """One zeroed stack for each group of `layers` that keeps rows.  A commit is then one launch for each group."""
+    result = []
     for keeps, members in groups_of(specs, layers).items():
         shapes = [(len(members), rows, *shape) for shape in keeps.planes.values()]
         if shapes:
             planes = tuple(torch.zeros(shape, dtype=dtype, device=device) for shape in shapes)
-            made.append(LayerStack(members, planes))
-    return made
+            result.append(LayerStack(members, planes))
+    return result
 
 
-def by_layer(stacked: list[LayerStack]) -> dict[int, tuple[Tensor, ...]]:
-    return {layer: tuple(plane[i] for plane in s.planes) for s in stacked for i, layer in enumerate(s.layers)}
+def by_layer(stacks: list[LayerStack]) -> dict[int, tuple[Tensor, ...]]:
+    """The planes [rows, heads, size] of each layer, as views."""
+    return {layer: tuple(plane[i] for plane in s.planes) for s in stacks for i, layer in enumerate(s.layers)}
 
 
 class StagedKV:
-    """Rows of a pass, of a range of layers: dense, of fixed shape, `width` rows for each request of a batch.
+    """Staging: the rows of one pass for a range of layers.  Dense: `width` rows for each request of the batch.
 
     layers: planes [rows, heads, size] by layer.
     """
@@ -54,33 +54,40 @@ class StagedKV:
         self.stacks = stacks(specs, layers, rows, dtype, device)
         self.layers = by_layer(self.stacks)
         self.rows = rows
-        self.order = torch.arange(rows, device=device)
+        self.row_indices = torch.arange(rows, device=device)
 
-    def places(self, like: Tensor, width: int, at: int) -> Tensor:
-        """[B · Q]: the rows that are rows at .. at+Q of each request's `width`, for a pass of `like` [B, Q].
+    def places(self, positions: Tensor, width: int, first: int) -> Tensor:
+        """[B · Q]: the staging rows of a pass with `positions` [B, Q].
 
-        Raises EspalierError where the buffer is too small.
+        Each request has `width` rows; the pass writes its rows first .. first+Q-1.
+        Raises EspalierError if the buffer is too small.
         """
-        batch, queries = like.shape
-        self._require(batch, queries, width, at)
-        return self.order[: batch * width].view(batch, width)[:, at : at + queries].flatten()
+        batch, queries = positions.shape
+        self._require_room(batch, queries, width, first)
+        return self.row_indices[: batch * width].view(batch, width)[:, first : first + queries].flatten()
 
-    def rows_of(self, layer: int, batch: int, queries: int, width: int, at: int) -> tuple[Tensor, ...]:
-        """All that is staged of a layer so far, [B, at+Q, heads, size] a plane.  Raises EspalierError likewise."""
-        self._require(batch, queries, width, at)
+    def rows_of(self, layer: int, batch: int, queries: int, width: int, first: int) -> tuple[Tensor, ...]:
+        """The staged rows of a layer up to this pass: for each plane [B, first+Q, heads, size].
+
+        Raises EspalierError if the buffer is too small.
+        """
+        self._require_room(batch, queries, width, first)
         planes = (plane[: batch * width].view(batch, width, *plane.shape[1:]) for plane in self.layers[layer])
-        return tuple(plane[:, : at + queries] for plane in planes)
+        return tuple(plane[:, : first + queries] for plane in planes)
 
-    def _require(self, batch: int, queries: int, width: int, at: int) -> None:
-        if at + queries > width or batch * width > self.rows:
+    def _require_room(self, batch: int, queries: int, width: int, first: int) -> None:
+        if first + queries > width or batch * width > self.rows:
             raise EspalierError(
-                f"staging holds {self.rows} rows and this launch needs {batch} requests of {width} (rows {at} to "
-                f"{at + queries} of each): allocate staging and launch from the same layout"
+                f"staging holds {self.rows} rows and this launch needs {batch} requests of {width} rows (rows {first} "
+                f"to {first + queries} of each): allocate staging and launch from the same layout"
             )
 
 
 class PagedKV:
-    """Committed rows of every layer, target's first, then the draft's.  layers: planes [rows, heads, size] by layer."""
+    """The pages: committed rows of all layers, the target's first, then the draft's.
+
+    layers: planes [rows, heads, size] by layer.
+    """
 
     def __init__(
         self,
@@ -102,20 +109,20 @@ class PagedKV:
         self.layers = by_layer(self.target) | by_layer(self.draft)
 
     def rows(self, page_table: Tensor, positions: Tensor, keep: Tensor | None = None) -> Tensor:
-        """Rows of positions [B, P] under a page table [B, T]; where `keep` is False, the dummy row."""
+        """[B, P]: the page rows of `positions` [B, P] in a page table [B, T]; row 0 where `keep` is False."""
         return page_rows(page_table, positions, self.page_size, keep)
 
     def commit(self, staged: StagedKV, source: Tensor, rows: Tensor) -> None:
-        """Copy staged rows `source` [N] to page rows `rows` [N], of every layer that is staged there."""
+        """Copy staging rows `source` [N] to page rows `rows` [N], for every layer in `staged`."""
         pages = {stack.layers: stack for stack in (*self.target, *self.draft)}
         for stack in staged.stacks:
             commit_rows(stack.planes, pages[stack.layers].planes, source, rows)
 
 
 class RecurrentStates:
-    """What the recurrent layers among `layers` keep, by (layers that keep the same, name).
+    """The states of the recurrent layers among `layers`, keyed by (group of layers with equal states, name).
 
-    states: [layers, num_slots, ...]; left: [layers, rows, ...], what the nodes of a pass leave for the commit.
+    states: [layers, num_slots, ...]; left: [layers, rows, ...], written by the nodes of a pass and read by the commit.
     """
 
     def __init__(
@@ -131,20 +138,20 @@ class RecurrentStates:
         self.left: dict[tuple[tuple[int, ...], str], Tensor] = {}
         for keeps, members in groups_of(specs, layers).items():
             if isinstance(keeps, RecurrentState):
-                for held, count, shapes in ((self.states, num_slots, keeps.state), (self.left, rows, keeps.left)):
+                for tensors, count, shapes in ((self.states, num_slots, keeps.state), (self.left, rows, keeps.left)):
                     for name, shape in shapes:
-                        held[members, name] = torch.zeros(len(members), count, *shape, dtype=dtype, device=device)
+                        tensors[members, name] = torch.zeros(len(members), count, *shape, dtype=dtype, device=device)
 
 
 def bytes_per_token(specs: Sequence[LayerSpec], dtype: torch.dtype) -> int:
-    """Cache bytes of one position, all layers."""
+    """Bytes that one position takes in pages, all layers together."""
     return sum(spec.values_per_token for spec in specs) * dtype.itemsize
 
 
 def bytes_beside_pages(
     layout: RoundLayout, target: Sequence[LayerSpec], draft: Sequence[LayerSpec], dtype: torch.dtype
 ) -> int:
-    """Cache bytes that do not grow with the pages: staged rows, and what recurrent layers keep and stage."""
+    """Cache bytes that do not depend on the number of pages: staging, and the states of recurrent layers."""
     values = 0
     for specs, rows in ((target, layout.target_rows), (draft, layout.draft_rows)):
         values += rows * sum(spec.values_per_token for spec in specs)

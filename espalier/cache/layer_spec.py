@@ -1,6 +1,6 @@
-"""What a layer keeps between passes, declared: pools, staging, commit, memory and prefix re-entry follow from it.
+"""Declares the data that a layer keeps between passes.  Pages, staging, commit and memory sizes follow from it.
 
-A layer of attention keeps rows, one a token, in pages; a recurrent layer keeps one state a slot.
+An attention layer keeps one row for each token, in pages.  A recurrent layer keeps one state for each slot.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,13 +12,13 @@ from torch import Tensor
 
 from espalier.errors import EspalierError
 
-# (heads, size) of a row of a plane.
+# (heads, size) of one row of a plane.
 RowShape = tuple[int, int]
 
 
 @dataclass(frozen=True)
 class KVHeads:
-    """K and V of each KV head, a plane each; their sizes may differ."""
+    """K and V of each KV head, in two planes.  The sizes of K and V may differ."""
 
     kind: ClassVar[str] = "K and V heads"
     reenters_anywhere: ClassVar[bool] = True
@@ -36,14 +36,14 @@ class KVHeads:
         return _values(self.planes)
 
     def read(self, planes: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """K and V [..., kv_heads, size] of the planes."""
+        """K and V, [..., kv_heads, size] each, from the layer's planes."""
         k, v = planes
         return k, v
 
 
 @dataclass(frozen=True)
 class LatentKV:
-    """One latent row a token, [1, size], that all heads share: read whole as K, and its first v_size values as V."""
+    """One latent row [1, size] for each token, shared by all heads.  K is the whole row, V its first v_size values."""
 
     kind: ClassVar[str] = "a latent row"
     reenters_anywhere: ClassVar[bool] = True
@@ -65,17 +65,19 @@ class LatentKV:
         return _values(self.planes)
 
     def read(self, planes: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """K and V [..., 1, size] of the plane: views of the same memory."""
+        """K and V, [..., 1, size] each: views of the same plane."""
         [latent] = planes
         return latent, latent[..., : self.v_size]
 
 
 @dataclass(frozen=True)
 class RecurrentState:
-    """A state of fixed size a slot, and nothing in pages.
+    """A state of fixed size for each slot; nothing in pages.
 
-    state: shapes of one slot's state, by name.  left: shapes, by name, of what a node leaves for the commit: its own
-    state, or the small inputs from which the commit makes it.  A prefix can be re-entered only where a state was saved.
+    state: names and shapes of one slot's tensors.
+    left: names and shapes of the tensors that a node stages for the commit: its state, or the small inputs from which
+    the commit computes the state.
+    A cached prefix can be reused only at positions where a state was saved.
     """
 
     kind: ClassVar[str] = "a recurrent state"
@@ -92,7 +94,7 @@ class RecurrentState:
 
     @property
     def values_per_node(self) -> int:
-        """Values that one node leaves for the commit."""
+        """Values that one node stages for the commit."""
         return sum(prod(shape) for _, shape in self.left)
 
 
@@ -102,10 +104,11 @@ Keeps = KVHeads | LatentKV | RecurrentState
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """One layer.  heads: of queries; keeps: see above.
+    """One layer.
 
-    window: a query at position p sees positions > p - window; None sees all.
-    scale: multiplies q·k; None means k_size ** -0.5.
+    heads: query heads; keeps: the data that the layer keeps between passes.
+    window: a query at position p attends to positions > p - window; None: to all positions.
+    scale: factor of q·k; None means k_size ** -0.5.
     """
 
     heads: int
@@ -115,9 +118,9 @@ class LayerSpec:
 
     @property
     def rows(self) -> KeptRows:
-        """What a layer of attention keeps.  Raises EspalierError for a recurrent layer, which has no rows."""
+        """`keeps` of an attention layer.  Raises EspalierError for a recurrent layer, which keeps no rows."""
         if isinstance(self.keeps, RecurrentState):
-            raise EspalierError("a recurrent layer keeps no rows that attention could read; use a layer of attention")
+            raise EspalierError("a recurrent layer keeps no rows that attention could read; use an attention layer")
         return self.keeps
 
     @property
@@ -126,12 +129,12 @@ class LayerSpec:
 
     @property
     def values_per_token(self) -> int:
-        """Values that one token takes in pages."""
+        """Number of values that one token takes in pages."""
         return self.keeps.values_per_token
 
 
 def groups_of(specs: Sequence[LayerSpec], layers: Sequence[int]) -> dict[Keeps, tuple[int, ...]]:
-    """`layers`, grouped by what they keep, in order of appearance: a group shares its buffers and its backend."""
+    """Group layers with equal `keeps`, in order of appearance.  A group shares buffers and an attention backend."""
     groups: dict[Keeps, tuple[int, ...]] = {}
     for layer in layers:
         keeps = specs[layer].keeps

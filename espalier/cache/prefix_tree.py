@@ -1,9 +1,8 @@
-"""Pages that were computed once and may serve again: a radix tree over whole pages.
+"""The prefix cache: a radix tree over full pages, so that requests with equal prefixes share pages.
 
-A node is one page under a key, which says what its rows were computed from and which the tree only compares; what
-precedes it is its path.  The tree holds a reference to each of its
-pages, so that they outlive their requests until they are evicted, least recently used leaf first.  When to share and
-to evict is for the scheduler.
+A node is one page.  Its key holds the tokens of the page; the path from the root holds the tokens before it.  The tree
+only compares keys.  It holds a reference to each of its pages, so a page stays cached after its request has finished.
+The least recently used leaf is evicted first.  The scheduler decides when to share and when to evict.
 """
 
 from collections.abc import Hashable, Iterator, Sequence
@@ -12,7 +11,7 @@ from heapq import heappop, heappush
 
 from espalier.cache.pages import DUMMY_PAGE, PageDefect, PagePool
 
-# What requests must have in common, beside tokens, to share pages.
+# Requests share pages only if their salts are equal.
 Salt = str | bytes | None
 
 
@@ -20,8 +19,9 @@ Salt = str | bytes | None
 class Node:
     """One cached page.
 
-    used: the clock's count at its last use, never before that of a node below it.
-    num_keepers: what keeps the node from eviction: each child that is kept, and one if requests hold the page.
+    used: the clock at its last use; at least the clock of each node below it.
+    num_keepers: reasons why the node cannot be evicted: one for each child that cannot, and one if a request holds the
+    page.
     """
 
     page: int
@@ -33,23 +33,23 @@ class Node:
 
 
 def page_keys(tokens: Sequence[int], count: int, page_size: int, salt: Salt = None) -> Iterator[Hashable]:
-    """Keys of the first `count` pages of these tokens.  Requests of different salts have no key in common."""
+    """Keys of the first `count` pages of these tokens.  Requests with different salts have no equal keys."""
     for start in range(0, count * page_size, page_size):
         page = tuple(tokens[start : start + page_size])
         yield page if salt is None else (salt, page)
 
 
 class PrefixTree:
-    """Longest-prefix lookup and LRU eviction; O(log n) a page evicted, and no recursion."""
+    """Longest-prefix lookup and LRU eviction.  Eviction costs O(log n) for each page."""
 
     def __init__(self, pool: PagePool, page_size: int):
         self.pool = pool
         self.page_size = page_size
         self._root = Node(DUMMY_PAGE)
-        # In order of arrival, so that a node stands after its ancestors.
+        # In order of insertion, so a node comes after its ancestors.
         self._nodes: dict[int, Node] = {}
-        # (used, page) of every leaf once, and of some that are leaves no more.  `used` may lag behind the node's: a
-        # lower bound, put right when the entry comes up, so that a match costs the heap nothing.
+        # A heap of (used, page): one entry for each leaf, and some for pages that are no leaves any more.  `used` may
+        # be older than the node's; it is corrected when the entry is popped, so a match does not touch the heap.
         self._leaves: list[tuple[int, int]] = []
         self._queued: set[int] = set()
         self._clock = 0
@@ -57,9 +57,9 @@ class PrefixTree:
         pool.on_shared = self._page_shared
 
     def match(self, tokens: Sequence[int], salt: Salt = None) -> list[int]:
-        """The longest run of cached pages that prefixes `tokens` under this salt, in order; counts as a use of them.
+        """The cached pages of the longest cached prefix of `tokens`, in order.  Marks them as used now.
 
-        No reference is taken: share the pages before anything else may evict.
+        Takes no reference: the caller shares the pages before anything can evict them.
         """
         self._clock += 1
         node = self._root
@@ -74,13 +74,13 @@ class PrefixTree:
         return pages
 
     def insert(self, tokens: Sequence[int], pages: Sequence[int], salt: Salt = None) -> None:
-        """File `pages`, which hold tokens[: len(pages) * page_size]; counts as a use of them.
+        """Add `pages`, which hold tokens[: len(pages) * page_size].  Marks them as used now.
 
-        The tree takes its own reference to each page that it did not hold.  Where equal tokens are cached already the
-        caller's page is not taken; the caller releases its own references as always.
+        The tree takes a reference to each page that is new to it.  If another page with equal tokens is cached already,
+        the tree keeps that one.  The caller keeps its references and releases them as usual.
         """
         if len(tokens) < len(pages) * self.page_size:
-            raise ValueError(f"{len(pages)} pages of {self.page_size} hold more than the {len(tokens)} tokens given")
+            raise ValueError(f"{len(pages)} pages of {self.page_size} tokens need more than the {len(tokens)} given")
         self._clock += 1
         node = self._root
         for key, page in zip(page_keys(tokens, len(pages), self.page_size, salt), pages, strict=True):
@@ -90,28 +90,29 @@ class PrefixTree:
             self._queue(node)
 
     def evict(self, count: int) -> int:
-        """Free up to `count` pages that nobody but the tree holds, least recently used leaf first; returns how many.
+        """Free up to `count` pages that only the tree holds, least recently used leaf first.  Returns how many.
 
-        A leaf that a request holds is passed over, and keeps its ancestors.  There is at most one such leaf a request.
+        A leaf that a request holds is skipped and stays, with its ancestors.  Each request has at most one such leaf.
         """
         evicted = 0
-        passed_over = []
-        while evicted < count and (leaf := self._least_recent_leaf()) is not None:
+        skipped = []
+        while evicted < count and (leaf := self._pop_oldest_leaf()) is not None:
             if self.pool.references(leaf.page) > 1:
-                passed_over.append(leaf)
+                skipped.append(leaf)
                 continue
             self._remove(leaf)
             evicted += 1
-        for leaf in passed_over:
+        for leaf in skipped:
             self._queue(leaf)
         return evicted
 
     @property
     def evictable(self) -> int:
-        """How many pages `evict` could free now.
+        """Number of pages that `evict` could free now.
 
-        A held page keeps its ancestors, also those that no request holds: a request whose own copy of a prefix was
-        not taken files its next page below the copy that was.
+        The ancestors of a held page cannot be freed, even if no request holds them.  This occurs when a request
+        computed a prefix that was cached already: it holds its own copy, and its next page is inserted below the cached
+        one.
         """
         return len(self._nodes) - self._num_kept
 
@@ -123,7 +124,7 @@ class PrefixTree:
         return len(self._nodes)
 
     def clear(self) -> None:
-        """Let go of every page; those that requests hold stay theirs."""
+        """Release all pages.  Requests keep the pages that they hold."""
         pages = list(self._nodes)
         self._root.children.clear()
         self._nodes.clear()
@@ -134,7 +135,7 @@ class PrefixTree:
 
     def _add(self, parent: Node, key: Hashable, page: int) -> Node:
         if page in self._nodes:
-            raise PageDefect(f"page {page} is cached already, under other tokens")
+            raise PageDefect(f"page {page} is cached already with other tokens")
         self.pool.share([page])
         node = self._nodes[page] = parent.children[key] = Node(page, key, parent)
         if self.pool.references(page) > 1:
@@ -142,16 +143,16 @@ class PrefixTree:
         return node
 
     def _page_shared(self, page: int, shared: bool) -> None:
-        """The first request begins to hold a page besides the tree, or the last one lets it go.
+        """Update `evictable`: a first request now holds a page of the tree (shared), or no request holds it any more.
 
-        Goes up as long as a node begins, or ceases, to be kept: O(1) for each page of a prefix, on average.
+        Walks up while nodes change between evictable and kept.  On average O(1) for each page of a prefix.
         """
         node = self._nodes.get(page)
-        change, turning_point = (1, 1) if shared else (-1, 0)
+        change, count_after_change = (1, 1) if shared else (-1, 0)
         while node is not None and node is not self._root:
             node.num_keepers += change
-            if node.num_keepers != turning_point:
-                return
+            if node.num_keepers != count_after_change:
+                return  # it had, or still has, another keeper
             self._num_kept += change
             node = node.parent
 
@@ -169,8 +170,8 @@ class PrefixTree:
             self._queued.add(leaf.page)
             heappush(self._leaves, (leaf.used, leaf.page))
 
-    def _least_recent_leaf(self) -> Node | None:
-        """Take the least recently used leaf from the heap; the caller evicts it or queues it again."""
+    def _pop_oldest_leaf(self) -> Node | None:
+        """Pop the least recently used leaf from the heap.  The caller evicts it or queues it again."""
         while self._leaves:
             used, page = heappop(self._leaves)
             self._queued.remove(page)

@@ -1,9 +1,9 @@
-"""Launches on a GPU: one stream for all device state, and rounds replayed as CUDA graphs.
+"""The GPU executor: one compute stream writes all device state, and rounds run as CUDA graphs.
 
-A launch copies one launch input from a ring of pinned buffers and replays the graph of its bucket, or runs the same
-lines eagerly: prefill passes, staged rounds that were not captured, and batches above the largest bucket.  The host
-waits for nothing but results: a second stream copies a launch's entry of the results' ring, and entry and buffers are
-used again only after that copy's event.
+A launch copies its launch input from a pinned buffer and replays the CUDA graph of its batch bucket.  Prefill passes,
+staged rounds that were not captured, and batches above the largest bucket run the same code eagerly.  The host waits
+only for results: a second stream copies the launch's entry of the results ring to the host.  The entry and its pinned
+buffers are used again only after the event of that copy.
 """
 
 import logging
@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor
 
-from espalier.engine.executor import Handle, Staged, Trees, execute
+from espalier.engine.executor import Handle, StagedRound, Trees, execute
 from espalier.engine.launch_buffer import DeviceLaunch, PackedLaunch, pack_launch
 from espalier.engine.launch_input import LaunchInput, Row
 from espalier.engine.results import Reported, Results, read, read_trees
@@ -32,16 +32,16 @@ from espalier.sampling.mask import ALL_ALLOWED, mask_words
 from espalier.sampling.pick import Logprobs
 from espalier.speculate.round import ModelRunner, RoundOutput
 
-# Kernels read every parameter on the device, so that one graph serves all requests.
+# Kernels read all sampling parameters on the device, so one graph serves all requests.
 ALL_SAMPLING = SamplingNeeds(sampled=True, filtered=True, penalised=True, biased=True)
-# One more than can be unread, so that a launch never waits for the copy of the one before it.
+# One entry more than launches can be unread, so that a launch never waits for the copy of the launch before it.
 RING = ROUNDS_IN_FLIGHT + 1
 
-# (compute, copies) of executors that were closed, for those made later.  PyTorch keeps cuBLAS's workspace of a stream,
-# 32 MiB on Hopper, until the process ends: if every executor had new streams, each would leave some memory behind.
-# This stands in the module because those workspaces belong to the process too.  Clearing them, a private call, would
-# free memory that another engine's graphs still use; with one pair of streams for all engines, a capture of one would
-# record the launches of another.  It holds no state of an engine: nothing reads what an idle stream ran.
+# (compute, copy) streams of closed executors, which later executors use again.  PyTorch keeps a cuBLAS workspace for
+# each stream (32 MiB on Hopper) until the process ends, so new streams for each executor would leak memory.
+# This is a module global because the workspaces belong to the process.  Two alternatives fail: clearing the workspaces
+# (a private PyTorch call) would free memory that another engine's graphs use, and with one pair of streams for all
+# engines, the capture of one would record launches of another.  No engine state is kept here.
 IDLE_STREAMS: dict[torch.device, list[tuple[torch.cuda.Stream, torch.cuda.Stream]]] = defaultdict(list)
 
 log = logging.getLogger(__name__)
@@ -49,8 +49,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Graph:
-    """A captured round: replaying it reads `launch_input`, [n] int64 on the device, in the form that its batch
-    gives."""
+    """A captured round.  A replay reads `launch_input`, [n] int64 on the device, the packed launch of this batch."""
 
     batch: int
     launch_input: Tensor
@@ -59,9 +58,9 @@ class Graph:
 
 @dataclass
 class Place:
-    """One entry of the ring, on the host: pinned buffers, and the event after which they may be used again.
+    """The pinned host buffers of one ring entry.
 
-    logprobs: one buffer for each part of a LogprobRing.
+    logprobs: one buffer for each part of a LogprobRing; copied: the event after which the buffers may be used again.
     """
 
     entry: int
@@ -73,7 +72,7 @@ class Place:
 
 @dataclass(frozen=True)
 class CudaHandle:
-    """A launch on its way.  reported: pinned, there when the place's event is."""
+    """A launch in flight.  reported: pinned tensors, valid after the event `place.copied`."""
 
     results: Results
     place: Place
@@ -88,20 +87,27 @@ class CudaHandle:
 
 @dataclass(frozen=True)
 class StageGraphs:
-    """A staged round, captured a stage at a time.  masks: [batch, D, words] int32 on the device, which the last stage
-    reads; staged: keeps what one graph leaves for the next."""
+    """A staged round, captured as one graph for each stage.
+
+    masks: [batch, D, words] int32 on the device, read by the settle stage; staged: keeps the tensors that one graph
+    leaves for the next.
+    """
 
     launch_input: Tensor
     masks: Tensor
     propose: torch.cuda.CUDAGraph
     verify: torch.cuda.CUDAGraph
     settle: torch.cuda.CUDAGraph
-    staged: Staged
+    staged: StagedRound
 
 
 @dataclass
 class CudaStagedHandle:
-    """A staged round on its way: its trees are on the host once the place's event is done, while the GPU verifies."""
+    """A staged round in flight.  After the event `place.copied` its trees are on the host, while the GPU verifies.
+
+    settle_stage: starts the settle stage with pinned masks; num_nodes: nodes of this batch's trees; batch: after
+    padding.
+    """
 
     executor: "CudaExecutor"
     place: Place
@@ -117,7 +123,7 @@ class CudaStagedHandle:
 
     @torch.inference_mode()
     def settle(self, masks: np.ndarray) -> None:
-        """Trees of a batch's own shape have fewer nodes than the results hold; a bucket may have more requests."""
+        # masks has a row for each node of the largest tree, and none for padding requests.
         padded = np.full((self.batch, self.num_nodes, masks.shape[2]), ALL_ALLOWED, dtype=np.int32)
         padded[: len(masks)] = masks[:, : self.num_nodes]
         with torch.cuda.stream(self.executor.stream):
@@ -130,9 +136,10 @@ class CudaStagedHandle:
 
 
 class CudaExecutor:
-    """graph_batch: the largest batch whose rounds are captured; 0 captures none, and every launch is eager.
+    """Runs launches on one GPU.
 
-    capture_stages: whether staged rounds are captured too, three graphs a bucket.
+    graph_batch: the largest batch whose rounds are captured; 0: every launch runs eagerly.
+    capture_stages: whether staged rounds are captured too, as three graphs for each bucket.
     """
 
     def __init__(self, runner: ModelRunner, graph_batch: int, capture_stages: bool = False):
@@ -159,7 +166,7 @@ class CudaExecutor:
         self.graphs: dict[int, Graph] = {}
         self.stage_graphs: dict[int, StageGraphs] = {}
         self.capture_stages = capture_stages
-        # A capture waits for the current device, which need not be ours.
+        # A capture synchronizes the current device, so make that the executor's device.
         with torch.cuda.device(self.device):
             self._capture()
 
@@ -167,49 +174,50 @@ class CudaExecutor:
     def launch(self, launch_input: LaunchInput) -> Handle:
         place, batch, packed = self._packed(launch_input)
         graph = None if launch_input.is_prefill else self.graphs.get(batch)
-        outcome = None
+        output = None
         with torch.cuda.stream(self.stream):
             if graph is not None:
                 graph.launch_input.copy_(_pinned(place.launch_input, packed), non_blocking=True)
                 graph.graph.replay()
             else:
-                outcome = self._eager(launch_input, packed)
-        return self.hand_back(place, launch_input, outcome)
+                output = self._eager(launch_input, packed)
+        return self.hand_back(place, launch_input, output)
 
     def _packed(self, launch_input: LaunchInput) -> tuple[Place, int, PackedLaunch]:
-        """The ring's next place, once it is free; the batch with its padding; the launch input as a vector."""
+        """The next buffers of the ring, after waiting until they are free; the padded batch; the packed launch."""
         place = self.ring[self.num_launched % RING]
         self.num_launched += 1
         place.copied.synchronize()
-        batch = self._batch(launch_input)
+        batch = self._padded_batch(launch_input)
         self.runner.prepare(launch_input.committed)
         return place, batch, pack_launch(self.runner.table, launch_input, place.entry, batch)
 
     @torch.inference_mode()
     def launch_staged(self, launch_input: LaunchInput) -> CudaStagedHandle:
-        """Propose, bring the trees to the host, and verify meanwhile."""
+        """Propose, then verify while the trees are copied to the host."""
         place, batch, packed = self._packed(launch_input)
         graphs = self.stage_graphs.get(batch)
         with torch.cuda.stream(self.stream):
             if graphs is None:
-                staged = Staged(self.runner, self.results, self._sent(packed), ALL_SAMPLING)
+                staged = StagedRound(self.runner, self.results, self._to_device(packed), ALL_SAMPLING)
                 stages: tuple[Callable[[], None], ...] = (staged.propose, staged.verify)
-                last = self._eager_settle(staged)
+                settle = self._eager_settle(staged)
             else:
                 graphs.launch_input.copy_(_pinned(place.launch_input, packed), non_blocking=True)
                 stages = (graphs.propose.replay, graphs.verify.replay)
-                last = _replayed_settle(graphs)
-            stages[0]()
+                settle = _replayed_settle(graphs)
+            propose, verify = stages
+            propose()
             self._copy_entry(place, len(launch_input.slots))
-            stages[1]()
-        nodes = self.runner.layout.at(batch).num_draft_tokens
-        return CudaStagedHandle(self, place, launch_input, last, nodes, batch)
+            verify()
+        num_nodes = self.runner.layout.at(batch).num_draft_tokens
+        return CudaStagedHandle(self, place, launch_input, settle, num_nodes, batch)
 
-    def _eager_settle(self, staged: Staged) -> Callable[[Tensor], None]:
+    def _eager_settle(self, staged: StagedRound) -> Callable[[Tensor], None]:
         return lambda masks: staged.settle(masks.to(self.device, non_blocking=True))
 
     def _copy_entry(self, place: Place, batch: int) -> None:
-        """Bring an entry of the results to the host beside whatever the compute stream does next."""
+        """Copy a ring entry to the host on the copy stream, while the compute stream goes on."""
         self.copies.wait_stream(self.stream)
         with torch.cuda.stream(self.copies):
             place.results[:batch].copy_(self.results.ring[place.entry, :batch], non_blocking=True)
@@ -217,67 +225,67 @@ class CudaExecutor:
 
     @torch.inference_mode()
     def compile(self, launch_inputs: Iterable[LaunchInput]) -> None:
-        """Have every kernel that launches of these launch inputs need, before they run: compiled side by side.
+        """Compile all kernels that these launches need, in parallel.
 
-        launch_inputs: of dummies.  The same lines run as in a launch, on the same stream; no kernel does, and of what
-        they write only the dummy request's cells stay.
+        launch_inputs: launches of dummy slots.  The code of a launch runs on its stream, but its Triton kernels are
+        compiled, not run.  Only the dummy slot's cells are written.
         """
         began = time.perf_counter()
-        with Console(stderr=True).status("compiling kernels"), torch.cuda.stream(self.stream), precompile() as asked:
+        with Console(stderr=True).status("compiling kernels"), torch.cuda.stream(self.stream), precompile() as kernels:
             for launch_input in launch_inputs:
                 self.runner.prepare(launch_input.committed)
-                self._eager(launch_input, pack_launch(self.runner.table, launch_input, 0, self._batch(launch_input)))
+                packed = pack_launch(self.runner.table, launch_input, 0, self._padded_batch(launch_input))
+                self._eager(launch_input, packed)
         self.stream.synchronize()
-        if asked:
-            log.info(
-                "%d kernels compiled, or read from Triton's cache, in %.1f s", len(asked), time.perf_counter() - began
-            )
+        if kernels:
+            seconds = time.perf_counter() - began
+            log.info("%d kernels compiled, or read from Triton's cache, in %.1f s", len(kernels), seconds)
 
     def bucket(self, batch: int) -> int:
-        """What a round is padded to, run eagerly or not."""
+        """The batch size that a round of `batch` requests is padded to, eager or captured."""
         return bucket_of(batch, self.buckets)
 
-    def _batch(self, launch_input: LaunchInput) -> int:
+    def _padded_batch(self, launch_input: LaunchInput) -> int:
         return len(launch_input.slots) if launch_input.is_prefill else self.bucket(len(launch_input.slots))
 
     def _eager(self, launch_input: LaunchInput, packed: PackedLaunch) -> RoundOutput:
         masks = None
         if launch_input.masks is not None:
             masks = torch.from_numpy(launch_input.masks).pin_memory().to(self.device, non_blocking=True)
-        device_launch = self._sent(packed)
+        device_launch = self._to_device(packed)
         return execute(
             self.runner, self.results, device_launch, launch_input.width, ALL_SAMPLING, launch_input.prompt_rows, masks
         )
 
-    def _sent(self, packed: PackedLaunch) -> DeviceLaunch:
+    def _to_device(self, packed: PackedLaunch) -> DeviceLaunch:
         vector = torch.from_numpy(packed.vector).pin_memory().to(self.device, non_blocking=True)
         return DeviceLaunch.of(vector, packed.form)
 
-    def hand_back(self, place: Place, launch_input: LaunchInput, outcome: RoundOutput | None) -> CudaHandle:
-        """Copy what was decided, and the log-probabilities that were asked for, to the host.
+    def hand_back(self, place: Place, launch_input: LaunchInput, output: RoundOutput | None) -> CudaHandle:
+        """Start the copies of the results, and of the requested log-probabilities, to the host.
 
-        outcome: of a launch that ran eagerly, which alone can bring log-probabilities of a prompt.
+        output: of an eager launch, the only kind that computes prompt log-probabilities; None for other launches.
         """
         batch, emitted, prompt = len(launch_input.slots), None, None
-        of_prompt = None if outcome is None else outcome.prompt_logprobs
+        prompt_logprobs = None if output is None else output.prompt_logprobs
         self.copies.wait_stream(self.stream)
         with torch.cuda.stream(self.copies):
             if launch_input.num_logprobs is not None:
                 emitted = tuple(part[:batch] for part in place.logprobs)
-                for there, part in zip(emitted, self.results.logprobs, strict=True):
-                    there.copy_(part[place.entry, :batch], non_blocking=True)
-            if of_prompt is not None:
-                prompt = Logprobs(*map(self._to_host, of_prompt))
+                for on_host, part in zip(emitted, self.results.logprobs, strict=True):
+                    on_host.copy_(part[place.entry, :batch], non_blocking=True)
+            if prompt_logprobs is not None:
+                prompt = Logprobs(*map(self._to_host, prompt_logprobs))
             self._copy_entry(place, batch)
         return CudaHandle(self.results, place, launch_input, Reported(emitted, prompt))
 
     def _to_host(self, value: Tensor) -> Tensor:
         value.record_stream(self.copies)
-        there = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
-        return there.copy_(value, non_blocking=True)
+        on_host = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
+        return on_host.copy_(value, non_blocking=True)
 
     def _capture(self) -> None:
-        """One graph a bucket, the largest first, so that the others find its memory in their pool."""
+        """Capture one graph for each bucket.  The largest comes first: the others then reuse its memory pool."""
         if not self.buckets:
             return
         began, before = time.perf_counter(), torch.cuda.memory_reserved(self.device)
@@ -293,11 +301,12 @@ class CudaExecutor:
                     self.stage_graphs[batch] = self._captured_stages(batch, pool)
         except torch.OutOfMemoryError:
             raise EspalierError(
-                f"the graph of batch {batch} does not fit {self.device}; lower num_pages, graph_batch or max_batch"
+                f"the CUDA graph of batch {batch} does not fit into the memory of {self.device}; lower num_pages, "
+                "graph_batch or max_batch"
             ) from None
-        taken = (torch.cuda.memory_reserved(self.device) - before) / 2**20
+        mib = (torch.cuda.memory_reserved(self.device) - before) / 2**20
         seconds = time.perf_counter() - began
-        log.info("captured rounds of %s as CUDA graphs: %.1f s, %.0f MiB", list(self.buckets), seconds, taken)
+        log.info("captured CUDA graphs of rounds, batches %s: %.1f s, %.0f MiB", list(self.buckets), seconds, mib)
 
     @torch.inference_mode()
     def _captured(self, batch: int, pool: Any) -> Graph:
@@ -307,7 +316,7 @@ class CudaExecutor:
         with torch.cuda.stream(self.stream):
             launch_input = torch.from_numpy(packed.vector).to(self.device)
             device_launch = DeviceLaunch.of(launch_input, packed.form)
-            # Loads libraries' kernels and sizes workspaces, which a capture cannot.
+            # Run once eagerly: libraries load kernels and allocate workspaces, which is not allowed in a capture.
             execute(self.runner, self.results, device_launch, 0, ALL_SAMPLING)
             self.stream.synchronize()
         graph = torch.cuda.CUDAGraph()
@@ -322,12 +331,12 @@ class CudaExecutor:
         with torch.cuda.stream(self.stream):
             launch_input = torch.from_numpy(packed.vector).to(self.device)
             masks = torch.full((batch, nodes, words), ALL_ALLOWED, dtype=torch.int32, device=self.device)
-            warm = Staged(self.runner, self.results, DeviceLaunch.of(launch_input, packed.form), ALL_SAMPLING)
-            warm.propose()
-            warm.verify()
-            warm.settle(masks)
+            warm_up = StagedRound(self.runner, self.results, DeviceLaunch.of(launch_input, packed.form), ALL_SAMPLING)
+            warm_up.propose()
+            warm_up.verify()
+            warm_up.settle(masks)
             self.stream.synchronize()
-        staged = Staged(self.runner, self.results, DeviceLaunch.of(launch_input, packed.form), ALL_SAMPLING)
+        staged = StagedRound(self.runner, self.results, DeviceLaunch.of(launch_input, packed.form), ALL_SAMPLING)
         new = torch.cuda.CUDAGraph
         graphs = StageGraphs(launch_input, masks, new(), new(), new(), staged)
         stages = (graphs.propose, staged.propose), (graphs.verify, staged.verify)
@@ -337,7 +346,7 @@ class CudaExecutor:
         return graphs
 
     def close(self) -> None:
-        """Waits for what is in flight, then lets go of the graphs and their memory."""
+        """Wait for the launches in flight, then free the graphs and their memory."""
         try:
             torch.cuda.synchronize(self.device)
         finally:
@@ -355,13 +364,13 @@ def _replayed_settle(graphs: StageGraphs) -> Callable[[Tensor], None]:
 
 
 def of_dummies(batch: int, width: int = 0) -> LaunchInput:
-    """A launch that changes nobody: so many rows of the dummy request, a round or a prefill pass of `width`."""
+    """A launch of `batch` dummy slots, which changes no request: a prefill pass of `width`, or a round for width 0."""
     dummies = (0,) * batch
     return LaunchInput(slots=dummies, needs=ALL_SAMPLING, lengths=dummies if width else (), width=width)
 
 
 def _pinned(buffer: Tensor, packed: PackedLaunch) -> Tensor:
-    """The packed vector in a pinned buffer of its length or more."""
+    """Copy the packed vector to the start of a pinned buffer.  Returns that part of the buffer."""
     used = buffer[: len(packed.vector)]
     np.copyto(used.numpy(), packed.vector)
     return used

@@ -1,4 +1,7 @@
-"""The engine: one step, read from top to bottom."""
+"""The engine: `Engine.step` is one turn of the main loop.  It admits requests, starts a launch and reads a launch.
+
+scheduler.py decides which requests run.  executor.py (CPU) and cuda.py (GPU) run the launches.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -6,7 +9,7 @@ from dataclasses import dataclass
 
 from espalier.cache.pages import PagePool
 from espalier.cache.prefix_tree import PrefixTree
-from espalier.engine.executor import Closed, Executor, Handle
+from espalier.engine.executor import ClosedExecutor, Executor, Handle
 from espalier.engine.scheduler import Launch, Scheduler
 from espalier.errors import EspalierError
 from espalier.request import OutputChunk, Request, check_prompt
@@ -15,25 +18,30 @@ from espalier.stats import SpeculationStats
 
 @dataclass
 class InFlight:
-    """What is launched and not yet read: with overlap one launch stays behind, in lock-step none."""
+    """The launch whose results the host has not read yet.
+
+    With overlap, a launch is read one step after it was started, so the host works while the device runs.
+    In lock-step, a launch is read in the step that started it, and `unread` stays None.
+    """
 
     overlap: bool
-    behind: tuple[Launch, Handle] | None = None
+    unread: tuple[Launch, Handle] | None = None
 
-    def exchange(self, launched: tuple[Launch, Handle] | None) -> tuple[Launch, Handle] | None:
-        """Put a launch in; what is to be harvested comes out."""
-        if not self.overlap or (launched is not None and launched[0].launch_input.is_staged):
-            # Before a staged round the scheduler waits for what is behind.
-            return launched
-        before, self.behind = self.behind, launched
-        return before
+    def exchange(self, started: tuple[Launch, Handle] | None) -> tuple[Launch, Handle] | None:
+        """Take the launch that was just started; return the launch to read now, or None."""
+        if not self.overlap or (started is not None and started[0].launch_input.is_staged):
+            # The scheduler starts a staged round only when nothing is in flight, so `unread` is None here.
+            return started
+        previous, self.unread = self.unread, started
+        return previous
 
 
 class Engine:
-    """Runs requests to their end.  Not thread-safe: one caller adds, aborts and steps.
+    """Runs requests until they finish.  Not thread-safe: one thread calls add, abort and step.
 
-    requests: those that have not ended, by id.
-    stopped: why nothing more runs, after a launch has failed; every request then in the engine is aborted with it.
+    requests: unfinished requests, by id.
+    stopped: why the engine no longer runs; None while it works.  If a launch fails, every request in the engine is
+    aborted with this text.
     """
 
     def __init__(self, executor: Executor, overlap: bool, prefix_cache: bool):
@@ -52,27 +60,27 @@ class Engine:
         self.stopped: str | None = None
 
     def step(self) -> list[OutputChunk]:
-        """One turn: take in what arrived, launch what comes next, hand out what is done."""
-        with self._stopping_on_error():
+        """Admit new requests, start the next launch, read a launch.  Returns the output chunks of this step."""
+        with self._stop_on_error():
             self.scheduler.admit(self._drain_inbox())
-            launch = self.scheduler.next_launch()  # a prefill pass, a round, or nothing
-            launched = (launch, self._launched(launch)) if launch else None
-            done = self.in_flight.exchange(launched)  # overlap: the launch before; lock-step: this one
-            if done is None:
-                return self._hand_out(self.scheduler.take_pieces())
-            harvest, handle = done
-            return self._hand_out(self.scheduler.harvest(harvest, handle.result()))
+            launch = self.scheduler.next_launch()  # a prefill pass, a round, or None
+            started = (launch, self._start(launch)) if launch else None
+            to_read = self.in_flight.exchange(started)  # with overlap the previous launch, in lock-step this one
+            if to_read is None:
+                return self._forget_finished(self.scheduler.take_pieces())
+            launch, handle = to_read
+            return self._forget_finished(self.scheduler.harvest(launch, handle.result()))
 
-    def _launched(self, launch: Launch) -> Handle:
+    def _start(self, launch: Launch) -> Handle:
         if not launch.launch_input.is_staged:
             return self.executor.launch(launch.launch_input)
         handle = self.executor.launch_staged(launch.launch_input)
-        # Masks are made while the device verifies the trees.
+        # The host computes the masks while the device verifies the trees.
         handle.settle(self.scheduler.node_masks(launch, handle.trees()))
         return handle
 
     def add(self, request: Request) -> None:
-        """Queue a request.  Raises EspalierError, before anything is lost, for one that can never run."""
+        """Queue a request.  Raises EspalierError, without any effect, for a request that can never run."""
         if self.stopped is not None:
             raise EspalierError(self.stopped)
         if request.id in self.requests:
@@ -81,12 +89,12 @@ class Engine:
         end = request.end(self.layout.max_context)
         if len(request.prompt) + request.params.min_tokens > end:
             raise EspalierError(
-                f"min_tokens={request.params.min_tokens} after a prompt of {len(request.prompt)} tokens passes the "
-                f"{end} that max_context and max_tokens allow; lower it, or raise those"
+                f"min_tokens={request.params.min_tokens} and the prompt ({len(request.prompt)} tokens) need more than "
+                f"the {end} tokens that max_context and max_tokens allow; lower it, or raise max_context or max_tokens"
             )
         if not self.scheduler.fits(request):
             raise EspalierError(
-                f"a request of up to {end} tokens (prompt {len(request.prompt)}) can never fit "
+                f"a request of up to {end} tokens (prompt: {len(request.prompt)}) can never fit into "
                 f"{self.pool.num_pages - 1} pages of {self.layout.page_size} tokens; "
                 "lower max_tokens or raise num_pages"
             )
@@ -94,28 +102,28 @@ class Engine:
         self.requests[request.id] = request
 
     def abort(self, request_id: str) -> None:
-        """End a request at the next harvest; unknown and finished ids are ignored, as an abort may cross a finish."""
+        """End a request at the next harvest.  An unknown or finished id is ignored: the request may just have ended."""
         request = self.requests.get(request_id)
         if request is not None and not request.aborted:
             self.scheduler.abort(request)
 
     @contextmanager
-    def _stopping_on_error(self) -> Iterator[None]:
-        """What goes wrong in a launch leaves device state half written: no request can go on, and none may seem to."""
+    def _stop_on_error(self) -> Iterator[None]:
+        """Stop the engine and abort all requests on any error: a failed launch may leave device state half written."""
         try:
             yield
         except BaseException as error:
             self.stopped = f"the engine stopped ({type(error).__name__}: {error}); make another LLM"
-            self.in_flight.behind = None
+            self.in_flight.unread = None
             self.scheduler.admit(self._drain_inbox())
             self.scheduler.stop(self.stopped)
             raise
 
-    def _hand_out(self, pieces: list[OutputChunk]) -> list[OutputChunk]:
-        for piece in pieces:
-            if piece.finish_reason is not None:
-                del self.requests[piece.request_id]
-        return pieces
+    def _forget_finished(self, chunks: list[OutputChunk]) -> list[OutputChunk]:
+        for chunk in chunks:
+            if chunk.finish_reason is not None:
+                del self.requests[chunk.request_id]
+        return chunks
 
     def _drain_inbox(self) -> list[Request]:
         arrived, self.inbox = self.inbox, []
@@ -130,16 +138,19 @@ class Engine:
         return self.scheduler.totals
 
     def check_pages(self) -> None:
-        """Assert that every page is exactly one of dummy, free, cached, owned.  Raises PageDefect naming the page."""
+        """Check that every page is either the dummy page, free, or held as often as it is counted.
+
+        Raises PageDefect naming the page.
+        """
         cached = self.prefixes.pages() if self.prefixes is not None else ()
         self.pool.check([r.pages for r in self.scheduler.running], cached)
 
     def close(self) -> None:
-        """Let go of models, pages and graphs, whoever still holds the engine.  Nothing runs any more.  Idempotent."""
+        """Free models, pages and graphs, even while somebody still holds a reference to the engine.  Idempotent."""
         if self.stopped is None:
             self.stopped = "the engine is closed; make another LLM"
-        self.in_flight.behind = None
+        self.in_flight.unread = None
         try:
             self.executor.close()
         finally:
-            self.executor = Closed()
+            self.executor = ClosedExecutor()

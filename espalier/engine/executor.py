@@ -1,8 +1,8 @@
-"""Runs launches, in order, on one stream: `launch(launch_input) -> handle; handle.result()` is all that others need.
+"""Executors run launches in order on one stream: `launch(launch_input)` returns a handle, `handle.result()` waits.
 
-`execute` is what every launch does, on any device, eagerly or captured; a staged round does the same in steps
-(`Staged`).  On a CPU the stream of an overlapped engine is one worker thread, and that of a lock-step engine is the
-caller's own; engine/cuda.py has the GPU's.
+`execute` is the body of every launch, on any device, eager or captured in a CUDA graph.  A staged round runs the same
+work in three steps (`StagedRound`).  This file has the CPU executor: with overlap its stream is one worker thread, in
+lock-step it is the caller's thread.  The GPU executor is engine/cuda.py.
 """
 
 from collections.abc import Callable
@@ -26,22 +26,22 @@ Trees = list[tuple[list[int], list[int]]]
 
 class Handle(Protocol):
     def result(self) -> list[Row]:
-        """What was decided, a row a slot of the launch input; waits for the launch."""
+        """Wait for the launch and return one row for each slot of the launch input."""
         ...
 
 
 class StagedHandle(Handle, Protocol):
     def trees(self) -> Trees:
-        """(tokens, parents) of each slot's tree; waits for the first stage."""
+        """Wait for the propose stage and return (tokens, parents) of each slot's tree."""
         ...
 
     def settle(self, masks: np.ndarray) -> None:
-        """Go on with the last stage.  masks: [B, D, words] int32, which tokens may follow each node."""
+        """Start the settle stage.  masks: [B, D, words] int32, the tokens that may follow each node."""
         ...
 
 
 class Executor(Protocol):
-    """Owns the order in which device state is written, and everything that stands on the device."""
+    """Owns all state on the device, and the order in which it is written."""
 
     @property
     def runner(self) -> ModelRunner: ...
@@ -49,16 +49,16 @@ class Executor(Protocol):
     def launch(self, launch_input: LaunchInput) -> Handle: ...
 
     def launch_staged(self, launch_input: LaunchInput) -> StagedHandle:
-        """A round that waits for masks before its last stage; it must be settled before anything else is launched."""
+        """Start a round that waits for masks before its settle stage.  Settle it before the next launch."""
         ...
 
     def close(self) -> None:
-        """Wait for what is in flight."""
+        """Wait for the launches in flight."""
         ...
 
 
-class Closed:
-    """Takes an executor's place when its engine is closed, so that nothing on the device is held any more."""
+class ClosedExecutor:
+    """Replaces the executor of a closed engine, so that the engine holds no device memory any more."""
 
     @property
     def runner(self) -> ModelRunner:
@@ -75,7 +75,7 @@ class Closed:
 
 
 def execute(
-    r: ModelRunner,
+    runner: ModelRunner,
     results: Results,
     device_launch: DeviceLaunch,
     width: int,
@@ -83,25 +83,25 @@ def execute(
     prompt_rows: PromptRows | None = None,
     masks: Tensor | None = None,
 ) -> RoundOutput:
-    """One launch: apply the launch input, run a prefill pass of this width (0: a round), write its results."""
-    device_launch.apply(r.table)
+    """Run one launch: update the slot table, run a prefill pass of `width` (0: a round), write the results."""
+    device_launch.apply(runner.table)
     if width:
-        outcome = prefill(r, device_launch.slots, device_launch.lengths, width, needs, prompt_rows, masks)
+        output = prefill(runner, device_launch.slots, device_launch.lengths, width, needs, prompt_rows, masks)
     else:
-        outcome = run(r, device_launch.slots, needs)
-    results.write(device_launch.entry, outcome)
-    return outcome
+        output = run(runner, device_launch.slots, needs)
+    results.write(device_launch.entry, output)
+    return output
 
 
-class Staged:
-    """A round in stages, for the host to come between: `propose`, `verify`, then `settle` with masks.
+class StagedRound:
+    """A round in three steps: `propose`, `verify`, then `settle` with masks that the host made from the trees.
 
-    The same lines as `execute`, run eagerly or captured a stage at a time; what a stage leaves for the next stands
-    here.
+    It runs the same code as `execute`.  The steps run eagerly or as one CUDA graph each; this object holds the
+    tensors that one step leaves for the next.
     """
 
-    def __init__(self, r: ModelRunner, results: Results, device_launch: DeviceLaunch, needs: SamplingNeeds):
-        self.runner = r
+    def __init__(self, runner: ModelRunner, results: Results, device_launch: DeviceLaunch, needs: SamplingNeeds):
+        self.runner = runner
         self.results = results
         self.device_launch = device_launch
         self.needs = needs
@@ -134,7 +134,7 @@ class CpuExecutor:
         return CpuStagedHandle(self, launch_input)
 
     def submit(self, work: Callable[..., Any], *args: Any) -> Future[Any]:
-        """Run work on the one stream, after what was submitted before."""
+        """Run work on the stream, after all work submitted before."""
         if self.worker is not None:
             return self.worker.submit(work, *args)
         done: Future[Any] = Future()
@@ -144,8 +144,8 @@ class CpuExecutor:
     @torch.inference_mode()
     def run(self, launch_input: LaunchInput) -> list[Row]:
         masks = None if launch_input.masks is None else torch.from_numpy(launch_input.masks)
-        device_launch = self._sent(launch_input)
-        outcome = execute(
+        device_launch = self._to_device(launch_input)
+        output = execute(
             self.runner,
             self.results,
             device_launch,
@@ -154,34 +154,34 @@ class CpuExecutor:
             launch_input.prompt_rows,
             masks,
         )
-        return self._read(launch_input, outcome)
+        return self._read_rows(launch_input, output)
 
     @torch.inference_mode()
-    def propose(self, launch_input: LaunchInput) -> Staged:
-        staged = Staged(self.runner, self.results, self._sent(launch_input), launch_input.needs)
+    def propose(self, launch_input: LaunchInput) -> StagedRound:
+        staged = StagedRound(self.runner, self.results, self._to_device(launch_input), launch_input.needs)
         staged.propose()
         return staged
 
     @torch.inference_mode()
-    def settle(self, launch_input: LaunchInput, staged: Staged, masks: np.ndarray) -> list[Row]:
+    def settle(self, launch_input: LaunchInput, staged: StagedRound, masks: np.ndarray) -> list[Row]:
         staged.verify()
         staged.settle(torch.from_numpy(masks))
-        return self._read(launch_input, None)
+        return self._read_rows(launch_input, None)
 
     def trees(self, launch_input: LaunchInput) -> Trees:
         return read_trees(self.results.fields, self.results.ring[0, : len(launch_input.slots)].numpy())
 
-    def _sent(self, launch_input: LaunchInput) -> DeviceLaunch:
+    def _to_device(self, launch_input: LaunchInput) -> DeviceLaunch:
         self.runner.prepare(launch_input.committed)
         packed = pack_launch(self.runner.table, launch_input, entry=0, batch=len(launch_input.slots))
         return DeviceLaunch.of(torch.from_numpy(packed.vector), packed.form)
 
-    def _read(self, launch_input: LaunchInput, outcome: RoundOutput | None) -> list[Row]:
+    def _read_rows(self, launch_input: LaunchInput, output: RoundOutput | None) -> list[Row]:
         batch = len(launch_input.slots)
         emitted = (
             None if launch_input.num_logprobs is None else tuple(part[0, :batch] for part in self.results.logprobs)
         )
-        reported = Reported(emitted, None if outcome is None else outcome.prompt_logprobs)
+        reported = Reported(emitted, None if output is None else output.prompt_logprobs)
         return read(self.results.fields, self.results.ring[0, :batch].numpy(), reported, launch_input)
 
     def close(self) -> None:

@@ -1,6 +1,7 @@
-"""A launch input as one vector of integers, so that one copy sends it, and as the tensors that a launch reads from it.
+"""Packs a launch input into one int64 vector, so that one copy sends it, and splits the vector on the device.
 
-The vector of a round has a form that follows from its batch alone: a CUDA graph finds every part in the same place.
+For a round, the order and lengths of the parts depend on the batch size alone.  So a CUDA graph finds each part at the
+same offset in every launch.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,7 +20,7 @@ Form = tuple[tuple[str, int], ...]
 
 @dataclass(frozen=True)
 class PackedLaunch:
-    """vector: int64; form: the names and lengths of its parts, in order."""
+    """vector: int64; form: (name, length) of each part, in order."""
 
     vector: np.ndarray
     form: Form
@@ -27,8 +28,12 @@ class PackedLaunch:
 
 @dataclass(frozen=True)
 class DeviceLaunch:
-    """What a launch reads.  entry: [1] of the results' ring; slots: [B], padded by slot 0; lengths: [B] that a prefill
-    pass enters, empty for a round; cleared: slots that change hands; cells: what is written into the slot table."""
+    """The tensors that a launch reads.
+
+    entry: [1], the entry of the results ring to write; slots: [B], padded with slot 0; lengths: [B], tokens that a
+    prefill pass enters, empty for a round; cleared: slots that get a new request; cells: values to write into the slot
+    table, by field.
+    """
 
     entry: Tensor
     slots: Tensor
@@ -39,25 +44,30 @@ class DeviceLaunch:
     @classmethod
     def of(cls, vector: Tensor, form: Form) -> "DeviceLaunch":
         parts = dict(zip((name for name, _ in form), vector.split([size for _, size in form]), strict=True))
-        own = {name: parts.pop(name) for name in ("entry", "slots", "lengths", "cleared")}
+        direct = {name: parts.pop(name) for name in ("entry", "slots", "lengths", "cleared")}
         fields = dict.fromkeys(name.removesuffix(".at").removesuffix(".values") for name in parts)
-        return cls(**own, cells={name: ScatterUpdate(parts[f"{name}.at"], parts[f"{name}.values"]) for name in fields})
+        return cls(
+            **direct, cells={name: ScatterUpdate(parts[f"{name}.at"], parts[f"{name}.values"]) for name in fields}
+        )
 
     def apply(self, table: SlotTable) -> None:
-        """The first thing that a launch does."""
+        """Update the slot table.  Every launch begins with this."""
         if self.cleared.shape[0]:
             table.clear(self.cleared)
         table.write(self.cells)
 
 
 def pack_launch(table: SlotTable, launch_input: LaunchInput, entry: int, batch: int) -> PackedLaunch:
-    """entry: of the results' ring; batch: to which the slots are padded by the dummy.  Raises EspalierError."""
+    """Pack a launch input.  entry: entry of the results ring; batch: size after padding with slot 0.
+
+    Raises EspalierError where the slot table or the vector is too small.
+    """
     cells = table.admission_updates(launch_input.slot_inits)
     appended_pages = table.page_table_updates(launch_input.appended_pages)
     if not launch_input.is_prefill:
         appended_pages = _padded_cells(appended_pages, table.layout, batch)
-    known = cells.get("page_table", ScatterUpdate(*np.zeros((2, 0), dtype=np.int64)))
-    cells["page_table"] = ScatterUpdate(*(np.concatenate(pair) for pair in zip(known, appended_pages, strict=True)))
+    initial = cells.get("page_table", ScatterUpdate(*np.zeros((2, 0), dtype=np.int64)))
+    cells["page_table"] = ScatterUpdate(*(np.concatenate(pair) for pair in zip(initial, appended_pages, strict=True)))
     parts = {
         "entry": np.array([entry]),
         "slots": _padded(launch_input.slots, batch),
@@ -76,11 +86,11 @@ def _padded(values: Sequence[int], count: int) -> np.ndarray:
 
 
 def _padded_cells(cells: ScatterUpdate, layout: RoundLayout, batch: int) -> ScatterUpdate:
-    """As many as the form has; the rest say once more that the dummy request's first page is the dummy page."""
-    most = layout.max_appended_pages(batch)
-    if len(cells.at) > most:
+    """Pad to the fixed length of a round.  Padding writes 0 to cell 0: the dummy request's first page stays page 0."""
+    capacity = layout.max_appended_pages(batch)
+    if len(cells.at) > capacity:
         raise EspalierError(
-            f"a round of {batch} appends {len(cells.at)} pages and its launch input holds {most}; both follow from "
-            f"{layout}: reserve pages by layout.reserve"
+            f"a round of {batch} requests appends {len(cells.at)} pages and its launch input holds {capacity}; both "
+            f"follow from {layout}: reserve pages with layout.reserve"
         )
-    return ScatterUpdate(_padded(cells.at, most), _padded(cells.values, most))
+    return ScatterUpdate(_padded(cells.at, capacity), _padded(cells.values, capacity))

@@ -1,4 +1,4 @@
-"""What the host sends to launch something, and what it reads back: plain values, so that both can cross a process."""
+"""What the host sends for a launch and what it reads back: plain values, so both can be sent to another process."""
 
 from dataclasses import dataclass, field
 
@@ -15,15 +15,21 @@ NOTHING_COMMITTED = CommittedLengths((), exact=True)
 
 @dataclass(frozen=True)
 class LaunchInput:
-    """One launch.
+    """One launch: a prefill pass or a round.
 
-    slots: the batch, in order; lengths: tokens each slot enters in a prefill pass, empty for a round; width: of the
-    prefill pass; slot_inits: requests that enter their slots, only with a prefill pass that runs them; appended_pages:
-    (slot, column, page) for requests already in their slot; traced: whether somebody looks at the trees; prompt_rows:
-    of a prefill pass, None where no prompt's log-probabilities are asked for; num_logprobs: the most alternatives that
-    a request of the batch wants, None where nobody wants log-probabilities; is_staged: a round that stops between its
-    stages for masks; masks: [B, 1, words] int32 of the tokens that a prefill pass may pick, None for all; committed:
-    what is known of the slots' committed rows, of dummies none.
+    slots: the slots of the batch, in order.
+    needs: the kinds of sampling work in this batch.
+    num_logprobs: the largest number of alternatives that a request of the batch wants; None if no request wants
+    log-probabilities.
+    lengths: tokens that each slot enters in a prefill pass; empty for a round.
+    width: width of the prefill pass; 0 for a round.
+    slot_inits: requests that get a slot; only in a prefill pass, because a round's launch input has a fixed form.
+    appended_pages: (slot, column, page) for requests that already have their slot.
+    traced: whether results carry the trees.
+    prompt_rows: rows of a prefill pass whose log-probabilities are wanted; None for none.
+    is_staged: a round that stops before its settle stage and waits for masks.
+    masks: [B, 1, words] int32, the tokens that a prefill pass may pick; None for all.
+    committed: upper bounds of the slots' committed lengths; nothing for dummy slots.
     """
 
     slots: tuple[int, ...]
@@ -46,7 +52,7 @@ class LaunchInput:
 
 @dataclass(frozen=True)
 class DraftTree:
-    """The tree of one request and round: lists by node; path_rows from the root down."""
+    """The tree of one request in one round.  Lists by node; path_rows: the accepted nodes from the root down."""
 
     tokens: list[int]
     parents: list[int]
@@ -57,9 +63,9 @@ class DraftTree:
 
 @dataclass(frozen=True)
 class RoundTrace:
-    """One request's round, for those who look.
+    """One round of one request, passed to `Scheduler.on_round`.
 
-    Committed rows prefix_len .. prefix_len + len(emitted) - 1 stand in `pages`, page_size of them in each.
+    The round committed rows prefix_len .. prefix_len + len(emitted) - 1 of `pages`, which hold page_size rows each.
     """
 
     request_id: str
@@ -72,7 +78,7 @@ class RoundTrace:
 
 @dataclass(frozen=True)
 class TreeSize:
-    """What a round's tree held: draft tokens, and the depth of the deepest."""
+    """The number of draft tokens in a tree, and the depth of the deepest one."""
 
     drafted: int = 0
     depth: int = 0
@@ -80,10 +86,11 @@ class TreeSize:
 
 @dataclass(frozen=True)
 class Row:
-    """What a launch decided for one request; tokens is empty where a prompt goes on.
+    """What a launch decided for one request.
 
-    finite: False if, past these tokens, one was picked from logits that were not finite; prompt_logprobs: of the prompt
-    tokens after the rows that a prefill pass was asked for.
+    tokens: empty after a chunk that is not the last of its prompt.  finite: False if the token after `tokens` was
+    picked from logits that were not finite.  prompt_logprobs: for the rows of LaunchInput.prompt_rows, the
+    log-probability of the prompt token after each.
     """
 
     tokens: list[int]
@@ -95,7 +102,7 @@ class Row:
 
 
 def sampling_needs_of(requests: list[Request]) -> SamplingNeeds:
-    """What the picks of this batch need, known on the host."""
+    """The kinds of sampling work that this batch needs."""
     params = [r.params for r in requests]
     return SamplingNeeds(
         sampled=any(p.temperature > 0 for p in params),
@@ -106,10 +113,10 @@ def sampling_needs_of(requests: list[Request]) -> SamplingNeeds:
 
 
 def prompt_rows_of(batch: list[Request], lengths: tuple[int, ...]) -> PromptRows | None:
-    """Of the rows about to be entered, those whose next token is of the prompt, asked for, and not read yet.
+    """Rows of this prefill pass for which prompt log-probabilities are still missing.
 
-    In one stay in a slot rows are entered once: what was read of it lies below, what was read in an earlier one is not
-    asked for again.
+    A row qualifies if its next token belongs to the prompt and its entry was not read yet.  A preempted request enters
+    its rows again; entries read before the preemption are kept and not computed again.
     """
     spans, counts = [], []
     for request, length in zip(batch, lengths, strict=True):
@@ -124,7 +131,7 @@ def prompt_rows_of(batch: list[Request], lengths: tuple[int, ...]) -> PromptRows
 
 
 def slot_init(request: Request, tokens: list[int], start: int, commit_from: int, end: int, steps: int) -> SlotInit:
-    """What the device must know of a request that enters its slot."""
+    """The values that fill a slot when a request gets it."""
     params = request.params
     assert request.slot is not None
     return SlotInit(

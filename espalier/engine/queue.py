@@ -8,7 +8,7 @@ from espalier.request import Request
 
 
 class Entry(NamedTuple):
-    """number: of the entry, so that of requests with one place the first to come stands first."""
+    """number: counts the entries, so that requests with equal places leave in the order of arrival."""
 
     place: tuple[int, int]
     number: int
@@ -16,11 +16,11 @@ class Entry(NamedTuple):
 
 
 class WaitingQueue:
-    """A heap: adding and taking a request cost O(log n), removing one O(1)."""
+    """A heap.  add and take cost O(log n), remove costs O(1)."""
 
     def __init__(self) -> None:
         self._heap: list[Entry] = []
-        # Entries of the heap that are not in here were removed.
+        # The valid entry of each request.  A heap entry with another number was removed, and is dropped when found.
         self._numbers: dict[Request, int] = {}
         self._next_number = 0
 
@@ -37,13 +37,13 @@ class WaitingQueue:
         return None
 
     def take(self) -> Entry:
-        """Take out what `first` returned."""
+        """Remove and return the entry whose request `first` returned."""
         entry = heappop(self._heap)
         del self._numbers[entry.request]
         return entry
 
     def put_back(self, entry: Entry) -> None:
-        """To where it stood."""
+        """Return a taken entry to its old place in the queue."""
         self._numbers[entry.request] = entry.number
         heappush(self._heap, entry)
 
@@ -54,6 +54,6 @@ class WaitingQueue:
         return len(self._numbers)
 
     def __iter__(self) -> Iterator[Request]:
-        """In order.  O(n log n)."""
+        """Requests in queue order.  O(n log n)."""
         entries = [entry for entry in self._heap if self._numbers.get(entry.request) == entry.number]
         return (entry.request for entry in sorted(entries))

@@ -1,7 +1,7 @@
-"""What launches give back: a ring of entries on the device, a row a request, and the rows as the host reads them.
+"""The results ring on the device, and how the host reads it.
 
-A launch writes its outcome to the entry that its launch input names.  Everything is an integer, scores as their bits,
-so that one copy brings an entry to the host.
+A launch writes its output to the ring entry that its launch input names, one row for each request.  All values are
+int64 (float scores as their bits), so one copy brings an entry to the host.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ from espalier.speculate.tree import VOID, Tree
 
 @dataclass(frozen=True)
 class Fields:
-    """Columns of a row, by name: slices of [0, width)."""
+    """The columns of a row: a slice of [0, width) for each field."""
 
     length: slice
     num_finite: slice
@@ -51,7 +51,8 @@ class Fields:
 
 
 class Results:
-    """ring: [entries, max_batch, width] int64 on the device; logprobs: of the emitted tokens, beside it."""
+    """ring: [entries, max_batch, width] int64 on the device; logprobs: a second ring for the emitted tokens'
+    log-probabilities, which are floats."""
 
     def __init__(self, layout: RoundLayout, entries: int, dtype: torch.dtype, device: torch.device):
         self.layout = layout
@@ -60,52 +61,54 @@ class Results:
         sizes = (entries, layout.max_batch, layout.extend_width, MAX_LOGPROBS)
         self.logprobs = LogprobRing.zeros(*sizes, dtype, device)
 
-    def write(self, entry: Tensor, outcome: RoundOutput) -> None:
-        """Put an outcome into entry [1]."""
-        parts = {"length": outcome.length[:, None], "emitted": outcome.tokens}
-        parts["num_finite"] = outcome.num_finite[:, None]
-        # Of a launch without a tree all nodes are void, which is what columns are that nobody fills.
-        if outcome.tree is not None and outcome.path is not None:
-            tree = outcome.tree
-            parts |= {"path": outcome.path.rows, "tokens": tree.tokens, "parents": tree.parents}
+    def write(self, entry: Tensor, output: RoundOutput) -> None:
+        """Write the output of a launch to ring entry `entry` [1]."""
+        parts = {"length": output.length[:, None], "emitted": output.tokens}
+        parts["num_finite"] = output.num_finite[:, None]
+        # write_results fills all other columns with the void token.  So a launch without a tree reads as void nodes.
+        if output.tree is not None and output.path is not None:
+            tree = output.tree
+            parts |= {"path": output.path.rows, "tokens": tree.tokens, "parents": tree.parents}
             parts |= {"depths": tree.depths, "scores": tree.scores}
         write_results(self.ring, entry, {getattr(self.fields, name).start: part for name, part in parts.items()})
-        picked = (outcome.logits, outcome.rows, outcome.tokens, outcome.length)
-        write_logprobs(self.logprobs, entry, *picked, outcome.num_logprobs)
+        picked = (output.logits, output.rows, output.tokens, output.length)
+        write_logprobs(self.logprobs, entry, *picked, output.num_logprobs)
 
     def write_trees(self, entry: Tensor, tree: Tree) -> None:
-        """Put the trees of a round that is not settled yet into entry [1]."""
+        """Write the trees of a round that is not settled yet to ring entry `entry` [1]."""
         parts = {"tokens": tree.tokens, "parents": tree.parents}
         write_results(self.ring, entry, {getattr(self.fields, name).start: part for name, part in parts.items()})
 
 
 class Reported(NamedTuple):
-    """Log-probabilities of a launch, where they were asked for: a LogprobRing's parts [B, W] of the emitted tokens, and
-    [N] of prompts'."""
+    """Log-probabilities of a launch; None where no request asked for them.
+
+    emitted: the parts of a LogprobRing entry, [B, W, ...], for the emitted tokens; prompt: [N], for prompt tokens.
+    """
 
     emitted: tuple[Tensor, ...] | None = None
     prompt: Logprobs | None = None
 
 
 def read(fields: Fields, entry: np.ndarray, reported: Reported, launch_input: LaunchInput) -> list[Row]:
-    """The rows of a launch input's entry [B, width], on the host."""
+    """Read a ring entry [B, width] on the host: one row for each slot of the launch input."""
     length, num_finite = entry[:, fields.length][:, 0].tolist(), entry[:, fields.num_finite][:, 0].tolist()
     emitted = entry[:, fields.emitted].tolist()
-    there = entry[:, fields.tokens] != VOID
-    drafted = np.maximum(there.sum(1) - 1, 0).tolist()
-    depth = (entry[:, fields.depths] * there).max(1).tolist()
+    is_node = entry[:, fields.tokens] != VOID
+    drafted = np.maximum(is_node.sum(1) - 1, 0).tolist()
+    depth = (entry[:, fields.depths] * is_node).max(1).tolist()
     logprobs = _by_request(
         reported.emitted, [tokens[:count] for tokens, count in zip(emitted, num_finite, strict=True)]
     )
-    of_prompt = _by_span(reported.prompt, launch_input, len(length))
+    prompt_logprobs = _by_span(reported.prompt, launch_input, len(length))
     return [
         Row(
             emitted[b][: num_finite[b]],
             num_finite[b] == length[b],
             TreeSize(drafted[b], depth[b]),
-            _tree(fields, entry[b], length[b]) if launch_input.traced and there[b].any() else None,
+            _tree(fields, entry[b], length[b]) if launch_input.traced and is_node[b].any() else None,
             logprobs[b],
-            of_prompt[b],
+            prompt_logprobs[b],
         )
         for b in range(len(length))
     ]
@@ -114,13 +117,13 @@ def read(fields: Fields, entry: np.ndarray, reported: Reported, launch_input: La
 def _tree(fields: Fields, row: np.ndarray, length: int) -> DraftTree:
     tokens, parents, depths = (row[part].tolist() for part in (fields.tokens, fields.parents, fields.depths))
     scores = row[fields.scores].astype(np.int32).view(np.float32)
-    # Void nodes at the end, which no tree of this round's size has, have bits that are no score.
+    # The ring has columns for the largest tree.  Columns past this tree hold no score bits, so void nodes get -inf.
     scores = np.where(row[fields.tokens] == VOID, -np.inf, scores).tolist()
     return DraftTree(tokens, parents, depths, scores, row[fields.path][:length].tolist())
 
 
 def read_trees(fields: Fields, entry: np.ndarray) -> list[tuple[list[int], list[int]]]:
-    """(tokens, parents) of each request's tree, from an entry [B, width] that `write_trees` made."""
+    """(tokens, parents) of each request's tree, from an entry [B, width] that `write_trees` wrote."""
     return list(zip(entry[:, fields.tokens].tolist(), entry[:, fields.parents].tolist(), strict=True))
 
 
@@ -132,7 +135,7 @@ def _by_request(logprobs: tuple[Tensor, ...] | None, emitted: list[list[int]]) -
 
 
 def _by_span(logprobs: Logprobs | None, launch_input: LaunchInput, batch: int) -> list[list[TokenLogprob]]:
-    """The entries of each request's rows."""
+    """Prompt log-probabilities, split by request."""
     if logprobs is None or launch_input.prompt_rows is None:
         return [[] for _ in range(batch)]
     entries = _entries([part.tolist() for part in logprobs])
@@ -141,7 +144,7 @@ def _by_span(logprobs: Logprobs | None, launch_input: LaunchInput, batch: int) -
 
 
 def _entries(parts: Sequence[Sequence[Any]]) -> list[TokenLogprob]:
-    """Entries from the parts of Logprobs, as lists."""
+    """TokenLogprob objects from the parts of Logprobs, given as lists."""
     return [
         TokenLogprob(token, chosen, list(zip(ids, values, strict=True)), rank)
         for token, chosen, rank, ids, values in zip(*parts, strict=True)

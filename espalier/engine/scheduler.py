@@ -1,7 +1,8 @@
-"""Who runs next, in which slot, on which pages; and what becomes of what was decided.
+"""The scheduler chooses the next launch, assigns slots and pages, and processes the results of launches.
 
-Everything here is host bookkeeping.  Finish, abort and preempt act at harvest or when nothing is in flight; a slot and
-its pages are released once; results of an earlier stay in a slot are known by their generation and dropped.
+All of it is host bookkeeping.  A request finishes, aborts or is preempted only at harvest, or when nothing is in
+flight.  Its slot and pages are released once.  Each time a request leaves its slot, its generation grows; results of an
+older generation are dropped.
 """
 
 from bisect import insort
@@ -28,20 +29,26 @@ from espalier.stats import SpeculationStats
 
 @dataclass(frozen=True)
 class Launch:
-    """A launch input, and who was in it: (request, its generation then, whether its last known token was entered)."""
+    """A launch input and its requests.
+
+    members: (request, its generation at the launch, whether the whole prefill was launched), in the order of slots.
+    """
 
     launch_input: LaunchInput
     members: list[tuple[Request, int, bool]]
 
 
 NOT_FINITE = (
-    "the target's logits are not finite (NaN) for this request or a token drafted for it; its tokens so far stand, "
-    "other requests go on: check the checkpoint, or use a wider dtype"
+    "the target's logits are not finite (NaN) for this request or for a token drafted for it; its tokens so far are "
+    "valid and other requests continue: check the checkpoint, or use a wider dtype"
 )
 
 
 class Scheduler:
-    """num_rounds: launched so far, by (requests in the batch, whether log-probabilities were asked for)."""
+    """num_rounds: rounds launched so far, by (requests in the batch, whether a request wants log-probabilities).
+
+    on_round: called with a RoundTrace for each request of each round; set it to trace trees.
+    """
 
     def __init__(
         self,
@@ -65,42 +72,42 @@ class Scheduler:
         self.num_rounds: Counter[tuple[int, bool]] = Counter()
         self._in_flight = 0
         self._last_was_prefill = False
-        self._pieces: list[OutputChunk] = []
+        self._chunks: list[OutputChunk] = []
         self._aborted: list[Request] = []
         self._no_room: tuple[Request, int] | None = None
         self._admitted: list[SlotInit] = []
         self._appended: list[tuple[int, int, int]] = []
 
     def admit(self, requests: list[Request]) -> None:
-        """Queue what arrived, each at its place: by priority, then by arrival."""
+        """Add requests to the waiting queue, which is ordered by priority, then by arrival."""
         for request in requests:
             self.waiting.add(request)
 
     def abort(self, request: Request) -> None:
-        """End a request that was admitted, or will be before the next launch, as soon as no launch runs for it."""
+        """End a request once no launch in flight holds it.  It must be admitted before the next launch."""
         request.aborted = True
         self._aborted.append(request)
 
     @property
     def has_work(self) -> bool:
-        return bool(self.waiting or self.running or self._in_flight or self._pieces)
+        return bool(self.waiting or self.running or self._in_flight or self._chunks)
 
     def next_launch(self) -> Launch | None:
-        """A prefill pass or a round, in turn while there is both; None where what is in flight must be read first."""
+        """A prefill pass or a round, alternating while both have work.  None: read launches first, or nothing to do."""
         self._drop_aborted()
         self._fill_slots()
-        entering = [r for r in self.running if r.num_prefilled < r.prefill_len]
+        prefilling = [r for r in self.running if r.num_prefilled < r.prefill_len]
         decoding = [r for r in self.running if r.num_prefilled >= r.prefill_len]
-        if entering and not (self._last_was_prefill and decoding):
-            return self._launch_prefill(entering)
+        if prefilling and not (self._last_was_prefill and decoding):
+            return self._launch_prefill(prefilling)
         if self._in_flight and any(request.masker for request in decoding):
-            # Their masks follow from every token before.
+            # The masks of a round depend on all earlier tokens, so the host must read those first.
             return None
         batch = self._reserve(decoding)
         return self._launch_round(batch) if batch else None
 
     def node_masks(self, launch: Launch, trees: Trees) -> np.ndarray:
-        """[B, D, words] int32: which tokens may follow each node of a staged round's trees."""
+        """[B, D, words] int32: the tokens that may follow each node of a staged round's trees."""
         masks = np.full((len(trees), len(trees[0][0]), mask_words(self.vocab_size)), ALL_ALLOWED, dtype=np.int32)
         for b, ((request, _, _), (tokens, parents)) in enumerate(zip(launch.members, trees, strict=True)):
             if request.masker is not None:
@@ -108,7 +115,7 @@ class Scheduler:
         return masks
 
     def _prompt_masks(self, batch: list[Request]) -> np.ndarray | None:
-        """[B, 1, words] int32: which tokens may follow each prompt; None where every token may."""
+        """[B, 1, words] int32: the tokens that may follow each prompt; None if no request restricts them."""
         if not any(request.masker for request in batch):
             return None
         masks = np.full((len(batch), 1, mask_words(self.vocab_size)), ALL_ALLOWED, dtype=np.int32)
@@ -118,67 +125,70 @@ class Scheduler:
         return masks
 
     def harvest(self, launch: Launch, rows: list[Row]) -> list[OutputChunk]:
-        """Take in what a launch decided, in the order of launches."""
+        """Process the results of a launch.  Launches are harvested in the order in which they were started."""
         self._in_flight -= 1
-        for (request, generation, entered), row in zip(launch.members, rows, strict=True):
+        for (request, generation, is_prefilled), row in zip(launch.members, rows, strict=True):
             if generation != request.generation:
                 continue
             if not launch.launch_input.is_prefill:
                 self._read_round(request, row)
-            elif self._read_prompt_logprobs(request, row) and entered:
+            elif self._read_prompt_logprobs(request, row) and is_prefilled:
                 self._read_prompt(request, row)
             if request.aborted and not request.done:
                 self._finish(request, "abort")
         return self.take_pieces()
 
     def stop(self, error: str) -> None:
-        """Abort every request, and forget what is in flight."""
+        """Abort every request and forget the launches in flight."""
         self._in_flight = 0
         for request in (*self.waiting, *self.running):
             self._finish(request, "abort", error)
         self.waiting = WaitingQueue()
 
     def take_pieces(self) -> list[OutputChunk]:
-        pieces, self._pieces = self._pieces, []
-        return pieces
+        chunks, self._chunks = self._chunks, []
+        return chunks
 
-    # SlotInit
+    # Slots
 
     def fits(self, request: Request) -> bool:
-        """Whether the pool, empty, could ever hold the request to its end."""
-        most = self.layout.pages_for(request.end(self.layout.max_context) + self.rounds_in_flight - 1)
-        return most <= self.pool.num_pages - 1
+        """Whether the pool, if all its pages were free, could hold the request to its end."""
+        needed = self.layout.pages_for(request.end(self.layout.max_context) + self.rounds_in_flight - 1)
+        return needed <= self.pool.num_pages - 1
 
     def _fill_slots(self) -> None:
-        passed_over = []
+        """Give free slots to waiting requests, in queue order, until one does not fit."""
+        skipped = []
         try:
             while self.free_slots and (request := self.waiting.first()) is not None:
                 if self._waits_for_sibling(request):
-                    passed_over.append(self.waiting.take())
-                elif self._enter(request):
+                    skipped.append(self.waiting.take())
+                elif self._enter_slot(request):
                     self.waiting.take()
                 else:
                     return
         finally:
-            for entry in passed_over:
+            for entry in skipped:
                 self.waiting.put_back(entry)
 
     def _waits_for_sibling(self, request: Request) -> bool:
+        """Whether a sibling with the same prompt still computes it.  Its pages will then be shared."""
         leader = request.after
         return self.prefixes is not None and leader is not None and not (leader.prompt_cached or leader.done)
 
-    def _enter(self, request: Request) -> bool:
-        """Give a waiting request a slot, the pages of its prompt and what is ahead, at once or not at all."""
+    def _enter_slot(self, request: Request) -> bool:
+        """Give a waiting request a slot and the pages for its prompt and first rounds.  False if they do not fit."""
         if self._no_room == (request, self.pool.num_released):
+            # No page was released since the last try.
             return False
         tokens = request.tokens
-        # A request that was preempted knows its root: it is given, never picked again.
+        # The last token of a preempted request is its root.  The root is not prefilled, so it is not sampled again.
         prefill_len = len(tokens) - 1 if request.output else len(tokens)
         shared = [] if self.prefixes is None else self.prefixes.match(tokens[:prefill_len], request.cache_salt)
         self.pool.share(shared)
         end = request.end(self.layout.max_context)
         need = self.layout.reserve(prefill_len, self.rounds_in_flight, end) - len(shared)
-        # One that must wait in any case is no reason to forget what others could share.
+        # Evict only if eviction frees enough pages.  Otherwise cached pages would be lost and the request still waits.
         if not (self._has_room(need) and self._make_room(need)):
             self.pool.release(shared)
             self._no_room = request, self.pool.num_released
@@ -186,17 +196,14 @@ class Scheduler:
         request.pages = shared + self.pool.allocate(need)
         request.slot = self.free_slots.pop()
         cached = self.layout.tokens_in(len(shared))
-        # The draft's rows behind a hit need hidden states that no page holds: its last rows are computed again.
+        # The draft's rows after the cached prefix read hidden states of the last cached rows, and pages hold none.  So
+        # the last `reentry` cached rows are computed again.
         start = max(0, min(cached - self.layout.reentry, prefill_len - 1))
         if request.lacks_prompt_logprobs:
-            # Of rows in shared pages nothing is left but K and V: what is asked for is computed again.
+            # Cached pages hold no logits.  Rows whose log-probabilities are still missing are computed again.
             start = min(start, len(request.prompt_logprobs))
-        request.prefill_len, request.num_prefilled, request.num_known, request.rounds_in_flight = (
-            prefill_len,
-            start,
-            prefill_len,
-            0,
-        )
+        request.prefill_len = request.num_known = prefill_len
+        request.num_prefilled, request.rounds_in_flight = start, 0
         if not request.output:
             request.cached_tokens = cached
         insort(self.running, request, key=lambda r: r.place)
@@ -206,21 +213,21 @@ class Scheduler:
     # Pages
 
     def _make_room(self, count: int) -> bool:
-        """Whether `count` pages are free, after evicting cached ones that nobody runs on."""
+        """Evict cached pages that no running request uses until `count` pages are free.  False if too few are free."""
         missing = count - self.pool.free
         if missing > 0 and self.prefixes is not None:
             self.prefixes.evict(missing)
         return self.pool.free >= count
 
     def _has_room(self, count: int) -> bool:
-        """Whether eviction could free `count` pages; nothing is evicted."""
+        """Whether `count` pages could be free after eviction.  Nothing is evicted."""
         missing = count - self.pool.free
         return missing <= 0 or (self.prefixes is not None and missing <= self.prefixes.evictable)
 
     def _reserve(self, decoding: list[Request]) -> list[Request]:
-        """Pages for what a round may decide, oldest request first.
+        """Reserve pages for the tokens of one round, in order of place; if pages run out, preempt the last request.
 
-        Returns the batch that can go; an empty one waits for a harvest.
+        Returns the requests that can run.  Empty if launches in flight must be read before a request is preempted.
         """
         batch = []
         for request in decoding:
@@ -233,6 +240,7 @@ class Scheduler:
         return batch
 
     def _extend_pages(self, request: Request) -> bool:
+        """Allocate the pages that one more round of this request may need.  False if too few can be freed."""
         end = request.end(self.layout.max_context)
         missing = self.layout.reserve(request.num_known, request.rounds_in_flight + 1, end) - len(request.pages)
         if missing <= 0:
@@ -247,10 +255,10 @@ class Scheduler:
 
     # Launches
 
-    def _launch_prefill(self, entering: list[Request]) -> Launch:
-        left = [r.prefill_len - r.num_prefilled for r in entering]
-        count, width = self.layout.next_pass(left)
-        batch, lengths = entering[:count], tuple(min(tokens, width) for tokens in left[:count])
+    def _launch_prefill(self, prefilling: list[Request]) -> Launch:
+        remaining = [r.prefill_len - r.num_prefilled for r in prefilling]
+        count, width = self.layout.next_pass(remaining)
+        batch, lengths = prefilling[:count], tuple(min(tokens, width) for tokens in remaining[:count])
         committed = CommittedLengths(tuple(r.num_prefilled for r in batch), exact=True)
         prompt_rows = prompt_rows_of(batch, lengths)
         for request, length in zip(batch, lengths, strict=True):
@@ -275,13 +283,13 @@ class Scheduler:
         width: int,
         prompt_rows: PromptRows | None = None,
     ) -> Launch:
-        asked = [r.params.logprobs for r in batch if r.params.logprobs is not None]
-        # A round's launch input has a fixed form, and who enters a slot runs a prefill pass first.
+        wanted_logprobs = [r.params.logprobs for r in batch if r.params.logprobs is not None]
+        # A round's launch input has a fixed form without slot inits.  A request that gets a slot needs a prefill first.
         slot_inits, self._admitted = (self._admitted, []) if width else ([], self._admitted)
         launch_input = LaunchInput(
             slots=tuple(r.slot for r in batch if r.slot is not None),
             needs=sampling_needs_of(batch),
-            num_logprobs=max(asked, default=None),
+            num_logprobs=max(wanted_logprobs, default=None),
             lengths=lengths,
             width=width,
             slot_inits=tuple(slot_inits),
@@ -299,7 +307,7 @@ class Scheduler:
     # Harvest
 
     def _read_prompt_logprobs(self, request: Request, row: Row) -> bool:
-        """Take in a chunk's; False where they are no numbers, which ends the request."""
+        """Append the prompt log-probabilities of a chunk.  False if one is NaN, which ends the request."""
         wanted = request.params.prompt_logprobs or 0
         request.prompt_logprobs += [trimmed(entry, wanted) for entry in row.prompt_logprobs]
         if any(isnan(entry.logprob) for entry in row.prompt_logprobs):
@@ -313,7 +321,7 @@ class Scheduler:
             if request.params.max_tokens == 0:
                 self._finish(request, "length")
             elif row.tokens:
-                self._take(request, row, [False])
+                self._append(request, row, [False])
         else:
             self._finish(request, "abort", NOT_FINITE)
 
@@ -322,25 +330,25 @@ class Scheduler:
         before = request.num_known
         request.num_known += len(row.tokens)
         pages = list(request.pages)
-        # The last token of a path is the target's own; a path that NaN cut short has none.
-        drafted = len(row.tokens) - 1 if row.finite else len(row.tokens)
-        kept = self._take(request, row, [at < drafted for at in range(len(row.tokens))])
+        # The last token is sampled from the target, all before it were drafted.  Without finite logits it is missing.
+        num_accepted = len(row.tokens) - 1 if row.finite else len(row.tokens)
+        kept = self._append(request, row, [at < num_accepted for at in range(len(row.tokens))])
         if not row.finite and not request.done:
             self._finish(request, "abort", NOT_FINITE)
         max_accept_depth = self.layout.max_accept_depth(request.end(self.layout.max_context), before)
         depth = min(request.params.depth_limit(self.layout.steps), max(max_accept_depth, 0), row.tree_size.depth)
         if kept:
             for stats in (request.stats, self.totals):
-                stats.add(kept, min(kept, drafted), row.tree_size.drafted, depth)
+                stats.add(kept, min(kept, num_accepted), row.tree_size.drafted, depth)
         if self.on_round is not None and row.tree is not None:
             trace = RoundTrace(request.id, row.tree, before, row.tokens, pages, self.layout.page_size)
             self.on_round(trace)
 
-    def _take(self, request: Request, row: Row, from_draft: list[bool]) -> int:
-        """Hand decided tokens to the request until one ends it; returns how many it kept."""
+    def _append(self, request: Request, row: Row, from_draft: list[bool]) -> int:
+        """Append decided tokens to the request until one ends it.  Returns the number of tokens appended."""
         reason = None
         kept = 0
-        of_prompt = None if request.output else request.prompt_report
+        prompt_logprobs = None if request.output else request.prompt_report
         for token in row.tokens:
             reason = self._push(request, token)
             kept += 1
@@ -354,49 +362,48 @@ class Scheduler:
         if reason:
             self._leave(request, reason)
         if kept:
-            ends = reason, request.stop_reason
-            tokens, flags = row.tokens[:kept], from_draft[:kept]
-            self._pieces.append(OutputChunk(request.id, request.index, tokens, text, flags, logprobs, of_prompt, *ends))
+            content = (row.tokens[:kept], text, from_draft[:kept], logprobs, prompt_logprobs)
+            self._chunks.append(OutputChunk(request.id, request.index, *content, reason, request.stop_reason))
         return kept
 
     def _push(self, request: Request, token: int) -> str | None:
-        """Append one token; the reason it ends the request, if it does."""
+        """Append one token.  Returns the finish reason if this token ends the request, else None."""
         request.output.append(token)
         if request.masker is not None:
             request.masker.push(token)
-        params, ends = request.params, token in request.stop_ids
-        # A token that ends it is no text, unless what ended it is asked for.
-        text = None if ends and not params.include_stop_str_in_output else request.text
-        found = text.push(token) if text is not None else None
-        if ends or found is not None:
-            request.stop_reason = found or (None if token in params.eos_token_ids else token)
+        params, is_stop_token = request.params, token in request.stop_ids
+        # A stop token adds no text, unless include_stop_str_in_output is set.
+        text = None if is_stop_token and not params.include_stop_str_in_output else request.text
+        stop_string = text.push(token) if text is not None else None
+        if is_stop_token or stop_string is not None:
+            request.stop_reason = stop_string or (None if token in params.eos_token_ids else token)
             return "stop"
         return "length" if request.num_tokens >= request.end(self.layout.max_context) else None
 
     # Leaving
 
     def _drop_aborted(self) -> None:
-        """Abort those that no launch in flight will bring to harvest."""
-        left = []
+        """Finish aborted requests that hold no slot.  If nothing is in flight, finish those that hold one too."""
+        postponed = []
         for request in self._aborted:
             if request.done:
                 continue
             if request.slot is None:
                 self.waiting.remove(request)
             elif self._in_flight:
-                left.append(request)
+                postponed.append(request)
                 continue
             self._finish(request, "abort")
-        self._aborted = left
+        self._aborted = postponed
 
     def _finish(self, request: Request, reason: str, error: str | None = None) -> None:
         request.error = error
         text = request.text.take(final=True) if request.text else ""
         self._leave(request, reason)
-        of_prompt = None if request.output else request.prompt_report
-        self._pieces.append(
+        logprobs = None if request.output else request.prompt_report
+        self._chunks.append(
             OutputChunk(
-                request.id, request.index, text=text, prompt_logprobs=of_prompt, finish_reason=reason, error=error
+                request.id, request.index, text=text, prompt_logprobs=logprobs, finish_reason=reason, error=error
             )
         )
 
@@ -406,7 +413,7 @@ class Scheduler:
             self._release(request)
 
     def _preempt(self, request: Request) -> None:
-        """Back to its place in the queue; what it decided is kept, its whole pages cached while there is room."""
+        """Return a running request to the queue.  It keeps its tokens; its full pages go to the prefix cache."""
         self.num_preempted += 1
         self._release(request)
         self.admit([request])
@@ -414,9 +421,9 @@ class Scheduler:
     def _release(self, request: Request) -> None:
         assert request.slot is not None
         if request.error is None:
-            self._file_pages(request, min(request.num_known, request.num_tokens) if self._entered(request) else 0)
+            self._file_pages(request, min(request.num_known, request.num_tokens) if self._is_prefilled(request) else 0)
         self.pool.release(request.pages)
-        # What no launch input has carried yet would land in the slot of its next owner.
+        # Updates that were not launched yet must not reach the next owner of the slot.
         self._admitted = [slot_init for slot_init in self._admitted if slot_init.slot != request.slot]
         self._appended = [entry for entry in self._appended if entry[0] != request.slot]
         self.free_slots.append(request.slot)
@@ -424,20 +431,18 @@ class Scheduler:
         request.slot, request.pages = None, []
         request.generation += 1
 
-    def _entered(self, request: Request) -> bool:
+    def _is_prefilled(self, request: Request) -> bool:
+        """Whether its whole prefill was launched and at least one output token was read."""
         return bool(request.output) and request.num_prefilled >= request.prefill_len
 
     def _file_pages(self, request: Request, rows: int) -> None:
-        """Offer the whole pages of the first `rows` rows to the prefix tree.
-
-        Launches in flight write only past them.
-        """
+        """Insert the full pages of the first `rows` rows into the prefix tree.  Launches in flight write later rows."""
         if self.prefixes is not None:
-            whole = self.layout.whole_pages(rows)
-            tokens = request.tokens[: self.layout.tokens_in(whole)]
-            self.prefixes.insert(tokens, request.pages[:whole], request.cache_salt)
+            num_full = self.layout.whole_pages(rows)
+            tokens = request.tokens[: self.layout.tokens_in(num_full)]
+            self.prefixes.insert(tokens, request.pages[:num_full], request.cache_salt)
 
 
 def trimmed(entry: TokenLogprob, count: int) -> TokenLogprob:
-    """A logprob entry with the alternatives that its own request asked for."""
+    """An entry with only as many alternatives as its request asked for.  The batch may have computed more."""
     return replace(entry, top=entry.top[:count])

@@ -1,4 +1,4 @@
-"""Model families, their layers and weights.  Loading is the whole interface; the contract of a model is in base.py."""
+"""Model families, their layers and weights.  Other rooms only load models; a model's contract is in base.py."""
 
 from espalier.models.base import Attend, CausalLM, ModelOutput
 from espalier.models.config import ModelConfig

@@ -1,7 +1,8 @@
-"""What the engine knows of a model: a call over rows that hang off whatever `attend` lets them see.
+"""The contract of a target model: a call over new rows, in which each layer calls `attend` once.
 
-A model never sees a cache.  Each layer calls `attend(layer, projections)` once, with its projections in the form of
-what it keeps (attention/staged.py), and gets [B, Q, heads, v_size]; the projections may be overwritten.
+A model never sees the KV cache.  A layer calls `attend(layer, projections)` and gets the attention's output
+[B, Q, heads, v_size].  The type of the projections follows from the data that the layer keeps (attention/staged.py);
+`attend` may overwrite them.
 """
 
 from collections.abc import Callable
@@ -21,14 +22,14 @@ Attend = Callable[[int, Projections], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class ModelOutput:
-    """hidden [B, Q, H], after the final norm; captured [B, Q, n·H], inputs of the captured layers in order."""
+    """hidden: [B, Q, H], after the final norm; captured: [B, Q, n·H], the inputs of the n captured layers, in order."""
 
     hidden: Tensor
     captured: Tensor | None
 
 
 class CausalLM(Protocol):
-    """A target model, loaded.  A draft that brings no embedding or head of its own uses these."""
+    """A loaded target model.  A draft without its own embedding or head uses the target's."""
 
     config: ModelConfig
     geometry: tuple[LayerSpec, ...]
@@ -37,10 +38,13 @@ class CausalLM(Protocol):
     head: Linear
 
     def __call__(self, tokens: Tensor, positions: Tensor, attend: Attend) -> ModelOutput:
-        """tokens, positions int64 [B, Q]; ids below vocab, one below 0 (a void node) running as its request's
-        first; positions below the `position_rows` of loading."""
+        """Run over new rows.  tokens, positions: int64 [B, Q].
+
+        A void node (a negative token) runs with the token of its request's first row.  Positions are below the
+        `position_rows` given at loading.
+        """
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[..., H] -> [..., V] in the model's dtype."""
+        """Hidden states [..., H] -> logits [..., V] in the model's dtype."""
         ...

@@ -1,6 +1,6 @@
-"""A model's config.json, read once: every field that changes the maths is honoured or refused by name.
+"""Reads a model's config.json.  Every field that changes the computation is honoured, or refused by name.
 
-What a missing field means differs by family, so each family file declares its defaults; the reading is shared.
+The defaults of missing fields differ by family, so each family file declares them.  The reading is shared.
 """
 
 import difflib
@@ -19,7 +19,7 @@ from espalier.models.weight_formats import QUANTISATION_FIELDS, FormatOf, read_f
 Raw = dict[str, Any]
 Windows = tuple[int | None, ...]
 
-# Fields that change the maths of some model but not of those supported, and the values under which they change nothing.
+# Fields that change the computation of models that are not supported, and the values with which they have no effect.
 NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "hidden_act": ("silu",),
     "attn_logit_softcapping": (None, 0, 0.0),
@@ -41,7 +41,7 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "clip_qkv": (None,),
     "num_nextn_predict_layers": (None, 0),
 }
-# Fields that do not reach the forward pass; named so that overriding one is not taken for a spelling mistake.
+# Fields without effect on the forward pass.  They are listed so that an override of one is not refused as misspelled.
 INERT = (
     "architectures",
     "bos_token_id",
@@ -60,11 +60,13 @@ RECURRENT = re.compile("mamba|rwkv|jamba|bamba|recurrent|zamba|retnet|deltanet|l
 
 @dataclass(frozen=True)
 class Family:
-    """What sets one family apart.  A family file is this declaration.
+    """The declaration of one model family, made in its family file.
 
-    defaults: what Hugging Face's config class of the family assumes where config.json is silent.
-    qkv_bias, out_bias: of the attention's projections, from the completed config.
-    windows: of the completed config, one entry a layer: None, or how many positions a query sees, itself included.
+    defaults: values of fields that config.json lacks, as in the family's config class of Hugging Face transformers.
+    qkv_bias, out_bias: from the completed config, whether the attention's projections have a bias.
+    windows: from the completed config, one entry for each layer: None, or the number of positions that a query attends
+    to, itself included.
+    qk_norm: whether q and k are normed for each head.
     """
 
     architecture: str
@@ -78,11 +80,12 @@ class Family:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A decoder's shape and maths.  raw: config.json with the family's defaults beneath and the overrides on top.
+    """A decoder's sizes and options.
 
-    max_position: the longest context the checkpoint was made for (a dynamic rope ends there, see RopeConfig).
-    eos_token_ids: every one that config.json or generation_config.json names.
-    formats: what each matrix is stored in.
+    max_position: the longest context that the checkpoint was trained for (the limit of a dynamic rope, see RopeConfig).
+    eos_token_ids: all ids that config.json and generation_config.json name.
+    formats: the storage format of each matrix.
+    raw: config.json, completed with the family's defaults, with the overrides applied.
     """
 
     architecture: str
@@ -108,32 +111,31 @@ class ModelConfig:
 
 
 def read_json(path: Path) -> Raw:
-    """Raises EspalierError naming the file when it is missing or is not a JSON object."""
+    """The JSON object of a file.  Raises EspalierError naming the file if it is missing or holds no JSON object."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise EspalierError(
-            f"{path} does not exist: a model is a Hugging Face directory with config.json and *.safetensors; "
-            "give the path of one"
+            f"{path} does not exist; give the path of a Hugging Face model directory with config.json and *.safetensors"
         ) from None
     except (OSError, ValueError) as error:
         raise EspalierError(f"{path} is not readable JSON ({error}); download the file again") from None
     if not isinstance(value, dict):
-        raise EspalierError(f"{path} holds a {type(value).__name__} where a JSON object is expected; download it again")
+        raise EspalierError(f"{path} holds a {type(value).__name__}, not a JSON object; download it again")
     return value
 
 
 def find_family(raw: Raw, families: Mapping[str, Family], path: Path) -> Family:
-    """The family that config.json's architectures (or, without it, model_type) names."""
-    named = raw.get("architectures") or []
+    """The family of a config.json, by `architectures`, or by `model_type` without it.  Raises EspalierError."""
+    architectures = raw.get("architectures") or []
     supported = ", ".join(families)
-    if named and named[0] in families:
-        return families[named[0]]
-    if not named:
+    if architectures and architectures[0] in families:
+        return families[architectures[0]]
+    if not architectures:
         for family in families.values():
             if family.model_type == raw.get("model_type"):
                 return family
-    name = named[0] if named else raw.get("model_type")
+    name = architectures[0] if architectures else raw.get("model_type")
     lowered = str(name).lower()
     if "eagle" in lowered or "speculators_model_type" in raw:
         reason = "is a draft, not a target: pass it as draft= and its target as model=;"
@@ -145,12 +147,12 @@ def find_family(raw: Raw, families: Mapping[str, Family], path: Path) -> Family:
 
 
 def with_overrides(raw: Raw, overrides: Mapping[str, Any], known: set[str]) -> Raw:
-    """raw with fields replaced, nested objects key by key.  A name not in `known` is refused by name."""
+    """raw with fields replaced, nested objects merged key by key.  Raises EspalierError for a name not in `known`."""
     merged = dict(raw)
     for name, value in overrides.items():
         if name not in known:
-            near = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.0)
-            raise EspalierError(f"model_overrides: no field {name!r} in this model's config; did you mean {near[0]!r}?")
+            [closest] = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.0)
+            raise EspalierError(f"model_overrides: no field {name!r} in this model's config; did you mean {closest!r}?")
         old = merged.get(name)
         merged[name] = {**old, **value} if isinstance(old, dict) and isinstance(value, Mapping) else value
     if "rope_theta" in overrides and "rope_theta" in (merged.get("rope_parameters") or {}):
@@ -161,7 +163,7 @@ def with_overrides(raw: Raw, overrides: Mapping[str, Any], known: set[str]) -> R
 def parse(
     raw: Raw, family: Family, path: Path, overrides: Mapping[str, Any] | None = None, generation: Raw | None = None
 ) -> ModelConfig:
-    """Complete, check and type the fields.  Raises EspalierError naming a field that is missing or not supported."""
+    """A ModelConfig from config.json.  Raises EspalierError naming a field that is missing or not supported."""
     rope_names = ("rope_theta", "rope_scaling", "rope_parameters")
     known = {*raw, *family.defaults, *NEUTRAL, *INERT, *QUANTISATION_FIELDS, *rope_names}
     full = {**family.defaults, **with_overrides(raw, overrides or {}, known)}
@@ -174,7 +176,7 @@ def parse(
     if heads % kv_heads or head_size % 2:
         raise EspalierError(
             f"{path}: {heads} heads over {kv_heads} key-value heads of size {head_size}; heads must be a multiple of "
-            "key-value heads and the size even; correct the config or override the fields"
+            "key-value heads, and the size must be even; correct the config or override the fields"
         )
     rope, max_position = read_rope(full, head_size, read.count("max_position_embeddings"), path)
     return ModelConfig(
@@ -202,12 +204,12 @@ def parse(
 
 
 def refuse_unsupported(full: Raw, path: Path) -> None:
-    """Refuse, by name, any field that asks for maths we do not have."""
+    """Raises EspalierError naming a field that needs a computation which is not implemented."""
     for name, neutral in NEUTRAL.items():
         if name in full and full[name] not in neutral:
             value = full[name]
-            needed = " or ".join(repr(v) for v in neutral)
-            raise EspalierError(f"{path}: {name} = {value!r} is not supported, only {needed}; use another model")
+            supported = " or ".join(repr(v) for v in neutral)
+            raise EspalierError(f"{path}: {name} = {value!r} is not supported, only {supported}; use another model")
 
 
 def full_attention(full: Raw) -> Windows:
@@ -215,7 +217,7 @@ def full_attention(full: Raw) -> Windows:
 
 
 def windows_by_layer_type(full: Raw, default: Callable[[int], bool]) -> Windows:
-    """The window on layers that `layer_types` (or, without it, `default`) makes sliding; None elsewhere."""
+    """The window for layers that `layer_types` (or `default`, without it) declares sliding; None for the others."""
     window, types = full.get("sliding_window"), full.get("layer_types")
     layers = range(int(full["num_hidden_layers"]))
     slides = [types[i] == "sliding_attention" for i in layers] if types else [default(i) for i in layers]
@@ -223,7 +225,7 @@ def windows_by_layer_type(full: Raw, default: Callable[[int], bool]) -> Windows:
 
 
 class _Fields:
-    """Typed access that names what is wrong."""
+    """Typed access to fields; errors name the field."""
 
     def __init__(self, full: Raw, path: Path) -> None:
         self.full = full
@@ -241,10 +243,10 @@ class _Fields:
 def _read_windows(full: Raw, family: Family, layers: int, path: Path) -> Windows:
     types = full.get("layer_types")
     if types is not None:
-        odd = sorted({str(t) for t in types} - {"full_attention", "sliding_attention"})
-        if odd:
+        unknown = sorted({str(t) for t in types} - {"full_attention", "sliding_attention"})
+        if unknown:
             raise EspalierError(
-                f"{path}: layer_types names {odd[0]!r}; supported are 'full_attention' and 'sliding_attention'; "
+                f"{path}: layer_types names {unknown[0]!r}; supported are 'full_attention' and 'sliding_attention'; "
                 "use another model"
             )
         if len(types) != layers:

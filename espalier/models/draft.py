@@ -1,7 +1,7 @@
-"""What a draft declares, and what the engine knows of a loaded one.
+"""The declaration of a draft (DraftSpec), and the contract of a loaded draft model (DraftModel).
 
-A declaration (DraftSpec) follows from the draft's config.json and its target's, so that memory, pages and slots are
-sized before any weight is read.
+A DraftSpec follows from the config.json of the draft and of its target.  So memory, pages and slots are sized before
+weights are read.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,19 +18,19 @@ from espalier.models.config import ModelConfig, read_json
 
 @dataclass(frozen=True)
 class DraftSpec:
-    """A draft's declaration.  Without a draft model (n-gram, plain decoding) every field but the first is its default.
+    """A draft's declaration.  Without a draft model (n-gram, plain decoding), all fields but `algorithm` are defaults.
 
     algorithm: the name that users give.
-    layers: its layers, as the pages keep them, after the target's.
-    reads: the field of the target's ModelOutput that feeds it: "captured", the inputs of the layers `capture` side by
-    side; "hidden", the last hidden state after the final norm; or None.
-    capture: target layers; num_layers is what enters the final norm, the last hidden state before it.
-    hidden_from: whose hidden state feeds layer k at token q: "target", the target's at q - k, counted from k = 1;
-    "chain", layer k - 1's at q - 1, layer 0 being the target; None.
-    reentry: rows 0 .. reentry-1 of a draft layer do not exist, and a prefix hit of m tokens is entered again from row
-    m - reentry on, whose hidden states no page holds.
-    carried: tensors that a slot hands from launch to launch, shapes by name.
-    vocab_size: tokens that the draft scores; fewer than the target's where it brings a map (DraftModel.d2t).
+    layers: specs of the draft's layers; pages keep them after the target's.
+    reads: the field of the target's ModelOutput that the draft reads.  "captured": the inputs of the layers `capture`,
+    concatenated; "hidden": the last hidden state after the final norm; None: no field.
+    capture: target layers whose inputs are read; num_layers means the input of the final norm.
+    hidden_from: the source of the hidden state that draft layer k (from 1) reads at token q.  "target": the target at
+    token q - k; "chain": layer k - 1 at token q - 1, where layer 0 is the target; None: no source.
+    reentry: rows 0 .. reentry-1 of a draft layer do not exist.  After a prefix hit of m tokens, rows from m - reentry
+    on are computed again, because pages do not hold their hidden states.
+    carried: tensors that each slot carries from launch to launch, as shapes by name.
+    vocab_size: size of the draft's vocabulary; below the target's if the draft has a map (DraftModel.d2t).
     """
 
     algorithm: str
@@ -44,7 +44,7 @@ class DraftSpec:
 
 
 class DraftConfig(Protocol):
-    """A draft's config.json, read and held against its target's.  layer: the shape of its decoder layers."""
+    """A draft's config.json, checked against its target's.  layer: the config of its decoder layers."""
 
     @property
     def spec(self) -> DraftSpec: ...
@@ -55,14 +55,17 @@ class DraftConfig(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DraftOutput:
-    """[B, Q, H] each.  hidden: to hand on; normed: what the lm_head reads."""
+    """[B, Q, H] each.  hidden: input of the rows that follow; normed: input of the lm_head."""
 
     hidden: Tensor
     normed: Tensor
 
 
 class DraftModel(Protocol):
-    """A draft, loaded.  A row stands under its token q; the caller passes q - reentry as its RoPE position."""
+    """A loaded draft model.  A row belongs to its token q; the caller passes q - reentry as its RoPE position.
+
+    d2t: [draft vocabulary] int64, the target id of each draft id; None if both vocabularies are the same.
+    """
 
     spec: DraftSpec
     geometry: tuple[LayerSpec, ...]
@@ -70,27 +73,29 @@ class DraftModel(Protocol):
 
     @property
     def fuse(self) -> Callable[[Tensor], Tensor]:
-        """What `spec.reads` names, [..., F] -> the hidden state [..., H] that feeds the next token's row."""
+        """The target's features [..., F] (`spec.reads`) -> hidden states [..., H] that the next tokens' rows read."""
         ...
 
     def __call__(
         self, tokens: Tensor, hidden: Tensor, positions: Tensor, attend: Attend, parents: Tensor | None = None
     ) -> DraftOutput:
-        """tokens, positions int64 [B, Q]; hidden [B, R, H], fused or handed on; parents int64 [B, Q], which of the R
-        rows each continues, None for each its own.  Layer i calls `attend(i, ...)`."""
+        """Run over new rows.  tokens, positions: int64 [B, Q]; layer i calls `attend(i, ...)`.
+
+        hidden: [B, R, H], fused features or the hidden states of earlier rows; parents: int64 [B, Q], index of the row
+        of `hidden` that each new row reads; None: row i reads row i.
+        """
         ...
 
     def output_of(self, hidden: Tensor) -> DraftOutput:
-        """Of rows of which only what they handed on was kept."""
+        """The output of rows of which only `hidden` was kept."""
         ...
 
     def logits(self, out: DraftOutput) -> Tensor:
-        """[B, Q, draft vocabulary] in the model's dtype; d2t [draft vocabulary], the target's ids of these, None where
-        the vocabularies are one."""
+        """[B, Q, draft vocabulary] in the model's dtype."""
         ...
 
 
 def draft_verifier(path: Path | str) -> str | None:
-    """The target that a speculators-format draft names, so that a user may give the draft alone."""
+    """The target that a draft in the speculators format names.  With it, a user may give the draft alone."""
     speculators: Mapping[str, Any] = read_json(Path(path) / "config.json").get("speculators_config") or {}
     return (speculators.get("verifier") or {}).get("name_or_path")

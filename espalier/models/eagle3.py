@@ -1,7 +1,7 @@
-"""The EAGLE-3 draft head (arXiv:2503.01840), in SafeAILab's and vLLM speculators' form.
+"""The EAGLE-3 draft head (arXiv:2503.01840), in the formats of SafeAILab and of vLLM's speculators.
 
-One decoder layer over cat(norm(embedding of token q), norm(hidden that feeds q)).  The hidden is the fused feature of
-the target at q-1, or what the draft itself handed on there.
+It is one decoder layer over cat(norm(embedding of token q), norm(hidden state at q-1)).  The hidden state is the fused
+feature of the target, or, inside a tree, the draft's own output.
 """
 
 import logging
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 class Eagle3Draft:
-    """The head, loaded: a DraftModel (espalier/models/draft.py)."""
+    """A loaded EAGLE-3 head: a DraftModel (espalier/models/draft.py)."""
 
     def __init__(
         self,
@@ -68,11 +68,11 @@ class Eagle3Draft:
     ) -> DraftOutput:
         shape = (tokens.shape[0], tokens.shape[1])
         norms = (self.embed_norm.weight, self.embed_norm.eps, self.hidden_norm.weight, self.hidden_norm.eps)
-        entered = self.embed(
+        rows = self.embed(
             tokens, positions, self.rope, DraftHidden(hidden, parents, *norms, self.config.norm_before_residual)
         )
-        rope_and_norm = RopeAndNorm(entered.cos, entered.sin)
-        x, normed = self.mlp_norm.after(self.attention(entered.x, rope_and_norm, attend, 0, shape), entered.residual)
+        rope_and_norm = RopeAndNorm(rows.cos, rows.sin)
+        x, normed = self.mlp_norm.after(self.attention(rows.x, rope_and_norm, attend, 0, shape), rows.residual)
         x, normed = self.norm.after(self.mlp(normed), x)
         normed = normed.unflatten(0, shape)
         return DraftOutput(normed if self.config.norm_output else x.unflatten(0, shape), normed)
@@ -85,7 +85,7 @@ class Eagle3Draft:
 
 
 class Fuser:
-    """captured [..., n·H_target] -> the feature [..., H]: one norm over all, or one for each part, or none; then fc."""
+    """captured [..., n·H_target] -> feature [..., H]: one norm over all, one for each part, or none; then fc."""
 
     def __init__(self, fc: Linear, whole: RMSNorm | None, parts: list[RMSNorm]) -> None:
         self.fc = fc
@@ -102,8 +102,10 @@ class Fuser:
 
 
 def make_eagle3(weights: Weights, config: Eagle3Config, target: CausalLM, position_rows: int) -> Eagle3Draft:
-    """The draft for `target` that all of these weights are of.  Embedding and head that they lack are the target's,
-    storage shared.  Raises EspalierError naming what does not fit."""
+    """Build the draft from its weights.  If they lack an embedding or a head, the target's tensor is used, not copied.
+
+    Raises EspalierError naming what does not fit, and a weight that is not used.
+    """
     _refuse_other_heads(weights, config)
     prefix = "midlayer." if "midlayer.hidden_norm.weight" in weights else "layers.0."
     hidden, eps = config.layer.hidden_size, config.layer.rms_norm_eps
@@ -129,7 +131,7 @@ def make_eagle3(weights: Weights, config: Eagle3Config, target: CausalLM, positi
 
 
 def _refuse_other_heads(weights: Weights, config: Eagle3Config) -> None:
-    """The reverse: declared as EAGLE-3, weights of an earlier head."""
+    """Raises EspalierError for an EAGLE-1/2 head that is declared as EAGLE-3."""
     if looks_like_eagle3(weights):
         return
     hidden = config.layer.hidden_size
@@ -153,14 +155,14 @@ def _fuser(weights: Weights, config: Eagle3Config) -> Fuser:
 
 
 def _refuse_wrong_count(weights: Weights, config: Eagle3Config) -> None:
-    """fc's width tells how many layers the head was trained to fuse."""
+    """Check the number of captured layers against the width of fc.  Raises EspalierError."""
     if "fc.weight" not in weights:
         return
     width = weights.shape("fc.weight")[-1]
     if width != len(config.capture) * config.target_hidden and width % config.target_hidden == 0:
         raise EspalierError(
-            f"{weights.path} does not fit its target: fc.weight fuses {width // config.target_hidden} layers, "
-            f"{len(config.capture)} are captured {config.capture}; correct eagle_aux_hidden_state_layer_ids"
+            f"{weights.path}: fc.weight fuses {width // config.target_hidden} layers, {len(config.capture)} are "
+            f"captured {config.capture}; correct eagle_aux_hidden_state_layer_ids"
         )
 
 
@@ -173,29 +175,29 @@ def _embedding(weights: Weights, config: Eagle3Config, target: CausalLM) -> Embe
 
 
 def _head(weights: Weights, config: Eagle3Config, target: CausalLM, embed: Embedding) -> Linear:
-    """Own; tied to the draft's embedding where its config says so; else the target's."""
+    """The draft's head; its embedding, if its config says that they are tied; else the target's head."""
     name, shape = "lm_head.weight", (config.draft_vocab, config.layer.hidden_size)
     if name in weights:
         return weights.linear("", ("lm_head",), shape[:1], shape[1], bias=False)
     if config.layer.tie_word_embeddings and tuple(embed.weight.shape) == shape:
-        log.info("draft %s: %s is its own embedding (tie_word_embeddings)", weights.path, name)
+        log.info("draft %s: %s is the draft's embedding (tie_word_embeddings)", weights.path, name)
         return Linear(dense_weight(embed.weight))
     _note_borrowed(name, shape, target.head.shape, weights)
     return target.head
 
 
-def _note_borrowed(name: str, shape: tuple[int, int], lent: tuple[int, ...], weights: Weights) -> None:
-    """Log whose weight serves, or refuse one that does not fit."""
-    if lent != shape:
+def _note_borrowed(name: str, shape: tuple[int, int], target_shape: tuple[int, ...], weights: Weights) -> None:
+    """Log that the target's weight is used.  Raises EspalierError if its shape does not fit."""
+    if target_shape != shape:
         raise EspalierError(
             f"{weights.path} has no {name!r} and cannot use the target's: it needs {list(shape)}, the target's is "
-            f"{list(lent)}; use a draft that brings its own"
+            f"{list(target_shape)}; use a draft with its own"
         )
-    log.info("draft %s: %s is the target's, storage shared", weights.path, name)
+    log.info("draft %s: %s is the target's (shared, not copied)", weights.path, name)
 
 
 def _d2t(weights: Weights, config: Eagle3Config) -> Tensor | None:
-    """Stored as offsets from the draft id; returned as target ids, None where both vocabularies are one."""
+    """The target id of each draft id; None if both vocabularies are the same.  Files store target id - draft id."""
     vocab = config.layer.vocab_size
     if "d2t" not in weights and config.draft_vocab == vocab:
         return None
@@ -203,7 +205,7 @@ def _d2t(weights: Weights, config: Eagle3Config) -> Tensor | None:
     outside = ids[(ids < 0) | (ids >= vocab)]
     if outside.numel():
         raise EspalierError(
-            f"{weights.path}: d2t maps to token {int(outside[0])}, the target's vocabulary is 0 .. {vocab - 1}; "
+            f"{weights.path}: d2t maps to token {int(outside[0])}, but the target's vocabulary is 0 .. {vocab - 1}; "
             "use the draft trained for this target"
         )
     values, counts = ids.unique(return_counts=True)

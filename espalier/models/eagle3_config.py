@@ -1,4 +1,4 @@
-"""What an EAGLE-3 draft's config.json asks for, in SafeAILab's and vLLM speculators' form, held against its target."""
+"""Reads an EAGLE-3 draft's config.json (formats of SafeAILab and vLLM's speculators); checks it against its target."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,17 +15,17 @@ from espalier.models.loading import FAMILIES, geometry_of
 from espalier.models.weights import Weights
 
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel")
-# Types that name the form of the head and not of its layer, which is then Llama's.
+# Values of model_type that name the format of the head, not the kind of its layer.  The layer is then a Llama layer.
 WRAPPERS = ("eagle", "eagle3", "speculators", "speculator_model")
 EARLIER = ("LlamaForCausalLMEagle", "EagleLlamaForCausalLM", "EagleSpeculator")
 
 
 @dataclass(frozen=True)
 class Eagle3Config:
-    """What a draft's config.json asks for, completed from its target's.
+    """A draft's config.json, completed from its target's.
 
-    layer: the decoder layer's own shape (vocab_size is the target's).
-    capture: target layers whose inputs are fused, in the order of the concat; num_layers means the last layer's output.
+    layer: the config of the draft's decoder layer; its vocab_size is the target's.
+    capture: target layers whose inputs are fused, in concatenation order; num_layers means the last layer's output.
     """
 
     layer: ModelConfig
@@ -53,9 +53,9 @@ class Eagle3Config:
 
 
 def read_eagle3(path: Path, raw: Raw, target: ModelConfig) -> Eagle3Config:
-    """The config.json `raw` of the head at `path`, checked against its target's before either is loaded.
+    """Read the config.json `raw` of the head at `path` and check it against its target's config.  Loads no weights.
 
-    Raises EspalierError where the head does not fit this target.
+    Raises EspalierError if the head does not fit this target.
     """
     nested: Mapping[str, Any] = raw.get("transformer_layer_config") or {}
     flat = {"num_hidden_layers": 1, "max_position_embeddings": target.max_position, **raw, **nested}
@@ -79,16 +79,16 @@ def read_eagle3(path: Path, raw: Raw, target: ModelConfig) -> Eagle3Config:
 
 
 def explain_earlier(raw: Raw, path: Path) -> str | None:
-    """What the config declares, where that is a relative of EAGLE-3 that is not supported.
+    """Why a draft is not supported, if it is an EAGLE-1/2 head or an MLA draft; else None.
 
-    Raises EspalierError for an EAGLE-3 head that is declared as an earlier one.
+    Raises EspalierError for an EAGLE-3 head that is declared as an EAGLE-1/2 head.
     """
     name = (raw.get("architectures") or [raw.get("model_type")])[0]
     if name in EARLIER:
         if looks_like_eagle3(Weights(path, torch.float32, "cpu", allow_bin=True)):
             raise EspalierError(
-                f"{path} is declared as EAGLE ({name}) but holds an EAGLE-3 head (it has a hidden_norm); "
-                f"set its architectures to [{ARCHITECTURES[0]!r}]"
+                f"{path} is declared as EAGLE ({name}) but holds an EAGLE-3 head (it has hidden_norm); set its "
+                f"architectures to [{ARCHITECTURES[0]!r}]"
             )
         return f"architecture {name!r} is an EAGLE-1/2 head, not supported yet"
     return f"architecture {name!r} is an MLA draft, not supported yet" if "deepseek" in str(name).lower() else None
@@ -99,30 +99,31 @@ def looks_like_eagle3(weights: Weights) -> bool:
 
 
 def _layer_family(flat: Mapping[str, Any], path: Path) -> Family:
-    """Drafts are Llama layers unless a supported model_type says otherwise."""
+    """The family of the draft's layer: Llama, unless model_type names another supported family."""
     by_type = {family.model_type: family for family in FAMILIES.values()}
     declared = flat.get("model_type", "llama")
     if "deepseek" in str(declared) or flat.get("kv_lora_rank"):
         raise EspalierError(f"{path}: an MLA draft ({declared}) is not supported yet; use a draft with plain attention")
     if flat.get("num_hidden_layers") != 1:
         raise EspalierError(
-            f"{path}: num_hidden_layers = {flat.get('num_hidden_layers')}; EAGLE-3 heads of one layer are supported; "
-            "use such a draft"
+            f"{path}: num_hidden_layers = {flat.get('num_hidden_layers')}; only EAGLE-3 heads with one layer are "
+            "supported; use such a draft"
         )
     if declared not in (*by_type, *WRAPPERS):
         raise EspalierError(
             f"{path}: a draft layer of model_type {declared!r} is not supported; supported: {', '.join(by_type)}"
         )
     if flat.get("sliding_window") and flat.get("use_sliding_window", True) and declared not in ("qwen2", "qwen3"):
-        return by_type["mistral"]  # Llama's layer behind a window
+        return by_type["mistral"]  # a Llama layer with a sliding window
     return by_type.get(declared, by_type["llama"])
 
 
 def _captured_layers(raw: Mapping[str, Any], eagle: Mapping[str, Any], num_layers: int, path: Path) -> tuple[int, ...]:
-    """Which target layers' inputs are fused.
+    """The target layers whose inputs are fused.
 
-    Two spellings differ by one.  Speculators' top-level ids index what enters a layer (its own default, written out,
-    is [2, L/2, L-3]); SafeAILab's and SpecForge's ids in eagle_config mean "after layer id", what enters id + 1.
+    Two formats differ by one.  The top-level ids of speculators name layers by their input (the default is
+    [2, L/2, L-3]).  The ids in eagle_config of SafeAILab and SpecForge name layers by their output, which is the input
+    of layer id + 1.
     """
     top, nested = raw.get("eagle_aux_hidden_state_layer_ids"), eagle.get("eagle_aux_hidden_state_layer_ids")
     if eagle.get("use_aux_hidden_state", True) is False:
@@ -137,14 +138,14 @@ def _captured_layers(raw: Mapping[str, Any], eagle: Mapping[str, Any], num_layer
         ids = (2, num_layers // 2, num_layers - 3)
     if any(not 0 <= i <= num_layers for i in ids):
         raise EspalierError(
-            f"{path} fuses the inputs of target layers {ids}, but the target has {num_layers} layers; "
-            "use the target that it was trained for"
+            f"{path} fuses the inputs of target layers {ids}, but the target has {num_layers} layers; use the target "
+            "that the draft was trained for"
         )
     expected = raw.get("num_aux_hidden_states") or len(ids)
     if len(ids) != expected:
         raise EspalierError(
-            f"{path}: num_aux_hidden_states = {expected}, but {len(ids)} layers {ids} are captured; "
-            "give as many eagle_aux_hidden_state_layer_ids"
+            f"{path}: num_aux_hidden_states = {expected}, but {len(ids)} layers {ids} are captured; correct one of "
+            "num_aux_hidden_states and eagle_aux_hidden_state_layer_ids"
         )
     return ids
 
@@ -165,5 +166,5 @@ def _refuse_misfit(config: Eagle3Config, target: ModelConfig, path: Path) -> Non
         )
     if config.norm_before_fc and config.fc_norm:
         raise EspalierError(
-            f"{path}: norm_before_fc and fc_norm are both set; only one of them can be: correct the config"
+            f"{path}: norm_before_fc and fc_norm are both set, but they exclude each other; correct the config"
         )

@@ -1,4 +1,4 @@
-"""Llama 2 and 3.x: full attention everywhere, biases only where the config asks for them."""
+"""Llama 2 and 3.x: full attention in every layer; biases only if the config sets them."""
 
 from espalier.models.config import Family, full_attention
 

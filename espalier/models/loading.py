@@ -1,4 +1,4 @@
-"""From a directory to a running target: which family it is, and its weights in their places."""
+"""Loads a target from a directory: finds its family, reads its config, builds the model from its weights."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,15 +19,15 @@ from espalier.models.layers.rope import RopeTables
 from espalier.models.weight_formats import dense_weight
 from espalier.models.weights import Weights
 
-# A family outside this package adds its own: FAMILIES[FAMILY.architecture] = FAMILY.
+# To add a family from outside this package: FAMILIES[FAMILY.architecture] = FAMILY.
 FAMILIES: dict[str, Family] = {module.FAMILY.architecture: module.FAMILY for module in (llama, qwen2, qwen3, mistral)}
 
 
 def read_config(path: Path | str, overrides: Mapping[str, Any] | None = None) -> ModelConfig:
-    """Parse config.json (and generation_config.json's eos ids) of a target directory.
+    """Parse config.json of a target directory, and the eos ids of its generation_config.json.
 
-    Raises EspalierError: unknown architecture or override, quantised weights, recurrent state, any field that would
-    change the maths in a way not supported.
+    Raises EspalierError for an unknown architecture or override, quantised weights, recurrent state, and any field that
+    changes the computation in a way that is not supported.
     """
     path = Path(path)
     raw = read_json(path / "config.json")
@@ -45,23 +45,23 @@ def load_target(
     capture: tuple[int, ...] = (),
     overrides: Mapping[str, Any] | None = None,
 ) -> CausalLM:
-    """Read a target.
+    """Load a target.
 
     position_rows: rotary tables cover positions 0 .. position_rows-1.
-    capture: layers whose input every pass returns, in this order; num_layers means what enters the final norm.
+    capture: layers whose inputs every pass returns, in this order; num_layers means the input of the final norm.
     """
     config = read_config(path, overrides)
-    beyond = [layer for layer in capture if not 0 <= layer <= config.num_layers]
-    if beyond:
+    missing = [layer for layer in capture if not 0 <= layer <= config.num_layers]
+    if missing:
         raise EspalierError(
-            f"layer {beyond[0]} cannot be captured from {path}, which has {config.num_layers} layers; "
-            "use the target that the draft was trained for"
+            f"layer {missing[0]} cannot be captured from {path}, which has {config.num_layers} layers; use the target "
+            "that the draft was trained for"
         )
     return make_target(Weights(Path(path), dtype, device, config.formats), config, capture, position_rows)
 
 
 def make_target(weights: Weights, config: ModelConfig, capture: tuple[int, ...], position_rows: int) -> Decoder:
-    """The target that all of these weights are of."""
+    """Build the target from its weights.  Raises EspalierError for a weight that is missing, misshapen or not used."""
     geometry = geometry_of(config)
     embed = Embedding(weights.take("model.embed_tokens.weight", config.vocab_size, config.hidden_size))
     layers = [load_layer(weights, config, f"model.layers.{i}.") for i in range(config.num_layers)]
@@ -73,15 +73,18 @@ def make_target(weights: Weights, config: ModelConfig, capture: tuple[int, ...],
 
 
 def geometry_of(config: ModelConfig) -> tuple[LayerSpec, ...]:
-    """One entry a layer."""
+    """The spec of each layer."""
     size = config.head_size
     keeps = KVHeads(config.kv_heads, size, size)
     return tuple(LayerSpec(config.heads, keeps, window) for window in config.windows)
 
 
 def load_attention(weights: Weights, config: ModelConfig, prefix: str, columns: int) -> Attention:
-    """The block under `prefix`; its q, k and v read `columns` values: the hidden size, or twice that where a draft puts
-    embedding and hidden state side by side."""
+    """The attention block under `prefix`.
+
+    columns: input size of q, k and v: the hidden size, or twice that for a draft, whose input is embedding and hidden
+    state concatenated.
+    """
     size = config.head_size
     q_rows, kv_rows = config.heads * size, config.kv_heads * size
     rows = (q_rows, kv_rows, kv_rows)
@@ -104,7 +107,7 @@ def load_layer(weights: Weights, config: ModelConfig, prefix: str) -> DecoderLay
 
 
 def _head(weights: Weights, config: ModelConfig, embed: Embedding) -> Linear:
-    """The embedding's own storage when tied.  A stored head beside it must say the same."""
+    """The lm_head.  With tied embeddings it is the embedding's tensor, and a stored head must be equal to it."""
     if not config.tie_word_embeddings:
         return weights.linear("", ("lm_head",), (config.vocab_size,), config.hidden_size, bias=False)
     name = "lm_head.weight"

@@ -1,16 +1,19 @@
-"""Mistral: no biases, and one sliding window for every layer where the config gives one."""
+"""Mistral: no biases; if the config sets a sliding window, every layer has it."""
 
 from espalier.errors import EspalierError
 from espalier.models.config import Family, Raw, Windows
 
 
 def windows(full: Raw) -> Windows:
-    """Transformers ignores `layer_types` here; a list that would mean something else is refused."""
+    """The same window for every layer.
+
+    Transformers ignores `layer_types` for Mistral.  Raises EspalierError for a list that contradicts that.
+    """
     window = full["sliding_window"]
     if window is not None and "full_attention" in (full.get("layer_types") or ()):
         raise EspalierError(
-            "layer_types with 'full_attention' beside a sliding_window is not part of MistralForCausalLM, which slides "
-            "every layer; remove one of them with model_overrides"
+            "layer_types with 'full_attention' and a sliding_window are both set, but MistralForCausalLM uses the "
+            "window in every layer; remove one of them with model_overrides"
         )
     return (window,) * int(full["num_hidden_layers"])
 

@@ -1,4 +1,4 @@
-"""Qwen2 and 2.5: q, k and v always have a bias, the output never; upper layers may slide a window."""
+"""Qwen2 and 2.5: q, k and v always have a bias, the output projection never; upper layers may have a sliding window."""
 
 from espalier.models.config import Family, Raw, Windows, windows_by_layer_type
 
@@ -11,7 +11,7 @@ QWEN_WINDOW_DEFAULTS = {
 
 
 def qwen_windows(full: Raw) -> Windows:
-    """`use_sliding_window` turns the window on, from layer `max_window_layers` upwards or by `layer_types`."""
+    """With `use_sliding_window`, the window holds from layer `max_window_layers` on, or as `layer_types` says."""
     window = full["sliding_window"] if full["use_sliding_window"] else None
     first = full["max_window_layers"]
     return windows_by_layer_type({**full, "sliding_window": window}, default=lambda layer: layer >= first)

@@ -1,4 +1,4 @@
-"""Qwen3 (dense): q and k are normed head by head before rotation; the head size is a field of its own."""
+"""Qwen3 (dense): each head of q and k is normed before RoPE; head_dim is independent of hidden_size."""
 
 from espalier.models.config import Family
 from espalier.models.qwen2 import QWEN_WINDOW_DEFAULTS, qwen_windows

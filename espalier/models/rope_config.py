@@ -1,4 +1,4 @@
-"""The rotary part of a config.json: which scaling, with which numbers, or a refusal by name."""
+"""Reads the RoPE fields of a config.json.  Types and parameters that are not supported are refused by name."""
 
 import math
 from collections.abc import Mapping
@@ -26,17 +26,19 @@ FIELDS = (
 
 
 def read_rope(full: Raw, head_size: int, longest: int, path: Path) -> tuple[RopeConfig, int]:
-    """The rotation, and the longest context it was made for.
+    """The RoPE configuration, and the longest context that it was made for.
 
-    longest: max_position_embeddings.  Both spellings are read: rope_theta beside rope_scaling, and transformers 5's
-    rope_parameters that holds all.
+    longest: max_position_embeddings.  Two formats are read: rope_theta with rope_scaling, and rope_parameters of
+    transformers 5, which holds all values.  Raises EspalierError for a type or parameter that is not supported.
     """
     parameters: Raw = {}
-    for spelled in (full.get("rope_parameters"), full.get("rope_scaling")):
-        parameters |= {"rope_type" if name == "type" else name: value for name, value in (spelled or {}).items()}
+    for source in (full.get("rope_parameters"), full.get("rope_scaling")):
+        parameters |= {"rope_type" if name == "type" else name: value for name, value in (source or {}).items()}
     kind = parameters.get("rope_type") or "default"
     if any(isinstance(value, Mapping) for value in parameters.values()):
-        raise EspalierError(f"{path}: rope_parameters differ by layer type; one set for all layers is supported")
+        raise EspalierError(
+            f"{path}: rope_parameters differ by layer type; only one set for all layers is supported; use another model"
+        )
     unknown = [name for name in parameters if name not in FIELDS]
     if kind not in TYPES or unknown:
         what = f"rope type {kind!r}" if kind not in TYPES else f"rope parameter {unknown[0]!r}"
@@ -48,10 +50,10 @@ def read_rope(full: Raw, head_size: int, longest: int, path: Path) -> tuple[Rope
     theta = parameters.get("rope_theta") or full.get("rope_theta") or 10000.0
     original = int(parameters.get("original_max_position_embeddings") or longest)
     if kind in ("linear", "dynamic", "llama3", "yarn") and not isinstance(parameters.get("factor"), int | float):
-        raise EspalierError(f"{path}: rope type {kind!r} needs a number 'factor', has {parameters.get('factor')!r}")
+        raise EspalierError(f"{path}: rope type {kind!r} needs a number 'factor', not {parameters.get('factor')!r}")
     for name in ("low_freq_factor", "high_freq_factor") if kind == "llama3" else ():
         if not isinstance(parameters.get(name), int | float):
-            raise EspalierError(f"{path}: rope type 'llama3' needs a number {name!r}, has {parameters.get(name)!r}")
+            raise EspalierError(f"{path}: rope type 'llama3' needs a number {name!r}, not {parameters.get(name)!r}")
     rope = RopeConfig(
         dim=head_size,
         theta=float(theta),
@@ -65,14 +67,14 @@ def read_rope(full: Raw, head_size: int, longest: int, path: Path) -> tuple[Rope
 
 
 def _yarn_attention_factor(parameters: Raw) -> float:
-    """What cos and sin are multiplied by: given, or from YaRN's 0.1·mscale·ln(factor) + 1."""
-    given = parameters.get("attention_factor")
-    if given is not None:
-        return float(given)
+    """The factor of cos and sin: attention_factor if it is set, else by YaRN's formula 0.1·mscale·ln(factor) + 1."""
+    attention_factor = parameters.get("attention_factor")
+    if attention_factor is not None:
+        return float(attention_factor)
 
-    def grown(mscale: float) -> float:
+    def scale(mscale: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
     factor = float(parameters["factor"])
-    mscale, over_all = parameters.get("mscale"), parameters.get("mscale_all_dim")
-    return grown(mscale) / grown(over_all) if mscale and over_all else grown(1.0)
+    mscale, mscale_all_dim = parameters.get("mscale"), parameters.get("mscale_all_dim")
+    return scale(mscale) / scale(mscale_all_dim) if mscale and mscale_all_dim else scale(1.0)

@@ -1,7 +1,6 @@
-"""Weights from disk, tensor by tensor: each is read once, checked, cast and put where it belongs.
+"""Reads weights from disk, tensor by tensor.  Each is read once, checked, cast and copied to its place on the device.
 
-Every way a checkpoint can be wrong (missing, unused, misshapen, truncated) is an error that names the file and the
-weight.
+A weight that is missing, unused, misshapen or truncated is an error that names the file and the weight.
 """
 
 import json
@@ -21,18 +20,18 @@ from espalier.models.layers.mlp import GatedMLP
 from espalier.models.layers.norm import RMSNorm
 from espalier.models.weight_formats import WHOLE, FormatOf, Shard, StoredTensor, Weight, all_dense
 
-# Buffers that old exporters wrote beside the weights; every model here computes its own.
+# Buffers that old exporters stored with the weights.  The models here compute them.
 HARMLESS = re.compile(r"(rotary_emb\.(inv_freq|cos_cached|sin_cached)|self_attn\.(bias|masked_bias))$")
 INDEX = "model.safetensors.index.json"
-# What is cast to the model's dtype.  Numbers in fewer bits mean nothing without their scales.
+# Dtypes that may be cast to the model's dtype.  Narrower dtypes may not: they need the scales of their format.
 PLAIN_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 class Weights:
-    """The tensors of one directory by name, each to be taken once.  `finish` refuses what nobody took.
+    """The stored tensors of one directory, by name.  Each is taken once; `finish` refuses tensors that were not taken.
 
-    formats: what each matrix is stored in; all else is plain tensors.
-    allow_bin: also read pytorch_model.bin (with weights_only), the form of many drafts.
+    formats: the storage format of each matrix; all other weights are plain tensors.
+    allow_bin: also read pytorch_model.bin (with weights_only), which many drafts use.
     """
 
     def __init__(
@@ -54,34 +53,34 @@ class Weights:
             self._open(shard)
         if not shards:
             self._loaded = _read_bin(path, allow_bin)
-        self._left = {*self._files, *self._loaded}
+        self._not_taken = {*self._files, *self._loaded}
 
     def __contains__(self, name: str) -> bool:
         return name in self._files or name in self._loaded
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """A stored weight's shape, without reading it."""
+        """The shape of a stored weight.  Its data is not read."""
         if name in self._loaded:
             return tuple(self._loaded[name].shape)
         return tuple(self._files[name].get_slice(name).get_shape())
 
     def take(self, name: str, *shape: int) -> Tensor:
-        """A plain tensor, cast and on the device."""
+        """A plain tensor, cast to the model's dtype, on the device.  Raises EspalierError as `take_raw`."""
         return self._stack([name], [StoredTensor("", shape, row_dim=0)], [tuple(map(slice, shape))])
 
     def take_raw(self, name: str, *shape: int) -> Tensor:
-        """The weight as it is stored, on the CPU."""
+        """A weight as it is stored, on the CPU.  Raises EspalierError if it is missing or has another shape."""
         if name not in self:
             raise EspalierError(
-                f"weight {name!r} {list(shape)} is missing from {self.path}; the checkpoint is incomplete or its "
-                "config.json is another model's: download it again"
+                f"weight {name!r} {list(shape)} is missing from {self.path}; the checkpoint is incomplete, or its "
+                "config.json belongs to another model: download it again"
             )
         if self.shape(name) != shape:
             raise EspalierError(
-                f"weight {name!r} in {self.path} has shape {list(self.shape(name))}, its config asks for "
+                f"weight {name!r} in {self.path} has shape {list(self.shape(name))}, but config.json needs "
                 f"{list(shape)}; config.json and weights do not belong together: download both again"
             )
-        self._left.discard(name)
+        self._not_taken.discard(name)
         return self._loaded[name] if name in self._loaded else self._read(name)
 
     def linear(
@@ -94,17 +93,19 @@ class Weights:
         shard: Shard = WHOLE,
         reduce: Callable[[Tensor], Tensor] | None = None,
     ) -> Linear:
-        """The matrices prefix + name, [rows, columns] each, and their biases, stacked; of them one shard."""
+        """A linear layer of stacked matrices prefix + name, [rows, columns] each, with biases; one shard of it."""
         weight = self.weight([f"{prefix}{name}" for name in names], rows, columns, shard)
-        # The results of a cut along columns are summed: the bias is to come in once.
+        # The results of shards along columns are summed, so only the first shard adds the bias.
         if not bias or (shard.along == "columns" and shard.index > 0):
             return Linear(weight, None, reduce)
         stored = [StoredTensor(".bias", (count,), row_dim=0) for count in rows]
-        cuts = [self.formats(f"{prefix}{name}").cut(part, shard) for name, part in zip(names, stored, strict=True)]
-        return Linear(weight, self._stack([f"{prefix}{name}.bias" for name in names], stored, cuts), reduce)
+        slices = [
+            self.formats(f"{prefix}{name}").cut(tensor, shard) for name, tensor in zip(names, stored, strict=True)
+        ]
+        return Linear(weight, self._stack([f"{prefix}{name}.bias" for name in names], stored, slices), reduce)
 
     def weight(self, names: Sequence[str], rows: Sequence[int], columns: int, shard: Shard = WHOLE) -> Weight:
-        """Matrices [rows, columns] by name, stacked in one weight of their format; of it one shard."""
+        """One weight of stacked matrices, [rows, columns] each, in their storage format; one shard of it."""
         format = self.formats(names[0])
         if other := next((name for name in names if self.formats(name) != format), None):
             raise EspalierError(
@@ -114,26 +115,31 @@ class Weights:
         tensors = {}
         for stored in zip(*(format.tensors(count, columns) for count in rows), strict=True):
             suffix = stored[0].suffix
-            cuts = [format.cut(part, shard) for part in stored]
-            tensors[suffix] = self._stack([f"{name}{suffix}" for name in names], stored, cuts)
-        cut_rows = [shard.cut(count, columns)[0] for count in rows]
-        return format.build(tensors, cut_rows, shard.cut(0, columns)[1])
+            slices = [format.cut(tensor, shard) for tensor in stored]
+            tensors[suffix] = self._stack([f"{name}{suffix}" for name in names], stored, slices)
+        shard_rows = [shard.cut(count, columns)[0] for count in rows]
+        return format.build(tensors, shard_rows, shard.cut(0, columns)[1])
 
-    def _stack(self, names: Sequence[str], stored: Sequence[StoredTensor], cuts: Sequence[tuple[slice, ...]]) -> Tensor:
-        """The cuts of some stored tensors in one, each read straight to its place."""
-        sizes = [[part.stop - (part.start or 0) for part in cut] for cut in cuts]
+    def _stack(
+        self, names: Sequence[str], stored: Sequence[StoredTensor], slices: Sequence[tuple[slice, ...]]
+    ) -> Tensor:
+        """One tensor of the given slices of stored tensors, joined along row_dim, or stacked if that is None.
+
+        Each tensor is copied to its part without an intermediate.
+        """
+        sizes = [[dim_slice.stop - (dim_slice.start or 0) for dim_slice in index] for index in slices]
         dim, dtype = stored[0].row_dim, stored[0].dtype or self.dtype
         if dim is None:
-            merged = torch.empty(len(names), *sizes[0], dtype=dtype, device=self.device)
-            places = merged.unbind(0)
+            stacked = torch.empty(len(names), *sizes[0], dtype=dtype, device=self.device)
+            parts = stacked.unbind(0)
         else:
-            joined = [size[dim] for size in sizes]
-            shape = [*sizes[0][:dim], sum(joined), *sizes[0][dim + 1 :]]
-            merged = torch.empty(shape, dtype=dtype, device=self.device)
-            places = merged.split(joined, dim)
-        for place, name, part, cut in zip(places, names, stored, cuts, strict=True):
-            place.copy_(self._checked(name, part)[cut])
-        return merged
+            lengths = [size[dim] for size in sizes]
+            shape = [*sizes[0][:dim], sum(lengths), *sizes[0][dim + 1 :]]
+            stacked = torch.empty(shape, dtype=dtype, device=self.device)
+            parts = stacked.split(lengths, dim)
+        for part, name, tensor, index in zip(parts, names, stored, slices, strict=True):
+            part.copy_(self._checked(name, tensor)[index])
+        return stacked
 
     def _checked(self, name: str, stored: StoredTensor) -> Tensor:
         tensor = self.take_raw(name, *stored.shape)
@@ -141,8 +147,8 @@ class Weights:
         if tensor.dtype not in expected:
             needed = ", ".join(str(dtype).removeprefix("torch.") for dtype in expected)
             raise EspalierError(
-                f"weight {name!r} in {self.path} is stored as {str(tensor.dtype).removeprefix('torch.')}, its format "
-                f"asks for {needed}; config.json and weights do not belong together: download both again"
+                f"weight {name!r} in {self.path} is stored as {str(tensor.dtype).removeprefix('torch.')}, but its "
+                f"format needs {needed}; config.json and weights do not belong together: download both again"
             )
         return tensor
 
@@ -155,17 +161,17 @@ class Weights:
         return GatedMLP(gate_up, self.linear(prefix, ("down_proj",), (hidden,), inner, config.mlp_bias))
 
     def ignore(self, names: Iterable[str]) -> None:
-        """Weights that inform but are not needed."""
-        self._left.difference_update(names)
+        """Allow these weights to stay unused."""
+        self._not_taken.difference_update(names)
 
     def finish(self) -> None:
-        """Every weight that no parameter took is an error: silently dropping one changes the model."""
-        unused = sorted(name for name in self._left if not HARMLESS.search(name))
+        """Raises EspalierError for a weight that was not taken: ignoring a weight would change the model."""
+        unused = sorted(name for name in self._not_taken if not HARMLESS.search(name))
         if unused:
             more = f" and {len(unused) - 1} more" if len(unused) > 1 else ""
             raise EspalierError(
-                f"weight {unused[0]!r}{more} in {self.path} is used by no parameter of this architecture; config.json "
-                "is another model's or asks for a feature that is not supported: check its architectures field"
+                f"weight {unused[0]!r}{more} in {self.path} belongs to no parameter of this architecture; config.json "
+                "is of another model, or needs a feature that is not supported: check its architectures field"
             )
 
     def _open(self, shard: Path) -> None:
@@ -180,7 +186,7 @@ class Weights:
             ) from None
         for name in names:
             if name in self._files:
-                raise EspalierError(f"weight {name!r} stands in two files of {self.path}; keep one of them")
+                raise EspalierError(f"weight {name!r} is in two files of {self.path}; remove one of them")
             self._files[name] = file
 
     def _read(self, name: str) -> Tensor:
@@ -194,13 +200,13 @@ class Weights:
 
 @dataclass(frozen=True)
 class WeightCount:
-    """num_cast: numbers that are cast to the model's dtype; kept_bytes: of tensors that stay as they are stored."""
+    """num_cast: values that are cast to the model's dtype; kept_bytes: bytes of tensors that keep their dtype."""
 
     num_cast: int = 0
     kept_bytes: int = 0
 
     def nbytes(self, dtype: torch.dtype) -> int:
-        """Memory that the weights take in a model of this dtype."""
+        """Bytes of the weights in a model of this dtype."""
         return self.num_cast * dtype.itemsize + self.kept_bytes
 
     def __add__(self, other: "WeightCount") -> "WeightCount":
@@ -208,13 +214,17 @@ class WeightCount:
 
 
 def stored_weights(path: Path, formats: FormatOf) -> WeightCount:
-    """What a directory's safetensors files hold, by their headers.  An unreadable file counts 0: loading names it."""
+    """The size of the weights in a directory's safetensors files.
+
+    An unreadable file counts as 0 here; loading reports it.
+    """
     count = WeightCount()
     for file in path.glob("*.safetensors"):
         try:
             with safe_open(file, framework="pt") as tensors:
                 for name in tensors.keys():  # noqa: SIM118
-                    count += _count(name, tensors.get_tensor(name), formats)  # maps the file, reads nothing
+                    # get_tensor maps the file into memory and reads no data.
+                    count += _count(name, tensors.get_tensor(name), formats)
         except (OSError, SafetensorError):
             continue
     return count
@@ -226,7 +236,7 @@ def _count(name: str, tensor: Tensor, formats: FormatOf) -> WeightCount:
 
 
 def _shards(path: Path) -> list[Path]:
-    """The safetensors files that make up the model: those of the index, else the one file, else all of them."""
+    """The model's safetensors files: those of the index, else model.safetensors, else all of the directory."""
     index = path / INDEX
     if index.exists():
         try:
@@ -247,7 +257,7 @@ def _read_bin(path: Path, allowed: bool) -> Mapping[str, Tensor]:
         raise EspalierError(f"{file}: a target is read from safetensors only; save it with safe_serialization=True")
     try:
         loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # torch raises half a dozen kinds for a bad archive
+    except Exception as error:  # torch raises many exception types for a bad archive
         raise EspalierError(f"{file} is truncated or corrupt ({_first_line(error)}); download the file again") from None
     return {name: tensor for name, tensor in loaded.items() if isinstance(tensor, Tensor)}
 

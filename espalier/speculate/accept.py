@@ -1,4 +1,4 @@
-"""Which part of a tree is kept: the longest path that the target would have produced itself."""
+"""Accepts the longest path of a tree that the target would have produced itself."""
 
 from dataclasses import dataclass
 
@@ -11,9 +11,13 @@ from espalier.speculate.tree import Tree
 
 @dataclass(frozen=True)
 class Path:
-    """rows: [B, S+1] nodes from the root down, zeros past length; length: [B], tokens emitted (0 for padding); tokens:
-    [B, S+1], what is emitted: accepted draft tokens, then the target's own, zeros past length; num_finite: [B], how
-    many of them, from the first, were picked from finite logits."""
+    """An accepted path.
+
+    rows: [B, S+1], its nodes from the root down; zeros past length.
+    length: [B], tokens emitted (the accept length); 0 for padding.
+    tokens: [B, S+1], the emitted tokens: the accepted draft tokens, then one token of the target; zeros past length.
+    num_finite: [B], how many of these tokens, from the first, were sampled from finite logits.
+    """
 
     rows: Tensor
     length: Tensor
@@ -22,10 +26,11 @@ class Path:
 
 
 def accept(tree: Tree, picked: SampledTokens, depth_limit: Tensor, real: Tensor, steps: int) -> Path:
-    """Keep the longest path that the target would have produced itself; greedy and sampled alike.
+    """Keep the longest path that the target would have produced itself, for greedy and for sampled requests.
 
-    picked: [B, D], the target's token at every node; depth_limit: [B], deeper nodes never match; real: [B] bool.
-    Among equally deep paths (siblings are distinct, so there are none with one parent) the lowest node wins.
+    picked: [B, D], the target's token at every node; depth_limit: [B], deeper nodes never match; real: [B] bool, False
+    for padding.  Siblings have distinct tokens, so at most one child of a node matches; should two paths be equally
+    deep, the one with the lowest node index wins.
     """
     nodes = (tree.tokens, tree.parents, tree.depths, tree.ancestors)
     return Path(*kernel.accept(*nodes, *picked, depth_limit, real, steps))

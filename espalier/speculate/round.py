@@ -1,10 +1,13 @@
 """One round of speculative decoding for a batch, in three stages: propose, verify, settle.
 
-`propose` drafts a tree under each root.  `verify` runs the target over the trees.  `settle` samples the target's token
-at every node, accepts the longest matching path, commits its K/V and extends the draft.  A round runs as one CUDA
-graph, or as a graph a stage where the host must mask tokens by the trees that were proposed.  The same lines run
-eagerly and under capture: shapes are static, and only the slot table and the pages carry data from one launch to the
-next.  A prefill pass is the same with a chain of known tokens.
+`propose`: the drafter grows a token tree under the root of each request.
+`verify`: the target runs over all nodes of the trees in one pass.
+`settle`: the target's token is sampled at every node, the longest path of matching tokens is accepted, the path's K/V
+is copied to pages (commit), and the draft runs over the new tokens (extend).
+
+A round is one CUDA graph, or one graph for each stage where the host computes token masks from the proposed trees.
+Eager launches and captures run the same code: shapes are static, and only the slot table and the pages carry data from
+one launch to the next.  `prefill` does the same work for a chain of known tokens in place of a tree.
 """
 
 from dataclasses import dataclass, replace
@@ -32,7 +35,7 @@ from espalier.speculate.tree import Tree
 
 @dataclass(frozen=True)
 class ModelRunner:
-    """What every launch runs on: the layout and the buffers that follow from it, the models, the target's backends."""
+    """Everything that a launch runs on: layout, slot table, pages, staging, target, drafter, the target's attention."""
 
     layout: RoundLayout
     table: SlotTable
@@ -43,34 +46,40 @@ class ModelRunner:
     backend: GroupedBackend
 
     def at(self, batch: int) -> "ModelRunner":
-        """The round of so many requests: all but the tree's sizes is shared.  Raises EspalierError for too many."""
+        """The runner for rounds of `batch` requests, whose tree may be smaller.  Models and buffers are shared.
+
+        Raises EspalierError above max_batch.
+        """
         self.layout.require_batch(batch)
         layout = self.layout.at(batch)
         return self if layout is self.layout else replace(self, layout=layout, drafter=self.drafter.sized(layout))
 
     def prepare(self, lengths: CommittedLengths) -> None:
-        """Before a launch, on the host: what is known of the target's committed rows; the draft has one more."""
+        """Called on the host before each launch.  lengths: the target's committed rows; the draft has one row more."""
         self.backend.prepare(lengths)
         self.drafter.prepare(CommittedLengths(tuple(length + 1 for length in lengths.at_most), lengths.exact))
 
     def plan(self, slots: BatchState, nodes: Nodes) -> Attention:
-        """Attention of the target over what each slot has committed, and over its nodes."""
+        """The target's attention for one pass: over the committed rows of each slot and over the new nodes."""
         prefix = Prefix(slots.page_table, slots.prefix_len)
         return self.backend.plan(self.pages, self.target.geometry, prefix, nodes)
 
     def sampler(self, slots: BatchState, needs: SamplingNeeds, first: Tensor, width: int) -> Sampler:
-        """Sampling of the tokens at positions first .. first + width - 1, first [B]."""
+        """The sampler for tokens at positions first .. first + width - 1.  first: [B]."""
         dtype = torch.promote_types(self.pages.dtype, torch.float32)
         return Sampler.of(slots, needs, first, width, self.target.config.vocab_size, dtype)
 
 
 @dataclass(frozen=True)
 class RoundOutput:
-    """What a launch gives back.
+    """The output of a launch.
 
-    tokens [B, W], length [B] emitted; num_finite [B]: how many of them, from the first, were picked from finite logits;
-    logits [B, D, V] and rows [B, W], the row of the logits that each token was picked from; num_logprobs [B], as in
-    BatchState; tree and path of a round; prompt_logprobs of the rows of a prefill pass, [N], where they were asked for.
+    tokens: [B, W], emitted tokens; length: [B], how many of them are valid.
+    num_finite: [B], how many tokens, from the first, were sampled from finite logits.
+    logits: [B, D, V]; rows: [B, W], the row of logits that each token was sampled from.
+    num_logprobs: [B], as in BatchState.
+    tree, path: of a round; None for a prefill pass.
+    prompt_logprobs: [N], for the prompt rows that requests asked for; None without such rows.
     """
 
     tokens: Tensor
@@ -86,7 +95,7 @@ class RoundOutput:
 
 @dataclass(frozen=True)
 class Proposed:
-    """A round after its first stage: the runner of this batch, the batch, its sampler, and a tree under each root."""
+    """The state after the propose stage.  runner: for this batch size; slots: the batch; tree: one for each slot."""
 
     runner: ModelRunner
     slots: BatchState
@@ -96,56 +105,64 @@ class Proposed:
 
 @dataclass(frozen=True)
 class Verified:
-    """A round after its second stage: the target's output and logits [B, D, V] at every node."""
+    """The state after the verify stage.  out: the target's output; logits: [B, D, V] at every node."""
 
     proposed: Proposed
     out: ModelOutput
     logits: Tensor
 
 
-def run(r: ModelRunner, index: Tensor, needs: SamplingNeeds) -> RoundOutput:
-    """A whole round of the slots `index` [B]."""
-    return settle(verify(propose(r, index, needs)))
+def run(runner: ModelRunner, index: Tensor, needs: SamplingNeeds) -> RoundOutput:
+    """Run a whole round.  index: [B] int64, the slots of the batch."""
+    return settle(verify(propose(runner, index, needs)))
 
 
-def propose(r: ModelRunner, index: Tensor, needs: SamplingNeeds) -> Proposed:
-    """First stage: draft a tree for each of the slots `index` [B]."""
-    r = r.at(index.shape[0])
-    slots = gather(r.table, index)
-    sampler = r.sampler(slots, needs, slots.num_tokens, r.layout.extend_width)
-    tree = r.drafter.propose(slots, sampler)
-    check_tree(r.layout, tree, slots.batch)
-    return Proposed(r, slots, sampler, tree)
+def propose(runner: ModelRunner, index: Tensor, needs: SamplingNeeds) -> Proposed:
+    """First stage: draft a tree for each slot of `index` [B]."""
+    runner = runner.at(index.shape[0])
+    slots = gather(runner.table, index)
+    sampler = runner.sampler(slots, needs, slots.num_tokens, runner.layout.extend_width)
+    tree = runner.drafter.propose(slots, sampler)
+    check_tree(runner.layout, tree, slots.batch)
+    return Proposed(runner, slots, sampler, tree)
 
 
 def verify(proposed: Proposed) -> Verified:
-    """Second stage: one pass of the target over the trees; the nodes' K/V go to staging."""
-    r, slots, tree = proposed.runner, proposed.slots, proposed.tree
+    """Second stage: run the target over all nodes in one pass.  The nodes' K/V go to staging."""
+    runner, slots, tree = proposed.runner, proposed.slots, proposed.tree
     positions = tree.positions(slots.prefix_len)
-    plan = r.plan(slots, Nodes(positions, positions, tree.ancestors))
-    # A void node runs as the root, so that nothing runs but what the request holds or the draft proposed.
-    out = r.target(tree.tokens, positions, StagedPass(plan, r.staging, r.layout.num_draft_tokens))
-    return Verified(proposed, out, r.target.logits(out.hidden))
+    plan = runner.plan(slots, Nodes(positions, positions, tree.ancestors))
+    # A void node (token -1) runs as the root, so the target runs only tokens of the request or of the draft.
+    out = runner.target(tree.tokens, positions, StagedPass(plan, runner.staging, runner.layout.num_draft_tokens))
+    return Verified(proposed, out, runner.target.logits(out.hidden))
 
 
 def settle(verified: Verified, mask: Tensor | None = None) -> RoundOutput:
     """Last stage: sample, accept, commit, extend.
 
-    mask: [B, D, ceil(V / 32)] int32, a bit for each token that may follow each node (sampling/mask.py); None allows
-    all.
+    mask: [B, D, ceil(V / 32)] int32, one bit for each token: whether it may follow the node (sampling/mask.py).
+    None allows all tokens.
     """
     proposed, out = verified.proposed, verified.out
-    r, slots, tree = proposed.runner, proposed.slots, proposed.tree
-    picked = proposed.sampler.pick_nodes(verified.logits, tree, mask)
-    path = accept(tree, picked, slots.max_accept_depth, slots.real, r.layout.steps)
-    commit(r, slots, path, proposed.sampler.needs.penalised)
-    r.drafter.extend(slots, features(read_by(r.drafter, out), path.rows), path.length)
-    emitted = (path.tokens, path.length, path.num_finite)
-    return RoundOutput(*emitted, verified.logits, path.rows, slots.num_logprobs, tree, path)
+    runner, slots, tree = proposed.runner, proposed.slots, proposed.tree
+    sampled = proposed.sampler.pick_nodes(verified.logits, tree, mask)
+    path = accept(tree, sampled, slots.max_accept_depth, slots.real, runner.layout.steps)
+    commit(runner, slots, path, proposed.sampler.needs.penalised)
+    runner.drafter.extend(slots, rows_of_path(draft_features(runner.drafter, out), path), path.length)
+    return RoundOutput(
+        tokens=path.tokens,
+        length=path.length,
+        num_finite=path.num_finite,
+        logits=verified.logits,
+        rows=path.rows,
+        num_logprobs=slots.num_logprobs,
+        tree=tree,
+        path=path,
+    )
 
 
 def prefill(
-    r: ModelRunner,
+    runner: ModelRunner,
     index: Tensor,
     length: Tensor,
     width: int,
@@ -153,52 +170,65 @@ def prefill(
     prompt_rows: PromptRows | None = None,
     mask: Tensor | None = None,
 ) -> RoundOutput:
-    """Enter `length` [B] known tokens of each slot, from its root on, as a chain of uniform width.
+    """Run a chunk of known tokens for each slot of `index` [B]: `length` [B] tokens from the root, padded to `width`.
 
-    mask: [B, 1, ceil(V / 32)] int32 of the token after the last, as `settle` has it.
+    Where a chunk ends the known tokens, the next token is sampled and emitted.
+    mask: [B, 1, ceil(V / 32)] int32, as in `settle`, for the token after the chunk.
     """
-    r.layout.require_chunk(index.shape[0], width)
-    slots = gather(r.table, index)
-    positions, tokens, rows = chain(slots, 0, length, width)
-    attend = StagedPass(r.plan(slots, Nodes.chain(positions)), r.staging, width)
-    out = r.target(tokens, positions, attend)
-    r.pages.commit(r.staging, attend.rows, rows.flatten())
-    of_prompt = None if prompt_rows is None else read_prompt(r, slots, positions, out.hidden, prompt_rows)
-    logits = r.target.logits(gather_rows(out.hidden, (length - 1).clamp(min=0)[:, None]))
-    picked = r.sampler(slots, needs, slots.prefix_len + length, 1).pick_last(logits, mask)
-    num_picked, _ = advance(slots, length, picked.tokens, needs.penalised)
-    r.drafter.extend(slots, read_by(r.drafter, out), length)
-    emitted = (picked.tokens, num_picked, num_picked * picked.finite[:, 0])
-    return RoundOutput(*emitted, logits, torch.zeros_like(picked.tokens), slots.num_logprobs, prompt_logprobs=of_prompt)
+    runner.layout.require_chunk(index.shape[0], width)
+    slots = gather(runner.table, index)
+    positions, tokens, page_rows = chain(slots, 0, length, width)
+    attend = StagedPass(runner.plan(slots, Nodes.chain(positions)), runner.staging, width)
+    out = runner.target(tokens, positions, attend)
+    runner.pages.commit(runner.staging, attend.rows, page_rows.flatten())
+    logprobs = None if prompt_rows is None else logprobs_of_prompt(runner, slots, positions, out.hidden, prompt_rows)
+    logits = runner.target.logits(gather_rows(out.hidden, (length - 1).clamp(min=0)[:, None]))
+    sampled = runner.sampler(slots, needs, slots.prefix_len + length, 1).pick_last(logits, mask)
+    num_emitted, _ = advance(slots, length, sampled.tokens, needs.penalised)
+    runner.drafter.extend(slots, draft_features(runner.drafter, out), length)
+    return RoundOutput(
+        tokens=sampled.tokens,
+        length=num_emitted,
+        num_finite=num_emitted * sampled.finite[:, 0],
+        logits=logits,
+        rows=torch.zeros_like(sampled.tokens),
+        num_logprobs=slots.num_logprobs,
+        prompt_logprobs=logprobs,
+    )
 
 
-def read_prompt(r: ModelRunner, slots: BatchState, positions: Tensor, hidden: Tensor, asked: PromptRows) -> Logprobs:
-    """Log-probabilities of the known tokens that follow the rows asked for, the next chunk's first token included."""
-    following = asked.of(slots.history_at(positions + 1))
-    most = logit_rows(r.target.config.vocab_size)
-    return prompt_logprobs(r.target.logits, asked.of(hidden), following, most, asked.count)
+def logprobs_of_prompt(
+    runner: ModelRunner, slots: BatchState, positions: Tensor, hidden: Tensor, rows: PromptRows
+) -> Logprobs:
+    """Log-probabilities of the prompt tokens that follow `rows`.  The last may be the first token of the next chunk."""
+    following = rows.of(slots.history_at(positions + 1))
+    max_rows = logit_rows(runner.target.config.vocab_size)
+    return prompt_logprobs(runner.target.logits, rows.of(hidden), following, max_rows, rows.count)
 
 
 def check_tree(layout: RoundLayout, tree: Tree, batch: int) -> None:
-    """What a drafter hands over fits the buffers that follow from the layout."""
+    """Check that a drafter's tree fits the buffers of the layout.  Raises EspalierError."""
     for name in ("tokens", "parents", "depths", "scores"):
         layout.require(f"tree.{name}", getattr(tree, name), batch, layout.num_draft_tokens)
     layout.require("tree.ancestors", tree.ancestors, batch, layout.num_draft_tokens, layout.ancestor_words)
 
 
-def commit(r: ModelRunner, slots: BatchState, path: Path, count_tokens: bool) -> None:
-    """The path's rows go to positions n .. n + length - 1, in order, and the slots move on to the new root."""
-    nodes = NodeRows(path.rows, r.layout.num_draft_tokens)
+def commit(runner: ModelRunner, slots: BatchState, path: Path, count_tokens: bool) -> None:
+    """Append the path's tokens to the slots and copy its K/V to positions prefix_len .. prefix_len + length - 1.
+
+    The last token of the path is the new root.
+    """
+    nodes = NodeRows(path.rows, runner.layout.num_draft_tokens)
     copies = advance(slots, path.length, path.tokens, count_tokens, nodes).copies
     assert copies is not None
-    r.pages.commit(r.staging, copies.source.flatten(), copies.destination.flatten())
+    runner.pages.commit(runner.staging, copies.source.flatten(), copies.destination.flatten())
 
 
-def read_by(drafter: Drafter, out: ModelOutput) -> Tensor | None:
-    """[B, Q, F]: what the draft declares to read of the target."""
+def draft_features(drafter: Drafter, out: ModelOutput) -> Tensor | None:
+    """[B, Q, F]: the field of the target's output that the draft reads (`DraftSpec.reads`); None if it reads none."""
     return None if drafter.spec.reads is None else getattr(out, drafter.spec.reads)
 
 
-def features(read: Tensor | None, rows: Tensor) -> Tensor | None:
-    """What is read at nodes `rows` [B, W]."""
-    return None if read is None else gather_rows(read, rows)
+def rows_of_path(features: Tensor | None, path: Path) -> Tensor | None:
+    """[B, W, F]: the features at the nodes of the accepted path."""
+    return None if features is None else gather_rows(features, path.rows)

@@ -1,8 +1,9 @@
-"""What a launch knows of sampling: parameters and noise for the target's picks and for the draft's scores.
+"""Sampling in one launch: parameters and noise for the target's tokens and for the draft's scores.
 
-The noise of a token depends on its position alone, so the nodes of one depth share it, plain decoding draws the same,
-and the draft, which knows it too, proposes what the target is about to draw.  On a GPU the kernels read each slot's own
-parameters and make the noise where it is used; on a CPU the same is done in plain torch, over what the batch needs.
+A token's noise depends only on the request's seed, the token's position and its id.  So all nodes of one depth share
+it, plain decoding draws the same token, and the draft, which uses the same noise, proposes what the target will draw.
+On a GPU the kernels read the parameters of each slot and compute the noise in place.  On a CPU plain torch does the
+same, and skips the work that no request of the batch needs.
 """
 
 from dataclasses import dataclass
@@ -23,9 +24,13 @@ from espalier.speculate.tree import VOID, Tree, ordered_topk
 
 @dataclass(frozen=True)
 class Sampler:
-    """first: [B], position of the first token that this launch may draw; vocab: the target's; noise: [B, width, V] for
-    positions first, first + 1, ...; rows and noise are None where the batch needs neither, and on a GPU, where
-    slot_rows is what the kernels read."""
+    """The sampler of one launch.
+
+    first: [B], position of the first token that this launch may sample; vocab: size of the target's vocabulary.
+    rows: parameters of each request; noise: [B, width, V], for positions first .. first + width - 1.  Both are None on
+    a GPU, and where the batch does not need them.
+    slot_rows: the slots' parameters that the GPU kernels read; None on a CPU.
+    """
 
     first: Tensor
     vocab: int
@@ -49,13 +54,13 @@ class Sampler:
 
     @classmethod
     def by_kernels(cls, slots: BatchState, needs: SamplingNeeds, first: Tensor, vocab: int) -> "Sampler":
-        """Sampler that no knowledge of the host shapes: whatever `needs` says, each slot gets what it asks for."""
+        """The sampler for GPU kernels.  They read each slot's parameters on the device, whatever `needs` says."""
         return cls(first, vocab, needs, None, None, SlotRows.gather(slots.table, slots.index))
 
     def pick_nodes(self, logits: Tensor, tree: Tree, mask: Tensor | None = None) -> SampledTokens:
-        """The target's token at every node: logits [B, D, V]; mask: [B, D, words] (sampling/mask.py)."""
+        """Sample the target's token at every node.  logits: [B, D, V]; mask: [B, D, words] (sampling/mask.py)."""
         if self.slot_rows is not None:
-            # Node 0, the root, is counted in its slot.
+            # For penalties, the slot has counted the root (node 0) already.
             above = (tree.tokens, tree.ancestors)
             rows, offsets = self.slot_rows, noise_offsets(tree)
             return SampledTokens(*pick_triton(logits, rows, self.first, offsets, above, first_above=1, mask=mask))
@@ -64,7 +69,7 @@ class Sampler:
         return self._pick(masked(logits, mask), noise_offsets(tree), counted)
 
     def pick_last(self, logits: Tensor, mask: Tensor | None = None) -> SampledTokens:
-        """The token after a chunk: logits [B, 1, V]; mask: [B, 1, words]."""
+        """Sample the token after a prompt chunk.  logits: [B, 1, V]; mask: [B, 1, words]."""
         offsets = torch.zeros_like(self.first[:, None])
         if self.slot_rows is not None:
             return SampledTokens(*pick_triton(logits, self.slot_rows, self.first, offsets, mask=mask))
@@ -76,14 +81,15 @@ class Sampler:
     def children(
         self, logits: Tensor, d2t: Tensor | None, offset: int, scores: Tensor, topk: int, above: Above | None
     ) -> tuple[Tensor, Tensor]:
-        """The topk best continuations of draft rows: target ids [B, Q, K] and path scores [B, Q, K] float32.
+        """The topk best children of each draft row: target token ids [B, Q, K] and path scores [B, Q, K] float32.
 
-        logits: [B, Q, draft vocabulary]; d2t: their target ids, None where the vocabularies are one; offset: of the
-        position that is drawn; scores: [B, Q] of the rows' own paths; above: drafted tokens above each row.
+        logits: [B, Q, draft vocabulary]; d2t: target id of each draft id, None if both vocabularies are the same;
+        offset: position of the children, from `first`; scores: [B, Q], path scores of the rows; above: drafted tokens
+        between the root and each row.
         """
         if self.slot_rows is not None:
-            hanging = None if above is None else (above.tokens, above.ancestor_bits)
-            return draft_topk_triton(logits, d2t, self.slot_rows, self.first, offset, scores, topk, hanging)
+            drafted = None if above is None else (above.tokens, above.ancestor_bits)
+            return draft_topk_triton(logits, d2t, self.slot_rows, self.first, offset, scores, topk, drafted)
         logp, ids = self._child_scores(logits, d2t, offset, above)
         best, index = ordered_topk(logp.float(), topk)
         return (index if ids is None else ids[index]), scores[..., None] + best.clamp(max=0)
@@ -91,21 +97,21 @@ class Sampler:
     def _child_scores(
         self, logits: Tensor, d2t: Tensor | None, offset: int, above: Above | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Log-probabilities of the children, and the target ids that their last dimension counts.
+        """Scores of all children, and the target id of each column.
 
-        Where parameters shape the draw, they are over the target's vocabulary, and ids are None: the index is the id.
+        With sampling parameters the columns are the target's vocabulary and ids are None: the column is the id.
         """
-        exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        precise = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if self.rows is None:
-            return torch.log_softmax(exact, -1), d2t
+            return torch.log_softmax(precise, -1), d2t
         if d2t is not None:
-            exact = exact.new_full((*exact.shape[:-1], self.vocab), -torch.inf).index_copy_(-1, d2t, exact)
+            precise = precise.new_full((*precise.shape[:-1], self.vocab), -torch.inf).index_copy_(-1, d2t, precise)
         offsets = torch.full(logits.shape[:2], offset, device=logits.device)
-        shaped = shape(exact, self.rows, self.needs, self.first[:, None] + offsets, above)
+        processed = shape(precise, self.rows, self.needs, self.first[:, None] + offsets, above)
         noise = self._noise(offsets)
         if noise is None:
-            return torch.log_softmax(shaped, -1), None
-        return coupled_scores(shaped, self.rows, noise), None
+            return torch.log_softmax(processed, -1), None
+        return coupled_scores(processed, self.rows, noise), None
 
     def _noise(self, offsets: Tensor) -> Tensor | None:
         if self.noise is None:
@@ -115,5 +121,6 @@ class Sampler:
 
 
 def noise_offsets(tree: Tree) -> Tensor:
-    """[B, D]: how far past `first`, the position after the root, the token after a node stands: the node's depth."""
+    """[B, D]: position of the token that follows each node, from `first`.  `first` follows the root, so this is the
+    node's depth."""
     return tree.depths

@@ -1,8 +1,9 @@
-"""A token tree: how candidates grow into a pool, and how the best of them become the tree that is verified.
+"""The token tree: drafted candidates are collected in a pool, and the best of them become the tree to verify.
 
-Beams, candidates and nodes are three different indices.  A beam is a draft row at some depth, a candidate is a scored
-continuation in the pool, a node is a member of the tree.  Node 0 is the root; a parent comes before its children; rows
-without a candidate are void: token -1, ancestor of nothing, never matched, never committed.
+Beams, candidates and nodes have three different indices.  A beam is a draft row at some depth.  A candidate is a scored
+child in the pool.  A node is a member of the tree.  Node 0 is the root, and a parent comes before its children.  If
+there are fewer candidates than nodes, the rest are void nodes: token -1, no ancestor of any node, never matched, never
+committed.
 """
 
 from dataclasses import dataclass
@@ -19,8 +20,14 @@ __all__ = ["VOID", "Pool", "Tree", "ordered_topk", "root_only"]
 
 @dataclass(frozen=True)
 class Tree:
-    """[B, D] each: tokens, parents (the root its own), depths (void nodes 1), scores float32 (log-probability of the
-    path; void -inf, root 0); ancestors [B, D, W] words."""
+    """The trees of a batch.
+
+    tokens: [B, D]; -1 for void nodes.
+    parents: [B, D], index of the parent node; the root is its own parent.
+    depths: [B, D], distance from the root; 1 for void nodes.
+    scores: [B, D] float32, log-probability of the path; 0 for the root, -inf for void nodes.
+    ancestors: [B, D, W] int64, bit j of a node: node j is its ancestor, or the node itself.
+    """
 
     tokens: Tensor
     parents: Tensor
@@ -33,20 +40,20 @@ class Tree:
         return unpack(self.ancestors, self.tokens.shape[1])
 
     def positions(self, prefix_len: Tensor) -> Tensor:
-        """[B, D] positions of the nodes in the target."""
+        """[B, D]: position of each node in the target."""
         return prefix_len[:, None] + self.depths
 
 
 def root_only(root: Tensor) -> Tree:
-    """The tree of plain decoding."""
+    """The tree of plain decoding: the root [B] alone."""
     zeros = torch.zeros_like(root[:, None])
     return Tree(root[:, None], zeros, zeros, zeros.float(), zeros[..., None] + 1)
 
 
 class Pool:
-    """Candidates of a batch in the order they were scored: level by level, so that a parent precedes its children.
+    """The candidates of a batch, level by level, so a parent precedes its children.
 
-    topk: of the layout.  Level 1 has topk candidates, a later one topk for each of its topk beams, in their order.
+    Level 1 has topk candidates.  Each later level has topk candidates for each of its topk beams, in beam order.
     """
 
     def __init__(self, topk: int) -> None:
@@ -56,16 +63,16 @@ class Pool:
         self.beams: list[Tensor] = []
 
     def add(self, tokens: Tensor, scores: Tensor) -> None:
-        """Append a level: the children [B, rows, topk] of the root, or of the beams."""
+        """Append a level: tokens and scores [B, rows, topk], the children of the root (rows = 1) or of the beams."""
         self.tokens.append(tokens.flatten(1))
         self.scores.append(scores.flatten(1))
 
     def keep(self, places: Tensor) -> None:
-        """Candidates [B, topk] of the level added last, by their place in it, that become the beams of the next."""
+        """Record the beams of the next level.  places: [B, topk], their candidates' indices in the last added level."""
         self.beams.append(places)
 
     def select(self, root: Tensor, nodes: int) -> Tree:
-        """The best nodes - 1 candidates under the root [B], by (score, level, place in the level)."""
+        """The tree of the root [B] and the best nodes - 1 candidates, sorted by (score, level, index in the level)."""
         beams = torch.cat(self.beams, 1) if self.beams else root.new_empty(root.shape[0], 0)
         tokens, scores = torch.cat(self.tokens, 1), torch.cat(self.scores, 1)
         return Tree(*select(root, tokens, scores, beams, self.topk, nodes))

@@ -1,4 +1,4 @@
-"""Puts an engine together from parts that are already loaded."""
+"""Builds an engine from loaded models: backends, buffers, drafter, executor."""
 
 from collections.abc import Sequence
 
@@ -34,10 +34,11 @@ def assemble(
     prefix_cache: bool,
     graph_batch: int = 0,
 ) -> Engine:
-    """An engine over these models.  attention: as attention.choose_backends gives it; draft_attention: by default the
-    same; graph_batch: the largest batch whose rounds are CUDA graphs; 0: none.
+    """Build an engine that runs these models.
 
-    Raises EspalierError where the backend cannot run them, or the prefix cache cannot hold what they keep.
+    attention: backends as named by attention.choose_backends; draft_attention: the same for the draft, by default
+    `attention`; graph_batch: the largest batch whose rounds are CUDA graphs; 0: none.
+    Raises EspalierError if a backend cannot run a layer, or if the prefix cache does not support one.
     """
     require_reentry(prefix_cache, (*target.geometry, *(draft.geometry if draft is not None else ())))
     runner = make_runner(layout, target, draft, algorithm, attention, num_pages, dtype, device, draft_attention)
@@ -45,17 +46,17 @@ def assemble(
 
 
 def require_reentry(prefix_cache: bool, specs: Sequence[LayerSpec]) -> None:
-    """Refuse a prefix cache where a layer cannot be entered again behind any cached page.  Raises EspalierError."""
+    """Refuse a prefix cache if a layer cannot continue after an arbitrary cached page.  Raises EspalierError."""
     for spec in specs:
         if prefix_cache and not spec.keeps.reenters_anywhere:
             raise EspalierError(
-                f"prefix_cache=True is not supported with layers that keep {spec.keeps.kind}: a prefix can be entered "
-                "again only where one was saved; use prefix_cache=False or 'auto'"
+                f"prefix_cache=True is not supported with layers that keep {spec.keeps.kind}: a cached prefix can be "
+                "reused only where one was saved; use prefix_cache=False or 'auto'"
             )
 
 
 def engine_of(runner: ModelRunner, overlap: bool, prefix_cache: bool, graph_batch: int = 0) -> Engine:
-    """An engine on buffers that nobody else launches on."""
+    """An engine on the buffers of `runner`, which no other engine may use."""
     is_cuda = runner.pages.device.type == "cuda"
     executor = CudaExecutor(runner, graph_batch) if is_cuda else CpuExecutor(runner, overlap)
     return Engine(executor, overlap, prefix_cache)
@@ -72,15 +73,15 @@ def make_runner(
     device: torch.device,
     draft_attention: str | None = None,
 ) -> ModelRunner:
-    """The buffers that follow from the layout, around the models.  draft_attention: None for the target's."""
+    """Allocate all buffers of the layout, and choose backends.  draft_attention: None for the target's backends."""
     specs = (*target.geometry, *(draft.geometry if draft is not None else ()))
-    of_target, of_draft = range(len(target.geometry)), range(len(target.geometry), len(specs))
-    of_all = (device.type, dtype, layout.page_size, specs)
-    chosen = grouped_backend(attention, *of_all, of_target)
-    pages = PagedKV(layout, num_pages, specs, len(of_target), dtype, device)
-    staging = StagedKV(specs, of_target, layout.target_rows, dtype, device)
-    # Rows below a draft's re-entry do not exist.
-    drafts = grouped_backend(draft_attention or attention, *of_all, of_draft, left_bound=layout.reentry > 0)
-    drafter = make_drafter(algorithm, draft, layout, pages, drafts, specs)
+    target_layers, draft_layers = range(len(target.geometry)), range(len(target.geometry), len(specs))
+    setting = (device.type, dtype, layout.page_size, specs)
+    backend = grouped_backend(attention, *setting, target_layers)
+    pages = PagedKV(layout, num_pages, specs, len(target_layers), dtype, device)
+    staging = StagedKV(specs, target_layers, layout.target_rows, dtype, device)
+    # Draft rows 0 .. reentry-1 do not exist.
+    draft_backend = grouped_backend(draft_attention or attention, *setting, draft_layers, left_bound=layout.reentry > 0)
+    drafter = make_drafter(algorithm, draft, layout, pages, draft_backend, specs)
     table = SlotTable(layout, target.config.vocab_size, drafter.spec.carried, dtype, device)
-    return ModelRunner(layout, table, pages, staging, target, drafter, chosen)
+    return ModelRunner(layout, table, pages, staging, target, drafter, backend)

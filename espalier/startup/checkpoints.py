@@ -1,4 +1,4 @@
-"""Where a model's files are: inside the package, in a directory, or on the Hugging Face hub."""
+"""Finds a model's files: bundled with the package, in a directory, or on the Hugging Face hub."""
 
 from os import PathLike
 from pathlib import Path
@@ -39,17 +39,19 @@ def _find(what: str, name: str | PathLike[str], bundled: Path, files: list[str])
 
 
 def _is_directory(what: str, path: Path) -> bool:
-    """Whether it is one, and may be a checkpoint.  Raises EspalierError for one that cannot be."""
-    holds = "config.json and *.safetensors" if what == "model" else "a draft's config.json and weights"
+    """Whether `path` is a directory.  Raises EspalierError for a file, or a directory that is no checkpoint."""
+    files = "config.json and *.safetensors" if what == "model" else "a draft's config.json and weights"
     try:
         if path.is_file():
-            raise EspalierError(f"{what}={str(path)!r} is a file; give the directory that holds {holds}")
+            raise EspalierError(f"{what}={str(path)!r} is a file; give the directory that holds {files}")
         if not path.is_dir():
             return False
         if not (path / "config.json").exists():
-            raise EspalierError(f"{what}={str(path)!r} holds no config.json; give the directory that holds {holds}")
+            raise EspalierError(f"{what}={str(path)!r} holds no config.json; give the directory that holds {files}")
     except OSError as error:
-        raise EspalierError(f"{what}={str(path)!r} cannot be read ({error.strerror}); give one that may be") from None
+        raise EspalierError(
+            f"{what}={str(path)!r} cannot be read ({error.strerror}); give a directory that you can read"
+        ) from None
     return True
 
 
@@ -59,14 +61,14 @@ def _may_be_hub_id(name: str) -> bool:
 
 
 def _download(what: str, name: str, files: list[str]) -> Path:
-    """The hub's files of that id, from its local cache if they are there and unchanged."""
+    """The directory with the hub's files of this id.  Files in the local hub cache are not downloaded again."""
     from huggingface_hub import snapshot_download
 
     try:
         return Path(snapshot_download(name, allow_patterns=files, ignore_patterns=["*/*"]))
-    except Exception as error:  # no network, no such repository, no permission, no room: each its own class
+    except Exception as error:  # no network, no such repository, no permission, no space: each has another class
         reason = " ".join(str(error).split())[:160] or type(error).__name__
         raise EspalierError(
-            f"{what}={name!r} is not a directory, and the Hugging Face hub does not give it ({reason}); "
+            f"{what}={name!r} is not a directory, and the download from the Hugging Face hub failed ({reason}); "
             "check the name and the network, or give a directory"
         ) from None

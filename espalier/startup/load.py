@@ -1,4 +1,4 @@
-"""From a configuration to a running engine: find the files, resolve what is open, load, assemble."""
+"""From a configuration to a running engine: find the files, resolve each "auto", load the models, build the engine."""
 
 import logging
 from dataclasses import dataclass, replace
@@ -28,14 +28,14 @@ from espalier.speculate.drafters import WITHOUT_FILES, draft_algorithm, load_dra
 from espalier.speculate.round import ModelRunner
 from espalier.startup.build import assemble, make_runner
 from espalier.startup.checkpoints import BUNDLED, find_draft, find_target
-from espalier.startup.measure_memory import measured_pages
+from espalier.startup.measure_memory import measure_pages
 from espalier.startup.resolve import (
     Facts,
-    asked_algorithm,
     choose_algorithm,
     choose_device,
     free_memory,
     layout_of,
+    requested_algorithm,
     resolve,
 )
 from espalier.startup.threads import thread_facts, use_threads
@@ -45,7 +45,7 @@ log = logging.getLogger("espalier")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The files of one engine, found and their configs read; nothing is loaded yet.  spec: what drafts declares."""
+    """The model files of one engine and their parsed configs.  No weights are loaded yet.  spec: of the drafter."""
 
     target_path: Path
     target: ModelConfig
@@ -55,29 +55,32 @@ class Checkpoint:
 
 
 def find(config: EngineConfig) -> Checkpoint:
-    """Raises EspalierError for what is missing, unsupported or does not fit."""
-    asked = asked_algorithm(config)  # first, as finding may download
+    """Find the files of target and draft, and read their configs.
+
+    Raises EspalierError for files that are missing, a model that is not supported, or a draft that does not fit.
+    """
+    requested = requested_algorithm(config)  # before the search, which may download
     draft_path = find_draft(config.draft) if config.draft is not None else None
     model = _model_name(config, draft_path)
     target_path = find_target(model)
     target = read_config(target_path, config.model_overrides)
-    used = None if asked in WITHOUT_FILES else draft_path or _own_draft(model)
-    algorithm = choose_algorithm(config, None if used is None else draft_algorithm(used))
-    if used is None:
+    used_draft = None if requested in WITHOUT_FILES else draft_path or _bundled_draft(model)
+    algorithm = choose_algorithm(config, None if used_draft is None else draft_algorithm(used_draft))
+    if used_draft is None:
         if draft_path is not None:
             log.info("draft %s is not loaded: algorithm is %s", draft_path, algorithm)
         return Checkpoint(target_path, target, None, None, WITHOUT_FILES[algorithm].spec)
-    draft = read_draft(used, target)
-    return Checkpoint(target_path, target, used, draft, draft.spec)
+    draft = read_draft(used_draft, target)
+    return Checkpoint(target_path, target, used_draft, draft, draft.spec)
 
 
-def _own_draft(model: str) -> Path | None:
-    """Where the draft stands that a model brings.  The bundled one does."""
+def _bundled_draft(model: str) -> Path | None:
+    """The draft of the bundled model; None for other models."""
     return find_draft(BUNDLED) if model == BUNDLED else None
 
 
 def _model_name(config: EngineConfig, draft_path: Path | None) -> str:
-    """What the user names, else the target that the draft names, else the bundled model."""
+    """The model that the user names, else the target that the draft names, else the bundled model."""
     if str(config.model) != "auto":
         return str(config.model)
     if draft_path is None or str(config.draft) == BUNDLED:
@@ -91,48 +94,53 @@ def _model_name(config: EngineConfig, draft_path: Path | None) -> str:
     return verifier
 
 
-def resolve_config(config: EngineConfig, found: Checkpoint) -> ResolvedConfig:
-    """What `config` comes to on this machine with these files."""
+def resolve_config(config: EngineConfig, checkpoint: Checkpoint) -> ResolvedConfig:
+    """Resolve each "auto" of `config` for this machine and these files."""
     device = choose_device(config)
     facts = Facts(
         free_bytes=free_memory(device),
-        weights=_weights_of(found),
-        stored_dtype=found.target.raw.get("dtype") or found.target.raw.get("torch_dtype"),
-        max_position=found.target.max_position,
-        geometry=(*geometry_of(found.target), *found.spec.layers),
-        hidden_size=found.target.hidden_size,
-        num_layers=found.target.num_layers,
+        weights=_weights_of(checkpoint),
+        stored_dtype=checkpoint.target.raw.get("dtype") or checkpoint.target.raw.get("torch_dtype"),
+        max_position=checkpoint.target.max_position,
+        geometry=(*geometry_of(checkpoint.target), *checkpoint.spec.layers),
+        hidden_size=checkpoint.target.hidden_size,
+        num_layers=checkpoint.target.num_layers,
         chip=chip(torch.empty(0, device=device)) if device.type == "cuda" else None,
         threads=thread_facts(),
     )
-    draft = str(found.draft_path) if found.draft_path else None
-    return resolve(config, str(found.target_path), draft, found.spec, device, facts)
+    draft = str(checkpoint.draft_path) if checkpoint.draft_path else None
+    return resolve(config, str(checkpoint.target_path), draft, checkpoint.spec, device, facts)
 
 
-def build_engine(resolved: ResolvedConfig, found: Checkpoint, asked_pages: int | None) -> tuple[Engine, ResolvedConfig]:
-    """Load the models and put the engine together.  Raises EspalierError naming what does not fit.
+def build_engine(
+    resolved: ResolvedConfig, checkpoint: Checkpoint, requested_pages: int | None
+) -> tuple[Engine, ResolvedConfig]:
+    """Load the models and build the engine.  Returns the engine and its final configuration.
 
-    On a GPU what fits beside the loaded models is measured: so many pages are taken, or asked_pages checked against
-    them.  Returns what it came to.
+    On a GPU, the number of pages that fit in addition to the loaded models is measured.
+    requested_pages: the user's num_pages, checked against that number; None: use as many pages as fit.
+    Raises EspalierError naming what does not fit.
     """
     layout = layout_of(resolved)
     device, dtype = torch.device(resolved.device), getattr(torch, resolved.dtype)
     if device.type == "cpu":
         use_threads(resolved.threads)
     target = load_target(
-        found.target_path,
+        checkpoint.target_path,
         dtype=dtype,
         device=device,
         position_rows=layout.position_rows,
-        capture=found.spec.capture,
+        capture=checkpoint.spec.capture,
         overrides=resolved.model_overrides,
     )
     draft = None
-    if found.draft_path is not None:
-        draft = load_draft(found.draft_path, target, dtype=dtype, device=device, position_rows=layout.position_rows)
+    if checkpoint.draft_path is not None:
+        draft = load_draft(
+            checkpoint.draft_path, target, dtype=dtype, device=device, position_rows=layout.position_rows
+        )
     if device.type == "cuda":
-        fitting = _measured(resolved, layout, target, draft, dtype, device, asked_pages)
-        resolved = replace(resolved, num_pages=fitting)
+        num_pages = _measure_pages(resolved, layout, target, draft, dtype, device, requested_pages)
+        resolved = replace(resolved, num_pages=num_pages)
     log.info("resolved configuration\n%s", resolved.block())
     engine = assemble(
         layout,
@@ -151,14 +159,14 @@ def build_engine(resolved: ResolvedConfig, found: Checkpoint, asked_pages: int |
     return engine, resolved
 
 
-def _measured(
+def _measure_pages(
     resolved: ResolvedConfig,
     layout: RoundLayout,
     target: CausalLM,
     draft: DraftModel | None,
     dtype: torch.dtype,
     device: torch.device,
-    asked_pages: int | None,
+    requested_pages: int | None,
 ) -> int:
     def make(num_pages: int) -> ModelRunner:
         parts = (layout, target, draft, resolved.algorithm)
@@ -166,11 +174,11 @@ def _measured(
 
     geometry = (*target.geometry, *(draft.geometry if draft is not None else ()))
     page_bytes = layout.tokens_in(bytes_per_token(geometry, dtype))
-    return measured_pages(layout, make, page_bytes, device, resolved.graph_batch, asked_pages)
+    return measure_pages(layout, make, page_bytes, device, resolved.graph_batch, requested_pages)
 
 
-def _weights_of(found: Checkpoint) -> WeightCount:
-    target = stored_weights(found.target_path, found.target.formats)
-    if found.draft_path is None or found.draft is None:
+def _weights_of(checkpoint: Checkpoint) -> WeightCount:
+    target = stored_weights(checkpoint.target_path, checkpoint.target.formats)
+    if checkpoint.draft_path is None or checkpoint.draft is None:
         return target
-    return target + stored_weights(found.draft_path, found.draft.layer.formats)
+    return target + stored_weights(checkpoint.draft_path, checkpoint.draft.layer.formats)

@@ -1,7 +1,4 @@
-"""From what a user set to what the engine runs on: every "auto" is decided here, once.
-
-Device, model and free memory decide.
-"""
+"""Resolves the user's configuration: each "auto" is decided here, once, from device, model and free memory."""
 
 import gc
 import logging
@@ -30,14 +27,17 @@ STEPS, TOPK, NUM_DRAFT_TOKENS = 5, 4, 16
 PAGE_SIZE = 16
 LAYOUT_FIELDS = (*TREE_FIELDS, "page_size", "max_batch", "max_context", "chunk_size", "reentry")
 CGROUP = Path("/sys/fs/cgroup")
-# Of a GPU: bfloat16 on tensor cores, and copies that do not pass through registers.
+# The least compute capability: bfloat16 on tensor cores, and asynchronous copies to shared memory.
 LEAST_CAPABILITY = (8, 0)
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class DeviceDefaults:
-    """What "auto" means on a kind of device; memory_share: of the free memory, for the pages."""
+    """The values of "auto" on one kind of device.
+
+    most_context: upper bound of max_context; memory_share: share of the free memory that pages may take.
+    """
 
     max_batch: int
     most_context: int
@@ -54,11 +54,11 @@ DEFAULTS = {
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known of machine and model before anything is loaded.
+    """Facts about machine and models, known before weights are loaded.
 
-    free_bytes: memory of the device that nobody uses; weights: of target and draft;
-    stored_dtype: the checkpoint's own; geometry: of the target's layers, then the draft's; hidden_size, num_layers: of
-    the target; chip: None on a CPU; threads: of the CPU.
+    free_bytes: free memory of the device; weights: of target and draft together; stored_dtype: dtype of the target's
+    checkpoint; geometry: specs of the target's layers, then of the draft's; hidden_size, num_layers: of the target;
+    chip: None on a CPU; threads: of the CPU.
     """
 
     free_bytes: int
@@ -72,16 +72,16 @@ class Facts:
     threads: ThreadFacts
 
     @property
-    def of_target(self) -> range:
+    def target_layers(self) -> range:
         return range(self.num_layers)
 
     @property
-    def of_draft(self) -> range:
+    def draft_layers(self) -> range:
         return range(self.num_layers, len(self.geometry))
 
 
 def choose_device(config: EngineConfig) -> torch.device:
-    """Raises EspalierError for a device that is not there."""
+    """The device of a configuration.  Raises EspalierError for one that does not exist or is too old."""
     has_cuda = torch.cuda.is_available()
     if is_open(config.device):
         return _auto_device()
@@ -92,10 +92,13 @@ def choose_device(config: EngineConfig) -> torch.device:
     if device.type not in DEFAULTS:
         raise EspalierError(f"device={config.device!r} is not supported; use cpu, cuda, cuda:N or 'auto'")
     if device.type == "cuda" and not has_cuda:
-        raise EspalierError(f"device={config.device!r} is not there: PyTorch finds no CUDA device; use cpu or 'auto'")
+        raise EspalierError(
+            f"device={config.device!r} is not available: PyTorch finds no CUDA device; use cpu or 'auto'"
+        )
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise EspalierError(
-            f"device={config.device!r} is not there; PyTorch finds {torch.cuda.device_count()} CUDA devices"
+            f"device={config.device!r} does not exist: PyTorch finds {torch.cuda.device_count()} CUDA devices; use "
+            "another index"
         )
     if device.type == "cuda" and (too_old := _too_old(device)):
         raise EspalierError(f"{too_old}; use device=cpu")
@@ -103,7 +106,7 @@ def choose_device(config: EngineConfig) -> torch.device:
 
 
 def _auto_device() -> torch.device:
-    """The GPU, unless there is none or it is too old."""
+    """The GPU, or the CPU if there is no GPU or it is too old."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     too_old = _too_old(torch.device("cuda"))
@@ -114,7 +117,7 @@ def _auto_device() -> torch.device:
 
 
 def _too_old(device: torch.device) -> str | None:
-    """What is wrong with a GPU that the kernels do not run on."""
+    """Why the kernels cannot run on this GPU; None if they can."""
     capability = torch.cuda.get_device_capability(device)
     if capability >= LEAST_CAPABILITY:
         return None
@@ -126,68 +129,70 @@ def _version(capability: tuple[int, int]) -> str:
     return ".".join(map(str, capability))
 
 
-def asked_algorithm(config: EngineConfig) -> str:
-    """What the user says drafts; "auto" leaves it to the draft.  Raises EspalierError for what does not exist."""
+def requested_algorithm(config: EngineConfig) -> str:
+    """The algorithm that the user sets, or "auto".  Raises EspalierError for an unknown one."""
     if config.speculation is None:
         return "none"
-    asked = "auto" if isinstance(config.speculation, str) else config.speculation.algorithm
-    if asked not in (*algorithms(), "auto"):
-        raise EspalierError(f"algorithm={asked!r} is not supported; use {', '.join(algorithms())} or 'auto'")
-    return asked
+    requested = "auto" if isinstance(config.speculation, str) else config.speculation.algorithm
+    if requested not in (*algorithms(), "auto"):
+        raise EspalierError(f"algorithm={requested!r} is not supported; use {', '.join(algorithms())} or 'auto'")
+    return requested
 
 
-def choose_algorithm(config: EngineConfig, of_draft: str | None) -> str:
-    """What drafts: what the user says, else the draft that is given (or bundled), else n-gram lookup.
+def choose_algorithm(config: EngineConfig, draft_algorithm: str | None) -> str:
+    """The algorithm that the user sets, else that of the draft (given or bundled), else n-gram lookup.
 
-    of_draft: the algorithm of that draft's format; None without a draft.
+    draft_algorithm: the algorithm of the draft's format; None without a draft.
     """
-    asked = asked_algorithm(config)
-    if asked == "auto":
-        return of_draft or "ngram"
-    if asked in WITHOUT_FILES:
-        if asked != "none" and config.draft is not None:
+    requested = requested_algorithm(config)
+    if requested == "auto":
+        return draft_algorithm or "ngram"
+    if requested in WITHOUT_FILES:
+        if requested != "none" and config.draft is not None:
             raise EspalierError(
-                f"algorithm={asked!r} takes no draft, and draft={str(config.draft)!r} is given; leave one out"
+                f"algorithm={requested!r} takes no draft, but draft={str(config.draft)!r} is set; remove one of them"
             )
-        return asked
-    if of_draft is None:
+        return requested
+    if draft_algorithm is None:
         raise EspalierError(
-            f"algorithm={asked!r} needs a draft; give draft= a directory or Hugging Face id, or use 'ngram'"
+            f"algorithm={requested!r} needs a draft; give draft= a directory or Hugging Face id, or use 'ngram'"
         )
-    if asked != of_draft:
-        raise EspalierError(f"algorithm={asked!r} is asked for and the draft is for {of_draft!r}; leave one out")
-    return asked
+    if requested != draft_algorithm:
+        raise EspalierError(
+            f"algorithm={requested!r} is set, but the draft is for {draft_algorithm!r}; remove one of them"
+        )
+    return requested
 
 
 def resolve(
     config: EngineConfig, model: str, draft: str | None, spec: DraftSpec, device: torch.device, facts: Facts
 ) -> ResolvedConfig:
-    """Decide every open field and check everything against everything.  Raises EspalierError."""
+    """Resolve each "auto" and check all fields together.  Raises EspalierError for values that do not fit."""
     defaults = DEFAULTS[device.type]
-    dtype = _or(config.dtype, _dtype(device, facts))
+    dtype = _value_or(config.dtype, _dtype(device, facts))
     attention, draft_attention = _attention(config, device, getattr(torch, dtype), facts)
-    asked = config.speculation if isinstance(config.speculation, SpeculationConfig) else SpeculationConfig()
-    tree = _tree(asked, spec.algorithm)
+    speculation = config.speculation if isinstance(config.speculation, SpeculationConfig) else SpeculationConfig()
+    tree = _tree(speculation, spec.algorithm)
     machine = None if facts.chip is None else Machine(facts.chip, dtype, facts.hidden_size, facts.num_layers)
-    max_batch = _or(config.max_batch, defaults.max_batch)
-    is_named = any(not is_open(getattr(asked, name)) for name in TREE_FIELDS)
-    trees = choose_trees(asked.by_batch, tree, machine, is_named, max_batch)
+    max_batch = _value_or(config.max_batch, defaults.max_batch)
+    is_named = any(not is_open(getattr(speculation, name)) for name in TREE_FIELDS)
+    trees = choose_trees(speculation.by_batch, tree, machine, is_named, max_batch)
     layout = RoundLayout(
         max_batch=max_batch,
         **asdict(tree),
-        page_size=_or(config.page_size, PAGE_SIZE),
+        page_size=_value_or(config.page_size, PAGE_SIZE),
         max_context=_max_context(config, facts, defaults),
         reentry=spec.reentry,
-        chunk_size=_or(config.chunk_size, defaults.chunk_size),
+        chunk_size=_value_or(config.chunk_size, defaults.chunk_size),
         trees=tuple(trees.items()),
     )
     if device.type == "cuda":
         require_triton()
-    of_all = (device.type, getattr(torch, dtype), layout.page_size, facts.geometry)
-    grouped_backend(attention, *of_all, facts.of_target)
-    if facts.of_draft:
-        grouped_backend(draft_attention, *of_all, facts.of_draft, left_bound=True)
-    prefix_cache = _or(config.prefix_cache, all(spec.keeps.reenters_anywhere for spec in facts.geometry))
+    setting = (device.type, getattr(torch, dtype), layout.page_size, facts.geometry)
+    grouped_backend(attention, *setting, facts.target_layers)
+    if facts.draft_layers:
+        grouped_backend(draft_attention, *setting, facts.draft_layers, left_bound=True)
+    prefix_cache = _value_or(config.prefix_cache, all(spec.keeps.reenters_anywhere for spec in facts.geometry))
     require_reentry(prefix_cache, facts.geometry)
     return ResolvedConfig(
         model=model,
@@ -201,7 +206,7 @@ def resolve(
         draft_attention=draft_attention,
         num_pages=_num_pages(config, layout, facts, getattr(torch, dtype)),
         prefix_cache=prefix_cache,
-        overlap=_or(config.overlap, defaults.overlap),
+        overlap=_value_or(config.overlap, defaults.overlap),
         graph_batch=_graph_batch(config, layout, device),
         model_overrides=dict(config.model_overrides),
         seed=config.seed,
@@ -210,28 +215,31 @@ def resolve(
 
 
 def layout_of(config: ResolvedConfig) -> RoundLayout:
-    """The layout that a resolved configuration names."""
+    """The layout of a resolved configuration."""
     sizes = {name: getattr(config, name) for name in LAYOUT_FIELDS}
     trees = tuple((least, TreeShape(**shape)) for least, shape in config.by_batch.items())
     return RoundLayout(trees=trees, **sizes)
 
 
 def _attention(config: EngineConfig, device: torch.device, dtype: torch.dtype, facts: Facts) -> tuple[str, str]:
-    """Backends of the target and of the draft, by default the same.  Raises EspalierError for one of no draft."""
-    asked = None if is_open(config.attention) else config.attention
-    draft = asked if is_open(config.draft_attention) else config.draft_attention
-    target = choose_backends(asked, device.type, dtype, facts.geometry, facts.of_target)
-    if not facts.of_draft:
+    """Attention backends of target and draft, by default the same.
+
+    Raises EspalierError if draft_attention is set and the drafter has no layers.
+    """
+    target_backend = None if is_open(config.attention) else config.attention
+    draft_backend = target_backend if is_open(config.draft_attention) else config.draft_attention
+    target = choose_backends(target_backend, device.type, dtype, facts.geometry, facts.target_layers)
+    if not facts.draft_layers:
         if not is_open(config.draft_attention):
             raise EspalierError(
-                f"draft_attention={config.draft_attention!r} is set, and what drafts has no layers; leave it out"
+                f"draft_attention={config.draft_attention!r} is set, but the drafter has no layers; leave it out"
             )
         return target, target
-    return target, choose_backends(draft, device.type, dtype, facts.geometry, facts.of_draft)
+    return target, choose_backends(draft_backend, device.type, dtype, facts.geometry, facts.draft_layers)
 
 
-def _or(value: Any, otherwise: Any) -> Any:
-    return otherwise if is_open(value) else value
+def _value_or(value: Any, default: Any) -> Any:
+    return default if is_open(value) else value
 
 
 def _dtype(device: torch.device, facts: Facts) -> str:
@@ -245,27 +253,28 @@ def _max_context(config: EngineConfig, facts: Facts, defaults: DeviceDefaults) -
         return min(facts.max_position, defaults.most_context)
     if int(config.max_context) > facts.max_position:
         raise EspalierError(
-            f"max_context={config.max_context} is above the model's {facts.max_position} positions; lower it, or "
-            "replace max_position_embeddings with model_overrides if you know that the model can"
+            f"max_context={config.max_context} is above the model's {facts.max_position} positions; lower it, or, if "
+            "the model supports more, set max_position_embeddings with model_overrides"
         )
     return int(config.max_context)
 
 
-def _tree(asked: SpeculationConfig, algorithm: str) -> TreeShape:
-    """The configured one."""
+def _tree(speculation: SpeculationConfig, algorithm: str) -> TreeShape:
+    """The configured tree.  Raises EspalierError for a tree with plain decoding, and for an impossible tree."""
     if algorithm == "none":
-        beside = [name for name in TREE_FIELDS if getattr(asked, name) not in ("auto", getattr(PLAIN, name))]
-        if beside:
-            raise EspalierError(
-                f"algorithm='none' is plain decoding and {beside[0]}={getattr(asked, beside[0])} is set; leave one out"
-            )
+        for name in TREE_FIELDS:
+            if (value := getattr(speculation, name)) not in ("auto", getattr(PLAIN, name)):
+                raise EspalierError(
+                    f"algorithm='none' is plain decoding, but {name}={value} is set; remove one of them"
+                )
         return PLAIN
-    steps, topk = _or(asked.steps, STEPS), _or(asked.topk, TOPK)
-    return TreeShape(steps, topk, _or(asked.num_draft_tokens, min(NUM_DRAFT_TOKENS, max_draft_tokens(steps, topk))))
+    steps, topk = _value_or(speculation.steps, STEPS), _value_or(speculation.topk, TOPK)
+    num_draft_tokens = min(NUM_DRAFT_TOKENS, max_draft_tokens(steps, topk))
+    return TreeShape(steps, topk, _value_or(speculation.num_draft_tokens, num_draft_tokens))
 
 
 def _graph_batch(config: EngineConfig, layout: RoundLayout, device: torch.device) -> int:
-    """All batches, unless the user says otherwise; none where there are no CUDA graphs."""
+    """The largest batch to capture: by default max_batch on a GPU, and 0 on a CPU, which has no CUDA graphs."""
     if is_open(config.graph_batch):
         return layout.max_batch if device.type == "cuda" else 0
     if device.type != "cuda" and config.graph_batch:
@@ -278,24 +287,24 @@ def _graph_batch(config: EngineConfig, layout: RoundLayout, device: torch.device
 
 
 def _num_pages(config: EngineConfig, layout: RoundLayout, facts: Facts, dtype: torch.dtype) -> int:
-    """What is set, else what a share of the free memory holds, up to what a full batch of full contexts uses.
+    """The user's num_pages, else the pages that fit into a share of the free memory, the dummy page included.
 
-    Counts the dummy page.  Raises EspalierError where not even one full context fits.
+    At most the pages of a full batch of full contexts.  Raises EspalierError if the user's pages do not fit, or if not
+    even one full context fits.
     """
-    token = bytes_per_token(facts.geometry, dtype)
-    beside = bytes_beside_pages(layout, facts.geometry[: facts.num_layers], facts.geometry[facts.num_layers :], dtype)
-    left = facts.free_bytes - facts.weights.nbytes(dtype) - beside
+    page_bytes = layout.tokens_in(bytes_per_token(facts.geometry, dtype))
+    buffers = bytes_beside_pages(layout, facts.geometry[: facts.num_layers], facts.geometry[facts.num_layers :], dtype)
+    available = facts.free_bytes - facts.weights.nbytes(dtype) - buffers
     free = f"the free memory ({facts.free_bytes / 2**30:.1f} GiB, weights included)"
-    page = layout.tokens_in(token)
     if isinstance(config.num_pages, int):
-        if config.num_pages * page > left:
+        if config.num_pages * page_bytes > available:
             raise EspalierError(
                 f"num_pages={config.num_pages} of {layout.page_size} tokens needs "
-                f"{config.num_pages * page / 2**30:.1f} GiB and {free} holds {max(left // page, 0)} pages; "
-                "lower it, or leave it to 'auto'"
+                f"{config.num_pages * page_bytes / 2**30:.1f} GiB and {free} holds {max(available // page_bytes, 0)} "
+                "pages; lower it, or leave it to 'auto'"
             )
         return config.num_pages
-    affordable = int(left * DEFAULTS[choose_device(config).type].memory_share) // page
+    affordable = int(available * DEFAULTS[choose_device(config).type].memory_share) // page_bytes
     if affordable < layout.least_pages:
         raise EspalierError(
             f"max_context={layout.max_context} needs {layout.least_pages} pages of {layout.page_size} tokens and "
@@ -305,9 +314,9 @@ def _num_pages(config: EngineConfig, layout: RoundLayout, facts: Facts, dtype: t
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that nobody uses: of the CUDA device, or of this machine within its control group's limit."""
+    """Free bytes of the GPU, or of this machine within the limit of the process's control group."""
     if device.type == "cuda":
-        # What an LLM that was closed let go of lies in PyTorch's cache, which the driver counts as used.
+        # Memory of a closed LLM may still be in PyTorch's cache, which the driver counts as used.
         gc.collect()
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info(device)[0]
@@ -319,17 +328,17 @@ def _machine_memory() -> int:
         lines = Path("/proc/meminfo").read_text().splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
     except (OSError, StopIteration):
-        # macOS tells its whole memory only; half of it is taken to be free.
+        # macOS reports only the total memory; assume that half of it is free.
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
 
 
 def _cgroup_memory() -> list[int]:
-    """What the limits of this process's control group leave, for each version of the interface that is there."""
+    """Bytes that this process's control group may still use, by cgroup v2 and v1 limits; 2**63 for no limit."""
     pairs = (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"))
-    left = [2**63]
+    remaining = [2**63]
     for limit, used in pairs:
         try:
-            left.append(int((CGROUP / limit).read_text()) - int((CGROUP / used).read_text()))
+            remaining.append(int((CGROUP / limit).read_text()) - int((CGROUP / used).read_text()))
         except (OSError, ValueError):
             continue
-    return left
+    return remaining

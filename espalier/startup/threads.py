@@ -1,8 +1,8 @@
-"""How many threads PyTorch computes with on a CPU, by the model's size.
+"""Chooses the number of CPU threads for PyTorch, by the model's size.
 
-A pass reads every weight once, and threads share that.  They also wait for each other several times a layer, spinning.
-On a machine that has other work, a thread that waits for its core holds up all: two threads are then 3 to 20 times
-slower than one, whatever the model's size (docs/log.md).  A small model gains too little from a thread to risk that.
+A forward pass reads every weight once, and threads share that work.  They also spin at barriers, several times in each
+layer.  On a machine with other load, one thread that waits for a core delays all: two threads are then 3 to 20 times
+slower than one, for models of any size (docs/log.md).  A small model gains too little from more threads to risk that.
 """
 
 import logging
@@ -15,8 +15,8 @@ from espalier.config import is_open
 from espalier.cores import physical_cores
 from espalier.errors import EspalierError
 
-# Weights that are worth a thread: one reads them in some 20 ms, beside which hundreds of waits on an idle machine, a
-# few microseconds each, are little.
+# One thread for each of these.  A thread reads them in about 20 ms.  The barriers of a pass (hundreds, a few
+# microseconds each on an idle machine) are short compared to that.
 BYTES_PER_THREAD = 256 * 2**20
 VARIABLE = "OMP_NUM_THREADS"
 log = logging.getLogger(__name__)
@@ -24,8 +24,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ThreadFacts:
-    """num_cores: physical ones that this process may use; current: PyTorch's threads; from_environment: whether
-    OMP_NUM_THREADS is set, which PyTorch follows."""
+    """num_cores: physical cores that this process may use; current: PyTorch's threads now; from_environment: whether
+    OMP_NUM_THREADS is set, from which PyTorch takes its threads."""
 
     num_cores: int
     current: int
@@ -36,23 +36,23 @@ def thread_facts() -> ThreadFacts:
     return ThreadFacts(physical_cores(), torch.get_num_threads(), bool(os.environ.get(VARIABLE)))
 
 
-def choose_threads(asked: int | str, device: str, weight_bytes: int, facts: ThreadFacts) -> int:
-    """What is asked for, else what OMP_NUM_THREADS made of PyTorch, else a thread for each BYTES_PER_THREAD.
+def choose_threads(requested: int | str, device: str, weight_bytes: int, facts: ThreadFacts) -> int:
+    """The user's number, else that of OMP_NUM_THREADS, else one thread for each BYTES_PER_THREAD, up to num_cores.
 
-    On a GPU nothing changes.  Raises EspalierError where threads are asked for there.
+    On a GPU PyTorch's number stays.  Raises EspalierError if the user sets threads there.
     """
     if device != "cpu":
-        if not is_open(asked):
-            raise EspalierError(f"threads={asked} needs device=cpu; use 'auto' on {device}, or set {VARIABLE}")
+        if not is_open(requested):
+            raise EspalierError(f"threads={requested} needs device=cpu; use 'auto' on {device}, or set {VARIABLE}")
         return facts.current
-    if not is_open(asked):
-        return int(asked)
+    if not is_open(requested):
+        return int(requested)
     if facts.from_environment:
         return facts.current
     return max(1, min(weight_bytes // BYTES_PER_THREAD, facts.num_cores))
 
 
 def use_threads(threads: int) -> None:
-    """Have PyTorch compute with so many threads, in the whole process: PyTorch has one number for all models in it."""
+    """Set PyTorch's number of threads.  It holds for the whole process, so for all models in it."""
     torch.set_num_threads(threads)
-    log.info("CPU threads: %d; PyTorch has them for the whole process", threads)
+    log.info("CPU threads: %d; PyTorch's setting for the whole process", threads)

@@ -25,7 +25,7 @@ def test_pages_freed_last_are_handed_out_first_and_in_order():
 @pytest.mark.parametrize("num_pages", [1, 4])
 def test_too_many_pages_are_refused_whole(num_pages):
     pool = PagePool(num_pages)
-    with pytest.raises(OutOfPages, match=f"{num_pages} pages asked for, {num_pages - 1} of {num_pages - 1}"):
+    with pytest.raises(OutOfPages, match=f"{num_pages} pages requested, {num_pages - 1} of {num_pages - 1}"):
         pool.allocate(num_pages)
     assert pool.free == num_pages - 1
     assert pool.allocate(0) == []
@@ -85,9 +85,9 @@ def free_the_unknown(pool):
     ("spoil", "message"),
     [
         (spoil_references, "page 1 has 3 references and 2 holders"),
-        (forget_free, "page 3 has 0 holders and stands 0 times"),
-        (free_twice, "page 3 has 0 holders and stands 2 times"),
-        (free_while_held, "page 1 has 2 holders and stands 1 times"),
+        (forget_free, "page 3 has 0 holders and is 0 times"),
+        (free_twice, "page 3 has 0 holders and is 2 times"),
+        (free_while_held, "page 1 has 2 holders and is 1 times"),
         (free_the_dummy, "page 0 is the dummy"),
         (free_the_unknown, "page 9 does not exist"),
     ],
@@ -106,7 +106,7 @@ def test_check_names_the_page_whose_books_are_wrong(spoil, message):
     [
         ([], [], "page 1 has 1 references and 0 holders"),
         ([[1]], [1], "page 1 has 1 references and 2 holders"),
-        ([[1, 1]], [], "page 1 stands 2 times with one holder"),
+        ([[1, 1]], [], "page 1 is listed 2 times by one holder"),
         ([[1]], [2], "page 2 has 0 references and 1 holders"),
         ([[1, 0]], [], "page 0 has 0 references and 1 holders"),
         ([[1, 7]], [], "page 7 does not exist"),

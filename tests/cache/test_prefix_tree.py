@@ -268,7 +268,7 @@ def test_a_page_is_cached_under_one_key_only():
 
 def test_more_pages_than_tokens_are_refused():
     pool = PagePool(9)
-    with pytest.raises(ValueError, match="2 pages of 4 hold more than the 7 tokens"):
+    with pytest.raises(ValueError, match="2 pages of 4 tokens need more than the 7"):
         PrefixTree(pool, 4).insert([0] * 7, pool.allocate(2))
 
 

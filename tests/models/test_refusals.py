@@ -168,7 +168,7 @@ def test_a_capture_beyond_the_target(target: Path) -> None:
         ({"architectures": ["Eagle3DeepseekV2ForCausalLM"]}, ["MLA draft"]),
         (
             {"architectures": ["LlamaForCausalLM"]},
-            ["'LlamaForCausalLM' is no draft", "supported are EAGLE-3 heads"],
+            ["'LlamaForCausalLM' is not a known draft", "supported are EAGLE-3 heads"],
         ),
         ({"speculators_model_type": "mtp"}, ["'mtp' is not supported; supported are EAGLE-3 heads"]),
     ],

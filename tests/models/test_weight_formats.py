@@ -195,9 +195,9 @@ def edit(path: Path, **tensors: Tensor | None) -> None:
     ("suffix", "tensor", "says"),
     [
         ("weight_scale", None, r"weight_scale' \[64\] is missing"),
-        ("weight_scale", torch.ones(63), r"weight_scale' .* shape \[63\], .* asks for \[64\]"),
-        ("weight_int8", torch.ones(64, 32), "weight_int8' .* stored as float32, .* asks for int8"),
-        ("weight_zero_point", torch.ones(64), "weight_zero_point' .* used by no parameter"),
+        ("weight_scale", torch.ones(63), r"weight_scale' .* shape \[63\], .* needs \[64\]"),
+        ("weight_int8", torch.ones(64, 32), "weight_int8' .* stored as float32, .* needs int8"),
+        ("weight_zero_point", torch.ones(64), "weight_zero_point' .* belongs to no parameter"),
     ],
 )
 def test_tensors_that_the_format_does_not_ask_for_are_refused(both, suffix, tensor, says):
@@ -219,7 +219,7 @@ def test_matrices_of_two_formats_are_not_stacked(both):
 def test_numbers_in_fewer_bits_are_no_dense_weights(both):
     path = both[1][0]
     edit(path, **{"model.layers.2.mlp.up_proj.weight": torch.ones(64, 32, dtype=torch.int8)})
-    with pytest.raises(EspalierError, match=r"up_proj\.weight' .* stored as int8, .* asks for float64, float32"):
+    with pytest.raises(EspalierError, match=r"up_proj\.weight' .* stored as int8, .* needs float64, float32"):
         load_target(path, dtype=DTYPE, device="cpu", position_rows=8)
 
 

@@ -270,9 +270,9 @@ def test_a_user_names_the_directory_alone():
 def test_what_it_is_not_is_refused():
     target, draft = paths("llama", None, None, "captured")
     named = EngineConfig(model=target, draft=draft, speculation=SpeculationConfig(algorithm="eagle3"))
-    with pytest.raises(EspalierError, match="algorithm='eagle3' is asked for and the draft is for 'two-layer'"):
+    with pytest.raises(EspalierError, match="algorithm='eagle3' is set, but the draft is for 'two-layer'"):
         load.find(named)
-    with pytest.raises(EspalierError, match=r"no draft that is known; supported are EAGLE-3 .*; two-layer toys \(Two"):
+    with pytest.raises(EspalierError, match=r"is not a known draft; supported are EAGLE-3 .*; two-layer toys \(Two"):
         load.find(EngineConfig(model=target, draft=target))
 
 
@@ -280,5 +280,5 @@ def test_what_it_is_not_is_refused():
 def test_a_form_that_no_drafter_runs_is_refused(change, monkeypatch):
     _, draft = SMALL.models(SMALL.layout.position_rows)
     monkeypatch.setattr(draft, "spec", replace(draft.spec, **change))
-    with pytest.raises(EspalierError, match="is run by no AutoregressiveDrafter"):
+    with pytest.raises(EspalierError, match="AutoregressiveDrafter does not run a draft"):
         SMALL.engine()

@@ -48,12 +48,12 @@ def test_a_table_becomes_the_layouts_trees(tmp_path):
 
 
 REFUSED = [
-    ({0: {"steps": 0}}, "0 is no number of requests"),
-    ({"x": {"steps": 0}}, "'x' is no number of requests"),
-    ({True: {"steps": 0}}, "True is no number of requests"),
-    ({8: PLAIN, 4: PLAIN}, "4 stands after 8"),
-    ({8: PLAIN, "8": PLAIN}, "8 stands after 8"),
-    ({8: 3}, "from 8 requests on: 3 is no tree"),
+    ({0: {"steps": 0}}, "0 is not a number of requests"),
+    ({"x": {"steps": 0}}, "'x' is not a number of requests"),
+    ({True: {"steps": 0}}, "True is not a number of requests"),
+    ({8: PLAIN, 4: PLAIN}, "4 comes after 8"),
+    ({8: PLAIN, "8": PLAIN}, "8 comes after 8"),
+    ({8: 3}, "from 8 requests on: 3 is not a tree"),
     ({8: {"steps": 0, "depth": 1}}, "unknown 'depth'; a tree has steps, topk, num_draft_tokens"),
     ({8: {"steps": 2, "topk": 1}}, "num_draft_tokens is missing"),
     ({8: {"steps": "2", "topk": 1, "num_draft_tokens": 2}}, "steps='2' is not supported"),
@@ -78,7 +78,7 @@ def test_a_bad_table_is_refused_in_one_line(table, said):
         ("{", "cannot be read"),
         ("[1]", "holds no JSON object"),
         ('{"8": {"steps": 0}, "8": {"steps": 0}}', "twice"),
-        ('{"8": {"steps": 0}, "4": {"steps": 0}}', "4 stands after 8"),
+        ('{"8": {"steps": 0}, "4": {"steps": 0}}', "4 comes after 8"),
     ],
 )
 def test_a_bad_file_is_named(tmp_path, text, said):
@@ -121,7 +121,7 @@ def test_the_nearest_crossing_decides_and_the_log_says_so(tmp_path, monkeypatch,
     tiny = replace(small, hidden_size=256)
     for other in (None, replace(BIG, dtype="float16"), replace(BIG, chip=replace(HOPPER, processors=114)), tiny):
         assert choose_trees("auto", WIDE, other) == {}
-    assert "at every batch (no crossing is measured" in caplog.text
+    assert "at every batch (no crossover is measured" in caplog.text
     facts = replace(FACTS, chip=HOPPER, hidden_size=4096, num_layers=32, geometry=FACTS.geometry[:1] * 33)
     config = EngineConfig(speculation=SpeculationConfig(steps=5, topk=8, num_draft_tokens=64), dtype="bfloat16")
     assert resolve.resolve(config, "target", "draft", HEAD, CPU, facts).by_batch == {16: asdict(PLAIN)}
@@ -149,5 +149,5 @@ def test_a_named_tree_is_not_dropped_in_silence(tree, max_batch, level, monkeypa
 
 def test_a_file_that_is_no_list_of_crossings_is_named(tmp_path):
     (tmp_path / "crossovers.json").write_text('{"crossovers": [{"chip": 1}]}')
-    with pytest.raises(EspalierError, match="is no list of crossovers"):
+    with pytest.raises(EspalierError, match="is not a list of crossovers"):
         crossovers(tmp_path / "crossovers.json")

@@ -1,1 +1,1 @@
-"""What the families share.  Weights are plain tensors: a call costs its torch operations and little else."""
+"""The layers that all families share.  They are plain objects, not nn.Modules: a call costs little but its kernels."""

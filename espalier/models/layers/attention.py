@@ -1,7 +1,7 @@
-"""The attention block of layers that keep K and V heads: merged projection in, output projection out.
+"""The attention block of layers that keep K and V heads: the merged qkv projection and the output projection.
 
-What happens between the two, to norms and rotation, written rows and attention, is the caller's: it supplies `attend`
-(see espalier/models/base.py).
+All work between the two (norms, RoPE, the write of K and V, attention) is done by the caller's `attend`
+(espalier/models/base.py).
 """
 
 from dataclasses import replace
@@ -16,8 +16,10 @@ from espalier.models.layers.norm import RMSNorm
 
 
 class Attention:
-    """qkv stacks q over k over v: [num_heads·head_size, in].  num_heads: heads + 2·kv_heads; q_norm and k_norm: a pair
-    or neither."""
+    """qkv: stacked weights of q, k and v, [num_heads·head_size, in]; num_heads: heads + 2·kv_heads.
+
+    q_norm, k_norm: both, or None for both.
+    """
 
     __slots__ = ("qkv", "out", "q_norm", "k_norm", "num_heads")
 
@@ -33,9 +35,9 @@ class Attention:
     def __call__(
         self, x: Tensor, rope_and_norm: RopeAndNorm, attend: Attend, layer: int, shape: tuple[int, int]
     ) -> Tensor:
-        """x [B·Q, in] -> [B·Q, hidden] or parts of it, as RMSNorm.after takes them.
+        """x [B·Q, in] -> [B·Q, hidden], or parts of it as RMSNorm.after takes them.
 
-        turn: the rows' rotation; shape: (B, Q), which `attend` sees apart.
+        rope_and_norm: cos and sin of the rows; shape: (B, Q), the shape of the rows for `attend`.
         """
         if self.q_norm is not None and self.k_norm is not None:
             rope_and_norm = replace(

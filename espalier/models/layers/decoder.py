@@ -1,7 +1,7 @@
-"""The decoder that every family here is: embedding, layers of attention and gated MLP, final norm, head.
+"""The decoder of all families: embedding, layers of attention and gated MLP, final norm, head.
 
-Rows of a batch are kept flat, [B·Q, hidden]: two-dimensional linears are the cheapest, and only `attend` tells
-requests apart.
+Rows of a batch are flat, [B·Q, hidden]: two-dimensional matrix products are cheapest, and only `attend` needs to know
+which row belongs to which request.
 """
 
 import torch
@@ -22,7 +22,7 @@ from espalier.models.layers.rope import RopeTables
 class DecoderLayer:
     """x + attention(norm(x)), then x + mlp(norm(x)).
 
-    What a block adds travels beside x until the norm after it, which adds it in the same pass over the row.
+    The output of a block is not added to x at once: the next norm adds it, in the same pass over the row.
     """
 
     __slots__ = ("attention_norm", "attention", "mlp_norm", "mlp")
@@ -36,8 +36,10 @@ class DecoderLayer:
     def __call__(
         self, x: Tensor, normed: Tensor, rope_and_norm: RopeAndNorm, attend: Attend, layer: int, shape: tuple[int, int]
     ) -> tuple[Tensor, Tensor]:
-        """x [B·Q, H], left as it was since it may have been captured, and attention_norm of it -> the same stream and
-        what the MLP adds to it."""
+        """x [B·Q, H] and normed = attention_norm(x) -> (x after attention, the MLP's output to be added to it).
+
+        Does not write to the x that it gets, because x may have been captured.
+        """
         x, normed = self.mlp_norm.after(self.attention(normed, rope_and_norm, attend, layer, shape), x)
         return x, self.mlp(normed)
 
@@ -67,18 +69,18 @@ class Decoder:
 
     def __call__(self, tokens: Tensor, positions: Tensor, attend: Attend) -> ModelOutput:
         shape = (tokens.shape[0], tokens.shape[1])
-        entered = self.embed(tokens, positions, self.rope)
-        rope_and_norm = RopeAndNorm(entered.cos, entered.sin)
-        x, added = entered.x, None
-        kept: dict[int, Tensor] = {}
+        rows = self.embed(tokens, positions, self.rope)
+        rope_and_norm = RopeAndNorm(rows.cos, rows.sin)
+        x, delta = rows.x, None
+        inputs: dict[int, Tensor] = {}
         for layer, block in enumerate(self.layers):
-            x, normed = block.attention_norm.after(added, x)
+            x, normed = block.attention_norm.after(delta, x)
             if layer in self.capture:
-                kept[layer] = x
-            x, added = block(x, normed, rope_and_norm, attend, layer, shape)
-        x, normed = self.norm.after(added, x)
-        kept[len(self.layers)] = x
-        captured = torch.cat([kept[i] for i in self.capture], dim=-1).unflatten(0, shape) if self.capture else None
+                inputs[layer] = x
+            x, delta = block(x, normed, rope_and_norm, attend, layer, shape)
+        x, normed = self.norm.after(delta, x)
+        inputs[len(self.layers)] = x
+        captured = torch.cat([inputs[i] for i in self.capture], dim=-1).unflatten(0, shape) if self.capture else None
         return ModelOutput(hidden=normed.unflatten(0, shape), captured=captured)
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Token embeddings, and with them the rows that enter a model."""
+"""The token embedding.  The same launch also looks up cos and sin of the rows' positions."""
 
 from torch import Tensor
 
@@ -17,5 +17,8 @@ class Embedding:
     def __call__(
         self, tokens: Tensor, positions: Tensor, rope: RopeTables, beside: DraftHidden | None = None
     ) -> EmbeddedRows:
-        """tokens, positions int64 [B, Q] as rows of a model, with their rotation and what stands beside them."""
+        """The embedded rows of tokens [B, Q] int64 with cos and sin of positions [B, Q] int64.
+
+        beside: for a draft, the hidden states that are concatenated to the embeddings.
+        """
         return embed_rows(tokens, positions, EmbeddingTables(self.weight, rope.cos, rope.sin), beside)

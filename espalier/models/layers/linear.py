@@ -1,4 +1,4 @@
-"""A linear layer: a weight of any format, a bias, and where the results of shards are summed."""
+"""A linear layer: a weight of any format, a bias, and a hook that sums the results of shards."""
 
 from collections.abc import Callable
 
@@ -8,9 +8,9 @@ from espalier.models.weight_formats import Weight
 
 
 class Linear:
-    """y = x · weightᵀ + bias.  Several projections of one input may be stacked in the weight.
+    """y = x · weightᵀ + bias.  The weight may stack several projections of one input.
 
-    reduce: where the weight is one shard of a matrix's columns, what sums the results of all shards.
+    reduce: sums the results of all shards; for a weight that is one shard along the columns of a matrix.
     """
 
     __slots__ = ("weight", "bias", "reduce")
@@ -27,19 +27,19 @@ class Linear:
         return self.weight.shape
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [..., in] -> a fresh tensor [..., out]."""
+        """x [..., in] -> a new tensor [..., out]."""
         if x.ndim == 2:
             return self.weight.apply(x, self.bias)
         return self.weight.apply(x.reshape(-1, x.shape[-1]), self.bias).view(*x.shape[:-1], self.shape[0])
 
     def in_parts(self, x: Tensor) -> Tensor:
-        """x [rows, in] -> [rows, out], or [parts, rows, out] float32 that its reader adds (RMSNorm.after).
+        """x [rows, in] -> [rows, out], or [parts, rows, out] float32, which the reader sums (RMSNorm.after).
 
-        The place of an all-reduce: between these parts and the norm that reads them.
+        An all-reduce (`reduce`) belongs here, before the norm that reads the parts.
         """
         parts = self.weight.parts(x, self.bias)
         return parts if self.reduce is None else self.reduce(parts)
 
     def gated(self, x: Tensor) -> Tensor:
-        """x [rows, in] -> silu(gate) · up [rows, out / 2] of a weight that stacks gate over up."""
+        """x [rows, in] -> silu(gate) · up [rows, out / 2], for a weight that stacks gate and up."""
         return self.weight.gated(x, self.bias)

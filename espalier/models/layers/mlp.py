@@ -1,4 +1,4 @@
-"""The gated feed-forward block all families use: down(silu(gate(x)) * up(x))."""
+"""The gated feed-forward block of all families: down(silu(gate(x)) * up(x))."""
 
 from torch import Tensor
 
@@ -6,7 +6,7 @@ from espalier.models.layers.linear import Linear
 
 
 class GatedMLP:
-    """gate_up stacks gate over up: [2·intermediate, hidden]."""
+    """gate_up: stacked weights of gate and up, [2·intermediate, hidden]."""
 
     __slots__ = ("gate_up", "down")
 
@@ -15,5 +15,5 @@ class GatedMLP:
         self.down = down
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[B·Q, hidden] -> [B·Q, hidden] or parts of it, as RMSNorm.after takes them."""
+        """[B·Q, hidden] -> [B·Q, hidden], or parts of it as RMSNorm.after takes them."""
         return self.down.in_parts(self.gate_up.gated(x))

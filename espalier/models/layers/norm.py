@@ -1,4 +1,4 @@
-"""A model's RMS normalisation: a weight and what it is called with."""
+"""RMS normalisation with a weight, alone or fused with the residual addition before it."""
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ from espalier.kernels.layers.norm import add_rms_norm, length_constants, norm_by
 class RMSNorm:
     """x / sqrt(mean(x²) + eps) · weight over the last dimension, in float32 at least; x has weight's dtype.
 
-    On a CPU the constants of the exact dtypes are made once: making them costs as much as norming a row.
+    On a CPU, for float32 and float64, constants are computed once: computing them costs as much as norming a row.
     """
 
     __slots__ = ("weight", "eps", "_constants")
@@ -17,8 +17,8 @@ class RMSNorm:
     def __init__(self, weight: Tensor, eps: float) -> None:
         self.weight = weight
         self.eps = eps
-        kept = weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.float64)
-        self._constants = length_constants(weight, eps) if kept else None
+        has_constants = weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.float64)
+        self._constants = length_constants(weight, eps) if has_constants else None
 
     def __call__(self, x: Tensor) -> Tensor:
         """[..., H] -> [..., H]."""
@@ -27,9 +27,9 @@ class RMSNorm:
         return rms_norm(x, self.weight, self.eps)
 
     def after(self, delta: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """(residual + delta, its norm), [N, H] each.
+        """(residual + delta, norm of that sum), [N, H] each.
 
-        delta: [N, H], or [parts, N, H] float32 as Linear.in_parts hands on; None where nothing was added yet.
+        delta: [N, H], or [parts, N, H] float32 from Linear.in_parts, which are summed; None before the first block.
         """
         if delta is None:
             return residual, self(residual)

@@ -1,7 +1,7 @@
-"""Rotary position embeddings: the frequencies of every scaling type, and tables over positions.
+"""Rotary position embeddings (RoPE): the frequencies of each scaling type, and tables of cos and sin by position.
 
-Formulas follow transformers.modeling_rope_utils, in its order of float32 operations, so that the frequencies agree to
-the bit with those the checkpoints were trained on.
+The formulas follow transformers.modeling_rope_utils, with the same order of float32 operations.  So the frequencies are
+bitwise equal to those that the checkpoints were trained with.
 """
 
 import math
@@ -13,11 +13,12 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """One model's rotary embedding.  dim: rotated channels of a head, all of them in every family supported.
+    """The RoPE of one model.
 
-    type: default, linear, dynamic, llama3 or yarn.  A dynamic model has plain frequencies up to its trained length,
-    which is where `ModelConfig.max_position` ends it: beyond, every new token would change the rotation of all cached
-    keys.
+    dim: rotated channels of a head; all channels, in every supported family.
+    type: default, linear, dynamic, llama3 or yarn.  A dynamic model has unscaled frequencies up to its trained length.
+    `ModelConfig.max_position` limits it to that length: beyond it, every new token would change the rotation of all
+    cached keys.
     """
 
     dim: int
@@ -49,7 +50,7 @@ class RopeConfig:
         return self.theta ** (torch.arange(0, self.dim, 2, dtype=torch.int64).float() / self.dim)
 
     def _llama3(self, plain: Tensor) -> Tensor:
-        """Long wavelengths slow down by `factor`, short ones stay, those between are interpolated (Llama 3.1)."""
+        """Llama 3.1: divide low frequencies by `factor`, keep high ones, interpolate between."""
         wavelength = 2 * math.pi / plain
         low, high = self.low_freq_factor, self.high_freq_factor
         keep = (self.original_max_position / wavelength - low) / (high - low)
@@ -61,8 +62,8 @@ class RopeConfig:
         return torch.where(is_between, between, slow)
 
     def _yarn(self) -> Tensor:
-        """Interpolate the slow dimensions, keep the fast ones, ramp between beta_slow and beta_fast turns (YaRN)."""
-        low, high = self._turns_at(self.beta_fast), self._turns_at(self.beta_slow)
+        """YaRN: divide low frequencies by `factor`, keep high ones, ramp between beta_slow and beta_fast turns."""
+        low, high = self._dimension_of(self.beta_fast), self._dimension_of(self.beta_slow)
         if self.truncate:
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, self.dim - 1)
@@ -71,15 +72,15 @@ class RopeConfig:
         periods = self._periods()
         return 1.0 / (self.factor * periods) * (1 - keep) + 1.0 / periods * keep
 
-    def _turns_at(self, turns: float) -> float:
-        """The (fractional) dimension that turns this often over the original length."""
+    def _dimension_of(self, turns: float) -> float:
+        """The (fractional) dimension that makes this many turns over the original length."""
         return self.dim * math.log(self.original_max_position / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
 
 
 class RopeTables:
-    """cos and sin for positions 0 .. rows-1, [rows, dim] each, in halves as Hugging Face's rotate_half has them.
+    """cos and sin for positions 0 .. rows-1, [rows, dim] each, in two halves as in Hugging Face's rotate_half.
 
-    The sine's first half is negated, so that rotating is x·cos + swap_halves(x)·sin (kernels/layers/rope.py).
+    The first half of sin is negated, so RoPE is x·cos + swap_halves(x)·sin (kernels/layers/rope.py).
     """
 
     __slots__ = ("cos", "sin")

@@ -1,6 +1,6 @@
-"""The formats that weights are stored in, by what config.json says of them.
+"""The storage formats of weights, chosen by config.json.
 
-A format is a file in this package and an entry in FORMATS.
+To add a format, add a file to this package and an entry to FORMATS.
 """
 
 from collections.abc import Callable, Mapping
@@ -41,12 +41,12 @@ def all_dense(name: str) -> WeightFormat:
     return DENSE_FORMAT
 
 
-# By quant_method (None where config.json names none): from that field of config.json, what each matrix is stored in.
+# By quant_method (None if config.json has none): makes each matrix's format from that field of config.json.
 FORMATS: Mapping[str | None, Callable[[Mapping[str, Any]], FormatOf]] = {None: lambda quantisation: all_dense}
 
 
 def read_formats(full: Mapping[str, Any], path: Path) -> FormatOf:
-    """Of a completed config.json.  Raises EspalierError naming a format that is not in FORMATS."""
+    """The formats of a completed config.json.  Raises EspalierError naming a format that is not in FORMATS."""
     field = next((name for name in QUANTISATION_FIELDS if full.get(name) is not None), QUANTISATION_FIELDS[0])
     quantisation = full.get(field)
     method = quantisation.get("quant_method", "?") if isinstance(quantisation, Mapping) else quantisation

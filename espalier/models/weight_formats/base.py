@@ -1,8 +1,8 @@
-"""What the layers know of a weight, and what the loader knows of a weight format.
+"""The contracts of a weight (for the layers) and of a weight format (for the loader).
 
-A weight multiplies rows by a matrix that its format stores in any form.  A format says which tensors of a checkpoint
-make up a matrix, along which of their dimensions its rows and columns lie, and what weight they become.  From that the
-loader checks, stacks and cuts them, for every format alike.
+A weight multiplies rows by a matrix, in whatever form its format keeps it.  A format declares the tensors that make up
+a matrix in a checkpoint, the dimensions of these tensors that are the matrix's rows and columns, and the weight that
+they become.  With that, the loader checks, stacks and shards the tensors of every format in the same way.
 """
 
 from abc import ABC, abstractmethod
@@ -18,9 +18,9 @@ from espalier.kernels.layers.silu import silu_mul
 
 
 class Weight(ABC):
-    """A matrix [out, in].  nbytes: of its tensors, as they are kept.
+    """A matrix [out, in].  nbytes: bytes of its tensors in memory.
 
-    A format writes `apply`, and the other two where its kernels do better than these.
+    A format implements `apply`.  It overrides `parts` and `gated` if it has faster kernels for them.
     """
 
     __slots__ = ("shape", "nbytes")
@@ -32,22 +32,22 @@ class Weight(ABC):
 
     @abstractmethod
     def apply(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """x [rows, in] -> a fresh tensor x · weightᵀ + bias [rows, out] in x's dtype."""
+        """x [rows, in] -> x · weightᵀ + bias, a new tensor [rows, out] in x's dtype."""
 
     def parts(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """`apply`, or [parts, rows, out] float32 whose sum it is, for a reader that adds them (RMSNorm.after)."""
+        """The result of `apply`, or [parts, rows, out] float32 that sum to it.  RMSNorm.after sums them."""
         return self.apply(x, bias)
 
     def gated(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """silu(gate) · up [rows, out / 2], of a weight that stacks gate over up."""
+        """silu(gate) · up [rows, out / 2], for a weight that stacks gate and up."""
         return silu_mul(self.apply(x, bias))
 
 
 @dataclass(frozen=True)
 class Shard:
-    """One of `count` equal cuts of a matrix.
+    """One of `count` equal shards of a matrix.
 
-    along "rows": the cuts' results stand side by side; along "columns": they are summed.
+    along "rows": the results of the shards are concatenated; along "columns": they are summed.
     """
 
     index: int = 0
@@ -55,7 +55,7 @@ class Shard:
     along: Literal["rows", "columns"] = "rows"
 
     def cut(self, rows: int, columns: int) -> tuple[int, int]:
-        """The shape of one cut of a matrix."""
+        """The shape of one shard of a matrix [rows, columns]."""
         return (rows // self.count, columns) if self.along == "rows" else (rows, columns // self.count)
 
 
@@ -64,11 +64,12 @@ WHOLE = Shard()
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of a matrix in a checkpoint.
+    """One of the tensors that a checkpoint stores for a matrix.
 
-    suffix: what its name adds to the matrix's.  dtype: None for a floating-point tensor that is cast to the model's
-    dtype.  row_dim, column_dim: the dimensions along which the matrix's rows and columns lie; None where every row
-    (column) needs the whole tensor.
+    suffix: its name is the matrix's name and this suffix.
+    dtype: None for a floating-point tensor, which is cast to the model's dtype.
+    row_dim, column_dim: its dimensions that are the matrix's rows and columns; None if every row (or column) of the
+    matrix needs the whole tensor.
     """
 
     suffix: str
@@ -79,40 +80,40 @@ class StoredTensor:
 
 
 class WeightFormat(ABC):
-    """How matrices are stored.  Two formats are equal where their matrices may be stacked."""
+    """A way to store matrices.  Matrices of formats that compare equal may be stacked."""
 
     name: ClassVar[str]
 
     @abstractmethod
     def tensors(self, rows: int, columns: int) -> tuple[StoredTensor, ...]:
-        """What a matrix [rows, columns] is stored as.  Raises EspalierError for a shape that the format cannot hold."""
+        """The tensors that store a matrix [rows, columns].  Raises EspalierError for a shape that it cannot store."""
 
     @abstractmethod
     def build(self, tensors: Mapping[str, Tensor], rows: Sequence[int], columns: int) -> Weight:
-        """One weight from matrices of `rows` rows each, stacked in this order.
+        """One weight of stacked matrices, which have `rows` rows each, in this order.
 
-        tensors: by suffix, on the device.  Those with a row_dim are joined along it; those without have a first
-        dimension more, one entry a matrix.
+        tensors: by suffix, on the device.  A tensor with row_dim has all matrices concatenated along it; a tensor
+        without has an additional first dimension, with one entry for each matrix.
         """
 
     def keeps(self, name: str, dtype: torch.dtype) -> bool:
-        """Whether a checkpoint's tensor stays in the dtype that it is stored in.  Others are cast to the model's."""
+        """Whether a tensor keeps its stored dtype in memory.  Other tensors are cast to the model's dtype."""
         return False
 
     def cut(self, stored: StoredTensor, shard: Shard) -> tuple[slice, ...]:
-        """The part of a stored tensor that a shard needs.  Raises EspalierError where it does not divide evenly."""
-        whole = [slice(0, size) for size in stored.shape]
+        """The slices of a stored tensor that a shard needs.  Raises EspalierError if it does not divide evenly."""
+        slices = [slice(0, size) for size in stored.shape]
         dim = stored.row_dim if shard.along == "rows" else stored.column_dim
         if dim is None:
-            return tuple(whole)
-        size, rest = divmod(stored.shape[dim], shard.count)
-        if rest:
+            return tuple(slices)
+        size, remainder = divmod(stored.shape[dim], shard.count)
+        if remainder:
             raise EspalierError(
                 f"{stored.suffix} {list(stored.shape)} in format {self.name} cannot be cut into {shard.count} equal "
                 f"shards along its {shard.along}; use another number of devices"
             )
-        whole[dim] = slice(shard.index * size, (shard.index + 1) * size)
-        return tuple(whole)
+        slices[dim] = slice(shard.index * size, (shard.index + 1) * size)
+        return tuple(slices)
 
 
 # The format of a matrix, by its name in the checkpoint, such as model.layers.0.mlp.up_proj.

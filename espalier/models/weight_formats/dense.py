@@ -1,10 +1,10 @@
-"""Weights that are stored as one tensor of floating-point numbers, in the model's dtype.
+"""Dense weights: one floating-point tensor in the model's dtype.
 
-On an x86 CPU in float32 the weight is kept in oneDNN's own blocked layout: the plain call goes to a BLAS that takes 2
-to 4 times as long for the few rows of a decoding step (docs/log.md).  The two agree to float32 rounding.
+On an x86 CPU in float32, the weight is kept in oneDNN's blocked layout.  F.linear would call a BLAS that takes 2 to 4
+times as long for the few rows of a decoding step (docs/log.md).  Both results agree to float32 rounding.
 
-On a GPU a measured table says for each shape and number of rows whether our kernel or F.linear computes it
-(kernels/layers/linear_tuning.py); where it says nothing, F.linear does.
+On a GPU, a measured table says for each shape and number of rows whether our kernel or F.linear is used
+(kernels/layers/linear_tuning.py).  F.linear is used for shapes without an entry.
 """
 
 import platform
@@ -18,12 +18,12 @@ from espalier.kernels.layers.linear import linear, linear_gated, linear_parts
 from espalier.kernels.layers.linear_tuning import DENSE, LinearPlans, plans_for
 from espalier.models.weight_formats.base import StoredTensor, Weight, WeightFormat
 
-# oneDNN chooses the layout for a typical number of rows; one for 16 is near the best from 1 to 128.
+# oneDNN optimises the layout for a given number of rows.  The layout for 16 rows is near the best from 1 to 128 rows.
 PACKED_FOR_ROWS = 16
 
 
 class DenseWeight(Weight):
-    """tensor [out, in]: F.linear."""
+    """A weight [out, in] for F.linear."""
 
     __slots__ = ("tensor",)
     format = DENSE
@@ -37,22 +37,22 @@ class DenseWeight(Weight):
 
 
 class TunedWeight(DenseWeight):
-    """A dense weight on a GPU, for whose shape the tuning table has an entry."""
+    """A dense weight on a GPU with an entry in the tuning table."""
 
-    __slots__ = ("_choices",)
+    __slots__ = ("_plans",)
 
-    def __init__(self, tensor: Tensor, choices: LinearPlans) -> None:
+    def __init__(self, tensor: Tensor, plans: LinearPlans) -> None:
         super().__init__(tensor)
-        self._choices = choices
+        self._plans = plans
 
     def apply(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        return linear(x, self.tensor, bias, self._choices.at(len(x)))
+        return linear(x, self.tensor, bias, self._plans.at(len(x)))
 
     def parts(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        return linear_parts(x, self.tensor, bias, self._choices.at(len(x)))
+        return linear_parts(x, self.tensor, bias, self._plans.at(len(x)))
 
     def gated(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        return linear_gated(x, self.tensor, bias, self._choices.at(len(x)))
+        return linear_gated(x, self.tensor, bias, self._plans.at(len(x)))
 
 
 class PackedWeight(Weight):
@@ -64,7 +64,7 @@ class PackedWeight(Weight):
     def __init__(self, tensor: Tensor) -> None:
         super().__init__((tensor.shape[0], tensor.shape[1]), tensor.nbytes)
         self._packed = torch.ops.mkldnn._reorder_linear_weight(tensor.contiguous(), PACKED_FOR_ROWS)
-        # Looking the operator up takes as long as a small layer computes.
+        # Kept, because looking up the operator takes as long as a small layer's computation.
         self._multiply = torch.ops.mkldnn._linear_pointwise.default
 
     def apply(self, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -83,14 +83,15 @@ class DenseFormat(WeightFormat):
 
 
 def dense_weight(tensor: Tensor) -> Weight:
-    """The weight of a tensor [out, in], which it shares but where it is packed."""
+    """The weight of a tensor [out, in].  It shares the tensor's memory, unless it is packed."""
     if can_pack(tensor):
         return PackedWeight(tensor)
-    choices = plans_for((tensor.shape[0], tensor.shape[1]), DENSE, tensor.dtype, tensor)
-    return DenseWeight(tensor) if choices is None else TunedWeight(tensor, choices)
+    plans = plans_for((tensor.shape[0], tensor.shape[1]), DENSE, tensor.dtype, tensor)
+    return DenseWeight(tensor) if plans is None else TunedWeight(tensor, plans)
 
 
 def can_pack(tensor: Tensor) -> bool:
+    """Whether oneDNN's blocked layout is available for this tensor."""
     return (
         tensor.device.type == "cpu"
         and tensor.dtype == torch.float32

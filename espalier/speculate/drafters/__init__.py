@@ -1,4 +1,4 @@
-"""Drafters, and the formats in which their models are stored."""
+"""Drafters, and the checkpoint formats of their draft models."""
 
 from espalier.speculate.drafters.base import Drafter, DraftFormat
 from espalier.speculate.drafters.registry import (

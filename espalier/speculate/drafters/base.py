@@ -1,4 +1,4 @@
-"""What a drafter is, and what a format of drafts on disk is."""
+"""The contracts of a drafter and of a draft's checkpoint format."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,38 +21,38 @@ from espalier.speculate.tree import Tree, root_only
 
 
 class Drafter(Protocol):
-    """Grows trees, and takes in what was decided of them.  spec: its declaration."""
+    """Proposes token trees, and runs over the tokens that were decided.  spec: what the draft needs (DraftSpec)."""
 
     spec: DraftSpec
 
     def sized(self, layout: RoundLayout) -> Self:
-        """The same drafter, in the same buffers, for trees of a layout that these hold (RoundLayout.at)."""
+        """The same drafter with the same buffers, for the tree of a smaller layout (RoundLayout.at)."""
         ...
 
     def prepare(self, lengths: CommittedLengths) -> None:
-        """Called on the host before each launch, with what is known of the draft's committed rows."""
+        """Called on the host before each launch.  lengths: of the draft's committed rows."""
         ...
 
     def propose(self, slots: BatchState, sampler: Sampler) -> Tree:
-        """Grow a tree under each slot's root."""
+        """Propose a tree under the root of each slot."""
         ...
 
     def extend(self, slots: BatchState, read: Tensor | None, length: Tensor) -> None:
-        """Take in tokens n+1 .. n+length, already in the history.
+        """Run over the new tokens n+1 .. n+length, which are in the slots' history already.
 
-        read: [B, W, F], what `spec.reads` names of the target at tokens n .. n+W-1, None if nothing is; length: [B], up
-        to W.
+        read: [B, W, F], the target's features that `spec.reads` names, at tokens n .. n+W-1; None if it names none.
+        length: [B], at most W.
         """
         ...
 
 
 class NoDrafter:
-    """Plain decoding: the tree is its root."""
+    """Plain decoding: the tree is the root alone."""
 
     spec = DraftSpec("none")
 
     def __init__(self, layout: RoundLayout):
-        """layout: of every drafter's; this one needs nothing of it."""
+        """layout: not used.  All drafters without files have the same constructor."""
 
     def sized(self, layout: RoundLayout) -> Self:
         return self
@@ -71,7 +71,7 @@ class MakeDrafter(Protocol):
     def __call__(
         self, draft: Any, layout: RoundLayout, pages: PagedKV, backend: GroupedBackend, geometry: Sequence[LayerSpec]
     ) -> Drafter:
-        """geometry: of all layers, the target's first; the draft's are the last."""
+        """geometry: specs of all layers, the target's first, the draft's last."""
         ...
 
 
@@ -81,17 +81,17 @@ def no_explanation(raw: Raw, path: Path) -> str | None:
 
 @dataclass(frozen=True)
 class DraftFormat:
-    """A form in which drafts are stored, from its config.json to the drafter that runs it.
+    """A checkpoint format of drafts: how to recognise it, read it, load it and run it.
 
-    algorithm: the name that users give, and that `DraftSpec.algorithm` repeats.
-    title: what refusals call such drafts, in the plural.
-    architectures, speculators_types: what config.json says of such a draft, in `architectures` (or, without it,
-    `model_type`), or in `speculators_model_type`, which then decides alone.
+    algorithm: the name that users give; equal to `DraftSpec.algorithm`.
+    title: the name of such drafts in error texts, in the plural.
+    architectures: values of `architectures` in config.json (or of `model_type`, if that is missing) of this format.
+    speculators_types: values of `speculators_model_type` of this format; if a config has that field, it alone decides.
     read: (directory, config.json, the target's config) -> a config that fits this target.  Raises EspalierError.
-    make: (weights, config, the target, rows of position tables) -> a DraftModel that takes every weight.
-    drafter: makes what runs it.
-    explain: (config.json, directory) -> why a draft that no format takes is not supported, where this format's file
-    knows better than "unknown".
+    make: (weights, config, the target, rows of position tables) -> a DraftModel that uses every weight.
+    drafter: makes the drafter that runs the model.
+    explain: (config.json, directory) -> why a draft of no known format is not supported, or None if this format does
+    not know either.
     """
 
     algorithm: str

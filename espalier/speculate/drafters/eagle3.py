@@ -1,4 +1,4 @@
-"""EAGLE-3 heads (Li et al. 2025, arXiv 2503.01840), in SafeAILab's and vLLM speculators' form."""
+"""EAGLE-3 heads (Li et al. 2025, arXiv 2503.01840), in the formats of SafeAILab and of vLLM's speculators."""
 
 from espalier.models.eagle3 import make_eagle3
 from espalier.models.eagle3_config import ARCHITECTURES, explain_earlier, read_eagle3

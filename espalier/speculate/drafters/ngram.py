@@ -1,7 +1,7 @@
-"""N-gram lookup on the device (prompt lookup decoding, Saxena 2023): what once followed is proposed again.
+"""N-gram lookup on the device (prompt lookup decoding, Saxena 2023): tokens that followed before are proposed again.
 
-No model and no K/V: candidates come from the slot's own history.  The longest and then the latest occurrences of the
-history's suffix each give a branch; branches start with distinct tokens, so siblings are distinct.
+It needs no model and no K/V: candidates come from the slot's history.  Earlier occurrences of the history's suffix give
+the branches, longest first, then latest first.  Branches start with distinct tokens, so siblings are distinct.
 """
 
 from typing import Self
@@ -35,17 +35,16 @@ class NgramDrafter:
             return root_only(slots.root)
         topk = self.layout.topk
         length, ends = find_matches(slots.table.history, slots.index, slots.prefix_len, topk)
-        found = length > 0
-        # A match of m tokens is trusted as m in m + 1 a step; what is not found scores -inf and becomes a void node.
-        step = torch.where(found, torch.log(length / (length + 1.0)), -torch.inf).float()
+        # After a match of m tokens, each proposed token has probability m / (m + 1).  No match: -inf, a void node.
+        logp = torch.where(length > 0, torch.log(length / (length + 1.0)), -torch.inf).float()
         pool = Pool(topk)
-        places = torch.arange(topk, device=ends.device).expand_as(ends)
-        pool.add(slots.history_at(continued_at(ends, slots.prefix_len, 1))[:, None], step[:, None])
+        branches = torch.arange(topk, device=ends.device).expand_as(ends)
+        pool.add(slots.history_at(continued_at(ends, slots.prefix_len, 1))[:, None], logp[:, None])
         for level in range(2, self.layout.steps + 1):
-            # Branches stay in their order: each is its beam's first child.
-            pool.keep(places if level == 2 else places * topk)
+            # Branches keep their order.  From level 2 on, a branch is the first of its beam's topk candidates.
+            pool.keep(branches if level == 2 else branches * topk)
             tokens = slots.history_at(continued_at(ends, slots.prefix_len, level))
-            pool.add(*only_children(tokens, step * level))
+            pool.add(*only_children(tokens, logp * level))
         return pool.select(slots.root, self.layout.num_draft_tokens)
 
     def extend(self, slots: BatchState, read: Tensor | None, length: Tensor) -> None:
@@ -53,15 +52,17 @@ class NgramDrafter:
 
 
 def only_children(tokens: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
-    """[B, K, K] each: a branch has one child where a beam could have topk; the rest of the candidates do not exist."""
+    """Tokens and scores [B, K] as candidates [B, K, K]: one child for each branch, and -inf for its other children."""
     batch, topk = tokens.shape
-    wide = scores.new_full((batch, topk, topk), -torch.inf)
-    wide[..., 0] = scores
-    return tokens[..., None].expand(-1, -1, topk), wide
+    padded = scores.new_full((batch, topk, topk), -torch.inf)
+    padded[..., 0] = scores
+    return tokens[..., None].expand(-1, -1, topk), padded
 
 
 def continued_at(ends: Tensor, root: Tensor, level: int) -> Tensor:
-    """[B, K]: where the token `level` past positions `ends` [B, K] stands; a match that reaches the root [B] goes on
-    around its period."""
+    """[B, K]: position of the token `level` tokens after `ends` [B, K].
+
+    If that is past the root's position `root` [B], the text between match and root is continued periodically.
+    """
     period = (root[:, None] - ends).clamp(min=1)
     return ends + 1 + (level - 1) % period

@@ -1,4 +1,4 @@
-"""The formats of drafts that exist, keyed by what config.json says, and the drafters that need no files."""
+"""The known draft formats, chosen by config.json, and the drafters that need no files."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,7 +19,7 @@ from espalier.speculate.drafters import eagle3
 from espalier.speculate.drafters.base import Drafter, DraftFormat, NoDrafter, architecture_of
 from espalier.speculate.drafters.ngram import NgramDrafter
 
-# By algorithm.  A format outside this package adds its own: DRAFT_FORMATS[FORMAT.algorithm] = FORMAT.
+# By algorithm.  To add a format from outside this package: DRAFT_FORMATS[FORMAT.algorithm] = FORMAT.
 DRAFT_FORMATS: dict[str, DraftFormat] = {module.FORMAT.algorithm: module.FORMAT for module in (eagle3,)}
 WITHOUT_FILES: Mapping[str, type[NgramDrafter] | type[NoDrafter]] = MappingProxyType(
     {drafter.spec.algorithm: drafter for drafter in (NgramDrafter, NoDrafter)}
@@ -27,12 +27,12 @@ WITHOUT_FILES: Mapping[str, type[NgramDrafter] | type[NoDrafter]] = MappingProxy
 
 
 def algorithms() -> tuple[str, ...]:
-    """The names that users may give."""
+    """The algorithm names that users may give."""
     return (*DRAFT_FORMATS, *WITHOUT_FILES)
 
 
 def format_of(raw: Raw, path: Path) -> DraftFormat:
-    """The format of the draft at `path` by its config.json.  Raises EspalierError with the list of those that exist."""
+    """The format of the draft at `path`, by its config.json.  Raises EspalierError, listing the known formats."""
     for known in DRAFT_FORMATS.values():
         if known.takes(raw):
             return known
@@ -47,18 +47,18 @@ def _why_unknown(raw: Raw, path: Path) -> str:
     for known in DRAFT_FORMATS.values():
         if (reason := known.explain(raw, path)) is not None:
             return reason
-    return f"architecture {architecture_of(raw)!r} is no draft that is known"
+    return f"architecture {architecture_of(raw)!r} is not a known draft"
 
 
 def draft_algorithm(path: Path) -> str:
-    """What runs the draft in this directory.  Raises EspalierError."""
+    """The algorithm that runs the draft in this directory.  Raises EspalierError."""
     return format_of(read_json(path / "config.json"), path).algorithm
 
 
 def read_draft(path: Path | str, target: ModelConfig) -> DraftConfig:
-    """Parse and check a draft's config.json against its target's, before either is loaded.
+    """Parse a draft's config.json and check it against its target's config.  Loads no weights.
 
-    Raises EspalierError: a format that does not exist here, or a draft that does not fit this target.
+    Raises EspalierError for an unknown format, and for a draft that does not fit this target.
     """
     path = Path(path)
     raw = read_json(path / "config.json")
@@ -68,7 +68,7 @@ def read_draft(path: Path | str, target: ModelConfig) -> DraftConfig:
 def load_draft(
     path: Path | str, target: CausalLM, *, dtype: torch.dtype, device: torch.device | str, position_rows: int
 ) -> DraftModel:
-    """Read a draft for `target`, whose `capture` must be what `read_draft(path, target.config).spec` says.
+    """Load a draft.  `target` must have been loaded with the `capture` of `read_draft(path, target.config).spec`.
 
     Raises EspalierError naming what does not fit.
     """
@@ -76,8 +76,8 @@ def load_draft(
     config = read_draft(path, target.config)
     if target.capture != config.spec.capture:
         raise EspalierError(
-            f"{path} fuses the inputs of target layers {config.spec.capture}, the target was loaded to capture "
-            f"{target.capture}; load it with capture={config.spec.capture}"
+            f"{path} reads the inputs of target layers {config.spec.capture}, but the target was loaded to capture "
+            f"{target.capture}; load the target with capture={config.spec.capture}"
         )
     weights = Weights(path, dtype, device, config.layer.formats, allow_bin=True)
     return DRAFT_FORMATS[config.spec.algorithm].make(weights, config, target, position_rows)
@@ -91,12 +91,12 @@ def make_drafter(
     backend: GroupedBackend,
     geometry: Sequence[LayerSpec],
 ) -> Drafter:
-    """geometry: of all layers, the target's first; the draft's are the last.
+    """The drafter of an algorithm.  geometry: specs of all layers, the target's first, the draft's last.
 
-    Raises EspalierError where the algorithm needs a draft and there is none.
+    Raises EspalierError if the algorithm needs a draft and `draft` is None.
     """
     if algorithm in WITHOUT_FILES:
         return WITHOUT_FILES[algorithm](layout)
     if draft is None:
-        raise EspalierError(f"algorithm={algorithm!r} needs a draft, and none is loaded; give draft=")
+        raise EspalierError(f"algorithm={algorithm!r} needs a draft and none is loaded; pass draft=")
     return DRAFT_FORMATS[algorithm].drafter(draft, layout, pages, backend, geometry)
