@@ -35,7 +35,7 @@ def random_inputs(rows, num_out, num_in, device, dtype=DTYPE, bias=False, seed=0
     return x.to(device), weight.to(device), bias_tensor
 
 
-def exact_inputs(rows, num_out, num_in, device, bias=False):
+def drawn_exact(rows, num_out, num_in, device, bias=False):
     """Integers times a power of two: float32 holds every product and sum exactly, so any order gives the same bits.
 
     A sum has about 15 bits, so a missing rounding to DTYPE shows.  The interpreter multiplies with NumPy's BLAS, whose
@@ -102,7 +102,7 @@ def test_partial_sums_add_up_to_linear(kernel_device, monkeypatch, bias):
 )
 def test_gated_equals_silu_mul_of_linear(kernel_device, monkeypatch, plan, bias, rows, size, num_in):
     """Bit for bit, with the activation in the kernel's epilogue or in a kernel of its own."""
-    x, weight, bias_tensor = exact_inputs(rows, 2 * size, num_in, kernel_device, bias=bias)
+    x, weight, bias_tensor = drawn_exact(rows, 2 * size, num_in, kernel_device, bias=bias)
     gate_up = linear(x, weight, bias_tensor, plan)
     poisoned(monkeypatch)
     out = linear_gated(x, weight, bias_tensor, plan)
@@ -113,7 +113,7 @@ def test_gated_equals_silu_mul_of_linear(kernel_device, monkeypatch, plan, bias,
 
 @pytest.mark.parametrize(("rows", "plan"), [(100, TritonPlan(128, 64, 1, 8, 3)), (200, TritonPlan(64, 64, 1, 4, 2))])
 def test_gated_at_many_rows(kernel_device, rows, plan):
-    x, weight, _ = exact_inputs(rows, 272, 136, kernel_device)
+    x, weight, _ = drawn_exact(rows, 272, 136, kernel_device)
     assert torch.equal(linear_gated(x, weight, None, plan), silu_mul_triton(linear(x, weight, None, plan)))
 
 

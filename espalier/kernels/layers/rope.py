@@ -72,16 +72,15 @@ def _rotate_kernel(
     ROTARY: tl.constexpr, SPLITS: tl.constexpr, IN_PLACE: tl.constexpr, NORMS: tl.constexpr,
     EXACT: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK: tl.constexpr, BLOCK_REST: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """left and right are the two halves of a head's rotated values, [BLOCK_H, BLOCK] each; `rest` is the unrotated end
-    of the head.  Strides are named tensor_dimension.  IN_PLACE: out is qkv itself."""
+    """left, right: the halves of a head's rotated values; rest: its unrotated end.  Strides are tensor_dimension."""
     pdl_wait_if(DEPENDENT)
     n = tl.program_id(0).to(tl.int64)
     row = tl.load(row_ptr + n * row_n)
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     column = tl.arange(0, BLOCK)
     half: tl.constexpr = ROTARY // 2
-    column_mask = column < half
-    mask = (head < HEADS + 2 * KV_HEADS)[:, None] & column_mask[None, :]
+    in_half = column < half
+    mask = (head < HEADS + 2 * KV_HEADS)[:, None] & in_half[None, :]
     TYPE: tl.constexpr = out_ptr.dtype.element_ty
     left_ptrs = qkv_ptr + n * qkv_n + head[:, None] * qkv_h + column[None, :]
     left = load_sum(left_ptrs, qkv_split, mask, SPLITS, TYPE, EXACT)
@@ -98,15 +97,12 @@ def _rotate_kernel(
         squares = tl.sum(left * left, 1) + tl.sum(right * right, 1)
         if ROTARY < SIZE:
             squares += tl.sum(rest * rest, 1)
-        mean = squares / SIZE
-        scale = (1.0 / tl.sqrt(mean + EPS))[:, None]
-        is_q_head = is_q[:, None]
-        q_left = _load(q_norm_ptr + column, column_mask, EXACT)
-        k_left = _load(k_norm_ptr + column, column_mask, EXACT)
-        weight = tl.where(is_q_head, q_left, k_left)
-        left = (left * scale * weight).to(TYPE).to(EXACT)
-        q_right = _load(q_norm_ptr + half + column, column_mask, EXACT)
-        k_right = _load(k_norm_ptr + half + column, column_mask, EXACT)
+        scale, is_q_head = (1.0 / tl.sqrt(squares / SIZE + EPS))[:, None], is_q[:, None]
+        q_left, k_left = _load(q_norm_ptr + column, in_half, EXACT), _load(k_norm_ptr + column, in_half, EXACT)
+        left_weight = tl.where(is_q_head, q_left, k_left)
+        left = (left * scale * left_weight).to(TYPE).to(EXACT)
+        q_right = _load(q_norm_ptr + half + column, in_half, EXACT)
+        k_right = _load(k_norm_ptr + half + column, in_half, EXACT)
         right = (right * scale * tl.where(is_q_head, q_right, k_right)).to(TYPE).to(EXACT)
         if ROTARY < SIZE:
             q_rest = _load(q_norm_ptr + rest_column, rest_column < SIZE, EXACT)
@@ -114,14 +110,12 @@ def _rotate_kernel(
             normed = rest * scale * tl.where(is_q_head, q_rest, k_rest)
             rest = tl.where(is_v[:, None], rest, normed.to(TYPE).to(EXACT))
     cos_ptrs, sin_ptrs = cos_ptr + n * cos_n + column, sin_ptr + n * sin_n + column
-    rotated_left = (
-        left * _load(cos_ptrs, column_mask, EXACT)[None, :] + right * _load(sin_ptrs, column_mask, EXACT)[None, :]
-    )
-    rotated_right = right * _load(cos_ptrs + half, column_mask, EXACT)[None, :]
-    rotated_right += left * _load(sin_ptrs + half, column_mask, EXACT)[None, :]
+    rotated_left = left * _load(cos_ptrs, in_half, EXACT)[None, :] + right * _load(sin_ptrs, in_half, EXACT)[None, :]
+    rotated_right = right * _load(cos_ptrs + half, in_half, EXACT)[None, :]
+    rotated_right += left * _load(sin_ptrs + half, in_half, EXACT)[None, :]
     left = tl.where(is_v[:, None], v_left, rotated_left).to(TYPE)
     right = tl.where(is_v[:, None], v_right, rotated_right).to(TYPE)
-    # In place, the V heads need no store.
+    # IN_PLACE (out is qkv itself): the V heads need no store.
     out_mask = mask & (head < HEADS + KV_HEADS)[:, None] if IN_PLACE else mask
     out_ptrs = out_ptr + n * out_n + head[:, None] * out_h + column[None, :]
     tl.store(out_ptrs, left, mask=out_mask)
@@ -134,12 +128,11 @@ def _rotate_kernel(
     tl.store(v_ptrs, left, mask=mask & is_v[:, None])
     tl.store(v_ptrs + half, right, mask=mask & is_v[:, None])
     if ROTARY < SIZE:
-        columns = rest_column[None, :]
         out_mask = rest_mask & (head < HEADS + KV_HEADS)[:, None] if IN_PLACE else rest_mask
-        tl.store(out_ptr + n * out_n + head[:, None] * out_h + columns, rest, mask=out_mask)
-        k_rest_ptrs = k_ptr + row * k_row + (head - HEADS)[:, None] * k_h + columns
+        tl.store(out_ptr + n * out_n + head[:, None] * out_h + rest_column[None, :], rest, mask=out_mask)
+        k_rest_ptrs = k_ptr + row * k_row + (head - HEADS)[:, None] * k_h + rest_column[None, :]
         tl.store(k_rest_ptrs, rest, mask=rest_mask & (is_q == is_v)[:, None])
-        v_rest_ptrs = v_ptr + row * v_row + (head - HEADS - KV_HEADS)[:, None] * v_h + columns
+        v_rest_ptrs = v_ptr + row * v_row + (head - HEADS - KV_HEADS)[:, None] * v_h + rest_column[None, :]
         tl.store(v_rest_ptrs, rest, mask=rest_mask & is_v[:, None])
 
 
