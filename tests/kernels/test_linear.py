@@ -192,15 +192,15 @@ def test_library_plans(kernel_device, monkeypatch, plan, bias):
     wide, weight, bias_tensor = random_inputs(10, 70, 256, kernel_device, bias=bias)
     x, weight = wide[::2, 64:192], weight[:, 128:]
     poisoned(monkeypatch)
-    out, made = linear(x, weight, bias_tensor, plan), linear_parts(x, weight, bias_tensor, plan)
+    out, parts = linear(x, weight, bias_tensor, plan), linear_parts(x, weight, bias_tensor, plan)
     assert out.dtype == DTYPE
     assert_is_the_product(out, x, weight, bias_tensor)
     if plan.splits == 1:
-        assert torch.equal(made, out)
+        assert torch.equal(parts, out)
     else:
-        assert made.shape == (plan.splits, 5, 70) and made.dtype == torch.float32
-        total = made[0].clone()
-        for part in made[1:]:
+        assert parts.shape == (plan.splits, 5, 70) and parts.dtype == torch.float32
+        total = parts[0].clone()
+        for part in parts[1:]:
             total += part
         assert torch.equal(total.to(DTYPE), out)
 

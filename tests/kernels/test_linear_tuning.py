@@ -113,11 +113,11 @@ def test_a_table_of_other_buckets_is_refused(tmp_path):
 @pytest.fixture
 def active_plans(tmp_path, monkeypatch):
     """The plans that are used with a shipped table and a user's table for CHIP."""
-    shipped, own = tmp_path / "shipped.json", tmp_path / "own.json"
+    shipped, user = tmp_path / "shipped.json", tmp_path / "own.json"
     write(shipped, Table(CHIP, "bfloat16", {(64, 128): SOME, (8, 16): SOME}))
-    write(own, Table(CHIP, "bfloat16", {(8, 16): LinearPlans()}))
+    write(user, Table(CHIP, "bfloat16", {(8, 16): LinearPlans()}))
     monkeypatch.setattr(linear_tuning, "SHIPPED", shipped)
-    monkeypatch.setenv(CHOICES_FILE, str(own))
+    monkeypatch.setenv(CHOICES_FILE, str(user))
     linear_tuning._active_plans.cache_clear()
     yield lambda gpu, dtype="bfloat16", format=DENSE: linear_tuning._active_plans((gpu, dtype, format), own_file())
     linear_tuning._active_plans.cache_clear()

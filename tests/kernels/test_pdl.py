@@ -37,22 +37,22 @@ class Chain:
         self.weight["down"] = random_normal(HIDDEN, 4 * HIDDEN, scale=HIDDEN**-0.5 / 2)
         self.rope_and_norm = RopeAndNorm(*torch.randn(2, rows, SIZE, device=device))
         self.rows = torch.arange(rows, device=device).flip(0)
-        self.kept = torch.zeros(2, rows, KV_HEADS, SIZE, device=device, dtype=torch.bfloat16)
+        self.kv = torch.zeros(2, rows, KV_HEADS, SIZE, device=device, dtype=torch.bfloat16)
 
     def __call__(self) -> list[torch.Tensor]:
         x, normed = self.x, rms_norm_triton(self.x, self.norm, 1e-5)
         for out, down in ((SPLIT, SLOW), (SLOW, SPLIT)):
             # The first layer continues with the stored K and V rows, the second one with the rotated q.
             qkv = linear_parts_triton(normed, self.weight["qkv"], None, out).unflatten(-1, (-1, SIZE))
-            q, _, _ = rotate_and_store_triton(qkv, self.rope_and_norm, self.rows, *self.kept)
-            heads = self.kept.transpose(0, 1).flatten(1).repeat(1, 2) if out is SPLIT else q.flatten(1)
+            q, _, _ = rotate_and_store_triton(qkv, self.rope_and_norm, self.rows, *self.kv)
+            heads = self.kv.transpose(0, 1).flatten(1).repeat(1, 2) if out is SPLIT else q.flatten(1)
             attended = linear_parts_triton(heads, self.weight["out"], None, out)
             x, normed = add_rms_norm_triton(attended, x, self.norm, 1e-5)
             gated = linear_gated(normed, self.weight["gate_up"], None, down)
             x, normed = add_rms_norm_triton(
                 linear_parts_triton(gated, self.weight["down"], None, down), x, self.norm, 1e-5
             )
-        return [x, normed, self.kept.clone()]
+        return [x, normed, self.kv.clone()]
 
 
 class Attended:
@@ -71,7 +71,7 @@ class Attended:
         self.weight = random_normal(2, (HEADS + 2 * KV_HEADS) * SIZE, HIDDEN, scale=HIDDEN**-0.5)
         self.rope_and_norm = RopeAndNorm(*torch.randn(2, rows, SIZE, device=device))
         self.rows = torch.arange(rows, device=device)
-        self.kept = torch.zeros(2, rows, KV_HEADS, SIZE, device=device, dtype=torch.bfloat16)
+        self.kv = torch.zeros(2, rows, KV_HEADS, SIZE, device=device, dtype=torch.bfloat16)
         length = torch.tensor([700], device=device)
         pages = -(-700 // self.page_size)
         table = 1 + torch.arange(pages, device=device, dtype=torch.int32)[None]
@@ -81,10 +81,10 @@ class Attended:
         self.ranges = kv_splits_triton(length, 0, KVSplitPolicy(128, 8))
         self.positions = 700 + self.rows[None]
         mask = torch.ones(1, rows, rows, dtype=torch.bool, device=device).tril()
-        self.staged = Staged(self.kept[0][None], self.kept[1][None], self.positions, pack(mask))
+        self.staged = Staged(self.kv[0][None], self.kv[1][None], self.positions, pack(mask))
 
     def __call__(self) -> list[torch.Tensor]:
-        q = self._stored(0, self.rows, *self.kept)
+        q = self._stored(0, self.rows, *self.kv)
         c, straight = self.committed, None
         if self.page_size % 64:
             straight = contiguous_blocks_triton(self.ranges, c.page_table, self.page_size, 0)

@@ -16,9 +16,9 @@ LARGE = [(1, 14336), (64, 14336), (4096, 14336), (5, 28672)]
 def test_gate(rows, size, dtype, kernel_device):
     generator = torch.Generator().manual_seed(size)
     x = (4 * torch.randn(rows, 2 * size, generator=generator, dtype=torch.float64)).to(dtype).to(kernel_device)
-    kept = x.clone()
+    x_before = x.clone()
     out = silu_mul_triton(x)
-    assert out.dtype == dtype and torch.equal(x, kept)
+    assert out.dtype == dtype and torch.equal(x, x_before)
     gate, up = x.double().chunk(2, -1)
     # The reference rounds both silu(gate) and the product.  In float32 a GPU computes exp as 2**x with a rounded x, an
     # error of |gate| ulps; with a standard deviation of 4, |gate| reaches about 20.

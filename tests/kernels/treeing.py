@@ -44,10 +44,10 @@ def random_pool(batch: int, topk: int, steps: int, seed: int, vocab: int = 50) -
 
 def same(got, expected) -> None:
     """Asserts that two named tuples of tensors are equal in values and dtypes."""
-    for field, wanted in expected._asdict().items():
+    for field, expected_value in expected._asdict().items():
         value = getattr(got, field).cpu()
-        assert value.dtype == wanted.dtype, field
-        assert torch.equal(value, wanted), field
+        assert value.dtype == expected_value.dtype, field
+        assert torch.equal(value, expected_value), field
 
 
 @contextmanager

@@ -16,9 +16,9 @@ lists the plans worth measuring (`candidates`).
 Both kernels use PDL where the chip has it (kernels/runtime/pdl.py).  The first one prefetches its first tile of the
 weight into the L2 before it waits.
 
-Tolerance: products of 16-bit floats are exact in float32.  Their sum is float32, in an order of its own, and is rounded
-once.  Against float64 the error is at most half an ulp of the result, plus in · 2⁻²⁴ times the sum of the products'
-magnitudes.
+Tolerance: products of 16-bit floats are exact in float32.  They are summed in float32, in a fixed order that other
+implementations do not share, and the result is rounded once.  Against float64 the error is at most half an ulp of the
+result, plus in · 2⁻²⁴ times the sum of the products' magnitudes.
 """
 
 from __future__ import annotations

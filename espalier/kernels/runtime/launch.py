@@ -140,15 +140,15 @@ def oversubscribed(programs: int, on: Chip) -> bool:
     return programs > PROGRAMS_A_PROCESSOR * on.processors
 
 
-def require(what: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype | None, like: Tensor) -> None:
+def require(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype | None, like: Tensor) -> None:
     """Check a launcher's argument on the host: shape (-1: any size), dtype (None: any), same device as `like`.
 
-    what: the argument's name in the error text.  Raises EspalierError with the required and the actual properties.
+    name: the argument's name in the error text.  Raises EspalierError with the required and the actual properties.
     """
     fits = tensor.ndim == len(shape) and all(need in (-1, have) for need, have in zip(shape, tensor.shape, strict=True))
     if not fits or (dtype is not None and tensor.dtype != dtype) or tensor.device != like.device:
         raise EspalierError(
-            f"{what} needs shape {list(shape)}, {dtype or tensor.dtype} on {like.device}, but has "
+            f"{name} needs shape {list(shape)}, {dtype or tensor.dtype} on {like.device}, but has "
             f"{list(tensor.shape)}, {tensor.dtype} on {tensor.device}: allocate and launch from the same layout"
         )
 

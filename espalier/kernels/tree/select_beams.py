@@ -101,12 +101,11 @@ def select_beams_reference(
     topk = tokens.shape[2]
     best, index = ordered_topk(scores.flatten(1), topk)
     parents = index // topk
-    own = own_bits(first, topk, num_words, tokens.device).expand(tokens.shape[0], -1, -1)
-    inherited = (
-        own if ancestor_bits is None else ancestor_bits.gather(1, parents[..., None].expand(-1, -1, num_words)) | own
-    )
+    bits = own_bits(first, topk, num_words, tokens.device).expand(tokens.shape[0], -1, -1)
+    if ancestor_bits is not None:
+        bits = bits | ancestor_bits.gather(1, parents[..., None].expand(-1, -1, num_words))
     path[:, first : first + topk] = tokens.flatten(1).gather(1, index)
-    return SelectedBeams(best, index, parents, inherited)
+    return SelectedBeams(best, index, parents, bits)
 
 
 def usable(scores: Tensor) -> Tensor:
