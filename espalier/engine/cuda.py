@@ -21,7 +21,7 @@ from rich.progress import track
 from torch import Tensor
 
 from espalier.engine.executor import Handle, StagedRound, Trees, execute
-from espalier.engine.launch_buffer import DeviceLaunch, PackedLaunch, pack_launch
+from espalier.engine.launch_buffer import LaunchBuffer, pack_launch
 from espalier.engine.launch_input import LaunchInput, Row
 from espalier.engine.results import Reported, Results, read, read_trees
 from espalier.errors import EspalierError
@@ -183,7 +183,7 @@ class CudaExecutor:
                 output = self._eager(launch_input, packed)
         return self.hand_back(place, launch_input, output)
 
-    def _packed(self, launch_input: LaunchInput) -> tuple[Place, int, PackedLaunch]:
+    def _packed(self, launch_input: LaunchInput) -> tuple[Place, int, LaunchBuffer]:
         """The next buffers of the ring, after waiting until they are free; the padded batch; the packed launch."""
         place = self.ring[self.num_launched % RING]
         self.num_launched += 1
@@ -248,7 +248,7 @@ class CudaExecutor:
     def _padded_batch(self, launch_input: LaunchInput) -> int:
         return len(launch_input.slots) if launch_input.is_prefill else self.bucket(len(launch_input.slots))
 
-    def _eager(self, launch_input: LaunchInput, packed: PackedLaunch) -> RoundOutput:
+    def _eager(self, launch_input: LaunchInput, packed: LaunchBuffer) -> RoundOutput:
         masks = None
         if launch_input.masks is not None:
             masks = torch.from_numpy(launch_input.masks).pin_memory().to(self.device, non_blocking=True)
@@ -257,9 +257,9 @@ class CudaExecutor:
             self.runner, self.results, device_launch, launch_input.width, ALL_SAMPLING, launch_input.prompt_rows, masks
         )
 
-    def _to_device(self, packed: PackedLaunch) -> DeviceLaunch:
+    def _to_device(self, packed: LaunchBuffer) -> LaunchBuffer:
         vector = torch.from_numpy(packed.vector).pin_memory().to(self.device, non_blocking=True)
-        return DeviceLaunch.of(vector, packed.form)
+        return packed.on(vector)
 
     def hand_back(self, place: Place, launch_input: LaunchInput, output: RoundOutput | None) -> CudaHandle:
         """Start the copies of the results, and of the requested log-probabilities, to the host.
@@ -315,7 +315,7 @@ class CudaExecutor:
         self.runner.prepare(dummies.committed)
         with torch.cuda.stream(self.stream):
             launch_input = torch.from_numpy(packed.vector).to(self.device)
-            device_launch = DeviceLaunch.of(launch_input, packed.form)
+            device_launch = packed.on(launch_input)
             # Run once eagerly: libraries load kernels and allocate workspaces, which is not allowed in a capture.
             execute(self.runner, self.results, device_launch, 0, ALL_SAMPLING)
             self.stream.synchronize()
@@ -331,12 +331,12 @@ class CudaExecutor:
         with torch.cuda.stream(self.stream):
             launch_input = torch.from_numpy(packed.vector).to(self.device)
             masks = torch.full((batch, nodes, words), ALL_ALLOWED, dtype=torch.int32, device=self.device)
-            warm_up = StagedRound(self.runner, self.results, DeviceLaunch.of(launch_input, packed.form), ALL_SAMPLING)
+            warm_up = StagedRound(self.runner, self.results, packed.on(launch_input), ALL_SAMPLING)
             warm_up.propose()
             warm_up.verify()
             warm_up.settle(masks)
             self.stream.synchronize()
-        staged = StagedRound(self.runner, self.results, DeviceLaunch.of(launch_input, packed.form), ALL_SAMPLING)
+        staged = StagedRound(self.runner, self.results, packed.on(launch_input), ALL_SAMPLING)
         new = torch.cuda.CUDAGraph
         graphs = StageGraphs(launch_input, masks, new(), new(), new(), staged)
         stages = (graphs.propose, staged.propose), (graphs.verify, staged.verify)
@@ -369,7 +369,7 @@ def of_dummies(batch: int, width: int = 0) -> LaunchInput:
     return LaunchInput(slots=dummies, needs=ALL_SAMPLING, lengths=dummies if width else (), width=width)
 
 
-def _pinned(buffer: Tensor, packed: PackedLaunch) -> Tensor:
+def _pinned(buffer: Tensor, packed: LaunchBuffer) -> Tensor:
     """Copy the packed vector to the start of a pinned buffer.  Returns that part of the buffer."""
     used = buffer[: len(packed.vector)]
     np.copyto(used.numpy(), packed.vector)

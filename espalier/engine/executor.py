@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from espalier.engine.launch_buffer import DeviceLaunch, pack_launch
+from espalier.engine.launch_buffer import LaunchBuffer, pack_launch
 from espalier.engine.launch_input import LaunchInput, Row
 from espalier.engine.results import Reported, Results, read, read_trees
 from espalier.errors import EspalierError
@@ -77,7 +77,7 @@ class ClosedExecutor:
 def execute(
     runner: ModelRunner,
     results: Results,
-    device_launch: DeviceLaunch,
+    device_launch: LaunchBuffer,
     width: int,
     needs: SamplingNeeds,
     prompt_rows: PromptRows | None = None,
@@ -100,7 +100,7 @@ class StagedRound:
     tensors that one step leaves for the next.
     """
 
-    def __init__(self, runner: ModelRunner, results: Results, device_launch: DeviceLaunch, needs: SamplingNeeds):
+    def __init__(self, runner: ModelRunner, results: Results, device_launch: LaunchBuffer, needs: SamplingNeeds):
         self.runner = runner
         self.results = results
         self.device_launch = device_launch
@@ -171,10 +171,10 @@ class CpuExecutor:
     def trees(self, launch_input: LaunchInput) -> Trees:
         return read_trees(self.results.fields, self.results.ring[0, : len(launch_input.slots)].numpy())
 
-    def _to_device(self, launch_input: LaunchInput) -> DeviceLaunch:
+    def _to_device(self, launch_input: LaunchInput) -> LaunchBuffer:
         self.runner.prepare(launch_input.committed)
         packed = pack_launch(self.runner.table, launch_input, entry=0, batch=len(launch_input.slots))
-        return DeviceLaunch.of(torch.from_numpy(packed.vector), packed.form)
+        return packed.on(torch.from_numpy(packed.vector))
 
     def _read_rows(self, launch_input: LaunchInput, output: RoundOutput | None) -> list[Row]:
         batch = len(launch_input.slots)

@@ -4,8 +4,10 @@ For a round, the order and lengths of the parts depend on the batch size alone. 
 same offset in every launch.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -19,45 +21,52 @@ Form = tuple[tuple[str, int], ...]
 
 
 @dataclass(frozen=True)
-class PackedLaunch:
-    """vector: int64; form: (name, length) of each part, in order."""
+class LaunchBuffer:
+    """A packed launch: on the host as pack_launch makes it, or copied to the device.
 
-    vector: np.ndarray
-    form: Form
-
-
-@dataclass(frozen=True)
-class DeviceLaunch:
-    """The tensors that a launch reads.
-
-    entry: [1], the entry of the results ring to write; slots: [B], padded with slot 0; lengths: [B], tokens that a
-    prefill pass enters, empty for a round; cleared: slots that get a new request; cells: values to write into the slot
-    table, by field.
+    vector: int64, of numpy on the host and of torch on the device; form: (name, length) of each part, in order.
     """
 
-    entry: Tensor
-    slots: Tensor
-    lengths: Tensor
-    cleared: Tensor
-    cells: Mapping[str, ScatterUpdate]
+    vector: Any
+    form: Form
 
-    @classmethod
-    def of(cls, vector: Tensor, form: Form) -> "DeviceLaunch":
-        parts = dict(zip((name for name, _ in form), vector.split([size for _, size in form]), strict=True))
-        direct = {name: parts.pop(name) for name in ("entry", "slots", "lengths", "cleared")}
-        fields = dict.fromkeys(name.removesuffix(".at").removesuffix(".values") for name in parts)
-        return cls(
-            **direct, cells={name: ScatterUpdate(parts[f"{name}.at"], parts[f"{name}.values"]) for name in fields}
-        )
+    def on(self, vector: Tensor) -> "LaunchBuffer":
+        """The same launch in a tensor that holds a copy of its vector."""
+        return LaunchBuffer(vector, self.form)
+
+    @cached_property
+    def parts(self) -> dict[str, Tensor]:
+        """By name.
+
+        entry: [1], the entry of the results ring to write; slots: [B], padded with slot 0; lengths: [B], tokens that a
+        prefill pass enters, empty for a round; cleared: slots that get a new request; FIELD.at, FIELD.values: what is
+        written into a field of the slot table.
+        """
+        sizes = [size for _, size in self.form]
+        return dict(zip((name for name, _ in self.form), self.vector.split(sizes), strict=True))
+
+    @property
+    def entry(self) -> Tensor:
+        return self.parts["entry"]
+
+    @property
+    def slots(self) -> Tensor:
+        return self.parts["slots"]
+
+    @property
+    def lengths(self) -> Tensor:
+        return self.parts["lengths"]
 
     def apply(self, table: SlotTable) -> None:
         """Update the slot table.  Every launch begins with this."""
-        if self.cleared.shape[0]:
-            table.clear(self.cleared)
-        table.write(self.cells)
+        cleared = self.parts["cleared"]
+        if cleared.shape[0]:
+            table.clear(cleared)
+        fields = [name.removesuffix(".at") for name in self.parts if name.endswith(".at")]
+        table.write({name: ScatterUpdate(self.parts[f"{name}.at"], self.parts[f"{name}.values"]) for name in fields})
 
 
-def pack_launch(table: SlotTable, launch_input: LaunchInput, entry: int, batch: int) -> PackedLaunch:
+def pack_launch(table: SlotTable, launch_input: LaunchInput, entry: int, batch: int) -> LaunchBuffer:
     """Pack a launch input.  entry: entry of the results ring; batch: size after padding with slot 0.
 
     Raises EspalierError where the slot table or the vector is too small.
@@ -76,7 +85,7 @@ def pack_launch(table: SlotTable, launch_input: LaunchInput, entry: int, batch: 
     }
     for name, (at, values) in cells.items():
         parts |= {f"{name}.at": at, f"{name}.values": values}
-    return PackedLaunch(np.concatenate(list(parts.values())), tuple((name, len(part)) for name, part in parts.items()))
+    return LaunchBuffer(np.concatenate(list(parts.values())), tuple((name, len(part)) for name, part in parts.items()))
 
 
 def _padded(values: Sequence[int], count: int) -> np.ndarray:

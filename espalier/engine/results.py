@@ -63,15 +63,14 @@ class Results:
 
     def write(self, entry: Tensor, output: RoundOutput) -> None:
         """Write the output of a launch to ring entry `entry` [1]."""
-        parts = {"length": output.length[:, None], "emitted": output.tokens}
-        parts["num_finite"] = output.num_finite[:, None]
+        path, tree = output.path, output.tree
+        parts = {"length": path.length[:, None], "emitted": path.tokens, "num_finite": path.num_finite[:, None]}
         # write_results fills all other columns with the void token.  So a launch without a tree reads as void nodes.
-        if output.tree is not None and output.path is not None:
-            tree = output.tree
-            parts |= {"path": output.path.rows, "tokens": tree.tokens, "parents": tree.parents}
+        if tree is not None:
+            parts |= {"path": path.rows, "tokens": tree.tokens, "parents": tree.parents}
             parts |= {"depths": tree.depths, "scores": tree.scores}
         write_results(self.ring, entry, {getattr(self.fields, name).start: part for name, part in parts.items()})
-        picked = (output.logits, output.rows, output.tokens, output.length)
+        picked = (output.logits, path.rows, path.tokens, path.length)
         write_logprobs(self.logprobs, entry, *picked, output.num_logprobs)
 
     def write_trees(self, entry: Tensor, tree: Tree) -> None:

@@ -74,22 +74,16 @@ class ModelRunner:
 class RoundOutput:
     """The output of a launch.
 
-    tokens: [B, W], emitted tokens; length: [B], how many of them are valid.
-    num_finite: [B], how many tokens, from the first, were sampled from finite logits.
-    logits: [B, D, V]; rows: [B, W], the row of logits that each token was sampled from.
-    num_logprobs: [B], as in BatchState.
-    tree, path: of a round; None for a prefill pass.
+    path: what was emitted; of a prefill pass one row, its node.
+    logits: [B, D, V], at every node; num_logprobs: [B], as in BatchState.
+    tree: of a round; None for a prefill pass.
     prompt_logprobs: [N], for the prompt rows that requests asked for; None without such rows.
     """
 
-    tokens: Tensor
-    length: Tensor
-    num_finite: Tensor
+    path: Path
     logits: Tensor
-    rows: Tensor
     num_logprobs: Tensor
     tree: Tree | None = None
-    path: Path | None = None
     prompt_logprobs: Logprobs | None = None
 
 
@@ -149,16 +143,7 @@ def settle(verified: Verified, mask: Tensor | None = None) -> RoundOutput:
     path = accept(tree, sampled, slots.max_accept_depth, slots.real, runner.layout.steps)
     commit(runner, slots, path, proposed.sampler.needs.penalised)
     runner.drafter.extend(slots, rows_of_path(draft_features(runner.drafter, out), path), path.length)
-    return RoundOutput(
-        tokens=path.tokens,
-        length=path.length,
-        num_finite=path.num_finite,
-        logits=verified.logits,
-        rows=path.rows,
-        num_logprobs=slots.num_logprobs,
-        tree=tree,
-        path=path,
-    )
+    return RoundOutput(path, verified.logits, slots.num_logprobs, tree)
 
 
 def prefill(
@@ -186,15 +171,9 @@ def prefill(
     sampled = runner.sampler(slots, needs, slots.prefix_len + length, 1).pick_last(logits, mask)
     num_emitted, _ = advance(slots, length, sampled.tokens, needs.penalised)
     runner.drafter.extend(slots, draft_features(runner.drafter, out), length)
-    return RoundOutput(
-        tokens=sampled.tokens,
-        length=num_emitted,
-        num_finite=num_emitted * sampled.finite[:, 0],
-        logits=logits,
-        rows=torch.zeros_like(sampled.tokens),
-        num_logprobs=slots.num_logprobs,
-        prompt_logprobs=logprobs,
-    )
+    rows = torch.zeros_like(sampled.tokens)
+    path = Path(rows, num_emitted, sampled.tokens, num_emitted * sampled.finite[:, 0])
+    return RoundOutput(path, logits, slots.num_logprobs, prompt_logprobs=logprobs)
 
 
 def logprobs_of_prompt(

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from espalier.engine.launch_buffer import DeviceLaunch, pack_launch
+from espalier.engine.launch_buffer import LaunchBuffer, pack_launch
 from espalier.engine.launch_input import LaunchInput, slot_init
 from espalier.errors import EspalierError
 from espalier.request import SamplingParams
@@ -46,9 +46,9 @@ def entering(slot: int, prompt: list[int], output: list[int]):
     return slot_init(r, r.tokens, start=1, commit_from=4, end=17, steps=3)
 
 
-def device_launch(into: SlotTable, launch_input: LaunchInput, batch: int, entry: int = 0) -> DeviceLaunch:
+def device_launch(into: SlotTable, launch_input: LaunchInput, batch: int, entry: int = 0) -> LaunchBuffer:
     packed = pack_launch(into, launch_input, entry, batch)
-    arrived = DeviceLaunch.of(torch.from_numpy(packed.vector), packed.form)
+    arrived = packed.on(torch.from_numpy(packed.vector))
     arrived.apply(into)
     return arrived
 

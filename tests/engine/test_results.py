@@ -29,9 +29,9 @@ PATH = Path(
 )
 LOGITS = torch.arange(2 * 4 * 10.0).view(2, 4, 10).sin()
 NOBODY = torch.tensor([-1, -1])
-ROUND = RoundOutput(PATH.tokens, PATH.length, PATH.num_finite, LOGITS, PATH.rows, NOBODY, TREE, PATH)
+ROUND = RoundOutput(PATH, LOGITS, NOBODY, TREE)
 ONES = torch.tensor([1, 0])
-PASS = RoundOutput(torch.tensor([[4], [3]]), ONES, ONES, LOGITS[:, :1], torch.zeros(2, 1).long(), NOBODY)
+PASS = RoundOutput(Path(torch.zeros(2, 1).long(), ONES, torch.tensor([[4], [3]]), ONES), LOGITS[:, :1], NOBODY)
 
 
 NOTHING = Reported()

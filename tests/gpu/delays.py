@@ -14,7 +14,7 @@ import espalier.speculate.round as rounds
 from espalier.engine.cuda import CudaExecutor
 from espalier.engine.engine import Engine
 from espalier.engine.executor import Handle
-from espalier.engine.launch_buffer import DeviceLaunch
+from espalier.engine.launch_buffer import LaunchBuffer
 from espalier.engine.launch_input import LaunchInput
 from espalier.engine.results import Results
 
@@ -26,7 +26,7 @@ LONGEST_SLEEP = 0.001
 SEGMENTS: tuple[tuple[Any, tuple[str, ...]], ...] = (
     (rounds, ("propose", "verify", "settle", "accept", "commit", "advance", "features")),
     (executing, ("run", "prefill")),
-    (DeviceLaunch, ("apply",)),
+    (LaunchBuffer, ("apply",)),
     (autoregressive, ("carry",)),
     (Results, ("write",)),
 )

@@ -12,7 +12,7 @@ import espalier.engine.cuda as cuda
 from espalier.cache.kv import PagedKV
 from espalier.engine.cuda import CudaExecutor, CudaHandle, Place
 from espalier.engine.engine import Engine
-from espalier.engine.launch_buffer import DeviceLaunch
+from espalier.engine.launch_buffer import LaunchBuffer
 from espalier.engine.results import Results, read
 from espalier.request import Request
 from tests.gpu.delays import delay_segments, delay_streams
@@ -153,13 +153,13 @@ def a_stream_of_its_own(patch: Patch, executor: CudaExecutor) -> None:
 
 
 def a_length_read_on_the_host(patch: Patch, executor: CudaExecutor) -> None:
-    right = DeviceLaunch.apply
+    right = LaunchBuffer.apply
 
-    def apply(self: DeviceLaunch, table: Any) -> None:
+    def apply(self: LaunchBuffer, table: Any) -> None:
         right(self, table)
         int(table.prefix_len.max())
 
-    patch.setattr(DeviceLaunch, "apply", apply)
+    patch.setattr(LaunchBuffer, "apply", apply)
 
 
 def a_sibling_committed(patch: Patch, executor: CudaExecutor | None) -> None:

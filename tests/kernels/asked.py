@@ -1,7 +1,7 @@
-"""Prints, as JSON, what becomes of kernels that are asked for together, with a driver that stands in for a GPU's.
+"""A program that runs precompile() with a fake GPU driver and prints, as JSON, what was compiled, loaded and launched.
 
-A program of its own: where kernels are interpreted, nothing compiles.  Compiling needs no GPU.  TRITON_CACHE_DIR is to
-be empty.
+It is a separate process because the tests run Triton's interpreter, which does not compile.  Compiling needs no GPU.
+TRITON_CACHE_DIR must be empty.
 """
 
 import json
@@ -14,20 +14,21 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import _async_compile, driver
 
-import espalier.kernels.runtime.precompile as together_module
+import espalier.kernels.runtime.precompile as precompile_module
 from espalier.kernels.layers.norm import rms_norm_triton
 from espalier.kernels.layers.silu import silu_mul_triton
-from espalier.kernels.runtime.launch import asking, kernel
+from espalier.kernels.runtime.launch import kernel, launch_hook
 from espalier.kernels.runtime.precompile import precompile
 from espalier.kernels.tree.gather_rows import gather_rows_triton
 
 
 class Driver(SimpleNamespace):
-    """What Triton asks of a GPU's driver.  loaded: (kernel, thread); launched: kernels, in order."""
+    """A fake of Triton's CUDA driver for one Hopper GPU.  loaded: (kernel name, thread name) pairs; launched: kernel
+    names; both in order."""
 
     def __init__(self):
-        own = {"load_binary": self._load, "get_device_properties": lambda device: {"max_shared_mem": 227 * 1024}}
-        super().__init__(loaded=[], launched=[], utils=SimpleNamespace(**own))
+        utils = {"load_binary": self._load, "get_device_properties": lambda device: {"max_shared_mem": 227 * 1024}}
+        super().__init__(loaded=[], launched=[], utils=SimpleNamespace(**utils))
 
     def get_current_device(self):
         return 0
@@ -51,70 +52,71 @@ class Driver(SimpleNamespace):
 
 
 @kernel
-def _unsound_kernel(x_ptr):
-    tl.store(x_ptr, tl.load(x_ptr) + nobody_knows)  # noqa: F821
+def _broken_kernel(x_ptr):
+    tl.store(x_ptr, tl.load(x_ptr) + undefined_name)  # noqa: F821
 
 
-def launches(width):
-    """Of one layer."""
+def launch_three_kernels(width):
     x = torch.ones(4, 2 * width)
     normed = rms_norm_triton(x, torch.ones(2 * width), 1e-5)
     return gather_rows_triton(silu_mul_triton(normed)[None], torch.empty(1, 2, dtype=torch.int64))
 
 
-def failure(how):
+def error_name(function):
     try:
-        how()
+        function()
     except Exception as error:
         return type(error).__name__
     return None
 
 
-def unsound():
-    _unsound_kernel[(1,)](torch.ones(1))
+def launch_broken():
+    _broken_kernel[(1,)](torch.ones(1))
 
 
-def unsound_together():
-    """With others that wait for their turn."""
+def precompile_broken():
+    """Other kernels are in the queue behind the broken one."""
     with precompile():
-        unsound()
-        launches(192)
+        launch_broken()
+        launch_three_kernels(192)
 
 
-def out_of_memory_together():
+def precompile_out_of_memory():
     with precompile():
-        launches(192)
+        launch_three_kernels(192)
         raise torch.OutOfMemoryError
 
 
-def together_thirty_times(width):
-    with precompile() as asked:
+def precompile_thirty_times(width):
+    """Returns the number of compilations."""
+    with precompile() as compilations:
         for _ in range(30):
-            launches(width)
-    return len(asked)
+            launch_three_kernels(width)
+    return len(compilations)
 
 
 def main():
-    stand_in, compiled = Driver(), []
-    driver.set_active(stand_in)
+    fake, compiled = Driver(), []
+    driver.set_active(fake)
     triton.knobs.runtime.jit_post_compile_hook = lambda is_manual_warmup, fn, **_: compiled.append(
         [fn.name.rpartition(".")[2], is_manual_warmup]
     )
-    found = {"first": together_thirty_times(64), "again": together_thirty_times(64)}
-    found["launched_inside"] = list(stand_in.launched)
-    launches(64)
-    found["launched"], found["compiled"], found["loaded"] = map(list, (stand_in.launched, compiled, stand_in.loaded))
-    # One thread, so that those behind it wait.
-    together_module.available_cores = lambda: 1
-    found["failures"] = [failure(unsound), failure(unsound_together), failure(out_of_memory_together), failure(unsound)]
-    found["modes_left"] = [_async_compile.active_mode.get() is not None, asking.get() is not None]
-    # Not in memory: whoever is still asked to make it would be one whose threads have ended.
-    launches(96)
-    # Asked for with those that failed.
-    launches(192)
-    found["launched_after_failures"] = len(stand_in.launched) - len(found["launched"])
-    found["is_dynamo_there"] = "torch._dynamo" in sys.modules
-    print(json.dumps(found))
+    report = {"first": precompile_thirty_times(64), "again": precompile_thirty_times(64)}
+    report["launched_inside"] = list(fake.launched)
+    launch_three_kernels(64)
+    report["launched"], report["compiled"], report["loaded"] = map(list, (fake.launched, compiled, fake.loaded))
+    # One thread, so that later compilations wait in the queue.
+    precompile_module.available_cores = lambda: 1
+    failing = (launch_broken, precompile_broken, precompile_out_of_memory, launch_broken)
+    report["failures"] = [error_name(function) for function in failing]
+    report["modes_left"] = [_async_compile.active_mode.get() is not None, launch_hook.get() is not None]
+    # A new width must compile: a mode left active would submit it to threads that have ended.
+    launch_three_kernels(96)
+    # This width was requested in the contexts that failed.
+    launch_three_kernels(192)
+    report["launched_after_failures"] = len(fake.launched) - len(report["launched"])
+    report["dynamo_imported"] = "torch._dynamo" in sys.modules
+    print(json.dumps(report))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
-"""What a memory checker does, for kernels in Triton's interpreter: every access that a mask lets through must lie
-within a tensor that the launch was given.
+"""A memory checker for kernels in Triton's interpreter: every unmasked access must be inside a tensor argument.
 
-A NumPy array or a tensor beside it would answer a wrong address without a word, as a GPU's memory mostly does.
+Without it a wrong address reads or writes other memory of the process without an error, as it mostly does on a GPU.
 """
 
 from collections.abc import Iterator
@@ -14,25 +13,25 @@ from torch import Tensor
 
 
 class OutOfBounds(AssertionError):
-    """An address that belongs to no argument of the launch."""
+    """An access to an address outside of all arguments of the launch."""
 
 
 class Arguments:
-    """Where the memory of a launch's tensors lies: starts, ascending, and ends, in bytes."""
+    """The address ranges of a launch's tensor arguments: starts, ascending, and ends, in bytes."""
 
     def __init__(self, values: Any):
         spans = sorted({(s.data_ptr(), s.data_ptr() + s.nbytes()) for s in _storages(values) if s.nbytes()})
         self.starts, self.ends = np.array(spans, dtype=np.uint64).reshape(-1, 2).T
 
-    def check(self, what: str, pointers: Any, mask: Any) -> None:
-        """pointers, mask: handles of the interpreter, of any one shape."""
-        held = np.broadcast_to(mask.data, pointers.data.shape).astype(bool)
-        asked = pointers.data[held].astype(np.uint64)
+    def check(self, access: str, pointers: Any, mask: Any) -> None:
+        """access: for the error text; pointers, mask: the interpreter's handles.  Raises OutOfBounds."""
+        unmasked = np.broadcast_to(mask.data, pointers.data.shape).astype(bool)
+        addresses = pointers.data[unmasked].astype(np.uint64)
         size = np.uint64(max(pointers.get_element_ty().primitive_bitwidth // 8, 1))
-        place = np.searchsorted(self.starts, asked, side="right") - 1
-        outside = (place < 0) | (asked + size > self.ends[place])
+        index = np.searchsorted(self.starts, addresses, side="right") - 1
+        outside = (index < 0) | (addresses + size > self.ends[index])
         if outside.any():
-            raise OutOfBounds(f"{what} of {int(outside.sum())} of {asked.size} places that no argument holds")
+            raise OutOfBounds(f"{access} outside of all arguments: {int(outside.sum())} of {addresses.size} addresses")
 
 
 def _storages(values: Any) -> Iterator[Any]:
@@ -45,31 +44,31 @@ def _storages(values: Any) -> Iterator[Any]:
 
 @contextmanager
 def checked() -> Iterator[None]:
-    """Every launch in the interpreter is checked."""
+    """Inside this context every launch in the interpreter is checked."""
     from triton.runtime.interpreter import GridExecutor, InterpreterBuilder
 
     arguments: list[Arguments] = []
-    take, load, store = (
+    init_args, load, store = (
         GridExecutor._init_args_hst,
         InterpreterBuilder.create_masked_load,
         InterpreterBuilder.create_masked_store,
     )
 
-    def take_in(self: Any, args: Any, kwargs: Any) -> Any:
-        on_host, named = take(self, args, kwargs)
-        arguments[:] = [Arguments([*on_host, *named.values()])]
-        return on_host, named
+    def record_args(self: Any, args: Any, kwargs: Any) -> Any:
+        host_args, host_kwargs = init_args(self, args, kwargs)
+        arguments[:] = [Arguments([*host_args, *host_kwargs.values()])]
+        return host_args, host_kwargs
 
-    def load_in(self: Any, pointers: Any, mask: Any, *rest: Any) -> Any:
+    def checked_load(self: Any, pointers: Any, mask: Any, *rest: Any) -> Any:
         arguments[0].check("a load", pointers, mask)
         return load(self, pointers, mask, *rest)
 
-    def store_in(self: Any, pointers: Any, value: Any, mask: Any, *rest: Any) -> Any:
+    def checked_store(self: Any, pointers: Any, value: Any, mask: Any, *rest: Any) -> Any:
         arguments[0].check("a store", pointers, mask)
         return store(self, pointers, value, mask, *rest)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(GridExecutor, "_init_args_hst", take_in)
-        patch.setattr(InterpreterBuilder, "create_masked_load", load_in)
-        patch.setattr(InterpreterBuilder, "create_masked_store", store_in)
+        patch.setattr(GridExecutor, "_init_args_hst", record_args)
+        patch.setattr(InterpreterBuilder, "create_masked_load", checked_load)
+        patch.setattr(InterpreterBuilder, "create_masked_store", checked_store)
         yield

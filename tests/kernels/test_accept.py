@@ -1,4 +1,4 @@
-"""The accept kernel against its reference, exactly; tests/speculate/test_accept.py holds the reference to a walk."""
+"""The accept kernel equals its reference exactly.  tests/speculate/test_accept.py tests the reference itself."""
 
 import pytest
 import torch
@@ -12,15 +12,15 @@ from tests.kernels.treeing import poisoned, random, random_pool, same
 TOKENS = 3
 
 
-def drawn(batch, topk, steps, nodes, seed, limited=True):
-    """A tree of few tokens, a target that agrees with it now and then, and one request in four that is padding."""
+def random_inputs(batch, topk, steps, nodes, seed, limited=True):
+    """accept's arguments.  Tokens are few, so that random picks often match; a quarter of the requests is padding."""
     generator = random(seed)
     tree = select_tree_reference(
         torch.zeros(batch).long(), *random_pool(batch, topk, steps, seed, vocab=topk), topk, nodes
     )
     picks = torch.randint(0, max(topk, 2), (batch, nodes), generator=generator)
     if seed % 2:
-        # The target says what its first child does, so that whole paths are kept.
+        # Each node's pick is the token of its first child, so that whole paths are accepted.
         last_child = torch.arange(nodes - 1, -1, -1).expand(batch, -1)
         real_nodes = torch.where(tree.tokens == VOID, 0, 1).flip(1).bool()
         child = (
@@ -35,10 +35,10 @@ def drawn(batch, topk, steps, nodes, seed, limited=True):
 
 def check(device, batch, topk, steps, nodes):
     for seed in range(4):
-        given = drawn(batch, topk, steps, nodes, seed, limited=seed > 1)
+        inputs = random_inputs(batch, topk, steps, nodes, seed, limited=seed > 1)
         with poisoned():
-            path = accept_triton(*(value.to(device) for value in given[:-1]), steps)
-        same(path, accept_reference(*given))
+            path = accept_triton(*(value.to(device) for value in inputs[:-1]), steps)
+        same(path, accept_reference(*inputs))
 
 
 SMALL = [(0, 2, 2, 4), (3, 1, 4, 5), (3, 2, 3, 7), (3, 3, 3, 22), (2, 8, 2, 65), (1, 12, 2, 129)]
@@ -64,18 +64,18 @@ def chain(nodes):
 
 
 @pytest.mark.parametrize("depth", [0, 1, 62, 63, 64, 65, 128])
-def test_paths_go_on_beyond_a_word(kernel_device, depth):
+def test_paths_longer_than_64_nodes(kernel_device, depth):
     picks = (torch.arange(129)[None] + 1) % TOKENS
     picks[0, depth:] = 9
-    given = (*chain(129), picks, picks != 5, torch.tensor([128]), torch.tensor([True]))
-    path = accept_triton(*(value.to(kernel_device) for value in given), 128)
+    inputs = (*chain(129), picks, picks != 5, torch.tensor([128]), torch.tensor([True]))
+    path = accept_triton(*(value.to(kernel_device) for value in inputs), 128)
     assert path.length.tolist() == [depth + 1] and path.tokens[0, depth].item() == 9
-    same(path, accept_reference(*given, 128))
+    same(path, accept_reference(*inputs, 128))
 
 
 def test_plain_decoding_and_padding(kernel_device):
     zero, one = torch.zeros(2, 1).long(), torch.ones(2, 1, 1).long()
-    given = (
+    inputs = (
         torch.tensor([[5], [6]]),
         zero,
         zero,
@@ -85,19 +85,19 @@ def test_plain_decoding_and_padding(kernel_device):
         zero[:, 0],
         torch.tensor([True, False]),
     )
-    path = accept_triton(*(value.to(kernel_device) for value in given), 0)
+    path = accept_triton(*(value.to(kernel_device) for value in inputs), 0)
     assert (path.tokens.tolist(), path.length.tolist(), path.rows.tolist()) == ([[1], [2]], [1, 0], [[0], [0]])
 
 
-def test_sizes_that_disagree_are_refused(kernel_device):
-    *given, steps = drawn(2, 2, 3, 7, 1)
-    given = [value.to(kernel_device) for value in given]
+def test_wrong_shapes_and_dtypes_are_refused(kernel_device):
+    *inputs, steps = random_inputs(2, 2, 3, 7, 1)
+    inputs = [value.to(kernel_device) for value in inputs]
     with pytest.raises(EspalierError, match="accept: picks"):
-        accept_triton(*given[:4], given[4][:, 1:], *given[5:], steps)
+        accept_triton(*inputs[:4], inputs[4][:, 1:], *inputs[5:], steps)
     with pytest.raises(EspalierError, match="accept: real"):
-        accept_triton(*given[:7], given[7].long(), steps)
+        accept_triton(*inputs[:7], inputs[7].long(), steps)
 
 
-def test_a_cpu_needs_no_kernel():
-    given = drawn(2, 2, 3, 7, 1)
-    same(accept(*given), accept_reference(*given))
+def test_cpu_tensors_use_the_reference():
+    inputs = random_inputs(2, 2, 3, 7, 1)
+    same(accept(*inputs), accept_reference(*inputs))

@@ -1,10 +1,10 @@
-"""The children kernel's scores are the reference's, and its children are the best by them."""
+"""draft_topk: every child's score equals the reference's within the tolerance, and the children are the best ones."""
 
 import pytest
 import torch
 
 from espalier.errors import EspalierError
-from espalier.kernels.tree import draft_topk as kernel_of_children
+from espalier.kernels.tree import draft_topk as draft_topk_module
 from espalier.kernels.tree.draft_topk import draft_topk_triton
 from espalier.sampling.logit_processors import shape
 from espalier.sampling.pick import coupled_scores
@@ -20,23 +20,23 @@ from tests.kernels.sampled import (
     table_of,
 )
 
-# The interpreter computes what a `where` leaves out as well.
+# The interpreter evaluates both sides of a `where`, so it warns about values that are not used.
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
-# float32: sums over a vocabulary in another order, exp by tl.exp, the noise's logarithms; see
-# kernels/tree/draft_topk.py. float64: the score itself is float32.
+# float32: another reduction order over the vocabulary, tl.exp, and the logarithms of the noise; see
+# kernels/tree/draft_topk.py.  float64: the score itself is float32.
 TOLERANCE = {torch.float32: 2.0**-16, torch.float64: 2.0**-22}
 
 
 @pytest.fixture(autouse=True)
 def small_splits(monkeypatch, request):
     if not request.node.get_closest_marker("gpu"):
-        monkeypatch.setattr(kernel_of_children, "SPLIT", 32)
+        monkeypatch.setattr(draft_topk_module, "SPLIT", 32)
 
 
 def log_probabilities(logits, d2t, slots, first, offset, above, tau=1.0):
-    """[B, Q, target vocabulary] by the reference: -inf for what the draft cannot say."""
+    """[B, Q, target vocabulary] by the reference; -inf for tokens that are not in the draft vocabulary."""
     vocab = slots.table.counts.shape[1]
     exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if d2t is not None:
@@ -46,10 +46,10 @@ def log_probabilities(logits, d2t, slots, first, offset, above, tau=1.0):
     return coupled_scores(shape(exact, rows, ALL_SAMPLING, positions, above), rows, noise, tau)
 
 
-def agree(logits, d2t, slots, first, offset, scores, topk, above=None, tau=1.0):
-    """Every child carries its reference score, none is told twice, and they are as good as the best ones."""
-    hanging = None if above is None else (above.tokens, above.ancestor_bits)
-    ids, best = draft_topk_triton(logits, d2t, kernel_rows(slots), first, offset, scores, topk, hanging, tau)
+def check(logits, d2t, slots, first, offset, scores, topk, above=None, tau=1.0):
+    """Asserts that each child has its reference score, that no child occurs twice, and that they are the best ones."""
+    above_tensors = None if above is None else (above.tokens, above.ancestor_bits)
+    ids, best = draft_topk_triton(logits, d2t, kernel_rows(slots), first, offset, scores, topk, above_tensors, tau)
     logp = log_probabilities(logits, d2t, slots, first, offset, above, tau).nan_to_num(
         nan=-torch.inf, neginf=-torch.inf
     )
@@ -57,14 +57,14 @@ def agree(logits, d2t, slots, first, offset, scores, topk, above=None, tau=1.0):
     expected = logp.topk(count).values.clamp(max=0).float() + scores[..., None]
     expected = torch.nn.functional.pad(expected, (0, topk - count), value=-torch.inf)
     allowed = TOLERANCE[torch.promote_types(logits.dtype, torch.float32)] * expected.abs().clamp(min=1)
-    own = logp.gather(-1, ids).float().clamp(max=0) + scores[..., None]
+    scores_of_ids = logp.gather(-1, ids).float().clamp(max=0) + scores[..., None]
     void = expected == -torch.inf
-    for wanted in (expected, torch.where(void, -torch.inf, own)):
-        assert torch.equal(best == -torch.inf, wanted == -torch.inf)
-        assert ((best - wanted).abs() <= allowed)[~void].all()
+    for reference in (expected, torch.where(void, -torch.inf, scores_of_ids)):
+        assert torch.equal(best == -torch.inf, reference == -torch.inf)
+        assert ((best - reference).abs() <= allowed)[~void].all()
     assert (ids[void & (scores[..., None] > -torch.inf)] == 0).all()
-    told = ids.masked_fill(void, -1).sort(-1).values
-    assert not ((told[..., 1:] == told[..., :-1]) & (told[..., 1:] >= 0)).any()
+    in_order = ids.masked_fill(void, -1).sort(-1).values
+    assert not ((in_order[..., 1:] == in_order[..., :-1]) & (in_order[..., 1:] >= 0)).any()
     return ids, best
 
 
@@ -88,11 +88,11 @@ def map_of(draft_vocab, vocab, device, ascending=True):
         (0, 70, 6, torch.float64),
     ],
 )
-def test_every_way_to_sample(kernel_device, draft_vocab, vocab, topk, dtype):
+def test_all_sampling_parameters(kernel_device, draft_vocab, vocab, topk, dtype):
     slots, first, scores = batch_of(vocab, 2, kernel_device)
     d2t = map_of(draft_vocab, vocab, kernel_device) if draft_vocab else None
     logits = random_logits(vocab, len(ASKED), 2, draft_vocab or vocab, dtype=dtype).to(kernel_device)
-    agree(logits, d2t, slots, first, 3, scores, topk, random_above(len(ASKED), 2, 6, vocab, kernel_device))
+    check(logits, d2t, slots, first, 3, scores, topk, random_above(len(ASKED), 2, 6, vocab, kernel_device))
 
 
 def test_whatever_shapes_the_draw_knows_the_target_ids(kernel_device):
@@ -101,12 +101,12 @@ def test_whatever_shapes_the_draw_knows_the_target_ids(kernel_device):
     slots, first, scores = batch_of(40, 1, kernel_device, asked=asked)
     d2t = map_of(20, 40, kernel_device)
     logits = random_logits(7, len(asked), 1, 20).to(kernel_device)
-    agree(logits, d2t, slots, first, 0, scores, 6)
+    check(logits, d2t, slots, first, 0, scores, 6)
 
 
-def test_tau_flattens_what_is_sampled(kernel_device):
+def test_tau_flattens_the_distribution(kernel_device):
     slots, first, scores = batch_of(90, 1, kernel_device)
-    agree(random_logits(1, len(ASKED), 1, 90).to(kernel_device), None, slots, first, 0, scores, 4, tau=2.0)
+    check(random_logits(1, len(ASKED), 1, 90).to(kernel_device), None, slots, first, 0, scores, 4, tau=2.0)
 
 
 @pytest.mark.parametrize("ascending", [True, False])
@@ -121,23 +121,23 @@ def test_ties_go_to_the_lower_draft_index(kernel_device, ascending):
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, "nothing left", "two left"])
-def test_a_row_that_is_not_finite_has_no_children_and_its_mates_do(kernel_device, bad):
+def test_a_row_that_is_not_finite_has_no_children_and_other_rows_do(kernel_device, bad):
     slots, first, scores = batch_of(60, 1, kernel_device)
     logits = random_logits(2, len(ASKED), 1, 60).to(kernel_device)
-    right, _ = agree(logits, None, slots, first, 1, scores, 3)
+    finite_ids, _ = check(logits, None, slots, first, 1, scores, 3)
     if bad in ("nothing left", "two left"):
         logits[::2, :, : 60 if bad == "nothing left" else 58] = -torch.inf
     else:
         logits[::2, 0, [40, 50]] = bad
-    ids, best = agree(logits, None, slots, first, 1, scores, 3)
-    assert torch.equal(ids[1::2], right[1::2])
+    ids, best = check(logits, None, slots, first, 1, scores, 3)
+    assert torch.equal(ids[1::2], finite_ids[1::2])
     assert (best[::2, 0] > -torch.inf).sum(-1).max() == (2 if bad == "two left" else 0)
 
 
 def test_a_void_row_has_void_children(kernel_device):
     slots, first, scores = batch_of(40, 2, kernel_device)
     scores[:, 1] = -torch.inf
-    _, best = agree(random_logits(3, len(ASKED), 2, 40).to(kernel_device), None, slots, first, 0, scores, 3)
+    _, best = check(random_logits(3, len(ASKED), 2, 40).to(kernel_device), None, slots, first, 0, scores, 3)
     assert (best[:, 1] == -torch.inf).all() and (best[:, 0] > -torch.inf).all()
 
 
@@ -146,32 +146,33 @@ def test_a_row_does_not_depend_on_its_batch(kernel_device):
     slots, first, scores = batch_of(vocab, queries, kernel_device, seed=3)
     logits = random_logits(7, len(ASKED), queries, vocab).to(kernel_device)
     above = random_above(len(ASKED), queries, 5, vocab, kernel_device)
-    precompile = draft_topk_triton(
+    batched = draft_topk_triton(
         logits, None, kernel_rows(slots), first, 2, scores, 4, (above.tokens, above.ancestor_bits)
     )
     for b in range(0, len(ASKED), 3):
-        own, rows = slice(b, b + 1), kernel_rows(slots_of(slots.table, [b + 1]))
+        one, rows = slice(b, b + 1), kernel_rows(slots_of(slots.table, [b + 1]))
         for q in range(queries):
-            on = (above.tokens[own], above.ancestor_bits[own, q : q + 1])
-            alone = draft_topk_triton(logits[own, q : q + 1], None, rows, first[own], 2, scores[own, q : q + 1], 4, on)
-            assert torch.equal(alone[0][0, 0], precompile[0][b, q]) and torch.equal(alone[1][0, 0], precompile[1][b, q])
+            path = (above.tokens[one], above.ancestor_bits[one, q : q + 1])
+            row_logits, row_scores = logits[one, q : q + 1], scores[one, q : q + 1]
+            alone = draft_topk_triton(row_logits, None, rows, first[one], 2, row_scores, 4, path)
+            assert torch.equal(alone[0][0, 0], batched[0][b, q]) and torch.equal(alone[1][0, 0], batched[1][b, q])
 
 
-def test_logits_may_stand_in_wider_rows(kernel_device):
+def test_strided_logits(kernel_device):
     slots, first, scores = batch_of(50, 2, kernel_device)
     wide = random_logits(8, len(ASKED), 3, 64).to(kernel_device)
     wide[..., 50:] = torch.nan
-    agree(wide[:, 1:, :50], None, slots, first, 0, scores, 3)
+    check(wide[:, 1:, :50], None, slots, first, 0, scores, 3)
 
 
-def test_nobody_has_no_children(kernel_device):
+def test_an_empty_batch(kernel_device):
     slots = slots_of(table_of(ASKED, 20, kernel_device), [])
     none = torch.zeros(0, 2, device=kernel_device)
     ids, best = draft_topk_triton(none.new_zeros(0, 2, 20), None, kernel_rows(slots), slots.root, 0, none, 3)
     assert ids.shape == best.shape == (0, 2, 3)
 
 
-def test_arguments_of_another_shape_are_refused(kernel_device):
+def test_wrong_shapes_are_refused(kernel_device):
     slots, first, scores = batch_of(20, 2, kernel_device)
     logits = torch.zeros(len(ASKED), 2, 20, device=kernel_device)
     with pytest.raises(EspalierError, match="logits needs shape"):
@@ -188,4 +189,4 @@ def test_vocabularies_of_real_models(kernel_device, draft_vocab, vocab, topk, dt
     d2t = map_of(draft_vocab, vocab, kernel_device) if draft_vocab else None
     logits = random_logits(vocab, len(ASKED), topk, draft_vocab or vocab, dtype=dtype).to(kernel_device)
     above = random_above(len(ASKED), topk, 3 * topk, vocab, kernel_device)
-    agree(logits, d2t, slots, first, 3, scores, topk, above)
+    check(logits, d2t, slots, first, 3, scores, topk, above)

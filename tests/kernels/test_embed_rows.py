@@ -1,4 +1,4 @@
-"""Rows that enter a model against one row at a time, and the kernel against its reference."""
+"""embed_rows: the reference equals a computation row by row, and the kernel equals the reference."""
 
 from dataclasses import replace
 
@@ -19,8 +19,8 @@ from tests.kernels.treeing import poisoned, random
 VOCAB, POSITIONS = 11, 30
 
 
-def drawn(batch, queries, size, seed, dtype=torch.float32, rows=None, normed_residual=False):
-    """tokens and positions that are columns of wider tables, some tokens void, and what stands beside them."""
+def random_inputs(batch, queries, size, seed, dtype=torch.float32, rows=None, normed_residual=False):
+    """embed_rows' arguments.  tokens and positions are columns of wider tensors; some tokens are void."""
     generator = random(seed)
     exact = torch.promote_types(dtype, torch.float32)
 
@@ -41,51 +41,52 @@ def drawn(batch, queries, size, seed, dtype=torch.float32, rows=None, normed_res
     )
 
 
-def moved(value, device):
+def value_to(value, device):
     return value.to(device) if isinstance(value, torch.Tensor) else value
 
 
-def to(given, device):
-    tokens, positions, tables, beside = given
-    parts = [None if part is None else replace(part, **{k: moved(v, device) for k, v in vars(part).items()})
-             for part in (tables, beside)]  # fmt: skip
-    return tokens.to(device), positions.to(device), *parts
+def record_to(record, device):
+    return record and replace(record, **{name: value_to(value, device) for name, value in vars(record).items()})
+
+
+def to(inputs, device):
+    tokens, positions, tables, draft = inputs
+    return tokens.to(device), positions.to(device), record_to(tables, device), record_to(draft, device)
 
 
 @pytest.mark.parametrize("rows", [None, 3])
 @pytest.mark.parametrize("normed_residual", [False, True])
-def test_the_reference_is_each_row_by_itself(rows, normed_residual):
-    tokens, positions, tables, beside = given = drawn(3, 5, 8, 0, rows=rows, normed_residual=normed_residual)
-    entered = embed_rows_reference(*given)
+def test_reference_equals_row_by_row(rows, normed_residual):
+    tokens, positions, tables, draft = inputs = random_inputs(3, 5, 8, 0, rows=rows, normed_residual=normed_residual)
+    out = embed_rows_reference(*inputs)
     for b in range(3):
         for q in range(5):
             n = b * 5 + q
             token = int(tokens[b, q]) if tokens[b, q] >= 0 else int(tokens[b, 0])
-            hidden = beside.hidden[b, q if rows is None else int(beside.parents[b, q])]
-            normed = rms_norm_reference(hidden, beside.hidden_norm, beside.hidden_eps)
-            embedded = rms_norm_reference(tables.embed[token], beside.embed_norm, beside.embed_eps)
-            torch.testing.assert_close(entered.x[n], torch.cat((embedded, normed)))
-            torch.testing.assert_close(entered.residual[n], normed if normed_residual else hidden)
-            assert torch.equal(entered.cos[n], tables.cos[positions[b, q]])
-            assert torch.equal(entered.sin[n], tables.sin[positions[b, q]])
-            assert torch.equal(embed_rows_reference(*given[:3]).x[n], tables.embed[token])
+            hidden = draft.hidden[b, q if rows is None else int(draft.parents[b, q])]
+            normed = rms_norm_reference(hidden, draft.hidden_norm, draft.hidden_eps)
+            embedded = rms_norm_reference(tables.embed[token], draft.embed_norm, draft.embed_eps)
+            torch.testing.assert_close(out.x[n], torch.cat((embedded, normed)))
+            torch.testing.assert_close(out.residual[n], normed if normed_residual else hidden)
+            assert torch.equal(out.cos[n], tables.cos[positions[b, q]])
+            assert torch.equal(out.sin[n], tables.sin[positions[b, q]])
+            assert torch.equal(embed_rows_reference(*inputs[:3]).x[n], tables.embed[token])
 
 
 def check(device, batch, queries, size, dtype, rows):
     for seed in range(3):
-        given = drawn(batch, queries, size, seed, dtype, rows, normed_residual=seed == 1)
-        for beside in (None, given[3]):
-            placed = to((*given[:3], beside), device)
+        inputs = random_inputs(batch, queries, size, seed, dtype, rows, normed_residual=seed == 1)
+        for draft in (None, inputs[3]):
             with poisoned():
-                got = embed_rows_triton(*placed)
-            expected = embed_rows_reference(*given[:3], beside)
+                got = embed_rows_triton(*to((*inputs[:3], draft), device))
+            expected = embed_rows_reference(*inputs[:3], draft)
             for name, value in got._asdict().items():
-                wanted = getattr(expected, name)
-                assert value.dtype == wanted.dtype, name
-                # Of a norm within an ulp or two; all else is copied.
-                exact = beside is None or name in ("cos", "sin") or (name == "residual" and seed != 1)
-                close = {"rtol": 0, "atol": 0} if exact else {}
-                torch.testing.assert_close(value.cpu(), wanted, **close)
+                expected_value = getattr(expected, name)
+                assert value.dtype == expected_value.dtype, name
+                # Norms are equal within two ulps; everything else is a copy.
+                exact = draft is None or name in ("cos", "sin") or (name == "residual" and seed != 1)
+                tolerance = {"rtol": 0, "atol": 0} if exact else {}
+                torch.testing.assert_close(value.cpu(), expected_value, **tolerance)
 
 
 SMALL = [(0, 2, 4, torch.float32, None), (1, 1, 5, torch.float32, None), (2, 3, 8, torch.bfloat16, 2)]
@@ -103,16 +104,16 @@ def test_kernel_is_the_reference_at_size(kernel_device, batch, queries, rows):
     check(kernel_device, batch, queries, 4096, torch.bfloat16, rows)
 
 
-def test_what_does_not_fit_is_refused(kernel_device):
-    tokens, positions, tables, beside = to(drawn(2, 3, 8, 0, rows=2), kernel_device)
-    with pytest.raises(EspalierError, match="enter: positions"):
-        embed_rows_triton(tokens, positions[:, 1:], tables, beside)
-    with pytest.raises(EspalierError, match="enter: hidden"):
-        embed_rows_triton(tokens, positions, tables, replace(beside, parents=None))
+def test_wrong_shapes_and_strides_are_refused(kernel_device):
+    tokens, positions, tables, draft = to(random_inputs(2, 3, 8, 0, rows=2), kernel_device)
+    with pytest.raises(EspalierError, match="embed_rows: positions"):
+        embed_rows_triton(tokens, positions[:, 1:], tables, draft)
+    with pytest.raises(EspalierError, match="embed_rows: hidden"):
+        embed_rows_triton(tokens, positions, tables, replace(draft, parents=None))
     with pytest.raises(EspalierError, match="must be contiguous"):
-        embed_rows_triton(tokens, positions, replace(tables, embed=tables.embed.T.contiguous().T), beside)
+        embed_rows_triton(tokens, positions, replace(tables, embed=tables.embed.T.contiguous().T), draft)
 
 
-def test_a_cpu_needs_no_kernel():
-    given = drawn(2, 3, 8, 1)
-    assert all(map(torch.equal, embed_rows(*given), embed_rows_reference(*given)))
+def test_cpu_tensors_use_the_reference():
+    inputs = random_inputs(2, 3, 8, 1)
+    assert all(map(torch.equal, embed_rows(*inputs), embed_rows_reference(*inputs)))

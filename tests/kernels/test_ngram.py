@@ -1,5 +1,4 @@
-"""The lookup of n-grams: the kernel against its reference, which tests/speculate/test_ngram.py holds against a search,
-exactly."""
+"""The n-gram lookup kernel equals its reference exactly.  tests/speculate/test_ngram.py tests the reference itself."""
 
 import pytest
 import torch
@@ -10,9 +9,9 @@ from espalier.kernels.tree.ngram import find_matches, find_matches_reference, fi
 from tests.kernels.treeing import poisoned, random
 
 
-def drawn(batch, width, vocab, seed=0):
-    """Texts of every length, in rows that stand in another order, what must not be read behind them: a token that
-    occurs everywhere."""
+def random_inputs(batch, width, vocab, seed=0):
+    """history, index, root: texts of many lengths, in shuffled rows.  After its text a row repeats the last token, so
+    that a kernel that reads too far finds wrong matches."""
     generator = random(seed)
     history = torch.randint(0, vocab, (batch + 2, width), generator=generator)
     root = torch.randint(0, width, (batch, 2), generator=generator)
@@ -31,25 +30,25 @@ LARGE = [(64, 32768, 50, 8), (3, 131072, 2000, 4), (8, 5000, 3, 64)]
 def test_kernel_is_the_reference(kernel_device, case, monkeypatch):
     batch, width, vocab, topk = case
     if case in SMALL:
-        # So that a text has several blocks, and some end between two.
+        # Small blocks, so that texts have several blocks, and some texts end inside a block.
         monkeypatch.setattr(ngram, "BLOCK", 16)
-    given = drawn(batch, width, vocab)
+    inputs = random_inputs(batch, width, vocab)
     with poisoned():
-        found = find_matches_triton(*(value.to(kernel_device) for value in given), topk)
-    expected = find_matches_reference(*given, topk)
-    assert all(torch.equal(got.cpu(), value) for got, value in zip(found, expected, strict=True))
+        matches = find_matches_triton(*(value.to(kernel_device) for value in inputs), topk)
+    expected = find_matches_reference(*inputs, topk)
+    assert all(torch.equal(got.cpu(), value) for got, value in zip(matches, expected, strict=True))
 
 
-def test_the_context_changes_nothing_and_is_not_looked_at():
-    history, index, root = drawn(4, 40, 3)
+def test_the_width_of_history_does_not_matter():
+    history, index, root = random_inputs(4, 40, 3)
     assert longest_known(root) == int(root.max()) + 1
     wide = torch.cat((history, torch.full((len(history), 500), int(history.max()))), 1)
     for got, value in zip(find_matches(wide, index, root, 4), find_matches(history, index, root, 4), strict=True):
         assert torch.equal(got, value)
 
 
-def test_sizes_that_disagree_are_refused(kernel_device):
-    history, index, root = (value.to(kernel_device) for value in drawn(3, 9, 2))
+def test_wrong_shapes_and_dtypes_are_refused(kernel_device):
+    history, index, root = (value.to(kernel_device) for value in random_inputs(3, 9, 2))
     with pytest.raises(EspalierError, match="find_matches: root"):
         find_matches_triton(history, index, root[1:], 2)
     with pytest.raises(EspalierError, match="find_matches: history"):

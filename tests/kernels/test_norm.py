@@ -1,4 +1,4 @@
-"""RMS norm, alone and after an addition, against float64 and against the reference."""
+"""RMS norm, alone and after the residual addition, compared to float64 and to the reference."""
 
 import pytest
 import torch
@@ -22,112 +22,122 @@ shapes = pytest.mark.parametrize(
 )
 
 
-def drawn(shape, dtype, device, seed=0, scale=1.0):
+def random_normal(shape, dtype, device, seed=0, scale=1.0):
     generator = torch.Generator().manual_seed(seed)
     return (scale * torch.randn(*shape, generator=generator, dtype=torch.float64)).to(dtype).to(device)
 
 
-def close(ours: torch.Tensor, exact: torch.Tensor) -> None:
-    """Rounding to the dtype, and a sum of H squares in any order."""
-    of = torch.finfo(ours.dtype)
-    torch.testing.assert_close(ours.double(), exact, rtol=4 * of.eps, atol=of.tiny)
+def assert_close(out: torch.Tensor, exact: torch.Tensor) -> None:
+    """The tolerance allows one rounding to the dtype, and any reduction order of the H squares."""
+    info = torch.finfo(out.dtype)
+    torch.testing.assert_close(out.double(), exact, rtol=4 * info.eps, atol=info.tiny)
 
 
 @shapes
 @dtypes
 @pytest.mark.parametrize("scale", [0.0, 1e-3, 1.0, 100.0])
 def test_norm(shape, dtype, scale, kernel_device):
-    x, weight = drawn(shape, dtype, kernel_device, 1, scale), drawn(shape[1:], dtype, kernel_device, 2)
+    x, weight = random_normal(shape, dtype, kernel_device, 1, scale), random_normal(shape[1:], dtype, kernel_device, 2)
     out = rms_norm_triton(x, weight, EPS)
     assert out.dtype == dtype
-    close(out, F.rms_norm(x.double(), weight.shape, weight.double(), EPS))
-    close(rms_norm_reference(x, weight, EPS), F.rms_norm(x.double(), weight.shape, weight.double(), EPS))
+    assert_close(out, F.rms_norm(x.double(), weight.shape, weight.double(), EPS))
+    assert_close(rms_norm_reference(x, weight, EPS), F.rms_norm(x.double(), weight.shape, weight.double(), EPS))
 
 
 @shapes
 @dtypes
 def test_norm_after_an_addition(shape, dtype, kernel_device):
-    delta, residual = (drawn(shape, dtype, kernel_device, seed) for seed in (1, 2))
-    weight, kept = drawn(shape[1:], dtype, kernel_device, 3), residual.clone()
+    delta, residual = (random_normal(shape, dtype, kernel_device, seed) for seed in (1, 2))
+    weight, residual_before = random_normal(shape[1:], dtype, kernel_device, 3), residual.clone()
     total, out = add_rms_norm_triton(delta, residual, weight, EPS)
     expected, _ = add_rms_norm_reference(delta, residual, weight, EPS)
     if kernel_device.type == "cuda" or dtype != torch.bfloat16:
         assert torch.equal(total, expected), "a sum of two is rounded once"
-    else:  # Triton's interpreter cuts what a GPU rounds to bfloat16.
+    else:  # A GPU rounds to bfloat16; Triton's interpreter truncates.
         torch.testing.assert_close(total, expected, rtol=torch.finfo(dtype).eps, atol=0)
-    close(out, F.rms_norm(total.double(), weight.shape, weight.double(), EPS))
-    assert torch.equal(residual, kept)
+    assert_close(out, F.rms_norm(total.double(), weight.shape, weight.double(), EPS))
+    assert torch.equal(residual, residual_before)
 
 
 @shapes
 @pytest.mark.parametrize("parts", [1, 2, 5])
 @pytest.mark.parametrize("make", [add_rms_norm_triton, add_rms_norm_reference])
-def test_parts_are_summed_in_order_and_rounded_before_they_are_added(shape, parts, make, kernel_device):
+def test_partial_sums_are_added_in_order_and_rounded_first(shape, parts, make, kernel_device):
     dtype = torch.bfloat16 if kernel_device.type == "cuda" else torch.float16
-    delta = drawn((parts, *shape), torch.float32, kernel_device, 1)
-    residual, weight = drawn(shape, dtype, kernel_device, 2), drawn(shape[1:], dtype, kernel_device, 3)
-    whole = delta[0].clone()
+    delta = random_normal((parts, *shape), torch.float32, kernel_device, 1)
+    residual, weight = random_normal(shape, dtype, kernel_device, 2), random_normal(shape[1:], dtype, kernel_device, 3)
+    total = delta[0].clone()
     for part in delta[1:]:
-        whole += part
-    for ours, expected in zip(
-        make(delta, residual, weight, EPS), make(whole.to(dtype), residual, weight, EPS), strict=True
+        total += part
+    for out, expected in zip(
+        make(delta, residual, weight, EPS), make(total.to(dtype), residual, weight, EPS), strict=True
     ):
-        assert torch.equal(ours, expected)
+        assert torch.equal(out, expected)
 
 
-def test_rows_may_stand_apart_and_have_any_batch_shape(kernel_device):
-    wide, weight = drawn((6, 80), torch.float32, kernel_device), drawn((32,), torch.float32, kernel_device, 1)
+def test_strided_rows_and_any_batch_shape(kernel_device):
+    wide, weight = (
+        random_normal((6, 80), torch.float32, kernel_device),
+        random_normal((32,), torch.float32, kernel_device, 1),
+    )
     x = wide[:, 16:48]
-    close(rms_norm_triton(x, weight, EPS), F.rms_norm(x.double(), (32,), weight.double(), EPS))
+    assert_close(rms_norm_triton(x, weight, EPS), F.rms_norm(x.double(), (32,), weight.double(), EPS))
     assert rms_norm_triton(x.unflatten(0, (2, 3)), weight, EPS).shape == (2, 3, 32)
     delta, columns = wide[:, :32], wide.t()[:32].t()
     assert torch.equal(add_rms_norm_triton(delta, columns.contiguous(), weight, EPS)[0], delta + columns)
 
 
 def test_a_row_is_the_same_in_any_batch(kernel_device):
-    x, weight = drawn((9, 96), torch.bfloat16, kernel_device), drawn((96,), torch.bfloat16, kernel_device, 1)
-    precompile = rms_norm_triton(x, weight, EPS)
-    assert all(torch.equal(rms_norm_triton(x[i : i + 1], weight, EPS), precompile[i : i + 1]) for i in range(9))
+    x, weight = (
+        random_normal((9, 96), torch.bfloat16, kernel_device),
+        random_normal((96,), torch.bfloat16, kernel_device, 1),
+    )
+    batched = rms_norm_triton(x, weight, EPS)
+    assert all(torch.equal(rms_norm_triton(x[i : i + 1], weight, EPS), batched[i : i + 1]) for i in range(9))
 
 
-def test_what_does_not_fit_is_refused(kernel_device):
+def test_wrong_shapes_and_dtypes_are_refused(kernel_device):
     x = torch.zeros(2, 8, device=kernel_device)
-    with pytest.raises(EspalierError, match="the norm's weight needs shape"):
+    with pytest.raises(EspalierError, match="rms_norm: weight needs shape"):
         rms_norm_triton(x, torch.zeros(7, device=kernel_device), EPS)
     with pytest.raises(EspalierError, match="delta needs shape"):
         add_rms_norm_triton(x[:1], x, torch.zeros(8, device=kernel_device), EPS)
-    with pytest.raises(EspalierError, match="delta in parts needs shape"):
+    with pytest.raises(EspalierError, match="delta's partial sums needs shape"):
         add_rms_norm_triton(torch.zeros(2, 2, 7, device=kernel_device), x, torch.zeros(8, device=kernel_device), EPS)
-    with pytest.raises(EspalierError, match="delta in parts needs shape"):
+    with pytest.raises(EspalierError, match="delta's partial sums needs shape"):
         add_rms_norm_triton(x.half()[None], x, torch.zeros(8, device=kernel_device), EPS)
     with pytest.raises(EspalierError, match="delta needs shape"):
         add_rms_norm_triton(x.double(), x, torch.zeros(8, device=kernel_device), EPS)
 
 
-def test_a_weight_may_stand_apart(kernel_device):
-    x, wide = drawn((3, 16), torch.float64, kernel_device), drawn((16, 2), torch.float64, kernel_device, 1)
-    close(rms_norm_triton(x, wide[:, 1], EPS), F.rms_norm(x, (16,), wide[:, 1].contiguous(), EPS))
+def test_strided_weight(kernel_device):
+    x, wide = (
+        random_normal((3, 16), torch.float64, kernel_device),
+        random_normal((16, 2), torch.float64, kernel_device, 1),
+    )
+    assert_close(rms_norm_triton(x, wide[:, 1], EPS), F.rms_norm(x, (16,), wide[:, 1].contiguous(), EPS))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-def test_a_layer_is_its_kernels_reference(dtype):
-    """With constants made once or at every call: the same bits."""
+def test_the_layer_equals_the_reference(dtype):
+    """The layer precomputes constants; the reference computes them at every call.  The bits are the same."""
     cpu = torch.device("cpu")
-    x, delta = drawn((5, 24), dtype, cpu, 1), drawn((5, 24), dtype, cpu, 2)
-    weight = drawn((24,), dtype, cpu, 3)
+    x, delta = random_normal((5, 24), dtype, cpu, 1), random_normal((5, 24), dtype, cpu, 2)
+    weight = random_normal((24,), dtype, cpu, 3)
     layer = RMSNorm(weight, EPS)
     assert torch.equal(layer(x), rms_norm_reference(x, weight, EPS))
-    for ours, expected in zip(layer.after(delta, x), add_rms_norm_reference(delta, x, weight, EPS), strict=True):
-        assert torch.equal(ours, expected)
+    for out, expected in zip(layer.after(delta, x), add_rms_norm_reference(delta, x, weight, EPS), strict=True):
+        assert torch.equal(out, expected)
     assert layer.after(None, x)[0] is x
 
 
 @pytest.mark.parametrize("make", [add_rms_norm_triton, add_rms_norm_reference])
-def test_what_is_normed_is_the_rounded_sum(make, kernel_device):
-    """Half the roundings would differ for the sum before rounding, but by an ulp, which no tolerance shows."""
-    delta, residual = (drawn((8, 128), torch.float16, kernel_device, seed) for seed in (1, 2))
-    weight = drawn((128,), torch.float16, kernel_device, 3)
+def test_the_norm_is_of_the_rounded_sum(make, kernel_device):
+    """The norm of the unrounded sum would differ in about half of the values, by 1 ulp.  No tolerance would show that,
+    so the test counts the values that differ."""
+    delta, residual = (random_normal((8, 128), torch.float16, kernel_device, seed) for seed in (1, 2))
+    weight = random_normal((128,), torch.float16, kernel_device, 3)
     total, out = make(delta, residual, weight, EPS)
     exact = F.rms_norm(total.double(), (128,), weight.double(), EPS).to(torch.float16)
-    # Those that float32 takes across a tie are one in thousands.
+    # float32 arithmetic moves about one value in thousands across a rounding boundary.
     assert (out != exact).sum() <= out.numel() // 100

@@ -1,13 +1,13 @@
-"""Kernels that are launched early see what those before them wrote, and leave alone what those still read.
+"""Kernels launched with PDL see their predecessors' writes, and do not overwrite what predecessors still read.
 
-Each has in front of it one that works for tens of microseconds, far longer than the launch that it saves, and all run
-as one graph whose buffers still hold the last replay's numbers: a missing wait reads those.
+Each kernel has a predecessor that runs for tens of microseconds, much longer than the launch latency that PDL hides.
+All kernels are in one CUDA graph, whose buffers still hold the values of the last replay: a missing wait reads those.
 """
 
 import pytest
 import torch
 
-import espalier.kernels.runtime.pdl as dependent
+import espalier.kernels.runtime.pdl as pdl
 from espalier.kernels.attention.ancestor_bits import pack
 from espalier.kernels.attention.contiguous_blocks import contiguous_blocks_triton
 from espalier.kernels.attention.kv_splits import KVSplitPolicy, kv_splits_triton
@@ -23,65 +23,67 @@ SPLIT = TritonPlan(block_out=64, block_in=64, splits=3, warps=4, stages=2)
 
 
 class Chain:
-    """Two layers without their attention, `rows` rows of them."""
+    """Two decoder layers without attention, for `rows` rows."""
 
     def __init__(self, rows: int, device: torch.device) -> None:
-        def drawn(*shape: int, scale: float = 1.0) -> torch.Tensor:
+        def random_normal(*shape: int, scale: float = 1.0) -> torch.Tensor:
             return scale * torch.randn(*shape, device=device, dtype=torch.bfloat16)
 
-        self.x = drawn(rows, HIDDEN)
-        self.norm = drawn(HIDDEN)
+        self.x = random_normal(rows, HIDDEN)
+        self.norm = random_normal(HIDDEN)
         sizes = {"qkv": (HEADS + 2 * KV_HEADS) * SIZE, "out": HIDDEN, "gate_up": 8 * HIDDEN}
-        self.weight = {name: drawn(out, HIDDEN, scale=HIDDEN**-0.5) for name, out in sizes.items()}
-        self.weight["down"] = drawn(HIDDEN, 4 * HIDDEN, scale=HIDDEN**-0.5 / 2)
+        self.weight = {name: random_normal(out, HIDDEN, scale=HIDDEN**-0.5) for name, out in sizes.items()}
+        self.weight["down"] = random_normal(HIDDEN, 4 * HIDDEN, scale=HIDDEN**-0.5 / 2)
         self.rope_and_norm = RopeAndNorm(*torch.randn(2, rows, SIZE, device=device))
         self.rows = torch.arange(rows, device=device).flip(0)
-        self.kept = torch.zeros(2, rows, KV_HEADS, SIZE, device=device, dtype=torch.bfloat16)
+        self.kv = torch.zeros(2, rows, KV_HEADS, SIZE, device=device, dtype=torch.bfloat16)
 
     def __call__(self) -> list[torch.Tensor]:
         x, normed = self.x, rms_norm_triton(self.x, self.norm, 1e-5)
         for out, down in ((SPLIT, SLOW), (SLOW, SPLIT)):
-            # In the first layer what was stored goes on, in the second what was turned in place.
+            # The first layer continues with the stored K and V rows, the second one with the rotated q.
             qkv = linear_parts_triton(normed, self.weight["qkv"], None, out).unflatten(-1, (-1, SIZE))
-            q, _, _ = rotate_and_store_triton(qkv, self.rope_and_norm, self.rows, *self.kept)
-            heads = self.kept.transpose(0, 1).flatten(1).repeat(1, 2) if out is SPLIT else q.flatten(1)
+            q, _, _ = rotate_and_store_triton(qkv, self.rope_and_norm, self.rows, *self.kv)
+            heads = self.kv.transpose(0, 1).flatten(1).repeat(1, 2) if out is SPLIT else q.flatten(1)
             attended = linear_parts_triton(heads, self.weight["out"], None, out)
             x, normed = add_rms_norm_triton(attended, x, self.norm, 1e-5)
             gated = linear_gated(normed, self.weight["gate_up"], None, down)
             x, normed = add_rms_norm_triton(
                 linear_parts_triton(gated, self.weight["down"], None, down), x, self.norm, 1e-5
             )
-        return [x, normed, self.kept.clone()]
+        return [x, normed, self.kv.clone()]
 
 
 class Attended:
-    """A layer's projection, the rotation, and attention over what that stored, on pages that do or do not say that rows
-    stand side by side.  The first committed rows are stored right before, too."""
+    """QKV projection, RoPE, and attention over the rows just stored: the staged rows and the first committed ones.
+
+    Pages of 64 rows have contiguous blocks of rows; for smaller pages a kernel counts the contiguous blocks.
+    """
 
     page_size = 64
 
     def __init__(self, rows: int, device: torch.device) -> None:
-        def drawn(*shape: int, scale: float = 1.0) -> torch.Tensor:
+        def random_normal(*shape: int, scale: float = 1.0) -> torch.Tensor:
             return scale * torch.randn(*shape, device=device, dtype=torch.bfloat16)
 
-        self.x = drawn(rows, HIDDEN)
-        self.weight = drawn(2, (HEADS + 2 * KV_HEADS) * SIZE, HIDDEN, scale=HIDDEN**-0.5)
+        self.x = random_normal(rows, HIDDEN)
+        self.weight = random_normal(2, (HEADS + 2 * KV_HEADS) * SIZE, HIDDEN, scale=HIDDEN**-0.5)
         self.rope_and_norm = RopeAndNorm(*torch.randn(2, rows, SIZE, device=device))
         self.rows = torch.arange(rows, device=device)
-        self.kept = torch.zeros(2, rows, KV_HEADS, SIZE, device=device, dtype=torch.bfloat16)
+        self.kv = torch.zeros(2, rows, KV_HEADS, SIZE, device=device, dtype=torch.bfloat16)
         length = torch.tensor([700], device=device)
         pages = -(-700 // self.page_size)
         table = 1 + torch.arange(pages, device=device, dtype=torch.int32)[None]
-        pool = drawn(2, (1 + pages) * self.page_size, KV_HEADS, SIZE)
+        pool = random_normal(2, (1 + pages) * self.page_size, KV_HEADS, SIZE)
         self.committed = Committed(*pool, table, length, self.page_size)
-        # At 64 rows enough for two groups of warps.
+        # With 64 rows, enough work for two groups of warps.
         self.splits = kv_splits_triton(length, 0, KVSplitPolicy(8, 8))
         self.positions = 700 + self.rows[None]
         mask = torch.ones(1, rows, rows, dtype=torch.bool, device=device).tril()
-        self.staged = Staged(self.kept[0][None], self.kept[1][None], self.positions, pack(mask))
+        self.staged = Staged(self.kv[0][None], self.kv[1][None], self.positions, pack(mask))
 
     def __call__(self) -> list[torch.Tensor]:
-        q = self._stored(0, self.rows, *self.kept)
+        q = self._stored(0, self.rows, *self.kv)
         c, straight = self.committed, None
         if self.page_size % 64:
             straight = contiguous_blocks_triton(self.splits, c.page_table, self.page_size, 0)
@@ -101,18 +103,18 @@ class AttendedOnSmallPages(Attended):
 
 @pytest.mark.parametrize("layers", [Chain, Attended, AttendedOnSmallPages])
 @pytest.mark.parametrize("rows", [1, 5, 64])
-def test_a_replayed_chain_is_one_kernel_after_the_other(layers, rows, kernel_device, monkeypatch):
+def test_a_replay_equals_launches_without_pdl(layers, rows, kernel_device, monkeypatch):
     torch.manual_seed(rows)
     chain = layers(rows, kernel_device)
     chain()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        early = chain()
-    # Launched the ordinary way: each starts when the one before has ended.
-    monkeypatch.setattr(dependent, "HOPPER", (1000, 0))
-    for rope_and_norm in range(20):
+        replayed = chain()
+    # Turns PDL off: from here each kernel starts after its predecessor has ended.
+    monkeypatch.setattr(pdl, "HOPPER", (1000, 0))
+    for replay in range(20):
         chain.x.normal_()
         graph.replay()
         torch.cuda.synchronize()
-        for ours, expected in zip(early, chain(), strict=True):
-            assert torch.equal(ours, expected), rope_and_norm
+        for out, expected in zip(replayed, chain(), strict=True):
+            assert torch.equal(out, expected), replay

@@ -1,4 +1,4 @@
-"""Kernels that are asked for together: nothing is launched, all are made once, and what goes wrong comes out."""
+"""precompile(): nothing is launched, every kernel is compiled once, and errors are raised."""
 
 import json
 import os
@@ -29,42 +29,43 @@ EMPTIES = {
 }
 
 
-class Compiled:
-    """What a Kernel compiles to, which notes what becomes of it."""
+class FakeJitFunction:
+    """Stands in for Triton's JIT function, and records warm-ups and launches."""
 
     def __init__(self):
-        self.asked, self.launched, self.device_caches = [], [], {}
+        self.warmed_up, self.launched, self.device_caches = [], [], {}
 
     def __getitem__(self, grid):
         return lambda *args, **kwargs: self.launched.append((grid, args, kwargs))
 
     def warmup(self, *args, grid, **kwargs):
-        self.asked.append((grid, args, kwargs))
+        self.warmed_up.append((grid, args, kwargs))
 
 
 @pytest.fixture
 def kernel():
-    made = Kernel(lambda: None)
-    made._compiled = Compiled()
-    return made
+    kernel = Kernel(lambda: None)
+    kernel._compiled = FakeJitFunction()
+    return kernel
 
 
-def seen(kernel):
-    return [len(kernel.compiled.asked), len(kernel.compiled.launched)]
+def counts(kernel):
+    """[number of warm-ups, number of launches]"""
+    return [len(kernel.compiled.warmed_up), len(kernel.compiled.launched)]
 
 
-def test_a_launch_asks_and_afterwards_launches(kernel):
-    with precompile() as asked:
+def test_kernels_compile_inside_and_launch_outside(kernel):
+    with precompile() as compilations:
         kernel[(3, 1)](7, WIDTH=8)
-    assert asked == [] and seen(kernel) == [1, 0]
+    assert compilations == [] and counts(kernel) == [1, 0]
     kernel[(3, 1)](7, WIDTH=8)
-    assert kernel.compiled.launched == kernel.compiled.asked == [((3, 1), (7,), {"WIDTH": 8})]
+    assert kernel.compiled.launched == kernel.compiled.warmed_up == [((3, 1), (7,), {"WIDTH": 8})]
 
 
 @pytest.mark.parametrize("name", EMPTIES)
-def test_what_kernels_would_have_written_is_zeros(name):
+def test_uninitialised_tensors_are_zeros(name):
     make, filled = EMPTIES[name], torch.utils.deterministic.fill_uninitialized_memory
-    # So that what nobody wrote is not zero by chance.
+    # Fill uninitialised memory outside, so that it is not zero by chance.
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = True
     try:
@@ -78,23 +79,23 @@ def test_what_kernels_would_have_written_is_zeros(name):
     assert inside.stride() == outside.stride() and inside.dtype == outside.dtype
 
 
-def test_it_does_not_stand_in_itself(kernel):
+def test_nesting_is_refused(kernel):
     with precompile():
-        with pytest.raises(RuntimeError, match="within itself"), precompile():
+        with pytest.raises(RuntimeError, match="cannot be nested"), precompile():
             pass
         kernel[(1,)]()
     kernel[(1,)]()
-    assert seen(kernel) == [1, 1]
+    assert counts(kernel) == [1, 1]
 
 
-def test_what_goes_wrong_in_it_comes_out_and_nothing_is_left_of_it(kernel):
+def test_an_error_inside_is_raised_and_no_mode_stays_active(kernel):
     with pytest.raises(torch.OutOfMemoryError), precompile():
         raise torch.OutOfMemoryError
     assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
     kernel[(1,)]()
     with precompile():
         kernel[(1,)]()
-    assert seen(kernel) == [1, 1]
+    assert counts(kernel) == [1, 1]
 
 
 def test_other_threads_launch(kernel):
@@ -102,36 +103,36 @@ def test_other_threads_launch(kernel):
         thread = Thread(target=lambda: kernel[(1,)]())
         thread.start()
         thread.join()
-    assert seen(kernel) == [0, 1]
+    assert counts(kernel) == [0, 1]
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    """Of a program that really compiles, for Hopper."""
-    own = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    own["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
+def report(tmp_path_factory):
+    """The output of tests/kernels/asked.py, which compiles for Hopper."""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    env["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
     command = [sys.executable, "-m", "tests.kernels.asked"]
-    ran = subprocess.run(command, cwd=ROOT, env=own, capture_output=True, text=True, timeout=120)
-    assert ran.returncode == 0, ran.stderr
-    return json.loads(ran.stdout)
+    process = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+    assert process.returncode == 0, process.stderr
+    return json.loads(process.stdout)
 
 
-def test_every_kernel_is_made_once_before_its_launch(found):
+def test_every_kernel_is_compiled_once_before_its_launch(report):
     names = ["_rms_norm_kernel", "_silu_mul_kernel", "_gather_rows_kernel"]
-    assert found["first"] == len(names) and found["again"] == 0
-    assert found["launched_inside"] == [] and found["launched"] == names
-    # A launch that had to compile would say that nobody had asked for the kernel.
-    assert sorted(found["compiled"]) == sorted([name, True] for name in names)
-    assert sorted(name for name, _ in found["loaded"]) == sorted(names)
-    assert all(thread.startswith("espalier-compile") for _, thread in found["loaded"])
+    assert report["first"] == len(names) and report["again"] == 0
+    assert report["launched_inside"] == [] and report["launched"] == names
+    # True: compiled by a warm-up, not by a launch.
+    assert sorted(report["compiled"]) == sorted([name, True] for name in names)
+    assert sorted(name for name, _ in report["loaded"]) == sorted(names)
+    assert all(thread.startswith("espalier-compile") for _, thread in report["loaded"])
 
 
-def test_what_goes_wrong_comes_out_though_others_wait_to_be_made(found):
-    """A kernel that does not compile raises what its launch raises."""
-    assert found["failures"] == ["CompilationError", "CompilationError", "OutOfMemoryError", "CompilationError"]
-    assert found["modes_left"] == [False, False]
-    assert found["launched_after_failures"] == 6
+def test_errors_are_raised_while_other_kernels_are_in_the_queue(report):
+    """A kernel that does not compile raises the same error as its launch."""
+    assert report["failures"] == ["CompilationError", "CompilationError", "OutOfMemoryError", "CompilationError"]
+    assert report["modes_left"] == [False, False]
+    assert report["launched_after_failures"] == 6
 
 
-def test_a_start_does_not_pay_for_pytorchs_compiler(found):
-    assert not found["is_dynamo_there"]
+def test_pytorchs_compiler_is_not_imported(report):
+    assert not report["dynamo_imported"]

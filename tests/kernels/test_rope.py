@@ -1,4 +1,4 @@
-"""Rotation, head norms and where keys and values go, against words as plain as they come."""
+"""rotate_and_store (head norms, RoPE, K and V rows) equals float64 arithmetic; its bits do not depend on the tiling."""
 
 from dataclasses import replace
 
@@ -18,35 +18,35 @@ shapes = pytest.mark.parametrize(
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
 
 
-def drawn(*shape: int, seed: int) -> torch.Tensor:
+def random_normal(*shape: int, seed: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def turn_of(
+def random_rope_and_norm(
     rows: int, size: int, normed: bool, dtype: torch.dtype, device: torch.device, rotary: int | None = None
 ) -> RopeAndNorm:
     exact = torch.promote_types(dtype, torch.float32)
-    angle = 50 * drawn(rows, (rotary or size) // 2, seed=1)
+    angle = 50 * random_normal(rows, (rotary or size) // 2, seed=1)
     cos, sin = angle.cos(), angle.sin()
     cos, sin = (torch.cat(pair, 1).to(exact).to(device) for pair in ((cos, cos), (-sin, sin)))
-    norms = [(1 + 0.2 * drawn(size, seed=seed)).to(dtype).to(device) if normed else None for seed in (2, 3)]
+    norms = [(1 + 0.2 * random_normal(size, seed=seed)).to(dtype).to(device) if normed else None for seed in (2, 3)]
     return RopeAndNorm(cos, sin, *norms, 1e-6)
 
 
-def plainly(qkv: torch.Tensor, rope_and_norm: RopeAndNorm, kv_heads: int) -> list[torch.Tensor]:
-    """q, k, v in float64; norms are rounded to the dtype, as a layer of their own would round them."""
+def in_float64(qkv: torch.Tensor, rope_and_norm: RopeAndNorm, kv_heads: int) -> list[torch.Tensor]:
+    """q, k, v in float64.  The norms' results are rounded to the dtype, as separate norm layers would round them."""
     heads = qkv.shape[1] - 2 * kv_heads
-    parts = list(qkv.double().split((heads, kv_heads, kv_heads), 1))
+    heads_of = list(qkv.double().split((heads, kv_heads, kv_heads), 1))
     rotary = rope_and_norm.cos.shape[1]
     for i, norm in enumerate((rope_and_norm.q_norm, rope_and_norm.k_norm)):
-        x = parts[i]
+        x = heads_of[i]
         if norm is not None:
             x = x / (x.pow(2).mean(-1, keepdim=True) + rope_and_norm.eps).sqrt() * norm.double()
             x = x.to(qkv.dtype).double()
         cos, sin = rope_and_norm.cos.double()[:, None], rope_and_norm.sin.double()[:, None]
-        turned, rest = x[..., :rotary], x[..., rotary:]
-        parts[i] = torch.cat((turned * cos + turned.roll(rotary // 2, -1) * sin, rest), -1)
-    return parts
+        values, rest = x[..., :rotary], x[..., rotary:]
+        heads_of[i] = torch.cat((values * cos + values.roll(rotary // 2, -1) * sin, rest), -1)
+    return heads_of
 
 
 @shapes
@@ -54,28 +54,28 @@ def plainly(qkv: torch.Tensor, rope_and_norm: RopeAndNorm, kv_heads: int) -> lis
 @pytest.mark.parametrize("normed", [False, True], ids=["plain", "normed"])
 @pytest.mark.parametrize("make", [rotate_and_store_triton, rotate_and_store_reference])
 @pytest.mark.parametrize("share", [1, 2], ids=["whole", "partial"])
-def test_heads_turn_and_rows_arrive(shape, dtype, normed, make, share, kernel_device):
+def test_heads_are_rotated_and_rows_stored(shape, dtype, normed, make, share, kernel_device):
     rows, heads, kv_heads, size = shape
-    qkv = drawn(rows, heads + 2 * kv_heads, size, seed=4).to(dtype).to(kernel_device)
-    # Of 10 values of a head 6 are rotated, where not all are.
+    qkv = random_normal(rows, heads + 2 * kv_heads, size, seed=4).to(dtype).to(kernel_device)
+    # partial: for example 6 of the 10 values of a head are rotated.
     rotary = size if share == 1 else -(-size // 4) * 2
-    rope_and_norm = turn_of(rows, size, normed, dtype, kernel_device, rotary)
-    expected = plainly(qkv, rope_and_norm, kv_heads)
-    places = torch.randperm(2 * rows + 3, generator=torch.Generator().manual_seed(5))[:rows].to(kernel_device)
+    rope_and_norm = random_rope_and_norm(rows, size, normed, dtype, kernel_device, rotary)
+    expected = in_float64(qkv, rope_and_norm, kv_heads)
+    stored_rows = torch.randperm(2 * rows + 3, generator=torch.Generator().manual_seed(5))[:rows].to(kernel_device)
     k_buffer, v_buffer = (
         torch.full((2 * rows + 3, kv_heads, size), torch.nan, dtype=dtype, device=kernel_device) for _ in range(2)
     )
-    out = make(qkv, rope_and_norm, places, k_buffer, v_buffer)
-    # One rounding, two with norms, whose rounding may go the other way.
+    out = make(qkv, rope_and_norm, stored_rows, k_buffer, v_buffer)
+    # One rounding.  With norms two, and the first may go the other way than in float64.
     tolerance = {"rtol": 4 * torch.finfo(dtype).eps, "atol": (32 if normed else 4) * torch.finfo(dtype).eps}
     for value, exact in zip(out, expected, strict=True):
         assert value.dtype == dtype
         torch.testing.assert_close(value.double(), exact, **tolerance)
     for buffer, value in ((k_buffer, out[1]), (v_buffer, out[2])):
-        assert torch.equal(buffer[places], value)
-        rest = torch.ones(len(buffer), dtype=torch.bool, device=kernel_device)
-        rest[places] = False
-        assert buffer[rest].isnan().all(), "nothing else is written"
+        assert torch.equal(buffer[stored_rows], value)
+        others = torch.ones(len(buffer), dtype=torch.bool, device=kernel_device)
+        others[stored_rows] = False
+        assert buffer[others].isnan().all(), "other rows must not be written"
 
 
 @shapes
@@ -83,22 +83,22 @@ def test_heads_turn_and_rows_arrive(shape, dtype, normed, make, share, kernel_de
 @pytest.mark.parametrize("parts", [1, 4])
 @pytest.mark.parametrize("make", [rotate_and_store_triton, rotate_and_store_reference])
 @pytest.mark.parametrize("share", [1, 2], ids=["whole", "partial"])
-def test_parts_are_summed_in_order_and_rounded_before_they_turn(shape, normed, parts, make, share, kernel_device):
+def test_partial_sums_are_added_in_order_and_rounded_first(shape, normed, parts, make, share, kernel_device):
     rows, heads, kv_heads, size = shape
     rotary = size if share == 1 else -(-size // 4) * 2
     dtype = torch.bfloat16 if kernel_device.type == "cuda" else torch.float16
-    qkv = drawn(parts, rows, heads + 2 * kv_heads, size, seed=4).float().to(kernel_device)
-    kept, rope_and_norm = qkv.clone(), turn_of(rows, size, normed, dtype, kernel_device, rotary)
-    whole = qkv[0].clone()
+    qkv = random_normal(parts, rows, heads + 2 * kv_heads, size, seed=4).float().to(kernel_device)
+    qkv_before, rope_and_norm = qkv.clone(), random_rope_and_norm(rows, size, normed, dtype, kernel_device, rotary)
+    total = qkv[0].clone()
     for part in qkv[1:]:
-        whole += part
-    places = torch.arange(rows, device=kernel_device)
+        total += part
+    stored_rows = torch.arange(rows, device=kernel_device)
     buffers = torch.full((2, 2, rows, kv_heads, size), torch.nan, dtype=dtype, device=kernel_device)
-    ours = make(qkv, rope_and_norm, places, *buffers[0])
-    expected = make(whole.to(dtype), rope_and_norm, places, *buffers[1])
-    assert torch.equal(qkv, kept) and torch.equal(*buffers)
-    for value, right in zip(ours, expected, strict=True):
-        assert value.dtype == dtype and torch.equal(value, right)
+    out = make(qkv, rope_and_norm, stored_rows, *buffers[0])
+    expected = make(total.to(dtype), rope_and_norm, stored_rows, *buffers[1])
+    assert torch.equal(qkv, qkv_before) and torch.equal(*buffers)
+    for value, expected_value in zip(out, expected, strict=True):
+        assert value.dtype == dtype and torch.equal(value, expected_value)
 
 
 @shapes
@@ -107,34 +107,40 @@ def test_parts_are_summed_in_order_and_rounded_before_they_turn(shape, normed, p
 def test_a_rows_bits_do_not_depend_on_how_many_heads_share_a_program(shape, normed, parts, kernel_device, monkeypatch):
     rows, heads, kv_heads, size = shape
     dtype = torch.bfloat16 if kernel_device.type == "cuda" else torch.float16
-    qkv = drawn(parts or 1, rows, heads + 2 * kv_heads, size, seed=8).to(torch.float32 if parts else dtype)
-    rope_and_norm, places = turn_of(rows, size, normed, dtype, kernel_device), torch.arange(rows, device=kernel_device)
-    found = []
-    for oversubscribed in (0, 2**30):
-        monkeypatch.setattr(launch, "PROGRAMS_A_PROCESSOR", oversubscribed)
+    qkv = random_normal(parts or 1, rows, heads + 2 * kv_heads, size, seed=8).to(torch.float32 if parts else dtype)
+    rope_and_norm = random_rope_and_norm(rows, size, normed, dtype, kernel_device)
+    stored_rows = torch.arange(rows, device=kernel_device)
+    results = []
+    # 0: every grid counts as oversubscribed; 2**30: none does.
+    for programs_per_sm in (0, 2**30):
+        monkeypatch.setattr(launch, "PROGRAMS_A_PROCESSOR", programs_per_sm)
         buffers = torch.zeros(2, rows, kv_heads, size, dtype=dtype, device=kernel_device)
-        given = qkv.to(kernel_device, copy=True)
-        turned = rotate_and_store_triton(given if parts else given[0], rope_and_norm, places, *buffers)
-        found.append([*turned, buffers])
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+        copy = qkv.to(kernel_device, copy=True)
+        out = rotate_and_store_triton(copy if parts else copy[0], rope_and_norm, stored_rows, *buffers)
+        results.append([*out, buffers])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-def test_views_are_read_and_written_where_they_stand(kernel_device):
-    wide = drawn(3, 2, 6, 8, seed=7).to(kernel_device)
-    qkv, rope_and_norm = wide[:, 1], turn_of(3, 8, False, torch.float64, kernel_device)
-    expected = plainly(qkv, rope_and_norm, 1)
+def test_strided_views_are_read_and_written_in_place(kernel_device):
+    wide = random_normal(3, 2, 6, 8, seed=7).to(kernel_device)
+    qkv, rope_and_norm = wide[:, 1], random_rope_and_norm(3, 8, False, torch.float64, kernel_device)
+    expected = in_float64(qkv, rope_and_norm, 1)
     buffers = torch.zeros(5, 2, 2, 8, dtype=torch.float64, device=kernel_device)
-    places = torch.tensor([4, 1, 2], device=kernel_device)
+    stored_rows = torch.tensor([4, 1, 2], device=kernel_device)
     other = wide[:, 0].clone()
-    out = rotate_and_store_triton(qkv, rope_and_norm, places, buffers[:, 0, :1], buffers[:, 1, 1:])
+    out = rotate_and_store_triton(qkv, rope_and_norm, stored_rows, buffers[:, 0, :1], buffers[:, 1, 1:])
     for value, exact in zip(out, expected, strict=True):
         torch.testing.assert_close(value, exact)
     assert torch.equal(wide[:, 0], other) and not buffers[:, 0, 1].any() and not buffers[:, 1, 0].any()
-    assert torch.equal(buffers[places, 0, 0], out[1][:, 0]) and torch.equal(buffers[places, 1, 1], out[2][:, 0])
+    assert torch.equal(buffers[stored_rows, 0, 0], out[1][:, 0])
+    assert torch.equal(buffers[stored_rows, 1, 1], out[2][:, 0])
 
 
-def test_what_does_not_fit_is_refused(kernel_device):
-    qkv, rope_and_norm = torch.zeros(3, 4, 8, device=kernel_device), turn_of(3, 8, False, torch.float32, kernel_device)
+def test_wrong_shapes_and_dtypes_are_refused(kernel_device):
+    qkv, rope_and_norm = (
+        torch.zeros(3, 4, 8, device=kernel_device),
+        random_rope_and_norm(3, 8, False, torch.float32, kernel_device),
+    )
     buffer, rows = torch.zeros(5, 1, 8, device=kernel_device), torch.arange(3, device=kernel_device)
     for wrong in (
         (qkv[:2], rope_and_norm, rows, buffer, buffer),
@@ -150,26 +156,29 @@ def test_what_does_not_fit_is_refused(kernel_device):
             rotate_and_store_triton(*wrong)
 
 
-def test_values_of_a_head_that_stand_apart_are_refused(kernel_device):
-    qkv, rope_and_norm = torch.zeros(3, 4, 8, device=kernel_device), turn_of(3, 8, True, torch.float32, kernel_device)
+def test_a_strided_last_dimension_is_refused(kernel_device):
+    qkv, rope_and_norm = (
+        torch.zeros(3, 4, 8, device=kernel_device),
+        random_rope_and_norm(3, 8, True, torch.float32, kernel_device),
+    )
     buffer, rows = torch.zeros(5, 1, 8, device=kernel_device), torch.arange(3, device=kernel_device)
-    apart = torch.zeros(5, 1, 16, device=kernel_device)[..., ::2]
+    strided = torch.zeros(5, 1, 16, device=kernel_device)[..., ::2]
     for wrong in (
         (torch.zeros(3, 4, 16, device=kernel_device)[..., ::2], rope_and_norm, rows, buffer, buffer),
         (torch.zeros(2, 3, 4, 16, device=kernel_device)[..., ::2], rope_and_norm, rows, buffer, buffer),
-        (qkv, rope_and_norm, rows, apart, buffer),
-        (qkv, rope_and_norm, rows, buffer, apart),
+        (qkv, rope_and_norm, rows, strided, buffer),
+        (qkv, rope_and_norm, rows, buffer, strided),
         (qkv, replace(rope_and_norm, cos=rope_and_norm.cos.t().contiguous().t()), rows, buffer, buffer),
         (qkv, replace(rope_and_norm, k_norm=torch.ones(16, device=kernel_device)[::2]), rows, buffer, buffer),
     ):
-        with pytest.raises(EspalierError, match="side by side"):
+        with pytest.raises(EspalierError, match="not contiguous in its last dimension"):
             rotate_and_store_triton(*wrong)
 
 
-def test_heads_that_make_no_layer_are_refused(kernel_device):
+def test_wrong_numbers_of_heads_and_norms_are_refused(kernel_device):
     rows = torch.arange(3, device=kernel_device)
     for heads, size, half_normed in ((4, 7, False), (2, 8, False), (4, 8, True)):
-        rope_and_norm = turn_of(3, size + size % 2, False, torch.float32, kernel_device)
+        rope_and_norm = random_rope_and_norm(3, size + size % 2, False, torch.float32, kernel_device)
         rope_and_norm = replace(rope_and_norm, cos=rope_and_norm.cos[:, :size], sin=rope_and_norm.sin[:, :size])
         if half_normed:
             rope_and_norm = replace(rope_and_norm, q_norm=torch.ones(size, device=kernel_device))

@@ -1,4 +1,4 @@
-"""Growing a level against sorting lists and sets of rows, and the kernel against its reference: exactly."""
+"""Beam selection: the reference equals sorted lists and sets of rows, and the kernel equals the reference, exactly."""
 
 import math
 
@@ -11,7 +11,7 @@ from espalier.kernels.tree.select_beams import grow, select_beams_reference, sel
 from tests.kernels.treeing import drawn_scores, poisoned, random, same
 
 
-def drawn(batch, rows, topk, num_words, seed, level_one=False):
+def random_inputs(batch, rows, topk, num_words, seed, level_one=False):
     generator = random(seed)
     tokens = torch.randint(0, 2**40, (batch, rows, topk), generator=generator)
     scores = drawn_scores((batch, rows, topk), generator)
@@ -22,44 +22,44 @@ def drawn(batch, rows, topk, num_words, seed, level_one=False):
 BLANK = -7
 
 
-def blank(batch, rows, device="cpu"):
-    """Tokens of rows that nobody has written, a slice of a wider table."""
+def blank_path(batch, rows, device="cpu"):
+    """A path in which every token is BLANK, as a slice of a wider tensor."""
     return torch.full((batch, rows + 2), BLANK, device=device)[:, :rows]
 
 
-def moved(values, device):
+def to(values, device):
     return [value if value is None else value.to(device) for value in values]
 
 
-def grown_by_lists(tokens, scores, ancestor_bits, first, num_words):
+def beams_by_lists(tokens, scores, ancestor_bits, first, num_words):
     rows, topk = tokens.shape
     flat = [-math.inf if math.isnan(score) else score for score in scores.flatten().tolist()]
     order = sorted(range(rows * topk), key=lambda i: (-flat[i], i))[:topk]
-    stands_on = [
+    ancestors = [
         set() if ancestor_bits is None else set(unpack(row, num_words * 64).nonzero().flatten().tolist())
         for row in (range(rows) if ancestor_bits is None else ancestor_bits)
     ]
     return [
-        (int(tokens.flatten()[i]), flat[i], i, i // topk, stands_on[i // topk] | {first + beam})
+        (int(tokens.flatten()[i]), flat[i], i, i // topk, ancestors[i // topk] | {first + beam})
         for beam, i in enumerate(order)
     ]
 
 
 @pytest.mark.parametrize("rows,topk,first,num_words", [(1, 1, 0, 1), (1, 3, 0, 2), (3, 3, 62, 2), (4, 4, 64, 3)])
-def test_the_reference_is_what_sorting_finds(rows, topk, first, num_words):
+def test_reference_equals_sorting(rows, topk, first, num_words):
     for seed in range(5):
-        given = drawn(2, rows, topk, num_words, seed, level_one=rows == 1)
-        path = blank(2, first + topk)
-        grown = select_beams_reference(*given, path, first, num_words)
+        inputs = random_inputs(2, rows, topk, num_words, seed, level_one=rows == 1)
+        path = blank_path(2, first + topk)
+        beams = select_beams_reference(*inputs, path, first, num_words)
         assert (path[:, :first] == BLANK).all()
         for b in range(2):
-            one = [None if value is None else value[b] for value in given]
-            expected = grown_by_lists(*one, first, num_words)
-            mask = unpack(grown.ancestor_bits[b], num_words * 64)
+            request = [None if value is None else value[b] for value in inputs]
+            expected = beams_by_lists(*request, first, num_words)
+            mask = unpack(beams.ancestor_bits[b], num_words * 64)
             got = [
                 (
                     path[b, first + k].item(),
-                    *(value[b, k].item() for value in grown[:3]),
+                    *(value[b, k].item() for value in beams[:3]),
                     set(mask[k].nonzero().flatten().tolist()),
                 )
                 for k in range(topk)
@@ -74,11 +74,11 @@ LARGE += [(8, topk, topk, topk, 1) for topk in (3, 5, 6, 7, 9, 11, 12, 17, 23)]
 
 def check(device, batch, rows, topk, first, num_words):
     for seed in range(3):
-        given = drawn(batch, rows, topk, num_words, seed, level_one=rows == 1 and batch != 1)
-        path, expected = blank(batch, first + topk + 1, device), blank(batch, first + topk + 1)
+        inputs = random_inputs(batch, rows, topk, num_words, seed, level_one=rows == 1 and batch != 1)
+        path, expected = blank_path(batch, first + topk + 1, device), blank_path(batch, first + topk + 1)
         with poisoned():
-            grown = select_beams_triton(*moved(given, device), path, first, num_words)
-        same(grown, select_beams_reference(*given, expected, first, num_words))
+            beams = select_beams_triton(*to(inputs, device), path, first, num_words)
+        same(beams, select_beams_reference(*inputs, expected, first, num_words))
         assert torch.equal(path.cpu(), expected)
 
 
@@ -96,26 +96,26 @@ def test_kernel_is_the_reference_at_size(kernel_device, batch, rows, topk, first
 def test_extreme_scores_are_in_order(kernel_device):
     scores = torch.tensor([[[-3.4e38, -math.inf, 3.4e38, -1e-45, 0.0, 1e-45, math.nan, math.inf, -0.0]]])
     tokens = torch.arange(9)[None, None]
-    grown = select_beams_triton(
-        tokens.to(kernel_device), scores.to(kernel_device), None, blank(1, 9, kernel_device), 0, 1
+    beams = select_beams_triton(
+        tokens.to(kernel_device), scores.to(kernel_device), None, blank_path(1, 9, kernel_device), 0, 1
     )
-    assert grown.places.tolist() == [[7, 2, 5, 4, 8, 3, 0, 1, 6]]
-    same(grown, select_beams_reference(tokens, scores, None, blank(1, 9), 0, 1))
+    assert beams.places.tolist() == [[7, 2, 5, 4, 8, 3, 0, 1, 6]]
+    same(beams, select_beams_reference(tokens, scores, None, blank_path(1, 9), 0, 1))
 
 
-def test_sizes_that_disagree_are_refused(kernel_device):
-    tokens, scores, ancestor_bits = moved(drawn(2, 3, 3, 1, 0), kernel_device)
-    path = blank(2, 65, kernel_device)
-    with pytest.raises(EspalierError, match="its 1 words no bit"):
+def test_wrong_sizes_are_refused(kernel_device):
+    tokens, scores, ancestor_bits = to(random_inputs(2, 3, 3, 1, 0), kernel_device)
+    path = blank_path(2, 65, kernel_device)
+    with pytest.raises(EspalierError, match=r"row 64 does not fit into .* 1 words"):
         select_beams_triton(tokens, scores, ancestor_bits, path, 62, 1)
-    with pytest.raises(EspalierError, match="no dense place for row 65"):
+    with pytest.raises(EspalierError, match="row 65 does not fit into a contiguous path"):
         select_beams_triton(tokens, scores, ancestor_bits.repeat(1, 1, 2), path, 63, 2)
-    with pytest.raises(EspalierError, match="grow: words"):
+    with pytest.raises(EspalierError, match="select_beams: ancestor_bits"):
         select_beams_triton(tokens, scores, ancestor_bits, path, 0, 2)
-    with pytest.raises(EspalierError, match="grow: scores"):
+    with pytest.raises(EspalierError, match="select_beams: scores"):
         select_beams_triton(tokens, scores.double(), ancestor_bits, path, 0, 1)
 
 
-def test_a_cpu_needs_no_kernel():
-    given = drawn(2, 3, 3, 1, 0)
-    same(grow(*given, blank(2, 6), 3, 1), select_beams_reference(*given, blank(2, 6), 3, 1))
+def test_cpu_tensors_use_the_reference():
+    inputs = random_inputs(2, 3, 3, 1, 0)
+    same(grow(*inputs, blank_path(2, 6), 3, 1), select_beams_reference(*inputs, blank_path(2, 6), 3, 1))

@@ -1,4 +1,4 @@
-"""Selection against sorting lists and walking up them, and the kernel against its reference: exactly."""
+"""Tree selection: the reference equals sorted lists and parent walks, and the kernel equals the reference, exactly."""
 
 import math
 
@@ -16,38 +16,40 @@ def selected_by_lists(root, tokens, scores, beams, topk, nodes):
     scores = [-math.inf if math.isnan(score) else score for score in scores]
     best = sorted(sorted(range(len(tokens)), key=lambda i: (-scores[i], i))[: nodes - 1])
     node_of = {candidate: node for node, candidate in enumerate(best, 1)}
-    in_pool = [place + (size_of(topk, i // topk) if i >= topk else 0) for i, place in enumerate(beams)]
+    beam_in_pool = [place + (size_of(topk, i // topk) if i >= topk else 0) for i, place in enumerate(beams)]
     tree = [(root, 0, 0, 0.0, {0})]
     for node, i in enumerate(best, 1):
         if scores[i] == -math.inf:
             tree.append((VOID, 0, 1, -math.inf, {node}))
             continue
         level = 1 if i < topk else 2 + (i - topk) // topk**2
-        parent = 0 if i < topk else node_of[in_pool[(i - topk) // topk]]
+        parent = 0 if i < topk else node_of[beam_in_pool[(i - topk) // topk]]
         tree.append((tokens[i], parent, level, scores[i], tree[parent][4] | {node}))
     return tree
 
 
-def drawn(batch, topk, steps, seed):
+def random_inputs(batch, topk, steps, seed):
+    """root, tokens, scores, beams"""
     return torch.arange(batch) + 70, *random_pool(batch, topk, steps, seed)
 
 
 def size_of(topk, steps):
+    """The number of candidates in a pool."""
     return topk + (steps - 1) * topk**2
 
 
 @pytest.mark.parametrize("topk,steps", [(1, 1), (1, 5), (2, 1), (2, 4), (3, 3), (8, 3)])
-def test_the_reference_is_what_sorting_and_walking_find(topk, steps):
+def test_reference_equals_sorting_and_walking(topk, steps):
     size = size_of(topk, steps)
     for seed, nodes in enumerate((1, 2, size // 2 + 1, size, size + 1)):
-        given = drawn(2, topk, steps, seed)
-        tree = select_tree_reference(*given, topk, nodes)
+        inputs = random_inputs(2, topk, steps, seed)
+        tree = select_tree_reference(*inputs, topk, nodes)
         masks = unpack(tree.ancestor_bits, nodes)
         for b in range(2):
-            expected = selected_by_lists(*(value[b].tolist() for value in given), topk, nodes)
-            above = [set(row.nonzero().flatten().tolist()) for row in masks[b]]
+            expected = selected_by_lists(*(value[b].tolist() for value in inputs), topk, nodes)
+            ancestors = [set(row.nonzero().flatten().tolist()) for row in masks[b]]
             fields = (value[b].tolist() for value in tree[:4])
-            assert list(zip(*fields, above, strict=True)) == expected
+            assert list(zip(*fields, ancestors, strict=True)) == expected
 
 
 SMALL = [(0, 2, 2, 4), (1, 1, 1, 1), (2, 1, 4, 5), (2, 2, 3, 7), (2, 3, 3, 22), (1, 8, 2, 65), (1, 12, 2, 129)]
@@ -59,17 +61,17 @@ LARGE = [
     (2, 1, 511, 512),
     (64, 8, 8, 1),
     (5, 45, 1, 46),
-    # topk that are no powers of two, in pools that several registers of a thread hold: see the kernel's divisions.
+    # topk that are not powers of two, in pools with several candidates per thread: for the kernel's divisions.
     *((8, topk, 8, 64) for topk in (3, 5, 6, 7, 9, 11, 12)),
 ]
 
 
 def check(device, batch, topk, steps, nodes):
     for seed in range(3):
-        given = drawn(batch, topk, steps, seed)
+        inputs = random_inputs(batch, topk, steps, seed)
         with poisoned():
-            tree = select_tree_triton(*(value.to(device) for value in given), topk, nodes)
-        same(tree, select_tree_reference(*given, topk, nodes))
+            tree = select_tree_triton(*(value.to(device) for value in inputs), topk, nodes)
+        same(tree, select_tree_reference(*inputs, topk, nodes))
 
 
 @pytest.mark.parametrize("batch,topk,steps,nodes", SMALL)
@@ -83,25 +85,25 @@ def test_kernel_is_the_reference_at_size(kernel_device, batch, topk, steps, node
     check(kernel_device, batch, topk, steps, nodes)
 
 
-def test_nothing_proposed_leaves_the_root(kernel_device):
-    given = drawn(2, 2, 2, 0)
-    given[2].fill_(-torch.inf)
-    tree = select_tree_triton(*(value.to(kernel_device) for value in given), 2, 4)
+def test_without_candidates_only_the_root_is_left(kernel_device):
+    inputs = random_inputs(2, 2, 2, 0)
+    inputs[2].fill_(-torch.inf)
+    tree = select_tree_triton(*(value.to(kernel_device) for value in inputs), 2, 4)
     assert tree.tokens.tolist() == [[70, -1, -1, -1], [71, -1, -1, -1]]
     assert tree.ancestor_bits.flatten(1).tolist() == [[1, 2, 4, 8]] * 2
-    same(tree, select_tree_reference(*given, 2, 4))
+    same(tree, select_tree_reference(*inputs, 2, 4))
 
 
-def test_sizes_that_disagree_are_refused(kernel_device):
-    root, tokens, scores, beams = (value.to(kernel_device) for value in drawn(2, 3, 2, 0))
+def test_wrong_sizes_are_refused(kernel_device):
+    root, tokens, scores, beams = (value.to(kernel_device) for value in random_inputs(2, 3, 2, 0))
     with pytest.raises(EspalierError, match="whole levels"):
         select_tree_triton(root, tokens[:, :11], scores[:, :11], beams[:, :2], 3, 4)
-    with pytest.raises(EspalierError, match="fewer than the 14 nodes"):
+    with pytest.raises(EspalierError, match="too few for 14 nodes"):
         select_tree_triton(root, tokens, scores, beams, 3, 14)
-    with pytest.raises(EspalierError, match="select: beams"):
+    with pytest.raises(EspalierError, match="select_tree: beams"):
         select_tree_triton(root, tokens, scores, beams[:, 1:], 3, 4)
 
 
-def test_a_cpu_needs_no_kernel():
-    given = drawn(2, 3, 2, 1)
-    same(select(*given, 3, 9), select_tree_reference(*given, 3, 9))
+def test_cpu_tensors_use_the_reference():
+    inputs = random_inputs(2, 3, 2, 1)
+    same(select(*inputs, 3, 9), select_tree_reference(*inputs, 3, 9))

@@ -1,4 +1,4 @@
-"""silu(gate) · up against float64."""
+"""silu(gate) · up equals float64 arithmetic within the stated tolerance."""
 
 import pytest
 import torch
@@ -16,12 +16,12 @@ LARGE = [(1, 14336), (64, 14336), (4096, 14336), (5, 28672)]
 def test_gate(rows, size, dtype, kernel_device):
     generator = torch.Generator().manual_seed(size)
     x = (4 * torch.randn(rows, 2 * size, generator=generator, dtype=torch.float64)).to(dtype).to(kernel_device)
-    kept = x.clone()
+    x_before = x.clone()
     out = silu_mul_triton(x)
-    assert out.dtype == dtype and torch.equal(x, kept)
+    assert out.dtype == dtype and torch.equal(x, x_before)
     gate, up = x.double().chunk(2, -1)
-    # The reference rounds silu(gate) as well as the product.  In float32 a GPU's exp is 2**x by a table, whose argument
-    # is rounded: an error of |gate| ulps, and gates of five sigma stand here.
+    # The reference rounds both silu(gate) and the product.  In float32 a GPU computes exp as 2**x with a rounded x, an
+    # error of |gate| ulps; with a standard deviation of 4, |gate| reaches about 20.
     rtol = 20 if dtype == torch.float32 else 4
     tolerance = {"rtol": rtol * torch.finfo(dtype).eps, "atol": 4 * torch.finfo(dtype).tiny}
     torch.testing.assert_close(out.double(), F.silu(gate) * up, **tolerance)
@@ -34,12 +34,12 @@ def test_large_gates_do_not_overflow(kernel_device):
     assert silu_mul_triton(x).tolist() == [[-0.0, 3e4, -0.0, 0.0]]
 
 
-def test_rows_may_stand_apart(kernel_device):
+def test_rows_may_be_strided(kernel_device):
     wide = torch.randn(4, 30, device=kernel_device)
     torch.testing.assert_close(silu_mul_triton(wide[:, 6:26]), silu_mul_reference(wide[:, 6:26].contiguous()))
 
 
 @pytest.mark.parametrize("shape", [(2, 7), (2, 3, 8)])
-def test_what_has_no_two_halves_is_refused(shape, kernel_device):
+def test_wrong_shapes_are_refused(shape, kernel_device):
     with pytest.raises(EspalierError, match="gate_up"):
         silu_mul_triton(torch.zeros(shape, device=kernel_device))

@@ -1,4 +1,4 @@
-"""PackedLaunch masks, and rounds that the host stops to mask: a tree says what plain decoding says under the same
+"""Packed masks, and rounds that the host stops to mask: a tree says what plain decoding says under the same
 masks."""
 
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
-"""A latent layer's projections before they meet: norm of the latent, rotation of the rope part, one row written.
+"""Multi-head latent attention (MLA) before attention: norm the latent, apply RoPE, and store one row of the KV cache.
 
-K is the whole row, [normed latent, rotated rope part], and V its latent part (DeepSeek-AI 2024, arXiv 2405.04434, 2.1).
-In plain torch on every device.
+K is the whole row, [normed latent, rotated RoPE part].  V is the latent part of the same row (DeepSeek-AI 2024,
+arXiv:2405.04434, section 2.1).  Plain torch on every device.
 """
 
 from dataclasses import dataclass
@@ -16,9 +16,9 @@ from espalier.kernels.layers.rope import rotate, write_rows
 
 @dataclass(frozen=True)
 class LatentRopeAndNorm:
-    """cos, sin: [N, rotary] as in kernels/layers/rope.py:RopeAndNorm; they rotate the last `rotary` values of a row.
+    """cos, sin: [N, rotary] as in kernels/layers/rope.py:RopeAndNorm, but for the last `rotary` values of a row.
 
-    norm: [size - rotary] weight of the latent's RMS norm, with its eps, or None.
+    norm: [size - rotary], weight of the latent's RMS norm, or None; eps: of the norm.
     """
 
     cos: Tensor
@@ -30,25 +30,25 @@ class LatentRopeAndNorm:
 def rotate_and_store_latent(
     q: Tensor, latent: Tensor, rope_and_norm: LatentRopeAndNorm, rows: Tensor, plane: Tensor
 ) -> Tensor:
-    """Rotate q [N, heads, size], and norm, rotate and write latent [N, 1, size] to rows [N] of plane [R, 1, size].
+    """Rotate q [N, heads, size].  Norm and rotate latent [N, 1, size], and store it in rows [N] of plane [R, 1, size].
 
-    Returns q.  Raises EspalierError where sizes do not agree.
+    Returns the rotated q, a new tensor.  Raises EspalierError if sizes do not agree.
     """
     rotary, size = rope_and_norm.cos.shape[1], plane.shape[2]
     if q.shape[2] != size or latent.shape[1:] != plane.shape[1:] or rotary % 2 or rotary > size:
         raise EspalierError(
-            f"a latent layer needs queries and one latent of {size} values a row, an even number of them rotated, and "
-            f"is given {list(q.shape)}, {list(latent.shape)} and {rotary}"
+            f"a latent layer needs queries and one latent of {size} values per row, of which an even number is "
+            f"rotated, but got {list(q.shape)}, {list(latent.shape)} and {rotary}"
         )
-    content, q_content = latent[..., : size - rotary], q[..., : size - rotary]
+    latent_part, q_latent_part = latent[..., : size - rotary], q[..., : size - rotary]
     if rope_and_norm.norm is not None:
-        content = rms_norm_reference(content, rope_and_norm.norm, rope_and_norm.eps)
-    write_rows((plane,), rows, (torch.cat((content, _turned(latent, rope_and_norm)), -1),))
-    return torch.cat((q_content, _turned(q, rope_and_norm)), -1)
+        latent_part = rms_norm_reference(latent_part, rope_and_norm.norm, rope_and_norm.eps)
+    write_rows((plane,), rows, (torch.cat((latent_part, _rotated(latent, rope_and_norm)), -1),))
+    return torch.cat((q_latent_part, _rotated(q, rope_and_norm)), -1)
 
 
-def _turned(x: Tensor, rope_and_norm: LatentRopeAndNorm) -> Tensor:
-    """The rope part of x [N, heads, size], rotated."""
+def _rotated(x: Tensor, rope_and_norm: LatentRopeAndNorm) -> Tensor:
+    """The RoPE part of x [N, heads, size], rotated: [N, heads, rotary]."""
     return rotate(
         x[..., x.shape[-1] - rope_and_norm.cos.shape[1] :], rope_and_norm.cos[:, None], rope_and_norm.sin[:, None]
     )

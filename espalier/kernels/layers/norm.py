@@ -1,4 +1,8 @@
-"""RMS normalisation (arXiv:1910.07467), alone and after the residual addition that comes before it."""
+"""RMS norm (arXiv:1910.07467), alone or fused with the residual addition before it.
+
+Grid: one program per row, which holds the whole row in registers.  Computed in float32 (float64 for float64) and
+rounded once.
+"""
 
 from __future__ import annotations
 
@@ -16,19 +20,18 @@ if TYPE_CHECKING:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x²) + eps) · weight over the last dimension of x [..., H], in x's dtype and rounded once; float32
-    inside, float64 stays."""
+    """x / sqrt(mean(x²) + eps) · weight over the last dimension of x [..., H], in x's dtype."""
     return rms_norm_triton(x, weight, eps) if x.is_cuda else rms_norm_reference(x, weight, eps)
 
 
 def add_rms_norm(delta: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(residual + delta, its norm), [N, H] each, both in residual's dtype; the norm is of the rounded sum.
+    """(sum, norm) with sum = residual + delta and norm = rms_norm(sum), each [N, H] in residual's dtype.
 
-    delta: [N, H] in that dtype, or [parts, N, H] float32, whose sum in order is rounded to it first
-    (kernels/layers/linear.py's linear_parts).
+    delta: [N, H] in residual's dtype, or partial sums [splits, N, H] float32 (kernels/layers/linear.py:linear_parts),
+    which are added in order and rounded to residual's dtype first.  The norm is of the rounded sum.
     """
-    make = add_rms_norm_triton if residual.is_cuda else add_rms_norm_reference
-    return make(delta, residual, weight, eps)
+    implementation = add_rms_norm_triton if residual.is_cuda else add_rms_norm_reference
+    return implementation(delta, residual, weight, eps)
 
 
 @kernel
@@ -38,38 +41,40 @@ def _rms_norm_kernel(
     weight_ptr,
     sum_ptr,
     out_ptr,
-    x_n,
-    delta_n,
-    delta_part,
+    x_row_stride,
+    delta_row_stride,
+    delta_split_stride,
     EPS: tl.constexpr,
     SIZE: tl.constexpr,
-    PARTS: tl.constexpr,
+    SPLITS: tl.constexpr,
     EXACT: tl.constexpr,
     BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
+    """SPLITS: the number of delta's partial sums; 1 for a delta without splits, 0 for no delta."""
     pdl_wait_if(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
-    at = tl.arange(0, BLOCK)
-    real = at < SIZE
-    # Read before the sum over the row, behind which it would begin another wait for memory.
-    weight = tl.load(weight_ptr + at, mask=real, other=0.0).to(EXACT)
-    x = tl.load(x_ptr + row * x_n + at, mask=real, other=0.0).to(EXACT)
-    if PARTS:
-        x += load_sum(delta_ptr + row * delta_n + at, delta_part, real, PARTS, sum_ptr.dtype.element_ty, EXACT)
-        # What is normed is what the residual stream holds.
+    column = tl.arange(0, BLOCK)
+    mask = column < SIZE
+    # Loaded before the reduction: a load after it would stall once more on memory.
+    weight = tl.load(weight_ptr + column, mask=mask, other=0.0).to(EXACT)
+    x = tl.load(x_ptr + row * x_row_stride + column, mask=mask, other=0.0).to(EXACT)
+    if SPLITS:
+        delta = delta_ptr + row * delta_row_stride + column
+        x += load_sum(delta, delta_split_stride, mask, SPLITS, sum_ptr.dtype.element_ty, EXACT)
+        # Round first: the norm is of the values that the residual stream holds.
         x = x.to(sum_ptr.dtype.element_ty)
-        # Read again by the next norm, before which a linear's weights pass through the L2.
-        tl.store(sum_ptr + row * SIZE + at, x, mask=real, eviction_policy="evict_last")
+        # evict_last: the next norm reads the sum again, after a linear's weights have passed through the L2.
+        tl.store(sum_ptr + row * SIZE + column, x, mask=mask, eviction_policy="evict_last")
         x = x.to(EXACT)
     scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / SIZE + EPS)
-    tl.store(out_ptr + row * SIZE + at, (x * scale * weight).to(out_ptr.dtype.element_ty), mask=real)
+    tl.store(out_ptr + row * SIZE + column, (x * scale * weight).to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def rms_norm_triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Within an ulp or two of the reference: the sum of squares is taken in another order.
+    """Tolerance: two ulps of the reference, because the sum of squares has another reduction order.
 
-    Rows that stand at one stride are read where they are; any other form is copied first.
+    A two-dimensional x with contiguous rows, of any row stride, is read in place; other layouts may be copied first.
     """
     flat = x.reshape(-1, x.shape[-1])
     out = torch.empty(flat.shape, dtype=x.dtype, device=x.device)
@@ -78,11 +83,11 @@ def rms_norm_triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm_triton(delta: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The sum is the reference's to the bit, the norm as near as rms_norm_triton's."""
+    """The sum equals the reference's to the bit; the norm has the tolerance of rms_norm_triton."""
     if delta.ndim == 3:
-        require("the residual's delta in parts", delta, (-1, *residual.shape), torch.float32, residual)
+        require("add_rms_norm: delta's partial sums", delta, (-1, *residual.shape), torch.float32, residual)
     else:
-        require("the residual's delta", delta, tuple(residual.shape), residual.dtype, residual)
+        require("add_rms_norm: delta", delta, tuple(residual.shape), residual.dtype, residual)
     total, out = (torch.empty(residual.shape, dtype=residual.dtype, device=residual.device) for _ in range(2))
     _launch(residual, delta, weight, eps, total, out)
     return total, out
@@ -90,25 +95,25 @@ def add_rms_norm_triton(delta: Tensor, residual: Tensor, weight: Tensor, eps: fl
 
 def _launch(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, total: Tensor | None, out: Tensor) -> None:
     rows, size = x.shape
-    require("the norm's weight", weight, (size,), None, x)
+    require("rms_norm: weight", weight, (size,), None, x)
     if not rows:
         return
     x = x if x.stride(-1) == 1 else x.contiguous()
-    added = x if delta is None else delta if delta.stride(-1) == 1 else delta.contiguous()
+    addend = x if delta is None else delta if delta.stride(-1) == 1 else delta.contiguous()
     block = power_of_two(size)
     _rms_norm_kernel[(rows,)](
         x,
-        added,
+        addend,
         weight.contiguous(),
         out if total is None else total,
         out,
         x.stride(0),
-        added.stride(-2),
-        added.stride(0),
-        # A constant, since as an argument it would be a float32.
+        addend.stride(-2),
+        addend.stride(0),
+        # constexpr: as a run-time argument eps would be rounded to float32.
         EPS=eps,
         SIZE=size,
-        PARTS=0 if delta is None else delta.shape[0] if delta.ndim == 3 else 1,
+        SPLITS=0 if delta is None else delta.shape[0] if delta.ndim == 3 else 1,
         EXACT=exact_type(x.dtype),
         BLOCK=block,
         num_warps=min(max(block // 512, 1), 16),
@@ -122,13 +127,13 @@ def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def length_constants(weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """What norm_by_length wants of a weight [H]: it times sqrt(H), and the length that eps stands for."""
+    """norm_by_length's scaled_weight and floor for a weight [H]: weight · sqrt(H) and sqrt(H · eps)."""
     size = weight.numel()
     return weight * size**0.5, weight.new_full((), (size * eps) ** 0.5)
 
 
 def norm_by_length(x: Tensor, scaled_weight: Tensor, floor: Tensor) -> Tensor:
-    """The norm with sqrt(sum(x²) + H·eps) as a hypotenuse: four operations where F.rms_norm runs nine."""
+    """RMS norm by way of sqrt(sum(x²) + H · eps) = hypot(length of x, floor): 4 operations; F.rms_norm runs 9."""
     length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     return (x / torch.hypot(length, floor)).mul_(scaled_weight)
 

@@ -1,4 +1,7 @@
-"""The gate of a gated feed-forward block: silu(gate) · up (arXiv:2002.05202)."""
+"""silu(gate) · up, the activation of a gated MLP (arXiv:2002.05202).
+
+Grid: (rows, blocks of BLOCK columns).  Computed in float32 (float64 for float64).
+"""
 
 from __future__ import annotations
 
@@ -25,26 +28,30 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 @kernel
 def silu_times(gate, up):
+    """silu(gate) · up, in the dtype of the arguments; also the epilogue of kernels/layers/linear.py."""
     return gate / (1.0 + tl.exp(-gate)) * up
 
 
 @kernel
-def _silu_mul_kernel(x_ptr, out_ptr, x_n, size, EXACT: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):
+def _silu_mul_kernel(
+    x_ptr, out_ptr, x_row_stride, size, EXACT: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr
+):
     pdl_wait_if(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    real = at < size
-    gate = tl.load(x_ptr + row * x_n + at, mask=real, other=0.0).to(EXACT)
-    up = tl.load(x_ptr + row * x_n + size + at, mask=real, other=0.0).to(EXACT)
-    tl.store(out_ptr + row * size + at, silu_times(gate, up).to(out_ptr.dtype.element_ty), mask=real)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < size
+    gate = tl.load(x_ptr + row * x_row_stride + column, mask=mask, other=0.0).to(EXACT)
+    up = tl.load(x_ptr + row * x_row_stride + size + column, mask=mask, other=0.0).to(EXACT)
+    tl.store(out_ptr + row * size + column, silu_times(gate, up).to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def silu_mul_triton(gate_up: Tensor) -> Tensor:
-    """Rounded once, where PyTorch, and so transformers in bfloat16, rounds silu(gate) as well.
+    """Rounds once, at the end.  PyTorch, and so transformers in bfloat16, also rounds silu(gate).
 
-    That one rounding is an ulp of the dtype, or two where it meets a tie.  Raises EspalierError for an odd width.
+    Tolerance: that extra rounding changes a result by 1 ulp of the dtype, or 2 at a tie.  Raises EspalierError for an
+    odd number of columns.
     """
-    require("gate_up", gate_up, (-1, -1), None, gate_up)
+    require("silu_mul: gate_up", gate_up, (-1, -1), None, gate_up)
     rows, size = gate_up.shape[0], require_gated(gate_up.shape[1]) // 2
     gate_up = gate_up if gate_up.stride(1) == 1 else gate_up.contiguous()
     out = torch.empty(rows, size, dtype=gate_up.dtype, device=gate_up.device)
@@ -58,9 +65,9 @@ def silu_mul_triton(gate_up: Tensor) -> Tensor:
 
 
 def require_gated(size: int) -> int:
-    """size, of gate and up together.  Raises EspalierError for an odd one."""
+    """Returns `size`, the number of columns of gate and up together.  Raises EspalierError if it is odd."""
     if size % 2:
-        raise EspalierError(f"gate_up stacks gate over up and has {size} columns: it needs an even number")
+        raise EspalierError(f"gate_up holds gate and then up, so it needs an even number of columns, but has {size}")
     return size
 
 

@@ -1,8 +1,9 @@
-"""Triton, imported when a kernel first runs, and what a launcher must know of its device.
+"""The `@kernel` decorator, which imports Triton when a kernel first runs, and the device facts that launchers need.
 
-`import espalier` and every CPU path work without Triton.  A file of kernels/ holds an operation in three: the kernel,
-its launcher (`..._triton`), its plain-torch reference (`..._reference`); the operation itself calls the launcher for
-tensors on a GPU and the reference for others.  Who is for GPUs alone calls the launcher.
+`import espalier` and every CPU path work without Triton.  Each file in kernels/ implements one operation with three
+functions: the kernel, its launcher (`..._triton`) and its plain-torch reference (`..._reference`).  A fourth function,
+with the operation's name, calls the launcher for tensors on a GPU and the reference otherwise.  GPU-only code calls the
+launcher directly.
 """
 
 import os
@@ -17,23 +18,24 @@ from torch import Tensor
 
 from espalier.errors import EspalierError
 
-# Lowers the shared memory that launchers reckon with, in bytes: how the tests stand in for a smaller card.
+# Environment variable: an upper bound, in bytes, on the shared memory that launchers plan for.  Tests set it to imitate
+# a smaller GPU.
 SHARED_MEMORY_CAP = "ESPALIER_SHARED_MEMORY"
-# What the interpreter stands in for: the smallest card that is supported.
+# Bytes per block on the smallest supported GPU.  Launchers assume it in Triton's interpreter.
 SMALLEST_SHARED_MEMORY = 99 * 1024
-# More small programs than that wait for each other's start.
+# Above this many programs per SM, starting the programs takes longer than running them (see `oversubscribed`).
 PROGRAMS_A_PROCESSOR = 12
 
-# (compiled, grid, *arguments), called in place of a launch; None: launches are launches
-# (kernels/runtime/precompile.py).
-asking: ContextVar[Callable[..., None] | None] = ContextVar("asking", default=None)
+# Called as hook(jit_function, grid, *arguments) instead of a launch.  None: kernels are launched.  Set by
+# kernels/runtime/precompile.py.
+launch_hook: ContextVar[Callable[..., None] | None] = ContextVar("launch_hook", default=None)
 
 
 class Kernel:
     """A function in Triton's language, compiled at its first launch: `kernel[grid](arguments)`.
 
-    Its module's globals get `tl` and `libdevice` then, and other kernels that it calls become Triton's own functions
-    there, which is what Triton looks for.
+    The first launch also adds `tl` and `libdevice` to the globals of the function's module, and replaces the kernels
+    that the function calls by Triton's JIT functions, because Triton looks them up in these globals.
     """
 
     def __init__(self, function: Callable[..., None]):
@@ -47,31 +49,34 @@ class Kernel:
             scope = self.function.__globals__
             scope.update(language)
             for name in self.function.__code__.co_names:
-                called = scope.get(name)
-                if isinstance(called, Kernel):
-                    scope[name] = called.compiled
+                callee = scope.get(name)
+                if isinstance(callee, Kernel):
+                    scope[name] = callee.compiled
             self._compiled = jit(self.function)
         return self._compiled
 
     def _language(self) -> tuple[Callable[..., Any], dict[str, Any]]:
-        """What compiles the function, and the names that it finds in its globals."""
+        """The JIT decorator, and the names to add to the globals of the function's module."""
         triton = require_triton()
         return triton.jit, {"tl": triton.language, "libdevice": triton.language.extra.libdevice}
 
     def __getitem__(self, grid: Any) -> Any:
-        ask = asking.get()
-        return self.compiled[grid] if ask is None else partial(ask, self.compiled, grid)
+        hook = launch_hook.get()
+        return self.compiled[grid] if hook is None else partial(hook, self.compiled, grid)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Only from another kernel, where Triton reads the call and never makes it."""
+        """Always an error: a kernel is launched with a grid.  Calls from another kernel are compiled by Triton and do
+        not come here."""
         raise TypeError(f"{self.function.__name__} runs on a GPU: launch it with a grid, or call it from a kernel")
 
 
 class GluonKernel(Kernel):
-    """A function in Gluon, Triton's language of explicit layouts, shared memory and warps: `gl`, and of Hopper's own
-    instructions, `hopper`.  It may call a Kernel of numbers alone, never the other way about.
+    """A function in Gluon, Triton's language with explicit layouts, shared memory and warps.  Its module's globals get
+    `gl` and, for Hopper's instructions, `hopper`.  It may call a Kernel that takes only scalars.  A Kernel may not call
+    a GluonKernel.
 
-    Not interpreted: what it computes, a Kernel computes too, to the bit (tests/gpu and tests/kernels compare them).
+    Triton's interpreter does not run Gluon.  A Kernel computes the same result, bit for bit; tests/gpu and
+    tests/kernels compare the two.
     """
 
     def _language(self) -> tuple[Callable[..., Any], dict[str, Any]]:
@@ -92,22 +97,22 @@ def gluon_kernel(function: Callable[..., Any]) -> Kernel:
 
 
 def require_triton() -> Any:
-    """The triton module.  Raises EspalierError naming the remedy where it is not installed."""
+    """The triton module.  Raises EspalierError if Triton is not installed."""
     try:
         import triton
         import triton.language.extra.libdevice
     except ImportError:
         raise EspalierError(
-            "device=cuda needs Triton, and it is not installed; pip install triton, in the version that your PyTorch "
-            "names, or use device=cpu"
+            "device=cuda needs Triton, which is not installed: pip install triton, in the version that your PyTorch "
+            "requires, or use device=cpu"
         ) from None
     return triton
 
 
 @dataclass(frozen=True)
 class Chip:
-    """What launch choices follow from, never a name.  shared_memory: bytes that one block may use; processors: how many
-    multiprocessors; capability: (9, 0) for Hopper."""
+    """The facts of a GPU that launch parameters depend on; its name is not one of them.  shared_memory: bytes that one
+    thread block may use; processors: number of SMs; capability: compute capability, (9, 0) for Hopper."""
 
     shared_memory: int
     processors: int
@@ -115,7 +120,7 @@ class Chip:
 
 
 def chip(tensor: Tensor) -> Chip:
-    """The chip that holds a tensor; for the interpreter, on a CPU, the smallest supported."""
+    """The chip that holds a tensor.  For a CPU tensor (Triton's interpreter): the smallest supported GPU."""
     return _chip(tensor.device, int(os.environ.get(SHARED_MEMORY_CAP, 2**31)))
 
 
@@ -123,37 +128,38 @@ def chip(tensor: Tensor) -> Chip:
 def _chip(device: torch.device, cap: int) -> Chip:
     if device.type != "cuda":
         return Chip(min(SMALLEST_SHARED_MEMORY, cap), 4, (8, 0))
-    # Not in the annotations of every PyTorch that is supported.
-    facts: Any = torch.cuda.get_device_properties(device)
-    return Chip(min(facts.shared_memory_per_block_optin, cap), facts.multi_processor_count, (facts.major, facts.minor))
+    # Any: some supported versions of PyTorch lack type annotations for these properties.
+    properties: Any = torch.cuda.get_device_properties(device)
+    shared_memory = min(properties.shared_memory_per_block_optin, cap)
+    return Chip(shared_memory, properties.multi_processor_count, (properties.major, properties.minor))
 
 
 def oversubscribed(programs: int, on: Chip) -> bool:
-    """Whether so many programs do better as fewer and larger ones: a chip starts about one a nanosecond (measured on an
-    H200, docs/log.md), whatever they do."""
+    """Whether a grid of `programs` small programs should become fewer and larger ones.  A chip starts about one program
+    per nanosecond, whatever the program does (measured on an H200, docs/log.md)."""
     return programs > PROGRAMS_A_PROCESSOR * on.processors
 
 
-def require(what: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype | None, like: Tensor) -> None:
-    """Check, on the host, a launcher's argument: shape (-1 leaves a dimension free), dtype, and device of `like`.
+def require(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype | None, like: Tensor) -> None:
+    """Check a launcher's argument on the host: shape (-1: any size), dtype (None: any), same device as `like`.
 
-    Raises EspalierError naming the argument, what it needs and what it is.
+    name: the argument's name in the error text.  Raises EspalierError with the required and the actual properties.
     """
     fits = tensor.ndim == len(shape) and all(need in (-1, have) for need, have in zip(shape, tensor.shape, strict=True))
     if not fits or (dtype is not None and tensor.dtype != dtype) or tensor.device != like.device:
         raise EspalierError(
-            f"{what} needs shape {list(shape)}, {dtype or tensor.dtype} on {like.device} and is {list(tensor.shape)}, "
-            f"{tensor.dtype} on {tensor.device}: allocate and launch from the same layout"
+            f"{name} needs shape {list(shape)}, {dtype or tensor.dtype} on {like.device}, but has "
+            f"{list(tensor.shape)}, {tensor.dtype} on {tensor.device}: allocate and launch from the same layout"
         )
 
 
 def exact_type(dtype: torch.dtype) -> object:
-    """What a kernel computes in: float32, or float64 for float64."""
+    """The Triton dtype that a kernel computes in: float64 for float64, else float32."""
     import triton.language as tl
 
     return tl.float64 if dtype == torch.float64 else tl.float32
 
 
 def power_of_two(count: int) -> int:
-    """The least power of two that is `count` or more: the size of a kernel's block."""
+    """The smallest power of two that is at least `count`.  Triton's block sizes are powers of two."""
     return 1 << max(count - 1, 0).bit_length()

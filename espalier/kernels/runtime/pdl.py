@@ -1,16 +1,17 @@
-"""Launching a kernel before the one in front of it has ended (programmatic dependent launch; Hopper and later).
+"""Programmatic dependent launch (PDL; Hopper and later): a kernel starts before its predecessor has ended.
 
-What a launch costs, some microseconds of an idle chip, then passes while the kernel before it still works.  A kernel
-that is launched so
-- lets the next one start, at once where its own programs are few: that one waits in its turn;
-- may meanwhile ask for what it will read, weights, to come into the L2;
-- and waits, in every program, before it reads or writes anything.
+PDL hides the launch latency, some microseconds of an idle chip, behind the predecessor's work.  A kernel launched with
+PDL does three things:
+- trigger: it lets the next kernel start.  The next kernel's programs run as soon as SMs are free, and wait in turn.
+- prefetch (optional): before it waits, it may prefetch weights into the L2.  No kernel writes weights.
+- wait: every program waits before it reads or writes anything else.
 
-To wait is to wait until the kernel in front has ended, every program of it and what it wrote.  That one has waited for
-its own predecessor, or, launched the ordinary way, started after it: so what ran before it has ended as well, and it
-does not matter who among the neighbours is dependent (tests/kernels/test_pdl.py).
+The wait ends when every program of the predecessor has ended and its writes are visible.  The predecessor itself either
+waited for its own predecessor or, launched without PDL, started after it.  So all earlier kernels have ended as well,
+and kernels with and without PDL can be mixed in any order (tests/kernels/test_pdl.py).
 
-The launcher passes `**early(chip(x))`, which sets DEPENDENT, and the kernel begins with `pdl_wait_if(DEPENDENT)`.
+The launcher passes `**early(chip(x))`, which sets the constant DEPENDENT.  The kernel begins with
+`pdl_wait_if(DEPENDENT)`, which triggers and waits.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ HOPPER = (9, 0)
 
 
 def early(on: Chip) -> dict[str, Any]:
-    """Arguments of a launch: whether the kernel is a dependent one, for the kernel and for Triton."""
+    """Launch arguments that turn PDL on or off: DEPENDENT for the kernel, launch_pdl for Triton."""
     return {"DEPENDENT": True, "launch_pdl": True} if on.capability >= HOPPER else {"DEPENDENT": False}
 
 
 @kernel
 def ask_for(pointers):
-    """Bring lines into the L2; nobody waits for them."""
+    """Prefetch the L2 lines of `pointers`, without waiting for them."""
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers.to(tl.int64)], tl.int32, is_pure=False, pack=1
     )

@@ -1,7 +1,8 @@
-"""Kernels compiled side by side, before they are launched: a first start needs some fifty of them, and a compiler,
-most of whose work is outside of Python, takes one thread.
+"""Compile kernels in parallel before their first launch.
 
-Under `together` launchers do all that they do but launch, so that what is asked for is what will be launched.
+A first start needs about fifty kernels.  Triton compiles each one on a single thread, mostly outside of Python, so
+threads compile in parallel.  Inside `precompile()` the launchers run unchanged except for the launch itself, so exactly
+the kernels that will be launched are compiled.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -13,9 +14,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from espalier.cores import available_cores
-from espalier.kernels.runtime.launch import asking, require_triton
+from espalier.kernels.runtime.launch import launch_hook, require_triton
 
-MOST_THREADS = 16
+MAX_THREADS = 16
 UNINITIALISED = frozenset(
     getattr(torch.ops.aten, name)
     for name in ("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided")
@@ -24,89 +25,97 @@ UNINITIALISED = frozenset(
 
 @contextmanager
 def precompile() -> Iterator[Sequence[Future[Any]]]:
-    """In it `kernel[grid](arguments)` launches nothing and asks for the kernel; at its end all are there, compiled and
-    loaded.  Gives those that had to be asked for: what is in memory already need not be.
+    """Inside this context `kernel[grid](arguments)` compiles the kernel and does not launch it.  At the end of the
+    context every kernel is compiled and loaded.  Yields the compilations, without kernels that were in memory before.
 
-    Torch's operations run, and what they would read of kernels is zeros, so that ids and rows among it exist.  Holds
-    for this thread alone.  Raises what a launch would raise, at the latest at its end; RuntimeError within itself.
+    Torch's operations do run.  Tensors that kernels would have filled hold zeros, so ids and row numbers in them are
+    valid.  Affects the calling thread only.  Raises what the launch would raise, at the latest at the end; RuntimeError
+    if nested.
     """
-    if asking.get() is not None:
-        raise RuntimeError("kernels are being asked for already: together() cannot stand within itself")
+    if launch_hook.get() is not None:
+        raise RuntimeError("precompile() cannot be nested: this thread is inside a precompile() context already")
     triton = require_triton()
-    making = Making()
-    # Told to pass over errors, which we raise: it would stay in force after one (Triton 3.6).
-    mode = triton.AsyncCompileMode(making, ignore_errors=True)
-    before = asking.set(making.ask)
+    compiler = KernelCompiler()
+    # ignore_errors: we raise them ourselves below.  Without it, Triton 3.6 leaves the mode active after an error.
+    mode = triton.AsyncCompileMode(compiler, ignore_errors=True)
+    token = launch_hook.set(compiler.request)
     try:
-        with making.threads, mode, Zeros():
+        with compiler.threads, mode, ZeroedAllocations():
             try:
-                yield making.asked
-                for kernel in making.asked:
-                    kernel.result()
+                yield compiler.submitted
+                for future in compiler.submitted:
+                    future.result()
             except BaseException:
-                making.cancel()
-                # It would wait for those that are cancelled, which nobody makes, and for those under way, while an
-                # impatient Ctrl-C would leave it in force.
+                compiler.cancel()
+                # At its exit the mode waits for its futures.  The cancelled ones never finish; a Ctrl-C while it waits
+                # for the running ones would leave the mode active.
                 mode.raw_futures.clear()
                 raise
     finally:
-        asking.reset(before)
+        launch_hook.reset(token)
 
 
-class Making:
-    """What Triton's mode takes for an executor: threads that make kernels whole.  asked: what they were given;
-    functions: whose kernels."""
+class KernelCompiler:
+    """The executor given to Triton's AsyncCompileMode: its threads compile and load kernels.
+
+    submitted: one future per compilation; jit_functions: by id, the functions whose kernels were requested.
+    """
 
     def __init__(self) -> None:
-        self.threads = ThreadPoolExecutor(min(available_cores(), MOST_THREADS), "espalier-compile")
-        self.asked: list[Future[Any]] = []
-        self.functions: dict[int, Any] = {}
+        self.threads = ThreadPoolExecutor(min(available_cores(), MAX_THREADS), "espalier-compile")
+        self.submitted: list[Future[Any]] = []
+        self.jit_functions: dict[int, Any] = {}
 
-    def ask(self, compiled: Any, grid: Any, *args: Any, **kwargs: Any) -> None:
-        self.functions[id(compiled)] = compiled
-        kernel = compiled.warmup(*args, grid=grid, **kwargs)
+    def request(self, jit_function: Any, grid: Any, *args: Any, **kwargs: Any) -> None:
+        """Compile instead of launching: the launch hook."""
+        self.jit_functions[id(jit_function)] = jit_function
+        kernel = jit_function.warmup(*args, grid=grid, **kwargs)
         future = getattr(kernel, "future", None)
         if future is not None and future.done():
-            # From now on it is found in memory, which takes less than to ask again, as each layer of a model would.
+            # Moves the kernel into Triton's in-memory cache.  Each layer of a model requests the same kernels, and a
+            # cache hit is cheaper than another request.
             kernel.result()
 
-    def submit(self, compiling: Callable[[], Any]) -> Future[Any]:
+    def submit(self, compile_kernel: Callable[[], Any]) -> Future[Any]:
+        """Called by Triton, as on any executor."""
         from triton.runtime import driver
 
-        made = self.threads.submit(_make, compiling, driver.active, driver.active.get_current_device())
-        self.asked.append(made)
-        return made
+        active = driver.active
+        future = self.threads.submit(_compile_and_load, compile_kernel, active, active.get_current_device())
+        self.submitted.append(future)
+        return future
 
     def cancel(self) -> None:
-        """Make no more than is under way, and leave of the others nothing: they were never asked for."""
+        """Start no further compilation, and remove the cancelled ones from Triton's cache, so that later launches
+        compile them."""
         self.threads.shutdown(wait=False, cancel_futures=True)
-        for compiled in self.functions.values():
-            for kernels, *_ in compiled.device_caches.values():
-                # From Triton 3.7 on its memory holds what is asked for, too.
+        for jit_function in self.jit_functions.values():
+            for kernels, *_ in jit_function.device_caches.values():
+                # Since Triton 3.7 the in-memory cache also holds kernels whose compilation has not finished.
                 for key, kernel in list(kernels.items()):
                     if (future := getattr(kernel, "future", None)) is not None and future.cancelled():
                         del kernels[key]
 
 
-def _make(compiling: Callable[[], Any], driver: Any, device: int) -> Any:
-    # Of a thread, and where it loads what it has made.
+def _compile_and_load(compile_kernel: Callable[[], Any], driver: Any, device: int) -> Any:
+    # The current device is a property of the thread; kernels are loaded onto it.
     driver.set_current_device(device)
-    kernel = compiling()
-    # A first launch would do this: it builds the launcher, with a C compiler, and loads the kernel.
+    kernel = compile_kernel()
+    # Otherwise the first launch would do this: it builds the launcher with a C compiler and loads the kernel.
     kernel._init_handles()
     return kernel
 
 
-class Zeros(TorchDispatchMode):
-    """Every new tensor that would be uninitialised is zeros, in the strides that it would have."""
+class ZeroedAllocations(TorchDispatchMode):
+    """Uninitialised allocations (torch.empty and the like) are filled with zeros; their strides stay the same."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # PyTorch would import its compiler, a second of every start, to keep it away from what nobody gives to it.
+        # True, the default, makes PyTorch import its compiler, a second at every start, only to disable it here.
         return False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        made = func(*args, **(kwargs or {}))
-        return made.zero_() if func.overloadpacket in UNINITIALISED else made
+        result = func(*args, **(kwargs or {}))
+        return result.zero_() if func.overloadpacket in UNINITIALISED else result

@@ -1,4 +1,8 @@
-"""Which path of a tree is kept: matching, the test of every ancestor, the deepest node, its path, what is emitted."""
+"""Verify a tree: find the longest path from the root that the target model agrees with, and its tokens.
+
+Grid: one program per request, which holds all nodes in registers.  All values are integers or booleans, so kernel and
+reference agree exactly.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +21,8 @@ if TYPE_CHECKING:
 
 
 class Accepted(NamedTuple):
-    """rows [B, S+1], length [B], tokens [B, S+1], num_finite [B]: the fields of speculate/accept.py:Path, in their
-    order."""
+    """The fields of speculate/accept.py:Path, in the same order: rows [B, S+1], length [B], tokens [B, S+1],
+    num_finite [B], all int64."""
 
     rows: Tensor
     length: Tensor
@@ -37,15 +41,16 @@ def accept(
     real: Tensor,
     steps: int,
 ) -> Accepted:
-    """The longest path that the target would have produced itself.
+    """The longest path that the target model would have generated itself.
 
-    tokens, parents, depths, picks [B, D] int64, depths up to steps; words [B, D, W] int64; finite [B, D] bool,
-    of the picks; depth_limit [B] int64, deeper nodes never match; real [B] bool, others get length 0.  Among equally
-    deep nodes the lowest wins.  num_finite: of a path's picks how many, from the first, are finite.
-    Raises EspalierError if sizes do not agree.  Exact.
+    tokens, parents, depths: [B, D] int64, the tree; depths are at most steps.  ancestor_bits: [B, D, W] int64.
+    picks: [B, D] int64, the target's token after each node; finite: [B, D] bool, whether the logits of the pick were
+    finite.  depth_limit: [B] int64, deeper nodes are never accepted.  real: [B] bool; padding (False) gets length 0.
+    Among equally deep nodes the one with the lowest index wins.  num_finite: the number of leading finite picks on the
+    path.  Raises EspalierError if sizes do not agree.  Exact.
     """
-    run = accept_triton if tokens.is_cuda else accept_reference
-    return run(tokens, parents, depths, ancestor_bits, picks, finite, depth_limit, real, steps)
+    implementation = accept_triton if tokens.is_cuda else accept_reference
+    return implementation(tokens, parents, depths, ancestor_bits, picks, finite, depth_limit, real, steps)
 
 
 def accept_triton(
@@ -63,23 +68,22 @@ def accept_triton(
     num_words = -(-nodes // ANCESTOR_BITS)
     for name, value in (("tokens", tokens), ("parents", parents), ("depths", depths), ("picks", picks)):
         require(f"accept: {name}", value, (batch, nodes), torch.int64, tokens)
-    require("accept: words", ancestor_bits, (batch, nodes, num_words), torch.int64, tokens)
+    require("accept: ancestor_bits", ancestor_bits, (batch, nodes, num_words), torch.int64, tokens)
     require("accept: finite", finite, (batch, nodes), torch.bool, tokens)
     require("accept: depth_limit", depth_limit, (batch,), torch.int64, tokens)
     require("accept: real", real, (batch,), torch.bool, tokens)
     sizes = ((batch, steps + 1), (batch,), (batch, steps + 1), (batch,))
     path = Accepted(*(tokens.new_empty(size) for size in sizes))
     if batch:
-        given = (tokens, parents, depths, ancestor_bits, picks, finite, depth_limit, real)
-        word_block = power_of_two(num_words)
+        inputs = (tokens, parents, depths, ancestor_bits, picks, finite, depth_limit, real)
         _accept_kernel[(batch,)](
-            *(value.contiguous() for value in given),
+            *(value.contiguous() for value in inputs),
             *path,
             NODES=nodes,
             WORDS=num_words,
             LEVELS=steps + 1,
-            W=word_block,
-            L=power_of_two(steps + 1),
+            BLOCK_WORDS=power_of_two(num_words),
+            BLOCK_LEVELS=power_of_two(steps + 1),
             num_warps=4,
             **early(chip(tokens)),
         )
@@ -111,20 +115,21 @@ def accept_reference(
 
 
 def deepest(kept: Tensor, depths: Tensor) -> Tensor:
-    """[B]: the kept node of greatest depth, the lowest among equals."""
+    """[B]: the deepest kept node; among equally deep ones the lowest index."""
     nodes = depths.shape[1]
     rank = torch.arange(nodes - 1, -1, -1, device=depths.device)
     return torch.where(kept, depths * nodes + rank, -1).argmax(1)
 
 
 def path_rows(ancestor_bits: Tensor, depths: Tensor, last: Tensor, steps: int) -> Tensor:
-    """[B, S+1]: the nodes from the root to `last`, by depth; zeros below it."""
+    """[B, S+1]: the nodes from the root to `last`, indexed by depth; zeros at greater depths."""
     batch, nodes = depths.shape
     path = ancestor_bits.gather(1, last[:, None, None].expand(-1, 1, ancestor_bits.shape[2]))[:, 0]
-    past_the_end = steps + 1
-    depth = torch.where(unpack(path, nodes), depths, past_the_end)
-    rows = torch.zeros(batch, past_the_end + 1, dtype=torch.int64, device=last.device)
-    return rows.scatter_(1, depth, torch.arange(nodes, device=last.device).expand_as(depth))[:, :past_the_end]
+    # Nodes that are not on the path are written to one extra column, which is dropped.
+    dropped = steps + 1
+    depth = torch.where(unpack(path, nodes), depths, dropped)
+    rows = torch.zeros(batch, dropped + 1, dtype=torch.int64, device=last.device)
+    return rows.scatter_(1, depth, torch.arange(nodes, device=last.device).expand_as(depth))[:, :dropped]
 
 
 @kernel
@@ -140,53 +145,54 @@ def _accept_kernel(
     rows_ptr,
     length_ptr,
     emitted_ptr,
-    sound_ptr,
+    num_finite_ptr,
     NODES: tl.constexpr,
     WORDS: tl.constexpr,
     LEVELS: tl.constexpr,
-    W: tl.constexpr,
-    L: tl.constexpr,
+    BLOCK_WORDS: tl.constexpr,
+    BLOCK_LEVELS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """A program a request, its nodes in registers."""
+    """WORDS: int64 words of ancestor bits per node; LEVELS: steps + 1.  The block sizes are their powers of two."""
     pdl_wait_if(DEPENDENT)
     request = tl.program_id(0).to(tl.int64)
-    node = tl.arange(0, W * 64)
+    node = tl.arange(0, BLOCK_WORDS * 64)
     exists = node < NODES
-    at = request * NODES + node
-    token = tl.load(tokens_ptr + at, mask=exists, other=0)
-    parent = tl.load(parents_ptr + at, mask=exists, other=0)
-    depth = tl.load(depths_ptr + at, mask=exists, other=0).to(tl.int32)
-    wanted = tl.load(picks_ptr + request * NODES + parent, mask=exists, other=0)
+    index = request * NODES + node
+    token = tl.load(tokens_ptr + index, mask=exists, other=0)
+    parent = tl.load(parents_ptr + index, mask=exists, other=0)
+    depth = tl.load(depths_ptr + index, mask=exists, other=0).to(tl.int32)
+    parent_pick = tl.load(picks_ptr + request * NODES + parent, mask=exists, other=0)
     limit = tl.load(limit_ptr + request)
-    match = ((token == wanted) & (depth <= limit)) | (node == 0)
+    match = ((token == parent_pick) & (depth <= limit)) | (node == 0)
 
-    # The nodes that do not match, as words; whoever stands on one of them is not kept.
+    # A node is kept if none of its ancestors, itself included, is a mismatch.  Both sets are bits in int64 words.
     bit = (match == 0).to(tl.int64) << (node % 64).to(tl.int64)
-    broken = tl.sum(tl.reshape(bit, [W, 64]), 1)
-    word = tl.arange(0, W)
+    mismatches = tl.sum(tl.reshape(bit, [BLOCK_WORDS, 64]), 1)
+    word = tl.arange(0, BLOCK_WORDS)
     ancestors = tl.load(
-        words_ptr + at[:, None] * WORDS + word[None, :], mask=exists[:, None] & (word < WORDS)[None, :], other=0
+        words_ptr + index[:, None] * WORDS + word[None, :], mask=exists[:, None] & (word < WORDS)[None, :], other=0
     )
-    hindered = tl.max(((ancestors & broken[None, :]) != 0).to(tl.int32), 1)
-    kept = exists & (hindered == 0)
+    rejected = tl.max(((ancestors & mismatches[None, :]) != 0).to(tl.int32), 1)
+    kept = exists & (rejected == 0)
+    # One key orders by depth, then by lower index.
     best = tl.max(tl.where(kept, depth * NODES + (NODES - 1 - node), -1), 0)
     last = NODES - 1 - best % NODES
-    length = best // NODES
+    last_depth = best // NODES
 
-    own = tl.load(words_ptr + (request * NODES + last) * WORDS + node // 64, mask=exists, other=0)
-    on_path = exists & (((own >> (node % 64).to(tl.int64)) & 1) != 0)
+    path = tl.load(words_ptr + (request * NODES + last) * WORDS + node // 64, mask=exists, other=0)
+    on_path = exists & (((path >> (node % 64).to(tl.int64)) & 1) != 0)
     out = request * LEVELS
     tl.store(rows_ptr + out + depth, node.to(tl.int64), mask=on_path)
     tl.store(emitted_ptr + out + depth - 1, token, mask=on_path & (depth > 0))
-    # The path fills the levels down to `length`, and the rest is filled here: no entry is written twice.
-    level = tl.arange(0, L)
-    zeros = tl.zeros([L], tl.int64)
-    tl.store(rows_ptr + out + level, zeros, mask=(level > length) & (level < LEVELS))
-    tl.store(emitted_ptr + out + level, zeros, mask=(level > length) & (level < LEVELS))
-    tl.store(emitted_ptr + out + length, tl.load(picks_ptr + request * NODES + last))
+    # The path wrote the levels up to last_depth; only the later ones are zeroed, so no entry is written twice.
+    level = tl.arange(0, BLOCK_LEVELS)
+    zeros = tl.zeros([BLOCK_LEVELS], tl.int64)
+    tl.store(rows_ptr + out + level, zeros, mask=(level > last_depth) & (level < LEVELS))
+    tl.store(emitted_ptr + out + level, zeros, mask=(level > last_depth) & (level < LEVELS))
+    tl.store(emitted_ptr + out + last_depth, tl.load(picks_ptr + request * NODES + last))
     is_real = tl.load(real_ptr + request) != 0
-    tl.store(length_ptr + request, tl.where(is_real, length + 1, 0).to(tl.int64))
-    finite = tl.load(finite_ptr + at, mask=exists, other=1) != 0
-    num_finite = tl.min(tl.where(on_path & (finite == 0), depth, length + 1), 0)
-    tl.store(sound_ptr + request, tl.where(is_real, num_finite, 0).to(tl.int64))
+    tl.store(length_ptr + request, tl.where(is_real, last_depth + 1, 0).to(tl.int64))
+    finite = tl.load(finite_ptr + index, mask=exists, other=1) != 0
+    num_finite = tl.min(tl.where(on_path & (finite == 0), depth, last_depth + 1), 0)
+    tl.store(num_finite_ptr + request, tl.where(is_real, num_finite, 0).to(tl.int64))

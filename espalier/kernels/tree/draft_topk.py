@@ -1,14 +1,19 @@
-"""The best continuations of the draft's rows, by scores that know the noise the target will draw with.
+"""The top-k children of each draft row, scored with the Gumbel noise that the target will sample with.
 
-The reference is Sampler.children in espalier/speculate/sampler.py on a CPU.  First every split of the draft's
-vocabulary gives its own best and its part of the softmax's sum, one pass over the logits; then a program a row merges
-them. Splits follow from the vocabulary alone, so a row's children depend on nothing else.
+The reference is Sampler.children in espalier/speculate/sampler.py on a CPU.  The first kernel has one program per (row,
+split of the draft vocabulary): it reads the logits once and writes the split's top k, maximum and sum of exponentials.
+The second kernel merges the splits, one program per row.  The splits depend only on the vocabulary size, so a row's
+children do not depend on the batch.
 
-Where it differs from the reference, all of which moves what is proposed and never what is emitted: children are ordered
-by their exact logits, not by rounded log-probabilities, two of which may tie where the logits do not; ties go to the
-lower index of the draft's vocabulary, where the reference goes by target id once parameters shape the draw (the same
-order where d2t ascends); what scores -inf (void, or more children asked for than there are) has id 0.  Scores are
-within 2**-16 of the reference's in float32: a sum over the vocabulary in another order, exp by tl.exp.
+Differences from the reference (they can change which tokens are drafted, never which tokens are emitted):
+- Children are ordered by exact logits.  The reference orders by rounded log-probabilities, which may tie when the
+  logits do not.
+- Ties go to the lower draft index.  With sampling parameters the reference breaks ties by the lower target id, which is
+  the same if d2t ascends.
+- A child that scores -inf has id 0: the row is void, or has fewer than k children.
+
+Tolerance: 2**-16 of the reference's scores in float32, because the sum over the vocabulary has another reduction order
+and exp is tl.exp.
 """
 
 from __future__ import annotations
@@ -50,18 +55,22 @@ def draft_topk_triton(
 ) -> tuple[Tensor, Tensor]:
     """The topk best children of each row: target ids [B, Q, K] int64 and path scores [B, Q, K] float32, best first.
 
-    logits: [B, Q, Vd] as pick_triton takes them; d2t: [Vd] int64, their target ids, None where vocabularies are one;
-    drawn at positions first [B] + offset; scores: [B, Q] float32 of the rows' own paths; above: (tokens [B, E],
-    ancestor_bits [B, Q, W]) of the drafted tokens above each row.  A child's score is its path's plus its
-    log-probability, at most 0, in float32; temperature 0: of the shaped logits, else of (shaped logits / T + noise) /
-    tau, or not `coupled`, of shaped logits / T.  NaN counts as -inf.
+    logits: [B, Q, Vd], in the form that pick_triton takes.  d2t: [Vd] int64, the target id of each draft id; None: the
+    vocabularies are the same.  rows: the sampling parameters of each request.  first [B] + offset: the position of the
+    children.  scores: [B, Q] float32, the path scores of the rows.  above: (tokens [B, E], ancestor_bits [B, Q, W]):
+    the drafted tokens and, for each row, the bits of those on its path.
+
+    A child's score is its parent row's score plus the child's log-probability (at most 0), in float32.  The
+    log-probability is the log_softmax of: the processed logits at temperature 0; (processed logits / T + noise) / tau
+    if coupled; processed logits / T if not.  NaN counts as -inf.
     """
     batch, queries, vocab = logits.shape
     given = logits_arguments(logits, rows.vocab if d2t is None else d2t.shape[0], rows, first)
-    require("scores", scores, (batch, queries), torch.float32, logits)
+    require("draft_topk: scores", scores, (batch, queries), torch.float32, logits)
+    # A placeholder pointer if there is no d2t; the kernel does not read it.
     of_target = rows.ints if d2t is None else d2t.contiguous()
     if d2t is not None:
-        require("d2t", of_target, (vocab,), torch.int64, logits)
+        require("draft_topk: d2t", of_target, (vocab,), torch.int64, logits)
     hanging = above_arguments(above, 0, queries, rows)
     ids = torch.empty(batch, queries, topk, dtype=torch.int64, device=logits.device)
     best = torch.empty(batch, queries, topk, dtype=torch.float32, device=logits.device)
@@ -73,9 +82,9 @@ def draft_topk_triton(
     values = torch.empty(places, splits, topk, dtype=exact, device=logits.device)
     indices = torch.empty(places, splits, topk, dtype=torch.int32, device=logits.device)
     sums = torch.empty(places, splits, 2, dtype=exact, device=logits.device)
-    # A multiply-add rounds once where the reference rounds twice.
-    how = {"HAS_D2T": d2t is not None, "TOPK": topk, "enable_fp_fusion": False}
-    how |= early(chip(logits))
+    # A fused multiply-add rounds once; the reference rounds twice.
+    options = {"HAS_D2T": d2t is not None, "TOPK": topk, "enable_fp_fusion": False}
+    options |= early(chip(logits))
     of_splits = (values, indices, sums)
     _block_topk_kernel[(places, splits)](
         *(*of_splits, vocab, of_target, offset, given, rows.arguments(), hanging, queries, splits),
@@ -83,7 +92,7 @@ def draft_topk_triton(
         COUPLED=coupled,
         SPLIT=split,
         num_warps=4,
-        **how,
+        **options,
     )
     candidates = power_of_two(splits * topk)
     _merge_topk_kernel[(places,)](
@@ -91,9 +100,9 @@ def draft_topk_triton(
         SPLITS=power_of_two(splits),
         CANDIDATES=candidates,
         CHILDREN=power_of_two(topk),
-        # A step a child, each as long as the warps wait for each other.
+        # Few warps: each child is one step, and its time is mostly the warps' synchronisation.
         num_warps=min(max(candidates // 256, 1), 4),
-        **how,
+        **options,
     )
     return ids, best
 
@@ -118,7 +127,7 @@ def _block_topk_kernel(
     TOPK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """A split's TOPK best (value, draft index), its maximum and its sum of exponentials over that."""
+    """One split: its TOPK best (value, draft index), its maximum, and the sum of exp(value - maximum)."""
     pdl_wait_if(DEPENDENT)
     out = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
@@ -143,15 +152,15 @@ def _block_topk_kernel(
     x = tl.where(x != x, float("-inf"), x)
     top = tl.max(x, 0)
     total = tl.sum(tl.exp(x - tl.where(top == float("-inf"), 0.0, top)), 0)
-    part = out * splits + split
-    tl.store(sums_ptr + part * 2, top)
-    tl.store(sums_ptr + part * 2 + 1, tl.where(nan != 0, float("nan"), total))
+    split_index = out * splits + split
+    tl.store(sums_ptr + split_index * 2, top)
+    tl.store(sums_ptr + split_index * 2 + 1, tl.where(nan != 0, float("nan"), total))
     for k in range(TOPK):
         best = tl.max(x, 0)
-        at = tl.min(tl.where(x == best, index, 2147483647), 0)
-        tl.store(values_ptr + part * TOPK + k, best)
-        tl.store(indices_ptr + part * TOPK + k, at)
-        x = tl.where(index == at, float("-inf"), x)
+        best_index = tl.min(tl.where(x == best, index, 2147483647), 0)
+        tl.store(values_ptr + split_index * TOPK + k, best)
+        tl.store(indices_ptr + split_index * TOPK + k, best_index)
+        x = tl.where(index == best_index, float("-inf"), x)
 
 
 @kernel
@@ -174,34 +183,34 @@ def _merge_topk_kernel(
     TOPK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """A row's TOPK best of its splits' best.  Equal candidates lie in draft order, so the first is the lowest."""
+    """Merge a row's splits.  Equal candidates are in the order of draft indices, so the first one has the lowest."""
     pdl_wait_if(DEPENDENT)
     out = tl.program_id(0).to(tl.int64)
     split = tl.arange(0, SPLITS)
-    part = out * splits + split
-    tops = tl.load(sums_ptr + part * 2, mask=split < splits, other=float("-inf"))
-    totals = tl.load(sums_ptr + part * 2 + 1, mask=split < splits, other=0.0)
+    split_index = out * splits + split
+    tops = tl.load(sums_ptr + split_index * 2, mask=split < splits, other=float("-inf"))
+    totals = tl.load(sums_ptr + split_index * 2 + 1, mask=split < splits, other=0.0)
     top = tl.max(tops, 0)
     total = tl.sum(totals * tl.exp(tops - tl.where(top == float("-inf"), 0.0, top)), 0)
     candidate = tl.arange(0, CANDIDATES)
-    there = candidate < splits * TOPK
-    values = tl.load(values_ptr + out * splits * TOPK + candidate, mask=there, other=float("-inf"))
+    mask = candidate < splits * TOPK
+    values = tl.load(values_ptr + out * splits * TOPK + candidate, mask=mask, other=float("-inf"))
     child = tl.arange(0, CHILDREN)
-    kept = tl.full([CHILDREN], float("-inf"), values.dtype)
-    chosen = tl.zeros([CHILDREN], tl.int32)
+    child_value = tl.full([CHILDREN], float("-inf"), values.dtype)
+    child_candidate = tl.zeros([CHILDREN], tl.int32)
     for k in range(TOPK):
         best = tl.max(values, 0)
-        at = tl.min(tl.where(values == best, candidate, 2147483647), 0)
-        kept = tl.where(child == k, best, kept)
-        chosen = tl.where(child == k, at, chosen)
-        values = tl.where(candidate == at, float("-inf"), values)
-    logp = (kept - top) - tl.log(total)
-    # NaN is not over -inf.
-    real = (child < TOPK) & (logp > float("-inf"))
-    ids = tl.load(indices_ptr + out * splits * TOPK + chosen, mask=real, other=0).to(tl.int64)
+        best_candidate = tl.min(tl.where(values == best, candidate, 2147483647), 0)
+        child_value = tl.where(child == k, best, child_value)
+        child_candidate = tl.where(child == k, best_candidate, child_candidate)
+        values = tl.where(candidate == best_candidate, float("-inf"), values)
+    logp = (child_value - top) - tl.log(total)
+    # False for NaN as well.
+    valid = (child < TOPK) & (logp > float("-inf"))
+    ids = tl.load(indices_ptr + out * splits * TOPK + child_candidate, mask=valid, other=0).to(tl.int64)
     if HAS_D2T:
-        ids = tl.load(d2t_ptr + ids, mask=real, other=0)
-    own = tl.load(scores_ptr + out // queries * scores_batch_stride + out % queries * scores_query_stride)
-    path = own + tl.where(real, tl.minimum(logp.to(tl.float32), 0.0), float("-inf"))
-    tl.store(ids_ptr + out * TOPK + child, tl.where(real, ids, 0), mask=child < TOPK)
-    tl.store(best_ptr + out * TOPK + child, path, mask=child < TOPK)
+        ids = tl.load(d2t_ptr + ids, mask=valid, other=0)
+    row_score = tl.load(scores_ptr + out // queries * scores_batch_stride + out % queries * scores_query_stride)
+    path_score = row_score + tl.where(valid, tl.minimum(logp.to(tl.float32), 0.0), float("-inf"))
+    tl.store(ids_ptr + out * TOPK + child, tl.where(valid, ids, 0), mask=child < TOPK)
+    tl.store(best_ptr + out * TOPK + child, path_score, mask=child < TOPK)

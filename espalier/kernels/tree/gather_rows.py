@@ -1,4 +1,7 @@
-"""Values at some of a request's rows: what was computed at every node, along a path."""
+"""Gather a request's rows by index: for example hidden states of all nodes at the nodes of the accepted path.
+
+Grid: (output rows, blocks of up to MAX_BLOCK columns).
+"""
 
 from __future__ import annotations
 
@@ -14,31 +17,31 @@ from espalier.kernels.runtime.pdl import early, pdl_wait_if
 if TYPE_CHECKING:
     import triton.language as tl
 
-LARGEST_BLOCK = 2048
+MAX_BLOCK = 2048
 
 
 def gather_rows(values: Tensor, rows: Tensor) -> Tensor:
-    """values [B, D, n] at rows [B, W] int64: [B, W, n].  Exact."""
+    """out[b, w] = values[b, rows[b, w]]: values [B, D, n], rows [B, W] int64 -> [B, W, n].  Exact."""
     return (gather_rows_triton if values.is_cuda else gather_rows_reference)(values, rows)
 
 
 def gather_rows_triton(values: Tensor, rows: Tensor) -> Tensor:
     batch, width = rows.shape
     size = values.shape[2]
-    require("along: values", values, (batch, -1, size), None, values)
-    require("along: rows", rows, (batch, width), torch.int64, values)
+    require("gather_rows: values", values, (batch, -1, size), None, values)
+    require("gather_rows: rows", rows, (batch, width), torch.int64, values)
     if values.stride(2) != 1:
-        raise EspalierError("along: values must be dense in their last dimension")
-    taken = values.new_empty(batch, width, size)
-    if taken.numel():
-        block = min(power_of_two(size), LARGEST_BLOCK)
+        raise EspalierError("gather_rows: values must be contiguous in the last dimension")
+    out = values.new_empty(batch, width, size)
+    if out.numel():
+        block = min(power_of_two(size), MAX_BLOCK)
         _gather_rows_kernel[(batch * width, -(-size // block))](
-            *(values, rows, taken, width, size, *values.stride()[:2], *rows.stride()),
+            *(values, rows, out, width, size, *values.stride()[:2], *rows.stride()),
             BLOCK=block,
             num_warps=4,
             **early(chip(values)),
         )
-    return taken
+    return out
 
 
 def gather_rows_reference(values: Tensor, rows: Tensor) -> Tensor:
@@ -47,13 +50,13 @@ def gather_rows_reference(values: Tensor, rows: Tensor) -> Tensor:
 
 @kernel
 def _gather_rows_kernel(
-    values_ptr, rows_ptr, taken_ptr, width, size, values_b, values_r, rows_b, rows_w,
+    values_ptr, rows_ptr, out_ptr, width, size, values_b, values_r, rows_b, rows_w,
     BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     pdl_wait_if(DEPENDENT)
-    out = tl.program_id(0).to(tl.int64)
-    b = out // width
-    row = tl.load(rows_ptr + b * rows_b + out % width * rows_w)
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    value = tl.load(values_ptr + b * values_b + row * values_r + at, mask=at < size, other=0.0)
-    tl.store(taken_ptr + out * size + at, value, mask=at < size)
+    out_row = tl.program_id(0).to(tl.int64)
+    b = out_row // width
+    row = tl.load(rows_ptr + b * rows_b + out_row % width * rows_w)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(values_ptr + b * values_b + row * values_r + column, mask=column < size, other=0.0)
+    tl.store(out_ptr + out_row * size + column, value, mask=column < size)

@@ -1,7 +1,9 @@
-"""One level of a draft: the best candidates become the next beams, each with its true ancestors.
+"""One level of a draft tree: the best candidates become the next beams, each with the bits of its ancestors.
 
-Scores are float32 and their order is the house's only one: higher first, NaN as -inf, -0.0 as 0.0, ties to the lower
-index.  Everything here is exact: kernel and reference give the same integers and the same bits of scores.
+Scores are float32.  All of espalier orders them in the same way: higher first, NaN counts as -inf, -0.0 as 0.0, ties go
+to the lower index.  Exact: kernel and reference give the same integers and the same bits of scores.
+
+Grid: one program per request, which ranks all candidates by comparing each with each, CHUNK at a time.
 """
 
 from __future__ import annotations
@@ -20,13 +22,14 @@ from espalier.layout import ANCESTOR_BITS
 if TYPE_CHECKING:
     import triton.language as tl
 
-# Comparisons that one step of the ranking holds in registers.
-COMPARED = 16384
+# Comparisons per step of the ranking; their results are in registers.
+COMPARISONS_PER_STEP = 16384
 
 
 class SelectedBeams(NamedTuple):
-    """Beams of a level, best first.  scores [B, K]; places [B, K] among the level's candidates; parents [B, K]
-    among the rows that they continue; words [B, K, W], the draft rows that each stands on, its own included."""
+    """The beams of a level, best first.  scores: [B, K] float32; places: [B, K] int64, the beam's index among the
+    level's candidates; parents: [B, K] int64, the index of its parent among the P rows; ancestor_bits: [B, K, W] int64,
+    the bits of its ancestors among the draft rows and of itself."""
 
     scores: Tensor
     places: Tensor
@@ -37,12 +40,11 @@ class SelectedBeams(NamedTuple):
 def grow(
     tokens: Tensor, scores: Tensor, ancestor_bits: Tensor | None, path: Tensor, first: int, num_words: int
 ) -> SelectedBeams:
-    """The K best of P · K candidates, as draft rows first .. first + K - 1.
+    """The K best of P · K candidates become draft rows first to first + K - 1.
 
-    tokens [B, P, K] int64 and scores [B, P, K] float32, of whole paths; words [B, P, W] int64 of the rows that they
-    continue, None where that is the root, which is no draft row; path [B, rows] int64: tokens of the draft rows, of
-    which the new ones are written; num_words: W.
-    Raises EspalierError if sizes do not agree.  Exact.
+    tokens: [B, P, K] int64; scores: [B, P, K] float32, path scores.  ancestor_bits: [B, P, W] int64 of the P parent
+    rows; None: the parent is the root, which is not a draft row.  path: [B, rows] int64, the tokens of the draft rows;
+    the new rows' tokens are written to it.  num_words: W.  Raises EspalierError if sizes do not agree.  Exact.
     """
     return (select_beams_triton if tokens.is_cuda else select_beams_reference)(
         tokens, scores, ancestor_bits, path, first, num_words
@@ -53,18 +55,18 @@ def select_beams_triton(
     tokens: Tensor, scores: Tensor, ancestor_bits: Tensor | None, path: Tensor, first: int, num_words: int
 ) -> SelectedBeams:
     batch, rows, topk = tokens.shape
-    require("grow: tokens", tokens, (-1, -1, -1), torch.int64, tokens)
-    require("grow: scores", scores, (batch, rows, topk), torch.float32, tokens)
+    require("select_beams: tokens", tokens, (-1, -1, -1), torch.int64, tokens)
+    require("select_beams: scores", scores, (batch, rows, topk), torch.float32, tokens)
     if ancestor_bits is not None:
-        require("grow: words", ancestor_bits, (batch, rows, num_words), torch.int64, tokens)
+        require("select_beams: ancestor_bits", ancestor_bits, (batch, rows, num_words), torch.int64, tokens)
         ancestor_bits = ancestor_bits.contiguous()
-    require("grow: path", path, (batch, -1), torch.int64, tokens)
+    require("select_beams: path", path, (batch, -1), torch.int64, tokens)
     if first + topk > min(num_words * ANCESTOR_BITS, path.shape[1]) or path.stride(1) != 1:
         raise EspalierError(
-            f"grow: a path of {path.shape[1]} rows has no dense place for row {first + topk - 1}, or its {num_words} "
-            "words no bit: take both from the layout that grows"
+            f"select_beams: row {first + topk - 1} does not fit into a contiguous path of {path.shape[1]} rows and "
+            f"{num_words} words of {ANCESTOR_BITS} ancestor bits: take both sizes from the layout"
         )
-    grown = SelectedBeams(
+    beams = SelectedBeams(
         scores.new_empty(batch, topk),
         tokens.new_empty(batch, topk),
         tokens.new_empty(batch, topk),
@@ -77,20 +79,20 @@ def select_beams_triton(
             scores.contiguous(),
             ancestor_bits,
             path,
-            *grown,
+            *beams,
             path.stride(0),
             first,
             topk,
             ROWS=rows,
             TOPK=topk,
             WORDS=num_words,
-            N=block,
-            CHUNK=max(min(block, COMPARED // block), 1),
-            W=power_of_two(num_words),
+            BLOCK=block,
+            CHUNK=max(min(block, COMPARISONS_PER_STEP // block), 1),
+            BLOCK_WORDS=power_of_two(num_words),
             num_warps=4 if block <= 256 else 8,
             **early(chip(tokens)),
         )
-    return grown
+    return beams
 
 
 def select_beams_reference(
@@ -99,28 +101,29 @@ def select_beams_reference(
     topk = tokens.shape[2]
     best, index = ordered_topk(scores.flatten(1), topk)
     parents = index // topk
-    own = own_bits(first, topk, num_words, tokens.device).expand(tokens.shape[0], -1, -1)
-    inherited = (
-        own if ancestor_bits is None else ancestor_bits.gather(1, parents[..., None].expand(-1, -1, num_words)) | own
-    )
+    bits = own_bits(first, topk, num_words, tokens.device).expand(tokens.shape[0], -1, -1)
+    if ancestor_bits is not None:
+        bits = bits | ancestor_bits.gather(1, parents[..., None].expand(-1, -1, num_words))
     path[:, first : first + topk] = tokens.flatten(1).gather(1, index)
-    return SelectedBeams(best, index, parents, inherited)
+    return SelectedBeams(best, index, parents, bits)
 
 
 def usable(scores: Tensor) -> Tensor:
-    """Scores as they are compared: NaN is -inf, -0.0 is 0.0."""
+    """Scores in the form in which they are compared: NaN becomes -inf, -0.0 becomes 0.0."""
     return scores.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf) + 0.0
 
 
 def ordered_topk(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k best of the last dimension, ties to the lower index (torch.topk alone promises no order among equals).
+    """The k best of the last dimension; ties go to the lower index (torch.topk leaves the order of ties open).
 
-    scores: float32, NaN counting as -inf.  Returns (values, indices); where there are fewer than k, -inf and index 0.
+    scores: float32; NaN counts as -inf.  Returns (values, indices).  If there are fewer than k, the rest is -inf with
+    index 0.
     """
     width = scores.shape[-1]
     scores = usable(scores)
     bits = scores.contiguous().view(torch.int32)
-    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()  # float order as integer order
+    # Integers in the order of the floats; the low half of a key breaks ties by index.
+    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
     keys = (ordered << 32) + torch.arange(width - 1, -1, -1, device=scores.device)
     best = keys.topk(min(k, width), -1).indices
     values = scores.gather(-1, best)
@@ -133,13 +136,14 @@ def ordered_topk(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 @kernel
 def usable_score(score):
+    """`usable` as a kernel function."""
     score = tl.where(score == score, score, float("-inf"))
     return tl.where(score == 0, 0.0, score)
 
 
 @kernel
 def order_of(score):
-    """float32 order as int32 order, of usable scores."""
+    """int32 keys in the order of the float32 scores; the scores must be usable."""
     bits = score.to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
@@ -160,28 +164,28 @@ def _select_beams_kernel(
     ROWS: tl.constexpr,
     TOPK: tl.constexpr,
     WORDS: tl.constexpr,
-    N: tl.constexpr,
+    BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
-    W: tl.constexpr,
+    BLOCK_WORDS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """A program a request.  A candidate's rank is how many come before it; the first TOPK write themselves there."""
+    """A candidate's rank is the number of better candidates.  Ranks below TOPK are beams, stored at their rank."""
     pdl_wait_if(DEPENDENT)
     request = tl.program_id(0).to(tl.int64)
     candidates = request * (ROWS * TOPK)
-    i = tl.arange(0, N)
+    i = tl.arange(0, BLOCK)
     score = usable_score(tl.load(scores_ptr + candidates + i, mask=i < ROWS * TOPK, other=float("-inf")))
     key = order_of(score)
-    rank = tl.zeros([N], tl.int32)
-    for start in range(0, N, CHUNK):
+    rank = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, BLOCK, CHUNK):
         j = start + tl.arange(0, CHUNK)
         other = tl.load(scores_ptr + candidates + j, mask=j < ROWS * TOPK, other=float("-inf"))
         other = order_of(usable_score(other))
         tied = (other[None, :] == key[:, None]) & (j[None, :] < i[:, None])
         rank += tl.sum(((other[None, :] > key[:, None]) | tied).to(tl.int32), 1)
-    # What pads the block is no better than any candidate and stands behind them all.
+    # The block's padding scores -inf and comes last, so its rank is at least TOPK.
     is_beam = rank < TOPK
-    # By an argument, not by a constant: see kernels/tree/select_tree.py.
+    # Divide by the argument, not by the constant TOPK: see _select_tree_kernel.
     parent = i // topk
     beam = request * TOPK + rank
     token = tl.load(tokens_ptr + candidates + i, mask=is_beam, other=0)
@@ -189,11 +193,11 @@ def _select_beams_kernel(
     tl.store(out_scores_ptr + beam, score, mask=is_beam)
     tl.store(out_index_ptr + beam, i.to(tl.int64), mask=is_beam)
     tl.store(out_parents_ptr + beam, parent.to(tl.int64), mask=is_beam)
-    word = tl.arange(0, W)[None, :]
+    word = tl.arange(0, BLOCK_WORDS)[None, :]
     row = first + rank[:, None]
-    bits = tl.where(word == row // 64, tl.full([N, W], 1, tl.int64) << (row % 64).to(tl.int64), 0)
-    meant = is_beam[:, None] & (word < WORDS)
+    bits = tl.where(word == row // 64, tl.full([BLOCK, BLOCK_WORDS], 1, tl.int64) << (row % 64).to(tl.int64), 0)
+    mask = is_beam[:, None] & (word < WORDS)
     if words_ptr is not None:
-        above = (request * ROWS + parent)[:, None] * WORDS + word
-        bits |= tl.load(words_ptr + above, mask=meant, other=0)
-    tl.store(out_words_ptr + beam[:, None] * WORDS + word, bits, mask=meant)
+        parent_words = (request * ROWS + parent)[:, None] * WORDS + word
+        bits |= tl.load(words_ptr + parent_words, mask=mask, other=0)
+    tl.store(out_words_ptr + beam[:, None] * WORDS + word, bits, mask=mask)

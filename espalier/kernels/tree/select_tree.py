@@ -1,8 +1,10 @@
-"""From a pool of candidates to the tree that is verified.
+"""Select the nodes of the tree to verify from the pool of draft candidates.
 
-The best candidates become nodes in the order they were scored, so that a parent comes before its children.  Where a
-candidate stands in the pool says its level and the beam that it continues, so a pool is two rows of numbers and the
-beams' own candidates.
+The best candidates become nodes, in pool order, so a parent comes before its children.  A candidate's index in the pool
+tells its level and the beam that is its parent.  So a pool is only tokens, scores, and for each beam the candidate that
+it was.
+
+Grid: one program per request, which holds all candidates in registers.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ VOID = -1
 
 
 class Selected(NamedTuple):
-    """A tree [B, D] and its ancestor words [B, D, W]: the fields of speculate/tree.py, in their order."""
+    """A tree [B, D] and its ancestor_bits [B, D, W]: the fields of speculate/tree.py:Tree, in the same order."""
 
     tokens: Tensor
     parents: Tensor
@@ -36,14 +38,16 @@ class Selected(NamedTuple):
 
 
 def select(root: Tensor, tokens: Tensor, scores: Tensor, beams: Tensor, topk: int, nodes: int) -> Selected:
-    """The best nodes - 1 of n candidates under the root, by (score descending, place in the pool).
+    """The root and the best nodes - 1 of n candidates, by descending score, then by index in the pool.
 
-    root [B] int64; tokens [B, n] int64, scores [B, n] float32: topk candidates of level 1, then topk² a level, topk for
-    each of its beams in turn; beams [B, n / topk - 1] int64: the candidates that became those beams, topk a level, by
-    their places in it.  A child scores no more than its parent and comes after it, so what is selected is closed under
-    ancestors.  -inf (or NaN) is no candidate: where too few are left, nodes are void (token -1, parent 0, depth 1, only
-    their own ancestor).
-    Raises EspalierError if sizes do not agree.  Exact.
+    root: [B] int64, the root's token.  tokens: [B, n] int64 and scores: [B, n] float32, the pool: topk candidates of
+    level 1, then topk² candidates per level, topk for each beam of the level before.  beams: [B, n / topk - 1] int64:
+    for each beam, topk per level, its index among its level's candidates.
+
+    A child must not score above its parent, and it comes after its parent in the pool.  So the ancestors of a selected
+    candidate are selected too.  A score of -inf or NaN is no candidate.  If there are too few candidates, the remaining
+    nodes are void: token -1, parent 0, depth 1, no ancestor but themselves.  Raises EspalierError if sizes do not
+    agree.  Exact.
     """
     return (select_tree_triton if tokens.is_cuda else select_tree_reference)(root, tokens, scores, beams, topk, nodes)
 
@@ -51,16 +55,16 @@ def select(root: Tensor, tokens: Tensor, scores: Tensor, beams: Tensor, topk: in
 def select_tree_triton(root: Tensor, tokens: Tensor, scores: Tensor, beams: Tensor, topk: int, nodes: int) -> Selected:
     batch, size = tokens.shape
     steps = _require(root, tokens, scores, beams, topk, nodes)
-    ancestor_bits = -(-nodes // ANCESTOR_BITS)
+    num_words = -(-nodes // ANCESTOR_BITS)
     tree = Selected(
         tokens.new_empty(batch, nodes),
         tokens.new_empty(batch, nodes),
         tokens.new_empty(batch, nodes),
         scores.new_empty(batch, nodes),
-        tokens.new_empty(batch, nodes, ancestor_bits),
+        tokens.new_empty(batch, nodes, num_words),
     )
     if batch:
-        block, word_block = power_of_two(size), power_of_two(ancestor_bits)
+        block, word_block = power_of_two(size), power_of_two(num_words)
         _select_tree_kernel[(batch,)](
             root.contiguous(),
             tokens.contiguous(),
@@ -72,10 +76,10 @@ def select_tree_triton(root: Tensor, tokens: Tensor, scores: Tensor, beams: Tens
             TOPK=topk,
             STEPS=steps,
             NODES=nodes,
-            WORDS=ancestor_bits,
-            N=block,
-            W=word_block,
-            # A thread holds 64 bits of words for each of at most 32 candidates.
+            WORDS=num_words,
+            BLOCK=block,
+            BLOCK_WORDS=word_block,
+            # At most 32 int64 words of ancestor bits per thread.
             num_warps=min(max(block * word_block // 1024, 4), 16),
             **early(chip(tokens)),
         )
@@ -95,7 +99,7 @@ def select_tree_reference(
         node_of.gather(1, beams + _level_starts(beams.shape[1], topk, beams)), (1, 0)
     ).gather(1, best // topk)
     level = torch.where(best < topk, 1, 2 + (best - topk) // topk**2)
-    # A root in front: node 0, at depth 0, of score 0, never void.
+    # Prepend the root: node 0, depth 0, score 0, never void.
     parents, depths, void = (
         torch.nn.functional.pad(value, (1, 0))
         for value in (parent_node.masked_fill(void, 0), level.masked_fill(void, 1), void)
@@ -106,23 +110,23 @@ def select_tree_reference(
 
 
 def _level_starts(count: int, topk: int, like: Tensor) -> Tensor:
-    """[count]: where in the pool the level stands that each beam was a candidate of."""
+    """[count]: for each beam, the pool index of the first candidate of its level."""
     level = torch.arange(count, device=like.device) // topk
     return torch.where(level > 0, topk + (level - 1) * topk**2, 0)
 
 
 def _require(root: Tensor, tokens: Tensor, scores: Tensor, beams: Tensor, topk: int, nodes: int) -> int:
-    """Check what select is given; returns how many levels the pool has."""
+    """Check the arguments of select; returns the number of levels in the pool."""
     batch, size = tokens.shape
-    require("select: root", root, (batch,), torch.int64, tokens)
-    require("select: tokens", tokens, (-1, -1), torch.int64, tokens)
-    require("select: scores", scores, (batch, size), torch.float32, tokens)
-    require("select: beams", beams, (batch, size // topk - 1), torch.int64, tokens)
-    steps, left = 1 + (size - topk) // topk**2, (size - topk) % topk**2
-    if left or not 1 <= nodes <= size + 1:
+    require("select_tree: root", root, (batch,), torch.int64, tokens)
+    require("select_tree: tokens", tokens, (-1, -1), torch.int64, tokens)
+    require("select_tree: scores", scores, (batch, size), torch.float32, tokens)
+    require("select_tree: beams", beams, (batch, size // topk - 1), torch.int64, tokens)
+    steps, excess = 1 + (size - topk) // topk**2, (size - topk) % topk**2
+    if excess or not 1 <= nodes <= size + 1:
         raise EspalierError(
-            f"select: {size} candidates at topk={topk} are no whole levels, or fewer than the {nodes} nodes that are "
-            "wanted with the root: grow and select from the same layout"
+            f"select_tree: {size} candidates at topk={topk} are not whole levels, or too few for {nodes} nodes with "
+            "the root: draft and select with the same layout"
         )
     return steps
 
@@ -133,20 +137,19 @@ def _select_tree_kernel(
     out_tokens_ptr, out_parents_ptr, out_depths_ptr, out_scores_ptr, out_words_ptr,
     topk,
     SIZE: tl.constexpr, TOPK: tl.constexpr, STEPS: tl.constexpr, NODES: tl.constexpr, WORDS: tl.constexpr,
-    N: tl.constexpr, W: tl.constexpr, DEPENDENT: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_WORDS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """A program a request, candidates in registers.  The lowest score that is still selected is found bit by bit, so
-    that the work grows with the pool and not with its square.
+    """Finds the lowest selected score by binary search over its bits: the work is linear in the pool size.
 
-    topk is TOPK, to divide by: by a constant the quotient of a small number is made in 16 bits, and of such ptxas 12.8
-    lost an addition (docs/log.md).
+    topk equals TOPK and is used for divisions.  Dividing a small number by a constant compiles to 16-bit arithmetic, in
+    which ptxas 12.8 drops an addition (docs/log.md).
     """
     pdl_wait_if(DEPENDENT)
     request = tl.program_id(0).to(tl.int64)
-    i = tl.arange(0, N)
+    i = tl.arange(0, BLOCK)
     exists = i < SIZE
     score = usable_score(tl.load(scores_ptr + request * SIZE + i, mask=exists, other=float("-inf")))
-    # 0 and up; what pads the block lies below every score, -inf included.
+    # Keys are at least 0.  Padding gets 0, below the key of every score, -inf included.
     key = tl.where(exists, order_of(score).to(tl.int64) + 2147483648, 0)
     lowest = tl.zeros([], tl.int64)
     for step in range(32):
@@ -154,43 +157,41 @@ def _select_tree_kernel(
         lowest = tl.where(tl.sum((key >= trial).to(tl.int32), 0) >= NODES - 1, trial, lowest)
     better = key > lowest
     tied = key == lowest
-    max_accept_depth = NODES - 1 - tl.sum(better.to(tl.int32), 0)
-    chosen = better | (tied & (tl.cumsum(tied.to(tl.int32), 0) <= max_accept_depth))
-    # 0, the root, for what is not chosen.
-    node = tl.where(chosen, tl.cumsum(chosen.to(tl.int32), 0), 0)
+    num_tied = NODES - 1 - tl.sum(better.to(tl.int32), 0)
+    selected = better | (tied & (tl.cumsum(tied.to(tl.int32), 0) <= num_tied))
+    # The node of each candidate; 0, the root, if it is not selected.
+    node = tl.where(selected, tl.cumsum(selected.to(tl.int32), 0), 0)
     void = score == float("-inf")
-    deeper = exists & (i >= TOPK)
-    which = (i - TOPK) // topk
-    beam = tl.load(beams_ptr + request * (SIZE // TOPK - 1) + which, mask=deeper, other=0).to(tl.int32)
-    beam += tl.where(deeper & (which >= TOPK), topk + (which // topk - 1) * (topk * topk), 0)
-    parent = tl.where(deeper & (void == 0), tl.gather(node, beam, 0), 0)
+    # The pool index of each candidate's parent beam; level 1 has none.
+    has_beam = exists & (i >= TOPK)
+    beam_index = (i - TOPK) // topk
+    beam = tl.load(beams_ptr + request * (SIZE // TOPK - 1) + beam_index, mask=has_beam, other=0).to(tl.int32)
+    beam += tl.where(has_beam & (beam_index >= TOPK), topk + (beam_index // topk - 1) * (topk * topk), 0)
+    parent = tl.where(has_beam & (void == 0), tl.gather(node, beam, 0), 0)
     level = tl.where((i < TOPK) | void, 1, 2 + (i - TOPK) // (topk * topk))
-    token = tl.load(tokens_ptr + request * SIZE + i, mask=chosen, other=0)
+    token = tl.load(tokens_ptr + request * SIZE + i, mask=selected, other=0)
     out = request * NODES + node
-    tl.store(out_tokens_ptr + out, tl.where(void, -1, token), mask=chosen)
-    tl.store(out_parents_ptr + out, parent.to(tl.int64), mask=chosen)
-    tl.store(out_depths_ptr + out, level.to(tl.int64), mask=chosen)
-    tl.store(out_scores_ptr + out, score, mask=chosen)
+    tl.store(out_tokens_ptr + out, tl.where(void, -1, token), mask=selected)
+    tl.store(out_parents_ptr + out, parent.to(tl.int64), mask=selected)
+    tl.store(out_depths_ptr + out, level.to(tl.int64), mask=selected)
+    tl.store(out_scores_ptr + out, score, mask=selected)
     tl.store(out_tokens_ptr + request * NODES, tl.load(root_ptr + request))
     tl.store(out_parents_ptr + request * NODES, tl.full([], 0, tl.int64))
     tl.store(out_depths_ptr + request * NODES, tl.full([], 0, tl.int64))
     tl.store(out_scores_ptr + request * NODES, 0.0)
 
-    # Every candidate walks up to the root, each step a bit; who stands under the root waits there.
-    word = tl.arange(0, W)[None, :]
-    one = tl.full([N, W], 1, tl.int64)
+    # Each candidate walks up the tree and sets one bit per step.  A child of the root stays at its own node.
+    word = tl.arange(0, BLOCK_WORDS)[None, :]
+    one = tl.full([BLOCK, BLOCK_WORDS], 1, tl.int64)
     bits = tl.where((word == 0) & (void[:, None] == 0), one, 0)
-    above = tl.where(parent > 0, beam, i)
-    at = i
+    next_ancestor = tl.where(parent > 0, beam, i)
+    ancestor = i
     for _ in range(STEPS):
-        here = tl.gather(node, at, 0)[:, None]
-        bits |= tl.where(word == here // 64, one << (here % 64).to(tl.int64), 0)
-        at = tl.gather(above, at, 0)
-    meant = chosen[:, None] & (word < WORDS)
-    tl.store(out_words_ptr + out[:, None] * WORDS + word, bits, mask=meant)
-    ancestor_bits = tl.arange(0, W)
-    tl.store(
-        out_words_ptr + request * NODES * WORDS + ancestor_bits,
-        (ancestor_bits == 0).to(tl.int64),
-        mask=ancestor_bits < WORDS,
-    )
+        ancestor_node = tl.gather(node, ancestor, 0)[:, None]
+        bits |= tl.where(word == ancestor_node // 64, one << (ancestor_node % 64).to(tl.int64), 0)
+        ancestor = tl.gather(next_ancestor, ancestor, 0)
+    word_mask = selected[:, None] & (word < WORDS)
+    tl.store(out_words_ptr + out[:, None] * WORDS + word, bits, mask=word_mask)
+    root_word = tl.arange(0, BLOCK_WORDS)
+    root_words_ptrs = out_words_ptr + request * NODES * WORDS + root_word
+    tl.store(root_words_ptrs, (root_word == 0).to(tl.int64), mask=root_word < WORDS)
