@@ -156,5 +156,5 @@ def test_an_empty_batch_has_a_tree():
 def test_a_pool_smaller_than_the_tree_is_refused():
     pool = Pool(topk=2)
     pool.add(torch.tensor([[[3, 4]]]), torch.tensor([[[-0.5, -0.5]]]))
-    with pytest.raises(EspalierError, match="fewer than the 4 nodes"):
+    with pytest.raises(EspalierError, match="too few for 4 nodes"):
         pool.select(torch.tensor([1]), 4)
