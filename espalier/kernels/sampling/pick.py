@@ -19,9 +19,13 @@ from torch import Tensor
 from espalier.kernels.runtime.launch import Chip, chip, kernel, oversubscribed, power_of_two, require
 from espalier.kernels.runtime.pdl import early, pdl_wait_if
 from espalier.kernels.sampling.logit_processors import (
+    COLUMNS,
+    AboveArguments,
+    LogitsArguments,
+    SlotArguments,
     SlotRows,
     above_arguments,
-    leaves_as_it_is,
+    leaves_logits,
     logits_arguments,
     row_of,
     shaped,
@@ -70,9 +74,9 @@ def pick_triton(
     exact = torch.int64 if logits.dtype == torch.float64 else torch.int32
     keys = torch.empty(places, splits, dtype=exact, device=logits.device)
     ids = torch.empty(places, splits, dtype=torch.int32, device=logits.device)
-    shared = ((offsets, *offsets.stride()), given, rows.arguments(), hanging, queries, splits)
+    shared = ((offsets, *offsets.stride()), given, rows.arguments, hanging, queries, splits)
     # A multiply-add rounds once where the reference rounds twice.
-    exactly = {"enable_fp_fusion": False, **early(on)}
+    exactly = {"COLUMNS": COLUMNS, "enable_fp_fusion": False, **early(on)}
     _best_of_split_kernel[(places, splits)](keys, ids, *shared, split, **blocks(logits), num_warps=4, **exactly)
     _merge_kernel[(places,)](tokens, finite, keys, ids, splits, SPLITS=power_of_two(splits), num_warps=1, **early(on))
     # A pass over a row waits for its blocks one after the other: few and wide.
@@ -132,12 +136,12 @@ def whole_block(logits_ptr, first, BLOCK: tl.constexpr):
 
 
 @kernel
-def scored(x, ids, vocab, row, hanging, noise, exact: tl.constexpr, PLAIN: tl.constexpr):
+def scored(x, ids, vocab, row, row_above, noise, exact: tl.constexpr, PLAIN: tl.constexpr):
     """What the ids of a block are compared by: logits x, which in a row that is not PLAIN are shaped and get noise."""
     x = x.to(exact)
     if not PLAIN:
         noisy, k0, k1 = noise
-        x = shaped(x, ids, ids < vocab, row, hanging)
+        x = shaped(x, ids, ids < vocab, row, row_above)
         if noisy:
             x = x + gumbel_at(ids, k0, k1, exact)
     return x
@@ -151,7 +155,7 @@ def best_of(
     end,
     vocab,
     row,
-    hanging,
+    row_above,
     noise,
     exact: tl.constexpr,
     PLAIN: tl.constexpr,
@@ -173,7 +177,7 @@ def best_of(
         x = coming
         # On its way while this block is looked at.
         coming = whole_block(logits_ptr, first_of_block(start + BLOCK, end, BLOCK), BLOCK)
-        x = scored(x, first + tl.arange(0, BLOCK), vocab, row, hanging, noise, exact, PLAIN)
+        x = scored(x, first + tl.arange(0, BLOCK), vocab, row, row_above, noise, exact, PLAIN)
         most = tl.reduce(tl.reshape(x, [BLOCK // GROUP, GROUP]), 1, larger)
         # The first NaN is not passed either.
         at = tl.where((best == best) & ~(most <= best), first, at)
@@ -183,7 +187,7 @@ def best_of(
     index = tl.min(tl.where(keys == key, at + groups, 2147483647), 0)
     if GROUP > 1:
         ids = index + tl.arange(0, GROUP)
-        x = scored(tl.load(logits_ptr + ids), ids, vocab, row, hanging, noise, exact, PLAIN)
+        x = scored(tl.load(logits_ptr + ids), ids, vocab, row, row_above, noise, exact, PLAIN)
         index = tl.min(tl.where(key_of(x) == key, ids, 2147483647), 0)
     return key, index
 
@@ -199,6 +203,7 @@ def _best_of_split_kernel(
     queries,
     splits,
     split_size,
+    COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
     PLAIN_BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
@@ -209,22 +214,25 @@ def _best_of_split_kernel(
     out = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
     offset = offset_of(out, queries, offsets)
-    b, logits_ptr, position, row, hanging = row_of(out, queries, offset, logits, slots, above)
-    ints, floats, vocab = slots[0] + b * 8, slots[1] + b * 8, slots[9]
+    logits, slots, above = LogitsArguments(*logits), SlotArguments(*slots), AboveArguments(*above)
+    b, logits_ptr, position, row, row_above = row_of(out, queries, offset, logits, slots, above, COLUMNS)
+    ints, vocab = slots.ints_ptr + b * COLUMNS.num_ints, slots.vocab
     exact: tl.constexpr = tl.float32 if keys_ptr.dtype.element_ty == tl.int32 else tl.float64
     begin = split * split_size
     end = tl.minimum(begin + split_size, vocab)
     # On its way before it is known what the row asks for: a load that has a mask, compilers leave where it stands.
     ids = first_of_block(begin, end, PLAIN_BLOCK) + tl.arange(0, PLAIN_BLOCK)
     plain = tl.load(logits_ptr + ids, mask=ids < vocab)
-    if leaves_as_it_is(row) & (above[10] == 0):
+    if leaves_logits(row) & (above.mask_words == 0):
         none = (False, 0, 0)
-        key, index = best_of(logits_ptr, plain, begin, end, vocab, row, hanging, none, exact, True, PLAIN_BLOCK, GROUP)
+        key, index = best_of(
+            logits_ptr, plain, begin, end, vocab, row, row_above, none, exact, True, PLAIN_BLOCK, GROUP
+        )
     else:
-        k0, k1 = noise_keys(tl.load(ints + 1), position)
-        noise = ((tl.load(floats) > 0) & (tl.load(ints + 7) == 0), k0, k1)
+        k0, k1 = noise_keys(tl.load(ints + COLUMNS.seed), position)
+        noise = ((row.temperature > 0) & (tl.load(ints + COLUMNS.has_filters) == 0), k0, k1)
         coming = whole_block(logits_ptr, first_of_block(begin, end, BLOCK), BLOCK)
-        key, index = best_of(logits_ptr, coming, begin, end, vocab, row, hanging, noise, exact, False, BLOCK, GROUP)
+        key, index = best_of(logits_ptr, coming, begin, end, vocab, row, row_above, noise, exact, False, BLOCK, GROUP)
     tl.store(keys_ptr + out * splits + split, key)
     tl.store(ids_ptr + out * splits + split, index)
 
@@ -258,6 +266,7 @@ def _draw_filtered_kernel(
     queries,
     splits,
     rows,
+    COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
@@ -267,18 +276,25 @@ def _draw_filtered_kernel(
     wait each, would cost more than that.
     """
     pdl_wait_if(DEPENDENT)
-    vocab, own, rope_and_norm = slots[9], tl.program_id(0), tl.num_programs(0)
-    filtered = tl.zeros([32], tl.int64)
-    for begin in range(own, rows, 32 * rope_and_norm):
-        mine = begin + tl.arange(0, 32) * rope_and_norm
-        filtered |= tl.load(slots[0] + mine // queries * 8 + 7, mask=mine < rows, other=0)
-    for out in range(own.to(tl.int64), tl.where(tl.max(filtered, 0) != 0, rows, 0), rope_and_norm):
-        ints, floats = slots[0] + out // queries * 8, slots[1] + out // queries * 8
-        if (tl.load(ints + 7) != 0) & (tl.load(finite_ptr + out) != 0):
+    logits, slots, above = LogitsArguments(*logits), SlotArguments(*slots), AboveArguments(*above)
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    has_filters = tl.zeros([32], tl.int64)
+    for begin in range(program, rows, 32 * programs):
+        mine = begin + tl.arange(0, 32) * programs
+        ints = slots.ints_ptr + mine // queries * COLUMNS.num_ints
+        has_filters |= tl.load(ints + COLUMNS.has_filters, mask=mine < rows, other=0)
+    for out in range(program.to(tl.int64), tl.where(tl.max(has_filters, 0) != 0, rows, 0), programs):
+        ints = slots.ints_ptr + out // queries * COLUMNS.num_ints
+        floats = slots.floats_ptr + out // queries * COLUMNS.num_floats
+        if (tl.load(ints + COLUMNS.has_filters) != 0) & (tl.load(finite_ptr + out) != 0):
             offset = offset_of(out, queries, offsets)
-            _b, logits_ptr, position, row, hanging = row_of(out, queries, offset, logits, slots, above)
-            k0, k1 = noise_keys(tl.load(ints + 1), position)
-            filters = (tl.load(ints + 2), tl.load(floats + 1), tl.load(floats + 2))
+            _b, logits_ptr, position, row, row_above = row_of(out, queries, offset, logits, slots, above, COLUMNS)
+            k0, k1 = noise_keys(tl.load(ints + COLUMNS.seed), position)
+            filters = (
+                tl.load(ints + COLUMNS.top_k),
+                tl.load(floats + COLUMNS.top_p),
+                tl.load(floats + COLUMNS.min_p),
+            )
             top = from_order(tl.load(keys_ptr + out * splits))
-            token = draw_filtered(logits_ptr, vocab, row, hanging, top, filters, k0, k1, BLOCK)
+            token = draw_filtered(logits_ptr, slots.vocab, row, row_above, top, filters, k0, k1, BLOCK)
             tl.store(tokens_ptr + out, token.to(tl.int64))

@@ -11,7 +11,7 @@ from torch import Tensor
 from espalier.kernels.runtime.launch import chip, kernel, power_of_two, require
 from espalier.kernels.runtime.pdl import early, pdl_wait_if
 from espalier.kernels.state.page_rows import page_row, page_rows
-from espalier.slots import BatchState
+from espalier.slots import COLUMNS, BatchState
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -69,10 +69,10 @@ def advance_triton(
         source, destination = (None, None) if copies is None else copies
         _advance_kernel[(batch,)](
             *(slots.index, slots.prefix_len, slots.commit_from, slots.page_table, length, picked.contiguous(), rows),
-            *(table.known_len, table.history, table.prefix_len, table.root, table.counts if count_tokens else None),
-            *(num_picked, source, destination),
-            *(slots.index.stride(0), length.stride(0), slots.page_table.shape[1], table.ints.stride(0)),
+            *(table.ints, table.history, table.counts if count_tokens else None, num_picked, source, destination),
+            *(slots.index.stride(0), length.stride(0), slots.page_table.shape[1]),
             *(table.history.stride(0), table.counts.stride(0), nodes, table.layout.page_size),
+            COLUMNS=COLUMNS,
             WIDTH=width,
             W=power_of_two(width),
             num_warps=1,
@@ -112,15 +112,15 @@ def advance_reference(
 @kernel
 def _advance_kernel(
     index_ptr, prefix_len_ptr, commit_from_ptr, page_table_ptr, length_ptr, picked_ptr, row_ptr,
-    known_len_ptr, history_ptr, out_prefix_len_ptr, root_ptr, counts_ptr,
-    num_picked_ptr, source_ptr, destination_ptr,
-    index_stride, length_stride, table_width, int_stride, history_stride, counts_stride, nodes, page_size,
-    WIDTH: tl.constexpr, W: tl.constexpr, DEPENDENT: tl.constexpr,
+    ints_ptr, history_ptr, counts_ptr, num_picked_ptr, source_ptr, destination_ptr,
+    index_stride, length_stride, table_width, history_stride, counts_stride, nodes, page_size,
+    COLUMNS: tl.constexpr, WIDTH: tl.constexpr, W: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """A program a request."""
     pdl_wait_if(DEPENDENT)
     request = tl.program_id(0).to(tl.int64)
     slot = tl.load(index_ptr + request * index_stride)
+    ints = ints_ptr + slot * COLUMNS.num_ints
     prefix_len = tl.load(prefix_len_ptr + request)
     length = tl.load(length_ptr + request * length_stride)
     offset = tl.arange(0, W)
@@ -128,15 +128,16 @@ def _advance_kernel(
     held = tl.minimum(length, WIDTH)
     decided = offset < held
     place = prefix_len + 1 + tl.maximum(length - WIDTH, 0) + offset
-    known = decided & (place < tl.load(known_len_ptr + slot * int_stride))
-    new = decided & (place >= tl.load(known_len_ptr + slot * int_stride))
+    known_len = tl.load(ints + COLUMNS.known_len)
+    known = decided & (place < known_len)
+    new = decided & (place >= known_len)
     history_at = history_ptr + slot * history_stride + place
     token = tl.load(picked_ptr + at, mask=new, other=0) + tl.load(history_at, mask=known, other=0)
 
     tl.store(history_at, token, mask=new)
-    tl.store(root_ptr + slot * int_stride + offset * 0, token, mask=offset == held - 1)
+    tl.store(ints + COLUMNS.root + offset * 0, token, mask=offset == held - 1)
     if length > 0:
-        tl.store(out_prefix_len_ptr + slot * int_stride, prefix_len + length)
+        tl.store(ints + COLUMNS.prefix_len, prefix_len + length)
     if counts_ptr is not None:
         # A path may hold a token twice.
         tl.atomic_add(counts_ptr + slot * counts_stride + token, new.to(tl.int32), mask=new, sem="relaxed")
