@@ -20,14 +20,14 @@ from tests.kernels.sampled import kernel_rows, random_above, table_of
 VOCAB, DRAFT_VOCAB, QUERIES = 4096, 2048, 3
 
 
-def launch_all(dtype: torch.dtype) -> None:
+def launch_all() -> None:
     """With and without drafted tokens, a mask, and a draft vocabulary of its own."""
     table = table_of(({}, {}), VOCAB, torch.device("cpu"))
     slots = gather_triton(table, torch.tensor([1, 2]))
     rows, positions = kernel_rows(slots), torch.zeros(2, QUERIES, dtype=torch.int64)
     above = random_above(2, QUERIES, 5, VOCAB, torch.device("cpu"))
     hanging, mask = (above.tokens, above.ancestor_bits), torch.zeros(2, QUERIES, VOCAB // 32, dtype=torch.int32)
-    logits = torch.zeros(2, QUERIES, VOCAB, dtype=dtype)
+    logits = torch.zeros(2, QUERIES, VOCAB, dtype=torch.bfloat16)
     pick_triton(logits, rows, slots.root, positions)
     pick_triton(logits, rows, slots.root, positions, hanging, 1, mask)
     scores, d2t = torch.zeros(2, QUERIES), torch.arange(DRAFT_VOCAB)
@@ -41,7 +41,6 @@ def launch_all(dtype: torch.dtype) -> None:
 if __name__ == "__main__":
     stand_in = Driver()
     driver.set_active(stand_in)
-    for dtype in (torch.bfloat16, torch.float64):
-        with precompile():
-            launch_all(dtype)
+    with precompile():
+        launch_all()
     print(json.dumps(sorted({name for name, _ in stand_in.loaded})))

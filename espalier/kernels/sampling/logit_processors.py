@@ -25,8 +25,8 @@ LOGITS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 # The columns of SlotRows, for kernels: those of the slot table, then three more.
 COLUMNS = Columns((*INTS, "slot", "num_bias", "num_stops"), FLOATS)
 
-
-# Launches pass these records as plain tuples, which cost the host less than named ones; kernels name the fields again.
+# Launches pass the ...Arguments as plain tuples, in the order of their fields, because named tuples cost the host more.
+# A kernel names the fields again.
 
 
 class LogitsArguments(NamedTuple):
@@ -136,7 +136,7 @@ class SlotRows:
                 **early(chip(index)),
             )
         wide = (table.bias_ids, table.bias_values, table.stop_ids, table.counts, table.seen)
-        return cls(table, ints, floats, tuple(SlotArguments(ints, floats, *wide, num_bias, num_stops, vocab)))
+        return cls(table, ints, floats, (ints, floats, *wide, num_bias, num_stops, vocab))
 
     @property
     def batch(self) -> int:
@@ -179,7 +179,7 @@ def logits_arguments(logits: Tensor, vocab: int, rows: SlotRows, first: Tensor) 
             f"logits are {logits.dtype} of stride {logits.stride(2)} in the vocabulary; give bfloat16, float16, "
             "float32 or float64 whose last dimension is dense"
         )
-    return tuple(LogitsArguments(logits, logits.stride(0), logits.stride(1), first, first.stride(0)))
+    return (logits, *logits.stride()[:2], first, first.stride(0))
 
 
 def above_arguments(
@@ -199,16 +199,14 @@ def above_arguments(
             raise EspalierError("mask must be dense in its last dimension; allocate it whole")
         masks = (mask, *mask.stride()[:2], mask.shape[2])
     if above is None:
-        return tuple(AboveArguments(unused, 0, unused, 0, 0, 0, 0, *masks))
+        return (unused, 0, unused, 0, 0, 0, 0, *masks)
     tokens, bits = above
     require("above.tokens", tokens, (rows.batch, -1), torch.int64, rows.ints)
     require("above.ancestor_bits", bits, (rows.batch, queries, -1), torch.int64, rows.ints)
     num_tokens = tokens.shape[1]
     if num_tokens > 64 * bits.shape[2] or tokens.stride(1) != 1 or bits.stride(2) != 1:
         raise EspalierError(f"above needs a bit for each of {num_tokens} tokens, both dense in their last dimension")
-    return tuple(
-        AboveArguments(tokens, tokens.stride(0), bits, bits.stride(0), bits.stride(1), first, num_tokens, *masks)
-    )
+    return (tokens, tokens.stride(0), bits, *bits.stride()[:2], first, num_tokens, *masks)
 
 
 @kernel
