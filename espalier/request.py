@@ -215,12 +215,12 @@ SLOT_PARAMS: tuple[Field, ...] = tuple(f for f in fields(ResolvedParams) if "in_
 
 
 def check_prompt(prompt: Sequence[int], vocab_size: int, max_context: int) -> None:
-    """Refuse a prompt that no request can start from.  Raises EspalierError."""
+    """Refuse a prompt that is empty, too long or has tokens outside the vocabulary.  Raises EspalierError."""
     if len(prompt) == 0:
         raise EspalierError("the prompt is empty; give it at least one token (the bos token, if the model has one)")
     if len(prompt) >= max_context:
         raise prompt_too_long(f"{len(prompt)} tokens", max_context)
-    # A prompt may have a million: each is looked at only where one is wrong.
+    # A prompt may have a million tokens.  They are checked one by one only where one of them is wrong.
     if {*map(type, prompt)} == {int} and min(prompt) >= 0 and max(prompt) < vocab_size:
         return
     for token in prompt:
@@ -228,7 +228,7 @@ def check_prompt(prompt: Sequence[int], vocab_size: int, max_context: int) -> No
 
 
 def sample_seed(seed: int, index: int) -> int:
-    """The seed of sample `index` of n.  The first has the request's own, so that it does not depend on n."""
+    """The seed of sample `index` of n.  Sample 0 has the request's own seed, so that it does not depend on n."""
     if index == 0:
         return seed
     mask = 2**64 - 1
@@ -239,41 +239,43 @@ def sample_seed(seed: int, index: int) -> int:
 
 
 class TextSink(Protocol):
-    """Turns a request's tokens into text as they come.  espalier.text implements it."""
+    """Turns a request's tokens into text as they arrive.  espalier.text implements it."""
 
     def push(self, token_id: int) -> str | None:
-        """Take a token in; the stop string, once one is complete, after which nothing more is pushed."""
+        """Add a token.  Returns the stop string once one is complete; nothing is pushed after that."""
         ...
 
     def take(self, final: bool) -> str:
-        """Text that is safe to hand out since the last take.
+        """New text since the last take.
 
-        Never splits a character; holds back what may begin a stop string unless final; ends at a stop string.
+        It never splits a character and ends before a stop string.  Unless final, text that may begin a stop string is
+        held back.
         """
         ...
 
 
 class TokenMasker(Protocol):
-    """What one request may say next, followed token by token: a grammar, for example."""
+    """Decides which tokens may follow in one request, token by token: a grammar, for example."""
 
     def push(self, token_id: int) -> None:
         """The request has emitted this token."""
         ...
 
     def node_masks(self, tokens: Sequence[int], parents: Sequence[int]) -> np.ndarray:
-        """[D, words] int32, which tokens may follow each node of a tree (bits as in espalier/sampling/mask.py).
+        """[D, words] int32: the tokens that may follow each node of a tree, as bits (espalier/sampling/mask.py).
 
-        Node 0 is the root: what may follow it is what may follow all that was pushed.  A node stands after its parent.
-        Void nodes have token -1; their masks are not read, nor those below a token that is not allowed.
+        Node 0 is the root, the last token that was pushed.  A parent comes before its children.  Void nodes have token
+        -1.  Masks of void nodes and of nodes below a token that is not allowed are never read.
         """
         ...
 
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """The target's log-probability of a token, before temperature and masks, and the likeliest tokens at its place.
+    """The target's log-probability of a token, before temperature and masks.
 
-    rank: 1 for the likeliest token of the vocabulary; equals have the same.
+    top: the likeliest tokens at its position, as (token id, log-probability); rank: 1 for the likeliest token of the
+    vocabulary; tokens of equal logits have the same rank.
     """
 
     token_id: int
@@ -282,13 +284,13 @@ class TokenLogprob:
     rank: int
 
 
-# One entry a prompt token; the first has no token before it, and None.
+# One entry per prompt token.  The first token has nothing before it, so its entry is None.
 PromptLogprobs = list[TokenLogprob | None]
 
 
 @dataclass(frozen=True)
 class Usage:
-    """Tokens of one request; cached_tokens are those of the prompt that were found in the prefix cache."""
+    """Token counts of one request.  cached_tokens: prompt tokens that were found in the prefix cache."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -297,18 +299,17 @@ class Usage:
 
 @dataclass(eq=False)
 class Request:
-    """One sequence that the engine runs, from arrival to its last token.  Mutable: the scheduler alone writes it.
+    """One sequence that the engine runs, from arrival to its last token.  Mutable: only the scheduler writes it.
 
-    prompt: token ids; params: resolved; seed: of this very sample; arrival: place in the order of requests, among
-    those of equal priority, of which the lower goes first and is preempted last; stop_ids: tokens that end it;
-    text: None if nobody reads text; masker: None if every token is allowed;
-    index: which of n samples; after: a sibling whose prompt this one shares, and so
-    waits for; cache_salt: only requests of the same one share cached pages.  prompt_logprobs: of the prompt's second
-    token and those after it, as far as they have been read.
+    prompt: token ids; seed: of this sample; arrival: its number in the order of requests.  A lower priority goes first
+    and is preempted last; equal priorities go by arrival.  stop_ids: tokens that end it; text: None if nobody reads
+    text; masker: None if every token is allowed; index: which of n samples; after: a sibling with the same prompt,
+    whose prefill this request waits for, to share its pages; cache_salt: requests share cached pages only if their
+    salts are equal; prompt_logprobs: of prompt tokens from the second on, as far as they have been read.
 
-    In its slot: prefill_len, rows to enter before rounds begin; num_prefilled, those launched so far; num_known, index
-    of the last root that the host knows of; rounds_in_flight, rounds launched and not yet read.  generation tells one
-    stay in a slot from the next.
+    In a slot: prefill_len, rows to prefill before rounds begin; num_prefilled, the rows of these launched so far;
+    num_known, index of the last root that the host knows; rounds_in_flight, rounds launched and not yet read.
+    generation: changes whenever the request enters a slot again.
     """
 
     id: str
@@ -345,7 +346,7 @@ class Request:
 
     @property
     def place(self) -> tuple[int, int]:
-        """Its place in every order of requests."""
+        """The key of every order of requests."""
         return self.priority, self.arrival
 
     @property
@@ -365,9 +366,9 @@ class Request:
         return Usage(len(self.prompt), len(self.output), self.cached_tokens)
 
     def end(self, max_context: int) -> int:
-        """Tokens, prompt included, after which the request is finished.
+        """The number of tokens, prompt included, after which the request is finished.
 
-        A prompt pass always picks a token: with max_tokens=0 it has a place, and is dropped.
+        A prompt pass always picks a token.  With max_tokens=0 that token still counts here, and is dropped later.
         """
         limit = self.params.max_tokens
         return max_context if limit is None else min(len(self.prompt) + max(limit, 1), max_context)
@@ -378,16 +379,17 @@ class Request:
 
     @property
     def prompt_report(self) -> PromptLogprobs | None:
-        """What was asked for about the prompt, as far as it has been read; None where nothing was."""
+        """The prompt's log-probabilities as far as they have been read; None if the request does not ask for them."""
         return None if self.params.prompt_logprobs is None else [None, *self.prompt_logprobs]
 
 
 @dataclass(frozen=True)
 class OutputChunk:
-    """What one engine step hands out for one request.
+    """The output of one engine step for one request.
 
-    text may lag behind token_ids, by what could still change; a request's last piece has its finish_reason, stop_reason
-    and error.  prompt_logprobs: whole, with the first token, or with the last piece where there is none.
+    text may lag behind token_ids, because the last characters can still change.  A request's last chunk has its
+    finish_reason, stop_reason and error.  prompt_logprobs: complete, in the chunk of the first token, or in the last
+    chunk if there is no token.
     """
 
     request_id: str
@@ -406,10 +408,10 @@ class OutputChunk:
 class Output:
     """A finished continuation.
 
-    finish_reason: "stop" (an end token or a stop string), "length" (max_tokens or the context's end) or "abort" (then
-    error says why, unless the user asked for it).  stop_reason: the stop string that ended it, or the token id of
-    stop_token_ids; None for the model's own end tokens.  prompt_logprobs: of the first of n outputs alone; an aborted
-    one has those that were read.  choices: all n outputs, this one first, when n > 1.
+    finish_reason: "stop" (an end token or a stop string), "length" (max_tokens or the context's end) or "abort" (error
+    says why, unless the user aborted it).  stop_reason: the stop string or the id of stop_token_ids that ended it; None
+    for the model's own end tokens.  prompt_logprobs: only in the first of n outputs; an aborted output has those that
+    were read.  choices: when n > 1, all n outputs, this one first.
     """
 
     text: str

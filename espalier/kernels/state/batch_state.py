@@ -1,4 +1,4 @@
-"""Between the slot table and a launch: the rows of a batch, the chains that they run, the hidden that they keep."""
+"""Reads and writes of the slot table by a launch: BatchState, chains of known tokens, and carried hidden states."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LARGEST_BLOCK = 1024
 
 
 class Chain(NamedTuple):
-    """Known tokens of a batch in order, [B, W] int64 each: positions, tokens, and the page rows that a commit fills."""
+    """Consecutive known tokens of a batch, [B, W] int64 each; rows: the page rows that a commit fills."""
 
     positions: Tensor
     tokens: Tensor
@@ -27,20 +27,24 @@ class Chain(NamedTuple):
 
 
 def gather(table: SlotTable, index: Tensor) -> BatchState:
-    """What a launch reads of the slots `index` [B] int64, as it stands now.  Exact."""
+    """The BatchState of the slots `index` [B] int64.  Exact."""
     return (gather_triton if index.is_cuda else gather_reference)(table, index)
 
 
 def chain(slots: BatchState, first: int, length: Tensor, width: int) -> Chain:
-    """`length` [B] tokens of each slot's history, from position prefix_len + `first` on, in `width` rows.
+    """`length` [B] tokens of each slot's history from position prefix_len + `first` on, in `width` rows.
 
-    Rows past length run the root, and they and rows below commit_from are written to the dummy row.  Exact.
+    Rows past length have the root as their token.  Rows past length and rows below commit_from are written to the dummy
+    row.  Exact.
     """
     return (chain_triton if length.is_cuda else chain_reference)(slots, first, length, width)
 
 
 def carry(slots: BatchState, name: str, values: Tensor, length: Tensor) -> None:
-    """Hand row length - 1 (0 for length 0) of `values` [B, W, H], length [B], to each slot's next launch.  Exact."""
+    """Store row length - 1 (row 0 for length 0) of `values` [B, W, H] in each slot, for its next launch.
+
+    name: of the carried field; length: [B].  Exact.
+    """
     (carry_triton if length.is_cuda else carry_reference)(slots, name, values, length)
 
 
