@@ -40,34 +40,34 @@ class SamplingParams:
     temperature: float | None = _param(
         "0 is greedy; higher is more varied",
         number(lambda t: t == 0 or t >= MIN_TEMPERATURE, f"0 (greedy), or {MIN_TEMPERATURE} and more"),
-        "temperature",
+        generation_config="temperature",
     )
     top_k: int | None = _param(
         "keep the k likeliest tokens; 0 or -1 keeps all",
         whole_number(-1, remark="0 or -1 keeps all tokens"),
-        "top_k",
+        generation_config="top_k",
     )
     top_p: float | None = _param(
         "keep the likeliest tokens that make up this share",
         number(lambda p: 0 < p <= 1, "more than 0 and up to 1 (1 keeps all tokens)"),
-        "top_p",
+        generation_config="top_p",
     )
     min_p: float | None = _param(
         "keep tokens at least this share as likely as the likeliest",
         limits.number_between(0, 1, "0 keeps all tokens"),
-        "min_p",
+        generation_config="min_p",
     )
     repetition_penalty: float | None = _param(
         "above 1 discourages tokens of the prompt and the output",
         limits.number_between(*limits.REPETITION_PENALTIES, "1 is no penalty"),
-        "repetition_penalty",
+        generation_config="repetition_penalty",
     )
     presence_penalty: float | None = _param(
-        "subtracted once from tokens that are in the output",
+        "subtracted once from a token that is in the output",
         limits.number_between(-2, 2, "0 is no penalty"),
     )
     frequency_penalty: float | None = _param(
-        "subtracted from tokens for each time they are in the output",
+        "subtracted from a token once for each time it is in the output",
         limits.number_between(-2, 2, "0 is no penalty"),
     )
     logit_bias: Mapping[int, float] | None = _param(
@@ -78,33 +78,38 @@ class SamplingParams:
         whole_number(0, MAX_SEED),
     )
     max_tokens: int | None = _param(
-        "tokens to generate at most; unset: up to the context's end", whole_number(0), "max_new_tokens"
+        "tokens to generate at most; unset: up to the context's end",
+        whole_number(0),
+        generation_config="max_new_tokens",
     )
-    min_tokens: int | None = _param("tokens before which no stop token is generated", whole_number(0), "min_new_tokens")
+    min_tokens: int | None = _param(
+        "no stop token is generated before this many tokens", whole_number(0), generation_config="min_new_tokens"
+    )
     stop: str | Sequence[str] | None = _param(
-        "text that ends the output, itself left out; several, at most 64", limits.stop_strings
+        f"text that ends the output and is left out of it; at most {limits.MAX_STOP_STRINGS} strings",
+        limits.stop_strings,
     )
     stop_token_ids: Sequence[int] | None = _param(
-        "token ids that end the output, beside the model's own", limits.stop_ids
+        "token ids that end the output, in addition to the model's own", limits.stop_ids
     )
     include_stop_str_in_output: bool | None = _param(
-        "true: the stop string or token that ends the output is text", limits.true_or_false
+        "true: keep the stop string or token in the text", limits.true_or_false
     )
     skip_special_tokens: bool | None = _param(
-        "false: special tokens are text, by their names; true unless set", limits.true_or_false
+        "false: special tokens appear in the text by name; true unless set", limits.true_or_false
     )
     ignore_eos: bool | None = _param("go on after the model's own end tokens", limits.true_or_false)
     logprobs: int | None = _param(
-        f"log-probabilities of the chosen token and of so many others, 0 to {MAX_LOGPROBS}",
+        f"log-probabilities of the chosen token and of this many of the likeliest, 0 to {MAX_LOGPROBS}",
         whole_number(0, MAX_LOGPROBS),
     )
     prompt_logprobs: int | None = _param(
-        f"the same of the prompt's tokens, all but the first, 0 to {MAX_LOGPROBS}; max_tokens may then be 0",
+        f"the same for the prompt's tokens except the first, 0 to {MAX_LOGPROBS}; max_tokens may then be 0",
         whole_number(0, MAX_LOGPROBS),
     )
-    n: int | None = _param("outputs for each prompt", whole_number(1, MAX_SAMPLES))
+    n: int | None = _param("outputs per prompt", whole_number(1, MAX_SAMPLES))
     speculation: bool | None = _param("false: plain decoding for this request", limits.true_or_false)
-    max_draft_depth: int | None = _param("accept at most so many draft tokens a round", whole_number(0))
+    max_draft_depth: int | None = _param("accept at most this many draft tokens per round", whole_number(0))
 
     def __post_init__(self) -> None:
         for f in fields(SamplingParams):
