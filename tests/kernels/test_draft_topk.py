@@ -146,7 +146,7 @@ def test_a_row_does_not_depend_on_its_batch(kernel_device):
     slots, first, scores = batch_of(vocab, queries, kernel_device, seed=3)
     logits = random_logits(7, len(ASKED), queries, vocab).to(kernel_device)
     above = random_above(len(ASKED), queries, 5, vocab, kernel_device)
-    precompile = draft_topk_triton(
+    batched = draft_topk_triton(
         logits, None, kernel_rows(slots), first, 2, scores, 4, (above.tokens, above.ancestor_bits)
     )
     for b in range(0, len(ASKED), 3):
@@ -154,7 +154,7 @@ def test_a_row_does_not_depend_on_its_batch(kernel_device):
         for q in range(queries):
             on = (above.tokens[own], above.ancestor_bits[own, q : q + 1])
             alone = draft_topk_triton(logits[own, q : q + 1], None, rows, first[own], 2, scores[own, q : q + 1], 4, on)
-            assert torch.equal(alone[0][0, 0], precompile[0][b, q]) and torch.equal(alone[1][0, 0], precompile[1][b, q])
+            assert torch.equal(alone[0][0, 0], batched[0][b, q]) and torch.equal(alone[1][0, 0], batched[1][b, q])
 
 
 def test_logits_may_stand_in_wider_rows(kernel_device):

@@ -236,7 +236,7 @@ def test_a_row_does_not_depend_on_its_batch(kernel_device):
     logits = random_logits(7, len(ASKED), queries, vocab).to(kernel_device)
     above = random_above(len(ASKED), queries, 5, vocab, kernel_device)
     hanging = (above.tokens, above.ancestor_bits)
-    precompile, _ = pick_triton(logits, kernel_rows(slots), first, offsets, hanging)
+    batched, _ = pick_triton(logits, kernel_rows(slots), first, offsets, hanging)
     for b in range(0, len(ASKED), 3):
         own, one = slice(b, b + 1), slots_of(slots.table, [b + 1])
         for q in range(queries):
@@ -247,7 +247,7 @@ def test_a_row_does_not_depend_on_its_batch(kernel_device):
                 offsets[own, q : q + 1],
                 (above.tokens[own], above.ancestor_bits[own, q : q + 1]),
             )
-            assert alone[0, 0] == precompile[b, q]
+            assert alone[0, 0] == batched[b, q]
 
 
 def test_logits_may_stand_in_wider_rows(kernel_device):
