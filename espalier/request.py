@@ -1,32 +1,31 @@
-"""What a user asks for, the record that the engine keeps of it, and what comes back.
+"""A user's sampling parameters, the engine's record of a request, and what comes back.
 
-Values only: nothing here knows of a tokenizer, a device or a model.  Text reaches a request as a TextSink.
+Values only: nothing here knows of a tokenizer, a device or a model.  A request's text is made by a TextSink.
+
+SamplingParams and ResolvedParams are the one declaration of the sampling parameters.  Command-line flags, the server's
+fields, docs, checks of values, columns of the slot table and offsets in kernels are derived from them.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields
+from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
 
 from espalier import limits
 from espalier.errors import EspalierError, prompt_too_long, refuses_unknown, require_int
-from espalier.limits import MAX_BIAS, MAX_LOGPROBS, MAX_SEED
+from espalier.limits import MAX_BIAS, MAX_LOGPROBS, MAX_SAMPLES, MAX_SEED, MIN_TEMPERATURE, number, whole_number
 from espalier.stats import SpeculationStats
 
-GENERATION_CONFIG_NAMES = {
-    "temperature": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty",
-    "max_new_tokens": "max_tokens",
-    "min_new_tokens": "min_tokens",
-}
 
+def _param(help: str, check: limits.Check, generation_config: str | None = None) -> Any:
+    """A field that is unset by default.
 
-def _option(text: str) -> Any:
-    return field(default=None, metadata={"help": text})
+    help: for the command line, the server and docs.  check: refuses values that no model supports.
+    generation_config: the name of its default in generation_config.json.
+    """
+    return field(default=None, metadata={"help": help, "check": check, "generation_config": generation_config})
 
 
 @refuses_unknown
@@ -34,42 +33,95 @@ def _option(text: str) -> Any:
 class SamplingParams:
     """How one prompt is continued.
 
-    None is unset: the model's generation_config.json decides, then the defaults of ResolvedParams.
-    Raises EspalierError for a value that no model could honour.
+    None means unset: the model's generation_config.json decides, then the defaults of ResolvedParams.
+    Raises EspalierError for a value that no model supports.
     """
 
-    temperature: float | None = _option("0 is greedy; higher is more varied")
-    top_k: int | None = _option("keep the k likeliest tokens; 0 or -1 keeps all")
-    top_p: float | None = _option("keep the likeliest tokens that make up this share")
-    min_p: float | None = _option("keep tokens at least this share as likely as the likeliest")
-    repetition_penalty: float | None = _option("above 1 discourages tokens of the prompt and the output")
-    presence_penalty: float | None = _option("subtracted once from tokens that are in the output")
-    frequency_penalty: float | None = _option("subtracted from tokens for each time they are in the output")
-    logit_bias: Mapping[int, float] | None = _option(f"token id to added logit, at most {MAX_BIAS} of them")
-    seed: int | None = _option("same seed, same text; unset: drawn from the engine's seed and the order of requests")
-    max_tokens: int | None = _option("tokens to generate at most; unset: up to the context's end")
-    min_tokens: int | None = _option("tokens before which no stop token is generated")
-    stop: str | Sequence[str] | None = _option("text that ends the output, itself left out; several, at most 64")
-    stop_token_ids: Sequence[int] | None = _option("token ids that end the output, beside the model's own")
-    include_stop_str_in_output: bool | None = _option("true: the stop string or token that ends the output is text")
-    skip_special_tokens: bool | None = _option("false: special tokens are text, by their names; true unless set")
-    ignore_eos: bool | None = _option("go on after the model's own end tokens")
-    logprobs: int | None = _option(f"log-probabilities of the chosen token and of so many others, 0 to {MAX_LOGPROBS}")
-    prompt_logprobs: int | None = _option(
-        f"the same of the prompt's tokens, all but the first, 0 to {MAX_LOGPROBS}; max_tokens may then be 0"
+    temperature: float | None = _param(
+        "0 is greedy; higher is more varied",
+        number(lambda t: t == 0 or t >= MIN_TEMPERATURE, f"0 (greedy), or {MIN_TEMPERATURE} and more"),
+        generation_config="temperature",
     )
-    n: int | None = _option("outputs for each prompt")
-    speculation: bool | None = _option("false: plain decoding for this request")
-    max_draft_depth: int | None = _option("accept at most so many draft tokens a round")
+    top_k: int | None = _param(
+        "keep the k likeliest tokens; 0 or -1 keeps all",
+        whole_number(-1, remark="0 or -1 keeps all tokens"),
+        generation_config="top_k",
+    )
+    top_p: float | None = _param(
+        "keep the likeliest tokens that make up this share",
+        number(lambda p: 0 < p <= 1, "more than 0 and up to 1 (1 keeps all tokens)"),
+        generation_config="top_p",
+    )
+    min_p: float | None = _param(
+        "keep tokens at least this share as likely as the likeliest",
+        limits.number_between(0, 1, "0 keeps all tokens"),
+        generation_config="min_p",
+    )
+    repetition_penalty: float | None = _param(
+        "above 1 discourages tokens of the prompt and the output",
+        limits.number_between(*limits.REPETITION_PENALTIES, "1 is no penalty"),
+        generation_config="repetition_penalty",
+    )
+    presence_penalty: float | None = _param(
+        "subtracted once from a token that is in the output",
+        limits.number_between(-2, 2, "0 is no penalty"),
+    )
+    frequency_penalty: float | None = _param(
+        "subtracted from a token once for each time it is in the output",
+        limits.number_between(-2, 2, "0 is no penalty"),
+    )
+    logit_bias: Mapping[int, float] | None = _param(
+        f"token id to added logit, at most {MAX_BIAS} of them", limits.bias_values
+    )
+    seed: int | None = _param(
+        "same seed, same text; unset: drawn from the engine's seed and the order of requests",
+        whole_number(0, MAX_SEED),
+    )
+    max_tokens: int | None = _param(
+        "tokens to generate at most; unset: up to the context's end",
+        whole_number(0),
+        generation_config="max_new_tokens",
+    )
+    min_tokens: int | None = _param(
+        "no stop token is generated before this many tokens", whole_number(0), generation_config="min_new_tokens"
+    )
+    stop: str | Sequence[str] | None = _param(
+        f"text that ends the output and is left out of it; at most {limits.MAX_STOP_STRINGS} strings",
+        limits.stop_strings,
+    )
+    stop_token_ids: Sequence[int] | None = _param(
+        "token ids that end the output, in addition to the model's own", limits.stop_ids
+    )
+    include_stop_str_in_output: bool | None = _param(
+        "true: keep the stop string or token in the text", limits.true_or_false
+    )
+    skip_special_tokens: bool | None = _param(
+        "false: special tokens appear in the text by name; true unless set", limits.true_or_false
+    )
+    ignore_eos: bool | None = _param("go on after the model's own end tokens", limits.true_or_false)
+    logprobs: int | None = _param(
+        f"log-probabilities of the chosen token and of this many of the likeliest, 0 to {MAX_LOGPROBS}",
+        whole_number(0, MAX_LOGPROBS),
+    )
+    prompt_logprobs: int | None = _param(
+        f"the same for the prompt's tokens except the first, 0 to {MAX_LOGPROBS}; max_tokens may then be 0",
+        whole_number(0, MAX_LOGPROBS),
+    )
+    n: int | None = _param("outputs per prompt", whole_number(1, MAX_SAMPLES))
+    speculation: bool | None = _param("false: plain decoding for this request", limits.true_or_false)
+    max_draft_depth: int | None = _param("accept at most this many draft tokens per round", whole_number(0))
 
     def __post_init__(self) -> None:
-        limits.check_values(self)
+        for f in fields(SamplingParams):
+            if (value := getattr(self, f.name)) is not None:
+                f.metadata["check"](f.name, value)
+        limits.check_token_limits(self)
 
     def resolve(self, defaults: Mapping[str, Any], eos_token_ids: Iterable[int]) -> "ResolvedParams":
-        """Fill what is unset.
+        """Fill unset fields.
 
         defaults: the model's generation_config.json ({} if it has none), where do_sample false is temperature 0.
-        eos_token_ids: join stop_token_ids unless ignore_eos.
+        eos_token_ids: added to stop_token_ids unless ignore_eos.
         """
         values = {
             ours: defaults[theirs]
@@ -80,32 +132,47 @@ class SamplingParams:
             values["temperature"] = 0.0
         values |= {f.name: value for f in fields(self) if (value := getattr(self, f.name)) is not None}
         top_k = values.get("top_k")
-        # -1.0 is left as it is, and refused like any other number with a point.
+        # -1.0 is left as it is: it is refused like every float.
         if isinstance(top_k, int) and top_k == -1:
             values["top_k"] = 0
         values["stop"] = limits.texts_of(values.get("stop", ()))
         eos = values["eos_token_ids"] = () if values.get("ignore_eos") else tuple(eos_token_ids)
         own = tuple(values.get("stop_token_ids", ()))
-        # The user's own stay as they are: of 1 and True one would go, and it is for validate to see both.
+        # The user's own ids are not deduplicated: of 1 and True one would go, and the check must see both.
         values["stop_token_ids"] = (*own, *(token for token in eos if token not in own))
         return ResolvedParams(**values)
+
+
+GENERATION_CONFIG_NAMES = {
+    f.metadata["generation_config"]: f.name for f in fields(SamplingParams) if f.metadata["generation_config"]
+}
+
+
+def _slot_param(neutral: float, part_of: str | None = None) -> Any:
+    """A number that the slot table holds in a column of this name: int64 for an int, float32 for a float.
+
+    neutral: the value that changes nothing.  part_of: "filters" or "penalties", which a launch skips where all of them
+    are neutral.
+    """
+    return field(default=neutral, metadata={"in_slot": True, "part_of": part_of})
 
 
 @refuses_unknown
 @dataclass(frozen=True)
 class ResolvedParams(SamplingParams):
-    """SamplingParams with nothing left open.  The defaults are neutral: they leave the target's law as it is.
+    """SamplingParams with every field decided.
 
-    eos_token_ids: those of stop_token_ids that are the model's own.
+    The defaults are neutral: they leave the target's distribution as it is.  eos_token_ids: those of stop_token_ids
+    that are the model's own.
     """
 
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
+    temperature: float = _slot_param(1.0)
+    top_k: int = _slot_param(0, "filters")
+    top_p: float = _slot_param(1.0, "filters")
+    min_p: float = _slot_param(0.0, "filters")
+    repetition_penalty: float = _slot_param(1.0, "penalties")
+    presence_penalty: float = _slot_param(0.0, "penalties")
+    frequency_penalty: float = _slot_param(0.0, "penalties")
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     min_tokens: int = 0
     stop: tuple[str, ...] = ()
@@ -117,10 +184,25 @@ class ResolvedParams(SamplingParams):
     speculation: bool = True
     eos_token_ids: tuple[int, ...] = ()
 
-    @property
-    def counts_tokens(self) -> bool:
-        """Whether a penalty is in force, so that tokens seen so far matter."""
-        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+    @cached_property
+    def has_filters(self) -> bool:
+        """Whether top-k, top-p or min-p is in force.  Greedy requests have no filters."""
+        return self.temperature > 0 and self._differs("filters")
+
+    @cached_property
+    def has_penalties(self) -> bool:
+        """Whether a penalty is in force, so that the tokens seen so far must be counted."""
+        return self._differs("penalties")
+
+    def _differs(self, part: str) -> bool:
+        return any(getattr(self, f.name) != f.default for f in SLOT_PARAMS if f.metadata["part_of"] == part)
+
+    def slot_values(self) -> dict[str, float | int]:
+        """The values that a slot holds, by column."""
+        return {f.name: getattr(self, f.name) for f in SLOT_PARAMS} | {
+            "has_filters": int(self.has_filters),
+            "has_penalties": int(self.has_penalties),
+        }
 
     def depth_limit(self, steps: int) -> int:
         """Draft tokens that a round may accept for this request."""
@@ -129,17 +211,21 @@ class ResolvedParams(SamplingParams):
         return steps if self.max_draft_depth is None else min(steps, self.max_draft_depth)
 
     def validate(self, vocab_size: int, has_tokenizer: bool = True) -> None:
-        """Refuse what this model cannot honour.  Raises EspalierError: value, range, remedy."""
+        """Refuse values that this model does not support.  Raises EspalierError: value, range, remedy."""
         limits.check_for_model(self, vocab_size, has_tokenizer)
 
 
+# The fields of ResolvedParams that are columns of the slot table.
+SLOT_PARAMS: tuple[Field, ...] = tuple(f for f in fields(ResolvedParams) if "in_slot" in f.metadata)
+
+
 def check_prompt(prompt: Sequence[int], vocab_size: int, max_context: int) -> None:
-    """Refuse a prompt that no request can start from.  Raises EspalierError."""
+    """Refuse a prompt that is empty, too long or has tokens outside the vocabulary.  Raises EspalierError."""
     if len(prompt) == 0:
         raise EspalierError("the prompt is empty; give it at least one token (the bos token, if the model has one)")
     if len(prompt) >= max_context:
         raise prompt_too_long(f"{len(prompt)} tokens", max_context)
-    # A prompt may have a million: each is looked at only where one is wrong.
+    # A prompt may have a million tokens.  They are checked one by one only where one of them is wrong.
     if {*map(type, prompt)} == {int} and min(prompt) >= 0 and max(prompt) < vocab_size:
         return
     for token in prompt:
@@ -147,7 +233,7 @@ def check_prompt(prompt: Sequence[int], vocab_size: int, max_context: int) -> No
 
 
 def sample_seed(seed: int, index: int) -> int:
-    """The seed of sample `index` of n.  The first has the request's own, so that it does not depend on n."""
+    """The seed of sample `index` of n.  Sample 0 has the request's own seed, so that it does not depend on n."""
     if index == 0:
         return seed
     mask = 2**64 - 1
@@ -158,41 +244,43 @@ def sample_seed(seed: int, index: int) -> int:
 
 
 class TextSink(Protocol):
-    """Turns a request's tokens into text as they come.  espalier.text implements it."""
+    """Turns a request's tokens into text as they arrive.  espalier.text implements it."""
 
     def push(self, token_id: int) -> str | None:
-        """Take a token in; the stop string, once one is complete, after which nothing more is pushed."""
+        """Add a token.  Returns the stop string once one is complete; nothing is pushed after that."""
         ...
 
     def take(self, final: bool) -> str:
-        """Text that is safe to hand out since the last take.
+        """New text since the last take.
 
-        Never splits a character; holds back what may begin a stop string unless final; ends at a stop string.
+        It never splits a character and ends before a stop string.  Unless final, text that may begin a stop string is
+        held back.
         """
         ...
 
 
 class TokenMasker(Protocol):
-    """What one request may say next, followed token by token: a grammar, for example."""
+    """Decides which tokens may follow in one request, token by token: a grammar, for example."""
 
     def push(self, token_id: int) -> None:
         """The request has emitted this token."""
         ...
 
     def node_masks(self, tokens: Sequence[int], parents: Sequence[int]) -> np.ndarray:
-        """[D, words] int32, which tokens may follow each node of a tree (bits as in espalier/sampling/mask.py).
+        """[D, words] int32: the tokens that may follow each node of a tree, as bits (espalier/sampling/mask.py).
 
-        Node 0 is the root: what may follow it is what may follow all that was pushed.  A node stands after its parent.
-        Void nodes have token -1; their masks are not read, nor those below a token that is not allowed.
+        Node 0 is the root, the last token that was pushed.  A parent comes before its children.  Void nodes have token
+        -1.  Masks of void nodes and of nodes below a token that is not allowed are never read.
         """
         ...
 
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """The target's log-probability of a token, before temperature and masks, and the likeliest tokens at its place.
+    """The target's log-probability of a token, before temperature and masks.
 
-    rank: 1 for the likeliest token of the vocabulary; equals have the same.
+    top: the likeliest tokens at its position, as (token id, log-probability); rank: 1 for the likeliest token of the
+    vocabulary; tokens of equal logits have the same rank.
     """
 
     token_id: int
@@ -201,13 +289,13 @@ class TokenLogprob:
     rank: int
 
 
-# One entry a prompt token; the first has no token before it, and None.
+# One entry per prompt token.  The first token has nothing before it, so its entry is None.
 PromptLogprobs = list[TokenLogprob | None]
 
 
 @dataclass(frozen=True)
 class Usage:
-    """Tokens of one request; cached_tokens are those of the prompt that were found in the prefix cache."""
+    """Token counts of one request.  cached_tokens: prompt tokens that were found in the prefix cache."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -216,18 +304,17 @@ class Usage:
 
 @dataclass(eq=False)
 class Request:
-    """One sequence that the engine runs, from arrival to its last token.  Mutable: the scheduler alone writes it.
+    """One sequence that the engine runs, from arrival to its last token.  Mutable: only the scheduler writes it.
 
-    prompt: token ids; params: resolved; seed: of this very sample; arrival: place in the order of requests, among
-    those of equal priority, of which the lower goes first and is preempted last; stop_ids: tokens that end it;
-    text: None if nobody reads text; masker: None if every token is allowed;
-    index: which of n samples; after: a sibling whose prompt this one shares, and so
-    waits for; cache_salt: only requests of the same one share cached pages.  prompt_logprobs: of the prompt's second
-    token and those after it, as far as they have been read.
+    prompt: token ids; seed: of this sample; arrival: its number in the order of requests.  A lower priority goes first
+    and is preempted last; equal priorities go by arrival.  stop_ids: tokens that end it; text: None if nobody reads
+    text; masker: None if every token is allowed; index: which of n samples; after: a sibling with the same prompt,
+    whose prefill this request waits for, to share its pages; cache_salt: requests share cached pages only if their
+    salts are equal; prompt_logprobs: of prompt tokens from the second on, as far as they have been read.
 
-    In its slot: prefill_len, rows to enter before rounds begin; num_prefilled, those launched so far; num_known, index
-    of the last root that the host knows of; rounds_in_flight, rounds launched and not yet read.  generation tells one
-    stay in a slot from the next.
+    In a slot: prefill_len, rows to prefill before rounds begin; num_prefilled, the rows of these launched so far;
+    num_known, index of the last root that the host knows; rounds_in_flight, rounds launched and not yet read.
+    generation: changes whenever the request enters a slot again.
     """
 
     id: str
@@ -264,7 +351,7 @@ class Request:
 
     @property
     def place(self) -> tuple[int, int]:
-        """Its place in every order of requests."""
+        """The key of every order of requests."""
         return self.priority, self.arrival
 
     @property
@@ -284,9 +371,9 @@ class Request:
         return Usage(len(self.prompt), len(self.output), self.cached_tokens)
 
     def end(self, max_context: int) -> int:
-        """Tokens, prompt included, after which the request is finished.
+        """The number of tokens, prompt included, after which the request is finished.
 
-        A prompt pass always picks a token: with max_tokens=0 it has a place, and is dropped.
+        A prompt pass always picks a token.  With max_tokens=0 that token still counts here, and is dropped later.
         """
         limit = self.params.max_tokens
         return max_context if limit is None else min(len(self.prompt) + max(limit, 1), max_context)
@@ -297,16 +384,17 @@ class Request:
 
     @property
     def prompt_report(self) -> PromptLogprobs | None:
-        """What was asked for about the prompt, as far as it has been read; None where nothing was."""
+        """The prompt's log-probabilities as far as they have been read; None if the request does not ask for them."""
         return None if self.params.prompt_logprobs is None else [None, *self.prompt_logprobs]
 
 
 @dataclass(frozen=True)
 class OutputChunk:
-    """What one engine step hands out for one request.
+    """The output of one engine step for one request.
 
-    text may lag behind token_ids, by what could still change; a request's last piece has its finish_reason, stop_reason
-    and error.  prompt_logprobs: whole, with the first token, or with the last piece where there is none.
+    text may lag behind token_ids, because the last characters can still change.  A request's last chunk has its
+    finish_reason, stop_reason and error.  prompt_logprobs: complete, in the chunk of the first token, or in the last
+    chunk if there is no token.
     """
 
     request_id: str
@@ -325,10 +413,10 @@ class OutputChunk:
 class Output:
     """A finished continuation.
 
-    finish_reason: "stop" (an end token or a stop string), "length" (max_tokens or the context's end) or "abort" (then
-    error says why, unless the user asked for it).  stop_reason: the stop string that ended it, or the token id of
-    stop_token_ids; None for the model's own end tokens.  prompt_logprobs: of the first of n outputs alone; an aborted
-    one has those that were read.  choices: all n outputs, this one first, when n > 1.
+    finish_reason: "stop" (an end token or a stop string), "length" (max_tokens or the context's end) or "abort" (error
+    says why, unless the user aborted it).  stop_reason: the stop string or the id of stop_token_ids that ended it; None
+    for the model's own end tokens.  prompt_logprobs: only in the first of n outputs; an aborted output has those that
+    were read.  choices: when n > 1, all n outputs, this one first.
     """
 
     text: str

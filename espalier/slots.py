@@ -1,12 +1,13 @@
 """What the device knows of each request.
 
-One row a slot; slot 0 is the dummy request that pads a batch and is never advanced.  Only what a slot holds passes from
-launch to launch; the host needs no length to launch.  What the fields mean to sampling or drafting is for those rooms.
+A slot is one row of every field.  Slot 0 is the dummy request that pads a batch; it never advances.  A launch passes
+state to the next launch only through slots, so the host can launch without knowing any length.  Sampling and drafting
+define what their fields mean.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,7 +16,9 @@ from torch import Tensor
 from espalier.errors import EspalierError
 from espalier.layout import RoundLayout
 from espalier.limits import MAX_BIAS, MAX_STOP_IDS
+from espalier.request import SLOT_PARAMS
 
+# The numbers of a slot, in the order of their columns: state and sampling parameters, int64 each.
 INTS = (
     "prefix_len",
     "root",
@@ -23,20 +26,45 @@ INTS = (
     "commit_from",
     "end",
     "depth_limit",
-    "top_k",
     "seed",
     "min_position",
     "num_logprobs",
+    "has_filters",
+    "has_penalties",
+    *(f.name for f in SLOT_PARAMS if f.type is int),
 )
-FLOATS = ("temperature", "top_p", "min_p", "repetition", "presence", "frequency")
+# float32 each.
+FLOATS = tuple(f.name for f in SLOT_PARAMS if f.type is float)
+
+
+class Columns:
+    """The column of each number by its name, such as `columns.top_k`, for kernels as a tl.constexpr.
+
+    num_ints, num_floats: columns of each type.  Triton compiles a kernel for each value of repr().
+    """
+
+    num_ints: int
+    num_floats: int
+
+    def __init__(self, ints: Sequence[str], floats: Sequence[str]):
+        for names in (ints, floats):
+            vars(self).update({name: column for column, name in enumerate(names)})
+        self.num_ints, self.num_floats = len(ints), len(floats)
+
+    def __repr__(self) -> str:
+        return "Columns(" + ", ".join(f"{name}={column}" for name, column in vars(self).items()) + ")"
+
+
+COLUMNS = Columns(INTS, FLOATS)
 
 
 @dataclass(frozen=True)
 class SlotInit:
-    """A request entering a slot: plain values, so that a launch input can be sent to another process.
+    """A request that enters a slot, as plain values, so that a launch input can be sent to another process.
 
-    tokens: all that is known of it, prompt first; start: the first row to compute; commit_from: rows below stand in
-    shared pages and are never written; end: tokens after which it is finished; sampling: scalar fields by name.
+    tokens: all known tokens, prompt first; start: the first row to compute; commit_from: rows below it are in shared
+    pages and are never written; end: the number of tokens after which the request is finished; sampling: the other
+    numbers of the slot, by column.
     """
 
     slot: int
@@ -52,11 +80,24 @@ class SlotInit:
     stop_ids: tuple[int, ...] = ()
     counts_tokens: bool = False
 
+    @property
+    def numbers(self) -> dict[str, float | int]:
+        """The value of every column of `ints` and `floats`."""
+        return {
+            "prefix_len": self.start,
+            "root": self.tokens[self.start],
+            "known_len": len(self.tokens),
+            "commit_from": self.commit_from,
+            "end": self.end,
+            "depth_limit": self.depth_limit,
+            **self.sampling,
+        }
+
 
 class ScatterUpdate(NamedTuple):
-    """Values for cells of one field of the slot table, cells counted row by row: two [n] int64, of numpy or torch.
+    """Values for cells of one field of the slot table: two [n] int64, of numpy or torch.
 
-    float32 values travel as their bits.
+    at: indices into the flattened field.  values: float32 values travel as their bits.
     """
 
     at: Any
@@ -64,29 +105,16 @@ class ScatterUpdate(NamedTuple):
 
 
 class SlotTable:
-    """Device-resident request table, [num_slots, ...] a field.
+    """The table of all requests on the device: every field is [num_slots, ...].
 
-    Fields of one number a slot are columns of `ints` (int64) and `floats` (float32).  Page tables are int32; rows of
-    pages are computed in int64.  carried: what the drafter hands
-    from round to round, by name, shaped per slot.
+    Numbers are columns of `ints` (int64, INTS) and `floats` (float32, FLOATS).  Each column is also an attribute, a
+    view [num_slots].  Page tables are int32; rows of pages are computed in int64.  carried: what the drafter hands from
+    round to round, by name, shaped per slot.
     """
 
-    prefix_len: Tensor
-    root: Tensor
-    known_len: Tensor
-    commit_from: Tensor
-    end: Tensor
-    depth_limit: Tensor
-    top_k: Tensor
-    seed: Tensor
-    min_position: Tensor
-    num_logprobs: Tensor
-    temperature: Tensor
-    top_p: Tensor
-    min_p: Tensor
-    repetition: Tensor
-    presence: Tensor
-    frequency: Tensor
+    if TYPE_CHECKING:
+
+        def __getattr__(self, column: str) -> Tensor: ...
 
     def __init__(
         self,
@@ -105,8 +133,7 @@ class SlotTable:
         self.ints = zeros(len(INTS))
         self.floats = zeros(len(FLOATS), dtype=torch.float32)
         for names, columns in ((INTS, self.ints), (FLOATS, self.floats)):
-            for column, name in enumerate(names):
-                setattr(self, name, columns[:, column])
+            vars(self).update(zip(names, columns.unbind(1), strict=True))
         self.page_table = zeros(layout.table_width, dtype=torch.int32)
         self.history = zeros(layout.history_width)
         self.carried = {name: zeros(*shape, dtype=dtype) for name, shape in carried.items()}
@@ -117,19 +144,21 @@ class SlotTable:
         self.seen = zeros(vocab_size, dtype=torch.bool)
 
     def admission_updates(self, slot_inits: Sequence[SlotInit]) -> dict[str, ScatterUpdate]:
-        """What fills the admitted slots, by field; all else in them is cleared."""
+        """Values for the admitted slots, by field.  All other cells of these slots must be cleared before."""
         fields: dict[str, list[ScatterUpdate]] = {}
         for request in slot_inits:
             for name, values in _row(request).items():
-                columns = values.at if isinstance(values, ScatterUpdate) else np.arange(len(values))
-                found = values.values if isinstance(values, ScatterUpdate) else np.asarray(values, dtype=np.int64)
-                fields.setdefault(name, []).append(
-                    ScatterUpdate(request.slot * getattr(self, name).shape[1] + columns, found)
-                )
+                if not isinstance(values, ScatterUpdate):
+                    values = ScatterUpdate(np.arange(len(values)), np.asarray(values, dtype=np.int64))
+                first = request.slot * getattr(self, name).shape[1]
+                fields.setdefault(name, []).append(ScatterUpdate(first + values.at, values.values))
         return {name: ScatterUpdate(*map(np.concatenate, zip(*rows, strict=True))) for name, rows in fields.items()}
 
     def page_table_updates(self, appended_pages: Sequence[tuple[int, int, int]]) -> ScatterUpdate:
-        """(slot, column, page), what grew since the last launch.  Raises EspalierError for a column past the table."""
+        """appended_pages: (slot, column, page) of pages added since the last launch.
+
+        Raises EspalierError for a column past the table.
+        """
         for slot, column, _ in appended_pages:
             if not (slot < self.layout.num_slots and column < self.layout.table_width):
                 raise EspalierError(
@@ -140,35 +169,27 @@ class SlotTable:
         return ScatterUpdate(slots * self.layout.table_width + columns, pages)
 
     def clear(self, slots: Tensor) -> None:
-        """Empty slots [A], so that nothing of their last owners stays."""
-        own = (self.history, self.page_table, self.bias_ids, self.bias_values, self.counts, self.seen)
-        for rows in (*own, *self.carried.values()):
+        """Clear slots [A] of their last requests; admission_updates overwrites `ints` and `floats`."""
+        zeroed = (self.history, self.page_table, self.bias_ids, self.bias_values, self.counts, self.seen)
+        for rows in (*zeroed, *self.carried.values()):
             rows.index_fill_(0, slots, 0)
         self.stop_ids.index_fill_(0, slots, -1)
 
     def write(self, cells: Mapping[str, ScatterUpdate]) -> None:
-        """Fill cells, by field."""
+        """Write updates, by field."""
         for name, (at, values) in cells.items():
             rows: Tensor = getattr(self, name)
-            # The low bytes of an integer are its value in a narrower type, and a float's bits: a view, not a launch.
+            # The low bytes of an int64 are the narrower integer, or the float's bits.  A view costs no launch.
             narrowed = values.view(rows.dtype)[:: values.itemsize // rows.itemsize]
             rows.view(-1).index_copy_(0, at, narrowed)
 
 
 def _row(request: SlotInit) -> dict[str, Any]:
-    """The beginning of each field's row, or ScatterUpdate of columns and values."""
-    own = {
-        "prefix_len": request.start,
-        "root": request.tokens[request.start],
-        "known_len": len(request.tokens),
-        "commit_from": request.commit_from,
-        "end": request.end,
-        "depth_limit": request.depth_limit,
-        **request.sampling,
-    }
+    """The first values of each field's row, or a ScatterUpdate of columns and values."""
+    numbers = request.numbers
     row: dict[str, Any] = {
-        "ints": [own[name] for name in INTS],
-        "floats": _bits([own[name] for name in FLOATS]),
+        "ints": [numbers[name] for name in INTS],
+        "floats": _bits([numbers[name] for name in FLOATS]),
         "history": request.tokens,
         "page_table": request.pages,
         "bias_ids": list(request.bias),
@@ -183,18 +204,18 @@ def _row(request: SlotInit) -> dict[str, Any]:
 
 
 def _bits(values: Sequence[float]) -> np.ndarray:
-    """float32 values as integers."""
+    """The bits of float32 values, as int64."""
     return np.array(values, dtype=np.float32).view(np.int32).astype(np.int64)
 
 
 @dataclass
 class BatchState:
-    """The rows of a batch, gathered once a launch.  prefix_len is that of before the launch throughout.
+    """The slots of a batch, gathered once per launch by kernels/state/batch_state.py.
 
-    index: [B] slots; prefix_len, root, commit_from: [B]; num_tokens: [B], prefix_len and the root; max_accept_depth:
-    [B], the deepest node that may be accepted, by the request's own limit and by the tokens it has left; num_logprobs:
-    [B], alternatives that it wants beside each emitted token, -1 for no log-probabilities; real: [B] bool, rows that
-    are requests, not padding; page_table: [B, table_width] int32.  kernels/state/batch_state.py makes them.
+    index: [B] slots; prefix_len, root, commit_from: [B], all as they were before the launch; num_tokens: [B],
+    prefix_len + 1 for the root; max_accept_depth: [B], depth of the deepest node that may be accepted, limited by the
+    request's depth_limit and by the tokens it has left; num_logprobs: [B], likeliest tokens to report beside each
+    emitted token, -1 for no log-probabilities; real: [B] bool, False for padding; page_table: [B, table_width] int32.
     """
 
     table: SlotTable
@@ -213,7 +234,7 @@ class BatchState:
         return self.index.shape[0]
 
     def history_at(self, positions: Tensor) -> Tensor:
-        """Tokens at positions [B, W]; positions past the table read its last column, which callers mask."""
+        """Tokens at positions [B, W].  Positions past the table read its last column; callers mask them."""
         columns = positions.clamp(max=self.table.layout.history_width - 1)
         return self.table.history[self.index[:, None], columns]
 

@@ -106,8 +106,8 @@ def sampling_needs_of(requests: list[Request]) -> SamplingNeeds:
     params = [r.params for r in requests]
     return SamplingNeeds(
         sampled=any(p.temperature > 0 for p in params),
-        filtered=any(p.temperature > 0 and (p.top_k > 0 or p.top_p < 1 or p.min_p > 0) for p in params),
-        penalised=any(p.counts_tokens for p in params),
+        filtered=any(p.has_filters for p in params),
+        penalised=any(p.has_penalties for p in params),
         biased=any(p.logit_bias or p.min_tokens for p in params),
     )
 
@@ -144,18 +144,12 @@ def slot_init(request: Request, tokens: list[int], start: int, commit_from: int,
         end=end,
         depth_limit=params.depth_limit(steps),
         sampling={
-            "temperature": params.temperature,
-            "top_k": params.top_k,
-            "top_p": params.top_p,
-            "min_p": params.min_p,
-            "repetition": params.repetition_penalty,
-            "presence": params.presence_penalty,
-            "frequency": params.frequency_penalty,
+            **params.slot_values(),
             "seed": request.seed,
             "min_position": len(request.prompt) + params.min_tokens,
             "num_logprobs": -1 if params.logprobs is None else params.logprobs,
         },
         bias=dict(params.logit_bias),
         stop_ids=tuple(sorted(request.stop_ids)),
-        counts_tokens=params.counts_tokens,
+        counts_tokens=params.has_penalties,
     )

@@ -1,8 +1,7 @@
-"""Masks over the vocabulary as packed bits: which tokens may follow a node.
+"""Masks over the vocabulary as packed bits: the tokens that may follow a node.
 
-Bit t % 32 of word t // 32 stands for token t and is set where the token is allowed.  That is the form of xgrammar's
-token bitmasks.  A request brings its masks through a TokenMasker (espalier/request.py); where no request has one,
-nothing is masked and nothing runs.
+Bit t % 32 of word t // 32 is set where token t is allowed, as in xgrammar's token bitmasks.  A request's masks come
+from its TokenMasker (espalier/request.py).  Without a masker in the batch no masking code runs.
 """
 
 import torch
@@ -24,7 +23,7 @@ def unpack_mask(mask: Tensor, vocab_size: int) -> Tensor:
 
 
 def pack_mask(allowed: Tensor) -> Tensor:
-    """The reverse: [..., vocab_size] bool -> [..., words] int32."""
+    """[..., vocab_size] bool, True where the token is allowed -> [..., words] int32."""
     vocab_size = allowed.shape[-1]
     padded = torch.nn.functional.pad(allowed, (0, mask_words(vocab_size) * BITS - vocab_size))
     weights = torch.ones(BITS, dtype=torch.int64, device=allowed.device) << torch.arange(BITS, device=allowed.device)
@@ -32,7 +31,7 @@ def pack_mask(allowed: Tensor) -> Tensor:
 
 
 def masked(logits: Tensor, mask: Tensor | None) -> Tensor:
-    """Logits [..., V] with -inf where the mask [..., words] does not allow a token; None changes nothing."""
+    """Logits [..., V] with -inf for tokens that the mask [..., words] does not allow; a mask of None allows all."""
     if mask is None:
         return logits
     return logits.masked_fill(~unpack_mask(mask, logits.shape[-1]), -torch.inf)

@@ -1,6 +1,7 @@
-"""Noise that depends on nothing but seed, position and token id, so that any batch, tree or order draws the same.
+"""Noise that depends only on seed, position and token id, so that any batch, tree or order draws the same token.
 
-Integers, all modulo 2**32, as a kernel repeats them (mix is lowbias32, Wellons 2018, "Prospecting for hash functions"):
+The random bits r of a token id, all integers modulo 2**32 (mix is lowbias32, Wellons 2018, "Prospecting for hash
+functions").  espalier/kernels/sampling/noise.py computes the same:
 
     mix(x):  x ^= x >> 16;  x *= 0x7feb352d;  x ^= x >> 15;  x *= 0x846ca68b;  x ^= x >> 16
     low, high = the seed's 32-bit halves;  p = low32(position)
@@ -8,7 +9,8 @@ Integers, all modulo 2**32, as a kernel repeats them (mix is lowbias32, Wellons 
     k1 = mix(high ^ mix(low ^ mix(p + 0x85ebca6b)))
     r  = mix(mix(id ^ k0) + k1)
 
-Two keys, each of the whole seed, so that two places of a long service share their noise with chance 2**-64, not 2**-32.
+There are two keys, each made of the whole seed.  So two (seed, position) pairs have the same noise with probability
+2**-64, not 2**-32.
 """
 
 import torch
@@ -16,9 +18,10 @@ from torch import Tensor
 
 
 def mix(x: Tensor) -> Tensor:
-    """A bijection of 32-bit patterns, every output bit depending on every input bit.  x: int32, overwritten.
+    """A bijection of 32-bit patterns; every output bit depends on every input bit.  x: int32, overwritten.
 
-    int32 is half the traffic of int64 and its products wrap; its >> copies the sign, which the masks take off again.
+    int32 needs half the memory traffic of int64, and its products wrap.  Its >> copies the sign bit; the masks remove
+    the copies.
     """
     x ^= (x >> 16) & 0xFFFF
     x *= 0x7FEB352D
@@ -39,10 +42,10 @@ def random_bits(seeds: Tensor, positions: Tensor, vocab: int) -> Tensor:
 
 
 def gumbel(seeds: Tensor, positions: Tensor, vocab: int, dtype: torch.dtype) -> Tensor:
-    """Standard Gumbel noise [B, P, vocab] for the tokens drawn at positions [B, P] under seeds [B], both int64.
+    """Standard Gumbel noise [B, P, vocab] for tokens drawn at positions [B, P] with seeds [B], both int64.
 
-    -log(-log(u)) of u = ((r >> 9) + 0.5) * 2**-23: with 24 bits or more the largest u rounds to 1.0 in float32, and a
-    large vocabulary would draw a random token now and then.
+    It is -log(-log(u)) with u = ((r >> 9) + 0.5) * 2**-23.  With 24 bits or more the largest u would round to 1.0 in
+    float32, and its noise would be infinite: a large vocabulary would draw a random token now and then.
     """
     uniform = ((random_bits(seeds, positions, vocab) >> 9) & 0x7FFFFF).to(dtype).add_(0.5).mul_(2.0**-23)
     return uniform.log_().neg_().log_().neg_()

@@ -1,7 +1,7 @@
 """Picking a token: a pure function of logits, parameters, seed and position.
 
-Greedy and sampled are one thing, the argmax of logits plus noise (Gumbel-max), so that plain decoding and a tree draw
-the same token and losslessness is an equality.
+A sampled token is the argmax of logits plus noise (Gumbel-max); a greedy token is the argmax of logits.  So plain
+decoding and tree decoding draw the same token, and losslessness is an equality.
 """
 
 from typing import NamedTuple
@@ -13,15 +13,15 @@ from espalier.sampling.logit_processors import Above, SamplingNeeds, SamplingRow
 
 
 class SampledTokens(NamedTuple):
-    """tokens [B, Q] int64; finite [B, Q]: the row held no NaN and something to pick."""
+    """tokens [B, Q] int64; finite [B, Q] bool: whether the row's best logit is finite (no NaN, not infinite)."""
 
     tokens: Tensor
     finite: Tensor
 
 
 class Logprobs(NamedTuple):
-    """tokens, their log-probabilities `chosen` and ranks (1: the likeliest), [...] each; the likeliest ids [..., n] and
-    their values."""
+    """tokens, their log-probabilities `chosen` and their ranks (1 is the likeliest), [...] each; ids [..., n] of the
+    likeliest tokens and their log-probabilities `values`."""
 
     tokens: Tensor
     chosen: Tensor
@@ -38,11 +38,11 @@ def pick(
     noise: Tensor | None,
     above: Above | None = None,
 ) -> SampledTokens:
-    """The token at each row of logits [B, Q, V], drawn at positions [B, Q].
+    """The token of each row of logits [B, Q, V], drawn at positions [B, Q].
 
-    Bias, bans and penalties; temperature; top-k; top-p; min-p; then argmax(logits / T + noise), float32 (float64
-    stays), ties to the lower id.  Temperature 0 is argmax and no filter touches it.  noise: [B, Q, V], None where
-    nothing is sampled; above: drafted tokens that count as output.
+    In this order: bias, bans and penalties; temperature; top-k; top-p; min-p; argmax(logits / T + noise).  Computed in
+    float32, or float64 for float64.  Ties go to the lower id.  Temperature 0 is plain argmax without filters.
+    noise: [B, Q, V], None where nothing is sampled; above: drafted tokens that count as output.
     """
     if rows is not None:
         logits = shape(logits, rows, needs, positions, above)
@@ -56,35 +56,35 @@ def pick(
 
 
 def filtered(logits: Tensor, rows: SamplingRows) -> Tensor:
-    """Logits [B, Q, V] with what top-k, then top-p of the rest, then min-p leave out at -inf.
+    """Logits [B, Q, V] with -inf for the tokens that top-k, then top-p of the rest, then min-p remove.
 
-    Equals keep the lower id; one token always stays.  Shares are summed as integers, in units of 2**-40 of the
-    likeliest token's, so that no batch, device or order of summation moves the cut.
+    Of equal logits the lower id stays.  One token always stays.  Probabilities are summed as integers, in units of
+    2**-40 of the likeliest token's, so that the cut does not depend on batch, device or order of summation.
     """
     ordered, ids = torch.sort(logits, dim=-1, descending=True, stable=True)
     vocab = logits.shape[-1]
     rank = torch.arange(vocab, device=logits.device)
-    out = rank >= rows.top_k.masked_fill(rows.top_k <= 0, vocab)[:, None, None]
-    share = torch.exp(ordered - ordered[..., :1])
-    mass = (share * 2.0**40).long().masked_fill_(out, 0)
-    up_to = mass.cumsum(-1)
+    removed = rank >= rows.top_k.masked_fill(rows.top_k <= 0, vocab)[:, None, None]
+    ratio = torch.exp(ordered - ordered[..., :1])
+    mass = (ratio * 2.0**40).long().masked_fill_(removed, 0)
+    cumulative = mass.cumsum(-1)
     top_p = rows.top_p.double()[:, None, None]
-    enough = (up_to[..., -1:] * top_p).ceil().long()
-    out = out | ((up_to - mass >= enough) & (top_p < 1))
-    out |= share < rows.min_p.to(share.dtype)[:, None, None]
-    return torch.empty_like(logits).scatter_(-1, ids, ordered.masked_fill_(out & (rank > 0), -torch.inf))
+    enough = (cumulative[..., -1:] * top_p).ceil().long()
+    removed = removed | ((cumulative - mass >= enough) & (top_p < 1))
+    removed |= ratio < rows.min_p.to(ratio.dtype)[:, None, None]
+    return torch.empty_like(logits).scatter_(-1, ids, ordered.masked_fill_(removed & (rank > 0), -torch.inf))
 
 
 def over_temperature(logits: Tensor, rows: SamplingRows) -> Tensor:
-    """Logits [B, Q, V] over each row's temperature; rows of temperature 0 as they are."""
+    """Logits [B, Q, V] divided by each row's temperature; rows of temperature 0 stay as they are."""
     return logits / rows.temperature.masked_fill(rows.temperature == 0, 1.0).to(logits.dtype)[:, None, None]
 
 
 def coupled_scores(logits: Tensor, rows: SamplingRows, noise: Tensor, tau: float = 1.0) -> Tensor:
-    """Scores of a draft's children that know the noise the target will draw with: log_softmax((logits / T + g) / tau).
+    """Scores of a draft's children: log_softmax((logits / T + g) / tau), with the noise g that the target will use.
 
-    logits [B, Q, V], already shaped; rows of temperature 0 give log_softmax(logits).  What is emitted does not depend
-    on it.
+    logits: [B, Q, V], after bias and penalties.  Rows of temperature 0 give log_softmax(logits).  Emitted tokens do not
+    depend on these scores.
     """
     greedy = (rows.temperature == 0)[:, None, None]
     noisy = (over_temperature(logits, rows) + noise) / tau
@@ -92,9 +92,9 @@ def coupled_scores(logits: Tensor, rows: SamplingRows, noise: Tensor, tau: float
 
 
 def logprobs(logits: Tensor, tokens: Tensor, count: int) -> Logprobs:
-    """The target's own log-probabilities, before temperature and masks, of tokens [...] by logits [..., V].
+    """The target's log-probabilities of tokens [...], before temperature and masks.  logits: [..., V].
 
-    count: of the likeliest tokens to name beside each.
+    count: how many of the likeliest tokens to report beside each.
     """
     logits = torch.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)), -1)
     values, ids = logits.topk(min(count, logits.shape[-1]), -1)

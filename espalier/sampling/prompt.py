@@ -1,6 +1,6 @@
-"""Log-probabilities of a prompt's own tokens, read from the prefill passes that enter it.
+"""Log-probabilities of a prompt's tokens, computed in its prefill passes.
 
-The head runs over all rows that are asked for, in pieces: of a piece's logits only what is reported stays.
+The output head runs over the reported rows in pieces, so that only one piece's logits are in memory at a time.
 """
 
 from collections.abc import Callable
@@ -14,10 +14,10 @@ from espalier.sampling.pick import Logprobs, logprobs
 
 @dataclass(frozen=True)
 class PromptRows:
-    """What a prefill pass reports, known on the host.
+    """The rows of a prefill pass whose next token's log-probability is reported, known on the host.
 
-    spans: (begin, end) for each request of the batch, rows of the pass whose next token is a prompt token that is asked
-    for; count: of the likeliest tokens to name beside each.
+    spans: rows [begin, end) of the pass for each request of the batch; count: how many of the likeliest tokens to
+    report beside each.
     """
 
     spans: tuple[tuple[int, int], ...]
@@ -28,17 +28,17 @@ class PromptRows:
         return [end - begin for begin, end in self.spans]
 
     def of(self, rows: Tensor) -> Tensor:
-        """The rows asked for of [B, W, ...], one request after the other: [N, ...]."""
+        """The reported rows of [B, W, ...], one request after the other: [N, ...]."""
         return torch.cat([rows[b, begin:end] for b, (begin, end) in enumerate(self.spans)])
 
 
 def prompt_logprobs(
-    head: Callable[[Tensor], Tensor], hidden: Tensor, tokens: Tensor, most: int, count: int
+    head: Callable[[Tensor], Tensor], hidden: Tensor, tokens: Tensor, max_rows: int, count: int
 ) -> Logprobs:
     """Log-probabilities of the tokens [N] that follow rows `hidden` [N, H], N > 0.
 
-    most: rows whose logits are made at once; count: of the likeliest tokens to name beside each.
+    max_rows: rows whose logits are in memory at once; count: how many of the likeliest tokens to report beside each.
     """
-    pieces = zip(hidden.split(most), tokens.split(most), strict=True)
+    pieces = zip(hidden.split(max_rows), tokens.split(max_rows), strict=True)
     reported = [logprobs(head(rows), following, count) for rows, following in pieces]
     return Logprobs(*map(torch.cat, zip(*reported, strict=True)))

@@ -73,8 +73,12 @@ def test_an_admission_fills_its_slot_and_no_other():
         "seed": 2**40 + 5,
         "min_position": 6,
         "num_logprobs": -1,
+        "has_filters": 1,
+        "has_penalties": 1,
     }
-    assert torch.equal(into.floats[2], torch.tensor([0.7, 0.8, 0.1, 1.2, 0.3, -0.4])), FLOATS
+    floats = {"temperature": 0.7, "top_p": 0.8, "min_p": 0.1}
+    floats |= {"repetition_penalty": 1.2, "presence_penalty": 0.3, "frequency_penalty": -0.4}
+    assert dict(zip(FLOATS, into.floats[2].tolist(), strict=True)) == pytest.approx(floats)
     assert into.history[2].tolist()[:7] == [3, 1, 3, 8, 5, 5, 0] and not into.history[2, 6:].any()
     assert into.page_table[2].tolist()[:4] == [4, 2, 6, 0] and not into.page_table[2, 3:].any()
     assert into.page_table[3].tolist()[:3] == [1, 9, 1]

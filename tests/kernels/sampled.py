@@ -8,13 +8,13 @@ from espalier.kernels.attention.ancestor_bits import pack
 from espalier.kernels.sampling.logit_processors import SlotRows
 from espalier.kernels.state.batch_state import gather
 from espalier.layout import RoundLayout
+from espalier.request import ResolvedParams
 from espalier.sampling.logit_processors import Above, SamplingNeeds, SamplingRows
 from espalier.sampling.noise import gumbel
 from espalier.slots import BatchState, SlotTable
 
 ALL_SAMPLING = SamplingNeeds(sampled=True, filtered=True, penalised=True, biased=True)
-NEUTRAL = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition": 1.0, "presence": 0.0}
-PENALTIES = {"repetition": 1.3, "presence": 0.4, "frequency": 0.2}
+PENALTIES = {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.2}
 
 # What a row may ask for; the kernels serve them all in one launch.
 ASKED: tuple[Mapping[str, float], ...] = (
@@ -29,8 +29,8 @@ ASKED: tuple[Mapping[str, float], ...] = (
     {"temperature": 1.0, "top_k": 1_000_000, "top_p": 1e-6},
     {**PENALTIES, "bias": 3, "stops": 2},
     {"temperature": 0.9, "top_k": 5, "top_p": 0.8, "bias": 4, **PENALTIES},
-    {"temperature": 0.7, "top_p": 0.9, "min_p": 0.05, "stops": 3, "repetition": 0.8, "presence": -0.5},
-    {"temperature": 1e-3, "frequency": -0.3, "bias": 1},
+    {"temperature": 0.7, "top_p": 0.9, "min_p": 0.05, "stops": 3, "repetition_penalty": 0.8, "presence_penalty": -0.5},
+    {"temperature": 1e-3, "frequency_penalty": -0.3, "bias": 1},
     {"temperature": 1.0, "top_k": 7, "top_p": 0.99},
 )
 
@@ -42,9 +42,9 @@ def table_of(asked: Sequence[Mapping[str, float]], vocab: int, device: torch.dev
     generator = torch.Generator().manual_seed(seed)
     table.stop_ids.fill_(-1)
     for slot, params in enumerate(asked, 1):
-        for name, value in {**NEUTRAL, **params}.items():
-            if name not in ("bias", "stops"):
-                getattr(table, name)[slot] = value
+        numbers = {name: value for name, value in params.items() if name not in ("bias", "stops")}
+        for name, value in ResolvedParams(**{"temperature": 0.0, **numbers}).slot_values().items():
+            getattr(table, name)[slot] = value
         table.seed[slot] = int(torch.randint(2**62, (), generator=generator))
         num_bias, num_stops = min(int(params.get("bias", 0)), vocab), min(int(params.get("stops", 0)), vocab - 1)
         ids = torch.randperm(vocab, generator=generator)

@@ -97,7 +97,7 @@ def test_all_sampling_parameters(kernel_device, draft_vocab, vocab, topk, dtype)
 
 def test_whatever_shapes_the_draw_knows_the_target_ids(kernel_device):
     """Each thing that asks for ids alone, at temperature 0, and nothing at all."""
-    asked = ({}, {"bias": 40}, {"stops": 30}, {"repetition": 1.8}, {"presence": 2.0})
+    asked = ({}, {"bias": 40}, {"stops": 30}, {"repetition_penalty": 1.8}, {"presence_penalty": 2.0})
     slots, first, scores = batch_of(40, 1, kernel_device, asked=asked)
     d2t = map_of(20, 40, kernel_device)
     logits = random_logits(7, len(asked), 1, 20).to(kernel_device)

@@ -86,7 +86,7 @@ def test_every_way_to_sample(kernel_device, vocab, queries, dtype):
 @pytest.mark.parametrize("first_above", [0, 1])
 def test_a_node_counts_where_its_bit_stands_and_nowhere_else(kernel_device, first_above):
     nodes, vocab = [0, 1, 5, 63, 64, 69], 80
-    slots = slots_of(table_of(({"presence": 10.0},), vocab, kernel_device), [1])
+    slots = slots_of(table_of(({"presence_penalty": 2.0},), vocab, kernel_device), [1])
     slots.table.counts.zero_()
     on_path = torch.zeros(1, len(nodes), 70, dtype=torch.bool)
     logits = torch.zeros(1, len(nodes), vocab)
@@ -148,7 +148,7 @@ PLACES = [(8, 9), (33, 38), (3, 30), (5, 37, 69), (31, 32), (63, 64), (60, 130),
 def pick_greedy(logits, shaped, device):
     """Tokens and finite [Q] of logits [Q, V]; `shaped`: the way of rows that ask for something, which is nothing."""
     queries, vocab = logits.shape
-    slots = slots_of(table_of(({"repetition": 2.0} if shaped else {},), vocab, device), [1])
+    slots = slots_of(table_of(({"repetition_penalty": 2.0} if shaped else {},), vocab, device), [1])
     slots.table.counts.zero_()
     slots.table.seen.zero_()
     offsets = torch.zeros(1, queries, dtype=torch.int64, device=device)
@@ -190,7 +190,7 @@ def test_every_id_is_found_and_the_first_where_nothing_is_left(kernel_device, vo
 
 
 def test_rows_that_ask_for_one_thing_get_it(kernel_device):
-    asked = ({"bias": 3}, {"stops": 2}, {"presence": 0.4}, {"bias": 1})
+    asked = ({"bias": 3}, {"stops": 2}, {"presence_penalty": 0.4}, {"bias": 1})
     slots, first, offsets = batch_of(16, 2, kernel_device, asked=asked)
     agree(random_logits(9, len(asked), 2, 16).to(kernel_device), slots, first, offsets)
 
@@ -236,7 +236,7 @@ def test_a_row_does_not_depend_on_its_batch(kernel_device):
     logits = random_logits(7, len(ASKED), queries, vocab).to(kernel_device)
     above = random_above(len(ASKED), queries, 5, vocab, kernel_device)
     hanging = (above.tokens, above.ancestor_bits)
-    precompile, _ = pick_triton(logits, kernel_rows(slots), first, offsets, hanging)
+    batched, _ = pick_triton(logits, kernel_rows(slots), first, offsets, hanging)
     for b in range(0, len(ASKED), 3):
         own, one = slice(b, b + 1), slots_of(slots.table, [b + 1])
         for q in range(queries):
@@ -247,7 +247,7 @@ def test_a_row_does_not_depend_on_its_batch(kernel_device):
                 offsets[own, q : q + 1],
                 (above.tokens[own], above.ancestor_bits[own, q : q + 1]),
             )
-            assert alone[0, 0] == precompile[b, q]
+            assert alone[0, 0] == batched[b, q]
 
 
 def test_logits_may_stand_in_wider_rows(kernel_device):

@@ -64,7 +64,7 @@ def test_kernel_is_the_reference(kernel_device, batch):
 def test_what_does_not_fit_is_refused(kernel_device):
     ring, entry = ring_of(0).to(kernel_device), torch.tensor([0]).to(kernel_device)
     fields = {start: field.to(kernel_device) for start, field in drawn(4, 0).items()}
-    with pytest.raises(EspalierError, match="put: entry"):
+    with pytest.raises(EspalierError, match="write_results: entry"):
         write_results_triton(ring, entry[:0], fields)
     with pytest.raises(EspalierError, match="field of column 3"):
         write_results_triton(ring, entry, fields | {3: fields[3][1:]})

@@ -1,12 +1,15 @@
 """Batches for sampling: the rows that the slot table would hold for requests."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
+from espalier.engine.launch_input import slot_init
 from espalier.limits import MAX_STOP_IDS
 from espalier.request import Request, ResolvedParams
 from espalier.sampling.logit_processors import SamplingRows
+from espalier.slots import FLOATS, INTS
 
 NUM_BIAS = 6
 
@@ -21,27 +24,19 @@ def request(
 def rows_of(requests: Sequence[Request], vocab: int) -> SamplingRows:
     """What the slot table holds: counts of the output, the root included."""
 
-    def params(name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        return torch.tensor([getattr(r.params, name) for r in requests], dtype=dtype)
+    numbers = [slot_init(replace(r, slot=1), r.tokens, 0, 0, 0, 0).numbers for r in requests]
 
     def padded(values, width: int, rest: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
         return torch.tensor([[*row, *[rest] * (width - len(row))] for row in values], dtype=dtype)
 
     return SamplingRows(
-        temperature=params("temperature"),
-        top_k=params("top_k", torch.int64),
-        top_p=params("top_p"),
-        min_p=params("min_p"),
-        seed=torch.tensor([r.seed for r in requests]),
-        repetition=params("repetition_penalty"),
-        presence=params("presence_penalty"),
-        frequency=params("frequency_penalty"),
+        ints=torch.tensor([[row[name] for name in INTS] for row in numbers]),
+        floats=torch.tensor([[row[name] for name in FLOATS] for row in numbers], dtype=torch.float32),
         counts=torch.tensor([[r.output.count(t) for t in range(vocab)] for r in requests], dtype=torch.int32),
         seen=torch.tensor([[t in r.prompt for t in range(vocab)] for r in requests]),
         bias_ids=padded([r.params.logit_bias.keys() for r in requests], NUM_BIAS, 0),
         bias_values=padded([r.params.logit_bias.values() for r in requests], NUM_BIAS, 0, torch.float32),
         stop_ids=padded([sorted(r.stop_ids) for r in requests], MAX_STOP_IDS, -1),
-        min_position=torch.tensor([len(r.prompt) + r.params.min_tokens for r in requests]),
     )
 
 

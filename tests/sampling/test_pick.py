@@ -1,5 +1,7 @@
 """Picking a token: the oracle's, with the exact law, whatever shares the batch."""
 
+from dataclasses import fields
+
 import pytest
 import torch
 from hypothesis import given
@@ -173,7 +175,7 @@ def test_no_line_reads_the_device(dtype):
     """Shapes alone suffice: tensors without contents refuse an item, a host sync or a shape made of data."""
     batch = [request(temperature=t, logit_bias={1: 2.0}) for t in (0.0, 1.0)]
     real = rows_of(batch, VOCAB)
-    rows = SamplingRows(**{name: value.to("meta") for name, value in vars(real).items()})
+    rows = SamplingRows(*(getattr(real, f.name).to("meta") for f in fields(real)))
     logits = torch.empty(2, 5, VOCAB, dtype=dtype, device="meta")
     positions = torch.empty(2, 5, dtype=torch.int64, device="meta")
     wide = torch.promote_types(dtype, torch.float32)

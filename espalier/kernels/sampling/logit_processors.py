@@ -1,14 +1,14 @@
-"""What changes logits before a token is drawn, block by block inside a kernel: bias, bans, penalties, temperature.
+"""Changes to logits inside a kernel, block by block: mask, bias, bans, penalties, temperature.
 
-The reference is espalier/sampling/logit_processors.py, operation by operation (launch with enable_fp_fusion=False: a
-fused multiply-add rounds once where the reference rounds twice).  Every row reads what its own slot asks for, so one
-launch serves a batch of any mixture and a row that asks for nothing does nothing.
+The reference is espalier/sampling/logit_processors.py, operation by operation.  Launch with enable_fp_fusion=False: a
+fused multiply-add rounds once where the reference rounds twice.  Every row reads the parameters of its own slot, so one
+launch serves any mixture of requests, and a row without parameters costs nothing.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,52 +16,118 @@ from torch import Tensor
 from espalier.errors import EspalierError
 from espalier.kernels.runtime.launch import chip, kernel, power_of_two, require
 from espalier.kernels.runtime.pdl import early, pdl_wait_if
-from espalier.slots import SlotTable
+from espalier.slots import FLOATS, INTS, Columns, SlotTable
 
 if TYPE_CHECKING:
     import triton.language as tl
 
 LOGITS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-NUM_INTS = 8
-NUM_FLOATS = 8
-INTS = ("top_k", "seed", "min_position")
-FLOATS = ("temperature", "top_p", "min_p", "repetition", "presence", "frequency")
+# The columns of SlotRows, for kernels: those of the slot table, then three more.
+COLUMNS = Columns((*INTS, "slot", "num_bias", "num_stops"), FLOATS)
+
+# Launches pass the ...Arguments as plain tuples, in the order of their fields, because named tuples cost the host more.
+# A kernel names the fields again.
+
+
+class LogitsArguments(NamedTuple):
+    """Logits of a launch, and the position of its first token in each row of the batch."""
+
+    logits_ptr: Any
+    batch_stride: Any
+    query_stride: Any
+    first_ptr: Any
+    first_stride: Any
+
+
+class SlotArguments(NamedTuple):
+    """Pointers to SlotRows and to the wide fields of the slot table, and the widths of these fields."""
+
+    ints_ptr: Any
+    floats_ptr: Any
+    bias_ids_ptr: Any
+    bias_values_ptr: Any
+    stop_ids_ptr: Any
+    counts_ptr: Any
+    seen_ptr: Any
+    num_bias: Any
+    num_stops: Any
+    vocab: Any
+
+
+class AboveArguments(NamedTuple):
+    """Drafted tokens, of which those from `first` to num_tokens - 1 count as output, ancestor bits, and masks."""
+
+    tokens_ptr: Any
+    tokens_stride: Any
+    bits_ptr: Any
+    bits_batch_stride: Any
+    bits_query_stride: Any
+    first: Any
+    num_tokens: Any
+    mask_ptr: Any
+    mask_batch_stride: Any
+    mask_query_stride: Any
+    mask_words: Any
+
+
+class RowParams(NamedTuple):
+    """The parameters of one row.  Pointers are to the row's own slot; num_banned: stop ids that are banned here."""
+
+    num_bias: Any
+    bias_ids_ptr: Any
+    bias_values_ptr: Any
+    num_banned: Any
+    stop_ids_ptr: Any
+    has_penalties: Any
+    counts_ptr: Any
+    seen_ptr: Any
+    repetition_penalty: Any
+    presence_penalty: Any
+    frequency_penalty: Any
+    temperature: Any
+
+
+class RowAbove(NamedTuple):
+    """Drafted tokens, ancestor bits and mask of one row, as in AboveArguments."""
+
+    tokens_ptr: Any
+    bits_ptr: Any
+    first: Any
+    num_tokens: Any
+    mask_ptr: Any
+    mask_words: Any
 
 
 @dataclass(frozen=True)
 class SlotRows:
-    """Sampling parameters of a batch, gathered once a launch; the wide fields stay in the table.
+    """The numbers of a batch's slots, gathered once per launch.  The wide fields stay in the table.
 
-    ints [B, 8] int64: slot, seed, top_k, min_position, number of bias entries, number of stop ids, whether penalties
-    and whether filters are in force.  floats [B, 8] float32: temperature, top_p, min_p, repetition, presence,
-    frequency.
+    ints: [B, COLUMNS.num_ints] int64; floats: [B, COLUMNS.num_floats] float32; slot is the index of the slot,
+    num_bias and num_stops are the lengths of its bias and of its stop ids.  arguments: the kernels' argument `slots`,
+    in the order of SlotArguments.
     """
 
     table: SlotTable
     ints: Tensor
     floats: Tensor
+    arguments: tuple[Any, ...]
 
     @classmethod
     def gather(cls, table: SlotTable, index: Tensor) -> SlotRows:
-        """Rows of the slots `index` [B] int64.  Slot 0, which pads a batch, is greedy and unshaped."""
-        require("index", index, (-1,), torch.int64, table.temperature)
+        """Rows of the slots `index` [B] int64.  Slot 0, which pads a batch, is greedy and has no other parameters."""
+        require("index", index, (-1,), torch.int64, table.ints)
         check_table(table)
         batch = index.shape[0]
-        ints = torch.empty(batch, NUM_INTS, dtype=torch.int64, device=index.device)
-        floats = torch.empty(batch, NUM_FLOATS, dtype=torch.float32, device=index.device)
+        ints = torch.empty(batch, COLUMNS.num_ints, dtype=torch.int64, device=index.device)
+        floats = torch.empty(batch, COLUMNS.num_floats, dtype=torch.float32, device=index.device)
+        num_bias, num_stops, vocab = table.bias_ids.shape[1], table.stop_ids.shape[1], table.counts.shape[1]
         if batch:
-            num_bias, num_stops = table.bias_ids.shape[1], table.stop_ids.shape[1]
             _gather_kernel[(batch,)](
-                ints,
-                floats,
-                index,
-                index.stride(0),
-                *(getattr(table, name) for name in (*INTS, *FLOATS)),
-                table.top_k.stride(0),
-                table.temperature.stride(0),
-                table.bias_values,
-                table.stop_ids,
-                table.counts.shape[1],
+                *(ints, floats, index, table.ints, table.floats, table.bias_values, table.stop_ids),
+                *(index.stride(0), table.ints.shape[1], vocab),
+                COLUMNS=COLUMNS,
+                INT_COLUMNS=power_of_two(COLUMNS.num_ints),
+                FLOAT_COLUMNS=power_of_two(COLUMNS.num_floats),
                 NUM_BIAS=num_bias,
                 NUM_STOPS=num_stops,
                 BIAS=power_of_two(num_bias),
@@ -69,7 +135,8 @@ class SlotRows:
                 num_warps=4,
                 **early(chip(index)),
             )
-        return cls(table, ints, floats)
+        wide = (table.bias_ids, table.bias_values, table.stop_ids, table.counts, table.seen)
+        return cls(table, ints, floats, (ints, floats, *wide, num_bias, num_stops, vocab))
 
     @property
     def batch(self) -> int:
@@ -79,39 +146,32 @@ class SlotRows:
     def vocab(self) -> int:
         return self.table.counts.shape[1]
 
-    def arguments(self) -> tuple[Any, ...]:
-        """The kernels' argument `slots`."""
-        table = self.table
-        wide = (table.bias_ids, table.bias_values, table.stop_ids, table.counts, table.seen)
-        return (self.ints, self.floats, *wide, *(value.shape[1] for value in wide[1:4]))
-
 
 def check_table(table: SlotTable) -> None:
-    """Scalars of one type share a stride, the wide fields are dense: what the kernels address them by."""
-    slots, like = table.temperature.shape[0], table.temperature
-    for names, dtype in ((INTS, torch.int64), (FLOATS, torch.float32)):
-        for name in names:
-            value = getattr(table, name)
-            require(f"table.{name}", value, (slots,), dtype, like)
-            if value.stride() != getattr(table, names[0]).stride():
-                raise EspalierError(f"table.{name} and table.{names[0]} differ in stride; allocate them alike")
-    vocab = table.counts.shape[1]
-    wide: dict[str, tuple[int, torch.dtype]] = {
+    """Refuse a table whose fields are not contiguous or do not have the shapes and dtypes that the kernels read."""
+    slots, vocab = table.ints.shape[0], table.counts.shape[1]
+    expected: dict[str, tuple[int, torch.dtype]] = {
+        "ints": (len(INTS), torch.int64),
+        "floats": (len(FLOATS), torch.float32),
         "bias_ids": (-1, torch.int64),
         "bias_values": (table.bias_ids.shape[1], torch.float32),
         "stop_ids": (-1, torch.int64),
         "counts": (vocab, torch.int32),
         "seen": (vocab, torch.bool),
     }
-    for name, (width, dtype) in wide.items():
+    for name, (width, dtype) in expected.items():
         value = getattr(table, name)
-        require(f"table.{name}", value, (slots, width), dtype, like)
+        require(f"table.{name}", value, (slots, width), dtype, table.ints)
         if not value.is_contiguous():
             raise EspalierError(f"table.{name} must be contiguous; allocate it whole")
 
 
 def logits_arguments(logits: Tensor, vocab: int, rows: SlotRows, first: Tensor) -> tuple[Any, ...]:
-    """The kernels' argument `logits`, checked: [B, Q, vocab], dense in the last, of tokens from `first` [B] on."""
+    """The kernels' argument `logits`, in the order of LogitsArguments.
+
+    logits: [B, Q, vocab], contiguous in the last dimension; first: [B] int64, the position of the first token that the
+    launch draws.  Raises EspalierError for other shapes and dtypes.
+    """
     require("logits", logits, (rows.batch, -1, vocab), None, rows.ints)
     require("first", first, (rows.batch,), torch.int64, rows.ints)
     if logits.dtype not in LOGITS or (vocab > 1 and logits.stride(2) != 1):
@@ -119,151 +179,114 @@ def logits_arguments(logits: Tensor, vocab: int, rows: SlotRows, first: Tensor) 
             f"logits are {logits.dtype} of stride {logits.stride(2)} in the vocabulary; give bfloat16, float16, "
             "float32 or float64 whose last dimension is dense"
         )
-    return (logits, logits.stride(0), logits.stride(1), first, first.stride(0))
+    return (logits, *logits.stride()[:2], first, first.stride(0))
 
 
 def above_arguments(
     above: tuple[Tensor, Tensor] | None, first: int, queries: int, rows: SlotRows, mask: Tensor | None = None
 ) -> tuple[Any, ...]:
-    """The kernels' argument `above`, checked: (tokens [B, E], ancestor_bits [B, Q, W]) of which `first` and those after
-    it count, None for nothing; mask [B, Q, ceil(V / 32)] int32 of the tokens allowed, None for all."""
-    masks: tuple[Any, ...] = (rows.ints, 0, 0, 0)
+    """The kernels' argument `above`, in the order of AboveArguments.
+
+    above: (tokens [B, E], ancestor_bits [B, Q, W]), None for no drafted tokens; tokens from index `first` on count as
+    output.  mask: [B, Q, ceil(V / 32)] int32, the bits of allowed tokens, None to allow all.  Raises EspalierError for
+    other shapes and dtypes.
+    """
+    unused = rows.ints
+    masks: tuple[Any, ...] = (unused, 0, 0, 0)
     if mask is not None:
         require("mask", mask, (rows.batch, queries, -(-rows.vocab // 32)), torch.int32, rows.ints)
         if mask.stride(2) != 1:
             raise EspalierError("mask must be dense in its last dimension; allocate it whole")
         masks = (mask, *mask.stride()[:2], mask.shape[2])
     if above is None:
-        return (rows.ints, 0, rows.ints, 0, 0, 0, 0, *masks)
-    tokens, ancestor_bits = above
+        return (unused, 0, unused, 0, 0, 0, 0, *masks)
+    tokens, bits = above
     require("above.tokens", tokens, (rows.batch, -1), torch.int64, rows.ints)
-    require("above.words", ancestor_bits, (rows.batch, queries, -1), torch.int64, rows.ints)
-    num_above = tokens.shape[1]
-    if num_above > 64 * ancestor_bits.shape[2] or tokens.stride(1) != 1 or ancestor_bits.stride(2) != 1:
-        raise EspalierError(f"above needs a bit for each of {num_above} tokens, both dense in their last dimension")
-    return (
-        tokens,
-        tokens.stride(0),
-        ancestor_bits,
-        ancestor_bits.stride(0),
-        ancestor_bits.stride(1),
-        first,
-        num_above,
-        *masks,
-    )
+    require("above.ancestor_bits", bits, (rows.batch, queries, -1), torch.int64, rows.ints)
+    num_tokens = tokens.shape[1]
+    if num_tokens > 64 * bits.shape[2] or tokens.stride(1) != 1 or bits.stride(2) != 1:
+        raise EspalierError(f"above needs a bit for each of {num_tokens} tokens, both dense in their last dimension")
+    return (tokens, tokens.stride(0), bits, *bits.stride()[:2], first, num_tokens, *masks)
 
 
 @kernel
 def _gather_kernel(
-    ints_ptr,
-    floats_ptr,
-    index_ptr,
-    index_stride,
-    top_k_ptr,
-    seed_ptr,
-    min_position_ptr,
-    temperature_ptr,
-    top_p_ptr,
-    min_p_ptr,
-    repetition_ptr,
-    presence_ptr,
-    frequency_ptr,
-    int_stride,
-    float_stride,
-    bias_values_ptr,
-    stop_ids_ptr,
-    vocab,
-    NUM_BIAS: tl.constexpr,
-    NUM_STOPS: tl.constexpr,
-    BIAS: tl.constexpr,
-    STOPS: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):
+    ints_ptr, floats_ptr, index_ptr, table_ints_ptr, table_floats_ptr, bias_values_ptr, stop_ids_ptr,
+    index_stride, table_ints, vocab,
+    COLUMNS: tl.constexpr, INT_COLUMNS: tl.constexpr, FLOAT_COLUMNS: tl.constexpr,
+    NUM_BIAS: tl.constexpr, NUM_STOPS: tl.constexpr, BIAS: tl.constexpr, STOPS: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """One program per row.  table_ints: columns of the table's `ints`; its `floats` has those of COLUMNS."""
     pdl_wait_if(DEPENDENT)
     b = tl.program_id(0).to(tl.int64)
     slot = tl.load(index_ptr + b * index_stride)
     real = slot > 0
-    top_k = tl.load(top_k_ptr + slot * int_stride)
-    temperature = tl.where(real, tl.load(temperature_ptr + slot * float_stride), 0.0)
-    top_p = tl.load(top_p_ptr + slot * float_stride)
-    min_p = tl.load(min_p_ptr + slot * float_stride)
-    repetition = tl.load(repetition_ptr + slot * float_stride)
-    presence = tl.load(presence_ptr + slot * float_stride)
-    frequency = tl.load(frequency_ptr + slot * float_stride)
     entry = tl.arange(0, BIAS)
-    values = tl.load(bias_values_ptr + slot * NUM_BIAS + entry, mask=entry < NUM_BIAS, other=0.0)
-    num_bias = tl.max(tl.where(values != 0.0, entry + 1, 0), 0)
+    values = tl.load(bias_values_ptr + slot * NUM_BIAS + entry, mask=real & (entry < NUM_BIAS), other=0.0)
     stop = tl.arange(0, STOPS)
-    stop_ids = tl.load(stop_ids_ptr + slot * NUM_STOPS + stop, mask=stop < NUM_STOPS, other=-1)
-    num_stops = tl.max(tl.where(stop_ids >= 0, stop + 1, 0), 0)
-    penalised = real & ((repetition != 1.0) | (presence != 0.0) | (frequency != 0.0))
-    cuts_k = (top_k > 0) & (top_k < vocab)
-    filtered = (temperature > 0.0) & (cuts_k | (top_p < 1.0) | (min_p > 0.0))
-    ints = ints_ptr + b * 8
-    tl.store(ints, slot)
-    tl.store(ints + 1, tl.load(seed_ptr + slot * int_stride))
-    tl.store(ints + 2, tl.where(cuts_k, top_k, 0))
-    tl.store(ints + 3, tl.load(min_position_ptr + slot * int_stride))
-    tl.store(ints + 4, tl.where(real, num_bias, 0).to(tl.int64))
-    tl.store(ints + 5, tl.where(real, num_stops, 0).to(tl.int64))
-    tl.store(ints + 6, penalised.to(tl.int64))
-    tl.store(ints + 7, filtered.to(tl.int64))
-    floats = floats_ptr + b * 8
-    tl.store(floats, temperature)
-    tl.store(floats + 1, top_p)
-    tl.store(floats + 2, min_p)
-    tl.store(floats + 3, repetition)
-    tl.store(floats + 4, presence)
-    tl.store(floats + 5, frequency)
+    stop_ids = tl.load(stop_ids_ptr + slot * NUM_STOPS + stop, mask=real & (stop < NUM_STOPS), other=-1)
+    column = tl.arange(0, INT_COLUMNS)
+    ints = tl.load(table_ints_ptr + slot * table_ints + column, mask=real & (column < table_ints), other=0)
+    # A top_k of the whole vocabulary is none.
+    ints = tl.where((column == COLUMNS.top_k) & (ints >= vocab), 0, ints)
+    ints = tl.where(column == COLUMNS.slot, slot, ints)
+    ints = tl.where(column == COLUMNS.num_bias, tl.max(tl.where(values != 0.0, entry + 1, 0), 0), ints)
+    ints = tl.where(column == COLUMNS.num_stops, tl.max(tl.where(stop_ids >= 0, stop + 1, 0), 0), ints)
+    tl.store(ints_ptr + b * COLUMNS.num_ints + column, ints, mask=column < COLUMNS.num_ints)
+    column = tl.arange(0, FLOAT_COLUMNS)
+    inside = column < COLUMNS.num_floats
+    floats = tl.load(table_floats_ptr + slot * COLUMNS.num_floats + column, mask=real & inside, other=0.0)
+    tl.store(floats_ptr + b * COLUMNS.num_floats + column, floats, mask=inside)
 
 
 @kernel
-def row_of(out, queries, offset, logits, slots, above):
-    """(row of the batch, its logits, position drawn at, what shapes it, what stands above it) of row `out` of a launch.
+def row_of(out, queries, offset, logits, slots, above, COLUMNS: tl.constexpr):
+    """(row of the batch, pointer to its logits, position of the token, RowParams, RowAbove) of row `out` of a launch.
 
-    logits, slots, above: tuples, as logits_arguments, SlotRows.arguments and above_arguments make them.
+    logits, slots, above: LogitsArguments, SlotArguments, AboveArguments.
     """
-    logits_ptr, batch_stride, query_stride, first_ptr, first_stride = logits
-    tokens_ptr, tokens_stride, words_ptr, words_batch_stride, words_query_stride, first_above, num_above = above[:7]
-    mask_ptr, mask_batch_stride, mask_query_stride, mask_words = above[7:]
     b = out // queries
     q = out % queries
-    position = tl.load(first_ptr + b * first_stride) + offset
-    words_ptr += b * words_batch_stride + q * words_query_stride
-    mask_ptr += b * mask_batch_stride + q * mask_query_stride
-    hanging = (tokens_ptr + b * tokens_stride, words_ptr, first_above, num_above, mask_ptr, mask_words)
-    return b, logits_ptr + b * batch_stride + q * query_stride, position, slot_row(b, position, slots), hanging
+    position = tl.load(logits.first_ptr + b * logits.first_stride) + offset
+    row_above = RowAbove(
+        tokens_ptr=above.tokens_ptr + b * above.tokens_stride,
+        bits_ptr=above.bits_ptr + b * above.bits_batch_stride + q * above.bits_query_stride,
+        first=above.first,
+        num_tokens=above.num_tokens,
+        mask_ptr=above.mask_ptr + b * above.mask_batch_stride + q * above.mask_query_stride,
+        mask_words=above.mask_words,
+    )
+    logits_ptr = logits.logits_ptr + b * logits.batch_stride + q * logits.query_stride
+    return b, logits_ptr, position, row_params(b, position, slots, COLUMNS), row_above
 
 
 @kernel
-def slot_row(b, position, slots):
-    """What shapes a token drawn at `position` in row b of the batch, as shaped() takes it."""
-    ints_ptr, floats_ptr, bias_ids_ptr, bias_values_ptr, stop_ids_ptr, counts_ptr, seen_ptr = slots[:7]
-    num_bias, num_stops, vocab = slots[7:]
-    ints = ints_ptr + b * 8
-    floats = floats_ptr + b * 8
-    slot = tl.load(ints)
-    banned = tl.where(position < tl.load(ints + 3), tl.load(ints + 5), 0)
-    return (
-        tl.load(ints + 4).to(tl.int32),
-        bias_ids_ptr + slot * num_bias,
-        bias_values_ptr + slot * num_bias,
-        banned.to(tl.int32),
-        stop_ids_ptr + slot * num_stops,
-        tl.load(ints + 6),
-        counts_ptr + slot * vocab,
-        seen_ptr + slot * vocab,
-        tl.load(floats + 3),
-        tl.load(floats + 4),
-        tl.load(floats + 5),
-        tl.load(floats),
+def row_params(b, position, slots, COLUMNS: tl.constexpr):
+    """RowParams for a token drawn at `position` in row b of the batch."""
+    ints = slots.ints_ptr + b * COLUMNS.num_ints
+    floats = slots.floats_ptr + b * COLUMNS.num_floats
+    slot = tl.load(ints + COLUMNS.slot)
+    is_early = position < tl.load(ints + COLUMNS.min_position)
+    return RowParams(
+        num_bias=tl.load(ints + COLUMNS.num_bias).to(tl.int32),
+        bias_ids_ptr=slots.bias_ids_ptr + slot * slots.num_bias,
+        bias_values_ptr=slots.bias_values_ptr + slot * slots.num_bias,
+        num_banned=tl.where(is_early, tl.load(ints + COLUMNS.num_stops), 0).to(tl.int32),
+        stop_ids_ptr=slots.stop_ids_ptr + slot * slots.num_stops,
+        has_penalties=tl.load(ints + COLUMNS.has_penalties),
+        counts_ptr=slots.counts_ptr + slot * slots.vocab,
+        seen_ptr=slots.seen_ptr + slot * slots.vocab,
+        repetition_penalty=tl.load(floats + COLUMNS.repetition_penalty),
+        presence_penalty=tl.load(floats + COLUMNS.presence_penalty),
+        frequency_penalty=tl.load(floats + COLUMNS.frequency_penalty),
+        temperature=tl.load(floats + COLUMNS.temperature),
     )
 
 
 @kernel
-def leaves_as_it_is(row):
-    """Whether a row asks for nothing, so that shaped() gives its logits back.  row: as slot_row gives it."""
-    return (row[0] == 0) & (row[3] == 0) & (row[5] == 0) & ~(row[11] > 0)
+def leaves_logits(row):
+    """Whether shaped() returns a row's logits unchanged, apart from its mask.  row: RowParams."""
+    return (row.num_bias == 0) & (row.num_banned == 0) & (row.has_penalties == 0) & ~(row.temperature > 0)
 
 
 @kernel
@@ -278,43 +301,30 @@ def divided(x, y):
 
 @kernel
 def shaped(x, ids, inside, row, above):
-    """Mask, bias, bans, penalties, temperature: logits x of token ids [BLOCK], in the dtype that x has.
+    """Apply mask, bias, bans, penalties and temperature to logits x of token ids [BLOCK], in the dtype of x.
 
-    Lanes that are not `inside` hold -inf and keep it.  row, above: as row_of gives them.
+    Lanes that are not `inside` hold -inf and keep it.  row, above: RowParams, RowAbove.
     """
-    (
-        num_bias,
-        bias_ids_ptr,
-        bias_values_ptr,
-        num_banned,
-        stop_ids_ptr,
-        penalised,
-        counts_ptr,
-        seen_ptr,
-        repetition,
-        presence,
-        frequency,
-        temperature,
-    ) = row
-    tokens_ptr, words_ptr, first_above, num_above, mask_ptr, mask_words = above
     exact: tl.constexpr = x.dtype
-    if mask_words > 0:
-        word = tl.load(mask_ptr + ids // 32, mask=inside, other=0)
+    if above.mask_words > 0:
+        word = tl.load(above.mask_ptr + ids // 32, mask=inside, other=0)
         x = tl.where((word >> (ids % 32)) & 1 != 0, x, float("-inf"))
-    for e in range(num_bias):
-        x = tl.where(ids == tl.load(bias_ids_ptr + e), x + tl.load(bias_values_ptr + e).to(exact), x)
-    for e in range(num_banned):
-        x = tl.where(ids == tl.load(stop_ids_ptr + e), float("-inf"), x)
-    if penalised != 0:
-        counts = tl.load(counts_ptr + ids, mask=inside, other=0)
-        for e in range(first_above, num_above):
-            there = (tl.load(words_ptr + e // 64) >> (e % 64)) & 1
-            counts += ((ids == tl.load(tokens_ptr + e)) & (there != 0)).to(tl.int32)
+    for e in range(row.num_bias):
+        biased = x + tl.load(row.bias_values_ptr + e).to(exact)
+        x = tl.where(ids == tl.load(row.bias_ids_ptr + e), biased, x)
+    for e in range(row.num_banned):
+        x = tl.where(ids == tl.load(row.stop_ids_ptr + e), float("-inf"), x)
+    if row.has_penalties != 0:
+        counts = tl.load(row.counts_ptr + ids, mask=inside, other=0)
+        for e in range(above.first, above.num_tokens):
+            is_above = (tl.load(above.bits_ptr + e // 64) >> (e % 64)) & 1
+            counts += ((ids == tl.load(above.tokens_ptr + e)) & (is_above != 0)).to(tl.int32)
         counted = counts > 0
-        seen = tl.load(seen_ptr + ids, mask=inside, other=0) != 0
-        factor = tl.zeros_like(x) + repetition.to(exact)
+        seen = tl.load(row.seen_ptr + ids, mask=inside, other=0) != 0
+        factor = tl.zeros_like(x) + row.repetition_penalty.to(exact)
         x = tl.where(counted | seen, tl.where(x > 0, divided(x, factor), x * factor), x)
-        x = x - (frequency.to(exact) * counts.to(exact) + presence.to(exact) * counted.to(exact))
-    if temperature > 0:
-        x = divided(x, tl.zeros_like(x) + temperature.to(exact))
+        frequency, presence = row.frequency_penalty.to(exact), row.presence_penalty.to(exact)
+        x = x - (frequency * counts.to(exact) + presence * counted.to(exact))
+    if row.temperature > 0:
+        x = divided(x, tl.zeros_like(x) + row.temperature.to(exact))
     return x

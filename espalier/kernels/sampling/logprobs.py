@@ -1,8 +1,8 @@
-"""Log-probabilities of emitted tokens, written to the results of a launch, for those requests alone that ask for them.
+"""Write log-probabilities of emitted tokens to the results of a launch, for the requests that ask for them.
 
-Two launches: every split of the vocabulary gives its likeliest tokens and its part of the softmax's sum; then one
-program a token merges the splits.  A program whose request asks for nothing ends at once, so a CUDA graph always holds
-both launches.
+Two launches: the first finds the likeliest tokens of each split of the vocabulary and its part of the softmax's sum;
+the second merges the splits, one program per token.  Programs of other requests end at once, so a CUDA graph always
+has both launches.
 """
 
 from __future__ import annotations
@@ -20,18 +20,19 @@ from espalier.kernels.tree.select_beams import ordered_topk
 if TYPE_CHECKING:
     import triton.language as tl
 
-# Token ids of one program of the first launch: with few rows, with many rows.
+# Token ids per program of the first launch: the least, and the most where rows are many.
 SPLIT = 2048
 MAX_SPLIT = 8192
 
 
 @dataclass(frozen=True)
 class LogprobRing:
-    """Log-probabilities by entry of the results' ring, request and emitted token.
+    """Log-probabilities, by entry of the results' ring, request and emitted token.
 
-    chosen: [entries, batch, width], of the token itself; ranks: [entries, batch, width] int64, 1 for the likeliest;
-    ids: [entries, batch, width, most] int64 and values: [entries, batch, width, most], of the likeliest tokens, in
-    order.  chosen and values are float32, or float64 for a float64 model.  What nobody asked for is undefined.
+    chosen: [entries, batch, width], of the emitted token; ranks: [entries, batch, width] int64, its rank, 1 for the
+    likeliest; ids: [entries, batch, width, most] int64 and values: [entries, batch, width, most], the likeliest tokens
+    in order and their log-probabilities.  chosen and values are float32, or float64 for a float64 model.  Values that
+    no request num_logprobs for are undefined.
     """
 
     chosen: Tensor
@@ -43,7 +44,7 @@ class LogprobRing:
     def zeros(
         cls, entries: int, batch: int, width: int, most: int, dtype: torch.dtype, device: torch.device
     ) -> LogprobRing:
-        """most: the most alternatives that a request may ask for."""
+        """most: how many of the likeliest tokens a request may ask for."""
         exact = torch.promote_types(dtype, torch.float32)
 
         def values(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
@@ -56,24 +57,24 @@ class LogprobRing:
 
 
 def write_logprobs(
-    ring: LogprobRing, entry: Tensor, logits: Tensor, rows: Tensor, tokens: Tensor, length: Tensor, asked: Tensor
+    ring: LogprobRing, entry: Tensor, logits: Tensor, rows: Tensor, tokens: Tensor, length: Tensor, num_logprobs: Tensor
 ) -> None:
-    """Write the target's log-probabilities, before temperature and masks, of emitted tokens to entry [1] of the ring.
+    """Write the target's log-probabilities of emitted tokens, before temperature and masks, to entry [1] of the ring.
 
-    logits: [B, D, V]; rows: [B, W] int64, the row of the logits that each token was picked from; tokens: [B, W] int64,
-    of which the first length [B] were emitted; asked: [B] int64, how many of the likeliest tokens each request wants,
-    below 0 for a request without log-probabilities.  Equal logits are in order of their ids.
+    logits: [B, D, V]; rows: [B, W] int64, the row of the logits that each token was picked from; tokens: [B, W] int64;
+    the first length [B] of them were emitted; num_logprobs: [B] int64, how many of the likeliest tokens each request
+    wants, below 0 for a request without log-probabilities.  Tokens of equal logits are in order of their ids.
     """
     (write_logprobs_triton if logits.is_cuda else write_logprobs_reference)(
-        ring, entry, logits, rows, tokens, length, asked
+        ring, entry, logits, rows, tokens, length, num_logprobs
     )
 
 
 def write_logprobs_reference(
-    ring: LogprobRing, entry: Tensor, logits: Tensor, rows: Tensor, tokens: Tensor, length: Tensor, asked: Tensor
+    ring: LogprobRing, entry: Tensor, logits: Tensor, rows: Tensor, tokens: Tensor, length: Tensor, num_logprobs: Tensor
 ) -> None:
     batch, width = tokens.shape
-    if not tokens.numel() or not bool((asked >= 0).any()):
+    if not tokens.numel() or not bool((num_logprobs >= 0).any()):
         return
     picked = logits.gather(1, rows[..., None].expand(-1, -1, logits.shape[2])).to(ring.chosen.dtype)
     logp = torch.log_softmax(picked, -1)
@@ -91,18 +92,18 @@ def write_logprobs_reference(
 
 
 def write_logprobs_triton(
-    ring: LogprobRing, entry: Tensor, logits: Tensor, rows: Tensor, tokens: Tensor, length: Tensor, asked: Tensor
+    ring: LogprobRing, entry: Tensor, logits: Tensor, rows: Tensor, tokens: Tensor, length: Tensor, num_logprobs: Tensor
 ) -> None:
-    """Within 2**-16 of the reference in float32 (a sum over the vocabulary in another order); ids and ranks are exact.
+    """Within 2**-16 of the reference in float32 (it sums the vocabulary in another order); ids and ranks are exact.
 
-    Raises EspalierError where a tensor's form is not what write_logprobs says.
+    Raises EspalierError for a tensor whose shape, dtype or device is not as write_logprobs says.
     """
     (batch, _, vocab), width = logits.shape, tokens.shape[1]
     _, max_batch, max_width, most = ring.ids.shape
     require("logprobs: logits", logits, (batch, -1, -1), None, logits)
     require("logprobs: entry", entry, (1,), torch.int64, logits)
     require("logprobs: length", length, (batch,), torch.int64, logits)
-    require("logprobs: asked", asked, (batch,), torch.int64, logits)
+    require("logprobs: num_logprobs", num_logprobs, (batch,), torch.int64, logits)
     for name, value in (("rows", rows), ("tokens", tokens)):
         require(f"logprobs: {name}", value, (batch, width), torch.int64, logits)
     require("logprobs: chosen", ring.chosen[:, :batch, :width], (-1, batch, width), ring.values.dtype, logits)
@@ -114,11 +115,11 @@ def write_logprobs_triton(
     exact = ring.chosen.dtype
     values = torch.empty(places, splits, most, dtype=exact, device=logits.device)
     ids = torch.empty(places, splits, most, dtype=torch.int32, device=logits.device)
-    # Maximum, sum of exponentials over it, and how many are above the chosen logit.
+    # For each split: its maximum, its sum of exp(logit - maximum), and how many logits are above the chosen one.
     parts = torch.empty(places, splits, 3, dtype=exact, device=logits.device)
-    rows, tokens, length, asked = (value.contiguous() for value in (rows, tokens, length, asked))
+    rows, tokens, length, num_logprobs = (value.contiguous() for value in (rows, tokens, length, num_logprobs))
     dense = logits if logits.stride(2) == 1 else logits.contiguous()
-    shared = (tokens, length, asked, width, splits)
+    shared = (tokens, length, num_logprobs, width, splits)
     _split_logprobs_kernel[(places, splits)](
         *(values, ids, parts, dense, rows, *shared, vocab, *dense.stride()[:2]),
         MOST=most,
@@ -138,7 +139,8 @@ def write_logprobs_triton(
 
 
 def split_size(vocab: int, places: int, on: Chip) -> int:
-    """Ids of one program: the more rows the more, since programs that end at once must be started too."""
+    """Token ids per program.  More rows give larger splits, because starting a program costs time even if it ends at
+    once."""
     size = min(SPLIT, power_of_two(vocab))
     while size < min(MAX_SPLIT, vocab) and oversubscribed(places * -(-vocab // size), on):
         size *= 2
@@ -147,15 +149,15 @@ def split_size(vocab: int, places: int, on: Chip) -> int:
 
 @kernel
 def _split_logprobs_kernel(
-    values_ptr, ids_ptr, parts_ptr, logits_ptr, rows_ptr, tokens_ptr, length_ptr, asked_ptr,
+    values_ptr, ids_ptr, parts_ptr, logits_ptr, rows_ptr, tokens_ptr, length_ptr, num_logprobs_ptr,
     width, splits, vocab, batch_stride, row_stride,
     MOST: tl.constexpr, SPLIT: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     pdl_wait_if(DEPENDENT)
     place = tl.program_id(0).to(tl.int64)
     b, w = place // width, place % width
-    asked = tl.load(asked_ptr + b)
-    if (asked >= 0) & (w < tl.load(length_ptr + b)):
+    num_logprobs = tl.load(num_logprobs_ptr + b)
+    if (num_logprobs >= 0) & (w < tl.load(length_ptr + b)):
         exact: tl.constexpr = values_ptr.dtype.element_ty
         split = tl.program_id(1)
         row_ptr = logits_ptr + b * batch_stride + tl.load(rows_ptr + place) * row_stride
@@ -168,7 +170,7 @@ def _split_logprobs_kernel(
         tl.store(parts_ptr + part * 3 + 1, tl.sum(tl.exp(x - tl.where(top == float("-inf"), 0.0, top)), 0))
         tl.store(parts_ptr + part * 3 + 2, tl.sum((x > chosen).to(tl.int32), 0).to(exact))
         left = index < vocab
-        for k in range(tl.minimum(asked, MOST)):
+        for k in range(tl.minimum(num_logprobs, MOST)):
             best = tl.max(tl.where(left, x, float("-inf")), 0)
             at = tl.min(tl.where(left & (x == best), index, 2147483647), 0)
             tl.store(values_ptr + part * MOST + k, best)
@@ -179,16 +181,16 @@ def _split_logprobs_kernel(
 @kernel
 def _merge_logprobs_kernel(
     chosen_ptr, ranks_ptr, out_ids_ptr, out_values_ptr, entry_ptr,
-    values_ptr, ids_ptr, parts_ptr, logits_ptr, rows_ptr, tokens_ptr, length_ptr, asked_ptr,
+    values_ptr, ids_ptr, parts_ptr, logits_ptr, rows_ptr, tokens_ptr, length_ptr, num_logprobs_ptr,
     width, splits, max_batch, max_width, batch_stride, row_stride,
     MOST: tl.constexpr, SPLITS: tl.constexpr, CANDIDATES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Candidates of a token lie in order of their ids, so the first of equal ones has the lowest."""
+    """Candidates are in order of their ids, so the first of equal candidates has the lowest id."""
     pdl_wait_if(DEPENDENT)
     place = tl.program_id(0).to(tl.int64)
     b, w = place // width, place % width
-    asked = tl.load(asked_ptr + b)
-    if (asked >= 0) & (w < tl.load(length_ptr + b)):
+    num_logprobs = tl.load(num_logprobs_ptr + b)
+    if (num_logprobs >= 0) & (w < tl.load(length_ptr + b)):
         exact: tl.constexpr = values_ptr.dtype.element_ty
         split = tl.arange(0, SPLITS)
         part = (place * splits + split) * 3
@@ -203,16 +205,16 @@ def _merge_logprobs_kernel(
         tl.store(chosen_ptr + out, (chosen - top) - total)
         tl.store(ranks_ptr + out, 1 + tl.sum(above.to(tl.int32), 0).to(tl.int64))
         candidate = tl.arange(0, CANDIDATES)
-        wanted = tl.minimum(asked, MOST)
+        wanted = tl.minimum(num_logprobs, MOST)
         left = (candidate < splits * MOST) & (candidate % MOST < wanted)
         values = tl.load(values_ptr + place * splits * MOST + candidate, mask=left, other=float("-inf"))
         ids = tl.load(ids_ptr + place * splits * MOST + candidate, mask=left, other=2147483647)
-        # A split of fewer ids than are wanted has none left.
+        # A split with fewer ids than are wanted pads its candidates with this id.
         left = left & (ids != 2147483647)
         for k in range(wanted):
             best = tl.max(tl.where(left, values, float("-inf")), 0)
             at = tl.min(tl.where(left & (values == best), candidate, 2147483647), 0)
-            found = tl.sum(tl.where(candidate == at, ids, 0), 0)
-            tl.store(out_ids_ptr + out * MOST + k, found.to(tl.int64))
+            best_id = tl.sum(tl.where(candidate == at, ids, 0), 0)
+            tl.store(out_ids_ptr + out * MOST + k, best_id.to(tl.int64))
             tl.store(out_values_ptr + out * MOST + k, (best - top) - total)
             left = left & (candidate != at)

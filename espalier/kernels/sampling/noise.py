@@ -1,8 +1,9 @@
-"""Device functions that repeat espalier/sampling/noise.py, which is their reference and gives the integers.
+"""Device functions for noise.  The reference is espalier/sampling/noise.py, which also gives the formulas.
 
-The bits are equal exactly.  The logarithms are tl.log, which Triton lowers to libdevice's accurate __nv_logf and
-__nv_log (one ulp; not lg2.approx): in float32 the noise is within 2**-22 of the reference's, relative where it is over
-1, else absolute, because the outer logarithm turns the inner one's relative ulp into an absolute one.
+The random bits equal the reference's exactly.  The logarithms are tl.log, which Triton lowers to libdevice's accurate
+__nv_logf and __nv_log (error of one ulp; not lg2.approx).  So in float32 the noise is within 2**-22 of the reference's:
+a relative error where the noise is above 1, else an absolute one, because the outer logarithm turns the inner one's
+relative error into an absolute error.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 @kernel
 def mix(x):
-    """A bijection of 32-bit patterns.  x: uint32, whose shifts bring in zeros and whose products wrap."""
+    """A bijection of 32-bit patterns.  x: uint32, so shifts bring in zeros and products wrap."""
     x = x ^ (x >> 16)
     x = x * 0x7FEB352D
     x = x ^ (x >> 15)
@@ -41,13 +42,13 @@ def noise_keys(seed, position):
 
 @kernel
 def random_bits_at(ids, k0, k1):
-    """32 bits a token id, as uint32.  ids: int32 of any shape."""
+    """32 random bits per token id, as uint32.  ids: int32 of any shape."""
     return mix(mix(ids.to(tl.uint32) ^ k0) + k1)
 
 
 @kernel
 def gumbel_at(ids, k0, k1, exact: tl.constexpr):
-    """Standard Gumbel noise of token ids under the keys of a place, computed in dtype `exact`."""
+    """Standard Gumbel noise of token ids in dtype `exact`.  k0, k1: as noise_keys gives them."""
     uniform = ((random_bits_at(ids, k0, k1) >> 9).to(exact) + 0.5) * 1.1920928955078125e-07  # 2**-23
     return -tl.log(-tl.log(uniform))
 
@@ -63,9 +64,9 @@ def _noise_kernel(bits_ptr, gumbel_ptr, seeds_ptr, positions_ptr, num_positions,
 
 
 def noise_triton(seeds: Tensor, positions: Tensor, vocab: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(bits int32, Gumbel noise in `dtype`) [B, P, vocab] under seeds [B] at positions [B, P], contiguous int64.
+    """(bits int32, Gumbel noise in `dtype`), [B, P, vocab] each, for seeds [B] and positions [B, P] int64.
 
-    What the device functions give, written out: how the tests compare them with random_bits and gumbel.
+    Only the tests call this, to compare the device functions with random_bits and gumbel.
     """
     batch, places = positions.shape
     require("seeds", seeds, (batch,), torch.int64, positions)

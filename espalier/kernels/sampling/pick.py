@@ -1,12 +1,13 @@
-"""The token at each row of the target's logits, in three launches and without a copy of the logits.
+"""Pick a token for each row of the target's logits, in three launches and without a copy of the logits.
 
-The reference is `pick` in espalier/sampling/pick.py, which also says what is computed; speculate/sampler.py chooses
-between the two.  First every split of the vocabulary gives its best, then a program a row merges them; last, rows with
-filters draw over their own logits once more (cut.py).  The best of bests is the best wherever a row is cut, and every
-row reads its own slot, so a row's token depends on nothing else and one launch serves every mixture.
+The reference is `pick` in espalier/sampling/pick.py; speculate/sampler.py chooses between the two.  The first launch
+finds the best token of each split of the vocabulary.  The second merges the splits, one program per row.  The third
+draws again for rows with filters (top_k_top_p.py).  A row's token does not depend on the splits, and every row reads
+its own slot, so one launch serves any mixture of requests.
 
-Exact: bias, bans, penalties and temperature equal the reference bit for bit given the same logits; so greedy tokens do,
-and drawn ones but for ties within the noise's rounding (noise.py) and top-p's (cut.py).
+Given the same logits, bias, bans, penalties and temperature equal the reference bit for bit.  So greedy tokens are
+equal, and sampled tokens are equal except where scores tie within the rounding of the noise (noise.py) or of top-p
+(top_k_top_p.py).
 """
 
 from __future__ import annotations
@@ -19,9 +20,13 @@ from torch import Tensor
 from espalier.kernels.runtime.launch import Chip, chip, kernel, oversubscribed, power_of_two, require
 from espalier.kernels.runtime.pdl import early, pdl_wait_if
 from espalier.kernels.sampling.logit_processors import (
+    COLUMNS,
+    AboveArguments,
+    LogitsArguments,
+    SlotArguments,
     SlotRows,
     above_arguments,
-    leaves_as_it_is,
+    leaves_logits,
     logits_arguments,
     row_of,
     shaped,
@@ -32,10 +37,10 @@ from espalier.kernels.sampling.top_k_top_p import draw_filtered, from_order, in_
 if TYPE_CHECKING:
     import triton.language as tl
 
-# Ids of a split: of few rows and of many.
+# Token ids of a split: the least, and the most where rows are many.
 SPLIT = 2048
 MOST_SPLIT = 32768
-# Ids read at a time where rows are shaped; bytes, where they are compared as they are.
+# Token ids read at once in a row with parameters; bytes read at once in a row without.
 BLOCK = 1024
 PLAIN_BYTES = 4096
 
@@ -49,17 +54,17 @@ def pick_triton(
     first_above: int = 0,
     mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Tokens [B, Q] int64 drawn at positions first [B] + offsets [B, Q], and whether each row was finite [B, Q] bool.
+    """Tokens [B, Q] int64 drawn at positions first [B] + offsets [B, Q], and whether each row is finite, [B, Q] bool.
 
-    logits: [B, Q, V], bfloat16, float16, float32 or float64 (which computes in float64), its last dimension dense.
-    above: (tokens [B, E], ancestor_bits [B, Q, W]), drafted tokens that count as output, those from `first_above` on.
-    mask: [B, Q, ceil(V / 32)] int32, the bits of tokens that may be drawn (sampling/mask.py); None allows all.  A row
-    with a NaN is not finite and its token is that of the first NaN; one whose best is infinite is not finite either.
+    logits: [B, Q, V], bfloat16, float16, float32 or float64 (then computed in float64), contiguous in the last
+    dimension.  above: (tokens [B, E], ancestor_bits [B, Q, W]), drafted tokens; those from index `first_above` on count
+    as output.  mask: [B, Q, ceil(V / 32)] int32, the bits of allowed tokens (sampling/mask.py); None allows all.
+    A row with a NaN is not finite, and its token is the first NaN.  A row whose best logit is infinite is not finite.
     """
     batch, queries = logits.shape[:2]
     given = logits_arguments(logits, rows.vocab, rows, first)
     require("offsets", offsets, (batch, queries), torch.int64, logits)
-    hanging = above_arguments(above, first_above, queries, rows, mask)
+    drafted = above_arguments(above, first_above, queries, rows, mask)
     tokens = torch.empty(batch, queries, dtype=torch.int64, device=logits.device)
     finite = torch.empty(batch, queries, dtype=torch.bool, device=logits.device)
     if not tokens.numel():
@@ -70,20 +75,20 @@ def pick_triton(
     exact = torch.int64 if logits.dtype == torch.float64 else torch.int32
     keys = torch.empty(places, splits, dtype=exact, device=logits.device)
     ids = torch.empty(places, splits, dtype=torch.int32, device=logits.device)
-    shared = ((offsets, *offsets.stride()), given, rows.arguments(), hanging, queries, splits)
-    # A multiply-add rounds once where the reference rounds twice.
-    exactly = {"enable_fp_fusion": False, **early(on)}
+    shared = ((offsets, *offsets.stride()), given, rows.arguments, drafted, queries, splits)
+    # A fused multiply-add rounds once where the reference rounds twice.
+    exactly = {"COLUMNS": COLUMNS, "enable_fp_fusion": False, **early(on)}
     _best_of_split_kernel[(places, splits)](keys, ids, *shared, split, **blocks(logits), num_warps=4, **exactly)
     _merge_kernel[(places,)](tokens, finite, keys, ids, splits, SPLITS=power_of_two(splits), num_warps=1, **early(on))
-    # A pass over a row waits for its blocks one after the other: few and wide.
+    # A program reads a row block by block and waits for each block, so blocks are few and wide.
     programs, wide = min(places, on.processors), min(4 * BLOCK, power_of_two(rows.vocab))
     _draw_filtered_kernel[(programs,)](tokens, finite, keys, *shared, places, BLOCK=wide, num_warps=16, **exactly)
     return tokens, finite
 
 
 def split_size(vocab: int, places: int, on: Chip) -> int:
-    """Ids that a program of the first launch covers: the fewer rows the less, so that a chip is full; no row's token
-    depends on it."""
+    """Token ids per program of the first launch.  Few rows give small splits, so that the programs fill the chip.  No
+    row's token depends on it."""
     size = SPLIT
     while size < MOST_SPLIT and oversubscribed(places * -(-vocab // size), on):
         size *= 2
@@ -91,8 +96,11 @@ def split_size(vocab: int, places: int, on: Chip) -> int:
 
 
 def blocks(logits: Tensor) -> dict[str, int]:
-    """Constants of the first launch: ids that it reads at a time, powers of two and no more than a row's, and how many
-    side by side a thread reads at once, which Triton wants rows and pointers for that are multiples of 16."""
+    """Constants of the first launch.
+
+    BLOCK, PLAIN_BLOCK: token ids read at once, powers of two and at most the vocabulary.  GROUP: neighbouring ids that
+    one thread reads at once; above 1 Triton needs pointers, strides and a vocabulary that are multiples of 16.
+    """
     vocab, size = logits.shape[2], logits.element_size()
     block, plain = (min(most, 1 << vocab.bit_length() - 1) for most in (BLOCK, PLAIN_BYTES // size))
     starts = (logits.data_ptr(), *logits.stride()[:2], vocab)
@@ -108,21 +116,23 @@ def offset_of(out, queries, offsets):
 
 @kernel
 def larger(a, b):
-    """The maximum; NaN if either is."""
+    """The maximum, NaN if a or b is NaN."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @kernel
 def key_of(x):
-    """A block of floats as integers whose order is argmax's: zeros are equal, NaN is over all."""
+    """A block of floats as integers in the order of argmax: both zeros are equal, NaN is above all."""
     not_a_number = in_order(tl.full(x.shape, float("nan"), x.dtype))
     return tl.where(x == x, in_order(x + 0.0), not_a_number)
 
 
 @kernel
 def first_of_block(start, end, BLOCK: tl.constexpr):
-    """First id of a whole block from `start` on: moved back where it would pass `end`, it sees some ids once more, of
-    this split or of the one in front, and a best that is found twice is one best."""
+    """First id of a whole block from `start` on, moved back where the block would pass `end`.
+
+    A moved block reads some ids a second time, of this split or of the one before.  That does not change the best id.
+    """
     return tl.minimum(start, tl.maximum(end - BLOCK, 0))
 
 
@@ -132,12 +142,12 @@ def whole_block(logits_ptr, first, BLOCK: tl.constexpr):
 
 
 @kernel
-def scored(x, ids, vocab, row, hanging, noise, exact: tl.constexpr, PLAIN: tl.constexpr):
-    """What the ids of a block are compared by: logits x, which in a row that is not PLAIN are shaped and get noise."""
+def scored(x, ids, vocab, row, row_above, noise, exact: tl.constexpr, PLAIN: tl.constexpr):
+    """The scores of a block of ids: logits x in a PLAIN row, else shaped(x) plus noise."""
     x = x.to(exact)
     if not PLAIN:
         noisy, k0, k1 = noise
-        x = shaped(x, ids, ids < vocab, row, hanging)
+        x = shaped(x, ids, ids < vocab, row, row_above)
         if noisy:
             x = x + gumbel_at(ids, k0, k1, exact)
     return x
@@ -151,19 +161,18 @@ def best_of(
     end,
     vocab,
     row,
-    hanging,
+    row_above,
     noise,
     exact: tl.constexpr,
     PLAIN: tl.constexpr,
     BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """(key, lowest id) of the best of the ids [begin, end) of a row, and perhaps of some in front; coming: the first
-    block.
+    """(key, lowest id) of the best of the ids [begin, end) of a row, and perhaps of some ids before; coming: the first
+    block, already loaded.
 
-    What is kept while it reads is, of GROUP ids side by side, which one thread holds, the largest and where the block
-    stands that had it first: an id for every logit would cost several times that.  Which of the GROUP it was, is
-    looked up at the end.
+    While it reads, each thread keeps for its GROUP of neighbouring ids only the largest score and the first block that
+    had it: an id for every score would cost several times as much.  At the end it finds the id within the GROUP.
     """
     groups = tl.arange(0, BLOCK // GROUP) * GROUP
     best = tl.full([BLOCK // GROUP], float("-inf"), exact)
@@ -171,11 +180,11 @@ def best_of(
     for start in range(begin, end, BLOCK):
         first = first_of_block(start, end, BLOCK)
         x = coming
-        # On its way while this block is looked at.
+        # The next block is loaded while this one is compared.
         coming = whole_block(logits_ptr, first_of_block(start + BLOCK, end, BLOCK), BLOCK)
-        x = scored(x, first + tl.arange(0, BLOCK), vocab, row, hanging, noise, exact, PLAIN)
+        x = scored(x, first + tl.arange(0, BLOCK), vocab, row, row_above, noise, exact, PLAIN)
         most = tl.reduce(tl.reshape(x, [BLOCK // GROUP, GROUP]), 1, larger)
-        # The first NaN is not passed either.
+        # The first NaN stays the best.
         at = tl.where((best == best) & ~(most <= best), first, at)
         best = larger(best, most)
     keys = key_of(best)
@@ -183,7 +192,7 @@ def best_of(
     index = tl.min(tl.where(keys == key, at + groups, 2147483647), 0)
     if GROUP > 1:
         ids = index + tl.arange(0, GROUP)
-        x = scored(tl.load(logits_ptr + ids), ids, vocab, row, hanging, noise, exact, PLAIN)
+        x = scored(tl.load(logits_ptr + ids), ids, vocab, row, row_above, noise, exact, PLAIN)
         index = tl.min(tl.where(key_of(x) == key, ids, 2147483647), 0)
     return key, index
 
@@ -199,45 +208,49 @@ def _best_of_split_kernel(
     queries,
     splits,
     split_size,
+    COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
     PLAIN_BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Best (key, lowest id) of a split: of logit / T + noise, without the noise in a row with filters."""
+    """Best (key, lowest id) of a split, by logit / T + noise; without the noise in a row with filters."""
     pdl_wait_if(DEPENDENT)
     out = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
     offset = offset_of(out, queries, offsets)
-    b, logits_ptr, position, row, hanging = row_of(out, queries, offset, logits, slots, above)
-    ints, floats, vocab = slots[0] + b * 8, slots[1] + b * 8, slots[9]
+    logits, slots, above = LogitsArguments(*logits), SlotArguments(*slots), AboveArguments(*above)
+    b, logits_ptr, position, row, row_above = row_of(out, queries, offset, logits, slots, above, COLUMNS)
+    ints, vocab = slots.ints_ptr + b * COLUMNS.num_ints, slots.vocab
     exact: tl.constexpr = tl.float32 if keys_ptr.dtype.element_ty == tl.int32 else tl.float64
     begin = split * split_size
     end = tl.minimum(begin + split_size, vocab)
-    # On its way before it is known what the row asks for: a load that has a mask, compilers leave where it stands.
+    # This load starts before the row's parameters are known.  It has a mask so that the compiler does not move it.
     ids = first_of_block(begin, end, PLAIN_BLOCK) + tl.arange(0, PLAIN_BLOCK)
     plain = tl.load(logits_ptr + ids, mask=ids < vocab)
-    if leaves_as_it_is(row) & (above[10] == 0):
+    if leaves_logits(row) & (above.mask_words == 0):
         none = (False, 0, 0)
-        key, index = best_of(logits_ptr, plain, begin, end, vocab, row, hanging, none, exact, True, PLAIN_BLOCK, GROUP)
+        key, index = best_of(
+            logits_ptr, plain, begin, end, vocab, row, row_above, none, exact, True, PLAIN_BLOCK, GROUP
+        )
     else:
-        k0, k1 = noise_keys(tl.load(ints + 1), position)
-        noise = ((tl.load(floats) > 0) & (tl.load(ints + 7) == 0), k0, k1)
+        k0, k1 = noise_keys(tl.load(ints + COLUMNS.seed), position)
+        noise = ((row.temperature > 0) & (tl.load(ints + COLUMNS.has_filters) == 0), k0, k1)
         coming = whole_block(logits_ptr, first_of_block(begin, end, BLOCK), BLOCK)
-        key, index = best_of(logits_ptr, coming, begin, end, vocab, row, hanging, noise, exact, False, BLOCK, GROUP)
+        key, index = best_of(logits_ptr, coming, begin, end, vocab, row, row_above, noise, exact, False, BLOCK, GROUP)
     tl.store(keys_ptr + out * splits + split, key)
     tl.store(ids_ptr + out * splits + split, index)
 
 
 @kernel
 def _merge_kernel(tokens_ptr, finite_ptr, keys_ptr, ids_ptr, splits, SPLITS: tl.constexpr, DEPENDENT: tl.constexpr):
-    """The best of a row's splits; its key stays with the first of them."""
+    """The best of a row's splits; its key is written to the row's first split."""
     pdl_wait_if(DEPENDENT)
     out = tl.program_id(0).to(tl.int64)
     split = tl.arange(0, SPLITS)
     there = split < splits
     ids = tl.load(ids_ptr + out * splits + split, mask=there, other=2147483647)
-    # Past the last the first again: no key stands for nothing.
+    # Past the last split it reads the first again, because no key means "none".
     keys = tl.load(keys_ptr + out * splits + tl.where(there, split, 0))
     best = tl.max(keys, 0)
     token = tl.min(tl.where(keys == best, ids, 2147483647), 0)
@@ -258,27 +271,35 @@ def _draw_filtered_kernel(
     queries,
     splits,
     rows,
+    COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Draw again, from what the filters leave, in those rows that have any.
+    """Draw again in rows with filters, from the tokens that the filters leave.
 
-    A program goes through many rows, and asks of 32 at once whether they have: most have none, and a program each, or a
-    wait each, would cost more than that.
+    Each program covers many rows, and first reads has_filters of 32 rows at once: most rows have no filters, and one
+    program or one load per row would cost more.
     """
     pdl_wait_if(DEPENDENT)
-    vocab, own, rope_and_norm = slots[9], tl.program_id(0), tl.num_programs(0)
-    filtered = tl.zeros([32], tl.int64)
-    for begin in range(own, rows, 32 * rope_and_norm):
-        mine = begin + tl.arange(0, 32) * rope_and_norm
-        filtered |= tl.load(slots[0] + mine // queries * 8 + 7, mask=mine < rows, other=0)
-    for out in range(own.to(tl.int64), tl.where(tl.max(filtered, 0) != 0, rows, 0), rope_and_norm):
-        ints, floats = slots[0] + out // queries * 8, slots[1] + out // queries * 8
-        if (tl.load(ints + 7) != 0) & (tl.load(finite_ptr + out) != 0):
+    logits, slots, above = LogitsArguments(*logits), SlotArguments(*slots), AboveArguments(*above)
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    has_filters = tl.zeros([32], tl.int64)
+    for begin in range(program, rows, 32 * programs):
+        mine = begin + tl.arange(0, 32) * programs
+        ints = slots.ints_ptr + mine // queries * COLUMNS.num_ints
+        has_filters |= tl.load(ints + COLUMNS.has_filters, mask=mine < rows, other=0)
+    for out in range(program.to(tl.int64), tl.where(tl.max(has_filters, 0) != 0, rows, 0), programs):
+        ints = slots.ints_ptr + out // queries * COLUMNS.num_ints
+        floats = slots.floats_ptr + out // queries * COLUMNS.num_floats
+        if (tl.load(ints + COLUMNS.has_filters) != 0) & (tl.load(finite_ptr + out) != 0):
             offset = offset_of(out, queries, offsets)
-            _b, logits_ptr, position, row, hanging = row_of(out, queries, offset, logits, slots, above)
-            k0, k1 = noise_keys(tl.load(ints + 1), position)
-            filters = (tl.load(ints + 2), tl.load(floats + 1), tl.load(floats + 2))
+            _b, logits_ptr, position, row, row_above = row_of(out, queries, offset, logits, slots, above, COLUMNS)
+            k0, k1 = noise_keys(tl.load(ints + COLUMNS.seed), position)
+            filters = (
+                tl.load(ints + COLUMNS.top_k),
+                tl.load(floats + COLUMNS.top_p),
+                tl.load(floats + COLUMNS.min_p),
+            )
             top = from_order(tl.load(keys_ptr + out * splits))
-            token = draw_filtered(logits_ptr, vocab, row, hanging, top, filters, k0, k1, BLOCK)
+            token = draw_filtered(logits_ptr, slots.vocab, row, row_above, top, filters, k0, k1, BLOCK)
             tl.store(tokens_ptr + out, token.to(tl.int64))

@@ -1,13 +1,13 @@
-"""Where top-k and top-p cut a row, without sorting it, and the draw from what they and min-p leave.
+"""Top-k, top-p and min-p without sorting a row, and the draw from the tokens that are left.
 
-The reference is `filtered` in espalier/sampling/pick.py.  A cut is found by bisection over values: each pass over the
-row weighs exactly (counts, or shares as integers) what is above a pivot, and draws the bracket in to values that stand
-in the row, so that a row of a thousand distinct values takes about ten passes and no row more than a hundred.  Ties at
-the cut keep the lower ids.
+The reference is `filtered` in espalier/sampling/pick.py.  The cut is the smallest logit that stays.  Bisection finds
+it: each pass over the row sums, exactly, the tokens above a pivot (their count, or their mass as integers), and then
+moves one end of the interval to a value of the row.  A row of a thousand distinct values takes about ten passes, and
+no row takes more than a hundred.  Of equal logits at the cut the lower ids stay.
 
-A share is exp(logit - likeliest) by tl.exp, in float32 within 2**-19 of itself where it counts at all: a token whose
-cumulative share comes that close to top_p may fall on the other side of the cut than by the reference, always on the
-same side here.
+A token's mass is exp(logit - largest logit) by tl.exp.  In float32 its relative error is at most 2**-19 where the mass
+counts at all.  So a token whose cumulative mass comes that close to top_p may be on the other side of the cut than in
+the reference.  Here it is always on the same side.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 @kernel
 def block_of(logits_ptr, start, vocab, BLOCK: tl.constexpr):
-    """A block of a row's logits as they are, -inf past the vocabulary."""
+    """A block of a row's logits, -inf past the vocabulary."""
     ids = start + tl.arange(0, BLOCK)
     return tl.load(logits_ptr + ids, mask=ids < vocab, other=float("-inf"))
 
 
 @kernel
 def shaped_block(logits_ptr, start, vocab, exact: tl.constexpr, row, above, BLOCK: tl.constexpr):
-    """(x, ids) of a block of a row: its logits shaped and over temperature, -inf past the vocabulary."""
+    """(x, ids) of a block of a row: its logits after shaped(), -inf past the vocabulary."""
     ids = start + tl.arange(0, BLOCK)
     x = block_of(logits_ptr, start, vocab, BLOCK)
     return shaped(x.to(exact), ids, ids < vocab, row, above), ids
@@ -39,13 +39,13 @@ def shaped_block(logits_ptr, start, vocab, exact: tl.constexpr, row, above, BLOC
 
 @kernel
 def mass_of(x, top):
-    """A token's share in units of 2**-40 of the likeliest's, whole numbers, so that sums have no order."""
+    """A token's mass in units of 2**-40 of the likeliest token's: integers, whose sum does not depend on its order."""
     return (tl.exp(x - top) * 1099511627776.0).to(tl.int64)
 
 
 @kernel
 def in_order(x):
-    """Floats as integers of the same order; its own inverse but for the type."""
+    """Floats as integers in the same order.  from_order is the inverse."""
     if x.dtype == tl.float32:
         bits = x.to(tl.int32, bitcast=True)
         key = bits ^ ((bits >> 31) & 0x7FFFFFFF)
@@ -65,30 +65,34 @@ def from_order(key):
 
 
 @kernel
-def pivot_of(low, high, rope_and_norm):
-    """A value in [low, high).  The middle, which is quick for logits; from turn 24 on the middle of what floats there
-    are, which no values can slow down."""
+def pivot_of(low, high, step):
+    """A value in [low, high).
+
+    The middle, which is fast for usual logits; from step 24 on the median of all floats between, whose number of steps
+    does not depend on the values.
+    """
     low_key = in_order(low)
     high_key = in_order(high)
     among_floats = from_order((low_key & high_key) + ((low_key ^ high_key) >> 1))
     middle = tl.where(low == float("-inf"), high - 16.0, low + (high - low) * 0.5)
-    pivot = tl.where(rope_and_norm < 24, middle, among_floats)
+    pivot = tl.where(step < 24, middle, among_floats)
     return tl.where((pivot >= low) & (pivot < high), pivot, low)
 
 
 @kernel
 def find_cut(logits_ptr, vocab, row, above, top, lowest, target, BY_MASS: tl.constexpr, BLOCK: tl.constexpr):
-    """(cut, over): the largest value with at least `target` at or over it, and what is over it, less than target.
+    """(cut, over): the largest value such that the tokens at or above it sum to at least `target`, and the sum of those
+    above it, which is less than target.
 
-    Counted in tokens, or BY_MASS in shares.  The cut lies in [lowest, top]; top: the row's maximum, finite.
+    Sums are counts of tokens, or BY_MASS their mass.  The cut is in [lowest, top].  top: the row's maximum, finite.
     """
     exact: tl.constexpr = top.dtype
     low = lowest
     high = top
     over = target * 0
-    rope_and_norm = 0
+    step = 0
     while low < high:
-        pivot = pivot_of(low, high, rope_and_norm)
+        pivot = pivot_of(low, high, step)
         weight = tl.zeros([BLOCK], tl.int64)
         larger = tl.full([BLOCK], float("inf"), exact)
         rest = tl.full([BLOCK], float("-inf"), exact)
@@ -106,13 +110,13 @@ def find_cut(logits_ptr, vocab, row, above, top, lowest, target, BY_MASS: tl.con
         else:
             high = tl.max(rest, 0)
             over = total
-        rope_and_norm += 1
+        step += 1
     return high, over
 
 
 @kernel
 def mass_left(logits_ptr, vocab, row, above, top, cut, ties, BLOCK: tl.constexpr):
-    """The mass of all over the cut, and of as many at it as stay."""
+    """The mass of all tokens above the cut and of the `ties` tokens at it that stay."""
     weight = tl.zeros([BLOCK], tl.int64)
     for start in range(0, vocab, BLOCK):
         x, _ids = shaped_block(logits_ptr, start, vocab, top.dtype, row, above, BLOCK)
@@ -122,13 +126,13 @@ def mass_left(logits_ptr, vocab, row, above, top, cut, ties, BLOCK: tl.constexpr
 
 @kernel
 def mass_at(value, top, BLOCK: tl.constexpr):
-    # A whole block, so that a library that rounds single numbers otherwise cannot (the interpreter's).
+    # Computed for a whole block: the interpreter's library may round a single number differently.
     return tl.max(mass_of(tl.zeros([BLOCK], top.dtype) + value, top), 0)
 
 
 @kernel
 def cut_of(logits_ptr, vocab, row, above, top, top_k, top_p, BLOCK: tl.constexpr):
-    """(cut, ties): what stays is all over the cut and the `ties` lowest ids at it.  top_k: int64, 0 for none."""
+    """(cut, ties): the tokens above the cut stay, and the `ties` lowest ids at it.  top_k: int64, 0 for no top-k."""
     cut = top - float("inf")
     ties = top_k * 0 + vocab
     if top_k > 0:
@@ -137,11 +141,11 @@ def cut_of(logits_ptr, vocab, row, above, top, top_k, top_p, BLOCK: tl.constexpr
     if top_p < 1:
         left = mass_left(logits_ptr, vocab, row, above, top, cut, ties, BLOCK)
         enough = tl.ceil(left.to(tl.float64) * top_p.to(tl.float64)).to(tl.int64)
-        # exp(-28) of the likeliest has no mass in units of 2**-40.
+        # exp(-28) is less than one unit of 2**-40.
         lowest = tl.maximum(cut, top - 28.0)
         tail, over = find_cut(logits_ptr, vocab, row, above, top, lowest, enough, True, BLOCK)
         each = tl.maximum(mass_at(tail, top, BLOCK), 1)
-        # No more than top-k left at this value: enough is no more than what is left.
+        # Never more ids than top-k left at this value, because `enough` is at most `left`.
         ties = (enough - over + each - 1) // each
         cut = tail
     return cut, ties
@@ -149,7 +153,10 @@ def cut_of(logits_ptr, vocab, row, above, top, top_k, top_p, BLOCK: tl.constexpr
 
 @kernel
 def draw_filtered(logits_ptr, vocab, row, above, top, filters, k0, k1, BLOCK: tl.constexpr):
-    """The id of the best logit plus noise among what the filters (top_k, top_p, min_p) leave; ties to the lower id."""
+    """The id with the largest logit plus noise among the tokens that filters (top_k, top_p, min_p) leave.
+
+    Ties go to the lower id.
+    """
     exact: tl.constexpr = top.dtype
     top_k, top_p, min_p = filters
     cut, ties = cut_of(logits_ptr, vocab, row, above, top, top_k, top_p, BLOCK)

@@ -1,5 +1,7 @@
-"""The slots move on: what was decided enters the history, and the rows that a commit copies are derived.  One launch,
-for rounds and prefill passes alike."""
+"""Advance the slots: write decided tokens to the history, and derive the rows that a commit copies.
+
+One launch, the same for rounds and prefill passes.
+"""
 
 from __future__ import annotations
 
@@ -11,28 +13,28 @@ from torch import Tensor
 from espalier.kernels.runtime.launch import chip, kernel, power_of_two, require
 from espalier.kernels.runtime.pdl import early, pdl_wait_if
 from espalier.kernels.state.page_rows import page_row, page_rows
-from espalier.slots import BatchState
+from espalier.slots import COLUMNS, BatchState
 
 if TYPE_CHECKING:
     import triton.language as tl
 
 
 class NodeRows(NamedTuple):
-    """rows: [B, W] nodes that were accepted, from the root on; nodes: rows of staging that each request has."""
+    """rows: [B, W] accepted nodes, from the root down; nodes: rows of staging per request."""
 
     rows: Tensor
     nodes: int
 
 
 class Copies(NamedTuple):
-    """source, destination [B, W]: rows of the target's staging, and rows of its pages, 0 for what is not kept."""
+    """source, destination [B, W]: rows of the target's staging and of its pages; destination 0 is not kept."""
 
     source: Tensor
     destination: Tensor
 
 
 class Advanced(NamedTuple):
-    """num_picked: [B] int64, how many of the decided tokens were picked and not known before; copies: of a path."""
+    """num_picked: [B] int64, decided tokens that were not known before; copies: None without a path."""
 
     num_picked: Tensor
     copies: Copies | None
@@ -41,14 +43,14 @@ class Advanced(NamedTuple):
 def advance(
     slots: BatchState, length: Tensor, picked: Tensor, count_tokens: bool, path: NodeRows | None = None
 ) -> Advanced:
-    """Decide `length` [B] more tokens of each slot, the last of them its new root.
+    """Decide `length` [B] more tokens of each slot; the last one becomes its root.
 
-    picked: [B, W] int64, the last W of these tokens, or all of them where they are fewer; tokens before them stand in
-    the history.  A token that is known there stays, and is the root in place of a picked one.  count_tokens: picked
-    tokens are counted for penalties.  path: the nodes that these tokens decide, which go to positions prefix_len ..;
-    a prefill pass has none, as its rows follow one another.
-    Where length is 0 (padding, which may name one slot twice) nothing changes.  Raises EspalierError if sizes do not
-    agree.  Exact.
+    picked: [B, W] int64, the last W of the decided tokens, or all of them where there are fewer; earlier ones are in
+    the history already.  Where the history knows a token, that token stays and the picked one is dropped.
+    count_tokens: count picked tokens for penalties.  path: the accepted nodes, whose rows go to positions from
+    prefix_len on; None for a prefill pass, whose rows are in order already.
+    Where length is 0 nothing changes; that is padding, and padding may name one slot twice.  Raises EspalierError if
+    sizes do not agree.  Exact.
     """
     run = advance_triton if picked.is_cuda else advance_reference
     return run(slots, length, picked, count_tokens, path)
@@ -69,10 +71,10 @@ def advance_triton(
         source, destination = (None, None) if copies is None else copies
         _advance_kernel[(batch,)](
             *(slots.index, slots.prefix_len, slots.commit_from, slots.page_table, length, picked.contiguous(), rows),
-            *(table.known_len, table.history, table.prefix_len, table.root, table.counts if count_tokens else None),
-            *(num_picked, source, destination),
-            *(slots.index.stride(0), length.stride(0), slots.page_table.shape[1], table.ints.stride(0)),
+            *(table.ints, table.history, table.counts if count_tokens else None, num_picked, source, destination),
+            *(slots.index.stride(0), length.stride(0), slots.page_table.shape[1]),
             *(table.history.stride(0), table.counts.stride(0), nodes, table.layout.page_size),
+            COLUMNS=COLUMNS,
             WIDTH=width,
             W=power_of_two(width),
             num_warps=1,
@@ -88,7 +90,7 @@ def advance_reference(
     offsets = torch.arange(width, device=picked.device)
     decided = offsets < length[:, None]
     places = slots.prefix_len[:, None] + 1 + (length[:, None] - width).clamp(min=0) + offsets
-    # Where nothing is decided the entry keeps what it holds.
+    # An undecided entry keeps its token.
     columns = places.clamp(max=table.layout.history_width - 1)
     slot = slots.index[:, None].expand_as(columns)
     new = decided & (places >= table.known_len[slots.index][:, None])
@@ -112,15 +114,15 @@ def advance_reference(
 @kernel
 def _advance_kernel(
     index_ptr, prefix_len_ptr, commit_from_ptr, page_table_ptr, length_ptr, picked_ptr, row_ptr,
-    known_len_ptr, history_ptr, out_prefix_len_ptr, root_ptr, counts_ptr,
-    num_picked_ptr, source_ptr, destination_ptr,
-    index_stride, length_stride, table_width, int_stride, history_stride, counts_stride, nodes, page_size,
-    WIDTH: tl.constexpr, W: tl.constexpr, DEPENDENT: tl.constexpr,
+    ints_ptr, history_ptr, counts_ptr, num_picked_ptr, source_ptr, destination_ptr,
+    index_stride, length_stride, table_width, history_stride, counts_stride, nodes, page_size,
+    COLUMNS: tl.constexpr, WIDTH: tl.constexpr, W: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """A program a request."""
+    """One program per request."""
     pdl_wait_if(DEPENDENT)
     request = tl.program_id(0).to(tl.int64)
     slot = tl.load(index_ptr + request * index_stride)
+    ints = ints_ptr + slot * COLUMNS.num_ints
     prefix_len = tl.load(prefix_len_ptr + request)
     length = tl.load(length_ptr + request * length_stride)
     offset = tl.arange(0, W)
@@ -128,17 +130,18 @@ def _advance_kernel(
     held = tl.minimum(length, WIDTH)
     decided = offset < held
     place = prefix_len + 1 + tl.maximum(length - WIDTH, 0) + offset
-    known = decided & (place < tl.load(known_len_ptr + slot * int_stride))
-    new = decided & (place >= tl.load(known_len_ptr + slot * int_stride))
+    known_len = tl.load(ints + COLUMNS.known_len)
+    known = decided & (place < known_len)
+    new = decided & (place >= known_len)
     history_at = history_ptr + slot * history_stride + place
     token = tl.load(picked_ptr + at, mask=new, other=0) + tl.load(history_at, mask=known, other=0)
 
     tl.store(history_at, token, mask=new)
-    tl.store(root_ptr + slot * int_stride + offset * 0, token, mask=offset == held - 1)
+    tl.store(ints + COLUMNS.root + offset * 0, token, mask=offset == held - 1)
     if length > 0:
-        tl.store(out_prefix_len_ptr + slot * int_stride, prefix_len + length)
+        tl.store(ints + COLUMNS.prefix_len, prefix_len + length)
     if counts_ptr is not None:
-        # A path may hold a token twice.
+        # A path may have the same token twice.
         tl.atomic_add(counts_ptr + slot * counts_stride + token, new.to(tl.int32), mask=new, sem="relaxed")
     tl.store(num_picked_ptr + request, tl.sum(new.to(tl.int64), 0))
 

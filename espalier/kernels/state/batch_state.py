@@ -1,4 +1,4 @@
-"""Between the slot table and a launch: the rows of a batch, the chains that they run, the hidden that they keep."""
+"""Reads and writes of the slot table by a launch: BatchState, chains of known tokens, and carried hidden states."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from espalier.kernels.runtime.launch import chip, kernel, power_of_two, require
 from espalier.kernels.runtime.pdl import early, pdl_wait_if
 from espalier.kernels.state.page_rows import page_row, page_rows
-from espalier.slots import BatchState, SlotTable
+from espalier.slots import COLUMNS, BatchState, SlotTable
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -19,7 +19,7 @@ LARGEST_BLOCK = 1024
 
 
 class Chain(NamedTuple):
-    """Known tokens of a batch in order, [B, W] int64 each: positions, tokens, and the page rows that a commit fills."""
+    """Consecutive known tokens of a batch, [B, W] int64 each; rows: the page rows that a commit fills."""
 
     positions: Tensor
     tokens: Tensor
@@ -27,20 +27,24 @@ class Chain(NamedTuple):
 
 
 def gather(table: SlotTable, index: Tensor) -> BatchState:
-    """What a launch reads of the slots `index` [B] int64, as it stands now.  Exact."""
+    """The BatchState of the slots `index` [B] int64.  Exact."""
     return (gather_triton if index.is_cuda else gather_reference)(table, index)
 
 
 def chain(slots: BatchState, first: int, length: Tensor, width: int) -> Chain:
-    """`length` [B] tokens of each slot's history, from position prefix_len + `first` on, in `width` rows.
+    """`length` [B] tokens of each slot's history from position prefix_len + `first` on, in `width` rows.
 
-    Rows past length run the root, and they and rows below commit_from are written to the dummy row.  Exact.
+    Rows past length have the root as their token.  Rows past length and rows below commit_from are written to the dummy
+    row.  Exact.
     """
     return (chain_triton if length.is_cuda else chain_reference)(slots, first, length, width)
 
 
 def carry(slots: BatchState, name: str, values: Tensor, length: Tensor) -> None:
-    """Hand row length - 1 (0 for length 0) of `values` [B, W, H], length [B], to each slot's next launch.  Exact."""
+    """Store row length - 1 (row 0 for length 0) of `values` [B, W, H] in each slot, for its next launch.
+
+    name: of the carried field; length: [B].  Exact.
+    """
     (carry_triton if length.is_cuda else carry_reference)(slots, name, values, length)
 
 
@@ -52,11 +56,11 @@ def gather_triton(table: SlotTable, index: Tensor) -> BatchState:
     if batch:
         block = min(power_of_two(width), LARGEST_BLOCK)
         _gather_slots_kernel[(batch, -(-width // block))](
-            *(index, table.prefix_len, table.root, table.commit_from, table.end, table.depth_limit, table.num_logprobs),
-            *(table.page_table, *scalars, real, pages),
-            *(index.stride(0), table.ints.stride(0), table.page_table.stride(0), width),
-            # What of `end` cannot be accepted, as the layout has it.
+            *(index, table.ints, table.page_table, *scalars, real, pages),
+            *(index.stride(0), table.page_table.stride(0), width),
+            # The layout's max_accept_depth is end - prefix_len minus this.
             -table.layout.max_accept_depth(0, 0),
+            COLUMNS=COLUMNS,
             BLOCK=block,
             num_warps=4,
             **early(chip(index)),
@@ -134,29 +138,29 @@ def carry_reference(slots: BatchState, name: str, values: Tensor, length: Tensor
 
 @kernel
 def _gather_slots_kernel(
-    index_ptr, prefix_len_ptr, root_ptr, commit_from_ptr, end_ptr, depth_limit_ptr, num_logprobs_ptr, page_table_ptr,
-    out_prefix_len_ptr, out_root_ptr, out_commit_from_ptr, num_tokens_ptr, room_ptr, out_num_logprobs_ptr, real_ptr,
-    out_pages_ptr,
-    index_stride, int_stride, table_stride, width, taken,
-    BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+    index_ptr, ints_ptr, page_table_ptr,
+    prefix_len_ptr, root_ptr, commit_from_ptr, num_tokens_ptr, max_accept_depth_ptr, num_logprobs_ptr, real_ptr,
+    pages_ptr,
+    index_stride, table_stride, width, taken,
+    COLUMNS: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     pdl_wait_if(DEPENDENT)
     b = tl.program_id(0).to(tl.int64)
     slot = tl.load(index_ptr + b * index_stride)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     pages = tl.load(page_table_ptr + slot * table_stride + column, mask=column < width, other=0)
-    tl.store(out_pages_ptr + b * width + column, pages, mask=column < width)
+    tl.store(pages_ptr + b * width + column, pages, mask=column < width)
     if tl.program_id(1) == 0:
-        cell = slot * int_stride
-        prefix_len = tl.load(prefix_len_ptr + cell)
-        left = tl.load(end_ptr + cell) - taken - prefix_len
-        max_accept_depth = tl.maximum(tl.minimum(tl.load(depth_limit_ptr + cell), left), 0)
-        tl.store(out_prefix_len_ptr + b, prefix_len)
-        tl.store(out_root_ptr + b, tl.load(root_ptr + cell))
-        tl.store(out_commit_from_ptr + b, tl.load(commit_from_ptr + cell))
+        ints = ints_ptr + slot * COLUMNS.num_ints
+        prefix_len = tl.load(ints + COLUMNS.prefix_len)
+        left = tl.load(ints + COLUMNS.end) - taken - prefix_len
+        max_accept_depth = tl.maximum(tl.minimum(tl.load(ints + COLUMNS.depth_limit), left), 0)
+        tl.store(prefix_len_ptr + b, prefix_len)
+        tl.store(root_ptr + b, tl.load(ints + COLUMNS.root))
+        tl.store(commit_from_ptr + b, tl.load(ints + COLUMNS.commit_from))
         tl.store(num_tokens_ptr + b, prefix_len + 1)
-        tl.store(room_ptr + b, max_accept_depth)
-        tl.store(out_num_logprobs_ptr + b, tl.load(num_logprobs_ptr + cell))
+        tl.store(max_accept_depth_ptr + b, max_accept_depth)
+        tl.store(num_logprobs_ptr + b, tl.load(ints + COLUMNS.num_logprobs))
         tl.store(real_ptr + b, slot > 0)
 
 

@@ -1,4 +1,7 @@
-"""Commit: rows that were decided leave staging for the pages, all layers and planes of one group in one launch."""
+"""Commit: copy the rows of accepted tokens from staging to the pages.
+
+One launch copies all layers of one group, and up to two planes.
+"""
 
 from __future__ import annotations
 
@@ -17,25 +20,25 @@ if TYPE_CHECKING:
     import triton.language as tl
 
 LARGEST_BLOCK = 2048
-# Of one warp at 16 bytes a thread, the widest access.
+# Bytes that a warp copies at once: 16 per thread, the widest access.
 WARP_BYTES = 512
-# Of one program, where one for each layer would crowd the chip.
+# Layers of one program, where one program per layer would be more than the chip can start quickly.
 LAYERS_A_PROGRAM = 4
-# Of one launch; more planes take more launches.
 PLANES_A_LAUNCH = 2
 
 
 def commit_rows(staged: Sequence[Tensor], committed: Sequence[Tensor], source: Tensor, rows: Tensor) -> None:
-    """Copy rows `source` [N] of staged planes to `rows` [N] of committed ones, [layers, rows, heads, size] each.
+    """Copy rows `source` [N] of the staged planes to `rows` [N] of the committed planes.
 
-    Rows are distinct but for row 0, the dummy's, to which nothing is copied.
+    A plane is [layers, rows, heads, size].  `rows` has no row twice, except the dummy row 0, which is not written.
+    Raises EspalierError if shapes do not agree.
     """
     for i, (src, dst) in enumerate(zip(staged, committed, strict=True)):
         require(f"staged plane {i}", src, (committed[0].shape[0], -1, *dst.shape[2:]), dst.dtype, dst)
     require("commit's source", source, (-1,), torch.int64, committed[0])
     require("commit's rows", rows, tuple(source.shape), torch.int64, source)
-    make = commit_rows_triton if source.is_cuda else commit_rows_reference
-    make(staged, committed, source, rows)
+    run = commit_rows_triton if source.is_cuda else commit_rows_reference
+    run(staged, committed, source, rows)
 
 
 @kernel
@@ -53,7 +56,7 @@ def _commit_kernel(
     LAYERS: tl.constexpr, SIZE_0: tl.constexpr, SIZE_1: tl.constexpr, BLOCK_0: tl.constexpr, BLOCK_1: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """A program a row and LAYERS layers.  There is no second plane where src_1_ptr is None."""
+    """One program per row and LAYERS layers.  src_1_ptr is None if there is no second plane."""
     pdl_wait_if(DEPENDENT)
     n, first = tl.program_id(0), tl.program_id(1).to(tl.int64) * LAYERS
     source, row = tl.load(source_ptr + n), tl.load(row_ptr + n)
@@ -65,10 +68,10 @@ def _commit_kernel(
 
 
 def commit_rows_triton(staged: Sequence[Tensor], committed: Sequence[Tensor], source: Tensor, rows: Tensor) -> None:
-    """Bytes are copied, so the result is the reference's."""
+    """Copies bytes, so the result equals the reference's."""
     if not source.shape[0]:
         return
-    # Whatever the pages' memory order between layers, the values of one row stand together.
+    # The order of layers in memory is free; the values of one row must be contiguous.
     for i, buffer in enumerate((*staged, *committed)):
         if buffer.stride()[1:] != (buffer.shape[2] * buffer.shape[3], buffer.shape[3], 1):
             raise EspalierError(
@@ -85,8 +88,8 @@ def _launch(staged: Sequence[Tensor], committed: Sequence[Tensor], source: Tenso
     sizes = [buffer.shape[2] * buffer.shape[3] for buffer in committed]
     blocks = [min(power_of_two(size), LARGEST_BLOCK) for size in sizes]
     count, layers = source.shape[0], committed[0].shape[0]
-    precompile = LAYERS_A_PROGRAM if oversubscribed(count * layers, chip(source)) else 1
-    _commit_kernel[(count, -(-layers // precompile))](
+    layers_per_program = LAYERS_A_PROGRAM if oversubscribed(count * layers, chip(source)) else 1
+    _commit_kernel[(count, -(-layers // layers_per_program))](
         *(*staged, *[None] * missing),
         *(*committed, *[None] * missing),
         source,
@@ -94,7 +97,7 @@ def _launch(staged: Sequence[Tensor], committed: Sequence[Tensor], source: Tenso
         *(*(buffer.stride(0) for buffer in staged), *[0] * missing),
         *(*(buffer.stride(0) for buffer in committed), *[0] * missing),
         layers,
-        LAYERS=precompile,
+        LAYERS=layers_per_program,
         **{f"SIZE_{i}": size for i, size in enumerate([*sizes, *[0] * missing])},
         **{f"BLOCK_{i}": block for i, block in enumerate([*blocks, *[0] * missing])},
         num_warps=min(max(min(blocks) * committed[0].element_size() // WARP_BYTES, 1), 4),

@@ -1,4 +1,4 @@
-"""A launch's results as rows of one entry of a ring: fields of every kind side by side, as integers."""
+"""Write a launch's results to one entry of a ring: a row per request, with all fields side by side as int64."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ EMPTY = -1
 def write_results(ring: Tensor, entry: Tensor, fields: Mapping[int, Tensor]) -> None:
     """Write the first B rows of entry [1] of a ring [entries, rows, width] int64.
 
-    fields: by their first column, [B, columns] int64, or float32, whose bits are kept; what none covers is EMPTY.
-    Raises EspalierError if sizes do not agree.  Exact.
+    fields: [B, columns] int64 or float32 by their first column; float32 is written as its bits.  Columns without a
+    field become EMPTY.  Raises EspalierError if sizes do not agree.  Exact.
     """
     (write_results_triton if ring.is_cuda else write_results_reference)(ring, entry, fields)
 
@@ -31,16 +31,16 @@ def write_results(ring: Tensor, entry: Tensor, fields: Mapping[int, Tensor]) -> 
 def write_results_triton(ring: Tensor, entry: Tensor, fields: Mapping[int, Tensor]) -> None:
     _, rows, width = ring.shape
     batch = next(iter(fields.values())).shape[0]
-    require("put: ring", ring, (-1, -1, -1), torch.int64, ring)
-    require("put: entry", entry, (1,), torch.int64, ring)
+    require("write_results: ring", ring, (-1, -1, -1), torch.int64, ring)
+    require("write_results: entry", entry, (1,), torch.int64, ring)
     for start, field in fields.items():
         dtype = torch.float32 if field.dtype == torch.float32 else torch.int64
-        require(f"put: the field of column {start}", field, (batch, -1), dtype, ring)
+        require(f"write_results: the field of column {start}", field, (batch, -1), dtype, ring)
     ends = [start + field.shape[1] for start, field in fields.items()]
     if len(fields) > MOST_FIELDS or max(ends) > width or batch > rows or not ring.is_contiguous():
         raise EspalierError(
-            f"put: {len(fields)} fields of {batch} rows up to column {max(ends)} need a contiguous ring that holds "
-            f"them, {MOST_FIELDS} fields at most, and it is {list(ring.shape)}: take both from one layout"
+            f"write_results: {len(fields)} fields of {batch} rows up to column {max(ends)} need a contiguous ring that "
+            f"holds them, {MOST_FIELDS} fields at most, and it is {list(ring.shape)}: take both from one layout"
         )
     if batch:
         missing = MOST_FIELDS - len(fields)
@@ -68,14 +68,14 @@ def write_results_reference(ring: Tensor, entry: Tensor, fields: Mapping[int, Te
 
 
 @kernel
-def _with(value, at, b, field_ptr, START: tl.constexpr, END: tl.constexpr):
-    """The row so far, and a field where its columns are."""
+def _with_field(value, at, b, field_ptr, START: tl.constexpr, END: tl.constexpr):
+    """The row `value` with columns START to END - 1 replaced by the field; unchanged if field_ptr is None."""
     if field_ptr is not None:
-        own = (at >= START) & (at < END)
-        found = tl.load(field_ptr + b * (END - START) + at - START, mask=own, other=0)
+        inside = (at >= START) & (at < END)
+        field = tl.load(field_ptr + b * (END - START) + at - START, mask=inside, other=0)
         if field_ptr.dtype.element_ty == tl.float32:
-            found = found.to(tl.int32, bitcast=True)
-        value = tl.where(own, found.to(tl.int64), value)
+            field = field.to(tl.int32, bitcast=True)
+        value = tl.where(inside, field.to(tl.int64), value)
     return value
 
 
@@ -89,18 +89,18 @@ def _write_results_kernel(
     END_4: tl.constexpr, END_5: tl.constexpr, END_6: tl.constexpr, END_7: tl.constexpr,
     NOTHING: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """A program a row."""
+    """One program per row."""
     pdl_wait_if(DEPENDENT)
     b = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     value = tl.full([BLOCK], NOTHING, tl.int64)
-    value = _with(value, at, b, field_0, START_0, END_0)
-    value = _with(value, at, b, field_1, START_1, END_1)
-    value = _with(value, at, b, field_2, START_2, END_2)
-    value = _with(value, at, b, field_3, START_3, END_3)
-    value = _with(value, at, b, field_4, START_4, END_4)
-    value = _with(value, at, b, field_5, START_5, END_5)
-    value = _with(value, at, b, field_6, START_6, END_6)
-    value = _with(value, at, b, field_7, START_7, END_7)
+    value = _with_field(value, at, b, field_0, START_0, END_0)
+    value = _with_field(value, at, b, field_1, START_1, END_1)
+    value = _with_field(value, at, b, field_2, START_2, END_2)
+    value = _with_field(value, at, b, field_3, START_3, END_3)
+    value = _with_field(value, at, b, field_4, START_4, END_4)
+    value = _with_field(value, at, b, field_5, START_5, END_5)
+    value = _with_field(value, at, b, field_6, START_6, END_6)
+    value = _with_field(value, at, b, field_7, START_7, END_7)
     row = tl.load(entry_ptr) * rows + b
     tl.store(ring_ptr + row * width + at, value, mask=at < width)

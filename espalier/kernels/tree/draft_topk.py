@@ -26,9 +26,14 @@ from torch import Tensor
 from espalier.kernels.runtime.launch import chip, kernel, power_of_two, require
 from espalier.kernels.runtime.pdl import early, pdl_wait_if
 from espalier.kernels.sampling.logit_processors import (
+    COLUMNS,
+    AboveArguments,
+    LogitsArguments,
+    SlotArguments,
     SlotRows,
     above_arguments,
     divided,
+    leaves_logits,
     logits_arguments,
     row_of,
     shaped,
@@ -87,7 +92,8 @@ def draft_topk_triton(
     options |= early(chip(logits))
     of_splits = (values, indices, sums)
     _block_topk_kernel[(places, splits)](
-        *(*of_splits, vocab, of_target, offset, given, rows.arguments(), hanging, queries, splits),
+        *(*of_splits, vocab, of_target, offset, given, rows.arguments, hanging, queries, splits),
+        COLUMNS=COLUMNS,
         TAU=float(tau),
         COUPLED=coupled,
         SPLIT=split,
@@ -120,6 +126,7 @@ def _block_topk_kernel(
     above,
     queries,
     splits,
+    COLUMNS: tl.constexpr,
     TAU: tl.constexpr,
     COUPLED: tl.constexpr,
     SPLIT: tl.constexpr,
@@ -131,20 +138,19 @@ def _block_topk_kernel(
     pdl_wait_if(DEPENDENT)
     out = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
-    b, logits_ptr, position, row, hanging = row_of(out, queries, offset, logits, slots, above)
+    logits, slots, above = LogitsArguments(*logits), SlotArguments(*slots), AboveArguments(*above)
+    b, logits_ptr, position, row, row_above = row_of(out, queries, offset, logits, slots, above, COLUMNS)
     index = split * SPLIT + tl.arange(0, SPLIT)
     inside = index < draft_vocab
     exact: tl.constexpr = values_ptr.dtype.element_ty
     x = tl.load(logits_ptr + index, mask=inside, other=float("-inf")).to(exact)
     ids = index
-    temperature = tl.load(slots[1] + b * 8)
     if HAS_D2T:
         # Who asks for nothing needs no ids, which are more bytes than the logits.
-        wanted = tl.where(temperature > 0, 1, 0) | row[0] | row[3] | row[5]
-        ids = tl.load(d2t_ptr + index, mask=inside & (wanted != 0), other=0).to(tl.int32)
-    x = shaped(x, ids, inside, row, hanging)
-    if COUPLED and temperature > 0:
-        k0, k1 = noise_keys(tl.load(slots[0] + b * 8 + 1), position)
+        ids = tl.load(d2t_ptr + index, mask=inside & ~leaves_logits(row), other=0).to(tl.int32)
+    x = shaped(x, ids, inside, row, row_above)
+    if COUPLED and row.temperature > 0:
+        k0, k1 = noise_keys(tl.load(slots.ints_ptr + b * COLUMNS.num_ints + COLUMNS.seed), position)
         x = x + gumbel_at(ids, k0, k1, exact)
         if TAU != 1.0:
             x = divided(x, tl.zeros_like(x) + TAU)

@@ -1,0 +1,46 @@
+"""Compiles the kernels that read the slot table for Hopper, and prints, as JSON, the names of those that compiled.
+
+A program of its own: where kernels are interpreted, nothing compiles.  Compiling needs no GPU.  The interpreter accepts
+code that the compiler refuses.
+"""
+
+import json
+
+import torch
+from triton.runtime import driver
+
+from espalier.kernels.runtime.precompile import precompile
+from espalier.kernels.sampling.pick import pick_triton
+from espalier.kernels.state.advance import NodeRows, advance_triton
+from espalier.kernels.state.batch_state import chain_triton, gather_triton
+from espalier.kernels.tree.draft_topk import draft_topk_triton
+from tests.kernels.asked import Driver
+from tests.kernels.sampled import kernel_rows, random_above, table_of
+
+VOCAB, DRAFT_VOCAB, QUERIES = 4096, 2048, 3
+
+
+def launch_all() -> None:
+    """With and without drafted tokens, a mask, and a draft vocabulary of its own."""
+    table = table_of(({}, {}), VOCAB, torch.device("cpu"))
+    slots = gather_triton(table, torch.tensor([1, 2]))
+    rows, positions = kernel_rows(slots), torch.zeros(2, QUERIES, dtype=torch.int64)
+    above = random_above(2, QUERIES, 5, VOCAB, torch.device("cpu"))
+    hanging, mask = (above.tokens, above.ancestor_bits), torch.zeros(2, QUERIES, VOCAB // 32, dtype=torch.int32)
+    logits = torch.zeros(2, QUERIES, VOCAB, dtype=torch.bfloat16)
+    pick_triton(logits, rows, slots.root, positions)
+    pick_triton(logits, rows, slots.root, positions, hanging, 1, mask)
+    scores, d2t = torch.zeros(2, QUERIES), torch.arange(DRAFT_VOCAB)
+    draft_topk_triton(logits, None, rows, slots.root, 1, scores, 4)
+    draft_topk_triton(logits[..., :DRAFT_VOCAB], d2t, rows, slots.root, 1, scores, 4, hanging)
+    chain_triton(slots, 0, slots.root, 4)
+    advance_triton(slots, slots.root, positions, False)
+    advance_triton(slots, slots.root, positions, True, NodeRows(positions, 4))
+
+
+if __name__ == "__main__":
+    stand_in = Driver()
+    driver.set_active(stand_in)
+    with precompile():
+        launch_all()
+    print(json.dumps(sorted({name for name, _ in stand_in.loaded})))
