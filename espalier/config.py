@@ -76,6 +76,9 @@ class EngineConfig:
     max_batch: int | Literal["auto"] = option("requests that run at once", low=1)
     max_context: int | Literal["auto"] = option("tokens of one request, prompt and output", low=2)
     chunk_size: int | Literal["auto"] = option("tokens of one prefill pass", low=16)
+    busy_chunk_size: int | Literal["auto"] = option(
+        "tokens of one prefill pass while other requests decode, which wait for it; by default 1024 on a GPU", low=16
+    )
     prefix_cache: bool | Literal["auto"] = option("share the pages of equal prompt beginnings")
     overlap: bool | Literal["auto"] = option("launch a round before the one before it is read")
     graph_batch: int | Literal["auto"] = option("largest batch whose rounds run as CUDA graphs; 0 for none", low=0)
@@ -114,6 +117,7 @@ class ResolvedConfig:
     max_batch: int
     max_context: int
     chunk_size: int
+    busy_chunk_size: int
     reentry: int
     prefix_cache: bool
     overlap: bool

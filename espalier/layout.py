@@ -4,7 +4,7 @@ Nothing else in the house multiplies two of these numbers: buffers are allocated
 their arguments against it, on the host, without touching the device.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields, replace
 from typing import TypeVar
 
@@ -15,11 +15,6 @@ from espalier.errors import EspalierError
 ANCESTOR_BITS = 64
 MAX_PAGE_SIZE = 512
 MIN_CHUNK_WIDTH = 16
-# What a prefill pass costs beside its rows, in rows: a GPU could multiply some 150 while it reads the weights (its peak
-# over its bandwidth, in bfloat16), and a round may run before the next pass.  And the share of the best pass's tokens a
-# second that is as good.
-ROWS_OF_A_PASS = 256
-NEAR_BEST = 0.9
 ROUNDS_IN_FLIGHT = 2
 # Log-probabilities of a prompt: logits of the vocabulary that are there at once, in bytes of float32.  At 128k tokens
 # that is 256 rows, as many as take as long to multiply as the head's weight takes to read.
@@ -112,7 +107,8 @@ class RoundLayout:
     page_size: positions a page; max_context: prompt and output of one request, in tokens;
     reentry: rows of a prefix hit that are computed again, for the draft; chunk_size: rows of one prefill pass;
     trees: (n, shape), ascending: rounds of n requests or more have this shape, up to the next; fewer than the first
-    have the configured tree.
+    have the configured tree;
+    busy_chunk_size: rows of a prefill pass while running requests wait for it; None: chunk_size.
     Buffers follow from the configured tree, which is the largest.
     """
 
@@ -125,6 +121,7 @@ class RoundLayout:
     reentry: int
     chunk_size: int
     trees: tuple[tuple[int, TreeShape], ...] = ()
+    busy_chunk_size: int | None = None
 
     def __post_init__(self) -> None:
         configured = self.tree
@@ -133,6 +130,12 @@ class RoundLayout:
             (self.max_batch < 1, "max_batch", self.max_batch, "1 or more"),
             (self.max_context < 2, "max_context", self.max_context, "2 or more: a prompt token and an answer"),
             (self.chunk_size < MIN_CHUNK_WIDTH, "chunk_size", self.chunk_size, f"{MIN_CHUNK_WIDTH} or more"),
+            (
+                not MIN_CHUNK_WIDTH <= (self.busy_chunk_size or self.chunk_size) <= self.chunk_size,
+                "busy_chunk_size",
+                self.busy_chunk_size or 0,
+                f"{MIN_CHUNK_WIDTH} to {self.chunk_size} (chunk_size)",
+            ),
         )
         for _, shape in self.trees:
             configured.require(shape)
@@ -221,24 +224,13 @@ class RoundLayout:
         middles = [width + width // 2 for width in doublings[1:]]
         return (*sorted(width for width in doublings + middles if width < self.chunk_size), self.chunk_size)
 
-    def chunk_batch(self, width: int) -> int:
-        """Requests that one prefill pass of this width holds."""
-        return min(self.max_batch, self.chunk_size // width)
+    def max_pieces(self, width: int) -> int:
+        """Pieces of this width that one prefill pass holds."""
+        return self.chunk_size // width
 
-    def next_pass(self, left: Sequence[int]) -> tuple[int, int]:
-        """(requests, width) of the prefill pass to come; left: tokens that each request still has to enter, oldest
-        first.
-
-        Of those that bring nearly as many tokens a second as the best, the one that brings the oldest furthest: padding
-        costs as much as tokens do.
-        """
-        rates = {}
-        for width in self.chunk_widths:
-            taken = left[: self.chunk_batch(width)]
-            rates[width] = sum(min(tokens, width) for tokens in taken) / (ROWS_OF_A_PASS + len(taken) * width)
-        near = [width for width, rate in rates.items() if rate >= NEAR_BEST * max(rates.values())]
-        width = max(near, key=lambda width: (min(left[0], width), rates[width]))
-        return min(len(left), self.chunk_batch(width)), width
+    def max_pass_rows(self, decoding: bool) -> int:
+        """Rows of a prefill pass.  decoding: whether running requests wait for it."""
+        return self.busy_chunk_size or self.chunk_size if decoding else self.chunk_size
 
     def tokens_ahead(self, rounds: int) -> int:
         """Rows that may come to exist from the last root the host has seen on, its own included.

@@ -12,7 +12,7 @@ from typing import Protocol
 from torch import Tensor
 
 from espalier.attention.base import Attention
-from espalier.cache.kv import StagedKV
+from espalier.cache.kv import PagedKV, StagedKV
 from espalier.kernels.layers.latent import LatentRopeAndNorm, rotate_and_store_latent
 from espalier.kernels.layers.rope import RopeAndNorm, rotate_and_store
 
@@ -53,21 +53,45 @@ class LatentProjections:
 
 
 @dataclass(frozen=True)
+class Commit:
+    """A pass whose rows are all kept.
+
+    rows: [B · Q], the row of the pages for each row of the pass; by_layer: commit each layer before it attends, as rows
+    of the pass read others through the pages.  Otherwise one launch commits all layers after the pass.
+    """
+
+    pages: PagedKV
+    rows: Tensor
+    by_layer: bool = False
+
+
+@dataclass(frozen=True)
 class StagedPass:
-    """A pass over staged rows: its own are rows at .. at+Q of each request's `width`, beside earlier ones."""
+    """A pass over staged rows: its own are rows at .. at+Q of each request's `width`, beside earlier ones.
+
+    commit: None where the caller commits some of the rows, or none.
+    """
 
     attention: Attention
     staged: StagedKV
     width: int
     at: int = 0
     first_layer: int = 0
+    commit: Commit | None = None
 
     def __call__(self, layer: int, projections: Projections) -> Tensor:
         layer += self.first_layer
         batch, queries = self.attention.nodes.positions.shape
         q = projections.write(self.rows, self.staged.layers[layer]).unflatten(0, (batch, queries))
+        if self.commit is not None and self.commit.by_layer:
+            self.commit.pages.commit_layer(self.staged, layer, self.rows, self.commit.rows)
         planes = self.staged.rows_of(layer, batch, queries, self.width, self.at)
         return self.attention.attend(layer, q, *self.attention.specs[layer].rows.read(planes))
+
+    def end(self) -> None:
+        """After the last layer: commit what no layer has."""
+        if self.commit is not None and not self.commit.by_layer:
+            self.commit.pages.commit(self.staged, self.rows, self.commit.rows)
 
     @cached_property
     def rows(self) -> Tensor:

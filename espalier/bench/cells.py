@@ -4,6 +4,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from espalier.engine.prefill_policy import next_pass
 from espalier.errors import EspalierError
 from espalier.layout import RoundLayout
 
@@ -45,8 +46,8 @@ def passes(layout: RoundLayout, prompts: Sequence[int]) -> int:
     """Prefill passes until prompts of so many tokens have entered."""
     left, count = list(prompts), 0
     while left:
-        taken, width = layout.next_pass(left)
-        left = [tokens - width for tokens in left[:taken] if tokens > width] + left[taken:]
+        lengths = next_pass(layout, left[: layout.max_batch], layout.chunk_size).lengths
+        left = [tokens - n for tokens, n in zip(left, lengths, strict=False) if tokens > n] + left[len(lengths) :]
         count += 1
     return count
 

@@ -86,7 +86,9 @@ def execute(
     """Run one launch: update the slot table, run a prefill pass of `width` (0: a round), write the results."""
     device_launch.apply(runner.table)
     if width:
-        output = prefill(runner, device_launch.slots, device_launch.lengths, width, needs, prompt_rows, masks)
+        output = prefill(
+            runner, device_launch.slots, device_launch.lengths, width, needs, device_launch.pieces, prompt_rows, masks
+        )
     else:
         output = run(runner, device_launch.slots, needs)
     results.write(device_launch.entry, output)

@@ -95,12 +95,12 @@ def _stale_hidden(right):
 def _packed_stride(right):
     """A request's features are looked for behind as many rows as were decided before it, not behind whole widths."""
 
-    def extend(drafter, slots, captured, length):
+    def extend(drafter, slots, captured, length, last_pieces=None):
         batch, width = captured.shape[:2]
         first = length.cumsum(0) - length
         rows = first[:, None] + torch.arange(width, device=length.device)
         packed = captured.flatten(0, 1)[rows.clamp(max=max(batch * width - 1, 0))]
-        right(drafter, slots, packed, length)
+        right(drafter, slots, packed, length, last_pieces)
 
     return extend
 

@@ -53,7 +53,7 @@ class HopperBlocks:
 
     @property
     def m(self) -> int:
-        """PackedLaunch queries of a tile."""
+        """Packed queries of a tile."""
         return self.groups * GROUP
 
     @property
