@@ -141,13 +141,13 @@ def _kv_splits_kernel(
     tl.store(start_ptr + request, start, mask=real)
     tl.store(start_ptr + request + 1, past, mask=request == batch - 1)
     for i in range(most):
-        wanted = i < count
+        exists = i < count
         low = begin + i * width
         item = item_ptr + (start + i) * 4
-        tl.store(item, request, mask=wanted)
-        tl.store(item + 1, low, mask=wanted)
-        tl.store(item + 2, tl.minimum(low + width, tl.maximum(length, low)), mask=wanted)
-        tl.store(item + 3, count, mask=wanted)
+        tl.store(item, request, mask=exists)
+        tl.store(item + 1, low, mask=exists)
+        tl.store(item + 2, tl.minimum(low + width, tl.maximum(length, low)), mask=exists)
+        tl.store(item + 3, count, mask=exists)
 
 
 def kv_splits_triton(
