@@ -58,7 +58,7 @@ def test_groups_of_a_model_and_its_draft_have_backends_of_their_own(names):
 def test_a_backend_that_cannot_do_a_group_is_refused_by_name():
     with pytest.raises(EspalierError, match="attention=triton does not support heads of size 512"):
         grouped_backend("triton", "cuda", torch.bfloat16, 16, [HEADS, LATENT], range(2))
-    with pytest.raises(EspalierError, match="names 2 backends, and the layers are of 1 kind"):
+    with pytest.raises(EspalierError, match="names 2 backends, but the model has 1 group of layers"):
         grouped_backend("triton, reference", "cuda", torch.bfloat16, 16, [HEADS], range(1))
 
 

@@ -109,11 +109,11 @@ def test_blocks_are_counted_once_for_a_prefix(kernel_device, monkeypatch):
     table = 1 + torch.arange(4 * pages.layout.table_width, device=kernel_device, dtype=torch.int32).view(4, -1)
     given = []
 
-    def seen(*args, **how):
+    def seen(*args, **config):
         given.append((args[4], args[10]))
-        return tree_attention_triton(*args, **how)
+        return tree_attention_triton(*args, **config)
 
-    monkeypatch.setattr(triton, "asks_straight", lambda *_: True)
+    monkeypatch.setattr(triton, "uses_contiguous_blocks", lambda *_: True)
     monkeypatch.setattr(triton, "tree_attention_triton", seen)
     for broken in (False, True):
         if broken:

@@ -55,8 +55,8 @@ class Chain:
 
 
 class Attended:
-    """A layer's projection, the rotation, and attention over what that stored, on pages that do or do not say that rows
-    stand side by side.  The first committed rows are stored right before, too."""
+    """A layer's projection, the rotation, and attention over what that stored, on pages that hold whole
+    blocks or not.  The first committed rows are also stored right before."""
 
     page_size = 64
 
@@ -82,13 +82,12 @@ class Attended:
 
     def __call__(self) -> list[torch.Tensor]:
         q = self._stored(0, self.rows, *self.kept)
-        c, straight = self.committed, None
+        c, contiguous = self.committed, None
         if self.page_size % 64:
-            straight = contiguous_blocks_triton(self.splits, c.page_table, self.page_size, 0)
+            contiguous = contiguous_blocks_triton(self.splits, c.page_table, self.page_size, 0)
         self._stored(1, self.page_size + self.rows, c.k, c.v)
-        return list(
-            tree_attention_triton(q[None], c, self.staged, self.positions, self.splits, SIZE**-0.5, straight=straight)
-        )
+        committed_and_staged = (c, self.staged, self.positions, self.splits)
+        return list(tree_attention_triton(q[None], *committed_and_staged, SIZE**-0.5, contiguous=contiguous))
 
     def _stored(self, layer: int, rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         qkv = linear_parts_triton(self.x, self.weight[layer], None, SLOW).unflatten(-1, (-1, SIZE))
