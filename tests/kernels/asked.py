@@ -1,7 +1,7 @@
-"""Prints, as JSON, what becomes of kernels that are asked for together, with a driver that stands in for a GPU's.
+"""Precompiles kernels with a fake GPU driver and prints, as JSON, what was compiled, loaded and launched.
 
-A program of its own: where kernels are interpreted, nothing compiles.  Compiling needs no GPU.  TRITON_CACHE_DIR is to
-be empty.
+It runs as its own process, because a process with TRITON_INTERPRET set does not compile.  Compiling needs no GPU.
+TRITON_CACHE_DIR must be empty.
 """
 
 import json
@@ -14,7 +14,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import _async_compile, driver
 
-import espalier.kernels.runtime.precompile as together_module
+import espalier.kernels.runtime.precompile as precompile_module
 from espalier.kernels.layers.norm import rms_norm_triton
 from espalier.kernels.layers.silu import silu_mul_triton
 from espalier.kernels.runtime.launch import asking, kernel
@@ -23,11 +23,11 @@ from espalier.kernels.tree.gather_rows import gather_rows_triton
 
 
 class Driver(SimpleNamespace):
-    """What Triton asks of a GPU's driver.  loaded: (kernel, thread); launched: kernels, in order."""
+    """A Triton driver without a GPU.  loaded: (kernel, thread) pairs; launched: kernels, in order."""
 
     def __init__(self):
-        own = {"load_binary": self._load, "get_device_properties": lambda device: {"max_shared_mem": 227 * 1024}}
-        super().__init__(loaded=[], launched=[], utils=SimpleNamespace(**own))
+        utils = {"load_binary": self._load, "get_device_properties": lambda device: {"max_shared_mem": 227 * 1024}}
+        super().__init__(loaded=[], launched=[], utils=SimpleNamespace(**utils))
 
     def get_current_device(self):
         return 0
@@ -51,70 +51,74 @@ class Driver(SimpleNamespace):
 
 
 @kernel
-def _unsound_kernel(x_ptr):
-    tl.store(x_ptr, tl.load(x_ptr) + nobody_knows)  # noqa: F821
+def _broken_kernel(x_ptr):
+    tl.store(x_ptr, tl.load(x_ptr) + undefined)  # noqa: F821
 
 
 def launches(width):
-    """Of one layer."""
+    """The launches of one layer."""
     x = torch.ones(4, 2 * width)
     normed = rms_norm_triton(x, torch.ones(2 * width), 1e-5)
     return gather_rows_triton(silu_mul_triton(normed)[None], torch.empty(1, 2, dtype=torch.int64))
 
 
-def failure(how):
+def failure(action):
+    """The name of the error that `action` raises, or None."""
     try:
-        how()
+        action()
     except Exception as error:
         return type(error).__name__
     return None
 
 
-def unsound():
-    _unsound_kernel[(1,)](torch.ones(1))
+def launch_broken():
+    _broken_kernel[(1,)](torch.ones(1))
 
 
-def unsound_together():
-    """With others that wait for their turn."""
+def precompile_broken():
+    """Other kernels wait behind the broken one."""
     with precompile():
-        unsound()
+        launch_broken()
         launches(192)
 
 
-def out_of_memory_together():
+def precompile_out_of_memory():
     with precompile():
         launches(192)
         raise torch.OutOfMemoryError
 
 
-def together_thirty_times(width):
-    with precompile() as asked:
+def precompile_thirty_times(width):
+    """The number of kernels that were compiled."""
+    with precompile() as compiled:
         for _ in range(30):
             launches(width)
-    return len(asked)
+    return len(compiled)
 
 
 def main():
-    stand_in, compiled = Driver(), []
-    driver.set_active(stand_in)
+    fake, compiled = Driver(), []
+    driver.set_active(fake)
     triton.knobs.runtime.jit_post_compile_hook = lambda is_manual_warmup, fn, **_: compiled.append(
         [fn.name.rpartition(".")[2], is_manual_warmup]
     )
-    found = {"first": together_thirty_times(64), "again": together_thirty_times(64)}
-    found["launched_inside"] = list(stand_in.launched)
+    report = {"first": precompile_thirty_times(64), "again": precompile_thirty_times(64)}
+    report["launched_inside"] = list(fake.launched)
     launches(64)
-    found["launched"], found["compiled"], found["loaded"] = map(list, (stand_in.launched, compiled, stand_in.loaded))
-    # One thread, so that those behind it wait.
-    together_module.available_cores = lambda: 1
-    found["failures"] = [failure(unsound), failure(unsound_together), failure(out_of_memory_together), failure(unsound)]
-    found["modes_left"] = [_async_compile.active_mode.get() is not None, asking.get() is not None]
-    # Not in memory: whoever is still asked to make it would be one whose threads have ended.
+    report["launched"], report["compiled"], report["loaded"] = map(list, (fake.launched, compiled, fake.loaded))
+    # One thread, so that other kernels wait behind the broken one.
+    precompile_module.available_cores = lambda: 1
+    report["failures"] = [
+        failure(action) for action in (launch_broken, precompile_broken, precompile_out_of_memory, launch_broken)
+    ]
+    report["modes_left"] = [_async_compile.active_mode.get() is not None, asking.get() is not None]
+    # A new kernel: it must not be sent to the threads of a finished precompile.
     launches(96)
-    # Asked for with those that failed.
+    # Was requested together with the kernels that failed.
     launches(192)
-    found["launched_after_failures"] = len(stand_in.launched) - len(found["launched"])
-    found["is_dynamo_there"] = "torch._dynamo" in sys.modules
-    print(json.dumps(found))
+    report["launched_after_failures"] = len(fake.launched) - len(report["launched"])
+    report["is_dynamo_there"] = "torch._dynamo" in sys.modules
+    print(json.dumps(report))
 
 
 if __name__ == "__main__":

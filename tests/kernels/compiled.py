@@ -12,11 +12,14 @@ from tempfile import NamedTemporaryFile
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.compiler import ASTSource, CompilationError
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
+from espalier.kernels.attention.contiguous_blocks import _contiguous_blocks_kernel
 from espalier.kernels.attention.hopper import HopperConfig, _hopper_attention_kernel, hopper_constants
+from espalier.kernels.attention.kv_splits import _kv_splits_kernel
+from espalier.kernels.attention.merge_splits import _merge_splits_kernel
 from espalier.kernels.attention.tree_attention import _constants, _tree_attention_kernel
 from espalier.kernels.attention.triton_config import choose_config
 from espalier.kernels.attention.work_items import ALL, COUNTED, NONE
@@ -26,7 +29,7 @@ HOPPER = Chip(227 * 1024, 132, (9, 0))
 BFLOAT16 = ("q_ptr", "k_ptr", "v_ptr", "staged_k_ptr", "staged_v_ptr", "out_ptr")
 FLOAT32 = ("lse_ptr", "partial_ptr", "partial_lse_ptr")
 INT32 = ("table_ptr", "split_ptr", "start_ptr")
-INT64 = ("position_ptr", "row_position_ptr", "bits_ptr")
+INT64 = ("length_ptr", "position_ptr", "row_position_ptr", "bits_ptr")
 STRIDES = ("q_b", "q_q", "q_h", "k_row", "k_h", "v_row", "v_h", *(f"staged_{x}_{d}" for x in "kv" for d in "brh"))
 
 
@@ -63,6 +66,28 @@ def compiled_hopper(
         "contiguous": kind != NONE,
         "tma_loop_barriers": list(tma_loop_barriers(made.asm["ptx"])),
     }
+
+
+def errors_of_small_kernels() -> dict[str, str]:
+    """The error, if any, of compiling each kernel that plans or merges.  Triton's interpreter does not check types."""
+    splits = {"STEP": 64, "MIN_ROWS": 128, "MAX_ROWS": 2048, "BLOCK_B": 4, "BLOCK_Q": 16}
+    merge = {"HEADS": 32, "V_SIZE": 128, "BLOCK_V": 128, "BLOCK_SPLITS": 8, "STEP_SPLITS": 8, "DEPENDENT": True}
+    count = {"PAGE_SIZE": 16, "BLOCK_N": 64, "STEP_BLOCKS": 64, "DEPENDENT": True}
+    cases = [
+        *((_kv_splits_kernel, splits | {"WINDOW": window}, {}) for window in (0, 100)),
+        *(
+            (_merge_splits_kernel, merge | {"SINK": sink, "TWO_PAIRS": True}, {"sink_ptr": "*fp32"})
+            for sink in (False, True)
+        ),
+        (_contiguous_blocks_kernel, count, {"out_ptr": "*i32"}),
+    ]
+    errors = {}
+    for kernel, constants, kinds in cases:
+        try:
+            compile_for_hopper(kernel, ASTSource, constants, {}, kinds)
+        except CompilationError as error:
+            errors[kernel.function.__name__] = str(error)
+    return errors
 
 
 def problem_constants(nodes: int, page_size: int, window: int, group_size: int, longest_first: bool) -> dict:
@@ -147,4 +172,5 @@ if __name__ == "__main__":
         (two, 2, 16, 4096),
         (two, 2, 64),
     ]
-    print(json.dumps({"plain": plain, "hopper": [compiled_hopper(*case) for case in hopper]}))
+    report = {"plain": plain, "hopper": [compiled_hopper(*case) for case in hopper]}
+    print(json.dumps(report | {"errors_of_small_kernels": errors_of_small_kernels()}))

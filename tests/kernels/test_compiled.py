@@ -24,6 +24,10 @@ def compiled():
     return json.loads(ran.stdout)
 
 
+def test_kernels_that_plan_and_merge_compile(compiled):
+    assert not compiled["errors_of_small_kernels"]
+
+
 def test_loops_are_pipelined_and_fit_the_chip(compiled):
     """A loop that carries more than the load of a page computes the right result, but waits for all copies at once."""
     for case in compiled["plain"]:
