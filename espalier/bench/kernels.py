@@ -16,7 +16,7 @@ from espalier.bench.timing import Stopwatch
 from espalier.cache.kv import PagedKV
 from espalier.cache.layer_spec import KVHeads, LayerSpec
 from espalier.kernels.attention.ancestor_bits import pack
-from espalier.kernels.attention.contiguous_blocks import straight
+from espalier.kernels.attention.contiguous_blocks import count_contiguous_blocks
 from espalier.kernels.attention.kv_splits import kv_splits_triton
 from espalier.layout import RoundLayout
 
@@ -107,12 +107,12 @@ def _plan(attention: Attention, shape: Shape) -> Callable[[], object]:
     """What an attention that has run had planned, anew."""
     prefix, pages = attention.prefix, attention.pages
     policy = cast(TritonAttention, attention).splits(SPEC).policy
-    counted = (policy, straight) in prefix.planned
+    counts_blocks = (policy, count_contiguous_blocks) in prefix.planned
 
     def plan() -> None:
         splits = kv_splits_triton(prefix.length, prefix.first, policy)
-        if counted:
-            straight(splits, prefix.page_table, pages.page_size, prefix.first)
+        if counts_blocks:
+            count_contiguous_blocks(splits, prefix.page_table, pages.page_size, prefix.first)
 
     return plan
 
