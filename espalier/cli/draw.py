@@ -5,8 +5,8 @@ from math import isfinite
 
 from rich.text import Text
 
-from espalier.cli.console import FROM_DRAFT, QUIET, Signs
 from espalier.engine.launch_input import RoundTrace
+from espalier.terminal.console import FROM_DRAFT, QUIET, Signs
 
 VOID = -1
 Name = Callable[[int], str]

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from espalier.cache.pages import PagePool
 from espalier.cache.prefix_tree import PrefixTree
-from espalier.engine.executor import Closed, Executor, Handle
+from espalier.engine.executor import Closed, Executor, Handle, LaunchObserver
+from espalier.engine.launch_input import Row
 from espalier.engine.scheduler import Launch, Scheduler
 from espalier.errors import EspalierError
 from espalier.request import OutputChunk, Request, check_prompt
@@ -34,6 +35,7 @@ class Engine:
 
     requests: those that have not ended, by id.
     stopped: why nothing more runs, after a launch has failed; every request then in the engine is aborted with it.
+    observer: sees every launch; None, the default, costs nothing.
     """
 
     def __init__(self, executor: Executor, overlap: bool, prefix_cache: bool):
@@ -50,6 +52,7 @@ class Engine:
         self.inbox: list[Request] = []
         self.requests: dict[str, Request] = {}
         self.stopped: str | None = None
+        self.observer: LaunchObserver | None = None
 
     def step(self) -> list[OutputChunk]:
         """One turn: take in what arrived, launch what comes next, hand out what is done."""
@@ -61,15 +64,22 @@ class Engine:
             if done is None:
                 return self._hand_out(self.scheduler.take_pieces())
             harvest, handle = done
-            return self._hand_out(self.scheduler.harvest(harvest, handle.result()))
+            return self._hand_out(self.scheduler.harvest(harvest, self._result(handle)))
 
     def _launched(self, launch: Launch) -> Handle:
+        if self.observer is not None:
+            self.observer.on_launch(launch.launch_input)
         if not launch.launch_input.is_staged:
             return self.executor.launch(launch.launch_input)
         handle = self.executor.launch_staged(launch.launch_input)
         # Masks are made while the device verifies the trees.
         handle.settle(self.scheduler.node_masks(launch, handle.trees()))
         return handle
+
+    def _result(self, handle: Handle) -> list[Row]:
+        if self.observer is not None:
+            self.observer.before_result(handle)
+        return handle.result()
 
     def add(self, request: Request) -> None:
         """Queue a request.  Raises EspalierError, before anything is lost, for one that can never run."""

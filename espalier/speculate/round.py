@@ -32,7 +32,11 @@ from espalier.speculate.tree import Tree
 
 @dataclass(frozen=True)
 class ModelRunner:
-    """What every launch runs on: the layout and the buffers that follow from it, the models, the target's backends."""
+    """What every launch runs on: the layout and the buffers that follow from it, the models, the target's backends.
+
+    coupled_scores: whether the draft scores children with the noise that the target will draw with.  Without it fewer
+    sampled tokens are accepted; False exists to measure how many.
+    """
 
     layout: RoundLayout
     table: SlotTable
@@ -41,6 +45,7 @@ class ModelRunner:
     target: CausalLM
     drafter: Drafter
     backend: GroupedBackend
+    coupled_scores: bool = True
 
     def at(self, batch: int) -> "ModelRunner":
         """The round of so many requests: all but the tree's sizes is shared.  Raises EspalierError for too many."""
@@ -61,7 +66,8 @@ class ModelRunner:
     def sampler(self, slots: BatchState, needs: SamplingNeeds, first: Tensor, width: int) -> Sampler:
         """Sampling of the tokens at positions first .. first + width - 1, first [B]."""
         dtype = torch.promote_types(self.pages.dtype, torch.float32)
-        return Sampler.of(slots, needs, first, width, self.target.config.vocab_size, dtype)
+        sampler = Sampler.of(slots, needs, first, width, self.target.config.vocab_size, dtype)
+        return sampler if self.coupled_scores else replace(sampler, coupled=False)
 
 
 @dataclass(frozen=True)

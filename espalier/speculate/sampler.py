@@ -16,7 +16,7 @@ from espalier.kernels.tree.draft_topk import draft_topk_triton
 from espalier.sampling.logit_processors import Above, SamplingNeeds, SamplingRows, shape
 from espalier.sampling.mask import masked
 from espalier.sampling.noise import gumbel
-from espalier.sampling.pick import SampledTokens, coupled_scores, pick
+from espalier.sampling.pick import SampledTokens, coupled_scores, over_temperature, pick
 from espalier.slots import BatchState
 from espalier.speculate.tree import VOID, Tree, ordered_topk
 
@@ -25,7 +25,7 @@ from espalier.speculate.tree import VOID, Tree, ordered_topk
 class Sampler:
     """first: [B], position of the first token that this launch may draw; vocab: the target's; noise: [B, width, V] for
     positions first, first + 1, ...; rows and noise are None where the batch needs neither, and on a GPU, where
-    slot_rows is what the kernels read."""
+    slot_rows is what the kernels read; coupled: whether the draft's scores use the noise."""
 
     first: Tensor
     vocab: int
@@ -33,6 +33,7 @@ class Sampler:
     rows: SamplingRows | None
     noise: Tensor | None
     slot_rows: SlotRows | None = None
+    coupled: bool = True
 
     @classmethod
     def of(
@@ -83,7 +84,9 @@ class Sampler:
         """
         if self.slot_rows is not None:
             hanging = None if above is None else (above.tokens, above.ancestor_bits)
-            return draft_topk_triton(logits, d2t, self.slot_rows, self.first, offset, scores, topk, hanging)
+            return draft_topk_triton(
+                logits, d2t, self.slot_rows, self.first, offset, scores, topk, hanging, coupled=self.coupled
+            )
         logp, ids = self._child_scores(logits, d2t, offset, above)
         best, index = ordered_topk(logp.float(), topk)
         return (index if ids is None else ids[index]), scores[..., None] + best.clamp(max=0)
@@ -105,6 +108,8 @@ class Sampler:
         noise = self._noise(offsets)
         if noise is None:
             return torch.log_softmax(shaped, -1), None
+        if not self.coupled:
+            return torch.log_softmax(over_temperature(shaped, self.rows), -1), None
         return coupled_scores(shaped, self.rows, noise), None
 
     def _noise(self, offsets: Tensor) -> Tensor | None:

@@ -33,15 +33,16 @@ def assemble(
     overlap: bool,
     prefix_cache: bool,
     graph_batch: int = 0,
+    keep_graphs: bool = False,
 ) -> Engine:
     """An engine over these models.  attention: as attention.choose_backends gives it; draft_attention: by default the
-    same; graph_batch: the largest batch whose rounds are CUDA graphs; 0: none.
+    same; graph_batch: the largest batch whose rounds are CUDA graphs; 0: none; keep_graphs: see CudaExecutor.
 
     Raises EspalierError where the backend cannot run them, or the prefix cache cannot hold what they keep.
     """
     require_reentry(prefix_cache, (*target.geometry, *(draft.geometry if draft is not None else ())))
     runner = make_runner(layout, target, draft, algorithm, attention, num_pages, dtype, device, draft_attention)
-    return engine_of(runner, overlap, prefix_cache, graph_batch)
+    return engine_of(runner, overlap, prefix_cache, graph_batch, keep_graphs)
 
 
 def require_reentry(prefix_cache: bool, specs: Sequence[LayerSpec]) -> None:
@@ -54,10 +55,12 @@ def require_reentry(prefix_cache: bool, specs: Sequence[LayerSpec]) -> None:
             )
 
 
-def engine_of(runner: ModelRunner, overlap: bool, prefix_cache: bool, graph_batch: int = 0) -> Engine:
+def engine_of(
+    runner: ModelRunner, overlap: bool, prefix_cache: bool, graph_batch: int = 0, keep_graphs: bool = False
+) -> Engine:
     """An engine on buffers that nobody else launches on."""
     is_cuda = runner.pages.device.type == "cuda"
-    executor = CudaExecutor(runner, graph_batch) if is_cuda else CpuExecutor(runner, overlap)
+    executor = CudaExecutor(runner, graph_batch, keep_graphs=keep_graphs) if is_cuda else CpuExecutor(runner, overlap)
     return Engine(executor, overlap, prefix_cache)
 
 
