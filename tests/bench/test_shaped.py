@@ -112,7 +112,7 @@ def test_the_command_prints_a_line_a_cell_and_writes_all(monkeypatch, capsys, tm
     monkeypatch.setattr("espalier.bench.round.require_plot", lambda path: None)
     assert main(["bench", "round", "--figures", str(file), "--plot", "cells.svg"]) == 0
     assert [bars.name for bars in drawn] == ["1x20:4,4,16@16", "1x20:plain@16"]
-    assert drawn[0].plain == figures["cells"][1]["rounds"]["tokens_per_second"] and drawn[0].floor_ms is None
+    assert drawn[0].plain == figures["cells"][1]["rounds"]["tokens_per_second"] and drawn[0].roofline_ms is None
 
 
 def test_a_failure_leaves_what_was_measured(monkeypatch, capsys, tmp_path):
