@@ -244,8 +244,8 @@ class TargetTensors:
         return out
 
     def _predecessors(self) -> tuple[Tensor, Tensor]:
-        """(tokens, logits), [N, n] each: the tokens that each place follows, -1 where there are fewer, and the logits of
-        the place after them."""
+        """(tokens, logits), [N, n] each: the tokens that each place follows, -1 where there are fewer, and the logits
+        of the place after them."""
         chain = self.chain
         places = torch.arange(chain.size)
         ring = [chain.token_at(places - shift) for shift in chain.shifts[:NUM_SUCCESSORS]]

@@ -139,7 +139,7 @@ def measure(
     topk: int,
     nodes: int,
 ) -> AcceptReport:
-    """texts: prompts with greedy continuations of the target; firsts: the position of each continuation's first token."""
+    """texts: prompts with greedy continuations of the target; firsts: where each continuation starts."""
     draft = draft.eval()
     lengths = [
         accept_lengths(draft, target, torch.from_numpy(t.astype(np.int64)).to(target.device), f, steps, topk, nodes)
