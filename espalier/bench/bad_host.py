@@ -76,7 +76,7 @@ class Waits:
 
 @dataclass
 class AttackResult:
-    """The waits beside one kind of bad request, with streams running and idle.  answers: number of responses by status;
+    """The waits during one kind of bad request, with streams running and idle.  answers: number of responses by status;
     0 is no response."""
 
     name: str
@@ -114,7 +114,7 @@ def _row(result: AttackResult) -> list[str]:
 def bad_host(
     settings: Mapping[str, Any], attacks: Sequence[Attack] = ATTACKS, streams: int = STREAMS
 ) -> list[AttackResult]:
-    """Measure each kind on the same server, beside `streams` streams and beside none."""
+    """Measure each kind on the same server, with `streams` streams and with none."""
     with serving(settings) as server:
         return asyncio.run(_all(server.port, attacks, streams))
 
@@ -185,7 +185,7 @@ async def _stream(port: int, waits: Waits) -> None:
         finally:
             writer.close()
         if b"data: [DONE]" not in tail:
-            raise EspalierError("a stream beside the bad host ended before its text; read the server's log")
+            raise EspalierError("a stream ended early during the bad requests; read the server's log")
 
 
 async def _repeat(port: int, data: bytes, waits: Waits, name: str) -> None:
@@ -196,7 +196,7 @@ async def _repeat(port: int, data: bytes, waits: Waits, name: str) -> None:
         finally:  # if cancelled here, it has waited at least this long
             setattr(waits, name, max(getattr(waits, name), 1e3 * (time.perf_counter() - began)))
         if status != 200:
-            raise EspalierError(f"{name} beside the bad host was answered {status}; read the server's log")
+            raise EspalierError(f"{name} got status {status} during the bad requests; read the server's log")
         await asyncio.sleep(0.02)
 
 

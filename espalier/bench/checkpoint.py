@@ -24,17 +24,21 @@ def add_flags(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--out", required=True, type=Path, metavar="DIR", help="DIR/target and DIR/draft are made there"
     )
-    parser.add_argument("--seed", type=int, default=Recipe.seed, metavar="N", help="of every number in it (0)")
-    parser.add_argument("--mode", choices=MODES, default=Recipe.mode, help="copy: the text hangs on far K/V rows")
-    parser.add_argument("--reach", type=int, default=Recipe.reach, metavar="N", help="farthest look back of copy (256)")
+    parser.add_argument("--seed", type=int, default=Recipe.seed, metavar="N", help="seed of all weights (0)")
+    parser.add_argument("--mode", choices=MODES, default=Recipe.mode, help="copy: text depends on far K/V rows")
+    parser.add_argument(
+        "--reach", type=int, default=Recipe.reach, metavar="N", help="farthest position back in mode copy (256)"
+    )
     skill = parser.add_mutually_exclusive_group()
     skill.add_argument(
         "--skill", type=float, metavar="X", help=f"how often the draft's first guess is right ({Recipe.skill})"
     )
-    skill.add_argument("--accept-length", type=float, metavar="X", help="choose the skill for this, at --tree")
+    skill.add_argument(
+        "--accept-length", type=float, metavar="X", help="choose the skill that gives this accept length at --tree"
+    )
     parser.add_argument("--tree", type=_tree, default=TREES[0], metavar="S,K,D", help="steps, topk, nodes (5,8,64)")
-    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of the files (bfloat16)")
-    parser.add_argument("--device", default="cpu", help="where weights are drawn; numbers differ by device (cpu)")
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="dtype of the files (bfloat16)")
+    parser.add_argument("--device", default="cpu", help="where weights are drawn; they differ by device (cpu)")
 
 
 def _tree(text: str) -> tuple[int, int, int]:
@@ -63,7 +67,7 @@ def run(asked: Namespace) -> int:
 
 def _recipe(asked: Namespace) -> Recipe:
     if asked.mode == "copy" and (asked.skill, asked.accept_length) != (None, None):
-        raise EspalierError("--skill and --accept-length are of mode chain; in copy mode the draft cannot see the text")
+        raise EspalierError("--skill and --accept-length are for --mode chain; leave them out, or use that mode")
     skill = Recipe.skill if asked.skill is None else asked.skill
     recipe = Recipe(find_shape(asked.shape), asked.seed, asked.mode, skill, asked.reach)
     return recipe if asked.accept_length is None else recipe.with_accept_length(asked.accept_length, *asked.tree)

@@ -60,8 +60,8 @@ def add_flags(parser: ArgumentParser, mode: Any) -> None:
         "--accept-length",
         type=float,
         metavar="X",
-        help="of the configured tree, others predicted from it (measured on the model's own text); with --shape: what "
-        "the draft is made for at tree 5,8,64 (4)",
+        help="of the configured tree; others are predicted from it (default: all are measured); with --shape: "
+        "of the draft, at tree 5,8,64 (4)",
     )
     parser.add_argument(
         "--candidates",
@@ -118,7 +118,7 @@ def _refuse_unused(settings: Mapping[str, Any]) -> None:
     if tree is not None and tree.by_batch not in ("auto", {}):
         raise EspalierError("--by-batch is not for --choose, which measures such a table; leave one out")
     if "prefix_cache" in settings:
-        raise EspalierError("--prefix-cache is not for --choose, whose prompts enter by it; leave one out")
+        raise EspalierError("--prefix-cache is not for --choose, which needs it to enter its prompts; leave one out")
 
 
 def without_table(settings: Mapping[str, Any]) -> dict[str, Any]:

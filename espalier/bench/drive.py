@@ -53,8 +53,8 @@ class Driven:
 
 
 class ForwardTimer:
-    """A model that sums the time of its calls.  It forwards everything to `model`; calls: the methods to time, beside
-    calling the model itself."""
+    """A model that sums the time of its calls.  It forwards everything to `model`; calls: the methods that are
+    timed, besides calls of the model itself."""
 
     def __init__(self, model: Any, calls: Sequence[str] = ()):
         self.model = model

@@ -86,7 +86,7 @@ class OfShape:
             spec = WITHOUT_FILES[algorithm].spec
         facts = Facts(
             free_bytes=free_memory(self.device),
-            weights=WeightCount(),  # the models are on the device already, or negligible beside its free memory
+            weights=WeightCount(),  # the models are on the device already, or small compared with its free memory
             stored_dtype=settings["dtype"],
             max_position=shape.target.max_position,
             geometry=(*geometry_of(shape.target), *spec.layers),
@@ -100,8 +100,12 @@ class OfShape:
 
 def add_flags(parser: ArgumentParser) -> None:
     """The flags of `engines_of`, and --json."""
-    parser.add_argument("--shape", metavar="NAME", help=f"instead of a model, on a GPU: one of {', '.join(SHAPES)}")
-    parser.add_argument("--accept-length", type=float, metavar="X", help="of --shape at tree 5,8,64 (4)")
+    parser.add_argument(
+        "--shape",
+        metavar="NAME",
+        help=f"instead of a model, on a GPU: one of {', '.join(SHAPES)}",
+    )
+    parser.add_argument("--accept-length", type=float, metavar="X", help="of the draft of --shape, at tree 5,8,64 (4)")
     add_json_flag(parser)
     add_engine_flags(parser)
 

@@ -1,4 +1,4 @@
-"""`espalier bench kernels`: attention over committed rows on a GPU, beside the bandwidth of its memory.
+"""`espalier bench kernels`: attention over committed rows on a GPU, compared with its memory bandwidth.
 
 A cell runs as a model's layers do: one plan, then layer after layer, each with its own pages, so that no layer finds
 its rows in the L2 cache.  Replays of a CUDA graph are timed by events on the device.
@@ -94,7 +94,7 @@ def add_flags(parser: ArgumentParser) -> None:
         "--page-size", type=whole_numbers, default=[1, 16, 64, 256], metavar="N,N", help="page sizes (1,16,64,256)"
     )
     parser.add_argument(
-        "--in-order", action="store_true", help="pages that follow one another, as of a pool that was never full"
+        "--in-order", action="store_true", help="use consecutive pages, as a pool that was never full gives them"
     )
     add_json_flag(parser)
 

@@ -13,8 +13,8 @@ from espalier.terminal.flags import require_at_least_one
 def add_flags(parser: ArgumentParser) -> None:
     load.add_flags(parser)
     arrivals = parser.add_mutually_exclusive_group()
-    arrivals.add_argument("--concurrency", type=int, metavar="N", help="requests at once, the next as one finishes (4)")
-    arrivals.add_argument("--rate", type=float, metavar="X", help="requests a second, at random distances")
+    arrivals.add_argument("--concurrency", type=int, metavar="N", help="requests at once, constantly (4)")
+    arrivals.add_argument("--rate", type=float, metavar="X", help="requests a second, as a Poisson process")
 
 
 def run(asked: Namespace) -> int:

@@ -1,4 +1,4 @@
-"""Bar charts of rounds: ms beside the roofline, and tokens/s beside plain decoding."""
+"""Bar charts of rounds: ms compared with the roofline, and tokens/s compared with plain decoding."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

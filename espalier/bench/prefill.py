@@ -76,7 +76,7 @@ def add_flags(parser: ArgumentParser) -> None:
     engines.add_flags(parser)
     parser.add_argument("--prompts", nargs="+", metavar="NxL", help="N prompts of L tokens, such as 1x8192 32x1024")
     parser.add_argument(
-        "--running", type=int, default=8, metavar="N", help="requests that the first one makes wait (8)"
+        "--running", type=int, default=8, metavar="N", help="running requests that wait for the first prompt (8)"
     )
 
 

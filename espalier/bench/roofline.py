@@ -24,7 +24,7 @@ from espalier.terminal.console import print_header, print_table, require_writabl
 from espalier.terminal.flags import add_json_flag, positive_numbers
 from espalier.terminal.machine import require_gpu
 
-# ms of cuBLAS alone in an earlier run, by (shape, GPU) and rows.  Printed beside new figures for comparison.
+# ms of cuBLAS alone in an earlier run, by (shape, GPU) and rows.  Printed for comparison with new figures.
 KNOWN_MS = MappingProxyType(
     {
         ("llama-3.1-8b", "H200"): MappingProxyType(
@@ -93,7 +93,7 @@ def round_attention(
     shape: ModelShape, batch: int, context: float, steps: int, topk: int, num_draft_tokens: int, drafts: bool = True
 ) -> AttentionCost:
     """The attention of the passes of `round_runs`.  Each pass reads a request's prefix of `context` tokens once.  The
-    nodes are left out: they are few beside the prefix."""
+    nodes are left out: they are few compared with the prefix."""
     levels = max(steps - 1, 0)
     # (layers, passes, queries a request)
     draft = ((1, levels, topk), (1, 1, steps + 1)) if drafts else ()

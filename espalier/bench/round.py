@@ -1,7 +1,7 @@
 """`espalier bench round`: its flags, and which of its modes measures.
 
-A round of the tree beside plain tokens is the default.  --acceptance, --memory, --choose, --shape and --figures are the
-other modes.  A flag that the chosen mode does not use is refused by name.
+By default it compares a round of the tree with plain tokens.  The other modes are --acceptance, --memory, --choose,
+--shape and --figures.  A flag that the chosen mode does not use is refused by name.
 """
 
 from argparse import ArgumentParser, Namespace
@@ -54,7 +54,7 @@ def add_flags(parser: ArgumentParser) -> None:
     parser.add_argument("--batch", type=whole_numbers, metavar="N,N", help="batch sizes (1)")
     parser.add_argument("--context", type=whole_numbers, metavar="N,N", help="prompt lengths (128)")
     parser.add_argument("--tokens", type=int, metavar="N", help="tokens to generate for each prompt (96)")
-    parser.add_argument("--repeats", type=int, metavar="N", help="turns of each way; medians are shown (5)")
+    parser.add_argument("--repeats", type=int, metavar="N", help="repetitions; medians are shown (5)")
     parser.add_argument("--prompts", type=int, metavar="N", help="held-out prompts of --acceptance (16)")
     parser.add_argument(
         "--page-size",
@@ -62,9 +62,9 @@ def add_flags(parser: ArgumentParser) -> None:
         metavar="N,N",
         help="tokens a page of the cache; several with --shape (64 there)",
     )
-    parser.add_argument("--compare", choices=("transformers",), help="let transformers.generate take turns too")
+    parser.add_argument("--compare", choices=("transformers",), help="measure transformers.generate too")
     add_json_flag(parser)
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the cells there, as .png, .svg or .pdf")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="plot the cells into this .png, .svg or .pdf")
     shaped.add_flags(parser)
     add_engine_flags(parser, leave_out=("page_size",))
 

@@ -1,4 +1,4 @@
-"""`espalier bench serve`: a server beside LLM.generate, with the same prompts and settings, taking turns.
+"""`espalier bench serve`: a server compared with LLM.generate, on the same prompts and settings.
 
 --soak counts the requests that a server leaves unanswered.  --bad-host measures how long other requests wait while one
 host sends large requests.
@@ -35,12 +35,12 @@ DEFAULTS = MappingProxyType({"concurrency": "1,16", "context": 128, "tokens": 96
 
 
 def add_flags(parser: ArgumentParser) -> None:
-    parser.add_argument("--soak", type=int, metavar="N", help="send N requests of all kinds, many of which leave")
-    parser.add_argument("--bad-host", action="store_true", help="what others wait for beside large, hostile requests")
+    parser.add_argument("--soak", type=int, metavar="N", help="send N requests of all kinds, many of which disconnect")
+    parser.add_argument("--bad-host", action="store_true", help="how long others wait during large, hostile requests")
     parser.add_argument("--concurrency", metavar="N,N", help="requests at once (1,16)")
     parser.add_argument("--context", type=int, metavar="N", help="prompt length (128)")
     parser.add_argument("--tokens", type=int, metavar="N", help="tokens to generate for each prompt (96)")
-    parser.add_argument("--repeats", type=int, metavar="N", help="turns of each way; medians are shown (5)")
+    parser.add_argument("--repeats", type=int, metavar="N", help="repetitions; medians are shown (5)")
     add_json_flag(parser)
     add_engine_flags(parser)
 

@@ -1,4 +1,4 @@
-"""`espalier bench round --shape`: rounds of a named shape, cell by cell, beside their roofline and plain decoding.
+"""`espalier bench round --shape`: rounds of a named shape, compared with their roofline and with plain decoding.
 
 Each cell has an engine of its own layout; the weights are made once.  A cell enters its prompts by real prefill,
 decodes greedily until every round runs the full batch, and times only such rounds.
@@ -105,12 +105,14 @@ class Measured:
 
 
 def add_flags(parser: ArgumentParser) -> None:
-    group = parser.add_argument_group("a named shape on a GPU, its weights made from --seed, instead of a model")
+    group = parser.add_argument_group("synthetic models of a named shape, on a GPU")
     group.add_argument("--shape", metavar="NAME", help=f"one of {', '.join(SHAPES)}")
     group.add_argument("--cells", nargs="+", metavar="CELL", help=f"such as {EXAMPLES}; plain decoding is added")
-    group.add_argument("--figures", type=Path, metavar="FILE", help="measure nothing: draw what --json wrote before")
-    group.add_argument("--rounds", type=int, metavar="N", help=f"full-batch rounds that count ({ROUNDS})")
-    group.add_argument("--all-buckets", action="store_true", help="capture the rounds of every batch, not a cell's own")
+    group.add_argument(
+        "--figures", type=Path, metavar="FILE", help="measure nothing: plot the figures that --json wrote"
+    )
+    group.add_argument("--rounds", type=int, metavar="N", help=f"full-batch rounds to time ({ROUNDS})")
+    group.add_argument("--all-buckets", action="store_true", help="capture the rounds of every bucket")
 
 
 def run(asked: Namespace, settings: dict[str, Any], page_sizes: list[int]) -> None:
@@ -162,7 +164,7 @@ def _measure_and_print(
 def draw(figures: Path, picture: Path | None) -> None:
     """`--figures`: plot the figures that an earlier run wrote.  Raises EspalierError."""
     if picture is None:
-        raise EspalierError("--figures draws what was measured before, and nothing says where; give --plot")
+        raise EspalierError("--figures plots earlier figures, and no file for the plot is given; give --plot")
     try:
         measured = json.loads(figures.read_text())
         bars, about = [_bars(figure) for figure in measured["cells"]], measured["recipe"]

@@ -1,4 +1,4 @@
-"""`espalier bench round` without a mode: the time of a round beside a plain token, and the accept length.
+"""`espalier bench round` without a mode: the time of a round compared with a plain token, and the accept length.
 
 Plain decoding, the tree and, with --compare, transformers take turns in one run.
 """

@@ -156,7 +156,7 @@ class SyntheticWeights(Weights):
     """The weights of a checkpoint that is not on disk: each tensor is made when it is read."""
 
     def __init__(self, tensors: TargetTensors | DraftTensors) -> None:
-        self.path = Path("foundry")
+        self.path = Path("synthetic checkpoint")
         self.tensors = tensors
         self.dtype = tensors.dtype
         self.device = tensors.device

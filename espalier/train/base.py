@@ -45,7 +45,7 @@ class PretrainConfig:
 def bits_per_byte(
     loss_of: LossOf, stream: np.ndarray, num_bytes: int, device: torch.device, length: int = 2048
 ) -> float:
-    """Bits per byte of a stream of token ids that stands for num_bytes bytes of text.
+    """Bits per byte of a stream of token ids whose text has num_bytes bytes.
 
     Windows overlap by half.  Only the later half of each counts, so that every token has context.
 

@@ -34,7 +34,7 @@ BASE = PretrainConfig(num_tokens=2.1e9)
 DRAFT = DraftConfig(num_tokens=2.763e8, generate_batch=2048)
 # Files that the tokenizer is trained on: enough for the merges of a small vocabulary.
 TOKENIZER_FILES = 5000
-# Tokens of the corpus that the draft is trained on, beside the target's own text.
+# Tokens of the corpus that the draft is trained on, besides the target's own text.
 DRAFT_TOKENS = 35_000_000
 
 

@@ -49,7 +49,7 @@ def test_who_is_refused_beside_a_bad_host_is_no_short_wait(monkeypatch):
     for name in ("SHORT", "STREAM"):
         with monkeypatch.context() as patch:
             patch.setattr(bad_host_module, name, getattr(bad_host_module, name) | {"max_tokens": -1})
-            with pytest.raises(EspalierError, match="beside the bad host"):
+            with pytest.raises(EspalierError, match="during the bad requests"):
                 bad_host({"max_batch": 4, "max_context": 512, "num_pages": 64}, ATTACKS[:1], streams=2)
 
 
