@@ -1,4 +1,4 @@
-"""The command line.  Each command is a module with `add` (its parser) and `run`; flags come from the config fields."""
+"""The command line.  Each command is a module with `add_flags` and `run`; most flags come from the config fields."""
 
 import sys
 from collections.abc import Sequence

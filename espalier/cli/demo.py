@@ -1,7 +1,7 @@
 """`espalier demo`: held-out prompts completed with plain decoding and with the tree, and one round drawn."""
 
 import sys
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,8 +13,14 @@ from rich.console import Console
 from rich.text import Text
 
 from espalier.bench.drive import heldout
-from espalier.bench.machine import header
-from espalier.cli.console import (
+from espalier.cli.draw import round_tree
+from espalier.engine.launch_input import RoundTrace
+from espalier.errors import EspalierError
+from espalier.limits import MAX_LOGPROBS
+from espalier.llm import LLM
+from espalier.request import Output, SamplingParams
+from espalier.stats import SpeculationStats
+from espalier.terminal.console import (
     FROM_DRAFT,
     QUIET,
     UNICODE,
@@ -26,14 +32,8 @@ from espalier.cli.console import (
     stdout,
     waiting,
 )
-from espalier.cli.draw import round_tree
-from espalier.cli.flags import add_engine_flags, engine_settings, new_command
-from espalier.engine.launch_input import RoundTrace
-from espalier.errors import EspalierError
-from espalier.limits import MAX_LOGPROBS
-from espalier.llm import LLM
-from espalier.request import Output, SamplingParams
-from espalier.stats import SpeculationStats
+from espalier.terminal.flags import add_engine_flags, engine_settings
+from espalier.terminal.machine import header
 
 PROMPT_LINES = 6
 BAR_WIDTH = 40
@@ -57,8 +57,7 @@ class Run:
         return sum(len(output.token_ids) for output in self.outputs) / max(self.seconds, 1e-9)
 
 
-def add(commands: Any, name: str) -> None:
-    parser = new_command(commands, name, run, "complete held-out prompts, plain and by tree, and draw a round")
+def add_flags(parser: ArgumentParser) -> None:
     parser.add_argument("--prompts", type=int, default=3, metavar="N", help="how many prompts (3)")
     parser.add_argument("--max-tokens", type=int, default=96, metavar="N", help="tokens for each (96)")
     add_engine_flags(parser)

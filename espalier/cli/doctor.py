@@ -1,24 +1,22 @@
 """`espalier doctor`: machine, versions, and what a configuration comes to here; nothing is loaded."""
 
-from argparse import Namespace
-from typing import Any
+from argparse import ArgumentParser, Namespace
 
 from rich.text import Text
 
-from espalier.bench.machine import describe, installed
-from espalier.cli import tune
-from espalier.cli.console import QUIET, stdout
-from espalier.cli.flags import add_engine_flags, engine_settings, flag_of, new_command
+from espalier.bench import tune
 from espalier.config import EngineConfig, is_open
 from espalier.errors import EspalierError
 from espalier.startup.load import find, resolve_config
+from espalier.terminal.console import QUIET, stdout
+from espalier.terminal.flags import add_engine_flags, engine_settings, flag_of
+from espalier.terminal.machine import describe, installed
 
 OPTIONAL = ("triton", "flashinfer-python", "accelerate")
 
 
-def add(commands: Any, name: str) -> None:
-    parser = new_command(commands, name, run, "machine, versions, resolved configuration")
-    tune.add(parser)
+def add_flags(parser: ArgumentParser) -> None:
+    tune.add_flags(parser)
     add_engine_flags(parser)
 
 

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
@@ -10,19 +10,18 @@ from typing import Any
 
 from rich.text import Text
 
-from espalier.cli.console import FROM_DRAFT, FROM_TARGET, QUIET, progress, read_text, stderr, stdout, waiting
-from espalier.cli.flags import add_engine_flags, add_sampling_flags, engine_settings, new_command, sampling_params
 from espalier.config import EngineConfig
 from espalier.errors import EspalierError
 from espalier.inputs import InputProcessor
 from espalier.llm import LLM, naming, prepare
 from espalier.request import Output, OutputChunk, SamplingParams
+from espalier.terminal.console import FROM_DRAFT, FROM_TARGET, QUIET, progress, read_text, stderr, stdout, waiting
+from espalier.terminal.flags import add_engine_flags, add_sampling_flags, engine_settings, sampling_params
 
 MAX_TOKENS = 128
 
 
-def add(commands: Any, name: str) -> None:
-    parser = new_command(commands, name, run, "complete prompts; a prompt '-' is read from stdin")
+def add_flags(parser: ArgumentParser) -> None:
     parser.add_argument("prompts", nargs="*", metavar="prompt", help="text to complete")
     parser.add_argument("--file", type=Path, metavar="FILE", help='prompts, one JSON string or {"prompt": ...} a line')
     parser.add_argument(

@@ -6,28 +6,39 @@ import sys
 from argparse import Namespace
 from collections.abc import Sequence
 from io import TextIOWrapper
+from types import MappingProxyType
 
 from espalier import __version__
-from espalier.cli import bench, demo, doctor, generate, interrupted, serve
+from espalier.cli import interrupted
 from espalier.cli.parser import BAD_INPUT, Parser
 from espalier.errors import EspalierError
 
 FAILED = 1
-COMMANDS = {"demo": demo, "generate": generate, "serve": serve, "bench": bench, "doctor": doctor}
+# name -> (module, help)
+COMMANDS = MappingProxyType(
+    {
+        "demo": ("espalier.cli.demo", "complete held-out prompts, plain and by tree, and draw a round"),
+        "generate": ("espalier.cli.generate", "complete prompts; a prompt '-' is read from stdin"),
+        "serve": ("espalier.cli.serve", "an OpenAI-compatible server"),
+        "bench": ("espalier.cli.bench", "measurements"),
+        "doctor": ("espalier.cli.doctor", "machine, versions, resolved configuration"),
+    }
+)
 
 
 def parse(arguments: Sequence[str] | None) -> Namespace:
     parser = Parser(prog="espalier", description="Lossless tree speculation.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"espalier {__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="command", parser_class=Parser)
-    for name, command in COMMANDS.items():
-        command.add(commands, name)
+    parser.add_commands("command", "command", COMMANDS)
     return parser.parse(arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command.  0: done; 1: a check failed, or the machine did; 2: bad input, in one line; 130: interrupted."""
-    asked = parse(arguments)
+    try:
+        asked = parse(arguments)  # imports the command's module
+    except KeyboardInterrupt:
+        return interrupted()
     logging.basicConfig(
         level=logging.INFO if asked.verbose else logging.WARNING, format="%(message)s", stream=sys.stderr
     )

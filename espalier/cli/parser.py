@@ -4,6 +4,7 @@ import difflib
 import sys
 from argparse import Action, ArgumentError, ArgumentParser, Namespace, _SubParsersAction
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from importlib import import_module
 from types import MappingProxyType
 from typing import Any, NoReturn
 
@@ -50,6 +51,12 @@ class Parser(ArgumentParser):
             parser.error(f"no command is given; use one of {', '.join(parser.commands())}")
         return known
 
+    def add_commands(self, dest: str, metavar: str, modules: Mapping[str, tuple[str, str]]) -> None:
+        """Add a command for each name of `modules`: (module, help).  See LazyParser."""
+        commands = self.add_subparsers(dest=dest, metavar=metavar, parser_class=LazyParser)
+        for name, (module, about) in modules.items():
+            commands.add_parser(name, help=about, description=about, allow_abbrev=False).module = module
+
     def commands(self) -> Mapping[str, "Parser"]:
         """The commands below this one, by name."""
         return next((dict(each.choices) for each in self._actions if isinstance(each, _SubParsersAction)), {})
@@ -78,6 +85,39 @@ class Parser(ArgumentParser):
             super()._check_value(action, value)
             return
         raise ArgumentError(None, f"unknown command {value!r}; {_meant(value, action.choices)}")
+
+
+class LazyParser(Parser):
+    """A command's parser, which imports the command's module when its flags are first needed.
+
+    Most modules import PyTorch, which `espalier --help` need not wait for.  A module has add_flags(parser), and
+    run(asked) -> status unless it only adds further commands.
+    """
+
+    module: str | None = None
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        self._load()
+        return super().parse_known_args(args, namespace)
+
+    def commands(self) -> Mapping[str, Parser]:
+        self._load()
+        return super().commands()
+
+    def all_flags(self) -> list[str]:
+        self._load()
+        return super().all_flags()
+
+    def _load(self) -> None:
+        if self.module is None:
+            return
+        command: Any = import_module(self.module)
+        self.module = None
+        if hasattr(command, "run"):
+            about = "log the resolved configuration and what is loaded"
+            self.add_argument("-v", "--verbose", action="store_true", help=about)
+            self.set_defaults(run=command.run, parser=self)
+        command.add_flags(self)
 
 
 def _meant(command: str, commands: Collection[str]) -> str:

@@ -2,24 +2,23 @@
 
 import asyncio
 import os
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from espalier.cli.console import read_text
-from espalier.cli.flags import add_engine_flags, engine_settings, new_command
 from espalier.config import EngineConfig
 from espalier.errors import EspalierError
 from espalier.server import logs
 from espalier.server.logs import LEVELS
+from espalier.terminal.console import read_text
+from espalier.terminal.flags import add_engine_flags, engine_settings
 
 # Read where no --api-key is given: a flag stands in every list of processes.
 KEY_VARIABLE = "ESPALIER_API_KEY"
 
 
-def add(commands: Any, name: str) -> None:
-    parser = new_command(commands, name, run, "an OpenAI-compatible server")
+def add_flags(parser: ArgumentParser) -> None:
     parser.add_argument(
         "model", nargs="?", default="auto", help=EngineConfig.__dataclass_fields__["model"].metadata["help"]
     )

@@ -36,7 +36,11 @@ from espalier.speculate.tree import Tree
 
 @dataclass(frozen=True)
 class ModelRunner:
-    """Everything that a launch runs on: layout, slot table, pages, staging, target, drafter, the target's attention."""
+    """Everything that a launch runs on: layout, slot table, pages, staging, target, drafter, the target's attention.
+
+    coupled_scores: whether the draft scores children with the noise that the target will draw with.  Without it fewer
+    sampled tokens are accepted; False exists to measure how many.
+    """
 
     layout: RoundLayout
     table: SlotTable
@@ -45,6 +49,7 @@ class ModelRunner:
     target: CausalLM
     drafter: Drafter
     backend: GroupedBackend
+    coupled_scores: bool = True
 
     def at(self, batch: int) -> "ModelRunner":
         """The runner for rounds of `batch` requests, whose tree may be smaller.  Models and buffers are shared.
@@ -68,7 +73,8 @@ class ModelRunner:
     def sampler(self, slots: BatchState, needs: SamplingNeeds, first: Tensor, width: int) -> Sampler:
         """The sampler for tokens at positions first .. first + width - 1.  first: [B]."""
         dtype = torch.promote_types(self.pages.dtype, torch.float32)
-        return Sampler.of(slots, needs, first, width, self.target.config.vocab_size, dtype)
+        sampler = Sampler.of(slots, needs, first, width, self.target.config.vocab_size, dtype)
+        return sampler if self.coupled_scores else replace(sampler, coupled=False)
 
 
 @dataclass(frozen=True)

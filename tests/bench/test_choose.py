@@ -68,7 +68,7 @@ def test_one_accept_length_gives_those_of_all(tiny, tiny_heldout, capsys):  # no
     flags = ["--choose", "--tokens", "6", "--context", "8", "--repeats", "1", "--max-batch", "1"]
     assert run("bench", "round", *flags, "--accept-length", "2.5", "--candidates", "3,2,8", "2,1,3", *tiny) == 0
     said = capsys.readouterr().out
-    assert "foretold from 2.5 of steps 3, topk 2, num_draft_tokens 8" in said
+    assert "predicted from 2.5 of steps 3, topk 2, num_draft_tokens 8" in said
     assert "2.50" in said and "plain decoding" not in said
 
 

@@ -13,13 +13,13 @@ from rich.console import Console
 
 from espalier import cli
 from espalier.cli import demo, generate
-from espalier.cli.console import ASCII, aligned, stdout
 from espalier.cli.draw import round_tree
-from espalier.cli.flags import engine_settings, sampling_params
 from espalier.cli.main import parse
 from espalier.config import EngineConfig, SpeculationConfig
 from espalier.engine.launch_input import DraftTree, RoundTrace
 from espalier.request import Output, SamplingParams
+from espalier.terminal.console import ASCII, aligned, stdout
+from espalier.terminal.flags import engine_settings, sampling_params
 from tests.test_llm import paths  # noqa: F401  (a fixture)
 
 
@@ -363,13 +363,14 @@ def test_columns_are_as_wide_as_what_stands_in_them():
     assert aligned([["a", "1"], ["long", "234"]]) == "  a       1\n  long  234"
 
 
-def test_an_interrupt_while_modules_load_ends_in_a_line(monkeypatch, capsys):
+@pytest.mark.parametrize("module", ["espalier.cli.main", "espalier.cli.demo", "espalier.bench.round"])
+def test_an_interrupt_while_modules_load_ends_in_a_line(module, monkeypatch, capsys):
     class Interrupting:
         def find_spec(self, name, *_):
-            if name == "espalier.cli.main":
+            if name == module:
                 raise KeyboardInterrupt
 
-    monkeypatch.delitem(sys.modules, "espalier.cli.main")
+    monkeypatch.delitem(sys.modules, module, raising=False)
     monkeypatch.setattr(sys, "meta_path", [Interrupting(), *sys.meta_path])
-    assert cli.start() == 130
+    assert cli.start(["demo"] if module == "espalier.cli.demo" else ["bench", "round"]) == 130
     assert capsys.readouterr().err == "espalier: interrupted\n"

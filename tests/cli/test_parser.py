@@ -4,10 +4,10 @@ import pytest
 
 from espalier import counterparts
 from espalier.cli import parser
-from espalier.cli.flags import flag_of
 from espalier.cli.main import COMMANDS
 from espalier.config import EngineConfig, SpeculationConfig
 from espalier.request import SamplingParams
+from espalier.terminal.flags import flag_of
 from tests.cli.test_cli import run
 
 FIELDS = {cls.__name__: set(cls.__dataclass_fields__) for cls in (EngineConfig, SpeculationConfig, SamplingParams)}

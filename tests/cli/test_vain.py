@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from espalier.bench import drive
-from espalier.cli import choose
-from espalier.cli.console import require_writable, stdout
 from espalier.errors import EspalierError
+from espalier.terminal.console import require_writable, stdout
 from tests.cli.test_cli import run, tiny, tiny_heldout  # noqa: F401  (fixtures)
 from tests.test_llm import paths  # noqa: F401  (a fixture)
 
@@ -34,7 +33,7 @@ def nothing_loads(monkeypatch):
         raise AssertionError("a model is loaded")
 
     monkeypatch.setattr("espalier.llm.build_engine", load)
-    monkeypatch.setattr("espalier.bench.serve.subprocess", None)
+    monkeypatch.setattr("espalier.bench.server.subprocess", None)
 
 
 WRITES = [
@@ -114,8 +113,7 @@ def test_figures_are_kept_where_whoever_reads_the_table_has_left(command, flag, 
     def left(_):
         raise BrokenPipeError
 
-    monkeypatch.setattr("espalier.cli.bench.aligned", left)
-    monkeypatch.setattr(choose, "aligned", left)
+    monkeypatch.setattr("espalier.terminal.console.aligned", left)
     file = tmp_path / "figures.json"
     sizes = (
         ["--tokens", "6", "--prompts", "2"]
@@ -239,10 +237,10 @@ def test_a_flag_that_would_have_no_effect_is_refused_by_name(command, said, noth
 
 @pytest.mark.parametrize("command", [["round"], ["throughput"], ["prefill"]], ids=str)
 def test_of_a_named_shape_an_accept_length_of_nothing_is_refused(command, monkeypatch, capsys):
-    for module in ("shaped", "serving"):
-        monkeypatch.setattr(f"espalier.cli.{module}.require_gpu", lambda what: torch.device("cpu"))
-    monkeypatch.setattr("espalier.cli.shaped.SyntheticModels", None)
-    monkeypatch.setattr("espalier.cli.serving.OfShape", None)
+    for module in ("shaped", "engines"):
+        monkeypatch.setattr(f"espalier.bench.{module}.require_gpu", lambda what: torch.device("cpu"))
+    monkeypatch.setattr("espalier.bench.shaped.SyntheticModels", None)
+    monkeypatch.setattr("espalier.bench.engines.OfShape", None)
     assert run("bench", *command, "--shape", "llama-3.1-8b", "--accept-length", "0") == 2
     assert "accept length 0.0 is out of reach" in capsys.readouterr().err
     if command == ["round"]:

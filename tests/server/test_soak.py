@@ -11,12 +11,12 @@ import pytest
 from espalier import SpeculationConfig
 from espalier.bench import bad_host as bad_host_module
 from espalier.bench.bad_host import ATTACKS, SHORT, Attack, bad_host
-from espalier.bench.serve import Server, _end, flags_of
+from espalier.bench.server import Server, flags_of, stop
 from espalier.bench.soak import Client, Tally, soak
-from espalier.cli.flags import engine_settings
 from espalier.cli.main import parse
 from espalier.errors import EspalierError
 from espalier.server.api import ApiOptions
+from espalier.terminal.flags import engine_settings
 
 STREAM = b'HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\ndata: {"choices":[],"usage":null}\n\n'
 
@@ -49,7 +49,7 @@ def test_who_is_refused_beside_a_bad_host_is_no_short_wait(monkeypatch):
     for name in ("SHORT", "STREAM"):
         with monkeypatch.context() as patch:
             patch.setattr(bad_host_module, name, getattr(bad_host_module, name) | {"max_tokens": -1})
-            with pytest.raises(EspalierError, match="beside the bad host"):
+            with pytest.raises(EspalierError, match="during the bad requests"):
                 bad_host({"max_batch": 4, "max_context": 512, "num_pages": 64}, ATTACKS[:1], streams=2)
 
 
@@ -101,6 +101,6 @@ def test_a_server_that_does_not_leave_is_ended_and_named():
     process = subprocess.Popen([sys.executable, "-c", stubborn], stdout=subprocess.PIPE)
     assert process.stdout.readline()
     with pytest.raises(EspalierError, match=r"did not leave within 0\.2 s of SIGTERM"):
-        _end(process, 0.2)
+        stop(process, 0.2)
     assert process.returncode == -9
     process.stdout.close()

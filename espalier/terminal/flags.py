@@ -5,6 +5,7 @@ import types
 from argparse import ArgumentParser, ArgumentTypeError, BooleanOptionalAction, Namespace, _ArgumentGroup
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import Field, fields
+from pathlib import Path
 from typing import Any, Union, get_args, get_origin
 
 from espalier.config import EngineConfig, SpeculationConfig, is_open
@@ -12,16 +13,6 @@ from espalier.errors import EspalierError
 from espalier.request import SamplingParams
 
 NOT_GIVEN = None
-
-
-def new_command(commands: Any, name: str, run: Callable[[Namespace], int], about: str) -> ArgumentParser:
-    """A command's parser, with what all commands take."""
-    parser = commands.add_parser(name, help=about, description=about, allow_abbrev=False)
-    parser.add_argument(
-        "-v", "--verbose", action="store_true", help="log the resolved configuration and what is loaded"
-    )
-    parser.set_defaults(run=run, parser=parser)
-    return parser
 
 
 def add_engine_flags(parser: ArgumentParser, leave_out: Collection[str] = ()) -> None:
@@ -33,6 +24,10 @@ def add_engine_flags(parser: ArgumentParser, leave_out: Collection[str] = ()) ->
     tree = parser.add_argument_group("speculation")
     for f in fields(SpeculationConfig):
         _add(tree, f)
+
+
+def add_json_flag(parser: ArgumentParser) -> None:
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there as well")
 
 
 def add_sampling_flags(parser: ArgumentParser) -> None:
@@ -68,6 +63,30 @@ def sized(settings: Mapping[str, Any], usual: Mapping[str, Any], **least: int) -
 def sampling_params(asked: Namespace) -> SamplingParams:
     """SamplingParams of the flags that were given."""
     return SamplingParams(**_given(asked, SamplingParams))
+
+
+def whole_numbers(text: str) -> list[int]:
+    """The type of a flag that takes N,N."""
+    return [int(part) for part in text.split(",")]
+
+
+whole_numbers.__name__ = "list of whole numbers"
+
+
+def positive_numbers(flag: str, text: str, example: str) -> list[int]:
+    """The numbers of N,N, which are 1 or more.  Raises EspalierError, naming the flag."""
+    numbers = [int(part) for part in text.split(",") if part.isdecimal()]
+    if not numbers or min(numbers) < 1 or ",".join(map(str, numbers)) != text:
+        raise EspalierError(f"{flag}={text} is not supported; use whole numbers, 1 or more, such as {example}")
+    return numbers
+
+
+def require_at_least_one(asked: Namespace, *names: str) -> None:
+    """Raises EspalierError for a flag that was given with a number below 1.  A list is checked whole."""
+    for name in names:
+        value = getattr(asked, name)
+        if value is not None and min(value if isinstance(value, list) else [value]) < 1:
+            raise EspalierError(f"{flag_of(name)}={value} is not supported; use 1 or more")
 
 
 def flag_of(name: str) -> str:

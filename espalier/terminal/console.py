@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from espalier.bench.machine import describe
 from espalier.errors import EspalierError
+from espalier.terminal.machine import describe, header
 from espalier.text import Tokenizer
 
 FROM_DRAFT = "bold green"
@@ -66,6 +65,15 @@ def aligned(rows: Sequence[Sequence[str]]) -> str:
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = [[cell.rjust(width) for cell, width in zip(row, widths, strict=True)] for row in rows]
     return "\n".join("  ".join(["", row[0].ljust(widths[0]), *line[1:]]) for row, line in zip(rows, lines, strict=True))
+
+
+def print_header() -> None:
+    """The machine and the versions, in one line above a table."""
+    stdout().print(Text(header(), QUIET))
+
+
+def print_table(rows: Sequence[Sequence[str]]) -> None:
+    stdout().print(Text(aligned(rows)))
 
 
 @contextmanager
@@ -136,11 +144,16 @@ def require_writable(flag: str, path: Path | None) -> None:
 
 
 def write_json(path: Path | None, figures: dict[str, Any]) -> None:
-    """Figures and what they were measured on, where a path is given.  Raises EspalierError."""
+    """Write figures and the machine they were measured on, if a path is given.  Raises EspalierError.
+
+    Call it before the table is printed: printing fails if the reader of stdout has left.
+    """
     if path is None:
         return
+    import torch  # here, so that `--help` does not wait for it
+
     try:
-        # Threads are those that were measured: an engine chooses them when it is made.
+        # The engine sets the number of threads when it starts, so this is the number that was measured.
         machine = describe() | {"threads": str(torch.get_num_threads())}
         path.write_text(json.dumps({"machine": machine, **figures}, indent=1) + "\n")
     except OSError as error:
