@@ -83,6 +83,10 @@ class EngineConfig:
         default_factory=dict, metadata={"help": "fields of the model's config.json to replace, as JSON"}
     )
     seed: int = option("of requests that bring none", 0, low=0, high=2**63 - 1)
+    plant_fault: str | None = field(
+        default=None,
+        metadata={"help": "testing only: make this process generate wrong output by intent", "hidden": True},
+    )
 
     def __post_init__(self) -> None:
         check(self)

@@ -69,8 +69,7 @@ class LLM:
         return llm
 
     def _load(self, prepared: "Prepared") -> None:
-        if os.environ.get("ESPALIER_FAULT"):
-            faults().plant_from_environment()
+        _plant_fault(prepared.asked.plant_fault)
         asked_pages = prepared.asked.num_pages if isinstance(prepared.asked.num_pages, int) else None
         self.model_config = prepared.checkpoint.target
         self.inputs = prepared.inputs
@@ -302,10 +301,21 @@ def low_acceptance(totals: SpeculationStats) -> bool:
 
 
 def faults() -> ModuleType:
-    """The planted faults of docs/seeds.md, imported where they are asked for: the house's one hook to guard."""
+    """The module of planted faults.  This is the package's only import of espalier.guard (tests/architecture)."""
     from espalier.guard import faults
 
     return faults
+
+
+def _plant_fault(name: str | None) -> None:
+    """Plant a fault of docs/seeds.md in this process, by EngineConfig.plant_fault alone.  Raises EspalierError."""
+    if name is not None:
+        faults().plant_for_good(name)
+    elif ignored := os.environ.get("ESPALIER_FAULT"):
+        log.warning(
+            "ESPALIER_FAULT=%s has no effect; to plant this fault use --plant-fault %s or LLM(plant_fault=%r)",
+            *(ignored,) * 3,
+        )
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

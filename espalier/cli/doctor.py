@@ -19,7 +19,7 @@ OPTIONAL = ("triton", "flashinfer-python", "accelerate")
 def add(commands: Any, name: str) -> None:
     parser = new_command(commands, name, run, "machine, versions, resolved configuration")
     tune.add(parser)
-    add_engine_flags(parser)
+    add_engine_flags(parser, leave_out=("plant_fault",))
 
 
 def run(asked: Namespace) -> int:

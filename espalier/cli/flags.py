@@ -2,7 +2,7 @@
 
 import json
 import types
-from argparse import ArgumentParser, ArgumentTypeError, BooleanOptionalAction, Namespace, _ArgumentGroup
+from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError, BooleanOptionalAction, Namespace, _ArgumentGroup
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import Field, fields
 from typing import Any, Union, get_args, get_origin
@@ -89,7 +89,8 @@ def _destination(config: type, name: str) -> str:
 def _add(group: _ArgumentGroup, f: Field) -> None:
     kinds = _kinds(f.type)
     config = next(c for c in (EngineConfig, SpeculationConfig, SamplingParams) if f in fields(c))
-    how: dict[str, Any] = {"dest": _destination(config, f.name), "default": NOT_GIVEN, "help": f.metadata["help"]}
+    about = SUPPRESS if f.metadata.get("hidden") else f.metadata["help"]
+    how: dict[str, Any] = {"dest": _destination(config, f.name), "default": NOT_GIVEN, "help": about}
     if bool in kinds:
         group.add_argument(flag_of(f.name), action=BooleanOptionalAction, **how)
     elif Sequence in kinds:

@@ -80,7 +80,8 @@ def test_version_and_the_package_runs_as_a_module(capsys, monkeypatch):
 def test_every_config_field_is_a_flag(command, capsys):
     assert run(*command, "--help") == 0
     helped = capsys.readouterr().out
-    fields = {*EngineConfig.__dataclass_fields__, *SpeculationConfig.__dataclass_fields__} - {"speculation"}
+    fields = {*EngineConfig.__dataclass_fields__, *SpeculationConfig.__dataclass_fields__}
+    fields -= {"speculation", "plant_fault"}
     if command == ["generate"]:
         fields |= set(SamplingParams.__dataclass_fields__)
     assert [name for name in sorted(fields) if f"--{name.replace('_', '-')}" not in helped] == []
