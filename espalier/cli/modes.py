@@ -1,4 +1,4 @@
-"""Which of its own flags each way of `espalier bench round` takes; one that would have no effect is refused by name."""
+"""The flags that each mode of `espalier bench round` supports.  A flag that its mode would ignore is refused."""
 
 from argparse import Namespace
 from types import MappingProxyType
@@ -7,7 +7,7 @@ from typing import Any
 from espalier.cli.flags import flag_of
 from espalier.errors import EspalierError
 
-# By the flag that chooses it, the first of those that are given; None: rounds beside plain tokens.
+# Supported flags by the flag that chooses the mode.  The first one given counts; None is the mode without such a flag.
 TAKES = MappingProxyType(
     {
         "figures": ("plot",),
@@ -20,17 +20,17 @@ TAKES = MappingProxyType(
 )
 
 
-def refuse_of_others(asked: Namespace) -> None:
-    """Raises EspalierError for a flag that the way which is asked for does not take."""
-    chosen = next(mode for mode in TAKES if mode is None or _is_given(getattr(asked, mode)))
-    own = dict.fromkeys(name for mode, taken in TAKES.items() for name in (mode, *taken) if name is not None)
-    for name in own:
-        if name == chosen or name in TAKES[chosen] or not _is_given(getattr(asked, name)):
+def refuse_of_others(args: Namespace) -> None:
+    """Raises EspalierError for a flag that the chosen mode does not support."""
+    chosen = next(mode for mode in TAKES if mode is None or _is_given(getattr(args, mode)))
+    mode_flags = dict.fromkeys(name for mode, taken in TAKES.items() for name in (mode, *taken) if name is not None)
+    for name in mode_flags:
+        if name == chosen or name in TAKES[chosen] or not _is_given(getattr(args, name)):
             continue
         if chosen is not None:
-            raise EspalierError(f"{flag_of(name)} is not for {flag_of(chosen)}; leave one out")
+            raise EspalierError(f"{flag_of(name)} is not supported with {flag_of(chosen)}; leave one out")
         takers = " or ".join(flag_of(mode) for mode, taken in TAKES.items() if mode is not None and name in taken)
-        raise EspalierError(f"{flag_of(name)} is for {takers}; give that, or leave it out")
+        raise EspalierError(f"{flag_of(name)} needs {takers}; add it, or leave {flag_of(name)} out")
 
 
 def _is_given(value: Any) -> bool:

@@ -225,7 +225,7 @@ def plant(name: str) -> Iterator[Fault]:
 
 
 def plant_for_good(name: str) -> Fault:
-    """Plant a fault until the process ends, and warn on stderr and in the log.  A second call with this name does nothing.
+    """Plant a fault until the process ends, and warn on stderr and in the log.  A second call does nothing.
 
     Raises EspalierError for an unknown name.
     """

@@ -118,7 +118,7 @@ def test_a_report_is_a_name_too(number):
 
 
 def test_an_unknown_fault_is_refused_by_name():
-    with pytest.raises(EspalierError, match="'12345' is unknown; use a name .sibling-committed, "):
+    with pytest.raises(EspalierError, match=r"'12345' is unknown; use a name \(sibling-committed, "):
         find("12345")
 
 

@@ -98,7 +98,7 @@ def test_a_process_that_cannot_be_made_is_tried_again(monkeypatch):
         assert len(tries) == 2
         await client.close()
 
-    monkeypatch.setattr("espalier.server.client.LEAVE_S", 0.01)
+    monkeypatch.setattr("espalier.server.client.SHUTDOWN_S", 0.01)
     asyncio.run(run())
 
 
@@ -117,7 +117,7 @@ def test_who_closes_again_waits_for_the_same_end(monkeypatch):
         await asyncio.wait({first})
 
     for seconds, cut_short in ((0.05, False), (600, True)):
-        monkeypatch.setattr("espalier.server.client.LEAVE_S", seconds)
+        monkeypatch.setattr("espalier.server.client.SHUTDOWN_S", seconds)
         asyncio.run(asyncio.wait_for(run(cut_short), 20))
 
 

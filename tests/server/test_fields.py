@@ -7,7 +7,7 @@ import pytest
 from langchain_core.exceptions import ContextOverflowError
 from langchain_openai import ChatOpenAI
 
-from espalier.server.front import MOST_TOKENIZED
+from espalier.server.front import MAX_TEXT_CHARS
 from espalier.server.hints import HINTS
 from tests.server.bodies import BODIES
 from tests.server.serving import serving
@@ -124,8 +124,8 @@ def test_a_prompt_that_is_truncated_may_be_longer_than_the_context(served):
             error = asked(path, given)["error"]
             assert (error["code"], error["param"]) == ("context_length_exceeded", field)
             assert asked(path, given, truncate_prompt_tokens=3)["usage"]["prompt_tokens"] == 3
-        error = asked(path, "x" * (MOST_TOKENIZED + 1), truncate_prompt_tokens=3)["error"]
-        assert f"use {MOST_TOKENIZED} at most" in error["message"] and error["param"] == field
+        error = asked(path, "x" * (MAX_TEXT_CHARS + 1), truncate_prompt_tokens=3)["error"]
+        assert f"use at most {MAX_TEXT_CHARS}" in error["message"] and error["param"] == field
 
 
 def test_special_tokens_of_the_tokenizer_are_added_as_asked(served, llm):

@@ -14,10 +14,10 @@ from espalier.errors import EspalierError
 from espalier.inputs import InputProcessor, ModelFacts
 from espalier.server import body_reader, lanes
 from espalier.server.api import ApiOptions, make_app
-from espalier.server.bodies import MOST_ENTRIES, MOST_MESSAGES, BodyLimits, read_body
+from espalier.server.bodies import MAX_ENTRIES, MAX_MESSAGES, BodyLimits, read_body
 from espalier.server.body_reader import SMALL_BYTES, BodyReader
 from espalier.server.errors import ApiError
-from espalier.server.lanes import LONGEST_SHORT, Lanes
+from espalier.server.lanes import MAX_SHORT, Lanes
 from espalier.server.openai import ChatRequest, CompletionRequest, DetokenizeRequest
 from espalier.text import load_tokenizer
 from espalier.text_bound import TextBound
@@ -115,8 +115,8 @@ def test_what_is_wrong_with_a_large_body_is_told_as_for_any(name):
 
 
 def test_what_a_small_body_can_hold_is_below_every_limit_but_the_models():
-    assert SMALL_BYTES // len('{"role":"user","content":""},') < MOST_MESSAGES
-    assert SMALL_BYTES // len("0,") <= MOST_ENTRIES
+    assert SMALL_BYTES // len('{"role":"user","content":""},') < MAX_MESSAGES
+    assert SMALL_BYTES // len("0,") <= MAX_ENTRIES
 
 
 def test_a_body_process_that_dies_takes_one_body_with_it():
@@ -136,7 +136,7 @@ def test_a_body_process_that_dies_takes_one_body_with_it():
 
 
 def test_only_so_many_large_bodies_wait(monkeypatch):
-    monkeypatch.setattr(body_reader, "MOST_WAITING", 2)
+    monkeypatch.setattr(body_reader, "MAX_WAITING", 2)
 
     async def run():
         reader = BodyReader(LIMITS)
@@ -213,7 +213,7 @@ def test_a_short_prompt_does_not_wait_behind_long_ones(two_lanes):
     go_on = threading.Event()
 
     async def run():
-        long = [asyncio.create_task(two_lanes.run(lambda _: go_on.wait(60), size=LONGEST_SHORT + 1)) for _ in range(3)]
+        long = [asyncio.create_task(two_lanes.run(lambda _: go_on.wait(60), size=MAX_SHORT + 1)) for _ in range(3)]
         await asyncio.sleep(0)
         short = await two_lanes.run(lambda inputs: inputs.tokens("ab"), size=2)
         waited = not any(each.done() for each in long)
@@ -228,7 +228,7 @@ def test_each_lane_has_a_thread_and_a_tokenizer_of_its_own(two_lanes):
         return threading.get_ident(), id(inputs.tokenizer)
 
     async def run():
-        return [await two_lanes.run(who, size=size) for size in (1, LONGEST_SHORT, LONGEST_SHORT + 1, 10**6)]
+        return [await two_lanes.run(who, size=size) for size in (1, MAX_SHORT, MAX_SHORT + 1, 10**6)]
 
     one, same, other, same_other = asyncio.run(run())
     assert one == same and other == same_other
@@ -236,7 +236,7 @@ def test_each_lane_has_a_thread_and_a_tokenizer_of_its_own(two_lanes):
 
 
 def test_only_so_many_long_prompts_wait(two_lanes, monkeypatch):
-    monkeypatch.setattr(lanes, "MOST_WAITING", 2)
+    monkeypatch.setattr(lanes, "MAX_WAITING", 2)
     go_on = threading.Event()
 
     async def run():

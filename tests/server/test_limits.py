@@ -122,7 +122,7 @@ def uploaded(limit_s, parts, pause_s):
     gate = Gate(app, None, 10**9, lambda path, status: None, limit_s)
     scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
     asyncio.run(asyncio.wait_for(gate(scope, receive, send), 20))
-    assert not gate.waits
+    assert not gate.body_timeouts
     return statuses[0]
 
 
