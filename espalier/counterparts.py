@@ -46,7 +46,7 @@ TABLE = MappingProxyType(
 # The reason why Espalier has no such setting: the other engines' names for it.
 NONE = MappingProxyType(
     {
-        "the KV cache takes a share of the free memory; set num_pages for another size": "gpu_memory_utilization "
+        "the KV cache takes a share of the free memory, or as many pages as num_pages says": "gpu_memory_utilization "
         "mem_fraction_static kv_cache_memory_bytes",
         "one engine runs on one GPU": "tensor_parallel_size tp_size tp pipeline_parallel_size pp_size pp "
         "data_parallel_size dp_size dp expert_parallel_size ep_size enable_expert_parallel nnodes node_rank",
@@ -58,8 +58,8 @@ NONE = MappingProxyType(
         "reasoning is not separated from the answer": "reasoning_parser enable_reasoning",
         "Espalier uses the model's tokenizer": "tokenizer tokenizer_path tokenizer_mode skip_tokenizer_init",
         "the KV cache is not swapped to the CPU": "swap_space cpu_offload_gb",
-        "the server has no TLS; put a reverse proxy in front of it": "ssl_keyfile ssl_certfile",
-        "Espalier does not rank outputs; use n and choose one": "best_of use_beam_search num_beams beam_width",
+        "the server has no TLS, put a reverse proxy in front of it": "ssl_keyfile ssl_certfile",
+        "Espalier does not rank outputs, use n and choose one": "best_of use_beam_search num_beams beam_width",
         "temperature=0 is greedy decoding, any other value samples": "do_sample",
     }
 )

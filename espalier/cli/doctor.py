@@ -27,7 +27,7 @@ def run(args: Namespace) -> int:
         return tune.run(args, EngineConfig(**engine_settings(args)))
     for name in ("shapes", "choices"):
         if getattr(args, name) is not None:
-            raise EspalierError(f"{flag_of(name)} needs --tune; add it, or leave {flag_of(name)} out")
+            raise EspalierError(f"{flag_of(name)} is for --tune; add that, or leave {flag_of(name)} out")
     config = EngineConfig(**engine_settings(args))
     console = stdout()
     console.print(Text("machine", "bold"))

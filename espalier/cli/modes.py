@@ -28,9 +28,9 @@ def refuse_of_others(args: Namespace) -> None:
         if name == chosen or name in TAKES[chosen] or not _is_given(getattr(args, name)):
             continue
         if chosen is not None:
-            raise EspalierError(f"{flag_of(name)} is not supported with {flag_of(chosen)}; leave one out")
+            raise EspalierError(f"{flag_of(name)} is not for {flag_of(chosen)}; leave one out")
         takers = " or ".join(flag_of(mode) for mode, taken in TAKES.items() if mode is not None and name in taken)
-        raise EspalierError(f"{flag_of(name)} needs {takers}; add it, or leave {flag_of(name)} out")
+        raise EspalierError(f"{flag_of(name)} is for {takers}; add that, or leave {flag_of(name)} out")
 
 
 def _is_given(value: Any) -> bool:

@@ -53,7 +53,7 @@ BAD = [
     (["bench", "floor", "--rows", "1,³"], "--rows=1,³ is not supported"),
     (["bench", "round", "--batch", "a"], "invalid list of whole numbers"),
     (["nonsense"], "unknown command 'nonsense'; use one of demo, generate"),
-    ([], "no command is given; use one of demo, generate"),
+    ([], "a command is missing; use one of demo, generate"),
 ]
 
 
@@ -155,7 +155,7 @@ def test_a_file_without_a_prompt_is_refused_though_stdin_holds_one(capsys, tmp_p
     prompts.write_text("\n")
     monkeypatch.setattr("sys.stdin", io.StringIO("abc"))
     assert run("generate", "--file", prompts) == 2
-    assert "holds no prompt" in capsys.readouterr().err
+    assert "contains no prompt" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("arguments", [["-"], []], ids=["named", "piped"])
@@ -167,7 +167,7 @@ def test_an_empty_stdin_is_refused(arguments, capsys, monkeypatch):
 
 def test_a_closed_stdin_is_no_prompt(capsys, monkeypatch):
     monkeypatch.setattr("sys.stdin", None)
-    for arguments, said in ((["-"], "stdin is closed"), ([], "no prompt is given")):
+    for arguments, said in ((["-"], "stdin is closed"), ([], "a prompt is missing")):
         assert run("generate", *arguments) == 2
         err = capsys.readouterr().err
         assert said in err and err.count("\n") == 1
@@ -247,7 +247,7 @@ def test_demo_compares_draws_and_counts(tiny, tiny_heldout, capsys):
         "\nabcabc",
         "prompt 2 of 2 ",
         "\nddd",
-        ": here a prompt ends; tokens that came from the draft",
+        ": end of a prompt; tokens that came from the draft",
     ):
         assert said in out
     assert "\x1b" not in out

@@ -147,17 +147,32 @@ def test_a_reader_who_has_left_is_left_to_main(monkeypatch):
 
 
 ROOM = [
-    (["round", "--batch", "1,4", "--max-batch", "2"], "--max-batch=2 is below the 4 that is measured"),
-    (["round", "--context", "8", "--tokens", "9", "--max-context", "16"], "--max-context=16 is below the 17"),
+    (["round", "--batch", "1,4", "--max-batch", "2"], "--max-batch=2 is too small for this measurement; use 4 or more"),
+    (
+        ["round", "--context", "8", "--tokens", "9", "--max-context", "16"],
+        "--max-context=16 is too small for this measurement; use 17",
+    ),
     (
         ["round", "--choose", "--context", "8", "--tokens", "9", "--max-context", "16"],
-        "--max-context=16 is below the 17",
+        "--max-context=16 is too small for this measurement; use 17",
     ),
-    (["serve", "--context", "8", "--tokens", "9", "--max-context", "16"], "--max-context=16 is below the 17"),
-    (["throughput", "--input", "8,8", "--output", "9,9", "--max-context", "16"], "--max-context=16 is below the 17"),
-    (["latency", "--input", "8,8", "--output", "9,9", "--max-context", "-1"], "--max-context=-1 is below the 17"),
-    (["prefill", "--running", "2", "--max-batch", "2"], "--max-batch=2 is below the 3"),
-    (["prefill", "--prompts", "1x16", "--max-context", "16"], "--max-context=16 is below the 17"),
+    (
+        ["serve", "--context", "8", "--tokens", "9", "--max-context", "16"],
+        "--max-context=16 is too small for this measurement; use 17",
+    ),
+    (
+        ["throughput", "--input", "8,8", "--output", "9,9", "--max-context", "16"],
+        "--max-context=16 is too small for this measurement; use 17",
+    ),
+    (
+        ["latency", "--input", "8,8", "--output", "9,9", "--max-context", "-1"],
+        "--max-context=-1 is too small for this measurement; use 17",
+    ),
+    (["prefill", "--running", "2", "--max-batch", "2"], "--max-batch=2 is too small for this measurement; use 3"),
+    (
+        ["prefill", "--prompts", "1x16", "--max-context", "16"],
+        "--max-context=16 is too small for this measurement; use 17",
+    ),
     (["round", "--tokens", "1"], "--tokens=1 is not supported: the first comes of no round"),
     (["round", "--acceptance", "--tokens", "1"], "--tokens=1 is not supported"),
 ]
@@ -204,8 +219,8 @@ def test_a_model_without_a_tokenizer_is_given_as_many_random_tokens_as_it_takes(
 
 
 OTHERS = [
-    (["bench", "round", "--prompts", "2"], "--prompts is for --acceptance; give that"),
-    (["bench", "round", "--out", "x"], "--out is for --choose; give that"),
+    (["bench", "round", "--prompts", "2"], "--prompts is for --acceptance; add that"),
+    (["bench", "round", "--out", "x"], "--out is for --choose; add that"),
     (["bench", "round", "--candidates", "3,2,8"], "--candidates is for --choose"),
     (["bench", "round", "--accept-length", "3"], "--accept-length is for --shape or --choose"),
     (["bench", "round", "--all-buckets"], "--all-buckets is for --shape"),

@@ -85,14 +85,14 @@ def test_hints_are_accepted_named_and_change_nothing(served, path):
     assert hinted[2]["choices"] == plain[2]["choices"]
     streamed = served.request(path, {**body, "stream": True, "metadata": {"a": "b"}, "user": None})
     assert streamed[1][NO_EFFECT] == "metadata"
-    assert served.log.read_text().count("the field keep_alive has no effect here") == 1
+    assert served.log.read_text().count("the field keep_alive is accepted but has no effect") == 1
 
 
 def test_strict_fields_refuses_what_has_no_effect(other):
     for body, name in (({**TEXT, "keep_alive": "5m"}, "keep_alive"), ({**TEXT, "user": "me"}, "user")):
         status, _, answer = other.request("/v1/completions", body)
         assert (status, answer["error"]["param"], answer["error"]["code"]) == (400, name, "unsupported")
-        assert answer["error"]["message"].startswith(f"{name} has no effect here and the server runs with --strict")
+        assert answer["error"]["message"].startswith(f"{name} has no effect, and this server runs with --strict")
     assert other.request("/v1/completions", {**TEXT, "user": None})[0] == 200
 
 
