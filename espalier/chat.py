@@ -182,8 +182,8 @@ class SpecialTokens:
 
     def _marked(self, text: str, mark: str) -> str:
         """Mark whole special tokens and parts of them: a template may join texts, or remove a part of one."""
-        begins = self._first if self._first.search(text) and self._rest.search(text) else self._first_two
-        places = {match.start() + 1 for pattern in (begins, self._last) for match in pattern.finditer(text)}
+        first_pattern = self._first if self._first.search(text) and self._rest.search(text) else self._first_two
+        places = {match.start() + 1 for pattern in (first_pattern, self._last) for match in pattern.finditer(text)}
         head = text.strip()
         if self._rest.match(head) or (len(head) > 1 and head in self._joined):
             places.add(text.index(head[0]))

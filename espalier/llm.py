@@ -215,13 +215,13 @@ class LLM:
         self._add(requests, unread)
         try:
             # Count last chunks, not request.done: another stream's step may end a request whose chunks are unread.
-            left = len(requests)
-            while left:
+            num_left = len(requests)
+            while num_left:
                 if not unread:
                     self._step()
                 while unread:
                     piece = unread.popleft()
-                    left -= piece.finish_reason is not None
+                    num_left -= piece.finish_reason is not None
                     yield piece
         finally:
             self._abort([request for request in requests if not request.done])

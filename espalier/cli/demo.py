@@ -118,9 +118,9 @@ def _complete(
     with progress("completing", 2 * len(prompts)) as advance:
         for prompt in prompts:
             for llm, run in ((plain_llm, plain), (tree_llm, tree)):
-                begun = perf_counter()
+                start = perf_counter()
                 [output] = llm.generate(prompt, params)
-                run.seconds += perf_counter() - begun
+                run.seconds += perf_counter() - start
                 run.outputs.append(output)
                 run.stats.merge(output.speculation)
                 advance()
@@ -202,8 +202,8 @@ def _figures(console: Console, plain: Run, tree: Run) -> None:
 
 
 def _histogram(stats: SpeculationStats, signs: Signs) -> Iterator[str]:
-    most = max(stats.histogram, default=0)
+    max_rounds = max(stats.histogram, default=0)
     for length, rounds in enumerate(stats.histogram):
         if length:
-            bar = signs.bar * round(BAR_WIDTH * rounds / most)
+            bar = signs.bar * round(BAR_WIDTH * rounds / max_rounds)
             yield f"  {length} token{'s' if length > 1 else ' '} per round  {rounds:5d} {bar}"

@@ -122,7 +122,7 @@ def _read_file(path: Path) -> list[Any]:
 def _stream(llm: LLM, prompt: Any, params: SamplingParams) -> int:
     """Print the text while it is generated.  On a terminal, text from the draft is coloured."""
     console = stdout()
-    begun = perf_counter()
+    start = perf_counter()
     count = 0
     last = OutputChunk("")
     for last in llm.stream(prompt, params):
@@ -130,15 +130,15 @@ def _stream(llm: LLM, prompt: Any, params: SamplingParams) -> int:
         # A chunk's text does not map to its tokens one by one, so a chunk with any token from the draft is coloured.
         console.print(Text(last.text, FROM_DRAFT if any(last.from_draft) else FROM_TARGET), end="")
     console.print()
-    _figures(llm, count, perf_counter() - begun)
+    _figures(llm, count, perf_counter() - start)
     return _failed(last.error)
 
 
 def _all(llm: LLM, prompts: list[Any], params: SamplingParams, as_json: bool) -> int:
-    begun = perf_counter()
+    start = perf_counter()
     with progress("generating", len(prompts) * (params.n or 1)) as advance:
         outputs = llm.generate(prompts, params, lambda piece: advance() if piece.finish_reason else None)
-    seconds = perf_counter() - begun
+    seconds = perf_counter() - start
     console = stdout()
     for i, output in enumerate(outputs):
         if as_json:

@@ -298,9 +298,9 @@ class TextAnswer(Answer):
             if not choice.has_begun:
                 # If no text precedes the output, some decoders strip its leading space.
                 before = () if self.echoes_logprobs else choice.prompt
-                begun = self.tokenizer.sink(before, skip_special_tokens=skip)
-                begun.push(token)
-                length = min(length, len(begun.take(final=True)))
+                alone = self.tokenizer.sink(before, skip_special_tokens=skip)
+                alone.push(token)
+                length = min(length, len(alone.take(final=True)))
             choice.text_length, choice.has_begun = offset + length, True
         return offset
 
@@ -312,9 +312,9 @@ class ChatAnswer(Answer):
     object_chunk = "chat.completion.chunk"
 
     def opening(self) -> list[dict[str, Any]]:
-        begun = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
-        begun |= self._beyond_openai(Delta("", [], [], None, None))
-        return [self._chunk([{"index": choice.index, **begun}]) for choice in self.choices]
+        first_delta = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+        first_delta |= self._beyond_openai(Delta("", [], [], None, None))
+        return [self._chunk([{"index": choice.index, **first_delta}]) for choice in self.choices]
 
     def _chunk_choice(self, choice: Choice, delta: Delta) -> dict[str, Any]:
         return {

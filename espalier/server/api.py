@@ -272,10 +272,10 @@ def _tokenized(inputs: InputProcessor, body: TokenizeRequest, check: Callable[[s
 
 def _detokenized(inputs: InputProcessor, tokens: list[int]) -> bytes:
     """The response body of /detokenize."""
-    most = inputs.facts.vocab_size
-    if tokens and not (min(tokens) >= 0 and max(tokens) < most):
-        wrong = next(token for token in tokens if not 0 <= token < most)
-        raise EspalierError(f"tokens entry={wrong} is not supported; use 0 to {most - 1}")
+    vocab_size = inputs.facts.vocab_size
+    if tokens and not (min(tokens) >= 0 and max(tokens) < vocab_size):
+        wrong = next(token for token in tokens if not 0 <= token < vocab_size)
+        raise EspalierError(f"tokens entry={wrong} is not supported; use 0 to {vocab_size - 1}")
     return msgspec.json.encode({"prompt": _text(inputs, "/detokenize", tokens)})
 
 

@@ -52,7 +52,9 @@ class ClientOptions:
 
 
 class Generation:
-    """The output of one HTTP request's prompts.  left: samples that still run, by name, in the order of the prompts.
+    """The output of one HTTP request's prompts.
+
+    num_running: number of samples that still run, by name, in the order of the prompts.
 
     Unread parts are buffered here, at most max_tokens for each sample, so a slow reader does not block others.  The
     caller must close it in every case; that aborts the samples that still run.
@@ -60,14 +62,14 @@ class Generation:
 
     def __init__(self, client: "EngineClient", names: Sequence[str], samples: int):
         self.client = client
-        self.left = dict.fromkeys(names, samples)
+        self.num_running = dict.fromkeys(names, samples)
         self.unread: deque[Part] = deque()
         self.error: Exception | None = None
         self.news = asyncio.Event()
 
     @property
     def done(self) -> bool:
-        return not any(self.left.values())
+        return not any(self.num_running.values())
 
     async def parts(self, deadline: float | None) -> AsyncIterator[list[Part]]:
         """Yield the new parts, until all samples have ended.
@@ -88,12 +90,12 @@ class Generation:
 
     def take(self, part: Part) -> None:
         if part.piece.finish_reason is not None:
-            self.left[part.name] -= 1
+            self.num_running[part.name] -= 1
         self.unread.append(part)
         self.news.set()
 
     def fail(self, error: Exception) -> None:
-        self.left = dict.fromkeys(self.left, 0)
+        self.num_running = dict.fromkeys(self.num_running, 0)
         self.error = error
         self.news.set()
 
@@ -132,7 +134,7 @@ class EngineClient:
     @property
     def open_samples(self) -> int:
         """Samples that are queued or running, as the front knows them."""
-        return sum(generation.left[name] for name, generation in self._generations.items())
+        return sum(generation.num_running[name] for name, generation in self._generations.items())
 
     async def start(self) -> None:
         """Start the process and wait until its model is loaded.  Raises EspalierError if that fails."""
@@ -161,7 +163,7 @@ class EngineClient:
 
     def forget(self, generation: Generation) -> None:
         """Abort the samples that still run, and drop their output."""
-        for name in generation.left:
+        for name in generation.num_running:
             if self._generations.pop(name, None) is not None and self.state == "ready":
                 self._send(Abort(name))
 
@@ -210,11 +212,11 @@ class EngineClient:
     async def _first_message(self, socket: zmq.asyncio.Socket, process: asyncio.subprocess.Process) -> Any:
         """The first message, Ready or Failed.  Raises EspalierError if the process exits without one, or times out."""
         message = asyncio.ensure_future(socket.recv())
-        left = asyncio.create_task(process.wait())
+        exited = asyncio.create_task(process.wait())
         limit, loop = self.options.load_timeout_s, asyncio.get_running_loop()
         began = loop.time()
         try:
-            while not (message.done() or left.done()):
+            while not (message.done() or exited.done()):
                 seconds = loop.time() - began
                 if limit is not None and seconds >= limit:
                     raise EspalierError(
@@ -224,7 +226,7 @@ class EngineClient:
                 if seconds >= LOADING_S:
                     log.info("the engine process (pid %d) is still loading, %.0f s so far", process.pid, seconds)
                 wait = LOADING_S if limit is None else min(LOADING_S, limit - seconds)
-                await asyncio.wait({message, left}, timeout=wait, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait({message, exited}, timeout=wait, return_when=asyncio.FIRST_COMPLETED)
             if not message.done():
                 # The last message may still be in transit.
                 await asyncio.wait({message}, timeout=1.0)
@@ -233,7 +235,7 @@ class EngineClient:
             return protocol.decode_from_engine(message.result())
         finally:
             message.cancel()
-            left.cancel()
+            exited.cancel()
 
     async def _supervise(self) -> None:
         """Read from the process until it is gone; with `restart`, start the next and go on."""
@@ -259,23 +261,23 @@ class EngineClient:
         """Read messages until the process is gone.  Returns the reason."""
         assert self.process is not None
         reading = asyncio.create_task(self._read())
-        left = asyncio.create_task(self.process.wait())
+        exited = asyncio.create_task(self.process.wait())
         try:
             while True:
-                await asyncio.wait({reading, left}, timeout=1.0, return_when=asyncio.FIRST_COMPLETED)
-                if left.done():
+                await asyncio.wait({reading, exited}, timeout=1.0, return_when=asyncio.FIRST_COMPLETED)
+                if exited.done():
                     # Messages that it sent before it exited are still unread.
                     await asyncio.wait({reading}, timeout=1.0)
                 if reading.done():
                     return _reason_of(reading)
-                if left.done():
+                if exited.done():
                     return f"the engine process {_end_of(self.process)}"
                 silence = asyncio.get_running_loop().time() - self._heard
                 if silence > self.options.timeout_s:
                     return f"the engine process sent nothing for {silence:.0f} s and was ended"
         finally:
             reading.cancel()
-            left.cancel()
+            exited.cancel()
 
     async def _read(self) -> str:
         """Distribute messages until the process sends Failed.  Returns its reason."""
@@ -298,7 +300,7 @@ class EngineClient:
         if generation is None:  # it was closed
             return
         generation.take(part)
-        if generation.left[part.name] == 0:
+        if generation.num_running[part.name] == 0:
             del self._generations[part.name]
 
     def _end(self, name: str, error: Exception) -> None:

@@ -188,7 +188,7 @@ class Run:
         self.answer = answer
         self.generation = generation
         self.deadline = deadline
-        self.prompt_index = {name: i for i, name in enumerate(generation.left)}
+        self.prompt_index = {name: i for i, name in enumerate(generation.num_running)}
         self.began = asyncio.get_running_loop().time()
         self.last_token_at: dict[tuple[str, int], float] = {}
 

@@ -19,7 +19,7 @@ from espalier.server.errors import FAILED, RETRY_AFTER_S, ApiError
 from espalier.server.logs import new_request_id, request_id
 
 log = logging.getLogger("espalier.server")
-GIVEN_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
+CLIENT_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 # Multiple of max_body_bytes up to which a too large body is read and dropped.
 MAX_DROPPED = 4
 # Load balancers and Prometheus read these without a key.
@@ -64,8 +64,8 @@ class Gate:
             # Serve HEAD as GET; the HTTP server leaves out the body.
             scope = {**scope, "method": "GET"}
         headers = Headers(scope=scope)
-        given = headers.get("x-request-id", "")
-        request_id.set(given if GIVEN_ID.fullmatch(given) else new_request_id())
+        client_id = headers.get("x-request-id", "")
+        request_id.set(client_id if CLIENT_ID.fullmatch(client_id) else new_request_id())
         # espalier/server/connections.py reads the id from the scope.
         scope.setdefault("state", {})["request_id"] = request_id.get()
         refused: ApiError | None = None
@@ -124,14 +124,14 @@ class Upload:
     def __init__(self, gate: Gate, receive: Receive):
         self.gate = gate
         self.receive = receive
-        self.taken = 0
-        self.whole = False
+        self.num_received = 0
+        self.complete = False
         limit = gate.body_timeout_s
         self.deadline = None if limit is None else asyncio.get_running_loop().time() + limit
 
     async def __call__(self) -> Message:
         message = await self._next()
-        if self.taken > self.gate.max_body_bytes:
+        if self.num_received > self.gate.max_body_bytes:
             await self._drop()
         return message
 
@@ -144,12 +144,12 @@ class Upload:
     async def _drop(self, length: int = 0) -> None:
         """Refuse a too large body.  Read a moderately large one to its end first: a client that sends does not read."""
         limit = self.gate.max_body_bytes
-        while not self.whole and max(self.taken, length) <= MAX_DROPPED * limit:
+        while not self.complete and max(self.num_received, length) <= MAX_DROPPED * limit:
             await self._next()
         raise ApiError(413, f"the body is larger than {limit} bytes; send less, or raise --max-body-bytes")
 
     async def _next(self) -> Message:
-        if self.whole:  # the next message is the client's disconnect, and may take any time
+        if self.complete:  # the next message is the client's disconnect, and may take any time
             return await self.receive()
         deadline = asyncio.get_running_loop().time() if self.gate.draining else self.deadline
         try:
@@ -162,8 +162,8 @@ class Upload:
                     self.gate.body_timeouts.discard(timeout)
         except TimeoutError:
             raise self._late() from None
-        self.taken += len(message.get("body", b""))
-        self.whole = not message.get("more_body", False)
+        self.num_received += len(message.get("body", b""))
+        self.complete = not message.get("more_body", False)
         return message
 
     def _late(self) -> ApiError:

@@ -29,15 +29,15 @@ DONE, REFUSED, BROKEN = 0, 2, 1
 
 @dataclass
 class Running:
-    """The samples that were submitted under one name.  left: those that run; aborted_at: number of the step at which an
-    abort arrived."""
+    """The samples of one submitted name.  num_left: those that still run; aborted_at: the step before which an abort
+    arrived, None if none did."""
 
     requests: list[Request]
-    left: int = field(init=False)
+    num_left: int = field(init=False)
     aborted_at: int | None = None
 
     def __post_init__(self) -> None:
-        self.left = len(self.requests)
+        self.num_left = len(self.requests)
 
 
 class Worker:
@@ -109,8 +109,8 @@ class Worker:
         request = entry.requests[piece.index]
         if piece.error is not None:
             log.error("%s", piece.error, extra=logs.about(piece.request_id))
-        entry.left -= 1
-        if not entry.left:
+        entry.num_left -= 1
+        if not entry.num_left:
             del self.running[name]
             if entry.aborted_at is not None:
                 self.aborts.append(self.steps - entry.aborted_at)

@@ -147,7 +147,7 @@ def test_generate_says_which_line_of_a_file_is_wrong(capsys, tmp_path):
     for line in ('{"text": "de"}', '{"prompt": 5}', '{"prompt": null}'):
         prompts.write_text(f'"abc"\n\n{line}\n')
         assert run("generate", "--file", prompts) == 2
-        assert "line 3: neither" in capsys.readouterr().err
+        assert "line 3: not a JSON string" in capsys.readouterr().err
 
 
 def test_a_file_without_a_prompt_is_refused_though_stdin_holds_one(capsys, tmp_path, monkeypatch):
@@ -198,7 +198,7 @@ def test_bytes_that_are_no_text_are_refused(capsys, monkeypatch):
         err = capsys.readouterr().err
         assert "stdin" in err and err.count("\n") == 1
     assert run("generate", "\udcff") == 2
-    assert "a prompt is not text" in capsys.readouterr().err
+    assert "a prompt is not valid" in capsys.readouterr().err
 
 
 def test_text_that_the_encoding_has_no_character_for_is_escaped(tiny, monkeypatch):

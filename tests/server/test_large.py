@@ -95,7 +95,7 @@ REFUSED = {
     ),
     "nested": (ChatRequest, chat("a", metadata=[[[0] * 1000] * 1000]), "metadata", "more than 65536 entries"),
     "prompts": (CompletionRequest, text([""] * 100_000), "prompt", "more than 100 entries"),
-    "ids": (CompletionRequest, text([1] * 200_000), "prompt", "a prompt of 200000 tokens is not supported"),
+    "ids": (CompletionRequest, text([1] * 200_000), "prompt", "the prompt is too long: it has 200000 tokens"),
     "an id": (CompletionRequest, text([1000] * 50_000), "prompt", "prompt token id=1000 is not supported"),
     "/detokenize": (DetokenizeRequest, {"tokens": [1] * 100_000}, "tokens", "more than 1000 entries"),
     "no number": (CompletionRequest, text("a" * SMALL_BYTES, temperature="hot"), "temperature", "valid number"),
@@ -182,7 +182,7 @@ class Recording:
 def test_a_text_that_cannot_fit_is_never_tokenized():
     inputs = InputProcessor(ModelFacts("m", 10, 64), Recording())
     inputs.bound = TextBound(load_tokenizer(TOKENIZER, 6144).backend)
-    with pytest.raises(EspalierError, match="a prompt of 4000000 characters is not supported at max_context=64"):
+    with pytest.raises(EspalierError, match="the prompt is too long: it has 4000000 characters"):
         inputs.tokens("a " * 2_000_000)
     assert inputs.tokenizer.encoded == []
     assert len(inputs.tokens("a " * 30)) == 60 and inputs.tokenizer.encoded == [60]
@@ -196,7 +196,7 @@ def test_a_conversation_that_cannot_fit_is_never_tokenized(monkeypatch):
     encoded = []
     monkeypatch.setattr(tokenizer.hf, "encode", lambda text, **_: encoded.append(text) or [1])
     messages = [{"role": "user", "content": "a " * 100_000}]
-    with pytest.raises(EspalierError, match=r"a prompt of 2000\d\d characters is not supported"):
+    with pytest.raises(EspalierError, match=r"the prompt is too long: it has 2000\d\d characters"):
         inputs.chat(messages, check=inputs.require_fit)
     assert encoded == []
     assert inputs.chat([{"role": "user", "content": "a"}], check=inputs.require_fit) == [1] and len(encoded) == 1

@@ -118,7 +118,7 @@ def test_neutral_values_of_refused_fields_are_served(served):
         ("/v1/completions", {**TEXT, "prompt": []}, "prompt=[]"),
         ("/v1/completions", {**TEXT, "prompt": [[]]}, "the prompt is empty"),
         ("/v1/completions", {**TEXT, "prompt": [10**7]}, "prompt token id=10000000"),
-        ("/v1/completions", {**TEXT, "prompt": "x " * 2000}, "is not supported at max_context=512"),
+        ("/v1/completions", {**TEXT, "prompt": "x " * 2000}, "the prompt is too long: it has"),
         ("/v1/completions", {**TEXT, "min_tokens": 600, "max_tokens": None}, "min_tokens=600"),
         ("/v1/completions", {**TEXT, "echo": True, "max_tokens": 0}, "max_tokens=0"),
         ("/v1/completions", {**TEXT, "prompt_logprobs": 21}, "prompt_logprobs=21 is not supported"),
@@ -153,7 +153,11 @@ def test_neutral_values_of_refused_fields_are_served(served):
         ("/v1/completions", {**TEXT, "truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
         ("/v1/completions", {**TEXT, "keep_alve": "5m"}, "did you mean 'keep_alive'?"),
         *(
-            ("/v1/chat/completions", {**CHAT, "chat_template_kwargs": {name: 1}}, f"entry='{name}' is for the engine")
+            (
+                "/v1/chat/completions",
+                {**CHAT, "chat_template_kwargs": {name: 1}},
+                f"entry='{name}' is set by the engine",
+            )
             for name in ("messages", "documents", "tokenize", "chat_template", "conversation")
         ),
         (
@@ -188,7 +192,7 @@ def test_neutral_values_of_refused_fields_are_served(served):
         (
             "/v1/chat/completions",
             {**CHAT, "messages": [IMAGE]},
-            "messages.0.content.0.type: Input should be 'text' (mod",
+            "messages.0.content.0.type: Input should be 'text' (this server",
         ),
         (
             "/v1/chat/completions",
@@ -213,7 +217,7 @@ def test_bad_values_are_refused_in_one_line(served, path, body, words):
 
 def test_a_prompt_that_is_too_long_is_refused_and_not_warned_of(served):
     error = error_of(served.request("/v1/completions", {**TEXT, "prompt": "x " * 4000}))
-    assert "is not supported at max_context=512" in error["message"]
+    assert "the prompt is too long: it has" in error["message"]
     assert "indexing errors" not in served.log.read_text()
 
 
@@ -286,7 +290,7 @@ def test_paths_methods_models_and_sizes(served):
     for path, body in (("/v1/completions", TEXT), ("/v1/chat/completions", CHAT), ("/health", None)):
         message = error_of(served.request(f"{path}/", body), 404)["message"]
         assert message == f"{path}/ is not served; use {path}, without the slash at the end"
-    assert "completions are not stored" in error_of(served.request("/v1/chat/completions/x"), 404)["message"]
+    assert "the server does not store completions" in error_of(served.request("/v1/chat/completions/x"), 404)["message"]
     assert error_of(served.request("/v1/completions"), 405)
     assert served.request("/health", {})[1]["allow"] == "GET, HEAD"
     assert error_of(served.request("/v1/completions", {**TEXT, "model": "x"}), 404)["code"] == "model_not_found"
