@@ -156,7 +156,7 @@ def _compare(console: Console, plain_llm: LLM, prompts: list[str], plain: Run, t
             return False
     tokens = sum(len(output.token_ids) for output in tree.outputs)
     drafted = sum(sum(output.from_draft) for output in tree.outputs)
-    same = f"plain decoding gave the same {tokens} tokens"
+    same = f"plain decoding gave the same {tokens} tokens, one by one"
     console.print(Text.assemble(("identical: ", "bold green"), same))
     legend: list[Any] = [f"{signs(console).prompt_end}: end of a prompt; tokens that"]
     if has_colour(console):
@@ -195,7 +195,7 @@ def _figures(console: Console, plain: Run, tree: Run) -> None:
     console.print(Text(f"  plain          {plain.tokens_per_second:7.1f} tokens/s"))
     console.print(Text(f"  tree           {tree.tokens_per_second:7.1f} tokens/s, {ratio:.2f} times plain"))
     console.print(
-        Text(f"  accept length  {tree.stats.accept_length:7.2f} tokens per round, over {tree.stats.rounds} rounds")
+        Text(f"  accept length  {tree.stats.accept_length:7.2f} tokens a round, over {tree.stats.rounds} rounds")
     )
     for line in _histogram(tree.stats, signs(console)):
         console.print(Text(line))
@@ -206,4 +206,4 @@ def _histogram(stats: SpeculationStats, signs: Signs) -> Iterator[str]:
     for length, rounds in enumerate(stats.histogram):
         if length:
             bar = signs.bar * round(BAR_WIDTH * rounds / max_rounds)
-            yield f"  {length} token{'s' if length > 1 else ' '} per round  {rounds:5d} {bar}"
+            yield f"  {length} token{'s' if length > 1 else ' '} a round  {rounds:5d} {bar}"

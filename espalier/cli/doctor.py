@@ -48,5 +48,5 @@ def run(args: Namespace) -> int:
             f"heads, {target.kv_heads} KV heads, vocabulary {target.vocab_size}, {target.max_position} positions"
         )
     )
-    console.print(Text("this configuration is supported here", QUIET))
+    console.print(Text("this configuration is supported and fits here", QUIET))
     return 0

@@ -7,7 +7,8 @@ from typing import Any
 from espalier.cli.flags import flag_of
 from espalier.errors import EspalierError
 
-# Supported flags by the flag that chooses the mode.  The first one given counts; None is the mode without such a flag.
+# Supported flags by the flag that chooses the mode; the first one given counts.  None: the mode without such a flag,
+# which compares rounds with plain decoding.
 TAKES = MappingProxyType(
     {
         "figures": ("plot",),
