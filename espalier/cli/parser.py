@@ -2,7 +2,7 @@
 
 import difflib
 import sys
-from argparse import Action, ArgumentError, ArgumentParser, Namespace, _SubParsersAction
+from argparse import SUPPRESS, Action, ArgumentError, ArgumentParser, Namespace, _SubParsersAction
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NoReturn
@@ -54,8 +54,10 @@ class Parser(ArgumentParser):
         """This parser's subcommands, by name."""
         return next((dict(each.choices) for each in self._actions if isinstance(each, _SubParsersAction)), {})
 
-    def all_flags(self) -> list[str]:
-        return [flag for action in self._actions for flag in action.option_strings]
+    def all_flags(self, hidden: bool = True) -> list[str]:
+        """This parser's flags.  hidden: with those that no help text names."""
+        actions = (action for action in self._actions if hidden or action.help != SUPPRESS)
+        return [flag for action in actions for flag in action.option_strings]
 
     def _deepest(self, known: Namespace) -> "Parser":
         """The parser of the command that was given without its subcommand."""
@@ -65,7 +67,7 @@ class Parser(ArgumentParser):
         flag = given.partition("=")[0]
         flags = parser.all_flags()
         advice = counterparts.flag(flag.lstrip("-").replace("-", "_"), flags)
-        near = difflib.get_close_matches(flag, flags, n=1)
+        near = difflib.get_close_matches(flag, parser.all_flags(hidden=False), n=1)
         if advice is None and (others := [each.prog for each in _all(self) if flag in each.all_flags()]):
             advice = f"it is a flag of {' and '.join(others[:2])}"
         if advice is None and near:

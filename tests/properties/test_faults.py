@@ -161,9 +161,11 @@ def test_the_switch_refuses_an_unknown_fault_before_weights_are_read(monkeypatch
 
 
 @pytest.mark.parametrize("command", ["generate", "serve", "demo", "bench round", "bench serve", "bench latency"])
-def test_the_switch_is_a_flag_that_no_help_text_names(command, capsys):
+def test_the_switch_is_a_flag_that_no_help_text_and_no_error_names(command, capsys):
     settings = engine_settings(parse([*command.split(), "--plant-fault", "27460"]))
     assert sendable(settings) == {"plant_fault": "27460"}
-    with pytest.raises(SystemExit):
-        parse([*command.split(), "--help"])
-    assert "plant" not in capsys.readouterr().out
+    for flag in ("--help", "--plan-fault"):
+        with pytest.raises(SystemExit):
+            parse([*command.split(), flag])
+    said = capsys.readouterr()
+    assert "plant" not in said.out + said.err
