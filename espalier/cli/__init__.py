@@ -7,7 +7,7 @@ INTERRUPTED = 130
 
 
 def start(arguments: Sequence[str] | None = None) -> int:
-    """`espalier`: its imports take seconds, and whoever interrupts them gets a line as well."""
+    """The entry point of `espalier`.  Ctrl-C during the imports, which take seconds, also gives one line."""
     try:
         from espalier.cli.main import main
     except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""`espalier`: find the command, run it, and end in one line whatever goes wrong."""
+"""`espalier`: parses the command line, runs the command, and reports every error in one line."""
 
 import logging
 import os
@@ -34,20 +34,23 @@ def parse(arguments: Sequence[str] | None) -> Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command.  0: done; 1: a check failed, or the machine did; 2: bad input, in one line; 130: interrupted."""
+    """Run one command.  Returns the exit status.
+
+    0: success; 1: a check or the system failed; 2: bad input, with one line on stderr; 130: interrupted.
+    """
     try:
-        asked = parse(arguments)  # imports the command's module
+        args = parse(arguments)  # imports the command's module
     except KeyboardInterrupt:
         return interrupted()
     logging.basicConfig(
-        level=logging.INFO if asked.verbose else logging.WARNING, format="%(message)s", stream=sys.stderr
+        level=logging.INFO if args.verbose else logging.WARNING, format="%(message)s", stream=sys.stderr
     )
     if isinstance(sys.stdout, TextIOWrapper):
-        # Text that was generated is shown as far as the encoding goes, escaped where it has no such character.
+        # Generated text may contain characters that stdout's encoding does not have: escape them.
         sys.stdout.reconfigure(errors="backslashreplace")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
-        status = asked.run(asked)
+        status = args.run(args)
         if sys.stdout is not None:
             sys.stdout.flush()
         return status
@@ -56,16 +59,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return BAD_INPUT
     except KeyboardInterrupt:
         return interrupted()
-    except BrokenPipeError:  # whoever read us has left
+    except BrokenPipeError:  # the reader of stdout, such as `head`, has exited
         _leave_stdout()
         return 0
     except OSError as error:
-        logging.getLogger("espalier").info("where it happened", exc_info=True)
+        logging.getLogger("espalier").info("traceback:", exc_info=True)
         print(f"espalier: {error}", file=sys.stderr)
         _leave_stdout()
         return FAILED
 
 
 def _leave_stdout() -> None:
-    """What Python would flush at exit goes nowhere."""
+    """Redirect stdout to /dev/null, so that Python's flush at exit does not fail."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,8 +1,8 @@
-"""Flags from the fields of EngineConfig, SpeculationConfig and SamplingParams: a field added there is a flag here."""
+"""Generates flags from the fields of EngineConfig, SpeculationConfig and SamplingParams."""
 
 import json
 import types
-from argparse import ArgumentParser, ArgumentTypeError, BooleanOptionalAction, Namespace, _ArgumentGroup
+from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError, BooleanOptionalAction, Namespace, _ArgumentGroup
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import Field, fields
 from pathlib import Path
@@ -16,8 +16,8 @@ NOT_GIVEN = None
 
 
 def add_engine_flags(parser: ArgumentParser, leave_out: Collection[str] = ()) -> None:
-    """Flags of EngineConfig, with those of SpeculationConfig in place of its field."""
-    engine = parser.add_argument_group("engine ('auto' leaves a value open)")
+    """Add the flags of EngineConfig, and those of SpeculationConfig in place of the field `speculation`."""
+    engine = parser.add_argument_group("engine (with 'auto' the engine chooses)")
     for f in fields(EngineConfig):
         if f.name not in ("speculation", *leave_out):
             _add(engine, f)
@@ -31,38 +31,44 @@ def add_json_flag(parser: ArgumentParser) -> None:
 
 
 def add_sampling_flags(parser: ArgumentParser) -> None:
-    """Flags of SamplingParams."""
-    sampling = parser.add_argument_group("sampling (unset: the model's generation_config.json decides)")
+    """Add the flags of SamplingParams."""
+    sampling = parser.add_argument_group("sampling (defaults come from the model's generation_config.json)")
     for f in fields(SamplingParams):
         _add(sampling, f)
 
 
-def engine_settings(asked: Namespace) -> dict[str, Any]:
-    """What LLM takes, of the flags that were given."""
-    given = _given(asked, EngineConfig)
-    tree = _given(asked, SpeculationConfig)
+def engine_settings(args: Namespace) -> dict[str, Any]:
+    """The keywords of LLM from the flags that were given."""
+    given = _given(args, EngineConfig)
+    tree = _given(args, SpeculationConfig)
     return {**given, "speculation": SpeculationConfig(**tree)} if tree else given
 
 
-def given_flags(asked: Namespace) -> list[str]:
-    """Names of the engine's fields and the tree's for which flags were given."""
-    return [*_given(asked, EngineConfig), *_given(asked, SpeculationConfig)]
+def given_flags(args: Namespace) -> list[str]:
+    """Names of the fields of EngineConfig and SpeculationConfig whose flags were given."""
+    return [*_given(args, EngineConfig), *_given(args, SpeculationConfig)]
 
 
-def sized(settings: Mapping[str, Any], usual: Mapping[str, Any], **least: int) -> dict[str, Any]:
-    """Settings with `usual` ones where they are left open.  Raises EspalierError for one below its `least`."""
-    for name, need in least.items():
+def sized(settings: Mapping[str, Any], defaults: Mapping[str, Any], **minimum: int) -> dict[str, Any]:
+    """The settings, with `defaults` for those that are "auto".
+
+    minimum: smallest value by setting.  Raises EspalierError for a smaller one.
+    """
+    for name, low in minimum.items():
         given: Any = settings.get(name)
-        if not is_open(given) and given < need:
+        if not is_open(given) and given < low:
             raise EspalierError(
-                f"{flag_of(name)}={given} is below the {need} that is measured; use {need} or more, or leave it out"
+                f"{flag_of(name)}={given} is too small for this measurement; use {low} or more, or leave it out"
             )
-    return {**usual, **{name: value for name, value in settings.items() if name not in usual or not is_open(value)}}
+    return {
+        **defaults,
+        **{name: value for name, value in settings.items() if name not in defaults or not is_open(value)},
+    }
 
 
-def sampling_params(asked: Namespace) -> SamplingParams:
-    """SamplingParams of the flags that were given."""
-    return SamplingParams(**_given(asked, SamplingParams))
+def sampling_params(args: Namespace) -> SamplingParams:
+    """SamplingParams from the flags that were given."""
+    return SamplingParams(**_given(args, SamplingParams))
 
 
 def whole_numbers(text: str) -> list[int]:
@@ -93,22 +99,23 @@ def flag_of(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _given(asked: Namespace, config: type) -> dict[str, Any]:
+def _given(args: Namespace, config: type) -> dict[str, Any]:
     names = [f.name for f in fields(config)]
     return {
-        name: value for name in names if (value := getattr(asked, _destination(config, name), None)) is not NOT_GIVEN
+        name: value for name in names if (value := getattr(args, _destination(config, name), None)) is not NOT_GIVEN
     }
 
 
 def _destination(config: type, name: str) -> str:
-    """Fields of two classes may share a name; their values are kept apart."""
+    """The name of a flag's value, with the class: two classes may have fields of one name."""
     return f"{config.__name__}.{name}"
 
 
 def _add(group: _ArgumentGroup, f: Field) -> None:
     kinds = _kinds(f.type)
     config = next(c for c in (EngineConfig, SpeculationConfig, SamplingParams) if f in fields(c))
-    how: dict[str, Any] = {"dest": _destination(config, f.name), "default": NOT_GIVEN, "help": f.metadata["help"]}
+    about = SUPPRESS if f.metadata.get("hidden") else f.metadata["help"]
+    how: dict[str, Any] = {"dest": _destination(config, f.name), "default": NOT_GIVEN, "help": about}
     if bool in kinds:
         group.add_argument(flag_of(f.name), action=BooleanOptionalAction, **how)
     elif Sequence in kinds:
@@ -155,12 +162,12 @@ def _mapping_reader(key: type) -> Callable[[str], dict[Any, Any]]:
 
 
 def _either(read: Callable[[str], Any]) -> Callable[[str], Any]:
-    """A JSON object as `read` takes it; else the text itself, a file's name or "auto"."""
+    """Parse a JSON object with `read`; keep any other text, a file's name or "auto", as it is."""
     return lambda text: read(text) if text.lstrip().startswith("{") else text
 
 
 def _element(annotation: Any) -> type:
-    """What a list field's items are."""
+    """The type of a list field's items."""
     for part in get_args(annotation):
         if get_origin(part) is Sequence:
             return get_args(part)[0]
@@ -168,7 +175,7 @@ def _element(annotation: Any) -> type:
 
 
 def _kinds(annotation: Any) -> set[Any]:
-    """The classes of a union."""
+    """The classes of a type annotation, which may be a union."""
     if get_origin(annotation) in (Union, types.UnionType):
         return set().union(*(_kinds(part) for part in get_args(annotation)))
     return {get_origin(annotation) or annotation}

@@ -74,7 +74,9 @@ def test_a_reader_that_takes_nothing_loses_its_connection_also_after_its_request
         limited.until(lambda: limited.metric("http_requests_total", path="/tokenize", status="200") == 1, 60)
         limited.until(lambda: limited.metric("stalled_readers_total") == 1)
         limited.until(lambda: sockets(limited) <= before)
-        assert re.search(r"\[asleep\] its reader took nothing for \d+ s: .* bytes unread", limited.log.read_text())
+        assert re.search(
+            r"\[asleep\] the client read nothing for \d+ s: .* bytes were not sent", limited.log.read_text()
+        )
 
 
 def test_shutting_down_waits_for_no_reader_that_takes_nothing(tmp_path):
@@ -89,7 +91,7 @@ def test_shutting_down_waits_for_no_reader_that_takes_nothing(tmp_path):
             began = time.monotonic()
             assert served.process.wait(40) == 0
             assert time.monotonic() - began < 40 and not exists(engine)
-            assert "draining: 1 requests are open" in served.log.read_text()
+            assert "draining: 1 requests are in progress" in served.log.read_text()
 
 
 def test_a_slow_upload_is_refused_and_its_connection_closed(limited):
@@ -122,7 +124,7 @@ def uploaded(limit_s, parts, pause_s):
     gate = Gate(app, None, 10**9, lambda path, status: None, limit_s)
     scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
     asyncio.run(asyncio.wait_for(gate(scope, receive, send), 20))
-    assert not gate.waits
+    assert not gate.body_timeouts
     return statuses[0]
 
 
@@ -160,7 +162,7 @@ def test_a_body_that_is_not_there_does_not_hold_up_the_end(tmp_path, number):
         served.process.send_signal(number)
         began = time.monotonic()
         status, head, error = answer(slow)
-        assert (status, error["type"]) == (503, "overloaded_error") and "the body was not there" in error["message"]
+        assert (status, error["type"]) == (503, "overloaded_error") and "the body had not arrived" in error["message"]
         assert "connection: close" in head and "retry-after: 1" in head
         assert served.process.wait(40) == 0 and time.monotonic() - began < 40
 
@@ -291,7 +293,7 @@ def test_who_trickles_what_nobody_waits_for_loses_the_connection(tmp_path):
         assert max(seconds) < 15, dict(zip(TRICKLES, seconds, strict=True))
         served.until(lambda: sockets(served) <= before)
         assert served.metric("stalled_senders_total") == len(TRICKLES) + 1
-        line = r"no whole request came in \d+ s: the connection from 127\.0\.0\.1 port (\d+) is closed"
+        line = r"no whole request arrived in \d+ s: the connection from 127\.0\.0\.1 port (\d+) is closed"
         assert len(set(re.findall(line, served.log.read_text()))) == len(TRICKLES) + 1
 
 
@@ -314,7 +316,7 @@ def test_an_engine_that_hangs_while_it_loads_is_ended(monkeypatch, tmp_path):
 
     async def run():
         client = EngineClient({}, ClientOptions(load_timeout_s=0.3))
-        with pytest.raises(EspalierError, match=r"has not loaded its model after 0\.3 s .* raise --load-timeout"):
+        with pytest.raises(EspalierError, match=r"did not load its model within 0\.3 s .* raise --load-timeout"):
             await client.start()
         assert not client._folder.exists() and not exists(hung[0].pid)
         await client.close()
@@ -369,7 +371,7 @@ def test_sigterm_while_the_model_loads_leaves_nothing(tmp_path):
 @pytest.mark.parametrize(
     ("raised", "kind", "message"),
     [
-        (ValueError("a defect"), "server_error", "the server failed on this request; its log says more"),
+        (ValueError("a defect"), "server_error", "internal server error; the server's log has the details"),
         (ApiError(504, "too long"), "timeout_error", "too long"),
     ],
 )
