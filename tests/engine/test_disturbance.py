@@ -10,6 +10,7 @@ from espalier.request import Request, SamplingParams
 from tests.engine.alone import alone, plainly
 from tests.engine.watching import jitter, run_watched
 from tests.harness import Setup, prompts, request
+from tests.pairwise import pairwise_params
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=18)
 WISHES = [
@@ -73,7 +74,7 @@ def test_overlap_equals_lock_step_whoever_is_late(tree: Setup) -> None:
 def test_preempted_after_any_round(tree: Setup, prefix_cache: bool) -> None:
     """Preempted after each of its steps, among mates and after several of them; the root is given, not picked again."""
     setup = replace(tree, prefix_cache=prefix_cache, max_batch=3)
-    for first in range(2, 7):
+    for first in range(2, 7) if prefix_cache else (3, 6):
         engine, requests = setup.engine(), mixed(2, (21, 34, 8))
 
         def preempt(step: int, engine: Engine = engine, first: int = first) -> None:
@@ -85,9 +86,7 @@ def test_preempted_after_any_round(tree: Setup, prefix_cache: bool) -> None:
         all_undisturbed(setup, requests)
 
 
-@each_tree
-@each_loop
-@pytest.mark.parametrize("prefix_cache", [False, True], ids=["uncached", "cached"])
+@pytest.mark.parametrize(("tree", "overlap", "prefix_cache"), pairwise_params(TREES, [False, True], [False, True]))
 def test_few_pages(tree: Setup, overlap: bool, prefix_cache: bool) -> None:
     """A pool that holds one request to its end and little more: they preempt each other, oldest first to finish."""
     setup = replace(tree, overlap=overlap, prefix_cache=prefix_cache, max_context=64)
@@ -112,7 +111,7 @@ def test_few_pages_do_preempt() -> None:
 def test_mates_that_are_aborted(tree: Setup, overlap: bool) -> None:
     """Every other request is aborted, one at each step from its arrival on; what it said until then stands."""
     setup = replace(tree, overlap=overlap, num_pages=80)
-    for delay in range(0, 9, 2):
+    for delay in range(0, 9, 2) if overlap else (2, 8):
         engine, requests = setup.engine(), mixed(4)
 
         def abort(step: int, engine: Engine = engine, delay: int = delay) -> None:

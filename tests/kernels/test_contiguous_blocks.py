@@ -7,7 +7,9 @@ from espalier.kernels.attention.contiguous_blocks import BLOCKS, contiguous_bloc
 from espalier.kernels.attention.hopper import BLOCK_N
 from espalier.kernels.attention.kv_splits import kv_splits_triton
 from espalier.layout import KVSplitPolicy
+from tests.pairwise import pairwise_params
 
+CUTS, PAGE_SIZES, FIRSTS = [KVSplitPolicy(256, 3), KVSplitPolicy(4096, 8)], [1, 16, 48, 64], [0, 1, 130]
 LENGTHS = (0, 1, 63, 64, 65, 129, 1000, 64 * (BLOCKS + 5) + 3, 5000)
 
 
@@ -24,9 +26,7 @@ def counted(ranges, table, page_size, first, how):
     return how(ranges, table, page_size, first)[: int(ranges.starts[-1])].tolist()
 
 
-@pytest.mark.parametrize("first", [0, 1, 130])
-@pytest.mark.parametrize("page_size", [1, 16, 48, 64])
-@pytest.mark.parametrize("cut", [KVSplitPolicy(256, 3), KVSplitPolicy(4096, 8)], ids=str)
+@pytest.mark.parametrize(("cut", "page_size", "first"), pairwise_params(CUTS, PAGE_SIZES, FIRSTS), ids=str)
 def test_kernel_is_reference(kernel_device, cut, page_size, first):
     length = torch.tensor(LENGTHS, device=kernel_device)
     ranges = kv_splits_triton(length, first, cut)
