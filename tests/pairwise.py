@@ -49,7 +49,7 @@ def rows_of(factors: Mapping[str, Sequence[Any]]) -> Iterator[dict[str, Any]]:
 
 def product_params(*factors: Sequence[Any], marks: Any = ()) -> list[Any]:
     """The whole product, for pytest.mark.parametrize."""
-    return [pytest.param(*values, marks=marks) for values in product(*factors)]
+    return [pytest.param(*values, marks=marks, id=cell_id(values)) for values in product(*factors)]
 
 
 def pairwise_params(*factors: Sequence[Any]) -> list[Any]:
@@ -57,6 +57,11 @@ def pairwise_params(*factors: Sequence[Any]) -> list[Any]:
     places = {str(i): range(len(values)) for i, values in enumerate(factors)}
     kept = {tuple(row[name] for name in places) for row in pairwise(places, lambda _: False)}
     return [
-        pytest.param(*values, marks=() if at in kept else pytest.mark.full)
+        pytest.param(*values, marks=() if at in kept else pytest.mark.full, id=cell_id(values))
         for at, values in zip(product(*places.values()), product(*factors), strict=True)
     ]
+
+
+def cell_id(values: Sequence[Any]) -> str:
+    """The same in every process: a function is known by its name, for its str holds an address."""
+    return "-".join(getattr(value, "__name__", str(value)) for value in values)

@@ -32,7 +32,8 @@ TREES = [
     Setup(page_size=2, topk=3, steps=3, num_draft_tokens=9, family="mistral", window=6, draft_vocab=11),
     Setup(page_size=3).plain(),
 ]
-each_tree = pytest.mark.parametrize("tree", TREES, ids=lambda s: f"{s.algorithm}-page{s.page_size}-topk{s.topk}")
+TREE_IDS = [f"{tree.algorithm}-page{tree.page_size}-topk{tree.topk}" for tree in TREES]
+each_tree = pytest.mark.parametrize("tree", TREES, ids=TREE_IDS)
 each_loop = pytest.mark.parametrize("overlap", [False, True], ids=["lockstep", "overlap"])
 
 
@@ -86,10 +87,11 @@ def test_preempted_after_any_round(tree: Setup, prefix_cache: bool) -> None:
         all_undisturbed(setup, requests)
 
 
-@pytest.mark.parametrize(("tree", "overlap", "prefix_cache"), pairwise_params(TREES, [False, True], [False, True]))
-def test_few_pages(tree: Setup, overlap: bool, prefix_cache: bool) -> None:
+@pytest.mark.parametrize(("tree", "overlap", "prefix_cache"), pairwise_params(TREE_IDS, [False, True], [False, True]))
+def test_few_pages(tree: str, overlap: bool, prefix_cache: bool) -> None:
     """A pool that holds one request to its end and little more: they preempt each other, oldest first to finish."""
-    setup = replace(tree, overlap=overlap, prefix_cache=prefix_cache, max_context=64)
+    named = TREES[TREE_IDS.index(tree)]
+    setup = replace(named, overlap=overlap, prefix_cache=prefix_cache, max_context=64)
     most = setup.layout.pages_for(65)
     engine, requests = replace(setup, num_pages=1 + most + most // 3).engine(), mixed(3)
     run_watched(engine, [(i, r) for i, r in enumerate(requests)])

@@ -26,7 +26,7 @@ def counted(ranges, table, page_size, first, how):
     return how(ranges, table, page_size, first)[: int(ranges.starts[-1])].tolist()
 
 
-@pytest.mark.parametrize(("cut", "page_size", "first"), pairwise_params(CUTS, PAGE_SIZES, FIRSTS), ids=str)
+@pytest.mark.parametrize(("cut", "page_size", "first"), pairwise_params(CUTS, PAGE_SIZES, FIRSTS))
 def test_kernel_is_reference(kernel_device, cut, page_size, first):
     length = torch.tensor(LENGTHS, device=kernel_device)
     ranges = kv_splits_triton(length, first, cut)

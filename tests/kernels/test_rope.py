@@ -13,8 +13,9 @@ from tests.pairwise import pairwise_params, product_params
 # rows, heads, kv_heads, size
 SMALL = [(0, 4, 2, 8), (1, 1, 1, 2), (3, 4, 2, 8), (5, 6, 2, 10), (2, 3, 3, 64)]
 LARGE = [(1, 32, 8, 128), (64, 32, 8, 128), (2048, 32, 8, 128), (300, 40, 8, 128), (33, 16, 1, 256), (9, 28, 4, 96)]
-# Whether heads are normed, who turns them, and of which share: 2 is a half.
-WAYS = [False, True], [rotate_and_store_triton, rotate_and_store_reference], [1, 2]
+# Whether heads are normed, and which share of them is rotated: 2 is a half.
+WAYS = [False, True], [1, 2]
+each_way = pytest.mark.parametrize("make", [rotate_and_store_triton, rotate_and_store_reference])
 shapes = pytest.mark.parametrize(
     "shape", [*SMALL, *(pytest.param(shape, marks=pytest.mark.gpu) for shape in LARGE)], ids=str
 )
@@ -53,10 +54,10 @@ def plainly(qkv: torch.Tensor, rope_and_norm: RopeAndNorm, kv_heads: int) -> lis
 
 
 @pytest.mark.parametrize(
-    ("shape", "dtype", "normed", "make", "share"),
+    ("shape", "dtype", "normed", "share"),
     [*pairwise_params(SMALL, DTYPES, *WAYS), *product_params(LARGE, DTYPES, *WAYS, marks=pytest.mark.gpu)],
-    ids=str,
 )
+@each_way
 def test_heads_turn_and_rows_arrive(shape, dtype, normed, make, share, kernel_device):
     rows, heads, kv_heads, size = shape
     qkv = drawn(rows, heads + 2 * kv_heads, size, seed=4).to(dtype).to(kernel_device)
@@ -82,10 +83,10 @@ def test_heads_turn_and_rows_arrive(shape, dtype, normed, make, share, kernel_de
 
 
 @pytest.mark.parametrize(
-    ("shape", "parts", "normed", "make", "share"),
+    ("shape", "parts", "normed", "share"),
     [*pairwise_params(SMALL, [1, 4], *WAYS), *product_params(LARGE, [1, 4], *WAYS, marks=pytest.mark.gpu)],
-    ids=str,
 )
+@each_way
 def test_parts_are_summed_in_order_and_rounded_before_they_turn(shape, normed, parts, make, share, kernel_device):
     rows, heads, kv_heads, size = shape
     rotary = size if share == 1 else -(-size // 4) * 2
