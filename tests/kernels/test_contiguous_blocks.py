@@ -10,7 +10,9 @@ from espalier.kernels.attention.contiguous_blocks import (
 )
 from espalier.kernels.attention.hopper import BLOCK_N
 from espalier.kernels.attention.kv_splits import KVSplitPolicy, kv_splits_triton
+from tests.pairwise import pairwise_params
 
+POLICIES, PAGE_SIZES, FIRSTS = [KVSplitPolicy(3, 3), KVSplitPolicy(1, 8)], [1, 16, 48, 64], [0, 1, 130]
 LENGTHS = (0, 1, 63, 64, 65, 129, 1000, 64 * (STEP_BLOCKS + 5) + 3, 5000)
 
 
@@ -27,9 +29,7 @@ def counted(splits, table, page_size, first, count):
     return count(splits, table, page_size, first)[: int(splits.starts[-1])].tolist()
 
 
-@pytest.mark.parametrize("first", [0, 1, 130])
-@pytest.mark.parametrize("page_size", [1, 16, 48, 64])
-@pytest.mark.parametrize("policy", [KVSplitPolicy(3, 3), KVSplitPolicy(1, 8)], ids=str)
+@pytest.mark.parametrize(("policy", "page_size", "first"), pairwise_params(POLICIES, PAGE_SIZES, FIRSTS))
 def test_kernel_equals_reference(kernel_device, policy, page_size, first):
     length = torch.tensor(LENGTHS, device=kernel_device)
     splits = kv_splits_triton(length, first, policy)
