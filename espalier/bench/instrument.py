@@ -21,7 +21,7 @@ KERNEL_NODE = 0
 class LaunchRecord:
     """What was recorded since the last reset; a LaunchObserver.
 
-    waited_seconds: in which the host waited for results; prefills: (requests, width) of each prefill pass; rounds: the
+    waited_seconds: in which the host waited for results; prefills: (pieces, width) of each prefill pass; rounds: the
     batch of each round; replays: the events before and after each CUDA graph that was replayed.
     """
 
@@ -33,7 +33,7 @@ class LaunchRecord:
 
     def on_launch(self, launch_input: LaunchInput) -> None:
         if launch_input.is_prefill:
-            self.prefills.append((len(launch_input.slots), launch_input.width))
+            self.prefills.append((len(launch_input.pieces or launch_input.slots), launch_input.width))
         else:
             self.rounds.append(len(launch_input.slots))
 
