@@ -99,7 +99,7 @@ def _refuse_flags_of_other_modes(asked: Namespace, mode: str | None) -> None:
         if mode is not None:
             raise EspalierError(f"{flag_of(name)} is not for {flag_of(mode)}; leave one out")
         users = " or ".join(flag_of(other) for other, used in FLAGS_BY_MODE.items() if other and name in used)
-        raise EspalierError(f"{flag_of(name)} is for {users}; give that, or leave it out")
+        raise EspalierError(f"{flag_of(name)} is for {users}; add that, or leave {flag_of(name)} out")
 
 
 def _is_given(value: Any) -> bool:

@@ -9,7 +9,7 @@ from argparse import ArgumentParser
 import torch
 import triton.language as tl
 
-from espalier.cli.flags import add_sampling_flags
+from espalier.terminal.flags import add_sampling_flags
 from espalier.engine.launch_input import slot_init
 from espalier.errors import EspalierError
 from espalier.kernels.runtime.launch import kernel

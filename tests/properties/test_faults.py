@@ -4,7 +4,7 @@ planted."""
 from dataclasses import replace
 
 import pytest
-from espalier.cli.flags import engine_settings
+from espalier.terminal.flags import engine_settings
 
 from espalier import LLM
 from espalier.cache.pages import PageDefect
