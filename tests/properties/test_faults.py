@@ -4,7 +4,6 @@ planted."""
 from dataclasses import replace
 
 import pytest
-from espalier.terminal.flags import engine_settings
 
 from espalier import LLM
 from espalier.cache.pages import PageDefect
@@ -14,6 +13,7 @@ from espalier.errors import EspalierError
 from espalier.guard.faults import FAULTS, Fault, find, plant
 from espalier.request import Request, SamplingParams
 from espalier.speculate.drafters import autoregressive
+from espalier.terminal.flags import engine_settings
 from tests.harness import Setup, directories, prompts, request
 from tests.properties import watch as held
 from tests.properties.layouts import reference_of
