@@ -259,7 +259,7 @@ class Scheduler:
     def _launch_prefill(self, prefilling: list[Request], max_rows: int) -> Launch:
         made = next_pass(self.layout, [r.prefill_len - r.num_prefilled for r in prefilling], max_rows)
         batch, pieces = prefilling[: len(made.lengths)], pieces_of(made)
-        starts = [(r, 0) for r in range(len(batch))] if not pieces else pieces
+        starts = pieces or [(r, 0) for r in range(len(batch))]
         committed = CommittedLengths(tuple(batch[r].num_prefilled + offset for r, offset in starts), exact=True)
         prompt_rows = prompt_rows_of(batch, made)
         for request, length in zip(batch, made.lengths, strict=True):
