@@ -82,7 +82,7 @@ class Decoder:
         shape = (tokens.shape[0], tokens.shape[1])
         rows = self.embed(tokens, positions, self.rope)
         rope_and_norm = RopeAndNorm(rows.cos, rows.sin)
-        # Void nodes are in no output, so they touch no expert.
+        # Nothing reads the output of void nodes and of padding, so they go to no expert.
         live = None if self.config.experts is None else (tokens >= 0).flatten()
         x, delta = rows.x, None
         inputs: dict[int, Tensor] = {}

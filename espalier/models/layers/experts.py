@@ -78,7 +78,7 @@ def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor
     """The experts of each row, and their weights: ids [N, K] int64, ascending in each row, and weights [N, K].
 
     logits: [N, E], float32 or float64; weights have its dtype.  bias: [E], the correction bias, or None.
-    Among equal scores the lower id is chosen.  A row's weights do not depend on other rows.
+    Among equal scores the lower id is chosen.  Sums have the same order whatever the number of rows.
     """
     if routing.scoring == "softmax":
         scores = logits.softmax(-1)
