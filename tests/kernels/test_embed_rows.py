@@ -20,7 +20,7 @@ VOCAB, POSITIONS = 11, 30
 
 
 def random_inputs(batch, queries, size, seed, dtype=torch.float32, rows=None, normed_residual=False):
-    """embed_rows' arguments.  tokens and positions are columns of wider tensors.  Tokens may be void, first ones too."""
+    """embed_rows' arguments.  tokens and positions are columns of wider tensors; any token may be void."""
     generator = random(seed)
     exact = torch.promote_types(dtype, torch.float32)
 
