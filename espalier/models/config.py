@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from espalier.errors import EspalierError
-from espalier.models.layers.experts import Routing
+from espalier.kernels.layers.routing import Routing
 from espalier.models.layers.rope import RopeConfig
 from espalier.models.rope_config import read_rope
 from espalier.models.weight_formats import QUANTISATION_FIELDS, FormatOf, read_formats

@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
+from espalier.kernels.layers.routing import Routing
 from espalier.models.config import Experts, Raw, Windows, windows_by_layer_type
-from espalier.models.layers.experts import Routing
 from espalier.models.qwen2 import FAMILY as QWEN2
 
 

@@ -12,6 +12,7 @@ from espalier.kernels.layers.experts import (
     sort_pairs_triton,
 )
 from espalier.kernels.layers.linear import sum_parts_reference
+from tests.kernels.treeing import poisoned
 
 # float16 on a CPU: Triton's interpreter does not multiply bfloat16.
 DTYPE = torch.bfloat16 if torch.cuda.is_available() else torch.float16
@@ -61,37 +62,23 @@ def assert_close(parts, exact, dtype):
     assert (parts.double() - exact).abs().max() <= TOLERANCE[dtype] * exact.abs().max()
 
 
-def poisoned(monkeypatch):
-    """Uninitialised tensors are full of NaN, and of the largest integer."""
-
-    def fill(empty):
-        def make(*args, **kwargs):
-            out = empty(*args, **kwargs)
-            return out.fill_(torch.nan if out.is_floating_point() else 2**31 - 1)
-
-        return make
-
-    monkeypatch.setattr(torch, "empty", fill(torch.empty))
-    monkeypatch.setattr(torch.Tensor, "new_empty", fill(torch.Tensor.new_empty))
-
-
 @pytest.mark.parametrize("dtype", [DTYPE, torch.float32], ids=str)
 @pytest.mark.parametrize("shape", [*SHAPES, *(pytest.param(shape, marks=pytest.mark.gpu) for shape in LARGE)], ids=str)
-def test_kernel_and_reference_are_the_product(kernel_device, monkeypatch, shape, dtype):
+def test_kernel_and_reference_are_the_product(kernel_device, shape, dtype):
     inputs = drawn(*shape, kernel_device, dtype)
     exact = exact_parts(*inputs)
     assert_close(grouped_experts_reference(*inputs), exact, dtype)
-    poisoned(monkeypatch)
-    assert_close(grouped_experts_triton(*inputs), exact, dtype)
+    with poisoned():
+        assert_close(grouped_experts_triton(*inputs), exact, dtype)
 
 
 @pytest.mark.parametrize("rows", [1, 40, 70])
-def test_all_rows_to_one_expert(kernel_device, monkeypatch, rows):
+def test_all_rows_to_one_expert(kernel_device, rows):
     """More tiles than one for one expert, and none for the others."""
     x, gate_up, down, ids, weights = drawn(rows, 8, 1, 24, 20, kernel_device)
     inputs = (x, gate_up, down, torch.full_like(ids, 5), weights)
-    poisoned(monkeypatch)
-    assert_close(grouped_experts_triton(*inputs), exact_parts(*inputs), DTYPE)
+    with poisoned():
+        assert_close(grouped_experts_triton(*inputs), exact_parts(*inputs), DTYPE)
 
 
 def test_an_expert_without_rows_is_not_read(kernel_device):
@@ -106,7 +93,7 @@ def test_an_expert_without_rows_is_not_read(kernel_device):
 
 @pytest.mark.parametrize("top_k", [1, 3])
 @pytest.mark.parametrize("live", [[], [0], [3], [0, 1, 2, 3, 4, 5, 6]], ids=str)
-def test_rows_that_are_not_live_go_to_no_expert(kernel_device, monkeypatch, live, top_k):
+def test_rows_that_are_not_live_go_to_no_expert(kernel_device, live, top_k):
     """Their parts are 0, whatever the rows hold, and their experts are not read."""
     x, gate_up, down, ids, weights = drawn(7, 5, top_k, 24, 20, kernel_device)
     mask = torch.zeros(7, dtype=torch.bool, device=x.device)
@@ -117,8 +104,8 @@ def test_rows_that_are_not_live_go_to_no_expert(kernel_device, monkeypatch, live
     for expert in {*range(5)} - {*ids[mask].flatten().tolist()}:
         gate_up[expert], down[expert] = torch.nan, torch.nan
     reference = grouped_experts_reference(x, gate_up, down, ids, weights, mask)
-    poisoned(monkeypatch)
-    parts = grouped_experts_triton(x, gate_up, down, ids, weights, mask)
+    with poisoned():
+        parts = grouped_experts_triton(x, gate_up, down, ids, weights, mask)
     for found in (parts, reference):
         assert (found[:, ~mask] == 0).all()
         if live:
@@ -127,12 +114,12 @@ def test_rows_that_are_not_live_go_to_no_expert(kernel_device, monkeypatch, live
 
 @pytest.mark.parametrize(("rows", "experts", "top_k"), [(1, 4, 2), (9, 64, 8), (70, 4, 3), (300, 9, 5)])
 @pytest.mark.parametrize("with_live", [False, True])
-def test_sorted_pairs(kernel_device, monkeypatch, rows, experts, top_k, with_live):
+def test_sorted_pairs(kernel_device, rows, experts, top_k, with_live):
     """By expert, and by row within an expert; each tile is inside its expert, and all pairs are in one tile each."""
     ids = drawn(rows, experts, top_k, 1, 1, kernel_device)[3]
     live = torch.rand(rows, generator=torch.Generator().manual_seed(1)).to(ids.device) < 0.6 if with_live else None
-    poisoned(monkeypatch)
-    pairs = sort_pairs_triton(ids, live, experts, rows=16)
+    with poisoned():
+        pairs = sort_pairs_triton(ids, live, experts, rows=16)
     flat = (ids if live is None else ids.masked_fill(~live[:, None], experts)).flatten()
     assert torch.equal(pairs.order.long(), flat.argsort(stable=True))
     assert torch.equal(pairs.ends.long(), flat.bincount(minlength=experts + 1).cumsum(0))

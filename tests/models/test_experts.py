@@ -16,8 +16,9 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from espalier.errors import EspalierError
+from espalier.kernels.layers.routing import Routing, route
 from espalier.models import load_target, read_config
-from espalier.models.layers.experts import MixtureMLP, Routing, route, router_logits
+from espalier.models.layers.experts import MixtureMLP, router_logits
 from espalier.models.layers.norm import RMSNorm
 from espalier.models.loading import FAMILIES
 from espalier.models.weights import stored_weights
