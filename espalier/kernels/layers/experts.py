@@ -20,13 +20,13 @@ from torch import Tensor
 from espalier.errors import EspalierError
 from espalier.kernels.layers.linear import MIN_BLOCK_ROWS, RESERVED_SHARED_MEMORY
 from espalier.kernels.layers.silu import require_gated, silu_mul_reference, silu_times
-from espalier.kernels.runtime.launch import Chip, chip, kernel, power_of_two, require
+from espalier.kernels.runtime.launch import Chip, chip, exact_type, kernel, power_of_two, require
 from espalier.kernels.runtime.pdl import early, pdl_wait_if
 
 if TYPE_CHECKING:
     import triton.language as tl
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 SORT_BLOCK = 1024
 MAX_BLOCK_ROWS = 128
 MAX_STAGES = 3
@@ -67,11 +67,11 @@ class ExpertsPlan:
 def plan_for(num_pairs: int, num_experts: int, dtype: torch.dtype) -> ExpertsPlan:
     """A tile holds twice the pairs that an expert has on average, so most experts have one tile.
 
-    It depends on the number of pairs only: where a row's experts are, and who else is there, changes no bit of it.
+    It depends on the number of pairs, not on the experts that they go to: so do the bits of a row.
     """
     rows = min(max(power_of_two(-(-2 * num_pairs // num_experts)), MIN_BLOCK_ROWS), MAX_BLOCK_ROWS)
-    if dtype == torch.float32:
-        # IEEE products do not use tensor cores: a tile is held in registers.
+    if dtype.itemsize > 2:
+        # IEEE products of float32 do not use tensor cores: a tile is held in registers.
         return ExpertsPlan(min(rows, 32), 32, 32, 4)
     return ExpertsPlan(rows, 64, 128 if rows <= 32 else 64, 4 if rows <= 64 else 8)
 
@@ -127,7 +127,7 @@ def _sort_pairs_kernel(
 def _gated_kernel(
     x_ptr, w_ptr, order_ptr, ends_ptr, tile_experts_ptr, tile_begins_ptr, out_ptr, num_out, num_in, x_stride,
     TOP_K: tl.constexpr, NUM_EXPERTS: tl.constexpr, ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr,
-    BLOCK_IN: tl.constexpr, PRECISION: tl.constexpr, DEPENDENT: tl.constexpr,
+    BLOCK_IN: tl.constexpr, EXACT: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """out [N · K, num_out], sorted by expert: silu(gate) · up.  w: [E, 2 · num_out, num_in]."""
     pdl_wait_if(DEPENDENT)
@@ -143,21 +143,21 @@ def _gated_kernel(
     gate_ptrs = w_ptr + w_row[:, None] * num_in + ks[None, :]
     up_ptrs = gate_ptrs + num_out.to(tl.int64) * num_in
     x_ptrs = x_ptr + row[None, :] * x_stride + ks[:, None]
-    gate = tl.zeros((BLOCK_OUT, ROWS), tl.float32)
-    up = tl.zeros((BLOCK_OUT, ROWS), tl.float32)
+    gate = tl.zeros((BLOCK_OUT, ROWS), EXACT)
+    up = tl.zeros((BLOCK_OUT, ROWS), EXACT)
     for k in range(0, num_in, BLOCK_IN):
         left = num_in - k
         x = tl.load(x_ptrs, mask=inside[None, :] & (ks[:, None] < left), other=0.0)
         w_gate = tl.load(gate_ptrs, mask=ks[None, :] < left, other=0.0)
         w_up = tl.load(up_ptrs, mask=ks[None, :] < left, other=0.0)
-        gate = tl.dot(w_gate, x, gate, input_precision=PRECISION)
-        up = tl.dot(w_up, x, up, input_precision=PRECISION)
+        gate = tl.dot(w_gate, x, gate, input_precision="ieee", out_dtype=EXACT)
+        up = tl.dot(w_up, x, up, input_precision="ieee", out_dtype=EXACT)
         gate_ptrs += BLOCK_IN
         up_ptrs += BLOCK_IN
         x_ptrs += BLOCK_IN
     # Rounded as a linear layer's output, before the activation.
     out_type = out_ptr.dtype.element_ty
-    out = silu_times(gate.to(out_type).to(tl.float32), up.to(out_type).to(tl.float32)).to(out_type)
+    out = silu_times(gate.to(out_type).to(EXACT), up.to(out_type).to(EXACT)).to(out_type)
     out_ptrs = out_ptr + place.to(tl.int64)[:, None] * num_out + column[None, :]
     tl.store(out_ptrs, tl.trans(out), mask=inside[:, None] & (column[None, :] < num_out))
 
@@ -167,7 +167,7 @@ def _down_kernel(
     x_ptr, w_ptr, weights_ptr, order_ptr, ends_ptr, tile_experts_ptr, tile_begins_ptr, out_ptr,
     num_out, num_in, num_rows,
     TOP_K: tl.constexpr, NUM_EXPERTS: tl.constexpr, ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr,
-    BLOCK_IN: tl.constexpr, PRECISION: tl.constexpr, DEPENDENT: tl.constexpr,
+    BLOCK_IN: tl.constexpr, EXACT: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """out [K, N, num_out]: weight · (x · wᵀ), and 0 for rows without expert.  x: [N · K, num_in], sorted by expert."""
     pdl_wait_if(DEPENDENT)
@@ -181,14 +181,14 @@ def _down_kernel(
     w_row = tl.minimum(expert, NUM_EXPERTS - 1) * num_out + tl.minimum(column, num_out - 1)
     w_ptrs = w_ptr + w_row[:, None] * num_in + ks[None, :]
     x_ptrs = x_ptr + place.to(tl.int64)[None, :] * num_in + ks[:, None]
-    acc = tl.zeros((BLOCK_OUT, ROWS), tl.float32)
+    acc = tl.zeros((BLOCK_OUT, ROWS), EXACT)
     # No steps for rows without expert: nothing was written to their x.
     k_end = tl.where(expert == NUM_EXPERTS, 0, num_in)
     for k in range(0, k_end, BLOCK_IN):
         left = num_in - k
         x = tl.load(x_ptrs, mask=inside[None, :] & (ks[:, None] < left), other=0.0)
         w = tl.load(w_ptrs, mask=ks[None, :] < left, other=0.0)
-        acc = tl.dot(w, x, acc, input_precision=PRECISION)
+        acc = tl.dot(w, x, acc, input_precision="ieee", out_dtype=EXACT)
         w_ptrs += BLOCK_IN
         x_ptrs += BLOCK_IN
     weight = tl.load(weights_ptr + pair, mask=inside, other=0.0)
@@ -237,7 +237,7 @@ def sort_pairs_triton(ids: Tensor, live: Tensor | None, num_experts: int, rows: 
 def grouped_experts_triton(
     x: Tensor, gate_up: Tensor, down: Tensor, ids: Tensor, weights: Tensor, live: Tensor | None = None
 ) -> Tensor:
-    """x's dtype is bfloat16, float16 or float32 (IEEE products); gate_up, down and weights are contiguous.
+    """x's dtype is bfloat16, float16, float32 (IEEE products) or float64; gate_up and down are contiguous.
 
     Within one ExpertsPlan the bits of a row depend neither on the other rows nor on their number.
     Raises EspalierError on other shapes, dtypes or strides.
@@ -245,7 +245,7 @@ def grouped_experts_triton(
     num_rows, hidden = x.shape
     _require(x, gate_up, down, ids, weights)
     num_experts, inner, top_k = gate_up.shape[0], down.shape[2], ids.shape[1]
-    parts = torch.empty(top_k, num_rows, hidden, dtype=torch.float32, device=x.device)
+    parts = weights.new_empty(top_k, num_rows, hidden)
     if parts.numel() == 0:
         return parts
     plan, gpu = plan_for(ids.numel(), num_experts, x.dtype), chip(x)
@@ -258,7 +258,7 @@ def grouped_experts_triton(
         "ROWS": plan.rows,
         "BLOCK_OUT": plan.block_out,
         "BLOCK_IN": plan.block_in,
-        "PRECISION": "ieee",
+        "EXACT": exact_type(x.dtype),
         "num_warps": plan.warps,
         **early(gpu),
     }
@@ -280,14 +280,15 @@ def grouped_experts_triton(
 def _require(x: Tensor, gate_up: Tensor, down: Tensor, ids: Tensor, weights: Tensor) -> None:
     require_gated(gate_up.shape[1])
     num_rows, hidden = x.shape
+    exact = torch.promote_types(x.dtype, torch.float32)
     require("grouped_experts: gate_up", gate_up, (-1, -1, hidden), x.dtype, x)
     require("grouped_experts: down", down, (gate_up.shape[0], hidden, gate_up.shape[1] // 2), x.dtype, x)
     require("grouped_experts: ids", ids, (num_rows, -1), torch.int64, x)
-    require("grouped_experts: weights", weights, tuple(ids.shape), torch.float32, x)
+    require("grouped_experts: weights", weights, tuple(ids.shape), exact, x)
     if x.dtype not in DTYPES or not gate_up.is_contiguous() or not down.is_contiguous():
         raise EspalierError(
-            f"grouped_experts: the Triton kernel takes contiguous experts of bfloat16, float16 or float32, but got "
-            f"{x.dtype} with strides {gate_up.stride()} and {down.stride()}: use the reference"
+            f"grouped_experts: the Triton kernel takes contiguous experts of a floating-point dtype of 2 to 8 bytes, "
+            f"but got {x.dtype} with strides {gate_up.stride()} and {down.stride()}: use the reference"
         )
 
 
