@@ -18,6 +18,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 from espalier.errors import EspalierError
 from espalier.kernels.layers.routing import Routing, route
 from espalier.models import load_target, read_config
+from espalier.models.config import Experts
 from espalier.models.layers.experts import MixtureMLP, router_logits
 from espalier.models.layers.norm import RMSNorm
 from espalier.models.loading import FAMILIES
@@ -184,6 +185,28 @@ def test_which_layers_have_experts(target: Path) -> None:
     assert layers(mlp_only_layers=[]) == {0, 1, 2, 3}
     assert layers(decoder_sparse_step=2, mlp_only_layers=[3]) == {1}
     assert layers(num_local_experts=None, num_experts=0) == set()
+
+
+def test_published_configs(tmp_path: Path) -> None:
+    """The fields of Qwen3-30B-A3B and Qwen1.5-MoE-A2.7B that matter here, as they were published."""
+    qwen3 = {"architectures": ["Qwen3MoeForCausalLM"], "decoder_sparse_step": 1, "head_dim": 128, "hidden_act": "silu"}
+    qwen3 |= {"hidden_size": 2048, "intermediate_size": 6144, "max_position_embeddings": 40960, "mlp_only_layers": []}
+    qwen3 |= {"max_window_layers": 48, "moe_intermediate_size": 768, "norm_topk_prob": True, "num_attention_heads": 32}
+    qwen3 |= {"num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 48, "num_key_value_heads": 4}
+    qwen3 |= {"rope_scaling": None, "rope_theta": 1e6, "sliding_window": None, "use_sliding_window": False}
+    qwen2 = {"architectures": ["Qwen2MoeForCausalLM"], "decoder_sparse_step": 1, "hidden_act": "silu"}
+    qwen2 |= {"hidden_size": 2048, "intermediate_size": 5632, "max_position_embeddings": 8192, "num_experts": 60}
+    qwen2 |= {"moe_intermediate_size": 1408, "norm_topk_prob": False, "num_attention_heads": 16}
+    qwen2 |= {"num_experts_per_tok": 4, "num_hidden_layers": 24, "num_key_value_heads": 16, "rope_theta": 1e6}
+    qwen2 |= {"shared_expert_intermediate_size": 5632, "sliding_window": 32768, "use_sliding_window": False}
+    read = []
+    for raw in (qwen3, qwen2):
+        (tmp_path / "config.json").write_text(json.dumps({**raw, "vocab_size": 151936, "rms_norm_eps": 1e-6}))
+        read.append(read_config(tmp_path))
+    assert read[0].experts == Experts(frozenset(range(48)), Routing(128, 8, norm_topk_prob=True), 768)
+    layers, shared = frozenset(range(24)), ("shared_expert", "shared_expert_gate")
+    assert read[1].experts == Experts(layers, Routing(60, 4), 1408, 5632, *shared)
+    assert [config.head_size for config in read] == [128, 128] and {*read[0].windows, *read[1].windows} == {None}
 
 
 def test_weights_of_experts_are_all_needed_and_used(target: Path) -> None:

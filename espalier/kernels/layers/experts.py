@@ -27,7 +27,10 @@ if TYPE_CHECKING:
     import triton.language as tl
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-SORT_BLOCK = 1024
+MAX_SORT_BLOCK = 1024
+# Threads of a program that sorts: with fewer values some threads would hold copies, which tl.histogram must leave out.
+SORT_THREADS = 128
+WARP = 32
 MAX_BLOCK_ROWS = 128
 MAX_STAGES = 3
 
@@ -228,8 +231,9 @@ def sort_pairs_triton(ids: Tensor, live: Tensor | None, num_experts: int, rows: 
     ids = ids.contiguous()
     _sort_pairs_kernel[(num_experts + 1,)](
         ids, ids if live is None else live.contiguous(), order, ends, tile_experts, tile_begins, num_pairs, num_tiles,
-        TOP_K=top_k, NUM_EXPERTS=num_experts, BINS=power_of_two(num_experts + 2), ROWS=rows, LIVE=live is not None,
-        BLOCK=min(power_of_two(max(num_pairs, 16)), SORT_BLOCK), num_warps=4, **early(chip(ids)),
+        TOP_K=top_k, NUM_EXPERTS=num_experts, BINS=power_of_two(max(num_experts + 2, WARP)), ROWS=rows,
+        LIVE=live is not None, BLOCK=min(power_of_two(max(num_pairs, SORT_THREADS)), MAX_SORT_BLOCK),
+        num_warps=SORT_THREADS // WARP, **early(chip(ids)),
     )  # fmt: skip
     return SortedPairs(order, ends, tile_experts, tile_begins)
 
