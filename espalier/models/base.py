@@ -41,8 +41,7 @@ class CausalLM(Protocol):
         """Run over new rows.  tokens, positions: int64 [B, Q].
 
         A row with a negative token (a void node, padding) runs with the token of its request's first row, or with token
-        0 if that is negative too; it goes to no expert.  Positions are below the
-        `position_rows` given at loading.
+        0 if that is negative too; it goes to no expert.  Positions are below the `position_rows` given at loading.
         """
         ...
 

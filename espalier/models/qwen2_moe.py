@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from espalier.errors import EspalierError
 from espalier.kernels.layers.routing import Routing
 from espalier.models.config import Experts, Raw, Windows, windows_by_layer_type
 from espalier.models.qwen2 import FAMILY as QWEN2
@@ -9,10 +10,11 @@ from espalier.models.qwen2 import FAMILY as QWEN2
 
 def expert_layers(full: Raw) -> frozenset[int]:
     """Every decoder_sparse_step-th layer, counted from 1, except mlp_only_layers."""
-    layers = range(int(full["num_hidden_layers"]))
-    return frozenset(i for i in layers if (i + 1) % full["decoder_sparse_step"] == 0) - {
-        *(full["mlp_only_layers"] or ())
-    }
+    step = full["decoder_sparse_step"]
+    if not isinstance(step, int) or step < 1:
+        raise EspalierError(f"decoder_sparse_step = {step!r}; a positive integer is needed; correct the config")
+    sparse = frozenset(range(step - 1, int(full["num_hidden_layers"]), step))
+    return sparse - {*(full["mlp_only_layers"] or ())}
 
 
 def routing(full: Raw, default: int) -> Routing | None:

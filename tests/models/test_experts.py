@@ -21,8 +21,10 @@ from espalier.models import load_target, read_config
 from espalier.models.config import Experts
 from espalier.models.layers.experts import MixtureMLP, router_logits
 from espalier.models.layers.norm import RMSNorm
-from espalier.models.loading import FAMILIES
-from espalier.models.weights import stored_weights
+from espalier.models.loading import FAMILIES, load_experts
+from espalier.models.weight_formats import WeightFormat, all_dense
+from espalier.models.weight_formats.dense import DenseFormat
+from espalier.models.weights import Weights, stored_weights
 from espalier.speculate.drafters import read_draft
 from tests.builders import make_eagle3, make_target
 
@@ -153,6 +155,7 @@ def edit_config(path: Path, **fields: Any) -> None:
         ({"num_experts_per_tok": 7}, "top_k = 7, but 1 to 6"),
         ({"num_local_experts": "6"}, "num_experts = '6'"),
         ({"moe_intermediate_size": None}, "experts of size None"),
+        ({"decoder_sparse_step": 0}, "decoder_sparse_step = 0; a positive integer"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
         ({"scoring_func": "sigmoid"}, "scoring_func = 'sigmoid' is not supported"),
         ({"topk_method": "noaux_tc"}, "topk_method = 'noaux_tc' is not supported"),
@@ -234,6 +237,18 @@ def test_each_expert_is_in_its_place(target: Path) -> None:
         prefix = f"model.layers.2.mlp.experts.{expert}."
         gate, up, down = (weights[f"{prefix}{name}_proj.weight"] for name in ("gate", "up", "down"))
         assert torch.equal(mlp.gate_up[expert], torch.cat((gate, up))) and torch.equal(mlp.down[expert], down)
+
+
+def test_experts_in_another_format_are_refused(target: Path) -> None:
+    class Strange(DenseFormat):
+        name = "strange"
+
+    def formats(name: str) -> WeightFormat:
+        return Strange() if ".2.mlp.experts.3" in name else all_dense(name)
+
+    weights = Weights(target, torch.float64, "cpu", formats)
+    with pytest.raises(EspalierError, match=r"'model.layers.2.mlp.experts.3.gate_proj' .*stored in format strange"):
+        load_experts(weights, read_config(target).experts, "model.layers.2.mlp.", 32)
 
 
 def test_memory_counts_every_expert(target: Path) -> None:
