@@ -146,7 +146,7 @@ def exactly_drawn(rows, experts, top_k, hidden, inner, device):
 
 @pytest.mark.parametrize("shape", [(20, 8, 3, 24, 20), (70, 16, 8, 16, 12)], ids=str)
 def test_a_rows_bits_do_not_depend_on_the_batch(kernel_device, shape):
-    """Alone, among other rows, or among the rows in another order: the same parts, and the same bits of their sum."""
+    """Alone, in another order, or beside a row of NaN: the same parts, and the same bits of their sum."""
     x, gate_up, down, ids, weights = exactly_drawn(*shape, kernel_device)
     together = grouped_experts_triton(x, gate_up, down, ids, weights)
     total = sum_parts_reference(together, DTYPE)
@@ -157,6 +157,9 @@ def test_a_rows_bits_do_not_depend_on_the_batch(kernel_device, shape):
         one = slice(row, row + 1)
         alone = grouped_experts_triton(x[one], gate_up, down, ids[one], weights[one])
         assert torch.equal(alone, together[:, one]) and torch.equal(sum_parts_reference(alone, DTYPE), total[one])
+    x[3], weights[3] = torch.nan, torch.nan
+    others = torch.arange(len(x), device=x.device) != 3
+    assert torch.equal(grouped_experts_triton(x, gate_up, down, ids, weights)[:, others], together[:, others])
 
 
 @pytest.mark.parametrize("shape", [(0, 4, 2, 8, 8), (3, 4, 2, 0, 8)], ids=str)
