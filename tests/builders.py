@@ -10,13 +10,31 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen2MoeConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 CONFIGS: dict[str, type[PretrainedConfig]] = {
     "llama": LlamaConfig,
     "qwen2": Qwen2Config,
     "qwen3": Qwen3Config,
     "mistral": MistralConfig,
+    "qwen2_moe": Qwen2MoeConfig,
+    "qwen3_moe": Qwen3MoeConfig,
+}
+# Fields of families with experts.
+EXPERTS: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": None},
+    "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 20},
+    "qwen3_moe": {**EXPERTS, "norm_topk_prob": True, "mlp_only_layers": [1]},
 }
 
 
@@ -46,10 +64,9 @@ def make_target(
         "eos_token_id": None,
         "pad_token_id": None,
         "tie_word_embeddings": False,
+        **DEFAULTS.get(family, {}),
         **config,
     }
-    if family == "mistral":
-        fields.setdefault("sliding_window", None)
     model = AutoModelForCausalLM.from_config(CONFIGS[family](**fields), dtype=torch.float64)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

@@ -32,11 +32,11 @@ MAX_POSITIONS = 4096
 def directories(
     family: str = "llama", seed: int = 0, window: int | None = None, draft_vocab: int | None = None
 ) -> tuple[Path, Path]:
-    """A tiny target and its EAGLE-3 draft, made once a process.  window: of a mistral target's attention, every
-    layer."""
+    """A tiny target and its EAGLE-3 draft, made once a process.  window: of the attention of every layer, for mistral
+    and qwen3_moe."""
     root = Path(mkdtemp(prefix="espalier-tiny-"))
     atexit.register(rmtree, root, ignore_errors=True)
-    slides = {} if window is None else {"sliding_window": window}
+    slides = {} if window is None else {"sliding_window": window, "use_sliding_window": True}
     target = make_target(root / "target", family=family, seed=seed, vocab=VOCAB, **slides)
     return target, make_eagle3(root / "draft", target, seed=seed + 1, draft_vocab=draft_vocab)
 

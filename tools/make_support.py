@@ -46,8 +46,10 @@ def backends() -> str:
 
 
 def targets() -> str:
-    rows = ([f"`{f.architecture}`", f"`{f.model_type}`", yes(f.qk_norm)] for f in FAMILIES.values())
-    return table(["architecture", "model_type", "q and k norms"], rows)
+    rows = (
+        [f"`{f.architecture}`", f"`{f.model_type}`", yes(f.qk_norm), codes(f.honours) or "-"] for f in FAMILIES.values()
+    )
+    return table(["architecture", "model_type", "q and k norms", "fields of experts"], rows)
 
 
 def drafters() -> str:
@@ -91,7 +93,8 @@ the page size, the prefix cache, chunking, and overlap or lock-step are independ
 {targets()}
 
 Rope scaling of types {codes(ROPE_TYPES)}; sliding windows per layer; tied or
-own output head; biases; weights in one safetensors file or in shards.
+own output head; biases; weights in one safetensors file or in shards. A family with fields of experts supports all
+values of these; its drafts have a dense MLP.
 
 ## Drafters
 
@@ -111,7 +114,7 @@ All of them work with every drafter, greedy and sampled.
 
 ## Refused in a config.json
 
-A field that changes the maths is refused unless it has a value that changes nothing:
+A field that changes the maths is refused unless it has a value that changes nothing, or the family supports it:
 
 {neutral()}
 

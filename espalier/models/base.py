@@ -40,8 +40,8 @@ class CausalLM(Protocol):
     def __call__(self, tokens: Tensor, positions: Tensor, attend: Attend) -> ModelOutput:
         """Run over new rows.  tokens, positions: int64 [B, Q].
 
-        A void node (a negative token) runs with the token of its request's first row.  Positions are below the
-        `position_rows` given at loading.
+        A row with a negative token (a void node, padding) runs with the token of its request's first row, or with token
+        0 if that is negative too; it goes to no expert.  Positions are below the `position_rows` given at loading.
         """
         ...
 

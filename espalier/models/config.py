@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from espalier.errors import EspalierError
+from espalier.kernels.layers.routing import Routing
 from espalier.models.layers.rope import RopeConfig
 from espalier.models.rope_config import read_rope
 from espalier.models.weight_formats import QUANTISATION_FIELDS, FormatOf, read_formats
@@ -35,6 +36,12 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "num_experts": (None, 0),
     "num_local_experts": (None, 0, 1),
     "n_routed_experts": (None, 0),
+    "n_shared_experts": (None, 0),
+    "shared_expert_intermediate_size": (None, 0),
+    "first_k_dense_replace": (None, 0),
+    "scoring_func": (None, "softmax"),
+    "topk_method": (None, "greedy"),
+    "routed_scaling_factor": (None, 1, 1.0),
     "no_rope_layers": (None, []),
     "attention_chunk_size": (None,),
     "use_mrope": (None, False),
@@ -59,6 +66,23 @@ RECURRENT = re.compile("mamba|rwkv|jamba|bamba|recurrent|zamba|retnet|deltanet|l
 
 
 @dataclass(frozen=True)
+class Experts:
+    """The mixture-of-experts layers of a model.
+
+    layers: their indices; other layers have a dense MLP.  size: intermediate size of an expert.
+    shared_size: intermediate size of the shared expert; 0: there is none.
+    shared_name: of the shared expert's weights; shared_gate: of the weight [1, H] that gates it, None without a gate.
+    """
+
+    layers: frozenset[int]
+    routing: Routing
+    size: int
+    shared_size: int = 0
+    shared_name: str = ""
+    shared_gate: str | None = None
+
+
+@dataclass(frozen=True)
 class Family:
     """The declaration of one model family, made in its family file.
 
@@ -67,6 +91,8 @@ class Family:
     windows: from the completed config, one entry for each layer: None, or the number of positions that a query attends
     to, itself included.
     qk_norm: whether q and k are normed for each head.
+    experts: from the completed config, the layers with experts; None if there are none.
+    honours: the fields of NEUTRAL that `experts` reads.  The family supports other values of them.
     """
 
     architecture: str
@@ -76,6 +102,8 @@ class Family:
     out_bias: Callable[[Raw], bool]
     windows: Callable[[Raw], Windows]
     qk_norm: bool = False
+    experts: Callable[[Raw], Experts | None] = lambda full: None
+    honours: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -105,6 +133,7 @@ class ModelConfig:
     mlp_bias: bool
     qk_norm: bool
     windows: Windows
+    experts: Experts | None
     eos_token_ids: tuple[int, ...]
     formats: FormatOf = field(repr=False)
     raw: Raw = field(repr=False)
@@ -167,7 +196,7 @@ def parse(
     rope_names = ("rope_theta", "rope_scaling", "rope_parameters")
     known = {*raw, *family.defaults, *NEUTRAL, *INERT, *QUANTISATION_FIELDS, *rope_names}
     full = {**family.defaults, **with_overrides(raw, overrides or {}, known)}
-    refuse_unsupported(full, path)
+    refuse_unsupported(full, path, family.honours)
     read = _Fields(full, path)
     heads, layers = read.count("num_attention_heads"), read.count("num_hidden_layers")
     hidden = read.count("hidden_size")
@@ -197,16 +226,20 @@ def parse(
         mlp_bias=bool(full.get("mlp_bias", False)),
         qk_norm=family.qk_norm,
         windows=_read_windows(full, family, layers, path),
+        experts=_read_experts(full, family, path),
         eos_token_ids=_eos_ids(full, generation or {}, path),
         formats=read_formats(full, path),
         raw=full,
     )
 
 
-def refuse_unsupported(full: Raw, path: Path) -> None:
-    """Raises EspalierError naming a field that needs a computation which is not implemented."""
+def refuse_unsupported(full: Raw, path: Path, honoured: tuple[str, ...]) -> None:
+    """Raises EspalierError naming a field that needs a computation which is not implemented.
+
+    honoured: fields of NEUTRAL that the model's family supports.
+    """
     for name, neutral in NEUTRAL.items():
-        if name in full and full[name] not in neutral:
+        if name in full and name not in honoured and full[name] not in neutral:
             value = full[name]
             supported = " or ".join(repr(v) for v in neutral)
             raise EspalierError(f"{path}: {name} = {value!r} is not supported, only {supported}; use another model")
@@ -253,10 +286,25 @@ def _read_windows(full: Raw, family: Family, layers: int, path: Path) -> Windows
             raise EspalierError(
                 f"{path}: layer_types has {len(types)} entries for num_hidden_layers = {layers}; make them agree"
             )
-    window = full.get("sliding_window")
+    # Where it is not used, some configs have a window of 0.
+    window = full.get("sliding_window") if full.get("use_sliding_window", True) else None
     if window is not None and (not isinstance(window, int) or window < 1):
         raise EspalierError(f"{path}: sliding_window = {window!r}; a positive integer or null is needed; correct it")
     return family.windows(full)
+
+
+def _read_experts(full: Raw, family: Family, path: Path) -> Experts | None:
+    try:
+        experts = family.experts(full)
+    except EspalierError as error:
+        raise EspalierError(f"{path}: {error}") from None
+    if experts is not None:
+        for name, value, least in (("size", experts.size, 1), ("shared size", experts.shared_size, 0)):
+            if not isinstance(value, int) or value < least:
+                raise EspalierError(
+                    f"{path}: experts of {name} {value!r}; an integer of at least {least} is needed; correct the config"
+                )
+    return experts
 
 
 def _eos_ids(full: Raw, generation: Raw, path: Path) -> tuple[int, ...]:

@@ -120,7 +120,7 @@ def make_eagle3(weights: Weights, config: Eagle3Config, target: CausalLM, positi
         hidden_norm=weights.norm(f"{prefix}hidden_norm", hidden, eps),
         attention=load_attention(weights, layer, f"{prefix}self_attn.", 2 * hidden),
         mlp_norm=weights.norm(f"{prefix}post_attention_layernorm", hidden, eps),
-        mlp=weights.mlp(f"{prefix}mlp.", layer),
+        mlp=weights.mlp(f"{prefix}mlp.", layer.hidden_size, layer.intermediate_size, layer.mlp_bias),
         norm=weights.norm("norm", hidden, eps),
         head=_head(weights, config, target, embed),
         d2t=_d2t(weights, config),

@@ -151,6 +151,12 @@ def _captured_layers(raw: Mapping[str, Any], eagle: Mapping[str, Any], num_layer
 
 
 def _refuse_misfit(config: Eagle3Config, target: ModelConfig, path: Path) -> None:
+    if config.layer.experts is not None:
+        raise EspalierError(
+            f"{path}: a draft layer of {config.layer.architecture} has experts, which is not supported; use a draft "
+            "with a dense MLP"
+        )
+
     def refuse(what: str, have: int, need: int) -> None:
         if have != need:
             raise EspalierError(

@@ -8,19 +8,22 @@ import torch
 
 from espalier.cache.layer_spec import KVHeads, LayerSpec
 from espalier.errors import EspalierError
-from espalier.models import llama, mistral, qwen2, qwen3
+from espalier.models import llama, mistral, qwen2, qwen2_moe, qwen3, qwen3_moe
 from espalier.models.base import CausalLM
-from espalier.models.config import Family, ModelConfig, find_family, parse, read_json
+from espalier.models.config import Experts, Family, ModelConfig, find_family, parse, read_json
 from espalier.models.layers.attention import Attention
 from espalier.models.layers.decoder import Decoder, DecoderLayer
 from espalier.models.layers.embedding import Embedding
+from espalier.models.layers.experts import MixtureMLP
 from espalier.models.layers.linear import Linear
 from espalier.models.layers.rope import RopeTables
 from espalier.models.weight_formats import dense_weight
 from espalier.models.weights import Weights
 
 # To add a family from outside this package: FAMILIES[FAMILY.architecture] = FAMILY.
-FAMILIES: dict[str, Family] = {module.FAMILY.architecture: module.FAMILY for module in (llama, qwen2, qwen3, mistral)}
+FAMILIES: dict[str, Family] = {
+    module.FAMILY.architecture: module.FAMILY for module in (llama, qwen2, qwen3, mistral, qwen2_moe, qwen3_moe)
+}
 
 
 def read_config(path: Path | str, overrides: Mapping[str, Any] | None = None) -> ModelConfig:
@@ -64,7 +67,7 @@ def make_target(weights: Weights, config: ModelConfig, capture: tuple[int, ...],
     """Build the target from its weights.  Raises EspalierError for a weight that is missing, misshapen or not used."""
     geometry = geometry_of(config)
     embed = Embedding(weights.take("model.embed_tokens.weight", config.vocab_size, config.hidden_size))
-    layers = [load_layer(weights, config, f"model.layers.{i}.") for i in range(config.num_layers)]
+    layers = [load_layer(weights, config, f"model.layers.{i}.", i) for i in range(config.num_layers)]
     norm = weights.norm("model.norm", config.hidden_size, config.rms_norm_eps)
     head = _head(weights, config, embed)
     weights.finish()
@@ -96,13 +99,44 @@ def load_attention(weights: Weights, config: ModelConfig, prefix: str, columns: 
     return Attention(qkv, out, config.heads + 2 * config.kv_heads, q_norm, k_norm)
 
 
-def load_layer(weights: Weights, config: ModelConfig, prefix: str) -> DecoderLayer:
+def load_layer(weights: Weights, config: ModelConfig, prefix: str, layer: int) -> DecoderLayer:
+    """The layer under `prefix`.  layer: its index, which says whether it has experts."""
+    experts = config.experts if config.experts is not None and layer in config.experts.layers else None
     hidden, eps = config.hidden_size, config.rms_norm_eps
     return DecoderLayer(
         attention_norm=weights.norm(f"{prefix}input_layernorm", hidden, eps),
         attention=load_attention(weights, config, f"{prefix}self_attn.", hidden),
         mlp_norm=weights.norm(f"{prefix}post_attention_layernorm", hidden, eps),
-        mlp=weights.mlp(f"{prefix}mlp.", config),
+        mlp=(
+            weights.mlp(f"{prefix}mlp.", hidden, config.intermediate_size, config.mlp_bias)
+            if experts is None
+            else load_experts(weights, experts, f"{prefix}mlp.", hidden)
+        ),
+    )
+
+
+def load_experts(weights: Weights, experts: Experts, prefix: str, hidden: int) -> MixtureMLP:
+    """The mixture-of-experts block under `prefix`, whose checkpoint has the matrices of each expert apart."""
+    routing, size = experts.routing, experts.size
+    names = [f"{prefix}experts.{expert}." for expert in range(routing.num_experts)]
+    gate_up = weights.stack([f"{name}{half}_proj" for name in names for half in ("gate", "up")], size, hidden)
+    bias = shared = shared_gate = None
+    if routing.correction_bias:
+        exact = torch.promote_types(weights.dtype, torch.float32)
+        stored = weights.take_raw(f"{prefix}gate.e_score_correction_bias", routing.num_experts)
+        bias = stored.to(weights.device, exact)
+    if experts.shared_size:
+        shared = weights.mlp(f"{prefix}{experts.shared_name}.", hidden, experts.shared_size, bias=False)
+    if experts.shared_gate is not None:
+        shared_gate = weights.linear(prefix, (experts.shared_gate,), (1,), hidden, bias=False)
+    return MixtureMLP(
+        routing,
+        weights.take(f"{prefix}gate.weight", routing.num_experts, hidden),
+        bias,
+        gate_up.view(routing.num_experts, 2 * size, hidden),
+        weights.stack([f"{name}down_proj" for name in names], hidden, size),
+        shared,
+        shared_gate,
     )
 
 

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from espalier.errors import EspalierError
-from espalier.models.config import ModelConfig
+from espalier.kernels.layers.linear_tuning import DENSE
 from espalier.models.layers.linear import Linear
 from espalier.models.layers.mlp import GatedMLP
 from espalier.models.layers.norm import RMSNorm
@@ -155,10 +155,23 @@ class Weights:
     def norm(self, name: str, size: int, eps: float) -> RMSNorm:
         return RMSNorm(self.take(f"{name}.weight", size), eps)
 
-    def mlp(self, prefix: str, config: ModelConfig) -> GatedMLP:
-        hidden, inner = config.hidden_size, config.intermediate_size
-        gate_up = self.linear(prefix, ("gate_proj", "up_proj"), (inner, inner), hidden, config.mlp_bias)
-        return GatedMLP(gate_up, self.linear(prefix, ("down_proj",), (hidden,), inner, config.mlp_bias))
+    def mlp(self, prefix: str, hidden: int, inner: int, bias: bool) -> GatedMLP:
+        gate_up = self.linear(prefix, ("gate_proj", "up_proj"), (inner, inner), hidden, bias)
+        return GatedMLP(gate_up, self.linear(prefix, ("down_proj",), (hidden,), inner, bias))
+
+    def stack(self, names: Sequence[str], rows: int, columns: int) -> Tensor:
+        """Dense matrices [rows, columns], stacked along a new first dimension.
+
+        Raises EspalierError as `take_raw`, and for a matrix in another format.
+        """
+        if name := next((name for name in names if self.formats(name).name != DENSE), None):
+            raise EspalierError(
+                f"{name!r} in {self.path} is stored in format {self.formats(name).name}, but experts are supported "
+                f"only in format {DENSE}; use the unquantised checkpoint"
+            )
+        stored = StoredTensor(".weight", (rows, columns))
+        slices = (slice(rows), slice(columns))
+        return self._stack([f"{name}.weight" for name in names], [stored] * len(names), [slices] * len(names))
 
     def ignore(self, names: Iterable[str]) -> None:
         """Allow these weights to stay unused."""

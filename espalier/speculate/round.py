@@ -133,8 +133,10 @@ def verify(proposed: Proposed) -> Verified:
     runner, slots, tree = proposed.runner, proposed.slots, proposed.tree
     positions = tree.positions(slots.prefix_len)
     plan = runner.plan(slots, Nodes(positions, positions, tree.ancestors))
+    num_nodes = runner.layout.num_draft_tokens
     # A void node (token -1) runs as the root, so the target runs only tokens of the request or of the draft.
-    out = runner.target(tree.tokens, positions, StagedPass(plan, runner.staging, runner.layout.num_draft_tokens))
+    tokens = void_padding(runner, tree.tokens, slots.real * num_nodes)
+    out = runner.target(tokens, positions, StagedPass(plan, runner.staging, num_nodes))
     return Verified(proposed, out, runner.target.logits(out.hidden))
 
 
@@ -174,7 +176,7 @@ def prefill(
     positions, tokens, page_rows = chain(rows.slots, 0, rows.length, width)
     kept = Commit(runner.pages, page_rows.flatten(), by_layer=pieces is not None)
     attend = StagedPass(runner.plan(rows.slots, Nodes.chain(positions)), runner.staging, width, commit=kept)
-    out = runner.target(tokens, positions, attend)
+    out = runner.target(void_padding(runner, tokens, rows.length), positions, attend)
     attend.end()
     logprobs = None
     if prompt_rows is not None:
@@ -185,6 +187,17 @@ def prefill(
     runner.drafter.extend(rows.slots, draft_features(runner.drafter, out), rows.length, rows.last)
     path = Path(torch.zeros_like(sampled.tokens), num_emitted, sampled.tokens, num_emitted * sampled.finite[:, 0])
     return RoundOutput(path, logits, slots.num_logprobs, prompt_logprobs=logprobs)
+
+
+def void_padding(runner: ModelRunner, tokens: Tensor, num_rows: Tensor) -> Tensor:
+    """The tokens [B, Q] that the target runs.  num_rows: [B], rows of each request; the rest is padding.
+
+    For a target with experts, padding gets token -1: it would read weights of experts that no request needs.
+    """
+    if runner.target.config.experts is None:
+        return tokens
+    row = torch.arange(tokens.shape[1], device=tokens.device)
+    return tokens.masked_fill(row >= num_rows[:, None], -1)
 
 
 def logprobs_of_prompt(

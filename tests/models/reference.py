@@ -4,19 +4,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 
 def load_reference(path: Path, dtype: torch.dtype) -> Any:
     """The model as transformers loads it.  In float64 its norms and rotary tables are computed in float64 too."""
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="sdpa").eval()
+    # Eager: transformers' grouped product does not take float64.
+    how = {"attn_implementation": "sdpa", "experts_implementation": "eager"}
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **how).eval()
     if dtype == torch.float64:
         for module in model.modules():
             if type(module).__name__.endswith("RMSNorm"):
                 module.forward = _norm_float64.__get__(module)
             elif type(module).__name__.endswith("RotaryEmbedding"):
                 module.forward = _rotary_float64.__get__(module)
+            elif type(module).__name__.endswith("MoeTopKRouter"):
+                module.forward = _router_float64.__get__(module)
     return model
 
 
@@ -29,6 +34,13 @@ def _rotary_float64(self: Any, x: Tensor, position_ids: Tensor, **_: Any) -> tup
     angles = position_ids[..., None].double() * self.inv_freq.double()
     angles = torch.cat((angles, angles), dim=-1)
     return angles.cos() * self.attention_scaling, angles.sin() * self.attention_scaling
+
+
+def _router_float64(self: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Qwen's router."""
+    logits = F.linear(x.reshape(-1, self.hidden_dim), self.weight)
+    weights, ids = logits.softmax(-1).topk(self.top_k, dim=-1)
+    return logits, weights / weights.sum(-1, keepdim=True) if self.norm_topk_prob else weights, ids
 
 
 def reference_logits(model: nn.Module, tokens: Tensor) -> tuple[Tensor, list[Tensor]]:

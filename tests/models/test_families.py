@@ -39,6 +39,18 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         },
     ),
+    "qwen3_moe": ("qwen3_moe", {}),
+    "qwen3_moe, every second layer, plain weights": (
+        "qwen3_moe",
+        {"decoder_sparse_step": 2, "mlp_only_layers": None, "norm_topk_prob": False},
+    ),
+    "qwen3_moe, window": ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 7}),
+    "qwen3_moe, many experts": ("qwen3_moe", {"num_experts": 40, "num_experts_per_tok": 8}),
+    "qwen2_moe": ("qwen2_moe", {}),
+    "qwen2_moe, no bias, window": (
+        "qwen2_moe",
+        {"qkv_bias": False, "use_sliding_window": True, "sliding_window": 5, "norm_topk_prob": True},
+    ),
     "mistral": ("mistral", {}),
     "mistral, window": ("mistral", {"sliding_window": 6}),
     "mistral, head size apart": ("mistral", {"head_dim": 10}),

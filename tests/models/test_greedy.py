@@ -2,17 +2,17 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from tests.harness import DTYPE, Setup, directories, prompts, request, run
+from tests.models.reference import load_reference
 
 PAGES = (1, 2, 3, 16, 64, 256)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral", "qwen2_moe", "qwen3_moe"])
 def test_tokens_are_those_of_transformers(family):
     given = prompts(7, [3, 11, 30])
-    model = AutoModelForCausalLM.from_pretrained(directories(family)[0], dtype=DTYPE)
+    model = load_reference(directories(family)[0], DTYPE)
     wanted = []
     for prompt in given:
         generated = model.generate(torch.tensor([prompt]), max_new_tokens=24, do_sample=False, eos_token_id=None)

@@ -30,6 +30,7 @@ AROUND: dict[str, Sequence[Any]] = {
     "window": (None, 6),
     "draft_vocab": (None, 11),
     "keeps": ("kv", "latent"),
+    "experts": (False, True),
 }
 CORNERS: dict[str, Sequence[Any]] = {
     "page_size": (1, 512),
@@ -74,11 +75,12 @@ class Cell:
     window: int | None = None
     draft_vocab: int | None = None
     keeps: str = "kv"
+    experts: bool = False
 
     def __str__(self) -> str:
         around = [self.algorithm, self.attention, *("overlap",) * self.overlap]
         around += [f"{name}{value}" for name in ("window", "draft_vocab") if (value := getattr(self, name))]
-        around += [self.keeps] * (self.keeps != "kv")
+        around += [self.keeps] * (self.keeps != "kv") + ["experts"] * self.experts
         tree = f"topk{self.topk}-steps{self.steps}-nodes_{self.nodes}"
         return "-".join([f"page{self.page_size}", tree, f"batch{self.batch}", *around])
 
@@ -109,7 +111,7 @@ class Cell:
             algorithm=self.algorithm,
             attention=self.attention,
             overlap=self.overlap,
-            family="mistral" if self.window else "llama",
+            family="qwen3_moe" if self.experts else "mistral" if self.window else "llama",
             window=self.window,
             draft_vocab=self.draft_vocab if self.algorithm == "eagle3" else None,
             keeps=self.keeps,

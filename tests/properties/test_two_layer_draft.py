@@ -76,7 +76,7 @@ class ToyDraft:
         size, fed = layer.hidden_size, max(len(self.spec.capture), 1) * target.config.hidden_size
         self.fuse = weights.linear("", ("fuse",), (size,), fed, False)
         self.join = weights.linear("", ("join",), (size,), 2 * size, False)
-        self.layers = [load_layer(weights, layer, f"layers.{i}.") for i in range(len(self.geometry))]
+        self.layers = [load_layer(weights, layer, f"layers.{i}.", i) for i in range(len(self.geometry))]
         self.norm = weights.norm("norm", size, layer.rms_norm_eps)
         self.rope = RopeTables(layer.rope, position_rows, weights.dtype, weights.device)
         self.embed, self.head, self.d2t = target.embed, target.head, None

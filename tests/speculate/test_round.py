@@ -9,6 +9,7 @@ from espalier.attention import Nodes, Prefix
 from espalier.engine.launch_input import LaunchInput, Row
 from espalier.engine.results import Reported, Results, read
 from espalier.errors import EspalierError
+from espalier.kernels.layers.experts import grouped_experts
 from espalier.kernels.state.batch_state import gather
 from espalier.request import SamplingParams
 from espalier.sampling.logit_processors import SamplingNeeds
@@ -89,6 +90,36 @@ def test_a_batch_padded_by_the_dummy_slot_is_the_batch(algorithm):
     )
     for pair in r.pages.layers.values():
         assert not any(buffer[: setup.page_size].any() for buffer in pair), "padding left a trace in the dummy page"
+
+
+@pytest.mark.parametrize("algorithm", ["eagle3", "ngram"])
+def test_only_rows_of_requests_go_to_experts(algorithm, monkeypatch):
+    """Neither padding of a chunk, nor requests that pad a batch, nor void nodes."""
+    rows_to_experts: list[torch.Tensor] = []
+
+    def recorded(x, gate_up, down, ids, weights, live):
+        rows_to_experts.append(live)
+        return grouped_experts(x, gate_up, down, ids, weights, live)
+
+    monkeypatch.setattr("espalier.models.layers.experts.grouped_experts", recorded)
+    engine = setup_of(algorithm, family="qwen3_moe", max_batch=4).engine()
+    drawn = [request(i, prompt) for i, prompt in enumerate(prompts(5, [6, 3]))]
+    for r in drawn:
+        engine.add(r)
+    engine.step()
+    runner = engine.executor.runner
+    slots = torch.tensor([0, drawn[0].slot, 0, drawn[1].slot])
+    with torch.inference_mode():
+        rows_to_experts.clear()
+        tree = run(runner, slots, SamplingNeeds()).tree
+        assert rows_to_experts
+        for live in rows_to_experts:
+            assert torch.equal(live.view(4, -1), (tree.tokens >= 0) & (slots > 0)[:, None])
+        assert tree.tokens[0].max() >= 0, "padding is void all the same, and shows nothing"
+        rows_to_experts.clear()
+        prefill(runner, slots, torch.tensor([0, 2, 0, 5]), 8, SamplingNeeds())
+        for live in rows_to_experts:
+            assert live.view(4, -1).sum(1).tolist() == [0, 2, 0, 5] and live.view(4, -1)[1, :2].all()
 
 
 def between_zeros(values: tuple[int, ...]) -> tuple[int, ...]:

@@ -63,7 +63,8 @@ def embed_rows(
 ) -> EmbeddedRows:
     """The input rows for tokens, positions [B, Q] int64, of any strides.
 
-    A token below 0 (a void node) is replaced by its request's first token.  draft: None for a target model.
+    A token below 0 (a void node) is replaced by its request's first token, or by 0 if that is void too.
+    draft: None for a target model.
     Raises EspalierError if sizes do not agree.  Exact, except for the norms: see kernels/layers/norm.py.
     """
     implementation = embed_rows_triton if tokens.is_cuda else embed_rows_reference
@@ -132,7 +133,7 @@ def _check(tokens: Tensor, positions: Tensor, tables: EmbeddingTables, draft: Dr
 def embed_rows_reference(
     tokens: Tensor, positions: Tensor, tables: EmbeddingTables, draft: DraftHidden | None = None
 ) -> EmbeddedRows:
-    tokens = torch.where(tokens < 0, tokens[:, :1], tokens).flatten()
+    tokens = torch.where(tokens < 0, tokens[:, :1], tokens).clamp_(min=0).flatten()
     cos, sin = (table.index_select(0, positions.flatten()) for table in (tables.cos, tables.sin))
     x = torch.nn.functional.embedding(tokens, tables.embed)
     if draft is None:
@@ -172,7 +173,7 @@ def _embed_rows_kernel(
     if tl.program_id(1) == 0:
         position = tl.load(positions_ptr + b * positions_b + q * positions_q)
         token = tl.load(tokens_ptr + b * tokens_b + q * tokens_q)
-        token = tl.where(token < 0, tl.load(tokens_ptr + b * tokens_b), token)
+        token = tl.where(token < 0, tl.maximum(tl.load(tokens_ptr + b * tokens_b), 0), token)
         x = tl.load(embed_ptr + token * SIZE + column, mask=mask, other=0.0)
         if HAS_DRAFT:
             x = _normed(x, embed_norm_ptr, column, mask, EMBED_EPS, SIZE, EXACT)

@@ -1,4 +1,4 @@
-"""The decoder of all families: embedding, layers of attention and gated MLP, final norm, head.
+"""The decoder of all families: embedding, layers of attention and MLP (gated, or a mixture), final norm, head.
 
 Rows of a batch are flat, [B·Q, hidden]: two-dimensional matrix products are cheapest, and only `attend` needs to know
 which row belongs to which request.
@@ -13,6 +13,7 @@ from espalier.models.base import Attend, ModelOutput
 from espalier.models.config import ModelConfig
 from espalier.models.layers.attention import Attention
 from espalier.models.layers.embedding import Embedding
+from espalier.models.layers.experts import MixtureMLP
 from espalier.models.layers.linear import Linear
 from espalier.models.layers.mlp import GatedMLP
 from espalier.models.layers.norm import RMSNorm
@@ -27,21 +28,31 @@ class DecoderLayer:
 
     __slots__ = ("attention_norm", "attention", "mlp_norm", "mlp")
 
-    def __init__(self, attention_norm: RMSNorm, attention: Attention, mlp_norm: RMSNorm, mlp: GatedMLP) -> None:
+    def __init__(
+        self, attention_norm: RMSNorm, attention: Attention, mlp_norm: RMSNorm, mlp: GatedMLP | MixtureMLP
+    ) -> None:
         self.attention_norm = attention_norm
         self.attention = attention
         self.mlp_norm = mlp_norm
         self.mlp = mlp
 
     def __call__(
-        self, x: Tensor, normed: Tensor, rope_and_norm: RopeAndNorm, attend: Attend, layer: int, shape: tuple[int, int]
+        self,
+        x: Tensor,
+        normed: Tensor,
+        rope_and_norm: RopeAndNorm,
+        attend: Attend,
+        layer: int,
+        shape: tuple[int, int],
+        live: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """x [B·Q, H] and normed = attention_norm(x) -> (x after attention, the MLP's output to be added to it).
 
+        live: [B·Q] bool, the rows that go to experts; None: all.
         Does not write to the x that it gets, because x may have been captured.
         """
         x, normed = self.mlp_norm.after(self.attention(normed, rope_and_norm, attend, layer, shape), x)
-        return x, self.mlp(normed)
+        return x, self.mlp(normed, live)
 
 
 class Decoder:
@@ -71,13 +82,15 @@ class Decoder:
         shape = (tokens.shape[0], tokens.shape[1])
         rows = self.embed(tokens, positions, self.rope)
         rope_and_norm = RopeAndNorm(rows.cos, rows.sin)
+        # Nothing reads the output of void nodes and of padding, so they go to no expert.
+        live = None if self.config.experts is None else (tokens >= 0).flatten()
         x, delta = rows.x, None
         inputs: dict[int, Tensor] = {}
         for layer, block in enumerate(self.layers):
             x, normed = block.attention_norm.after(delta, x)
             if layer in self.capture:
                 inputs[layer] = x
-            x, delta = block(x, normed, rope_and_norm, attend, layer, shape)
+            x, delta = block(x, normed, rope_and_norm, attend, layer, shape, live)
         x, normed = self.norm.after(delta, x)
         inputs[len(self.layers)] = x
         captured = torch.cat([inputs[i] for i in self.capture], dim=-1).unflatten(0, shape) if self.capture else None

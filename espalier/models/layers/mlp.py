@@ -14,6 +14,9 @@ class GatedMLP:
         self.gate_up = gate_up
         self.down = down
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """[B·Q, hidden] -> [B·Q, hidden], or parts of it as RMSNorm.after takes them."""
+    def __call__(self, x: Tensor, live: Tensor | None = None) -> Tensor:
+        """[B·Q, hidden] -> [B·Q, hidden], or parts of it as RMSNorm.after takes them.
+
+        live: [B·Q] bool, as MixtureMLP takes it.  Here every row is computed.
+        """
         return self.down.in_parts(self.gate_up.gated(x))

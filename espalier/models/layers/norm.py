@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from espalier.kernels.layers.linear import sum_parts_reference
 from espalier.kernels.layers.norm import add_rms_norm, length_constants, norm_by_length, rms_norm
 
 
@@ -29,11 +30,12 @@ class RMSNorm:
     def after(self, delta: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
         """(residual + delta, norm of that sum), [N, H] each.
 
-        delta: [N, H], or [parts, N, H] float32 from Linear.in_parts, which are summed; None before the first block.
+        delta: [N, H], or [parts, N, H] float32 at least (Linear.in_parts, MixtureMLP), which are summed in order; None
+        before the first block.
         """
         if delta is None:
             return residual, self(residual)
         if self._constants is not None:
-            total = residual + delta
+            total = residual + (delta if delta.ndim == 2 else sum_parts_reference(delta, residual.dtype))
             return total, self(total)
         return add_rms_norm(delta, residual, self.weight, self.eps)

@@ -1,0 +1,67 @@
+"""The mixture-of-experts block: a router chooses K experts for each row, and their results are weighted and summed.
+
+Routing (espalier/kernels/layers/routing.py) and the product with the experts (espalier/kernels/layers/experts.py) are
+one operation each.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from espalier.kernels.layers.experts import grouped_experts
+from espalier.kernels.layers.linear import sum_parts_reference
+from espalier.kernels.layers.routing import Routing, route
+from espalier.models.layers.linear import Linear
+from espalier.models.layers.mlp import GatedMLP
+
+
+class MixtureMLP:
+    """The weighted sum of each row's experts, and of the shared experts if there are any.
+
+    router: [E, H].  bias: [E], the correction bias, or None.  gate_up: [E, 2·I, H].  down: [E, H, I].
+    shared: an MLP that every row goes through.  shared_gate: [1, H], the sigmoid of its product scales `shared`.
+    """
+
+    __slots__ = ("routing", "router", "bias", "gate_up", "down", "shared", "shared_gate")
+
+    def __init__(
+        self,
+        routing: Routing,
+        router: Tensor,
+        bias: Tensor | None,
+        gate_up: Tensor,
+        down: Tensor,
+        shared: GatedMLP | None = None,
+        shared_gate: Linear | None = None,
+    ) -> None:
+        self.routing = routing
+        self.router = router
+        self.bias = bias
+        self.gate_up = gate_up
+        self.down = down
+        self.shared = shared
+        self.shared_gate = shared_gate
+
+    def __call__(self, x: Tensor, live: Tensor | None = None) -> Tensor:
+        """[N, hidden] -> [parts, N, hidden], float32 at least, as RMSNorm.after takes them.
+
+        live: [N] bool; other rows go to no expert.  None: all rows do.
+        """
+        ids, weights = route(router_logits(x, self.router), self.bias, self.routing)
+        parts = grouped_experts(x, self.gate_up, self.down, ids, weights, live)
+        return parts if self.shared is None else torch.cat((parts, self._shared(x, parts.dtype)[None]))
+
+    def _shared(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """[N, hidden]: the output of the shared experts."""
+        assert self.shared is not None
+        out = self.shared(x)
+        out = sum_parts_reference(out, x.dtype) if out.ndim == 3 else out
+        return out.to(dtype) if self.shared_gate is None else out.to(dtype) * self.shared_gate(x).to(dtype).sigmoid()
+
+
+def router_logits(x: Tensor, weight: Tensor) -> Tensor:
+    """x [N, H] · weightᵀ [E, H] -> [N, E], computed and returned in float32 (float64 for float64)."""
+    exact = torch.promote_types(x.dtype, torch.float32)
+    if x.is_cuda and x.dtype != exact:
+        return torch.mm(x, weight.T, out_dtype=exact)
+    return F.linear(x.to(exact), weight.to(exact))

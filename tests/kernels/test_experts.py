@@ -1,0 +1,202 @@
+"""The expert product: close to float64, parts in the order of the choices, no row's bits depend on the batch."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from espalier.errors import EspalierError
+from espalier.kernels.layers.experts import (
+    grouped_experts_reference,
+    grouped_experts_triton,
+    plan_for,
+    sort_pairs_triton,
+)
+from espalier.kernels.layers.linear import sum_parts_reference
+from tests.kernels.treeing import poisoned
+
+# float16 on a CPU: Triton's interpreter does not multiply bfloat16.
+DTYPE = torch.bfloat16 if torch.cuda.is_available() else torch.float16
+TOLERANCE = {torch.float16: 4e-3, torch.bfloat16: 3e-2, torch.float32: 1e-5, torch.float64: 1e-13}
+# (rows, experts, choices, hidden size, intermediate size)
+SHAPES = [
+    (1, 4, 1, 16, 8),
+    (1, 64, 8, 40, 24),
+    (2, 5, 5, 33, 17),
+    (7, 6, 2, 32, 24),
+    (16, 8, 3, 72, 65),
+    (33, 4, 2, 24, 40),
+    (70, 64, 8, 48, 20),
+    (70, 4, 1, 20, 12),
+]
+LARGE = [(1, 128, 8, 2048, 768), (16, 128, 8, 2048, 768), (512, 64, 6, 2048, 1408), (3000, 16, 4, 1024, 512)]
+
+
+def drawn(rows, experts, top_k, hidden, inner, device, dtype=DTYPE, seed=0):
+    """x, gate_up, down, ids (ascending in a row, as `route` gives them) and weights."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape, scale=1.0):
+        return (torch.randn(shape, generator=generator) * scale).to(dtype).to(device)
+
+    x = normal(rows, hidden)
+    gate_up, down = normal(experts, 2 * inner, hidden, scale=hidden**-0.5), normal(experts, hidden, inner, scale=0.2)
+    ids = torch.rand(rows, experts, generator=generator).topk(top_k).indices.sort(-1).values.to(device)
+    exact = torch.promote_types(dtype, torch.float32)
+    weights = torch.rand(rows, top_k, generator=generator, dtype=exact).to(device)
+    return x, gate_up, down, ids, weights
+
+
+def exact_parts(x, gate_up, down, ids, weights):
+    """The parts in float64, expert by expert and row by row."""
+    x, gate_up, down, weights = x.double(), gate_up.double(), down.double(), weights.double()
+    parts = x.new_zeros(ids.shape[1], *x.shape)
+    for row, experts in enumerate(ids.tolist()):
+        for choice, expert in enumerate(experts):
+            gate, up = F.linear(x[row], gate_up[expert]).chunk(2)
+            parts[choice, row] = weights[row, choice] * F.linear(F.silu(gate) * up, down[expert])
+    return parts
+
+
+def assert_close(parts, exact, dtype):
+    """Relative to the largest value: three roundings to dtype, and sums in float32 at least."""
+    assert parts.shape == exact.shape
+    assert (parts.double() - exact).abs().max() <= TOLERANCE[dtype] * exact.abs().max()
+
+
+@pytest.mark.parametrize("dtype", [DTYPE, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("shape", [*SHAPES, *(pytest.param(shape, marks=pytest.mark.gpu) for shape in LARGE)], ids=str)
+def test_kernel_and_reference_are_the_product(kernel_device, shape, dtype):
+    inputs = drawn(*shape, kernel_device, dtype)
+    exact = exact_parts(*inputs)
+    assert_close(grouped_experts_reference(*inputs), exact, dtype)
+    with poisoned():
+        assert_close(grouped_experts_triton(*inputs), exact, dtype)
+
+
+@pytest.mark.parametrize("rows", [1, 40, 70])
+def test_all_rows_to_one_expert(kernel_device, rows):
+    """More tiles than one for one expert, and none for the others."""
+    x, gate_up, down, ids, weights = drawn(rows, 8, 1, 24, 20, kernel_device)
+    inputs = (x, gate_up, down, torch.full_like(ids, 5), weights)
+    with poisoned():
+        assert_close(grouped_experts_triton(*inputs), exact_parts(*inputs), DTYPE)
+
+
+def test_an_expert_without_rows_is_not_read(kernel_device):
+    x, gate_up, down, ids, weights = drawn(9, 6, 2, 24, 20, kernel_device)
+    ids = torch.tensor([[0, 4]], device=ids.device).repeat(9, 1)
+    expected = grouped_experts_triton(x, gate_up, down, ids, weights)
+    for expert in (1, 2, 3, 5):
+        gate_up[expert], down[expert] = torch.nan, torch.nan
+    for run in (grouped_experts_triton, grouped_experts_reference):
+        assert_close(run(x, gate_up, down, ids, weights), expected.double(), DTYPE)
+
+
+@pytest.mark.parametrize("top_k", [1, 3])
+@pytest.mark.parametrize("live", [[], [0], [3], [0, 1, 2, 3, 4, 5, 6]], ids=str)
+def test_rows_that_are_not_live_go_to_no_expert(kernel_device, live, top_k):
+    """Their parts are 0, whatever the rows hold, and their experts are not read."""
+    x, gate_up, down, ids, weights = drawn(7, 5, top_k, 24, 20, kernel_device)
+    mask = torch.zeros(7, dtype=torch.bool, device=x.device)
+    mask[live] = True
+    exact = exact_parts(x, gate_up, down, ids, weights)
+    exact[:, ~mask] = 0.0
+    x[~mask], weights[~mask] = torch.nan, torch.nan
+    for expert in {*range(5)} - {*ids[mask].flatten().tolist()}:
+        gate_up[expert], down[expert] = torch.nan, torch.nan
+    reference = grouped_experts_reference(x, gate_up, down, ids, weights, mask)
+    with poisoned():
+        parts = grouped_experts_triton(x, gate_up, down, ids, weights, mask)
+    for found in (parts, reference):
+        assert (found[:, ~mask] == 0).all()
+        if live:
+            assert_close(found, exact, DTYPE)
+
+
+@pytest.mark.parametrize(("rows", "experts", "top_k"), [(1, 4, 2), (9, 64, 8), (70, 4, 3), (300, 9, 5)])
+@pytest.mark.parametrize("with_live", [False, True])
+def test_sorted_pairs(kernel_device, rows, experts, top_k, with_live):
+    """By expert, and by row within an expert; each tile is inside its expert, and all pairs are in one tile each."""
+    ids = drawn(rows, experts, top_k, 1, 1, kernel_device)[3]
+    live = torch.rand(rows, generator=torch.Generator().manual_seed(1)).to(ids.device) < 0.6 if with_live else None
+    with poisoned():
+        pairs = sort_pairs_triton(ids, live, experts, rows=16)
+    flat = (ids if live is None else ids.masked_fill(~live[:, None], experts)).flatten()
+    assert torch.equal(pairs.order.long(), flat.argsort(stable=True))
+    assert torch.equal(pairs.ends.long(), flat.bincount(minlength=experts + 1).cumsum(0))
+    begins = [0, *pairs.ends.tolist()]
+    wanted = [(e, b) for e in range(experts + 1) for b in range(begins[e], begins[e + 1], 16)]
+    listed = list(zip(pairs.tile_experts.tolist(), pairs.tile_begins.tolist(), strict=True))
+    assert listed[: len(wanted)] == wanted and all(expert == -1 for expert, _ in listed[len(wanted) :])
+
+
+def exactly_drawn(rows, experts, top_k, hidden, inner, device):
+    """Inputs whose products are exact in float32 in any order (the interpreter's order depends on the place in a tile):
+    the gate is 64 or 0 where silu is exact, the rest are small integers.  Weights are any floats, so that a sum over
+    the choices is inexact and shows its order."""
+    x, gate_up, down, ids, weights = drawn(rows, experts, top_k, hidden, inner, device)
+    generator = torch.Generator().manual_seed(7)
+    for tensor, bound in ((x, 4), (gate_up, 2), (down, 4)):
+        tensor.copy_(torch.randint(-bound, bound + 1, tensor.shape, generator=generator))
+    x[:, 0] = 1
+    gate_up[:, :inner] = 0
+    gate_up[:, :inner:2, 0] = 64
+    return x, gate_up, down, ids, weights
+
+
+@pytest.mark.parametrize("shape", [(20, 8, 3, 24, 20), (70, 16, 8, 16, 12)], ids=str)
+def test_a_rows_bits_do_not_depend_on_the_batch(kernel_device, shape):
+    """Alone, in another order, or beside a row of NaN: the same parts, and the same bits of their sum."""
+    x, gate_up, down, ids, weights = exactly_drawn(*shape, kernel_device)
+    together = grouped_experts_triton(x, gate_up, down, ids, weights)
+    total = sum_parts_reference(together, DTYPE)
+    turned = torch.arange(len(x) - 1, -1, -1, device=x.device)
+    other = grouped_experts_triton(x[turned], gate_up, down, ids[turned], weights[turned])
+    assert torch.equal(other, together[:, turned])
+    for row in (0, 7, len(x) - 1):
+        one = slice(row, row + 1)
+        alone = grouped_experts_triton(x[one], gate_up, down, ids[one], weights[one])
+        assert torch.equal(alone, together[:, one]) and torch.equal(sum_parts_reference(alone, DTYPE), total[one])
+    x[3], weights[3] = torch.nan, torch.nan
+    others = torch.arange(len(x), device=x.device) != 3
+    assert torch.equal(grouped_experts_triton(x, gate_up, down, ids, weights)[:, others], together[:, others])
+
+
+@pytest.mark.parametrize("shape", [(0, 4, 2, 8, 8), (3, 4, 2, 0, 8)], ids=str)
+def test_empty_inputs(kernel_device, shape):
+    inputs = drawn(*shape, kernel_device) if shape[3] else drawn(3, 4, 2, 1, 8, kernel_device)
+    if not shape[3]:
+        inputs = (inputs[0][:, :0], inputs[1][..., :0].contiguous(), inputs[2][:, :0], *inputs[3:])
+    assert grouped_experts_triton(*inputs).shape == (2, shape[0], shape[3])
+
+
+def test_strided_rows(kernel_device):
+    x, *others = drawn(8, 4, 2, 48, 16, kernel_device)
+    gate_up = others[0][..., :24].contiguous()
+    down = others[1][:, :24].contiguous()
+    inputs = (x[:, 24:], gate_up, down, *others[2:])
+    assert_close(grouped_experts_triton(*inputs), exact_parts(*inputs), DTYPE)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda x, g, d, i, w: (x.int(), g.int(), d.int(), i, w), "floating-point dtype"),
+        (lambda x, g, d, i, w: (x, g[:, :, :-1], d, i, w), "gate_up needs shape"),
+        (lambda x, g, d, i, w: (x, g[:, :-1], d, i, w), "even number"),
+        (lambda x, g, d, i, w: (x, g, d[1:], i, w), "down needs shape"),
+        (lambda x, g, d, i, w: (x, g, d, i.int(), w), "ids needs shape"),
+        (lambda x, g, d, i, w: (x, g, d, i, w.double()), "weights needs shape"),
+        (lambda x, g, d, i, w: (x, g, d, i, w, torch.ones(2, dtype=torch.bool)), "live needs shape"),
+        (lambda x, g, d, i, w: (x, g.transpose(0, 1).contiguous().transpose(0, 1), d, i, w), "contiguous experts"),
+    ],
+)
+def test_wrong_inputs_are_refused(change, message):
+    with pytest.raises(EspalierError, match=message):
+        grouped_experts_triton(*change(*drawn(3, 4, 2, 16, 8, "cpu")))
+
+
+def test_few_rows_share_one_plan():
+    """So within a bucket of rows their bits are equal."""
+    assert len({plan_for(8 * rows, 128, torch.bfloat16) for rows in range(1, 129)}) == 1
+    assert plan_for(8 * 4096, 128, torch.bfloat16).rows == 128

@@ -1,0 +1,77 @@
+"""The routing kernel: the reference's experts and weights, ties to the lower id, nothing out of bounds for NaN."""
+
+import pytest
+import torch
+
+from espalier.errors import EspalierError
+from espalier.kernels.layers.routing import Routing, route_reference, route_triton
+from tests.kernels.treeing import poisoned
+
+ROUTINGS = [
+    Routing(4, 1),
+    Routing(4, 4, norm_topk_prob=True),
+    Routing(6, 2, norm_topk_prob=True),
+    Routing(128, 8, norm_topk_prob=True),
+    Routing(60, 4, routed_scaling_factor=2.5),
+    Routing(32, 4, "topk_softmax"),
+    Routing(160, 6, n_group=8, topk_group=3, routed_scaling_factor=16.0),
+    Routing(64, 4, "sigmoid", True, 1.8, correction_bias=True),
+    Routing(256, 8, "sigmoid", True, 2.5, 8, 4, "top2_sum", correction_bias=True),
+    Routing(12, 3, "sigmoid", False, 1.0, 6, 2, "top2_sum"),
+]
+
+
+def drawn(routing, rows, device, seed=0, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(seed)
+    logits = 2 * torch.randn(rows, routing.num_experts, generator=generator, dtype=dtype)
+    bias = torch.randn(routing.num_experts, generator=generator, dtype=dtype) if routing.correction_bias else None
+    return logits.to(device), None if bias is None else bias.to(device)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("rows", [0, 1, 19])
+@pytest.mark.parametrize("routing", ROUTINGS, ids=lambda r: f"{r.num_experts}-{r.top_k}-{r.scoring}-{r.n_group}")
+def test_kernel_is_the_reference(kernel_device, routing, rows, dtype):
+    logits, bias = drawn(routing, rows, kernel_device, dtype=dtype)
+    expected_ids, expected_weights = route_reference(logits, bias, routing)
+    with poisoned():
+        ids, weights = route_triton(logits, bias, routing)
+    assert torch.equal(ids, expected_ids) and weights.dtype == dtype
+    torch.testing.assert_close(weights, expected_weights, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid", "topk_softmax"])
+@pytest.mark.parametrize("n_group", [1, 10])
+def test_ties_go_to_the_lower_id(kernel_device, scoring, n_group):
+    logits = torch.zeros(3, 200, device=kernel_device)
+    logits[1, 150], logits[2, 199], logits[2, 100:] = 1.0, 2.0, 1.0
+    ids, _ = route_triton(logits, None, Routing(200, 3, scoring, n_group=n_group, topk_group=min(n_group, 2)))
+    assert ids.tolist() == [[0, 1, 2], [0, 1, 150], [100, 101, 102]]
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("routing", ROUTINGS, ids=lambda r: f"{r.num_experts}-{r.top_k}-{r.scoring}-{r.n_group}")
+def test_ids_exist_whatever_the_logits_are(kernel_device, routing, value):
+    """Ascending, so each is there once."""
+    logits, bias = drawn(routing, 3, kernel_device)
+    logits[0], logits[1, 2] = value, value
+    with poisoned():
+        ids, _ = route_triton(logits, bias, routing)
+    padded = torch.cat((ids.new_full((3, 1), -1), ids, ids.new_full((3, 1), routing.num_experts)), 1)
+    assert (padded.diff(dim=1) > 0).all()
+
+
+def test_strided_logits(kernel_device):
+    routing = Routing(6, 2)
+    wide, _ = drawn(Routing(12, 2), 5, kernel_device)
+    for logits in (wide[:, 6:], wide[:, ::2]):
+        assert torch.equal(route_triton(logits, None, routing)[0], route_reference(logits, None, routing)[0])
+
+
+def test_wrong_shapes_are_refused(kernel_device):
+    logits, bias = drawn(ROUTINGS[7], 3, kernel_device)
+    with pytest.raises(EspalierError, match="route: logits"):
+        route_triton(logits[:, 1:], bias, ROUTINGS[7])
+    with pytest.raises(EspalierError, match="route: bias"):
+        route_triton(logits, bias[1:], ROUTINGS[7])
