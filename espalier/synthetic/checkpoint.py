@@ -162,7 +162,7 @@ class SyntheticWeights(Weights):
         self.device = tensors.device
         self.formats = all_dense
         self._loaded: Mapping[str, Tensor] = {}
-        self._left = set(tensors.shapes)
+        self._not_taken = set(tensors.shapes)
 
     def __contains__(self, name: str) -> bool:
         return name in self.tensors.shapes
