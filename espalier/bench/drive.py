@@ -127,6 +127,12 @@ def drive(
     return driven
 
 
+def empty_prefix_cache(engine: Engine) -> None:
+    """Forget all cached prefixes that no request uses, so that the next prompts are prefilled whole."""
+    if engine.prefixes is not None:
+        engine.prefixes.evict(engine.pool.num_pages)
+
+
 def full_steps(runs: Sequence[Driven]) -> list[float]:
     """The full_steps of all runs of one batch.  Raises EspalierError if there are none."""
     steps = [seconds for run in runs for seconds in run.full_steps]

@@ -222,6 +222,7 @@ OTHERS = [
     (["bench", "round", "--candidates", "3,2,8"], "--candidates is for --choose"),
     (["bench", "round", "--accept-length", "3"], "--accept-length is for --shape or --choose"),
     (["bench", "round", "--all-buckets"], "--all-buckets is for --shape"),
+    (["bench", "round", "--own-size"], "--own-size is for --shape"),
     (["bench", "round", "--acceptance", "--batch", "2"], "--batch is not for --acceptance; leave one out"),
     (["bench", "round", "--acceptance", "--repeats", "2"], "--repeats is not for --acceptance"),
     (["bench", "round", "--acceptance", "--compare", "transformers"], "--compare is not for --acceptance"),
