@@ -4,6 +4,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -81,18 +82,22 @@ class OfModel:
 
 
 class OfShape:
-    """settings: of LLM, without the names of model and draft.  The models are made once, for all engines."""
+    """settings: of LLM, without the names of model and draft.  The models are made once, when they are first needed."""
 
     def __init__(self, recipe: Recipe, settings: Mapping[str, Any], device: torch.device) -> None:
         self.recipe, self.settings, self.device = recipe, settings, device
+
+    @cached_property
+    def models(self) -> SyntheticModels:
         rows = max(layout_of(self.config(tree)).position_rows for tree in (True, False))
-        self.models = SyntheticModels(recipe, dtype_on(device), device, rows)
+        return SyntheticModels(self.recipe, dtype_on(self.device), self.device, rows)
 
     @contextmanager
     def open(self, tree: bool) -> Iterator[BenchEngine]:
+        models = self.models
         config = self.config(tree)
-        with self.models.engine_of(config, requested_pages(self.settings)) as (engine, _):
-            yield BenchEngine(_llm(engine, config), self.models.prompts)
+        with models.engine_of(config, requested_pages(self.settings)) as (engine, _):
+            yield BenchEngine(_llm(engine, config), models.prompts)
 
     def config(self, tree: bool) -> ResolvedConfig:
         settings = self.settings if tree else {**self.settings, "speculation": None}

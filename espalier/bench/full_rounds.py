@@ -7,12 +7,12 @@ from statistics import median
 from time import perf_counter
 
 from espalier.bench.cells import WARM_UP, Cell
-from espalier.bench.drive import empty_prefix_cache
+from espalier.bench.drive import empty_prefix_cache, require_pages
 from espalier.bench.instrument import record_launches
 from espalier.bench.synthetic_models import SyntheticModels
 from espalier.engine.engine import Engine
 from espalier.errors import EspalierError
-from espalier.layout import ROUNDS_IN_FLIGHT, RoundLayout
+from espalier.layout import RoundLayout
 from espalier.request import Request, SamplingParams
 
 
@@ -48,28 +48,17 @@ def require_sizes(layout: RoundLayout, cell: Cell, num_rounds: int) -> None:
         )
 
 
-def require_pages(engine: Engine, cell: Cell, num_rounds: int) -> None:
-    """Check that the engine's pages hold all requests of the cell to the end.  Raises EspalierError."""
-    layout, usable = engine.layout, engine.pool.num_pages - 1
-    num_tokens = cell.context + cell.max_tokens(layout, num_rounds)
-    needed = cell.batch * layout.pages_for(num_tokens + layout.tokens_ahead(ROUNDS_IN_FLIGHT))
-    if needed > usable:
-        raise EspalierError(
-            f"cell {cell.name} needs {needed} pages of {layout.page_size} tokens and the engine has {usable}; measure "
-            "a smaller batch or context"
-        )
-
-
 def full_rounds(engine: Engine, models: SyntheticModels, cell: Cell, num_rounds: int) -> Rounds:
     """Enter the cell's prompts, time num_rounds rounds of all of them, and abort them.
 
     Raises EspalierError if the engine's pages do not hold them.
     """
-    require_pages(engine, cell, num_rounds)
+    max_tokens = cell.max_tokens(engine.layout, num_rounds)
+    require_pages(engine, f"cell {cell.name}", cell.batch, cell.context + max_tokens)
     launches = record_launches(engine)
     empty_prefix_cache(engine)
     prompts = models.prompts([cell.context] * cell.batch)
-    requests = enter(engine, prompts, cell.max_tokens(engine.layout, num_rounds))
+    requests = enter(engine, prompts, max_tokens)
     for _ in range(WARM_UP):
         engine.step()
     before = [request.num_tokens for request in requests]

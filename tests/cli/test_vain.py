@@ -40,6 +40,7 @@ WRITES = [
     ["bench", "round", "--json"],
     ["bench", "round", "--acceptance", "--json"],
     ["bench", "round", "--choose", "--out"],
+    ["bench", "generate", "--json"],
     ["bench", "prefill", "--json"],
     ["bench", "throughput", "--json"],
     ["bench", "latency", "--json"],
@@ -84,6 +85,8 @@ EARLY = [
     (["demo", "--prompts", "3"], "--prompts=3 is not supported; use 1 to 2"),
     (["serve", "--chat-template", "/no/such/file"], "--chat-template /no/such/file cannot be read"),
     (["serve", "--max-context", "1"], "max_context=1 is not supported"),
+    (["bench", "generate", "--batch", "99"], "--batch 99 is above max_batch=8; give --max-batch 99"),
+    (["bench", "generate", "--tokens", "8,9000"], "above max_context=9; give --max-context 9128"),
     (["bench", "throughput", "--requests", "0"], "--requests=0 is not supported"),
     (["bench", "latency", "--rate", "0"], "--rate=0.0 is not supported"),
     (["bench", "serve", "--concurrency", "x"], "--concurrency=x is not supported"),
@@ -217,8 +220,8 @@ def test_a_model_without_a_tokenizer_is_given_as_many_random_tokens_as_it_takes(
 
 
 OTHERS = [
-    (["bench", "round", "--prompts", "2"], "--prompts is for --acceptance; add that"),
-    (["bench", "round", "--out", "x"], "--out is for --choose; add that"),
+    (["bench", "round", "--prompts", "2"], "--prompts is for --acceptance; give that, or leave it out"),
+    (["bench", "round", "--out", "x"], "--out is for --choose; give that, or leave it out"),
     (["bench", "round", "--candidates", "3,2,8"], "--candidates is for --choose"),
     (["bench", "round", "--accept-length", "3"], "--accept-length is for --shape or --choose"),
     (["bench", "round", "--all-buckets"], "--all-buckets is for --shape"),
@@ -234,6 +237,9 @@ OTHERS = [
     (["bench", "round", "--figures", "x", "--shape", "llama-3.1-8b"], "--shape is not for --figures"),
     (["bench", "round", "--figures", "x", "--json", "y"], "--json is not for --figures"),
     (["bench", "round", "--shape", "llama-3.1-8b", "--repeats", "2"], "--repeats is not for --shape"),
+    (["bench", "generate", "--tree", "3,2,8", "--steps", "3"], "--steps is not for --tree"),
+    (["bench", "generate", "--tree", "plain", "--algorithm", "none"], "--algorithm is not for --tree"),
+    (["bench", "generate", "--accept-length", "3"], "--accept-length is for a named shape"),
     (["bench", "serve", "--soak", "9", "--tokens", "2"], "--tokens is not for --soak"),
     (["bench", "serve", "--soak", "9", "--concurrency", "2"], "--concurrency is not for --soak"),
     (["bench", "serve", "--bad-host", "--tokens", "2"], "--tokens is not for --bad-host"),
