@@ -28,6 +28,9 @@ from espalier.terminal.console import print_header, require_writable
 from espalier.terminal.flags import add_engine_flags, add_json_flag, engine_settings, flag_of, sized
 from espalier.terminal.machine import require_gpu
 
+# Fields of EngineConfig that --shape decides, or that only a model from files has.
+DECIDED = ("model", "draft", "device", "dtype", "model_overrides", "plant_fault")
+
 
 @dataclass(frozen=True)
 class BenchEngine:
@@ -175,7 +178,7 @@ def engines_of(asked: Namespace, defaults: Mapping[str, Any], **least: int) -> B
             raise EspalierError("--accept-length is for a named shape; give --shape, or leave it out")
         print_header()
         return OfModel(settings)
-    refused = [name for name in ("model", "draft", "device", "dtype", "model_overrides") if name in settings]
+    refused = [name for name in DECIDED if name in settings]
     if refused:
         raise EspalierError(f"{flag_of(refused[0])} is not for --shape, whose models are made here; leave one out")
     device = require_gpu(f"bench {asked.measured} --shape")

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from espalier.bench.cells import EXAMPLES, Cell, parse_cells, with_plain
 from espalier.bench.engine_sizes import EngineFigures, EngineSizes, OwnSize, UserSizes
-from espalier.bench.engines import dtype_on
+from espalier.bench.engines import DECIDED, dtype_on
 from espalier.bench.full_rounds import Rounds, full_rounds
 from espalier.bench.linears import shape_named
 from espalier.bench.plot import Bars, plot
@@ -33,8 +33,7 @@ from espalier.terminal.flags import flag_of, given_flags
 from espalier.terminal.machine import require_gpu
 
 ROUNDS = 40
-# Fields of EngineConfig that the cells or --shape decide, and those that an engine as large as its cell leaves open.
-DECIDED = ("model", "draft", "device", "dtype", "model_overrides", "plant_fault")
+# Settings that an engine as large as its cell leaves open.
 OWN_SIZE_FLAGS = ("page_size", "attention", "overlap", "chunk_size", "seed")
 DEFAULT_CELLS = ["1x1024:5,8,64"]
 
