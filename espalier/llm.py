@@ -14,6 +14,7 @@ from typing import Any, Unpack
 
 from espalier.chat import ChatOptions
 from espalier.config import EngineConfig, ResolvedConfig
+from espalier.engine.engine import Engine
 from espalier.errors import EspalierError, shown
 from espalier.inputs import InputProcessor, Messages, ModelFacts, Prompt, text_sink
 from espalier.models.config import ModelConfig, read_json
@@ -68,14 +69,23 @@ class LLM:
         llm._load(prepared)
         return llm
 
+    @classmethod
+    def from_engine(cls, engine: Engine, config: ResolvedConfig, inputs: InputProcessor) -> "LLM":
+        """An LLM that runs `engine`, for models without files.  config: of the engine; close() closes the engine."""
+        llm = cls.__new__(cls)
+        llm._use(engine, config, inputs)
+        return llm
+
     def _load(self, prepared: "Prepared") -> None:
         _plant_fault(prepared.config.plant_fault)
         num_pages = prepared.config.num_pages if isinstance(prepared.config.num_pages, int) else None
-        self.model_config = prepared.checkpoint.target
-        self.inputs = prepared.inputs
-        self.tokenizer = self.inputs.tokenizer
-        self.generation_config = self.inputs.facts.generation_config
-        self.engine, self.config = build_engine(prepared.resolved, prepared.checkpoint, num_pages)
+        self._use(*build_engine(prepared.resolved, prepared.checkpoint, num_pages), prepared.inputs)
+
+    def _use(self, engine: Engine, config: ResolvedConfig, inputs: InputProcessor) -> None:
+        self.engine, self.config, self.inputs = engine, config, inputs
+        self.model_config = engine.executor.runner.target.config
+        self.tokenizer = inputs.tokenizer
+        self.generation_config = inputs.facts.generation_config
         # Unread chunks by request id; the requests of one call share a queue.
         self._unread: dict[str, deque[OutputChunk]] = {}
         self._num_requests = 0

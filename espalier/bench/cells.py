@@ -2,14 +2,14 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from espalier.engine.prefill_policy import next_pass
 from espalier.errors import EspalierError
 from espalier.layout import RoundLayout
 
 FORM = re.compile(r"(\d+)x(\d+):(?:(plain)|(\d+),(\d+),(\d+))(?:@(\d+(?:,\d+)*))?")
-EXAMPLES = "1x1024:5,8,64, 8x1024:plain or 1x32768:5,8,64@1,64 (BATCHxCONTEXT:STEPS,TOPK,NODES@PAGES)"
+EXAMPLES = "1x1024:5,8,64, 8x1024:plain or 1x8192:5,8,64@1,64 (BATCHxCONTEXT:STEPS,TOPK,NODES@PAGES)"
 PLAIN = (0, 1, 1)
 # Rounds before the timed ones: in the first, clocks and caches are still those of a prefill.
 WARM_UP = 6
@@ -30,24 +30,30 @@ class Cell:
 
     @property
     def name(self) -> str:
-        tree = ",".join(map(str, self.tree)) if self.drafts else "plain"
-        return f"{self.batch}x{self.context}:{tree}@{self.page_size}"
+        return f"{self.batch}x{self.context}:{self.tree_name}"
 
-    def layout(self, chunk_size: int, rounds: int) -> RoundLayout:
-        """A layout with room for the prompts, for the tokens that early prompts decode while later ones enter, and for
-        `rounds` timed rounds."""
-        steps, topk, nodes = self.tree
-        sizes = (self.batch, steps, topk, nodes, self.page_size)
-        layout = RoundLayout(*sizes, self.context + 2, int(self.drafts), chunk_size)
-        num_tokens = (passes(layout, [self.context] * self.batch) + WARM_UP + rounds + 4) * layout.extend_width
-        return RoundLayout(*sizes, self.context + num_tokens + 2, int(self.drafts), chunk_size)
+    @property
+    def tree_name(self) -> str:
+        """The tree and the page size."""
+        tree = ",".join(map(str, self.tree)) if self.drafts else "plain"
+        return f"{tree}@{self.page_size}"
+
+    def own_layout(self, chunk_size: int, rounds: int) -> RoundLayout:
+        """The smallest layout that holds this cell and `rounds` timed rounds."""
+        layout = RoundLayout(self.batch, *self.tree, self.page_size, self.context + 2, int(self.drafts), chunk_size)
+        return replace(layout, max_context=self.context + self.max_tokens(layout, rounds))
+
+    def max_tokens(self, layout: RoundLayout, rounds: int) -> int:
+        """The most tokens of a request: decoded while later prompts enter, in the warm-up and in the timed rounds."""
+        entering = passes(layout, [self.context] * self.batch)
+        return (entering + WARM_UP + rounds + 4) * layout.extend_width + 2
 
 
 def passes(layout: RoundLayout, prompts: Sequence[int]) -> int:
-    """The number of prefill passes until prompts of these lengths have entered."""
+    """The number of prefill passes until prompts of these lengths have entered, if requests decode all the while."""
     left, num_passes = list(prompts), 0
     while left:
-        lengths = next_pass(layout, left[: layout.max_batch], layout.chunk_size).lengths
+        lengths = next_pass(layout, left[: layout.max_batch], layout.max_pass_rows(decoding=True)).lengths
         left = [tokens - n for tokens, n in zip(left, lengths, strict=False) if tokens > n] + left[len(lengths) :]
         num_passes += 1
     return num_passes

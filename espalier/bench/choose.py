@@ -65,7 +65,7 @@ def add_flags(parser: ArgumentParser, mode: Any) -> None:
     )
     parser.add_argument(
         "--candidates",
-        type=_tree_shape,
+        type=tree_shape,
         nargs="+",
         default=[],
         metavar="S,K,D",
@@ -73,7 +73,8 @@ def add_flags(parser: ArgumentParser, mode: Any) -> None:
     )
 
 
-def _tree_shape(text: str) -> TreeShape:
+def tree_shape(text: str) -> TreeShape:
+    """The type of a flag that takes S,K,D."""
     try:
         steps, topk, num_draft_tokens = map(int, text.split(","))
         return TreeShape(steps, topk, num_draft_tokens)

@@ -1,21 +1,22 @@
 """Engines for a load, with the tree and plain: from a model's files, or from synthetic models of a named shape."""
 
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
 
 from espalier.bench.drive import contexts
-from espalier.bench.instrument import LaunchRecord, record_launches
 from espalier.bench.synthetic_models import SyntheticModels, recipe_of
 from espalier.config import EngineConfig, ResolvedConfig
 from espalier.engine.engine import Engine
 from espalier.errors import EspalierError
+from espalier.inputs import InputProcessor, ModelFacts
 from espalier.kernels.runtime.launch import chip
-from espalier.llm import LLM
+from espalier.llm import LLM, prepare
 from espalier.models.loading import geometry_of
 from espalier.models.weights import WeightCount
 from espalier.speculate.drafters import WITHOUT_FILES
@@ -27,75 +28,124 @@ from espalier.terminal.console import print_header, require_writable
 from espalier.terminal.flags import add_engine_flags, add_json_flag, engine_settings, flag_of, sized
 from espalier.terminal.machine import require_gpu
 
+# Fields of EngineConfig that --shape decides, or that only a model from files has.
+DECIDED = ("model", "draft", "device", "dtype", "model_overrides", "plant_fault")
+
 
 @dataclass(frozen=True)
 class BenchEngine:
-    """A running engine and the record of its launches.  prompts: token ids for prompts of the given lengths."""
+    """A running engine in its LLM.  prompts: token ids for prompts of the given lengths."""
 
-    engine: Engine
-    launches: LaunchRecord
+    llm: LLM
     prompts: Callable[[Sequence[int]], list[list[int]]]
-    config: ResolvedConfig
+
+    @property
+    def engine(self) -> Engine:
+        return self.llm.engine
+
+    @property
+    def config(self) -> ResolvedConfig:
+        return self.llm.config
 
 
 class BenchEngines(Protocol):
+    def config(self, tree: bool) -> ResolvedConfig:
+        """The configuration of `open(tree)`, before anything is loaded.  num_pages is an estimate."""
+        ...
+
     def open(self, tree: bool) -> AbstractContextManager[BenchEngine]:
-        """An engine with the tree, or plain.  It closes at the end of the block."""
+        """An engine with the tree, or plain.  It closes at the end of the block.
+
+        Its memory is free only when the caller has dropped the BenchEngine too.
+        """
         ...
 
 
 class OfModel:
     """settings: of LLM."""
 
-    def __init__(self, settings: dict[str, Any]) -> None:
+    def __init__(self, settings: Mapping[str, Any]) -> None:
         self.settings = settings
+
+    def config(self, tree: bool) -> ResolvedConfig:
+        return prepare(EngineConfig(**self._settings(tree))).resolved
 
     @contextmanager
     def open(self, tree: bool) -> Iterator[BenchEngine]:
-        with LLM(**(self.settings if tree else {**self.settings, "speculation": None})) as llm:
+        with LLM(**self._settings(tree)) as llm:
 
             def prompts(lengths: Sequence[int]) -> list[list[int]]:
                 longest = contexts(llm, len(lengths), max(lengths))
                 return [prompt[:length] for prompt, length in zip(longest, lengths, strict=True)]
 
-            yield BenchEngine(llm.engine, record_launches(llm.engine), prompts, llm.config)
+            yield BenchEngine(llm, prompts)
+
+    def _settings(self, tree: bool) -> dict[str, Any]:
+        return dict(self.settings) if tree else {**self.settings, "speculation": None}
 
 
 class OfShape:
-    """settings: of LLM, without the names of model and draft.  The models are made once, for all engines."""
+    """settings: of LLM, without the names of model and draft.  The models are made once, when they are first needed."""
 
-    def __init__(self, recipe: Recipe, settings: dict[str, Any], device: torch.device) -> None:
+    def __init__(self, recipe: Recipe, settings: Mapping[str, Any], device: torch.device) -> None:
         self.recipe, self.settings, self.device = recipe, settings, device
-        self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        rows = max(layout_of(self._resolved(tree)).position_rows for tree in (True, False))
-        self.models = SyntheticModels(recipe, self.dtype, device, rows)
+
+    @cached_property
+    def models(self) -> SyntheticModels:
+        rows = max(layout_of(self.config(tree)).position_rows for tree in (True, False))
+        return SyntheticModels(self.recipe, dtype_on(self.device), self.device, rows)
 
     @contextmanager
     def open(self, tree: bool) -> Iterator[BenchEngine]:
-        resolved = self._resolved(tree)
-        with self.models.engine_of(resolved) as (engine, launches, _):
-            yield BenchEngine(engine, launches, self.models.prompts, resolved)
+        models = self.models
+        config = self.config(tree)
+        with models.engine_of(config, requested_pages(self.settings)) as (engine, _):
+            yield BenchEngine(_llm(engine, config), models.prompts)
 
-    def _resolved(self, tree: bool) -> ResolvedConfig:
-        settings = {**self.settings, "device": str(self.device), "dtype": str(self.dtype).removeprefix("torch.")}
-        config = EngineConfig(**(settings if tree else {**settings, "speculation": None}))
-        shape = self.recipe.shape
-        spec = shape.draft_config.spec
-        algorithm = choose_algorithm(config, spec.algorithm)
-        if algorithm in WITHOUT_FILES:
-            spec = WITHOUT_FILES[algorithm].spec
-        facts = Facts(
-            free_bytes=free_memory(self.device),
-            weights=WeightCount(),  # the models are on the device already, or small compared with its free memory
-            stored_dtype=settings["dtype"],
-            max_position=shape.target.max_position,
-            geometry=(*geometry_of(shape.target), *spec.layers),
-            hidden_size=shape.target.hidden_size,
-            num_layers=shape.target.num_layers,
-            chip=chip(torch.empty(0, device=self.device)) if self.device.type == "cuda" else None,
-            threads=thread_facts(),
-        )
-        return resolve(config, shape.name, None, spec, self.device, facts)
+    def config(self, tree: bool) -> ResolvedConfig:
+        settings = self.settings if tree else {**self.settings, "speculation": None}
+        return shape_config(self.recipe, settings, self.device)
+
+
+def dtype_on(device: torch.device) -> torch.dtype:
+    """The dtype of synthetic models on this device."""
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+def requested_pages(settings: Mapping[str, Any]) -> int | None:
+    """The number of pages that the user sets; None if the engine chooses it."""
+    num_pages = settings.get("num_pages")
+    return num_pages if isinstance(num_pages, int) else None
+
+
+def shape_config(recipe: Recipe, settings: Mapping[str, Any], device: torch.device) -> ResolvedConfig:
+    """The settings resolved as LLM resolves them, for the models of a recipe.  Raises EspalierError."""
+    dtype = str(dtype_on(device)).removeprefix("torch.")
+    config = EngineConfig(**{**settings, "device": str(device), "dtype": dtype})
+    shape = recipe.shape
+    spec = shape.draft_config.spec
+    algorithm = choose_algorithm(config, spec.algorithm)
+    if algorithm in WITHOUT_FILES:
+        spec = WITHOUT_FILES[algorithm].spec
+    facts = Facts(
+        free_bytes=free_memory(device),
+        weights=WeightCount(),  # the models are on the device already, or small compared with its free memory
+        stored_dtype=dtype,
+        max_position=shape.target.max_position,
+        geometry=(*geometry_of(shape.target), *spec.layers),
+        hidden_size=shape.target.hidden_size,
+        num_layers=shape.target.num_layers,
+        chip=chip(torch.empty(0, device=device)) if device.type == "cuda" else None,
+        threads=thread_facts(),
+    )
+    return resolve(config, shape.name, None, spec, device, facts)
+
+
+def _llm(engine: Engine, config: ResolvedConfig) -> LLM:
+    """An LLM of synthetic models.  Its prompts are token ids, because there is no tokenizer."""
+    vocab_size = engine.executor.runner.target.config.vocab_size
+    facts = ModelFacts(config.model, vocab_size, config.max_context)
+    return LLM.from_engine(engine, replace(config, num_pages=engine.pool.num_pages), InputProcessor(facts, None))
 
 
 def add_flags(parser: ArgumentParser) -> None:
@@ -110,21 +160,25 @@ def add_flags(parser: ArgumentParser) -> None:
     add_engine_flags(parser)
 
 
-def engines_of(asked: Namespace, batch: int, context: int, **least: int) -> BenchEngines:
-    """Engines of the model or the --shape that the flags name, for this batch and context unless flags set others.
+def load_sizes(batch: int, context: int) -> dict[str, Any]:
+    """Defaults of `engines_of` for a load: an engine for this batch and context, without a prefix cache."""
+    return {"max_batch": batch, "max_context": context, "prefix_cache": False}
 
-    The prefix cache is off unless it is asked for.  least: the smallest value that each size may have.
+
+def engines_of(asked: Namespace, defaults: Mapping[str, Any], **least: int) -> BenchEngines:
+    """Engines of the model or the --shape that the flags name.
+
+    defaults: of settings whose flags were not given; least: the smallest value that each size may have.
     Raises EspalierError for flags that do not fit together.
     """
     require_writable("--json", asked.json)
-    sizes = {"max_batch": batch, "max_context": context, "prefix_cache": False}
-    settings = sized(engine_settings(asked), sizes, **least)
+    settings = sized(engine_settings(asked), defaults, **least)
     if asked.shape is None:
         if asked.accept_length is not None:
             raise EspalierError("--accept-length is for a named shape; give --shape, or leave it out")
         print_header()
         return OfModel(settings)
-    refused = [name for name in ("model", "draft", "device", "dtype", "model_overrides") if name in settings]
+    refused = [name for name in DECIDED if name in settings]
     if refused:
         raise EspalierError(f"{flag_of(refused[0])} is not for --shape, whose models are made here; leave one out")
     device = require_gpu(f"bench {asked.measured} --shape")

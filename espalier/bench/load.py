@@ -193,7 +193,7 @@ def tree_and_plain(asked: Namespace, arrivals: Arrivals) -> tuple[dict[str, Serv
     named = asked.shape is not None
     load = mixed(asked.requests or REQUESTS[named], asked.input or INPUTS[named], asked.output or OUTPUTS[named])
     batch = min(len(load.inputs), arrivals.concurrency or 64)
-    made = engines.engines_of(asked, batch, load.longest + 2, max_context=load.longest)
+    made = engines.engines_of(asked, engines.load_sizes(batch, load.longest + 2), max_context=load.longest)
     served, configs = {}, []
     for name, tree in (("tree", True), ("plain", False)):
         with made.open(tree) as bench:

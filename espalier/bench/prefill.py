@@ -13,10 +13,12 @@ import torch
 from rich.text import Text
 
 from espalier.bench import engines
-from espalier.bench.engines import BenchEngine, about, engines_of
+from espalier.bench.drive import empty_prefix_cache
+from espalier.bench.engines import BenchEngine, about, engines_of, load_sizes
+from espalier.bench.full_rounds import leave
+from espalier.bench.instrument import record_launches
 from espalier.bench.linears import shape_named
 from espalier.bench.roofline import Roofline
-from espalier.bench.shaped import leave
 from espalier.errors import EspalierError
 from espalier.request import Request, SamplingParams
 from espalier.speculate.drafters import WITHOUT_FILES
@@ -86,7 +88,7 @@ def run(asked: Namespace) -> int:
     longest = max(length for _, length in groups)
     max_batch = max(asked.running + 1, *(batch for batch, _ in groups))
     least = {"max_batch": asked.running + 1, "max_context": longest + 1}
-    made = engines_of(asked, max_batch, longest + SPARE, **least)
+    made = engines_of(asked, load_sizes(max_batch, longest + SPARE), **least)
     roofline = Roofline(shape_named(asked.shape)) if asked.shape and torch.cuda.is_available() else None
     with made.open(True) as bench:
         # The pause comes first, because it may find that the engine is too small for it.
@@ -122,14 +124,14 @@ def _print(prefills: Sequence[Prefill], paused: Pause) -> None:
 
 def prefill(bench: BenchEngine, batch: int, length: int, roofline: Roofline | None) -> Prefill:
     """Measure `batch` prompts of `length` tokens, after one turn to warm up.  roofline: of the same shape."""
-    prompts = bench.prompts([length] * batch)
+    prompts, launches = bench.prompts([length] * batch), record_launches(bench.engine)
     times = []
     for _ in range(1 + TURNS):
-        _empty_prefix_cache(bench)
-        bench.launches.reset()
+        empty_prefix_cache(bench.engine)
+        launches.reset()
         times.append(_enter(bench, prompts))
     seconds = median(times[1:])
-    passes, num_rounds = bench.launches.prefills, len(bench.launches.rounds)
+    passes, num_rounds = launches.prefills, len(launches.rounds)
     linear_ms = None if roofline is None else _linear_ms(bench, passes, roofline)
     return Prefill(batch, length, 1e3 * seconds, batch * length / seconds, len(passes), num_rounds, linear_ms)
 
@@ -169,7 +171,7 @@ def pause(bench: BenchEngine, running: int, context: int, length: int) -> Pause:
 
 def _pause(bench: BenchEngine, running: int, context: int, length: int) -> Pause:
     engine = bench.engine
-    _empty_prefix_cache(bench)
+    empty_prefix_cache(engine)
     *short, long = bench.prompts([context] * running + [length])
     num_tokens = engine.layout.max_context - context - 1
     requests = [_request(f"run{i}", i, prompt, num_tokens) for i, prompt in enumerate(short)]
@@ -219,12 +221,6 @@ def _arrivals(
 
 def _gaps(times: Sequence[float]) -> list[float]:
     return [after - before for before, after in pairwise(times)]
-
-
-def _empty_prefix_cache(bench: BenchEngine) -> None:
-    engine = bench.engine
-    if engine.prefixes is not None:
-        engine.prefixes.evict(engine.pool.num_pages)
 
 
 def _request(name: str, arrival: int, prompt: Sequence[int], num_tokens: int) -> Request:

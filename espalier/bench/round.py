@@ -12,6 +12,7 @@ from typing import Any
 from espalier.bench import acceptance, choose, memory, shaped, tree_vs_plain
 from espalier.bench.plot import require_plot
 from espalier.errors import EspalierError
+from espalier.startup.resolve import PAGE_SIZE
 from espalier.terminal.console import print_header, require_writable
 from espalier.terminal.flags import (
     add_engine_flags,
@@ -29,7 +30,7 @@ DEFAULTS = MappingProxyType({"batch": [1], "context": [128], "tokens": 96, "repe
 FLAGS_BY_MODE = MappingProxyType(
     {
         "figures": ("plot",),
-        "shape": ("cells", "rounds", "all_buckets", "accept_length", "page_size", "json", "plot"),
+        "shape": ("cells", "rounds", "own_size", "all_buckets", "accept_length", "page_size", "json", "plot"),
         "choose": ("context", "tokens", "repeats", "out", "accept_length", "candidates", "page_size", "json"),
         "memory": ("page_size", "json"),
         "acceptance": ("prompts", "tokens", "page_size", "json"),
@@ -60,7 +61,7 @@ def add_flags(parser: ArgumentParser) -> None:
         "--page-size",
         type=whole_numbers,
         metavar="N,N",
-        help="tokens a page of the cache; several with --shape (64 there)",
+        help=f"tokens a page of the cache ({PAGE_SIZE}); several with --shape",
     )
     parser.add_argument("--compare", choices=("transformers",), help="measure transformers.generate too")
     add_json_flag(parser)
@@ -82,7 +83,7 @@ def run(asked: Namespace) -> int:
         shaped.draw(asked.figures, asked.plot)
     elif mode == "shape":
         print_header()
-        shaped.run(asked, settings, asked.page_size or [64])
+        shaped.run(asked, settings, asked.page_size or [PAGE_SIZE])
     else:
         _fill_in(asked, settings, mode)
         print_header()

@@ -2,23 +2,25 @@
 
 import copy
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from time import perf_counter
 from typing import Any
 
 import torch
 
 from espalier.attention import default_backend
-from espalier.bench.instrument import LaunchRecord, count_kernels, record_launches
+from espalier.bench.instrument import count_kernels
 from espalier.cache.kv import LayerStack
 from espalier.config import ResolvedConfig
 from espalier.engine.cuda import CudaExecutor
 from espalier.engine.engine import Engine
 from espalier.layout import RoundLayout
+from espalier.models import CausalLM, DraftModel
 from espalier.startup.build import assemble
-from espalier.startup.resolve import layout_of
+from espalier.startup.load import build_engine_of_models
 from espalier.synthetic.checkpoint import Recipe, build
 from espalier.synthetic.shapes import find_shape
 
@@ -29,8 +31,11 @@ ACCEPT_LENGTH = 4.0
 
 @dataclass(frozen=True)
 class Start:
-    """What starting an engine took: seconds to build and capture; bytes of pages, of staging and of the graphs' memory
-    pool; kernels in the graph of the largest batch.  The last two are None where nothing is captured."""
+    """The cost of starting an engine.
+
+    seconds: to measure pages, build and capture; graphs_bytes: of the CUDA graphs' memory pool; kernels: in the graph
+    of the largest batch.  The last two are None where nothing is captured.
+    """
 
     seconds: float
     pages_bytes: int
@@ -39,7 +44,7 @@ class Start:
     kernels: int | None
 
 
-RunningEngine = tuple[Engine, LaunchRecord, Start]
+RunningEngine = tuple[Engine, Start]
 
 
 class OneBucket(RoundLayout):
@@ -99,33 +104,45 @@ class SyntheticModels:
         steps=0 is plain decoding without a draft.  all_buckets: capture the rounds of every bucket, not only of the
         largest.
         """
-        return self._running(
-            layout if all_buckets else OneBucket(**{f.name: getattr(layout, f.name) for f in fields(layout)}),
-            self.draft.spec.algorithm if layout.steps else "none",
+        algorithm = self.draft.spec.algorithm if layout.steps else "none"
+        sizes = {f.name: getattr(layout, f.name) for f in fields(layout)}
+        build = partial(
+            assemble,
+            layout if all_buckets else OneBucket(**sizes),
+            *self._models(algorithm),
+            algorithm,
             attention=attention or default_backend(self.device.type, self.dtype),
             num_pages=layout.most_pages,
+            dtype=self.dtype,
+            device=self.device,
             overlap=overlap,
             prefix_cache=False,
             graph_batch=layout.max_batch if self.device.type == "cuda" else 0,
+            keep_graphs=True,
         )
+        return self._running(build)
 
-    def engine_of(self, config: ResolvedConfig) -> AbstractContextManager[RunningEngine]:
-        """The engine of a configuration, with the device and the dtype of these models."""
-        names = ("attention", "num_pages", "overlap", "prefix_cache", "graph_batch")
-        return self._running(layout_of(config), config.algorithm, **{name: getattr(config, name) for name in names})
+    def engine_of(self, config: ResolvedConfig, num_pages: int | None) -> AbstractContextManager[RunningEngine]:
+        """The engine that LLM builds of a configuration, with the device and the dtype of these models.
+
+        num_pages: set by the user; None: on a GPU, as many as fit.
+        """
+        models = self._models(config.algorithm)
+        return self._running(lambda: build_engine_of_models(config, *models, num_pages, keep_graphs=True)[0])
+
+    def _models(self, algorithm: str) -> tuple[CausalLM, DraftModel | None]:
+        """The target and the draft of this algorithm."""
+        return (self.target, self.draft) if algorithm == self.draft.spec.algorithm else (self.plain, None)
 
     @contextmanager
-    def _running(self, layout: RoundLayout, algorithm: str, **options: Any) -> Iterator[RunningEngine]:
+    def _running(self, build: Callable[[], Engine]) -> Iterator[RunningEngine]:
         begun = perf_counter()
-        has_draft = algorithm == self.draft.spec.algorithm
-        target, draft = (self.target, self.draft) if has_draft else (self.plain, None)
-        options |= {"dtype": self.dtype, "device": self.device, "keep_graphs": True}
-        engine = assemble(layout, target, draft, algorithm, **options)
+        engine = build()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         start = _start(engine, perf_counter() - begun)
         try:
-            yield engine, record_launches(engine), start
+            yield engine, start
         finally:
             engine.close()
             del engine

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from rich.text import Text
 
-from espalier.bench.drive import Driven, ForwardTimer, contexts, drive, full_steps, timed_engine
+from espalier.bench.drive import Driven, ForwardTimer, contexts, drive, empty_prefix_cache, full_steps, timed_engine
 from espalier.bench.plot import Bars, plot
 from espalier.engine.engine import Engine
 from espalier.llm import LLM
@@ -76,8 +76,7 @@ class RoundBench:
         engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingParams, timers: Sequence[ForwardTimer]
     ) -> Driven:
         """Run the prompts with an empty prefix cache."""
-        if engine.prefixes is not None:
-            engine.prefixes.evict(engine.pool.num_pages)
+        empty_prefix_cache(engine)
         return drive(engine, prompts, params, timers)
 
     def close(self) -> None:

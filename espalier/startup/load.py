@@ -138,6 +138,19 @@ def build_engine(
         draft = load_draft(
             checkpoint.draft_path, target, dtype=dtype, device=device, position_rows=layout.position_rows
         )
+    return build_engine_of_models(resolved, target, draft, requested_pages)
+
+
+def build_engine_of_models(
+    resolved: ResolvedConfig,
+    target: CausalLM,
+    draft: DraftModel | None,
+    requested_pages: int | None,
+    keep_graphs: bool = False,
+) -> tuple[Engine, ResolvedConfig]:
+    """The part of `build_engine` after the models are loaded.  keep_graphs: see CudaExecutor."""
+    layout = layout_of(resolved)
+    device, dtype = torch.device(resolved.device), getattr(torch, resolved.dtype)
     if device.type == "cuda":
         num_pages = _measure_pages(resolved, layout, target, draft, dtype, device, requested_pages)
         resolved = replace(resolved, num_pages=num_pages)
@@ -155,6 +168,7 @@ def build_engine(
         overlap=resolved.overlap,
         prefix_cache=resolved.prefix_cache,
         graph_batch=resolved.graph_batch,
+        keep_graphs=keep_graphs,
     )
     return engine, resolved
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from espalier.bench.engines import OfShape
+from espalier.bench.instrument import record_launches
 from espalier.bench.load import Arrivals, Load, Timeline, mixed, percentiles, serve
 from espalier.bench.prefill import pause, prefill, waits
 from espalier.cli.main import main
@@ -34,9 +35,9 @@ def engines() -> OfShape:
 @pytest.mark.parametrize("arrivals", [Arrivals(), Arrivals(concurrency=2), Arrivals(rate=50.0)], ids=str)
 def test_every_request_is_served_to_its_length(engines, tree, arrivals):
     with engines.open(tree) as bench:
-        prompts = bench.prompts(LOAD.inputs)
+        prompts, launches = bench.prompts(LOAD.inputs), record_launches(bench.engine)
         served = serve(bench.engine, prompts, LOAD, arrivals)
-        most = max(bench.launches.rounds)
+        most = max(launches.rounds)
     assert [len(request.output) for request in served.requests] == list(LOAD.outputs)
     assert all(engines.models.follows(request.prompt, request.output) for request in served.requests)
     assert [sum(count for _, count in each.chunks) for each in served.timelines] == list(LOAD.outputs)
@@ -114,6 +115,7 @@ def test_a_named_shape_is_measured_by_command(command, monkeypatch, capsys, tmp_
         (["latency", "--rate", "2", "--concurrency", "2"], "not allowed with"),
         (["latency", "--accept-length", "3"], "--accept-length is for a named shape"),
         (["latency", "--shape", "llama-3.1-8b", "--draft", "x"], "--draft is not for --shape"),
+        (["generate", "--shape", "llama-3.1-8b", "--plant-fault", "x"], "--plant-fault is not for --shape"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(flags, says, capsys):

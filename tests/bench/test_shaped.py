@@ -9,9 +9,10 @@ import torch
 
 from espalier.bench import shaped
 from espalier.bench.cells import Cell, parse_cells, with_plain
+from espalier.bench.engine_sizes import OwnSize, UserSizes
 from espalier.bench.instrument import LaunchRecord
 from espalier.bench.plot import Bars, plot
-from espalier.bench.shaped import Measured, Settings, measure, plain_beside
+from espalier.bench.shaped import Measured, measure, plain_beside
 from espalier.bench.synthetic_models import SyntheticModels
 from espalier.cli.main import main
 from espalier.errors import EspalierError
@@ -26,9 +27,8 @@ TREE = (4, 4, 16)
 @pytest.fixture(scope="module")
 def found() -> list[Measured]:
     cells = with_plain(parse_cells(["2x24:4,4,16"], [1, 16]))
-    settings = Settings(rounds=6, chunk_size=16)
     models = SyntheticModels(Recipe(SHAPE, skill=0.9), torch.float32, CPU, 512)
-    return list(measure(models, cells, settings, None))
+    return list(measure(models, cells, OwnSize(chunk_size=16), 6, None))
 
 
 def test_cells_are_read_each_once_with_plain_beside_them():
@@ -68,7 +68,9 @@ def test_rounds_are_of_the_full_batch_and_follow_the_chain(found):
     for each in found:
         assert each.rounds.follows == 2
         assert each.rounds.round_ms > 0 and each.rounds.host_ms >= 0
-        assert each.start.pages_bytes > 0 and each.start.kernels is None and each.roofline is None
+        start = each.engine.start
+        assert start.pages_bytes > 0 and start.kernels is None and each.roofline is None
+        assert (each.engine.name, each.engine.max_batch) == (each.cell.name, 2)
     tree, other, plain = (each.rounds for each in found)
     assert plain.accept_length == 1.0 and tree.accept_length > 2
     # Pages decide nothing.
@@ -86,6 +88,63 @@ def test_a_tree_stands_beside_plain_decoding_of_its_batch_and_context(found):
     assert figures["tree_over_plain"] == tree.rounds.tokens_per_second / plain.rounds.tokens_per_second
     assert plain.as_dict(plain)["tree_over_plain"] is None
     assert json.loads(json.dumps(figures))["num_draft_tokens"] == 16
+
+
+SETTINGS = {"max_batch": 4, "max_context": 256, "chunk_size": 16}
+
+
+def test_cells_of_a_tree_share_an_engine_of_a_users_size(monkeypatch):
+    recipe = Recipe(SHAPE, skill=0.9)
+    sizes = UserSizes(recipe, SETTINGS, CPU)
+    cells = with_plain(parse_cells(["2x24:4,4,16", "1x24:3,2,8", "3x40:4,4,16"], [16]))
+    models = SyntheticModels(recipe, torch.float32, CPU, 512)
+    started = []
+    engine_of = SyntheticModels.engine_of
+
+    def noting(self, config, num_pages):
+        started.append((config.steps, config.max_batch, config.max_context, config.by_batch, config.prefix_cache))
+        return engine_of(self, config, num_pages)
+
+    monkeypatch.setattr(SyntheticModels, "engine_of", noting)
+    measured = list(measure(models, cells, sizes, 6, None))
+    # The cells of a tree come together: an engine starts once.
+    assert started == [(steps, 4, 256, {}, True) for steps in (4, 3, 0)]
+    names = [each.cell.name for each in measured]
+    assert names == [
+        "2x24:4,4,16@16",
+        "3x40:4,4,16@16",
+        "1x24:3,2,8@16",
+        *("2x24:plain@16", "1x24:plain@16", "3x40:plain@16"),
+    ]
+    # full_rounds has checked that every timed round ran the cell's batch and no other.
+    assert all(each.rounds.follows == each.cell.batch and each.engine.max_batch == 4 for each in measured)
+    assert [engine.name for engine in shaped.engines_of(measured)] == ["4,4,16@16", "3,2,8@16", "plain@16"]
+    figures = shaped.as_dicts(measured)
+    assert [each["max_batch"] for each in figures] == [4] * 6 and figures[0]["engine"] == "4,4,16@16"
+    assert len(shaped.engine_table(measured)) == 1 + 3
+
+
+@pytest.mark.parametrize(
+    ("settings", "text", "says"),
+    [
+        ({"max_batch": 2}, "3x24:4,4,16", r"above max_batch=2; give --max-batch 3"),
+        ({"max_context": 40}, "1x24:plain", r"max_context=40; give --max-context 4"),
+    ],
+)
+def test_a_cell_larger_than_its_engine_is_refused_before_models_are_made(settings, text, says):
+    [cell] = parse_cells([text], [16])
+    with pytest.raises(EspalierError, match=says):
+        UserSizes(Recipe(SHAPE), SETTINGS | settings, CPU).layout(cell, 6)
+
+
+def test_a_cell_that_the_pages_do_not_hold_is_refused():
+    recipe = Recipe(SHAPE)
+    sizes = UserSizes(recipe, SETTINGS | {"num_pages": 20}, CPU)
+    models = SyntheticModels(recipe, torch.float32, CPU, 512)
+    one, four = parse_cells(["1x80:4,4,16", "4x80:4,4,16"], [16])
+    assert len(list(measure(models, [one], sizes, 6, None))) == 1
+    with pytest.raises(EspalierError, match="and the engine has 19"):
+        list(measure(models, [four], sizes, 6, None))
 
 
 def test_weights_are_counted(found):
@@ -106,6 +165,7 @@ def test_the_command_prints_a_line_a_cell_and_writes_all(monkeypatch, capsys, tm
     assert "1x20:4,4,16@16" in out and "1x20:plain@16" in out
     figures = json.loads(file.read_text())
     assert [cell["batch"] for cell in figures["cells"]] == [1, 1] and figures["recipe"]["shape"] == "tiny"
+    assert [engine["name"] for engine in figures["engines"]] == ["4,4,16@16", "plain@16"]
     # And what was written can be drawn elsewhere.
     drawn = []
     monkeypatch.setattr("espalier.bench.shaped.plot", lambda bars, title, path: drawn.extend(bars))
@@ -118,17 +178,17 @@ def test_the_command_prints_a_line_a_cell_and_writes_all(monkeypatch, capsys, tm
 def test_a_failure_leaves_what_was_measured(monkeypatch, capsys, tmp_path):
     full_rounds = shaped.full_rounds
 
-    def failing(engine, launches, models, cell, num_rounds):
+    def failing(engine, models, cell, num_rounds):
         if not cell.drafts:
             raise EspalierError("the second cell fails")
-        return full_rounds(engine, launches, models, cell, num_rounds)
+        return full_rounds(engine, models, cell, num_rounds)
 
     monkeypatch.setattr(shaped, "full_rounds", failing)
     monkeypatch.setattr("espalier.bench.synthetic_models.find_shape", lambda name: SHAPE)
     monkeypatch.setattr("espalier.bench.shaped.require_gpu", lambda what: CPU)
     file = tmp_path / "figures.json"
     assert main(["bench", "round", "--shape", "tiny", "--cells", "1x20:4,4,16", "--json", str(file)]) == 2
-    assert "1x20:4,4,16@64" in capsys.readouterr().out
+    assert "1x20:4,4,16@16" in capsys.readouterr().out
     assert len(json.loads(file.read_text())["cells"]) == 1
 
 
@@ -137,7 +197,9 @@ def test_a_failure_leaves_what_was_measured(monkeypatch, capsys, tmp_path):
     [
         (["--shape", "llama-3.1-8b", "--batch", "2"], "--batch is not for --shape"),
         (["--shape", "llama-3.1-8b", "--memory"], "--memory is not for --shape"),
-        (["--shape", "llama-3.1-8b", "--max-batch", "2"], "--max-batch is not for --shape"),
+        (["--shape", "llama-3.1-8b", "--steps", "2"], "--steps is not for --shape"),
+        (["--shape", "llama-3.1-8b", "--own-size", "--max-batch", "2"], "--max-batch is not for --own-size"),
+        (["--shape", "llama-3.1-8b", "--all-buckets"], "--all-buckets is for --own-size"),
         (["--cells", "1x8:plain"], "--cells is for --shape"),
         (["--page-size", "1,64"], "several are for --shape"),
         (["--figures", "none.json"], "give --plot"),
@@ -195,10 +257,28 @@ def test_a_gpu_is_idle_from_the_end_of_a_round_to_the_next_ones_start(monkeypatc
 def test_on_a_gpu_graphs_are_timed_and_counted():
     models = SyntheticModels(Recipe(SHAPE, skill=0.9), torch.bfloat16, torch.device("cuda"), 512)
     cells = with_plain(parse_cells(["2x24:4,4,16"], [16]))
-    tree, plain = measure(models, cells, Settings(rounds=6, chunk_size=16), None)
+    tree, plain = measure(models, cells, OwnSize(chunk_size=16), 6, None)
+    require_graphs(tree, plain)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_cells_of_a_tree_share_an_engine_with_a_users_pages_and_graphs():
+    device = torch.device("cuda")
+    recipe = Recipe(SHAPE, skill=0.9)
+    sizes = UserSizes(recipe, {}, device)
+    cells = with_plain(parse_cells(["2x24:4,4,16", "5x40:4,4,16"], [16]))
+    rows = max(sizes.layout(cell, 6).position_rows for cell in cells)
+    models = SyntheticModels(recipe, torch.bfloat16, device, rows)
+    small, large, plain, _ = measure(models, cells, sizes, 6, None)
+    require_graphs(small, plain)
+    assert small.engine is large.engine and small.engine.max_batch == 64 and small.engine.prefix_cache
+    assert small.engine.num_pages > 1
+
+
+def require_graphs(tree, plain):
     for each in (tree, plain):
-        rounds = each.rounds
-        assert rounds.replays == 1 and rounds.follows == 2
+        rounds, start = each.rounds, each.engine.start
+        assert rounds.replays == 1 and rounds.follows == each.cell.batch
         assert rounds.gpu_ms > 0 and 0 <= rounds.idle_share < 1
-        assert each.start.graphs_bytes > 0
-    assert tree.start.kernels > plain.start.kernels > 10
+        assert start.graphs_bytes > 0
+    assert tree.engine.start.kernels > plain.engine.start.kernels > 10

@@ -15,7 +15,7 @@ SAID = [
     ("genrate x", "espalier: unknown command 'genrate'; did you mean generate?"),
     ("chat x", "espalier: unknown command 'chat'; use generate --chat"),
     ("bench throughputs", "espalier bench: unknown command 'throughputs'; did you mean throughput?"),
-    ("bench", "espalier bench: a command is missing; use one of round, kernels"),
+    ("bench", "espalier bench: a command is missing; use one of round, generate, kernels"),
     ("serve --prot 3", "espalier serve: unknown flag --prot; did you mean --port?"),
     ("generate x --temperture=1", "unknown flag --temperture; did you mean --temperature?"),
     ("--port 3 serve", "espalier: unknown flag --port; it is a flag of espalier serve"),

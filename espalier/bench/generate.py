@@ -1,0 +1,228 @@
+"""`espalier bench generate`: the time of a round, and to the first token, of what a user calls: LLM.generate.
+
+Two calls generate different numbers of tokens from the same prompts.  The time of a round is the slope between them, so
+prefill and the cost of a call do not count.  Every call starts with an empty prefix cache.
+"""
+
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, fields
+from time import perf_counter
+from typing import Any
+
+from rich.text import Text
+
+from espalier.bench import engines
+from espalier.bench.choose import tree_shape
+from espalier.bench.drive import empty_prefix_cache, require_pages
+from espalier.bench.engines import BenchEngines, about, engines_of
+from espalier.config import ResolvedConfig, SpeculationConfig
+from espalier.errors import EspalierError
+from espalier.layout import PLAIN, TreeShape
+from espalier.llm import LLM
+from espalier.request import SamplingParams
+from espalier.terminal.console import QUIET, print_table, progress, stdout, write_json
+from espalier.terminal.flags import flag_of, given_flags, require_at_least_one, whole_numbers
+
+# Default prompt lengths: {True: of a named shape on a GPU, False: of a model}.
+CONTEXT = {True: 1024, False: 128}
+TOKENS = (64, 256)
+REPEATS = 3
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of LLM.generate.
+
+    rounds: of the request that needed the most; request_rounds: of all requests, summed; num_tokens: generated, summed.
+    """
+
+    seconds: float
+    rounds: int
+    request_rounds: int
+    num_tokens: int
+
+
+@dataclass(frozen=True)
+class Generated:
+    """A batch of prompts of `context` tokens.
+
+    first_token_ms: from the call until every request has its first token; round_ms, accept_length, tokens_per_second:
+    between the two calls, prefill not included.
+    """
+
+    batch: int
+    context: int
+    first_token_ms: float
+    round_ms: float
+    accept_length: float
+    tokens_per_second: float
+
+
+def add_flags(parser: ArgumentParser) -> None:
+    engines.add_flags(parser)
+    parser.add_argument("--batch", type=whole_numbers, default=[1, 8], metavar="N,N", help="batch sizes (1,8)")
+    parser.add_argument(
+        "--context", type=whole_numbers, metavar="N,N", help="prompt lengths (with --shape 1024, of a model 128)"
+    )
+    parser.add_argument(
+        "--tokens",
+        type=whole_numbers,
+        default=list(TOKENS),
+        metavar="N,N",
+        help="tokens of each request in the short call and in the long one (64,256)",
+    )
+    parser.add_argument("--repeats", type=int, default=REPEATS, metavar="N", help="repetitions; medians are used (3)")
+    parser.add_argument(
+        "--tree",
+        type=_tree,
+        metavar="S,K,D|plain",
+        help="steps, topk and num_draft_tokens at every batch, or plain decoding alone; by default the engine's trees",
+    )
+
+
+def _tree(text: str) -> TreeShape:
+    try:
+        return PLAIN if text == "plain" else tree_shape(text)
+    except ArgumentTypeError as error:
+        raise ArgumentTypeError(f"{error}, or plain") from None
+
+
+def run(asked: Namespace) -> int:
+    asked.context = asked.context or [CONTEXT[asked.shape is not None]]
+    require_at_least_one(asked, "batch", "context", "tokens", "repeats")
+    if len(asked.tokens) != 2 or asked.tokens[0] >= asked.tokens[1]:
+        raise EspalierError(f"--tokens={asked.tokens} is not supported; use two numbers, the smaller first: 64,256")
+    made = engines_of(asked, _tree_settings(asked))
+    ways = {"tree": True, "plain": False} if made.config(True).steps else {"plain": False}
+    for tree in ways.values():
+        _require_sizes(made.config(tree), asked)
+    measured: dict[str, list[Generated]] = {}
+    configs: dict[str, ResolvedConfig] = {}
+    with progress("measuring", len(ways) * len(asked.batch) * len(asked.context)) as advance:
+        for name, tree in ways.items():
+            measured[name], configs[name] = _measure_all(made, tree, asked, advance)
+    config = next(iter(configs.values()))
+    cells = _cells(measured)
+    write_json(asked.json, {**about(asked, config), "tokens": asked.tokens, "cells": cells})
+    shape = TreeShape(config.steps, config.topk, config.num_draft_tokens)
+    sizes = f"max_batch {config.max_batch}, max_context {config.max_context}, page_size {config.page_size}"
+    stdout().print(Text(f"{config.algorithm}, {shape}; {sizes}; {config.dtype}", QUIET))
+    print_table(_table(cells))
+    return 0
+
+
+def _tree_settings(asked: Namespace) -> dict[str, Any]:
+    """The setting of --tree.  Raises EspalierError if other flags say something about the tree too."""
+    if asked.tree is None:
+        return {}
+    given = [name for name in given_flags(asked) if name in {f.name for f in fields(SpeculationConfig)}]
+    if given:
+        raise EspalierError(f"{flag_of(given[0])} is not for --tree, which names the tree; leave one out")
+    return {"speculation": SpeculationConfig(**asdict(asked.tree), by_batch={}) if asked.tree != PLAIN else None}
+
+
+def _require_sizes(config: ResolvedConfig, asked: Namespace) -> None:
+    """Check, before anything is loaded, that the engine runs all that is asked.  Raises EspalierError."""
+    batch, context = max(asked.batch), max(asked.context) + max(asked.tokens)
+    if batch > config.max_batch:
+        raise EspalierError(f"--batch {batch} is above max_batch={config.max_batch}; give --max-batch {batch}")
+    if context > config.max_context:
+        raise EspalierError(
+            f"prompts of {max(asked.context)} tokens and {max(asked.tokens)} new ones are above "
+            f"max_context={config.max_context}; give --max-context {context}, or lower --context or --tokens"
+        )
+
+
+def _measure_all(
+    made: BenchEngines, tree: bool, asked: Namespace, advance: Callable[[], None]
+) -> tuple[list[Generated], ResolvedConfig]:
+    """Measure every batch and context.  A function of its own: the engine's memory is free when it returns."""
+    measured = []
+    with made.open(tree) as bench:
+        for context in asked.context:
+            for batch in asked.batch:
+                prompts = bench.prompts([context] * batch)
+                measured.append(measure(bench.llm, prompts, asked.tokens, asked.repeats))
+                advance()
+        return measured, bench.config
+
+
+def measure(llm: LLM, prompts: Sequence[Sequence[int]], tokens: Sequence[int], repeats: int) -> Generated:
+    """Medians over repeats, after a warm-up; the calls take turns.
+
+    prompts: of one length; tokens: of each request, in the short call and in the long one.
+    Raises EspalierError if the pages do not hold the batch, or if the long call needs no more rounds.
+    """
+    batch, context = len(prompts), len(prompts[0])
+    require_pages(llm.engine, f"{batch}x{context} with {max(tokens)} new tokens", batch, context + max(tokens))
+    counts = (1, *tokens)
+    turns = [[call(llm, prompts, count) for count in counts] for _ in range(1 + repeats)][1:]
+    first, short, long = (_median(calls) for calls in zip(*turns, strict=True))
+    if long.rounds <= short.rounds:
+        raise EspalierError(
+            f"{tokens[0]} and {tokens[1]} tokens took {short.rounds} rounds each, so a round has no time of its own; "
+            "raise the second of --tokens"
+        )
+    seconds, num_tokens = long.seconds - short.seconds, long.num_tokens - short.num_tokens
+    return Generated(
+        batch=batch,
+        context=context,
+        first_token_ms=1e3 * first.seconds,
+        round_ms=1e3 * seconds / (long.rounds - short.rounds),
+        accept_length=num_tokens / (long.request_rounds - short.request_rounds),
+        tokens_per_second=num_tokens / seconds,
+    )
+
+
+def call(llm: LLM, prompts: Sequence[Sequence[int]], num_tokens: int) -> Call:
+    """Generate num_tokens greedy tokens for each prompt.  Raises EspalierError if a request fails."""
+    empty_prefix_cache(llm.engine)
+    params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+    begun = perf_counter()
+    outputs = llm.generate(prompts, params)
+    seconds = perf_counter() - begun
+    for output in outputs:
+        if output.error is not None:
+            raise EspalierError(f"a request failed: {output.error}")
+    rounds = [output.speculation.rounds for output in outputs]
+    return Call(seconds, max(rounds), sum(rounds), sum(len(output.token_ids) for output in outputs))
+
+
+def _median(calls: Sequence[Call]) -> Call:
+    """The call with the median time, of an odd number of calls; of an even one, the slower of the middle two."""
+    return sorted(calls, key=lambda each: each.seconds)[len(calls) // 2]
+
+
+def _cells(measured: dict[str, list[Generated]]) -> list[dict[str, Any]]:
+    """For --json: by batch and context the figures of each way, and how many times as fast the tree is."""
+    cells = []
+    for ways in zip(*measured.values(), strict=True):
+        figures = dict(zip(measured, map(asdict, ways), strict=True))
+        cell: dict[str, Any] = {"batch": ways[0].batch, "context": ways[0].context, **figures}
+        if len(ways) > 1:
+            cell["tree_over_plain"] = ways[0].tokens_per_second / ways[1].tokens_per_second
+        cells.append(cell)
+    return cells
+
+
+def _table(cells: Sequence[dict[str, Any]]) -> list[list[str]]:
+    """One row for each cell and way."""
+    rows = [["batch x context", "first token ms", "round ms", "accept", "tokens/s", "over plain"]]
+    for cell in cells:
+        for way in ("tree", "plain"):
+            if way not in cell:
+                continue
+            figures = cell[way]
+            over = f"{cell['tree_over_plain']:.2f}" if way == "tree" else ""
+            rows.append(
+                [
+                    f"{cell['batch']}x{cell['context']} {way}",
+                    f"{figures['first_token_ms']:.1f}",
+                    f"{figures['round_ms']:.2f}",
+                    f"{figures['accept_length']:.2f}",
+                    f"{figures['tokens_per_second']:.1f}",
+                    over,
+                ]
+            )
+    return rows

@@ -1,0 +1,124 @@
+"""`bench generate`: its slope, by a clock that counts engine steps, through the public API; and its command."""
+
+import json
+
+import pytest
+import torch
+
+from espalier.bench import generate
+from espalier.bench.engines import OfShape
+from espalier.cli.main import main
+from espalier.config import SpeculationConfig
+from espalier.errors import EspalierError
+from espalier.llm import LLM
+from espalier.request import SamplingParams
+from espalier.synthetic.checkpoint import Recipe
+from tests.synthetic.test_checkpoint import tiny
+
+CPU = torch.device("cpu")
+SHAPE = tiny(hot=1024)
+TREE = SpeculationConfig(steps=3, topk=2, num_draft_tokens=8)
+SETTINGS = {"max_batch": 2, "max_context": 256, "chunk_size": 64, "overlap": False, "speculation": TREE}
+STEP = 0.01
+
+
+@pytest.fixture(scope="module")
+def engines() -> OfShape:
+    return OfShape(Recipe(SHAPE, skill=0.9), SETTINGS, CPU)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Each engine step takes STEP seconds, by the clock of the measurement."""
+    seconds, step = [0.0], LLM.step
+
+    def counted(llm):
+        seconds[0] += STEP
+        return step(llm)
+
+    monkeypatch.setattr(LLM, "step", counted)
+    monkeypatch.setattr(generate, "perf_counter", lambda: seconds[0])
+
+
+@pytest.mark.parametrize("tree", [True, False], ids=["tree", "plain"])
+@pytest.mark.parametrize(("batch", "context", "passes"), [(1, 200, 4), (2, 16, 1)])
+def test_a_round_takes_the_slope_and_the_first_token_every_pass(engines, clock, tree, batch, context, passes):
+    with engines.open(tree) as bench:
+        found = generate.measure(bench.llm, bench.prompts([context] * batch), (8, 40), repeats=2)
+        assert bench.engine.prefixes is not None and bench.engine.observer is None
+    assert (found.batch, found.context) == (batch, context)
+    # A step is a pass or a round.  Prompts that are cached from an earlier call would take fewer passes.
+    assert found.first_token_ms == pytest.approx(1e3 * STEP * passes)
+    assert found.round_ms == pytest.approx(1e3 * STEP)
+    if tree:
+        assert 1.5 < found.accept_length <= 4
+        assert found.tokens_per_second > 1.5 / STEP
+    else:
+        assert found.accept_length == 1.0
+        assert found.tokens_per_second == pytest.approx(batch / STEP)
+
+
+def test_too_few_tokens_for_a_slope_and_too_few_pages_are_refused(engines):
+    with engines.open(True) as bench, pytest.raises(EspalierError, match="raise the second of --tokens"):
+        generate.measure(bench.llm, bench.prompts([20]), (1, 1), 1)
+    few = OfShape(engines.recipe, SETTINGS | {"num_pages": 20}, CPU)
+    with few.open(True) as bench, pytest.raises(EspalierError, match="2x150 with 40 new tokens needs 26 pages"):
+        generate.measure(bench.llm, bench.prompts([150] * 2), (8, 40), 1)
+
+
+def test_an_llm_around_an_engine_serves_token_ids(engines):
+    with engines.open(True) as bench:
+        prompts = bench.prompts([20, 30])
+        outputs = bench.llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=24))
+        follows = [engines.models.follows(p, o.token_ids) for p, o in zip(prompts, outputs, strict=True)]
+        assert follows == [True, True] and [len(o.token_ids) for o in outputs] == [24, 24]
+        with pytest.raises(EspalierError, match="a text prompt needs a tokenizer and tiny has none; give token ids"):
+            bench.llm.generate("text")
+        assert bench.config.num_pages == bench.engine.pool.num_pages
+
+
+@pytest.mark.parametrize("flags", [[], ["--tree", "4,4,16"], ["--tree", "plain"]], ids=" ".join)
+def test_the_command_measures_tree_and_plain(flags, clock, monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr("espalier.bench.synthetic_models.find_shape", lambda name: SHAPE)
+    monkeypatch.setattr("espalier.bench.engines.require_gpu", lambda what: CPU)
+    file = tmp_path / "figures.json"
+    sizes = ["--batch", "1,2", "--context", "12", "--tokens", "4,24", "--repeats", "1", "--max-context", "64"]
+    assert main(["bench", "generate", "--shape", "tiny", "--json", str(file), *sizes, *flags]) == 0
+    figures, out = json.loads(file.read_text()), capsys.readouterr().out
+    assert [(cell["batch"], cell["context"]) for cell in figures["cells"]] == [(1, 12), (2, 12)]
+    assert figures["config"]["steps"] == {"--tree 4,4,16": 4, "--tree plain": 0}.get(" ".join(flags), 5)
+    assert figures["config"]["max_batch"] == 8 and figures["config"]["prefix_cache"]
+    for cell in figures["cells"]:
+        assert cell["plain"]["accept_length"] == 1.0 and f"{cell['batch']}x12 plain" in out
+        if "plain" in flags:
+            assert "tree" not in cell
+        else:
+            rates = [cell[way]["tokens_per_second"] for way in ("tree", "plain")]
+            assert cell["tree_over_plain"] == pytest.approx(rates[0] / rates[1])
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--tokens", "8"], "use two numbers, the smaller first"),
+        (["--tokens", "9,8"], "use two numbers, the smaller first"),
+        (["--batch", "0"], "--batch=[0]"),
+        (["--tree", "3,2"], "or plain"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(flags, says, capsys):
+    try:
+        code = main(["bench", "generate", *flags])
+    except SystemExit as left:
+        code = left.code
+    assert code == 2 and says in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_a_users_engine_is_measured():
+    made = OfShape(Recipe(SHAPE, skill=0.9), {}, torch.device("cuda"))
+    for tree in (True, False):
+        with made.open(tree) as bench:
+            found = generate.measure(bench.llm, bench.prompts([24] * 2), (16, 160), 3)
+            assert bench.config.max_batch == 64 and bench.engine.executor.graphs
+        assert (found.accept_length > 1.5) is tree and found.first_token_ms > 0
