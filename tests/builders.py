@@ -10,13 +10,32 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV2Config,
+    DeepseekV3Config,
+    LlamaConfig,
+    MistralConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 CONFIGS: dict[str, type[PretrainedConfig]] = {
     "llama": LlamaConfig,
     "qwen2": Qwen2Config,
     "qwen3": Qwen3Config,
     "mistral": MistralConfig,
+    "deepseek_v2": DeepseekV2Config,
+    "deepseek_v3": DeepseekV3Config,
+}
+# Of latent attention: sizes that are all different, and no routed experts.
+LATENT_FIELDS = {
+    "kv_lora_rank": 12,
+    "q_lora_rank": 14,
+    "qk_nope_head_dim": 6,
+    "v_head_dim": 10,
+    "first_k_dense_replace": 1000,
 }
 
 
@@ -48,6 +67,8 @@ def make_target(
         "tie_word_embeddings": False,
         **config,
     }
+    if family.startswith("deepseek"):
+        fields |= {"num_key_value_heads": heads, "qk_rope_head_dim": head_dim, **LATENT_FIELDS, **config}
     if family == "mistral":
         fields.setdefault("sliding_window", None)
     model = AutoModelForCausalLM.from_config(CONFIGS[family](**fields), dtype=torch.float64)

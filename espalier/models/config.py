@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from espalier.errors import EspalierError
+from espalier.models.latent_config import LatentConfig, read_latent
 from espalier.models.layers.rope import RopeConfig
 from espalier.models.rope_config import read_rope
 from espalier.models.weight_formats import QUANTISATION_FIELDS, FormatOf, read_formats
@@ -67,6 +68,9 @@ class Family:
     windows: from the completed config, one entry for each layer: None, or the number of positions that a query attends
     to, itself included.
     qk_norm: whether q and k are normed for each head.
+    latent: whether layers have latent attention (MLA), whose sizes espalier/models/latent_config.py reads.
+    reads: fields of NEUTRAL that may have any value, because the family reads them or they do not change its output.
+    check: raises EspalierError for a completed config that the family cannot run yet.
     """
 
     architecture: str
@@ -76,6 +80,9 @@ class Family:
     out_bias: Callable[[Raw], bool]
     windows: Callable[[Raw], Windows]
     qk_norm: bool = False
+    latent: bool = False
+    reads: tuple[str, ...] = ()
+    check: Callable[[Raw, Path], None] = lambda full, path: None
 
 
 @dataclass(frozen=True)
@@ -84,6 +91,8 @@ class ModelConfig:
 
     max_position: the longest context that the checkpoint was trained for (the limit of a dynamic rope, see RopeConfig).
     eos_token_ids: all ids that config.json and generation_config.json name.
+    latent: the sizes of latent attention; None for layers with K and V heads.  With it, heads share one key-value head,
+    and head_size is the size of q and k before the latent is multiplied in.
     formats: the storage format of each matrix.
     raw: config.json, completed with the family's defaults, with the overrides applied.
     """
@@ -106,6 +115,7 @@ class ModelConfig:
     qk_norm: bool
     windows: Windows
     eos_token_ids: tuple[int, ...]
+    latent: LatentConfig | None
     formats: FormatOf = field(repr=False)
     raw: Raw = field(repr=False)
 
@@ -167,18 +177,15 @@ def parse(
     rope_names = ("rope_theta", "rope_scaling", "rope_parameters")
     known = {*raw, *family.defaults, *NEUTRAL, *INERT, *QUANTISATION_FIELDS, *rope_names}
     full = {**family.defaults, **with_overrides(raw, overrides or {}, known)}
-    refuse_unsupported(full, path)
+    refuse_unsupported(full, path, family.reads)
+    family.check(full, path)
     read = _Fields(full, path)
     heads, layers = read.count("num_attention_heads"), read.count("num_hidden_layers")
     hidden = read.count("hidden_size")
-    head_size = read.count("head_dim") if full.get("head_dim") is not None else hidden // heads
-    kv_heads = read.count("num_key_value_heads") if full.get("num_key_value_heads") is not None else heads
-    if heads % kv_heads or head_size % 2:
-        raise EspalierError(
-            f"{path}: {heads} heads over {kv_heads} key-value heads of size {head_size}; heads must be a multiple of "
-            "key-value heads, and the size must be even; correct the config or override the fields"
-        )
-    rope, max_position = read_rope(full, head_size, read.count("max_position_embeddings"), path)
+    latent = read_latent(full, read.count, path) if family.latent else None
+    kv_heads, head_size = (1, latent.head_size) if latent else _kv_heads(read, heads, hidden)
+    rotated = latent.rope_size if latent else head_size
+    rope, max_position = read_rope(full, rotated, read.count("max_position_embeddings"), path)
     return ModelConfig(
         architecture=family.architecture,
         vocab_size=read.count("vocab_size"),
@@ -198,15 +205,19 @@ def parse(
         qk_norm=family.qk_norm,
         windows=_read_windows(full, family, layers, path),
         eos_token_ids=_eos_ids(full, generation or {}, path),
+        latent=latent,
         formats=read_formats(full, path),
         raw=full,
     )
 
 
-def refuse_unsupported(full: Raw, path: Path) -> None:
-    """Raises EspalierError naming a field that needs a computation which is not implemented."""
+def refuse_unsupported(full: Raw, path: Path, except_for: tuple[str, ...] = ()) -> None:
+    """Raises EspalierError naming a field that needs a computation which is not implemented.
+
+    except_for: fields that may have any value.
+    """
     for name, neutral in NEUTRAL.items():
-        if name in full and full[name] not in neutral:
+        if name not in except_for and name in full and full[name] not in neutral:
             value = full[name]
             supported = " or ".join(repr(v) for v in neutral)
             raise EspalierError(f"{path}: {name} = {value!r} is not supported, only {supported}; use another model")
@@ -238,6 +249,18 @@ class _Fields:
                 f"{self.path}: {name} = {value!r}; a positive integer is needed; correct it or pass model_overrides"
             )
         return value
+
+
+def _kv_heads(read: _Fields, heads: int, hidden: int) -> tuple[int, int]:
+    """(key-value heads, size of a head) of layers that keep K and V heads."""
+    head_size = read.count("head_dim") if read.full.get("head_dim") is not None else hidden // heads
+    kv_heads = read.count("num_key_value_heads") if read.full.get("num_key_value_heads") is not None else heads
+    if heads % kv_heads or head_size % 2:
+        raise EspalierError(
+            f"{read.path}: {heads} heads over {kv_heads} key-value heads of size {head_size}; heads must be a multiple "
+            "of key-value heads, and the size must be even; correct the config or override the fields"
+        )
+    return kv_heads, head_size
 
 
 def _read_windows(full: Raw, family: Family, layers: int, path: Path) -> Windows:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
+from transformers.models.deepseek_v2 import modeling_deepseek_v2
 
 
 def load_reference(path: Path, dtype: torch.dtype) -> Any:
@@ -16,7 +17,8 @@ def load_reference(path: Path, dtype: torch.dtype) -> Any:
             if type(module).__name__.endswith("RMSNorm"):
                 module.forward = _norm_float64.__get__(module)
             elif type(module).__name__.endswith("RotaryEmbedding"):
-                module.forward = _rotary_float64.__get__(module)
+                complex_angles = isinstance(module, modeling_deepseek_v2.DeepseekV2RotaryEmbedding)
+                module.forward = (_rotary_complex128 if complex_angles else _rotary_float64).__get__(module)
     return model
 
 
@@ -29,6 +31,24 @@ def _rotary_float64(self: Any, x: Tensor, position_ids: Tensor, **_: Any) -> tup
     angles = position_ids[..., None].double() * self.inv_freq.double()
     angles = torch.cat((angles, angles), dim=-1)
     return angles.cos() * self.attention_scaling, angles.sin() * self.attention_scaling
+
+
+def _rotary_complex128(self: Any, x: Tensor, position_ids: Tensor, **_: Any) -> Tensor:
+    angles = position_ids[..., None].double() * self.inv_freq.double()
+    return torch.polar(torch.ones_like(angles), angles) * self.attention_scaling
+
+
+def _rotate_in_own_type(q: Tensor, k: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
+    """DeepSeek-V2's rotation of q and k [B, heads, Q, size], without its cast to float32."""
+
+    def rotated(x: Tensor) -> Tensor:
+        pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
+        return torch.view_as_real(pairs * angles[:, None]).flatten(3).to(x.dtype)
+
+    return rotated(q), rotated(k)
+
+
+modeling_deepseek_v2.apply_rotary_emb = _rotate_in_own_type
 
 
 def reference_logits(model: nn.Module, tokens: Tensor) -> tuple[Tensor, list[Tensor]]:
