@@ -8,7 +8,7 @@ from espalier.models.config import Family, Raw, full_attention
 
 def refuse_experts(full: Raw, path: Path) -> None:
     """Raises EspalierError if a layer has routed experts."""
-    dense, layers = int(full["first_k_dense_replace"]), int(full["num_hidden_layers"])
+    dense, layers = int(full["first_k_dense_replace"] or 0), int(full["num_hidden_layers"])
     if full["n_routed_experts"] and dense < layers:
         raise EspalierError(
             f"{path}: n_routed_experts = {full['n_routed_experts']!r} from layer {dense} on is not supported; mixture "

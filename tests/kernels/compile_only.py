@@ -22,10 +22,10 @@ def pytest_collection_finish(session):
     from asked import Driver
     from triton.runtime import driver
 
-    from espalier.kernels.runtime.launch import asking
+    from espalier.kernels.runtime.launch import launch_hook
 
     driver.set_active(Driver())
-    asking.set(_compile)
+    launch_hook.set(_compile)
     for plugin in session.config.pluginmanager.get_plugins():
         if hasattr(plugin, "_let_loops_end_at_tensors"):
             plugin._let_loops_end_at_tensors = lambda: None
@@ -47,9 +47,9 @@ def _compile(function, grid, *args, **options):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item):
-    from espalier.kernels.runtime.launch import asking
+    from espalier.kernels.runtime.launch import launch_hook
 
-    asking.set(_compile)
+    launch_hook.set(_compile)
     known = len(refused)
     try:
         yield

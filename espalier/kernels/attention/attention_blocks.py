@@ -23,6 +23,12 @@ def _fold(q, k, v, seen, scale, top, total, out, MASKED: tl.constexpr, PRECISION
     elsewhere changes a rounding, and kernels/attention/hopper_attend.py would no longer give the same bits.
     """
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    return _fold_scores(scores, v, seen, scale, top, total, out, MASKED, PRECISION)
+
+
+@kernel
+def _fold_scores(scores, v, seen, scale, top, total, out, MASKED: tl.constexpr, PRECISION: tl.constexpr):
+    """As `_fold`, from scores [M, N]."""
     if MASKED:
         scores = tl.where(seen, scores, float("-inf"))
     higher = tl.maximum(top, tl.max(scores, 1))
