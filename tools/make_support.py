@@ -37,7 +37,7 @@ def backends() -> str:
         dtypes = codes(str(dtype).removeprefix("torch.") for dtype in s.dtypes)
         window, sizes = yes(s.sliding_window), yes(s.different_v_size)
         kept = ", ".join(kind.kind for kind in s.keeps)
-        pages, heads = plain_sizes(s.page_sizes), plain_sizes(s.head_sizes)
+        pages, heads = plain_sizes(s.page_sizes), s.plain_heads
         return [f"`{name}`", codes(s.devices), dtypes, pages, kept, heads, window, sizes]
 
     head = ["backend", "devices", "dtypes", "page_size", "layers that keep", "head sizes", "sliding window"]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from espalier.cache.kv import PagedKV
-from espalier.cache.layer_spec import Keeps, KVHeads, LayerSpec, RecurrentState
+from espalier.cache.layer_spec import Keeps, KeptRows, KVHeads, LatentKV, LayerSpec, RecurrentState
 from espalier.errors import EspalierError
 from espalier.kernels.attention.among_nodes import NoPrefix, among_nodes
 from espalier.kernels.attention.ancestor_bits import seen_rows
@@ -29,7 +29,8 @@ class Support:
     """What a backend can run: the row of the support matrix, and what refusals are made from.
 
     keeps: kinds of layers; page_sizes, head_sizes: a range or those there are, of K and of V alike, None for any;
-    left_bound: whether rows below a prefix's `first` may not exist.
+    largest_latent: the largest latent row, None where head_sizes holds for it too; left_bound: whether rows below a
+    prefix's `first` may not exist.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Support:
     left_bound: bool = True
     page_sizes: Sequence[int] = range(1, MAX_PAGE_SIZE + 1)
     head_sizes: Sequence[int] | None = None
+    largest_latent: LatentKV | None = None
 
     def require(
         self, device: str, dtype: torch.dtype, page_size: int, specs: Sequence[LayerSpec], left_bound: bool = False
@@ -66,21 +68,38 @@ class Support:
         """Whether layers may keep this."""
         if isinstance(keeps, RecurrentState) or not isinstance(keeps, self.keeps):
             return False
-        return self.head_sizes is None or {keeps.k_size, keeps.v_size} <= {*self.head_sizes}
+        return not self._beyond(keeps)
+
+    def _beyond(self, keeps: KeptRows) -> list[int]:
+        """Sizes of K and V that are not supported."""
+        sizes, largest = (keeps.k_size, keeps.v_size), self.largest_latent
+        if isinstance(keeps, LatentKV) and largest is not None:
+            pairs = zip(sizes, (largest.k_size, largest.v_size), strict=True)
+            return [size for size, bound in pairs if size > bound]
+        return [size for size in sizes if self.head_sizes is not None and size not in self.head_sizes]
 
     def _refusals(self, spec: LayerSpec) -> list[tuple[bool, str, str]]:
         """(whether it is wrong, what, what is supported) of one layer."""
         if isinstance(spec.keeps, RecurrentState) or not isinstance(spec.keeps, self.keeps):
             kinds = ", ".join(kind.kind for kind in self.keeps)
             return [(True, f"layers that keep {spec.keeps.kind}", f"layers that keep {kinds}")]
-        sizes = (spec.keeps.k_size, spec.keeps.v_size)
-        beyond = [size for size in sizes if self.head_sizes is not None and size not in self.head_sizes]
-        differ = isinstance(spec.keeps, KVHeads) and sizes[0] != sizes[1]
+        beyond = self._beyond(spec.keeps)
+        wide = (
+            isinstance(spec.keeps, LatentKV) and self.head_sizes is not None and spec.keeps.size > max(self.head_sizes)
+        )
+        differ = isinstance(spec.keeps, KVHeads) and spec.keeps.k_size != spec.keeps.v_size
         return [
             (bool(spec.window) and not self.sliding_window, "a sliding window", "layers without a window"),
+            (wide and bool(spec.window), "a sliding window over wide latent rows", "such layers without a window"),
             (differ and not self.different_v_size, "k and v heads of different sizes", "equal sizes"),
-            (bool(beyond), f"heads of size {max(beyond, default=0)}", f"sizes {plain_sizes(self.head_sizes)}"),
+            (bool(beyond), f"heads of size {max(beyond, default=0)}", f"sizes {self.plain_heads}"),
         ]
+
+    @property
+    def plain_heads(self) -> str:
+        """Head sizes in words."""
+        words, latent = plain_sizes(self.head_sizes), self.largest_latent
+        return words if latent is None else f"{words}; latent rows up to {latent.size}, {latent.v_size} of them V"
 
 
 def plain_sizes(sizes: Sequence[int] | None) -> str:

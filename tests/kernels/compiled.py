@@ -17,6 +17,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from espalier.kernels.attention.hopper import HopperBlocks, _hopper_attention_kernel, hopper_constants
+from espalier.kernels.attention.latent_attention import _constants as latent_constants
+from espalier.kernels.attention.latent_attention import _latent_attention_kernel, choose_latent
 from espalier.kernels.attention.tree_attention import _constants, _tree_attention_kernel, choose
 from espalier.kernels.attention.work_items import ALL, COUNTED, NONE
 from espalier.kernels.runtime.launch import Chip, Kernel
@@ -27,6 +29,7 @@ FLOATS = ("lse_ptr", "part_ptr", "part_lse_ptr")
 NARROW = ("table_ptr", "item_ptr", "start_ptr")
 WIDE = ("position_ptr", "row_position_ptr", "word_ptr")
 STRIDES = ("q_b", "q_q", "q_h", "k_row", "k_h", "v_row", "v_h", *(f"new_{x}_{d}" for x in "kv" for d in "brh"))
+STRIDES += ("row_stride", "new_b", "new_r")
 
 
 def compiled(queries: int, nodes: int, page_size: int, window: int, size: int = 128, groups: int = 4) -> dict:
@@ -37,6 +40,24 @@ def compiled(queries: int, nodes: int, page_size: int, window: int, size: int = 
     made = compile_for_hopper(_tree_attention_kernel, ASTSource, constants, options)
     shared = made.metadata.shared
     return {"blocks": vars(blocks), "shared": shared, "in_flight": list(in_flight(made.asm["ttgir"].splitlines()))}
+
+
+def compiled_latent(heads: int, queries: int, nodes: int, page_size: int) -> dict:
+    """Rows of 512 values and 64 rotated ones, as DeepSeek's models keep."""
+    blocks = choose_latent(HOPPER, heads * queries, queries, 2 * 576, torch.bfloat16)
+    wide = nodes == 1 and queries * heads >= 8 * blocks.m
+    constants = latent_constants(blocks, 576, 512, torch.bfloat16) | {"HEADS": heads, "PAGE_SIZE": page_size}
+    constants |= {"NODES": nodes, "WIDE": wide, "DEPENDENT": True}
+    options = {"num_warps": constants.pop("num_warps")}
+    made = compile_for_hopper(
+        _latent_attention_kernel, ASTSource, constants, options, dict.fromkeys(("row_ptr", "new_ptr"), "*bf16")
+    )
+    return {
+        "blocks": vars(blocks),
+        "shared": made.metadata.shared,
+        "held": blocks.held(HOPPER, 2 * 576),
+        "in_flight": list(in_flight(made.asm["ttgir"].splitlines())),
+    }
 
 
 def compiled_hopper(
@@ -147,4 +168,10 @@ if __name__ == "__main__":
         (two, 2, 16, 4096),
         (two, 2, 64),
     ]
-    print(json.dumps({"plain": plain, "hopper": [compiled_hopper(*case) for case in hopper]}))
+    latent = [(16, 1, 1, 64), (16, 2, 2, 1), (16, 16, 2, 16), (128, 1, 2, 64), (128, 64, 2, 256), (128, 512, 1, 64)]
+    report = {
+        "plain": plain,
+        "hopper": [compiled_hopper(*case) for case in hopper],
+        "latent": [compiled_latent(*case) for case in latent],
+    }
+    print(json.dumps(report))

@@ -51,7 +51,7 @@ SMALL = [
     latent_case((0,)),
     latent_case((0, 17, 1, 3), queries=3, rows=3, page_size=1),
     latent_case((0, 17, 1, 300), queries=2, rows=6, page_size=3, first=1, heads=6),
-    latent_case((130, 256), queries=5, heads=16, dtype=torch.float16),
+    latent_case((130, 20), queries=5, heads=16, dtype=torch.float16),
     latent_case((140, 0), queries=2, rows=70, page_size=64, heads=16, size=144, v_size=128, dtype=torch.float16),
     latent_case((200, 40, 6), queries=3, rows=4, page_size=48, size=50, v_size=37),
     latent_case((1, 0), queries=2, rows=2, most=1),
@@ -116,7 +116,7 @@ def test_choices_fit_the_chip(shared_memory, dtype):
     on = Chip(shared_memory, 80, (9, 0) if shared_memory > 200 * 1024 else (8, 6))
     for packed, row in product((1, 16, 32, 64, 8192), (80, 576)):
         b = choose_latent(on, packed, 64, row * dtype.itemsize, dtype)
-        assert b.held(row * dtype.itemsize) <= shared_memory, (packed, row, b)
+        assert b.held(on, row * dtype.itemsize) * b.per_processor <= shared_memory, (packed, row, b)
         assert 128 % b.n == 0 and 64 % b.r == 0
 
 

@@ -1,4 +1,4 @@
-"""Attention over latent rows that are too wide for kernels/attention/tree_attention.py (MLA: 512 values and 64 rotated).
+"""Attention over latent rows (MLA) that are too wide for kernels/attention/tree_attention.py, as 512 + 64 values are.
 
 K is the whole row and V its first part.  A block of rows is read once and used as both.  The row is cut into two parts,
 because Triton's tiles have powers of two: the latent, which is V, and the rope part.  All heads share the one row, so a
@@ -9,7 +9,7 @@ of kernels/attention/tree_attention.py; so is the plain-torch reference.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -107,7 +107,8 @@ def _over_staged_latents(
     NODES: tl.constexpr, V_SIZE: tl.constexpr, ROPE_SIZE: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_ROPE: tl.constexpr, STAGES: tl.constexpr,
 ):
-    """Staged rows low .. high of `rows`.  Of a chain a query sees itself and the rows before it; else, its words' rows."""
+    """Staged rows low .. high of `rows`.  NODES 1: a chain, in which a query sees itself and the rows before it; 2: a
+    query sees the rows of its ancestor words."""
     for at in tl.range(low, high, BLOCK_R, num_stages=STAGES):
         node = at + tl.arange(0, BLOCK_R)
         real = node < rows
@@ -187,17 +188,22 @@ def _latent_attention_kernel(
 
 @dataclass(frozen=True)
 class LatentBlocks:
-    """Launch configuration.  m: packed queries; n: committed rows, r: staged rows of a step."""
+    """Launch configuration.  m: packed queries; n: committed rows, r: staged rows of a step; per_processor: blocks that
+    the persistent grid puts on one multiprocessor."""
 
     m: int
     n: int
     r: int
     warps: int
     stages: int
+    per_processor: int = 1
 
-    def held(self, row_bytes: int) -> int:
-        """Bytes of shared memory: the tile of queries, the rows of all stages, and the tile's weights."""
-        return (self.m + self.stages * self.n) * row_bytes + self.m * self.n * 2
+    def held(self, on: Chip, row_bytes: int) -> int:
+        """Bytes of shared memory: the tile of queries and the rows of the stages.  Hopper's product of 64 queries waits
+        for rows that are still read, so no stage is free; it has its weights in registers."""
+        if self.m >= 64 and on.capability >= (9, 0):
+            return (self.m + self.stages * self.n) * row_bytes
+        return self.m * (row_bytes + 2 * self.n) + max(self.stages - 1, 1) * self.n * row_bytes
 
 
 def choose_latent(on: Chip, packed: int, rows: int, row_bytes: int, dtype: torch.dtype) -> LatentBlocks:
@@ -209,14 +215,16 @@ def choose_latent(on: Chip, packed: int, rows: int, row_bytes: int, dtype: torch
         # No tensor cores: larger tiles spill registers.
         return LatentBlocks(16, 16, 16, 4, 1)
     m = 64 if packed > 32 else 32 if packed > 16 else 16
-    b = LatentBlocks(m, 64, 64, 8 if m == 64 else 4, 2)
-    while b.n > 16 and b.held(row_bytes) > on.shared_memory:
-        b = replace(b, n=b.n // 2)
-    if b.held(row_bytes) > on.shared_memory:
-        b = replace(b, stages=1)
-    while b.m > 16 and b.held(row_bytes) > on.shared_memory:
+    b = LatentBlocks(m, 32, 32, 8 if m == 64 else 4, 3)
+    if b.held(on, row_bytes) > on.shared_memory:
+        b = replace(b, n=16)
+    if b.held(on, row_bytes) > on.shared_memory:
+        b = replace(b, stages=2)
+    while b.m > 16 and b.held(on, row_bytes) > on.shared_memory:
         b = replace(b, m=b.m // 2)
-    return replace(b, r=min(b.n, max(16, power_of_two(rows))))
+    # Two tiles of 64 queries need more registers than a multiprocessor has.
+    fit = 1 if b.m == 64 else max(1, min(2, on.shared_memory // b.held(on, row_bytes)))
+    return replace(b, r=min(b.n, max(16, power_of_two(rows))), per_processor=fit)
 
 
 def latent_attention_triton(
@@ -241,18 +249,17 @@ def latent_attention_triton(
     if partials is None:
         # Without splits the kernel writes its results, and no partial ones: 128 heads would need 64 kB a query.
         partials = Partials.of(splits, queries, heads, v_size) if is_split else Partials(out, lse)
-    block_v, block_rope = (max(16, power_of_two(part)) for part in (v_size, size - v_size))
     # The pointers are not followed, and the strides are 0, if there are no staged rows or no words.
-    new, new_strides, ancestor_bits = q, (0, 0), None
+    new, (new_b, new_r), ancestor_bits = q, (0, 0), None
     if staged is not None:
-        new, new_strides, ancestor_bits = staged.k, staged.k.stride()[:2], staged.ancestor_bits
+        new, (new_b, new_r), ancestor_bits = staged.k, staged.k.stride()[:2], staged.ancestor_bits
     rows = 0 if staged is None else new.shape[1]
     nodes = NO_NODES if staged is None else CHAIN if ancestor_bits is None else WORDS
     if how is None:
-        row_bytes = (block_v + block_rope) * q.dtype.itemsize
-        how = choose_latent(chip(q), queries * heads, rows, row_bytes, q.dtype)
+        how = choose_latent(chip(q), queries * heads, rows, sum(_parts(size, v_size)) * q.dtype.itemsize, q.dtype)
     tiles = -(-queries * heads // how.m)
-    _latent_attention_kernel[(min(splits.items.shape[0] * tiles, chip(q).processors),)](
+    grid = min(splits.items.shape[0] * tiles, chip(q).processors * how.per_processor)
+    _latent_attention_kernel[(grid,)](
         q,
         committed.k,
         new,
@@ -271,28 +278,41 @@ def latent_attention_triton(
         committed.first,
         *q.stride()[:3],
         committed.k.stride(0),
-        *new_strides,
+        new_b,
+        new_r,
         committed.page_table.stride(0),
         *((0, 0) if ancestor_bits is None else ancestor_bits.stride()[:2]),
         HEADS=heads,
-        V_SIZE=v_size,
-        ROPE_SIZE=size - v_size,
         PAGE_SIZE=committed.page_size,
         NODES=nodes,
         WIDE=nodes == CHAIN and tiles >= 8,
-        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-        BLOCK_M=how.m,
-        BLOCK_N=how.n,
-        BLOCK_R=how.r,
-        BLOCK_V=block_v,
-        BLOCK_ROPE=block_rope,
-        STAGES=how.stages,
-        num_warps=how.warps,
+        **_constants(how, size, v_size, q.dtype),
         **early(chip(q)),
     )
     if is_split:
         merge_splits_triton(partials, splits, out, lse)
     return out, lse
+
+
+def _constants(blocks: LatentBlocks, size: int, v_size: int, dtype: torch.dtype) -> dict[str, Any]:
+    block_v, block_rope = _parts(size, v_size)
+    return {
+        "V_SIZE": v_size,
+        "ROPE_SIZE": size - v_size,
+        "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
+        "BLOCK_M": blocks.m,
+        "BLOCK_N": blocks.n,
+        "BLOCK_R": blocks.r,
+        "BLOCK_V": block_v,
+        "BLOCK_ROPE": block_rope,
+        "STAGES": blocks.stages,
+        "num_warps": blocks.warps,
+    }
+
+
+def _parts(size: int, v_size: int) -> tuple[int, int]:
+    """Values that a tile's row takes for the latent and for the rope part."""
+    return max(16, power_of_two(v_size)), max(16, power_of_two(size - v_size))
 
 
 def _check(q: Tensor, committed: Committed, staged: Staged | None, positions: Tensor, splits: KVSplits) -> None:
