@@ -71,7 +71,7 @@ def neutral() -> str:
     def row(name: str) -> list[str]:
         values = supported[name]
         distinct = [value for i, value in enumerate(values) if value not in values[:i]]  # 0 and 0.0 are one
-        anything = codes(f.architecture for f in FAMILIES.values() if name in f.reads)
+        anything = codes(f.architecture for f in FAMILIES.values() if name in f.honours)
         return [f"`{name}`", ", ".join(map(plain, distinct)), anything]
 
     supported = {**dict.fromkeys(QUANTISATION_FIELDS, tuple(FORMATS)), **NEUTRAL}

@@ -69,7 +69,7 @@ class Family:
     to, itself included.
     qk_norm: whether q and k are normed for each head.
     latent: whether layers have latent attention (MLA), whose sizes espalier/models/latent_config.py reads.
-    reads: fields of NEUTRAL that may have any value, because the family reads them or they do not change its output.
+    honours: fields of NEUTRAL that the family reads, or that do not change its output.  They may have any value.
     check: raises EspalierError for a completed config that the family cannot run yet.
     """
 
@@ -81,7 +81,7 @@ class Family:
     windows: Callable[[Raw], Windows]
     qk_norm: bool = False
     latent: bool = False
-    reads: tuple[str, ...] = ()
+    honours: tuple[str, ...] = ()
     check: Callable[[Raw, Path], None] = lambda full, path: None
 
 
@@ -177,11 +177,11 @@ def parse(
     rope_names = ("rope_theta", "rope_scaling", "rope_parameters")
     known = {*raw, *family.defaults, *NEUTRAL, *INERT, *QUANTISATION_FIELDS, *rope_names}
     full = {**family.defaults, **with_overrides(raw, overrides or {}, known)}
-    refuse_unsupported(full, path, family.reads)
-    family.check(full, path)
+    refuse_unsupported(full, path, family.honours)
     read = _Fields(full, path)
     heads, layers = read.count("num_attention_heads"), read.count("num_hidden_layers")
     hidden = read.count("hidden_size")
+    family.check(full, path)
     latent = read_latent(full, read.count, path) if family.latent else None
     kv_heads, head_size = (1, latent.head_size) if latent else _kv_heads(read, heads, hidden)
     rotated = latent.rope_size if latent else head_size
@@ -211,13 +211,13 @@ def parse(
     )
 
 
-def refuse_unsupported(full: Raw, path: Path, except_for: tuple[str, ...] = ()) -> None:
+def refuse_unsupported(full: Raw, path: Path, honoured: tuple[str, ...]) -> None:
     """Raises EspalierError naming a field that needs a computation which is not implemented.
 
-    except_for: fields that may have any value.
+    honoured: fields of NEUTRAL that the model's family supports.
     """
     for name, neutral in NEUTRAL.items():
-        if name not in except_for and name in full and full[name] not in neutral:
+        if name in full and name not in honoured and full[name] not in neutral:
             value = full[name]
             supported = " or ".join(repr(v) for v in neutral)
             raise EspalierError(f"{path}: {name} = {value!r} is not supported, only {supported}; use another model")

@@ -5,6 +5,15 @@ from pathlib import Path
 from espalier.errors import EspalierError
 from espalier.models.config import Family, Raw, full_attention
 
+EXPERT_FIELDS = (
+    "n_routed_experts",
+    "n_shared_experts",
+    "first_k_dense_replace",
+    "scoring_func",
+    "topk_method",
+    "routed_scaling_factor",
+)
+
 
 def refuse_experts(full: Raw, path: Path) -> None:
     """Raises EspalierError if a layer has routed experts."""
@@ -39,6 +48,6 @@ FAMILY = Family(
     out_bias=lambda full: bool(full["attention_bias"]),
     windows=full_attention,
     latent=True,
-    reads=("n_routed_experts",),
+    honours=EXPERT_FIELDS,
     check=refuse_experts,
 )

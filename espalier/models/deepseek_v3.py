@@ -1,7 +1,7 @@
 """DeepSeek-V3: the attention of DeepSeek-V2, its RoPE interleaved or in halves."""
 
 from espalier.models.config import Family, full_attention
-from espalier.models.deepseek_v2 import refuse_experts
+from espalier.models.deepseek_v2 import EXPERT_FIELDS, refuse_experts
 
 FAMILY = Family(
     architecture="DeepseekV3ForCausalLM",
@@ -25,6 +25,6 @@ FAMILY = Family(
     out_bias=lambda full: bool(full["attention_bias"]),
     windows=full_attention,
     latent=True,
-    reads=("n_routed_experts", "num_nextn_predict_layers"),
+    honours=(*EXPERT_FIELDS, "num_nextn_predict_layers"),
     check=refuse_experts,
 )

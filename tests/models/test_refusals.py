@@ -83,6 +83,7 @@ def test_configs(fields: dict[str, Any], says: list[str], target: Path) -> None:
     ("fields", "says"),
     [
         ({"first_k_dense_replace": 1}, ["n_routed_experts = [0-9]+ from layer 1 on", "mixture of experts", "dense"]),
+        ({"num_hidden_layers": None}, ["num_hidden_layers = None", "positive integer"]),
         ({"kv_lora_rank": None}, ["kv_lora_rank = None", "positive integer"]),
         ({"qk_rope_head_dim": 5}, ["qk_rope_head_dim = 5", "must be even"]),
     ],
