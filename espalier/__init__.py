@@ -1,4 +1,4 @@
-"""Espalier: an LLM inference engine whose normal way of decoding is lossless tree speculation."""
+"""Espalier: an LLM inference engine that decodes with lossless tree speculation."""
 
 import warnings
 from importlib.metadata import PackageNotFoundError, version
@@ -32,7 +32,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """LLM is imported when it is first asked for: it brings PyTorch, which `espalier --help` need not wait for."""
+    """Import LLM at its first use: it imports PyTorch, which is slow and not needed for `espalier --help`."""
     if name == "LLM":
         from espalier.llm import LLM
 

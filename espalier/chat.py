@@ -1,10 +1,10 @@
-"""From a conversation to a prompt: the chat template, and what of its text is a special token.
+"""Turns a conversation into a prompt with the chat template, and protects special tokens against injection.
 
-Special tokens are the template's to write.  Where a message spells one, it stays text: a user cannot end his turn and
-begin the assistant's.  Which is which is found by rendering twice, the second time with a mark after the first
-character of whatever in a message may become a special token; one with a mark in it is the message's.  If there are
-any, those of the template get names that no text holds, and the prompt is encoded by a copy of the tokenizer that knows
-them by these alone.
+Only the template may write special tokens.  The text of one inside a message stays text, so that a user cannot end a
+turn and forge the assistant's.  To tell them apart, the conversation is rendered twice.  The second rendering has a
+mark after the first character of everything in a message that could become part of a special token, so a special token
+with a mark inside comes from a message.  If there is one, the template's special tokens get random names, and a copy of
+the tokenizer that knows only these names encodes the prompt.
 """
 
 import inspect
@@ -19,19 +19,20 @@ from typing import Any, TypedDict
 
 from espalier.errors import EspalierError, one_line
 
-# Some models' tokens of turns are no special ones by their files, and look like all others.
+# Some tokenizers do not declare their turn tokens as special; their names match this pattern.
 CONTROL = re.compile(r"<[|｜].*[|｜]>")
 Messages = Sequence[Mapping[str, Any]]
 
 
 class ChatOptions(TypedDict, total=False):
-    """How a conversation becomes a prompt, beside its messages.
+    """The options that say how a conversation becomes a prompt.
 
-    chat_template_kwargs: variables of the chat template, such as Qwen3's enable_thinking; one that it does not read is
-    refused.  continue_final_message: the last message is left open, and goes on.  add_generation_prompt: end with where
-    the assistant begins to answer; None: unless the last message goes on.  tools: definitions, as the template takes
-    them; one that does not read them leaves them out.  add_special_tokens: also those that the tokenizer adds to plain
-    text, beside the template's.  allow_special_tokens_in_messages: where a message spells one, it becomes one.
+    chat_template_kwargs: variables of the chat template, such as Qwen3's enable_thinking; one that the template does
+    not read is refused.  continue_final_message: the output continues the last message.  add_generation_prompt: end
+    with the start of an assistant turn; None means: unless continue_final_message.  tools: definitions for the
+    template, ignored if it does not read tools.  add_special_tokens: add the tokens that the tokenizer adds to plain
+    text, beside the template's.  allow_special_tokens_in_messages: the text of a special token in a message becomes
+    that token.
     """
 
     chat_template_kwargs: Mapping[str, Any] | None
@@ -46,7 +47,7 @@ FLAGS = ("add_generation_prompt", "continue_final_message", "add_special_tokens"
 
 
 class ChatTemplate:
-    """The chat template of a Hugging Face tokenizer, which may have none."""
+    """The chat template of a Hugging Face tokenizer.  A tokenizer without one is allowed until `tokens` is called."""
 
     def __init__(self, hf: Any):
         self.hf = hf
@@ -56,73 +57,83 @@ class ChatTemplate:
         return SpecialTokens(self.hf)
 
     def reads(self, variable: str) -> bool:
-        """Whether a variable beside the messages changes anything."""
+        """Whether the template reads a variable."""
         return bool(getattr(self.hf, "chat_template", None)) and variable in _variables_of(self.hf.get_chat_template())
 
     def tokens(self, messages: Messages, options: ChatOptions, check: Callable[[str], None] | None = None) -> list[int]:
-        """Token ids of a conversation.  check: called with its text before that is tokenized.  Raises EspalierError."""
+        """Token ids of a conversation.  check: called with the rendered text before tokenization.
+
+        Raises EspalierError.
+        """
         if not getattr(self.hf, "chat_template", None):
-            raise EspalierError("this model has no chat template: use /v1/completions, or generate with a prompt")
+            raise EspalierError("this model has no chat template; use /v1/completions, or generate with a prompt")
         if any(message.get("tool_calls") for message in messages) and "tool_calls" not in self.hf.get_chat_template():
-            raise EspalierError("messages with tool_calls are not shown by this model's chat template; leave them out")
+            raise EspalierError("messages with tool_calls need a chat template that reads them; leave them out")
         variables = self._variables(options)
         tools, adds = options.get("tools"), bool(options.get("add_special_tokens"))
-        said = [dict(message) for message in messages]
-        text, mark = self._render(said, tools, variables), _unguessable()
+        plain = [dict(message) for message in messages]
+        text, mark = self._render(plain, tools, variables), _random_digits()
         if check is not None:
             check(text)
-        # A role is the template's own word, which some write tokens with.
-        marked = [self.special.marked(each, mark) | ({"role": each["role"]} if "role" in each else {}) for each in said]
+        # Roles are not marked: some templates build special tokens from them.
+        marked = [
+            self.special.marked(each, mark) | ({"role": each["role"]} if "role" in each else {}) for each in plain
+        ]
         marked_tools = self.special.marked(tools, mark)
-        if options.get("allow_special_tokens_in_messages") or (marked, marked_tools) == (said, tools):
+        if options.get("allow_special_tokens_in_messages") or (marked, marked_tools) == (plain, tools):
             return self._encode(text, adds)
-        prompt = self.special.apart(self._render(marked, marked_tools, variables), mark)
+        prompt = self.special.without_marks(self._render(marked, marked_tools, variables), mark)
         if prompt.names == self.special.names_in(text):
             return self._encode(text, adds)
         return self.special.encode(prompt, adds)
 
     def _variables(self, options: ChatOptions) -> dict[str, Any]:
-        """What apply_chat_template takes beside messages and tools.  Raises EspalierError."""
+        """The variables for apply_chat_template, beside messages and tools.  Raises EspalierError."""
         for name in FLAGS:
             if not isinstance(value := options.get(name), bool | None):
                 raise EspalierError(f"{name}={value!r} is not supported; use True or False")
-        goes_on, begins = bool(options.get("continue_final_message")), options.get("add_generation_prompt")
-        if goes_on and begins:
-            raise EspalierError("continue_final_message with add_generation_prompt has no meaning; set one of them")
-        own = options.get("chat_template_kwargs")
-        given = {} if own is None else own
+        continues, generates = bool(options.get("continue_final_message")), options.get("add_generation_prompt")
+        if continues and generates:
+            raise EspalierError("continue_final_message excludes add_generation_prompt; set only one of them")
+        kwargs = options.get("chat_template_kwargs")
+        kwargs = {} if kwargs is None else kwargs
         try:
-            self._check_template_kwargs(given)
+            self._check_template_kwargs(kwargs)
         except EspalierError:
             raise
-        except Exception as error:  # a template that cannot be parsed
+        except Exception as error:  # the template cannot be parsed
             raise _refused(error) from None
-        begins = not goes_on if begins is None else begins
-        return {**given, "add_generation_prompt": begins, "continue_final_message": goes_on}
+        generates = not continues if generates is None else generates
+        return {**kwargs, "add_generation_prompt": generates, "continue_final_message": continues}
 
     def _render(self, messages: Messages, tools: Any, variables: Mapping[str, Any]) -> str:
         try:
             return str(self.hf.apply_chat_template(messages, tools=tools or None, tokenize=False, **variables))
-        except Exception as error:  # a template raises whatever it likes
+        except Exception as error:  # a template may raise anything
             raise _refused(error) from None
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         return list(self.hf.encode(text, add_special_tokens=add_special_tokens))
 
-    def _check_template_kwargs(self, given: Mapping[str, Any]) -> None:
-        """Refuse names that transformers takes for itself, and those that would do nothing.  Raises EspalierError."""
-        if not isinstance(given, Mapping):
-            raise EspalierError(f"chat_template_kwargs={given!r} is not supported; use a dict from name to value")
-        if not given:
+    def _check_template_kwargs(self, kwargs: Mapping[str, Any]) -> None:
+        """Refuse parameters of transformers' function, and names that the template does not read.
+
+        Raises EspalierError.
+        """
+        if not isinstance(kwargs, Mapping):
+            raise EspalierError(f"chat_template_kwargs={kwargs!r} is not supported; use a dict from name to value")
+        if not kwargs:
             return
         parameters = inspect.signature(self.hf.apply_chat_template).parameters.values()
         taken = {each.name for each in parameters if each.kind is not each.VAR_KEYWORD} | {"messages", "conversations"}
         read = _variables_of(self.hf.get_chat_template())
-        for name in given:
+        for name in kwargs:
             if name in ChatOptions.__annotations__:
-                raise EspalierError(f"chat_template_kwargs entry={name!r} is a field of its own; set it beside them")
+                raise EspalierError(
+                    f"chat_template_kwargs entry={name!r} is not a template variable here; set the field {name} instead"
+                )
             if name in taken:
-                raise EspalierError(f"chat_template_kwargs entry={name!r} is for the engine to set; leave it out")
+                raise EspalierError(f"chat_template_kwargs entry={name!r} is set by the engine; leave it out")
             if name not in read:
                 raise EspalierError(
                     f"chat_template_kwargs entry={name!r} is not read by this model's chat template; leave it out"
@@ -133,33 +144,34 @@ def _refused(error: Exception) -> EspalierError:
     return EspalierError(f"the chat template refuses these messages: {one_line(error)}")
 
 
-class Prompt:
-    """A rendered conversation.  own: where the template wrote special tokens, as (start, end); names: which."""
+class RenderedPrompt:
+    """A rendered conversation.  spans: (start, end) of the special tokens that the template wrote; names: their
+    texts."""
 
-    def __init__(self, text: str, own: Sequence[tuple[int, int]]):
+    def __init__(self, text: str, spans: Sequence[tuple[int, int]]):
         self.text = text
-        self.own = own
-        self.names = [text[start:end] for start, end in own]
+        self.spans = spans
+        self.names = [text[start:end] for start, end in spans]
 
 
 class SpecialTokens:
-    """A tokenizer's special tokens, and others that look like them (CONTROL)."""
+    """A tokenizer's special tokens, and added tokens that look like turn tokens (CONTROL)."""
 
     def __init__(self, hf: Any):
         self.backend = getattr(hf, "backend_tokenizer", None)
         added = list(getattr(hf, "added_tokens_decoder", {}).values())
         self.names = {each.content for each in added if each.special or CONTROL.fullmatch(each.content)}
-        # Others are matched too: where one holds a special token, it is the longer that is a token.
+        # All added tokens are matched: if one contains a special token, the tokenizer takes the longer one.
         self._any = _one_of(each.content for each in added)
         self._first = _one_of(name[0] for name in self.names)
-        # Of the first character alone: the next may be the first of another.
+        # A lookahead for the second character: it may be the first of another match.
         self._first_two = re.compile(f"(?={_one_of(name[:2] for name in self.names).pattern}).", re.DOTALL)
         self._last = re.compile(rf"{self._first.pattern}(?=\s*\Z)")
         self._rest = _one_of(name[1:] for name in self.names if name[1:])
         self._joined = "\n".join(self.names)
 
     def marked(self, value: Any, mark: str) -> Any:
-        """A message, or what it holds, with marks in all that may become part of a special token."""
+        """A message, or a value in it, with marks in everything that may become part of a special token."""
         if isinstance(value, str):
             return self._marked(value, mark)
         if isinstance(value, Mapping):
@@ -169,9 +181,9 @@ class SpecialTokens:
         return value
 
     def _marked(self, text: str, mark: str) -> str:
-        """Whole ones, and pieces: templates join texts, and cut out what stands between."""
-        begins = self._first if self._first.search(text) and self._rest.search(text) else self._first_two
-        places = {found.start() + 1 for pattern in (begins, self._last) for found in pattern.finditer(text)}
+        """Mark whole special tokens and parts of them: a template may join texts, or remove a part of one."""
+        first_pattern = self._first if self._first.search(text) and self._rest.search(text) else self._first_two
+        places = {match.start() + 1 for pattern in (first_pattern, self._last) for match in pattern.finditer(text)}
         head = text.strip()
         if self._rest.match(head) or (len(head) > 1 and head in self._joined):
             places.add(text.index(head[0]))
@@ -179,28 +191,28 @@ class SpecialTokens:
         return mark.join(text[start:end] for start, end in pairwise(edges)) if places else text
 
     def names_in(self, text: str) -> list[str]:
-        return [found[0] for found in self._any.finditer(text) if found[0] in self.names]
+        return [match[0] for match in self._any.finditer(text) if match[0] in self.names]
 
-    def apart(self, rendered: str, mark: str) -> Prompt:
-        """The text without its marks, and which of its special tokens had none."""
+    def without_marks(self, rendered: str, mark: str) -> RenderedPrompt:
+        """The text without marks, and the spans of the special tokens that had no mark inside."""
         parts = rendered.split(mark)
         marks, text = list(accumulate(len(part) for part in parts[:-1])), "".join(parts)
-        found = [each.span() for each in self._any.finditer(text) if each[0] in self.names]
-        return Prompt(text, [(start, end) for start, end in found if not _any_between(marks, start, end)])
+        spans = [match.span() for match in self._any.finditer(text) if match[0] in self.names]
+        return RenderedPrompt(text, [(start, end) for start, end in spans if not _any_between(marks, start, end)])
 
-    def encode(self, prompt: Prompt, add_special_tokens: bool) -> list[int]:
-        """Token ids, of which only the prompt's own are special.  Raises EspalierError."""
+    def encode(self, prompt: RenderedPrompt, add_special_tokens: bool) -> list[int]:
+        """Token ids; only the template's special tokens become special.  Raises EspalierError."""
         if self.backend is None:
             raise EspalierError(
-                "the messages spell special tokens, which this model's tokenizer cannot keep as text; leave them out, "
-                "or allow special tokens in messages"
+                "the messages contain special tokens, which this model's tokenizer cannot keep as text; remove them, "
+                "or set allow_special_tokens_in_messages"
             )
-        renamed, at, parts = self._renamed, 0, []
-        for start, end in prompt.own:
-            parts += [prompt.text[at:start], renamed.names[prompt.text[start:end]]]
-            at = end
-        text = "".join([*parts, prompt.text[at:]])
-        # Unlike `encode`, this lets other threads run meanwhile.
+        renamed, done, parts = self._renamed, 0, []
+        for start, end in prompt.spans:
+            parts += [prompt.text[done:start], renamed.names[prompt.text[start:end]]]
+            done = end
+        text = "".join([*parts, prompt.text[done:]])
+        # Unlike `encode`, encode_batch releases the GIL.
         [encoded] = renamed.backend.encode_batch([text], add_special_tokens=add_special_tokens)
         return list(encoded.ids)
 
@@ -210,20 +222,20 @@ class SpecialTokens:
 
 
 class Renamed:
-    """A copy of a tokenizer (of the library tokenizers) in which special tokens have names that no text holds.
+    """A copy of a tokenizer (of the tokenizers library) in which the special tokens have random names.
 
-    names: of each, the new one.  Their ids, and how all else is tokenized, are the same.
+    names: new name by old name.  Token ids, and the tokenization of all other text, are unchanged.
     """
 
     def __init__(self, backend: Any, names: Sequence[str]):
-        secret = _unguessable()
-        self.names = {name: f"{secret}{at:06d}" for at, name in enumerate(names)}
-        whole = json.loads(backend.to_str())
-        for token in whole["added_tokens"]:
+        secret = _random_digits()
+        self.names = {name: f"{secret}{i:06d}" for i, name in enumerate(names)}
+        state = json.loads(backend.to_str())
+        for token in state["added_tokens"]:
             if token["content"] in self.names:
                 token |= {"content": self.names[token["content"]], "normalized": False}
-        self._rename_pieces(whole["model"])
-        self.backend = type(backend).from_str(json.dumps(whole))
+        self._rename_pieces(state["model"])
+        self.backend = type(backend).from_str(json.dumps(state))
         self.backend.no_truncation()
         self.backend.no_padding()
 
@@ -241,32 +253,32 @@ class Renamed:
 
 
 def _one_of(texts: Iterable[str]) -> re.Pattern[str]:
-    """The longest that matches; nothing where there are none."""
+    """A pattern that matches the longest of the texts, or nothing if there are none."""
     each = sorted(set(texts), key=lambda text: (-len(text), text))
     return re.compile("(?:" + "|".join(map(re.escape, each)) + ")" if each else "(?!)")
 
 
 def _any_between(places: Sequence[int], start: int, end: int) -> bool:
-    """places: in ascending order; start and end are not between."""
+    """Whether any place is strictly between start and end.  places: ascending."""
     return bisect_right(places, start) < bisect_left(places, end)
 
 
-def _unguessable() -> str:
-    """Digits: templates trim, split, quote and change the case of what a message says, and leave them as they are.
+def _random_digits() -> str:
+    """A random number as a mark.  Digits survive a template that trims, splits, quotes or changes the case of texts.
 
-    No other begins within it: it has a 1 first, a 2 last and none of these between.
+    Two marks cannot overlap: 1 is only the first digit and 2 only the last.
     """
     return "1" + "".join(secrets.choice("03456789") for _ in range(24)) + "2"
 
 
 @lru_cache(4)
 def _variables_of(template: str) -> set[str]:
-    """What a chat template reads and does not itself set."""
+    """The variables that a chat template reads and does not set."""
     from jinja2 import Environment, meta
     from jinja2.ext import Extension
 
     class Generation(Extension):
-        """A tag of transformers' own, around what the assistant says."""
+        """The {% generation %} tag of transformers, around assistant messages."""
 
         tags = frozenset({"generation"})  # type: ignore[assignment]
 

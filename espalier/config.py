@@ -1,7 +1,7 @@
-"""What a user may set.
+"""The engine's configuration.
 
-Every default is "auto": startup/resolve.py builds a ResolvedConfig from these, the device and the model.  Command-line
-flags are generated from the fields.
+A field that is "auto" is chosen at start: startup/resolve.py builds a ResolvedConfig from the configuration, the device
+and the model.  The command line's flags are generated from the fields.
 """
 
 import json
@@ -17,25 +17,25 @@ DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 
 def option(text: str, default: Any = "auto", **limits: Any) -> Any:
-    """A field with its help text; limits: low, high, choices."""
+    """A dataclass field with its help text.  limits: low, high, choices."""
     return field(default=default, metadata={"help": text, **limits})
 
 
 @refuses_unknown
 @dataclass(frozen=True)
 class SpeculationConfig:
-    """The tree.  SafeAILab's depth d and total_token t are steps d + 1 and num_draft_tokens t."""
+    """The draft tree.  From SafeAILab's EAGLE settings: steps is depth + 1, num_draft_tokens is total_token."""
 
-    algorithm: str = option("what drafts: the draft's format, 'ngram' (lookup in the text so far) or 'none'")
+    algorithm: str = option("the draft model's format, 'ngram' (lookup in the text so far) or 'none'")
     steps: int | Literal["auto"] = option("depth of the tree; 0 is plain decoding", low=0)
     topk: int | Literal["auto"] = option("branches kept at each level; 1 is a chain", low=1)
-    num_draft_tokens: int | Literal["auto"] = option("nodes verified a round, root included", low=1)
+    num_draft_tokens: int | Literal["auto"] = option("nodes verified per round, including the root", low=1)
     by_batch: Mapping[Any, Any] | str | PathLike[str] = field(
         default="auto",
         metadata={
-            "help": "trees by batch, none above the configured one: a file, as `bench round --choose` writes it, or "
-            'JSON like {"8": {"steps": 3, "topk": 2, "num_draft_tokens": 8}, "64": {"steps": 0}}, each from that many '
-            "requests on; by default plain decoding from where it was measured to be as fast"
+            "help": "smaller trees for larger batches: a file that `bench round --choose` wrote, or JSON like "
+            '{"8": {"steps": 3, "topk": 2, "num_draft_tokens": 8}, "64": {"steps": 0}}, where each tree applies from '
+            "that batch size on; by default plain decoding from the batch size at which it was measured to be as fast"
         },
     )
 
@@ -48,41 +48,46 @@ class SpeculationConfig:
 @refuses_unknown
 @dataclass(frozen=True)
 class EngineConfig:
-    """What LLM takes.  None and "auto" both leave a value open; speculation=None is plain decoding."""
+    """The settings of LLM.  None and "auto" both mean that a value is chosen; speculation=None is plain decoding."""
 
     model: str | PathLike[str] = field(
         default="auto",
-        metadata={
-            "help": "a directory, a Hugging Face id, or 'bundled'; by default the draft's own target, or 'bundled'"
-        },
+        metadata={"help": "a directory, a Hugging Face id, or 'bundled'; by default the draft's target, or 'bundled'"},
     )
     draft: str | PathLike[str] | None = field(
-        default=None, metadata={"help": "the draft's directory or Hugging Face id; 'bundled' has its own"}
+        default=None, metadata={"help": "the draft's directory or Hugging Face id; 'bundled' includes a draft"}
     )
-    speculation: SpeculationConfig | Literal["auto"] | None = field(default="auto", metadata={"help": "the tree"})
+    speculation: SpeculationConfig | Literal["auto"] | None = field(default="auto", metadata={"help": "the draft tree"})
     device: str = option("cpu, cuda or cuda:N")
-    dtype: str = option("of weights and cache", choices=DTYPES)
+    dtype: str = option("dtype of weights and KV cache", choices=DTYPES)
     threads: int | Literal["auto"] = option(
-        "CPU threads that PyTorch computes with, in the whole process; by default what OMP_NUM_THREADS says, else "
-        "by the model's size: 1 for a small one, the cores for a large one",
+        "CPU threads of PyTorch, for the whole process; by default OMP_NUM_THREADS if it is set, else from the model's "
+        "size: 1 for a small model, all physical cores for a large one",
         low=1,
     )
     attention: str = option("attention backend")
     draft_attention: str = option("attention backend of the draft's layers; by default the target's")
-    page_size: int | Literal["auto"] = option("tokens a page of the cache", low=1, high=512)
+    page_size: int | Literal["auto"] = option("tokens per page of the KV cache", low=1, high=512)
     num_pages: int | Literal["auto"] | None = option(
-        "pages of the cache; by default a share of the memory that is free", low=2
+        "pages of the KV cache; by default as many as fit a share of the free memory", low=2
     )
-    max_batch: int | Literal["auto"] = option("requests that run at once", low=1)
+    max_batch: int | Literal["auto"] = option("requests that run at the same time", low=1)
     max_context: int | Literal["auto"] = option("tokens of one request, prompt and output", low=2)
     chunk_size: int | Literal["auto"] = option("tokens of one prefill pass", low=16)
-    prefix_cache: bool | Literal["auto"] = option("share the pages of equal prompt beginnings")
-    overlap: bool | Literal["auto"] = option("launch a round before the one before it is read")
+    busy_chunk_size: int | Literal["auto"] = option(
+        "tokens of one prefill pass while other requests decode, which wait for it; by default 768 on a GPU", low=16
+    )
+    prefix_cache: bool | Literal["auto"] = option("share pages between requests with equal prompt prefixes")
+    overlap: bool | Literal["auto"] = option("launch a round before the previous one's result is read")
     graph_batch: int | Literal["auto"] = option("largest batch whose rounds run as CUDA graphs; 0 for none", low=0)
     model_overrides: Mapping[str, Any] = field(
         default_factory=dict, metadata={"help": "fields of the model's config.json to replace, as JSON"}
     )
-    seed: int = option("of requests that bring none", 0, low=0, high=2**63 - 1)
+    seed: int = option("seed of requests that have none", 0, low=0, high=2**63 - 1)
+    plant_fault: str | None = field(
+        default=None,
+        metadata={"help": "testing only: make this process generate wrong output by intent", "hidden": True},
+    )
 
     def __post_init__(self) -> None:
         check(self)
@@ -91,10 +96,10 @@ class EngineConfig:
 
 @dataclass(frozen=True)
 class ResolvedConfig:
-    """An EngineConfig with nothing left open: what the engine runs on.
+    """An EngineConfig in which every value is chosen.  The engine runs on this.
 
-    num_pages includes the dummy page; reentry: rows that a prefix hit computes again for the draft; by_batch: the
-    fields of the trees that rounds of so many requests or more have.
+    num_pages: includes the dummy page; reentry: rows that are computed again for the draft after a prefix hit;
+    by_batch: the tree's fields by the smallest batch to which that tree applies.
     """
 
     model: str
@@ -114,6 +119,7 @@ class ResolvedConfig:
     max_batch: int
     max_context: int
     chunk_size: int
+    busy_chunk_size: int
     reentry: int
     prefix_cache: bool
     overlap: bool
@@ -122,18 +128,18 @@ class ResolvedConfig:
     seed: int
 
     def block(self) -> str:
-        """All of it, a line a field."""
+        """All fields as text, one per line."""
         width = max(len(f.name) for f in fields(self))
         return "\n".join(f"  {f.name:<{width}}  {_plain(getattr(self, f.name))}" for f in fields(self))
 
 
 def is_open(value: Any) -> bool:
-    """Whether a value is left to be resolved."""
+    """Whether a value is still to be chosen."""
     return value is None or (isinstance(value, str) and value == "auto")
 
 
 def check(config: Any) -> None:
-    """Hold every field against its type and its metadata's limits.  Raises EspalierError: field, value and range."""
+    """Check every field's type and limits.  Raises EspalierError with field, value and supported values."""
     for f in fields(config):
         value = getattr(config, f.name)
         if not (_fits_type(value, f.type) and _within(value, f.metadata)):
@@ -141,7 +147,7 @@ def check(config: Any) -> None:
 
 
 def supported(f: Field) -> str:
-    """What a field takes, in words."""
+    """The supported values of a field, in words."""
     kinds = _kinds(f.type)
     words = list(f.metadata.get("choices", ()))
     low, high = f.metadata.get("low"), f.metadata.get("high")
@@ -163,7 +169,7 @@ def supported(f: Field) -> str:
 
 
 def _kinds(annotation: Any) -> set[Any]:
-    """The classes and literal values that an annotation's union holds."""
+    """The classes and literal values of an annotation."""
     if get_origin(annotation) in (Union, types.UnionType):
         return set().union(*(_kinds(part) for part in get_args(annotation)))
     if get_origin(annotation) is Literal:

@@ -1,4 +1,4 @@
-"""Cores of this machine that this process may use."""
+"""The CPU cores that this process may use."""
 
 import os
 from pathlib import Path
@@ -8,12 +8,12 @@ QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
 def available_cores() -> int:
-    """Logical cores within the process's affinity."""
+    """Number of logical cores in the process's affinity mask."""
     return len(_affinity())
 
 
 def physical_cores() -> int:
-    """Cores that share no arithmetic unit, within the affinity and the control group's quota; 1 or more."""
+    """Number of physical cores, limited by the affinity mask and the cgroup's quota; at least 1."""
     return max(1, min(len({_siblings(core) for core in _affinity()}), _quota()))
 
 
@@ -24,7 +24,7 @@ def _affinity() -> set[int]:
 
 
 def _siblings(core: int) -> str:
-    """The logical cores of one physical core; alone where the system does not tell."""
+    """The logical cores of a core's physical core, as text; only itself if the system does not report them."""
     try:
         return (CPUS / f"cpu{core}/topology/thread_siblings_list").read_text().strip()
     except OSError:
@@ -32,7 +32,7 @@ def _siblings(core: int) -> str:
 
 
 def _quota() -> int:
-    """Whole cores' time that the control group may take; the machine's where nothing limits it."""
+    """The cgroup's CPU quota in whole cores; the machine's cores if there is no quota."""
     try:
         allowed, period = map(int, QUOTA.read_text().split())
     except (OSError, ValueError):

@@ -1,12 +1,12 @@
-"""What vLLM, SGLang and transformers call a setting, and what it is called here.
+"""The names of settings in vLLM, SGLang, transformers and others, with Espalier's name for each.
 
-One table, for keywords in Python and for flags on the command line, where a flag is the name with dashes.
+The tables serve keywords in Python and flags on the command line, where a flag is the name with dashes.
 """
 
 from collections.abc import Collection
 from types import MappingProxyType
 
-# A setting here, "=" the value that is meant where their name says so, and their names for it.
+# Espalier's setting (with "=value" if the other name implies a value): the other engines' names for it.
 TABLE = MappingProxyType(
     {
         "EngineConfig.model": "model_path model_name model_name_or_path pretrained_model_name_or_path",
@@ -43,24 +43,24 @@ TABLE = MappingProxyType(
         "serve.api_key": "admin_api_key",
     }
 )
-# Why there is no such setting, and their names for it.
+# The reason why Espalier has no such setting: the other engines' names for it.
 NONE = MappingProxyType(
     {
-        "pages take the memory that the models leave, and num_pages sets how many": "gpu_memory_utilization "
+        "the KV cache takes a share of the free memory, or as many pages as num_pages says": "gpu_memory_utilization "
         "mem_fraction_static kv_cache_memory_bytes",
         "one engine runs on one GPU": "tensor_parallel_size tp_size tp pipeline_parallel_size pp_size pp "
         "data_parallel_size dp_size dp expert_parallel_size ep_size enable_expert_parallel nnodes node_rank",
-        "weights and cache are not quantised": "quantization kv_cache_dtype load_in_8bit load_in_4bit",
+        "quantized weights and KV cache are not supported": "quantization kv_cache_dtype load_in_8bit load_in_4bit",
         "adapters are not supported": "enable_lora lora_modules lora_paths max_loras",
-        "code of a checkpoint is never run": "trust_remote_code",
-        "tools need output that follows a grammar, which is not supported yet": "enable_auto_tool_choice "
+        "Espalier never runs a checkpoint's code": "trust_remote_code",
+        "tool calls need grammar-constrained output, which is not supported yet": "enable_auto_tool_choice "
         "tool_call_parser grammar_backend guided_decoding_backend",
-        "an answer is not split into reasoning and text": "reasoning_parser enable_reasoning",
-        "the tokenizer is the model's own": "tokenizer tokenizer_path tokenizer_mode skip_tokenizer_init",
-        "pages are not swapped to the CPU": "swap_space cpu_offload_gb",
-        "the server speaks plain HTTP; put a proxy before it": "ssl_keyfile ssl_certfile",
-        "outputs are not ranked; use n and choose among them": "best_of use_beam_search num_beams beam_width",
-        "0 is greedy, in temperature": "do_sample",
+        "reasoning is not separated from the answer": "reasoning_parser enable_reasoning",
+        "Espalier uses the model's tokenizer": "tokenizer tokenizer_path tokenizer_mode skip_tokenizer_init",
+        "the KV cache is not swapped to the CPU": "swap_space cpu_offload_gb",
+        "the server has no TLS, put a reverse proxy in front of it": "ssl_keyfile ssl_certfile",
+        "Espalier does not rank outputs, use n and choose one": "best_of use_beam_search num_beams beam_width",
+        "temperature=0 is greedy decoding, any other value samples": "do_sample",
     }
 )
 _OURS = MappingProxyType({name: ours for ours, names in TABLE.items() for name in names.split()})
@@ -68,34 +68,34 @@ _REASONS = MappingProxyType({name: why for why, names in NONE.items() for name i
 
 
 def counterpart(name: str) -> str | None:
-    """Owner.name or Owner.name=value of what is called `name` elsewhere, None where nothing is."""
+    """Espalier's setting for another engine's `name`, as Owner.name or Owner.name=value; None if there is none."""
     return _OURS.get(name)
 
 
 def keyword(name: str, known: Collection[str]) -> str | None:
-    """How to write a keyword that another engine calls `name`, or why there is none; None for what is unknown."""
+    """The advice for an unknown keyword: Espalier's name for it, or why it has none; None for an unknown name."""
     if name in _REASONS:
         return f"{_REASONS[name]}; leave it out"
-    # Or it is a name of ours, and belongs elsewhere.
+    # Or the name is Espalier's, but of another class.
     ours = _OURS.get(name) or next((each for each in TABLE if each.partition(".")[2] == name), None)
     if ours is None or ours.startswith("serve."):
         return None
     owner, _, setting = ours.partition(".")
     if setting.partition("=")[0] in known:
-        return f"here it is {setting}"
-    return f"here it is {owner}({setting if '=' in setting else f'{setting}=...'})"
+        return f"use {setting}"
+    return f"use {owner}({setting if '=' in setting else f'{setting}=...'})"
 
 
 def flag(name: str, flags: Collection[str]) -> str | None:
-    """The same for a flag's name without dashes, among a command's `flags`."""
+    """The advice for an unknown flag, among a command's `flags`.  name: with underscores, without leading dashes."""
     if name in _REASONS:
         return f"{_REASONS[name]}; leave it out"
     ours, _, value = _OURS.get(name, "").partition(".")[2].partition("=")
     if name == "speculative_config":
-        return "here it is --draft, --steps, --topk and --num-draft-tokens"
+        return "use --draft, --steps, --topk and --num-draft-tokens"
     written = "--" + ours.replace("_", "-")
     if not ours or written not in flags:
         return None
     if value == "False":
-        return f"here it is --no-{written[2:]}"
-    return f"here it is {written} {value}".rstrip()
+        return f"use --no-{written[2:]}"
+    return f"use {written} {value}".rstrip()

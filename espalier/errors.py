@@ -1,5 +1,7 @@
-"""The one exception that users see for what they asked, one line with the value, what is supported and the remedy; and
-the checks that raise it wherever a name or a number is given."""
+"""EspalierError, the exception for bad input, and the checks that raise it.
+
+Its message is one line with the value, the supported values and what to do.
+"""
 
 import difflib
 import math
@@ -15,35 +17,37 @@ MAX_SHOWN = 160
 
 
 class EspalierError(ValueError):
-    """Bad input or an unsupported combination, refused by name before anything is lost."""
+    """Bad input or an unsupported combination.  It is raised before any work is lost."""
 
 
 def shown(value: Any) -> str:
-    """A value in one line, its middle left out where it is long."""
+    """A value's repr in one line; a long one is shortened in the middle."""
     text = " ".join(line.strip() for line in repr(value).splitlines())
     return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN // 2]} ... {text[-MAX_SHOWN // 2 :]}"
 
 
 class ContextOverflow(EspalierError):
-    """A prompt that leaves no room for an answer."""
+    """A prompt that leaves no token of max_context for the output."""
 
 
 def prompt_too_long(size: str, max_context: int) -> ContextOverflow:
-    """The error for a prompt of that size.  langchain and litellm know it by its words."""
+    """The error for a prompt of `size`.  langchain and litellm recognize it by "maximum context length is"."""
     return ContextOverflow(
-        f"the prompt is too long: a prompt of {size} is not supported at max_context={max_context}; this model's "
-        f"maximum context length is {max_context} tokens, prompt and output: shorten it to {max_context - 1} tokens "
-        "or raise max_context"
+        f"the prompt is too long: it has {size}; this model's maximum context length is {max_context} tokens for "
+        f"prompt and output; shorten the prompt to {max_context - 1} tokens, or raise max_context"
     )
 
 
 def one_line(error: Exception) -> str:
-    """What another library says, short enough for a line."""
+    """Another library's error in one line of at most 200 characters."""
     return " ".join(str(error).split())[:200] or type(error).__name__
 
 
 def unknown_name(what: str, name: str, known: Collection[str]) -> EspalierError:
-    """The error for a name that is not among `known`: what another engine means by it, else the nearest, else all."""
+    """The error for a name that is not in `known`.
+
+    It gives Espalier's name for another engine's setting, else the most similar name, else all names.
+    """
     near = difflib.get_close_matches(name, known, n=1)
     nearest = f"did you mean {near[0]!r}?" if near else f"use one of {', '.join(known)}"
     return EspalierError(f"{what} has no {name!r}; {counterparts.keyword(name, known) or nearest}")
@@ -52,7 +56,10 @@ def unknown_name(what: str, name: str, known: Collection[str]) -> EspalierError:
 def require_number(
     name: str, value: Any, inside: Callable[[Any], bool], supported: str, *, optional: bool = False
 ) -> None:
-    """Refuse what is no finite number, or not inside; None is one where it is optional.  Raises EspalierError."""
+    """Refuse a value that is not a finite number with inside(value); None is allowed if `optional`.
+
+    supported: the end of the message.  Raises EspalierError.
+    """
     if optional and value is None:
         return
     number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
@@ -63,7 +70,10 @@ def require_number(
 def require_int(
     name: str, value: Any, low: int, high: int | None = None, *, optional: bool = False, remedy: str = ""
 ) -> None:
-    """Refuse what is no whole number of low to high; None is one where it is optional.  Raises EspalierError."""
+    """Refuse a value that is not a whole number from low to high; None is allowed if `optional`.
+
+    remedy: added to the message.  Raises EspalierError.
+    """
     if optional and value is None:
         return
     whole = isinstance(value, int) and not isinstance(value, bool)
@@ -73,7 +83,7 @@ def require_int(
 
 
 def refuses_unknown(cls: type[T]) -> type[T]:
-    """Decorate a dataclass: a keyword that is no field is an EspalierError with its nearest neighbour."""
+    """Class decorator for dataclasses: an unknown keyword raises EspalierError with the most similar field."""
     init: Any = cls.__init__
     known = [f.name for f in fields(cls) if f.init]  # type: ignore[arg-type]
 
@@ -84,5 +94,5 @@ def refuses_unknown(cls: type[T]) -> type[T]:
                 raise unknown_name(cls.__name__, name, known)
         init(self, *args, **kwargs)
 
-    setattr(cls, "__init__", checked)  # noqa: B010  (assigned plainly, type checkers would lose the signature)
+    setattr(cls, "__init__", checked)  # noqa: B010  (with a plain assignment type checkers lose the signature)
     return cls

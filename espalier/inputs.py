@@ -1,6 +1,6 @@
-"""From what a user writes to what the engine takes: texts and conversations to tokens, parameters to resolved ones.
+"""Turns user input into engine input: texts and conversations into tokens, SamplingParams into ResolvedParams.
 
-LLM and the server's front both go through here, so that a prompt means the same offline and over HTTP.
+LLM and the server's front share this module, so that a prompt gives the same tokens offline and over HTTP.
 """
 
 import copy
@@ -20,9 +20,10 @@ Messages = Sequence[Mapping[str, str]]
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What of a model and its engine a request is checked against.  Plain values: they cross a process.
+    """The properties of a model and engine that requests are checked against.  Plain values, sent between processes.
 
-    model: its directory; max_context: tokens of one request; generation_config: the model's own file, {} without one.
+    model: its directory; max_context: tokens of one request, prompt and output; generation_config: the content of the
+    model's generation_config.json, {} without one.
     """
 
     model: str
@@ -33,9 +34,9 @@ class ModelFacts:
 
 
 class InputProcessor:
-    """tokenizer: None where the model has none; prompts are then token ids.
+    """tokenizer: None if the model has none, then prompts must be token ids.
 
-    allow_special_tokens_in_messages: where chat is not told.
+    allow_special_tokens_in_messages: the default for chat.
     """
 
     def __init__(self, facts: ModelFacts, tokenizer: Tokenizer | None, allow_special_tokens_in_messages: bool = False):
@@ -45,15 +46,16 @@ class InputProcessor:
         self.bound = TextBound(None if tokenizer is None else tokenizer.backend)
 
     def for_another_thread(self) -> "InputProcessor":
-        """The same with a tokenizer of its own: one is used by one thread at a time."""
+        """A copy with its own tokenizer, since only one thread at a time may use a tokenizer."""
         other = copy.copy(self)
         other.tokenizer = copy.deepcopy(self.tokenizer)
         return other
 
     def tokens(self, prompt: Prompt, add_special_tokens: bool = True, keep_last: int | None = None) -> list[int]:
-        """Token ids of a prompt, which the model can start from.
+        """The prompt's token ids, checked against the vocabulary and max_context.
 
-        add_special_tokens: to a text.  keep_last: so many of them.  Raises EspalierError.
+        add_special_tokens: the tokenizer adds its special tokens to a text, such as BOS; keep_last: keep only this
+        number of tokens, from the prompt's end.  Raises EspalierError.
         """
         if isinstance(prompt, str):
             check_text(prompt)
@@ -68,14 +70,14 @@ class InputProcessor:
         return tokens
 
     def require_fit(self, text: str) -> None:
-        """Refuse a text that surely has more tokens than a prompt may.  Raises EspalierError."""
+        """Refuse a text that certainly has more tokens than fit max_context.  Raises EspalierError."""
         if self.bound.exceeds(text, self.facts.max_context - 1):
             raise prompt_too_long(f"{len(text)} characters", self.facts.max_context)
 
     def chat(
         self, messages: Messages, check: Callable[[str], None] | None = None, **options: Unpack[ChatOptions]
     ) -> list[int]:
-        """Token ids of a conversation (chat.ChatOptions).  check: called with its text before that is tokenized.
+        """Token ids of a conversation (chat.ChatOptions).  check: called with the rendered text before tokenization.
 
         Raises EspalierError.
         """
@@ -92,31 +94,31 @@ class InputProcessor:
         return self.text_of("chat").chat(messages, check=check, **options)
 
     def resolve(self, params: SamplingParams) -> ResolvedParams:
-        """Parameters with nothing left open, each within what is supported.  Raises EspalierError."""
+        """The parameters with defaults filled in and values checked.  Raises EspalierError."""
         resolved = params.resolve(self.facts.generation_config, self.facts.eos_token_ids)
         resolved.validate(self.facts.vocab_size, self.tokenizer is not None)
         return resolved
 
     def text_of(self, what: str) -> Tokenizer:
-        """The tokenizer.  Raises EspalierError, naming what needs it."""
+        """The tokenizer.  what: names its user in the EspalierError that is raised if there is none."""
         if self.tokenizer is None:
             raise EspalierError(f"{what} needs a tokenizer and {self.facts.model} has none; give token ids")
         return self.tokenizer
 
 
 def check_text(text: str) -> None:
-    """Refuse half a surrogate pair, which no tokenizer takes.  Raises EspalierError."""
+    """Refuse a lone surrogate, which no tokenizer accepts.  Raises EspalierError."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise EspalierError(
-            f"the prompt holds half a surrogate pair ({text[error.start]!r} at character {error.start}), which is no "
-            "text; decode its bytes with errors='replace'"
+            f"the prompt contains a lone surrogate ({text[error.start]!r} at character {error.start}), which is not "
+            "valid text; decode its bytes with errors='replace'"
         ) from None
 
 
 def text_sink(tokenizer: Tokenizer | None, prompt: Sequence[int], params: ResolvedParams) -> TextStream | None:
-    """Where a request's tokens become text, in whichever process; None without a tokenizer."""
+    """The stream that turns a request's tokens into text; None without a tokenizer."""
     if tokenizer is None:
         return None
     keep, skip = params.include_stop_str_in_output, params.skip_special_tokens

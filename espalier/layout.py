@@ -1,10 +1,10 @@
-"""Every size of a round, derived once from the configuration.
+"""The sizes of rounds and prefill passes, derived from the configuration.
 
-Nothing else in the house multiplies two of these numbers: buffers are allocated from a RoundLayout and launchers check
-their arguments against it, on the host, without touching the device.
+Derived sizes are computed only here.  Buffers are allocated from a RoundLayout, and launchers check their arguments
+against it on the host, without reading from the device.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields, replace
 from typing import TypeVar
 
@@ -15,28 +15,23 @@ from espalier.errors import EspalierError
 ANCESTOR_BITS = 64
 MAX_PAGE_SIZE = 512
 MIN_CHUNK_WIDTH = 16
-# What a prefill pass costs beside its rows, in rows: a GPU could multiply some 150 while it reads the weights (its peak
-# over its bandwidth, in bfloat16), and a round may run before the next pass.  And the share of the best pass's tokens a
-# second that is as good.
-ROWS_OF_A_PASS = 256
-NEAR_BEST = 0.9
 ROUNDS_IN_FLIGHT = 2
-# Log-probabilities of a prompt: logits of the vocabulary that are there at once, in bytes of float32.  At 128k tokens
-# that is 256 rows, as many as take as long to multiply as the head's weight takes to read.
+# Prompt log-probabilities: the most bytes of float32 logits computed at a time.  With a vocabulary of 128k that is 256
+# rows, which take about as long to compute as the head's weight takes to read.
 LOGITS_BYTES = 2**27
-# The row of page buffers that takes what padding writes; it stays zero, so that a masked read of it is finite.
+# The row of the page buffers that padding uses.  It stays zero, so that a masked read of it is finite.
 DUMMY_ROW = 0
 
 Number = TypeVar("Number", int, Tensor)
 
 
 def max_draft_tokens(steps: int, topk: int) -> int:
-    """The most nodes a tree can have, root included: everything that `steps` levels of `topk` beams can propose."""
+    """The most nodes of a tree with `steps` levels of `topk` beams, root included."""
     return 1 + topk + (steps - 1) * topk**2 if steps else 1
 
 
-def _refuse(*checks: tuple[bool, str, int, str]) -> None:
-    """(whether it is wrong, the field, its value, what to use).  Raises EspalierError for the first that is."""
+def _check_sizes(*checks: tuple[bool, str, int, str]) -> None:
+    """Raise EspalierError for the first wrong check.  A check: (is wrong, field name, value, what to use)."""
     for wrong, name, value, supported in checks:
         if wrong:
             raise EspalierError(f"{name}={value} is not supported; use {supported}")
@@ -44,9 +39,10 @@ def _refuse(*checks: tuple[bool, str, int, str]) -> None:
 
 @dataclass(frozen=True)
 class TreeShape:
-    """A tree: its depth, the branches kept at each level, the nodes verified a round, root included.
+    """The shape of a tree.
 
-    Raises EspalierError for what no levels can propose.
+    steps: depth; topk: branches kept at each level; num_draft_tokens: nodes verified per round, root included.
+    Raises EspalierError if the levels cannot propose that many nodes.
     """
 
     steps: int
@@ -55,7 +51,7 @@ class TreeShape:
 
     def __post_init__(self) -> None:
         bound = max_draft_tokens(self.steps, self.topk)
-        _refuse(
+        _check_sizes(
             (self.steps < 0, "steps", self.steps, "0 (plain decoding) or more"),
             (self.topk < 1, "topk", self.topk, "1 (a chain) or more"),
             (
@@ -73,13 +69,13 @@ class TreeShape:
         return f"steps {self.steps}, topk {self.topk}, num_draft_tokens {self.num_draft_tokens}"
 
     def require(self, other: "TreeShape") -> None:
-        """Check that buffers laid out for this tree hold another.  Raises EspalierError."""
+        """Check that buffers sized for this tree can hold `other`.  Raises EspalierError."""
         for name in TREE_FIELDS:
-            asked, have = getattr(other, name), getattr(self, name)
-            if asked > have:
+            size, configured = getattr(other, name), getattr(self, name)
+            if size > configured:
                 raise EspalierError(
-                    f"{name}={asked} of a batch's own tree is above the configured {name}={have}, which buffers follow "
-                    f"from; lower it, or raise {name}"
+                    f"a batch's tree with {name}={size} is above the configured {name}={configured}, which sizes the "
+                    f"buffers; lower it, or raise {name}"
                 )
 
 
@@ -88,19 +84,22 @@ PLAIN = TreeShape(steps=0, topk=1, num_draft_tokens=1)
 
 
 def bucket_of(batch: int, buckets: Iterable[int]) -> int:
-    """What a round of so many requests is padded to, of ascending buckets; above the largest it is not padded."""
+    """The padded size of a round of `batch` requests: the first of the ascending buckets that holds it.
+
+    A batch above the largest bucket is not padded.
+    """
     return next((bucket for bucket in buckets if bucket >= batch), batch)
 
 
 def next_bucket(batch: int) -> int:
-    """The smallest power of two, or middle between two of them, that is at least `batch`."""
+    """The smallest number >= batch that is a power of two or halfway between two powers of two."""
     power = 1 << max(batch - 1, 0).bit_length()
     middle = power - power // 4
     return middle if power > 2 and middle >= batch else power
 
 
 def logit_rows(vocab_size: int) -> int:
-    """Rows of a prompt whose logits are made at once."""
+    """Rows of a prompt whose logits are computed at a time."""
     return max(1, LOGITS_BYTES // (4 * vocab_size))
 
 
@@ -108,12 +107,12 @@ def logit_rows(vocab_size: int) -> int:
 class RoundLayout:
     """Sizes of rounds and prefill passes.
 
-    max_batch: requests a round can hold; steps, topk, num_draft_tokens: the tree (0, 1, 1: plain decoding);
-    page_size: positions a page; max_context: prompt and output of one request, in tokens;
+    max_batch: requests per round; steps, topk, num_draft_tokens: the configured tree (0, 1, 1: plain decoding);
+    page_size: rows per page; max_context: prompt and output of one request, in tokens;
     reentry: rows of a prefix hit that are computed again, for the draft; chunk_size: rows of one prefill pass;
-    trees: (n, shape), ascending: rounds of n requests or more have this shape, up to the next; fewer than the first
-    have the configured tree.
-    Buffers follow from the configured tree, which is the largest.
+    trees: (n, shape), n ascending: rounds of n or more requests use this shape, up to the next n; smaller rounds use
+    the configured tree.  The configured tree is the largest, and sets the size of the buffers;
+    busy_chunk_size: rows of a prefill pass while running requests wait for it; None: chunk_size.
     """
 
     max_batch: int
@@ -125,58 +124,65 @@ class RoundLayout:
     reentry: int
     chunk_size: int
     trees: tuple[tuple[int, TreeShape], ...] = ()
+    busy_chunk_size: int | None = None
 
     def __post_init__(self) -> None:
         configured = self.tree
-        _refuse(
+        _check_sizes(
             (not 1 <= self.page_size <= MAX_PAGE_SIZE, "page_size", self.page_size, f"1 to {MAX_PAGE_SIZE}"),
             (self.max_batch < 1, "max_batch", self.max_batch, "1 or more"),
             (self.max_context < 2, "max_context", self.max_context, "2 or more: a prompt token and an answer"),
             (self.chunk_size < MIN_CHUNK_WIDTH, "chunk_size", self.chunk_size, f"{MIN_CHUNK_WIDTH} or more"),
+            (
+                not MIN_CHUNK_WIDTH <= (self.busy_chunk_size or self.chunk_size) <= self.chunk_size,
+                "busy_chunk_size",
+                self.busy_chunk_size or 0,
+                f"{MIN_CHUNK_WIDTH} to {self.chunk_size} (chunk_size)",
+            ),
         )
         for _, shape in self.trees:
             configured.require(shape)
         sizes = [batch for batch, _ in self.trees]
         if any(size <= before for before, size in zip([0, *sizes], sizes, strict=False)):
-            raise EspalierError(f"batches {sizes} do not have trees of their own; use 1 or more, ascending")
+            raise EspalierError(f"batch sizes {sizes} of `trees` are not supported; use 1 or more, ascending")
 
     @property
     def tree(self) -> TreeShape:
-        """The configured one."""
+        """The configured tree."""
         return TreeShape(self.steps, self.topk, self.num_draft_tokens)
 
     def with_tree(self, shape: TreeShape) -> "RoundLayout":
-        """The layout of rounds that have this shape, in buffers of this one.  Raises EspalierError where it is larger.
+        """The layout of rounds with this shape, in the buffers of this layout.  Raises EspalierError if it is larger.
 
-        Its tables and pages are those of this layout: only sizes of a launch are to be read of it.
+        Use it only for the sizes of a launch: page tables and pages follow from this layout.
         """
         self.tree.require(shape)
         return replace(self, **asdict(shape), trees=())
 
     def at(self, batch: int) -> "RoundLayout":
-        """The layout of a round that is launched for so many requests, padding included."""
+        """The layout of a round with `batch` requests, padding included."""
         shape = next((shape for least, shape in reversed(self.trees) if least <= batch), self.tree)
         return self if shape == self.tree else self.with_tree(shape)
 
     @property
     def fullest(self) -> tuple[tuple[int, "RoundLayout"], ...]:
-        """The largest batch that each tree can have, and the layout of its rounds."""
-        after = [least - 1 for least, _ in self.trees if least <= self.max_batch]
-        return tuple((batch, self.at(batch)) for batch in (*after, self.max_batch) if batch)
+        """For each tree, the largest batch that uses it and the layout of its rounds."""
+        largest = [least - 1 for least, _ in self.trees if least <= self.max_batch]
+        return tuple((batch, self.at(batch)) for batch in (*largest, self.max_batch) if batch)
 
     @property
     def num_slots(self) -> int:
-        """Rows of the slot table: one a running request, and slot 0, which pads batches."""
+        """Rows of the slot table: one per running request, and slot 0 for padding."""
         return self.max_batch + 1
 
     @property
     def pool(self) -> int:
-        """Candidates that one draft scores: topk at level 1, topk² at each later level."""
+        """Candidates that the draft scores for one tree: topk at level 1, topk² at each later level."""
         return max_draft_tokens(self.steps, self.topk) - 1
 
     @property
     def extend_width(self) -> int:
-        """Tokens that one round can decide, and rows of the draft's extend."""
+        """The most tokens that one round decides, and the rows of the draft's extend."""
         return self.steps + 1
 
     @property
@@ -185,72 +191,61 @@ class RoundLayout:
 
     @property
     def beam_rows(self) -> int:
-        """Draft rows staged while a tree grows: topk beams for every level but the last."""
+        """Draft rows staged while a tree grows: topk for every level except the last."""
         return self.beams_above(max(self.steps, 1))
 
     @property
     def beam_words(self) -> int:
-        """Ancestor words of a draft row."""
+        """Words of ancestor bits of a draft row."""
         return -(-self.beam_rows // ANCESTOR_BITS)
 
     def beams_above(self, level: int) -> int:
-        """Draft rows of the levels above `level`, the first being level 1."""
+        """Draft rows of the levels above `level`; the first level is 1."""
         return (level - 1) * self.topk
 
     @property
     def verify_rows(self) -> int:
-        """Nodes of the fullest batch of trees."""
+        """The most nodes verified in one round."""
         return max(batch * layout.num_draft_tokens for batch, layout in self.fullest)
 
     @property
     def target_rows(self) -> int:
-        """Rows of the target's staging: of the largest verify or prefill pass."""
+        """Staging rows of the target: for the largest verify or prefill pass."""
         return max(self.verify_rows, self.chunk_size)
 
     @property
     def draft_rows(self) -> int:
-        """Rows of the draft's staging: of the fullest batch's beams, or of its extend after a round or a prefill
-        pass."""
-        of_rounds = max(batch * max(layout.beam_rows, layout.extend_width) for batch, layout in self.fullest)
-        return max(of_rounds, self.chunk_size)
+        """Staging rows of the draft: for the beams of a round, or for its extend after a round or a prefill pass."""
+        round_rows = max(batch * max(layout.beam_rows, layout.extend_width) for batch, layout in self.fullest)
+        return max(round_rows, self.chunk_size)
 
     @property
     def chunk_widths(self) -> tuple[int, ...]:
-        """The uniform widths that a prefill pass may have: doublings up to chunk_size, and the middle between each."""
+        """Widths of prefill passes, in rows per request: powers of two times MIN_CHUNK_WIDTH, the values halfway
+        between them, and chunk_size."""
         doublings = [MIN_CHUNK_WIDTH << i for i in range(self.chunk_size.bit_length())]
         middles = [width + width // 2 for width in doublings[1:]]
         return (*sorted(width for width in doublings + middles if width < self.chunk_size), self.chunk_size)
 
-    def chunk_batch(self, width: int) -> int:
-        """Requests that one prefill pass of this width holds."""
-        return min(self.max_batch, self.chunk_size // width)
+    def max_pieces(self, width: int) -> int:
+        """Pieces of this width that one prefill pass holds."""
+        return self.chunk_size // width
 
-    def next_pass(self, left: Sequence[int]) -> tuple[int, int]:
-        """(requests, width) of the prefill pass to come; left: tokens that each request still has to enter, oldest
-        first.
-
-        Of those that bring nearly as many tokens a second as the best, the one that brings the oldest furthest: padding
-        costs as much as tokens do.
-        """
-        rates = {}
-        for width in self.chunk_widths:
-            taken = left[: self.chunk_batch(width)]
-            rates[width] = sum(min(tokens, width) for tokens in taken) / (ROWS_OF_A_PASS + len(taken) * width)
-        near = [width for width, rate in rates.items() if rate >= NEAR_BEST * max(rates.values())]
-        width = max(near, key=lambda width: (min(left[0], width), rates[width]))
-        return min(len(left), self.chunk_batch(width)), width
+    def max_pass_rows(self, decoding: bool) -> int:
+        """Rows of a prefill pass.  decoding: whether running requests wait for it."""
+        return self.busy_chunk_size or self.chunk_size if decoding else self.chunk_size
 
     def tokens_ahead(self, rounds: int) -> int:
-        """Rows that may come to exist from the last root the host has seen on, its own included.
+        """The most rows from the last root that the host has seen, that root included.
 
-        rounds: launched and not yet read, the one about to be launched included.
+        rounds: rounds in flight, including the one about to be launched.
         """
         return rounds * self.extend_width + 1
 
     def committed_at_most(self, num_known: int, unread: int) -> int:
-        """Rows of the target that a launch may find committed.
+        """The most target rows that can be committed before a launch.
 
-        num_known: index of the last root the host has seen; unread: rounds launched before this launch and not read.
+        num_known: index of the last root that the host has seen; unread: rounds in flight before this launch.
         """
         return num_known + unread * self.extend_width
 
@@ -258,7 +253,7 @@ class RoundLayout:
         return -(-tokens // self.page_size)
 
     def whole_pages(self, tokens: int) -> int:
-        """Pages that the first `tokens` rows fill to the end."""
+        """Pages that `tokens` rows fill completely."""
         return tokens // self.page_size
 
     def tokens_in(self, pages: int) -> int:
@@ -267,24 +262,24 @@ class RoundLayout:
     def reserve(self, num_known: int, rounds: int, end: int) -> int:
         """Pages that a request must hold before a launch.
 
-        num_known: index of the last root the host has seen; rounds: launched and unread, this one included;
-        end: the tokens after which the request is finished, past which a round decides one token at most.
+        num_known: index of the last root that the host has seen; rounds: rounds in flight, this one included;
+        end: number of tokens at which the request finishes; past it, a round decides at most one token.
         """
         return self.pages_for(min(num_known + self.tokens_ahead(rounds), end + rounds - 1))
 
     def max_accept_depth(self, end: Number, prefix_len: Number) -> Number:
-        """The deepest node that a round may accept: tokens left before `end`, past the root and the target's own pick.
+        """The deepest node that a round may accept: tokens left before `end`, minus the root and the target's token.
 
-        Below 0 where the request is finished.  Takes integers, or tensors of them.
+        Negative if the request is finished.  Takes integers or integer tensors.
         """
         return end - 2 - prefix_len
 
     def max_appended_pages(self, batch: int) -> int:
-        """Entries that the page tables of a batch can grow by from one round to the next."""
+        """The most entries that the page tables of a batch gain from one round to the next."""
         return batch * (1 + self.pages_for(self.tokens_ahead(ROUNDS_IN_FLIGHT)))
 
     def batch_buckets(self, largest: int) -> tuple[int, ...]:
-        """The batches that rounds are padded to, up to `largest`: powers of two and the middle between each."""
+        """Padded batch sizes of rounds, up to `largest` (see next_bucket)."""
         return tuple(sorted({min(next_bucket(batch), largest) for batch in range(1, largest + 1)}))
 
     @property
@@ -293,34 +288,34 @@ class RoundLayout:
 
     @property
     def table_width(self) -> int:
-        """Pages a request can ever hold: columns of the page table."""
+        """The most pages of a request: columns of the page table."""
         return self.pages_for(self.history_width)
 
     @property
     def position_rows(self) -> int:
-        """Positions that a node can have: rows of rotary tables.  A padded chunk reaches past the last token."""
+        """Number of positions: rows of the rotary tables.  The padding of a chunk reaches past the last token."""
         return self.history_width + max(self.steps, self.chunk_size)
 
     @property
     def least_pages(self) -> int:
-        """Pages of a pool that can hold one request to the context's end, the dummy included."""
+        """The smallest usable pool, in pages: one request of max_context, and the dummy page."""
         return 1 + self.table_width
 
     @property
     def most_pages(self) -> int:
-        """Pages of a pool that a full batch of full contexts can use, the dummy included."""
+        """The largest useful pool, in pages: a full batch of max_context requests, and the dummy page."""
         return 1 + self.max_batch * self.table_width
 
     def require_batch(self, batch: int) -> None:
-        """Check, on the host, that the buffers of a round hold a batch.  Raises EspalierError."""
+        """Check on the host that the buffers hold a round of this batch.  Raises EspalierError."""
         if batch > self.max_batch:
             raise EspalierError(
-                f"buffers hold the rounds of {self.max_batch} requests and this launch has {batch}; "
-                f"both follow from {self}: launch no more than max_batch requests, or raise it"
+                f"buffers hold rounds of {self.max_batch} requests and this launch has {batch}; "
+                f"both follow from {self}: launch at most max_batch requests, or raise max_batch"
             )
 
     def require_chunk(self, batch: int, width: int) -> None:
-        """Check, on the host, that a prefill pass is no larger than was laid out.  Raises EspalierError."""
+        """Check on the host that the buffers hold this prefill pass.  Raises EspalierError."""
         if batch * width > self.chunk_size:
             raise EspalierError(
                 f"a prefill pass holds {self.chunk_size} rows and this launch needs {batch} · {width}; "
@@ -328,15 +323,15 @@ class RoundLayout:
             )
 
     def require(self, name: str, tensor: Tensor, *shape: int) -> None:
-        """Check a buffer's shape on the host; -1 leaves a dimension free.
+        """Check a buffer's shape on the host; -1 accepts any size.
 
-        Raises EspalierError naming the buffer, what it needs, what it holds, and the sizes both follow from.
+        Raises EspalierError with the buffer's name, both shapes, and this layout.
         """
         fits = tensor.ndim == len(shape) and all(
             need in (-1, have) for need, have in zip(shape, tensor.shape, strict=True)
         )
         if not fits:
             raise EspalierError(
-                f"buffer {name} needs shape {list(shape)} and holds {list(tensor.shape)}; both follow from {self}: "
+                f"buffer {name} needs shape {list(shape)} and has {list(tensor.shape)}; both follow from {self}: "
                 "allocate and launch from the same layout"
             )

@@ -1,4 +1,4 @@
-"""LLM: the offline interface.  Prompts in, outputs in the same order out, or pieces as they come."""
+"""LLM: the offline interface.  It returns outputs in the order of the prompts, or streams output chunks."""
 
 import logging
 import os
@@ -24,7 +24,7 @@ from espalier.text import load_tokenizer
 
 ROUNDS_BEFORE_WARNING = 256
 LOWEST_ACCEPTANCE = 0.05
-# Fields of generation_config.json that change what transformers generates and that are not honoured: neutral values.
+# Fields of generation_config.json that transformers honours and Espalier does not, with the values that change nothing.
 NOT_HONOURED: Mapping[str, tuple[Any, ...]] = {
     "num_beams": (None, 1),
     "no_repeat_ngram_size": (None, 0),
@@ -53,9 +53,9 @@ log = logging.getLogger("espalier")
 
 
 class LLM:
-    """A model, ready to generate.
+    """A loaded model.
 
-    Arguments are the fields of EngineConfig, each "auto" by default.  Raises EspalierError for what is not supported.
+    Arguments are the fields of EngineConfig.  Raises EspalierError for bad or unsupported settings.
     """
 
     def __init__(self, model: str | Path = "auto", **settings: Any):
@@ -63,21 +63,20 @@ class LLM:
 
     @classmethod
     def of(cls, prepared: "Prepared") -> "LLM":
-        """The same, for who checks requests before weights are read (prepare)."""
+        """An LLM from prepare(...), for callers that check requests before the weights are loaded."""
         llm = cls.__new__(cls)
         llm._load(prepared)
         return llm
 
     def _load(self, prepared: "Prepared") -> None:
-        if os.environ.get("ESPALIER_FAULT"):
-            faults().plant_from_environment()
-        asked_pages = prepared.asked.num_pages if isinstance(prepared.asked.num_pages, int) else None
+        _plant_fault(prepared.config.plant_fault)
+        num_pages = prepared.config.num_pages if isinstance(prepared.config.num_pages, int) else None
         self.model_config = prepared.checkpoint.target
         self.inputs = prepared.inputs
         self.tokenizer = self.inputs.tokenizer
         self.generation_config = self.inputs.facts.generation_config
-        self.engine, self.config = build_engine(prepared.resolved, prepared.checkpoint, asked_pages)
-        # Where the pieces of a request go until whoever runs it reads them: one queue for each call.
+        self.engine, self.config = build_engine(prepared.resolved, prepared.checkpoint, num_pages)
+        # Unread chunks by request id; the requests of one call share a queue.
         self._unread: dict[str, deque[OutputChunk]] = {}
         self._num_requests = 0
         self._warned = False
@@ -89,10 +88,11 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         on_piece: Callable[[OutputChunk], None] | None = None,
     ) -> list[Output]:
-        """Complete every prompt; outputs in the order of prompts.
+        """Complete all prompts.  Returns outputs in the order of the prompts.
 
-        prompts: text or token ids, one or several.  params: for all, or one for each.  on_piece: called as pieces come.
-        Raises EspalierError, naming the prompt, before anything starts; what goes wrong later is in Output.error.
+        prompts: text or token ids, one or several; params: one for all prompts, or one for each; on_piece: called with
+        each chunk as it is generated.  Raises EspalierError, which names the prompt, before any prompt starts.  A later
+        error is in Output.error.
         """
         groups = self._requests(_as_list(prompts), params)
         requests = [request for group in groups for request in group]
@@ -104,9 +104,9 @@ class LLM:
         return [_with_choices([_output(r, "".join(texts[r.id])) for r in group]) for group in groups]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[OutputChunk]:
-        """Pieces of one prompt's output as rounds decide them; with n > 1, OutputChunk.index says whose.
+        """Yield the output of one prompt as it is generated.  With n > 1, OutputChunk.index is the sample's.
 
-        Raises EspalierError for a bad prompt, before the first piece.  Leaving the loop early aborts the request.
+        Raises EspalierError for a bad prompt before the first chunk.  Leaving the loop early aborts the request.
         """
         _require_prompt("the prompt", prompt)
         [group] = self._requests([prompt], params)
@@ -119,10 +119,11 @@ class LLM:
         on_piece: Callable[[OutputChunk], None] | None = None,
         **options: Unpack[ChatOptions],
     ) -> Output:
-        """The assistant's answer to a conversation of {"role", "content"} messages, by the model's chat template.
+        """Generate the assistant's answer to a conversation, with the model's chat template.
 
-        options: chat_template_kwargs, add_generation_prompt, continue_final_message, tools, add_special_tokens and
-        allow_special_tokens_in_messages (espalier/chat.py:ChatOptions).  Special tokens that a message spells are text.
+        messages: {"role", "content"} mappings; special tokens inside them stay text.  options: chat_template_kwargs,
+        add_generation_prompt, continue_final_message, tools, add_special_tokens and allow_special_tokens_in_messages
+        (espalier/chat.py:ChatOptions).
         """
         return self.generate([self.chat_prompt(messages, **options)], params, on_piece)[0]
 
@@ -131,7 +132,7 @@ class LLM:
         return self.inputs.chat(messages, **options)
 
     def close(self) -> None:
-        """Release what the engine holds.  Idempotent."""
+        """Free the engine's memory.  A second call does nothing."""
         if not self._closed:
             self._closed = True
             self.engine.close()
@@ -144,20 +145,20 @@ class LLM:
 
     def _require_open(self) -> None:
         if self._closed:
-            raise EspalierError("this LLM is closed; make another")
+            raise EspalierError("this LLM is closed; make a new one")
 
     # From prompts to requests
 
     def _requests(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
     ) -> list[list[Request]]:
-        """n requests for each prompt; all are checked before any is queued."""
+        """The n requests of each prompt, checked but not queued."""
         self._require_open()
         each = _one_each(params, len(prompts))
         groups = []
-        for i, (prompt, wanted) in enumerate(zip(prompts, each, strict=True)):
+        for i, (prompt, prompt_params) in enumerate(zip(prompts, each, strict=True)):
             with naming(i, len(prompts)):
-                groups.append(self.group(self.inputs.tokens(prompt), self.inputs.resolve(wanted)))
+                groups.append(self.group(self.inputs.tokens(prompt), self.inputs.resolve(prompt_params)))
         return groups
 
     def group(
@@ -168,10 +169,9 @@ class LLM:
         priority: int = 0,
         detokenize: bool = True,
     ) -> list[Request]:
-        """The n samples of one prompt, not queued yet; the others wait for the first to put it in the prefix cache.
+        """The n requests of one prompt, not queued.  Requests 1 to n - 1 wait until the first has cached the prompt.
 
-        name: what their ids begin with; by default their place in the order of prompts.  detokenize: whether pieces
-        carry text.
+        name: prefix of their ids, by default the prompt's number; detokenize: whether chunks have text.
         """
         number = self._num_requests
         self._num_requests += 1
@@ -182,7 +182,7 @@ class LLM:
             request = Request(
                 id=f"{number if name is None else name}.{i}",
                 prompt=prompt,
-                # They say of the prompt what the first one says.
+                # The first request reports the prompt's log-probabilities for all.
                 params=replace(params, prompt_logprobs=None) if i else params,
                 seed=sample_seed(seed, i),
                 arrival=number,
@@ -195,7 +195,7 @@ class LLM:
             group.append(request)
         return group
 
-    # From requests to pieces
+    # From requests to chunks
 
     def _add(self, requests: list[Request], unread: deque[OutputChunk]) -> None:
         prompts = requests[-1].arrival - requests[0].arrival + 1 if requests else 0
@@ -210,25 +210,25 @@ class LLM:
                 raise
 
     def _run(self, requests: list[Request]) -> Iterator[OutputChunk]:
-        """Queue all, then step until all are done; whoever leaves early aborts what is left."""
+        """Queue the requests and yield their chunks until all have ended.  Leaving early aborts the others."""
         unread: deque[OutputChunk] = deque()
         self._add(requests, unread)
         try:
-            # By pieces, not by requests: while whoever reads has a piece, others may step and bring the last one.
-            left = len(requests)
-            while left:
+            # Count last chunks, not request.done: another stream's step may end a request whose chunks are unread.
+            num_left = len(requests)
+            while num_left:
                 if not unread:
                     self._step()
                 while unread:
                     piece = unread.popleft()
-                    left -= piece.finish_reason is not None
+                    num_left -= piece.finish_reason is not None
                     yield piece
         finally:
             self._abort([request for request in requests if not request.done])
             self._forget(requests)
 
     def _step(self) -> None:
-        """One engine step, whole: an interrupt waits for its end, since a launch half read would be lost."""
+        """One engine step.  Ctrl-C takes effect after it: a result that is half read would be lost."""
         self._require_open()
         with _interrupt_deferred():
             for piece in self.step():
@@ -236,7 +236,7 @@ class LLM:
                     self._unread[piece.request_id].append(piece)
 
     def step(self) -> list[OutputChunk]:
-        """One engine step, for those who queue groups themselves."""
+        """One engine step, for callers that queue groups themselves."""
         pieces = self.engine.step()
         self._warn_of_low_acceptance()
         return pieces
@@ -257,12 +257,13 @@ class LLM:
             return
         self._warned = True
         remedy = (
-            "the draft may belong to another target or training: check it with `espalier bench round --acceptance`"
+            "the draft may be for another target: check it with `espalier bench round --acceptance`"
             if self.config.draft
-            else "this text does not repeat itself: give a trained draft"
+            else "this text has few repetitions: use a trained draft"
         )
         log.warning(
-            "accept length is %.2f after %d rounds with a draft (1.00 is plain decoding); %s, or set speculation=None",
+            "the accept length is %.2f after %d rounds with a draft (1.00 is plain decoding); %s, or set "
+            "speculation=None",
             totals.accept_length,
             totals.reached[0],
             remedy,
@@ -271,18 +272,18 @@ class LLM:
 
 @dataclass(frozen=True)
 class Prepared:
-    """What is known of an LLM before its weights are read.  inputs: holds requests against model and configuration."""
+    """The parts of an LLM that need no weights.  config: as the user gave it; inputs: checks requests."""
 
-    asked: EngineConfig
+    config: EngineConfig
     checkpoint: Checkpoint
     resolved: ResolvedConfig
     inputs: InputProcessor
 
 
-def prepare(asked: EngineConfig) -> Prepared:
-    """Raises EspalierError for what is not supported."""
-    checkpoint = find(asked)
-    resolved = resolve_config(asked, checkpoint)
+def prepare(config: EngineConfig) -> Prepared:
+    """Find the model's files and resolve the configuration, without loading weights.  Raises EspalierError."""
+    checkpoint = find(config)
+    resolved = resolve_config(config, checkpoint)
     path, target = checkpoint.target_path, checkpoint.target
     facts = ModelFacts(
         model=resolved.model,
@@ -291,25 +292,36 @@ def prepare(asked: EngineConfig) -> Prepared:
         eos_token_ids=_end_tokens(path, target),
         generation_config=_generation_config(path),
     )
-    return Prepared(asked, checkpoint, resolved, InputProcessor(facts, load_tokenizer(path, target.vocab_size)))
+    return Prepared(config, checkpoint, resolved, InputProcessor(facts, load_tokenizer(path, target.vocab_size)))
 
 
 def low_acceptance(totals: SpeculationStats) -> bool:
-    """Whether, after enough rounds to tell, next to nothing that is drafted is accepted."""
+    """Whether almost no draft token is accepted, after at least ROUNDS_BEFORE_WARNING rounds."""
     if not totals.reached or totals.reached[0] < ROUNDS_BEFORE_WARNING:
         return False
     return totals.taken[0] < LOWEST_ACCEPTANCE * totals.reached[0]
 
 
 def faults() -> ModuleType:
-    """The planted faults of docs/seeds.md, imported where they are asked for: the house's one hook to guard."""
+    """The module of planted faults.  This is the package's only import of espalier.guard (tests/architecture)."""
     from espalier.guard import faults
 
     return faults
 
 
+def _plant_fault(name: str | None) -> None:
+    """Plant a fault of docs/seeds.md in this process, by EngineConfig.plant_fault alone.  Raises EspalierError."""
+    if name is not None:
+        faults().plant_for_good(name)
+    elif ignored := os.environ.get("ESPALIER_FAULT"):
+        log.warning(
+            "ESPALIER_FAULT=%s has no effect; to plant this fault use --plant-fault %s or LLM(plant_fault=%r)",
+            *(ignored,) * 3,
+        )
+
+
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or several, as several: text, token ids, or a list of either."""
+    """The prompts as a list.  prompts: one text, one list of token ids, or a list of either."""
     if isinstance(prompts, str):
         return [prompts]
     if isinstance(prompts, BYTES) or not isinstance(prompts, Sequence):
@@ -324,7 +336,10 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def _require_prompt(name: str, prompt: Any) -> None:
-    """Raises EspalierError for what is neither text nor a list; bytes are a sequence of numbers, and not meant so."""
+    """Refuse a prompt that is neither text nor a sequence, and bytes, which are a sequence of int.
+
+    Raises EspalierError.
+    """
     if isinstance(prompt, BYTES) or not isinstance(prompt, str | Sequence):
         raise EspalierError(f"{name} is {shown(prompt)}; use text or a list of token ids")
 
@@ -335,15 +350,15 @@ def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, count: i
     if isinstance(params, SamplingParams):
         return [params] * count
     if not isinstance(params, Sequence) or not all(isinstance(each, SamplingParams) for each in params):
-        raise EspalierError(f"params={shown(params)} is not supported; use SamplingParams(...), or a list of them")
+        raise EspalierError(f"params={shown(params)} is not supported; use SamplingParams(...) or a list of them")
     if len(params) != count:
-        raise EspalierError(f"{len(params)} SamplingParams for {count} prompts; give one for all, or one for each")
+        raise EspalierError(f"{len(params)} SamplingParams for {count} prompts; use one for all, or one for each")
     return list(params)
 
 
 @contextmanager
 def naming(index: int, count: int) -> Iterator[None]:
-    """Errors say which of several prompts they are about."""
+    """Add the prompt's number to errors if there are several prompts."""
     try:
         yield
     except EspalierError as error:
@@ -374,23 +389,23 @@ def _with_choices(outputs: list[Output]) -> Output:
 
 
 def _generation_config(path: Path) -> dict[str, Any]:
-    """The model's generation_config.json, {} without one; what in it is not honoured is named once."""
+    """The content of the model's generation_config.json, {} without one.  Logs the fields that are not honoured."""
     file = path / "generation_config.json"
     if not file.exists():
         return {}
     read = read_json(file)
     dropped = [f"{name}={read[name]!r}" for name, neutral in NOT_HONOURED.items() if read.get(name) not in neutral]
     if dropped:
-        log.warning("%s asks for %s, which is not supported and left out", file, ", ".join(dropped))
+        log.warning("%s sets %s, which is not supported and ignored", file, ", ".join(dropped))
     return read
 
 
 def _end_tokens(path: Path, config: ModelConfig) -> tuple[int, ...]:
-    """The model's own end tokens; one that it cannot generate is left out, and named once."""
+    """The model's end tokens.  One that is outside the vocabulary is ignored, with a warning."""
     beyond = [token for token in config.eos_token_ids if not 0 <= token < config.vocab_size]
     if beyond:
         log.warning(
-            "%s: eos_token_id %s is outside the vocabulary of %d and left out; correct config.json or "
+            "%s: eos_token_id %s is outside the vocabulary of %d tokens and ignored; correct config.json or "
             "generation_config.json",
             path,
             ", ".join(map(str, beyond)),
@@ -401,7 +416,7 @@ def _end_tokens(path: Path, config: ModelConfig) -> tuple[int, ...]:
 
 @contextmanager
 def _interrupt_deferred() -> Iterator[None]:
-    """Hold back Ctrl-C to the end of the block; a second one comes through at once."""
+    """Delay Ctrl-C to the end of the block.  A second Ctrl-C takes effect at once."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

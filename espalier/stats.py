@@ -1,4 +1,4 @@
-"""What speculation brought: counts of a request, or of all of them.  Values only."""
+"""Speculation statistics of one request, or of all requests."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -7,10 +7,10 @@ from typing import Any
 
 @dataclass
 class SpeculationStats:
-    """What rounds brought.  The prompt pass's token and a discarded last round are not counted.
+    """Counts over rounds.  The token of the prefill and a discarded last round are not counted.
 
-    histogram[i]: rounds that emitted i tokens; drafted: draft tokens verified;
-    reached[d-1], taken[d-1]: rounds in which depth d was tried (its parent accepted, its depth allowed), and accepted.
+    drafted: draft tokens verified; histogram[i]: rounds that emitted i tokens; reached[d-1]: rounds that tried depth d
+    (depth d - 1 was accepted and the tree was allowed depth d); taken[d-1]: rounds that accepted depth d.
     """
 
     drafted: int = 0
@@ -28,12 +28,12 @@ class SpeculationStats:
 
     @property
     def accepted(self) -> int:
-        """Draft tokens that were emitted."""
+        """Draft tokens that were accepted and emitted."""
         return sum(self.taken)
 
     @property
     def accept_length(self) -> float:
-        """Tokens a round, 1.0 being plain decoding; 0.0 before the first round."""
+        """Mean number of tokens that a round emitted: 1.0 for plain decoding, 0.0 before the first round."""
         return self.emitted / self.rounds if self.rounds else 0.0
 
     @property
@@ -44,8 +44,8 @@ class SpeculationStats:
     def add(self, emitted: int, accepted: int, drafted: int, depth: int) -> None:
         """Count one round of one request.
 
-        emitted: tokens it kept, `accepted` of them from the draft (all of them where an end token cut the round short);
-        depth: of the deepest node that it could have accepted.
+        emitted: tokens that were kept; accepted: those from the draft (all, if an end token ended the round early);
+        drafted: draft tokens verified; depth: of the deepest node that could have been accepted.
         """
         self.drafted += drafted
         _count(self.histogram, [emitted])
@@ -65,7 +65,7 @@ class SpeculationStats:
             mine[: len(theirs)] = [a + b for a, b in zip(mine, theirs, strict=False)]
 
     def as_dict(self) -> dict[str, Any]:
-        """Counts and what follows from them, as JSON takes them."""
+        """The counts and the values derived from them, for JSON."""
         names = ("rounds", "drafted", "accepted", "accept_length", "histogram", "acceptance_by_depth")
         return {name: getattr(self, name) for name in names}
 

@@ -1,7 +1,7 @@
-"""Text to tokens, and tokens back to text as they come: never half a character, never part of a stop string.
+"""The tokenizer, and the stream that turns output tokens into text: no incomplete characters, no parts of stop strings.
 
-Tokens are decoded a window at a time, from a little before the first that has not been handed out, since what a token
-reads as may depend on the one before it (a leading space, the other bytes of a character).
+Tokens are decoded in a window that begins a few tokens before the first new one, because a token's text can depend on
+the tokens before it (a leading space, the other bytes of a character).
 """
 
 import json
@@ -17,9 +17,10 @@ from espalier.errors import EspalierError, one_line
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 INCOMPLETE = "\ufffd"
-MOST_TOKENS_A_CHARACTER = 4
+# UTF-8 has at most 4 bytes per character, so an incomplete character has at most 3 tokens.
+MAX_TOKENS_PER_CHARACTER = 4
 CONTEXT_TOKENS = 6
-MOST_CONTEXT_TOKENS = 32
+MAX_CONTEXT_TOKENS = 32
 log = logging.getLogger("espalier")
 
 BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -28,14 +29,14 @@ Decode = Callable[[Sequence[int]], str]
 
 
 class TokenBytes(NamedTuple):
-    """One token, apart from those around it.  is_text: special ones have a name and add nothing to a text."""
+    """The bytes of a single token.  is_text: False for a special token, whose bytes are its name."""
 
     bytes: bytes
     is_text: bool
 
 
 class Tokenizer:
-    """A Hugging Face tokenizer, as much of it as the house needs."""
+    """Wraps a Hugging Face tokenizer with the functions that the engine uses."""
 
     def __init__(self, tokenizer: Any):
         self.hf = tokenizer
@@ -49,28 +50,28 @@ class Tokenizer:
         self._template = ChatTemplate(tokenizer)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a prompt.  add_special_tokens: with those that the tokenizer itself adds."""
+        """Token ids of a text.  add_special_tokens: add the tokenizer's special tokens, such as BOS."""
         return list(self.hf.encode(text, add_special_tokens=add_special_tokens))
 
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of tokens, spaces as they are; special tokens have none, or are their names."""
+        """The text of tokens, spaces unchanged.  Special tokens are skipped, or written as their names."""
         if self.backend is not None:
             return self.backend.decode(list(tokens), skip_special_tokens=skip_special_tokens)
         return self.hf.decode(list(tokens), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
 
     def name(self, token: int) -> str:
-        """What one token reads as alone, special ones too; bytes that are no character read as U+FFFD."""
+        """The text of a single token, or a special token's name; bytes of an incomplete character become U+FFFD."""
         return self.hf.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def bytes_of(self, token: int) -> TokenBytes:
-        """What a token adds to a text, or a special one's name.  Remembered for each token."""
-        found = self._bytes.get(token)
-        if found is None:
-            found = self._bytes[token] = self._look_up(token)
-        return found
+        """The bytes that a token adds to a text, or a special token's name.  Cached."""
+        cached = self._bytes.get(token)
+        if cached is None:
+            cached = self._bytes[token] = self._look_up(token)
+        return cached
 
     def _look_up(self, token: int) -> TokenBytes:
-        # Added ones that are not special are pieces like any other to a decoder.
+        # The decoder treats added tokens that are not special like ordinary pieces.
         if (added := self._added.get(token)) is not None and added.special:
             return TokenBytes(added.content.encode(), False)
         piece = None if self.backend is None else self.backend.id_to_token(token)
@@ -79,19 +80,19 @@ class Tokenizer:
         if piece is not None and self._has_byte_pieces and (byte := BYTE_PIECE.fullmatch(piece)):
             return TokenBytes(bytes([int(byte[1], 16)]), True)
         if piece is not None and self._has_space_pieces:
-            # A leading space, which decoding the token alone would strip.
+            # Decoding the single token would strip its leading space.
             return TokenBytes(piece.replace("\u2581", " ").encode(), True)
         return TokenBytes(self.name(token).encode(), True)
 
     def _decodes_by(self, kind: str) -> bool:
-        """Whether the backend's decoder is of a kind, or has a step of it."""
+        """Whether the backend's decoder has this type, or a step of this type."""
         if self.backend is None or self.backend.decoder is None:
             return False
         decoder = json.loads(self.backend.decoder.__getstate__())
         return kind in (decoder["type"], *(step["type"] for step in decoder.get("decoders", ())))
 
     def shows(self, variable: str) -> bool:
-        """Whether the chat template reads a variable beside the messages."""
+        """Whether the chat template reads a variable."""
         return self._template.reads(variable)
 
     def chat(
@@ -100,7 +101,7 @@ class Tokenizer:
         check: Callable[[str], None] | None = None,
         **options: Unpack[ChatOptions],
     ) -> list[int]:
-        """Token ids of a conversation (chat.ChatOptions).  check: called with its text before that is tokenized.
+        """Token ids of a conversation (chat.ChatOptions).  check: called with the rendered text before tokenization.
 
         Raises EspalierError.
         """
@@ -115,31 +116,31 @@ class Tokenizer:
         keep_stop: bool = False,
         skip_special_tokens: bool = True,
     ) -> "TextStream":
-        """Where a request's tokens become text.  keep_stop: a stop string is part of it."""
+        """A stream that turns a request's tokens into text.  keep_stop: the text includes the stop string."""
         decode = partial(self.decode, skip_special_tokens=skip_special_tokens)
         return TextStream(decode, prompt, stop, min_tokens, keep_stop)
 
 
 def load_tokenizer(path: Path, vocab_size: int) -> Tokenizer | None:
-    """The tokenizer in a model's directory, None where there is none: prompts are then token ids.
+    """The tokenizer in a model's directory; None if there is none, then prompts must be token ids.
 
-    Raises EspalierError for files that cannot be read.
+    Raises EspalierError if its files cannot be loaded.
     """
     if not any((path / name).exists() for name in TOKENIZER_FILES):
-        log.info("%s holds no tokenizer: prompts are token ids and outputs have no text", path)
+        log.info("%s has no tokenizer: prompts must be token ids, and outputs have no text", path)
         return None
     from transformers import AutoTokenizer
 
     try:
         tokenizer = Tokenizer(AutoTokenizer.from_pretrained(str(path), local_files_only=True))
-    except Exception as error:  # transformers raises many kinds, some of many lines
+    except Exception as error:  # transformers raises many types
         raise EspalierError(
             f"the tokenizer in {path} cannot be loaded ({one_line(error)}); "
-            "restore its files, or remove them and give token ids"
+            "restore its files, or remove them and use token ids as prompts"
         ) from None
     if tokenizer.size > vocab_size:
         log.warning(
-            "the tokenizer of %s knows %d tokens and the model %d: a prompt that uses the others is refused",
+            "the tokenizer of %s has %d tokens and the model only %d: a prompt with one of the other tokens is refused",
             path,
             tokenizer.size,
             vocab_size,
@@ -148,17 +149,17 @@ def load_tokenizer(path: Path, vocab_size: int) -> Tokenizer | None:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's: printable bytes of Latin-1 stand for themselves, the others for the characters from 256 on, in order."""
+    """GPT-2's byte alphabet: a printable Latin-1 byte is its own character, the others are the characters from 256."""
     shown = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     hidden = [byte for byte in range(256) if byte not in shown]
     return {chr(byte): byte for byte in shown} | {chr(256 + i): byte for i, byte in enumerate(hidden)}
 
 
 class TextStream:
-    """A request's text (request.TextSink).
+    """Turns a request's tokens into text and finds stop strings (request.TextSink).
 
-    Until min_tokens are there, stop strings are text like any other.  keep_stop: the text ends with the stop string,
-    not before.
+    min_tokens: stop strings within the first min_tokens tokens do not count; keep_stop: the text includes the stop
+    string.
     """
 
     def __init__(
@@ -174,7 +175,7 @@ class TextStream:
         self.stopped: str | None = None
 
     def push(self, token_id: int) -> str | None:
-        """Take a token in; the stop string, once one is complete."""
+        """Add a token.  Returns the stop string once one is complete, else None."""
         self.pushed += 1
         self.decoder.push(token_id)
         if self.stop and not self.stopped:
@@ -182,7 +183,7 @@ class TextStream:
         return self.stopped
 
     def take(self, final: bool) -> str:
-        """Text that is safe to hand out since the last take."""
+        """The new text since the last take.  Text that may be the start of a stop string is held back unless final."""
         if not self.stopped:
             self._read(final)
         keep = 0 if final or self.stopped else self._may_begin_stop()
@@ -196,21 +197,21 @@ class TextStream:
             self.ready += text
         else:
             self.held += text
-            self._cut(self.decoder.ahead() if self.stop else "")
+            self._end_at_stop(self.decoder.ahead() if self.stop else "")
 
-    def _cut(self, ahead: str) -> None:
-        """End the text at the first stop string in it, if there is one; of those that begin together, the shortest.
+    def _end_at_stop(self, ahead: str) -> None:
+        """End the text at its first stop string, if any; if several begin there, at the shortest.
 
-        ahead: what is whole of the tokens that wait, where one may end.
+        ahead: complete characters of tokens that are not taken yet; a stop string may end there.
         """
         text = self.held + ahead
-        found = [(at, len(stop), stop) for stop in self.stop if (at := text.find(stop)) >= 0]
-        if found:
-            at, size, self.stopped = min(found)
-            self.held = text[: at + size if self.keep_stop else at]
+        matches = [(start, len(stop), stop) for stop in self.stop if (start := text.find(stop)) >= 0]
+        if matches:
+            start, size, self.stopped = min(matches)
+            self.held = text[: start + size if self.keep_stop else start]
 
     def _may_begin_stop(self) -> int:
-        """Characters at the end of what is held that a stop string may begin with."""
+        """Number of characters at the end of the held text with which a stop string may begin."""
         longest = max((len(text) for text in self.stop), default=0)
         for size in range(min(longest - 1, len(self.held)), 0, -1):
             tail = self.held[-size:]
@@ -220,7 +221,7 @@ class TextStream:
 
 
 class Detokenizer:
-    """Tokens in, whole characters out.  What is taken adds up to what decoding all tokens at once gives."""
+    """Decodes tokens to complete characters.  The texts taken add up to the decoding of all tokens at once."""
 
     def __init__(self, decode: Decode, prompt: Sequence[int] = ()):
         self.decode = decode
@@ -228,8 +229,8 @@ class Detokenizer:
         self.read = len(self.window)
 
     def _context(self, prompt: list[int]) -> list[int]:
-        """The prompt's last tokens, from where a character begins: bytes without their first may spoil those after."""
-        for size in range(CONTEXT_TOKENS, CONTEXT_TOKENS - MOST_TOKENS_A_CHARACTER, -1):
+        """The prompt's last tokens, beginning at a character: without its first byte, later bytes decode wrongly."""
+        for size in range(CONTEXT_TOKENS, CONTEXT_TOKENS - MAX_TOKENS_PER_CHARACTER, -1):
             context = prompt[-size:]
             if not self.decode(context).startswith(INCOMPLETE):
                 break
@@ -239,30 +240,30 @@ class Detokenizer:
         self.window.append(token_id)
 
     def take(self, final: bool) -> str:
-        """Text of the tokens since the last take, up to the last whole character unless final."""
+        """The text of the tokens since the last take, up to the last complete character unless final."""
         if self.read == len(self.window):
             return ""
         end, whole = (len(self.window), self.decode(self.window)) if final else self._whole_characters()
-        text = _beyond(self.decode(self.window[: self.read]), whole)
-        # What has just been handed out is the next window's context, if it can be seen; else the one before still is.
-        drop = self.read if text else max(0, end - MOST_CONTEXT_TOKENS)
+        text = _added(self.decode(self.window[: self.read]), whole)
+        # The tokens just taken become the next context if they have text; otherwise the old context stays.
+        drop = self.read if text else max(0, end - MAX_CONTEXT_TOKENS)
         self.window = self.window[drop:]
         self.read = end - drop
         return text
 
     def ahead(self) -> str:
-        """What take would hand out next if the last token did not also begin a character that is not whole."""
+        """The complete characters that take still withholds because the same token also begins an incomplete one."""
         if self.read == len(self.window):
             return ""
-        return _beyond(self.decode(self.window[: self.read]), self.decode(self.window).rstrip(INCOMPLETE))
+        return _added(self.decode(self.window[: self.read]), self.decode(self.window).rstrip(INCOMPLETE))
 
     def _whole_characters(self) -> tuple[int, str]:
-        """Where the last whole character ends, and the text up to there.
+        """(number of tokens, their text) up to the last complete character.
 
-        Bytes that lack others read as U+FFFD.  No unfinished character takes four tokens, so of four the first is done,
-        or its character is with those after it: then the text ends before that character, within a token.
+        An incomplete character decodes to U+FFFD.  It has at most 3 tokens.  So the token before the last 3 is
+        complete, or it also begins the character that they continue; then the text ends inside that token.
         """
-        first = max(self.read, len(self.window) - MOST_TOKENS_A_CHARACTER + 1)
+        first = max(self.read, len(self.window) - MAX_TOKENS_PER_CHARACTER + 1)
         text = whole = self.decode(self.window)
         if not whole.endswith(INCOMPLETE):
             return len(self.window), whole
@@ -270,18 +271,18 @@ class Detokenizer:
             text = self.decode(self.window[:end])
             if not text.endswith(INCOMPLETE):
                 return end, text
-        return first, text[: _shared(text, whole)]
+        return first, text[: _common_prefix(text, whole)]
 
 
-def _beyond(before: str, whole: str) -> str:
-    """What `whole` adds to `before`, whose last bytes may have become a character since."""
+def _added(before: str, whole: str) -> str:
+    """The text that `whole` adds to `before`.  An incomplete character at the end of `before` may be complete now."""
     if whole.startswith(before):
         return whole[len(before) :]
-    # Before the window begins there may be bytes of one of its characters, which stay what they are.
-    return whole[max(_shared(before, whole), len(before.rstrip(INCOMPLETE))) :]
+    # The window may begin inside a character; the U+FFFD of its bytes are the same in both texts.
+    return whole[max(_common_prefix(before, whole), len(before.rstrip(INCOMPLETE))) :]
 
 
-def _shared(one: str, other: str) -> int:
-    """Characters that two texts begin with alike."""
-    differ = (at for at, (mine, its) in enumerate(zip(one, other, strict=False)) if mine != its)
+def _common_prefix(one: str, other: str) -> int:
+    """Length of the common prefix of two texts."""
+    differ = (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
     return next(differ, min(len(one), len(other)))

@@ -1,6 +1,7 @@
-"""How much text so many tokens can hold: what is longer is refused before it is tokenized, and nothing that fits is.
+"""An upper bound on the characters of a token, to refuse a text that is too long before it is tokenized.
 
-Only for tokenizers all of whose steps are known to keep or add characters, or to take away a bounded share of them.
+It never refuses a text that fits.  Only tokenizers have a bound whose steps all are known to keep or add characters, or
+to remove at most a known share of them.
 """
 
 import json
@@ -11,23 +12,22 @@ from typing import Any
 from tokenizers import pre_tokenizers
 
 Step = Mapping[str, Any]
-# Characters before normalization for each after it, at most.  A canonical decomposition has up to four characters and
-# never fewer than what it was made of (Unicode Standard Annex 15), so that composing leaves at least a quarter.
+# The largest ratio of characters before a normalization step to those after it.  A canonical decomposition has 1 to 4
+# characters for each original one (Unicode Standard Annex 15), so NFC leaves at least a quarter.
 SHRINKS: Mapping[str, int] = MappingProxyType({"NFC": 4, "NFD": 1, "Prepend": 1, "ByteLevel": 1})
 KEEPS = frozenset({"ByteLevel", "Metaspace", "Digits"})
-# They keep all characters unless they are told to remove what they find.
+# These keep all characters unless their behavior is "Removed".
 SPLITS = frozenset({"Split", "Punctuation"})
 
 
 class TextBound:
-    """characters_a_token: no text has more of them for each of its tokens, None where that is not known.
+    """characters_a_token: upper bound on a text's characters per token, None if unknown.
 
-    swallowing: added tokens that take the spaces beside them with them, as many as there are; a text with one of them
-    has no bound.
+    swallowing: added tokens that also match any number of adjacent spaces; a text with one of them has no bound.
     """
 
     def __init__(self, backend: Any):
-        """backend: a tokenizer of the library tokenizers, None for any other kind."""
+        """backend: a tokenizer of the tokenizers library, None for any other kind."""
         self.characters_a_token: int | None = None
         self.swallowing: tuple[str, ...] = ()
         if backend is None:
@@ -35,7 +35,7 @@ class TextBound:
         normalizer, pre_tokenizer = (_steps_of(step) for step in (backend.normalizer, backend.pre_tokenizer))
         added = list(backend.get_added_tokens_decoder().values())
         swallowing = [token for token in added if token.lstrip or token.rstrip]
-        # Found in the normalized text, they may be there though the text does not spell them.
+        # Tokens that are matched after normalization may match although the text does not contain them literally.
         hidden = bool(normalizer) and any(token.normalized for token in swallowing)
         shrink = _shrink(normalizer)
         if shrink is None or hidden or not _keeps(pre_tokenizer) or not _knows_all(backend, normalizer + pre_tokenizer):
@@ -46,19 +46,19 @@ class TextBound:
         self.swallowing = tuple(token.content for token in swallowing)
 
     def exceeds(self, text: str, num_tokens: int) -> bool:
-        """Whether a text surely has more tokens than that."""
+        """Whether a text certainly has more than num_tokens tokens."""
         if self.characters_a_token is None or len(text) <= num_tokens * self.characters_a_token:
             return False
         return not any(token in text for token in self.swallowing)
 
 
 def _steps_of(component: Any) -> list[Step]:
-    """A normalizer's or pre-tokenizer's steps, in a row; one step of an unknown type for one that is no file's."""
+    """The steps of a normalizer or pre-tokenizer as a flat list.  A custom one in Python is a step of unknown type."""
     if component is None:
         return []
     try:
         return _flat(json.loads(component.__getstate__()))
-    except Exception:  # written in Python, it has no state
+    except Exception:  # a custom component in Python has no serialized state
         return [{"type": "unknown"}]
 
 
@@ -68,12 +68,12 @@ def _flat(step: Step) -> list[Step]:
 
 
 def _shrink(normalizer: Sequence[Step]) -> int | None:
-    """Characters before it for each after it, at most; None where that is not known."""
+    """The largest ratio of characters before normalization to those after it, None if unknown."""
     shrink = 1
     for step in normalizer:
         if step["type"] == "Replace":
-            found = step["pattern"].get("String")
-            if found is None or len(step["content"]) < len(found):
+            pattern = step["pattern"].get("String")
+            if pattern is None or len(step["content"]) < len(pattern):
                 return None
         elif step["type"] not in SHRINKS:
             return None
@@ -89,7 +89,7 @@ def _keeps(pre_tokenizer: Sequence[Step]) -> bool:
 
 
 def _knows_all(backend: Any, steps: Sequence[Step]) -> bool:
-    """Whether every character becomes tokens: one that has none is left out, or several become one unknown token."""
+    """Whether every character has tokens.  Other models drop characters, or fuse several into one unknown token."""
     model = backend.model
     if type(model).__name__ != "BPE":
         return False

@@ -56,6 +56,7 @@ def kernel_device() -> Iterator[torch.device]:
         yield torch.device("cuda")
         return
     _let_loops_end_at_tensors()
+    _patch_triton_once_a_launch()
     with checked():
         yield torch.device("cpu")
 
@@ -72,3 +73,27 @@ def _let_loops_end_at_tensors() -> None:
         scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
     interpreter._patch_lang_tensor = patch_lang_tensor
+
+
+@cache
+def _patch_triton_once_a_launch() -> None:
+    """Triton's interpreter replaces the functions of triton.language for a launch, and then again at every call of a
+    device function.  The second time changes nothing and takes half of the launch."""
+    from triton.runtime import interpreter
+
+    launch, patch = interpreter.GridExecutor.__call__, interpreter._patch_lang
+    patched: set[int] = set()
+
+    def launch_anew(self, *args, **kwargs):
+        patched.clear()
+        return launch(self, *args, **kwargs)
+
+    def patch_lang(fn):
+        module = id(fn.__globals__)
+        if module in patched:
+            return interpreter._LangPatchScope()
+        patched.add(module)
+        return patch(fn)
+
+    interpreter.GridExecutor.__call__ = launch_anew
+    interpreter._patch_lang = patch_lang

@@ -59,9 +59,9 @@ REFUSED = [
     ({"model_overrides": [1]}, "model_overrides=[1]"),
     ({"seed": -1}, "seed=-1"),
     ({"max_contxt": 5}, "'max_contxt'; did you mean 'max_context'"),
-    ({"max_model_len": 5}, "'max_model_len'; here it is max_context"),
-    ({"speculative_num_steps": 5}, "here it is SpeculationConfig(steps=...)"),
-    ({"steps": 5}, "here it is SpeculationConfig(steps=...)"),
+    ({"max_model_len": 5}, "'max_model_len'; use max_context"),
+    ({"speculative_num_steps": 5}, "use SpeculationConfig(steps=...)"),
+    ({"steps": 5}, "use SpeculationConfig(steps=...)"),
     ({"tensor_parallel_size": 2}, "one engine runs on one GPU; leave it out"),
 ]
 

@@ -77,33 +77,13 @@ def test_prefill_widths_are_doublings_up_to_the_chunk_and_their_middles():
     assert layout(chunk_size=100).chunk_widths == (16, 32, 48, 64, 96, 100)
     assert layout(chunk_size=512).chunk_widths == (16, 32, 48, 64, 96, 128, 192, 256, 384, 512)
     made = layout(chunk_size=100)
-    assert [made.chunk_batch(width) for width in (16, 32, 64, 100)] == [4, 3, 1, 1]
-    assert all(made.chunk_batch(width) * width <= 100 for width in made.chunk_widths)
+    assert [made.max_pieces(width) for width in (16, 32, 64, 100)] == [6, 3, 1, 1]
 
 
-def test_a_pass_is_as_wide_as_few_padding_allows():
-    made = layout(chunk_size=2048, max_batch=64)
-    assert made.next_pass([1024] * 32) == (2, 1024)
-    assert made.next_pass([8192, 5]) == made.next_pass([2048]) == made.next_pass([1900]) == (1, 2048)
-    # 1,120 rows in two passes rather than 1,536 in one.
-    assert made.next_pass([1100]) == (1, 1024) and made.next_pass([76]) == (1, 96)
-    assert made.next_pass([1400]) == (1, 1536)
-    # The oldest goes on even where nobody fills a pass with it.
-    assert made.next_pass([1]) == (1, 16) and made.next_pass([1] * 80) == (64, 16)
-
-
-@pytest.mark.parametrize(("longest", "padding"), [(200, 0.3), (512, 0.2), (2048, 0.15)])
-def test_prompts_of_all_lengths_enter_with_little_padding(longest, padding):
-    """Rows of padding a token, over 256 prompts whose lengths are spread evenly."""
-    made = layout(chunk_size=2048, max_batch=64)
-    left = [1 + i * 97 % longest for i in range(256)]
-    tokens, rows = sum(left), 0
-    while left:
-        count, width = made.next_pass(left[:64])
-        assert count >= 1 and count * width <= 2048 and width in made.chunk_widths
-        rows += count * width
-        left = [each - width for each in left[:count] if each > width] + left[count:]
-    assert tokens <= rows <= (1 + padding) * tokens
+def test_passes_are_smaller_while_others_decode():
+    made = layout(chunk_size=2048, busy_chunk_size=512)
+    assert (made.max_pass_rows(decoding=False), made.max_pass_rows(decoding=True)) == (2048, 512)
+    assert layout(chunk_size=2048).max_pass_rows(decoding=True) == 2048
 
 
 @pytest.mark.parametrize(

@@ -274,7 +274,7 @@ BAD = [
     ([0] * 64, "64 tokens"),
     (7, "prompt 1 is 7"),
     (b"abc", "prompt 1 is b'abc'"),
-    ("a\ud800", "half a surrogate pair .*character 1"),
+    ("a\ud800", "a lone surrogate .*character 1"),
 ]
 
 
@@ -332,7 +332,7 @@ def test_a_conversation_goes_through_the_chat_template(llm):
 @pytest.mark.parametrize(
     ("messages", "said"),
     [("ab", "^messages='ab' is not supported"), (["ab"], "^messages=.* use a list"), ("\ud800", "messages="),
-     ([{"role": "user", "content": "\ud800"}], "half a surrogate pair")],
+     ([{"role": "user", "content": "\ud800"}], "a lone surrogate")],
 )  # fmt: skip
 def test_what_is_no_conversation_is_one_line(llm, messages, said):
     with pytest.raises(EspalierError, match=said):
@@ -372,7 +372,7 @@ def test_streams_that_a_closed_llm_leaves_behind_can_be_let_go_of_and_say_so(pat
             next(stream)
     streams[0].close()
     for stream in streams[1:]:
-        with pytest.raises(EspalierError, match="closed; make another"):
+        with pytest.raises(EspalierError, match="closed; make a new one"):
             list(stream)
 
 

@@ -168,7 +168,7 @@ def test_stop_strings_need_a_tokenizer():
 def test_unknown_names_are_refused_with_the_nearest():
     with pytest.raises(EspalierError, match="'temprature'; did you mean 'temperature'"):
         SamplingParams(temprature=1)
-    with pytest.raises(EspalierError, match="SamplingParams has no 'max_new_tokens'; here it is max_tokens"):
+    with pytest.raises(EspalierError, match="SamplingParams has no 'max_new_tokens'; use max_tokens"):
         SamplingParams(max_new_tokens=1)
 
 

@@ -1,7 +1,8 @@
-"""Runs clients that others wrote against a server, and prints what each asked and what failed.
+"""Run third-party clients against a server, and print how many requests each sent and how many failed.
 
-Run it in an environment of the clients' own; the server is the house's, by --espalier (docs/development.md).  A client
-that is not installed there is left out, and said so.  Nothing is downloaded: tasks and tokenizers are local.
+Run it in a separate environment with the clients; --espalier is the command of the server (docs/development.md).  A
+client that is not installed is skipped, with a line that says so.  Nothing is downloaded; tasks and tokenizers are
+local.
 """
 
 import argparse
@@ -38,24 +39,25 @@ SHORT: dict[str, Any] = {"max_tokens": 8, "temperature": 0}
 
 
 class Server(NamedTuple):
-    """url: with /v1; folder: for what a client writes."""
+    """url: ends with /v1; folder: for the files of a client."""
 
     url: str
     folder: Path
 
     def counts(self) -> dict[int, int]:
-        """Answers to posts so far, by status."""
-        found: dict[int, int] = {}
+        """The number of responses to POST requests so far, by status."""
+        counts: dict[int, int] = {}
         with urllib.request.urlopen(f"{self.url.removesuffix('/v1')}/metrics", timeout=60) as answer:
             for line in answer.read().decode().splitlines():
                 if line.startswith("espalier_http_requests_total{") and "completions" in line:
                     status = int(line.partition('status="')[2].partition('"')[0])
-                    found[status] = found.get(status, 0) + int(float(line.rpartition(" ")[2]))
-        return found
+                    counts[status] = counts.get(status, 0) + int(float(line.rpartition(" ")[2]))
+        return counts
 
 
 class Client(NamedTuple):
-    """package: whose version is printed, "" for bodies without their client; refused: answers that are to be errors."""
+    """package: its version is printed; "" for request bodies without their client; refused: the number of responses
+    that must be errors."""
 
     name: str
     package: str
@@ -64,6 +66,7 @@ class Client(NamedTuple):
 
 
 def raises(kind: type[BaseException], call: Callable[..., Any], *values: Any, **fields: Any) -> None:
+    """Raises AssertionError unless the call raises `kind`."""
     try:
         call(*values, **fields)
     except kind:
@@ -121,7 +124,7 @@ def llm_client(server: Server) -> None:
         {"model_id": "chat", "model_name": "bundled", "api_base": server.url},
         {"model_id": "text", "model_name": "bundled", "api_base": server.url, "completion": True},
     ]
-    (server.folder / "extra-openai-models.yaml").write_text(json.dumps(models))  # which is YAML too
+    (server.folder / "extra-openai-models.yaml").write_text(json.dumps(models))  # JSON is YAML
     environment = {"LLM_USER_PATH": str(server.folder), "OPENAI_API_KEY": "none"}
     options = ["-o", "max_tokens", "8", "-o", "temperature", "0"]
     for model in ("chat", "text"):
@@ -205,7 +208,7 @@ CLIENTS = (
 
 
 def command(arguments: list[str], environment: dict[str, str] | None = None) -> None:
-    """Run a module of this environment.  Raises AssertionError with the end of what it wrote, where it fails."""
+    """Run a module of this environment.  Raises AssertionError with the end of its output if it fails."""
     whole = os.environ | OFFLINE | (environment or {})
     ran = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, env=whole, timeout=CLIENT_S)
     assert ran.returncode == 0, (ran.stdout + ran.stderr)[-2000:]
@@ -213,7 +216,7 @@ def command(arguments: list[str], environment: dict[str, str] | None = None) -> 
 
 @contextmanager
 def serving(espalier: str) -> Iterator[Server]:
-    """A server of the bundled model, on a port that is free."""
+    """A server of the bundled model on a free port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -244,12 +247,12 @@ def _answers(server: Server) -> bool:
 
 
 def row(client: Client, server: Server) -> tuple[str, str, int, int]:
-    """(client, version, requests, failures): answers that were no 200 and should have been, or a client that failed."""
+    """(client, version, requests, failures).  A failure is an unexpected error response, or a client that raised."""
     version = importlib.metadata.version(client.package) if client.package else "-"
     before, failures = server.counts(), 0
     try:
         client.run(server)
-    except Exception as error:  # each client raises its own
+    except Exception as error:  # each client has its own exceptions
         print(f"{client.name}: {type(error).__name__}: {error}", file=sys.stderr)
         failures = 1
     after = server.counts()
@@ -260,8 +263,8 @@ def row(client: Client, server: Server) -> tuple[str, str, int, int]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else "")
-    parser.add_argument("--espalier", default="espalier", help="the command whose server is asked (espalier)")
-    parser.add_argument("--only", nargs="*", metavar="CLIENT", help="those whose names begin so")
+    parser.add_argument("--espalier", default="espalier", help="the command that starts the server (espalier)")
+    parser.add_argument("--only", nargs="*", metavar="CLIENT", help="only clients whose names begin with one of these")
     asked = parser.parse_args()
     os.environ.update(OFFLINE)
     chosen = [c for c in CLIENTS if asked.only is None or c.name.startswith(tuple(asked.only))]

@@ -1,8 +1,8 @@
-"""Print how large the house is: lines of code per package, the longest file, the longest function.
+"""Print the size of the project: lines of code by package, the longest file, the longest function.
 
     python tools/lines.py
 
-A line of code holds something other than a comment or a docstring.
+A line of code has something other than a comment or a docstring.
 """
 
 import ast
@@ -33,26 +33,26 @@ def functions(tree: ast.AST) -> Iterator[tuple[str, int, int]]:
 
 
 def docstring_lines(tree: ast.AST) -> set[int]:
-    found: set[int] = set()
+    lines: set[int] = set()
     for node in ast.walk(tree):
         if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             continue
         if ast.get_docstring(node, clean=False) is not None:
-            found |= set(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
-    return found
+            lines |= set(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
+    return lines
 
 
 def code_lines(source: str) -> int:
-    """Lines that hold code."""
-    held: set[int] = set()
+    """The number of lines with code."""
+    lines: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type not in NOT_CODE:
-            held |= set(range(token.start[0], token.end[0] + 1))
-    return len(held - docstring_lines(ast.parse(source)))
+            lines |= set(range(token.start[0], token.end[0] + 1))
+    return len(lines - docstring_lines(ast.parse(source)))
 
 
 def package(path: Path) -> str:
-    """The folder that a file is counted under, at most two deep: "espalier/cache"."""
+    """The folder under which a file is counted, at most two levels deep: "espalier/cache"."""
     return "/".join(path.parts[:-1][:2])
 
 

@@ -1,4 +1,4 @@
-"""Writes docs/demo.svg from a run of `espalier demo`: `python tools/make_demo_picture.py`."""
+"""Write docs/demo.svg from a run of `espalier demo`: `python tools/make_demo_picture.py`."""
 
 import io
 from pathlib import Path
@@ -12,14 +12,14 @@ from espalier.cli.main import parse
 PICTURE = Path(__file__).parents[1] / "docs" / "demo.svg"
 COMMAND = "espalier demo --prompts 1 --max-tokens 64"
 WIDTH = 110
-# Width and height of a character in rich's picture, whose font is 20 high.
+# Width and height of a character in rich's SVG, at font size 20.
 CHARACTER = (12.04, 24.4)
 BACKGROUND, FOREGROUND = (22, 27, 34), (230, 237, 243)
-# The eight colours of a terminal, the bright ones alike.
+# The eight colours of a terminal; the bright ones are the same.
 COLOURS = [(72, 79, 88), (255, 123, 114), (63, 185, 80), (210, 153, 34)]
 COLOURS += [(88, 166, 255), (188, 140, 255), (57, 197, 207), (201, 209, 217)]
 THEME = TerminalTheme(BACKGROUND, FOREGROUND, COLOURS)
-# Fonts that are on every machine: pages that show the picture fetch none.
+# Only fonts that every machine has, so that a page with the picture fetches none.
 FORMAT = """\
 <svg viewBox="VIEW" xmlns="http://www.w3.org/2000/svg" xml:space="preserve">
 <title>espalier demo: one prompt completed, one round drawn, and its figures</title>

@@ -1,13 +1,13 @@
-"""Make tests/fixtures/eagle3: what the `speculators` package itself computes for small random EAGLE-3 heads.
+"""Make tests/fixtures/eagle3: the results of the `speculators` package for small random EAGLE-3 heads.
 
-A maintainer's script, no test dependency.  In an environment of its own:
+A script for maintainers; tests do not need the package.  In a separate environment:
 
     pip install speculators
     python tools/make_eagle3_fixtures.py tests/fixtures/eagle3
 
-The package's Eagle3DraftModel runs two chained steps on each checkpoint; forward hooks keep its logits and the
-features it hands on.  The features it starts from are transformers' hidden_states of a small random target at the
-layer ids that the package resolved.
+The package's Eagle3DraftModel runs two chained steps on each checkpoint.  Forward hooks record its logits and the
+features that it passes on.  Its first features are transformers' hidden_states of a small random target, at the layer
+ids that the package chose.
 """
 
 import argparse
@@ -80,7 +80,7 @@ def make_target(path: Path) -> Any:
 
 
 def make_checkpoint(path: Path, case: dict[str, Any], seed: int) -> None:
-    """A head as the package saves it; what it is to borrow is taken out of the file."""
+    """Save a head with the package, then remove the tensors that it borrows from the target."""
     options = {name: case[name] for name in ("norm_output", "norm_before_fc", "fc_norm") if name in case}
     config = Eagle3SpeculatorConfig(
         transformer_layer_config=AutoConfig.for_model(case.get("model_type", "llama"), **SHAPE, num_hidden_layers=1),
@@ -110,10 +110,9 @@ def make_checkpoint(path: Path, case: dict[str, Any], seed: int) -> None:
 
 
 def restore_borrowed(model: Eagle3DraftModel, path: Path) -> None:
-    """Let the package fetch what the file lacks.
+    """Let the package load the missing tensors from the target.
 
-    It recognises such weights by NaN, but under transformers 5.19 from_pretrained leaves them uninitialised memory
-    instead.
+    It recognises them by NaN, but with transformers 5.19 from_pretrained leaves uninitialised memory instead.
     """
     missing = {"embed_tokens.weight", "lm_head.weight"} - set(load_file(path / "model.safetensors"))
     for name, parameter in model.named_parameters():
@@ -123,21 +122,22 @@ def restore_borrowed(model: Eagle3DraftModel, path: Path) -> None:
 
 
 def run(path: Path, target: Any) -> tuple[dict[str, Tensor], list[int]]:
-    """Two chained steps of the package's model: what goes in, and per step its logits and the features handed on."""
+    """(tensors, layer ids) of two chained steps of the package's model: its inputs, and each step's logits and
+    passed-on features."""
     config = Eagle3SpeculatorConfig.from_pretrained(path)
-    config.transformer_layer_config._attn_implementation = "eager"  # its flex attention wants multiples of 128 tokens
+    config.transformer_layer_config._attn_implementation = "eager"  # its flex attention needs multiples of 128 tokens
     model = Eagle3DraftModel.from_pretrained(path, config=config).eval()
     restore_borrowed(model, path)
     ids = list(model.config.eagle_aux_hidden_state_layer_ids)
     kept: dict[str, list[Tensor]] = {"logits": [], "handed_on": []}
     model.lm_head.register_forward_hook(lambda _, inputs, output: kept["logits"].append(output))
-    # With norm_output the package feeds the normed output back, which is also what its head reads.
+    # With norm_output the package passes the normed output on, which its head reads too.
     source = model.norm if model.config.norm_output else model.layers[-1]
     source.register_forward_hook(lambda _, inputs, output: kept["handed_on"].append(output))
     tokens = torch.randint(0, VOCAB, (1, LENGTH + 1), generator=torch.Generator().manual_seed(5))
     with torch.no_grad():
         captured = torch.cat([target(tokens, output_hidden_states=True).hidden_states[i] for i in ids], dim=-1)
-        # A row is (token at p + 1, feature at p); the second step reads the tokens shifted by one more.
+        # A row is (token at p + 1, feature at p).  The second step reads tokens that are shifted by one more.
         model(
             hidden_states=captured[:, :-1],
             input_ids=tokens[:, 1:],
@@ -158,7 +158,7 @@ def main() -> None:
     for stale in (out / name for name in ("target", *CASES)):
         shutil.rmtree(stale, ignore_errors=True)
     out.mkdir(parents=True, exist_ok=True)
-    os.chdir(out)  # the heads name their verifier "target", relative to here
+    os.chdir(out)  # the heads' configs name the verifier by the relative path "target"
     target = make_target(Path("target"))
     cases = {}
     for seed, (name, case) in enumerate(CASES.items(), start=10):

@@ -1,4 +1,4 @@
-"""docs/server.md's tables of fields, from the models that read requests: `python tools/make_server_fields.py`."""
+"""Write the field tables of docs/server.md from the request models: `python tools/make_server_fields.py`."""
 
 from pathlib import Path
 
@@ -15,14 +15,14 @@ TABLES: tuple[tuple[str, type[BaseModel]], ...] = (
 
 
 def table(model: type[BaseModel]) -> str:
-    """A row a field: those of OpenAI's that are refused come with the reason."""
+    """One row a field.  A refused field of OpenAI's API has the reason."""
     rows = sorted(field_rows(model), key=lambda row: ("honoured", "no effect", "refused").index(row[1]))
     lines = ["| field | | what it does, or why not |", "| --- | --- | --- |"]
     return "\n".join([*lines, *(f"| `{name}` | {verdict} | {note} |" for name, verdict, note in rows)])
 
 
 def with_tables(text: str) -> str:
-    """The page with every table between its marks written anew."""
+    """The page with a new table between each pair of marks."""
     for name, model in TABLES:
         before, mark, rest = text.partition(f"<!-- fields: {name} -->\n")
         _, end, after = rest.partition("<!-- end -->")

@@ -1,4 +1,4 @@
-"""Writes docs/support.md from the declarations that refusals are made from: `python tools/make_support.py`."""
+"""Write docs/support.md from the declarations that the code checks: `python tools/make_support.py`."""
 
 from collections.abc import Iterable
 from dataclasses import fields

@@ -1,6 +1,6 @@
-"""Host time of the engine where much is queued or cached: `python -m tools.step_cost`.
+"""Host time of the engine with many queued requests or cached pages: `python -m tools.step_cost`.
 
-Launches run on a device of symbols (tests/engine/symbolic.py), so that what is left is the host's.
+Launches run on a symbolic device (tests/engine/symbolic.py), so only the host's time is measured.
 """
 
 from itertools import pairwise
@@ -19,8 +19,8 @@ STEPS = 100
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
 
 
-class Enough(Exception):
-    """The steps that are measured have run."""
+class StepsDone(Exception):
+    """All timed steps have run."""
 
 
 def engine_of(num_pages: int) -> Engine:
@@ -36,22 +36,22 @@ def step_ms(llm: LLM, num_prompts: int) -> float:
     def timed() -> list[OutputChunk]:
         began.append(perf_counter())
         if len(began) > STEPS:
-            # Aborting all would be timed by abort_ms.
+            # Leave without the aborts, which abort_ms measures.
             engine.stopped, llm._closed = "measured", True
-            raise Enough
+            raise StepsDone
         return step()
 
     engine.step = timed  # type: ignore[method-assign]
     engine.abort = lambda request_id: None  # type: ignore[method-assign]
     try:
         llm.generate([[1, 2, 3, 4]] * num_prompts, GREEDY)
-    except Enough:
+    except StepsDone:
         llm._closed = False
     return 1e3 * median(after - before for before, after in pairwise(began))
 
 
 def abort_ms(num_requests: int) -> float:
-    """Mean time of an abort among so many queued requests, and of its part of the step after."""
+    """Mean time of an abort among num_requests queued requests, its part of the next step included."""
     engine = engine_of(4_000)
     for index in range(num_requests):
         engine.add(request(index, [1, 2, 3, 4], GREEDY))
@@ -65,7 +65,7 @@ def abort_ms(num_requests: int) -> float:
 
 
 def admission_ms(num_pages: int) -> float:
-    """Median time of a step that admits a request whose pages have to be evicted."""
+    """Median time of a step that must evict pages to admit a request."""
     engine = engine_of(num_pages + 1)
     assert engine.prefixes is not None
     for first in range(0, num_pages, 100):
@@ -83,10 +83,10 @@ def admission_ms(num_pages: int) -> float:
 
 def main() -> None:
     with LLM(speculation=None) as llm:
-        own = llm.engine
+        engine = llm.engine
         for count in (16, 50_000):
             print(f"{count:7d} queued prompts: {step_ms(llm, count):8.3f} ms a step")
-        llm.engine = own
+        llm.engine = engine
     for count in (100, 50_000):
         print(f"{count:7d} queued requests: {abort_ms(count):8.3f} ms an abort")
     for count in (1_000, 200_000):

@@ -1,4 +1,4 @@
-"""Attention backends by name, and the backend of each group of a model's layers."""
+"""Attention backends by name, and the choice of a backend for each group of layers."""
 
 from collections.abc import Sequence
 
@@ -12,36 +12,38 @@ from espalier.attention.triton import TritonBackend
 from espalier.cache.layer_spec import Keeps, LayerSpec, groups_of
 from espalier.errors import EspalierError
 
-# In order of preference.  A file that brings another one enters it: BACKENDS[Its.support.name] = Its.
+# In order of preference.  A file with a new backend registers it: BACKENDS[New.support.name] = New.
 BACKENDS: dict[str, type[AttentionBackend]] = {
-    made.support.name: made for made in (TritonBackend, SdpaBackend, ReferenceBackend)
+    backend_class.support.name: backend_class for backend_class in (TritonBackend, SdpaBackend, ReferenceBackend)
 }
-# Between the names of a model whose groups have different backends.
+# Separates the names if the groups of a model have different backends.
 SEPARATOR = ", "
 
 
 def backend(name: str) -> AttentionBackend:
-    """The backend of that name.  Raises EspalierError naming those there are."""
+    """A new backend with this name.  Raises EspalierError, with the known names, if there is none."""
     if name not in BACKENDS:
         raise EspalierError(f"attention={name!r} is unknown; use one of {', '.join(BACKENDS)}, or 'auto'")
     return BACKENDS[name]()
 
 
 def default_backend(device: str, dtype: torch.dtype | None = None, keeps: Keeps | None = None) -> str:
-    """The name of the backend that "auto" stands for: the first that runs on that kind of device, in that dtype, for
-    layers that keep this; where there is none, the first for the device."""
+    """The name of the backend for "auto": the first that supports the device, the dtype and what the layers keep.
+
+    If there is none, the first that supports the device.
+    """
     on_device = [made.support for made in BACKENDS.values() if device in made.support.devices]
-    fits = [
+    suitable = [
         support for support in on_device if dtype in (None, *support.dtypes) and (keeps is None or support.takes(keeps))
     ]
-    return (fits or on_device)[0].name
+    return (suitable or on_device)[0].name
 
 
 def choose_backends(
-    asked: str | None, device: str, dtype: torch.dtype, specs: Sequence[LayerSpec], layers: Sequence[int]
+    configured: str | None, device: str, dtype: torch.dtype, specs: Sequence[LayerSpec], layers: Sequence[int]
 ) -> str:
-    """The backend of `layers`, or, where groups of them differ, those of each group in order.  asked: None for auto."""
-    names = [asked or default_backend(device, dtype, keeps) for keeps in groups_of(specs, layers)]
+    """The backend's name for `layers`, or one name per group of layers if they differ.  configured: None for auto."""
+    names = [configured or default_backend(device, dtype, keeps) for keeps in groups_of(specs, layers)]
     return names[0] if len(set(names)) == 1 else SEPARATOR.join(names)
 
 
@@ -54,23 +56,25 @@ def grouped_backend(
     layers: Sequence[int],
     left_bound: bool = False,
 ) -> GroupedBackend:
-    """The backends of `layers`.  names: as choose_backends gives them; left_bound: see Support.require.
+    """The backends of `layers`.  names: the result of choose_backends; left_bound: see Support.require.
 
-    Raises EspalierError naming what a backend cannot run.
+    Raises EspalierError if a backend cannot run its layers.
     """
     groups = groups_of(specs, layers)
-    listed = names.split(SEPARATOR)
-    listed *= len(groups) if len(listed) == 1 else 1
-    if len(listed) != len(groups):
+    group_names = names.split(SEPARATOR)
+    group_names *= len(groups) if len(group_names) == 1 else 1
+    if len(group_names) != len(groups):
         raise EspalierError(
-            f"attention={names!r} names {len(listed)} backends, and the layers are of {len(groups)} kind"
-            f"{'s' * (len(groups) > 1)} by what they keep; name one for all, or one for each"
+            f"attention={names!r} names {len(group_names)} backends, but the model has {len(groups)} group"
+            f"{'s' * (len(groups) > 1)} of layers that keep the same; name one backend, or one for each group"
         )
-    made = []
-    for name, members in zip(listed, groups.values(), strict=True):
-        made.append((members, backend(name)))
-        made[-1][1].support.require(device, dtype, page_size, [specs[layer] for layer in members], left_bound)
-    return GroupedBackend(made)
+    backends = []
+    for name, group_layers in zip(group_names, groups.values(), strict=True):
+        group_backend = backend(name)
+        group_specs = [specs[layer] for layer in group_layers]
+        group_backend.support.require(device, dtype, page_size, group_specs, left_bound)
+        backends.append((group_layers, group_backend))
+    return GroupedBackend(backends)
 
 
 __all__ = [

@@ -1,9 +1,9 @@
-"""The one attention: new nodes hanging off a committed prefix.
+"""The contract of attention backends.
 
-Every forward pass (a prompt chunk, a draft level, a verify tree, a draft extend) is queries [B, Q] over staged rows [B,
-R] and over a prefix in pages.  A backend supplies the part over the prefix with its log-sum-exp; the part among the
-nodes (kernels/attention/among_nodes.py) and the merge are the same for all of them, and a backend may override `attend`
-where it can fuse.
+Every forward pass (a prompt chunk, a draft level, a verify tree, a draft extend) has queries [B, Q].  They attend to
+committed rows in pages and to staged rows [B, R].  A backend must supply attention over the committed rows, with its
+log-sum-exp.  Attention over the staged rows (kernels/attention/among_nodes.py) and the merge are then shared code.  A
+backend may override `attend` to do both in one kernel.
 """
 
 from collections.abc import Sequence
@@ -26,11 +26,11 @@ from espalier.layout import MAX_PAGE_SIZE
 
 @dataclass(frozen=True)
 class Support:
-    """What a backend can run: the row of the support matrix, and what refusals are made from.
+    """What a backend can run.  The support matrix and the error messages are made from it.
 
-    keeps: kinds of layers; page_sizes, head_sizes: a range or those there are, of K and of V alike, None for any;
-    largest_latent: the largest latent row, None where head_sizes holds for it too; left_bound: whether rows below a
-    prefix's `first` may not exist.
+    keeps: what layers may keep; page_sizes, head_sizes (of K and V): a range or a list, None for any; largest_latent:
+    the largest latent row, None if latent rows are limited by head_sizes too; left_bound: whether the backend supports
+    prefixes whose rows below `first` do not exist.
     """
 
     name: str
@@ -47,63 +47,62 @@ class Support:
     def require(
         self, device: str, dtype: torch.dtype, page_size: int, specs: Sequence[LayerSpec], left_bound: bool = False
     ) -> None:
-        """Refuse by name, before anything is allocated, what this backend cannot run.  Raises EspalierError.
+        """Check, before anything is allocated, that this backend can run the layers.  Raises EspalierError.
 
-        left_bound: whether the first rows of these layers do not exist.
+        left_bound: whether the prefixes of these layers lack their first rows.
         """
-        refuse = [
+        refusals = [
             (device not in self.devices, f"device={device}", f"devices {', '.join(self.devices)}"),
             (dtype not in self.dtypes, f"dtype={_plain(dtype)}", f"dtypes {', '.join(map(_plain, self.dtypes))}"),
             (page_size not in self.page_sizes, f"page_size={page_size}", f"page_size {plain_sizes(self.page_sizes)}"),
             (left_bound and not self.left_bound, "a prefix whose first rows do not exist", "whole prefixes"),
             *(refusal for spec in specs for refusal in self._refusals(spec)),
         ]
-        for wrong, value, supported in refuse:
-            if wrong:
+        for unsupported, value, supported in refusals:
+            if unsupported:
                 raise EspalierError(
                     f"attention={self.name} does not support {value}; it supports {supported}: choose another backend"
                 )
 
     def takes(self, keeps: Keeps) -> bool:
-        """Whether layers may keep this."""
+        """Whether the backend supports layers that keep this."""
         if isinstance(keeps, RecurrentState) or not isinstance(keeps, self.keeps):
             return False
-        return not self._beyond(keeps)
+        return not self._unsupported_sizes(keeps)
 
-    def _beyond(self, keeps: KeptRows) -> list[int]:
-        """Sizes of K and V that are not supported."""
+    def _unsupported_sizes(self, keeps: KeptRows) -> list[int]:
+        """Those of the sizes of K and V that the backend does not support."""
         sizes, largest = (keeps.k_size, keeps.v_size), self.largest_latent
         if isinstance(keeps, LatentKV) and largest is not None:
-            pairs = zip(sizes, (largest.k_size, largest.v_size), strict=True)
-            return [size for size, bound in pairs if size > bound]
+            limits = (largest.k_size, largest.v_size)
+            return [size for size, limit in zip(sizes, limits, strict=True) if size > limit]
         return [size for size in sizes if self.head_sizes is not None and size not in self.head_sizes]
 
     def _refusals(self, spec: LayerSpec) -> list[tuple[bool, str, str]]:
-        """(whether it is wrong, what, what is supported) of one layer."""
+        """(is unsupported, the property, what is supported) for each property of a layer."""
         if isinstance(spec.keeps, RecurrentState) or not isinstance(spec.keeps, self.keeps):
             kinds = ", ".join(kind.kind for kind in self.keeps)
             return [(True, f"layers that keep {spec.keeps.kind}", f"layers that keep {kinds}")]
-        beyond = self._beyond(spec.keeps)
-        wide = (
-            isinstance(spec.keeps, LatentKV) and self.head_sizes is not None and spec.keeps.size > max(self.head_sizes)
-        )
+        wrong_sizes = self._unsupported_sizes(spec.keeps)
+        is_latent = isinstance(spec.keeps, LatentKV)
+        wide = is_latent and self.head_sizes is not None and spec.keeps.k_size > max(self.head_sizes)
         differ = isinstance(spec.keeps, KVHeads) and spec.keeps.k_size != spec.keeps.v_size
         return [
             (bool(spec.window) and not self.sliding_window, "a sliding window", "layers without a window"),
             (wide and bool(spec.window), "a sliding window over wide latent rows", "such layers without a window"),
             (differ and not self.different_v_size, "k and v heads of different sizes", "equal sizes"),
-            (bool(beyond), f"heads of size {max(beyond, default=0)}", f"sizes {self.plain_heads}"),
+            (bool(wrong_sizes), f"heads of size {max(wrong_sizes, default=0)}", f"sizes {self.plain_heads}"),
         ]
 
     @property
     def plain_heads(self) -> str:
-        """Head sizes in words."""
-        words, latent = plain_sizes(self.head_sizes), self.largest_latent
-        return words if latent is None else f"{words}; latent rows up to {latent.size}, {latent.v_size} of them V"
+        """The supported head sizes as text."""
+        text, latent = plain_sizes(self.head_sizes), self.largest_latent
+        return text if latent is None else f"{text}; latent rows up to {latent.size}, {latent.v_size} of them V"
 
 
 def plain_sizes(sizes: Sequence[int] | None) -> str:
-    """page_sizes or head_sizes in words."""
+    """page_sizes or head_sizes as text."""
     if sizes is None:
         return "any"
     return f"up to {sizes[-1]}" if isinstance(sizes, range) else ", ".join(map(str, sizes))
@@ -115,8 +114,11 @@ def _plain(dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True)
 class CommittedLengths:
-    """What the host knows of a launch's committed rows before it.  at_most: for each request in order, padding, which
-    has none, left out; exact: these are the lengths themselves, as in lock-step, where nothing is in flight."""
+    """What the host knows about the committed lengths before a launch.
+
+    at_most: upper bound per request, in batch order, without padding requests (they have no committed rows); exact: the
+    bounds are the lengths, as in lock-step, where no round is in flight.
+    """
 
     at_most: tuple[int, ...]
     exact: bool
@@ -128,11 +130,11 @@ class CommittedLengths:
 
 @dataclass(frozen=True)
 class Prefix:
-    """Committed rows that a pass hangs from.
+    """The committed rows of each request of a pass.
 
-    page_table: [B, table_width] int32; length: [B] int64, rows first .. length-1 exist (the draft's first row is 1 for
-    EAGLE: a row needs the feature of the token before).  planned: what a backend made of these for every pass that
-    hangs from them; a prefix is made anew wherever a length may have changed.
+    page_table: [B, table_width] int32; length: [B] int64, rows first .. length-1 exist (first is 1 for an EAGLE draft:
+    a row needs the feature of the previous token).  planned: the backend's plan, shared by all passes over this prefix.
+    Make a new Prefix whenever a length may have changed.
     """
 
     page_table: Tensor
@@ -141,17 +143,17 @@ class Prefix:
     planned: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def holds(self, positions: Tensor) -> Tensor:
-        """Whether rows exist at positions [B, P].  No other row is read: pages come as their last owner left them."""
+        """[B, P] bool: whether a row exists at each position.  Other rows must not be read: pages are not cleared."""
         return (positions >= self.first) & (positions < self.length[:, None])
 
 
 @dataclass(frozen=True)
 class Nodes:
-    """The new rows of a pass.
+    """The staged rows and the queries of a pass.
 
-    positions: [B, Q] page positions of the queries; row_positions: [B, R] of the staged rows; ancestor_bits: [B, Q, W]
-    int64, the staged rows that are a query's ancestors or itself, or None for a chain, each row following the one
-    before it. The queries are the last Q of the R rows; those of a chain are all of them.
+    positions: [B, Q], of the queries; row_positions: [B, R], of the staged rows; ancestor_bits: [B, Q, W] int64, the
+    staged rows that a query sees (its ancestors and itself), or None for a chain, where each row follows the previous
+    one.  The queries are the last Q of the R rows; in a chain Q = R.
     """
 
     positions: Tensor
@@ -160,31 +162,33 @@ class Nodes:
 
     @classmethod
     def chain(cls, positions: Tensor) -> "Nodes":
-        """Rows [B, Q] each of which follows the one before it."""
+        """A chain at positions [B, Q]."""
         return cls(positions, positions, None)
 
     def seen(self, window: int | None) -> Tensor:
-        """[B, Q, R] bool: ancestors inside the window.  Every row, padding too, sees itself: no softmax is empty."""
+        """[B, Q, R] bool: ancestors inside the window.  Every row sees itself, also padding: no softmax is empty."""
         return seen_rows(self.ancestor_bits, self.positions, self.row_positions, window)
 
 
 class AttentionBackend(Protocol):
-    """Where attention over committed pages comes from.  `plan` and what it returns run in the body of a round, which a
-    CUDA graph may have captured: there no length is read on the host."""
+    """A backend plans each pass.
+
+    `plan` and the Attention it returns may run inside a captured CUDA graph: they must not read lengths on the host.
+    """
 
     support: Support
 
     def prepare(self, lengths: CommittedLengths) -> None:
-        """Called on the host before every launch: before eager ones, captures and replays alike."""
+        """Called on the host before every launch: eager, capture and replay."""
         ...
 
     def plan(self, pages: PagedKV, specs: Sequence[LayerSpec], prefix: Prefix, nodes: Nodes) -> "Attention":
-        """Metadata of one pass, made once and used by all of its layers."""
+        """The plan of one pass, used by all of its layers."""
         ...
 
 
 class Attention:
-    """One pass, planned.  Subclasses supply over_prefix, and attend where they can fuse."""
+    """The plan of one pass.  Subclasses implement over_prefix, and may override attend."""
 
     def __init__(self, pages: PagedKV, specs: Sequence[LayerSpec], prefix: Prefix, nodes: Nodes):
         self.pages = pages
@@ -193,27 +197,27 @@ class Attention:
         self.nodes = nodes
 
     def over_prefix(self, q: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-        """Attention of q [B, Q, heads, k_size] over committed rows [lower, length), lower by the layer's window.
+        """Attention of q [B, Q, heads, k_size] over the committed rows inside the layer's window.
 
-        Returns out [B, Q, heads, v_size] and lse [B, Q, heads] float32 (float64 for float64), natural log; an empty
-        prefix gives zeros and -inf.
+        Returns out [B, Q, heads, v_size] and lse [B, Q, heads] float32 (float64 for float64), natural log.  An empty
+        prefix gives zeros and lse -inf.
         """
         raise NotImplementedError
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q [B, Q, heads, k_size] over the prefix and over staged k, v [B, R, kv_heads, size].
+        """Attention of q [B, Q, heads, k_size] over the committed rows and the staged k, v [B, R, kv_heads, size].
 
-        Returns [B, Q, heads, v_size].
+        Returns out [B, Q, heads, v_size].
         """
         spec = self.specs[layer]
         staged = Staged(k, v, self.nodes.row_positions, self.nodes.ancestor_bits)
-        among = among_nodes(q, staged, self.nodes.positions, spec.softmax_scale, spec.window, self._no_prefix)
-        return merge(self.over_prefix(q, layer), among)
+        over_staged = among_nodes(q, staged, self.nodes.positions, spec.softmax_scale, spec.window, self._no_prefix)
+        return merge(self.over_prefix(q, layer), over_staged)
 
     @cached_property
     def _no_prefix(self) -> NoPrefix:
         return NoPrefix.of(self.nodes.positions.shape[0], self.nodes.positions.device)
 
     def committed(self, layer: int) -> tuple[Tensor, Tensor]:
-        """K and V [rows, kv_heads, size] of a layer's pages."""
+        """K and V [rows, kv_heads, size] of all pages of a layer."""
         return self.specs[layer].rows.read(self.pages.layers[layer])

@@ -1,4 +1,4 @@
-"""The backends of a model: one for each group of layers that keep the same."""
+"""The backends of a model: one for each group of layers that keep the same kind of rows."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,10 +11,10 @@ from espalier.cache.layer_spec import LayerSpec
 
 
 class GroupedAttention(Attention):
-    """One pass, planned once a group."""
+    """The plan of one pass: for each layer, the plan of its group."""
 
-    def __init__(self, by_layer: Mapping[int, Attention], *of_pass: Any) -> None:
-        super().__init__(*of_pass)
+    def __init__(self, by_layer: Mapping[int, Attention], *pass_arguments: Any) -> None:
+        super().__init__(*pass_arguments)
         self.by_layer = by_layer
 
     def over_prefix(self, q: Tensor, layer: int) -> tuple[Tensor, Tensor]:
@@ -25,7 +25,7 @@ class GroupedAttention(Attention):
 
 
 class GroupedBackend:
-    """groups: layers, and the backend of each group."""
+    """groups: for each group its layers and its backend."""
 
     def __init__(self, groups: Sequence[tuple[tuple[int, ...], AttentionBackend]]):
         self.groups = tuple(groups)
@@ -37,6 +37,6 @@ class GroupedBackend:
     def plan(self, pages: PagedKV, specs: Sequence[LayerSpec], prefix: Prefix, nodes: Nodes) -> Attention:
         if len(self.groups) == 1:
             return self.groups[0][1].plan(pages, specs, prefix, nodes)
-        planned = [(layers, backend.plan(pages, specs, prefix, nodes)) for layers, backend in self.groups]
-        by_layer = {layer: attention for layers, attention in planned for layer in layers}
+        plans = [(layers, backend.plan(pages, specs, prefix, nodes)) for layers, backend in self.groups]
+        by_layer = {layer: plan for layers, plan in plans for layer in layers}
         return GroupedAttention(by_layer, pages, specs, prefix, nodes)

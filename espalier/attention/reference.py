@@ -1,4 +1,4 @@
-"""The contract of attention/base.py in plain torch, on any device: what other backends are compared with."""
+"""The reference backend: plain torch on any device.  The tests compare the other backends with it."""
 
 import torch
 from torch import Tensor
@@ -11,12 +11,12 @@ from espalier.kernels.attention.masked_attention import masked_attention
 class ReferenceAttention(Attention):
     def over_prefix(self, q: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         spec = self.specs[layer]
-        held = self.prefix.page_table.shape[1] * self.pages.page_size
-        positions = torch.arange(held, device=q.device).expand(q.shape[0], -1)
-        there = self.prefix.holds(positions)
-        rows = self.pages.rows(self.prefix.page_table, positions, there)
+        capacity = self.prefix.page_table.shape[1] * self.pages.page_size
+        positions = torch.arange(capacity, device=q.device).expand(q.shape[0], -1)
+        exists = self.prefix.holds(positions)
+        rows = self.pages.rows(self.prefix.page_table, positions, exists)
         k, v = (buffer[rows] for buffer in self.committed(layer))
-        mask = there[:, None, :].expand(-1, q.shape[1], -1)
+        mask = exists[:, None, :].expand(-1, q.shape[1], -1)
         if spec.window is not None:
             mask = mask & (self.nodes.positions[:, :, None] - positions[:, None, :] < spec.window)
         return masked_attention(q, k, v, mask, spec.softmax_scale)

@@ -1,6 +1,6 @@
-"""Attention for the CPU: a request's pages are gathered beside its nodes and one masked SDPA call does both parts.
+"""The CPU backend: it gathers committed rows, appends staged rows, and calls masked SDPA once.
 
-Grouped heads are packed into the query dimension, so K and V are read once a KV head.
+The query heads of a KV head are packed into the query dimension, so each KV head is read once.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from espalier.cache.layer_spec import KVHeads, LatentKV, LayerSpec
 
 class SdpaAttention(Attention):
     def __init__(self, pages: PagedKV, specs: Sequence[LayerSpec], prefix: Prefix, nodes: Nodes, longest: int | None):
-        """longest: of the prefixes, at least; None: not known, and as long as the page table is."""
+        """longest: committed rows of the longest request, or more; None: unknown, use the width of the page table."""
         super().__init__(pages, specs, prefix, nodes)
         batch, width = prefix.page_table.shape
         self.longest = (pages.layout.tokens_in(width) if longest is None else longest) if batch else 0
@@ -43,18 +43,18 @@ class SdpaAttention(Attention):
         return out.unflatten(2, (groups, queries)).permute(0, 3, 1, 2, 4).flatten(2, 3)
 
     def _gathered(self, plane: Tensor) -> Tensor:
-        """[B, longest, heads, size] of the committed rows."""
+        """The committed rows [B, longest, heads, size]."""
         batch = self.prefix.page_table.shape[0]
         return plane.index_select(0, self.rows).view(batch, self.longest, *plane.shape[1:])
 
     def _bias(self, window: int | None, groups: int, dtype: torch.dtype) -> Tensor:
-        """Additive mask [B, 1, groups * Q, longest + R], made once a pass for each kind of layer."""
+        """Additive mask [B, 1, groups * Q, longest + R], made once per pass, window and group size."""
         key = (window, groups)
         if key not in self.bias:
-            below = self.prefix.holds(self.positions)[:, None, :].expand(-1, self.nodes.positions.shape[1], -1)
+            committed = self.prefix.holds(self.positions)[:, None, :].expand(-1, self.nodes.positions.shape[1], -1)
             if window is not None:
-                below = below & (self.nodes.positions[:, :, None] - self.positions[:, None, :] < window)
-            seen = torch.cat((below, self.nodes.seen(window)), 2)
+                committed = committed & (self.nodes.positions[:, :, None] - self.positions[:, None, :] < window)
+            seen = torch.cat((committed, self.nodes.seen(window)), 2)
             bias = torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, -torch.inf)
             self.bias[key] = bias[:, None].expand(-1, groups, -1, -1).flatten(1, 2)[:, None]
         return self.bias[key]
@@ -74,7 +74,7 @@ class SdpaBackend:
         self.longest: int | None = None
 
     def prepare(self, lengths: CommittedLengths) -> None:
-        """The gather is as long as the batch needs."""
+        """Keep the bound of the longest request: the gather needs no more rows."""
         self.longest = lengths.longest
 
     def plan(self, pages: PagedKV, specs: Sequence[LayerSpec], prefix: Prefix, nodes: Nodes) -> SdpaAttention:

@@ -1,7 +1,7 @@
-"""Attention on a GPU: committed rows and staged rows in one kernel, over a work list made on the device once a round.
+"""The GPU backend: one kernel attends to committed and staged rows, over splits computed on the device once per round.
 
-Nothing here reads a length on the host.  Work lists are kept with the prefix they are of, for every layer and every
-pass that hangs from it; buffers of partial results with the pass, for its layers.
+Nothing here reads a length on the host.  Splits are kept in the prefix, for all layers and passes over it.  Buffers of
+partial results are kept in the plan of a pass, for its layers.
 """
 
 from collections.abc import Sequence
@@ -11,17 +11,17 @@ from torch import Tensor
 from espalier.attention.base import Attention, CommittedLengths, Nodes, Prefix, Support
 from espalier.cache.kv import PagedKV
 from espalier.cache.layer_spec import KVHeads, LatentKV, LayerSpec
-from espalier.kernels.attention.contiguous_blocks import straight
+from espalier.kernels.attention.contiguous_blocks import count_contiguous_blocks
 from espalier.kernels.attention.kv_splits import KVSplitPolicy, KVSplits, kv_splits_triton
 from espalier.kernels.attention.latent_attention import MAX_ROW_SIZE, MAX_V_SIZE, latent_attention_triton
-from espalier.kernels.attention.merge_splits import Partials
+from espalier.kernels.attention.merge_splits import PartialResults
 from espalier.kernels.attention.tree_attention import (
     DTYPES,
     MAX_HEAD_SIZE,
     Committed,
     Staged,
-    asks_straight,
     tree_attention_triton,
+    uses_contiguous_blocks,
 )
 
 
@@ -29,36 +29,38 @@ class TritonAttention(Attention):
     def __init__(self, pages: PagedKV, specs: Sequence[LayerSpec], prefix: Prefix, nodes: Nodes):
         super().__init__(pages, specs, prefix, nodes)
         self.queries = nodes.positions.shape[1]
-        self.windowed: dict[tuple[int, KVSplitPolicy], KVSplits] = {}
-        self.partials: dict[tuple[KVSplitPolicy, int, int], Partials] = {}
+        self.windowed_splits: dict[tuple[int, KVSplitPolicy], KVSplits] = {}
+        self.partials: dict[tuple[KVSplitPolicy, int, int], PartialResults] = {}
 
     def over_prefix(self, q: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-        return self._run(layer, q, None)
+        return self._attend(layer, q, None)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return self._run(layer, q, Staged(k, v, self.nodes.row_positions, self.nodes.ancestor_bits))[0]
+        return self._attend(layer, q, Staged(k, v, self.nodes.row_positions, self.nodes.ancestor_bits))[0]
 
-    def _run(self, layer: int, q: Tensor, staged: Staged | None) -> tuple[Tensor, Tensor]:
+    def _attend(self, layer: int, q: Tensor, staged: Staged | None) -> tuple[Tensor, Tensor]:
         spec, prefix = self.specs[layer], self.prefix
         k, v = self.committed(layer)
         committed = Committed(k, v, prefix.page_table, prefix.length, self.pages.page_size, prefix.first)
         splits = self.splits(spec)
         if _is_wide_latent(spec):
-            made = None if splits.policy.max_splits == 1 else self._partials(splits, spec)
-            return latent_attention_triton(q, committed, staged, self.nodes.positions, splits, spec.softmax_scale, made)
+            partials = None if splits.policy.max_splits == 1 else self._partials(splits, spec)
+            return latent_attention_triton(
+                q, committed, staged, self.nodes.positions, splits, spec.softmax_scale, partials
+            )
         partials = self._partials(splits, spec)
-        counted = None
-        if asks_straight(q, committed, staged, splits, spec.window):
-            counted = self._straight(committed, splits)
+        contiguous = None
+        if uses_contiguous_blocks(q, committed, staged, splits, spec.window):
+            contiguous = self._contiguous_blocks(committed, splits)
         return tree_attention_triton(
             *(q, committed, staged, self.nodes.positions, splits, spec.softmax_scale, spec.window, None, partials),
-            *(None, counted),
+            *(None, contiguous),
         )
 
     def splits(self, spec: LayerSpec) -> KVSplits:
-        """The work list of layers like this.
+        """The splits for layers with this spec.
 
-        One without a window is kept with the prefix, for every pass over it that splits alike.
+        Splits without a window are kept in the prefix, for all passes over it with the same policy.
         """
         (batch, queries), layout, window = self.nodes.positions.shape, self.pages.layout, spec.window
         kv_heads = spec.rows.kv_heads
@@ -69,23 +71,25 @@ class TritonAttention(Attention):
                 self.prefix.planned[policy] = kv_splits_triton(self.prefix.length, self.prefix.first, policy)
             return self.prefix.planned[policy]
         key = (window, policy)
-        if key not in self.windowed:
+        if key not in self.windowed_splits:
             positions = self.nodes.positions
-            self.windowed[key] = kv_splits_triton(self.prefix.length, self.prefix.first, policy, positions, window)
-        return self.windowed[key]
+            self.windowed_splits[key] = kv_splits_triton(
+                self.prefix.length, self.prefix.first, policy, positions, window
+            )
+        return self.windowed_splits[key]
 
-    def _straight(self, committed: Committed, splits: KVSplits) -> Tensor:
-        """Of splits without a window, for every pass and layer that reads them."""
-        key = (splits.policy, straight)
+    def _contiguous_blocks(self, committed: Committed, splits: KVSplits) -> Tensor:
+        """Counts of contiguous blocks, kept in the prefix.  Only for splits without a window."""
+        key = (splits.policy, count_contiguous_blocks)
         if key not in self.prefix.planned:
             page_table, first = committed.page_table, committed.first
-            self.prefix.planned[key] = straight(splits, page_table, committed.page_size, first)
+            self.prefix.planned[key] = count_contiguous_blocks(splits, page_table, committed.page_size, first)
         return self.prefix.planned[key]
 
-    def _partials(self, splits: KVSplits, spec: LayerSpec) -> Partials:
+    def _partials(self, splits: KVSplits, spec: LayerSpec) -> PartialResults:
         key = (splits.policy, spec.heads, spec.rows.v_size)
         if key not in self.partials:
-            self.partials[key] = Partials.of(splits, self.queries, spec.heads, spec.rows.v_size)
+            self.partials[key] = PartialResults.of(splits, self.queries, spec.heads, spec.rows.v_size)
         return self.partials[key]
 
 

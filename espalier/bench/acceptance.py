@@ -1,44 +1,48 @@
-"""Accept length on held-out text, for the tree and for what it is to be compared with."""
+"""`espalier bench round --acceptance`: accept length on held-out text, of the tree and of variants of it."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from espalier.bench.drive import Driven, drive, texts
+from espalier.bench.drive import Driven, drive, rebuilt, texts
 from espalier.config import SpeculationConfig
+from espalier.engine.engine import Engine
 from espalier.engine.launch_input import RoundTrace
 from espalier.errors import EspalierError
 from espalier.llm import LLM, faults
 from espalier.request import SamplingParams
-from espalier.sampling.logit_processors import SamplingRows
-from espalier.sampling.pick import over_temperature
-from espalier.speculate import sampler as draws
+from espalier.terminal.console import print_table, progress, write_json
 
+# Text is called repeated if a run of this many tokens occurred before.
 REPEAT = 16
+# Teacher forcing runs one round from every eighth token.
 TEACHER_FORCED_STRIDE = 8
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to draft.  speculation: None for the settings as they are; identical: whether tokens must be plain's."""
+    """One way to draft.
+
+    speculation: None for the settings as they are; planted: a context in which a fault is planted; coupled_scores: see
+    ModelRunner.
+    """
 
     name: str
     speculation: SpeculationConfig | None = None
     temperature: float = 0.0
     planted: Callable[[], AbstractContextManager[Any]] = nullcontext
+    coupled_scores: bool = True
 
 
 @dataclass(frozen=True)
 class Acceptance:
-    """Accept length over all rounds, and over those whose first token is in no repeated 16-gram, and in one.
+    """Accept length over all rounds, over rounds that begin in new text, and in a repeated 16-gram.
 
-    by_depth: (tried, accepted) from depth 1; same_tokens: requests whose tokens are those of the first variant of that
-    temperature, out of `requests`; None where tokens are not compared.
+    repeated_share: share of the tokens that come from rounds in repeated text; by_depth: (tried, accepted) by
+    depth, from 1; same_tokens: of `requests`, those with the same tokens as the first variant of the same
+    temperature, None where tokens are not compared.
     """
 
     name: str
@@ -56,7 +60,8 @@ class Acceptance:
 
 
 def variants(steps: int, algorithm: str, has_draft: bool) -> list[Variant]:
-    """The tree as configured; a chain of the same steps; n-gram; sampled with and without coupled scores; a fault."""
+    """The configured tree; a chain of the same steps; n-gram; a planted fault; sampling with and without coupled
+    scores.  Without a draft: the tree and n-gram."""
     ngram = Variant("n-gram tree", SpeculationConfig(algorithm="ngram", steps=steps))
     if not has_draft:
         return [Variant("tree"), ngram]
@@ -67,72 +72,77 @@ def variants(steps: int, algorithm: str, has_draft: bool) -> list[Variant]:
         ngram,
         Variant(f"{algorithm} tree, wrong ancestors", planted=lambda: faults().plant("wrong-ancestor")),
         Variant(f"{algorithm} tree, temperature 1, coupled scores", temperature=1.0),
-        Variant(f"{algorithm} tree, temperature 1, scores without noise", temperature=1.0, planted=uncoupled),
+        Variant(f"{algorithm} tree, temperature 1, scores without noise", temperature=1.0, coupled_scores=False),
     ]
 
 
-@contextmanager
-def uncoupled() -> Iterator[None]:
-    """The draft scores children as if it did not know what the target will draw with."""
-
-    def scores(logits: Tensor, rows: SamplingRows, noise: Tensor, tau: float = 1.0) -> Tensor:
-        return torch.log_softmax(over_temperature(logits, rows), -1)
-
-    coupled, by_kernels = draws.coupled_scores, draws.draft_topk_triton
-    draws.coupled_scores, draws.draft_topk_triton = scores, partial(by_kernels, coupled=False)
-    try:
-        yield
-    finally:
-        draws.coupled_scores, draws.draft_topk_triton = coupled, by_kernels
+def run(asked: Namespace, settings: dict[str, Any]) -> None:
+    with progress("measuring", 7) as advance:
+        rows = measure(settings, asked.prompts, asked.tokens, advance)
+    about = {name: str(value) for name, value in settings.items()}
+    write_json(asked.json, {"settings": about, "acceptance": [row.as_dict() for row in rows]})
+    print_table(_table(rows))
 
 
-def measure(settings: dict[str, Any], num_prompts: int, num_tokens: int, seen: Callable[[], None]) -> list[Acceptance]:
-    """Every variant on the same prompts; `seen` is called after each."""
+def measure(
+    settings: dict[str, Any], num_prompts: int, num_tokens: int, advance: Callable[[], None]
+) -> list[Acceptance]:
+    """Every variant on the same prompts; `advance` is called after each.  Raises EspalierError."""
     with LLM(**settings) as llm:
         steps, algorithm, has_draft = llm.config.steps, llm.config.algorithm, llm.config.draft is not None
         if not steps:
             raise EspalierError("--acceptance is of what is drafted, and steps=0 drafts nothing; leave one out")
-        # Whether there are so many, before the first of seven is measured.
-        texts(llm, num_prompts)
+        texts(llm, num_prompts)  # raises, before anything is measured, if there are too few
     rows: list[Acceptance] = []
     reference: dict[float, list[list[int]]] = {}
     for variant in variants(steps, algorithm, has_draft):
-        own = settings if variant.speculation is None else {**settings, "speculation": variant.speculation}
-        if variant.speculation is not None and variant.speculation.algorithm == "ngram":
-            own = {name: value for name, value in own.items() if name != "draft"}
-        # Around the engine's start too: a GPU captures its rounds there.
-        with variant.planted(), LLM(**own) as llm:
-            driven = _generated(llm, variant, num_prompts, num_tokens)
+        # A fault is planted around the engine's start too: a GPU captures its rounds there.
+        with variant.planted(), LLM(**_settings_of(variant, settings)) as llm:
+            engine = llm.engine
+            if not variant.coupled_scores:
+                engine = rebuilt(engine, llm.config.graph_batch, coupled_scores=False)
+            driven = _generated(llm, engine, variant, num_prompts, num_tokens)
             expected = reference.setdefault(variant.temperature, driven.tokens)
             same = sum(a == b for a, b in zip(driven.tokens, expected, strict=True))
             rows.append(_summarise(variant.name, driven, driven.traces, same))
-            seen()
+            advance()
             if len(rows) == 1:
                 rows.append(_teacher_forced(llm, f"{variant.name}, teacher-forced", num_prompts))
-                seen()
+                advance()
+            engine.close()
     return rows
 
 
-def _generated(llm: LLM, variant: Variant, num_prompts: int, num_tokens: int) -> Driven:
+def _settings_of(variant: Variant, settings: dict[str, Any]) -> dict[str, Any]:
+    """LLM's settings for this variant."""
+    if variant.speculation is None:
+        return settings
+    needs_draft = variant.speculation.algorithm != "ngram"
+    kept = {name: value for name, value in settings.items() if needs_draft or name != "draft"}
+    return {**kept, "speculation": variant.speculation}
+
+
+def _generated(llm: LLM, engine: Engine, variant: Variant, num_prompts: int, num_tokens: int) -> Driven:
+    """Continue every prompt by num_tokens tokens on this engine.  Raises EspalierError if the context is too small."""
     prompts = [prompt for prompt, _ in texts(llm, num_prompts)]
-    longest, most = max(map(len, prompts)), llm.config.max_context
-    if longest + num_tokens > most:
+    longest, max_context = max(map(len, prompts)), llm.config.max_context
+    if longest + num_tokens > max_context:
         raise EspalierError(
-            f"--tokens={num_tokens} after prompts of up to {longest} is above max_context={most}; lower --tokens or "
-            "--prompts, or raise --max-context"
+            f"--tokens={num_tokens} after prompts of up to {longest} is above max_context={max_context}; lower "
+            "--tokens or --prompts, or raise --max-context"
         )
     params = SamplingParams(temperature=variant.temperature, max_tokens=num_tokens, top_k=0, top_p=1.0)
-    return drive(llm.engine, prompts, params)
+    return drive(engine, prompts, params)
 
 
 def _teacher_forced(llm: LLM, name: str, num_prompts: int) -> Acceptance:
-    """One round from every few tokens of the held-out text itself, whose token is the root."""
+    """One round from every TEACHER_FORCED_STRIDE-th token of the held-out text, with that token as the root."""
     contexts, roots = [], []
     for prompt, reference in texts(llm, num_prompts):
         whole = (prompt + reference)[: llm.config.max_context - llm.config.steps - 2]
-        for at in range(len(prompt), len(whole), TEACHER_FORCED_STRIDE):
-            contexts.append(whole[:at])
-            roots.append(whole[at])
+        for position in range(len(prompt), len(whole), TEACHER_FORCED_STRIDE):
+            contexts.append(whole[:position])
+            roots.append(whole[position])
     params = SamplingParams(temperature=0.0, max_tokens=llm.config.steps + 2)
     driven = drive(llm.engine, contexts, params, roots=roots)
     firsts = {request: traces[:1] for request, traces in driven.traces.items()}
@@ -145,17 +155,17 @@ def _summarise(name: str, driven: Driven, traces: dict[str, list[RoundTrace]], s
     for request in driven.requests:
         repeated = inside_repeats(request.tokens)
         for trace in traces[request.id]:
-            first = trace.prefix_len + 1
-            lengths[first in repeated].append(len(trace.emitted))
+            first_token = trace.prefix_len + 1
+            lengths[first_token in repeated].append(len(trace.emitted))
             _count_depths(by_depth, len(trace.emitted), max(trace.tree.depths))
-    every = lengths[False] + lengths[True]
+    all_lengths = lengths[False] + lengths[True]
     return Acceptance(
         name=name,
-        accept_length=_mean(every),
+        accept_length=_mean(all_lengths),
         accept_length_new=_mean(lengths[False]),
         accept_length_repeated=_mean(lengths[True]),
-        repeated_share=sum(lengths[True]) / max(sum(every), 1),
-        rounds=len(every),
+        repeated_share=sum(lengths[True]) / max(sum(all_lengths), 1),
+        rounds=len(all_lengths),
         by_depth=[(tried, accepted) for tried, accepted in by_depth],
         requests=len(driven.requests),
         same_tokens=same,
@@ -171,16 +181,33 @@ def _count_depths(by_depth: list[list[int]], accept_length: int, depth: int) -> 
 
 
 def inside_repeats(tokens: Sequence[int], size: int = REPEAT) -> set[int]:
-    """Positions that lie in a run of `size` tokens that stood in the text before."""
+    """Positions inside a run of `size` tokens that occurred earlier in the text."""
     seen: set[tuple[int, ...]] = set()
     inside: set[int] = set()
-    for at in range(len(tokens) - size + 1):
-        run = tuple(tokens[at : at + size])
-        if run in seen:
-            inside.update(range(at, at + size))
-        seen.add(run)
+    for start in range(len(tokens) - size + 1):
+        window = tuple(tokens[start : start + size])
+        if window in seen:
+            inside.update(range(start, start + size))
+        seen.add(window)
     return inside
 
 
 def _mean(values: Sequence[int]) -> float:
     return sum(values) / len(values) if values else 0.0
+
+
+def _table(rows: Sequence[Acceptance]) -> list[list[str]]:
+    lines = [["", "accept length", "new text", "repeated", "share repeated", "rounds", "same tokens", "by depth"]]
+    for row in rows:
+        cells = [
+            row.name,
+            f"{row.accept_length:.2f}",
+            f"{row.accept_length_new:.2f}",
+            f"{row.accept_length_repeated:.2f}",
+            f"{row.repeated_share:.0%}",
+            str(row.rounds),
+            "" if row.same_tokens is None else f"{row.same_tokens}/{row.requests}",
+            " ".join(f"{accepted / tried:.2f}" for tried, accepted in row.by_depth),
+        ]
+        lines.append(cells)
+    return lines

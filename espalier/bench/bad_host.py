@@ -1,24 +1,27 @@
-"""What everybody else waits for while one host sends large, hostile or half-closed requests.
+"""`espalier bench serve --bad-host`: how long other requests wait while one host sends large or hostile requests.
 
-Beside each kind of bad request: the longest gap of a stream (its first token included), a one-token request and
-/health, with streams and idle.
+For each kind of bad request it measures the longest wait of a stream (its first token included), of a one-token request
+and of /health, with streams running and idle.
 """
 
 import asyncio
 import json
 import time
+from argparse import Namespace
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from espalier.bench.serve import NAME, serving
+from espalier.bench.server import NAME, serving
 from espalier.bench.soak import ANSWER_S
 from espalier.errors import EspalierError
+from espalier.terminal.console import print_table, write_json
+from espalier.terminal.flags import sized
 
 STREAMS = 16
-# Each kind is sent once, and watched for so long or until its last answer.
+# Waits are measured for this long after each kind of bad request is sent, or until its last response.
 WATCH_S = 5.0
 SHORT = {"model": NAME, "prompt": "x", "max_tokens": 1, "temperature": 0}
 STREAM = {"model": NAME, "prompt": "def f(x):\n", "max_tokens": 64, "ignore_eos": True, "stream": True}
@@ -26,7 +29,7 @@ STREAM = {"model": NAME, "prompt": "def f(x):\n", "max_tokens": 64, "ignore_eos"
 
 @dataclass(frozen=True)
 class Attack:
-    """`count` posts of one body at once.  half_closed: each sends FIN behind its body and goes on reading."""
+    """`count` POST requests of one body at once.  half_closed: each sends FIN after its body and goes on reading."""
 
     name: str
     count: int
@@ -36,7 +39,7 @@ class Attack:
 
 
 def _text(megabytes: int = 4) -> str:
-    """Two characters a token, with room in the body for what stands around it."""
+    """A text of two characters a token.  With the JSON around it, the body has this many megabytes."""
     return "a " * (megabytes * 500_000 - 500)
 
 
@@ -64,7 +67,7 @@ ATTACKS = (
 
 @dataclass
 class Waits:
-    """The longest of each, in ms."""
+    """The longest wait of each kind, in ms."""
 
     stream_gap: float = 0.0
     one_token: float = 0.0
@@ -72,8 +75,9 @@ class Waits:
 
 
 @dataclass
-class Beside:
-    """One kind of bad request.  answers: how many had each status, 0 being none."""
+class AttackResult:
+    """The waits during one kind of bad request, with streams running and idle.  answers: number of responses by status;
+    0 is no response."""
 
     name: str
     count: int
@@ -82,27 +86,54 @@ class Beside:
     answers: dict[int, int] = field(default_factory=dict)
 
 
-def bad_host(settings: Mapping[str, Any], attacks: Sequence[Attack] = ATTACKS, streams: int = STREAMS) -> list[Beside]:
-    """Each kind on the same server, beside `streams` streams and beside none."""
+def run(asked: Namespace, settings: dict[str, Any]) -> int:
+    """Print the waits.  1 if a bad request got no response."""
+    # A slot for each stream, one for the short request, and one for each bad request at once.
+    most = max(attack.count for attack in ATTACKS)
+    results = bad_host(sized(settings, {"max_batch": STREAMS + 1 + most}, max_batch=STREAMS + 1))
+    write_json(asked.json, {"bad_host": [asdict(result) for result in results]})
+    rows = [["longest wait, ms", f"beside {STREAMS} streams:", "", "", "idle:", "", ""]]
+    rows.append(["", "stream gap", "one token", "/health", "one token", "/health", "answers"])
+    print_table([*rows, *(_row(result) for result in results)])
+    return int(any(0 in result.answers for result in results))
+
+
+def _row(result: AttackResult) -> list[str]:
+    waits = (
+        result.busy.stream_gap,
+        result.busy.one_token,
+        result.busy.health,
+        result.idle.one_token,
+        result.idle.health,
+    )
+    answers = ", ".join(f"{count} of {status or 'none'}" for status, count in result.answers.items())
+    name = f"{result.count} x {result.name}" if result.count else result.name
+    return [name, *(f"{wait:.0f}" for wait in waits), answers]
+
+
+def bad_host(
+    settings: Mapping[str, Any], attacks: Sequence[Attack] = ATTACKS, streams: int = STREAMS
+) -> list[AttackResult]:
+    """Measure each kind on the same server, with `streams` streams and with none."""
     with serving(settings) as server:
         return asyncio.run(_all(server.port, attacks, streams))
 
 
-async def _all(port: int, attacks: Sequence[Attack], streams: int) -> list[Beside]:
-    found = []
+async def _all(port: int, attacks: Sequence[Attack], streams: int) -> list[AttackResult]:
+    results = []
     for attack in attacks:
         head = b"" if attack.half_closed else b"connection: close\r\n"
         data = _request(attack.path, json.dumps(attack.body(), separators=(",", ":")).encode(), head)
-        beside, statuses = Beside(attack.name, attack.count), Counter[int]()
-        for waits, number in ((beside.busy, streams), (beside.idle, 0)):
-            async with _watched(port, waits, number):
+        result, statuses = AttackResult(attack.name, attack.count), Counter[int]()
+        for waits, number in ((result.busy, streams), (result.idle, 0)):
+            async with _measuring(port, waits, number):
                 end = asyncio.create_task(asyncio.sleep(WATCH_S))
                 sent = (_post(port, data, attack.half_closed) for _ in range(attack.count))
                 statuses.update(await asyncio.gather(*sent))
                 await end
-        beside.answers = dict(sorted(statuses.items()))
-        found.append(beside)
-    return found
+        result.answers = dict(sorted(statuses.items()))
+        results.append(result)
+    return results
 
 
 def _request(path: str, body: bytes, headers: bytes = b"connection: close\r\n") -> bytes:
@@ -111,10 +142,10 @@ def _request(path: str, body: bytes, headers: bytes = b"connection: close\r\n") 
 
 
 @asynccontextmanager
-async def _watched(port: int, waits: Waits, streams: int) -> AsyncIterator[None]:
-    """Streams, one-token requests and probes come and go, one after another each; the waits are noted.
+async def _measuring(port: int, waits: Waits, streams: int) -> AsyncIterator[None]:
+    """Run streams, one-token requests and /health probes, each repeatedly, and record their waits.
 
-    Raises EspalierError where one is not served: what is refused at once has no wait.
+    Raises EspalierError if one is not served: a request that is refused at once has no wait.
     """
     short = _request("/v1/completions", json.dumps(SHORT).encode())
     probe = b"GET /health HTTP/1.1\r\nhost: bad\r\nconnection: close\r\n\r\n"
@@ -123,7 +154,7 @@ async def _watched(port: int, waits: Waits, streams: int) -> AsyncIterator[None]
         asyncio.create_task(_repeat(port, short, waits, "one_token")),
         asyncio.create_task(_repeat(port, probe, waits, "health")),
     ]
-    # All of them have begun, and what the first of them warm up is no wait.
+    # After the warm-up, in which all of them have begun, the waits start at 0.
     await asyncio.sleep(2.0)
     waits.stream_gap = waits.one_token = waits.health = 0.0
     try:
@@ -148,13 +179,13 @@ async def _stream(port: int, waits: Waits) -> None:
                 began = time.perf_counter()
                 try:
                     more = await reader.read(65536)
-                finally:  # cancelled in its midst it has waited at least so long
+                finally:  # if cancelled here, it has waited at least this long
                     waits.stream_gap = max(waits.stream_gap, 1e3 * (time.perf_counter() - began))
                 tail = (tail + more)[-64:]
         finally:
             writer.close()
         if b"data: [DONE]" not in tail:
-            raise EspalierError("a stream beside the bad host ended before its text; read the server's log")
+            raise EspalierError("a stream ended early during the bad requests; read the server's log")
 
 
 async def _repeat(port: int, data: bytes, waits: Waits, name: str) -> None:
@@ -162,15 +193,15 @@ async def _repeat(port: int, data: bytes, waits: Waits, name: str) -> None:
         began = time.perf_counter()
         try:
             status = await _post(port, data)
-        finally:  # cancelled in its midst it has waited at least so long
+        finally:  # if cancelled here, it has waited at least this long
             setattr(waits, name, max(getattr(waits, name), 1e3 * (time.perf_counter() - began)))
         if status != 200:
-            raise EspalierError(f"{name} beside the bad host was answered {status}; read the server's log")
+            raise EspalierError(f"{name} got status {status} during the bad requests; read the server's log")
         await asyncio.sleep(0.02)
 
 
 async def _post(port: int, data: bytes, half_closed: bool = False) -> int:
-    """The status of the last answer, 0 where there is none; interim ones (1xx) are read over."""
+    """The status of the response, 0 if there is none.  Interim responses (1xx) are skipped."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     answer = b""
     try:

@@ -1,17 +1,18 @@
-"""What `bench round` measures at a named shape: cells of batch, context, tree and page size, read from text."""
+"""The cells of `bench round --shape`: batch, context, tree and page size, read from text."""
 
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from espalier.engine.prefill_policy import next_pass
 from espalier.errors import EspalierError
 from espalier.layout import RoundLayout
 
 FORM = re.compile(r"(\d+)x(\d+):(?:(plain)|(\d+),(\d+),(\d+))(?:@(\d+(?:,\d+)*))?")
 EXAMPLES = "1x1024:5,8,64, 8x1024:plain or 1x32768:5,8,64@1,64 (BATCHxCONTEXT:STEPS,TOPK,NODES@PAGES)"
 PLAIN = (0, 1, 1)
-# Rounds before those that count: the first find clocks and caches of a prefill.
-WARM = 6
+# Rounds before the timed ones: in the first, clocks and caches are still those of a prefill.
+WARM_UP = 6
 
 
 @dataclass(frozen=True)
@@ -33,47 +34,50 @@ class Cell:
         return f"{self.batch}x{self.context}:{tree}@{self.page_size}"
 
     def layout(self, chunk_size: int, rounds: int) -> RoundLayout:
-        """Room for the prompts, and for `rounds` full rounds after whatever those decode who entered first."""
+        """A layout with room for the prompts, for the tokens that early prompts decode while later ones enter, and for
+        `rounds` timed rounds."""
         steps, topk, nodes = self.tree
         sizes = (self.batch, steps, topk, nodes, self.page_size)
         layout = RoundLayout(*sizes, self.context + 2, int(self.drafts), chunk_size)
-        most = (passes(layout, [self.context] * self.batch) + WARM + rounds + 4) * layout.extend_width
-        return RoundLayout(*sizes, self.context + most + 2, int(self.drafts), chunk_size)
+        num_tokens = (passes(layout, [self.context] * self.batch) + WARM_UP + rounds + 4) * layout.extend_width
+        return RoundLayout(*sizes, self.context + num_tokens + 2, int(self.drafts), chunk_size)
 
 
 def passes(layout: RoundLayout, prompts: Sequence[int]) -> int:
-    """Prefill passes until prompts of so many tokens have entered."""
-    left, count = list(prompts), 0
+    """The number of prefill passes until prompts of these lengths have entered."""
+    left, num_passes = list(prompts), 0
     while left:
-        taken, width = layout.next_pass(left)
-        left = [tokens - width for tokens in left[:taken] if tokens > width] + left[taken:]
-        count += 1
-    return count
+        lengths = next_pass(layout, left[: layout.max_batch], layout.chunk_size).lengths
+        left = [tokens - n for tokens, n in zip(left, lengths, strict=False) if tokens > n] + left[len(lengths) :]
+        num_passes += 1
+    return num_passes
 
 
 def parse_cells(texts: Sequence[str], page_sizes: Sequence[int]) -> tuple[Cell, ...]:
-    """The cells that texts name, those without pages of their own at each of `page_sizes`, each once, in order.
+    """The cells that the texts name, each once, in order.  A text without page sizes gives a cell for each of
+    `page_sizes`.
 
-    Raises EspalierError for what is no cell or no layout.
+    Raises EspalierError for a text that names no cell, and for a cell without a valid layout.
     """
     cells: dict[Cell, None] = {}
     for text in texts:
-        found = FORM.fullmatch(text)
-        if found is None:
+        match = FORM.fullmatch(text)
+        if match is None:
             raise EspalierError(f"--cells {text!r} is not a cell; write {EXAMPLES}")
-        batch, context, plain, *tree, pages = found.groups()
-        nodes = PLAIN if plain else (int(tree[0]), int(tree[1]), int(tree[2]))
-        if not plain and not nodes[0]:
+        batch, context, plain, *tree, pages = match.groups()
+        sizes = PLAIN if plain else (int(tree[0]), int(tree[1]), int(tree[2]))
+        if not plain and not sizes[0]:
             raise EspalierError(f"--cells {text!r} has no steps; plain decoding is written {batch}x{context}:plain")
         for page_size in map(int, pages.split(",")) if pages else page_sizes:
-            cell = Cell(int(batch), int(context), nodes, page_size)
+            cell = Cell(int(batch), int(context), sizes, page_size)
             _check(cell, text)
             cells[cell] = None
     return tuple(cells)
 
 
 def with_plain(cells: Sequence[Cell]) -> tuple[Cell, ...]:
-    """The cells, and a plain one, at the pages of the first, for each batch and context that has none."""
+    """The cells, and for each batch and context without plain decoding a plain cell, at the page size of its first
+    cell."""
     have = {(cell.batch, cell.context) for cell in cells if not cell.drafts}
     added: dict[tuple[int, int], Cell] = {}
     for cell in cells:

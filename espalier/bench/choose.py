@@ -1,10 +1,17 @@
-"""Which tree is fastest at each batch: every bucket is run with every candidate, by the engine's own launches, and what
-a round brings is measured as well, or foretold for one accept length."""
+"""`espalier bench round --choose`: the fastest tree at each batch, as a table for --by-batch.
 
+Every bucket runs with every candidate tree, by the engine's own launches.  The accept length of a round is measured
+too, or predicted from one accept length.
+"""
+
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from statistics import median
 from typing import Any
+
+from rich.text import Text
 
 from espalier.bench.drive import contexts, drive, full_steps
 from espalier.config import SpeculationConfig
@@ -13,20 +20,23 @@ from espalier.errors import EspalierError
 from espalier.layout import PLAIN, TreeShape
 from espalier.llm import LLM
 from espalier.request import SamplingParams
+from espalier.startup import tree_policy
 from espalier.startup.build import engine_of
 from espalier.stats import SpeculationStats
 from espalier.synthetic.chain import predicted_accept_length
 from espalier.synthetic.checkpoint import Recipe
 from espalier.synthetic.shapes import find_shape
+from espalier.terminal.console import QUIET, print_table, progress, stdout, write_json
+from espalier.terminal.flags import sized
 
 CANDIDATES = (TreeShape(5, 8, 64), TreeShape(5, 4, 16), TreeShape(3, 2, 8))
-# Whose vocabulary the planted chain has that accept lengths are foretold from.
-FORETOLD_BY = "llama-3.1-8b"
+# Accept lengths are predicted on the synthetic chain with the vocabulary of this shape.
+PREDICTED_WITH = "llama-3.1-8b"
 
 
 @dataclass(frozen=True)
 class Timed:
-    """A candidate at a batch."""
+    """The round time of one candidate tree at one batch."""
 
     batch: int
     shape: TreeShape
@@ -38,21 +48,91 @@ class Timed:
         return 1000 * self.batch * self.accept_length / self.round_ms
 
     def as_dict(self) -> dict[str, Any]:
-        own = {"round_ms": self.round_ms, "accept_length": self.accept_length}
-        return {"batch": self.batch, **asdict(self.shape), **own, "tokens_per_second": self.tokens_per_second}
+        measured = {"round_ms": self.round_ms, "accept_length": self.accept_length}
+        return {"batch": self.batch, **asdict(self.shape), **measured, "tokens_per_second": self.tokens_per_second}
+
+
+def add_flags(parser: ArgumentParser, mode: Any) -> None:
+    """mode: the group of the modes of `bench round`."""
+    mode.add_argument("--choose", action="store_true", help="the fastest tree at each batch, for --by-batch")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the table of --choose there")
+    parser.add_argument(
+        "--accept-length",
+        type=float,
+        metavar="X",
+        help="of the configured tree; others are predicted from it (default: all are measured); with --shape: "
+        "of the draft, at tree 5,8,64 (4)",
+    )
+    parser.add_argument(
+        "--candidates",
+        type=_tree_shape,
+        nargs="+",
+        default=[],
+        metavar="S,K,D",
+        help="steps, topk and num_draft_tokens",
+    )
+
+
+def _tree_shape(text: str) -> TreeShape:
+    try:
+        steps, topk, num_draft_tokens = map(int, text.split(","))
+        return TreeShape(steps, topk, num_draft_tokens)
+    except EspalierError as error:
+        raise ArgumentTypeError(f"{text!r} is no tree: {error}") from None
+    except ValueError:
+        raise ArgumentTypeError(f"{text!r} is no tree; use steps,topk,num_draft_tokens, such as 5,4,16") from None
+
+
+def run(asked: Namespace, settings: dict[str, Any]) -> None:
+    """Measure, print and write the table.  Raises EspalierError."""
+    if len(asked.context) > 1:
+        raise EspalierError(f"--context={asked.context} is not supported with --choose; use one")
+    _refuse_unused(settings)
+    context, longest = asked.context[0], asked.context[0] + asked.tokens
+    llm = LLM(**without_table(sized(settings, {"max_context": longest + 1}, max_context=longest)))
+    config, configured = llm.config, llm.engine.layout.tree
+    shapes = candidates_of(configured, asked.candidates)
+    lengths = None
+    if asked.accept_length is not None:
+        lengths = predicted_accept_lengths(asked.accept_length, configured, shapes)
+    source = "measured" if lengths is None else f"predicted from {asked.accept_length} of {configured}"
+    stdout().print(Text(f"{config.algorithm}, {config.dtype}, context {context}; accept lengths {source}", QUIET))
+    runs = Runs.of(llm, context, asked.tokens, asked.repeats)
+    with progress("measuring", len(shapes) * len(runs.prompts)) as advance:
+        timed = measure(llm.engine, config.graph_batch, runs, shapes, lengths, advance)
+    llm.close()
+    by_batch = table(timed)
+    # Write before printing: printing fails if the reader of stdout has left.
+    if asked.out is not None:
+        tree_policy.write(asked.out, by_batch)
+    figures = {"config": asdict(config), "cells": [one.as_dict() for one in timed]}
+    write_json(asked.json, figures | {"by_batch": {least: asdict(shape) for least, shape in by_batch.items()}})
+    print_table(_rows(timed))
+    if asked.out is not None:
+        stdout().print(Text(f"written: {asked.out}; use it by --by-batch {asked.out}", QUIET))
+
+
+def _refuse_unused(settings: Mapping[str, Any]) -> None:
+    """Refuse engine settings that would have no effect here.  Raises EspalierError."""
+    tree = settings.get("speculation")
+    if tree is not None and tree.by_batch not in ("auto", {}):
+        raise EspalierError("--by-batch is not for --choose, which measures such a table; leave one out")
+    if "prefix_cache" in settings:
+        raise EspalierError("--prefix-cache is not for --choose, which needs it to enter its prompts; leave one out")
 
 
 def without_table(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """An engine's settings where nothing but the configured tree is set."""
-    asked = settings.get("speculation")
-    asked = asked if isinstance(asked, SpeculationConfig) else SpeculationConfig()
-    return {**settings, "speculation": replace(asked, by_batch={})}
+    """The settings with the configured tree at every batch."""
+    speculation = settings.get("speculation")
+    speculation = speculation if isinstance(speculation, SpeculationConfig) else SpeculationConfig()
+    return {**settings, "speculation": replace(speculation, by_batch={})}
 
 
 def candidates_of(configured: TreeShape, given: Sequence[TreeShape]) -> list[TreeShape]:
-    """What is given, each once; else the configured tree, those of CANDIDATES that fit in it, and plain decoding.
+    """The given trees, each once.  If none is given: the configured tree, the CANDIDATES that fit in it, and plain
+    decoding.
 
-    Raises EspalierError for one that is above the configured tree.
+    Raises EspalierError for a tree that is above the configured one.
     """
     for shape in given:
         configured.require(shape)
@@ -71,11 +151,12 @@ def _fits(configured: TreeShape, shape: TreeShape) -> bool:
 def predicted_accept_lengths(
     accept_length: float, configured: TreeShape, shapes: Sequence[TreeShape]
 ) -> dict[TreeShape, float]:
-    """Accept length of each shape with a draft that gives the configured tree this one, on the foundry's chain.
+    """The accept length of each tree, predicted on the synthetic chain with a draft that reaches `accept_length` with
+    the configured tree.
 
-    Raises EspalierError where no draft gives that.
+    Raises EspalierError if no draft reaches it.
     """
-    recipe = Recipe(find_shape(FORETOLD_BY)).with_accept_length(accept_length, **asdict(configured))
+    recipe = Recipe(find_shape(PREDICTED_WITH)).with_accept_length(accept_length, **asdict(configured))
     chain = recipe.chain()
     known = {configured: accept_length}
     return {shape: known.get(shape) or predicted_accept_length(chain, **asdict(shape)) for shape in shapes}
@@ -83,8 +164,7 @@ def predicted_accept_lengths(
 
 @dataclass(frozen=True)
 class Runs:
-    """What is run: prompts by batch, each continued by num_tokens greedy tokens, `repeats` times after once to warm
-    up."""
+    """Prompts by batch.  Each is continued by num_tokens greedy tokens, once to warm up and `repeats` times timed."""
 
     prompts: Mapping[int, Sequence[Sequence[int]]]
     num_tokens: int
@@ -92,8 +172,7 @@ class Runs:
 
     @classmethod
     def of(cls, llm: LLM, context: int, num_tokens: int, repeats: int) -> "Runs":
-        """Prompts of `context` tokens for every batch that rounds are padded to; on a CPU, which pads none, for those
-        that a GPU would have."""
+        """Prompts of `context` tokens for every bucket.  A CPU pads no rounds, and takes the buckets of a GPU."""
         buckets = llm.engine.layout.batch_buckets(llm.config.graph_batch or llm.config.max_batch)
         return cls({batch: contexts(llm, batch, context) for batch in buckets}, num_tokens, repeats)
 
@@ -106,30 +185,32 @@ def measure(
     accept_lengths: Mapping[TreeShape, float] | None,
     advance: Callable[[], None],
 ) -> list[Timed]:
-    """Every batch with every shape, each on an engine of its own around the models and buffers of this one, which is
-    closed; its prefix cache lets prompts that ran once enter together, however long they are.
+    """Time every batch with every tree.
 
-    graph_batch: the engine's; accept_lengths: by shape; None: of these runs, over all batches.  Raises EspalierError
-    where a batch never runs whole.
+    Each tree has a new engine on the models and buffers of `engine`, which is closed.  Its prefix cache lets prompts
+    that ran once enter together, however long they are.
+
+    graph_batch: of `engine`; accept_lengths: by tree, None: measured in these runs, over all batches.
+    Raises EspalierError if a batch never runs whole.
     """
     runner, overlap = engine.executor.runner, engine.in_flight.overlap
     engine.close()
     timed = []
     for shape in shapes:
-        of_shape = replace(runner, layout=replace(runner.layout, trees=((1, shape),)))
-        one = engine_of(of_shape, overlap, prefix_cache=True, graph_batch=graph_batch)
+        runner_of_shape = replace(runner, layout=replace(runner.layout, trees=((1, shape),)))
+        engine_of_shape = engine_of(runner_of_shape, overlap, prefix_cache=True, graph_batch=graph_batch)
         stats, cells = SpeculationStats(), []
         for batch in runs.prompts:
-            cells.append((batch, _round_ms(one, batch, runs, stats)))
+            cells.append((batch, _round_ms(engine_of_shape, batch, runs, stats)))
             advance()
-        one.close()
+        engine_of_shape.close()
         length = stats.accept_length if accept_lengths is None else accept_lengths[shape]
         timed += [Timed(batch, shape, ms, length) for batch, ms in cells]
     return timed
 
 
 def _round_ms(engine: Engine, batch: int, runs: Runs, stats: SpeculationStats) -> float:
-    """The median of the rounds that held the whole batch; what they brought is added to stats."""
+    """Median ms of the rounds that held the whole batch.  The runs' statistics are added to `stats`."""
     params = SamplingParams(temperature=0.0, max_tokens=runs.num_tokens)
     driven = [drive(engine, runs.prompts[batch], params) for _ in range(runs.repeats + 1)][1:]
     for each in driven:
@@ -138,7 +219,7 @@ def _round_ms(engine: Engine, batch: int, runs: Runs, stats: SpeculationStats) -
 
 
 def best(timed: Sequence[Timed]) -> dict[int, Timed]:
-    """The fastest of each batch, the first of equals."""
+    """The fastest tree at each batch; the first one of equals."""
     found: dict[int, Timed] = {}
     for one in timed:
         if one.batch not in found or one.tokens_per_second > found[one.batch].tokens_per_second:
@@ -147,9 +228,23 @@ def best(timed: Sequence[Timed]) -> dict[int, Timed]:
 
 
 def table(timed: Sequence[Timed]) -> dict[int, TreeShape]:
-    """For SpeculationConfig.by_batch: the fastest tree from each batch on where it changes."""
+    """For SpeculationConfig.by_batch: the fastest tree, by the batch from which on it is the fastest."""
     trees: dict[int, TreeShape] = {}
     for batch, fastest in best(timed).items():
         if not trees or next(reversed(trees.values())) != fastest.shape:
             trees[batch] = fastest.shape
     return trees
+
+
+def _rows(timed: Sequence[Timed]) -> list[list[str]]:
+    """One row a batch, one column a candidate.  A star marks the fastest of a row."""
+    shapes = list(dict.fromkeys(one.shape for one in timed))
+    fastest, by_cell = best(timed), {(one.batch, one.shape): one for one in timed}
+    rows = [["batch", *(str(shape) for shape in shapes)]]
+    rows.append(["accept length", *(f"{by_cell[next(iter(fastest)), shape].accept_length:.2f}" for shape in shapes)])
+    for batch, winner in fastest.items():
+        cells = [by_cell[batch, shape] for shape in shapes]
+        marks = ["*" if one == winner else " " for one in cells]
+        figures = zip(cells, marks, strict=True)
+        rows.append([str(batch), *(f"{c.round_ms:.2f} ms, {c.tokens_per_second:.0f} tokens/s {m}" for c, m in figures)])
+    return rows

@@ -1,4 +1,4 @@
-"""Drives an engine directly, so that every step can be timed and every round counted."""
+"""Steps an engine directly, so that every step can be timed and every round counted."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -13,19 +13,21 @@ from espalier.engine.launch_input import RoundTrace
 from espalier.errors import EspalierError
 from espalier.llm import LLM
 from espalier.request import Request, SamplingParams
+from espalier.speculate.drafters.autoregressive import AutoregressiveDrafter
+from espalier.startup.build import engine_of
 from espalier.startup.checkpoints import BUNDLED_FILES
 from espalier.stats import SpeculationStats
 
-# For a model without a tokenizer; prompts that need more repeat them.
+# For a model without a tokenizer.  Longer prompts repeat these texts.
 RANDOM_TEXTS = 64
 
 
 @dataclass
 class Driven:
-    """One batch from arrival to end.
+    """One batch, from arrival to end.
 
-    full_steps: seconds of each step that harvested a round of every request; forward_seconds: spent in models during
-    those; traces: by request, in order.
+    full_steps: seconds of each step that harvested a round of every request; forward_seconds: spent in the models'
+    forward passes during those steps; traces: by request id, in order.
     """
 
     requests: list[Request]
@@ -51,7 +53,8 @@ class Driven:
 
 
 class ForwardTimer:
-    """BenchEngines in front of a model and sums the time of its calls.  Everything else is the model's own."""
+    """A model that sums the time of its calls.  It forwards everything to `model`; calls: the methods that are
+    timed, besides calls of the model itself."""
 
     def __init__(self, model: Any, calls: Sequence[str] = ()):
         self.model = model
@@ -72,16 +75,23 @@ class ForwardTimer:
         return result
 
 
-def time_forwards(engine: Engine) -> list[ForwardTimer]:
-    """Put timers in front of target and draft of an engine that has not run yet."""
-    executor: Any = engine.executor
-    target: Any = ForwardTimer(executor.runner.target, ("logits",))
-    executor.runner = replace(executor.runner, target=target)
-    drafter: Any = executor.runner.drafter
-    if not hasattr(drafter, "draft"):
-        return [target]
-    drafter.draft = ForwardTimer(drafter.draft, ("logits", "fuse", "output_of"))
-    return [target, drafter.draft]
+def rebuilt(engine: Engine, graph_batch: int, **changes: Any) -> Engine:
+    """A new engine on the models and buffers of this one, which is closed.  changes: fields of ModelRunner."""
+    runner, overlap, has_cache = engine.executor.runner, engine.in_flight.overlap, engine.prefixes is not None
+    engine.close()
+    return engine_of(replace(runner, **changes), overlap, has_cache, graph_batch)
+
+
+def timed_engine(engine: Engine) -> tuple[Engine, list[ForwardTimer]]:
+    """A new engine for a CPU, on the models and buffers of this one, with a timer in front of target and draft."""
+    runner = engine.executor.runner
+    target: Any = ForwardTimer(runner.target, ("logits",))
+    drafter = runner.drafter
+    if not isinstance(drafter, AutoregressiveDrafter):
+        return rebuilt(engine, 0, target=target), [target]
+    draft: Any = ForwardTimer(drafter.draft, ("logits", "fuse", "output_of"))
+    timed = type(drafter)(draft, drafter.layout, drafter.pages, drafter.backend, drafter.geometry, drafter.staging)
+    return rebuilt(engine, 0, target=target, drafter=timed), [target, draft]
 
 
 def drive(
@@ -92,7 +102,7 @@ def drive(
     roots: Sequence[int] = (),
     after_step: Callable[[], None] | None = None,
 ) -> Driven:
-    """Run prompts as one batch.  roots: the first token of each output where it is given and not picked."""
+    """Run prompts as one batch.  roots: the first token of each output, where it is given instead of sampled."""
     requests = _requests(prompts, params, roots)
     driven = Driven(requests, 0.0, traces={request.id: [] for request in requests})
     harvested: list[RoundTrace] = []
@@ -118,7 +128,7 @@ def drive(
 
 
 def full_steps(runs: Sequence[Driven]) -> list[float]:
-    """Of all runs of one batch.  Raises EspalierError where it never ran whole."""
+    """The full_steps of all runs of one batch.  Raises EspalierError if there are none."""
     steps = [seconds for run in runs for seconds in run.full_steps]
     if not steps:
         requests = runs[0].requests
@@ -147,7 +157,7 @@ def _requests(prompts: Sequence[Sequence[int]], params: SamplingParams, roots: S
 
 
 def heldout() -> list[dict[str, str]]:
-    """{"prompt", "reference"} pairs from files that no training of the bundled model saw.  Raises EspalierError."""
+    """{"prompt", "reference"} pairs from files that the bundled model was not trained on.  Raises EspalierError."""
     path = BUNDLED_FILES / "heldout.jsonl"
     if not path.exists():
         raise EspalierError(f"{path} is not in this installation; install espalier again")
@@ -155,8 +165,8 @@ def heldout() -> list[dict[str, str]]:
 
 
 def texts(llm: LLM, count: int | None = None) -> list[tuple[list[int], list[int]]]:
-    """(prompt, reference) tokens of held-out text, of all where no count is given; random tokens for a model without a
-    tokenizer.  Raises EspalierError where there are not so many."""
+    """(prompt, reference) tokens of the first `count` held-out texts, None: of all.  A model without a tokenizer gets
+    random tokens.  Raises EspalierError if there are fewer texts than `count`."""
     if llm.tokenizer is not None:
         if count is not None and count > len(heldout()):
             raise EspalierError(f"--prompts={count} is not supported; there are {len(heldout())} held-out texts")
@@ -171,7 +181,7 @@ def texts(llm: LLM, count: int | None = None) -> list[tuple[list[int], list[int]
 
 
 def contexts(llm: LLM, batch: int, length: int) -> list[list[int]]:
-    """`batch` prompts of `length` tokens: held-out texts one after another, each prompt from another place."""
+    """`batch` prompts of `length` tokens, cut from the joined held-out texts at evenly spaced places."""
     joined = [token for prompt, reference in texts(llm) for token in prompt + reference]
     while len(joined) < 2 * length:
         joined += joined

@@ -1,24 +1,30 @@
-"""`espalier bench kernels`: attention over committed rows on a GPU, beside what its memory can deliver.
+"""`espalier bench kernels`: attention over committed rows on a GPU, compared with its memory bandwidth.
 
-A cell runs as a model's layers do: one plan, then layer after layer, each with pages of its own, so that no layer finds
-its rows in the L2.  What is timed are replays of a CUDA graph, by events on the device.
+A cell runs as a model's layers do: one plan, then layer after layer, each with its own pages, so that no layer finds
+its rows in the L2 cache.  Replays of a CUDA graph are timed by events on the device.
 """
 
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, cast
 
 import torch
+from rich.text import Text
 
 from espalier.attention import Attention, Nodes, Prefix
 from espalier.attention.triton import TritonAttention, TritonBackend
 from espalier.bench.timing import Stopwatch
 from espalier.cache.kv import PagedKV
 from espalier.cache.layer_spec import KVHeads, LayerSpec
+from espalier.errors import EspalierError
 from espalier.kernels.attention.ancestor_bits import pack
-from espalier.kernels.attention.contiguous_blocks import straight
+from espalier.kernels.attention.contiguous_blocks import count_contiguous_blocks
 from espalier.kernels.attention.kv_splits import kv_splits_triton
-from espalier.layout import RoundLayout
+from espalier.layout import MAX_PAGE_SIZE, RoundLayout
+from espalier.terminal.console import QUIET, print_header, print_table, progress, require_writable, stdout, write_json
+from espalier.terminal.flags import add_json_flag, whole_numbers
+from espalier.terminal.machine import require_gpu
 
 KEEPS = KVHeads(kv_heads=8, k_size=128, v_size=128)
 SPEC = LayerSpec(32, KEEPS)
@@ -31,7 +37,8 @@ TURNS = 20
 
 @dataclass(frozen=True)
 class Shape:
-    """A pass: `queries` of each of `batch` requests over `context` committed rows; a tree, or a chunk's chain."""
+    """A pass: `queries` rows of each of `batch` requests over `context` committed rows.  chain: a prefill chunk, else a
+    tree."""
 
     batch: int
     queries: int
@@ -43,12 +50,12 @@ class Shape:
 
     @property
     def kv_bytes(self) -> int:
-        """Committed bytes of one layer, each read once."""
+        """Bytes of the committed K and V of one layer."""
         return self.batch * self.context * SPEC.values_per_token * DTYPE.itemsize
 
     @property
     def flops(self) -> int:
-        """Of one layer: both products over the committed rows and, of a chain, its triangle."""
+        """FLOPs of one layer: both products over the committed rows and, in a chain, over the rows before each row."""
         pairs = self.queries * self.context + (self.queries * (self.queries + 1) // 2 if self.chain else 0)
         return 2 * self.batch * SPEC.heads * pairs * (KEEPS.k_size + KEEPS.v_size)
 
@@ -64,10 +71,10 @@ SHAPES = (
 
 @dataclass(frozen=True)
 class Cell:
-    """Medians, in microseconds: attention of one layer, and the plan that all layers share.
+    """Medians in µs: attention of one layer, and the plan that all layers share.
 
-    terabytes_per_second: committed bytes over the time, and as a share of what memory can deliver, where every byte is
-    read once; tflops: operations over the time.
+    terabytes_per_second: committed bytes over the time; bandwidth_share: the same over the measured bandwidth; both are
+    None for a chain.  tflops: TFLOP/s.
     """
 
     shape: str
@@ -82,19 +89,64 @@ class Cell:
         return asdict(self)
 
 
+def add_flags(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "--page-size", type=whole_numbers, default=[1, 16, 64, 256], metavar="N,N", help="page sizes (1,16,64,256)"
+    )
+    parser.add_argument(
+        "--in-order", action="store_true", help="use consecutive pages, as a pool that was never full gives them"
+    )
+    add_json_flag(parser)
+
+
+def run(asked: Namespace) -> int:
+    if not all(1 <= size <= MAX_PAGE_SIZE for size in asked.page_size):
+        raise EspalierError(f"--page-size={asked.page_size} is not supported; use 1 to {MAX_PAGE_SIZE}")
+    require_writable("--json", asked.json)
+    device = require_gpu("bench kernels")
+    print_header()
+    cells: list[Cell] = []
+    with progress("measuring", len(SHAPES) * len(asked.page_size)) as advance:
+        stopwatch = Stopwatch()
+        bytes_per_second = stopwatch.bandwidth(device)
+        for shape in SHAPES:
+            for page_size in asked.page_size:
+                cells.append(measure(shape, page_size, bytes_per_second, device, stopwatch, asked.in_order))
+                advance()
+    order = "in order" if asked.in_order else "in no order"
+    figures = {"bytes_per_second": bytes_per_second, "in_order": asked.in_order}
+    write_json(asked.json, figures | {"cells": [cell.as_dict() for cell in cells]})
+    about = f"{ABOUT}, pages {order}; memory reads {bytes_per_second / 1e12:.2f} TB/s"
+    stdout().print(Text(about, QUIET))
+    print_table(_table(cells))
+    return 0
+
+
+def _table(cells: Sequence[Cell]) -> list[list[str]]:
+    rows = [
+        ["requests x queries x committed", "page size", "attention, us", "plan, us", "TB/s", "of memory's", "TFLOP/s"]
+    ]
+    for cell in cells:
+        rate = "" if cell.terabytes_per_second is None else f"{cell.terabytes_per_second:.2f}"
+        share = "" if cell.bandwidth_share is None else f"{cell.bandwidth_share:.1%}"
+        times = f"{cell.attention_us:.1f}", f"{cell.plan_us:.1f}"
+        rows.append([cell.shape, str(cell.page_size), *times, rate, share, f"{cell.tflops:.0f}"])
+    return rows
+
+
 def measure(
     shape: Shape,
     page_size: int,
     bytes_per_second: float,
     device: torch.device,
-    watch: Stopwatch,
+    stopwatch: Stopwatch,
     in_order: bool = False,
 ) -> Cell:
-    """in_order: over pages that follow one another, as a pool hands them out that was never full; else in no order."""
+    """Time one shape.  in_order: consecutive pages, as from a pool that was never full; otherwise in random order."""
     layers = layers_beyond_cache(shape, device)
-    attention, run = prepared(shape, page_size, layers, device, in_order)
-    [all_ms] = watch.ms([run], TURNS)
-    [plan_ms] = watch.ms([_plan(attention, shape)], TURNS)
+    attention, run_layers = prepared(shape, page_size, layers, device, in_order)
+    [all_ms] = stopwatch.ms([run_layers], TURNS)
+    [plan_ms] = stopwatch.ms([_plan(attention, shape)], TURNS)
     attention_us, plan_us = 1e3 * all_ms / layers, 1e3 * plan_ms
     tflops = shape.flops / attention_us / 1e6
     if shape.chain:
@@ -104,21 +156,21 @@ def measure(
 
 
 def _plan(attention: Attention, shape: Shape) -> Callable[[], object]:
-    """What an attention that has run had planned, anew."""
+    """A function that repeats the planning of an attention that has run."""
     prefix, pages = attention.prefix, attention.pages
     policy = cast(TritonAttention, attention).splits(SPEC).policy
-    counted = (policy, straight) in prefix.planned
+    counts_blocks = (policy, count_contiguous_blocks) in prefix.planned
 
     def plan() -> None:
         splits = kv_splits_triton(prefix.length, prefix.first, policy)
-        if counted:
-            straight(splits, prefix.page_table, pages.page_size, prefix.first)
+        if counts_blocks:
+            count_contiguous_blocks(splits, prefix.page_table, pages.page_size, prefix.first)
 
     return plan
 
 
 def layers_beyond_cache(shape: Shape, device: torch.device) -> int:
-    """So many layers that the first has left the L2 when it is read again."""
+    """The number of layers after which the first one has left the L2 cache."""
     cache: int = getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 2**26)
     return min(16, max(2, -(-4 * cache // max(shape.kv_bytes, 1))))
 
@@ -126,7 +178,7 @@ def layers_beyond_cache(shape: Shape, device: torch.device) -> int:
 def prepared(
     shape: Shape, page_size: int, layers: int, device: torch.device, in_order: bool = False
 ) -> tuple[Attention, Callable[[], Sequence[torch.Tensor]]]:
-    """A planned pass over full pages, and a function that runs all of its layers.  in_order: see `measure`."""
+    """(a planned pass over full pages, a function that runs all of its layers).  in_order: see `measure`."""
     tree = (0, 1, 1) if shape.chain else (STEPS, TOPK, shape.queries)
     context = shape.context + shape.queries + 1
     layout = RoundLayout(shape.batch, *tree, page_size, context, 0, max(shape.batch * shape.queries, 16))
@@ -153,7 +205,7 @@ def prepared(
 
 
 def _nodes(shape: Shape, length: torch.Tensor) -> Nodes:
-    """A chain, or a tree whose nodes see every other one before them."""
+    """A chain, or a tree in which each node sees every second node before it."""
     order = torch.arange(shape.queries, device=length.device)
     if shape.chain:
         return Nodes.chain(length[:, None] + order)

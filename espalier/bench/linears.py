@@ -1,7 +1,7 @@
-"""The linear layers of a model as a list of shapes, and any chain of them on a GPU, to be timed.
+"""The linear layers of a model as a list of shapes, and chains of them on a GPU to be timed.
 
-No chain finds its weights in the L2: each layer of a pass has its own, and a single shape is measured over as many
-copies as it takes to leave it.
+A chain does not find its weights in the L2 cache, because each layer of a pass has its own weights.  A single shape is
+measured over more copies than the cache holds.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ Shape = tuple[int, int]
 
 @dataclass(frozen=True)
 class Run:
-    """`count` weights [out, in] that a pass reads, each multiplied with `rows` rows."""
+    """`count` weights [out, in] of a pass, each multiplied with `rows` rows."""
 
     name: str
     shape: Shape
@@ -28,15 +28,16 @@ class Run:
 
     @property
     def weight_bytes(self) -> int:
-        """Of two-byte weights."""
+        """Bytes of the weights, at two bytes a number."""
         return 2 * self.count * self.shape[0] * self.shape[1]
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What the sizes of a decoder's linear layers follow from, and of a draft of one layer over it.
+    """The sizes of a decoder's linear layers, and of a one-layer draft for it.
 
-    draft: the head's own sizes, where its layer is not like the target's.
+    draft_vocab: rows of the draft's lm_head; captured: number of target features that the draft fuses; draft: the
+    draft's sizes, None if its layer is like the target's.
     """
 
     hidden: int
@@ -51,19 +52,19 @@ class ModelShape:
     draft: "ModelShape | None" = None
 
     def target_pass(self, rows: int, head_rows: int | None = None) -> tuple[Run, ...]:
-        """A verify pass: every layer over `rows` nodes, and the lm_head over them or over `head_rows`."""
+        """A verify pass: every layer over `rows` rows, and the lm_head over `head_rows`, None: over all rows."""
         return (*self._layer("", self.hidden, self.layers, rows), self._head("lm_head", self.vocab, rows, head_rows))
 
     def draft_pass(self, rows: int, head_rows: int | None = None, fused_rows: int = 0) -> tuple[Run, ...]:
-        """A draft level or, with `fused_rows` of captured features to fuse, an extend."""
-        own = self.draft or self
-        fuse = Run("draft fc", (own.hidden, self.captured * self.hidden), 1, fused_rows)
-        layer = own._layer("draft ", 2 * own.hidden, 1, rows)
-        head = own._head("draft lm_head", self.draft_vocab, rows, head_rows)
+        """A draft level; with fused_rows > 0, an extend that fuses as many rows of captured features."""
+        draft = self.draft or self
+        fuse = Run("draft fc", (draft.hidden, self.captured * self.hidden), 1, fused_rows)
+        layer = draft._layer("draft ", 2 * draft.hidden, 1, rows)
+        head = draft._head("draft lm_head", self.draft_vocab, rows, head_rows)
         return (*((fuse,) if fused_rows else ()), *layer, head)
 
     def shapes(self) -> tuple[Shape, ...]:
-        """Every shape once, in the order of a round."""
+        """Every weight shape once, in the order of a round."""
         runs = (*self.target_pass(1), *self.draft_pass(1, fused_rows=1))
         return tuple(dict.fromkeys(run.shape for run in runs))
 
@@ -99,7 +100,7 @@ Multiply = Callable[[Tensor, Tensor], Tensor]
 
 
 class Weights:
-    """Random weights on a GPU, one for each layer, made once for all passes that name their runs alike."""
+    """Random weights on a GPU, one for each layer.  Passes whose runs have the same name and shape share them."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self.dtype, self.device = dtype, device
@@ -112,11 +113,11 @@ class Weights:
         return made[: run.count]
 
     def drawn(self, shape: Shape) -> Tensor:
-        """As large as trained ones are: zeros would be read faster than numbers."""
+        """A random weight as large as a trained one.  Zeros would be multiplied faster, with less power."""
         return torch.empty(shape, dtype=self.dtype, device=self.device).normal_(std=shape[1] ** -0.5)
 
     def chain(self, runs: Sequence[Run], multiply: Multiply) -> Callable[[], None]:
-        """All layers in the order in which passes run them: layer by layer, then the rest."""
+        """A function that runs all layers in the order of a pass: layer by layer, then the rest."""
         inputs = {(run.rows, run.shape[1]): self._input(run) for run in runs}
         order: list[tuple[Tensor, Tensor]] = []
         for group in _by_layer(runs):
@@ -134,7 +135,7 @@ class Weights:
 
 
 def _by_layer(runs: Sequence[Run]) -> list[list[Run]]:
-    """Neighbours that are there equally often, together."""
+    """Neighbouring runs with the same count, grouped."""
     groups: list[list[Run]] = []
     for run in runs:
         if groups and groups[-1][0].count == run.count:

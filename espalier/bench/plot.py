@@ -1,4 +1,4 @@
-"""Bars of rounds: ms beside the floor, tokens a second beside plain decoding's."""
+"""Bar charts of rounds: ms compared with the roofline, and tokens/s compared with plain decoding."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,17 +12,17 @@ FORMATS = (".png", ".svg", ".pdf")
 
 @dataclass(frozen=True)
 class Bars:
-    """One cell.  floor_ms: None where none was measured; plain: tokens/s of plain decoding beside it."""
+    """One cell.  roofline_ms: None if it was not measured; plain: tokens/s of plain decoding."""
 
     name: str
     round_ms: float
-    floor_ms: float | None
+    roofline_ms: float | None
     tokens_per_second: float
     plain: float | None
 
 
 def require_plot(path: Path | None) -> None:
-    """Check, before anything is measured, that such a picture can be drawn.  Raises EspalierError."""
+    """Check, before anything is measured, that the plot can be drawn.  Raises EspalierError."""
     if path is None:
         return
     if path.suffix not in FORMATS:
@@ -34,15 +34,15 @@ def require_plot(path: Path | None) -> None:
 
 
 def plot(bars: Sequence[Bars], title: str, path: Path | None) -> None:
-    """Write the picture where a path is given.  Raises EspalierError."""
+    """Write the plot if a path is given.  Raises EspalierError."""
     if path is None:
         return
-    # Without pyplot: no display is looked for, no figure outlives the call.
+    # pyplot would look for a display and keep the figure.
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(max(6.0, 1.2 + 0.9 * len(bars)), 8.0), layout="constrained")
     times, rates = figure.subplots(2, 1, sharex=True)
-    _pairs(times, [(each.round_ms, each.floor_ms) for each in bars], "ms a round", ("measured", "floor"))
+    _pairs(times, [(each.round_ms, each.roofline_ms) for each in bars], "ms a round", ("measured", "floor"))
     _pairs(rates, [(each.tokens_per_second, each.plain) for each in bars], "tokens/s", ("this layout", "plain"))
     rates.set_xticks(range(len(bars)), [each.name for each in bars], rotation=60, ha="right")
     figure.suptitle(title)
@@ -53,9 +53,10 @@ def plot(bars: Sequence[Bars], title: str, path: Path | None) -> None:
 
 
 def _pairs(axes: Any, pairs: Sequence[tuple[float, float | None]], unit: str, labels: tuple[str, str]) -> None:
-    for at, (label, colour) in enumerate(zip(labels, ("tab:blue", "tab:gray"), strict=True)):
-        there = [(i, pair[at]) for i, pair in enumerate(pairs) if pair[at] is not None]
-        if there:
-            axes.bar([i + 0.4 * at - 0.2 for i, _ in there], [v for _, v in there], 0.4, label=label, color=colour)
+    """Two bars for each pair; None is left out."""
+    for side, (label, colour) in enumerate(zip(labels, ("tab:blue", "tab:gray"), strict=True)):
+        values = [(i, pair[side]) for i, pair in enumerate(pairs) if pair[side] is not None]
+        if values:
+            axes.bar([i + 0.4 * side - 0.2 for i, _ in values], [v for _, v in values], 0.4, label=label, color=colour)
     axes.set_ylabel(unit)
     axes.legend()

@@ -1,5 +1,7 @@
-"""What prompts cost to enter, beside the linear layers of their passes; how long those wait who decode meanwhile."""
+"""`espalier bench prefill`: how long prompts take to enter, and how long running requests wait for them meanwhile."""
 
+import re
+from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -7,28 +9,40 @@ from statistics import median
 from time import perf_counter
 from typing import Any
 
-from espalier.bench.engines import BenchEngine
-from espalier.bench.floor import FloorBench
+import torch
+from rich.text import Text
+
+from espalier.bench import engines
+from espalier.bench.engines import BenchEngine, about, engines_of
+from espalier.bench.linears import shape_named
+from espalier.bench.roofline import Roofline
 from espalier.bench.shaped import leave
 from espalier.errors import EspalierError
 from espalier.request import Request, SamplingParams
 from espalier.speculate.drafters import WITHOUT_FILES
+from espalier.terminal.console import print_table, stdout, write_json
+from espalier.terminal.flags import require_at_least_one
 
 TURNS = 3
-# Rounds of the running batch before the long prompt comes, and after it has entered.
+# Rounds of the running batch before the long prompt arrives, and after it has entered.
 BEFORE = 30
 AFTER = 3
+# Default --prompts: {True: of a named shape on a GPU, False: of a model}.
+PROMPTS = {True: ["1x8192", "32x1024"], False: ["1x256", "8x64"]}
+# Tokens of context beyond the longest prompt: running requests decode while it enters.
+SPARE = 512
 
-# When tokens came to each request, in seconds.
+# The times at which tokens came to each request, in seconds.
 Times = Sequence[Sequence[float]]
 
 
 @dataclass(frozen=True)
 class Prefill:
-    """`batch` prompts of `length` tokens that arrive together, medians over turns.
+    """`batch` prompts of `length` tokens that arrive together; medians over turns.
 
-    ms: to the last one's first token; passes: prefill passes; rounds: those that ran between them for who was done;
-    linear_ms: of the linear layers at the rows of these passes, alone, None where they were not measured.
+    ms: from arrival until the last request has its first token.  passes: prefill passes.  rounds: rounds that ran
+    between them, for requests that had already entered.  linear_ms: of the linear layers alone, at the rows of these
+    passes; None where they were not measured.
     """
 
     batch: int
@@ -45,9 +59,9 @@ class Prefill:
 
 @dataclass(frozen=True)
 class Pause:
-    """ms between tokens that arrive at a running request: before a prompt of `length` comes, and until it has entered.
+    """ms between the tokens of a running request: before a prompt of `length` tokens arrives, and until it has entered.
 
-    running: requests that decode, from prompts of `context` tokens.
+    running: the number of requests that decode, from prompts of `context` tokens.
     """
 
     running: int
@@ -58,25 +72,71 @@ class Pause:
     longest_during_ms: float
 
 
-def prefill(stand: BenchEngine, batch: int, length: int, floors: FloorBench | None) -> Prefill:
-    """After a turn to warm up.  floors: of the same shape."""
-    prompts = stand.prompts([length] * batch)
-    times = []
-    for _ in range(1 + TURNS):
-        _forget(stand)
-        stand.watched.reset()
-        times.append(_enter(stand, prompts))
-    seconds = median(times[1:])
-    seen = stand.watched.seen
-    linear_ms = None if floors is None else _linear_ms(stand, seen.prefills, floors)
-    return Prefill(
-        batch, length, 1e3 * seconds, batch * length / seconds, len(seen.prefills), len(seen.rounds), linear_ms
+def add_flags(parser: ArgumentParser) -> None:
+    engines.add_flags(parser)
+    parser.add_argument("--prompts", nargs="+", metavar="NxL", help="N prompts of L tokens, such as 1x8192 32x1024")
+    parser.add_argument(
+        "--running", type=int, default=8, metavar="N", help="running requests that wait for the first prompt (8)"
     )
 
 
-def _enter(stand: BenchEngine, prompts: Sequence[Sequence[int]]) -> float:
-    """Seconds from arrival to the last one's first token."""
-    engine = stand.engine
+def run(asked: Namespace) -> int:
+    groups = [_group(text) for text in asked.prompts or PROMPTS[asked.shape is not None]]
+    require_at_least_one(asked, "running")
+    longest = max(length for _, length in groups)
+    max_batch = max(asked.running + 1, *(batch for batch, _ in groups))
+    least = {"max_batch": asked.running + 1, "max_context": longest + 1}
+    made = engines_of(asked, max_batch, longest + SPARE, **least)
+    roofline = Roofline(shape_named(asked.shape)) if asked.shape and torch.cuda.is_available() else None
+    with made.open(True) as bench:
+        # The pause comes first, because it may find that the engine is too small for it.
+        paused = pause(bench, asked.running, max(1, groups[0][1] // 8), groups[0][1])
+        prefills = [prefill(bench, *group, roofline) for group in groups]
+    figures = {"prefill": [each.as_dict() for each in prefills], "pause": asdict(paused)}
+    write_json(asked.json, {**about(asked, bench.config), **figures})
+    _print(prefills, paused)
+    return 0
+
+
+def _group(text: str) -> tuple[int, int]:
+    """(batch, length) of NxL."""
+    match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
+    if match is None:
+        raise EspalierError(f"--prompts {text!r} is not a group of prompts; write such as 1x8192 or 32x1024")
+    return int(match[1]), int(match[2])
+
+
+def _print(prefills: Sequence[Prefill], paused: Pause) -> None:
+    rows = [["prompts", "ms", "tokens/s", "passes", "linear layers, ms", "their share"]]
+    for each in prefills:
+        share = "" if each.linear_ms is None else f"{each.linear_ms / each.ms:.0%}"
+        linear = "" if each.linear_ms is None else f"{each.linear_ms:.1f}"
+        name, rate = f"{each.batch}x{each.length}", f"{each.tokens_per_second:.0f}"
+        rows.append([name, f"{each.ms:.1f}", rate, f"{each.passes}", linear, share])
+    print_table(rows)
+    who = f"{paused.running} running requests of {paused.context} tokens"
+    before = f"{paused.median_before_ms:.1f} ms between tokens (at most {paused.longest_before_ms:.1f})"
+    during = f"at most {paused.longest_during_ms:.1f} while a prompt of {paused.length} enters"
+    stdout().print(Text(f"{who} wait {before}, {during}"))
+
+
+def prefill(bench: BenchEngine, batch: int, length: int, roofline: Roofline | None) -> Prefill:
+    """Measure `batch` prompts of `length` tokens, after one turn to warm up.  roofline: of the same shape."""
+    prompts = bench.prompts([length] * batch)
+    times = []
+    for _ in range(1 + TURNS):
+        _empty_prefix_cache(bench)
+        bench.launches.reset()
+        times.append(_enter(bench, prompts))
+    seconds = median(times[1:])
+    passes, num_rounds = bench.launches.prefills, len(bench.launches.rounds)
+    linear_ms = None if roofline is None else _linear_ms(bench, passes, roofline)
+    return Prefill(batch, length, 1e3 * seconds, batch * length / seconds, len(passes), num_rounds, linear_ms)
+
+
+def _enter(bench: BenchEngine, prompts: Sequence[Sequence[int]]) -> float:
+    """Seconds from arrival until the last request has its first token."""
+    engine = bench.engine
     requests = [_request(f"in{i}", i, prompt, 1) for i, prompt in enumerate(prompts)]
     begun = perf_counter()
     for request in requests:
@@ -89,65 +149,66 @@ def _enter(stand: BenchEngine, prompts: Sequence[Sequence[int]]) -> float:
     return seconds
 
 
-def _linear_ms(stand: BenchEngine, passes: Sequence[tuple[int, int]], floors: FloorBench) -> float:
-    """Every pass runs all rows of its width, and each head for its requests alone."""
-    drafts = stand.config.algorithm not in WITHOUT_FILES
-    measured: dict[tuple[int, int], float] = {}
+def _linear_ms(bench: BenchEngine, passes: Sequence[tuple[int, int]], roofline: Roofline) -> float:
+    """ms of the linear layers of all passes.  A pass runs batch x width rows, and each lm_head one row a request."""
+    drafts = bench.config.algorithm not in WITHOUT_FILES
+    ms_of_pass: dict[tuple[int, int], float] = {}
     for batch, width in set(passes):
         rows = batch * width
-        draft = floors.shape.draft_pass(rows, batch, rows) if drafts else ()
-        runs = (*floors.shape.target_pass(rows, batch), *draft)
-        measured[batch, width] = floors.linears(runs, rows).fastest_ms
-    return sum(measured[each] for each in passes)
+        draft = roofline.shape.draft_pass(rows, batch, rows) if drafts else ()
+        runs = (*roofline.shape.target_pass(rows, batch), *draft)
+        ms_of_pass[batch, width] = roofline.linears(runs, rows).fastest_ms
+    return sum(ms_of_pass[each] for each in passes)
 
 
-def pause(stand: BenchEngine, running: int, context: int, length: int) -> Pause:
-    """The second of two turns: the first compiles."""
-    return [_pause(stand, running, context, length) for _ in range(2)][1]
+def pause(bench: BenchEngine, running: int, context: int, length: int) -> Pause:
+    """Measure how long `running` requests wait while one prompt of `length` tokens enters."""
+    _pause(bench, running, context, length)  # compiles the kernels
+    return _pause(bench, running, context, length)
 
 
-def _pause(stand: BenchEngine, running: int, context: int, length: int) -> Pause:
-    engine = stand.engine
-    _forget(stand)
-    *short, long = stand.prompts([context] * running + [length])
-    longest = engine.layout.max_context - context - 1
-    requests = [_request(f"run{i}", i, prompt, longest) for i, prompt in enumerate(short)]
+def _pause(bench: BenchEngine, running: int, context: int, length: int) -> Pause:
+    engine = bench.engine
+    _empty_prefix_cache(bench)
+    *short, long = bench.prompts([context] * running + [length])
+    num_tokens = engine.layout.max_context - context - 1
+    requests = [_request(f"run{i}", i, prompt, num_tokens) for i, prompt in enumerate(short)]
     for request in requests:
         engine.add(request)
     while not all(request.output for request in requests):
         engine.step()
-    before = _arrivals(stand, requests, BEFORE)
+    before = _arrivals(bench, requests, BEFORE)
     entering = _request("long", running, long, 1)
     engine.add(entering)
-    during = _arrivals(stand, requests, None, entering)
-    after = _arrivals(stand, requests, AFTER)
+    during = _arrivals(bench, requests, None, entering)
+    after = _arrivals(bench, requests, AFTER)
     if any(request.done for request in requests):
         raise EspalierError(
-            f"the running requests, of {longest} tokens each, had ended before a prompt of {length} had entered; raise "
-            "--max-context, or lower --steps"
+            f"the running requests, of {num_tokens} tokens each, had ended before a prompt of {length} had entered; "
+            "raise --max-context, or lower --steps"
         )
     leave(engine, requests)
-    calm = [gap for times in before for gap in _gaps(times)]
-    waited = waits(before, during, after)
-    return Pause(running, context, length, 1e3 * median(calm), 1e3 * max(calm), 1e3 * max(waited))
+    gaps_before = [gap for times in before for gap in _gaps(times)]
+    gaps_during = waits(before, during, after)
+    return Pause(running, context, length, 1e3 * median(gaps_before), 1e3 * max(gaps_before), 1e3 * max(gaps_during))
 
 
 def waits(before: Times, during: Times, after: Times) -> list[float]:
-    """Gaps of all requests from the last token before a prompt came to the first after it had entered."""
-    precompile = zip(before, during, after, strict=True)
-    return [gap for early, times, late in precompile for gap in _gaps([*early[-1:], *times, *late[:1]])]
+    """The gaps between tokens of each request, from its last token before the prompt came to its first afterwards."""
+    by_request = zip(before, during, after, strict=True)
+    return [gap for early, times, late in by_request for gap in _gaps([*early[-1:], *times, *late[:1]])]
 
 
 def _arrivals(
-    stand: BenchEngine, requests: Sequence[Request], steps: int | None, until: Request | None = None
+    bench: BenchEngine, requests: Sequence[Request], num_steps: int | None, until: Request | None = None
 ) -> list[list[float]]:
-    """When tokens came to each request, over so many steps, or until another has its first."""
+    """The times at which tokens came to each request, over num_steps steps, or until `until` has its first token."""
     times: list[list[float]] = [[] for _ in requests]
     lengths = [len(request.output) for request in requests]
-    taken = 0
-    while taken != steps and not (until is not None and until.output):
-        stand.engine.step()
-        taken += 1
+    steps_done = 0
+    while steps_done != num_steps and not (until is not None and until.output):
+        bench.engine.step()
+        steps_done += 1
         now = perf_counter()
         for i, request in enumerate(requests):
             if len(request.output) > lengths[i]:
@@ -160,9 +221,8 @@ def _gaps(times: Sequence[float]) -> list[float]:
     return [after - before for before, after in pairwise(times)]
 
 
-def _forget(stand: BenchEngine) -> None:
-    """Nothing is found in the prefix cache."""
-    engine = stand.engine
+def _empty_prefix_cache(bench: BenchEngine) -> None:
+    engine = bench.engine
     if engine.prefixes is not None:
         engine.prefixes.evict(engine.pool.num_pages)
 

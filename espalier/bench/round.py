@@ -1,127 +1,119 @@
-"""What a round costs and brings: plain decoding, the tree and, if asked, transformers take turns in one run."""
+"""`espalier bench round`: its flags, and which of its modes measures.
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from statistics import median
-from time import perf_counter
+By default it compares a round of the tree with plain tokens.  The other modes are --acceptance, --memory, --choose,
+--shape and --figures.  A flag that the chosen mode does not use is refused by name.
+"""
+
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
-import torch
+from espalier.bench import acceptance, choose, memory, shaped, tree_vs_plain
+from espalier.bench.plot import require_plot
+from espalier.errors import EspalierError
+from espalier.terminal.console import print_header, require_writable
+from espalier.terminal.flags import (
+    add_engine_flags,
+    add_json_flag,
+    engine_settings,
+    flag_of,
+    given_flags,
+    require_at_least_one,
+    whole_numbers,
+)
 
-from espalier.bench.drive import Driven, contexts, drive, full_steps, time_forwards
-from espalier.llm import LLM
-from espalier.request import SamplingParams
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One batch size and context.
-
-    ratio: a round in units of a plain token; speedup: tree over plain tokens/s; outside_forwards: share of a round that
-    is not spent in models, None on a GPU, where a round is one launch; identical: requests whose tokens were the same
-    by tree as plain.
-    """
-
-    batch: int
-    context: int
-    round_ms: float
-    plain_token_ms: float
-    ratio: float
-    accept_length: float
-    plain_tokens_per_second: float
-    tree_tokens_per_second: float
-    transformers_tokens_per_second: float | None
-    speedup: float
-    outside_forwards: float | None
-    identical: int
-
-
-class RoundBench:
-    """Both engines, loaded once for all cells."""
-
-    def __init__(self, settings: dict[str, Any], compare: bool):
-        self.tree = LLM(**settings)
-        self.plain = LLM(**{**settings, "speculation": None})
-        self.timers = time_forwards(self.tree.engine) if self.tree.config.device == "cpu" else []
-        self.transformers = _transformers(self.tree) if compare else None
-
-    def measure(self, batch: int, context: int, num_tokens: int, repeats: int) -> Cell:
-        """Medians over repeats, the ways taking turns, after one turn of each to warm up."""
-        prompts = contexts(self.tree, batch, context)
-        params = SamplingParams(temperature=0.0, max_tokens=num_tokens)
-        plain: list[Driven] = []
-        tree: list[Driven] = []
-        others: list[float] = []
-        for _ in range(repeats + 1):
-            for runs, llm, timers in ((plain, self.plain, []), (tree, self.tree, self.timers)):
-                runs.append(self._fresh(llm, prompts, params, timers))
-            if self.transformers is not None:
-                others.append(self.transformers(prompts, num_tokens))
-        return _cell(batch, context, plain[1:], tree[1:], others[1:], batch * num_tokens)
-
-    @staticmethod
-    def _fresh(llm: LLM, prompts: Sequence[Sequence[int]], params: SamplingParams, timers: Sequence[Any]) -> Driven:
-        """A run that finds nothing in the prefix cache."""
-        if llm.engine.prefixes is not None:
-            llm.engine.prefixes.evict(llm.engine.pool.num_pages)
-        return drive(llm.engine, prompts, params, timers)
-
-    def close(self) -> None:
-        self.tree.close()
-        self.plain.close()
+# For the modes that load a model.  --shape has cells instead.
+DEFAULTS = MappingProxyType({"batch": [1], "context": [128], "tokens": 96, "repeats": 5, "prompts": 16})
+# The flags that each mode uses.  The first mode whose flag is given runs; None is the default mode.
+FLAGS_BY_MODE = MappingProxyType(
+    {
+        "figures": ("plot",),
+        "shape": ("cells", "rounds", "all_buckets", "accept_length", "page_size", "json", "plot"),
+        "choose": ("context", "tokens", "repeats", "out", "accept_length", "candidates", "page_size", "json"),
+        "memory": ("page_size", "json"),
+        "acceptance": ("prompts", "tokens", "page_size", "json"),
+        None: ("batch", "context", "tokens", "repeats", "compare", "page_size", "json", "plot"),
+    }
+)
+MODEL_MODES = MappingProxyType(
+    {
+        "choose": choose.run,
+        "memory": memory.run,
+        "acceptance": acceptance.run,
+        None: tree_vs_plain.run,
+    }
+)
 
 
-def _cell(
-    batch: int, context: int, plain: list[Driven], tree: list[Driven], others: list[float], num_tokens: int
-) -> Cell:
-    round_ms, token_ms = (1000 * median(full_steps(runs)) for runs in (tree, plain))
-    plain_speed, tree_speed = (median(run.num_tokens / run.seconds for run in runs) for runs in (plain, tree))
-    forwards = sum(run.forward_seconds for run in tree) / sum(sum(run.full_steps) for run in tree)
-    is_timed = any(run.forward_seconds for run in tree)
-    same = sum(a == b for a, b in zip(plain[0].tokens, tree[0].tokens, strict=True))
-    return Cell(
-        batch=batch,
-        context=context,
-        round_ms=round_ms,
-        plain_token_ms=token_ms,
-        ratio=round_ms / token_ms,
-        accept_length=tree[0].stats.accept_length,
-        plain_tokens_per_second=plain_speed,
-        tree_tokens_per_second=tree_speed,
-        transformers_tokens_per_second=num_tokens / median(others) if others else None,
-        speedup=tree_speed / plain_speed,
-        outside_forwards=1 - forwards if is_timed else None,
-        identical=same,
+def add_flags(parser: ArgumentParser) -> None:
+    mode = parser.add_mutually_exclusive_group()
+    mode.add_argument("--acceptance", action="store_true", help="accept length on held-out text, several ways to draft")
+    mode.add_argument("--memory", action="store_true", help="pages held by 50 mixed requests at page 256, topk 8")
+    choose.add_flags(parser, mode)
+    parser.add_argument("--batch", type=whole_numbers, metavar="N,N", help="batch sizes (1)")
+    parser.add_argument("--context", type=whole_numbers, metavar="N,N", help="prompt lengths (128)")
+    parser.add_argument("--tokens", type=int, metavar="N", help="tokens to generate for each prompt (96)")
+    parser.add_argument("--repeats", type=int, metavar="N", help="repetitions; medians are shown (5)")
+    parser.add_argument("--prompts", type=int, metavar="N", help="held-out prompts of --acceptance (16)")
+    parser.add_argument(
+        "--page-size",
+        type=whole_numbers,
+        metavar="N,N",
+        help="tokens a page of the cache; several with --shape (64 there)",
     )
+    parser.add_argument("--compare", choices=("transformers",), help="measure transformers.generate too")
+    add_json_flag(parser)
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="plot the cells into this .png, .svg or .pdf")
+    shaped.add_flags(parser)
+    add_engine_flags(parser, leave_out=("page_size",))
 
 
-def _transformers(llm: LLM) -> Callable[[Sequence[Sequence[int]], int], float]:
-    """Seconds that transformers' own generate takes for a batch of prompts of one length."""
-    from transformers import AutoModelForCausalLM
-    from transformers.utils.logging import disable_progress_bar
-
-    disable_progress_bar()
-    model = AutoModelForCausalLM.from_pretrained(llm.config.model, dtype=getattr(torch, llm.config.dtype))
-    model = model.to(llm.config.device).eval()
-    model.generation_config.eos_token_id = None
-
-    @torch.inference_mode()
-    def generate(prompts: Sequence[Sequence[int]], num_tokens: int) -> float:
-        tokens = torch.tensor(prompts, device=llm.config.device)
-        begun = perf_counter()
-        out = model.generate(
-            tokens,
-            attention_mask=torch.ones_like(tokens),
-            max_new_tokens=num_tokens,
-            min_new_tokens=num_tokens,
-            do_sample=False,
-            pad_token_id=0,
-        )
-        assert out.shape[1] == tokens.shape[1] + num_tokens
-        return perf_counter() - begun
-
-    return generate
+def run(asked: Namespace) -> int:
+    settings = engine_settings(asked)
+    mode = next(mode for mode in FLAGS_BY_MODE if mode is None or _is_given(getattr(asked, mode)))
+    _refuse_flags_of_other_modes(asked, mode)
+    require_plot(asked.plot)
+    for name in ("json", "plot", "out"):
+        require_writable(flag_of(name), getattr(asked, name))
+    if mode == "figures":
+        if given := given_flags(asked):
+            raise EspalierError(f"{flag_of(given[0])} is not for --figures; leave one out")
+        shaped.draw(asked.figures, asked.plot)
+    elif mode == "shape":
+        print_header()
+        shaped.run(asked, settings, asked.page_size or [64])
+    else:
+        _fill_in(asked, settings, mode)
+        print_header()
+        MODEL_MODES[mode](asked, settings)
+    return 0
 
 
-def as_dicts(cells: Sequence[Cell]) -> list[dict[str, Any]]:
-    return [asdict(cell) for cell in cells]
+def _refuse_flags_of_other_modes(asked: Namespace, mode: str | None) -> None:
+    """Raises EspalierError for a given flag that `mode` does not use."""
+    names = dict.fromkeys(name for other, used in FLAGS_BY_MODE.items() for name in (other, *used) if name is not None)
+    for name in names:
+        if name == mode or name in FLAGS_BY_MODE[mode] or not _is_given(getattr(asked, name)):
+            continue
+        if mode is not None:
+            raise EspalierError(f"{flag_of(name)} is not for {flag_of(mode)}; leave one out")
+        users = " or ".join(flag_of(other) for other, used in FLAGS_BY_MODE.items() if other and name in used)
+        raise EspalierError(f"{flag_of(name)} is for {users}; add that, or leave {flag_of(name)} out")
+
+
+def _is_given(value: Any) -> bool:
+    return value is not None and value is not False and value != []
+
+
+def _fill_in(asked: Namespace, settings: dict[str, Any], mode: str | None) -> None:
+    """Set the defaults of the flags that were not given, and check all of them.  Raises EspalierError."""
+    for name, value in DEFAULTS.items():
+        setattr(asked, name, value if getattr(asked, name) is None else getattr(asked, name))
+    require_at_least_one(asked, *DEFAULTS)
+    if asked.tokens < 2 and mode != "memory":
+        raise EspalierError(f"--tokens={asked.tokens} is not supported: the first comes of no round; use 2 or more")
+    if asked.page_size is not None:
+        if len(asked.page_size) > 1:
+            raise EspalierError(f"--page-size={asked.page_size}: a model is measured at one; several are for --shape")
+        settings["page_size"] = asked.page_size[0]

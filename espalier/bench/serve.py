@@ -1,128 +1,101 @@
-"""A server beside LLM.generate: the same prompts, the same engine settings, taking turns; and who asks a server.
+"""`espalier bench serve`: a server compared with LLM.generate, on the same prompts and settings.
 
-The server is the command that users type, in a process of its own.
+--soak counts the requests that a server leaves unanswered.  --bad-host measures how long other requests wait while one
+host sends large requests.
 """
 
-import http.client
-import json
-import os
-import signal
-import socket
-import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from argparse import ArgumentParser, Namespace
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from statistics import median
+from types import MappingProxyType
 from typing import Any
 
+from espalier.bench import bad_host, soak
 from espalier.bench.drive import contexts
-from espalier.config import SpeculationConfig
+from espalier.bench.server import NAME, Server, serving
 from espalier.errors import EspalierError
 from espalier.llm import LLM
 from espalier.request import SamplingParams
+from espalier.terminal.console import print_header, print_table, progress, require_writable, write_json
+from espalier.terminal.flags import (
+    add_engine_flags,
+    add_json_flag,
+    engine_settings,
+    flag_of,
+    positive_numbers,
+    require_at_least_one,
+    sized,
+)
 
-START_S = 600.0
-# A server drains for a minute at most, and closes what it holds in less than another.
-LEAVE_S = 120.0
-NAME = "measured"
-JSON = {"content-type": "application/json"}
-
-
-@dataclass(frozen=True)
-class Server:
-    """A running server: its port, the front's process and the engine's."""
-
-    port: int
-    pid: int
-    engine_pid: int
-
-    def post(self, path: str, body: Mapping[str, Any]) -> tuple[int, bytes]:
-        """(status, the whole answer)"""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=START_S)
-        try:
-            connection.request("POST", path, json.dumps(body), JSON)
-            answer = connection.getresponse()
-            return answer.status, answer.read()
-        finally:
-            connection.close()
-
-    def metrics(self) -> dict[str, float]:
-        """/metrics, by sample as it is written there."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=START_S)
-        try:
-            connection.request("GET", "/metrics")
-            lines = connection.getresponse().read().decode().splitlines()
-        finally:
-            connection.close()
-        return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines if line[0] != "#")}
+# For the default mode.
+DEFAULTS = MappingProxyType({"concurrency": "1,16", "context": 128, "tokens": 96, "repeats": 5})
 
 
-def flags_of(settings: Mapping[str, Any]) -> list[str]:
-    """Engine settings as the command line takes them."""
-    flags = []
-    for name, value in settings.items():
-        if isinstance(value, SpeculationConfig):
-            flags += flags_of({key: each for key, each in asdict(value).items() if each != "auto"})
-        elif name != "model":
-            flag = name.replace("_", "-")
-            if isinstance(value, bool):
-                flags.append(f"--{flag}" if value else f"--no-{flag}")
-            else:
-                flags += [f"--{flag}", json.dumps(value) if isinstance(value, dict) else str(value)]
-    return flags
+def add_flags(parser: ArgumentParser) -> None:
+    parser.add_argument("--soak", type=int, metavar="N", help="send N requests of all kinds, many of which disconnect")
+    parser.add_argument("--bad-host", action="store_true", help="how long others wait during large, hostile requests")
+    parser.add_argument("--concurrency", metavar="N,N", help="requests at once (1,16)")
+    parser.add_argument("--context", type=int, metavar="N", help="prompt length (128)")
+    parser.add_argument("--tokens", type=int, metavar="N", help="tokens to generate for each prompt (96)")
+    parser.add_argument("--repeats", type=int, metavar="N", help="repetitions; medians are shown (5)")
+    add_json_flag(parser)
+    add_engine_flags(parser)
 
 
-@contextmanager
-def serving(settings: Mapping[str, Any], *flags: str) -> Iterator[Server]:
-    """A server that has loaded its model.  Raises EspalierError with its log's end where it does not start."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    model = [str(settings["model"])] if "model" in settings else []
-    own = ["--port", str(port), "--served-model-name", NAME]
-    command = [sys.executable, "-m", "espalier", "serve", *model, *own, *flags_of(settings), *flags]
-    with tempfile.TemporaryFile("w+") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log)
-        try:
-            _wait(process, port, log)
-            children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-            yield Server(port, process.pid, int(children[0]))
-        finally:
-            _end(process)
+def run(asked: Namespace) -> int:
+    for name, value in DEFAULTS.items():
+        if getattr(asked, name) is None:
+            setattr(asked, name, value)
+        elif asked.soak is not None or asked.bad_host:
+            other = "--bad-host" if asked.bad_host else "--soak"
+            raise EspalierError(f"{flag_of(name)} is not for {other}; leave one out")
+    if asked.bad_host and asked.soak is not None:
+        raise EspalierError("--soak is not for --bad-host; leave one out")
+    require_at_least_one(asked, "soak", "context", "tokens", "repeats")
+    require_writable("--json", asked.json)
+    print_header()
+    settings = engine_settings(asked)
+    if asked.bad_host:
+        return bad_host.run(asked, settings)
+    return _run(asked, settings) if asked.soak is None else soak.run(asked, settings)
 
 
-def _end(process: subprocess.Popen[bytes], seconds: float = LEAVE_S) -> None:
-    """Raises EspalierError for a server that does not leave, once it is ended by force; its engine leaves with it."""
-    if process.poll() is None:
-        process.send_signal(signal.SIGTERM)
-    try:
-        process.wait(seconds)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-        raise EspalierError(f"the server (pid {process.pid}) did not leave within {seconds:g} s of SIGTERM") from None
+def _run(asked: Namespace, settings: dict[str, Any]) -> int:
+    sizes = positive_numbers("--concurrency", asked.concurrency, "1,16")
+    # The same prompts come at every turn, so the prefix cache is off for LLM and server.
+    longest = asked.context + asked.tokens
+    usual = {"max_batch": max(sizes), "max_context": longest + 1, "prefix_cache": False}
+    settings = sized(settings, usual, max_context=longest)
+    cells: list[Cell] = []
+    with serving(settings) as server:
+        bench = ServeBench(settings, server)
+        with progress("measuring", len(sizes)) as advance:
+            for size in sizes:
+                cells.append(bench.measure(size, asked.context, asked.tokens, asked.repeats))
+                advance()
+        bench.close()
+    write_json(asked.json, {"cells": [cell.as_dict() for cell in cells]})
+    print_table(_table(cells))
+    return 0
 
 
-def _wait(process: subprocess.Popen[bytes], port: int, log: Any) -> None:
-    end = time.monotonic() + START_S
-    while process.poll() is None and time.monotonic() < end:
-        try:
-            with socket.create_connection(("127.0.0.1", port)):
-                return
-        except OSError:
-            time.sleep(0.05)
-    log.seek(0)
-    raise EspalierError(f"the server did not start: {' '.join(log.read()[-500:].split())}")
+def _table(cells: Sequence["Cell"]) -> list[list[str]]:
+    return [
+        ["requests at once", *(str(cell.concurrency) for cell in cells)],
+        ["LLM.generate, tokens/s", *(f"{cell.offline:.0f}" for cell in cells)],
+        ["server, streams, tokens/s", *(f"{cell.streamed:.0f}" for cell in cells)],
+        ["server, whole answers, tokens/s", *(f"{cell.whole:.0f}" for cell in cells)],
+        ["streams over LLM.generate", *(f"{cell.streamed / cell.offline:.2f}" for cell in cells)],
+        ["whole answers over LLM.generate", *(f"{cell.whole / cell.offline:.2f}" for cell in cells)],
+    ]
 
 
 @dataclass(frozen=True)
 class Cell:
-    """Medians at one concurrency, tokens a second."""
+    """Median tokens/s at one concurrency: LLM.generate, and the server with streams and with whole responses."""
 
     concurrency: int
     offline: float
@@ -134,14 +107,14 @@ class Cell:
 
 
 class ServeBench:
-    """Both arms, loaded.  Whoever measures closes it."""
+    """LLM and the server, both loaded.  The caller closes it."""
 
     def __init__(self, settings: Mapping[str, Any], server: Server):
         self.llm = LLM(**settings)
         self.server = server
 
     def measure(self, concurrency: int, context: int, num_tokens: int, repeats: int) -> Cell:
-        """One warm-up each, then turns of offline, streamed and whole answers."""
+        """Medians over repeats, after one warm-up.  LLM.generate, streams and whole responses take turns."""
         prompts = [list(prompt) for prompt in contexts(self.llm, concurrency, context)]
         seconds: dict[str, list[float]] = {"offline": [], "streamed": [], "whole": []}
         for turn in range(repeats + 1):
@@ -151,9 +124,9 @@ class ServeBench:
                 "whole": self._served(prompts, num_tokens, stream=False),
             }
             if turn:
-                for arm, each in taken.items():
-                    seconds[arm].append(each)
-        rates = {arm: concurrency * num_tokens / median(each) for arm, each in seconds.items()}
+                for name, each in taken.items():
+                    seconds[name].append(each)
+        rates = {name: concurrency * num_tokens / median(each) for name, each in seconds.items()}
         return Cell(concurrency, **rates)
 
     def _offline(self, prompts: Sequence[list[int]], num_tokens: int) -> float:
@@ -162,9 +135,9 @@ class ServeBench:
         return time.perf_counter() - began
 
     def _served(self, prompts: Sequence[list[int]], num_tokens: int, stream: bool) -> float:
-        """One connection a prompt, all at once."""
+        """Send all prompts at once, one connection each."""
 
-        def ask(prompt: list[int]) -> None:
+        def send(prompt: list[int]) -> None:
             body = {"model": NAME, "prompt": prompt, "max_tokens": num_tokens, "temperature": 0}
             status, answer = self.server.post("/v1/completions", {**body, "ignore_eos": True, "stream": stream})
             if status != 200 or b'"error"' in answer:
@@ -172,17 +145,8 @@ class ServeBench:
 
         with ThreadPoolExecutor(len(prompts)) as clients:
             began = time.perf_counter()
-            list(clients.map(ask, prompts))
+            list(clients.map(send, prompts))
             return time.perf_counter() - began
 
     def close(self) -> None:
         self.llm.close()
-
-
-def exists(pid: int) -> bool:
-    """Whether a process runs; what has ended and was not waited for does not."""
-    try:
-        os.kill(pid, 0)
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False

@@ -1,17 +1,25 @@
-"""Hundreds of requests of all kinds at once, many of which leave: who was not answered, and what was left behind."""
+"""`espalier bench serve --soak`: many requests of all kinds at once, some of which disconnect early.
+
+It counts the requests that got no response, and the pages and processes that are left at the end.
+"""
 
 import asyncio
 import json
 import random
+from argparse import Namespace
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from espalier.bench.serve import NAME, Server, exists, serving
+from rich.text import Text
 
-# A request that is answered at all is answered within this.
+from espalier.bench.server import NAME, Server, exists, serving
+from espalier.terminal.console import stdout, write_json
+
+# A request without a response after this time counts as unanswered.
 ANSWER_S = 240.0
+# Kinds of requests, and how often each is sent relative to the others.
 KINDS = {
     "stream": 8,
     "whole": 4,
@@ -26,7 +34,11 @@ PROMPTS = ("def f(x):\n    ", "class Stack:\n    ", "import os\n", "for i in ran
 
 @dataclass
 class Tally:
-    """kinds: requests sent, by kind; statuses: of those who stayed; unanswered: who stayed and got no end."""
+    """Counts of requests.
+
+    kinds: sent, by kind; statuses: of the responses that were read; disconnects: requests that left early; unanswered:
+    requests that stayed and got no complete response.
+    """
 
     kinds: Counter[str] = field(default_factory=Counter)
     statuses: Counter[int] = field(default_factory=Counter)
@@ -36,6 +48,8 @@ class Tally:
 
 @dataclass(frozen=True)
 class Soaked:
+    """The counts at the end.  leaked_pages: still owned by requests; leaked_processes: still running."""
+
     requests: int
     answered: int
     errors_given: dict[int, int]
@@ -48,7 +62,7 @@ class Soaked:
 
 
 class Client:
-    """One request over a socket of its own, so that it can leave in any way."""
+    """Sends one request over its own socket, so that it can disconnect at any time."""
 
     def __init__(self, server: Server, chance: random.Random, tally: Tally):
         self.port = server.port
@@ -111,28 +125,37 @@ class Client:
             return
         status = int(answer.split(b" ", 2)[1]) if answer.startswith(b"HTTP/1.1 ") else 0
         self.tally.statuses[status] += 1
-        # What stands at the end of an answer alone: a stream that is cut off has neither.
+        # Marks that only a complete response has: a stream that was cut off has none of them.
         ended = [b'"error"', *([b"data: [DONE]", b'"usage":{'] if status == 200 else [])]
         if not any(mark in answer for mark in ended):
             self.tally.unanswered += 1
 
 
+def run(asked: Namespace, settings: Mapping[str, Any]) -> int:
+    """Print the counts.  1 if a request was left unanswered, or anything leaked."""
+    counts = soak(settings, asked.soak, settings.get("seed", 0))
+    write_json(asked.json, {"soak": asdict(counts)})
+    for name, value in asdict(counts).items():
+        stdout().print(Text(f"  {name.replace('_', ' '):<18} {value}"))
+    return int(bool(counts.unanswered or counts.leaked_pages or counts.leaked_processes))
+
+
 def soak(settings: Mapping[str, Any], count: int, seed: int) -> Soaked:
-    """Send `count` requests at random moments, then look at what is left."""
+    """Send `count` requests at random times, then count what is left."""
     chance, tally = random.Random(seed), Tally()
     with serving(settings, "--max-queue", str(max(count // 4, 8))) as server:
         asyncio.run(_send(server, count, chance, tally))
-        left = asyncio.run(_at_rest(server))
+        metrics = asyncio.run(_metrics_when_idle(server))
         pids = server.pid, server.engine_pid
     return Soaked(
         requests=count,
         answered=sum(tally.statuses.values()),
         errors_given={status: number for status, number in sorted(tally.statuses.items()) if status != 200},
         disconnects=tally.disconnects,
-        aborts=int(left["espalier_abort_steps_count"]),
+        aborts=int(metrics["espalier_abort_steps_count"]),
         slow_readers=tally.kinds["slow reader"],
         unanswered=tally.unanswered,
-        leaked_pages=int(left['espalier_pages{state="owned"}']),
+        leaked_pages=int(metrics['espalier_pages{state="owned"}']),
         leaked_processes=sum(exists(pid) for pid in pids),
     )
 
@@ -148,8 +171,8 @@ async def _send(server: Server, count: int, chance: random.Random, tally: Tally)
     tally.unanswered += sum(isinstance(result, BaseException) for result in results)
 
 
-async def _at_rest(server: Server) -> dict[str, float]:
-    """Metrics once nothing is open; what they are at the end of patience otherwise."""
+async def _metrics_when_idle(server: Server) -> dict[str, float]:
+    """The metrics once no request is open, or after 200 tries."""
     for _ in range(200):
         metrics = await asyncio.to_thread(server.metrics)
         if not any(metrics[f"espalier_{name}"] for name in ("open_samples", "waiting_requests", "running_requests")):

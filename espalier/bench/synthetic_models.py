@@ -1,4 +1,4 @@
-"""A named shape's models, cast once on a device from a seed, and engines around them that come and go."""
+"""The synthetic models of a named shape, made once on a device from a seed, and engines that run them in turn."""
 
 import copy
 import gc
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from espalier.attention import default_backend
-from espalier.bench.instrument import Watched, count_kernels, graphs_kept, watch
+from espalier.bench.instrument import LaunchRecord, count_kernels, record_launches
 from espalier.cache.kv import LayerStack
 from espalier.config import ResolvedConfig
 from espalier.engine.cuda import CudaExecutor
@@ -20,12 +20,17 @@ from espalier.layout import RoundLayout
 from espalier.startup.build import assemble
 from espalier.startup.resolve import layout_of
 from espalier.synthetic.checkpoint import Recipe, build
+from espalier.synthetic.shapes import find_shape
+
+# The draft's skill is chosen for an accept length at this tree.
+TREE = (5, 8, 64)
+ACCEPT_LENGTH = 4.0
 
 
 @dataclass(frozen=True)
 class Start:
-    """What an engine took to stand: seconds to build and capture; bytes of pages, staging, and graphs' own memory;
-    kernels in the graph of the largest batch.  None where nothing is captured."""
+    """What starting an engine took: seconds to build and capture; bytes of pages, of staging and of the graphs' memory
+    pool; kernels in the graph of the largest batch.  The last two are None where nothing is captured."""
 
     seconds: float
     pages_bytes: int
@@ -34,25 +39,34 @@ class Start:
     kernels: int | None
 
 
-Standing = tuple[Engine, Watched, Start]
+RunningEngine = tuple[Engine, LaunchRecord, Start]
 
 
 class OneBucket(RoundLayout):
-    """A layout whose rounds are all padded to the largest batch, so that one graph is captured."""
+    """A layout that pads all rounds to the largest batch, so that one graph is captured."""
 
     def batch_buckets(self, largest: int) -> tuple[int, ...]:
         return (largest,) if largest else ()
 
 
+def recipe_of(shape: str, seed: int, accept_length: float | None) -> Recipe:
+    """The recipe of a named shape whose draft reaches this accept length at TREE; None: ACCEPT_LENGTH.
+
+    Raises EspalierError for an unknown shape, and for an accept length that no draft reaches.
+    """
+    wanted = ACCEPT_LENGTH if accept_length is None else accept_length
+    return Recipe(find_shape(shape), seed).with_accept_length(wanted, *TREE)
+
+
 class SyntheticModels:
-    """Models of a recipe.  seconds: that they took; weights_bytes: what they hold."""
+    """The target and the draft of a recipe.  seconds: taken to make them; weights_bytes: their size."""
 
     def __init__(self, recipe: Recipe, dtype: torch.dtype, device: torch.device, position_rows: int) -> None:
         begun = perf_counter()
         self.recipe, self.dtype, self.device = recipe, dtype, device
         self.chain = recipe.chain()
         self.target, self.draft = build(recipe, dtype, device, position_rows)
-        # Without a draft nobody reads what is captured.
+        # Without a draft nothing reads the captured hidden states.
         self.plain = copy.copy(self.target)
         self.plain.capture = ()
         if device.type == "cuda":
@@ -65,20 +79,27 @@ class SyntheticModels:
         return {"recipe": recipe, "weights_seconds": self.seconds, "weights_bytes": self.weights_bytes}
 
     @property
+    def title(self) -> str:
+        """One line for the top of a table or a plot."""
+        size = f"{self.weights_bytes / 1e9:.1f} GB of weights made in {self.seconds:.1f} s"
+        return f"{self.recipe.shape.name}, {size}; the draft's skill {self.recipe.skill}"
+
+    @property
     def weights_bytes(self) -> int:
-        """Of target and draft, the embedding included."""
+        """Bytes of target and draft, the embedding included."""
         tensors, draft_tensors = self.recipe.tensors(self.dtype, "meta")
         sizes = [torch.Size(s).numel() for each in (tensors, draft_tensors) for s in each.shapes.values()]
         return sum(sizes) * self.dtype.itemsize
 
     def engine(
         self, layout: RoundLayout, attention: str | None, overlap: bool, all_buckets: bool = False
-    ) -> AbstractContextManager[Standing]:
-        """An engine of this layout, with pages for a full batch of full contexts, gone at the end of the block.
+    ) -> AbstractContextManager[RunningEngine]:
+        """An engine of this layout, with pages for a full batch of full contexts.  It closes at the end of the block.
 
-        steps 0 is plain decoding without a draft.  all_buckets: capture every batch's rounds, not the largest alone's.
+        steps=0 is plain decoding without a draft.  all_buckets: capture the rounds of every bucket, not only of the
+        largest.
         """
-        return self._standing(
+        return self._running(
             layout if all_buckets else OneBucket(**{f.name: getattr(layout, f.name) for f in fields(layout)}),
             self.draft.spec.algorithm if layout.steps else "none",
             attention=attention or default_backend(self.device.type, self.dtype),
@@ -88,25 +109,23 @@ class SyntheticModels:
             graph_batch=layout.max_batch if self.device.type == "cuda" else 0,
         )
 
-    def engine_of(self, config: ResolvedConfig) -> AbstractContextManager[Standing]:
-        """The engine that a configuration names; its device and dtype are the cast's."""
+    def engine_of(self, config: ResolvedConfig) -> AbstractContextManager[RunningEngine]:
+        """The engine of a configuration, with the device and the dtype of these models."""
         names = ("attention", "num_pages", "overlap", "prefix_cache", "graph_batch")
-        return self._standing(layout_of(config), config.algorithm, **{name: getattr(config, name) for name in names})
+        return self._running(layout_of(config), config.algorithm, **{name: getattr(config, name) for name in names})
 
     @contextmanager
-    def _standing(self, layout: RoundLayout, algorithm: str, **how: Any) -> Iterator[Standing]:
+    def _running(self, layout: RoundLayout, algorithm: str, **options: Any) -> Iterator[RunningEngine]:
         begun = perf_counter()
         has_draft = algorithm == self.draft.spec.algorithm
         target, draft = (self.target, self.draft) if has_draft else (self.plain, None)
-        with graphs_kept():
-            engine = assemble(layout, target, draft, algorithm, dtype=self.dtype, device=self.device, **how)
-        if isinstance(engine.executor, CudaExecutor):
-            for graph in engine.executor.graphs.values():
-                graph.graph.instantiate()
+        options |= {"dtype": self.dtype, "device": self.device, "keep_graphs": True}
+        engine = assemble(layout, target, draft, algorithm, **options)
+        if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         start = _start(engine, perf_counter() - begun)
         try:
-            yield engine, watch(engine), start
+            yield engine, record_launches(engine), start
         finally:
             engine.close()
             del engine
@@ -115,14 +134,14 @@ class SyntheticModels:
                 torch.cuda.empty_cache()
 
     def prompts(self, lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
-        """Prompts that follow the chain, each from a place of its own."""
+        """Prompts that follow the chain, each from its own random place."""
         generator = torch.Generator().manual_seed(seed)
         places = torch.randint(0, self.chain.size, (len(lengths),), generator=generator)
-        gather_rows = [torch.arange(length) * self.chain.shifts[0] for length in lengths]
-        return [self.chain.token_at(place + steps).tolist() for place, steps in zip(places, gather_rows, strict=True)]
+        steps = [torch.arange(length) * self.chain.shifts[0] for length in lengths]
+        return [self.chain.token_at(place + step).tolist() for place, step in zip(places, steps, strict=True)]
 
     def follows(self, prompt: Sequence[int], output: Sequence[int]) -> bool:
-        """Whether greedy tokens after a prompt of `prompts` are the chain's."""
+        """Whether the greedy tokens after a prompt of `prompts` are the chain's."""
         steps = torch.arange(1, len(output) + 1) * self.chain.shifts[0]
         return self.chain.token_at(self.chain.place[prompt[-1]] + steps).tolist() == list(output)
 

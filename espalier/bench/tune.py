@@ -1,19 +1,24 @@
-"""Measure, for each shape and bucket of rows, F.linear and our kernel's candidates, and keep the fastest.
+"""`espalier doctor --tune`: measure the linear layers on this GPU, and write the fastest plans for the engine to read.
 
-First each shape alone: a chain of it over enough weights that none is still in the L2, replayed as a CUDA graph.  Then
-the best of each among its neighbours, in the passes of a model: a kernel that is launched early gains by what runs
-before it, and one that F.linear takes stands in the way of the next (docs/log.md).
+For each shape and bucket of rows, F.linear is measured against the candidates of our kernel.  First each shape alone: a
+chain of it over so many weights that none is still in the L2 cache, replayed as a CUDA graph.  Then the best of each
+among its neighbours, in the passes of a model: a kernel with programmatic dependent launch gains from the kernel before
+it, and F.linear keeps the next kernel from starting early (docs/log.md).
 """
 
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
+from rich.text import Text
 from torch import Tensor
 
-from espalier.bench.linears import ModelShape, Multiply, Run, Shape, Weights
-from espalier.bench.machine import require_gpu
+from espalier.bench.linears import ModelShape, Multiply, Run, Shape, Weights, shape_named
 from espalier.bench.timing import Stopwatch
+from espalier.config import EngineConfig, is_open
+from espalier.errors import EspalierError
 from espalier.kernels.layers.linear import (
     LibraryPlan,
     LinearPlan,
@@ -23,32 +28,44 @@ from espalier.kernels.layers.linear import (
     linear_gated,
     linear_parts,
 )
-from espalier.kernels.layers.linear_tuning import ROWS_BUCKETS, LinearPlans
+from espalier.kernels.layers.linear_tuning import ROWS_BUCKETS, LinearPlans, Table, own_file, read, write
 from espalier.kernels.layers.norm import add_rms_norm
 from espalier.kernels.runtime.launch import chip
+from espalier.models import ModelConfig
+from espalier.startup.load import Checkpoint, find
+from espalier.startup.resolve import choose_device
+from espalier.terminal.console import print_header, print_table, progress, require_writable, stdout
+from espalier.terminal.flags import flag_of, given_flags
+from espalier.terminal.machine import installed, require_gpu
 
-# Bytes of weights in a chain: what is read again was evicted long ago, and a kernel's time is well above the clock's.
+# Bytes of weights that a chain reads: long enough to time.
 CHAIN_BYTES = 600 * 10**6
+# Bytes of the different weights of a shape: more than the L2 cache holds.
 COPIES_BYTES = 300 * 10**6
-# Who is measured a second time alone, and who of them among neighbours.
+# Candidates that are measured a second time alone, and those of them that are measured among neighbours.
 FINALISTS = 6
 CONTENDERS = 3
 LAYERS = 8
 SWEEPS = 2
-# A change that gains less is noise.
+# A smaller relative gain is noise.
 LEAST_GAIN = 0.002
-# Of the first bucket both ends are measured: it spans most.
+# The first bucket spans the most rows, so both of its ends are measured.
 FEWEST_ROWS = 1
 
-# Layers that hand on their parts, if they have any, to whoever reads them, and those that are followed by a gate.
+# Layers whose output may come in parts for the next kernel to add up, and layers that a gate follows.
 IN_PARTS, GATED = ("qkv", "o", "down"), ("gate_up",)
 
-Table = dict[tuple[Shape, int], LinearPlan]
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+# The engine flags that --tune --shapes uses, and those that --tune of a model uses besides.
+FLAGS_OF_SHAPES, FLAGS_OF_MODEL = ("device", "dtype"), ("model", "draft", "model_overrides")
+
+# By shape and bucket of rows.
+PlanTable = dict[tuple[Shape, int], LinearPlan]
 
 
 @dataclass(frozen=True)
 class Measured:
-    """One shape and bucket, alone: µs of F.linear, and the other ways that fit the chip, the fastest first."""
+    """One shape and bucket, measured alone: µs of F.linear and of our fastest plan; ours: plans, the fastest first."""
 
     shape: Shape
     rows: int
@@ -61,17 +78,106 @@ class Measured:
         return self.ours[0] if self.ours_us < self.cublas_us else None
 
 
+def add_flags(parser: ArgumentParser) -> None:
+    """Flags of `espalier doctor`."""
+    tuning = parser.add_argument_group("linear layers")
+    tuning.add_argument(
+        "--tune", action="store_true", help="measure those of the given model, or of --shapes, on this GPU"
+    )
+    tuning.add_argument("--shapes", metavar="X,X", help="named sizes instead of a model, such as llama-3.1-8b")
+    tuning.add_argument("--choices", type=Path, metavar="FILE", help="write what is fastest there (your own file)")
+
+
+def run(asked: Namespace, config: EngineConfig) -> int:
+    """Measure, write the table and print.  Raises EspalierError."""
+    used = FLAGS_OF_SHAPES if asked.shapes else (*FLAGS_OF_SHAPES, *FLAGS_OF_MODEL)
+    if refused := [flag_of(name) for name in given_flags(asked) if name not in used]:
+        raise EspalierError(f"{refused[0]} is not for --tune{' --shapes' if asked.shapes else ''}; leave one out")
+    path = asked.choices or own_file()
+    if path.parent.is_dir():  # else `write` makes it
+        require_writable("--choices", path)
+    if path.exists():
+        read(path)  # raises if `write` could not add to it
+    require_gpu("--tune")
+    device = choose_device(config)
+    if device.type != "cuda":
+        raise EspalierError(f"--tune measures on a GPU, and device is {device}; use --device cuda")
+    with torch.cuda.device(device):
+        return _run(asked, config)
+
+
+def _run(asked: Namespace, config: EngineConfig) -> int:
+    checkpoint = None if asked.shapes else find(config)
+    dtype = _dtype(config, checkpoint)
+    if checkpoint is None:
+        models = [shape_named(name) for name in asked.shapes.split(",")]
+    else:
+        models = [_shape_of(checkpoint)]
+    shapes = tuple(dict.fromkeys(shape for model in models for shape in model.shapes()))
+    tuner, path = Tuner(DTYPES[dtype]), asked.choices or own_file()
+    print_header()
+    alone: dict[Shape, list[Measured]] = {}
+    table: PlanTable = {}
+    with progress("measuring", len(shapes) + len(models)) as advance:
+        for shape in shapes:
+            alone[shape] = tuner.alone(shape)
+            advance()
+        for model in models:
+            tuner.among_neighbours(model, alone, table)
+            advance()
+    about = {"gpu": torch.cuda.get_device_name(), "torch": str(torch.__version__), "triton": installed("triton")}
+    write(path, Table(tuner.chip, dtype, plans_by_shape(table), about))
+    print_table(_rows([bucket for buckets in alone.values() for bucket in buckets], table))
+    stdout().print(Text(f"written to {path}"))
+    return 0
+
+
+def _dtype(config: EngineConfig, checkpoint: Checkpoint | None) -> str:
+    """The dtype that the engine would run in: the configured one, else the checkpoint's.  Raises EspalierError."""
+    raw = {} if checkpoint is None else checkpoint.target.raw
+    stored = raw.get("dtype") or raw.get("torch_dtype") or "bfloat16"
+    dtype = stored if is_open(config.dtype) else config.dtype
+    if dtype not in DTYPES:
+        raise EspalierError(f"--tune measures bfloat16 and float16, not {dtype}; other dtypes take F.linear")
+    return dtype
+
+
+def _shape_of(checkpoint: Checkpoint) -> ModelShape:
+    """The sizes of a checkpoint and of its draft."""
+    sizes, head = _sizes(checkpoint.target), checkpoint.draft
+    if head is None:
+        return sizes
+    return replace(sizes, draft_vocab=head.spec.vocab_size, captured=len(head.spec.capture), draft=_sizes(head.layer))
+
+
+def _sizes(config: ModelConfig) -> ModelShape:
+    if config.latent is not None:
+        raise EspalierError(
+            f"--tune does not measure the linear layers of latent attention ({config.architecture}); leave --tune out, "
+            "and they run with F.linear"
+        )
+    return ModelShape(
+        hidden=config.hidden_size,
+        layers=config.num_layers,
+        heads=config.heads,
+        kv_heads=config.kv_heads,
+        head_size=config.head_size,
+        intermediate=config.intermediate_size,
+        vocab=config.vocab_size,
+    )
+
+
 class Tuner:
     """Measures on the GPU of this machine, in one dtype."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.device = require_gpu("--tune")
         self.weights = Weights(dtype, self.device)
-        self.watch = Stopwatch()
+        self.stopwatch = Stopwatch()
         self.chip = chip(torch.empty(0, device=self.device))
 
     def alone(self, shape: Shape) -> list[Measured]:
-        """A shape in every bucket."""
+        """Measure a shape in every bucket."""
         size = 2 * shape[0] * shape[1]
         weights = [self.weights.drawn(shape) for _ in range(max(2, -(-COPIES_BYTES // size)))]
         return [self._bucket(shape, rows, weights) for rows in ROWS_BUCKETS]
@@ -79,54 +185,57 @@ class Tuner:
     def _bucket(self, shape: Shape, rows: int, weights: Sequence[Tensor]) -> Measured:
         x = torch.randn(rows, shape[1], dtype=weights[0].dtype, device=self.device)
         ends = (x[:FEWEST_ROWS], x) if rows == ROWS_BUCKETS[0] else (x,)
-        first = {choice: self._us(x, weights, [choice], 3)[0] for choice in candidates(rows, *shape, self.chip)}
-        finalists = sorted(first, key=lambda choice: first[choice])[:FINALISTS]
+        first = {plan: self._us(x, weights, [plan], 3)[0] for plan in candidates(rows, *shape, self.chip)}
+        finalists = sorted(first, key=lambda plan: first[plan])[:FINALISTS]
         times = [self._us(end, weights, [None, *finalists], 12) for end in ends]
         cublas, *ours = (sum(each) / len(ends) for each in zip(*times, strict=True))
-        order = sorted(range(len(ours)), key=lambda at: ours[at])
-        return Measured(shape, rows, cublas, min(ours, default=torch.inf), tuple(finalists[at] for at in order))
+        order = sorted(range(len(ours)), key=lambda i: ours[i])
+        return Measured(shape, rows, cublas, min(ours, default=torch.inf), tuple(finalists[i] for i in order))
 
     def _us(self, x: Tensor, weights: Sequence[Tensor], contenders: Sequence[LinearPlan], turns: int) -> list[float]:
         """µs a call of each contender, taking turns."""
         calls = max(2, -(-CHAIN_BYTES // (2 * weights[0].numel())))
-        bodies = [_chain(x, weights, choice, calls) for choice in contenders]
-        return [1e3 * ms / calls for ms in self.watch.ms(bodies, turns)]
+        bodies = [_chain(x, weights, plan, calls) for plan in contenders]
+        return [1e3 * ms / calls for ms in self.stopwatch.ms(bodies, turns)]
 
-    def among_neighbours(self, model: ModelShape, alone: Mapping[Shape, Sequence[Measured]], table: Table) -> None:
-        """Settle in `table`, shape by shape, what makes the model's passes fastest.  What stands there stays."""
+    def among_neighbours(self, model: ModelShape, alone: Mapping[Shape, Sequence[Measured]], table: PlanTable) -> None:
+        """Add to `table`, shape by shape, the plans that make the model's passes fastest.  Plans already there stay."""
         model = replace(model, layers=min(model.layers, LAYERS))
         weights = Weights(self.weights.dtype, self.device)
         for bucket, rows in enumerate(ROWS_BUCKETS):
             for runs in (model.target_pass(rows), model.draft_pass(rows, fused_rows=rows)):
-                open_ = {run.shape: alone[run.shape][bucket] for run in runs if (run.shape, rows) not in table}
-                table |= {(shape, rows): measured.fastest for shape, measured in open_.items()}
+                undecided = {run.shape: alone[run.shape][bucket] for run in runs if (run.shape, rows) not in table}
+                table |= {(shape, rows): measured.fastest for shape, measured in undecided.items()}
                 for _ in range(SWEEPS):
-                    for measured in open_.values():
+                    for measured in undecided.values():
                         table[measured.shape, rows] = self._fastest_among(runs, weights, measured, table)
 
-    def _fastest_among(self, runs: Sequence[Run], weights: Weights, measured: Measured, table: Table) -> LinearPlan:
-        place = (measured.shape, measured.rows)
-        others = [choice for choice in (None, *measured.ours[:CONTENDERS]) if choice != table[place]]
-        contenders = [table[place], *others]
-        bodies = [weights.chain(runs, _by_table(runs, {**table, place: way}, measured.rows)) for way in contenders]
-        times = self.watch.ms(bodies, 12)
-        best = min(range(len(times)), key=lambda at: times[at])
+    def _fastest_among(self, runs: Sequence[Run], weights: Weights, measured: Measured, table: PlanTable) -> LinearPlan:
+        key = (measured.shape, measured.rows)
+        others = [plan for plan in (None, *measured.ours[:CONTENDERS]) if plan != table[key]]
+        contenders = [table[key], *others]
+        bodies = [weights.chain(runs, _by_table(runs, {**table, key: plan}, measured.rows)) for plan in contenders]
+        times = self.stopwatch.ms(bodies, 12)
+        best = min(range(len(times)), key=lambda i: times[i])
         return contenders[best if times[best] < times[0] * (1 - LEAST_GAIN) else 0]
 
 
-def _chain(x: Tensor, weights: Sequence[Tensor], way: LinearPlan, calls: int) -> Callable[[], None]:
+def _chain(x: Tensor, weights: Sequence[Tensor], plan: LinearPlan, calls: int) -> Callable[[], None]:
     def body() -> None:
         for call in range(calls):
-            linear(x, weights[call % len(weights)], None, way)
+            linear(x, weights[call % len(weights)], None, plan)
 
     return body
 
 
-def _by_table(runs: Sequence[Run], table: Table, rows: int) -> Multiply:
-    """As a model runs its layers: what comes in parts is read by an add and norm, which stands for the rotation too; a
-    gate, which some ways take in, follows where one does."""
+def _by_table(runs: Sequence[Run], table: PlanTable, rows: int) -> Multiply:
+    """Multiply as a model runs its layers.
+
+    After a layer of IN_PARTS an add and norm adds up the parts; it also takes the place of the rotation after qkv.  A
+    gate follows the GATED layers: some plans fuse it.
+    """
     in_parts, gated = ({run.shape for run in runs if run.name.split()[-1] in names} for names in (IN_PARTS, GATED))
-    read: dict[Shape, tuple[Tensor, Tensor]] = {}
+    norm_inputs: dict[Shape, tuple[Tensor, Tensor]] = {}
 
     def multiply(x: Tensor, weight: Tensor) -> Tensor:
         shape = (weight.shape[0], weight.shape[1])
@@ -134,14 +243,31 @@ def _by_table(runs: Sequence[Run], table: Table, rows: int) -> Multiply:
             return linear_gated(x, weight, None, table[shape, rows])
         if shape not in in_parts:
             return linear(x, weight, None, table[shape, rows])
-        if shape not in read:
-            read[shape] = x.new_zeros(len(x), shape[0]), x.new_ones(shape[0])
-        residual, norm = read[shape]
+        if shape not in norm_inputs:
+            norm_inputs[shape] = x.new_zeros(len(x), shape[0]), x.new_ones(shape[0])
+        residual, norm = norm_inputs[shape]
         return add_rms_norm(linear_parts(x, weight, None, table[shape, rows]), residual, norm, 1.0)[1]
 
     return multiply
 
 
-def as_choices(table: Table) -> dict[Shape, LinearPlans]:
+def plans_by_shape(table: PlanTable) -> dict[Shape, LinearPlans]:
     shapes = dict.fromkeys(shape for shape, _ in table)
     return {shape: LinearPlans(tuple(table[shape, rows] for rows in ROWS_BUCKETS)) for shape in shapes}
+
+
+def _rows(measured: Sequence[Measured], table: PlanTable) -> list[list[str]]:
+    rows = [["weight", "rows", "F.linear, µs", "ours, µs", "taken among its neighbours"]]
+    for bucket in measured:
+        shape = f"{bucket.shape[0]} x {bucket.shape[1]}"
+        taken = _name_of(table[bucket.shape, bucket.rows])
+        rows.append([shape, f"{bucket.rows}", f"{bucket.cublas_us:.1f}", f"{bucket.ours_us:.1f}", taken])
+    return rows
+
+
+def _name_of(plan: LinearPlan) -> str:
+    if plan is None:
+        return "F.linear"
+    if isinstance(plan, LibraryPlan):
+        return f"F.linear, {plan.pieces} pieces" if plan.splits == 1 else f"F.linear, {plan.splits} parts"
+    return f"{plan.block_out}x{plan.block_in}, {plan.splits} parts, {plan.stages} stages, {plan.warps} warps"

@@ -118,6 +118,11 @@ class PagedKV:
         for stack in staged.stacks:
             commit_rows(stack.planes, pages[stack.layers].planes, source, rows)
 
+    def commit_layer(self, staged: StagedKV, layer: int, source: Tensor, rows: Tensor) -> None:
+        """As `commit`, of one layer."""
+        of_staged, of_pages = ([plane[None] for plane in kv.layers[layer]] for kv in (staged, self))
+        commit_rows(of_staged, of_pages, source, rows)
+
 
 class RecurrentStates:
     """The states of the recurrent layers among `layers`, keyed by (group of layers with equal states, name).

@@ -1,4 +1,4 @@
-"""The command line.  Each command is a module with `add` (its parser) and `run`; flags come from the config fields."""
+"""The command line.  Each command is a module with `add_flags` and `run`; most flags come from the config fields."""
 
 import sys
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ INTERRUPTED = 130
 
 
 def start(arguments: Sequence[str] | None = None) -> int:
-    """`espalier`: its imports take seconds, and whoever interrupts them gets a line as well."""
+    """The entry point of `espalier`.  Ctrl-C during the imports, which take seconds, also gives one line."""
     try:
         from espalier.cli.main import main
     except KeyboardInterrupt:

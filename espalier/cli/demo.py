@@ -1,7 +1,7 @@
-"""`espalier demo`: held-out prompts completed with plain decoding and with the tree, and one round drawn."""
+"""`espalier demo`: completes held-out prompts with plain decoding and with the tree, and draws one round."""
 
 import sys
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,8 +13,14 @@ from rich.console import Console
 from rich.text import Text
 
 from espalier.bench.drive import heldout
-from espalier.bench.machine import header
-from espalier.cli.console import (
+from espalier.cli.draw import round_tree
+from espalier.engine.launch_input import RoundTrace
+from espalier.errors import EspalierError
+from espalier.limits import MAX_LOGPROBS
+from espalier.llm import LLM
+from espalier.request import Output, SamplingParams
+from espalier.stats import SpeculationStats
+from espalier.terminal.console import (
     FROM_DRAFT,
     QUIET,
     UNICODE,
@@ -26,14 +32,8 @@ from espalier.cli.console import (
     stdout,
     waiting,
 )
-from espalier.cli.draw import round_tree
-from espalier.cli.flags import add_engine_flags, engine_settings, new_command
-from espalier.engine.launch_input import RoundTrace
-from espalier.errors import EspalierError
-from espalier.limits import MAX_LOGPROBS
-from espalier.llm import LLM
-from espalier.request import Output, SamplingParams
-from espalier.stats import SpeculationStats
+from espalier.terminal.flags import add_engine_flags, engine_settings
+from espalier.terminal.machine import header
 
 PROMPT_LINES = 6
 BAR_WIDTH = 40
@@ -46,7 +46,7 @@ NEXT = (
 
 @dataclass
 class Run:
-    """What one way of decoding did, over all prompts."""
+    """The results of plain decoding, or of the tree, over all prompts."""
 
     outputs: list[Output] = field(default_factory=list)
     seconds: float = 0.0
@@ -57,27 +57,26 @@ class Run:
         return sum(len(output.token_ids) for output in self.outputs) / max(self.seconds, 1e-9)
 
 
-def add(commands: Any, name: str) -> None:
-    parser = new_command(commands, name, run, "complete held-out prompts, plain and by tree, and draw a round")
-    parser.add_argument("--prompts", type=int, default=3, metavar="N", help="how many prompts (3)")
-    parser.add_argument("--max-tokens", type=int, default=96, metavar="N", help="tokens for each (96)")
+def add_flags(parser: ArgumentParser) -> None:
+    parser.add_argument("--prompts", type=int, default=3, metavar="N", help="number of prompts (3)")
+    parser.add_argument("--max-tokens", type=int, default=96, metavar="N", help="output tokens for each (96)")
     add_engine_flags(parser)
 
 
-def run(asked: Namespace) -> int:
-    return show(asked, stdout(wrap=True))
+def run(args: Namespace) -> int:
+    return show(args, stdout(wrap=True))
 
 
-def show(asked: Namespace, console: Console) -> int:
-    """The demo on a console.  1: the two ways to decode gave different tokens.  Raises EspalierError."""
-    # One request at a time, and two engines on one device: each takes pages for its own request alone.  In bfloat16 two
-    # tokens that are nearly tied would now and then come out in another order.
-    settings = {"max_batch": 1, "dtype": "float32", **engine_settings(asked)}
-    params = SamplingParams(temperature=0.0, max_tokens=asked.max_tokens)
+def show(args: Namespace, console: Console) -> int:
+    """Show the demo on a console.  Returns 1 if the two ways to decode gave different tokens.  Raises EspalierError."""
+    # max_batch 1: two engines share the device, and each runs one request at a time.  float32: in bfloat16, rounding
+    # sometimes changes the order of two tokens that are nearly tied.
+    settings = {"max_batch": 1, "dtype": "float32", **engine_settings(args)}
+    params = SamplingParams(temperature=0.0, max_tokens=args.max_tokens)
     prompts = [entry["prompt"] for entry in heldout()]
-    if not 1 <= asked.prompts <= len(prompts):
-        raise EspalierError(f"--prompts={asked.prompts} is not supported; use 1 to {len(prompts)}, which there are")
-    prompts = prompts[: asked.prompts]
+    if not 1 <= args.prompts <= len(prompts):
+        raise EspalierError(f"--prompts={args.prompts} is not supported; use 1 to {len(prompts)}")
+    prompts = prompts[: args.prompts]
     console.print(Text(header(), QUIET))
     with waiting("loading the model twice, with and without speculation"):
         tree_llm = LLM(**settings)
@@ -98,7 +97,7 @@ def show(asked: Namespace, console: Console) -> int:
 
 
 def _started_as() -> str:
-    """What a user can type to run espalier again: its path where no shell would find it by name."""
+    """The command to run espalier again: its path if it is not on PATH."""
     if which("espalier") or Path(sys.argv[0]).name != "espalier":
         return "espalier"
     path = Path(sys.argv[0]).absolute()
@@ -113,14 +112,14 @@ def _warm_up(plain: LLM, tree: LLM, prompt: str) -> None:
 def _complete(
     console: Console, plain_llm: LLM, tree_llm: LLM, prompts: list[str], params: SamplingParams
 ) -> tuple[Run, Run]:
-    """Each prompt plain, then by tree, so that whatever else the machine does falls on both."""
+    """Complete each prompt plain and then with the tree: alternating spreads other load on the machine over both."""
     plain, tree = Run(), Run()
     with progress("completing", 2 * len(prompts)) as advance:
         for prompt in prompts:
             for llm, run in ((plain_llm, plain), (tree_llm, tree)):
-                begun = perf_counter()
+                start = perf_counter()
                 [output] = llm.generate(prompt, params)
-                run.seconds += perf_counter() - begun
+                run.seconds += perf_counter() - start
                 run.outputs.append(output)
                 run.stats.merge(output.speculation)
                 advance()
@@ -135,7 +134,7 @@ def _rule(console: Console, title: str = "") -> None:
 
 
 def _prompt_and_output(console: Console, llm: LLM, prompt: str, output: Output) -> Text:
-    """The prompt's last lines, dim, and what follows them; without colours a sign stands between the two."""
+    """The prompt's last lines, dimmed, and the output.  Without colours a sign separates them."""
     assert llm.tokenizer is not None
     last_lines = prompt.splitlines(keepends=True)[-PROMPT_LINES:]
     end = "" if has_colour(console) else signs(console).prompt_end
@@ -144,21 +143,21 @@ def _prompt_and_output(console: Console, llm: LLM, prompt: str, output: Output) 
 
 
 def _compare(console: Console, plain_llm: LLM, prompts: list[str], plain: Run, tree: Run) -> bool:
-    """Say whether tokens are the same, and where they part if not, and how near the two were to a tie."""
+    """Print whether the tokens are identical, else where they differ and how near a tie the two tokens were."""
     _rule(console)
     for i, (prompt, a, b) in enumerate(zip(prompts, plain.outputs, tree.outputs, strict=True)):
         if a.token_ids != b.token_ids:
             pairs = zip(a.token_ids, b.token_ids, strict=False)
-            place = next((j for j, (x, y) in enumerate(pairs) if x != y), min(len(a.token_ids), len(b.token_ids)))
-            console.print(Text(f"prompt {i}: plain and tree differ from token {place} on", "bold red"))
-            both = [output.token_ids[place] for output in (a, b) if place < len(output.token_ids)]
-            console.print(Text(_likelihoods(plain_llm, prompt, a.token_ids[:place], both)))
+            first = next((j for j, (x, y) in enumerate(pairs) if x != y), min(len(a.token_ids), len(b.token_ids)))
+            console.print(Text(f"prompt {i}: plain and tree differ from token {first} on", "bold red"))
+            both = [output.token_ids[first] for output in (a, b) if first < len(output.token_ids)]
+            console.print(Text(_likelihoods(plain_llm, prompt, a.token_ids[:first], both)))
             return False
     tokens = sum(len(output.token_ids) for output in tree.outputs)
     drafted = sum(sum(output.from_draft) for output in tree.outputs)
     same = f"plain decoding gave the same {tokens} tokens, one by one"
     console.print(Text.assemble(("identical: ", "bold green"), same))
-    legend: list[Any] = [f"{signs(console).prompt_end}: here a prompt ends; tokens that"]
+    legend: list[Any] = [f"{signs(console).prompt_end}: end of a prompt; tokens that"]
     if has_colour(console):
         legend = [("dim", QUIET), ": the prompts; ", ("tokens like this", FROM_DRAFT)]
     console.print(Text.assemble(*legend, f" came from the draft: {drafted} of {tokens}\n"))
@@ -166,19 +165,19 @@ def _compare(console: Console, plain_llm: LLM, prompts: list[str], plain: Run, t
 
 
 def _likelihoods(llm: LLM, prompt: str, before: list[int], tokens: list[int]) -> str:
-    """What plain decoding gives each of these tokens: of two that are nearly tied, rounding decides."""
+    """The log-probabilities of tokens by plain decoding.  If two are nearly equal, rounding explains the difference."""
     assert llm.tokenizer is not None
-    asked = SamplingParams(temperature=0.0, max_tokens=1, logprobs=MAX_LOGPROBS)
-    [output] = llm.generate([[*llm.tokenizer.encode(prompt), *before]], asked)
+    params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=MAX_LOGPROBS)
+    [output] = llm.generate([[*llm.tokenizer.encode(prompt), *before]], params)
     assert output.logprobs
-    given = dict(output.logprobs[0].top)
-    likely = (f"{llm.tokenizer.name(token)!r} {given[token]:.6f}" if token in given else "" for token in tokens)
-    known = ", ".join(each or f"one beyond the {MAX_LOGPROBS} likeliest" for each in likely)
-    return f"log-probabilities there by plain decoding: {known}; two that are nearly equal are decided by rounding"
+    logprobs = dict(output.logprobs[0].top)
+    texts = (f"{llm.tokenizer.name(token)!r} {logprobs[token]:.6f}" if token in logprobs else "" for token in tokens)
+    listed = ", ".join(text or f"one not among the {MAX_LOGPROBS} likeliest" for text in texts)
+    return f"log-probabilities there by plain decoding: {listed}; rounding decides between two that are nearly equal"
 
 
 def _draw_round(console: Console, llm: LLM, traces: list[RoundTrace]) -> None:
-    """A round worth looking at: the first of those that accepted most, short of everything."""
+    """Draw the first of the rounds that accepted the most tokens; one that accepted all is not preferred."""
     if not traces or llm.tokenizer is None:
         return
     deepest = max(trace.tree.depths[-1] if trace.tree.depths else 0 for trace in traces)
@@ -202,8 +201,8 @@ def _figures(console: Console, plain: Run, tree: Run) -> None:
 
 
 def _histogram(stats: SpeculationStats, signs: Signs) -> Iterator[str]:
-    most = max(stats.histogram, default=0)
+    max_rounds = max(stats.histogram, default=0)
     for length, rounds in enumerate(stats.histogram):
         if length:
-            bar = signs.bar * round(BAR_WIDTH * rounds / most)
+            bar = signs.bar * round(BAR_WIDTH * rounds / max_rounds)
             yield f"  {length} token{'s' if length > 1 else ' '} a round  {rounds:5d} {bar}"

@@ -1,52 +1,50 @@
-"""`espalier doctor`: machine, versions, and what a configuration comes to here; nothing is loaded."""
+"""`espalier doctor`: prints the machine, versions and the resolved configuration, without loading a model."""
 
-from argparse import Namespace
-from typing import Any
+from argparse import ArgumentParser, Namespace
 
 from rich.text import Text
 
-from espalier.bench.machine import describe, installed
-from espalier.cli import tune
-from espalier.cli.console import QUIET, stdout
-from espalier.cli.flags import add_engine_flags, engine_settings, flag_of, new_command
+from espalier.bench import tune
 from espalier.config import EngineConfig, is_open
 from espalier.errors import EspalierError
 from espalier.startup.load import find, resolve_config
+from espalier.terminal.console import QUIET, stdout
+from espalier.terminal.flags import add_engine_flags, engine_settings, flag_of
+from espalier.terminal.machine import describe, installed
 
 OPTIONAL = ("triton", "flashinfer-python", "accelerate")
 
 
-def add(commands: Any, name: str) -> None:
-    parser = new_command(commands, name, run, "machine, versions, resolved configuration")
-    tune.add(parser)
-    add_engine_flags(parser)
+def add_flags(parser: ArgumentParser) -> None:
+    tune.add_flags(parser)
+    add_engine_flags(parser, leave_out=("plant_fault",))
 
 
-def run(asked: Namespace) -> int:
-    if asked.tune:
-        return tune.run(asked, EngineConfig(**engine_settings(asked)))
+def run(args: Namespace) -> int:
+    if args.tune:
+        return tune.run(args, EngineConfig(**engine_settings(args)))
     for name in ("shapes", "choices"):
-        if getattr(asked, name) is not None:
-            raise EspalierError(f"{flag_of(name)} is for --tune; give that, or leave it out")
-    config = EngineConfig(**engine_settings(asked))
+        if getattr(args, name) is not None:
+            raise EspalierError(f"{flag_of(name)} is for --tune; add that, or leave {flag_of(name)} out")
+    config = EngineConfig(**engine_settings(args))
     console = stdout()
     console.print(Text("machine", "bold"))
     about = describe() | {package: installed(package) for package in OPTIONAL}
     for name, value in about.items():
         console.print(Text(f"  {name:<18} {value}"))
-    found = find(config)
-    resolved = resolve_config(config, found)
+    checkpoint = find(config)
+    resolved = resolve_config(config, checkpoint)
     console.print(Text("resolved configuration", "bold"))
     console.print(Text(resolved.block()))
     if resolved.device != "cpu" and is_open(config.num_pages):
-        console.print(Text("  num_pages is an estimate here: it is measured when the models are loaded", QUIET))
-    target = found.target
+        console.print(Text("  num_pages is an estimate; it is measured when the models are loaded", QUIET))
+    target = checkpoint.target
     console.print(Text("model", "bold"))
     console.print(
         Text(
-            f"  {target.architecture}: {target.num_layers} layers of {target.hidden_size}, {target.heads} heads over "
-            f"{target.kv_heads}, vocabulary {target.vocab_size}, {target.max_position} positions"
+            f"  {target.architecture}: {target.num_layers} layers, hidden size {target.hidden_size}, {target.heads} "
+            f"heads, {target.kv_heads} KV heads, vocabulary {target.vocab_size}, {target.max_position} positions"
         )
     )
-    console.print(Text("everything fits", QUIET))
+    console.print(Text("this configuration is supported and fits here", QUIET))
     return 0

@@ -1,19 +1,20 @@
-"""One round, drawn as a tree: what was accepted and where it was committed, what was rejected, with which scores."""
+"""Draws one round as a tree: the accepted nodes and where they were committed, the rejected nodes, and the scores."""
 
 from collections.abc import Callable
 from math import isfinite
 
 from rich.text import Text
 
-from espalier.cli.console import FROM_DRAFT, QUIET, Signs
 from espalier.engine.launch_input import RoundTrace
+from espalier.terminal.console import FROM_DRAFT, QUIET, Signs
 
 VOID = -1
 Name = Callable[[int], str]
 
 
 def round_tree(trace: RoundTrace, name: Name, signs: Signs) -> Text:
-    """name: a token's text.  Scores are sums of log-probabilities along a branch, by which nodes are chosen."""
+    """name: gives a token's text.  A node's score is the sum of log-probabilities along its branch; the tree keeps the
+    nodes with the highest scores."""
     drawing = Text()
     _node(drawing, trace, 0, "", "", name, signs)
     bonus = trace.emitted[-1]
@@ -45,7 +46,7 @@ def _node(drawing: Text, trace: RoundTrace, node: int, lead: str, fork: str, nam
 
 
 def _place(trace: RoundTrace, node: int) -> str:
-    """Where an accepted node's K/V went."""
+    """The position, page and row of an accepted node's K/V."""
     position = trace.prefix_len + trace.tree.depths[node]
     page = trace.pages[position // trace.page_size]
     return f"position {position}, page {page} row {position % trace.page_size}"

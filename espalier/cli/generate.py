@@ -1,8 +1,11 @@
-"""`espalier generate`: complete prompts, or answer them; text goes to stdout as it comes, everything else to stderr."""
+"""`espalier generate`: completes prompts, or answers them as chat messages.
+
+Generated text is streamed to stdout; everything else goes to stderr.
+"""
 
 import json
 import sys
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
@@ -10,46 +13,45 @@ from typing import Any
 
 from rich.text import Text
 
-from espalier.cli.console import FROM_DRAFT, FROM_TARGET, QUIET, progress, read_text, stderr, stdout, waiting
-from espalier.cli.flags import add_engine_flags, add_sampling_flags, engine_settings, new_command, sampling_params
 from espalier.config import EngineConfig
 from espalier.errors import EspalierError
 from espalier.inputs import InputProcessor
 from espalier.llm import LLM, naming, prepare
 from espalier.request import Output, OutputChunk, SamplingParams
+from espalier.terminal.console import FROM_DRAFT, FROM_TARGET, QUIET, progress, read_text, stderr, stdout, waiting
+from espalier.terminal.flags import add_engine_flags, add_sampling_flags, engine_settings, sampling_params
 
 MAX_TOKENS = 128
 
 
-def add(commands: Any, name: str) -> None:
-    parser = new_command(commands, name, run, "complete prompts; a prompt '-' is read from stdin")
+def add_flags(parser: ArgumentParser) -> None:
     parser.add_argument("prompts", nargs="*", metavar="prompt", help="text to complete")
-    parser.add_argument("--file", type=Path, metavar="FILE", help='prompts, one JSON string or {"prompt": ...} a line')
+    parser.add_argument("--file", type=Path, metavar="FILE", help='prompts, a JSON string or {"prompt": ...} per line')
     parser.add_argument(
-        "--chat", action="store_true", help="each prompt is a user's message; the chat template is used"
+        "--chat", action="store_true", help="treat each prompt as a user's message, with the chat template"
     )
-    parser.add_argument("--json", action="store_true", help="one JSON object a prompt, once all are done")
+    parser.add_argument("--json", action="store_true", help="print a JSON object per prompt, after all are done")
     add_engine_flags(parser, leave_out=("seed",))
     add_sampling_flags(parser)
 
 
-def run(asked: Namespace) -> int:
-    prompts = _prompts(asked)
-    params = sampling_params(asked)
-    # Prompts and parameters are held against the model before its weights are read, which may take minutes.
+def run(args: Namespace) -> int:
+    prompts = _prompts(args)
+    params = sampling_params(args)
+    # Check prompts and parameters before the weights are loaded, which may take minutes.
     with waiting("loading the tokenizer"):
-        prepared = prepare(EngineConfig(**engine_settings(asked)))
+        prepared = prepare(EngineConfig(**engine_settings(args)))
     inputs = prepared.inputs
     if params.max_tokens is None and "max_new_tokens" not in inputs.facts.generation_config:
         params = replace(params, max_tokens=MAX_TOKENS)
     inputs.resolve(params)
-    token_lists = [_tokens(inputs, i, prompts, asked.chat) for i in range(len(prompts))]
+    token_lists = [_tokens(inputs, i, prompts, args.chat) for i in range(len(prompts))]
     with waiting("loading the model"):
         llm = LLM.of(prepared)
     with llm:
-        if len(token_lists) == 1 and not asked.json and params.n in (None, 1):
+        if len(token_lists) == 1 and not args.json and params.n in (None, 1):
             return _stream(llm, token_lists[0], params)
-        return _all(llm, token_lists, params, asked.json)
+        return _all(llm, token_lists, params, args.json)
 
 
 def _tokens(inputs: InputProcessor, i: int, prompts: list[Any], chat: bool) -> list[int]:
@@ -58,15 +60,15 @@ def _tokens(inputs: InputProcessor, i: int, prompts: list[Any], chat: bool) -> l
         return inputs.tokens(prompt)
 
 
-def _prompts(asked: Namespace) -> list[Any]:
-    prompts: list[Any] = [_read_stdin() if prompt == "-" else _readable(prompt, "a prompt") for prompt in asked.prompts]
-    if asked.file is not None:
-        prompts += _read_file(asked.file)
+def _prompts(args: Namespace) -> list[Any]:
+    prompts: list[Any] = [_read_stdin() if prompt == "-" else _readable(prompt, "a prompt") for prompt in args.prompts]
+    if args.file is not None:
+        prompts += _read_file(args.file)
     if not prompts and sys.stdin is not None and not sys.stdin.isatty():
         prompts = [_read_stdin()]
     if not prompts:
         raise EspalierError(
-            "no prompt is given; write one after the command, or '-' to read it from stdin, or use --file"
+            "a prompt is missing; write one after the command, or '-' to read it from stdin, or use --file"
         )
     return prompts
 
@@ -75,25 +77,27 @@ def _read_stdin() -> str:
     if sys.stdin is None:
         raise EspalierError("stdin is closed; write a prompt after the command, pipe one in, or use --file")
     try:
-        text = _readable(sys.stdin.read(), "what stdin holds")
+        text = _readable(sys.stdin.read(), "the text from stdin")
     except UnicodeDecodeError as error:
-        raise EspalierError(f"stdin cannot be read ({error}); give text in {sys.stdin.encoding}") from None
+        raise EspalierError(f"stdin cannot be read ({error}); use text in {sys.stdin.encoding}") from None
     if not text:
         raise EspalierError("stdin is empty; write a prompt after the command, pipe one in, or use --file")
     return text
 
 
 def _readable(text: str, what: str) -> str:
-    """Python hands on bytes that are no text as lone surrogates, which no tokenizer takes."""
+    """Refuse lone surrogates: Python makes them from undecodable bytes, and no tokenizer accepts them."""
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise EspalierError(f"{what} is not text in the encoding of this terminal; set LANG=C.UTF-8 or such") from None
+        raise EspalierError(
+            f"{what} is not valid in the terminal's encoding; set a UTF-8 locale, LANG=C.UTF-8"
+        ) from None
     return text
 
 
 def _read_file(path: Path) -> list[Any]:
-    # Not splitlines: JSON strings may hold what Unicode calls line breaks.
+    # Not splitlines(), which also splits at line separators inside JSON strings.
     lines = read_text("--file", path).split("\n")
     prompts: list[Any] = []
     for number, line in enumerate(lines, 1):
@@ -104,36 +108,36 @@ def _read_file(path: Path) -> list[Any]:
             prompt = value if isinstance(value, str) else value["prompt"]
         except (ValueError, TypeError, KeyError):
             prompt = None
-        if not isinstance(prompt, str | list):  # a list is token ids, which LLM checks
+        if not isinstance(prompt, str | list):  # a list is token ids, which are checked later
             raise EspalierError(
-                f'--file {path}, line {number}: neither a JSON string nor an object with "prompt"; write one a line'
+                f'--file {path}, line {number}: not a JSON string and not an object with "prompt"; write one per line'
             )
         prompts.append(prompt)
     if not prompts:
-        raise EspalierError(f"--file {path} holds no prompt; write one a line")
+        raise EspalierError(f"--file {path} contains no prompt; write one per line")
     return prompts
 
 
 def _stream(llm: LLM, prompt: Any, params: SamplingParams) -> int:
-    """Text as it comes; on a terminal, tokens that came from the draft stand out."""
+    """Print the text while it is generated.  On a terminal, text from the draft is coloured."""
     console = stdout()
-    begun = perf_counter()
+    start = perf_counter()
     count = 0
     last = OutputChunk("")
     for last in llm.stream(prompt, params):
         count += len(last.token_ids)
-        # A piece's text is coloured as a whole when any of its tokens came from the draft: text may lag behind tokens.
+        # A chunk's text does not map to its tokens one by one, so a chunk with any token from the draft is coloured.
         console.print(Text(last.text, FROM_DRAFT if any(last.from_draft) else FROM_TARGET), end="")
     console.print()
-    _figures(llm, count, perf_counter() - begun)
+    _figures(llm, count, perf_counter() - start)
     return _failed(last.error)
 
 
 def _all(llm: LLM, prompts: list[Any], params: SamplingParams, as_json: bool) -> int:
-    begun = perf_counter()
+    start = perf_counter()
     with progress("generating", len(prompts) * (params.n or 1)) as advance:
         outputs = llm.generate(prompts, params, lambda piece: advance() if piece.finish_reason else None)
-    seconds = perf_counter() - begun
+    seconds = perf_counter() - start
     console = stdout()
     for i, output in enumerate(outputs):
         if as_json:
@@ -141,8 +145,8 @@ def _all(llm: LLM, prompts: list[Any], params: SamplingParams, as_json: bool) ->
             continue
         samples = output.choices or [output]
         for number, sample in enumerate(samples, 1):
-            of = f" sample {number} of {len(samples)}" if output.choices else ""
-            console.print(Text(f"[{i}]{of}", QUIET))
+            sample_label = f" sample {number} of {len(samples)}" if output.choices else ""
+            console.print(Text(f"[{i}]{sample_label}", QUIET))
             console.print(Text(sample.text))
     samples = [sample for output in outputs for sample in (output.choices or [output])]
     _figures(llm, sum(len(sample.token_ids) for sample in samples), seconds)
@@ -150,7 +154,7 @@ def _all(llm: LLM, prompts: list[Any], params: SamplingParams, as_json: bool) ->
 
 
 def as_dict(output: Output) -> dict[str, Any]:
-    """An output as JSON takes it."""
+    """An output as a dict for JSON."""
     return {
         "text": output.text,
         "token_ids": output.token_ids,

@@ -1,4 +1,4 @@
-"""`espalier`: find the command, run it, and end in one line whatever goes wrong."""
+"""`espalier`: parses the command line, runs the command, and reports every error in one line."""
 
 import logging
 import os
@@ -6,37 +6,51 @@ import sys
 from argparse import Namespace
 from collections.abc import Sequence
 from io import TextIOWrapper
+from types import MappingProxyType
 
 from espalier import __version__
-from espalier.cli import bench, demo, doctor, generate, interrupted, serve
+from espalier.cli import interrupted
 from espalier.cli.parser import BAD_INPUT, Parser
 from espalier.errors import EspalierError
 
 FAILED = 1
-COMMANDS = {"demo": demo, "generate": generate, "serve": serve, "bench": bench, "doctor": doctor}
+# name -> (module, help)
+COMMANDS = MappingProxyType(
+    {
+        "demo": ("espalier.cli.demo", "complete held-out prompts, plain and by tree, and draw a round"),
+        "generate": ("espalier.cli.generate", "complete prompts; a prompt '-' is read from stdin"),
+        "serve": ("espalier.cli.serve", "an OpenAI-compatible server"),
+        "bench": ("espalier.cli.bench", "measurements"),
+        "doctor": ("espalier.cli.doctor", "machine, versions, resolved configuration"),
+    }
+)
 
 
 def parse(arguments: Sequence[str] | None) -> Namespace:
     parser = Parser(prog="espalier", description="Lossless tree speculation.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"espalier {__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="command", parser_class=Parser)
-    for name, command in COMMANDS.items():
-        command.add(commands, name)
+    parser.add_commands("command", "command", COMMANDS)
     return parser.parse(arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command.  0: done; 1: a check failed, or the machine did; 2: bad input, in one line; 130: interrupted."""
-    asked = parse(arguments)
+    """Run one command.  Returns the exit status.
+
+    0: success; 1: a check or the system failed; 2: bad input, with one line on stderr; 130: interrupted.
+    """
+    try:
+        args = parse(arguments)  # imports the command's module
+    except KeyboardInterrupt:
+        return interrupted()
     logging.basicConfig(
-        level=logging.INFO if asked.verbose else logging.WARNING, format="%(message)s", stream=sys.stderr
+        level=logging.INFO if args.verbose else logging.WARNING, format="%(message)s", stream=sys.stderr
     )
     if isinstance(sys.stdout, TextIOWrapper):
-        # Text that was generated is shown as far as the encoding goes, escaped where it has no such character.
+        # Generated text may contain characters that stdout's encoding does not have: escape them.
         sys.stdout.reconfigure(errors="backslashreplace")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
-        status = asked.run(asked)
+        status = args.run(args)
         if sys.stdout is not None:
             sys.stdout.flush()
         return status
@@ -45,16 +59,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return BAD_INPUT
     except KeyboardInterrupt:
         return interrupted()
-    except BrokenPipeError:  # whoever read us has left
+    except BrokenPipeError:  # the reader of stdout, such as `head`, has exited
         _leave_stdout()
         return 0
     except OSError as error:
-        logging.getLogger("espalier").info("where it happened", exc_info=True)
+        logging.getLogger("espalier").info("traceback:", exc_info=True)
         print(f"espalier: {error}", file=sys.stderr)
         _leave_stdout()
         return FAILED
 
 
 def _leave_stdout() -> None:
-    """What Python would flush at exit goes nowhere."""
+    """Redirect stdout to /dev/null, so that Python's flush at exit does not fail."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,69 +1,96 @@
-"""`espalier serve MODEL`: an OpenAI-compatible server."""
+"""`espalier serve MODEL`: runs the OpenAI-compatible server."""
 
 import asyncio
 import os
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from espalier.cli.console import read_text
-from espalier.cli.flags import add_engine_flags, engine_settings, new_command
 from espalier.config import EngineConfig
 from espalier.errors import EspalierError
 from espalier.server import logs
 from espalier.server.logs import LEVELS
+from espalier.terminal.console import read_text
+from espalier.terminal.flags import add_engine_flags, engine_settings
 
-# Read where no --api-key is given: a flag stands in every list of processes.
+# The alternative to --api-key, whose value every user of the machine can see in the list of processes.
 KEY_VARIABLE = "ESPALIER_API_KEY"
 
 
-def add(commands: Any, name: str) -> None:
-    parser = new_command(commands, name, run, "an OpenAI-compatible server")
+def add_flags(parser: ArgumentParser) -> None:
     parser.add_argument(
         "model", nargs="?", default="auto", help=EngineConfig.__dataclass_fields__["model"].metadata["help"]
     )
     http = parser.add_argument_group("server")
-    http.add_argument("--host", default="127.0.0.1", help="address to listen at; 0.0.0.0 for all (127.0.0.1)")
-    http.add_argument("--port", type=int, default=8000, metavar="N", help="0 for one that is free (8000)")
+    http.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 for all (127.0.0.1)")
+    http.add_argument("--port", type=int, default=8000, metavar="N", help="0 chooses a free port (8000)")
     http.add_argument(
-        "--served-model-name", action="append", metavar="X", help="name in the API; may be several (the model as given)"
+        "--served-model-name", action="append", metavar="X", help="the model's name in the API; may be repeated (MODEL)"
     )
-    http.add_argument("--api-key", metavar="X", help=f"what clients must send as a bearer token (${KEY_VARIABLE})")
-    http.add_argument("--chat-template", type=Path, metavar="FILE", help="in place of the tokenizer's own")
-    http.add_argument("--cors-origin", action="append", metavar="X", help="origin whose pages may call; may be several")
+    http.add_argument("--api-key", metavar="X", help=f"bearer token that clients must send (${KEY_VARIABLE})")
+    http.add_argument("--chat-template", type=Path, metavar="FILE", help="replaces the tokenizer's chat template")
+    http.add_argument(
+        "--cors-origin", action="append", metavar="X", help="origin whose pages may call the server; may be repeated"
+    )
     http.add_argument(
         "--strict-fields", action="store_true", help="refuse fields that have no effect, such as user and metadata"
     )
     http.add_argument(
         "--allow-special-tokens-in-messages",
         action="store_true",
-        help="where a message spells a special token, it becomes one; whoever writes messages can then forge turns",
+        help="the text of a special token in a message becomes that token; message authors can then forge turns",
     )
     http.add_argument("--max-queue", type=int, default=256, metavar="N", help="samples that may wait for a slot (256)")
-    http.add_argument("--request-timeout", type=float, default=600.0, metavar="S", help="seconds; 0 for none (600)")
-    http.add_argument("--max-body-bytes", type=int, default=4 * 2**20, metavar="N", help="of one request (4194304)")
     http.add_argument(
-        "--body-timeout", type=float, default=60.0, metavar="S", help="seconds to read headers, or a body; 0: none (60)"
+        "--request-timeout",
+        type=float,
+        default=600.0,
+        metavar="S",
+        help="seconds for one request; 0 for no limit (600)",
     )
     http.add_argument(
-        "--send-timeout", type=float, default=60.0, metavar="S", help="seconds a reader may take nothing; 0: none (60)"
-    )
-    http.add_argument("--drain-timeout", type=float, default=60.0, metavar="S", help="seconds after SIGTERM (60)")
-    http.add_argument("--restart-engine", action="store_true", help="start the engine process again when it is gone")
-    http.add_argument(
-        "--engine-timeout", type=float, default=120.0, metavar="S", help="silence after which it counts as gone (120)"
+        "--max-body-bytes", type=int, default=4 * 2**20, metavar="N", help="largest request body (4194304)"
     )
     http.add_argument(
-        "--load-timeout", type=float, default=1800.0, metavar="S", help="seconds to load a model; 0 for none (1800)"
+        "--body-timeout",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="seconds to receive a request's headers, and its body; 0 for no limit (60)",
     )
-    http.add_argument("--log-level", choices=LEVELS, default="info", help="(info)")
-    http.add_argument("--log-json", action="store_true", help="a JSON object a line")
+    http.add_argument(
+        "--send-timeout",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="seconds after which a client that reads nothing is disconnected; 0 for no limit (60)",
+    )
+    http.add_argument(
+        "--drain-timeout", type=float, default=60.0, metavar="S", help="seconds for requests to finish at SIGTERM (60)"
+    )
+    http.add_argument("--restart-engine", action="store_true", help="restart the engine process when it is gone")
+    http.add_argument(
+        "--engine-timeout",
+        type=float,
+        default=120.0,
+        metavar="S",
+        help="seconds without a message after which the engine process counts as gone (120)",
+    )
+    http.add_argument(
+        "--load-timeout",
+        type=float,
+        default=1800.0,
+        metavar="S",
+        help="seconds to load the model; 0 for no limit (1800)",
+    )
+    http.add_argument("--log-level", choices=LEVELS, default="info", help="lowest level that is logged (info)")
+    http.add_argument("--log-json", action="store_true", help="log a JSON object per line")
     add_engine_flags(parser, leave_out=("model",))
 
 
-def run(asked: Namespace) -> int:
-    # What serving needs is imported here: other commands start without it.
+def run(args: Namespace) -> int:
+    # Imported here, so that other commands start without the server's modules.
     from espalier.server.api import ApiOptions
     from espalier.server.client import ClientOptions
     from espalier.server.front import FrontOptions
@@ -78,53 +105,53 @@ def run(asked: Namespace) -> int:
         "load_timeout",
         "drain_timeout",
     ):
-        _require(name, getattr(asked, name), 0)
+        _require(name, getattr(args, name), 0)
     for name in ("max_body_bytes", "engine_timeout"):
-        _require(name, getattr(asked, name), 1)
-    settings = engine_settings(asked) | {"model": asked.model}
-    if asked.model == "auto" and "draft" not in settings:
+        _require(name, getattr(args, name), 1)
+    settings = engine_settings(args) | {"model": args.model}
+    if args.model == "auto" and "draft" not in settings:
         settings["model"] = "bundled"
-    # A target that its draft names is called as its directory.
-    names = asked.served_model_name or [name for name in [settings["model"]] if name != "auto"]
-    template = None if asked.chat_template is None else read_text("--chat-template", asked.chat_template)
+    # With "auto" and a draft, the name is that of the target's directory.
+    names = args.served_model_name or [name for name in [settings["model"]] if name != "auto"]
+    template = None if args.chat_template is None else read_text("--chat-template", args.chat_template)
     options = ServeOptions(
-        host=asked.host,
-        port=asked.port,
-        drain_timeout_s=asked.drain_timeout,
-        send_timeout_s=asked.send_timeout or None,
+        host=args.host,
+        port=args.port,
+        drain_timeout_s=args.drain_timeout,
+        send_timeout_s=args.send_timeout or None,
         client=ClientOptions(
-            restart=asked.restart_engine,
-            timeout_s=asked.engine_timeout,
-            load_timeout_s=asked.load_timeout or None,
-            log_level=asked.log_level,
-            log_json=asked.log_json,
+            restart=args.restart_engine,
+            timeout_s=args.engine_timeout,
+            load_timeout_s=args.load_timeout or None,
+            log_level=args.log_level,
+            log_json=args.log_json,
         ),
         front=FrontOptions(
             tuple(names),
             template,
-            asked.max_queue,
-            asked.request_timeout or None,
-            asked.strict_fields,
-            asked.allow_special_tokens_in_messages,
+            args.max_queue,
+            args.request_timeout or None,
+            args.strict_fields,
+            args.allow_special_tokens_in_messages,
         ),
         api=ApiOptions(
-            asked.api_key or os.environ.get(KEY_VARIABLE) or None,
-            asked.cors_origin or (),
-            asked.max_body_bytes,
-            asked.body_timeout or None,
+            args.api_key or os.environ.get(KEY_VARIABLE) or None,
+            args.cors_origin or (),
+            args.max_body_bytes,
+            args.body_timeout or None,
         ),
     )
     settings = sendable(settings)
-    logs.set_up(asked.log_level, asked.log_json)
+    logs.set_up(args.log_level, args.log_json)
     try:
         asyncio.run(serve(settings, options))
-    except asyncio.CancelledError:  # SIGTERM while the model was loaded
+    except asyncio.CancelledError:  # SIGTERM while the model was being loaded
         return 0
     return 0
 
 
 def sendable(settings: dict[str, Any]) -> dict[str, Any]:
-    """Engine settings as plain values, checked.  Raises EspalierError."""
+    """Check the engine's settings, and make them plain values for the engine process.  Raises EspalierError."""
     EngineConfig(**settings)
     tree = settings.get("speculation")
     if tree is None or isinstance(tree, str):

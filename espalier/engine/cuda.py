@@ -79,8 +79,11 @@ class CudaHandle:
     launch_input: LaunchInput
     reported: Reported
 
-    def result(self) -> list[Row]:
+    def wait(self) -> None:
         self.place.copied.synchronize()
+
+    def result(self) -> list[Row]:
+        self.wait()
         entry = self.place.results[: len(self.launch_input.slots)].numpy()
         return read(self.results.fields, entry, self.reported, self.launch_input)
 
@@ -130,6 +133,10 @@ class CudaStagedHandle:
             self.settle_stage(torch.from_numpy(padded).pin_memory())
         self.settled = self.executor.hand_back(self.place, self.launch_input, None)
 
+    def wait(self) -> None:
+        assert self.settled is not None
+        self.settled.wait()
+
     def result(self) -> list[Row]:
         assert self.settled is not None
         return self.settled.result()
@@ -140,10 +147,15 @@ class CudaExecutor:
 
     graph_batch: the largest batch whose rounds are captured; 0: every launch runs eagerly.
     capture_stages: whether staged rounds are captured too, as three graphs for each bucket.
+    keep_graphs: PyTorch keeps what the rounds' graphs are made of (CUDAGraph.raw_cuda_graph), so that their kernels can
+    be counted.
+    replay_events: if it is a list, each replay of a round appends its (start, end) events, for measurements.
     """
 
-    def __init__(self, runner: ModelRunner, graph_batch: int, capture_stages: bool = False):
+    def __init__(self, runner: ModelRunner, graph_batch: int, capture_stages: bool = False, keep_graphs: bool = False):
         self.runner = runner
+        self.keep_graphs = keep_graphs
+        self.replay_events: list[tuple[torch.cuda.Event, torch.cuda.Event]] | None = None
         layout, self.device = runner.layout, runner.pages.device
         self.results = Results(layout, RING, runner.pages.dtype, self.device)
         self.buckets = layout.batch_buckets(graph_batch)
@@ -178,10 +190,20 @@ class CudaExecutor:
         with torch.cuda.stream(self.stream):
             if graph is not None:
                 graph.launch_input.copy_(_pinned(place.launch_input, packed), non_blocking=True)
-                graph.graph.replay()
+                self._replay(graph.graph)
             else:
                 output = self._eager(launch_input, packed)
         return self.hand_back(place, launch_input, output)
+
+    def _replay(self, graph: torch.cuda.CUDAGraph) -> None:
+        if self.replay_events is None:
+            graph.replay()
+            return
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        self.replay_events.append((start, end))
 
     def _packed(self, launch_input: LaunchInput) -> tuple[Place, int, LaunchBuffer]:
         """The next buffers of the ring, after waiting until they are free; the padded batch; the packed launch."""
@@ -319,9 +341,11 @@ class CudaExecutor:
             # Run once eagerly: libraries load kernels and allocate workspaces, which is not allowed in a capture.
             execute(self.runner, self.results, device_launch, 0, ALL_SAMPLING)
             self.stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
+        graph = torch.cuda.CUDAGraph(keep_graph=self.keep_graphs)
         with torch.cuda.graph(graph, pool=pool, stream=self.stream):
             execute(self.runner, self.results, device_launch, 0, ALL_SAMPLING)
+        if self.keep_graphs:  # else PyTorch did so when the capture ended
+            graph.instantiate()
         return Graph(batch, launch_input, graph)
 
     @torch.inference_mode()

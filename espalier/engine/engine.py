@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from espalier.cache.pages import PagePool
 from espalier.cache.prefix_tree import PrefixTree
-from espalier.engine.executor import ClosedExecutor, Executor, Handle
+from espalier.engine.executor import ClosedExecutor, Executor, Handle, LaunchObserver
+from espalier.engine.launch_input import Row
 from espalier.engine.scheduler import Launch, Scheduler
 from espalier.errors import EspalierError
 from espalier.request import OutputChunk, Request, check_prompt
@@ -42,6 +43,7 @@ class Engine:
     requests: unfinished requests, by id.
     stopped: why the engine no longer runs; None while it works.  If a launch fails, every request in the engine is
     aborted with this text.
+    observer: sees every launch; None, the default, costs nothing.
     """
 
     def __init__(self, executor: Executor, overlap: bool, prefix_cache: bool):
@@ -58,6 +60,7 @@ class Engine:
         self.inbox: list[Request] = []
         self.requests: dict[str, Request] = {}
         self.stopped: str | None = None
+        self.observer: LaunchObserver | None = None
 
     def step(self) -> list[OutputChunk]:
         """Admit new requests, start the next launch, read a launch.  Returns the output chunks of this step."""
@@ -69,15 +72,22 @@ class Engine:
             if to_read is None:
                 return self._forget_finished(self.scheduler.take_pieces())
             launch, handle = to_read
-            return self._forget_finished(self.scheduler.harvest(launch, handle.result()))
+            return self._forget_finished(self.scheduler.harvest(launch, self._result(handle)))
 
     def _start(self, launch: Launch) -> Handle:
+        if self.observer is not None:
+            self.observer.on_launch(launch.launch_input)
         if not launch.launch_input.is_staged:
             return self.executor.launch(launch.launch_input)
         handle = self.executor.launch_staged(launch.launch_input)
         # The host computes the masks while the device verifies the trees.
         handle.settle(self.scheduler.node_masks(launch, handle.trees()))
         return handle
+
+    def _result(self, handle: Handle) -> list[Row]:
+        if self.observer is not None:
+            self.observer.before_result(handle)
+        return handle.result()
 
     def add(self, request: Request) -> None:
         """Queue a request.  Raises EspalierError, without any effect, for a request that can never run."""

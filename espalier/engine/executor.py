@@ -7,6 +7,8 @@ lock-step it is the caller's thread.  The GPU executor is engine/cuda.py.
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -25,6 +27,10 @@ Trees = list[tuple[list[int], list[int]]]
 
 
 class Handle(Protocol):
+    def wait(self) -> None:
+        """Wait until the launch has run, and read nothing."""
+        ...
+
     def result(self) -> list[Row]:
         """Wait for the launch and return one row for each slot of the launch input."""
         ...
@@ -37,6 +43,18 @@ class StagedHandle(Handle, Protocol):
 
     def settle(self, masks: np.ndarray) -> None:
         """Start the settle stage.  masks: [B, D, words] int32, the tokens that may follow each node."""
+        ...
+
+
+class LaunchObserver(Protocol):
+    """Sees an engine's launches (Engine.observer), for measurements.  Called on the thread that steps the engine."""
+
+    def on_launch(self, launch_input: LaunchInput) -> None:
+        """Called before each launch."""
+        ...
+
+    def before_result(self, handle: Handle) -> None:
+        """Called before a launch's result is read.  The observer may time `handle.wait()`."""
         ...
 
 
@@ -86,7 +104,9 @@ def execute(
     """Run one launch: update the slot table, run a prefill pass of `width` (0: a round), write the results."""
     device_launch.apply(runner.table)
     if width:
-        output = prefill(runner, device_launch.slots, device_launch.lengths, width, needs, prompt_rows, masks)
+        output = prefill(
+            runner, device_launch.slots, device_launch.lengths, width, needs, device_launch.pieces, prompt_rows, masks
+        )
     else:
         output = run(runner, device_launch.slots, needs)
     results.write(device_launch.entry, output)
@@ -128,7 +148,7 @@ class CpuExecutor:
         self.worker = ThreadPoolExecutor(1, "espalier-stream", torch.set_num_threads, (threads,)) if overlap else None
 
     def launch(self, launch_input: LaunchInput) -> Handle:
-        return self.submit(self.run, launch_input)
+        return CpuHandle(self.submit(self.run, launch_input))
 
     def launch_staged(self, launch_input: LaunchInput) -> StagedHandle:
         return CpuStagedHandle(self, launch_input)
@@ -189,6 +209,17 @@ class CpuExecutor:
             self.worker.shutdown()
 
 
+@dataclass(frozen=True)
+class CpuHandle:
+    work: Future[list[Row]]
+
+    def wait(self) -> None:
+        wait_for((self.work,))
+
+    def result(self) -> list[Row]:
+        return self.work.result()
+
+
 class CpuStagedHandle:
     def __init__(self, executor: CpuExecutor, launch_input: LaunchInput):
         self.executor = executor
@@ -201,6 +232,9 @@ class CpuStagedHandle:
 
     def settle(self, masks: np.ndarray) -> None:
         self.work = self.executor.submit(self.executor.settle, self.launch_input, self.work.result(), masks)
+
+    def wait(self) -> None:
+        wait_for((self.work,))
 
     def result(self) -> list[Row]:
         return self.work.result()

@@ -16,6 +16,7 @@ from espalier.engine.launch_input import LaunchInput
 from espalier.errors import EspalierError
 from espalier.layout import RoundLayout
 from espalier.slots import ScatterUpdate, SlotTable
+from espalier.speculate.pieces import Pieces
 
 Form = tuple[tuple[str, int], ...]
 
@@ -39,8 +40,9 @@ class LaunchBuffer:
         """By name.
 
         entry: [1], the entry of the results ring to write; slots: [B], padded with slot 0; lengths: [B], tokens that a
-        prefill pass enters, empty for a round; cleared: slots that get a new request; FIELD.at, FIELD.values: what is
-        written into a field of the slot table.
+        prefill pass enters, empty for a round; piece_request, piece_offset: [P], and piece_last: [B], as in
+        speculate/pieces.py, empty where no request has several pieces; cleared: slots that get a new request;
+        FIELD.at, FIELD.values: what is written into a field of the slot table.
         """
         sizes = [size for _, size in self.form]
         return dict(zip((name for name, _ in self.form), self.vector.split(sizes), strict=True))
@@ -56,6 +58,12 @@ class LaunchBuffer:
     @property
     def lengths(self) -> Tensor:
         return self.parts["lengths"]
+
+    @property
+    def pieces(self) -> Pieces | None:
+        """None where no request has several."""
+        made = Pieces(*(self.parts[f"piece_{name}"] for name in Pieces._fields))
+        return made if made.request.shape[0] else None
 
     def apply(self, table: SlotTable) -> None:
         """Update the slot table.  Every launch begins with this."""
@@ -81,11 +89,18 @@ def pack_launch(table: SlotTable, launch_input: LaunchInput, entry: int, batch: 
         "entry": np.array([entry]),
         "slots": _padded(launch_input.slots, batch),
         "lengths": _padded(launch_input.lengths, batch if launch_input.is_prefill else 0),
+        **_pieces(launch_input),
         "cleared": np.array([slot_init.slot for slot_init in launch_input.slot_inits], dtype=np.int64),
     }
     for name, (at, values) in cells.items():
         parts |= {f"{name}.at": at, f"{name}.values": values}
     return LaunchBuffer(np.concatenate(list(parts.values())), tuple((name, len(part)) for name, part in parts.items()))
+
+
+def _pieces(launch_input: LaunchInput) -> dict[str, np.ndarray]:
+    request, offset = np.array(launch_input.pieces, dtype=np.int64).reshape(-1, 2).T
+    last = np.flatnonzero(np.append(request[1:] != request[:-1], True)) if len(request) else request
+    return {"piece_request": request, "piece_offset": offset, "piece_last": last}
 
 
 def _padded(values: Sequence[int], count: int) -> np.ndarray:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from espalier.attention import CommittedLengths
+from espalier.engine.prefill_policy import PrefillPass
 from espalier.request import Request, TokenLogprob
 from espalier.sampling.logit_processors import SamplingNeeds
 from espalier.sampling.prompt import PromptRows
@@ -37,6 +38,7 @@ class LaunchInput:
     num_logprobs: int | None = None
     lengths: tuple[int, ...] = ()
     width: int = 0
+    pieces: tuple[tuple[int, int], ...] = ()
     slot_inits: tuple[SlotInit, ...] = ()
     appended_pages: tuple[tuple[int, int, int], ...] = ()
     traced: bool = False
@@ -112,20 +114,21 @@ def sampling_needs_of(requests: list[Request]) -> SamplingNeeds:
     )
 
 
-def prompt_rows_of(batch: list[Request], lengths: tuple[int, ...]) -> PromptRows | None:
+def prompt_rows_of(batch: list[Request], made: PrefillPass) -> PromptRows | None:
     """Rows of this prefill pass for which prompt log-probabilities are still missing.
 
     A row qualifies if its next token belongs to the prompt and its entry was not read yet.  A preempted request enters
     its rows again; entries read before the preemption are kept and not computed again.
     """
-    spans, counts = [], []
-    for request, length in zip(batch, lengths, strict=True):
+    spans, counts, first_row = [], [], 0
+    for request, length in zip(batch, made.lengths, strict=True):
+        row, first_row = first_row, first_row + -(-length // made.width) * made.width
         begin = max(request.num_prefilled, len(request.prompt_logprobs))
         end = min(request.num_prefilled + length, len(request.prompt) - 1)
         if not request.lacks_prompt_logprobs or begin >= end:
             spans.append((0, 0))
             continue
-        spans.append((begin - request.num_prefilled, end - request.num_prefilled))
+        spans.append((row + begin - request.num_prefilled, row + end - request.num_prefilled))
         counts.append(request.params.prompt_logprobs or 0)
     return PromptRows(tuple(spans), max(counts)) if counts else None
 

@@ -18,6 +18,7 @@ from espalier.cache.pages import PagePool
 from espalier.cache.prefix_tree import PrefixTree
 from espalier.engine.executor import Trees
 from espalier.engine.launch_input import LaunchInput, RoundTrace, Row, prompt_rows_of, sampling_needs_of, slot_init
+from espalier.engine.prefill_policy import NO_PREFILL, PrefillPass, next_pass, pieces_of
 from espalier.engine.queue import WaitingQueue
 from espalier.layout import RoundLayout
 from espalier.request import OutputChunk, Request, TokenLogprob
@@ -99,7 +100,7 @@ class Scheduler:
         prefilling = [r for r in self.running if r.num_prefilled < r.prefill_len]
         decoding = [r for r in self.running if r.num_prefilled >= r.prefill_len]
         if prefilling and not (self._last_was_prefill and decoding):
-            return self._launch_prefill(prefilling)
+            return self._launch_prefill(prefilling, self.layout.max_pass_rows(bool(decoding)))
         if self._in_flight and any(request.masker for request in decoding):
             # The masks of a round depend on all earlier tokens, so the host must read those first.
             return None
@@ -255,16 +256,16 @@ class Scheduler:
 
     # Launches
 
-    def _launch_prefill(self, prefilling: list[Request]) -> Launch:
-        remaining = [r.prefill_len - r.num_prefilled for r in prefilling]
-        count, width = self.layout.next_pass(remaining)
-        batch, lengths = prefilling[:count], tuple(min(tokens, width) for tokens in remaining[:count])
-        committed = CommittedLengths(tuple(r.num_prefilled for r in batch), exact=True)
-        prompt_rows = prompt_rows_of(batch, lengths)
-        for request, length in zip(batch, lengths, strict=True):
+    def _launch_prefill(self, prefilling: list[Request], max_rows: int) -> Launch:
+        made = next_pass(self.layout, [r.prefill_len - r.num_prefilled for r in prefilling], max_rows)
+        batch, pieces = prefilling[: len(made.lengths)], pieces_of(made)
+        starts = pieces or [(r, 0) for r in range(len(batch))]
+        committed = CommittedLengths(tuple(batch[r].num_prefilled + offset for r, offset in starts), exact=True)
+        prompt_rows = prompt_rows_of(batch, made)
+        for request, length in zip(batch, made.lengths, strict=True):
             request.num_prefilled += length
         self._last_was_prefill = True
-        return self._launch(batch, committed, lengths, width, prompt_rows)
+        return self._launch(batch, committed, made, pieces, prompt_rows)
 
     def _launch_round(self, batch: list[Request]) -> Launch:
         at_most = tuple(self.layout.committed_at_most(r.num_known, r.rounds_in_flight) for r in batch)
@@ -273,31 +274,32 @@ class Scheduler:
             request.rounds_in_flight += 1
         self._last_was_prefill = False
         self.num_rounds[len(batch), any(r.params.logprobs is not None for r in batch)] += 1
-        return self._launch(batch, committed, (), 0)
+        return self._launch(batch, committed)
 
     def _launch(
         self,
         batch: list[Request],
         committed: CommittedLengths,
-        lengths: tuple[int, ...],
-        width: int,
+        prefill: PrefillPass = NO_PREFILL,
+        pieces: tuple[tuple[int, int], ...] = (),
         prompt_rows: PromptRows | None = None,
     ) -> Launch:
         wanted_logprobs = [r.params.logprobs for r in batch if r.params.logprobs is not None]
         # A round's launch input has a fixed form without slot inits.  A request that gets a slot needs a prefill first.
-        slot_inits, self._admitted = (self._admitted, []) if width else ([], self._admitted)
+        slot_inits, self._admitted = (self._admitted, []) if prefill.width else ([], self._admitted)
         launch_input = LaunchInput(
             slots=tuple(r.slot for r in batch if r.slot is not None),
             needs=sampling_needs_of(batch),
             num_logprobs=max(wanted_logprobs, default=None),
-            lengths=lengths,
-            width=width,
+            lengths=prefill.lengths,
+            width=prefill.width,
+            pieces=pieces,
             slot_inits=tuple(slot_inits),
             appended_pages=tuple(self._appended),
             traced=self.on_round is not None,
             prompt_rows=prompt_rows,
-            is_staged=not width and any(r.masker for r in batch),
-            masks=self._prompt_masks(batch) if width else None,
+            is_staged=not prefill.width and any(r.masker for r in batch),
+            masks=self._prompt_masks(batch) if prefill.width else None,
             committed=committed,
         )
         self._appended = []

@@ -1,13 +1,12 @@
-"""Planted faults: named ways to break the real path that never raise, so that a property has to notice.
+"""Planted faults: each replaces one engine function by a wrong one that never raises.  Property tests must catch it.
 
-Each replaces one function by a wrong one, while it is planted; the house itself holds no switch.  A fault is reached by
-its name or by the number of a report whose mechanism it plants again (docs/seeds.md).  ESPALIER_FAULT plants one for a
-whole process: espalier/llm.py asks for `plant_from_environment` where that is set, and for nothing else in this room.
+A fault has a name, and the numbers of the public bug reports that it reproduces (docs/seeds.md).  `plant` is for tests.
+`plant_for_good` serves EngineConfig.plant_fault and `--plant-fault`.  The replaced functions contain no switch.
 """
 
 import importlib
 import logging
-import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -18,15 +17,16 @@ import torch
 from espalier.errors import EspalierError
 from espalier.kernels.attention.ancestor_bits import own_bits
 
-ENVIRONMENT = "ESPALIER_FAULT"
+WRONG_OUTPUT = "The output of this process is WRONG BY INTENT.  For right output, start it without --plant-fault."
+BANNER = "!" * 80
 Wrong = Callable[[Callable[..., Any]], Callable[..., Any]]
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Fault:
-    """what: the mechanism in a sentence; where: "module:owner.attribute"; wrong: makes the broken function from the
-    right one; reports: numbers of the reports that name the mechanism."""
+    """what: the defect in one sentence; where: "module:owner.attribute" of the function that is replaced; wrong: makes
+    the wrong function from the right one; reports: numbers of the bug reports with this defect."""
 
     name: str
     what: str
@@ -36,12 +36,12 @@ class Fault:
 
 
 def _sibling_committed(right):
-    """Siblings that are both in the tree stand side by side, the better one first."""
+    """Siblings have adjacent rows in the tree, the more likely one first."""
 
-    def commit(r, slots, path, count_tokens):
-        last = r.layout.num_draft_tokens - 1
+    def commit(runner, slots, path, count_tokens):
+        last = runner.layout.num_draft_tokens - 1
         siblings = torch.where(path.rows > 0, (path.rows + 1).clamp(max=last), 0)
-        right(r, slots, replace(path, rows=siblings), count_tokens)
+        right(runner, slots, replace(path, rows=siblings), count_tokens)
 
     return commit
 
@@ -63,15 +63,15 @@ def _wrong_ancestor(right):
 
 
 def _rows_without_topk(right):
-    """Beam b of level l is looked for in row l + b, where it stands in row l · topk + b."""
+    """Reads beam b of level l from row l + b; its row is l · topk + b."""
 
     def rows_of(staging, layer, batch, queries, width, at):
         staged = right(staging, layer, batch, queries, width, at)
         if queries == width:
             return staged
         rows = torch.arange(at + queries, device=staged[0].device)
-        found = torch.div(rows, queries, rounding_mode="floor") + rows % queries
-        return tuple(value[:, found] for value in staged)
+        wrong_rows = torch.div(rows, queries, rounding_mode="floor") + rows % queries
+        return tuple(value[:, wrong_rows] for value in staged)
 
     return rows_of
 
@@ -93,14 +93,14 @@ def _stale_hidden(right):
 
 
 def _packed_stride(right):
-    """A request's features are looked for behind as many rows as were decided before it, not behind whole widths."""
+    """Reads a request's features as if requests were packed by length; each request takes `width` rows."""
 
-    def extend(drafter, slots, captured, length):
+    def extend(drafter, slots, captured, length, last_pieces=None):
         batch, width = captured.shape[:2]
         first = length.cumsum(0) - length
         rows = first[:, None] + torch.arange(width, device=length.device)
         packed = captured.flatten(0, 1)[rows.clamp(max=max(batch * width - 1, 0))]
-        right(drafter, slots, packed, length)
+        right(drafter, slots, packed, length, last_pieces)
 
     return extend
 
@@ -120,9 +120,9 @@ def _parent_noise(right):
 
 def _freed_twice(right):
     def release(pool, pages):
-        let_go = list(pages)
-        right(pool, let_go)
-        right(pool, [page for page in let_go if pool.references(page)][:1])
+        pages = list(pages)
+        right(pool, pages)
+        right(pool, [page for page in pages if pool.references(page)][:1])
 
     return release
 
@@ -132,33 +132,33 @@ FAULTS = {
     for fault in (
         Fault(
             "sibling-committed",
-            "the rows of the node beside the accepted one are committed in its place",
+            "the K/V rows of the accepted node's sibling are committed in place of its own",
             "espalier.speculate.round:commit",
             _sibling_committed,
             ("26866",),
         ),
         Fault(
             "extend-one-short",
-            "the draft's extend keeps one row less than was decided",
+            "the draft's extend keeps one row too few",
             "espalier.speculate.drafters.autoregressive:extend_rows",
             _extend_short,
         ),
         Fault(
             "wrong-ancestor",
-            "beams that were selected again attend to the rows of the beam that stood in their place before",
+            "a selected beam attends to the rows of the beam that had its index at the level above",
             "espalier.speculate.drafters.autoregressive:grow",
             _wrong_ancestor,
         ),
         Fault(
             "rows-without-topk",
-            "the index of a beam's row lacks its factor topk, so that branches read each other's rows",
+            "the row index of a beam lacks the factor topk, so branches read each other's rows",
             "espalier.cache.kv:StagedKV.rows_of",
             _rows_without_topk,
             ("27460", "27338", "27428"),
         ),
         Fault(
             "table-column-off",
-            "a page that a request grows by is entered one column too far in its page table",
+            "a new page of a request is written one column too far right in its page table",
             "espalier.slots:SlotTable.page_table_updates",
             _table_column_off,
             ("27360",),
@@ -172,14 +172,14 @@ FAULTS = {
         ),
         Fault(
             "packed-stride",
-            "the extend's features are read packed by length where they stand at a uniform stride",
+            "the draft's extend reads its features as packed by length; they have a uniform stride",
             "espalier.speculate.drafters.autoregressive:AutoregressiveDrafter.extend",
             _packed_stride,
             ("21987", "19807"),
         ),
         Fault(
             "per-branch-reserve",
-            "every branch of the tree reserves pages of its own, twice",
+            "a round reserves pages for every branch of the tree, twice",
             "espalier.layout:RoundLayout.reserve",
             _per_branch_reserve,
             ("26972",),
@@ -192,7 +192,7 @@ FAULTS = {
         ),
         Fault(
             "page-freed-twice",
-            "a page that somebody still holds is released once more",
+            "a page that is still in use is released a second time",
             "espalier.cache.pages:PagePool.release",
             _freed_twice,
         ),
@@ -201,17 +201,19 @@ FAULTS = {
 
 
 def find(name: str) -> Fault:
-    """The fault of that name or report number.  Raises EspalierError naming those there are."""
+    """The fault with this name or report number.  Raises EspalierError, which lists all of them."""
     for fault in FAULTS.values():
         if name == fault.name or name in fault.reports:
             return fault
     reports = sorted(number for fault in FAULTS.values() for number in fault.reports)
-    raise EspalierError(f"fault {name!r} is unknown; use one of {', '.join(FAULTS)}, or a report: {', '.join(reports)}")
+    raise EspalierError(
+        f"fault {name!r} is unknown; use a name ({', '.join(FAULTS)}) or a report number ({', '.join(reports)})"
+    )
 
 
 @contextmanager
 def plant(name: str) -> Iterator[Fault]:
-    """Break the real path while the context lasts, and put it right again."""
+    """Plant a fault for the duration of the context.  Raises EspalierError for an unknown name."""
     fault = find(name)
     owner, attribute = _resolve(fault.where)
     right = vars(owner)[attribute]
@@ -222,17 +224,19 @@ def plant(name: str) -> Iterator[Fault]:
         setattr(owner, attribute, right)
 
 
-def plant_from_environment() -> Fault | None:
-    """Break the real path for good, once a process, if ESPALIER_FAULT names a fault or a report; the log says so."""
-    name = os.environ.get(ENVIRONMENT)
-    if not name:
-        return None
+def plant_for_good(name: str) -> Fault:
+    """Plant a fault until the process ends, and warn on stderr and in the log.  A second call does nothing.
+
+    Raises EspalierError for an unknown name.
+    """
     fault = find(name)
     owner, attribute = _resolve(fault.where)
     right = vars(owner)[attribute]
     if getattr(right, "planted", None) != fault.name:
-        log.warning("%s=%s: %s.  Output of this process is wrong on purpose.", ENVIRONMENT, name, fault.what)
         setattr(owner, attribute, _broken(fault, right))
+        warning = f"planted fault {fault.name}: {fault.what}.  {WRONG_OUTPUT}"
+        print(f"{BANNER}\nWARNING: {warning}\n{BANNER}", file=sys.stderr, flush=True)
+        log.warning("%s", warning)
     return fault
 
 

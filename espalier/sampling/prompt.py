@@ -16,8 +16,8 @@ from espalier.sampling.pick import Logprobs, logprobs
 class PromptRows:
     """The rows of a prefill pass whose next token's log-probability is reported, known on the host.
 
-    spans: rows [begin, end) of the pass for each request of the batch; count: how many of the likeliest tokens to
-    report beside each.
+    spans: rows [begin, end) of the pass, its pieces one after the other, for each request of the batch; count: how many
+    of the likeliest tokens to report beside each.
     """
 
     spans: tuple[tuple[int, int], ...]
@@ -28,8 +28,9 @@ class PromptRows:
         return [end - begin for begin, end in self.spans]
 
     def of(self, rows: Tensor) -> Tensor:
-        """The reported rows of [B, W, ...], one request after the other: [N, ...]."""
-        return torch.cat([rows[b, begin:end] for b, (begin, end) in enumerate(self.spans)])
+        """The reported rows of [P, W, ...], one request after the other: [N, ...]."""
+        flat = rows.flatten(0, 1)
+        return torch.cat([flat[begin:end] for begin, end in self.spans])
 
 
 def prompt_logprobs(

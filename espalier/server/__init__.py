@@ -1,1 +1,1 @@
-"""The OpenAI-compatible server: an HTTP front, and the engine in a process of its own."""
+"""The OpenAI-compatible server: an HTTP front process and an engine process."""

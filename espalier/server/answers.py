@@ -1,4 +1,4 @@
-"""From parts to what OpenAI's clients read: whole answers and stream chunks, of completions and of chats."""
+"""Builds OpenAI's responses from parts: whole responses and stream chunks, for completions and for chats."""
 
 import codecs
 import time
@@ -16,7 +16,7 @@ from espalier.text import TextStream, Tokenizer
 
 @dataclass
 class Delta:
-    """What a part adds to one choice."""
+    """The output that a part adds to one choice."""
 
     text: str
     token_ids: list[int]
@@ -31,9 +31,9 @@ class Delta:
 class Choice:
     """One sample of one prompt.
 
-    prompt: token ids; sink: makes the text here, where no stop string needs it in the engine process; keep_stop: of the
-    token that stops it too; text_length: of the characters that the tokens with log-probabilities complete, counted by
-    `characters`, which keeps the bytes of one that is not whole; has_begun: one of these tokens was text.
+    prompt: token ids; sink: makes the text, None if the engine process does; keep_stop: the text includes the stop
+    token's.  For the text offsets of log-probabilities: text_length: characters of the tokens so far; characters:
+    decoder that keeps the bytes of an incomplete character; has_begun: one of these tokens had text.
     """
 
     index: int
@@ -69,16 +69,16 @@ class Choice:
         return delta
 
     def _detokenize(self, sink: TextStream, token_ids: list[int], finish_reason: str | None) -> str:
-        """As the engine does for text that it makes itself: the token that stops a request is no text, unless kept."""
+        """The text of new tokens.  Like the engine process, leave out the stop token's text unless keep_stop."""
         for token in token_ids[:-1] if finish_reason == "stop" and not self.keep_stop else token_ids:
             sink.push(token)
         return sink.take(final=finish_reason is not None)
 
 
 class Answer:
-    """All choices of one HTTP request, n for each prompt, in that order.
+    """The choices of one HTTP request: n for each prompt, in the order of the prompts.
 
-    tokenizer: None where the model has none, and nothing has text.  echo: a prompt's text for each prompt, or none.
+    tokenizer: None if the model has none, then texts are empty.  echo: the text of each prompt, or empty.
     """
 
     object_whole = ""
@@ -102,8 +102,8 @@ class Answer:
         self.num_prompt_tokens = sum(len(prompt) for prompt in prompts)
         self.head = {"id": id, "created": int(time.time()), "model": body.model}
         self.choices = [
-            Choice(at * params.n + i, prompt, self._sink(prompt), params.include_stop_str_in_output)
-            for at, prompt in enumerate(prompts)
+            Choice(number * params.n + i, prompt, self._sink(prompt), params.include_stop_str_in_output)
+            for number, prompt in enumerate(prompts)
             for i in range(params.n)
         ]
         self.usages: list[Usage] = []
@@ -111,17 +111,17 @@ class Answer:
 
     @property
     def detokenize_there(self) -> bool:
-        """Whether the engine process makes the text: a stop string must end a request at its very token."""
+        """Whether the engine process makes the text.  It must if there are stop strings, which end a request there."""
         return bool(self.params.stop)
 
     def _sink(self, prompt: list[int]) -> TextStream | None:
         return None if self.detokenize_there else text_sink(self.tokenizer, prompt, self.params)
 
-    def take(self, at: int, part: Part) -> tuple[Choice, Delta]:
-        """Add a part of prompt `at`."""
-        choice = self.choices[at * self.params.n + part.piece.index]
+    def take(self, prompt_index: int, part: Part) -> tuple[Choice, Delta]:
+        """Add a part of a prompt."""
+        choice = self.choices[prompt_index * self.params.n + part.piece.index]
         if part.usage is not None:
-            # A prompt counts once, however many samples continue it: the first says what of it was cached.
+            # A prompt's tokens count once for its n samples: use the usage of the first.
             first = part.piece.index == 0
             self.usages.append(part.usage if first else Usage(completion_tokens=part.usage.completion_tokens))
         if part.speculation is not None:
@@ -129,7 +129,7 @@ class Answer:
         return choice, choice.take(part)
 
     def chunk(self, choice: Choice, delta: Delta) -> dict[str, Any] | None:
-        """What a stream sends for a delta, if it has anything to say."""
+        """The stream chunk for a delta, None if it would be empty."""
         quiet = not (delta.text or delta.finish_reason or delta.logprobs or delta.prompt_logprobs)
         if quiet and not (self.body.return_token_ids or self.body.from_draft):
             return None
@@ -144,29 +144,29 @@ class Answer:
         return [{**self._chunk([]), "usage": self.usage()}] if self.include_usage else []
 
     def whole(self) -> dict[str, Any]:
-        """The answer, once all its choices have ended."""
+        """The whole response, after all choices have ended."""
         choices = [self._whole_choice(choice) | self._beyond_openai(choice) for choice in self.choices]
         return {**self.head, "object": self.object_whole, "choices": choices, "usage": self.usage()}
 
     def _first(self, choice: Choice) -> Choice:
-        """The first sample of a choice's prompt: what is said of the prompt comes with it."""
+        """The first sample of the choice's prompt.  It holds the prompt's log-probabilities."""
         return self.choices[choice.index // self.params.n * self.params.n]
 
     def _of_prompt(self, choice: Choice) -> dict[str, Any]:
-        """prompt_logprobs, where it was asked for, in vLLM's form: null, then for each token an object by token ids."""
+        """prompt_logprobs, if requested, in vLLM's format: null, then for each token an object keyed by token id."""
         count, entries = self.body.prompt_logprobs, self._first(choice).prompt_logprobs
         if count is None or entries is None:
             return {}
         return {"prompt_logprobs": [None if entry is None else self._ranked(entry, count) for entry in entries]}
 
     def _ranked(self, entry: TokenLogprob, count: int) -> dict[int, dict[str, Any]]:
-        """The prompt's token first, then the likeliest in order."""
-        found = {entry.token_id: (entry.logprob, entry.rank)}
+        """The prompt's token first, then the likeliest tokens in order."""
+        ranked = {entry.token_id: (entry.logprob, entry.rank)}
         for rank, (token, value) in enumerate(entry.top[:count], 1):
-            found.setdefault(token, (value, rank))
+            ranked.setdefault(token, (value, rank))
         return {
             token: {"logprob": value, "rank": rank, "decoded_token": self._token_text(token)}
-            for token, (value, rank) in found.items()
+            for token, (value, rank) in ranked.items()
         }
 
     def usage(self) -> dict[str, Any]:
@@ -187,18 +187,18 @@ class Answer:
         return {**chunk, "usage": None} if self.include_usage else chunk
 
     def _usage_so_far(self) -> dict[str, int]:
-        """What is known before the end: nothing of the cache, or of speculation."""
+        """The token counts so far.  Cached tokens and speculation are known only at the end."""
         prompt, completion = self.num_prompt_tokens, sum(len(choice.token_ids) for choice in self.choices)
         return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
     def _beyond_openai(self, source: Delta | Choice) -> dict[str, Any]:
-        """What stands beside OpenAI's fields."""
-        wanted: dict[str, Any] = {"stop_reason": source.stop_reason}
+        """Fields of a choice that OpenAI's API does not have."""
+        extra: dict[str, Any] = {"stop_reason": source.stop_reason}
         if self.body.return_token_ids:
-            wanted["token_ids"] = source.token_ids
+            extra["token_ids"] = source.token_ids
         if self.body.from_draft:
-            wanted["from_draft"] = source.from_draft
-        return wanted
+            extra["from_draft"] = source.from_draft
+        return extra
 
     def _chunk_choice(self, choice: Choice, delta: Delta) -> dict[str, Any]:
         raise NotImplementedError
@@ -207,9 +207,9 @@ class Answer:
         raise NotImplementedError
 
     def _token_text(self, token: int) -> str:
-        """What a token reads as alone, special ones by name; its id where the model has no tokenizer.
+        """The text of a single token, a special token's name, or the id if the model has no tokenizer.
 
-        Part of a character is written as OpenAI does: bytes:\\xe6\\x97.
+        Bytes of an incomplete character are written as at OpenAI: bytes:\\xe6\\x97.
         """
         if self.tokenizer is None:
             return f"token_id:{token}"
@@ -227,7 +227,7 @@ class TextAnswer(Answer):
 
     @property
     def echoes_logprobs(self) -> bool:
-        """Whether the prompt's tokens have log-probabilities too: its text then comes with them."""
+        """Whether the prompt's tokens have log-probabilities.  A stream then sends the prompt's text with them."""
         return bool(self.body.echoes_logprobs)
 
     def opening(self) -> list[dict[str, Any]]:
@@ -267,7 +267,7 @@ class TextAnswer(Answer):
         if not echoed and of_output is None:
             return None
         entries = [*echoed, *(of_output or ())]
-        # The first of a prompt has no entry.
+        # A prompt's first token has no log-probability, so its entry is None.
         tokens = [choice.prompt[0] if entry is None else entry.token_id for entry in entries]
         return {
             "tokens": [self._token_text(token) for token in tokens],
@@ -277,29 +277,32 @@ class TextAnswer(Answer):
         }
 
     def _top(self, entry: TokenLogprob) -> dict[str, float]:
-        """By text.  Of tokens that read alike the likeliest, which comes first, has it; the others have their ids."""
-        found: dict[str, float] = {}
+        """Log-probabilities by token text.  If several tokens have one text, all but the likeliest appear by id."""
+        by_text: dict[str, float] = {}
         for token, value in entry.top[: self.body.logprobs]:
             text = self._token_text(token)
-            found[f"token_id:{token}" if text in found else text] = value
-        return found
+            by_text[f"token_id:{token}" if text in by_text else text] = value
+        return by_text
 
     def _advance(self, choice: Choice, token: int) -> int:
-        """The character of the text at which a token begins, or that it goes on with."""
-        at, skip = choice.text_length, self.params.skip_special_tokens
+        """The token's offset in the text, in characters; moves choice.text_length past the token.
+
+        A token that continues an incomplete character has the offset of that character.
+        """
+        offset, skip = choice.text_length, self.params.skip_special_tokens
         if self.tokenizer is None:
-            return at
+            return offset
         part = self.tokenizer.bytes_of(token)
         if part.is_text or not skip:
             length = len(choice.characters.decode(part.bytes))
             if not choice.has_begun:
-                # Where the prompt has no text, some decoders take off the space that the output begins with.
+                # If no text precedes the output, some decoders strip its leading space.
                 before = () if self.echoes_logprobs else choice.prompt
-                begun = self.tokenizer.sink(before, skip_special_tokens=skip)
-                begun.push(token)
-                length = min(length, len(begun.take(final=True)))
-            choice.text_length, choice.has_begun = at + length, True
-        return at
+                alone = self.tokenizer.sink(before, skip_special_tokens=skip)
+                alone.push(token)
+                length = min(length, len(alone.take(final=True)))
+            choice.text_length, choice.has_begun = offset + length, True
+        return offset
 
 
 class ChatAnswer(Answer):
@@ -309,9 +312,9 @@ class ChatAnswer(Answer):
     object_chunk = "chat.completion.chunk"
 
     def opening(self) -> list[dict[str, Any]]:
-        begun = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
-        begun |= self._beyond_openai(Delta("", [], [], None, None))
-        return [self._chunk([{"index": choice.index, **begun}]) for choice in self.choices]
+        first_delta = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+        first_delta |= self._beyond_openai(Delta("", [], [], None, None))
+        return [self._chunk([{"index": choice.index, **first_delta}]) for choice in self.choices]
 
     def _chunk_choice(self, choice: Choice, delta: Delta) -> dict[str, Any]:
         return {

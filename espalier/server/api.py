@@ -1,4 +1,4 @@
-"""The HTTP endpoints: what each reads, and what it hands to the front."""
+"""The HTTP endpoints.  Each checks its request and passes it to the front."""
 
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
@@ -25,37 +25,39 @@ from espalier.server.gate import Gate
 from espalier.server.logs import request_id
 from espalier.server.openai import ChatRequest, CompletionRequest, DetokenizeRequest, Message, TokenizeRequest
 
-# Paths of OpenAI's that are not served, and why, so that who tries one need not look.
+_TEXT_ONLY = "this server only generates text"
+_STATELESS = "the server stores nothing between requests"
+# OpenAI's paths that are not served, each with the reason that its error gives.
 REFUSED_PATHS = {
-    "/v1/embeddings": "models here generate text",
+    "/v1/embeddings": _TEXT_ONLY,
     "/v1/responses": "use /v1/chat/completions",
-    "/v1/moderations": "models here generate text",
-    "/v1/audio": "models here read and write text",
-    "/v1/images": "models here read and write text",
-    "/v1/videos": "models here read and write text",
+    "/v1/moderations": _TEXT_ONLY,
+    "/v1/audio": _TEXT_ONLY,
+    "/v1/images": _TEXT_ONLY,
+    "/v1/videos": _TEXT_ONLY,
     "/v1/realtime": "use /v1/chat/completions with stream",
-    "/v1/files": "nothing is kept between requests",
-    "/v1/uploads": "nothing is kept between requests",
-    "/v1/batches": "send requests side by side: the engine batches them",
+    "/v1/files": _STATELESS,
+    "/v1/uploads": _STATELESS,
+    "/v1/batches": "send requests concurrently, the engine batches them",
     "/v1/fine_tuning": "python -m espalier.train trains drafts",
     "/v1/assistants": "use /v1/chat/completions",
     "/v1/threads": "use /v1/chat/completions",
     "/v1/conversations": "use /v1/chat/completions",
-    "/v1/vector_stores": "nothing is kept between requests",
-    "/v1/containers": "nothing is run here",
-    "/v1/evals": "nothing is kept between requests",
-    "/v1/chat/completions/": "completions are not stored",
+    "/v1/vector_stores": _STATELESS,
+    "/v1/containers": "the server runs no code",
+    "/v1/evals": _STATELESS,
+    "/v1/chat/completions/": "the server does not store completions",
 }
-# Names the fields of a request that changed nothing.
+# The response header that lists the request's fields without effect.
 IGNORED = "x-espalier-no-effect"
-# What each event of a stream is: its data is a chunk as JSON, or [DONE].
+# The schema of a stream's event.  Its data is a chunk as JSON, or [DONE].
 EVENT = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
 EVENTS: dict[str, Any] = {"text/event-stream": {"schema": EVENT}}
 STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": EVENTS, "description": "whole, or streamed"}}
 
 
 def answers_with(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """The errors that an endpoint may answer with, for the OpenAPI page."""
+    """The error responses of an endpoint, for the OpenAPI page."""
     return {status: {"model": ErrorBody} for status in statuses}
 
 
@@ -66,8 +68,8 @@ GENERATES = (*READS_A_BODY, 429, 504)
 
 @dataclass(frozen=True)
 class ApiOptions:
-    """api_key: None for none; cors_origins: whose pages may read answers, none by default; body_timeout_s: for reading
-    one body, and for the headers before it, None for no limit."""
+    """api_key: None if clients need none; cors_origins: origins whose pages may call the server; body_timeout_s: limit
+    for reading the headers, and for reading the body, None for no limit."""
 
     api_key: str | None = None
     cors_origins: Sequence[str] = ()
@@ -76,8 +78,8 @@ class ApiOptions:
 
 
 def make_app(front: Front, options: ApiOptions) -> tuple[ASGIApp, Gate]:
-    """The application, and the gate that counts what is open."""
-    # A redirect names http and this host, whatever stands between: a path with a slash too many is refused instead.
+    """The application, and the gate that counts open requests."""
+    # No redirects for a trailing slash: behind a proxy their http:// URL with this host would be wrong.
     app = FastAPI(title="Espalier", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     _add_generation(app, front)
     _add_tokens(app, front)
@@ -114,12 +116,12 @@ def _add_generation(app: FastAPI, front: Front) -> None:
         front.check_model(body.model)
         params = _checked(front, body)
         front.check_effect(ignored := body.without_effect())
-        asked = _prompts(body)
-        with front.entering(len(asked) * params.n):
+        sent_prompts = _prompts(body)
+        with front.entering(len(sent_prompts) * params.n):
             check = front.require_tokenizable
             prompts = [
                 await front.lanes.run(_prompt, body, prompt, check, size=len(prompt), field="prompt")
-                for prompt in asked
+                for prompt in sent_prompts
             ]
             echo: list[str] = []
             if body.echo:
@@ -128,7 +130,7 @@ def _add_generation(app: FastAPI, front: Front) -> None:
                     prompt
                     if isinstance(prompt, str)
                     else await front.lanes.run(_text, "echo", prompt, skip, size=len(prompt))
-                    for prompt in (asked if body.truncate_prompt_tokens is None else prompts)
+                    for prompt in (sent_prompts if body.truncate_prompt_tokens is None else prompts)
                 ]
         id = f"cmpl-{request_id.get()}"
         answer = TextAnswer(id, body, params, prompts, front.inputs.tokenizer, echo)
@@ -149,14 +151,14 @@ def _add_generation(app: FastAPI, front: Front) -> None:
 
 
 def _naming(ignored: Sequence[str], answer: Response) -> Response:
-    """The answer, with a header that names the fields that had no effect."""
+    """The response, with a header that lists the fields without effect."""
     if ignored:
         answer.headers[IGNORED] = ", ".join(ignored)
     return answer
 
 
 def _posts(app: FastAPI, front: Front) -> Callable[..., Any]:
-    """app.post for endpoints that take a body: the framework describes it, and front.bodies reads it."""
+    """app.post for endpoints with a body.  FastAPI puts the body into the OpenAPI page; front.bodies reads it."""
 
     class Route(APIRoute):
         def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -201,7 +203,7 @@ def _prompts(body: CompletionRequest) -> list[str | list[int]]:
 def _prompt(
     inputs: InputProcessor, body: CompletionRequest, prompt: str | list[int], check: Callable[[str], None]
 ) -> list[int]:
-    """Token ids that the model can start from.  check: of a text that the context does not bound, as some is cut off.
+    """The prompt's token ids.  check: limits the length of a text that will be truncated; max_context limits any other.
 
     Raises EspalierError.
     """
@@ -212,7 +214,7 @@ def _prompt(
 
 
 def _chat_prompt(inputs: InputProcessor, body: ChatRequest, check: Callable[[str], None]) -> list[int]:
-    """The same for a conversation.  Raises EspalierError."""
+    """The token ids of a conversation.  Raises EspalierError."""
     keep = body.truncate_prompt_tokens
     check = inputs.require_fit if keep is None else check
     return inputs.tokens(_chat_tokens(inputs, body.messages, body.options(), check), keep_last=keep)
@@ -229,7 +231,7 @@ def _text(inputs: InputProcessor, what: str, tokens: list[int], skip_special_tok
 
 
 def _size(messages: Sequence[Message]) -> int:
-    """Characters of a conversation, about."""
+    """About how many characters a conversation has."""
     return sum(len(message.content or "") for message in messages)
 
 
@@ -240,12 +242,12 @@ def _add_tokens(app: FastAPI, front: Front) -> None:
     async def tokenize(body: TokenizeRequest, http: Request) -> Response:
         front.check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
-            raise ApiError(400, "give a prompt or messages, one of them", "prompt")
+            raise ApiError(400, "send either prompt or messages", "prompt")
         size = len(body.prompt or "") + _size(body.messages or ())
         if body.messages is None:
             for name, value in body.options().items():
                 if value is not None:
-                    raise ApiError(400, f"{name} is for messages; leave it out", name)
+                    raise ApiError(400, f"{name} needs messages; send messages, or leave it out", name)
         field = "prompt" if body.messages is None else "messages"
         return _json(await front.lanes.run(_tokenized, body, front.require_tokenizable, size=size, field=field))
 
@@ -256,7 +258,7 @@ def _add_tokens(app: FastAPI, front: Front) -> None:
 
 
 def _tokenized(inputs: InputProcessor, body: TokenizeRequest, check: Callable[[str], None]) -> bytes:
-    """The answer of /tokenize."""
+    """The response body of /tokenize."""
     if body.messages is not None:
         options: ChatOptions = {**body.options(), "add_special_tokens": body.add_special_tokens}
         tokens = _chat_tokens(inputs, body.messages, options, check)
@@ -269,11 +271,11 @@ def _tokenized(inputs: InputProcessor, body: TokenizeRequest, check: Callable[[s
 
 
 def _detokenized(inputs: InputProcessor, tokens: list[int]) -> bytes:
-    """The answer of /detokenize."""
-    most = inputs.facts.vocab_size
-    if tokens and not (min(tokens) >= 0 and max(tokens) < most):
-        wrong = next(token for token in tokens if not 0 <= token < most)
-        raise EspalierError(f"tokens entry={wrong} is not supported; use 0 to {most - 1}")
+    """The response body of /detokenize."""
+    vocab_size = inputs.facts.vocab_size
+    if tokens and not (min(tokens) >= 0 and max(tokens) < vocab_size):
+        wrong = next(token for token in tokens if not 0 <= token < vocab_size)
+        raise EspalierError(f"tokens entry={wrong} is not supported; use 0 to {vocab_size - 1}")
     return msgspec.json.encode({"prompt": _text(inputs, "/detokenize", tokens)})
 
 
@@ -285,8 +287,8 @@ def _add_state(app: FastAPI, front: Front) -> None:
     created = int(front.metrics.began)
 
     def card(name: str) -> dict[str, Any]:
-        most = front.inputs.facts.max_context
-        return {"id": name, "object": "model", "created": created, "owned_by": "espalier", "max_model_len": most}
+        max_context = front.inputs.facts.max_context
+        return {"id": name, "object": "model", "created": created, "owned_by": "espalier", "max_model_len": max_context}
 
     @app.get("/v1/models", responses=answers_with(*ALWAYS))
     async def models() -> dict[str, Any]:
@@ -297,7 +299,7 @@ def _add_state(app: FastAPI, front: Front) -> None:
         front.check_model(name)
         return card(name)
 
-    @app.get("/health", responses={503: {"description": "requests are not taken"}, **answers_with(500)})
+    @app.get("/health", responses={503: {"description": "the server does not accept requests"}, **answers_with(500)})
     async def health() -> JSONResponse:
         body = {"status": front.status, "why": front.client.why}
         return JSONResponse(body, 200 if front.status == "ok" else 503)
@@ -314,36 +316,36 @@ def _add_state(app: FastAPI, front: Front) -> None:
 def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def refused(http: Request, error: HTTPException) -> JSONResponse:
-        found = error if isinstance(error, ApiError) else _of_routing(http, error)
-        http.scope["state"]["refused"] = found
-        return JSONResponse(found.body(), found.status_code, found.headers)
+        api_error = error if isinstance(error, ApiError) else _of_routing(http, error)
+        http.scope["state"]["refused"] = api_error
+        return JSONResponse(api_error.body(), api_error.status_code, api_error.headers)
 
 
 def _of_routing(http: Request, error: HTTPException) -> ApiError:
-    """What the framework refuses: paths and methods."""
+    """The ApiError for a path or method that the framework refused."""
     path = http.url.path
     if error.status_code == 405:
         allowed = (error.headers or {}).get("Allow", "")
-        # As the gate reads it.
+        # The gate serves HEAD as GET.
         allowed = "GET, HEAD" if allowed == "GET" else allowed
-        found = ApiError(405, f"{http.method} {path} is not served; use {allowed}")
-        found.headers = {"allow": allowed}
-        return found
+        api_error = ApiError(405, f"{http.method} {path} is not served; use {allowed}")
+        api_error.headers = {"allow": allowed}
+        return api_error
     if error.status_code == 404:
         if (meant := path.rstrip("/")) != path and any(meant == getattr(r, "path", "") for r in http.app.routes):
-            return ApiError(404, f"{path} is not served; use {meant}, without a slash at its end")
+            return ApiError(404, f"{path} is not served; use {meant}, without the slash at the end")
         why = next((why for prefix, why in REFUSED_PATHS.items() if path.startswith(prefix)), None)
         served = (
-            "/v1/models, /v1/completions, /v1/chat/completions, /tokenize, /detokenize, /health, /metrics and "
-            "/version are"
+            "use /v1/models, /v1/completions, /v1/chat/completions, /tokenize, /detokenize, /health, /metrics or "
+            "/version"
         )
-        reason = f"{path} is OpenAI's and not supported here: {why}" if why else f"{path} is not served; {served}"
+        reason = f"OpenAI's {path} is not supported: {why}" if why else f"{path} is not served; {served}"
         return ApiError(404, reason, code="unsupported" if why else None)
     return ApiError(error.status_code, str(error.detail))
 
 
 def _describe(app: FastAPI, names: Sequence[str]) -> None:
-    """Bodies are refused with 400, as OpenAI does, and models have names: the OpenAPI page says so."""
+    """Correct the OpenAPI page: a bad body gets 400 as at OpenAI, not 422, and `model` is one of the served names."""
     make = app.openapi
 
     def openapi() -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""One request's body, from bytes to a checked record.  Pure functions: they run here or in the body process alike."""
+"""Reads one request's body: from bytes to a checked record.  Pure functions, for the front and for the body process."""
 
 import json
 from collections.abc import Mapping
@@ -18,19 +18,19 @@ MODELS: Mapping[str, type[BaseModel]] = MappingProxyType(
     {each.__name__: each for each in (CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest)}
 )
 UNREADABLE = (
-    "the body cannot be read as JSON: it is not UTF-8, or nested too deep; send a plain object with content-type "
-    "application/json"
+    "the body cannot be read as JSON: it is not UTF-8, or it is nested too deeply; send a JSON object with "
+    "content-type application/json"
 )
-# Of messages; and in any field but prompt and tokens, of all its lists and objects.  A body of body_reader.SMALL_BYTES
-# holds less.
-MOST_MESSAGES = 4096
-MOST_ENTRIES = 65536
+MAX_MESSAGES = 4096
+# Entries of all lists and objects in one field; prompt and tokens have limits of their own (BodyLimits).  A body of
+# body_reader.SMALL_BYTES has fewer.
+MAX_ENTRIES = 65536
 
 
 class BodyLimits(msgspec.Struct, frozen=True):
-    """What a body is checked against.  Plain values: they cross a process.
+    """The limits that a body is checked against.  Plain values, because they are sent to the body process.
 
-    prompts: entries of a prompt that is a list of prompts; tokens: ids of /detokenize.
+    prompts: most prompts in one request; tokens: most token ids for /detokenize.
     """
 
     vocab_size: int
@@ -40,7 +40,7 @@ class BodyLimits(msgspec.Struct, frozen=True):
 
 
 def read_body(name: str, content_type: str, data: bytes, limits: BodyLimits) -> Any:
-    """A record of the model called `name`, the parts of its messages joined.  Raises ApiError."""
+    """The body as a record of MODELS[name].  The text parts of each message are joined.  Raises ApiError."""
     model = MODELS[name]
     value = _parsed(content_type, data)
     if not isinstance(value, dict):
@@ -64,8 +64,8 @@ def _parsed(content_type: str, data: bytes) -> Any:
     try:
         return json.loads(data)
     except json.JSONDecodeError as error:
-        found = {"type": "json_invalid", "loc": (error.pos,), "msg": "", "ctx": {"error": error.msg}}
-        raise of_validation([found], None) from None
+        detail = {"type": "json_invalid", "loc": (error.pos,), "msg": "", "ctx": {"error": error.msg}}
+        raise of_validation([detail], None) from None
     except (ValueError, RecursionError):
         raise ApiError(400, UNREADABLE) from None
 
@@ -82,26 +82,26 @@ def _is_json(content_type: str) -> bool:
 
 
 def _check_counts(value: dict[str, Any], limits: BodyLimits) -> None:
-    """Refuse what has too many entries before anything is made of them.  Raises ApiError."""
+    """Refuse a field with too many entries before pydantic makes objects of them.  Raises ApiError."""
     prompt, rest = value.get("prompt"), {name: each for name, each in value.items() if name not in ("prompt", "tokens")}
     if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
         _require_at_most("prompt", len(prompt), limits.prompts)
-    for name, most in (("tokens", limits.tokens), ("messages", MOST_MESSAGES)):
+    for name, limit in (("tokens", limits.tokens), ("messages", MAX_MESSAGES)):
         if isinstance(value.get(name), list):
-            _require_at_most(name, len(value[name]), most)
+            _require_at_most(name, len(value[name]), limit)
     for name, each in rest.items():
-        _require_at_most(name, _num_entries(each, MOST_ENTRIES), MOST_ENTRIES)
+        _require_at_most(name, _num_entries(each, MAX_ENTRIES), MAX_ENTRIES)
 
 
-def _require_at_most(name: str, count: int, most: int) -> None:
-    if count > most:
-        raise ApiError(400, f"{name} with more than {most} entries is not supported; send fewer", name)
+def _require_at_most(name: str, count: int, limit: int) -> None:
+    if count > limit:
+        raise ApiError(400, f"{name} with more than {limit} entries is not supported; send fewer", name)
 
 
-def _num_entries(value: Any, most: int) -> int:
-    """Entries of all lists and objects in a value, counted no further than beyond `most`."""
+def _num_entries(value: Any, limit: int) -> int:
+    """Entries of all lists and objects in a value.  Counting stops above the limit."""
     count, open_values = 0, [value]
-    while open_values and count <= most:
+    while open_values and count <= limit:
         inner = open_values.pop()
         if isinstance(inner, dict):
             inner = inner.values()
@@ -113,7 +113,7 @@ def _num_entries(value: Any, most: int) -> int:
 
 
 def _check_prompts(body: CompletionRequest, limits: BodyLimits) -> None:
-    """Refuse ids that no request can start from, as the inputs would.  Raises ApiError."""
+    """Refuse token ids that are invalid or do not fit max_context.  Raises ApiError."""
     try:
         keep = body.truncate_prompt_tokens
         for prompt in body.prompts():

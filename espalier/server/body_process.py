@@ -1,6 +1,6 @@
-"""The body process: reads large bodies for a front, one after another, and leaves when the front does.
+"""The body process: reads large bodies for a front, one at a time, and exits when the front does.
 
-A frame is its length and a pickle, both ways.  Only the front's own process is on the other side of the pipes.
+A frame in either direction is a length and a pickle.  Pickle is safe here: only the front has the pipes' other ends.
 """
 
 import pickle
@@ -23,7 +23,7 @@ def framed(value: Any) -> bytes:
 
 
 def answer(name: str, content_type: str, data: bytes, limits: BodyLimits) -> tuple[Any, tuple[Any, ...] | None]:
-    """(the body, None), or (None, the arguments of its ApiError)."""
+    """(body, None), or (None, arguments of the ApiError)."""
     try:
         return read_body(name, content_type, data, limits), None
     except ApiError as error:
@@ -31,7 +31,7 @@ def answer(name: str, content_type: str, data: bytes, limits: BodyLimits) -> tup
 
 
 def serve(requests: BinaryIO, answers: BinaryIO, limits: BodyLimits) -> None:
-    """Answer each (model's name, content type, bytes) until there are no more."""
+    """Answer each frame, a (model name, content type, bytes), until `requests` ends."""
     while head := requests.read(LENGTH.size):
         name, content_type, data = pickle.loads(requests.read(*LENGTH.unpack(head)))
         answers.write(framed(answer(name, content_type, data, limits)))
@@ -39,6 +39,6 @@ def serve(requests: BinaryIO, answers: BinaryIO, limits: BodyLimits) -> None:
 
 
 if __name__ == "__main__":
-    # Ctrl-C reaches it as well: the front says when to leave.
+    # Ctrl-C reaches the whole process group, but the front decides when this process ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     serve(sys.stdin.buffer, sys.stdout.buffer, msgspec.json.decode(sys.argv[1], type=BodyLimits))

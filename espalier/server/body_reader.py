@@ -1,6 +1,6 @@
-"""The front's reading of bodies: small ones here, large ones in a process of their own.
+"""The front's body reader: small bodies are read in the front, large ones in the body process.
 
-Reading a large body takes the interpreter's lock for up to a second, so that a thread would stop every stream.
+A large body holds the GIL for up to a second, so reading it in a thread would stop every stream.
 """
 
 import asyncio
@@ -18,13 +18,13 @@ from espalier.server.body_process import LENGTH, framed
 from espalier.server.errors import FAILED, ApiError, full
 
 log = logging.getLogger("espalier.server")
-# Read here in some milliseconds, whatever it holds.
+# The front reads any body of this size in a few milliseconds.
 SMALL_BYTES = 65536
-MOST_WAITING = 32
+MAX_WAITING = 32
 
 
 class BodyReader:
-    """One process, started with the first large body.  num_aside: bodies read there so far."""
+    """Starts the body process with the first large body.  num_aside: bodies that a body process has read so far."""
 
     def __init__(self, limits: BodyLimits):
         self.limits = limits
@@ -38,8 +38,8 @@ class BodyReader:
         data, content_type = await http.body(), http.headers.get("content-type", "")
         if len(data) <= SMALL_BYTES:
             return read_body(model.__name__, content_type, data, self.limits)
-        if self._num_waiting >= MOST_WAITING:
-            raise full(f"{MOST_WAITING} large bodies wait to be read")
+        if self._num_waiting >= MAX_WAITING:
+            raise full(f"{MAX_WAITING} large bodies are already waiting to be read")
         self._num_waiting += 1
         try:
             async with self._turn:
@@ -51,7 +51,7 @@ class BodyReader:
         return body
 
     async def _exchange(self, frame: bytes) -> Any:
-        """One frame there and one back.  A process that did not answer whole is ended: the next body has a new one."""
+        """Send a frame and receive its answer.  A failure ends the process; the next large body starts a new one."""
         process = self._process
         if process is None or process.returncode is not None:
             process = self._process = await self._start()
@@ -60,24 +60,24 @@ class BodyReader:
             process.stdin.write(frame)
             await process.stdin.drain()
             (length,) = LENGTH.unpack(await process.stdout.readexactly(LENGTH.size))
-            found = pickle.loads(await process.stdout.readexactly(length))
+            result = pickle.loads(await process.stdout.readexactly(length))
         except (OSError, EOFError) as error:
             self._end()
-            log.error("process %d, which reads large bodies, ended: %r", process.pid, error)
+            log.error("the body process (pid %d) ended: %r", process.pid, error)
             raise ApiError(500, FAILED) from None
         except BaseException:
             self._end()
             raise
         self.num_aside += 1
-        return found
+        return result
 
     async def _start(self) -> asyncio.subprocess.Process:
         limits = msgspec.json.encode(self.limits).decode()
         command = (sys.executable, "-m", "espalier.server.body_process", limits)
         pipe = asyncio.subprocess.PIPE
-        # A frame that comes in pieces of 64 KB would wake the loop for each.
+        # With asyncio's default limit of 64 KB a large frame would wake the event loop many times.
         process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, limit=2**22)
-        log.info("large bodies are read by process %d", process.pid)
+        log.info("the body process (pid %d) reads large bodies", process.pid)
         return process
 
     async def close(self) -> None:

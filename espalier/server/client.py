@@ -1,7 +1,7 @@
-"""The front's side of the engine process: starts it, submits, hands out what comes, notices when it is gone.
+"""The front's client of the engine process: starts it, submits prompts, distributes its output, notices its end.
 
-All of it runs on one event loop.  A process that exits or falls silent is gone: every generation in flight ends with
-EngineGone, the state says so, and with restart a new process takes its place.
+All code runs on one event loop.  If the process exits or sends nothing for timeout_s, every generation in flight fails
+with EngineGone, and with `restart` a new process is started.
 """
 
 import asyncio
@@ -28,20 +28,20 @@ from espalier.server import logs, protocol
 from espalier.server.protocol import Abort, Failed, Harvest, Part, Ready, Refused, Report, Shutdown, Start, Submit
 
 log = logging.getLogger("espalier.server")
-LEAVE_S = 10.0
-LONGEST_PAUSE_S = 60.0
-# How often the log says that the model is still loading.
+SHUTDOWN_S = 10.0
+MAX_RESTART_PAUSE_S = 60.0
+# Interval of the log lines that say that the model is still loading.
 LOADING_S = 30.0
 
 
 class EngineGone(Exception):
-    """The engine process cannot answer: what a request that was in flight, or comes now, is told."""
+    """There is no engine process.  Raised to requests in flight and to new ones."""
 
 
 @dataclass(frozen=True)
 class ClientOptions:
-    """heartbeat_s: how often an idle engine speaks; timeout_s: silence after which it counts as hung; load_timeout_s:
-    until it has loaded, when it says nothing, None for no limit."""
+    """heartbeat_s: seconds between messages of an idle engine; timeout_s: seconds without a message, once the model is
+    loaded, after which the engine is ended; load_timeout_s: limit for loading the model, None for no limit."""
 
     restart: bool = False
     heartbeat_s: float = 1.0
@@ -52,35 +52,37 @@ class ClientOptions:
 
 
 class Generation:
-    """What comes for the prompts of one HTTP request.  Its names, in the order of the prompts, are keys of `left`.
+    """The output of one HTTP request's prompts.
 
-    What is not read waits here, max_tokens of each sample at most, so a slow reader stops nobody.  Close it, whatever
-    happens: what still runs is then aborted.
+    num_running: number of samples that still run, by name, in the order of the prompts.
+
+    Unread parts are buffered here, at most max_tokens for each sample, so a slow reader does not block others.  The
+    caller must close it in every case; that aborts the samples that still run.
     """
 
     def __init__(self, client: "EngineClient", names: Sequence[str], samples: int):
         self.client = client
-        self.left = dict.fromkeys(names, samples)
-        self.waiting: deque[Part] = deque()
+        self.num_running = dict.fromkeys(names, samples)
+        self.unread: deque[Part] = deque()
         self.error: Exception | None = None
         self.news = asyncio.Event()
 
     @property
     def done(self) -> bool:
-        return not any(self.left.values())
+        return not any(self.num_running.values())
 
     async def parts(self, deadline: float | None) -> AsyncIterator[list[Part]]:
-        """What has come since the last time, until all samples have ended.
+        """Yield the new parts, until all samples have ended.
 
-        deadline: of the loop's clock.  Raises TimeoutError, EngineGone, or EspalierError where the engine refuses.
+        deadline: on the event loop's clock.  Raises TimeoutError, EngineGone, or EspalierError if the engine refuses.
         """
         ended = False
         while not ended:
             async with asyncio.timeout_at(deadline):
                 await self.news.wait()
             self.news.clear()
-            parts, ended = list(self.waiting), self.done
-            self.waiting.clear()
+            parts, ended = list(self.unread), self.done
+            self.unread.clear()
             if parts:
                 yield parts
             if self.error is not None:
@@ -88,12 +90,12 @@ class Generation:
 
     def take(self, part: Part) -> None:
         if part.piece.finish_reason is not None:
-            self.left[part.name] -= 1
-        self.waiting.append(part)
+            self.num_running[part.name] -= 1
+        self.unread.append(part)
         self.news.set()
 
     def fail(self, error: Exception) -> None:
-        self.left = dict.fromkeys(self.left, 0)
+        self.num_running = dict.fromkeys(self.num_running, 0)
         self.error = error
         self.news.set()
 
@@ -102,9 +104,10 @@ class Generation:
 
 
 class EngineClient:
-    """One engine process after another.  settings: keywords of EngineConfig, as the protocol carries them.
+    """One engine process, or with `restart` one after another.  settings: keywords of EngineConfig as plain values.
 
-    state: "starting", "ready", "gone" or "closed"; why: of "gone"; abort_steps: how often an abort took so many steps.
+    state: "starting", "ready", "gone" or "closed"; why: reason for "gone"; abort_steps: number of aborts by the engine
+    steps that they took.
     """
 
     def __init__(self, settings: Mapping[str, Any], options: ClientOptions):
@@ -130,11 +133,11 @@ class EngineClient:
 
     @property
     def open_samples(self) -> int:
-        """Samples that are queued or run, as far as the front knows."""
-        return sum(generation.left[name] for name, generation in self._generations.items())
+        """Samples that are queued or running, as the front knows them."""
+        return sum(generation.num_running[name] for name, generation in self._generations.items())
 
     async def start(self) -> None:
-        """Start the process and wait until its model is loaded.  Raises EspalierError for what cannot be."""
+        """Start the process and wait until its model is loaded.  Raises EspalierError if that fails."""
         try:
             await self._start()
         except BaseException:
@@ -147,7 +150,7 @@ class EngineClient:
     def submit(
         self, name: str, prompts: Sequence[list[int]], params: ResolvedParams, priority: int, detokenize: bool
     ) -> Generation:
-        """Queue prompts.  name: in the engine's log lines, with a number behind it.  Raises EngineGone."""
+        """Queue prompts.  name: prefix of their names in the engine's log lines.  Raises EngineGone."""
         if self.state != "ready":
             raise EngineGone(self.why or f"the engine is {self.state}")
         names = [f"{name}-{self._num_submitted + i}" for i in range(len(prompts))]
@@ -159,13 +162,13 @@ class EngineClient:
         return generation
 
     def forget(self, generation: Generation) -> None:
-        """Nobody reads it any more: abort what still runs."""
-        for name in generation.left:
+        """Abort the samples that still run, and drop their output."""
+        for name in generation.num_running:
             if self._generations.pop(name, None) is not None and self.state == "ready":
                 self._send(Abort(name))
 
     async def close(self) -> None:
-        """End the process, by force where it does not leave.  Whoever calls it again waits for the same end."""
+        """End the process; kill it if it does not exit.  Further calls wait for the first."""
         if self._closing is None:
             self.state = "closed"
             self._fail("the server is shutting down")
@@ -201,41 +204,41 @@ class EngineClient:
         self._send(Start(self.settings, os.getpid(), options.heartbeat_s, options.log_level, options.log_json))
         first = await self._first_message(socket, self.process)
         if not isinstance(first, Ready):
-            raise EspalierError(first.error if isinstance(first, Failed) else "the engine process speaks out of turn")
+            raise EspalierError(first.error if isinstance(first, Failed) else "the engine process broke the protocol")
         self.facts, self.config, self.report = first.facts, first.config, Report()
         self._heard = asyncio.get_running_loop().time()
         self.state, self.why = "ready", ""
 
     async def _first_message(self, socket: zmq.asyncio.Socket, process: asyncio.subprocess.Process) -> Any:
-        """What it says when it has loaded, or has not; EspalierError where it leaves without a word, or hangs."""
+        """The first message, Ready or Failed.  Raises EspalierError if the process exits without one, or times out."""
         message = asyncio.ensure_future(socket.recv())
-        left = asyncio.create_task(process.wait())
+        exited = asyncio.create_task(process.wait())
         limit, loop = self.options.load_timeout_s, asyncio.get_running_loop()
         began = loop.time()
         try:
-            while not (message.done() or left.done()):
+            while not (message.done() or exited.done()):
                 seconds = loop.time() - began
                 if limit is not None and seconds >= limit:
                     raise EspalierError(
-                        f"the engine process (pid {process.pid}) has not loaded its model after {limit:g} s and was "
-                        "ended; if it was still reading or fetching it, raise --load-timeout"
+                        f"the engine process (pid {process.pid}) did not load its model within {limit:g} s and was "
+                        "ended; if the model was still being read or downloaded, raise --load-timeout"
                     )
                 if seconds >= LOADING_S:
                     log.info("the engine process (pid %d) is still loading, %.0f s so far", process.pid, seconds)
                 wait = LOADING_S if limit is None else min(LOADING_S, limit - seconds)
-                await asyncio.wait({message, left}, timeout=wait, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait({message, exited}, timeout=wait, return_when=asyncio.FIRST_COMPLETED)
             if not message.done():
-                # Its last words may still be on their way.
+                # The last message may still be in transit.
                 await asyncio.wait({message}, timeout=1.0)
             if not message.done():
                 raise EspalierError(f"the engine process {_end_of(process)} while it was loading")
             return protocol.decode_from_engine(message.result())
         finally:
             message.cancel()
-            left.cancel()
+            exited.cancel()
 
     async def _supervise(self) -> None:
-        """Read from the process until it is gone, and then, if asked for, from the next."""
+        """Read from the process until it is gone; with `restart`, start the next and go on."""
         pause = 1.0
         while True:
             if self.state == "ready":
@@ -248,36 +251,36 @@ class EngineClient:
             try:
                 self.num_restarts += 1
                 await self._start()
-                log.warning("the engine process was started again")
+                log.warning("the engine process was restarted")
             except (EspalierError, OSError, msgspec.MsgspecError) as error:
-                log.error("the engine process cannot be started again: %s", error)
+                log.error("the engine process cannot be restarted: %s; next try in %g s", error, pause)
                 await asyncio.sleep(pause)
-                pause = min(2 * pause, LONGEST_PAUSE_S)
+                pause = min(2 * pause, MAX_RESTART_PAUSE_S)
 
     async def _gone(self) -> str:
-        """Take in messages; returns why there will be no more."""
+        """Read messages until the process is gone.  Returns the reason."""
         assert self.process is not None
         reading = asyncio.create_task(self._read())
-        left = asyncio.create_task(self.process.wait())
+        exited = asyncio.create_task(self.process.wait())
         try:
             while True:
-                await asyncio.wait({reading, left}, timeout=1.0, return_when=asyncio.FIRST_COMPLETED)
-                if left.done():
-                    # What it sent before it left is still to be read.
+                await asyncio.wait({reading, exited}, timeout=1.0, return_when=asyncio.FIRST_COMPLETED)
+                if exited.done():
+                    # Messages that it sent before it exited are still unread.
                     await asyncio.wait({reading}, timeout=1.0)
                 if reading.done():
                     return _reason_of(reading)
-                if left.done():
+                if exited.done():
                     return f"the engine process {_end_of(self.process)}"
                 silence = asyncio.get_running_loop().time() - self._heard
                 if silence > self.options.timeout_s:
-                    return f"the engine process has been silent for {silence:.0f} s and was ended"
+                    return f"the engine process sent nothing for {silence:.0f} s and was ended"
         finally:
             reading.cancel()
-            left.cancel()
+            exited.cancel()
 
     async def _read(self) -> str:
-        """Hand out what comes, until the process says that it cannot go on; returns its reason."""
+        """Distribute messages until the process sends Failed.  Returns its reason."""
         assert self._socket is not None
         while True:
             message = protocol.decode_from_engine(await self._socket.recv())
@@ -294,10 +297,10 @@ class EngineClient:
 
     def _hand_out(self, part: Part) -> None:
         generation = self._generations.get(part.name)
-        if generation is None:  # its reader has left
+        if generation is None:  # it was closed
             return
         generation.take(part)
-        if generation.left[part.name] == 0:
+        if generation.num_running[part.name] == 0:
             del self._generations[part.name]
 
     def _end(self, name: str, error: Exception) -> None:
@@ -307,7 +310,7 @@ class EngineClient:
             generation.fail(error)
 
     def _fail(self, why: str) -> None:
-        """Tell everyone in flight that there is no engine."""
+        """Fail every generation in flight with EngineGone."""
         if self.state == "ready":
             self.state, self.why = "gone", why
             log.error("%s; %d requests in flight", why, len(self._generations))
@@ -323,18 +326,17 @@ class EngineClient:
             if self.state == "closed" and self._socket is not None:
                 self._send(Shutdown())
                 with suppress(asyncio.TimeoutError):
-                    await asyncio.wait_for(process.wait(), LEAVE_S)
+                    await asyncio.wait_for(process.wait(), SHUTDOWN_S)
         finally:
-            # Also where the wait is cut short.
+            # Also if the wait is cancelled.
             if process.returncode is None:
                 with suppress(ProcessLookupError):
                     process.kill()
                 await process.wait()
 
     def _send(self, message: protocol.ToEngine) -> None:
-        """Never waits: the socket holds what the process has not read."""
+        """Send without waiting: the socket's queue has no size limit."""
         assert self._socket is not None
-        # A send that cannot be made now is kept by the socket's own queue, whose size has no limit.
         self._socket.send(protocol.encode(message))
 
     def _close_socket(self) -> None:
@@ -344,15 +346,15 @@ class EngineClient:
 
 
 def _reason_of(reading: asyncio.Task[str]) -> str:
-    """Why a reader ended; what it cannot read is no less an end, or whoever is in flight would wait for ever."""
+    """Why _read ended.  A message that it cannot decode ends it too: requests in flight must not wait forever."""
     if (error := reading.exception()) is None:
         return reading.result()
-    log.error("the engine process sent what cannot be read", exc_info=error)
-    return f"the engine process sent what cannot be read ({type(error).__name__}: {error}) and was ended"
+    log.error("the engine process sent an unreadable message", exc_info=error)
+    return f"the engine process sent an unreadable message ({type(error).__name__}: {error}) and was ended"
 
 
 def _end_of(process: asyncio.subprocess.Process) -> str:
     code = process.returncode
     if code is not None and code < 0:
         return f"(pid {process.pid}) was killed by signal {-code}"
-    return f"(pid {process.pid}) left with exit code {code}" if code is not None else f"(pid {process.pid}) is gone"
+    return f"(pid {process.pid}) ended with exit code {code}" if code is not None else f"(pid {process.pid}) is gone"

@@ -1,11 +1,12 @@
-"""Connections whose other side does nothing: one that takes nothing of its answer, one that sends no whole request.
+"""Closes connections whose client is stalled: it does not read its response, or does not send a whole request.
 
-A transport that is closed keeps its socket until its last byte has gone, for ever where nobody reads, and asyncio has
-no limit for that.  uvicorn closes a connection on which nothing comes after an answer; one on which nothing ever came,
-headers that trickle and the rest of a body whose answer is out have no limit.  So all are looked at from time to time.
+asyncio keeps a closed transport until its last byte is sent, forever if the client does not read.  uvicorn times out
+only connections that are idle after a response.  It has no limit for a new connection without data, for slow headers,
+or for the rest of a body whose response is already complete.  So the server checks all connections periodically.
 
-Connections are uvicorn's protocols, of whichever kind: they have a transport, the scope of their last request, `cycle`,
-which answers it (None before the first), and `timeout_keep_alive_task` from an answer's end to what comes next.
+Connections are uvicorn's protocol objects, with its h11 or httptools parser.  They have: transport; scope, of the last
+request; cycle, which sends its response, None before the first request; timeout_keep_alive_task, set from the end of a
+response until more data arrives.
 """
 
 import logging
@@ -19,88 +20,94 @@ from prometheus_client import Counter
 from espalier.server.logs import NO_REQUEST, about
 
 log = logging.getLogger("espalier.server")
-# Linux's, where tcp_info has tcpi_bytes_acked.
+# Linux only.  ACKNOWLEDGED reads tcpi_bytes_acked from struct tcp_info.
 TCP_INFO = getattr(socket, "TCP_INFO", None)
 ACKNOWLEDGED = struct.Struct("120xQ")
 
 
 class Readers:
-    """limit_s: how long a reader may take nothing of what waits for it, None for no limit; closed: those that did."""
+    """Closes connections whose client does not read.
 
-    def __init__(self, limit_s: float | None, closed: Counter):
-        self.limit_s = limit_s
-        self.closed = closed
-        # Of each that has bytes waiting: how many, how many were acknowledged, and since when none was taken.
-        self._waiting: dict[Any, tuple[int, int, float]] = {}
-
-    def sweep(self, connections: Iterable[Any], now: float, at_most_s: float | None = None) -> None:
-        """Look at all connections that are open.  now: in seconds; at_most_s: a limit beside one's own."""
-        limit = min((each for each in (self.limit_s, at_most_s) if each is not None), default=None)
-        waiting = {}
-        for connection in list(connections):
-            size = connection.transport.get_write_buffer_size()
-            if not size:
-                continue
-            taken = _acknowledged(connection.transport)
-            size_before, taken_before, since = self._waiting.get(connection, (size, taken, now))
-            # What waits may grow while a reader takes some, and shrinks only where the system's buffer has much room.
-            since = now if size < size_before or taken > taken_before else since
-            if limit is not None and now - since >= limit:
-                message = "its reader took nothing for %.0f s: the connection is closed, %d bytes unread"
-                _abort(connection, self.closed, message, now - since, size)
-            else:
-                waiting[connection] = size, taken, since
-        self._waiting = waiting
-
-
-class Senders:
-    """limit_s: how long a connection may be without a request that is being answered, None for no limit; closed: those
-    that were.  A body that an endpoint waits for is not its matter: its request is being answered (gate.Upload).
+    limit_s: seconds for which the client may take no byte of pending output, None for no limit; closed: counts them.
     """
 
     def __init__(self, limit_s: float | None, closed: Counter):
         self.limit_s = limit_s
         self.closed = closed
-        # Of each without one: what answered its last, and since when.
-        self._without: dict[Any, tuple[Any, float]] = {}
+        # For each connection with pending output: pending bytes, acknowledged bytes, and the time of the last progress.
+        self._pending: dict[Any, tuple[int, int, float]] = {}
+
+    def sweep(self, connections: Iterable[Any], now: float, at_most_s: float | None = None) -> None:
+        """Check all open connections.  now: in seconds; at_most_s: a further limit, beside limit_s."""
+        limit = min((each for each in (self.limit_s, at_most_s) if each is not None), default=None)
+        pending = {}
+        for connection in list(connections):
+            size = connection.transport.get_write_buffer_size()
+            if not size:
+                continue
+            taken = _acknowledged(connection.transport)
+            size_before, taken_before, since = self._pending.get(connection, (size, taken, now))
+            # The buffer's size alone does not show progress: it can grow while the client reads, and it shrinks only
+            # when the kernel's send buffer has much room.
+            since = now if size < size_before or taken > taken_before else since
+            if limit is not None and now - since >= limit:
+                message = "the client read nothing for %.0f s: the connection is closed, %d bytes were not sent"
+                _abort(connection, self.closed, message, now - since, size)
+            else:
+                pending[connection] = size, taken, since
+        self._pending = pending
+
+
+class Senders:
+    """Closes connections whose client does not send a whole request.
+
+    limit_s: seconds for which a connection may have no request in progress, None for no limit; closed: counts them.
+    A request whose body is still being read is in progress; gate.Upload limits that time.
+    """
+
+    def __init__(self, limit_s: float | None, closed: Counter):
+        self.limit_s = limit_s
+        self.closed = closed
+        # For each connection without a request in progress: the cycle of its last request, and since when.
+        self._idle: dict[Any, tuple[Any, float]] = {}
 
     def sweep(self, connections: Iterable[Any], now: float) -> None:
-        """Look at all connections that are open.  now: in seconds."""
-        without = {}
+        """Check all open connections.  now: in seconds."""
+        idle = {}
         for connection in list(connections):
             cycle = connection.cycle
             if cycle is not None and not cycle.response_complete:
                 continue
-            # An answer that is out may still have to be taken, which is for Readers; where nothing came since, uvicorn
-            # itself waits a moment for the next request, and closes.
+            # Readers handles output that is still pending.  uvicorn's keep-alive timeout handles a connection on which
+            # nothing arrived since the response.
             if connection.transport.get_write_buffer_size() or connection.timeout_keep_alive_task is not None:
                 continue
-            last, since = self._without.get(connection, (cycle, now))
+            last, since = self._idle.get(connection, (cycle, now))
             since = since if last is cycle else now
             if self.limit_s is not None and now - since >= self.limit_s:
-                message = "no whole request came in %.0f s: the connection from %s is closed"
+                message = "no whole request arrived in %.0f s: the connection from %s is closed"
                 _abort(connection, self.closed, message, now - since, _address(connection.transport))
             else:
-                without[connection] = cycle, since
-        self._without = without
+                idle[connection] = cycle, since
+        self._idle = idle
 
 
 def _abort(connection: Any, closed: Counter, message: str, *values: Any) -> None:
     request_id = (connection.scope or {}).get("state", {}).get("request_id", NO_REQUEST)
     log.warning(message, *values, extra=about(request_id))
     closed.inc()
-    # Not close(), which waits for the other side.
+    # Not close(), which waits for the client.
     connection.transport.abort()
 
 
 def _address(transport: Any) -> str:
-    """The other side's, as the system has it; there is none for a socket that is a file."""
+    """The client's address.  A Unix socket has none."""
     peer = transport.get_extra_info("peername")
-    return f"{peer[0]} port {peer[1]}" if isinstance(peer, tuple) else "nowhere"
+    return f"{peer[0]} port {peer[1]}" if isinstance(peer, tuple) else "a Unix socket"
 
 
 def _acknowledged(transport: Any) -> int:
-    """Bytes that the reader's side has ever taken in; 0 where the system does not say."""
+    """Bytes that the client has acknowledged so far; 0 if the system does not report it."""
     connected = transport.get_extra_info("socket")
     if connected is None or TCP_INFO is None:
         return 0

@@ -1,4 +1,4 @@
-"""What goes wrong, in OpenAI's shape: {"error": {"message", "type", "param", "code"}}, with the request's id."""
+"""Error responses in OpenAI's format, {"error": {"message", "type", "param", "code"}}, with the request's id added."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ from espalier.server.openai import Refused
 KINDS = {
     400: "invalid_request_error",
     401: "authentication_error",
-    # As OpenAI does: clients look for it beside the code model_not_found.
+    # OpenAI sends this type with the code model_not_found, and clients check both.
     404: "invalid_request_error",
     405: "invalid_request_error",
     408: "timeout_error",
@@ -25,21 +25,19 @@ KINDS = {
     503: "overloaded_error",
     504: "timeout_error",
 }
-FAILED = "the server failed on this request; its log says more, under this request_id"
+FAILED = "internal server error; the server's log has the details under this request_id"
 RETRY_AFTER_S = 1
 FIELD_FIRST = re.compile(r"^([a-z_]+)(?:\[|=| entry=| token=| is | with )")
-
-
-# A message quotes what it is about, which may be as long as a body.
-LONGEST_MESSAGE = 1000
-LONGEST_PARAM = 100
+# A message quotes the client's value, which may be as long as a body.
+MAX_MESSAGE_CHARS = 1000
+MAX_PARAM_CHARS = 100
 
 
 class ApiError(HTTPException):
-    """An answer that is an error.  What is too long of its message and param is left out.
+    """An error response.  A message or param that is too long is shortened.
 
-    retry_after_s: when to come again, where that helps; retry: False tells OpenAI's clients not to try again by
-    themselves.
+    retry_after_s: when a retry may succeed, None if a retry does not help; retry: False tells OpenAI's clients not to
+    retry automatically.
     """
 
     def __init__(
@@ -53,8 +51,8 @@ class ApiError(HTTPException):
     ):
         headers = {} if retry_after_s is None else {"retry-after": str(retry_after_s)}
         headers = headers if retry else headers | {"x-should-retry": "false"}
-        super().__init__(status, _cut(message, LONGEST_MESSAGE), headers)
-        self.param = None if param is None else _cut(param, LONGEST_PARAM)
+        super().__init__(status, _shortened(message, MAX_MESSAGE_CHARS), headers)
+        self.param = None if param is None else _shortened(param, MAX_PARAM_CHARS)
         self.code = code
 
     def body(self) -> dict[str, Any]:
@@ -64,14 +62,14 @@ class ApiError(HTTPException):
 
 
 def full(message: str) -> ApiError:
-    """Who finds no room comes again later."""
+    """The error for a full queue."""
     code = "rate_limit_exceeded"
-    return ApiError(429, f"{message}; come again later", code=code, retry_after_s=RETRY_AFTER_S)
+    return ApiError(429, f"{message}; retry later", code=code, retry_after_s=RETRY_AFTER_S)
 
 
-def _cut(text: str, most: int) -> str:
-    """The middle of a text that is too long is left out: what it is about stands first, and what to do last."""
-    return text if len(text) <= most else f"{text[: most // 2]} ... {text[-most // 2 :]}"
+def _shortened(text: str, limit: int) -> str:
+    """Leave out the middle of a long text: the start names the problem and the end says what to do."""
+    return text if len(text) <= limit else f"{text[: limit // 2]} ... {text[-limit // 2 :]}"
 
 
 class ErrorDetail(BaseModel):
@@ -83,33 +81,33 @@ class ErrorDetail(BaseModel):
 
 
 class ErrorBody(BaseModel):
-    """Every error, whatever its status."""
+    """The body of every error response."""
 
     error: ErrorDetail
 
 
 def refusal(error: EspalierError, field: str | None = None) -> ApiError:
-    """What the house refuses, as an answer.  Its param is the field that its message begins with, else `field`."""
-    found = FIELD_FIRST.match(str(error))
+    """The 400 response for an EspalierError.  param: the field that the message begins with, else `field`."""
+    match = FIELD_FIRST.match(str(error))
     code = "context_length_exceeded" if isinstance(error, ContextOverflow) else None
-    return ApiError(400, str(error), param=found.group(1) if found else field, code=code)
+    return ApiError(400, str(error), param=match.group(1) if match else field, code=code)
 
 
 def of_validation(errors: Sequence[Mapping[str, Any]], model: type[BaseModel] | None) -> ApiError:
-    """The first thing that is wrong with a body, in one line."""
+    """The 400 response for a body that pydantic refused.  It reports one error, in one line."""
     first = errors[0]
     where = _where(first)
     if first["type"] == "json_invalid":
         why = f"{first['ctx']['error']}: character {where[0]}"
-        return ApiError(400, f"the body is not JSON ({why}); send an object with content-type application/json")
+        return ApiError(400, f"the body is not JSON ({why}); send a JSON object with content-type application/json")
     if not where and first["type"] in ("missing", "model_attributes_type"):
-        return ApiError(400, "the body is no JSON object; send one with content-type application/json")
+        return ApiError(400, "the body is not a JSON object; send one with content-type application/json")
     if not where or model is None:
-        return ApiError(400, f"the body is refused: {_reason(first)}")
+        return ApiError(400, f"the body is invalid: {_reason(first)}")
     if first["type"] == "extra_forbidden" and len(where) == 1:
         name = str(where[0])
         return ApiError(400, str(unknown_name("the body", name, list(model.model_fields))), param=name)
-    # Of the types that a field may have each says why it is none of them: the one that came furthest was meant.
+    # A field with several types has an error for each type.  The client meant the one whose error is nested deepest.
     path = _place(model, where).path
     places = [(each, _place(model, _where(each))) for each in errors]
     first, place = max(
@@ -137,7 +135,8 @@ def _reason(error: Mapping[str, Any]) -> str:
 
 
 class Place(NamedTuple):
-    """Of an error: the innermost model on the way to it, its field's name, and the way as a client reads it."""
+    """Where an error is.  owner: the innermost model that contains it; name: the field there; path: as the client wrote
+    it."""
 
     owner: type[BaseModel]
     name: str
@@ -161,7 +160,7 @@ def _place(model: type[BaseModel], where: Sequence[Any]) -> Place:
 
 
 def _is_one_of_several(model: type[BaseModel], name: str) -> bool:
-    """Whether a field has several types, one of which pydantic then names in a place."""
+    """Whether a field is a union.  pydantic then adds the name of the type to the error's location."""
     annotation = model.model_fields[name].annotation if name in model.model_fields else None
     kinds = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else ()
     return sum(kind is not type(None) for kind in kinds) > 1
@@ -170,7 +169,7 @@ def _is_one_of_several(model: type[BaseModel], name: str) -> bool:
 def _models(annotation: Any) -> list[type[BaseModel]]:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
-    return [found for part in get_args(annotation) for found in _models(part)]
+    return [model for part in get_args(annotation) for model in _models(part)]
 
 
 def _refused(model: type[BaseModel], name: str) -> Refused | None:

@@ -1,6 +1,7 @@
-"""What stands between an endpoint and the engine process: admission, tokens, time limits, and one way to run a body.
+"""The layer between the endpoints and the engine process: admission, tokenization, time limits, and running a request.
 
-A body is run to its whole answer or as a stream of events; both abort what still runs, however they end.
+A request gives a whole response or a stream of events.  When either ends, for any reason, samples that still run are
+aborted.
 """
 
 import asyncio
@@ -32,22 +33,23 @@ from espalier.text import load_tokenizer
 
 log = logging.getLogger("espalier.server")
 T = TypeVar("T")
-# Characters of /tokenize and of a prompt that is truncated, or so many for each token of the context if that is more.
-MOST_TOKENIZED = 2**20
-TOKENIZED_A_TOKEN = 8
-# Token ids of /detokenize, or as many as the context holds if that is more.
-MOST_DETOKENIZED = 2**18
-# A stream whose reader takes nothing is ended so long after its time is up.
+# Limit in characters for /tokenize and for a prompt that will be truncated: the larger of MAX_TEXT_CHARS and
+# CHARS_PER_TOKEN * max_context.
+MAX_TEXT_CHARS = 2**20
+CHARS_PER_TOKEN = 8
+# Limit in token ids for /detokenize: the larger of this and max_context.
+MAX_DETOKENIZED = 2**18
+# A stream whose client does not read is ended this long after its deadline.
 SEND_GRACE_S = 10.0
-# Nobody reads this answer; the number is what proxies log for it.
+# nginx's status for a client that disconnected.  It is for the log; no client receives it.
 CLIENT_LEFT = 499
 
 
 @dataclass(frozen=True)
 class FrontOptions:
-    """names: of the model, its directory's where there is none; chat_template: in place of the tokenizer's own;
-    request_timeout_s: of one request, None for no limit; max_queue: samples that may wait beside those in a slot;
-    strict_fields: refuse what has no effect."""
+    """names: the model's names in the API, its directory's name if empty; chat_template: replaces the tokenizer's;
+    max_queue: samples that may wait for a slot; request_timeout_s: limit for one request, None for no limit;
+    strict_fields: refuse fields without effect."""
 
     names: tuple[str, ...]
     chat_template: str | None = None
@@ -62,7 +64,7 @@ class ClientLeft(Exception):
 
 
 class Front:
-    """The client must be ready.  draining: what is new is refused, what runs is finished."""
+    """client: must be ready.  draining: new requests are refused, and running ones finish."""
 
     def __init__(self, client: EngineClient, options: FrontOptions):
         if client.facts is None:
@@ -77,44 +79,44 @@ class Front:
         if options.chat_template is not None:
             self.inputs.text_of("--chat-template").hf.chat_template = options.chat_template
         self.lanes = Lanes(self.inputs)
-        facts, room = client.facts, int(client.config["max_batch"]) + options.max_queue
-        self.bodies = BodyReader(BodyLimits(facts.vocab_size, facts.max_context, room, self.most_detokenized))
+        facts, capacity = client.facts, int(client.config["max_batch"]) + options.max_queue
+        self.bodies = BodyReader(BodyLimits(facts.vocab_size, facts.max_context, capacity, self.max_detokenized))
         self._num_entering = 0
-        self._fields_named: set[str] = set()
+        self._logged_fields: set[str] = set()
 
     @property
-    def most_detokenized(self) -> int:
-        """Token ids of one call."""
-        return max(MOST_DETOKENIZED, self.inputs.facts.max_context)
+    def max_detokenized(self) -> int:
+        """Most token ids in one /detokenize request."""
+        return max(MAX_DETOKENIZED, self.inputs.facts.max_context)
 
     @property
     def status(self) -> str:
-        """ "ok", or why requests are not taken."""
+        """ "ok", or the state in which requests are refused."""
         return "draining" if self.draining else "ok" if self.client.state == "ready" else self.client.state
 
     def check_model(self, name: str | None) -> None:
         if name is not None and name not in self.names:
             served = ", ".join(self.names)
-            raise ApiError(404, f"model {name!r} is not served here; use {served}", "model", "model_not_found")
+            raise ApiError(404, f"this server has no model {name!r}; use {served}", "model", "model_not_found")
 
     def check_effect(self, names: Sequence[str]) -> None:
-        """Name fields that change nothing, each once in the log.  Raises ApiError with strict_fields."""
+        """Log each field without effect once.  Raises ApiError with strict_fields."""
         if names and self.options.strict_fields:
-            why = f"{names[0]} has no effect here and the server runs with --strict-fields; leave it out"
+            why = f"{names[0]} has no effect, and this server runs with --strict-fields; leave it out"
             raise ApiError(400, why, names[0], "unsupported")
         for name in names:
-            if name not in self._fields_named:
-                self._fields_named.add(name)
-                log.info("the field %s has no effect here: it is accepted, and not named again", name)
+            if name not in self._logged_fields:
+                self._logged_fields.add(name)
+                log.info("the field %s is accepted but has no effect (logged once)", name)
 
     def require_tokenizable(self, text: str) -> None:
-        """Refuse a text that is too long where the context does not bound it.  Raises EspalierError."""
-        most = max(MOST_TOKENIZED, TOKENIZED_A_TOKEN * self.inputs.facts.max_context)
-        if len(text) > most:
-            raise EspalierError(f"a text of {len(text)} characters is not supported; use {most} at most")
+        """Limit a text whose length max_context does not limit.  Raises EspalierError."""
+        limit = max(MAX_TEXT_CHARS, CHARS_PER_TOKEN * self.inputs.facts.max_context)
+        if len(text) > limit:
+            raise EspalierError(f"a text of {len(text)} characters is not supported; use at most {limit}")
 
     async def respond(self, http: Request, body: Generating, prompts: Sequence[list[int]], answer: Answer) -> Response:
-        """Run a body.  Raises ApiError, for a stream as long as nothing has been sent."""
+        """Run a request.  Raises ApiError; for a stream only before its first event."""
         loop = asyncio.get_running_loop()
         limit = self.options.request_timeout_s
         run = Run(self, answer, self._submit(body, prompts, answer), None if limit is None else loop.time() + limit)
@@ -122,7 +124,7 @@ class Front:
             if not body.stream:
                 return await _until_left(http, run.whole())
             events = run.events()
-            # The status must be known before the first byte: refused, or begun.
+            # The status is sent before the first event, so wait until the request has started or is refused.
             first = await _until_left(http, anext(events))
         except ClientLeft:
             self.metrics.disconnects.inc()
@@ -134,30 +136,32 @@ class Front:
         return EventStream(run, first, events)
 
     @contextmanager
-    def entering(self, wanted: int) -> Iterator[None]:
-        """Samples whose prompts are being read take room as well.  Raises ApiError where there is none for them."""
-        self._require_room(wanted)
-        self._num_entering += wanted
+    def entering(self, num_samples: int) -> Iterator[None]:
+        """Count samples against the queue while their prompts are tokenized.  Raises ApiError if the queue is full."""
+        self._require_capacity(num_samples)
+        self._num_entering += num_samples
         try:
             yield
         finally:
-            self._num_entering -= wanted
+            self._num_entering -= num_samples
 
-    def _require_room(self, wanted: int) -> None:
-        """SlotInit: what is beyond the slots and the queue comes again later."""
+    def _require_capacity(self, num_samples: int) -> None:
+        """Admission: refuse samples that do not fit the slots and the queue.  Raises ApiError."""
         if self.draining:
-            raise ApiError(503, "the server is shutting down; ask another", retry_after_s=RETRY_AFTER_S)
+            message = "the server is shutting down; retry on another server"
+            raise ApiError(503, message, retry_after_s=RETRY_AFTER_S)
         if self.client.state != "ready":
-            raise self._gone(self.client.why or "the engine process is not there")
-        room = int(self.client.config["max_batch"]) + self.options.max_queue
-        if wanted > room:
-            raise ApiError(400, f"{wanted} samples are more than the {room} that run and wait here; ask for fewer", "n")
-        held = self.client.open_samples + self._num_entering
-        if held + wanted > room:
-            raise full(f"{held} samples run and wait and there is room for {room}")
+            raise self._gone(self.client.why or "the engine process is not running")
+        capacity = int(self.client.config["max_batch"]) + self.options.max_queue
+        if num_samples > capacity:
+            message = f"the request has {num_samples} samples and the server holds {capacity} at most; send fewer"
+            raise ApiError(400, message, "n")
+        num_held = self.client.open_samples + self._num_entering
+        if num_held + num_samples > capacity:
+            raise full(f"the queue is full ({num_held} of {capacity} samples are running or waiting)")
 
     def _submit(self, body: Generating, prompts: Sequence[list[int]], answer: Answer) -> Generation:
-        self._require_room(len(prompts) * answer.params.n)
+        self._require_capacity(len(prompts) * answer.params.n)
         name = request_id.get()
         try:
             return self.client.submit(name, prompts, answer.params, body.priority or 0, answer.detokenize_there)
@@ -166,10 +170,9 @@ class Front:
 
     def _gone(self, why: str) -> ApiError:
         if self.client.options.restart:
-            return ApiError(503, f"{why}; come again later", code="engine_gone", retry_after_s=RETRY_AFTER_S)
-        return ApiError(
-            503, f"{why}; start the server again, or with --restart-engine", code="engine_gone", retry=False
-        )
+            return ApiError(503, f"{why}; retry later", code="engine_gone", retry_after_s=RETRY_AFTER_S)
+        message = f"{why}; restart the server; with --restart-engine it restarts the engine itself"
+        return ApiError(503, message, code="engine_gone", retry=False)
 
     async def close(self) -> None:
         self.lanes.close()
@@ -177,7 +180,7 @@ class Front:
 
 
 class Run:
-    """One body on its way.  deadline: of the loop's clock."""
+    """One request in progress.  deadline: on the event loop's clock."""
 
     def __init__(self, front: Front, answer: Answer, generation: Generation, deadline: float | None):
         self.metrics = front.metrics
@@ -185,23 +188,23 @@ class Run:
         self.answer = answer
         self.generation = generation
         self.deadline = deadline
-        self.places = {name: at for at, name in enumerate(generation.left)}
+        self.prompt_index = {name: i for i, name in enumerate(generation.num_running)}
         self.began = asyncio.get_running_loop().time()
-        self.last: dict[tuple[str, int], float] = {}
+        self.last_token_at: dict[tuple[str, int], float] = {}
 
     async def whole(self) -> Response:
-        """The answer in one piece.  Raises ApiError."""
+        """The whole response.  Raises ApiError."""
         async for parts in self._parts():
             for part in parts:
-                self.answer.take(self.places[part.name], part)
+                self.answer.take(self.prompt_index[part.name], part)
         self.close()
         return Response(msgspec.json.encode(self.answer.whole()), media_type="application/json")
 
     async def events(self) -> AsyncIterator[bytes]:
-        """The answer as server-sent events.  Raises ApiError."""
+        """The response as server-sent events.  Raises ApiError."""
         opening = self.answer.opening()
         async for parts in self._parts():
-            taken = [self.answer.take(self.places[part.name], part) for part in parts]
+            taken = [self.answer.take(self.prompt_index[part.name], part) for part in parts]
             chunks = [chunk for choice, delta in taken if (chunk := self.answer.chunk(choice, delta)) is not None]
             if opening or chunks:
                 yield b"".join(event(chunk) for chunk in (*opening, *chunks))
@@ -218,12 +221,10 @@ class Run:
                 yield parts
         except TimeoutError:
             self.metrics.timeouts.inc()
-            message = (
-                f"the answer took longer than {self.timeout_s:g} s; ask for fewer tokens, or raise --request-timeout"
-            )
+            message = f"the request took longer than {self.timeout_s:g} s; lower max_tokens, or raise --request-timeout"
             raise ApiError(504, message, retry=False) from None
         except EngineGone as error:
-            raise ApiError(503, f"{error}; send the request again", code="engine_gone") from None
+            raise ApiError(503, f"{error}; retry the request", code="engine_gone") from None
         except EspalierError as error:
             raise refusal(error) from None
 
@@ -232,25 +233,25 @@ class Run:
         key, count = (part.name, piece.index), len(piece.token_ids)
         if count:
             metrics.generated.inc(count)
-            if key not in self.last:
+            if key not in self.last_token_at:
                 metrics.first_token.observe(now - self.began)
             else:
                 for _ in range(count):
-                    metrics.between_tokens.observe((now - self.last[key]) / count)
-            self.last[key] = now
+                    metrics.between_tokens.observe((now - self.last_token_at[key]) / count)
+            self.last_token_at[key] = now
         if part.usage is not None:
             metrics.finished.labels(piece.finish_reason).inc()
             metrics.prompt_tokens.inc(part.usage.prompt_tokens)
             metrics.cached_tokens.inc(part.usage.cached_tokens)
 
     def close(self) -> None:
-        """Whoever asked has the answer, or does not want it: what still runs is aborted."""
+        """End the request: abort the samples that still run."""
         self.generation.close()
         self.metrics.duration.observe(asyncio.get_running_loop().time() - self.began)
 
 
 class EventStream(StreamingResponse):
-    """A run's events, the first of which is there already.  An error in their midst is an event of its own."""
+    """A run's events; the first exists already.  A later error is sent as an event."""
 
     def __init__(self, run: Run, first: bytes, rest: AsyncIterator[bytes]):
         super().__init__(self._body(first, rest), media_type="text/event-stream", headers={"cache-control": "no-cache"})
@@ -263,11 +264,11 @@ class EventStream(StreamingResponse):
             async for events in rest:
                 yield events
         except ApiError as error:
-            log.warning("ended in its midst: %s", error.detail)
+            log.warning("the stream ended early: %s", error.detail)
             yield self._failed(error)
         except Exception:
-            # The status has been sent: whoever reads must not take a defect of ours for the end of the text.
-            log.exception("failed in its midst")
+            # Status 200 is already sent: without an error event the client would take this for the end of the text.
+            log.exception("the stream failed")
             yield self._failed(ApiError(500, FAILED))
         self.ended = True
 
@@ -282,7 +283,7 @@ class EventStream(StreamingResponse):
             async with asyncio.timeout_at(limit):
                 await super().__call__(scope, receive, send)
         except TimeoutError:
-            log.warning("its reader took nothing for too long: the connection is closed")
+            log.warning("the client did not read the stream before its deadline: the connection is closed")
         finally:
             if not self.ended:
                 self.run.metrics.disconnects.inc()
@@ -295,7 +296,7 @@ def event(chunk: dict[str, Any]) -> bytes:
 
 
 async def _until_left(http: Request, work: Awaitable[T]) -> T:
-    """The result of `work`, cancelled as the client disconnects.  Raises ClientLeft."""
+    """The result of `work`.  If the client disconnects first, cancels it and raises ClientLeft."""
     working = asyncio.ensure_future(work)
     leaving = asyncio.create_task(_left(http))
     try:

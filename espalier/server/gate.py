@@ -1,6 +1,6 @@
-"""What every HTTP request passes before any endpoint: an id, the key, the size of its body; at the end, a log line.
+"""The middleware around all endpoints: request ids, the API key, limits on the body's size and time, the access log.
 
-Plain ASGI, so that a client's disconnect reaches the endpoints as the server sees it.
+It is plain ASGI, so that endpoints receive the client's disconnect directly from the server.
 """
 
 import asyncio
@@ -19,17 +19,18 @@ from espalier.server.errors import FAILED, RETRY_AFTER_S, ApiError
 from espalier.server.logs import new_request_id, request_id
 
 log = logging.getLogger("espalier.server")
-GIVEN_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
-# Times max_body_bytes.
-DROPPED_AT_MOST = 4
-# What a load balancer and Prometheus read without a key.
+CLIENT_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
+# Multiple of max_body_bytes up to which a too large body is read and dropped.
+MAX_DROPPED = 4
+# Load balancers and Prometheus read these without a key.
 OPEN_PATHS = ("/health", "/metrics")
 
 
 class Gate:
-    """Around an app.  answered(path, status): called as each answer ends.  num_open: requests still being answered.
+    """Wraps an app.
 
-    body_timeout_s: of one body, None for no limit.
+    answered(path, status): called at the end of each response; body_timeout_s: limit for reading one body, None for no
+    limit; num_open: requests in progress.
     """
 
     def __init__(
@@ -47,29 +48,29 @@ class Gate:
         self.body_timeout_s = body_timeout_s
         self.num_open = 0
         self.draining = False
-        # Of the bodies that are waited for.
-        self.waits: set[asyncio.Timeout] = set()
+        # The timeouts of bodies that are being received.
+        self.body_timeouts: set[asyncio.Timeout] = set()
 
     def drain(self) -> None:
-        """A body that is not there yet is not waited for, from now on."""
+        """From now on, refuse requests whose body has not arrived."""
         self.draining = True
-        for wait in self.waits:
-            if not wait.expired():
-                wait.reschedule(asyncio.get_running_loop().time())
+        for timeout in self.body_timeouts:
+            if not timeout.expired():
+                timeout.reschedule(asyncio.get_running_loop().time())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         method = scope["method"]
         if method == "HEAD":
-            # The HTTP server leaves out the body: all else is GET's, probes included.
+            # Serve HEAD as GET; the HTTP server leaves out the body.
             scope = {**scope, "method": "GET"}
         headers = Headers(scope=scope)
-        given = headers.get("x-request-id", "")
-        request_id.set(given if GIVEN_ID.fullmatch(given) else new_request_id())
-        # For what knows of a connection alone.
+        client_id = headers.get("x-request-id", "")
+        request_id.set(client_id if CLIENT_ID.fullmatch(client_id) else new_request_id())
+        # espalier/server/connections.py reads the id from the scope.
         scope.setdefault("state", {})["request_id"] = request_id.get()
         refused: ApiError | None = None
         began, answer, upload = time.perf_counter(), Answering(send), Upload(self, receive)
-        # As it was sent: a line break that it decodes to is not to begin a log line.
+        # Quoted, so that a line break in the path cannot forge a log line.
         path = quote(scope["path"])
         self.num_open += 1
         try:
@@ -88,7 +89,7 @@ class Gate:
         finally:
             self.num_open -= 1
             seconds = time.perf_counter() - began
-            # Probes come every few seconds, for ever.
+            # Probes would fill the log.
             level = logging.DEBUG if scope["path"] in OPEN_PATHS and answer.status == 200 else logging.INFO
             why = _reason(refused or scope["state"].get("refused"))
             log.log(level, "%s %s %d %.3f s%s", method, path, answer.status, seconds, why)
@@ -97,7 +98,7 @@ class Gate:
 
     def _check_key(self, path: str, headers: Headers) -> None:
         if self.api_key is not None and path not in OPEN_PATHS:
-            # Header bytes come as latin-1, whatever they were.
+            # Starlette decodes header bytes as latin-1.
             scheme, _, key = headers.get("authorization", "").partition(" ")
             if scheme.lower() != "bearer" or not hmac.compare_digest(key.encode("latin-1"), self.api_key.encode()):
                 message = "the API key is missing or wrong; send it as Authorization: Bearer KEY"
@@ -107,7 +108,7 @@ class Gate:
 
 
 def _reason(refused: ApiError | None) -> str:
-    """Why a request failed, for its log line: what of it a client wrote cannot begin another line."""
+    """The end of the log line of a failed request.  Line breaks that the client sent are escaped."""
     if refused is None:
         return ""
     message = "".join(c if c.isprintable() else repr(c)[1:-1] for c in str(refused.detail))
@@ -115,72 +116,71 @@ def _reason(refused: ApiError | None) -> str:
 
 
 class Upload:
-    """One request's body on its way in: a receive that counts bytes and time.
+    """An ASGI receive that limits the size and the time of one request's body.
 
-    Raises ApiError where it is too large, or too slow.
+    Raises ApiError if the body is too large or too slow.
     """
 
     def __init__(self, gate: Gate, receive: Receive):
         self.gate = gate
         self.receive = receive
-        self.taken = 0
-        self.whole = False
+        self.num_received = 0
+        self.complete = False
         limit = gate.body_timeout_s
         self.deadline = None if limit is None else asyncio.get_running_loop().time() + limit
 
     async def __call__(self) -> Message:
         message = await self._next()
-        if self.taken > self.gate.max_body_bytes:
+        if self.num_received > self.gate.max_body_bytes:
             await self._drop()
         return message
 
     async def check_length(self, headers: Headers) -> None:
-        """Refuse at once what says that it is too large."""
+        """Refuse a body by its Content-Length.  Raises ApiError."""
         length = headers.get("content-length", "0")
         if length.isdecimal() and int(length) > self.gate.max_body_bytes:
             await self._drop(int(length))
 
     async def _drop(self, length: int = 0) -> None:
-        """Who is still sending reads no answer: a body that is a little too large is taken in, and dropped."""
-        most = self.gate.max_body_bytes
-        while not self.whole and max(self.taken, length) <= DROPPED_AT_MOST * most:
+        """Refuse a too large body.  Read a moderately large one to its end first: a client that sends does not read."""
+        limit = self.gate.max_body_bytes
+        while not self.complete and max(self.num_received, length) <= MAX_DROPPED * limit:
             await self._next()
-        raise ApiError(413, f"the body is above {most} bytes; send less, or raise --max-body-bytes")
+        raise ApiError(413, f"the body is larger than {limit} bytes; send less, or raise --max-body-bytes")
 
     async def _next(self) -> Message:
-        if self.whole:  # what comes now is the client's leaving, and may take any time
+        if self.complete:  # the next message is the client's disconnect, and may take any time
             return await self.receive()
         deadline = asyncio.get_running_loop().time() if self.gate.draining else self.deadline
         try:
-            # What is there already is taken, whatever the time: a limit strikes where something is waited for.
-            async with asyncio.timeout_at(deadline) as wait:
-                self.gate.waits.add(wait)
+            # A message that has already arrived is taken even after the deadline: the timeout only ends a wait.
+            async with asyncio.timeout_at(deadline) as timeout:
+                self.gate.body_timeouts.add(timeout)
                 try:
                     message = await self.receive()
                 finally:
-                    self.gate.waits.discard(wait)
+                    self.gate.body_timeouts.discard(timeout)
         except TimeoutError:
             raise self._late() from None
-        self.taken += len(message.get("body", b""))
-        self.whole = not message.get("more_body", False)
+        self.num_received += len(message.get("body", b""))
+        self.complete = not message.get("more_body", False)
         return message
 
     def _late(self) -> ApiError:
         if self.gate.draining:
-            message = "the server is shutting down and the body was not there yet; ask another"
+            message = "the server is shutting down and the body had not arrived; retry on another server"
             error = ApiError(503, message, retry_after_s=RETRY_AFTER_S)
         else:
             limit = self.gate.body_timeout_s
-            error = ApiError(
-                408, f"the body was not there after {limit:g} s; send it faster, or raise --body-timeout", retry=False
-            )
-        # What follows on this connection is the rest of the body: nothing more is read from there.
+            message = f"the body did not arrive within {limit:g} s; send it faster, or raise --body-timeout"
+            error = ApiError(408, message, retry=False)
+        # The rest of the body may still arrive on this connection, so no further request can be read from it.
         error.headers = {**(error.headers or {}), "connection": "close"}
         return error
 
 
 class Answering:
-    """A send that adds the request's id, and remembers the status (0: nothing was sent)."""
+    """An ASGI send that adds the request's id and keeps the status, 0 if nothing was sent."""
 
     def __init__(self, send: Send):
         self.send = send

@@ -1,13 +1,13 @@
-"""Fields of other servers and clients that cannot change an answer: accepted without effect, and named in a header.
+"""Fields of other servers and clients that are accepted without effect and named in a response header.
 
-A field belongs here where leaving it out gives the same tokens and the same promises.  What chooses tokens, asks for
-something in the answer, or is about who may see what (such as vLLM's cache_salt) does not: it is refused by name.
+A field belongs here if the response is the same without it.  A field that changes tokens, adds something to the
+response, or separates users (such as vLLM's cache_salt) does not belong here: the server refuses it by name.
 """
 
 from collections.abc import Mapping
 
-_SENDER = "about the sender; nothing here depends on it"
-_CACHE = "equal beginnings of prompts are shared whatever it says"
+_SENDER = "describes the sender; the server does not use it"
+_CACHE = "the prefix cache always shares equal prompt prefixes"
 _ROUTING = "one engine serves all requests"
 
 HINTS: Mapping[str, str] = {
@@ -16,26 +16,26 @@ HINTS: Mapping[str, str] = {
     "safety_identifier": _SENDER,
     "prompt_cache_key": _CACHE,
     "prompt_cache_retention": _CACHE,
-    "service_tier": "all requests are served alike; use priority",
+    "service_tier": "there is only one tier; use priority",
     # Ollama
-    "keep_alive": "a model stays loaded as long as the server runs",
+    "keep_alive": "the model stays loaded while the server runs",
     # llama.cpp
     "cache_prompt": _CACHE,
-    "id_slot": "slots are the engine's to choose",
+    "id_slot": "the engine chooses the slot",
     # vLLM and SGLang
-    "request_id": "the answer's id is the header x-request-id, which a client may send",
-    "rid": "the answer's id is the header x-request-id, which a client may send",
+    "request_id": "send the id as the header x-request-id",
+    "rid": "send the id as the header x-request-id",
     "data_parallel_rank": _ROUTING,
     # LiteLLM
     "litellm_call_id": _SENDER,
     "litellm_session_id": _SENDER,
     "litellm_trace_id": _SENDER,
     "litellm_metadata": _SENDER,
-    "num_retries": "about the client; nothing is sent twice here",
+    "num_retries": "retries are the client's; the server makes none",
     "tags": _SENDER,
     # OpenRouter
     "provider": _ROUTING,
     "session_id": _SENDER,
     "trace": _SENDER,
-    "usage": "whole answers always have it; streams have it by stream_options",
+    "usage": "a response always has it; for a stream use stream_options",
 }

@@ -1,4 +1,4 @@
-"""One HTTP connection: uvicorn's, with our words where it answers by itself, before the gate and any endpoint."""
+"""One HTTP connection: uvicorn's, with this server's error format and support for half-closed connections."""
 
 import logging
 import socket
@@ -12,25 +12,24 @@ from espalier.server.logs import new_request_id, request_id
 
 log = logging.getLogger("espalier.server")
 UNREADABLE = (
-    "this is no HTTP that can be read: its first line, a header or the framing of its body is malformed or too long; "
+    "malformed HTTP: the request line, a header or the framing of the body is invalid or too long; "
     "send plain HTTP/1.1 (http://, not https://)"
 )
-
-
-# A half-closed connection is looked at so often; an interim answer is sent at one look of so many.
-LOOK_S = 0.1
+# A half-closed connection is checked every CHECK_S.  Check FIRST_PROBE, and every CHECKS_PER_PROBE after it, sends an
+# interim response.
+CHECK_S = 0.1
 FIRST_PROBE = 3
-LOOKS_A_PROBE = 100
-# RFC 9110, section 15.2: a client reads over any number of interim answers, asked for or not, from HTTP/1.1 on.
+CHECKS_PER_PROBE = 100
+# RFC 9110, section 15.2: an HTTP/1.1 client ignores interim responses that it did not ask for, whatever their number.
 INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
 class Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  # whichever of uvicorn's parsers is installed
-    """A client that sends FIN behind a whole request gets its answer.
+    """A connection on which a client that sends FIN after a whole request still gets its response.
 
-    FIN alone does not say whether the client reads on or is gone.  What is written to one that is gone comes back as a
-    reset: a stream's events, or an interim answer as long as there is none.  FIN is leaving on HTTP/1.0, which has no
-    interim answers, where a request is not whole, and where several wait.
+    FIN does not say whether the client still reads.  Data written to a client that is gone causes a TCP reset.  That
+    data is a stream's events or, before the response starts, an interim response.  FIN counts as a disconnect on
+    HTTP/1.0, which has no interim responses, inside a request, and if several requests are pipelined.
     """
 
     half_closed = False
@@ -46,42 +45,45 @@ class Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  # whichev
             and not getattr(self, "pipeline", ())
         )
         if self.half_closed:
-            self.loop.call_later(LOOK_S, self._look, 0)
+            self.loop.call_later(CHECK_S, self._check, 0)
         return self.half_closed
 
-    def _look(self, count: int) -> None:
+    def _check(self, count: int) -> None:
         cycle = self.cycle
         if self.transport.is_closing() or cycle.response_complete:
             return
         if self.transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
             self.transport.abort()
             return
-        if not cycle.response_started and count % LOOKS_A_PROBE == FIRST_PROBE:
+        if not cycle.response_started and count % CHECKS_PER_PROBE == FIRST_PROBE:
             self.transport.write(INTERIM)
-        self.loop.call_later(LOOK_S, self._look, count + 1)
+        self.loop.call_later(CHECK_S, self._check, count + 1)
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        # Nothing more comes, unless it is there already.
+        # After FIN no request follows, except one that was pipelined and now runs.
         if self.half_closed and self.cycle.response_complete:
             self.transport.close()
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what is no HTTP; where an answer is out whose request goes on, another would be taken for the next."""
+        """Send 400 for malformed HTTP, unless a response to an unfinished request has started on this connection.
+
+        The client would read a second response as the next request's.
+        """
         cycle = self.cycle
         if cycle is None or not cycle.response_started or (cycle.response_complete and not cycle.more_body):
             self.transport.write(_unreadable(self.client))
         self.transport.close()
 
     def _unsupported_upgrade_warning(self) -> None:
-        # uvicorn advises to install a WebSocket library, which would change nothing here.
-        log.debug("an upgrade of the connection is asked for; there is none, and it is answered without")
+        # uvicorn's own message advises to install a WebSocket library, but the server has no WebSocket endpoint.
+        log.debug("the client requested a protocol upgrade; none is supported, and the request is served without it")
 
 
 def _unreadable(client: tuple[str, int] | None) -> bytes:
-    """The whole answer.  It may come amid another request's end, whose id stays its own."""
+    """The whole response, with a new request id.  The id of a request that ends in this context is restored."""
     before = request_id.set(new_request_id())
-    log.info("what %s sent is no HTTP: 400", f"{client[0]} port {client[1]}" if client else "somebody")
+    log.info("malformed HTTP from %s: 400", f"{client[0]} port {client[1]}" if client else "an unknown address")
     error = ApiError(400, UNREADABLE)
     body = msgspec.json.encode(error.body())
     head = {

@@ -1,7 +1,7 @@
-"""Tokenizing beside the loop, in two lanes: a short prompt never waits behind a long one.
+"""Tokenization outside the event loop, in two lanes, so that a short prompt never waits for a long one.
 
-Each lane is one thread with a tokenizer of its own.  The library's encode_batch, which transformers calls, holds no
-lock of the interpreter, so that a long prompt stops nothing else either.
+Each lane is a thread with its own tokenizer.  transformers calls encode_batch of the tokenizers library, which releases
+the GIL, so a long prompt does not block the event loop.
 """
 
 import asyncio
@@ -14,13 +14,13 @@ from espalier.inputs import InputProcessor
 from espalier.server.errors import full, refusal
 
 T = TypeVar("T")
-# Characters or tokens that take a few milliseconds.
-LONGEST_SHORT = 16384
-MOST_WAITING = 32
+# Characters or tokens of the short lane: a few milliseconds of work.
+MAX_SHORT = 16384
+MAX_WAITING = 32
 
 
 class Lanes:
-    """inputs: used by the short lane; the long one has a copy."""
+    """inputs: used by the short lane; the long lane uses a copy."""
 
     def __init__(self, inputs: InputProcessor):
         self._short = inputs, ThreadPoolExecutor(1, "tokenizing-short")
@@ -28,16 +28,16 @@ class Lanes:
         self._num_long = 0
 
     async def run(self, work: Callable[..., T], *values: Any, size: int, field: str | None = None) -> T:
-        """`work` of an InputProcessor and values.  size: of its text, in characters, or its tokens; field: of the body,
-        which holds it.
+        """Run work(InputProcessor, *values) in a lane.
 
-        Raises ApiError for what it refuses, and where too many long ones wait.
+        size: characters or tokens to process; field: the body's field that errors name.  Raises ApiError if `work`
+        raises EspalierError, or if too many long prompts wait.
         """
         try:
-            if size <= LONGEST_SHORT:
+            if size <= MAX_SHORT:
                 return await self._in(self._short, work, *values)
-            if self._num_long > MOST_WAITING:
-                raise full(f"{MOST_WAITING} long prompts wait to be tokenized")
+            if self._num_long > MAX_WAITING:
+                raise full(f"{MAX_WAITING} long prompts are already waiting to be tokenized")
             self._num_long += 1
             try:
                 return await self._in(self._long, work, *values)

@@ -1,4 +1,4 @@
-"""Log lines of the server: text or JSON, each with the id of the request that it is about."""
+"""Log lines of the server: text or JSON, each with its request's id."""
 
 import json
 import logging
@@ -12,7 +12,7 @@ request_id: ContextVar[str] = ContextVar("request_id", default=NO_REQUEST)
 
 
 def new_request_id() -> str:
-    """For a request that brings none."""
+    """The id of a request whose client sent none."""
     return f"req-{uuid.uuid4().hex}"
 
 
@@ -38,18 +38,18 @@ class _Json(logging.Formatter):
 
 
 def set_up(level: str, as_json: bool) -> None:
-    """Send every log line of this process to stderr in one form."""
+    """Send all log lines of this process to stderr, in one format."""
     handler = logging.StreamHandler(sys.stderr)
     text = logging.Formatter("%(asctime)s %(levelname)s %(name)s [%(request_id)s] %(message)s")
     handler.setFormatter(_Json() if as_json else text)
     handler.addFilter(_WithRequestId())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
-    # Each request of a client library would be a line beside our own.
+    # httpx would log a line for each request to the model hub.
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    # It warns of errors to come from a prompt above the model's context, which is refused.
+    # It warns about prompts longer than the model's context, which the server refuses anyway.
     logging.getLogger("transformers.tokenization_utils_base").setLevel(logging.ERROR)
 
 
 def about(name: str) -> dict[str, str]:
-    """`extra` of a line about a request, where no context says which."""
+    """The `extra` argument of a log call outside a request's context."""
     return {"request_id": name}

@@ -1,4 +1,4 @@
-"""What Prometheus reads: counts of the front, and of the engine process as its last report has them."""
+"""Prometheus metrics: counters of the front, and the engine process's values from its last report."""
 
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -18,27 +18,29 @@ Family = TypeVar("Family", CounterMetricFamily, GaugeMetricFamily)
 
 
 class Metrics:
-    """A registry of its own for each server, so that two in one process stay apart."""
+    """The metrics of one server.  Each has its own registry, so that one process can hold several servers."""
 
     def __init__(self, client: EngineClient):
         self.began = time.time()
         self.registry = CollectorRegistry()
         self.registry.register(EngineCollector(client))
         self.answers = self._counter("http_requests", "HTTP requests answered", "path", "status")
-        self.disconnects = self._counter("disconnects", "requests whose client left before the end")
+        self.disconnects = self._counter("disconnects", "requests whose client disconnected before the end")
         self.timeouts = self._counter("timeouts", "requests that took longer than --request-timeout")
-        self.stalled_readers = self._counter("stalled_readers", "connections closed because their reader took nothing")
-        self.stalled_senders = self._counter("stalled_senders", "connections closed because no whole request came")
+        self.stalled_readers = self._counter("stalled_readers", "connections closed because the client did not read")
+        self.stalled_senders = self._counter("stalled_senders", "connections closed because no whole request arrived")
         self.stream_errors = self._counter("stream_errors", "streams that ended with an error event", "type")
-        self.prompt_tokens = self._counter("prompt_tokens", "tokens of prompts whose requests ended")
-        self.cached_tokens = self._counter("prompt_cached_tokens", "of those, found in the prefix cache")
-        self.generated = self._counter("generated_tokens", "tokens handed to requests")
+        self.prompt_tokens = self._counter("prompt_tokens", "prompt tokens of requests that ended")
+        self.cached_tokens = self._counter(
+            "prompt_cached_tokens", "prompt tokens of requests that ended, found in the prefix cache"
+        )
+        self.generated = self._counter("generated_tokens", "output tokens")
         self.finished = self._counter("finished_samples", "samples that ended, by finish_reason", "reason")
         self.first_token = self._histogram(
             "time_to_first_token_seconds", "from arrival to a prompt's first token", SECONDS
         )
         self.between_tokens = self._histogram(
-            "inter_token_seconds", "between tokens; those that one round decides share its time", TOKEN_SECONDS
+            "inter_token_seconds", "time between tokens; the tokens of one round share its time equally", TOKEN_SECONDS
         )
         self.duration = self._histogram("request_seconds", "from arrival to the end of a generating request", SECONDS)
 
@@ -49,12 +51,12 @@ class Metrics:
         return Histogram(f"espalier_{name}", about, buckets=tuple(buckets), registry=self.registry)
 
     def text(self) -> bytes:
-        """The exposition format."""
+        """All metrics in Prometheus's text format."""
         return generate_latest(self.registry)
 
 
 class EngineCollector(Collector):
-    """Reads the client's last report at each scrape.  Counts begin again with a new engine process."""
+    """Reads the engine's last report at each scrape.  Its counters start at 0 again with a new engine process."""
 
     def __init__(self, client: EngineClient):
         self.client = client
@@ -62,17 +64,17 @@ class EngineCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         client, report = self.client, self.client.report
         pages = (("free", report.pages_free), ("cached", report.pages_cached), ("owned", report.pages_owned))
-        yield _gauge("engine_up", "1 while the engine process answers", client.state == "ready")
+        yield _gauge("engine_up", "1 while the engine process is ready", client.state == "ready")
         yield _counter("engine_restarts", "engine processes started after the first", client.num_restarts)
-        yield _gauge("open_samples", "samples accepted and not ended, as the front sees them", client.open_samples)
+        yield _gauge("open_samples", "samples that are queued or running, counted in the front", client.open_samples)
         yield _gauge("waiting_requests", "samples queued in the engine", report.waiting)
         yield _gauge("running_requests", "samples in a slot", report.running)
         yield _labelled(GaugeMetricFamily("espalier_pages", "pages of the cache", labels=["state"]), pages)
-        yield _counter("preemptions", "samples put back into the queue for want of pages", report.preempted)
+        yield _counter("preemptions", "samples put back into the queue because pages ran out", report.preempted)
         yield _counter("harvests", "engine steps", report.harvests)
         yield from _of_speculation(report.totals)
         yield _gauge(
-            "acceptance_alarm", "1 when next to nothing drafted is accepted: a wrong draft?", report.low_acceptance
+            "acceptance_alarm", "1 if almost no draft token is accepted: check the draft", report.low_acceptance
         )
         rounds = CounterMetricFamily("espalier_rounds", "rounds by batch bucket", labels=["bucket", "run"])
         for bucket, graph, count in report.rounds:
@@ -82,12 +84,10 @@ class EngineCollector(Collector):
 
 
 def _of_speculation(totals: SpeculationStats) -> Iterator[Metric]:
-    yield _gauge(
-        "accept_length", "tokens a request and round since the start; 1.0 is plain decoding", totals.accept_length
-    )
+    yield _gauge("accept_length", "mean accept length since the start; 1.0 is plain decoding", totals.accept_length)
     yield _counter("drafted_tokens", "draft tokens verified", totals.drafted)
-    yield _counter("accepted_tokens", "draft tokens emitted", totals.accepted)
-    lengths = CounterMetricFamily("espalier_rounds_by_accept_length", "rounds of a request", labels=["length"])
+    yield _counter("accepted_tokens", "draft tokens accepted", totals.accepted)
+    lengths = CounterMetricFamily("espalier_rounds_by_accept_length", "rounds by accept length", labels=["length"])
     yield _labelled(lengths, enumerate(totals.histogram))
     tried = CounterMetricFamily("espalier_depth_tried", "rounds in which a depth was tried", labels=["depth"])
     yield _labelled(tried, enumerate(totals.reached, 1))

@@ -1,7 +1,7 @@
-"""The bodies of requests: OpenAI's fields, those of SamplingParams beside them, hints without effect, nothing else.
+"""The request bodies: OpenAI's fields, the fields of SamplingParams, and fields without effect (hints.py).
 
-A field is honoured, taken without effect, or refused.  A refused field's type is its neutral values, so that clients
-that always send it are served; any other value is an error that says why.  docs/server.md's table is made of these.
+A field is honoured, accepted without effect, or refused.  A refused field accepts only its neutral values, for clients
+that always send it; any other value is an error that says why.  The tables of docs/server.md come from these models.
 """
 
 import json
@@ -21,7 +21,7 @@ from espalier.server.hints import HINTS
 
 @dataclass(frozen=True)
 class Refused:
-    """why: ends the error message, and what to do stands in it."""
+    """why: the end of the error message, with what to do."""
 
     why: str
 
@@ -32,7 +32,7 @@ class NoEffect:
 
 
 Nothing = Annotated[list[Any], Field(max_length=0)]
-# The first wrong entry ends the check: a body may hold a million, and an error for each would hold up everyone.
+# Checking stops at the first wrong entry: an error for each of a million entries would block the server.
 FIRST: Any = Field(fail_fast=True)
 Tokens = Annotated[list[int], FIRST]
 MOST_METADATA = 16
@@ -41,34 +41,36 @@ MOST_TEMPLATE_KWARGS = 64
 
 
 def _at_most(most: int) -> BeforeValidator:
-    """The same for an object, where no check ends at the first: entries are counted before they are looked at."""
+    """Refuse an object with more entries, before they are checked: pydantic has no fail_fast for objects."""
 
     def count(value: Any) -> Any:
         if isinstance(value, dict) and len(value) > most:
-            raise ValueError(f"an object with {len(value)} entries is not supported; use {most} at most")
+            raise ValueError(f"an object with {len(value)} entries is not supported; use at most {most}")
         return value
 
     return BeforeValidator(count)
 
 
 TemplateKwargs = Annotated[dict[str, Any], _at_most(MOST_TEMPLATE_KWARGS)]
-# Keys of a JSON object are text.
+# JSON keys are strings, so the key's type is not strict.
 Bias = Annotated[dict[Annotated[int, Field(strict=False)], float], _at_most(MAX_BIAS)]
 
-TOOLS = Refused('tools need output that follows a grammar, which is not supported yet; use "none", or leave it out')
-NO_CALLS = "calls need output that follows a grammar, which is not supported yet"
-FUNCTIONS = Refused("OpenAI deprecated it for tools, which are not supported yet; leave it out")
-TEXT_ONLY = Refused("models here read and write text; leave it out")
-STATELESS = Refused("nothing is kept between requests; leave it out, and send what is needed each time")
+TOOLS = Refused('tool calls need grammar-constrained output, which is not supported yet; use "none", or leave it out')
+NO_CALLS = "tool calls need grammar-constrained output, which is not supported yet"
+FUNCTIONS = Refused("OpenAI replaced it by tools, and tool calls are not supported yet; leave it out")
+TEXT_ONLY = Refused("this server supports only text; leave it out")
+STATELESS = Refused(
+    "the server stores nothing between requests; leave it out, and send the whole conversation each time"
+)
 
 
 def _whole_text(value: Any) -> None:
-    """Refuse half a surrogate pair anywhere: JSON can write one, and no encoding of text can."""
+    """Refuse a lone surrogate anywhere in a value: JSON can hold one, but UTF-8 cannot encode it."""
     if isinstance(value, str):
         try:
             value.encode()
         except UnicodeEncodeError:
-            raise ValueError("text holds half a surrogate pair (\\ud800 to \\udfff); send whole characters") from None
+            raise ValueError("text contains a lone surrogate (\\ud800 to \\udfff); send whole characters") from None
     elif isinstance(value, dict):
         for name, inner in value.items():
             _whole_text(name)
@@ -80,7 +82,7 @@ def _whole_text(value: Any) -> None:
 
 
 class Body(BaseModel):
-    """Types are exact ("1" is no number), and unknown names are errors."""
+    """Types are strict ("1" is not a number), and unknown fields are errors."""
 
     model_config = ConfigDict(strict=True, extra="forbid", protected_namespaces=())
 
@@ -90,16 +92,16 @@ class Body(BaseModel):
         try:
             _whole_text(value)
         except RecursionError:
-            raise ValueError("the body is nested too deep; send plain fields") from None
+            raise ValueError("the body is nested too deeply; use fewer levels") from None
         if not isinstance(value, dict):
             return value
-        # Of unknown names one is enough to say.
+        # One unknown field is enough for the error.
         unknown = [name for name in value if name not in cls.model_fields]
         return {name: each for name, each in value.items() if name in cls.model_fields or name == unknown[0]}
 
 
 def _json_type(annotation: Any) -> Any:
-    """What JSON has for a field of SamplingParams."""
+    """The JSON type of a SamplingParams field."""
     if get_origin(annotation) in (Union, types.UnionType):
         return Union[tuple(_json_type(part) for part in get_args(annotation))]  # noqa: UP007
     if get_origin(annotation) is Sequence:
@@ -107,7 +109,7 @@ def _json_type(annotation: Any) -> Any:
     return Bias if get_origin(annotation) is Mapping else annotation
 
 
-# Honoured by the engine; what each does is its help text in espalier/request.py.
+# The engine honours these.  Their descriptions are the help texts in espalier/request.py.
 _sampling_fields: Mapping[str, Any] = {
     f.name: (_json_type(f.type), Field(None, description=f.metadata["help"])) for f in fields(SamplingParams)
 }
@@ -117,46 +119,53 @@ Hinted: Any = create_model("Hinted", __base__=Sampling, **_hint_fields)
 
 
 class StreamOptions(Body):
-    include_usage: bool | None = Field(None, description="a last chunk with the usage and no choices")
-    continuous_usage_stats: bool | None = Field(None, description="each chunk with the usage so far, of all choices")
-    include_obfuscation: Annotated[Literal[False] | None, Refused("chunks are not padded; leave it out")] = None
+    include_usage: bool | None = Field(None, description="send a last chunk with the usage and no choices")
+    continuous_usage_stats: bool | None = Field(
+        None, description="add the usage so far, over all choices, to each chunk"
+    )
+    include_obfuscation: Annotated[Literal[False] | None, Refused("chunks are never padded; leave it out")] = None
 
 
 class Generating(Hinted):
-    """What completions and chat completions share."""
+    """The fields that completions and chat completions share."""
 
-    model: str = Field(description="a served name, as /v1/models lists them")
-    stream: bool | None = Field(None, description="server-sent events as tokens are decided")
+    model: str = Field(description="a name from /v1/models")
+    stream: bool | None = Field(None, description="send tokens as server-sent events while they are generated")
     stream_options: StreamOptions | None = Field(
-        None, description="include_usage and continuous_usage_stats; only with stream"
+        None, description="include_usage and continuous_usage_stats; needs stream=true"
     )
-    max_completion_tokens: int | None = Field(None, description="OpenAI's later name of max_tokens")
+    max_completion_tokens: int | None = Field(None, description="OpenAI's newer name for max_tokens")
     add_special_tokens: bool | None = Field(
         None,
-        description="those that the tokenizer adds to a text, such as a first one; "
-        "unless set, in a completion and not in a chat, whose template writes them",
+        description="add the tokenizer's special tokens, such as a BOS token, to the text; "
+        "by default true for completions, and false for chats because the chat template writes them",
     )
-    truncate_prompt_tokens: int | None = Field(None, ge=1, description="keep so many of the prompt's last tokens")
+    truncate_prompt_tokens: int | None = Field(
+        None, ge=1, description="keep only this number of tokens, from the prompt's end"
+    )
     priority: int | None = Field(
-        None, ge=-(2**31), lt=2**31, description="lower goes first; 0 unless set; nobody who runs is stopped for it"
+        None,
+        ge=-(2**31),
+        lt=2**31,
+        description="a lower value starts first (default 0); running requests are not preempted for it",
     )
-    from_draft: bool | None = Field(None, description="for each token, whether it came from the draft")
-    return_token_ids: bool | None = Field(None, description="the ids of each choice's tokens")
+    from_draft: bool | None = Field(None, description="return, for each token, whether it came from the draft")
+    return_token_ids: bool | None = Field(None, description="return the token ids of each choice")
 
     metadata: Annotated[
         Annotated[dict[str, Any], _at_most(MOST_METADATA)] | None,
-        NoEffect("nothing is stored that it could be found by"),
+        NoEffect("the server stores no responses, so there is nothing to look up by it"),
     ] = None
 
     def sampling(self, **values: Any) -> SamplingParams:
-        """The fields of SamplingParams, with `values` in place of what this API calls otherwise."""
+        """SamplingParams from the fields of the same names.  `values` are those that the endpoint names differently."""
         given = {f.name: getattr(self, f.name) for f in fields(SamplingParams)}
         if self.max_completion_tokens is not None:
             given["max_tokens"] = self.max_completion_tokens
         return SamplingParams(**given | values)
 
     def without_effect(self) -> list[str]:
-        """Names of what was sent and changes nothing, in the order of the model."""
+        """Names of the fields that were sent and have no effect, in the order of the model."""
         return [
             name
             for name, info in type(self).model_fields.items()
@@ -164,15 +173,15 @@ class Generating(Hinted):
         ]
 
     def check(self) -> None:
-        """Refuse what no single field shows.  Raises EspalierError."""
+        """Refuse combinations of fields that are not supported.  Raises EspalierError."""
         if self.stream_options is not None and not self.stream:
-            raise EspalierError("stream_options is for stream=true; set it, or leave stream_options out")
+            raise EspalierError("stream_options needs stream=true; set it, or leave stream_options out")
         if self.prompt_logprobs is not None and self.stream:
             raise EspalierError("prompt_logprobs are not streamed; leave stream out")
-        # By the name that was sent: it is checked again as max_tokens.
+        # Checked here so that the error has the name that was sent; resolve checks it again as max_tokens.
         require_int("max_completion_tokens", self.max_completion_tokens, 1, MAX_COUNT, optional=True)
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
-            raise EspalierError("max_tokens and max_completion_tokens are one limit and differ; send one of them")
+            raise EspalierError("max_tokens and max_completion_tokens are the same limit but differ; send only one")
 
 
 class CompletionRequest(Generating):
@@ -182,10 +191,10 @@ class CompletionRequest(Generating):
         description="text or token ids, one or several"
     )
     echo: bool | None = Field(
-        None, description="begin the text with the prompt; with logprobs, its tokens have them too"
+        None, description="begin the text with the prompt; with logprobs, also return logprobs of the prompt's tokens"
     )
-    best_of: Annotated[Literal[1] | None, Refused("outputs are not ranked; use n and choose among them")] = None
-    suffix: Annotated[Literal[""] | None, Refused("text is not filled in; put all of it into the prompt")] = None
+    best_of: Annotated[Literal[1] | None, Refused("the server does not rank outputs; use n and choose one")] = None
+    suffix: Annotated[Literal[""] | None, Refused("insertion is not supported; put all text into the prompt")] = None
 
     @property
     def echoes_logprobs(self) -> bool:
@@ -194,7 +203,7 @@ class CompletionRequest(Generating):
     def check(self) -> None:
         super().check()
         if self.echoes_logprobs and self.stream and (self.n or 1) > 1:
-            raise EspalierError("echo with logprobs is streamed for n=1 alone; lower n, or leave stream out")
+            raise EspalierError("echo with logprobs and stream needs n=1; lower n, or leave stream out")
 
     def params(self) -> SamplingParams:
         if not self.echoes_logprobs:
@@ -202,7 +211,7 @@ class CompletionRequest(Generating):
         return self.sampling(prompt_logprobs=max(self.logprobs, self.prompt_logprobs or 0))
 
     def prompts(self) -> list[str | list[int]]:
-        """One entry a prompt.  Raises EspalierError for none."""
+        """One entry per prompt.  Raises EspalierError if there is none."""
         if isinstance(self.prompt, str) or (self.prompt and isinstance(self.prompt[0], int)):
             return [self.prompt]
         if not self.prompt:
@@ -211,62 +220,65 @@ class CompletionRequest(Generating):
 
 
 class TextPart(Body):
-    type: Literal["text"] = Field(description="models here read and write text")
+    type: Literal["text"] = Field(description="this server supports only text")
     text: str
 
 
 class FunctionCall(Body):
     name: str
-    arguments: str | None = Field(None, description="an object as JSON")
+    arguments: str | None = Field(None, description="a JSON object, as text")
 
     def parsed(self) -> dict[str, Any]:
-        """As templates take it.  Raises EspalierError."""
+        """In the form that chat templates read.  Raises EspalierError if the arguments are not a JSON object."""
         try:
             arguments = json.loads(self.arguments or "{}")
         except (ValueError, RecursionError):
             arguments = None
         if not isinstance(arguments, dict):
             raise EspalierError(
-                f"messages with a call of {self.name!r} whose arguments are no JSON object are not supported; send one"
+                f"messages with a call of {self.name!r} whose arguments are not a JSON object are not supported; "
+                "send an object"
             )
         return {"name": self.name, "arguments": arguments}
 
 
 class ToolCall(Body):
-    """A call that the assistant has made, by this model or another."""
+    """A tool call in an earlier assistant message."""
 
     id: str | None = None
     type: Literal["function"] = "function"
     function: FunctionCall
-    index: Annotated[int | None, NoEffect("calls stand in their order")] = None
+    index: Annotated[int | None, NoEffect("the order of the list is used")] = None
 
     def turn(self) -> dict[str, Any]:
         return {"id": self.id, "type": self.type, "function": self.function.parsed()}
 
 
 class Message(Body):
-    """One turn of a conversation, as the model's chat template reads it."""
+    """One message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"] = Field(
-        description="developer is read as system; tool, where the template knows it"
+        description="developer is passed to the chat template as system; tool needs a template that supports it"
     )
     content: str | Annotated[list[TextPart], FIRST] | None = Field(
-        None, description="text, or parts of type text, which are joined; null is empty"
+        None, description="text, or a list of text parts, which are joined; null is empty text"
     )
-    name: str | None = Field(None, description="handed to the chat template, which may show it")
+    name: str | None = Field(None, description="passed to the chat template")
     tool_calls: Annotated[list[ToolCall], FIRST, Field(max_length=MOST_TOOLS)] | None = Field(
-        None, description="what the assistant called, where the template shows it"
+        None, description="the assistant's tool calls, passed to the chat template"
     )
-    tool_call_id: str | None = Field(None, description="which call a tool answers, for the template")
+    tool_call_id: str | None = Field(
+        None, description="the call that a tool message answers, passed to the chat template"
+    )
     function_call: Annotated[None, FUNCTIONS] = None
-    refusal: Annotated[None, Refused("answers are plain text; leave it out")] = None
+    refusal: Annotated[None, Refused("messages here have no refusal; leave it out")] = None
     audio: Annotated[None, TEXT_ONLY] = None
     annotations: Annotated[Nothing | None, TEXT_ONLY] = None
 
     @model_validator(mode="before")
     @classmethod
     def _check_content(cls, value: Any) -> Any:
-        """Only who called a tool may say nothing at all."""
+        """Only a message with tool_calls may leave content out."""
         if isinstance(value, dict) and "content" not in value and not value.get("tool_calls"):
             raise ValueError("content is missing; give text, or null for none")
         return value
@@ -277,12 +289,12 @@ class Message(Body):
         return parts if isinstance(parts, str) else "".join(part.text for part in parts)
 
     def turn(self) -> dict[str, Any]:
-        """As templates take it.  Raises EspalierError."""
-        said: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": self.text}
+        """In the form that chat templates read.  Raises EspalierError for a bad tool call."""
+        turn: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": self.text}
         if self.tool_calls:
-            said["tool_calls"] = [call.turn() for call in self.tool_calls]
-        beside = {"name": self.name, "tool_call_id": self.tool_call_id}
-        return said | {name: value for name, value in beside.items() if value is not None}
+            turn["tool_calls"] = [call.turn() for call in self.tool_calls]
+        optional = {"name": self.name, "tool_call_id": self.tool_call_id}
+        return turn | {name: value for name, value in optional.items() if value is not None}
 
 
 class TextFormat(Body):
@@ -290,16 +302,19 @@ class TextFormat(Body):
 
 
 class Conversing(Body):
-    """How a conversation becomes a prompt: fields of ChatOptions."""
+    """The fields of ChatOptions that say how a conversation becomes a prompt."""
 
     chat_template_kwargs: TemplateKwargs | None = Field(
         None,
-        description="variables of the chat template, such as enable_thinking; what it does not read is refused",
+        description="variables of the chat template, such as enable_thinking; one that the template does not read is "
+        "refused",
     )
     add_generation_prompt: bool | None = Field(
-        None, description="end the prompt where the answer begins; true unless continue_final_message is"
+        None,
+        description="end the prompt with the start of an assistant turn; by default true, unless "
+        "continue_final_message is set",
     )
-    continue_final_message: bool | None = Field(None, description="the answer goes on with the last message")
+    continue_final_message: bool | None = Field(None, description="continue the last message")
 
     def options(self) -> ChatOptions:
         return {
@@ -313,33 +328,35 @@ class ChatRequest(Conversing, Generating):
     """POST /v1/chat/completions"""
 
     messages: Annotated[list[Message], FIRST] = Field(min_length=1, description="the conversation so far")
-    logprobs: bool | None = Field(None, description="log-probabilities of the chosen tokens")
-    top_logprobs: int | None = Field(None, description="of so many others at each place; needs logprobs")
+    logprobs: bool | None = Field(None, description="return log-probabilities of the output tokens")
+    top_logprobs: int | None = Field(
+        None, description="number of likeliest tokens to return at each position; needs logprobs"
+    )
     response_format: Annotated[
-        TextFormat | None, Refused("output that follows a grammar is not supported yet; leave it out")
+        TextFormat | None, Refused("grammar-constrained output is not supported yet; leave it out")
     ] = None
     tools: Annotated[list[dict[str, Any]], FIRST, Field(max_length=MOST_TOOLS)] | None = Field(
-        None, description='shown to the model by its chat template, if that reads them; only with tool_choice="none"'
+        None, description='passed to the chat template, if it reads tools; needs tool_choice="none"'
     )
     tool_choice: Annotated[Literal["none", "auto"] | None, TOOLS] = None
-    parallel_tool_calls: Annotated[bool | None, NoEffect("no tool is called")] = None
+    parallel_tool_calls: Annotated[bool | None, NoEffect("the model makes no tool calls")] = None
     functions: Annotated[Nothing | None, FUNCTIONS] = None
     function_call: Annotated[Literal["none", "auto"] | None, FUNCTIONS] = None
     modalities: Annotated[Annotated[list[Literal["text"]], FIRST] | None, TEXT_ONLY] = None
     audio: Annotated[None, TEXT_ONLY] = None
-    prediction: Annotated[None, Refused("drafts come from the engine's own drafter; leave it out")] = None
+    prediction: Annotated[None, Refused("the engine's drafter makes the drafts; leave it out")] = None
     reasoning_effort: Annotated[
-        None, Refused("how a model reasons is its chat template's: set it in chat_template_kwargs, or leave it out")
+        None, Refused("the chat template controls reasoning; use chat_template_kwargs, or leave it out")
     ] = None
-    verbosity: Annotated[None, Refused("ask for it in the messages; leave it out")] = None
-    web_search_options: Annotated[None, Refused("nothing is looked up; leave it out")] = None
+    verbosity: Annotated[None, Refused("ask for short or long answers in the messages; leave it out")] = None
+    web_search_options: Annotated[None, Refused("the server has no web search; leave it out")] = None
     store: Annotated[Literal[False] | None, STATELESS] = None
 
     def check(self) -> None:
         super().check()
         if self.top_logprobs is not None and not self.logprobs:
-            raise EspalierError("top_logprobs is for logprobs=true; set it, or leave top_logprobs out")
-        # By the name that was sent: it is checked again as logprobs.
+            raise EspalierError("top_logprobs needs logprobs=true; set it, or leave top_logprobs out")
+        # Checked here so that the error has the name that was sent; resolve checks it again as logprobs.
         require_int("top_logprobs", self.top_logprobs, 0, MAX_LOGPROBS, optional=True)
         if self.tools and self.tool_choice != "none":
             raise EspalierError(f'tools is not supported without tool_choice="none": {NO_CALLS}')
@@ -352,25 +369,25 @@ class ChatRequest(Conversing, Generating):
 
 
 class TokenizeRequest(Conversing):
-    """POST /tokenize: a prompt as a completion reads it, or messages as a chat does."""
+    """POST /tokenize: tokenizes a prompt like /v1/completions, or messages like /v1/chat/completions."""
 
-    model: str | None = Field(None, description="a served name, if any")
-    prompt: str | None = Field(None, description="text; or give messages")
-    add_special_tokens: bool | None = Field(None, description="as in a completion, or a chat")
+    model: str | None = Field(None, description="a name from /v1/models")
+    prompt: str | None = Field(None, description="text; give this or messages")
+    add_special_tokens: bool | None = Field(None, description="as for completions and chats")
     messages: Annotated[list[Message], FIRST] | None = Field(
-        None, min_length=1, description="a conversation; or give a prompt"
+        None, min_length=1, description="a conversation; give this or a prompt"
     )
 
 
 class DetokenizeRequest(Body):
     """POST /detokenize"""
 
-    model: str | None = Field(None, description="a served name, if any")
-    tokens: Tokens = Field(description="token ids; special ones have no text")
+    model: str | None = Field(None, description="a name from /v1/models")
+    tokens: Tokens = Field(description="token ids; special tokens are left out of the text")
 
 
 def field_rows(model: type[BaseModel]) -> list[tuple[str, str, str]]:
-    """(field, "honoured", "no effect" or "refused", what it does or why not), in the order of the model."""
+    """(field, "honoured" / "no effect" / "refused", description or reason), in the order of the model."""
     rows = []
     for name, info in model.model_fields.items():
         notes = [note for note in info.metadata if isinstance(note, Refused | NoEffect)]

@@ -1,7 +1,7 @@
-"""What the front and the engine process say to each other: small typed messages, msgpack, one a ZeroMQ frame.
+"""Messages between the front and the engine process: typed structs, encoded with msgpack, one per ZeroMQ frame.
 
-The records that requests consist of (ResolvedParams, OutputChunk, Usage, SpeculationStats) cross as they are: no
-field is written down a second time.  The front binds a PAIR socket and starts the process, which connects.
+ResolvedParams, OutputChunk, Usage and SpeculationStats are sent as they are, so no field is declared twice.  The front
+binds a PAIR socket and starts the engine process, which connects to it.
 """
 
 from typing import Any
@@ -16,8 +16,8 @@ from espalier.stats import SpeculationStats
 class Start(msgspec.Struct, tag=True):
     """The first message.
 
-    settings: keywords of EngineConfig; front: its process, which the engine does not outlive; heartbeat_s: how often an
-    engine with nothing to do speaks.
+    settings: keywords of EngineConfig; front: pid of the front, the engine process ends when that process does;
+    heartbeat_s: seconds between messages of an idle engine.
     """
 
     settings: dict[str, Any]
@@ -28,7 +28,7 @@ class Start(msgspec.Struct, tag=True):
 
 
 class Submit(msgspec.Struct, tag=True):
-    """A prompt and how its n samples are continued.  detokenize: stop strings are looked for there, and text comes."""
+    """A prompt with n samples.  detokenize: the engine process makes the text, which stop strings need."""
 
     name: str
     prompt: list[int]
@@ -38,7 +38,7 @@ class Submit(msgspec.Struct, tag=True):
 
 
 class Abort(msgspec.Struct, tag=True):
-    """End what was submitted under a name; a name that has ended is ignored, as both may cross."""
+    """End the samples of a name.  A name that has already ended is ignored: the messages may cross."""
 
     name: str
 
@@ -65,7 +65,7 @@ class Refused(msgspec.Struct, tag=True):
 
 
 class Part(msgspec.Struct, array_like=True):
-    """A piece of one sample.  usage, speculation: of the sample, with its last piece."""
+    """An output chunk of one sample.  usage and speculation: the sample's totals, only with its last chunk."""
 
     name: str
     piece: OutputChunk
@@ -74,11 +74,11 @@ class Part(msgspec.Struct, array_like=True):
 
 
 class Report(msgspec.Struct):
-    """What the engine looks like after a harvest.
+    """The engine's state after a step.
 
-    pages_owned: by running requests alone, not the prefix cache; rounds: (bucket, whether a graph ran it, how many);
-    aborts: for each name whose abort was carried out since the last report, the engine steps from its arrival to the
-    release of its pages.
+    harvests: engine steps so far; pages_owned: pages of running requests that are not in the prefix cache; rounds:
+    (bucket, whether a CUDA graph ran them, number of rounds); aborts: for each abort that was completed since the last
+    report, the engine steps from its arrival to the release of its pages.
     """
 
     harvests: int = 0
@@ -95,14 +95,14 @@ class Report(msgspec.Struct):
 
 
 class Harvest(msgspec.Struct, tag=True):
-    """What one engine step decided.  Without parts it is a heartbeat."""
+    """The output of one engine step.  Without parts it is a heartbeat."""
 
     parts: list[Part]
     report: Report
 
 
 class Failed(msgspec.Struct, tag=True):
-    """The last message of an engine process that cannot go on.  refused: it is what was asked for that is wrong."""
+    """The last message of an engine process that cannot go on.  refused: the settings are wrong, not the engine."""
 
     error: str
     refused: bool

@@ -1,7 +1,7 @@
-"""From flags to a server that answers, and from a signal to one that has left nothing behind.
+"""Starts the server, and ends it on a signal.
 
-SIGTERM: what runs is finished, what is new refused, for drain_timeout_s at most.  SIGINT: what runs is told, and the
-server leaves.  Either signal a second time cuts what is left short.
+SIGTERM drains: running requests finish, for at most drain_timeout_s, and new ones are refused.  SIGINT ends running
+requests with an error.  A second signal of either kind ends draining at once.
 """
 
 import asyncio
@@ -27,17 +27,18 @@ from espalier.server.http1 import Connection
 
 log = logging.getLogger("espalier.server")
 TOKENIZERS = "transformers.models.auto.tokenization_auto"
-# For connections to take what was written to them; and how long they may take nothing then, and while draining.
+# Limit for sending pending output to clients at the end.
 CLOSE_S = 5
+# A client that reads nothing for this long loses its connection, at the end and while draining.
 STALLED_AT_CLOSE_S = 1.0
 STALLED_AT_DRAIN_S = 5.0
 # uvicorn ticks ten times a second.
-TICKS_A_SWEEP = 10
+TICKS_PER_SWEEP = 10
 
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """port 0: one that is free, which the log names; send_timeout_s: for which a reader may take nothing, None for no
+    """port: 0 chooses a free one, which the log shows; send_timeout_s: how long a client may read nothing, None for no
     limit."""
 
     host: str
@@ -50,7 +51,7 @@ class ServeOptions:
 
 
 class Server(uvicorn.Server):
-    """uvicorn, with an end of our own."""
+    """uvicorn with the shutdown that the module describes."""
 
     def __init__(
         self,
@@ -71,7 +72,7 @@ class Server(uvicorn.Server):
         self.ending: asyncio.Task[None] | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Runs inside whatever the signal interrupted: the rest is for the loop."""
+        """The signal handler.  It may interrupt anything, so it only schedules `leave` on the event loop."""
         self.loop.call_soon_threadsafe(self.leave, sig == signal.SIGINT)
 
     def leave(self, at_once: bool) -> None:
@@ -82,7 +83,7 @@ class Server(uvicorn.Server):
             self.should_exit = True
             self.loop.create_task(self.front.client.close())
             return
-        log.info("draining: %d requests are open", self.gate.num_open)
+        log.info("draining: %d requests are in progress", self.gate.num_open)
         self.ending = self.loop.create_task(self._drain())
 
     async def _drain(self) -> None:
@@ -91,18 +92,18 @@ class Server(uvicorn.Server):
                 while self.gate.num_open:
                     await asyncio.sleep(0.05)
         if self.gate.num_open:
-            log.warning("%d requests are not done after %g s", self.gate.num_open, self.drain_timeout_s)
+            log.warning("%d requests did not finish within %g s: ending them", self.gate.num_open, self.drain_timeout_s)
         await self.front.client.close()
         self.should_exit = True
 
     async def on_tick(self, counter: int) -> bool:
-        if counter % TICKS_A_SWEEP == 0:
+        if counter % TICKS_PER_SWEEP == 0:
             self._sweep(STALLED_AT_DRAIN_S if self.front.draining else None)
             self.senders.sweep(self.server_state.connections, self.loop.time())
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Connections take what was written to them, for CLOSE_S at most; nobody waits for one that takes nothing."""
+        """Send pending output, for at most CLOSE_S, and close connections whose client does not read."""
         sweeping = self.loop.create_task(self._sweep_often())
         try:
             await super().shutdown(sockets)
@@ -128,7 +129,7 @@ async def serve(settings: Mapping[str, Any], options: ServeOptions) -> None:
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, loading.cancel)
     try:
-        # What the front needs takes a while to import: the engine process loads meanwhile.
+        # Import the slow module of the front while the engine process loads.
         await asyncio.gather(client.start(), asyncio.to_thread(import_module, TOKENIZERS))
         front = await asyncio.to_thread(Front, client, options.front)
         loop.remove_signal_handler(signal.SIGTERM)
@@ -140,7 +141,7 @@ async def serve(settings: Mapping[str, Any], options: ServeOptions) -> None:
             access_log=False,
             server_header=False,
             lifespan="off",
-            # Who asks for a WebSocket is answered as anyone who asks for what is not served.
+            # A WebSocket request gets a normal 404.
             ws="none",
             timeout_graceful_shutdown=CLOSE_S,
         )
@@ -157,12 +158,12 @@ async def serve(settings: Mapping[str, Any], options: ServeOptions) -> None:
 
 
 def _bound(host: str, port: int) -> socket.socket:
-    """Taken before the model is loaded, and listened to after: a port in use is known at once."""
+    """The listening socket, bound before the model is loaded so that a port in use fails at once."""
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
     except (OSError, OverflowError) as error:
         listener.close()
-        raise EspalierError(f"--host {host} --port {port} cannot be used ({error}); name another") from None
+        raise EspalierError(f"--host {host} --port {port} cannot be used ({error}); choose another") from None
     return listener

@@ -1,7 +1,7 @@
-"""The engine process: takes in what arrived, steps, sends what was decided.  Knows nothing of HTTP.
+"""The engine process: reads messages, steps the engine, sends its output.  It has no HTTP code.
 
-It ends by Shutdown or when the front is gone.  Signals are for the front, which drains first: SIGINT and SIGTERM reach
-a whole process group and are ignored here.
+It ends on Shutdown, or when the front is gone.  It ignores SIGINT and SIGTERM, which reach the whole process group: the
+front handles them and drains first.
 """
 
 import logging
@@ -23,21 +23,21 @@ from espalier.server import logs, protocol
 from espalier.server.protocol import Abort, Failed, Harvest, Part, Ready, Refused, Report, Start, Submit
 
 log = logging.getLogger("espalier.server")
-# Loading says nothing while it lasts: only silence after Ready counts.
 WAIT_FOR_START_MS = 60_000
 DONE, REFUSED, BROKEN = 0, 2, 1
 
 
 @dataclass
 class Running:
-    """What was submitted under one name.  aborted_at: the step before which its abort came."""
+    """The samples of one submitted name.  num_left: those that still run; aborted_at: the step before which an abort
+    arrived, None if none did."""
 
     requests: list[Request]
-    left: int = field(init=False)
+    num_left: int = field(init=False)
     aborted_at: int | None = None
 
     def __post_init__(self) -> None:
-        self.left = len(self.requests)
+        self.num_left = len(self.requests)
 
 
 class Worker:
@@ -54,7 +54,7 @@ class Worker:
         self.buckets = llm.engine.layout.batch_buckets(llm.config.graph_batch)
 
     def run(self) -> None:
-        """Serve until Shutdown.  Raises what the engine raised, after every request has been told."""
+        """Serve until Shutdown.  If the engine raises, sends each request's last part and raises the same."""
         while os.getppid() == self.front and self._take_in():
             pieces: list[OutputChunk] = []
             if self.llm.engine.has_work:
@@ -67,7 +67,7 @@ class Worker:
             self._send(pieces)
 
     def _take_in(self) -> bool:
-        """Every message that is there; waits for one where nothing runs.  False: leave."""
+        """Handle all messages that have arrived.  If nothing runs, wait for one.  False: Shutdown was received."""
         wait = 0 if self.llm.engine.has_work else self.heartbeat_ms
         while self.socket.poll(wait):
             message = protocol.decode_to_engine(self.socket.recv())
@@ -80,16 +80,16 @@ class Worker:
             wait = 0
         return True
 
-    def _submit(self, asked: Submit) -> None:
-        group = self.llm.group(asked.prompt, asked.params, asked.name, asked.priority, asked.detokenize)
+    def _submit(self, submit: Submit) -> None:
+        group = self.llm.group(submit.prompt, submit.params, submit.name, submit.priority, submit.detokenize)
         try:
             for request in group:
                 self.llm.engine.add(request)
         except EspalierError as error:
-            # The samples of a prompt are alike: the first is refused, or none is.
-            self.socket.send(protocol.encode(Refused(asked.name, str(error))))
+            # The samples of a prompt are alike: if any is refused, the first is, and none was added.
+            self.socket.send(protocol.encode(Refused(submit.name, str(error))))
             return
-        self.running[asked.name] = Running(group)
+        self.running[submit.name] = Running(group)
 
     def _abort(self, name: str) -> None:
         if name in self.running:
@@ -109,8 +109,8 @@ class Worker:
         request = entry.requests[piece.index]
         if piece.error is not None:
             log.error("%s", piece.error, extra=logs.about(piece.request_id))
-        entry.left -= 1
-        if not entry.left:
+        entry.num_left -= 1
+        if not entry.num_left:
             del self.running[name]
             if entry.aborted_at is not None:
                 self.aborts.append(self.steps - entry.aborted_at)
@@ -136,7 +136,7 @@ class Worker:
         )
 
     def _rounds(self) -> list[tuple[int, bool, int]]:
-        """Rounds by bucket.  A graph ran those of a captured bucket that report no log-probabilities."""
+        """Rounds by bucket.  A CUDA graph runs the rounds of a captured bucket, except those with log-probabilities."""
         counts: dict[tuple[int, bool], int] = {}
         for (batch, logprobs), count in self.llm.engine.scheduler.num_rounds.items():
             bucket = bucket_of(batch, self.buckets)
@@ -146,17 +146,18 @@ class Worker:
 
 
 def settings_of(sent: dict[str, Any]) -> dict[str, Any]:
-    """Keywords of LLM from what crossed the socket."""
+    """Keywords of LLM from the plain values of Start.settings."""
     tree = sent.get("speculation")
     return {**sent, "speculation": SpeculationConfig(**tree)} if isinstance(tree, dict) else sent
 
 
 def main(address: str) -> int:
-    """Connect, load, serve.  The front reads the reason of an end from the last message."""
+    """Connect, load, serve.  Sends Failed with the reason if the engine cannot go on."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
-        # A front that does not read must not stop the engine; one that is gone must not keep it from leaving.
+        # No limit on unread output: a slow front must not block the engine.  linger: do not wait long for a front that
+        # is gone.
         socket.set_hwm(0)
         socket.linger = 1000
         socket.connect(address)

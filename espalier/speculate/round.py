@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from espalier.attention import Attention, CommittedLengths, GroupedBackend, Nodes, Prefix
-from espalier.attention.staged import StagedPass
+from espalier.attention.staged import Commit, StagedPass
 from espalier.cache.kv import PagedKV, StagedKV
 from espalier.kernels.state.advance import NodeRows, advance
 from espalier.kernels.state.batch_state import chain, gather
@@ -29,13 +29,18 @@ from espalier.sampling.prompt import PromptRows, prompt_logprobs
 from espalier.slots import BatchState, SlotTable
 from espalier.speculate.accept import Path, accept
 from espalier.speculate.drafters.base import Drafter
+from espalier.speculate.pieces import PieceRows, Pieces
 from espalier.speculate.sampler import Sampler
 from espalier.speculate.tree import Tree
 
 
 @dataclass(frozen=True)
 class ModelRunner:
-    """Everything that a launch runs on: layout, slot table, pages, staging, target, drafter, the target's attention."""
+    """Everything that a launch runs on: layout, slot table, pages, staging, target, drafter, the target's attention.
+
+    coupled_scores: whether the draft scores children with the noise that the target will draw with.  Without it fewer
+    sampled tokens are accepted; False exists to measure how many.
+    """
 
     layout: RoundLayout
     table: SlotTable
@@ -44,6 +49,7 @@ class ModelRunner:
     target: CausalLM
     drafter: Drafter
     backend: GroupedBackend
+    coupled_scores: bool = True
 
     def at(self, batch: int) -> "ModelRunner":
         """The runner for rounds of `batch` requests, whose tree may be smaller.  Models and buffers are shared.
@@ -67,7 +73,8 @@ class ModelRunner:
     def sampler(self, slots: BatchState, needs: SamplingNeeds, first: Tensor, width: int) -> Sampler:
         """The sampler for tokens at positions first .. first + width - 1.  first: [B]."""
         dtype = torch.promote_types(self.pages.dtype, torch.float32)
-        return Sampler.of(slots, needs, first, width, self.target.config.vocab_size, dtype)
+        sampler = Sampler.of(slots, needs, first, width, self.target.config.vocab_size, dtype)
+        return sampler if self.coupled_scores else replace(sampler, coupled=False)
 
 
 @dataclass(frozen=True)
@@ -152,27 +159,31 @@ def prefill(
     length: Tensor,
     width: int,
     needs: SamplingNeeds,
+    pieces: Pieces | None = None,
     prompt_rows: PromptRows | None = None,
     mask: Tensor | None = None,
 ) -> RoundOutput:
-    """Run a chunk of known tokens for each slot of `index` [B]: `length` [B] tokens from the root, padded to `width`.
+    """Enter `length` [B] known tokens of each slot of `index` [B], from the root on, in pieces of `width` rows.
 
-    Where a chunk ends the known tokens, the next token is sampled and emitted.
-    mask: [B, 1, ceil(V / 32)] int32, as in `settle`, for the token after the chunk.
+    pieces: None where each request has one.  Where a request's known tokens end, its next token is sampled and emitted.
+    mask: [B, 1, ceil(V / 32)] int32, as in `settle`, for the token after the last.
     """
-    runner.layout.require_chunk(index.shape[0], width)
     slots = gather(runner.table, index)
-    positions, tokens, page_rows = chain(slots, 0, length, width)
-    attend = StagedPass(runner.plan(slots, Nodes.chain(positions)), runner.staging, width)
+    rows = PieceRows.of(slots, length, width, pieces)
+    runner.layout.require_chunk(rows.slots.batch, width)
+    positions, tokens, page_rows = chain(rows.slots, 0, rows.length, width)
+    kept = Commit(runner.pages, page_rows.flatten(), by_layer=pieces is not None)
+    attend = StagedPass(runner.plan(rows.slots, Nodes.chain(positions)), runner.staging, width, commit=kept)
     out = runner.target(tokens, positions, attend)
-    runner.pages.commit(runner.staging, attend.rows, page_rows.flatten())
-    logprobs = None if prompt_rows is None else logprobs_of_prompt(runner, slots, positions, out.hidden, prompt_rows)
-    logits = runner.target.logits(gather_rows(out.hidden, (length - 1).clamp(min=0)[:, None]))
+    attend.end()
+    logprobs = None
+    if prompt_rows is not None:
+        logprobs = logprobs_of_prompt(runner, rows.slots, positions, out.hidden, prompt_rows)
+    logits = runner.target.logits(rows.last_token(out.hidden))
     sampled = runner.sampler(slots, needs, slots.prefix_len + length, 1).pick_last(logits, mask)
     num_emitted, _ = advance(slots, length, sampled.tokens, needs.penalised)
-    runner.drafter.extend(slots, draft_features(runner.drafter, out), length)
-    rows = torch.zeros_like(sampled.tokens)
-    path = Path(rows, num_emitted, sampled.tokens, num_emitted * sampled.finite[:, 0])
+    runner.drafter.extend(rows.slots, draft_features(runner.drafter, out), rows.length, rows.last)
+    path = Path(torch.zeros_like(sampled.tokens), num_emitted, sampled.tokens, num_emitted * sampled.finite[:, 0])
     return RoundOutput(path, logits, slots.num_logprobs, prompt_logprobs=logprobs)
 
 

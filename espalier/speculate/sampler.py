@@ -17,7 +17,7 @@ from espalier.kernels.tree.draft_topk import draft_topk_triton
 from espalier.sampling.logit_processors import Above, SamplingNeeds, SamplingRows, shape
 from espalier.sampling.mask import masked
 from espalier.sampling.noise import gumbel
-from espalier.sampling.pick import SampledTokens, coupled_scores, pick
+from espalier.sampling.pick import SampledTokens, coupled_scores, over_temperature, pick
 from espalier.slots import BatchState
 from espalier.speculate.tree import VOID, Tree, ordered_topk
 
@@ -30,6 +30,7 @@ class Sampler:
     rows: parameters of each request; noise: [B, width, V], for positions first .. first + width - 1.  Both are None on
     a GPU, and where the batch does not need them.
     slot_rows: the slots' parameters that the GPU kernels read; None on a CPU.
+    coupled: whether the draft's scores use the noise.
     """
 
     first: Tensor
@@ -38,6 +39,7 @@ class Sampler:
     rows: SamplingRows | None
     noise: Tensor | None
     slot_rows: SlotRows | None = None
+    coupled: bool = True
 
     @classmethod
     def of(
@@ -89,7 +91,9 @@ class Sampler:
         """
         if self.slot_rows is not None:
             drafted = None if above is None else (above.tokens, above.ancestor_bits)
-            return draft_topk_triton(logits, d2t, self.slot_rows, self.first, offset, scores, topk, drafted)
+            return draft_topk_triton(
+                logits, d2t, self.slot_rows, self.first, offset, scores, topk, drafted, coupled=self.coupled
+            )
         logp, ids = self._child_scores(logits, d2t, offset, above)
         best, index = ordered_topk(logp.float(), topk)
         return (index if ids is None else ids[index]), scores[..., None] + best.clamp(max=0)
@@ -111,6 +115,8 @@ class Sampler:
         noise = self._noise(offsets)
         if noise is None:
             return torch.log_softmax(processed, -1), None
+        if not self.coupled:
+            return torch.log_softmax(over_temperature(processed, self.rows), -1), None
         return coupled_scores(processed, self.rows, noise), None
 
     def _noise(self, offsets: Tensor) -> Tensor | None:

@@ -33,16 +33,18 @@ def assemble(
     overlap: bool,
     prefix_cache: bool,
     graph_batch: int = 0,
+    keep_graphs: bool = False,
 ) -> Engine:
     """Build an engine that runs these models.
 
     attention: backends as named by attention.choose_backends; draft_attention: the same for the draft, by default
-    `attention`; graph_batch: the largest batch whose rounds are CUDA graphs; 0: none.
+    `attention`; graph_batch: the largest batch whose rounds are CUDA graphs; 0: none;
+    keep_graphs: see CudaExecutor.
     Raises EspalierError if a backend cannot run a layer, or if the prefix cache does not support one.
     """
     require_reentry(prefix_cache, (*target.geometry, *(draft.geometry if draft is not None else ())))
     runner = make_runner(layout, target, draft, algorithm, attention, num_pages, dtype, device, draft_attention)
-    return engine_of(runner, overlap, prefix_cache, graph_batch)
+    return engine_of(runner, overlap, prefix_cache, graph_batch, keep_graphs)
 
 
 def require_reentry(prefix_cache: bool, specs: Sequence[LayerSpec]) -> None:
@@ -55,10 +57,12 @@ def require_reentry(prefix_cache: bool, specs: Sequence[LayerSpec]) -> None:
             )
 
 
-def engine_of(runner: ModelRunner, overlap: bool, prefix_cache: bool, graph_batch: int = 0) -> Engine:
+def engine_of(
+    runner: ModelRunner, overlap: bool, prefix_cache: bool, graph_batch: int = 0, keep_graphs: bool = False
+) -> Engine:
     """An engine on the buffers of `runner`, which no other engine may use."""
     is_cuda = runner.pages.device.type == "cuda"
-    executor = CudaExecutor(runner, graph_batch) if is_cuda else CpuExecutor(runner, overlap)
+    executor = CudaExecutor(runner, graph_batch, keep_graphs=keep_graphs) if is_cuda else CpuExecutor(runner, overlap)
     return Engine(executor, overlap, prefix_cache)
 
 

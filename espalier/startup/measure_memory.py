@@ -89,7 +89,7 @@ def _measure_needs(layout: RoundLayout, make: Callable[[int], ModelRunner], devi
 
 def measure(executor: CudaExecutor, layout: RoundLayout, device: torch.device) -> Needs:
     """Run the largest prefill pass of each width, with all log-probabilities, and the largest round of each tree."""
-    passes = [_fullest_pass(layout.chunk_batch(width), width) for width in layout.chunk_widths]
+    passes = [_fullest_pass(layout, width) for width in layout.chunk_widths]
     rounds = [of_dummies(batch) for batch, _ in layout.fullest]
     executor.compile([*rounds, *passes])
     round_bytes = max(_peak_bytes(executor, launch_input, device) for launch_input in rounds)
@@ -97,9 +97,12 @@ def measure(executor: CudaExecutor, layout: RoundLayout, device: torch.device) -
     return Needs(max(round_bytes, *pass_bytes), round_bytes, *torch.cuda.mem_get_info(device))
 
 
-def _fullest_pass(batch: int, width: int) -> LaunchInput:
-    rows = PromptRows(((0, width),) * batch, MAX_LOGPROBS)
-    return replace(of_dummies(batch, width), num_logprobs=MAX_LOGPROBS, prompt_rows=rows)
+def _fullest_pass(layout: RoundLayout, width: int) -> LaunchInput:
+    num_pieces = layout.max_pieces(width)
+    batch = min(layout.max_batch, num_pieces)
+    pieces = tuple((i * batch // num_pieces, 0) for i in range(num_pieces)) if num_pieces > batch else ()
+    rows = PromptRows(((0, num_pieces * width), *((0, 0),) * (batch - 1)), MAX_LOGPROBS)
+    return replace(of_dummies(batch, width), num_logprobs=MAX_LOGPROBS, prompt_rows=rows, pieces=pieces)
 
 
 def _peak_bytes(executor: CudaExecutor, launch_input: LaunchInput, device: torch.device) -> int:

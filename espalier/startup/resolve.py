@@ -25,7 +25,7 @@ from espalier.startup.tree_policy import Machine, choose_trees
 
 STEPS, TOPK, NUM_DRAFT_TOKENS = 5, 4, 16
 PAGE_SIZE = 16
-LAYOUT_FIELDS = (*TREE_FIELDS, "page_size", "max_batch", "max_context", "chunk_size", "reentry")
+LAYOUT_FIELDS = (*TREE_FIELDS, "page_size", "max_batch", "max_context", "chunk_size", "busy_chunk_size", "reentry")
 CGROUP = Path("/sys/fs/cgroup")
 # The least compute capability: bfloat16 on tensor cores, and asynchronous copies to shared memory.
 LEAST_CAPABILITY = (8, 0)
@@ -42,13 +42,16 @@ class DeviceDefaults:
     max_batch: int
     most_context: int
     chunk_size: int
+    busy_chunk_size: int
     overlap: bool
     memory_share: float
 
 
 DEFAULTS = {
-    "cpu": DeviceDefaults(max_batch=8, most_context=8192, chunk_size=512, overlap=False, memory_share=0.4),
-    "cuda": DeviceDefaults(max_batch=64, most_context=32768, chunk_size=2048, overlap=True, memory_share=0.85),
+    "cpu": DeviceDefaults(8, most_context=8192, chunk_size=512, busy_chunk_size=512, overlap=False, memory_share=0.4),
+    "cuda": DeviceDefaults(
+        64, most_context=32768, chunk_size=2048, busy_chunk_size=768, overlap=True, memory_share=0.85
+    ),
 }
 
 
@@ -177,13 +180,15 @@ def resolve(
     max_batch = _value_or(config.max_batch, defaults.max_batch)
     is_named = any(not is_open(getattr(speculation, name)) for name in TREE_FIELDS)
     trees = choose_trees(speculation.by_batch, tree, machine, is_named, max_batch)
+    chunk_size = _value_or(config.chunk_size, defaults.chunk_size)
     layout = RoundLayout(
         max_batch=max_batch,
         **asdict(tree),
         page_size=_value_or(config.page_size, PAGE_SIZE),
         max_context=_max_context(config, facts, defaults),
         reentry=spec.reentry,
-        chunk_size=_value_or(config.chunk_size, defaults.chunk_size),
+        chunk_size=chunk_size,
+        busy_chunk_size=_value_or(config.busy_chunk_size, min(chunk_size, defaults.busy_chunk_size)),
         trees=tuple(trees.items()),
     )
     if device.type == "cuda":

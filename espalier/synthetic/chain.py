@@ -1,8 +1,8 @@
-"""The Markov chain that the foundry plants, what a draft knows of it, and the accept length that follows.
+"""The Markov chain of a synthetic checkpoint, what its draft knows of the chain, and the accept length that follows.
 
-Hot tokens, those of the draft's vocabulary, stand on a ring of N places in an order drawn from the seed.  From place i
-the chain goes to i + shift_j with probability p_j.  The draft holds NUM_CANDIDATES of these shifts for each place, in
-an order of its own: `skill` is how often it ranks the true first one first.
+The hot tokens are those of the draft's vocabulary.  They lie on a ring of N places, in an order drawn from the seed.
+From place i the chain goes to place i + shift_j with probability p_j.  For each place the draft ranks NUM_CANDIDATES
+shifts; `skill` is how often it ranks the most likely shift first.
 """
 
 import math
@@ -17,13 +17,13 @@ from espalier.speculate.accept import accept
 from espalier.speculate.tree import Pool, Tree, ordered_topk
 
 MODES = ("chain", "copy")
-# What the target gives its successors in chain mode.  In copy mode each is as likely, before the far token decides.
+# The target's probabilities of the successors in chain mode.  In copy mode they are equal, and a far token decides.
 PROBABILITIES = (0.75, 0.15, 0.07, 0.03)
 NUM_SUCCESSORS = len(PROBABILITIES)
 NUM_CANDIDATES = 8
-# Of the times that the draft's first guess is wrong, how often the true one is no candidate at all.
+# If the draft's first guess is wrong: how often the true successor is not among its candidates.
 MISS = 1 / 2
-# Places differ in how sure the draft is; skill is the mean, to rounding.
+# The draft's error rate at a place is one of these times its mean error rate, 1 - skill.
 SPREAD = (0.25, 0.75, 1.25, 1.75)
 LEAST_SKILL, MOST_SKILL = 0.05, 0.99
 SAMPLES = 2048
@@ -33,12 +33,15 @@ SAMPLES = 2048
 class Chain:
     """N hot tokens of a vocabulary of V.
 
-    hot: [N] int64, their ids, ascending, so that a draft id indexes it; ring: [N], the draft id at each place; place:
-    [V], where each token stands, for a cold token the place before the one that always follows it; is_hot: [V] bool;
-    shifts: [1 + NUM_CANDIDATES], distinct mod N, the first NUM_SUCCESSORS the target's, likeliest first; draft_logp:
-    [N, 1 + NUM_CANDIDATES] float32, what the draft gives each shift, -inf where it holds it no candidate; kind: [V],
-    0 .. NUM_SUCCESSORS-1, the class that copy mode copies; lag_of: [V] in 0 .. num_lags-1; lags: [num_lags], how far
-    back a token of each sort looks.
+    hot: [N] int64, the ids of the hot tokens, ascending; a draft id is an index into it.
+    ring: [N], the draft id at each place.
+    place: [V], the place of each token.  A cold token has the place before the one token that always follows it.
+    is_hot: [V] bool.
+    shifts: [1 + NUM_CANDIDATES], distinct mod N; the first NUM_SUCCESSORS are the target's, the most likely first.
+    draft_logp: [N, 1 + NUM_CANDIDATES] float32, the draft's log-probability of each shift; -inf if it is no candidate.
+    kind: [V], 0 .. NUM_SUCCESSORS-1, what copy mode copies.
+    lag_of: [V], 0 .. num_lags-1, an index into lags.
+    lags: [num_lags], how many positions back a token looks in copy mode.
     """
 
     mode: str
@@ -60,33 +63,34 @@ class Chain:
         return self.hot[self.ring[places % self.size]]
 
     def successors(self, tokens: Tensor) -> Tensor:
-        """[...] -> [..., NUM_SUCCESSORS] token ids, likeliest first.  Of a cold token the first alone follows."""
+        """[...] -> [..., NUM_SUCCESSORS] ids, the most likely first.  Only the first follows a cold token."""
         return self.token_at(self.place[tokens][..., None] + self.shifts[:NUM_SUCCESSORS])
 
     def follow(self, tokens: list[int], count: int) -> list[int]:
-        """What greedy decoding emits after `tokens`, by the rule.
+        """The next `count` tokens that greedy decoding emits after `tokens`, by the chain's rule.
 
-        In copy mode the successor is that of the kind of the token `lag` positions before the last one, so `tokens`
-        must be longer than the largest lag.
+        In copy mode the next token is the successor with the same kind as the token `lag` positions before the last
+        one, so `tokens` must be longer than the largest lag.
         """
         text = list(tokens)
         for _ in range(count):
             last = text[-1]
             after = self.successors(torch.tensor(last))
-            choice = 0
+            index = 0
             if self.mode == "copy" and self.is_hot[last]:
                 far = text[-1 - int(self.lags[self.lag_of[last]])]
-                choice = int((self.kind[after] == self.kind[far]).nonzero()[0])
-            text.append(int(after[choice]))
+                index = int((self.kind[after] == self.kind[far]).nonzero()[0])
+            text.append(int(after[index]))
         return text[len(tokens) :]
 
 
 def make_chain(
     vocab: int, num_plain: int, num_hot: int, num_lags: int, *, seed: int, mode: str, skill: float, reach: int
 ) -> Chain:
-    """A chain drawn from the seed, on the CPU, so that it is the same for every device.
+    """A chain drawn from the seed, on the CPU, so that it is the same on every device.
 
-    reach: the largest lag of copy mode; the smallest is 1.  Raises EspalierError for what cannot be drawn.
+    num_plain: ids from here on are never emitted; reach: the largest lag of copy mode; the smallest is 1.
+    Raises EspalierError for arguments that do not fit together.
     """
     _check(num_plain, num_hot, mode, skill, reach)
     generator = torch.Generator().manual_seed(seed)
@@ -108,7 +112,7 @@ def make_chain(
 
 def _check(num_plain: int, num_hot: int, mode: str, skill: float, reach: int) -> None:
     if mode not in MODES:
-        raise EspalierError(f"mode {mode!r} is not the foundry's; use one of {', '.join(MODES)}")
+        raise EspalierError(f"mode {mode!r} is not supported; use one of {', '.join(MODES)}")
     if not LEAST_SKILL <= skill <= MOST_SKILL:
         raise EspalierError(f"skill={skill} is not supported; use {LEAST_SKILL} to {MOST_SKILL}")
     if reach < 1:
@@ -121,8 +125,11 @@ def _check(num_plain: int, num_hot: int, mode: str, skill: float, reach: int) ->
 
 
 def _shifts(size: int, generator: torch.Generator) -> Tensor:
-    """The first has no factor in common with the ring, so greedy text visits all of it before it repeats; the
-    successors' are 1, 2, .. mod NUM_SUCCESSORS, so that the successors of any place differ in kind."""
+    """Random distinct shifts, [1 + NUM_CANDIDATES].
+
+    The first is coprime with the size of the ring, so that greedy text visits every place before it repeats.  The
+    successors' shifts are 1, 2, .. mod NUM_SUCCESSORS, so that the successors of a place differ in kind.
+    """
     shifts: list[int] = []
     while len(shifts) < 1 + NUM_CANDIDATES:
         drawn = int(torch.randint(1, size, (), generator=generator))
@@ -134,14 +141,15 @@ def _shifts(size: int, generator: torch.Generator) -> Tensor:
 
 
 def _profile(skill: Tensor) -> Tensor:
-    """[N] -> [N, NUM_CANDIDATES + 1]: how likely the true first successor has each rank; the last is a miss."""
+    """[N] -> [N, NUM_CANDIDATES + 1]: the probability that the true successor has each rank; the last is a miss."""
     tail = 0.5 ** torch.arange(1, NUM_CANDIDATES, dtype=torch.float32)
     wrong = 1 - skill[:, None]
     return torch.cat((skill[:, None], wrong * (1 - MISS) * tail / tail.sum(), wrong * MISS), 1)
 
 
 def _guesses(size: int, skill: float, generator: torch.Generator) -> Tensor:
-    """The draft is calibrated: it gives its candidate of rank k what the truth has that rank with."""
+    """draft_logp in chain mode.  The draft is calibrated: the candidate it ranks k-th is true with the probability that
+    the draft gives it."""
     spread = torch.tensor(SPREAD)[torch.randint(0, len(SPREAD), (size,), generator=generator)]
     profile = _profile((1 - (1 - skill) * spread).clamp(LEAST_SKILL, MOST_SKILL))
     drawn = torch.rand(size, 1, generator=generator)
@@ -153,7 +161,7 @@ def _guesses(size: int, skill: float, generator: torch.Generator) -> Tensor:
 
 
 def _even_guesses(size: int) -> Tensor:
-    """A draft cannot see the far token: all successors alike."""
+    """draft_logp in copy mode.  The draft cannot see the far token, so all successors are equally likely."""
     logp = torch.full((size, 1 + NUM_CANDIDATES), -torch.inf)
     logp[:, :NUM_SUCCESSORS] = -math.log(NUM_SUCCESSORS)
     return logp
@@ -162,8 +170,10 @@ def _even_guesses(size: int) -> Tensor:
 def predicted_accept_length(
     chain: Chain, steps: int, topk: int, num_draft_tokens: int, samples: int = SAMPLES
 ) -> float:
-    """Accept length of greedy decoding that the tables alone give: trees grown by the house's rules from places drawn
-    at random, no model in it."""
+    """The accept length of greedy decoding, computed from the chain's tables without a model.
+
+    It grows trees by the engine's own rules, from `samples` random places.
+    """
     if num_draft_tokens == 1 or steps == 0:
         return 1.0
     generator = torch.Generator().manual_seed(samples)
@@ -179,7 +189,7 @@ def predicted_accept_length(
 
 
 def _grow(chain: Chain, roots: Tensor, steps: int, topk: int, num_draft_tokens: int) -> Tree:
-    """The tree over places that `speculate/drafters/autoregressive.py` would propose from the draft's tables."""
+    """The tree over places that speculate/drafters/autoregressive.py would propose from draft_logp."""
     pool = Pool(topk)
     places, scores = roots[:, None], torch.zeros(len(roots), 1)
     for level in range(1, steps + 1):

@@ -1,8 +1,8 @@
-"""Synthetic checkpoints of production shape: real in every size and every pass, planted with a chain that is known.
+"""Synthetic checkpoints: models of production shape whose text and accept length are known.
 
-`write` makes two Hugging Face directories, `build` the same models straight on a device.  What is planted and why it
-works stands in foundry_target.py and foundry_draft.py; the chain, and the accept length that a draft of given skill
-comes to, in foundry_chain.py.  There is no tokenizer: prompts are token ids.
+`write` makes two Hugging Face directories; `build` makes the same models on a device, without files.  target.py and
+draft.py say how the chain is built into the weights; chain.py has the chain and the predicted accept length.  There is
+no tokenizer: prompts are token ids.
 """
 
 import json
@@ -25,17 +25,17 @@ from espalier.synthetic.draft import DraftTensors
 from espalier.synthetic.shapes import Shape
 from espalier.synthetic.target import TargetTensors
 
-# Saving holds a shard twice, as tensors and as bytes.
+# Saving needs twice this memory: a shard as tensors and as bytes.
 SHARD_BYTES = 2_000_000_000
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """All that a cast is made from.
+    """Everything that determines a synthetic checkpoint.
 
-    mode: "chain", or "copy", where the kind of a token up to `reach` positions back decides which successor follows, so
-    that a wrong K/V row of any layer changes the text (from prompts longer than `reach`; no rule covers shorter ones);
-    skill: how often the draft's first guess is the chain's, in chain mode only.
+    mode: "chain" or "copy".  In copy mode the kind of a token up to `reach` positions back decides which successor
+    follows, so that a wrong K/V row of any layer changes the text.  Prompts must be longer than `reach`.
+    skill: how often the draft's first guess is right; in chain mode only.
     """
 
     shape: Shape
@@ -62,9 +62,9 @@ class Recipe:
         return target, DraftTensors(self.shape, target)
 
     def with_accept_length(self, wanted: float, steps: int, topk: int, num_draft_tokens: int) -> "Recipe":
-        """The recipe whose draft is just so skilled that greedy decoding accepts `wanted` tokens a round.
+        """This recipe with the skill at which greedy decoding accepts `wanted` tokens a round.
 
-        Raises EspalierError where no skill gives that with this tree.
+        Raises EspalierError if no skill reaches that with this tree.
         """
         if self.mode != "chain":
             raise EspalierError("copy mode's accept length follows from the tree alone; use mode 'chain'")
@@ -88,20 +88,20 @@ class Recipe:
 def write(recipe: Recipe, out: Path, dtype: torch.dtype, device: torch.device | str = "cpu") -> tuple[Path, Path]:
     """Write out/target, out/draft and out/foundry.json; returns the two directories.
 
-    Holds little more than a shard of at most SHARD_BYTES, twice, and the embedding.
+    Memory: twice SHARD_BYTES, and the embedding.  Raises EspalierError for a directory that already holds weights.
     """
     target, draft = recipe.tensors(dtype, device)
     stored = str(dtype).removeprefix("torch.")
     fields = recipe.shape.fields
-    # Both, before the first is made, which may take long.
+    # Check both directories before making the first model, which may take long.
     for name in ("target", "draft"):
         _make_empty(out / name)
     _write_model(out / "target", {**recipe.shape.config_json, "torch_dtype": stored}, target)
     generation = {name: fields[name] for name in ("bos_token_id", "eos_token_id") if fields.get(name) is not None}
     _write_json(out / "target" / "generation_config.json", {**generation, "do_sample": False})
     _write_model(out / "draft", {**recipe.shape.draft_json, "torch_dtype": stored}, draft)
-    told = {**asdict(recipe), "shape": recipe.shape.name, "source": recipe.shape.source, "dtype": stored}
-    _write_json(out / "foundry.json", told)
+    about = {**asdict(recipe), "shape": recipe.shape.name, "source": recipe.shape.source, "dtype": stored}
+    _write_json(out / "foundry.json", about)
     return out / "target", out / "draft"
 
 
@@ -131,7 +131,7 @@ def _write_shard(file: Path, tensors: TargetTensors | DraftTensors, shard: list[
 
 
 def _shards(tensors: TargetTensors | DraftTensors, most: int) -> list[list[str]]:
-    """Names in order, a shard as soon as the next would make it too large."""
+    """The names in order, split into shards of at most `most` bytes, or of one tensor."""
     shards: list[list[str]] = [[]]
     held = 0
     for name in tensors.shapes:
@@ -152,17 +152,17 @@ def _write_json(path: Path, value: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
-class Made(Weights):
-    """The weights of a checkpoint that was never written: each is made when it is taken."""
+class SyntheticWeights(Weights):
+    """The weights of a checkpoint that is not on disk: each tensor is made when it is read."""
 
     def __init__(self, tensors: TargetTensors | DraftTensors) -> None:
-        self.path = Path("foundry")
+        self.path = Path("synthetic checkpoint")
         self.tensors = tensors
         self.dtype = tensors.dtype
         self.device = tensors.device
         self.formats = all_dense
         self._loaded: Mapping[str, Tensor] = {}
-        self._left = set(tensors.shapes)
+        self._not_taken = set(tensors.shapes)
 
     def __contains__(self, name: str) -> bool:
         return name in self.tensors.shapes
@@ -177,11 +177,11 @@ class Made(Weights):
 def build(
     recipe: Recipe, dtype: torch.dtype, device: torch.device | str, position_rows: int
 ) -> tuple[CausalLM, DraftModel]:
-    """The models as loading `write`'s directories gives them, without files, for `engine.build.assemble`."""
+    """(target, draft): the models that loading the directories of `write` gives, for startup.build.assemble."""
     tensors, draft_tensors = recipe.tensors(dtype, device)
     draft_config = recipe.shape.draft_config
-    target = make_target(Made(tensors), tensors.config, draft_config.spec.capture, position_rows)
-    draft = recipe.shape.draft_format.make(Made(draft_tensors), draft_config, target, position_rows)
+    target = make_target(SyntheticWeights(tensors), tensors.config, draft_config.spec.capture, position_rows)
+    draft = recipe.shape.draft_format.make(SyntheticWeights(draft_tensors), draft_config, target, position_rows)
     if tensors.device.type == "cuda":
-        torch.cuda.empty_cache()  # what was held while drawing is room for pages
+        torch.cuda.empty_cache()  # temporary memory becomes room for pages
     return target, draft

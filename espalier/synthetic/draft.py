@@ -1,9 +1,9 @@
-"""The tensors of an EAGLE-3 head that knows the chain as its tables say, in SafeAILab's names.
+"""The tensors of an EAGLE-3 head that predicts the chain with the draft's log-probabilities, in SafeAILab's names.
 
-S [H, n] are orthonormal columns, as many as the head has key-value channels, away from the target's planted directions.
-fc makes the feature S Sᵀe of the token before; every query head looks at its own row; the values are Sᵀe of the row's
-own token minus the normed feature's, so that attention takes the old token out of the residual and puts the new one
-in.  What is handed on is then S Sᵀe again, of the same size as what fc makes, at every depth.
+S [H, n] has orthonormal columns, one for each key-value channel, orthogonal to the target's planted directions.  fc
+computes the feature S Sᵀe of the token before.  Every query head attends to its own row.  The values are Sᵀe of the
+row's token minus that of the normed feature, so attention removes the old token from the residual and adds the new one.
+The hidden state that is passed on is then S Sᵀe again, of the same size as fc's output, at every depth.
 """
 
 import math
@@ -17,15 +17,15 @@ from espalier.synthetic.rope import LagCode, lag_code
 from espalier.synthetic.shapes import Shape
 from espalier.synthetic.target import DISTURBANCE, GATED, ROWS, SHARES, TargetTensors, solve_rows
 
-# Logit of a candidate that the draft is sure of; what it does not know has logits of mean 0.
+# Logit of a candidate with probability 1.  The other tokens have logits of mean 0.
 PEAK = 18.0
 NUM_CAPTURED = 3
-# Random part of query and key, against the 1 that others have.
+# Standard deviation of the random part of queries and keys; in other weights it is 1.
 BACKGROUND = 0.05
 
 
 class DraftTensors:
-    """The weights of a draft by the names of its checkpoint: `shapes` lists them, `tensor` makes one."""
+    """The weights of a draft, by name in its checkpoint: `shapes` lists them, `tensor` makes one."""
 
     def __init__(self, shape: Shape, target: TargetTensors) -> None:
         self.config = shape.draft_config.layer
@@ -34,7 +34,7 @@ class DraftTensors:
         self.dtype, self.device = target.dtype, target.device
         channels = self.config.kv_heads * self.config.head_size
         if channels + len(target.planted.basis.T) > self.config.hidden_size:
-            raise EspalierError(f"{shape.name}: {channels} key-value channels leave no room for what is planted")
+            raise EspalierError(f"{shape.name}: {channels} key-value channels leave no room for the planted directions")
 
     @cached_property
     def columns(self) -> Tensor:
@@ -45,7 +45,7 @@ class DraftTensors:
 
     @cached_property
     def feature_size(self) -> float:
-        """Root mean square of S Sᵀe: what r_t keeps of its length in these channels."""
+        """Root mean square of S Sᵀe: the part of r_t that lies in these channels."""
         hidden, planted = self.config.hidden_size, self.target.planted
         share = 1 - sum(SHARES[part] for part in planted.first)
         return math.sqrt(share * self.columns.shape[1] / (hidden - planted.basis.shape[1]))
@@ -82,7 +82,7 @@ class DraftTensors:
         return {**{f"{name}.weight": size for name, size in sizes.items()}, **vocabulary}
 
     def tensor(self, name: str) -> Tensor:
-        """A fresh tensor; d2t int64 and t2d bool, the others in the checkpoint's dtype."""
+        """Make a tensor.  d2t is int64, t2d bool, the others have the checkpoint's dtype."""
         chain, part = self.target.chain, name.removesuffix(".weight").rpartition(".")[2]
         match part:
             case "d2t":
@@ -92,18 +92,18 @@ class DraftTensors:
             case "lm_head":
                 return self._head()
             case "fc":
-                own = self.columns @ self.columns.T / NUM_CAPTURED
-                return own.repeat(1, NUM_CAPTURED).to(self.dtype)
+                projection = self.columns @ self.columns.T / NUM_CAPTURED
+                return projection.repeat(1, NUM_CAPTURED).to(self.dtype)
             case "q_proj" | "k_proj":
-                return self._looks_at_itself(name, self.config.heads if part == "q_proj" else self.config.kv_heads)
+                return self._attends_to_itself(name, self.config.heads if part == "q_proj" else self.config.kv_heads)
             case "v_proj":
                 return torch.cat((self.columns.T, -self.feature_size * self.columns.T), 1).to(self.dtype)
             case "o_proj":
                 return self._output()
             case _:
-                return self._ordinary(name, part)
+                return self._random(name, part)
 
-    def _ordinary(self, name: str, part: str) -> Tensor:
+    def _random(self, name: str, part: str) -> Tensor:
         size = self.shapes[name]
         if len(size) == 1:
             return torch.ones(size, dtype=self.dtype, device=self.device)
@@ -112,8 +112,8 @@ class DraftTensors:
             std *= DISTURBANCE / 2 * self.feature_size / GATED
         return self.target.draw.normal(f"draft/{name}", size[0], size[1], std, self.dtype)
 
-    def _looks_at_itself(self, name: str, heads: int) -> Tensor:
-        """[heads · head_size, 2H]: the mark in the embedding makes query and key meet at distance 0."""
+    def _attends_to_itself(self, name: str, heads: int) -> Tensor:
+        """[heads · head_size, 2H]: made from the embedding's mark, so that query and key agree only at distance 0."""
         rows, hidden = heads * self.config.head_size, self.config.hidden_size
         std = BACKGROUND * (2 * hidden) ** -0.5
         weight = self.target.draw.normal(f"draft/{name}", rows, 2 * hidden, std, torch.float32)
@@ -123,14 +123,14 @@ class DraftTensors:
         return weight.to(self.dtype)
 
     def _output(self) -> Tensor:
-        """[H, heads · head_size]: the query heads of a group each give a part of their key-value head's channels."""
+        """[H, heads · head_size]: each query head of a group adds an equal share of its key-value head's channels."""
         c = self.config
         group = c.heads // c.kv_heads
         parts = self.columns.unflatten(1, (c.kv_heads, 1, c.head_size)) / group
         return parts.expand(-1, -1, group, -1).flatten(1).to(self.dtype)
 
     def _head(self) -> Tensor:
-        """[draft vocabulary, H]: after the norm, a place's own candidates get PEAK + log-probability, exactly."""
+        """[draft vocabulary, H]: after the norm, the candidates of a place get exactly PEAK + log-probability."""
         chain, hidden = self.target.chain, self.config.hidden_size
         known = self._known()
         logits = torch.where(chain.draft_logp.isfinite(), PEAK + chain.draft_logp, 0.0)
@@ -144,7 +144,7 @@ class DraftTensors:
         return out
 
     def _known(self) -> Tensor:
-        """[N, n]: what the head sees of each place's token, in the coordinates of S."""
+        """[N, n]: the normed hidden state of the token at each place, in the coordinates of S."""
         chain = self.target.chain
         seen = [
             self.target.own_part(chain.token_at(places)) @ self.columns

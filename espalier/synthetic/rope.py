@@ -1,7 +1,7 @@
-"""Attention to one distance: a query and a key that meet where their positions differ by a given lag, and only there.
+"""Attention to one distance: a query and a key that agree only where their positions differ by a given lag.
 
-With key u and query R(-lag)·u, both turned by their own positions, the score is gain · sum_i cos(w_i (p - j - lag))
-over the pairs used.  Its peak stands at j = p - lag; the gain makes every other position's weight at most e^-CLEARANCE.
+With key u and query R(-lag)·u, each rotated by its position, the score is gain · sum_i cos(w_i (p - j - lag)) over the
+pairs used.  Its peak is at j = p - lag.  The gain gives every other position a weight of at most e^-CLEARANCE.
 """
 
 from dataclasses import dataclass
@@ -12,13 +12,13 @@ from torch import Tensor
 from espalier.models.layers.rope import RopeConfig
 
 CLEARANCE = 12.0
-# Positions over which the peak is checked to be alone.
-MOST_DISTANCE = 131072
+# The distances over which the peak is checked.
+MAX_DISTANCE = 131072
 
 
 @dataclass(frozen=True)
 class LagCode:
-    """dim: of a head; frequencies: [pairs] float64, those used, the fastest; gain: score of a pair that agrees."""
+    """dim: head size; frequencies: [pairs] float64, RoPE's fastest; gain: the score of one pair that agrees."""
 
     dim: int
     frequencies: Tensor
@@ -30,16 +30,16 @@ class LagCode:
 
     @property
     def amplitude(self) -> float:
-        """Length of a pair in query and key, for a score of `gain` after the softmax's 1/sqrt(dim)."""
+        """Length of a pair in query and key that gives a score of `gain` after attention's 1/sqrt(dim)."""
         return (self.gain * self.dim**0.5) ** 0.5
 
     @property
     def norm_weight(self) -> float:
-        """What q_norm and k_norm must hold where a head normalises query and key itself."""
+        """The weight of q_norm and k_norm in a model that normalises queries and keys."""
         return (self.gain * self.pairs / self.dim**0.5) ** 0.5
 
     def key(self) -> Tensor:
-        """[dim] float32, pairs of unit length; the halves of a pair stand dim / 2 apart."""
+        """[dim] float32, pairs of unit length.  The two halves of a pair are dim / 2 apart."""
         return self.query(0)
 
     def query(self, lag: int) -> Tensor:
@@ -50,9 +50,9 @@ class LagCode:
 
 
 def lag_code(rope: RopeConfig, max_position: int) -> LagCode:
-    """The pairs, and the gain, with which the peak is alone up to `max_position` at the smallest score."""
+    """The number of pairs and the gain that make the peak unique up to `max_position`, with the smallest score."""
     frequencies = rope.inverse_frequencies().double()
-    distance = torch.arange(1, min(max_position, MOST_DISTANCE), dtype=torch.float64)
+    distance = torch.arange(1, min(max_position, MAX_DISTANCE), dtype=torch.float64)
     drop = torch.zeros_like(distance)
     best: tuple[float, int, float] | None = None
     for count, frequency in enumerate(frequencies.tolist(), 1):

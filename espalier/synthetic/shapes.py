@@ -1,7 +1,7 @@
-"""Shapes that the foundry casts, as their publishers' config.json files give them.
+"""The shapes of synthetic checkpoints, as their publishers' config.json files give them.
 
-One departure: a head tied to the embedding could hold no chain, so every cast head is stored apart.  A pass costs the
-same, since a tied head reads the embedding whole too.
+One difference: an lm_head that is tied to the embedding cannot hold the chain, so every head is stored apart.  A pass
+costs the same, since a tied head reads the whole embedding too.
 """
 
 from collections.abc import Mapping
@@ -23,8 +23,11 @@ QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "attentio
 
 @dataclass(frozen=True, eq=False)
 class Shape:
-    """source: whose config.json; fields: of the target's; num_plain: ids from here on are special and never emitted;
-    draft_vocab: tokens that the draft knows, which are those that the target emits."""
+    """A production model's sizes.
+
+    source: the model whose config.json this is; fields: of that config.json; num_plain: ids from here on are special
+    and never emitted; draft_vocab: number of tokens that the draft knows; the target emits only these.
+    """
 
     name: str
     source: str
@@ -127,7 +130,7 @@ SHAPES: Mapping[str, Shape] = MappingProxyType(
 
 
 def find_shape(name: str) -> Shape:
-    """Raises EspalierError for a name that is not in the table."""
+    """A shape of SHAPES.  Raises EspalierError for an unknown name."""
     if name not in SHAPES:
-        raise EspalierError(f"shape {name!r} is not in the foundry's table; use one of {', '.join(SHAPES)}")
+        raise EspalierError(f"shape {name!r} is not known; use one of {', '.join(SHAPES)}")
     return SHAPES[name]

@@ -1,14 +1,14 @@
-"""The target's tensors, each drawn by itself from the seed: random weights around a planted chain.
+"""The target's tensors, each drawn from the seed by its name: random weights with a chain built in.
 
-Embeddings are e_t = r_t + planted parts, all of one length.  r_t is random and tells tokens apart; the planted parts
-lie in a few directions that nothing else touches: `mark` is common to all tokens (keys are made of it), and in copy
-mode there is one direction for each kind of token to be read (`read`), one to be written (`write`), one for each lag
-(`lag`).  Attention and MLP add little to the residual, so it keeps e_t, and a row of the head is the combination of its
-predecessors' r_t whose logits there are exactly the chain's.
+Every embedding has the same length and is the sum e_t = r_t + planted parts.  r_t is random and identifies the token.
+The planted parts lie in a few directions that nothing else uses: `mark` is common to all tokens, and keys are made of
+it.  Copy mode adds a direction for each kind that is read (`read`), for each kind that is written (`write`) and for
+each lag (`lag`).  Attention and MLP change the residual little, so it keeps e_t.  A row of the lm_head combines
+the r_t of the token's predecessors, with exactly the chain's logits there.
 
-In copy mode layer l serves the tokens of lag l: query head A asks for the position `lag` back, query head B of the same
-key-value head for its own, and what A found minus what B found goes into `write`; for any other token both ask for
-their own and nothing is written.  So rows of every layer count.
+In copy mode layer l serves the tokens of lag l.  Query head A attends to the position `lag` back, and query head B of
+the same key-value head to its own position.  What A reads minus what B reads is written to `write`.  For other tokens
+both heads attend to their own position, and nothing is written.  So the K/V rows of every layer decide the text.
 """
 
 import hashlib
@@ -25,22 +25,23 @@ from espalier.synthetic.chain import NUM_SUCCESSORS, PROBABILITIES, Chain
 from espalier.synthetic.rope import LagCode, lag_code
 from espalier.synthetic.shapes import Shape
 
-# Logit of a likeliest successor; what does not follow has logits of mean 0 and deviation about sqrt(n / hidden) times
-# this, n the number of a token's predecessors.
+# Logit of the most likely successor.  Tokens that do not follow have logits of mean 0 and a standard deviation of about
+# PEAK * sqrt(n / hidden), where n is the number of a token's predecessors.
 PEAK = 20.0
-# Added in copy mode to all tokens of the kind that was copied.
+# In copy mode, added to the logits of all tokens of the copied kind.
 COPY_GAIN = 10.0
-# What all layers together add to the residual, in units of its own size.
+# The size of what all layers together add to the residual, relative to the residual.
 DISTURBANCE = 0.15
-# Of an embedding's squared length.
+# Shares of an embedding's squared length.
 SHARES = {"mark": 0.08, "read": 0.08, "write": 0.12, "lag": 0.08}
-# Deviation of silu(a)·b for a, b of deviation 1.
+# Standard deviation of silu(a)·b for a, b of standard deviation 1.
 GATED = 0.6
+# Rows that are drawn or solved at once.
 ROWS = 2048
 
 
 class Draw:
-    """Random tensors by name: the same name, seed and device give the same numbers, whatever was drawn before."""
+    """Random tensors by name.  The same name, seed and device give the same numbers, in any order of calls."""
 
     def __init__(self, seed: int, device: torch.device) -> None:
         self.seed = seed
@@ -57,7 +58,7 @@ class Draw:
         return out
 
     def chunks(self, name: str, rows: int, columns: int) -> Iterator[tuple[slice, Tensor]]:
-        """Standard normal rows, float32, a few at a time."""
+        """Standard normal rows, float32, ROWS at a time."""
         generator = self.generator(name, self.device)
         for first in range(0, rows, ROWS):
             count = min(ROWS, rows - first)
@@ -71,7 +72,10 @@ class Draw:
 
 @dataclass(frozen=True)
 class Planted:
-    """Columns of `basis` [H, n], orthonormal: where each part begins, how long it is in an embedding."""
+    """The planted directions.
+
+    basis: [H, n], orthonormal columns; first: the first column of each part; length: its length in an embedding.
+    """
 
     basis: Tensor
     first: dict[str, int]
@@ -81,12 +85,12 @@ class Planted:
         return self.basis[:, self.first[part] + index]
 
     def clean(self, rows: Tensor) -> Tensor:
-        """rows [..., H] without what lies in the planted directions."""
+        """rows [..., H] without their components in the planted directions."""
         return rows - (rows @ self.basis) @ self.basis.T
 
 
 class TargetTensors:
-    """The weights of a target by the names of its checkpoint: `shapes` lists them, `tensor` makes one."""
+    """The weights of a target, by name in its checkpoint: `shapes` lists them, `tensor` makes one."""
 
     def __init__(self, shape: Shape, chain: Chain, seed: int, dtype: torch.dtype, device: torch.device) -> None:
         self.config = shape.target
@@ -95,11 +99,11 @@ class TargetTensors:
         self.device = device
         self.draw = Draw(seed, device)
         self.copies = chain.mode == "copy"
-        self.planted = self._plant()
+        self.planted = self._planted()
         if self.copies and self.config.heads < 2 * self.config.kv_heads:
             raise EspalierError(f"copy mode needs two query heads a key-value head, {shape.name} has fewer")
 
-    def _plant(self) -> Planted:
+    def _planted(self) -> Planted:
         sizes = {"mark": 1}
         if self.copies:
             sizes |= {"read": NUM_SUCCESSORS, "write": NUM_SUCCESSORS, "lag": len(self.chain.lags)}
@@ -138,7 +142,7 @@ class TargetTensors:
         return {**found, "model.norm.weight": (hidden,), "lm_head.weight": (c.vocab_size, hidden)}
 
     def tensor(self, name: str) -> Tensor:
-        """A fresh tensor, but for the embedding, which is kept: head and draft are made from it."""
+        """Make a tensor.  The embedding is kept, because the lm_head and the draft are made from it."""
         part = name.removesuffix(".weight").rpartition(".")[2]
         if name == "model.embed_tokens.weight":
             return self.embedding
@@ -160,13 +164,13 @@ class TargetTensors:
         length = math.sqrt(hidden * (1 - sum(SHARES[part] for part in self.planted.first)))
         out = torch.empty(vocab, hidden, dtype=self.dtype, device=self.device)
         for chunk, drawn in self.draw.chunks("embedding", vocab, hidden):
-            own = self.planted.clean(drawn)
-            own *= length / own.norm(dim=1, keepdim=True)
-            out[chunk] = (own + self._parts(chunk)).to(self.dtype)
+            random = self.planted.clean(drawn)
+            random *= length / random.norm(dim=1, keepdim=True)
+            out[chunk] = (random + self._parts(chunk)).to(self.dtype)
         return out
 
     def _parts(self, tokens: slice) -> Tensor:
-        """[rows, H], what is planted in these tokens' embeddings."""
+        """[rows, H]: the planted parts of these tokens' embeddings."""
         planted, chain = self.planted, self.chain
         parts = (planted.direction("mark") * planted.length["mark"]).expand(tokens.stop - tokens.start, -1)
         if self.copies:
@@ -176,14 +180,14 @@ class TargetTensors:
         return parts
 
     def own_part(self, tokens: Tensor) -> Tensor:
-        """r_t of tokens [...], from the embedding as it is stored: [..., H] float32."""
+        """r_t of tokens [...], from the stored embedding: [..., H] float32."""
         return self.planted.clean(self.embedding[tokens.to(self.device)].float())
 
     def _linear(self, name: str, part: str, size: tuple[int, ...]) -> Tensor:
-        """Inputs of deviation 1 give outputs of deviation 1; what enters the residual is scaled down, and kept out of
-        the planted directions."""
-        enters = part in ("o_proj", "down_proj")
-        if not enters:
+        """A random weight that keeps a standard deviation of 1.  One whose output is added to the residual is scaled
+        down, and orthogonal to the planted directions."""
+        adds_to_residual = part in ("o_proj", "down_proj")
+        if not adds_to_residual:
             return self.draw.normal(name, size[0], size[1], size[1] ** -0.5, self.dtype)
         step = DISTURBANCE / math.sqrt(2 * self.config.num_layers) / (GATED if part == "down_proj" else 1.0)
         weight = self.draw.normal(name, size[0], size[1], step * size[1] ** -0.5, torch.float32)
@@ -191,25 +195,25 @@ class TargetTensors:
         return weight.sub_(basis @ (basis.T @ weight)).to(self.dtype)
 
     def _plant_copying(self, weight: Tensor, part: str, layer: int) -> None:
-        """Head A, the first of a group, asks for the lag and head B, the second, for its own position.
+        """Head A, the first of a group, attends to the lag, and head B, the second, to its own position.
 
-        The normed residual holds a planted direction with `length`, to DISTURBANCE's rounding.
+        The normed residual holds a planted direction with its `length`, up to DISTURBANCE.
         """
         c, planted, code = self.config, self.planted, self.code
         size, kv_head = c.head_size, layer % c.kv_heads
         first_head = kv_head * (c.heads // c.kv_heads)
-        own = code.amplitude * torch.outer(code.key().to(self.device), planted.direction("mark"))
-        own /= planted.length["mark"]
+        key = code.amplitude * torch.outer(code.key().to(self.device), planted.direction("mark"))
+        key /= planted.length["mark"]
         if part == "k_proj":
-            weight[kv_head * size : (kv_head + 1) * size] = own.to(self.dtype)
+            weight[kv_head * size : (kv_head + 1) * size] = key.to(self.dtype)
         elif part == "q_proj":
-            asked = torch.zeros_like(own)
+            query = torch.zeros_like(key)
             for lag in range(len(self.chain.lags)):
                 distance = int(self.chain.lags[lag]) if lag == layer else 0
-                turned = code.query(distance).to(self.device)
-                asked += code.amplitude * torch.outer(turned, planted.direction("lag", lag)) / planted.length["lag"]
-            weight[first_head * size : (first_head + 1) * size] = asked.to(self.dtype)
-            weight[(first_head + 1) * size : (first_head + 2) * size] = own.to(self.dtype)
+                rotated = code.query(distance).to(self.device)
+                query += code.amplitude * torch.outer(rotated, planted.direction("lag", lag)) / planted.length["lag"]
+            weight[first_head * size : (first_head + 1) * size] = query.to(self.dtype)
+            weight[(first_head + 1) * size : (first_head + 2) * size] = key.to(self.dtype)
         for kind in range(NUM_SUCCESSORS):
             if part == "v_proj":
                 weight[kv_head * size + kind] = (planted.direction("read", kind) / planted.length["read"]).to(
@@ -221,7 +225,7 @@ class TargetTensors:
                 weight[:, (first_head + 1) * size + kind] = -written
 
     def _head(self) -> Tensor:
-        """[V, H].  Rows of cold tokens, which never follow, are random and of a hot row's size."""
+        """[V, H].  The rows of cold tokens, which are never emitted, are random and as large as a hot row."""
         hidden, vocab, chain = self.config.hidden_size, self.config.vocab_size, self.chain
         out = torch.empty(vocab, hidden, dtype=self.dtype, device=self.device)
         std = PEAK * math.sqrt(NUM_SUCCESSORS) / hidden
@@ -240,7 +244,8 @@ class TargetTensors:
         return out
 
     def _predecessors(self) -> tuple[Tensor, Tensor]:
-        """For each place, the tokens that it follows, -1 where there are fewer, and the logits there: [N, n] each."""
+        """(tokens, logits), [N, n] each: the tokens that each place follows, -1 where there are fewer, and the logits
+        of the place after them."""
         chain = self.chain
         places = torch.arange(chain.size)
         ring = [chain.token_at(places - shift) for shift in chain.shifts[:NUM_SUCCESSORS]]
@@ -259,14 +264,14 @@ class TargetTensors:
 
 
 def planted_rows(planted: Planted, part: str, index: Tensor) -> Tensor:
-    """[rows, H], one direction of `part` a row."""
+    """[rows, H]: the direction of `part` with each index."""
     return planted.basis.T[planted.first[part] + index]
 
 
 def solve_rows(known: Tensor, wanted: Tensor, real: Tensor) -> Tensor:
-    """The shortest w [N, H] with w · known[n] = wanted[n] for every n that is real.
+    """The shortest w [N, H] with w · known[n] = wanted[n] for every n where real[n].
 
-    known [N, n, H], wanted [N, n], real bool [N, n].
+    known: [N, n, H]; wanted: [N, n]; real: bool [N, n].
     """
     known = known * real[..., None]
     gram = known @ known.transpose(1, 2) + torch.diag_embed((~real).to(known.dtype))

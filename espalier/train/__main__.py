@@ -1,4 +1,4 @@
-"""`python -m espalier.train`: train a draft for a target of yours, measure it, or make the bundled model again."""
+"""`python -m espalier.train`: train a draft for your target, measure a draft, or make the bundled model again."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from espalier.train.evaluate import evaluate_draft
 
 
 def add_config_flags(parser: argparse.ArgumentParser, config: type) -> None:
+    """A flag for each field of a config dataclass."""
     hints = get_type_hints(config)
     for item in fields(config):
         kind = float if hints[item.name] is float else int
@@ -47,7 +48,10 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def read_prompts(path: Path, target: Path) -> list[list[int]]:
-    """Token ids of every line: "token_ids" as they are, "text" (or "prompt") through the target's tokenizer."""
+    """The token ids of every line: "token_ids" as given, or "text" or "prompt" encoded by the target's tokenizer.
+
+    Raises ValueError, naming the line.
+    """
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(target)

@@ -1,6 +1,6 @@
 """Pre-train the bundled target: packed windows, Muon and AdamW, bfloat16 compute over float32 weights.
 
-`pretrain` may be interrupted and resumed at any step; `bits_per_byte` measures a model on files it has not seen.
+`pretrain` may be interrupted; it resumes from the last saved step.  `bits_per_byte` measures a model on held-out files.
 """
 
 from __future__ import annotations
@@ -45,9 +45,11 @@ class PretrainConfig:
 def bits_per_byte(
     loss_of: LossOf, stream: np.ndarray, num_bytes: int, device: torch.device, length: int = 2048
 ) -> float:
-    """Windows overlap by half and only the later half counts, so that every token has context.
+    """Bits per byte of a stream of token ids whose text has num_bytes bytes.
 
-    loss_of: (tokens [B, T], targets [B, T]) -> nats [B, T].
+    Windows overlap by half.  Only the later half of each counts, so that every token has context.
+
+    loss_of: (tokens [B, T], targets [B, T]) -> loss in nats [B, T].
     """
     half = length // 2
     ids = torch.from_numpy(stream.astype(np.int64)).to(device)
@@ -65,7 +67,7 @@ def bits_per_byte(
 
 
 def join_ranks() -> tuple[torch.device, int, int]:
-    """(device, rank, number of ranks): several under torchrun, else one."""
+    """(device, rank, number of ranks).  Without torchrun there is one rank."""
     if "RANK" in os.environ and not dist.is_initialized():
         dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
@@ -76,13 +78,15 @@ def join_ranks() -> tuple[torch.device, int, int]:
 
 
 def fast_attention(device: torch.device) -> AbstractContextManager[None]:
-    """On Hopper cuDNN's kernel took a quarter of the time of the FlashAttention-2 that PyTorch would choose."""
+    """A context that selects cuDNN's attention on Hopper, where it takes a quarter of the time of PyTorch's choice,
+    FlashAttention-2."""
     if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9:
         return sdpa_kernel(SDPBackend.CUDNN_ATTENTION)
     return nullcontext()
 
 
 def average_gradients(model: Llama) -> None:
+    """Average the gradients over all ranks."""
     if not dist.is_initialized():
         return
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
@@ -109,6 +113,8 @@ def train_step(
 
 @dataclass(frozen=True)
 class Heldout:
+    """Held-out token ids, and the number of bytes of their text."""
+
     stream: np.ndarray
     num_bytes: int
 
@@ -120,7 +126,7 @@ class Heldout:
 def pretrain(
     packed: Path, out: Path, work: Path, eos_token_ids: list[int], config: PretrainConfig, shape: LlamaShape
 ) -> float:
-    """Train, save to `out`, and return the held-out bits per byte.  work: holds the state of an unfinished run."""
+    """Train, save to `out`, and return the held-out bits per byte.  work: the folder of an unfinished run's state."""
     device, rank, num_ranks = join_ranks()
     torch.manual_seed(config.seed)
     work.mkdir(parents=True, exist_ok=True)
@@ -147,7 +153,7 @@ def run_steps(
     rank: int,
     num_ranks: int,
 ) -> None:
-    """Every step that is left of the run; each rank takes its share of every batch, rank 0 reports and saves."""
+    """Run the remaining steps.  Each rank takes its share of every batch; rank 0 reports and saves."""
     optimizers = make_optimizers(model, config.matrix_lr, config.other_lr, config.weight_decay)
     num_steps = max(1, int(config.num_tokens / (config.batch * config.length)))
     first = load_state(state, model, optimizers)

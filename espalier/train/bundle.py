@@ -1,6 +1,6 @@
-"""Make the bundled model from nothing: corpus, tokenizer, target, draft, held-out prompts, card.
+"""Make the bundled model from scratch: corpus, tokenizer, target, draft, held-out prompts, model card.
 
-Every stage keeps what it made, and a later run skips it; under torchrun the `base` stage uses all the GPUs it is given.
+Each stage writes its results, and a later run skips it.  Under torchrun the `base` stage uses all ranks' GPUs.
 """
 
 from __future__ import annotations
@@ -32,13 +32,16 @@ from espalier.train.tokenizer import END, END_OF_TEXT, SPECIAL_TOKENS, save_toke
 SHAPE = LlamaShape()
 BASE = PretrainConfig(num_tokens=2.1e9)
 DRAFT = DraftConfig(num_tokens=2.763e8, generate_batch=2048)
-# Enough text for the merges of a small vocabulary, and for the given part of the draft's text.
+# Files that the tokenizer is trained on: enough for the merges of a small vocabulary.
 TOKENIZER_FILES = 5000
+# Tokens of the corpus that the draft is trained on, besides the target's own text.
 DRAFT_TOKENS = 35_000_000
 
 
 @dataclass(frozen=True)
 class BundleFolders:
+    """The folders of a bundled model.  out: the model; work: corpus, packed tokens and unfinished runs."""
+
     out: Path
     work: Path
     site_packages: list[Path]
@@ -67,6 +70,7 @@ class BundleFolders:
         return json.loads(path.read_text()) if path.exists() else {}
 
     def note(self, **figures: Any) -> None:
+        """Add figures to results.json."""
         self.work.mkdir(parents=True, exist_ok=True)
         text = json.dumps(self.results() | figures, indent=1, default=vars)
         (self.work / "results.json").write_text(text + "\n")
@@ -129,6 +133,8 @@ def device_name() -> str:
 
 @dataclass(frozen=True)
 class Stage:
+    """make: runs the stage; done: whether its results exist."""
+
     make: Callable[[BundleFolders], None]
     done: Callable[[BundleFolders], bool]
 

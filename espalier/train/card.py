@@ -1,4 +1,4 @@
-"""The bundled model's card, written from `card_template.md` and what the stages noted."""
+"""The bundled model's card, made from `card_template.md` and the stages' figures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Read and write EAGLE-3 drafts in SafeAILab's layout, and read what the trainer must know of a target."""
+"""Read and write EAGLE-3 drafts in SafeAILab's layout, and read the config of a target."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def rope_theta(config: dict[str, Any]) -> float:
 
 
 def draft_shape(target: dict[str, Any], draft_vocab_size: int, overrides: dict[str, int | None]) -> DraftShape:
-    """One layer of the target's own shape, less what `overrides` replaces (None keeps)."""
+    """The shape of a draft with one layer like the target's.  overrides: fields to replace; None keeps the target's."""
     chosen = {name: value for name, value in overrides.items() if value is not None}
     hidden, heads = int(target["hidden_size"]), int(target["num_attention_heads"])
     fields = {

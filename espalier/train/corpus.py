@@ -1,8 +1,8 @@
-"""Collect Python source that may be trained on: the standard library and installed, permissively licensed packages.
+"""Collect Python source for training: the standard library and installed packages with permissive licences.
 
-Writes `train.jsonl`, `heldout.jsonl` (whole files that training never sees) and `sources.json` (what was taken or left
-out, with versions and licences).  Which packages are installed is the caller's choice; `packages.txt` is the list that
-the bundled model used.
+Writes `train.jsonl`, `heldout.jsonl` (whole files that are not trained on) and `sources.json` (the packages taken and
+left out, with versions and licences).  The caller installs the packages; `packages.txt` lists those of the bundled
+model.
 """
 
 from __future__ import annotations
@@ -39,9 +39,11 @@ HELDOUT_STDLIB = frozenset({
 MIN_BYTES, MAX_BYTES = 200, 160_000
 MAX_LINE = 300
 MAX_DIGITS = 0.2
-# A line shorter than this (`return self`, `try:`) says nothing about where a file comes from.
+# Shorter lines (`return self`, `try:`) occur in unrelated files, so they do not count as signs of a copy.
 TELLING_LINE = 20
+# A file with a larger share of lines from earlier files is a near-duplicate.
 MAX_SEEN = 0.7
+# A training file may share at most this part of its lines with the held-out files.
 MAX_SEEN_HELDOUT = 0.2
 
 
@@ -68,7 +70,7 @@ class Source:
 
 
 def license_of(dist: metadata.Distribution) -> str:
-    """The licence as the package's own metadata state it; a licence's full text only where nothing shorter does."""
+    """The licence from the package's metadata; the start of a full licence text only if nothing shorter is given."""
     stated = [(dist.metadata.get_all(key) or [""])[0] for key in ("License-Expression", "License")]
     stated = [s.strip().split("\n")[0][:80] for s in stated]
     classifiers = dist.metadata.get_all("Classifier") or []
@@ -91,7 +93,7 @@ def wanted(path: Path) -> bool:
 
 
 def strip_license_header(text: str) -> str:
-    """Drop a leading comment block that is a licence or copyright notice: the same lines open every file."""
+    """Remove a leading comment block with a licence or copyright notice, which many files share."""
     lines = text.split("\n")
     end = next((i for i, line in enumerate(lines) if line.strip() and not line.startswith("#")), len(lines))
     head = "\n".join(lines[:end])
@@ -101,7 +103,7 @@ def strip_license_header(text: str) -> str:
 
 
 def clean(raw: bytes) -> str | None:
-    """The text to train on, or None for what no one would have typed: tables, generated, minified, not UTF-8."""
+    """The text to train on; None for a file of a wrong size, or that is generated, minified, a table or not UTF-8."""
     if not MIN_BYTES <= len(raw) <= MAX_BYTES or b"\0" in raw:
         return None
     try:
@@ -126,20 +128,21 @@ def share_seen(lines: list[int], seen: set[int]) -> float:
 
 
 def is_heldout(source: str, path: str) -> bool:
+    """Whether a file is held out: by the lists above, and about one of 85 others, by the hash of its path."""
     if source in HELDOUT_PACKAGES or (source == "python" and path.split("/")[0] in HELDOUT_STDLIB):
         return True
     return hashlib.sha256(f"{source}/{path}".encode()).digest()[0] < 3
 
 
 def installed_sources(site_packages: list[Path]) -> list[Source]:
-    """The standard library first, then every installed distribution in the order of its name."""
+    """The standard library, then every installed distribution, sorted by name."""
     stdlib = Path(sysconfig.get_path("stdlib"))
     paths = sorted(p for p in stdlib.rglob("*.py") if "site-packages" not in p.parts)
     sources = [Source("python", platform.python_version(), "PSF-2.0", True, paths=paths, root=stdlib)]
-    found: dict[str, metadata.Distribution] = {}
+    by_name: dict[str, metadata.Distribution] = {}
     for dist in metadata.distributions(path=[str(p) for p in site_packages]):
-        found.setdefault(dist.metadata["Name"].lower(), dist)
-    for name, dist in sorted(found.items()):
+        by_name.setdefault(dist.metadata["Name"].lower(), dist)
+    for name, dist in sorted(by_name.items()):
         stated = license_of(dist)
         root = Path(str(dist.locate_file("")))
         files = sorted(root / str(f) for f in dist.files or [] if str(f).endswith(".py"))
@@ -158,7 +161,8 @@ def source_files(sources: list[Source]) -> Iterator[SourceFile]:
 
 
 def split(files: list[SourceFile]) -> tuple[list[SourceFile], list[SourceFile]]:
-    """Training and held-out files, each without near-duplicates; no training file shares much with a held-out one."""
+    """(training files, held-out files), each without near-duplicates.  Training files that share more than
+    MAX_SEEN_HELDOUT of their lines with held-out files are dropped."""
     heldout_seen: set[int] = set()
     heldout = keep_new((f for f in files if is_heldout(f.source, f.path)), heldout_seen)
     others = (f for f in files if not is_heldout(f.source, f.path))
@@ -167,7 +171,7 @@ def split(files: list[SourceFile]) -> tuple[list[SourceFile], list[SourceFile]]:
 
 
 def keep_new(files: Iterator[SourceFile], seen: set[int]) -> list[SourceFile]:
-    """Drop a file most of whose telling lines were seen before.  seen: grows by the lines of every kept file."""
+    """The files without near-duplicates of earlier ones.  seen: lines of earlier files; the kept files' are added."""
     kept = []
     for file in files:
         lines = telling_lines(file.text)

@@ -1,7 +1,7 @@
-"""The EAGLE-3 draft as a training module, its parameters named as SafeAILab's checkpoints name them.
+"""The EAGLE-3 draft as a training module.  Its parameters have the names of SafeAILab's checkpoints.
 
-A row pairs the feature at position p with the token at p + 1 and predicts the token at p + 2; its rotary position is p.
-Attention is written out over explicit scores, so that the training-time test can mix the keys of several steps.
+A row pairs the feature at position p with the token at p + 1, and predicts the token at p + 2.  Its rotary position is
+p.  Attention computes explicit scores, because the training-time test mixes the keys of several steps.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class DraftShape:
 
 
 class DraftAttention(nn.Module):
-    """Projections only, over 2H; what attends to what is the caller's affair."""
+    """The projections from 2H.  The caller computes attention."""
 
     def __init__(self, shape: DraftShape) -> None:
         super().__init__()
@@ -43,7 +43,8 @@ class DraftAttention(nn.Module):
         self.o_proj = nn.Linear(q_size, shape.hidden_size, bias=False)
 
     def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x [..., T, 2H] -> q, k, v [..., heads, T, head_dim], q and k rotated, k and v at all query heads."""
+        """x [..., T, 2H] -> q, k, v [..., heads, T, head_dim].  q and k are rotated; k and v are repeated for every
+        query head."""
         q, k, v = (
             proj(x).unflatten(-1, (-1, self.head_dim)).transpose(-3, -2)
             for proj in (self.q_proj, self.k_proj, self.v_proj)
@@ -64,16 +65,18 @@ class DraftLayer(nn.Module):
         self.mlp = MLP(size, shape.intermediate_size)
 
     def join(self, embeds: Tensor, feature: Tensor) -> Tensor:
+        """The layer's input [..., 2H], of embeddings and features [..., H]."""
         return torch.cat((self.input_layernorm(embeds), self.hidden_norm(feature)), dim=-1)
 
     def finish(self, feature: Tensor, attended: Tensor) -> Tensor:
-        """attended [..., heads, T, head_dim]; the residual is the feature before its norm."""
+        """The layer's output [..., T, H].  attended: [..., heads, T, head_dim]; the residual is the feature before its
+        norm."""
         x = feature + self.self_attn.o_proj(attended.transpose(-3, -2).flatten(-2))
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
 class Eagle3Draft(nn.Module):
-    """fc, one layer, norm, its own head over the draft vocabulary; d2t and t2d as the checkpoint holds them."""
+    """fc, one layer, norm and an lm_head over the draft vocabulary.  d2t and t2d are as in the checkpoint."""
 
     d2t: Tensor
     t2d: Tensor
@@ -92,7 +95,8 @@ class Eagle3Draft(nn.Module):
                 nn.init.normal_(parameter, std=0.02)
 
     def set_vocabulary(self, target_ids: Tensor, head: Tensor) -> None:
-        """target_ids: ascending, one a draft id.  head: the target's head [vocab, H_target], to start from."""
+        """target_ids: the target id of each draft id, ascending.  head: the target's lm_head [vocab, H_target], which
+        initialises the draft's if the hidden sizes agree."""
         self.d2t.copy_(target_ids - torch.arange(len(target_ids), device=target_ids.device))
         self.t2d.zero_()
         self.t2d[target_ids] = True
@@ -110,17 +114,19 @@ class Eagle3Draft(nn.Module):
         return self.lm_head(self.norm(output)).float()
 
     def unroll(self, embeds: Tensor, features: Tensor, num_steps: int) -> list[Tensor]:
-        """The training-time test (EAGLE-3, arXiv 2503.01840): every row is the start of a chain of `num_steps` rows.
+        """The training-time test (EAGLE-3, arXiv 2503.01840): every row starts a chain of `num_steps` rows.
 
-        embeds [B, R, H]: of the token at p + 1 for row p.  features [B, R, 3 H_target].  Step j of the chain that
-        starts at row p reads the token of row p + j and, as its feature, the output of step j - 1; it attends to the
-        step-0 rows up to p and to its own chain.  Returns outputs before `norm`, step j's of shape [B, R - j, H].
+        embeds: [B, R, H], row p's of the token at p + 1.  features: [B, R, 3 H_target].
+
+        In the chain from row p, step j reads the token of row p + j.  Its feature is the output of step j - 1.  It
+        attends to the step-0 rows up to p and to the rows of its chain, itself included.  Returns the outputs before
+        `norm`; that of step j is [B, R - j, H].
         """
         feature, outputs = self.fc(features), []
         chain: list[tuple[Tensor, Tensor]] = []
         num_rows = embeds.shape[1]
         for step in range(min(num_steps, num_rows)):
-            # The last `step` rows have no token left: they run on zeros, so that every step has one aligned shape.
+            # The last `step` rows have no token.  They run on zeros, so that every step has the same shape.
             tokens = F.pad(embeds[:, step:], (0, 0, 0, step))
             cos, sin = self.rope(torch.arange(step, step + num_rows, device=embeds.device))
             q, k, v = self.midlayer.self_attn.project(self.midlayer.join(tokens, feature), cos, sin)
@@ -131,7 +137,7 @@ class Eagle3Draft(nn.Module):
 
 
 def attend(q: Tensor, chain: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """Causal attention over the keys of step 0, and to each later step's key at the query's own index."""
+    """Causal attention to the keys of step 0, and to the key with the query's index of each later step."""
     (k0, v0), later = chain[0], chain[1:]
     length = q.shape[-2]
     scale = q.shape[-1] ** -0.5
@@ -148,10 +154,10 @@ def attend(q: Tensor, chain: list[tuple[Tensor, Tensor]]) -> Tensor:
 def training_loss(
     draft: Eagle3Draft, embeds: Tensor, features: Tensor, target_logits: Tensor, num_steps: int, decay: float
 ) -> tuple[Tensor, Tensor]:
-    """(loss, top-1 agreement by depth [num_steps]).  target_logits [B, R, vocab]: of the token each row predicts.
+    """(loss, top-1 agreement by depth [num_steps]).  target_logits: [B, R, vocab], of the token that each row predicts.
 
-    Soft cross-entropy against the target's distribution over the draft vocabulary; rows where the target's own choice
-    is not in that vocabulary teach nothing and are left out.
+    The loss is soft cross-entropy with the target's distribution over the draft vocabulary.  Rows where the target's
+    most likely token is not in that vocabulary are left out.
     """
     probabilities = target_logits[..., draft.target_ids].float().softmax(-1)
     picks = target_logits.argmax(-1)

@@ -1,7 +1,7 @@
-"""Train an EAGLE-3 draft for a frozen target, by training-time test, on given text and on what the target itself says.
+"""Train an EAGLE-3 draft for a frozen target by training-time test, on given text and on text of the target.
 
-`train_eagle3` is what `python -m espalier.train eagle3` runs.  An interrupted run goes on where it stood when it is
-started again with the same folder.
+`python -m espalier.train eagle3` runs `train_eagle3`.  An interrupted run continues if it is started again with the
+same work folder.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Loss = Callable[..., tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class DraftConfig:
-    """What a user may set; the flags of `python -m espalier.train eagle3` are made from these fields."""
+    """The settings of a run.  `python -m espalier.train eagle3` has a flag for each field."""
 
     draft_vocab: int = 4096
     intermediate_size: int | None = None
@@ -52,14 +52,15 @@ class DraftConfig:
 
 @dataclass
 class OwnText:
-    """The target's continuations as one stream, and how often it chose each id greedily in them."""
+    """The target's continuations as one stream, and how often it chose each token id greedily."""
 
     stream: np.ndarray
     greedy_counts: np.ndarray
 
 
 def make_own_text(target: FrozenTarget, stream: np.ndarray, config: DraftConfig) -> OwnText:
-    """Continue prompts cut from `stream`: each batch of one length, `sampled_share` of them at temperature 1."""
+    """Continue prompts cut from `stream`.  A batch has prompts of one length; `sampled_share` of the batches are
+    sampled at temperature 1."""
     parts: list[np.ndarray] = []
     counts = np.zeros(int(target.config["vocab_size"]), dtype=np.int64)
     lengths, begun = (48, 96, 192, 384), time.perf_counter()
@@ -87,7 +88,7 @@ def load_own_text(target: FrozenTarget, stream: np.ndarray, config: DraftConfig,
 
 
 def choose_vocabulary(stream: np.ndarray, greedy_counts: np.ndarray, size: int) -> tuple[np.ndarray, float]:
-    """(the ids drafted, ascending; the share of the target's greedy tokens they cover)."""
+    """(token ids of the draft vocabulary, ascending; the share of the target's greedy tokens that they cover)."""
     counts = np.bincount(stream, minlength=len(greedy_counts)) / len(stream)
     own = greedy_counts / max(1, greedy_counts.sum())
     ids = np.sort(np.argsort(-(own + 0.1 * counts), kind="stable")[:size])
@@ -104,7 +105,7 @@ def new_draft(target: FrozenTarget, ids: np.ndarray, config: DraftConfig) -> Eag
 
 
 def mixed_batches(own: Windows, given: Windows, config: DraftConfig, first: int) -> Iterator[Tensor]:
-    """[batch, length + 1], `own_share` of it what the target said."""
+    """Batches [batch, length + 1]; `own_share` of their rows are the target's own text."""
     num_own = round(config.own_share * config.batch)
     sizes = ((own, num_own), (given, config.batch - num_own))
     sources = [windows.batches(size, first) for windows, size in sizes if size]
@@ -115,7 +116,10 @@ def mixed_batches(own: Windows, given: Windows, config: DraftConfig, first: int)
 def backward(
     loss_of: Loss, draft: Eagle3Draft, target: FrozenTarget, tokens: Tensor, config: DraftConfig
 ) -> tuple[Tensor, Tensor]:
-    """Row p pairs the feature at p with token p + 1 and learns the target's logits at p + 1.  tokens [B, T]."""
+    """(loss, agreement by depth) of tokens [B, T], with gradients.
+
+    Row p pairs the feature at p with token p + 1, and learns the target's logits at p + 1.
+    """
     features, logits = target(tokens)
     embeds = target.embed(tokens[:, 1:])
     with torch.autocast(tokens.device.type, torch.bfloat16, enabled=tokens.is_cuda):
@@ -150,7 +154,7 @@ def train_eagle3(target_dir: Path, stream: np.ndarray, out: Path, work: Path, co
 def run_steps(
     draft: Eagle3Draft, target: FrozenTarget, own: Windows, given: Windows, state: Path, out: Path, config: DraftConfig
 ) -> list[float]:
-    """Every step that is left; the draft is saved even on interruption.  Returns the last top-1 agreement by depth."""
+    """Run the remaining steps; the draft is saved even on interruption.  Returns the last top-1 agreement by depth."""
     optimizers = make_optimizers(draft, config.matrix_lr, config.other_lr, config.weight_decay)
     num_steps = max(1, int(config.num_tokens / (config.batch * config.length)))
     first = load_state(state, draft, optimizers)
@@ -172,7 +176,7 @@ def run_steps(
                 save_state(state, draft, optimizers, step + 1)
     except KeyboardInterrupt:
         save_state(state, draft, optimizers, step)
-        print(f"stopped; {state} holds step {step}: start again to go on")
+        print(f"stopped; {state} holds step {step}: start again to continue")
         raise
     finally:
         save_draft(draft, out)

@@ -1,8 +1,7 @@
-"""How many tokens a round would emit: the tree that a draft grows at every position of known text, replayed.
+"""Accept lengths of a draft on known text, for the trainer, without the engine.
 
-The text is the target's own greedy output, so what a round accepts is the longest path of its tree that the text
-follows.  Every position is grown as a root at once; `rounds` then walks the roots that decoding would have visited.
-It is a measure for the trainer: plain, and independent of the engine.
+The text is the target's greedy output.  So a round accepts the longest path of its tree that the text follows.  A tree
+is grown at every position at once; `report` then visits the roots that decoding would have visited.
 """
 
 from __future__ import annotations
@@ -21,7 +20,8 @@ from espalier.train.target import FrozenTarget, repeated
 
 @dataclass
 class Beams:
-    """The rows to run at one level.  Leading shape [N roots, K]; chain: ancestors' keys and values."""
+    """The draft rows of one level, [N roots, K, ...].  on_path: whether the text follows the row's path; chain: the
+    keys and values of the ancestors."""
 
     tokens: Tensor
     scores: Tensor
@@ -43,7 +43,7 @@ def rows(x: Tensor, index: Tensor) -> Tensor:
 def accept_lengths(
     draft: Eagle3Draft, target: FrozenTarget, tokens: Tensor, first: int, steps: int, topk: int, num_draft_tokens: int
 ) -> Tensor:
-    """Accept length at every root position first <= n < T - steps.  tokens [T]: text that the target follows."""
+    """The accept length at every root position n, first <= n < T - steps.  tokens: [T], greedy text of the target."""
     dtype = draft.fc.weight.dtype
     features, embeds = target(tokens[None])[0][0, :-1].to(dtype), target.embed(tokens[1:]).to(dtype)
     roots = torch.arange(first, len(tokens) - steps, device=tokens.device)
@@ -57,16 +57,16 @@ def accept_lengths(
             beams.features = run_beams(draft, embedded, beams, roots + depth - 2, keys, values, roots)
         log_probs = draft.logits(beams.features).log_softmax(-1)
         best, ids = log_probs.topk(min(topk, log_probs.shape[-1]), dim=-1)
-        found = draft.target_ids[ids].flatten(1)
+        children = draft.target_ids[ids].flatten(1)
         scores = (beams.scores[..., None] + best).flatten(1)
         parents = torch.arange(beams.tokens.shape[1], device=tokens.device).repeat_interleave(best.shape[-1])
-        on_path = beams.on_path[:, parents] & (found == tokens[roots + depth][:, None])
+        on_path = beams.on_path[:, parents] & (children == tokens[roots + depth][:, None])
         pool_scores.append(scores)
         pool_paths.append(on_path)
-        pool_depths.append(torch.full_like(found, depth))
+        pool_depths.append(torch.full_like(children, depth))
         index = scores.topk(min(topk, scores.shape[1]), dim=1).indices
         beams.chain = [(rows(k, parents[index]), rows(v, parents[index])) for k, v in beams.chain]
-        beams = beams.pick(index, (found, scores, on_path), parents[index])
+        beams = beams.pick(index, (children, scores, on_path), parents[index])
     all_scores = torch.cat(pool_scores, 1)
     kept = all_scores.topk(min(num_draft_tokens - 1, all_scores.shape[1]), dim=1).indices
     depths = torch.cat(pool_depths, 1) * torch.cat(pool_paths, 1)
@@ -74,7 +74,7 @@ def accept_lengths(
 
 
 def causal_rows(draft: Eagle3Draft, embeds: Tensor, features: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Outputs [R, H], keys and values [heads, R, head_dim] of the rows whose features are the target's own."""
+    """(outputs [R, H], keys, values [heads, R, head_dim]) of the rows whose features come from the target."""
     feature = draft.fc(features)
     cos, sin = draft.rope(torch.arange(len(features), device=features.device))
     q, k, v = draft.midlayer.self_attn.project(draft.midlayer.join(embeds, feature), cos, sin)
@@ -85,15 +85,15 @@ def causal_rows(draft: Eagle3Draft, embeds: Tensor, features: Tensor) -> tuple[T
 def run_beams(
     draft: Eagle3Draft, embeds: Tensor, beams: Beams, positions: Tensor, keys: Tensor, values: Tensor, roots: Tensor
 ) -> Tensor:
-    """One draft step over [N, K] beams; appends their keys and values to `beams.chain`.  positions [N]."""
+    """Outputs of one draft step over [N, K] beams.  Appends their keys and values to `beams.chain`.  positions: [N]."""
     layer = draft.midlayer
     cos, sin = (t[:, None, None, None, :] for t in draft.rope(positions))
     joined = layer.join(embeds, beams.features)[..., None, :]
     q, k, v = (t.squeeze(-2) for t in layer.self_attn.project(joined, cos, sin))
     beams.chain.append((k, v))
     prefix = torch.einsum("nkhd,hrd->nkhr", q, keys)
-    hidden = torch.arange(keys.shape[1], device=q.device) >= roots[:, None]
-    prefix = prefix.masked_fill(hidden[:, None, None, :], float("-inf"))
+    is_later = torch.arange(keys.shape[1], device=q.device) >= roots[:, None]
+    prefix = prefix.masked_fill(is_later[:, None, None, :], float("-inf"))
     own = torch.stack([(q * k).sum(-1) for k, _ in beams.chain], dim=-1)
     weights = (torch.cat((prefix, own), dim=-1) * q.shape[-1] ** -0.5).softmax(-1)
     attended = torch.einsum("nkhr,hrd->nkhd", weights[..., : keys.shape[1]], values)
@@ -104,7 +104,10 @@ def run_beams(
 
 @dataclass
 class AcceptReport:
-    """Means over the rounds that decoding visits (fresh and repeated text apart) and over every position as a root."""
+    """Mean accept lengths: of the rounds that decoding visits, in fresh and in repeated text, and of every position.
+
+    repeated_share: share of the rounds that are in repeated text.
+    """
 
     fresh: float
     repeated: float
@@ -114,17 +117,17 @@ class AcceptReport:
 
 def report(lengths: list[Tensor], texts: list[np.ndarray], firsts: list[int]) -> AcceptReport:
     fresh: list[float] = []
-    again: list[float] = []
-    every: list[float] = []
+    looping: list[float] = []
+    every_root: list[float] = []
     for accepted, text, first in zip(lengths, texts, firsts, strict=True):
         loops, root, values = repeated(text), first, accepted.tolist()
-        every += values
+        every_root += values
         while root - first < len(values):
             length = values[root - first]
-            (again if loops[root] else fresh).append(length)
+            (looping if loops[root] else fresh).append(length)
             root += length
-    means = [float(np.mean(x)) if x else float("nan") for x in (fresh, again, every)]
-    return AcceptReport(means[0], means[1], means[2], len(again) / max(1, len(again) + len(fresh)))
+    means = [float(np.mean(x)) if x else float("nan") for x in (fresh, looping, every_root)]
+    return AcceptReport(means[0], means[1], means[2], len(looping) / max(1, len(looping) + len(fresh)))
 
 
 def measure(
@@ -136,7 +139,7 @@ def measure(
     topk: int,
     nodes: int,
 ) -> AcceptReport:
-    """texts: prompt and greedy continuation of the target each; firsts: where the continuation's first token stands."""
+    """texts: prompts with greedy continuations of the target; firsts: where each continuation starts."""
     draft = draft.eval()
     lengths = [
         accept_lengths(draft, target, torch.from_numpy(t.astype(np.int64)).to(target.device), f, steps, topk, nodes)
@@ -149,7 +152,7 @@ SETTINGS = {"tree": (5, 4, 16), "chain": (5, 1, 6), "wide tree": (6, 8, 64)}
 
 
 def greedy_texts(target: FrozenTarget, prompts: list[list[int]], num_tokens: int) -> list[np.ndarray]:
-    """Prompt and greedy continuation, which ends with the end token where the target says it."""
+    """Each prompt with the target's greedy continuation, up to its end token."""
     texts = []
     for prompt in prompts:
         ids = torch.tensor(prompt, device=target.device)[None]

@@ -1,6 +1,6 @@
-"""Held-out prompts for the demonstration: beginnings of standard library files that training never saw.
+"""Held-out prompts for the demonstration: the beginnings of standard library files that are not trained on.
 
-Each prompt ends at a line's end inside a function; the reference is what the file says next.
+A prompt ends at the end of an indented line of code.  The reference is the text that follows in the file.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ REFERENCE_TOKENS = 200
 
 
 def cut_lines(text: str) -> list[int]:
-    """Where a prompt may end: after an indented line of code, before another one."""
+    """The offsets at which a prompt may end: after an indented line of code and before another one."""
     cuts, position, quoted = [], 0, False
     lines = text.split("\n")
     for line, following in pairwise(lines):
@@ -36,7 +36,7 @@ def cut_lines(text: str) -> list[int]:
 
 
 def make_entry(document: dict[str, str], tokenizer: Tokenizer) -> dict[str, str] | None:
-    """The prompt of this file, at a length that its path decides; None where no line suits."""
+    """The prompt of this file; its length depends on the hash of the path.  None if no line fits."""
     text = MODULE_DOCSTRING.sub("", document["text"], count=1).lstrip("\n")
     low, high = PROMPT_TOKENS
     span = int(hashlib.sha256(document["path"].encode()).hexdigest(), 16) % (high - low)

@@ -1,7 +1,7 @@
-"""The Llama architecture as a plain training module, parameters named as Hugging Face names them.
+"""The Llama architecture as a training module.  Its parameters have Hugging Face's names.
 
-Only what pre-training needs: full causal attention over packed windows, the loss fused behind the forward pass.  The
-result is loaded by `transformers.LlamaForCausalLM` and by the engine alike.
+It has only what pre-training needs: full causal attention over packed windows, and the loss in the forward pass.
+`transformers.LlamaForCausalLM` and the engine load the result.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class LlamaShape:
 
 
 def rope_tables(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
-    """cos and sin [..., head_dim] in float32, the halves laid out as Hugging Face's rotate_half expects."""
+    """cos and sin [..., head_dim], float32, in the layout of Hugging Face's rotate_half."""
     exponents = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim
     angles = positions[..., None].float() * theta**-exponents
     angles = torch.cat((angles, angles), dim=-1)
@@ -119,9 +119,10 @@ class LlamaBody(nn.Module):
 
 
 class Llama(nn.Module):
-    """Tied embeddings.  forward(tokens [B, T], targets [B, T]) -> per-token loss [B, T] in nats, float32.
+    """A model with tied embeddings.  forward(tokens [B, T], targets [B, T]) -> loss [B, T] in nats, float32.
 
-    stream_dtype: of the residual stream; bfloat16 halves what a thin model spends most of its time on, moving it.
+    stream_dtype: dtype of the residual stream.  A thin model spends most of its time on memory traffic of the residual,
+    which bfloat16 halves.
     """
 
     def __init__(self, shape: LlamaShape, stream_dtype: torch.dtype = torch.float32) -> None:

@@ -1,7 +1,7 @@
-"""An order-5 n-gram model of the token stream: what the bundled target's bits per byte are compared with.
+"""An order-5 n-gram model of the token stream, a baseline for the bundled target's bits per byte.
 
-Interpolated absolute discounting.  Only contexts that the held-out text asks for are counted; each has a dense rank, so
-that a gram is one integer (rank of its context, last token) and counting is one sort.
+It uses interpolated absolute discounting.  Only contexts that occur in the held-out text are counted.  Each context has
+a dense rank, so an n-gram is one integer, made of its context's rank and its last token, and counting is one sort.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ DISCOUNT = 0.75
 
 
 def unique_counts(keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Sorts `keys` in place: half the memory of np.unique, on a stream of hundreds of millions."""
+    """(unique keys, counts).  Sorts `keys` in place, which takes half the memory of np.unique."""
     keys.sort()
     starts = np.flatnonzero(np.diff(keys, prepend=-1))
     return keys[starts], np.diff(starts, append=len(keys))
@@ -27,28 +27,28 @@ def find(table: np.ndarray, keys: np.ndarray) -> np.ndarray:
 
 
 def interpolate(lower: np.ndarray, train_keys: np.ndarray, keys: np.ndarray, vocab_size: int) -> np.ndarray:
-    """Probabilities of the held-out `keys` given those at the order below."""
+    """The probabilities of the held-out `keys`.  lower: their probabilities at the order below."""
     if not len(train_keys):
         return lower
     grams, counts = unique_counts(train_keys)
-    contexts, asked = grams // vocab_size, keys // vocab_size
-    size = int(asked.max()) + 1
-    totals = np.bincount(contexts, weights=counts, minlength=size)[asked]
-    followers = np.bincount(contexts, minlength=size)[asked]
+    contexts, heldout_contexts = grams // vocab_size, keys // vocab_size
+    size = int(heldout_contexts.max()) + 1
+    totals = np.bincount(contexts, weights=counts, minlength=size)[heldout_contexts]
+    followers = np.bincount(contexts, minlength=size)[heldout_contexts]
     index = find(grams, keys)
     seen = np.where(index >= 0, np.maximum(counts[index] - DISCOUNT, 0), 0)
     return np.where(totals > 0, (seen + DISCOUNT * followers * lower) / np.maximum(totals, 1), lower)
 
 
 def ngram_probabilities(train: np.ndarray, heldout: np.ndarray, vocab_size: int, order: int) -> np.ndarray:
-    """The probability of every held-out token after up to `order - 1` tokens before it."""
+    """The probability of every held-out token, given up to `order - 1` tokens before it."""
     probabilities = np.full(len(heldout), 1.0 / vocab_size)
     train_rank, rank = np.zeros(len(train), dtype=np.int64), np.zeros(len(heldout), dtype=np.int64)
     for n in range(1, order + 1):
         train_keys = train_rank[: len(train) - n + 1] * vocab_size + train[n - 1 :]
         keys = rank[: len(heldout) - n + 1] * vocab_size + heldout[n - 1 :]
         probabilities[n - 1 :] = interpolate(probabilities[n - 1 :], train_keys[train_keys >= 0], keys, vocab_size)
-        # This order's grams are the next order's contexts; one that is not asked for is never asked for again.
+        # The n-grams of this order are the contexts of the next.  Those that are not in the held-out text are dropped.
         table = np.unique(keys)
         train_rank, rank = find(table, train_keys), find(table, keys)
     return probabilities

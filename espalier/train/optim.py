@@ -1,7 +1,7 @@
-"""Muon for hidden matrices and AdamW for the rest, with the warm-up, hold and decay schedule that both share.
+"""Muon for hidden matrices and AdamW for the rest, with one schedule of warm-up, hold and decay.
 
-Muon (Jordan et al., 2024) orthogonalises the momentum of a matrix by a few Newton-Schulz iterations; the step is scaled
-to AdamW's usual root mean square (Liu et al., arXiv 2502.16982), so that one learning rate serves both.
+Muon (Jordan et al., 2024) orthogonalises the momentum of a matrix by a few Newton-Schulz iterations.  Its step is
+scaled to the usual root mean square of AdamW's (Liu et al., arXiv 2502.16982).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 
 
 def orthogonalise(matrices: Tensor, iterations: int = 5) -> Tensor:
-    """The nearest semi-orthogonal matrices, roughly.  matrices: [N, rows, columns]."""
+    """Approximately the nearest semi-orthogonal matrices.  matrices: [N, rows, columns]."""
     a, b, c = NEWTON_SCHULZ
     x = matrices.bfloat16() if matrices.is_cuda else matrices.float()
     tall = x.shape[-2] > x.shape[-1]
@@ -28,7 +28,7 @@ def orthogonalise(matrices: Tensor, iterations: int = 5) -> Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """Matrices of one shape are stacked and stepped together: a deep thin model has many small ones."""
+    """Muon.  It steps all matrices of one shape together, because a deep thin model has many small ones."""
 
     def __init__(self, parameters: list[nn.Parameter], lr: float, momentum: float = 0.95, weight_decay: float = 0.0):
         by_shape: dict[torch.Size, list[nn.Parameter]] = defaultdict(list)
@@ -54,7 +54,7 @@ class Muon(torch.optim.Optimizer):
 def make_optimizers(
     model: nn.Module, matrix_lr: float, other_lr: float, weight_decay: float
 ) -> list[torch.optim.Optimizer]:
-    """Muon takes the matrices between hidden states; embeddings, heads and norms go to AdamW."""
+    """[Muon for matrices between hidden states, AdamW for embeddings, lm_heads and norms]."""
     trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     matrices = [p for n, p in trained if p.ndim == 2 and "embed_tokens" not in n and "lm_head" not in n]
     others = [p for n, p in trained if p.ndim != 2 or "embed_tokens" in n or "lm_head" in n]
@@ -66,7 +66,7 @@ def make_optimizers(
 
 
 def schedule(progress: float, warmup: float = 0.01, hold: float = 0.45) -> float:
-    """The factor on the learning rate at `progress` in [0, 1]: up, level, then linearly to zero."""
+    """The learning rate's factor at `progress` in [0, 1]: it rises, holds, then falls linearly to zero."""
     if progress < warmup:
         return progress / warmup
     return min(1.0, max(0.0, (1 - progress) / (1 - hold)))

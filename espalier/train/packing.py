@@ -1,7 +1,7 @@
-"""RopeAndNorm documents into one flat stream of token ids, and the stream into fixed windows.
+"""Turn documents into one flat stream of token ids, and the stream into fixed windows.
 
-Every document opens with the end-of-text token.  A small share of the files also lends its documented functions as
-chat documents, so that the chat template's tokens mean something to the model.
+Every document begins with the end-of-text token.  Some files' documented functions are also used as chat documents, so
+that the model learns the tokens of the chat template.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ def chat_documents(texts: list[str], rng: random.Random, num_files: int = CHAT_F
                 continue
             source = ast.get_source_segment(text, node)
             if source and len(source) <= CHAT_MAX_FUNCTION:
-                what = f"Write a Python function `{node.name}`: {request.splitlines()[0]}"
-                documents.append(f"{USER}{what}{ASSISTANT}{source}{END}")
+                task = f"Write a Python function `{node.name}`: {request.splitlines()[0]}"
+                documents.append(f"{USER}{task}{ASSISTANT}{source}{END}")
     return documents
 
 
 def encode(tokenizer: Tokenizer, texts: list[str], chunk: int = 1000) -> np.ndarray:
-    """The documents' ids behind one another, uint16, each opened by the end-of-text token."""
+    """The token ids of all documents, concatenated, uint16.  Each begins with the end-of-text token."""
     parts = []
     for start in range(0, len(texts), chunk):
         encodings = tokenizer.encode_batch_fast(texts[start : start + chunk])
@@ -53,13 +53,13 @@ def encode(tokenizer: Tokenizer, texts: list[str], chunk: int = 1000) -> np.ndar
 
 
 def plain_texts(path: Path) -> list[str]:
-    """A file's documents, less those that spell a special token out: the tokenizer would take it for the token."""
+    """A file's documents, without those whose text contains a special token."""
     texts = [d["text"] for d in read_documents(path)]
     return [t for t in texts if not any(token in t for token in SPECIAL_TOKENS)]
 
 
 def pack(corpus: Path, tokenizer: Tokenizer, out: Path, seed: int) -> None:
-    """Write train.npy and heldout.npy, and heldout_bytes.txt, what the held-out ids stand for."""
+    """Write train.npy, heldout.npy, and heldout_bytes.txt, the number of bytes of the held-out text."""
     out.mkdir(parents=True, exist_ok=True)
     rng = random.Random(seed)
     texts = plain_texts(corpus / "train.jsonl")
@@ -73,7 +73,7 @@ def pack(corpus: Path, tokenizer: Tokenizer, out: Path, seed: int) -> None:
 
 
 class Windows:
-    """Windows of `length + 1` tokens of a stream that lies on the device; a new cut and order every epoch."""
+    """Windows of `length + 1` tokens of a stream on the device, with a new offset and order in every epoch."""
 
     def __init__(self, stream: np.ndarray, length: int, device: torch.device, seed: int) -> None:
         self.stream = torch.from_numpy(stream.astype(np.int32)).to(device)
@@ -84,12 +84,13 @@ class Windows:
             raise ValueError(f"the data hold {len(stream)} tokens, fewer than two windows of {length}")
 
     def epoch(self, number: int) -> tuple[Tensor, int]:
+        """(order of the windows, offset of the first)."""
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + number)
         order = torch.randperm(self.num_windows, generator=generator)
         return order, int(torch.randint(self.length, (1,), generator=generator))
 
     def batches(self, size: int, first: int = 0) -> Iterator[Tensor]:
-        """[size, length + 1] int64, without end; `first` skips that many batches, for a resumed run."""
+        """Endless batches [size, length + 1] int64.  first: number of batches to skip, for a resumed run."""
         per_epoch = max(1, self.num_windows // size)
         reach = torch.arange(self.length + 1, device=self.stream.device)
         number = first // per_epoch

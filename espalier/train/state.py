@@ -10,13 +10,13 @@ from torch import nn
 
 def save_state(path: Path, model: nn.Module, optimizers: list[torch.optim.Optimizer], step: int) -> None:
     state = {"model": model.state_dict(), "optimizers": [o.state_dict() for o in optimizers], "step": step}
-    # Written aside first: an interruption must not cost the state that was there.
+    # An interruption while writing must not destroy the previous state.
     torch.save(state, path.with_suffix(".part"))
     path.with_suffix(".part").replace(path)
 
 
 def load_state(path: Path, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> int:
-    """Restore in place and return the steps done; 0 where there is nothing to restore."""
+    """Restore in place and return the number of steps done; 0 if there is no state."""
     if not path.exists():
         return 0
     state = torch.load(path, map_location=next(model.parameters()).device, weights_only=True)

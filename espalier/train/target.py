@@ -1,4 +1,4 @@
-"""The frozen target of a draft: its three captured features, its logits, and text that it continues itself."""
+"""The frozen target of a draft: its captured features, its logits and its own continuations of text."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from transformers import AutoModelForCausalLM
 from espalier.train.checkpoint import read_config
 
 FAMILIES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "MistralForCausalLM")
+# Text that repeats this many tokens of itself is taken for a loop.
 LOOP = 16
 
 
 class FrozenTarget:
-    """Features are the inputs of layers 2, L / 2 and L - 3, behind one another: EAGLE-3's default."""
+    """A feature is the concatenated inputs of layers 2, L / 2 and L - 3, which is EAGLE-3's default."""
 
     def __init__(self, directory: Path, device: torch.device) -> None:
         self.config = read_config(directory)
@@ -53,7 +54,7 @@ class FrozenTarget:
 
     @torch.no_grad()
     def continuations(self, prompts: Tensor, num_tokens: int, temperature: float) -> list[np.ndarray]:
-        """Each prompt [B, P] with what the target says next, ended by its end token or where it begins to loop."""
+        """Each prompt [B, P] with its continuation by the target, up to the end token or to the start of a loop."""
         sampled = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
         out = self.model.generate(
             prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=num_tokens, **sampled
@@ -70,7 +71,7 @@ class FrozenTarget:
 
 
 def repeated(tokens: np.ndarray, length: int = LOOP) -> np.ndarray:
-    """For every position whether the `length` tokens that end there stood earlier in the sequence."""
+    """For every position, whether the `length` tokens that end there occur earlier in the sequence."""
     flags, seen, row = np.zeros(len(tokens), dtype=bool), set(), tokens.tolist()
     for end in range(length, len(row) + 1):
         gram = tuple(row[end - length : end])

@@ -1,7 +1,7 @@
-"""The bundled model's tokenizer: byte-level BPE over Python source, as a directory that `AutoTokenizer` loads.
+"""The bundled model's tokenizer: byte-level BPE for Python source, saved in a directory for `AutoTokenizer`.
 
-Runs of spaces (indentation) and of newlines are pre-tokens of their own, so that a prompt may end after any line or
-indent and still be split as the training text was.
+A run of spaces (indentation) or of newlines is a pre-token by itself.  So a prompt that ends after a line or an indent
+is split as the training text was.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ END_OF_TEXT, USER, ASSISTANT, END = "<|endoftext|>", "<|user|>", "<|assistant|>"
 SPECIAL_TOKENS = [END_OF_TEXT, USER, ASSISTANT, END]
 VOCAB_SIZE = 6144
 
-# In order: newlines; indentation; words and identifiers with what leads them; one digit; punctuation; the rest.
+# In order: newlines; indentation; words with a leading space or dot; one digit; punctuation; other white space.
 PATTERN = r"\n+| {2,}|[ .]?[\p{L}_]+| ?\p{N}| ?[^\s\p{L}\p{N}_]+|\s+"
 
 CHAT_TEMPLATE = """\

@@ -40,7 +40,7 @@ FLOORS = (
     ("startup",),
     ("llm",),
     ("",),
-    ("synthetic",),
+    ("synthetic", "terminal"),
     ("server", "bench", "train"),
     ("cli",),
     ("__main__",),

@@ -1,6 +1,6 @@
-"""A backend in one file, as one around a library would be: attention over committed rows and no more.
+"""A backend in one file, as a wrapper of a library would be: it only attends to committed rows.
 
-What it knows of lengths on the host it was told before the launch.
+It knows lengths on the host only from `prepare`.
 """
 
 from collections.abc import Sequence
@@ -50,8 +50,10 @@ class LibraryBackend:
 
     def plan(self, pages: PagedKV, specs: Sequence[LayerSpec], prefix: Prefix, nodes: Nodes) -> Attention:
         real = int(prefix.length.max()) if len(prefix.length) else 0
-        assert real <= self.lengths.longest, "a launch finds more rows than was prepared for"
-        assert real == self.lengths.longest or not self.lengths.exact, "what was said to be exact is not"
+        assert real <= self.lengths.longest, "a launch has more committed rows than prepare announced"
+        assert real == self.lengths.longest or not self.lengths.exact, (
+            "prepare announced exact lengths, and they are not"
+        )
         made = LibraryAttention(pages, specs, prefix, nodes)
         made.longest = min(self.lengths.longest, pages.layout.tokens_in(prefix.page_table.shape[1]))
         return made

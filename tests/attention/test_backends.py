@@ -1,5 +1,4 @@
-"""Every backend against attention in plain words: new nodes over a prefix in pages, ragged, windowed, or with no
-prefix."""
+"""Every CPU backend against attention in plain loops: prefixes of different lengths, windows, empty prefixes."""
 
 import pytest
 import torch
@@ -26,7 +25,7 @@ backends = pytest.mark.parametrize("name", ON_CPU)
 
 
 def filled_pages(page_size: int, seed: int = 0) -> tuple[PagedKV, torch.Tensor]:
-    """Pages full of noise (rows that nobody decided, too) and a page table of four requests in no order."""
+    """Pages full of noise, also in rows that do not exist, and a shuffled page table of four requests."""
     layout = RoundLayout(4, 2, 2, 4, page_size, 40, 0, 16)
     width = layout.table_width
     pages = PagedKV(layout, 1 + 4 * width, GEOMETRY, len(GEOMETRY), torch.float64, CPU)
@@ -37,7 +36,7 @@ def filled_pages(page_size: int, seed: int = 0) -> tuple[PagedKV, torch.Tensor]:
 
 
 def tree_nodes(length: torch.Tensor, queries: int, rows: int, seed: int) -> Nodes:
-    """Rows hanging off prefixes of these lengths, each with random ancestors; the last `queries` of them ask."""
+    """Staged rows with random ancestors after prefixes of these lengths; the last `queries` rows are the queries."""
     generator = torch.Generator().manual_seed(seed)
     mask = torch.rand(len(length), rows, rows, generator=generator).tril() > 0.5
     mask |= torch.eye(rows, dtype=torch.bool)
@@ -45,8 +44,8 @@ def tree_nodes(length: torch.Tensor, queries: int, rows: int, seed: int) -> Node
     return Nodes(positions[:, rows - queries :], positions, pack(mask[:, rows - queries :]))
 
 
-def in_words(pages: PagedKV, layer: int, prefix: Prefix, nodes: Nodes, q, k, v) -> torch.Tensor:
-    """One request, query and head at a time: gather what is seen, softmax, sum."""
+def in_loops(pages: PagedKV, layer: int, prefix: Prefix, nodes: Nodes, q, k, v) -> torch.Tensor:
+    """One request, query and head at a time: gather the visible rows, softmax, sum."""
     g = GEOMETRY[layer]
     kv_heads = g.rows.kv_heads
     out = torch.zeros(*q.shape[:3], g.rows.v_size, dtype=q.dtype)
@@ -97,7 +96,7 @@ def test_nodes_over_a_prefix(name, page_size, layer, first):
             nodes = tree_nodes(prefix.length, queries, rows, seed=rows)
             q, k, v = drawn(layer, 4, queries, rows, seed=page_size)
             out = backend(name).plan(pages, GEOMETRY, prefix, nodes).attend(layer, q, k, v)
-            expected = in_words(pages, layer, prefix, nodes, q, k, v)
+            expected = in_loops(pages, layer, prefix, nodes, q, k, v)
             assert torch.allclose(out, expected, rtol=0, atol=TOLERANCE)
 
 
@@ -113,8 +112,8 @@ def test_an_empty_batch_is_legal(name):
 
 
 @backends
-def test_a_request_does_not_see_its_batch(name):
-    """Alone and beside a longer one: equal to rounding, as the gather's length is the batch's."""
+def test_a_request_does_not_depend_on_its_batch(name):
+    """Alone and in a batch: equal up to rounding, because the batch sets the length of the gather."""
     pages, table = filled_pages(3)
     prefix = Prefix(table, torch.tensor([4, 38, 0, 11]))
     nodes = tree_nodes(prefix.length, 3, 3, seed=5)
@@ -127,7 +126,7 @@ def test_a_request_does_not_see_its_batch(name):
         assert torch.allclose(out, together[b : b + 1], rtol=0, atol=TOLERANCE)
 
 
-def test_over_prefix_gives_the_log_sum_exp_and_nothing_for_an_empty_prefix():
+def test_over_prefix_gives_the_log_sum_exp_and_zeros_for_an_empty_prefix():
     pages, table = filled_pages(3)
     prefix = Prefix(table, torch.tensor([1, 9, 0, 2]), first=1)
     nodes = tree_nodes(prefix.length, 2, 2, seed=1)
@@ -145,12 +144,12 @@ def test_bfloat16_is_close_and_keeps_its_dtype():
     prefix = Prefix(table, torch.tensor([17, 1, 3, 40]))
     nodes = tree_nodes(prefix.length, 3, 3, seed=1)
     exact = [drawn(0, 4, 3, 3, seed=3)]
-    expected = in_words(pages, 0, prefix, nodes, *exact[0])
+    expected = in_loops(pages, 0, prefix, nodes, *exact[0])
     pages.layers = {layer: tuple(p.bfloat16() for p in planes) for layer, planes in pages.layers.items()}
     for name in ON_CPU:
         out = backend(name).plan(pages, GEOMETRY, prefix, nodes).attend(0, *(value.bfloat16() for value in exact[0]))
         assert out.dtype == torch.bfloat16
-        # bfloat16 has 8 bits: inputs of size three are off by 1 %, and weights with them.
+        # bfloat16 has 8 bits: inputs near three have an error of about 1 %, and so have the weights.
         assert torch.allclose(out.double(), expected, rtol=0, atol=0.1)
 
 

@@ -1,4 +1,4 @@
-"""A backend for each group of layers, and a new one that comes in a file of its own."""
+"""A backend for each group of layers, and a backend from a file outside the package."""
 
 import importlib
 import sys
@@ -22,7 +22,7 @@ HEADS, LATENT = LayerSpec(4, KVHeads(2, 8, 8)), LayerSpec(4, LatentKV(640, 448))
 
 @pytest.fixture
 def library() -> Iterator[str]:
-    """The name of a backend that a file brings, and that is gone afterwards."""
+    """The name of a backend that a file registers; it is removed after the test."""
     importlib.import_module("tests.attention.one_file_backend")
     yield "library"
     del BACKENDS["library"], sys.modules["tests.attention.one_file_backend"]
@@ -40,12 +40,12 @@ def holds(setup: Setup) -> None:
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("keeps", ["kv", "latent"])
 def test_a_backend_of_one_file_holds_every_property(library, keeps, overlap):
-    """It is told of lengths before each launch: exactly in lock-step, else of a bound."""
+    """`prepare` gives it the lengths before each launch: exact in lock-step, otherwise upper bounds."""
     holds(replace(SETUP, attention=library, keeps=keeps, overlap=overlap))
 
 
 @pytest.mark.parametrize("names", [("sdpa, reference", "sdpa"), ("reference", "sdpa"), ("sdpa", "reference")])
-def test_groups_of_a_model_and_its_draft_have_backends_of_their_own(names):
+def test_model_groups_and_draft_can_have_different_backends(names):
     setup = replace(SETUP, keeps="mixed", attention=names[0], draft_attention=names[1])
     holds(setup)
     round = setup.engine().executor.runner
@@ -55,10 +55,10 @@ def test_groups_of_a_model_and_its_draft_have_backends_of_their_own(names):
     assert [made.support.name for _, made in round.drafter.backend.groups] == [names[1]]
 
 
-def test_a_backend_that_cannot_do_a_group_is_refused_by_name():
+def test_a_backend_that_cannot_run_a_group_is_refused_by_name():
     with pytest.raises(EspalierError, match="attention=triton does not support heads of size 640"):
         grouped_backend("triton", "cuda", torch.bfloat16, 16, [HEADS, LATENT], range(2))
-    with pytest.raises(EspalierError, match="names 2 backends, and the layers are of 1 kind"):
+    with pytest.raises(EspalierError, match="names 2 backends, but the model has 1 group of layers"):
         grouped_backend("triton, reference", "cuda", torch.bfloat16, 16, [HEADS], range(1))
 
 

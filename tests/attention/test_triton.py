@@ -1,4 +1,4 @@
-"""The GPU's backend against the reference in float64, through pages and plans as a round makes them."""
+"""The GPU backend against the float64 reference, with pages and plans as in a round."""
 
 from collections.abc import Callable
 
@@ -28,7 +28,7 @@ LENGTHS = [17, 1, 300, 0]
 
 
 def pages_in(dtype: torch.dtype, device: torch.device, page_size: int = 16) -> tuple[PagedKV, torch.Tensor]:
-    """Pages full of noise and a page table in no order; the same values in every dtype."""
+    """Pages full of noise and a shuffled page table; the same values in every dtype."""
     layout = RoundLayout(4, 2, 2, 4, page_size, 400, 0, 16)
     pages = PagedKV(layout, 1 + 4 * layout.table_width, GEOMETRY, len(GEOMETRY), dtype, device)
     generator = torch.Generator().manual_seed(0)
@@ -61,10 +61,20 @@ def captured(run: Callable[[], torch.Tensor]) -> tuple[torch.cuda.CUDAGraph, tor
     return graph, out
 
 
-@pytest.mark.parametrize("first", [0, 1])
-@pytest.mark.parametrize("shape", ["tree", "levels", "chain"])
+# A draft's rows begin at 1.  A round has no tree over a draft's rows and no levels over a target's.
+@pytest.mark.parametrize(
+    ("shape", "first"),
+    [
+        ("tree", 0),
+        ("levels", 1),
+        ("chain", 0),
+        ("chain", 1),
+        pytest.param("tree", 1, marks=pytest.mark.full),
+        pytest.param("levels", 0, marks=pytest.mark.full),
+    ],
+)
 def test_layers_of_one_pass(kernel_device, shape, first):
-    """One plan for layers that differ in heads, sizes and windows; and what each is merged by."""
+    """One plan for layers with different heads, sizes and windows: out, and lse over the prefix."""
     length = torch.tensor(LENGTHS, device=kernel_device)
     queries, rows = {"tree": (4, 4), "levels": (2, 6), "chain": (3, 3)}[shape]
     nodes = Nodes.chain(length[:, None] + torch.arange(3, device=kernel_device))
@@ -85,8 +95,8 @@ def test_layers_of_one_pass(kernel_device, shape, first):
         torch.testing.assert_close(lse.double(), expected_lse, rtol=0, atol=TOLERANCE)
 
 
-def test_a_work_list_serves_every_pass_of_its_prefix(kernel_device):
-    """Levels of a draft are as wide as each other and hang from the same rows: one list, made once."""
+def test_splits_are_shared_by_the_passes_over_a_prefix(kernel_device):
+    """The levels of a draft have the same number of queries and the same prefix: the splits are computed once."""
     length = torch.tensor(LENGTHS, device=kernel_device)
     pages, table = pages_in(torch.float32, kernel_device)
     prefix = Prefix(table, length)
@@ -106,17 +116,17 @@ def test_an_empty_batch_is_legal(kernel_device):
 
 
 def test_blocks_are_counted_once_for_a_prefix(kernel_device, monkeypatch):
-    """Where a launch asks: for all layers that read the same splits, of the prefix's own table, and never twice."""
+    """If a launch uses contiguous blocks, they are counted once for all layers with the same splits."""
     length = torch.tensor(LENGTHS, device=kernel_device)
     pages, _ = pages_in(torch.float32, kernel_device)
     table = 1 + torch.arange(4 * pages.layout.table_width, device=kernel_device, dtype=torch.int32).view(4, -1)
     given = []
 
-    def seen(*args, **how):
+    def seen(*args, **config):
         given.append((args[4], args[10]))
-        return tree_attention_triton(*args, **how)
+        return tree_attention_triton(*args, **config)
 
-    monkeypatch.setattr(triton, "asks_straight", lambda *_: True)
+    monkeypatch.setattr(triton, "uses_contiguous_blocks", lambda *_: True)
     monkeypatch.setattr(triton, "tree_attention_triton", seen)
     for broken in (False, True):
         if broken:
@@ -134,8 +144,8 @@ def test_blocks_are_counted_once_for_a_prefix(kernel_device, monkeypatch):
 
 
 @pytest.mark.gpu
-def test_a_replay_counts_anew_what_stands_side_by_side(kernel_device):
-    """Rows that were in order when a pass was captured, and are not when it is replayed."""
+def test_a_replay_counts_contiguous_blocks_again(kernel_device):
+    """Pages that were contiguous at capture and are not at replay."""
     geometry = [LayerSpec(32, KVHeads(8, 128, 128))]
     layout = RoundLayout(4, 5, 8, 64, 16, 1000, 0, 256)
     pages = PagedKV(layout, 1 + 4 * layout.table_width, geometry, 1, torch.bfloat16, kernel_device)
@@ -159,7 +169,7 @@ def test_a_replay_counts_anew_what_stands_side_by_side(kernel_device):
 
 @pytest.mark.gpu
 def test_a_captured_pass_follows_the_lengths(kernel_device):
-    """A replay reads lengths, pages and words as they then are; and equals the eager pass bit for bit."""
+    """A replay reads the current lengths, pages and ancestor bits, and equals the eager pass bit for bit."""
     length = torch.tensor(LENGTHS, device=kernel_device)
     pages, table = pages_in(torch.float32, kernel_device)
     nodes = tree(length, 4, 4)

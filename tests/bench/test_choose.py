@@ -68,7 +68,7 @@ def test_one_accept_length_gives_those_of_all(tiny, tiny_heldout, capsys):  # no
     flags = ["--choose", "--tokens", "6", "--context", "8", "--repeats", "1", "--max-batch", "1"]
     assert run("bench", "round", *flags, "--accept-length", "2.5", "--candidates", "3,2,8", "2,1,3", *tiny) == 0
     said = capsys.readouterr().out
-    assert "foretold from 2.5 of steps 3, topk 2, num_draft_tokens 8" in said
+    assert "predicted from 2.5 of steps 3, topk 2, num_draft_tokens 8" in said
     assert "2.50" in said and "plain decoding" not in said
 
 
@@ -81,7 +81,7 @@ def test_a_batch_runs_whole_however_long_its_prompts_take_to_enter(tiny, tiny_he
 BAD = [
     (["--candidates", "5,4"], "'5,4' is no tree"),
     (["--candidates", "2,1,9"], "'2,1,9' is no tree: num_draft_tokens=9"),
-    (["--candidates", "4,2,8"], "steps=4 of a batch's own tree is above the configured steps=3"),
+    (["--candidates", "4,2,8"], "a batch's tree with steps=4 is above the configured steps=3"),
     (["--context", "8,9"], "--context=[8, 9]"),
     (["--num-pages", "14", "--context", "60", "--max-batch", "3", "--tokens", "30"], "no round held 3 requests of 60"),
     (["--accept-length", "8"], "out of reach"),

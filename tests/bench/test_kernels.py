@@ -26,7 +26,7 @@ def test_a_plan_is_timed_with_all_that_the_pass_had_planned(kernel_device, monke
     counts = []
     how = "contiguous_blocks_triton" if kernel_device.type == "cuda" else "contiguous_blocks_reference"
     monkeypatch.setattr(counting, how, lambda *args: counts.append(args) or torch.zeros(0))
-    monkeypatch.setattr(backend, "asks_straight", lambda *_: asks)
+    monkeypatch.setattr(backend, "uses_contiguous_blocks", lambda *_: asks)
     monkeypatch.setattr(backend, "tree_attention_triton", lambda q, *_: (q, None))
     shape = Shape(2, 4, 130)
     attention, run = prepared(shape, 16, 2, kernel_device)

@@ -9,7 +9,7 @@ import torch
 
 from espalier.bench import shaped
 from espalier.bench.cells import Cell, parse_cells, with_plain
-from espalier.bench.instrument import Seen
+from espalier.bench.instrument import LaunchRecord
 from espalier.bench.plot import Bars, plot
 from espalier.bench.shaped import Measured, Settings, measure, plain_beside
 from espalier.bench.synthetic_models import SyntheticModels
@@ -27,8 +27,8 @@ TREE = (4, 4, 16)
 def found() -> list[Measured]:
     cells = with_plain(parse_cells(["2x24:4,4,16"], [1, 16]))
     settings = Settings(rounds=6, chunk_size=16)
-    cast = SyntheticModels(Recipe(SHAPE, skill=0.9), torch.float32, CPU, 512)
-    return list(measure(cast, cells, settings, None))
+    models = SyntheticModels(Recipe(SHAPE, skill=0.9), torch.float32, CPU, 512)
+    return list(measure(models, cells, settings, None))
 
 
 def test_cells_are_read_each_once_with_plain_beside_them():
@@ -68,7 +68,7 @@ def test_rounds_are_of_the_full_batch_and_follow_the_chain(found):
     for each in found:
         assert each.rounds.follows == 2
         assert each.rounds.round_ms > 0 and each.rounds.host_ms >= 0
-        assert each.start.pages_bytes > 0 and each.start.kernels is None and each.floor is None
+        assert each.start.pages_bytes > 0 and each.start.kernels is None and each.roofline is None
     tree, other, plain = (each.rounds for each in found)
     assert plain.accept_length == 1.0 and tree.accept_length > 2
     # Pages decide nothing.
@@ -89,14 +89,16 @@ def test_a_tree_stands_beside_plain_decoding_of_its_batch_and_context(found):
 
 
 def test_weights_are_counted(found):
-    cast = SyntheticModels(Recipe(SHAPE), torch.float32, CPU, 64)
-    tensors, draft = cast.recipe.tensors(torch.float32, CPU)
-    assert cast.weights_bytes == 4 * sum(each.tensor(name).numel() for each in (tensors, draft) for name in each.shapes)
+    models = SyntheticModels(Recipe(SHAPE), torch.float32, CPU, 64)
+    tensors, draft = models.recipe.tensors(torch.float32, CPU)
+    assert models.weights_bytes == 4 * sum(
+        each.tensor(name).numel() for each in (tensors, draft) for name in each.shapes
+    )
 
 
 def test_the_command_prints_a_line_a_cell_and_writes_all(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr("espalier.cli.shaped.find_shape", lambda name: SHAPE)
-    monkeypatch.setattr("espalier.cli.shaped.require_gpu", lambda what: CPU)
+    monkeypatch.setattr("espalier.bench.synthetic_models.find_shape", lambda name: SHAPE)
+    monkeypatch.setattr("espalier.bench.shaped.require_gpu", lambda what: CPU)
     file = tmp_path / "figures.json"
     flags = ["--shape", "tiny", "--cells", "1x20:4,4,16", "--page-size", "16", "--rounds", "4", "--json", str(file)]
     assert main(["bench", "round", *flags]) == 0
@@ -106,24 +108,24 @@ def test_the_command_prints_a_line_a_cell_and_writes_all(monkeypatch, capsys, tm
     assert [cell["batch"] for cell in figures["cells"]] == [1, 1] and figures["recipe"]["shape"] == "tiny"
     # And what was written can be drawn elsewhere.
     drawn = []
-    monkeypatch.setattr("espalier.cli.shaped.plot", lambda bars, title, path: drawn.extend(bars))
-    monkeypatch.setattr("espalier.cli.bench.require_plot", lambda path: None)
+    monkeypatch.setattr("espalier.bench.shaped.plot", lambda bars, title, path: drawn.extend(bars))
+    monkeypatch.setattr("espalier.bench.round.require_plot", lambda path: None)
     assert main(["bench", "round", "--figures", str(file), "--plot", "cells.svg"]) == 0
     assert [bars.name for bars in drawn] == ["1x20:4,4,16@16", "1x20:plain@16"]
-    assert drawn[0].plain == figures["cells"][1]["rounds"]["tokens_per_second"] and drawn[0].floor_ms is None
+    assert drawn[0].plain == figures["cells"][1]["rounds"]["tokens_per_second"] and drawn[0].roofline_ms is None
 
 
 def test_a_failure_leaves_what_was_measured(monkeypatch, capsys, tmp_path):
     full_rounds = shaped.full_rounds
 
-    def failing(engine, watched, cast, cell, count):
+    def failing(engine, launches, models, cell, num_rounds):
         if not cell.drafts:
             raise EspalierError("the second cell fails")
-        return full_rounds(engine, watched, cast, cell, count)
+        return full_rounds(engine, launches, models, cell, num_rounds)
 
     monkeypatch.setattr(shaped, "full_rounds", failing)
-    monkeypatch.setattr("espalier.cli.shaped.find_shape", lambda name: SHAPE)
-    monkeypatch.setattr("espalier.cli.shaped.require_gpu", lambda what: CPU)
+    monkeypatch.setattr("espalier.bench.synthetic_models.find_shape", lambda name: SHAPE)
+    monkeypatch.setattr("espalier.bench.shaped.require_gpu", lambda what: CPU)
     file = tmp_path / "figures.json"
     assert main(["bench", "round", "--shape", "tiny", "--cells", "1x20:4,4,16", "--json", str(file)]) == 2
     assert "1x20:4,4,16@64" in capsys.readouterr().out
@@ -184,15 +186,16 @@ class Event:
 
 def test_a_gpu_is_idle_from_the_end_of_a_round_to_the_next_ones_start(monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    seen = Seen(replays=[(Event(a), Event(b)) for a, b in [(0, 6), (7, 13), (13, 20)]])
-    assert seen.gpu() == (pytest.approx(19 / 3), pytest.approx(1 / 20))
+    record = LaunchRecord()
+    record.replays += [(Event(a), Event(b)) for a, b in [(0, 6), (7, 13), (13, 20)]]
+    assert record.gpu_times() == (pytest.approx(19 / 3), pytest.approx(1 / 20))
 
 
 @pytest.mark.gpu
 def test_on_a_gpu_graphs_are_timed_and_counted():
-    cast = SyntheticModels(Recipe(SHAPE, skill=0.9), torch.bfloat16, torch.device("cuda"), 512)
+    models = SyntheticModels(Recipe(SHAPE, skill=0.9), torch.bfloat16, torch.device("cuda"), 512)
     cells = with_plain(parse_cells(["2x24:4,4,16"], [16]))
-    tree, plain = measure(cast, cells, Settings(rounds=6, chunk_size=16), None)
+    tree, plain = measure(models, cells, Settings(rounds=6, chunk_size=16), None)
     for each in (tree, plain):
         rounds = each.rounds
         assert rounds.replays == 1 and rounds.follows == 2

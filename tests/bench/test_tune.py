@@ -5,8 +5,7 @@ import torch
 
 from espalier.bench import tune
 from espalier.bench.linears import ModelShape
-from espalier.bench.tune import Measured, Tuner, as_choices
-from espalier.cli import tune as cli_tune
+from espalier.bench.tune import Measured, Tuner, plans_by_shape
 from espalier.errors import EspalierError
 from espalier.kernels.layers.linear import LibraryPlan, TritonPlan
 from espalier.kernels.layers.linear_tuning import ROWS_BUCKETS, LinearPlans
@@ -37,7 +36,7 @@ def tuner(monkeypatch):
 
 def test_every_bucket_is_measured_and_the_fastest_is_first(tuner):
     # Of a bucket's last measurement, F.linear comes first and takes longest.
-    tuner.watch = Told(5.0, 4.0, 3.0)
+    tuner.stopwatch = Told(5.0, 4.0, 3.0)
     found = tuner.alone((4096, 64))
     assert [each.rows for each in found] == list(ROWS_BUCKETS)
     assert all(each.fastest is not None and each.fastest == each.ours[0] for each in found if len(each.ours) > 1)
@@ -54,7 +53,7 @@ def test_a_shape_that_no_candidate_fits_is_left_to_pytorch():
 )
 def test_among_neighbours_the_fastest_pass_decides(tuner, times, taken):
     """In force is FIRST; contenders are F.linear and SECOND; a gain of half a thousandth is none."""
-    tuner.watch, measured = Told(*times), Measured((64, 64), 16, 2.0, 1.0, (FIRST, SECOND))
+    tuner.stopwatch, measured = Told(*times), Measured((64, 64), 16, 2.0, 1.0, (FIRST, SECOND))
     assert tuner._fastest_among((), tuner.weights, measured, {((64, 64), 16): FIRST}) == taken
 
 
@@ -72,7 +71,7 @@ def test_what_comes_in_parts_is_read(tuner, monkeypatch):
 def test_a_gate_belongs_to_the_time_of_what_is_in_front_of_it(tuner, monkeypatch):
     """Some ways take it in, and would look no faster than others without."""
     gated = []
-    monkeypatch.setattr(tune, "linear_gated", lambda x, weight, bias, way: gated.append((weight.shape, way)))
+    monkeypatch.setattr(tune, "linear_gated", lambda x, weight, bias, plan: gated.append((weight.shape, plan)))
     runs = TINY.target_pass(16)
     table = dict.fromkeys(((run.shape, 16) for run in runs), None) | {((192, 64), 16): FIRST}
     tuner.weights.chain(runs, tune._by_table(runs, table, 16))()
@@ -80,11 +79,11 @@ def test_a_gate_belongs_to_the_time_of_what_is_in_front_of_it(tuner, monkeypatch
 
 
 def test_every_shape_of_a_model_is_settled_once(tuner):
-    tuner.watch = Told(1.0)
+    tuner.stopwatch = Told(1.0)
     alone = {s: [Measured(s, rows, 2.0, 1.0, (FIRST,)) for rows in ROWS_BUCKETS] for s in TINY.shapes()}
     table = {(TINY.shapes()[0], rows): SECOND for rows in ROWS_BUCKETS}
     tuner.among_neighbours(TINY, alone, table)
-    found = as_choices(table)
+    found = plans_by_shape(table)
     assert set(found) == set(TINY.shapes())
     assert found.pop(TINY.shapes()[0]) == LinearPlans((SECOND,) * len(ROWS_BUCKETS))
     assert set(found.values()) == {LinearPlans((FIRST,) * len(ROWS_BUCKETS))}
@@ -94,4 +93,4 @@ def test_latent_attention_is_refused(tmp_path):
     """Its linear layers are not those of ModelShape."""
     config = read_config(make_target(tmp_path, "deepseek_v3"))
     with pytest.raises(EspalierError, match=r"latent attention .*; leave --tune out"):
-        cli_tune._sizes(config)
+        tune._sizes(config)

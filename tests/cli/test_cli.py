@@ -13,13 +13,13 @@ from rich.console import Console
 
 from espalier import cli
 from espalier.cli import demo, generate
-from espalier.cli.console import ASCII, aligned, stdout
 from espalier.cli.draw import round_tree
-from espalier.cli.flags import engine_settings, sampling_params
 from espalier.cli.main import parse
 from espalier.config import EngineConfig, SpeculationConfig
 from espalier.engine.launch_input import DraftTree, RoundTrace
 from espalier.request import Output, SamplingParams
+from espalier.terminal.console import ASCII, aligned, stdout
+from espalier.terminal.flags import engine_settings, sampling_params
 from tests.test_llm import paths  # noqa: F401  (a fixture)
 
 
@@ -53,7 +53,7 @@ BAD = [
     (["bench", "floor", "--rows", "1,³"], "--rows=1,³ is not supported"),
     (["bench", "round", "--batch", "a"], "invalid list of whole numbers"),
     (["nonsense"], "unknown command 'nonsense'; use one of demo, generate"),
-    ([], "no command is given; use one of demo, generate"),
+    ([], "a command is missing; use one of demo, generate"),
 ]
 
 
@@ -80,7 +80,8 @@ def test_version_and_the_package_runs_as_a_module(capsys, monkeypatch):
 def test_every_config_field_is_a_flag(command, capsys):
     assert run(*command, "--help") == 0
     helped = capsys.readouterr().out
-    fields = {*EngineConfig.__dataclass_fields__, *SpeculationConfig.__dataclass_fields__} - {"speculation"}
+    fields = {*EngineConfig.__dataclass_fields__, *SpeculationConfig.__dataclass_fields__}
+    fields -= {"speculation", "plant_fault"}
     if command == ["generate"]:
         fields |= set(SamplingParams.__dataclass_fields__)
     assert [name for name in sorted(fields) if f"--{name.replace('_', '-')}" not in helped] == []
@@ -146,7 +147,7 @@ def test_generate_says_which_line_of_a_file_is_wrong(capsys, tmp_path):
     for line in ('{"text": "de"}', '{"prompt": 5}', '{"prompt": null}'):
         prompts.write_text(f'"abc"\n\n{line}\n')
         assert run("generate", "--file", prompts) == 2
-        assert "line 3: neither" in capsys.readouterr().err
+        assert "line 3: not a JSON string" in capsys.readouterr().err
 
 
 def test_a_file_without_a_prompt_is_refused_though_stdin_holds_one(capsys, tmp_path, monkeypatch):
@@ -154,7 +155,7 @@ def test_a_file_without_a_prompt_is_refused_though_stdin_holds_one(capsys, tmp_p
     prompts.write_text("\n")
     monkeypatch.setattr("sys.stdin", io.StringIO("abc"))
     assert run("generate", "--file", prompts) == 2
-    assert "holds no prompt" in capsys.readouterr().err
+    assert "contains no prompt" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("arguments", [["-"], []], ids=["named", "piped"])
@@ -166,7 +167,7 @@ def test_an_empty_stdin_is_refused(arguments, capsys, monkeypatch):
 
 def test_a_closed_stdin_is_no_prompt(capsys, monkeypatch):
     monkeypatch.setattr("sys.stdin", None)
-    for arguments, said in ((["-"], "stdin is closed"), ([], "no prompt is given")):
+    for arguments, said in ((["-"], "stdin is closed"), ([], "a prompt is missing")):
         assert run("generate", *arguments) == 2
         err = capsys.readouterr().err
         assert said in err and err.count("\n") == 1
@@ -197,7 +198,7 @@ def test_bytes_that_are_no_text_are_refused(capsys, monkeypatch):
         err = capsys.readouterr().err
         assert "stdin" in err and err.count("\n") == 1
     assert run("generate", "\udcff") == 2
-    assert "a prompt is not text" in capsys.readouterr().err
+    assert "a prompt is not valid" in capsys.readouterr().err
 
 
 def test_text_that_the_encoding_has_no_character_for_is_escaped(tiny, monkeypatch):
@@ -246,7 +247,7 @@ def test_demo_compares_draws_and_counts(tiny, tiny_heldout, capsys):
         "\nabcabc",
         "prompt 2 of 2 ",
         "\nddd",
-        ": here a prompt ends; tokens that came from the draft",
+        ": end of a prompt; tokens that came from the draft",
     ):
         assert said in out
     assert "\x1b" not in out
@@ -363,13 +364,14 @@ def test_columns_are_as_wide_as_what_stands_in_them():
     assert aligned([["a", "1"], ["long", "234"]]) == "  a       1\n  long  234"
 
 
-def test_an_interrupt_while_modules_load_ends_in_a_line(monkeypatch, capsys):
+@pytest.mark.parametrize("module", ["espalier.cli.main", "espalier.cli.demo", "espalier.bench.round"])
+def test_an_interrupt_while_modules_load_ends_in_a_line(module, monkeypatch, capsys):
     class Interrupting:
         def find_spec(self, name, *_):
-            if name == "espalier.cli.main":
+            if name == module:
                 raise KeyboardInterrupt
 
-    monkeypatch.delitem(sys.modules, "espalier.cli.main")
+    monkeypatch.delitem(sys.modules, module, raising=False)
     monkeypatch.setattr(sys, "meta_path", [Interrupting(), *sys.meta_path])
-    assert cli.start() == 130
+    assert cli.start(["demo"] if module == "espalier.cli.demo" else ["bench", "round"]) == 130
     assert capsys.readouterr().err == "espalier: interrupted\n"

@@ -4,38 +4,38 @@ import pytest
 
 from espalier import counterparts
 from espalier.cli import parser
-from espalier.cli.flags import flag_of
 from espalier.cli.main import COMMANDS
 from espalier.config import EngineConfig, SpeculationConfig
 from espalier.request import SamplingParams
+from espalier.terminal.flags import flag_of
 from tests.cli.test_cli import run
 
 FIELDS = {cls.__name__: set(cls.__dataclass_fields__) for cls in (EngineConfig, SpeculationConfig, SamplingParams)}
 SAID = [
     ("genrate x", "espalier: unknown command 'genrate'; did you mean generate?"),
-    ("chat x", "espalier: unknown command 'chat'; here it is generate --chat"),
+    ("chat x", "espalier: unknown command 'chat'; use generate --chat"),
     ("bench throughputs", "espalier bench: unknown command 'throughputs'; did you mean throughput?"),
-    ("bench", "espalier bench: no command is given; use one of round, kernels"),
+    ("bench", "espalier bench: a command is missing; use one of round, kernels"),
     ("serve --prot 3", "espalier serve: unknown flag --prot; did you mean --port?"),
     ("generate x --temperture=1", "unknown flag --temperture; did you mean --temperature?"),
     ("--port 3 serve", "espalier: unknown flag --port; it is a flag of espalier serve"),
     ("serve --temperature 1", "unknown flag --temperature; it is a flag of espalier generate"),
     ("generate x --served-model-name y", "it is a flag of espalier serve"),
     ("serve a b", "espalier serve: unknown argument 'b'"),
-    ("serve --max-model-len 4096", "unknown flag --max-model-len; here it is --max-context"),
-    ("serve --max-model-len=4096", "unknown flag --max-model-len; here it is --max-context"),
-    ("serve --context-length 4096", "here it is --max-context"),
-    ("serve --gpu-memory-utilization 0.9", "pages take the memory that the models leave"),
-    ("serve --mem-fraction-static 0.9", "pages take the memory that the models leave"),
+    ("serve --max-model-len 4096", "unknown flag --max-model-len; use --max-context"),
+    ("serve --max-model-len=4096", "unknown flag --max-model-len; use --max-context"),
+    ("serve --context-length 4096", "use --max-context"),
+    ("serve --gpu-memory-utilization 0.9", "the KV cache takes a share of the free memory"),
+    ("serve --mem-fraction-static 0.9", "the KV cache takes a share of the free memory"),
     ("serve --tensor-parallel-size 2", "one engine runs on one GPU; leave it out"),
     ("serve -tp 2", "one engine runs on one GPU; leave it out"),
-    ("serve --speculative-num-steps 2", "here it is --steps"),
-    ("serve --speculative-eagle-topk 2", "here it is --topk"),
-    ("serve --speculative-num-draft-tokens 2", "here it is --num-draft-tokens"),
-    ("serve --speculative-config {}", "here it is --draft, --steps, --topk and --num-draft-tokens"),
-    ("serve --disable-radix-cache", "here it is --no-prefix-cache"),
-    ("serve --enforce-eager", "here it is --graph-batch 0"),
-    ("serve --allowed-origins x", "here it is --cors-origin"),
+    ("serve --speculative-num-steps 2", "use --steps"),
+    ("serve --speculative-eagle-topk 2", "use --topk"),
+    ("serve --speculative-num-draft-tokens 2", "use --num-draft-tokens"),
+    ("serve --speculative-config {}", "use --draft, --steps, --topk and --num-draft-tokens"),
+    ("serve --disable-radix-cache", "use --no-prefix-cache"),
+    ("serve --enforce-eager", "use --graph-batch 0"),
+    ("serve --allowed-origins x", "use --cors-origin"),
     ("bench kernels --max-model-len 3", "unknown flag --max-model-len; see espalier bench kernels --help"),
 ]
 
@@ -57,7 +57,7 @@ def test_a_counterpart_is_a_setting_and_a_flag(ours, capsys):
             assert setting in counterparts.keyword(theirs, FIELDS[owner])
         if setting != "speculation":
             run("serve" if owner == "serve" else "generate", flag_of(theirs))
-            assert f"here it is {flag_of(setting)}" in capsys.readouterr().err.replace("--no-", "--")
+            assert f"use {flag_of(setting)}" in capsys.readouterr().err.replace("--no-", "--")
 
 
 def test_a_name_stands_once():

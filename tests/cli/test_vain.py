@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from espalier.bench import drive
-from espalier.cli import choose
-from espalier.cli.console import require_writable, stdout
 from espalier.errors import EspalierError
+from espalier.terminal.console import require_writable, stdout
 from tests.cli.test_cli import run, tiny, tiny_heldout  # noqa: F401  (fixtures)
 from tests.test_llm import paths  # noqa: F401  (a fixture)
 
@@ -34,7 +33,7 @@ def nothing_loads(monkeypatch):
         raise AssertionError("a model is loaded")
 
     monkeypatch.setattr("espalier.llm.build_engine", load)
-    monkeypatch.setattr("espalier.bench.serve.subprocess", None)
+    monkeypatch.setattr("espalier.bench.server.subprocess", None)
 
 
 WRITES = [
@@ -80,7 +79,7 @@ EARLY = [
     (["generate", "x", "--n", "0"], "n=0 is not supported"),
     (["generate", "x", "--stop-token-ids", "99"], "stop_token_ids entry=99 is not supported"),
     (["generate", "x", "--logit-bias", '{"99": 1}'], "logit_bias token=99 is not supported"),
-    (["generate", "a", "a" * 200], "prompt 1 of 2: the prompt is too long: a prompt of 200 tokens"),
+    (["generate", "a", "a" * 200], "prompt 1 of 2: the prompt is too long: it has 200 tokens"),
     (["demo", "--max-tokens", "0"], "max_tokens=0 is not supported"),
     (["demo", "--prompts", "3"], "--prompts=3 is not supported; use 1 to 2"),
     (["serve", "--chat-template", "/no/such/file"], "--chat-template /no/such/file cannot be read"),
@@ -114,8 +113,7 @@ def test_figures_are_kept_where_whoever_reads_the_table_has_left(command, flag, 
     def left(_):
         raise BrokenPipeError
 
-    monkeypatch.setattr("espalier.cli.bench.aligned", left)
-    monkeypatch.setattr(choose, "aligned", left)
+    monkeypatch.setattr("espalier.terminal.console.aligned", left)
     file = tmp_path / "figures.json"
     sizes = (
         ["--tokens", "6", "--prompts", "2"]
@@ -147,17 +145,32 @@ def test_a_reader_who_has_left_is_left_to_main(monkeypatch):
 
 
 ROOM = [
-    (["round", "--batch", "1,4", "--max-batch", "2"], "--max-batch=2 is below the 4 that is measured"),
-    (["round", "--context", "8", "--tokens", "9", "--max-context", "16"], "--max-context=16 is below the 17"),
+    (["round", "--batch", "1,4", "--max-batch", "2"], "--max-batch=2 is too small for this measurement; use 4 or more"),
+    (
+        ["round", "--context", "8", "--tokens", "9", "--max-context", "16"],
+        "--max-context=16 is too small for this measurement; use 17",
+    ),
     (
         ["round", "--choose", "--context", "8", "--tokens", "9", "--max-context", "16"],
-        "--max-context=16 is below the 17",
+        "--max-context=16 is too small for this measurement; use 17",
     ),
-    (["serve", "--context", "8", "--tokens", "9", "--max-context", "16"], "--max-context=16 is below the 17"),
-    (["throughput", "--input", "8,8", "--output", "9,9", "--max-context", "16"], "--max-context=16 is below the 17"),
-    (["latency", "--input", "8,8", "--output", "9,9", "--max-context", "-1"], "--max-context=-1 is below the 17"),
-    (["prefill", "--running", "2", "--max-batch", "2"], "--max-batch=2 is below the 3"),
-    (["prefill", "--prompts", "1x16", "--max-context", "16"], "--max-context=16 is below the 17"),
+    (
+        ["serve", "--context", "8", "--tokens", "9", "--max-context", "16"],
+        "--max-context=16 is too small for this measurement; use 17",
+    ),
+    (
+        ["throughput", "--input", "8,8", "--output", "9,9", "--max-context", "16"],
+        "--max-context=16 is too small for this measurement; use 17",
+    ),
+    (
+        ["latency", "--input", "8,8", "--output", "9,9", "--max-context", "-1"],
+        "--max-context=-1 is too small for this measurement; use 17",
+    ),
+    (["prefill", "--running", "2", "--max-batch", "2"], "--max-batch=2 is too small for this measurement; use 3"),
+    (
+        ["prefill", "--prompts", "1x16", "--max-context", "16"],
+        "--max-context=16 is too small for this measurement; use 17",
+    ),
     (["round", "--tokens", "1"], "--tokens=1 is not supported: the first comes of no round"),
     (["round", "--acceptance", "--tokens", "1"], "--tokens=1 is not supported"),
 ]
@@ -204,8 +217,8 @@ def test_a_model_without_a_tokenizer_is_given_as_many_random_tokens_as_it_takes(
 
 
 OTHERS = [
-    (["bench", "round", "--prompts", "2"], "--prompts is for --acceptance; give that"),
-    (["bench", "round", "--out", "x"], "--out is for --choose; give that"),
+    (["bench", "round", "--prompts", "2"], "--prompts is for --acceptance; add that"),
+    (["bench", "round", "--out", "x"], "--out is for --choose; add that"),
     (["bench", "round", "--candidates", "3,2,8"], "--candidates is for --choose"),
     (["bench", "round", "--accept-length", "3"], "--accept-length is for --shape or --choose"),
     (["bench", "round", "--all-buckets"], "--all-buckets is for --shape"),
@@ -239,10 +252,10 @@ def test_a_flag_that_would_have_no_effect_is_refused_by_name(command, said, noth
 
 @pytest.mark.parametrize("command", [["round"], ["throughput"], ["prefill"]], ids=str)
 def test_of_a_named_shape_an_accept_length_of_nothing_is_refused(command, monkeypatch, capsys):
-    for module in ("shaped", "serving"):
-        monkeypatch.setattr(f"espalier.cli.{module}.require_gpu", lambda what: torch.device("cpu"))
-    monkeypatch.setattr("espalier.cli.shaped.SyntheticModels", None)
-    monkeypatch.setattr("espalier.cli.serving.OfShape", None)
+    for module in ("shaped", "engines"):
+        monkeypatch.setattr(f"espalier.bench.{module}.require_gpu", lambda what: torch.device("cpu"))
+    monkeypatch.setattr("espalier.bench.shaped.SyntheticModels", None)
+    monkeypatch.setattr("espalier.bench.engines.OfShape", None)
     assert run("bench", *command, "--shape", "llama-3.1-8b", "--accept-length", "0") == 2
     assert "accept length 0.0 is out of reach" in capsys.readouterr().err
     if command == ["round"]:

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from espalier.engine.engine import Engine
 from espalier.engine.executor import StagedHandle
 from espalier.engine.launch_input import DraftTree, LaunchInput, Row, TreeSize
+from espalier.engine.prefill_policy import PrefillPass, pieces_of
 from espalier.layout import RoundLayout
 from espalier.request import Request, TokenLogprob
 from espalier.slots import SlotInit
@@ -124,14 +125,22 @@ class SymbolicDevice:
         assert 0 not in launch_input.slots
         assert len(set(launch_input.slots)) == len(launch_input.slots) <= self.layout.max_batch
         if launch_input.is_prefill:
-            assert len(launch_input.slots) * launch_input.width <= self.layout.chunk_size
+            made = PrefillPass(launch_input.lengths, launch_input.width)
+            assert made.rows <= self.layout.chunk_size
+            assert launch_input.pieces == pieces_of(made)
             assert launch_input.width in self.layout.chunk_widths
             slots = [self.slots[s] for s in launch_input.slots]
             firsts = [slot.prefix_len for slot in slots]
+            # Spans count rows of the whole pass.
+            before = [PrefillPass(made.lengths[:i], made.width).rows for i in range(len(slots))]
             rows = [self._prefill(slot, n) for slot, n in zip(slots, launch_input.lengths, strict=True)]
             if launch_input.prompt_rows is None:
                 return rows
-            of_prompts = map(self._of_prompt, slots, firsts, launch_input.prompt_rows.spans)
+            spans = [
+                (max(begin - rows, 0), max(end - rows, 0))
+                for (begin, end), rows in zip(launch_input.prompt_rows.spans, before, strict=True)
+            ]
+            of_prompts = map(self._of_prompt, slots, firsts, spans)
             return [replace(row, prompt_logprobs=own) for row, own in zip(rows, of_prompts, strict=True)]
         return [self._round(self.slots[s]) for s in launch_input.slots]
 

@@ -16,7 +16,7 @@ def engine_of(overlap: bool = True, **fields: object) -> Engine:
 
 
 BAD = {
-    "longer than the context": ([1] * 65, None, "65 tokens", "shorten it to 63"),
+    "longer than the context": ([1] * 65, None, "65 tokens", "shorten the prompt to 63"),
     "no room for an answer": ([1] * 64, None, "64 tokens", "raise max_context"),
     "never fits the pages": ([1] * 40, 20, "60 tokens", "raise num_pages"),
     "never fits to the context's end": ([1] * 4, None, "64 tokens", "lower max_tokens"),

@@ -10,6 +10,7 @@ from espalier.request import Request, SamplingParams
 from tests.engine.alone import alone, plainly
 from tests.engine.watching import jitter, run_watched
 from tests.harness import Setup, prompts, request
+from tests.pairwise import pairwise_params
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=18)
 WISHES = [
@@ -31,7 +32,8 @@ TREES = [
     Setup(page_size=2, topk=3, steps=3, num_draft_tokens=9, family="mistral", window=6, draft_vocab=11),
     Setup(page_size=3).plain(),
 ]
-each_tree = pytest.mark.parametrize("tree", TREES, ids=lambda s: f"{s.algorithm}-page{s.page_size}-topk{s.topk}")
+TREE_IDS = [f"{tree.algorithm}-page{tree.page_size}-topk{tree.topk}" for tree in TREES]
+each_tree = pytest.mark.parametrize("tree", TREES, ids=TREE_IDS)
 each_loop = pytest.mark.parametrize("overlap", [False, True], ids=["lockstep", "overlap"])
 
 
@@ -73,7 +75,7 @@ def test_overlap_equals_lock_step_whoever_is_late(tree: Setup) -> None:
 def test_preempted_after_any_round(tree: Setup, prefix_cache: bool) -> None:
     """Preempted after each of its steps, among mates and after several of them; the root is given, not picked again."""
     setup = replace(tree, prefix_cache=prefix_cache, max_batch=3)
-    for first in range(2, 7):
+    for first in range(2, 7) if prefix_cache else (3, 6):
         engine, requests = setup.engine(), mixed(2, (21, 34, 8))
 
         def preempt(step: int, engine: Engine = engine, first: int = first) -> None:
@@ -85,12 +87,11 @@ def test_preempted_after_any_round(tree: Setup, prefix_cache: bool) -> None:
         all_undisturbed(setup, requests)
 
 
-@each_tree
-@each_loop
-@pytest.mark.parametrize("prefix_cache", [False, True], ids=["uncached", "cached"])
-def test_few_pages(tree: Setup, overlap: bool, prefix_cache: bool) -> None:
+@pytest.mark.parametrize(("tree", "overlap", "prefix_cache"), pairwise_params(TREE_IDS, [False, True], [False, True]))
+def test_few_pages(tree: str, overlap: bool, prefix_cache: bool) -> None:
     """A pool that holds one request to its end and little more: they preempt each other, oldest first to finish."""
-    setup = replace(tree, overlap=overlap, prefix_cache=prefix_cache, max_context=64)
+    named = TREES[TREE_IDS.index(tree)]
+    setup = replace(named, overlap=overlap, prefix_cache=prefix_cache, max_context=64)
     most = setup.layout.pages_for(65)
     engine, requests = replace(setup, num_pages=1 + most + most // 3).engine(), mixed(3)
     run_watched(engine, [(i, r) for i, r in enumerate(requests)])
@@ -112,7 +113,7 @@ def test_few_pages_do_preempt() -> None:
 def test_mates_that_are_aborted(tree: Setup, overlap: bool) -> None:
     """Every other request is aborted, one at each step from its arrival on; what it said until then stands."""
     setup = replace(tree, overlap=overlap, num_pages=80)
-    for delay in range(0, 9, 2):
+    for delay in range(0, 9, 2) if overlap else (2, 8):
         engine, requests = setup.engine(), mixed(4)
 
         def abort(step: int, engine: Engine = engine, delay: int = delay) -> None:

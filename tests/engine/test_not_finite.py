@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from espalier.engine.engine import Engine
-from espalier.models import load_target, read_config
+from espalier.models import CausalLM, DraftModel, load_target, read_config
 from espalier.request import Request, SamplingParams
 from espalier.speculate.drafters import load_draft, read_draft
 from espalier.startup.build import assemble
@@ -40,16 +40,19 @@ def directories(drafts_it: bool) -> tuple[Path, Path]:
     return target, draft
 
 
-def engine_of(setup: Setup, drafts_it: bool) -> Engine:
+@cache
+def models(drafts_it: bool, algorithm: str) -> tuple[CausalLM, DraftModel | None]:
     target_path, draft_path = directories(drafts_it)
     how = {"dtype": DTYPE, "device": CPU, "position_rows": MAX_POSITIONS}
-    draft = None
-    if setup.algorithm == "eagle3":
-        capture = read_draft(draft_path, read_config(target_path)).spec.capture
-        target = load_target(target_path, capture=capture, **how)
-        draft = load_draft(draft_path, target, **how)
-    else:
-        target = load_target(target_path, **how)
+    if algorithm != "eagle3":
+        return load_target(target_path, **how), None
+    capture = read_draft(draft_path, read_config(target_path)).spec.capture
+    target = load_target(target_path, capture=capture, **how)
+    return target, load_draft(draft_path, target, **how)
+
+
+def engine_of(setup: Setup, drafts_it: bool) -> Engine:
+    target, draft = models(drafts_it, setup.algorithm)
     pages = setup.num_pages or 1 + setup.max_batch * setup.layout.table_width
     return assemble(
         setup.layout,
@@ -71,12 +74,17 @@ def plain_engine() -> Engine:
 
 
 def plainly(r: Request) -> Request:
-    copy = replace_request(r)
-    engine = plain_engine()
-    engine.add(copy)
-    while engine.has_work:
-        engine.step()
-    return copy
+    key = (tuple(r.prompt), repr(r.params), r.seed)
+    if key not in _said:
+        _said[key] = replace_request(r)
+        engine = plain_engine()
+        engine.add(_said[key])
+        while engine.has_work:
+            engine.step()
+    return _said[key]
+
+
+_said: dict[tuple, Request] = {}
 
 
 def mates_and_victims() -> list[Request]:

@@ -10,10 +10,12 @@ from tests.engine.alone import alone
 from tests.engine.test_disturbance import all_undisturbed
 from tests.engine.watching import SharedPages, run_watched
 from tests.harness import VOCAB, Setup, prompts, request
+from tests.pairwise import pairwise_params
 
 BASE = prompts(11, [36])[0]
 SHORT = SamplingParams(temperature=0.0, max_tokens=6)
-each_page_size = pytest.mark.parametrize("page_size", [1, 2, 3, 16])
+PAGE_SIZES = [1, 2, 3, 16]
+each_page_size = pytest.mark.parametrize("page_size", PAGE_SIZES)
 each_loop = pytest.mark.parametrize("overlap", [False, True], ids=["lockstep", "overlap"])
 
 
@@ -23,9 +25,7 @@ def parting(index: int, hit: int, tail: int) -> Request:
     return request(index, BASE[:hit] + other or [BASE[0]], SHORT)
 
 
-@each_page_size
-@each_loop
-@pytest.mark.parametrize("tail", [0, 3])
+@pytest.mark.parametrize(("page_size", "overlap", "tail"), pairwise_params(PAGE_SIZES, [False, True], [0, 3]))
 def test_every_hit_and_every_parting(page_size: int, overlap: bool, tail: int) -> None:
     """tail 0: the whole prompt is a hit, or ends inside one."""
     setup = Setup(

@@ -159,8 +159,8 @@ class TestPrefixHits:
         passes: list[int] = []
         right = engine.scheduler._launch_prefill
 
-        def counted(entering: list[Request]):
-            launch = right(entering)
+        def counted(entering: list[Request], max_rows: int):
+            launch = right(entering, max_rows)
             passes.extend(launch.launch_input.lengths)
             return launch
 

@@ -33,25 +33,28 @@ class SharedPages:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.seen: dict[int, tuple[object, bytes]] = {}
+        self.nodes: dict[int, object] = {}
+        self.content = self.content_of([])
         self.compared = 0
 
     def check(self) -> None:
         assert self.engine.prefixes is not None
-        nodes = self.engine.prefixes._nodes
-        now = {page: (node, self.bytes_of(page)) for page, node in nodes.items()}
-        for page, (node, content) in self.seen.items():
-            if nodes.get(page) is node:
-                assert now[page][1] == content, f"shared page {page} has changed"
-                self.compared += 1
-        self.seen = now
+        nodes = dict(self.engine.prefixes._nodes)
+        content = self.content_of(list(nodes))
+        before, after = ({page: i for i, page in enumerate(seen)} for seen in (self.nodes, nodes))
+        kept = [page for page, node in self.nodes.items() if nodes.get(page) is node]
+        was, now = self.content[[before[p] for p in kept]], content[[after[p] for p in kept]]
+        changed = (was != now).any(1).tolist()
+        assert not any(changed), f"shared pages {[p for p, c in zip(kept, changed, strict=True) if c]} have changed"
+        self.compared += len(kept)
+        self.nodes, self.content = nodes, content
 
-    def bytes_of(self, page: int) -> bytes:
+    def content_of(self, ids: list[int]) -> torch.Tensor:
+        """[pages, bytes]"""
         pages = self.engine.executor.runner.pages
-        rows = slice(page * pages.page_size, (page + 1) * pages.page_size)
-        stacks = pages.target + pages.draft
-        parts = [buffer[:, rows].flatten() for stack in stacks for buffer in stack.planes]
-        return torch.cat(parts).numpy().tobytes()
+        planes = [plane for stack in pages.target + pages.draft for plane in stack.planes]
+        parts = [plane.unflatten(1, (-1, pages.page_size))[:, ids].transpose(0, 1).flatten(1) for plane in planes]
+        return torch.cat(parts, 1).view(torch.uint8)
 
 
 def run_watched(

@@ -1,4 +1,4 @@
-"""Inputs of attention kernels: ragged requests over pages in no order, with NaN wherever nothing may be read."""
+"""Inputs of the attention kernels: requests of different lengths over shuffled pages, NaN where no kernel may read."""
 
 from dataclasses import dataclass, replace
 
@@ -10,16 +10,16 @@ from espalier.kernels.attention.contiguous_blocks import contiguous_blocks_trito
 from espalier.kernels.attention.kv_splits import KVSplitPolicy, KVSplits, kv_splits_triton
 from espalier.kernels.attention.tree_attention import Committed, Staged, tree_attention_reference, tree_attention_triton
 
-# Against float64 on the same values.  float32 (IEEE): a few roundings of 2^-24 of sums of terms of size one.  bfloat16
-# and float16: weights are rounded to 2^-9 and 2^-12 before they meet the values, and so is what is returned.
+# Compared with float64 on the same values.  float32 (IEEE): a few roundings of 2^-24 in sums of terms near one.
+# bfloat16 and float16: the weights and the output are rounded to 2^-9 and 2^-12.
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 LSE_TOLERANCE = 2e-5
 
 
 @dataclass(frozen=True)
 class Case:
-    """lengths: a request each; rows: staged, None for a chain of the queries; in_order: pages of each request, from its
-    first, that follow one another in the pool."""
+    """lengths: committed rows of each request; rows: staged rows, None for a chain of the queries; in_order: how many
+    pages of each request, from its first, are contiguous in the pool."""
 
     lengths: tuple[int, ...]
     queries: int = 1
@@ -32,7 +32,7 @@ class Case:
     window: int | None = None
     first: int = 0
     dtype: torch.dtype = torch.float32
-    most: int = 4
+    max_splits: int = 4
     sink: bool = False
     seed: int = 0
     in_order: int = 0
@@ -49,13 +49,13 @@ class Inputs:
     first: int
     sink: Tensor | None
 
-    def splits(self, most: int) -> KVSplits:
+    def splits(self, max_splits: int) -> KVSplits:
         return kv_splits_triton(
-            self.committed.length, self.first, KVSplitPolicy(most, most), self.positions, self.window or 0
+            self.committed.length, self.first, KVSplitPolicy(max_splits, max_splits), self.positions, self.window or 0
         )
 
     def only(self, requests: list[int]) -> "Inputs":
-        """Those requests, in that order, over the same pages."""
+        """The given requests, in the given order, over the same pages."""
         c, s = self.committed, self.staged
         return replace(
             self,
@@ -72,8 +72,7 @@ class Inputs:
 
 
 def draw(case: Case, device: torch.device) -> Inputs:
-    """Values of size one; NaN in pages that nobody holds, in rows past a length and below `first`, and in what lies
-    beside the staged rows in their buffer."""
+    """Normal values.  NaN in unused pages, in rows past a length or below `first`, and around the staged rows."""
     generator = torch.Generator().manual_seed(case.seed)
     batch, dtype = len(case.lengths), case.dtype
 
@@ -91,19 +90,20 @@ def draw(case: Case, device: torch.device) -> Inputs:
     rows = pages * case.page_size
     k, v = (torch.full((rows, case.kv_heads, size), torch.nan, dtype=dtype) for size in (case.k_size, case.v_size))
     for request, length in enumerate(case.lengths):
-        held = torch.arange(case.first, max(length, case.first))
-        row = table[request, held // case.page_size] * case.page_size + held % case.page_size
-        k[row], v[row] = normal(len(held), case.kv_heads, case.k_size), normal(len(held), case.kv_heads, case.v_size)
+        position = torch.arange(case.first, max(length, case.first))
+        row = table[request, position // case.page_size] * case.page_size + position % case.page_size
+        k[row] = normal(len(position), case.kv_heads, case.k_size)
+        v[row] = normal(len(position), case.kv_heads, case.v_size)
     length = torch.tensor(case.lengths, dtype=torch.int64)
     row_positions, positions, ancestor_bits = _nodes(case, length, generator)
-    new = row_positions.shape[1]
-    # Staging is wider than what is staged, and q, k and v are cut from one projection: strides of both.
-    staging = torch.full((batch, new + 3, case.kv_heads, case.k_size + case.v_size), torch.nan, dtype=dtype)
-    staging[:, :new] = normal(batch, new, case.kv_heads, case.k_size + case.v_size)
+    num_staged = row_positions.shape[1]
+    # Strides as in a round: the staging buffer has more rows, and q, k and v are slices of larger tensors.
+    staging = torch.full((batch, num_staged + 3, case.kv_heads, case.k_size + case.v_size), torch.nan, dtype=dtype)
+    staging[:, :num_staged] = normal(batch, num_staged, case.kv_heads, case.k_size + case.v_size)
     q = torch.full((batch, case.queries, case.heads + 1, case.k_size), torch.nan, dtype=dtype)
     q[:, :, : case.heads] = normal(batch, case.queries, case.heads, case.k_size)
     staging, q = staging.to(device), q.to(device)
-    staged_k, staged_v = staging[:, :new].split((case.k_size, case.v_size), 3)
+    staged_k, staged_v = staging[:, :num_staged].split((case.k_size, case.v_size), 3)
     return Inputs(
         q[:, :, : case.heads],
         Committed(k.to(device), v.to(device), table.to(device), length.to(device), case.page_size, case.first),
@@ -119,51 +119,53 @@ def draw(case: Case, device: torch.device) -> Inputs:
 
 
 def _nodes(case: Case, length: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor | None]:
-    """row_positions, positions, words."""
+    """(row_positions, positions, ancestor_bits)."""
     if case.rows is None:
         positions = length[:, None] + torch.arange(case.queries)
         return positions, positions, None
     mask = torch.rand(len(length), case.rows, case.rows, generator=generator).tril() > 0.5
     mask |= torch.eye(case.rows, dtype=torch.bool)
     row_positions = length[:, None] + mask.sum(2) - 1
-    last = case.rows - case.queries
-    return row_positions, row_positions[:, last:], pack(mask[:, last:])
+    first_query = case.rows - case.queries
+    return row_positions, row_positions[:, first_query:], pack(mask[:, first_query:])
 
 
 def expected(inputs: Inputs, staged: bool = True) -> tuple[Tensor, Tensor]:
     """The reference in float64."""
     c, s = inputs.committed, inputs.staged
     exact = replace(c, k=c.k.double(), v=c.v.double())
-    new = Staged(s.k.double(), s.v.double(), s.row_positions, s.ancestor_bits) if staged else None
+    exact_staged = Staged(s.k.double(), s.v.double(), s.row_positions, s.ancestor_bits) if staged else None
     return tree_attention_reference(
-        inputs.q.double(), exact, new, inputs.positions, None, inputs.scale, inputs.window, inputs.sink
+        inputs.q.double(), exact, exact_staged, inputs.positions, None, inputs.scale, inputs.window, inputs.sink
     )
 
 
-def run(inputs: Inputs, most: int, staged: bool = True, counted: bool = False, **how) -> tuple[Tensor, Tensor]:
-    """counted: with the number of straight blocks of each range."""
-    new, c = inputs.staged if staged else None, inputs.committed
-    splits = inputs.splits(most)
-    if counted:
-        how["straight"] = contiguous_blocks_triton(splits, c.page_table, c.page_size, c.first)
+def run(
+    inputs: Inputs, max_splits: int, staged: bool = True, contiguous: bool = False, **arguments
+) -> tuple[Tensor, Tensor]:
+    """contiguous: give the launch the counts of contiguous blocks."""
+    staged_rows, c = inputs.staged if staged else None, inputs.committed
+    splits = inputs.splits(max_splits)
+    if contiguous:
+        arguments["contiguous"] = contiguous_blocks_triton(splits, c.page_table, c.page_size, c.first)
     return tree_attention_triton(
-        inputs.q, c, new, inputs.positions, splits, inputs.scale, inputs.window, inputs.sink, **how
+        inputs.q, c, staged_rows, inputs.positions, splits, inputs.scale, inputs.window, inputs.sink, **arguments
     )
 
 
-def poisoned(monkeypatch) -> None:
-    """Results and partial results begin as NaN: memory that is used again may hold the right ones."""
+def poison_empty(monkeypatch) -> None:
+    """Fill new buffers with NaN: reused memory could already contain the right results."""
 
-    def full_of_nan(*shape, **how):
-        made = torch.zeros(*shape, **how)
-        return made.fill_(torch.nan) if made.is_floating_point() else made
+    def full_of_nan(*shape, **arguments):
+        filled = torch.zeros(*shape, **arguments)
+        return filled.fill_(torch.nan) if filled.is_floating_point() else filled
 
     monkeypatch.setattr(torch, "empty", full_of_nan)
 
 
-def check(case: Case, device: torch.device, staged: bool = True, **how) -> None:
+def check(case: Case, device: torch.device, staged: bool = True, **arguments) -> None:
     inputs = draw(case, device)
-    out, lse = run(inputs, case.most, staged, **how)
+    out, lse = run(inputs, case.max_splits, staged, **arguments)
     exact_out, exact_lse = expected(inputs, staged)
     assert out.dtype == case.dtype and lse.dtype == torch.float32
     assert out.shape == exact_out.shape and lse.shape == exact_lse.shape
@@ -173,11 +175,11 @@ def check(case: Case, device: torch.device, staged: bool = True, **how) -> None:
 
 
 def difference(out: Tensor, plain: Tensor) -> str:
-    """Whether bits differ by a rounding, or rows are wrong, and which: [B, Q, heads, size] both."""
-    apart = (out.double() - plain.double()).abs()
-    apart[apart.isnan()] = torch.inf
-    rows = (apart.amax(3) > 0).nonzero().tolist()
+    """How two results [B, Q, heads, size] differ: how many values, by how much, and in which rows."""
+    errors = (out.double() - plain.double()).abs()
+    errors[errors.isnan()] = torch.inf
+    rows = (errors.amax(3) > 0).nonzero().tolist()
     return (
-        f"{int((apart > 0).sum())} of {apart.numel()} values differ, by {float(apart.max())} at most; "
-        f"{len(rows)} rows of (request, query, head), as {rows[:4]}"
+        f"{int((errors > 0).sum())} of {errors.numel()} values differ, by {float(errors.max())} at most; "
+        f"{len(rows)} rows (request, query, head) are affected, for example {rows[:4]}"
     )

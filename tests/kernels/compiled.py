@@ -1,6 +1,6 @@
-"""Prints, as JSON, how deep the attention kernels' loops are pipelined for Hopper and the shared memory that they need.
+"""Compiles the attention kernels for Hopper and prints, as JSON, how their loops are pipelined and their shared memory.
 
-A program of its own: where kernels are interpreted, nothing compiles.  Compiling needs no GPU.
+It runs as its own process, because a process with TRITON_INTERPRET set does not compile.  Compiling needs no GPU.
 """
 
 import json
@@ -12,86 +12,114 @@ from tempfile import NamedTemporaryFile
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.compiler import ASTSource, CompilationError
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from espalier.kernels.attention.hopper import HopperBlocks, _hopper_attention_kernel, hopper_constants
+from espalier.kernels.attention.contiguous_blocks import _contiguous_blocks_kernel
+from espalier.kernels.attention.hopper import HopperConfig, _hopper_attention_kernel, hopper_constants
+from espalier.kernels.attention.kv_splits import _kv_splits_kernel
 from espalier.kernels.attention.latent_attention import _constants as latent_constants
-from espalier.kernels.attention.latent_attention import _latent_attention_kernel, choose_latent
-from espalier.kernels.attention.tree_attention import _constants, _tree_attention_kernel, choose
+from espalier.kernels.attention.latent_attention import _latent_attention_kernel, choose_latent_config
+from espalier.kernels.attention.merge_splits import _merge_splits_kernel
+from espalier.kernels.attention.tree_attention import _constants, _tree_attention_kernel
+from espalier.kernels.attention.triton_config import choose_config
 from espalier.kernels.attention.work_items import ALL, COUNTED, NONE
 from espalier.kernels.runtime.launch import Chip, Kernel
 
 HOPPER = Chip(227 * 1024, 132, (9, 0))
-VALUES = ("q_ptr", "k_ptr", "v_ptr", "new_k_ptr", "new_v_ptr", "out_ptr")
-FLOATS = ("lse_ptr", "part_ptr", "part_lse_ptr")
-NARROW = ("table_ptr", "item_ptr", "start_ptr")
-WIDE = ("position_ptr", "row_position_ptr", "word_ptr")
-STRIDES = ("q_b", "q_q", "q_h", "k_row", "k_h", "v_row", "v_h", *(f"new_{x}_{d}" for x in "kv" for d in "brh"))
-STRIDES += ("row_stride", "new_b", "new_r")
+BFLOAT16 = ("q_ptr", "k_ptr", "v_ptr", "staged_k_ptr", "staged_v_ptr", "out_ptr")
+FLOAT32 = ("lse_ptr", "partial_ptr", "partial_lse_ptr")
+INT32 = ("table_ptr", "split_ptr", "start_ptr")
+INT64 = ("length_ptr", "position_ptr", "row_position_ptr", "bits_ptr")
+STRIDES = ("q_b", "q_q", "q_h", "k_row", "k_h", "v_row", "v_h", *(f"staged_{x}_{d}" for x in "kv" for d in "brh"))
+STRIDES += ("row_stride", "staged_b", "staged_r")
 
 
-def compiled(queries: int, nodes: int, page_size: int, window: int, size: int = 128, groups: int = 4) -> dict:
-    blocks = choose(HOPPER, queries * groups, queries, size, size, torch.bfloat16)
-    wide = nodes == 1 and queries * groups >= 8 * blocks.m
-    constants = asked(nodes, page_size, window, groups, wide) | _constants(blocks, size, size, torch.bfloat16)
+def compiled(queries: int, nodes: int, page_size: int, window: int, size: int = 128, group_size: int = 4) -> dict:
+    config = choose_config(HOPPER, queries * group_size, queries, size, size, torch.bfloat16)
+    longest_first = nodes == 1 and queries * group_size >= 8 * config.block_m
+    constants = problem_constants(nodes, page_size, window, group_size, longest_first)
+    constants |= _constants(config, size, size, torch.bfloat16)
     options = {"num_warps": constants.pop("num_warps")}
     made = compile_for_hopper(_tree_attention_kernel, ASTSource, constants, options)
     shared = made.metadata.shared
-    return {"blocks": vars(blocks), "shared": shared, "in_flight": list(in_flight(made.asm["ttgir"].splitlines()))}
+    return {"config": vars(config), "shared": shared, "in_flight": list(in_flight(made.asm["ttgir"].splitlines()))}
 
 
 def compiled_latent(heads: int, queries: int, nodes: int, page_size: int) -> dict:
-    """Rows of 512 values and 64 rotated ones, as DeepSeek's models keep."""
-    blocks = choose_latent(HOPPER, heads * queries, queries, 2 * 576, torch.bfloat16)
-    wide = nodes == 1 and queries * heads >= 8 * blocks.m
-    constants = latent_constants(blocks, 576, 512, torch.bfloat16) | {"HEADS": heads, "PAGE_SIZE": page_size}
-    constants |= {"NODES": nodes, "WIDE": wide, "DEPENDENT": True}
+    """Rows of 512 latent and 64 RoPE values, as in DeepSeek's models."""
+    config = choose_latent_config(HOPPER, heads * queries, queries, 2 * 576, torch.bfloat16)
+    longest_first = nodes == 1 and queries * heads >= 8 * config.block_m
+    constants = latent_constants(config, 576, 512, torch.bfloat16) | {"HEADS": heads, "PAGE_SIZE": page_size}
+    constants |= {"STAGED": nodes, "LONGEST_FIRST": longest_first, "DEPENDENT": True}
     options = {"num_warps": constants.pop("num_warps")}
-    made = compile_for_hopper(
-        _latent_attention_kernel, ASTSource, constants, options, dict.fromkeys(("row_ptr", "new_ptr"), "*bf16")
-    )
+    kinds = dict.fromkeys(("row_ptr", "staged_ptr"), "*bf16")
+    made = compile_for_hopper(_latent_attention_kernel, ASTSource, constants, options, kinds)
     return {
-        "blocks": vars(blocks),
+        "config": vars(config),
         "shared": made.metadata.shared,
-        "held": blocks.held(HOPPER, 2 * 576),
+        "expected_shared": config.shared_bytes(HOPPER, 2 * 576),
         "in_flight": list(in_flight(made.asm["ttgir"].splitlines())),
     }
 
 
 def compiled_hopper(
-    blocks: HopperBlocks, nodes: int, page_size: int, window: int = 0, size: int = 128, groups: int = 4
+    config: HopperConfig, nodes: int, page_size: int, window: int = 0, size: int = 128, group_size: int = 4
 ) -> dict:
-    constants = asked(nodes, page_size, window, groups, nodes == 1) | hopper_constants(blocks, size, True)
-    known = NONE if window or blocks.groups == 1 else COUNTED if page_size % 64 else ALL
-    constants |= {"STRAIGHT": known} | ({} if known else dict.fromkeys(("k_rows", "v_rows", "straight_ptr")))
+    constants = problem_constants(nodes, page_size, window, group_size, nodes == 1)
+    constants |= hopper_constants(config, size, True)
+    kind = NONE if window or config.warpgroups == 1 else COUNTED if page_size % 64 else ALL
+    constants |= {"CONTIGUOUS": kind}
+    constants |= {} if kind else dict.fromkeys(("k_descriptor", "v_descriptor", "contiguous_ptr"))
     options = {name: constants.pop(name) for name in ("num_warps", "maxnreg")}
     layout = gl.NVMMASharedLayout.get_default_for([64, size], gl.bfloat16)
     rows = f"tensordesc<bf16[64, {size}],{layout!r}>"
-    kinds = {"k_rows": rows, "v_rows": rows, "straight_ptr": "*i32"} if known else {}
+    kinds = {"k_descriptor": rows, "v_descriptor": rows, "contiguous_ptr": "*i32"} if kind else {}
     made = compile_for_hopper(_hopper_attention_kernel, GluonASTSource, constants, options, kinds)
     return {
-        "blocks": vars(blocks),
+        "config": vars(config),
         "window": window,
         "shared": made.metadata.shared,
-        "held": blocks.held(size),
+        "expected_shared": config.shared_bytes(size),
         "overlapping": list(overlapping(machine_code(made.asm["cubin"]))),
-        "straight": known != NONE,
-        "in_one_go": list(in_one_go(made.asm["ptx"])),
+        "contiguous": kind != NONE,
+        "tma_loop_barriers": list(tma_loop_barriers(made.asm["ptx"])),
     }
 
 
-def asked(nodes: int, page_size: int, window: int, groups: int, wide: bool) -> dict:
-    """Constants that say what is computed, not how."""
+def errors_of_small_kernels() -> dict[str, str]:
+    """The error, if any, of compiling each kernel that plans or merges.  Triton's interpreter does not check types."""
+    splits = {"STEP": 64, "MIN_ROWS": 128, "MAX_ROWS": 2048, "BLOCK_B": 4, "BLOCK_Q": 16}
+    merge = {"HEADS": 32, "V_SIZE": 128, "BLOCK_V": 128, "BLOCK_SPLITS": 8, "STEP_SPLITS": 8, "DEPENDENT": True}
+    count = {"PAGE_SIZE": 16, "BLOCK_N": 64, "STEP_BLOCKS": 64, "DEPENDENT": True}
+    cases = [
+        *((_kv_splits_kernel, splits | {"WINDOW": window}, {}) for window in (0, 100)),
+        *(
+            (_merge_splits_kernel, merge | {"SINK": sink, "TWO_PAIRS": True}, {"sink_ptr": "*fp32"})
+            for sink in (False, True)
+        ),
+        (_contiguous_blocks_kernel, count, {"out_ptr": "*i32"}),
+    ]
+    errors = {}
+    for kernel, constants, kinds in cases:
+        try:
+            compile_for_hopper(kernel, ASTSource, constants, {}, kinds)
+        except CompilationError as error:
+            errors[kernel.function.__name__] = str(error)
+    return errors
+
+
+def problem_constants(nodes: int, page_size: int, window: int, group_size: int, longest_first: bool) -> dict:
+    """Constants of the problem, not of the launch configuration."""
     return {
         "KV_HEADS": 8,
-        "GROUPS": groups,
+        "GROUP_SIZE": group_size,
         "PAGE_SIZE": page_size,
         "WINDOW": window,
-        "NODES": nodes,
+        "STAGED": nodes,
         "DIRECT": True,
-        "WIDE": wide,
+        "LONGEST_FIRST": longest_first,
         "DEPENDENT": True,
     }
 
@@ -100,12 +128,8 @@ def compile_for_hopper(
     kernel: Kernel, source: type, constants: dict, options: dict, more: dict[str, str] | None = None
 ):
     function = kernel.compiled
-    kinds = dict.fromkeys(constants, "constexpr") | dict.fromkeys(VALUES, "*bf16") | dict.fromkeys(FLOATS, "*fp32")
-    kinds |= (
-        dict.fromkeys(WIDE, "*i64")
-        | {"table_ptr": "*i32", "item_ptr": "*i32", "start_ptr": "*i32", "scale": "fp32"}
-        | (more or {})
-    )
+    kinds = dict.fromkeys(constants, "constexpr") | dict.fromkeys(BFLOAT16, "*bf16") | dict.fromkeys(FLOAT32, "*fp32")
+    kinds |= dict.fromkeys(INT64, "*i64") | dict.fromkeys(INT32, "*i32") | {"scale": "fp32"} | (more or {})
     handed = [(i, name) for i, name in enumerate(function.arg_names) if name not in constants]
     aligned = [i for i, name in handed if name.endswith("_ptr") or name in STRIDES]
     made = source(
@@ -118,7 +142,7 @@ def compile_for_hopper(
 
 
 def machine_code(cubin: bytes) -> list[str]:
-    """All of it, in the order of its addresses; what Triton itself hands out ends at 64 KB."""
+    """The SASS instructions in address order.  Triton's own disassembly ends at 64 KB."""
     with NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -128,22 +152,22 @@ def machine_code(cubin: bytes) -> list[str]:
 
 
 def overlapping(lines: list[str]):
-    """Exponentials that stand, in each loop over blocks, between the wait for scores and the wait for values."""
+    """For each loop over blocks, the number of exponentials between the wait for scores and the wait for `out`."""
     waits = [i for i, line in enumerate(lines) if "WARPGROUP.DEPBAR" in line]
     for wait, following in pairwise([*waits, len(lines)]):
         if re.search(r"gsb0, 0x1\b", lines[wait]):
             yield sum("MUFU.EX2" in line for line in lines[wait:following])
 
 
-def in_one_go(ptx: str):
-    """Barriers of all loading warps in each loop that copies blocks in one go."""
+def tma_loop_barriers(ptx: str):
+    """For each loop that copies by TMA, the number of barriers of all loading warps."""
     for piece in re.split(r"^\$L__BB\d+_\d+:", ptx, flags=re.MULTILINE):
         if "cp.async.bulk.tensor" in piece:
             yield len(re.findall(r"\bbar\.sync\b", piece))
 
 
 def in_flight(lines: list[str]):
-    """Copies that each innermost loop leaves under way while it works."""
+    """For each innermost loop, the numbers of copies that stay in flight at its waits."""
     for i, line in enumerate(lines):
         if "scf.for" in line and not any("scf.for" in inner for inner in body(lines, i)[1:]):
             yield [int(n) for n in re.findall(r"async_wait[^{]*\{num = (\d+)", "\n".join(body(lines, i)))]
@@ -158,13 +182,13 @@ def body(lines: list[str], at: int) -> list[str]:
 if __name__ == "__main__":
     cases = [(8, 2, 16, 0), (8, 2, 256, 0), (1, 1, 16, 0), (64, 2, 1, 0), (2048, 1, 16, 0), (8, 2, 16, 4096)]
     plain = [compiled(*case) for case in cases]
-    one, two = HopperBlocks(1, 3, 2), HopperBlocks(2, 6, 1)
+    one, two = HopperConfig(1, 3, 2), HopperConfig(2, 6, 1)
     hopper = [
         (one, 2, 256),
         (two, 2, 1),
         (two, 1, 16),
         (one, 2, 48),
-        (HopperBlocks(1, 6, 1), 0, 64, 0, 64),
+        (HopperConfig(1, 6, 1), 0, 64, 0, 64),
         (two, 2, 16, 4096),
         (two, 2, 64),
     ]
@@ -173,5 +197,6 @@ if __name__ == "__main__":
         "plain": plain,
         "hopper": [compiled_hopper(*case) for case in hopper],
         "latent": [compiled_latent(*case) for case in latent],
+        "errors_of_small_kernels": errors_of_small_kernels(),
     }
     print(json.dumps(report))

@@ -9,7 +9,6 @@ from argparse import ArgumentParser
 import torch
 import triton.language as tl
 
-from espalier.cli.flags import add_sampling_flags
 from espalier.engine.launch_input import slot_init
 from espalier.errors import EspalierError
 from espalier.kernels.runtime.launch import kernel
@@ -19,6 +18,7 @@ from espalier.request import Request, ResolvedParams, SamplingParams
 from espalier.sampling.pick import pick
 from espalier.server.openai import ChatRequest
 from espalier.slots import SlotTable
+from espalier.terminal.flags import add_sampling_flags
 from tests.kernels.sampled import ALL_SAMPLING, ASKED, noise_at, random_logits, reference_rows, slots_of, table_of
 
 VOCAB = 48

@@ -1,4 +1,4 @@
-"""What a library's backend comes to: its part over committed rows, ours among the nodes, and the merge of both."""
+"""Attention over staged rows only, and its merge with attention over committed rows."""
 
 from dataclasses import replace
 
@@ -26,29 +26,33 @@ cases = pytest.mark.parametrize("case", CASES, ids=str)
 
 
 @cases
-def test_among_nodes_is_its_reference(case, kernel_device):
+def test_kernel_equals_reference(case, kernel_device):
     inputs = draw(case, kernel_device)
     exact = replace(inputs.staged, k=inputs.staged.k.double(), v=inputs.staged.v.double())
-    none = NoPrefix.of(len(case.lengths), kernel_device)
-    out, lse = among_nodes_triton(inputs.q, inputs.staged, inputs.positions, inputs.scale, inputs.window, none)
-    right = among_nodes_reference(inputs.q.double(), exact, inputs.positions, inputs.scale, inputs.window, none)
-    torch.testing.assert_close(out.double(), right[0], rtol=0, atol=TOLERANCE[case.dtype])
-    torch.testing.assert_close(lse.double(), right[1], rtol=1e-5, atol=LSE_TOLERANCE)
+    no_prefix = NoPrefix.of(len(case.lengths), kernel_device)
+    out, lse = among_nodes_triton(inputs.q, inputs.staged, inputs.positions, inputs.scale, inputs.window, no_prefix)
+    expected_part = among_nodes_reference(
+        inputs.q.double(), exact, inputs.positions, inputs.scale, inputs.window, no_prefix
+    )
+    torch.testing.assert_close(out.double(), expected_part[0], rtol=0, atol=TOLERANCE[case.dtype])
+    torch.testing.assert_close(lse.double(), expected_part[1], rtol=1e-5, atol=LSE_TOLERANCE)
 
 
-def test_no_prefix_is_what_lengths_of_nothing_come_to(kernel_device):
-    made = NoPrefix.of(3, kernel_device)
-    wanted = kv_splits_triton(made.length, 0, made.splits.policy)
-    assert torch.equal(made.splits.items, wanted.items) and torch.equal(made.splits.starts, wanted.starts)
+def test_no_prefix_equals_splits_of_empty_requests(kernel_device):
+    no_prefix = NoPrefix.of(3, kernel_device)
+    expected_splits = kv_splits_triton(no_prefix.length, 0, no_prefix.splits.policy)
+    assert torch.equal(no_prefix.splits.table, expected_splits.table) and torch.equal(
+        no_prefix.splits.starts, expected_splits.starts
+    )
 
 
 @cases
 @pytest.mark.parametrize("sink", [False, True])
-def test_both_parts_merged_are_the_fused_kernel(case, sink, kernel_device):
+def test_merged_parts_equal_the_fused_kernel(case, sink, kernel_device):
     inputs = draw(replace(case, sink=sink), kernel_device)
-    none = NoPrefix.of(len(case.lengths), kernel_device)
-    over_prefix = run(replace(inputs, sink=None), case.most, staged=False)
-    among = among_nodes_triton(inputs.q, inputs.staged, inputs.positions, inputs.scale, inputs.window, none)
+    no_prefix = NoPrefix.of(len(case.lengths), kernel_device)
+    over_prefix = run(replace(inputs, sink=None), case.max_splits, staged=False)
+    among = among_nodes_triton(inputs.q, inputs.staged, inputs.positions, inputs.scale, inputs.window, no_prefix)
     merged = merge_triton(over_prefix, among, inputs.sink)
-    for right in (expected(inputs)[0], run(inputs, case.most)[0].double()):
-        torch.testing.assert_close(merged.double(), right, rtol=0, atol=2 * TOLERANCE[case.dtype])
+    for expected_part in (expected(inputs)[0], run(inputs, case.max_splits)[0].double()):
+        torch.testing.assert_close(merged.double(), expected_part, rtol=0, atol=2 * TOLERANCE[case.dtype])

@@ -1,4 +1,4 @@
-"""Ancestor masks and words against walking up a tree, below, at and beyond 64 nodes."""
+"""Ancestor masks and bits against a walk up the tree, with fewer and more than 64 nodes."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ SIZES = [1, 2, 3, 63, 64, 65, 128, 129]
 
 
 def random_tree(nodes: int, seed: int) -> tuple[list[int], list[bool], int]:
-    """Parents (each before its node), which nodes are void (leaves only), and the depth of the deepest."""
+    """(parents, each before its node; which leaves are void; depth of the tree)."""
     generator = torch.Generator().manual_seed(seed)
     parents = [0] + [int(torch.randint(max(0, i - 6), i, (), generator=generator)) for i in range(1, nodes)]
     inner = set(parents) | {0}
@@ -21,6 +21,7 @@ def random_tree(nodes: int, seed: int) -> tuple[list[int], list[bool], int]:
 
 
 def walked(parents: list[int], void: list[bool]) -> list[list[bool]]:
+    """The ancestor mask, by walking up from each node."""
     rows = []
     for node in range(len(parents)):
         line = {node}
@@ -33,7 +34,7 @@ def walked(parents: list[int], void: list[bool]) -> list[list[bool]]:
 
 
 @pytest.mark.parametrize("nodes", SIZES)
-def test_mask_is_what_walking_up_finds(nodes):
+def test_mask_equals_a_walk_to_the_root(nodes):
     trees = [random_tree(nodes, seed) for seed in range(3)]
     parents = torch.tensor([parents for parents, _, _ in trees])
     void = torch.tensor([void for _, void, _ in trees])
@@ -57,7 +58,7 @@ def test_bit_i_mod_64_of_word_i_over_64_is_node_i():
         assert ancestor_bits.tolist() == expected
 
 
-def test_no_requests_and_no_nodes_have_words_too():
+def test_an_empty_batch_is_legal():
     assert pack(torch.zeros(0, 7, 70, dtype=torch.bool)).shape == (0, 7, 2)
     assert ancestor_mask(torch.zeros(0, 5, dtype=torch.int64), torch.zeros(0, 5, dtype=torch.bool), 3).shape == (
         0,

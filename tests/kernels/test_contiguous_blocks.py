@@ -1,17 +1,23 @@
-"""Blocks whose rows stand side by side: the kernel is the reference, and the reference says what it should."""
+"""Counts of contiguous blocks: the kernel equals the reference, and known tables give known counts."""
 
 import pytest
 import torch
 
-from espalier.kernels.attention.contiguous_blocks import BLOCKS, contiguous_blocks_reference, contiguous_blocks_triton
+from espalier.kernels.attention.contiguous_blocks import (
+    STEP_BLOCKS,
+    contiguous_blocks_reference,
+    contiguous_blocks_triton,
+)
 from espalier.kernels.attention.hopper import BLOCK_N
 from espalier.kernels.attention.kv_splits import KVSplitPolicy, kv_splits_triton
+from tests.pairwise import pairwise_params
 
-LENGTHS = (0, 1, 63, 64, 65, 129, 1000, 64 * (BLOCKS + 5) + 3, 5000)
+POLICIES, PAGE_SIZES, FIRSTS = [KVSplitPolicy(3, 3), KVSplitPolicy(1, 8)], [1, 16, 48, 64], [0, 1, 130]
+LENGTHS = (0, 1, 63, 64, 65, 129, 1000, 64 * (STEP_BLOCKS + 5) + 3, 5000)
 
 
 def tables(lengths, page_size, broken=()):
-    """A table whose pages follow one another, but where request, page is `broken`: that one is another page."""
+    """A page table of contiguous pages, except each (request, page) in `broken`, which is another page."""
     width = max(lengths) // page_size + 2
     table = 7 + torch.arange(len(lengths) * width, dtype=torch.int32).view(-1, width)
     for request, page in broken:
@@ -19,29 +25,27 @@ def tables(lengths, page_size, broken=()):
     return table
 
 
-def counted(splits, table, page_size, first, how):
-    return how(splits, table, page_size, first)[: int(splits.starts[-1])].tolist()
+def counted(splits, table, page_size, first, count):
+    return count(splits, table, page_size, first)[: int(splits.starts[-1])].tolist()
 
 
-@pytest.mark.parametrize("first", [0, 1, 130])
-@pytest.mark.parametrize("page_size", [1, 16, 48, 64])
-@pytest.mark.parametrize("policy", [KVSplitPolicy(3, 3), KVSplitPolicy(1, 8)], ids=str)
-def test_kernel_is_reference(kernel_device, policy, page_size, first):
+@pytest.mark.parametrize(("policy", "page_size", "first"), pairwise_params(POLICIES, PAGE_SIZES, FIRSTS))
+def test_kernel_equals_reference(kernel_device, policy, page_size, first):
     length = torch.tensor(LENGTHS, device=kernel_device)
     splits = kv_splits_triton(length, first, policy)
     for seed in range(3):
         draws = torch.Generator().manual_seed(seed)
         pages = [(r, int(torch.randint(n // page_size + 1, (), generator=draws))) for r, n in enumerate(LENGTHS)]
         table = tables(LENGTHS, page_size, pages if seed else ()).to(kernel_device)
-        found, wanted = (
-            counted(splits, table, page_size, first, how)
-            for how in (contiguous_blocks_triton, contiguous_blocks_reference)
+        counts, expected = (
+            counted(splits, table, page_size, first, count)
+            for count in (contiguous_blocks_triton, contiguous_blocks_reference)
         )
-        assert found == wanted
+        assert counts == expected
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
-def test_counts_up_to_the_first_block_that_is_broken(kernel_device, page_size):
+def test_counts_up_to_the_first_block_that_is_not_contiguous(kernel_device, page_size):
     length = torch.tensor([1000, 1000, 1000, 1000], device=kernel_device)
     broken = [(1, 0), (2, 200 // page_size), (3, 999 // page_size)]
     table = tables(length.tolist(), page_size, broken).to(kernel_device)
@@ -51,18 +55,20 @@ def test_counts_up_to_the_first_block_that_is_broken(kernel_device, page_size):
         3,
         15,
     ]
-    # Of the blocks from 64 on, which are whole; of two splits each its own.
+    # With first=1, block 0 is masked and not counted.
     assert counted(kv_splits_triton(length, 1, KVSplitPolicy(1, 8)), table, page_size, 1, contiguous_blocks_triton) == [
         14,
         14,
         2,
         14,
     ]
-    halves = counted(kv_splits_triton(length, 0, KVSplitPolicy(2, 8)), table, page_size, 0, contiguous_blocks_triton)
-    assert halves == [8, 7, 0, 7, 3, 7, 8, 7]
+    two_splits_each = counted(
+        kv_splits_triton(length, 0, KVSplitPolicy(2, 8)), table, page_size, 0, contiguous_blocks_triton
+    )
+    assert two_splits_each == [8, 7, 0, 7, 3, 7, 8, 7]
 
 
-def test_a_page_of_another_order_is_not_straight(kernel_device):
+def test_pages_in_another_order_are_not_contiguous(kernel_device):
     table = tables([256], 16).to(kernel_device)
     table[0, 4], table[0, 5] = table[0, 5].clone(), table[0, 4].clone()
     splits = kv_splits_triton(torch.tensor([256], device=kernel_device), 0, KVSplitPolicy(1, 8))

@@ -1,41 +1,41 @@
-"""Attention with Hopper's instructions: the choices, and the same bits as the plain kernel's."""
+"""The Hopper attention kernel: its launch configurations, and the same bits as the Triton kernel."""
 
 from itertools import product
 
 import pytest
 import torch
 
-from espalier.kernels.attention.hopper import FEWEST_STAGES, REGISTERS, HopperBlocks, choose_hopper, straight_rows
-from espalier.kernels.attention.tree_attention import choose
+from espalier.kernels.attention.hopper import MIN_STAGES, REGISTERS, HopperConfig, choose_hopper_config, tma_arguments
+from espalier.kernels.attention.triton_config import choose_config
 from espalier.kernels.attention.work_items import ALL, COUNTED, NONE
 from espalier.kernels.runtime.launch import Chip, chip
-from tests.kernels.attending import Case, difference, draw, poisoned, run
+from tests.kernels.attending import Case, difference, draw, poison_empty, run
 
 HOPPER = Chip(227 * 1024, 132, (9, 0))
 
 
 def test_choices_fit_the_chip():
-    for packed, units, size in product((17, 32, 64, 65, 256, 8192), (1, 40, 70, 132, 5000), (64, 128)):
-        b = choose_hopper(HOPPER, packed, units, size, 64)
-        assert b is not None and b.stages >= FEWEST_STAGES
-        assert b.held(size) * b.per_processor <= HOPPER.shared_memory
-        start, attending = b.registers
-        loaders, loading = b.loaders
-        warps = 4 * b.groups + loaders
-        assert start * warps * 32 * b.per_processor <= REGISTERS and attending <= 240
-        assert attending * 4 * b.groups + loading * loaders <= start * warps
+    for packed_queries, num_work_items, size in product((17, 32, 64, 65, 256, 8192), (1, 40, 70, 132, 5000), (64, 128)):
+        config = choose_hopper_config(HOPPER, packed_queries, num_work_items, size, 64)
+        assert config is not None and config.stages >= MIN_STAGES
+        assert config.shared_bytes(size) * config.programs_per_processor <= HOPPER.shared_memory
+        start, attend_registers = config.registers
+        load_warps, load_registers = config.load_warps
+        warps = 4 * config.warpgroups + load_warps
+        assert start * warps * 32 * config.programs_per_processor <= REGISTERS and attend_registers <= 240
+        assert attend_registers * 4 * config.warpgroups + load_registers * load_warps <= start * warps
 
 
-def test_nothing_is_chosen_that_the_chip_or_the_shape_cannot():
-    assert choose_hopper(HOPPER, 16, 5000, 128, 64) is None
-    assert choose_hopper(HOPPER, 32, 5000, 128, 16) is None
-    assert choose_hopper(HOPPER, 256, 5000, 80, 64) is None
-    assert choose_hopper(Chip(99 * 1024, 132, (9, 0)), 256, 5000, 128, 64) is None
-    assert choose_hopper(Chip(227 * 1024, 132, (10, 0)), 256, 5000, 128, 64) is None
+def test_no_configuration_for_an_unsupported_chip_or_shape():
+    assert choose_hopper_config(HOPPER, 16, 5000, 128, 64) is None
+    assert choose_hopper_config(HOPPER, 32, 5000, 128, 16) is None
+    assert choose_hopper_config(HOPPER, 256, 5000, 80, 64) is None
+    assert choose_hopper_config(Chip(99 * 1024, 132, (9, 0)), 256, 5000, 128, 64) is None
+    assert choose_hopper_config(Chip(227 * 1024, 132, (10, 0)), 256, 5000, 128, 64) is None
 
 
 @pytest.mark.parametrize(
-    ("groups", "page_size", "window", "counted", "known"),
+    ("warpgroups", "page_size", "window", "contiguous", "kind"),
     [
         (2, 64, 0, False, ALL),
         (2, 256, 0, False, ALL),
@@ -47,20 +47,21 @@ def test_nothing_is_chosen_that_the_chip_or_the_shape_cannot():
         (1, 1, 0, True, NONE),
     ],
 )
-def test_what_is_known_of_blocks_that_stand_side_by_side(groups, page_size, window, counted, known):
+def test_contiguous_blocks_are_copied_by_tma(warpgroups, page_size, window, contiguous, kind):
     pytest.importorskip("triton", reason="needs Triton")
-    blocks = HopperBlocks(groups, 5, 1)
+    config = HopperConfig(warpgroups, 5, 1)
     pool = torch.zeros(192, 4, 64, dtype=torch.bfloat16)
-    counts = torch.zeros(3, dtype=torch.int32) if counted else None
-    made = straight_rows(blocks, pool, pool[:, :2], page_size, window, counts)
-    assert made["STRAIGHT"] == known and (made["k_rows"] is None) == (known == NONE)
-    if known != NONE:
-        # Rows of all heads that there are, a block of them of one head; the second pool's are every other two.
-        assert (list(made["k_rows"].shape), made["k_rows"].block_shape) == ([192, 256], [64, 64])
-        assert (list(made["v_rows"].shape), list(made["v_rows"].strides)) == ([192, 128], [256, 1])
-        assert made["k_rows"].base.data_ptr() == pool.data_ptr(), "a copy would be of yesterday"
-    apart = pool[:, ::2]
-    assert straight_rows(blocks, pool, apart, page_size, window, counts)["STRAIGHT"] == NONE
+    counts = torch.zeros(3, dtype=torch.int32) if contiguous else None
+    arguments = tma_arguments(config, pool, pool[:, :2], page_size, window, counts)
+    assert arguments["CONTIGUOUS"] == kind and (arguments["k_descriptor"] is None) == (kind == NONE)
+    if kind != NONE:
+        # A descriptor covers the rows of all heads; a block has one head.  V is here a view of two of four heads.
+        k, v = arguments["k_descriptor"], arguments["v_descriptor"]
+        assert (list(k.shape), k.block_shape) == ([192, 256], [64, 64])
+        assert (list(v.shape), list(v.strides)) == ([192, 128], [256, 1])
+        assert k.base.data_ptr() == pool.data_ptr(), "the descriptor must not be of a copy"
+    every_other_head = pool[:, ::2]
+    assert tma_arguments(config, pool, every_other_head, page_size, window, counts)["CONTIGUOUS"] == NONE
 
 
 SHAPES = [
@@ -81,8 +82,8 @@ SHAPES += [
     Case((0, 1, 64, 130, 131, 900), queries, rows, 16, 32, 8, 128, 128, None, first, torch.float16, 8)
     for (queries, rows), first in product([(5, None), (64, 64), (300, None)], [1, 130])
 ]
-# Blocks that stand side by side, all of a request's or its first: on pages that hold less than a block, of several, of
-# one and a half; of either type and size.
+# Contiguous blocks, all or only the first ones of a request, on pages of less than a block, of several blocks, and of
+# one and a half blocks; both dtypes and head sizes.
 SHAPES += [
     Case(
         (0, 1, 64, 130, 1000, 4096),
@@ -112,25 +113,25 @@ SHAPES += [
         (8, 2, 64, torch.float16),
     ]
 ]
-SHAPES += [Case((700,), 1, None, 16, 71, 1, 64, 64, dtype=torch.bfloat16, most=4)]
+SHAPES += [Case((700,), 1, None, 16, 71, 1, 64, 64, dtype=torch.bfloat16, max_splits=4)]
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", SHAPES, ids=str)
-def test_the_plain_kernel_s_bits(kernel_device, monkeypatch, case):
-    """Any number of stages and groups; so the tests of graphs, batches and references count for both kernels."""
+def test_same_bits_as_the_triton_kernel(kernel_device, monkeypatch, case):
+    """For any number of stages and warpgroups.  So the other tests of the Triton kernel also cover this kernel."""
     inputs = draw(case, kernel_device)
-    poisoned(monkeypatch)
+    poison_empty(monkeypatch)
     on = chip(inputs.q)
-    if choose_hopper(on, 64, 1, case.k_size, 64) is None:
-        pytest.skip("not the instructions of this chip, or too little shared memory")
-    packed = case.queries * case.heads // case.kv_heads
-    plain = choose(on, packed, case.rows or case.queries, case.k_size, case.v_size, case.dtype)
+    if choose_hopper_config(on, 64, 1, case.k_size, 64) is None:
+        pytest.skip("needs a Hopper GPU with enough shared memory")
+    packed_queries = case.queries * case.heads // case.kv_heads
+    plain = choose_config(on, packed_queries, case.rows or case.queries, case.k_size, case.v_size, case.dtype)
     for staged in (True, False):
-        out, lse = run(inputs, case.most, staged, how=plain)
-        for how in (HopperBlocks(1, 3, 2), HopperBlocks(1, 6, 1), HopperBlocks(2, 5, 1)):
-            # What is counted changes a launch of two groups alone, on pages that do not say.
-            for counted in (False, True) if how.groups == 2 and case.page_size % 64 else (False,):
-                again, again_lse = run(inputs, case.most, staged, counted, how=how)
-                same = torch.equal(again, out) and torch.equal(again_lse, lse)
-                assert same, f"{how}, counted {counted}: {difference(again, out)}"
+        out, lse = run(inputs, case.max_splits, staged, config=plain)
+        for config in (HopperConfig(1, 3, 2), HopperConfig(1, 6, 1), HopperConfig(2, 5, 1)):
+            # Counts change only a launch with two warpgroups on pages that do not hold whole blocks.
+            for contiguous in (False, True) if config.warpgroups == 2 and case.page_size % 64 else (False,):
+                hopper_out, hopper_lse = run(inputs, case.max_splits, staged, contiguous, config=config)
+                same = torch.equal(hopper_out, out) and torch.equal(hopper_lse, lse)
+                assert same, f"{config}, contiguous {contiguous}: {difference(hopper_out, out)}"

@@ -1,4 +1,4 @@
-"""The plan of committed rows: the kernel is the reference, splits cover a request's rows once, and no batch matters."""
+"""KV splits: the kernel equals the reference, splits cover each row once, and do not depend on the other requests."""
 
 from functools import partial
 
@@ -21,7 +21,7 @@ LENGTHS = [0, 1, 127, 128, 129, 1024, 1025, 2048, 2049, 4096, 5000, 65536, 65537
 
 
 def used(made):
-    return made.items[: int(made.starts[-1])].tolist()
+    return made.table[: int(made.starts[-1])].tolist()
 
 
 POLICIES = [
@@ -35,7 +35,7 @@ POLICIES = [
 
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
 @pytest.mark.parametrize("first", [0, 1])
-def test_kernel_is_reference(kernel_device, policy, first):
+def test_kernel_equals_reference(kernel_device, policy, first):
     length = torch.tensor(LENGTHS, device=kernel_device)
     made, expected = kv_splits_triton(length, first, policy), kv_splits_reference(length, first, policy)
     assert torch.equal(made.starts, expected.starts)
@@ -43,7 +43,7 @@ def test_kernel_is_reference(kernel_device, policy, first):
 
 
 @pytest.mark.parametrize("window", [1, 100, 200, 4096])
-def test_a_window_leaves_out_what_no_query_sees(kernel_device, window):
+def test_rows_that_no_window_reaches_are_left_out(kernel_device, window):
     length = torch.tensor(LENGTHS, device=kernel_device)
     positions = (length[:, None] + torch.tensor([3, 0, 1] * 7, device=kernel_device))[:, 1:]
     made = kv_splits_triton(length, 1, KVSplitPolicy(8, 8), positions, window)
@@ -51,31 +51,31 @@ def test_a_window_leaves_out_what_no_query_sees(kernel_device, window):
     assert torch.equal(made.starts, expected.starts)
     assert used(made) == used(expected)
     for request, begin, end, _ in used(made):
-        lower = LENGTHS[request] - window + 1
-        assert begin > lower - SPLIT_STEP or begin == 0
+        num_lower = LENGTHS[request] - window + 1
+        assert begin > num_lower - SPLIT_STEP or begin == 0
         assert end <= max(LENGTHS[request], begin)
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
-def test_ranges_cover_every_row_once_in_order(policy):
+def test_splits_cover_every_row_once_in_order(policy):
     made = kv_splits_reference(torch.tensor(LENGTHS), 0, policy)
     for request, length in enumerate(LENGTHS):
-        mine = [item for item in used(made) if item[0] == request]
-        assert 1 <= len(mine) <= policy.max_splits and {item[3] for item in mine} == {len(mine)}
-        assert [row for _, begin, end, _ in mine for row in range(begin, end)] == list(range(length))
-        assert all(begin % SPLIT_STEP == 0 for _, begin, _, _ in mine)
+        splits = [split for split in used(made) if split[0] == request]
+        assert 1 <= len(splits) <= policy.max_splits and {split[3] for split in splits} == {len(splits)}
+        assert [row for _, begin, end, _ in splits for row in range(begin, end)] == list(range(length))
+        assert all(begin % SPLIT_STEP == 0 for _, begin, _, _ in splits)
 
 
-def test_a_request_has_the_same_ranges_in_any_batch(kernel_device):
-    precompile = kv_splits_triton(torch.tensor(LENGTHS, device=kernel_device), 0, KVSplitPolicy(8, 8))
+def test_a_request_has_the_same_splits_in_any_batch(kernel_device):
+    together = kv_splits_triton(torch.tensor(LENGTHS, device=kernel_device), 0, KVSplitPolicy(8, 8))
     for request, length in enumerate(LENGTHS):
         alone = kv_splits_triton(torch.tensor([length], device=kernel_device), 0, KVSplitPolicy(8, 8))
-        assert [i[1:] for i in used(alone)] == [i[1:] for i in used(precompile) if i[0] == request]
+        assert [i[1:] for i in used(alone)] == [i[1:] for i in used(together) if i[0] == request]
 
 
-def test_an_empty_batch_has_none(kernel_device):
+def test_an_empty_batch_has_no_splits(kernel_device):
     made = kv_splits_triton(torch.zeros(0, dtype=torch.int64, device=kernel_device), 0, KVSplitPolicy(8, 8))
-    assert made.items.shape == (0, 4) and made.starts.shape == (1,)
+    assert made.table.shape == (0, 4) and made.starts.shape == (1,)
 
 
 def test_strided_lengths_are_read(kernel_device):
@@ -88,19 +88,19 @@ def test_strided_lengths_are_read(kernel_device):
 def test_splits_are_even_and_bounded():
     spans = (0, 1, 128, 129, 1024, 1025, 2048, 2049, 16384, 16385)
     widths = [64, 64, 128, 128, 256, 320, 512, 576, 2048, 2112]
-    assert [KVSplitPolicy(4, 8).width(span) for span in spans] == widths
+    assert [KVSplitPolicy(4, 8).width(extent_of) for extent_of in spans] == widths
     for policy in POLICIES:
-        for span in range(0, 70000, 77):
-            count = -(-span // policy.width(span))
+        for extent_of in range(0, 70000, 77):
+            count = -(-extent_of // policy.width(extent_of))
             assert count <= policy.max_splits
-            assert count in (0, policy.max_splits) or policy.width(span) <= MAX_SPLIT_ROWS
+            assert count in (0, policy.max_splits) or policy.width(extent_of) <= MAX_SPLIT_ROWS
 
 
 def test_small_batches_make_many_splits():
-    """By the batch's bucket, whatever max_batch is; partial results that wait to be merged are bounded."""
+    """Splits depend on the batch's bucket, not on max_batch; the number of partial results is bounded."""
     of = partial(KVSplitPolicy.of, kv_heads=8, group=4, max_rows=32768)
-    assert [of(batch, 1).splits for batch in (1, 2, 4, 8, 12, 32, 64)] == [32, 16, 8, 4, 2, 1, 1]
-    assert [of(batch, 64).splits for batch in (1, 2, 8)] == [8, 4, 1]
+    assert [of(batch, 1).num_splits for batch in (1, 2, 4, 8, 12, 32, 64)] == [32, 16, 8, 4, 2, 1, 1]
+    assert [of(batch, 64).num_splits for batch in (1, 2, 8)] == [8, 4, 1]
     assert of(64, 1) == KVSplitPolicy(1, MAX_SPLITS), "a long request is split, whatever the batch"
     assert of(64, 64) == KVSplitPolicy(1, 4)
     assert of(1, 2048) == KVSplitPolicy(1, 1)
@@ -109,7 +109,7 @@ def test_small_batches_make_many_splits():
     for batch in range(1, 65):
         for queries in (1, 2, 8, 16, 64, 129, 5000):
             policy = of(batch, queries)
-            assert 1 <= policy.splits <= policy.max_splits <= MAX_SPLITS
+            assert 1 <= policy.num_splits <= policy.max_splits <= MAX_SPLITS
             assert policy.max_splits == 1 or batch * queries * policy.max_splits <= MAX_PARTIAL_ROWS
 
 

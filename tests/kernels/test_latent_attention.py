@@ -1,4 +1,4 @@
-"""The kernel of wide latent rows against the reference in float64: pages, staged rows, splits, dtypes, batches."""
+"""The kernel for wide latent rows against the float64 reference: pages, staged rows, splits, dtypes, batches."""
 
 from dataclasses import replace
 from itertools import product
@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from espalier.errors import EspalierError
-from espalier.kernels.attention.latent_attention import LatentBlocks, choose_latent, latent_attention_triton
+from espalier.kernels.attention.latent_attention import LatentConfig, choose_latent_config, latent_attention_triton
 from espalier.kernels.attention.tree_attention import Staged
 from espalier.kernels.runtime.launch import Chip
 from tests.kernels.attending import LSE_TOLERANCE, TOLERANCE, Case, Inputs, draw, expected
@@ -28,24 +28,25 @@ def drawn(case: Case, device: torch.device) -> Inputs:
     )
 
 
-def run(inputs: Inputs, most: int, staged: bool = True, **how) -> tuple[torch.Tensor, torch.Tensor]:
-    new = inputs.staged if staged else None
+def run(inputs: Inputs, max_splits: int, staged: bool = True, **arguments) -> tuple[torch.Tensor, torch.Tensor]:
+    staged_rows = inputs.staged if staged else None
     return latent_attention_triton(
-        inputs.q, inputs.committed, new, inputs.positions, inputs.splits(most), inputs.scale, **how
+        inputs.q, inputs.committed, staged_rows, inputs.positions, inputs.splits(max_splits), inputs.scale, **arguments
     )
 
 
-def check(case: Case, device: torch.device, staged: bool = True, **how) -> None:
+def check(case: Case, device: torch.device, staged: bool = True, **arguments) -> None:
     inputs = drawn(case, device)
-    out, lse = run(inputs, case.most, staged, **how)
+    out, lse = run(inputs, case.max_splits, staged, **arguments)
     exact_out, exact_lse = expected(inputs, staged)
     assert out.dtype == case.dtype and lse.dtype == torch.float32
     assert out.shape == exact_out.shape and lse.shape == exact_lse.shape
+    assert out.isfinite().all()
     torch.testing.assert_close(out.double(), exact_out, rtol=0, atol=TOLERANCE[case.dtype])
     torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-5, atol=LSE_TOLERANCE)
 
 
-# No bfloat16 among these: the interpreter multiplies its bits.
+# No bfloat16: Triton's interpreter multiplies its bits as integers.
 SMALL = [
     latent_case((5,)),
     latent_case((0,)),
@@ -54,8 +55,8 @@ SMALL = [
     latent_case((130, 20), queries=5, heads=16, dtype=torch.float16),
     latent_case((140, 0), queries=2, rows=70, page_size=64, heads=16, size=144, v_size=128, dtype=torch.float16),
     latent_case((200, 40, 6), queries=3, rows=4, page_size=48, size=50, v_size=37),
-    latent_case((1, 0), queries=2, rows=2, most=1),
-    latent_case((260,), heads=16, size=144, v_size=128, most=1),
+    latent_case((1, 0), queries=2, rows=2, max_splits=1),
+    latent_case((260,), heads=16, size=144, v_size=128, max_splits=1),
 ]
 
 
@@ -69,13 +70,13 @@ def test_committed_rows_alone(kernel_device, case):
     check(case, kernel_device, staged=False)
 
 
-@pytest.mark.parametrize("how", [LatentBlocks(64, 64, 64, 8, 2), LatentBlocks(32, 32, 32, 4, 2)], ids=str)
-def test_the_tiles_of_a_large_chip(kernel_device, how):
-    check(latent_case((200, 3), queries=5, rows=70, heads=16), kernel_device, how=how)
+@pytest.mark.parametrize("config", [LatentConfig(64, 64, 64, 8, 2), LatentConfig(32, 32, 32, 4, 2)], ids=str)
+def test_the_tiles_of_a_large_chip(kernel_device, config):
+    check(latent_case((200, 3), queries=5, rows=70, heads=16), kernel_device, config=config)
 
 
-def test_a_wide_chunk_takes_its_longest_parts_first(kernel_device):
-    check(latent_case((40, 0), queries=40, heads=4), kernel_device, how=LatentBlocks(16, 16, 16, 4, 1))
+def test_a_wide_chunk_starts_with_its_longest_tiles(kernel_device):
+    check(latent_case((40, 0), queries=40, heads=4), kernel_device, config=LatentConfig(16, 16, 16, 4, 1))
 
 
 def test_an_empty_batch_is_legal(kernel_device):
@@ -84,16 +85,16 @@ def test_an_empty_batch_is_legal(kernel_device):
 
 
 @pytest.mark.parametrize("case", [SMALL[3], SMALL[4]], ids=str)
-def test_a_request_s_bits_are_its_own(kernel_device, case):
-    """Alone, in any batch, at any place in it, and again."""
+def test_bits_do_not_depend_on_the_batch(kernel_device, case):
+    """A request's bits are the same alone, in any batch, at any index, and on a second run."""
     inputs = drawn(case, kernel_device)
-    out, lse = run(inputs, case.most)
+    out, lse = run(inputs, case.max_splits)
     order = list(range(len(case.lengths)))
     for requests in ([*order[::-1]], order[1:], [0], [order[-1], 0, order[-1]]):
         only = inputs.only(requests)
-        # Indexing copies: V is cut from the copied rows again.
+        # Indexing copies K and V apart: make V a view of the copied K again.
         only = replace(only, staged=replace(only.staged, v=only.staged.k[..., : case.v_size]))
-        again, again_lse = run(only, case.most)
+        again, again_lse = run(only, case.max_splits)
         assert torch.equal(again, out[requests]) and torch.equal(again_lse, lse[requests])
 
 
@@ -103,10 +104,10 @@ def test_arguments_are_checked(kernel_device):
         run(replace(inputs, q=inputs.q.double()), 4)
     with pytest.raises(EspalierError, match="page table needs shape"):
         run(replace(inputs, committed=replace(inputs.committed, page_table=inputs.committed.page_table[:1])), 4)
-    with pytest.raises(EspalierError, match="words needs shape"):
+    with pytest.raises(EspalierError, match="ancestor bits needs shape"):
         staged = replace(inputs.staged, ancestor_bits=inputs.staged.ancestor_bits.repeat(1, 1, 2))
         run(replace(inputs, staged=staged), 4)
-    with pytest.raises(EspalierError, match="V to be the first part of K's rows"):
+    with pytest.raises(EspalierError, match="V to be the first part of K"):
         run(replace(inputs, committed=replace(inputs.committed, v=inputs.committed.v.clone())), 4)
 
 
@@ -115,13 +116,14 @@ def test_arguments_are_checked(kernel_device):
 def test_choices_fit_the_chip(shared_memory, dtype):
     on = Chip(shared_memory, 80, (9, 0) if shared_memory > 200 * 1024 else (8, 6))
     for packed, row in product((1, 16, 32, 64, 8192), (80, 576)):
-        b = choose_latent(on, packed, 64, row * dtype.itemsize, dtype)
-        assert b.held(on, row * dtype.itemsize) * b.per_processor <= shared_memory, (packed, row, b)
-        assert 128 % b.n == 0 and 64 % b.r == 0
+        config = choose_latent_config(on, packed, 64, row * dtype.itemsize, dtype)
+        shared_bytes = config.shared_bytes(on, row * dtype.itemsize)
+        assert shared_bytes * config.programs_per_processor <= shared_memory, (packed, row, config)
+        assert 128 % config.block_n == 0 and 64 % config.block_r == 0
 
 
 GRID = [
-    latent_case(lengths, queries, rows, page_size, heads, 576, 512, dtype=dtype, most=32)
+    latent_case(lengths, queries, rows, page_size, heads, 576, 512, dtype=dtype, max_splits=32)
     for lengths, page_size, (queries, rows), heads, dtype in product(
         [(1,), (0, 127, 128, 129, 1000, 4096)],
         [1, 16, 64, 256],
@@ -142,5 +144,5 @@ def test_grid(kernel_device, case):
 @pytest.mark.parametrize("heads", [16, 128])
 @pytest.mark.parametrize("queries", [1, 16])
 def test_beyond_64k(kernel_device, heads, queries):
-    case = latent_case((66000, 5), queries, queries, 64, heads, 576, 512, dtype=torch.bfloat16, most=32)
+    case = latent_case((66000, 5), queries, queries, 64, heads, 576, 512, dtype=torch.bfloat16, max_splits=32)
     check(case, kernel_device)

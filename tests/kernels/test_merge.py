@@ -1,4 +1,4 @@
-"""Attention in parts, merged by log-sum-exp, is attention of the union; and the reference attention is attention."""
+"""Merging two attention results equals attention over the union; the reference attention equals a plain loop."""
 
 import math
 
@@ -23,7 +23,7 @@ def drawn(batch=2, queries=3, rows=9, heads=4, kv_heads=2, k_size=5, v_size=3, s
 
 
 def in_loops(q, k, v, mask):
-    """One query and head at a time."""
+    """Attention of one query and head at a time."""
     out = torch.zeros(*q.shape[:3], v.shape[3], dtype=q.dtype)
     lse = torch.full(q.shape[:3], -torch.inf, dtype=q.dtype)
     group = q.shape[2] // k.shape[2]
@@ -46,7 +46,7 @@ def test_reference_attention_in_loops(kv_heads):
     assert torch.allclose(lse, expected_lse, rtol=0, atol=TOLERANCE)
 
 
-def test_a_query_that_sees_nothing_gives_zeros_and_minus_infinity():
+def test_a_query_that_sees_no_rows_gets_zeros_and_minus_infinity():
     q, k, v, mask = drawn()
     mask[1] = False
     out, lse = masked_attention(q, k, v, mask, SCALE)
@@ -62,17 +62,17 @@ def test_a_batch_of_no_requests_is_legal():
     assert merge((out, lse), (out, lse)).shape == out.shape
 
 
-@pytest.mark.parametrize("cut", [0, 1, 4, 9])
+@pytest.mark.parametrize("boundary", [0, 1, 4, 9])
 @pytest.mark.parametrize("sink", [False, True])
-def test_merged_parts_are_the_union(cut, sink):
-    q, k, v, mask = drawn(seed=cut)
-    mask[0, 0, :cut] = False
+def test_merged_parts_are_the_union(boundary, sink):
+    q, k, v, mask = drawn(seed=boundary)
+    mask[0, 0, :boundary] = False
     logits = torch.tensor([0.3, -1.0, 2.0, -torch.inf], dtype=torch.float64) if sink else None
-    first = masked_attention(q, k[:, :cut], v[:, :cut], mask[..., :cut], SCALE)
-    second = masked_attention(q, k[:, cut:], v[:, cut:], mask[..., cut:], SCALE)
+    first = masked_attention(q, k[:, :boundary], v[:, :boundary], mask[..., :boundary], SCALE)
+    second = masked_attention(q, k[:, boundary:], v[:, boundary:], mask[..., boundary:], SCALE)
     out, lse = masked_attention(q, k, v, mask, SCALE)
     if logits is not None:
-        # A sink is one more key, of value zero: it takes its share of the weight.
+        # A sink is one more key with value zero: it only takes weight.
         out = out * torch.sigmoid(lse - logits).nan_to_num(0)[..., None]
     assert torch.allclose(merge(first, second, logits), out, rtol=0, atol=TOLERANCE)
 
@@ -80,8 +80,8 @@ def test_merged_parts_are_the_union(cut, sink):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("sink", [False, True])
 @pytest.mark.parametrize("rows", [0, 1, 7])
-def test_the_kernel_is_the_reference(kernel_device, rows, sink, dtype):
-    """Where neither part, one of them, or both saw something."""
+def test_kernel_equals_reference(kernel_device, rows, sink, dtype):
+    """The rows cover all cases: a query sees rows in no part, in one part, in both."""
     generator = torch.Generator().manual_seed(rows)
     exact = torch.promote_types(dtype, torch.float32)
     parts = []
@@ -99,7 +99,7 @@ def test_the_kernel_is_the_reference(kernel_device, rows, sink, dtype):
 
 
 @pytest.mark.parametrize("sink", [None, torch.zeros(4)])
-def test_nothing_merged_with_nothing_is_nothing(sink):
+def test_two_empty_results_merge_to_zeros(sink):
     empty = torch.zeros(2, 3, 4, 5), torch.full((2, 3, 4), -torch.inf)
     assert torch.equal(merge(empty, empty, sink), torch.zeros(2, 3, 4, 5))
 

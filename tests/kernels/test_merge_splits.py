@@ -1,12 +1,12 @@
-"""Partial results merged: the kernel is the reference, and the union of the splits."""
+"""Merging partial results: the kernel equals the reference."""
 
 import pytest
 import torch
 
 from espalier.kernels.attention.kv_splits import KVSplitPolicy, kv_splits_reference
 from espalier.kernels.attention.merge_splits import (
-    BLOCKS_AT_ONCE,
-    Partials,
+    PROGRAMS_PER_PROCESSOR,
+    PartialResults,
     merge_splits_reference,
     merge_splits_triton,
 )
@@ -14,25 +14,25 @@ from espalier.kernels.runtime.launch import chip
 
 # float32: a few roundings of sums of up to 32 terms of size one.
 TOLERANCE = 5e-6
-CUT = KVSplitPolicy(8, 8)
+POLICY = KVSplitPolicy(8, 8)
 
 
-def drawn(device, lengths=(0, 1, 300, 5000), queries=3, heads=5, v_size=7, seed=0, policy=CUT):
+def drawn(device, lengths=(0, 1, 300, 5000), queries=3, heads=5, v_size=7, seed=0, policy=POLICY):
     generator = torch.Generator().manual_seed(seed)
     splits = kv_splits_reference(torch.tensor(lengths, device=device), 0, policy)
-    partials = Partials.of(splits, queries, heads, v_size)
+    partials = PartialResults.of(splits, queries, heads, v_size)
     partials.out.copy_(torch.randn(partials.out.shape, generator=generator))
     partials.lse.copy_(torch.randn(partials.lse.shape, generator=generator) * 3)
     used = int(splits.starts[-1])
     partials.out[used:] = partials.lse[used:] = torch.nan
-    # A range in which a query saw nothing, and a query that saw nothing anywhere.
+    # One query sees no rows in the last split; another query sees no rows at all.
     partials.lse[used - 1 : used, 0] = -torch.inf
     partials.lse[:used, 1, 2] = -torch.inf
     out = torch.full((len(lengths), queries, heads, v_size), 7.0, device=device)
     return partials, splits, out, torch.full(out.shape[:3], 7.0, device=device)
 
 
-def assert_is_the_reference(partials, splits, out, lse):
+def assert_equals_reference(partials, splits, out, lse):
     partials.out[:, 1, 2] = 0
     expected_out, expected_lse = out.clone(), lse.clone()
     merge_splits_triton(partials, splits, out, lse)
@@ -43,7 +43,7 @@ def assert_is_the_reference(partials, splits, out, lse):
 
 @pytest.mark.parametrize("sink", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_kernel_is_reference(kernel_device, sink, dtype):
+def test_kernel_equals_reference(kernel_device, sink, dtype):
     partials, splits, out, lse = drawn(kernel_device)
     partials.out[:, 1, 2] = 0
     logits = torch.tensor([0.3, -1.0, 2.0, -torch.inf, 0.0], device=kernel_device) if sink else None
@@ -51,41 +51,44 @@ def test_kernel_is_reference(kernel_device, sink, dtype):
     expected_out, expected_lse = out.clone(), lse.clone()
     merge_splits_triton(partials, splits, out, lse, logits)
     merge_splits_reference(partials, splits, expected_out, expected_lse, logits)
-    # bfloat16: either neighbour of the same float32.
+    # bfloat16: the two float32 results may round to neighbouring values.
     relative = 0 if dtype == torch.float32 else 2**-7
     torch.testing.assert_close(out, expected_out, rtol=relative, atol=TOLERANCE)
     torch.testing.assert_close(lse, expected_lse, rtol=0, atol=TOLERANCE)
     if not sink:
-        assert (out[:2] == 7).all() and (lse[:2] == 7).all(), "one range is no work for the merge"
+        assert (out[:2] == 7).all() and (lse[:2] == 7).all(), "requests with one split are not merged"
         assert (out[2:, 1, 2] == 0).all() and (lse[2:, 1, 2] == -torch.inf).all()
 
 
 def test_more_to_merge_than_programs(kernel_device):
-    """Programs take turns: each query's head is merged, and once."""
+    """Programs take turns; each (query, head) pair is merged exactly once."""
     partials, splits, out, lse = drawn(kernel_device, (300, 0, 600), queries=4, heads=13)
-    assert out.shape[:3].numel() > chip(out).processors * BLOCKS_AT_ONCE or out.is_cuda
-    assert_is_the_reference(partials, splits, out, lse)
+    assert out.shape[:3].numel() > chip(out).processors * PROGRAMS_PER_PROCESSOR or out.is_cuda
+    assert_equals_reference(partials, splits, out, lse)
 
 
 @pytest.mark.parametrize("v_size", [128, 256])
-def test_ranges_of_a_long_layout(kernel_device, v_size):
-    """One head at a time, and of two ways to read its splits: all at once, or as many as fit step by step."""
-    assert_is_the_reference(*drawn(kernel_device, (1, 600, 9000, 5000), 2, 3, v_size, policy=KVSplitPolicy(32, 32)))
+def test_many_splits(kernel_device, v_size):
+    """One pair at a time; its splits are loaded at once (v_size 128) or in steps (v_size 256)."""
+    assert_equals_reference(*drawn(kernel_device, (1, 600, 9000, 5000), 2, 3, v_size, policy=KVSplitPolicy(32, 32)))
 
 
-@pytest.mark.parametrize("most", [8, 32])
-def test_a_request_s_bits_are_its_own(kernel_device, most):
-    """Whoever else is merged beside it, and whether as the first or the other of two."""
-    lengths, policy = (600, 0, 5000, 1, 300), KVSplitPolicy(most, most)
+@pytest.mark.parametrize("max_splits", [8, 32])
+def test_bits_do_not_depend_on_the_batch(kernel_device, max_splits):
+    """A request's bits are the same alone and in a batch, as the first and as the second of two pairs."""
+    lengths, policy = (600, 0, 5000, 1, 300), KVSplitPolicy(max_splits, max_splits)
     partials, splits, out, lse = drawn(kernel_device, lengths, 3, 5, 128, policy=policy)
     merge_splits_triton(partials, splits, out, lse)
     for request, length in enumerate(lengths):
-        alone = kv_splits_reference(torch.tensor([length], device=kernel_device), 0, policy)
-        mine = slice(int(splits.starts[request]), int(splits.starts[request + 1]))
-        held = Partials.of(alone, 3, 5, 128)
-        held.out[: mine.stop - mine.start], held.lse[: mine.stop - mine.start] = partials.out[mine], partials.lse[mine]
+        alone_splits = kv_splits_reference(torch.tensor([length], device=kernel_device), 0, policy)
+        of_request = slice(int(splits.starts[request]), int(splits.starts[request + 1]))
+        alone_partials = PartialResults.of(alone_splits, 3, 5, 128)
+        (
+            alone_partials.out[: of_request.stop - of_request.start],
+            alone_partials.lse[: of_request.stop - of_request.start],
+        ) = partials.out[of_request], partials.lse[of_request]
         again, again_lse = torch.full_like(out[:1], 7.0), torch.full_like(lse[:1], 7.0)
-        merge_splits_triton(held, alone, again, again_lse)
+        merge_splits_triton(alone_partials, alone_splits, again, again_lse)
         assert torch.equal(again[0], out[request]) and torch.equal(again_lse[0], lse[request])
 
 
@@ -97,4 +100,4 @@ def test_an_empty_batch_is_legal(kernel_device):
 @pytest.mark.parametrize("queries", [1, 8, 129])
 @pytest.mark.parametrize("v_size", [64, 128, 256])
 def test_grid(kernel_device, queries, v_size):
-    assert_is_the_reference(*drawn(kernel_device, (100, 70000, 4096, 0) * 8, max(queries, 2), 32, v_size))
+    assert_equals_reference(*drawn(kernel_device, (100, 70000, 4096, 0) * 8, max(queries, 2), 32, v_size))

@@ -84,13 +84,12 @@ class Attended:
 
     def __call__(self) -> list[torch.Tensor]:
         q = self._stored(0, self.rows, *self.kv)
-        c, straight = self.committed, None
+        c, contiguous = self.committed, None
         if self.page_size % 64:
-            straight = contiguous_blocks_triton(self.splits, c.page_table, self.page_size, 0)
+            contiguous = contiguous_blocks_triton(self.splits, c.page_table, self.page_size, 0)
         self._stored(1, self.page_size + self.rows, c.k, c.v)
-        return list(
-            tree_attention_triton(q[None], c, self.staged, self.positions, self.splits, SIZE**-0.5, straight=straight)
-        )
+        committed_and_staged = (c, self.staged, self.positions, self.splits)
+        return list(tree_attention_triton(q[None], *committed_and_staged, SIZE**-0.5, contiguous=contiguous))
 
     def _stored(self, layer: int, rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         qkv = linear_parts_triton(self.x, self.weight[layer], None, SLOW).unflatten(-1, (-1, SIZE))

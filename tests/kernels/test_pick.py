@@ -145,6 +145,21 @@ def test_a_row_that_is_not_finite_is_told_and_its_mates_go_on(kernel_device, bad
 PLACES = [(8, 9), (33, 38), (3, 30), (5, 37, 69), (31, 32), (63, 64), (60, 130), (149, 140), (0, 149), (17,), (149,)]
 
 
+# Plain rows are read in pieces that follow from the dtype; rows that ask for something are float32 or float64 at once.
+each_greedy_way = pytest.mark.parametrize(
+    ("vocab", "dtype", "shaped"),
+    [
+        *((176, dtype, False) for dtype in DTYPES),
+        (150, torch.bfloat16, False),
+        (150, torch.bfloat16, True),
+        (176, torch.float64, True),
+        pytest.param(176, torch.bfloat16, True, marks=pytest.mark.full),
+        pytest.param(176, torch.float16, True, marks=pytest.mark.full),
+        pytest.param(176, torch.float32, True, marks=pytest.mark.full),
+    ],
+)
+
+
 def pick_greedy(logits, shaped, device):
     """Tokens and finite [Q] of logits [Q, V]; `shaped`: the way of rows that ask for something, which is nothing."""
     queries, vocab = logits.shape
@@ -156,8 +171,7 @@ def pick_greedy(logits, shaped, device):
     return tokens[0].tolist(), finite[0].tolist()
 
 
-@pytest.mark.parametrize("shaped", [False, True])
-@pytest.mark.parametrize(("vocab", "dtype"), [*((176, dtype) for dtype in DTYPES), (150, torch.bfloat16)])
+@each_greedy_way
 def test_of_equals_the_lowest_id_is_picked(kernel_device, vocab, dtype, shaped):
     best = torch.full((len(PLACES), vocab), -1.0, dtype=dtype)
     zeros = best.clone()
@@ -170,8 +184,7 @@ def test_of_equals_the_lowest_id_is_picked(kernel_device, vocab, dtype, shaped):
         assert pick_greedy(logits, shaped, kernel_device) == ([min(ids) for ids in PLACES], [True] * len(PLACES))
 
 
-@pytest.mark.parametrize("shaped", [False, True])
-@pytest.mark.parametrize(("vocab", "dtype"), [*((176, dtype) for dtype in DTYPES), (150, torch.bfloat16)])
+@each_greedy_way
 def test_the_lowest_nan_is_picked_whatever_stands_beside_it(kernel_device, vocab, dtype, shaped):
     logits = torch.full((len(PLACES), vocab), -1.0, dtype=dtype)
     logits[:, [0, 16, 100, vocab - 1]] = torch.inf
@@ -181,8 +194,14 @@ def test_the_lowest_nan_is_picked_whatever_stands_beside_it(kernel_device, vocab
     assert pick_greedy(logits, shaped, kernel_device) == ([min(ids) for ids in PLACES], [False] * len(PLACES))
 
 
-@pytest.mark.parametrize("shaped", [False, True])
-@pytest.mark.parametrize("vocab", [1, 7, 16, 80, 100])
+@pytest.mark.parametrize(
+    ("vocab", "shaped"),
+    [
+        *((vocab, False) for vocab in (1, 7, 16, 80, 100)),
+        *((vocab, True) for vocab in (1, 7, 16, 100)),
+        pytest.param(80, True, marks=pytest.mark.full),
+    ],
+)
 def test_every_id_is_found_and_the_first_where_nothing_is_left(kernel_device, vocab, shaped):
     logits = torch.full((vocab + 1, vocab), -torch.inf, dtype=torch.bfloat16)
     logits[:vocab].fill_diagonal_(-3.0)
@@ -195,7 +214,7 @@ def test_rows_that_ask_for_one_thing_get_it(kernel_device):
     agree(random_logits(9, len(asked), 2, 16).to(kernel_device), slots, first, offsets)
 
 
-@pytest.mark.parametrize("plain", [1, 3])
+@pytest.mark.parametrize("plain", [pytest.param(1, marks=pytest.mark.full), 3])
 def test_one_request_far_down_has_filters(kernel_device, plain):
     """So many rows that their filters are looked for in several turns."""
     vocab, queries = 16, 50

@@ -8,14 +8,18 @@ import torch
 from espalier.errors import EspalierError
 from espalier.kernels.layers.rope import RopeAndNorm, rotate_and_store_reference, rotate_and_store_triton
 from espalier.kernels.runtime import launch
+from tests.pairwise import pairwise_params, product_params
 
 # rows, heads, kv_heads, size
 SMALL = [(0, 4, 2, 8), (1, 1, 1, 2), (3, 4, 2, 8), (5, 6, 2, 10), (2, 3, 3, 64)]
 LARGE = [(1, 32, 8, 128), (64, 32, 8, 128), (2048, 32, 8, 128), (300, 40, 8, 128), (33, 16, 1, 256), (9, 28, 4, 96)]
+# Whether heads are normed, and which share of them is rotated: 2 is a half.
+WAYS = [False, True], [1, 2]
+each_way = pytest.mark.parametrize("make", [rotate_and_store_triton, rotate_and_store_reference])
 shapes = pytest.mark.parametrize(
     "shape", [*SMALL, *(pytest.param(shape, marks=pytest.mark.gpu) for shape in LARGE)], ids=str
 )
-dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 
 
 def random_normal(*shape: int, seed: int) -> torch.Tensor:
@@ -49,11 +53,11 @@ def in_float64(qkv: torch.Tensor, rope_and_norm: RopeAndNorm, kv_heads: int) -> 
     return heads_of
 
 
-@shapes
-@dtypes
-@pytest.mark.parametrize("normed", [False, True], ids=["plain", "normed"])
-@pytest.mark.parametrize("make", [rotate_and_store_triton, rotate_and_store_reference])
-@pytest.mark.parametrize("share", [1, 2], ids=["whole", "partial"])
+@pytest.mark.parametrize(
+    ("shape", "dtype", "normed", "share"),
+    [*pairwise_params(SMALL, DTYPES, *WAYS), *product_params(LARGE, DTYPES, *WAYS, marks=pytest.mark.gpu)],
+)
+@each_way
 def test_heads_are_rotated_and_rows_stored(shape, dtype, normed, make, share, kernel_device):
     rows, heads, kv_heads, size = shape
     qkv = random_normal(rows, heads + 2 * kv_heads, size, seed=4).to(dtype).to(kernel_device)
@@ -78,11 +82,11 @@ def test_heads_are_rotated_and_rows_stored(shape, dtype, normed, make, share, ke
         assert buffer[others].isnan().all(), "other rows must not be written"
 
 
-@shapes
-@pytest.mark.parametrize("normed", [False, True], ids=["plain", "normed"])
-@pytest.mark.parametrize("parts", [1, 4])
-@pytest.mark.parametrize("make", [rotate_and_store_triton, rotate_and_store_reference])
-@pytest.mark.parametrize("share", [1, 2], ids=["whole", "partial"])
+@pytest.mark.parametrize(
+    ("shape", "parts", "normed", "share"),
+    [*pairwise_params(SMALL, [1, 4], *WAYS), *product_params(LARGE, [1, 4], *WAYS, marks=pytest.mark.gpu)],
+)
+@each_way
 def test_partial_sums_are_added_in_order_and_rounded_first(shape, normed, parts, make, share, kernel_device):
     rows, heads, kv_heads, size = shape
     rotary = size if share == 1 else -(-size // 4) * 2

@@ -1,4 +1,4 @@
-"""The attention kernel against the reference in float64: pages, staged rows, windows, dtypes, batches."""
+"""The Triton attention kernel against the float64 reference: pages, staged rows, windows, dtypes, batches."""
 
 from dataclasses import replace
 from itertools import product
@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from espalier.errors import EspalierError
-from espalier.kernels.attention.tree_attention import Blocks, choose
+from espalier.kernels.attention.triton_config import TritonConfig, choose_config
 from espalier.kernels.runtime.launch import Chip
 from tests.kernels.attending import Case, check, draw, run
 
-# No bfloat16 among these: the interpreter multiplies its bits.
+# No bfloat16: Triton's interpreter multiplies its bits as integers.
 SMALL = [
     Case((5,)),
     Case((0,)),
@@ -21,9 +21,9 @@ SMALL = [
     Case((140, 0), queries=2, rows=70, page_size=64, dtype=torch.float16, heads=3, kv_heads=1, k_size=5, v_size=7),
     Case((200, 40, 6), queries=3, rows=4, page_size=48, window=33),
     Case((200, 40, 6), queries=20, page_size=16, window=7, first=1),
-    Case((300,), queries=2, rows=2, sink=True, most=2),
-    Case((1, 0), queries=2, rows=2, sink=True, most=1),
-    Case((260,), queries=1, k_size=16, v_size=32, most=1),
+    Case((300,), queries=2, rows=2, sink=True, max_splits=2),
+    Case((1, 0), queries=2, rows=2, sink=True, max_splits=1),
+    Case((260,), queries=1, k_size=16, v_size=32, max_splits=1),
 ]
 
 
@@ -34,7 +34,7 @@ def test_small_shapes(kernel_device, case):
 
 @pytest.mark.parametrize("case", SMALL[:8], ids=str)
 def test_committed_rows_alone(kernel_device, case):
-    """Their log-sum-exp is what other parts are merged by; nothing gives zeros and -inf."""
+    """Without staged rows; an empty request gives zeros and lse -inf."""
     check(case, kernel_device, staged=False)
 
 
@@ -43,22 +43,22 @@ def test_an_empty_batch_is_legal(kernel_device):
     assert out.shape == (0, 3, 4, 8) and lse.shape == (0, 3, 4)
 
 
-def test_a_wide_chunk_takes_its_longest_parts_first(kernel_device):
-    check(Case((40, 0), queries=70, heads=8, kv_heads=2), kernel_device, how=Blocks(32, 16, 16, 4, 1, 1))
+def test_a_wide_chunk_starts_with_its_longest_tiles(kernel_device):
+    check(Case((40, 0), queries=70, heads=8, kv_heads=2), kernel_device, config=TritonConfig(32, 16, 16, 4, 1, 1))
 
 
-def test_tiles_that_split_a_query_s_heads(kernel_device):
+def test_tiles_can_divide_the_heads_of_a_query(kernel_device):
     check(Case((40, 3), queries=3, rows=5, heads=24, kv_heads=1), kernel_device)
 
 
 @pytest.mark.parametrize("case", [SMALL[3], SMALL[4], SMALL[6]], ids=str)
-def test_a_request_s_bits_are_its_own(kernel_device, case):
-    """Alone, in any batch, at any place in it, and again."""
+def test_bits_do_not_depend_on_the_batch(kernel_device, case):
+    """A request's bits are the same alone, in any batch, at any index, and on a second run."""
     inputs = draw(case, kernel_device)
-    out, lse = run(inputs, case.most)
+    out, lse = run(inputs, case.max_splits)
     order = list(range(len(case.lengths)))
     for requests in ([*order[::-1]], order[1:], [0], [order[-1], 0, order[-1]]):
-        again, again_lse = run(inputs.only(requests), case.most)
+        again, again_lse = run(inputs.only(requests), case.max_splits)
         assert torch.equal(again, out[requests]) and torch.equal(again_lse, lse[requests])
 
 
@@ -68,7 +68,7 @@ def test_arguments_are_checked(kernel_device):
         run(replace(inputs, q=inputs.q.double()), 4)
     with pytest.raises(EspalierError, match="page table needs shape"):
         run(replace(inputs, committed=replace(inputs.committed, page_table=inputs.committed.page_table[:1])), 4)
-    with pytest.raises(EspalierError, match="words needs shape"):
+    with pytest.raises(EspalierError, match="ancestor bits needs shape"):
         staged = replace(inputs.staged, ancestor_bits=inputs.staged.ancestor_bits.repeat(1, 1, 2))
         run(replace(inputs, staged=staged), 4)
     with pytest.raises(EspalierError, match="contiguous last dimension"):
@@ -80,14 +80,16 @@ def test_arguments_are_checked(kernel_device):
 def test_choices_fit_the_chip(shared_memory):
     on = Chip(shared_memory, 80, (9, 0) if shared_memory > 200 * 1024 else (8, 6))
     for packed, size, dtype in product((1, 16, 32, 64, 8192), (8, 64, 96, 128, 256), (torch.bfloat16, torch.float32)):
-        b = choose(on, packed, 64, size, size, dtype)
+        config = choose_config(on, packed, 64, size, size, dtype)
         row = max(16, 1 << (size - 1).bit_length()) * dtype.itemsize
-        assert b.held(on, row, row) * b.per_processor <= shared_memory or dtype == torch.float32, (packed, size, b)
-        assert 128 % b.n == 0 and 64 % b.r == 0
+        assert (
+            config.shared_bytes(on, row, row) * config.programs_per_processor <= shared_memory or dtype == torch.float32
+        ), (packed, size, config)
+        assert 128 % config.block_n == 0 and 64 % config.block_r == 0
 
 
 GRID = [
-    Case(lengths, queries, rows, page_size, 32, 8, 128, 128, dtype=dtype, most=32)
+    Case(lengths, queries, rows, page_size, 32, 8, 128, 128, dtype=dtype, max_splits=32)
     for lengths, page_size, (queries, rows), dtype in product(
         [(1,), (0, 127, 128, 129, 255, 1000, 4096)],
         [1, 16, 48, 64, 256, 512],
@@ -96,8 +98,8 @@ GRID = [
     )
 ]
 GRID += [
-    Case((3, 700, 0, 2100), queries, rows, 16, heads, kv, k, v, window, 1, dtype, 8)
-    for (heads, kv, k, v), window, (queries, rows), dtype in product(
+    Case((3, 700, 0, 2100), queries, rows, 16, heads, kv_heads, k, v, window, 1, dtype, 8)
+    for (heads, kv_heads, k, v), window, (queries, rows), dtype in product(
         [(8, 8, 64, 64), (14, 2, 64, 64), (71, 1, 64, 64), (16, 2, 256, 256), (16, 16, 192, 128), (6, 2, 96, 80)],
         [None, 1, 100],
         [(1, None), (8, 24), (63, 64), (200, None)],
@@ -116,7 +118,7 @@ def test_grid(kernel_device, case):
 @pytest.mark.parametrize("page_size", [1, 16, 256])
 @pytest.mark.parametrize("queries", [1, 8])
 def test_beyond_64k(kernel_device, page_size, queries):
-    case = Case((66000, 131073, 5), queries, queries, page_size, 8, 2, 128, 128, dtype=torch.bfloat16, most=32)
+    case = Case((66000, 131073, 5), queries, queries, page_size, 8, 2, 128, 128, dtype=torch.bfloat16, max_splits=32)
     check(case, kernel_device)
 
 
@@ -129,9 +131,9 @@ def test_prompt_chunks(kernel_device, width, window):
 
 
 @pytest.mark.gpu
-def test_bits_are_a_request_s_own_at_size(kernel_device):
+def test_bits_do_not_depend_on_the_batch_at_size(kernel_device):
     lengths = tuple(torch.randint(0, 5000, (40,), generator=torch.Generator().manual_seed(0)).tolist())
-    case = Case(lengths, 8, 8, 16, 32, 8, 128, 128, dtype=torch.bfloat16, most=32)
+    case = Case(lengths, 8, 8, 16, 32, 8, 128, 128, dtype=torch.bfloat16, max_splits=32)
     inputs = draw(case, kernel_device)
     out, _ = run(inputs, 32)
     for seed in range(5):
@@ -140,8 +142,8 @@ def test_bits_are_a_request_s_own_at_size(kernel_device):
 
 
 @pytest.mark.gpu
-def test_rows_past_two_to_the_31st_element(kernel_device):
-    """The last page of a pool of 2^31 elements and more."""
+def test_pools_beyond_two_to_the_31_elements(kernel_device):
+    """Reads the last pages of a pool with more than 2^31 elements."""
     page_size, rows = 16, (1 << 31) // (8 * 128) + 4096
     case = Case((100,), 2, 2, page_size, 8, 8, 128, 128, dtype=torch.bfloat16)
     inputs = draw(case, kernel_device)

@@ -170,9 +170,11 @@ class TestEmptyBatch:
 
         def padded(launch_input: LaunchInput) -> list:
             lengths = (*launch_input.lengths, 0) if launch_input.is_prefill else ()
-            if launch_input.is_prefill and len(launch_input.lengths) == engine.layout.chunk_batch(launch_input.width):
+            pieces = (*launch_input.pieces, (len(launch_input.lengths), 0)) if launch_input.pieces else ()
+            used = len(launch_input.pieces or launch_input.lengths)
+            if launch_input.is_prefill and used == engine.layout.max_pieces(launch_input.width):
                 return right(launch_input)
-            return right(replace(launch_input, slots=(*launch_input.slots, 0), lengths=lengths))[:-1]
+            return right(replace(launch_input, slots=(*launch_input.slots, 0), lengths=lengths, pieces=pieces))[:-1]
 
         engine.executor.run = padded  # type: ignore[method-assign]
         run_watched(engine, [(i, r) for i, r in enumerate(requests)])

@@ -93,6 +93,10 @@ class Reference:
         drafted = [tuple(plane[0] for plane in behind.kept[i]) for i in range(len(self.draft.geometry))]
         return Scratch(tokens, layers, logits, drafted, handed_on[0])
 
+    def prepare(self, request: Request, max_context: int) -> None:
+        """Make the pass over all that plain decoding says, which serves every prefix of it."""
+        self.scratch([*request.prompt, *self.plain(request).output(max_context)])
+
     def plain(self, request: Request) -> "Plain":
         """Plain decoding of a request, kept by what decides its tokens."""
         key = (tuple(request.prompt), repr(request.params), request.seed, request.stop_ids)

@@ -1,9 +1,8 @@
 """The product of layouts: its factors, a pairwise array of them, corners, and the engine and traffic of one cell."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import combinations, product
 from typing import Any
 
 from espalier.errors import EspalierError
@@ -11,6 +10,7 @@ from espalier.layout import max_draft_tokens
 from espalier.request import Request, SamplingParams
 from tests.harness import Setup, prompts, request
 from tests.oracles.reference_round import Reference
+from tests.pairwise import pairwise, rows_of
 
 MOST_NODES = 129
 
@@ -140,48 +140,8 @@ def refused(cell: Mapping[str, Any]) -> bool:
 
 
 def impossible(cell: Mapping[str, Any]) -> bool:
-    """Whether a cell, of which this much is known, is refused, or gives a window to a family without windows."""
+    """Whether the known factors of a cell are refused, or give a window to a family without windows."""
     return refused(cell) or (cell.get("keeps") == "deepseek_v3" and cell.get("window") is not None)
-
-
-def pairwise(
-    factors: Mapping[str, Sequence[Any]], impossible: Callable[[Mapping[str, Any]], bool]
-) -> list[dict[str, Any]]:
-    """Rows in which every two factors take every two values that go together.  Greedy and deterministic."""
-    pairs = [
-        {f: v, g: w}
-        for f, g in combinations(factors, 2)
-        for v, w in product(factors[f], factors[g])
-        if not impossible({f: v, g: w})
-    ]
-    rows: list[dict[str, Any]] = []
-    while pairs:
-        row = dict(pairs[0])
-        for factor in factors:
-            if factor not in row:
-                values = [value for value in factors[factor] if not impossible({**row, factor: value})]
-                # Ties go to the value that the fewest rows have so far, so that the array is balanced too.
-                row[factor] = max(
-                    values, key=lambda value: (gain(pairs, row, factor, value), -used(rows, factor, value))
-                )
-        pairs = [pair for pair in pairs if not pair.items() <= row.items()]
-        rows.append(row)
-    return rows
-
-
-def gain(pairs: list[dict[str, Any]], row: Mapping[str, Any], factor: str, value: Any) -> int:
-    """Pairs that the row would newly cover with this value."""
-    known = {**row, factor: value}
-    return sum(pair.get(factor, value) == value and factor in pair and pair.items() <= known.items() for pair in pairs)
-
-
-def used(rows: list[dict[str, Any]], factor: str, value: Any) -> int:
-    return sum(row[factor] == value for row in rows)
-
-
-def rows_of(factors: Mapping[str, Sequence[Any]]) -> Iterator[dict[str, Any]]:
-    for values in product(*factors.values()):
-        yield dict(zip(factors, values, strict=True))
 
 
 def pairwise_cells() -> list[Cell]:

@@ -1,16 +1,20 @@
 """Each planted fault is caught by a property that does not know of it: the very function that holds when nothing is
 planted."""
 
-from collections.abc import Callable, Collection
 from dataclasses import replace
 
 import pytest
 
+from espalier import LLM
 from espalier.cache.pages import PageDefect
+from espalier.cli.main import parse
+from espalier.cli.serve import sendable
 from espalier.errors import EspalierError
-from espalier.guard.faults import FAULTS, find, plant, plant_from_environment
+from espalier.guard.faults import FAULTS, Fault, find, plant
 from espalier.request import Request, SamplingParams
-from tests.harness import Setup, prompts, request
+from espalier.speculate.drafters import autoregressive
+from espalier.terminal.flags import engine_settings
+from tests.harness import Setup, directories, prompts, request
 from tests.properties import watch as held
 from tests.properties.layouts import reference_of
 from tests.properties.summary import FAULT
@@ -114,34 +118,54 @@ def test_a_report_is_a_name_too(number):
 
 
 def test_an_unknown_fault_is_refused_by_name():
-    with pytest.raises(EspalierError, match="'12345' is unknown; use one of sibling-committed, "):
+    with pytest.raises(EspalierError, match=r"'12345' is unknown; use a name \(sibling-committed, "):
         find("12345")
 
 
 @pytest.fixture
-def unplanted(monkeypatch) -> Callable[[Collection[str]], None]:
-    """Put right again, at the end, what these faults break for good."""
-    import importlib
-
-    def keep(names: Collection[str]) -> None:
-        for name in names:
-            module, _, path = FAULTS[name].where.partition(":")
-            assert "." not in path
-            owner = importlib.import_module(module)
-            monkeypatch.setattr(owner, path, getattr(owner, path))
-
-    return keep
+def healed(monkeypatch) -> Fault:
+    """A fault that a test may plant for good: the right function is back afterwards."""
+    monkeypatch.setattr(autoregressive, "grow", autoregressive.grow)
+    return FAULTS["wrong-ancestor"]
 
 
-def test_the_environment_plants_a_fault_once(monkeypatch, caplog, unplanted):
-    from espalier.speculate.drafters import autoregressive
+def load(**settings) -> None:
+    target, draft = directories()
+    LLM(model=target, draft=draft, max_context=64, **settings).close()
 
-    unplanted(["wrong-ancestor"])
-    monkeypatch.delenv("ESPALIER_FAULT", raising=False)
-    assert plant_from_environment() is None
-    monkeypatch.setenv("ESPALIER_FAULT", "wrong-ancestor")
-    assert plant_from_environment() is FAULTS["wrong-ancestor"]
+
+def test_the_switch_plants_a_fault_for_good_and_shouts_once(healed, caplog, capsys):
+    load(plant_fault=healed.name)
     planted = autoregressive.grow
-    assert plant_from_environment() is FAULTS["wrong-ancestor"] and autoregressive.grow is planted
-    assert [record.levelname for record in caplog.records] == ["WARNING"] and "wrong on purpose" in caplog.text
-    assert caught(held.PROPOSAL)
+    load(plant_fault=healed.name)
+    load()
+    assert autoregressive.grow is planted and caught(held.PROPOSAL)
+    assert [record.levelname for record in caplog.records if "WRONG BY INTENT" in record.message] == ["WARNING"]
+    assert capsys.readouterr().err.count("planted fault wrong-ancestor: ") == 1
+
+
+def test_the_environment_variable_alone_plants_nothing_and_says_how(healed, monkeypatch, caplog):
+    right = autoregressive.grow
+    monkeypatch.setenv("ESPALIER_FAULT", healed.name)
+    load()
+    assert autoregressive.grow is right
+    assert (
+        "ESPALIER_FAULT=wrong-ancestor has no effect" in caplog.text and "--plant-fault wrong-ancestor" in caplog.text
+    )
+
+
+def test_the_switch_refuses_an_unknown_fault_before_weights_are_read(monkeypatch):
+    monkeypatch.setattr("espalier.llm.build_engine", None)
+    with pytest.raises(EspalierError, match="'12345' is unknown"):
+        load(plant_fault="12345")
+
+
+@pytest.mark.parametrize("command", ["generate", "serve", "demo", "bench round", "bench serve", "bench latency"])
+def test_the_switch_is_a_flag_that_no_help_text_and_no_error_names(command, capsys):
+    settings = engine_settings(parse([*command.split(), "--plant-fault", "27460"]))
+    assert sendable(settings) == {"plant_fault": "27460"}
+    for flag in ("--help", "--plan-fault"):
+        with pytest.raises(SystemExit):
+            parse([*command.split(), flag])
+    said = capsys.readouterr()
+    assert "plant" not in said.out + said.err

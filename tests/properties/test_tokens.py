@@ -1,6 +1,7 @@
 """What users get does not depend on speculation, batch, backend or loop; and a draft that agrees is always followed."""
 
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -68,6 +69,12 @@ def traced(setup: Setup, requests: list[Request]) -> tuple[Ran, dict[str, list[R
     return run(engine, requests), rounds
 
 
+@cache
+def traced_mix(algorithm: str) -> tuple[Ran, dict[str, list[RoundTrace]]]:
+    """The mixed requests in the tree that the others are compared with."""
+    return traced(replace(TREE, algorithm=algorithm), mixed())
+
+
 def same_rounds(one: list[RoundTrace], other: list[RoundTrace]) -> None:
     """Equal trees and paths; scores to a rounding of float32, as sums of another order stand behind them."""
     assert [r.emitted for r in one] == [r.emitted for r in other]
@@ -93,7 +100,7 @@ def test_tokens_do_not_depend_on_speculation(style, algorithm):
 @pytest.mark.parametrize("algorithm", ["eagle3", "ngram"])
 def test_a_batch_of_many_is_many_batches_of_one(algorithm):
     setup = replace(TREE, algorithm=algorithm)
-    together, rounds = traced(setup, mixed())
+    together, rounds = traced_mix(algorithm)
     for index, alone in enumerate(mixed()):
         ran, own = traced(replace(setup, max_batch=1), [alone])
         assert ran.tokens == [together.tokens[index]]
@@ -113,9 +120,8 @@ def test_a_batch_of_many_is_many_batches_of_one(algorithm):
 )
 @pytest.mark.parametrize("algorithm", ["eagle3", "ngram"])
 def test_backend_loop_and_pages_change_nothing(change, algorithm):
-    setup = replace(TREE, algorithm=algorithm)
-    as_it_is, rounds = traced(setup, mixed())
-    changed, others = traced(replace(setup, **change), mixed())
+    as_it_is, rounds = traced_mix(algorithm)
+    changed, others = traced(replace(TREE, algorithm=algorithm, **change), mixed())
     assert as_it_is.tokens == changed.tokens
     for name in rounds:
         same_rounds(rounds[name], others[name])

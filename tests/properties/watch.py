@@ -114,6 +114,8 @@ class Watch:
     def run(self, launch_input: LaunchInput) -> list[Row]:
         """On the thread that runs launches, in their order."""
         owners = self._owners.popleft()
+        for request in owners.values():
+            self.reference.prepare(request, self.engine.layout.max_context)
         self.spoil(self._handed_out.popleft())
         before = [self.decided(slot) for slot in launch_input.slots]
         rows = self._run(launch_input)

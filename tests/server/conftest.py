@@ -1,5 +1,7 @@
 """One server for the tests that only ask, and the offline LLM that they compare it with."""
 
+from contextlib import ExitStack
+
 import pytest
 from openai import OpenAI
 
@@ -11,6 +13,20 @@ from tests.server.serving import ENGINE, Served, serving
 def served(tmp_path_factory):
     with serving(tmp_path_factory.mktemp("server"), "--max-queue", "12") as served:
         yield served
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory):
+    """A function from flags to a server that runs with them: an earlier test's, or a new one where a test ended it."""
+    started = {}
+
+    def running(*flags):
+        if flags not in started or started[flags].process.poll() is not None:
+            started[flags] = stack.enter_context(serving(tmp_path_factory.mktemp("server"), *flags))
+        return started[flags]
+
+    with ExitStack() as stack:
+        yield running
 
 
 @pytest.fixture(scope="session")

@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[2]
 START_S = 120
 # float64, so that tokens are the offline LLM's whatever runs beside them.
 ENGINE = {"dtype": "float64", "max_batch": 4, "max_context": 512, "page_size": 16, "num_pages": 200}
+HEAD = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
 FLAGS = [part for name, value in ENGINE.items() for part in ("--" + name.replace("_", "-"), str(value))]
 
 
@@ -66,6 +67,37 @@ class Served:
         while not holds():
             assert time.monotonic() < end, self.log.read_text()[-3000:]
             time.sleep(0.02)
+
+
+def connected(served: Served) -> socket.socket:
+    """A connection that takes in as little as it can."""
+    slow = socket.socket()
+    slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+    slow.connect(("127.0.0.1", served.port))
+    return slow
+
+
+def answer(connection: socket.socket) -> tuple[int, str, Any]:
+    """(status, headers in lower case, the error), read to the end of the connection."""
+    connection.settimeout(20)
+    read = b""
+    while part := connection.recv(65536):
+        read += part
+    head, _, body = read.decode().partition("\r\n\r\n")
+    return int(head.split()[1]), head.lower(), json.loads(body)["error"]
+
+
+def announce_body(connection: socket.socket) -> None:
+    """Send the headers of a request whose body never comes; returns once the server waits for the body."""
+    connection.sendall(f"{HEAD}expect: 100-continue\r\ncontent-length: 1000\r\n\r\n".encode())
+    assert connection.recv(1000).startswith(b"HTTP/1.1 100 ")
+
+
+def is_told_of_the_end(connection: socket.socket) -> bool:
+    """Whether a request whose body is not there is refused because the server ends."""
+    status, head, error = answer(connection)
+    is_refused = (status, error["type"]) == (503, "overloaded_error") and "the body had not arrived" in error["message"]
+    return is_refused and "connection: close" in head and "retry-after: 1" in head
 
 
 def exists(pid: int) -> bool:

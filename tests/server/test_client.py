@@ -72,7 +72,7 @@ def test_what_cannot_be_read_ends_the_engine_and_tells_everyone():
         client = ready(False, b"\xc1 is no message")
         generation = client.submit("x", [[1]], ResolvedParams(), 0, False)
         client._supervisor = asyncio.create_task(client._supervise())
-        assert "what cannot be read" in await told(generation)
+        assert "an unreadable message" in await told(generation)
         await client._supervisor
         assert (client.state, client.process.returncode) == ("gone", -9)
         await client.close()
@@ -98,7 +98,7 @@ def test_a_process_that_cannot_be_made_is_tried_again(monkeypatch):
         assert len(tries) == 2
         await client.close()
 
-    monkeypatch.setattr("espalier.server.client.LEAVE_S", 0.01)
+    monkeypatch.setattr("espalier.server.client.SHUTDOWN_S", 0.01)
     asyncio.run(run())
 
 
@@ -117,7 +117,7 @@ def test_who_closes_again_waits_for_the_same_end(monkeypatch):
         await asyncio.wait({first})
 
     for seconds, cut_short in ((0.05, False), (600, True)):
-        monkeypatch.setattr("espalier.server.client.LEAVE_S", seconds)
+        monkeypatch.setattr("espalier.server.client.SHUTDOWN_S", seconds)
         asyncio.run(asyncio.wait_for(run(cut_short), 20))
 
 
@@ -188,7 +188,7 @@ def test_prompts_that_are_being_read_take_room():
     front.options, front.draining, front._num_entering = SimpleNamespace(max_queue=2), False, 0
     with front.entering(2):
         with (
-            pytest.raises(ApiError, match=r"3 samples .* room for 4") as caught,
+            pytest.raises(ApiError, match=r"3 of 4 samples") as caught,
             front.entering(2),
         ):
             pass

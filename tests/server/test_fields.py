@@ -7,7 +7,7 @@ import pytest
 from langchain_core.exceptions import ContextOverflowError
 from langchain_openai import ChatOpenAI
 
-from espalier.server.front import MOST_TOKENIZED
+from espalier.server.front import MAX_TEXT_CHARS
 from espalier.server.hints import HINTS
 from tests.server.bodies import BODIES
 from tests.server.serving import serving
@@ -85,14 +85,14 @@ def test_hints_are_accepted_named_and_change_nothing(served, path):
     assert hinted[2]["choices"] == plain[2]["choices"]
     streamed = served.request(path, {**body, "stream": True, "metadata": {"a": "b"}, "user": None})
     assert streamed[1][NO_EFFECT] == "metadata"
-    assert served.log.read_text().count("the field keep_alive has no effect here") == 1
+    assert served.log.read_text().count("the field keep_alive is accepted but has no effect") == 1
 
 
 def test_strict_fields_refuses_what_has_no_effect(other):
     for body, name in (({**TEXT, "keep_alive": "5m"}, "keep_alive"), ({**TEXT, "user": "me"}, "user")):
         status, _, answer = other.request("/v1/completions", body)
         assert (status, answer["error"]["param"], answer["error"]["code"]) == (400, name, "unsupported")
-        assert answer["error"]["message"].startswith(f"{name} has no effect here and the server runs with --strict")
+        assert answer["error"]["message"].startswith(f"{name} has no effect, and this server runs with --strict")
     assert other.request("/v1/completions", {**TEXT, "user": None})[0] == 200
 
 
@@ -124,8 +124,8 @@ def test_a_prompt_that_is_truncated_may_be_longer_than_the_context(served):
             error = asked(path, given)["error"]
             assert (error["code"], error["param"]) == ("context_length_exceeded", field)
             assert asked(path, given, truncate_prompt_tokens=3)["usage"]["prompt_tokens"] == 3
-        error = asked(path, "x" * (MOST_TOKENIZED + 1), truncate_prompt_tokens=3)["error"]
-        assert f"use {MOST_TOKENIZED} at most" in error["message"] and error["param"] == field
+        error = asked(path, "x" * (MAX_TEXT_CHARS + 1), truncate_prompt_tokens=3)["error"]
+        assert f"use at most {MAX_TEXT_CHARS}" in error["message"] and error["param"] == field
 
 
 def test_special_tokens_of_the_tokenizer_are_added_as_asked(served, llm):

@@ -110,7 +110,7 @@ def test_neutral_values_of_refused_fields_are_served(served):
         ("/v1/completions", {**TEXT, "seed": 1.0}, "seed: Input should be a valid integer"),
         ("/v1/completions", {**TEXT, "stop_token_ids": [1, True]}, "stop_token_ids.1: Input should be a valid integer"),
         ("/v1/completions", {**TEXT, "prompt": [1.0]}, "prompt"),
-        ("/v1/completions", {**TEXT, "n": 100}, "more than the 16 that run and wait here"),
+        ("/v1/completions", {**TEXT, "n": 100}, "the server holds 16 at most"),
         ("/v1/completions", {**TEXT, "max_tokens": 0}, "max_tokens=0"),
         ("/v1/completions", {**TEXT, "logit_bias": {"x": 1}}, "logit_bias"),
         ("/v1/completions", {**TEXT, "logit_bias": {"99999999": 1}}, "logit_bias token=99999999"),
@@ -118,7 +118,7 @@ def test_neutral_values_of_refused_fields_are_served(served):
         ("/v1/completions", {**TEXT, "prompt": []}, "prompt=[]"),
         ("/v1/completions", {**TEXT, "prompt": [[]]}, "the prompt is empty"),
         ("/v1/completions", {**TEXT, "prompt": [10**7]}, "prompt token id=10000000"),
-        ("/v1/completions", {**TEXT, "prompt": "x " * 2000}, "is not supported at max_context=512"),
+        ("/v1/completions", {**TEXT, "prompt": "x " * 2000}, "the prompt is too long: it has"),
         ("/v1/completions", {**TEXT, "min_tokens": 600, "max_tokens": None}, "min_tokens=600"),
         ("/v1/completions", {**TEXT, "echo": True, "max_tokens": 0}, "max_tokens=0"),
         ("/v1/completions", {**TEXT, "prompt_logprobs": 21}, "prompt_logprobs=21 is not supported"),
@@ -127,12 +127,12 @@ def test_neutral_values_of_refused_fields_are_served(served):
         (
             "/v1/completions",
             {**TEXT, "echo": True, "logprobs": 1, "n": 2, "stream": True},
-            "echo with logprobs is streamed for n=1 alone",
+            "echo with logprobs and stream needs n=1",
         ),
-        ("/v1/completions", {**TEXT, "stream_options": {"include_usage": True}}, "stream_options is for stream=true"),
-        ("/v1/completions", {**TEXT, "prompt": "\ud800"}, "half a surrogate pair"),
-        ("/v1/chat/completions", {**CHAT, "top_logprobs": 2}, "top_logprobs is for logprobs=true"),
-        ("/v1/chat/completions", {**CHAT, "max_completion_tokens": 3}, "are one limit and differ"),
+        ("/v1/completions", {**TEXT, "stream_options": {"include_usage": True}}, "stream_options needs stream=true"),
+        ("/v1/completions", {**TEXT, "prompt": "\ud800"}, "a lone surrogate"),
+        ("/v1/chat/completions", {**CHAT, "top_logprobs": 2}, "top_logprobs needs logprobs=true"),
+        ("/v1/chat/completions", {**CHAT, "max_completion_tokens": 3}, "are the same limit but differ"),
         ("/v1/chat/completions", {**CHAT, "messages": []}, "messages"),
         ("/v1/chat/completions", {**CHAT, "messages": [{"role": "function", "content": "x"}]}, "messages.0.role"),
         (
@@ -140,38 +140,46 @@ def test_neutral_values_of_refused_fields_are_served(served):
             {**CHAT, "messages": [{"role": "tool", "content": "x"}]},
             "roles are system, user and",
         ),
-        ("/v1/chat/completions", {**CHAT, "messages": [CALLED]}, "messages with tool_calls are not shown by"),
-        ("/v1/chat/completions", {**CHAT, "messages": [{**CALLED, "tool_calls": [BAD_CALL]}]}, "are no JSON object"),
-        ("/v1/chat/completions", {**CHAT, "messages": [BAD_CALL_IN_PARTS]}, "are no JSON object"),
+        (
+            "/v1/chat/completions",
+            {**CHAT, "messages": [CALLED]},
+            "messages with tool_calls need a chat template that reads them",
+        ),
+        ("/v1/chat/completions", {**CHAT, "messages": [{**CALLED, "tool_calls": [BAD_CALL]}]}, "are not a JSON object"),
+        ("/v1/chat/completions", {**CHAT, "messages": [BAD_CALL_IN_PARTS]}, "are not a JSON object"),
         ("/v1/chat/completions", {**CHAT, "tools": [FUNCTION]}, 'tools is not supported without tool_choice="none"'),
         ("/v1/chat/completions", {**CHAT, "tools": [FUNCTION], "tool_choice": "auto"}, "tools is not supported"),
-        ("/v1/completions", {**TEXT, "max_completion_tokens": 3}, "are one limit and differ"),
+        ("/v1/completions", {**TEXT, "max_completion_tokens": 3}, "are the same limit but differ"),
         ("/v1/completions", {**TEXT, "truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
         ("/v1/completions", {**TEXT, "keep_alve": "5m"}, "did you mean 'keep_alive'?"),
         *(
-            ("/v1/chat/completions", {**CHAT, "chat_template_kwargs": {name: 1}}, f"entry='{name}' is for the engine")
+            (
+                "/v1/chat/completions",
+                {**CHAT, "chat_template_kwargs": {name: 1}},
+                f"entry='{name}' is set by the engine",
+            )
             for name in ("messages", "documents", "tokenize", "chat_template", "conversation")
         ),
         (
             "/v1/chat/completions",
             {**CHAT, "chat_template_kwargs": {"add_generation_prompt": False}},
-            "entry='add_generation_prompt' is a field of its own; set it beside them",
+            "entry='add_generation_prompt' is not a template variable here; set the field",
         ),
         ("/v1/chat/completions", {**CHAT, "chat_template_kwargs": {"for": 1}}, "'for' is not read by"),
         ("/v1/chat/completions", {**CHAT, "chat_template_kwargs": {"thinking": True}}, "'thinking' is not read by"),
         ("/v1/chat/completions", {**CHAT, "chat_template_kwargs": []}, "chat_template_kwargs: Input should be"),
-        ("/tokenize", {"prompt": "x", "chat_template_kwargs": {}}, "chat_template_kwargs is for messages"),
-        ("/tokenize", {"prompt": "x", "add_generation_prompt": False}, "add_generation_prompt is for messages"),
+        ("/tokenize", {"prompt": "x", "chat_template_kwargs": {}}, "chat_template_kwargs needs messages"),
+        ("/tokenize", {"prompt": "x", "add_generation_prompt": False}, "add_generation_prompt needs messages"),
         (
             "/v1/chat/completions",
             {**CHAT, "continue_final_message": True, "add_generation_prompt": True},
-            "continue_final_message with add_generation_prompt has no meaning",
+            "continue_final_message excludes add_generation_prompt",
         ),
         ("/v1/chat/completions", b"{", "the body is not JSON (Expecting property name enclosed in double quotes: char"),
-        ("/v1/completions", b'{"model": "bund', "(Unterminated string starting at: character 10); send an object"),
+        ("/v1/completions", b'{"model": "bund', "(Unterminated string starting at: character 10); send a JSON object"),
         ("/v1/completions", b"\xff\xff{}", "the body cannot be read as JSON: it is not UTF-8"),
-        ("/v1/completions", b"[" * 100_000, "or nested too deep; send a plain object"),
-        ("/v1/completions", {"prompt": "x"}, "model: Field required (a served name, as /v1/models lists them)"),
+        ("/v1/completions", b"[" * 100_000, "or it is nested too deeply; send a JSON object"),
+        ("/v1/completions", {"prompt": "x"}, "model: Field required (a name from /v1/models)"),
         ("/v1/completions", {**TEXT, "prompt": None}, "prompt: Input should be a valid string (text or token ids, one"),
         ("/v1/completions", {**TEXT, "prompt": [1, "x"]}, "prompt.1: Input should be a valid integer (text or token"),
         ("/v1/completions", {**TEXT, "prompt": [[1], [True]]}, "prompt.1.0: Input should be a valid integer"),
@@ -184,7 +192,7 @@ def test_neutral_values_of_refused_fields_are_served(served):
         (
             "/v1/chat/completions",
             {**CHAT, "messages": [IMAGE]},
-            "messages.0.content.0.type: Input should be 'text' (mod",
+            "messages.0.content.0.type: Input should be 'text' (this server",
         ),
         (
             "/v1/chat/completions",
@@ -198,7 +206,7 @@ def test_neutral_values_of_refused_fields_are_served(served):
         ),
         ("/v1/chat/completions", {**CHAT, "max_tokens": None, "max_completion_tokens": 0}, "max_completion_tokens=0"),
         ("/v1/chat/completions", {**CHAT, "logprobs": True, "top_logprobs": 21}, "top_logprobs=21 is not supported"),
-        ("/tokenize", {}, "give a prompt or messages"),
+        ("/tokenize", {}, "send either prompt or messages"),
         ("/detokenize", {"tokens": [-1]}, "tokens entry=-1"),
     ],
 )
@@ -209,7 +217,7 @@ def test_bad_values_are_refused_in_one_line(served, path, body, words):
 
 def test_a_prompt_that_is_too_long_is_refused_and_not_warned_of(served):
     error = error_of(served.request("/v1/completions", {**TEXT, "prompt": "x " * 4000}))
-    assert "is not supported at max_context=512" in error["message"]
+    assert "the prompt is too long: it has" in error["message"]
     assert "indexing errors" not in served.log.read_text()
 
 
@@ -273,7 +281,7 @@ def test_a_stream_that_is_refused_has_the_status_of_its_error(served):
 @pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/responses", "/v1/audio/speech", "/v1/fine_tuning/jobs"])
 def test_openais_other_endpoints_are_refused_by_name(served, path):
     error = error_of(served.request(path, {"input": "x"}), 404)
-    assert error["message"].startswith(f"{path} is OpenAI's and not supported here: ")
+    assert error["message"].startswith(f"OpenAI's {path} is not supported: ")
 
 
 def test_paths_methods_models_and_sizes(served):
@@ -281,8 +289,8 @@ def test_paths_methods_models_and_sizes(served):
     assert served.request("/v1/completions")[1]["allow"] == "POST"
     for path, body in (("/v1/completions", TEXT), ("/v1/chat/completions", CHAT), ("/health", None)):
         message = error_of(served.request(f"{path}/", body), 404)["message"]
-        assert message == f"{path}/ is not served; use {path}, without a slash at its end"
-    assert "completions are not stored" in error_of(served.request("/v1/chat/completions/x"), 404)["message"]
+        assert message == f"{path}/ is not served; use {path}, without the slash at the end"
+    assert "the server does not store completions" in error_of(served.request("/v1/chat/completions/x"), 404)["message"]
     assert error_of(served.request("/v1/completions"), 405)
     assert served.request("/health", {})[1]["allow"] == "GET, HEAD"
     assert error_of(served.request("/v1/completions", {**TEXT, "model": "x"}), 404)["code"] == "model_not_found"
@@ -335,7 +343,7 @@ def test_what_is_no_http_is_refused_as_all_else_is(served, sent):
     error = error_of(answer)
     assert "send plain HTTP/1.1 (http://, not https://)" in error["message"]
     assert answer[1]["connection"] == "close" and answer[1]["content-type"] == "application/json"
-    served.until(lambda: f"[{error['request_id']}] what 127.0.0.1 port" in served.log.read_text())
+    served.until(lambda: f"[{error['request_id']}] malformed HTTP from 127.0.0.1 port" in served.log.read_text())
 
 
 def test_who_leaves_in_the_midst_of_a_body_is_no_defect(served):
@@ -396,9 +404,9 @@ def test_the_openai_client_reads_the_error(client):
         ("/v1/completions", {**TEXT, "max_tokens": "9"}, r"max_tokens: .* \[field 'max_tokens'\]"),
         ("/v1/completions", b"{", "the body is not JSON"),
         ("/v1/completions", {**TEXT, "a\nline": 1}, r"the body has no .* \[field 'a\\nline'\]"),
-        ("/v1/completions", {**TEXT, "model": "other"}, r"model 'other' is not served here.* \[field 'model'\]"),
+        ("/v1/completions", {**TEXT, "model": "other"}, r"this server has no model 'other'.* \[field 'model'\]"),
         ("/nowhere", {}, "/nowhere is not served"),
-        ("/v1/completions", b" " * 5_000_000, "the body is above 4194304 bytes"),
+        ("/v1/completions", b" " * 5_000_000, "the body is larger than 4194304 bytes"),
     ],
 )
 def test_the_log_says_why_a_request_failed(served, path, body, line):

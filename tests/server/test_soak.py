@@ -5,18 +5,19 @@ import json
 import random
 import subprocess
 import sys
+from contextlib import nullcontext
 
 import pytest
 
 from espalier import SpeculationConfig
 from espalier.bench import bad_host as bad_host_module
 from espalier.bench.bad_host import ATTACKS, SHORT, Attack, bad_host
-from espalier.bench.serve import Server, _end, flags_of
+from espalier.bench.server import Server, flags_of, serving, stop
 from espalier.bench.soak import Client, Tally, soak
-from espalier.cli.flags import engine_settings
 from espalier.cli.main import parse
 from espalier.errors import EspalierError
 from espalier.server.api import ApiOptions
+from espalier.terminal.flags import engine_settings
 
 STREAM = b'HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\ndata: {"choices":[],"usage":null}\n\n'
 
@@ -28,13 +29,24 @@ def test_a_soak_leaves_nobody_unanswered_and_nothing_behind():
     assert (found.unanswered, found.leaked_pages, found.leaked_processes) == (0, 0, 0)
 
 
-def test_beside_each_bad_request_everybody_is_watched(monkeypatch):
+@pytest.fixture(scope="module")
+def bad_host_server():
+    with serving({"max_batch": 4, "max_context": 512, "num_pages": 64}) as server:
+        yield server
+
+
+@pytest.fixture
+def on_that_server(bad_host_server, monkeypatch):
     monkeypatch.setattr(bad_host_module, "WATCH_S", 0.1)
+    monkeypatch.setattr(bad_host_module, "serving", lambda settings: nullcontext(bad_host_server))
+
+
+def test_beside_each_bad_request_everybody_is_watched(on_that_server):
     attacks = [
         Attack("too long", 2, "/v1/completions", lambda: SHORT | {"prompt": "a " * 50_000}),
         Attack("half-closed", 3, "/v1/completions", lambda: SHORT, half_closed=True),
     ]
-    found = bad_host({"max_batch": 4, "max_context": 512, "num_pages": 64}, attacks, streams=2)
+    found = bad_host({}, attacks, streams=2)
     assert [(beside.name, beside.count, beside.answers) for beside in found] == [
         ("too long", 2, {400: 4}),
         ("half-closed", 3, {200: 6}),
@@ -44,13 +56,11 @@ def test_beside_each_bad_request_everybody_is_watched(monkeypatch):
         assert beside.busy.stream_gap > 0 == beside.idle.stream_gap
 
 
-def test_who_is_refused_beside_a_bad_host_is_no_short_wait(monkeypatch):
-    monkeypatch.setattr(bad_host_module, "WATCH_S", 0.1)
-    for name in ("SHORT", "STREAM"):
-        with monkeypatch.context() as patch:
-            patch.setattr(bad_host_module, name, getattr(bad_host_module, name) | {"max_tokens": -1})
-            with pytest.raises(EspalierError, match="beside the bad host"):
-                bad_host({"max_batch": 4, "max_context": 512, "num_pages": 64}, ATTACKS[:1], streams=2)
+@pytest.mark.parametrize("name", ["SHORT", "STREAM"])
+def test_who_is_refused_beside_a_bad_host_is_no_short_wait(on_that_server, monkeypatch, name):
+    monkeypatch.setattr(bad_host_module, name, getattr(bad_host_module, name) | {"max_tokens": -1})
+    with pytest.raises(EspalierError, match="during the bad requests"):
+        bad_host({}, ATTACKS[:1], streams=2)
 
 
 def test_the_bodies_of_a_bad_host_are_below_the_usual_limit():
@@ -101,6 +111,6 @@ def test_a_server_that_does_not_leave_is_ended_and_named():
     process = subprocess.Popen([sys.executable, "-c", stubborn], stdout=subprocess.PIPE)
     assert process.stdout.readline()
     with pytest.raises(EspalierError, match=r"did not leave within 0\.2 s of SIGTERM"):
-        _end(process, 0.2)
+        stop(process, 0.2)
     assert process.returncode == -9
     process.stdout.close()

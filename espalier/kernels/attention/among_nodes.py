@@ -1,4 +1,4 @@
-"""Attention among the staged rows of a pass, for backends that supply the part over committed rows alone."""
+"""Attention over the staged rows of a pass only, for backends that attend only to committed rows."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from espalier.kernels.attention.tree_attention import DTYPES, MAX_HEAD_SIZE, Com
 
 @dataclass(frozen=True)
 class NoPrefix:
-    """Prefixes of no rows, as the kernel of both parts takes them; made once a pass.  page_table: [B, 1]; length: [B];
-    splits: an empty one a request."""
+    """Empty prefixes, for the kernel that takes committed and staged rows; made once per pass.
+
+    page_table: [B, 1]; length: [B], zeros; splits: one empty split per request.
+    """
 
     page_table: Tensor
     length: Tensor
@@ -25,20 +27,20 @@ class NoPrefix:
     @classmethod
     def of(cls, batch: int, device: torch.device) -> NoPrefix:
         requests = torch.arange(batch + 1, dtype=torch.int32, device=device)
-        items = torch.zeros(batch, COLUMNS, dtype=torch.int32, device=device)
-        items[:, 0] = requests[:batch]
-        items[:, COLUMNS - 1] = 1
+        table = torch.zeros(batch, COLUMNS, dtype=torch.int32, device=device)
+        table[:, 0] = requests[:batch]
+        table[:, COLUMNS - 1] = 1
         length = torch.zeros(batch, dtype=torch.int64, device=device)
-        return cls(items[:, 1:2], length, KVSplits(items, requests, KVSplitPolicy(1, 1)))
+        return cls(table[:, 1:2], length, KVSplits(table, requests, KVSplitPolicy(1, 1)))
 
 
 def among_nodes(
     q: Tensor, staged: Staged, positions: Tensor, scale: float, window: int | None, no_prefix: NoPrefix
 ) -> tuple[Tensor, Tensor]:
-    """Queries q [B, Q, heads, k_size] at positions [B, Q] over the staged rows that each sees.
+    """Attention of q [B, Q, heads, k_size] at positions [B, Q] over the staged rows that each query sees.
 
-    Returns out [B, Q, heads, v_size] in q's dtype and lse [B, Q, heads], natural log; a query that sees nothing gives
-    zeros and -inf.
+    Returns out [B, Q, heads, v_size] in q's dtype and lse [B, Q, heads], natural log.  A query that sees no rows gets
+    zeros and lse -inf.
     """
     fits = q.is_cuda and q.dtype in DTYPES and max(staged.k.shape[3], staged.v.shape[3]) <= MAX_HEAD_SIZE
     return (among_nodes_triton if fits else among_nodes_reference)(q, staged, positions, scale, window, no_prefix)
@@ -47,7 +49,7 @@ def among_nodes(
 def among_nodes_triton(
     q: Tensor, staged: Staged, positions: Tensor, scale: float, window: int | None, no_prefix: NoPrefix
 ) -> tuple[Tensor, Tensor]:
-    # Of the pool, of which nothing is read, a row in the shape and strides of staged ones.
+    # The kernel needs a pool to check shapes, but reads nothing from it: one staged row serves.
     pool = (staged.k[:1, 0], staged.v[:1, 0])
     committed = Committed(*pool, no_prefix.page_table, no_prefix.length, page_size=1)
     return tree_attention_triton(q, committed, staged, positions, no_prefix.splits, scale, window)

@@ -1,7 +1,7 @@
-"""Ancestor words: which staged rows of a pass a query sees.
+"""Ancestor bits: which staged rows of a pass a query sees.
 
-A node's ancestors, itself included, are bits of int64 words: bit i % 64 of word i // 64 is node i.  That form is 8
-bytes for 64 nodes, is what verification and the kernels read, and has no limit on the number of nodes.
+The ancestors of a node, itself included, are bits in int64 words: bit i % 64 of word i // 64 is node i.  64 nodes take
+8 bytes, and the number of nodes is not limited.  Verification and the kernels read this form.
 """
 
 import torch
@@ -11,9 +11,10 @@ from espalier.layout import ANCESTOR_BITS
 
 
 def ancestor_mask(parents: Tensor, void: Tensor, levels: int) -> Tensor:
-    """[B, D, D] bool: node j is an ancestor of node i, or i itself.
+    """[B, D, D] bool: entry [b, i, j] says that node j is an ancestor of node i, or i itself.
 
-    parents: [B, D], the root its own parent; void: [B, D], nodes that only see themselves; levels: the tree's depth.
+    parents: [B, D], the root is its own parent; void: [B, D] bool, nodes that see only themselves; levels: depth of the
+    tree.
     """
     itself = torch.eye(parents.shape[1], dtype=torch.bool, device=parents.device)
     mask = itself.expand(parents.shape[0], -1, -1)
@@ -24,33 +25,35 @@ def ancestor_mask(parents: Tensor, void: Tensor, levels: int) -> Tensor:
 
 
 def pack(mask: Tensor) -> Tensor:
-    """Bits [..., D] bool to words [..., ceil(D / 64)] int64."""
+    """Pack bits [..., D] bool into words [..., ceil(D / 64)] int64."""
     padded = torch.nn.functional.pad(mask, (0, -mask.shape[-1] % ANCESTOR_BITS))
     bits = torch.arange(ANCESTOR_BITS, device=mask.device)
     return (padded.unflatten(-1, (-1, ANCESTOR_BITS)).long() << bits).sum(-1)
 
 
 def unpack(ancestor_bits: Tensor, nodes: int) -> Tensor:
-    """Words [..., W] int64 to bits [..., nodes] bool."""
+    """Unpack words [..., W] int64 into bits [..., nodes] bool."""
     bits = torch.arange(ANCESTOR_BITS, device=ancestor_bits.device)
     return (ancestor_bits[..., None] >> bits & 1).flatten(-2)[..., :nodes].bool()
 
 
 def every_ancestor(ancestor_bits: Tensor, holds: Tensor) -> Tensor:
-    """[B, D] bool: `holds` [B, D] is true at the node and at all of its ancestors, ancestor_bits [B, D, W]."""
+    """[B, D] bool: `holds` [B, D] is true for the node and all of its ancestors.  ancestor_bits: [B, D, W]."""
     return ((ancestor_bits & pack(~holds)[:, None]) == 0).all(-1)
 
 
-def own_bits(first: int, count: int, ancestor_bits: int, device: torch.device) -> Tensor:
-    """[count, words] int64: for row first + i of a pass, the word bit that is its own."""
+def own_bits(first: int, count: int, num_words: int, device: torch.device) -> Tensor:
+    """[count, num_words] int64: the ancestor bits of rows first .. first + count, each with only its own bit set."""
     rows = torch.arange(first, first + count, device=device)
     bits = torch.ones_like(rows) << rows % ANCESTOR_BITS
-    return bits[:, None] * (torch.arange(ancestor_bits, device=device) == (rows // ANCESTOR_BITS)[:, None])
+    return bits[:, None] * (torch.arange(num_words, device=device) == (rows // ANCESTOR_BITS)[:, None])
 
 
 def seen_rows(ancestor_bits: Tensor | None, positions: Tensor, row_positions: Tensor, window: int | None) -> Tensor:
-    """[B, Q, R] bool: the staged rows that a query sees: its words' bits, or, for a chain, its own and those before it;
-    of these what lies inside the window."""
+    """[B, Q, R] bool: the staged rows that each query sees, inside the window.
+
+    They are the rows of its ancestor bits, or, in a chain (None), its own row and those before it.
+    """
     rows = row_positions.shape[1]
     if ancestor_bits is None:
         order = torch.arange(rows, device=positions.device)

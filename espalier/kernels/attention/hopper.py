@@ -1,8 +1,8 @@
-"""Tree attention with Hopper's own instructions: warps that load and warps that attend, each at its own pace.
+"""Warp-specialized tree attention for Hopper: some warps load rows, the others attend.
 
-The same units, splits, blocks of rows and order of sums as kernels/attention/tree_attention.py, whose results it gives
-to the bit.  For two-byte types and head sizes of whole tiles, where the queries that share a KV head fill more than a
-fourth of the tensor cores' 64 rows.
+It has the same work items, splits, blocks and order of sums as kernels/attention/tree_attention.py, and gives the same
+bits.  It runs for two-byte types and head sizes 64 and 128, if the packed queries of a KV head fill more than a fourth
+of a 64-row tensor core tile.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from espalier.kernels.attention.hopper_attend import attend_units
-from espalier.kernels.attention.hopper_load import load_units
-from espalier.kernels.attention.work_items import ALL, COUNTED, NONE, items_of
+from espalier.kernels.attention.hopper_attend import attend_work_items
+from espalier.kernels.attention.hopper_load import load_work_items
+from espalier.kernels.attention.work_items import ALL, COUNTED, NONE, wait_and_count_splits
 from espalier.kernels.runtime.launch import Chip, gluon_kernel
 
 if TYPE_CHECKING:
@@ -24,210 +24,232 @@ if TYPE_CHECKING:
 
 CAPABILITY = (9, 0)
 DTYPES = (torch.bfloat16, torch.float16)
-SIZES = (64, 128)
-# A group of four warps attends with 64 queries.
-GROUP = 64
+HEAD_SIZES = (64, 128)
+# Packed queries of one attending warpgroup (four warps).
+WARPGROUP_QUERIES = 64
 BLOCK_N = 64
-# A stage is freed while the next two are waited for.
-FEWEST_STAGES = 3
-MOST_STAGES = 6
-# Barriers, and arguments on their way to the warps.
+# An attending warpgroup holds one stage and waits for the next two.
+MIN_STAGES = 3
+MAX_STAGES = 6
+# Shared memory, in bytes, for barriers and for the arguments that Triton passes to the warps.
 RESERVED = 1024
+# Registers of a multiprocessor.
 REGISTERS = 2**16
-# The most that a thread can use.
-MOST_REGISTERS = 240
+# Limit per thread.
+MAX_REGISTERS = 240
 
 
 @dataclass(frozen=True)
-class HopperBlocks:
-    """Launch choices.  groups: of four warps that attend, 64 packed queries each; per_processor: blocks that the
-    persistent grid puts on one multiprocessor."""
+class HopperConfig:
+    """Launch configuration.
 
-    groups: int
+    warpgroups: attending warpgroups, each with 64 packed queries; stages: blocks of K and V in shared memory;
+    programs_per_processor: programs of the persistent grid per multiprocessor.
+    """
+
+    warpgroups: int
     stages: int
-    per_processor: int
+    programs_per_processor: int
 
-    def held(self, size: int) -> int:
-        """Shared memory of a block, for values of two bytes."""
-        return 2 * size * (self.m + 2 * self.stages * BLOCK_N) + RESERVED
-
-    @property
-    def m(self) -> int:
-        """PackedLaunch queries of a tile."""
-        return self.groups * GROUP
+    def shared_bytes(self, size: int) -> int:
+        """Shared memory of a program, in bytes, for two-byte values and heads of `size`."""
+        return 2 * size * (self.block_m + 2 * self.stages * BLOCK_N) + RESERVED
 
     @property
-    def loaders(self) -> tuple[int, int]:
-        """Warps that load, and registers of a thread of theirs."""
-        return (8, 40) if self.per_processor == 1 else (4, 72)
+    def block_m(self) -> int:
+        """Packed queries of a tile."""
+        return self.warpgroups * WARPGROUP_QUERIES
+
+    @property
+    def load_warps(self) -> tuple[int, int]:
+        """(number of loading warps, registers per thread of theirs)."""
+        return (8, 40) if self.programs_per_processor == 1 else (4, 72)
 
     @property
     def registers(self) -> tuple[int, int]:
-        """A thread's at the start, as many as fill the multiprocessor, and an attending one's when those that load have
-        handed theirs over."""
-        loaders, loading = self.loaders
-        attending = 4 * self.groups
-        most = (attending * MOST_REGISTERS + loaders * loading) // (attending + loaders)
-        start = min(REGISTERS // (32 * (attending + loaders) * self.per_processor), most) // 8 * 8
-        return start, (start * (attending + loaders) - loaders * loading) // attending // 8 * 8
+        """Registers per thread: (at launch, in attending warps after the loading warps have released theirs).
+
+        Launched programs use all registers of the multiprocessor, up to the limit per thread.
+        """
+        load_warps, load_registers = self.load_warps
+        attend_warps = 4 * self.warpgroups
+        warps = attend_warps + load_warps
+        launch_limit = (attend_warps * MAX_REGISTERS + load_warps * load_registers) // warps
+        at_launch = min(REGISTERS // (32 * warps * self.programs_per_processor), launch_limit) // 8 * 8
+        return at_launch, (at_launch * warps - load_warps * load_registers) // attend_warps // 8 * 8
 
 
-def choose_hopper(on: Chip, packed: int, units: int, size: int, page_size: int) -> HopperBlocks | None:
-    """packed: queries that share a KV head; units: of 128 of them, in all.  None: this chip cannot, or gains nothing.
+def choose_hopper_config(
+    on: Chip, packed_queries: int, num_work_items: int, size: int, page_size: int
+) -> HopperConfig | None:
+    """The launch configuration, or None if this chip cannot run the kernel or gains nothing.
 
-    Two groups read a block of rows together; where there is not work for every multiprocessor in blocks of two, one is
-    better, and two blocks of one a multiprocessor, if there are as many, hide each other's ends.  Few queries that wait
-    for rows gathered from small pages are better served by all warps of the plain kernel (docs/log.md).
+    packed_queries: queries times heads of one KV head; num_work_items: with tiles of 128 packed queries.
+    Two warpgroups share each loaded block.  If two would leave multiprocessors idle, a program gets one warpgroup.  If
+    there are enough such programs, each multiprocessor runs two, and one works while the other finishes.
+    With few queries and small pages the Triton kernel is faster: all of its warps gather rows (docs/log.md).
     """
-    if on.capability != CAPABILITY or size not in SIZES or packed <= GROUP // 4:
+    if on.capability != CAPABILITY or size not in HEAD_SIZES or packed_queries <= WARPGROUP_QUERIES // 4:
         return None
-    if packed <= GROUP // 2 and page_size < BLOCK_N:
+    if packed_queries <= WARPGROUP_QUERIES // 2 and page_size < BLOCK_N:
         return None
-    groups = 2 if packed > GROUP and 4 * units >= 3 * on.processors else 1
-    halves = units * (1 if packed <= GROUP else 2)
-    per_processor = 2 if groups == 1 and halves > on.processors else 1
-    for stages in range(MOST_STAGES, FEWEST_STAGES - 1, -1):
-        blocks = HopperBlocks(groups, stages, per_processor)
-        if blocks.held(size) * per_processor <= on.shared_memory:
-            return blocks
+    warpgroups = 2 if packed_queries > WARPGROUP_QUERIES and 4 * num_work_items >= 3 * on.processors else 1
+    num_programs = num_work_items * (1 if packed_queries <= WARPGROUP_QUERIES else 2)
+    programs_per_processor = 2 if warpgroups == 1 and num_programs > on.processors else 1
+    for stages in range(MAX_STAGES, MIN_STAGES - 1, -1):
+        config = HopperConfig(warpgroups, stages, programs_per_processor)
+        if config.shared_bytes(size) * programs_per_processor <= on.shared_memory:
+            return config
     return None
 
 
-# Arguments of kernels stand in groups, which a line each would hide.
+# Arguments are grouped by meaning; one argument per line would hide the groups.
 # fmt: off
 @gluon_kernel
 def _hopper_attention_kernel(
-    q_ptr, k_ptr, v_ptr, new_k_ptr, new_v_ptr,
-    table_ptr, item_ptr, start_ptr, position_ptr, row_position_ptr, word_ptr,
-    out_ptr, lse_ptr, part_ptr, part_lse_ptr,
+    q_ptr, k_ptr, v_ptr, staged_k_ptr, staged_v_ptr,
+    table_ptr, split_ptr, start_ptr, position_ptr, row_position_ptr, bits_ptr,
+    out_ptr, lse_ptr, partial_ptr, partial_lse_ptr,
     scale, batch, queries, rows, first,
-    q_b, q_q, q_h, k_row, k_h, v_row, v_h, new_k_b, new_k_r, new_k_h, new_v_b, new_v_r, new_v_h,
-    table_b, position_b, position_q, row_position_b, row_position_r, word_b, word_q, k_rows, v_rows, straight_ptr,
-    KV_HEADS: gl.constexpr, GROUPS: gl.constexpr, SIZE: gl.constexpr,
-    PAGE_SIZE: gl.constexpr, WINDOW: gl.constexpr, NODES: gl.constexpr, DIRECT: gl.constexpr, WIDE: gl.constexpr,
-    SAME: gl.constexpr, STRAIGHT: gl.constexpr, QUERY_GROUPS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    ATTENDING: gl.constexpr, LOADING: gl.constexpr, LOADERS: gl.constexpr, DEPENDENT: gl.constexpr,
+    q_b, q_q, q_h, k_row, k_h, v_row, v_h, staged_k_b, staged_k_r, staged_k_h, staged_v_b, staged_v_r, staged_v_h,
+    table_b, position_b, position_q, row_position_b, row_position_r, bits_b, bits_q,
+    k_descriptor, v_descriptor, contiguous_ptr,
+    KV_HEADS: gl.constexpr, GROUP_SIZE: gl.constexpr, SIZE: gl.constexpr,
+    PAGE_SIZE: gl.constexpr, WINDOW: gl.constexpr, STAGED: gl.constexpr, DIRECT: gl.constexpr,
+    LONGEST_FIRST: gl.constexpr, SAME_STRIDES: gl.constexpr, CONTIGUOUS: gl.constexpr,
+    WARPGROUPS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    ATTEND_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr, LOAD_WARPS: gl.constexpr, DEPENDENT: gl.constexpr,
 ):
     dtype: gl.constexpr = q_ptr.dtype.element_ty
-    BLOCK_M: gl.constexpr = 64 * QUERY_GROUPS
+    BLOCK_M: gl.constexpr = 64 * WARPGROUPS
     rows_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, SIZE], dtype)
     q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, SIZE], dtype)
-    q_shared = gl.allocate_shared_memory(dtype, [QUERY_GROUPS, 64, SIZE], q_layout)
+    q_shared = gl.allocate_shared_memory(dtype, [WARPGROUPS, 64, SIZE], q_layout)
     k_stages = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, SIZE], rows_layout)
     v_stages = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, SIZE], rows_layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], hopper.mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], hopper.mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
-        hopper.mbarrier.init(full.index(stage), count=32 * LOADERS)
-        hopper.mbarrier.init(empty.index(stage), count=QUERY_GROUPS)
-    items = items_of(start_ptr, batch, DEPENDENT)
-    tiles = (queries * GROUPS + BLOCK_M - 1) // BLOCK_M
+        hopper.mbarrier.init(full.index(stage), count=32 * LOAD_WARPS)
+        hopper.mbarrier.init(empty.index(stage), count=WARPGROUPS)
+    num_splits = wait_and_count_splits(start_ptr, batch, DEPENDENT)
+    num_tiles = (queries * GROUP_SIZE + BLOCK_M - 1) // BLOCK_M
     stages = (k_stages, v_stages, full, empty)
-    plan = (item_ptr, start_ptr, items, tiles, queries, rows, first)
-    asks = (q_ptr, q_b, q_q, q_h)
+    plan = (split_ptr, start_ptr, num_splits, num_tiles, queries, rows, first)
+    query_args = (q_ptr, q_b, q_q, q_h)
     keys, values = (k_ptr, k_row, k_h), (v_ptr, v_row, v_h)
-    new_keys, new_values = (new_k_ptr, new_k_b, new_k_r, new_k_h), (new_v_ptr, new_v_b, new_v_r, new_v_h)
+    staged_keys = (staged_k_ptr, staged_k_b, staged_k_r, staged_k_h)
+    staged_values = (staged_v_ptr, staged_v_b, staged_v_r, staged_v_h)
     positions = (position_ptr, position_b, position_q)
-    row_positions, ancestor_bits = (row_position_ptr, row_position_b, row_position_r), (word_ptr, word_b, word_q)
-    results = (out_ptr, lse_ptr, part_ptr, part_lse_ptr)
-    # A tuple that stands in a variable would lose its constants, so the calls are written out.
-    if QUERY_GROUPS == 1:
+    row_positions, ancestor_bits = (row_position_ptr, row_position_b, row_position_r), (bits_ptr, bits_b, bits_q)
+    results = (out_ptr, lse_ptr, partial_ptr, partial_lse_ptr)
+    # The calls are written out: a tuple kept in a variable would lose its constants.
+    if WARPGROUPS == 1:
         gl.warp_specialize([
-            (attend_units, (
-                q_shared.index(0), stages, plan, asks, positions, row_positions, ancestor_bits, results,
-                scale, 0, KV_HEADS, GROUPS, SIZE, WINDOW, NODES, DIRECT, WIDE, BLOCK_M, BLOCK_N, STAGES,
+            (attend_work_items, (
+                q_shared.index(0), stages, plan, query_args, positions, row_positions, ancestor_bits, results,
+                scale, 0, KV_HEADS, GROUP_SIZE, SIZE, WINDOW, STAGED, DIRECT, LONGEST_FIRST, BLOCK_M, BLOCK_N, STAGES,
             )),
-            (load_units, (
-                stages, plan, keys, values, new_keys, new_values, table_ptr, table_b, positions,
-                k_rows, v_rows, straight_ptr, KV_HEADS, GROUPS, SIZE, PAGE_SIZE, WINDOW, NODES, WIDE, SAME, STRAIGHT,
-                BLOCK_M, BLOCK_N, STAGES, LOADERS,
+            (load_work_items, (
+                stages, plan, keys, values, staged_keys, staged_values, table_ptr, table_b, positions,
+                k_descriptor, v_descriptor, contiguous_ptr, KV_HEADS, GROUP_SIZE, SIZE, PAGE_SIZE, WINDOW, STAGED,
+                LONGEST_FIRST, SAME_STRIDES, CONTIGUOUS, BLOCK_M, BLOCK_N, STAGES, LOAD_WARPS,
             )),
-        ], [LOADERS], [LOADING])
+        ], [LOAD_WARPS], [LOAD_REGISTERS])
     else:
         gl.warp_specialize([
-            (attend_units, (
-                q_shared.index(0), stages, plan, asks, positions, row_positions, ancestor_bits, results,
-                scale, 0, KV_HEADS, GROUPS, SIZE, WINDOW, NODES, DIRECT, WIDE, BLOCK_M, BLOCK_N, STAGES,
+            (attend_work_items, (
+                q_shared.index(0), stages, plan, query_args, positions, row_positions, ancestor_bits, results,
+                scale, 0, KV_HEADS, GROUP_SIZE, SIZE, WINDOW, STAGED, DIRECT, LONGEST_FIRST, BLOCK_M, BLOCK_N, STAGES,
             )),
-            (attend_units, (
-                q_shared.index(1), stages, plan, asks, positions, row_positions, ancestor_bits, results,
-                scale, 1, KV_HEADS, GROUPS, SIZE, WINDOW, NODES, DIRECT, WIDE, BLOCK_M, BLOCK_N, STAGES,
+            (attend_work_items, (
+                q_shared.index(1), stages, plan, query_args, positions, row_positions, ancestor_bits, results,
+                scale, 1, KV_HEADS, GROUP_SIZE, SIZE, WINDOW, STAGED, DIRECT, LONGEST_FIRST, BLOCK_M, BLOCK_N, STAGES,
             )),
-            (load_units, (
-                stages, plan, keys, values, new_keys, new_values, table_ptr, table_b, positions,
-                k_rows, v_rows, straight_ptr, KV_HEADS, GROUPS, SIZE, PAGE_SIZE, WINDOW, NODES, WIDE, SAME, STRAIGHT,
-                BLOCK_M, BLOCK_N, STAGES, LOADERS,
+            (load_work_items, (
+                stages, plan, keys, values, staged_keys, staged_values, table_ptr, table_b, positions,
+                k_descriptor, v_descriptor, contiguous_ptr, KV_HEADS, GROUP_SIZE, SIZE, PAGE_SIZE, WINDOW, STAGED,
+                LONGEST_FIRST, SAME_STRIDES, CONTIGUOUS, BLOCK_M, BLOCK_N, STAGES, LOAD_WARPS,
             )),
-        ], [4, LOADERS], [ATTENDING, LOADING])
+        ], [4, LOAD_WARPS], [ATTEND_REGISTERS, LOAD_REGISTERS])
 # fmt: on
 
 
-def in_whole_copies(tensor: torch.Tensor) -> bool:
-    """Whether rows of sixteen bytes, which a copy takes at once, stand so that Triton sees it: at multiples of 16."""
+def aligned_for_copies(tensor: torch.Tensor) -> bool:
+    """Whether the kernel can copy 16 bytes at a time: Triton must see an address and strides divisible by 16."""
     return tensor.data_ptr() % 16 == 0 and all(stride % 16 == 0 for stride in tensor.stride()[:-1])
 
 
-def row_blocks(rows: torch.Tensor) -> Any:
-    """What the copying engine reads BLOCK_N rows of one head by: rows [R, heads, size], heads side by side.  None: they
-    are not."""
+def tma_descriptor(rows: torch.Tensor) -> Any:
+    """The TMA descriptor for blocks of BLOCK_N rows of one head of rows [R, heads, size].
+
+    None if the heads of a row are not contiguous.
+    """
     size = rows.shape[2]
     if rows.stride(1) != size:
         return None
-    descriptor, layout = _of_blocks(rows.dtype, size)
-    return descriptor.from_tensor(rows.view(len(rows), -1), [BLOCK_N, size], layout)
+    descriptor_class, layout = _descriptor_class(rows.dtype, size)
+    return descriptor_class.from_tensor(rows.view(len(rows), -1), [BLOCK_N, size], layout)
 
 
 @cache
-def _of_blocks(dtype: torch.dtype, size: int) -> tuple[Any, Any]:
-    """Triton's class of descriptors, and how a block stands in shared memory."""
+def _descriptor_class(dtype: torch.dtype, size: int) -> tuple[Any, Any]:
+    """Triton's descriptor class, and the shared-memory layout of a block."""
     from triton.experimental.gluon import language
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    number = {torch.bfloat16: language.bfloat16, torch.float16: language.float16}[dtype]
-    return TensorDescriptor, language.NVMMASharedLayout.get_default_for([BLOCK_N, size], number)
+    element = {torch.bfloat16: language.bfloat16, torch.float16: language.float16}[dtype]
+    return TensorDescriptor, language.NVMMASharedLayout.get_default_for([BLOCK_N, size], element)
 
 
-def must_count(page_size: int, window: int) -> bool:
-    """Whether pages do not say that rows of a block stand side by side, and counting could
-    (kernels/attention/contiguous_blocks.py)."""
+def needs_counting(page_size: int, window: int) -> bool:
+    """Whether contiguous blocks must be counted (kernels/attention/contiguous_blocks.py).
+
+    They need not if a page holds whole blocks (all are contiguous), and cannot be used with a window.
+    """
     return not window and page_size % BLOCK_N > 0
 
 
-def copies_straight(blocks: HopperBlocks) -> bool:
-    """Whether a launch gains by copies in one go.
+def copies_by_tma(config: HopperConfig) -> bool:
+    """Whether this launch copies contiguous blocks by TMA.
 
-    Two groups of attending warps keep a multiprocessor busy, and copies by threads take turns with them; one group
-    waits for memory, which answers the engine no sooner (docs/log.md).
+    Two attending warpgroups keep the multiprocessor busy, so copies by threads would slow them down.  One warpgroup
+    waits for memory, and TMA does not make memory faster (docs/log.md).
     """
-    return blocks.groups == 2
+    return config.warpgroups == 2
 
 
-def straight_rows(
-    blocks: HopperBlocks, k: torch.Tensor, v: torch.Tensor, page_size: int, window: int, straight: torch.Tensor | None
+def tma_arguments(
+    config: HopperConfig, k: torch.Tensor, v: torch.Tensor, page_size: int, window: int, contiguous: torch.Tensor | None
 ) -> dict[str, Any]:
-    """Arguments of a launch that say which blocks of rows are copied in one go.  k, v: [R, heads, size]."""
-    known = NONE
-    if copies_straight(blocks) and not window:
-        known = ALL if not must_count(page_size, window) else NONE if straight is None else COUNTED
-    of_k, of_v = (row_blocks(rows) if known != NONE else None for rows in (k, v))
-    if of_k is None or of_v is None:
-        return {"k_rows": None, "v_rows": None, "straight_ptr": None, "STRAIGHT": NONE}
-    return {"k_rows": of_k, "v_rows": of_v, "straight_ptr": straight, "STRAIGHT": known}
+    """Launch arguments that say which blocks are copied by TMA.  k, v: [R, heads, size]."""
+    kind = NONE
+    if copies_by_tma(config) and not window:
+        kind = ALL if not needs_counting(page_size, window) else NONE if contiguous is None else COUNTED
+    k_descriptor, v_descriptor = (tma_descriptor(rows) if kind != NONE else None for rows in (k, v))
+    if k_descriptor is None or v_descriptor is None:
+        return {"k_descriptor": None, "v_descriptor": None, "contiguous_ptr": None, "CONTIGUOUS": NONE}
+    return {
+        "k_descriptor": k_descriptor,
+        "v_descriptor": v_descriptor,
+        "contiguous_ptr": contiguous,
+        "CONTIGUOUS": kind,
+    }
 
 
-def hopper_constants(blocks: HopperBlocks, size: int, same: bool) -> dict[str, Any]:
-    """Constants and options of a launch that follow from the choice; same: keys and values stand equally far apart."""
-    start, attending = blocks.registers
-    loaders, loading = blocks.loaders
+def hopper_constants(config: HopperConfig, size: int, same_strides: bool) -> dict[str, Any]:
+    """Constants and options of a launch.  same_strides: rows of K and of V have the same stride."""
+    at_launch, attend_registers = config.registers
+    load_warps, load_registers = config.load_warps
     return {
         "SIZE": size,
-        "SAME": same,
-        "QUERY_GROUPS": blocks.groups,
+        "SAME_STRIDES": same_strides,
+        "WARPGROUPS": config.warpgroups,
         "BLOCK_N": BLOCK_N,
-        "STAGES": blocks.stages,
-        "ATTENDING": attending,
-        "LOADING": loading,
-        "LOADERS": loaders,
+        "STAGES": config.stages,
+        "ATTEND_REGISTERS": attend_registers,
+        "LOAD_REGISTERS": load_registers,
+        "LOAD_WARPS": load_warps,
         "num_warps": 4,
-        "maxnreg": start,
+        "maxnreg": at_launch,
     }

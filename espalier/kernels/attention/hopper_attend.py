@@ -1,16 +1,16 @@
-"""Attention on Hopper, the warps that attend: four of them to 64 packed queries, block of rows after block.
+"""The attending warps of the Hopper kernel: each warpgroup attends with 64 packed queries, one block of rows at a time.
 
-While the tensor cores take a block's weights to its values, and the next block's keys, the warps work out the next
-block's weights (Shah et al. 2024, FlashAttention-3, arXiv:2407.08608, section 3.2); the groups of a block of the grid
-wait for nothing but rows, so that one group's exponentials meet another's products.
+While the tensor cores multiply the weights of one block with its values, the warps compute the weights of the next
+block (Shah et al. 2024, FlashAttention-3, arXiv:2407.08608, section 3.2).  The warpgroups of a program do not wait for
+each other: the exponentials of one can overlap with the products of another.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from espalier.kernels.attention.hopper_load import shallowest_of, span
-from espalier.kernels.attention.work_items import block_at, unit_of, work_at
+from espalier.kernels.attention.hopper_load import extent_of, min_position_of
+from espalier.kernels.attention.work_items import block_index, load_work_item, work_item_of
 from espalier.kernels.runtime.launch import gluon_kernel
 
 if TYPE_CHECKING:
@@ -18,16 +18,16 @@ if TYPE_CHECKING:
     from triton.experimental.gluon.language.nvidia import hopper
 
 
-# Arguments of kernels stand in groups, which a line each would hide.
+# Arguments are grouped by meaning; one argument per line would hide the groups.
 # fmt: off
 @gluon_kernel
 def _mask_committed(
     scores, at, position, end, first, WINDOW: gl.constexpr, BLOCK_N: gl.constexpr, SCORES: gl.constexpr,
 ):
-    held = at + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, SCORES))
-    seen = gl.expand_dims((held >= first) & (held < end), 0)
+    key_position = at + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, SCORES))
+    seen = gl.expand_dims((key_position >= first) & (key_position < end), 0)
     if WINDOW > 0:
-        seen = seen & (gl.expand_dims(position, 1) - gl.expand_dims(held, 0) < WINDOW)
+        seen = seen & (gl.expand_dims(position, 1) - gl.expand_dims(key_position, 0) < WINDOW)
     return gl.where(seen, scores, float("-inf"))
 
 
@@ -41,14 +41,14 @@ def _mask_chain(scores, at, query, high, WINDOW: gl.constexpr, BLOCK_N: gl.const
 
 
 @gluon_kernel
-def _mask_words(
-    scores, at, query, asked, position, row_positions, ancestor_bits, high,
+def _mask_tree(
+    scores, at, query, query_exists, position, row_positions, ancestor_bits, high,
     WINDOW: gl.constexpr, BLOCK_N: gl.constexpr, SCORES: gl.constexpr,
 ):
     row_position_ptr, row_position_r = row_positions
-    word_ptr, word_q = ancestor_bits
+    bits_ptr, bits_q = ancestor_bits
     node = at + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, SCORES))
-    word = gl.load(word_ptr + query.to(gl.int64) * word_q + at // 64, mask=asked, other=0)
+    word = gl.load(bits_ptr + query.to(gl.int64) * bits_q + at // 64, mask=query_exists, other=0)
     bit = (gl.expand_dims(word, 1) >> gl.expand_dims((node % 64).to(gl.int64), 0)) & 1
     seen = gl.expand_dims(node < high, 0) & (bit != 0)
     if WINDOW > 0:
@@ -59,207 +59,230 @@ def _mask_words(
 
 @gluon_kernel
 def _mask(
-    scores, t, query, asked, position, row_positions, ancestor_bits, extent,
-    NODES: gl.constexpr, WINDOW: gl.constexpr, BLOCK_N: gl.constexpr, SCORES: gl.constexpr,
+    scores, t, query, query_exists, position, row_positions, ancestor_bits, extent,
+    STAGED: gl.constexpr, WINDOW: gl.constexpr, BLOCK_N: gl.constexpr, SCORES: gl.constexpr,
 ):
-    """Scores of the t-th block, -inf where a query does not see a row."""
-    begin, end, first, committed, lower, whole, chain, low, high = extent
-    if t < committed:
-        if t >= whole:
-            at = begin + block_at(t, lower, whole) * BLOCK_N
+    """The scores of the t-th block, -inf where a query does not see a row."""
+    begin, end, first, num_committed, num_lower, num_unmasked, first_masked_staged, low, high = extent
+    if t < num_committed:
+        if t >= num_unmasked:
+            at = begin + block_index(t, num_lower, num_unmasked) * BLOCK_N
             scores = _mask_committed(scores, at, position, end, first, WINDOW, BLOCK_N, SCORES)
-    elif t >= chain:
-        node = low + (t - committed) * BLOCK_N
-        if NODES == 0:
+    elif t >= first_masked_staged:
+        node = low + (t - num_committed) * BLOCK_N
+        if STAGED == 0:
             scores = gl.full_like(scores, float("-inf"))
-        if NODES == 1:
+        if STAGED == 1:
             scores = _mask_chain(scores, node, query, high, WINDOW, BLOCK_N, SCORES)
-        if NODES == 2:
-            scores = _mask_words(
-                scores, node, query, asked, position, row_positions, ancestor_bits, high, WINDOW, BLOCK_N, SCORES
+        if STAGED == 2:
+            scores = _mask_tree(
+                scores, node, query, query_exists, position, row_positions, ancestor_bits, high, WINDOW, BLOCK_N, SCORES
             )
     return scores
 
 
 @gluon_kernel
-def _weigh(scores, scale, top, total):
-    """A running softmax in base 2 (Milakov and Gimelshein 2018): weights, and what earlier results decay by."""
-    higher = gl.maximum(top, gl.max(scores, 1))
-    # Where nothing was seen yet all are -inf, and a difference would be NaN.
-    level = gl.where(higher == float("-inf"), 0.0, higher * scale)
-    weights = gl.exp2(gl.fma(scores, scale, gl.expand_dims(-level, 1)))
-    decay = gl.exp2(gl.fma(top, scale, -level))
-    return weights, higher, gl.fma(total, decay, gl.sum(weights, 1)), decay
+def _weigh(scores, scale, max_score, sum_weights):
+    """One step of an online softmax in base 2 (Milakov and Gimelshein 2018).
+
+    Returns (weights, max_score, sum_weights, decay); decay is the factor for the results so far.
+    """
+    new_max = gl.maximum(max_score, gl.max(scores, 1))
+    # All scores are -inf until the first visible row; -inf - -inf would be NaN.
+    scaled_max = gl.where(new_max == float("-inf"), 0.0, new_max * scale)
+    weights = gl.exp2(gl.fma(scores, scale, gl.expand_dims(-scaled_max, 1)))
+    decay = gl.exp2(gl.fma(max_score, scale, -scaled_max))
+    return weights, new_max, gl.fma(sum_weights, decay, gl.sum(weights, 1)), decay
 
 
 @gluon_kernel
-def _score(q, k_stage, none):
-    """Ask the tensor cores for the scores of a block; written by other threads, its rows pass a fence first."""
+def _score(q, k_stage, zeros):
+    """Start the product of q and the keys of a stage.  The fence makes rows visible that other threads wrote."""
     hopper.fence_async_shared()
-    return hopper.warpgroup_mma(q, k_stage.permute((1, 0)), none, use_acc=False, is_async=True)
+    return hopper.warpgroup_mma(q, k_stage.permute((1, 0)), zeros, use_acc=False, is_async=True)
 
 
 @gluon_kernel
 def _attend_blocks(
-    since, until, blocks, done, weights, out, top, total, q, stages, scale,
-    query, asked, position, row_positions, ancestor_bits, extent,
-    MASKED: gl.constexpr, WINDOW: gl.constexpr, NODES: gl.constexpr,
+    first_block, end_block, num_blocks, num_done, weights, out, max_score, sum_weights, q, stages, scale,
+    query, query_exists, position, row_positions, ancestor_bits, extent,
+    MASKED: gl.constexpr, WINDOW: gl.constexpr, STAGED: gl.constexpr,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, SCORES: gl.constexpr, OUT: gl.constexpr,
 ):
-    """Work out the weights of a unit's blocks since .. until, of `blocks`, and take in those of the block in front."""
+    """Compute the weights of blocks first_block .. end_block; add each previous block's weights times values to `out`.
+
+    num_done: blocks that the program has finished, of all its work items; num_blocks: of this work item.
+    """
     k_stages, v_stages, full, empty = stages
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=OUT, k_width=2)
-    none = gl.full([64, BLOCK_N], 0.0, gl.float32, layout=SCORES)
-    for t in range(since, until):
-        coming = _score(q, k_stages.index((done + 1) % STAGES), none)
-        under_way = hopper.warpgroup_mma(weights, v_stages.index(done % STAGES), out, is_async=True)
-        scores = hopper.warpgroup_mma_wait(num_outstanding=1, deps=[coming])
+    zeros = gl.full([64, BLOCK_N], 0.0, gl.float32, layout=SCORES)
+    for t in range(first_block, end_block):
+        next_scores = _score(q, k_stages.index((num_done + 1) % STAGES), zeros)
+        pending_out = hopper.warpgroup_mma(weights, v_stages.index(num_done % STAGES), out, is_async=True)
+        scores = hopper.warpgroup_mma_wait(num_outstanding=1, deps=[next_scores])
         if MASKED:
             scores = _mask(
-                scores, t, query, asked, position, row_positions, ancestor_bits, extent, NODES, WINDOW, BLOCK_N, SCORES
+                scores, t, query, query_exists, position, row_positions, ancestor_bits, extent,
+                STAGED, WINDOW, BLOCK_N, SCORES,
             )
-        exact, top, total, decay = _weigh(scores, scale, top, total)
-        weights = gl.convert_layout(exact.to(q.dtype), WEIGHTS)
-        # This wait stands between the weights and the next: ptxas would move the next one up before them, and nothing
-        # would overlap.
-        hopper.mbarrier.wait(full.index((done + 2) % STAGES), (done + 2) // STAGES % 2, pred=t + 1 < blocks)
-        out = hopper.warpgroup_mma_wait(num_outstanding=0, deps=[under_way])
-        hopper.mbarrier.arrive(empty.index(done % STAGES), count=1)
+        weights_float32, max_score, sum_weights, decay = _weigh(scores, scale, max_score, sum_weights)
+        weights = gl.convert_layout(weights_float32.to(q.dtype), WEIGHTS)
+        # This wait for rows must stay between the weights and the wait for `out`: otherwise ptxas moves the latter up
+        # before the weights, and nothing overlaps.
+        hopper.mbarrier.wait(full.index((num_done + 2) % STAGES), (num_done + 2) // STAGES % 2, pred=t + 1 < num_blocks)
+        out = hopper.warpgroup_mma_wait(num_outstanding=0, deps=[pending_out])
+        hopper.mbarrier.arrive(empty.index(num_done % STAGES), count=1)
         out = out * gl.expand_dims(gl.convert_layout(decay, gl.SliceLayout(1, OUT)), 1)
-        done += 1
-    return done, weights, out, top, total
+        num_done += 1
+    return num_done, weights, out, max_score, sum_weights
 
 
 @gluon_kernel
-def _attend_unit(
-    q, stages, done, whole, blocks, scale, query, asked, position, row_positions, ancestor_bits, extent,
-    SIZE: gl.constexpr, WINDOW: gl.constexpr, NODES: gl.constexpr,
+def _attend_work_item(
+    q, stages, num_done, num_unmasked, num_blocks, scale,
+    query, query_exists, position, row_positions, ancestor_bits, extent,
+    SIZE: gl.constexpr, WINDOW: gl.constexpr, STAGED: gl.constexpr,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, SCORES: gl.constexpr, OUT: gl.constexpr,
 ):
-    """Out [64, SIZE], top and total of a unit, whose first block is the `done`-th of all; `whole` of its blocks are
-    seen whole, and come first."""
+    """(out [64, SIZE], max_score, sum_weights) of a work item.  The num_unmasked blocks without a mask come first.
+
+    num_done: blocks that the program has finished before.
+    """
     k_stages, v_stages, full, empty = stages
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=OUT, k_width=2)
-    top = gl.full([64], float("-inf"), gl.float32, layout=gl.SliceLayout(1, SCORES))
-    total = gl.full([64], 0.0, gl.float32, layout=gl.SliceLayout(1, SCORES))
+    max_score = gl.full([64], float("-inf"), gl.float32, layout=gl.SliceLayout(1, SCORES))
+    sum_weights = gl.full([64], 0.0, gl.float32, layout=gl.SliceLayout(1, SCORES))
     out = gl.full([64, SIZE], 0.0, gl.float32, layout=OUT)
-    none = gl.full([64, BLOCK_N], 0.0, gl.float32, layout=SCORES)
-    hopper.mbarrier.wait(full.index(done % STAGES), done // STAGES % 2)
-    scores = _score(q, k_stages.index(done % STAGES), none)
+    zeros = gl.full([64, BLOCK_N], 0.0, gl.float32, layout=SCORES)
+    hopper.mbarrier.wait(full.index(num_done % STAGES), num_done // STAGES % 2)
+    scores = _score(q, k_stages.index(num_done % STAGES), zeros)
     scores = hopper.warpgroup_mma_wait(num_outstanding=0, deps=[scores])
     scores = _mask(
-        scores, 0, query, asked, position, row_positions, ancestor_bits, extent, NODES, WINDOW, BLOCK_N, SCORES
+        scores, 0, query, query_exists, position, row_positions, ancestor_bits, extent, STAGED, WINDOW, BLOCK_N, SCORES
     )
-    exact, top, total, _decay = _weigh(scores, scale, top, total)
-    weights = gl.convert_layout(exact.to(q.dtype), WEIGHTS)
-    hopper.mbarrier.wait(full.index((done + 1) % STAGES), (done + 1) // STAGES % 2, pred=blocks > 1)
-    masked = gl.maximum(whole, 1)
+    weights_float32, max_score, sum_weights, _decay = _weigh(scores, scale, max_score, sum_weights)
+    weights = gl.convert_layout(weights_float32.to(q.dtype), WEIGHTS)
+    hopper.mbarrier.wait(full.index((num_done + 1) % STAGES), (num_done + 1) // STAGES % 2, pred=num_blocks > 1)
+    masked = gl.maximum(num_unmasked, 1)
     if WINDOW == 0:
-        # Most blocks: a loop without so much as the question is a fiftieth faster.
-        done, weights, out, top, total = _attend_blocks(
-            1, masked, blocks, done, weights, out, top, total, q, stages, scale, query, asked, position, row_positions,
-            ancestor_bits, extent, False, WINDOW, NODES, BLOCK_N, STAGES, SCORES, OUT,
+        # Most blocks need no mask: a loop that never tests for one is 2 % faster.
+        num_done, weights, out, max_score, sum_weights = _attend_blocks(
+            1, masked, num_blocks, num_done, weights, out, max_score, sum_weights, q, stages, scale,
+            query, query_exists, position, row_positions, ancestor_bits, extent,
+            False, WINDOW, STAGED, BLOCK_N, STAGES, SCORES, OUT,
         )
-    done, weights, out, top, total = _attend_blocks(
-        masked, blocks, blocks, done, weights, out, top, total, q, stages, scale,
-        query, asked, position, row_positions, ancestor_bits, extent, True, WINDOW, NODES, BLOCK_N, STAGES, SCORES, OUT,
+    num_done, weights, out, max_score, sum_weights = _attend_blocks(
+        masked, num_blocks, num_blocks, num_done, weights, out, max_score, sum_weights, q, stages, scale,
+        query, query_exists, position, row_positions, ancestor_bits, extent,
+        True, WINDOW, STAGED, BLOCK_N, STAGES, SCORES, OUT,
     )
-    under_way = hopper.warpgroup_mma(weights, v_stages.index(done % STAGES), out, is_async=True)
-    out = hopper.warpgroup_mma_wait(num_outstanding=0, deps=[under_way])
-    hopper.mbarrier.arrive(empty.index(done % STAGES), count=1)
-    return out, top, total
+    pending_out = hopper.warpgroup_mma(weights, v_stages.index(num_done % STAGES), out, is_async=True)
+    out = hopper.warpgroup_mma_wait(num_outstanding=0, deps=[pending_out])
+    hopper.mbarrier.arrive(empty.index(num_done % STAGES), count=1)
+    return out, max_score, sum_weights
 
 
 @gluon_kernel
 def _write(
-    out_ptr, lse_ptr, base, queries, out, lse, packed, head,
-    KV_HEADS: gl.constexpr, GROUPS: gl.constexpr, SIZE: gl.constexpr, OUT: gl.constexpr,
+    out_ptr, lse_ptr, base, queries, out, lse, first_packed, head,
+    KV_HEADS: gl.constexpr, GROUP_SIZE: gl.constexpr, SIZE: gl.constexpr, OUT: gl.constexpr,
 ):
-    """Results of packed queries from `packed` on, to rows of [.., queries, heads, SIZE] and [.., queries, heads]."""
-    at = packed + gl.arange(0, 64, layout=gl.SliceLayout(1, OUT))
-    row = (base * queries + at // GROUPS) * (KV_HEADS * GROUPS) + head * GROUPS + at % GROUPS
+    """Write the results of 64 packed queries to out [.., queries, heads, SIZE] and lse [.., queries, heads].
+
+    base: index of the request in `out`, or of the split in the partial results.
+    """
+    at = first_packed + gl.arange(0, 64, layout=gl.SliceLayout(1, OUT))
+    row = (base * queries + at // GROUP_SIZE) * (KV_HEADS * GROUP_SIZE) + head * GROUP_SIZE + at % GROUP_SIZE
     size = gl.expand_dims(gl.arange(0, SIZE, layout=gl.SliceLayout(0, OUT)), 0)
-    asked = at // GROUPS < queries
+    query_exists = at // GROUP_SIZE < queries
     to = out_ptr + (gl.expand_dims(row, 1) * SIZE + size)
-    gl.store(to, out.to(out_ptr.dtype.element_ty), mask=gl.expand_dims(asked, 1))
-    gl.store(lse_ptr + row, gl.convert_layout(lse, gl.SliceLayout(1, OUT)), mask=asked)
+    gl.store(to, out.to(out_ptr.dtype.element_ty), mask=gl.expand_dims(query_exists, 1))
+    gl.store(lse_ptr + row, gl.convert_layout(lse, gl.SliceLayout(1, OUT)), mask=query_exists)
 
 
 @gluon_kernel
 def _read_queries(
-    q_shared, asks, request, head, packed, queries, GROUPS: gl.constexpr, SIZE: gl.constexpr, SCORES: gl.constexpr,
+    q_shared, query_args, request, head, first_packed, queries,
+    GROUP_SIZE: gl.constexpr, SIZE: gl.constexpr, SCORES: gl.constexpr,
 ):
-    """A tile's queries, to registers: what shared memory can deliver is wanted for rows."""
+    """Load a tile's queries into registers: shared memory bandwidth is needed for K and V."""
     LOAD: gl.constexpr = gl.BlockedLayout([1, 8], [256 // SIZE, SIZE // 8], [4, 1], [1, 0])
-    q_ptr, q_b, q_q, q_h = asks
-    at = packed + gl.arange(0, 64, layout=gl.SliceLayout(1, LOAD))
-    query = at // GROUPS
-    row = request * q_b + query.to(gl.int64) * q_q + (head * GROUPS + at % GROUPS) * q_h
+    q_ptr, q_b, q_q, q_h = query_args
+    at = first_packed + gl.arange(0, 64, layout=gl.SliceLayout(1, LOAD))
+    query = at // GROUP_SIZE
+    row = request * q_b + query.to(gl.int64) * q_q + (head * GROUP_SIZE + at % GROUP_SIZE) * q_h
     offsets = gl.expand_dims(row, 1) + gl.expand_dims(gl.arange(0, SIZE, layout=gl.SliceLayout(0, LOAD)), 0)
     q_shared.store(gl.load(q_ptr + offsets, mask=gl.expand_dims(query < queries, 1), other=0.0))
     return q_shared.load(gl.DotOperandLayout(operand_index=0, parent=SCORES, k_width=2))
 
 
 @gluon_kernel
-def attend_units(
-    q_shared, stages, plan, asks, positions, row_positions, ancestor_bits, results, scale,
-    GROUP: gl.constexpr, KV_HEADS: gl.constexpr, GROUPS: gl.constexpr, SIZE: gl.constexpr,
-    WINDOW: gl.constexpr, NODES: gl.constexpr, DIRECT: gl.constexpr, WIDE: gl.constexpr,
+def attend_work_items(
+    q_shared, stages, plan, query_args, positions, row_positions, ancestor_bits, results, scale,
+    WARPGROUP: gl.constexpr, KV_HEADS: gl.constexpr, GROUP_SIZE: gl.constexpr, SIZE: gl.constexpr,
+    WINDOW: gl.constexpr, STAGED: gl.constexpr, DIRECT: gl.constexpr, LONGEST_FIRST: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):
-    """What the GROUP-th four attending warps do, for all units of a block.  Groups of arguments:
-    kernels/attention/hopper.py."""
+    """Attend all work items of a program, in its WARPGROUP-th warpgroup.
+
+    kernels/attention/hopper.py makes the tuples of arguments.
+    """
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SIZE, 16])
-    item_ptr, start_ptr, items, tiles, queries, rows, first = plan
+    split_ptr, start_ptr, num_splits, num_tiles, queries, rows, first = plan
     position_ptr, position_b, position_q = positions
     row_position_ptr, row_position_b, row_position_r = row_positions
-    word_ptr, word_b, word_q = ancestor_bits
-    out_ptr, lse_ptr, part_ptr, part_lse_ptr = results
-    units = items * tiles * KV_HEADS
+    bits_ptr, bits_b, bits_q = ancestor_bits
+    out_ptr, lse_ptr, partial_ptr, partial_lse_ptr = results
+    num_work_items = num_splits * num_tiles * KV_HEADS
     backwards = 0
-    done = 0
-    for base in range(0, units, gl.num_programs(0)):
-        unit = unit_of(base, backwards)
+    num_done = 0
+    for base in range(0, num_work_items, gl.num_programs(0)):
+        work_item = work_item_of(base, backwards)
         backwards = 1 - backwards
-        if unit < units:
-            item, request, begin, end, siblings, is_last, tile, head = work_at(
-                unit, item_ptr, start_ptr, items, tiles, KV_HEADS, WIDE
+        if work_item < num_work_items:
+            split, request, begin, end, request_splits, is_last, tile, head = load_work_item(
+                work_item, split_ptr, start_ptr, num_splits, num_tiles, KV_HEADS, LONGEST_FIRST
             )
-            packed = tile * BLOCK_M + GROUP * 64
-            q = _read_queries(q_shared, asks, request, head, packed, queries, GROUPS, SIZE, SCORES)
-            query = (packed + gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES))) // GROUPS
-            asked = query < queries
+            first_packed = tile * BLOCK_M + WARPGROUP * 64
+            q = _read_queries(q_shared, query_args, request, head, first_packed, queries, GROUP_SIZE, SIZE, SCORES)
+            query = (first_packed + gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES))) // GROUP_SIZE
+            query_exists = query < queries
             position = query
-            shallowest = 0
+            min_position = 0
             if WINDOW > 0:
                 at_request = position_ptr + request * position_b
-                position = gl.load(at_request + query.to(gl.int64) * position_q, mask=asked, other=0x7FFFFFFF)
+                position = gl.load(at_request + query.to(gl.int64) * position_q, mask=query_exists, other=0x7FFFFFFF)
                 position = position.to(gl.int32)
-                shallowest = shallowest_of(
-                    at_request, position_q, tile, queries, GROUPS, BLOCK_M, gl.SliceLayout(1, SCORES)
+                min_position = min_position_of(
+                    at_request, position_q, tile, queries, GROUP_SIZE, BLOCK_M, gl.SliceLayout(1, SCORES)
                 )
-            begin, committed, lower, whole, low, high, blocks = span(
-                begin, end, first, is_last, tile, rows, shallowest, GROUPS, NODES, WINDOW, BLOCK_M, BLOCK_N
+            begin, num_committed, num_lower, num_unmasked, low, high, num_blocks = extent_of(
+                begin, end, first, is_last, tile, rows, min_position, GROUP_SIZE, STAGED, WINDOW, BLOCK_M, BLOCK_N
             )
-            # Nothing to mask in a chain's blocks before the first query either.
-            chain = committed
-            if NODES == 1 and WINDOW == 0:
-                chain = committed + gl.maximum(packed // GROUPS + 1 - low, 0) // BLOCK_N
-            out, top, total = _attend_unit(
-                q, stages, done, whole, blocks, scale, query, asked, position,
-                (row_position_ptr + request * row_position_b, row_position_r), (word_ptr + request * word_b, word_q),
-                (begin, end, first, committed, lower, whole, chain, low, high),
-                SIZE, WINDOW, NODES, BLOCK_N, STAGES, SCORES, OUT,
+            # A chain's blocks before the tile's first query need no mask either.
+            first_masked_staged = num_committed
+            if STAGED == 1 and WINDOW == 0:
+                first_masked_staged = num_committed + gl.maximum(first_packed // GROUP_SIZE + 1 - low, 0) // BLOCK_N
+            out, max_score, sum_weights = _attend_work_item(
+                q, stages, num_done, num_unmasked, num_blocks, scale, query, query_exists, position,
+                (row_position_ptr + request * row_position_b, row_position_r), (bits_ptr + request * bits_b, bits_q),
+                (begin, end, first, num_committed, num_lower, num_unmasked, first_masked_staged, low, high),
+                SIZE, WINDOW, STAGED, BLOCK_N, STAGES, SCORES, OUT,
             )
-            done += blocks
-            divisor = gl.where(total == 0.0, 1.0, total)
+            num_done += num_blocks
+            divisor = gl.where(sum_weights == 0.0, 1.0, sum_weights)
             out = out / gl.expand_dims(gl.convert_layout(divisor, gl.SliceLayout(1, OUT)), 1)
-            lse = gl.where(total == 0.0, float("-inf"), gl.fma(top, scale, gl.log2(divisor)))
-            if DIRECT and siblings == 1:
+            lse = gl.where(sum_weights == 0.0, float("-inf"), gl.fma(max_score, scale, gl.log2(divisor)))
+            if DIRECT and request_splits == 1:
                 lse = lse * 0.6931471805599453
-                _write(out_ptr, lse_ptr, request, queries, out, lse, packed, head, KV_HEADS, GROUPS, SIZE, OUT)
+                _write(
+                    out_ptr, lse_ptr, request, queries, out, lse, first_packed, head, KV_HEADS, GROUP_SIZE, SIZE, OUT
+                )
             else:
-                at = item.to(gl.int64)
-                _write(part_ptr, part_lse_ptr, at, queries, out, lse, packed, head, KV_HEADS, GROUPS, SIZE, OUT)
+                at = split.to(gl.int64)
+                _write(
+                    partial_ptr, partial_lse_ptr, at, queries, out, lse, first_packed, head,
+                    KV_HEADS, GROUP_SIZE, SIZE, OUT,
+                )
 # fmt: on

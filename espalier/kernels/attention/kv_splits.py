@@ -1,8 +1,8 @@
-"""The work list of split-KV attention, made on the device once a pass.
+"""The splits of split-KV attention, computed on the device once per pass.
 
-A request's committed rows are cut into splits that run in parallel; their partial results are merged in the order of
-positions (kernels/attention/merge_splits.py).  Lengths of splits follow from the request's rows, the number of queries
-and the pass's batch bucket.
+The committed rows of each request are divided into splits that run in parallel.  kernels/attention/merge_splits.py
+merges their partial results in position order.  The length of a split depends on the request's rows, the number of
+queries and the batch bucket of the pass.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from espalier.layout import next_bucket
 if TYPE_CHECKING:
     import triton.language as tl
 
-# Boundaries of splits are multiples of this.  No kernel's block of rows is larger.
+# Splits start at multiples of this.  No kernel has a larger BLOCK_N.
 SPLIT_STEP = 64
-# Shorter splits than this cost more to merge than they save.
+# A shorter split costs more to merge than it saves.
 MIN_SPLIT_ROWS = 128
-# A longer request is split further, whatever the batch: one long request among short ones would run alone at the end.
+# Longer splits are divided further, for any batch: otherwise one long request among short ones runs alone at the end.
 MAX_SPLIT_ROWS = 2048
-# Programs that fill a GPU: one reads K/V at about half of what a multiprocessor can read; one with a large query tile
-# keeps a multiprocessor's tensor cores busy alone (H200, docs/log.md).
+# Number of programs that fill a GPU (H200, docs/log.md).  One program reads K/V at about half the bandwidth of a
+# multiprocessor.  With a large query tile (packed queries), one program keeps a multiprocessor's tensor cores busy.
 PROGRAMS = 256
 LARGE_TILE, LARGE_TILE_PROGRAMS = 128, 128
-# Limits: splits of one request; partial results (queries times splits) of a whole batch and of one request.
+# Limits: splits of one request; rows of partial results (queries x splits) of a batch, and of one request.
 MAX_SPLITS = 32
 MAX_PARTIAL_ROWS = 16384
 MAX_PARTIAL_ROWS_PER_REQUEST = 512
-# Columns of a work item: the request, the split's first row (a multiple of SPLIT_STEP), the row after its last, and the
-# number of splits that the request has.
+# Columns of the table of splits: request, begin (a multiple of SPLIT_STEP), end (exclusive), number of splits of the
+# request.
 COLUMNS = 4
 
 
@@ -42,44 +42,45 @@ COLUMNS = 4
 class KVSplitPolicy:
     """How a pass splits the committed rows of each request.
 
-    splits: into how many, as long as splits have MIN_SPLIT_ROWS to MAX_SPLIT_ROWS rows; max_splits: the limit for long
-    requests, whose splits may then be longer.
+    num_splits: splits of a request, if each gets MIN_SPLIT_ROWS to MAX_SPLIT_ROWS rows.  A short request gets fewer.  A
+    long request gets more, up to max_splits; at that limit its splits are longer than MAX_SPLIT_ROWS.
     """
 
-    splits: int
+    num_splits: int
     max_splits: int
 
     @classmethod
     def of(cls, batch: int, queries: int, kv_heads: int, group: int, max_rows: int) -> KVSplitPolicy:
-        """As many splits as fill a GPU.
+        """The policy that fills a GPU with programs.
 
-        queries: of each request; group: query heads that share a KV head; max_rows: committed rows of a request at
-        most.  The batch counts as the next power of two or middle between two of them, so that a graph's padded batch
-        and an eager launch of the same requests split alike.
+        queries: per request; group: query heads per KV head; max_rows: the most committed rows of a request.  The batch
+        is rounded up to its bucket (layout.next_bucket), so that a padded graph and an eager launch split alike.
         """
-        batch, packed = next_bucket(batch), queries * group
-        programs, tiles = (LARGE_TILE_PROGRAMS, -(-packed // LARGE_TILE)) if packed > LARGE_TILE // 2 else (PROGRAMS, 1)
-        in_partials = min(MAX_PARTIAL_ROWS // (batch * queries), MAX_PARTIAL_ROWS_PER_REQUEST // queries)
-        max_splits = max(1, min(MAX_SPLITS, in_partials, -(-max_rows // MIN_SPLIT_ROWS)))
-        splits = min(max(1, programs // (batch * kv_heads * tiles)), max_splits)
-        return cls(splits, splits if max_rows <= splits * MAX_SPLIT_ROWS else max_splits)
+        batch, packed_queries = next_bucket(batch), queries * group
+        programs, num_tiles = PROGRAMS, 1
+        if packed_queries > LARGE_TILE // 2:
+            programs, num_tiles = LARGE_TILE_PROGRAMS, -(-packed_queries // LARGE_TILE)
+        partial_limit = min(MAX_PARTIAL_ROWS // (batch * queries), MAX_PARTIAL_ROWS_PER_REQUEST // queries)
+        max_splits = max(1, min(MAX_SPLITS, partial_limit, -(-max_rows // MIN_SPLIT_ROWS)))
+        num_splits = min(max(1, programs // (batch * kv_heads * num_tiles)), max_splits)
+        return cls(num_splits, num_splits if max_rows <= num_splits * MAX_SPLIT_ROWS else max_splits)
 
     def width(self, rows: int) -> int:
-        """Rows of each split but the last, of a request of this many rows: as even as SPLIT_STEP allows."""
-        wanted = max(min(-(-rows // MIN_SPLIT_ROWS), self.splits), -(-rows // MAX_SPLIT_ROWS))
+        """Rows per split (the last one may have fewer) of a request with `rows` rows: even up to SPLIT_STEP."""
+        wanted = max(min(-(-rows // MIN_SPLIT_ROWS), self.num_splits), -(-rows // MAX_SPLIT_ROWS))
         count = min(max(wanted, 1), self.max_splits)
         return max(-(-rows // (count * SPLIT_STEP)), 1) * SPLIT_STEP
 
 
 @dataclass(frozen=True)
 class KVSplits:
-    """A work list.
+    """The splits of a batch.  Every request has at least one split, which may be empty.
 
-    items: [B * policy.max_splits, COLUMNS] int32, unused rows undefined; starts: [B + 1] int32, the first item of each
-    request and, last, the number of items.  Every request has at least one split, which may be empty.
+    table: [B * policy.max_splits, COLUMNS] int32, one row per split, ordered by request and position; unused rows are
+    undefined.  starts: [B + 1] int32, the first split of each request, and at the end the number of splits.
     """
 
-    items: Tensor
+    table: Tensor
     starts: Tensor
     policy: KVSplitPolicy
 
@@ -89,8 +90,8 @@ def kv_splits(
 ) -> KVSplits:
     """Split the committed rows [first, length) of each request.
 
-    length: [B] int64; positions: [B, Q] int64 of the queries and window: rows below the shallowest query's window are
-    left out (window 0: none are left out, and positions may be None).
+    length: [B] int64.  positions: [B, Q] int64, of the queries: rows that no query's window reaches are left out.
+    window: 0 for no window; then positions may be None.
     """
     make = kv_splits_triton if length.is_cuda else kv_splits_reference
     return make(length, first, policy, positions, window)
@@ -100,13 +101,13 @@ def kv_splits(
 def _kv_splits_kernel(
     length_ptr,
     position_ptr,
-    item_ptr,
+    split_ptr,
     start_ptr,
     batch,
     queries,
     first,
-    splits,
-    most,
+    num_splits,
+    max_splits,
     length_b,
     position_b,
     position_q,
@@ -118,36 +119,38 @@ def _kv_splits_kernel(
     BLOCK_Q: tl.constexpr,
 ):
     request = tl.arange(0, BLOCK_B)
-    real = request < batch
-    length = tl.load(length_ptr + request * length_b, mask=real, other=0).to(tl.int32)
+    request_exists = request < batch
+    length = tl.load(length_ptr + request * length_b, mask=request_exists, other=0).to(tl.int32)
     begin = tl.zeros([BLOCK_B], tl.int32) + first
     if WINDOW > 0:
-        shallowest = tl.full([BLOCK_B], 0x7FFFFFFF, tl.int32)
+        min_position = tl.full([BLOCK_B], 0x7FFFFFFF, tl.int32)
         for at in range(0, queries, BLOCK_Q):
             query = at + tl.arange(0, BLOCK_Q)
-            asked = real[:, None] & (query < queries)[None, :]
+            query_exists = request_exists[:, None] & (query < queries)[None, :]
             row = request[:, None].to(tl.int64) * position_b + query[None, :] * position_q
-            position = tl.load(position_ptr + row, mask=asked, other=0x7FFFFFFF).to(tl.int32)
-            shallowest = tl.minimum(shallowest, tl.min(position, 1))
-        begin = tl.where(real, tl.maximum(begin, shallowest - WINDOW + 1), 0)
+            position = tl.load(position_ptr + row, mask=query_exists, other=0x7FFFFFFF).to(tl.int32)
+            min_position = tl.minimum(min_position, tl.min(position, 1))
+        begin = tl.where(request_exists, tl.maximum(begin, min_position - WINDOW + 1), 0)
     begin = begin // STEP * STEP
-    span = tl.maximum(length - begin, 0)
-    count = tl.maximum(tl.minimum((span + MIN_ROWS - 1) // MIN_ROWS, splits), (span + MAX_ROWS - 1) // MAX_ROWS)
-    count = tl.minimum(tl.maximum(count, 1), most)
-    width = tl.maximum((span + count * STEP - 1) // (count * STEP), 1) * STEP
-    count = tl.where(real, tl.maximum((span + width - 1) // width, 1), 0)
-    past = tl.cumsum(count, 0)
-    start = past - count
-    tl.store(start_ptr + request, start, mask=real)
-    tl.store(start_ptr + request + 1, past, mask=request == batch - 1)
-    for i in range(most):
-        wanted = i < count
+    num_rows = tl.maximum(length - begin, 0)
+    wanted = tl.maximum(
+        tl.minimum((num_rows + MIN_ROWS - 1) // MIN_ROWS, num_splits), (num_rows + MAX_ROWS - 1) // MAX_ROWS
+    )
+    count = tl.minimum(tl.maximum(wanted, 1), max_splits)
+    width = tl.maximum((num_rows + count * STEP - 1) // (count * STEP), 1) * STEP
+    count = tl.where(request_exists, tl.maximum((num_rows + width - 1) // width, 1), 0)
+    end_split = tl.cumsum(count, 0)
+    start = end_split - count
+    tl.store(start_ptr + request, start, mask=request_exists)
+    tl.store(start_ptr + request + 1, end_split, mask=request == batch - 1)
+    for i in range(max_splits):
+        exists = i < count
         low = begin + i * width
-        item = item_ptr + (start + i) * 4
-        tl.store(item, request, mask=wanted)
-        tl.store(item + 1, low, mask=wanted)
-        tl.store(item + 2, tl.minimum(low + width, tl.maximum(length, low)), mask=wanted)
-        tl.store(item + 3, count, mask=wanted)
+        split = split_ptr + (start + i) * 4
+        tl.store(split, request, mask=exists)
+        tl.store(split + 1, low, mask=exists)
+        tl.store(split + 2, tl.minimum(low + width, tl.maximum(length, low)), mask=exists)
+        tl.store(split + 3, count, mask=exists)
 
 
 def kv_splits_triton(
@@ -155,7 +158,7 @@ def kv_splits_triton(
 ) -> KVSplits:
     batch = length.shape[0]
     require("splits' length", length, (-1,), torch.int64, length)
-    items = torch.empty(batch * policy.max_splits, COLUMNS, dtype=torch.int32, device=length.device)
+    table = torch.empty(batch * policy.max_splits, COLUMNS, dtype=torch.int32, device=length.device)
     starts = torch.empty(batch + 1, dtype=torch.int32, device=length.device)
     if not window:
         positions = None
@@ -166,12 +169,12 @@ def kv_splits_triton(
         _kv_splits_kernel[(1,)](
             length,
             length if positions is None else positions,
-            items,
+            table,
             starts,
             batch,
             queries,
             first,
-            policy.splits,
+            policy.num_splits,
             policy.max_splits,
             length.stride(0),
             position_b,
@@ -184,25 +187,25 @@ def kv_splits_triton(
             BLOCK_Q=16,
             num_warps=4 if batch <= 256 else 8,
         )
-    return KVSplits(items, starts, policy)
+    return KVSplits(table, starts, policy)
 
 
 def kv_splits_reference(
     length: Tensor, first: int, policy: KVSplitPolicy, positions: Tensor | None = None, window: int = 0
 ) -> KVSplits:
     batch = length.shape[0]
-    items = torch.zeros(batch * policy.max_splits, COLUMNS, dtype=torch.int32)
+    table = torch.zeros(batch * policy.max_splits, COLUMNS, dtype=torch.int32)
     starts = [0]
     for request, rows in enumerate(length.tolist()):
         begin = first
         if window and positions is not None:
             begin = max(first, int(positions[request].min()) - window + 1)
         begin = begin // SPLIT_STEP * SPLIT_STEP
-        span = max(rows - begin, 0)
-        width = policy.width(span)
-        count = max(1, -(-span // width))
+        num_rows = max(rows - begin, 0)
+        width = policy.width(num_rows)
+        count = max(1, -(-num_rows // width))
         for i in range(count):
             low = begin + i * width
-            items[starts[-1] + i] = torch.tensor([request, low, min(low + width, max(rows, low)), count])
+            table[starts[-1] + i] = torch.tensor([request, low, min(low + width, max(rows, low)), count])
         starts.append(starts[-1] + count)
-    return KVSplits(items.to(length.device), torch.tensor(starts, dtype=torch.int32).to(length.device), policy)
+    return KVSplits(table.to(length.device), torch.tensor(starts, dtype=torch.int32).to(length.device), policy)

@@ -1,14 +1,14 @@
-"""Attention with its log-sum-exp in plain torch, grouped heads included: the reference of every attention kernel."""
+"""Grouped-query attention with its log-sum-exp in plain torch: the reference of every attention kernel."""
 
 import torch
 from torch import Tensor
 
 
 def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """q [B, Q, heads, k_size] over k, v [B, R, kv_heads, size] where mask [B, Q, R] holds.
+    """Attention of q [B, Q, heads, k_size] over k, v [B, R, kv_heads, size] where mask [B, Q, R] is true.
 
-    Returns out [B, Q, heads, v_size] in q's dtype and lse [B, Q, heads], natural log, in float32 or float64.  A query
-    that sees nothing gives zeros and -inf.
+    Returns out [B, Q, heads, v_size] in q's dtype and lse [B, Q, heads], natural log, in float32 (float64 for float64).
+    A query that sees no rows gets zeros and lse -inf.
     """
     heads, kv_heads = q.shape[2], k.shape[2]
     exact = torch.promote_types(q.dtype, torch.float32)

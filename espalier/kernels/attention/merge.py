@@ -1,4 +1,4 @@
-"""Attention over two disjoint sets of keys, made one by their log-sum-exps (Ye et al. 2025, FlashInfer, 2.2)."""
+"""Merges attention over two disjoint sets of keys by their log-sum-exps (Ye et al. 2025, FlashInfer, section 2.2)."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ Part = tuple[Tensor, Tensor]
 
 
 def merge(a: Part, b: Part, sink: Tensor | None = None) -> Tensor:
-    """out [..., heads, v_size] of the union of the keys of a and b, each (out, lse [..., heads] natural log).
+    """Attention out [..., heads, v_size] over the union of the keys of a and b, in the dtype of a's out.
 
-    sink: [heads], an extra logit a head that takes weight and gives no value.  Either lse may be -inf; both with no
-    sink give zeros.  In the dtype of a's out.
+    a, b: (out, lse [..., heads] natural log); an lse may be -inf, and if both are, the result is zero.
+    sink: [heads], one extra logit per head, with weight but without a value.
     """
     return (merge_triton if a[0].is_cuda else merge_reference)(a, b, sink)
 
@@ -31,33 +31,33 @@ def _merge_kernel(
     HEADS: tl.constexpr, V_SIZE: tl.constexpr, EXACT: tl.constexpr, BLOCK: tl.constexpr, BLOCK_V: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """A program for BLOCK rows, a row being a query's head."""
+    """One program merges BLOCK rows; a row is one head of one query."""
     pdl_wait_if(DEPENDENT)
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     real = row < rows
     a_lse = tl.load(a_lse_ptr + row, mask=real, other=float("-inf")).to(EXACT)
     b_lse = tl.load(b_lse_ptr + row, mask=real, other=float("-inf")).to(EXACT)
-    top = tl.maximum(a_lse, b_lse)
-    sink = top
+    max_lse = tl.maximum(a_lse, b_lse)
+    sink = max_lse
     if sink_ptr is not None:
         sink = tl.load(sink_ptr + row % HEADS, mask=real, other=float("-inf")).to(EXACT)
-        top = tl.maximum(top, sink)
-    level = tl.where(top == float("-inf"), 0.0, top)
-    a_weight, b_weight = tl.exp(a_lse - level), tl.exp(b_lse - level)
-    total = a_weight + b_weight
+        max_lse = tl.maximum(max_lse, sink)
+    shift = tl.where(max_lse == float("-inf"), 0.0, max_lse)
+    a_weight, b_weight = tl.exp(a_lse - shift), tl.exp(b_lse - shift)
+    total_weight = a_weight + b_weight
     if sink_ptr is not None:
-        total += tl.exp(sink - level)
-    total = tl.where(total == 0.0, 1.0, total)
+        total_weight += tl.exp(sink - shift)
+    total_weight = tl.where(total_weight == 0.0, 1.0, total_weight)
     size = tl.arange(0, BLOCK_V)
     at = row[:, None] * V_SIZE + size[None, :]
     mask = real[:, None] & (size < V_SIZE)[None, :]
-    out = tl.load(a_ptr + at, mask=mask, other=0.0).to(EXACT) * (a_weight / total)[:, None]
-    out += tl.load(b_ptr + at, mask=mask, other=0.0).to(EXACT) * (b_weight / total)[:, None]
+    out = tl.load(a_ptr + at, mask=mask, other=0.0).to(EXACT) * (a_weight / total_weight)[:, None]
+    out += tl.load(b_ptr + at, mask=mask, other=0.0).to(EXACT) * (b_weight / total_weight)[:, None]
     tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def merge_triton(a: Part, b: Part, sink: Tensor | None = None) -> Tensor:
-    """Within a rounding of the reference.  Raises EspalierError if sizes do not agree."""
+    """Equal to the reference up to one rounding.  Raises EspalierError if the sizes do not agree."""
     shape = tuple(a[0].shape)
     heads, v_size = shape[-2:]
     require("merge's second part", b[0], shape, None, a[0])

@@ -1,6 +1,6 @@
-"""Partial attention results, one a range, merged by their log-sum-exps in position order.
+"""Merges the partial attention results of each request's splits by their log-sum-exps, in position order.
 
-The order is that of a request's splits, which follow from its own rows: nothing here depends on the batch.
+The order of the sums depends only on the request's own splits, not on the batch.
 """
 
 from __future__ import annotations
@@ -18,148 +18,160 @@ from espalier.kernels.runtime.pdl import early, pdl_trigger, pdl_wait
 if TYPE_CHECKING:
     import triton.language as tl
 
-# Values that a block, which is one warp, reads at once: of as many splits of a query's head as hold them, and of two
-# heads where they hold both.
+# Floats that one program (one warp) loads per step: as many splits of a (query, head) pair as fit, and two pairs if
+# both fit.
 STEP_VALUES = 4096
-# Of a multiprocessor; they take turns where there is more to merge.  It could hold four times as many, but where there
-# is nothing to merge each that is started costs (docs/log.md).
-BLOCKS_AT_ONCE = 8
+# Size of the persistent grid.  Four times as many programs would fit, but each costs time to start, even if there is
+# nothing to merge (docs/log.md).
+PROGRAMS_PER_PROCESSOR = 8
 
 
 @dataclass(frozen=True)
-class Partials:
-    """Results that wait to be merged.  out: [items, Q, heads, v_size] float32; lse: [items, Q, heads] float32, base 2.
+class PartialResults:
+    """Attention results of each split: out [B * max_splits, Q, heads, v_size] and lse [B * max_splits, Q, heads].
 
-    Rows of requests that have one range are not written where such requests need no merging.
+    Both are float32; lse is base 2.  Requests with a single split are not written here unless there is a sink.
     """
 
     out: Tensor
     lse: Tensor
 
     @classmethod
-    def of(cls, splits: KVSplits, queries: int, heads: int, v_size: int) -> Partials:
-        shape = (splits.items.shape[0], queries, heads)
-        device = splits.items.device
+    def of(cls, splits: KVSplits, queries: int, heads: int, v_size: int) -> PartialResults:
+        shape = (splits.table.shape[0], queries, heads)
+        device = splits.table.device
         return cls(torch.empty(*shape, v_size, device=device), torch.empty(shape, device=device))
 
 
-def combine(partials: Partials, splits: KVSplits, out: Tensor, lse: Tensor, sink: Tensor | None = None) -> None:
+def merge_splits(
+    partials: PartialResults, splits: KVSplits, out: Tensor, lse: Tensor, sink: Tensor | None = None
+) -> None:
     """Write out [B, Q, heads, v_size] and lse [B, Q, heads] (float32, natural log) of requests with several splits.
 
-    sink: [heads], an extra logit a head that takes weight and gives no value; with it requests of one range are merged
-    too.  A query that sees nothing gives zeros.
+    sink: [heads], one extra logit per head, with weight but without a value.  With a sink, requests of one split are
+    written too.  A query that sees no rows gets zeros and lse -inf.
     """
     (merge_splits_triton if out.is_cuda else merge_splits_reference)(partials, splits, out, lse, sink)
 
 
 @kernel
-def _ask(
-    part_ptr, part_lse_ptr, start_ptr, at_pair, todo, pairs,
-    V_SIZE: tl.constexpr, SINK: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_I: tl.constexpr, STEP: tl.constexpr,
+def _load_partials(
+    partial_ptr, partial_lse_ptr, start_ptr, pair, num_pairs, pairs_per_request,
+    V_SIZE: tl.constexpr, SINK: tl.constexpr,
+    BLOCK_V: tl.constexpr, BLOCK_SPLITS: tl.constexpr, STEP_SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """(results of splits, their log-sum-exps, the first's place, how many there are), on their way; none where a
-    request's query's head needs no merging."""
-    request = tl.minimum(at_pair, todo - 1) // pairs
+    """(partial_out, partial_lse, first_row, count) of a (query, head) pair; count is 0 if there is nothing to merge.
+
+    first_row: index of the pair's first partial result; count: number of splits.
+    """
+    request = tl.minimum(pair, num_pairs - 1) // pairs_per_request
     start = tl.load(start_ptr + request)
     count = tl.load(start_ptr + request + 1) - start
-    count = tl.where((at_pair < todo) & (SINK or count > 1), count, 0)
-    first = start.to(tl.int64) * pairs + at_pair % pairs
-    step = tl.arange(0, STEP)
+    count = tl.where((pair < num_pairs) & (SINK or count > 1), count, 0)
+    first_row = start.to(tl.int64) * pairs_per_request + pair % pairs_per_request
+    step = tl.arange(0, STEP_SPLITS)
     size = tl.arange(0, BLOCK_V)
-    # The results before it is known what they weigh.
+    # Loaded before the log-sum-exps, so that both loads overlap.
     mask = (step < count)[:, None] & (size < V_SIZE)[None, :]
-    part = tl.load(
-        part_ptr + (first + step.to(tl.int64) * pairs)[:, None] * V_SIZE + size[None, :], mask=mask, other=0.0
+    partial_out = tl.load(
+        partial_ptr + (first_row + step.to(tl.int64) * pairs_per_request)[:, None] * V_SIZE + size[None, :],
+        mask=mask, other=0.0,
+    )  # fmt: skip
+    index = tl.arange(0, BLOCK_SPLITS)
+    partial_lse = tl.load(
+        partial_lse_ptr + first_row + index * pairs_per_request, mask=index < count, other=float("-inf")
     )
-    index = tl.arange(0, BLOCK_I)
-    parts = tl.load(part_lse_ptr + first + index * pairs, mask=index < count, other=float("-inf"))
-    return part, parts, first, count
+    return partial_out, partial_lse, first_row, count
 
 
 @kernel
-def _merge(
-    asked, part_ptr, part_lse_ptr, sink_ptr, out_ptr, lse_ptr, at_pair, pairs,
+def _merge_pair(
+    loaded, partial_ptr, partial_lse_ptr, sink_ptr, out_ptr, lse_ptr, pair, pairs_per_request,
     HEADS: tl.constexpr, V_SIZE: tl.constexpr, SINK: tl.constexpr,
-    BLOCK_V: tl.constexpr, BLOCK_I: tl.constexpr, STEP: tl.constexpr,
+    BLOCK_V: tl.constexpr, BLOCK_SPLITS: tl.constexpr, STEP_SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Write what a request's query's head sees, where it lies in several splits."""
-    part, parts, first, count = asked
+    """Merge the partial results of a (query, head) pair and write out and lse."""
+    partial_out, partial_lse, first_row, count = loaded
     size = tl.arange(0, BLOCK_V)
-    index = tl.arange(0, STEP)
-    top = tl.max(parts, 0)
+    index = tl.arange(0, STEP_SPLITS)
+    max_lse = tl.max(partial_lse, 0)
     if SINK:
-        sink = tl.load(sink_ptr + at_pair % pairs % HEADS).to(tl.float32) * 1.4426950408889634
-        top = tl.maximum(top, sink)
-    level = tl.where(top == float("-inf"), 0.0, top)
-    total = tl.sum(tl.exp2(parts - level), 0)
+        sink = tl.load(sink_ptr + pair % pairs_per_request % HEADS).to(tl.float32) * 1.4426950408889634
+        max_lse = tl.maximum(max_lse, sink)
+    shift = tl.where(max_lse == float("-inf"), 0.0, max_lse)
+    total_weight = tl.sum(tl.exp2(partial_lse - shift), 0)
     if SINK:
-        total += tl.exp2(sink - level)
-    if STEP == BLOCK_I:
-        out = tl.sum(tl.exp2(parts - level)[:, None] * part, 0)
+        total_weight += tl.exp2(sink - shift)
+    if STEP_SPLITS == BLOCK_SPLITS:
+        out = tl.sum(tl.exp2(partial_lse - shift)[:, None] * partial_out, 0)
     else:
         out = tl.zeros([BLOCK_V], tl.float32)
-        for at in tl.range(0, count, STEP):
+        for at in tl.range(0, count, STEP_SPLITS):
             step = at + index
-            row = first + step.to(tl.int64) * pairs
-            weight = tl.exp2(tl.load(part_lse_ptr + row, mask=step < count, other=float("-inf")) - level)
+            row = first_row + step.to(tl.int64) * pairs_per_request
+            weight = tl.exp2(tl.load(partial_lse_ptr + row, mask=step < count, other=float("-inf")) - shift)
             mask = (step < count)[:, None] & (size < V_SIZE)[None, :]
-            part = tl.load(part_ptr + row[:, None] * V_SIZE + size[None, :], mask=mask, other=0.0)
-            out += tl.sum(weight[:, None] * part, 0)
-    divisor = tl.where(total == 0.0, 1.0, total)
+            partial_out = tl.load(partial_ptr + row[:, None] * V_SIZE + size[None, :], mask=mask, other=0.0)
+            out += tl.sum(weight[:, None] * partial_out, 0)
+    divisor = tl.where(total_weight == 0.0, 1.0, total_weight)
     merged = count > 0
     written = (out / divisor).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + tl.cast(at_pair, tl.int64) * V_SIZE + size, written, mask=merged & (size < V_SIZE))
-    lse = tl.where(total == 0.0, float("-inf"), level + tl.log2(divisor))
-    tl.store(lse_ptr + at_pair, lse * 0.6931471805599453, mask=merged)
+    tl.store(out_ptr + tl.cast(pair, tl.int64) * V_SIZE + size, written, mask=merged & (size < V_SIZE))
+    lse = tl.where(total_weight == 0.0, float("-inf"), shift + tl.log2(divisor))
+    tl.store(lse_ptr + pair, lse * 0.6931471805599453, mask=merged)
 
 
 @kernel
 def _merge_splits_kernel(
-    part_ptr, part_lse_ptr, start_ptr, sink_ptr, out_ptr, lse_ptr, batch, pairs,
-    HEADS: tl.constexpr, V_SIZE: tl.constexpr, SINK: tl.constexpr, TWO: tl.constexpr,
-    BLOCK_V: tl.constexpr, BLOCK_I: tl.constexpr, STEP: tl.constexpr, DEPENDENT: tl.constexpr,
+    partial_ptr, partial_lse_ptr, start_ptr, sink_ptr, out_ptr, lse_ptr, batch, pairs_per_request,
+    HEADS: tl.constexpr, V_SIZE: tl.constexpr, SINK: tl.constexpr, TWO_PAIRS: tl.constexpr,
+    BLOCK_V: tl.constexpr, BLOCK_SPLITS: tl.constexpr, STEP_SPLITS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     pdl_wait(DEPENDENT)
     pdl_trigger(DEPENDENT)
-    todo = batch * pairs
+    num_pairs = batch * pairs_per_request
     if not SINK:
-        # Nothing to merge where every request has one range, which most batches of a long layout have.
-        todo = tl.where(tl.load(start_ptr + batch) > batch, todo, 0)
-    rope_and_norm = tl.num_programs(0)
-    for at in range(tl.program_id(0), todo, 2 * rope_and_norm if TWO else rope_and_norm):
-        one = _ask(part_ptr, part_lse_ptr, start_ptr, at, todo, pairs, V_SIZE, SINK, BLOCK_V, BLOCK_I, STEP)
-        if TWO:
-            # Asked for before the first is written.
-            other = _ask(
-                part_ptr, part_lse_ptr, start_ptr, at + rope_and_norm, todo, pairs, V_SIZE, SINK, BLOCK_V, BLOCK_I, STEP
-            )
-        _merge(
-            one, part_ptr, part_lse_ptr, sink_ptr, out_ptr, lse_ptr, at, pairs,
-            HEADS, V_SIZE, SINK, BLOCK_V, BLOCK_I, STEP,
+        # In most batches every request has one split: nothing to merge.
+        num_pairs = tl.where(tl.load(start_ptr + batch) > batch, num_pairs, 0)
+    num_programs = tl.num_programs(0)
+    for pair in range(tl.program_id(0), num_pairs, 2 * num_programs if TWO_PAIRS else num_programs):
+        first = _load_partials(
+            partial_ptr, partial_lse_ptr, start_ptr, pair, num_pairs, pairs_per_request,
+            V_SIZE, SINK, BLOCK_V, BLOCK_SPLITS, STEP_SPLITS,
         )  # fmt: skip
-        if TWO:
-            _merge(
-                other, part_ptr, part_lse_ptr, sink_ptr, out_ptr, lse_ptr, at + rope_and_norm, pairs,
-                HEADS, V_SIZE, SINK, BLOCK_V, BLOCK_I, STEP,
+        if TWO_PAIRS:
+            # Loaded before the first pair is written, so that its load overlaps with that work.
+            second = _load_partials(
+                partial_ptr, partial_lse_ptr, start_ptr, pair + num_programs, num_pairs, pairs_per_request,
+                V_SIZE, SINK, BLOCK_V, BLOCK_SPLITS, STEP_SPLITS,
+            )  # fmt: skip
+        _merge_pair(
+            first, partial_ptr, partial_lse_ptr, sink_ptr, out_ptr, lse_ptr, pair, pairs_per_request,
+            HEADS, V_SIZE, SINK, BLOCK_V, BLOCK_SPLITS, STEP_SPLITS,
+        )  # fmt: skip
+        if TWO_PAIRS:
+            _merge_pair(
+                second, partial_ptr, partial_lse_ptr, sink_ptr, out_ptr, lse_ptr, pair + num_programs,
+                pairs_per_request, HEADS, V_SIZE, SINK, BLOCK_V, BLOCK_SPLITS, STEP_SPLITS,
             )  # fmt: skip
 
 
 def merge_splits_triton(
-    partials: Partials, splits: KVSplits, out: Tensor, lse: Tensor, sink: Tensor | None = None
+    partials: PartialResults, splits: KVSplits, out: Tensor, lse: Tensor, sink: Tensor | None = None
 ) -> None:
     batch, queries, heads, v_size = out.shape
-    capacity = splits.items.shape[0]
-    require("combine's partials", partials.out, (capacity, queries, heads, v_size), torch.float32, out)
-    require("combine's partial lse", partials.lse, (capacity, queries, heads), torch.float32, out)
-    require("combine's lse", lse, (batch, queries, heads), torch.float32, out)
+    capacity = splits.table.shape[0]
+    require("merge_splits' partial out", partials.out, (capacity, queries, heads, v_size), torch.float32, out)
+    require("merge_splits' partial lse", partials.lse, (capacity, queries, heads), torch.float32, out)
+    require("merge_splits' lse", lse, (batch, queries, heads), torch.float32, out)
     if sink is not None:
-        require("combine's sink", sink, (heads,), None, out)
-    pairs = queries * heads
+        require("merge_splits' sink", sink, (heads,), None, out)
+    pairs_per_request = queries * heads
     if not out.numel():
         return
-    width, splits_held = max(32, power_of_two(v_size)), power_of_two(splits.policy.max_splits)
-    blocks = min(batch * pairs, chip(out).processors * BLOCKS_AT_ONCE)
-    _merge_splits_kernel[(blocks,)](
+    block_v, block_splits = max(32, power_of_two(v_size)), power_of_two(splits.policy.max_splits)
+    num_programs = min(batch * pairs_per_request, chip(out).processors * PROGRAMS_PER_PROCESSOR)
+    _merge_splits_kernel[(num_programs,)](
         partials.out,
         partials.lse,
         splits.starts,
@@ -167,33 +179,34 @@ def merge_splits_triton(
         out,
         lse,
         batch,
-        pairs,
+        pairs_per_request,
         HEADS=heads,
         V_SIZE=v_size,
         SINK=sink is not None,
-        TWO=2 * splits_held * width <= STEP_VALUES,
-        BLOCK_V=width,
-        BLOCK_I=splits_held,
-        STEP=min(STEP_VALUES // width, splits_held),
+        TWO_PAIRS=2 * block_splits * block_v <= STEP_VALUES,
+        BLOCK_V=block_v,
+        BLOCK_SPLITS=block_splits,
+        STEP_SPLITS=min(STEP_VALUES // block_v, block_splits),
         num_warps=1,
-        # Whether a head is the first or the other of two depends on the batch; what the compiler fuses must not.
+        # The batch decides whether a pair is the first or the second of two.  The compiler could fuse their operations
+        # differently, so fusion is off: a request's bits must not depend on the batch.
         enable_fp_fusion=False,
         **early(chip(out)),
     )
 
 
 def merge_splits_reference(
-    partials: Partials, splits: KVSplits, out: Tensor, lse: Tensor, sink: Tensor | None = None
+    partials: PartialResults, splits: KVSplits, out: Tensor, lse: Tensor, sink: Tensor | None = None
 ) -> None:
     starts = splits.starts.tolist()
     for request in range(out.shape[0]):
-        mine = slice(starts[request], starts[request + 1])
+        of_request = slice(starts[request], starts[request + 1])
         if sink is None and starts[request + 1] - starts[request] == 1:
             continue
-        parts = partials.lse[mine] * torch.tensor(2.0).log()
-        total = torch.logsumexp(parts, 0)
+        partial_lse = partials.lse[of_request] * torch.tensor(2.0).log()
+        total_weight = torch.logsumexp(partial_lse, 0)
         if sink is not None:
-            total = torch.logaddexp(total, sink.float())
-        level = total.masked_fill(total == -torch.inf, 0)
-        out[request] = (torch.exp(parts - level)[..., None] * partials.out[mine]).sum(0).to(out.dtype)
-        lse[request] = total
+            total_weight = torch.logaddexp(total_weight, sink.float())
+        shift = total_weight.masked_fill(total_weight == -torch.inf, 0)
+        out[request] = (torch.exp(partial_lse - shift)[..., None] * partials.out[of_request]).sum(0).to(out.dtype)
+        lse[request] = total_weight

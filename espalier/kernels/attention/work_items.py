@@ -1,8 +1,8 @@
-"""Units of work of attention: a range of a request's rows (kernels/attention/kv_splits.py), one KV head, a tile of
-queries.
+"""Work items of the attention kernels.  One work item is (split, KV head, query tile).
 
-What every attention kernel shares, in numbers alone.  Blocks of a persistent grid take units in turns; queries of a
-tile are packed: the heads that share a KV head side by side, query after query.
+A split is a run of one request's committed rows (kernels/attention/kv_splits.py).  A query tile holds BLOCK_M packed
+queries: query after query, and for each query its GROUP_SIZE heads that share the KV head.  The functions here are
+scalar code, shared by the Triton and the Gluon kernel.  The programs of a persistent grid take work items in turns.
 """
 
 from __future__ import annotations
@@ -15,52 +15,60 @@ from espalier.kernels.runtime.pdl import pdl_wait
 if TYPE_CHECKING:
     import triton.language as tl
 
-# What NODES of a kernel says: no staged rows, a chain of them, or ancestor words.
-NO_NODES, CHAIN, WORDS = 0, 1, 2
-# What STRAIGHT says: of a range's whole blocks none are known to stand side by side in the pool, all do, or as many of
-# the first as were counted (kernels/attention/contiguous_blocks.py).
+# Values of a kernel's STAGED: no staged rows; a chain; a tree, with ancestor bits.
+NO_STAGED, CHAIN, TREE = 0, 1, 2
+# Values of CONTIGUOUS: how many unmasked blocks of a split are known to be contiguous in the pool.  None, all, or a
+# counted number of the first ones (kernels/attention/contiguous_blocks.py).
 NONE, ALL, COUNTED = 0, 1, 2
 
 
 @kernel
-def items_of(start_ptr, batch, DEPENDENT: tl.constexpr):
-    """How many splits there are, once the kernel in front has ended: the first thing that is read.
+def wait_and_count_splits(start_ptr, batch, DEPENDENT: tl.constexpr):
+    """Wait for the previous kernel, then return the number of splits.
 
-    The next kernel starts when this one's programs end: those that wait would take room from those that work.
+    The next kernel is not triggered here: it starts when this kernel's programs end.  If it started earlier, its
+    waiting programs would take room from the working ones.
     """
     pdl_wait(DEPENDENT)
     return tl.load(start_ptr + batch)
 
 
 @kernel
-def unit_of(base, backwards):
-    """This block's unit of a turn.  Turns go back and forth: the longest unit of one, then the shortest of the next."""
+def work_item_of(base, backwards):
+    """The work item of this program in the turn that starts at `base`.
+
+    Every second turn runs backwards: a program with the longest work item of one turn gets the shortest of the next.
+    """
     pid = tl.program_id(0)
     return base + tl.where(backwards == 1, tl.num_programs(0) - 1 - pid, pid)
 
 
 @kernel
-def item_of(unit, items, tiles, KV_HEADS: tl.constexpr, WIDE: tl.constexpr):
-    """The range of a unit of work: heads, then splits, then tiles; or, if not WIDE, tiles, then heads, then splits."""
-    if WIDE:
-        item = unit // KV_HEADS % items
+def split_of(work_item, num_splits, num_tiles, KV_HEADS: tl.constexpr, LONGEST_FIRST: tl.constexpr):
+    """The split of a work item.  Order, fastest first: tile, head, split; with LONGEST_FIRST: head, split, tile."""
+    if LONGEST_FIRST:
+        split = work_item // KV_HEADS % num_splits
     else:
-        item = unit // (tiles * KV_HEADS)
-    return item
+        split = work_item // (num_tiles * KV_HEADS)
+    return split
 
 
 @kernel
-def tile_and_head(unit, items, tiles, KV_HEADS: tl.constexpr, WIDE: tl.constexpr):
-    """Longest parts of a causal triangle first; else tiles that read the same keys side by side, then heads."""
-    tile = tiles - 1 - unit // (items * KV_HEADS) if WIDE else unit % tiles
-    head = unit % KV_HEADS if WIDE else unit // tiles % KV_HEADS
+def tile_and_head(work_item, num_splits, num_tiles, KV_HEADS: tl.constexpr, LONGEST_FIRST: tl.constexpr):
+    """The query tile and the KV head of a work item.
+
+    LONGEST_FIRST starts with the last tile, which sees the most rows of a causal chunk.  Otherwise the tiles that read
+    the same keys are neighbours.
+    """
+    tile = num_tiles - 1 - work_item // (num_splits * KV_HEADS) if LONGEST_FIRST else work_item % num_tiles
+    head = work_item % KV_HEADS if LONGEST_FIRST else work_item // num_tiles % KV_HEADS
     return tile, head
 
 
 @kernel
-def split_at(item_ptr, item, exists):
-    """request, begin, end, siblings: see kernels/attention/kv_splits.py."""
-    at = item_ptr + item * 4
+def load_split(split_ptr, split, exists):
+    """(request, begin, end, request_splits): the columns of kernels/attention/kv_splits.py; zeros if not `exists`."""
+    at = split_ptr + split * 4
     request = tl.load(at, mask=exists, other=0).to(tl.int64)
     begin = tl.load(at + 1, mask=exists, other=0)
     end = tl.load(at + 2, mask=exists, other=0)
@@ -68,50 +76,56 @@ def split_at(item_ptr, item, exists):
 
 
 @kernel
-def work_at(unit, item_ptr, start_ptr, items, tiles, KV_HEADS: tl.constexpr, WIDE: tl.constexpr):
-    """Of a unit that exists: its range (item, request, begin, end, siblings), whether that is its request's last, tile
-    and head."""
-    item = item_of(unit, items, tiles, KV_HEADS, WIDE)
-    request, begin, end, siblings = split_at(item_ptr, item, True)
-    is_last = item + 1 == tl.load(start_ptr + request + 1)
-    tile, head = tile_and_head(unit, items, tiles, KV_HEADS, WIDE)
-    return item, request, begin, end, siblings, is_last, tile, head
+def load_work_item(
+    work_item, split_ptr, start_ptr, num_splits, num_tiles, KV_HEADS: tl.constexpr, LONGEST_FIRST: tl.constexpr
+):
+    """(split, request, begin, end, request_splits, is_last, tile, head) of an existing work item.
+
+    is_last: this is the last split of its request.
+    """
+    split = split_of(work_item, num_splits, num_tiles, KV_HEADS, LONGEST_FIRST)
+    request, begin, end, request_splits = load_split(split_ptr, split, True)
+    is_last = split + 1 == tl.load(start_ptr + request + 1)
+    tile, head = tile_and_head(work_item, num_splits, num_tiles, KV_HEADS, LONGEST_FIRST)
+    return split, request, begin, end, request_splits, is_last, tile, head
 
 
 @kernel
 def committed_blocks(begin, end, first, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Of positions begin .. end, begin a multiple of BLOCK_N: how many blocks, how many of them reach below `first`,
-    and how many after these are seen whole, of which nobody can be sure under a window.
+    """(num_blocks, num_lower, num_unmasked) of the positions begin .. end; begin is a multiple of BLOCK_N.
+
+    The first num_lower blocks contain positions below `first`.  The num_unmasked blocks after them need no mask; with a
+    window there are none.
     """
-    blocks = (tl.maximum(end - begin, 0) + BLOCK_N - 1) // BLOCK_N
-    lower = tl.minimum((tl.maximum(first - begin, 0) + BLOCK_N - 1) // BLOCK_N, blocks)
-    whole = 0
+    num_blocks = (tl.maximum(end - begin, 0) + BLOCK_N - 1) // BLOCK_N
+    num_lower = tl.minimum((tl.maximum(first - begin, 0) + BLOCK_N - 1) // BLOCK_N, num_blocks)
+    num_unmasked = 0
     if WINDOW == 0:
-        whole = tl.maximum((end - begin) // BLOCK_N - lower, 0)
-    return blocks, lower, whole
+        num_unmasked = tl.maximum((end - begin) // BLOCK_N - num_lower, 0)
+    return num_blocks, num_lower, num_unmasked
 
 
 @kernel
-def block_at(t, lower, whole):
-    """Which block is taken t-th: whole ones, then those before them, then those after them."""
-    return tl.where(t < whole, lower + t, tl.where(t < lower + whole, t - whole, t))
+def block_index(t, num_lower, num_unmasked):
+    """The index of the t-th block to process: first the unmasked blocks, then those below, then those above."""
+    return tl.where(t < num_unmasked, num_lower + t, tl.where(t < num_lower + num_unmasked, t - num_unmasked, t))
 
 
 @kernel
-def nodes_of(
+def staged_rows_of(
     tile,
     rows,
-    NODES: tl.constexpr,
+    STAGED: tl.constexpr,
     WINDOW: tl.constexpr,
-    GROUPS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """Staged rows low .. high that the queries of a tile may see, of `rows`: of a chain none past its last query."""
+    """Staged rows low .. high, out of `rows`, that a query tile may see.  A chain ends at the tile's last query."""
     low = 0
     high = rows
-    if NODES == 1:
-        high = tl.minimum(high, (tile * BLOCK_M + BLOCK_M - 1) // GROUPS + 1)
+    if STAGED == 1:
+        high = tl.minimum(high, (tile * BLOCK_M + BLOCK_M - 1) // GROUP_SIZE + 1)
         if WINDOW > 0:
-            low = tl.maximum(tile * BLOCK_M // GROUPS - WINDOW + 1, 0) // BLOCK_R * BLOCK_R
+            low = tl.maximum(tile * BLOCK_M // GROUP_SIZE - WINDOW + 1, 0) // BLOCK_R * BLOCK_R
     return low, high

@@ -6,14 +6,14 @@ parent's output instead of target features, and attends to its true ancestors.  
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 import torch
 from torch import Tensor
 
 from espalier.attention import Attention, CommittedLengths, GroupedBackend, Nodes, Prefix
-from espalier.attention.staged import StagedPass
+from espalier.attention.staged import Commit, StagedPass
 from espalier.cache.kv import PagedKV, StagedKV
 from espalier.cache.layer_spec import LayerSpec
 from espalier.errors import EspalierError
@@ -137,15 +137,20 @@ class AutoregressiveDrafter:
         tokens, rope_positions = beams.above.tokens[:, first:end], rows.rope_positions[:, first:end]
         return self.draft(tokens, out.hidden, rope_positions, attend, beams.parents)
 
-    def extend(self, slots: BatchState, read: Tensor | None, length: Tensor) -> None:
+    def extend(self, slots: BatchState, read: Tensor | None, length: Tensor, last_pieces: Tensor | None = None) -> None:
         assert read is not None
         width = read.shape[1]
         positions, tokens, page_rows = extend_rows(slots, length, width)
         plan = self._plan(self._prefix(slots), Nodes.chain(positions))
-        attend = StagedPass(plan, self.staging, width, first_layer=self.first_layer)
+        commit = Commit(self.pages, page_rows.flatten(), by_layer=last_pieces is not None)
+        attend = StagedPass(plan, self.staging, width, first_layer=self.first_layer, commit=commit)
         out = self.draft(tokens, self.draft.fuse(read), positions - FIRST_ROW, attend)
-        self.pages.commit(self.staging, attend.rows, page_rows.flatten())
-        carry(slots, "hidden", out.hidden, length)
+        attend.end()
+        hidden = out.hidden
+        if last_pieces is not None:
+            slots = replace(slots, index=slots.index[last_pieces])
+            hidden, length = hidden[last_pieces], length[last_pieces]
+        carry(slots, "hidden", hidden, length)
 
     def _prefix(self, slots: BatchState) -> Prefix:
         """The draft's committed rows: those of tokens 1 .. n, where token n is the root."""

@@ -37,11 +37,13 @@ class Drafter(Protocol):
         """Propose a tree under the root of each slot."""
         ...
 
-    def extend(self, slots: BatchState, read: Tensor | None, length: Tensor) -> None:
+    def extend(self, slots: BatchState, read: Tensor | None, length: Tensor, last_pieces: Tensor | None = None) -> None:
         """Run over the new tokens n+1 .. n+length, which are in the slots' history already.
 
         read: [B, W, F], the target's features that `spec.reads` names, at tokens n .. n+W-1; None if it names none.
         length: [B], at most W.
+        last_pieces: of a prefill pass whose requests have several pieces (speculate/pieces.py), the last piece of each
+        request; the batch has one row for each piece.  None: each row is a request.
         """
         ...
 
@@ -63,7 +65,7 @@ class NoDrafter:
     def propose(self, slots: BatchState, sampler: Sampler) -> Tree:
         return root_only(slots.root)
 
-    def extend(self, slots: BatchState, read: Tensor | None, length: Tensor) -> None:
+    def extend(self, slots: BatchState, read: Tensor | None, length: Tensor, last_pieces: Tensor | None = None) -> None:
         pass
 
 

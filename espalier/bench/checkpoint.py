@@ -1,45 +1,44 @@
-"""`espalier bench foundry`: write a synthetic target and its draft, of a production shape, for any engine to load."""
+"""`espalier bench foundry`: write a synthetic checkpoint, a target and its draft of a named shape, for any engine."""
 
 import json
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.text import Text
 
-from espalier.cli.console import QUIET, aligned, stdout
-from espalier.cli.flags import new_command
 from espalier.config import DTYPES, EngineConfig
 from espalier.errors import EspalierError
 from espalier.startup.resolve import choose_device
 from espalier.synthetic.chain import MODES, predicted_accept_length
 from espalier.synthetic.checkpoint import Recipe, write
 from espalier.synthetic.shapes import SHAPES, find_shape
+from espalier.terminal.console import QUIET, print_table, stdout
 
-# Layouts whose accept length is foretold.
-LAYOUTS = ((5, 8, 64), (5, 4, 16), (3, 2, 8), (5, 1, 6))
+# Trees whose accept length is printed: steps, topk, nodes.
+TREES = ((5, 8, 64), (5, 4, 16), (3, 2, 8), (5, 1, 6))
 
 
-def add(commands: Any) -> None:
-    parser: ArgumentParser = new_command(
-        commands, "foundry", run, "write a synthetic target and draft, known to the bit"
-    )
+def add_flags(parser: ArgumentParser) -> None:
     parser.add_argument("--shape", required=True, metavar="NAME", help=f"one of {', '.join(SHAPES)}")
     parser.add_argument(
         "--out", required=True, type=Path, metavar="DIR", help="DIR/target and DIR/draft are made there"
     )
-    parser.add_argument("--seed", type=int, default=Recipe.seed, metavar="N", help="of every number in it (0)")
-    parser.add_argument("--mode", choices=MODES, default=Recipe.mode, help="copy: the text hangs on far K/V rows")
-    parser.add_argument("--reach", type=int, default=Recipe.reach, metavar="N", help="farthest look back of copy (256)")
-    knob = parser.add_mutually_exclusive_group()
-    knob.add_argument(
+    parser.add_argument("--seed", type=int, default=Recipe.seed, metavar="N", help="seed of all weights (0)")
+    parser.add_argument("--mode", choices=MODES, default=Recipe.mode, help="copy: text depends on far K/V rows")
+    parser.add_argument(
+        "--reach", type=int, default=Recipe.reach, metavar="N", help="farthest position back in mode copy (256)"
+    )
+    skill = parser.add_mutually_exclusive_group()
+    skill.add_argument(
         "--skill", type=float, metavar="X", help=f"how often the draft's first guess is right ({Recipe.skill})"
     )
-    knob.add_argument("--accept-length", type=float, metavar="X", help="choose the skill for this, at --tree")
-    parser.add_argument("--tree", type=_tree, default=LAYOUTS[0], metavar="S,K,D", help="steps, topk, nodes (5,8,64)")
-    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of the files (bfloat16)")
-    parser.add_argument("--device", default="cpu", help="where weights are drawn; numbers differ by device (cpu)")
+    skill.add_argument(
+        "--accept-length", type=float, metavar="X", help="choose the skill that gives this accept length at --tree"
+    )
+    parser.add_argument("--tree", type=_tree, default=TREES[0], metavar="S,K,D", help="steps, topk, nodes (5,8,64)")
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="dtype of the files (bfloat16)")
+    parser.add_argument("--device", default="cpu", help="where weights are drawn; they differ by device (cpu)")
 
 
 def _tree(text: str) -> tuple[int, int, int]:
@@ -59,16 +58,16 @@ def run(asked: Namespace) -> int:
     except OSError as error:
         raise EspalierError(f"--out {asked.out} cannot be written ({error.strerror}); name another directory") from None
     rows = [["tree (steps, topk, nodes)", "greedy accept length, predicted"]]
-    for layout in dict.fromkeys((asked.tree, *LAYOUTS)):
-        rows.append([", ".join(map(str, layout)), f"{predicted_accept_length(chain, *layout):.2f}"])
-    stdout().print(Text(aligned(rows)))
+    for tree in dict.fromkeys((asked.tree, *TREES)):
+        rows.append([", ".join(map(str, tree)), f"{predicted_accept_length(chain, *tree):.2f}"])
+    print_table(rows)
     stdout().print(Text(json.dumps({"model": str(target), "draft": str(draft), "skill": recipe.skill}), QUIET))
     return 0
 
 
 def _recipe(asked: Namespace) -> Recipe:
     if asked.mode == "copy" and (asked.skill, asked.accept_length) != (None, None):
-        raise EspalierError("--skill and --accept-length are of mode chain; in copy mode the draft cannot see the text")
+        raise EspalierError("--skill and --accept-length are for --mode chain; leave them out, or use that mode")
     skill = Recipe.skill if asked.skill is None else asked.skill
     recipe = Recipe(find_shape(asked.shape), asked.seed, asked.mode, skill, asked.reach)
     return recipe if asked.accept_length is None else recipe.with_accept_length(asked.accept_length, *asked.tree)

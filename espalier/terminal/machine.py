@@ -1,19 +1,23 @@
-"""What a measurement was made on: a figure without it says nothing."""
+"""The machine and the versions that a measurement was made on.  Figures are not comparable without them."""
 
 import os
 import platform
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 import espalier
 from espalier.cores import available_cores
 from espalier.errors import EspalierError
 
+if TYPE_CHECKING:
+    import torch
+
 
 def describe() -> dict[str, str]:
-    """Machine, interpreter and the versions that figures depend on."""
+    """Name -> text: the machine, the interpreter and the versions that figures depend on."""
+    import torch  # here, so that `--help` does not wait for it
+
     machine = {
         "machine": f"{_processor()}, {available_cores()} cores, {_memory_gib():.0f} GiB",
         "system": platform.platform(),
@@ -34,8 +38,10 @@ def header() -> str:
     return f"{gpu}{about['machine']}; torch {about['torch']}; python {about['python']}"
 
 
-def require_gpu(what: str) -> torch.device:
-    """The GPU that `what` measures.  Raises EspalierError where there is none."""
+def require_gpu(what: str) -> "torch.device":
+    """The GPU that the command `what` measures.  Raises EspalierError if there is none."""
+    import torch
+
     if not torch.cuda.is_available():
         raise EspalierError(f"{what} measures on a GPU, and there is none here; run it on a machine with one")
     return torch.device("cuda")

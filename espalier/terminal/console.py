@@ -1,4 +1,4 @@
-"""Colour and progress where there is a terminal, plain text where there is none."""
+"""Console output: colours and progress on a terminal, plain text elsewhere."""
 
 import json
 import os
@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from espalier.bench.machine import describe
 from espalier.errors import EspalierError
+from espalier.terminal.machine import describe, header
 from espalier.text import Tokenizer
 
 FROM_DRAFT = "bold green"
@@ -24,12 +23,12 @@ QUIET = "dim"
 
 class _Console(Console):
     def on_broken_pipe(self) -> NoReturn:
-        """Left to main, which ends quietly; rich would end with status 1."""
+        """main.py handles it and exits with status 0; rich would exit with 1."""
         raise BrokenPipeError
 
 
 def stdout(wrap: bool = False) -> Console:
-    """wrap: on a terminal, break lines between words instead of at its last column."""
+    """A console for stdout.  wrap: on a terminal, break lines between words instead of at the last column."""
     console = _Console(highlight=False, soft_wrap=True)
     console.soft_wrap = not (wrap and console.is_terminal)
     return console
@@ -41,7 +40,7 @@ def stderr() -> Console:
 
 @dataclass(frozen=True)
 class Signs:
-    """Characters of drawings, plain ones where the terminal's encoding has no others."""
+    """The characters for drawings: UNICODE, or ASCII if the terminal's encoding is not Unicode."""
 
     branch: str
     last: str
@@ -62,15 +61,27 @@ def signs(console: Console) -> Signs:
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """Rows of cells as columns, the first to the left, the others to the right; never cut to the terminal's width."""
+    """A table as text: the first column is left-aligned, the others right-aligned.  Lines are never truncated."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = [[cell.rjust(width) for cell, width in zip(row, widths, strict=True)] for row in rows]
     return "\n".join("  ".join(["", row[0].ljust(widths[0]), *line[1:]]) for row, line in zip(rows, lines, strict=True))
 
 
+def print_header() -> None:
+    """The machine and the versions, in one line above a table."""
+    stdout().print(Text(header(), QUIET))
+
+
+def print_table(rows: Sequence[Sequence[str]]) -> None:
+    stdout().print(Text(aligned(rows)))
+
+
 @contextmanager
 def progress(what: str, total: int) -> Iterator[Callable[[], None]]:
-    """A bar on stderr that goes away when done, nothing without a terminal; what is given advances it by one."""
+    """Show a progress bar on stderr if it is a terminal, and remove it at the end.
+
+    Yields a function that advances the bar by one.
+    """
     console = stderr()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
@@ -80,9 +91,9 @@ def progress(what: str, total: int) -> Iterator[Callable[[], None]]:
 
 @contextmanager
 def waiting(what: str) -> Iterator[None]:
-    """A line on stderr while something takes long, gone when it is done; nothing without a terminal.
+    """Show a line on stderr, if it is a terminal, while the block runs.
 
-    It does not move: what is waited for may show a bar of its own, which takes the line's place.
+    The line is static, because the block may show a progress bar in its place.
     """
     console = stderr()
     if not console.is_terminal:
@@ -96,7 +107,7 @@ def waiting(what: str) -> Iterator[None]:
 
 
 def coloured(tokenizer: Tokenizer, prompt: Sequence[int], tokens: Sequence[int], from_draft: Sequence[bool]) -> Text:
-    """The text of tokens, those that came from the draft standing out."""
+    """The text of tokens, with those from the draft in colour."""
     sink = tokenizer.sink(prompt)
     text = Text()
     for i, (token, drafted) in enumerate(zip(tokens, from_draft, strict=True)):
@@ -114,13 +125,13 @@ def read_text(flag: str, path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except OSError as error:
-        raise EspalierError(f"{flag} {path} cannot be read ({error.strerror}); give a text file") from None
+        raise EspalierError(f"{flag} {path} cannot be read ({error.strerror}); use a text file") from None
     except UnicodeDecodeError as error:
-        raise EspalierError(f"{flag} {path} cannot be read ({error}); give a text file") from None
+        raise EspalierError(f"{flag} {path} cannot be read ({error}); use a UTF-8 text file") from None
 
 
 def require_writable(flag: str, path: Path | None) -> None:
-    """Check, before anything is measured, that a file can be written there.  Raises EspalierError."""
+    """Check that a file can be written, before anything is measured.  Raises EspalierError."""
     if path is None:
         return
     folder = path.parent
@@ -132,16 +143,21 @@ def require_writable(flag: str, path: Path | None) -> None:
         wrong = "permission denied"
     else:
         return
-    raise EspalierError(f"{flag} {path} cannot be written ({wrong}); name another file")
+    raise EspalierError(f"{flag} {path} cannot be written ({wrong}); use another file")
 
 
 def write_json(path: Path | None, figures: dict[str, Any]) -> None:
-    """Figures and what they were measured on, where a path is given.  Raises EspalierError."""
+    """Write figures and the machine they were measured on, if a path is given.  Raises EspalierError.
+
+    Call it before the table is printed: printing fails if the reader of stdout has left.
+    """
     if path is None:
         return
+    import torch  # here, so that `--help` does not wait for it
+
     try:
-        # Threads are those that were measured: an engine chooses them when it is made.
+        # The engine sets the number of threads when it starts, so this is the number that was measured.
         machine = describe() | {"threads": str(torch.get_num_threads())}
         path.write_text(json.dumps({"machine": machine, **figures}, indent=1) + "\n")
     except OSError as error:
-        raise EspalierError(f"--json {path} cannot be written ({error.strerror}); name another file") from None
+        raise EspalierError(f"--json {path} cannot be written ({error.strerror}); use another file") from None

@@ -1,12 +1,11 @@
-"""The floor: which layers a round runs, with how many rows, and what is added to their time."""
+"""The roofline: which layers a round runs, with how many rows, and what is added to their time."""
 
 import pytest
 import torch
 
-from espalier.bench.floor import LinearTimes, floor, known_ms, round_attention, round_runs
 from espalier.bench.linears import SHAPES, Weights, plain, shape_named
+from espalier.bench.roofline import LinearTimes, known_ms, roofline_ms, round_attention, round_runs, table
 from espalier.bench.timing import Ceilings
-from espalier.cli.floor import table
 from espalier.cli.main import main
 from espalier.errors import EspalierError
 
@@ -53,10 +52,10 @@ def test_a_round_runs_a_level_less_than_its_steps(steps, levels):
     assert {run.rows for run in target} == {192}
 
 
-def test_the_floor_adds_the_larger_of_reading_and_computing():
+def test_the_roofline_adds_the_larger_of_reading_and_computing():
     ceilings = Ceilings(bandwidth=4e12, peak=8e14)
-    assert floor(3.5, 4e9, 0, ceilings) == pytest.approx(4.5)
-    assert floor(3.5, 4e9, 1.6e12, ceilings) == pytest.approx(5.5)
+    assert roofline_ms(3.5, 4e9, 0, ceilings) == pytest.approx(4.5)
+    assert roofline_ms(3.5, 4e9, 1.6e12, ceilings) == pytest.approx(5.5)
 
 
 def test_attention_of_a_round_reads_each_prefix_once_a_pass():
@@ -114,9 +113,9 @@ def test_plain_decoding_without_a_draft_has_no_extend():
     assert cost.kv_bytes == 2 * 1000 * 2 * 8 * 128 * 2 * 32
 
 
-def test_what_is_known_of_a_chip_stands_beside_what_is_measured():
+def test_earlier_figures_of_a_chip_are_shown_beside_new_ones():
     known = known_ms("llama-3.1-8b", "NVIDIA H200")
     assert known[64] == 4.24 and not known_ms("llama-3.1-8b", "NVIDIA L4") and not known_ms("qwen3-8b", "NVIDIA H200")
-    lines = table([LinearTimes(64, 4.452, 4.1, 15 * 10**9), LinearTimes(8, 4, 3.9, 1)], Ceilings(4e12, 8e14), known)
-    assert lines.splitlines()[1].split() == ["64", "4.45", "4.24", "+5.0%", "4.10", "3.75"]
-    assert lines.splitlines()[2].split() == ["8", "4.00", "3.90", "0.00"]
+    rows = table([LinearTimes(64, 4.452, 4.1, 15 * 10**9), LinearTimes(8, 4, 3.9, 1)], Ceilings(4e12, 8e14), known)
+    assert rows[1] == ["64", "4.45", "4.24", "+5.0%", "4.10", "3.75"]
+    assert rows[2] == ["8", "4.00", "", "", "3.90", "0.00"]

@@ -1,4 +1,4 @@
-"""`bench prefill`, `throughput` and `latency`: what is counted, on a tiny cast on the CPU, and what is refused."""
+"""`bench prefill`, `throughput` and `latency`: what is counted, on tiny synthetic models, and what is refused."""
 
 import json
 
@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from espalier.bench.engines import OfShape
+from espalier.bench.load import Arrivals, Load, Timeline, mixed, percentiles, serve
 from espalier.bench.prefill import pause, prefill, waits
-from espalier.bench.serving import Arrivals, Load, Timeline, mixed, percentiles, serve
 from espalier.cli.main import main
 from espalier.config import SpeculationConfig
 from espalier.synthetic.checkpoint import Recipe
@@ -26,20 +26,20 @@ LOAD = Load((20, 9, 33, 16, 12), (10, 24, 5, 1, 8))
 
 
 @pytest.fixture(scope="module")
-def stands() -> OfShape:
+def engines() -> OfShape:
     return OfShape(Recipe(SHAPE, skill=0.9), SETTINGS, CPU)
 
 
 @pytest.mark.parametrize("tree", [True, False], ids=["tree", "plain"])
 @pytest.mark.parametrize("arrivals", [Arrivals(), Arrivals(concurrency=2), Arrivals(rate=50.0)], ids=str)
-def test_every_request_is_served_to_its_length(stands, tree, arrivals):
-    with stands.open(tree) as stand:
-        prompts = stand.prompts(LOAD.inputs)
-        served = serve(stand.engine, prompts, LOAD, arrivals)
-        most = max(stand.watched.seen.rounds)
+def test_every_request_is_served_to_its_length(engines, tree, arrivals):
+    with engines.open(tree) as bench:
+        prompts = bench.prompts(LOAD.inputs)
+        served = serve(bench.engine, prompts, LOAD, arrivals)
+        most = max(bench.launches.rounds)
     assert [len(request.output) for request in served.requests] == list(LOAD.outputs)
-    assert all(stands.cast.follows(request.prompt, request.output) for request in served.requests)
-    assert [sum(count for _, count in each.pieces) for each in served.timelines] == list(LOAD.outputs)
+    assert all(engines.models.follows(request.prompt, request.output) for request in served.requests)
+    assert [sum(count for _, count in each.chunks) for each in served.timelines] == list(LOAD.outputs)
     assert all(each.first > 0 and min(each.gaps, default=1) > 0 for each in served.timelines)
     assert most <= (arrivals.concurrency or 4)
     throughput, latency = served.throughput(), served.latency()
@@ -68,11 +68,11 @@ def test_mixed_lengths_lie_between_their_bounds():
     assert load == mixed(500, (3, 5), (7, 7)) != mixed(500, (3, 5), (7, 7), seed=1)
 
 
-def test_prefill_counts_its_passes_and_who_waits(stands):
-    with stands.open(True) as stand:
-        one = prefill(stand, 1, 100, None)
-        many = prefill(stand, 4, 8, None)
-        waited = pause(stand, 2, 12, 120)
+def test_prefill_counts_its_passes_and_who_waits(engines):
+    with engines.open(True) as bench:
+        one = prefill(bench, 1, 100, None)
+        many = prefill(bench, 4, 8, None)
+        waited = pause(bench, 2, 12, 120)
     assert (one.passes, one.rounds, one.linear_ms) == (7, 0, None)
     assert one.tokens_per_second == pytest.approx(100 / one.ms * 1e3)
     assert many.passes == 4  # a pass of 16 rows holds one chunk of the narrowest width
@@ -86,9 +86,9 @@ def test_a_wait_lasts_from_the_last_token_before_to_the_first_after():
 
 @pytest.mark.parametrize("command", ["prefill", "throughput", "latency"])
 def test_a_named_shape_is_measured_by_command(command, monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr("espalier.cli.shaped.find_shape", lambda name: SHAPE)
-    monkeypatch.setattr("espalier.cli.serving.require_gpu", lambda what: CPU)
-    monkeypatch.setattr("espalier.cli.serving.FloorBench", lambda shape: None)
+    monkeypatch.setattr("espalier.bench.synthetic_models.find_shape", lambda name: SHAPE)
+    monkeypatch.setattr("espalier.bench.engines.require_gpu", lambda what: CPU)
+    monkeypatch.setattr("espalier.bench.prefill.Roofline", lambda shape: None)
     file = tmp_path / "figures.json"
     load = ["--requests", "3", "--input", "4,9", "--output", "3,6"]
     more = ["--prompts", "1x40", "2x9", "--running", "2"] if command == "prefill" else load

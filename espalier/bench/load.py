@@ -1,5 +1,9 @@
-"""A load served offline: requests that arrive at once, at a rate or as others finish; when each token came."""
+"""Serves a load offline and records when each token came.
 
+Requests arrive all at once, at a rate, or each as another finishes.  `bench throughput` and `bench latency` report it.
+"""
+
+from argparse import ArgumentParser, Namespace
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -9,15 +13,22 @@ from typing import Any
 
 import torch
 
+from espalier.bench import engines
+from espalier.config import ResolvedConfig
 from espalier.engine.engine import Engine
 from espalier.request import Request, SamplingParams
+from espalier.terminal.flags import require_at_least_one
 
 PERCENTILES = (50, 90, 99)
+# Defaults: {True: of a named shape on a GPU, False: of a model}.  A bundled model is small.
+INPUTS = {True: (128, 2048), False: (16, 128)}
+OUTPUTS = {True: (64, 512), False: (16, 64)}
+REQUESTS = {True: 128, False: 8}
 
 
 @dataclass(frozen=True)
 class Load:
-    """Tokens of each prompt and of each output, in order of arrival."""
+    """Number of tokens of each prompt and of each output, in order of arrival."""
 
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
@@ -28,7 +39,7 @@ class Load:
 
 
 def mixed(count: int, inputs: tuple[int, int], outputs: tuple[int, int], seed: int = 0) -> Load:
-    """Lengths drawn evenly between the bounds, both included."""
+    """A load of `count` requests with lengths drawn uniformly between the bounds, both included."""
     generator = torch.Generator().manual_seed(seed)
 
     def drawn(low: int, high: int) -> tuple[int, ...]:
@@ -39,14 +50,17 @@ def mixed(count: int, inputs: tuple[int, int], outputs: tuple[int, int], seed: i
 
 @dataclass(frozen=True)
 class Arrivals:
-    """concurrency: requests at once, the next entering as one finishes; rate: requests a second, whose distances are
-    exponential; neither: all at once."""
+    """When requests arrive.
+
+    concurrency: requests at once; the next arrives when one finishes.  rate: requests a second, as a Poisson process.
+    Neither: all at once.
+    """
 
     concurrency: int | None = None
     rate: float | None = None
 
     def due(self, count: int) -> list[float]:
-        """Seconds from the start at which each arrives."""
+        """The time at which each request arrives, in seconds from the start."""
         if self.rate is None:
             return [0.0] * count
         generator = torch.Generator().manual_seed(0)
@@ -56,30 +70,31 @@ class Arrivals:
 
 @dataclass
 class Timeline:
-    """One request.  due: when it arrived; pieces: (when, tokens) as they came."""
+    """One request.  due: when it arrived; chunks: (time, number of tokens) of each output chunk."""
 
     due: float
-    pieces: list[tuple[float, int]] = field(default_factory=list)
+    chunks: list[tuple[float, int]] = field(default_factory=list)
 
     @property
     def first(self) -> float:
-        return self.pieces[0][0] - self.due
+        """Seconds to the first token."""
+        return self.chunks[0][0] - self.due
 
     @property
     def gaps(self) -> list[float]:
-        """Between one piece and the next: what a reader waits for."""
-        return [after[0] - before[0] for before, after in pairwise(self.pieces)]
+        """Seconds between one chunk and the next, as a reader sees them."""
+        return [after[0] - before[0] for before, after in pairwise(self.chunks)]
 
     @property
     def per_token(self) -> float | None:
-        """Seconds a token after the first piece; None where there is no more."""
-        later = sum(count for _, count in self.pieces[1:])
-        return (self.pieces[-1][0] - self.pieces[0][0]) / later if later else None
+        """Mean seconds a token after the first chunk; None if there is only one chunk."""
+        later = sum(count for _, count in self.chunks[1:])
+        return (self.chunks[-1][0] - self.chunks[0][0]) / later if later else None
 
 
 @dataclass(frozen=True)
 class Served:
-    """seconds: from the first arrival to the last token."""
+    """A load after it ran.  seconds: from the first arrival to the last token."""
 
     load: Load
     seconds: float
@@ -104,7 +119,7 @@ class Served:
         }
 
     def latency(self) -> dict[str, Any]:
-        """ms, by percentile: to the first token; between pieces of one request; a token of one request."""
+        """Percentiles in ms: to the first token, between the chunks of a request, and a token of a request."""
         per_token = [each.per_token for each in self.timelines]
         return {
             "requests": len(self.requests),
@@ -117,7 +132,7 @@ class Served:
 
 
 def percentiles(seconds: Sequence[float]) -> dict[str, float] | None:
-    """ms, the nearest that occurred; None of nothing."""
+    """Nearest-rank percentiles in ms; None if there are no values."""
     if not seconds:
         return None
     order = sorted(seconds)
@@ -125,16 +140,16 @@ def percentiles(seconds: Sequence[float]) -> dict[str, float] | None:
 
 
 def serve(engine: Engine, prompts: Sequence[Sequence[int]], load: Load, arrivals: Arrivals) -> Served:
-    """Greedy, each request to its length."""
+    """Run the load: greedy, each request to its full output length."""
     begun = perf_counter()
     due = [begun + at for at in arrivals.due(len(prompts))]
     timelines = [Timeline(at) for at in due]
     requests = [_request(i, prompt, count) for i, (prompt, count) in enumerate(zip(prompts, load.outputs, strict=True))]
     waiting = deque(requests)
     running = 0
-    most = arrivals.concurrency or len(requests)
+    max_running = arrivals.concurrency or len(requests)
     while waiting or engine.has_work:
-        while waiting and running < most and perf_counter() >= due[waiting[0].arrival]:
+        while waiting and running < max_running and perf_counter() >= due[waiting[0].arrival]:
             request = waiting.popleft()
             if arrivals.rate is None:
                 timelines[request.arrival].due = perf_counter()
@@ -143,13 +158,48 @@ def serve(engine: Engine, prompts: Sequence[Sequence[int]], load: Load, arrivals
         if not engine.has_work:
             sleep(max(0.0, due[waiting[0].arrival] - perf_counter()))
             continue
-        for piece in engine.step():
-            if piece.token_ids:
-                timelines[int(piece.request_id)].pieces.append((perf_counter(), len(piece.token_ids)))
-            running -= piece.finish_reason is not None
+        for chunk in engine.step():
+            if chunk.token_ids:
+                timelines[int(chunk.request_id)].chunks.append((perf_counter(), len(chunk.token_ids)))
+            running -= chunk.finish_reason is not None
     return Served(load, perf_counter() - begun, requests, timelines)
 
 
 def _request(index: int, prompt: Sequence[int], num_tokens: int) -> Request:
     params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True).resolve({}, ())
     return Request(str(index), list(prompt), params, seed=index, arrival=index)
+
+
+def add_flags(parser: ArgumentParser) -> None:
+    engines.add_flags(parser)
+    parser.add_argument("--requests", type=int, metavar="N", help="requests to serve (128; of a model 8)")
+    parser.add_argument("--input", type=_bounds, metavar="N,N", help="shortest and longest prompt")
+    parser.add_argument("--output", type=_bounds, metavar="N,N", help="shortest and longest output")
+
+
+def _bounds(text: str) -> tuple[int, int]:
+    low, high = (int(part) for part in text.split(","))
+    if not 1 <= low <= high:
+        raise ValueError
+    return low, high
+
+
+_bounds.__name__ = "two whole numbers, the smaller first"
+
+
+def tree_and_plain(asked: Namespace, arrivals: Arrivals) -> tuple[dict[str, Served], ResolvedConfig]:
+    """The load of the flags, served with the "tree" and "plain", each after a warm-up.  The config is the tree's."""
+    require_at_least_one(asked, "requests")
+    named = asked.shape is not None
+    load = mixed(asked.requests or REQUESTS[named], asked.input or INPUTS[named], asked.output or OUTPUTS[named])
+    batch = min(len(load.inputs), arrivals.concurrency or 64)
+    made = engines.engines_of(asked, batch, load.longest + 2, max_context=load.longest)
+    served, configs = {}, []
+    for name, tree in (("tree", True), ("plain", False)):
+        with made.open(tree) as bench:
+            prompts = bench.prompts(load.inputs)
+            warm_up = Load(load.inputs[:batch], (8,) * batch)
+            serve(bench.engine, prompts[:batch], warm_up, Arrivals())
+            served[name] = serve(bench.engine, prompts, load, arrivals)
+            configs.append(bench.config)
+    return served, configs[0]

@@ -1,0 +1,36 @@
+"""`espalier bench latency`: time to the first token and between tokens under a mixed load, with the tree and plain."""
+
+from argparse import ArgumentParser, Namespace
+
+from espalier.bench import load
+from espalier.bench.engines import about
+from espalier.bench.load import Arrivals, tree_and_plain
+from espalier.errors import require_number
+from espalier.terminal.console import print_table, write_json
+from espalier.terminal.flags import require_at_least_one
+
+
+def add_flags(parser: ArgumentParser) -> None:
+    load.add_flags(parser)
+    arrivals = parser.add_mutually_exclusive_group()
+    arrivals.add_argument("--concurrency", type=int, metavar="N", help="requests at once, constantly (4)")
+    arrivals.add_argument("--rate", type=float, metavar="X", help="requests a second, as a Poisson process")
+
+
+def run(asked: Namespace) -> int:
+    if asked.rate is not None:
+        require_number("--rate", asked.rate, lambda rate: rate > 0, "more than 0")
+    require_at_least_one(asked, "concurrency")
+    concurrency = None if asked.rate else asked.concurrency or 4
+    served, config = tree_and_plain(asked, Arrivals(concurrency, asked.rate))
+    figures = {name: each.latency() for name, each in served.items()}
+    arrivals = {"concurrency": concurrency, "rate": asked.rate}
+    write_json(asked.json, {**about(asked, config), **arrivals, **figures})
+    rows = [["ms", "p50", "p90", "p99"]]
+    for times in ("ttft_ms", "between_pieces_ms", "per_token_ms"):
+        for name, each in figures.items():
+            percentiles = [f"{value:.1f}" for value in (each[times] or {}).values()]
+            title = f"{times.removesuffix('_ms').replace('_', ' ')}, {name}"
+            rows.append([title, *(percentiles or [""] * 3)])
+    print_table(rows)
+    return 0

@@ -1,0 +1,192 @@
+"""The roofline of a round: the least time that its linear layers and its attention can take on this GPU.
+
+    roofline = fastest linear layers found for those rows, as one CUDA graph
+               + max(K/V bytes / measured bandwidth, attention FLOPs / measured bf16 peak)
+
+Everything is measured on the device in the same run.  For comparison, weight bytes / bandwidth is given too; no kernel
+reaches it.  `espalier bench floor` prints the part of the linear layers.
+"""
+
+from argparse import ArgumentParser, Namespace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from types import MappingProxyType
+
+import torch
+from rich.text import Text
+from torch import Tensor
+
+from espalier.bench.linears import SHAPES, ModelShape, Run, Weights, plain, shape_named
+from espalier.bench.timing import SECONDS, TURNS, Ceilings, Stopwatch
+from espalier.kernels.layers.linear import linear
+from espalier.kernels.layers.linear_tuning import DENSE, plans_for
+from espalier.terminal.console import print_header, print_table, require_writable, stdout, write_json
+from espalier.terminal.flags import add_json_flag, positive_numbers
+from espalier.terminal.machine import require_gpu
+
+# ms of cuBLAS alone in an earlier run, by (shape, GPU) and rows.  Printed for comparison with new figures.
+KNOWN_MS = MappingProxyType(
+    {
+        ("llama-3.1-8b", "H200"): MappingProxyType(
+            {1: 3.89, 16: 4.00, 32: 4.09, 64: 4.24, 128: 4.62, 256: 6.96, 512: 12.07}
+        )
+    }
+)
+
+
+@dataclass(frozen=True)
+class LinearTimes:
+    """ms of a chain of linear layers: by F.linear, and by the fastest found (our kernels where the plans say so)."""
+
+    rows: int
+    cublas_ms: float
+    fastest_ms: float
+    weight_bytes: int
+
+
+@dataclass(frozen=True)
+class RoundRoofline:
+    """ms: of a whole round; of its linear layers alone; of reading the weights at full bandwidth."""
+
+    ms: float
+    linear_ms: float
+    weight_bytes_ms: float
+
+
+def roofline_ms(linear_ms: float, kv_bytes: float, attention_flops: float, ceilings: Ceilings) -> float:
+    """The roofline of a round.  kv_bytes: K and V that its passes read, each request's prefix once a pass;
+    attention_flops: of the same passes."""
+    return linear_ms + 1e3 * max(kv_bytes / ceilings.bandwidth, attention_flops / ceilings.peak)
+
+
+def known_ms(shape: str, gpu: str) -> Mapping[int, float]:
+    """KNOWN_MS by rows, of a named shape on a GPU of this name; empty if there is none."""
+    return next((known for (name, chip), known in KNOWN_MS.items() if name == shape and chip in gpu), {})
+
+
+def round_runs(
+    shape: ModelShape, batch: int, steps: int, topk: int, num_draft_tokens: int, drafts: bool = True
+) -> tuple[tuple[Run, ...], tuple[Run, ...]]:
+    """(the target's pass over the trees, the draft's passes) of a round.
+
+    The draft runs steps - 1 levels of beams, and the extend, whose lm_head runs at the roots only.  steps=0 is plain
+    decoding: the draft still extends, unless drafts=False.
+    """
+    target = shape.target_pass(batch * num_draft_tokens)
+    if not drafts:
+        return target, ()
+    extended = batch * (steps + 1)
+    level = shape.draft_pass(batch * topk)
+    draft = (*(run for _ in range(1, steps) for run in level), *shape.draft_pass(extended, batch, extended))
+    return target, draft
+
+
+@dataclass(frozen=True)
+class AttentionCost:
+    """What attention reads and computes in the passes of a round.  K and V take two bytes a number."""
+
+    kv_bytes: float
+    flops: float
+
+
+def round_attention(
+    shape: ModelShape, batch: int, context: float, steps: int, topk: int, num_draft_tokens: int, drafts: bool = True
+) -> AttentionCost:
+    """The attention of the passes of `round_runs`.  Each pass reads a request's prefix of `context` tokens once.  The
+    nodes are left out: they are few compared with the prefix."""
+    levels = max(steps - 1, 0)
+    # (layers, passes, queries a request)
+    draft = ((1, levels, topk), (1, 1, steps + 1)) if drafts else ()
+    passes = ((shape.layers, 1, num_draft_tokens), *draft)
+    size = batch * context * shape.head_size
+    kv_bytes = sum(layers * count * 4 * shape.kv_heads * size for layers, count, _ in passes)
+    flops = sum(layers * count * queries * 4 * shape.heads * size for layers, count, queries in passes)
+    return AttentionCost(kv_bytes, flops)
+
+
+class Roofline:
+    """Holds one set of weights of a shape, the target's and the draft's, and measures passes over them."""
+
+    def __init__(self, shape: ModelShape, dtype: torch.dtype = torch.bfloat16) -> None:
+        self.shape = shape
+        self.device = require_gpu("the floor")
+        self.weights = Weights(dtype, self.device)
+        self.stopwatch = Stopwatch()
+        # By (batch, tree): context and page size do not change the linear layers.
+        self._linear_times: dict[tuple[int, tuple[int, int, int, bool]], LinearTimes] = {}
+
+    def ceilings(self) -> Ceilings:
+        return self.stopwatch.ceilings(self.device)
+
+    def target(self, rows: int) -> LinearTimes:
+        return self.linears(self.shape.target_pass(rows), rows)
+
+    def linears(self, runs: Sequence[Run], rows: int) -> LinearTimes:
+        """Time the runs as one CUDA graph, by F.linear and as the engine multiplies."""
+        chains = [self.weights.chain(runs, multiply) for multiply in (plain, as_engine)]
+        cublas, ours = self.stopwatch.ms(chains, TURNS, SECONDS)
+        return LinearTimes(rows, cublas, min(cublas, ours), sum(run.weight_bytes for run in runs))
+
+    def round(
+        self,
+        batch: int,
+        context: float,
+        steps: int,
+        topk: int,
+        num_draft_tokens: int,
+        ceilings: Ceilings,
+        drafts: bool = True,
+    ) -> RoundRoofline:
+        """The roofline of a round of this layout.
+
+        context: mean tokens of a request; ceilings: measured in the same run; drafts: False if there is no draft.
+        """
+        layout = (steps, topk, num_draft_tokens, drafts)
+        target, draft = round_runs(self.shape, batch, *layout)
+        if (batch, layout) not in self._linear_times:
+            self._linear_times[batch, layout] = self.linears((*draft, *target), batch * num_draft_tokens)
+        times = self._linear_times[batch, layout]
+        cost = round_attention(self.shape, batch, context, *layout)
+        total = roofline_ms(times.fastest_ms, cost.kv_bytes, cost.flops, ceilings)
+        return RoundRoofline(total, times.fastest_ms, 1e3 * times.weight_bytes / ceilings.bandwidth)
+
+
+def as_engine(x: Tensor, weight: Tensor) -> Tensor:
+    """Multiply as the engine does on this GPU."""
+    plans = plans_for((weight.shape[0], weight.shape[1]), DENSE, weight.dtype, weight)
+    return plain(x, weight) if plans is None else linear(x, weight, None, plans.at(len(x)))
+
+
+def add_flags(parser: ArgumentParser) -> None:
+    parser.add_argument("--shape", default="llama-3.1-8b", metavar="X", help=f"one of {', '.join(SHAPES)}")
+    parser.add_argument(
+        "--rows", default="1,16,32,64,128,256,512", metavar="N,N", help="rows of a verify pass (1 to 512, doubling)"
+    )
+    add_json_flag(parser)
+
+
+def run(asked: Namespace) -> int:
+    """`espalier bench floor`."""
+    rows = positive_numbers("--rows", asked.rows, "1,16,64")
+    require_writable("--json", asked.json)
+    roofline = Roofline(shape_named(asked.shape))
+    print_header()
+    ceilings = roofline.ceilings()
+    times = [roofline.target(count) for count in rows]
+    known = known_ms(asked.shape, torch.cuda.get_device_name())
+    passes = [{**asdict(each), "known_ms": known.get(each.rows)} for each in times]
+    write_json(asked.json, {"shape": asked.shape, "ceilings": asdict(ceilings), "passes": passes})
+    stdout().print(Text(f"read {ceilings.bandwidth / 1e12:.2f} TB/s; bf16 product {ceilings.peak / 1e12:.0f} TFLOP/s"))
+    print_table(table(times, ceilings, known))
+    return 0
+
+
+def table(times: Sequence[LinearTimes], ceilings: Ceilings, known: Mapping[int, float]) -> list[list[str]]:
+    """known: KNOWN_MS by rows, of this shape and GPU."""
+    rows = [["rows", "F.linear, ms", "known, ms", "differs", "fastest, ms", "weight bytes / bandwidth, ms"]]
+    for each in times:
+        bytes_ms = 1e3 * each.weight_bytes / ceilings.bandwidth
+        before = known.get(each.rows)
+        compared = ("", "") if before is None else (f"{before:.2f}", f"{each.cublas_ms / before - 1:+.1%}")
+        rows.append([f"{each.rows}", f"{each.cublas_ms:.2f}", *compared, f"{each.fastest_ms:.2f}", f"{bytes_ms:.2f}"])
+    return rows

@@ -1,0 +1,125 @@
+"""Starts the server for measurements: the command that users type, in its own process."""
+
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from espalier.config import SpeculationConfig
+from espalier.errors import EspalierError
+
+START_S = 600.0
+# A server drains for at most a minute, and then closes in less than another.
+STOP_S = 120.0
+NAME = "measured"
+JSON = {"content-type": "application/json"}
+
+
+@dataclass(frozen=True)
+class Server:
+    """A running server: its port, the process of its HTTP front, and the process of its engine."""
+
+    port: int
+    pid: int
+    engine_pid: int
+
+    def post(self, path: str, body: Mapping[str, Any]) -> tuple[int, bytes]:
+        """(status, body) of the response."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=START_S)
+        try:
+            connection.request("POST", path, json.dumps(body), JSON)
+            answer = connection.getresponse()
+            return answer.status, answer.read()
+        finally:
+            connection.close()
+
+    def metrics(self) -> dict[str, float]:
+        """The samples of /metrics, by name with labels."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=START_S)
+        try:
+            connection.request("GET", "/metrics")
+            lines = connection.getresponse().read().decode().splitlines()
+        finally:
+            connection.close()
+        return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines if line[0] != "#")}
+
+
+def flags_of(settings: Mapping[str, Any]) -> list[str]:
+    """Command-line flags for these engine settings."""
+    flags = []
+    for name, value in settings.items():
+        if isinstance(value, SpeculationConfig):
+            flags += flags_of({key: each for key, each in asdict(value).items() if each != "auto"})
+        elif name != "model":
+            flag = name.replace("_", "-")
+            if isinstance(value, bool):
+                flags.append(f"--{flag}" if value else f"--no-{flag}")
+            else:
+                flags += [f"--{flag}", json.dumps(value) if isinstance(value, dict) else str(value)]
+    return flags
+
+
+@contextmanager
+def serving(settings: Mapping[str, Any], *flags: str) -> Iterator[Server]:
+    """Start a server, wait until it has loaded its model, and stop it at the end of the block.
+
+    Raises EspalierError with the end of its log if it does not start.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    model = [str(settings["model"])] if "model" in settings else []
+    address = ["--port", str(port), "--served-model-name", NAME]
+    command = [sys.executable, "-m", "espalier", "serve", *model, *address, *flags_of(settings), *flags]
+    with tempfile.TemporaryFile("w+") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log)
+        try:
+            _wait(process, port, log)
+            children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+            yield Server(port, process.pid, int(children[0]))
+        finally:
+            stop(process)
+
+
+def stop(process: subprocess.Popen[bytes], seconds: float = STOP_S) -> None:
+    """Send SIGTERM and wait.  A server that still runs after `seconds` is killed, its engine with it; that raises
+    EspalierError."""
+    if process.poll() is None:
+        process.send_signal(signal.SIGTERM)
+    try:
+        process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+        raise EspalierError(f"the server (pid {process.pid}) did not leave within {seconds:g} s of SIGTERM") from None
+
+
+def _wait(process: subprocess.Popen[bytes], port: int, log: Any) -> None:
+    end = time.monotonic() + START_S
+    while process.poll() is None and time.monotonic() < end:
+        try:
+            with socket.create_connection(("127.0.0.1", port)):
+                return
+        except OSError:
+            time.sleep(0.05)
+    log.seek(0)
+    raise EspalierError(f"the server did not start: {' '.join(log.read()[-500:].split())}")
+
+
+def exists(pid: int) -> bool:
+    """Whether a process runs.  A zombie does not."""
+    try:
+        os.kill(pid, 0)
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

@@ -1,0 +1,27 @@
+"""`espalier bench throughput`: tokens a second of a mixed load that arrives at once, with the tree and plain."""
+
+from argparse import Namespace
+
+from espalier.bench.engines import about
+from espalier.bench.load import Arrivals, add_flags, tree_and_plain
+from espalier.terminal.console import print_table, write_json
+
+__all__ = ["add_flags", "run"]
+
+FORMATS = (
+    ("seconds", "{:.2f}"),
+    ("tokens_in_per_second", "{:.0f}"),
+    ("tokens_out_per_second", "{:.0f}"),
+    ("accept_length", "{:.2f}"),
+)
+
+
+def run(asked: Namespace) -> int:
+    served, config = tree_and_plain(asked, Arrivals())
+    figures = {name: each.throughput() for name, each in served.items()}
+    write_json(asked.json, {**about(asked, config), **figures})
+    lines = [
+        [name.replace("_", " "), *(form.format(each[name]) for each in figures.values())] for name, form in FORMATS
+    ]
+    print_table([["", *figures], *lines])
+    return 0

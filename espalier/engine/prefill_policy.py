@@ -1,0 +1,59 @@
+"""Which tokens the next prefill pass enters.
+
+A pass runs pieces: runs of one request's tokens, all padded to one width.  A request may have several pieces in a pass,
+so a small width leaves little padding, and a large one makes few pieces.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from espalier.layout import RoundLayout
+
+# The cost of a pass beside its rows, in rows: a GPU reads the weights once in the time of some 150 rows (its peak over
+# its bandwidth, in bfloat16), and a round may run before the next pass.
+PASS_OVERHEAD_ROWS = 256
+# Of the widths that enter nearly as many tokens a second as the best one, the largest is used: it makes few pieces.
+NEAR_BEST = 0.95
+
+
+class PrefillPass(NamedTuple):
+    """lengths: tokens of each request that the pass enters, oldest request first; width: rows of a piece."""
+
+    lengths: tuple[int, ...]
+    width: int
+
+    @property
+    def rows(self) -> int:
+        """Rows that the pass runs, padding included."""
+        return sum(-(-length // self.width) for length in self.lengths) * self.width
+
+
+# The pass of a launch that runs a round.
+NO_PREFILL = PrefillPass((), 0)
+
+
+def next_pass(layout: RoundLayout, left: Sequence[int], max_rows: int) -> PrefillPass:
+    """The pass that enters the most tokens a second.
+
+    left: tokens that each request still has to enter, oldest first; max_rows: of the pass, at most chunk_size.
+    """
+    passes = [_pass_of(left, width, max_rows) for width in layout.chunk_widths if width <= max_rows]
+    rates = [sum(made.lengths) / (PASS_OVERHEAD_ROWS + made.rows) for made in passes]
+    return next(made for made, rate in reversed([*zip(passes, rates, strict=True)]) if rate >= NEAR_BEST * max(rates))
+
+
+def _pass_of(left: Sequence[int], width: int, max_rows: int) -> PrefillPass:
+    """Whole pieces of each request in turn, as long as they fit."""
+    lengths, pieces_left = [], max_rows // width
+    for tokens in left:
+        if not pieces_left:
+            break
+        lengths.append(min(tokens, pieces_left * width))
+        pieces_left -= -(-lengths[-1] // width)
+    return PrefillPass(tuple(lengths), width)
+
+
+def pieces_of(made: PrefillPass) -> tuple[tuple[int, int], ...]:
+    """(request, offset of its first token) of each piece, request after request.  Empty if each request has one."""
+    pieces = tuple((r, at) for r, length in enumerate(made.lengths) for at in range(0, length, made.width))
+    return pieces if len(pieces) > len(made.lengths) else ()

@@ -1,0 +1,64 @@
+"""The launch configuration of the Triton attention kernel (kernels/attention/tree_attention.py)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from espalier.kernels.runtime.launch import Chip, power_of_two
+
+
+@dataclass(frozen=True)
+class TritonConfig:
+    """Launch configuration.  block_m: packed queries of a tile; block_n, block_r: committed and staged rows per step;
+    programs_per_processor: programs of the persistent grid per multiprocessor."""
+
+    block_m: int
+    block_n: int
+    block_r: int
+    warps: int
+    stages: int
+    programs_per_processor: int
+
+    def shared_bytes(self, on: Chip, k_bytes: int, v_bytes: int) -> int:
+        """Estimated shared memory in bytes: queries, the rows of the stages, and weights.
+
+        From Hopper on, a product reads its weights from registers, and each stage needs a buffer of its own.
+        """
+        step = self.block_n * (k_bytes + v_bytes)
+        if self.block_m >= 64 and on.capability >= (9, 0):
+            return self.block_m * k_bytes + self.stages * step
+        return self.block_m * (k_bytes + 2 * self.block_n) + max(self.stages - 1, 1) * step
+
+
+def choose_config(
+    on: Chip, packed_queries: int, rows: int, k_size: int, v_size: int, dtype: torch.dtype, one_wave: bool = False
+) -> TritonConfig:
+    """The configuration that was fastest on an H200 (docs/log.md); fewer stages, then fewer rows, on a smaller chip.
+
+    packed_queries: queries times heads of one KV head; rows: staged rows.  one_wave: all splits run at the same time
+    (small batch), so the latency of one split counts more than how many fit on a multiprocessor.
+    """
+    k_bytes, v_bytes = (max(16, power_of_two(size)) * dtype.itemsize for size in (k_size, v_size))
+    large = k_bytes + v_bytes > 512
+    if dtype == torch.float32:
+        # IEEE float32 runs without tensor cores: larger tiles would spill registers.
+        n = 16 if k_bytes + v_bytes > 1024 else 32
+        return TritonConfig(16, n, n, 4, 1, 2) if packed_queries <= 16 else TritonConfig(32, n, n, 8, 1, 2)
+    if packed_queries <= 16 and not large:
+        config = TritonConfig(16, 64, 64, 4, 2, 4) if one_wave else TritonConfig(16, 32, 32, 2, 4, 4)
+    elif packed_queries <= 64 or large:
+        # From Hopper on, a product with 64 queries needs no exchange between warps: it is faster than one with 32.
+        block_m = 64 if on.capability >= (9, 0) else min(64, max(16, power_of_two(packed_queries)))
+        config = TritonConfig(block_m, 32 if large else 64, 64, 8 if large else 4, 3, 2)
+    else:
+        config = TritonConfig(128, 64, 64, 8, 4, 1)
+    for min_stages, min_rows in ((3, 32), (2, 16)):
+        while config.stages > min_stages and config.shared_bytes(on, k_bytes, v_bytes) > on.shared_memory:
+            config = replace(config, stages=config.stages - 1)
+        while config.block_n > min_rows and config.shared_bytes(on, k_bytes, v_bytes) > on.shared_memory:
+            config = replace(config, block_n=config.block_n // 2)
+    programs = min(config.programs_per_processor, max(1, on.shared_memory // config.shared_bytes(on, k_bytes, v_bytes)))
+    block_r = min(config.block_n, max(16, power_of_two(rows)))
+    return replace(config, block_r=block_r, programs_per_processor=programs)

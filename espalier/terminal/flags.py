@@ -1,0 +1,181 @@
+"""Generates flags from the fields of EngineConfig, SpeculationConfig and SamplingParams."""
+
+import json
+import types
+from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError, BooleanOptionalAction, Namespace, _ArgumentGroup
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import Field, fields
+from pathlib import Path
+from typing import Any, Union, get_args, get_origin
+
+from espalier.config import EngineConfig, SpeculationConfig, is_open
+from espalier.errors import EspalierError
+from espalier.request import SamplingParams
+
+NOT_GIVEN = None
+
+
+def add_engine_flags(parser: ArgumentParser, leave_out: Collection[str] = ()) -> None:
+    """Add the flags of EngineConfig, and those of SpeculationConfig in place of the field `speculation`."""
+    engine = parser.add_argument_group("engine (with 'auto' the engine chooses)")
+    for f in fields(EngineConfig):
+        if f.name not in ("speculation", *leave_out):
+            _add(engine, f)
+    tree = parser.add_argument_group("speculation")
+    for f in fields(SpeculationConfig):
+        _add(tree, f)
+
+
+def add_json_flag(parser: ArgumentParser) -> None:
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there as well")
+
+
+def add_sampling_flags(parser: ArgumentParser) -> None:
+    """Add the flags of SamplingParams."""
+    sampling = parser.add_argument_group("sampling (defaults come from the model's generation_config.json)")
+    for f in fields(SamplingParams):
+        _add(sampling, f)
+
+
+def engine_settings(args: Namespace) -> dict[str, Any]:
+    """The keywords of LLM from the flags that were given."""
+    given = _given(args, EngineConfig)
+    tree = _given(args, SpeculationConfig)
+    return {**given, "speculation": SpeculationConfig(**tree)} if tree else given
+
+
+def given_flags(args: Namespace) -> list[str]:
+    """Names of the fields of EngineConfig and SpeculationConfig whose flags were given."""
+    return [*_given(args, EngineConfig), *_given(args, SpeculationConfig)]
+
+
+def sized(settings: Mapping[str, Any], defaults: Mapping[str, Any], **minimum: int) -> dict[str, Any]:
+    """The settings, with `defaults` for those that are "auto".
+
+    minimum: smallest value by setting.  Raises EspalierError for a smaller one.
+    """
+    for name, low in minimum.items():
+        given: Any = settings.get(name)
+        if not is_open(given) and given < low:
+            raise EspalierError(
+                f"{flag_of(name)}={given} is too small for this measurement; use {low} or more, or leave it out"
+            )
+    return {
+        **defaults,
+        **{name: value for name, value in settings.items() if name not in defaults or not is_open(value)},
+    }
+
+
+def sampling_params(args: Namespace) -> SamplingParams:
+    """SamplingParams from the flags that were given."""
+    return SamplingParams(**_given(args, SamplingParams))
+
+
+def whole_numbers(text: str) -> list[int]:
+    """The type of a flag that takes N,N."""
+    return [int(part) for part in text.split(",")]
+
+
+whole_numbers.__name__ = "list of whole numbers"
+
+
+def positive_numbers(flag: str, text: str, example: str) -> list[int]:
+    """The numbers of N,N, which are 1 or more.  Raises EspalierError, naming the flag."""
+    numbers = [int(part) for part in text.split(",") if part.isdecimal()]
+    if not numbers or min(numbers) < 1 or ",".join(map(str, numbers)) != text:
+        raise EspalierError(f"{flag}={text} is not supported; use whole numbers, 1 or more, such as {example}")
+    return numbers
+
+
+def require_at_least_one(asked: Namespace, *names: str) -> None:
+    """Raises EspalierError for a flag that was given with a number below 1.  A list is checked whole."""
+    for name in names:
+        value = getattr(asked, name)
+        if value is not None and min(value if isinstance(value, list) else [value]) < 1:
+            raise EspalierError(f"{flag_of(name)}={value} is not supported; use 1 or more")
+
+
+def flag_of(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _given(args: Namespace, config: type) -> dict[str, Any]:
+    names = [f.name for f in fields(config)]
+    return {
+        name: value for name in names if (value := getattr(args, _destination(config, name), None)) is not NOT_GIVEN
+    }
+
+
+def _destination(config: type, name: str) -> str:
+    """The name of a flag's value, with the class: two classes may have fields of one name."""
+    return f"{config.__name__}.{name}"
+
+
+def _add(group: _ArgumentGroup, f: Field) -> None:
+    kinds = _kinds(f.type)
+    config = next(c for c in (EngineConfig, SpeculationConfig, SamplingParams) if f in fields(c))
+    about = SUPPRESS if f.metadata.get("hidden") else f.metadata["help"]
+    how: dict[str, Any] = {"dest": _destination(config, f.name), "default": NOT_GIVEN, "help": about}
+    if bool in kinds:
+        group.add_argument(flag_of(f.name), action=BooleanOptionalAction, **how)
+    elif Sequence in kinds:
+        group.add_argument(flag_of(f.name), action="append", type=_element(f.type), metavar="X", **how)
+    else:
+        group.add_argument(flag_of(f.name), type=_reader(f, kinds), metavar=_metavar(f, kinds), **how)
+
+
+def _metavar(f: Field, kinds: set[Any]) -> str:
+    if choices := f.metadata.get("choices"):
+        return "{" + ",".join(choices) + "}"
+    if {Mapping, str} <= kinds:
+        return "FILE|JSON"
+    return "JSON" if Mapping in kinds else "N" if int in kinds else "X"
+
+
+def _reader(f: Field, kinds: set[Any]) -> Callable[[str], Any]:
+    if Mapping in kinds:
+        read = _mapping_reader(int if f.name == "logit_bias" else str)
+        return _either(read) if str in kinds else read
+    if int in kinds:
+        return _number(int, f.default == "auto")
+    if float in kinds:
+        return _number(float, False)
+    return str
+
+
+def _number(kind: type, auto: bool) -> Callable[[str], Any]:
+    def read(text: str) -> Any:
+        return text if auto and text == "auto" else kind(text)
+
+    read.__name__ = "whole number" if kind is int else "number"
+    return read
+
+
+def _mapping_reader(key: type) -> Callable[[str], dict[Any, Any]]:
+    def read(text: str) -> dict[Any, Any]:
+        try:
+            return {key(name): value for name, value in json.loads(text).items()}
+        except (ValueError, AttributeError):
+            raise ArgumentTypeError(f"{text!r} is not a JSON object, such as '{{\"name\": 1}}'") from None
+
+    return read
+
+
+def _either(read: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Parse a JSON object with `read`; keep any other text, a file's name or "auto", as it is."""
+    return lambda text: read(text) if text.lstrip().startswith("{") else text
+
+
+def _element(annotation: Any) -> type:
+    """The type of a list field's items."""
+    for part in get_args(annotation):
+        if get_origin(part) is Sequence:
+            return get_args(part)[0]
+    return str
+
+
+def _kinds(annotation: Any) -> set[Any]:
+    """The classes of a type annotation, which may be a union."""
+    if get_origin(annotation) in (Union, types.UnionType):
+        return set().union(*(_kinds(part) for part in get_args(annotation)))
+    return {get_origin(annotation) or annotation}

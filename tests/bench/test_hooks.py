@@ -1,0 +1,68 @@
+"""The hooks of measurements: they record what ran, and an engine that is measured gives the same tokens."""
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from espalier.bench.drive import drive, rebuilt, timed_engine
+from espalier.bench.instrument import record_launches
+from espalier.request import SamplingParams
+from tests.harness import Setup, prompts
+
+SETUP = Setup(max_batch=3)
+PROMPTS = prompts(0, (9, 14, 21))
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_every_launch_is_recorded_and_waited_for(overlap):
+    setup = replace(SETUP, overlap=overlap)
+    expected = drive(setup.engine(), PROMPTS, GREEDY)
+    engine = setup.engine()
+    record = record_launches(engine)
+    driven = drive(engine, PROMPTS, GREEDY)
+    assert driven.tokens == expected.tokens
+    rounds = sum(len(traces) for traces in driven.traces.values())
+    # With overlap a round may be launched for requests that the round before it ended.
+    assert sum(record.rounds) == rounds if not overlap else sum(record.rounds) >= rounds
+    assert sum(batch for batch, _ in record.prefills) >= len(PROMPTS)
+    assert (record.waited_seconds > 0) is True
+    record.reset()
+    assert (record.waited_seconds, record.prefills, record.rounds) == (0.0, [], [])
+
+
+@pytest.mark.parametrize("algorithm", ["eagle3", "ngram"])
+def test_models_that_are_timed_give_the_same_tokens(algorithm):
+    setup = replace(SETUP, algorithm=algorithm)
+    expected = drive(setup.engine(), PROMPTS, GREEDY)
+    engine, timers = timed_engine(setup.engine())
+    driven = drive(engine, PROMPTS, GREEDY, timers)
+    assert driven.tokens == expected.tokens
+    assert len(timers) == (2 if algorithm == "eagle3" else 1) and all(timer.seconds > 0 for timer in timers)
+    assert 0 < driven.forward_seconds < driven.seconds
+
+
+def test_scores_without_noise_change_what_is_drafted_and_no_token():
+    sampled = SamplingParams(temperature=1.0, max_tokens=24, top_k=0, top_p=1.0)
+    coupled = drive(SETUP.engine(), PROMPTS, sampled)
+    uncoupled = drive(rebuilt(SETUP.engine(), 0, coupled_scores=False), PROMPTS, sampled)
+    assert uncoupled.tokens == coupled.tokens
+    trees = [[trace.tree.tokens for trace in driven.traces["0"]] for driven in (coupled, uncoupled)]
+    assert trees[0] != trees[1]
+    assert coupled.stats.accept_length > uncoupled.stats.accept_length
+
+
+def test_help_imports_no_pytorch():
+    code = """
+import sys
+from espalier.cli.main import parse
+for arguments in (["--help"], ["bench", "--help"]):
+    try:
+        parse(arguments)
+    except SystemExit:
+        pass
+assert "torch" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)

@@ -1,0 +1,67 @@
+"""Arrays in which every two factors take every two of their values together: most bugs need no third."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import combinations, product
+from typing import Any
+
+import pytest
+
+
+def pairwise(
+    factors: Mapping[str, Sequence[Any]], impossible: Callable[[Mapping[str, Any]], bool]
+) -> list[dict[str, Any]]:
+    """Rows in which every two factors take every two values that go together.  Greedy and deterministic."""
+    pairs = [
+        {f: v, g: w}
+        for f, g in combinations(factors, 2)
+        for v, w in product(factors[f], factors[g])
+        if not impossible({f: v, g: w})
+    ]
+    rows: list[dict[str, Any]] = []
+    while pairs:
+        row = dict(pairs[0])
+        for factor in factors:
+            if factor not in row:
+                values = [value for value in factors[factor] if not impossible({**row, factor: value})]
+                # Ties go to the value that the fewest rows have so far, so that the array is balanced too.
+                row[factor] = max(
+                    values, key=lambda value: (gain(pairs, row, factor, value), -used(rows, factor, value))
+                )
+        pairs = [pair for pair in pairs if not pair.items() <= row.items()]
+        rows.append(row)
+    return rows
+
+
+def gain(pairs: list[dict[str, Any]], row: Mapping[str, Any], factor: str, value: Any) -> int:
+    """Pairs that the row would newly cover with this value."""
+    known = {**row, factor: value}
+    return sum(pair.get(factor, value) == value and factor in pair and pair.items() <= known.items() for pair in pairs)
+
+
+def used(rows: list[dict[str, Any]], factor: str, value: Any) -> int:
+    return sum(row[factor] == value for row in rows)
+
+
+def rows_of(factors: Mapping[str, Sequence[Any]]) -> Iterator[dict[str, Any]]:
+    for values in product(*factors.values()):
+        yield dict(zip(factors, values, strict=True))
+
+
+def product_params(*factors: Sequence[Any], marks: Any = ()) -> list[Any]:
+    """The whole product, for pytest.mark.parametrize."""
+    return [pytest.param(*values, marks=marks, id=cell_id(values)) for values in product(*factors)]
+
+
+def pairwise_params(*factors: Sequence[Any]) -> list[Any]:
+    """The whole product, for pytest.mark.parametrize; what the pairwise array leaves out has the marker `full`."""
+    places = {str(i): range(len(values)) for i, values in enumerate(factors)}
+    kept = {tuple(row[name] for name in places) for row in pairwise(places, lambda _: False)}
+    return [
+        pytest.param(*values, marks=() if at in kept else pytest.mark.full, id=cell_id(values))
+        for at, values in zip(product(*places.values()), product(*factors), strict=True)
+    ]
+
+
+def cell_id(values: Sequence[Any]) -> str:
+    """The same in every process: a function is known by its name, for its str holds an address."""
+    return "-".join(getattr(value, "__name__", str(value)) for value in values)
