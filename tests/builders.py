@@ -12,6 +12,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV2Config,
+    DeepseekV3Config,
     LlamaConfig,
     MistralConfig,
     PretrainedConfig,
@@ -28,9 +30,19 @@ CONFIGS: dict[str, type[PretrainedConfig]] = {
     "mistral": MistralConfig,
     "qwen2_moe": Qwen2MoeConfig,
     "qwen3_moe": Qwen3MoeConfig,
+    "deepseek_v2": DeepseekV2Config,
+    "deepseek_v3": DeepseekV3Config,
 }
 # Fields of families with experts.
 EXPERTS: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+# Of latent attention: sizes that are all different, and no routed experts.
+LATENT_FIELDS = {
+    "kv_lora_rank": 12,
+    "q_lora_rank": 14,
+    "qk_nope_head_dim": 6,
+    "v_head_dim": 10,
+    "first_k_dense_replace": 1000,
+}
 DEFAULTS: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": None},
     "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 20},
@@ -67,6 +79,8 @@ def make_target(
         **DEFAULTS.get(family, {}),
         **config,
     }
+    if family.startswith("deepseek"):
+        fields |= {"num_key_value_heads": heads, "qk_rope_head_dim": head_dim, **LATENT_FIELDS, **config}
     model = AutoModelForCausalLM.from_config(CONFIGS[family](**fields), dtype=torch.float64)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

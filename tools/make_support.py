@@ -6,8 +6,9 @@ from pathlib import Path
 
 from espalier.attention import BACKENDS
 from espalier.attention.base import plain_sizes
+from espalier.cache.layer_spec import KVHeads, LatentKV
 from espalier.layout import MAX_PAGE_SIZE
-from espalier.models.config import NEUTRAL
+from espalier.models.config import NEUTRAL, Family
 from espalier.models.loading import FAMILIES
 from espalier.models.rope_config import TYPES as ROPE_TYPES
 from espalier.models.weight_formats import FORMATS, QUANTISATION_FIELDS
@@ -37,7 +38,7 @@ def backends() -> str:
         dtypes = codes(str(dtype).removeprefix("torch.") for dtype in s.dtypes)
         window, sizes = yes(s.sliding_window), yes(s.different_v_size)
         kept = ", ".join(kind.kind for kind in s.keeps)
-        pages, heads = plain_sizes(s.page_sizes), plain_sizes(s.head_sizes)
+        pages, heads = plain_sizes(s.page_sizes), s.plain_heads
         return [f"`{name}`", codes(s.devices), dtypes, pages, kept, heads, window, sizes]
 
     head = ["backend", "devices", "dtypes", "page_size", "layers that keep", "head sizes", "sliding window"]
@@ -46,10 +47,12 @@ def backends() -> str:
 
 
 def targets() -> str:
-    rows = (
-        [f"`{f.architecture}`", f"`{f.model_type}`", yes(f.qk_norm), codes(f.honours) or "-"] for f in FAMILIES.values()
-    )
-    return table(["architecture", "model_type", "q and k norms", "fields of experts"], rows)
+    def row(f: Family) -> list[str]:
+        keeps = LatentKV.kind if f.latent else KVHeads.kind
+        return [f"`{f.architecture}`", f"`{f.model_type}`", keeps, yes(f.qk_norm), codes(f.honours) or "-"]
+
+    head = ["architecture", "model_type", "layers keep", "q and k norms", "fields of experts"]
+    return table(head, map(row, FAMILIES.values()))
 
 
 def drafters() -> str:
@@ -69,10 +72,11 @@ def neutral() -> str:
     def row(name: str) -> list[str]:
         values = supported[name]
         distinct = [value for i, value in enumerate(values) if value not in values[:i]]  # 0 and 0.0 are one
-        return [f"`{name}`", ", ".join(map(plain, distinct))]
+        anything = codes(f.architecture for f in FAMILIES.values() if name in f.honours)
+        return [f"`{name}`", ", ".join(map(plain, distinct)), anything]
 
     supported = {**dict.fromkeys(QUANTISATION_FIELDS, tuple(FORMATS)), **NEUTRAL}
-    return table(["field", "supported"], map(row, supported))
+    return table(["field", "supported", "families that take any value"], map(row, supported))
 
 
 def render() -> str:
@@ -91,6 +95,9 @@ the page size, the prefix cache, chunking, and overlap or lock-step are independ
 ## Targets
 
 {targets()}
+
+DeepSeek models run if all their layers are dense (`first_k_dense_replace`); one with routed experts is refused. Layers
+that predict several tokens (`num_nextn_predict_layers`) are not loaded.
 
 Rope scaling of types {codes(ROPE_TYPES)}; sliding windows per layer; tied or
 own output head; biases; weights in one safetensors file or in shards. A family with fields of experts supports all

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from espalier.cache.kv import PagedKV
-from espalier.cache.layer_spec import Keeps, KVHeads, LayerSpec, RecurrentState
+from espalier.cache.layer_spec import Keeps, KeptRows, KVHeads, LatentKV, LayerSpec, RecurrentState
 from espalier.errors import EspalierError
 from espalier.kernels.attention.among_nodes import NoPrefix, among_nodes
 from espalier.kernels.attention.ancestor_bits import seen_rows
@@ -28,8 +28,9 @@ from espalier.layout import MAX_PAGE_SIZE
 class Support:
     """What a backend can run.  The support matrix and the error messages are made from it.
 
-    keeps: what layers may keep; page_sizes, head_sizes (of K and V): a range or a list, None for any;
-    left_bound: whether the backend supports prefixes whose rows below `first` do not exist.
+    keeps: what layers may keep; page_sizes, head_sizes (of K and V): a range or a list, None for any; largest_latent:
+    the largest latent row, None if latent rows are limited by head_sizes too; left_bound: whether the backend supports
+    prefixes whose rows below `first` do not exist.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Support:
     left_bound: bool = True
     page_sizes: Sequence[int] = range(1, MAX_PAGE_SIZE + 1)
     head_sizes: Sequence[int] | None = None
+    largest_latent: LatentKV | None = None
 
     def require(
         self, device: str, dtype: torch.dtype, page_size: int, specs: Sequence[LayerSpec], left_bound: bool = False
@@ -66,25 +68,37 @@ class Support:
         """Whether the backend supports layers that keep this."""
         if isinstance(keeps, RecurrentState) or not isinstance(keeps, self.keeps):
             return False
-        return self.head_sizes is None or {keeps.k_size, keeps.v_size} <= {*self.head_sizes}
+        return not self._unsupported_sizes(keeps)
+
+    def _unsupported_sizes(self, keeps: KeptRows) -> list[int]:
+        """Those of the sizes of K and V that the backend does not support."""
+        sizes, largest = (keeps.k_size, keeps.v_size), self.largest_latent
+        if isinstance(keeps, LatentKV) and largest is not None:
+            limits = (largest.k_size, largest.v_size)
+            return [size for size, limit in zip(sizes, limits, strict=True) if size > limit]
+        return [size for size in sizes if self.head_sizes is not None and size not in self.head_sizes]
 
     def _refusals(self, spec: LayerSpec) -> list[tuple[bool, str, str]]:
         """(is unsupported, the property, what is supported) for each property of a layer."""
         if isinstance(spec.keeps, RecurrentState) or not isinstance(spec.keeps, self.keeps):
             kinds = ", ".join(kind.kind for kind in self.keeps)
             return [(True, f"layers that keep {spec.keeps.kind}", f"layers that keep {kinds}")]
-        sizes = (spec.keeps.k_size, spec.keeps.v_size)
-        wrong_sizes = [size for size in sizes if self.head_sizes is not None and size not in self.head_sizes]
-        differ = isinstance(spec.keeps, KVHeads) and sizes[0] != sizes[1]
+        wrong_sizes = self._unsupported_sizes(spec.keeps)
+        is_latent = isinstance(spec.keeps, LatentKV)
+        wide = is_latent and self.head_sizes is not None and spec.keeps.k_size > max(self.head_sizes)
+        differ = isinstance(spec.keeps, KVHeads) and spec.keeps.k_size != spec.keeps.v_size
         return [
             (bool(spec.window) and not self.sliding_window, "a sliding window", "layers without a window"),
+            (wide and bool(spec.window), "a sliding window over wide latent rows", "such layers without a window"),
             (differ and not self.different_v_size, "k and v heads of different sizes", "equal sizes"),
-            (
-                bool(wrong_sizes),
-                f"heads of size {max(wrong_sizes, default=0)}",
-                f"sizes {plain_sizes(self.head_sizes)}",
-            ),
+            (bool(wrong_sizes), f"heads of size {max(wrong_sizes, default=0)}", f"sizes {self.plain_heads}"),
         ]
+
+    @property
+    def plain_heads(self) -> str:
+        """The supported head sizes as text."""
+        text, latent = plain_sizes(self.head_sizes), self.largest_latent
+        return text if latent is None else f"{text}; latent rows up to {latent.size}, {latent.v_size} of them V"
 
 
 def plain_sizes(sizes: Sequence[int] | None) -> str:

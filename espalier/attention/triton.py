@@ -13,6 +13,7 @@ from espalier.cache.kv import PagedKV
 from espalier.cache.layer_spec import KVHeads, LatentKV, LayerSpec
 from espalier.kernels.attention.contiguous_blocks import count_contiguous_blocks
 from espalier.kernels.attention.kv_splits import KVSplitPolicy, KVSplits, kv_splits_triton
+from espalier.kernels.attention.latent_attention import MAX_ROW_SIZE, MAX_V_SIZE, latent_attention_triton
 from espalier.kernels.attention.merge_splits import PartialResults
 from espalier.kernels.attention.tree_attention import (
     DTYPES,
@@ -42,6 +43,11 @@ class TritonAttention(Attention):
         k, v = self.committed(layer)
         committed = Committed(k, v, prefix.page_table, prefix.length, self.pages.page_size, prefix.first)
         splits = self.splits(spec)
+        if _is_wide_latent(spec):
+            partials = None if splits.policy.max_splits == 1 else self._partials(splits, spec)
+            return latent_attention_triton(
+                q, committed, staged, self.nodes.positions, splits, spec.softmax_scale, partials
+            )
         partials = self._partials(splits, spec)
         contiguous = None
         if uses_contiguous_blocks(q, committed, staged, splits, spec.window):
@@ -87,6 +93,11 @@ class TritonAttention(Attention):
         return self.partials[key]
 
 
+def _is_wide_latent(spec: LayerSpec) -> bool:
+    """Whether a layer keeps latent rows that are too wide for tree_attention."""
+    return isinstance(spec.keeps, LatentKV) and spec.keeps.size > MAX_HEAD_SIZE
+
+
 class TritonBackend:
     support = Support(
         name="triton",
@@ -96,6 +107,7 @@ class TritonBackend:
         sliding_window=True,
         different_v_size=True,
         head_sizes=range(1, MAX_HEAD_SIZE + 1),
+        largest_latent=LatentKV(MAX_ROW_SIZE, MAX_V_SIZE),
     )
     plan = staticmethod(TritonAttention)
 

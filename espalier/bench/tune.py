@@ -151,6 +151,11 @@ def _shape_of(checkpoint: Checkpoint) -> ModelShape:
 
 
 def _sizes(config: ModelConfig) -> ModelShape:
+    if config.latent is not None:
+        raise EspalierError(
+            f"--tune does not measure the linear layers of latent attention ({config.architecture}); leave --tune out, "
+            "and they run with F.linear"
+        )
     return ModelShape(
         hidden=config.hidden_size,
         layers=config.num_layers,

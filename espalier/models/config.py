@@ -13,6 +13,7 @@ from typing import Any
 
 from espalier.errors import EspalierError
 from espalier.kernels.layers.routing import Routing
+from espalier.models.latent_config import LatentConfig, read_latent
 from espalier.models.layers.rope import RopeConfig
 from espalier.models.rope_config import read_rope
 from espalier.models.weight_formats import QUANTISATION_FIELDS, FormatOf, read_formats
@@ -92,7 +93,9 @@ class Family:
     to, itself included.
     qk_norm: whether q and k are normed for each head.
     experts: from the completed config, the layers with experts; None if there are none.
-    honours: the fields of NEUTRAL that `experts` reads.  The family supports other values of them.
+    latent: whether layers have latent attention (MLA), whose sizes espalier/models/latent_config.py reads.
+    honours: fields of NEUTRAL that the family reads, or that do not change its output.  They may have any value.
+    check: raises EspalierError for a completed config that the family cannot run yet.
     """
 
     architecture: str
@@ -103,7 +106,9 @@ class Family:
     windows: Callable[[Raw], Windows]
     qk_norm: bool = False
     experts: Callable[[Raw], Experts | None] = lambda full: None
+    latent: bool = False
     honours: tuple[str, ...] = ()
+    check: Callable[[Raw, Path], None] = lambda full, path: None
 
 
 @dataclass(frozen=True)
@@ -112,6 +117,8 @@ class ModelConfig:
 
     max_position: the longest context that the checkpoint was trained for (the limit of a dynamic rope, see RopeConfig).
     eos_token_ids: all ids that config.json and generation_config.json name.
+    latent: the sizes of latent attention; None for layers with K and V heads.  With it, heads share one key-value head,
+    and head_size is the size of q and k before the latent is multiplied in.
     formats: the storage format of each matrix.
     raw: config.json, completed with the family's defaults, with the overrides applied.
     """
@@ -135,6 +142,7 @@ class ModelConfig:
     windows: Windows
     experts: Experts | None
     eos_token_ids: tuple[int, ...]
+    latent: LatentConfig | None
     formats: FormatOf = field(repr=False)
     raw: Raw = field(repr=False)
 
@@ -200,14 +208,11 @@ def parse(
     read = _Fields(full, path)
     heads, layers = read.count("num_attention_heads"), read.count("num_hidden_layers")
     hidden = read.count("hidden_size")
-    head_size = read.count("head_dim") if full.get("head_dim") is not None else hidden // heads
-    kv_heads = read.count("num_key_value_heads") if full.get("num_key_value_heads") is not None else heads
-    if heads % kv_heads or head_size % 2:
-        raise EspalierError(
-            f"{path}: {heads} heads over {kv_heads} key-value heads of size {head_size}; heads must be a multiple of "
-            "key-value heads, and the size must be even; correct the config or override the fields"
-        )
-    rope, max_position = read_rope(full, head_size, read.count("max_position_embeddings"), path)
+    family.check(full, path)
+    latent = read_latent(full, read.count, path) if family.latent else None
+    kv_heads, head_size = (1, latent.head_size) if latent else _kv_heads(read, heads, hidden)
+    rotated = latent.rope_size if latent else head_size
+    rope, max_position = read_rope(full, rotated, read.count("max_position_embeddings"), path)
     return ModelConfig(
         architecture=family.architecture,
         vocab_size=read.count("vocab_size"),
@@ -228,6 +233,7 @@ def parse(
         windows=_read_windows(full, family, layers, path),
         experts=_read_experts(full, family, path),
         eos_token_ids=_eos_ids(full, generation or {}, path),
+        latent=latent,
         formats=read_formats(full, path),
         raw=full,
     )
@@ -271,6 +277,18 @@ class _Fields:
                 f"{self.path}: {name} = {value!r}; a positive integer is needed; correct it or pass model_overrides"
             )
         return value
+
+
+def _kv_heads(read: _Fields, heads: int, hidden: int) -> tuple[int, int]:
+    """(key-value heads, size of a head) of layers that keep K and V heads."""
+    head_size = read.count("head_dim") if read.full.get("head_dim") is not None else hidden // heads
+    kv_heads = read.count("num_key_value_heads") if read.full.get("num_key_value_heads") is not None else heads
+    if heads % kv_heads or head_size % 2:
+        raise EspalierError(
+            f"{read.path}: {heads} heads over {kv_heads} key-value heads of size {head_size}; heads must be a multiple "
+            "of key-value heads, and the size must be even; correct the config or override the fields"
+        )
+    return kv_heads, head_size
 
 
 def _read_windows(full: Raw, family: Family, layers: int, path: Path) -> Windows:

@@ -100,7 +100,7 @@ def looks_like_eagle3(weights: Weights) -> bool:
 
 def _layer_family(flat: Mapping[str, Any], path: Path) -> Family:
     """The family of the draft's layer: Llama, unless model_type names another supported family."""
-    by_type = {family.model_type: family for family in FAMILIES.values()}
+    by_type = {family.model_type: family for family in FAMILIES.values() if not family.latent}
     declared = flat.get("model_type", "llama")
     if "deepseek" in str(declared) or flat.get("kv_lora_rank"):
         raise EspalierError(f"{path}: an MLA draft ({declared}) is not supported yet; use a draft with plain attention")

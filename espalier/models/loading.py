@@ -6,15 +6,17 @@ from typing import Any
 
 import torch
 
-from espalier.cache.layer_spec import KVHeads, LayerSpec
+from espalier.cache.layer_spec import KVHeads, LatentKV, LayerSpec
 from espalier.errors import EspalierError
-from espalier.models import llama, mistral, qwen2, qwen2_moe, qwen3, qwen3_moe
+from espalier.models import deepseek_v2, deepseek_v3, llama, mistral, qwen2, qwen2_moe, qwen3, qwen3_moe
 from espalier.models.base import CausalLM
 from espalier.models.config import Experts, Family, ModelConfig, find_family, parse, read_json
+from espalier.models.latent_config import LatentConfig
 from espalier.models.layers.attention import Attention
 from espalier.models.layers.decoder import Decoder, DecoderLayer
 from espalier.models.layers.embedding import Embedding
 from espalier.models.layers.experts import MixtureMLP
+from espalier.models.layers.latent_attention import NORM_EPS, LatentAttention
 from espalier.models.layers.linear import Linear
 from espalier.models.layers.rope import RopeTables
 from espalier.models.weight_formats import dense_weight
@@ -22,7 +24,8 @@ from espalier.models.weights import Weights
 
 # To add a family from outside this package: FAMILIES[FAMILY.architecture] = FAMILY.
 FAMILIES: dict[str, Family] = {
-    module.FAMILY.architecture: module.FAMILY for module in (llama, qwen2, qwen3, mistral, qwen2_moe, qwen3_moe)
+    module.FAMILY.architecture: module.FAMILY
+    for module in (llama, qwen2, qwen3, mistral, qwen2_moe, qwen3_moe, deepseek_v2, deepseek_v3)
 }
 
 
@@ -70,6 +73,9 @@ def make_target(weights: Weights, config: ModelConfig, capture: tuple[int, ...],
     layers = [load_layer(weights, config, f"model.layers.{i}.", i) for i in range(config.num_layers)]
     norm = weights.norm("model.norm", config.hidden_size, config.rms_norm_eps)
     head = _head(weights, config, embed)
+    # Layers past the last predict several tokens at once.  They are a draft: the target's output does not need them.
+    drafts = range(config.num_layers, config.num_layers + int(config.raw.get("num_nextn_predict_layers") or 0))
+    weights.ignore_under(tuple(f"model.layers.{i}." for i in drafts))
     weights.finish()
     rope = RopeTables(config.rope, position_rows, weights.dtype, weights.device)
     return Decoder(config, geometry, tuple(capture), rope, embed, layers, norm, head)
@@ -77,9 +83,13 @@ def make_target(weights: Weights, config: ModelConfig, capture: tuple[int, ...],
 
 def geometry_of(config: ModelConfig) -> tuple[LayerSpec, ...]:
     """The spec of each layer."""
-    size = config.head_size
-    keeps = KVHeads(config.kv_heads, size, size)
-    return tuple(LayerSpec(config.heads, keeps, window) for window in config.windows)
+    size, latent = config.head_size, config.latent
+    if latent is None:
+        keeps = KVHeads(config.kv_heads, size, size)
+        return tuple(LayerSpec(config.heads, keeps, window) for window in config.windows)
+    scale = config.rope.latent_mscale**2 * size**-0.5
+    row = LatentKV(latent.row_size, latent.kv_rank)
+    return tuple(LayerSpec(config.heads, row, window, scale) for window in config.windows)
 
 
 def load_attention(weights: Weights, config: ModelConfig, prefix: str, columns: int) -> Attention:
@@ -99,13 +109,40 @@ def load_attention(weights: Weights, config: ModelConfig, prefix: str, columns: 
     return Attention(qkv, out, config.heads + 2 * config.kv_heads, q_norm, k_norm)
 
 
+def load_latent_attention(weights: Weights, config: ModelConfig, latent: LatentConfig, prefix: str) -> LatentAttention:
+    """The latent attention block under `prefix`."""
+    hidden, heads, rank = config.hidden_size, config.heads, latent.q_rank
+    q_rows, bias = heads * latent.head_size, config.attention_bias
+    q_down = q_norm = None
+    if rank is not None:
+        q_down = weights.linear(prefix, ("q_a_proj",), (rank,), hidden, bias)
+        q_norm = weights.norm(f"{prefix}q_a_layernorm", rank, NORM_EPS)
+    q_name, q_columns = ("q_proj", hidden) if rank is None else ("q_b_proj", rank)
+    kv_up = weights.take(f"{prefix}kv_b_proj.weight", heads * (latent.nope_size + latent.v_size), latent.kv_rank)
+    k_up, v_up = kv_up.unflatten(0, (heads, -1)).split((latent.nope_size, latent.v_size), 1)
+    return LatentAttention(
+        q_down=q_down,
+        q_norm=q_norm,
+        q=weights.linear(prefix, (q_name,), (q_rows,), q_columns, bias=False),
+        kv_down=weights.linear(prefix, ("kv_a_proj_with_mqa",), (latent.row_size,), hidden, bias),
+        kv_norm=weights.take(f"{prefix}kv_a_layernorm.weight", latent.kv_rank),
+        k_up=k_up,
+        v_up=v_up,
+        out=weights.linear(prefix, ("o_proj",), (hidden,), heads * latent.v_size, config.out_bias),
+        interleaved=latent.interleaved,
+    )
+
+
 def load_layer(weights: Weights, config: ModelConfig, prefix: str, layer: int) -> DecoderLayer:
     """The layer under `prefix`.  layer: its index, which says whether it has experts."""
     experts = config.experts if config.experts is not None and layer in config.experts.layers else None
     hidden, eps = config.hidden_size, config.rms_norm_eps
+    attention = f"{prefix}self_attn."
     return DecoderLayer(
         attention_norm=weights.norm(f"{prefix}input_layernorm", hidden, eps),
-        attention=load_attention(weights, config, f"{prefix}self_attn.", hidden),
+        attention=load_attention(weights, config, attention, hidden)
+        if config.latent is None
+        else load_latent_attention(weights, config, config.latent, attention),
         mlp_norm=weights.norm(f"{prefix}post_attention_layernorm", hidden, eps),
         mlp=(
             weights.mlp(f"{prefix}mlp.", hidden, config.intermediate_size, config.mlp_bias)

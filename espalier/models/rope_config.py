@@ -49,7 +49,8 @@ def read_rope(full: Raw, head_size: int, longest: int, path: Path) -> tuple[Rope
         )
     theta = parameters.get("rope_theta") or full.get("rope_theta") or 10000.0
     original = int(parameters.get("original_max_position_embeddings") or longest)
-    if kind in ("linear", "dynamic", "llama3", "yarn") and not isinstance(parameters.get("factor"), int | float):
+    scaled = kind != "default"
+    if scaled and not isinstance(parameters.get("factor"), int | float):
         raise EspalierError(f"{path}: rope type {kind!r} needs a number 'factor', not {parameters.get('factor')!r}")
     for name in ("low_freq_factor", "high_freq_factor") if kind == "llama3" else ():
         if not isinstance(parameters.get(name), int | float):
@@ -60,6 +61,7 @@ def read_rope(full: Raw, head_size: int, longest: int, path: Path) -> tuple[Rope
         type=kind,
         original_max_position=original,
         attention_factor=_yarn_attention_factor(parameters) if kind == "yarn" else 1.0,
+        latent_mscale=_yarn_mscale(parameters["factor"], parameters.get("mscale_all_dim") or 0) if scaled else 1.0,
         **{name: parameters[name] for name in RAMP if parameters.get(name) is not None},
     )
     extended = int(original * rope.factor) if kind == "yarn" else longest
@@ -67,14 +69,17 @@ def read_rope(full: Raw, head_size: int, longest: int, path: Path) -> tuple[Rope
 
 
 def _yarn_attention_factor(parameters: Raw) -> float:
-    """The factor of cos and sin: attention_factor if it is set, else by YaRN's formula 0.1·mscale·ln(factor) + 1."""
+    """The factor of cos and sin: attention_factor if it is set, else by YaRN's formula."""
     attention_factor = parameters.get("attention_factor")
     if attention_factor is not None:
         return float(attention_factor)
-
-    def scale(mscale: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
-
     factor = float(parameters["factor"])
     mscale, mscale_all_dim = parameters.get("mscale"), parameters.get("mscale_all_dim")
-    return scale(mscale) / scale(mscale_all_dim) if mscale and mscale_all_dim else scale(1.0)
+    if mscale and mscale_all_dim:
+        return _yarn_mscale(factor, mscale) / _yarn_mscale(factor, mscale_all_dim)
+    return _yarn_mscale(factor, 1.0)
+
+
+def _yarn_mscale(factor: float, mscale: float) -> float:
+    """YaRN's 0.1·mscale·ln(factor) + 1."""
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0

@@ -195,6 +195,12 @@ def test_heads_too_large_for_a_backend_are_refused():
     wide = [LayerSpec(2, KVHeads(2, 64, 512))]
     with pytest.raises(EspalierError, match="does not support heads of size 512; it supports sizes up to 256"):
         backend("triton").support.require("cuda", torch.bfloat16, 16, wide)
+    for latent, size in ((LatentKV(640, 512), 640), (LatentKV(576, 544), 544)):
+        with pytest.raises(EspalierError, match=f"heads of size {size}; .* latent rows up to 576, 512 of them V"):
+            backend("triton").support.require("cuda", torch.bfloat16, 16, [LayerSpec(2, latent)])
+    backend("triton").support.require("cuda", torch.bfloat16, 16, [LayerSpec(2, LatentKV(576, 512))])
+    with pytest.raises(EspalierError, match="a sliding window over wide latent rows"):
+        backend("triton").support.require("cuda", torch.bfloat16, 16, [LayerSpec(2, LatentKV(576, 512), window=8)])
 
 
 def test_auto_is_the_first_backend_for_the_device_that_computes_in_the_dtype():

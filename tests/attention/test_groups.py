@@ -17,7 +17,7 @@ from tests.properties.layouts import reference_of
 from tests.properties.watch import Watch, run_watched
 
 SETUP = Setup(steps=3, topk=3, num_draft_tokens=10, page_size=3, max_batch=2)
-HEADS, LATENT = LayerSpec(4, KVHeads(2, 8, 8)), LayerSpec(4, LatentKV(512, 448))
+HEADS, LATENT = LayerSpec(4, KVHeads(2, 8, 8)), LayerSpec(4, LatentKV(640, 448))
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def test_model_groups_and_draft_can_have_different_backends(names):
 
 
 def test_a_backend_that_cannot_run_a_group_is_refused_by_name():
-    with pytest.raises(EspalierError, match="attention=triton does not support heads of size 512"):
+    with pytest.raises(EspalierError, match="attention=triton does not support heads of size 640"):
         grouped_backend("triton", "cuda", torch.bfloat16, 16, [HEADS, LATENT], range(2))
     with pytest.raises(EspalierError, match="names 2 backends, but the model has 1 group of layers"):
         grouped_backend("triton, reference", "cuda", torch.bfloat16, 16, [HEADS], range(1))

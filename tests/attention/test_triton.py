@@ -22,6 +22,7 @@ GEOMETRY = (
     LayerSpec(4, KVHeads(2, 8, 8)),
     LayerSpec(3, KVHeads(1, 5, 7), window=150),
     LayerSpec(3, LatentKV(8, 5)),
+    LayerSpec(3, LatentKV(272, 256)),
 )
 LENGTHS = [17, 1, 300, 0]
 
@@ -85,6 +86,8 @@ def test_layers_of_one_pass(kernel_device, shape, first):
     exact = backend("reference").plan(exact_pages, GEOMETRY, Prefix(table, length, first), nodes)
     for layer, g in enumerate(GEOMETRY):
         q, k, v = (value.to(kernel_device) for value in drawn(g, queries, rows))
+        if isinstance(g.keeps, LatentKV):
+            k, v = g.keeps.read([k])
         out, expected = made.attend(layer, q, k, v), exact.attend(layer, q.double(), k.double(), v.double())
         torch.testing.assert_close(out.double(), expected, rtol=0, atol=TOLERANCE)
         (out, lse), (expected, expected_lse) = made.over_prefix(q, layer), exact.over_prefix(q.double(), layer)

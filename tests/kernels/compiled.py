@@ -19,6 +19,8 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from espalier.kernels.attention.contiguous_blocks import _contiguous_blocks_kernel
 from espalier.kernels.attention.hopper import HopperConfig, _hopper_attention_kernel, hopper_constants
 from espalier.kernels.attention.kv_splits import _kv_splits_kernel
+from espalier.kernels.attention.latent_attention import _constants as latent_constants
+from espalier.kernels.attention.latent_attention import _latent_attention_kernel, choose_latent_config
 from espalier.kernels.attention.merge_splits import _merge_splits_kernel
 from espalier.kernels.attention.tree_attention import _constants, _tree_attention_kernel
 from espalier.kernels.attention.triton_config import choose_config
@@ -31,6 +33,7 @@ FLOAT32 = ("lse_ptr", "partial_ptr", "partial_lse_ptr")
 INT32 = ("table_ptr", "split_ptr", "start_ptr")
 INT64 = ("length_ptr", "position_ptr", "row_position_ptr", "bits_ptr")
 STRIDES = ("q_b", "q_q", "q_h", "k_row", "k_h", "v_row", "v_h", *(f"staged_{x}_{d}" for x in "kv" for d in "brh"))
+STRIDES += ("row_stride", "staged_b", "staged_r")
 
 
 def compiled(queries: int, nodes: int, page_size: int, window: int, size: int = 128, group_size: int = 4) -> dict:
@@ -42,6 +45,23 @@ def compiled(queries: int, nodes: int, page_size: int, window: int, size: int = 
     made = compile_for_hopper(_tree_attention_kernel, ASTSource, constants, options)
     shared = made.metadata.shared
     return {"config": vars(config), "shared": shared, "in_flight": list(in_flight(made.asm["ttgir"].splitlines()))}
+
+
+def compiled_latent(heads: int, queries: int, nodes: int, page_size: int) -> dict:
+    """Rows of 512 latent and 64 RoPE values, as in DeepSeek's models."""
+    config = choose_latent_config(HOPPER, heads * queries, queries, 2 * 576, torch.bfloat16)
+    longest_first = nodes == 1 and queries * heads >= 8 * config.block_m
+    constants = latent_constants(config, 576, 512, torch.bfloat16) | {"HEADS": heads, "PAGE_SIZE": page_size}
+    constants |= {"STAGED": nodes, "LONGEST_FIRST": longest_first, "DEPENDENT": True}
+    options = {"num_warps": constants.pop("num_warps")}
+    kinds = dict.fromkeys(("row_ptr", "staged_ptr"), "*bf16")
+    made = compile_for_hopper(_latent_attention_kernel, ASTSource, constants, options, kinds)
+    return {
+        "config": vars(config),
+        "shared": made.metadata.shared,
+        "expected_shared": config.shared_bytes(HOPPER, 2 * 576),
+        "in_flight": list(in_flight(made.asm["ttgir"].splitlines())),
+    }
 
 
 def compiled_hopper(
@@ -172,5 +192,11 @@ if __name__ == "__main__":
         (two, 2, 16, 4096),
         (two, 2, 64),
     ]
-    report = {"plain": plain, "hopper": [compiled_hopper(*case) for case in hopper]}
-    print(json.dumps(report | {"errors_of_small_kernels": errors_of_small_kernels()}))
+    latent = [(16, 1, 1, 64), (16, 2, 2, 1), (16, 16, 2, 16), (128, 1, 2, 64), (128, 64, 2, 256), (128, 512, 1, 64)]
+    report = {
+        "plain": plain,
+        "hopper": [compiled_hopper(*case) for case in hopper],
+        "latent": [compiled_latent(*case) for case in latent],
+        "errors_of_small_kernels": errors_of_small_kernels(),
+    }
+    print(json.dumps(report))

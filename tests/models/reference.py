@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
+from transformers.models.deepseek_v2 import modeling_deepseek_v2
 
 
 def load_reference(path: Path, dtype: torch.dtype) -> Any:
@@ -19,7 +20,8 @@ def load_reference(path: Path, dtype: torch.dtype) -> Any:
             if type(module).__name__.endswith("RMSNorm"):
                 module.forward = _norm_float64.__get__(module)
             elif type(module).__name__.endswith("RotaryEmbedding"):
-                module.forward = _rotary_float64.__get__(module)
+                complex_angles = isinstance(module, modeling_deepseek_v2.DeepseekV2RotaryEmbedding)
+                module.forward = (_rotary_complex128 if complex_angles else _rotary_float64).__get__(module)
             elif type(module).__name__.endswith("MoeTopKRouter"):
                 module.forward = _router_float64.__get__(module)
     return model
@@ -41,6 +43,24 @@ def _router_float64(self: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     logits = F.linear(x.reshape(-1, self.hidden_dim), self.weight)
     weights, ids = logits.softmax(-1).topk(self.top_k, dim=-1)
     return logits, weights / weights.sum(-1, keepdim=True) if self.norm_topk_prob else weights, ids
+
+
+def _rotary_complex128(self: Any, x: Tensor, position_ids: Tensor, **_: Any) -> Tensor:
+    angles = position_ids[..., None].double() * self.inv_freq.double()
+    return torch.polar(torch.ones_like(angles), angles) * self.attention_scaling
+
+
+def _rotate_in_own_type(q: Tensor, k: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
+    """DeepSeek-V2's rotation of q and k [B, heads, Q, size], without its cast to float32."""
+
+    def rotated(x: Tensor) -> Tensor:
+        pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
+        return torch.view_as_real(pairs * angles[:, None]).flatten(3).to(x.dtype)
+
+    return rotated(q), rotated(k)
+
+
+modeling_deepseek_v2.apply_rotary_emb = _rotate_in_own_type
 
 
 def reference_logits(model: nn.Module, tokens: Tensor) -> tuple[Tensor, list[Tensor]]:

@@ -54,6 +54,13 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("mistral", {}),
     "mistral, window": ("mistral", {"sliding_window": 6}),
     "mistral, head size apart": ("mistral", {"head_dim": 10}),
+    "deepseek_v2": ("deepseek_v2", {}),
+    "deepseek_v2, queries without a latent": ("deepseek_v2", {"q_lora_rank": None}),
+    "deepseek_v2, attention and mlp biases": ("deepseek_v2", {"attention_bias": True, "mlp_bias": True}),
+    "deepseek_v3": ("deepseek_v3", {}),
+    "deepseek_v3, queries without a latent, biases": ("deepseek_v3", {"q_lora_rank": None, "attention_bias": True}),
+    "deepseek_v3, rope in halves": ("deepseek_v3", {"rope_interleave": False}),
+    "deepseek_v3, eps of the other norms": ("deepseek_v3", {"rms_norm_eps": 0.1}),
 }
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
 

@@ -1,22 +1,39 @@
-"""Whole engines against transformers: the same greedy tokens, family by family, whatever the page size."""
+"""Whole engines against transformers: the same greedy tokens and log-probabilities, family by family, whatever the
+page size."""
 
 import pytest
 import torch
 
+from espalier.request import SamplingParams
 from tests.harness import DTYPE, Setup, directories, prompts, request, run
 from tests.models.reference import load_reference
 
 PAGES = (1, 2, 3, 16, 64, 256)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral", "qwen2_moe", "qwen3_moe"])
+# Both sides compute in float64, and report in float32.
+TOLERANCE = 1e-5
+WISH = SamplingParams(temperature=0.0, max_tokens=24, logprobs=0)
+
+
+FAMILIES = ["llama", "qwen2", "qwen3", "mistral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_are_those_of_transformers(family):
     given = prompts(7, [3, 11, 30])
     model = load_reference(directories(family)[0], DTYPE)
-    wanted = []
+    wanted, logprobs = [], []
     for prompt in given:
         generated = model.generate(torch.tensor([prompt]), max_new_tokens=24, do_sample=False, eos_token_id=None)
         wanted.append(generated[0, len(prompt) :].tolist())
+        with torch.no_grad():
+            logits = model(generated).logits[0, len(prompt) - 1 : -1]
+        logprobs.append(logits.log_softmax(-1).gather(1, generated[0, len(prompt) :, None])[:, 0].tolist())
     for page_size in PAGES:
-        ran = run(Setup(page_size=page_size, family=family).engine(), [request(i, p) for i, p in enumerate(given)])
+        ran = run(
+            Setup(page_size=page_size, family=family).engine(), [request(i, p, WISH) for i, p in enumerate(given)]
+        )
         assert ran.tokens == wanted, f"{family} at page size {page_size}"
+        for r, expected in zip(ran.requests, logprobs, strict=True):
+            assert [token.logprob for token in r.logprobs] == pytest.approx(expected, abs=TOLERANCE)

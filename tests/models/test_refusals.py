@@ -79,6 +79,32 @@ def test_configs(fields: dict[str, Any], says: list[str], target: Path) -> None:
     refused(lambda: read_config(target), *says)
 
 
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"first_k_dense_replace": 1}, ["n_routed_experts = [0-9]+ from layer 1 on", "mixture of experts", "dense"]),
+        ({"num_hidden_layers": None}, ["num_hidden_layers = None", "positive integer"]),
+        ({"kv_lora_rank": None}, ["kv_lora_rank = None", "positive integer"]),
+        ({"qk_rope_head_dim": 5}, ["qk_rope_head_dim = 5", "must be even"]),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
+def test_configs_of_latent_attention(family: str, fields: dict[str, Any], says: list[str], tmp_path: Path) -> None:
+    path = make_target(tmp_path, family)
+    edit_config(path, **fields)
+    refused(lambda: read_config(path), *says)
+
+
+def test_layers_that_predict_several_tokens_stay_unused(tmp_path: Path) -> None:
+    """DeepSeek-V3 stores such layers after the target's own.  Layers past those belong to no parameter."""
+    path = make_target(tmp_path, "deepseek_v3", layers=2, num_nextn_predict_layers=1)
+    edit_weights(path, lambda weights: weights.update({"model.layers.2.eh_proj.weight": torch.zeros(2, 4)}))
+    load_target(path, **LOADING)
+    edit_weights(path, lambda weights: weights.update({"model.layers.3.eh_proj.weight": torch.zeros(2, 4)}))
+    refused(lambda: load_target(path, **LOADING), "'model.layers.3.eh_proj.weight'", "no parameter")
+
+
 def test_overrides_replace_and_keep_the_rest(target: Path) -> None:
     before = read_config(target)
     after = read_config(target, {"rms_norm_eps": 0.5, "rope_parameters": {"rope_theta": 77.0}})

@@ -40,6 +40,8 @@ def latent_of(projections: LatentProjections) -> tuple[Tensor, Tensor]:
 
     def turned(x: Tensor) -> Tensor:
         content, rope = x.split(sizes, 3)
+        if turn.interleaved:
+            rope = torch.cat((rope[..., 0::2], rope[..., 1::2]), 3)
         return torch.cat((content, rope * cos + rope.roll(rotary // 2, -1) * sin), 3)
 
     if turn.norm is not None:

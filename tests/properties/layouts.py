@@ -29,7 +29,7 @@ AROUND: dict[str, Sequence[Any]] = {
     "overlap": (False, True),
     "window": (None, 6),
     "draft_vocab": (None, 11),
-    "keeps": ("kv", "latent"),
+    "keeps": ("kv", "latent", "deepseek_v3"),
     "experts": (False, True),
 }
 CORNERS: dict[str, Sequence[Any]] = {
@@ -62,7 +62,10 @@ STYLES = (
 
 @dataclass(frozen=True)
 class Cell:
-    """One cell of the product.  nodes: "2", "middle" or "bound", the bound being MOST_NODES at most."""
+    """One cell of the product.  nodes: "2", "middle" or "bound", the bound being MOST_NODES at most.
+
+    keeps: "kv" or "latent", as in tests/harness.py:models, or the family of a target whose own layers keep a latent.
+    """
 
     page_size: int
     topk: int
@@ -99,6 +102,10 @@ class Cell:
         return 20 if self.page_size < 256 else 12
 
     @property
+    def is_own_latent(self) -> bool:
+        return self.keeps not in ("kv", "latent")
+
+    @property
     def setup(self) -> Setup:
         return Setup(
             page_size=self.page_size,
@@ -111,10 +118,16 @@ class Cell:
             algorithm=self.algorithm,
             attention=self.attention,
             overlap=self.overlap,
-            family="qwen3_moe" if self.experts else "mistral" if self.window else "llama",
+            family=self.keeps
+            if self.is_own_latent
+            else "qwen3_moe"
+            if self.experts
+            else "mistral"
+            if self.window
+            else "llama",
             window=self.window,
             draft_vocab=self.draft_vocab if self.algorithm == "eagle3" else None,
-            keeps=self.keeps,
+            keeps="kv" if self.is_own_latent else self.keeps,
         )
 
     @property
@@ -134,13 +147,19 @@ def refused(cell: Mapping[str, Any]) -> bool:
     return cell.get("steps") == 0 and cell.get("nodes") == "2"
 
 
+def impossible(cell: Mapping[str, Any]) -> bool:
+    """Whether the known factors of a cell are refused, or ask a family for what it does not have."""
+    has_more = cell.get("window") is not None or cell.get("experts")
+    return refused(cell) or bool(cell.get("keeps") == "deepseek_v3" and has_more)
+
+
 def pairwise_cells() -> list[Cell]:
     """One array for each drafter: what goes with the one does not stand in for the other."""
     around = {name: values for name, values in AROUND.items() if name != "algorithm"}
-    eagle = pairwise({**LAYOUTS, **around}, refused)
+    eagle = pairwise({**LAYOUTS, **around}, impossible)
     del around["draft_vocab"]
     return [Cell(**row) for row in eagle] + [
-        Cell(**row, algorithm="ngram") for row in pairwise({**LAYOUTS, **around}, refused)
+        Cell(**row, algorithm="ngram") for row in pairwise({**LAYOUTS, **around}, impossible)
     ]
 
 
@@ -150,7 +169,7 @@ def corner_cells() -> list[Cell]:
 
 def all_cells() -> list[Cell]:
     """Every cell that is not refused, what is around it in turn."""
-    around = list(rows_of(AROUND))
+    around = [row for row in rows_of(AROUND) if not impossible(row)]
     rows = [row for row in rows_of(LAYOUTS) if not refused(row)]
     return [Cell(**row, **around[i * 7 % len(around)]) for i, row in enumerate(rows)]
 

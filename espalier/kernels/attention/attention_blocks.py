@@ -23,6 +23,12 @@ def _attend_block(q, k, v, seen, scale, max_score, sum_weights, acc, MASKED: tl.
     and the bits would differ from those of kernels/attention/hopper_attend.py.
     """
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    return _attend_scores(scores, v, seen, scale, max_score, sum_weights, acc, MASKED, PRECISION)
+
+
+@kernel
+def _attend_scores(scores, v, seen, scale, max_score, sum_weights, acc, MASKED: tl.constexpr, PRECISION: tl.constexpr):
+    """As `_attend_block`, but with the products of queries and keys already computed: scores [M, N]."""
     if MASKED:
         scores = tl.where(seen, scores, float("-inf"))
     new_max = tl.maximum(max_score, tl.max(scores, 1))

@@ -19,12 +19,15 @@ class LatentRopeAndNorm:
     """cos, sin: [N, rotary] as in kernels/layers/rope.py:RopeAndNorm, but for the last `rotary` values of a row.
 
     norm: [size - rotary], weight of the latent's RMS norm, or None; eps: of the norm.
+    interleaved: whether the input has the two values of a rotated pair side by side (2i and 2i + 1), as DeepSeek's
+    weights do, and not half a row apart (i and i + rotary / 2).  The result always has them half a row apart.
     """
 
     cos: Tensor
     sin: Tensor
     norm: Tensor | None = None
     eps: float = 0.0
+    interleaved: bool = False
 
 
 def rotate_and_store_latent(
@@ -49,6 +52,7 @@ def rotate_and_store_latent(
 
 def _rotated(x: Tensor, rope_and_norm: LatentRopeAndNorm) -> Tensor:
     """The RoPE part of x [N, heads, size], rotated: [N, heads, rotary]."""
-    return rotate(
-        x[..., x.shape[-1] - rope_and_norm.cos.shape[1] :], rope_and_norm.cos[:, None], rope_and_norm.sin[:, None]
-    )
+    rope_part = x[..., x.shape[-1] - rope_and_norm.cos.shape[1] :]
+    if rope_and_norm.interleaved:
+        rope_part = rope_part.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+    return rotate(rope_part, rope_and_norm.cos[:, None], rope_and_norm.sin[:, None])

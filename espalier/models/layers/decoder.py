@@ -14,6 +14,7 @@ from espalier.models.config import ModelConfig
 from espalier.models.layers.attention import Attention
 from espalier.models.layers.embedding import Embedding
 from espalier.models.layers.experts import MixtureMLP
+from espalier.models.layers.latent_attention import LatentAttention
 from espalier.models.layers.linear import Linear
 from espalier.models.layers.mlp import GatedMLP
 from espalier.models.layers.norm import RMSNorm
@@ -29,7 +30,11 @@ class DecoderLayer:
     __slots__ = ("attention_norm", "attention", "mlp_norm", "mlp")
 
     def __init__(
-        self, attention_norm: RMSNorm, attention: Attention, mlp_norm: RMSNorm, mlp: GatedMLP | MixtureMLP
+        self,
+        attention_norm: RMSNorm,
+        attention: Attention | LatentAttention,
+        mlp_norm: RMSNorm,
+        mlp: GatedMLP | MixtureMLP,
     ) -> None:
         self.attention_norm = attention_norm
         self.attention = attention

@@ -15,10 +15,12 @@ from torch import Tensor
 class RopeConfig:
     """The RoPE of one model.
 
-    dim: rotated channels of a head; all channels, in every supported family.
+    dim: rotated channels of a head: all of them, or, in latent attention, the rope part.
     type: default, linear, dynamic, llama3 or yarn.  A dynamic model has unscaled frequencies up to its trained length.
     `ModelConfig.max_position` limits it to that length: beyond it, every new token would change the rotation of all
     cached keys.
+    latent_mscale: YaRN's factor of q and of k for mscale_all_dim.  Latent attention multiplies its softmax scale by its
+    square; other attention ignores it.
     """
 
     dim: int
@@ -32,6 +34,7 @@ class RopeConfig:
     beta_slow: float = 1.0
     truncate: bool = True
     attention_factor: float = 1.0
+    latent_mscale: float = 1.0
 
     def inverse_frequencies(self) -> Tensor:
         """[dim / 2] float32, radians per position."""

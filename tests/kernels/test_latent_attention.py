@@ -1,0 +1,148 @@
+"""The kernel for wide latent rows against the float64 reference: pages, staged rows, splits, dtypes, batches."""
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+
+from espalier.errors import EspalierError
+from espalier.kernels.attention.latent_attention import LatentConfig, choose_latent_config, latent_attention_triton
+from espalier.kernels.attention.tree_attention import Staged
+from espalier.kernels.runtime.launch import Chip
+from tests.kernels.attending import LSE_TOLERANCE, TOLERANCE, Case, Inputs, draw, expected
+
+
+def latent_case(lengths, queries=1, rows=None, page_size=16, heads=4, size=80, v_size=64, **fields) -> Case:
+    return Case(lengths, queries, rows, page_size, heads, 1, size, v_size, **fields)
+
+
+def drawn(case: Case, device: torch.device) -> Inputs:
+    """Inputs in which V is the first part of K's rows."""
+    inputs = draw(case, device)
+    staged = inputs.staged
+    return replace(
+        inputs,
+        committed=replace(inputs.committed, v=inputs.committed.k[..., : case.v_size]),
+        staged=Staged(staged.k, staged.k[..., : case.v_size], staged.row_positions, staged.ancestor_bits),
+    )
+
+
+def run(inputs: Inputs, max_splits: int, staged: bool = True, **arguments) -> tuple[torch.Tensor, torch.Tensor]:
+    staged_rows = inputs.staged if staged else None
+    return latent_attention_triton(
+        inputs.q, inputs.committed, staged_rows, inputs.positions, inputs.splits(max_splits), inputs.scale, **arguments
+    )
+
+
+def check(case: Case, device: torch.device, staged: bool = True, **arguments) -> None:
+    inputs = drawn(case, device)
+    out, lse = run(inputs, case.max_splits, staged, **arguments)
+    exact_out, exact_lse = expected(inputs, staged)
+    assert out.dtype == case.dtype and lse.dtype == torch.float32
+    assert out.shape == exact_out.shape and lse.shape == exact_lse.shape
+    assert out.isfinite().all()
+    torch.testing.assert_close(out.double(), exact_out, rtol=0, atol=TOLERANCE[case.dtype])
+    torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-5, atol=LSE_TOLERANCE)
+
+
+# No bfloat16: Triton's interpreter multiplies its bits as integers.
+SMALL = [
+    latent_case((5,)),
+    latent_case((0,)),
+    latent_case((0, 17, 1, 3), queries=3, rows=3, page_size=1),
+    latent_case((0, 17, 1, 300), queries=2, rows=6, page_size=3, first=1, heads=6),
+    latent_case((130, 20), queries=5, heads=16, dtype=torch.float16),
+    latent_case((140, 0), queries=2, rows=70, page_size=64, heads=16, size=144, v_size=128, dtype=torch.float16),
+    latent_case((200, 40, 6), queries=3, rows=4, page_size=48, size=50, v_size=37),
+    latent_case((1, 0), queries=2, rows=2, max_splits=1),
+    latent_case((260,), heads=16, size=144, v_size=128, max_splits=1),
+]
+
+
+@pytest.mark.parametrize("case", SMALL, ids=str)
+def test_small_shapes(kernel_device, case):
+    check(case, kernel_device)
+
+
+@pytest.mark.parametrize("case", SMALL[:6], ids=str)
+def test_committed_rows_alone(kernel_device, case):
+    check(case, kernel_device, staged=False)
+
+
+@pytest.mark.parametrize("config", [LatentConfig(64, 64, 64, 8, 2), LatentConfig(32, 32, 32, 4, 2)], ids=str)
+def test_the_tiles_of_a_large_chip(kernel_device, config):
+    check(latent_case((200, 3), queries=5, rows=70, heads=16), kernel_device, config=config)
+
+
+def test_a_wide_chunk_starts_with_its_longest_tiles(kernel_device):
+    check(latent_case((40, 0), queries=40, heads=4), kernel_device, config=LatentConfig(16, 16, 16, 4, 1))
+
+
+def test_an_empty_batch_is_legal(kernel_device):
+    out, lse = run(drawn(latent_case((), queries=3), kernel_device), 4)
+    assert out.shape == (0, 3, 4, 64) and lse.shape == (0, 3, 4)
+
+
+@pytest.mark.parametrize("case", [SMALL[3], SMALL[4]], ids=str)
+def test_bits_do_not_depend_on_the_batch(kernel_device, case):
+    """A request's bits are the same alone, in any batch, at any index, and on a second run."""
+    inputs = drawn(case, kernel_device)
+    out, lse = run(inputs, case.max_splits)
+    order = list(range(len(case.lengths)))
+    for requests in ([*order[::-1]], order[1:], [0], [order[-1], 0, order[-1]]):
+        only = inputs.only(requests)
+        # Indexing copies K and V apart: make V a view of the copied K again.
+        only = replace(only, staged=replace(only.staged, v=only.staged.k[..., : case.v_size]))
+        again, again_lse = run(only, case.max_splits)
+        assert torch.equal(again, out[requests]) and torch.equal(again_lse, lse[requests])
+
+
+def test_arguments_are_checked(kernel_device):
+    inputs = drawn(latent_case((5, 3), queries=2, rows=2), kernel_device)
+    with pytest.raises(EspalierError, match="float64"):
+        run(replace(inputs, q=inputs.q.double()), 4)
+    with pytest.raises(EspalierError, match="page table needs shape"):
+        run(replace(inputs, committed=replace(inputs.committed, page_table=inputs.committed.page_table[:1])), 4)
+    with pytest.raises(EspalierError, match="ancestor bits needs shape"):
+        staged = replace(inputs.staged, ancestor_bits=inputs.staged.ancestor_bits.repeat(1, 1, 2))
+        run(replace(inputs, staged=staged), 4)
+    with pytest.raises(EspalierError, match="V to be the first part of K"):
+        run(replace(inputs, committed=replace(inputs.committed, v=inputs.committed.v.clone())), 4)
+
+
+@pytest.mark.parametrize("shared_memory", [99 * 1024, 163 * 1024, 227 * 1024])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_choices_fit_the_chip(shared_memory, dtype):
+    on = Chip(shared_memory, 80, (9, 0) if shared_memory > 200 * 1024 else (8, 6))
+    for packed, row in product((1, 16, 32, 64, 8192), (80, 576)):
+        config = choose_latent_config(on, packed, 64, row * dtype.itemsize, dtype)
+        shared_bytes = config.shared_bytes(on, row * dtype.itemsize)
+        assert shared_bytes * config.programs_per_processor <= shared_memory, (packed, row, config)
+        assert 128 % config.block_n == 0 and 64 % config.block_r == 0
+
+
+GRID = [
+    latent_case(lengths, queries, rows, page_size, heads, 576, 512, dtype=dtype, max_splits=32)
+    for lengths, page_size, (queries, rows), heads, dtype in product(
+        [(1,), (0, 127, 128, 129, 1000, 4096)],
+        [1, 16, 64, 256],
+        [(1, None), (8, 40), (16, 16), (129, 129)],
+        [16, 128],
+        [torch.bfloat16, torch.float32],
+    )
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", GRID, ids=str)
+def test_grid(kernel_device, case):
+    check(case, kernel_device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [16, 128])
+@pytest.mark.parametrize("queries", [1, 16])
+def test_beyond_64k(kernel_device, heads, queries):
+    case = latent_case((66000, 5), queries, queries, 64, heads, 576, 512, dtype=torch.bfloat16, max_splits=32)
+    check(case, kernel_device)
