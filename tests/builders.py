@@ -35,8 +35,8 @@ CONFIGS: dict[str, type[PretrainedConfig]] = {
 }
 # Fields of families with experts.
 EXPERTS: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-# Of latent attention: sizes that are all different, and no routed experts.
-LATENT_FIELDS = {
+# Fields of families with latent attention: sizes that are all different, and no routed experts.
+LATENT: dict[str, Any] = {
     "kv_lora_rank": 12,
     "q_lora_rank": 14,
     "qk_nope_head_dim": 6,
@@ -47,6 +47,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": None},
     "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 20},
     "qwen3_moe": {**EXPERTS, "norm_topk_prob": True, "mlp_only_layers": [1]},
+    "deepseek_v2": LATENT,
+    "deepseek_v3": LATENT,
 }
 
 
@@ -80,7 +82,7 @@ def make_target(
         **config,
     }
     if family.startswith("deepseek"):
-        fields |= {"num_key_value_heads": heads, "qk_rope_head_dim": head_dim, **LATENT_FIELDS, **config}
+        fields |= {"num_key_value_heads": heads, "qk_rope_head_dim": head_dim, **config}
     model = AutoModelForCausalLM.from_config(CONFIGS[family](**fields), dtype=torch.float64)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

@@ -51,7 +51,7 @@ def targets() -> str:
         keeps = LatentKV.kind if f.latent else KVHeads.kind
         return [f"`{f.architecture}`", f"`{f.model_type}`", keeps, yes(f.qk_norm), codes(f.honours) or "-"]
 
-    head = ["architecture", "model_type", "layers keep", "q and k norms", "fields of experts"]
+    head = ["architecture", "model_type", "layers keep", "q and k norms", "fields with any value"]
     return table(head, map(row, FAMILIES.values()))
 
 
@@ -72,11 +72,10 @@ def neutral() -> str:
     def row(name: str) -> list[str]:
         values = supported[name]
         distinct = [value for i, value in enumerate(values) if value not in values[:i]]  # 0 and 0.0 are one
-        anything = codes(f.architecture for f in FAMILIES.values() if name in f.honours)
-        return [f"`{name}`", ", ".join(map(plain, distinct)), anything]
+        return [f"`{name}`", ", ".join(map(plain, distinct))]
 
     supported = {**dict.fromkeys(QUANTISATION_FIELDS, tuple(FORMATS)), **NEUTRAL}
-    return table(["field", "supported", "families that take any value"], map(row, supported))
+    return table(["field", "supported"], map(row, supported))
 
 
 def render() -> str:
@@ -100,8 +99,8 @@ DeepSeek models run if all their layers are dense (`first_k_dense_replace`); one
 that predict several tokens (`num_nextn_predict_layers`) are not loaded.
 
 Rope scaling of types {codes(ROPE_TYPES)}; sliding windows per layer; tied or
-own output head; biases; weights in one safetensors file or in shards. A family with fields of experts supports all
-values of these; its drafts have a dense MLP.
+own output head; biases; weights in one safetensors file or in shards. A family supports any value
+of the fields in its last column; its drafts have a dense MLP.
 
 ## Drafters
 

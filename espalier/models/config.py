@@ -92,10 +92,11 @@ class Family:
     windows: from the completed config, one entry for each layer: None, or the number of positions that a query attends
     to, itself included.
     qk_norm: whether q and k are normed for each head.
-    experts: from the completed config, the layers with experts; None if there are none.
+    experts: from the completed config, the layers with experts; None if there are none.  It raises EspalierError for
+    experts that the family cannot run yet.
     latent: whether layers have latent attention (MLA), whose sizes espalier/models/latent_config.py reads.
-    honours: fields of NEUTRAL that the family reads, or that do not change its output.  They may have any value.
-    check: raises EspalierError for a completed config that the family cannot run yet.
+    honours: the fields of NEUTRAL that `experts` reads, or that do not change the output.  The family supports other
+    values of them.
     """
 
     architecture: str
@@ -108,7 +109,6 @@ class Family:
     experts: Callable[[Raw], Experts | None] = lambda full: None
     latent: bool = False
     honours: tuple[str, ...] = ()
-    check: Callable[[Raw, Path], None] = lambda full, path: None
 
 
 @dataclass(frozen=True)
@@ -208,7 +208,6 @@ def parse(
     read = _Fields(full, path)
     heads, layers = read.count("num_attention_heads"), read.count("num_hidden_layers")
     hidden = read.count("hidden_size")
-    family.check(full, path)
     latent = read_latent(full, read.count, path) if family.latent else None
     kv_heads, head_size = (1, latent.head_size) if latent else _kv_heads(read, heads, hidden)
     rotated = latent.rope_size if latent else head_size

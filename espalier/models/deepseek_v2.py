@@ -1,7 +1,5 @@
 """DeepSeek-V2 and V2-Lite: latent attention with interleaved RoPE; queries with or without a latent of their own."""
 
-from pathlib import Path
-
 from espalier.errors import EspalierError
 from espalier.models.config import Family, Raw, full_attention
 
@@ -15,12 +13,12 @@ EXPERT_FIELDS = (
 )
 
 
-def refuse_experts(full: Raw, path: Path) -> None:
+def refuse_experts(full: Raw) -> None:
     """Raises EspalierError if a layer has routed experts."""
     dense, layers = int(full["first_k_dense_replace"] or 0), int(full["num_hidden_layers"])
     if full["n_routed_experts"] and dense < layers:
         raise EspalierError(
-            f"{path}: n_routed_experts = {full['n_routed_experts']!r} from layer {dense} on is not supported; mixture "
+            f"n_routed_experts = {full['n_routed_experts']!r} from layer {dense} on is not supported; mixture "
             "of experts of this family comes next: use a checkpoint whose layers are all dense"
         )
 
@@ -49,5 +47,5 @@ FAMILY = Family(
     windows=full_attention,
     latent=True,
     honours=EXPERT_FIELDS,
-    check=refuse_experts,
+    experts=refuse_experts,
 )

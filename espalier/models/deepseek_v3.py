@@ -26,5 +26,5 @@ FAMILY = Family(
     windows=full_attention,
     latent=True,
     honours=(*EXPERT_FIELDS, "num_nextn_predict_layers"),
-    check=refuse_experts,
+    experts=refuse_experts,
 )

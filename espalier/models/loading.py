@@ -140,9 +140,11 @@ def load_layer(weights: Weights, config: ModelConfig, prefix: str, layer: int) -
     attention = f"{prefix}self_attn."
     return DecoderLayer(
         attention_norm=weights.norm(f"{prefix}input_layernorm", hidden, eps),
-        attention=load_attention(weights, config, attention, hidden)
-        if config.latent is None
-        else load_latent_attention(weights, config, config.latent, attention),
+        attention=(
+            load_attention(weights, config, attention, hidden)
+            if config.latent is None
+            else load_latent_attention(weights, config, config.latent, attention)
+        ),
         mlp_norm=weights.norm(f"{prefix}post_attention_layernorm", hidden, eps),
         mlp=(
             weights.mlp(f"{prefix}mlp.", hidden, config.intermediate_size, config.mlp_bias)

@@ -38,13 +38,6 @@ def _rotary_float64(self: Any, x: Tensor, position_ids: Tensor, **_: Any) -> tup
     return angles.cos() * self.attention_scaling, angles.sin() * self.attention_scaling
 
 
-def _router_float64(self: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Qwen's router."""
-    logits = F.linear(x.reshape(-1, self.hidden_dim), self.weight)
-    weights, ids = logits.softmax(-1).topk(self.top_k, dim=-1)
-    return logits, weights / weights.sum(-1, keepdim=True) if self.norm_topk_prob else weights, ids
-
-
 def _rotary_complex128(self: Any, x: Tensor, position_ids: Tensor, **_: Any) -> Tensor:
     angles = position_ids[..., None].double() * self.inv_freq.double()
     return torch.polar(torch.ones_like(angles), angles) * self.attention_scaling
@@ -61,6 +54,13 @@ def _rotate_in_own_type(q: Tensor, k: Tensor, angles: Tensor) -> tuple[Tensor, T
 
 
 modeling_deepseek_v2.apply_rotary_emb = _rotate_in_own_type
+
+
+def _router_float64(self: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Qwen's router."""
+    logits = F.linear(x.reshape(-1, self.hidden_dim), self.weight)
+    weights, ids = logits.softmax(-1).topk(self.top_k, dim=-1)
+    return logits, weights / weights.sum(-1, keepdim=True) if self.norm_topk_prob else weights, ids
 
 
 def reference_logits(model: nn.Module, tokens: Tensor) -> tuple[Tensor, list[Tensor]]:

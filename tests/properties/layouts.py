@@ -106,6 +106,12 @@ class Cell:
         return self.keeps not in ("kv", "latent")
 
     @property
+    def family(self) -> str:
+        if self.is_own_latent:
+            return self.keeps
+        return "qwen3_moe" if self.experts else "mistral" if self.window else "llama"
+
+    @property
     def setup(self) -> Setup:
         return Setup(
             page_size=self.page_size,
@@ -118,13 +124,7 @@ class Cell:
             algorithm=self.algorithm,
             attention=self.attention,
             overlap=self.overlap,
-            family=self.keeps
-            if self.is_own_latent
-            else "qwen3_moe"
-            if self.experts
-            else "mistral"
-            if self.window
-            else "llama",
+            family=self.family,
             window=self.window,
             draft_vocab=self.draft_vocab if self.algorithm == "eagle3" else None,
             keeps="kv" if self.is_own_latent else self.keeps,
@@ -148,9 +148,9 @@ def refused(cell: Mapping[str, Any]) -> bool:
 
 
 def impossible(cell: Mapping[str, Any]) -> bool:
-    """Whether the known factors of a cell are refused, or ask a family for what it does not have."""
-    has_more = cell.get("window") is not None or cell.get("experts")
-    return refused(cell) or bool(cell.get("keeps") == "deepseek_v3" and has_more)
+    """Whether the known factors of a cell are refused, or give DeepSeek a window or experts, which it does not run."""
+    other = cell.get("window") is not None or bool(cell.get("experts"))
+    return refused(cell) or (cell.get("keeps") == "deepseek_v3" and other)
 
 
 def pairwise_cells() -> list[Cell]:

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from espalier.engine.launch_input import LaunchInput
 from espalier.request import Request, SamplingParams
 from tests.harness import Setup, prompts, request
 from tests.properties.layouts import reference_of
@@ -79,6 +80,24 @@ def test_a_prompt_of_many_chunks_beside_running_requests(overlap):
     watch = watched(replace(SETUP, overlap=overlap, page_size=3))
     lengths = [3, 52, 49]
     run_watched(watch, [asked(i, prompt, max_tokens=12) for i, prompt in enumerate(prompts(37, lengths))])
+
+
+@loops
+@algorithms
+@pytest.mark.parametrize("keeps", ["kv", "latent"])
+def test_a_prompt_in_pieces_of_one_pass(keeps, algorithm, overlap):
+    """A piece reads the pieces before it through the pages, in the pass that enters them all."""
+    setup = replace(SETUP, overlap=overlap, algorithm=algorithm, keeps=keeps, chunk_size=64, max_context=128)
+    watch = watched(setup)
+    launch, pieces = watch.engine.executor.launch, []
+
+    def launching(launch_input: LaunchInput):
+        pieces.append(len(launch_input.pieces))
+        return launch(launch_input)
+
+    watch.engine.executor.launch = launching  # type: ignore[method-assign]
+    run_watched(watch, [asked(i, prompt) for i, prompt in enumerate(prompts(43, [90, 5, 40]))])
+    assert max(pieces) >= 3
 
 
 @loops
