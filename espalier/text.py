@@ -1,9 +1,11 @@
 """The tokenizer, and the stream that turns output tokens into text: no incomplete characters, no parts of stop strings.
 
-Tokens are decoded in a window that begins a few tokens before the first new one, because a token's text can depend on
-the tokens before it (a leading space, the other bytes of a character).
+A byte-level tokenizer's tokens are bytes of UTF-8, so new tokens are decoded alone (ByteDetokenizer).  Other tokens are
+decoded in a window that begins a few tokens before the first new one, because a token's text can depend on the tokens
+before it (a leading space, the other bytes of a character).
 """
 
+import codecs
 import json
 import logging
 import re
@@ -26,6 +28,7 @@ log = logging.getLogger("espalier")
 BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 Decode = Callable[[Sequence[int]], str]
+Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 
 
 class TokenBytes(NamedTuple):
@@ -44,6 +47,7 @@ class Tokenizer:
         self.backend = getattr(tokenizer, "backend_tokenizer", None)
         self._added = dict(getattr(tokenizer, "added_tokens_decoder", {}))
         self._alphabet = _byte_alphabet() if self._decodes_by("ByteLevel") else None
+        self._is_byte_level = self._decoder_types()[:1] == ["ByteLevel"]
         self._has_byte_pieces = self._decodes_by("ByteFallback")
         self._has_space_pieces = self._has_byte_pieces or self._decodes_by("Metaspace")
         self._bytes: dict[int, TokenBytes] = {}
@@ -86,10 +90,14 @@ class Tokenizer:
 
     def _decodes_by(self, kind: str) -> bool:
         """Whether the backend's decoder has this type, or a step of this type."""
+        return kind in self._decoder_types()
+
+    def _decoder_types(self) -> list[str]:
+        """The type of the backend's decoder, then the types of its steps."""
         if self.backend is None or self.backend.decoder is None:
-            return False
+            return []
         decoder = json.loads(self.backend.decoder.__getstate__())
-        return kind in (decoder["type"], *(step["type"] for step in decoder.get("decoders", ())))
+        return [decoder["type"], *(step["type"] for step in decoder.get("decoders", ()))]
 
     def shows(self, variable: str) -> bool:
         """Whether the chat template reads a variable."""
@@ -117,8 +125,18 @@ class Tokenizer:
         skip_special_tokens: bool = True,
     ) -> "TextStream":
         """A stream that turns a request's tokens into text.  keep_stop: the text includes the stop string."""
-        decode = partial(self.decode, skip_special_tokens=skip_special_tokens)
-        return TextStream(decode, prompt, stop, min_tokens, keep_stop)
+        return TextStream(self._detokenizer(prompt, skip_special_tokens), stop, min_tokens, keep_stop)
+
+    def _detokenizer(self, prompt: Sequence[int], skip_special_tokens: bool) -> "Detokenizer | ByteDetokenizer":
+        if self._is_byte_level and skip_special_tokens:
+            # An output that continues the prompt's last character needs the window.
+            detokenizer = ByteDetokenizer(self.bytes_of)
+            for token in prompt[-CONTEXT_TOKENS:]:
+                detokenizer.push(token)
+            detokenizer.take(final=False)
+            if detokenizer.is_between_characters:
+                return detokenizer
+        return Detokenizer(partial(self.decode, skip_special_tokens=skip_special_tokens), prompt)
 
 
 def load_tokenizer(path: Path, vocab_size: int) -> Tokenizer | None:
@@ -158,14 +176,18 @@ def _byte_alphabet() -> dict[str, int]:
 class TextStream:
     """Turns a request's tokens into text and finds stop strings (request.TextSink).
 
-    min_tokens: stop strings within the first min_tokens tokens do not count; keep_stop: the text includes the stop
-    string.
+    decoder: of the output's tokens; min_tokens: stop strings within the first min_tokens tokens do not count;
+    keep_stop: the text includes the stop string.
     """
 
     def __init__(
-        self, decode: Decode, prompt: Sequence[int], stop: Sequence[str], min_tokens: int = 0, keep_stop: bool = False
+        self,
+        decoder: "Detokenizer | ByteDetokenizer",
+        stop: Sequence[str],
+        min_tokens: int = 0,
+        keep_stop: bool = False,
     ):
-        self.decoder = Detokenizer(decode, prompt)
+        self.decoder = decoder
         self.stop = tuple(stop)
         self.min_tokens = min_tokens
         self.keep_stop = keep_stop
@@ -186,7 +208,7 @@ class TextStream:
         """The new text since the last take.  Text that may be the start of a stop string is held back unless final."""
         if not self.stopped:
             self._read(final)
-        keep = 0 if final or self.stopped else self._may_begin_stop()
+        keep = 0 if final or self.stopped or not self.stop else self._may_begin_stop()
         text = self.ready + self.held[: len(self.held) - keep]
         self.ready, self.held = "", self.held[len(self.held) - keep :]
         return text
@@ -212,12 +234,42 @@ class TextStream:
 
     def _may_begin_stop(self) -> int:
         """Number of characters at the end of the held text with which a stop string may begin."""
-        longest = max((len(text) for text in self.stop), default=0)
+        longest = max(len(text) for text in self.stop)
         for size in range(min(longest - 1, len(self.held)), 0, -1):
             tail = self.held[-size:]
             if any(text.startswith(tail) for text in self.stop):
                 return size
         return 0
+
+
+class ByteDetokenizer:
+    """Detokenizer for tokens that are bytes of UTF-8, after a prompt that ends with a whole character.
+
+    Special tokens are skipped.
+    """
+
+    def __init__(self, bytes_of: Callable[[int], TokenBytes]):
+        self.bytes_of = bytes_of
+        self.utf8 = Utf8Decoder("replace")
+        self.untaken: list[int] = []
+
+    @property
+    def is_between_characters(self) -> bool:
+        """Whether the tokens that were taken end with a whole character."""
+        return not self.utf8.getstate()[0]
+
+    def push(self, token_id: int) -> None:
+        self.untaken.append(token_id)
+
+    def take(self, final: bool) -> str:
+        """The text of the tokens since the last take, up to the last complete character unless final."""
+        parts = [part.bytes for part in map(self.bytes_of, self.untaken) if part.is_text]
+        self.untaken.clear()
+        return self.utf8.decode(b"".join(parts), final)
+
+    def ahead(self) -> str:
+        """Nothing: take withholds no complete character."""
+        return ""
 
 
 class Detokenizer:

@@ -7,9 +7,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from espalier.errors import EspalierError
-from espalier.text import Detokenizer, TextStream, load_tokenizer
+from espalier.text import ByteDetokenizer, Detokenizer, TextStream, Tokenizer, load_tokenizer
 
 BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
 MERGES = [("a", "b"), ("Ã", "©")]
@@ -115,6 +116,41 @@ def test_bytes_that_never_become_a_character_are_not_held_for_ever():
     assert len(handed_out) >= 4
 
 
+def with_added_tokens() -> Tokenizer:
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Backend.from_str(BYTE_LEVEL.to_str()), eos_token="<end>")
+    tokenizer.add_tokens(["<think>", "日本", "é"])
+    return Tokenizer(tokenizer)
+
+
+WITH_ADDED = with_added_tokens()
+ADDED_IDS = WITH_ADDED.hf.convert_tokens_to_ids(["<end>", "<think>", "日本", "é"])
+some_tokens = st.lists(st.sampled_from(ADDED_IDS) | st.integers(0, WITH_ADDED.size - 1), max_size=12)
+
+
+@given(prompt=some_tokens, tokens=some_tokens, ends_whole=st.booleans(), data=st.data())
+def test_bytes_are_decoded_alone_unless_the_prompt_ends_inside_a_character(prompt, tokens, ends_whole, data):
+    prompt += [WITH_ADDED.encode("a")[0]] * ends_whole
+    sink = WITH_ADDED.sink(prompt)
+    before = WITH_ADDED.decode(prompt)
+    assert isinstance(sink.decoder, ByteDetokenizer) or before.endswith("\ufffd")
+    text = ""
+    for token in tokens:
+        sink.push(token)
+        if data.draw(st.booleans()):
+            text += sink.take(final=False)
+            # Only the bytes of a character that is not complete are withheld.
+            assert not ends_whole or WITH_ADDED.decode(prompt + tokens).startswith(before + text)
+    text += sink.take(final=True)
+    assert not ends_whole or before + text == WITH_ADDED.decode(prompt + tokens)
+
+
+@pytest.mark.parametrize("piece, text", [("©", "é"), ("x", "x")])
+def test_an_output_may_complete_the_prompts_last_character_or_not(piece, text):
+    sink = WITH_ADDED.sink([WITH_ADDED.backend.token_to_id("Ã")])
+    sink.push(WITH_ADDED.backend.token_to_id(piece))
+    assert sink.take(final=True) == text
+
+
 def test_a_leading_space_survives_the_border_of_prompt_and_output():
     stream = Detokenizer(SENTENCEPIECE.decode, prompt=[PIECES.index("▁the")])
     stream.push(PIECES.index("▁a"))
@@ -133,7 +169,7 @@ def test_a_token_that_is_not_shown_does_not_cost_the_next_its_space():
 
 def stopped(tokens, stop, min_tokens=0, takes=None, keep_stop=False, decode=BYTE_LEVEL.decode):
     """(text handed out, tokens pushed, the stop string that ended it); takes after each token by default."""
-    stream = TextStream(decode, [], stop, min_tokens, keep_stop)
+    stream = TextStream(Detokenizer(decode), stop, min_tokens, keep_stop)
     text, pushed = "", 0
     for i, token in enumerate(tokens):
         pushed += 1
@@ -209,7 +245,7 @@ def test_before_min_tokens_a_stop_string_is_text_though_what_follows_it_is_not_w
 
 
 def test_what_may_begin_a_stop_string_is_held_back_and_given_out_if_it_does_not():
-    stream = TextStream(BYTE_LEVEL.decode, [], ["b!"])
+    stream = TextStream(Detokenizer(BYTE_LEVEL.decode), ["b!"])
     stream.push(BYTE_LEVEL.token_to_id("a"))
     stream.push(BYTE_LEVEL.token_to_id("b"))
     assert stream.take(final=False) == "a"

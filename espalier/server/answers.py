@@ -6,12 +6,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from espalier.inputs import text_sink
-from espalier.request import PromptLogprobs, ResolvedParams, TokenLogprob, Usage
+from espalier.request import OutputChunk, PromptLogprobs, ResolvedParams, TokenLogprob, Usage
 from espalier.server.openai import Generating
 from espalier.server.protocol import Part
 from espalier.stats import SpeculationStats
 from espalier.text import TextStream, Tokenizer
+
+to_json = msgspec.json.Encoder().encode
+# Stands for the text in an event that has no text yet.
+PLACEHOLDER = "\0"
+
+
+def event(chunk: dict[str, Any]) -> bytes:
+    """One server-sent event."""
+    return b"data: " + to_json(chunk) + b"\n\n"
 
 
 @dataclass
@@ -32,7 +43,8 @@ class Choice:
     """One sample of one prompt.
 
     prompt: token ids; sink: makes the text, None if the engine process does; keep_stop: the text includes the stop
-    token's.  For the text offsets of log-probabilities: text_length: characters of the tokens so far; characters:
+    token's; event_ends: the bytes before and after the text in this choice's events, built at the first one.  For the
+    text offsets of log-probabilities: text_length: characters of the tokens so far; characters:
     decoder that keeps the bytes of an incomplete character; has_begun: one of these tokens had text.
     """
 
@@ -40,7 +52,8 @@ class Choice:
     prompt: Sequence[int]
     sink: TextStream | None
     keep_stop: bool = False
-    text: str = ""
+    texts: list[str] = field(default_factory=list)
+    num_tokens: int = 0
     text_length: int = 0
     has_begun: bool = False
     characters: codecs.IncrementalDecoder = field(
@@ -52,27 +65,33 @@ class Choice:
     prompt_logprobs: PromptLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    event_ends: tuple[bytes, bytes] | None = None
 
-    def take(self, part: Part) -> Delta:
-        piece = part.piece
-        text = piece.text if self.sink is None else self._detokenize(self.sink, piece.token_ids, piece.finish_reason)
+    def take(self, piece: OutputChunk, keep: bool) -> Delta:
+        """The delta of a chunk.  keep: add it to the choice too, for the whole response."""
         ends = piece.finish_reason, piece.stop_reason
+        text = self.new_text(piece)
         delta = Delta(text, piece.token_ids, piece.from_draft, piece.logprobs, *ends, piece.prompt_logprobs)
-        self.text += text
-        self.token_ids += delta.token_ids
-        self.from_draft += delta.from_draft
-        if delta.logprobs is not None:
-            self.logprobs = (self.logprobs or []) + delta.logprobs
-        if delta.prompt_logprobs is not None:
-            self.prompt_logprobs = delta.prompt_logprobs
-        self.finish_reason, self.stop_reason = ends
+        self.num_tokens += len(piece.token_ids)
+        if keep:
+            self.texts.append(text)
+            self.token_ids += piece.token_ids
+            self.from_draft += piece.from_draft
+            if piece.logprobs is not None:
+                self.logprobs = (self.logprobs or []) + piece.logprobs
+            if piece.prompt_logprobs is not None:
+                self.prompt_logprobs = piece.prompt_logprobs
+            self.finish_reason, self.stop_reason = ends
         return delta
 
-    def _detokenize(self, sink: TextStream, token_ids: list[int], finish_reason: str | None) -> str:
-        """The text of new tokens.  Like the engine process, leave out the stop token's text unless keep_stop."""
-        for token in token_ids[:-1] if finish_reason == "stop" and not self.keep_stop else token_ids:
-            sink.push(token)
-        return sink.take(final=finish_reason is not None)
+    def new_text(self, piece: OutputChunk) -> str:
+        """The text that a chunk adds.  Like the engine process, leave out the stop token's text unless keep_stop."""
+        if self.sink is None:
+            return piece.text
+        ends_by_token = piece.finish_reason == "stop" and not self.keep_stop
+        for token in piece.token_ids[:-1] if ends_by_token else piece.token_ids:
+            self.sink.push(token)
+        return self.sink.take(final=piece.finish_reason is not None)
 
 
 class Answer:
@@ -99,6 +118,8 @@ class Answer:
         self.echo = echo
         self.include_usage = bool(body.stream_options and body.stream_options.include_usage)
         self.usage_in_chunks = bool(body.stream_options and body.stream_options.continuous_usage_stats)
+        # Whether the events before a choice's last differ only in their text, unless they have log-probabilities.
+        self.text_only = not (self.usage_in_chunks or body.return_token_ids or body.from_draft)
         self.num_prompt_tokens = sum(len(prompt) for prompt in prompts)
         self.head = {"id": id, "created": int(time.time()), "model": body.model}
         self.choices = [
@@ -126,7 +147,28 @@ class Answer:
             self.usages.append(part.usage if first else Usage(completion_tokens=part.usage.completion_tokens))
         if part.speculation is not None:
             self.stats.merge(part.speculation)
-        return choice, choice.take(part)
+        return choice, choice.take(part.piece, keep=not self.body.stream)
+
+    def event(self, prompt_index: int, part: Part) -> bytes:
+        """Add a part of a prompt.  Returns its stream event, empty if the event would be."""
+        piece = part.piece
+        if self.text_only and piece.finish_reason is None and piece.logprobs is None and piece.prompt_logprobs is None:
+            choice = self.choices[prompt_index * self.params.n + piece.index]
+            text = choice.new_text(piece)
+            return self._text_event(choice, text) if text else b""
+        chunk = self.chunk(*self.take(prompt_index, part))
+        return b"" if chunk is None else event(chunk)
+
+    def _text_event(self, choice: Choice, text: str) -> bytes:
+        """The event of a delta that has only text.  The rest of the event is the same each time, so it is kept."""
+        if choice.event_ends is None:
+            chunk = self.chunk(choice, Delta(PLACEHOLDER, [], [], None, None))
+            assert chunk is not None
+            # The client chose values before the text, never after it: the last placeholder is the text's.
+            before, _, after = event(chunk).rpartition(to_json(PLACEHOLDER))
+            choice.event_ends = before, after
+        before, after = choice.event_ends
+        return before + to_json(text) + after
 
     def chunk(self, choice: Choice, delta: Delta) -> dict[str, Any] | None:
         """The stream chunk for a delta, None if it would be empty."""
@@ -188,7 +230,7 @@ class Answer:
 
     def _usage_so_far(self) -> dict[str, int]:
         """The token counts so far.  Cached tokens and speculation are known only at the end."""
-        prompt, completion = self.num_prompt_tokens, sum(len(choice.token_ids) for choice in self.choices)
+        prompt, completion = self.num_prompt_tokens, sum(choice.num_tokens for choice in self.choices)
         return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
     def _beyond_openai(self, source: Delta | Choice) -> dict[str, Any]:
@@ -254,7 +296,7 @@ class TextAnswer(Answer):
         choice.characters.reset()
         return {
             "index": choice.index,
-            "text": self._echo(choice) + choice.text,
+            "text": self._echo(choice) + "".join(choice.texts),
             "logprobs": self._logprobs(choice, self._first(choice).prompt_logprobs, choice.logprobs),
             "finish_reason": choice.finish_reason,
             **self._of_prompt(choice),
@@ -327,7 +369,7 @@ class ChatAnswer(Answer):
     def _whole_choice(self, choice: Choice) -> dict[str, Any]:
         return {
             "index": choice.index,
-            "message": {"role": "assistant", "content": choice.text, "refusal": None},
+            "message": {"role": "assistant", "content": "".join(choice.texts), "refusal": None},
             "logprobs": self._logprobs(choice.logprobs),
             "finish_reason": choice.finish_reason,
         }

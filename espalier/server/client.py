@@ -10,7 +10,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -63,7 +63,7 @@ class Generation:
     def __init__(self, client: "EngineClient", names: Sequence[str], samples: int):
         self.client = client
         self.num_running = dict.fromkeys(names, samples)
-        self.unread: deque[Part] = deque()
+        self.unread: list[Part] = []
         self.error: Exception | None = None
         self.news = asyncio.Event()
 
@@ -76,17 +76,27 @@ class Generation:
 
         deadline: on the event loop's clock.  Raises TimeoutError, EngineGone, or EspalierError if the engine refuses.
         """
-        ended = False
-        while not ended:
-            async with asyncio.timeout_at(deadline):
+        # One timer for all waits: asyncio.timeout_at at each wait costs more than the rest of the loop.
+        timer = None if deadline is None else asyncio.get_running_loop().call_at(deadline, self._expire)
+        try:
+            ended = False
+            while not ended:
                 await self.news.wait()
-            self.news.clear()
-            parts, ended = list(self.unread), self.done
-            self.unread.clear()
-            if parts:
-                yield parts
-            if self.error is not None:
-                raise self.error
+                self.news.clear()
+                parts, ended = self.unread, self.done
+                self.unread = []
+                if parts:
+                    yield parts
+                if self.error is not None:
+                    raise self.error
+        finally:
+            if timer is not None:
+                timer.cancel()
+
+    def _expire(self) -> None:
+        if not self.done:
+            self.error = TimeoutError()
+            self.news.set()
 
     def take(self, part: Part) -> None:
         if part.piece.finish_reason is not None:
@@ -286,8 +296,9 @@ class EngineClient:
             message = protocol.decode_from_engine(await self._socket.recv())
             self._heard = asyncio.get_running_loop().time()
             if isinstance(message, Harvest):
-                self.report = message.report
-                self.abort_steps.update(message.report.aborts)
+                if message.report is not None:
+                    self.report = message.report
+                    self.abort_steps.update(message.report.aborts)
                 for part in message.parts:
                     self._hand_out(part)
             elif isinstance(message, Refused):

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from espalier.errors import EspalierError
 from espalier.inputs import InputProcessor
-from espalier.server.answers import Answer
+from espalier.server.answers import Answer, event
 from espalier.server.bodies import BodyLimits
 from espalier.server.body_reader import BodyReader
 from espalier.server.client import EngineClient, EngineGone, Generation
@@ -202,20 +202,20 @@ class Run:
 
     async def events(self) -> AsyncIterator[bytes]:
         """The response as server-sent events.  Raises ApiError."""
-        opening = self.answer.opening()
+        opening = b"".join(map(event, self.answer.opening()))
         async for parts in self._parts():
-            taken = [self.answer.take(self.prompt_index[part.name], part) for part in parts]
-            chunks = [chunk for choice, delta in taken if (chunk := self.answer.chunk(choice, delta)) is not None]
-            if opening or chunks:
-                yield b"".join(event(chunk) for chunk in (*opening, *chunks))
-            opening = []
-        yield b"".join([*(event(chunk) for chunk in self.answer.closing()), b"data: [DONE]\n\n"])
+            events = opening + b"".join([self.answer.event(self.prompt_index[part.name], part) for part in parts])
+            if events:
+                yield events
+            opening = b""
+        yield b"".join([*map(event, self.answer.closing()), b"data: [DONE]\n\n"])
 
     async def _parts(self) -> AsyncIterator[list[Part]]:
         try:
             async for parts in self.generation.parts(self.deadline):
+                now = asyncio.get_running_loop().time()
                 for part in parts:
-                    self._measure(part)
+                    self._measure(part, now)
                     if part.piece.error is not None:
                         raise ApiError(500, part.piece.error, retry=False)
                 yield parts
@@ -228,16 +228,16 @@ class Run:
         except EspalierError as error:
             raise refusal(error) from None
 
-    def _measure(self, part: Part) -> None:
-        metrics, piece, now = self.metrics, part.piece, asyncio.get_running_loop().time()
-        key, count = (part.name, piece.index), len(piece.token_ids)
-        if count:
+    def _measure(self, part: Part, now: float) -> None:
+        metrics, piece = self.metrics, part.piece
+        if count := len(piece.token_ids):
             metrics.generated.inc(count)
-            if key not in self.last_token_at:
+            key = part.name, piece.index
+            last = self.last_token_at.get(key)
+            if last is None:
                 metrics.first_token.observe(now - self.began)
             else:
-                for _ in range(count):
-                    metrics.between_tokens.observe((now - self.last_token_at[key]) / count)
+                metrics.between_tokens.observe((now - last) / count, count)
             self.last_token_at[key] = now
         if part.usage is not None:
             metrics.finished.labels(piece.finish_reason).inc()
@@ -288,11 +288,6 @@ class EventStream(StreamingResponse):
             if not self.ended:
                 self.run.metrics.disconnects.inc()
             self.run.close()
-
-
-def event(chunk: dict[str, Any]) -> bytes:
-    """One server-sent event."""
-    return b"data: " + msgspec.json.encode(chunk) + b"\n\n"
 
 
 async def _until_left(http: Request, work: Awaitable[T]) -> T:

@@ -1,7 +1,9 @@
 """Prometheus metrics: counters of the front, and the engine process's values from its last report."""
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -39,9 +41,10 @@ class Metrics:
         self.first_token = self._histogram(
             "time_to_first_token_seconds", "from arrival to a prompt's first token", SECONDS
         )
-        self.between_tokens = self._histogram(
+        self.between_tokens = WeightedHistogram(
             "inter_token_seconds", "time between tokens; the tokens of one round share its time equally", TOKEN_SECONDS
         )
+        self.registry.register(self.between_tokens)
         self.duration = self._histogram("request_seconds", "from arrival to the end of a generating request", SECONDS)
 
     def _counter(self, name: str, about: str, *labels: str) -> Counter:
@@ -53,6 +56,28 @@ class Metrics:
     def text(self) -> bytes:
         """All metrics in Prometheus's text format."""
         return generate_latest(self.registry)
+
+
+class WeightedHistogram(Collector):
+    """A histogram that counts equal values in one call.  prometheus_client's has one call for each value.
+
+    limits: upper limits of the buckets, in order.
+    """
+
+    def __init__(self, name: str, about: str, limits: Sequence[float]):
+        self.name = name
+        self.about = about
+        self.limits = limits
+        self.counts = [0] * (len(limits) + 1)
+        self.total = 0.0
+
+    def observe(self, value: float, count: int) -> None:
+        """Count a value `count` times."""
+        self.counts[bisect_left(self.limits, value)] += count
+        self.total += value * count
+
+    def collect(self) -> Iterator[Metric]:
+        yield _histogram(self.name, self.about, self.limits, self.counts, self.total)
 
 
 class EngineCollector(Collector):
@@ -110,8 +135,15 @@ def _labelled(family: Family, values: Iterable[tuple[object, float]]) -> Family:
 
 
 def _abort_steps(steps: Mapping[int, int]) -> Metric:
-    counts = [(str(float(most)), sum(count for step, count in steps.items() if step <= most)) for most in ABORT_STEPS]
-    buckets = [*counts, ("+Inf", sum(steps.values()))]
+    counts = [0] * (len(ABORT_STEPS) + 1)
+    for step, count in steps.items():
+        counts[bisect_left(ABORT_STEPS, step)] += count
     about = "engine steps from an abort's arrival to the release of its pages"
-    total = sum(step * count for step, count in steps.items())
-    return HistogramMetricFamily("espalier_abort_steps", about, buckets=buckets, sum_value=total)
+    return _histogram("abort_steps", about, ABORT_STEPS, counts, sum(step * count for step, count in steps.items()))
+
+
+def _histogram(name: str, about: str, limits: Sequence[float], counts: Sequence[int], total: float) -> Metric:
+    """limits: of the buckets except the last, which has none; counts: values in each bucket; total: their sum."""
+    labels = [*(str(float(limit)) for limit in limits), "+Inf"]
+    buckets = list(zip(labels, accumulate(counts), strict=True))
+    return HistogramMetricFamily(f"espalier_{name}", about, buckets=buckets, sum_value=total)

@@ -74,7 +74,7 @@ class Part(msgspec.Struct, array_like=True):
 
 
 class Report(msgspec.Struct):
-    """The engine's state after a step.
+    """The engine's state.
 
     harvests: engine steps so far; pages_owned: pages of running requests that are not in the prefix cache; rounds:
     (bucket, whether a CUDA graph ran them, number of rounds); aborts: for each abort that was completed since the last
@@ -95,10 +95,13 @@ class Report(msgspec.Struct):
 
 
 class Harvest(msgspec.Struct, tag=True):
-    """The output of one engine step.  Without parts it is a heartbeat."""
+    """The output of one engine step.  Without parts it is a heartbeat.
+
+    report: None if the engine is busy and the last report is younger than worker.REPORT_S.
+    """
 
     parts: list[Part]
-    report: Report
+    report: Report | None = None
 
 
 class Failed(msgspec.Struct, tag=True):

@@ -5,6 +5,7 @@ requests with an error.  A second signal of either kind ends draining at once.
 """
 
 import asyncio
+import gc
 import logging
 import signal
 import socket
@@ -150,6 +151,9 @@ async def serve(settings: Mapping[str, Any], options: ServeOptions) -> None:
         server = Server(config, front, gate, readers, senders, options.drain_timeout_s)
         host, port = listener.getsockname()[:2]
         log.info("serving %s at http://%s:%d/v1", ", ".join(front.names), host, port)
+        # The application lives as long as the process: garbage collections must not search it.
+        gc.collect()
+        gc.freeze()
         await server.serve(sockets=[listener])
         await front.close()
     finally:

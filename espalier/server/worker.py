@@ -4,6 +4,7 @@ It ends on Shutdown, or when the front is gone.  It ignores SIGINT and SIGTERM, 
 front handles them and drains first.
 """
 
+import gc
 import logging
 import os
 import signal
@@ -24,6 +25,8 @@ from espalier.server.protocol import Abort, Failed, Harvest, Part, Ready, Refuse
 
 log = logging.getLogger("espalier.server")
 WAIT_FOR_START_MS = 60_000
+# Seconds between the reports of a busy engine.  A report with each step would cost as much as the step's output.
+REPORT_S = 0.1
 DONE, REFUSED, BROKEN = 0, 2, 1
 
 
@@ -51,6 +54,7 @@ class Worker:
         self.running: dict[str, Running] = {}
         self.steps = 0
         self.aborts: list[int] = []
+        self.next_report_at = 0.0
         self.buckets = llm.engine.layout.batch_buckets(llm.config.graph_batch)
 
     def run(self) -> None:
@@ -99,7 +103,10 @@ class Worker:
 
     def _send(self, pieces: list[OutputChunk]) -> None:
         parts = [self._part(piece) for piece in pieces]
-        self.socket.send(protocol.encode(Harvest(parts, self._report())))
+        self.socket.send(protocol.encode(Harvest(parts, self._report() if self._is_report_due() else None)))
+
+    def _is_report_due(self) -> bool:
+        return bool(self.aborts) or not self.llm.engine.has_work or time.monotonic() >= self.next_report_at
 
     def _part(self, piece: OutputChunk) -> Part:
         name = piece.request_id.rpartition(".")[0]
@@ -117,6 +124,7 @@ class Worker:
         return Part(name, piece, request.usage, request.stats)
 
     def _report(self) -> Report:
+        self.next_report_at = time.monotonic() + REPORT_S
         engine = self.llm.engine
         scheduler, pool = engine.scheduler, engine.pool
         aborts, self.aborts = self.aborts, []
@@ -183,7 +191,11 @@ def _serve(socket: zmq.Socket, start: Start) -> None:
     with LLM(**settings_of(start.settings)) as llm:
         log.info("engine process %d: %s loaded in %.1f s", os.getpid(), llm.config.model, time.perf_counter() - began)
         socket.send(protocol.encode(Ready(llm.inputs.facts, asdict(llm.config))))
-        Worker(socket, llm, start).run()
+        worker = Worker(socket, llm, start)
+        # The loaded model lives as long as the process: garbage collections must not search it.
+        gc.collect()
+        gc.freeze()
+        worker.run()
 
 
 if __name__ == "__main__":

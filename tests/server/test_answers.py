@@ -8,7 +8,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from espalier.request import OutputChunk, ResolvedParams, TokenLogprob
-from espalier.server.answers import ChatAnswer, TextAnswer
+from espalier.server.answers import PLACEHOLDER, ChatAnswer, TextAnswer, event
 from espalier.server.openai import ChatRequest, CompletionRequest
 from espalier.server.protocol import Part
 from espalier.text import Tokenizer
@@ -166,3 +166,33 @@ def test_every_token_of_the_bundled_model_reads_as_its_bytes(llm):
     tokenizer = llm.tokenizer
     for token in range(tokenizer.size):
         assert tokenizer.bytes_of(token).bytes.decode(errors="replace") == tokenizer.name(token)
+
+
+MESSAGES = [{"role": "user", "content": "x"}]
+ODD_TEXTS = [
+    "",
+    'a "quote" \\ and \\u0000',
+    "lines\n\r\t",
+    "\u2028\u2029\x85",
+    "\x00\x1f\x7f",
+    PLACEHOLDER,
+    "\ufffd\ue000",
+    "日本\U0001f642",
+]
+
+
+@pytest.mark.parametrize("options", [None, {"include_usage": True}, {"continuous_usage_stats": True}], ids=str)
+@pytest.mark.parametrize("kind", [TextAnswer, ChatAnswer])
+def test_events_are_the_general_encoders_bytes(kind, options):
+    fields = {"model": PLACEHOLDER, "stream": True, "stream_options": options}
+    body = CompletionRequest(prompt="", **fields) if kind is TextAnswer else ChatRequest(messages=MESSAGES, **fields)
+    # With a stop string the text comes from the engine process, so any text can be given.
+    answer, general = (kind("id", body, ResolvedParams(stop=("never",), n=2), [[1]], None) for _ in range(2))
+    general.head = answer.head
+    for index in (1, 0):
+        for i, text in enumerate((*ODD_TEXTS, "", "end")):
+            ends = i == len(ODD_TEXTS) + 1
+            piece = OutputChunk("x.0", index, [i, i], text, [False, True], finish_reason="stop" if ends else None)
+            chunk = general.chunk(*general.take(0, Part("x", piece)))
+            assert answer.event(0, Part("x", piece)) == (b"" if chunk is None else event(chunk)), text
+            assert (chunk is None) == (text == "")

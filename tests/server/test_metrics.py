@@ -34,12 +34,15 @@ def test_every_metric_is_on_the_page_and_the_other_way_round(served):
 
 
 def test_counts_say_what_happened(served):
-    before = {name: served.metric(name) for name in ("generated_tokens_total", "prompt_tokens_total", "harvests_total")}
+    names = ("generated_tokens_total", "prompt_tokens_total", "harvests_total", "inter_token_seconds_count")
+    before = {name: served.metric(name) for name in names}
     rounds = served.metric("rounds_total", bucket="1", run="eager")
     body = {"model": "bundled", "prompt": "import os\n", "max_tokens": 12, "temperature": 0, "ignore_eos": True}
     usage = served.request("/v1/completions", body)[2]["usage"]
     served.until(lambda: served.metric("running_requests") == 0)
     assert served.metric("generated_tokens_total") == before["generated_tokens_total"] + 12
+    # All tokens but the first, which the prompt's pass gives alone.
+    assert served.metric("inter_token_seconds_count") == before["inter_token_seconds_count"] + 11
     assert served.metric("prompt_tokens_total") == before["prompt_tokens_total"] + usage["prompt_tokens"]
     assert served.metric("rounds_total", bucket="1", run="eager") == rounds + usage["speculation"]["rounds"]
     assert served.metric("harvests_total") > before["harvests_total"]
