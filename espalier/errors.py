@@ -56,9 +56,9 @@ def unknown_name(what: str, name: str, known: Collection[str]) -> EspalierError:
 def require_number(
     name: str, value: Any, inside: Callable[[Any], bool], supported: str, *, optional: bool = False
 ) -> None:
-    """Refuse a value that is not a finite number with inside(value); None is allowed if `optional`.
+    """Raise EspalierError unless `value` is a finite number and inside(value) is true.  `optional` allows None.
 
-    supported: the end of the message.  Raises EspalierError.
+    supported: the end of the message.
     """
     if optional and value is None:
         return

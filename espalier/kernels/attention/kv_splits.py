@@ -66,7 +66,10 @@ class KVSplitPolicy:
         return cls(num_splits, num_splits if max_rows <= num_splits * MAX_SPLIT_ROWS else max_splits)
 
     def width(self, rows: int) -> int:
-        """Rows per split (the last one may have fewer) of a request with `rows` rows: even up to SPLIT_STEP."""
+        """Rows per split of a request with `rows` rows: an equal share, rounded up to a multiple of SPLIT_STEP.
+
+        The last split may have fewer.
+        """
         wanted = max(min(-(-rows // MIN_SPLIT_ROWS), self.num_splits), -(-rows // MAX_SPLIT_ROWS))
         count = min(max(wanted, 1), self.max_splits)
         return max(-(-rows // (count * SPLIT_STEP)), 1) * SPLIT_STEP

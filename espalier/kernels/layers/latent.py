@@ -16,7 +16,7 @@ from espalier.kernels.layers.rope import rotate, write_rows
 
 @dataclass(frozen=True)
 class LatentRopeAndNorm:
-    """cos, sin: [N, rotary] as in kernels/layers/rope.py:RopeAndNorm, but for the last `rotary` values of a row.
+    """cos, sin: [N, rotary], as in kernels/layers/rope.py:RopeAndNorm.  They rotate the last `rotary` values of a row.
 
     norm: [size - rotary], weight of the latent's RMS norm, or None; eps: of the norm.
     interleaved: whether the input has the two values of a rotated pair side by side (2i and 2i + 1), as DeepSeek's
