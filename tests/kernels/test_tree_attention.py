@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from espalier.errors import EspalierError
+from espalier.kernels.attention.kv_splits import KVSplitPolicy, kv_splits_reference
+from espalier.kernels.attention.tree_attention import Committed, _choose
 from espalier.kernels.attention.triton_config import TritonConfig, choose_config
 from espalier.kernels.runtime.launch import Chip
 from tests.kernels.attending import Case, check, draw, run
@@ -153,3 +155,16 @@ def test_pools_beyond_two_to_the_31_elements(kernel_device):
     k[shift * page_size :][: len(c.k)], v[shift * page_size :][: len(c.v)] = c.k, c.v
     far = replace(inputs, committed=replace(c, k=k, v=v, page_table=c.page_table + shift))
     assert torch.equal(run(far, 4)[0], run(inputs, 4)[0])
+
+
+def test_a_padded_batch_has_the_blocks_of_the_batch():
+    """40 requests of 6 KV heads would fill a GPU in one wave of 256 programs, and the 48 of their bucket would not."""
+    configs = []
+    for batch in (40, 48):
+        q = torch.empty(batch, 1, 12, 16, dtype=torch.bfloat16)
+        pages = torch.empty(8, 6, 16, dtype=torch.bfloat16)
+        length = torch.zeros(batch, dtype=torch.int64)
+        committed = Committed(pages, pages, torch.zeros(batch, 1, dtype=torch.int32), length, 8)
+        splits = kv_splits_reference(length, 0, KVSplitPolicy.of(batch, 1, 6, 2, 8192))
+        configs.append(_choose(q, committed, None, splits))
+    assert configs[0] == configs[1]

@@ -47,6 +47,7 @@ from espalier.kernels.attention.work_items import (
 from espalier.kernels.runtime.launch import Kernel, chip, kernel, power_of_two, require
 from espalier.kernels.runtime.pdl import early
 from espalier.kernels.state.page_rows import page_rows
+from espalier.layout import next_bucket
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -236,7 +237,8 @@ def _choose(q: Tensor, committed: Committed, staged: Staged | None, splits: KVSp
         if config is not None:
             return config
     rows = queries if staged is None else staged.k.shape[1]
-    one_wave = batch * kv_heads * splits.policy.num_splits <= PROGRAMS
+    # By the bucket, as the policy: a padded graph and an eager launch have the same blocks, and so the same bits.
+    one_wave = next_bucket(batch) * kv_heads * splits.policy.num_splits <= PROGRAMS
     return choose_config(chip(q), packed_queries, rows, k_size, v_size, q.dtype, one_wave)
 
 
