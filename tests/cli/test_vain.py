@@ -220,8 +220,8 @@ def test_a_model_without_a_tokenizer_is_given_as_many_random_tokens_as_it_takes(
 
 
 OTHERS = [
-    (["bench", "round", "--prompts", "2"], "--prompts is for --acceptance; give that, or leave it out"),
-    (["bench", "round", "--out", "x"], "--out is for --choose; give that, or leave it out"),
+    (["bench", "round", "--prompts", "2"], "--prompts is for --acceptance; add that, or leave --prompts out"),
+    (["bench", "round", "--out", "x"], "--out is for --choose; add that, or leave --out out"),
     (["bench", "round", "--candidates", "3,2,8"], "--candidates is for --choose"),
     (["bench", "round", "--accept-length", "3"], "--accept-length is for --shape or --choose"),
     (["bench", "round", "--all-buckets"], "--all-buckets is for --shape"),
