@@ -60,11 +60,12 @@ def test_norm_after_an_addition(shape, dtype, kernel_device):
 
 
 @shapes
+@pytest.mark.parametrize("half", [True, False], ids=["half", "float64"])
 @pytest.mark.parametrize("parts", [1, 2, 5])
 @pytest.mark.parametrize("make", [add_rms_norm_triton, add_rms_norm_reference])
-def test_partial_sums_are_added_in_order_and_rounded_first(shape, parts, make, kernel_device):
-    dtype = torch.bfloat16 if kernel_device.type == "cuda" else torch.float16
-    delta = random_normal((parts, *shape), torch.float32, kernel_device, 1)
+def test_partial_sums_are_added_in_order_and_rounded_first(shape, half, parts, make, kernel_device):
+    dtype = torch.float64 if not half else torch.bfloat16 if kernel_device.type == "cuda" else torch.float16
+    delta = random_normal((parts, *shape), torch.promote_types(dtype, torch.float32), kernel_device, 1)
     residual, weight = random_normal(shape, dtype, kernel_device, 2), random_normal(shape[1:], dtype, kernel_device, 3)
     total = delta[0].clone()
     for part in delta[1:]:

@@ -27,8 +27,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def add_rms_norm(delta: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """(sum, norm) with sum = residual + delta and norm = rms_norm(sum), each [N, H] in residual's dtype.
 
-    delta: [N, H] in residual's dtype, or partial sums [splits, N, H] float32 (kernels/layers/linear.py:linear_parts),
-    which are added in order and rounded to residual's dtype first.  The norm is of the rounded sum.
+    delta: [N, H] in residual's dtype, or partial sums [splits, N, H] in float32 (float64 for float64), as
+    kernels/layers/linear.py:linear_parts gives them.  They are added in order and rounded to residual's dtype first.
+    The norm is of the rounded sum.
     """
     implementation = add_rms_norm_triton if residual.is_cuda else add_rms_norm_reference
     return implementation(delta, residual, weight, eps)
@@ -85,7 +86,8 @@ def rms_norm_triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def add_rms_norm_triton(delta: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """The sum equals the reference's to the bit; the norm has the tolerance of rms_norm_triton."""
     if delta.ndim == 3:
-        require("add_rms_norm: delta's partial sums", delta, (-1, *residual.shape), torch.float32, residual)
+        exact = torch.promote_types(residual.dtype, torch.float32)
+        require("add_rms_norm: delta's partial sums", delta, (-1, *residual.shape), exact, residual)
     else:
         require("add_rms_norm: delta", delta, tuple(residual.shape), residual.dtype, residual)
     total, out = (torch.empty(residual.shape, dtype=residual.dtype, device=residual.device) for _ in range(2))
