@@ -7,9 +7,9 @@ fields, docs, checks of values, columns of the slot table and offsets in kernels
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import numpy as np
 
@@ -287,6 +287,10 @@ class TokenLogprob:
     logprob: float
     top: list[tuple[int, float]]
     rank: int
+
+    def with_top(self, count: int) -> Self:
+        """This entry with at most `count` likeliest tokens.  The batch may have computed more than a request asked."""
+        return replace(self, top=self.top[:count])
 
 
 # One entry per prompt token.  The first token has nothing before it, so its entry is None.

@@ -50,11 +50,11 @@ def latent(spec: LayerSpec) -> LayerSpec:
 def make_latent(target: CausalLM, draft: DraftModel | None, keeps: str, seed: int) -> None:
     """Replace attention in place.  keeps: "latent", in every layer of both models; "mixed", in the target's second."""
     hidden = target.config.hidden_size
-    chosen = [1] if keeps == "mixed" else range(len(target.geometry))
+    chosen = [1] if keeps == "mixed" else range(len(target.layer_specs))
     for layer in chosen:
-        block = LatentAttention(hidden, hidden, target.geometry[layer].heads, seed + layer)
+        block = LatentAttention(hidden, hidden, target.layer_specs[layer].heads, seed + layer)
         target.layers[layer].attention = block  # type: ignore[attr-defined]
-    target.geometry = tuple(latent(spec) if i in chosen else spec for i, spec in enumerate(target.geometry))
+    target.layer_specs = tuple(latent(spec) if i in chosen else spec for i, spec in enumerate(target.layer_specs))
     if draft is not None and keeps == "latent":
-        draft.attention = LatentAttention(2 * hidden, hidden, draft.geometry[0].heads, seed + 100)  # type: ignore[attr-defined]
-        draft.geometry = (latent(draft.geometry[0]),)
+        draft.attention = LatentAttention(2 * hidden, hidden, draft.layer_specs[0].heads, seed + 100)  # type: ignore[attr-defined]
+        draft.layer_specs = (latent(draft.layer_specs[0]),)

@@ -23,13 +23,13 @@ FACTS = Facts(
     weights=WeightCount(num_cast=10**7),
     stored_dtype="bfloat16",
     max_position=2048,
-    geometry=(LayerSpec(4, KVHeads(2, 64, 64)),) * 17,
+    layer_specs=(LayerSpec(4, KVHeads(2, 64, 64)),) * 17,
     hidden_size=256,
     num_layers=16,
     chip=None,
     threads=ThreadFacts(num_cores=4, current=4, from_environment=False),
 )
-HEAD = DraftSpec("eagle3", FACTS.geometry[-1:], reentry=1)
+HEAD = DraftSpec("eagle3", FACTS.layer_specs[-1:], reentry=1)
 TOKEN_BYTES = 17 * 2 * 128 * 4
 
 
@@ -263,4 +263,4 @@ def test_the_drafts_backend_is_the_targets_unless_it_is_named():
     with pytest.raises(EspalierError, match="attention=triton does not support device=cpu"):
         resolved(draft_attention="triton")
     with pytest.raises(EspalierError, match="draft_attention='sdpa' is set, but the drafter has no layers"):
-        resolved(replace(FACTS, geometry=FACTS.geometry[:16]), draft_attention="sdpa")
+        resolved(replace(FACTS, layer_specs=FACTS.layer_specs[:16]), draft_attention="sdpa")

@@ -2,8 +2,8 @@
 
 Every forward pass (a prompt chunk, a draft level, a verify tree, a draft extend) has queries [B, Q].  They attend to
 committed rows in pages and to staged rows [B, R].  A backend must supply attention over the committed rows, with its
-log-sum-exp.  Attention over the staged rows (kernels/attention/among_nodes.py) and the merge are then shared code.  A
-backend may override `attend` to do both in one kernel.
+log-sum-exp.  Attention over the staged rows (kernels/attention/staged_attention.py) and the merge are then shared
+code.  A backend may override `attend` to do both in one kernel.
 """
 
 from collections.abc import Sequence
@@ -17,9 +17,9 @@ from torch import Tensor
 from espalier.cache.kv import PagedKV
 from espalier.cache.layer_spec import Keeps, KeptRows, KVHeads, LatentKV, LayerSpec, RecurrentState
 from espalier.errors import EspalierError
-from espalier.kernels.attention.among_nodes import NoPrefix, among_nodes
 from espalier.kernels.attention.ancestor_bits import seen_rows
 from espalier.kernels.attention.merge import merge
+from espalier.kernels.attention.staged_attention import NoPrefix, staged_attention
 from espalier.kernels.attention.tree_attention import Staged
 from espalier.layout import MAX_PAGE_SIZE
 
@@ -211,7 +211,9 @@ class Attention:
         """
         spec = self.specs[layer]
         staged = Staged(k, v, self.nodes.row_positions, self.nodes.ancestor_bits)
-        over_staged = among_nodes(q, staged, self.nodes.positions, spec.softmax_scale, spec.window, self._no_prefix)
+        over_staged = staged_attention(
+            q, staged, self.nodes.positions, spec.softmax_scale, spec.window, self._no_prefix
+        )
         return merge(self.over_prefix(q, layer), over_staged)
 
     @cached_property

@@ -76,11 +76,11 @@ def variants(steps: int, algorithm: str, has_draft: bool) -> list[Variant]:
     ]
 
 
-def run(asked: Namespace, settings: dict[str, Any]) -> None:
+def run(args: Namespace, settings: dict[str, Any]) -> None:
     with progress("measuring", 7) as advance:
-        rows = measure(settings, asked.prompts, asked.tokens, advance)
+        rows = measure(settings, args.prompts, args.tokens, advance)
     about = {name: str(value) for name, value in settings.items()}
-    write_json(asked.json, {"settings": about, "acceptance": [row.as_dict() for row in rows]})
+    write_json(args.json, {"settings": about, "acceptance": [row.as_dict() for row in rows]})
     print_table(_table(rows))
 
 

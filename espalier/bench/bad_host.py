@@ -18,7 +18,7 @@ from espalier.bench.server import NAME, serving
 from espalier.bench.soak import ANSWER_S
 from espalier.errors import EspalierError
 from espalier.terminal.console import print_table, write_json
-from espalier.terminal.flags import sized
+from espalier.terminal.flags import with_minimum
 
 STREAMS = 16
 # Waits are measured for this long after each kind of bad request is sent, or until its last response.
@@ -86,12 +86,12 @@ class AttackResult:
     answers: dict[int, int] = field(default_factory=dict)
 
 
-def run(asked: Namespace, settings: dict[str, Any]) -> int:
+def run(args: Namespace, settings: dict[str, Any]) -> int:
     """Print the waits.  1 if a bad request got no response."""
     # A slot for each stream, one for the short request, and one for each bad request at once.
     most = max(attack.count for attack in ATTACKS)
-    results = bad_host(sized(settings, {"max_batch": STREAMS + 1 + most}, max_batch=STREAMS + 1))
-    write_json(asked.json, {"bad_host": [asdict(result) for result in results]})
+    results = bad_host(with_minimum(settings, {"max_batch": STREAMS + 1 + most}, max_batch=STREAMS + 1))
+    write_json(args.json, {"bad_host": [asdict(result) for result in results]})
     rows = [["longest wait, ms", f"beside {STREAMS} streams:", "", "", "idle:", "", ""]]
     rows.append(["", "stream gap", "one token", "/health", "one token", "/health", "answers"])
     print_table([*rows, *(_row(result) for result in results)])

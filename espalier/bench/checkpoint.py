@@ -49,25 +49,25 @@ def _tree(text: str) -> tuple[int, int, int]:
 _tree.__name__ = "three whole numbers"
 
 
-def run(asked: Namespace) -> int:
-    device = choose_device(EngineConfig(device=asked.device))
-    recipe = _recipe(asked)
+def run(args: Namespace) -> int:
+    device = choose_device(EngineConfig(device=args.device))
+    recipe = _recipe(args)
     chain = recipe.chain()
     try:
-        target, draft = write(recipe, asked.out, getattr(torch, asked.dtype), device)
+        target, draft = write(recipe, args.out, getattr(torch, args.dtype), device)
     except OSError as error:
-        raise EspalierError(f"--out {asked.out} cannot be written ({error.strerror}); name another directory") from None
+        raise EspalierError(f"--out {args.out} cannot be written ({error.strerror}); name another directory") from None
     rows = [["tree (steps, topk, nodes)", "greedy accept length, predicted"]]
-    for tree in dict.fromkeys((asked.tree, *TREES)):
+    for tree in dict.fromkeys((args.tree, *TREES)):
         rows.append([", ".join(map(str, tree)), f"{predicted_accept_length(chain, *tree):.2f}"])
     print_table(rows)
     stdout().print(Text(json.dumps({"model": str(target), "draft": str(draft), "skill": recipe.skill}), QUIET))
     return 0
 
 
-def _recipe(asked: Namespace) -> Recipe:
-    if asked.mode == "copy" and (asked.skill, asked.accept_length) != (None, None):
+def _recipe(args: Namespace) -> Recipe:
+    if args.mode == "copy" and (args.skill, args.accept_length) != (None, None):
         raise EspalierError("--skill and --accept-length are for --mode chain; leave them out, or use that mode")
-    skill = Recipe.skill if asked.skill is None else asked.skill
-    recipe = Recipe(find_shape(asked.shape), asked.seed, asked.mode, skill, asked.reach)
-    return recipe if asked.accept_length is None else recipe.with_accept_length(asked.accept_length, *asked.tree)
+    skill = Recipe.skill if args.skill is None else args.skill
+    recipe = Recipe(find_shape(args.shape), args.seed, args.mode, skill, args.reach)
+    return recipe if args.accept_length is None else recipe.with_accept_length(args.accept_length, *args.tree)

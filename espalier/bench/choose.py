@@ -27,7 +27,7 @@ from espalier.synthetic.chain import predicted_accept_length
 from espalier.synthetic.checkpoint import Recipe
 from espalier.synthetic.shapes import find_shape
 from espalier.terminal.console import QUIET, print_table, progress, stdout, write_json
-from espalier.terminal.flags import sized
+from espalier.terminal.flags import with_minimum
 
 CANDIDATES = (TreeShape(5, 8, 64), TreeShape(5, 4, 16), TreeShape(3, 2, 8))
 # Accept lengths are predicted on the synthetic chain with the vocabulary of this shape.
@@ -84,33 +84,33 @@ def tree_shape(text: str) -> TreeShape:
         raise ArgumentTypeError(f"{text!r} is no tree; use steps,topk,num_draft_tokens, such as 5,4,16") from None
 
 
-def run(asked: Namespace, settings: dict[str, Any]) -> None:
+def run(args: Namespace, settings: dict[str, Any]) -> None:
     """Measure, print and write the table.  Raises EspalierError."""
-    if len(asked.context) > 1:
-        raise EspalierError(f"--context={asked.context} is not supported with --choose; use one")
+    if len(args.context) > 1:
+        raise EspalierError(f"--context={args.context} is not supported with --choose; use one")
     _refuse_unused(settings)
-    context, longest = asked.context[0], asked.context[0] + asked.tokens
-    llm = LLM(**without_table(sized(settings, {"max_context": longest + 1}, max_context=longest)))
+    context, longest = args.context[0], args.context[0] + args.tokens
+    llm = LLM(**without_table(with_minimum(settings, {"max_context": longest + 1}, max_context=longest)))
     config, configured = llm.config, llm.engine.layout.tree
-    shapes = candidates_of(configured, asked.candidates)
+    shapes = candidates_of(configured, args.candidates)
     lengths = None
-    if asked.accept_length is not None:
-        lengths = predicted_accept_lengths(asked.accept_length, configured, shapes)
-    source = "measured" if lengths is None else f"predicted from {asked.accept_length} of {configured}"
+    if args.accept_length is not None:
+        lengths = predicted_accept_lengths(args.accept_length, configured, shapes)
+    source = "measured" if lengths is None else f"predicted from {args.accept_length} of {configured}"
     stdout().print(Text(f"{config.algorithm}, {config.dtype}, context {context}; accept lengths {source}", QUIET))
-    runs = Runs.of(llm, context, asked.tokens, asked.repeats)
+    runs = Runs.of(llm, context, args.tokens, args.repeats)
     with progress("measuring", len(shapes) * len(runs.prompts)) as advance:
         timed = measure(llm.engine, config.graph_batch, runs, shapes, lengths, advance)
     llm.close()
     by_batch = table(timed)
     # Write before printing: printing fails if the reader of stdout has left.
-    if asked.out is not None:
-        tree_policy.write(asked.out, by_batch)
+    if args.out is not None:
+        tree_policy.write(args.out, by_batch)
     figures = {"config": asdict(config), "cells": [one.as_dict() for one in timed]}
-    write_json(asked.json, figures | {"by_batch": {least: asdict(shape) for least, shape in by_batch.items()}})
+    write_json(args.json, figures | {"by_batch": {least: asdict(shape) for least, shape in by_batch.items()}})
     print_table(_rows(timed))
-    if asked.out is not None:
-        stdout().print(Text(f"written: {asked.out}; use it by --by-batch {asked.out}", QUIET))
+    if args.out is not None:
+        stdout().print(Text(f"written: {args.out}; use it by --by-batch {args.out}", QUIET))
 
 
 def _refuse_unused(settings: Mapping[str, Any]) -> None:

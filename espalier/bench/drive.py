@@ -91,7 +91,7 @@ def timed_engine(engine: Engine) -> tuple[Engine, list[ForwardTimer]]:
     if not isinstance(drafter, AutoregressiveDrafter):
         return rebuilt(engine, 0, target=target), [target]
     draft: Any = ForwardTimer(drafter.draft, ("logits", "fuse", "output_of"))
-    timed = type(drafter)(draft, drafter.layout, drafter.pages, drafter.backend, drafter.geometry, drafter.staging)
+    timed = type(drafter)(draft, drafter.layout, drafter.pages, drafter.backend, drafter.layer_specs, drafter.staging)
     return rebuilt(engine, 0, target=target, drafter=timed), [target, draft]
 
 

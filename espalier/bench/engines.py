@@ -17,7 +17,7 @@ from espalier.errors import EspalierError
 from espalier.inputs import InputProcessor, ModelFacts
 from espalier.kernels.runtime.launch import chip
 from espalier.llm import LLM, prepare
-from espalier.models.loading import geometry_of
+from espalier.models.loading import layer_specs_of
 from espalier.models.weights import WeightCount
 from espalier.speculate.drafters import WITHOUT_FILES
 from espalier.startup.resolve import Facts, choose_algorithm, free_memory, layout_of, resolve
@@ -25,7 +25,7 @@ from espalier.startup.threads import thread_facts
 from espalier.synthetic.checkpoint import Recipe
 from espalier.synthetic.shapes import SHAPES
 from espalier.terminal.console import print_header, require_writable
-from espalier.terminal.flags import add_engine_flags, add_json_flag, engine_settings, flag_of, sized
+from espalier.terminal.flags import add_engine_flags, add_json_flag, engine_settings, flag_of, with_minimum
 from espalier.terminal.machine import require_gpu
 
 # Fields of EngineConfig that --shape decides, or that only a model from files has.
@@ -132,7 +132,7 @@ def shape_config(recipe: Recipe, settings: Mapping[str, Any], device: torch.devi
         weights=WeightCount(),  # the models are on the device already, or small compared with its free memory
         stored_dtype=dtype,
         max_position=shape.target.max_position,
-        geometry=(*geometry_of(shape.target), *spec.layers),
+        layer_specs=(*layer_specs_of(shape.target), *spec.layers),
         hidden_size=shape.target.hidden_size,
         num_layers=shape.target.num_layers,
         chip=chip(torch.empty(0, device=device)) if device.type == "cuda" else None,
@@ -165,28 +165,28 @@ def load_sizes(batch: int, context: int) -> dict[str, Any]:
     return {"max_batch": batch, "max_context": context, "prefix_cache": False}
 
 
-def engines_of(asked: Namespace, defaults: Mapping[str, Any], **least: int) -> BenchEngines:
+def engines_of(args: Namespace, defaults: Mapping[str, Any], **least: int) -> BenchEngines:
     """Engines of the model or the --shape that the flags name.
 
     defaults: of settings whose flags were not given; least: the smallest value that each size may have.
     Raises EspalierError for flags that do not fit together.
     """
-    require_writable("--json", asked.json)
-    settings = sized(engine_settings(asked), defaults, **least)
-    if asked.shape is None:
-        if asked.accept_length is not None:
+    require_writable("--json", args.json)
+    settings = with_minimum(engine_settings(args), defaults, **least)
+    if args.shape is None:
+        if args.accept_length is not None:
             raise EspalierError("--accept-length is for a named shape; give --shape, or leave it out")
         print_header()
         return OfModel(settings)
     refused = [name for name in DECIDED if name in settings]
     if refused:
         raise EspalierError(f"{flag_of(refused[0])} is not for --shape, whose models are made here; leave one out")
-    device = require_gpu(f"bench {asked.measured} --shape")
-    recipe = recipe_of(asked.shape, settings.get("seed", 0), asked.accept_length)
+    device = require_gpu(f"bench {args.measured} --shape")
+    recipe = recipe_of(args.shape, settings.get("seed", 0), args.accept_length)
     print_header()
     return OfShape(recipe, settings, device)
 
 
-def about(asked: Namespace, config: ResolvedConfig) -> dict[str, Any]:
+def about(args: Namespace, config: ResolvedConfig) -> dict[str, Any]:
     """What --json says of the engine that was measured."""
-    return {"shape": asked.shape, "config": asdict(config)}
+    return {"shape": args.shape, "config": asdict(config)}

@@ -88,23 +88,23 @@ def _tree(text: str) -> TreeShape:
         raise ArgumentTypeError(f"{error}, or plain") from None
 
 
-def run(asked: Namespace) -> int:
-    asked.context = asked.context or [CONTEXT[asked.shape is not None]]
-    require_at_least_one(asked, "batch", "context", "tokens", "repeats")
-    if len(asked.tokens) != 2 or asked.tokens[0] >= asked.tokens[1]:
-        raise EspalierError(f"--tokens={asked.tokens} is not supported; use two numbers, the smaller first: 64,256")
-    made = engines_of(asked, _tree_settings(asked))
+def run(args: Namespace) -> int:
+    args.context = args.context or [CONTEXT[args.shape is not None]]
+    require_at_least_one(args, "batch", "context", "tokens", "repeats")
+    if len(args.tokens) != 2 or args.tokens[0] >= args.tokens[1]:
+        raise EspalierError(f"--tokens={args.tokens} is not supported; use two numbers, the smaller first: 64,256")
+    made = engines_of(args, _tree_settings(args))
     ways = {"tree": True, "plain": False} if made.config(True).steps else {"plain": False}
     for tree in ways.values():
-        _require_sizes(made.config(tree), asked)
+        _require_sizes(made.config(tree), args)
     measured: dict[str, list[Generated]] = {}
     configs: dict[str, ResolvedConfig] = {}
-    with progress("measuring", len(ways) * len(asked.batch) * len(asked.context)) as advance:
+    with progress("measuring", len(ways) * len(args.batch) * len(args.context)) as advance:
         for name, tree in ways.items():
-            measured[name], configs[name] = _measure_all(made, tree, asked, advance)
+            measured[name], configs[name] = _measure_all(made, tree, args, advance)
     config = next(iter(configs.values()))
     cells = _cells(measured)
-    write_json(asked.json, {**about(asked, config), "tokens": asked.tokens, "cells": cells})
+    write_json(args.json, {**about(args, config), "tokens": args.tokens, "cells": cells})
     shape = TreeShape(config.steps, config.topk, config.num_draft_tokens)
     sizes = f"max_batch {config.max_batch}, max_context {config.max_context}, page_size {config.page_size}"
     stdout().print(Text(f"{config.algorithm}, {shape}; {sizes}; {config.dtype}", QUIET))
@@ -112,38 +112,38 @@ def run(asked: Namespace) -> int:
     return 0
 
 
-def _tree_settings(asked: Namespace) -> dict[str, Any]:
+def _tree_settings(args: Namespace) -> dict[str, Any]:
     """The setting of --tree.  Raises EspalierError if other flags say something about the tree too."""
-    if asked.tree is None:
+    if args.tree is None:
         return {}
-    given = [name for name in given_flags(asked) if name in {f.name for f in fields(SpeculationConfig)}]
+    given = [name for name in given_flags(args) if name in {f.name for f in fields(SpeculationConfig)}]
     if given:
         raise EspalierError(f"{flag_of(given[0])} is not for --tree, which names the tree; leave one out")
-    return {"speculation": SpeculationConfig(**asdict(asked.tree), by_batch={}) if asked.tree != PLAIN else None}
+    return {"speculation": SpeculationConfig(**asdict(args.tree), by_batch={}) if args.tree != PLAIN else None}
 
 
-def _require_sizes(config: ResolvedConfig, asked: Namespace) -> None:
+def _require_sizes(config: ResolvedConfig, args: Namespace) -> None:
     """Check, before anything is loaded, that the engine runs all that is asked.  Raises EspalierError."""
-    batch, context = max(asked.batch), max(asked.context) + max(asked.tokens)
+    batch, context = max(args.batch), max(args.context) + max(args.tokens)
     if batch > config.max_batch:
         raise EspalierError(f"--batch {batch} is above max_batch={config.max_batch}; give --max-batch {batch}")
     if context > config.max_context:
         raise EspalierError(
-            f"prompts of {max(asked.context)} tokens and {max(asked.tokens)} new ones are above "
+            f"prompts of {max(args.context)} tokens and {max(args.tokens)} new ones are above "
             f"max_context={config.max_context}; give --max-context {context}, or lower --context or --tokens"
         )
 
 
 def _measure_all(
-    made: BenchEngines, tree: bool, asked: Namespace, advance: Callable[[], None]
+    made: BenchEngines, tree: bool, args: Namespace, advance: Callable[[], None]
 ) -> tuple[list[Generated], ResolvedConfig]:
     """Measure every batch and context.  A function of its own: the engine's memory is free when it returns."""
     measured = []
     with made.open(tree) as bench:
-        for context in asked.context:
-            for batch in asked.batch:
+        for context in args.context:
+            for batch in args.batch:
                 prompts = bench.prompts([context] * batch)
-                measured.append(measure(bench.llm, prompts, asked.tokens, asked.repeats))
+                measured.append(measure(bench.llm, prompts, args.tokens, args.repeats))
                 advance()
         return measured, bench.config
 

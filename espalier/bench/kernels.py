@@ -99,23 +99,23 @@ def add_flags(parser: ArgumentParser) -> None:
     add_json_flag(parser)
 
 
-def run(asked: Namespace) -> int:
-    if not all(1 <= size <= MAX_PAGE_SIZE for size in asked.page_size):
-        raise EspalierError(f"--page-size={asked.page_size} is not supported; use 1 to {MAX_PAGE_SIZE}")
-    require_writable("--json", asked.json)
+def run(args: Namespace) -> int:
+    if not all(1 <= size <= MAX_PAGE_SIZE for size in args.page_size):
+        raise EspalierError(f"--page-size={args.page_size} is not supported; use 1 to {MAX_PAGE_SIZE}")
+    require_writable("--json", args.json)
     device = require_gpu("bench kernels")
     print_header()
     cells: list[Cell] = []
-    with progress("measuring", len(SHAPES) * len(asked.page_size)) as advance:
+    with progress("measuring", len(SHAPES) * len(args.page_size)) as advance:
         stopwatch = Stopwatch()
         bytes_per_second = stopwatch.bandwidth(device)
         for shape in SHAPES:
-            for page_size in asked.page_size:
-                cells.append(measure(shape, page_size, bytes_per_second, device, stopwatch, asked.in_order))
+            for page_size in args.page_size:
+                cells.append(measure(shape, page_size, bytes_per_second, device, stopwatch, args.in_order))
                 advance()
-    order = "in order" if asked.in_order else "in no order"
-    figures = {"bytes_per_second": bytes_per_second, "in_order": asked.in_order}
-    write_json(asked.json, figures | {"cells": [cell.as_dict() for cell in cells]})
+    order = "in order" if args.in_order else "in no order"
+    figures = {"bytes_per_second": bytes_per_second, "in_order": args.in_order}
+    write_json(args.json, figures | {"cells": [cell.as_dict() for cell in cells]})
     about = f"{ABOUT}, pages {order}; memory reads {bytes_per_second / 1e12:.2f} TB/s"
     stdout().print(Text(about, QUIET))
     print_table(_table(cells))

@@ -17,15 +17,15 @@ def add_flags(parser: ArgumentParser) -> None:
     arrivals.add_argument("--rate", type=float, metavar="X", help="requests a second, as a Poisson process")
 
 
-def run(asked: Namespace) -> int:
-    if asked.rate is not None:
-        require_number("--rate", asked.rate, lambda rate: rate > 0, "more than 0")
-    require_at_least_one(asked, "concurrency")
-    concurrency = None if asked.rate else asked.concurrency or 4
-    served, config = tree_and_plain(asked, Arrivals(concurrency, asked.rate))
+def run(args: Namespace) -> int:
+    if args.rate is not None:
+        require_number("--rate", args.rate, lambda rate: rate > 0, "more than 0")
+    require_at_least_one(args, "concurrency")
+    concurrency = None if args.rate else args.concurrency or 4
+    served, config = tree_and_plain(args, Arrivals(concurrency, args.rate))
     figures = {name: each.latency() for name, each in served.items()}
-    arrivals = {"concurrency": concurrency, "rate": asked.rate}
-    write_json(asked.json, {**about(asked, config), **arrivals, **figures})
+    arrivals = {"concurrency": concurrency, "rate": args.rate}
+    write_json(args.json, {**about(args, config), **arrivals, **figures})
     rows = [["ms", "p50", "p90", "p99"]]
     for times in ("ttft_ms", "between_pieces_ms", "per_token_ms"):
         for name, each in figures.items():

@@ -187,13 +187,13 @@ def _bounds(text: str) -> tuple[int, int]:
 _bounds.__name__ = "two whole numbers, the smaller first"
 
 
-def tree_and_plain(asked: Namespace, arrivals: Arrivals) -> tuple[dict[str, Served], ResolvedConfig]:
+def tree_and_plain(args: Namespace, arrivals: Arrivals) -> tuple[dict[str, Served], ResolvedConfig]:
     """The load of the flags, served with the "tree" and "plain", each after a warm-up.  The config is the tree's."""
-    require_at_least_one(asked, "requests")
-    named = asked.shape is not None
-    load = mixed(asked.requests or REQUESTS[named], asked.input or INPUTS[named], asked.output or OUTPUTS[named])
+    require_at_least_one(args, "requests")
+    named = args.shape is not None
+    load = mixed(args.requests or REQUESTS[named], args.input or INPUTS[named], args.output or OUTPUTS[named])
     batch = min(len(load.inputs), arrivals.concurrency or 64)
-    made = engines.engines_of(asked, engines.load_sizes(batch, load.longest + 2), max_context=load.longest)
+    made = engines.engines_of(args, engines.load_sizes(batch, load.longest + 2), max_context=load.longest)
     served, configs = {}, []
     for name, tree in (("tree", True), ("plain", False)):
         with made.open(tree) as bench:

@@ -42,9 +42,9 @@ class Memory:
     per_branch_pages: int
 
 
-def run(asked: Namespace, settings: dict[str, Any]) -> None:
+def run(args: Namespace, settings: dict[str, Any]) -> None:
     figures = asdict(measure(settings))
-    write_json(asked.json, {"memory": figures})
+    write_json(args.json, {"memory": figures})
     for name, value in figures.items():
         stdout().print(Text(f"  {name.replace('_', ' '):<20} {value}"))
 

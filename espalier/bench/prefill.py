@@ -82,20 +82,20 @@ def add_flags(parser: ArgumentParser) -> None:
     )
 
 
-def run(asked: Namespace) -> int:
-    groups = [_group(text) for text in asked.prompts or PROMPTS[asked.shape is not None]]
-    require_at_least_one(asked, "running")
+def run(args: Namespace) -> int:
+    groups = [_group(text) for text in args.prompts or PROMPTS[args.shape is not None]]
+    require_at_least_one(args, "running")
     longest = max(length for _, length in groups)
-    max_batch = max(asked.running + 1, *(batch for batch, _ in groups))
-    least = {"max_batch": asked.running + 1, "max_context": longest + 1}
-    made = engines_of(asked, load_sizes(max_batch, longest + SPARE), **least)
-    roofline = Roofline(shape_named(asked.shape)) if asked.shape and torch.cuda.is_available() else None
+    max_batch = max(args.running + 1, *(batch for batch, _ in groups))
+    least = {"max_batch": args.running + 1, "max_context": longest + 1}
+    made = engines_of(args, load_sizes(max_batch, longest + SPARE), **least)
+    roofline = Roofline(shape_named(args.shape)) if args.shape and torch.cuda.is_available() else None
     with made.open(True) as bench:
         # The pause comes first, because it may find that the engine is too small for it.
-        paused = pause(bench, asked.running, max(1, groups[0][1] // 8), groups[0][1])
+        paused = pause(bench, args.running, max(1, groups[0][1] // 8), groups[0][1])
         prefills = [prefill(bench, *group, roofline) for group in groups]
     figures = {"prefill": [each.as_dict() for each in prefills], "pause": asdict(paused)}
-    write_json(asked.json, {**about(asked, bench.config), **figures})
+    write_json(args.json, {**about(args, bench.config), **figures})
     _print(prefills, paused)
     return 0
 

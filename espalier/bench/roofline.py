@@ -165,17 +165,17 @@ def add_flags(parser: ArgumentParser) -> None:
     add_json_flag(parser)
 
 
-def run(asked: Namespace) -> int:
+def run(args: Namespace) -> int:
     """`espalier bench floor`."""
-    rows = positive_numbers("--rows", asked.rows, "1,16,64")
-    require_writable("--json", asked.json)
-    roofline = Roofline(shape_named(asked.shape))
+    rows = positive_numbers("--rows", args.rows, "1,16,64")
+    require_writable("--json", args.json)
+    roofline = Roofline(shape_named(args.shape))
     print_header()
     ceilings = roofline.ceilings()
     times = [roofline.target(count) for count in rows]
-    known = known_ms(asked.shape, torch.cuda.get_device_name())
+    known = known_ms(args.shape, torch.cuda.get_device_name())
     passes = [{**asdict(each), "known_ms": known.get(each.rows)} for each in times]
-    write_json(asked.json, {"shape": asked.shape, "ceilings": asdict(ceilings), "passes": passes})
+    write_json(args.json, {"shape": args.shape, "ceilings": asdict(ceilings), "passes": passes})
     stdout().print(Text(f"read {ceilings.bandwidth / 1e12:.2f} TB/s; bf16 product {ceilings.peak / 1e12:.0f} TFLOP/s"))
     print_table(table(times, ceilings, known))
     return 0

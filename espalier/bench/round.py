@@ -70,32 +70,32 @@ def add_flags(parser: ArgumentParser) -> None:
     add_engine_flags(parser, leave_out=("page_size",))
 
 
-def run(asked: Namespace) -> int:
-    settings = engine_settings(asked)
-    mode = next(mode for mode in FLAGS_BY_MODE if mode is None or _is_given(getattr(asked, mode)))
-    _refuse_flags_of_other_modes(asked, mode)
-    require_plot(asked.plot)
+def run(args: Namespace) -> int:
+    settings = engine_settings(args)
+    mode = next(mode for mode in FLAGS_BY_MODE if mode is None or _is_given(getattr(args, mode)))
+    _refuse_flags_of_other_modes(args, mode)
+    require_plot(args.plot)
     for name in ("json", "plot", "out"):
-        require_writable(flag_of(name), getattr(asked, name))
+        require_writable(flag_of(name), getattr(args, name))
     if mode == "figures":
-        if given := given_flags(asked):
+        if given := given_flags(args):
             raise EspalierError(f"{flag_of(given[0])} is not for --figures; leave one out")
-        shaped.draw(asked.figures, asked.plot)
+        shaped.draw(args.figures, args.plot)
     elif mode == "shape":
         print_header()
-        shaped.run(asked, settings, asked.page_size or [PAGE_SIZE])
+        shaped.run(args, settings, args.page_size or [PAGE_SIZE])
     else:
-        _fill_in(asked, settings, mode)
+        _fill_in(args, settings, mode)
         print_header()
-        MODEL_MODES[mode](asked, settings)
+        MODEL_MODES[mode](args, settings)
     return 0
 
 
-def _refuse_flags_of_other_modes(asked: Namespace, mode: str | None) -> None:
+def _refuse_flags_of_other_modes(args: Namespace, mode: str | None) -> None:
     """Raises EspalierError for a given flag that `mode` does not use."""
     names = dict.fromkeys(name for other, used in FLAGS_BY_MODE.items() for name in (other, *used) if name is not None)
     for name in names:
-        if name == mode or name in FLAGS_BY_MODE[mode] or not _is_given(getattr(asked, name)):
+        if name == mode or name in FLAGS_BY_MODE[mode] or not _is_given(getattr(args, name)):
             continue
         if mode is not None:
             raise EspalierError(f"{flag_of(name)} is not for {flag_of(mode)}; leave one out")
@@ -107,14 +107,14 @@ def _is_given(value: Any) -> bool:
     return value is not None and value is not False and value != []
 
 
-def _fill_in(asked: Namespace, settings: dict[str, Any], mode: str | None) -> None:
+def _fill_in(args: Namespace, settings: dict[str, Any], mode: str | None) -> None:
     """Set the defaults of the flags that were not given, and check all of them.  Raises EspalierError."""
     for name, value in DEFAULTS.items():
-        setattr(asked, name, value if getattr(asked, name) is None else getattr(asked, name))
-    require_at_least_one(asked, *DEFAULTS)
-    if asked.tokens < 2 and mode != "memory":
-        raise EspalierError(f"--tokens={asked.tokens} is not supported: the first comes of no round; use 2 or more")
-    if asked.page_size is not None:
-        if len(asked.page_size) > 1:
-            raise EspalierError(f"--page-size={asked.page_size}: a model is measured at one; several are for --shape")
-        settings["page_size"] = asked.page_size[0]
+        setattr(args, name, value if getattr(args, name) is None else getattr(args, name))
+    require_at_least_one(args, *DEFAULTS)
+    if args.tokens < 2 and mode != "memory":
+        raise EspalierError(f"--tokens={args.tokens} is not supported: the first comes of no round; use 2 or more")
+    if args.page_size is not None:
+        if len(args.page_size) > 1:
+            raise EspalierError(f"--page-size={args.page_size}: a model is measured at one; several are for --shape")
+        settings["page_size"] = args.page_size[0]

@@ -27,7 +27,7 @@ from espalier.terminal.flags import (
     flag_of,
     positive_numbers,
     require_at_least_one,
-    sized,
+    with_minimum,
 )
 
 # For the default mode.
@@ -45,39 +45,39 @@ def add_flags(parser: ArgumentParser) -> None:
     add_engine_flags(parser)
 
 
-def run(asked: Namespace) -> int:
+def run(args: Namespace) -> int:
     for name, value in DEFAULTS.items():
-        if getattr(asked, name) is None:
-            setattr(asked, name, value)
-        elif asked.soak is not None or asked.bad_host:
-            other = "--bad-host" if asked.bad_host else "--soak"
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+        elif args.soak is not None or args.bad_host:
+            other = "--bad-host" if args.bad_host else "--soak"
             raise EspalierError(f"{flag_of(name)} is not for {other}; leave one out")
-    if asked.bad_host and asked.soak is not None:
+    if args.bad_host and args.soak is not None:
         raise EspalierError("--soak is not for --bad-host; leave one out")
-    require_at_least_one(asked, "soak", "context", "tokens", "repeats")
-    require_writable("--json", asked.json)
+    require_at_least_one(args, "soak", "context", "tokens", "repeats")
+    require_writable("--json", args.json)
     print_header()
-    settings = engine_settings(asked)
-    if asked.bad_host:
-        return bad_host.run(asked, settings)
-    return _run(asked, settings) if asked.soak is None else soak.run(asked, settings)
+    settings = engine_settings(args)
+    if args.bad_host:
+        return bad_host.run(args, settings)
+    return _run(args, settings) if args.soak is None else soak.run(args, settings)
 
 
-def _run(asked: Namespace, settings: dict[str, Any]) -> int:
-    sizes = positive_numbers("--concurrency", asked.concurrency, "1,16")
+def _run(args: Namespace, settings: dict[str, Any]) -> int:
+    sizes = positive_numbers("--concurrency", args.concurrency, "1,16")
     # The same prompts come at every turn, so the prefix cache is off for LLM and server.
-    longest = asked.context + asked.tokens
+    longest = args.context + args.tokens
     usual = {"max_batch": max(sizes), "max_context": longest + 1, "prefix_cache": False}
-    settings = sized(settings, usual, max_context=longest)
+    settings = with_minimum(settings, usual, max_context=longest)
     cells: list[Cell] = []
     with serving(settings) as server:
         bench = ServeBench(settings, server)
         with progress("measuring", len(sizes)) as advance:
             for size in sizes:
-                cells.append(bench.measure(size, asked.context, asked.tokens, asked.repeats))
+                cells.append(bench.measure(size, args.context, args.tokens, args.repeats))
                 advance()
         bench.close()
-    write_json(asked.json, {"cells": [cell.as_dict() for cell in cells]})
+    write_json(args.json, {"cells": [cell.as_dict() for cell in cells]})
     print_table(_table(cells))
     return 0
 

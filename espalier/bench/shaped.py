@@ -94,42 +94,42 @@ def add_flags(parser: ArgumentParser) -> None:
     group.add_argument("--all-buckets", action="store_true", help="with --own-size: capture the rounds of every bucket")
 
 
-def run(asked: Namespace, settings: dict[str, Any], page_sizes: list[int]) -> None:
+def run(args: Namespace, settings: dict[str, Any], page_sizes: list[int]) -> None:
     """Measure, print and plot.  page_sizes: of the cells that name none.  Raises EspalierError."""
-    _refuse_flags(asked)
+    _refuse_flags(args)
     device = require_gpu("bench round --shape")
-    rounds = ROUNDS if asked.rounds is None else asked.rounds
+    rounds = ROUNDS if args.rounds is None else args.rounds
     if rounds < 2:
         raise EspalierError(f"--rounds={rounds} is not supported; use 2 or more")
-    cells = with_plain(parse_cells(asked.cells or DEFAULT_CELLS, page_sizes))
-    recipe = recipe_of(asked.shape, settings.get("seed", 0), asked.accept_length)
-    sizes = _sizes(asked, settings, recipe, device)
+    cells = with_plain(parse_cells(args.cells or DEFAULT_CELLS, page_sizes))
+    recipe = recipe_of(args.shape, settings.get("seed", 0), args.accept_length)
+    sizes = _sizes(args, settings, recipe, device)
     rows = max(sizes.layout(cell, rounds).position_rows for cell in cells)
     models = SyntheticModels(recipe, dtype_on(device), device, rows)
     stdout().print(Text(models.title, QUIET))
-    roofline = Roofline(shape_named(asked.shape)) if device.type == "cuda" else None
-    about = {"settings": {**settings, "rounds": rounds, "own_size": asked.own_size}}
-    figures = _measure_and_print(models, measure(models, cells, sizes, rounds, roofline), len(cells), about, asked.json)
-    plot([_bars(figure) for figure in figures["cells"]], models.title, asked.plot)
+    roofline = Roofline(shape_named(args.shape)) if device.type == "cuda" else None
+    about = {"settings": {**settings, "rounds": rounds, "own_size": args.own_size}}
+    figures = _measure_and_print(models, measure(models, cells, sizes, rounds, roofline), len(cells), about, args.json)
+    plot([_bars(figure) for figure in figures["cells"]], models.title, args.plot)
 
 
-def _refuse_flags(asked: Namespace) -> None:
+def _refuse_flags(args: Namespace) -> None:
     """Raises EspalierError for a given flag that has no effect here."""
     tree = tuple(f.name for f in fields(SpeculationConfig))
-    for name in given_flags(asked):
+    for name in given_flags(args):
         if name in (*DECIDED, *tree):
             raise EspalierError(f"{flag_of(name)} is not for --shape: cells say batch, context and tree; leave it out")
-        if asked.own_size and name not in OWN_SIZE_FLAGS:
+        if args.own_size and name not in OWN_SIZE_FLAGS:
             raise EspalierError(f"{flag_of(name)} is not for --own-size, where the cell decides; leave one out")
-    if asked.all_buckets and not asked.own_size:
+    if args.all_buckets and not args.own_size:
         raise EspalierError("--all-buckets is for --own-size: other engines capture every bucket; leave it out")
 
 
-def _sizes(asked: Namespace, settings: dict[str, Any], recipe: Recipe, device: torch.device) -> EngineSizes:
-    if not asked.own_size:
+def _sizes(args: Namespace, settings: dict[str, Any], recipe: Recipe, device: torch.device) -> EngineSizes:
+    if not args.own_size:
         return UserSizes(recipe, settings, device)
     given = {name: settings[name] for name in ("attention", "overlap", "chunk_size") if name in settings}
-    return OwnSize(all_buckets=asked.all_buckets, **given)
+    return OwnSize(all_buckets=args.all_buckets, **given)
 
 
 def _measure_and_print(

@@ -131,10 +131,10 @@ class Client:
             self.tally.unanswered += 1
 
 
-def run(asked: Namespace, settings: Mapping[str, Any]) -> int:
+def run(args: Namespace, settings: Mapping[str, Any]) -> int:
     """Print the counts.  1 if a request was left unanswered, or anything leaked."""
-    counts = soak(settings, asked.soak, settings.get("seed", 0))
-    write_json(asked.json, {"soak": asdict(counts)})
+    counts = soak(settings, args.soak, settings.get("seed", 0))
+    write_json(args.json, {"soak": asdict(counts)})
     for name, value in asdict(counts).items():
         stdout().print(Text(f"  {name.replace('_', ' '):<18} {value}"))
     return int(bool(counts.unanswered or counts.leaked_pages or counts.leaked_processes))

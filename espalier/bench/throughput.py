@@ -16,10 +16,10 @@ FORMATS = (
 )
 
 
-def run(asked: Namespace) -> int:
-    served, config = tree_and_plain(asked, Arrivals())
+def run(args: Namespace) -> int:
+    served, config = tree_and_plain(args, Arrivals())
     figures = {name: each.throughput() for name, each in served.items()}
-    write_json(asked.json, {**about(asked, config), **figures})
+    write_json(args.json, {**about(args, config), **figures})
     lines = [
         [name.replace("_", " "), *(form.format(each[name]) for each in figures.values())] for name, form in FORMATS
     ]

@@ -19,7 +19,7 @@ from espalier.engine.engine import Engine
 from espalier.llm import LLM
 from espalier.request import SamplingParams
 from espalier.terminal.console import QUIET, print_table, progress, stdout, write_json
-from espalier.terminal.flags import sized
+from espalier.terminal.flags import with_minimum
 
 
 @dataclass(frozen=True)
@@ -137,24 +137,26 @@ def _transformers(llm: LLM) -> Callable[[Sequence[Sequence[int]], int], float]:
     return generate
 
 
-def run(asked: Namespace, settings: dict[str, Any]) -> None:
+def run(args: Namespace, settings: dict[str, Any]) -> None:
     """Measure every batch and context, print and plot.  Raises EspalierError."""
     # Two engines share one device, so each takes pages only for what is measured.
-    most, longest = max(asked.batch), max(asked.context) + asked.tokens
-    settings = sized(settings, {"max_batch": most, "max_context": longest + 1}, max_batch=most, max_context=longest)
+    most, longest = max(args.batch), max(args.context) + args.tokens
+    settings = with_minimum(
+        settings, {"max_batch": most, "max_context": longest + 1}, max_batch=most, max_context=longest
+    )
     cells: list[Cell] = []
-    bench = RoundBench(settings, asked.compare is not None)
+    bench = RoundBench(settings, args.compare is not None)
     config = bench.tree.config
     tree = f"steps {config.steps}, topk {config.topk}, num_draft_tokens {config.num_draft_tokens}, {config.dtype}"
-    stdout().print(Text(f"{config.algorithm} tree, {tree}; {asked.tokens} tokens a prompt", QUIET))
-    with progress("measuring", len(asked.batch) * len(asked.context)) as advance:
-        for batch in asked.batch:
-            for context in asked.context:
-                cells.append(bench.measure(batch, context, asked.tokens, asked.repeats))
+    stdout().print(Text(f"{config.algorithm} tree, {tree}; {args.tokens} tokens a prompt", QUIET))
+    with progress("measuring", len(args.batch) * len(args.context)) as advance:
+        for batch in args.batch:
+            for context in args.context:
+                cells.append(bench.measure(batch, context, args.tokens, args.repeats))
                 advance()
     bench.close()
-    write_json(asked.json, {"config": asdict(config), "cells": [asdict(cell) for cell in cells]})
-    plot([_bars(cell) for cell in cells], tree, asked.plot)
+    write_json(args.json, {"config": asdict(config), "cells": [asdict(cell) for cell in cells]})
+    plot([_bars(cell) for cell in cells], tree, args.plot)
     print_table(_table(cells))
 
 

@@ -88,12 +88,12 @@ def add_flags(parser: ArgumentParser) -> None:
     tuning.add_argument("--choices", type=Path, metavar="FILE", help="write what is fastest there (your own file)")
 
 
-def run(asked: Namespace, config: EngineConfig) -> int:
+def run(args: Namespace, config: EngineConfig) -> int:
     """Measure, write the table and print.  Raises EspalierError."""
-    used = FLAGS_OF_SHAPES if asked.shapes else (*FLAGS_OF_SHAPES, *FLAGS_OF_MODEL)
-    if refused := [flag_of(name) for name in given_flags(asked) if name not in used]:
-        raise EspalierError(f"{refused[0]} is not for --tune{' --shapes' if asked.shapes else ''}; leave one out")
-    path = asked.choices or own_file()
+    used = FLAGS_OF_SHAPES if args.shapes else (*FLAGS_OF_SHAPES, *FLAGS_OF_MODEL)
+    if refused := [flag_of(name) for name in given_flags(args) if name not in used]:
+        raise EspalierError(f"{refused[0]} is not for --tune{' --shapes' if args.shapes else ''}; leave one out")
+    path = args.choices or own_file()
     if path.parent.is_dir():  # else `write` makes it
         require_writable("--choices", path)
     if path.exists():
@@ -103,18 +103,18 @@ def run(asked: Namespace, config: EngineConfig) -> int:
     if device.type != "cuda":
         raise EspalierError(f"--tune measures on a GPU, and device is {device}; use --device cuda")
     with torch.cuda.device(device):
-        return _run(asked, config)
+        return _run(args, config)
 
 
-def _run(asked: Namespace, config: EngineConfig) -> int:
-    checkpoint = None if asked.shapes else find(config)
+def _run(args: Namespace, config: EngineConfig) -> int:
+    checkpoint = None if args.shapes else find(config)
     dtype = _dtype(config, checkpoint)
     if checkpoint is None:
-        models = [shape_named(name) for name in asked.shapes.split(",")]
+        models = [shape_named(name) for name in args.shapes.split(",")]
     else:
         models = [_shape_of(checkpoint)]
     shapes = tuple(dict.fromkeys(shape for model in models for shape in model.shapes()))
-    tuner, path = Tuner(DTYPES[dtype]), asked.choices or own_file()
+    tuner, path = Tuner(DTYPES[dtype]), args.choices or own_file()
     print_header()
     alone: dict[Shape, list[Measured]] = {}
     table: PlanTable = {}

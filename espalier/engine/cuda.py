@@ -22,7 +22,7 @@ from torch import Tensor
 
 from espalier.engine.executor import Handle, StagedRound, Trees, execute
 from espalier.engine.launch_buffer import LaunchBuffer, pack_launch
-from espalier.engine.launch_input import LaunchInput, Row
+from espalier.engine.launch_input import LaunchInput, RequestResult
 from espalier.engine.results import Reported, Results, read, read_trees
 from espalier.errors import EspalierError
 from espalier.kernels.runtime.precompile import precompile
@@ -82,7 +82,7 @@ class CudaHandle:
     def wait(self) -> None:
         self.place.copied.synchronize()
 
-    def result(self) -> list[Row]:
+    def result(self) -> list[RequestResult]:
         self.wait()
         entry = self.place.results[: len(self.launch_input.slots)].numpy()
         return read(self.results.fields, entry, self.reported, self.launch_input)
@@ -137,7 +137,7 @@ class CudaStagedHandle:
         assert self.settled is not None
         self.settled.wait()
 
-    def result(self) -> list[Row]:
+    def result(self) -> list[RequestResult]:
         assert self.settled is not None
         return self.settled.result()
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from espalier.cache.pages import PagePool
 from espalier.cache.prefix_tree import PrefixTree
 from espalier.engine.executor import ClosedExecutor, Executor, Handle, LaunchObserver
-from espalier.engine.launch_input import Row
+from espalier.engine.launch_input import RequestResult
 from espalier.engine.scheduler import Launch, Scheduler
 from espalier.errors import EspalierError
 from espalier.request import OutputChunk, Request, check_prompt
@@ -70,7 +70,7 @@ class Engine:
             started = (launch, self._start(launch)) if launch else None
             to_read = self.in_flight.exchange(started)  # with overlap the previous launch, in lock-step this one
             if to_read is None:
-                return self._forget_finished(self.scheduler.take_pieces())
+                return self._forget_finished(self.scheduler.take_chunks())
             launch, handle = to_read
             return self._forget_finished(self.scheduler.harvest(launch, self._result(handle)))
 
@@ -84,7 +84,7 @@ class Engine:
         handle.settle(self.scheduler.node_masks(launch, handle.trees()))
         return handle
 
-    def _result(self, handle: Handle) -> list[Row]:
+    def _result(self, handle: Handle) -> list[RequestResult]:
         if self.observer is not None:
             self.observer.before_result(handle)
         return handle.result()

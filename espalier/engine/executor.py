@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from espalier.engine.launch_buffer import LaunchBuffer, pack_launch
-from espalier.engine.launch_input import LaunchInput, Row
+from espalier.engine.launch_input import LaunchInput, RequestResult
 from espalier.engine.results import Reported, Results, read, read_trees
 from espalier.errors import EspalierError
 from espalier.sampling.logit_processors import SamplingNeeds
 from espalier.sampling.prompt import PromptRows
-from espalier.speculate.round import ModelRunner, RoundOutput, Verified, prefill, propose, run, settle, verify
+from espalier.speculate.round import ModelRunner, RoundOutput, Verified, decode_round, prefill, propose, settle, verify
 
 Trees = list[tuple[list[int], list[int]]]
 
@@ -31,7 +31,7 @@ class Handle(Protocol):
         """Wait until the launch has run, and read nothing."""
         ...
 
-    def result(self) -> list[Row]:
+    def result(self) -> list[RequestResult]:
         """Wait for the launch and return one row for each slot of the launch input."""
         ...
 
@@ -108,7 +108,7 @@ def execute(
             runner, device_launch.slots, device_launch.lengths, width, needs, device_launch.pieces, prompt_rows, masks
         )
     else:
-        output = run(runner, device_launch.slots, needs)
+        output = decode_round(runner, device_launch.slots, needs)
     results.write(device_launch.entry, output)
     return output
 
@@ -162,7 +162,7 @@ class CpuExecutor:
         return done
 
     @torch.inference_mode()
-    def run(self, launch_input: LaunchInput) -> list[Row]:
+    def run(self, launch_input: LaunchInput) -> list[RequestResult]:
         masks = None if launch_input.masks is None else torch.from_numpy(launch_input.masks)
         device_launch = self._to_device(launch_input)
         output = execute(
@@ -183,7 +183,7 @@ class CpuExecutor:
         return staged
 
     @torch.inference_mode()
-    def settle(self, launch_input: LaunchInput, staged: StagedRound, masks: np.ndarray) -> list[Row]:
+    def settle(self, launch_input: LaunchInput, staged: StagedRound, masks: np.ndarray) -> list[RequestResult]:
         staged.verify()
         staged.settle(torch.from_numpy(masks))
         return self._read_rows(launch_input, None)
@@ -196,7 +196,7 @@ class CpuExecutor:
         packed = pack_launch(self.runner.table, launch_input, entry=0, batch=len(launch_input.slots))
         return packed.on(torch.from_numpy(packed.vector))
 
-    def _read_rows(self, launch_input: LaunchInput, output: RoundOutput | None) -> list[Row]:
+    def _read_rows(self, launch_input: LaunchInput, output: RoundOutput | None) -> list[RequestResult]:
         batch = len(launch_input.slots)
         emitted = (
             None if launch_input.num_logprobs is None else tuple(part[0, :batch] for part in self.results.logprobs)
@@ -211,12 +211,12 @@ class CpuExecutor:
 
 @dataclass(frozen=True)
 class CpuHandle:
-    work: Future[list[Row]]
+    work: Future[list[RequestResult]]
 
     def wait(self) -> None:
         wait_for((self.work,))
 
-    def result(self) -> list[Row]:
+    def result(self) -> list[RequestResult]:
         return self.work.result()
 
 
@@ -236,5 +236,5 @@ class CpuStagedHandle:
     def wait(self) -> None:
         wait_for((self.work,))
 
-    def result(self) -> list[Row]:
+    def result(self) -> list[RequestResult]:
         return self.work.result()

@@ -87,7 +87,7 @@ class TreeSize:
 
 
 @dataclass(frozen=True)
-class Row:
+class RequestResult:
     """What a launch decided for one request.
 
     tokens: empty after a chunk that is not the last of its prompt.  finite: False if the token after `tokens` was

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from espalier.engine.launch_input import DraftTree, LaunchInput, Row, TreeSize
+from espalier.engine.launch_input import DraftTree, LaunchInput, RequestResult, TreeSize
 from espalier.kernels.sampling.logprobs import LogprobRing, write_logprobs
 from espalier.kernels.state.write_results import write_results
 from espalier.layout import RoundLayout
@@ -89,7 +89,7 @@ class Reported(NamedTuple):
     prompt: Logprobs | None = None
 
 
-def read(fields: Fields, entry: np.ndarray, reported: Reported, launch_input: LaunchInput) -> list[Row]:
+def read(fields: Fields, entry: np.ndarray, reported: Reported, launch_input: LaunchInput) -> list[RequestResult]:
     """Read a ring entry [B, width] on the host: one row for each slot of the launch input."""
     length, num_finite = entry[:, fields.length][:, 0].tolist(), entry[:, fields.num_finite][:, 0].tolist()
     emitted = entry[:, fields.emitted].tolist()
@@ -101,7 +101,7 @@ def read(fields: Fields, entry: np.ndarray, reported: Reported, launch_input: La
     )
     prompt_logprobs = _by_span(reported.prompt, launch_input, len(length))
     return [
-        Row(
+        RequestResult(
             emitted[b][: num_finite[b]],
             num_finite[b] == length[b],
             TreeSize(drafted[b], depth[b]),

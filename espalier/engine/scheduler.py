@@ -8,7 +8,7 @@ older generation are dropped.
 from bisect import insort
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import isnan
 
 import numpy as np
@@ -17,11 +17,18 @@ from espalier.attention import CommittedLengths
 from espalier.cache.pages import PagePool
 from espalier.cache.prefix_tree import PrefixTree
 from espalier.engine.executor import Trees
-from espalier.engine.launch_input import LaunchInput, RoundTrace, Row, prompt_rows_of, sampling_needs_of, slot_init
+from espalier.engine.launch_input import (
+    LaunchInput,
+    RequestResult,
+    RoundTrace,
+    prompt_rows_of,
+    sampling_needs_of,
+    slot_init,
+)
 from espalier.engine.prefill_policy import NO_PREFILL, PrefillPass, next_pass, pieces_of
 from espalier.engine.queue import WaitingQueue
 from espalier.layout import RoundLayout
-from espalier.request import OutputChunk, Request, TokenLogprob
+from espalier.request import OutputChunk, Request
 from espalier.sampling.mask import ALL_ALLOWED, mask_words
 from espalier.sampling.prompt import PromptRows
 from espalier.slots import SlotInit
@@ -30,10 +37,7 @@ from espalier.stats import SpeculationStats
 
 @dataclass(frozen=True)
 class Launch:
-    """A launch input and its requests.
-
-    members: (request, its generation at the launch, whether the whole prefill was launched), in the order of slots.
-    """
+    """members: (request, its generation at the launch, whether the whole prefill was launched), in slots' order."""
 
     launch_input: LaunchInput
     members: list[tuple[Request, int, bool]]
@@ -125,7 +129,7 @@ class Scheduler:
                 masks[b] = request.masker.node_masks(request.prompt[-1:], [0])
         return masks
 
-    def harvest(self, launch: Launch, rows: list[Row]) -> list[OutputChunk]:
+    def harvest(self, launch: Launch, rows: list[RequestResult]) -> list[OutputChunk]:
         """Process the results of a launch.  Launches are harvested in the order in which they were started."""
         self._in_flight -= 1
         for (request, generation, is_prefilled), row in zip(launch.members, rows, strict=True):
@@ -137,7 +141,7 @@ class Scheduler:
                 self._read_prompt(request, row)
             if request.aborted and not request.done:
                 self._finish(request, "abort")
-        return self.take_pieces()
+        return self.take_chunks()
 
     def stop(self, error: str) -> None:
         """Abort every request and forget the launches in flight."""
@@ -146,7 +150,7 @@ class Scheduler:
             self._finish(request, "abort", error)
         self.waiting = WaitingQueue()
 
-    def take_pieces(self) -> list[OutputChunk]:
+    def take_chunks(self) -> list[OutputChunk]:
         chunks, self._chunks = self._chunks, []
         return chunks
 
@@ -308,15 +312,15 @@ class Scheduler:
 
     # Harvest
 
-    def _read_prompt_logprobs(self, request: Request, row: Row) -> bool:
+    def _read_prompt_logprobs(self, request: Request, row: RequestResult) -> bool:
         """Append the prompt log-probabilities of a chunk.  False if one is NaN, which ends the request."""
         wanted = request.params.prompt_logprobs or 0
-        request.prompt_logprobs += [trimmed(entry, wanted) for entry in row.prompt_logprobs]
+        request.prompt_logprobs += [entry.with_top(wanted) for entry in row.prompt_logprobs]
         if any(isnan(entry.logprob) for entry in row.prompt_logprobs):
             self._finish(request, "abort", NOT_FINITE)
         return not request.done
 
-    def _read_prompt(self, request: Request, row: Row) -> None:
+    def _read_prompt(self, request: Request, row: RequestResult) -> None:
         if row.finite:
             self._file_pages(request, request.prefill_len)
             request.prompt_cached = True
@@ -327,7 +331,7 @@ class Scheduler:
         else:
             self._finish(request, "abort", NOT_FINITE)
 
-    def _read_round(self, request: Request, row: Row) -> None:
+    def _read_round(self, request: Request, row: RequestResult) -> None:
         request.rounds_in_flight -= 1
         before = request.num_known
         request.num_known += len(row.tokens)
@@ -346,7 +350,7 @@ class Scheduler:
             trace = RoundTrace(request.id, row.tree, before, row.tokens, pages, self.layout.page_size)
             self.on_round(trace)
 
-    def _append(self, request: Request, row: Row, from_draft: list[bool]) -> int:
+    def _append(self, request: Request, row: RequestResult, from_draft: list[bool]) -> int:
         """Append decided tokens to the request until one ends it.  Returns the number of tokens appended."""
         reason = None
         kept = 0
@@ -358,7 +362,7 @@ class Scheduler:
                 break
         request.from_draft += from_draft[:kept]
         wanted = request.params.logprobs
-        logprobs = None if wanted is None else [trimmed(entry, wanted) for entry in row.logprobs[:kept]]
+        logprobs = None if wanted is None else [entry.with_top(wanted) for entry in row.logprobs[:kept]]
         request.logprobs += logprobs or []
         text = request.text.take(final=reason is not None) if request.text else ""
         if reason:
@@ -443,8 +447,3 @@ class Scheduler:
             num_full = self.layout.whole_pages(rows)
             tokens = request.tokens[: self.layout.tokens_in(num_full)]
             self.prefixes.insert(tokens, request.pages[:num_full], request.cache_salt)
-
-
-def trimmed(entry: TokenLogprob, count: int) -> TokenLogprob:
-    """An entry with only as many alternatives as its request asked for.  The batch may have computed more."""
-    return replace(entry, top=entry.top[:count])

@@ -32,7 +32,7 @@ class CausalLM(Protocol):
     """A loaded target model.  A draft without its own embedding or head uses the target's."""
 
     config: ModelConfig
-    geometry: tuple[LayerSpec, ...]
+    layer_specs: tuple[LayerSpec, ...]
     capture: tuple[int, ...]
     embed: Embedding
     head: Linear

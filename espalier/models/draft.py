@@ -68,7 +68,7 @@ class DraftModel(Protocol):
     """
 
     spec: DraftSpec
-    geometry: tuple[LayerSpec, ...]
+    layer_specs: tuple[LayerSpec, ...]
     d2t: Tensor | None
 
     @property

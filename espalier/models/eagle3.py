@@ -50,7 +50,7 @@ class Eagle3Draft:
     ) -> None:
         self.config = config
         self.spec = config.spec
-        self.geometry = config.spec.layers
+        self.layer_specs = config.spec.layers
         self.d2t = d2t
         self.rope = rope
         self.embed = embed

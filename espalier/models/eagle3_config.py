@@ -11,7 +11,7 @@ import torch
 from espalier.errors import EspalierError
 from espalier.models.config import Family, ModelConfig, Raw, parse
 from espalier.models.draft import DraftSpec
-from espalier.models.loading import FAMILIES, geometry_of
+from espalier.models.loading import FAMILIES, layer_specs_of
 from espalier.models.weights import Weights
 
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel")
@@ -42,7 +42,7 @@ class Eagle3Config:
     def spec(self) -> DraftSpec:
         return DraftSpec(
             algorithm="eagle3",
-            layers=geometry_of(self.layer)[:1],
+            layers=layer_specs_of(self.layer)[:1],
             reads="captured",
             capture=self.capture,
             hidden_from="target",

@@ -68,7 +68,7 @@ def load_target(
 
 def make_target(weights: Weights, config: ModelConfig, capture: tuple[int, ...], position_rows: int) -> Decoder:
     """Build the target from its weights.  Raises EspalierError for a weight that is missing, misshapen or not used."""
-    geometry = geometry_of(config)
+    layer_specs = layer_specs_of(config)
     embed = Embedding(weights.take("model.embed_tokens.weight", config.vocab_size, config.hidden_size))
     layers = [load_layer(weights, config, f"model.layers.{i}.", i) for i in range(config.num_layers)]
     norm = weights.norm("model.norm", config.hidden_size, config.rms_norm_eps)
@@ -78,10 +78,10 @@ def make_target(weights: Weights, config: ModelConfig, capture: tuple[int, ...],
     weights.ignore_under(tuple(f"model.layers.{i}." for i in drafts))
     weights.finish()
     rope = RopeTables(config.rope, position_rows, weights.dtype, weights.device)
-    return Decoder(config, geometry, tuple(capture), rope, embed, layers, norm, head)
+    return Decoder(config, layer_specs, tuple(capture), rope, embed, layers, norm, head)
 
 
-def geometry_of(config: ModelConfig) -> tuple[LayerSpec, ...]:
+def layer_specs_of(config: ModelConfig) -> tuple[LayerSpec, ...]:
     """The spec of each layer."""
     size, latent = config.head_size, config.latent
     if latent is None:

@@ -65,7 +65,7 @@ class Worker:
                 try:
                     pieces = self.llm.step()
                 except Exception:
-                    self._send(self.llm.engine.scheduler.take_pieces())
+                    self._send(self.llm.engine.scheduler.take_chunks())
                     raise
                 self.steps += 1
             self._send(pieces)

@@ -58,7 +58,7 @@ class ModelRunner:
         """
         self.layout.require_batch(batch)
         layout = self.layout.at(batch)
-        return self if layout is self.layout else replace(self, layout=layout, drafter=self.drafter.sized(layout))
+        return self if layout is self.layout else replace(self, layout=layout, drafter=self.drafter.for_layout(layout))
 
     def prepare(self, lengths: CommittedLengths) -> None:
         """Called on the host before each launch.  lengths: the target's committed rows; the draft has one row more."""
@@ -68,7 +68,7 @@ class ModelRunner:
     def plan(self, slots: BatchState, nodes: Nodes) -> Attention:
         """The target's attention for one pass: over the committed rows of each slot and over the new nodes."""
         prefix = Prefix(slots.page_table, slots.prefix_len)
-        return self.backend.plan(self.pages, self.target.geometry, prefix, nodes)
+        return self.backend.plan(self.pages, self.target.layer_specs, prefix, nodes)
 
     def sampler(self, slots: BatchState, needs: SamplingNeeds, first: Tensor, width: int) -> Sampler:
         """The sampler for tokens at positions first .. first + width - 1.  first: [B]."""
@@ -113,7 +113,7 @@ class Verified:
     logits: Tensor
 
 
-def run(runner: ModelRunner, index: Tensor, needs: SamplingNeeds) -> RoundOutput:
+def decode_round(runner: ModelRunner, index: Tensor, needs: SamplingNeeds) -> RoundOutput:
     """Run a whole round.  index: [B] int64, the slots of the batch."""
     return settle(verify(propose(runner, index, needs)))
 

@@ -42,7 +42,7 @@ def assemble(
     keep_graphs: see CudaExecutor.
     Raises EspalierError if a backend cannot run a layer, or if the prefix cache does not support one.
     """
-    require_reentry(prefix_cache, (*target.geometry, *(draft.geometry if draft is not None else ())))
+    require_reentry(prefix_cache, (*target.layer_specs, *(draft.layer_specs if draft is not None else ())))
     runner = make_runner(layout, target, draft, algorithm, attention, num_pages, dtype, device, draft_attention)
     return engine_of(runner, overlap, prefix_cache, graph_batch, keep_graphs)
 
@@ -78,8 +78,8 @@ def make_runner(
     draft_attention: str | None = None,
 ) -> ModelRunner:
     """Allocate all buffers of the layout, and choose backends.  draft_attention: None for the target's backends."""
-    specs = (*target.geometry, *(draft.geometry if draft is not None else ()))
-    target_layers, draft_layers = range(len(target.geometry)), range(len(target.geometry), len(specs))
+    specs = (*target.layer_specs, *(draft.layer_specs if draft is not None else ()))
+    target_layers, draft_layers = range(len(target.layer_specs)), range(len(target.layer_specs), len(specs))
     setting = (device.type, dtype, layout.page_size, specs)
     backend = grouped_backend(attention, *setting, target_layers)
     pages = PagedKV(layout, num_pages, specs, len(target_layers), dtype, device)

@@ -22,7 +22,7 @@ from espalier.models import (
     load_target,
     read_config,
 )
-from espalier.models.loading import geometry_of
+from espalier.models.loading import layer_specs_of
 from espalier.models.weights import WeightCount, stored_weights
 from espalier.speculate.drafters import WITHOUT_FILES, draft_algorithm, load_draft, read_draft
 from espalier.speculate.round import ModelRunner
@@ -102,7 +102,7 @@ def resolve_config(config: EngineConfig, checkpoint: Checkpoint) -> ResolvedConf
         weights=_weights_of(checkpoint),
         stored_dtype=checkpoint.target.raw.get("dtype") or checkpoint.target.raw.get("torch_dtype"),
         max_position=checkpoint.target.max_position,
-        geometry=(*geometry_of(checkpoint.target), *checkpoint.spec.layers),
+        layer_specs=(*layer_specs_of(checkpoint.target), *checkpoint.spec.layers),
         hidden_size=checkpoint.target.hidden_size,
         num_layers=checkpoint.target.num_layers,
         chip=chip(torch.empty(0, device=device)) if device.type == "cuda" else None,
@@ -186,8 +186,8 @@ def _measure_pages(
         parts = (layout, target, draft, resolved.algorithm)
         return make_runner(*parts, resolved.attention, num_pages, dtype, device, resolved.draft_attention)
 
-    geometry = (*target.geometry, *(draft.geometry if draft is not None else ()))
-    page_bytes = layout.tokens_in(bytes_per_token(geometry, dtype))
+    layer_specs = (*target.layer_specs, *(draft.layer_specs if draft is not None else ()))
+    page_bytes = layout.tokens_in(bytes_per_token(layer_specs, dtype))
     return measure_pages(layout, make, page_bytes, device, resolved.graph_batch, requested_pages)
 
 

@@ -60,7 +60,7 @@ class Facts:
     """Facts about machine and models, known before weights are loaded.
 
     free_bytes: free memory of the device; weights: of target and draft together; stored_dtype: dtype of the target's
-    checkpoint; geometry: specs of the target's layers, then of the draft's; hidden_size, num_layers: of the target;
+    checkpoint; layer_specs: specs of the target's layers, then of the draft's; hidden_size, num_layers: of the target;
     chip: None on a CPU; threads: of the CPU.
     """
 
@@ -68,7 +68,7 @@ class Facts:
     weights: WeightCount
     stored_dtype: str | None
     max_position: int
-    geometry: tuple[LayerSpec, ...]
+    layer_specs: tuple[LayerSpec, ...]
     hidden_size: int
     num_layers: int
     chip: Chip | None
@@ -80,7 +80,7 @@ class Facts:
 
     @property
     def draft_layers(self) -> range:
-        return range(self.num_layers, len(self.geometry))
+        return range(self.num_layers, len(self.layer_specs))
 
 
 def choose_device(config: EngineConfig) -> torch.device:
@@ -193,12 +193,12 @@ def resolve(
     )
     if device.type == "cuda":
         require_triton()
-    setting = (device.type, getattr(torch, dtype), layout.page_size, facts.geometry)
+    setting = (device.type, getattr(torch, dtype), layout.page_size, facts.layer_specs)
     grouped_backend(attention, *setting, facts.target_layers)
     if facts.draft_layers:
         grouped_backend(draft_attention, *setting, facts.draft_layers, left_bound=True)
-    prefix_cache = _value_or(config.prefix_cache, all(spec.keeps.reenters_anywhere for spec in facts.geometry))
-    require_reentry(prefix_cache, facts.geometry)
+    prefix_cache = _value_or(config.prefix_cache, all(spec.keeps.reenters_anywhere for spec in facts.layer_specs))
+    require_reentry(prefix_cache, facts.layer_specs)
     return ResolvedConfig(
         model=model,
         draft=draft,
@@ -233,14 +233,14 @@ def _attention(config: EngineConfig, device: torch.device, dtype: torch.dtype, f
     """
     target_backend = None if is_open(config.attention) else config.attention
     draft_backend = target_backend if is_open(config.draft_attention) else config.draft_attention
-    target = choose_backends(target_backend, device.type, dtype, facts.geometry, facts.target_layers)
+    target = choose_backends(target_backend, device.type, dtype, facts.layer_specs, facts.target_layers)
     if not facts.draft_layers:
         if not is_open(config.draft_attention):
             raise EspalierError(
                 f"draft_attention={config.draft_attention!r} is set, but the drafter has no layers; leave it out"
             )
         return target, target
-    return target, choose_backends(draft_backend, device.type, dtype, facts.geometry, facts.draft_layers)
+    return target, choose_backends(draft_backend, device.type, dtype, facts.layer_specs, facts.draft_layers)
 
 
 def _value_or(value: Any, default: Any) -> Any:
@@ -297,8 +297,10 @@ def _num_pages(config: EngineConfig, layout: RoundLayout, facts: Facts, dtype: t
     At most the pages of a full batch of full contexts.  Raises EspalierError if the user's pages do not fit, or if not
     even one full context fits.
     """
-    page_bytes = layout.tokens_in(bytes_per_token(facts.geometry, dtype))
-    buffers = bytes_beside_pages(layout, facts.geometry[: facts.num_layers], facts.geometry[facts.num_layers :], dtype)
+    page_bytes = layout.tokens_in(bytes_per_token(facts.layer_specs, dtype))
+    buffers = bytes_beside_pages(
+        layout, facts.layer_specs[: facts.num_layers], facts.layer_specs[facts.num_layers :], dtype
+    )
     available = facts.free_bytes - facts.weights.nbytes(dtype) - buffers
     free = f"the free memory ({facts.free_bytes / 2**30:.1f} GiB, weights included)"
     if isinstance(config.num_pages, int):

@@ -49,7 +49,7 @@ def given_flags(args: Namespace) -> list[str]:
     return [*_given(args, EngineConfig), *_given(args, SpeculationConfig)]
 
 
-def sized(settings: Mapping[str, Any], defaults: Mapping[str, Any], **minimum: int) -> dict[str, Any]:
+def with_minimum(settings: Mapping[str, Any], defaults: Mapping[str, Any], **minimum: int) -> dict[str, Any]:
     """The settings, with `defaults` for those that are "auto".
 
     minimum: smallest value by setting.  Raises EspalierError for a smaller one.

@@ -166,7 +166,7 @@ RECURRENT = RecurrentState((("state", (2, 3)),), (("inputs", (3,)),))
 
 
 @pytest.mark.parametrize(
-    ("device", "dtype", "page_size", "geometry", "value"),
+    ("device", "dtype", "page_size", "layer_specs", "value"),
     [
         ("cpu", torch.bfloat16, 16, GEOMETRY[:1], "device=cpu; it supports devices cuda"),
         ("cuda", torch.float64, 16, GEOMETRY[:1], "dtype=float64; it supports dtypes bfloat16"),
@@ -183,9 +183,9 @@ RECURRENT = RecurrentState((("state", (2, 3)),), (("inputs", (3,)),))
         ("cuda", torch.bfloat16, 16, [LayerSpec(1, RECURRENT)], "layers that keep a recurrent state; it supports"),
     ],
 )
-def test_support_refuses_by_name(device, dtype, page_size, geometry, value):
+def test_support_refuses_by_name(device, dtype, page_size, layer_specs, value):
     with pytest.raises(EspalierError, match=f"attention=picky does not support {value}"):
-        NOTHING.require(device, dtype, page_size, geometry)
+        NOTHING.require(device, dtype, page_size, layer_specs)
     NOTHING.require("cuda", torch.bfloat16, 64, GEOMETRY[:1])
     with pytest.raises(EspalierError, match="does not support a prefix whose first rows do not exist"):
         NOTHING.require("cuda", torch.bfloat16, 64, GEOMETRY[:1], left_bound=True)

@@ -146,9 +146,9 @@ def test_blocks_are_counted_once_for_a_prefix(kernel_device, monkeypatch):
 @pytest.mark.gpu
 def test_a_replay_counts_contiguous_blocks_again(kernel_device):
     """Pages that were contiguous at capture and are not at replay."""
-    geometry = [LayerSpec(32, KVHeads(8, 128, 128))]
+    layer_specs = [LayerSpec(32, KVHeads(8, 128, 128))]
     layout = RoundLayout(4, 5, 8, 64, 16, 1000, 0, 256)
-    pages = PagedKV(layout, 1 + 4 * layout.table_width, geometry, 1, torch.bfloat16, kernel_device)
+    pages = PagedKV(layout, 1 + 4 * layout.table_width, layer_specs, 1, torch.bfloat16, kernel_device)
     for plane in pages.target[0].planes:
         plane.normal_()
     in_order = 1 + torch.arange(4 * layout.table_width, device=kernel_device, dtype=torch.int32).view(4, -1)
@@ -157,7 +157,7 @@ def test_a_replay_counts_contiguous_blocks_again(kernel_device):
     nodes = tree(length, 64, 64)
 
     def run() -> torch.Tensor:
-        return backend("triton").plan(pages, geometry, Prefix(table, length), nodes).attend(0, q, k, v)
+        return backend("triton").plan(pages, layer_specs, Prefix(table, length), nodes).attend(0, q, k, v)
 
     graph, out = captured(run)
     for lengths, step in (([900, 1, 640, 63], -1), ([128, 999, 65, 0], 1), ([800, 800, 300, 0], -1)):

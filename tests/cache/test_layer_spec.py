@@ -78,7 +78,7 @@ def test_what_no_prefix_cache_can_hold_is_refused_by_name():
 
 def test_auto_turns_the_prefix_cache_off(monkeypatch):
     """As no backend runs a recurrent layer yet, none is asked."""
-    facts = replace(FACTS, geometry=(*FACTS.geometry[:-2], RECURRENT, FACTS.geometry[-1]))
+    facts = replace(FACTS, layer_specs=(*FACTS.layer_specs[:-2], RECURRENT, FACTS.layer_specs[-1]))
     with pytest.raises(EspalierError, match="attention=sdpa does not support layers that keep a recurrent state"):
         resolved(facts)
     monkeypatch.setattr("espalier.startup.resolve.grouped_backend", lambda *_, **__: None)

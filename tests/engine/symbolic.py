@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 from espalier.engine.engine import Engine
 from espalier.engine.executor import StagedHandle
-from espalier.engine.launch_input import DraftTree, LaunchInput, Row, TreeSize
+from espalier.engine.launch_input import DraftTree, LaunchInput, RequestResult, TreeSize
 from espalier.engine.prefill_policy import PrefillPass, pieces_of
 from espalier.layout import RoundLayout
 from espalier.request import Request, TokenLogprob
@@ -101,15 +101,15 @@ class SymbolicDevice:
 
     @dataclass
     class Done:
-        rows: list[Row]
+        rows: list[RequestResult]
 
-        def result(self) -> list[Row]:
+        def result(self) -> list[RequestResult]:
             return self.rows
 
     def close(self) -> None:
         pass
 
-    def run(self, launch_input: LaunchInput) -> list[Row]:
+    def run(self, launch_input: LaunchInput) -> list[RequestResult]:
         self.launch_inputs.append(launch_input)
         assert launch_input.is_prefill or not launch_input.slot_inits, "a round's launch input has a fixed form"
         own = [page for a in launch_input.slot_inits for page in a.pages[a.commit_from // self.layout.page_size :]]
@@ -144,7 +144,7 @@ class SymbolicDevice:
             return [replace(row, prompt_logprobs=own) for row, own in zip(rows, of_prompts, strict=True)]
         return [self._round(self.slots[s]) for s in launch_input.slots]
 
-    def _prefill(self, slot: Slot, length: int) -> Row:
+    def _prefill(self, slot: Slot, length: int) -> RequestResult:
         first = slot.prefix_len
         assert 1 <= length <= self.layout.chunk_size
         assert first + length <= len(slot.tokens)
@@ -157,7 +157,7 @@ class SymbolicDevice:
             slot.append_next()
         self._write_draft(slot, first, length)
         num_finite = self._sound(slot, slot.prefix_len)
-        return Row([slot.tokens[slot.prefix_len]] if picked and num_finite else [], num_finite or not picked)
+        return RequestResult([slot.tokens[slot.prefix_len]] if picked and num_finite else [], num_finite or not picked)
 
     def _of_prompt(self, slot: Slot, first: int, span: tuple[int, int]) -> list[TokenLogprob]:
         """Of the tokens after rows `span` of a pass from `first` on; NaN where these rows are."""
@@ -167,7 +167,7 @@ class SymbolicDevice:
         values = [-1.0 if self._sound(slot, row + 1) else nan for row in range(begin, end)]
         return [TokenLogprob(slot.tokens[begin + 1 + i], value, [], 1) for i, value in enumerate(values)]
 
-    def _round(self, slot: Slot) -> Row:
+    def _round(self, slot: Slot) -> RequestResult:
         first = slot.prefix_len
         assert len(slot.tokens) == first + 1
         self._read(slot, first)
@@ -184,7 +184,7 @@ class SymbolicDevice:
         tree = DraftTree([0] * nodes, [0] * nodes, [0] * nodes, [0.0] * nodes, list(range(length)))
         num_finite = sum(self._sound(slot, first + i) for i in range(1, length + 1))
         tree_size = TreeSize(nodes - 1, self.layout.steps)
-        return Row(slot.tokens[first + 1 :][:num_finite], num_finite == length, tree_size, tree)
+        return RequestResult(slot.tokens[first + 1 :][:num_finite], num_finite == length, tree_size, tree)
 
     def _sound(self, slot: Slot, length: int) -> bool:
         """Whether what is picked after so many tokens is picked from finite logits."""

@@ -99,7 +99,7 @@ def test_logprobs_are_the_raw_targets(overlap: bool, family: str) -> None:
             assert r.logprobs == []
             continue
         tokens = torch.tensor([r.tokens])
-        out = target(tokens, torch.arange(len(r.tokens))[None], DenseAttend(target.geometry))
+        out = target(tokens, torch.arange(len(r.tokens))[None], DenseAttend(target.layer_specs))
         expected = torch.log_softmax(target.logits(out.hidden), -1)[0, len(r.prompt) - 1 : -1]
         assert [entry.token_id for entry in r.logprobs] == r.output
         for entry, row in zip(r.logprobs, expected, strict=True):

@@ -118,7 +118,7 @@ def drafted_state(engine: Engine, r: Request) -> tuple[torch.Tensor, list[torch.
     round = engine.executor.runner
     table, size = round.table, round.layout.page_size
     rows = [r.pages[at // size] * size + at % size for at in range(1, r.num_known + 1)]
-    layer = len(round.target.geometry)
+    layer = len(round.target.layer_specs)
     return table.carried["hidden"][r.slot].clone(), [buffer[rows].clone() for buffer in round.pages.layers[layer]]
 
 

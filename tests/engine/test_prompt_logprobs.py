@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from espalier.engine.engine import Engine
-from espalier.engine.launch_input import LaunchInput, Row
+from espalier.engine.launch_input import LaunchInput, RequestResult
 from espalier.layout import LOGITS_BYTES, logit_rows
 from espalier.request import OutputChunk, Request, SamplingParams, TokenLogprob
 from espalier.sampling import prompt as sampling_prompt
@@ -243,7 +243,7 @@ def watch_sizes(engine: Engine, sizes: list[int]) -> None:
     """Rows that launches are asked to report, as they come."""
     right = engine.executor.run
 
-    def run(launch_input: LaunchInput) -> list[Row]:
+    def run(launch_input: LaunchInput) -> list[RequestResult]:
         sizes.extend([] if launch_input.prompt_rows is None else launch_input.prompt_rows.sizes)
         return right(launch_input)
 
@@ -257,7 +257,7 @@ def test_what_is_no_number_ends_the_request(overlap: bool) -> None:
     [r, mate] = wishing(17, (40, 30))
     right, launches = engine.executor.run, []
 
-    def run(launch_input: LaunchInput) -> list[Row]:
+    def run(launch_input: LaunchInput) -> list[RequestResult]:
         launches.append(launch_input)
         [row, *others] = right(launch_input)
         if len(launches) == 2:

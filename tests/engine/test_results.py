@@ -2,7 +2,7 @@
 
 import torch
 
-from espalier.engine.launch_input import DraftTree, LaunchInput, Row, TreeSize
+from espalier.engine.launch_input import DraftTree, LaunchInput, RequestResult, TreeSize
 from espalier.engine.results import Reported, Results, read
 from espalier.request import TokenLogprob
 from espalier.sampling.logit_processors import SamplingNeeds
@@ -61,8 +61,10 @@ def test_a_round():
     assert not results.ring[[0, 2]].any() and not results.ring[1, 2].any()
     scores = TREE.scores.tolist()
     assert rows_of(results, 1, 2) == [
-        Row([6, 9], False, TreeSize(3, 2), DraftTree([5, 6, 7, 9], [0, 0, 0, 1], [0, 1, 1, 2], scores[0], [0, 1, 3])),
-        Row([8], True, TreeSize(1, 1), DraftTree([1, 2, -1, -1], [0, 0, 0, 0], [0, 1, 1, 1], scores[1], [0])),
+        RequestResult(
+            [6, 9], False, TreeSize(3, 2), DraftTree([5, 6, 7, 9], [0, 0, 0, 1], [0, 1, 1, 2], scores[0], [0, 1, 3])
+        ),
+        RequestResult([8], True, TreeSize(1, 1), DraftTree([1, 2, -1, -1], [0, 0, 0, 0], [0, 1, 1, 1], scores[1], [0])),
     ]
 
 
@@ -82,7 +84,7 @@ def test_trees_come_to_the_host_only_where_somebody_looks():
 
 
 def test_a_prefill_pass_has_no_tree():
-    assert rows_of(written(PASS, 2), 2, 2) == [Row([4], True), Row([], True)]
+    assert rows_of(written(PASS, 2), 2, 2) == [RequestResult([4], True), RequestResult([], True)]
 
 
 def test_logprobs_stay_with_their_tokens():
@@ -108,4 +110,4 @@ def test_a_prompts_logprobs_go_to_who_asked():
 def test_an_entry_is_overwritten_whole():
     results = written(ROUND, 1)
     results.write(torch.tensor([1]), PASS)
-    assert rows_of(results, 1, 2) == [Row([4], True), Row([], True)]
+    assert rows_of(results, 1, 2) == [RequestResult([4], True), RequestResult([], True)]

@@ -7,7 +7,7 @@ from random import Random
 import torch
 
 from espalier.engine.engine import Engine
-from espalier.engine.launch_input import LaunchInput, Row
+from espalier.engine.launch_input import LaunchInput, RequestResult
 from espalier.request import Request
 from tests.engine.traffic import pages_beyond
 
@@ -18,7 +18,7 @@ def jitter(engine: Engine, random: Random) -> Callable[[], None]:
     """Sleep at random around every launch on the worker; returns what the host sleeps by."""
     right = engine.executor.run
 
-    def run(launch_input: LaunchInput) -> list[Row]:
+    def run(launch_input: LaunchInput) -> list[RequestResult]:
         time.sleep(random.random() * LONGEST_SLEEP)
         rows = right(launch_input)
         time.sleep(random.random() * LONGEST_SLEEP)

@@ -10,7 +10,7 @@ from torch import Tensor
 from espalier.engine.cuda import CudaExecutor
 from espalier.engine.engine import Engine
 from espalier.engine.executor import Handle
-from espalier.engine.launch_input import LaunchInput, Row
+from espalier.engine.launch_input import LaunchInput, RequestResult
 
 # Rows of the dummy request, which several rows of a padded batch write at once, and nobody reads.
 NOBODYS = ("history", "carried.hidden")
@@ -18,9 +18,9 @@ NOBODYS = ("history", "carried.hidden")
 
 @dataclass(frozen=True)
 class Done:
-    rows: list[Row]
+    rows: list[RequestResult]
 
-    def result(self) -> list[Row]:
+    def result(self) -> list[RequestResult]:
         return self.rows
 
 

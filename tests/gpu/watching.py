@@ -8,7 +8,7 @@ import torch
 
 from espalier.engine.cuda import CudaExecutor
 from espalier.engine.executor import Handle
-from espalier.engine.launch_input import LaunchInput, Row
+from espalier.engine.launch_input import LaunchInput, RequestResult
 from espalier.slots import SlotTable
 from tests.gpu.engines import DeviceSetup
 from tests.gpu.twin import Done
@@ -40,7 +40,7 @@ class Looked:
     def launch(self, launch_input: LaunchInput) -> Handle:
         return Done(self.run(launch_input))
 
-    def run(self, launch_input: LaunchInput) -> list[Row]:
+    def run(self, launch_input: LaunchInput) -> list[RequestResult]:
         rows = self.inner.launch(launch_input).result()
         self.look()
         return rows

@@ -7,7 +7,11 @@ import pytest
 import torch
 
 from espalier.errors import EspalierError
-from espalier.kernels.attention.latent_attention import LatentConfig, choose_latent_config, latent_attention_triton
+from espalier.kernels.attention.latent_attention import (
+    LatentKernelConfig,
+    choose_latent_config,
+    latent_attention_triton,
+)
 from espalier.kernels.attention.tree_attention import Staged
 from espalier.kernels.runtime.launch import Chip
 from tests.kernels.attending import LSE_TOLERANCE, TOLERANCE, Case, Inputs, draw, expected
@@ -70,13 +74,15 @@ def test_committed_rows_alone(kernel_device, case):
     check(case, kernel_device, staged=False)
 
 
-@pytest.mark.parametrize("config", [LatentConfig(64, 64, 64, 8, 2), LatentConfig(32, 32, 32, 4, 2)], ids=str)
+@pytest.mark.parametrize(
+    "config", [LatentKernelConfig(64, 64, 64, 8, 2), LatentKernelConfig(32, 32, 32, 4, 2)], ids=str
+)
 def test_the_tiles_of_a_large_chip(kernel_device, config):
     check(latent_case((200, 3), queries=5, rows=70, heads=16), kernel_device, config=config)
 
 
 def test_a_wide_chunk_starts_with_its_longest_tiles(kernel_device):
-    check(latent_case((40, 0), queries=40, heads=4), kernel_device, config=LatentConfig(16, 16, 16, 4, 1))
+    check(latent_case((40, 0), queries=40, heads=4), kernel_device, config=LatentKernelConfig(16, 16, 16, 4, 1))
 
 
 def test_an_empty_batch_is_legal(kernel_device):

@@ -76,7 +76,7 @@ def test_logits_and_captured_inputs(variant: str, dtype: torch.dtype, tmp_path: 
     path = make_target(tmp_path, family, seed=3, **fields)
     model = load_target(path, dtype=dtype, device="cpu", position_rows=LENGTH, capture=(2, 0, 1))
     tokens = torch.randint(0, 16, (2, LENGTH), generator=torch.Generator().manual_seed(1))
-    out = model(tokens, torch.arange(LENGTH).expand(2, -1), DenseAttend(model.geometry))
+    out = model(tokens, torch.arange(LENGTH).expand(2, -1), DenseAttend(model.layer_specs))
     logits, inputs = reference_logits(load_reference(path, dtype), tokens)
     assert out.captured is not None
     difference = max(
@@ -98,7 +98,7 @@ def test_windows_reach_the_geometry(tmp_path: Path) -> None:
         family, fields = VARIANTS[variant]
         path = make_target(tmp_path / variant, family, **fields)
         model = load_target(path, dtype=torch.float32, device="cpu", position_rows=8)
-        assert tuple(layer.window for layer in model.geometry) == expected == model.config.windows
+        assert tuple(layer.window for layer in model.layer_specs) == expected == model.config.windows
 
 
 def test_windows_of_a_config_without_layer_types(tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_the_input_of_the_final_norm_can_be_captured(tmp_path: Path) -> None:
     path = make_target(tmp_path)
     model = load_target(path, dtype=torch.float64, device="cpu", position_rows=8, capture=(3,))
     tokens = torch.arange(8)[None]
-    out = model(tokens, tokens, DenseAttend(model.geometry))
+    out = model(tokens, tokens, DenseAttend(model.layer_specs))
     assert out.captured is not None
     torch.testing.assert_close(out.hidden, model.norm(out.captured))
 
@@ -126,7 +126,7 @@ def test_empty_batches_and_rows(tmp_path: Path) -> None:
         model = load_target(path, dtype=dtype, device="cpu", position_rows=8, capture=(1,))
         for shape in ((0, 4), (2, 0)):
             empty = torch.zeros(shape, dtype=torch.int64)
-            out = model(empty, empty, DenseAttend(model.geometry))
+            out = model(empty, empty, DenseAttend(model.layer_specs))
             assert model.logits(out.hidden).shape == (*shape, 16)
 
 

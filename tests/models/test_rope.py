@@ -64,7 +64,7 @@ def test_logits(scaling: str, family: str, tmp_path: Path) -> None:
     tokens = torch.randint(0, 16, (1, 300), generator=torch.Generator().manual_seed(1))
     for dtype, tolerance in ((torch.float64, 1e-10), (torch.float32, 1e-5)):
         model = load_target(path, dtype=dtype, device="cpu", position_rows=300)
-        out = model(tokens, torch.arange(300)[None], DenseAttend(model.geometry))
+        out = model(tokens, torch.arange(300)[None], DenseAttend(model.layer_specs))
         logits, _ = reference_logits(load_reference(path, dtype), tokens)
         assert relative(model.logits(out.hidden), logits) <= tolerance
 

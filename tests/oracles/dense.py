@@ -68,19 +68,21 @@ def heads_of(qkv: Tensor, turn: RopeAndNorm, g: LayerSpec) -> tuple[Tensor, Tens
 class DenseAttend:
     """An `attend` whose tokens see each other as a causal sequence, within each layer's window.
 
-    geometry: one entry a layer.  mask: bool [B, Q, Q], true where row may see column, instead of the causal one (the
+    layer_specs: one entry a layer.  mask: bool [B, Q, Q], true where row may see column, instead of the causal one (the
     window then applies to the distance between columns all the same, unless apply_window is off). `kept` holds what
     each layer's planes should: [B, Q, heads, size].
     """
 
-    def __init__(self, geometry: tuple[LayerSpec, ...], mask: Tensor | None = None, apply_window: bool = True) -> None:
-        self.geometry = geometry
+    def __init__(
+        self, layer_specs: tuple[LayerSpec, ...], mask: Tensor | None = None, apply_window: bool = True
+    ) -> None:
+        self.layer_specs = layer_specs
         self.mask = mask
         self.apply_window = apply_window
         self.kept: dict[int, tuple[Tensor, ...]] = {}
 
     def __call__(self, layer: int, projections: Projections) -> Tensor:
-        layout = self.geometry[layer]
+        layout = self.layer_specs[layer]
         own = attended(projections, layout)
         q, k, v, self.kept[layer] = own.q, own.k, own.v, own.kept
         group = layout.heads // k.shape[2]

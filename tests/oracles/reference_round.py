@@ -80,17 +80,17 @@ class Reference:
     @torch.inference_mode()
     def _pass(self, tokens: tuple[int, ...]) -> Scratch:
         row = torch.tensor([tokens])
-        attend = DenseAttend(self.target.geometry)
+        attend = DenseAttend(self.target.layer_specs)
         out = self.target(row, torch.arange(len(tokens))[None], attend)
-        layers = [tuple(plane[0] for plane in attend.kept[i]) for i in range(len(self.target.geometry))]
+        layers = [tuple(plane[0] for plane in attend.kept[i]) for i in range(len(self.target.layer_specs))]
         logits = self.target.logits(out.hidden)[0]
         if self.draft is None:
             return Scratch(tokens, layers, logits, [], torch.empty(0))
         read = {"captured": out.captured, "hidden": out.hidden}[self.draft.spec.reads]
-        behind = DenseAttend(self.draft.geometry)
+        behind = DenseAttend(self.draft.layer_specs)
         positions = torch.arange(len(tokens) - 1)[None]
         handed_on = self.draft(row[:, 1:], self.draft.fuse(read[:, :-1]), positions, behind).hidden
-        drafted = [tuple(plane[0] for plane in behind.kept[i]) for i in range(len(self.draft.geometry))]
+        drafted = [tuple(plane[0] for plane in behind.kept[i]) for i in range(len(self.draft.layer_specs))]
         return Scratch(tokens, layers, logits, drafted, handed_on[0])
 
     def prepare(self, request: Request, max_context: int) -> None:
@@ -105,7 +105,7 @@ class Reference:
     @torch.inference_mode()
     def next_token(self, request: Request, tokens: Sequence[int]) -> int:
         """The token after `tokens` (prompt and output), by re-forwarding all of them."""
-        attend = DenseAttend(self.target.geometry)
+        attend = DenseAttend(self.target.layer_specs)
         out = self.target(torch.tensor([list(tokens)]), torch.arange(len(tokens))[None], attend)
         return plain_pick(self.target.logits(out.hidden)[0, -1], request, tokens)
 
@@ -152,7 +152,7 @@ class Reference:
         assert self.draft is not None
         n = len(tokens) - 1
         attend = BehindPrefix(
-            self.draft.geometry, [[plane[:n] for plane in planes] for planes in self.scratch(tokens).draft]
+            self.draft.layer_specs, [[plane[:n] for plane in planes] for planes in self.scratch(tokens).draft]
         )
         positions = torch.arange(n, n + node.depth)[None]
         out = self.draft(torch.tensor([node.path]), parent.outs[None], positions, attend).hidden
@@ -213,17 +213,17 @@ class Plain:
 class BehindPrefix:
     """An `attend` for one path [1, Q] behind planes [n, heads, size] of its prefix: dense and causal, by one mask."""
 
-    def __init__(self, geometry: tuple[LayerSpec, ...], past: list[list[Tensor]]):
-        self.geometry = geometry
+    def __init__(self, layer_specs: tuple[LayerSpec, ...], past: list[list[Tensor]]):
+        self.layer_specs = layer_specs
         self.past = past
 
     def __call__(self, layer: int, projections: Projections) -> Tensor:
-        own = attended(projections, self.geometry[layer])
+        own = attended(projections, self.layer_specs[layer])
         q, planes = own.q, zip(self.past[layer], own.kept, strict=True)
         held = [torch.cat((past[None], new), 1) for past, new in planes]
         k, v = held if len(held) == 2 else (held[0], held[0][..., : own.v.shape[3]])
         behind, new = k.shape[1] - q.shape[1], q.shape[1]
-        g = self.geometry[layer]
+        g = self.layer_specs[layer]
         k, v = (value.repeat_interleave(g.heads // value.shape[2], 2) for value in (k, v))
         distance = torch.arange(behind, behind + new)[:, None] - torch.arange(behind + new)
         seen = (distance >= 0) & (distance < (g.window or behind + new))

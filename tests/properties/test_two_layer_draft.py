@@ -27,7 +27,7 @@ from espalier.models.base import Attend
 from espalier.models.config import Raw, parse
 from espalier.models.layers.linear import Linear
 from espalier.models.layers.rope import RopeTables
-from espalier.models.loading import FAMILIES, geometry_of, load_layer
+from espalier.models.loading import FAMILIES, layer_specs_of, load_layer
 from espalier.models.weight_formats import dense_weight
 from espalier.models.weights import Weights
 from espalier.request import Request, SamplingParams
@@ -53,7 +53,7 @@ class ToyConfig:
 
 def read(path: Path, raw: Raw, target: ModelConfig) -> ToyConfig:
     layer = parse(raw, FAMILIES["LlamaForCausalLM"], path)
-    first, second = geometry_of(layer)
+    first, second = layer_specs_of(layer)
     captures = {"captured": (0, 2), "before_norm": (target.num_layers,), "after_norm": ()}
     spec = DraftSpec(
         algorithm=NAME,
@@ -72,11 +72,11 @@ class ToyDraft:
     """join(embedding of token q, hidden that feeds it), then two decoder layers; what it hands on is not normed."""
 
     def __init__(self, weights: Weights, config: ToyConfig, target: CausalLM, position_rows: int) -> None:
-        layer, self.spec, self.geometry = config.layer, config.spec, config.spec.layers
+        layer, self.spec, self.layer_specs = config.layer, config.spec, config.spec.layers
         size, fed = layer.hidden_size, max(len(self.spec.capture), 1) * target.config.hidden_size
         self.fuse = weights.linear("", ("fuse",), (size,), fed, False)
         self.join = weights.linear("", ("join",), (size,), 2 * size, False)
-        self.layers = [load_layer(weights, layer, f"layers.{i}.", i) for i in range(len(self.geometry))]
+        self.layers = [load_layer(weights, layer, f"layers.{i}.", i) for i in range(len(self.layer_specs))]
         self.norm = weights.norm("norm", size, layer.rms_norm_eps)
         self.rope = RopeTables(layer.rope, position_rows, weights.dtype, weights.device)
         self.embed, self.head, self.d2t = target.embed, target.head, None

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from espalier.engine.engine import Engine
 from espalier.engine.executor import Handle
-from espalier.engine.launch_input import DraftTree, LaunchInput, RoundTrace, Row
+from espalier.engine.launch_input import DraftTree, LaunchInput, RequestResult, RoundTrace
 from espalier.request import Request
 from espalier.speculate.tree import VOID
 from tests.oracles.reference_round import Node, Reference
@@ -111,7 +111,7 @@ class Watch:
                 self.check_reserve(request)
         return self._launch(launch_input)
 
-    def run(self, launch_input: LaunchInput) -> list[Row]:
+    def run(self, launch_input: LaunchInput) -> list[RequestResult]:
         """On the thread that runs launches, in their order."""
         owners = self._owners.popleft()
         for request in owners.values():
@@ -177,7 +177,7 @@ class Watch:
 
     # After every round
 
-    def check_round(self, request: Request, decided: Decided, row: Row) -> None:
+    def check_round(self, request: Request, decided: Decided, row: RequestResult) -> None:
         if PROPOSAL in self.properties:
             assert row.tree is not None
             self.check_proposal(request, decided, row.tree)
@@ -197,7 +197,7 @@ class Watch:
         for node, score in zip(expected, scores, strict=True):
             assert abs(score - node.score) < self.score, f"path {node.path} scores {score}, from scratch {node.score}"
 
-    def check_tokens(self, request: Request, decided: Decided, row: Row) -> None:
+    def check_tokens(self, request: Request, decided: Decided, row: RequestResult) -> None:
         """Emitted are plain decoding's tokens, as many of them as walking down the tree finds, and one more."""
         plain, n = self.reference.plain(request), decided.root_at
         depth = max(

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from espalier.attention import Nodes, Prefix
-from espalier.engine.launch_input import LaunchInput, Row
+from espalier.engine.launch_input import LaunchInput, RequestResult
 from espalier.engine.results import Reported, Results, read
 from espalier.errors import EspalierError
 from espalier.kernels.layers.experts import grouped_experts
@@ -14,7 +14,7 @@ from espalier.kernels.state.batch_state import gather
 from espalier.request import SamplingParams
 from espalier.sampling.logit_processors import SamplingNeeds
 from espalier.speculate.accept import Path
-from espalier.speculate.round import ModelRunner, commit, prefill, run
+from espalier.speculate.round import ModelRunner, commit, decode_round, prefill
 from tests.harness import Setup, prompts, request
 from tests.properties.layouts import reference_of
 from tests.properties.watch import Watch, run_watched
@@ -40,7 +40,7 @@ def round_of(algorithm: str, **change) -> ModelRunner:
 def test_an_empty_batch_is_legal(algorithm, attention, needs):
     r = round_of(algorithm, attention=attention)
     with torch.inference_mode():
-        for outcome in (run(r, NONE, needs), prefill(r, NONE, NONE, 16, needs)):
+        for outcome in (decode_round(r, NONE, needs), prefill(r, NONE, NONE, 16, needs)):
             results = Results(r.layout, 1, r.pages.dtype, r.pages.device)
             results.write(NONE.new_zeros(1), outcome)
             assert not results.ring.any()
@@ -59,7 +59,7 @@ def test_an_empty_batch_plans_and_commits():
     r = round_of("eagle3")
     slots = gather(r.table, NONE)
     none = torch.zeros(0, 4, dtype=torch.int64)
-    r.backend.plan(r.pages, r.target.geometry, Prefix(slots.page_table, NONE), Nodes(none, none, None))
+    r.backend.plan(r.pages, r.target.layer_specs, Prefix(slots.page_table, NONE), Nodes(none, none, None))
     commit(r, slots, Path(none, NONE, none, NONE), count_tokens=True)
 
 
@@ -72,7 +72,7 @@ def test_a_batch_padded_by_the_dummy_slot_is_the_batch(algorithm):
     r = watch.engine.executor.runner
     right = watch._run
 
-    def padded(launch_input: LaunchInput) -> list[Row]:
+    def padded(launch_input: LaunchInput) -> list[RequestResult]:
         rows = right(
             replace(launch_input, slots=between_zeros(launch_input.slots), lengths=between_zeros(launch_input.lengths))
         )
@@ -111,7 +111,7 @@ def test_only_rows_of_requests_go_to_experts(algorithm, monkeypatch):
     slots = torch.tensor([0, drawn[0].slot, 0, drawn[1].slot])
     with torch.inference_mode():
         rows_to_experts.clear()
-        tree = run(runner, slots, SamplingNeeds()).tree
+        tree = decode_round(runner, slots, SamplingNeeds()).tree
         assert rows_to_experts
         for live in rows_to_experts:
             assert torch.equal(live.view(4, -1), (tree.tokens >= 0) & (slots > 0)[:, None])
@@ -131,6 +131,6 @@ def test_more_requests_than_the_buffers_hold_are_refused_before_anything_is_writ
     with torch.inference_mode():
         for algorithm in ("eagle3", "ngram"):
             with pytest.raises(EspalierError, match=r"rounds of 3 requests and this launch has 4.*max_batch"):
-                run(round_of(algorithm), index, SamplingNeeds())
+                decode_round(round_of(algorithm), index, SamplingNeeds())
         with pytest.raises(EspalierError, match=r"prefill pass holds 32 rows and this launch needs 4 · 16.*chunk_size"):
             prefill(round_of("ngram"), index, index, 16, SamplingNeeds())

@@ -122,7 +122,7 @@ def test_the_nearest_crossing_decides_and_the_log_says_so(tmp_path, monkeypatch,
     for other in (None, replace(BIG, dtype="float16"), replace(BIG, chip=replace(HOPPER, processors=114)), tiny):
         assert choose_trees("auto", WIDE, other) == {}
     assert "at every batch (no crossover is measured" in caplog.text
-    facts = replace(FACTS, chip=HOPPER, hidden_size=4096, num_layers=32, geometry=FACTS.geometry[:1] * 33)
+    facts = replace(FACTS, chip=HOPPER, hidden_size=4096, num_layers=32, layer_specs=FACTS.layer_specs[:1] * 33)
     config = EngineConfig(speculation=SpeculationConfig(steps=5, topk=8, num_draft_tokens=64), dtype="bfloat16")
     assert resolve.resolve(config, "target", "draft", HEAD, CPU, facts).by_batch == {16: asdict(PLAIN)}
     assert nearest([], BIG, WIDE) is None
@@ -139,7 +139,7 @@ def test_the_nearest_crossing_decides_and_the_log_says_so(tmp_path, monkeypatch,
 def test_a_named_tree_is_not_dropped_in_silence(tree, max_batch, level, monkeypatch, caplog):
     monkeypatch.setattr(trees, "crossovers", lambda: [Crossover(BIG, WIDE, 16)])
     caplog.set_level(logging.INFO)
-    facts = replace(FACTS, chip=HOPPER, hidden_size=4096, num_layers=32, geometry=FACTS.geometry[:1] * 33)
+    facts = replace(FACTS, chip=HOPPER, hidden_size=4096, num_layers=32, layer_specs=FACTS.layer_specs[:1] * 33)
     config = EngineConfig(speculation=SpeculationConfig(**tree), dtype="bfloat16", max_batch=max_batch)
     found = resolve.resolve(config, "target", "draft", HEAD, CPU, facts)
     said = [r for r in caplog.records if "from 16 requests on plain decoding" in r.message]

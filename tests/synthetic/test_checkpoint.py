@@ -105,7 +105,7 @@ def test_transformers_and_espalier_follow_the_rule(family: dict[str, Any], mode:
     tokens = torch.tensor([text])
     logits, _ = reference_logits(load_reference(path, torch.float64), tokens)
     target = load_target(path, dtype=torch.float64, device=CPU, position_rows=POSITIONS)
-    own = target.logits(target(tokens, torch.arange(len(text))[None], DenseAttend(target.geometry)).hidden)
+    own = target.logits(target(tokens, torch.arange(len(text))[None], DenseAttend(target.layer_specs)).hidden)
     torch.testing.assert_close(own, logits, rtol=0, atol=1e-9)
     assert logits[0, PROMPT:-1].argmax(-1).tolist() == text[PROMPT + 1 :]
     given = logits[0, PROMPT:].softmax(-1).gather(1, chain.successors(tokens[0, PROMPT:]))
@@ -130,12 +130,18 @@ def test_directories_are_ordinary_and_what_build_gives(tmp_path: Path, monkeypat
     target = load_target(path, capture=read_draft(draft_path, read_config(path)).spec.capture, **loading)
     draft = load_draft(draft_path, target, **loading)
     made, made_draft = models(recipe, torch.float32)
-    assert (made.capture, made.geometry, made_draft.geometry) == (target.capture, target.geometry, draft.geometry)
+    assert (made.capture, made.layer_specs, made_draft.layer_specs) == (
+        target.capture,
+        target.layer_specs,
+        draft.layer_specs,
+    )
     tokens = torch.tensor(prompts(recipe, 2))
     positions = torch.arange(tokens.shape[1])[None].expand_as(tokens)
-    out, again = (m(tokens, positions, DenseAttend(m.geometry)) for m in (target, made))
+    out, again = (m(tokens, positions, DenseAttend(m.layer_specs)) for m in (target, made))
     assert torch.equal(target.logits(out.hidden), made.logits(again.hidden))
-    heads = [d.logits(d(tokens, d.fuse(out.captured), positions, DenseAttend(d.geometry))) for d in (draft, made_draft)]
+    heads = [
+        d.logits(d(tokens, d.fuse(out.captured), positions, DenseAttend(d.layer_specs))) for d in (draft, made_draft)
+    ]
     assert torch.equal(*heads) and torch.equal(draft.d2t, made_draft.d2t)
     with pytest.raises(EspalierError, match="already holds"):
         write(recipe, tmp_path, torch.float32)
@@ -158,7 +164,7 @@ def test_models_in_bfloat16_follow_the_rule(device: str) -> None:
         text = start + recipe.chain().follow(start, 60)
         tokens = torch.tensor([text], device=device)
         positions = torch.arange(len(text), device=device)[None]
-        logits = target.logits(target(tokens, positions, DenseAttend(target.geometry)).hidden)
+        logits = target.logits(target(tokens, positions, DenseAttend(target.layer_specs)).hidden)
         assert logits[0, PROMPT:-1].argmax(-1).tolist() == text[PROMPT + 1 :]
 
 

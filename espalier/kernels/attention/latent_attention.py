@@ -194,7 +194,7 @@ def _latent_attention_kernel(
 
 
 @dataclass(frozen=True)
-class LatentConfig:
+class LatentKernelConfig:
     """Launch configuration.  block_m: packed queries of a tile; block_n, block_r: committed and staged rows per step;
     programs_per_processor: programs of the persistent grid per multiprocessor."""
 
@@ -217,7 +217,9 @@ class LatentConfig:
         return self.block_m * (row_bytes + 2 * self.block_n) + max(self.stages - 1, 1) * step
 
 
-def choose_latent_config(on: Chip, packed_queries: int, rows: int, row_bytes: int, dtype: torch.dtype) -> LatentConfig:
+def choose_latent_config(
+    on: Chip, packed_queries: int, rows: int, row_bytes: int, dtype: torch.dtype
+) -> LatentKernelConfig:
     """The configuration for a number of packed queries, queries times heads, and of staged rows.
 
     row_bytes: of one row in shared memory.  A smaller chip gets fewer rows per step, then fewer stages, then fewer
@@ -225,9 +227,9 @@ def choose_latent_config(on: Chip, packed_queries: int, rows: int, row_bytes: in
     """
     if dtype == torch.float32:
         # IEEE float32 runs without tensor cores: larger tiles would spill registers.
-        return LatentConfig(16, 16, 16, 4, 1)
+        return LatentKernelConfig(16, 16, 16, 4, 1)
     block_m = 64 if packed_queries > 32 else 32 if packed_queries > 16 else 16
-    config = LatentConfig(block_m, 32, 32, 8 if block_m == 64 else 4, 3)
+    config = LatentKernelConfig(block_m, 32, 32, 8 if block_m == 64 else 4, 3)
     if config.shared_bytes(on, row_bytes) > on.shared_memory:
         config = replace(config, block_n=16)
     if config.shared_bytes(on, row_bytes) > on.shared_memory:
@@ -249,7 +251,7 @@ def latent_attention_triton(
     splits: KVSplits,
     scale: float,
     partials: PartialResults | None = None,
-    config: LatentConfig | None = None,
+    config: LatentKernelConfig | None = None,
 ) -> tuple[Tensor, Tensor]:
     """config: overrides the launch configuration, for tests and benchmarks."""
     q = q if q.stride(3) == 1 else q.contiguous()
@@ -307,7 +309,7 @@ def latent_attention_triton(
     return out, lse
 
 
-def _constants(config: LatentConfig, size: int, v_size: int, dtype: torch.dtype) -> dict[str, Any]:
+def _constants(config: LatentKernelConfig, size: int, v_size: int, dtype: torch.dtype) -> dict[str, Any]:
     block_v, block_rope = _block_sizes(size, v_size)
     return {
         "V_SIZE": v_size,

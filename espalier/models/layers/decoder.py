@@ -66,7 +66,7 @@ class Decoder:
     def __init__(
         self,
         config: ModelConfig,
-        geometry: tuple[LayerSpec, ...],
+        layer_specs: tuple[LayerSpec, ...],
         capture: tuple[int, ...],
         rope: RopeTables,
         embed: Embedding,
@@ -75,7 +75,7 @@ class Decoder:
         head: Linear,
     ) -> None:
         self.config = config
-        self.geometry = geometry
+        self.layer_specs = layer_specs
         self.capture = capture
         self.rope = rope
         self.embed = embed

@@ -64,10 +64,10 @@ class AutoregressiveDrafter:
         layout: RoundLayout,
         pages: PagedKV,
         backend: GroupedBackend,
-        geometry: Sequence[LayerSpec],
+        layer_specs: Sequence[LayerSpec],
         staging: StagedKV | None = None,
     ):
-        """geometry: specs of all layers, the target's first, the draft's last.
+        """layer_specs: specs of all layers, the target's first, the draft's last.
 
         staging: a buffer that is large enough for this layout; by default a new one.
         Raises EspalierError for a DraftSpec that this drafter does not run.
@@ -77,20 +77,20 @@ class AutoregressiveDrafter:
         self.layout = layout
         self.pages = pages
         self.backend = backend
-        self.geometry = geometry
-        self.first_layer = len(geometry) - len(self.spec.layers)
-        layers = range(self.first_layer, len(geometry))
+        self.layer_specs = layer_specs
+        self.first_layer = len(layer_specs) - len(self.spec.layers)
+        layers = range(self.first_layer, len(layer_specs))
         # The depth of each draft row of a tree.
         self.depths = torch.arange(layout.beam_rows, device=pages.device) // layout.topk + 1
         # The path score of the root is log 1.
         self.root_scores = torch.zeros(layout.max_batch, 1, device=pages.device)
-        self.staging = staging or StagedKV(geometry, layers, layout.draft_rows, pages.dtype, pages.device)
+        self.staging = staging or StagedKV(layer_specs, layers, layout.draft_rows, pages.dtype, pages.device)
         self.by_layout: dict[RoundLayout, Self] = {}
 
-    def sized(self, layout: RoundLayout) -> Self:
+    def for_layout(self, layout: RoundLayout) -> Self:
         # Kept, because a CUDA graph replays with the tensors of its capture.
         if layout not in self.by_layout:
-            drafter = type(self)(self.draft, layout, self.pages, self.backend, self.geometry, self.staging)
+            drafter = type(self)(self.draft, layout, self.pages, self.backend, self.layer_specs, self.staging)
             self.by_layout[layout] = drafter
         return self.by_layout[layout]
 
@@ -137,14 +137,16 @@ class AutoregressiveDrafter:
         tokens, rope_positions = beams.above.tokens[:, first:end], rows.rope_positions[:, first:end]
         return self.draft(tokens, out.hidden, rope_positions, attend, beams.parents)
 
-    def extend(self, slots: BatchState, read: Tensor | None, length: Tensor, last_pieces: Tensor | None = None) -> None:
-        assert read is not None
-        width = read.shape[1]
+    def extend(
+        self, slots: BatchState, target_features: Tensor | None, length: Tensor, last_pieces: Tensor | None = None
+    ) -> None:
+        assert target_features is not None
+        width = target_features.shape[1]
         positions, tokens, page_rows = extend_rows(slots, length, width)
         plan = self._plan(self._prefix(slots), Nodes.chain(positions))
         commit = Commit(self.pages, page_rows.flatten(), by_layer=last_pieces is not None)
         attend = StagedPass(plan, self.staging, width, first_layer=self.first_layer, commit=commit)
-        out = self.draft(tokens, self.draft.fuse(read), positions - FIRST_ROW, attend)
+        out = self.draft(tokens, self.draft.fuse(target_features), positions - FIRST_ROW, attend)
         attend.end()
         hidden = out.hidden
         if last_pieces is not None:
@@ -157,7 +159,7 @@ class AutoregressiveDrafter:
         return Prefix(slots.page_table, slots.num_tokens, FIRST_ROW)
 
     def _plan(self, prefix: Prefix, nodes: Nodes) -> Attention:
-        return self.backend.plan(self.pages, self.geometry, prefix, nodes)
+        return self.backend.plan(self.pages, self.layer_specs, prefix, nodes)
 
 
 def _require_supported(spec: DraftSpec) -> DraftSpec:

@@ -25,7 +25,7 @@ class Drafter(Protocol):
 
     spec: DraftSpec
 
-    def sized(self, layout: RoundLayout) -> Self:
+    def for_layout(self, layout: RoundLayout) -> Self:
         """The same drafter with the same buffers, for the tree of a smaller layout (RoundLayout.at)."""
         ...
 
@@ -37,10 +37,12 @@ class Drafter(Protocol):
         """Propose a tree under the root of each slot."""
         ...
 
-    def extend(self, slots: BatchState, read: Tensor | None, length: Tensor, last_pieces: Tensor | None = None) -> None:
+    def extend(
+        self, slots: BatchState, target_features: Tensor | None, length: Tensor, last_pieces: Tensor | None = None
+    ) -> None:
         """Run over the new tokens n+1 .. n+length, which are in the slots' history already.
 
-        read: [B, W, F], the target's features that `spec.reads` names, at tokens n .. n+W-1; None if it names none.
+        target_features: [B, W, F], those that `spec.reads` names, at tokens n .. n+W-1; None if it names none.
         length: [B], at most W.
         last_pieces: of a prefill pass whose requests have several pieces (speculate/pieces.py), the last piece of each
         request; the batch has one row for each piece.  None: each row is a request.
@@ -56,7 +58,7 @@ class NoDrafter:
     def __init__(self, layout: RoundLayout):
         """layout: not used.  All drafters without files have the same constructor."""
 
-    def sized(self, layout: RoundLayout) -> Self:
+    def for_layout(self, layout: RoundLayout) -> Self:
         return self
 
     def prepare(self, lengths: CommittedLengths) -> None:
@@ -65,15 +67,17 @@ class NoDrafter:
     def propose(self, slots: BatchState, sampler: Sampler) -> Tree:
         return root_only(slots.root)
 
-    def extend(self, slots: BatchState, read: Tensor | None, length: Tensor, last_pieces: Tensor | None = None) -> None:
+    def extend(
+        self, slots: BatchState, target_features: Tensor | None, length: Tensor, last_pieces: Tensor | None = None
+    ) -> None:
         pass
 
 
 class MakeDrafter(Protocol):
     def __call__(
-        self, draft: Any, layout: RoundLayout, pages: PagedKV, backend: GroupedBackend, geometry: Sequence[LayerSpec]
+        self, draft: Any, layout: RoundLayout, pages: PagedKV, backend: GroupedBackend, layer_specs: Sequence[LayerSpec]
     ) -> Drafter:
-        """geometry: specs of all layers, the target's first, the draft's last."""
+        """layer_specs: specs of all layers, the target's first, the draft's last."""
         ...
 
 

@@ -24,7 +24,7 @@ class NgramDrafter:
     def __init__(self, layout: RoundLayout):
         self.layout = layout
 
-    def sized(self, layout: RoundLayout) -> Self:
+    def for_layout(self, layout: RoundLayout) -> Self:
         return type(self)(layout)
 
     def prepare(self, lengths: CommittedLengths) -> None:
@@ -47,7 +47,9 @@ class NgramDrafter:
             pool.add(*only_children(tokens, logp * level))
         return pool.select(slots.root, self.layout.num_draft_tokens)
 
-    def extend(self, slots: BatchState, read: Tensor | None, length: Tensor, last_pieces: Tensor | None = None) -> None:
+    def extend(
+        self, slots: BatchState, target_features: Tensor | None, length: Tensor, last_pieces: Tensor | None = None
+    ) -> None:
         pass
 
 

@@ -89,9 +89,9 @@ def make_drafter(
     layout: RoundLayout,
     pages: PagedKV,
     backend: GroupedBackend,
-    geometry: Sequence[LayerSpec],
+    layer_specs: Sequence[LayerSpec],
 ) -> Drafter:
-    """The drafter of an algorithm.  geometry: specs of all layers, the target's first, the draft's last.
+    """The drafter of an algorithm.  layer_specs: specs of all layers, the target's first, the draft's last.
 
     Raises EspalierError if the algorithm needs a draft and `draft` is None.
     """
@@ -99,4 +99,4 @@ def make_drafter(
         return WITHOUT_FILES[algorithm](layout)
     if draft is None:
         raise EspalierError(f"algorithm={algorithm!r} needs a draft and none is loaded; pass draft=")
-    return DRAFT_FORMATS[algorithm].drafter(draft, layout, pages, backend, geometry)
+    return DRAFT_FORMATS[algorithm].drafter(draft, layout, pages, backend, layer_specs)

@@ -34,7 +34,7 @@ class NoPrefix:
         return cls(table[:, 1:2], length, KVSplits(table, requests, KVSplitPolicy(1, 1)))
 
 
-def among_nodes(
+def staged_attention(
     q: Tensor, staged: Staged, positions: Tensor, scale: float, window: int | None, no_prefix: NoPrefix
 ) -> tuple[Tensor, Tensor]:
     """Attention of q [B, Q, heads, k_size] at positions [B, Q] over the staged rows that each query sees.
@@ -43,10 +43,12 @@ def among_nodes(
     zeros and lse -inf.
     """
     fits = q.is_cuda and q.dtype in DTYPES and max(staged.k.shape[3], staged.v.shape[3]) <= MAX_HEAD_SIZE
-    return (among_nodes_triton if fits else among_nodes_reference)(q, staged, positions, scale, window, no_prefix)
+    return (staged_attention_triton if fits else staged_attention_reference)(
+        q, staged, positions, scale, window, no_prefix
+    )
 
 
-def among_nodes_triton(
+def staged_attention_triton(
     q: Tensor, staged: Staged, positions: Tensor, scale: float, window: int | None, no_prefix: NoPrefix
 ) -> tuple[Tensor, Tensor]:
     # The kernel needs a pool to check shapes, but reads nothing from it: one staged row serves.
@@ -55,7 +57,7 @@ def among_nodes_triton(
     return tree_attention_triton(q, committed, staged, positions, no_prefix.splits, scale, window)
 
 
-def among_nodes_reference(
+def staged_attention_reference(
     q: Tensor, staged: Staged, positions: Tensor, scale: float, window: int | None, no_prefix: NoPrefix
 ) -> tuple[Tensor, Tensor]:
     seen = seen_rows(staged.ancestor_bits, positions, staged.row_positions, window)

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from espalier.kernels.attention.among_nodes import NoPrefix, among_nodes_reference, among_nodes_triton
 from espalier.kernels.attention.kv_splits import kv_splits_triton
 from espalier.kernels.attention.merge import merge_triton
+from espalier.kernels.attention.staged_attention import NoPrefix, staged_attention_reference, staged_attention_triton
 from tests.kernels.attending import LSE_TOLERANCE, TOLERANCE, Case, draw, expected, run
 
 CASES = [
@@ -30,8 +30,10 @@ def test_kernel_equals_reference(case, kernel_device):
     inputs = draw(case, kernel_device)
     exact = replace(inputs.staged, k=inputs.staged.k.double(), v=inputs.staged.v.double())
     no_prefix = NoPrefix.of(len(case.lengths), kernel_device)
-    out, lse = among_nodes_triton(inputs.q, inputs.staged, inputs.positions, inputs.scale, inputs.window, no_prefix)
-    expected_part = among_nodes_reference(
+    out, lse = staged_attention_triton(
+        inputs.q, inputs.staged, inputs.positions, inputs.scale, inputs.window, no_prefix
+    )
+    expected_part = staged_attention_reference(
         inputs.q.double(), exact, inputs.positions, inputs.scale, inputs.window, no_prefix
     )
     torch.testing.assert_close(out.double(), expected_part[0], rtol=0, atol=TOLERANCE[case.dtype])
@@ -52,7 +54,7 @@ def test_merged_parts_equal_the_fused_kernel(case, sink, kernel_device):
     inputs = draw(replace(case, sink=sink), kernel_device)
     no_prefix = NoPrefix.of(len(case.lengths), kernel_device)
     over_prefix = run(replace(inputs, sink=None), case.max_splits, staged=False)
-    among = among_nodes_triton(inputs.q, inputs.staged, inputs.positions, inputs.scale, inputs.window, no_prefix)
+    among = staged_attention_triton(inputs.q, inputs.staged, inputs.positions, inputs.scale, inputs.window, no_prefix)
     merged = merge_triton(over_prefix, among, inputs.sink)
     for expected_part in (expected(inputs)[0], run(inputs, case.max_splits)[0].double()):
         torch.testing.assert_close(merged.double(), expected_part, rtol=0, atol=2 * TOLERANCE[case.dtype])
