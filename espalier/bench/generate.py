@@ -6,26 +6,31 @@ prefill and the cost of a call do not count.  Every call starts with an empty pr
 
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from time import perf_counter
 from typing import Any
 
+import torch
 from rich.text import Text
 
 from espalier.bench import engines
 from espalier.bench.choose import tree_shape
 from espalier.bench.drive import empty_prefix_cache, require_pages
 from espalier.bench.engines import BenchEngines, about, engines_of
+from espalier.bench.linears import shape_named
+from espalier.bench.roofline import Roofline
 from espalier.config import ResolvedConfig, SpeculationConfig
 from espalier.errors import EspalierError
 from espalier.layout import PLAIN, TreeShape
 from espalier.llm import LLM
 from espalier.request import SamplingParams
+from espalier.speculate.drafters import WITHOUT_FILES
+from espalier.startup.resolve import layout_of
 from espalier.terminal.console import QUIET, print_table, progress, stdout, write_json
-from espalier.terminal.flags import flag_of, given_flags, require_at_least_one, whole_numbers
+from espalier.terminal.flags import flag_of, given_flags, prompt_group, require_at_least_one, whole_numbers
 
-# Default prompt lengths: {True: of a named shape on a GPU, False: of a model}.
-CONTEXT = {True: 1024, False: 128}
+# Default --prompts: {True: of a named shape on a GPU, False: of a model}.
+PROMPTS = {True: [(1, 1024), (8, 1024)], False: [(1, 128), (8, 128)]}
 TOKENS = (64, 256)
 REPEATS = 3
 
@@ -48,7 +53,8 @@ class Generated:
     """A batch of prompts of `context` tokens.
 
     first_token_ms: from the call until every request has its first token; round_ms, accept_length, tokens_per_second:
-    between the two calls, prefill not included.
+    between the two calls, prefill not included.  floor_ms: the least time of such a round (roofline.py); None for a
+    model, and without a GPU.
     """
 
     batch: int
@@ -57,13 +63,17 @@ class Generated:
     round_ms: float
     accept_length: float
     tokens_per_second: float
+    floor_ms: float | None = None
 
 
 def add_flags(parser: ArgumentParser) -> None:
     engines.add_flags(parser)
-    parser.add_argument("--batch", type=whole_numbers, default=[1, 8], metavar="N,N", help="batch sizes (1,8)")
     parser.add_argument(
-        "--context", type=whole_numbers, metavar="N,N", help="prompt lengths (with --shape 1024, of a model 128)"
+        "--prompts",
+        nargs="+",
+        type=prompt_group,
+        metavar="NxL",
+        help="N prompts of L tokens at once (with --shape 1x1024 8x1024, of a model 1x128 8x128)",
     )
     parser.add_argument(
         "--tokens",
@@ -89,8 +99,8 @@ def _tree(text: str) -> TreeShape:
 
 
 def run(args: Namespace) -> int:
-    args.context = args.context or [CONTEXT[args.shape is not None]]
-    require_at_least_one(args, "batch", "context", "tokens", "repeats")
+    args.prompts = args.prompts or PROMPTS[args.shape is not None]
+    require_at_least_one(args, "tokens", "repeats")
     if len(args.tokens) != 2 or args.tokens[0] >= args.tokens[1]:
         raise EspalierError(f"--tokens={args.tokens} is not supported; use two numbers, the smaller first: 64,256")
     made = engines_of(args, _tree_settings(args))
@@ -99,9 +109,11 @@ def run(args: Namespace) -> int:
         _require_sizes(made.config(tree), args)
     measured: dict[str, list[Generated]] = {}
     configs: dict[str, ResolvedConfig] = {}
-    with progress("measuring", len(ways) * len(args.batch) * len(args.context)) as advance:
+    with progress("measuring", len(ways) * len(args.prompts)) as advance:
         for name, tree in ways.items():
             measured[name], configs[name] = _measure_all(made, tree, args, advance)
+    if args.shape is not None and torch.cuda.is_available():
+        _add_floors(measured, configs, args)
     config = next(iter(configs.values()))
     cells = _cells(measured)
     write_json(args.json, {**about(args, config), "tokens": args.tokens, "cells": cells})
@@ -124,28 +136,41 @@ def _tree_settings(args: Namespace) -> dict[str, Any]:
 
 def _require_sizes(config: ResolvedConfig, args: Namespace) -> None:
     """Check, before anything is loaded, that the engine runs all that is asked.  Raises EspalierError."""
-    batch, context = max(args.batch), max(args.context) + max(args.tokens)
+    batch, length = (max(sizes) for sizes in zip(*args.prompts, strict=True))
+    context = length + max(args.tokens)
     if batch > config.max_batch:
-        raise EspalierError(f"--batch {batch} is above max_batch={config.max_batch}; give --max-batch {batch}")
+        raise EspalierError(f"{batch} prompts at once are above max_batch={config.max_batch}; give --max-batch {batch}")
     if context > config.max_context:
         raise EspalierError(
-            f"prompts of {max(args.context)} tokens and {max(args.tokens)} new ones are above "
-            f"max_context={config.max_context}; give --max-context {context}, or lower --context or --tokens"
+            f"prompts of {length} tokens and {max(args.tokens)} new ones are above "
+            f"max_context={config.max_context}; give --max-context {context}, or lower --prompts or --tokens"
         )
 
 
 def _measure_all(
     made: BenchEngines, tree: bool, args: Namespace, advance: Callable[[], None]
 ) -> tuple[list[Generated], ResolvedConfig]:
-    """Measure every batch and context.  A function of its own: the engine's memory is free when it returns."""
+    """Measure every group of prompts.  A function of its own: the engine's memory is free when it returns."""
     measured = []
     with made.open(tree) as bench:
-        for context in args.context:
-            for batch in args.batch:
-                prompts = bench.prompts([context] * batch)
-                measured.append(measure(bench.llm, prompts, args.tokens, args.repeats))
-                advance()
+        for batch, context in args.prompts:
+            prompts = bench.prompts([context] * batch)
+            measured.append(measure(bench.llm, prompts, args.tokens, args.repeats))
+            advance()
         return measured, bench.config
+
+
+def _add_floors(measured: dict[str, list[Generated]], configs: dict[str, ResolvedConfig], args: Namespace) -> None:
+    """Measure the floor of each round, at the mean context of the rounds that the slope is of."""
+    roofline = Roofline(shape_named(args.shape))
+    ceilings, grown = roofline.ceilings(), sum(args.tokens) / 2
+    for name, config in configs.items():
+        drafts, layout = config.algorithm not in WITHOUT_FILES, layout_of(config)
+        for i, one in enumerate(measured[name]):
+            tree, context = layout.at(one.batch).tree, one.context + grown
+            sizes = (tree.steps, tree.topk, tree.num_draft_tokens)
+            floor = roofline.round(one.batch, context, *sizes, ceilings, drafts)
+            measured[name][i] = replace(one, floor_ms=floor.ms)
 
 
 def measure(llm: LLM, prompts: Sequence[Sequence[int]], tokens: Sequence[int], repeats: int) -> Generated:
@@ -208,7 +233,7 @@ def _cells(measured: dict[str, list[Generated]]) -> list[dict[str, Any]]:
 
 def _table(cells: Sequence[dict[str, Any]]) -> list[list[str]]:
     """One row for each cell and way."""
-    rows = [["batch x context", "first token ms", "round ms", "accept", "tokens/s", "over plain"]]
+    rows = [["batch x context", "first token ms", "round ms", "of floor", "accept", "tokens/s", "over plain"]]
     for cell in cells:
         for way in ("tree", "plain"):
             if way not in cell:
@@ -220,6 +245,7 @@ def _table(cells: Sequence[dict[str, Any]]) -> list[list[str]]:
                     f"{cell['batch']}x{cell['context']} {way}",
                     f"{figures['first_token_ms']:.1f}",
                     f"{figures['round_ms']:.2f}",
+                    f"{figures['round_ms'] / figures['floor_ms']:.2f}" if figures["floor_ms"] else "",
                     f"{figures['accept_length']:.2f}",
                     f"{figures['tokens_per_second']:.1f}",
                     over,

@@ -1,6 +1,5 @@
 """`espalier bench prefill`: how long prompts take to enter, and how long running requests wait for them meanwhile."""
 
-import re
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -23,14 +22,14 @@ from espalier.errors import EspalierError
 from espalier.request import Request, SamplingParams
 from espalier.speculate.drafters import WITHOUT_FILES
 from espalier.terminal.console import print_table, stdout, write_json
-from espalier.terminal.flags import require_at_least_one
+from espalier.terminal.flags import prompt_group, require_at_least_one
 
 TURNS = 3
 # Rounds of the running batch before the long prompt arrives, and after it has entered.
 BEFORE = 30
 AFTER = 3
 # Default --prompts: {True: of a named shape on a GPU, False: of a model}.
-PROMPTS = {True: ["1x8192", "32x1024"], False: ["1x256", "8x64"]}
+PROMPTS = {True: [(1, 8192), (32, 1024)], False: [(1, 256), (8, 64)]}
 # Tokens of context beyond the longest prompt: running requests decode while it enters.
 SPARE = 512
 
@@ -76,14 +75,20 @@ class Pause:
 
 def add_flags(parser: ArgumentParser) -> None:
     engines.add_flags(parser)
-    parser.add_argument("--prompts", nargs="+", metavar="NxL", help="N prompts of L tokens, such as 1x8192 32x1024")
+    parser.add_argument(
+        "--prompts",
+        nargs="+",
+        type=prompt_group,
+        metavar="NxL",
+        help="N prompts of L tokens, such as 1x8192 32x1024",
+    )
     parser.add_argument(
         "--running", type=int, default=8, metavar="N", help="running requests that wait for the first prompt (8)"
     )
 
 
 def run(args: Namespace) -> int:
-    groups = [_group(text) for text in args.prompts or PROMPTS[args.shape is not None]]
+    groups = args.prompts or PROMPTS[args.shape is not None]
     require_at_least_one(args, "running")
     longest = max(length for _, length in groups)
     max_batch = max(args.running + 1, *(batch for batch, _ in groups))
@@ -93,19 +98,11 @@ def run(args: Namespace) -> int:
     with made.open(True) as bench:
         # The pause comes first, because it may find that the engine is too small for it.
         paused = pause(bench, args.running, max(1, groups[0][1] // 8), groups[0][1])
-        prefills = [prefill(bench, *group, roofline) for group in groups]
+        prefills = [prefill(bench, batch, length, roofline) for batch, length in groups]
     figures = {"prefill": [each.as_dict() for each in prefills], "pause": asdict(paused)}
     write_json(args.json, {**about(args, bench.config), **figures})
     _print(prefills, paused)
     return 0
-
-
-def _group(text: str) -> tuple[int, int]:
-    """(batch, length) of NxL."""
-    match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
-    if match is None:
-        raise EspalierError(f"--prompts {text!r} is not a group of prompts; write such as 1x8192 or 32x1024")
-    return int(match[1]), int(match[2])
 
 
 def _print(prefills: Sequence[Prefill], paused: Pause) -> None:

@@ -82,7 +82,7 @@ def test_the_command_measures_tree_and_plain(flags, clock, monkeypatch, capsys, 
     monkeypatch.setattr("espalier.bench.synthetic_models.find_shape", lambda name: SHAPE)
     monkeypatch.setattr("espalier.bench.engines.require_gpu", lambda what: CPU)
     file = tmp_path / "figures.json"
-    sizes = ["--batch", "1,2", "--context", "12", "--tokens", "4,24", "--repeats", "1", "--max-context", "64"]
+    sizes = ["--prompts", "1x12", "2x12", "--tokens", "4,24", "--repeats", "1", "--max-context", "64"]
     assert main(["bench", "generate", "--shape", "tiny", "--json", str(file), *sizes, *flags]) == 0
     figures, out = json.loads(file.read_text()), capsys.readouterr().out
     assert [(cell["batch"], cell["context"]) for cell in figures["cells"]] == [(1, 12), (2, 12)]
@@ -102,7 +102,7 @@ def test_the_command_measures_tree_and_plain(flags, clock, monkeypatch, capsys, 
     [
         (["--tokens", "8"], "use two numbers, the smaller first"),
         (["--tokens", "9,8"], "use two numbers, the smaller first"),
-        (["--batch", "0"], "--batch=[0]"),
+        (["--prompts", "0x3"], "write such as 1x8192"),
         (["--tree", "3,2"], "or plain"),
     ],
 )

@@ -85,7 +85,7 @@ EARLY = [
     (["demo", "--prompts", "3"], "--prompts=3 is not supported; use 1 to 2"),
     (["serve", "--chat-template", "/no/such/file"], "--chat-template /no/such/file cannot be read"),
     (["serve", "--max-context", "1"], "max_context=1 is not supported"),
-    (["bench", "generate", "--batch", "99"], "--batch 99 is above max_batch=8; give --max-batch 99"),
+    (["bench", "generate", "--prompts", "99x9"], "99 prompts at once are above max_batch=8; give --max-batch 99"),
     (["bench", "generate", "--tokens", "8,9000"], "above max_context=2048; give --max-context 9128"),
     (["bench", "throughput", "--requests", "0"], "--requests=0 is not supported"),
     (["bench", "latency", "--rate", "0"], "--rate=0.0 is not supported"),
