@@ -1,12 +1,14 @@
 """`espalier bench generate`: the time of a round, and to the first token, of what a user calls: LLM.generate.
 
-Two calls generate different numbers of tokens from the same prompts.  The time of a round is the slope between them, so
-prefill and the cost of a call do not count.  Every call starts with an empty prefix cache.
+The time of a round is the slope over the rounds of a call that run every request.  Rounds after the first request has
+finished do not count: they are smaller.
 """
 
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from itertools import takewhile
+from statistics import median
 from time import perf_counter
 from typing import Any
 
@@ -20,6 +22,8 @@ from espalier.bench.engines import BenchEngines, about, engines_of
 from espalier.bench.linears import shape_named
 from espalier.bench.roofline import Roofline
 from espalier.config import ResolvedConfig, SpeculationConfig
+from espalier.engine.executor import Handle
+from espalier.engine.launch_input import LaunchInput
 from espalier.errors import EspalierError
 from espalier.layout import PLAIN, TreeShape
 from espalier.llm import LLM
@@ -27,34 +31,62 @@ from espalier.request import SamplingParams
 from espalier.speculate.drafters import WITHOUT_FILES
 from espalier.startup.resolve import layout_of
 from espalier.terminal.console import QUIET, print_table, progress, stdout, write_json
-from espalier.terminal.flags import flag_of, given_flags, prompt_group, require_at_least_one, whole_numbers
+from espalier.terminal.flags import flag_of, given_flags, prompt_group, require_at_least_one
 
 # Default --prompts: {True: of a named shape on a GPU, False: of a model}.
 PROMPTS = {True: [(1, 1024), (8, 1024)], False: [(1, 128), (8, 128)]}
-TOKENS = (64, 256)
+TOKENS = 256
 REPEATS = 3
+# Rounds of the full batch that do not count, because the host runs ahead; and the fewest that do.
+WARM_UP = 3
+FEWEST = 8
 
 
 @dataclass(frozen=True)
 class Call:
     """One call of LLM.generate.
 
-    rounds: of the request that needed the most; request_rounds: of all requests, summed; num_tokens: generated, summed.
+    seconds: of the whole call.  round_seconds: mean over the rounds of every request; 0 for a call of one token.
+    accept_length: mean over requests and rounds.
     """
 
     seconds: float
-    rounds: int
-    request_rounds: int
-    num_tokens: int
+    round_seconds: float
+    accept_length: float
+
+
+class RoundClock:
+    """Notes when each launch starts; a LaunchObserver.  launches: (time, requests), with 0 for a prefill pass."""
+
+    def __init__(self) -> None:
+        self.launches: list[tuple[float, int]] = []
+
+    def on_launch(self, launch_input: LaunchInput) -> None:
+        self.launches.append((perf_counter(), 0 if launch_input.is_prefill else len(launch_input.slots)))
+
+    def before_result(self, handle: Handle) -> None:
+        pass
+
+    def seconds(self, batch: int) -> float:
+        """Mean time of the first rounds of `batch` requests that follow each other.  Raises EspalierError."""
+        sizes = [size for _, size in self.launches]
+        first = sizes.index(batch) if batch in sizes else len(sizes)
+        times = [time for time, _ in takewhile(lambda launch: launch[1] == batch, self.launches[first:])]
+        times = times[WARM_UP:]
+        if len(times) <= FEWEST:
+            raise EspalierError(
+                f"only {len(times)} rounds ran all {batch} requests, and {FEWEST + 1} are needed: raise --tokens"
+            )
+        return (times[-1] - times[0]) / (len(times) - 1)
 
 
 @dataclass(frozen=True)
 class Generated:
     """A batch of prompts of `context` tokens.
 
-    first_token_ms: from the call until every request has its first token; round_ms, accept_length, tokens_per_second:
-    between the two calls, prefill not included.  floor_ms: the least time of such a round (roofline.py); None for a
-    model, and without a GPU.
+    first_token_ms: from the call until every request has its first token.  round_ms, accept_length, tokens_per_second:
+    of rounds that run every request, prefill not included.  floor_ms: the least time of such a round (roofline.py);
+    None for a model, and without a GPU.
     """
 
     batch: int
@@ -75,13 +107,7 @@ def add_flags(parser: ArgumentParser) -> None:
         metavar="NxL",
         help="N prompts of L tokens at once (with --shape 1x1024 8x1024, of a model 1x128 8x128)",
     )
-    parser.add_argument(
-        "--tokens",
-        type=whole_numbers,
-        default=list(TOKENS),
-        metavar="N,N",
-        help="tokens of each request in the short call and in the long one (64,256)",
-    )
+    parser.add_argument("--tokens", type=int, default=TOKENS, metavar="N", help="tokens of each request (256)")
     parser.add_argument("--repeats", type=int, default=REPEATS, metavar="N", help="repetitions; medians are used (3)")
     parser.add_argument(
         "--tree",
@@ -101,8 +127,6 @@ def _tree(text: str) -> TreeShape:
 def run(args: Namespace) -> int:
     args.prompts = args.prompts or PROMPTS[args.shape is not None]
     require_at_least_one(args, "tokens", "repeats")
-    if len(args.tokens) != 2 or args.tokens[0] >= args.tokens[1]:
-        raise EspalierError(f"--tokens={args.tokens} is not supported; use two numbers, the smaller first: 64,256")
     made = engines_of(args, _tree_settings(args))
     ways = {"tree": True, "plain": False} if made.config(True).steps else {"plain": False}
     for tree in ways.values():
@@ -137,12 +161,12 @@ def _tree_settings(args: Namespace) -> dict[str, Any]:
 def _require_sizes(config: ResolvedConfig, args: Namespace) -> None:
     """Check, before anything is loaded, that the engine runs all that is asked.  Raises EspalierError."""
     batch, length = (max(sizes) for sizes in zip(*args.prompts, strict=True))
-    context = length + max(args.tokens)
+    context = length + args.tokens
     if batch > config.max_batch:
         raise EspalierError(f"{batch} prompts at once are above max_batch={config.max_batch}; give --max-batch {batch}")
     if context > config.max_context:
         raise EspalierError(
-            f"prompts of {length} tokens and {max(args.tokens)} new ones are above "
+            f"prompts of {length} tokens and {args.tokens} new ones are above "
             f"max_context={config.max_context}; give --max-context {context}, or lower --prompts or --tokens"
         )
 
@@ -163,7 +187,7 @@ def _measure_all(
 def _add_floors(measured: dict[str, list[Generated]], configs: dict[str, ResolvedConfig], args: Namespace) -> None:
     """Measure the floor of each round, at the mean context of the rounds that the slope is of."""
     roofline = Roofline(shape_named(args.shape))
-    ceilings, grown = roofline.ceilings(), sum(args.tokens) / 2
+    ceilings, grown = roofline.ceilings(), args.tokens / 2
     for name, config in configs.items():
         drafts, layout = config.algorithm not in WITHOUT_FILES, layout_of(config)
         for i, one in enumerate(measured[name]):
@@ -173,50 +197,48 @@ def _add_floors(measured: dict[str, list[Generated]], configs: dict[str, Resolve
             measured[name][i] = replace(one, floor_ms=floor.ms)
 
 
-def measure(llm: LLM, prompts: Sequence[Sequence[int]], tokens: Sequence[int], repeats: int) -> Generated:
-    """Medians over repeats, after a warm-up; the calls take turns.
+def measure(llm: LLM, prompts: Sequence[Sequence[int]], num_tokens: int, repeats: int) -> Generated:
+    """Medians over repeats, after a warm-up.
 
-    prompts: of one length; tokens: of each request, in the short call and in the long one.
-    Raises EspalierError if the pages do not hold the batch, or if the long call needs no more rounds.
+    prompts: of one length; num_tokens: of each request, in the calls whose rounds are timed.
+    Raises EspalierError if the pages do not hold the batch, or if there are too few tokens to time a round.
     """
     batch, context = len(prompts), len(prompts[0])
-    require_pages(llm.engine, f"{batch}x{context} with {max(tokens)} new tokens", batch, context + max(tokens))
-    counts = (1, *tokens)
-    turns = [[call(llm, prompts, count) for count in counts] for _ in range(1 + repeats)][1:]
-    first, short, long = (_median(calls) for calls in zip(*turns, strict=True))
-    if long.rounds <= short.rounds:
-        raise EspalierError(
-            f"{tokens[0]} and {tokens[1]} tokens took {short.rounds} rounds each, so a round has no time of its own; "
-            "raise the second of --tokens"
-        )
-    seconds, num_tokens = long.seconds - short.seconds, long.num_tokens - short.num_tokens
+    require_pages(llm.engine, f"{batch}x{context} with {num_tokens} new tokens", batch, context + num_tokens)
+    firsts, calls = [], []
+    for _ in range(1 + repeats):
+        empty_prefix_cache(llm.engine)
+        firsts.append(call(llm, prompts, 1).seconds)
+        # The prompts are cached now, so all requests enter at once.
+        calls.append(call(llm, prompts, num_tokens))
+    seconds, accept_length = median(each.round_seconds for each in calls[1:]), calls[-1].accept_length
     return Generated(
         batch=batch,
         context=context,
-        first_token_ms=1e3 * first.seconds,
-        round_ms=1e3 * seconds / (long.rounds - short.rounds),
-        accept_length=num_tokens / (long.request_rounds - short.request_rounds),
-        tokens_per_second=num_tokens / seconds,
+        first_token_ms=1e3 * median(firsts[1:]),
+        round_ms=1e3 * seconds,
+        accept_length=accept_length,
+        tokens_per_second=batch * accept_length / seconds,
     )
 
 
 def call(llm: LLM, prompts: Sequence[Sequence[int]], num_tokens: int) -> Call:
     """Generate num_tokens greedy tokens for each prompt.  Raises EspalierError if a request fails."""
-    empty_prefix_cache(llm.engine)
     params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+    llm.engine.observer = clock = RoundClock()
     begun = perf_counter()
     outputs = llm.generate(prompts, params)
     seconds = perf_counter() - begun
+    llm.engine.observer = None
     for output in outputs:
         if output.error is not None:
             raise EspalierError(f"a request failed: {output.error}")
-    rounds = [output.speculation.rounds for output in outputs]
-    return Call(seconds, max(rounds), sum(rounds), sum(len(output.token_ids) for output in outputs))
-
-
-def _median(calls: Sequence[Call]) -> Call:
-    """The call with the median time, of an odd number of calls; of an even one, the slower of the middle two."""
-    return sorted(calls, key=lambda each: each.seconds)[len(calls) // 2]
+    if num_tokens == 1:
+        return Call(seconds, 0.0, 1.0)
+    # The first token of a request comes from its prefill.
+    decoded = sum(len(output.token_ids) - 1 for output in outputs)
+    accept_length = decoded / sum(output.speculation.rounds for output in outputs)
+    return Call(seconds, clock.seconds(len(prompts)), accept_length)
 
 
 def _cells(measured: dict[str, list[Generated]]) -> list[dict[str, Any]]:

@@ -44,7 +44,7 @@ def clock(monkeypatch):
 @pytest.mark.parametrize(("batch", "context", "passes"), [(1, 200, 4), (2, 16, 1)])
 def test_a_round_takes_the_slope_and_the_first_token_every_pass(engines, clock, tree, batch, context, passes):
     with engines.open(tree) as bench:
-        found = generate.measure(bench.llm, bench.prompts([context] * batch), (8, 40), repeats=2)
+        found = generate.measure(bench.llm, bench.prompts([context] * batch), 54, repeats=2)
         assert bench.engine.prefixes is not None and bench.engine.observer is None
     assert (found.batch, found.context) == (batch, context)
     # A step is a pass or a round.  Prompts that are cached from an earlier call would take fewer passes.
@@ -58,12 +58,12 @@ def test_a_round_takes_the_slope_and_the_first_token_every_pass(engines, clock, 
         assert found.tokens_per_second == pytest.approx(batch / STEP)
 
 
-def test_too_few_tokens_for_a_slope_and_too_few_pages_are_refused(engines):
-    with engines.open(True) as bench, pytest.raises(EspalierError, match="raise the second of --tokens"):
-        generate.measure(bench.llm, bench.prompts([20]), (1, 1), 1)
+def test_too_few_tokens_and_too_few_pages_are_refused(engines):
+    with engines.open(True) as bench, pytest.raises(EspalierError, match="and 9 are needed: raise --tokens"):
+        generate.measure(bench.llm, bench.prompts([20]), 10, 1)
     few = OfShape(engines.recipe, SETTINGS | {"num_pages": 20}, CPU)
     with few.open(True) as bench, pytest.raises(EspalierError, match="2x150 with 40 new tokens needs 26 pages"):
-        generate.measure(bench.llm, bench.prompts([150] * 2), (8, 40), 1)
+        generate.measure(bench.llm, bench.prompts([150] * 2), 40, 1)
 
 
 def test_an_llm_around_an_engine_serves_token_ids(engines):
@@ -82,7 +82,7 @@ def test_the_command_measures_tree_and_plain(flags, clock, monkeypatch, capsys, 
     monkeypatch.setattr("espalier.bench.synthetic_models.find_shape", lambda name: SHAPE)
     monkeypatch.setattr("espalier.bench.engines.require_gpu", lambda what: CPU)
     file = tmp_path / "figures.json"
-    sizes = ["--prompts", "1x12", "2x12", "--tokens", "4,24", "--repeats", "1", "--max-context", "64"]
+    sizes = ["--prompts", "1x12", "2x12", "--tokens", "48", "--repeats", "1", "--max-context", "64"]
     assert main(["bench", "generate", "--shape", "tiny", "--json", str(file), *sizes, *flags]) == 0
     figures, out = json.loads(file.read_text()), capsys.readouterr().out
     assert [(cell["batch"], cell["context"]) for cell in figures["cells"]] == [(1, 12), (2, 12)]
@@ -100,8 +100,7 @@ def test_the_command_measures_tree_and_plain(flags, clock, monkeypatch, capsys, 
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (["--tokens", "8"], "use two numbers, the smaller first"),
-        (["--tokens", "9,8"], "use two numbers, the smaller first"),
+        (["--tokens", "0"], "--tokens=0"),
         (["--prompts", "0x3"], "write such as 1x8192"),
         (["--tree", "3,2"], "or plain"),
     ],
@@ -119,6 +118,6 @@ def test_on_a_gpu_a_users_engine_is_measured():
     made = OfShape(Recipe(SHAPE, skill=0.9), {}, torch.device("cuda"))
     for tree in (True, False):
         with made.open(tree) as bench:
-            found = generate.measure(bench.llm, bench.prompts([24] * 2), (16, 160), 3)
+            found = generate.measure(bench.llm, bench.prompts([24] * 2), 160, 3)
             assert bench.config.max_batch == 64 and bench.engine.executor.graphs
         assert (found.accept_length > 1.5) is tree and found.first_token_ms > 0

@@ -86,7 +86,7 @@ EARLY = [
     (["serve", "--chat-template", "/no/such/file"], "--chat-template /no/such/file cannot be read"),
     (["serve", "--max-context", "1"], "max_context=1 is not supported"),
     (["bench", "generate", "--prompts", "99x9"], "99 prompts at once are above max_batch=8; give --max-batch 99"),
-    (["bench", "generate", "--tokens", "8,9000"], "above max_context=2048; give --max-context 9128"),
+    (["bench", "generate", "--tokens", "9000"], "above max_context=2048; give --max-context 9128"),
     (["bench", "throughput", "--requests", "0"], "--requests=0 is not supported"),
     (["bench", "latency", "--rate", "0"], "--rate=0.0 is not supported"),
     (["bench", "serve", "--concurrency", "x"], "--concurrency=x is not supported"),
