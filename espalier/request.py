@@ -382,6 +382,10 @@ class Request:
         limit = self.params.max_tokens
         return max_context if limit is None else min(len(self.prompt) + max(limit, 1), max_context)
 
+    def ends_in_flight(self, max_context: int) -> bool:
+        """Whether the launches in flight are sure to finish it: the prefill and each round decide at least one token."""
+        return self.num_known + 1 + self.rounds_in_flight >= self.end(max_context)
+
     @property
     def lacks_prompt_logprobs(self) -> bool:
         return self.params.prompt_logprobs is not None and len(self.prompt_logprobs) < len(self.prompt) - 1

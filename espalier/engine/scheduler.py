@@ -102,7 +102,8 @@ class Scheduler:
         self._drop_aborted()
         self._fill_slots()
         prefilling = [r for r in self.running if r.num_prefilled < r.prefill_len]
-        decoding = [r for r in self.running if r.num_prefilled >= r.prefill_len]
+        prefilled = [r for r in self.running if r.num_prefilled >= r.prefill_len]
+        decoding = [r for r in prefilled if not r.ends_in_flight(self.layout.max_context)]
         if prefilling and not (self._last_was_prefill and decoding):
             return self._launch_prefill(prefilling, self.layout.max_pass_rows(bool(decoding)))
         if self._in_flight and any(request.masker for request in decoding):

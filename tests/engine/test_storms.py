@@ -43,11 +43,15 @@ def watch(engine: Engine) -> None:
             assert scheduler.running[-1].arrival < next(iter(scheduler.waiting)).arrival, "somebody was overtaken"
         if launch is not None:
             members = [r for r, _, _ in launch.members]
-            decoding = [r for r in scheduler.running if r.num_prefilled >= r.prefill_len and r not in members]
+            others = [r for r in scheduler.running if r.num_prefilled >= r.prefill_len and r not in members]
+            decoding = [r for r in others if not r.ends_in_flight(layout.max_context)]
             assert not (launch.launch_input.is_prefill and last_was_prefill and decoding), "two prefill passes in a row"
             last_was_prefill = launch.launch_input.is_prefill
             for r in members:
                 rounds = scheduler.rounds_in_flight if launch.launch_input.is_prefill else max(r.rounds_in_flight, 1)
+                if not launch.launch_input.is_prefill:
+                    certain = r.num_known + r.rounds_in_flight  # this round not included
+                    assert certain < r.end(layout.max_context), "a round for a request that is sure to have ended"
                 assert layout.reserve(r.num_known, rounds, r.end(layout.max_context)) <= len(r.pages)
         return launch
 
