@@ -383,7 +383,7 @@ class Request:
         return max_context if limit is None else min(len(self.prompt) + max(limit, 1), max_context)
 
     def ends_in_flight(self, max_context: int) -> bool:
-        """Whether the launches in flight are sure to finish it: the prefill and each round decide at least one token."""
+        """Whether launches in flight are sure to finish it.  The prefill and each round decide at least one token."""
         return self.num_known + 1 + self.rounds_in_flight >= self.end(max_context)
 
     @property
