@@ -8,7 +8,7 @@ import torch
 
 from espalier.cache.layer_spec import KVHeads, LatentKV, LayerSpec
 from espalier.errors import EspalierError
-from espalier.models import deepseek_v2, deepseek_v3, llama, mistral, qwen2, qwen2_moe, qwen3, qwen3_moe
+from espalier.models import deepseek_v2, deepseek_v3, gpt_oss, llama, mistral, qwen2, qwen2_moe, qwen3, qwen3_moe
 from espalier.models.base import CausalLM
 from espalier.models.config import Family, ModelConfig, find_family, parse, read_json
 from espalier.models.expert_loading import load_experts
@@ -25,7 +25,7 @@ from espalier.models.weights import Weights
 # To add a family from outside this package: FAMILIES[FAMILY.architecture] = FAMILY.
 FAMILIES: dict[str, Family] = {
     module.FAMILY.architecture: module.FAMILY
-    for module in (llama, qwen2, qwen3, mistral, qwen2_moe, qwen3_moe, deepseek_v2, deepseek_v3)
+    for module in (llama, qwen2, qwen3, mistral, qwen2_moe, qwen3_moe, deepseek_v2, deepseek_v3, gpt_oss)
 }
 
 
@@ -103,10 +103,13 @@ def load_attention(weights: Weights, config: ModelConfig, prefix: str, columns: 
     rows = (q_rows, kv_rows, kv_rows)
     qkv = weights.linear(prefix, ("q_proj", "k_proj", "v_proj"), rows, columns, config.attention_bias)
     out = weights.linear(prefix, ("o_proj",), (config.hidden_size,), q_rows, config.out_bias)
-    if not config.qk_norm:
-        return Attention(qkv, out, config.heads + 2 * config.kv_heads, None, None)
-    q_norm, k_norm = (weights.norm(f"{prefix}{name}_norm", size, config.rms_norm_eps) for name in "qk")
-    return Attention(qkv, out, config.heads + 2 * config.kv_heads, q_norm, k_norm)
+    q_norm = k_norm = sink = None
+    if config.qk_norm:
+        q_norm, k_norm = (weights.norm(f"{prefix}{name}_norm", size, config.rms_norm_eps) for name in "qk")
+    if config.sinks:
+        exact = torch.promote_types(weights.dtype, torch.float32)
+        sink = weights.take_raw(f"{prefix}sinks", config.heads).to(weights.device, exact)
+    return Attention(qkv, out, config.heads + 2 * config.kv_heads, q_norm, k_norm, sink)
 
 
 def load_latent_attention(weights: Weights, config: ModelConfig, latent: LatentConfig, prefix: str) -> LatentAttention:
