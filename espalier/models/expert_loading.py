@@ -9,7 +9,6 @@ stacked: `experts.gate_up_proj` [E, H, 2·I], whose columns are gate, up, gate, 
 Both become gate_up [E, 2·I, H], gate over up, and down [E, H, I].
 """
 
-import torch
 from torch import Tensor
 
 from espalier.errors import EspalierError
@@ -26,8 +25,7 @@ def load_experts(weights: Weights, experts: Experts, prefix: str, hidden: int) -
     bias = shared = shared_gate = None
     if routing.correction_bias or routing.logit_bias:
         name = f"{experts.router_name}.bias" if routing.logit_bias else "gate.e_score_correction_bias"
-        exact = torch.promote_types(weights.dtype, torch.float32)
-        bias = weights.take_raw(f"{prefix}{name}", routing.num_experts).to(weights.device, exact)
+        bias = weights.take_exact(f"{prefix}{name}", routing.num_experts)
     if experts.shared_size:
         shared = weights.mlp(f"{prefix}{experts.shared_name}.", hidden, experts.shared_size, bias=False)
     if experts.shared_gate is not None:

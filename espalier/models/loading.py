@@ -107,8 +107,7 @@ def load_attention(weights: Weights, config: ModelConfig, prefix: str, columns: 
     if config.qk_norm:
         q_norm, k_norm = (weights.norm(f"{prefix}{name}_norm", size, config.rms_norm_eps) for name in "qk")
     if config.sinks:
-        exact = torch.promote_types(weights.dtype, torch.float32)
-        sink = weights.take_raw(f"{prefix}sinks", config.heads).to(weights.device, exact)
+        sink = weights.take_exact(f"{prefix}sinks", config.heads)
     return Attention(qkv, out, config.heads + 2 * config.kv_heads, q_norm, k_norm, sink)
 
 

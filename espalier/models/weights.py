@@ -68,6 +68,11 @@ class Weights:
         """A plain tensor, cast to the model's dtype, on the device.  Raises EspalierError as `take_raw`."""
         return self._stack([name], [StoredTensor("", shape, row_dim=0)], [tuple(map(slice, shape))])
 
+    def take_exact(self, name: str, *shape: int) -> Tensor:
+        """A plain tensor for float32 computations: cast to float32 (float64 for float64), on the device."""
+        exact = torch.promote_types(self.dtype, torch.float32)
+        return self._checked(name, StoredTensor("", shape)).to(self.device, exact)
+
     def take_each(self, name: str, count: int, *shape: int) -> Iterator[Tensor]:
         """The entries of a stacked plain tensor [count, *shape], one by one, cast and on the device.
 
@@ -187,7 +192,7 @@ class Weights:
         if self.formats(name).name != DENSE:
             raise EspalierError(
                 f"{name!r} in {self.path} is stored in format {self.formats(name).name}, but experts are supported "
-                f"only in format {DENSE}; use the unquantised checkpoint"
+                f"only in format {DENSE}; use an unquantised copy of the model (bfloat16)"
             )
 
     def ignore(self, names: Iterable[str]) -> None:
