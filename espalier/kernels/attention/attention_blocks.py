@@ -198,6 +198,14 @@ def _beside_sink(lse, sink_ptr, head):
 
 
 @kernel
+def _with_sink(out, lse, sink_ptr, head, SINK: tl.constexpr):
+    """A tile's results, out [M, V] and lse [M], beside the sinks of their heads [M]."""
+    if SINK:
+        out = out * _beside_sink(lse, sink_ptr, head)[:, None]
+    return out
+
+
+@kernel
 def _write(out_ptr, lse_ptr, row, acc, lse, query_exists, V_SIZE: tl.constexpr, BLOCK_V: tl.constexpr):
     """Write a tile's results to the rows `row` [M] of out [rows, V_SIZE] and lse [rows]; skip padding queries."""
     size = tl.arange(0, BLOCK_V)

@@ -201,11 +201,18 @@ def _write(
 
 
 @gluon_kernel
-def _beside_sink(lse, sink_ptr, head):
-    """As kernels/attention/attention_blocks.py:_beside_sink."""
-    finite = gl.where(lse == float("-inf"), 0.0, lse)
-    sink = gl.load(sink_ptr + head).to(gl.float32)
-    return 1.0 / (1.0 + gl.exp2(gl.fma(sink, 1.4426950408889634, -finite)))
+def _with_sink(
+    out, lse, sink_ptr, first_packed, head,
+    GROUP_SIZE: gl.constexpr, SINK: gl.constexpr, SCORES: gl.constexpr, OUT: gl.constexpr,
+):
+    """As kernels/attention/attention_blocks.py:_with_sink, for 64 packed queries of a KV head."""
+    if SINK:
+        packed = first_packed + gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES))
+        sink = gl.load(sink_ptr + head * GROUP_SIZE + packed % GROUP_SIZE).to(gl.float32)
+        finite = gl.where(lse == float("-inf"), 0.0, lse)
+        share = 1.0 / (1.0 + gl.exp2(gl.fma(sink, 1.4426950408889634, -finite)))
+        out = out * gl.expand_dims(gl.convert_layout(share, gl.SliceLayout(1, OUT)), 1)
+    return out
 
 
 @gluon_kernel
@@ -254,8 +261,7 @@ def attend_work_items(
             )
             first_packed = tile * BLOCK_M + WARPGROUP * 64
             q = _read_queries(q_shared, query_args, request, head, first_packed, queries, GROUP_SIZE, SIZE, SCORES)
-            packed = first_packed + gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES))
-            query = packed // GROUP_SIZE
+            query = (first_packed + gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES))) // GROUP_SIZE
             query_exists = query < queries
             position = query
             min_position = 0
@@ -284,9 +290,7 @@ def attend_work_items(
             out = out / gl.expand_dims(gl.convert_layout(divisor, gl.SliceLayout(1, OUT)), 1)
             lse = gl.where(sum_weights == 0.0, float("-inf"), gl.fma(max_score, scale, gl.log2(divisor)))
             if request_splits == 1:
-                if SINK:
-                    share = _beside_sink(lse, sink_ptr, head * GROUP_SIZE + packed % GROUP_SIZE)
-                    out = out * gl.expand_dims(gl.convert_layout(share, gl.SliceLayout(1, OUT)), 1)
+                out = _with_sink(out, lse, sink_ptr, first_packed, head, GROUP_SIZE, SINK, SCORES, OUT)
                 lse = lse * 0.6931471805599453
                 _write(
                     out_ptr, lse_ptr, request, queries, out, lse, first_packed, head, KV_HEADS, GROUP_SIZE, SIZE, OUT

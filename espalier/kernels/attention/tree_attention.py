@@ -15,7 +15,7 @@ from torch import Tensor
 
 from espalier.errors import EspalierError
 from espalier.kernels.attention.ancestor_bits import seen_rows
-from espalier.kernels.attention.attention_blocks import _beside_sink, _over_committed, _over_staged, _rows, _write
+from espalier.kernels.attention.attention_blocks import _over_committed, _over_staged, _rows, _with_sink, _write
 from espalier.kernels.attention.hopper import DTYPES as HOPPER_DTYPES
 from espalier.kernels.attention.hopper import (
     HEAD_SIZES,
@@ -169,8 +169,7 @@ def _tree_attention_kernel(
             out = out / divisor[:, None]
             lse = tl.where(sum_weights == 0.0, float("-inf"), tl.fma(max_score, scale, tl.log2(divisor)))
             if count == 1:
-                if SINK:
-                    out = out * _beside_sink(lse, sink_ptr, q_head)[:, None]
+                out = _with_sink(out, lse, sink_ptr, q_head, SINK)
                 row = (request * queries + query) * (KV_HEADS * GROUP_SIZE) + q_head
                 _write(out_ptr, lse_ptr, row, out, lse * 0.6931471805599453, query_exists, V_SIZE, BLOCK_V)
             else:
