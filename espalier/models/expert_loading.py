@@ -17,6 +17,9 @@ from espalier.models.config import Experts
 from espalier.models.layers.experts import MixtureMLP
 from espalier.models.weights import Weights
 
+# gate_up, down, biases.
+Matrices = tuple[Tensor, Tensor, ExpertBiases | None]
+
 
 def load_experts(weights: Weights, experts: Experts, prefix: str, hidden: int) -> MixtureMLP:
     """The mixture-of-experts block under `prefix`."""
@@ -41,9 +44,6 @@ def load_experts(weights: Weights, experts: Experts, prefix: str, hidden: int) -
         biases,
         experts.activation,
     )
-
-
-Matrices = tuple[Tensor, Tensor, ExpertBiases | None]
 
 
 def _apart(weights: Weights, experts: Experts, prefix: str, hidden: int) -> Matrices:
