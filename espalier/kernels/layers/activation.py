@@ -1,4 +1,4 @@
-"""The activation of an expert: silu(gate) · up, or the clamped form of GPT-OSS (arXiv:2508.10925, section 2.2)."""
+"""The activation of an expert: silu(gate) · up, or the clamped form of GPT-OSS (arXiv:2508.10925)."""
 
 from __future__ import annotations
 
