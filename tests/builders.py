@@ -14,6 +14,7 @@ from transformers import (
     AutoModelForCausalLM,
     DeepseekV2Config,
     DeepseekV3Config,
+    GptOssConfig,
     LlamaConfig,
     MistralConfig,
     PretrainedConfig,
@@ -32,6 +33,7 @@ CONFIGS: dict[str, type[PretrainedConfig]] = {
     "qwen3_moe": Qwen3MoeConfig,
     "deepseek_v2": DeepseekV2Config,
     "deepseek_v3": DeepseekV3Config,
+    "gpt_oss": GptOssConfig,
 }
 # Fields of families with experts.
 EXPERTS: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
@@ -49,6 +51,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {**EXPERTS, "norm_topk_prob": True, "mlp_only_layers": [1]},
     "deepseek_v2": LATENT,
     "deepseek_v3": LATENT,
+    # The limit of the activation cuts part of the values.
+    "gpt_oss": {"num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 7, "swiglu_limit": 0.8},
 }
 
 

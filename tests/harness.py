@@ -32,8 +32,10 @@ MAX_POSITIONS = 4096
 def directories(
     family: str = "llama", seed: int = 0, window: int | None = None, draft_vocab: int | None = None
 ) -> tuple[Path, Path]:
-    """A tiny target and its EAGLE-3 draft, made once a process.  window: of the attention of every layer, for mistral
-    and qwen3_moe."""
+    """A tiny target and its EAGLE-3 draft, made once a process.
+
+    window: of the attention of every layer (mistral, qwen3_moe) or of every second one (gpt_oss).
+    """
     root = Path(mkdtemp(prefix="espalier-tiny-"))
     atexit.register(rmtree, root, ignore_errors=True)
     slides = {} if window is None else {"sliding_window": window, "use_sliding_window": True}

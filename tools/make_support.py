@@ -99,8 +99,10 @@ DeepSeek models run if all their layers are dense (`first_k_dense_replace`); one
 that predict several tokens (`num_nextn_predict_layers`) are not loaded.
 
 Rope scaling of types {codes(ROPE_TYPES)}; sliding windows per layer; tied or
-own output head; biases; weights in one safetensors file or in shards. A family supports any value
+own output head; biases; attention sinks; weights in one safetensors file or in shards. A family supports any value
 of the fields in its last column; its drafts have a dense MLP.
+
+Quantised weights are refused. GPT-OSS is published in mxfp4: use a bfloat16 copy.
 
 ## Drafters
 

@@ -204,9 +204,10 @@ class Attention:
         """
         raise NotImplementedError
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None = None) -> Tensor:
         """Attention of q [B, Q, heads, k_size] over the committed rows and the staged k, v [B, R, kv_heads, size].
 
+        sink: [heads] float32 (float64 for float64), one extra logit per head: it joins the softmax and has no value.
         Returns out [B, Q, heads, v_size].
         """
         spec = self.specs[layer]
@@ -214,7 +215,7 @@ class Attention:
         over_staged = staged_attention(
             q, staged, self.nodes.positions, spec.softmax_scale, spec.window, self._no_prefix
         )
-        return merge(self.over_prefix(q, layer), over_staged)
+        return merge(self.over_prefix(q, layer), over_staged, sink)
 
     @cached_property
     def _no_prefix(self) -> NoPrefix:

@@ -20,8 +20,8 @@ class GroupedAttention(Attention):
     def over_prefix(self, q: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         return self.by_layer[layer].over_prefix(q, layer)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return self.by_layer[layer].attend(layer, q, k, v)
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None = None) -> Tensor:
+        return self.by_layer[layer].attend(layer, q, k, v, sink)
 
 
 class GroupedBackend:

@@ -6,6 +6,7 @@ The query heads of a KV head are packed into the query dimension, so each KV hea
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -24,7 +25,7 @@ class SdpaAttention(Attention):
         self.rows = pages.rows(prefix.page_table, self.positions, prefix.holds(self.positions)).flatten()
         self.bias: dict[tuple[int | None, int], Tensor] = {}
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None = None) -> Tensor:
         queries, heads = q.shape[1:3]
         spec = self.specs[layer]
         kv_heads = spec.rows.kv_heads
@@ -32,12 +33,18 @@ class SdpaAttention(Attention):
         if self.longest:
             committed = spec.rows.read([self._gathered(plane) for plane in self.pages.layers[layer]])
             k, v = (torch.cat(pair, 1) for pair in zip(committed, (k, v), strict=True))
+        bias = self._bias(spec.window, groups, q.dtype)
+        if sink is not None:
+            # One more key, all zeros, whose bias is the sink.  Its value is zero.
+            k, v = (F.pad(rows, (0, 0, 0, 0, 0, 1)) for rows in (k, v))
+            column = sink.to(q.dtype).repeat_interleave(queries).view(1, kv_heads, -1, 1)
+            bias = torch.cat((bias.expand(-1, kv_heads, -1, -1), column.expand(len(bias), -1, -1, -1)), 3)
         packed = q.unflatten(2, (kv_heads, groups)).permute(0, 2, 3, 1, 4).flatten(2, 3)
         out = scaled_dot_product_attention(
             packed,
             k.transpose(1, 2),
             v.transpose(1, 2),
-            attn_mask=self._bias(spec.window, groups, q.dtype),
+            attn_mask=bias,
             scale=spec.softmax_scale,
         )
         return out.unflatten(2, (groups, queries)).permute(0, 3, 1, 2, 4).flatten(2, 3)

@@ -7,7 +7,7 @@ rotates the projections, writes the new rows to staging, and runs the attention 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from torch import Tensor
 
@@ -18,7 +18,10 @@ from espalier.kernels.layers.rope import RopeAndNorm, rotate_and_store
 
 
 class Projections(Protocol):
-    """The projections of one layer."""
+    """The projections of one layer.  sink: as Attention.attend takes it."""
+
+    @property
+    def sink(self) -> Tensor | None: ...
 
     def write(self, rows: Tensor, planes: Sequence[Tensor]) -> Tensor:
         """Normalize, rotate, and write the new rows to rows [B · Q] of the layer's staged planes.
@@ -38,6 +41,7 @@ class HeadProjections:
 
     qkv: Tensor
     rope_and_norm: RopeAndNorm
+    sink: Tensor | None = None
 
     def write(self, rows: Tensor, planes: Sequence[Tensor]) -> Tensor:
         k, v = planes
@@ -47,6 +51,8 @@ class HeadProjections:
 @dataclass(frozen=True, slots=True)
 class LatentProjections:
     """For a layer that keeps LatentKV.  q: [B, Q, heads, size], in the latent space; latent: [B, Q, 1, size]."""
+
+    sink: ClassVar[None] = None
 
     q: Tensor
     latent: Tensor
@@ -91,7 +97,8 @@ class StagedPass:
         if self.commit is not None and self.commit.by_layer:
             self.commit.pages.commit_layer(self.staged, layer, self.rows, self.commit.rows)
         planes = self.staged.rows_of(layer, batch, queries, self.width, self.at)
-        return self.attention.attend(layer, q, *self.attention.specs[layer].rows.read(planes))
+        k, v = self.attention.specs[layer].rows.read(planes)
+        return self.attention.attend(layer, q, k, v, projections.sink)
 
     def end(self) -> None:
         """After the last layer: commit what no layer has."""

@@ -33,12 +33,12 @@ class TritonAttention(Attention):
         self.partials: dict[tuple[KVSplitPolicy, int, int], PartialResults] = {}
 
     def over_prefix(self, q: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-        return self._attend(layer, q, None)
+        return self._attend(layer, q, None, None)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return self._attend(layer, q, Staged(k, v, self.nodes.row_positions, self.nodes.ancestor_bits))[0]
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None = None) -> Tensor:
+        return self._attend(layer, q, Staged(k, v, self.nodes.row_positions, self.nodes.ancestor_bits), sink)[0]
 
-    def _attend(self, layer: int, q: Tensor, staged: Staged | None) -> tuple[Tensor, Tensor]:
+    def _attend(self, layer: int, q: Tensor, staged: Staged | None, sink: Tensor | None) -> tuple[Tensor, Tensor]:
         spec, prefix = self.specs[layer], self.prefix
         k, v = self.committed(layer)
         committed = Committed(k, v, prefix.page_table, prefix.length, self.pages.page_size, prefix.first)
@@ -53,7 +53,7 @@ class TritonAttention(Attention):
         if uses_contiguous_blocks(q, committed, staged, splits, spec.window):
             contiguous = self._contiguous_blocks(committed, splits)
         return tree_attention_triton(
-            *(q, committed, staged, self.nodes.positions, splits, spec.softmax_scale, spec.window, None, partials),
+            *(q, committed, staged, self.nodes.positions, splits, spec.softmax_scale, spec.window, sink, partials),
             *(None, contiguous),
         )
 

@@ -9,9 +9,10 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from espalier.errors import EspalierError
+from espalier.kernels.layers.activation import SILU, Activation
 from espalier.kernels.layers.routing import Routing
 from espalier.models.latent_config import LatentConfig, read_latent
 from espalier.models.layers.rope import RopeConfig
@@ -48,6 +49,8 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "use_mrope": (None, False),
     "clip_qkv": (None,),
     "num_nextn_predict_layers": (None, 0),
+    "swiglu_limit": (None,),
+    "swiglu_alpha": (None,),
 }
 # Fields without effect on the forward pass.  They are listed so that an override of one is not refused as misspelled.
 INERT = (
@@ -73,6 +76,9 @@ class Experts:
     layers: their indices; other layers have a dense MLP.  size: intermediate size of an expert.
     shared_size: intermediate size of the shared expert; 0: there is none.
     shared_name: of the shared expert's weights; shared_gate: of the weight [1, H] that gates it, None without a gate.
+    router_name: of the router's weight, and of its bias where `routing` has one on the logits.
+    stored: how the checkpoint stores the experts, see espalier/models/expert_loading.py.
+    biases: whether gate, up and down have biases.
     """
 
     layers: frozenset[int]
@@ -81,6 +87,10 @@ class Experts:
     shared_size: int = 0
     shared_name: str = ""
     shared_gate: str | None = None
+    router_name: str = "gate"
+    stored: Literal["apart", "stacked"] = "apart"
+    biases: bool = False
+    activation: Activation = SILU
 
 
 @dataclass(frozen=True)
@@ -92,6 +102,7 @@ class Family:
     windows: from the completed config, one entry for each layer: None, or the number of positions that a query attends
     to, itself included.
     qk_norm: whether q and k are normed for each head.
+    sinks: whether each head has an attention sink, a logit that joins the softmax and has no value.
     experts: from the completed config, the layers with experts; None if there are none.  It raises EspalierError for
     experts that the family cannot run yet.
     latent: whether layers have latent attention (MLA), whose sizes espalier/models/latent_config.py reads.
@@ -106,6 +117,7 @@ class Family:
     out_bias: Callable[[Raw], bool]
     windows: Callable[[Raw], Windows]
     qk_norm: bool = False
+    sinks: bool = False
     experts: Callable[[Raw], Experts | None] = lambda full: None
     latent: bool = False
     honours: tuple[str, ...] = ()
@@ -139,6 +151,7 @@ class ModelConfig:
     out_bias: bool
     mlp_bias: bool
     qk_norm: bool
+    sinks: bool
     windows: Windows
     experts: Experts | None
     eos_token_ids: tuple[int, ...]
@@ -229,6 +242,7 @@ def parse(
         out_bias=family.out_bias(full),
         mlp_bias=bool(full.get("mlp_bias", False)),
         qk_norm=family.qk_norm,
+        sinks=family.sinks,
         windows=_read_windows(full, family, layers, path),
         experts=_read_experts(full, family, path),
         eos_token_ids=_eos_ids(full, generation or {}, path),

@@ -5,7 +5,7 @@ A weight that is missing, unused, misshapen or truncated is an error that names 
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -67,6 +67,24 @@ class Weights:
     def take(self, name: str, *shape: int) -> Tensor:
         """A plain tensor, cast to the model's dtype, on the device.  Raises EspalierError as `take_raw`."""
         return self._stack([name], [StoredTensor("", shape, row_dim=0)], [tuple(map(slice, shape))])
+
+    def take_exact(self, name: str, *shape: int) -> Tensor:
+        """A plain tensor for float32 computations: cast to float32 (float64 for float64), on the device."""
+        exact = torch.promote_types(self.dtype, torch.float32)
+        return self._checked(name, StoredTensor("", shape)).to(self.device, exact)
+
+    def take_each(self, name: str, count: int, *shape: int) -> Iterator[Tensor]:
+        """The entries of a stacked plain tensor [count, *shape], one by one, cast and on the device.
+
+        Raises EspalierError as `take_raw`, and for a tensor of another format.
+        """
+        self._require_dense(name)
+        for entry in self._checked(name, StoredTensor("", (count, *shape))):
+            yield entry.to(self.device, self.dtype)
+
+    def empty(self, *shape: int) -> Tensor:
+        """A tensor of the model's dtype on the device, with no values yet."""
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
 
     def take_raw(self, name: str, *shape: int) -> Tensor:
         """A weight as it is stored, on the CPU.  Raises EspalierError if it is missing or has another shape."""
@@ -164,14 +182,18 @@ class Weights:
 
         Raises EspalierError as `take_raw`, and for a matrix in another format.
         """
-        if name := next((name for name in names if self.formats(name).name != DENSE), None):
-            raise EspalierError(
-                f"{name!r} in {self.path} is stored in format {self.formats(name).name}, but experts are supported "
-                f"only in format {DENSE}; use the unquantised checkpoint"
-            )
+        for name in names:
+            self._require_dense(name)
         stored = StoredTensor(".weight", (rows, columns))
         slices = (slice(rows), slice(columns))
         return self._stack([f"{name}.weight" for name in names], [stored] * len(names), [slices] * len(names))
+
+    def _require_dense(self, name: str) -> None:
+        if self.formats(name).name != DENSE:
+            raise EspalierError(
+                f"{name!r} in {self.path} is stored in format {self.formats(name).name}, but experts are supported "
+                f"only in format {DENSE}; use an unquantised copy of the model (bfloat16)"
+            )
 
     def ignore(self, names: Iterable[str]) -> None:
         """Allow these weights to stay unused."""

@@ -20,6 +20,7 @@ GEOMETRY = (
     LayerSpec(3, KVHeads(1, 5, 7), window=4, scale=0.2),
     LayerSpec(4, LatentKV(6, 4)),
 )
+SINK = torch.tensor([1.5, -0.5, 3.0, -torch.inf], dtype=torch.float64)
 ON_CPU = [name for name, made in BACKENDS.items() if "cpu" in made.support.devices]
 backends = pytest.mark.parametrize("name", ON_CPU)
 
@@ -44,7 +45,7 @@ def tree_nodes(length: torch.Tensor, queries: int, rows: int, seed: int) -> Node
     return Nodes(positions[:, rows - queries :], positions, pack(mask[:, rows - queries :]))
 
 
-def in_loops(pages: PagedKV, layer: int, prefix: Prefix, nodes: Nodes, q, k, v) -> torch.Tensor:
+def in_loops(pages: PagedKV, layer: int, prefix: Prefix, nodes: Nodes, q, k, v, sink=None) -> torch.Tensor:
     """One request, query and head at a time: gather the visible rows, softmax, sum."""
     g = GEOMETRY[layer]
     kv_heads = g.rows.kv_heads
@@ -69,7 +70,10 @@ def in_loops(pages: PagedKV, layer: int, prefix: Prefix, nodes: Nodes, q, k, v) 
                     torch.cat((held[rows, head], new[b, among, head]))
                     for held, new in zip(g.rows.read(pages.layers[layer]), (k, v), strict=True)
                 )
-                out[b, i, h] = torch.softmax(keys @ q[b, i, h] * g.softmax_scale, 0) @ values
+                scores = keys @ q[b, i, h] * g.softmax_scale
+                if sink is not None:
+                    scores = torch.cat((scores, sink[h : h + 1]))
+                out[b, i, h] = torch.softmax(scores, 0)[: len(values)] @ values
     return out
 
 
@@ -95,9 +99,11 @@ def test_nodes_over_a_prefix(name, page_size, layer, first):
             prefix = Prefix(table, torch.tensor(lengths), first)
             nodes = tree_nodes(prefix.length, queries, rows, seed=rows)
             q, k, v = drawn(layer, 4, queries, rows, seed=page_size)
-            out = backend(name).plan(pages, GEOMETRY, prefix, nodes).attend(layer, q, k, v)
-            expected = in_loops(pages, layer, prefix, nodes, q, k, v)
-            assert torch.allclose(out, expected, rtol=0, atol=TOLERANCE)
+            attention = backend(name).plan(pages, GEOMETRY, prefix, nodes)
+            for sink in (None, SINK[: q.shape[2]]):
+                out = attention.attend(layer, q, k, v, sink)
+                expected = in_loops(pages, layer, prefix, nodes, q, k, v, sink)
+                assert torch.allclose(out, expected, rtol=0, atol=TOLERANCE)
 
 
 @backends

@@ -24,6 +24,7 @@ GEOMETRY = (
     LayerSpec(3, LatentKV(8, 5)),
     LayerSpec(3, LatentKV(272, 256)),
 )
+SINK = torch.tensor([1.5, -0.5, 3.0, -torch.inf])
 LENGTHS = [17, 1, 300, 0]
 
 
@@ -88,8 +89,13 @@ def test_layers_of_one_pass(kernel_device, shape, first):
         q, k, v = (value.to(kernel_device) for value in drawn(g, queries, rows))
         if isinstance(g.keeps, LatentKV):
             k, v = g.keeps.read([k])
-        out, expected = made.attend(layer, q, k, v), exact.attend(layer, q.double(), k.double(), v.double())
-        torch.testing.assert_close(out.double(), expected, rtol=0, atol=TOLERANCE)
+        sinks = (None, SINK[: g.heads].to(kernel_device)) if isinstance(g.keeps, KVHeads) else (None,)
+        for sink in sinks:
+            out, expected = (
+                made.attend(layer, q, k, v, sink),
+                exact.attend(layer, *(x.double() for x in (q, k, v)), sink),
+            )
+            torch.testing.assert_close(out.double(), expected, rtol=0, atol=TOLERANCE)
         (out, lse), (expected, expected_lse) = made.over_prefix(q, layer), exact.over_prefix(q.double(), layer)
         torch.testing.assert_close(out.double(), expected, rtol=0, atol=TOLERANCE)
         torch.testing.assert_close(lse.double(), expected_lse, rtol=0, atol=TOLERANCE)

@@ -36,6 +36,14 @@ LAYOUTS: dict[str, dict[str, object]] = {
     "page 16, 4 x 5, eager": {"page_size": 16, "topk": 4, "steps": 5, "num_draft_tokens": 16, "graph_batch": 0},
     "ngram, 3 x 4, 10 nodes": {"page_size": 4, "topk": 3, "steps": 4, "num_draft_tokens": 10, "algorithm": "ngram"},
     "window 6": {"page_size": 2, "topk": 3, "steps": 3, "num_draft_tokens": 9, "family": "mistral", "window": 6},
+    "gpt_oss, window 6": {
+        "page_size": 16,
+        "topk": 4,
+        "steps": 5,
+        "num_draft_tokens": 16,
+        "family": "gpt_oss",
+        "window": 6,
+    },
     "draft of 11 tokens": {"page_size": 16, "topk": 4, "steps": 3, "num_draft_tokens": 16, "draft_vocab": 11},
 }
 # Nothing may differ in float64; the reference is the backend that runs it.

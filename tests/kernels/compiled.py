@@ -29,17 +29,19 @@ from espalier.kernels.runtime.launch import Chip, Kernel
 
 HOPPER = Chip(227 * 1024, 132, (9, 0))
 BFLOAT16 = ("q_ptr", "k_ptr", "v_ptr", "staged_k_ptr", "staged_v_ptr", "out_ptr")
-FLOAT32 = ("lse_ptr", "partial_ptr", "partial_lse_ptr")
+FLOAT32 = ("lse_ptr", "partial_ptr", "partial_lse_ptr", "sink_ptr")
 INT32 = ("table_ptr", "split_ptr", "start_ptr")
 INT64 = ("length_ptr", "position_ptr", "row_position_ptr", "bits_ptr")
 STRIDES = ("q_b", "q_q", "q_h", "k_row", "k_h", "v_row", "v_h", *(f"staged_{x}_{d}" for x in "kv" for d in "brh"))
 STRIDES += ("row_stride", "staged_b", "staged_r")
 
 
-def compiled(queries: int, nodes: int, page_size: int, window: int, size: int = 128, group_size: int = 4) -> dict:
+def compiled(
+    queries: int, nodes: int, page_size: int, window: int, size: int = 128, group_size: int = 4, sink: bool = False
+) -> dict:
     config = choose_config(HOPPER, queries * group_size, queries, size, size, torch.bfloat16)
     longest_first = nodes == 1 and queries * group_size >= 8 * config.block_m
-    constants = problem_constants(nodes, page_size, window, group_size, longest_first)
+    constants = problem_constants(nodes, page_size, window, group_size, longest_first, sink)
     constants |= _constants(config, size, size, torch.bfloat16)
     options = {"num_warps": constants.pop("num_warps")}
     made = compile_for_hopper(_tree_attention_kernel, ASTSource, constants, options)
@@ -65,9 +67,15 @@ def compiled_latent(heads: int, queries: int, nodes: int, page_size: int) -> dic
 
 
 def compiled_hopper(
-    config: HopperConfig, nodes: int, page_size: int, window: int = 0, size: int = 128, group_size: int = 4
+    config: HopperConfig,
+    nodes: int,
+    page_size: int,
+    window: int = 0,
+    size: int = 128,
+    group_size: int = 4,
+    sink: bool = False,
 ) -> dict:
-    constants = problem_constants(nodes, page_size, window, group_size, nodes == 1)
+    constants = problem_constants(nodes, page_size, window, group_size, nodes == 1, sink)
     constants |= hopper_constants(config, size, True)
     kind = NONE if window or config.warpgroups == 1 else COUNTED if page_size % 64 else ALL
     constants |= {"CONTIGUOUS": kind}
@@ -95,10 +103,7 @@ def errors_of_small_kernels() -> dict[str, str]:
     count = {"PAGE_SIZE": 16, "BLOCK_N": 64, "STEP_BLOCKS": 64, "DEPENDENT": True}
     cases = [
         *((_kv_splits_kernel, splits | {"WINDOW": window}, {}) for window in (0, 100)),
-        *(
-            (_merge_splits_kernel, merge | {"SINK": sink, "TWO_PAIRS": True}, {"sink_ptr": "*fp32"})
-            for sink in (False, True)
-        ),
+        *((_merge_splits_kernel, merge | {"SINK": sink, "TWO_PAIRS": True}, {}) for sink in (False, True)),
         (_contiguous_blocks_kernel, count, {"out_ptr": "*i32"}),
     ]
     errors = {}
@@ -110,7 +115,9 @@ def errors_of_small_kernels() -> dict[str, str]:
     return errors
 
 
-def problem_constants(nodes: int, page_size: int, window: int, group_size: int, longest_first: bool) -> dict:
+def problem_constants(
+    nodes: int, page_size: int, window: int, group_size: int, longest_first: bool, sink: bool
+) -> dict:
     """Constants of the problem, not of the launch configuration."""
     return {
         "KV_HEADS": 8,
@@ -118,7 +125,7 @@ def problem_constants(nodes: int, page_size: int, window: int, group_size: int, 
         "PAGE_SIZE": page_size,
         "WINDOW": window,
         "STAGED": nodes,
-        "DIRECT": True,
+        "SINK": sink,
         "LONGEST_FIRST": longest_first,
         "DEPENDENT": True,
     }
@@ -181,6 +188,8 @@ def body(lines: list[str], at: int) -> list[str]:
 
 if __name__ == "__main__":
     cases = [(8, 2, 16, 0), (8, 2, 256, 0), (1, 1, 16, 0), (64, 2, 1, 0), (2048, 1, 16, 0), (8, 2, 16, 4096)]
+    # GPT-OSS: 64 heads of 64 over 8 KV heads, a sink, and a window in every second layer.
+    cases += [(8, 2, 16, window, 64, 8, True) for window in (0, 128)]
     plain = [compiled(*case) for case in cases]
     one, two = HopperConfig(1, 3, 2), HopperConfig(2, 6, 1)
     hopper = [
@@ -191,6 +200,7 @@ if __name__ == "__main__":
         (HopperConfig(1, 6, 1), 0, 64, 0, 64),
         (two, 2, 16, 4096),
         (two, 2, 64),
+        *((one, 2, 16, window, 64, 8, True) for window in (0, 128)),
     ]
     latent = [(16, 1, 1, 64), (16, 2, 2, 1), (16, 16, 2, 16), (128, 1, 2, 64), (128, 64, 2, 256), (128, 512, 1, 64)]
     report = {

@@ -5,7 +5,9 @@ import torch
 import torch.nn.functional as F
 
 from espalier.errors import EspalierError
+from espalier.kernels.layers.activation import SILU, Activation
 from espalier.kernels.layers.experts import (
+    ExpertBiases,
     grouped_experts_reference,
     grouped_experts_triton,
     plan_for,
@@ -46,14 +48,21 @@ def drawn(rows, experts, top_k, hidden, inner, device, dtype=DTYPE, seed=0):
     return x, gate_up, down, ids, weights
 
 
-def exact_parts(x, gate_up, down, ids, weights):
+def exact_parts(x, gate_up, down, ids, weights, live=None, biases=None, activation=SILU):
     """The parts in float64, expert by expert and row by row."""
     x, gate_up, down, weights = x.double(), gate_up.double(), down.double(), weights.double()
     parts = x.new_zeros(ids.shape[1], *x.shape)
+    gate_up_bias, down_bias = (x.new_zeros(t.shape[:2]) for t in (gate_up, down))
+    if biases is not None:
+        gate_up_bias, down_bias = biases.gate_up.double(), biases.down.double()
     for row, experts in enumerate(ids.tolist()):
         for choice, expert in enumerate(experts):
-            gate, up = F.linear(x[row], gate_up[expert]).chunk(2)
-            parts[choice, row] = weights[row, choice] * F.linear(F.silu(gate) * up, down[expert])
+            gate, up = F.linear(x[row], gate_up[expert], gate_up_bias[expert]).chunk(2)
+            if activation.limit is not None:
+                gate = gate.clamp(max=activation.limit)
+                up = up.clamp(-activation.limit, activation.limit)
+            gated = (up + activation.up_offset) * gate / (1 + torch.exp(-activation.alpha * gate))
+            parts[choice, row] = weights[row, choice] * F.linear(gated, down[expert], down_bias[expert])
     return parts
 
 
@@ -71,6 +80,39 @@ def test_kernel_and_reference_are_the_product(kernel_device, shape, dtype):
     assert_close(grouped_experts_reference(*inputs), exact, dtype)
     with poisoned():
         assert_close(grouped_experts_triton(*inputs), exact, dtype)
+
+
+def drawn_biases(gate_up, down):
+    generator = torch.Generator().manual_seed(1)
+    return ExpertBiases(
+        *(torch.randn(t.shape[:2], generator=generator).to(t.dtype).to(t.device) for t in (gate_up, down))
+    )
+
+
+@pytest.mark.parametrize("dtype", [DTYPE, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("shape", [SHAPES[2], SHAPES[4], SHAPES[6]], ids=str)
+def test_biases_and_a_clamped_activation(kernel_device, shape, dtype):
+    """Rows that are not live get no bias either.  The limit cuts a fourth of the gates."""
+    x, gate_up, down, ids, weights = drawn(*shape, kernel_device, dtype)
+    live = torch.arange(len(x), device=x.device) % 3 != 1
+    how = (live, drawn_biases(gate_up, down), Activation(alpha=1.702, up_offset=1.0, limit=0.7))
+    exact = exact_parts(x, gate_up, down, ids, weights, *how)
+    exact[:, ~live] = 0.0
+    assert_close(grouped_experts_reference(x, gate_up, down, ids, weights, *how), exact, dtype)
+    with poisoned():
+        assert_close(grouped_experts_triton(x, gate_up, down, ids, weights, *how), exact, dtype)
+
+
+def test_nan_passes_the_limits(kernel_device):
+    """A limit in place of NaN would hide from the round that a request has failed.
+
+    A GPU's minimum returns the limit for NaN; the interpreter's returns NaN.
+    """
+    x, gate_up, down, ids, weights = drawn(2, 4, 2, 16, 8, kernel_device)
+    x[1] = torch.nan
+    for run in (grouped_experts_triton, grouped_experts_reference):
+        parts = run(x, gate_up, down, ids, weights, activation=Activation(limit=1.0))
+        assert parts[:, 1].isnan().all() and parts[:, 0].isfinite().all()
 
 
 @pytest.mark.parametrize("rows", [1, 40, 70])
@@ -188,6 +230,9 @@ def test_strided_rows(kernel_device):
         (lambda x, g, d, i, w: (x, g, d, i.int(), w), "ids needs shape"),
         (lambda x, g, d, i, w: (x, g, d, i, w.double()), "weights needs shape"),
         (lambda x, g, d, i, w: (x, g, d, i, w, torch.ones(2, dtype=torch.bool)), "live needs shape"),
+        (lambda x, g, d, i, w: (x, g, d, i, w, None, ExpertBiases(g[:, 1:, 0], d[..., 0])), "of gate_up needs shape"),
+        (lambda x, g, d, i, w: (x, g, d, i, w, None, ExpertBiases(g[..., 0], d[:, 1:, 0])), "of down needs shape"),
+        (lambda x, g, d, i, w: (x, g, d, i, w, None, ExpertBiases(g[..., 0], d[..., 0])), "contiguous experts"),
         (lambda x, g, d, i, w: (x, g.transpose(0, 1).contiguous().transpose(0, 1), d, i, w), "contiguous experts"),
     ],
 )

@@ -78,6 +78,12 @@ SHAPES += [
     for queries, (heads, kv_heads), sink in product([3, 40], [(71, 1), (14, 2), (20, 20)], [False, True])
     if queries * heads // kv_heads > 16
 ]
+# GPT-OSS: 64 heads over 8, with and without its window.
+SHAPES += [
+    Case((300, 0, 65, 2000), queries, rows, page_size, 64, 8, 64, 64, window, 0, torch.bfloat16, max_splits, sink=True)
+    for queries, rows in [(5, None), (64, 64), (300, None)]
+    for page_size, window, max_splits in [(16, None, 8), (16, 128, 8), (64, 128, 1), (64, None, 1)]
+]
 SHAPES += [
     Case((0, 1, 64, 130, 131, 900), queries, rows, 16, 32, 8, 128, 128, None, first, torch.float16, 8)
     for (queries, rows), first in product([(5, None), (64, 64), (300, None)], [1, 130])

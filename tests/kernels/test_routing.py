@@ -14,6 +14,7 @@ ROUTINGS = [
     Routing(128, 8, norm_topk_prob=True),
     Routing(60, 4, routed_scaling_factor=2.5),
     Routing(32, 4, "topk_softmax"),
+    Routing(32, 4, "topk_softmax", logit_bias=True),
     Routing(160, 6, n_group=8, topk_group=3, routed_scaling_factor=16.0),
     Routing(64, 4, "sigmoid", True, 1.8, correction_bias=True),
     Routing(256, 8, "sigmoid", True, 2.5, 8, 4, "top2_sum", correction_bias=True),
@@ -24,13 +25,16 @@ ROUTINGS = [
 def drawn(routing, rows, device, seed=0, dtype=torch.float32):
     generator = torch.Generator().manual_seed(seed)
     logits = 2 * torch.randn(rows, routing.num_experts, generator=generator, dtype=dtype)
-    bias = torch.randn(routing.num_experts, generator=generator, dtype=dtype) if routing.correction_bias else None
+    bias = torch.randn(routing.num_experts, generator=generator, dtype=dtype)
+    bias = bias if routing.correction_bias or routing.logit_bias else None
     return logits.to(device), None if bias is None else bias.to(device)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("rows", [0, 1, 19])
-@pytest.mark.parametrize("routing", ROUTINGS, ids=lambda r: f"{r.num_experts}-{r.top_k}-{r.scoring}-{r.n_group}")
+@pytest.mark.parametrize(
+    "routing", ROUTINGS, ids=lambda r: f"{r.num_experts}-{r.top_k}-{r.scoring}-{r.n_group}-{r.logit_bias}"
+)
 def test_kernel_is_the_reference(kernel_device, routing, rows, dtype):
     logits, bias = drawn(routing, rows, kernel_device, dtype=dtype)
     expected_ids, expected_weights = route_reference(logits, bias, routing)
@@ -51,7 +55,9 @@ def test_ties_go_to_the_lower_id(kernel_device, scoring, n_group):
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize("routing", ROUTINGS, ids=lambda r: f"{r.num_experts}-{r.top_k}-{r.scoring}-{r.n_group}")
+@pytest.mark.parametrize(
+    "routing", ROUTINGS, ids=lambda r: f"{r.num_experts}-{r.top_k}-{r.scoring}-{r.n_group}-{r.logit_bias}"
+)
 def test_ids_exist_whatever_the_logits_are(kernel_device, routing, value):
     """Ascending, so each is there once."""
     logits, bias = drawn(routing, 3, kernel_device)
@@ -70,8 +76,8 @@ def test_strided_logits(kernel_device):
 
 
 def test_wrong_shapes_are_refused(kernel_device):
-    logits, bias = drawn(ROUTINGS[7], 3, kernel_device)
+    logits, bias = drawn(ROUTINGS[8], 3, kernel_device)
     with pytest.raises(EspalierError, match="route: logits"):
-        route_triton(logits[:, 1:], bias, ROUTINGS[7])
+        route_triton(logits[:, 1:], bias, ROUTINGS[8])
     with pytest.raises(EspalierError, match="route: bias"):
-        route_triton(logits, bias[1:], ROUTINGS[7])
+        route_triton(logits, bias[1:], ROUTINGS[8])

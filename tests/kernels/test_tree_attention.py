@@ -25,6 +25,8 @@ SMALL = [
     Case((200, 40, 6), queries=20, page_size=16, window=7, first=1),
     Case((300,), queries=2, rows=2, sink=True, max_splits=2),
     Case((1, 0), queries=2, rows=2, sink=True, max_splits=1),
+    Case((700, 40, 0, 6), queries=3, rows=6, heads=6, page_size=16, window=5, sink=True),
+    Case((700, 40), queries=20, heads=6, page_size=3, window=300, first=1, sink=True, dtype=torch.float16),
     Case((260,), queries=1, k_size=16, v_size=32, max_splits=1),
 ]
 
@@ -34,7 +36,7 @@ def test_small_shapes(kernel_device, case):
     check(case, kernel_device)
 
 
-@pytest.mark.parametrize("case", SMALL[:8], ids=str)
+@pytest.mark.parametrize("case", [*SMALL[:8], replace(SMALL[3], sink=True)], ids=str)
 def test_committed_rows_alone(kernel_device, case):
     """Without staged rows; an empty request gives zeros and lse -inf."""
     check(case, kernel_device, staged=False)

@@ -1,5 +1,6 @@
 """Transformers as the oracle, made to compute in float64 where it casts to float32 on its own."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +13,16 @@ from transformers.models.deepseek_v2 import modeling_deepseek_v2
 
 def load_reference(path: Path, dtype: torch.dtype) -> Any:
     """The model as transformers loads it.  In float64 its norms and rotary tables are computed in float64 too."""
-    # Eager: transformers' grouped product does not take float64.
-    how = {"attn_implementation": "sdpa", "experts_implementation": "eager"}
+    # Eager: transformers' grouped product does not take float64, and its call of SDPA no sinks.
+    sinks = json.loads((path / "config.json").read_text())["model_type"] == "gpt_oss"
+    how = {"attn_implementation": "eager" if sinks else "sdpa", "experts_implementation": "eager"}
     model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **how).eval()
     if dtype == torch.float64:
         for module in model.modules():
             if type(module).__name__.endswith("RMSNorm"):
                 module.forward = _norm_float64.__get__(module)
             elif type(module).__name__.endswith("RotaryEmbedding"):
-                complex_angles = isinstance(module, modeling_deepseek_v2.DeepseekV2RotaryEmbedding)
-                module.forward = (_rotary_complex128 if complex_angles else _rotary_float64).__get__(module)
+                module.forward = ROTARY.get(type(module).__name__, _rotary_float64).__get__(module)
             elif type(module).__name__.endswith("MoeTopKRouter"):
                 module.forward = _router_float64.__get__(module)
     return model
@@ -41,6 +42,15 @@ def _rotary_float64(self: Any, x: Tensor, position_ids: Tensor, **_: Any) -> tup
 def _rotary_complex128(self: Any, x: Tensor, position_ids: Tensor, **_: Any) -> Tensor:
     angles = position_ids[..., None].double() * self.inv_freq.double()
     return torch.polar(torch.ones_like(angles), angles) * self.attention_scaling
+
+
+def _rotary_half_float64(self: Any, x: Tensor, position_ids: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
+    angles = position_ids[..., None].double() * self.inv_freq.double()
+    return angles.cos() * self.attention_scaling, angles.sin() * self.attention_scaling
+
+
+# Others than `_rotary_float64`.
+ROTARY = {"DeepseekV2RotaryEmbedding": _rotary_complex128, "GptOssRotaryEmbedding": _rotary_half_float64}
 
 
 def _rotate_in_own_type(q: Tensor, k: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:

@@ -60,6 +60,15 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3": ("deepseek_v3", {}),
     "deepseek_v3, queries without a latent, biases": ("deepseek_v3", {"q_lora_rank": None, "attention_bias": True}),
     "deepseek_v3, rope in halves": ("deepseek_v3", {"rope_interleave": False}),
+    "gpt_oss": ("gpt_oss", {}),
+    "gpt_oss, no biases of the attention, full attention first": (
+        "gpt_oss",
+        {
+            "attention_bias": False,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    ),
     "deepseek_v3, eps of the other norms": ("deepseek_v3", {"rms_norm_eps": 0.1}),
 }
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
@@ -94,6 +103,7 @@ def test_windows_reach_the_geometry(tmp_path: Path) -> None:
         ("qwen3, layer types", (7, None, 7)),
         ("mistral, window", (6, 6, 6)),
         ("qwen2", (None, None, None)),
+        ("gpt_oss", (7, None, 7)),
     ):
         family, fields = VARIANTS[variant]
         path = make_target(tmp_path / variant, family, **fields)

@@ -11,7 +11,7 @@ from tests.models.reference import load_reference
 PAGES = (1, 2, 3, 16, 64, 256)
 
 
-FAMILIES = ["llama", "qwen2", "qwen3", "mistral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3"]
+FAMILIES = ["llama", "qwen2", "qwen3", "mistral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "gpt_oss"]
 # Both sides compute in float64, and report in float32.
 TOLERANCE = 1e-5
 WISH = SamplingParams(temperature=0.0, max_tokens=24, logprobs=0)

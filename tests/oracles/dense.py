@@ -65,6 +65,14 @@ def heads_of(qkv: Tensor, turn: RopeAndNorm, g: LayerSpec) -> tuple[Tensor, Tens
     return turned(q, turn.q_norm), turned(k, turn.k_norm), v
 
 
+def softmax_of(scores: Tensor, sink: Tensor | None) -> Tensor:
+    """Over scores [B, heads, Q, rows] and, if there is one, the head's sink [heads], which has no value."""
+    if sink is None:
+        return scores.softmax(-1)
+    column = sink[:, None, None].expand(*scores.shape[:3], 1)
+    return torch.cat((scores, column), -1).softmax(-1)[..., :-1]
+
+
 class DenseAttend:
     """An `attend` whose tokens see each other as a causal sequence, within each layer's window.
 
@@ -89,7 +97,7 @@ class DenseAttend:
         k, v = k.repeat_interleave(group, dim=2), v.repeat_interleave(group, dim=2)
         scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * layout.softmax_scale
         scores = scores.masked_fill(~self._visible(q, layout)[:, None], float("-inf"))
-        return torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v)
+        return torch.einsum("bhqk,bkhd->bqhd", softmax_of(scores, projections.sink), v)
 
     def _visible(self, q: Tensor, layout: LayerSpec) -> Tensor:
         batch, width = q.shape[:2]

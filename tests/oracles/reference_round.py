@@ -15,7 +15,7 @@ from espalier.cache.layer_spec import LayerSpec
 from espalier.models.base import CausalLM
 from espalier.models.draft import DraftModel
 from espalier.request import Request
-from tests.oracles.dense import DenseAttend, attended
+from tests.oracles.dense import DenseAttend, attended, softmax_of
 from tests.oracles.plain_sampling import draft_scores, plain_pick
 
 MAX_NGRAM = 4
@@ -228,4 +228,5 @@ class BehindPrefix:
         distance = torch.arange(behind, behind + new)[:, None] - torch.arange(behind + new)
         seen = (distance >= 0) & (distance < (g.window or behind + new))
         scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * g.softmax_scale
-        return torch.einsum("bhqk,bkhd->bqhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v)
+        weights = softmax_of(scores.masked_fill(~seen, -torch.inf), projections.sink)
+        return torch.einsum("bhqk,bkhd->bqhd", weights, v)

@@ -31,6 +31,7 @@ AROUND: dict[str, Sequence[Any]] = {
     "draft_vocab": (None, 11),
     "keeps": ("kv", "latent", "deepseek_v3"),
     "experts": (False, True),
+    "sinks": (False, True),
 }
 CORNERS: dict[str, Sequence[Any]] = {
     "page_size": (1, 512),
@@ -65,6 +66,7 @@ class Cell:
     """One cell of the product.  nodes: "2", "middle" or "bound", the bound being MOST_NODES at most.
 
     keeps: "kv" or "latent", as in tests/harness.py:models, or the family of a target whose own layers keep a latent.
+    sinks: of GPT-OSS, which has experts, and a window in every second layer.
     """
 
     page_size: int
@@ -79,11 +81,12 @@ class Cell:
     draft_vocab: int | None = None
     keeps: str = "kv"
     experts: bool = False
+    sinks: bool = False
 
     def __str__(self) -> str:
         around = [self.algorithm, self.attention, *("overlap",) * self.overlap]
         around += [f"{name}{value}" for name in ("window", "draft_vocab") if (value := getattr(self, name))]
-        around += [self.keeps] * (self.keeps != "kv") + ["experts"] * self.experts
+        around += [self.keeps] * (self.keeps != "kv") + ["experts"] * self.experts + ["sinks"] * self.sinks
         tree = f"topk{self.topk}-steps{self.steps}-nodes_{self.nodes}"
         return "-".join([f"page{self.page_size}", tree, f"batch{self.batch}", *around])
 
@@ -109,6 +112,8 @@ class Cell:
     def family(self) -> str:
         if self.is_own_latent:
             return self.keeps
+        if self.sinks:
+            return "gpt_oss"
         return "qwen3_moe" if self.experts else "mistral" if self.window else "llama"
 
     @property
@@ -148,9 +153,13 @@ def refused(cell: Mapping[str, Any]) -> bool:
 
 
 def impossible(cell: Mapping[str, Any]) -> bool:
-    """Whether the known factors of a cell are refused, or give DeepSeek a window or experts, which it does not run."""
+    """Whether the known factors of a cell are refused, or fit no family.
+
+    DeepSeek runs here without windows and experts; GPT-OSS, which alone has sinks, always has both.
+    """
     other = cell.get("window") is not None or bool(cell.get("experts"))
-    return refused(cell) or (cell.get("keeps") == "deepseek_v3" and other)
+    lacks = cell.get("window", 6) is None or not cell.get("experts", True) or cell.get("keeps", "kv") != "kv"
+    return refused(cell) or (cell.get("keeps") == "deepseek_v3" and other) or (bool(cell.get("sinks")) and lacks)
 
 
 def pairwise_cells() -> list[Cell]:

@@ -187,6 +187,25 @@ def _over_committed(
 
 
 @kernel
+def _beside_sink(lse, sink_ptr, head):
+    """The share of the softmax that rows keep beside the sink of their head (masked_attention.py:with_sink).
+
+    lse: of the rows, in base 2.  The fused multiply-add is explicit, as in `_attend_block`.
+    """
+    finite = tl.where(lse == float("-inf"), 0.0, lse)
+    sink = tl.load(sink_ptr + head).to(tl.float32)
+    return 1.0 / (1.0 + tl.exp2(tl.fma(sink, 1.4426950408889634, -finite)))
+
+
+@kernel
+def _with_sink(out, lse, sink_ptr, head, SINK: tl.constexpr):
+    """A tile's results, out [M, V] and lse [M], beside the sinks of their heads [M]."""
+    if SINK:
+        out = out * _beside_sink(lse, sink_ptr, head)[:, None]
+    return out
+
+
+@kernel
 def _write(out_ptr, lse_ptr, row, acc, lse, query_exists, V_SIZE: tl.constexpr, BLOCK_V: tl.constexpr):
     """Write a tile's results to the rows `row` [M] of out [rows, V_SIZE] and lse [rows]; skip padding queries."""
     size = tl.arange(0, BLOCK_V)

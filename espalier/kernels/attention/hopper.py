@@ -109,13 +109,13 @@ def choose_hopper_config(
 def _hopper_attention_kernel(
     q_ptr, k_ptr, v_ptr, staged_k_ptr, staged_v_ptr,
     table_ptr, split_ptr, start_ptr, position_ptr, row_position_ptr, bits_ptr,
-    out_ptr, lse_ptr, partial_ptr, partial_lse_ptr,
+    out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, sink_ptr,
     scale, batch, queries, rows, first,
     q_b, q_q, q_h, k_row, k_h, v_row, v_h, staged_k_b, staged_k_r, staged_k_h, staged_v_b, staged_v_r, staged_v_h,
     table_b, position_b, position_q, row_position_b, row_position_r, bits_b, bits_q,
     k_descriptor, v_descriptor, contiguous_ptr,
     KV_HEADS: gl.constexpr, GROUP_SIZE: gl.constexpr, SIZE: gl.constexpr,
-    PAGE_SIZE: gl.constexpr, WINDOW: gl.constexpr, STAGED: gl.constexpr, DIRECT: gl.constexpr,
+    PAGE_SIZE: gl.constexpr, WINDOW: gl.constexpr, STAGED: gl.constexpr, SINK: gl.constexpr,
     LONGEST_FIRST: gl.constexpr, SAME_STRIDES: gl.constexpr, CONTIGUOUS: gl.constexpr,
     WARPGROUPS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     ATTEND_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr, LOAD_WARPS: gl.constexpr, DEPENDENT: gl.constexpr,
@@ -142,13 +142,13 @@ def _hopper_attention_kernel(
     staged_values = (staged_v_ptr, staged_v_b, staged_v_r, staged_v_h)
     positions = (position_ptr, position_b, position_q)
     row_positions, ancestor_bits = (row_position_ptr, row_position_b, row_position_r), (bits_ptr, bits_b, bits_q)
-    results = (out_ptr, lse_ptr, partial_ptr, partial_lse_ptr)
+    results = (out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, sink_ptr)
     # The calls are written out: a tuple kept in a variable would lose its constants.
     if WARPGROUPS == 1:
         gl.warp_specialize([
             (attend_work_items, (
                 q_shared.index(0), stages, plan, query_args, positions, row_positions, ancestor_bits, results,
-                scale, 0, KV_HEADS, GROUP_SIZE, SIZE, WINDOW, STAGED, DIRECT, LONGEST_FIRST, BLOCK_M, BLOCK_N, STAGES,
+                scale, 0, KV_HEADS, GROUP_SIZE, SIZE, WINDOW, STAGED, SINK, LONGEST_FIRST, BLOCK_M, BLOCK_N, STAGES,
             )),
             (load_work_items, (
                 stages, plan, keys, values, staged_keys, staged_values, table_ptr, table_b, positions,
@@ -160,11 +160,11 @@ def _hopper_attention_kernel(
         gl.warp_specialize([
             (attend_work_items, (
                 q_shared.index(0), stages, plan, query_args, positions, row_positions, ancestor_bits, results,
-                scale, 0, KV_HEADS, GROUP_SIZE, SIZE, WINDOW, STAGED, DIRECT, LONGEST_FIRST, BLOCK_M, BLOCK_N, STAGES,
+                scale, 0, KV_HEADS, GROUP_SIZE, SIZE, WINDOW, STAGED, SINK, LONGEST_FIRST, BLOCK_M, BLOCK_N, STAGES,
             )),
             (attend_work_items, (
                 q_shared.index(1), stages, plan, query_args, positions, row_positions, ancestor_bits, results,
-                scale, 1, KV_HEADS, GROUP_SIZE, SIZE, WINDOW, STAGED, DIRECT, LONGEST_FIRST, BLOCK_M, BLOCK_N, STAGES,
+                scale, 1, KV_HEADS, GROUP_SIZE, SIZE, WINDOW, STAGED, SINK, LONGEST_FIRST, BLOCK_M, BLOCK_N, STAGES,
             )),
             (load_work_items, (
                 stages, plan, keys, values, staged_keys, staged_values, table_ptr, table_b, positions,

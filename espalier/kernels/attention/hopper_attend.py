@@ -201,6 +201,21 @@ def _write(
 
 
 @gluon_kernel
+def _with_sink(
+    out, lse, sink_ptr, first_packed, head,
+    GROUP_SIZE: gl.constexpr, SINK: gl.constexpr, SCORES: gl.constexpr, OUT: gl.constexpr,
+):
+    """As kernels/attention/attention_blocks.py:_with_sink, for 64 packed queries of a KV head."""
+    if SINK:
+        packed = first_packed + gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES))
+        sink = gl.load(sink_ptr + head * GROUP_SIZE + packed % GROUP_SIZE).to(gl.float32)
+        finite = gl.where(lse == float("-inf"), 0.0, lse)
+        share = 1.0 / (1.0 + gl.exp2(gl.fma(sink, 1.4426950408889634, -finite)))
+        out = out * gl.expand_dims(gl.convert_layout(share, gl.SliceLayout(1, OUT)), 1)
+    return out
+
+
+@gluon_kernel
 def _read_queries(
     q_shared, query_args, request, head, first_packed, queries,
     GROUP_SIZE: gl.constexpr, SIZE: gl.constexpr, SCORES: gl.constexpr,
@@ -220,7 +235,7 @@ def _read_queries(
 def attend_work_items(
     q_shared, stages, plan, query_args, positions, row_positions, ancestor_bits, results, scale,
     WARPGROUP: gl.constexpr, KV_HEADS: gl.constexpr, GROUP_SIZE: gl.constexpr, SIZE: gl.constexpr,
-    WINDOW: gl.constexpr, STAGED: gl.constexpr, DIRECT: gl.constexpr, LONGEST_FIRST: gl.constexpr,
+    WINDOW: gl.constexpr, STAGED: gl.constexpr, SINK: gl.constexpr, LONGEST_FIRST: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):
     """Attend all work items of a program, in its WARPGROUP-th warpgroup.
@@ -233,7 +248,7 @@ def attend_work_items(
     position_ptr, position_b, position_q = positions
     row_position_ptr, row_position_b, row_position_r = row_positions
     bits_ptr, bits_b, bits_q = ancestor_bits
-    out_ptr, lse_ptr, partial_ptr, partial_lse_ptr = results
+    out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, sink_ptr = results
     num_work_items = num_splits * num_tiles * KV_HEADS
     backwards = 0
     num_done = 0
@@ -274,7 +289,8 @@ def attend_work_items(
             divisor = gl.where(sum_weights == 0.0, 1.0, sum_weights)
             out = out / gl.expand_dims(gl.convert_layout(divisor, gl.SliceLayout(1, OUT)), 1)
             lse = gl.where(sum_weights == 0.0, float("-inf"), gl.fma(max_score, scale, gl.log2(divisor)))
-            if DIRECT and request_splits == 1:
+            if request_splits == 1:
+                out = _with_sink(out, lse, sink_ptr, first_packed, head, GROUP_SIZE, SINK, SCORES, OUT)
                 lse = lse * 0.6931471805599453
                 _write(
                     out_ptr, lse_ptr, request, queries, out, lse, first_packed, head, KV_HEADS, GROUP_SIZE, SIZE, OUT

@@ -19,3 +19,12 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float
     weights = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0)[..., None])
     out = torch.einsum("bqhgr,brhd->bqhgd", weights, v.to(exact))
     return out.flatten(2, 3).to(q.dtype), lse.flatten(2, 3)
+
+
+def with_sink(out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
+    """`out` [..., heads, v_size] after each head's sink [heads], a logit without a value, has joined the softmax.
+
+    lse [..., heads]: natural log, of the rows alone.  The rows keep the share exp(lse) / (exp(lse) + exp(sink)).
+    """
+    finite = lse.masked_fill(lse == -torch.inf, 0)
+    return (out * torch.sigmoid(finite - sink.to(lse.dtype))[..., None]).to(out.dtype)

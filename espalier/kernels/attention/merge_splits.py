@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from espalier.kernels.attention.attention_blocks import _beside_sink
 from espalier.kernels.attention.kv_splits import KVSplits
+from espalier.kernels.attention.masked_attention import with_sink
 from espalier.kernels.runtime.launch import chip, kernel, power_of_two, require
 from espalier.kernels.runtime.pdl import early, pdl_trigger, pdl_wait
 
@@ -30,7 +32,7 @@ PROGRAMS_PER_PROCESSOR = 8
 class PartialResults:
     """Attention results of each split: out [B * max_splits, Q, heads, v_size] and lse [B * max_splits, Q, heads].
 
-    Both are float32; lse is base 2.  Requests with a single split are not written here unless there is a sink.
+    Both are float32; lse is base 2.  Requests with a single split are not written here.
     """
 
     out: Tensor
@@ -48,16 +50,15 @@ def merge_splits(
 ) -> None:
     """Write out [B, Q, heads, v_size] and lse [B, Q, heads] (float32, natural log) of requests with several splits.
 
-    sink: [heads], one extra logit per head, with weight but without a value.  With a sink, requests of one split are
-    written too.  A query that sees no rows gets zeros and lse -inf.
+    sink: [heads], one extra logit per head, with weight but without a value; lse is without it.  A query that sees no
+    rows gets zeros and lse -inf.
     """
     (merge_splits_triton if out.is_cuda else merge_splits_reference)(partials, splits, out, lse, sink)
 
 
 @kernel
 def _load_partials(
-    partial_ptr, partial_lse_ptr, start_ptr, pair, num_pairs, pairs_per_request,
-    V_SIZE: tl.constexpr, SINK: tl.constexpr,
+    partial_ptr, partial_lse_ptr, start_ptr, pair, num_pairs, pairs_per_request, V_SIZE: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_SPLITS: tl.constexpr, STEP_SPLITS: tl.constexpr,
 ):  # fmt: skip
     """(partial_out, partial_lse, first_row, count) of a (query, head) pair; count is 0 if there is nothing to merge.
@@ -67,7 +68,7 @@ def _load_partials(
     request = tl.minimum(pair, num_pairs - 1) // pairs_per_request
     start = tl.load(start_ptr + request)
     count = tl.load(start_ptr + request + 1) - start
-    count = tl.where((pair < num_pairs) & (SINK or count > 1), count, 0)
+    count = tl.where((pair < num_pairs) & (count > 1), count, 0)
     first_row = start.to(tl.int64) * pairs_per_request + pair % pairs_per_request
     step = tl.arange(0, STEP_SPLITS)
     size = tl.arange(0, BLOCK_V)
@@ -95,13 +96,8 @@ def _merge_pair(
     size = tl.arange(0, BLOCK_V)
     index = tl.arange(0, STEP_SPLITS)
     max_lse = tl.max(partial_lse, 0)
-    if SINK:
-        sink = tl.load(sink_ptr + pair % pairs_per_request % HEADS).to(tl.float32) * 1.4426950408889634
-        max_lse = tl.maximum(max_lse, sink)
     shift = tl.where(max_lse == float("-inf"), 0.0, max_lse)
     total_weight = tl.sum(tl.exp2(partial_lse - shift), 0)
-    if SINK:
-        total_weight += tl.exp2(sink - shift)
     if STEP_SPLITS == BLOCK_SPLITS:
         out = tl.sum(tl.exp2(partial_lse - shift)[:, None] * partial_out, 0)
     else:
@@ -115,9 +111,12 @@ def _merge_pair(
             out += tl.sum(weight[:, None] * partial_out, 0)
     divisor = tl.where(total_weight == 0.0, 1.0, total_weight)
     merged = count > 0
-    written = (out / divisor).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + tl.cast(pair, tl.int64) * V_SIZE + size, written, mask=merged & (size < V_SIZE))
     lse = tl.where(total_weight == 0.0, float("-inf"), shift + tl.log2(divisor))
+    out = out / divisor
+    if SINK:
+        out = out * _beside_sink(lse, sink_ptr, pair % HEADS)
+    out = out.to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + tl.cast(pair, tl.int64) * V_SIZE + size, out, mask=merged & (size < V_SIZE))
     tl.store(lse_ptr + pair, lse * 0.6931471805599453, mask=merged)
 
 
@@ -129,21 +128,19 @@ def _merge_splits_kernel(
 ):  # fmt: skip
     pdl_wait(DEPENDENT)
     pdl_trigger(DEPENDENT)
-    num_pairs = batch * pairs_per_request
-    if not SINK:
-        # In most batches every request has one split: nothing to merge.
-        num_pairs = tl.where(tl.load(start_ptr + batch) > batch, num_pairs, 0)
+    # In most batches every request has one split: nothing to merge.
+    num_pairs = tl.where(tl.load(start_ptr + batch) > batch, batch * pairs_per_request, 0)
     num_programs = tl.num_programs(0)
     for pair in range(tl.program_id(0), num_pairs, 2 * num_programs if TWO_PAIRS else num_programs):
         first = _load_partials(
             partial_ptr, partial_lse_ptr, start_ptr, pair, num_pairs, pairs_per_request,
-            V_SIZE, SINK, BLOCK_V, BLOCK_SPLITS, STEP_SPLITS,
+            V_SIZE, BLOCK_V, BLOCK_SPLITS, STEP_SPLITS,
         )  # fmt: skip
         if TWO_PAIRS:
             # Loaded before the first pair is written, so that its load overlaps with that work.
             second = _load_partials(
                 partial_ptr, partial_lse_ptr, start_ptr, pair + num_programs, num_pairs, pairs_per_request,
-                V_SIZE, SINK, BLOCK_V, BLOCK_SPLITS, STEP_SPLITS,
+                V_SIZE, BLOCK_V, BLOCK_SPLITS, STEP_SPLITS,
             )  # fmt: skip
         _merge_pair(
             first, partial_ptr, partial_lse_ptr, sink_ptr, out_ptr, lse_ptr, pair, pairs_per_request,
@@ -201,12 +198,11 @@ def merge_splits_reference(
     starts = splits.starts.tolist()
     for request in range(out.shape[0]):
         of_request = slice(starts[request], starts[request + 1])
-        if sink is None and starts[request + 1] - starts[request] == 1:
+        if starts[request + 1] - starts[request] == 1:
             continue
         partial_lse = partials.lse[of_request] * torch.tensor(2.0).log()
         total_weight = torch.logsumexp(partial_lse, 0)
-        if sink is not None:
-            total_weight = torch.logaddexp(total_weight, sink.float())
         shift = total_weight.masked_fill(total_weight == -torch.inf, 0)
-        out[request] = (torch.exp(partial_lse - shift)[..., None] * partials.out[of_request]).sum(0).to(out.dtype)
+        merged = (torch.exp(partial_lse - shift)[..., None] * partials.out[of_request]).sum(0)
+        out[request] = merged if sink is None else with_sink(merged, total_weight, sink)
         lse[request] = total_weight

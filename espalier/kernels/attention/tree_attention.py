@@ -15,7 +15,7 @@ from torch import Tensor
 
 from espalier.errors import EspalierError
 from espalier.kernels.attention.ancestor_bits import seen_rows
-from espalier.kernels.attention.attention_blocks import _over_committed, _over_staged, _rows, _write
+from espalier.kernels.attention.attention_blocks import _over_committed, _over_staged, _rows, _with_sink, _write
 from espalier.kernels.attention.hopper import DTYPES as HOPPER_DTYPES
 from espalier.kernels.attention.hopper import (
     HEAD_SIZES,
@@ -30,7 +30,7 @@ from espalier.kernels.attention.hopper import (
     tma_arguments,
 )
 from espalier.kernels.attention.kv_splits import PROGRAMS, KVSplits
-from espalier.kernels.attention.masked_attention import masked_attention
+from espalier.kernels.attention.masked_attention import masked_attention, with_sink
 from espalier.kernels.attention.merge_splits import PartialResults, merge_splits_triton
 from espalier.kernels.attention.triton_config import TritonConfig, choose_config
 from espalier.kernels.attention.work_items import (
@@ -96,7 +96,8 @@ def tree_attention(
 
     splits: of committed.length and this window; sink: [heads], one extra logit per head, without a value; partials: a
     buffer to reuse (`PartialResults.of`).  Returns out [B, Q, heads, v_size] in q's dtype and lse [B, Q, heads]
-    float32, natural log.  A query that sees no rows gets zeros and lse -inf.  float32 products are IEEE, not TF32.
+    float32, natural log, of the rows without the sink.  A query that sees no rows gets zeros and lse -inf.  float32
+    products are IEEE, not TF32.
     """
     make = tree_attention_triton if q.is_cuda else tree_attention_reference
     return make(q, committed, staged, positions, splits, scale, window, sink, partials)
@@ -108,12 +109,12 @@ def tree_attention(
 def _tree_attention_kernel(
     q_ptr, k_ptr, v_ptr, staged_k_ptr, staged_v_ptr,
     table_ptr, split_ptr, start_ptr, position_ptr, row_position_ptr, bits_ptr,
-    out_ptr, lse_ptr, partial_ptr, partial_lse_ptr,
+    out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, sink_ptr,
     scale, batch, queries, rows, first,
     q_b, q_q, q_h, k_row, k_h, v_row, v_h, staged_k_b, staged_k_r, staged_k_h, staged_v_b, staged_v_r, staged_v_h,
     table_b, position_b, position_q, row_position_b, row_position_r, bits_b, bits_q,
     KV_HEADS: tl.constexpr, GROUP_SIZE: tl.constexpr, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr, STAGED: tl.constexpr, DIRECT: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr, STAGED: tl.constexpr, SINK: tl.constexpr,
     LONGEST_FIRST: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):
@@ -167,7 +168,8 @@ def _tree_attention_kernel(
             divisor = tl.where(sum_weights == 0.0, 1.0, sum_weights)
             out = out / divisor[:, None]
             lse = tl.where(sum_weights == 0.0, float("-inf"), tl.fma(max_score, scale, tl.log2(divisor)))
-            if DIRECT and count == 1:
+            if count == 1:
+                out = _with_sink(out, lse, sink_ptr, q_head, SINK)
                 row = (request * queries + query) * (KV_HEADS * GROUP_SIZE) + q_head
                 _write(out_ptr, lse_ptr, row, out, lse * 0.6931471805599453, query_exists, V_SIZE, BLOCK_V)
             else:
@@ -201,7 +203,8 @@ def tree_attention_triton(
     lse = torch.empty(batch, queries, heads, dtype=torch.float32, device=q.device)
     if not out.numel():
         return out, lse
-    direct = sink is None
+    if sink is not None:
+        require("tree attention's sink", sink, (heads,), None, q)
     if partials is None:
         partials = PartialResults.of(splits, queries, heads, v_size)
     if config is None:
@@ -211,8 +214,8 @@ def tree_attention_triton(
             f"the Hopper attention kernel needs bfloat16 or float16, a head size of {HEAD_SIZES}, strides divisible by "
             "16, and staged rows if `staged` is given: use config=None"
         )
-    _launch(q, committed, staged, positions, splits, scale, window or 0, direct, partials, config, contiguous, out, lse)
-    if splits.policy.max_splits > 1 or not direct:
+    _launch(q, committed, staged, positions, splits, scale, window or 0, sink, partials, config, contiguous, out, lse)
+    if splits.policy.max_splits > 1:
         merge_splits_triton(partials, splits, out, lse, sink)
     return out, lse
 
@@ -258,7 +261,7 @@ def _launch(
     splits: KVSplits,
     scale: float,
     window: int,
-    direct: bool,
+    sink: Tensor | None,
     partials: PartialResults,
     config: TritonConfig | HopperConfig,
     contiguous: Tensor | None,
@@ -295,6 +298,7 @@ def _launch(
         lse,
         partials.out,
         partials.lse,
+        out if sink is None else sink,
         scale * LOG2_E,
         batch,
         queries,
@@ -314,7 +318,7 @@ def _launch(
         PAGE_SIZE=committed.page_size,
         WINDOW=window,
         STAGED=staged_kind,
-        DIRECT=direct,
+        SINK=sink is not None,
         LONGEST_FIRST=staged_kind == CHAIN and num_tiles >= 8,
         **constants,
         **early(chip(q)),
@@ -393,8 +397,4 @@ def tree_attention_reference(
     if window is not None:
         seen = seen & (positions[:, :, None] - row_positions[:, None, :] < window)
     out, lse = masked_attention(q, k, v, seen, scale)
-    if sink is None:
-        return out, lse
-    with_sink = torch.logaddexp(lse, sink.to(lse.dtype))
-    share = torch.exp(lse - with_sink).nan_to_num(0)
-    return (out * share[..., None]).to(out.dtype), with_sink
+    return out if sink is None else with_sink(out, lse, sink), lse

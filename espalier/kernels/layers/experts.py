@@ -1,7 +1,7 @@
 """The expert product of a mixture of experts: each row goes through the gated MLPs of its K experts.
 
 Three launches.  `_sort_pairs_kernel` sorts the N · K pairs (row, choice) by expert and cuts each expert's pairs into
-tiles.  `_gated_kernel` computes silu(gate) · up of each tile, `_down_kernel` the weighted results.  Both have one
+tiles.  `_gated_kernel` computes the activation of each tile, `_down_kernel` the weighted results.  Both have one
 program for each tile and block of outputs, and read only the experts that have rows.  Grids follow from N, K and the
 number of experts, so the launches can be captured; programs without a tile return at once.
 
@@ -18,8 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from espalier.errors import EspalierError
+from espalier.kernels.layers.activation import SILU, Activation, activated, activated_reference
 from espalier.kernels.layers.linear import MIN_BLOCK_ROWS, RESERVED_SHARED_MEMORY
-from espalier.kernels.layers.silu import require_gated, silu_mul_reference, silu_times
+from espalier.kernels.layers.silu import require_gated
 from espalier.kernels.runtime.launch import Chip, chip, exact_type, kernel, power_of_two, require
 from espalier.kernels.runtime.pdl import early, pdl_wait_if
 
@@ -35,17 +36,32 @@ MAX_BLOCK_ROWS = 128
 MAX_STAGES = 3
 
 
+@dataclass(frozen=True)
+class ExpertBiases:
+    """Biases of E experts, in x's dtype.  gate_up: [E, 2·I], gate over up.  down: [E, H]."""
+
+    gate_up: Tensor
+    down: Tensor
+
+
 def grouped_experts(
-    x: Tensor, gate_up: Tensor, down: Tensor, ids: Tensor, weights: Tensor, live: Tensor | None = None
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    live: Tensor | None = None,
+    biases: ExpertBiases | None = None,
+    activation: Activation = SILU,
 ) -> Tensor:
     """The weighted results of each row's experts, in order of choice: parts [K, N, H].
 
     x: [N, H].  gate_up: [E, 2·I, H], gate over up.  down: [E, H, I].  ids: [N, K] int64, different experts for a row.
     weights: [N, K], float32 (float64 for float64), as parts.  live: [N] bool; other rows go to no expert, and their
-    parts are 0; None: all rows.
+    parts are 0; None: all rows.  The bias of `down` is weighted like the product.
     """
     implementation = grouped_experts_triton if x.is_cuda else grouped_experts_reference
-    return implementation(x, gate_up, down, ids, weights, live)
+    return implementation(x, gate_up, down, ids, weights, live, biases, activation)
 
 
 @dataclass(frozen=True)
@@ -128,11 +144,12 @@ def _sort_pairs_kernel(
 
 @kernel
 def _gated_kernel(
-    x_ptr, w_ptr, order_ptr, ends_ptr, tile_experts_ptr, tile_begins_ptr, out_ptr, num_out, num_in, x_stride,
+    x_ptr, w_ptr, bias_ptr, order_ptr, ends_ptr, tile_experts_ptr, tile_begins_ptr, out_ptr, num_out, num_in, x_stride,
+    ALPHA: tl.constexpr, UP_OFFSET: tl.constexpr, LIMIT: tl.constexpr,
     TOP_K: tl.constexpr, NUM_EXPERTS: tl.constexpr, ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr,
     BLOCK_IN: tl.constexpr, EXACT: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """out [N · K, num_out], sorted by expert: silu(gate) · up.  w: [E, 2 · num_out, num_in]."""
+    """out [N · K, num_out], sorted by expert: the activation.  w: [E, 2 · num_out, num_in]; bias: [E, 2 · num_out]."""
     pdl_wait_if(DEPENDENT)
     expert = tl.load(tile_experts_ptr + tl.program_id(1)).to(tl.int64)
     if (expert < 0) | (expert == NUM_EXPERTS):
@@ -158,21 +175,28 @@ def _gated_kernel(
         gate_ptrs += BLOCK_IN
         up_ptrs += BLOCK_IN
         x_ptrs += BLOCK_IN
+    if bias_ptr is not None:
+        gate += tl.load(bias_ptr + w_row).to(EXACT)[:, None]
+        up += tl.load(bias_ptr + w_row + num_out).to(EXACT)[:, None]
     # Rounded as a linear layer's output, before the activation.
     out_type = out_ptr.dtype.element_ty
-    out = silu_times(gate.to(out_type).to(EXACT), up.to(out_type).to(EXACT)).to(out_type)
+    gate, up = gate.to(out_type).to(EXACT), up.to(out_type).to(EXACT)
+    out = activated(gate, up, ALPHA, UP_OFFSET, LIMIT).to(out_type)
     out_ptrs = out_ptr + place.to(tl.int64)[:, None] * num_out + column[None, :]
     tl.store(out_ptrs, tl.trans(out), mask=inside[:, None] & (column[None, :] < num_out))
 
 
 @kernel
 def _down_kernel(
-    x_ptr, w_ptr, weights_ptr, order_ptr, ends_ptr, tile_experts_ptr, tile_begins_ptr, out_ptr,
+    x_ptr, w_ptr, bias_ptr, weights_ptr, order_ptr, ends_ptr, tile_experts_ptr, tile_begins_ptr, out_ptr,
     num_out, num_in, num_rows,
     TOP_K: tl.constexpr, NUM_EXPERTS: tl.constexpr, ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr,
     BLOCK_IN: tl.constexpr, EXACT: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """out [K, N, num_out]: weight · (x · wᵀ), and 0 for rows without expert.  x: [N · K, num_in], sorted by expert."""
+    """out [K, N, num_out]: weight · (x · wᵀ + bias [E, num_out]), and 0 for rows without expert.
+
+    x: [N · K, num_in], sorted by expert.
+    """
     pdl_wait_if(DEPENDENT)
     expert = tl.load(tile_experts_ptr + tl.program_id(1)).to(tl.int64)
     if expert < 0:
@@ -194,6 +218,8 @@ def _down_kernel(
         acc = tl.dot(w, x, acc, input_precision="ieee", out_dtype=EXACT)
         w_ptrs += BLOCK_IN
         x_ptrs += BLOCK_IN
+    if bias_ptr is not None:
+        acc += tl.load(bias_ptr + w_row).to(EXACT)[:, None]
     weight = tl.load(weights_ptr + pair, mask=inside, other=0.0)
     # Not a product by 0: the weight of a row without expert may be NaN.
     acc = tl.where(expert == NUM_EXPERTS, 0.0, acc * weight[None, :])
@@ -239,15 +265,23 @@ def sort_pairs_triton(ids: Tensor, live: Tensor | None, num_experts: int, rows: 
 
 
 def grouped_experts_triton(
-    x: Tensor, gate_up: Tensor, down: Tensor, ids: Tensor, weights: Tensor, live: Tensor | None = None
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    live: Tensor | None = None,
+    biases: ExpertBiases | None = None,
+    activation: Activation = SILU,
 ) -> Tensor:
-    """x's dtype is bfloat16, float16, float32 (IEEE products) or float64; gate_up and down are contiguous.
+    """x's dtype is bfloat16, float16, float32 (IEEE products) or float64; weights and biases are contiguous.
 
     Within one ExpertsPlan the bits of a row depend neither on the other rows nor on their number.
     Raises EspalierError on other shapes, dtypes or strides.
     """
     num_rows, hidden = x.shape
-    _require(x, gate_up, down, ids, weights)
+    _require(x, gate_up, down, ids, weights, biases)
+    gate_up_bias, down_bias = (None, None) if biases is None else (biases.gate_up, biases.down)
     num_experts, inner, top_k = gate_up.shape[0], down.shape[2], ids.shape[1]
     parts = weights.new_empty(top_k, num_rows, hidden)
     if parts.numel() == 0:
@@ -269,19 +303,25 @@ def grouped_experts_triton(
     x = x if x.stride(1) == 1 else x.contiguous()
     gated = x.new_empty(ids.numel(), inner)
     _gated_kernel[-(-inner // plan.block_out), num_tiles](
-        *(x, gate_up, *sorted_pairs, gated, inner, hidden, x.stride(0)),
+        *(x, gate_up, gate_up_bias, *sorted_pairs, gated, inner, hidden, x.stride(0)),
+        # constexpr: as run-time arguments they would be rounded to float32.
+        ALPHA=activation.alpha,
+        UP_OFFSET=activation.up_offset,
+        LIMIT=activation.limit,
         num_stages=plan.stages(2, x.itemsize, gpu),
         **options,
     )
     _down_kernel[-(-hidden // plan.block_out), num_tiles](
-        *(gated, down, weights.contiguous(), *sorted_pairs, parts, hidden, inner, num_rows),
+        *(gated, down, down_bias, weights.contiguous(), *sorted_pairs, parts, hidden, inner, num_rows),
         num_stages=plan.stages(1, x.itemsize, gpu),
         **options,
     )
     return parts
 
 
-def _require(x: Tensor, gate_up: Tensor, down: Tensor, ids: Tensor, weights: Tensor) -> None:
+def _require(
+    x: Tensor, gate_up: Tensor, down: Tensor, ids: Tensor, weights: Tensor, biases: ExpertBiases | None
+) -> None:
     require_gated(gate_up.shape[1])
     num_rows, hidden = x.shape
     exact = torch.promote_types(x.dtype, torch.float32)
@@ -289,18 +329,31 @@ def _require(x: Tensor, gate_up: Tensor, down: Tensor, ids: Tensor, weights: Ten
     require("grouped_experts: down", down, (gate_up.shape[0], hidden, gate_up.shape[1] // 2), x.dtype, x)
     require("grouped_experts: ids", ids, (num_rows, -1), torch.int64, x)
     require("grouped_experts: weights", weights, tuple(ids.shape), exact, x)
-    if x.dtype not in DTYPES or not gate_up.is_contiguous() or not down.is_contiguous():
+    contiguous = [gate_up, down]
+    if biases is not None:
+        require("grouped_experts: biases of gate_up", biases.gate_up, tuple(gate_up.shape[:2]), x.dtype, x)
+        require("grouped_experts: biases of down", biases.down, tuple(down.shape[:2]), x.dtype, x)
+        contiguous += [biases.gate_up, biases.down]
+    if x.dtype not in DTYPES or not all(tensor.is_contiguous() for tensor in contiguous):
         raise EspalierError(
             f"grouped_experts: the Triton kernel takes contiguous experts of a floating-point dtype of 2 to 8 bytes, "
-            f"but got {x.dtype} with strides {gate_up.stride()} and {down.stride()}: use the reference"
+            f"but got {x.dtype} with strides {[tensor.stride() for tensor in contiguous]}: use the reference"
         )
 
 
 def grouped_experts_reference(
-    x: Tensor, gate_up: Tensor, down: Tensor, ids: Tensor, weights: Tensor, live: Tensor | None = None
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    live: Tensor | None = None,
+    biases: ExpertBiases | None = None,
+    activation: Activation = SILU,
 ) -> Tensor:
     """A loop over the experts that have rows.  It reads their number on the host."""
     top_k = ids.shape[1]
+    gate_up_bias, down_bias = (None, None) if biases is None else (biases.gate_up, biases.down)
     parts = x.new_zeros(top_k, len(x), down.shape[1], dtype=weights.dtype)
     if live is not None:
         ids = ids.masked_fill(~live[:, None], len(gate_up))
@@ -309,7 +362,8 @@ def grouped_experts_reference(
     for expert, own in enumerate(pairs[: len(gate_up)]):
         if len(own):
             rows, choices = own // top_k, own % top_k
-            gated = silu_mul_reference(F.linear(x[rows], gate_up[expert]))
-            result = F.linear(gated, down[expert]).to(parts.dtype)
+            gated = F.linear(x[rows], gate_up[expert], None if gate_up_bias is None else gate_up_bias[expert])
+            gated = activated_reference(gated, activation)
+            result = F.linear(gated, down[expert], None if down_bias is None else down_bias[expert]).to(parts.dtype)
             parts[choices, rows] = result * weights[rows, choices, None]
     return parts

@@ -33,6 +33,7 @@ class Routing:
     n_group, topk_group: experts are chosen from the best topk_group of n_group groups of neighbours (DeepSeek-V2, V3).
     group_score: a group's score, from the scores of its experts.
     correction_bias: a bias [E] is added to the scores that choose, not to the weights.
+    logit_bias: a bias [E] is added to the logits, so it also changes the weights.  Only one of the two can be set.
     Raises EspalierError for values that do not go together.
     """
 
@@ -45,6 +46,7 @@ class Routing:
     topk_group: int = 1
     group_score: Literal["max", "top2_sum"] = "max"
     correction_bias: bool = False
+    logit_bias: bool = False
 
     def __post_init__(self) -> None:
         for name, supported in (("scoring", SCORINGS), ("group_score", GROUP_SCORES)):
@@ -62,6 +64,8 @@ class Routing:
             value = getattr(self, name)
             if not isinstance(value, int) or not 1 <= value <= most:
                 raise EspalierError(f"routing with {name} = {value!r}, but 1 to {most} is needed; correct the config")
+        if self.correction_bias and self.logit_bias:
+            raise EspalierError("routing with biases of both scores and logits is not supported; use another model")
         size = self.group_size
         if size * self.n_group != self.num_experts or size * self.topk_group < self.top_k:
             raise EspalierError(
@@ -79,7 +83,7 @@ class Routing:
 def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
     """The experts of each row, and their weights: ids [N, K] int64, ascending in each row, and weights [N, K].
 
-    logits: [N, E], float32 or float64; weights have its dtype.  bias: [E], the correction bias, or None.
+    logits: [N, E], float32 or float64; weights have its dtype.  bias: [E], the one that `routing` names, or None.
     Among equal scores the lower id is chosen.  Sums have the same order whatever the number of rows.
     """
     return (route_triton if logits.is_cuda else route_reference)(logits, bias, routing)
@@ -88,7 +92,8 @@ def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor
 @kernel
 def _route_kernel(
     logits_ptr, bias_ptr, ids_ptr, weights_ptr, row_stride,
-    NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SCORING: tl.constexpr, HAS_BIAS: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SCORING: tl.constexpr,
+    HAS_BIAS: tl.constexpr, LOGIT_BIAS: tl.constexpr,
     NORM: tl.constexpr, NORM_EPS: tl.constexpr, SCALE: tl.constexpr, N_GROUP: tl.constexpr, TOPK_GROUP: tl.constexpr,
     TOP2_SUM: tl.constexpr, EXACT: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
@@ -98,6 +103,8 @@ def _route_kernel(
     expert = tl.arange(0, BLOCK)
     inside = expert < NUM_EXPERTS
     logits = tl.load(logits_ptr + row * row_stride + expert, mask=inside, other=-float("inf")).to(EXACT)
+    if HAS_BIAS and LOGIT_BIAS:
+        logits += tl.load(bias_ptr + expert, mask=inside, other=0.0).to(EXACT)
     if SCORING == "softmax":
         exps = tl.exp(logits - tl.max(logits, 0))
         scores = exps / tl.sum(exps, 0)
@@ -106,7 +113,7 @@ def _route_kernel(
     else:
         scores = logits
     choosing = scores
-    if HAS_BIAS:
+    if HAS_BIAS and not LOGIT_BIAS:
         choosing += tl.load(bias_ptr + expert, mask=inside, other=0.0).to(EXACT)
     # As a sort does: NaN is above all.  Every comparison with NaN would be false, and no expert be chosen.
     choosing = tl.where(choosing == choosing, choosing, float("inf"))
@@ -171,6 +178,7 @@ def route_triton(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple
             TOP_K=top_k,
             SCORING=routing.scoring,
             HAS_BIAS=bias is not None,
+            LOGIT_BIAS=routing.logit_bias,
             NORM=routing.norm_topk_prob,
             # constexpr: as a run-time argument it would be rounded to float32.
             NORM_EPS=NORM_EPS,
@@ -187,6 +195,8 @@ def route_triton(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple
 
 
 def route_reference(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
+    if routing.logit_bias and bias is not None:
+        logits, bias = logits + bias, None
     if routing.scoring == "softmax":
         scores = logits.softmax(-1)
     else:

@@ -18,19 +18,26 @@ from espalier.models.layers.norm import RMSNorm
 class Attention:
     """qkv: stacked weights of q, k and v, [num_heads·head_size, in]; num_heads: heads + 2·kv_heads.
 
-    q_norm, k_norm: both, or None for both.
+    q_norm, k_norm: both, or None for both.  sink: as espalier/attention/base.py:Attention.attend takes it.
     """
 
-    __slots__ = ("qkv", "out", "q_norm", "k_norm", "num_heads")
+    __slots__ = ("qkv", "out", "q_norm", "k_norm", "num_heads", "sink")
 
     def __init__(
-        self, qkv: Linear, out: Linear, num_heads: int, q_norm: RMSNorm | None, k_norm: RMSNorm | None
+        self,
+        qkv: Linear,
+        out: Linear,
+        num_heads: int,
+        q_norm: RMSNorm | None,
+        k_norm: RMSNorm | None,
+        sink: Tensor | None = None,
     ) -> None:
         self.qkv = qkv
         self.out = out
         self.q_norm = q_norm
         self.k_norm = k_norm
         self.num_heads = num_heads
+        self.sink = sink
 
     def __call__(
         self, x: Tensor, rope_and_norm: RopeAndNorm, attend: Attend, layer: int, shape: tuple[int, int]
@@ -45,4 +52,5 @@ class Attention:
             )
         qkv = self.qkv.in_parts(x)
         qkv = qkv.view(*qkv.shape[:-2], *shape, self.num_heads, qkv.shape[-1] // self.num_heads)
-        return self.out.in_parts(attend(layer, HeadProjections(qkv, rope_and_norm)).flatten(2).flatten(0, 1))
+        attended = attend(layer, HeadProjections(qkv, rope_and_norm, self.sink))
+        return self.out.in_parts(attended.flatten(2).flatten(0, 1))

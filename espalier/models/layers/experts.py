@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from espalier.kernels.layers.experts import grouped_experts
+from espalier.kernels.layers.activation import SILU, Activation
+from espalier.kernels.layers.experts import ExpertBiases, grouped_experts
 from espalier.kernels.layers.linear import sum_parts_reference
 from espalier.kernels.layers.routing import Routing, route
 from espalier.models.layers.linear import Linear
@@ -18,11 +19,12 @@ from espalier.models.layers.mlp import GatedMLP
 class MixtureMLP:
     """The weighted sum of each row's experts, and of the shared experts if there are any.
 
-    router: [E, H].  bias: [E], the correction bias, or None.  gate_up: [E, 2·I, H].  down: [E, H, I].
+    router: [E, H].  bias: [E], the one that `routing` names, or None.  gate_up: [E, 2·I, H].  down: [E, H, I].
     shared: an MLP that every row goes through.  shared_gate: [1, H], the sigmoid of its product scales `shared`.
+    biases, activation: of the experts.
     """
 
-    __slots__ = ("routing", "router", "bias", "gate_up", "down", "shared", "shared_gate")
+    __slots__ = ("routing", "router", "bias", "gate_up", "down", "shared", "shared_gate", "biases", "activation")
 
     def __init__(
         self,
@@ -33,6 +35,8 @@ class MixtureMLP:
         down: Tensor,
         shared: GatedMLP | None = None,
         shared_gate: Linear | None = None,
+        biases: ExpertBiases | None = None,
+        activation: Activation = SILU,
     ) -> None:
         self.routing = routing
         self.router = router
@@ -41,6 +45,8 @@ class MixtureMLP:
         self.down = down
         self.shared = shared
         self.shared_gate = shared_gate
+        self.biases = biases
+        self.activation = activation
 
     def __call__(self, x: Tensor, live: Tensor | None = None) -> Tensor:
         """[N, hidden] -> [parts, N, hidden], float32 at least, as RMSNorm.after takes them.
@@ -48,7 +54,7 @@ class MixtureMLP:
         live: [N] bool; other rows go to no expert.  None: all rows do.
         """
         ids, weights = route(router_logits(x, self.router), self.bias, self.routing)
-        parts = grouped_experts(x, self.gate_up, self.down, ids, weights, live)
+        parts = grouped_experts(x, self.gate_up, self.down, ids, weights, live, self.biases, self.activation)
         return parts if self.shared is None else torch.cat((parts, self._shared(x, parts.dtype)[None]))
 
     def _shared(self, x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -53,6 +53,7 @@ def read_formats(full: Mapping[str, Any], path: Path) -> FormatOf:
     if not isinstance(method, str | None) or method not in FORMATS:
         known = " or ".join(repr(name) for name in FORMATS)
         raise EspalierError(
-            f"{path}: {field} = {method!r} is not supported, only {known}; use the unquantised checkpoint"
+            f"{path}: {field} = {method!r} is not supported, only {known}; use an unquantised copy of the model "
+            "(bfloat16)"
         )
     return FORMATS[method](quantisation or {})

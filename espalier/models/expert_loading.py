@@ -1,0 +1,74 @@
+"""Loads the mixture-of-experts block of a layer.
+
+A checkpoint stores the experts in one of two layouts (`Experts.stored`).
+
+apart: `experts.3.gate_proj.weight` [I, H], `up_proj` [I, H] and `down_proj` [H, I], for each expert.
+stacked: `experts.gate_up_proj` [E, H, 2·I], whose columns are gate, up, gate, up, ..., and `experts.down_proj`
+[E, I, H]; with biases `experts.gate_up_proj_bias` [E, 2·I], in the same order, and `experts.down_proj_bias` [E, H].
+
+Both become gate_up [E, 2·I, H], gate over up, and down [E, H, I].
+"""
+
+from torch import Tensor
+
+from espalier.errors import EspalierError
+from espalier.kernels.layers.experts import ExpertBiases
+from espalier.models.config import Experts
+from espalier.models.layers.experts import MixtureMLP
+from espalier.models.weights import Weights
+
+# gate_up, down, biases.
+Matrices = tuple[Tensor, Tensor, ExpertBiases | None]
+
+
+def load_experts(weights: Weights, experts: Experts, prefix: str, hidden: int) -> MixtureMLP:
+    """The mixture-of-experts block under `prefix`."""
+    routing = experts.routing
+    gate_up, down, biases = (_stacked if experts.stored == "stacked" else _apart)(weights, experts, prefix, hidden)
+    bias = shared = shared_gate = None
+    if routing.correction_bias or routing.logit_bias:
+        name = f"{experts.router_name}.bias" if routing.logit_bias else "gate.e_score_correction_bias"
+        bias = weights.take_exact(f"{prefix}{name}", routing.num_experts)
+    if experts.shared_size:
+        shared = weights.mlp(f"{prefix}{experts.shared_name}.", hidden, experts.shared_size, bias=False)
+    if experts.shared_gate is not None:
+        shared_gate = weights.linear(prefix, (experts.shared_gate,), (1,), hidden, bias=False)
+    return MixtureMLP(
+        routing,
+        weights.take(f"{prefix}{experts.router_name}.weight", routing.num_experts, hidden),
+        bias,
+        gate_up,
+        down,
+        shared,
+        shared_gate,
+        biases,
+        experts.activation,
+    )
+
+
+def _apart(weights: Weights, experts: Experts, prefix: str, hidden: int) -> Matrices:
+    if experts.biases:
+        raise EspalierError("experts that are stored apart are supported only without biases; use another model")
+    count, size = experts.routing.num_experts, experts.size
+    names = [f"{prefix}experts.{expert}." for expert in range(count)]
+    gate_up = weights.stack([f"{name}{half}_proj" for name in names for half in ("gate", "up")], size, hidden)
+    down = weights.stack([f"{name}down_proj" for name in names], hidden, size)
+    return gate_up.view(count, 2 * size, hidden), down, None
+
+
+def _stacked(weights: Weights, experts: Experts, prefix: str, hidden: int) -> Matrices:
+    count, size, name = experts.routing.num_experts, experts.size, f"{prefix}experts."
+    gate_up, down = weights.empty(count, 2 * size, hidden), weights.empty(count, hidden, size)
+    for expert, stored in enumerate(weights.take_each(f"{name}gate_up_proj", count, hidden, 2 * size)):
+        gate_up[expert].view(2, size, hidden).copy_(_halves(stored).permute(1, 2, 0))
+    for expert, stored in enumerate(weights.take_each(f"{name}down_proj", count, size, hidden)):
+        down[expert].copy_(stored.T)
+    if not experts.biases:
+        return gate_up, down, None
+    gate_up_bias = _halves(weights.take(f"{name}gate_up_proj_bias", count, 2 * size)).flatten(1)
+    return gate_up, down, ExpertBiases(gate_up_bias, weights.take(f"{name}down_proj_bias", count, hidden))
+
+
+def _halves(interleaved: Tensor) -> Tensor:
+    """[N, 2·I], columns gate, up, gate, up, ... -> [N, 2, I]."""
+    return interleaved.unflatten(1, (-1, 2)).transpose(1, 2)

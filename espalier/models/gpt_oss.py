@@ -1,0 +1,61 @@
+"""GPT-OSS (20b, 120b): attention sinks, a window in every second layer, YaRN, experts with biases in every layer."""
+
+from espalier.errors import EspalierError
+from espalier.kernels.layers.activation import Activation
+from espalier.kernels.layers.routing import Routing
+from espalier.models.config import Experts, Family, Raw, Windows, windows_by_layer_type
+
+
+def _experts(full: Raw) -> Experts:
+    for name in ("swiglu_alpha", "swiglu_limit"):
+        value = full.get(name)
+        if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
+            raise EspalierError(f"{name} = {value!r}; a positive number is needed; correct the config")
+    return Experts(
+        frozenset(range(int(full["num_hidden_layers"]))),
+        Routing(full["num_local_experts"], full["num_experts_per_tok"], "topk_softmax", logit_bias=True),
+        full["intermediate_size"],
+        router_name="router",
+        stored="stacked",
+        biases=True,
+        activation=Activation(float(full["swiglu_alpha"]), 1.0, float(full["swiglu_limit"])),
+    )
+
+
+def _windows(full: Raw) -> Windows:
+    """As `layer_types` says, else in every second layer, from the first on."""
+    return windows_by_layer_type(full, default=lambda layer: layer % 2 == 0)
+
+
+FAMILY = Family(
+    architecture="GptOssForCausalLM",
+    model_type="gpt_oss",
+    defaults={
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+        "hidden_act": "silu",
+        "attention_bias": True,
+        "sliding_window": 128,
+        "num_local_experts": 128,
+        "num_experts_per_tok": 4,
+        "swiglu_alpha": 1.702,
+        "rope_theta": 150000.0,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+    },
+    qkv_bias=lambda full: bool(full["attention_bias"]),
+    out_bias=lambda full: bool(full["attention_bias"]),
+    windows=_windows,
+    sinks=True,
+    experts=_experts,
+    honours=("num_experts", "num_local_experts", "swiglu_alpha", "swiglu_limit"),
+)
