@@ -10,12 +10,12 @@ from espalier.cache.layer_spec import KVHeads, LatentKV, LayerSpec
 from espalier.errors import EspalierError
 from espalier.models import deepseek_v2, deepseek_v3, llama, mistral, qwen2, qwen2_moe, qwen3, qwen3_moe
 from espalier.models.base import CausalLM
-from espalier.models.config import Experts, Family, ModelConfig, find_family, parse, read_json
+from espalier.models.config import Family, ModelConfig, find_family, parse, read_json
+from espalier.models.expert_loading import load_experts
 from espalier.models.latent_config import LatentConfig
 from espalier.models.layers.attention import Attention
 from espalier.models.layers.decoder import Decoder, DecoderLayer
 from espalier.models.layers.embedding import Embedding
-from espalier.models.layers.experts import MixtureMLP
 from espalier.models.layers.latent_attention import NORM_EPS, LatentAttention
 from espalier.models.layers.linear import Linear
 from espalier.models.layers.rope import RopeTables
@@ -151,31 +151,6 @@ def load_layer(weights: Weights, config: ModelConfig, prefix: str, layer: int) -
             if experts is None
             else load_experts(weights, experts, f"{prefix}mlp.", hidden)
         ),
-    )
-
-
-def load_experts(weights: Weights, experts: Experts, prefix: str, hidden: int) -> MixtureMLP:
-    """The mixture-of-experts block under `prefix`, whose checkpoint has the matrices of each expert apart."""
-    routing, size = experts.routing, experts.size
-    names = [f"{prefix}experts.{expert}." for expert in range(routing.num_experts)]
-    gate_up = weights.stack([f"{name}{half}_proj" for name in names for half in ("gate", "up")], size, hidden)
-    bias = shared = shared_gate = None
-    if routing.correction_bias:
-        exact = torch.promote_types(weights.dtype, torch.float32)
-        stored = weights.take_raw(f"{prefix}gate.e_score_correction_bias", routing.num_experts)
-        bias = stored.to(weights.device, exact)
-    if experts.shared_size:
-        shared = weights.mlp(f"{prefix}{experts.shared_name}.", hidden, experts.shared_size, bias=False)
-    if experts.shared_gate is not None:
-        shared_gate = weights.linear(prefix, (experts.shared_gate,), (1,), hidden, bias=False)
-    return MixtureMLP(
-        routing,
-        weights.take(f"{prefix}gate.weight", routing.num_experts, hidden),
-        bias,
-        gate_up.view(routing.num_experts, 2 * size, hidden),
-        weights.stack([f"{name}down_proj" for name in names], hidden, size),
-        shared,
-        shared_gate,
     )
 
 
