@@ -26,6 +26,17 @@ VOCAB = 16
 DTYPE = torch.float64
 CPU = torch.device("cpu")
 MAX_POSITIONS = 4096
+# Families whose drafts are latent heads, and the fields of those: no size is the targets' own.
+LATENT_DRAFTS = ("deepseek_v3", "glm4_moe_lite")
+LATENT_HEAD: dict[str, Any] = {
+    "architectures": ["Eagle3DeepseekV2ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "kv_lora_rank": 16,
+    "q_lora_rank": 18,
+    "qk_nope_head_dim": 4,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 12,
+}
 
 
 @lru_cache
@@ -33,12 +44,13 @@ def directories(
     family: str = "llama", seed: int = 0, window: int | None = None, draft_vocab: int | None = None
 ) -> tuple[Path, Path]:
     """A tiny target and its EAGLE-3 draft, made once a process.  window: of the attention of every layer, for mistral
-    and qwen3_moe."""
+    and qwen3_moe.  The drafts of some latent families are latent too."""
     root = Path(mkdtemp(prefix="espalier-tiny-"))
     atexit.register(rmtree, root, ignore_errors=True)
     slides = {} if window is None else {"sliding_window": window, "use_sliding_window": True}
     target = make_target(root / "target", family=family, seed=seed, vocab=VOCAB, **slides)
-    return target, make_eagle3(root / "draft", target, seed=seed + 1, draft_vocab=draft_vocab)
+    latent = LATENT_HEAD if family in LATENT_DRAFTS else {}
+    return target, make_eagle3(root / "draft", target, seed=seed + 1, draft_vocab=draft_vocab, **latent)
 
 
 @lru_cache

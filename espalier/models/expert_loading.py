@@ -18,7 +18,7 @@ def load_experts(weights: Weights, experts: Experts, prefix: str, hidden: int) -
         stored = weights.take_raw(f"{prefix}gate.e_score_correction_bias", routing.num_experts)
         bias = stored.to(weights.device, exact)
     if experts.shared_size:
-        shared = weights.mlp(f"{prefix}{experts.shared_name}.", hidden, experts.shared_size, bias=False)
+        shared = weights.mlp(f"{prefix}{experts.shared_name}.", hidden, experts.shared_size, experts.shared_bias)
     if experts.shared_gate is not None:
         shared_gate = weights.linear(prefix, (experts.shared_gate,), (1,), hidden, bias=False)
     return MixtureMLP(

@@ -36,16 +36,16 @@ MAX_STAGES = 3
 
 
 def grouped_experts(
-    x: Tensor, gate_up: Tensor, down: Tensor, ids: Tensor, weights: Tensor, live: Tensor | None = None
+    x: Tensor, gate_up: Tensor, down: Tensor, ids: Tensor, weights: Tensor, live: Tensor | None = None, extra: int = 0
 ) -> Tensor:
-    """The weighted results of each row's experts, in order of choice: parts [K, N, H].
+    """The weighted results of each row's experts, in order of choice: parts [K + extra, N, H].
 
     x: [N, H].  gate_up: [E, 2·I, H], gate over up.  down: [E, H, I].  ids: [N, K] int64, different experts for a row.
     weights: [N, K], float32 (float64 for float64), as parts.  live: [N] bool; other rows go to no expert, and their
-    parts are 0; None: all rows.
+    parts are 0; None: all rows.  extra: parts at the end that the caller writes.
     """
     implementation = grouped_experts_triton if x.is_cuda else grouped_experts_reference
-    return implementation(x, gate_up, down, ids, weights, live)
+    return implementation(x, gate_up, down, ids, weights, live, extra)
 
 
 @dataclass(frozen=True)
@@ -239,7 +239,7 @@ def sort_pairs_triton(ids: Tensor, live: Tensor | None, num_experts: int, rows: 
 
 
 def grouped_experts_triton(
-    x: Tensor, gate_up: Tensor, down: Tensor, ids: Tensor, weights: Tensor, live: Tensor | None = None
+    x: Tensor, gate_up: Tensor, down: Tensor, ids: Tensor, weights: Tensor, live: Tensor | None = None, extra: int = 0
 ) -> Tensor:
     """x's dtype is bfloat16, float16, float32 (IEEE products) or float64; gate_up and down are contiguous.
 
@@ -249,7 +249,7 @@ def grouped_experts_triton(
     num_rows, hidden = x.shape
     _require(x, gate_up, down, ids, weights)
     num_experts, inner, top_k = gate_up.shape[0], down.shape[2], ids.shape[1]
-    parts = weights.new_empty(top_k, num_rows, hidden)
+    parts = weights.new_empty(top_k + extra, num_rows, hidden)
     if parts.numel() == 0:
         return parts
     plan, gpu = plan_for(ids.numel(), num_experts, x.dtype), chip(x)
@@ -297,11 +297,11 @@ def _require(x: Tensor, gate_up: Tensor, down: Tensor, ids: Tensor, weights: Ten
 
 
 def grouped_experts_reference(
-    x: Tensor, gate_up: Tensor, down: Tensor, ids: Tensor, weights: Tensor, live: Tensor | None = None
+    x: Tensor, gate_up: Tensor, down: Tensor, ids: Tensor, weights: Tensor, live: Tensor | None = None, extra: int = 0
 ) -> Tensor:
     """A loop over the experts that have rows.  It reads their number on the host."""
     top_k = ids.shape[1]
-    parts = x.new_zeros(top_k, len(x), down.shape[1], dtype=weights.dtype)
+    parts = x.new_zeros(top_k + extra, len(x), down.shape[1], dtype=weights.dtype)
     if live is not None:
         ids = ids.masked_fill(~live[:, None], len(gate_up))
     counts = ids.flatten().bincount(minlength=len(gate_up) + 1).tolist()

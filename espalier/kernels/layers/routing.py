@@ -62,6 +62,11 @@ class Routing:
             value = getattr(self, name)
             if not isinstance(value, int) or not 1 <= value <= most:
                 raise EspalierError(f"routing with {name} = {value!r}, but 1 to {most} is needed; correct the config")
+        if not isinstance(self.routed_scaling_factor, int | float):
+            raise EspalierError(
+                f"routing with routed_scaling_factor = {self.routed_scaling_factor!r}, but a number is needed; correct "
+                "the config"
+            )
         size = self.group_size
         if size * self.n_group != self.num_experts or size * self.topk_group < self.top_k:
             raise EspalierError(
