@@ -106,8 +106,8 @@ Layers that predict several tokens (`num_nextn_predict_layers`) are not loaded.
 One GPU has to hold the weights, two bytes a parameter in bfloat16. DeepSeek-V3, V3.1 and R1 (671 billion parameters,
 1.34 TB) and DeepSeek-V2 (236 billion, 472 GB) fit no GPU, and neither does GLM-4.5 (355 billion, 710 GB). GLM-4.5-Air
 (106 billion, 212 GB) and dots.llm1 (142 billion, 284 GB) need a GPU of that memory. DeepSeek-V2-Lite (16 billion, 32
-GB) and GLM-4.7-Flash (30 billion, 60 GB) fit one of 80 GB. The published V3 files hold blocks of FP8 with scales, and are
-refused as quantised.
+GB) and GLM-4.7-Flash (30 billion, 60 GB) fit one of 80 GB. The published V3 files hold blocks of FP8 with scales, and
+are refused as quantised.
 
 Rope scaling of types {codes(ROPE_TYPES)}; sliding windows per layer; tied or
 own output head; biases; weights in one safetensors file or in shards. A family supports any value

@@ -48,8 +48,8 @@ class MixtureMLP:
         """
         ids, weights = route(router_logits(x, self.router), self.bias, self.routing)
         if self.shared is None:
-            return grouped_experts(x, self.gate_up, self.down, ids, weights, live)
-        parts = grouped_experts(x, self.gate_up, self.down, ids, weights, live, extra=1)
+            return grouped_experts(x, self.gate_up, self.down, ids, weights, live=live)
+        parts = grouped_experts(x, self.gate_up, self.down, ids, weights, live=live, extra=1)
         shared = self.shared.whole(x)
         if self.shared_gate is None:
             parts[-1] = shared
