@@ -36,6 +36,7 @@ CONFIGS: dict[str, type[PretrainedConfig]] = {
     "deepseek_v2": DeepseekV2Config,
     "deepseek_v3": DeepseekV3Config,
     "deepseek_v3_dense": DeepseekV3Config,
+    "deepseek_v3_wide": DeepseekV3Config,
     "glm4_moe": Glm4MoeConfig,
     "glm4_moe_lite": Glm4MoeLiteConfig,
     "dots1": Dots1Config,
@@ -61,6 +62,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "deepseek_v2": {**LATENT, **ROUTED, "topk_method": "group_limited_greedy", "routed_scaling_factor": 1.5},
     "deepseek_v3": {**LATENT, **ROUTED},
     "deepseek_v3_dense": {**LATENT, **ROUTED, "first_k_dense_replace": 1000},
+    # Latent rows as wide as the published ones, which have a kernel of their own.
+    "deepseek_v3_wide": {**LATENT, **ROUTED, "kv_lora_rank": 512, "qk_rope_head_dim": 64},
     "glm4_moe": {**ROUTED, "head_dim": 12},
     "glm4_moe_lite": {**LATENT, **ROUTED, "n_group": 1, "topk_group": 1},
     "dots1": {**ROUTED, "norm_topk_prob": True, "routed_scaling_factor": 2.5},
@@ -97,7 +100,7 @@ def make_target(
         **config,
     }
     if "kv_lora_rank" in fields:
-        fields |= {"num_key_value_heads": heads, "qk_rope_head_dim": head_dim, **config}
+        fields = {"qk_rope_head_dim": head_dim, **fields, "num_key_value_heads": heads, **config}
     model = AutoModelForCausalLM.from_config(CONFIGS[family](**fields), dtype=torch.float64)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

@@ -26,8 +26,7 @@ VOCAB = 16
 DTYPE = torch.float64
 CPU = torch.device("cpu")
 MAX_POSITIONS = 4096
-# Families whose drafts are latent heads, and the fields of those: no size is the targets' own.
-LATENT_DRAFTS = ("deepseek_v3", "glm4_moe_lite")
+# The fields of a latent draft: no size is its target's own.
 LATENT_HEAD: dict[str, Any] = {
     "architectures": ["Eagle3DeepseekV2ForCausalLM"],
     "model_type": "deepseek_v3",
@@ -36,6 +35,12 @@ LATENT_HEAD: dict[str, Any] = {
     "qk_nope_head_dim": 4,
     "qk_rope_head_dim": 6,
     "v_head_dim": 12,
+}
+# The families whose drafts are latent.
+LATENT_HEADS: dict[str, dict[str, Any]] = {
+    "deepseek_v3": LATENT_HEAD,
+    "glm4_moe_lite": LATENT_HEAD,
+    "deepseek_v3_wide": {**LATENT_HEAD, "kv_lora_rank": 512, "qk_rope_head_dim": 64},
 }
 
 
@@ -49,8 +54,8 @@ def directories(
     atexit.register(rmtree, root, ignore_errors=True)
     slides = {} if window is None else {"sliding_window": window, "use_sliding_window": True}
     target = make_target(root / "target", family=family, seed=seed, vocab=VOCAB, **slides)
-    latent = LATENT_HEAD if family in LATENT_DRAFTS else {}
-    return target, make_eagle3(root / "draft", target, seed=seed + 1, draft_vocab=draft_vocab, **latent)
+    fields = LATENT_HEADS.get(family, {})
+    return target, make_eagle3(root / "draft", target, seed=seed + 1, draft_vocab=draft_vocab, **fields)
 
 
 @lru_cache

@@ -128,10 +128,11 @@ def _freed_twice(right):
 
 
 def _rope_left_out(right):
-    def store(q, latent, rope_and_norm, rows, plane):
-        rotated_q = right(q, latent, rope_and_norm, rows, plane)
+    def store(*arguments):
+        stored = right(*arguments)
+        rope_and_norm, rows, plane = arguments[-3:]
         plane[rows, :, plane.shape[2] - rope_and_norm.cos.shape[1] :] = 0
-        return rotated_q
+        return stored
 
     return store
 

@@ -1,11 +1,14 @@
 """The watch of tests/properties over an engine on the GPU: each launch is waited for, and looked at on the CPU."""
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
+from espalier.attention import triton
 from espalier.engine.cuda import CudaExecutor
 from espalier.engine.executor import Handle
 from espalier.engine.launch_input import LaunchInput, RequestResult
@@ -26,6 +29,24 @@ TOLERANCES = {torch.float64: (1e-9, 1e-5), torch.float32: (1e-4, 1e-4), torch.bf
 # A graph runs no Python that could count routed rows.
 ON_DEVICE = tuple(name for name in PROPERTIES if name != ROUTED)
 COMMITTED = (INCREMENTAL, READY, RESERVE, CONSERVED)
+
+
+@contextmanager
+def attention_kernels() -> Iterator[set[str]]:
+    """The names of the attention kernels that the GPU's backend launches or captures meanwhile."""
+    launched: set[str] = set()
+
+    def noted(launch: Callable[..., Any]) -> Callable[..., Any]:
+        def noting(*args: Any, **how: Any) -> Any:
+            launched.add(launch.__name__)
+            return launch(*args, **how)
+
+        return noting
+
+    with ExitStack() as patches:
+        for launch in (triton.tree_attention_triton, triton.latent_attention_triton):
+            patches.enter_context(patch.object(triton, launch.__name__, noted(launch)))
+        yield launched
 
 
 class Looked:
