@@ -14,6 +14,9 @@ from transformers import (
     AutoModelForCausalLM,
     DeepseekV2Config,
     DeepseekV3Config,
+    Dots1Config,
+    Glm4MoeConfig,
+    Glm4MoeLiteConfig,
     GptOssConfig,
     LlamaConfig,
     MistralConfig,
@@ -34,23 +37,38 @@ CONFIGS: dict[str, type[PretrainedConfig]] = {
     "deepseek_v2": DeepseekV2Config,
     "deepseek_v3": DeepseekV3Config,
     "gpt_oss": GptOssConfig,
+    "deepseek_v3_dense": DeepseekV3Config,
+    "deepseek_v3_wide": DeepseekV3Config,
+    "glm4_moe": Glm4MoeConfig,
+    "glm4_moe_lite": Glm4MoeLiteConfig,
+    "dots1": Dots1Config,
 }
 # Fields of families with experts.
 EXPERTS: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-# Fields of families with latent attention: sizes that are all different, and no routed experts.
-LATENT: dict[str, Any] = {
-    "kv_lora_rank": 12,
-    "q_lora_rank": 14,
-    "qk_nope_head_dim": 6,
-    "v_head_dim": 10,
-    "first_k_dense_replace": 1000,
+# Fields of families with DeepSeek's experts: all layers but the first have them, in four groups of two.
+ROUTED: dict[str, Any] = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 20,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
 }
+# Fields of families with latent attention: sizes that are all different.
+LATENT: dict[str, Any] = {"kv_lora_rank": 12, "q_lora_rank": 14, "qk_nope_head_dim": 6, "v_head_dim": 10}
 DEFAULTS: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": None},
     "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 20},
     "qwen3_moe": {**EXPERTS, "norm_topk_prob": True, "mlp_only_layers": [1]},
-    "deepseek_v2": LATENT,
-    "deepseek_v3": LATENT,
+    "deepseek_v2": {**LATENT, **ROUTED, "topk_method": "group_limited_greedy", "routed_scaling_factor": 1.5},
+    "deepseek_v3": {**LATENT, **ROUTED},
+    "deepseek_v3_dense": {**LATENT, **ROUTED, "first_k_dense_replace": 1000},
+    # Latent rows as wide as the published ones, which have a kernel of their own.
+    "deepseek_v3_wide": {**LATENT, **ROUTED, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64},
+    "glm4_moe": {**ROUTED, "head_dim": 12},
+    "glm4_moe_lite": {**LATENT, **ROUTED, "n_group": 1, "topk_group": 1},
+    "dots1": {**ROUTED, "norm_topk_prob": True, "routed_scaling_factor": 2.5},
     # The limit of the activation cuts part of the values.
     "gpt_oss": {"num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 7, "swiglu_limit": 0.8},
 }
@@ -85,13 +103,16 @@ def make_target(
         **DEFAULTS.get(family, {}),
         **config,
     }
-    if family.startswith("deepseek"):
-        fields |= {"num_key_value_heads": heads, "qk_rope_head_dim": head_dim, **config}
+    if "kv_lora_rank" in fields:
+        fields = {"qk_rope_head_dim": head_dim, **fields, "num_key_value_heads": heads, **config}
     model = AutoModelForCausalLM.from_config(CONFIGS[family](**fields), dtype=torch.float64)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(_draw(name, tuple(parameter.shape), generator))
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(_draw(name, tuple(buffer.shape), generator))
     model.tie_weights()
     model.save_pretrained(path)
     return Path(path)
@@ -102,8 +123,9 @@ def make_eagle3(
 ) -> Path:
     """A random EAGLE-3 head in SafeAILab's form for the target at target_path, float64.
 
-    draft_vocab: fewer tokens than the target's, with a random d2t.  config: fields of its config.json; two more
-    choose what the file holds: own_embed and own_head (true unless the vocabularies are one).
+    draft_vocab: fewer tokens than the target's, with a random d2t.  config: fields of its config.json; with
+    kv_lora_rank its layer has latent attention.  Two more choose what the file holds: own_embed and own_head (true
+    unless the vocabularies are one).
     """
     target = json.loads((Path(target_path) / "config.json").read_text())
     vocab, hidden, layers = target["vocab_size"], target["hidden_size"], target["num_hidden_layers"]
@@ -148,13 +170,18 @@ def _eagle3_weights(fields: dict[str, Any], target_layers: int, generator: torch
     captured = len(
         fields.get("eagle_aux_hidden_state_layer_ids") or nested or (2, target_layers // 2, target_layers - 3)
     )
+    attention = {
+        "q_proj.weight": (q_rows, 2 * hidden),
+        "k_proj.weight": (kv_rows, 2 * hidden),
+        "v_proj.weight": (kv_rows, 2 * hidden),
+        "o_proj.weight": (hidden, q_rows),
+    }
+    if fields.get("kv_lora_rank"):
+        attention = _latent_shapes(fields)
     shapes = {
         "embed_tokens.weight": (fields["vocab_size"], hidden),
         "fc.weight": (hidden, captured * target_hidden),
-        "midlayer.self_attn.q_proj.weight": (q_rows, 2 * hidden),
-        "midlayer.self_attn.k_proj.weight": (kv_rows, 2 * hidden),
-        "midlayer.self_attn.v_proj.weight": (kv_rows, 2 * hidden),
-        "midlayer.self_attn.o_proj.weight": (hidden, q_rows),
+        **{f"midlayer.self_attn.{name}": shape for name, shape in attention.items()},
         "midlayer.mlp.gate_proj.weight": (inner, hidden),
         "midlayer.mlp.up_proj.weight": (inner, hidden),
         "midlayer.mlp.down_proj.weight": (hidden, inner),
@@ -171,6 +198,28 @@ def _eagle3_weights(fields: dict[str, Any], target_layers: int, generator: torch
     if fields.get("fc_norm"):
         shapes |= {f"fc_norm.{i}.weight": (target_hidden,) for i in range(captured)}
     return {name: _draw(name, shape, generator) for name, shape in shapes.items()}
+
+
+def _latent_shapes(fields: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """The attention weights of a latent head, which projects embedding and hidden state side by side."""
+    hidden, heads = fields["hidden_size"], fields["num_attention_heads"]
+    q_rank, kv_rank, rope = (fields[name] for name in ("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim"))
+    nope, v_size = fields["qk_nope_head_dim"], fields["v_head_dim"]
+    q_rows = heads * (nope + rope)
+    queries = {"q_proj.weight": (q_rows, 2 * hidden)}
+    if q_rank is not None:
+        queries = {
+            "q_a_proj.weight": (q_rank, 2 * hidden),
+            "q_a_layernorm.weight": (q_rank,),
+            "q_b_proj.weight": (q_rows, q_rank),
+        }
+    return {
+        **queries,
+        "kv_a_proj_with_mqa.weight": (kv_rank + rope, 2 * hidden),
+        "kv_a_layernorm.weight": (kv_rank,),
+        "kv_b_proj.weight": (heads * (nope + v_size), kv_rank),
+        "o_proj.weight": (hidden, heads * v_size),
+    }
 
 
 def _draw(name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:

@@ -26,6 +26,22 @@ VOCAB = 16
 DTYPE = torch.float64
 CPU = torch.device("cpu")
 MAX_POSITIONS = 4096
+# The fields of a latent draft: no size is its target's own.
+LATENT_HEAD: dict[str, Any] = {
+    "architectures": ["Eagle3DeepseekV2ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "kv_lora_rank": 16,
+    "q_lora_rank": 18,
+    "qk_nope_head_dim": 4,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 12,
+}
+# The families whose drafts are latent.
+LATENT_HEADS: dict[str, dict[str, Any]] = {
+    "deepseek_v3": LATENT_HEAD,
+    "glm4_moe_lite": LATENT_HEAD,
+    "deepseek_v3_wide": {**LATENT_HEAD, "kv_lora_rank": 512, "qk_rope_head_dim": 64},
+}
 
 
 @lru_cache
@@ -34,13 +50,15 @@ def directories(
 ) -> tuple[Path, Path]:
     """A tiny target and its EAGLE-3 draft, made once a process.
 
-    window: of the attention of every layer (mistral, qwen3_moe) or of every second one (gpt_oss).
+    window: of the attention of every layer (mistral, qwen3_moe) or of every second one (gpt_oss).  The drafts of some
+    latent families are latent too.
     """
     root = Path(mkdtemp(prefix="espalier-tiny-"))
     atexit.register(rmtree, root, ignore_errors=True)
     slides = {} if window is None else {"sliding_window": window, "use_sliding_window": True}
     target = make_target(root / "target", family=family, seed=seed, vocab=VOCAB, **slides)
-    return target, make_eagle3(root / "draft", target, seed=seed + 1, draft_vocab=draft_vocab)
+    fields = LATENT_HEADS.get(family, {})
+    return target, make_eagle3(root / "draft", target, seed=seed + 1, draft_vocab=draft_vocab, **fields)
 
 
 @lru_cache

@@ -49,7 +49,13 @@ def backends() -> str:
 def targets() -> str:
     def row(f: Family) -> list[str]:
         keeps = LatentKV.kind if f.latent else KVHeads.kind
-        return [f"`{f.architecture}`", f"`{f.model_type}`", keeps, yes(f.qk_norm), codes(f.honours) or "-"]
+        return [
+            f"`{f.architecture}`",
+            f"`{f.model_type}`",
+            keeps,
+            f"by `{f.qk_norm}`" if isinstance(f.qk_norm, str) else yes(f.qk_norm),
+            codes(f.honours) or "-",
+        ]
 
     head = ["architecture", "model_type", "layers keep", "q and k norms", "fields with any value"]
     return table(head, map(row, FAMILIES.values()))
@@ -95,8 +101,13 @@ the page size, the prefix cache, chunking, and overlap or lock-step are independ
 
 {targets()}
 
-DeepSeek models run if all their layers are dense (`first_k_dense_replace`); one with routed experts is refused. Layers
-that predict several tokens (`num_nextn_predict_layers`) are not loaded.
+Layers that predict several tokens (`num_nextn_predict_layers`) are not loaded.
+
+One GPU has to hold the weights, two bytes a parameter in bfloat16. DeepSeek-V3, V3.1 and R1 (671 billion parameters,
+1.34 TB) and DeepSeek-V2 (236 billion, 472 GB) fit no GPU, and neither does GLM-4.5 (355 billion, 710 GB). GLM-4.5-Air
+(106 billion, 212 GB) and dots.llm1 (142 billion, 284 GB) need a GPU of that memory. DeepSeek-V2-Lite (16 billion, 32
+GB) and GLM-4.7-Flash (30 billion, 60 GB) fit one of 80 GB. The published V3 files hold blocks of FP8 with scales, and
+are refused as quantised.
 
 Rope scaling of types {codes(ROPE_TYPES)}; sliding windows per layer; tied or
 own output head; biases; attention sinks; weights in one safetensors file or in shards. A family supports any value

@@ -127,6 +127,20 @@ def _freed_twice(right):
     return release
 
 
+def _rope_left_out(right):
+    def store(*arguments):
+        stored = right(*arguments)
+        rope_and_norm, rows, plane = arguments[-3:]
+        plane[rows, :, plane.shape[2] - rope_and_norm.cos.shape[1] :] = 0
+        return stored
+
+    return store
+
+
+def _padding_routed(right):
+    return lambda runner, tokens, num_rows: tokens
+
+
 FAULTS = {
     fault.name: fault
     for fault in (
@@ -195,6 +209,18 @@ FAULTS = {
             "a page that is still in use is released a second time",
             "espalier.cache.pages:PagePool.release",
             _freed_twice,
+        ),
+        Fault(
+            "rope-left-out",
+            "a latent row is stored without its rotated part",
+            "espalier.attention.staged:rotate_and_store_latent",
+            _rope_left_out,
+        ),
+        Fault(
+            "padding-routed",
+            "rows that pad a request are routed to experts",
+            "espalier.speculate.round:void_padding",
+            _padding_routed,
         ),
     )
 }

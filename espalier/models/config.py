@@ -76,6 +76,7 @@ class Experts:
     layers: their indices; other layers have a dense MLP.  size: intermediate size of an expert.
     shared_size: intermediate size of the shared expert; 0: there is none.
     shared_name: of the shared expert's weights; shared_gate: of the weight [1, H] that gates it, None without a gate.
+    shared_bias: whether the shared expert's projections have a bias.
     router_name: of the router's weight, and of its bias where `routing` has one on the logits.
     stored: how the checkpoint stores the experts, see espalier/models/expert_loading.py.
     biases: whether gate, up and down have biases.
@@ -87,6 +88,7 @@ class Experts:
     shared_size: int = 0
     shared_name: str = ""
     shared_gate: str | None = None
+    shared_bias: bool = False
     router_name: str = "gate"
     stored: Literal["apart", "stacked"] = "apart"
     biases: bool = False
@@ -101,7 +103,7 @@ class Family:
     qkv_bias, out_bias: from the completed config, whether the attention's projections have a bias.
     windows: from the completed config, one entry for each layer: None, or the number of positions that a query attends
     to, itself included.
-    qk_norm: whether q and k are normed for each head.
+    qk_norm: whether q and k are normed for each head, or the name of the field that says so.
     sinks: whether each head has an attention sink, a logit that joins the softmax and has no value.
     experts: from the completed config, the layers with experts; None if there are none.  It raises EspalierError for
     experts that the family cannot run yet.
@@ -116,7 +118,7 @@ class Family:
     qkv_bias: Callable[[Raw], bool]
     out_bias: Callable[[Raw], bool]
     windows: Callable[[Raw], Windows]
-    qk_norm: bool = False
+    qk_norm: bool | str = False
     sinks: bool = False
     experts: Callable[[Raw], Experts | None] = lambda full: None
     latent: bool = False
@@ -216,14 +218,14 @@ def parse(
     """A ModelConfig from config.json.  Raises EspalierError naming a field that is missing or not supported."""
     rope_names = ("rope_theta", "rope_scaling", "rope_parameters")
     known = {*raw, *family.defaults, *NEUTRAL, *INERT, *QUANTISATION_FIELDS, *rope_names}
-    full = {**family.defaults, **with_overrides(raw, overrides or {}, known)}
+    full = _with_partial_rotation({**family.defaults, **with_overrides(raw, overrides or {}, known)})
     refuse_unsupported(full, path, family.honours)
     read = _Fields(full, path)
     heads, layers = read.count("num_attention_heads"), read.count("num_hidden_layers")
     hidden = read.count("hidden_size")
     latent = read_latent(full, read.count, path) if family.latent else None
     kv_heads, head_size = (1, latent.head_size) if latent else _kv_heads(read, heads, hidden)
-    rotated = latent.rope_size if latent else head_size
+    rotated = latent.rope_size if latent else _rotated_size(full, head_size, path)
     rope, max_position = read_rope(full, rotated, read.count("max_position_embeddings"), path)
     return ModelConfig(
         architecture=family.architecture,
@@ -241,7 +243,7 @@ def parse(
         attention_bias=family.qkv_bias(full),
         out_bias=family.out_bias(full),
         mlp_bias=bool(full.get("mlp_bias", False)),
-        qk_norm=family.qk_norm,
+        qk_norm=family.qk_norm if isinstance(family.qk_norm, bool) else bool(full[family.qk_norm]),
         sinks=family.sinks,
         windows=_read_windows(full, family, layers, path),
         experts=_read_experts(full, family, path),
@@ -262,6 +264,27 @@ def refuse_unsupported(full: Raw, path: Path, honoured: tuple[str, ...]) -> None
             value = full[name]
             supported = " or ".join(repr(v) for v in neutral)
             raise EspalierError(f"{path}: {name} = {value!r} is not supported, only {supported}; use another model")
+
+
+def _with_partial_rotation(full: Raw) -> Raw:
+    """full with partial_rotary_factor at the top level; transformers 5 writes it into rope_parameters."""
+    name = "partial_rotary_factor"
+    nested = [
+        source[name] for field in ("rope_parameters", "rope_scaling") if name in (source := full.get(field) or {})
+    ]
+    return {**full, name: nested[0]} if nested else full
+
+
+def _rotated_size(full: Raw, head_size: int, path: Path) -> int:
+    """The number of values of a head that are rotated: the first ones."""
+    share = full.get("partial_rotary_factor")
+    size = head_size if share is None else int(head_size * share) if isinstance(share, int | float) else 0
+    if size % 2 or not 0 < size <= head_size:
+        raise EspalierError(
+            f"{path}: partial_rotary_factor = {share!r} of heads of {head_size} values; an even number of values, of "
+            "2 at least, must be rotated: correct the config"
+        )
+    return size
 
 
 def full_attention(full: Raw) -> Windows:

@@ -18,6 +18,7 @@ from espalier.models.draft import DraftOutput
 from espalier.models.eagle3_config import Eagle3Config, looks_like_eagle3
 from espalier.models.layers.attention import Attention
 from espalier.models.layers.embedding import Embedding
+from espalier.models.layers.latent_attention import LatentAttention
 from espalier.models.layers.linear import Linear
 from espalier.models.layers.mlp import GatedMLP
 from espalier.models.layers.norm import RMSNorm
@@ -41,7 +42,7 @@ class Eagle3Draft:
         fuser: "Fuser",
         embed_norm: RMSNorm,
         hidden_norm: RMSNorm,
-        attention: Attention,
+        attention: Attention | LatentAttention,
         mlp_norm: RMSNorm,
         mlp: GatedMLP,
         norm: RMSNorm,

@@ -10,13 +10,18 @@ import torch
 
 from espalier.errors import EspalierError
 from espalier.models.config import Family, ModelConfig, Raw, parse
+from espalier.models.deepseek import V2, V3
 from espalier.models.draft import DraftSpec
 from espalier.models.loading import FAMILIES, layer_specs_of
 from espalier.models.weights import Weights
 
-ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel")
+# Heads whose layer has latent attention.
+LATENT = ("Eagle3DeepseekV2ForCausalLM", "Eagle3DeepseekV3ForCausalLM")
+ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel", *LATENT)
 # Values of model_type that name the format of the head, not the kind of its layer.  The layer is then a Llama layer.
 WRAPPERS = ("eagle", "eagle3", "speculators", "speculator_model")
+# Targets whose heads name the captured layers in eagle_config by their input (_captured_layers).
+BY_INPUT = (V2.architecture, V3.architecture)
 EARLIER = ("LlamaForCausalLMEagle", "EagleLlamaForCausalLM", "EagleSpeculator")
 
 
@@ -61,13 +66,14 @@ def read_eagle3(path: Path, raw: Raw, target: ModelConfig) -> Eagle3Config:
     flat = {"num_hidden_layers": 1, "max_position_embeddings": target.max_position, **raw, **nested}
     eagle: Mapping[str, Any] = raw.get("eagle_config") or {}
     family = _layer_family(flat, path)
-    layer = parse(flat, family, path)
+    # The layer of a latent head is dense, though its config may repeat its target's experts.
+    layer = parse({**flat, "n_routed_experts": None} if family.latent else flat, family, path)
     draft_vocab = raw.get("draft_vocab_size") or layer.vocab_size
     config = Eagle3Config(
         layer=layer,
         draft_vocab=draft_vocab,
         target_hidden=raw.get("target_hidden_size") or layer.hidden_size,
-        capture=_captured_layers(raw, eagle, target.num_layers, path),
+        capture=_captured_layers(raw, eagle, target, path),
         fc_bias=bool(raw.get("bias", False)),
         norm_before_residual=bool(raw.get("norm_before_residual", False)),
         norm_output=bool(raw.get("norm_output", False)),
@@ -79,7 +85,7 @@ def read_eagle3(path: Path, raw: Raw, target: ModelConfig) -> Eagle3Config:
 
 
 def explain_earlier(raw: Raw, path: Path) -> str | None:
-    """Why a draft is not supported, if it is an EAGLE-1/2 head or an MLA draft; else None.
+    """Why a draft is not supported, if it is an EAGLE-1/2 head; else None.
 
     Raises EspalierError for an EAGLE-3 head that is declared as an EAGLE-1/2 head.
     """
@@ -91,7 +97,7 @@ def explain_earlier(raw: Raw, path: Path) -> str | None:
                 f"architectures to [{ARCHITECTURES[0]!r}]"
             )
         return f"architecture {name!r} is an EAGLE-1/2 head, not supported yet"
-    return f"architecture {name!r} is an MLA draft, not supported yet" if "deepseek" in str(name).lower() else None
+    return None
 
 
 def looks_like_eagle3(weights: Weights) -> bool:
@@ -99,16 +105,20 @@ def looks_like_eagle3(weights: Weights) -> bool:
 
 
 def _layer_family(flat: Mapping[str, Any], path: Path) -> Family:
-    """The family of the draft's layer: Llama, unless model_type names another supported family."""
-    by_type = {family.model_type: family for family in FAMILIES.values() if not family.latent}
+    """The family of the draft's layer: Llama, unless model_type names another supported family.
+
+    A latent head has DeepSeek-V3's attention, unless model_type names another latent family.
+    """
+    is_latent = bool(flat.get("kv_lora_rank")) or (flat.get("architectures") or [None])[0] in LATENT
+    by_type = {family.model_type: family for family in FAMILIES.values() if family.latent == is_latent}
     declared = flat.get("model_type", "llama")
-    if "deepseek" in str(declared) or flat.get("kv_lora_rank"):
-        raise EspalierError(f"{path}: an MLA draft ({declared}) is not supported yet; use a draft with plain attention")
     if flat.get("num_hidden_layers") != 1:
         raise EspalierError(
             f"{path}: num_hidden_layers = {flat.get('num_hidden_layers')}; only EAGLE-3 heads with one layer are "
             "supported; use such a draft"
         )
+    if is_latent:
+        return by_type.get(declared, V3)
     if declared not in (*by_type, *WRAPPERS):
         raise EspalierError(
             f"{path}: a draft layer of model_type {declared!r} is not supported; supported: {', '.join(by_type)}"
@@ -118,13 +128,17 @@ def _layer_family(flat: Mapping[str, Any], path: Path) -> Family:
     return by_type.get(declared, by_type["llama"])
 
 
-def _captured_layers(raw: Mapping[str, Any], eagle: Mapping[str, Any], num_layers: int, path: Path) -> tuple[int, ...]:
+def _captured_layers(
+    raw: Mapping[str, Any], eagle: Mapping[str, Any], target: ModelConfig, path: Path
+) -> tuple[int, ...]:
     """The target layers whose inputs are fused.
 
     Two formats differ by one.  The top-level ids of speculators name layers by their input (the default is
     [2, L/2, L-3]).  The ids in eagle_config of SafeAILab and SpecForge name layers by their output, which is the input
-    of layer id + 1.
+    of layer id + 1.  Heads for DeepSeek targets are the exception: their ids name layers by their input, unless the
+    first is 1, the output of layer 1 being the first of the default layers.
     """
+    num_layers = target.num_layers
     top, nested = raw.get("eagle_aux_hidden_state_layer_ids"), eagle.get("eagle_aux_hidden_state_layer_ids")
     if eagle.get("use_aux_hidden_state", True) is False:
         raise EspalierError(
@@ -133,7 +147,8 @@ def _captured_layers(raw: Mapping[str, Any], eagle: Mapping[str, Any], num_layer
     if top:
         ids = tuple(top)
     elif nested:
-        ids = tuple(i + 1 for i in nested)
+        by_input = target.architecture in BY_INPUT and nested[0] != 1
+        ids = tuple(nested) if by_input else tuple(i + 1 for i in nested)
     else:
         ids = (2, num_layers // 2, num_layers - 3)
     if any(not 0 <= i <= num_layers for i in ids):

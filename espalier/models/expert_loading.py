@@ -30,7 +30,7 @@ def load_experts(weights: Weights, experts: Experts, prefix: str, hidden: int) -
         name = f"{experts.router_name}.bias" if routing.logit_bias else "gate.e_score_correction_bias"
         bias = weights.take_exact(f"{prefix}{name}", routing.num_experts)
     if experts.shared_size:
-        shared = weights.mlp(f"{prefix}{experts.shared_name}.", hidden, experts.shared_size, bias=False)
+        shared = weights.mlp(f"{prefix}{experts.shared_name}.", hidden, experts.shared_size, experts.shared_bias)
     if experts.shared_gate is not None:
         shared_gate = weights.linear(prefix, (experts.shared_gate,), (1,), hidden, bias=False)
     return MixtureMLP(

@@ -8,7 +8,7 @@ import torch
 
 from espalier.cache.layer_spec import KVHeads, LatentKV, LayerSpec
 from espalier.errors import EspalierError
-from espalier.models import deepseek_v2, deepseek_v3, gpt_oss, llama, mistral, qwen2, qwen2_moe, qwen3, qwen3_moe
+from espalier.models import deepseek, glm4_moe, gpt_oss, llama, mistral, qwen2, qwen2_moe, qwen3, qwen3_moe
 from espalier.models.base import CausalLM
 from espalier.models.config import Family, ModelConfig, find_family, parse, read_json
 from espalier.models.expert_loading import load_experts
@@ -24,8 +24,11 @@ from espalier.models.weights import Weights
 
 # To add a family from outside this package: FAMILIES[FAMILY.architecture] = FAMILY.
 FAMILIES: dict[str, Family] = {
-    module.FAMILY.architecture: module.FAMILY
-    for module in (llama, qwen2, qwen3, mistral, qwen2_moe, qwen3_moe, deepseek_v2, deepseek_v3, gpt_oss)
+    family.architecture: family
+    for family in (
+        *(module.FAMILY for module in (llama, qwen2, qwen3, mistral, qwen2_moe, qwen3_moe, gpt_oss)),
+        *(deepseek.V2, deepseek.V3, glm4_moe.GLM, glm4_moe.GLM_LITE, glm4_moe.DOTS),
+    )
 }
 
 
@@ -92,12 +95,14 @@ def layer_specs_of(config: ModelConfig) -> tuple[LayerSpec, ...]:
     return tuple(LayerSpec(config.heads, row, window, scale) for window in config.windows)
 
 
-def load_attention(weights: Weights, config: ModelConfig, prefix: str, columns: int) -> Attention:
-    """The attention block under `prefix`.
+def load_attention(weights: Weights, config: ModelConfig, prefix: str, columns: int) -> Attention | LatentAttention:
+    """The attention block under `prefix`, in the form that the config declares.
 
     columns: input size of q, k and v: the hidden size, or twice that for a draft, whose input is embedding and hidden
     state concatenated.
     """
+    if config.latent is not None:
+        return _load_latent_attention(weights, config, config.latent, prefix, columns)
     size = config.head_size
     q_rows, kv_rows = config.heads * size, config.kv_heads * size
     rows = (q_rows, kv_rows, kv_rows)
@@ -111,22 +116,24 @@ def load_attention(weights: Weights, config: ModelConfig, prefix: str, columns: 
     return Attention(qkv, out, config.heads + 2 * config.kv_heads, q_norm, k_norm, sink)
 
 
-def load_latent_attention(weights: Weights, config: ModelConfig, latent: LatentConfig, prefix: str) -> LatentAttention:
-    """The latent attention block under `prefix`."""
+def _load_latent_attention(
+    weights: Weights, config: ModelConfig, latent: LatentConfig, prefix: str, columns: int
+) -> LatentAttention:
+    """The latent attention block under `prefix`.  columns: as in load_attention."""
     hidden, heads, rank = config.hidden_size, config.heads, latent.q_rank
     q_rows, bias = heads * latent.head_size, config.attention_bias
     q_down = q_norm = None
     if rank is not None:
-        q_down = weights.linear(prefix, ("q_a_proj",), (rank,), hidden, bias)
+        q_down = weights.linear(prefix, ("q_a_proj",), (rank,), columns, bias)
         q_norm = weights.norm(f"{prefix}q_a_layernorm", rank, NORM_EPS)
-    q_name, q_columns = ("q_proj", hidden) if rank is None else ("q_b_proj", rank)
+    q_name, q_columns = ("q_proj", columns) if rank is None else ("q_b_proj", rank)
     kv_up = weights.take(f"{prefix}kv_b_proj.weight", heads * (latent.nope_size + latent.v_size), latent.kv_rank)
     k_up, v_up = kv_up.unflatten(0, (heads, -1)).split((latent.nope_size, latent.v_size), 1)
     return LatentAttention(
         q_down=q_down,
         q_norm=q_norm,
         q=weights.linear(prefix, (q_name,), (q_rows,), q_columns, bias=False),
-        kv_down=weights.linear(prefix, ("kv_a_proj_with_mqa",), (latent.row_size,), hidden, bias),
+        kv_down=weights.linear(prefix, ("kv_a_proj_with_mqa",), (latent.row_size,), columns, bias),
         kv_norm=weights.take(f"{prefix}kv_a_layernorm.weight", latent.kv_rank),
         k_up=k_up,
         v_up=v_up,
@@ -142,11 +149,7 @@ def load_layer(weights: Weights, config: ModelConfig, prefix: str, layer: int) -
     attention = f"{prefix}self_attn."
     return DecoderLayer(
         attention_norm=weights.norm(f"{prefix}input_layernorm", hidden, eps),
-        attention=(
-            load_attention(weights, config, attention, hidden)
-            if config.latent is None
-            else load_latent_attention(weights, config, config.latent, attention)
-        ),
+        attention=load_attention(weights, config, attention, hidden),
         mlp_norm=weights.norm(f"{prefix}post_attention_layernorm", hidden, eps),
         mlp=(
             weights.mlp(f"{prefix}mlp.", hidden, config.intermediate_size, config.mlp_bias)

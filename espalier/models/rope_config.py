@@ -25,11 +25,12 @@ FIELDS = (
 )
 
 
-def read_rope(full: Raw, head_size: int, longest: int, path: Path) -> tuple[RopeConfig, int]:
+def read_rope(full: Raw, rotated: int, longest: int, path: Path) -> tuple[RopeConfig, int]:
     """The RoPE configuration, and the longest context that it was made for.
 
-    longest: max_position_embeddings.  Two formats are read: rope_theta with rope_scaling, and rope_parameters of
-    transformers 5, which holds all values.  Raises EspalierError for a type or parameter that is not supported.
+    rotated: values of a head that are rotated.  longest: max_position_embeddings.  Two formats are read: rope_theta
+    with rope_scaling, and rope_parameters of transformers 5, which holds all values.  Raises EspalierError for a type
+    or parameter that is not supported.
     """
     parameters: Raw = {}
     for source in (full.get("rope_parameters"), full.get("rope_scaling")):
@@ -43,10 +44,6 @@ def read_rope(full: Raw, head_size: int, longest: int, path: Path) -> tuple[Rope
     if kind not in TYPES or unknown:
         what = f"rope type {kind!r}" if kind not in TYPES else f"rope parameter {unknown[0]!r}"
         raise EspalierError(f"{path}: {what} is not supported; supported types are {', '.join(TYPES)}")
-    if parameters.get("partial_rotary_factor") not in (None, 1, 1.0):
-        raise EspalierError(
-            f"{path}: partial_rotary_factor = {parameters['partial_rotary_factor']!r}; only 1.0 is supported"
-        )
     theta = parameters.get("rope_theta") or full.get("rope_theta") or 10000.0
     original = int(parameters.get("original_max_position_embeddings") or longest)
     scaled = kind != "default"
@@ -56,7 +53,7 @@ def read_rope(full: Raw, head_size: int, longest: int, path: Path) -> tuple[Rope
         if not isinstance(parameters.get(name), int | float):
             raise EspalierError(f"{path}: rope type 'llama3' needs a number {name!r}, not {parameters.get(name)!r}")
     rope = RopeConfig(
-        dim=head_size,
+        dim=rotated,
         theta=float(theta),
         type=kind,
         original_max_position=original,

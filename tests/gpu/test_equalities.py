@@ -12,9 +12,9 @@ import torch
 from espalier.request import SamplingParams
 from tests.gpu.conftest import EQUALITIES
 from tests.gpu.engines import DeviceSetup
-from tests.gpu.watching import DeviceWatch
+from tests.gpu.watching import DeviceWatch, attention_kernels
 from tests.harness import prompts, request
-from tests.properties.layouts import Cell, pairwise_cells
+from tests.properties.layouts import Cell, latent_cells, pairwise_cells
 from tests.properties.watch import run_watched
 
 pytestmark = pytest.mark.gpu
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.gpu
 EAGLE = [cell for cell in pairwise_cells() if cell.algorithm == "eagle3" and cell.steps]
 NGRAM = [cell for cell in pairwise_cells() if cell.algorithm == "ngram" and cell.steps]
 # Every page size, number of branches, depth and window among them; what the CPU runs in full.
-CELLS = [*EAGLE[1::2], *NGRAM[2::6]]
+CELLS = [*EAGLE[1::2], *NGRAM[2::6], *latent_cells()[1::4]]
 
 
 def on_device(cell: Cell, dtype: torch.dtype, attention: str) -> DeviceSetup:
@@ -40,7 +40,9 @@ def test_they_hold_in_float64(cell, put_on_record):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bf16"])
 def test_they_hold_where_numbers_are_rounded(dtype, cell, put_on_record):
     setup = on_device(cell, dtype, "auto")
-    figures = run_watched(DeviceWatch(setup), cell.traffic)
+    with attention_kernels() as launched:
+        figures = run_watched(DeviceWatch(setup), cell.traffic)
+    assert launched == {"tree_attention_triton"}
     put_on_record(EQUALITIES, {"name": f"{dtype} {setup.backend}", **figures})
 
 

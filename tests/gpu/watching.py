@@ -1,18 +1,21 @@
 """The watch of tests/properties over an engine on the GPU: each launch is waited for, and looked at on the CPU."""
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
+from espalier.attention import triton
 from espalier.engine.cuda import CudaExecutor
 from espalier.engine.executor import Handle
 from espalier.engine.launch_input import LaunchInput, RequestResult
 from espalier.slots import SlotTable
 from tests.gpu.engines import DeviceSetup
 from tests.gpu.twin import Done
-from tests.properties.watch import CONSERVED, INCREMENTAL, PROPERTIES, READY, RESERVE, Watch
+from tests.properties.watch import CONSERVED, INCREMENTAL, PROPERTIES, READY, RESERVE, ROUTED, Watch
 
 # Of rows of K/V and hidden states (row_error), and of scores.  float64 on a GPU sums in another order than on the CPU,
 # as the watch allows for.
@@ -23,7 +26,27 @@ from tests.properties.watch import CONSERVED, INCREMENTAL, PROPERTIES, READY, RE
 # 1.3, half the time.  The bound stands between: 64 times 2^-8.
 TOLERANCES = {torch.float64: (1e-9, 1e-5), torch.float32: (1e-4, 1e-4), torch.bfloat16: (0.25, 0.0)}
 # In bfloat16 another token or node may be as good, but whatever was decided must be in the pages.
+# A graph runs no Python that could count routed rows.
+ON_DEVICE = tuple(name for name in PROPERTIES if name != ROUTED)
 COMMITTED = (INCREMENTAL, READY, RESERVE, CONSERVED)
+
+
+@contextmanager
+def attention_kernels() -> Iterator[set[str]]:
+    """The names of the attention kernels that the GPU's backend launches or captures meanwhile."""
+    launched: set[str] = set()
+
+    def noted(launch: Callable[..., Any]) -> Callable[..., Any]:
+        def noting(*args: Any, **how: Any) -> Any:
+            launched.add(launch.__name__)
+            return launch(*args, **how)
+
+        return noting
+
+    with ExitStack() as patches:
+        for launch in (triton.tree_attention_triton, triton.latent_attention_triton):
+            patches.enter_context(patch.object(triton, launch.__name__, noted(launch)))
+        yield launched
 
 
 class Looked:
@@ -66,7 +89,7 @@ class DeviceWatch(Watch):
     def __init__(self, setup: DeviceSetup, properties: Collection[str] | None = None):
         """properties: by default those that a dtype can hold."""
         if properties is None:
-            properties = COMMITTED if setup.dtype == torch.bfloat16 else PROPERTIES
+            properties = COMMITTED if setup.dtype == torch.bfloat16 else ON_DEVICE
         engine = setup.engine()
         assert isinstance(engine.executor, CudaExecutor)
         self.on_device = engine.executor.runner.pages

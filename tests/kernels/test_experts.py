@@ -66,6 +66,13 @@ def exact_parts(x, gate_up, down, ids, weights, live=None, biases=None, activati
     return parts
 
 
+@pytest.mark.parametrize("make", [grouped_experts_reference, grouped_experts_triton])
+def test_extra_parts_are_left_to_the_caller(make, kernel_device):
+    given = drawn(7, 6, 2, 32, 24, kernel_device)
+    parts, more = make(*given), make(*given, extra=2)
+    assert more.shape == (4, 7, 32) and torch.equal(more[:2], parts)
+
+
 def assert_close(parts, exact, dtype):
     """Relative to the largest value: three roundings to dtype, and sums in float32 at least."""
     assert parts.shape == exact.shape

@@ -25,6 +25,8 @@ def load_reference(path: Path, dtype: torch.dtype) -> Any:
                 module.forward = ROTARY.get(type(module).__name__, _rotary_float64).__get__(module)
             elif type(module).__name__.endswith("MoeTopKRouter"):
                 module.forward = _router_float64.__get__(module)
+            elif type(module).__name__.endswith("TopkRouter"):
+                module.forward = _topk_router_float64.__get__(module)
     return model
 
 
@@ -71,6 +73,24 @@ def _router_float64(self: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     logits = F.linear(x.reshape(-1, self.hidden_dim), self.weight)
     weights, ids = logits.softmax(-1).topk(self.top_k, dim=-1)
     return logits, weights / weights.sum(-1, keepdim=True) if self.norm_topk_prob else weights, ids
+
+
+def _topk_router_float64(self: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The router of DeepSeek and of those that have taken it over."""
+    logits = F.linear(x.reshape(-1, self.hidden_dim), self.weight)
+    groups = (self.num_group or 1, -1)
+    is_v2 = isinstance(self, modeling_deepseek_v2.DeepseekV2TopkRouter)
+    scores = logits.softmax(-1) if is_v2 else logits.sigmoid()
+    choosing = (scores if is_v2 else scores + self.e_score_correction_bias).unflatten(-1, groups)
+    if not is_v2 or self.topk_method == "group_limited_greedy":
+        group_scores = choosing.amax(-1) if is_v2 else choosing.topk(2).values.sum(-1)
+        others = group_scores.argsort(-1)[:, : groups[0] - self.topk_group]
+        choosing = choosing.scatter(1, others[:, :, None].expand(-1, -1, choosing.shape[-1]), -torch.inf)
+    ids = choosing.flatten(1).topk(self.top_k).indices
+    weights = scores.gather(1, ids)
+    if not is_v2 and self.norm_topk_prob:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return logits, weights * self.routed_scaling_factor, ids
 
 
 def reference_logits(model: nn.Module, tokens: Tensor) -> tuple[Tensor, list[Tensor]]:

@@ -15,6 +15,10 @@ from tests.models.reference import load_reference, reference_logits
 from tests.oracles.dense import DenseAttend
 
 LENGTH = 40
+# The factors of DeepSeek-V3 and V2-Lite, over a shorter length.
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 40, "beta_fast": 32, "beta_slow": 1}
+YARN |= {"mscale": 1.0, "mscale_all_dim": 1.0, "original_max_position_embeddings": 16}
+YARN_LITE = {**YARN, "mscale": 0.707, "mscale_all_dim": 0.707}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama, one kv head": ("llama", {"kv_heads": 1}),
@@ -55,9 +59,14 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral, window": ("mistral", {"sliding_window": 6}),
     "mistral, head size apart": ("mistral", {"head_dim": 10}),
     "deepseek_v2": ("deepseek_v2", {}),
-    "deepseek_v2, queries without a latent": ("deepseek_v2", {"q_lora_rank": None}),
+    "deepseek_v2, queries without a latent, greedy": ("deepseek_v2", {"q_lora_rank": None, "topk_method": "greedy"}),
     "deepseek_v2, attention and mlp biases": ("deepseek_v2", {"attention_bias": True, "mlp_bias": True}),
+    "deepseek_v2, as V2-Lite": (
+        "deepseek_v2",
+        {"topk_method": "greedy", "n_group": 1, "topk_group": 1, "q_lora_rank": None, "rope_parameters": YARN_LITE},
+    ),
     "deepseek_v3": ("deepseek_v3", {}),
+    "deepseek_v3, dense": ("deepseek_v3_dense", {}),
     "deepseek_v3, queries without a latent, biases": ("deepseek_v3", {"q_lora_rank": None, "attention_bias": True}),
     "deepseek_v3, rope in halves": ("deepseek_v3", {"rope_interleave": False}),
     "gpt_oss": ("gpt_oss", {}),
@@ -70,6 +79,15 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "deepseek_v3, eps of the other norms": ("deepseek_v3", {"rms_norm_eps": 0.1}),
+    "deepseek_v3, weights as they are, yarn": ("deepseek_v3", {"norm_topk_prob": False, "rope_parameters": YARN}),
+    "deepseek_v3, one group": ("deepseek_v3", {"n_group": 1, "topk_group": 1}),
+    "glm4_moe": ("glm4_moe", {}),
+    "glm4_moe, biases, norms of heads": ("glm4_moe", {"attention_bias": True, "use_qk_norm": True}),
+    "glm4_moe, a third rotated, yarn": ("glm4_moe", {"rope_parameters": {**YARN, "partial_rotary_factor": 0.34}}),
+    "glm4_moe_lite": ("glm4_moe_lite", {}),
+    "glm4_moe_lite, layers by type": ("glm4_moe_lite", {"mlp_layer_types": ["sparse", "dense", "sparse"]}),
+    "dots1": ("dots1", {}),
+    "dots1, window on upper layers": ("dots1", {"sliding_window": 5, "max_window_layers": 1}),
 }
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
 

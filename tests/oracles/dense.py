@@ -52,15 +52,18 @@ def latent_of(projections: LatentProjections) -> tuple[Tensor, Tensor]:
 
 
 def heads_of(qkv: Tensor, turn: RopeAndNorm, g: LayerSpec) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v [B, Q, heads, size] of a layer's projections, in their dtype, q and k normed and rotated."""
+    """q, k, v [B, Q, heads, size] of a layer's projections, in their dtype, q and k normed, and their first part
+    rotated."""
     assert isinstance(g.keeps, KVHeads)
     q, k, v = qkv.split((g.heads, g.keeps.kv_heads, g.keeps.kv_heads), 2)
-    cos, sin = (table.view(*qkv.shape[:2], 1, qkv.shape[3]) for table in (turn.cos, turn.sin))
+    rotary = turn.cos.shape[1]
+    cos, sin = (table.view(*qkv.shape[:2], 1, rotary) for table in (turn.cos, turn.sin))
 
     def turned(x: Tensor, norm: Tensor | None) -> Tensor:
         if norm is not None:
             x = x / (x.pow(2).mean(-1, keepdim=True) + turn.eps).sqrt() * norm
-        return (x * cos + x.roll(x.shape[-1] // 2, -1) * sin).to(qkv.dtype)
+        first, rest = x[..., :rotary], x[..., rotary:]
+        return torch.cat((first * cos + first.roll(rotary // 2, -1) * sin, rest), 3).to(qkv.dtype)
 
     return turned(q, turn.q_norm), turned(k, turn.k_norm), v
 

@@ -22,6 +22,9 @@ LAYOUTS: dict[str, Sequence[Any]] = {
     "nodes": ("2", "middle", "bound"),
     "batch": (1, 3),
 }
+# Families whose own layers keep a latent row, all with experts.  The draft of the first is Llama-shaped, that of the
+# second latent.
+OWN_LATENT = ("deepseek_v2", "deepseek_v3")
 # What it is crossed with: pairwise by choice, in the whole product in turn.
 AROUND: dict[str, Sequence[Any]] = {
     "algorithm": ("eagle3", "ngram"),
@@ -29,7 +32,7 @@ AROUND: dict[str, Sequence[Any]] = {
     "overlap": (False, True),
     "window": (None, 6),
     "draft_vocab": (None, 11),
-    "keeps": ("kv", "latent", "deepseek_v3"),
+    "keeps": ("kv", "latent", *OWN_LATENT),
     "experts": (False, True),
     "sinks": (False, True),
 }
@@ -106,7 +109,7 @@ class Cell:
 
     @property
     def is_own_latent(self) -> bool:
-        return self.keeps not in ("kv", "latent")
+        return self.keeps in OWN_LATENT
 
     @property
     def family(self) -> str:
@@ -155,11 +158,11 @@ def refused(cell: Mapping[str, Any]) -> bool:
 def impossible(cell: Mapping[str, Any]) -> bool:
     """Whether the known factors of a cell are refused, or fit no family.
 
-    DeepSeek runs here without windows and experts; GPT-OSS, which alone has sinks, always has both.
+    DeepSeek runs here with experts and without windows; GPT-OSS, which alone has sinks, always has both.
     """
-    other = cell.get("window") is not None or bool(cell.get("experts"))
+    other = cell.get("window") is not None or cell.get("experts") is False
     lacks = cell.get("window", 6) is None or not cell.get("experts", True) or cell.get("keeps", "kv") != "kv"
-    return refused(cell) or (cell.get("keeps") == "deepseek_v3" and other) or (bool(cell.get("sinks")) and lacks)
+    return refused(cell) or (cell.get("keeps") in OWN_LATENT and other) or (bool(cell.get("sinks")) and lacks)
 
 
 def pairwise_cells() -> list[Cell]:
@@ -181,6 +184,13 @@ def all_cells() -> list[Cell]:
     around = [row for row in rows_of(AROUND) if not impossible(row)]
     rows = [row for row in rows_of(LAYOUTS) if not refused(row)]
     return [Cell(**row, **around[i * 7 % len(around)]) for i, row in enumerate(rows)]
+
+
+def latent_cells() -> list[Cell]:
+    """Every page size and topk of a latent target under EAGLE-3, with drafts of both forms."""
+    factors = {"page_size": (1, 2, 16, 64, 256), "topk": (1, 2, 4, 8), "keeps": OWN_LATENT}
+    fixed = {"steps": 3, "nodes": "middle", "batch": 3, "experts": True}
+    return [Cell(**row, **fixed, overlap=i % 3 == 0) for i, row in enumerate(rows_of(factors))]
 
 
 def refused_cells() -> list[Cell]:

@@ -21,6 +21,8 @@ from tests.properties.summary import FAULT
 from tests.properties.watch import PROPERTIES, Watch, run_watched
 
 SETUP = Setup(steps=4, topk=3, num_draft_tokens=24, page_size=2, max_batch=3, max_context=48, chunk_size=16)
+# A latent target with experts, and a latent draft.
+LATENT = replace(SETUP, family="deepseek_v3")
 
 
 def traffic() -> list[Request]:
@@ -39,9 +41,9 @@ def holds(*properties: str, setup: Setup = SETUP) -> None:
     run_watched(Watch(setup.engine(), setup.algorithm, reference_of(setup), properties), traffic())
 
 
-def caught(property: str) -> bool:
+def caught(property: str, setup: Setup = SETUP) -> bool:
     try:
-        holds(property)
+        holds(property, setup=setup)
     except PageDefect:
         # The pool's own books, which anything that lets go of a page may trip over: that is conservation's catch alone.
         return property == held.CONSERVED
@@ -62,21 +64,35 @@ CATCHES = {
     "per-branch-reserve": held.RESERVE,
     "parent-noise": held.TOKENS,
     "page-freed-twice": held.CONSERVED,
+    "rope-left-out": held.INCREMENTAL,
+    "padding-routed": held.ROUTED,
 }
+# What only a latent target with experts shows, and what it shows too.
+OF_LATENT = ("rope-left-out", "padding-routed")
+ALSO_OF_LATENT = ("rows-without-topk", "packed-stride", "sibling-committed", "wrong-ancestor")
 
 
+@pytest.mark.parametrize("setup", [SETUP, LATENT], ids=["llama", "latent"])
 @pytest.mark.parametrize("overlap", [False, True])
-def test_unbroken_every_property_holds(overlap):
-    holds(*PROPERTIES, setup=replace(SETUP, overlap=overlap))
+def test_unbroken_every_property_holds(overlap, setup):
+    holds(*PROPERTIES, setup=replace(setup, overlap=overlap))
 
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_property_catches(name, put_on_record):
+    setup = LATENT if name in OF_LATENT else SETUP
     with plant(name) as fault:
-        noticed = [property for property in PROPERTIES if caught(property)]
+        noticed = [property for property in PROPERTIES if caught(property, setup)]
     assert CATCHES[name] in noticed
     first = [CATCHES[name], *(property for property in noticed if property != CATCHES[name])]
     put_on_record(FAULT, [name, " ".join(fault.reports) or "-", ", ".join(first)])
+
+
+@pytest.mark.parametrize("name", ALSO_OF_LATENT)
+def test_the_same_property_catches_it_on_a_latent_target(name, put_on_record):
+    with plant(name) as fault:
+        assert caught(CATCHES[name], LATENT)
+    put_on_record(FAULT, [f"{name}, latent target", " ".join(fault.reports) or "-", CATCHES[name]])
 
 
 # What it takes for a fault to show at all: without it, the broken path is the right one and nobody may complain.
@@ -85,6 +101,8 @@ HARMLESS: dict[str, dict] = {
     "rows-without-topk": {"topk": 1, "num_draft_tokens": 5},
     "packed-stride": {"max_batch": 1},
     "table-column-off": {"page_size": 64},
+    "rope-left-out": {"family": "llama"},
+    "padding-routed": {"family": "llama"},
 }
 
 

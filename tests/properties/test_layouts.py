@@ -12,6 +12,7 @@ from tests.properties.layouts import (
     corner_cells,
     impossible,
     is_refused,
+    latent_cells,
     pairwise_cells,
     reference_of,
     refused_cells,
@@ -20,7 +21,7 @@ from tests.properties.summary import CELL, REFUSED
 from tests.properties.watch import Watch, run_watched
 
 DEFAULT = list(dict.fromkeys([*pairwise_cells(), *corner_cells()]))
-FULL = [cell for cell in all_cells() if cell not in DEFAULT]
+FULL = [cell for cell in dict.fromkeys([*all_cells(), *latent_cells()]) if cell not in DEFAULT]
 
 
 @pytest.mark.parametrize("cell", [*DEFAULT, *(pytest.param(cell, marks=pytest.mark.full) for cell in FULL)], ids=str)

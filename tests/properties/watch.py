@@ -5,9 +5,11 @@ The three equalities of docs/design.md, the tokens, and the pages.  A watch read
 model's layers do, by position through the page table, with arithmetic of its own."""
 
 from collections import Counter, deque
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -15,6 +17,8 @@ from torch import Tensor
 from espalier.engine.engine import Engine
 from espalier.engine.executor import Handle
 from espalier.engine.launch_input import DraftTree, LaunchInput, RequestResult, RoundTrace
+from espalier.kernels.layers.experts import grouped_experts
+from espalier.models.layers import experts
 from espalier.request import Request
 from espalier.speculate.tree import VOID
 from tests.oracles.reference_round import Node, Reference
@@ -25,15 +29,16 @@ EXACT = 1e-9
 # Scores are float32 by design, sums of at most eight log-probabilities below 100: half an ulp of that each.
 SCORE = 1e-5
 
-INCREMENTAL, READY, PROPOSAL, TOKENS, RESERVE, CONSERVED = (
+INCREMENTAL, READY, PROPOSAL, TOKENS, RESERVE, CONSERVED, ROUTED = (
     "incremental",
     "ready",
     "proposal",
     "tokens",
     "reserve",
     "conserved",
+    "routed",
 )
-PROPERTIES = (INCREMENTAL, READY, PROPOSAL, TOKENS, RESERVE, CONSERVED)
+PROPERTIES = (INCREMENTAL, READY, PROPOSAL, TOKENS, RESERVE, CONSERVED, ROUTED)
 
 
 @dataclass
@@ -118,7 +123,10 @@ class Watch:
             self.reference.prepare(request, self.engine.layout.max_context)
         self.spoil(self._handed_out.popleft())
         before = [self.decided(slot) for slot in launch_input.slots]
-        rows = self._run(launch_input)
+        with routed_rows() as routed:
+            rows = self._run(launch_input)
+        if ROUTED in self.properties:
+            self.check_routed(launch_input, rows, routed)
         self.launches += 1
         for slot in launch_input.slots:
             self.check_slot(slot)
@@ -224,6 +232,16 @@ class Watch:
                 f"request {request.id} got {request.output}, plain decoding gives {expected}"
             )
 
+    def check_routed(self, launch_input: LaunchInput, rows: list[RequestResult], routed: list[int]) -> None:
+        """Each layer with experts routes the rows of requests, and neither padding nor void nodes."""
+        config = self.engine.executor.runner.target.config
+        layers = 0 if config.experts is None else len(config.experts.layers)
+        if launch_input.is_prefill:
+            count = sum(launch_input.lengths)
+        else:
+            count = sum(token != VOID for row in rows if row.tree is not None for token in row.tree.tokens)
+        assert routed == [count] * layers, f"{routed} rows were routed to experts, {count} in each layer are due"
+
     # On the host
 
     def check_reserve(self, request: Request) -> None:
@@ -253,6 +271,19 @@ class Watch:
         table, page = self.engine.executor.runner.table, self.engine.layout.page_size
         held = table.page_table[slot].tolist()
         return torch.tensor([held[q // page] * page + q % page for q in range(first, end)], dtype=torch.int64)
+
+
+@contextmanager
+def routed_rows() -> Iterator[list[int]]:
+    """The number of rows that go to experts, one entry for each call of the expert product."""
+    routed: list[int] = []
+
+    def counted(x: Tensor, *args: Any, live: Tensor | None = None, **how: Any) -> Tensor:
+        routed.append(len(x) if live is None else int(live.sum()))
+        return grouped_experts(x, *args, live=live, **how)
+
+    with patch.object(experts, "grouped_experts", counted):
+        yield routed
 
 
 def run_watched(watch: Watch, requests: list[Request], last: bool = True) -> dict[str, Any]:

@@ -53,15 +53,17 @@ def grouped_experts(
     live: Tensor | None = None,
     biases: ExpertBiases | None = None,
     activation: Activation = SILU,
+    extra: int = 0,
 ) -> Tensor:
-    """The weighted results of each row's experts, in order of choice: parts [K, N, H].
+    """The weighted results of each row's experts, in order of choice: parts [K + extra, N, H].
 
     x: [N, H].  gate_up: [E, 2·I, H], gate over up.  down: [E, H, I].  ids: [N, K] int64, different experts for a row.
     weights: [N, K], float32 (float64 for float64), as parts.  live: [N] bool; other rows go to no expert, and their
-    parts are 0; None: all rows.  The bias of `down` is weighted like the product.
+    parts are 0; None: all rows.  The bias of `down` is weighted like the product.  extra: parts at the end that the
+    caller writes.
     """
     implementation = grouped_experts_triton if x.is_cuda else grouped_experts_reference
-    return implementation(x, gate_up, down, ids, weights, live, biases, activation)
+    return implementation(x, gate_up, down, ids, weights, live, biases, activation, extra)
 
 
 @dataclass(frozen=True)
@@ -273,6 +275,7 @@ def grouped_experts_triton(
     live: Tensor | None = None,
     biases: ExpertBiases | None = None,
     activation: Activation = SILU,
+    extra: int = 0,
 ) -> Tensor:
     """x's dtype is bfloat16, float16, float32 (IEEE products) or float64; weights and biases are contiguous.
 
@@ -283,7 +286,7 @@ def grouped_experts_triton(
     _require(x, gate_up, down, ids, weights, biases)
     gate_up_bias, down_bias = (None, None) if biases is None else (biases.gate_up, biases.down)
     num_experts, inner, top_k = gate_up.shape[0], down.shape[2], ids.shape[1]
-    parts = weights.new_empty(top_k, num_rows, hidden)
+    parts = weights.new_empty(top_k + extra, num_rows, hidden)
     if parts.numel() == 0:
         return parts
     plan, gpu = plan_for(ids.numel(), num_experts, x.dtype), chip(x)
@@ -350,11 +353,12 @@ def grouped_experts_reference(
     live: Tensor | None = None,
     biases: ExpertBiases | None = None,
     activation: Activation = SILU,
+    extra: int = 0,
 ) -> Tensor:
     """A loop over the experts that have rows.  It reads their number on the host."""
     top_k = ids.shape[1]
     gate_up_bias, down_bias = (None, None) if biases is None else (biases.gate_up, biases.down)
-    parts = x.new_zeros(top_k, len(x), down.shape[1], dtype=weights.dtype)
+    parts = x.new_zeros(top_k + extra, len(x), down.shape[1], dtype=weights.dtype)
     if live is not None:
         ids = ids.masked_fill(~live[:, None], len(gate_up))
     counts = ids.flatten().bincount(minlength=len(gate_up) + 1).tolist()

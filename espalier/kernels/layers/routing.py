@@ -66,6 +66,11 @@ class Routing:
                 raise EspalierError(f"routing with {name} = {value!r}, but 1 to {most} is needed; correct the config")
         if self.correction_bias and self.logit_bias:
             raise EspalierError("routing with biases of both scores and logits is not supported; use another model")
+        if not isinstance(self.routed_scaling_factor, int | float):
+            raise EspalierError(
+                f"routing with routed_scaling_factor = {self.routed_scaling_factor!r}, but a number is needed; correct "
+                "the config"
+            )
         size = self.group_size
         if size * self.n_group != self.num_experts or size * self.topk_group < self.top_k:
             raise EspalierError(

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from espalier.kernels.layers.activation import SILU, Activation
 from espalier.kernels.layers.experts import ExpertBiases, grouped_experts
-from espalier.kernels.layers.linear import sum_parts_reference
 from espalier.kernels.layers.routing import Routing, route
 from espalier.models.layers.linear import Linear
 from espalier.models.layers.mlp import GatedMLP
@@ -54,15 +53,16 @@ class MixtureMLP:
         live: [N] bool; other rows go to no expert.  None: all rows do.
         """
         ids, weights = route(router_logits(x, self.router), self.bias, self.routing)
-        parts = grouped_experts(x, self.gate_up, self.down, ids, weights, live, self.biases, self.activation)
-        return parts if self.shared is None else torch.cat((parts, self._shared(x, parts.dtype)[None]))
-
-    def _shared(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """[N, hidden]: the output of the shared experts."""
-        assert self.shared is not None
-        out = self.shared(x)
-        out = sum_parts_reference(out, x.dtype) if out.ndim == 3 else out
-        return out.to(dtype) if self.shared_gate is None else out.to(dtype) * self.shared_gate(x).to(dtype).sigmoid()
+        experts = (x, self.gate_up, self.down, ids, weights, live, self.biases, self.activation)
+        if self.shared is None:
+            return grouped_experts(*experts)
+        parts = grouped_experts(*experts, extra=1)
+        shared = self.shared.whole(x)
+        if self.shared_gate is None:
+            parts[-1] = shared
+        else:
+            torch.mul(shared, self.shared_gate(x).to(parts.dtype).sigmoid(), out=parts[-1])
+        return parts
 
 
 def router_logits(x: Tensor, weight: Tensor) -> Tensor:

@@ -20,3 +20,7 @@ class GatedMLP:
         live: [B·Q] bool, as MixtureMLP takes it.  Here every row is computed.
         """
         return self.down.in_parts(self.gate_up.gated(x))
+
+    def whole(self, x: Tensor) -> Tensor:
+        """[B·Q, hidden] -> [B·Q, hidden], never parts of it."""
+        return self.down(self.gate_up.gated(x))

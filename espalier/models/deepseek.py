@@ -1,0 +1,141 @@
+"""DeepSeek-V2, V2-Lite, V3, V3.1 and R1: latent attention, a shared expert, and routed experts behind dense layers.
+
+V2's queries may have no latent of their own.  V2 weights experts by softmax, V3 by sigmoid with a correction bias
+(DeepSeek-AI 2024, arXiv:2405.04434, section 2.2, and arXiv:2412.19437, section 2.1.2).
+"""
+
+from dataclasses import replace
+
+from espalier.errors import EspalierError
+from espalier.kernels.layers.routing import Routing
+from espalier.models.config import Experts, Family, Raw, full_attention
+
+EXPERT_FIELDS = (
+    "n_routed_experts",
+    "n_shared_experts",
+    "first_k_dense_replace",
+    "scoring_func",
+    "topk_method",
+    "routed_scaling_factor",
+)
+# The value of scoring_func that goes with each topk_method.
+SCORINGS = {"greedy": "softmax", "group_limited_greedy": "softmax", "noaux_tc": "sigmoid"}
+
+
+def routed_experts(full: Raw, methods: tuple[str, ...], layers: frozenset[int]) -> Experts | None:
+    """The experts of `layers`.  methods: the values of topk_method that the family's code has, the default first.
+
+    Raises EspalierError for another topk_method or scoring_func.
+    """
+    if not full["n_routed_experts"] or not layers:
+        return None
+    method = full.get("topk_method") or methods[0]
+    scoring = SCORINGS[methods[0]]
+    for name, value, supported in (
+        ("topk_method", method, methods),
+        ("scoring_func", full.get("scoring_func") or scoring, (scoring,)),
+    ):
+        if value not in supported:
+            known = " or ".join(map(repr, supported))
+            raise EspalierError(f"{name} = {value!r} is not supported, only {known}; use another model")
+    size, num_shared = full["moe_intermediate_size"], full["n_shared_experts"] or 0
+    return Experts(
+        layers,
+        _routing(full, method),
+        size,
+        size * num_shared if isinstance(size, int) else 0,
+        "shared_experts",
+        shared_bias=bool(full.get("mlp_bias", False)),
+    )
+
+
+def _routing(full: Raw, method: str) -> Routing:
+    how = Routing(
+        full["n_routed_experts"],
+        full["num_experts_per_tok"],
+        norm_topk_prob=bool(full["norm_topk_prob"]),
+        routed_scaling_factor=full["routed_scaling_factor"],
+    )
+    if method == "greedy":
+        return how
+    how = replace(how, n_group=full["n_group"] or 1, topk_group=full["topk_group"] or 1)
+    if method == "group_limited_greedy":
+        return how
+    return replace(how, scoring="sigmoid", group_score="top2_sum", correction_bias=True)
+
+
+def layers_behind_dense(full: Raw) -> frozenset[int]:
+    """All layers but the first first_k_dense_replace; of them, every moe_layer_freq-th layer of the model."""
+    first, every = full["first_k_dense_replace"] or 0, full.get("moe_layer_freq") or 1
+    for name, value in (("first_k_dense_replace", first), ("moe_layer_freq", every)):
+        if not isinstance(value, int) or value < 0:
+            raise EspalierError(f"{name} = {value!r}; an integer of at least 0 is needed; correct the config")
+    return frozenset(layer for layer in range(first, int(full["num_hidden_layers"])) if layer % every == 0)
+
+
+def _experts_v2(full: Raw) -> Experts | None:
+    # The publisher's code scales the weights only if it does not norm them.  Transformers never norms them.  Published
+    # files do not set norm_topk_prob.
+    norm = full["norm_topk_prob"] and full["num_experts_per_tok"] != 1
+    scale = 1.0 if norm else full["routed_scaling_factor"]
+    own = {**full, "norm_topk_prob": norm, "routed_scaling_factor": scale}
+    return routed_experts(own, ("greedy", "group_limited_greedy"), layers_behind_dense(full))
+
+
+def _experts_v3(full: Raw) -> Experts | None:
+    return routed_experts(full, ("noaux_tc",), layers_behind_dense(full))
+
+
+V2 = Family(
+    architecture="DeepseekV2ForCausalLM",
+    model_type="deepseek_v2",
+    defaults={
+        "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "hidden_act": "silu",
+        "kv_lora_rank": 512,
+        "q_lora_rank": 1536,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "rope_interleave": True,
+        "first_k_dense_replace": 0,
+        "n_routed_experts": 64,
+        "num_experts_per_tok": None,
+        "n_shared_experts": 2,
+        "moe_intermediate_size": 1407,
+        "norm_topk_prob": False,
+        "routed_scaling_factor": 1.0,
+        "n_group": None,
+        "topk_group": None,
+    },
+    qkv_bias=lambda full: bool(full["attention_bias"]),
+    out_bias=lambda full: bool(full["attention_bias"]),
+    windows=full_attention,
+    latent=True,
+    honours=EXPERT_FIELDS,
+    experts=_experts_v2,
+)
+V3 = replace(
+    V2,
+    architecture="DeepseekV3ForCausalLM",
+    model_type="deepseek_v3",
+    defaults={
+        **V2.defaults,
+        "max_position_embeddings": 4096,
+        "first_k_dense_replace": 3,
+        "n_routed_experts": 256,
+        "num_experts_per_tok": 8,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 2048,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "n_group": 8,
+        "topk_group": 4,
+    },
+    honours=(*EXPERT_FIELDS, "num_nextn_predict_layers"),
+    experts=_experts_v3,
+)
