@@ -6,7 +6,14 @@ from espalier.errors import EspalierError
 from espalier.synthetic.shapes import DEEPSEEK_V2, DEEPSEEK_V3, GPT_OSS, QWEN3_MOE, Shape
 from tests.synthetic.test_checkpoint import tiny
 
-LATENT = {"kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 48, "head_dim": 32}
+LATENT = {
+    "num_key_value_heads": 8,
+    "head_dim": 32,
+    "kv_lora_rank": 64,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 48,
+}
 DENSE = {"n_routed_experts": 16, "first_k_dense_replace": 4}
 ROUTED = {
     "first_k_dense_replace": 1,
