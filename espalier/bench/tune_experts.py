@@ -1,18 +1,22 @@
 """`espalier doctor --tune experts`: measure the expert product on this GPU, and write the fastest plans for the engine.
 
-Each call of a chain has experts of its own, drawn as if routing were uniform, so that no weights are in the L2 cache.
 The two products are measured apart; then the best of each are measured together, sort included.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, product
+from pathlib import Path
 from typing import TypeVar
 
 import torch
+from rich.text import Text
 from torch import Tensor
 
+from espalier.bench.expert_product import Calls, experts_drawn
+from espalier.bench.linears import ModelShape
 from espalier.bench.timing import Stopwatch
+from espalier.errors import EspalierError
 from espalier.kernels.layers.experts import down_triton, gated_triton, grouped_experts_triton, tiles_of
 from espalier.kernels.layers.experts_plan import (
     ROWS_OF_BUCKET,
@@ -22,16 +26,13 @@ from espalier.kernels.layers.experts_plan import (
     candidates,
     rule,
 )
+from espalier.kernels.layers.experts_tuning import ExpertsTable, write
 from espalier.kernels.runtime.launch import Chip, chip
 from espalier.kernels.runtime.precompile import precompile
-from espalier.terminal.machine import require_gpu
+from espalier.terminal.console import print_header, print_table, progress, stdout
+from espalier.terminal.machine import installed, require_gpu
 
 ROWS = (1, 4, 8, 16, 32, 64, 128, 512, 2048)
-# Different calls of a chain, and FLOPs and bytes after which a chain is long enough.
-MAX_CALLS = 16
-MIN_CALLS = 3
-CHAIN_BYTES = 500 * 10**6
-CHAIN_FLOPS = 200 * 10**9
 # Plans of each product that are measured together with those of the other.
 FINALISTS = 2
 QUICK_TURNS, TURNS = 3, 10
@@ -61,49 +62,11 @@ class MeasuredExperts:
     @property
     def bytes_per_second(self) -> float:
         """Read of the touched experts."""
-        return self.touched * expert_bytes(self.shape) / self.us * 1e6
+        return self.touched * self.shape.expert_bytes / self.us * 1e6
 
     @property
     def flops_per_second(self) -> float:
-        return product_flops(self.shape, self.rows) / self.us * 1e6
-
-
-def expert_bytes(shape: ExpertsShape) -> int:
-    """Bytes of one expert, at two bytes a number."""
-    return 2 * 3 * shape.hidden * shape.inner
-
-
-def product_flops(shape: ExpertsShape, rows: int) -> int:
-    return 2 * 3 * shape.hidden * shape.inner * shape.top_k * rows
-
-
-class Calls:
-    """Inputs of a chain of calls: `rows` rows each, routed as if at random, each call to other experts."""
-
-    def __init__(self, shape: ExpertsShape, rows: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.shape, self.rows = shape, rows
-        touched = min(shape.num_experts, rows * shape.top_k) * expert_bytes(shape)
-        enough = max(-(-CHAIN_BYTES // touched), -(-CHAIN_FLOPS // product_flops(shape, rows)))
-        self.num = max(MIN_CALLS, min(MAX_CALLS, enough)) if rows > 1 else MAX_CALLS
-        self.x = torch.randn(rows, shape.hidden, dtype=dtype, device=device)
-        self.gated = torch.randn(rows * shape.top_k, shape.inner, dtype=dtype, device=device)
-        self.weights = torch.rand(rows, shape.top_k, device=device)
-        self.ids = [ids.to(device) for ids in drawn_ids(shape, rows, self.num)]
-
-    @property
-    def touched(self) -> float:
-        return sum(len(ids.unique()) for ids in self.ids) / self.num
-
-
-def drawn_ids(shape: ExpertsShape, rows: int, num_calls: int) -> list[Tensor]:
-    """ids [rows, K] of each call.  Rows are independent; from call to call a row goes through all experts in turn."""
-    generator = torch.Generator().manual_seed(rows)
-    per_deal = shape.num_experts // shape.top_k
-    calls: list[Tensor] = []
-    while len(calls) < num_calls:
-        dealt = torch.rand(rows, shape.num_experts, generator=generator).argsort(1)[:, : per_deal * shape.top_k]
-        calls += dealt.view(rows, per_deal, shape.top_k).sort(-1).values.unbind(1)
-    return [ids.contiguous() for ids in calls[:num_calls]]
+        return self.shape.flops(self.rows) / self.us * 1e6
 
 
 class ExpertsTuner:
@@ -115,17 +78,9 @@ class ExpertsTuner:
         self.stopwatch = stopwatch or Stopwatch()
         self.chip: Chip = chip(torch.empty(0, device=self.device))
 
-    def weights(self, shape: ExpertsShape) -> tuple[Tensor, Tensor]:
-        """Random gate_up and down of one layer.  Its experts together are larger than any L2 cache."""
-        sizes = (2 * shape.inner, shape.hidden), (shape.hidden, shape.inner)
-        return tuple(  # type: ignore[return-value]
-            torch.empty(shape.num_experts, *size, dtype=self.dtype, device=self.device).normal_(std=size[1] ** -0.5)
-            for size in sizes
-        )
-
     def measure(self, shape: ExpertsShape, rows: Sequence[int] = ROWS) -> Iterator[list[MeasuredExperts]]:
         """Measure the buckets that `rows` are in, bucket by bucket."""
-        gate_up, down = self.weights(shape)
+        gate_up, down = experts_drawn(shape, self.dtype, self.device)
         for bucket, group in groupby(rows, shape.bucket):
             calls = [Calls(shape, count, self.dtype, self.device) for count in group]
             yield self._bucket(bucket, calls, gate_up, down)
@@ -213,3 +168,47 @@ def relative(times: Mapping[Plan, Sequence[float]], plan: Plan) -> float:
     """A plan's times, summed over row counts, each relative to the fastest plan of that count."""
     fastest = [min(of_count) for of_count in zip(*times.values(), strict=True)]
     return sum(mine / least for mine, least in zip(times[plan], fastest, strict=True))
+
+
+def versions() -> dict[str, str]:
+    """What a table says of its measurement."""
+    return {"gpu": torch.cuda.get_device_name(), "torch": str(torch.__version__), "triton": installed("triton")}
+
+
+def run(models: Sequence[ModelShape], dtype: torch.dtype, path: Path) -> None:
+    """Measure the experts of models, write their plans and print.  Raises EspalierError for a model without experts."""
+    shapes = tuple(dict.fromkeys(model.experts.shape for model in models if model.experts is not None))
+    if len(shapes) < len(set(models)):
+        raise EspalierError("--tune experts is for mixtures of experts, and a model has none; leave it out")
+    print_header()
+    tuner = ExpertsTuner(dtype)
+    bandwidth = tuner.stopwatch.bandwidth(tuner.device)
+    rows = [HEADS]
+    with progress("measuring", len(shapes)) as advance:
+        for shape in shapes:
+            measured = list(tuner.measure(shape))
+            plans = tuple(bucket[0].plan for bucket in measured)
+            table = ExpertsTable(tuner.chip, str(dtype).removeprefix("torch."), {shape.size: plans}, versions())
+            write(path, table)
+            rows += [_row(each, bandwidth) for bucket in measured for each in bucket]
+            advance()
+    print_table(rows)
+    stdout().print(Text(f"written to {path}"))
+
+
+HEADS = ["experts", "rows", "touched", "tile", "gate and up", "down", "us", "by rule, us", "of memory's", "TFLOP/s"]
+
+
+def _row(measured: MeasuredExperts, bandwidth: float) -> list[str]:
+    shape, plan = measured.shape, measured.plan
+    return [
+        f"{shape.num_experts} x {shape.hidden} x {shape.inner}, {shape.top_k}",
+        f"{measured.rows}",
+        f"{measured.touched:.1f}",
+        f"{plan.rows}",
+        *(f"{each.block_out}x{each.block_in}, {each.stages}, {each.warps}" for each in (plan.gated, plan.down)),
+        f"{measured.us:.1f}",
+        f"{measured.rule_us:.1f}",
+        f"{measured.bytes_per_second / bandwidth:.1%}",
+        f"{measured.flops_per_second / 1e12:.0f}",
+    ]

@@ -30,8 +30,11 @@ if TYPE_CHECKING:
     import triton.language as tl
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-MAX_SORT_BLOCK = 1024
-# Threads of a program that sorts: with fewer values some threads would hold copies, which tl.histogram must leave out.
+# A program that sorts reads all pairs, so it has as many threads as a multiprocessor takes.
+MAX_SORT_BLOCK = 8192
+SORTED_BY_THREAD = 8
+# The fewest threads of a program that sorts.  With fewer values some threads would hold copies, which tl.histogram must
+# leave out.
 SORT_THREADS = 128
 WARP = 32
 
@@ -245,6 +248,7 @@ def tiles_of(ids: Tensor, live: Tensor | None, num_experts: int, rows: int) -> T
 
 def _sorted_tiles(ids: Tensor, live: Tensor | None, num_experts: int, rows: int) -> Tiles:
     num_pairs, top_k = ids.numel(), ids.shape[1]
+    block = min(power_of_two(max(num_pairs, SORT_THREADS)), MAX_SORT_BLOCK)
     # Rounding up adds less than one tile for each expert that has pairs.
     num_tiles = num_pairs // rows + min(num_experts + 1, num_pairs)
     order, ends, experts, begins = (
@@ -254,8 +258,8 @@ def _sorted_tiles(ids: Tensor, live: Tensor | None, num_experts: int, rows: int)
     _sort_pairs_kernel[(num_experts + 1,)](
         ids, ids if live is None else live, order, ends, experts, begins, num_pairs, num_tiles,
         TOP_K=top_k, NUM_EXPERTS=num_experts, BINS=power_of_two(max(num_experts + 2, WARP)), ROWS=rows,
-        LIVE=live is not None, BLOCK=min(power_of_two(max(num_pairs, SORT_THREADS)), MAX_SORT_BLOCK),
-        num_warps=SORT_THREADS // WARP, **early(chip(ids)),
+        LIVE=live is not None, BLOCK=block, num_warps=max(SORT_THREADS, block // SORTED_BY_THREAD) // WARP,
+        **early(chip(ids)),
     )  # fmt: skip
     return Tiles(rows, experts, begins, order, ends, live)
 

@@ -42,7 +42,7 @@ TILES = (
     ),
     (32, ((32, 256, 4), (64, 64, 4), (64, 128, 4), (128, 64, 4)), (3, 4)),
     (64, ((64, 64, 4), (64, 128, 4), (128, 64, 4), (128, 64, 8)), (3, 4)),
-    (128, ((64, 64, 4), (128, 64, 4), (128, 64, 8), (128, 128, 8)), (2, 3, 4)),
+    (128, ((64, 64, 4), (64, 64, 8), (128, 64, 4), (128, 64, 8), (128, 128, 8)), (2, 3, 4)),
 )
 # Programs a multiprocessor that keep the memory busy: the rule takes smaller tiles where there would be fewer.
 LEAST_PROGRAMS = 2
@@ -56,6 +56,24 @@ class ExpertsShape:
     top_k: int
     hidden: int
     inner: int
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """(hidden, inner)"""
+        return self.hidden, self.inner
+
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of one expert, at two bytes a number."""
+        return 2 * 3 * self.hidden * self.inner
+
+    def flops(self, rows: int) -> int:
+        """FLOPs of the products of all rows with their experts."""
+        return 2 * 3 * self.hidden * self.inner * self.top_k * rows
+
+    def touched(self, rows: int) -> float:
+        """The experts with rows, expected if routing is uniform and rows are independent."""
+        return float(self.num_experts * (1 - (1 - self.top_k / self.num_experts) ** rows))
 
     def bucket(self, rows: int) -> int:
         """The index of the bucket in PAIRS_BUCKETS.  Numbers of rows up to the same power of two share a bucket, so
@@ -103,10 +121,9 @@ def candidates(rows: int, matrices: int, gpu: Chip) -> list[ProductPlan]:
 
 
 def rule(shape: ExpertsShape, rows: int, dtype: torch.dtype, gpu: Chip) -> ExpertsPlan:
-    """The plan where nothing is measured: a tile holds twice the pairs that an expert has on average, so most experts
-    have one tile."""
+    """The plan where nothing is measured: a tile holds the pairs that an expert has on average."""
     pairs = power_of_two(rows) * shape.top_k
-    tile_rows = min(max(power_of_two(-(-2 * pairs // shape.num_experts)), MIN_BLOCK_ROWS), MAX_TILE_ROWS)
+    tile_rows = min(max(power_of_two(-(-pairs // shape.num_experts)), MIN_BLOCK_ROWS), MAX_TILE_ROWS)
     if dtype.itemsize > 2:
         # IEEE products of float32 do not use tensor cores: a tile is held in registers.
         product = ProductPlan(32, 32, 4, 3)

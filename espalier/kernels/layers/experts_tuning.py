@@ -62,7 +62,7 @@ def _measured_or_rule(shape: ExpertsShape, rows: int, dtype: torch.dtype, gpu: C
     if dtype in DTYPES:
         plans = _active_plans((gpu, str(dtype).removeprefix("torch.")), own_file())
         if plans:
-            return _nearest(plans, (shape.hidden, shape.inner))[shape.bucket(rows)]
+            return _nearest(plans, shape.size)[shape.bucket(rows)]
     return rule(shape, rows, dtype, gpu)
 
 
