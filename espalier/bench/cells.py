@@ -13,6 +13,8 @@ EXAMPLES = "1x1024:5,8,64, 8x1024:plain or 1x8192:5,8,64@1,64 (BATCHxCONTEXT:STE
 PLAIN = (0, 1, 1)
 # Rounds before the timed ones: in the first, clocks and caches are still those of a prefill.
 WARM_UP = 6
+# Rounds after the timed ones, in which the experts that a pass touches are counted.
+COUNTED = 3
 
 
 @dataclass(frozen=True)
@@ -44,9 +46,10 @@ class Cell:
         return replace(layout, max_context=self.context + self.max_tokens(layout, rounds))
 
     def max_tokens(self, layout: RoundLayout, rounds: int) -> int:
-        """The most tokens of a request: decoded while later prompts enter, in the warm-up and in the timed rounds."""
+        """The most tokens of a request: decoded while later prompts enter, in the warm-up, in timed rounds and in
+        counted ones."""
         entering = passes(layout, [self.context] * self.batch)
-        return (entering + WARM_UP + rounds + 4) * layout.extend_width + 2
+        return (entering + WARM_UP + rounds + COUNTED + 4) * layout.extend_width + 2
 
 
 def passes(layout: RoundLayout, prompts: Sequence[int]) -> int:

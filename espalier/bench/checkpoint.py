@@ -29,6 +29,13 @@ def add_flags(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--reach", type=int, default=Recipe.reach, metavar="N", help="farthest position back in mode copy (256)"
     )
+    parser.add_argument(
+        "--routing-correlation",
+        type=float,
+        default=Recipe.routing_correlation,
+        metavar="X",
+        help="of experts: 0, as if drawn for each token, to 1, neighbouring tokens share them (0)",
+    )
     skill = parser.add_mutually_exclusive_group()
     skill.add_argument(
         "--skill", type=float, metavar="X", help=f"how often the draft's first guess is right ({Recipe.skill})"
@@ -69,5 +76,5 @@ def _recipe(args: Namespace) -> Recipe:
     if args.mode == "copy" and (args.skill, args.accept_length) != (None, None):
         raise EspalierError("--skill and --accept-length are for --mode chain; leave them out, or use that mode")
     skill = Recipe.skill if args.skill is None else args.skill
-    recipe = Recipe(find_shape(args.shape), args.seed, args.mode, skill, args.reach)
+    recipe = Recipe(find_shape(args.shape), args.seed, args.mode, skill, args.reach, args.routing_correlation)
     return recipe if args.accept_length is None else recipe.with_accept_length(args.accept_length, *args.tree)

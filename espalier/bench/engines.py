@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from espalier.bench.drive import contexts
-from espalier.bench.synthetic_models import SyntheticModels, recipe_of
+from espalier.bench.synthetic_models import SyntheticModels, add_shape_flags, recipe_of
 from espalier.config import EngineConfig, ResolvedConfig
 from espalier.engine.engine import Engine
 from espalier.errors import EspalierError
@@ -156,6 +156,7 @@ def add_flags(parser: ArgumentParser) -> None:
         help=f"instead of a model, on a GPU: one of {', '.join(SHAPES)}",
     )
     parser.add_argument("--accept-length", type=float, metavar="X", help="of the draft of --shape, at tree 5,8,64 (4)")
+    add_shape_flags(parser)
     add_json_flag(parser)
     add_engine_flags(parser)
 
@@ -174,15 +175,16 @@ def engines_of(args: Namespace, defaults: Mapping[str, Any], **least: int) -> Be
     require_writable("--json", args.json)
     settings = with_minimum(engine_settings(args), defaults, **least)
     if args.shape is None:
-        if args.accept_length is not None:
-            raise EspalierError("--accept-length is for a named shape; give --shape, or leave it out")
+        for name in ("accept_length", "routing_correlation"):
+            if getattr(args, name) is not None:
+                raise EspalierError(f"{flag_of(name)} is for a named shape; give --shape, or leave it out")
         print_header()
         return OfModel(settings)
     refused = [name for name in DECIDED if name in settings]
     if refused:
         raise EspalierError(f"{flag_of(refused[0])} is not for --shape, whose models are made here; leave one out")
     device = require_gpu(f"bench {args.measured} --shape")
-    recipe = recipe_of(args.shape, settings.get("seed", 0), args.accept_length)
+    recipe = recipe_of(args.shape, settings.get("seed", 0), args.accept_length, args.routing_correlation)
     print_header()
     return OfShape(recipe, settings, device)
 

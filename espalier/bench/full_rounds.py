@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from statistics import median
 from time import perf_counter
 
-from espalier.bench.cells import WARM_UP, Cell
+from espalier.bench.cells import COUNTED, WARM_UP, Cell
 from espalier.bench.drive import empty_prefix_cache, require_pages
+from espalier.bench.experts_touched import experts_touched
 from espalier.bench.instrument import record_launches
 from espalier.bench.synthetic_models import SyntheticModels
 from espalier.engine.engine import Engine
@@ -22,7 +23,8 @@ class Rounds:
 
     context: tokens of a request, the mean over requests and rounds; round_ms: median by the wall clock; gpu_ms and
     idle_share: by events around the CUDA graphs, None without graphs; host_ms: time a round in which the host did not
-    wait for results; replays: CUDA graphs a round; follows: requests whose output is the chain's.
+    wait for results; replays: CUDA graphs a round; follows: requests whose output is the chain's; experts_touched: in a
+    layer by the target's pass, the mean over layers and a few rounds after the timed ones, None for a dense target.
     """
 
     context: float
@@ -34,6 +36,7 @@ class Rounds:
     accept_length: float
     tokens_per_second: float
     follows: int
+    experts_touched: float | None
 
 
 def require_sizes(layout: RoundLayout, cell: Cell, num_rounds: int) -> None:
@@ -86,6 +89,7 @@ def full_rounds(engine: Engine, models: SyntheticModels, cell: Cell, num_rounds:
         accept_length=num_tokens / cell.batch / num_rounds,
         tokens_per_second=num_tokens / sum(times),
         follows=sum(models.follows(request.prompt, request.output) for request in requests),
+        experts_touched=experts_touched(engine, COUNTED),
     )
     leave(engine, requests)
     return rounds

@@ -1,7 +1,8 @@
-"""`espalier bench kernels`: attention over committed rows on a GPU, compared with its memory bandwidth.
+"""`espalier bench kernels`: attention over committed rows, K and V heads or latent rows, and the product with experts,
+on a GPU, compared with its memory bandwidth.
 
-A cell runs as a model's layers do: one plan, then layer after layer, each with its own pages, so that no layer finds
-its rows in the L2 cache.  Replays of a CUDA graph are timed by events on the device.
+A cell of attention runs as a model's layers do: one plan, then layer after layer, each with its own pages, so that no
+layer finds its rows in the L2 cache.  Replays of a CUDA graph are timed by events on the device.
 """
 
 from argparse import ArgumentParser, Namespace
@@ -14,21 +15,24 @@ from rich.text import Text
 
 from espalier.attention import Attention, Nodes, Prefix
 from espalier.attention.triton import TritonAttention, TritonBackend
-from espalier.bench.timing import Stopwatch
+from espalier.bench.expert_product import ExpertProduct, experts_drawn
+from espalier.bench.timing import Ceilings, Stopwatch
 from espalier.cache.kv import PagedKV
-from espalier.cache.layer_spec import KVHeads, LayerSpec
+from espalier.cache.layer_spec import KVHeads, LatentKV, LayerSpec
 from espalier.errors import EspalierError
 from espalier.kernels.attention.ancestor_bits import pack
 from espalier.kernels.attention.contiguous_blocks import count_contiguous_blocks
 from espalier.kernels.attention.kv_splits import kv_splits_triton
+from espalier.kernels.layers.experts_plan import ExpertsShape
 from espalier.layout import MAX_PAGE_SIZE, RoundLayout
 from espalier.terminal.console import QUIET, print_header, print_table, progress, require_writable, stdout, write_json
 from espalier.terminal.flags import add_json_flag, whole_numbers
 from espalier.terminal.machine import require_gpu
 
-KEEPS = KVHeads(kv_heads=8, k_size=128, v_size=128)
-SPEC = LayerSpec(32, KEEPS)
-ABOUT = f"{SPEC.heads} query and {KEEPS.kv_heads} KV heads of {KEEPS.k_size}, bfloat16"
+SPEC = LayerSpec(32, KVHeads(kv_heads=8, k_size=128, v_size=128))
+# The attention of DeepSeek-V2-Lite and of DeepSeek-V3.
+LATENT = LatentKV(576, 512)
+FEW_HEADS, MANY_HEADS = (LayerSpec(heads, LATENT, scale=192**-0.5) for heads in (16, 128))
 DTYPE = torch.bfloat16
 STEPS = 5
 TOPK = 8
@@ -38,26 +42,35 @@ TURNS = 20
 @dataclass(frozen=True)
 class Shape:
     """A pass: `queries` rows of each of `batch` requests over `context` committed rows.  chain: a prefill chunk, else a
-    tree."""
+    tree.  spec: of its layers."""
 
     batch: int
     queries: int
     context: int
     chain: bool = False
+    spec: LayerSpec = SPEC
 
     def __str__(self) -> str:
         return f"{self.batch} x {self.queries} {'chunk' if self.chain else 'nodes'} x {self.context}"
 
     @property
+    def heads(self) -> str:
+        keeps = self.spec.rows
+        if isinstance(keeps, LatentKV):
+            return f"{self.spec.heads} on a row of {keeps.size}"
+        return f"{self.spec.heads} on {keeps.kv_heads} of {keeps.k_size}"
+
+    @property
     def kv_bytes(self) -> int:
         """Bytes of the committed K and V of one layer."""
-        return self.batch * self.context * SPEC.values_per_token * DTYPE.itemsize
+        return self.batch * self.context * self.spec.values_per_token * DTYPE.itemsize
 
     @property
     def flops(self) -> int:
         """FLOPs of one layer: both products over the committed rows and, in a chain, over the rows before each row."""
         pairs = self.queries * self.context + (self.queries * (self.queries + 1) // 2 if self.chain else 0)
-        return 2 * self.batch * SPEC.heads * pairs * (KEEPS.k_size + KEEPS.v_size)
+        keeps = self.spec.rows
+        return 2 * self.batch * self.spec.heads * pairs * (keeps.k_size + keeps.v_size)
 
 
 SHAPES = (
@@ -66,7 +79,15 @@ SHAPES = (
     Shape(1, 64, 32768),
     Shape(1, 2048, 0, chain=True),
     Shape(1, 2048, 16384, chain=True),
+    *(
+        Shape(*sizes, spec=spec)
+        for spec in (FEW_HEADS, MANY_HEADS)
+        for sizes in ((1, 1, 65536), (1, 64, 32768), (32, 16, 4096))
+    ),
 )
+# DeepSeek-V2-Lite, Qwen3-30B-A3B and gpt-oss-20b.
+EXPERTS = (ExpertsShape(64, 6, 2048, 1408), ExpertsShape(128, 8, 2048, 768), ExpertsShape(32, 4, 2880, 2880))
+EXPERT_ROWS = (1, 4, 16, 64, 256, 2048)
 
 
 @dataclass(frozen=True)
@@ -78,6 +99,7 @@ class Cell:
     """
 
     shape: str
+    heads: str
     page_size: int
     attention_us: float
     plan_us: float
@@ -87,6 +109,22 @@ class Cell:
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+
+@dataclass(frozen=True)
+class ExpertCell:
+    """The product of `rows` rows with their experts.
+
+    us: median, of one layer; touched: experts that have rows; bandwidth_share: bytes of the touched experts over the
+    time, over the measured bandwidth; tflops: TFLOP/s.
+    """
+
+    shape: ExpertsShape
+    rows: int
+    us: float
+    touched: float
+    bandwidth_share: float
+    tflops: float
 
 
 def add_flags(parser: ArgumentParser) -> None:
@@ -106,31 +144,70 @@ def run(args: Namespace) -> int:
     device = require_gpu("bench kernels")
     print_header()
     cells: list[Cell] = []
-    with progress("measuring", len(SHAPES) * len(args.page_size)) as advance:
+    with progress("measuring", len(SHAPES) * len(args.page_size) + len(EXPERTS)) as advance:
         stopwatch = Stopwatch()
-        bytes_per_second = stopwatch.bandwidth(device)
+        ceilings = stopwatch.ceilings(device)
+        bytes_per_second = ceilings.bandwidth
         for shape in SHAPES:
             for page_size in args.page_size:
                 cells.append(measure(shape, page_size, bytes_per_second, device, stopwatch, args.in_order))
                 advance()
+        experts = []
+        for of_experts in EXPERTS:
+            experts += measure_experts(of_experts, ceilings, device, stopwatch)
+            advance()
     order = "in order" if args.in_order else "in no order"
-    figures = {"bytes_per_second": bytes_per_second, "in_order": args.in_order}
-    write_json(args.json, figures | {"cells": [cell.as_dict() for cell in cells]})
-    about = f"{ABOUT}, pages {order}; memory reads {bytes_per_second / 1e12:.2f} TB/s"
-    stdout().print(Text(about, QUIET))
+    figures = {"bytes_per_second": bytes_per_second, "flops_per_second": ceilings.peak, "in_order": args.in_order}
+    cells_of = {"cells": [cell.as_dict() for cell in cells], "experts": [asdict(cell) for cell in experts]}
+    write_json(args.json, figures | cells_of)
+    reads = f"memory reads {bytes_per_second / 1e12:.2f} TB/s, a product does {ceilings.peak / 1e12:.0f} TFLOP/s"
+    stdout().print(Text(f"bfloat16, pages {order}; {reads}", QUIET))
     print_table(_table(cells))
+    stdout().print()
+    print_table(_expert_table(experts))
     return 0
+
+
+def measure_experts(
+    shape: ExpertsShape, ceilings: Ceilings, device: torch.device, stopwatch: Stopwatch
+) -> list[ExpertCell]:
+    experts = ExpertProduct(shape, *experts_drawn(shape, DTYPE, device), stopwatch)
+    cells = []
+    for rows in EXPERT_ROWS:
+        us, touched = experts.us(rows, TURNS)
+        share = touched * shape.expert_bytes / us * 1e6 / ceilings.bandwidth
+        cells.append(ExpertCell(shape, rows, us, touched, share, shape.flops(rows) / us / 1e6))
+    return cells
+
+
+def _expert_table(cells: Sequence[ExpertCell]) -> list[list[str]]:
+    rows = [["experts, a row's", "hidden x inner", "rows", "touched", "us", "of memory's", "TFLOP/s"]]
+    for cell in cells:
+        shape = cell.shape
+        sizes = f"{shape.num_experts}, {shape.top_k}", f"{shape.hidden} x {shape.inner}"
+        share = f"{cell.bandwidth_share:.1%}"
+        rows.append([*sizes, f"{cell.rows}", f"{cell.touched:.1f}", f"{cell.us:.1f}", share, f"{cell.tflops:.0f}"])
+    return rows
 
 
 def _table(cells: Sequence[Cell]) -> list[list[str]]:
     rows = [
-        ["requests x queries x committed", "page size", "attention, us", "plan, us", "TB/s", "of memory's", "TFLOP/s"]
+        [
+            "requests x queries x committed",
+            "heads",
+            "page size",
+            "attention, us",
+            "plan, us",
+            "TB/s",
+            "of memory's",
+            "TFLOP/s",
+        ]
     ]
     for cell in cells:
         rate = "" if cell.terabytes_per_second is None else f"{cell.terabytes_per_second:.2f}"
         share = "" if cell.bandwidth_share is None else f"{cell.bandwidth_share:.1%}"
         times = f"{cell.attention_us:.1f}", f"{cell.plan_us:.1f}"
-        rows.append([cell.shape, str(cell.page_size), *times, rate, share, f"{cell.tflops:.0f}"])
+        rows.append([cell.shape, cell.heads, str(cell.page_size), *times, rate, share, f"{cell.tflops:.0f}"])
     return rows
 
 
@@ -150,15 +227,15 @@ def measure(
     attention_us, plan_us = 1e3 * all_ms / layers, 1e3 * plan_ms
     tflops = shape.flops / attention_us / 1e6
     if shape.chain:
-        return Cell(str(shape), page_size, attention_us, plan_us, None, None, tflops)
+        return Cell(str(shape), shape.heads, page_size, attention_us, plan_us, None, None, tflops)
     rate = shape.kv_bytes / (attention_us * 1e-6)
-    return Cell(str(shape), page_size, attention_us, plan_us, rate / 1e12, rate / bytes_per_second, tflops)
+    return Cell(str(shape), shape.heads, page_size, attention_us, plan_us, rate / 1e12, rate / bytes_per_second, tflops)
 
 
 def _plan(attention: Attention, shape: Shape) -> Callable[[], object]:
     """A function that repeats the planning of an attention that has run."""
     prefix, pages = attention.prefix, attention.pages
-    policy = cast(TritonAttention, attention).splits(SPEC).policy
+    policy = cast(TritonAttention, attention).splits(shape.spec).policy
     counts_blocks = (policy, count_contiguous_blocks) in prefix.planned
 
     def plan() -> None:
@@ -183,7 +260,7 @@ def prepared(
     context = shape.context + shape.queries + 1
     layout = RoundLayout(shape.batch, *tree, page_size, context, 0, max(shape.batch * shape.queries, 16))
     width = layout.pages_for(shape.context)
-    specs = [SPEC] * layers
+    specs = [shape.spec] * layers
     pages = PagedKV(layout, 1 + shape.batch * width, specs, layers, DTYPE, device)
     for stack in pages.target:
         for plane in stack.planes:
@@ -193,14 +270,12 @@ def prepared(
     table[:, :width] = 1 + order(shape.batch * width, device=device).view(shape.batch, width)
     length = torch.full((shape.batch,), shape.context, dtype=torch.int64, device=device)
     attention = TritonBackend().plan(pages, specs, Prefix(table, length), _nodes(shape, length))
-    q, k, v = (
-        torch.randn(shape.batch, shape.queries, heads, size, dtype=DTYPE, device=device)
-        for heads, size in (
-            (SPEC.heads, KEEPS.k_size),
-            (KEEPS.kv_heads, KEEPS.k_size),
-            (KEEPS.kv_heads, KEEPS.v_size),
-        )
-    )
+    keeps = shape.spec.rows
+    q = torch.randn(shape.batch, shape.queries, shape.spec.heads, keeps.k_size, dtype=DTYPE, device=device)
+    rows = [
+        torch.randn(shape.batch, shape.queries, *size, dtype=DTYPE, device=device) for size in keeps.planes.values()
+    ]
+    k, v = keeps.read(rows)
     return attention, lambda: [attention.attend(layer, q, k, v) for layer in range(layers)]
 
 

@@ -5,39 +5,63 @@ measured over more copies than the cache holds.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from types import MappingProxyType
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from espalier.errors import EspalierError
+from espalier.kernels.layers.experts_plan import ExpertsShape
+from espalier.models.config import ModelConfig
+from espalier.models.draft import DraftConfig
+from espalier.models.latent_config import LatentConfig
+from espalier.synthetic.shapes import Shape as NamedShape
+from espalier.synthetic.shapes import find_shape
 
 Shape = tuple[int, int]
 
 
 @dataclass(frozen=True)
 class Run:
-    """`count` weights [out, in] of a pass, each multiplied with `rows` rows."""
+    """`count` weights [out, in] of a pass, each multiplied with `rows` rows.
+
+    heads: above 1, each weight is [heads, out, in], and every head has rows of its own, in one batched product.
+    """
 
     name: str
     shape: Shape
     count: int
     rows: int
+    heads: int = 1
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of the weights, at two bytes a number."""
-        return 2 * self.count * self.shape[0] * self.shape[1]
+        return 2 * self.count * self.heads * self.shape[0] * self.shape[1]
+
+
+@dataclass(frozen=True)
+class ExpertSizes:
+    """The mixture-of-experts layers of a model.
+
+    layers: their number; shape: of the experts of one layer; shared: intermediate size of the shared experts, 0: none;
+    shared_gate: whether the shared expert has a gate.
+    """
+
+    layers: int
+    shape: ExpertsShape
+    shared: int = 0
+    shared_gate: bool = False
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The sizes of a decoder's linear layers, and of a one-layer draft for it.
+    """The sizes of a decoder's linear layers and attention, and of a one-layer draft for it.
 
-    draft_vocab: rows of the draft's lm_head; captured: number of target features that the draft fuses; draft: the
-    draft's sizes, None if its layer is like the target's.
+    kv_heads, head_size: of layers with K and V heads; latent: the sizes of latent attention, None without.
+    windows: of layers with a window, by their number of positions; the other layers have none.
+    experts: None for a dense model.  draft_vocab: rows of the draft's lm_head; captured: number of target features that
+    the draft fuses; draft: the draft's sizes, None if its layer is like the target's.
     """
 
     hidden: int
@@ -50,50 +74,135 @@ class ModelShape:
     draft_vocab: int = 32000
     captured: int = 3
     draft: "ModelShape | None" = None
+    latent: LatentConfig | None = None
+    windows: tuple[int, ...] = ()
+    experts: ExpertSizes | None = None
 
     def target_pass(self, rows: int, head_rows: int | None = None) -> tuple[Run, ...]:
-        """A verify pass: every layer over `rows` rows, and the lm_head over `head_rows`, None: over all rows."""
-        return (*self._layer("", self.hidden, self.layers, rows), self._head("lm_head", self.vocab, rows, head_rows))
+        """A verify pass: every layer over `rows` rows, and the lm_head over `head_rows`, None: over all rows.
+
+        The products with routed experts are no linear layers, and not in it.
+        """
+        return (*self._layers("", self.hidden, self.layers, rows), self._head("lm_head", self.vocab, rows, head_rows))
 
     def draft_pass(self, rows: int, head_rows: int | None = None, fused_rows: int = 0) -> tuple[Run, ...]:
         """A draft level; with fused_rows > 0, an extend that fuses as many rows of captured features."""
-        draft = self.draft or self
+        draft = self.draft_sizes
         fuse = Run("draft fc", (draft.hidden, self.captured * self.hidden), 1, fused_rows)
-        layer = draft._layer("draft ", 2 * draft.hidden, 1, rows)
+        layer = draft._layers("draft ", 2 * draft.hidden, 1, rows)
         head = draft._head("draft lm_head", self.draft_vocab, rows, head_rows)
         return (*((fuse,) if fused_rows else ()), *layer, head)
 
-    def shapes(self) -> tuple[Shape, ...]:
-        """Every weight shape once, in the order of a round."""
-        runs = (*self.target_pass(1), *self.draft_pass(1, fused_rows=1))
-        return tuple(dict.fromkeys(run.shape for run in runs))
+    @property
+    def draft_sizes(self) -> "ModelShape":
+        return self.draft or self
 
-    def _layer(self, prefix: str, wide: int, count: int, rows: int) -> tuple[Run, ...]:
+    def shapes(self) -> tuple[Shape, ...]:
+        """Every weight shape of a linear layer once, in the order of a round."""
+        runs = (*self.target_pass(1), *self.draft_pass(1, fused_rows=1))
+        return tuple(dict.fromkeys(run.shape for run in runs if run.heads == 1))
+
+    def attended(self, context: float) -> float:
+        """The rows that a query reads, summed over the layers."""
+        return sum(min(window, context) for window in self.windows) + (self.layers - len(self.windows)) * context
+
+    @property
+    def kept_values(self) -> int:
+        """Values that a token keeps in one layer."""
+        return 2 * self.kv_heads * self.head_size if self.latent is None else self.latent.row_size
+
+    @property
+    def attention_flops(self) -> int:
+        """FLOPs of one pair of query and row, in one layer."""
+        latent = self.latent
+        return 2 * self.heads * (2 * self.head_size if latent is None else latent.row_size + latent.kv_rank)
+
+    def _layers(self, prefix: str, wide: int, count: int, rows: int) -> tuple[Run, ...]:
+        """wide: input size of the first product."""
+        num_mixed = self.experts.layers if self.experts is not None else 0
+        dense = self._gated(f"{prefix}", self.intermediate, count - num_mixed, rows) if count > num_mixed else ()
+        return (*self._attention(prefix, wide, count, rows), *dense, *self._mixed(rows))
+
+    def _attention(self, prefix: str, wide: int, count: int, rows: int) -> tuple[Run, ...]:
+        if self.latent is not None:
+            return self._latent(self.latent, count, rows)
         attention = self.heads * self.head_size
         return (
             Run(f"{prefix}qkv", (attention + 2 * self.kv_heads * self.head_size, wide), count, rows),
             Run(f"{prefix}o", (self.hidden, attention), count, rows),
-            Run(f"{prefix}gate_up", (2 * self.intermediate, self.hidden), count, rows),
-            Run(f"{prefix}down", (self.hidden, self.intermediate), count, rows),
         )
+
+    def _latent(self, latent: LatentConfig, count: int, rows: int) -> tuple[Run, ...]:
+        queries = self.heads * latent.head_size
+        q: tuple[Run, ...] = (Run("q", (queries, self.hidden), count, rows),)
+        if latent.q_rank is not None:
+            down = Run("q down", (latent.q_rank, self.hidden), count, rows)
+            q = (down, Run("q up", (queries, latent.q_rank), count, rows))
+        return (
+            *q,
+            Run("kv down", (latent.row_size, self.hidden), count, rows),
+            Run("k up", (latent.kv_rank, latent.nope_size), count, rows, self.heads),
+            Run("v up", (latent.v_size, latent.kv_rank), count, rows, self.heads),
+            Run("o", (self.hidden, self.heads * latent.v_size), count, rows),
+        )
+
+    def _gated(self, prefix: str, inner: int, count: int, rows: int) -> tuple[Run, ...]:
+        return (
+            Run(f"{prefix}gate_up", (2 * inner, self.hidden), count, rows),
+            Run(f"{prefix}down", (self.hidden, inner), count, rows),
+        )
+
+    def _mixed(self, rows: int) -> tuple[Run, ...]:
+        """The routers and shared experts."""
+        experts = self.experts
+        if experts is None:
+            return ()
+        router = Run("router", (experts.shape.num_experts, self.hidden), experts.layers, rows)
+        gate = (Run("shared gate", (1, self.hidden), experts.layers, rows),) if experts.shared_gate else ()
+        shared = self._gated("shared ", experts.shared, experts.layers, rows) if experts.shared else ()
+        return router, *gate, *shared
 
     def _head(self, name: str, vocab: int, rows: int, head_rows: int | None) -> Run:
         return Run(name, (vocab, self.hidden), 1, rows if head_rows is None else head_rows)
 
 
-SHAPES = MappingProxyType(
-    {
-        "llama-3.1-8b": ModelShape(4096, 32, 32, 8, 128, 14336, 128256),
-        "qwen3-8b": ModelShape(4096, 36, 32, 8, 128, 12288, 151936),
-        "llama-3.2-1b": ModelShape(2048, 16, 32, 8, 64, 8192, 128256),
-    }
-)
+def sizes_of(config: ModelConfig) -> ModelShape:
+    """The sizes of a target, or of a draft's layer."""
+    experts = None
+    if config.experts is not None:
+        routing = config.experts.routing
+        experts = ExpertSizes(
+            len(config.experts.layers),
+            ExpertsShape(routing.num_experts, routing.top_k, config.hidden_size, config.experts.size),
+            config.experts.shared_size,
+            config.experts.shared_gate is not None,
+        )
+    return ModelShape(
+        hidden=config.hidden_size,
+        layers=config.num_layers,
+        heads=config.heads,
+        kv_heads=config.kv_heads,
+        head_size=config.head_size,
+        intermediate=config.intermediate_size,
+        vocab=config.vocab_size,
+        latent=config.latent,
+        windows=tuple(window for window in config.windows if window is not None),
+        experts=experts,
+    )
+
+
+def with_draft(target: ModelShape, draft: DraftConfig) -> ModelShape:
+    layer, spec = sizes_of(draft.layer), draft.spec
+    return replace(target, draft_vocab=spec.vocab_size, captured=len(spec.capture), draft=layer)
+
+
+def model_shape(shape: NamedShape) -> ModelShape:
+    return with_draft(sizes_of(shape.target), shape.draft_config)
 
 
 def shape_named(name: str) -> ModelShape:
-    if name not in SHAPES:
-        raise EspalierError(f"no shape {name!r}; there are {', '.join(SHAPES)}")
-    return SHAPES[name]
+    """Raises EspalierError for an unknown name."""
+    return model_shape(find_shape(name))
 
 
 Multiply = Callable[[Tensor, Tensor], Tensor]
@@ -109,29 +218,38 @@ class Weights:
     def of(self, run: Run) -> list[Tensor]:
         made = self._made.setdefault((run.name, run.shape), [])
         while len(made) < run.count:
-            made.append(self.drawn(run.shape))
+            made.append(self.drawn(run.shape if run.heads == 1 else (run.heads, *run.shape)))
         return made[: run.count]
 
-    def drawn(self, shape: Shape) -> Tensor:
+    def drawn(self, shape: tuple[int, ...]) -> Tensor:
         """A random weight as large as a trained one.  Zeros would be multiplied faster, with less power."""
-        return torch.empty(shape, dtype=self.dtype, device=self.device).normal_(std=shape[1] ** -0.5)
+        return torch.empty(shape, dtype=self.dtype, device=self.device).normal_(std=shape[-1] ** -0.5)
 
     def chain(self, runs: Sequence[Run], multiply: Multiply) -> Callable[[], None]:
         """A function that runs all layers in the order of a pass: layer by layer, then the rest."""
-        inputs = {(run.rows, run.shape[1]): self._input(run) for run in runs}
+        inputs = {_input_key(run): self._input(run) for run in runs}
         order: list[tuple[Tensor, Tensor]] = []
         for group in _by_layer(runs):
             for layer in range(group[0].count):
-                order += [(inputs[run.rows, run.shape[1]], self.of(run)[layer]) for run in group]
+                order += [(inputs[_input_key(run)], self.of(run)[layer]) for run in group]
 
         def body() -> None:
             for x, weight in order:
-                multiply(x, weight)
+                if weight.ndim == 3:
+                    torch.bmm(x, weight.transpose(1, 2))
+                else:
+                    multiply(x, weight)
 
         return body
 
     def _input(self, run: Run) -> Tensor:
-        return torch.randn(run.rows, run.shape[1], dtype=self.dtype, device=self.device)
+        """[rows, in], or [heads, rows, in] for a batched product."""
+        size = (run.rows, run.shape[1]) if run.heads == 1 else (run.heads, run.rows, run.shape[1])
+        return torch.randn(size, dtype=self.dtype, device=self.device)
+
+
+def _input_key(run: Run) -> tuple[int, int, int]:
+    return run.heads, run.rows, run.shape[1]
 
 
 def _by_layer(runs: Sequence[Run]) -> list[list[Run]]:

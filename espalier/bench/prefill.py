@@ -14,6 +14,8 @@ from rich.text import Text
 from espalier.bench import engines
 from espalier.bench.drive import empty_prefix_cache
 from espalier.bench.engines import BenchEngine, about, engines_of, load_sizes
+from espalier.bench.expert_product import ExpertProduct
+from espalier.bench.experts_touched import mixtures
 from espalier.bench.full_rounds import leave
 from espalier.bench.instrument import record_launches
 from espalier.bench.linears import shape_named
@@ -42,8 +44,8 @@ class Prefill:
     """`batch` prompts of `length` tokens that arrive together; medians over turns.
 
     ms: from arrival until the last request has its first token.  passes: prefill passes.  rounds: rounds that ran
-    between them, for requests that had already entered.  linear_ms: of the linear layers alone, at the rows of these
-    passes; None where they were not measured.
+    between them, for requests that had already entered.  linear_ms, expert_ms: of the linear layers and of the product
+    with experts alone, at the rows of these passes; None where they were not measured, or where there are no experts.
     """
 
     batch: int
@@ -53,9 +55,15 @@ class Prefill:
     passes: int
     rounds: int
     linear_ms: float | None
+    expert_ms: float | None
+
+    def share(self, part_ms: float | None) -> float | None:
+        """Of the whole time."""
+        return None if part_ms is None else part_ms / self.ms
 
     def as_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "linear_share": self.linear_ms / self.ms if self.linear_ms else None}
+        shares = {"linear_share": self.share(self.linear_ms), "expert_share": self.share(self.expert_ms)}
+        return {**asdict(self), **shares}
 
 
 @dataclass(frozen=True)
@@ -106,12 +114,17 @@ def run(args: Namespace) -> int:
 
 
 def _print(prefills: Sequence[Prefill], paused: Pause) -> None:
-    rows = [["prompts", "ms", "tokens/s", "passes", "linear layers, ms", "their share"]]
-    for each in prefills:
-        share = "" if each.linear_ms is None else f"{each.linear_ms / each.ms:.0%}"
-        linear = "" if each.linear_ms is None else f"{each.linear_ms:.1f}"
-        name, rate = f"{each.batch}x{each.length}", f"{each.tokens_per_second:.0f}"
-        rows.append([name, f"{each.ms:.1f}", rate, f"{each.passes}", linear, share])
+    parts = {"linear layers": [each.linear_ms for each in prefills], "experts": [each.expert_ms for each in prefills]}
+    parts = {name: times for name, times in parts.items() if name == "linear layers" or any(times)}
+    rows = [
+        ["prompts", "ms", "tokens/s", "passes", *(head for name in parts for head in (f"{name}, ms", "their share"))]
+    ]
+    for i, each in enumerate(prefills):
+        row = [f"{each.batch}x{each.length}", f"{each.ms:.1f}", f"{each.tokens_per_second:.0f}", f"{each.passes}"]
+        for times in parts.values():
+            share = each.share(times[i])
+            row += ["", ""] if share is None else [f"{times[i]:.1f}", f"{share:.0%}"]
+        rows.append(row)
     print_table(rows)
     who = f"{paused.running} running requests of {paused.context} tokens"
     before = f"{paused.median_before_ms:.1f} ms between tokens (at most {paused.longest_before_ms:.1f})"
@@ -130,7 +143,9 @@ def prefill(bench: BenchEngine, batch: int, length: int, roofline: Roofline | No
     seconds = median(times[1:])
     passes, num_rounds = launches.prefills, len(launches.rounds)
     linear_ms = None if roofline is None else _linear_ms(bench, passes, roofline)
-    return Prefill(batch, length, 1e3 * seconds, batch * length / seconds, len(passes), num_rounds, linear_ms)
+    expert_ms = None if roofline is None else _expert_ms(bench, passes, roofline)
+    rate = batch * length / seconds
+    return Prefill(batch, length, 1e3 * seconds, rate, len(passes), num_rounds, linear_ms, expert_ms)
 
 
 def _enter(bench: BenchEngine, prompts: Sequence[Sequence[int]]) -> float:
@@ -158,6 +173,16 @@ def _linear_ms(bench: BenchEngine, passes: Sequence[tuple[int, int]], roofline: 
         runs = (*roofline.shape.target_pass(rows, batch), *draft)
         ms_of_pass[batch, width] = roofline.linears(runs, rows).fastest_ms
     return sum(ms_of_pass[each] for each in passes)
+
+
+def _expert_ms(bench: BenchEngine, passes: Sequence[tuple[int, int]], roofline: Roofline) -> float | None:
+    """ms of the target's product with experts in all passes, by the engine's kernels; None for a dense model."""
+    sizes, mixed = roofline.shape.experts, mixtures(bench.engine)
+    if sizes is None:
+        return None
+    layer = ExpertProduct(sizes.shape, mixed[0].gate_up, mixed[0].down, roofline.stopwatch)
+    us_of_rows = {rows: layer.us(rows, TURNS)[0] for rows in {batch * width for batch, width in passes}}
+    return len(mixed) * sum(us_of_rows[batch * width] for batch, width in passes) / 1e3
 
 
 def pause(bench: BenchEngine, running: int, context: int, length: int) -> Pause:

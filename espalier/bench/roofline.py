@@ -1,9 +1,11 @@
 """The roofline of a round: the least time that its linear layers and its attention can take on this GPU.
 
     roofline = fastest linear layers found for those rows, as one CUDA graph
+               + max(bytes of the touched experts / measured bandwidth, their FLOPs / measured bf16 peak)
                + max(K/V bytes / measured bandwidth, attention FLOPs / measured bf16 peak)
 
-Everything is measured on the device in the same run.  For comparison, weight bytes / bandwidth is given too; no kernel
+Touched are the experts that have rows: their number is measured, or follows from uniform routing.  Everything else is
+measured on the device in the same run.  For comparison, weight bytes / bandwidth is given too; no kernel
 reaches it.  `espalier bench floor` prints the part of the linear layers.
 """
 
@@ -16,10 +18,11 @@ import torch
 from rich.text import Text
 from torch import Tensor
 
-from espalier.bench.linears import SHAPES, ModelShape, Run, Weights, plain, shape_named
+from espalier.bench.linears import ModelShape, Run, Weights, plain, shape_named
 from espalier.bench.timing import SECONDS, TURNS, Ceilings, Stopwatch
 from espalier.kernels.layers.linear import linear
 from espalier.kernels.layers.linear_tuning import DENSE, plans_for
+from espalier.synthetic.shapes import SHAPES
 from espalier.terminal.console import print_header, print_table, require_writable, stdout, write_json
 from espalier.terminal.flags import add_json_flag, positive_numbers
 from espalier.terminal.machine import require_gpu
@@ -46,17 +49,24 @@ class LinearTimes:
 
 @dataclass(frozen=True)
 class RoundRoofline:
-    """ms: of a whole round; of its linear layers alone; of reading the weights at full bandwidth."""
+    """ms: of a whole round; of its linear layers alone; of its experts; of reading the weights at full bandwidth, of
+    experts only those that are touched."""
 
     ms: float
     linear_ms: float
+    expert_ms: float
     weight_bytes_ms: float
 
 
-def roofline_ms(linear_ms: float, kv_bytes: float, attention_flops: float, ceilings: Ceilings) -> float:
-    """The roofline of a round.  kv_bytes: K and V that its passes read, each request's prefix once a pass;
-    attention_flops: of the same passes."""
-    return linear_ms + 1e3 * max(kv_bytes / ceilings.bandwidth, attention_flops / ceilings.peak)
+@dataclass(frozen=True)
+class Cost:
+    """What an operation reads and computes."""
+
+    num_bytes: float
+    flops: float
+
+    def ms(self, ceilings: Ceilings) -> float:
+        return 1e3 * max(self.num_bytes / ceilings.bandwidth, self.flops / ceilings.peak)
 
 
 def known_ms(shape: str, gpu: str) -> Mapping[int, float]:
@@ -81,27 +91,34 @@ def round_runs(
     return target, draft
 
 
-@dataclass(frozen=True)
-class AttentionCost:
-    """What attention reads and computes in the passes of a round.  K and V take two bytes a number."""
-
-    kv_bytes: float
-    flops: float
-
-
 def round_attention(
     shape: ModelShape, batch: int, context: float, steps: int, topk: int, num_draft_tokens: int, drafts: bool = True
-) -> AttentionCost:
-    """The attention of the passes of `round_runs`.  Each pass reads a request's prefix of `context` tokens once.  The
-    nodes are left out: they are few compared with the prefix."""
-    levels = max(steps - 1, 0)
-    # (layers, passes, queries a request)
-    draft = ((1, levels, topk), (1, 1, steps + 1)) if drafts else ()
-    passes = ((shape.layers, 1, num_draft_tokens), *draft)
-    size = batch * context * shape.head_size
-    kv_bytes = sum(layers * count * 4 * shape.kv_heads * size for layers, count, _ in passes)
-    flops = sum(layers * count * queries * 4 * shape.heads * size for layers, count, queries in passes)
-    return AttentionCost(kv_bytes, flops)
+) -> Cost:
+    """The attention of the passes of `round_runs`.  K and V take two bytes a number.
+
+    Each pass reads a request's prefix of `context` tokens once, or as much as a layer's window has.  The nodes are left
+    out: they are few compared with the prefix.
+    """
+    draft, levels = shape.draft_sizes, max(steps - 1, 0)
+    # (model, rows that a query reads in all layers, passes, queries a request)
+    passes = [(shape, shape.attended(context), 1, num_draft_tokens)]
+    if drafts:
+        passes += [(draft, context, levels, topk), (draft, context, 1, steps + 1)]
+    num_bytes = sum(count * 2 * model.kept_values * batch * rows for model, rows, count, _ in passes)
+    flops = sum(count * queries * model.attention_flops * batch * rows for model, rows, count, queries in passes)
+    return Cost(num_bytes, flops)
+
+
+def expert_cost(shape: ModelShape, rows: int, touched: float | None = None) -> Cost:
+    """The routed experts of a target pass.
+
+    touched: experts with rows, the mean over layers; None: as many as uniform routing touches.
+    """
+    if shape.experts is None:
+        return Cost(0, 0)
+    layers, experts = shape.experts.layers, shape.experts.shape
+    touched = experts.touched(rows) if touched is None else touched
+    return Cost(layers * touched * experts.expert_bytes, layers * experts.flops(rows))
 
 
 class Roofline:
@@ -136,19 +153,23 @@ class Roofline:
         num_draft_tokens: int,
         ceilings: Ceilings,
         drafts: bool = True,
+        touched: float | None = None,
     ) -> RoundRoofline:
         """The roofline of a round of this layout.
 
-        context: mean tokens of a request; ceilings: measured in the same run; drafts: False if there is no draft.
+        context: mean tokens of a request; ceilings: measured in the same run; drafts: False if there is no draft;
+        touched: as for expert_cost.
         """
         layout = (steps, topk, num_draft_tokens, drafts)
         target, draft = round_runs(self.shape, batch, *layout)
         if (batch, layout) not in self._linear_times:
             self._linear_times[batch, layout] = self.linears((*draft, *target), batch * num_draft_tokens)
         times = self._linear_times[batch, layout]
-        cost = round_attention(self.shape, batch, context, *layout)
-        total = roofline_ms(times.fastest_ms, cost.kv_bytes, cost.flops, ceilings)
-        return RoundRoofline(total, times.fastest_ms, 1e3 * times.weight_bytes / ceilings.bandwidth)
+        experts = expert_cost(self.shape, batch * num_draft_tokens, touched)
+        expert_ms = experts.ms(ceilings)
+        attention_ms = round_attention(self.shape, batch, context, *layout).ms(ceilings)
+        bytes_ms = 1e3 * (times.weight_bytes + experts.num_bytes) / ceilings.bandwidth
+        return RoundRoofline(times.fastest_ms + expert_ms + attention_ms, times.fastest_ms, expert_ms, bytes_ms)
 
 
 def as_engine(x: Tensor, weight: Tensor) -> Tensor:
@@ -174,19 +195,47 @@ def run(args: Namespace) -> int:
     ceilings = roofline.ceilings()
     times = [roofline.target(count) for count in rows]
     known = known_ms(args.shape, torch.cuda.get_device_name())
-    passes = [{**asdict(each), "known_ms": known.get(each.rows)} for each in times]
+    experts = [expert_ms(roofline.shape, each.rows, ceilings) for each in times]
+    passes = [
+        {**asdict(each), "known_ms": known.get(each.rows), "experts": of_pass and asdict(of_pass)}
+        for each, of_pass in zip(times, experts, strict=True)
+    ]
     write_json(args.json, {"shape": args.shape, "ceilings": asdict(ceilings), "passes": passes})
     stdout().print(Text(f"read {ceilings.bandwidth / 1e12:.2f} TB/s; bf16 product {ceilings.peak / 1e12:.0f} TFLOP/s"))
-    print_table(table(times, ceilings, known))
+    print_table(table(times, ceilings, known, experts))
     return 0
 
 
-def table(times: Sequence[LinearTimes], ceilings: Ceilings, known: Mapping[int, float]) -> list[list[str]]:
-    """known: KNOWN_MS by rows, of this shape and GPU."""
+@dataclass(frozen=True)
+class ExpertTimes:
+    """The routed experts of a pass: those touched in a layer if routing is uniform, and the least ms of all layers."""
+
+    touched: float
+    ms: float
+
+
+def expert_ms(shape: ModelShape, rows: int, ceilings: Ceilings) -> ExpertTimes | None:
+    """None for a dense model."""
+    if shape.experts is None:
+        return None
+    return ExpertTimes(shape.experts.shape.touched(rows), expert_cost(shape, rows).ms(ceilings))
+
+
+def table(
+    times: Sequence[LinearTimes],
+    ceilings: Ceilings,
+    known: Mapping[int, float],
+    experts: Sequence[ExpertTimes | None] = (),
+) -> list[list[str]]:
+    """known: KNOWN_MS by rows, of this shape and GPU; experts: of each pass, if the shape has any."""
     rows = [["rows", "F.linear, ms", "known, ms", "differs", "fastest, ms", "weight bytes / bandwidth, ms"]]
     for each in times:
         bytes_ms = 1e3 * each.weight_bytes / ceilings.bandwidth
         before = known.get(each.rows)
         compared = ("", "") if before is None else (f"{before:.2f}", f"{each.cublas_ms / before - 1:+.1%}")
         rows.append([f"{each.rows}", f"{each.cublas_ms:.2f}", *compared, f"{each.fastest_ms:.2f}", f"{bytes_ms:.2f}"])
+    if any(experts):
+        rows[0] += ["experts touched", "experts, ms"]
+        for row, of_pass in zip(rows[1:], experts, strict=True):
+            row += [f"{of_pass.touched:.1f}", f"{of_pass.ms:.2f}"] if of_pass else ["", ""]
     return rows

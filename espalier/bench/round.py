@@ -30,7 +30,10 @@ DEFAULTS = MappingProxyType({"batch": [1], "context": [128], "tokens": 96, "repe
 FLAGS_BY_MODE = MappingProxyType(
     {
         "figures": ("plot",),
-        "shape": ("cells", "rounds", "own_size", "all_buckets", "accept_length", "page_size", "json", "plot"),
+        "shape": (
+            *("cells", "rounds", "own_size", "all_buckets", "accept_length", "routing_correlation", "page_size"),
+            *("json", "plot"),
+        ),
         "choose": ("context", "tokens", "repeats", "out", "accept_length", "candidates", "page_size", "json"),
         "memory": ("page_size", "json"),
         "acceptance": ("prompts", "tokens", "page_size", "json"),

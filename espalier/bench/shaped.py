@@ -22,7 +22,7 @@ from espalier.bench.full_rounds import Rounds, full_rounds
 from espalier.bench.linears import shape_named
 from espalier.bench.plot import Bars, plot
 from espalier.bench.roofline import Roofline, RoundRoofline
-from espalier.bench.synthetic_models import SyntheticModels, recipe_of
+from espalier.bench.synthetic_models import SyntheticModels, add_shape_flags, recipe_of
 from espalier.bench.timing import Ceilings
 from espalier.config import SpeculationConfig
 from espalier.errors import EspalierError
@@ -80,6 +80,7 @@ class Measured:
 def add_flags(parser: ArgumentParser) -> None:
     group = parser.add_argument_group("synthetic models of a named shape, on a GPU")
     group.add_argument("--shape", metavar="NAME", help=f"one of {', '.join(SHAPES)}")
+    add_shape_flags(parser)
     group.add_argument("--cells", nargs="+", metavar="CELL", help=f"such as {EXAMPLES}; plain decoding is added")
     group.add_argument(
         "--figures", type=Path, metavar="FILE", help="measure nothing: plot the figures that --json wrote"
@@ -102,7 +103,7 @@ def run(args: Namespace, settings: dict[str, Any], page_sizes: list[int]) -> Non
     if rounds < 2:
         raise EspalierError(f"--rounds={rounds} is not supported; use 2 or more")
     cells = with_plain(parse_cells(args.cells or DEFAULT_CELLS, page_sizes))
-    recipe = recipe_of(args.shape, settings.get("seed", 0), args.accept_length)
+    recipe = recipe_of(args.shape, settings.get("seed", 0), args.accept_length, args.routing_correlation)
     sizes = _sizes(args, settings, recipe, device)
     rows = max(sizes.layout(cell, rounds).position_rows for cell in cells)
     models = SyntheticModels(recipe, dtype_on(device), device, rows)
@@ -182,7 +183,9 @@ def measure(
         for cell, rounds, engine, seconds in _in_one_engine(models, group, sizes, num_rounds):
             of_cell = None
             if roofline is not None and ceilings is not None:
-                of_cell = roofline.round(cell.batch, rounds.context, *cell.tree, ceilings, cell.drafts)
+                of_cell = roofline.round(
+                    cell.batch, rounds.context, *cell.tree, ceilings, cell.drafts, rounds.experts_touched
+                )
             yield Measured(cell, rounds, engine, of_cell, ceilings, seconds)
 
 
@@ -225,7 +228,7 @@ def engines_of(measured: Sequence[Measured]) -> list[EngineFigures]:
 
 HEADS = (
     "cell", "max batch", "round ms", "GPU ms", "idle", "host ms", "floor ms", "of floor", "bytes ms",
-    "accept", "tokens/s", "over plain", "chain's", "took s",
+    "accept", "tokens/s", "over plain", "chain's", "experts", "took s",
 )  # fmt: skip
 ENGINE_HEADS = (
     "engine", "max batch", "max context", "start s", "graphs MiB", "kernels", "staging MiB", "pages GiB"
@@ -233,7 +236,7 @@ ENGINE_HEADS = (
 
 
 def table(measured: Sequence[Measured]) -> list[list[str]]:
-    """One row a cell."""
+    """One row a cell.  experts: touched in a layer by the target's pass."""
     rows = [list(HEADS)]
     for each, figures in zip(measured, as_dicts(measured), strict=True):
         timed, roofline = each.rounds, each.roofline
@@ -252,6 +255,7 @@ def table(measured: Sequence[Measured]) -> list[list[str]]:
                 f"{timed.tokens_per_second:.0f}",
                 _or_nothing(figures["tree_over_plain"], "{:.2f}"),
                 f"{timed.follows}/{each.cell.batch}",
+                _or_nothing(timed.experts_touched, "{:.1f}"),
                 f"{each.seconds:.1f}",
             ]
         )

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+from argparse import ArgumentParser
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, fields
@@ -54,13 +55,25 @@ class OneBucket(RoundLayout):
         return (largest,) if largest else ()
 
 
-def recipe_of(shape: str, seed: int, accept_length: float | None) -> Recipe:
+def recipe_of(shape: str, seed: int, accept_length: float | None, routing_correlation: float | None) -> Recipe:
     """The recipe of a named shape whose draft reaches this accept length at TREE; None: ACCEPT_LENGTH.
 
+    routing_correlation: None: uniform routing.
     Raises EspalierError for an unknown shape, and for an accept length that no draft reaches.
     """
     wanted = ACCEPT_LENGTH if accept_length is None else accept_length
-    return Recipe(find_shape(shape), seed).with_accept_length(wanted, *TREE)
+    recipe = Recipe(find_shape(shape), seed, routing_correlation=routing_correlation or 0.0)
+    return recipe.with_accept_length(wanted, *TREE)
+
+
+def add_shape_flags(parser: ArgumentParser) -> None:
+    """Flags of `recipe_of` besides --shape and --accept-length."""
+    parser.add_argument(
+        "--routing-correlation",
+        type=float,
+        metavar="X",
+        help="of --shape with experts: 0, experts are as if drawn for each token, to 1, neighbours share them (0)",
+    )
 
 
 class SyntheticModels:
@@ -87,7 +100,8 @@ class SyntheticModels:
     def title(self) -> str:
         """One line for the top of a table or a plot."""
         size = f"{self.weights_bytes / 1e9:.1f} GB of weights made in {self.seconds:.1f} s"
-        return f"{self.recipe.shape.name}, {size}; the draft's skill {self.recipe.skill}"
+        routing = f"; routing correlation {self.recipe.routing_correlation}" if self.target.config.experts else ""
+        return f"{self.recipe.shape.name}, {size}; the draft's skill {self.recipe.skill}{routing}"
 
     @property
     def weights_bytes(self) -> int:

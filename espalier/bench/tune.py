@@ -15,10 +15,13 @@ import torch
 from rich.text import Text
 from torch import Tensor
 
-from espalier.bench.linears import ModelShape, Multiply, Run, Shape, Weights, shape_named
+from espalier.bench import tune_experts
+from espalier.bench.linears import ModelShape, Multiply, Run, Shape, Weights, shape_named, sizes_of, with_draft
 from espalier.bench.timing import Stopwatch
+from espalier.bench.tune_experts import versions
 from espalier.config import EngineConfig, is_open
 from espalier.errors import EspalierError
+from espalier.kernels.layers import experts_tuning
 from espalier.kernels.layers.linear import (
     LibraryPlan,
     LinearPlan,
@@ -31,12 +34,11 @@ from espalier.kernels.layers.linear import (
 from espalier.kernels.layers.linear_tuning import ROWS_BUCKETS, LinearPlans, Table, own_file, read, write
 from espalier.kernels.layers.norm import add_rms_norm
 from espalier.kernels.runtime.launch import chip
-from espalier.models import ModelConfig
 from espalier.startup.load import Checkpoint, find
 from espalier.startup.resolve import choose_device
 from espalier.terminal.console import print_header, print_table, progress, require_writable, stdout
 from espalier.terminal.flags import flag_of, given_flags
-from espalier.terminal.machine import installed, require_gpu
+from espalier.terminal.machine import require_gpu
 
 # Bytes of weights that a chain reads: long enough to time.
 CHAIN_BYTES = 600 * 10**6
@@ -55,6 +57,8 @@ FEWEST_ROWS = 1
 # Layers whose output may come in parts for the next kernel to add up, and layers that a gate follows.
 IN_PARTS, GATED = ("qkv", "o", "down"), ("gate_up",)
 
+# Values of --tune.
+LINEARS, EXPERTS = "linears", "experts"
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 # The engine flags that --tune --shapes uses, and those that --tune of a model uses besides.
 FLAGS_OF_SHAPES, FLAGS_OF_MODEL = ("device", "dtype"), ("model", "draft", "model_overrides")
@@ -80,9 +84,13 @@ class Measured:
 
 def add_flags(parser: ArgumentParser) -> None:
     """Flags of `espalier doctor`."""
-    tuning = parser.add_argument_group("linear layers")
+    tuning = parser.add_argument_group("linear layers and experts")
     tuning.add_argument(
-        "--tune", action="store_true", help="measure those of the given model, or of --shapes, on this GPU"
+        "--tune",
+        nargs="?",
+        choices=(LINEARS, EXPERTS),
+        const=LINEARS,
+        help="measure those of the given model, or of --shapes, on this GPU (linears)",
     )
     tuning.add_argument("--shapes", metavar="X,X", help="named sizes instead of a model, such as llama-3.1-8b")
     tuning.add_argument("--choices", type=Path, metavar="FILE", help="write what is fastest there (your own file)")
@@ -97,7 +105,9 @@ def run(args: Namespace, config: EngineConfig) -> int:
     if path.parent.is_dir():  # else `write` makes it
         require_writable("--choices", path)
     if path.exists():
-        read(path)  # raises if `write` could not add to it
+        # They raise if `write` could not add to the file.
+        read(path)
+        experts_tuning.read(path)
     require_gpu("--tune")
     device = choose_device(config)
     if device.type != "cuda":
@@ -113,8 +123,16 @@ def _run(args: Namespace, config: EngineConfig) -> int:
         models = [shape_named(name) for name in args.shapes.split(",")]
     else:
         models = [_shape_of(checkpoint)]
+    path = args.choices or own_file()
+    if args.tune == EXPERTS:
+        tune_experts.run(models, DTYPES[dtype], path)
+        return 0
+    if any(model.latent is not None for model in models):
+        raise EspalierError(
+            "--tune does not measure the linear layers of latent attention; leave them out, and they run with F.linear"
+        )
     shapes = tuple(dict.fromkeys(shape for model in models for shape in model.shapes()))
-    tuner, path = Tuner(DTYPES[dtype]), args.choices or own_file()
+    tuner = Tuner(DTYPES[dtype])
     print_header()
     alone: dict[Shape, list[Measured]] = {}
     table: PlanTable = {}
@@ -125,8 +143,7 @@ def _run(args: Namespace, config: EngineConfig) -> int:
         for model in models:
             tuner.among_neighbours(model, alone, table)
             advance()
-    about = {"gpu": torch.cuda.get_device_name(), "torch": str(torch.__version__), "triton": installed("triton")}
-    write(path, Table(tuner.chip, dtype, plans_by_shape(table), about))
+    write(path, Table(tuner.chip, dtype, plans_by_shape(table), versions()))
     print_table(_rows([bucket for buckets in alone.values() for bucket in buckets], table))
     stdout().print(Text(f"written to {path}"))
     return 0
@@ -144,27 +161,8 @@ def _dtype(config: EngineConfig, checkpoint: Checkpoint | None) -> str:
 
 def _shape_of(checkpoint: Checkpoint) -> ModelShape:
     """The sizes of a checkpoint and of its draft."""
-    sizes, head = _sizes(checkpoint.target), checkpoint.draft
-    if head is None:
-        return sizes
-    return replace(sizes, draft_vocab=head.spec.vocab_size, captured=len(head.spec.capture), draft=_sizes(head.layer))
-
-
-def _sizes(config: ModelConfig) -> ModelShape:
-    if config.latent is not None:
-        raise EspalierError(
-            f"--tune does not measure the linear layers of latent attention ({config.architecture}); leave --tune out, "
-            "and they run with F.linear"
-        )
-    return ModelShape(
-        hidden=config.hidden_size,
-        layers=config.num_layers,
-        heads=config.heads,
-        kv_heads=config.kv_heads,
-        head_size=config.head_size,
-        intermediate=config.intermediate_size,
-        vocab=config.vocab_size,
-    )
+    sizes = sizes_of(checkpoint.target)
+    return sizes if checkpoint.draft is None else with_draft(sizes, checkpoint.draft)
 
 
 class Tuner:

@@ -27,6 +27,8 @@ MISS = 1 / 2
 SPREAD = (0.25, 0.75, 1.25, 1.75)
 LEAST_SKILL, MOST_SKILL = 0.05, 0.99
 SAMPLES = 2048
+# The tokens of a topic: several times the tokens that the deepest tree reaches ahead.
+TOPIC_TOKENS = 256
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,7 @@ class Chain:
     kind: [V], 0 .. NUM_SUCCESSORS-1, what copy mode copies.
     lag_of: [V], 0 .. num_lags-1, an index into lags.
     lags: [num_lags], how many positions back a token looks in copy mode.
+    topic: [V], the stretch of TOPIC_TOKENS places, in the order of greedy text, that each token is in.
     """
 
     mode: str
@@ -54,6 +57,7 @@ class Chain:
     kind: Tensor
     lag_of: Tensor
     lags: Tensor
+    topic: Tensor
 
     @property
     def size(self) -> int:
@@ -85,29 +89,43 @@ class Chain:
 
 
 def make_chain(
-    vocab: int, num_plain: int, num_hot: int, num_lags: int, *, seed: int, mode: str, skill: float, reach: int
+    vocab: int,
+    plain: range,
+    num_hot: int,
+    num_lags: int,
+    *,
+    seed: int,
+    mode: str,
+    skill: float,
+    reach: int,
+    has_topics: bool = False,
 ) -> Chain:
     """A chain drawn from the seed, on the CPU, so that it is the same on every device.
 
-    num_plain: ids from here on are never emitted; reach: the largest lag of copy mode; the smallest is 1.
+    plain: only these ids are emitted; reach: the largest lag of copy mode; the smallest is 1.
+    has_topics: the successors of a token are near it in greedy text, so that a tree stays in a topic.
     Raises EspalierError for arguments that do not fit together.
     """
-    _check(num_plain, num_hot, mode, skill, reach)
+    _check(len(plain), num_hot, mode, skill, reach)
     generator = torch.Generator().manual_seed(seed)
-    hot = torch.randperm(num_plain, generator=generator)[:num_hot].sort().values
+    hot = plain.start + torch.randperm(len(plain), generator=generator)[:num_hot].sort().values
     ring = torch.randperm(num_hot, generator=generator)
     place = torch.randint(0, num_hot, (vocab,), generator=generator)
     place[hot[ring]] = torch.arange(num_hot)
     is_hot = torch.zeros(vocab, dtype=torch.bool)
     is_hot[hot] = True
     shifts = _shifts(num_hot, generator)
+    if has_topics:
+        # The first is odd, as it is 1 mod NUM_SUCCESSORS and coprime with the ring: its multiples differ.
+        shifts = shifts[0] * torch.arange(1, len(shifts) + 1) % num_hot
     kind = torch.randint(0, NUM_SUCCESSORS, (vocab,), generator=generator)
     kind[hot[ring]] = torch.arange(num_hot) % NUM_SUCCESSORS
     lag_of = torch.randint(0, num_lags, (vocab,), generator=generator)
     lags = torch.rand(num_lags, generator=generator).mul(math.log(reach)).exp().round().long().clamp(1, reach)
     lags[0] = reach
     draft_logp = _even_guesses(num_hot) if mode == "copy" else _guesses(num_hot, skill, generator)
-    return Chain(mode, hot, ring, place, is_hot, shifts, draft_logp, kind, lag_of, lags)
+    topic = place * pow(int(shifts[0]), -1, num_hot) % num_hot // TOPIC_TOKENS
+    return Chain(mode, hot, ring, place, is_hot, shifts, draft_logp, kind, lag_of, lags, topic)
 
 
 def _check(num_plain: int, num_hot: int, mode: str, skill: float, reach: int) -> None:

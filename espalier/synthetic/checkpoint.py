@@ -22,6 +22,7 @@ from espalier.models.weight_formats import all_dense
 from espalier.models.weights import INDEX, Weights
 from espalier.synthetic.chain import LEAST_SKILL, MOST_SKILL, Chain, make_chain, predicted_accept_length
 from espalier.synthetic.draft import DraftTensors
+from espalier.synthetic.routing import check_correlation
 from espalier.synthetic.shapes import Shape
 from espalier.synthetic.target import TargetTensors
 
@@ -36,6 +37,7 @@ class Recipe:
     mode: "chain" or "copy".  In copy mode the kind of a token up to `reach` positions back decides which successor
     follows, so that a wrong K/V row of any layer changes the text.  Prompts must be longer than `reach`.
     skill: how often the draft's first guess is right; in chain mode only.
+    routing_correlation: 0 to 1, how much the experts of neighbouring tokens agree (routing.py).
     """
 
     shape: Shape
@@ -43,22 +45,27 @@ class Recipe:
     mode: str = "chain"
     skill: float = 0.8
     reach: int = 256
+    routing_correlation: float = 0.0
 
     def chain(self) -> Chain:
         config = self.shape.target
+        check_correlation(self.routing_correlation, config, self.shape.name)
         return make_chain(
             config.vocab_size,
-            self.shape.num_plain,
+            self.shape.plain,
             self.shape.draft_vocab,
             config.num_layers,
             seed=self.seed,
             mode=self.mode,
             skill=self.skill,
             reach=self.reach,
+            has_topics=self.routing_correlation > 0,
         )
 
     def tensors(self, dtype: torch.dtype, device: torch.device | str) -> tuple[TargetTensors, DraftTensors]:
-        target = TargetTensors(self.shape, self.chain(), self.seed, dtype, torch.device(device))
+        target = TargetTensors(
+            self.shape, self.chain(), self.seed, dtype, torch.device(device), self.routing_correlation
+        )
         return target, DraftTensors(self.shape, target)
 
     def with_accept_length(self, wanted: float, steps: int, topk: int, num_draft_tokens: int) -> "Recipe":

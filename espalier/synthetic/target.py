@@ -2,9 +2,10 @@
 
 Every embedding has the same length and is the sum e_t = r_t + planted parts.  r_t is random and identifies the token.
 The planted parts lie in a few directions that nothing else uses: `mark` is common to all tokens, and keys are made of
-it.  Copy mode adds a direction for each kind that is read (`read`), for each kind that is written (`write`) and for
-each lag (`lag`).  Attention and MLP change the residual little, so it keeps e_t.  A row of the lm_head combines
-the r_t of the token's predecessors, with exactly the chain's logits there.
+it.  A mixture of experts may have a part for topics, which its routers read (routing.py).  Copy mode adds a direction
+for each kind that is read (`read`), for each kind that is written (`write`) and for each lag (`lag`).  Attention and
+MLP change the residual little, so it keeps e_t.  A row of the lm_head combines the r_t of the token's predecessors,
+with exactly the chain's logits there.
 
 In copy mode layer l serves the tokens of lag l.  Query head A attends to the position `lag` back, and query head B of
 the same key-value head to its own position.  What A reads minus what B reads is written to `write`.  For other tokens
@@ -21,8 +22,11 @@ import torch
 from torch import Tensor
 
 from espalier.errors import EspalierError
+from espalier.models.config import ModelConfig
 from espalier.synthetic.chain import NUM_SUCCESSORS, PROBABILITIES, Chain
+from espalier.synthetic.layer_tensors import layer_shapes
 from espalier.synthetic.rope import LagCode, lag_code
+from espalier.synthetic.routing import TOPIC_SIZE, router_weight, topic_directions
 from espalier.synthetic.shapes import Shape
 
 # Logit of the most likely successor.  Tokens that do not follow have logits of mean 0 and a standard deviation of about
@@ -33,7 +37,7 @@ COPY_GAIN = 10.0
 # The size of what all layers together add to the residual, relative to the residual.
 DISTURBANCE = 0.15
 # Shares of an embedding's squared length.
-SHARES = {"mark": 0.08, "read": 0.08, "write": 0.12, "lag": 0.08}
+SHARES = {"mark": 0.08, "read": 0.08, "write": 0.12, "lag": 0.08, "topic": 0.08}
 # Standard deviation of silu(a)·b for a, b of standard deviation 1.
 GATED = 0.6
 # Rows that are drawn or solved at once.
@@ -84,29 +88,47 @@ class Planted:
     def direction(self, part: str, index: int = 0) -> Tensor:
         return self.basis[:, self.first[part] + index]
 
+    def of_part(self, part: str, size: int) -> Tensor:
+        """[H, size]: the directions of a part."""
+        return self.basis[:, self.first[part] : self.first[part] + size]
+
     def clean(self, rows: Tensor) -> Tensor:
         """rows [..., H] without their components in the planted directions."""
         return rows - (rows @ self.basis) @ self.basis.T
 
 
 class TargetTensors:
-    """The weights of a target, by name in its checkpoint: `shapes` lists them, `tensor` makes one."""
+    """The weights of a target, by name in its checkpoint: `shapes` lists them, `tensor` makes one.
 
-    def __init__(self, shape: Shape, chain: Chain, seed: int, dtype: torch.dtype, device: torch.device) -> None:
+    correlation: of the routing, see routing.py.
+    """
+
+    def __init__(
+        self,
+        shape: Shape,
+        chain: Chain,
+        seed: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        correlation: float = 0.0,
+    ) -> None:
         self.config = shape.target
         self.chain = chain
         self.dtype = dtype
         self.device = device
         self.draw = Draw(seed, device)
         self.copies = chain.mode == "copy"
+        self.correlation = correlation
         self.planted = self._planted()
-        if self.copies and self.config.heads < 2 * self.config.kv_heads:
-            raise EspalierError(f"copy mode needs two query heads a key-value head, {shape.name} has fewer")
+        if self.copies:
+            require_copying(self.config, chain, shape.name)
 
     def _planted(self) -> Planted:
         sizes = {"mark": 1}
         if self.copies:
             sizes |= {"read": NUM_SUCCESSORS, "write": NUM_SUCCESSORS, "lag": len(self.chain.lags)}
+        if self.correlation:
+            sizes["topic"] = TOPIC_SIZE
         starts = torch.tensor([0, *sizes.values()]).cumsum(0).tolist()
         hidden = self.config.hidden_size
         if 2 * starts[-1] > hidden:
@@ -119,27 +141,18 @@ class TargetTensors:
     def code(self) -> LagCode:
         return lag_code(self.config.rope, self.config.max_position)
 
-    @property
+    @cached_property
+    def topics(self) -> Tensor:
+        """[topics, TOPIC_SIZE]: the direction of each topic in its planted part, of length 1."""
+        return topic_directions(self.draw, int(self.chain.topic.max()) + 1)
+
+    @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         c = self.config
-        hidden, inner = c.hidden_size, c.intermediate_size
-        layer = {
-            "self_attn.q_proj": (c.heads * c.head_size, hidden),
-            "self_attn.k_proj": (c.kv_heads * c.head_size, hidden),
-            "self_attn.v_proj": (c.kv_heads * c.head_size, hidden),
-            "self_attn.o_proj": (hidden, c.heads * c.head_size),
-            "mlp.gate_proj": (inner, hidden),
-            "mlp.up_proj": (inner, hidden),
-            "mlp.down_proj": (hidden, inner),
-            "input_layernorm": (hidden,),
-            "post_attention_layernorm": (hidden,),
-        }
-        if c.qk_norm:
-            layer |= {"self_attn.q_norm": (c.head_size,), "self_attn.k_norm": (c.head_size,)}
-        found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (c.vocab_size, hidden)}
+        found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (c.vocab_size, c.hidden_size)}
         for i in range(c.num_layers):
-            found |= {f"model.layers.{i}.{name}.weight": size for name, size in layer.items()}
-        return {**found, "model.norm.weight": (hidden,), "lm_head.weight": (c.vocab_size, hidden)}
+            found |= {f"model.layers.{i}.{name}": size for name, size in layer_shapes(c, i).items()}
+        return {**found, "model.norm.weight": (c.hidden_size,), "lm_head.weight": (c.vocab_size, c.hidden_size)}
 
     def tensor(self, name: str) -> Tensor:
         """Make a tensor.  The embedding is kept, because the lm_head and the draft are made from it."""
@@ -149,23 +162,35 @@ class TargetTensors:
         if name == "lm_head.weight":
             return self._head()
         size = self.shapes[name]
+        if part == "e_score_correction_bias":
+            return torch.zeros(size, device=self.device)
+        if part.endswith("bias") or part == "sinks":
+            return torch.zeros(size, dtype=self.dtype, device=self.device)
         if len(size) == 1:
             is_sharp = self.copies and part in ("q_norm", "k_norm")
             return torch.full(size, self.code.norm_weight if is_sharp else 1.0, dtype=self.dtype, device=self.device)
+        if part in ("gate", "router"):
+            return router_weight(self, name, size[0]).to(self.dtype)
+        if len(size) == 3:
+            return self._stacked(name, part, size)
         weight = self._linear(name, part, size)
         if self.copies and part in ("q_proj", "k_proj", "v_proj", "o_proj"):
             self._plant_copying(weight, part, int(name.split(".")[2]))
         return weight
 
+    @property
+    def own_length(self) -> float:
+        """The length of r_t."""
+        return math.sqrt(self.config.hidden_size * (1 - sum(SHARES[part] for part in self.planted.first)))
+
     @cached_property
     def embedding(self) -> Tensor:
         """[V, H], every row of length sqrt(H)."""
         hidden, vocab = self.config.hidden_size, self.config.vocab_size
-        length = math.sqrt(hidden * (1 - sum(SHARES[part] for part in self.planted.first)))
         out = torch.empty(vocab, hidden, dtype=self.dtype, device=self.device)
         for chunk, drawn in self.draw.chunks("embedding", vocab, hidden):
             random = self.planted.clean(drawn)
-            random *= length / random.norm(dim=1, keepdim=True)
+            random *= self.own_length / random.norm(dim=1, keepdim=True)
             out[chunk] = (random + self._parts(chunk)).to(self.dtype)
         return out
 
@@ -177,6 +202,9 @@ class TargetTensors:
             for part, index in (("read", chain.kind), ("write", chain.kind), ("lag", chain.lag_of)):
                 columns = planted.first[part] + index[tokens].to(self.device)
                 parts = parts + planted.basis.T[columns] * planted.length[part]
+        if self.correlation:
+            of_token = self.topics[chain.topic[tokens].to(self.device)]
+            parts = parts + of_token @ planted.of_part("topic", TOPIC_SIZE).T * planted.length["topic"]
         return parts
 
     def own_part(self, tokens: Tensor) -> Tensor:
@@ -186,13 +214,31 @@ class TargetTensors:
     def _linear(self, name: str, part: str, size: tuple[int, ...]) -> Tensor:
         """A random weight that keeps a standard deviation of 1.  One whose output is added to the residual is scaled
         down, and orthogonal to the planted directions."""
-        adds_to_residual = part in ("o_proj", "down_proj")
-        if not adds_to_residual:
+        if part not in ("o_proj", "down_proj"):
             return self.draw.normal(name, size[0], size[1], size[1] ** -0.5, self.dtype)
-        step = DISTURBANCE / math.sqrt(2 * self.config.num_layers) / (GATED if part == "down_proj" else 1.0)
-        weight = self.draw.normal(name, size[0], size[1], step * size[1] ** -0.5, torch.float32)
+        weight = self.draw.normal(name, size[0], size[1], self._step(name, part) * size[1] ** -0.5, torch.float32)
         basis = self.planted.basis
         return weight.sub_(basis @ (basis.T @ weight)).to(self.dtype)
+
+    def _stacked(self, name: str, part: str, size: tuple[int, ...]) -> Tensor:
+        """Experts [E, in, out], as `_linear`."""
+        experts, num_in, num_out = size
+        if part != "down_proj":
+            return self.draw.normal(name, experts * num_in, num_out, num_in**-0.5, self.dtype).view(size)
+        out = torch.empty(experts * num_in, num_out, dtype=self.dtype, device=self.device)
+        for chunk, drawn in self.draw.chunks(name, experts * num_in, num_out):
+            out[chunk] = self.planted.clean(drawn.mul_(self._step(name, part) * num_in**-0.5)).to(self.dtype)
+        return out.view(size)
+
+    def _step(self, name: str, part: str) -> float:
+        """The standard deviation of what a layer adds to the residual, for inputs of standard deviation 1."""
+        step = DISTURBANCE / math.sqrt(2 * self.config.num_layers)
+        if part == "o_proj":
+            return step
+        # The weights of a row's experts sum up to this factor at most.
+        experts = self.config.experts
+        scale = experts.routing.routed_scaling_factor if experts is not None and ".experts." in name else 1.0
+        return step / GATED / scale
 
     def _plant_copying(self, weight: Tensor, part: str, layer: int) -> None:
         """Head A, the first of a group, attends to the lag, and head B, the second, to its own position.
@@ -261,6 +307,20 @@ class TargetTensors:
         more[follows, column] = cold
         before = torch.cat((torch.stack(ring, 1), more), 1)
         return before, torch.cat((PEAK + gaps.expand(chain.size, -1), torch.full(more.shape, PEAK)), 1)
+
+
+def require_copying(config: ModelConfig, chain: Chain, shape: str) -> None:
+    """Raises EspalierError for a model into which copy mode cannot be built."""
+    if config.latent is not None:
+        raise EspalierError(f"copy mode is not for latent attention, which {shape} has; use mode chain")
+    if config.heads < 2 * config.kv_heads:
+        raise EspalierError(f"copy mode needs two query heads a key-value head, {shape} has fewer")
+    for layer, window in enumerate(config.windows):
+        if window is not None and int(chain.lags[layer]) >= window:
+            raise EspalierError(
+                f"copy mode looks {int(chain.lags[layer])} positions back in layer {layer} of {shape}, whose window "
+                f"is {window}; lower --reach below that"
+            )
 
 
 def planted_rows(planted: Planted, part: str, index: Tensor) -> Tensor:

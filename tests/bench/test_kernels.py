@@ -21,6 +21,19 @@ def test_pages_are_in_order_where_that_is_asked(page_size):
         assert attention.prefix.length.tolist() == [130, 130]
 
 
+def test_latent_rows_are_read_as_k_and_in_part_as_v(monkeypatch):
+    given = []
+    monkeypatch.setattr(backend, "latent_attention_triton", lambda q, *rest: given.append((q, *rest)) or (q, None))
+    shape = Shape(2, 4, 130, spec=kernels.FEW_HEADS)
+    _, run = prepared(shape, 16, 2, torch.device("cpu"))
+    run()
+    q, committed, staged, *_ = given[0]
+    assert len(given) == 2 and q.shape == (2, 4, 16, 576)
+    assert [rows.k.shape[-1] for rows in (committed, staged)] == [576, 576]
+    assert [rows.v.shape[-1] for rows in (committed, staged)] == [512, 512]
+    assert shape.kv_bytes == 2 * 130 * 576 * 2 and shape.flops == 2 * 2 * 16 * 4 * 130 * (576 + 512)
+
+
 @pytest.mark.parametrize("asks", [False, True])
 def test_a_plan_is_timed_with_all_that_the_pass_had_planned(kernel_device, monkeypatch, asks):
     counts = []

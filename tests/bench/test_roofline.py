@@ -1,15 +1,32 @@
 """The roofline: which layers a round runs, with how many rows, and what is added to their time."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from espalier.bench.linears import SHAPES, Weights, plain, shape_named
-from espalier.bench.roofline import LinearTimes, known_ms, roofline_ms, round_attention, round_runs, table
+from espalier.bench.linears import Weights, model_shape, plain, shape_named
+from espalier.bench.roofline import (
+    Cost,
+    ExpertTimes,
+    LinearTimes,
+    expert_cost,
+    expert_ms,
+    known_ms,
+    round_attention,
+    round_runs,
+    table,
+)
 from espalier.bench.timing import Ceilings
 from espalier.cli.main import main
 from espalier.errors import EspalierError
+from espalier.synthetic.checkpoint import Recipe
+from espalier.synthetic.shapes import SHAPES, find_shape
+from tests.synthetic.mixtures import SUPPORTED, is_supported, mixture
 
 LLAMA = shape_named("llama-3.1-8b")
+QWEN = shape_named("qwen3-30b-a3b")
+NAMED = [name for name in SHAPES if is_supported(find_shape(name))]
 
 
 def by_name(runs):
@@ -52,16 +69,16 @@ def test_a_round_runs_a_level_less_than_its_steps(steps, levels):
     assert {run.rows for run in target} == {192}
 
 
-def test_the_roofline_adds_the_larger_of_reading_and_computing():
+def test_a_cost_is_the_larger_of_reading_and_computing():
     ceilings = Ceilings(bandwidth=4e12, peak=8e14)
-    assert roofline_ms(3.5, 4e9, 0, ceilings) == pytest.approx(4.5)
-    assert roofline_ms(3.5, 4e9, 1.6e12, ceilings) == pytest.approx(5.5)
+    assert Cost(4e9, 0).ms(ceilings) == pytest.approx(1.0)
+    assert Cost(4e9, 1.6e12).ms(ceilings) == pytest.approx(2.0)
 
 
 def test_attention_of_a_round_reads_each_prefix_once_a_pass():
     cost = round_attention(LLAMA, batch=2, context=1000, steps=5, topk=8, num_draft_tokens=64)
     token = 2 * 8 * 128 * 2  # K and V of a layer
-    assert cost.kv_bytes == 2 * 1000 * token * (32 + 4 + 1)
+    assert cost.num_bytes == 2 * 1000 * token * (32 + 4 + 1)
     # A product of q and k, and one of weights and v, 2 operations each.
     assert cost.flops == 2 * 1000 * 4 * 32 * 128 * (32 * 64 + 4 * 8 + 6)
 
@@ -82,10 +99,64 @@ def test_a_chain_runs_layer_by_layer():
     assert len({pointer for *_, pointer in seen}) == len(seen)
 
 
-def test_every_named_shape_lists_its_weights_once():
-    for name in SHAPES:
-        shapes = shape_named(name).shapes()
-        assert len(shapes) == len(set(shapes)) >= 7
+@pytest.mark.parametrize("name", NAMED)
+def test_every_named_shape_lists_its_weights_once(name):
+    shapes = shape_named(name).shapes()
+    assert len(shapes) == len(set(shapes)) >= 7
+
+
+@pytest.mark.parametrize("shape", [*map(mixture, SUPPORTED), *map(find_shape, NAMED)], ids=lambda shape: shape.name)
+def test_the_weights_of_a_pass_are_those_of_the_checkpoint(shape):
+    """Of linear layers and all experts; embedding, norms, biases and sinks aside."""
+    sizes, (tensors, _) = model_shape(shape), Recipe(shape).tensors(torch.bfloat16, "meta")
+    stored = {
+        name: torch.Size(size).numel()
+        for name, size in tensors.shapes.items()
+        if not name.endswith(("norm.weight", "bias", "sinks")) and name != "model.embed_tokens.weight"
+    }
+    counted = sum(run.weight_bytes for run in sizes.target_pass(1)) // 2
+    if sizes.experts is not None:
+        counted += sizes.experts.layers * sizes.experts.shape.num_experts * sizes.experts.shape.expert_bytes // 2
+    assert counted == sum(stored.values())
+
+
+@pytest.mark.parametrize(("rows", "touched"), [(1, 8.0), (16, 82.42), (64, 125.94), (10**6, 128.0)])
+def test_experts_touched_by_uniform_routing(rows, touched):
+    assert QWEN.experts.shape.touched(rows) == pytest.approx(touched, abs=0.01)
+
+
+def test_experts_cost_the_bytes_of_those_touched_and_the_products_of_all_rows():
+    size = 3 * 2048 * 768
+    uniform, measured = expert_cost(QWEN, 64), expert_cost(QWEN, 64, touched=20.0)
+    assert measured.num_bytes == 48 * 20 * 2 * size and uniform.num_bytes == pytest.approx(
+        48 * 125.94 * 2 * size, rel=1e-4
+    )
+    assert uniform.flops == measured.flops == 48 * 2 * size * 8 * 64
+    assert expert_cost(LLAMA, 64) == Cost(0, 0)
+    ceilings = Ceilings(4e12, 8e14)
+    assert expert_ms(QWEN, 1, ceilings) == ExpertTimes(pytest.approx(8), pytest.approx(1e3 * 48 * 16 * size / 4e12))
+    assert expert_ms(LLAMA, 1, ceilings) is None
+
+
+def test_latent_attention_reads_one_row_for_all_heads():
+    shape = model_shape(mixture("v3-dense"))
+    plain_cost = round_attention(shape, 2, 1000, 0, 1, 1, drafts=False)
+    assert plain_cost.num_bytes == 4 * 2 * 1000 * (64 + 32) * 2  # layers, batch, context, values, bytes
+    assert plain_cost.flops == 4 * 2 * 1000 * 8 * 2 * (96 + 64)  # a product with the row, one with the latent
+    batched = {run.name: (run.shape, run.heads) for run in shape.target_pass(3) if run.heads > 1}
+    assert batched == {"k up": ((64, 32), 8), "v up": ((48, 64), 8)}
+
+
+def test_a_window_limits_what_a_layer_reads():
+    shape = replace(LLAMA, windows=(128,) * 16)
+    assert shape.attended(1000) == 16 * 128 + 16 * 1000 and shape.attended(100) == 32 * 100
+
+
+def test_a_batched_product_has_rows_for_every_head():
+    shape = model_shape(mixture("v2-dense"))
+    weights, seen = Weights(torch.float32, torch.device("cpu")), []
+    weights.chain(shape.target_pass(3), lambda x, weight: seen.append(weight.shape) or plain(x, weight))()
+    assert len(seen) == 4 * 5 + 1  # q, kv down, o, gate_up and down; the batched ones do not come here
 
 
 def test_an_unknown_shape_is_refused_with_those_there_are():
@@ -110,7 +181,7 @@ def test_plain_decoding_without_a_draft_has_no_extend():
     target, draft = round_runs(LLAMA, 2, 0, 1, 1, drafts=False)
     assert (target, draft) == (LLAMA.target_pass(2), ())
     cost = round_attention(LLAMA, 2, 1000, 0, 1, 1, drafts=False)
-    assert cost.kv_bytes == 2 * 1000 * 2 * 8 * 128 * 2 * 32
+    assert cost.num_bytes == 2 * 1000 * 2 * 8 * 128 * 2 * 32
 
 
 def test_earlier_figures_of_a_chip_are_shown_beside_new_ones():
@@ -119,3 +190,5 @@ def test_earlier_figures_of_a_chip_are_shown_beside_new_ones():
     rows = table([LinearTimes(64, 4.452, 4.1, 15 * 10**9), LinearTimes(8, 4, 3.9, 1)], Ceilings(4e12, 8e14), known)
     assert rows[1] == ["64", "4.45", "4.24", "+5.0%", "4.10", "3.75"]
     assert rows[2] == ["8", "4.00", "", "", "3.90", "0.00"]
+    mixed = table([LinearTimes(64, 4, 3, 1)], Ceilings(4e12, 8e14), {}, [ExpertTimes(12.34, 0.5)])
+    assert mixed[0][-2:] == ["experts touched", "experts, ms"] and mixed[1][-2:] == ["12.3", "0.50"]

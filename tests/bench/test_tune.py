@@ -1,16 +1,18 @@
 """Tuning without a chip: who is measured, and who is taken for which figures."""
 
+from argparse import Namespace
+
 import pytest
 import torch
 
 from espalier.bench import tune
-from espalier.bench.linears import ModelShape
+from espalier.bench.linears import ModelShape, model_shape
 from espalier.bench.tune import Measured, Tuner, plans_by_shape
+from espalier.config import EngineConfig
 from espalier.errors import EspalierError
 from espalier.kernels.layers.linear import LibraryPlan, TritonPlan
 from espalier.kernels.layers.linear_tuning import ROWS_BUCKETS, LinearPlans
-from espalier.models import read_config
-from tests.builders import make_target
+from tests.synthetic.mixtures import mixture
 
 TINY = ModelShape(hidden=64, layers=2, heads=2, kv_heads=1, head_size=32, intermediate=96, vocab=72, draft_vocab=40)
 FIRST, SECOND = TritonPlan(64, 64, 1, 4, 2), TritonPlan(64, 128, 1, 4, 2)
@@ -89,8 +91,8 @@ def test_every_shape_of_a_model_is_settled_once(tuner):
     assert set(found.values()) == {LinearPlans((FIRST,) * len(ROWS_BUCKETS))}
 
 
-def test_latent_attention_is_refused(tmp_path):
-    """Its linear layers are not those of ModelShape."""
-    config = read_config(make_target(tmp_path, "deepseek_v3"))
-    with pytest.raises(EspalierError, match=r"latent attention .*; leave --tune out"):
-        tune._sizes(config)
+def test_latent_attention_is_refused(monkeypatch):
+    """Its linear layers are not all of two dimensions."""
+    monkeypatch.setattr(tune, "shape_named", lambda name: model_shape(mixture("v3-dense")))
+    with pytest.raises(EspalierError, match="linear layers of latent attention"):
+        tune._run(Namespace(shapes="v3", choices=None, tune="linears"), EngineConfig(dtype="bfloat16"))

@@ -10,9 +10,9 @@ from espalier.kernels.layers.experts import (
     ExpertBiases,
     grouped_experts_reference,
     grouped_experts_triton,
-    plan_for,
-    sort_pairs_triton,
+    tiles_of,
 )
+from espalier.kernels.layers.experts_plan import ExpertsPlan, ProductPlan
 from espalier.kernels.layers.linear import sum_parts_reference
 from tests.kernels.treeing import poisoned
 
@@ -169,13 +169,13 @@ def test_sorted_pairs(kernel_device, rows, experts, top_k, with_live):
     ids = drawn(rows, experts, top_k, 1, 1, kernel_device)[3]
     live = torch.rand(rows, generator=torch.Generator().manual_seed(1)).to(ids.device) < 0.6 if with_live else None
     with poisoned():
-        pairs = sort_pairs_triton(ids, live, experts, rows=16)
+        pairs = tiles_of(ids, live, experts, rows=16)
     flat = (ids if live is None else ids.masked_fill(~live[:, None], experts)).flatten()
     assert torch.equal(pairs.order.long(), flat.argsort(stable=True))
     assert torch.equal(pairs.ends.long(), flat.bincount(minlength=experts + 1).cumsum(0))
     begins = [0, *pairs.ends.tolist()]
     wanted = [(e, b) for e in range(experts + 1) for b in range(begins[e], begins[e + 1], 16)]
-    listed = list(zip(pairs.tile_experts.tolist(), pairs.tile_begins.tolist(), strict=True))
+    listed = list(zip(pairs.experts.tolist(), pairs.begins.tolist(), strict=True))
     assert listed[: len(wanted)] == wanted and all(expert == -1 for expert, _ in listed[len(wanted) :])
 
 
@@ -248,7 +248,24 @@ def test_wrong_inputs_are_refused(change, message):
         grouped_experts_triton(*change(*drawn(3, 4, 2, 16, 8, "cpu")))
 
 
-def test_few_rows_share_one_plan():
-    """So within a bucket of rows their bits are equal."""
-    assert len({plan_for(8 * rows, 128, torch.bfloat16) for rows in range(1, 129)}) == 1
-    assert plan_for(8 * 4096, 128, torch.bfloat16).rows == 128
+PLANS = [
+    ExpertsPlan(1, ProductPlan(16, 256, 2, 3), ProductPlan(32, 128, 4, 4)),
+    ExpertsPlan(16, ProductPlan(32, 16, 4, 2), ProductPlan(64, 64, 4, 3)),
+    ExpertsPlan(32, ProductPlan(64, 64, 4, 2), ProductPlan(16, 16, 2, 6)),
+]
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+@pytest.mark.parametrize("shape", [(1, 64, 8, 48, 32), (9, 4, 3, 64, 40), (37, 5, 2, 40, 16)], ids=str)
+def test_every_plan_gives_the_product(kernel_device, shape, plan):
+    """With and without a sort; tiles that divide the sizes, and tiles that do not; rows without expert."""
+    inputs = drawn(*shape, kernel_device)
+    live = torch.arange(shape[0], device=kernel_device) % 3 != 1
+    exact = exact_parts(*inputs)
+    for mask in (None, live):
+        with poisoned():
+            parts = grouped_experts_triton(*inputs, mask, plan=plan)
+        if mask is not None:
+            assert (parts[:, ~mask] == 0).all()
+            exact[:, ~mask] = 0
+        assert_close(parts, exact, DTYPE)

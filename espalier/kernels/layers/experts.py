@@ -3,7 +3,8 @@
 Three launches.  `_sort_pairs_kernel` sorts the N · K pairs (row, choice) by expert and cuts each expert's pairs into
 tiles.  `_gated_kernel` computes the activation of each tile, `_down_kernel` the weighted results.  Both have one
 program for each tile and block of outputs, and read only the experts that have rows.  Grids follow from N, K and the
-number of experts, so the launches can be captured; programs without a tile return at once.
+number of experts, so the launches can be captured; programs without a tile return at once.  One row has no two pairs of
+an expert: each pair is a tile then, and nothing is sorted.
 
 The K results of a row are not summed here: the reader adds them in order, so a sum has the same order in every batch.
 """
@@ -11,7 +12,7 @@ The K results of a row are not summed here: the reader adds them in order, so a 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -19,21 +20,24 @@ from torch import Tensor
 
 from espalier.errors import EspalierError
 from espalier.kernels.layers.activation import SILU, Activation, activated, activated_reference
-from espalier.kernels.layers.linear import MIN_BLOCK_ROWS, RESERVED_SHARED_MEMORY
+from espalier.kernels.layers.experts_plan import ExpertsPlan, ExpertsShape, ProductPlan
+from espalier.kernels.layers.experts_tuning import plan_for
+from espalier.kernels.layers.linear import block_rows
 from espalier.kernels.layers.silu import require_gated
-from espalier.kernels.runtime.launch import Chip, chip, exact_type, kernel, power_of_two, require
+from espalier.kernels.runtime.launch import chip, exact_type, kernel, power_of_two, require
 from espalier.kernels.runtime.pdl import early, pdl_wait_if
 
 if TYPE_CHECKING:
     import triton.language as tl
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-MAX_SORT_BLOCK = 1024
-# Threads of a program that sorts: with fewer values some threads would hold copies, which tl.histogram must leave out.
+# A program that sorts reads all pairs, so it has as many threads as a multiprocessor takes.
+MAX_SORT_BLOCK = 8192
+SORTED_BY_THREAD = 8
+# The fewest threads of a program that sorts.  With fewer values some threads would hold copies, which tl.histogram must
+# leave out.
 SORT_THREADS = 128
 WARP = 32
-MAX_BLOCK_ROWS = 128
-MAX_STAGES = 3
 
 
 @dataclass(frozen=True)
@@ -64,37 +68,6 @@ def grouped_experts(
     """
     implementation = grouped_experts_triton if x.is_cuda else grouped_experts_reference
     return implementation(x, gate_up, down, ids, weights, live, biases, activation, extra)
-
-
-@dataclass(frozen=True)
-class ExpertsPlan:
-    """Launch parameters of both products.
-
-    rows: pairs of one expert that a program takes; block_out, block_in: its tile of gate, up or down; warps: per
-    program.
-    """
-
-    rows: int
-    block_out: int
-    block_in: int
-    warps: int
-
-    def stages(self, matrices: int, itemsize: int, gpu: Chip) -> int:
-        """Pipeline stages that fit the chip; each holds a tile of every matrix and one of x."""
-        stage = (matrices * self.block_out + self.rows) * self.block_in * itemsize
-        return max(min(MAX_STAGES, (gpu.shared_memory - RESERVED_SHARED_MEMORY) // stage), 1)
-
-
-def plan_for(num_pairs: int, num_experts: int, dtype: torch.dtype) -> ExpertsPlan:
-    """A tile holds twice the pairs that an expert has on average, so most experts have one tile.
-
-    It depends on the number of pairs, not on the experts that they go to: so do the bits of a row.
-    """
-    rows = min(max(power_of_two(-(-2 * num_pairs // num_experts)), MIN_BLOCK_ROWS), MAX_BLOCK_ROWS)
-    if dtype.itemsize > 2:
-        # IEEE products of float32 do not use tensor cores: a tile is held in registers.
-        return ExpertsPlan(min(rows, 32), 32, 32, 4)
-    return ExpertsPlan(rows, 64, 128 if rows <= 32 else 64, 4 if rows <= 64 else 8)
 
 
 @kernel
@@ -145,20 +118,47 @@ def _sort_pairs_kernel(
 
 
 @kernel
-def _gated_kernel(
-    x_ptr, w_ptr, bias_ptr, order_ptr, ends_ptr, tile_experts_ptr, tile_begins_ptr, out_ptr, num_out, num_in, x_stride,
-    ALPHA: tl.constexpr, UP_OFFSET: tl.constexpr, LIMIT: tl.constexpr,
-    TOP_K: tl.constexpr, NUM_EXPERTS: tl.constexpr, ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr,
-    BLOCK_IN: tl.constexpr, EXACT: tl.constexpr, DEPENDENT: tl.constexpr,
+def _expert_of_tile(experts_ptr, live_ptr, tile, top_k, num_experts, SORTED: tl.constexpr, LIVE: tl.constexpr):
+    """The expert of a tile: num_experts for pairs without expert, -1 where there is no tile."""
+    expert = tl.load(experts_ptr + tile).to(tl.int64)
+    if LIVE and not SORTED:
+        expert = tl.where(tl.load(live_ptr + tile // top_k) != 0, expert, num_experts)
+    return expert
+
+
+@kernel
+def _pairs_of_tile(
+    order_ptr, ends_ptr, begins_ptr, tile, expert, SORTED: tl.constexpr, ROWS: tl.constexpr
 ):  # fmt: skip
-    """out [N · K, num_out], sorted by expert: the activation.  w: [E, 2 · num_out, num_in]; bias: [E, 2 · num_out]."""
+    """The places [ROWS] of a tile's pairs, whether each exists, and the pairs."""
+    if SORTED:
+        place = tl.load(begins_ptr + tile) + tl.arange(0, ROWS)
+        inside = place < tl.load(ends_ptr + expert)
+        pair = tl.load(order_ptr + place, mask=inside, other=0)
+    else:
+        place = tile + tl.arange(0, ROWS)
+        inside = place == tile
+        pair = tl.where(inside, place, 0)
+    return place, inside, pair
+
+
+@kernel
+def _gated_kernel(
+    x_ptr, w_ptr, bias_ptr, order_ptr, ends_ptr, tile_experts_ptr, tile_begins_ptr, live_ptr, out_ptr,
+    num_out, num_in, x_stride, top_k, num_experts,
+    ALPHA: tl.constexpr, UP_OFFSET: tl.constexpr, LIMIT: tl.constexpr,
+    SORTED: tl.constexpr, LIVE: tl.constexpr, ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr,
+    EVEN_IN: tl.constexpr, EXACT: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """out [N · K, num_out], by place: the activation.  w: [E, 2 · num_out, num_in]; bias: [E, 2 · num_out].  EVEN_IN:
+    tiles divide num_in."""
     pdl_wait_if(DEPENDENT)
-    expert = tl.load(tile_experts_ptr + tl.program_id(1)).to(tl.int64)
-    if (expert < 0) | (expert == NUM_EXPERTS):
+    tile = tl.program_id(1)
+    expert = _expert_of_tile(tile_experts_ptr, live_ptr, tile, top_k, num_experts, SORTED, LIVE)
+    if (expert < 0) | (expert == num_experts):
         return
-    place = tl.load(tile_begins_ptr + tl.program_id(1)) + tl.arange(0, ROWS)
-    inside = place < tl.load(ends_ptr + expert)
-    row = tl.load(order_ptr + place, mask=inside, other=0).to(tl.int64) // TOP_K
+    place, inside, pair = _pairs_of_tile(order_ptr, ends_ptr, tile_begins_ptr, tile, expert, SORTED, ROWS)
+    row = (pair // top_k).to(tl.int64)
     column, ks = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT), tl.arange(0, BLOCK_IN)
     # Columns past the end read the last one instead; their results are not stored.
     w_row = expert * 2 * num_out + tl.minimum(column, num_out - 1)
@@ -168,10 +168,16 @@ def _gated_kernel(
     gate = tl.zeros((BLOCK_OUT, ROWS), EXACT)
     up = tl.zeros((BLOCK_OUT, ROWS), EXACT)
     for k in range(0, num_in, BLOCK_IN):
-        left = num_in - k
-        x = tl.load(x_ptrs, mask=inside[None, :] & (ks[:, None] < left), other=0.0)
-        w_gate = tl.load(gate_ptrs, mask=ks[None, :] < left, other=0.0)
-        w_up = tl.load(up_ptrs, mask=ks[None, :] < left, other=0.0)
+        # Weights first: their loads need not wait until the rows' numbers are known.
+        if EVEN_IN:
+            w_gate = tl.load(gate_ptrs)
+            w_up = tl.load(up_ptrs)
+            x = tl.load(x_ptrs, mask=inside[None, :], other=0.0)
+        else:
+            left = num_in - k
+            w_gate = tl.load(gate_ptrs, mask=ks[None, :] < left, other=0.0)
+            w_up = tl.load(up_ptrs, mask=ks[None, :] < left, other=0.0)
+            x = tl.load(x_ptrs, mask=inside[None, :] & (ks[:, None] < left), other=0.0)
         gate = tl.dot(w_gate, x, gate, input_precision="ieee", out_dtype=EXACT)
         up = tl.dot(w_up, x, up, input_precision="ieee", out_dtype=EXACT)
         gate_ptrs += BLOCK_IN
@@ -190,33 +196,36 @@ def _gated_kernel(
 
 @kernel
 def _down_kernel(
-    x_ptr, w_ptr, bias_ptr, weights_ptr, order_ptr, ends_ptr, tile_experts_ptr, tile_begins_ptr, out_ptr,
-    num_out, num_in, num_rows,
-    TOP_K: tl.constexpr, NUM_EXPERTS: tl.constexpr, ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr,
-    BLOCK_IN: tl.constexpr, EXACT: tl.constexpr, DEPENDENT: tl.constexpr,
+    x_ptr, w_ptr, bias_ptr, weights_ptr, order_ptr, ends_ptr, tile_experts_ptr, tile_begins_ptr, live_ptr, out_ptr,
+    num_out, num_in, num_rows, top_k, num_experts,
+    SORTED: tl.constexpr, LIVE: tl.constexpr, ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr,
+    EVEN_IN: tl.constexpr, EXACT: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """out [K, N, num_out]: weight · (x · wᵀ + bias [E, num_out]), and 0 for rows without expert.
 
-    x: [N · K, num_in], sorted by expert.
+    x: [N · K, num_in], by place.  EVEN_IN: tiles divide num_in.
     """
     pdl_wait_if(DEPENDENT)
-    expert = tl.load(tile_experts_ptr + tl.program_id(1)).to(tl.int64)
+    tile = tl.program_id(1)
+    expert = _expert_of_tile(tile_experts_ptr, live_ptr, tile, top_k, num_experts, SORTED, LIVE)
     if expert < 0:
         return
-    place = tl.load(tile_begins_ptr + tl.program_id(1)) + tl.arange(0, ROWS)
-    inside = place < tl.load(ends_ptr + expert)
-    pair = tl.load(order_ptr + place, mask=inside, other=0).to(tl.int64)
+    place, inside, pair = _pairs_of_tile(order_ptr, ends_ptr, tile_begins_ptr, tile, expert, SORTED, ROWS)
     column, ks = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT), tl.arange(0, BLOCK_IN)
-    w_row = tl.minimum(expert, NUM_EXPERTS - 1) * num_out + tl.minimum(column, num_out - 1)
+    w_row = tl.minimum(expert, num_experts - 1) * num_out + tl.minimum(column, num_out - 1)
     w_ptrs = w_ptr + w_row[:, None] * num_in + ks[None, :]
     x_ptrs = x_ptr + place.to(tl.int64)[None, :] * num_in + ks[:, None]
     acc = tl.zeros((BLOCK_OUT, ROWS), EXACT)
     # No steps for rows without expert: nothing was written to their x.
-    k_end = tl.where(expert == NUM_EXPERTS, 0, num_in)
+    k_end = tl.where(expert == num_experts, 0, num_in)
     for k in range(0, k_end, BLOCK_IN):
-        left = num_in - k
-        x = tl.load(x_ptrs, mask=inside[None, :] & (ks[:, None] < left), other=0.0)
-        w = tl.load(w_ptrs, mask=ks[None, :] < left, other=0.0)
+        if EVEN_IN:
+            w = tl.load(w_ptrs)
+            x = tl.load(x_ptrs, mask=inside[None, :], other=0.0)
+        else:
+            left = num_in - k
+            w = tl.load(w_ptrs, mask=ks[None, :] < left, other=0.0)
+            x = tl.load(x_ptrs, mask=inside[None, :] & (ks[:, None] < left), other=0.0)
         acc = tl.dot(w, x, acc, input_precision="ieee", out_dtype=EXACT)
         w_ptrs += BLOCK_IN
         x_ptrs += BLOCK_IN
@@ -224,46 +233,63 @@ def _down_kernel(
         acc += tl.load(bias_ptr + w_row).to(EXACT)[:, None]
     weight = tl.load(weights_ptr + pair, mask=inside, other=0.0)
     # Not a product by 0: the weight of a row without expert may be NaN.
-    acc = tl.where(expert == NUM_EXPERTS, 0.0, acc * weight[None, :])
-    out_row = pair % TOP_K * num_rows + pair // TOP_K
+    acc = tl.where(expert == num_experts, 0.0, acc * weight[None, :])
+    out_row = (pair % top_k).to(tl.int64) * num_rows + pair // top_k
     out_ptrs = out_ptr + out_row[:, None] * num_out + column[None, :]
     tl.store(out_ptrs, tl.trans(acc), mask=inside[:, None] & (column[None, :] < num_out))
 
 
 @dataclass(frozen=True)
-class SortedPairs:
-    """The pairs (row, choice), row · K + choice, by expert; E stands for no expert.
+class Tiles:
+    """The pairs (row, choice), row · K + choice, in tiles of one expert each; expert E stands for no expert.
 
-    order: [N·K] int32.  ends: [E + 1] int32, where each expert's pairs end in `order`.
-    tile_experts, tile_begins: [tiles] int32, each tile's expert (-1: no tile) and its first place in `order`.
+    rows: pairs that a tile holds at most; 1: each pair is a tile, in the order of the pairs.
+    experts: [tiles] each tile's expert, -1: no tile.  begins: [tiles], its first place in `order`.
+    order: [N·K] int32, the pairs by expert.  ends: [E + 1] int32, where each expert's pairs end in `order`.
+    live: as in grouped_experts.  With rows = 1, `experts` is ids [N·K], and begins, order and ends are not read.
     """
 
+    rows: int
+    experts: Tensor
+    begins: Tensor
     order: Tensor
     ends: Tensor
-    tile_experts: Tensor
-    tile_begins: Tensor
+    live: Tensor | None
+
+    @property
+    def pointers(self) -> tuple[Tensor, ...]:
+        live = self.experts if self.live is None else self.live
+        return self.order, self.ends, self.experts, self.begins, live
 
 
-def sort_pairs_triton(ids: Tensor, live: Tensor | None, num_experts: int, rows: int) -> SortedPairs:
+def tiles_of(ids: Tensor, live: Tensor | None, num_experts: int, rows: int) -> Tiles:
     """rows: pairs of a tile.  Raises EspalierError for wrong shapes or dtypes."""
-    num_rows, top_k = ids.shape
     if live is not None:
-        require("grouped_experts: live", live, (num_rows,), torch.bool, ids)
-    num_pairs = num_rows * top_k
+        require("grouped_experts: live", live, (ids.shape[0],), torch.bool, ids)
+        live = live.contiguous()
+    ids = ids.contiguous()
+    if rows == 1:
+        flat = ids.flatten()
+        return Tiles(rows, flat, flat, flat, flat, live)
+    return _sorted_tiles(ids, live, num_experts, rows)
+
+
+def _sorted_tiles(ids: Tensor, live: Tensor | None, num_experts: int, rows: int) -> Tiles:
+    num_pairs, top_k = ids.numel(), ids.shape[1]
+    block = min(power_of_two(max(num_pairs, SORT_THREADS)), MAX_SORT_BLOCK)
     # Rounding up adds less than one tile for each expert that has pairs.
     num_tiles = num_pairs // rows + min(num_experts + 1, num_pairs)
-    order, ends, tile_experts, tile_begins = (
+    order, ends, experts, begins = (
         torch.empty(size, dtype=torch.int32, device=ids.device)
         for size in (num_pairs, num_experts + 1, num_tiles, num_tiles)
     )
-    ids = ids.contiguous()
     _sort_pairs_kernel[(num_experts + 1,)](
-        ids, ids if live is None else live.contiguous(), order, ends, tile_experts, tile_begins, num_pairs, num_tiles,
+        ids, ids if live is None else live, order, ends, experts, begins, num_pairs, num_tiles,
         TOP_K=top_k, NUM_EXPERTS=num_experts, BINS=power_of_two(max(num_experts + 2, WARP)), ROWS=rows,
-        LIVE=live is not None, BLOCK=min(power_of_two(max(num_pairs, SORT_THREADS)), MAX_SORT_BLOCK),
-        num_warps=SORT_THREADS // WARP, **early(chip(ids)),
+        LIVE=live is not None, BLOCK=block, num_warps=max(SORT_THREADS, block // SORTED_BY_THREAD) // WARP,
+        **early(chip(ids)),
     )  # fmt: skip
-    return SortedPairs(order, ends, tile_experts, tile_begins)
+    return Tiles(rows, experts, begins, order, ends, live)
 
 
 def grouped_experts_triton(
@@ -276,50 +302,87 @@ def grouped_experts_triton(
     biases: ExpertBiases | None = None,
     activation: Activation = SILU,
     extra: int = 0,
+    plan: ExpertsPlan | None = None,
 ) -> Tensor:
     """x's dtype is bfloat16, float16, float32 (IEEE products) or float64; weights and biases are contiguous.
 
-    Within one ExpertsPlan the bits of a row depend neither on the other rows nor on their number.
+    plan: None: the measured one, or that of the rule (experts_tuning.py).  Within one ExpertsPlan the bits of a row
+    depend neither on the other rows nor on their number.
     Raises EspalierError on other shapes, dtypes or strides.
     """
     num_rows, hidden = x.shape
     _require(x, gate_up, down, ids, weights, biases)
     gate_up_bias, down_bias = (None, None) if biases is None else (biases.gate_up, biases.down)
     num_experts, inner, top_k = gate_up.shape[0], down.shape[2], ids.shape[1]
-    parts = weights.new_empty(top_k + extra, num_rows, hidden)
-    if parts.numel() == 0:
-        return parts
-    plan, gpu = plan_for(ids.numel(), num_experts, x.dtype), chip(x)
-    pairs = sort_pairs_triton(ids, live, num_experts, plan.rows)
-    sorted_pairs = (pairs.order, pairs.ends, pairs.tile_experts, pairs.tile_begins)
-    num_tiles = pairs.tile_experts.shape[0]
-    options = {
-        "TOP_K": top_k,
-        "NUM_EXPERTS": num_experts,
-        "ROWS": plan.rows,
-        "BLOCK_OUT": plan.block_out,
-        "BLOCK_IN": plan.block_in,
-        "EXACT": exact_type(x.dtype),
-        "num_warps": plan.warps,
-        **early(gpu),
-    }
+    if weights.numel() * hidden == 0:
+        return weights.new_empty(top_k + extra, num_rows, hidden)
+    if plan is None:
+        plan = plan_for(ExpertsShape(num_experts, top_k, hidden, inner), num_rows, x.dtype, chip(x))
+    tiles = tiles_of(ids, live, num_experts, plan.rows)
+    gated = gated_triton(x, gate_up, tiles, top_k, plan.gated, gate_up_bias, activation)
+    return down_triton(gated, down, weights, tiles, plan.down, down_bias, extra)
+
+
+def gated_triton(
+    x: Tensor,
+    gate_up: Tensor,
+    tiles: Tiles,
+    top_k: int,
+    plan: ProductPlan,
+    bias: Tensor | None = None,
+    activation: Activation = SILU,
+) -> Tensor:
+    """The activation of each pair, by place: [N·K, I]."""
     x = x if x.stride(1) == 1 else x.contiguous()
-    gated = x.new_empty(ids.numel(), inner)
-    _gated_kernel[-(-inner // plan.block_out), num_tiles](
-        *(x, gate_up, gate_up_bias, *sorted_pairs, gated, inner, hidden, x.stride(0)),
+    num_experts, inner, hidden = gate_up.shape[0], gate_up.shape[1] // 2, x.shape[1]
+    out = x.new_empty(len(x) * top_k, inner)
+    _gated_kernel[-(-inner // plan.block_out), len(tiles.experts)](
+        *(x, gate_up, bias, *tiles.pointers, out, inner, hidden, x.stride(0), top_k, num_experts),
         # constexpr: as run-time arguments they would be rounded to float32.
         ALPHA=activation.alpha,
         UP_OFFSET=activation.up_offset,
         LIMIT=activation.limit,
-        num_stages=plan.stages(2, x.itemsize, gpu),
-        **options,
+        **_options(x, tiles, plan, 2, hidden),
     )
-    _down_kernel[-(-hidden // plan.block_out), num_tiles](
-        *(gated, down, down_bias, weights.contiguous(), *sorted_pairs, parts, hidden, inner, num_rows),
-        num_stages=plan.stages(1, x.itemsize, gpu),
-        **options,
+    return out
+
+
+def down_triton(
+    gated: Tensor,
+    down: Tensor,
+    weights: Tensor,
+    tiles: Tiles,
+    plan: ProductPlan,
+    bias: Tensor | None = None,
+    extra: int = 0,
+) -> Tensor:
+    """gated: as gated_triton returns it.  Returns parts [K + extra, N, H]; the last `extra` are not written."""
+    num_experts, hidden, inner = down.shape
+    num_rows, top_k = weights.shape
+    parts = weights.new_empty(top_k + extra, num_rows, hidden)
+    _down_kernel[-(-hidden // plan.block_out), len(tiles.experts)](
+        *(gated, down, bias, weights.contiguous(), *tiles.pointers),
+        *(parts, hidden, inner, num_rows, top_k, num_experts),
+        **_options(gated, tiles, plan, 1, inner),
     )
     return parts
+
+
+def _options(x: Tensor, tiles: Tiles, plan: ProductPlan, matrices: int, num_in: int) -> dict[str, Any]:
+    """Constants and launch options.  matrices: of the weight that a program reads."""
+    gpu = chip(x)
+    return {
+        "SORTED": tiles.rows > 1,
+        "LIVE": tiles.live is not None,
+        "ROWS": block_rows(tiles.rows),
+        "BLOCK_OUT": plan.block_out,
+        "BLOCK_IN": plan.block_in,
+        "EVEN_IN": num_in % plan.block_in == 0,
+        "EXACT": exact_type(x.dtype),
+        "num_warps": plan.warps,
+        "num_stages": plan.stages_on(gpu, matrices, tiles.rows, x.itemsize),
+        **early(gpu),
+    }
 
 
 def _require(

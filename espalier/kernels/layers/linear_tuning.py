@@ -34,6 +34,8 @@ ROWS_BUCKETS = (16, 32, 64, 128, 256)
 # The kernel prefetches whole lines of 128 bytes: 64 numbers.
 MIN_BLOCK_IN = 64
 
+# Key of the list of tables in a file.  espalier/kernels/layers/experts_tuning.py has another.
+ENTRIES = "tables"
 # Weight format: one tensor in the dtype of the activations.
 DENSE = "dense"
 
@@ -117,7 +119,7 @@ def _log_missing(shape: Shape, dtype: str, format: str) -> None:
 def read(path: Path) -> list[Table]:
     """The tables in a file.  Raises EspalierError, naming the file, if it does not have the format of `write`."""
     try:
-        return [_table(entry) for entry in json.loads(path.read_text(encoding="utf-8"))["tables"]]
+        return [_table(entry) for entry in read_entries(path)[ENTRIES]]
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise EspalierError(
             f"{path} is no table of linear layers ({error!r}): remove it, or write it again with espalier doctor --tune"
@@ -130,10 +132,23 @@ def write(path: Path, table: Table) -> None:
     same_key = [old for old in tables if old.key == table.key]
     old_shapes = {shape: plans for old in same_key for shape, plans in old.shapes.items()}
     merged = replace(table, shapes=old_shapes | dict(table.shapes))
-    entries = [_entry(old) for old in tables if old not in same_key] + [_entry(merged)]
+    write_entries(path, ENTRIES, [_entry(old) for old in tables if old not in same_key] + [_entry(merged)])
+
+
+def read_entries(path: Path) -> dict[str, Any]:
+    """The file as JSON: lists of tables by the kind of layer."""
+    content = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(content, dict):
+        raise ValueError("no JSON object")
+    return content
+
+
+def write_entries(path: Path, kind: str, entries: list[dict[str, Any]]) -> None:
+    """Replace the tables of one kind of layer in a file; it keeps the others.  Raises EspalierError."""
+    content = {ENTRIES: [], **(read_entries(path) if path.exists() else {}), kind: entries}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(_json(entries), encoding="utf-8")
+        path.write_text(_json(content), encoding="utf-8")
     except OSError as error:
         raise EspalierError(f"{path} cannot be written ({error.strerror}): choose another path") from None
 
@@ -191,7 +206,7 @@ def _entry(table: Table) -> dict[str, Any]:
     return key | {"measured": dict(table.measured), "shapes": shapes}
 
 
-def _json(entries: list[dict[str, Any]]) -> str:
+def _json(content: dict[str, Any]) -> str:
     """JSON with one line per plan, so that the diff of a changed table is readable."""
-    text = json.dumps({"tables": entries}, indent=1)
+    text = json.dumps(content, indent=1)
     return re.sub(r"\{[^{}]*\}", lambda innermost: " ".join(innermost.group().split()), text) + "\n"

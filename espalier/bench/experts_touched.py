@@ -1,0 +1,71 @@
+"""Counts the experts that a target's passes touch, outside of what is timed."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from espalier.engine.cuda import CudaExecutor
+from espalier.engine.engine import Engine
+from espalier.kernels.layers.routing import route
+from espalier.models.layers.experts import MixtureMLP, router_logits
+
+
+class CountingExperts:
+    """A MixtureMLP that also counts the experts that the rows of each call go to, without a sync."""
+
+    def __init__(self, mlp: MixtureMLP, counts: list[Tensor]) -> None:
+        self.mlp, self.counts = mlp, counts
+
+    def __call__(self, x: Tensor, live: Tensor | None = None) -> Tensor:
+        mlp = self.mlp
+        ids, _ = route(router_logits(x, mlp.router), mlp.bias, mlp.routing)
+        if live is not None:
+            ids = ids.masked_fill(~live[:, None], mlp.routing.num_experts)
+        has_rows = torch.zeros(mlp.routing.num_experts + 1, dtype=torch.int64, device=x.device)
+        has_rows.scatter_(0, ids.flatten(), 1)
+        self.counts.append(has_rows[:-1].sum())
+        return mlp(x, live)
+
+
+def mixtures(engine: Engine) -> list[MixtureMLP]:
+    """The target's mixture-of-experts blocks, by layer; none if it is dense."""
+    layers = getattr(engine.executor.runner.target, "layers", [])
+    return [layer.mlp for layer in layers if isinstance(layer.mlp, MixtureMLP)]
+
+
+@contextmanager
+def count_experts(engine: Engine) -> Iterator[list[Tensor]]:
+    """Inside this context launches run eagerly, and each pass appends the number of experts touched in each layer."""
+    counts: list[Tensor] = []
+    executor: Any = engine.executor
+    blocks = [layer for layer in executor.runner.target.layers if isinstance(layer.mlp, MixtureMLP)]
+    graphs = executor.graphs if isinstance(executor, CudaExecutor) else None
+    try:
+        if graphs is not None:
+            executor.graphs = {}
+        for layer in blocks:
+            layer.mlp = CountingExperts(layer.mlp, counts)
+        yield counts
+    finally:
+        for layer in blocks:
+            layer.mlp = layer.mlp.mlp
+        if graphs is not None:
+            executor.graphs = graphs
+
+
+def experts_touched(engine: Engine, num_rounds: int) -> float | None:
+    """Mean experts that a round's target pass touches in a layer, over `num_rounds` steps; None for a dense target.
+
+    Every running request must have that many rounds left, and none may be waiting.
+    """
+    if not mixtures(engine):
+        return None
+    with count_experts(engine) as counts:
+        for _ in range(num_rounds):
+            engine.step()
+        if counts[0].is_cuda:
+            torch.cuda.synchronize(counts[0].device)
+        return float(torch.stack(counts).double().mean())

@@ -1,0 +1,144 @@
+"""Launch parameters of the expert product (experts.py): the plans, those worth measuring, and a rule where none is
+measured.
+
+A plan depends on the mean number of pairs (row, choice) that an expert has.  With few, each program streams weights,
+and the number of programs decides how busy the memory is; with many, tensor cores decide.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from espalier.kernels.layers.linear import MIN_BLOCK_ROWS, RESERVED_SHARED_MEMORY, block_rows
+from espalier.kernels.runtime.launch import Chip, power_of_two
+
+MAX_TILE_ROWS = 128
+# By the upper bound of the mean pairs of an expert: the tile rows worth measuring.  1: each pair is a tile.
+ROWS_OF_BUCKET: tuple[tuple[float, tuple[int, ...]], ...] = (
+    (1 / 8, (1,)),
+    (1, (1, 16)),
+    (4, (16,)),
+    (16, (16, 32)),
+    (64, (32, 64, 128)),
+    (float("inf"), (64, 128)),
+)
+# The buckets of pairs an expert, by their upper bounds: one plan for each.
+PAIRS_BUCKETS = tuple(bound for bound, _ in ROWS_OF_BUCKET)
+# (max tile rows, the (block_out, block_in, warps) worth measuring, stages).
+TILES = (
+    (
+        16,
+        (
+            (16, 256, 2),
+            (32, 128, 4),
+            (32, 256, 4),
+            (64, 64, 4),
+            (64, 128, 4),
+            (64, 256, 4),
+            (128, 64, 4),
+            (128, 128, 4),
+        ),
+        (3, 4, 6),
+    ),
+    (32, ((32, 256, 4), (64, 64, 4), (64, 128, 4), (128, 64, 4)), (3, 4)),
+    (64, ((64, 64, 4), (64, 128, 4), (128, 64, 4), (128, 64, 8)), (3, 4)),
+    (128, ((64, 64, 4), (64, 64, 8), (128, 64, 4), (128, 64, 8), (128, 128, 8)), (2, 3, 4)),
+)
+# Programs a multiprocessor that keep the memory busy: the rule takes smaller tiles where there would be fewer.
+LEAST_PROGRAMS = 2
+
+
+@dataclass(frozen=True)
+class ExpertsShape:
+    """The sizes of one layer's experts: gate_up [num_experts, 2 · inner, hidden], down [num_experts, hidden, inner]."""
+
+    num_experts: int
+    top_k: int
+    hidden: int
+    inner: int
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """(hidden, inner)"""
+        return self.hidden, self.inner
+
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of one expert, at two bytes a number."""
+        return 2 * 3 * self.hidden * self.inner
+
+    def flops(self, rows: int) -> int:
+        """FLOPs of the products of all rows with their experts."""
+        return 2 * 3 * self.hidden * self.inner * self.top_k * rows
+
+    def touched(self, rows: int) -> float:
+        """The experts with rows, expected if routing is uniform and rows are independent."""
+        return float(self.num_experts * (1 - (1 - self.top_k / self.num_experts) ** rows))
+
+    def bucket(self, rows: int) -> int:
+        """The index of the bucket in PAIRS_BUCKETS.  Numbers of rows up to the same power of two share a bucket, so
+        that a padded batch and its rows alone take the same plan."""
+        pairs = power_of_two(rows) * self.top_k / self.num_experts
+        return next(index for index, bound in enumerate(PAIRS_BUCKETS) if pairs <= bound)
+
+
+@dataclass(frozen=True)
+class ProductPlan:
+    """block_out × block_in: a program's tile of gate, up or down; stages: at most, each holds one tile of every matrix
+    and one of x."""
+
+    block_out: int
+    block_in: int
+    warps: int
+    stages: int
+
+    def stage_bytes(self, matrices: int, rows: int, itemsize: int) -> int:
+        return (matrices * self.block_out + block_rows(rows)) * self.block_in * itemsize
+
+    def stages_on(self, gpu: Chip, matrices: int, rows: int, itemsize: int) -> int:
+        """The stages that fit the chip.  Their number does not change the result."""
+        fitting = (gpu.shared_memory - RESERVED_SHARED_MEMORY) // self.stage_bytes(matrices, rows, itemsize)
+        return max(min(self.stages, fitting), 1)
+
+
+@dataclass(frozen=True)
+class ExpertsPlan:
+    """rows: pairs of one expert that a tile holds at most; 1: each pair is a tile, and nothing is sorted."""
+
+    rows: int
+    gated: ProductPlan
+    down: ProductPlan
+
+
+def candidates(rows: int, matrices: int, gpu: Chip) -> list[ProductPlan]:
+    """The plans of one product that are worth measuring for tiles of `rows` pairs, in a dtype of two bytes.
+
+    matrices: of the weight that a program reads: 2 for gate and up, 1 for down.
+    """
+    tiles, stages = next((tiles, stages) for most, tiles, stages in TILES if rows <= most)
+    plans = [ProductPlan(*tile, count) for tile in tiles for count in stages]
+    return [plan for plan in plans if plan.stages_on(gpu, matrices, rows, 2) == plan.stages]
+
+
+def rule(shape: ExpertsShape, rows: int, dtype: torch.dtype, gpu: Chip) -> ExpertsPlan:
+    """The plan where nothing is measured: a tile holds the pairs that an expert has on average."""
+    pairs = power_of_two(rows) * shape.top_k
+    tile_rows = min(max(power_of_two(-(-pairs // shape.num_experts)), MIN_BLOCK_ROWS), MAX_TILE_ROWS)
+    if dtype.itemsize > 2:
+        # IEEE products of float32 do not use tensor cores: a tile is held in registers.
+        product = ProductPlan(32, 32, 4, 3)
+        return ExpertsPlan(min(tile_rows, 32), product, product)
+    num_tiles = min(pairs, shape.num_experts)
+    return ExpertsPlan(
+        tile_rows,
+        _product(tile_rows, num_tiles, shape.inner, gpu),
+        _product(tile_rows, num_tiles, shape.hidden, gpu),
+    )
+
+
+def _product(tile_rows: int, num_tiles: int, num_out: int, gpu: Chip) -> ProductPlan:
+    block_out = 64
+    while block_out > 16 and num_tiles * -(-num_out // block_out) < LEAST_PROGRAMS * gpu.processors:
+        block_out //= 2
+    warps = 8 if tile_rows > 64 else 4 if block_out > 16 else 2
+    return ProductPlan(block_out, 128 if tile_rows <= 32 else 64, warps, 3)

@@ -1,0 +1,100 @@
+"""The table of expert plans: written and read back beside that of linear layers, and used for the nearest size."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from espalier.errors import EspalierError
+from espalier.kernels.layers import experts_tuning, linear_tuning
+from espalier.kernels.layers.experts_plan import (
+    PAIRS_BUCKETS,
+    ROWS_OF_BUCKET,
+    ExpertsPlan,
+    ExpertsShape,
+    ProductPlan,
+    candidates,
+    rule,
+)
+from espalier.kernels.layers.experts_tuning import ExpertsTable, plan_for, read, write
+from espalier.kernels.layers.linear_tuning import CHOICES_FILE, SHIPPED, LinearPlans, Table
+from espalier.kernels.runtime.launch import Chip
+
+CHIP = Chip(shared_memory=100_000, processors=10, capability=(9, 0))
+SHAPE = ExpertsShape(num_experts=128, top_k=8, hidden=2048, inner=768)
+
+
+def plans(first: int) -> tuple[ExpertsPlan, ...]:
+    """One for each bucket, told apart by block_in."""
+    gated = [ProductPlan(64, first + bucket, 4, 3) for bucket in range(len(PAIRS_BUCKETS))]
+    return tuple(ExpertsPlan(16, each, ProductPlan(32, 128, 4, 4)) for each in gated)
+
+
+SMALL, LARGE = plans(100), plans(200)
+
+
+@pytest.fixture
+def shipped(tmp_path, monkeypatch):
+    path = tmp_path / "shipped.json"
+    linear_tuning.write(path, Table(CHIP, "bfloat16", {(8, 16): LinearPlans()}))
+    write(path, ExpertsTable(CHIP, "bfloat16", {(2048, 768): SMALL, (4096, 4096): LARGE}, {"gpu": "one"}))
+    monkeypatch.setattr(experts_tuning, "SHIPPED", path)
+    monkeypatch.setenv(CHOICES_FILE, str(tmp_path / "own.json"))
+    experts_tuning._active_plans.cache_clear()
+    yield path
+    experts_tuning._active_plans.cache_clear()
+
+
+def test_both_kinds_of_tables_share_a_file(shipped):
+    other = ExpertsTable(replace(CHIP, processors=11), "bfloat16", {(8, 8): LARGE})
+    write(shipped, other)
+    write(shipped, ExpertsTable(CHIP, "bfloat16", {(2048, 768): LARGE}))
+    linear_tuning.write(shipped, Table(CHIP, "bfloat16", {(64, 128): LinearPlans()}))
+    assert read(shipped)[0] == other and read(shipped)[1].sizes == {(2048, 768): LARGE, (4096, 4096): LARGE}
+    assert linear_tuning.read(shipped)[0].shapes == {(8, 16): LinearPlans(), (64, 128): LinearPlans()}
+
+
+@pytest.mark.parametrize("text", ["[]", '{"experts": [{}]}', '{"experts": [{"chip": 1}]}'])
+def test_a_file_of_another_form_is_refused_by_name(tmp_path, text):
+    path = tmp_path / "choices.json"
+    path.write_text(text)
+    with pytest.raises(EspalierError, match=r"choices\.json is no table of experts"):
+        read(path)
+
+
+def test_rows_find_their_bucket_by_the_pairs_of_an_expert(shipped):
+    taken = {rows: plan_for(SHAPE, rows, torch.bfloat16, CHIP) for rows in (1, 2, 3, 16, 17, 64, 256, 1024, 1025)}
+    assert taken.pop(1) == replace(SMALL[0], rows=1)
+    assert [SMALL.index(plan) for plan in taken.values()] == [0, 1, 1, 2, 2, 3, 4, 5]
+
+
+def test_rows_up_to_a_power_of_two_share_a_plan(shipped):
+    """So a padded batch and its rows alone have the same bits."""
+    few = ExpertsShape(num_experts=60, top_k=4, hidden=2048, inner=768)
+    for low, high in ((17, 32), (33, 64), (65, 128)):
+        assert len({plan_for(few, rows, torch.bfloat16, CHIP) for rows in range(low, high + 1)}) == 1
+
+
+def test_a_size_that_was_not_measured_takes_the_nearest(shipped):
+    for size, found in (((2048, 1024), SMALL), ((7168, 2048), LARGE)):
+        shape = replace(SHAPE, hidden=size[0], inner=size[1])
+        assert plan_for(shape, 16, torch.bfloat16, CHIP) == found[1]
+
+
+def test_the_users_plans_come_first(shipped, tmp_path):
+    write(tmp_path / "own.json", ExpertsTable(CHIP, "bfloat16", {(2048, 768): LARGE}))
+    assert plan_for(SHAPE, 16, torch.bfloat16, CHIP) == LARGE[1]
+
+
+def test_other_chips_and_dtypes_take_the_rule(shipped):
+    for dtype, gpu in ((torch.float16, CHIP), (torch.float32, CHIP), (torch.bfloat16, replace(CHIP, processors=9))):
+        assert plan_for(SHAPE, 16, dtype, gpu) == rule(SHAPE, 16, dtype, gpu)
+
+
+def test_shipped_plans_fit_their_chips():
+    for table in read(SHIPPED):
+        for of_size in table.sizes.values():
+            for plan, (_, tile_rows) in zip(of_size, ROWS_OF_BUCKET, strict=True):
+                assert plan.rows in tile_rows
+                assert plan.gated in candidates(plan.rows, 2, table.chip)
+                assert plan.down in candidates(plan.rows, 1, table.chip)
