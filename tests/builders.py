@@ -104,6 +104,8 @@ def make_target(
     }
     if "kv_lora_rank" in fields:
         fields = {"qk_rope_head_dim": head_dim, **fields, "num_key_value_heads": heads, **config}
+        # Transformers takes it for the size of the rotated part.
+        fields["head_dim"] = fields["qk_rope_head_dim"]
     model = AutoModelForCausalLM.from_config(CONFIGS[family](**fields), dtype=torch.float64)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
