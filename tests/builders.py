@@ -37,7 +37,6 @@ CONFIGS: dict[str, type[PretrainedConfig]] = {
     "deepseek_v2": DeepseekV2Config,
     "deepseek_v3": DeepseekV3Config,
     "gpt_oss": GptOssConfig,
-    "deepseek_v3_dense": DeepseekV3Config,
     "deepseek_v3_wide": DeepseekV3Config,
     "glm4_moe": Glm4MoeConfig,
     "glm4_moe_lite": Glm4MoeLiteConfig,
@@ -63,7 +62,6 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {**EXPERTS, "norm_topk_prob": True, "mlp_only_layers": [1]},
     "deepseek_v2": {**LATENT, **ROUTED, "topk_method": "group_limited_greedy", "routed_scaling_factor": 1.5},
     "deepseek_v3": {**LATENT, **ROUTED},
-    "deepseek_v3_dense": {**LATENT, **ROUTED, "first_k_dense_replace": 1000},
     # Latent rows as wide as the published ones, which have a kernel of their own.
     "deepseek_v3_wide": {**LATENT, **ROUTED, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64},
     "glm4_moe": {**ROUTED, "head_dim": 12},
@@ -86,7 +84,12 @@ def make_target(
     head_dim: int = 8,
     **config: Any,
 ) -> Path:
-    """A random Hugging Face directory, float64.  config: further fields of the family's config class."""
+    """A random Hugging Face directory, float64.  config: further fields of the family's config class.
+
+    A family of DeepSeek with "_dense" behind its name has no experts.
+    """
+    if family.endswith("_dense"):
+        family, config = family.removesuffix("_dense"), {"first_k_dense_replace": 1000, **config}
     fields = {
         "vocab_size": vocab,
         "hidden_size": hidden,
@@ -105,6 +108,8 @@ def make_target(
     }
     if "kv_lora_rank" in fields:
         fields = {"qk_rope_head_dim": head_dim, **fields, "num_key_value_heads": heads, **config}
+        # Transformers takes it for the size of the rotated part.
+        fields["head_dim"] = fields["qk_rope_head_dim"]
     model = AutoModelForCausalLM.from_config(CONFIGS[family](**fields), dtype=torch.float64)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

@@ -57,7 +57,7 @@ def directories(
     atexit.register(rmtree, root, ignore_errors=True)
     slides = {} if window is None else {"sliding_window": window, "use_sliding_window": True}
     target = make_target(root / "target", family=family, seed=seed, vocab=VOCAB, **slides)
-    fields = LATENT_HEADS.get(family, {})
+    fields = LATENT_HEADS.get(family.removesuffix("_dense"), {})
     return target, make_eagle3(root / "draft", target, seed=seed + 1, draft_vocab=draft_vocab, **fields)
 
 

@@ -25,6 +25,12 @@ GPU = torch.device("cuda")
 TIE = 1 + 2.0**-23
 
 
+def dense_of(family: str) -> str:
+    """The family of a target without experts, for bfloat16: where two experts score nearly alike, a rounded router
+    chooses another one than the oracle, and the row is another one's."""
+    return "qwen3" if family == "qwen3_moe" else f"{family}_dense"
+
+
 @lru_cache
 def files(family: str, seed: int, window: int | None, draft_vocab: int | None, tied: bool) -> tuple[Path, Path]:
     """The harness's target and draft with every weight rounded to bfloat16.

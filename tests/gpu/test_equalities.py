@@ -11,7 +11,7 @@ import torch
 
 from espalier.request import SamplingParams
 from tests.gpu.conftest import EQUALITIES
-from tests.gpu.engines import DeviceSetup
+from tests.gpu.engines import DeviceSetup, dense_of
 from tests.gpu.watching import DeviceWatch, attention_kernels
 from tests.harness import prompts, request
 from tests.properties.layouts import Cell, latent_cells, pairwise_cells
@@ -27,6 +27,8 @@ CELLS = [*EAGLE[1::2], *NGRAM[2::6], *latent_cells()[1::4]]
 
 def on_device(cell: Cell, dtype: torch.dtype, attention: str) -> DeviceSetup:
     settings = {**vars(cell.setup), "dtype": dtype, "attention": attention}
+    if dtype == torch.bfloat16 and cell.experts:
+        settings["family"] = dense_of(cell.family)
     return DeviceSetup(**settings)
 
 

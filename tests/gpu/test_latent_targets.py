@@ -1,5 +1,8 @@
-"""The configurations of the reports that docs/seeds.md answers, on a DeepSeek-V3 target with experts under a latent
-draft: after every launch the properties hold, and the kernel that should attend to latent rows is the one that ran."""
+"""The configurations of the reports that docs/seeds.md answers, on a DeepSeek-V3 target under a latent draft.
+
+After every launch the properties hold, and the kernel that ran is the one that should attend to latent rows.  The
+target has experts in float32.
+"""
 
 from dataclasses import replace
 
@@ -9,7 +12,7 @@ import torch
 from espalier.guard.faults import plant
 from espalier.request import Request, SamplingParams
 from tests.gpu.conftest import EQUALITIES
-from tests.gpu.engines import DeviceSetup
+from tests.gpu.engines import DeviceSetup, dense_of
 from tests.gpu.watching import DeviceWatch, attention_kernels
 from tests.harness import Setup, prompts, request
 from tests.properties import watch as held
@@ -46,6 +49,7 @@ TALK = Setup(page_size=512, overlap=True, max_context=1100, chunk_size=512, max_
 
 
 def on_device(setup: Setup, family: str, dtype: str) -> DeviceSetup:
+    family = dense_of(family) if dtype == "bf16" else family
     return DeviceSetup(**{**vars(setup), "family": family, "dtype": DTYPES[dtype], "attention": "auto"})
 
 

@@ -15,6 +15,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
     DeepseekV3RotaryEmbedding,
 )
 
+from espalier.attention import BACKENDS, default_backend
 from espalier.errors import EspalierError
 from espalier.models import load_target, read_config
 from espalier.speculate.drafters import draft_algorithm, load_draft, read_draft
@@ -160,6 +161,14 @@ def test_heads_that_are_refused(fields: dict[str, Any], says: str, target: Path,
     model = load_target(target, capture=(2, 3), **LOADING)
     with pytest.raises(EspalierError, match=says):
         load_draft(head, load_target(target, capture=read_draft(head, model.config).spec.capture, **LOADING), **LOADING)
+
+
+def test_a_head_with_too_wide_a_latent_runs_on_another_backend_or_is_refused(target: Path, tmp_path: Path) -> None:
+    head = make_head(tmp_path / "head", target, kv_lora_rank=1024)
+    specs = read_draft(head, read_config(target)).spec.layers
+    assert default_backend("cuda", torch.bfloat16, specs[0].keeps) == "reference"
+    with pytest.raises(EspalierError, match="attention=triton does not support heads of size 1030; it supports sizes"):
+        BACKENDS["triton"].support.require("cuda", torch.bfloat16, 16, specs)
 
 
 def test_a_latent_head_is_found_by_its_architecture(target: Path, tmp_path: Path) -> None:
