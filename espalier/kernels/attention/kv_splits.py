@@ -29,10 +29,14 @@ MAX_SPLIT_ROWS = 2048
 # multiprocessor.  With a large query tile (packed queries), one program keeps a multiprocessor's tensor cores busy.
 PROGRAMS = 256
 LARGE_TILE, LARGE_TILE_PROGRAMS = 128, 128
-# Limits: splits of one request; rows of partial results (queries x splits) of a batch, and of one request.
+# Packed queries of a tile of the kernels for wide latent rows.  One program fills a multiprocessor.
+LATENT_TILE = 64
+# Limits: splits of one request; rows of partial results (queries x splits) of one request; float32 values of the
+# partial results of a batch, 256 MiB.
 MAX_SPLITS = 32
-MAX_PARTIAL_ROWS = 16384
+MAX_LATENT_SPLITS = 128
 MAX_PARTIAL_ROWS_PER_REQUEST = 512
+MAX_PARTIAL_VALUES = 2**26
 # Columns of the table of splits: request, begin (a multiple of SPLIT_STEP), end (exclusive), number of splits of the
 # request.
 COLUMNS = 4
@@ -50,18 +54,33 @@ class KVSplitPolicy:
     max_splits: int
 
     @classmethod
-    def of(cls, batch: int, queries: int, kv_heads: int, group: int, max_rows: int) -> KVSplitPolicy:
-        """The policy that fills a GPU with programs.
+    def of(
+        cls,
+        batch: int,
+        queries: int,
+        kv_heads: int,
+        group: int,
+        max_rows: int,
+        v_size: int,
+        wide_latent: bool = False,
+    ) -> KVSplitPolicy:
+        """The policy that fills a GPU with programs, within the limits of the partial results.
 
         queries: per request; group: query heads per KV head; max_rows: the most committed rows of a request.  The batch
         is rounded up to its bucket (layout.next_bucket), so that a padded graph and an eager launch split alike.
+        wide_latent: for kernels/attention/latent_attention.py.
         """
         batch, packed_queries = next_bucket(batch), queries * group
-        programs, num_tiles = PROGRAMS, 1
-        if packed_queries > LARGE_TILE // 2:
+        programs, num_tiles, limit = PROGRAMS, 1, MAX_SPLITS
+        if wide_latent:
+            programs, num_tiles = LARGE_TILE_PROGRAMS, -(-packed_queries // LATENT_TILE)
+            # With more splits than this, one request would be more work items than a GPU runs at once.
+            limit = min(MAX_LATENT_SPLITS, programs // num_tiles)
+        elif packed_queries > LARGE_TILE // 2:
             programs, num_tiles = LARGE_TILE_PROGRAMS, -(-packed_queries // LARGE_TILE)
-        partial_limit = min(MAX_PARTIAL_ROWS // (batch * queries), MAX_PARTIAL_ROWS_PER_REQUEST // queries)
-        max_splits = max(1, min(MAX_SPLITS, partial_limit, -(-max_rows // MIN_SPLIT_ROWS)))
+        values = batch * packed_queries * kv_heads * v_size
+        limit = min(limit, MAX_PARTIAL_VALUES // values, MAX_PARTIAL_ROWS_PER_REQUEST // queries)
+        max_splits = max(1, min(limit, -(-max_rows // MIN_SPLIT_ROWS)))
         num_splits = min(max(1, programs // (batch * kv_heads * num_tiles)), max_splits)
         return cls(num_splits, num_splits if max_rows <= num_splits * MAX_SPLIT_ROWS else max_splits)
 
