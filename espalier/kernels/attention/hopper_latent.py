@@ -33,15 +33,19 @@ if TYPE_CHECKING:
 V_SIZE, ROPE_SIZE = 512, 64
 # Packed queries of a tile.
 BLOCK_M = 64
+# Warps that copy rows.
+LOAD_WARPS = 4
+# Registers per thread: at launch; of the second attending warpgroup; of the loading warps.  The first attending
+# warpgroup gets what the others leave, 232.
+REGISTERS_AT_LAUNCH, VALUE_REGISTERS, LOAD_REGISTERS = 168, 200, 72
 
 
 @dataclass(frozen=True)
 class HopperLatentConfig:
-    """Launch configuration.  block_n: rows of a block; stages: blocks in shared memory; load_warps: warps that copy."""
+    """Launch configuration.  block_n: rows of a block; stages: blocks in shared memory."""
 
     block_n: int
     stages: int
-    load_warps: int = 8
 
     programs_per_processor = 1
 
@@ -58,14 +62,6 @@ class HopperLatentConfig:
     def shared_bytes(self) -> int:
         rows = (BLOCK_M + self.stages * self.block_n) * (V_SIZE + ROPE_SIZE)
         return 2 * (rows + self.slots * BLOCK_M * self.block_n) + 4 * self.slots * BLOCK_M + RESERVED
-
-    @property
-    def registers(self) -> tuple[int, int, int]:
-        """Registers per thread: (at launch, of the second warpgroup, of the loading warps).
-
-        The first warpgroup gets what the others leave: 232.
-        """
-        return (128, 200, 40) if self.load_warps == 8 else (168, 200, 72)
 
 
 def choose_hopper_latent_config(on: Chip) -> HopperLatentConfig | None:
@@ -279,7 +275,6 @@ def hopper_latent_arguments(config: HopperLatentConfig, pages: Tensor, page_size
 
     Blocks are copied by TMA if a page holds whole blocks.
     """
-    at_launch, value_registers, load_registers = config.registers
     kind = ALL if page_size % config.block_n == 0 else NONE
     half, rope = _descriptors(pages[:, 0], config.block_n) if kind == ALL else (None, None)
     return {
@@ -291,11 +286,11 @@ def hopper_latent_arguments(config: HopperLatentConfig, pages: Tensor, page_size
         "BLOCK_N": config.block_n,
         "STAGES": config.stages,
         "SLOTS": config.slots,
-        "VALUE_REGISTERS": value_registers,
-        "LOAD_REGISTERS": load_registers,
-        "LOAD_WARPS": config.load_warps,
+        "VALUE_REGISTERS": VALUE_REGISTERS,
+        "LOAD_REGISTERS": LOAD_REGISTERS,
+        "LOAD_WARPS": LOAD_WARPS,
         "num_warps": 4,
-        "maxnreg": at_launch,
+        "maxnreg": REGISTERS_AT_LAUNCH,
     }
 
 
