@@ -92,10 +92,11 @@ def _score_blocks(
         rounded = weights_float32.to(left.dtype)
         _send(exchange, num_sent, rounded, decay, SLOTS)
         weights = gl.convert_layout(rounded, WEIGHTS)
-        hopper.mbarrier.wait(full.index((num_done + 2) % STAGES), (num_done + 2) // STAGES % 2, pred=t + 1 < num_blocks)
         out = hopper.warpgroup_mma_wait(num_outstanding=0, deps=[pending_out])
         hopper.mbarrier.arrive(empty.index(num_done % STAGES), count=1)
         out = out * gl.expand_dims(gl.convert_layout(decay, gl.SliceLayout(1, OUT)), 1)
+        # After the stage is given back: with two stages, the next block needs it.
+        hopper.mbarrier.wait(full.index((num_done + 2) % STAGES), (num_done + 2) // STAGES % 2, pred=t + 1 < num_blocks)
         num_done += 1
         num_sent += 1
     return num_done, num_sent, weights, out, max_score, sum_weights
