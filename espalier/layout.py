@@ -19,10 +19,6 @@ ROUNDS_IN_FLIGHT = 2
 # Prompt log-probabilities: the most bytes of float32 logits computed at a time.  With a vocabulary of 128k that is 256
 # rows, which take about as long to compute as the head's weight takes to read.
 LOGITS_BYTES = 2**27
-# Latent layers: the most bytes of keys and values that a prefill pass computes at a time for rows of its prefix.  A
-# piece of a request's prefix is a multiple of COMPUTED_PAGE rows (attention/computed_keys.py).
-COMPUTED_BYTES = 2**28
-COMPUTED_PAGE = MAX_PAGE_SIZE
 # The row of the page buffers that padding uses.  It stays zero, so that a masked read of it is finite.
 DUMMY_ROW = 0
 
@@ -105,11 +101,6 @@ def next_bucket(batch: int) -> int:
 def logit_rows(vocab_size: int) -> int:
     """Rows of a prompt whose logits are computed at a time."""
     return max(1, LOGITS_BYTES // (4 * vocab_size))
-
-
-def computed_rows(batch: int, row_bytes: int) -> int:
-    """Rows of each request whose keys and values are computed at a time.  row_bytes: of one row's keys and values."""
-    return max(1, COMPUTED_BYTES // (row_bytes * next_bucket(batch) * COMPUTED_PAGE)) * COMPUTED_PAGE
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from espalier.attention.computed_keys import LatentUp
 from espalier.attention.staged import LatentProjections
 from espalier.cache.layer_spec import LatentKV, LayerSpec
 from espalier.kernels.layers.latent import LatentRopeAndNorm
@@ -39,14 +38,15 @@ class LatentAttention:
         self.heads = heads
         self.q = linear(heads * (NOPE + KEEPS.size - KEEPS.v_size), columns)
         self.latent = linear(KEEPS.size, columns)
-        self.up = LatentUp(drawn(heads, NOPE, KEEPS.v_size), drawn(heads, VALUE, KEEPS.v_size))
+        self.k_up, self.v_up = drawn(heads, NOPE, KEEPS.v_size), drawn(heads, VALUE, KEEPS.v_size)
         self.out = linear(hidden, heads * VALUE)
         self.norm = 1 + 0.2 * torch.randn(KEEPS.v_size, generator=generator, dtype=torch.float64)
 
     def __call__(self, x: Tensor, turn: RopeAndNorm, attend: Attend, layer: int, shape: tuple[int, int]) -> Tensor:
         q, latent = self.q(x).view(*shape, self.heads, -1), self.latent(x).view(*shape, 1, -1)
         own = LatentRopeAndNorm(turn.cos, turn.sin, self.norm, EPS)
-        return self.out.in_parts(attend(layer, LatentProjections(q, latent, own, self.up)).flatten(2).flatten(0, 1))
+        values = attend(layer, LatentProjections(q, latent, own, self.k_up, self.v_up))
+        return self.out.in_parts(values.flatten(2).flatten(0, 1))
 
 
 def latent(spec: LayerSpec) -> LayerSpec:

@@ -14,7 +14,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from espalier.attention.computed_keys import LatentUp
 from espalier.cache.kv import PagedKV
 from espalier.cache.layer_spec import Keeps, KeptRows, KVHeads, LatentKV, LayerSpec, RecurrentState
 from espalier.errors import EspalierError
@@ -216,21 +215,6 @@ class Attention:
             q, staged, self.nodes.positions, spec.softmax_scale, spec.window, self._no_prefix
         )
         return merge(self.over_prefix(q, layer), over_staged)
-
-    def computes_keys(self, layer: int, up: LatentUp) -> bool:
-        """Whether this pass computes a latent layer's keys and values (attention/computed_keys.py).
-
-        It depends on the layout of the pass, never on its requests.
-        """
-        return False
-
-    def attend_with_computed_keys(self, layer: int, q: Tensor, latents: Tensor, up: LatentUp) -> Tensor:
-        """As `attend`, where computes_keys says so.
-
-        q: [B, Q, heads, key size], rotated; latents: [B, Q, 1, size], the staged rows.
-        Returns out [B, Q, heads, v_size of `up`].
-        """
-        raise NotImplementedError
 
     @cached_property
     def _no_prefix(self) -> NoPrefix:

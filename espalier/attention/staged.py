@@ -1,7 +1,7 @@
 """The attention callback of a model's layers.
 
-A model calls `attend(layer, projections)` once per layer and gets [B, Q, heads, v_size].  The callback normalizes and
-rotates the projections, writes the new rows to staging, and runs the attention plan of the pass.
+A model calls `attend(layer, projections)` once per layer and gets the heads' values [B, Q, heads, size].  The callback
+normalizes and rotates the projections, writes the new rows to staging, and runs the attention plan of the pass.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from espalier.attention.base import Attention
-from espalier.attention.computed_keys import LatentUp
 from espalier.cache.kv import PagedKV, StagedKV
 from espalier.kernels.layers.latent import LatentRopeAndNorm, rotate_and_store_latent
 from espalier.kernels.layers.rope import RopeAndNorm, rotate_and_store
@@ -22,15 +21,15 @@ from espalier.kernels.layers.rope import RopeAndNorm, rotate_and_store
 class Projections(Protocol):
     """The projections of one layer."""
 
-    def write(self, attention: Attention, layer: int, rows: Tensor, planes: Sequence[Tensor]) -> Tensor:
+    def write(self, rows: Tensor, planes: Sequence[Tensor]) -> Tensor:
         """Normalize, rotate, and write the new rows to rows [B · Q] of the layer's staged planes.
 
-        Returns q [B · Q, heads, size], for `attend`.
+        Returns q [B · Q, heads, k_size].
         """
         ...
 
-    def attend(self, attention: Attention, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q: [B, Q, heads, size]; k, v: the staged rows.  Returns [B, Q, heads, size of a value]."""
+    def values(self, attended: Tensor) -> Tensor:
+        """The heads' values [B, Q, heads, size] from the attention's output [B, Q, heads, v_size]."""
         ...
 
 
@@ -45,44 +44,43 @@ class HeadProjections:
     qkv: Tensor
     rope_and_norm: RopeAndNorm
 
-    def write(self, attention: Attention, layer: int, rows: Tensor, planes: Sequence[Tensor]) -> Tensor:
+    def write(self, rows: Tensor, planes: Sequence[Tensor]) -> Tensor:
         k, v = planes
         return rotate_and_store(self.qkv.flatten(-4, -3), self.rope_and_norm, rows, k, v)[0]
 
-    def attend(self, attention: Attention, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return attention.attend(layer, q, k, v)
+    def values(self, attended: Tensor) -> Tensor:
+        return attended
 
 
 @dataclass(frozen=True, slots=True)
 class LatentProjections:
-    """For a layer that keeps LatentKV.
+    """For a layer that keeps LatentKV, whose rows have a latent of `rank` values and a rotated part of `rope`.
 
-    q: [B, Q, heads, nope + rope], the last part to be rotated; it may be overwritten.  latent: [B, Q, 1, size].
-    up: the weights that make a head's keys and values from a latent.  Queries are multiplied by the keys' weights, so
-    that they are compared with the latent itself, or keys and values are computed: Attention.computes_keys decides.
+    q: [B, Q, heads, nope + rope]; latent: [B, Q, 1, rank + rope].
+    k_up: [heads, nope, rank]; v_up: [heads, value, rank].  A head's key is k_up · latent and the rotated part; its value
+    is v_up · latent.  Queries are multiplied by k_up, and weighted sums of latents by v_up, so no key or value of a row
+    is computed.  The products write where their results are read: nothing is copied.
     """
 
     q: Tensor
     latent: Tensor
     rope_and_norm: LatentRopeAndNorm
-    up: LatentUp
+    k_up: Tensor
+    v_up: Tensor
 
-    def write(self, attention: Attention, layer: int, rows: Tensor, planes: Sequence[Tensor]) -> Tensor:
+    def write(self, rows: Tensor, planes: Sequence[Tensor]) -> Tensor:
         [plane] = planes
-        raw, nope = self.q.flatten(0, 1), self.up.nope_size
-        q = raw
-        if not attention.computes_keys(layer, self.up):
-            q = raw.new_empty(*raw.shape[:2], plane.shape[2])
-            _by_head(raw[..., :nope], self.up.k, q[..., : self.up.k.shape[2]])
+        _, nope, rank = self.k_up.shape
+        raw = self.q.flatten(0, 1)
+        q = raw.new_empty(*raw.shape[:2], plane.shape[2])
+        _by_head(raw[..., :nope], self.k_up, q[..., :rank])
         rotate_and_store_latent(raw[..., nope:], q, self.latent.flatten(0, 1), self.rope_and_norm, rows, plane)
         return q
 
-    def attend(self, attention: Attention, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if attention.computes_keys(layer, self.up):
-            return attention.attend_with_computed_keys(layer, q, k, self.up)
-        weighted = attention.attend(layer, q, k, v).flatten(0, 1)
-        out = weighted.new_empty(*weighted.shape[:2], self.up.v.shape[1])
-        return _by_head(weighted, self.up.v.transpose(1, 2), out).unflatten(0, q.shape[:2])
+    def values(self, attended: Tensor) -> Tensor:
+        flat = attended.flatten(0, 1)
+        out = flat.new_empty(*flat.shape[:2], self.v_up.shape[1])
+        return _by_head(flat, self.v_up.transpose(1, 2), out).unflatten(0, attended.shape[:2])
 
 
 def _by_head(x: Tensor, weight: Tensor, out: Tensor) -> Tensor:
@@ -121,12 +119,11 @@ class StagedPass:
     def __call__(self, layer: int, projections: Projections) -> Tensor:
         layer += self.first_layer
         batch, queries = self.attention.nodes.positions.shape
-        q = projections.write(self.attention, layer, self.rows, self.staged.layers[layer])
+        q = projections.write(self.rows, self.staged.layers[layer]).unflatten(0, (batch, queries))
         if self.commit is not None and self.commit.by_layer:
             self.commit.pages.commit_layer(self.staged, layer, self.rows, self.commit.rows)
         planes = self.staged.rows_of(layer, batch, queries, self.width, self.at)
-        k, v = self.attention.specs[layer].rows.read(planes)
-        return projections.attend(self.attention, layer, q.unflatten(0, (batch, queries)), k, v)
+        return projections.values(self.attention.attend(layer, q, *self.attention.specs[layer].rows.read(planes)))
 
     def end(self) -> None:
         """After the last layer: commit what no layer has."""

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from espalier.attention.base import Attention, CommittedLengths, Nodes, Prefix, Support
-from espalier.attention.computed_keys import COMPUTED_KEYS_WIDTH, ComputedKeys, LatentUp
 from espalier.cache.kv import PagedKV
 from espalier.cache.layer_spec import KVHeads, LatentKV, LayerSpec
 from espalier.kernels.attention.contiguous_blocks import count_contiguous_blocks
@@ -27,10 +26,8 @@ from espalier.kernels.attention.tree_attention import (
 
 
 class TritonAttention(Attention):
-    def __init__(self, pages: PagedKV, specs: Sequence[LayerSpec], prefix: Prefix, nodes: Nodes, longest: int):
-        """longest: committed rows of the longest request, or more; read only where keys are computed."""
+    def __init__(self, pages: PagedKV, specs: Sequence[LayerSpec], prefix: Prefix, nodes: Nodes):
         super().__init__(pages, specs, prefix, nodes)
-        self.longest = longest
         self.queries = nodes.positions.shape[1]
         self.windowed_splits: dict[tuple[int, KVSplitPolicy], KVSplits] = {}
         self.partials: dict[tuple[KVSplitPolicy, int, int], PartialResults] = {}
@@ -40,18 +37,6 @@ class TritonAttention(Attention):
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return self._attend(layer, q, Staged(k, v, self.nodes.row_positions, self.nodes.ancestor_bits))[0]
-
-    def computes_keys(self, layer: int, up: LatentUp) -> bool:
-        """A chain of this width is a prefill pass, so it runs eagerly and `longest` is of its own launch."""
-        spec = self.specs[layer]
-        rope_size = spec.rows.k_size - up.k.shape[2]
-        fits = max(up.nope_size + rope_size, up.v.shape[1]) <= MAX_HEAD_SIZE and spec.window is None
-        return fits and self.nodes.ancestor_bits is None and self.queries >= COMPUTED_KEYS_WIDTH
-
-    def attend_with_computed_keys(self, layer: int, q: Tensor, latents: Tensor, up: LatentUp) -> Tensor:
-        [plane] = self.pages.layers[layer]
-        computed = ComputedKeys(self.pages, self.prefix, self.nodes, self.longest)
-        return computed.attend(q, plane, latents, up, self.specs[layer].softmax_scale)
 
     def _attend(self, layer: int, q: Tensor, staged: Staged | None) -> tuple[Tensor, Tensor]:
         spec, prefix = self.specs[layer], self.prefix
@@ -126,13 +111,7 @@ class TritonBackend:
         head_sizes=range(1, MAX_HEAD_SIZE + 1),
         largest_latent=LatentKV(MAX_ROW_SIZE, MAX_V_SIZE),
     )
-
-    def __init__(self) -> None:
-        self.longest = 0
+    plan = staticmethod(TritonAttention)
 
     def prepare(self, lengths: CommittedLengths) -> None:
-        """Keep the bound of the longest request, for passes that compute keys.  They are never captured."""
-        self.longest = lengths.longest
-
-    def plan(self, pages: PagedKV, specs: Sequence[LayerSpec], prefix: Prefix, nodes: Nodes) -> TritonAttention:
-        return TritonAttention(pages, specs, prefix, nodes, self.longest)
+        pass

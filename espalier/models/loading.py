@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from espalier.attention.computed_keys import LatentUp
 from espalier.cache.layer_spec import KVHeads, LatentKV, LayerSpec
 from espalier.errors import EspalierError
 from espalier.models import deepseek_v2, deepseek_v3, llama, mistral, qwen2, qwen2_moe, qwen3, qwen3_moe
@@ -127,7 +126,8 @@ def load_latent_attention(weights: Weights, config: ModelConfig, latent: LatentC
         q=weights.linear(prefix, (q_name,), (q_rows,), q_columns, bias=False),
         kv_down=weights.linear(prefix, ("kv_a_proj_with_mqa",), (latent.row_size,), hidden, bias),
         kv_norm=weights.take(f"{prefix}kv_a_layernorm.weight", latent.kv_rank),
-        up=LatentUp(k_up, v_up),
+        k_up=k_up,
+        v_up=v_up,
         out=weights.linear(prefix, ("o_proj",), (hidden,), heads * latent.v_size, config.out_bias),
         interleaved=latent.interleaved,
     )

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from espalier.attention.computed_keys import LatentUp
 from espalier.attention.staged import HeadProjections, LatentProjections, Projections
 from espalier.cache.layer_spec import KVHeads, LatentKV, LayerSpec
 from espalier.kernels.layers.rope import RopeAndNorm
@@ -26,17 +25,17 @@ def attended(projections: Projections, g: LayerSpec) -> Attended:
     if isinstance(projections, LatentProjections):
         assert isinstance(g.keeps, LatentKV)
         q, latent = latent_of(projections)
-        return Attended(q, *keys_and_values(projections.up, latent), (latent,))
+        return Attended(q, *keys_and_values(projections, latent), (latent,))
     assert isinstance(projections, HeadProjections)
     q, k, v = heads_of(projections.qkv, projections.rope_and_norm, g)
     return Attended(q, k, v, (k, v))
 
 
-def keys_and_values(up: LatentUp, latent: Tensor) -> tuple[Tensor, Tensor]:
+def keys_and_values(projections: LatentProjections, latent: Tensor) -> tuple[Tensor, Tensor]:
     """Every head's k and v [B, n, heads, size] of latent rows [B, n, 1, size]."""
-    heads, _, rank = up.k.shape
+    heads, _, rank = projections.k_up.shape
     content, rope = latent[..., 0, :rank], latent[..., rank:].expand(-1, -1, heads, -1)
-    k, v = (torch.einsum("hnr,bkr->bkhn", weight, content) for weight in (up.k, up.v))
+    k, v = (torch.einsum("hnr,bkr->bkhn", weight, content) for weight in (projections.k_up, projections.v_up))
     return torch.cat((k, rope), 3), v
 
 

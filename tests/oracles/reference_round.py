@@ -221,7 +221,7 @@ class BehindPrefix:
         own = attended(projections, self.layer_specs[layer])
         q, planes = own.q, zip(self.past[layer], own.kept, strict=True)
         held = [torch.cat((past[None], new), 1) for past, new in planes]
-        k, v = keys_and_values(projections.up, held[0]) if isinstance(projections, LatentProjections) else held
+        k, v = keys_and_values(projections, held[0]) if isinstance(projections, LatentProjections) else held
         behind, new = k.shape[1] - q.shape[1], q.shape[1]
         g = self.layer_specs[layer]
         k, v = (value.repeat_interleave(g.heads // value.shape[2], 2) for value in (k, v))

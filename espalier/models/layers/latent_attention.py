@@ -1,14 +1,12 @@
 """The attention block of layers that keep a latent row (MLA).  Queries are compared with the latent itself.
 
 The key of a head is k_up · latent, so q · key = (k_upᵀ · q) · latent: each query is multiplied by k_up once, and no key
-is computed.  In the same way a head's output is v_up · (the weighted sum of latents).  So all heads read the same row
-of the cache, once (DeepSeek-AI 2024, arXiv:2405.04434, section 2.1.2).  Wide prompt chunks do compute keys and values
-(attention/computed_keys.py).
+is ever computed.  In the same way a head's output is v_up · (the weighted sum of latents).  So all heads read the same
+row of the cache, once (DeepSeek-AI 2024, arXiv:2405.04434, section 2.1.2).
 """
 
 from torch import Tensor
 
-from espalier.attention.computed_keys import LatentUp
 from espalier.attention.staged import LatentProjections
 from espalier.kernels.layers.latent import LatentRopeAndNorm
 from espalier.kernels.layers.rope import RopeAndNorm
@@ -25,11 +23,11 @@ class LatentAttention:
 
     q: -> [heads · (nope + rope)].
     kv_down: hidden state -> [kv_rank + rope]; kv_norm: [kv_rank], weight of the norm of its first part.
-    up: makes a head's keys and values from a latent.
+    k_up: [heads, nope, kv_rank]; v_up: [heads, v_size, kv_rank].
     interleaved: as in espalier/kernels/layers/latent.py:LatentRopeAndNorm.
     """
 
-    __slots__ = ("q_down", "q_norm", "q", "kv_down", "kv_norm", "up", "out", "interleaved")
+    __slots__ = ("q_down", "q_norm", "q", "kv_down", "kv_norm", "k_up", "v_up", "out", "interleaved")
 
     def __init__(
         self,
@@ -38,7 +36,8 @@ class LatentAttention:
         q: Linear,
         kv_down: Linear,
         kv_norm: Tensor,
-        up: LatentUp,
+        k_up: Tensor,
+        v_up: Tensor,
         out: Linear,
         interleaved: bool,
     ) -> None:
@@ -47,7 +46,8 @@ class LatentAttention:
         self.q = q
         self.kv_down = kv_down
         self.kv_norm = kv_norm
-        self.up = up
+        self.k_up = k_up
+        self.v_up = v_up
         self.out = out
         self.interleaved = interleaved
 
@@ -56,8 +56,9 @@ class LatentAttention:
     ) -> Tensor:
         """As espalier/models/layers/attention.py:Attention."""
         latent = self.kv_down(x).unflatten(0, shape).unsqueeze(2)
-        q_in = x if self.q_down is None or self.q_norm is None else self.q_norm(self.q_down(x))
-        q = self.q(q_in).view(*shape, self.up.k.shape[0], -1)
+        if self.q_down is not None and self.q_norm is not None:
+            x = self.q_norm(self.q_down(x))
+        q = self.q(x).view(*shape, self.k_up.shape[0], -1)
         own = LatentRopeAndNorm(rope_and_norm.cos, rope_and_norm.sin, self.kv_norm, NORM_EPS, self.interleaved)
-        values = attend(layer, LatentProjections(q, latent, own, self.up))
+        values = attend(layer, LatentProjections(q, latent, own, self.k_up, self.v_up))
         return self.out.in_parts(values.flatten(2).flatten(0, 1))
