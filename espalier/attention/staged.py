@@ -57,9 +57,9 @@ class LatentProjections:
     """For a layer that keeps LatentKV, whose rows have a latent of `rank` values and a rotated part of `rope`.
 
     q: [B, Q, heads, nope + rope]; latent: [B, Q, 1, rank + rope].
-    k_up: [heads, nope, rank]; v_up: [heads, value, rank].  A head's key is k_up · latent and the rotated part; its value
-    is v_up · latent.  Queries are multiplied by k_up, and weighted sums of latents by v_up, so no key or value of a row
-    is computed.  The products write where their results are read: nothing is copied.
+    k_up: [heads, nope, rank]; v_up: [heads, value, rank].  A head's key is k_up · latent and the rotated part, its
+    value v_up · latent.  Queries are multiplied by k_up, and weighted sums of latents by v_up, so no key or value of a
+    row is computed.  The products write where their results are read: nothing is copied.
     """
 
     q: Tensor

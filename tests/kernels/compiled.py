@@ -19,7 +19,6 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from espalier.kernels.attention.contiguous_blocks import _contiguous_blocks_kernel
 from espalier.kernels.attention.hopper import HopperConfig, _hopper_attention_kernel, hopper_constants
 from espalier.kernels.attention.hopper_latent import (
-    REGISTERS_AT_LAUNCH,
     HopperLatentConfig,
     _hopper_latent_kernel,
     hopper_latent_arguments,
@@ -111,7 +110,6 @@ def compiled_hopper_latent(config: HopperLatentConfig, heads: int, nodes: int, p
         "config": vars(config),
         "shared": made.metadata.shared,
         "expected_shared": config.shared_bytes,
-        "registers_at_launch": REGISTERS_AT_LAUNCH,
         "overlapping": list(overlapping(lines)),
         "contiguous": constants["CONTIGUOUS"] != NONE,
         "tma_loop_barriers": list(tma_loop_barriers(made.asm["ptx"])),
@@ -224,8 +222,8 @@ if __name__ == "__main__":
     ]
     latent = [(16, 1, 1, 64), (16, 2, 2, 1), (16, 16, 2, 16), (128, 1, 2, 64), (128, 64, 2, 256), (128, 512, 1, 64)]
     hopper_latent = [
-        compiled_hopper_latent(HopperLatentConfig(*sizes), *case)
-        for sizes, case in (((32, 4), (128, 2, 64)), ((32, 4), (16, 1, 1)), ((64, 2), (16, 0, 64)))
+        compiled_hopper_latent(HopperLatentConfig(stages), *case)
+        for stages, case in ((4, (128, 2, 64)), (4, (16, 1, 1)), (3, (16, 0, 64)))
     ]
     report = {
         "hopper_latent": hopper_latent,

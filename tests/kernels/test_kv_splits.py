@@ -31,6 +31,7 @@ POLICIES = [
     KVSplitPolicy(1, 8),
     KVSplitPolicy(4, 8),
     KVSplitPolicy(32, 32),
+    KVSplitPolicy(1, 8, 4096),
 ]
 
 
@@ -94,7 +95,7 @@ def test_splits_are_even_and_bounded():
         for extent_of in range(0, 70000, 77):
             count = -(-extent_of // policy.width(extent_of))
             assert count <= policy.max_splits
-            assert count in (0, policy.max_splits) or policy.width(extent_of) <= MAX_SPLIT_ROWS
+            assert count in (0, policy.max_splits) or policy.width(extent_of) <= policy.max_split_rows
 
 
 def test_small_batches_make_many_splits():
@@ -122,11 +123,16 @@ def test_wide_latent_rows_fill_a_gpu_within_the_limit_of_partial_results():
     def of(batch, queries, heads, max_rows=65536):
         return KVSplitPolicy.of(batch, queries, 1, heads, max_rows, v_size=512, wide_latent=True)
 
-    assert of(1, 1, 16) == of(1, 4, 16) == KVSplitPolicy(128, 128) and of(1, 1, 128) == KVSplitPolicy(64, 64)
-    assert of(1, 16, 16) == KVSplitPolicy(32, 32) and of(1, 16, 128) == KVSplitPolicy(4, 4)
-    assert of(1, 64, 128) == of(1, 2048, 128) == KVSplitPolicy(1, 1), "one request fills the GPU without splits"
-    assert of(8, 16, 16) == KVSplitPolicy(4, 32) and of(32, 16, 16) == KVSplitPolicy(1, 16)
-    assert of(1, 1, 16, max_rows=1000) == KVSplitPolicy(8, 8)
+    def counts(*sizes, **named):
+        policy = of(*sizes, **named)
+        return policy.num_splits, policy.max_splits
+
+    assert counts(1, 1, 16) == counts(1, 4, 16) == (128, 128) and counts(1, 1, 128) == (64, 64)
+    assert counts(1, 16, 16) == (32, 32) and counts(1, 16, 128) == (4, 4)
+    assert counts(1, 64, 128) == counts(1, 2048, 128) == (1, 1), "one request fills the GPU without splits"
+    assert counts(8, 16, 16) == (4, 32) and counts(32, 16, 16) == (1, 16)
+    assert counts(1, 1, 16, max_rows=1000) == (8, 8)
+    assert of(32, 16, 16).width(4096) == 4096 and of(32, 16, 16).width(4160) == 2112
     for batch in range(1, 65):
         for queries in (1, 2, 8, 16, 64, 129, 5000):
             for heads in (1, 16, 128):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -33,6 +33,11 @@ if TYPE_CHECKING:
 V_SIZE, ROPE_SIZE = 512, 64
 # Packed queries of a tile.
 BLOCK_M = 64
+# Rows of a block.  Blocks of 64 rows leave room for two stages only, and are slower (docs/log.md).
+BLOCK_N = 32
+STAGES = 4
+# Blocks of weights in shared memory, on their way from the first attending warpgroup to the second.
+SLOTS = 2
 # Warps that copy rows.
 LOAD_WARPS = 4
 # Registers per thread: at launch; of the second attending warpgroup; of the loading warps.  The first attending
@@ -42,31 +47,23 @@ REGISTERS_AT_LAUNCH, VALUE_REGISTERS, LOAD_REGISTERS = 168, 200, 72
 
 @dataclass(frozen=True)
 class HopperLatentConfig:
-    """Launch configuration.  block_n: rows of a block; stages: blocks in shared memory."""
+    """Launch configuration.  stages: blocks of rows in shared memory."""
 
-    block_n: int
     stages: int
 
-    programs_per_processor = 1
-
-    @property
-    def block_m(self) -> int:
-        return BLOCK_M
-
-    @property
-    def slots(self) -> int:
-        """Blocks of weights in shared memory, between the two attending warpgroups."""
-        return max(64 // self.block_n, 1)
+    programs_per_processor: ClassVar[int] = 1
+    block_m: ClassVar[int] = BLOCK_M
 
     @property
     def shared_bytes(self) -> int:
-        rows = (BLOCK_M + self.stages * self.block_n) * (V_SIZE + ROPE_SIZE)
-        return 2 * (rows + self.slots * BLOCK_M * self.block_n) + 4 * self.slots * BLOCK_M + RESERVED
+        """Shared memory of a program, in bytes."""
+        rows = (BLOCK_M + self.stages * BLOCK_N) * (V_SIZE + ROPE_SIZE)
+        return 2 * (rows + SLOTS * BLOCK_M * BLOCK_N) + 4 * SLOTS * BLOCK_M + RESERVED
 
 
 def choose_hopper_latent_config(on: Chip) -> HopperLatentConfig | None:
     """The launch configuration, or None if this chip cannot run the kernel."""
-    config = HopperLatentConfig(32, 4)
+    config = HopperLatentConfig(STAGES)
     return config if on.capability == CAPABILITY and config.shared_bytes <= on.shared_memory else None
 
 
@@ -275,17 +272,17 @@ def hopper_latent_arguments(config: HopperLatentConfig, pages: Tensor, page_size
 
     Blocks are copied by TMA if a page holds whole blocks.
     """
-    kind = ALL if page_size % config.block_n == 0 else NONE
-    half, rope = _descriptors(pages[:, 0], config.block_n) if kind == ALL else (None, None)
+    kind = ALL if page_size % BLOCK_N == 0 else NONE
+    half, rope = _descriptors(pages[:, 0]) if kind == ALL else (None, None)
     return {
         "half_descriptor": half,
         "rope_descriptor": rope,
         "CONTIGUOUS": kind,
         "HALF": V_SIZE // 2,
         "ROPE": ROPE_SIZE,
-        "BLOCK_N": config.block_n,
+        "BLOCK_N": BLOCK_N,
         "STAGES": config.stages,
-        "SLOTS": config.slots,
+        "SLOTS": SLOTS,
         "VALUE_REGISTERS": VALUE_REGISTERS,
         "LOAD_REGISTERS": LOAD_REGISTERS,
         "LOAD_WARPS": LOAD_WARPS,
@@ -294,23 +291,23 @@ def hopper_latent_arguments(config: HopperLatentConfig, pages: Tensor, page_size
     }
 
 
-def _descriptors(rows: Tensor, block_n: int) -> tuple[Any, Any]:
+def _descriptors(rows: Tensor) -> tuple[Any, Any]:
     """TMA descriptors for blocks of half a latent and of a RoPE part.  rows: [R, 576]."""
-    descriptor_class, half, rope = _layouts(rows.dtype, block_n)
+    descriptor_class, half, rope = _layouts(rows.dtype)
     return (
-        descriptor_class.from_tensor(rows, [block_n, V_SIZE // 2], half),
-        descriptor_class.from_tensor(rows, [block_n, ROPE_SIZE], rope),
+        descriptor_class.from_tensor(rows, [BLOCK_N, V_SIZE // 2], half),
+        descriptor_class.from_tensor(rows, [BLOCK_N, ROPE_SIZE], rope),
     )
 
 
 @cache
-def _layouts(dtype: torch.dtype, block_n: int) -> tuple[Any, Any, Any]:
+def _layouts(dtype: torch.dtype) -> tuple[Any, Any, Any]:
     """Triton's descriptor class, and the shared-memory layouts of both blocks."""
     from triton.experimental.gluon import language
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     element = {torch.bfloat16: language.bfloat16, torch.float16: language.float16}[dtype]
     half, rope = (
-        language.NVMMASharedLayout.get_default_for([block_n, size], element) for size in (V_SIZE // 2, ROPE_SIZE)
+        language.NVMMASharedLayout.get_default_for([BLOCK_N, size], element) for size in (V_SIZE // 2, ROPE_SIZE)
     )
     return TensorDescriptor, half, rope

@@ -95,7 +95,7 @@ def _score_blocks(
         out = hopper.warpgroup_mma_wait(num_outstanding=0, deps=[pending_out])
         hopper.mbarrier.arrive(empty.index(num_done % STAGES), count=1)
         out = out * gl.expand_dims(gl.convert_layout(decay, gl.SliceLayout(1, OUT)), 1)
-        # After the stage is given back: with two stages, the next block needs it.
+        # After the stage is given back: with two stages, the next block would wait for it forever.
         hopper.mbarrier.wait(full.index((num_done + 2) % STAGES), (num_done + 2) // STAGES % 2, pred=t + 1 < num_blocks)
         num_done += 1
         num_sent += 1

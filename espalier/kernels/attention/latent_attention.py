@@ -46,8 +46,6 @@ if TYPE_CHECKING:
 # The output of a tile stays in registers: 64 queries x 512 float32 values take half of a multiprocessor's registers.
 MAX_V_SIZE = 512
 MAX_ROW_SIZE = 576
-# Packed queries, queries times heads, from which on the Hopper kernel is faster.
-HOPPER_QUERIES = 33
 
 
 def latent_attention(
@@ -290,7 +288,7 @@ def latent_attention_triton(
 def _choose(q: Tensor, committed: Committed, staged: Staged | None) -> LatentKernelConfig | HopperLatentConfig:
     """The launch configuration.  It does not depend on the batch."""
     queries, heads, size = q.shape[1:]
-    if queries * heads >= HOPPER_QUERIES and _fits_hopper(q, committed, staged):
+    if _fits_hopper(q, committed, staged):
         config = choose_hopper_latent_config(chip(q))
         if config is not None:
             return config
