@@ -85,6 +85,35 @@ def _rotated_halves(values_ptr, cos_ptr, sin_ptr, mask, ROTARY: tl.constexpr, IN
 
 
 @kernel
+def _store_halves(ptrs, left, right, mask, ROTARY: tl.constexpr, BLOCK: tl.constexpr):
+    """Store both halves of rotated values at ptrs [.., 1]."""
+    column = tl.arange(0, BLOCK)[None, :]
+    half: tl.constexpr = ROTARY // 2
+    mask = mask & (column < half)
+    tl.store(ptrs + column, left.to(ptrs.dtype.element_ty), mask=mask)
+    tl.store(ptrs + half + column, right.to(ptrs.dtype.element_ty), mask=mask)
+
+
+@kernel
+def _store_latent(
+    values, to, cos, sin, norm_ptr,
+    EPS: tl.constexpr, RANK: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr, NORM: tl.constexpr,
+    EXACT: tl.constexpr, BLOCK_RANK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Norm and rotate one latent at `values`, and store it at `to`."""
+    column = tl.arange(0, BLOCK_RANK)
+    exists = column < RANK
+    x = tl.load(values + column, mask=exists, other=0.0).to(EXACT)
+    if NORM:
+        weight = tl.load(norm_ptr + column, mask=exists, other=0.0).to(EXACT)
+        x = x * (1.0 / tl.sqrt(tl.sum(x * x, 0) / RANK + EPS)) * weight
+    tl.store(to + column, x.to(to.dtype.element_ty), mask=exists)
+    one = tl.zeros([1, 1], tl.int32)
+    left, right = _rotated_halves(values + RANK + one, cos, sin, one == 0, ROTARY, INTERLEAVED, EXACT, BLOCK)
+    _store_halves(to + RANK + one, left, right, one == 0, ROTARY, BLOCK)
+
+
+@kernel
 def _rotate_latent_kernel(
     rope_ptr, q_ptr, latent_ptr, cos_ptr, sin_ptr, norm_ptr, row_ptr, plane_ptr,
     rope_n, rope_h, q_n, q_h, latent_n, cos_n, sin_n, plane_row,
@@ -96,34 +125,21 @@ def _rotate_latent_kernel(
     pdl_wait_if(DEPENDENT)
     n = tl.program_id(0).to(tl.int64)
     cos, sin = cos_ptr + n * cos_n, sin_ptr + n * sin_n
-    column = tl.arange(0, BLOCK)
-    half: tl.constexpr = ROTARY // 2
     if tl.program_id(1) == 0:
-        values = latent_ptr + n * latent_n
         to = plane_ptr + tl.load(row_ptr + n) * plane_row
-        rank_column = tl.arange(0, BLOCK_RANK)
-        exists = rank_column < RANK
-        x = tl.load(values + rank_column, mask=exists, other=0.0).to(EXACT)
-        if NORM:
-            weight = tl.load(norm_ptr + rank_column, mask=exists, other=0.0).to(EXACT)
-            x = x * (1.0 / tl.sqrt(tl.sum(x * x, 0) / RANK + EPS)) * weight
-        tl.store(to + rank_column, x.to(plane_ptr.dtype.element_ty), mask=exists)
-        one = tl.zeros([1, 1], tl.int32)
-        left, right = _rotated_halves(values + RANK + one, cos, sin, one == 0, ROTARY, INTERLEAVED, EXACT, BLOCK)
-        ptrs = to + RANK + one + column[None, :]
-        tl.store(ptrs, left.to(plane_ptr.dtype.element_ty), mask=column[None, :] < half)
-        tl.store(ptrs + half, right.to(plane_ptr.dtype.element_ty), mask=column[None, :] < half)
+        _store_latent(
+            latent_ptr + n * latent_n, to, cos, sin, norm_ptr,
+            EPS, RANK, ROTARY, INTERLEAVED, NORM, EXACT, BLOCK_RANK, BLOCK,
+        )  # fmt: skip
     else:
         head = ((tl.program_id(1) - 1) * BLOCK_H + tl.arange(0, BLOCK_H))[:, None]
+        mask = head < HEADS
         left, right = _rotated_halves(
-            rope_ptr + n * rope_n + head * rope_h, cos, sin, head < HEADS, ROTARY, INTERLEAVED, EXACT, BLOCK
+            rope_ptr + n * rope_n + head * rope_h, cos, sin, mask, ROTARY, INTERLEAVED, EXACT, BLOCK
         )
         # q_rope may be a view of q: all warps have read their values before one writes.
         tl.debug_barrier()
-        ptrs = q_ptr + n * q_n + head * q_h + Q_AT + column[None, :]
-        mask = (head < HEADS) & (column < half)[None, :]
-        tl.store(ptrs, left.to(q_ptr.dtype.element_ty), mask=mask)
-        tl.store(ptrs + half, right.to(q_ptr.dtype.element_ty), mask=mask)
+        _store_halves(q_ptr + n * q_n + head * q_h + Q_AT, left, right, mask, ROTARY, BLOCK)
 
 
 def rotate_and_store_latent_triton(
