@@ -1,6 +1,7 @@
 """A toy family of latent layers: a model's own layers with their attention replaced.
 
-A token keeps one row of 24 values, of which 16 are V and the other 8 are rotated.
+A token keeps one row of 24 values, of which 16 are V and the other 8 are rotated.  A head's key has 12 values that are
+not rotated, and its value has 10.
 """
 
 from dataclasses import replace
@@ -18,6 +19,7 @@ from espalier.models.layers.linear import Linear
 from espalier.models.weight_formats import dense_weight
 
 KEEPS = LatentKV(size=24, v_size=16)
+NOPE, VALUE = 12, 10
 EPS = 1e-6
 
 
@@ -27,20 +29,24 @@ class LatentAttention:
     def __init__(self, columns: int, hidden: int, heads: int, seed: int):
         generator = torch.Generator().manual_seed(seed)
 
-        def drawn(rows: int, size: int) -> Linear:
-            weight = 1.2 * torch.randn(rows, size, generator=generator, dtype=torch.float64) / size**0.5
-            return Linear(dense_weight(weight))
+        def drawn(*shape: int) -> Tensor:
+            return 1.2 * torch.randn(shape, generator=generator, dtype=torch.float64) / shape[-1] ** 0.5
+
+        def linear(rows: int, size: int) -> Linear:
+            return Linear(dense_weight(drawn(rows, size)))
 
         self.heads = heads
-        self.q = drawn(heads * KEEPS.size, columns)
-        self.latent = drawn(KEEPS.size, columns)
-        self.out = drawn(hidden, heads * KEEPS.v_size)
+        self.q = linear(heads * (NOPE + KEEPS.size - KEEPS.v_size), columns)
+        self.latent = linear(KEEPS.size, columns)
+        self.k_up, self.v_up = drawn(heads, NOPE, KEEPS.v_size), drawn(heads, VALUE, KEEPS.v_size)
+        self.out = linear(hidden, heads * VALUE)
         self.norm = 1 + 0.2 * torch.randn(KEEPS.v_size, generator=generator, dtype=torch.float64)
 
     def __call__(self, x: Tensor, turn: RopeAndNorm, attend: Attend, layer: int, shape: tuple[int, int]) -> Tensor:
-        q, latent = (part(x).view(*shape, -1, KEEPS.size) for part in (self.q, self.latent))
+        q, latent = self.q(x).view(*shape, self.heads, -1), self.latent(x).view(*shape, 1, -1)
         own = LatentRopeAndNorm(turn.cos, turn.sin, self.norm, EPS)
-        return self.out.in_parts(attend(layer, LatentProjections(q, latent, own)).flatten(2).flatten(0, 1))
+        values = attend(layer, LatentProjections(q, latent, own, self.k_up, self.v_up))
+        return self.out.in_parts(values.flatten(2).flatten(0, 1))
 
 
 def latent(spec: LayerSpec) -> LayerSpec:

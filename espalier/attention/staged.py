@@ -1,7 +1,7 @@
 """The attention callback of a model's layers.
 
-A model calls `attend(layer, projections)` once per layer and gets [B, Q, heads, v_size].  The callback normalizes and
-rotates the projections, writes the new rows to staging, and runs the attention plan of the pass.
+A model calls `attend(layer, projections)` once per layer and gets the heads' values [B, Q, heads, size].  The callback
+normalizes and rotates the projections, writes the new rows to staging, and runs the attention plan of the pass.
 """
 
 from collections.abc import Sequence
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar, Protocol
 
+import torch
 from torch import Tensor
 
 from espalier.attention.base import Attention
@@ -30,6 +31,10 @@ class Projections(Protocol):
         """
         ...
 
+    def values(self, attended: Tensor) -> Tensor:
+        """The heads' values [B, Q, heads, size] from the attention's output [B, Q, heads, v_size]."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class HeadProjections:
@@ -47,20 +52,47 @@ class HeadProjections:
         k, v = planes
         return rotate_and_store(self.qkv.flatten(-4, -3), self.rope_and_norm, rows, k, v)[0]
 
+    def values(self, attended: Tensor) -> Tensor:
+        return attended
+
 
 @dataclass(frozen=True, slots=True)
 class LatentProjections:
-    """For a layer that keeps LatentKV.  q: [B, Q, heads, size], in the latent space; latent: [B, Q, 1, size]."""
+    """For a layer that keeps LatentKV, whose rows have a latent of `rank` values and a rotated part of `rope`.
+
+    q: [B, Q, heads, nope + rope]; latent: [B, Q, 1, rank + rope].
+    k_up: [heads, nope, rank]; v_up: [heads, value, rank].  A head's key is k_up · latent and the rotated part, its
+    value v_up · latent.  Queries are multiplied by k_up, and weighted sums of latents by v_up, so no key or value of a
+    row is computed.  The products write where their results are read: nothing is copied.
+    """
 
     sink: ClassVar[None] = None
 
     q: Tensor
     latent: Tensor
     rope_and_norm: LatentRopeAndNorm
+    k_up: Tensor
+    v_up: Tensor
 
     def write(self, rows: Tensor, planes: Sequence[Tensor]) -> Tensor:
         [plane] = planes
-        return rotate_and_store_latent(self.q.flatten(0, 1), self.latent.flatten(0, 1), self.rope_and_norm, rows, plane)
+        _, nope, rank = self.k_up.shape
+        raw = self.q.flatten(0, 1)
+        q = raw.new_empty(*raw.shape[:2], plane.shape[2])
+        _by_head(raw[..., :nope], self.k_up, q[..., :rank])
+        rotate_and_store_latent(raw[..., nope:], q, self.latent.flatten(0, 1), self.rope_and_norm, rows, plane)
+        return q
+
+    def values(self, attended: Tensor) -> Tensor:
+        flat = attended.flatten(0, 1)
+        out = flat.new_empty(*flat.shape[:2], self.v_up.shape[1])
+        return _by_head(flat, self.v_up.transpose(1, 2), out).unflatten(0, attended.shape[:2])
+
+
+def _by_head(x: Tensor, weight: Tensor, out: Tensor) -> Tensor:
+    """Write x [N, heads, in] times each head's weight [heads, in, out] to `out` [N, heads, out]."""
+    torch.bmm(x.transpose(0, 1), weight, out=out.transpose(0, 1))
+    return out
 
 
 @dataclass(frozen=True)
@@ -98,7 +130,7 @@ class StagedPass:
             self.commit.pages.commit_layer(self.staged, layer, self.rows, self.commit.rows)
         planes = self.staged.rows_of(layer, batch, queries, self.width, self.at)
         k, v = self.attention.specs[layer].rows.read(planes)
-        return self.attention.attend(layer, q, k, v, projections.sink)
+        return projections.values(self.attention.attend(layer, q, k, v, projections.sink))
 
     def end(self) -> None:
         """After the last layer: commit what no layer has."""

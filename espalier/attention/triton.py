@@ -65,7 +65,9 @@ class TritonAttention(Attention):
         (batch, queries), layout, window = self.nodes.positions.shape, self.pages.layout, spec.window
         kv_heads = spec.rows.kv_heads
         max_rows = layout.tokens_in(layout.table_width)
-        policy = KVSplitPolicy.of(batch, queries, kv_heads, spec.heads // kv_heads, max_rows)
+        policy = KVSplitPolicy.of(
+            batch, queries, kv_heads, spec.heads // kv_heads, max_rows, spec.rows.v_size, _is_wide_latent(spec)
+        )
         if window is None:
             if policy not in self.prefix.planned:
                 self.prefix.planned[policy] = kv_splits_triton(self.prefix.length, self.prefix.first, policy)

@@ -1,7 +1,7 @@
 """The contract of a target model: a call over new rows, in which each layer calls `attend` once.
 
-A model never sees the KV cache.  A layer calls `attend(layer, projections)` and gets the attention's output
-[B, Q, heads, v_size].  The type of the projections follows from the data that the layer keeps (attention/staged.py);
+A model never sees the KV cache.  A layer calls `attend(layer, projections)` and gets the heads' values
+[B, Q, heads, size].  The type of the projections follows from the data that the layer keeps (attention/staged.py);
 `attend` may overwrite them.
 """
 

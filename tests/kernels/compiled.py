@@ -18,6 +18,11 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from espalier.kernels.attention.contiguous_blocks import _contiguous_blocks_kernel
 from espalier.kernels.attention.hopper import HopperConfig, _hopper_attention_kernel, hopper_constants
+from espalier.kernels.attention.hopper_latent import (
+    HopperLatentConfig,
+    _hopper_latent_kernel,
+    hopper_latent_arguments,
+)
 from espalier.kernels.attention.kv_splits import _kv_splits_kernel
 from espalier.kernels.attention.latent_attention import _constants as latent_constants
 from espalier.kernels.attention.latent_attention import _latent_attention_kernel, choose_latent_config
@@ -92,6 +97,29 @@ def compiled_hopper(
         "expected_shared": config.shared_bytes(size),
         "overlapping": list(overlapping(machine_code(made.asm["cubin"]))),
         "contiguous": kind != NONE,
+        "tma_loop_barriers": list(tma_loop_barriers(made.asm["ptx"])),
+    }
+
+
+def compiled_hopper_latent(config: HopperLatentConfig, heads: int, nodes: int, page_size: int) -> dict:
+    constants = hopper_latent_arguments(config, torch.zeros(64, 1, 576, dtype=torch.bfloat16), page_size)
+    kinds = dict.fromkeys(("row_ptr", "staged_ptr"), "*bf16")
+    if constants["CONTIGUOUS"]:
+        for name in ("half_descriptor", "rope_descriptor"):
+            descriptor = constants.pop(name)
+            shape = ", ".join(map(str, descriptor.block_shape))
+            kinds[name] = f"tensordesc<bf16[{shape}],{descriptor.layout!r}>"
+    constants |= {"HEADS": heads, "PAGE_SIZE": page_size, "STAGED": nodes, "LONGEST_FIRST": nodes == 1}
+    constants |= {"DEPENDENT": True}
+    options = {name: constants.pop(name) for name in ("num_warps", "maxnreg")}
+    made = compile_for_hopper(_hopper_latent_kernel, GluonASTSource, constants, options, kinds)
+    lines = machine_code(made.asm["cubin"])
+    return {
+        "config": vars(config),
+        "shared": made.metadata.shared,
+        "expected_shared": config.shared_bytes,
+        "overlapping": list(overlapping(lines)),
+        "contiguous": constants["CONTIGUOUS"] != NONE,
         "tma_loop_barriers": list(tma_loop_barriers(made.asm["ptx"])),
     }
 
@@ -203,7 +231,12 @@ if __name__ == "__main__":
         *((one, 2, 16, window, 64, 8, True) for window in (0, 128)),
     ]
     latent = [(16, 1, 1, 64), (16, 2, 2, 1), (16, 16, 2, 16), (128, 1, 2, 64), (128, 64, 2, 256), (128, 512, 1, 64)]
+    hopper_latent = [
+        compiled_hopper_latent(HopperLatentConfig(stages), *case)
+        for stages, case in ((4, (128, 2, 64)), (4, (16, 1, 1)), (3, (16, 0, 64)))
+    ]
     report = {
+        "hopper_latent": hopper_latent,
         "plain": plain,
         "hopper": [compiled_hopper(*case) for case in hopper],
         "latent": [compiled_latent(*case) for case in latent],

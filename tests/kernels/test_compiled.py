@@ -58,9 +58,16 @@ def test_weights_are_computed_while_the_tensor_cores_work(compiled):
         assert min(case["overlapping"]) >= 32, case
 
 
+def test_latent_weights_are_computed_while_the_tensor_cores_work(compiled):
+    for case in compiled["hopper_latent"]:
+        assert case["shared"] <= case["expected_shared"] <= 227 * 1024, case
+        # Two loops: without and with masks.  A thread has 8 of a block's 32 exponentials for each of its two queries.
+        assert len(case["overlapping"]) == 2 and min(case["overlapping"]) >= 16, case
+
+
 def test_loading_warps_stay_together_where_one_thread_arrives_for_all(compiled):
     """A warp that falls a whole turn of the stages behind would wait forever.  Barriers that the compiler inserts
     prevent it."""
-    for case in compiled["hopper"]:
+    for case in compiled["hopper"] + compiled["hopper_latent"]:
         assert len(case["tma_loop_barriers"]) == case["contiguous"] and all(case["tma_loop_barriers"]), case
     assert sum(case["contiguous"] for case in compiled["hopper"]) >= 3

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from espalier.kernels.attention.kv_splits import (
-    MAX_PARTIAL_ROWS,
+    MAX_LATENT_SPLITS,
+    MAX_PARTIAL_VALUES,
     MAX_SPLIT_ROWS,
     MAX_SPLITS,
     MIN_SPLIT_ROWS,
@@ -30,6 +31,7 @@ POLICIES = [
     KVSplitPolicy(1, 8),
     KVSplitPolicy(4, 8),
     KVSplitPolicy(32, 32),
+    KVSplitPolicy(1, 8, 4096),
 ]
 
 
@@ -93,24 +95,51 @@ def test_splits_are_even_and_bounded():
         for extent_of in range(0, 70000, 77):
             count = -(-extent_of // policy.width(extent_of))
             assert count <= policy.max_splits
-            assert count in (0, policy.max_splits) or policy.width(extent_of) <= MAX_SPLIT_ROWS
+            assert count in (0, policy.max_splits) or policy.width(extent_of) <= policy.max_split_rows
 
 
 def test_small_batches_make_many_splits():
     """Splits depend on the batch's bucket, not on max_batch; the number of partial results is bounded."""
-    of = partial(KVSplitPolicy.of, kv_heads=8, group=4, max_rows=32768)
+    of = partial(KVSplitPolicy.of, kv_heads=8, group=4, max_rows=32768, v_size=128)
     assert [of(batch, 1).num_splits for batch in (1, 2, 4, 8, 12, 32, 64)] == [32, 16, 8, 4, 2, 1, 1]
     assert [of(batch, 64).num_splits for batch in (1, 2, 8)] == [8, 4, 1]
     assert of(64, 1) == KVSplitPolicy(1, MAX_SPLITS), "a long request is split, whatever the batch"
     assert of(64, 64) == KVSplitPolicy(1, 4)
     assert of(1, 2048) == KVSplitPolicy(1, 1)
-    assert KVSplitPolicy.of(1, 1, 8, 4, max_rows=17 * MIN_SPLIT_ROWS - 1) == KVSplitPolicy(17, 17)
-    assert KVSplitPolicy.of(64, 1, 8, 4, max_rows=MAX_SPLIT_ROWS) == KVSplitPolicy(1, 1), "none is ever split"
+    assert KVSplitPolicy.of(1, 1, 8, 4, max_rows=17 * MIN_SPLIT_ROWS - 1, v_size=128) == KVSplitPolicy(17, 17)
+    assert KVSplitPolicy.of(64, 1, 8, 4, max_rows=MAX_SPLIT_ROWS, v_size=128) == KVSplitPolicy(1, 1), (
+        "none is ever split"
+    )
     for batch in range(1, 65):
         for queries in (1, 2, 8, 16, 64, 129, 5000):
             policy = of(batch, queries)
             assert 1 <= policy.num_splits <= policy.max_splits <= MAX_SPLITS
-            assert policy.max_splits == 1 or batch * queries * policy.max_splits <= MAX_PARTIAL_ROWS
+            assert policy.max_splits == 1 or batch * queries * policy.max_splits * 32 * 128 <= MAX_PARTIAL_VALUES
+
+
+def test_wide_latent_rows_fill_a_gpu_within_the_limit_of_partial_results():
+    """A partial result of 128 heads has 65,536 values, of 16 heads 8,192.  One tile has 64 packed queries."""
+
+    def of(batch, queries, heads, max_rows=65536):
+        return KVSplitPolicy.of(batch, queries, 1, heads, max_rows, v_size=512, wide_latent=True)
+
+    def counts(*sizes, **named):
+        policy = of(*sizes, **named)
+        return policy.num_splits, policy.max_splits
+
+    assert counts(1, 1, 16) == counts(1, 4, 16) == (128, 128) and counts(1, 1, 128) == (64, 64)
+    assert counts(1, 16, 16) == (32, 32) and counts(1, 16, 128) == (4, 4)
+    assert counts(1, 64, 128) == counts(1, 2048, 128) == (1, 1), "one request fills the GPU without splits"
+    assert counts(8, 16, 16) == (4, 32) and counts(32, 16, 16) == (1, 16)
+    assert counts(1, 1, 16, max_rows=1000) == (8, 8)
+    assert of(32, 16, 16).width(4096) == 4096 and of(32, 16, 16).width(4160) == 2112
+    for batch in range(1, 65):
+        for queries in (1, 2, 8, 16, 64, 129, 5000):
+            for heads in (1, 16, 128):
+                policy = of(batch, queries, heads)
+                assert 1 <= policy.num_splits <= policy.max_splits <= MAX_LATENT_SPLITS
+                values = batch * queries * heads * 512 * policy.max_splits
+                assert policy.max_splits == 1 or values <= MAX_PARTIAL_VALUES
 
 
 def test_a_padded_batch_splits_as_the_batch_does():
@@ -119,4 +148,4 @@ def test_a_padded_batch_splits_as_the_batch_does():
     assert buckets == (1, 2, 3, 4, 6, 8, 12, 16, 20)
     for batch in range(1, 21):
         padded = bucket_of(batch, buckets)
-        assert KVSplitPolicy.of(batch, 8, 2, 4, 4096) == KVSplitPolicy.of(padded, 8, 2, 4, 4096)
+        assert KVSplitPolicy.of(batch, 8, 2, 4, 4096, 128) == KVSplitPolicy.of(padded, 8, 2, 4, 4096, 128)

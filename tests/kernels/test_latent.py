@@ -1,4 +1,4 @@
-"""rotate_and_store_latent equals scalar arithmetic: it norms the latent part, rotates the RoPE part, stores one row."""
+"""rotate_and_store_latent equals float64 arithmetic: it norms the latent, rotates the RoPE part, stores one row."""
 
 import math
 
@@ -6,55 +6,90 @@ import pytest
 import torch
 
 from espalier.errors import EspalierError
-from espalier.kernels.layers.latent import LatentRopeAndNorm, rotate_and_store_latent
+from espalier.kernels.layers.latent import (
+    LatentRopeAndNorm,
+    rotate_and_store_latent,
+    rotate_and_store_latent_reference,
+    rotate_and_store_latent_triton,
+)
 
-SIZE, ROTARY, HEADS, ROWS = 10, 4, 3, 5
+# rows, heads, values of a query before its rotated part, of the latent before its rotated part, rotated values
+SHAPES = [(5, 3, 6, 6, 4), (1, 20, 7, 12, 6), (4, 16, 0, 9, 2)]
+LARGE = [(1, 128, 512, 512, 64), (64, 16, 128, 512, 64), (300, 40, 512, 512, 64)]
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2**-7}
 
 
-def random_normal(*shape: int, seed: int) -> torch.Tensor:
+def normal(*shape: int, seed: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
+def rotated(x: torch.Tensor, angle: torch.Tensor, interleaved: bool) -> torch.Tensor:
+    """x [N, heads, rotary] in float64, pair by pair."""
+    out, half = x.clone(), x.shape[2] // 2
+    for i in range(half):
+        at = (2 * i, 2 * i + 1) if interleaved else (i, half + i)
+        a, b = (x[:, :, place] for place in at)
+        c, s = angle[:, i].cos()[:, None], angle[:, i].sin()[:, None]
+        out[:, :, i], out[:, :, half + i] = a * c - b * s, b * c + a * s
+    return out
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("normed", [False, True])
-def test_equals_scalar_arithmetic(normed):
-    q, latent, angle = (
-        random_normal(ROWS, HEADS, SIZE, seed=1),
-        random_normal(ROWS, 1, SIZE, seed=2),
-        random_normal(ROWS, ROTARY // 2, seed=3),
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("shape", [*SHAPES, *(pytest.param(s, marks=pytest.mark.gpu) for s in LARGE)], ids=str)
+@pytest.mark.parametrize("make", [rotate_and_store_latent_triton, rotate_and_store_latent_reference])
+def test_equals_float64(kernel_device, make, shape, in_place, interleaved, normed, dtype):
+    count, heads, before, rank, rotary = shape
+    # Slices of larger tensors, as in a layer.
+    raw = normal(count, heads + 1, before + rotary, seed=1).to(kernel_device, dtype)[:, :heads]
+    latent = normal(count, 1, rank + rotary, seed=2).to(kernel_device, dtype)
+    angle, norm = normal(count, rotary // 2, seed=3), 1 + 0.2 * normal(rank, seed=4)
+    exact = torch.promote_types(dtype, torch.float32)
+    cos, sin = (
+        torch.cat(pair, 1).to(kernel_device, exact) for pair in ((angle.cos(),) * 2, (-angle.sin(), angle.sin()))
     )
-    norm = random_normal(SIZE - ROTARY, seed=4) if normed else None
-    cos, sin = torch.cat((angle.cos(),) * 2, 1), torch.cat((-angle.sin(), angle.sin()), 1)
-    plane, rows = torch.full((9, 1, SIZE), torch.nan, dtype=torch.float64), torch.tensor([4, 0, 8, 2, 1])
-    out = rotate_and_store_latent(q, latent, LatentRopeAndNorm(cos, sin, norm, 1e-6), rows, plane)
+    weight = norm.to(kernel_device, dtype) if normed else None
+    plane = torch.full((2 * count, 1, rank + rotary), torch.nan, dtype=dtype, device=kernel_device)
+    rows = torch.randperm(2 * count, generator=torch.Generator().manual_seed(5))[:count]
+    q = raw.clone() if in_place else torch.full((count, heads, before + rotary + 3), 7.0).to(kernel_device, dtype)
+    q_rope = (q if in_place else raw)[..., before:]
+    expected = rotated(q_rope.double().cpu(), angle, interleaved)
+    left = q[..., : q.shape[2] - rotary].clone()
+    make(q_rope, q, latent, LatentRopeAndNorm(cos, sin, weight, 1e-6, interleaved), rows.to(kernel_device), plane)
 
-    def rotated(x: list[float], n: int) -> list[float]:
-        out, first, half = list(x), SIZE - ROTARY, ROTARY // 2
-        for i in range(half):
-            a, b = x[first + i], x[first + half + i]
-            c, s = math.cos(angle[n, i]), math.sin(angle[n, i])
-            out[first + i], out[first + half + i] = a * c - b * s, b * c + a * s
-        return out
+    within = {"rtol": TOLERANCE[dtype], "atol": TOLERANCE[dtype]}
+    torch.testing.assert_close(q[..., q.shape[2] - rotary :].double().cpu(), expected, **within)
+    assert torch.equal(q[..., : q.shape[2] - rotary], left), "only the last values are rotated"
+    content = latent.double().cpu()[..., :rank]
+    if weight is not None:
+        content = content / (content.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double().cpu()
+    stored = torch.cat((content, rotated(latent.double().cpu()[..., rank:], angle, interleaved)), -1)
+    torch.testing.assert_close(plane[rows.to(kernel_device)].double().cpu(), stored, **within)
+    others = torch.ones(2 * count, dtype=torch.bool).index_fill(0, rows, False)
+    assert plane.cpu()[others].isnan().all(), "other rows must not be written"
 
-    for n in range(ROWS):
-        row = latent[n, 0].tolist()
-        if norm is not None:
-            latent_part = row[: SIZE - ROTARY]
-            scale = 1 / math.sqrt(sum(x * x for x in latent_part) / len(latent_part) + 1e-6)
-            row[: SIZE - ROTARY] = [x * scale * float(w) for x, w in zip(latent_part, norm, strict=True)]
-        assert plane[rows[n], 0].tolist() == pytest.approx(rotated(row, n), abs=1e-12)
-        for head in range(HEADS):
-            assert out[n, head].tolist() == pytest.approx(rotated(q[n, head].tolist(), n), abs=1e-12)
-    assert plane[[3, 5, 6, 7]].isnan().all(), "other rows must not be written"
+
+def test_one_pair_by_hand():
+    q, latent, plane = torch.tensor([[[9.0, 1, 2]]]), torch.tensor([[[3.0, 4, 1, 0]]]), torch.zeros(3, 1, 4)
+    cos, sin = torch.full((1, 2), math.cos(0.5)), math.sin(0.5) * torch.tensor([[-1.0, 1.0]])
+    rope_and_norm = LatentRopeAndNorm(cos, sin, torch.ones(2))
+    rotate_and_store_latent(q[..., 1:], q, latent, rope_and_norm, torch.tensor([2]), plane)
+    c, s, length = math.cos(0.5), math.sin(0.5), math.sqrt(12.5)
+    assert q.flatten().tolist() == pytest.approx([9, c - 2 * s, 2 * c + s])
+    assert plane[2, 0].tolist() == pytest.approx([3 / length, 4 / length, c, s])
 
 
 def test_wrong_sizes_are_refused():
     rope_and_norm = LatentRopeAndNorm(torch.ones(2, 4), torch.ones(2, 4))
-    rows, plane = torch.arange(2), torch.zeros(5, 1, SIZE)
-    q, latent = torch.zeros(2, HEADS, SIZE), torch.zeros(2, 1, SIZE)
+    rows, plane = torch.arange(2), torch.zeros(5, 1, 10)
+    q, latent = torch.zeros(2, 3, 10), torch.zeros(2, 1, 10)
     for wrong in (
-        (q[..., 1:], latent, rope_and_norm),
-        (q, latent[..., 1:], rope_and_norm),
-        (q, latent, LatentRopeAndNorm(*torch.ones(2, 2, 12))),
+        (q[..., 7:], q, latent, rope_and_norm),
+        (q[..., 6:], q[..., :3], latent, rope_and_norm),
+        (q[..., 6:], q, latent[..., 1:], rope_and_norm),
+        (q[..., 7:], q, latent, LatentRopeAndNorm(*torch.ones(2, 2, 3))),
     ):
-        with pytest.raises(EspalierError, match="a latent layer needs queries and one latent of 10 values"):
+        with pytest.raises(EspalierError, match="a latent layer needs one latent of 10 values"):
             rotate_and_store_latent(*wrong, rows, plane)

@@ -7,14 +7,15 @@ import pytest
 import torch
 
 from espalier.errors import EspalierError
+from espalier.kernels.attention.hopper_latent import HopperLatentConfig, choose_hopper_latent_config
 from espalier.kernels.attention.latent_attention import (
     LatentKernelConfig,
     choose_latent_config,
     latent_attention_triton,
 )
 from espalier.kernels.attention.tree_attention import Staged
-from espalier.kernels.runtime.launch import Chip
-from tests.kernels.attending import LSE_TOLERANCE, TOLERANCE, Case, Inputs, draw, expected
+from espalier.kernels.runtime.launch import Chip, chip
+from tests.kernels.attending import LSE_TOLERANCE, TOLERANCE, Case, Inputs, draw, expected, poison_empty
 
 
 def latent_case(lengths, queries=1, rows=None, page_size=16, heads=4, size=80, v_size=64, **fields) -> Case:
@@ -128,11 +129,23 @@ def test_choices_fit_the_chip(shared_memory, dtype):
         assert 128 % config.block_n == 0 and 64 % config.block_r == 0
 
 
+def test_the_hopper_kernel_is_chosen_where_it_fits():
+    config = choose_hopper_latent_config(Chip(227 * 1024, 132, (9, 0)))
+    assert config is not None and config.shared_bytes <= 227 * 1024
+    assert choose_hopper_latent_config(Chip(227 * 1024, 132, (10, 0))) is None
+    assert choose_hopper_latent_config(Chip(163 * 1024, 132, (9, 0))) is None
+
+
+def test_the_hopper_kernel_refuses_other_shapes(kernel_device):
+    with pytest.raises(EspalierError, match="rows of 512 \\+ 64 values"):
+        run(drawn(latent_case((5,)), kernel_device), 4, config=HopperLatentConfig(4))
+
+
 GRID = [
     latent_case(lengths, queries, rows, page_size, heads, 576, 512, dtype=dtype, max_splits=32)
     for lengths, page_size, (queries, rows), heads, dtype in product(
         [(1,), (0, 127, 128, 129, 1000, 4096)],
-        [1, 16, 64, 256],
+        [1, 16, 48, 64, 512],
         [(1, None), (8, 40), (16, 16), (129, 129)],
         [16, 128],
         [torch.bfloat16, torch.float32],
@@ -146,9 +159,52 @@ def test_grid(kernel_device, case):
     check(case, kernel_device)
 
 
+HOPPER = [
+    latent_case((0, 1, 31, 32, 63, 64, 65, 130, 700), queries, rows, page_size, heads, 576, 512, dtype=dtype, **fields)
+    for (queries, rows), page_size, heads, dtype, fields in [
+        ((1, None), 64, 16, torch.bfloat16, {}),
+        ((8, 40), 16, 16, torch.bfloat16, {"first": 1}),
+        ((5, None), 1, 20, torch.float16, {"max_splits": 8}),
+        ((129, 129), 48, 16, torch.bfloat16, {"max_splits": 3}),
+        ((64, 64), 512, 128, torch.bfloat16, {"max_splits": 1}),
+        ((300, None), 32, 7, torch.float16, {"first": 40, "max_splits": 2}),
+    ]
+]
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("heads", [16, 128])
-@pytest.mark.parametrize("queries", [1, 16])
-def test_beyond_64k(kernel_device, heads, queries):
-    case = latent_case((66000, 5), queries, queries, 64, heads, 576, 512, dtype=torch.bfloat16, max_splits=32)
-    check(case, kernel_device)
+@pytest.mark.parametrize("staged", [True, False])
+@pytest.mark.parametrize("case", HOPPER, ids=str)
+def test_the_hopper_kernel_with_any_number_of_stages(kernel_device, monkeypatch, case, staged):
+    """The same bits with any number of stages, and within tolerance of the reference."""
+    inputs = drawn(case, kernel_device)
+    if choose_hopper_latent_config(chip(inputs.q)) is None:
+        pytest.skip("needs a Hopper GPU with enough shared memory")
+    poison_empty(monkeypatch)
+    check(case, kernel_device, staged, config=HopperLatentConfig(4))
+    out, lse = run(inputs, case.max_splits, staged, config=HopperLatentConfig(4))
+    for stages in (2, 3):
+        again, again_lse = run(inputs, case.max_splits, staged, config=HopperLatentConfig(stages))
+        assert torch.equal(again, out) and torch.equal(again_lse, lse), stages
+
+
+@pytest.mark.gpu
+def test_bits_do_not_depend_on_the_batch_at_size(kernel_device):
+    lengths = tuple(torch.randint(0, 5000, (24,), generator=torch.Generator().manual_seed(0)).tolist())
+    inputs = drawn(latent_case(lengths, 8, 8, 16, 16, 576, 512, dtype=torch.bfloat16), kernel_device)
+    out, _ = run(inputs, 32)
+    for seed in range(3):
+        order = torch.randperm(24, generator=torch.Generator().manual_seed(seed))[: 1 + 9 * seed].tolist()
+        only = inputs.only(order)
+        only = replace(only, staged=replace(only.staged, v=only.staged.k[..., :512]))
+        assert torch.equal(run(only, 32)[0], out[order])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("page_size", [1, 64, 512])
+@pytest.mark.parametrize(
+    ("queries", "heads", "max_splits"), [(1, 16, 128), (1, 128, 64), (8, 128, 8), (16, 16, 32), (129, 16, 3)]
+)
+def test_beyond_64k(kernel_device, queries, heads, max_splits, page_size):
+    case = latent_case((66000, 5), queries, queries, page_size, heads, 576, 512, dtype=torch.bfloat16)
+    check(replace(case, max_splits=max_splits), kernel_device)

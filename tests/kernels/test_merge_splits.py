@@ -66,10 +66,11 @@ def test_more_to_merge_than_programs(kernel_device):
     assert_equals_reference(partials, splits, out, lse)
 
 
-@pytest.mark.parametrize("v_size", [128, 256])
-def test_many_splits(kernel_device, v_size):
-    """One pair at a time; its splits are loaded at once (v_size 128) or in steps (v_size 256)."""
-    assert_equals_reference(*drawn(kernel_device, (1, 600, 9000, 5000), 2, 3, v_size, policy=KVSplitPolicy(32, 32)))
+@pytest.mark.parametrize(("v_size", "max_splits"), [(128, 32), (200, 32), (300, 64)])
+def test_many_splits(kernel_device, v_size, max_splits):
+    """One pair at a time, in parts of 128 values; its splits are loaded at once (32 splits) or in steps."""
+    policy = KVSplitPolicy(max_splits, max_splits)
+    assert_equals_reference(*drawn(kernel_device, (1, 600, 9000, 5000), 2, 3, v_size, policy=policy))
 
 
 @pytest.mark.parametrize("max_splits", [8, 32])

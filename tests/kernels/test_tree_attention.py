@@ -167,6 +167,6 @@ def test_a_padded_batch_has_the_blocks_of_the_batch():
         pages = torch.empty(8, 6, 16, dtype=torch.bfloat16)
         length = torch.zeros(batch, dtype=torch.int64)
         committed = Committed(pages, pages, torch.zeros(batch, 1, dtype=torch.int32), length, 8)
-        splits = kv_splits_reference(length, 0, KVSplitPolicy.of(batch, 1, 6, 2, 8192))
+        splits = kv_splits_reference(length, 0, KVSplitPolicy.of(batch, 1, 6, 2, 8192, 16))
         configs.append(_choose(q, committed, None, splits))
     assert configs[0] == configs[1]

@@ -25,27 +25,35 @@ def attended(projections: Projections, g: LayerSpec) -> Attended:
     if isinstance(projections, LatentProjections):
         assert isinstance(g.keeps, LatentKV)
         q, latent = latent_of(projections)
-        return Attended(q, latent, latent[..., : g.keeps.v_size], (latent,))
+        return Attended(q, *keys_and_values(projections, latent), (latent,))
     assert isinstance(projections, HeadProjections)
     q, k, v = heads_of(projections.qkv, projections.rope_and_norm, g)
     return Attended(q, k, v, (k, v))
 
 
+def keys_and_values(projections: LatentProjections, latent: Tensor) -> tuple[Tensor, Tensor]:
+    """Every head's k and v [B, n, heads, size] of latent rows [B, n, 1, size]."""
+    heads, _, rank = projections.k_up.shape
+    content, rope = latent[..., 0, :rank], latent[..., rank:].expand(-1, -1, heads, -1)
+    k, v = (torch.einsum("hnr,bkr->bkhn", weight, content) for weight in (projections.k_up, projections.v_up))
+    return torch.cat((k, rope), 3), v
+
+
 def latent_of(projections: LatentProjections) -> tuple[Tensor, Tensor]:
-    """q [B, Q, heads, size] and the latent row [B, Q, 1, size]: its first part normed, its last rotated, as in q."""
+    """q [B, Q, heads, nope + rope] and the latent row [B, Q, 1, size]: its first part normed, its last rotated, as in
+    q."""
     turn, latent = projections.rope_and_norm, projections.latent
     rotary = turn.cos.shape[1]
-    sizes = (latent.shape[3] - rotary, rotary)
     cos, sin = (table.view(*latent.shape[:2], 1, rotary) for table in (turn.cos, turn.sin))
 
     def turned(x: Tensor) -> Tensor:
-        content, rope = x.split(sizes, 3)
+        content, rope = x.split((x.shape[3] - rotary, rotary), 3)
         if turn.interleaved:
             rope = torch.cat((rope[..., 0::2], rope[..., 1::2]), 3)
         return torch.cat((content, rope * cos + rope.roll(rotary // 2, -1) * sin), 3)
 
     if turn.norm is not None:
-        content, rope = latent.split(sizes, 3)
+        content, rope = latent.split((latent.shape[3] - rotary, rotary), 3)
         content = content / (content.pow(2).mean(-1, keepdim=True) + turn.eps).sqrt() * turn.norm
         latent = torch.cat((content, rope), 3)
     return turned(projections.q), turned(latent)

@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from espalier.attention.staged import Projections
+from espalier.attention.staged import LatentProjections, Projections
 from espalier.cache.layer_spec import LayerSpec
 from espalier.models.base import CausalLM
 from espalier.models.draft import DraftModel
 from espalier.request import Request
-from tests.oracles.dense import DenseAttend, attended, softmax_of
+from tests.oracles.dense import DenseAttend, attended, keys_and_values, softmax_of
 from tests.oracles.plain_sampling import draft_scores, plain_pick
 
 MAX_NGRAM = 4
@@ -221,7 +221,7 @@ class BehindPrefix:
         own = attended(projections, self.layer_specs[layer])
         q, planes = own.q, zip(self.past[layer], own.kept, strict=True)
         held = [torch.cat((past[None], new), 1) for past, new in planes]
-        k, v = held if len(held) == 2 else (held[0], held[0][..., : own.v.shape[3]])
+        k, v = keys_and_values(projections, held[0]) if isinstance(projections, LatentProjections) else held
         behind, new = k.shape[1] - q.shape[1], q.shape[1]
         g = self.layer_specs[layer]
         k, v = (value.repeat_interleave(g.heads // value.shape[2], 2) for value in (k, v))

@@ -29,10 +29,15 @@ MAX_SPLIT_ROWS = 2048
 # multiprocessor.  With a large query tile (packed queries), one program keeps a multiprocessor's tensor cores busy.
 PROGRAMS = 256
 LARGE_TILE, LARGE_TILE_PROGRAMS = 128, 128
-# Limits: splits of one request; rows of partial results (queries x splits) of a batch, and of one request.
+# Packed queries of a tile of the kernels for wide latent rows.  One program fills a multiprocessor.  A partial result
+# has up to 512 values, so fewer, longer splits pay.
+LATENT_TILE, MAX_LATENT_SPLIT_ROWS = 64, 4096
+# Limits: splits of one request; rows of partial results (queries x splits) of one request; float32 values of the
+# partial results of a batch, 256 MiB.
 MAX_SPLITS = 32
-MAX_PARTIAL_ROWS = 16384
+MAX_LATENT_SPLITS = 128
 MAX_PARTIAL_ROWS_PER_REQUEST = 512
+MAX_PARTIAL_VALUES = 2**26
 # Columns of the table of splits: request, begin (a multiple of SPLIT_STEP), end (exclusive), number of splits of the
 # request.
 COLUMNS = 4
@@ -42,35 +47,53 @@ COLUMNS = 4
 class KVSplitPolicy:
     """How a pass splits the committed rows of each request.
 
-    num_splits: splits of a request, if each gets MIN_SPLIT_ROWS to MAX_SPLIT_ROWS rows.  A short request gets fewer.  A
-    long request gets more, up to max_splits; at that limit its splits are longer than MAX_SPLIT_ROWS.
+    num_splits: splits of a request, if each gets MIN_SPLIT_ROWS to max_split_rows rows.  A short request gets fewer.  A
+    long request gets more, up to max_splits; at that limit its splits are longer than max_split_rows.
     """
 
     num_splits: int
     max_splits: int
+    max_split_rows: int = MAX_SPLIT_ROWS
 
     @classmethod
-    def of(cls, batch: int, queries: int, kv_heads: int, group: int, max_rows: int) -> KVSplitPolicy:
-        """The policy that fills a GPU with programs.
+    def of(
+        cls,
+        batch: int,
+        queries: int,
+        kv_heads: int,
+        group: int,
+        max_rows: int,
+        v_size: int,
+        wide_latent: bool = False,
+    ) -> KVSplitPolicy:
+        """The policy that fills a GPU with programs, within the limits of the partial results.
 
         queries: per request; group: query heads per KV head; max_rows: the most committed rows of a request.  The batch
         is rounded up to its bucket (layout.next_bucket), so that a padded graph and an eager launch split alike.
+        wide_latent: for kernels/attention/latent_attention.py.
         """
         batch, packed_queries = next_bucket(batch), queries * group
-        programs, num_tiles = PROGRAMS, 1
-        if packed_queries > LARGE_TILE // 2:
+        programs, num_tiles, limit, max_split_rows = PROGRAMS, 1, MAX_SPLITS, MAX_SPLIT_ROWS
+        if wide_latent:
+            programs, num_tiles = LARGE_TILE_PROGRAMS, -(-packed_queries // LATENT_TILE)
+            max_split_rows = MAX_LATENT_SPLIT_ROWS
+            # With more splits than this, one request would be more work items than a GPU runs at once.
+            limit = min(MAX_LATENT_SPLITS, programs // num_tiles)
+        elif packed_queries > LARGE_TILE // 2:
             programs, num_tiles = LARGE_TILE_PROGRAMS, -(-packed_queries // LARGE_TILE)
-        partial_limit = min(MAX_PARTIAL_ROWS // (batch * queries), MAX_PARTIAL_ROWS_PER_REQUEST // queries)
-        max_splits = max(1, min(MAX_SPLITS, partial_limit, -(-max_rows // MIN_SPLIT_ROWS)))
+        values = batch * packed_queries * kv_heads * v_size
+        limit = min(limit, MAX_PARTIAL_VALUES // values, MAX_PARTIAL_ROWS_PER_REQUEST // queries)
+        max_splits = max(1, min(limit, -(-max_rows // MIN_SPLIT_ROWS)))
         num_splits = min(max(1, programs // (batch * kv_heads * num_tiles)), max_splits)
-        return cls(num_splits, num_splits if max_rows <= num_splits * MAX_SPLIT_ROWS else max_splits)
+        is_enough = max_rows <= num_splits * max_split_rows
+        return cls(num_splits, num_splits if is_enough else max_splits, max_split_rows)
 
     def width(self, rows: int) -> int:
         """Rows per split of a request with `rows` rows: an equal share, rounded up to a multiple of SPLIT_STEP.
 
         The last split may have fewer.
         """
-        wanted = max(min(-(-rows // MIN_SPLIT_ROWS), self.num_splits), -(-rows // MAX_SPLIT_ROWS))
+        wanted = max(min(-(-rows // MIN_SPLIT_ROWS), self.num_splits), -(-rows // self.max_split_rows))
         count = min(max(wanted, 1), self.max_splits)
         return max(-(-rows // (count * SPLIT_STEP)), 1) * SPLIT_STEP
 
@@ -185,7 +208,7 @@ def kv_splits_triton(
             WINDOW=window,
             STEP=SPLIT_STEP,
             MIN_ROWS=MIN_SPLIT_ROWS,
-            MAX_ROWS=MAX_SPLIT_ROWS,
+            MAX_ROWS=policy.max_split_rows,
             BLOCK_B=power_of_two(batch),
             BLOCK_Q=16,
             num_warps=4 if batch <= 256 else 8,

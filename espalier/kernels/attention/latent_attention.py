@@ -16,6 +16,13 @@ from torch import Tensor
 
 from espalier.errors import EspalierError
 from espalier.kernels.attention.attention_blocks import _attend_scores, _page, _row, _rows, _write
+from espalier.kernels.attention.hopper_latent import (
+    HopperLatentConfig,
+    _hopper_latent_kernel,
+    choose_hopper_latent_config,
+    fits_hopper_latent,
+    hopper_latent_arguments,
+)
 from espalier.kernels.attention.kv_splits import KVSplits
 from espalier.kernels.attention.merge_splits import PartialResults, merge_splits_triton
 from espalier.kernels.attention.tree_attention import DTYPES, LOG2_E, Committed, Staged, tree_attention_reference
@@ -30,7 +37,7 @@ from espalier.kernels.attention.work_items import (
     wait_and_count_splits,
     work_item_of,
 )
-from espalier.kernels.runtime.launch import Chip, chip, kernel, power_of_two, require
+from espalier.kernels.runtime.launch import Chip, Kernel, chip, kernel, power_of_two, require
 from espalier.kernels.runtime.pdl import early
 
 if TYPE_CHECKING:
@@ -251,12 +258,12 @@ def latent_attention_triton(
     splits: KVSplits,
     scale: float,
     partials: PartialResults | None = None,
-    config: LatentKernelConfig | None = None,
+    config: LatentKernelConfig | HopperLatentConfig | None = None,
 ) -> tuple[Tensor, Tensor]:
     """config: overrides the launch configuration, for tests and benchmarks."""
     q = q if q.stride(3) == 1 else q.contiguous()
     _check(q, committed, staged, positions, splits)
-    (batch, queries, heads, size), v_size = q.shape, committed.v.shape[2]
+    (batch, queries, heads, _), v_size = q.shape, committed.v.shape[2]
     out = torch.empty(batch, queries, heads, v_size, dtype=q.dtype, device=q.device)
     lse = torch.empty(batch, queries, heads, dtype=torch.float32, device=q.device)
     if not out.numel():
@@ -265,17 +272,63 @@ def latent_attention_triton(
     if partials is None:
         # Without splits there are no partial results, so no buffer: it would need 256 KB per query with 128 heads.
         partials = PartialResults.of(splits, queries, heads, v_size) if is_split else PartialResults(out, lse)
+    if config is None:
+        config = _choose(q, committed, staged)
+    elif isinstance(config, HopperLatentConfig) and not _fits_hopper(q, committed, staged):
+        raise EspalierError(
+            "the Hopper kernel for latent rows needs bfloat16 or float16, rows of 512 + 64 values, and addresses and "
+            "strides divisible by 16: use config=None"
+        )
+    _launch(q, committed, staged, positions, splits, scale, partials, config, out, lse)
+    if is_split:
+        merge_splits_triton(partials, splits, out, lse)
+    return out, lse
+
+
+def _choose(q: Tensor, committed: Committed, staged: Staged | None) -> LatentKernelConfig | HopperLatentConfig:
+    """The launch configuration.  It does not depend on the batch."""
+    queries, heads, size = q.shape[1:]
+    if _fits_hopper(q, committed, staged):
+        config = choose_hopper_latent_config(chip(q))
+        if config is not None:
+            return config
+    row_bytes = sum(_block_sizes(size, committed.v.shape[2])) * q.dtype.itemsize
+    rows = 0 if staged is None else staged.k.shape[1]
+    return choose_latent_config(chip(q), queries * heads, rows, row_bytes, q.dtype)
+
+
+def _fits_hopper(q: Tensor, committed: Committed, staged: Staged | None) -> bool:
+    """Whether the Hopper kernel takes these types, sizes and strides."""
+    read = [q, committed.k, *(() if staged is None else (staged.k,))]
+    return fits_hopper_latent(read, committed.v.shape[2])
+
+
+def _launch(
+    q: Tensor,
+    committed: Committed,
+    staged: Staged | None,
+    positions: Tensor,
+    splits: KVSplits,
+    scale: float,
+    partials: PartialResults,
+    config: LatentKernelConfig | HopperLatentConfig,
+    out: Tensor,
+    lse: Tensor,
+) -> None:
+    (batch, queries, heads, size), v_size = q.shape, committed.v.shape[2]
     # Without staged rows or ancestor bits the kernel gets other pointers, which it does not read.
     new = q if staged is None else staged.k
     ancestor_bits = None if staged is None else staged.ancestor_bits
-    rows = 0 if staged is None else new.shape[1]
     staged_kind = NO_STAGED if staged is None else CHAIN if ancestor_bits is None else TREE
-    if config is None:
-        row_bytes = sum(_block_sizes(size, v_size)) * q.dtype.itemsize
-        config = choose_latent_config(chip(q), queries * heads, rows, row_bytes, q.dtype)
+    attention_kernel: Kernel
+    if isinstance(config, HopperLatentConfig):
+        attention_kernel = _hopper_latent_kernel
+        constants = hopper_latent_arguments(config, committed.k, committed.page_size)
+    else:
+        attention_kernel, constants = _latent_attention_kernel, _constants(config, size, v_size, q.dtype)
     num_tiles = -(-queries * heads // config.block_m)
     grid = min(splits.table.shape[0] * num_tiles, chip(q).processors * config.programs_per_processor)
-    _latent_attention_kernel[(grid,)](
+    attention_kernel[(grid,)](
         q,
         committed.k,
         new,
@@ -290,7 +343,7 @@ def latent_attention_triton(
         scale * LOG2_E,
         batch,
         queries,
-        rows,
+        0 if staged is None else new.shape[1],
         committed.first,
         *q.stride()[:3],
         committed.k.stride(0),
@@ -301,12 +354,9 @@ def latent_attention_triton(
         PAGE_SIZE=committed.page_size,
         STAGED=staged_kind,
         LONGEST_FIRST=staged_kind == CHAIN and num_tiles >= 8,
-        **_constants(config, size, v_size, q.dtype),
+        **constants,
         **early(chip(q)),
     )
-    if is_split:
-        merge_splits_triton(partials, splits, out, lse)
-    return out, lse
 
 
 def _constants(config: LatentKernelConfig, size: int, v_size: int, dtype: torch.dtype) -> dict[str, Any]:

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 # Floats that one program (one warp) loads per step: as many splits of a (query, head) pair as fit, and two pairs if
 # both fit.
 STEP_VALUES = 4096
+# Programs merge wider values in parts: latent attention has few pairs, with up to 128 splits of 512 values.
+MAX_PART_SIZE = 128
 # Size of the persistent grid.  Four times as many programs would fit, but each costs time to start, even if there is
 # nothing to merge (docs/log.md).
 PROGRAMS_PER_PROCESSOR = 8
@@ -71,7 +73,7 @@ def _load_partials(
     count = tl.where((pair < num_pairs) & (count > 1), count, 0)
     first_row = start.to(tl.int64) * pairs_per_request + pair % pairs_per_request
     step = tl.arange(0, STEP_SPLITS)
-    size = tl.arange(0, BLOCK_V)
+    size = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
     # Loaded before the log-sum-exps, so that both loads overlap.
     mask = (step < count)[:, None] & (size < V_SIZE)[None, :]
     partial_out = tl.load(
@@ -93,7 +95,7 @@ def _merge_pair(
 ):  # fmt: skip
     """Merge the partial results of a (query, head) pair and write out and lse."""
     partial_out, partial_lse, first_row, count = loaded
-    size = tl.arange(0, BLOCK_V)
+    size = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
     index = tl.arange(0, STEP_SPLITS)
     max_lse = tl.max(partial_lse, 0)
     shift = tl.where(max_lse == float("-inf"), 0.0, max_lse)
@@ -117,7 +119,7 @@ def _merge_pair(
         out = out * _beside_sink(lse, sink_ptr, pair % HEADS)
     out = out.to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + tl.cast(pair, tl.int64) * V_SIZE + size, out, mask=merged & (size < V_SIZE))
-    tl.store(lse_ptr + pair, lse * 0.6931471805599453, mask=merged)
+    tl.store(lse_ptr + pair, lse * 0.6931471805599453, mask=merged & (tl.program_id(1) == 0))
 
 
 @kernel
@@ -166,9 +168,10 @@ def merge_splits_triton(
     pairs_per_request = queries * heads
     if not out.numel():
         return
-    block_v, block_splits = max(32, power_of_two(v_size)), power_of_two(splits.policy.max_splits)
-    num_programs = min(batch * pairs_per_request, chip(out).processors * PROGRAMS_PER_PROCESSOR)
-    _merge_splits_kernel[(num_programs,)](
+    block_v = min(max(32, power_of_two(v_size)), MAX_PART_SIZE)
+    block_splits, num_parts = power_of_two(splits.policy.max_splits), -(-v_size // block_v)
+    num_programs = min(batch * pairs_per_request, chip(out).processors * PROGRAMS_PER_PROCESSOR // num_parts)
+    _merge_splits_kernel[(num_programs, num_parts)](
         partials.out,
         partials.lse,
         splits.starts,

@@ -1,10 +1,14 @@
 """Multi-head latent attention (MLA) before attention: norm the latent, apply RoPE, and store one row of the KV cache.
 
 K is the whole row, [normed latent, rotated RoPE part].  V is the latent part of the same row (DeepSeek-AI 2024,
-arXiv:2405.04434, section 2.1).  Plain torch on every device.
+arXiv:2405.04434, section 2.1).  On a GPU this is one launch.  Grid: (rows, 1 + blocks of heads); the first program of a
+row stores its latent, the others rotate queries.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -12,6 +16,14 @@ from torch import Tensor
 from espalier.errors import EspalierError
 from espalier.kernels.layers.norm import rms_norm_reference
 from espalier.kernels.layers.rope import rotate, write_rows
+from espalier.kernels.runtime.launch import chip, exact_type, kernel, power_of_two, require
+from espalier.kernels.runtime.pdl import early, pdl_wait_if
+
+if TYPE_CHECKING:
+    import triton.language as tl
+
+# Query heads of one program.
+HEADS_PER_PROGRAM = 16
 
 
 @dataclass(frozen=True)
@@ -31,28 +43,172 @@ class LatentRopeAndNorm:
 
 
 def rotate_and_store_latent(
-    q: Tensor, latent: Tensor, rope_and_norm: LatentRopeAndNorm, rows: Tensor, plane: Tensor
-) -> Tensor:
-    """Rotate q [N, heads, size].  Norm and rotate latent [N, 1, size], and store it in rows [N] of plane [R, 1, size].
+    q_rope: Tensor, q: Tensor, latent: Tensor, rope_and_norm: LatentRopeAndNorm, rows: Tensor, plane: Tensor
+) -> None:
+    """Rotate q_rope [N, heads, rotary] into the last values of q [N, heads, ...], which it may be a view of.
 
-    Returns the rotated q, a new tensor.  Raises EspalierError if sizes do not agree.
+    Norm and rotate latent [N, 1, size], and store it in rows [N] of plane [R, 1, size].
+    Raises EspalierError if sizes do not agree.
     """
     rotary, size = rope_and_norm.cos.shape[1], plane.shape[2]
-    if q.shape[2] != size or latent.shape[1:] != plane.shape[1:] or rotary % 2 or rotary > size:
+    if q_rope.shape[2] != rotary or latent.shape[1:] != plane.shape[1:] or rotary % 2 or rotary > min(size, q.shape[2]):
         raise EspalierError(
-            f"a latent layer needs queries and one latent of {size} values per row, of which an even number is "
-            f"rotated, but got {list(q.shape)}, {list(latent.shape)} and {rotary}"
+            f"a latent layer needs one latent of {size} values per row, and queries of which an even number of values "
+            f"is rotated, but got {list(latent.shape)} and {list(q.shape)}, with {list(q_rope.shape)} for {rotary} "
+            "values to rotate"
         )
-    latent_part, q_latent_part = latent[..., : size - rotary], q[..., : size - rotary]
+    implementation = rotate_and_store_latent_triton if q.is_cuda else rotate_and_store_latent_reference
+    implementation(q_rope, q, latent, rope_and_norm, rows, plane)
+
+
+@kernel
+def _rotated_halves(values_ptr, cos_ptr, sin_ptr, mask, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr,
+                    EXACT: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """Both halves of the rotated values at values_ptr [.., 1]; cos_ptr and sin_ptr point to a row."""
+    column = tl.arange(0, BLOCK)
+    half: tl.constexpr = ROTARY // 2
+    exists = column < half
+    mask = mask & exists[None, :]
+    if INTERLEAVED:
+        left_ptrs = values_ptr + 2 * column[None, :]
+        right_ptrs = left_ptrs + 1
+    else:
+        left_ptrs = values_ptr + column[None, :]
+        right_ptrs = left_ptrs + half
+    left = tl.load(left_ptrs, mask=mask, other=0.0).to(EXACT)
+    right = tl.load(right_ptrs, mask=mask, other=0.0).to(EXACT)
+    left_cos = tl.load(cos_ptr + column, mask=exists, other=0.0).to(EXACT)[None, :]
+    right_cos = tl.load(cos_ptr + half + column, mask=exists, other=0.0).to(EXACT)[None, :]
+    left_sin = tl.load(sin_ptr + column, mask=exists, other=0.0).to(EXACT)[None, :]
+    right_sin = tl.load(sin_ptr + half + column, mask=exists, other=0.0).to(EXACT)[None, :]
+    return left * left_cos + right * left_sin, right * right_cos + left * right_sin
+
+
+@kernel
+def _store_halves(ptrs, left, right, mask, ROTARY: tl.constexpr, BLOCK: tl.constexpr):
+    """Store both halves of rotated values at ptrs [.., 1]."""
+    column = tl.arange(0, BLOCK)[None, :]
+    half: tl.constexpr = ROTARY // 2
+    mask = mask & (column < half)
+    tl.store(ptrs + column, left.to(ptrs.dtype.element_ty), mask=mask)
+    tl.store(ptrs + half + column, right.to(ptrs.dtype.element_ty), mask=mask)
+
+
+@kernel
+def _store_latent(
+    values, to, cos, sin, norm_ptr,
+    EPS: tl.constexpr, RANK: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr, NORM: tl.constexpr,
+    EXACT: tl.constexpr, BLOCK_RANK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Norm and rotate one latent at `values`, and store it at `to`."""
+    column = tl.arange(0, BLOCK_RANK)
+    exists = column < RANK
+    x = tl.load(values + column, mask=exists, other=0.0).to(EXACT)
+    if NORM:
+        weight = tl.load(norm_ptr + column, mask=exists, other=0.0).to(EXACT)
+        x = x * (1.0 / tl.sqrt(tl.sum(x * x, 0) / RANK + EPS)) * weight
+    tl.store(to + column, x.to(to.dtype.element_ty), mask=exists)
+    one = tl.zeros([1, 1], tl.int32)
+    left, right = _rotated_halves(values + RANK + one, cos, sin, one == 0, ROTARY, INTERLEAVED, EXACT, BLOCK)
+    _store_halves(to + RANK + one, left, right, one == 0, ROTARY, BLOCK)
+
+
+@kernel
+def _rotate_latent_kernel(
+    rope_ptr, q_ptr, latent_ptr, cos_ptr, sin_ptr, norm_ptr, row_ptr, plane_ptr,
+    rope_n, rope_h, q_n, q_h, latent_n, cos_n, sin_n, plane_row,
+    EPS: tl.constexpr, HEADS: tl.constexpr, RANK: tl.constexpr, ROTARY: tl.constexpr, Q_AT: tl.constexpr,
+    INTERLEAVED: tl.constexpr, NORM: tl.constexpr, EXACT: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_RANK: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """RANK: values of the latent without the rotated part; Q_AT: of a query before the rotated part."""
+    pdl_wait_if(DEPENDENT)
+    n = tl.program_id(0).to(tl.int64)
+    cos, sin = cos_ptr + n * cos_n, sin_ptr + n * sin_n
+    if tl.program_id(1) == 0:
+        to = plane_ptr + tl.load(row_ptr + n) * plane_row
+        _store_latent(
+            latent_ptr + n * latent_n, to, cos, sin, norm_ptr,
+            EPS, RANK, ROTARY, INTERLEAVED, NORM, EXACT, BLOCK_RANK, BLOCK,
+        )  # fmt: skip
+    else:
+        head = ((tl.program_id(1) - 1) * BLOCK_H + tl.arange(0, BLOCK_H))[:, None]
+        mask = head < HEADS
+        left, right = _rotated_halves(
+            rope_ptr + n * rope_n + head * rope_h, cos, sin, mask, ROTARY, INTERLEAVED, EXACT, BLOCK
+        )
+        # q_rope may be a view of q: all warps have read their values before one writes.
+        tl.debug_barrier()
+        _store_halves(q_ptr + n * q_n + head * q_h + Q_AT, left, right, mask, ROTARY, BLOCK)
+
+
+def rotate_and_store_latent_triton(
+    q_rope: Tensor, q: Tensor, latent: Tensor, rope_and_norm: LatentRopeAndNorm, rows: Tensor, plane: Tensor
+) -> None:
+    """Tolerance: the reference's, within one ulp of the dtype and a few of float32."""
+    (count, heads, rotary), size = q_rope.shape, plane.shape[2]
+    exact = torch.promote_types(q.dtype, torch.float32)
+    require("latent rope: q", q, (count, heads, -1), plane.dtype, plane)
+    require("latent rope: q_rope", q_rope, (count, heads, rotary), plane.dtype, plane)
+    require("latent rope: latent", latent, (count, 1, size), plane.dtype, plane)
+    require("latent rope: rows", rows, (count,), torch.int64, plane)
+    for name in ("cos", "sin"):
+        require(f"latent rope: {name}", getattr(rope_and_norm, name), (count, rotary), exact, plane)
+    norm = rope_and_norm.norm
+    if norm is not None:
+        require("latent rope: norm", norm, (size - rotary,), None, plane)
+    read = (q_rope, q, latent, rope_and_norm.cos, rope_and_norm.sin, plane, rows, *(() if norm is None else (norm,)))
+    if any(tensor.stride(-1) != 1 and tensor.shape[-1] > 1 for tensor in read):
+        raise EspalierError("latent rope needs tensors with a contiguous last dimension: pass them contiguous")
+    if not count:
+        return
+    block_h = min(HEADS_PER_PROGRAM, power_of_two(heads))
+    _rotate_latent_kernel[(count, 1 + -(-heads // block_h))](
+        q_rope,
+        q,
+        latent,
+        rope_and_norm.cos,
+        rope_and_norm.sin,
+        rope_and_norm.cos if norm is None else norm,
+        rows,
+        plane,
+        *q_rope.stride()[:2],
+        *q.stride()[:2],
+        latent.stride(0),
+        rope_and_norm.cos.stride(0),
+        rope_and_norm.sin.stride(0),
+        plane.stride(0),
+        # constexpr: as a run-time argument eps would be rounded to float32.
+        EPS=rope_and_norm.eps,
+        HEADS=heads,
+        RANK=size - rotary,
+        ROTARY=rotary,
+        Q_AT=q.shape[2] - rotary,
+        INTERLEAVED=rope_and_norm.interleaved,
+        NORM=norm is not None,
+        EXACT=exact_type(q.dtype),
+        BLOCK_H=block_h,
+        BLOCK_RANK=power_of_two(max(size - rotary, 1)),
+        BLOCK=power_of_two(rotary // 2),
+        num_warps=4,
+        **early(chip(q)),
+    )
+
+
+def rotate_and_store_latent_reference(
+    q_rope: Tensor, q: Tensor, latent: Tensor, rope_and_norm: LatentRopeAndNorm, rows: Tensor, plane: Tensor
+) -> None:
+    rotary = rope_and_norm.cos.shape[1]
+    rank = latent.shape[2] - rotary
+    latent_part = latent[..., :rank]
     if rope_and_norm.norm is not None:
         latent_part = rms_norm_reference(latent_part, rope_and_norm.norm, rope_and_norm.eps)
-    write_rows((plane,), rows, (torch.cat((latent_part, _rotated(latent, rope_and_norm)), -1),))
-    return torch.cat((q_latent_part, _rotated(q, rope_and_norm)), -1)
+    write_rows((plane,), rows, (torch.cat((latent_part, _rotated(latent[..., rank:], rope_and_norm)), -1),))
+    q[..., q.shape[2] - rotary :] = _rotated(q_rope, rope_and_norm)
 
 
-def _rotated(x: Tensor, rope_and_norm: LatentRopeAndNorm) -> Tensor:
-    """The RoPE part of x [N, heads, size], rotated: [N, heads, rotary]."""
-    rope_part = x[..., x.shape[-1] - rope_and_norm.cos.shape[1] :]
+def _rotated(values: Tensor, rope_and_norm: LatentRopeAndNorm) -> Tensor:
+    """values [N, heads, rotary], rotated."""
     if rope_and_norm.interleaved:
-        rope_part = rope_part.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
-    return rotate(rope_part, rope_and_norm.cos[:, None], rope_and_norm.sin[:, None])
+        values = values.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+    return rotate(values, rope_and_norm.cos[:, None], rope_and_norm.sin[:, None])

@@ -5,7 +5,6 @@ is ever computed.  In the same way a head's output is v_up · (the weighted sum 
 row of the cache, once (DeepSeek-AI 2024, arXiv:2405.04434, section 2.1.2).
 """
 
-import torch
 from torch import Tensor
 
 from espalier.attention.staged import LatentProjections
@@ -56,22 +55,10 @@ class LatentAttention:
         self, x: Tensor, rope_and_norm: RopeAndNorm, attend: Attend, layer: int, shape: tuple[int, int]
     ) -> Tensor:
         """As espalier/models/layers/attention.py:Attention."""
-        q = self._queries(x).unflatten(0, shape)
         latent = self.kv_down(x).unflatten(0, shape).unsqueeze(2)
-        own = LatentRopeAndNorm(rope_and_norm.cos, rope_and_norm.sin, self.kv_norm, NORM_EPS, self.interleaved)
-        attended = attend(layer, LatentProjections(q, latent, own)).flatten(0, 1)
-        values = _by_head(attended, self.v_up.transpose(1, 2))
-        return self.out.in_parts(values.flatten(1))
-
-    def _queries(self, x: Tensor) -> Tensor:
-        """x [rows, in] -> [rows, heads, kv_rank + rope], the part without rotation multiplied by k_up."""
         if self.q_down is not None and self.q_norm is not None:
             x = self.q_norm(self.q_down(x))
-        heads, nope, _ = self.k_up.shape
-        q = self.q(x).view(len(x), heads, -1)
-        return torch.cat((_by_head(q[..., :nope], self.k_up), q[..., nope:]), -1)
-
-
-def _by_head(x: Tensor, weight: Tensor) -> Tensor:
-    """x [rows, heads, in] times each head's weight [heads, in, out] -> [rows, heads, out]."""
-    return torch.bmm(x.transpose(0, 1), weight).transpose(0, 1)
+        q = self.q(x).view(*shape, self.k_up.shape[0], -1)
+        own = LatentRopeAndNorm(rope_and_norm.cos, rope_and_norm.sin, self.kv_norm, NORM_EPS, self.interleaved)
+        values = attend(layer, LatentProjections(q, latent, own, self.k_up, self.v_up))
+        return self.out.in_parts(values.flatten(2).flatten(0, 1))

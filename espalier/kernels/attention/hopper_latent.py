@@ -1,0 +1,313 @@
+"""Warp-specialized attention over latent rows of 512 + 64 values, for Hopper.
+
+It has the same work items, splits and masks as kernels/attention/latent_attention.py.  Some warps copy blocks of rows
+into shared memory, once for K and V.  Two warpgroups attend with them (kernels/attention/hopper_latent_attend.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from espalier.kernels.attention.hopper import CAPABILITY, DTYPES, RESERVED
+from espalier.kernels.attention.hopper_latent_attend import score_work_items, value_work_items
+from espalier.kernels.attention.hopper_load import _copy, _element_offset, _pages, _row_of, extent_of
+from espalier.kernels.attention.work_items import (
+    ALL,
+    NONE,
+    block_index,
+    load_work_item,
+    wait_and_count_splits,
+    work_item_of,
+)
+from espalier.kernels.runtime.launch import Chip, gluon_kernel
+
+if TYPE_CHECKING:
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.language.nvidia import hopper
+
+V_SIZE, ROPE_SIZE = 512, 64
+# Packed queries of a tile.
+BLOCK_M = 64
+# Rows of a block.  Blocks of 64 rows leave room for two stages only, and are slower (docs/log.md).
+BLOCK_N = 32
+STAGES = 4
+# Blocks of weights in shared memory, on their way from the first attending warpgroup to the second.
+SLOTS = 2
+# Warps that copy rows.
+LOAD_WARPS = 4
+# Registers per thread: at launch; of the second attending warpgroup; of the loading warps.  The first attending
+# warpgroup gets what the others leave, 232.
+REGISTERS_AT_LAUNCH, VALUE_REGISTERS, LOAD_REGISTERS = 168, 200, 72
+
+
+@dataclass(frozen=True)
+class HopperLatentConfig:
+    """Launch configuration.  stages: blocks of rows in shared memory."""
+
+    stages: int
+
+    programs_per_processor: ClassVar[int] = 1
+    block_m: ClassVar[int] = BLOCK_M
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a program, in bytes."""
+        rows = (BLOCK_M + self.stages * BLOCK_N) * (V_SIZE + ROPE_SIZE)
+        return 2 * (rows + SLOTS * BLOCK_M * BLOCK_N) + 4 * SLOTS * BLOCK_M + RESERVED
+
+
+def choose_hopper_latent_config(on: Chip) -> HopperLatentConfig | None:
+    """The launch configuration, or None if this chip cannot run the kernel."""
+    config = HopperLatentConfig(STAGES)
+    return config if on.capability == CAPABILITY and config.shared_bytes <= on.shared_memory else None
+
+
+def fits_hopper_latent(read: list[Tensor], v_size: int) -> bool:
+    """Whether the kernel takes these tensors [.., size]: their types, sizes, addresses and strides.
+
+    Triton must see an address and strides divisible by 16, to copy 16 bytes at a time.
+    """
+    return v_size == V_SIZE and all(
+        tensor.shape[-1] == V_SIZE + ROPE_SIZE
+        and tensor.dtype in DTYPES
+        and tensor.data_ptr() % 16 == 0
+        and all(stride % 16 == 0 for stride in tensor.stride()[:-1])
+        for tensor in read
+    )
+
+
+# Arguments are grouped by meaning; one argument per line would hide the groups.
+# fmt: off
+@gluon_kernel
+def _copy_latent_rows(
+    stages, stage, pointer, row, row_offset, row_stride, exists,
+    MASKED: gl.constexpr, SMALL: gl.constexpr, HALF: gl.constexpr, ROPE: gl.constexpr, LOAD: gl.constexpr,
+):
+    """Copy the rows row + row_offset into a stage.  SMALL: row_offset is small."""
+    left, right, rope, _full, _empty = stages
+    offsets = _element_offset(row_offset, row_stride, SMALL)
+    at = pointer + row * row_stride
+    _copy(left.index(stage), at, offsets, exists, MASKED, HALF, LOAD)
+    _copy(right.index(stage), at + HALF, offsets, exists, MASKED, HALF, LOAD)
+    _copy(rope.index(stage), at + 2 * HALF, offsets, exists, MASKED, ROPE, LOAD)
+
+
+@gluon_kernel
+def _load_latent_block(
+    stages, stage, t, at, page, row_ptr, row_stride, staged_ptr, staged_r, end, first, num_committed, low, high,
+    PAGE_SIZE: gl.constexpr, HALF: gl.constexpr, ROPE: gl.constexpr, BLOCK_N: gl.constexpr, LOAD: gl.constexpr,
+):
+    """As kernels/attention/hopper_load.py:_load_block."""
+    ROWS: gl.constexpr = gl.SliceLayout(1, LOAD)
+    offset = gl.arange(0, BLOCK_N, layout=ROWS)
+    if t < num_committed:
+        row, row_offset = _row_of(page, at, PAGE_SIZE, BLOCK_N, ROWS)
+        if (at >= first) & (at + BLOCK_N <= end):
+            _copy_latent_rows(
+                stages, stage, row_ptr, row, row_offset, row_stride, 0,
+                False, PAGE_SIZE % BLOCK_N == 0, HALF, ROPE, LOAD,
+            )
+        else:
+            exists = (at + offset >= first) & (at + offset < end)
+            _copy_latent_rows(
+                stages, stage, row_ptr, row, row_offset, row_stride, exists,
+                True, PAGE_SIZE % BLOCK_N == 0, HALF, ROPE, LOAD,
+            )
+    else:
+        node = low + (t - num_committed) * BLOCK_N
+        _copy_latent_rows(
+            stages, stage, staged_ptr, node.to(gl.int64), offset, staged_r, node + offset < high,
+            True, True, HALF, ROPE, LOAD,
+        )
+
+
+@gluon_kernel
+def _load_contiguous_latents(
+    stages, num_done, count, at, end, half_descriptor, rope_descriptor, table,
+    PAGE_SIZE: gl.constexpr, HALF: gl.constexpr, ROPE: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, LOAD_WARPS: gl.constexpr,
+):
+    """As kernels/attention/hopper_load.py:_load_contiguous."""
+    left, right, rope, full, empty = stages
+    page = gl.load(table + at // PAGE_SIZE, mask=count > 0, other=0)
+    for _ in range(count):
+        row = page.to(gl.int32) * PAGE_SIZE + at % PAGE_SIZE
+        at += BLOCK_N
+        page = gl.load(table + gl.minimum(at, end - 1) // PAGE_SIZE)
+        stage = num_done % STAGES
+        hopper.mbarrier.wait(empty.index(stage), num_done // STAGES % 2 ^ 1)
+        hopper.mbarrier.expect(full.index(stage), BLOCK_N * (2 * HALF + ROPE) * 2)
+        hopper.mbarrier.arrive(full.index(stage), count=32 * LOAD_WARPS - 1)
+        hopper.tma.async_copy_global_to_shared(half_descriptor, [row, 0], full.index(stage), left.index(stage))
+        hopper.tma.async_copy_global_to_shared(half_descriptor, [row, HALF], full.index(stage), right.index(stage))
+        hopper.tma.async_copy_global_to_shared(rope_descriptor, [row, 2 * HALF], full.index(stage), rope.index(stage))
+        num_done += 1
+    return num_done
+
+
+@gluon_kernel
+def _load_latent_work_items(
+    stages, plan, row_ptr, row_stride, staged, table_ptr, table_b, half_descriptor, rope_descriptor,
+    HEADS: gl.constexpr, HALF: gl.constexpr, ROPE: gl.constexpr, PAGE_SIZE: gl.constexpr, STAGED: gl.constexpr,
+    LONGEST_FIRST: gl.constexpr, CONTIGUOUS: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, LOAD_WARPS: gl.constexpr,
+):
+    """As kernels/attention/hopper_load.py:load_work_items, with one row for K and V."""
+    LOAD: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [LOAD_WARPS, 1], [1, 0])
+    ROWS: gl.constexpr = gl.SliceLayout(1, LOAD)
+    _left, _right, _rope, full, empty = stages
+    split_ptr, start_ptr, num_splits, num_tiles, _queries, rows, first = plan
+    staged_ptr, staged_b, staged_r = staged
+    num_work_items = num_splits * num_tiles
+    backwards = 0
+    num_done = 0
+    for base in range(0, num_work_items, gl.num_programs(0)):
+        work_item = work_item_of(base, backwards)
+        backwards = 1 - backwards
+        if work_item < num_work_items:
+            _split, request, begin, end, _request_splits, is_last, tile, _head = load_work_item(
+                work_item, split_ptr, start_ptr, num_splits, num_tiles, 1, LONGEST_FIRST
+            )
+            begin, num_committed, num_lower, num_unmasked, low, high, num_blocks = extent_of(
+                begin, end, first, is_last, tile, rows, 0, HEADS, STAGED, 0, 64, BLOCK_N
+            )
+            table = table_ptr + request * table_b
+            num_contiguous = 0
+            if CONTIGUOUS != 0:
+                num_contiguous = num_unmasked
+                num_done = _load_contiguous_latents(
+                    stages, num_done, num_contiguous, begin + num_lower * BLOCK_N, end,
+                    half_descriptor, rope_descriptor, table, PAGE_SIZE, HALF, ROPE, BLOCK_N, STAGES, LOAD_WARPS,
+                )
+            # Pages are loaded two blocks ahead: a copy cannot start without its page.
+            at = begin + block_index(num_contiguous, num_lower, num_unmasked) * BLOCK_N
+            next_at = begin + block_index(num_contiguous + 1, num_lower, num_unmasked) * BLOCK_N
+            page = _pages(table, at, end, PAGE_SIZE, BLOCK_N, ROWS)
+            next_page = _pages(table, next_at, end, PAGE_SIZE, BLOCK_N, ROWS)
+            for t in range(num_contiguous, num_blocks):
+                stage = num_done % STAGES
+                hopper.mbarrier.wait(empty.index(stage), num_done // STAGES % 2 ^ 1)
+                _load_latent_block(
+                    stages, stage, t, at, page, row_ptr, row_stride, staged_ptr + request * staged_b, staged_r,
+                    end, first, num_committed, low, high, PAGE_SIZE, HALF, ROPE, BLOCK_N, LOAD,
+                )
+                hopper.async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
+                page, at = next_page, next_at
+                next_at = begin + block_index(t + 2, num_lower, num_unmasked) * BLOCK_N
+                next_page = _pages(table, next_at, end, PAGE_SIZE, BLOCK_N, ROWS)
+                num_done += 1
+
+
+@gluon_kernel
+def _hopper_latent_kernel(
+    q_ptr, row_ptr, staged_ptr, table_ptr, split_ptr, start_ptr, bits_ptr,
+    out_ptr, lse_ptr, partial_ptr, partial_lse_ptr,
+    scale, batch, queries, rows, first,
+    q_b, q_q, q_h, row_stride, staged_b, staged_r, table_b, bits_b, bits_q, half_descriptor, rope_descriptor,
+    HEADS: gl.constexpr, HALF: gl.constexpr, ROPE: gl.constexpr, PAGE_SIZE: gl.constexpr, STAGED: gl.constexpr,
+    LONGEST_FIRST: gl.constexpr, CONTIGUOUS: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr,
+    VALUE_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr, LOAD_WARPS: gl.constexpr, DEPENDENT: gl.constexpr,
+):
+    dtype: gl.constexpr = q_ptr.dtype.element_ty
+    half_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, HALF], dtype)
+    rope_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, ROPE], dtype)
+    weight_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, BLOCK_N], dtype)
+    q_shared = (
+        gl.allocate_shared_memory(dtype, [64, HALF], half_layout),
+        gl.allocate_shared_memory(dtype, [64, HALF], half_layout),
+        gl.allocate_shared_memory(dtype, [64, ROPE], rope_layout),
+    )
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], hopper.mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], hopper.mbarrier.MBarrierLayout())
+    sent = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], hopper.mbarrier.MBarrierLayout())
+    received = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], hopper.mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        hopper.mbarrier.init(full.index(stage), count=32 * LOAD_WARPS)
+        hopper.mbarrier.init(empty.index(stage), count=2)
+    for slot in gl.static_range(SLOTS):
+        hopper.mbarrier.init(sent.index(slot), count=1)
+        hopper.mbarrier.init(received.index(slot), count=1)
+    stages = (
+        gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, HALF], half_layout),
+        gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, HALF], half_layout),
+        gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, ROPE], rope_layout),
+        full,
+        empty,
+    )
+    exchange = (
+        gl.allocate_shared_memory(dtype, [SLOTS, 64, BLOCK_N], weight_layout),
+        gl.allocate_shared_memory(gl.float32, [SLOTS, 64], gl.SwizzledSharedLayout(1, 1, 1, [0])),
+        sent,
+        received,
+    )
+    num_splits = wait_and_count_splits(start_ptr, batch, DEPENDENT)
+    num_tiles = (queries * HEADS + 63) // 64
+    plan = (split_ptr, start_ptr, num_splits, num_tiles, queries, rows, first)
+    results = (out_ptr, lse_ptr, partial_ptr, partial_lse_ptr)
+    gl.warp_specialize([
+        (score_work_items, (
+            q_shared, stages, exchange, plan, (q_ptr, q_b, q_q, q_h), (bits_ptr, bits_b, bits_q), results, scale,
+            HEADS, HALF, ROPE, STAGED, LONGEST_FIRST, BLOCK_N, STAGES, SLOTS,
+        )),
+        (value_work_items, (
+            stages, exchange, plan, results, HEADS, HALF, STAGED, LONGEST_FIRST, BLOCK_N, STAGES, SLOTS,
+        )),
+        (_load_latent_work_items, (
+            stages, plan, row_ptr, row_stride, (staged_ptr, staged_b, staged_r), table_ptr, table_b,
+            half_descriptor, rope_descriptor, HEADS, HALF, ROPE, PAGE_SIZE, STAGED, LONGEST_FIRST, CONTIGUOUS,
+            BLOCK_N, STAGES, LOAD_WARPS,
+        )),
+    ], [4, LOAD_WARPS], [VALUE_REGISTERS, LOAD_REGISTERS])
+# fmt: on
+
+
+def hopper_latent_arguments(config: HopperLatentConfig, pages: Tensor, page_size: int) -> dict[str, Any]:
+    """Constants, options and TMA descriptors of a launch.  pages: [R, 1, 576].
+
+    Blocks are copied by TMA if a page holds whole blocks.
+    """
+    kind = ALL if page_size % BLOCK_N == 0 else NONE
+    half, rope = _descriptors(pages[:, 0]) if kind == ALL else (None, None)
+    return {
+        "half_descriptor": half,
+        "rope_descriptor": rope,
+        "CONTIGUOUS": kind,
+        "HALF": V_SIZE // 2,
+        "ROPE": ROPE_SIZE,
+        "BLOCK_N": BLOCK_N,
+        "STAGES": config.stages,
+        "SLOTS": SLOTS,
+        "VALUE_REGISTERS": VALUE_REGISTERS,
+        "LOAD_REGISTERS": LOAD_REGISTERS,
+        "LOAD_WARPS": LOAD_WARPS,
+        "num_warps": 4,
+        "maxnreg": REGISTERS_AT_LAUNCH,
+    }
+
+
+def _descriptors(rows: Tensor) -> tuple[Any, Any]:
+    """TMA descriptors for blocks of half a latent and of a RoPE part.  rows: [R, 576]."""
+    descriptor_class, half, rope = _layouts(rows.dtype)
+    return (
+        descriptor_class.from_tensor(rows, [BLOCK_N, V_SIZE // 2], half),
+        descriptor_class.from_tensor(rows, [BLOCK_N, ROPE_SIZE], rope),
+    )
+
+
+@cache
+def _layouts(dtype: torch.dtype) -> tuple[Any, Any, Any]:
+    """Triton's descriptor class, and the shared-memory layouts of both blocks."""
+    from triton.experimental.gluon import language
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    element = {torch.bfloat16: language.bfloat16, torch.float16: language.float16}[dtype]
+    half, rope = (
+        language.NVMMASharedLayout.get_default_for([BLOCK_N, size], element) for size in (V_SIZE // 2, ROPE_SIZE)
+    )
+    return TensorDescriptor, half, rope
