@@ -39,16 +39,15 @@ def tuner(monkeypatch):
     monkeypatch.setattr(tune_experts, "precompile", nullcontext)
     for name in ("CHAIN_BYTES", "CHAIN_FLOPS"):
         monkeypatch.setattr(expert_product, name, 1)
-    launched = []
-    for name in ("gated_triton", "down_triton", "grouped_experts_triton"):
-        monkeypatch.setattr(tune_experts, name, lambda *args, name=name: launched.append((name, args[-1])))
+    for name in ("tiles_of", "gated_triton", "down_triton", "grouped_experts_triton"):
+        monkeypatch.setattr(tune_experts, name, lambda *args: None)
     tuner = ExpertsTuner(torch.bfloat16, Told(3.0, 1.0, 2.0))
     tuner.chip = H200
     return tuner
 
 
 def test_every_bucket_takes_one_of_its_plans(tuner):
-    rows = (1, 4, 16, 64, 256, 4096)
+    rows = (1, 4, 16, 64, 256, 512)
     found = list(tuner.measure(SHAPE, rows))
     assert [each.rows for bucket in found for each in bucket] == list(rows)
     for bucket in found:
