@@ -144,7 +144,7 @@ class ExpertsTuner:
         def chain(each: Calls, plan: ExpertsPlan, num_calls: int) -> Callable[[], None]:
             def body() -> None:
                 for ids in each.ids[:num_calls]:
-                    grouped_experts_triton(each.x, gate_up, down, ids, each.weights, None, plan)
+                    grouped_experts_triton(each.x, gate_up, down, ids, each.weights, plan=plan)
 
             return body
 

@@ -212,7 +212,7 @@ def test_every_plan_gives_the_product(kernel_device, shape, plan):
     exact = exact_parts(*inputs)
     for mask in (None, live):
         with poisoned():
-            parts = grouped_experts_triton(*inputs, mask, plan)
+            parts = grouped_experts_triton(*inputs, mask, plan=plan)
         if mask is not None:
             assert (parts[:, ~mask] == 0).all()
             exact[:, ~mask] = 0

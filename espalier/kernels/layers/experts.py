@@ -271,6 +271,7 @@ def grouped_experts_triton(
     ids: Tensor,
     weights: Tensor,
     live: Tensor | None = None,
+    *,
     plan: ExpertsPlan | None = None,
 ) -> Tensor:
     """x's dtype is bfloat16, float16, float32 (IEEE products) or float64; gate_up and down are contiguous.
