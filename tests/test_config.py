@@ -28,6 +28,7 @@ FACTS = Facts(
     num_layers=16,
     chip=None,
     threads=ThreadFacts(num_cores=4, current=4, from_environment=False),
+    mixture=None,
 )
 HEAD = DraftSpec("eagle3", FACTS.layer_specs[-1:], reentry=1)
 TOKEN_BYTES = 17 * 2 * 128 * 4

@@ -1,7 +1,7 @@
 """`espalier bench round --choose`: the fastest tree at each batch, as a table for --by-batch.
 
 Every bucket runs with every candidate tree, by the engine's own launches.  The accept length of a round is measured
-too, or predicted from one accept length.
+too, or predicted from one accept length.  With experts, those that a pass touches are counted beside the timed rounds.
 """
 
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
@@ -13,12 +13,13 @@ from typing import Any
 
 from rich.text import Text
 
-from espalier.bench.drive import contexts, drive, full_steps
+from espalier.bench.drive import drive, full_steps
+from espalier.bench.engines import BenchEngine, engines_with
+from espalier.bench.experts_touched import experts_touched
 from espalier.config import SpeculationConfig
 from espalier.engine.engine import Engine
 from espalier.errors import EspalierError
 from espalier.layout import PLAIN, TreeShape
-from espalier.llm import LLM
 from espalier.request import SamplingParams
 from espalier.startup import tree_policy
 from espalier.startup.build import engine_of
@@ -36,12 +37,16 @@ PREDICTED_WITH = "llama-3.1-8b"
 
 @dataclass(frozen=True)
 class Timed:
-    """The round time of one candidate tree at one batch."""
+    """The round time of one candidate tree at one batch.
+
+    experts_touched: in a layer by the target's pass, the mean; None for a dense target.
+    """
 
     batch: int
     shape: TreeShape
     round_ms: float
     accept_length: float
+    experts_touched: float | None = None
 
     @property
     def tokens_per_second(self) -> float:
@@ -49,7 +54,8 @@ class Timed:
 
     def as_dict(self) -> dict[str, Any]:
         measured = {"round_ms": self.round_ms, "accept_length": self.accept_length}
-        return {"batch": self.batch, **asdict(self.shape), **measured, "tokens_per_second": self.tokens_per_second}
+        rates = {"tokens_per_second": self.tokens_per_second, "experts_touched": self.experts_touched}
+        return {"batch": self.batch, **asdict(self.shape), **measured, **rates}
 
 
 def add_flags(parser: ArgumentParser, mode: Any) -> None:
@@ -60,8 +66,8 @@ def add_flags(parser: ArgumentParser, mode: Any) -> None:
         "--accept-length",
         type=float,
         metavar="X",
-        help="of the configured tree; others are predicted from it (default: all are measured); with --shape: "
-        "of the draft, at tree 5,8,64 (4)",
+        help="of the configured tree; others are predicted from it (default: all are measured); with --shape, where "
+        "all are measured: of the draft, at tree 5,8,64 (4)",
     )
     parser.add_argument(
         "--candidates",
@@ -90,18 +96,18 @@ def run(args: Namespace, settings: dict[str, Any]) -> None:
         raise EspalierError(f"--context={args.context} is not supported with --choose; use one")
     _refuse_unused(settings)
     context, longest = args.context[0], args.context[0] + args.tokens
-    llm = LLM(**without_table(with_minimum(settings, {"max_context": longest + 1}, max_context=longest)))
-    config, configured = llm.config, llm.engine.layout.tree
-    shapes = candidates_of(configured, args.candidates)
-    lengths = None
-    if args.accept_length is not None:
-        lengths = predicted_accept_lengths(args.accept_length, configured, shapes)
-    source = "measured" if lengths is None else f"predicted from {args.accept_length} of {configured}"
-    stdout().print(Text(f"{config.algorithm}, {config.dtype}, context {context}; accept lengths {source}", QUIET))
-    runs = Runs.of(llm, context, args.tokens, args.repeats)
-    with progress("measuring", len(shapes) * len(runs.prompts)) as advance:
-        timed = measure(llm.engine, config.graph_batch, runs, shapes, lengths, advance)
-    llm.close()
+    settings = without_table(with_minimum(settings, {"max_context": longest + 1}, max_context=longest))
+    with engines_with(args, settings).open(True) as bench:
+        config, configured = bench.config, bench.engine.layout.tree
+        shapes = candidates_of(configured, args.candidates)
+        lengths = None
+        if args.accept_length is not None and args.shape is None:
+            lengths = predicted_accept_lengths(args.accept_length, configured, shapes)
+        source = "measured" if lengths is None else f"predicted from {args.accept_length} of {configured}"
+        stdout().print(Text(f"{config.algorithm}, {config.dtype}, context {context}; accept lengths {source}", QUIET))
+        runs = Runs.of(bench, context, args.tokens, args.repeats)
+        with progress("measuring", len(shapes) * len(runs.prompts)) as advance:
+            timed = measure(bench.engine, config.graph_batch, runs, shapes, lengths, advance)
     by_batch = table(timed)
     # Write before printing: printing fails if the reader of stdout has left.
     if args.out is not None:
@@ -172,10 +178,10 @@ class Runs:
     repeats: int
 
     @classmethod
-    def of(cls, llm: LLM, context: int, num_tokens: int, repeats: int) -> "Runs":
+    def of(cls, bench: BenchEngine, context: int, num_tokens: int, repeats: int) -> "Runs":
         """Prompts of `context` tokens for every bucket.  A CPU pads no rounds, and takes the buckets of a GPU."""
-        buckets = llm.engine.layout.batch_buckets(llm.config.graph_batch or llm.config.max_batch)
-        return cls({batch: contexts(llm, batch, context) for batch in buckets}, num_tokens, repeats)
+        buckets = bench.engine.layout.batch_buckets(bench.config.graph_batch or bench.config.max_batch)
+        return cls({batch: bench.prompts([context] * batch) for batch in buckets}, num_tokens, repeats)
 
 
 def measure(
@@ -202,11 +208,12 @@ def measure(
         engine_of_shape = engine_of(runner_of_shape, overlap, prefix_cache=True, graph_batch=graph_batch)
         stats, cells = SpeculationStats(), []
         for batch in runs.prompts:
-            cells.append((batch, _round_ms(engine_of_shape, batch, runs, stats)))
+            round_ms = _round_ms(engine_of_shape, batch, runs, stats)
+            cells.append((batch, round_ms, _experts_touched(engine_of_shape, batch, shape, runs)))
             advance()
         engine_of_shape.close()
         length = stats.accept_length if accept_lengths is None else accept_lengths[shape]
-        timed += [Timed(batch, shape, ms, length) for batch, ms in cells]
+        timed += [Timed(batch, shape, ms, length, touched) for batch, ms, touched in cells]
     return timed
 
 
@@ -217,6 +224,13 @@ def _round_ms(engine: Engine, batch: int, runs: Runs, stats: SpeculationStats) -
     for each in driven:
         stats.merge(each.stats)
     return 1000 * median(full_steps(driven))
+
+
+def _experts_touched(engine: Engine, batch: int, shape: TreeShape, runs: Runs) -> float | None:
+    """By rounds that hold the whole batch, which is a bucket: a captured round would have no more rows."""
+    params = SamplingParams(temperature=0.0, max_tokens=runs.num_tokens)
+    rows = batch * shape.num_draft_tokens
+    return experts_touched(engine, lambda: drive(engine, runs.prompts[batch], params), rows)
 
 
 def best(timed: Sequence[Timed]) -> dict[int, Timed]:
@@ -247,5 +261,10 @@ def _rows(timed: Sequence[Timed]) -> list[list[str]]:
         cells = [by_cell[batch, shape] for shape in shapes]
         marks = ["*" if one == winner else " " for one in cells]
         figures = zip(cells, marks, strict=True)
-        rows.append([str(batch), *(f"{c.round_ms:.2f} ms, {c.tokens_per_second:.0f} tokens/s {m}" for c, m in figures)])
+        rows.append([str(batch), *(f"{_cell(one)} {mark}" for one, mark in figures)])
     return rows
+
+
+def _cell(one: Timed) -> str:
+    touched = "" if one.experts_touched is None else f", {one.experts_touched:.0f} experts"
+    return f"{one.round_ms:.2f} ms, {one.tokens_per_second:.0f} tokens/s{touched}"

@@ -22,6 +22,7 @@ from espalier.models.weights import WeightCount
 from espalier.speculate.drafters import WITHOUT_FILES
 from espalier.startup.resolve import Facts, choose_algorithm, free_memory, layout_of, resolve
 from espalier.startup.threads import thread_facts
+from espalier.startup.tree_cost import mixture_weights
 from espalier.synthetic.checkpoint import Recipe
 from espalier.synthetic.shapes import SHAPES
 from espalier.terminal.console import print_header, require_writable
@@ -137,6 +138,7 @@ def shape_config(recipe: Recipe, settings: Mapping[str, Any], device: torch.devi
         num_layers=shape.target.num_layers,
         chip=chip(torch.empty(0, device=device)) if device.type == "cuda" else None,
         threads=thread_facts(),
+        mixture=mixture_weights(shape.target, None if algorithm in WITHOUT_FILES else shape.draft_config),
     )
     return resolve(config, shape.name, None, spec, device, facts)
 
@@ -178,14 +180,20 @@ def engines_of(args: Namespace, defaults: Mapping[str, Any], **least: int) -> Be
         for name in ("accept_length", "routing_correlation"):
             if getattr(args, name) is not None:
                 raise EspalierError(f"{flag_of(name)} is for a named shape; give --shape, or leave it out")
-        print_header()
+    made = engines_with(args, settings)
+    print_header()
+    return made
+
+
+def engines_with(args: Namespace, settings: Mapping[str, Any]) -> BenchEngines:
+    """Engines of the model or the --shape, with settings of LLM.  Raises EspalierError for one that does not fit."""
+    if args.shape is None:
         return OfModel(settings)
     refused = [name for name in DECIDED if name in settings]
     if refused:
         raise EspalierError(f"{flag_of(refused[0])} is not for --shape, whose models are made here; leave one out")
     device = require_gpu(f"bench {args.measured} --shape")
     recipe = recipe_of(args.shape, settings.get("seed", 0), args.accept_length, args.routing_correlation)
-    print_header()
     return OfShape(recipe, settings, device)
 
 

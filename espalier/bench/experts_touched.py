@@ -1,6 +1,6 @@
 """Counts the experts that a target's passes touch, outside of what is timed."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,9 +14,12 @@ from espalier.models.layers.experts import MixtureMLP, router_logits
 
 
 class CountingExperts:
-    """A MixtureMLP that also counts the experts that the rows of each call go to, without a sync."""
+    """A MixtureMLP that also counts the experts that the rows of each call go to, without a sync.
 
-    def __init__(self, mlp: MixtureMLP, counts: list[Tensor]) -> None:
+    counts: (rows, experts) of each call.
+    """
+
+    def __init__(self, mlp: MixtureMLP, counts: list[tuple[int, Tensor]]) -> None:
         self.mlp, self.counts = mlp, counts
 
     def __call__(self, x: Tensor, live: Tensor | None = None) -> Tensor:
@@ -26,7 +29,7 @@ class CountingExperts:
             ids = ids.masked_fill(~live[:, None], mlp.routing.num_experts)
         has_rows = torch.zeros(mlp.routing.num_experts + 1, dtype=torch.int64, device=x.device)
         has_rows.scatter_(0, ids.flatten(), 1)
-        self.counts.append(has_rows[:-1].sum())
+        self.counts.append((len(x), has_rows[:-1].sum()))
         return mlp(x, live)
 
 
@@ -37,9 +40,9 @@ def mixtures(engine: Engine) -> list[MixtureMLP]:
 
 
 @contextmanager
-def count_experts(engine: Engine) -> Iterator[list[Tensor]]:
-    """Inside this context launches run eagerly, and each pass appends the number of experts touched in each layer."""
-    counts: list[Tensor] = []
+def count_experts(engine: Engine) -> Iterator[list[tuple[int, Tensor]]]:
+    """Inside this context launches run eagerly, and each mixture of a pass appends (rows, experts that they touch)."""
+    counts: list[tuple[int, Tensor]] = []
     executor: Any = engine.executor
     blocks = [layer for layer in executor.runner.target.layers if isinstance(layer.mlp, MixtureMLP)]
     graphs = executor.graphs if isinstance(executor, CudaExecutor) else None
@@ -56,16 +59,16 @@ def count_experts(engine: Engine) -> Iterator[list[Tensor]]:
             executor.graphs = graphs
 
 
-def experts_touched(engine: Engine, num_rounds: int) -> float | None:
-    """Mean experts that a round's target pass touches in a layer, over `num_rounds` steps; None for a dense target.
+def experts_touched(engine: Engine, run: Callable[[], object], rows: int | None = None) -> float | None:
+    """Mean experts that a target pass touches in a layer, over the passes of `run`; None for a dense target.
 
-    Every running request must have that many rounds left, and none may be waiting.
+    rows: count only passes of so many rows.
     """
     if not mixtures(engine):
         return None
     with count_experts(engine) as counts:
-        for _ in range(num_rounds):
-            engine.step()
-        if counts[0].is_cuda:
-            torch.cuda.synchronize(counts[0].device)
-        return float(torch.stack(counts).double().mean())
+        run()
+        counted = [count for own, count in counts if rows in (None, own)]
+        if counted[0].is_cuda:
+            torch.cuda.synchronize(counted[0].device)
+        return float(torch.stack(counted).double().mean())

@@ -89,7 +89,7 @@ def full_rounds(engine: Engine, models: SyntheticModels, cell: Cell, num_rounds:
         accept_length=num_tokens / cell.batch / num_rounds,
         tokens_per_second=num_tokens / sum(times),
         follows=sum(models.follows(request.prompt, request.output) for request in requests),
-        experts_touched=experts_touched(engine, COUNTED),
+        experts_touched=experts_touched(engine, lambda: [engine.step() for _ in range(COUNTED)]),
     )
     leave(engine, requests)
     return rounds

@@ -1,7 +1,8 @@
 """`espalier bench round`: its flags, and which of its modes measures.
 
 By default it compares a round of the tree with plain tokens.  The other modes are --acceptance, --memory, --choose,
---shape and --figures.  A flag that the chosen mode does not use is refused by name.
+--shape and --figures.  --choose measures a model or, with --shape, a synthetic one.  A flag that the chosen mode does
+not use is refused by name.
 """
 
 from argparse import ArgumentParser, Namespace
@@ -30,11 +31,14 @@ DEFAULTS = MappingProxyType({"batch": [1], "context": [128], "tokens": 96, "repe
 FLAGS_BY_MODE = MappingProxyType(
     {
         "figures": ("plot",),
+        "choose": (
+            *("context", "tokens", "repeats", "out", "accept_length", "candidates", "shape", "routing_correlation"),
+            *("page_size", "json"),
+        ),
         "shape": (
             *("cells", "rounds", "own_size", "all_buckets", "accept_length", "routing_correlation", "page_size"),
             *("json", "plot"),
         ),
-        "choose": ("context", "tokens", "repeats", "out", "accept_length", "candidates", "page_size", "json"),
         "memory": ("page_size", "json"),
         "acceptance": ("prompts", "tokens", "page_size", "json"),
         None: ("batch", "context", "tokens", "repeats", "compare", "page_size", "json", "plot"),

@@ -38,8 +38,8 @@ FINALISTS = 2
 QUICK_TURNS, TURNS = 3, 10
 
 Plan = TypeVar("Plan", ProductPlan, ExpertsPlan)
-# A function that makes a body which runs a plan over the ids of some calls.
-Chain = Callable[["Calls", Plan, Sequence[Tensor]], Callable[[], None]]
+# A function that makes a body which runs a plan over the first of the calls, as many as it is told.
+Chain = Callable[["Calls", Plan, int], Callable[[], None]]
 
 
 @dataclass(frozen=True)
@@ -120,12 +120,13 @@ class ExpertsTuner:
     ) -> dict[ProductPlan, list[float]]:
         """µs of one product at each row count, without the sort."""
 
-        def chain(each: Calls, plan: ProductPlan, ids: Sequence[Tensor]) -> Callable[[], None]:
-            experts, top_k = each.shape.num_experts, each.shape.top_k
-            tiles = [tiles_of(of_call, None, experts, tile_rows) for of_call in ids]
+        tiles = {each: [tiles_of(ids, None, each.shape.num_experts, tile_rows) for ids in each.ids] for each in calls}
+
+        def chain(each: Calls, plan: ProductPlan, num_calls: int) -> Callable[[], None]:
+            top_k = each.shape.top_k
 
             def body() -> None:
-                for one in tiles:
+                for one in tiles[each][:num_calls]:
                     if matrices == 2:
                         gated_triton(each.x, weight, one, top_k, plan)
                     else:
@@ -140,10 +141,10 @@ class ExpertsTuner:
     ) -> dict[ExpertsPlan, list[float]]:
         """µs of the whole product at each row count, sort included."""
 
-        def chain(each: Calls, plan: ExpertsPlan, ids: Sequence[Tensor]) -> Callable[[], None]:
+        def chain(each: Calls, plan: ExpertsPlan, num_calls: int) -> Callable[[], None]:
             def body() -> None:
-                for of_call in ids:
-                    grouped_experts_triton(each.x, gate_up, down, of_call, each.weights, plan=plan)
+                for ids in each.ids[:num_calls]:
+                    grouped_experts_triton(each.x, gate_up, down, ids, each.weights, plan=plan)
 
             return body
 
@@ -156,9 +157,9 @@ class ExpertsTuner:
         with precompile():
             for each in calls:
                 for plan in plans:
-                    chain(each, plan, each.ids[:1])()
+                    chain(each, plan, 1)()
         times = [
-            [1e3 * ms / each.num for ms in self.stopwatch.ms([chain(each, plan, each.ids) for plan in plans], turns)]
+            [1e3 * ms / each.num for ms in self.stopwatch.ms([chain(each, plan, each.num) for plan in plans], turns)]
             for each in calls
         ]
         return {plan: list(of_plan) for plan, of_plan in zip(plans, zip(*times, strict=True), strict=True)}

@@ -39,6 +39,7 @@ from espalier.startup.resolve import (
     resolve,
 )
 from espalier.startup.threads import thread_facts, use_threads
+from espalier.startup.tree_cost import mixture_weights
 
 log = logging.getLogger("espalier")
 
@@ -107,6 +108,7 @@ def resolve_config(config: EngineConfig, checkpoint: Checkpoint) -> ResolvedConf
         num_layers=checkpoint.target.num_layers,
         chip=chip(torch.empty(0, device=device)) if device.type == "cuda" else None,
         threads=thread_facts(),
+        mixture=mixture_weights(checkpoint.target, checkpoint.draft),
     )
     draft = str(checkpoint.draft_path) if checkpoint.draft_path else None
     return resolve(config, str(checkpoint.target_path), draft, checkpoint.spec, device, facts)

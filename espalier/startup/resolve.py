@@ -21,6 +21,7 @@ from espalier.models.weights import WeightCount
 from espalier.speculate.drafters import WITHOUT_FILES, algorithms
 from espalier.startup.build import require_reentry
 from espalier.startup.threads import ThreadFacts, choose_threads
+from espalier.startup.tree_cost import MixtureWeights
 from espalier.startup.tree_policy import Machine, choose_trees
 
 STEPS, TOPK, NUM_DRAFT_TOKENS = 5, 4, 16
@@ -61,7 +62,7 @@ class Facts:
 
     free_bytes: free memory of the device; weights: of target and draft together; stored_dtype: dtype of the target's
     checkpoint; layer_specs: specs of the target's layers, then of the draft's; hidden_size, num_layers: of the target;
-    chip: None on a CPU; threads: of the CPU.
+    chip: None on a CPU; threads: of the CPU; mixture: of a target with experts, None for a dense one.
     """
 
     free_bytes: int
@@ -73,6 +74,7 @@ class Facts:
     num_layers: int
     chip: Chip | None
     threads: ThreadFacts
+    mixture: MixtureWeights | None
 
     @property
     def target_layers(self) -> range:
@@ -176,7 +178,9 @@ def resolve(
     attention, draft_attention = _attention(config, device, getattr(torch, dtype), facts)
     speculation = config.speculation if isinstance(config.speculation, SpeculationConfig) else SpeculationConfig()
     tree = _tree(speculation, spec.algorithm)
-    machine = None if facts.chip is None else Machine(facts.chip, dtype, facts.hidden_size, facts.num_layers)
+    machine = None
+    if facts.chip is not None:
+        machine = Machine(facts.chip, dtype, facts.hidden_size, facts.num_layers, facts.mixture)
     max_batch = _value_or(config.max_batch, defaults.max_batch)
     is_named = any(not is_open(getattr(speculation, name)) for name in TREE_FIELDS)
     trees = choose_trees(speculation.by_batch, tree, machine, is_named, max_batch)

@@ -2,7 +2,8 @@
 
 A table says "from n requests on, use this tree".  `espalier bench round --choose` measures and writes one.  Without a
 table, plain decoding is used from the crossover on: the batch size at which it was measured to be as fast as the tree.
-crossovers.json has our measurements; the one whose target is most similar is used.
+crossovers.json has our measurements, of dense targets; the one whose target is most similar is used.  For a mixture of
+experts the trees are predicted (tree_cost.py).
 """
 
 import json
@@ -17,6 +18,7 @@ from typing import Any
 from espalier.errors import EspalierError
 from espalier.kernels.runtime.launch import Chip
 from espalier.layout import PLAIN, TREE_FIELDS, TreeShape
+from espalier.startup.tree_cost import MixtureWeights, trees_by_cost
 
 SHIPPED = Path(__file__).with_name("crossovers.json")
 # A crossover is used only for targets with less than this many times more or fewer weights.  Small models are bound by
@@ -30,12 +32,16 @@ Trees = dict[int, TreeShape]
 
 @dataclass(frozen=True)
 class Machine:
-    """The facts that a crossover depends on: the chip, the dtype, and the target's width and depth."""
+    """The facts that a crossover depends on: the chip, the dtype, and the target's width and depth.
+
+    mixture: of a mixture of experts; None for a dense target.
+    """
 
     chip: Chip
     dtype: str
     hidden_size: int
     num_layers: int
+    mixture: MixtureWeights | None = None
 
 
 @dataclass(frozen=True)
@@ -67,6 +73,9 @@ def choose_trees(
         chosen, why = read(Path(requested)), f"read from {requested}"
     elif configured == PLAIN:
         return {}
+    elif machine is not None and machine.mixture is not None:
+        chosen = trees_by_cost(configured, machine.mixture, max_batch)
+        why = "predicted for uniform routing; `espalier bench round --choose` measures, by_batch={} keeps the tree"
     else:
         chosen, why = _from_crossover(configured, machine)
     listed = "; ".join(f"from {least} requests on {shape}" for least, shape in chosen.items())

@@ -3,15 +3,17 @@
 import json
 
 import pytest
+import torch
 
 from espalier import LLM, SpeculationConfig
-from espalier.bench import choose
+from espalier.bench import choose, engines, synthetic_models
 from espalier.bench.choose import Timed, best, candidates_of, predicted_accept_lengths, table
 from espalier.cli.main import parse
 from espalier.errors import EspalierError
 from espalier.layout import PLAIN, TreeShape
 from espalier.startup import tree_policy as trees
 from tests.cli.test_cli import run, tiny, tiny_heldout  # noqa: F401  (fixtures)
+from tests.synthetic.mixtures import mixture
 from tests.test_llm import paths  # noqa: F401  (a fixture)
 
 WIDE, MIDDLE, NARROW = choose.CANDIDATES
@@ -62,6 +64,22 @@ def test_every_bucket_is_measured_with_every_candidate(tiny, tiny_heldout, paths
     speculation = SpeculationConfig(steps=3, topk=2, num_draft_tokens=8, by_batch=out)
     with LLM(target, draft=draft, dtype="float64", max_context=64, speculation=speculation) as llm:
         assert dict(llm.engine.layout.trees) == trees.read(out)
+
+
+def test_a_named_shape_is_measured_with_the_experts_of_its_passes(monkeypatch, capsys, tmp_path):
+    """Four requests whose trees are small enough to leave experts out."""
+    monkeypatch.setattr(engines, "require_gpu", lambda what: torch.device("cpu"))
+    monkeypatch.setattr(synthetic_models, "find_shape", lambda name: mixture("qwen3-moe", hot=1024))
+    figures = tmp_path / "figures.json"
+    flags = ["--choose", "--shape", "tiny", "--routing-correlation", "1", "--tokens", "8", "--context", "8"]
+    tree = ["--steps", "3", "--topk", "2", "--num-draft-tokens", "8", "--candidates", "3,2,8", "0,1,1"]
+    sizes = ["--repeats", "1", "--max-batch", "2", "--max-context", "256"]
+    assert run("bench", "round", *flags, *tree, *sizes, "--json", figures) == 0
+    assert capsys.readouterr().out.count(" experts") == 4
+    cells = json.loads(figures.read_text())["cells"]
+    assert [(cell["batch"], cell["num_draft_tokens"]) for cell in cells] == [(1, 8), (2, 8), (1, 1), (2, 1)]
+    assert cells[2]["experts_touched"] == 4.0 and 4.0 <= cells[3]["experts_touched"] <= 8.0
+    assert 4.0 <= cells[0]["experts_touched"] <= 9.0
 
 
 def test_one_accept_length_gives_those_of_all(tiny, tiny_heldout, capsys):  # noqa: F811

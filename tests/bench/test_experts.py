@@ -9,13 +9,16 @@ from espalier.bench import expert_product, tune_experts
 from espalier.bench.cells import Cell
 from espalier.bench.engine_sizes import OwnSize
 from espalier.bench.expert_product import Calls, drawn_ids
+from espalier.bench.experts_touched import CountingExperts
 from espalier.bench.full_rounds import full_rounds
 from espalier.bench.linears import ModelShape
 from espalier.bench.synthetic_models import SyntheticModels
 from espalier.bench.tune_experts import ExpertsTuner
 from espalier.errors import EspalierError
 from espalier.kernels.layers.experts_plan import ROWS_OF_BUCKET, ExpertsShape, candidates, rule
+from espalier.kernels.layers.routing import Routing
 from espalier.kernels.runtime.launch import Chip
+from espalier.models.layers.experts import MixtureMLP
 from espalier.synthetic.checkpoint import Recipe
 from tests.bench.test_tune import Told
 from tests.synthetic.mixtures import mixture
@@ -39,16 +42,15 @@ def tuner(monkeypatch):
     monkeypatch.setattr(tune_experts, "precompile", nullcontext)
     for name in ("CHAIN_BYTES", "CHAIN_FLOPS"):
         monkeypatch.setattr(expert_product, name, 1)
-    launched = []
-    for name in ("gated_triton", "down_triton", "grouped_experts_triton"):
-        monkeypatch.setattr(tune_experts, name, lambda *args, name=name: launched.append((name, args[-1])))
+    for name in ("tiles_of", "gated_triton", "down_triton", "grouped_experts_triton"):
+        monkeypatch.setattr(tune_experts, name, lambda *args, **named: None)
     tuner = ExpertsTuner(torch.bfloat16, Told(3.0, 1.0, 2.0))
     tuner.chip = H200
     return tuner
 
 
 def test_every_bucket_takes_one_of_its_plans(tuner):
-    rows = (1, 4, 16, 64, 256, 4096)
+    rows = (1, 4, 16, 64, 256, 512)
     found = list(tuner.measure(SHAPE, rows))
     assert [each.rows for bucket in found for each in bucket] == list(rows)
     for bucket in found:
@@ -101,3 +103,14 @@ def test_the_rule_grows_tiles_with_the_pairs_of_an_expert():
     tiles = {rows: rule(shape, rows, torch.bfloat16, H200).rows for rows in (2, 128, 512, 2048, 8192)}
     assert tiles == {2: 16, 128: 16, 512: 32, 2048: 128, 8192: 128}
     assert rule(shape, 33, torch.bfloat16, H200) == rule(shape, 64, torch.bfloat16, H200)
+
+
+def test_rows_that_go_to_no_expert_are_not_counted():
+    counts: list[tuple[int, torch.Tensor]] = []
+    router = torch.eye(6)[:, :6]
+    mlp = MixtureMLP(Routing(6, 2), router, None, torch.zeros(6, 4, 6), torch.zeros(6, 6, 2))
+    counting = CountingExperts(mlp, counts)
+    x = torch.tensor([[9.0, 8, 0, 0, 0, 0], [0, 9, 8, 0, 0, 0], [0, 0, 0, 0, 9, 8]])
+    assert torch.equal(counting(x), mlp(x))
+    counting(x, torch.tensor([True, True, False]))
+    assert [(rows, int(count)) for rows, count in counts] == [(3, 5), (3, 3)]

@@ -223,7 +223,7 @@ OTHERS = [
     (["bench", "round", "--prompts", "2"], "--prompts is for --acceptance; add that, or leave --prompts out"),
     (["bench", "round", "--out", "x"], "--out is for --choose; add that, or leave --out out"),
     (["bench", "round", "--candidates", "3,2,8"], "--candidates is for --choose"),
-    (["bench", "round", "--accept-length", "3"], "--accept-length is for --shape or --choose"),
+    (["bench", "round", "--accept-length", "3"], "--accept-length is for --choose or --shape"),
     (["bench", "round", "--all-buckets"], "--all-buckets is for --shape"),
     (["bench", "round", "--own-size"], "--own-size is for --shape"),
     (["bench", "round", "--acceptance", "--batch", "2"], "--batch is not for --acceptance; leave one out"),

@@ -69,7 +69,7 @@ PARAMETERS = {
     "llama-3.2-1b": 1.50,
     "qwen3-30b-a3b": 30.53,
     "deepseek-v2-lite": 15.71,
-    "deepseek-v3-1gpu": 48.48,
+    "deepseek-v3-1gpu": 48.47,
     "gpt-oss-20b": 20.91,
 }
 # Its ring is long enough for a few hundred rounds to be a fair sample of places.

@@ -302,6 +302,7 @@ def grouped_experts_triton(
     biases: ExpertBiases | None = None,
     activation: Activation = SILU,
     extra: int = 0,
+    *,
     plan: ExpertsPlan | None = None,
 ) -> Tensor:
     """x's dtype is bfloat16, float16, float32 (IEEE products) or float64; weights and biases are contiguous.
