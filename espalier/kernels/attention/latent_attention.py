@@ -3,7 +3,8 @@
 K is the whole row and V is its first part.  A block of rows is loaded once and used as both.  The block is two tiles,
 because the sizes of Triton's tiles are powers of two: the latent, which is V, and the RoPE part.  All heads share one
 row, so there is one KV head.  Work items, splits, partial results, their merge and the plain-torch reference are those
-of kernels/attention/tree_attention.py.
+of kernels/attention/tree_attention.py.  Rows of 512 + 64 values of two bytes run kernels/attention/hopper_latent.py on
+Hopper.
 """
 
 from __future__ import annotations
