@@ -62,8 +62,7 @@ def chance(counts: Counter[tuple[int, ...]], expected: dict[tuple[int, ...], flo
     return float(torch.special.gammaincc(freedom, torch.tensor(statistic / 2, dtype=torch.float64)))
 
 
-@pytest.mark.parametrize("algorithm", ["eagle3", "ngram"])
-@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize(("style", "algorithm"), [*((style, "eagle3") for style in STYLES), ("penalised", "ngram")])
 def test_samples_follow_the_law(style, algorithm):
     setup = Setup(**{**TREE.__dict__, "algorithm": algorithm})
     requests = [request(i, PROMPT, asked_for(STYLES[style]), seed=i * 2**33 + i) for i in range(SAMPLES)]
