@@ -196,7 +196,7 @@ class TestPreemption:
         base, been = prompts(9, [60])[0], set()
         for at in range(4, 14):
             engine = replace(SETUP, prefix_cache=prefix_cache, overlap=overlap).engine()
-            decoding, r = request(0, base[:30], replace(WISH, max_tokens=40)), request(1, base, WISH)
+            decoding, r = request(0, base[:30], replace(WISH, max_tokens=24)), request(1, base, WISH)
             sizes: list[int] = []
             watch_sizes(engine, sizes)
             short = ShortOfPages(engine)
