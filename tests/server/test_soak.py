@@ -31,7 +31,7 @@ def test_a_soak_leaves_nobody_unanswered_and_nothing_behind():
 
 @pytest.fixture
 def on_that_server(served, monkeypatch):
-    server = Server(served.port, served.process.pid, served.engine_pid())
+    server = Server(served.port, served.process.pid, 0)
     monkeypatch.setattr(bad_host_module, "WATCH_S", 0.1)
     monkeypatch.setattr(bad_host_module, "serving", lambda settings: nullcontext(server))
     for name in ("SHORT", "STREAM"):
