@@ -169,7 +169,8 @@ def test_sigterm_finishes_what_runs_and_waits_for_nothing_else(own):
         _, stream = opened(own, max_tokens=150)
         own.process.send_signal(signal.SIGTERM)
         began = time.monotonic()
-        own.until(lambda: "draining: 3 requests are in progress" in own.log.read_text())
+        # The stream too, unless it has ended by now.
+        own.until(lambda: re.search("draining: [23] requests are in progress", own.log.read_text()))
         status, _, refused = own.request("/v1/completions", LONG)
         # Its body, which this client sends apart, may not be there yet, and is not waited for.
         assert status == 503 and re.fullmatch(
