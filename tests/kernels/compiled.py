@@ -181,15 +181,15 @@ def body(lines: list[str], at: int) -> list[str]:
 
 
 ONE, TWO = HopperConfig(1, 3, 2), HopperConfig(2, 6, 1)
-# Every page size, number of queries and kind of staged rows; a window; for Hopper, blocks that are never, sometimes and
-# always contiguous.
+# Few and many queries, chains and trees, small and large pages, a window; for Hopper, blocks that are never, sometimes
+# and always contiguous.
 PLAIN = [(1, 1, 16, 0), (64, 2, 1, 0), (2048, 1, 256, 0), (8, 2, 16, 4096)]
-HOPPER = [(ONE, 2, 48), (TWO, 1, 16), (HopperConfig(1, 6, 1), 0, 64, 0, 64), (TWO, 2, 16, 4096), (TWO, 2, 64)]
-LATENT = [(16, 1, 1, 64), (16, 2, 2, 1), (128, 64, 2, 256), (128, 512, 1, 16)]
+HOPPER = [(TWO, 1, 16), (HopperConfig(1, 6, 1), 0, 64, 0, 64), (TWO, 2, 16, 4096), (TWO, 2, 64)]
+LATENT = [(16, 2, 2, 1), (128, 64, 2, 256), (128, 512, 1, 16)]
 # Other products of the same values, for the marker `full`.
 MORE_PLAIN = [(8, 2, 16, 0), (8, 2, 256, 0), (2048, 1, 16, 0)]
-MORE_HOPPER = [(ONE, 2, 256), (TWO, 2, 1)]
-MORE_LATENT = [(16, 16, 2, 16), (128, 1, 2, 64), (128, 512, 1, 64)]
+MORE_HOPPER = [(ONE, 2, 48), (ONE, 2, 256), (TWO, 2, 1)]
+MORE_LATENT = [(16, 1, 1, 64), (16, 16, 2, 16), (128, 1, 2, 64), (128, 512, 1, 64)]
 
 
 if __name__ == "__main__":
