@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Iterator
-from functools import cache
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -11,6 +10,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from tests.interpreter import adapt_interpreter
 from tests.kernels.bounds import checked
 
 # Named here because a controller of several workers collects no tests, and so sees no conftest further down.
@@ -55,45 +55,6 @@ def kernel_device() -> Iterator[torch.device]:
     if HAS_GPU:
         yield torch.device("cuda")
         return
-    _let_loops_end_at_tensors()
-    _patch_triton_once_a_launch()
+    adapt_interpreter()
     with checked():
         yield torch.device("cpu")
-
-
-@cache
-def _let_loops_end_at_tensors() -> None:
-    """Triton 3.6's interpreter makes a loop's bound an int in a way that NumPy 2.4 refuses."""
-    from triton.runtime import interpreter
-
-    patch = interpreter._patch_lang_tensor
-
-    def patch_lang_tensor(tensor, scope):
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
-
-    interpreter._patch_lang_tensor = patch_lang_tensor
-
-
-@cache
-def _patch_triton_once_a_launch() -> None:
-    """Triton's interpreter replaces the functions of triton.language for a launch, and then again at every call of a
-    device function.  The second time changes nothing and takes half of the launch."""
-    from triton.runtime import interpreter
-
-    launch, patch = interpreter.GridExecutor.__call__, interpreter._patch_lang
-    patched: set[int] = set()
-
-    def launch_anew(self, *args, **kwargs):
-        patched.clear()
-        return launch(self, *args, **kwargs)
-
-    def patch_lang(fn):
-        module = id(fn.__globals__)
-        if module in patched:
-            return interpreter._LangPatchScope()
-        patched.add(module)
-        return patch(fn)
-
-    interpreter.GridExecutor.__call__ = launch_anew
-    interpreter._patch_lang = patch_lang

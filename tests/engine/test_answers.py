@@ -114,7 +114,7 @@ def test_logprobs_are_the_raw_targets(overlap: bool, family: str) -> None:
 def test_what_is_counted_adds_up(overlap: bool, tree: Setup) -> None:
     """Rounds, histogram, acceptance by depth and the flags of tokens tell one story; so do the engine's totals."""
     setup = replace(tree, overlap=overlap)
-    engine, requests = setup.engine(), mixed(9)
+    engine, requests = setup.engine(), mixed()
     run_watched(engine, [(2 * i, r) for i, r in enumerate(requests)])
     total = SpeculationStats()
     for r in requests:

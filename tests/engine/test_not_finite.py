@@ -1,5 +1,6 @@
 """A model that gives NaN for one token: who meets it fails by name, its mates go on, and nobody finds its pages."""
 
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
@@ -16,10 +17,10 @@ from espalier.startup.build import assemble
 from tests.builders import make_eagle3, make_target
 from tests.engine.alone import replace_request
 from tests.harness import CPU, DTYPE, MAX_POSITIONS, Setup, prompts, request
+from tests.pairwise import pairwise_params
 
 BROKEN = 13
 each_loop = pytest.mark.parametrize("overlap", [False, True], ids=["lockstep", "overlap"])
-each_draft = pytest.mark.parametrize("drafts_it", [False, True], ids=["not-drafted", "drafted"])
 
 
 @cache
@@ -113,13 +114,13 @@ def nothing_broken_is_cached(engine: Engine) -> None:
                 assert plane[:, rows].isfinite().all(), f"page {page} of the prefix tree holds NaN"
 
 
-@each_loop
-@each_draft
-@pytest.mark.parametrize("page_size", [1, 3, 16])
-@pytest.mark.parametrize("tree", [{"steps": 3, "topk": 4, "num_draft_tokens": 12}, {"steps": 0}], ids=["tree", "plain"])
-def test_fails_by_name_and_alone(overlap: bool, drafts_it: bool, page_size: int, tree: dict) -> None:
-    setup = Setup(page_size=page_size, overlap=overlap, chunk_size=16, num_pages=1 + 120 // page_size + 20, **tree)
-    engine = engine_of(setup if tree["steps"] else setup.plain(), drafts_it)
+@pytest.mark.parametrize(
+    ("page_size", "overlap", "drafts_it", "steps"), pairwise_params([1, 3, 16], [False, True], [False, True], [3, 0])
+)
+def test_fails_by_name_and_alone(page_size: int, overlap: bool, drafts_it: bool, steps: int) -> None:
+    setup = Setup(page_size=page_size, overlap=overlap, chunk_size=16, num_pages=1 + 120 // page_size + 20)
+    setup = replace(setup, steps=3, topk=4, num_draft_tokens=12) if steps else setup.plain()
+    engine = engine_of(setup, drafts_it)
     requests = mates_and_victims()
     pieces = []
     for again in range(2):

@@ -14,7 +14,7 @@ from tests.pairwise import pairwise_params
 
 BASE = prompts(11, [36])[0]
 SHORT = SamplingParams(temperature=0.0, max_tokens=6)
-PAGE_SIZES = [1, 2, 3, 16]
+PAGE_SIZES = [1, 3, 16]
 each_page_size = pytest.mark.parametrize("page_size", PAGE_SIZES)
 each_loop = pytest.mark.parametrize("overlap", [False, True], ids=["lockstep", "overlap"])
 

@@ -45,7 +45,7 @@ def test_fifty_mixed_requests_at_page_256(overlap: bool) -> None:
     all_undisturbed(setup, requests[::7])
 
 
-@pytest.mark.parametrize("page_size", [1, 2, 3, 5, 16, 64, 256])
+@pytest.mark.parametrize("page_size", [1, 3, 16, 256])
 @pytest.mark.parametrize("overlap", [False, True], ids=["lockstep", "overlap"])
 def test_fifty_mixed_requests_at_any_page_size(page_size: int, overlap: bool) -> None:
     """Over a device of symbols, which accepts any number of tokens a round."""

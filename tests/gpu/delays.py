@@ -25,7 +25,7 @@ LONGEST_SLEEP = 0.001
 
 SEGMENTS: tuple[tuple[Any, tuple[str, ...]], ...] = (
     (rounds, ("propose", "verify", "settle", "accept", "commit", "advance", "rows_of_path")),
-    (executing, ("run", "prefill")),
+    (executing, ("decode_round", "prefill")),
     (LaunchBuffer, ("apply",)),
     (autoregressive, ("carry",)),
     (Results, ("write",)),

@@ -6,6 +6,7 @@ It runs as its own process, because a process with TRITON_INTERPRET set does not
 import json
 import re
 import subprocess
+import sys
 from itertools import pairwise
 from tempfile import NamedTemporaryFile
 
@@ -32,7 +33,7 @@ from espalier.kernels.attention.triton_config import choose_config
 from espalier.kernels.attention.work_items import ALL, COUNTED, NONE
 from espalier.kernels.runtime.launch import Chip, Kernel
 
-HOPPER = Chip(227 * 1024, 132, (9, 0))
+CHIP = Chip(227 * 1024, 132, (9, 0))
 BFLOAT16 = ("q_ptr", "k_ptr", "v_ptr", "staged_k_ptr", "staged_v_ptr", "out_ptr")
 FLOAT32 = ("lse_ptr", "partial_ptr", "partial_lse_ptr", "sink_ptr")
 INT32 = ("table_ptr", "split_ptr", "start_ptr")
@@ -44,7 +45,7 @@ STRIDES += ("row_stride", "staged_b", "staged_r")
 def compiled(
     queries: int, nodes: int, page_size: int, window: int, size: int = 128, group_size: int = 4, sink: bool = False
 ) -> dict:
-    config = choose_config(HOPPER, queries * group_size, queries, size, size, torch.bfloat16)
+    config = choose_config(CHIP, queries * group_size, queries, size, size, torch.bfloat16)
     longest_first = nodes == 1 and queries * group_size >= 8 * config.block_m
     constants = problem_constants(nodes, page_size, window, group_size, longest_first, sink)
     constants |= _constants(config, size, size, torch.bfloat16)
@@ -56,7 +57,7 @@ def compiled(
 
 def compiled_latent(heads: int, queries: int, nodes: int, page_size: int) -> dict:
     """Rows of 512 latent and 64 RoPE values, as in DeepSeek's models."""
-    config = choose_latent_config(HOPPER, heads * queries, queries, 2 * 576, torch.bfloat16)
+    config = choose_latent_config(CHIP, heads * queries, queries, 2 * 576, torch.bfloat16)
     longest_first = nodes == 1 and queries * heads >= 8 * config.block_m
     constants = latent_constants(config, 576, 512, torch.bfloat16) | {"HEADS": heads, "PAGE_SIZE": page_size}
     constants |= {"STAGED": nodes, "LONGEST_FIRST": longest_first, "DEPENDENT": True}
@@ -66,7 +67,7 @@ def compiled_latent(heads: int, queries: int, nodes: int, page_size: int) -> dic
     return {
         "config": vars(config),
         "shared": made.metadata.shared,
-        "expected_shared": config.shared_bytes(HOPPER, 2 * 576),
+        "expected_shared": config.shared_bytes(CHIP, 2 * 576),
         "in_flight": list(in_flight(made.asm["ttgir"].splitlines())),
     }
 
@@ -214,32 +215,31 @@ def body(lines: list[str], at: int) -> list[str]:
     return lines[at:end]
 
 
+ONE, TWO = HopperConfig(1, 3, 2), HopperConfig(2, 6, 1)
+# Few and many queries, chains and trees, small and large pages, a window; for Hopper, blocks that are never, sometimes
+# and always contiguous.
+# GPT-OSS: 64 heads of 64 over 8 KV heads, a sink, and a window in every second layer.
+PLAIN = [(1, 1, 16, 0), (64, 2, 1, 0), (2048, 1, 256, 0), (8, 2, 16, 4096), (8, 2, 16, 128, 64, 8, True)]
+HOPPER = [(TWO, 1, 16), (HopperConfig(1, 6, 1), 0, 64, 0, 64), (TWO, 2, 16, 4096), (TWO, 2, 64)]
+HOPPER += [(ONE, 2, 16, 128, 64, 8, True)]
+LATENT = [(16, 2, 2, 1), (128, 64, 2, 256), (128, 512, 1, 16)]
+# (stages, (heads, nodes, page size)).
+HOPPER_LATENT = [(4, (128, 2, 64)), (3, (16, 0, 64))]
+# Other products of the same values, for the marker `full`.
+MORE_PLAIN = [(8, 2, 16, 0), (8, 2, 256, 0), (2048, 1, 16, 0), (8, 2, 16, 0, 64, 8, True)]
+MORE_HOPPER = [(ONE, 2, 48), (ONE, 2, 256), (TWO, 2, 1), (ONE, 2, 16, 0, 64, 8, True)]
+MORE_LATENT = [(16, 1, 1, 64), (16, 16, 2, 16), (128, 1, 2, 64), (128, 512, 1, 64)]
+MORE_HOPPER_LATENT = [(4, (16, 1, 1))]
+
+
 if __name__ == "__main__":
-    cases = [(8, 2, 16, 0), (8, 2, 256, 0), (1, 1, 16, 0), (64, 2, 1, 0), (2048, 1, 16, 0), (8, 2, 16, 4096)]
-    # GPT-OSS: 64 heads of 64 over 8 KV heads, a sink, and a window in every second layer.
-    cases += [(8, 2, 16, window, 64, 8, True) for window in (0, 128)]
-    plain = [compiled(*case) for case in cases]
-    one, two = HopperConfig(1, 3, 2), HopperConfig(2, 6, 1)
-    hopper = [
-        (one, 2, 256),
-        (two, 2, 1),
-        (two, 1, 16),
-        (one, 2, 48),
-        (HopperConfig(1, 6, 1), 0, 64, 0, 64),
-        (two, 2, 16, 4096),
-        (two, 2, 64),
-        *((one, 2, 16, window, 64, 8, True) for window in (0, 128)),
-    ]
-    latent = [(16, 1, 1, 64), (16, 2, 2, 1), (16, 16, 2, 16), (128, 1, 2, 64), (128, 64, 2, 256), (128, 512, 1, 64)]
-    hopper_latent = [
-        compiled_hopper_latent(HopperLatentConfig(stages), *case)
-        for stages, case in ((4, (128, 2, 64)), (4, (16, 1, 1)), (3, (16, 0, 64)))
-    ]
+    if "full" in sys.argv:
+        PLAIN, HOPPER, LATENT, HOPPER_LATENT = MORE_PLAIN, MORE_HOPPER, MORE_LATENT, MORE_HOPPER_LATENT
     report = {
-        "hopper_latent": hopper_latent,
-        "plain": plain,
-        "hopper": [compiled_hopper(*case) for case in hopper],
-        "latent": [compiled_latent(*case) for case in latent],
+        "plain": [compiled(*case) for case in PLAIN],
+        "hopper": [compiled_hopper(*case) for case in HOPPER],
+        "latent": [compiled_latent(*case) for case in LATENT],
+        "hopper_latent": [compiled_hopper_latent(HopperLatentConfig(stages), *case) for stages, case in HOPPER_LATENT],
         "errors_of_small_kernels": errors_of_small_kernels(),
     }
     print(json.dumps(report))

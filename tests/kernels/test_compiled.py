@@ -16,12 +16,11 @@ ROOT = Path(__file__).parents[2]
 SCRATCH = 4096
 
 
-@pytest.fixture(scope="module")
-def compiled():
+@pytest.fixture(scope="module", params=["each", pytest.param("full", marks=pytest.mark.full)])
+def compiled(request):
     without = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    ran = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.compiled"], cwd=ROOT, env=without, capture_output=True, text=True
-    )
+    command = [sys.executable, "-m", "tests.kernels.compiled", request.param]
+    ran = subprocess.run(command, cwd=ROOT, env=without, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
     return json.loads(ran.stdout)
 
@@ -70,4 +69,4 @@ def test_loading_warps_stay_together_where_one_thread_arrives_for_all(compiled):
     prevent it."""
     for case in compiled["hopper"] + compiled["hopper_latent"]:
         assert len(case["tma_loop_barriers"]) == case["contiguous"] and all(case["tma_loop_barriers"]), case
-    assert sum(case["contiguous"] for case in compiled["hopper"]) >= 3
+    assert any(case["contiguous"] for case in compiled["hopper"])

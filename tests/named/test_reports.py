@@ -5,6 +5,7 @@ tokens equal plain decoding's.
 """
 
 from dataclasses import replace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from tests.engine.alone import plainly
 from tests.engine.test_disturbance import all_undisturbed
 from tests.engine.watching import run_watched
 from tests.harness import Setup, prompts, request
+from tests.pairwise import pairwise_params
 
 TREE = {"topk": 8, "steps": 5, "num_draft_tokens": 64}
 each_loop = pytest.mark.parametrize("overlap", [False, True], ids=["lockstep", "overlap"])
@@ -100,8 +102,7 @@ class TestPage256LongPrompt:
     """A prompt 20 tokens short of the context (out-of-bounds gather, report 26972): what is ahead goes past the
     context's end, and the page table holds it."""
 
-    @each_loop
-    @pytest.mark.parametrize("context", [512, 500, 513])
+    @pytest.mark.parametrize(("overlap", "context"), [(False, 512), (True, 512), (True, 500), (False, 513)])
     def test_to_the_end(self, overlap: bool, context: int) -> None:
         setup = Setup(page_size=256, overlap=overlap, max_context=context, chunk_size=512, max_batch=2, **TREE)
         for r in ragged(setup, (context - 20, context - 21, 7), most=40):
@@ -112,12 +113,15 @@ class TestPage256LongPrompt:
 class TestLastPositionOfTheContext:
     """A request that fills the context to its last position, whichever way it gets there."""
 
-    @each_loop
-    @pytest.mark.parametrize("tree", [{}, TREE, {"steps": 3, "topk": 2, "num_draft_tokens": 7, "algorithm": "ngram"}])
-    @pytest.mark.parametrize("page_size", [1, 3, 16, 64])
-    def test_ends_there(self, overlap: bool, tree: dict, page_size: int) -> None:
-        setup = Setup(page_size=page_size, overlap=overlap, max_context=64, **tree)
-        setup = setup if tree else setup.plain()
+    TREES: ClassVar = {
+        "plain": {"steps": 0, "topk": 1, "num_draft_tokens": 1, "algorithm": "none"},
+        "eagle3": TREE,
+        "ngram": {"steps": 3, "topk": 2, "num_draft_tokens": 7, "algorithm": "ngram"},
+    }
+
+    @pytest.mark.parametrize(("page_size", "tree", "overlap"), pairwise_params([1, 3, 16, 64], [*TREES], [False, True]))
+    def test_ends_there(self, page_size: int, tree: str, overlap: bool) -> None:
+        setup = Setup(page_size=page_size, overlap=overlap, max_context=64, **self.TREES[tree])
         lengths = (63, 62, 61, 58, 57, 40)
         requests = [request(i, p, SamplingParams(temperature=0.0)) for i, p in enumerate(prompts(22, lengths))]
         run_watched(setup.engine(), [(0, r) for r in requests])

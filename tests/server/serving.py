@@ -87,6 +87,13 @@ def answer(connection: socket.socket) -> tuple[int, str, Any]:
     return int(head.split()[1]), head.lower(), json.loads(body)["error"]
 
 
+def ask_large(connection: socket.socket, headers: str = "") -> None:
+    """A POST whose response is larger than the buffers of a socket."""
+    data = json.dumps({"prompt": "\u0800" * 600_000}).encode()
+    head = HEAD.replace("/v1/completions", "/tokenize") + headers
+    connection.sendall(f"{head}content-length: {len(data)}\r\n\r\n".encode() + data)
+
+
 def announce_body(connection: socket.socket) -> None:
     """Send the headers of a request whose body never comes; returns once the server waits for the body."""
     connection.sendall(f"{HEAD}expect: 100-continue\r\ncontent-length: 1000\r\n\r\n".encode())

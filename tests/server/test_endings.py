@@ -13,7 +13,7 @@ import openai
 import pytest
 from openai import OpenAI
 
-from tests.server.serving import announce_body, connected, exists, is_told_of_the_end, serving
+from tests.server.serving import announce_body, ask_large, connected, exists, is_told_of_the_end, serving
 
 LONG = {"model": "bundled", "prompt": "def f(x):\n", "max_tokens": 400, "ignore_eos": True, "temperature": 0}
 
@@ -21,7 +21,7 @@ LONG = {"model": "bundled", "prompt": "def f(x):\n", "max_tokens": 400, "ignore_
 @pytest.fixture
 def own(servers):
     """A server that may be broken."""
-    return servers("--max-queue", "2", "--restart-engine", "--drain-timeout", "20")
+    return servers("--max-queue", "2", "--restart-engine", "--drain-timeout", "60", "--send-timeout", "0")
 
 
 @pytest.fixture(scope="module")
@@ -154,24 +154,34 @@ def test_a_silent_engine_counts_as_gone(tmp_path):
         served.until(lambda: not exists(engine))
 
 
-def test_sigterm_finishes_what_runs_and_refuses_what_is_new(own):
+def test_sigterm_finishes_what_runs_and_waits_for_nothing_else(own):
+    """It refuses new requests, and waits for no body and for no reader that takes nothing."""
     engine = own.engine_pid()
     kept = http.client.HTTPConnection("127.0.0.1", own.port)
     kept.request("GET", "/health")
     assert kept.getresponse().read()
-    _, answer = opened(own, max_tokens=150)
-    own.process.send_signal(signal.SIGTERM)
-    own.until(lambda: "draining" in own.log.read_text())
-    status, _, refused = own.request("/v1/completions", LONG)
-    # Its body, which this client sends apart, may not be there yet, and is not waited for.
-    assert status == 503 and re.fullmatch(
-        "the server is shutting down.*; retry on another server", refused["error"]["message"]
-    )
-    assert own.request("/health")[2]["status"] == "draining"
-    ended = events(answer)
-    assert ended[-1] == b"[DONE]" and json.loads(ended[-2])["choices"][0]["finish_reason"] == "length"
-    assert own.process.wait(20) == 0
-    assert not exists(engine)
+    with connected(own) as slow, connected(own) as upload:
+        ask_large(slow)
+        # The next on this connection cannot be answered: it stays open.
+        slow.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+        own.until(lambda: own.metric("http_requests_total", path="/tokenize", status="200") == 1, 60)
+        announce_body(upload)
+        _, stream = opened(own, max_tokens=150)
+        own.process.send_signal(signal.SIGTERM)
+        began = time.monotonic()
+        # The stream too, unless it has ended by now.
+        own.until(lambda: re.search("draining: [23] requests are in progress", own.log.read_text()))
+        status, _, refused = own.request("/v1/completions", LONG)
+        # Its body, which this client sends apart, may not be there yet, and is not waited for.
+        assert status == 503 and re.fullmatch(
+            "the server is shutting down.*; retry on another server", refused["error"]["message"]
+        )
+        assert own.request("/health")[2]["status"] == "draining"
+        assert is_told_of_the_end(upload)
+        ended = events(stream)
+        assert ended[-1] == b"[DONE]" and json.loads(ended[-2])["choices"][0]["finish_reason"] == "length"
+        assert own.process.wait(40) == 0
+        assert time.monotonic() - began < 40 and not exists(engine)
 
 
 def test_ctrl_c_tells_what_runs_and_leaves_nothing(own):

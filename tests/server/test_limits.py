@@ -23,35 +23,15 @@ from espalier.server.connections import TCP_INFO, Readers, Senders, _acknowledge
 from espalier.server.errors import ApiError
 from espalier.server.front import EventStream
 from espalier.server.gate import Gate, Upload
-from tests.server.serving import (
-    FLAGS,
-    HEAD,
-    ROOT,
-    announce_body,
-    answer,
-    connected,
-    exists,
-    is_told_of_the_end,
-    serving,
-)
+from tests.server.serving import FLAGS, HEAD, ROOT, answer, ask_large, connected, exists
 
 WITH_KEY = HEAD + "authorization: Bearer secret\r\n"
-TOKENIZE = WITH_KEY.replace("/v1/completions", "/tokenize")
-# Its answer is more than the buffers of a socket take in.
-LARGE = {"prompt": "\u0800" * 600_000}
-
-
 LIMITS = ("--send-timeout", "2", "--body-timeout", "1.5", "--drain-timeout", "60", "--api-key", "secret")
 
 
 @pytest.fixture
 def limited(servers):
     return servers(*LIMITS)
-
-
-def ask(connection, body, head=HEAD):
-    data = json.dumps(body).encode()
-    connection.sendall(f"{head}content-length: {len(data)}\r\n\r\n".encode() + data)
 
 
 def sockets(served):
@@ -63,30 +43,13 @@ def sockets(served):
 def test_a_reader_that_takes_nothing_loses_its_connection_also_after_its_requests_end(limited):
     before = sockets(limited)
     with connected(limited) as slow:
-        ask(slow, LARGE, TOKENIZE + "x-request-id: asleep\r\n")
+        ask_large(slow, "authorization: Bearer secret\r\nx-request-id: asleep\r\n")
         limited.until(lambda: limited.metric("http_requests_total", path="/tokenize", status="200") == 1, 60)
         limited.until(lambda: limited.metric("stalled_readers_total") == 1)
         limited.until(lambda: sockets(limited) <= before)
         assert re.search(
             r"\[asleep\] the client read nothing for \d+ s: .* bytes were not sent", limited.log.read_text()
         )
-
-
-def test_shutting_down_waits_for_no_reader_that_takes_nothing_and_for_no_body(tmp_path):
-    with serving(tmp_path, "--send-timeout", "0", "--drain-timeout", "60") as served:
-        engine = served.engine_pid()
-        with connected(served) as slow, connected(served) as upload:
-            ask(slow, LARGE, TOKENIZE)
-            # The next on this connection cannot be answered: it stays open.
-            slow.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
-            served.until(lambda: served.metric("http_requests_total", path="/tokenize", status="200") == 1, 60)
-            announce_body(upload)
-            served.process.send_signal(signal.SIGTERM)
-            began = time.monotonic()
-            assert is_told_of_the_end(upload)
-            assert served.process.wait(40) == 0
-            assert time.monotonic() - began < 40 and not exists(engine)
-            assert "draining: 2 requests are in progress" in served.log.read_text()
 
 
 def test_a_slow_upload_is_refused_and_its_connection_closed(limited):

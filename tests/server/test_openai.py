@@ -8,6 +8,8 @@ from langchain_openai import ChatOpenAI
 from openai import AsyncOpenAI
 
 from espalier import SamplingParams, __version__
+from espalier.request import Output
+from tests.pairwise import pairwise_params
 
 PROMPT = "def mean(xs):\n    "
 MESSAGES = [{"role": "user", "content": "class Stack:\n"}]
@@ -37,7 +39,14 @@ FIELDS = [
 
 
 def offline(llm, prompt, **params):
-    return llm.generate([prompt], SamplingParams(**params))[0]
+    """The offline LLM's output; greedy or with a seed, so it is computed once."""
+    key = repr((prompt, sorted(params.items())))
+    if key not in _outputs:
+        _outputs[key] = llm.generate([prompt], SamplingParams(**params))[0]
+    return _outputs[key]
+
+
+_outputs: dict[str, Output] = {}
 
 
 def complete(client, prompt=PROMPT, extra=None, **fields):
@@ -306,9 +315,7 @@ ENDS = {
 }
 
 
-@pytest.mark.parametrize("name", ENDS)
-@pytest.mark.parametrize("keep", [False, True])
-@pytest.mark.parametrize("skip", [False, True])
+@pytest.mark.parametrize(("name", "keep", "skip"), pairwise_params([*ENDS], [False, True], [False, True]))
 def test_what_ends_the_output_is_said_and_its_text_as_asked_for(client, llm, name, keep, skip):
     ends, reason = ENDS[name]
     if reason is None:
