@@ -78,6 +78,17 @@ def routed(recipe: Recipe, text: list[int]) -> list[torch.Tensor]:
     return seen
 
 
+def test_a_tree_stays_in_its_topic() -> None:
+    """All that the draft proposes after a token is in the token's topic, except near a topic's end."""
+    share = {}
+    for correlation in (0.0, 1.0):
+        chain = Recipe(mixture("qwen3-moe", hot=1024), routing_correlation=correlation).chain()
+        places = torch.arange(chain.size)
+        after = chain.topic[chain.token_at(places[:, None] + chain.shifts)]
+        share[correlation] = float((after == chain.topic[chain.token_at(places)][:, None]).float().mean())
+    assert share[0.0] < 0.5 and share[1.0] > 0.95
+
+
 @pytest.mark.parametrize("name", WITH_EXPERTS)
 def test_routing_is_uniform_at_0_and_shared_at_1(name: str) -> None:
     shape = mixture(name, hot=1024)
