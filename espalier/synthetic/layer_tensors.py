@@ -4,8 +4,6 @@ from espalier.models.config import Experts, ModelConfig
 from espalier.models.latent_config import LatentConfig
 
 Shapes = dict[str, tuple[int, ...]]
-# Its experts are stacked, its projections have biases, and its heads have attention sinks.
-GPT_OSS = "GptOssForCausalLM"
 
 
 def layer_shapes(config: ModelConfig, layer: int) -> Shapes:
@@ -14,7 +12,7 @@ def layer_shapes(config: ModelConfig, layer: int) -> Shapes:
     attention = _heads(config) if config.latent is None else _latent(config, config.latent)
     if experts is None or layer not in experts.layers:
         mlp = _gated("mlp.", config.intermediate_size, hidden)
-    elif config.architecture == GPT_OSS:
+    elif experts.stored == "stacked":
         mlp = _stacked_experts(experts, hidden)
     else:
         mlp = _experts(experts, hidden)
@@ -32,7 +30,7 @@ def _heads(c: ModelConfig) -> Shapes:
         shapes["self_attn.o_proj.bias"] = (hidden,)
     if c.qk_norm:
         shapes |= {f"self_attn.{name}_norm.weight": (c.head_size,) for name in "qk"}
-    if c.architecture == GPT_OSS:
+    if c.sinks:
         shapes["self_attn.sinks"] = (c.heads,)
     return shapes
 
@@ -66,7 +64,7 @@ def _gated(prefix: str, inner: int, hidden: int) -> Shapes:
 
 def _experts(experts: Experts, hidden: int) -> Shapes:
     count = experts.routing.num_experts
-    shapes: Shapes = {"mlp.gate.weight": (count, hidden)}
+    shapes: Shapes = {f"mlp.{experts.router_name}.weight": (count, hidden)}
     if experts.routing.correction_bias:
         shapes["mlp.gate.e_score_correction_bias"] = (count,)
     for expert in range(count):
@@ -80,11 +78,13 @@ def _experts(experts: Experts, hidden: int) -> Shapes:
 
 def _stacked_experts(experts: Experts, hidden: int) -> Shapes:
     count, size = experts.routing.num_experts, experts.size
-    return {
-        "mlp.router.weight": (count, hidden),
-        "mlp.router.bias": (count,),
+    shapes: Shapes = {
+        f"mlp.{experts.router_name}.weight": (count, hidden),
         "mlp.experts.gate_up_proj": (count, hidden, 2 * size),
-        "mlp.experts.gate_up_proj_bias": (count, 2 * size),
         "mlp.experts.down_proj": (count, size, hidden),
-        "mlp.experts.down_proj_bias": (count, hidden),
     }
+    if experts.routing.logit_bias:
+        shapes[f"mlp.{experts.router_name}.bias"] = (count,)
+    if experts.biases:
+        shapes |= {"mlp.experts.gate_up_proj_bias": (count, 2 * size), "mlp.experts.down_proj_bias": (count, hidden)}
+    return shapes
