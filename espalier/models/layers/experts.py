@@ -53,10 +53,11 @@ class MixtureMLP:
         live: [N] bool; other rows go to no expert.  None: all rows do.
         """
         ids, weights = route(router_logits(x, self.router), self.bias, self.routing)
-        experts = (x, self.gate_up, self.down, ids, weights, live, self.biases, self.activation)
+        extra = 0 if self.shared is None else 1
+        experts = (x, self.gate_up, self.down, ids, weights)
+        parts = grouped_experts(*experts, live=live, biases=self.biases, activation=self.activation, extra=extra)
         if self.shared is None:
-            return grouped_experts(*experts)
-        parts = grouped_experts(*experts, extra=1)
+            return parts
         shared = self.shared.whole(x)
         if self.shared_gate is None:
             parts[-1] = shared
