@@ -30,7 +30,7 @@ MAX_SPLIT_ROWS = 2048
 PROGRAMS = 256
 LARGE_TILE, LARGE_TILE_PROGRAMS = 128, 128
 # For kernels of wide latent rows, whose tiles have 64 packed queries: one program fills a multiprocessor.  A partial
-# result has up to 512 values, so merging is dear, and fewer, longer splits are faster.
+# result has up to 512 values, so merging is expensive, and fewer, longer splits pay.
 LATENT_TILE, MAX_LATENT_SPLIT_ROWS = 64, 4096
 # Most splits of one request.
 MAX_SPLITS, MAX_LATENT_SPLITS = 32, 128

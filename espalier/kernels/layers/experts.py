@@ -7,7 +7,7 @@ number of experts, so the launches can be captured; programs without a tile retu
 differ, so for a single row each pair is a tile, and nothing is sorted.
 
 The K results of a row are not summed here.  The next norm adds them in order of choice, which is the same in every
-batch.  Below, the place of a pair is its index in the sorted order.
+batch.  Below, the place of a pair is its index in the sorted order; without a sort, it is the pair itself.
 """
 
 from __future__ import annotations
