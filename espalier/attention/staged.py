@@ -61,9 +61,9 @@ class LatentProjections:
     """For a layer that keeps LatentKV, whose rows have a latent of `rank` values and a rotated part of `rope`.
 
     q: [B, Q, heads, nope + rope]; latent: [B, Q, 1, rank + rope].
-    k_up: [heads, nope, rank]; v_up: [heads, value, rank].  A head's key is k_up · latent and the rotated part, its
-    value v_up · latent.  Queries are multiplied by k_up, and weighted sums of latents by v_up, so no key or value of a
-    row is computed.  The products write where their results are read: nothing is copied.
+    k_up: [heads, nope, rank]; v_up: [heads, value, rank].
+    A head's key is k_up · latent, followed by the rotated part; its value is v_up · latent.  Neither is ever computed:
+    queries are multiplied by k_up, and weighted sums of latents by v_up.
     """
 
     sink: ClassVar[None] = None
@@ -78,6 +78,7 @@ class LatentProjections:
         [plane] = planes
         _, nope, rank = self.k_up.shape
         raw = self.q.flatten(0, 1)
+        # Both parts are written into one tensor: nothing is copied to join them.
         q = raw.new_empty(*raw.shape[:2], plane.shape[2])
         _by_head(raw[..., :nope], self.k_up, q[..., :rank])
         rotate_and_store_latent(raw[..., nope:], q, self.latent.flatten(0, 1), self.rope_and_norm, rows, plane)

@@ -11,6 +11,7 @@ from torch import Tensor
 from espalier.attention.base import Attention, CommittedLengths, Nodes, Prefix, Support
 from espalier.cache.kv import PagedKV
 from espalier.cache.layer_spec import KVHeads, LatentKV, LayerSpec
+from espalier.errors import EspalierError
 from espalier.kernels.attention.contiguous_blocks import count_contiguous_blocks
 from espalier.kernels.attention.kv_splits import KVSplitPolicy, KVSplits, kv_splits_triton
 from espalier.kernels.attention.latent_attention import MAX_ROW_SIZE, MAX_V_SIZE, latent_attention_triton
@@ -44,6 +45,8 @@ class TritonAttention(Attention):
         committed = Committed(k, v, prefix.page_table, prefix.length, self.pages.page_size, prefix.first)
         splits = self.splits(spec)
         if _is_wide_latent(spec):
+            if sink is not None:
+                raise EspalierError("attention=triton has no sinks over wide latent rows; use attention=reference")
             partials = None if splits.policy.max_splits == 1 else self._partials(splits, spec)
             return latent_attention_triton(
                 q, committed, staged, self.nodes.positions, splits, spec.softmax_scale, partials

@@ -1,7 +1,8 @@
 """`espalier bench round --choose`: the fastest tree at each batch, as a table for --by-batch.
 
 Every bucket runs with every candidate tree, by the engine's own launches.  The accept length of a round is measured
-too, or predicted from one accept length.  With experts, those that a pass touches are counted beside the timed rounds.
+too, or predicted from one accept length.  If the target has experts, rounds that are not timed count those that a pass
+touches.
 """
 
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
@@ -39,7 +40,7 @@ PREDICTED_WITH = "llama-3.1-8b"
 class Timed:
     """The round time of one candidate tree at one batch.
 
-    experts_touched: in a layer by the target's pass, the mean; None for a dense target.
+    experts_touched: experts of a layer that a verify pass touches, the mean; None for a dense target.
     """
 
     batch: int
@@ -66,8 +67,8 @@ def add_flags(parser: ArgumentParser, mode: Any) -> None:
         "--accept-length",
         type=float,
         metavar="X",
-        help="of the configured tree; others are predicted from it (default: all are measured); with --shape, where "
-        "all are measured: of the draft, at tree 5,8,64 (4)",
+        help="accept length of the configured tree, to predict the other trees' from (default: all are measured); with "
+        "--shape: accept length of the synthetic draft with tree 5,8,64 (4), and all are measured",
     )
     parser.add_argument(
         "--candidates",
@@ -227,7 +228,10 @@ def _round_ms(engine: Engine, batch: int, runs: Runs, stats: SpeculationStats) -
 
 
 def _experts_touched(engine: Engine, batch: int, shape: TreeShape, runs: Runs) -> float | None:
-    """By rounds that hold the whole batch, which is a bucket: a captured round would have no more rows."""
+    """Experts of a layer that a verify pass of the whole batch touches, the mean; None for a dense target.
+
+    The batch is a bucket, so the counted eager rounds have as many rows as captured ones.
+    """
     params = SamplingParams(temperature=0.0, max_tokens=runs.num_tokens)
     rows = batch * shape.num_draft_tokens
     return experts_touched(engine, lambda: drive(engine, runs.prompts[batch], params), rows)
@@ -259,9 +263,7 @@ def _rows(timed: Sequence[Timed]) -> list[list[str]]:
     rows.append(["accept length", *(f"{by_cell[next(iter(fastest)), shape].accept_length:.2f}" for shape in shapes)])
     for batch, winner in fastest.items():
         cells = [by_cell[batch, shape] for shape in shapes]
-        marks = ["*" if one == winner else " " for one in cells]
-        figures = zip(cells, marks, strict=True)
-        rows.append([str(batch), *(f"{_cell(one)} {mark}" for one, mark in figures)])
+        rows.append([str(batch), *(f"{_cell(one)} {'*' if one == winner else ' '}" for one in cells)])
     return rows
 
 

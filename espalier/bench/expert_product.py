@@ -1,7 +1,6 @@
-"""Chains of expert products on a GPU, to be timed.
+"""Times the expert product on a GPU, in chains of calls.
 
-Each call of a chain goes to experts of its own, drawn as if routing were uniform, so that no weights are in the L2
-cache.
+Routing is uniform.  Each call of a chain goes to other experts, so that no weights are in the L2 cache.
 """
 
 from collections.abc import Callable
@@ -13,22 +12,23 @@ from espalier.bench.timing import Stopwatch
 from espalier.kernels.layers.experts import grouped_experts_triton
 from espalier.kernels.layers.experts_plan import ExpertsShape
 
-# Different calls of a chain, and FLOPs and bytes after which a chain is long enough.
+# Limits of the number of calls in a chain.
 MAX_CALLS = 16
 MIN_CALLS = 3
+# A chain that reads as many bytes and computes as many FLOPs is long enough to time.
 CHAIN_BYTES = 500 * 10**6
 CHAIN_FLOPS = 200 * 10**9
 
 
 def experts_drawn(shape: ExpertsShape, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Random gate_up and down of one layer.  Its experts together are larger than any L2 cache."""
+    """Random gate_up and down of one layer, as in grouped_experts."""
     gate_up = torch.empty(shape.num_experts, 2 * shape.inner, shape.hidden, dtype=dtype, device=device)
     down = torch.empty(shape.num_experts, shape.hidden, shape.inner, dtype=dtype, device=device)
     return gate_up.normal_(std=shape.hidden**-0.5), down.normal_(std=shape.inner**-0.5)
 
 
 class Calls:
-    """Inputs of a chain of calls: `rows` rows each, routed as if at random, each call to other experts."""
+    """Inputs of a chain of `num` calls with `rows` rows each.  Each call goes to other experts."""
 
     def __init__(self, shape: ExpertsShape, rows: int, dtype: torch.dtype, device: torch.device) -> None:
         self.shape, self.rows = shape, rows
@@ -42,28 +42,32 @@ class Calls:
 
     @property
     def touched(self) -> float:
+        """Experts with rows, the mean over calls."""
         return sum(len(ids.unique()) for ids in self.ids) / self.num
 
 
 def drawn_ids(shape: ExpertsShape, rows: int, num_calls: int) -> list[Tensor]:
-    """ids [rows, K] of each call.  Rows are independent; from call to call a row goes through all experts in turn."""
+    """ids [rows, K] of each call, of uniform routing.
+
+    Rows are independent.  A row meets no expert again before it has gone to all of them (but for a rest below K).
+    """
     generator = torch.Generator().manual_seed(rows)
-    per_deal = shape.num_experts // shape.top_k
+    calls_per_deal = shape.num_experts // shape.top_k
     calls: list[Tensor] = []
     while len(calls) < num_calls:
-        dealt = torch.rand(rows, shape.num_experts, generator=generator).argsort(1)[:, : per_deal * shape.top_k]
-        calls += dealt.view(rows, per_deal, shape.top_k).sort(-1).values.unbind(1)
+        dealt = torch.rand(rows, shape.num_experts, generator=generator).argsort(1)[:, : calls_per_deal * shape.top_k]
+        calls += dealt.view(rows, calls_per_deal, shape.top_k).sort(-1).values.unbind(1)
     return [ids.contiguous() for ids in calls[:num_calls]]
 
 
 class ExpertProduct:
-    """The experts of one layer, multiplied as the engine does.  gate_up, down: as in grouped_experts."""
+    """Times the expert product of one layer, with the engine's kernels.  gate_up, down: as in grouped_experts."""
 
     def __init__(self, shape: ExpertsShape, gate_up: Tensor, down: Tensor, stopwatch: Stopwatch) -> None:
         self.shape, self.gate_up, self.down, self.stopwatch = shape, gate_up, down, stopwatch
 
     def us(self, rows: int, turns: int) -> tuple[float, float]:
-        """(us of one call, experts that it touches), means over the calls of a chain."""
+        """(us of a call, experts that a call touches), means over a chain.  turns: how often the chain is timed."""
         calls = Calls(self.shape, rows, self.down.dtype, self.down.device)
         [ms] = self.stopwatch.ms([self._chain(calls)], turns)
         return 1e3 * ms / calls.num, calls.touched

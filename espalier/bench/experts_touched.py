@@ -1,4 +1,4 @@
-"""Counts the experts that a target's passes touch, outside of what is timed."""
+"""Counts the experts that a target's passes touch.  Counting slows passes down, so they must not be timed."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,9 +14,9 @@ from espalier.models.layers.experts import MixtureMLP, router_logits
 
 
 class CountingExperts:
-    """A MixtureMLP that also counts the experts that the rows of each call go to, without a sync.
+    """A MixtureMLP that also counts the experts that each call touches, without a sync.
 
-    counts: (rows, experts) of each call.
+    counts: each call appends (rows, number of experts).
     """
 
     def __init__(self, mlp: MixtureMLP, counts: list[tuple[int, Tensor]]) -> None:
@@ -35,25 +35,29 @@ class CountingExperts:
 
 def mixtures(engine: Engine) -> list[MixtureMLP]:
     """The target's mixture-of-experts blocks, by layer; none if it is dense."""
+    return [layer.mlp for layer in _mixture_layers(engine)]
+
+
+def _mixture_layers(engine: Engine) -> list[Any]:
     layers = getattr(engine.executor.runner.target, "layers", [])
-    return [layer.mlp for layer in layers if isinstance(layer.mlp, MixtureMLP)]
+    return [layer for layer in layers if isinstance(layer.mlp, MixtureMLP)]
 
 
 @contextmanager
 def count_experts(engine: Engine) -> Iterator[list[tuple[int, Tensor]]]:
-    """Inside this context launches run eagerly, and each mixture of a pass appends (rows, experts that they touch)."""
+    """Inside this context launches run eagerly, and each mixture-of-experts block counts (CountingExperts.counts)."""
     counts: list[tuple[int, Tensor]] = []
     executor: Any = engine.executor
-    blocks = [layer for layer in executor.runner.target.layers if isinstance(layer.mlp, MixtureMLP)]
+    layers = _mixture_layers(engine)
     graphs = executor.graphs if isinstance(executor, CudaExecutor) else None
     try:
         if graphs is not None:
             executor.graphs = {}
-        for layer in blocks:
+        for layer in layers:
             layer.mlp = CountingExperts(layer.mlp, counts)
         yield counts
     finally:
-        for layer in blocks:
+        for layer in layers:
             layer.mlp = layer.mlp.mlp
         if graphs is not None:
             executor.graphs = graphs
@@ -62,13 +66,13 @@ def count_experts(engine: Engine) -> Iterator[list[tuple[int, Tensor]]]:
 def experts_touched(engine: Engine, run: Callable[[], object], rows: int | None = None) -> float | None:
     """Mean experts that a target pass touches in a layer, over the passes of `run`; None for a dense target.
 
-    rows: count only passes of so many rows.
+    rows: only passes of this number of rows count; None: all passes.
     """
     if not mixtures(engine):
         return None
     with count_experts(engine) as counts:
         run()
-        counted = [count for own, count in counts if rows in (None, own)]
+        counted = [count for pass_rows, count in counts if rows in (None, pass_rows)]
         if counted[0].is_cuda:
             torch.cuda.synchronize(counted[0].device)
         return float(torch.stack(counted).double().mean())

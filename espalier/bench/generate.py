@@ -1,7 +1,7 @@
-"""`espalier bench generate`: the time of a round, and to the first token, of what a user calls: LLM.generate.
+"""`espalier bench generate`: the time of a round and the time to the first token of LLM.generate, as a user calls it.
 
-The time of a round is the slope over the rounds of a call that run every request.  Rounds after the first request has
-finished do not count: they are smaller.
+The time of a round is the mean over the rounds that run every request.  Rounds after the first request has finished do
+not count: they are smaller.
 """
 
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
@@ -27,36 +27,39 @@ from espalier.engine.launch_input import LaunchInput
 from espalier.errors import EspalierError
 from espalier.layout import PLAIN, TreeShape
 from espalier.llm import LLM
-from espalier.request import SamplingParams
+from espalier.request import Output, SamplingParams
 from espalier.speculate.drafters import WITHOUT_FILES
 from espalier.startup.resolve import layout_of
 from espalier.terminal.console import QUIET, print_table, progress, stdout, write_json
 from espalier.terminal.flags import flag_of, given_flags, prompt_group, require_at_least_one
 
-# Default --prompts: {True: of a named shape on a GPU, False: of a model}.
-PROMPTS = {True: [(1, 1024), (8, 1024)], False: [(1, 128), (8, 128)]}
+# Default --prompts: for a named shape, and for a model.
+PROMPTS_OF_SHAPE = [(1, 1024), (8, 1024)]
+PROMPTS_OF_MODEL = [(1, 128), (8, 128)]
 TOKENS = 256
 REPEATS = 3
-# Rounds of the full batch that do not count, because the host runs ahead; and the fewest that do.
+# The first rounds of the full batch do not count, because the host runs ahead.
 WARM_UP = 3
-FEWEST = 8
+# The fewest rounds that a mean is taken over.
+MIN_ROUNDS = 8
 
 
 @dataclass(frozen=True)
-class Call:
-    """One call of LLM.generate.
+class Rounds:
+    """The rounds of one call.  seconds: of a round that runs every request, the mean.
 
-    seconds: of the whole call.  round_seconds: mean over the rounds of every request; 0 for a call of one token.
-    accept_length: mean over requests and rounds.
+    accept_length: the mean over all requests and rounds.
     """
 
     seconds: float
-    round_seconds: float
     accept_length: float
 
 
 class RoundClock:
-    """Notes when each launch starts; a LaunchObserver.  launches: (time, requests), with 0 for a prefill pass."""
+    """A LaunchObserver that notes when each launch starts.
+
+    launches: (time, number of requests) of each; the number is 0 for a prefill pass.
+    """
 
     def __init__(self) -> None:
         self.launches: list[tuple[float, int]] = []
@@ -68,14 +71,18 @@ class RoundClock:
         pass
 
     def seconds(self, batch: int) -> float:
-        """Mean time of the first rounds of `batch` requests that follow each other.  Raises EspalierError."""
+        """Mean time of a round, over the first rounds of `batch` requests without another launch between them.
+
+        Raises EspalierError if they are too few.
+        """
         sizes = [size for _, size in self.launches]
         first = sizes.index(batch) if batch in sizes else len(sizes)
         times = [time for time, _ in takewhile(lambda launch: launch[1] == batch, self.launches[first:])]
         times = times[WARM_UP:]
-        if len(times) <= FEWEST:
+        if len(times) <= MIN_ROUNDS:
             raise EspalierError(
-                f"only {len(times)} rounds ran all {batch} requests, and {FEWEST + 1} are needed: raise --tokens"
+                f"only {len(times)} rounds ran all {batch} requests after the first {WARM_UP}, "
+                f"and {MIN_ROUNDS + 1} are needed: raise --tokens"
             )
         return (times[-1] - times[0]) / (len(times) - 1)
 
@@ -85,8 +92,8 @@ class Generated:
     """A batch of prompts of `context` tokens.
 
     first_token_ms: from the call until every request has its first token.  round_ms, accept_length, tokens_per_second:
-    of rounds that run every request, prefill not included.  floor_ms: the least time of such a round (roofline.py);
-    None for a model, and without a GPU.
+    of rounds that run every request, without prefill.  floor_ms: the least time of such a round (roofline.py); None
+    without a named shape or a GPU.
     """
 
     batch: int
@@ -105,7 +112,7 @@ def add_flags(parser: ArgumentParser) -> None:
         nargs="+",
         type=prompt_group,
         metavar="NxL",
-        help="N prompts of L tokens at once (with --shape 1x1024 8x1024, of a model 1x128 8x128)",
+        help="N prompts of L tokens at once (with --shape: 1x1024 8x1024; of a model: 1x128 8x128)",
     )
     parser.add_argument("--tokens", type=int, default=TOKENS, metavar="N", help="tokens of each request (256)")
     parser.add_argument("--repeats", type=int, default=REPEATS, metavar="N", help="repetitions; medians are used (3)")
@@ -125,7 +132,7 @@ def _tree(text: str) -> TreeShape:
 
 
 def run(args: Namespace) -> int:
-    args.prompts = args.prompts or PROMPTS[args.shape is not None]
+    args.prompts = args.prompts or (PROMPTS_OF_MODEL if args.shape is None else PROMPTS_OF_SHAPE)
     require_at_least_one(args, "tokens", "repeats")
     made = engines_of(args, _tree_settings(args))
     ways = {"tree": True, "plain": False} if made.config(True).steps else {"plain": False}
@@ -185,13 +192,13 @@ def _measure_all(
 
 
 def _add_floors(measured: dict[str, list[Generated]], configs: dict[str, ResolvedConfig], args: Namespace) -> None:
-    """Measure the floor of each round, at the mean context of the rounds that the slope is of."""
+    """Set floor_ms of each, at a context of the prompt and half of the new tokens."""
     roofline = Roofline(shape_named(args.shape))
-    ceilings, grown = roofline.ceilings(), args.tokens / 2
+    ceilings = roofline.ceilings()
     for name, config in configs.items():
         drafts, layout = config.algorithm not in WITHOUT_FILES, layout_of(config)
         for i, one in enumerate(measured[name]):
-            tree, context = layout.at(one.batch).tree, one.context + grown
+            tree, context = layout.at(one.batch).tree, one.context + args.tokens / 2
             sizes = (tree.steps, tree.topk, tree.num_draft_tokens)
             floor = roofline.round(one.batch, context, *sizes, ceilings, drafts)
             measured[name][i] = replace(one, floor_ms=floor.ms)
@@ -205,40 +212,48 @@ def measure(llm: LLM, prompts: Sequence[Sequence[int]], num_tokens: int, repeats
     """
     batch, context = len(prompts), len(prompts[0])
     require_pages(llm.engine, f"{batch}x{context} with {num_tokens} new tokens", batch, context + num_tokens)
-    firsts, calls = [], []
+    first_seconds, rounds = [], []
     for _ in range(1 + repeats):
         empty_prefix_cache(llm.engine)
-        firsts.append(call(llm, prompts, 1).seconds)
+        first_seconds.append(_seconds_to_first_token(llm, prompts))
         # The prompts are cached now, so all requests enter at once.
-        calls.append(call(llm, prompts, num_tokens))
-    seconds, accept_length = median(each.round_seconds for each in calls[1:]), calls[-1].accept_length
+        rounds.append(_rounds(llm, prompts, num_tokens))
+    seconds, accept_length = median(each.seconds for each in rounds[1:]), rounds[-1].accept_length
     return Generated(
         batch=batch,
         context=context,
-        first_token_ms=1e3 * median(firsts[1:]),
+        first_token_ms=1e3 * median(first_seconds[1:]),
         round_ms=1e3 * seconds,
         accept_length=accept_length,
         tokens_per_second=batch * accept_length / seconds,
     )
 
 
-def call(llm: LLM, prompts: Sequence[Sequence[int]], num_tokens: int) -> Call:
-    """Generate num_tokens greedy tokens for each prompt.  Raises EspalierError if a request fails."""
-    params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
-    llm.engine.observer = clock = RoundClock()
+def _seconds_to_first_token(llm: LLM, prompts: Sequence[Sequence[int]]) -> float:
     begun = perf_counter()
-    outputs = llm.generate(prompts, params)
-    seconds = perf_counter() - begun
-    llm.engine.observer = None
-    for output in outputs:
-        if output.error is not None:
-            raise EspalierError(f"a request failed: {output.error}")
-    if num_tokens == 1:
-        return Call(seconds, 0.0, 1.0)
+    _generate(llm, prompts, 1)
+    return perf_counter() - begun
+
+
+def _rounds(llm: LLM, prompts: Sequence[Sequence[int]], num_tokens: int) -> Rounds:
+    llm.engine.observer = clock = RoundClock()
+    try:
+        outputs = _generate(llm, prompts, num_tokens)
+    finally:
+        llm.engine.observer = None
     # The first token of a request comes from its prefill.
     decoded = sum(len(output.token_ids) - 1 for output in outputs)
     accept_length = decoded / sum(output.speculation.rounds for output in outputs)
-    return Call(seconds, clock.seconds(len(prompts)), accept_length)
+    return Rounds(clock.seconds(len(prompts)), accept_length)
+
+
+def _generate(llm: LLM, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[Output]:
+    """Generate num_tokens greedy tokens for each prompt.  Raises EspalierError if a request fails."""
+    outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True))
+    for output in outputs:
+        if output.error is not None:
+            raise EspalierError(f"a request failed: {output.error}")
+    return outputs
 
 
 def _cells(measured: dict[str, list[Generated]]) -> list[dict[str, Any]]:

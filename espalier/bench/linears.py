@@ -25,7 +25,7 @@ Shape = tuple[int, int]
 class Run:
     """`count` weights [out, in] of a pass, each multiplied with `rows` rows.
 
-    heads: above 1, each weight is [heads, out, in], and every head has rows of its own, in one batched product.
+    heads: if above 1, each weight is [heads, out, in], and one batched product multiplies each head with its own rows.
     """
 
     name: str
@@ -44,8 +44,8 @@ class Run:
 class ExpertSizes:
     """The mixture-of-experts layers of a model.
 
-    layers: their number; shape: of the experts of one layer; shared: intermediate size of the shared experts, 0: none;
-    shared_gate: whether the shared expert has a gate.
+    layers: the number of such layers.  shape: of the experts of one layer.
+    shared: intermediate size of the shared expert, 0: none.  shared_gate: whether the shared expert has a gate.
     """
 
     layers: int
@@ -58,10 +58,10 @@ class ExpertSizes:
 class ModelShape:
     """The sizes of a decoder's linear layers and attention, and of a one-layer draft for it.
 
-    kv_heads, head_size: of layers with K and V heads; latent: the sizes of latent attention, None without.
-    windows: of layers with a window, by their number of positions; the other layers have none.
-    experts: None for a dense model.  draft_vocab: rows of the draft's lm_head; captured: number of target features that
-    the draft fuses; draft: the draft's sizes, None if its layer is like the target's.
+    kv_heads, head_size: of layers with K and V heads.  latent: of layers with latent attention; None: there are none.
+    windows: the window of each layer that has one, in positions.  experts: None for a dense model.
+    draft_vocab: rows of the draft's lm_head.  captured: number of target features that the draft fuses.
+    draft: the draft's sizes; None if its layer is like the target's.
     """
 
     hidden: int
@@ -81,7 +81,7 @@ class ModelShape:
     def target_pass(self, rows: int, head_rows: int | None = None) -> tuple[Run, ...]:
         """A verify pass: every layer over `rows` rows, and the lm_head over `head_rows`, None: over all rows.
 
-        The products with routed experts are no linear layers, and not in it.
+        Routed experts are not included: they are no linear layers.
         """
         return (*self._layers("", self.hidden, self.layers, rows), self._head("lm_head", self.vocab, rows, head_rows))
 
@@ -98,7 +98,7 @@ class ModelShape:
         return self.draft or self
 
     def shapes(self) -> tuple[Shape, ...]:
-        """Every weight shape of a linear layer once, in the order of a round."""
+        """Every weight shape of a linear layer once, in the order of a round.  Without batched products."""
         runs = (*self.target_pass(1), *self.draft_pass(1, fused_rows=1))
         return tuple(dict.fromkeys(run.shape for run in runs if run.heads == 1))
 
@@ -119,20 +119,20 @@ class ModelShape:
 
     def _layers(self, prefix: str, wide: int, count: int, rows: int) -> tuple[Run, ...]:
         """wide: input size of the first product."""
-        num_mixed = self.experts.layers if self.experts is not None else 0
-        dense = self._gated(f"{prefix}", self.intermediate, count - num_mixed, rows) if count > num_mixed else ()
-        return (*self._attention(prefix, wide, count, rows), *dense, *self._mixed(rows))
+        num_dense = count - (self.experts.layers if self.experts is not None else 0)
+        dense = self._mlp(prefix, self.intermediate, num_dense, rows) if num_dense > 0 else ()
+        return (*self._attention(prefix, wide, count, rows), *dense, *self._routers_and_shared(rows))
 
     def _attention(self, prefix: str, wide: int, count: int, rows: int) -> tuple[Run, ...]:
         if self.latent is not None:
-            return self._latent(self.latent, count, rows)
+            return self._latent_attention(self.latent, count, rows)
         attention = self.heads * self.head_size
         return (
             Run(f"{prefix}qkv", (attention + 2 * self.kv_heads * self.head_size, wide), count, rows),
             Run(f"{prefix}o", (self.hidden, attention), count, rows),
         )
 
-    def _latent(self, latent: LatentConfig, count: int, rows: int) -> tuple[Run, ...]:
+    def _latent_attention(self, latent: LatentConfig, count: int, rows: int) -> tuple[Run, ...]:
         queries = self.heads * latent.head_size
         q: tuple[Run, ...] = (Run("q", (queries, self.hidden), count, rows),)
         if latent.q_rank is not None:
@@ -146,20 +146,20 @@ class ModelShape:
             Run("o", (self.hidden, self.heads * latent.v_size), count, rows),
         )
 
-    def _gated(self, prefix: str, inner: int, count: int, rows: int) -> tuple[Run, ...]:
+    def _mlp(self, prefix: str, inner: int, count: int, rows: int) -> tuple[Run, ...]:
         return (
             Run(f"{prefix}gate_up", (2 * inner, self.hidden), count, rows),
             Run(f"{prefix}down", (self.hidden, inner), count, rows),
         )
 
-    def _mixed(self, rows: int) -> tuple[Run, ...]:
-        """The routers and shared experts."""
+    def _routers_and_shared(self, rows: int) -> tuple[Run, ...]:
+        """The linear layers beside the routed experts."""
         experts = self.experts
         if experts is None:
             return ()
         router = Run("router", (experts.shape.num_experts, self.hidden), experts.layers, rows)
         gate = (Run("shared gate", (1, self.hidden), experts.layers, rows),) if experts.shared_gate else ()
-        shared = self._gated("shared ", experts.shared, experts.layers, rows) if experts.shared else ()
+        shared = self._mlp("shared ", experts.shared, experts.layers, rows) if experts.shared else ()
         return router, *gate, *shared
 
     def _head(self, name: str, vocab: int, rows: int, head_rows: int | None) -> Run:

@@ -1,12 +1,12 @@
-"""The roofline of a round: the least time that its linear layers and its attention can take on this GPU.
+"""The roofline of a round: the least time that its linear layers, experts and attention can take on this GPU.
 
     roofline = fastest linear layers found for those rows, as one CUDA graph
                + max(bytes of the touched experts / measured bandwidth, their FLOPs / measured bf16 peak)
                + max(K/V bytes / measured bandwidth, attention FLOPs / measured bf16 peak)
 
-Touched are the experts that have rows: their number is measured, or follows from uniform routing.  Everything else is
-measured on the device in the same run.  For comparison, weight bytes / bandwidth is given too; no kernel
-reaches it.  `espalier bench floor` prints the part of the linear layers.
+Touched experts are those that have rows.  Their number is measured, or it follows from uniform routing.  Everything
+else is measured on the device in the same run.  For comparison, weight bytes / bandwidth is given too; no kernel
+reaches it.  `espalier bench floor` prints the parts of the linear layers and of the experts.
 """
 
 from argparse import ArgumentParser, Namespace
@@ -49,8 +49,10 @@ class LinearTimes:
 
 @dataclass(frozen=True)
 class RoundRoofline:
-    """ms: of a whole round; of its linear layers alone; of its experts; of reading the weights at full bandwidth, of
-    experts only those that are touched."""
+    """ms: of a whole round; linear_ms, expert_ms: of its linear layers and of its experts alone.
+
+    weight_bytes_ms: of reading the weights at the measured bandwidth, including only the touched experts.
+    """
 
     ms: float
     linear_ms: float
@@ -96,8 +98,8 @@ def round_attention(
 ) -> Cost:
     """The attention of the passes of `round_runs`.  K and V take two bytes a number.
 
-    Each pass reads a request's prefix of `context` tokens once, or as much as a layer's window has.  The nodes are left
-    out: they are few compared with the prefix.
+    Each pass reads a request's prefix of `context` tokens once; a layer with a window reads only the window.  The nodes
+    are left out: they are few compared with the prefix.
     """
     draft, levels = shape.draft_sizes, max(steps - 1, 0)
     # (model, rows that a query reads in all layers, passes, queries a request)
@@ -112,7 +114,7 @@ def round_attention(
 def expert_cost(shape: ModelShape, rows: int, touched: float | None = None) -> Cost:
     """The routed experts of a target pass.
 
-    touched: experts with rows, the mean over layers; None: as many as uniform routing touches.
+    touched: experts with rows, the mean over layers; None: the number that uniform routing touches.
     """
     if shape.experts is None:
         return Cost(0, 0)
@@ -208,14 +210,17 @@ def run(args: Namespace) -> int:
 
 @dataclass(frozen=True)
 class ExpertTimes:
-    """The routed experts of a pass: those touched in a layer if routing is uniform, and the least ms of all layers."""
+    """The routed experts of a pass.
+
+    touched: experts with rows in a layer, for uniform routing.  ms: the least time, all layers together.
+    """
 
     touched: float
     ms: float
 
 
 def expert_ms(shape: ModelShape, rows: int, ceilings: Ceilings) -> ExpertTimes | None:
-    """None for a dense model."""
+    """The experts of a pass of `rows` rows; None for a dense model."""
     if shape.experts is None:
         return None
     return ExpertTimes(shape.experts.shape.touched(rows), expert_cost(shape, rows).ms(ceilings))
@@ -227,7 +232,7 @@ def table(
     known: Mapping[int, float],
     experts: Sequence[ExpertTimes | None] = (),
 ) -> list[list[str]]:
-    """known: KNOWN_MS by rows, of this shape and GPU; experts: of each pass, if the shape has any."""
+    """known: KNOWN_MS by rows, of this shape and GPU.  experts: one for each of `times`, or empty."""
     rows = [["rows", "F.linear, ms", "known, ms", "differs", "fastest, ms", "weight bytes / bandwidth, ms"]]
     for each in times:
         bytes_ms = 1e3 * each.weight_bytes / ceilings.bandwidth

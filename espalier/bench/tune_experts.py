@@ -1,6 +1,6 @@
 """`espalier doctor --tune experts`: measure the expert product on this GPU, and write the fastest plans for the engine.
 
-The two products are measured apart; then the best of each are measured together, sort included.
+Each of the two products is measured alone.  Then the fastest plans of both are measured together, with the sort.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,21 +33,23 @@ from espalier.terminal.console import print_header, print_table, progress, stdou
 from espalier.terminal.machine import installed, require_gpu
 
 ROWS = (1, 4, 8, 16, 32, 64, 128, 512, 2048)
-# Plans of each product that are measured together with those of the other.
+# The fastest plans of each product that are measured together with those of the other.
 FINALISTS = 2
+# How often each plan is timed: alone, and together with the other product.
 QUICK_TURNS, TURNS = 3, 10
+COLUMNS = ["experts", "rows", "touched", "tile", "gate and up", "down", "us", "by rule, us", "of memory's", "TFLOP/s"]
 
 Plan = TypeVar("Plan", ProductPlan, ExpertsPlan)
-# A function that makes a body which runs a plan over the first of the calls, as many as it is told.
-Chain = Callable[["Calls", Plan, int], Callable[[], None]]
+# (calls, plan, num_calls) -> a function that runs the first num_calls calls with the plan.
+Chain = Callable[[Calls, Plan, int], Callable[[], None]]
 
 
 @dataclass(frozen=True)
 class MeasuredExperts:
-    """One layer's experts at a number of rows.
+    """The expert product of one layer at a number of rows.
 
-    touched: experts with rows, the mean over calls; us: of the whole product with `plan`; rule_us: with the rule's
-    plan; gated_us, down_us: of the two products alone.
+    touched: experts with rows, the mean over calls.  us: of all launches, with `plan`; rule_us: with the rule's plan.
+    gated_us, down_us: of one product alone.
     """
 
     shape: ExpertsShape
@@ -61,7 +63,7 @@ class MeasuredExperts:
 
     @property
     def bytes_per_second(self) -> float:
-        """Read of the touched experts."""
+        """Bytes of the touched experts, read once, per second."""
         return self.touched * self.shape.expert_bytes / self.us * 1e6
 
     @property
@@ -79,14 +81,14 @@ class ExpertsTuner:
         self.chip: Chip = chip(torch.empty(0, device=self.device))
 
     def measure(self, shape: ExpertsShape, rows: Sequence[int] = ROWS) -> Iterator[list[MeasuredExperts]]:
-        """Measure the buckets that `rows` are in, bucket by bucket."""
+        """Measure at each number of rows.  Yields the figures of one bucket (ExpertsShape.bucket) at a time."""
         gate_up, down = experts_drawn(shape, self.dtype, self.device)
         for bucket, group in groupby(rows, shape.bucket):
             calls = [Calls(shape, count, self.dtype, self.device) for count in group]
             yield self._bucket(bucket, calls, gate_up, down)
 
     def _bucket(self, bucket: int, calls: Sequence[Calls], gate_up: Tensor, down: Tensor) -> list[MeasuredExperts]:
-        """All row counts of a bucket take the plan that is fastest over them."""
+        """The figures of one bucket, with the plan that is fastest over all its numbers of rows (`relative`)."""
         [shape] = {each.shape for each in calls}
         plans: list[ExpertsPlan] = []
         alone: dict[tuple[int, ProductPlan, int], list[float]] = {}
@@ -118,8 +120,7 @@ class ExpertsTuner:
     def _alone(
         self, calls: Sequence[Calls], tile_rows: int, matrices: int, plans: Sequence[ProductPlan], weight: Tensor
     ) -> dict[ProductPlan, list[float]]:
-        """µs of one product at each row count, without the sort."""
-
+        """µs of one product at each row count, without the sort.  matrices: 2 for gate and up, 1 for down."""
         tiles = {each: [tiles_of(ids, None, each.shape.num_experts, tile_rows) for ids in each.ids] for each in calls}
 
         def chain(each: Calls, plan: ProductPlan, num_calls: int) -> Callable[[], None]:
@@ -139,7 +140,7 @@ class ExpertsTuner:
     def _whole(
         self, calls: Sequence[Calls], plans: Sequence[ExpertsPlan], gate_up: Tensor, down: Tensor
     ) -> dict[ExpertsPlan, list[float]]:
-        """µs of the whole product at each row count, sort included."""
+        """µs of all three launches at each row count."""
 
         def chain(each: Calls, plan: ExpertsPlan, num_calls: int) -> Callable[[], None]:
             def body() -> None:
@@ -151,9 +152,9 @@ class ExpertsTuner:
         return self._us(calls, list(dict.fromkeys(plans)), chain, TURNS)
 
     def _us(
-        self, calls: Sequence[Calls], plans: Sequence[Plan], chain: "Chain[Plan]", turns: int
+        self, calls: Sequence[Calls], plans: Sequence[Plan], chain: Chain[Plan], turns: int
     ) -> dict[Plan, list[float]]:
-        """µs a call of each plan at each row count; the plans take turns."""
+        """µs of a call with each plan, at each row count.  The plans take turns."""
         with precompile():
             for each in calls:
                 for plan in plans:
@@ -166,25 +167,25 @@ class ExpertsTuner:
 
 
 def relative(times: Mapping[Plan, Sequence[float]], plan: Plan) -> float:
-    """A plan's times, summed over row counts, each relative to the fastest plan of that count."""
+    """The sum over row counts of: a plan's time, divided by the time of the fastest plan at that count."""
     fastest = [min(of_count) for of_count in zip(*times.values(), strict=True)]
     return sum(mine / least for mine, least in zip(times[plan], fastest, strict=True))
 
 
 def versions() -> dict[str, str]:
-    """What a table says of its measurement."""
+    """The GPU and versions that a table was measured with."""
     return {"gpu": torch.cuda.get_device_name(), "torch": str(torch.__version__), "triton": installed("triton")}
 
 
 def run(models: Sequence[ModelShape], dtype: torch.dtype, path: Path) -> None:
     """Measure the experts of models, write their plans and print.  Raises EspalierError for a model without experts."""
+    if any(model.experts is None for model in models):
+        raise EspalierError("--tune experts is for mixtures of experts, but a given model is dense; leave it out")
     shapes = tuple(dict.fromkeys(model.experts.shape for model in models if model.experts is not None))
-    if len(shapes) < len(set(models)):
-        raise EspalierError("--tune experts is for mixtures of experts, and a model has none; leave it out")
     print_header()
     tuner = ExpertsTuner(dtype)
     bandwidth = tuner.stopwatch.bandwidth(tuner.device)
-    rows = [HEADS]
+    rows = [COLUMNS]
     with progress("measuring", len(shapes)) as advance:
         for shape in shapes:
             measured = list(tuner.measure(shape))
@@ -195,9 +196,6 @@ def run(models: Sequence[ModelShape], dtype: torch.dtype, path: Path) -> None:
             advance()
     print_table(rows)
     stdout().print(Text(f"written to {path}"))
-
-
-HEADS = ["experts", "rows", "touched", "tile", "gate and up", "down", "us", "by rule, us", "of memory's", "TFLOP/s"]
 
 
 def _row(measured: MeasuredExperts, bandwidth: float) -> list[str]:

@@ -75,10 +75,10 @@ class Experts:
 
     layers: their indices; other layers have a dense MLP.  size: intermediate size of an expert.
     shared_size: intermediate size of the shared expert; 0: there is none.
-    shared_name: of the shared expert's weights; shared_gate: of the weight [1, H] that gates it, None without a gate.
-    shared_bias: whether the shared expert's projections have a bias.
-    router_name: of the router's weight, and of its bias where `routing` has one on the logits.
-    stored: how the checkpoint stores the experts, see espalier/models/expert_loading.py.
+    shared_name: name of the shared expert's weights.  shared_bias: whether its projections have a bias.
+    shared_gate: name of the weight [1, H] that gates the shared expert; None without a gate.
+    router_name: name of the router's weight, and of its bias if routing.logit_bias is set.
+    stored: how the checkpoint stores the experts (espalier/models/expert_loading.py).
     biases: whether gate, up and down have biases.
     """
 
@@ -267,7 +267,7 @@ def refuse_unsupported(full: Raw, path: Path, honoured: tuple[str, ...]) -> None
 
 
 def _with_partial_rotation(full: Raw) -> Raw:
-    """full with partial_rotary_factor at the top level; transformers 5 writes it into rope_parameters."""
+    """The config with partial_rotary_factor at its top level.  Transformers 5 writes it into rope_parameters."""
     name = "partial_rotary_factor"
     nested = [
         source[name] for field in ("rope_parameters", "rope_scaling") if name in (source := full.get(field) or {})
@@ -276,13 +276,13 @@ def _with_partial_rotation(full: Raw) -> Raw:
 
 
 def _rotated_size(full: Raw, head_size: int, path: Path) -> int:
-    """The number of values of a head that are rotated: the first ones."""
+    """The number of rotated values of a head, which are its first values.  Raises EspalierError for a wrong factor."""
     share = full.get("partial_rotary_factor")
     size = head_size if share is None else int(head_size * share) if isinstance(share, int | float) else 0
     if size % 2 or not 0 < size <= head_size:
         raise EspalierError(
-            f"{path}: partial_rotary_factor = {share!r} of heads of {head_size} values; an even number of values, of "
-            "2 at least, must be rotated: correct the config"
+            f"{path}: partial_rotary_factor = {share!r} of heads of {head_size} values is not supported; the rotated "
+            f"part must have an even number of values, from 2 to {head_size}; correct the config"
         )
     return size
 

@@ -1,6 +1,6 @@
 """DeepSeek-V2, V2-Lite, V3, V3.1 and R1: latent attention, a shared expert, and routed experts behind dense layers.
 
-V2's queries may have no latent of their own.  V2 weights experts by softmax, V3 by sigmoid with a correction bias
+In V2 the queries may have no latent of their own.  V2 weights experts by softmax, V3 by sigmoid with a correction bias
 (DeepSeek-AI 2024, arXiv:2405.04434, section 2.2, and arXiv:2412.19437, section 2.1.2).
 """
 
@@ -10,6 +10,7 @@ from espalier.errors import EspalierError
 from espalier.kernels.layers.routing import Routing
 from espalier.models.config import Experts, Family, Raw, full_attention
 
+# Fields of config.json that this file reads, so they may have any value (Family.honours).
 EXPERT_FIELDS = (
     "n_routed_experts",
     "n_shared_experts",
@@ -18,13 +19,14 @@ EXPERT_FIELDS = (
     "topk_method",
     "routed_scaling_factor",
 )
-# The value of scoring_func that goes with each topk_method.
+# The scoring_func of each topk_method.
 SCORINGS = {"greedy": "softmax", "group_limited_greedy": "softmax", "noaux_tc": "sigmoid"}
 
 
 def routed_experts(full: Raw, methods: tuple[str, ...], layers: frozenset[int]) -> Experts | None:
-    """The experts of `layers`.  methods: the values of topk_method that the family's code has, the default first.
+    """The experts of `layers`; None if there are none.
 
+    methods: the values of topk_method that the family supports, its default first; all have one scoring_func.
     Raises EspalierError for another topk_method or scoring_func.
     """
     if not full["n_routed_experts"] or not layers:
@@ -50,22 +52,22 @@ def routed_experts(full: Raw, methods: tuple[str, ...], layers: frozenset[int]) 
 
 
 def _routing(full: Raw, method: str) -> Routing:
-    how = Routing(
+    routing = Routing(
         full["n_routed_experts"],
         full["num_experts_per_tok"],
         norm_topk_prob=bool(full["norm_topk_prob"]),
         routed_scaling_factor=full["routed_scaling_factor"],
     )
     if method == "greedy":
-        return how
-    how = replace(how, n_group=full["n_group"] or 1, topk_group=full["topk_group"] or 1)
+        return routing
+    routing = replace(routing, n_group=full["n_group"] or 1, topk_group=full["topk_group"] or 1)
     if method == "group_limited_greedy":
-        return how
-    return replace(how, scoring="sigmoid", group_score="top2_sum", correction_bias=True)
+        return routing
+    return replace(routing, scoring="sigmoid", group_score="top2_sum", correction_bias=True)
 
 
 def layers_behind_dense(full: Raw) -> frozenset[int]:
-    """All layers but the first first_k_dense_replace; of them, every moe_layer_freq-th layer of the model."""
+    """The layers whose index is a multiple of moe_layer_freq, without the first first_k_dense_replace layers."""
     first, every = full["first_k_dense_replace"] or 0, full.get("moe_layer_freq") or 1
     for name, value in (("first_k_dense_replace", first), ("moe_layer_freq", every)):
         if not isinstance(value, int) or value < 0:
@@ -74,12 +76,12 @@ def layers_behind_dense(full: Raw) -> frozenset[int]:
 
 
 def _experts_v2(full: Raw) -> Experts | None:
-    # The publisher's code scales the weights only if it does not norm them.  Transformers never norms them.  Published
-    # files do not set norm_topk_prob.
+    # As the publisher's code, which scales the weights only if it does not norm them.  Transformers never norms them.
+    # Published files do not set norm_topk_prob.
     norm = full["norm_topk_prob"] and full["num_experts_per_tok"] != 1
     scale = 1.0 if norm else full["routed_scaling_factor"]
-    own = {**full, "norm_topk_prob": norm, "routed_scaling_factor": scale}
-    return routed_experts(own, ("greedy", "group_limited_greedy"), layers_behind_dense(full))
+    as_published = {**full, "norm_topk_prob": norm, "routed_scaling_factor": scale}
+    return routed_experts(as_published, ("greedy", "group_limited_greedy"), layers_behind_dense(full))
 
 
 def _experts_v3(full: Raw) -> Experts | None:

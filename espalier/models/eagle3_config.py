@@ -15,12 +15,12 @@ from espalier.models.draft import DraftSpec
 from espalier.models.loading import FAMILIES, layer_specs_of
 from espalier.models.weights import Weights
 
-# Heads whose layer has latent attention.
+# Architectures of heads whose layer has latent attention.
 LATENT = ("Eagle3DeepseekV2ForCausalLM", "Eagle3DeepseekV3ForCausalLM")
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel", *LATENT)
 # Values of model_type that name the format of the head, not the kind of its layer.  The layer is then a Llama layer.
 WRAPPERS = ("eagle", "eagle3", "speculators", "speculator_model")
-# Targets whose heads name the captured layers in eagle_config by their input (_captured_layers).
+# Targets whose heads list the captured layers in eagle_config by input and not by output (_captured_layers).
 BY_INPUT = (V2.architecture, V3.architecture)
 EARLIER = ("LlamaForCausalLMEagle", "EagleLlamaForCausalLM", "EagleSpeculator")
 
@@ -66,7 +66,7 @@ def read_eagle3(path: Path, raw: Raw, target: ModelConfig) -> Eagle3Config:
     flat = {"num_hidden_layers": 1, "max_position_embeddings": target.max_position, **raw, **nested}
     eagle: Mapping[str, Any] = raw.get("eagle_config") or {}
     family = _layer_family(flat, path)
-    # The layer of a latent head is dense, though its config may repeat its target's experts.
+    # The layer of a latent head is dense, even if its config repeats the target's experts.
     layer = parse({**flat, "n_routed_experts": None} if family.latent else flat, family, path)
     draft_vocab = raw.get("draft_vocab_size") or layer.vocab_size
     config = Eagle3Config(
@@ -135,8 +135,10 @@ def _captured_layers(
 
     Two formats differ by one.  The top-level ids of speculators name layers by their input (the default is
     [2, L/2, L-3]).  The ids in eagle_config of SafeAILab and SpecForge name layers by their output, which is the input
-    of layer id + 1.  Heads for DeepSeek targets are the exception: their ids name layers by their input, unless the
-    first is 1, the output of layer 1 being the first of the default layers.
+    of layer id + 1.
+
+    Heads for DeepSeek targets are an exception: the ids in their eagle_config name layers by their input.  But if the
+    first id is 1, all ids name outputs: the output of layer 1 is the input of layer 2, the first default layer.
     """
     num_layers = target.num_layers
     top, nested = raw.get("eagle_aux_hidden_state_layer_ids"), eagle.get("eagle_aux_hidden_state_layer_ids")

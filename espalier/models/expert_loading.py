@@ -1,6 +1,6 @@
 """Loads the mixture-of-experts block of a layer.
 
-A checkpoint stores the experts in one of two layouts (`Experts.stored`).
+A checkpoint stores the experts in one of two ways (`Experts.stored`).
 
 apart: `experts.3.gate_proj.weight` [I, H], `up_proj` [I, H] and `down_proj` [H, I], for each expert.
 stacked: `experts.gate_up_proj` [E, H, 2·I], whose columns are gate, up, gate, up, ..., and `experts.down_proj`
@@ -17,7 +17,7 @@ from espalier.models.config import Experts
 from espalier.models.layers.experts import MixtureMLP
 from espalier.models.weights import Weights
 
-# gate_up, down, biases.
+# (gate_up, down, biases)
 Matrices = tuple[Tensor, Tensor, ExpertBiases | None]
 
 
@@ -70,5 +70,5 @@ def _stacked(weights: Weights, experts: Experts, prefix: str, hidden: int) -> Ma
 
 
 def _halves(interleaved: Tensor) -> Tensor:
-    """[N, 2·I], columns gate, up, gate, up, ... -> [N, 2, I]."""
+    """[N, 2·I], whose columns are gate, up, gate, up, ... -> [N, 2, I]."""
     return interleaved.unflatten(1, (-1, 2)).transpose(1, 2)

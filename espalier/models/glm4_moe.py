@@ -1,6 +1,7 @@
-"""GLM-4.5, 4.6 and 4.7 (K and V heads, half of each rotated), GLM-4.7-Flash (latent attention), and dots.llm1.
+"""The families with the experts of DeepSeek-V3 and other attention: GLM-4.5, 4.6, 4.7, GLM-4.7-Flash, dots.llm1.
 
-All of them have the experts of DeepSeek-V3.
+GLM-4.5, 4.6 and 4.7 have K and V heads, of which half is rotated.  GLM-4.7-Flash has latent attention.  dots.llm1 has
+the attention of Qwen3.
 """
 
 from dataclasses import replace
@@ -10,11 +11,12 @@ from espalier.models.config import Experts, Family, Raw, full_attention, windows
 from espalier.models.deepseek import V3, routed_experts
 from espalier.models.qwen3 import FAMILY as QWEN3
 
+# Experts are chosen from all experts, not from groups.
 UNGROUPED = {"n_group": 1, "topk_group": 1}
 
 
 def _experts_by_type(full: Raw) -> Experts | None:
-    """The layers that `mlp_layer_types` names; without it, those behind the dense ones."""
+    """The experts of the layers that `mlp_layer_types` calls sparse; without that field, as in DeepSeek-V3."""
     types = full.get("mlp_layer_types")
     if types is None:
         return V3.experts(full)

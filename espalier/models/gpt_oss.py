@@ -18,12 +18,12 @@ def _experts(full: Raw) -> Experts:
         router_name="router",
         stored="stacked",
         biases=True,
-        activation=Activation(float(full["swiglu_alpha"]), 1.0, float(full["swiglu_limit"])),
+        activation=Activation(alpha=float(full["swiglu_alpha"]), up_offset=1.0, limit=float(full["swiglu_limit"])),
     )
 
 
 def _windows(full: Raw) -> Windows:
-    """As `layer_types` says, else in every second layer, from the first on."""
+    """In the layers that `layer_types` names; without that field, in every second layer, from the first on."""
     return windows_by_layer_type(full, default=lambda layer: layer % 2 == 0)
 
 

@@ -96,7 +96,7 @@ def layer_specs_of(config: ModelConfig) -> tuple[LayerSpec, ...]:
 
 
 def load_attention(weights: Weights, config: ModelConfig, prefix: str, columns: int) -> Attention | LatentAttention:
-    """The attention block under `prefix`, in the form that the config declares.
+    """The attention block under `prefix`, with K and V heads or latent rows as the config says.
 
     columns: input size of q, k and v: the hidden size, or twice that for a draft, whose input is embedding and hidden
     state concatenated.

@@ -69,12 +69,12 @@ class Weights:
         return self._stack([name], [StoredTensor("", shape, row_dim=0)], [tuple(map(slice, shape))])
 
     def take_exact(self, name: str, *shape: int) -> Tensor:
-        """A plain tensor for float32 computations: cast to float32 (float64 for float64), on the device."""
+        """A plain tensor, cast to float32 (float64 for a float64 model), on the device."""
         exact = torch.promote_types(self.dtype, torch.float32)
         return self._checked(name, StoredTensor("", shape)).to(self.device, exact)
 
     def take_each(self, name: str, count: int, *shape: int) -> Iterator[Tensor]:
-        """The entries of a stacked plain tensor [count, *shape], one by one, cast and on the device.
+        """The entries of a plain tensor [count, *shape], one by one, cast to the model's dtype, on the device.
 
         Raises EspalierError as `take_raw`, and for a tensor of another format.
         """
@@ -83,7 +83,7 @@ class Weights:
             yield entry.to(self.device, self.dtype)
 
     def empty(self, *shape: int) -> Tensor:
-        """A tensor of the model's dtype on the device, with no values yet."""
+        """An uninitialised tensor of the model's dtype, on the device."""
         return torch.empty(shape, dtype=self.dtype, device=self.device)
 
     def take_raw(self, name: str, *shape: int) -> Tensor:

@@ -2,12 +2,12 @@
 
 A verify pass of a dense model reads the same weights however many nodes it has.  With experts, more rows touch more
 experts: at one request, plain decoding reads 8 of 128 experts, and a tree of 64 nodes reads 126.  So plain decoding is
-fastest at few requests, trees where plain decoding touches most experts already, and plain decoding again where
-products take longer than reading.
+fastest at few requests.  Trees are fastest once plain decoding touches most experts too.  At very many requests plain
+decoding is fastest again, because products take longer than reading.
 
-The model: each pass takes the longer of reading its weights once and of its products; routing is uniform, and rows are
-independent.  Text whose neighbouring tokens share experts makes trees faster than predicted; `espalier bench round
---choose` measures.
+The prediction assumes that a pass takes the longer of two times, for reading its weights once and for its products;
+that routing is uniform; and that rows are independent.  If neighbouring tokens share experts, trees are faster than
+predicted; `espalier bench round --choose` measures.
 """
 
 import math
@@ -15,14 +15,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from espalier.kernels.layers.experts_plan import expected_touched
 from espalier.layout import PLAIN, TreeShape
 from espalier.models.config import ModelConfig
 from espalier.models.draft import DraftConfig
 
 # FLOPs that a GPU computes in the time in which it reads a byte: 690 TFLOP/s and 4.4 TB/s, measured on an H200.
 FLOPS_PER_BYTE = 157
-# Smaller trees that are tried beside the configured one.
-SMALLER = (TreeShape(5, 4, 16), TreeShape(3, 2, 8))
+# Smaller trees that are compared with the configured one.
+SMALLER_TREES = (TreeShape(5, 4, 16), TreeShape(3, 2, 8))
 # Accept length by number of nodes: EAGLE-3 on the shape of Llama-3.1-8B (crossovers.json).
 ACCEPT_LENGTHS = ((1, 1.0), (8, 2.8), (16, 3.5), (64, 4.0))
 
@@ -31,8 +32,8 @@ ACCEPT_LENGTHS = ((1, 1.0), (8, 2.8), (16, 3.5), (64, 4.0))
 class MixtureWeights:
     """Numbers of weights.
 
-    dense: of the target, that every row is multiplied with; expert: of one expert, summed over the layers; draft: that
-    a draft pass reads.
+    dense: weights of the target that every row is multiplied with.  expert: weights of one expert, summed over the
+    layers.  draft: weights that a draft pass reads.
     """
 
     dense: int
@@ -42,12 +43,12 @@ class MixtureWeights:
     draft: int
 
     def target_cost(self, rows: int) -> float:
-        """The time of a target pass, in bytes read meanwhile."""
-        touched = self.num_experts * (1 - (1 - self.top_k / self.num_experts) ** rows)
-        return _cost(self.dense, rows) + max(2 * self.expert * touched, _products(self.expert * self.top_k, rows))
+        """The time of a target pass, in the bytes that could be read in that time."""
+        touched = expected_touched(self.num_experts, self.top_k, rows)
+        return _cost(self.dense, rows) + max(2 * self.expert * touched, _product_cost(self.expert * self.top_k, rows))
 
     def round_cost(self, tree: TreeShape, batch: int) -> float:
-        """The time of a round, in bytes read meanwhile."""
+        """The time of a round, as target_cost."""
         verify = self.target_cost(batch * tree.num_draft_tokens)
         if tree == PLAIN:
             return verify
@@ -56,28 +57,34 @@ class MixtureWeights:
 
 
 def mixture_weights(target: ModelConfig, draft: DraftConfig | None) -> MixtureWeights | None:
-    """None for a dense target.  draft: None for a drafter without weights."""
+    """The numbers of weights of a target and its draft; None for a dense target.
+
+    draft: None for a drafter without weights.
+    """
     experts, hidden = target.experts, target.hidden_size
     if experts is None:
         return None
-    every = _attention(target) * target.num_layers + target.vocab_size * hidden
+    attention_and_head = _attention_weights(target) * target.num_layers + target.vocab_size * hidden
     dense_mlps = (target.num_layers - len(experts.layers)) * target.intermediate_size
     shared = len(experts.layers) * experts.shared_size
     return MixtureWeights(
-        dense=every + 3 * hidden * (dense_mlps + shared),
+        dense=attention_and_head + 3 * hidden * (dense_mlps + shared),
         expert=len(experts.layers) * 3 * hidden * experts.size,
         num_experts=experts.routing.num_experts,
         top_k=experts.routing.top_k,
-        draft=0 if draft is None else _draft(draft.layer, draft.spec.vocab_size),
+        draft=0 if draft is None else _draft_weights(draft.layer, draft.spec.vocab_size),
     )
 
 
-def _draft(layer: ModelConfig, vocab_size: int) -> int:
-    """The attention reads embedding and hidden state, so it is about twice as large as a target layer's."""
-    return 2 * _attention(layer) + layer.hidden_size * (3 * layer.intermediate_size + vocab_size)
+def _draft_weights(layer: ModelConfig, vocab_size: int) -> int:
+    """Weights that a draft pass reads.
+
+    The attention reads embedding and hidden state, so it has about twice the weights of a target layer's attention.
+    """
+    return 2 * _attention_weights(layer) + layer.hidden_size * (3 * layer.intermediate_size + vocab_size)
 
 
-def _attention(config: ModelConfig) -> int:
+def _attention_weights(config: ModelConfig) -> int:
     """Weights of one layer's attention."""
     latent, hidden, heads = config.latent, config.hidden_size, config.heads
     if latent is None:
@@ -89,9 +96,11 @@ def _attention(config: ModelConfig) -> int:
 
 
 def trees_by_cost(configured: TreeShape, weights: MixtureWeights, max_batch: int) -> dict[int, TreeShape]:
-    """The tree that is predicted to be fastest, by the least number of requests; none where that is the configured one
-    at every batch."""
-    trees = [configured, *(tree for tree in SMALLER if _fits(configured, tree)), PLAIN]
+    """The trees that are predicted to be fastest, by the least number of requests that uses each.
+
+    Empty if the configured tree is predicted to be the fastest at every batch.
+    """
+    trees = [configured, *(tree for tree in SMALLER_TREES if _fits(configured, tree)), PLAIN]
     chosen: dict[int, TreeShape] = {}
     current = configured
     for batch in _doublings(max_batch):
@@ -102,7 +111,7 @@ def trees_by_cost(configured: TreeShape, weights: MixtureWeights, max_batch: int
 
 
 def accept_length(tree: TreeShape) -> float:
-    """By ACCEPT_LENGTHS, linear in the doublings of nodes."""
+    """The accept length of a tree: ACCEPT_LENGTHS, interpolated over the logarithm of the number of nodes."""
     nodes = min(tree.num_draft_tokens, ACCEPT_LENGTHS[-1][0])
     low, high = next((low, high) for low, high in pairwise(ACCEPT_LENGTHS) if nodes <= high[0])
     share = math.log2(nodes / low[0]) / math.log2(high[0] / low[0])
@@ -119,12 +128,14 @@ def _fits(configured: TreeShape, tree: TreeShape) -> bool:
 
 
 def _doublings(most: int) -> Sequence[int]:
+    """1, 2, 4, ..., up to `most`."""
     return [1 << power for power in range(most.bit_length())]
 
 
 def _cost(weights: int, rows: int) -> float:
-    return max(2 * weights, _products(weights, rows))
+    """The time of a pass that multiplies each row with all `weights`, of two bytes each."""
+    return max(2 * weights, _product_cost(weights, rows))
 
 
-def _products(weights: int, rows: int) -> float:
+def _product_cost(weights: int, rows: int) -> float:
     return 2 * weights * rows / FLOPS_PER_BYTE

@@ -32,9 +32,9 @@ Trees = dict[int, TreeShape]
 
 @dataclass(frozen=True)
 class Machine:
-    """The facts that a crossover depends on: the chip, the dtype, and the target's width and depth.
+    """The facts that trees are chosen by: the chip, the dtype, and the target's width and depth.
 
-    mixture: of a mixture of experts; None for a dense target.
+    mixture: the weights of a mixture of experts; None for a dense target.
     """
 
     chip: Chip
@@ -75,7 +75,7 @@ def choose_trees(
         return {}
     elif machine is not None and machine.mixture is not None:
         chosen = trees_by_cost(configured, machine.mixture, max_batch)
-        why = "predicted for uniform routing; `espalier bench round --choose` measures, by_batch={} keeps the tree"
+        why = "predicted for uniform routing; `espalier bench round --choose` measures; by_batch={} keeps the tree"
     else:
         chosen, why = _from_crossover(configured, machine)
     listed = "; ".join(f"from {least} requests on {shape}" for least, shape in chosen.items())

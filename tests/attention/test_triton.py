@@ -8,6 +8,7 @@ import torch
 from espalier.attention import Nodes, Prefix, backend, triton
 from espalier.cache.kv import PagedKV
 from espalier.cache.layer_spec import KVHeads, LatentKV, LayerSpec
+from espalier.errors import EspalierError
 from espalier.kernels.attention.ancestor_bits import pack
 from espalier.kernels.attention.contiguous_blocks import contiguous_blocks_reference
 from espalier.kernels.attention.tree_attention import tree_attention_triton
@@ -112,6 +113,16 @@ def test_splits_are_shared_by_the_passes_over_a_prefix(kernel_device):
         backend("triton").plan(pages, GEOMETRY, prefix, tree(length, 2, rows)).attend(0, q, k, v)
     assert len(prefix.planned) == 1
     assert not Prefix(table, length).planned
+
+
+def test_a_sink_over_wide_latent_rows_is_refused(kernel_device):
+    length = torch.tensor(LENGTHS, device=kernel_device)
+    pages, table = pages_in(torch.float32, kernel_device)
+    layer = len(GEOMETRY) - 1
+    q, k, _ = (value.to(kernel_device) for value in drawn(GEOMETRY[layer], 2, 2))
+    made = backend("triton").plan(pages, GEOMETRY, Prefix(table, length), tree(length, 2, 2))
+    with pytest.raises(EspalierError, match="no sinks over wide latent rows; use attention=reference"):
+        made.attend(layer, q, *GEOMETRY[layer].keeps.read([k]), SINK[:3].to(kernel_device))
 
 
 def test_an_empty_batch_is_legal(kernel_device):

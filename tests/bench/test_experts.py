@@ -11,7 +11,7 @@ from espalier.bench.engine_sizes import OwnSize
 from espalier.bench.expert_product import Calls, drawn_ids
 from espalier.bench.experts_touched import CountingExperts
 from espalier.bench.full_rounds import full_rounds
-from espalier.bench.linears import ModelShape
+from espalier.bench.linears import ExpertSizes, ModelShape
 from espalier.bench.synthetic_models import SyntheticModels
 from espalier.bench.tune_experts import ExpertsTuner
 from espalier.errors import EspalierError
@@ -73,6 +73,16 @@ def test_a_model_without_experts_is_refused(tmp_path):
     dense = ModelShape(64, 2, 2, 1, 32, 96, 72)
     with pytest.raises(EspalierError, match="for mixtures of experts"):
         tune_experts.run([dense], torch.bfloat16, tmp_path / "choices.json")
+
+
+def test_models_with_the_same_experts_are_not_refused(monkeypatch, tmp_path):
+    def reached(what):
+        raise EspalierError("reached")
+
+    monkeypatch.setattr(tune_experts, "require_gpu", reached)
+    models = [ModelShape(64, 2, 2, 1, 32, 96, vocab, experts=ExpertSizes(2, SHAPE)) for vocab in (72, 80)]
+    with pytest.raises(EspalierError, match="reached"):
+        tune_experts.run(models, torch.bfloat16, tmp_path / "choices.json")
 
 
 @pytest.mark.parametrize("correlation", [0.0, 1.0])

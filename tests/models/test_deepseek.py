@@ -132,7 +132,7 @@ def test_half_of_a_head_is_rotated(tmp_path: Path) -> None:
         (LITE, {"topk_method": "noaux_tc"}, "'noaux_tc' is not supported, only 'greedy' or 'group_limited_greedy'"),
         (LITE, {"scoring_func": "sigmoid"}, "scoring_func = 'sigmoid' is not supported, only 'softmax'"),
         (LITE, {"num_experts_per_tok": None}, "top_k = None"),
-        (AIR, {"partial_rotary_factor": 0.31}, "partial_rotary_factor = 0.31 of heads of 128 values; .*even"),
+        (AIR, {"partial_rotary_factor": 0.31}, "partial_rotary_factor = 0.31 of heads of 128 values .*even"),
         (AIR, {"partial_rotary_factor": 1.5}, "partial_rotary_factor = 1.5"),
         (AIR, {"partial_rotary_factor": "half"}, "partial_rotary_factor = 'half'"),
         (FLASH, {"mlp_layer_types": ["dense"]}, "mlp_layer_types = .*each of 47 layers"),

@@ -1,7 +1,7 @@
 """Warp-specialized attention over latent rows of 512 + 64 values, for Hopper.
 
-It has the same work items, splits and masks as kernels/attention/latent_attention.py.  Some warps copy blocks of rows
-into shared memory, once for K and V.  Two warpgroups attend with them (kernels/attention/hopper_latent_attend.py).
+Work items, splits and masks are those of kernels/attention/latent_attention.py.  The loading warps copy each block of
+rows into shared memory once, for K and V.  Two warpgroups attend to them (kernels/attention/hopper_latent_attend.py).
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ if TYPE_CHECKING:
 V_SIZE, ROPE_SIZE = 512, 64
 # Packed queries of a tile.
 BLOCK_M = 64
-# Rows of a block.  Blocks of 64 rows leave room for two stages only, and are slower (docs/log.md).
+# Rows of a block.  Blocks of 64 rows would leave room for only two stages, and are slower (docs/log.md).
 BLOCK_N = 32
 STAGES = 4
-# Blocks of weights in shared memory, on their way from the first attending warpgroup to the second.
+# Buffers in shared memory through which the first attending warpgroup sends blocks of weights to the second.
 SLOTS = 2
 # Warps that copy rows.
 LOAD_WARPS = 4
 # Registers per thread: at launch; of the second attending warpgroup; of the loading warps.  The first attending
-# warpgroup gets what the others leave, 232.
+# warpgroup gets the rest, 232.
 REGISTERS_AT_LAUNCH, VALUE_REGISTERS, LOAD_REGISTERS = 168, 200, 72
 
 
 @dataclass(frozen=True)
 class HopperLatentConfig:
-    """Launch configuration.  stages: blocks of rows in shared memory."""
+    """Launch configuration.  stages: blocks of rows that shared memory holds."""
 
     stages: int
 
@@ -88,7 +88,7 @@ def _copy_latent_rows(
     stages, stage, pointer, row, row_offset, row_stride, exists,
     MASKED: gl.constexpr, SMALL: gl.constexpr, HALF: gl.constexpr, ROPE: gl.constexpr, LOAD: gl.constexpr,
 ):
-    """Copy the rows row + row_offset into a stage.  SMALL: row_offset is small."""
+    """Start a copy of the rows row + row_offset into a stage.  SMALL: as in hopper_load.py:_element_offset."""
     left, right, rope, _full, _empty = stages
     offsets = _element_offset(row_offset, row_stride, SMALL)
     at = pointer + row * row_stride
@@ -184,7 +184,7 @@ def _load_latent_work_items(
                     stages, num_done, num_contiguous, begin + num_lower * BLOCK_N, end,
                     half_descriptor, rope_descriptor, table, PAGE_SIZE, HALF, ROPE, BLOCK_N, STAGES, LOAD_WARPS,
                 )
-            # Pages are loaded two blocks ahead: a copy cannot start without its page.
+            # Pages are loaded two blocks ahead, so that no copy waits for its page.
             at = begin + block_index(num_contiguous, num_lower, num_unmasked) * BLOCK_N
             next_at = begin + block_index(num_contiguous + 1, num_lower, num_unmasked) * BLOCK_N
             page = _pages(table, at, end, PAGE_SIZE, BLOCK_N, ROWS)
@@ -270,14 +270,14 @@ def _hopper_latent_kernel(
 def hopper_latent_arguments(config: HopperLatentConfig, pages: Tensor, page_size: int) -> dict[str, Any]:
     """Constants, options and TMA descriptors of a launch.  pages: [R, 1, 576].
 
-    Blocks are copied by TMA if a page holds whole blocks.
+    TMA copies the blocks if a page holds whole blocks.
     """
-    kind = ALL if page_size % BLOCK_N == 0 else NONE
-    half, rope = _descriptors(pages[:, 0]) if kind == ALL else (None, None)
+    contiguous = ALL if page_size % BLOCK_N == 0 else NONE
+    half, rope = _descriptors(pages[:, 0]) if contiguous == ALL else (None, None)
     return {
         "half_descriptor": half,
         "rope_descriptor": rope,
-        "CONTIGUOUS": kind,
+        "CONTIGUOUS": contiguous,
         "HALF": V_SIZE // 2,
         "ROPE": ROPE_SIZE,
         "BLOCK_N": BLOCK_N,
@@ -292,7 +292,7 @@ def hopper_latent_arguments(config: HopperLatentConfig, pages: Tensor, page_size
 
 
 def _descriptors(rows: Tensor) -> tuple[Any, Any]:
-    """TMA descriptors for blocks of half a latent and of a RoPE part.  rows: [R, 576]."""
+    """TMA descriptors of two blocks: of half a latent, and of the RoPE part.  rows: [R, 576]."""
     descriptor_class, half, rope = _layouts(rows.dtype)
     return (
         descriptor_class.from_tensor(rows, [BLOCK_N, V_SIZE // 2], half),
@@ -302,7 +302,7 @@ def _descriptors(rows: Tensor) -> tuple[Any, Any]:
 
 @cache
 def _layouts(dtype: torch.dtype) -> tuple[Any, Any, Any]:
-    """Triton's descriptor class, and the shared-memory layouts of both blocks."""
+    """Triton's descriptor class, and the shared-memory layouts of the two blocks."""
     from triton.experimental.gluon import language
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 

@@ -1,8 +1,8 @@
-"""The attending warps of the Hopper kernel for latent rows.  Two warpgroups attend with 64 packed queries.
+"""The attending warps of the Hopper kernel for latent rows: two warpgroups for 64 packed queries.
 
-Results for 64 queries of 512 values do not fit into the registers of one warpgroup, so each warpgroup sums one half of
-the values.  The first warpgroup also computes the weights of each block, and sends them to the second through shared
-memory.  While it computes the weights of a block, the tensor cores multiply those of the block before.
+The results of 64 queries, 512 values each, do not fit into the registers of one warpgroup, so each warpgroup sums one
+half of the values.  The first warpgroup also computes the weights of each block, and sends them to the second through
+shared memory.  While it computes the weights of a block, the tensor cores multiply the values of the block before.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def _copy_queries(
     q_shared, query_args, request, first_packed, queries,
     HEADS: gl.constexpr, HALF: gl.constexpr, ROPE: gl.constexpr,
 ):
-    """Copy a tile's queries into shared memory.  All of their products with the tile before have ended."""
+    """Copy a tile's queries into shared memory.  All products with the queries of the tile before must have ended."""
     LOAD: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     left, right, rope = q_shared
     q_ptr, q_b, q_q, q_h = query_args
@@ -45,9 +45,10 @@ def _copy_queries(
 
 @gluon_kernel
 def _score(q_shared, stages, stage, zeros):
-    """Start the product of the queries and the rows of a stage.  The fence makes rows visible that threads wrote."""
+    """Start the product of the queries and the rows of a stage."""
     q_left, q_right, q_rope = q_shared
     left, right, rope, _full, _empty = stages
+    # Makes the rows and queries that threads copied visible to the tensor cores.
     hopper.fence_async_shared()
     scores = hopper.warpgroup_mma(q_left, left.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
     scores = hopper.warpgroup_mma(q_right, right.index(stage).permute((1, 0)), scores, is_async=True)
@@ -56,7 +57,7 @@ def _score(q_shared, stages, stage, zeros):
 
 @gluon_kernel
 def _send(exchange, num_sent, weights, decay, SLOTS: gl.constexpr):
-    """Send the weights of a block, and the factor for the results before it, to the second warpgroup."""
+    """Send the weights of a block to the second warpgroup, with the decay: the factor for its earlier results."""
     weight_slots, decay_slots, sent, received = exchange
     slot = num_sent % SLOTS
     hopper.mbarrier.wait(received.index(slot), num_sent // SLOTS % 2 ^ 1)
@@ -73,9 +74,10 @@ def _score_blocks(
     MASKED: gl.constexpr, STAGED: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr,
     SCORES: gl.constexpr, OUT: gl.constexpr,
 ):
-    """Compute and send the weights of blocks first_block .. end_block; add each previous block's values to `out`.
+    """Compute and send the weights of blocks first_block .. end_block.  Each step adds the values of the block before.
 
-    num_done: blocks that the program has finished, of all its work items; num_blocks: of this work item.
+    num_done: blocks that the program has finished, of all its work items; num_blocks: blocks of this work item.
+    weights: of the block before first_block.
     """
     left, _right, _rope, full, empty = stages
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=OUT, k_width=2)
@@ -95,7 +97,7 @@ def _score_blocks(
         out = hopper.warpgroup_mma_wait(num_outstanding=0, deps=[pending_out])
         hopper.mbarrier.arrive(empty.index(num_done % STAGES), count=1)
         out = out * gl.expand_dims(gl.convert_layout(decay, gl.SliceLayout(1, OUT)), 1)
-        # After the stage is given back: with two stages, the next block would wait for it forever.
+        # Only after the stage is given back: with two stages, the block that is waited for needs it.
         hopper.mbarrier.wait(full.index((num_done + 2) % STAGES), (num_done + 2) // STAGES % 2, pred=t + 1 < num_blocks)
         num_done += 1
         num_sent += 1
@@ -109,7 +111,7 @@ def _score_work_item(
     HALF: gl.constexpr, STAGED: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr,
     SCORES: gl.constexpr, OUT: gl.constexpr,
 ):
-    """(out [64, HALF], max_score, sum_weights) of a work item.  The num_unmasked blocks without a mask come first."""
+    """(out [64, HALF], max_score, sum_weights) of a work item.  Its first num_unmasked blocks need no mask."""
     left, _right, _rope, full, empty = stages
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=OUT, k_width=2)
     max_score = gl.full([64], float("-inf"), gl.float32, layout=gl.SliceLayout(1, SCORES))
@@ -148,7 +150,7 @@ def _write_half(
     to_ptr, base, queries, out, divisor, first_packed, at_column,
     HEADS: gl.constexpr, HALF: gl.constexpr, OUT: gl.constexpr,
 ):
-    """Write columns at_column .. at_column + HALF of the results / divisor of 64 packed queries to [.., 2 · HALF].
+    """Write out / divisor of 64 packed queries to columns at_column .. at_column + HALF of to_ptr [.., 2 · HALF].
 
     base: index of the request in the results, or of the split in the partial results.
     """
@@ -204,6 +206,7 @@ def score_work_items(
             num_done += num_blocks
             num_sent += num_blocks
             divisor = gl.where(sum_weights == 0.0, 1.0, sum_weights)
+            # The second warpgroup gets the divisor last, in the place of a decay.
             slot = num_sent % SLOTS
             hopper.mbarrier.wait(received.index(slot), num_sent // SLOTS % 2 ^ 1)
             decay_slots.index(slot).store(divisor)

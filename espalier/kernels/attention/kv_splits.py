@@ -29,14 +29,14 @@ MAX_SPLIT_ROWS = 2048
 # multiprocessor.  With a large query tile (packed queries), one program keeps a multiprocessor's tensor cores busy.
 PROGRAMS = 256
 LARGE_TILE, LARGE_TILE_PROGRAMS = 128, 128
-# Packed queries of a tile of the kernels for wide latent rows.  One program fills a multiprocessor.  A partial result
-# has up to 512 values, so fewer, longer splits pay.
+# For kernels of wide latent rows, whose tiles have 64 packed queries: one program fills a multiprocessor.  A partial
+# result has up to 512 values, so merging is expensive, and fewer, longer splits pay.
 LATENT_TILE, MAX_LATENT_SPLIT_ROWS = 64, 4096
-# Limits: splits of one request; rows of partial results (queries x splits) of one request; float32 values of the
-# partial results of a batch, 256 MiB.
-MAX_SPLITS = 32
-MAX_LATENT_SPLITS = 128
+# Most splits of one request.
+MAX_SPLITS, MAX_LATENT_SPLITS = 32, 128
+# Most rows of partial results (queries x splits) of one request.
 MAX_PARTIAL_ROWS_PER_REQUEST = 512
+# Most float32 values in the partial results of a batch: 256 MiB.
 MAX_PARTIAL_VALUES = 2**26
 # Columns of the table of splits: request, begin (a multiple of SPLIT_STEP), end (exclusive), number of splits of the
 # request.
@@ -70,14 +70,14 @@ class KVSplitPolicy:
 
         queries: per request; group: query heads per KV head; max_rows: the most committed rows of a request.  The batch
         is rounded up to its bucket (layout.next_bucket), so that a padded graph and an eager launch split alike.
-        wide_latent: for kernels/attention/latent_attention.py.
+        wide_latent: whether a kernel for wide latent rows runs (latent_attention.py, hopper_latent.py).
         """
         batch, packed_queries = next_bucket(batch), queries * group
         programs, num_tiles, limit, max_split_rows = PROGRAMS, 1, MAX_SPLITS, MAX_SPLIT_ROWS
         if wide_latent:
             programs, num_tiles = LARGE_TILE_PROGRAMS, -(-packed_queries // LATENT_TILE)
             max_split_rows = MAX_LATENT_SPLIT_ROWS
-            # With more splits than this, one request would be more work items than a GPU runs at once.
+            # With more splits, one request would have more work items than a GPU runs at once.
             limit = min(MAX_LATENT_SPLITS, programs // num_tiles)
         elif packed_queries > LARGE_TILE // 2:
             programs, num_tiles = LARGE_TILE_PROGRAMS, -(-packed_queries // LARGE_TILE)

@@ -3,8 +3,8 @@
 K is the whole row and V is its first part.  A block of rows is loaded once and used as both.  The block is two tiles,
 because the sizes of Triton's tiles are powers of two: the latent, which is V, and the RoPE part.  All heads share one
 row, so there is one KV head.  Work items, splits, partial results, their merge and the plain-torch reference are those
-of kernels/attention/tree_attention.py.  Rows of 512 + 64 values of two bytes run kernels/attention/hopper_latent.py on
-Hopper.
+of kernels/attention/tree_attention.py.  On Hopper the launcher runs kernels/attention/hopper_latent.py instead, for
+rows of 512 + 64 values in two-byte dtypes.
 """
 
 from __future__ import annotations
@@ -299,7 +299,7 @@ def _choose(q: Tensor, committed: Committed, staged: Staged | None) -> LatentKer
 
 
 def _fits_hopper(q: Tensor, committed: Committed, staged: Staged | None) -> bool:
-    """Whether the Hopper kernel takes these types, sizes and strides."""
+    """Whether the Hopper kernel takes these tensors."""
     read = [q, committed.k, *(() if staged is None else (staged.k,))]
     return fits_hopper_latent(read, committed.v.shape[2])
 

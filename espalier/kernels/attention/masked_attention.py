@@ -22,7 +22,7 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float
 
 
 def with_sink(out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
-    """`out` [..., heads, v_size] after each head's sink [heads], a logit without a value, has joined the softmax.
+    """out [..., heads, v_size] after the sink of each head has joined the softmax: a logit [heads] without a value.
 
     lse [..., heads]: natural log, of the rows alone.  The rows keep the share exp(lse) / (exp(lse) + exp(sink)).
     """

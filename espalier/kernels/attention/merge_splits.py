@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 # Floats that one program (one warp) loads per step: as many splits of a (query, head) pair as fit, and two pairs if
 # both fit.
 STEP_VALUES = 4096
-# Programs merge wider values in parts: latent attention has few pairs, with up to 128 splits of 512 values.
+# Values of a pair that one program merges.  Wider values are divided among programs: latent attention has few pairs,
+# but up to 128 splits of 512 values.
 MAX_PART_SIZE = 128
 # Size of the persistent grid.  Four times as many programs would fit, but each costs time to start, even if there is
 # nothing to merge (docs/log.md).

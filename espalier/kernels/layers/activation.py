@@ -16,10 +16,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Activation:
-    """gate · sigmoid(alpha · gate) · (up + up_offset).
+    """gate · sigmoid(alpha · gate) · (up + up_offset).  The defaults are silu(gate) · up.
 
-    limit: before that, gate is limited to at most `limit`, and up to -limit .. limit; None: no limits.
-    The defaults are silu(gate) · up.
+    limit: gate is first limited to at most `limit`, and up to -limit .. limit; None: no limits.
     """
 
     alpha: float = 1.0
@@ -32,7 +31,7 @@ SILU = Activation()
 
 @kernel
 def activated(gate, up, ALPHA: tl.constexpr, UP_OFFSET: tl.constexpr, LIMIT: tl.constexpr):
-    """In the dtype of the arguments.  NaN stays NaN: minimum and maximum would replace it by the limit."""
+    """Computed in the dtype of gate and up.  NaN stays NaN; tl.minimum and tl.maximum would replace it by the limit."""
     if LIMIT is not None:
         gate = tl.where(gate > LIMIT, LIMIT, gate)
         up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))

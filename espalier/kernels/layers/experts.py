@@ -3,10 +3,11 @@
 Three launches.  `_sort_pairs_kernel` sorts the N · K pairs (row, choice) by expert and cuts each expert's pairs into
 tiles.  `_gated_kernel` computes the activation of each tile, `_down_kernel` the weighted results.  Both have one
 program for each tile and block of outputs, and read only the experts that have rows.  Grids follow from N, K and the
-number of experts, so the launches can be captured; programs without a tile return at once.  One row has no two pairs of
-an expert: each pair is a tile then, and nothing is sorted.
+number of experts, so the launches can be captured; programs without a tile return at once.  The experts of one row
+differ, so for a single row each pair is a tile, and nothing is sorted.
 
-The K results of a row are not summed here: the reader adds them in order, so a sum has the same order in every batch.
+The K results of a row are not summed here.  The next norm adds them in order of choice, which is the same in every
+batch.  Below, the place of a pair is its index in the sorted order; without a sort, it is the pair itself.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ if TYPE_CHECKING:
     import triton.language as tl
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-# A program that sorts reads all pairs, so it has as many threads as a multiprocessor takes.
+# Pairs that a sorting program reads per step.  It reads all pairs, so it has up to 1024 threads, the most of a program.
 MAX_SORT_BLOCK = 8192
-SORTED_BY_THREAD = 8
-# The fewest threads of a program that sorts.  With fewer values some threads would hold copies, which tl.histogram must
-# leave out.
-SORT_THREADS = 128
+PAIRS_PER_THREAD = 8
+# With fewer pairs than threads, some threads would hold copies, which tl.histogram must leave out.  So a step has at
+# least this many pairs and threads.
+MIN_SORT_THREADS = 128
 WARP = 32
 
 
@@ -62,9 +63,9 @@ def grouped_experts(
     """The weighted results of each row's experts, in order of choice: parts [K + extra, N, H].
 
     x: [N, H].  gate_up: [E, 2·I, H], gate over up.  down: [E, H, I].  ids: [N, K] int64, different experts for a row.
-    weights: [N, K], float32 (float64 for float64), as parts.  live: [N] bool; other rows go to no expert, and their
-    parts are 0; None: all rows.  The bias of `down` is weighted like the product.  extra: parts at the end that the
-    caller writes.
+    weights: [N, K], float32 (float64 for float64); parts have its dtype.  The bias of `down` is weighted too.
+    live: [N] bool; other rows go to no expert, and their parts are 0; None: all rows are live.
+    extra: the number of further parts at the end.  They are allocated here, and the caller writes them.
     """
     implementation = grouped_experts_triton if x.is_cuda else grouped_experts_reference
     return implementation(x, gate_up, down, ids, weights, live, biases, activation, extra)
@@ -72,7 +73,7 @@ def grouped_experts(
 
 @kernel
 def _experts_of(ids_ptr, live_ptr, pair, num_pairs, TOP_K: tl.constexpr, NUM_EXPERTS: tl.constexpr, LIVE: tl.constexpr):
-    """The experts of pairs [BLOCK]: NUM_EXPERTS for a row that goes to none, NUM_EXPERTS + 1 past the last pair."""
+    """The experts of pairs [BLOCK]: NUM_EXPERTS for rows without expert, NUM_EXPERTS + 1 past the last pair."""
     inside = pair < num_pairs
     expert = tl.load(ids_ptr + pair, mask=inside, other=NUM_EXPERTS + 1).to(tl.int32)
     if LIVE:
@@ -87,8 +88,10 @@ def _sort_pairs_kernel(
     TOP_K: tl.constexpr, NUM_EXPERTS: tl.constexpr, BINS: tl.constexpr, ROWS: tl.constexpr, LIVE: tl.constexpr,
     BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """A program for each expert, and one for the rows without expert.  Each reads all pairs, so the sort is stable and
-    needs no atomics."""
+    """Grid: one program for each expert, and one for the rows without expert.
+
+    Each program reads all pairs, so the sort is stable and needs no atomics.
+    """
     pdl_wait_if(DEPENDENT)
     own = tl.program_id(0)
     offset, bins = tl.arange(0, BLOCK), tl.arange(0, BINS)
@@ -102,7 +105,7 @@ def _sort_pairs_kernel(
     first_tile = tl.sum(tl.where(bins < own, tiles, 0), 0)
     own_tiles = tl.sum(tl.where(bins == own, tiles, 0), 0)
     tl.store(ends_ptr + own, place + tl.sum(tl.where(bins == own, counts, 0), 0))
-    # The last program also marks the tiles that no expert has.
+    # The last program also marks the unused tiles, with -1.
     listed = num_tiles - first_tile if own == NUM_EXPERTS else own_tiles
     for begin in range(0, listed, BLOCK):
         tile = begin + offset
@@ -130,7 +133,7 @@ def _expert_of_tile(experts_ptr, live_ptr, tile, top_k, num_experts, SORTED: tl.
 def _pairs_of_tile(
     order_ptr, ends_ptr, begins_ptr, tile, expert, SORTED: tl.constexpr, ROWS: tl.constexpr
 ):  # fmt: skip
-    """The places [ROWS] of a tile's pairs, whether each exists, and the pairs."""
+    """(place, inside, pair), each [ROWS]: the places of a tile's pairs, whether they exist, and the pairs."""
     if SORTED:
         place = tl.load(begins_ptr + tile) + tl.arange(0, ROWS)
         inside = place < tl.load(ends_ptr + expert)
@@ -150,8 +153,10 @@ def _gated_kernel(
     SORTED: tl.constexpr, LIVE: tl.constexpr, ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr,
     EVEN_IN: tl.constexpr, EXACT: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """out [N · K, num_out], by place: the activation.  w: [E, 2 · num_out, num_in]; bias: [E, 2 · num_out].  EVEN_IN:
-    tiles divide num_in."""
+    """Write the activations of all pairs, in order of place, to out [N · K, num_out].
+
+    w: [E, 2 · num_out, num_in]; bias: [E, 2 · num_out].  EVEN_IN: BLOCK_IN divides num_in.
+    """
     pdl_wait_if(DEPENDENT)
     tile = tl.program_id(1)
     expert = _expert_of_tile(tile_experts_ptr, live_ptr, tile, top_k, num_experts, SORTED, LIVE)
@@ -168,7 +173,7 @@ def _gated_kernel(
     gate = tl.zeros((BLOCK_OUT, ROWS), EXACT)
     up = tl.zeros((BLOCK_OUT, ROWS), EXACT)
     for k in range(0, num_in, BLOCK_IN):
-        # Weights first: their loads need not wait until the rows' numbers are known.
+        # Weights are loaded first: their addresses do not depend on `pair`, which is still being loaded.
         if EVEN_IN:
             w_gate = tl.load(gate_ptrs)
             w_up = tl.load(up_ptrs)
@@ -186,7 +191,7 @@ def _gated_kernel(
     if bias_ptr is not None:
         gate += tl.load(bias_ptr + w_row).to(EXACT)[:, None]
         up += tl.load(bias_ptr + w_row + num_out).to(EXACT)[:, None]
-    # Rounded as a linear layer's output, before the activation.
+    # Rounded before the activation, as the output of a linear layer is.
     out_type = out_ptr.dtype.element_ty
     gate, up = gate.to(out_type).to(EXACT), up.to(out_type).to(EXACT)
     out = activated(gate, up, ALPHA, UP_OFFSET, LIMIT).to(out_type)
@@ -201,9 +206,9 @@ def _down_kernel(
     SORTED: tl.constexpr, LIVE: tl.constexpr, ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr,
     EVEN_IN: tl.constexpr, EXACT: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """out [K, N, num_out]: weight · (x · wᵀ + bias [E, num_out]), and 0 for rows without expert.
+    """Write weight · (x · wᵀ + bias [E, num_out]) to out [K, N, num_out], and 0 for rows without expert.
 
-    x: [N · K, num_in], by place.  EVEN_IN: tiles divide num_in.
+    x: [N · K, num_in], in order of place.  EVEN_IN: BLOCK_IN divides num_in.
     """
     pdl_wait_if(DEPENDENT)
     tile = tl.program_id(1)
@@ -216,7 +221,7 @@ def _down_kernel(
     w_ptrs = w_ptr + w_row[:, None] * num_in + ks[None, :]
     x_ptrs = x_ptr + place.to(tl.int64)[None, :] * num_in + ks[:, None]
     acc = tl.zeros((BLOCK_OUT, ROWS), EXACT)
-    # No steps for rows without expert: nothing was written to their x.
+    # No steps for rows without expert: _gated_kernel writes nothing to their x.
     k_end = tl.where(expert == num_experts, 0, num_in)
     for k in range(0, k_end, BLOCK_IN):
         if EVEN_IN:
@@ -232,7 +237,7 @@ def _down_kernel(
     if bias_ptr is not None:
         acc += tl.load(bias_ptr + w_row).to(EXACT)[:, None]
     weight = tl.load(weights_ptr + pair, mask=inside, other=0.0)
-    # Not a product by 0: the weight of a row without expert may be NaN.
+    # tl.where and not a product by 0: the weight of a row without expert may be NaN.
     acc = tl.where(expert == num_experts, 0.0, acc * weight[None, :])
     out_row = (pair % top_k).to(tl.int64) * num_rows + pair // top_k
     out_ptrs = out_ptr + out_row[:, None] * num_out + column[None, :]
@@ -241,11 +246,11 @@ def _down_kernel(
 
 @dataclass(frozen=True)
 class Tiles:
-    """The pairs (row, choice), row · K + choice, in tiles of one expert each; expert E stands for no expert.
+    """The pairs (row, choice) in tiles of one expert each.  A pair is the number row · K + choice.
 
-    rows: pairs that a tile holds at most; 1: each pair is a tile, in the order of the pairs.
-    experts: [tiles] each tile's expert, -1: no tile.  begins: [tiles], its first place in `order`.
-    order: [N·K] int32, the pairs by expert.  ends: [E + 1] int32, where each expert's pairs end in `order`.
+    rows: the most pairs of a tile; 1: each pair is a tile, and nothing is sorted.
+    experts: [tiles], the expert of each tile; E: no expert, -1: no tile.  begins: [tiles], each tile's first place.
+    order: [N·K] int32, the pairs sorted by expert.  ends: [E + 1] int32, the place where each expert's pairs end.
     live: as in grouped_experts.  With rows = 1, `experts` is ids [N·K], and begins, order and ends are not read.
     """
 
@@ -263,7 +268,7 @@ class Tiles:
 
 
 def tiles_of(ids: Tensor, live: Tensor | None, num_experts: int, rows: int) -> Tiles:
-    """rows: pairs of a tile.  Raises EspalierError for wrong shapes or dtypes."""
+    """rows: the most pairs of a tile.  Raises EspalierError for wrong shapes or dtypes."""
     if live is not None:
         require("grouped_experts: live", live, (ids.shape[0],), torch.bool, ids)
         live = live.contiguous()
@@ -276,8 +281,8 @@ def tiles_of(ids: Tensor, live: Tensor | None, num_experts: int, rows: int) -> T
 
 def _sorted_tiles(ids: Tensor, live: Tensor | None, num_experts: int, rows: int) -> Tiles:
     num_pairs, top_k = ids.numel(), ids.shape[1]
-    block = min(power_of_two(max(num_pairs, SORT_THREADS)), MAX_SORT_BLOCK)
-    # Rounding up adds less than one tile for each expert that has pairs.
+    block = min(power_of_two(max(num_pairs, MIN_SORT_THREADS)), MAX_SORT_BLOCK)
+    # Upper bound: rounding up adds less than one tile for each expert that has pairs.
     num_tiles = num_pairs // rows + min(num_experts + 1, num_pairs)
     order, ends, experts, begins = (
         torch.empty(size, dtype=torch.int32, device=ids.device)
@@ -286,7 +291,7 @@ def _sorted_tiles(ids: Tensor, live: Tensor | None, num_experts: int, rows: int)
     _sort_pairs_kernel[(num_experts + 1,)](
         ids, ids if live is None else live, order, ends, experts, begins, num_pairs, num_tiles,
         TOP_K=top_k, NUM_EXPERTS=num_experts, BINS=power_of_two(max(num_experts + 2, WARP)), ROWS=rows,
-        LIVE=live is not None, BLOCK=block, num_warps=max(SORT_THREADS, block // SORTED_BY_THREAD) // WARP,
+        LIVE=live is not None, BLOCK=block, num_warps=max(MIN_SORT_THREADS, block // PAIRS_PER_THREAD) // WARP,
         **early(chip(ids)),
     )  # fmt: skip
     return Tiles(rows, experts, begins, order, ends, live)
@@ -307,8 +312,8 @@ def grouped_experts_triton(
 ) -> Tensor:
     """x's dtype is bfloat16, float16, float32 (IEEE products) or float64; weights and biases are contiguous.
 
-    plan: None: the measured one, or that of the rule (experts_tuning.py).  Within one ExpertsPlan the bits of a row
-    depend neither on the other rows nor on their number.
+    plan: None: the plan that experts_tuning.py chooses.  With the same plan, the bits of a row depend neither on the
+    other rows nor on their number.
     Raises EspalierError on other shapes, dtypes or strides.
     """
     num_rows, hidden = x.shape
@@ -333,7 +338,7 @@ def gated_triton(
     bias: Tensor | None = None,
     activation: Activation = SILU,
 ) -> Tensor:
-    """The activation of each pair, by place: [N·K, I]."""
+    """The activation of each pair, in order of place: [N·K, I]."""
     x = x if x.stride(1) == 1 else x.contiguous()
     num_experts, inner, hidden = gate_up.shape[0], gate_up.shape[1] // 2, x.shape[1]
     out = x.new_empty(len(x) * top_k, inner)
@@ -370,7 +375,7 @@ def down_triton(
 
 
 def _options(x: Tensor, tiles: Tiles, plan: ProductPlan, matrices: int, num_in: int) -> dict[str, Any]:
-    """Constants and launch options.  matrices: of the weight that a program reads."""
+    """Constants and launch options.  matrices: that a program reads: 2 for gate and up, 1 for down."""
     gpu = chip(x)
     return {
         "SORTED": tiles.rows > 1,

@@ -1,8 +1,7 @@
-"""Launch parameters of the expert product (experts.py): the plans, those worth measuring, and a rule where none is
-measured.
+"""Plans of the expert product (experts.py): its launch parameters, the plans worth measuring, and a rule for the rest.
 
-A plan depends on the mean number of pairs (row, choice) that an expert has.  With few, each program streams weights,
-and the number of programs decides how busy the memory is; with many, tensor cores decide.
+A plan depends on the mean number of pairs (row, choice) per expert.  With few pairs, each program streams weights, and
+enough programs must run to keep the memory busy.  With many, tensor cores are the limit.
 """
 
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from espalier.kernels.layers.linear import MIN_BLOCK_ROWS, RESERVED_SHARED_MEMOR
 from espalier.kernels.runtime.launch import Chip, power_of_two
 
 MAX_TILE_ROWS = 128
-# By the upper bound of the mean pairs of an expert: the tile rows worth measuring.  1: each pair is a tile.
+# (upper bound of the mean pairs per expert, tile rows worth measuring).  With 1 tile row each pair is a tile.
 ROWS_OF_BUCKET: tuple[tuple[float, tuple[int, ...]], ...] = (
     (1 / 8, (1,)),
     (1, (1, 16)),
@@ -22,9 +21,9 @@ ROWS_OF_BUCKET: tuple[tuple[float, tuple[int, ...]], ...] = (
     (64, (32, 64, 128)),
     (float("inf"), (64, 128)),
 )
-# The buckets of pairs an expert, by their upper bounds: one plan for each.
+# The upper bounds alone.  A table has one plan for each bucket.
 PAIRS_BUCKETS = tuple(bound for bound, _ in ROWS_OF_BUCKET)
-# (max tile rows, the (block_out, block_in, warps) worth measuring, stages).
+# (largest tile rows, (block_out, block_in, warps) worth measuring, stages worth measuring).
 TILES = (
     (
         16,
@@ -44,8 +43,13 @@ TILES = (
     (64, ((64, 64, 4), (64, 128, 4), (128, 64, 4), (128, 64, 8)), (3, 4)),
     (128, ((64, 64, 4), (64, 64, 8), (128, 64, 4), (128, 64, 8), (128, 128, 8)), (2, 3, 4)),
 )
-# Programs a multiprocessor that keep the memory busy: the rule takes smaller tiles where there would be fewer.
-LEAST_PROGRAMS = 2
+# Programs per multiprocessor that keep the memory busy.  Where there would be fewer, the rule takes smaller tiles.
+MIN_PROGRAMS = 2
+
+
+def expected_touched(num_experts: int, top_k: int, rows: int) -> float:
+    """The expected number of experts with rows, if routing is uniform and rows are independent."""
+    return float(num_experts * (1 - (1 - top_k / num_experts) ** rows))
 
 
 @dataclass(frozen=True)
@@ -72,20 +76,25 @@ class ExpertsShape:
         return 2 * 3 * self.hidden * self.inner * self.top_k * rows
 
     def touched(self, rows: int) -> float:
-        """The experts with rows, expected if routing is uniform and rows are independent."""
-        return float(self.num_experts * (1 - (1 - self.top_k / self.num_experts) ** rows))
+        """As expected_touched."""
+        return expected_touched(self.num_experts, self.top_k, rows)
 
     def bucket(self, rows: int) -> int:
-        """The index of the bucket in PAIRS_BUCKETS.  Numbers of rows up to the same power of two share a bucket, so
-        that a padded batch and its rows alone take the same plan."""
+        """The index of the bucket in PAIRS_BUCKETS.
+
+        rows is rounded up to a power of two, so that a padded batch and the same batch without padding take one plan.
+        """
         pairs = power_of_two(rows) * self.top_k / self.num_experts
         return next(index for index, bound in enumerate(PAIRS_BUCKETS) if pairs <= bound)
 
 
 @dataclass(frozen=True)
 class ProductPlan:
-    """block_out × block_in: a program's tile of gate, up or down; stages: at most, each holds one tile of every matrix
-    and one of x."""
+    """Launch parameters of one of the two products.
+
+    block_out × block_in: a program's tile of gate, up or down.  stages: the most stages of the pipeline; each holds one
+    tile of every matrix and one of x.
+    """
 
     block_out: int
     block_in: int
@@ -103,7 +112,7 @@ class ProductPlan:
 
 @dataclass(frozen=True)
 class ExpertsPlan:
-    """rows: pairs of one expert that a tile holds at most; 1: each pair is a tile, and nothing is sorted."""
+    """rows: the most pairs of a tile, all of one expert; 1: each pair is a tile, and nothing is sorted."""
 
     rows: int
     gated: ProductPlan
@@ -113,7 +122,7 @@ class ExpertsPlan:
 def candidates(rows: int, matrices: int, gpu: Chip) -> list[ProductPlan]:
     """The plans of one product that are worth measuring for tiles of `rows` pairs, in a dtype of two bytes.
 
-    matrices: of the weight that a program reads: 2 for gate and up, 1 for down.
+    matrices: that a program reads: 2 for gate and up, 1 for down.
     """
     tiles, stages = next((tiles, stages) for most, tiles, stages in TILES if rows <= most)
     plans = [ProductPlan(*tile, count) for tile in tiles for count in stages]
@@ -125,20 +134,20 @@ def rule(shape: ExpertsShape, rows: int, dtype: torch.dtype, gpu: Chip) -> Exper
     pairs = power_of_two(rows) * shape.top_k
     tile_rows = min(max(power_of_two(-(-pairs // shape.num_experts)), MIN_BLOCK_ROWS), MAX_TILE_ROWS)
     if dtype.itemsize > 2:
-        # IEEE products of float32 do not use tensor cores: a tile is held in registers.
+        # IEEE products of float32 do not use tensor cores.  A tile is held in registers, so it must be small.
         product = ProductPlan(32, 32, 4, 3)
         return ExpertsPlan(min(tile_rows, 32), product, product)
     num_tiles = min(pairs, shape.num_experts)
     return ExpertsPlan(
         tile_rows,
-        _product(tile_rows, num_tiles, shape.inner, gpu),
-        _product(tile_rows, num_tiles, shape.hidden, gpu),
+        _rule_of_product(tile_rows, num_tiles, shape.inner, gpu),
+        _rule_of_product(tile_rows, num_tiles, shape.hidden, gpu),
     )
 
 
-def _product(tile_rows: int, num_tiles: int, num_out: int, gpu: Chip) -> ProductPlan:
+def _rule_of_product(tile_rows: int, num_tiles: int, num_out: int, gpu: Chip) -> ProductPlan:
     block_out = 64
-    while block_out > 16 and num_tiles * -(-num_out // block_out) < LEAST_PROGRAMS * gpu.processors:
+    while block_out > 16 and num_tiles * -(-num_out // block_out) < MIN_PROGRAMS * gpu.processors:
         block_out //= 2
     warps = 8 if tile_rows > 64 else 4 if block_out > 16 else 2
     return ProductPlan(block_out, 128 if tile_rows <= 32 else 64, warps, 3)

@@ -1,9 +1,9 @@
-"""The tuning table of the expert product: which plan computes experts of which size.  Nothing is measured at start.
+"""The tuning table of the expert product: the plans for each size of expert.  Nothing is measured at start.
 
-`espalier doctor --tune experts` measures and writes tables, into the same file as those of linear layers
-(linear_tuning.py), whose rules for chips and for the user's own file hold here too.  Plans are listed by an expert's
-size (hidden, inner) and by the mean pairs (row, choice) of an expert.  A size that was not measured takes the plans of
-the one nearest in bytes; a chip without a table takes the rule of experts_plan.py.
+`espalier doctor --tune experts` measures and writes tables.  They are in the same file as the tables of linear layers
+(linear_tuning.py), with the same rules for chips and for the user's own file.  Plans are listed by the size of an
+expert (hidden, inner) and by the mean pairs (row, choice) per expert.  A size that was not measured takes the plans of
+the size nearest in bytes.  A chip without a table takes the rule of experts_plan.py.
 """
 
 import logging
@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ExpertsTable:
-    """The plans measured on one kind of chip, for one dtype.  measured: GPU name and versions, for humans only."""
+    """The plans measured on one kind of chip, for one dtype.  measured: GPU name and versions, for readers only."""
 
     chip: Chip
     dtype: str
@@ -67,7 +67,7 @@ def _measured_or_rule(shape: ExpertsShape, rows: int, dtype: torch.dtype, gpu: C
 
 
 def _nearest(plans: Mapping[Size, Plans], size: Size) -> Plans:
-    """Those of this size, else of the size with the most similar bytes; the first of equals."""
+    """The plans of this size, else of the size nearest in bytes; of equally near sizes, the first."""
     own = plans.get(size)
     if own is not None:
         return own

@@ -45,17 +45,17 @@ class LatentRopeAndNorm:
 def rotate_and_store_latent(
     q_rope: Tensor, q: Tensor, latent: Tensor, rope_and_norm: LatentRopeAndNorm, rows: Tensor, plane: Tensor
 ) -> None:
-    """Rotate q_rope [N, heads, rotary] into the last values of q [N, heads, ...], which it may be a view of.
+    """Rotate q_rope [N, heads, rotary], and store it as the last values of q [N, heads, ...].  Norm and rotate latent
+    [N, 1, size], and store it in rows [N] of plane [R, 1, size].
 
-    Norm and rotate latent [N, 1, size], and store it in rows [N] of plane [R, 1, size].
-    Raises EspalierError if sizes do not agree.
+    q_rope may be a view of q.  Raises EspalierError if sizes do not agree.
     """
     rotary, size = rope_and_norm.cos.shape[1], plane.shape[2]
     if q_rope.shape[2] != rotary or latent.shape[1:] != plane.shape[1:] or rotary % 2 or rotary > min(size, q.shape[2]):
         raise EspalierError(
-            f"a latent layer needs one latent of {size} values per row, and queries of which an even number of values "
-            f"is rotated, but got {list(latent.shape)} and {list(q.shape)}, with {list(q_rope.shape)} for {rotary} "
-            "values to rotate"
+            f"a latent layer needs one latent of {size} values per row, and queries with an even number of rotated "
+            f"values, but got latents {list(latent.shape)}, queries {list(q.shape)} with a rotated part "
+            f"{list(q_rope.shape)}, and cos and sin for {rotary} values"
         )
     implementation = rotate_and_store_latent_triton if q.is_cuda else rotate_and_store_latent_reference
     implementation(q_rope, q, latent, rope_and_norm, rows, plane)
@@ -64,7 +64,7 @@ def rotate_and_store_latent(
 @kernel
 def _rotated_halves(values_ptr, cos_ptr, sin_ptr, mask, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr,
                     EXACT: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """Both halves of the rotated values at values_ptr [.., 1]; cos_ptr and sin_ptr point to a row."""
+    """(left, right): the halves of the values at values_ptr [.., 1], rotated.  cos_ptr, sin_ptr: of one position."""
     column = tl.arange(0, BLOCK)
     half: tl.constexpr = ROTARY // 2
     exists = column < half
@@ -86,7 +86,7 @@ def _rotated_halves(values_ptr, cos_ptr, sin_ptr, mask, ROTARY: tl.constexpr, IN
 
 @kernel
 def _store_halves(ptrs, left, right, mask, ROTARY: tl.constexpr, BLOCK: tl.constexpr):
-    """Store both halves of rotated values at ptrs [.., 1]."""
+    """Store the two halves of rotated values at ptrs [.., 1]."""
     column = tl.arange(0, BLOCK)[None, :]
     half: tl.constexpr = ROTARY // 2
     mask = mask & (column < half)
@@ -121,7 +121,7 @@ def _rotate_latent_kernel(
     INTERLEAVED: tl.constexpr, NORM: tl.constexpr, EXACT: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_RANK: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """RANK: values of the latent without the rotated part; Q_AT: of a query before the rotated part."""
+    """RANK: values of a latent before its rotated part.  Q_AT: values of a query before its rotated part."""
     pdl_wait_if(DEPENDENT)
     n = tl.program_id(0).to(tl.int64)
     cos, sin = cos_ptr + n * cos_n, sin_ptr + n * sin_n
@@ -137,7 +137,7 @@ def _rotate_latent_kernel(
         left, right = _rotated_halves(
             rope_ptr + n * rope_n + head * rope_h, cos, sin, mask, ROTARY, INTERLEAVED, EXACT, BLOCK
         )
-        # q_rope may be a view of q: all warps have read their values before one writes.
+        # q_rope may be a view of q: all warps must read their values before one writes.
         tl.debug_barrier()
         _store_halves(q_ptr + n * q_n + head * q_h + Q_AT, left, right, mask, ROTARY, BLOCK)
 
@@ -145,7 +145,7 @@ def _rotate_latent_kernel(
 def rotate_and_store_latent_triton(
     q_rope: Tensor, q: Tensor, latent: Tensor, rope_and_norm: LatentRopeAndNorm, rows: Tensor, plane: Tensor
 ) -> None:
-    """Tolerance: the reference's, within one ulp of the dtype and a few of float32."""
+    """Tolerance: equal to the reference within one ulp of the dtype and a few of float32."""
     (count, heads, rotary), size = q_rope.shape, plane.shape[2]
     exact = torch.promote_types(q.dtype, torch.float32)
     require("latent rope: q", q, (count, heads, -1), plane.dtype, plane)

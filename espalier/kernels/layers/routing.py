@@ -88,7 +88,7 @@ class Routing:
 def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
     """The experts of each row, and their weights: ids [N, K] int64, ascending in each row, and weights [N, K].
 
-    logits: [N, E], float32 or float64; weights have its dtype.  bias: [E], the one that `routing` names, or None.
+    logits: [N, E], float32 or float64; weights have its dtype.  bias: [E], added as `routing` says, or None.
     Among equal scores the lower id is chosen.  Sums have the same order whatever the number of rows.
     """
     return (route_triton if logits.is_cuda else route_reference)(logits, bias, routing)

@@ -18,9 +18,9 @@ from espalier.models.layers.mlp import GatedMLP
 class MixtureMLP:
     """The weighted sum of each row's experts, and of the shared experts if there are any.
 
-    router: [E, H].  bias: [E], the one that `routing` names, or None.  gate_up: [E, 2·I, H].  down: [E, H, I].
-    shared: an MLP that every row goes through.  shared_gate: [1, H], the sigmoid of its product scales `shared`.
-    biases, activation: of the experts.
+    router: [E, H].  bias: [E], added as `routing` says, or None.  gate_up: [E, 2·I, H].  down: [E, H, I].
+    shared: an MLP that every row goes through.  shared_gate: [1, H]; the sigmoid of its product scales `shared`.
+    biases, activation: of the routed experts.
     """
 
     __slots__ = ("routing", "router", "bias", "gate_up", "down", "shared", "shared_gate", "biases", "activation")
@@ -50,7 +50,7 @@ class MixtureMLP:
     def __call__(self, x: Tensor, live: Tensor | None = None) -> Tensor:
         """[N, hidden] -> [parts, N, hidden], float32 at least, as RMSNorm.after takes them.
 
-        live: [N] bool; other rows go to no expert.  None: all rows do.
+        live: [N] bool; other rows go to no expert.  None: all rows are live.
         """
         ids, weights = route(router_logits(x, self.router), self.bias, self.routing)
         extra = 0 if self.shared is None else 1

@@ -14,7 +14,7 @@ from espalier.models.base import Attend
 from espalier.models.layers.linear import Linear
 from espalier.models.layers.norm import RMSNorm
 
-# Of the norms of both latents.  The families' code fixes it; config.json's rms_norm_eps is for the other norms.
+# eps of the norms of both latents.  The publishers' code fixes it; rms_norm_eps of config.json is for the other norms.
 NORM_EPS = 1e-6
 
 
@@ -59,6 +59,6 @@ class LatentAttention:
         if self.q_down is not None and self.q_norm is not None:
             x = self.q_norm(self.q_down(x))
         q = self.q(x).view(*shape, self.k_up.shape[0], -1)
-        own = LatentRopeAndNorm(rope_and_norm.cos, rope_and_norm.sin, self.kv_norm, NORM_EPS, self.interleaved)
-        values = attend(layer, LatentProjections(q, latent, own, self.k_up, self.v_up))
+        with_norm = LatentRopeAndNorm(rope_and_norm.cos, rope_and_norm.sin, self.kv_norm, NORM_EPS, self.interleaved)
+        values = attend(layer, LatentProjections(q, latent, with_norm, self.k_up, self.v_up))
         return self.out.in_parts(values.flatten(2).flatten(0, 1))

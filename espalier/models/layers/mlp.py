@@ -22,5 +22,5 @@ class GatedMLP:
         return self.down.in_parts(self.gate_up.gated(x))
 
     def whole(self, x: Tensor) -> Tensor:
-        """[B·Q, hidden] -> [B·Q, hidden], never parts of it."""
+        """[B·Q, hidden] -> [B·Q, hidden], summed: never in parts."""
         return self.down(self.gate_up.gated(x))
