@@ -19,7 +19,7 @@ from espalier.stats import SpeculationStats
 class Start(msgspec.Struct, tag=True):
     """The first message.
 
-    settings: keywords of EngineConfig; front: pid of the front, the engine process ends when that process does;
+    settings: what the worker loads, for a model the keywords of EngineConfig; front: pid of the front, the engine process ends when that process does;
     heartbeat_s: seconds between messages of an idle engine.
     """
 
