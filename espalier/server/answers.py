@@ -91,8 +91,7 @@ class Choice:
         if self.sink is None:
             return piece.text
         ends_by_token = piece.finish_reason == "stop" and not self.keep_stop
-        for token in piece.token_ids[:-1] if ends_by_token else piece.token_ids:
-            self.sink.push(token)
+        self.sink.push_all(piece.token_ids[:-1] if ends_by_token else piece.token_ids)
         return self.sink.take(final=piece.finish_reason is not None)
 
 

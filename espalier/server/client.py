@@ -28,6 +28,7 @@ from espalier.server import logs, protocol
 from espalier.server.protocol import Abort, Failed, Harvest, Part, Ready, Refused, Report, Shutdown, Start, Submit
 
 log = logging.getLogger("espalier.server")
+MODEL_WORKER = "espalier.server.worker"
 SHUTDOWN_S = 10.0
 MAX_RESTART_PAUSE_S = 60.0
 # Interval of the log lines that say that the model is still loading.
@@ -50,7 +51,7 @@ class ClientOptions:
     load_timeout_s: float | None = 1800.0
     log_level: str = "info"
     log_json: bool = False
-    worker: str = "espalier.server.worker"
+    worker: str = MODEL_WORKER
 
 
 class Generation:

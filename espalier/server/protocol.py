@@ -19,8 +19,8 @@ from espalier.stats import SpeculationStats
 class Start(msgspec.Struct, tag=True):
     """The first message.
 
-    settings: what the worker loads, for a model the keywords of EngineConfig; front: pid of the front, the engine process ends when that process does;
-    heartbeat_s: seconds between messages of an idle engine.
+    settings: what the worker loads, for a model the keywords of EngineConfig; front: pid of the front, the engine
+    process ends when that process does; heartbeat_s: seconds between messages of an idle engine.
     """
 
     settings: dict[str, Any]
