@@ -72,8 +72,11 @@ def _run(args: Namespace) -> int:
     # The same prompts come at every turn, so the prefix cache is off for LLM and server.
     longest = args.context + args.tokens
     made = engines_of(args, load_sizes(max(sizes), longest + 1), max_context=longest)
+    flags: list[str] = []
+    if isinstance(made, OfShape):
+        made, flags = _sharing_the_gpu(made), _shape_flags(args)
     cells: list[Cell] = []
-    with serving(*_command(args, made)) as server, made.open(tree=True) as opened:
+    with serving(made.settings, *flags) as server, made.open(tree=True) as opened:
         bench = ServeBench(opened, server)
         with progress("measuring", len(sizes)) as advance:
             for size in sizes:

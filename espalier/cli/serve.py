@@ -12,7 +12,7 @@ from espalier.errors import EspalierError
 from espalier.server import logs
 from espalier.server.logs import LEVELS
 from espalier.terminal.console import read_text
-from espalier.terminal.flags import add_engine_flags, add_shape_flags, engine_settings
+from espalier.terminal.flags import add_engine_flags, add_shape_flags, engine_settings, flag_of
 
 # The alternative to --api-key, whose value every user of the machine can see in the list of processes.
 KEY_VARIABLE = "ESPALIER_API_KEY"
@@ -162,7 +162,10 @@ def run(args: Namespace) -> int:
 
 
 def _model(args: Namespace) -> tuple[dict[str, Any], str]:
-    """(settings for the engine process, the model's name)"""
+    """(settings for the engine process, the model's name).  Raises EspalierError."""
+    for name in ("accept_length", "routing_correlation"):
+        if getattr(args, name) is not None:
+            raise EspalierError(f"{flag_of(name)} is for a named shape; give --shape, or leave it out")
     settings = engine_settings(args) | {"model": args.model}
     if args.model == "auto" and "draft" not in settings:
         settings["model"] = "bundled"
