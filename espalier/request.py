@@ -7,15 +7,16 @@ fields, docs, checks of values, columns of the slot table and offsets in kernels
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import Field, dataclass, field, fields, replace
+from dataclasses import Field, dataclass, field, fields
 from functools import cached_property
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 import numpy as np
 
 from espalier import limits
 from espalier.errors import EspalierError, prompt_too_long, refuses_unknown, require_int
 from espalier.limits import MAX_BIAS, MAX_LOGPROBS, MAX_SAMPLES, MAX_SEED, MIN_TEMPERATURE, number, whole_number
+from espalier.logprobs import PromptLogprobs, TokenLogprob, TokenLogprobs
 from espalier.stats import SpeculationStats
 
 
@@ -276,28 +277,6 @@ class TokenMasker(Protocol):
 
 
 @dataclass(frozen=True)
-class TokenLogprob:
-    """The target's log-probability of a token, before temperature and masks.
-
-    top: the likeliest tokens at its position, as (token id, log-probability); rank: 1 for the likeliest token of the
-    vocabulary; tokens of equal logits have the same rank.
-    """
-
-    token_id: int
-    logprob: float
-    top: list[tuple[int, float]]
-    rank: int
-
-    def with_top(self, count: int) -> Self:
-        """This entry with at most `count` likeliest tokens.  The batch may have computed more than a request asked."""
-        return replace(self, top=self.top[:count])
-
-
-# One entry per prompt token.  The first token has nothing before it, so its entry is None.
-PromptLogprobs = list[TokenLogprob | None]
-
-
-@dataclass(frozen=True)
 class Usage:
     """Token counts of one request.  cached_tokens: prompt tokens that were found in the prefix cache."""
 
@@ -336,8 +315,8 @@ class Request:
 
     output: list[int] = field(default_factory=list)
     from_draft: list[bool] = field(default_factory=list)
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    logprobs: TokenLogprobs[TokenLogprob] = field(default_factory=TokenLogprobs)
+    prompt_logprobs: TokenLogprobs[TokenLogprob] = field(default_factory=TokenLogprobs)
     slot: int | None = None
     pages: list[int] = field(default_factory=list)
     generation: int = 0
@@ -393,7 +372,7 @@ class Request:
     @property
     def prompt_report(self) -> PromptLogprobs | None:
         """The prompt's log-probabilities as far as they have been read; None if the request does not ask for them."""
-        return None if self.params.prompt_logprobs is None else [None, *self.prompt_logprobs]
+        return None if self.params.prompt_logprobs is None else TokenLogprobs(self.prompt_logprobs.rows, of_prompt=True)
 
 
 @dataclass(frozen=True)
@@ -410,7 +389,7 @@ class OutputChunk:
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
     from_draft: list[bool] = field(default_factory=list)
-    logprobs: list[TokenLogprob] | None = None
+    logprobs: TokenLogprobs[TokenLogprob] | None = None
     prompt_logprobs: PromptLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
@@ -431,7 +410,7 @@ class Output:
     token_ids: list[int]
     finish_reason: str
     stop_reason: int | str | None = None
-    logprobs: list[TokenLogprob] | None = None
+    logprobs: TokenLogprobs[TokenLogprob] | None = None
     prompt_logprobs: PromptLogprobs | None = None
     from_draft: list[bool] = field(default_factory=list)
     choices: list["Output"] = field(default_factory=list)

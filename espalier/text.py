@@ -204,6 +204,11 @@ class TextStream:
             self._read(final=False)
         return self.stopped
 
+    def push_all(self, token_ids: Sequence[int]) -> None:
+        """Add tokens, where nobody waits for a stop string."""
+        self.pushed += len(token_ids)
+        self.decoder.push_all(token_ids)
+
     def take(self, final: bool) -> str:
         """The new text since the last take.  Text that may be the start of a stop string is held back unless final."""
         if not self.stopped:
@@ -261,6 +266,9 @@ class ByteDetokenizer:
     def push(self, token_id: int) -> None:
         self.untaken.append(token_id)
 
+    def push_all(self, token_ids: Sequence[int]) -> None:
+        self.untaken.extend(token_ids)
+
     def take(self, final: bool) -> str:
         """The text of the tokens since the last take, up to the last complete character unless final."""
         parts = [part.bytes for part in map(self.bytes_of, self.untaken) if part.is_text]
@@ -290,6 +298,9 @@ class Detokenizer:
 
     def push(self, token_id: int) -> None:
         self.window.append(token_id)
+
+    def push_all(self, token_ids: Sequence[int]) -> None:
+        self.window.extend(token_ids)
 
     def take(self, final: bool) -> str:
         """The text of the tokens since the last take, up to the last complete character unless final."""

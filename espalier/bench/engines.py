@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from espalier.bench.drive import contexts
-from espalier.bench.synthetic_models import SyntheticModels, add_shape_flags, recipe_of
+from espalier.bench.synthetic_models import SyntheticModels, recipe_of
 from espalier.config import EngineConfig, ResolvedConfig
 from espalier.engine.engine import Engine
 from espalier.errors import EspalierError
@@ -26,7 +26,14 @@ from espalier.startup.tree_cost import mixture_weights
 from espalier.synthetic.checkpoint import Recipe
 from espalier.synthetic.shapes import SHAPES
 from espalier.terminal.console import print_header, require_writable
-from espalier.terminal.flags import add_engine_flags, add_json_flag, engine_settings, flag_of, with_minimum
+from espalier.terminal.flags import (
+    add_engine_flags,
+    add_json_flag,
+    add_shape_flags,
+    engine_settings,
+    flag_of,
+    with_minimum,
+)
 from espalier.terminal.machine import require_gpu
 
 # Fields of EngineConfig that --shape decides, or that only a model from files has.
@@ -50,6 +57,10 @@ class BenchEngine:
 
 
 class BenchEngines(Protocol):
+    """settings: of LLM."""
+
+    settings: Mapping[str, Any]
+
     def config(self, tree: bool) -> ResolvedConfig:
         """The configuration of `open(tree)`, before anything is loaded.  num_pages is an estimate."""
         ...
@@ -189,12 +200,17 @@ def engines_with(args: Namespace, settings: Mapping[str, Any]) -> BenchEngines:
     """Engines of the model or the --shape, with settings of LLM.  Raises EspalierError for one that does not fit."""
     if args.shape is None:
         return OfModel(settings)
-    refused = [name for name in DECIDED if name in settings]
-    if refused:
-        raise EspalierError(f"{flag_of(refused[0])} is not for --shape, whose models are made here; leave one out")
+    refuse_decided(settings)
     device = require_gpu(f"bench {args.measured} --shape")
     recipe = recipe_of(args.shape, settings.get("seed", 0), args.accept_length, args.routing_correlation)
     return OfShape(recipe, settings, device)
+
+
+def refuse_decided(settings: Mapping[str, Any]) -> None:
+    """Refuse settings that --shape decides.  Raises EspalierError."""
+    refused = [name for name in DECIDED if name in settings]
+    if refused:
+        raise EspalierError(f"{flag_of(refused[0])} is not for --shape, whose models are made here; leave one out")
 
 
 def about(args: Namespace, config: ResolvedConfig) -> dict[str, Any]:

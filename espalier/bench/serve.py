@@ -1,37 +1,34 @@
 """`espalier bench serve`: a server compared with LLM.generate, on the same prompts and settings.
 
+With --shape both run a synthetic model on the same GPU, each its own copy.  It has no tokenizer: prompts are token ids,
+and answers have token ids (return_token_ids) instead of text.
 --soak counts the requests that a server leaves unanswered.  --bad-host measures how long other requests wait while one
 host sends large requests.
 """
 
+import json
 import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
+from http.client import HTTPConnection
 from statistics import median
 from types import MappingProxyType
-from typing import Any
 
-from espalier.bench import bad_host, soak
-from espalier.bench.drive import contexts
-from espalier.bench.server import NAME, Server, serving
+from espalier.bench import bad_host, engines, soak
+from espalier.bench.engines import BenchEngine, OfShape, engines_of, load_sizes, requested_pages
+from espalier.bench.server import NAME, Server, exchange, serving
 from espalier.errors import EspalierError
-from espalier.llm import LLM
 from espalier.request import SamplingParams
+from espalier.startup.resolve import layout_of
 from espalier.terminal.console import print_header, print_table, progress, require_writable, write_json
-from espalier.terminal.flags import (
-    add_engine_flags,
-    add_json_flag,
-    engine_settings,
-    flag_of,
-    positive_numbers,
-    require_at_least_one,
-    with_minimum,
-)
+from espalier.terminal.flags import engine_settings, flag_of, positive_numbers, require_at_least_one
 
 # For the default mode.
 DEFAULTS = MappingProxyType({"concurrency": "1,16", "context": 128, "tokens": 96, "repeats": 5})
+SHAPE_FLAGS = ("shape", "accept_length", "routing_correlation")
 
 
 def add_flags(parser: ArgumentParser) -> None:
@@ -41,8 +38,7 @@ def add_flags(parser: ArgumentParser) -> None:
     parser.add_argument("--context", type=int, metavar="N", help="prompt length (128)")
     parser.add_argument("--tokens", type=int, metavar="N", help="tokens to generate for each prompt (96)")
     parser.add_argument("--repeats", type=int, metavar="N", help="repetitions; medians are shown (5)")
-    add_json_flag(parser)
-    add_engine_flags(parser)
+    engines.add_flags(parser)
 
 
 def run(args: Namespace) -> int:
@@ -55,31 +51,54 @@ def run(args: Namespace) -> int:
     if args.bad_host and args.soak is not None:
         raise EspalierError("--soak is not for --bad-host; leave one out")
     require_at_least_one(args, "soak", "context", "tokens", "repeats")
+    if args.soak is None and not args.bad_host:
+        return _run(args)
+    refuse_shape(args, "--bad-host" if args.bad_host else "--soak")
     require_writable("--json", args.json)
     print_header()
     settings = engine_settings(args)
-    if args.bad_host:
-        return bad_host.run(args, settings)
-    return _run(args, settings) if args.soak is None else soak.run(args, settings)
+    return bad_host.run(args, settings) if args.bad_host else soak.run(args, settings)
 
 
-def _run(args: Namespace, settings: dict[str, Any]) -> int:
+def refuse_shape(args: Namespace, mode: str) -> None:
+    """Raises EspalierError for a flag of synthetic models."""
+    for name in SHAPE_FLAGS:
+        if getattr(args, name) is not None:
+            raise EspalierError(f"{flag_of(name)} is not for {mode}; leave one out")
+
+
+def _run(args: Namespace) -> int:
     sizes = positive_numbers("--concurrency", args.concurrency, "1,16")
     # The same prompts come at every turn, so the prefix cache is off for LLM and server.
     longest = args.context + args.tokens
-    usual = {"max_batch": max(sizes), "max_context": longest + 1, "prefix_cache": False}
-    settings = with_minimum(settings, usual, max_context=longest)
+    made = engines_of(args, load_sizes(max(sizes), longest + 1), max_context=longest)
+    flags: list[str] = []
+    if isinstance(made, OfShape):
+        made, flags = _sharing_the_gpu(made), _shape_flags(args)
     cells: list[Cell] = []
-    with serving(settings) as server:
-        bench = ServeBench(settings, server)
+    with serving(made.settings, *flags) as server, made.open(tree=True) as opened:
+        bench = ServeBench(opened, server)
         with progress("measuring", len(sizes)) as advance:
             for size in sizes:
                 cells.append(bench.measure(size, args.context, args.tokens, args.repeats))
                 advance()
-        bench.close()
-    write_json(args.json, {"cells": [cell.as_dict() for cell in cells]})
+    write_json(args.json, {**engines.about(args, made.config(True)), "cells": [cell.as_dict() for cell in cells]})
     print_table(_table(cells))
     return 0
+
+
+def _sharing_the_gpu(made: OfShape) -> OfShape:
+    """With as many pages as a full batch needs: the server and the LLM must both fit."""
+    if requested_pages(made.settings) is not None:
+        return made
+    num_pages = layout_of(made.config(tree=True)).most_pages
+    return OfShape(made.recipe, {**made.settings, "num_pages": num_pages}, made.device)
+
+
+def _shape_flags(args: Namespace) -> list[str]:
+    """Flags of the server's models."""
+    given = [name for name in SHAPE_FLAGS if getattr(args, name) is not None]
+    return [part for name in given for part in (flag_of(name), str(getattr(args, name)))]
 
 
 def _table(cells: Sequence["Cell"]) -> list[list[str]]:
@@ -107,15 +126,16 @@ class Cell:
 
 
 class ServeBench:
-    """LLM and the server, both loaded.  The caller closes it."""
+    """An LLM and a server of the same model, both loaded."""
 
-    def __init__(self, settings: Mapping[str, Any], server: Server):
-        self.llm = LLM(**settings)
+    def __init__(self, opened: BenchEngine, server: Server):
+        self.opened = opened
+        self.llm = opened.llm
         self.server = server
 
     def measure(self, concurrency: int, context: int, num_tokens: int, repeats: int) -> Cell:
         """Medians over repeats, after one warm-up.  LLM.generate, streams and whole responses take turns."""
-        prompts = [list(prompt) for prompt in contexts(self.llm, concurrency, context)]
+        prompts = self.opened.prompts([context] * concurrency)
         seconds: dict[str, list[float]] = {"offline": [], "streamed": [], "whole": []}
         for turn in range(repeats + 1):
             taken = {
@@ -135,18 +155,19 @@ class ServeBench:
         return time.perf_counter() - began
 
     def _served(self, prompts: Sequence[list[int]], num_tokens: int, stream: bool) -> float:
-        """Send all prompts at once, one connection each."""
+        """Send all prompts at once, each on an open connection of its own."""
+        same = {"model": NAME, "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True, "stream": stream}
+        # Without text, a stream's events would be empty.
+        same["return_token_ids"] = self.llm.tokenizer is None
+        bodies = [json.dumps({**same, "prompt": prompt}).encode() for prompt in prompts]
 
-        def send(prompt: list[int]) -> None:
-            body = {"model": NAME, "prompt": prompt, "max_tokens": num_tokens, "temperature": 0}
-            status, answer = self.server.post("/v1/completions", {**body, "ignore_eos": True, "stream": stream})
+        def send(connection: HTTPConnection, body: bytes) -> None:
+            status, answer = exchange(connection, "/v1/completions", body)
             if status != 200 or b'"error"' in answer:
                 raise EspalierError(f"the server answered {status}: {answer[-300:].decode()}")
 
-        with ThreadPoolExecutor(len(prompts)) as clients:
+        with ExitStack() as stack, ThreadPoolExecutor(len(prompts)) as clients:
+            connections = [stack.enter_context(closing(self.server.connect())) for _ in prompts]
             began = time.perf_counter()
-            list(clients.map(send, prompts))
+            list(clients.map(send, connections, bodies))
             return time.perf_counter() - began
-
-    def close(self) -> None:
-        self.llm.close()

@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -33,15 +33,16 @@ class Server:
     pid: int
     engine_pid: int
 
+    def connect(self) -> http.client.HTTPConnection:
+        """An open connection.  The caller closes it."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=START_S)
+        connection.connect()
+        return connection
+
     def post(self, path: str, body: Mapping[str, Any]) -> tuple[int, bytes]:
         """(status, body) of the response."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=START_S)
-        try:
-            connection.request("POST", path, json.dumps(body), JSON)
-            answer = connection.getresponse()
-            return answer.status, answer.read()
-        finally:
-            connection.close()
+        with closing(self.connect()) as connection:
+            return exchange(connection, path, json.dumps(body).encode())
 
     def metrics(self) -> dict[str, float]:
         """The samples of /metrics, by name with labels."""
@@ -52,6 +53,13 @@ class Server:
         finally:
             connection.close()
         return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines if line[0] != "#")}
+
+
+def exchange(connection: http.client.HTTPConnection, path: str, body: bytes) -> tuple[int, bytes]:
+    """Post a body.  (status, body) of the response."""
+    connection.request("POST", path, body, JSON)
+    answer = connection.getresponse()
+    return answer.status, answer.read()
 
 
 def flags_of(settings: Mapping[str, Any]) -> list[str]:

@@ -22,14 +22,14 @@ from espalier.bench.full_rounds import Rounds, full_rounds
 from espalier.bench.linears import shape_named
 from espalier.bench.plot import Bars, plot
 from espalier.bench.roofline import Roofline, RoundRoofline
-from espalier.bench.synthetic_models import SyntheticModels, add_shape_flags, recipe_of
+from espalier.bench.synthetic_models import SyntheticModels, recipe_of
 from espalier.bench.timing import Ceilings
 from espalier.config import SpeculationConfig
 from espalier.errors import EspalierError
 from espalier.synthetic.checkpoint import Recipe
 from espalier.synthetic.shapes import SHAPES
 from espalier.terminal.console import QUIET, print_table, progress, stdout, write_json
-from espalier.terminal.flags import flag_of, given_flags
+from espalier.terminal.flags import add_shape_flags, flag_of, given_flags
 from espalier.terminal.machine import require_gpu
 
 ROUNDS = 40

@@ -2,7 +2,6 @@
 
 import copy
 import gc
-from argparse import ArgumentParser
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, fields
@@ -64,16 +63,6 @@ def recipe_of(shape: str, seed: int, accept_length: float | None, routing_correl
     wanted = ACCEPT_LENGTH if accept_length is None else accept_length
     recipe = Recipe(find_shape(shape), seed, routing_correlation=routing_correlation or 0.0)
     return recipe.with_accept_length(wanted, *TREE)
-
-
-def add_shape_flags(parser: ArgumentParser) -> None:
-    """Flags of `recipe_of` besides --shape and --accept-length."""
-    parser.add_argument(
-        "--routing-correlation",
-        type=float,
-        metavar="X",
-        help="of --shape with experts: 0, experts are as if drawn for each token, to 1, neighbours share them (0)",
-    )
 
 
 class SyntheticModels:

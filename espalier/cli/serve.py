@@ -12,10 +12,11 @@ from espalier.errors import EspalierError
 from espalier.server import logs
 from espalier.server.logs import LEVELS
 from espalier.terminal.console import read_text
-from espalier.terminal.flags import add_engine_flags, engine_settings
+from espalier.terminal.flags import add_engine_flags, add_shape_flags, engine_settings, flag_of
 
 # The alternative to --api-key, whose value every user of the machine can see in the list of processes.
 KEY_VARIABLE = "ESPALIER_API_KEY"
+SHAPE_WORKER = "espalier.cli.shape_worker"
 
 
 def add_flags(parser: ArgumentParser) -> None:
@@ -87,12 +88,24 @@ def add_flags(parser: ArgumentParser) -> None:
     http.add_argument("--log-level", choices=LEVELS, default="info", help="lowest level that is logged (info)")
     http.add_argument("--log-json", action="store_true", help="log a JSON object per line")
     add_engine_flags(parser, leave_out=("model",))
+    _add_measuring_flags(parser)
+
+
+def _add_measuring_flags(parser: ArgumentParser) -> None:
+    measuring = parser.add_argument_group("for measurements")
+    measuring.add_argument(
+        "--shape",
+        metavar="NAME",
+        help="instead of MODEL, on a GPU: a synthetic model of this shape, without a tokenizer (espalier bench serve)",
+    )
+    measuring.add_argument("--accept-length", type=float, metavar="X", help="of the draft of --shape (4)")
+    add_shape_flags(measuring)
 
 
 def run(args: Namespace) -> int:
     # Imported here, so that other commands start without the server's modules.
     from espalier.server.api import ApiOptions
-    from espalier.server.client import ClientOptions
+    from espalier.server.client import MODEL_WORKER, ClientOptions
     from espalier.server.front import FrontOptions
     from espalier.server.run import ServeOptions, serve
 
@@ -108,11 +121,9 @@ def run(args: Namespace) -> int:
         _require(name, getattr(args, name), 0)
     for name in ("max_body_bytes", "engine_timeout"):
         _require(name, getattr(args, name), 1)
-    settings = engine_settings(args) | {"model": args.model}
-    if args.model == "auto" and "draft" not in settings:
-        settings["model"] = "bundled"
+    settings, name = _shape(args) if args.shape is not None else _model(args)
     # With "auto" and a draft, the name is that of the target's directory.
-    names = args.served_model_name or [name for name in [settings["model"]] if name != "auto"]
+    names = args.served_model_name or [name for name in [name] if name != "auto"]
     template = None if args.chat_template is None else read_text("--chat-template", args.chat_template)
     options = ServeOptions(
         host=args.host,
@@ -125,6 +136,7 @@ def run(args: Namespace) -> int:
             load_timeout_s=args.load_timeout or None,
             log_level=args.log_level,
             log_json=args.log_json,
+            worker=MODEL_WORKER if args.shape is None else SHAPE_WORKER,
         ),
         front=FrontOptions(
             tuple(names),
@@ -141,13 +153,36 @@ def run(args: Namespace) -> int:
             args.body_timeout or None,
         ),
     )
-    settings = sendable(settings)
     logs.set_up(args.log_level, args.log_json)
     try:
         asyncio.run(serve(settings, options))
     except asyncio.CancelledError:  # SIGTERM while the model was being loaded
         return 0
     return 0
+
+
+def _model(args: Namespace) -> tuple[dict[str, Any], str]:
+    """(settings for the engine process, the model's name).  Raises EspalierError."""
+    for name in ("accept_length", "routing_correlation"):
+        if getattr(args, name) is not None:
+            raise EspalierError(f"{flag_of(name)} is for a named shape; give --shape, or leave it out")
+    settings = engine_settings(args) | {"model": args.model}
+    if args.model == "auto" and "draft" not in settings:
+        settings["model"] = "bundled"
+    return sendable(settings), settings["model"]
+
+
+def _shape(args: Namespace) -> tuple[dict[str, Any], str]:
+    """The same for --shape.  Raises EspalierError for flags that do not go with it."""
+    # Imported here: the front of a usual server does without PyTorch.
+    from espalier.bench.engines import refuse_decided
+    from espalier.bench.synthetic_models import recipe_of
+
+    settings = engine_settings(args)
+    refuse_decided(settings if args.model == "auto" else {"model": args.model})
+    recipe = [args.shape, settings.get("seed", 0), args.accept_length, args.routing_correlation]
+    recipe_of(*recipe)
+    return {"recipe": recipe, "settings": sendable(settings)}, args.shape
 
 
 def sendable(settings: dict[str, Any]) -> dict[str, Any]:

@@ -26,10 +26,10 @@ from espalier.engine.launch_input import LaunchInput, RequestResult
 from espalier.engine.results import Reported, Results, read, read_trees
 from espalier.errors import EspalierError
 from espalier.kernels.runtime.precompile import precompile
+from espalier.kernels.sampling.logprobs import rows_of
 from espalier.layout import ROUNDS_IN_FLIGHT, bucket_of
 from espalier.sampling.logit_processors import SamplingNeeds
 from espalier.sampling.mask import ALL_ALLOWED, mask_words
-from espalier.sampling.pick import Logprobs
 from espalier.speculate.round import ModelRunner, RoundOutput
 
 # Kernels read all sampling parameters on the device, so one graph serves all requests.
@@ -60,13 +60,13 @@ class Graph:
 class Place:
     """The pinned host buffers of one ring entry.
 
-    logprobs: one buffer for each part of a LogprobRing; copied: the event after which the buffers may be used again.
+    logprobs: of Results.logprobs; copied: the event after which the buffers may be used again.
     """
 
     entry: int
     launch_input: Tensor
     results: Tensor
-    logprobs: tuple[Tensor, ...]
+    logprobs: Tensor
     copied: torch.cuda.Event = field(default_factory=torch.cuda.Event)
 
 
@@ -157,7 +157,7 @@ class CudaExecutor:
         self.keep_graphs = keep_graphs
         self.replay_events: list[tuple[torch.cuda.Event, torch.cuda.Event]] | None = None
         layout, self.device = runner.layout, runner.pages.device
-        self.results = Results(layout, RING, runner.pages.dtype, self.device)
+        self.results = Results(layout, RING, self.device)
         self.buckets = layout.batch_buckets(graph_batch)
         idle = IDLE_STREAMS[self.device]
         streams = idle.pop() if idle else (torch.cuda.Stream(self.device), torch.cuda.Stream(self.device))
@@ -170,7 +170,7 @@ class CudaExecutor:
                 entry,
                 torch.zeros(widest, dtype=torch.int64, pin_memory=True),
                 torch.zeros(layout.max_batch, self.results.fields.width, dtype=torch.int64, pin_memory=True),
-                tuple(torch.zeros(part.shape[1:], dtype=part.dtype, pin_memory=True) for part in self.results.logprobs),
+                torch.zeros(self.results.logprobs.shape[1:], dtype=torch.int64, pin_memory=True),
             )
             for entry in range(RING)
         ]
@@ -289,15 +289,17 @@ class CudaExecutor:
         output: of an eager launch, the only kind that computes prompt log-probabilities; None for other launches.
         """
         batch, emitted, prompt = len(launch_input.slots), None, None
-        prompt_logprobs = None if output is None else output.prompt_logprobs
+        prompt_logprobs = None
+        if output is not None and output.prompt_logprobs is not None:
+            with torch.cuda.stream(self.stream):
+                prompt_logprobs = rows_of(*output.prompt_logprobs)
         self.copies.wait_stream(self.stream)
         with torch.cuda.stream(self.copies):
             if launch_input.num_logprobs is not None:
-                emitted = tuple(part[:batch] for part in place.logprobs)
-                for on_host, part in zip(emitted, self.results.logprobs, strict=True):
-                    on_host.copy_(part[place.entry, :batch], non_blocking=True)
+                emitted = place.logprobs[:batch]
+                emitted.copy_(self.results.logprobs[place.entry, :batch], non_blocking=True)
             if prompt_logprobs is not None:
-                prompt = Logprobs(*map(self._to_host, prompt_logprobs))
+                prompt = self._to_host(prompt_logprobs)
             self._copy_entry(place, batch)
         return CudaHandle(self.results, place, launch_input, Reported(emitted, prompt))
 

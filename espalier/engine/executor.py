@@ -19,6 +19,7 @@ from espalier.engine.launch_buffer import LaunchBuffer, pack_launch
 from espalier.engine.launch_input import LaunchInput, RequestResult
 from espalier.engine.results import Reported, Results, read, read_trees
 from espalier.errors import EspalierError
+from espalier.kernels.sampling.logprobs import rows_of
 from espalier.sampling.logit_processors import SamplingNeeds
 from espalier.sampling.prompt import PromptRows
 from espalier.speculate.round import ModelRunner, RoundOutput, Verified, decode_round, prefill, propose, settle, verify
@@ -143,7 +144,7 @@ class StagedRound:
 class CpuExecutor:
     def __init__(self, runner: ModelRunner, overlap: bool):
         self.runner = runner
-        self.results = Results(runner.layout, 1, runner.pages.dtype, runner.pages.device)
+        self.results = Results(runner.layout, 1, runner.pages.device)
         threads = torch.get_num_threads()
         self.worker = ThreadPoolExecutor(1, "espalier-stream", torch.set_num_threads, (threads,)) if overlap else None
 
@@ -198,10 +199,9 @@ class CpuExecutor:
 
     def _read_rows(self, launch_input: LaunchInput, output: RoundOutput | None) -> list[RequestResult]:
         batch = len(launch_input.slots)
-        emitted = (
-            None if launch_input.num_logprobs is None else tuple(part[0, :batch] for part in self.results.logprobs)
-        )
-        reported = Reported(emitted, None if output is None else output.prompt_logprobs)
+        emitted = None if launch_input.num_logprobs is None else self.results.logprobs[0, :batch]
+        of_prompt = None if output is None else output.prompt_logprobs
+        reported = Reported(emitted, None if of_prompt is None else rows_of(*of_prompt))
         return read(self.results.fields, self.results.ring[0, :batch].numpy(), reported, launch_input)
 
     def close(self) -> None:

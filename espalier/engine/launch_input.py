@@ -1,12 +1,12 @@
 """What the host sends for a launch and what it reads back: plain values, so both can be sent to another process."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
 from espalier.attention import CommittedLengths
 from espalier.engine.prefill_policy import PrefillPass
-from espalier.request import Request, TokenLogprob
+from espalier.request import Request
 from espalier.sampling.logit_processors import SamplingNeeds
 from espalier.sampling.prompt import PromptRows
 from espalier.slots import SlotInit
@@ -91,16 +91,17 @@ class RequestResult:
     """What a launch decided for one request.
 
     tokens: empty after a chunk that is not the last of its prompt.  finite: False if the token after `tokens` was
-    picked from logits that were not finite.  prompt_logprobs: for the rows of LaunchInput.prompt_rows, the
-    log-probability of the prompt token after each.
+    picked from logits that were not finite.  logprobs: rows of espalier/logprobs.py, one for each token;
+    prompt_logprobs: for the rows of LaunchInput.prompt_rows, those of the prompt token after each; None if no request
+    of the launch asked for them.
     """
 
     tokens: list[int]
     finite: bool
     tree_size: TreeSize = TreeSize()
     tree: DraftTree | None = None
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    logprobs: np.ndarray | None = None
+    prompt_logprobs: np.ndarray | None = None
 
 
 def sampling_needs_of(requests: list[Request]) -> SamplingNeeds:

@@ -4,22 +4,20 @@ A launch writes its output to the ring entry that its launch input names, one ro
 int64 (float scores as their bits), so one copy brings an entry to the host.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from espalier.engine.launch_input import DraftTree, LaunchInput, RequestResult, TreeSize
-from espalier.kernels.sampling.logprobs import LogprobRing, write_logprobs
+from espalier.kernels.sampling import logprobs as rings
 from espalier.kernels.state.write_results import write_results
 from espalier.layout import RoundLayout
 from espalier.limits import MAX_LOGPROBS
-from espalier.request import TokenLogprob
-from espalier.sampling.pick import Logprobs
+from espalier.logprobs import words
 from espalier.speculate.round import RoundOutput
 from espalier.speculate.tree import VOID, Tree
 
@@ -51,15 +49,14 @@ class Fields:
 
 
 class Results:
-    """ring: [entries, max_batch, width] int64 on the device; logprobs: a second ring for the emitted tokens'
-    log-probabilities, which are floats."""
+    """ring: [entries, max_batch, width] int64 on the device; logprobs: a second ring, for the log-probabilities
+    of emitted tokens (espalier/logprobs.py), which is copied only for a launch that needs it."""
 
-    def __init__(self, layout: RoundLayout, entries: int, dtype: torch.dtype, device: torch.device):
+    def __init__(self, layout: RoundLayout, entries: int, device: torch.device):
         self.layout = layout
         self.fields = Fields.of(layout)
         self.ring = torch.zeros(entries, layout.max_batch, self.fields.width, dtype=torch.int64, device=device)
-        sizes = (entries, layout.max_batch, layout.extend_width, MAX_LOGPROBS)
-        self.logprobs = LogprobRing.zeros(*sizes, dtype, device)
+        self.logprobs = rings.ring_of(entries, layout.max_batch, layout.extend_width, MAX_LOGPROBS, device)
 
     def write(self, entry: Tensor, output: RoundOutput) -> None:
         """Write the output of a launch to ring entry `entry` [1]."""
@@ -71,7 +68,7 @@ class Results:
             parts |= {"depths": tree.depths, "scores": tree.scores}
         write_results(self.ring, entry, {getattr(self.fields, name).start: part for name, part in parts.items()})
         picked = (output.logits, path.rows, path.tokens, path.length)
-        write_logprobs(self.logprobs, entry, *picked, output.num_logprobs)
+        rings.write_logprobs(self.logprobs, entry, *picked, output.num_logprobs)
 
     def write_trees(self, entry: Tensor, tree: Tree) -> None:
         """Write the trees of a round that is not settled yet to ring entry `entry` [1]."""
@@ -80,13 +77,13 @@ class Results:
 
 
 class Reported(NamedTuple):
-    """Log-probabilities of a launch; None where no request asked for them.
+    """Log-probabilities of a launch, as rows of espalier/logprobs.py; None where no request asked for them.
 
-    emitted: the parts of a LogprobRing entry, [B, W, ...], for the emitted tokens; prompt: [N], for prompt tokens.
+    emitted: [B, W, words], of emitted tokens; prompt: [N, words], of prompt tokens.
     """
 
-    emitted: tuple[Tensor, ...] | None = None
-    prompt: Logprobs | None = None
+    emitted: Tensor | None = None
+    prompt: Tensor | None = None
 
 
 def read(fields: Fields, entry: np.ndarray, reported: Reported, launch_input: LaunchInput) -> list[RequestResult]:
@@ -96,9 +93,7 @@ def read(fields: Fields, entry: np.ndarray, reported: Reported, launch_input: La
     is_node = entry[:, fields.tokens] != VOID
     drafted = np.maximum(is_node.sum(1) - 1, 0).tolist()
     depth = (entry[:, fields.depths] * is_node).max(1).tolist()
-    logprobs = _by_request(
-        reported.emitted, [tokens[:count] for tokens, count in zip(emitted, num_finite, strict=True)]
-    )
+    logprobs = _by_request(reported.emitted, launch_input, num_finite)
     prompt_logprobs = _by_span(reported.prompt, launch_input, len(length))
     return [
         RequestResult(
@@ -126,25 +121,18 @@ def read_trees(fields: Fields, entry: np.ndarray) -> list[tuple[list[int], list[
     return list(zip(entry[:, fields.tokens].tolist(), entry[:, fields.parents].tolist(), strict=True))
 
 
-def _by_request(logprobs: tuple[Tensor, ...] | None, emitted: list[list[int]]) -> list[list[TokenLogprob]]:
-    if logprobs is None:
-        return [[] for _ in emitted]
-    rows = zip(emitted, zip(*(part.tolist() for part in logprobs), strict=True), strict=True)
-    return [_entries((tokens, *(part[: len(tokens)] for part in parts))) for tokens, parts in rows]
+def _by_request(rows: Tensor | None, launch_input: LaunchInput, counts: list[int]) -> list[np.ndarray | None]:
+    """The rows of each request's emitted tokens, with as many likeliest tokens as any request wants."""
+    if rows is None or launch_input.num_logprobs is None:
+        return [None] * len(counts)
+    # Copied: the next launch with this ring entry overwrites the buffer.
+    own = rows.numpy()[:, :, : words(launch_input.num_logprobs)].copy()
+    return [each[:count] for each, count in zip(own, counts, strict=True)]
 
 
-def _by_span(logprobs: Logprobs | None, launch_input: LaunchInput, batch: int) -> list[list[TokenLogprob]]:
-    """Prompt log-probabilities, split by request."""
-    if logprobs is None or launch_input.prompt_rows is None:
-        return [[] for _ in range(batch)]
-    entries = _entries([part.tolist() for part in logprobs])
-    sizes = launch_input.prompt_rows.sizes
-    return [entries[end - size : end] for size, end in zip(sizes, accumulate(sizes), strict=True)]
-
-
-def _entries(parts: Sequence[Sequence[Any]]) -> list[TokenLogprob]:
-    """TokenLogprob objects from the parts of Logprobs, given as lists."""
-    return [
-        TokenLogprob(token, chosen, list(zip(ids, values, strict=True)), rank)
-        for token, chosen, rank, ids, values in zip(*parts, strict=True)
-    ]
+def _by_span(rows: Tensor | None, launch_input: LaunchInput, batch: int) -> list[np.ndarray | None]:
+    """The rows of each request's prompt tokens."""
+    if rows is None or launch_input.prompt_rows is None:
+        return [None] * batch
+    sizes, own = launch_input.prompt_rows.sizes, rows.numpy()
+    return [own[end - size : end] for size, end in zip(sizes, accumulate(sizes), strict=True)]

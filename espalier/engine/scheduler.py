@@ -9,7 +9,6 @@ from bisect import insort
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import isnan
 
 import numpy as np
 
@@ -315,9 +314,8 @@ class Scheduler:
 
     def _read_prompt_logprobs(self, request: Request, row: RequestResult) -> bool:
         """Append the prompt log-probabilities of a chunk.  False if one is NaN, which ends the request."""
-        wanted = request.params.prompt_logprobs or 0
-        request.prompt_logprobs += [entry.with_top(wanted) for entry in row.prompt_logprobs]
-        if any(isnan(entry.logprob) for entry in row.prompt_logprobs):
+        rows, wanted = row.prompt_logprobs, request.params.prompt_logprobs
+        if rows is not None and wanted is not None and request.prompt_logprobs.add(rows, wanted).has_nan:
             self._finish(request, "abort", NOT_FINITE)
         return not request.done
 
@@ -362,9 +360,9 @@ class Scheduler:
             if reason:
                 break
         request.from_draft += from_draft[:kept]
-        wanted = request.params.logprobs
-        logprobs = None if wanted is None else [entry.with_top(wanted) for entry in row.logprobs[:kept]]
-        request.logprobs += logprobs or []
+        logprobs, wanted = None, request.params.logprobs
+        if wanted is not None and row.logprobs is not None:
+            logprobs = request.logprobs.add(row.logprobs[:kept], wanted)
         text = request.text.take(final=reason is not None) if request.text else ""
         if reason:
             self._leave(request, reason)

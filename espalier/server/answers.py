@@ -9,7 +9,8 @@ from typing import Any
 import msgspec
 
 from espalier.inputs import text_sink
-from espalier.request import OutputChunk, PromptLogprobs, ResolvedParams, TokenLogprob, Usage
+from espalier.logprobs import PromptLogprobs, TokenLogprob
+from espalier.request import OutputChunk, ResolvedParams, Usage
 from espalier.server.openai import Generating
 from espalier.server.protocol import Part
 from espalier.stats import SpeculationStats
@@ -32,7 +33,7 @@ class Delta:
     text: str
     token_ids: list[int]
     from_draft: list[bool]
-    logprobs: list[TokenLogprob] | None
+    logprobs: Sequence[TokenLogprob] | None
     finish_reason: str | None
     stop_reason: int | str | None = None
     prompt_logprobs: PromptLogprobs | None = None
@@ -78,7 +79,8 @@ class Choice:
             self.token_ids += piece.token_ids
             self.from_draft += piece.from_draft
             if piece.logprobs is not None:
-                self.logprobs = (self.logprobs or []) + piece.logprobs
+                self.logprobs = self.logprobs or []
+                self.logprobs += piece.logprobs
             if piece.prompt_logprobs is not None:
                 self.prompt_logprobs = piece.prompt_logprobs
             self.finish_reason, self.stop_reason = ends
@@ -89,8 +91,7 @@ class Choice:
         if self.sink is None:
             return piece.text
         ends_by_token = piece.finish_reason == "stop" and not self.keep_stop
-        for token in piece.token_ids[:-1] if ends_by_token else piece.token_ids:
-            self.sink.push(token)
+        self.sink.push_all(piece.token_ids[:-1] if ends_by_token else piece.token_ids)
         return self.sink.take(final=piece.finish_reason is not None)
 
 
@@ -303,9 +304,9 @@ class TextAnswer(Answer):
         }
 
     def _logprobs(
-        self, choice: Choice, of_prompt: PromptLogprobs | None, of_output: list[TokenLogprob] | None
+        self, choice: Choice, of_prompt: PromptLogprobs | None, of_output: Sequence[TokenLogprob] | None
     ) -> dict[str, Any] | None:
-        echoed = of_prompt if of_prompt is not None and self.echoes_logprobs else []
+        echoed: Sequence[TokenLogprob | None] = of_prompt if of_prompt is not None and self.echoes_logprobs else []
         if not echoed and of_output is None:
             return None
         entries = [*echoed, *(of_output or ())]
@@ -377,7 +378,7 @@ class ChatAnswer(Answer):
     def whole(self) -> dict[str, Any]:
         return {**super().whole(), **self._of_prompt(self.choices[0])}
 
-    def _logprobs(self, entries: list[TokenLogprob] | None) -> Any:
+    def _logprobs(self, entries: Sequence[TokenLogprob] | None) -> Any:
         if entries is None:
             return None
         content = []

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping
 from email.message import Message as Headers
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
 
@@ -74,6 +75,7 @@ def _no_object() -> ApiError:
     return of_validation([{"type": "missing", "loc": (), "msg": ""}], None)
 
 
+@lru_cache(maxsize=64)
 def _is_json(content_type: str) -> bool:
     headers = Headers()
     headers["content-type"] = content_type

@@ -28,6 +28,7 @@ from espalier.server import logs, protocol
 from espalier.server.protocol import Abort, Failed, Harvest, Part, Ready, Refused, Report, Shutdown, Start, Submit
 
 log = logging.getLogger("espalier.server")
+MODEL_WORKER = "espalier.server.worker"
 SHUTDOWN_S = 10.0
 MAX_RESTART_PAUSE_S = 60.0
 # Interval of the log lines that say that the model is still loading.
@@ -41,7 +42,8 @@ class EngineGone(Exception):
 @dataclass(frozen=True)
 class ClientOptions:
     """heartbeat_s: seconds between messages of an idle engine; timeout_s: seconds without a message, once the model is
-    loaded, after which the engine is ended; load_timeout_s: limit for loading the model, None for no limit."""
+    loaded, after which the engine is ended; load_timeout_s: limit for loading the model, None for no limit; worker: the
+    module that the engine process runs."""
 
     restart: bool = False
     heartbeat_s: float = 1.0
@@ -49,6 +51,7 @@ class ClientOptions:
     load_timeout_s: float | None = 1800.0
     log_level: str = "info"
     log_json: bool = False
+    worker: str = MODEL_WORKER
 
 
 class Generation:
@@ -114,7 +117,7 @@ class Generation:
 
 
 class EngineClient:
-    """One engine process, or with `restart` one after another.  settings: keywords of EngineConfig as plain values.
+    """One engine process, or with `restart` one after another.  settings: what its worker loads, as plain values.
 
     state: "starting", "ready", "gone" or "closed"; why: reason for "gone"; abort_steps: number of aborts by the engine
     steps that they took.
@@ -208,7 +211,7 @@ class EngineClient:
         socket.bind(address)
         self._socket = socket
         self.process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "espalier.server.worker", address), stdin=asyncio.subprocess.DEVNULL
+            *(sys.executable, "-m", self.options.worker, address), stdin=asyncio.subprocess.DEVNULL
         )
         options = self.options
         self._send(Start(self.settings, os.getpid(), options.heartbeat_s, options.log_level, options.log_json))

@@ -6,16 +6,15 @@ aborted.
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from espalier.errors import EspalierError
 from espalier.inputs import InputProcessor
@@ -32,7 +31,6 @@ from espalier.server.protocol import Part
 from espalier.text import load_tokenizer
 
 log = logging.getLogger("espalier.server")
-T = TypeVar("T")
 # Limit in characters for /tokenize and for a prompt that will be truncated: the larger of MAX_TEXT_CHARS and
 # CHARS_PER_TOKEN * max_context.
 MAX_TEXT_CHARS = 2**20
@@ -120,12 +118,13 @@ class Front:
         loop = asyncio.get_running_loop()
         limit = self.options.request_timeout_s
         run = Run(self, answer, self._submit(body, prompts, answer), None if limit is None else loop.time() + limit)
+        run.watch(http)
         try:
             if not body.stream:
-                return await _until_left(http, run.whole())
+                return await run.whole()
             events = run.events()
             # The status is sent before the first event, so wait until the request has started or is refused.
-            first = await _until_left(http, anext(events))
+            first = await anext(events)
         except ClientLeft:
             self.metrics.disconnects.inc()
             run.close()
@@ -191,34 +190,44 @@ class Run:
         self.prompt_index = {name: i for i, name in enumerate(generation.num_running)}
         self.began = asyncio.get_running_loop().time()
         self.last_token_at: dict[tuple[str, int], float] = {}
+        self.leaving: asyncio.Task[None] | None = None
+
+    def watch(self, http: Request) -> None:
+        """From now on, the client's disconnect ends the request with ClientLeft."""
+        self.leaving = asyncio.create_task(_left(http))
+        self.leaving.add_done_callback(self._has_left)
+
+    def _has_left(self, leaving: asyncio.Task[None]) -> None:
+        if not leaving.cancelled():
+            self.generation.fail(ClientLeft())
 
     async def whole(self) -> Response:
-        """The whole response.  Raises ApiError."""
-        async for parts in self._parts():
-            for part in parts:
-                self.answer.take(self.prompt_index[part.name], part)
+        """The whole response.  Raises ApiError or ClientLeft."""
+        with self._errors():
+            async for parts in self.generation.parts(self.deadline):
+                self._measure(parts)
+                for part in parts:
+                    self.answer.take(self.prompt_index[part.name], part)
         self.close()
         return Response(msgspec.json.encode(self.answer.whole()), media_type="application/json")
 
     async def events(self) -> AsyncIterator[bytes]:
-        """The response as server-sent events.  Raises ApiError."""
+        """The response as server-sent events.  Raises ApiError or ClientLeft."""
         opening = b"".join(map(event, self.answer.opening()))
-        async for parts in self._parts():
-            events = opening + b"".join([self.answer.event(self.prompt_index[part.name], part) for part in parts])
-            if events:
-                yield events
-            opening = b""
+        with self._errors():
+            async for parts in self.generation.parts(self.deadline):
+                self._measure(parts)
+                events = opening + b"".join([self.answer.event(self.prompt_index[part.name], part) for part in parts])
+                if events:
+                    yield events
+                opening = b""
         yield b"".join([*map(event, self.answer.closing()), b"data: [DONE]\n\n"])
 
-    async def _parts(self) -> AsyncIterator[list[Part]]:
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        """Raise the ApiError for what ended the generation."""
         try:
-            async for parts in self.generation.parts(self.deadline):
-                now = asyncio.get_running_loop().time()
-                for part in parts:
-                    self._measure(part, now)
-                    if part.piece.error is not None:
-                        raise ApiError(500, part.piece.error, retry=False)
-                yield parts
+            yield
         except TimeoutError:
             self.metrics.timeouts.inc()
             message = f"the request took longer than {self.timeout_s:g} s; lower max_tokens, or raise --request-timeout"
@@ -228,24 +237,31 @@ class Run:
         except EspalierError as error:
             raise refusal(error) from None
 
-    def _measure(self, part: Part, now: float) -> None:
-        metrics, piece = self.metrics, part.piece
-        if count := len(piece.token_ids):
-            metrics.generated.inc(count)
-            key = part.name, piece.index
-            last = self.last_token_at.get(key)
-            if last is None:
-                metrics.first_token.observe(now - self.began)
-            else:
-                metrics.between_tokens.observe((now - last) / count, count)
-            self.last_token_at[key] = now
-        if part.usage is not None:
-            metrics.finished.labels(piece.finish_reason).inc()
-            metrics.prompt_tokens.inc(part.usage.prompt_tokens)
-            metrics.cached_tokens.inc(part.usage.cached_tokens)
+    def _measure(self, parts: list[Part]) -> None:
+        """Count the parts.  Raises ApiError for one with an error."""
+        metrics, now = self.metrics, asyncio.get_running_loop().time()
+        for part in parts:
+            piece = part.piece
+            if count := len(piece.token_ids):
+                metrics.generated.count += count
+                key = part.name, piece.index
+                last = self.last_token_at.get(key)
+                if last is None:
+                    metrics.first_token.observe(now - self.began)
+                else:
+                    metrics.between_tokens.observe((now - last) / count, count)
+                self.last_token_at[key] = now
+            if part.usage is not None:
+                metrics.finished.labels(piece.finish_reason).inc()
+                metrics.prompt_tokens.inc(part.usage.prompt_tokens)
+                metrics.cached_tokens.inc(part.usage.cached_tokens)
+            if piece.error is not None:
+                raise ApiError(500, piece.error, retry=False)
 
     def close(self) -> None:
         """End the request: abort the samples that still run."""
+        if self.leaving is not None:
+            self.leaving.cancel()
         self.generation.close()
         self.metrics.duration.observe(asyncio.get_running_loop().time() - self.began)
 
@@ -254,23 +270,30 @@ class EventStream(StreamingResponse):
     """A run's events; the first exists already.  A later error is sent as an event."""
 
     def __init__(self, run: Run, first: bytes, rest: AsyncIterator[bytes]):
-        super().__init__(self._body(first, rest), media_type="text/event-stream", headers={"cache-control": "no-cache"})
+        super().__init__(rest, media_type="text/event-stream", headers={"cache-control": "no-cache"})
         self.run = run
+        self.first = first
+        self.rest = rest
         self.ended = False
 
-    async def _body(self, first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-        yield first
+    async def _send_all(self, send: Send) -> None:
+        """Send the response.  If the client leaves, its rest is dropped."""
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await send(_body(self.first))
         try:
-            async for events in rest:
-                yield events
+            async for events in self.rest:
+                await send(_body(events))
+        except ClientLeft:
+            return
         except ApiError as error:
             log.warning("the stream ended early: %s", error.detail)
-            yield self._failed(error)
+            await send(_body(self._failed(error)))
         except Exception:
             # Status 200 is already sent: without an error event the client would take this for the end of the text.
             log.exception("the stream failed")
-            yield self._failed(ApiError(500, FAILED))
+            await send(_body(self._failed(ApiError(500, FAILED))))
         self.ended = True
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     def _failed(self, error: ApiError) -> bytes:
         body = error.body()
@@ -281,7 +304,7 @@ class EventStream(StreamingResponse):
         limit = None if self.run.deadline is None else self.run.deadline + SEND_GRACE_S
         try:
             async with asyncio.timeout_at(limit):
-                await super().__call__(scope, receive, send)
+                await self._send_all(send)
         except TimeoutError:
             log.warning("the client did not read the stream before its deadline: the connection is closed")
         finally:
@@ -290,19 +313,8 @@ class EventStream(StreamingResponse):
             self.run.close()
 
 
-async def _until_left(http: Request, work: Awaitable[T]) -> T:
-    """The result of `work`.  If the client disconnects first, cancels it and raises ClientLeft."""
-    working = asyncio.ensure_future(work)
-    leaving = asyncio.create_task(_left(http))
-    try:
-        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise ClientLeft
-        return working.result()
-    finally:
-        leaving.cancel()
-        if not working.done():
-            working.cancel()
+def _body(events: bytes) -> Message:
+    return {"type": "http.response.body", "body": events, "more_body": True}
 
 
 async def _left(http: Request) -> None:

@@ -17,6 +17,8 @@ T = TypeVar("T")
 # Characters or tokens of the short lane: a few milliseconds of work.
 MAX_SHORT = 16384
 MAX_WAITING = 32
+# Work below this size takes less time than the way to a thread and back.
+MAX_INLINE = 2048
 
 
 class Lanes:
@@ -25,6 +27,7 @@ class Lanes:
     def __init__(self, inputs: InputProcessor):
         self._short = inputs, ThreadPoolExecutor(1, "tokenizing-short")
         self._long = inputs.for_another_thread(), ThreadPoolExecutor(1, "tokenizing-long")
+        self._num_short = 0
         self._num_long = 0
 
     async def run(self, work: Callable[..., T], *values: Any, size: int, field: str | None = None) -> T:
@@ -34,8 +37,15 @@ class Lanes:
         raises EspalierError, or if too many long prompts wait.
         """
         try:
+            if size <= MAX_INLINE and not self._num_short:
+                # Nobody else uses this lane's tokenizer now.
+                return work(self._short[0], *values)
             if size <= MAX_SHORT:
-                return await self._in(self._short, work, *values)
+                self._num_short += 1
+                try:
+                    return await self._in(self._short, work, *values)
+                finally:
+                    self._num_short -= 1
             if self._num_long > MAX_WAITING:
                 raise full(f"{MAX_WAITING} long prompts are already waiting to be tokenized")
             self._num_long += 1

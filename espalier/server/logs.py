@@ -2,8 +2,8 @@
 
 import json
 import logging
+import random
 import sys
-import uuid
 from contextvars import ContextVar
 
 LEVELS = ("debug", "info", "warning", "error")
@@ -13,7 +13,7 @@ request_id: ContextVar[str] = ContextVar("request_id", default=NO_REQUEST)
 
 def new_request_id() -> str:
     """The id of a request whose client sent none."""
-    return f"req-{uuid.uuid4().hex}"
+    return f"req-{random.getrandbits(128):032x}"
 
 
 class _WithRequestId(logging.Filter):

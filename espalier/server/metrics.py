@@ -36,7 +36,8 @@ class Metrics:
         self.cached_tokens = self._counter(
             "prompt_cached_tokens", "prompt tokens of requests that ended, found in the prefix cache"
         )
-        self.generated = self._counter("generated_tokens", "output tokens")
+        self.generated = PlainCounter("generated_tokens", "output tokens")
+        self.registry.register(self.generated)
         self.finished = self._counter("finished_samples", "samples that ended, by finish_reason", "reason")
         self.first_token = self._histogram(
             "time_to_first_token_seconds", "from arrival to a prompt's first token", SECONDS
@@ -56,6 +57,18 @@ class Metrics:
     def text(self) -> bytes:
         """All metrics in Prometheus's text format."""
         return generate_latest(self.registry)
+
+
+class PlainCounter(Collector):
+    """A counter of one thread.  prometheus_client's takes a lock each time."""
+
+    def __init__(self, name: str, about: str):
+        self.name = name
+        self.about = about
+        self.count = 0
+
+    def collect(self) -> Iterator[Metric]:
+        yield _counter(self.name, self.about, self.count)
 
 
 class WeightedHistogram(Collector):

@@ -8,6 +8,7 @@ import json
 import types
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import cache
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model, model_validator
@@ -166,11 +167,8 @@ class Generating(Hinted):
 
     def without_effect(self) -> list[str]:
         """Names of the fields that were sent and have no effect, in the order of the model."""
-        return [
-            name
-            for name, info in type(self).model_fields.items()
-            if getattr(self, name) is not None and any(isinstance(note, NoEffect) for note in info.metadata)
-        ]
+        names = _names_without_effect(type(self))  # type: ignore[arg-type]  # mypy takes it for an instance
+        return [name for name in names if getattr(self, name) is not None]
 
     def check(self) -> None:
         """Refuse combinations of fields that are not supported.  Raises EspalierError."""
@@ -182,6 +180,12 @@ class Generating(Hinted):
         require_int("max_completion_tokens", self.max_completion_tokens, 1, MAX_COUNT, optional=True)
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             raise EspalierError("max_tokens and max_completion_tokens are the same limit but differ; send only one")
+
+
+@cache
+def _names_without_effect(model: type[BaseModel]) -> list[str]:
+    fields = model.model_fields.items()
+    return [name for name, info in fields if any(isinstance(note, NoEffect) for note in info.metadata)]
 
 
 class CompletionRequest(Generating):

@@ -1,14 +1,17 @@
 """Messages between the front and the engine process: typed structs, encoded with msgpack, one per ZeroMQ frame.
 
-ResolvedParams, OutputChunk, Usage and SpeculationStats are sent as they are, so no field is declared twice.  The front
+ResolvedParams, OutputChunk, Usage and SpeculationStats are sent as they are, so no field is declared twice;
+log-probabilities as their rows (espalier/logprobs.py).  The front
 binds a PAIR socket and starts the engine process, which connects to it.
 """
 
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from espalier.inputs import ModelFacts
+from espalier.logprobs import TokenLogprobs
 from espalier.request import OutputChunk, ResolvedParams, Usage
 from espalier.stats import SpeculationStats
 
@@ -16,8 +19,8 @@ from espalier.stats import SpeculationStats
 class Start(msgspec.Struct, tag=True):
     """The first message.
 
-    settings: keywords of EngineConfig; front: pid of the front, the engine process ends when that process does;
-    heartbeat_s: seconds between messages of an idle engine.
+    settings: what the worker loads, for a model the keywords of EngineConfig; front: pid of the front, the engine
+    process ends when that process does; heartbeat_s: seconds between messages of an idle engine.
     """
 
     settings: dict[str, Any]
@@ -113,6 +116,20 @@ class Failed(msgspec.Struct, tag=True):
 
 FromEngine = Ready | Refused | Harvest | Failed
 
-encode = msgspec.msgpack.Encoder().encode
+
+def _plain(value: Any) -> Any:
+    """Log-probabilities as bytes: the front builds their objects, not the engine process."""
+    if isinstance(value, TokenLogprobs):
+        rows = value.joined()
+        return value.of_prompt, rows.shape[1], rows.tobytes()
+    raise NotImplementedError(f"{type(value).__name__} has no plain form")
+
+
+def _from_plain(kind: Any, value: Any) -> Any:
+    of_prompt, width, data = value
+    return TokenLogprobs((np.frombuffer(data, np.int64).reshape(-1, width),), of_prompt)
+
+
+encode = msgspec.msgpack.Encoder(enc_hook=_plain).encode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
-decode_from_engine = msgspec.msgpack.Decoder(FromEngine).decode
+decode_from_engine = msgspec.msgpack.Decoder(FromEngine, dec_hook=_from_plain).decode

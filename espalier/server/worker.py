@@ -10,6 +10,8 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -159,7 +161,15 @@ def settings_of(sent: dict[str, Any]) -> dict[str, Any]:
     return {**sent, "speculation": SpeculationConfig(**tree)} if isinstance(tree, dict) else sent
 
 
-def main(address: str) -> int:
+def load_model(settings: dict[str, Any]) -> LLM:
+    """The model of Start.settings."""
+    return LLM(**settings_of(settings))
+
+
+Load = Callable[[dict[str, Any]], AbstractContextManager[LLM]]
+
+
+def main(address: str, load: Load = load_model) -> int:
     """Connect, load, serve.  Sends Failed with the reason if the engine cannot go on."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -176,7 +186,7 @@ def main(address: str) -> int:
             return BROKEN
         logs.set_up(start.log_level, start.log_json)
         try:
-            _serve(socket, start)
+            _serve(socket, start, load)
         except Exception as error:
             refused = isinstance(error, EspalierError)
             if not refused:
@@ -186,9 +196,9 @@ def main(address: str) -> int:
     return DONE
 
 
-def _serve(socket: zmq.Socket, start: Start) -> None:
+def _serve(socket: zmq.Socket, start: Start, load: Load) -> None:
     began = time.perf_counter()
-    with LLM(**settings_of(start.settings)) as llm:
+    with load(start.settings) as llm:
         log.info("engine process %d: %s loaded in %.1f s", os.getpid(), llm.config.model, time.perf_counter() - began)
         socket.send(protocol.encode(Ready(llm.inputs.facts, asdict(llm.config))))
         worker = Worker(socket, llm, start)

@@ -50,6 +50,16 @@ def given_flags(args: Namespace) -> list[str]:
     return [*_given(args, EngineConfig), *_given(args, SpeculationConfig)]
 
 
+def add_shape_flags(parser: ArgumentParser | _ArgumentGroup) -> None:
+    """Flags of a synthetic model besides --shape and --accept-length."""
+    parser.add_argument(
+        "--routing-correlation",
+        type=float,
+        metavar="X",
+        help="of --shape with experts: 0, experts are as if drawn for each token, to 1, neighbours share them (0)",
+    )
+
+
 def with_minimum(settings: Mapping[str, Any], defaults: Mapping[str, Any], **minimum: int) -> dict[str, Any]:
     """The settings, with `defaults` for those that are "auto".
 

@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from espalier.engine.engine import Engine
-from espalier.request import Request, TokenLogprob
+from espalier.logprobs import TokenLogprob
+from espalier.request import Request
 from tests.harness import Setup
 
 

@@ -10,12 +10,15 @@ from math import nan
 from random import Random
 from types import SimpleNamespace
 
+import numpy as np
+
 from espalier.engine.engine import Engine
 from espalier.engine.executor import StagedHandle
 from espalier.engine.launch_input import DraftTree, LaunchInput, RequestResult, TreeSize
 from espalier.engine.prefill_policy import PrefillPass, pieces_of
 from espalier.layout import RoundLayout
-from espalier.request import Request, TokenLogprob
+from espalier.logprobs import CHOSEN, TOKEN, words
+from espalier.request import Request
 from espalier.slots import SlotInit
 from espalier.speculate.round import ModelRunner
 
@@ -159,13 +162,16 @@ class SymbolicDevice:
         num_finite = self._sound(slot, slot.prefix_len)
         return RequestResult([slot.tokens[slot.prefix_len]] if picked and num_finite else [], num_finite or not picked)
 
-    def _of_prompt(self, slot: Slot, first: int, span: tuple[int, int]) -> list[TokenLogprob]:
+    def _of_prompt(self, slot: Slot, first: int, span: tuple[int, int]) -> np.ndarray:
         """Of the tokens after rows `span` of a pass from `first` on; NaN where these rows are."""
         assert slot.slot_init is not None
         begin, end = (first + at for at in span)
         assert begin == end or first <= begin < end < slot.slot_init.prompt_len
         values = [-1.0 if self._sound(slot, row + 1) else nan for row in range(begin, end)]
-        return [TokenLogprob(slot.tokens[begin + 1 + i], value, [], 1) for i, value in enumerate(values)]
+        rows = np.ones((len(values), words(0)), np.int64)
+        rows[:, TOKEN] = slot.tokens[begin + 1 : end + 1]
+        rows.view(np.float64)[:, CHOSEN] = values
+        return rows
 
     def _round(self, slot: Slot) -> RequestResult:
         first = slot.prefix_len

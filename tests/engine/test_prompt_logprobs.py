@@ -5,6 +5,7 @@ from dataclasses import replace
 from functools import cache
 from math import nan
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -12,7 +13,8 @@ from torch import Tensor
 from espalier.engine.engine import Engine
 from espalier.engine.launch_input import LaunchInput, RequestResult
 from espalier.layout import LOGITS_BYTES, logit_rows
-from espalier.request import OutputChunk, Request, SamplingParams, TokenLogprob
+from espalier.logprobs import CHOSEN, TokenLogprob
+from espalier.request import OutputChunk, Request, SamplingParams
 from espalier.sampling import prompt as sampling_prompt
 from espalier.speculate import round
 from tests.engine.watching import SharedPages, run_watched
@@ -262,8 +264,7 @@ def test_what_is_no_number_ends_the_request(overlap: bool) -> None:
         launches.append(launch_input)
         [row, *others] = right(launch_input)
         if len(launches) == 2:
-            first, *rest = row.prompt_logprobs
-            row = replace(row, prompt_logprobs=[replace(first, logprob=nan), *rest])
+            row.prompt_logprobs.view(np.float64)[0, CHOSEN] = nan
         return [row, *others]
 
     engine.executor.run = run  # type: ignore[method-assign]

@@ -4,9 +4,9 @@ import torch
 
 from espalier.engine.launch_input import DraftTree, LaunchInput, RequestResult, TreeSize
 from espalier.engine.results import Reported, Results, read
-from espalier.request import TokenLogprob
+from espalier.kernels.sampling.logprobs import rows_of as logprob_rows
+from espalier.logprobs import TokenLogprob, TokenLogprobs
 from espalier.sampling.logit_processors import SamplingNeeds
-from espalier.sampling.pick import Logprobs
 from espalier.sampling.prompt import PromptRows
 from espalier.speculate.accept import Path
 from espalier.speculate.round import RoundOutput
@@ -38,7 +38,7 @@ NOTHING = Reported()
 
 
 def written(outcome: RoundOutput, entry: int) -> Results:
-    results = Results(LAYOUT, 3, torch.float32, torch.device("cpu"))
+    results = Results(LAYOUT, 3, torch.device("cpu"))
     results.write(torch.tensor([entry]), outcome)
     return results
 
@@ -52,7 +52,7 @@ def rows_of(
     spans: tuple[tuple[int, int], ...] | None = None,
 ):
     rows = None if spans is None else PromptRows(spans, 2)
-    launch_input = LaunchInput(slots=(1,) * batch, needs=SamplingNeeds(), traced=traced, prompt_rows=rows)
+    launch_input = LaunchInput((1,) * batch, SamplingNeeds(), num_logprobs=2, traced=traced, prompt_rows=rows)
     return read(results.fields, results.ring[entry, :batch].numpy(), reported, launch_input)
 
 
@@ -70,7 +70,7 @@ def test_a_round():
 
 def test_a_smaller_tree_has_void_nodes_at_its_end():
     layout = Setup(steps=3, topk=2, num_draft_tokens=6, max_batch=3).layout
-    results = Results(layout, 1, torch.float32, torch.device("cpu"))
+    results = Results(layout, 1, torch.device("cpu"))
     results.write(torch.tensor([0]), ROUND)
     row = rows_of(results, 0, 2)[0]
     assert (row.tokens, row.tree_size) == ([6, 9], TreeSize(3, 2))
@@ -90,21 +90,23 @@ def test_a_prefill_pass_has_no_tree():
 def test_logprobs_stay_with_their_tokens():
     values = torch.arange(12.0).view(2, 3, 2)
     chosen, ranks = torch.tensor([[-0.5, -0.25, -1.0], [-2.0, 0.0, 0.0]]), torch.tensor([[1, 2, 3], [4, 5, 6]])
-    reported = Reported((chosen, ranks, values.long(), -values))
-    first, second = rows_of(written(ROUND, 0), 0, 2, reported)
-    assert [(entry.token_id, entry.logprob, entry.rank) for entry in first.logprobs] == [(6, -0.5, 1), (9, -0.25, 2)]
-    assert second.logprobs == [TokenLogprob(8, -2.0, [(6, -6.0), (7, -7.0)], 4)]
+    buffer = logprob_rows(PATH.tokens, chosen, ranks, values.long(), -values)
+    read_rows = rows_of(written(ROUND, 0), 0, 2, Reported(buffer))
+    buffer.zero_()  # The next launch overwrites it.
+    first, second = (TokenLogprobs([row.logprobs]) for row in read_rows)
+    assert [(entry.token_id, entry.logprob, entry.rank) for entry in first] == [(6, -0.5, 1), (9, -0.25, 2)]
+    assert second == [TokenLogprob(8, -2.0, [(6, -6.0), (7, -7.0)], 4)]
 
 
 def test_a_prompts_logprobs_go_to_who_asked():
     values = torch.arange(6.0).view(3, 2)
     tokens, chosen, ranks = torch.tensor([7, 8, 9]), torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([1, 2, 3])
-    reported = Reported(None, Logprobs(tokens, chosen, ranks, values.long(), -values))
+    reported = Reported(None, logprob_rows(tokens, chosen, ranks, values.long(), -values))
     entries = [TokenLogprob(7 + i, -1.0 - i, [(2 * i, -2.0 * i), (2 * i + 1, -2.0 * i - 1)], 1 + i) for i in range(3)]
     for spans, cut in (((3, 5), (0, 1)), 2), (((0, 0), (4, 7)), 0), (((1, 4), (0, 0)), 3):
         rows = rows_of(written(PASS, 0), 0, 2, reported, spans=spans)
-        assert [row.prompt_logprobs for row in rows] == [entries[:cut], entries[cut:]]
-        assert [row.logprobs for row in rows] == [[], []]
+        assert [TokenLogprobs([row.prompt_logprobs]) for row in rows] == [entries[:cut], entries[cut:]]
+        assert [row.logprobs for row in rows] == [None, None]
 
 
 def test_an_entry_is_overwritten_whole():

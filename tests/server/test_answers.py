@@ -7,7 +7,8 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from espalier.request import OutputChunk, ResolvedParams, TokenLogprob
+from espalier.logprobs import TokenLogprob
+from espalier.request import OutputChunk, ResolvedParams
 from espalier.server.answers import PLACEHOLDER, ChatAnswer, TextAnswer, event
 from espalier.server.openai import ChatRequest, CompletionRequest
 from espalier.server.protocol import Part

@@ -11,6 +11,7 @@ from starlette.testclient import TestClient
 
 from espalier.inputs import InputProcessor, ModelFacts
 from espalier.request import ResolvedParams
+from espalier.server import lanes
 from espalier.server.api import ApiOptions, make_app
 from espalier.server.bodies import BodyLimits
 from espalier.server.body_reader import BodyReader
@@ -18,7 +19,6 @@ from espalier.server.client import ClientOptions, EngineClient, EngineGone
 from espalier.server.errors import ApiError
 from espalier.server.front import Front
 from espalier.server.gate import Gate
-from espalier.server.lanes import Lanes
 
 
 class Process:
@@ -138,7 +138,8 @@ def test_a_key_may_hold_any_character(sent):
     assert reached and statuses == [200]
 
 
-def test_echo_reads_tokens_beside_the_loop():
+def test_a_longer_echo_is_read_beside_the_loop(monkeypatch):
+    monkeypatch.setattr(lanes, "MAX_INLINE", 1)
     threads = []
 
     class Echoing:
@@ -153,7 +154,7 @@ def test_echo_reads_tokens_beside_the_loop():
                 decode=lambda ids, skip: threads.append(threading.get_ident()) or "text",
             ),
         )
-        lanes = Lanes(inputs)
+        lanes = lanes.Lanes(inputs)
         bodies = BodyReader(BodyLimits(10, 8, 4, 4))
         metrics = SimpleNamespace(began=0, answers=SimpleNamespace(labels=lambda *of: SimpleNamespace(inc=list)))
 

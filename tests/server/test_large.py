@@ -17,7 +17,7 @@ from espalier.server.api import ApiOptions, make_app
 from espalier.server.bodies import MAX_ENTRIES, MAX_MESSAGES, BodyLimits, read_body
 from espalier.server.body_reader import SMALL_BYTES, BodyReader
 from espalier.server.errors import ApiError
-from espalier.server.lanes import MAX_SHORT, Lanes
+from espalier.server.lanes import MAX_INLINE, MAX_SHORT, Lanes
 from espalier.server.openai import ChatRequest, CompletionRequest, DetokenizeRequest
 from espalier.text import load_tokenizer
 from espalier.text_bound import TextBound
@@ -228,11 +228,30 @@ def test_each_lane_has_a_thread_and_a_tokenizer_of_its_own(two_lanes):
         return threading.get_ident(), id(inputs.tokenizer)
 
     async def run():
-        return [await two_lanes.run(who, size=size) for size in (1, MAX_SHORT, MAX_SHORT + 1, 10**6)]
+        return [await two_lanes.run(who, size=size) for size in (MAX_INLINE + 1, MAX_SHORT, MAX_SHORT + 1, 10**6)]
 
     one, same, other, same_other = asyncio.run(run())
     assert one == same and other == same_other
     assert one[0] != other[0] and one[1] != other[1] and threading.get_ident() not in (one[0], other[0])
+
+
+def test_a_tiny_prompt_needs_no_thread_unless_its_lane_is_busy(two_lanes):
+    def where(inputs):
+        return threading.get_ident(), id(inputs.tokenizer)
+
+    async def run():
+        go_on = threading.Event()
+        idle = await two_lanes.run(where, size=MAX_INLINE)
+        busy = asyncio.create_task(two_lanes.run(lambda _: go_on.wait(60), size=MAX_SHORT))
+        await asyncio.sleep(0)
+        waits = asyncio.create_task(two_lanes.run(where, size=MAX_INLINE))
+        await asyncio.sleep(0)
+        go_on.set()
+        await busy
+        return idle, await waits, await two_lanes.run(where, size=MAX_INLINE)
+
+    idle, waited, after = asyncio.run(run())
+    assert idle == after and idle[0] == threading.get_ident() != waited[0] and idle[1] == waited[1]
 
 
 def test_only_so_many_long_prompts_wait(two_lanes, monkeypatch):

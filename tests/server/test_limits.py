@@ -321,18 +321,24 @@ def test_sigterm_while_the_model_loads_leaves_nothing(tmp_path):
 )
 def test_what_is_raised_in_a_streams_midst_ends_it_with_an_error_event(raised, kind, message, caplog):
     counter = Counter("stream_errors", "", ["type"], registry=None)
-    run = SimpleNamespace(metrics=SimpleNamespace(stream_errors=counter))
+    run = SimpleNamespace(metrics=SimpleNamespace(stream_errors=counter), deadline=None, close=lambda: None)
 
     async def rest():
         yield b"second"
         raise raised
 
     async def read():
-        stream = EventStream(run, b"first", rest())
-        return [part async for part in stream.body_iterator], stream.ended
+        stream, sent = EventStream(run, b"first", rest()), []
 
-    (first, second, last), ended = asyncio.run(read())
-    assert (first, second, ended) == (b"first", b"second", True)
+        async def send(message):
+            sent.append(message)
+
+        await stream(None, None, send)
+        assert [message.get("more_body") for message in sent] == [None, True, True, True, False]
+        return [message["body"] for message in sent[1:]], stream.ended
+
+    (first, second, last, end), ended = asyncio.run(read())
+    assert (first, second, end, ended) == (b"first", b"second", b"", True)
     error = json.loads(last.removeprefix(b"data: "))["error"]
     assert (error["type"], error["message"].startswith(message)) == (kind, True)
     assert counter.labels(kind)._value.get() == 1

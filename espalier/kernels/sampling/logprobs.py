@@ -7,7 +7,6 @@ has both launches.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor
 from espalier.kernels.runtime.launch import Chip, chip, kernel, oversubscribed, power_of_two, require
 from espalier.kernels.runtime.pdl import early, pdl_wait_if
 from espalier.kernels.tree.select_beams import ordered_topk
+from espalier.logprobs import TOP, words
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -25,45 +25,33 @@ SPLIT = 2048
 MAX_SPLIT = 8192
 
 
-@dataclass(frozen=True)
-class LogprobRing:
-    """Log-probabilities, by entry of the results' ring, request and emitted token.
+def ring_of(entries: int, batch: int, width: int, most: int, device: torch.device) -> Tensor:
+    """Zeros for write_logprobs: [entries, batch, width, words(most)] int64, the rows of espalier/logprobs.py.
 
-    chosen: [entries, batch, width], of the emitted token; ranks: [entries, batch, width] int64, its rank, 1 for the
-    likeliest; ids: [entries, batch, width, most] int64 and values: [entries, batch, width, most], the likeliest tokens
-    in order and their log-probabilities.  chosen and values are float32, or float64 for a float64 model.  Values that
-    no request num_logprobs for are undefined.
+    most: how many of the likeliest tokens a request may ask for.
     """
+    return torch.zeros(entries, batch, width, words(most), dtype=torch.int64, device=device)
 
-    chosen: Tensor
-    ranks: Tensor
-    ids: Tensor
-    values: Tensor
 
-    @classmethod
-    def zeros(
-        cls, entries: int, batch: int, width: int, most: int, dtype: torch.dtype, device: torch.device
-    ) -> LogprobRing:
-        """most: how many of the likeliest tokens a request may ask for."""
-        exact = torch.promote_types(dtype, torch.float32)
+def rows_of(tokens: Tensor, chosen: Tensor, ranks: Tensor, ids: Tensor, values: Tensor) -> Tensor:
+    """Rows [..., words(n)] of espalier/logprobs.py, from the parts of sampling/pick.py:Logprobs."""
+    head = torch.stack((tokens, ranks, _bits(chosen)), -1)
+    return torch.cat((head, torch.stack((ids, _bits(values)), -1).flatten(-2)), -1)
 
-        def values(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
-            return torch.zeros(entries, batch, width, *shape, dtype=dtype, device=device)
 
-        return cls(values(dtype=exact), values(), values(most), values(most, dtype=exact))
-
-    def __iter__(self):
-        return iter((self.chosen, self.ranks, self.ids, self.values))
+def _bits(values: Tensor) -> Tensor:
+    return values.double().view(torch.int64)
 
 
 def write_logprobs(
-    ring: LogprobRing, entry: Tensor, logits: Tensor, rows: Tensor, tokens: Tensor, length: Tensor, num_logprobs: Tensor
+    ring: Tensor, entry: Tensor, logits: Tensor, rows: Tensor, tokens: Tensor, length: Tensor, num_logprobs: Tensor
 ) -> None:
     """Write the target's log-probabilities of emitted tokens, before temperature and masks, to entry [1] of the ring.
 
-    logits: [B, D, V]; rows: [B, W] int64, the row of the logits that each token was picked from; tokens: [B, W] int64;
-    the first length [B] of them were emitted; num_logprobs: [B] int64, how many of the likeliest tokens each request
-    wants, below 0 for a request without log-probabilities.  Tokens of equal logits are in order of their ids.
+    ring: of `ring_of`; logits: [B, D, V]; rows: [B, W] int64, the row of the logits that each token was picked from;
+    tokens: [B, W] int64; the first length [B] of them were emitted; num_logprobs: [B] int64, how many of the likeliest
+    tokens each request wants, below 0 for a request without log-probabilities.  Tokens of equal logits are in order of
+    their ids.  Words that no request asked for are undefined.
     """
     (write_logprobs_triton if logits.is_cuda else write_logprobs_reference)(
         ring, entry, logits, rows, tokens, length, num_logprobs
@@ -71,48 +59,52 @@ def write_logprobs(
 
 
 def write_logprobs_reference(
-    ring: LogprobRing, entry: Tensor, logits: Tensor, rows: Tensor, tokens: Tensor, length: Tensor, num_logprobs: Tensor
+    ring: Tensor, entry: Tensor, logits: Tensor, rows: Tensor, tokens: Tensor, length: Tensor, num_logprobs: Tensor
 ) -> None:
     batch, width = tokens.shape
     if not tokens.numel() or not bool((num_logprobs >= 0).any()):
         return
-    picked = logits.gather(1, rows[..., None].expand(-1, -1, logits.shape[2])).to(ring.chosen.dtype)
+    picked = logits.gather(1, rows[..., None].expand(-1, -1, logits.shape[2])).to(_exact(logits))
     logp = torch.log_softmax(picked, -1)
-    count = min(ring.ids.shape[3], logits.shape[2])
+    count = min((ring.shape[3] - TOP) // 2, logits.shape[2])
     if picked.dtype == torch.float32:
         ids = ordered_topk(picked, count)[1]
     else:
         ids = picked.sort(dim=-1, descending=True, stable=True).indices[..., :count]
     chosen = picked.gather(-1, tokens[..., None])
-    place, (chosen_ring, ranks, all_ids, values) = int(entry), ring
-    chosen_ring[place, :batch, :width] = logp.gather(-1, tokens[..., None])[..., 0]
-    ranks[place, :batch, :width] = 1 + (picked > chosen).sum(-1)
-    all_ids[place, :batch, :width, :count] = ids
-    values[place, :batch, :width, :count] = logp.gather(-1, ids)
+    ranks = 1 + (picked > chosen).sum(-1)
+    written = rows_of(tokens, logp.gather(-1, tokens[..., None])[..., 0], ranks, ids, logp.gather(-1, ids))
+    ring[int(entry), :batch, :width, : words(count)] = written
+
+
+def _exact(logits: Tensor) -> torch.dtype:
+    """The type of the sums: float32, or float64 for float64."""
+    return torch.promote_types(logits.dtype, torch.float32)
 
 
 def write_logprobs_triton(
-    ring: LogprobRing, entry: Tensor, logits: Tensor, rows: Tensor, tokens: Tensor, length: Tensor, num_logprobs: Tensor
+    ring: Tensor, entry: Tensor, logits: Tensor, rows: Tensor, tokens: Tensor, length: Tensor, num_logprobs: Tensor
 ) -> None:
     """Within 2**-16 of the reference in float32 (it sums the vocabulary in another order); ids and ranks are exact.
 
     Raises EspalierError for a tensor whose shape, dtype or device is not as write_logprobs says.
     """
     (batch, _, vocab), width = logits.shape, tokens.shape[1]
-    _, max_batch, max_width, most = ring.ids.shape
+    _, max_batch, max_width, num_words = ring.shape
+    most = (num_words - TOP) // 2
     require("logprobs: logits", logits, (batch, -1, -1), None, logits)
     require("logprobs: entry", entry, (1,), torch.int64, logits)
     require("logprobs: length", length, (batch,), torch.int64, logits)
     require("logprobs: num_logprobs", num_logprobs, (batch,), torch.int64, logits)
     for name, value in (("rows", rows), ("tokens", tokens)):
         require(f"logprobs: {name}", value, (batch, width), torch.int64, logits)
-    require("logprobs: chosen", ring.chosen[:, :batch, :width], (-1, batch, width), ring.values.dtype, logits)
+    require("logprobs: ring", ring[:, :batch, :width], (-1, batch, width, words(most)), torch.int64, logits)
     if not tokens.numel():
         return
     on, places = chip(logits), batch * width
     split = split_size(vocab, places, on)
     splits = -(-vocab // split)
-    exact = ring.chosen.dtype
+    exact = _exact(logits)
     values = torch.empty(places, splits, most, dtype=exact, device=logits.device)
     ids = torch.empty(places, splits, most, dtype=torch.int32, device=logits.device)
     # For each split: its maximum, its sum of exp(logit - maximum), and how many logits are above the chosen one.
@@ -129,8 +121,22 @@ def write_logprobs_triton(
     )
     candidates = power_of_two(splits * most)
     _merge_logprobs_kernel[(places,)](
-        *(*ring, entry, values, ids, parts, dense, rows, *shared, max_batch, max_width, *dense.stride()[:2]),
+        *(
+            ring,
+            ring.view(torch.float64),
+            entry,
+            values,
+            ids,
+            parts,
+            dense,
+            rows,
+            *shared,
+            max_batch,
+            max_width,
+            *dense.stride()[:2],
+        ),
         MOST=most,
+        WORDS=num_words,
         SPLITS=power_of_two(splits),
         CANDIDATES=candidates,
         num_warps=min(max(candidates // 256, 1), 4),
@@ -180,12 +186,15 @@ def _split_logprobs_kernel(
 
 @kernel
 def _merge_logprobs_kernel(
-    chosen_ptr, ranks_ptr, out_ids_ptr, out_values_ptr, entry_ptr,
+    words_ptr, floats_ptr, entry_ptr,
     values_ptr, ids_ptr, parts_ptr, logits_ptr, rows_ptr, tokens_ptr, length_ptr, num_logprobs_ptr,
     width, splits, max_batch, max_width, batch_stride, row_stride,
-    MOST: tl.constexpr, SPLITS: tl.constexpr, CANDIDATES: tl.constexpr, DEPENDENT: tl.constexpr,
+    MOST: tl.constexpr, WORDS: tl.constexpr, SPLITS: tl.constexpr, CANDIDATES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Candidates are in order of their ids, so the first of equal candidates has the lowest id."""
+    """Candidates are in order of their ids, so the first of equal candidates has the lowest id.
+
+    words_ptr, floats_ptr: the ring, as integers and as floats.
+    """
     pdl_wait_if(DEPENDENT)
     place = tl.program_id(0).to(tl.int64)
     b, w = place // width, place % width
@@ -200,10 +209,13 @@ def _merge_logprobs_kernel(
         top = tl.max(tops, 0)
         total = tl.log(tl.sum(totals * tl.exp(tops - tl.where(top == float("-inf"), 0.0, top)), 0))
         row_ptr = logits_ptr + b * batch_stride + tl.load(rows_ptr + place) * row_stride
-        chosen = tl.load(row_ptr + tl.load(tokens_ptr + place)).to(exact)
-        out = (tl.load(entry_ptr) * max_batch + b) * max_width + w
-        tl.store(chosen_ptr + out, (chosen - top) - total)
-        tl.store(ranks_ptr + out, 1 + tl.sum(above.to(tl.int32), 0).to(tl.int64))
+        token = tl.load(tokens_ptr + place)
+        chosen = tl.load(row_ptr + token).to(exact)
+        # The order of a row's words is espalier/logprobs.py's.
+        out = ((tl.load(entry_ptr) * max_batch + b) * max_width + w) * WORDS
+        tl.store(words_ptr + out, token)
+        tl.store(words_ptr + out + 1, 1 + tl.sum(above.to(tl.int32), 0).to(tl.int64))
+        tl.store(floats_ptr + out + 2, ((chosen - top) - total).to(tl.float64))
         candidate = tl.arange(0, CANDIDATES)
         wanted = tl.minimum(num_logprobs, MOST)
         left = (candidate < splits * MOST) & (candidate % MOST < wanted)
@@ -215,6 +227,6 @@ def _merge_logprobs_kernel(
             best = tl.max(tl.where(left, values, float("-inf")), 0)
             at = tl.min(tl.where(left & (values == best), candidate, 2147483647), 0)
             best_id = tl.sum(tl.where(candidate == at, ids, 0), 0)
-            tl.store(out_ids_ptr + out * MOST + k, best_id.to(tl.int64))
-            tl.store(out_values_ptr + out * MOST + k, (best - top) - total)
+            tl.store(words_ptr + out + 3 + 2 * k, best_id.to(tl.int64))
+            tl.store(floats_ptr + out + 4 + 2 * k, ((best - top) - total).to(tl.float64))
             left = left & (candidate != at)

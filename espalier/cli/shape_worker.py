@@ -1,0 +1,24 @@
+"""The engine process of `espalier serve --shape`: synthetic models of a named shape instead of a model's files."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from espalier.bench.engines import OfShape
+from espalier.bench.synthetic_models import recipe_of
+from espalier.llm import LLM
+from espalier.server.worker import main, settings_of
+from espalier.terminal.machine import require_gpu
+
+
+@contextmanager
+def load(sent: dict[str, Any]) -> Iterator[LLM]:
+    """sent: recipe, the arguments of recipe_of; settings, of LLM."""
+    recipe = recipe_of(*sent["recipe"])
+    with OfShape(recipe, settings_of(sent["settings"]), require_gpu("serve --shape")).open(tree=True) as opened:
+        yield opened.llm
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], load))

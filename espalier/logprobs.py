@@ -1,0 +1,117 @@
+"""Log-probabilities of tokens: a row of numbers for each token, and the objects that users read.
+
+A round may emit hundreds of tokens, and an object costs more than a row.  So rows are kept, and objects are built when
+somebody reads them.
+
+A row is int64 words: token id, rank, log-probability; then, for each of the likeliest tokens, its id and its
+log-probability.  Log-probabilities are the bits of a float64.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar, overload
+
+import numpy as np
+
+TOKEN, RANK, CHOSEN, TOP = range(4)
+
+
+def words(count: int) -> int:
+    """Words of a row with `count` likeliest tokens."""
+    return TOP + 2 * count
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """The target's log-probability of a token, before temperature and masks.
+
+    top: the likeliest tokens at its position, as (token id, log-probability); rank: 1 for the likeliest token of the
+    vocabulary; tokens of equal logits have the same rank.
+    """
+
+    token_id: int
+    logprob: float
+    top: list[tuple[int, float]]
+    rank: int
+
+
+# TokenLogprob; for a prompt TokenLogprob | None.
+Entry = TypeVar("Entry")
+
+
+class TokenLogprobs(Sequence[Entry], Generic[Entry]):
+    """The entries of several tokens, in order.  It reads like a list and is equal to one with the same entries.
+
+    rows: arrays [n, words] of one width, in order; of_prompt: the first entry is None, because nothing comes before a
+    prompt's first token.
+    """
+
+    __slots__ = ("rows", "of_prompt", "_entries")
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, rows: Iterable[np.ndarray] = (), of_prompt: bool = False):
+        self.rows = list(rows)
+        self.of_prompt = of_prompt
+        self._entries: list[Any] | None = None
+
+    def add(self, rows: np.ndarray, count: int) -> "TokenLogprobs[Entry]":
+        """Append a copy of rows, with at most `count` likeliest tokens.  Returns the new entries alone.
+
+        A view would keep the rows of a whole batch in memory.
+        """
+        own = rows[:, : TOP + 2 * count].copy()
+        self.rows.append(own)
+        self._entries = None
+        return TokenLogprobs((own,))
+
+    @property
+    def has_nan(self) -> bool:
+        """Whether a token's log-probability is NaN."""
+        return any(np.isnan(rows.view(np.float64)[:, CHOSEN]).any() for rows in self.rows)
+
+    def joined(self) -> np.ndarray:
+        """All rows [n, words]."""
+        return np.concatenate(self.rows) if self.rows else np.zeros((0, TOP), np.int64)
+
+    def _read(self) -> list[Any]:
+        entries = self._entries
+        if entries is None:
+            entries = self._entries = [None] * self.of_prompt + _entries(self.joined())
+        return entries
+
+    def __len__(self) -> int:
+        return sum(map(len, self.rows)) + self.of_prompt
+
+    @overload
+    def __getitem__(self, index: int) -> Entry: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Entry]: ...
+    def __getitem__(self, index: int | slice) -> Entry | list[Entry]:
+        return self._read()[index]
+
+    def __iter__(self) -> Iterator[Entry]:
+        return iter(self._read())
+
+    def __add__(self, other: Sequence[Entry]) -> list[Entry]:
+        return [*self, *other]
+
+    def __radd__(self, other: Sequence[Entry]) -> list[Entry]:
+        return [*other, *self]
+
+    def __eq__(self, other: object) -> bool:
+        return self._read() == list(other) if isinstance(other, TokenLogprobs | list) else NotImplemented
+
+    def __repr__(self) -> str:
+        return repr(self._read())
+
+
+# One entry per prompt token.  The first token has nothing before it, so its entry is None.
+PromptLogprobs = TokenLogprobs[TokenLogprob | None]
+
+
+def _entries(rows: np.ndarray) -> list[TokenLogprob]:
+    numbers = zip(rows.tolist(), rows.view(np.float64).tolist(), strict=True)
+    return [
+        TokenLogprob(of[TOKEN], floats[CHOSEN], list(zip(of[TOP::2], floats[TOP + 1 :: 2], strict=True)), of[RANK])
+        for of, floats in numbers
+    ]

@@ -1,0 +1,168 @@
+"""CPU time of the server's front, per request and per token: `python -m tools.front_cost`.
+
+The engine is a stand-in that emits TOKENS tokens of each running request in each step of STEP_S, so only the front is
+measured.  The difference between long and short streams is the cost of their tokens.  With --profile the front writes
+its profile to a file for pstats.
+"""
+
+import asyncio
+import cProfile
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from argparse import ArgumentParser, Namespace
+from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPConnection
+from json import dumps
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from espalier.config import EngineConfig
+from espalier.errors import EspalierError
+from espalier.llm import prepare
+from espalier.request import OutputChunk, Usage
+from espalier.server import logs, protocol
+from espalier.server.api import ApiOptions
+from espalier.server.client import ClientOptions
+from espalier.server.front import FrontOptions
+from espalier.server.protocol import Harvest, Part, Ready, Shutdown, Start, Submit
+from espalier.server.run import ServeOptions, serve
+from espalier.stats import SpeculationStats
+
+STEP_S = 0.003
+TOKENS = 4
+STREAMS = 16
+LENGTHS = (8, 264)
+PROMPT = list(range(300, 428))
+CHAT = [{"role": "user", "content": "Tell a long story about a tree that was trained to grow flat against a wall."}]
+
+
+def stand_in(address: str) -> None:
+    """The engine process."""
+    with zmq.Context() as context, context.socket(zmq.PAIR) as pair:
+        pair.connect(address)
+        start = protocol.decode_to_engine(pair.recv())
+        assert isinstance(start, Start)
+        pair.send(protocol.encode(Ready(prepare(EngineConfig(model="bundled")).inputs.facts, {"max_batch": STREAMS})))
+        left: dict[str, Submit] = {}
+        sent: dict[str, int] = {}
+        while True:
+            while pair.poll(0 if left else 1000):
+                message = protocol.decode_to_engine(pair.recv())
+                if isinstance(message, Shutdown):
+                    return
+                if isinstance(message, Submit):
+                    left[message.name], sent[message.name] = message, 0
+            parts = [step_of(submit, sent) for submit in left.values()]
+            left = {name: submit for name, submit in left.items() if sent[name] < (submit.params.max_tokens or 0)}
+            pair.send(protocol.encode(Harvest(parts)))
+            time.sleep(STEP_S)
+
+
+def step_of(submit: Submit, sent: dict[str, int]) -> Part:
+    limit = submit.params.max_tokens or 0
+    tokens = [300 + (sent[submit.name] + i) % 500 for i in range(min(TOKENS, limit - sent[submit.name]))]
+    sent[submit.name] += len(tokens)
+    piece = OutputChunk(f"{submit.name}.0", 0, tokens, from_draft=[True] * len(tokens))
+    if sent[submit.name] < limit:
+        return Part(submit.name, piece)
+    ended = OutputChunk(f"{submit.name}.0", 0, tokens, from_draft=[True] * len(tokens), finish_reason="length")
+    return Part(submit.name, ended, Usage(len(submit.prompt), limit), SpeculationStats())
+
+
+def front(port: int, profile: str | None) -> None:
+    """The front's process."""
+    logs.set_up("info", False)
+    client = ClientOptions(worker="tools.front_cost")
+    options = ServeOptions("127.0.0.1", port, 5.0, None, client, FrontOptions(("fake",)), ApiOptions())
+    if profile is None:
+        asyncio.run(serve({}, options))
+        return
+    profiler = cProfile.Profile()
+    profiler.runcall(asyncio.run, serve({}, options))
+    profiler.dump_stats(profile)
+
+
+def cpu_seconds(pid: int) -> float:
+    """CPU time of all threads of a process so far."""
+    return sum(int(file.read_text().split()[0]) for file in Path(f"/proc/{pid}/task").glob("*/schedstat")) / 1e9
+
+
+def post(port: int, path: str, body: dict[str, Any]) -> bytes:
+    connection = HTTPConnection("127.0.0.1", port, timeout=60)
+    try:
+        connection.request("POST", path, dumps(body), {"content-type": "application/json"})
+        return connection.getresponse().read()
+    finally:
+        connection.close()
+
+
+def measure(port: int, pid: int, path: str, prompt: dict[str, Any], repeats: int) -> tuple[float, float]:
+    """(µs a request without its tokens, µs a token) of the front."""
+    costs = []
+    for length in LENGTHS:
+        body = {"model": "fake", "max_tokens": length, "stream": True, "ignore_eos": True, **prompt}
+        with ThreadPoolExecutor(STREAMS) as clients:
+            for turn in range(repeats + 1):
+                if turn == 1:
+                    began = cpu_seconds(pid)
+                list(clients.map(lambda _: post(port, path, body), range(STREAMS)))  # noqa: B023
+        costs.append((cpu_seconds(pid) - began) / (repeats * STREAMS))
+    per_token = (costs[1] - costs[0]) / (LENGTHS[1] - LENGTHS[0])
+    return 1e6 * (costs[0] - LENGTHS[0] * per_token), 1e6 * per_token
+
+
+def run(args: Namespace) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "tools.front_cost", "--front", str(port)]
+    command += [] if args.profile is None else ["--profile", args.profile]
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    try:
+        wait_for(process, port)
+        for name, path, prompt in (
+            ("completions, token ids", "/v1/completions", {"prompt": PROMPT}),
+            ("completions, token ids back", "/v1/completions", {"prompt": PROMPT, "return_token_ids": True}),
+            ("chat", "/v1/chat/completions", {"messages": CHAT}),
+        ):
+            request, token = measure(port, process.pid, path, prompt, args.repeats)
+            print(f"{name:30s} {request:8.0f} µs a request {token:8.2f} µs a token")
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(60)
+
+
+def wait_for(process: subprocess.Popen[bytes], port: int) -> None:
+    while process.poll() is None:
+        try:
+            socket.create_connection(("127.0.0.1", port)).close()
+            return
+        except OSError:
+            time.sleep(0.05)
+    raise EspalierError("the front did not start")
+
+
+def main() -> None:
+    parser = ArgumentParser(description=__doc__)
+    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--profile")
+    parser.add_argument("--front", type=int)
+    parser.add_argument("address", nargs="?")
+    args = parser.parse_args()
+    if args.address is not None:
+        stand_in(args.address)
+    elif args.front is not None:
+        front(args.front, args.profile)
+    else:
+        run(args)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    main()
