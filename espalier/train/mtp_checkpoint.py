@@ -21,7 +21,7 @@ from typing import Any
 
 from safetensors.torch import load_file
 
-from espalier.train.checkpoint import read_config, write_checkpoint
+from espalier.train.checkpoint import read_config, rope_theta, write_checkpoint
 from espalier.train.llama import LlamaShape
 from espalier.train.mtp_head import MtpHead
 
@@ -76,7 +76,6 @@ def load_mtp(directory: Path) -> MtpHead:
     config = read_config(directory)
     layer = config["transformer_layer_config"]
     sizes = {name: layer[name] for name in LlamaShape.__dataclass_fields__ if name in layer}
-    sizes["rope_theta"] = layer["rope_parameters"]["rope_theta"]
-    head = MtpHead(LlamaShape(**sizes), config.get("mtp_form", "chain"))
+    head = MtpHead(LlamaShape(**sizes | {"rope_theta": rope_theta(layer)}), config.get("mtp_form", "chain"))
     head.load_state_dict(load_file(directory / "model.safetensors"))
     return head
