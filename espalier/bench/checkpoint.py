@@ -12,6 +12,7 @@ from espalier.errors import EspalierError
 from espalier.startup.resolve import choose_device
 from espalier.synthetic.chain import MODES, predicted_accept_length
 from espalier.synthetic.checkpoint import Recipe, write
+from espalier.synthetic.mtp import FORMS
 from espalier.synthetic.shapes import SHAPES, find_shape
 from espalier.terminal.console import QUIET, print_table, stdout
 
@@ -36,6 +37,14 @@ def add_flags(parser: ArgumentParser) -> None:
         metavar="X",
         help="of experts: 0, as if drawn for each token, to 1, neighbouring tokens share them (0)",
     )
+    parser.add_argument(
+        "--mtp-layers",
+        type=int,
+        default=Recipe.mtp_layers,
+        metavar="N",
+        help="the draft is an MTP head of N layers; 0: an EAGLE-3 head (0)",
+    )
+    parser.add_argument("--mtp-form", choices=FORMS, default=Recipe.mtp_form, help="what MTP layers read (chain)")
     skill = parser.add_mutually_exclusive_group()
     skill.add_argument(
         "--skill", type=float, metavar="X", help=f"how often the draft's first guess is right ({Recipe.skill})"
@@ -76,5 +85,6 @@ def _recipe(args: Namespace) -> Recipe:
     if args.mode == "copy" and (args.skill, args.accept_length) != (None, None):
         raise EspalierError("--skill and --accept-length are for --mode chain; leave them out, or use that mode")
     skill = Recipe.skill if args.skill is None else args.skill
-    recipe = Recipe(find_shape(args.shape), args.seed, args.mode, skill, args.reach, args.routing_correlation)
+    draft = {"mtp_layers": args.mtp_layers, "mtp_form": args.mtp_form}
+    recipe = Recipe(find_shape(args.shape), args.seed, args.mode, skill, args.reach, args.routing_correlation, **draft)
     return recipe if args.accept_length is None else recipe.with_accept_length(args.accept_length, *args.tree)

@@ -3,6 +3,9 @@
 The hot tokens are those of the draft's vocabulary.  They lie on a ring of N places, in an order drawn from the seed.
 From place i the chain goes to place i + shift_j with probability p_j.  For each place the draft ranks NUM_CANDIDATES
 shifts; `skill` is how often it ranks the most likely shift first.
+
+An MTP head shares the target's lm_head, so it cannot rank as it likes.  It knows the target's successors, and at each
+token nudges the logit of one (Chain.nudge).
 """
 
 import math
@@ -26,6 +29,10 @@ MISS = 1 / 2
 # The draft's error rate at a place is one of these times its mean error rate, 1 - skill.
 SPREAD = (0.25, 0.75, 1.25, 1.75)
 LEAST_SKILL, MOST_SKILL = 0.05, 0.99
+# What an MTP head adds to the logit of the successor that it favours, and of the one that it buries.  Favoured, the
+# second successor overtakes the first; buried, the first falls behind random tokens.
+FAVOUR, BURY = 3.0, -30.0
+NUM_NUDGES = 2 * NUM_SUCCESSORS
 SAMPLES = 2048
 # The tokens of a topic: several times the tokens that the deepest tree reaches ahead.
 TOPIC_TOKENS = 256
@@ -45,6 +52,8 @@ class Chain:
     lag_of: [V], 0 .. num_lags-1, an index into lags.
     lags: [num_lags], how many positions back a token looks in copy mode.
     topic: [V], the stretch of TOPIC_TOKENS places, in the order of greedy text, that each token is in.
+    nudge: [V], 0 .. NUM_NUDGES-1, or None if the draft is no MTP head.  k: it favours the successor of kind k;
+    NUM_SUCCESSORS + k: it buries that one.
     """
 
     mode: str
@@ -58,6 +67,7 @@ class Chain:
     lag_of: Tensor
     lags: Tensor
     topic: Tensor
+    nudge: Tensor | None = None
 
     @property
     def size(self) -> int:
@@ -99,11 +109,13 @@ def make_chain(
     skill: float,
     reach: int,
     has_topics: bool = False,
+    is_nudged: bool = False,
 ) -> Chain:
     """A chain drawn from the seed, on the CPU, so that it is the same on every device.
 
     plain: only these ids are emitted; reach: the largest lag of copy mode; the smallest is 1.
     has_topics: the successors of a token are near it in greedy text, so that a tree stays in a topic.
+    is_nudged: the draft is an MTP head.  In copy mode it nudges nothing.
     Raises EspalierError for arguments that do not fit together.
     """
     _check(len(plain), num_hot, mode, skill, reach)
@@ -123,9 +135,17 @@ def make_chain(
     lag_of = torch.randint(0, num_lags, (vocab,), generator=generator)
     lags = torch.rand(num_lags, generator=generator).mul(math.log(reach)).exp().round().long().clamp(1, reach)
     lags[0] = reach
-    draft_logp = _even_guesses(num_hot) if mode == "copy" else _guesses(num_hot, skill, generator)
     topic = place * pow(int(shifts[0]), -1, num_hot) % num_hot // TOPIC_TOKENS
-    return Chain(mode, hot, ring, place, is_hot, shifts, draft_logp, kind, lag_of, lags, topic)
+    nudge = None
+    if mode == "copy":
+        draft_logp = _even_guesses(num_hot)
+    elif is_nudged:
+        draft_logp, nudged = _nudged_guesses(num_hot, skill, generator)
+        after = hot[ring[(torch.arange(num_hot) + shifts[nudged % NUM_SUCCESSORS]) % num_hot]]
+        nudge = (kind[after] + nudged // NUM_SUCCESSORS * NUM_SUCCESSORS)[place]
+    else:
+        draft_logp = _guesses(num_hot, skill, generator)
+    return Chain(mode, hot, ring, place, is_hot, shifts, draft_logp, kind, lag_of, lags, topic, nudge)
 
 
 def _check(num_plain: int, num_hot: int, mode: str, skill: float, reach: int) -> None:
@@ -176,6 +196,23 @@ def _guesses(size: int, skill: float, generator: torch.Generator) -> Tensor:
     rank = torch.cat((truth, others - (others <= truth).long()), 1)
     logp = profile[:, :-1].log().log_softmax(1)
     return torch.cat((logp, torch.full((size, 1), -torch.inf)), 1).gather(1, rank)
+
+
+def _nudged_guesses(size: int, skill: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """(draft_logp, nudged [N]) of an MTP head in chain mode.
+
+    nudged: j where it favours successor j, NUM_SUCCESSORS + j where it buries that one.  It favours the first if it is
+    right; if it is wrong, it favours the second or, with probability MISS, buries the first.
+    """
+    wrong = torch.rand(size, generator=generator) >= skill
+    missed = torch.rand(size, generator=generator) < MISS
+    nudged = torch.where(wrong, torch.where(missed, NUM_SUCCESSORS, 1), 0)
+    logits = torch.tensor(PROBABILITIES).log().repeat(size, 1)
+    added = torch.where(nudged < NUM_SUCCESSORS, FAVOUR, -torch.inf)
+    logits[torch.arange(size), nudged % NUM_SUCCESSORS] += added
+    logp = torch.full((size, 1 + NUM_CANDIDATES), -torch.inf)
+    logp[:, :NUM_SUCCESSORS] = logits.log_softmax(1)
+    return logp, nudged
 
 
 def _even_guesses(size: int) -> Tensor:

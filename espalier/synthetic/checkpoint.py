@@ -2,14 +2,14 @@
 
 `write` makes two Hugging Face directories; `build` makes the same models on a device, without files.  target.py and
 draft.py say how the chain is built into the weights; chain.py has the chain and the predicted accept length.  There is
-no tokenizer: prompts are token ids.
+no tokenizer: prompts are token ids.  The draft is an EAGLE-3 head or, with `mtp_layers`, an MTP head (mtp.py).
 """
 
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors.torch import save_file
@@ -20,14 +20,28 @@ from espalier.models import CausalLM, DraftModel
 from espalier.models.loading import make_target
 from espalier.models.weight_formats import all_dense
 from espalier.models.weights import INDEX, Weights
+from espalier.speculate.drafters import format_of
 from espalier.synthetic.chain import LEAST_SKILL, MOST_SKILL, Chain, make_chain, predicted_accept_length
 from espalier.synthetic.draft import DraftTensors
+from espalier.synthetic.mtp import MtpTensors
 from espalier.synthetic.routing import check_correlation
 from espalier.synthetic.shapes import Shape
 from espalier.synthetic.target import TargetTensors
 
 # Saving needs twice this memory: a shard as tensors and as bytes.
 SHARD_BYTES = 2_000_000_000
+
+
+class Tensors(Protocol):
+    """The tensors of a model by name: `shapes` lists them, `tensor` makes one."""
+
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]: ...
+
+    def tensor(self, name: str) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -38,6 +52,7 @@ class Recipe:
     follows, so that a wrong K/V row of any layer changes the text.  Prompts must be longer than `reach`.
     skill: how often the draft's first guess is right; in chain mode only.
     routing_correlation: 0 to 1, how much the experts of neighbouring tokens agree (routing.py).
+    mtp_layers: layers of an MTP head; 0 is an EAGLE-3 head.  mtp_form: "chain" or "target".
     """
 
     shape: Shape
@@ -46,6 +61,12 @@ class Recipe:
     skill: float = 0.8
     reach: int = 256
     routing_correlation: float = 0.0
+    mtp_layers: int = 0
+    mtp_form: str = "chain"
+
+    @property
+    def draft_json(self) -> dict[str, Any]:
+        return self.shape.mtp_json(self.mtp_layers, self.mtp_form) if self.mtp_layers else self.shape.draft_json
 
     def chain(self) -> Chain:
         config = self.shape.target
@@ -60,12 +81,17 @@ class Recipe:
             skill=self.skill,
             reach=self.reach,
             has_topics=self.routing_correlation > 0,
+            is_nudged=self.mtp_layers > 0,
         )
 
-    def tensors(self, dtype: torch.dtype, device: torch.device | str) -> tuple[TargetTensors, DraftTensors]:
+    def tensors(
+        self, dtype: torch.dtype, device: torch.device | str
+    ) -> tuple[TargetTensors, DraftTensors | MtpTensors]:
         target = TargetTensors(
             self.shape, self.chain(), self.seed, dtype, torch.device(device), self.routing_correlation
         )
+        if self.mtp_layers:
+            return target, MtpTensors(self.shape, target, self.mtp_layers, self.mtp_form)
         return target, DraftTensors(self.shape, target)
 
     def with_accept_length(self, wanted: float, steps: int, topk: int, num_draft_tokens: int) -> "Recipe":
@@ -106,7 +132,7 @@ def write(recipe: Recipe, out: Path, dtype: torch.dtype, device: torch.device | 
     _write_model(out / "target", {**recipe.shape.config_json, "torch_dtype": stored}, target)
     generation = {name: fields[name] for name in ("bos_token_id", "eos_token_id") if fields.get(name) is not None}
     _write_json(out / "target" / "generation_config.json", {**generation, "do_sample": False})
-    _write_model(out / "draft", {**recipe.shape.draft_json, "torch_dtype": stored}, draft)
+    _write_model(out / "draft", {**recipe.draft_json, "torch_dtype": stored}, draft)
     about = {**asdict(recipe), "shape": recipe.shape.name, "source": recipe.shape.source, "dtype": stored}
     _write_json(out / "foundry.json", about)
     return out / "target", out / "draft"
@@ -118,7 +144,7 @@ def _make_empty(path: Path) -> None:
         raise EspalierError(f"{path} already holds {stale[0].name}; name an empty directory")
 
 
-def _write_model(path: Path, config: Mapping[str, Any], tensors: TargetTensors | DraftTensors) -> None:
+def _write_model(path: Path, config: Mapping[str, Any], tensors: Tensors) -> None:
     _write_json(path / "config.json", config)
     shards = _shards(tensors, SHARD_BYTES)
     names = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
@@ -132,12 +158,12 @@ def _write_model(path: Path, config: Mapping[str, Any], tensors: TargetTensors |
         _write_json(path / INDEX, {"metadata": {"total_size": total}, "weight_map": places})
 
 
-def _write_shard(file: Path, tensors: TargetTensors | DraftTensors, shard: list[str]) -> None:
+def _write_shard(file: Path, tensors: Tensors, shard: list[str]) -> None:
     made = {name: tensors.tensor(name).cpu().contiguous() for name in shard}
     save_file(made, file, metadata={"format": "pt"})
 
 
-def _shards(tensors: TargetTensors | DraftTensors, most: int) -> list[list[str]]:
+def _shards(tensors: Tensors, most: int) -> list[list[str]]:
     """The names in order, split into shards of at most `most` bytes, or of one tensor."""
     shards: list[list[str]] = [[]]
     held = 0
@@ -151,7 +177,7 @@ def _shards(tensors: TargetTensors | DraftTensors, most: int) -> list[list[str]]
     return shards
 
 
-def _bytes(tensors: TargetTensors | DraftTensors, name: str) -> int:
+def _bytes(tensors: Tensors, name: str) -> int:
     return torch.Size(tensors.shapes[name]).numel() * tensors.dtype.itemsize
 
 
@@ -162,7 +188,7 @@ def _write_json(path: Path, value: Mapping[str, Any]) -> None:
 class SyntheticWeights(Weights):
     """The weights of a checkpoint that is not on disk: each tensor is made when it is read."""
 
-    def __init__(self, tensors: TargetTensors | DraftTensors) -> None:
+    def __init__(self, tensors: Tensors) -> None:
         self.path = Path("synthetic checkpoint")
         self.tensors = tensors
         self.dtype = tensors.dtype
@@ -186,9 +212,11 @@ def build(
 ) -> tuple[CausalLM, DraftModel]:
     """(target, draft): the models that loading the directories of `write` gives, for startup.build.assemble."""
     tensors, draft_tensors = recipe.tensors(dtype, device)
-    draft_config = recipe.shape.draft_config
+    place, draft_json = Path(f"{recipe.shape.name} draft"), recipe.draft_json
+    draft_format = format_of(draft_json, place)
+    draft_config = draft_format.read(place, draft_json, tensors.config)
     target = make_target(SyntheticWeights(tensors), tensors.config, draft_config.spec.capture, position_rows)
-    draft = recipe.shape.draft_format.make(SyntheticWeights(draft_tensors), draft_config, target, position_rows)
+    draft = draft_format.make(SyntheticWeights(draft_tensors), draft_config, target, position_rows)
     if tensors.device.type == "cuda":
         torch.cuda.empty_cache()  # temporary memory becomes room for pages
     return target, draft

@@ -47,7 +47,7 @@ class DraftTensors:
     def feature_size(self) -> float:
         """Root mean square of S Sᵀe: the part of r_t that lies in these channels."""
         hidden, planted = self.config.hidden_size, self.target.planted
-        share = 1 - sum(SHARES[part] for part in planted.first)
+        share = 1 - sum(SHARES[part] for part in planted.length)
         return math.sqrt(share * self.columns.shape[1] / (hidden - planted.basis.shape[1]))
 
     @cached_property

@@ -58,8 +58,8 @@ class Shape:
         return parse(self.config_json, find_family(self.config_json, FAMILIES, Path(self.name)), Path(self.name))
 
     @property
-    def draft_json(self) -> dict[str, Any]:
-        """An EAGLE-3 head in SafeAILab's form: one Llama layer of the target's shape.
+    def draft_layer(self) -> dict[str, Any]:
+        """The config of a draft's layer: a Llama layer of the target's shape.
 
         The heads of latent attention keep no K and V.  A draft of such a target has heads of 128 values instead, and at
         most a quarter as many key-value heads.
@@ -71,11 +71,8 @@ class Shape:
             heads = config.hidden_size // head_size
             kv_heads = max(count for count in (1, 2, 4, 8) if heads % count == 0 and 4 * count <= heads)
         return {
-            "architectures": ["LlamaForCausalLMEagle3"],
             "model_type": "llama",
             "vocab_size": config.vocab_size,
-            "draft_vocab_size": self.draft_vocab,
-            "target_hidden_size": config.hidden_size,
             "hidden_size": config.hidden_size,
             "intermediate_size": config.intermediate_size,
             "num_hidden_layers": 1,
@@ -90,6 +87,36 @@ class Shape:
             "rope_scaling": None,
             "max_position_embeddings": self.fields["max_position_embeddings"],
             "tie_word_embeddings": False,
+        }
+
+    @property
+    def draft_json(self) -> dict[str, Any]:
+        """An EAGLE-3 head in SafeAILab's form."""
+        return {
+            **self.draft_layer,
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "draft_vocab_size": self.draft_vocab,
+            "target_hidden_size": self.target.hidden_size,
+        }
+
+    def mtp_json(self, num_layers: int, form: str) -> dict[str, Any]:
+        """An MTP head in the form of speculators (`espalier/train/mtp_checkpoint.py` describes it)."""
+        proposal = {"proposal_type": "greedy", "speculative_tokens": num_layers}
+        layer = {name: value for name, value in self.draft_layer.items() if not name.startswith("rope_")}
+        layer["rope_parameters"] = {"rope_theta": self.fields["rope_theta"], "rope_type": "default"}
+        return {
+            "architectures": ["MTPDraftModel"],
+            "mtp_form": form,
+            "num_nextn_predict_layers": num_layers,
+            "speculators_config": {
+                "algorithm": "mtp",
+                "default_proposal_method": "greedy",
+                "proposal_methods": [proposal],
+                "verifier": {"architectures": list(self.fields["architectures"]), "name_or_path": None},
+            },
+            "speculators_model_type": "mtp",
+            "tie_word_embeddings": False,
+            "transformer_layer_config": {**layer, "num_hidden_layers": num_layers},
         }
 
     @property

@@ -2,10 +2,11 @@
 
 Every embedding has the same length and is the sum e_t = r_t + planted parts.  r_t is random and identifies the token.
 The planted parts lie in a few directions that nothing else uses: `mark` is common to all tokens, and keys are made of
-it.  A mixture of experts may have a part for topics, which its routers read (routing.py).  Copy mode adds a direction
-for each kind that is read (`read`), for each kind that is written (`write`) and for each lag (`lag`).  Attention and
-MLP change the residual little, so it keeps e_t.  A row of the lm_head combines the r_t of the token's predecessors,
-with exactly the chain's logits there.
+it.  A mixture of experts may have a part for topics, which its routers read (routing.py).  For an MTP
+head one part says what it nudges, and the lm_head reads another (mtp.py).  Copy mode adds a direction for each kind
+that is read (`read`), for each kind that is written (`write`) and for each lag (`lag`).  Attention and MLP change the
+residual little, so it keeps e_t.  A row of the lm_head combines the r_t of the token's predecessors, with exactly the
+chain's logits there.
 
 In copy mode layer l serves the tokens of lag l.  Query head A attends to the position `lag` back, and query head B of
 the same key-value head to its own position.  What A reads minus what B reads is written to `write`.  For other tokens
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from espalier.errors import EspalierError
 from espalier.models.config import ModelConfig
-from espalier.synthetic.chain import NUM_SUCCESSORS, PROBABILITIES, Chain
+from espalier.synthetic.chain import NUM_NUDGES, NUM_SUCCESSORS, PROBABILITIES, Chain
 from espalier.synthetic.layer_tensors import layer_shapes
 from espalier.synthetic.rope import LagCode, lag_code
 from espalier.synthetic.routing import TOPIC_SIZE, router_weight, topic_directions
@@ -37,7 +38,10 @@ COPY_GAIN = 10.0
 # The size of what all layers together add to the residual, relative to the residual.
 DISTURBANCE = 0.15
 # Shares of an embedding's squared length.
-SHARES = {"mark": 0.08, "read": 0.08, "write": 0.12, "lag": 0.08, "topic": 0.08}
+SHARES = {"mark": 0.08, "read": 0.08, "write": 0.12, "lag": 0.08, "topic": 0.08, "nudge": 0.08}
+# A hidden state that holds a direction of the planted part "kind" with this share of its length has one nat more in
+# the logits of that kind's tokens.  Only MTP heads write there.
+NAT = 1 / 200
 # Standard deviation of silu(a)·b for a, b of standard deviation 1.
 GATED = 0.6
 # Rows that are drawn or solved at once.
@@ -78,7 +82,7 @@ class Draw:
 class Planted:
     """The planted directions.
 
-    basis: [H, n], orthonormal columns; first: the first column of each part; length: its length in an embedding.
+    basis: [H, n], orthonormal columns; first: the first column of each part; length: of those that are in embeddings.
     """
 
     basis: Tensor
@@ -127,13 +131,15 @@ class TargetTensors:
         sizes = {"mark": 1}
         if self.copies:
             sizes |= {"read": NUM_SUCCESSORS, "write": NUM_SUCCESSORS, "lag": len(self.chain.lags)}
+        if self.chain.nudge is not None:
+            sizes |= {"nudge": NUM_NUDGES, "kind": NUM_SUCCESSORS}
         if self.correlation:
             sizes["topic"] = TOPIC_SIZE
         starts = torch.tensor([0, *sizes.values()]).cumsum(0).tolist()
         hidden = self.config.hidden_size
         if 2 * starts[-1] > hidden:
             raise EspalierError(f"a hidden size of {hidden} has no room for {starts[-1]} planted directions")
-        lengths = {part: math.sqrt(SHARES[part] * hidden) for part in sizes}
+        lengths = {part: math.sqrt(SHARES[part] * hidden) for part in sizes if part in SHARES}
         basis = self.draw.orthonormal("planted", hidden, starts[-1])
         return Planted(basis, dict(zip(sizes, starts, strict=False)), lengths)
 
@@ -181,7 +187,7 @@ class TargetTensors:
     @property
     def own_length(self) -> float:
         """The length of r_t."""
-        return math.sqrt(self.config.hidden_size * (1 - sum(SHARES[part] for part in self.planted.first)))
+        return math.sqrt(self.config.hidden_size * (1 - sum(SHARES[part] for part in self.planted.length)))
 
     @cached_property
     def embedding(self) -> Tensor:
@@ -202,6 +208,9 @@ class TargetTensors:
             for part, index in (("read", chain.kind), ("write", chain.kind), ("lag", chain.lag_of)):
                 columns = planted.first[part] + index[tokens].to(self.device)
                 parts = parts + planted.basis.T[columns] * planted.length[part]
+        if chain.nudge is not None:
+            columns = planted.first["nudge"] + chain.nudge[tokens].to(self.device)
+            parts = parts + planted.basis.T[columns] * planted.length["nudge"]
         if self.correlation:
             of_token = self.topics[chain.topic[tokens].to(self.device)]
             parts = parts + of_token @ planted.of_part("topic", TOPIC_SIZE).T * planted.length["topic"]
@@ -286,6 +295,9 @@ class TargetTensors:
             if self.copies:
                 write = planted_rows(self.planted, "write", chain.kind[tokens].to(self.device))
                 row = row + write * (COPY_GAIN / self.planted.length["write"])
+            if chain.nudge is not None:
+                nat = NAT * math.sqrt(hidden)
+                row = row + planted_rows(self.planted, "kind", chain.kind[tokens].to(self.device)) / nat
             out[tokens.to(self.device)] = row.to(self.dtype)
         return out
 

@@ -5,36 +5,58 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from dataclasses import fields
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import numpy as np
 
 from espalier.train.bundle import STAGES, BundleFolders, make_bundle
 from espalier.train.checkpoint import read_config
-from espalier.train.eagle3 import DraftConfig, train_eagle3
+from espalier.train.draft_run import TrainConfig
+from espalier.train.eagle3 import Eagle3Config, train_eagle3
 from espalier.train.evaluate import evaluate_draft
+from espalier.train.mtp import MtpConfig, evaluate_mtp, train_mtp
+from espalier.train.mtp_checkpoint import is_mtp
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """A kind of draft.  train: (target's directory, token ids, out, work, config) -> figures."""
+
+    help: str
+    config: type[TrainConfig]
+    train: Callable[[Path, np.ndarray, Path, Path, Any], dict[str, float]]
+
+
+TRAINERS = {
+    "eagle3": Trainer("train an EAGLE-3 draft for a target", Eagle3Config, train_eagle3),
+    "mtp": Trainer("train an MTP head of one or several layers for a target", MtpConfig, train_mtp),
+}
 
 
 def add_config_flags(parser: argparse.ArgumentParser, config: type) -> None:
     """A flag for each field of a config dataclass."""
     hints = get_type_hints(config)
     for item in fields(config):
-        kind = float if hints[item.name] is float else int
+        hint = hints[item.name]
+        named = get_args(hint) if get_origin(hint) is Literal else None
+        kind = str if named else float if hint is float else int
         flag = f"--{item.name.replace('_', '-')}"
-        parser.add_argument(flag, type=kind, default=item.default, help=f"[{item.default}]")
+        parser.add_argument(flag, type=kind, choices=named, default=item.default, help=f"[{item.default}]")
 
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m espalier.train", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    eagle3 = commands.add_parser("eagle3", help="train an EAGLE-3 draft for a target")
-    eagle3.add_argument("--target", type=Path, required=True, help="directory of a Llama, Qwen or Mistral model")
-    eagle3.add_argument("--data", type=Path, required=True, help='JSON lines with "text" or "token_ids"')
-    eagle3.add_argument("--out", type=Path, required=True, help="where the draft goes")
-    eagle3.add_argument("--work", type=Path, help="where an unfinished run keeps its state [OUT/work]")
-    add_config_flags(eagle3, DraftConfig)
+    for name, trainer in TRAINERS.items():
+        train = commands.add_parser(name, help=trainer.help)
+        train.add_argument("--target", type=Path, required=True, help="directory of a Llama, Qwen or Mistral model")
+        train.add_argument("--data", type=Path, required=True, help='JSON lines with "text" or "token_ids"')
+        train.add_argument("--out", type=Path, required=True, help="where the draft goes")
+        train.add_argument("--work", type=Path, help="where an unfinished run keeps its state [OUT/work]")
+        add_config_flags(train, trainer.config)
     evaluate = commands.add_parser("evaluate", help="accept lengths of a draft on the target's own greedy text")
     for name in ("target", "draft", "data"):
         evaluate.add_argument(f"--{name}", type=Path, required=True)
@@ -76,14 +98,17 @@ def run(arguments: argparse.Namespace) -> None:
         make_bundle(BundleFolders(arguments.out, work, arguments.site_packages or []), arguments.only)
         return
     read_config(arguments.target)
-    documents = read_prompts(arguments.data, arguments.target)
     if arguments.command == "evaluate":
-        evaluate_draft(arguments.draft, arguments.target, documents, arguments.max_tokens)
+        documents = read_prompts(arguments.data, arguments.target)
+        evaluate = evaluate_mtp if is_mtp(arguments.draft) else evaluate_draft
+        evaluate(arguments.draft, arguments.target, documents, arguments.max_tokens)
         return
-    settings: dict[str, Any] = {item.name: getattr(arguments, item.name) for item in fields(DraftConfig)}
+    trainer = TRAINERS[arguments.command]
+    settings: dict[str, Any] = {item.name: getattr(arguments, item.name) for item in fields(trainer.config)}
+    config = trainer.config(**settings)
+    documents = read_prompts(arguments.data, arguments.target)
     stream = np.concatenate([np.array(d, dtype=np.int32) for d in documents])
-    work = arguments.work or arguments.out / "work"
-    train_eagle3(arguments.target, stream, arguments.out, work, DraftConfig(**settings))
+    trainer.train(arguments.target, stream, arguments.out, arguments.work or arguments.out / "work", config)
 
 
 def main() -> int:

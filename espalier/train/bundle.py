@@ -21,7 +21,7 @@ from tokenizers import Tokenizer
 from espalier.train.base import PretrainConfig, pretrain
 from espalier.train.card import write_card
 from espalier.train.corpus import build_corpus, read_documents
-from espalier.train.eagle3 import DraftConfig, train_eagle3
+from espalier.train.eagle3 import Eagle3Config, train_eagle3
 from espalier.train.evaluate import evaluate_draft
 from espalier.train.heldout import write_heldout
 from espalier.train.llama import LlamaShape
@@ -31,7 +31,7 @@ from espalier.train.tokenizer import END, END_OF_TEXT, SPECIAL_TOKENS, save_toke
 
 SHAPE = LlamaShape()
 BASE = PretrainConfig(num_tokens=2.1e9)
-DRAFT = DraftConfig(num_tokens=2.763e8, generate_batch=2048)
+DRAFT = Eagle3Config(num_tokens=2.763e8, generate_batch=2048)
 # Files that the tokenizer is trained on: enough for the merges of a small vocabulary.
 TOKENIZER_FILES = 5000
 # Tokens of the corpus that the draft is trained on, besides the target's own text.

@@ -8,7 +8,7 @@ from typing import Any
 from safetensors.torch import load_file
 
 from espalier.train.base import PretrainConfig
-from espalier.train.eagle3 import DraftConfig
+from espalier.train.eagle3 import Eagle3Config
 
 TEMPLATE = Path(__file__).with_name("card_template.md")
 
@@ -37,12 +37,12 @@ def num_parameters(directory: Path) -> int:
     return sum(t.numel() for t in weights.values() if t.is_floating_point())
 
 
-def settings(config: PretrainConfig | DraftConfig) -> str:
+def settings(config: PretrainConfig | Eagle3Config) -> str:
     return ", ".join(f"{name} {value:g}" for name, value in vars(config).items() if isinstance(value, int | float))
 
 
 def write_card(
-    path: Path, results: dict[str, Any], sources: list[dict[str, Any]], base: PretrainConfig, draft: DraftConfig
+    path: Path, results: dict[str, Any], sources: list[dict[str, Any]], base: PretrainConfig, draft: Eagle3Config
 ) -> None:
     figures = results["draft"]
     total_mb = sum(s["bytes"] for s in sources) / 1e6

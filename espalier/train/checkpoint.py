@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from espalier.train.draft import DraftShape, Eagle3Draft
 
@@ -24,30 +25,39 @@ def rope_theta(config: dict[str, Any]) -> float:
     return float(config.get("rope_theta", nested.get("rope_theta", 10000.0)))
 
 
-def draft_shape(target: dict[str, Any], draft_vocab_size: int, overrides: dict[str, int | None]) -> DraftShape:
-    """The shape of a draft with one layer like the target's.  overrides: fields to replace; None keeps the target's."""
-    chosen = {name: value for name, value in overrides.items() if value is not None}
+def layer_fields(target: dict[str, Any], intermediate_size: int | None) -> dict[str, int | float]:
+    """The sizes of a draft layer like the target's.  intermediate_size: None keeps the target's."""
     hidden, heads = int(target["hidden_size"]), int(target["num_attention_heads"])
-    fields = {
+    return {
+        "vocab_size": int(target["vocab_size"]),
         "hidden_size": hidden,
-        "intermediate_size": target["intermediate_size"],
+        "intermediate_size": int(intermediate_size or target["intermediate_size"]),
         "num_attention_heads": heads,
-        "num_key_value_heads": target.get("num_key_value_heads") or heads,
-        "head_dim": target.get("head_dim") or hidden // heads,
-    } | chosen
-    return DraftShape(
-        vocab_size=int(target["vocab_size"]),
-        draft_vocab_size=draft_vocab_size,
-        target_hidden_size=hidden,
-        rope_theta=rope_theta(target),
-        rms_norm_eps=float(target["rms_norm_eps"]),
-        max_position_embeddings=int(target["max_position_embeddings"]),
-        **{name: int(value) for name, value in fields.items()},
-    )
+        "num_key_value_heads": int(target.get("num_key_value_heads") or heads),
+        "head_dim": int(target.get("head_dim") or hidden // heads),
+        "rope_theta": rope_theta(target),
+        "rms_norm_eps": float(target["rms_norm_eps"]),
+        "max_position_embeddings": int(target["max_position_embeddings"]),
+    }
+
+
+def draft_shape(target: dict[str, Any], draft_vocab_size: int, intermediate_size: int | None) -> DraftShape:
+    fields: dict[str, Any] = layer_fields(target, intermediate_size)
+    return DraftShape(draft_vocab_size=draft_vocab_size, target_hidden_size=fields["hidden_size"], **fields)
+
+
+def write_checkpoint(config: dict[str, Any], module: nn.Module, out: Path) -> None:
+    """Write config.json and model.safetensors (bfloat16)."""
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    weights = {
+        name: tensor.detach().cpu().to(torch.bfloat16 if tensor.is_floating_point() else tensor.dtype).contiguous()
+        for name, tensor in module.state_dict().items()
+    }
+    save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
 
 
 def save_draft(draft: Eagle3Draft, out: Path) -> None:
-    out.mkdir(parents=True, exist_ok=True)
     config = {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
@@ -60,12 +70,7 @@ def save_draft(draft: Eagle3Draft, out: Path) -> None:
         "tie_word_embeddings": False,
         "torch_dtype": "bfloat16",
     }
-    (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    weights = {
-        name: tensor.detach().cpu().to(torch.bfloat16 if tensor.is_floating_point() else tensor.dtype).contiguous()
-        for name, tensor in draft.state_dict().items()
-    }
-    save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
+    write_checkpoint(config, draft, out)
 
 
 def load_draft(directory: Path) -> Eagle3Draft:

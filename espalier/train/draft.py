@@ -1,7 +1,7 @@
 """The EAGLE-3 draft as a training module.  Its parameters have the names of SafeAILab's checkpoints.
 
 A row pairs the feature at position p with the token at p + 1, and predicts the token at p + 2.  Its rotary position is
-p.  Attention computes explicit scores, because the training-time test mixes the keys of several steps.
+p.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from espalier.train.llama import MLP, RMSNorm, rope_tables, rotate
+from espalier.train.depth_loss import depth_loss
+from espalier.train.draft_attention import DraftAttention, attend
+from espalier.train.llama import MLP, RMSNorm, rope_tables
 
 
 @dataclass(frozen=True)
@@ -30,37 +32,14 @@ class DraftShape:
     max_position_embeddings: int = 2048
 
 
-class DraftAttention(nn.Module):
-    """The projections from 2H.  The caller computes attention."""
-
-    def __init__(self, shape: DraftShape) -> None:
-        super().__init__()
-        self.head_dim = shape.head_dim
-        q_size, kv_size = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
-        self.q_proj = nn.Linear(2 * shape.hidden_size, q_size, bias=False)
-        self.k_proj = nn.Linear(2 * shape.hidden_size, kv_size, bias=False)
-        self.v_proj = nn.Linear(2 * shape.hidden_size, kv_size, bias=False)
-        self.o_proj = nn.Linear(q_size, shape.hidden_size, bias=False)
-
-    def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x [..., T, 2H] -> q, k, v [..., heads, T, head_dim].  q and k are rotated; k and v are repeated for every
-        query head."""
-        q, k, v = (
-            proj(x).unflatten(-1, (-1, self.head_dim)).transpose(-3, -2)
-            for proj in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        repeats = q.shape[-3] // k.shape[-3]
-        k, v = rotate(k, cos, sin).repeat_interleave(repeats, -3), v.repeat_interleave(repeats, -3)
-        return rotate(q, cos, sin), k, v
-
-
 class DraftLayer(nn.Module):
     def __init__(self, shape: DraftShape) -> None:
         super().__init__()
         size, eps = shape.hidden_size, shape.rms_norm_eps
         self.input_layernorm = RMSNorm(size, eps)
         self.hidden_norm = RMSNorm(size, eps)
-        self.self_attn = DraftAttention(shape)
+        heads = shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim
+        self.self_attn = DraftAttention(2 * size, size, *heads)
         self.post_attention_layernorm = RMSNorm(size, eps)
         self.mlp = MLP(size, shape.intermediate_size)
 
@@ -71,7 +50,7 @@ class DraftLayer(nn.Module):
     def finish(self, feature: Tensor, attended: Tensor) -> Tensor:
         """The layer's output [..., T, H].  attended: [..., heads, T, head_dim]; the residual is the feature before its
         norm."""
-        x = feature + self.self_attn.o_proj(attended.transpose(-3, -2).flatten(-2))
+        x = feature + self.self_attn.output(attended)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -136,21 +115,6 @@ class Eagle3Draft(nn.Module):
         return outputs
 
 
-def attend(q: Tensor, chain: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """Causal attention to the keys of step 0, and to the key with the query's index of each later step."""
-    (k0, v0), later = chain[0], chain[1:]
-    length = q.shape[-2]
-    scale = q.shape[-1] ** -0.5
-    mask = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
-    scores = [(q @ k0.mT).float().masked_fill(mask, float("-inf"))]
-    scores += [(q * k).float().sum(-1, keepdim=True) for k, _ in later]
-    weights = (torch.cat(scores, dim=-1) * scale).softmax(-1).to(v0.dtype)
-    out = weights[..., :length] @ v0
-    for index, (_, v) in enumerate(later):
-        out = out + weights[..., length + index, None] * v
-    return out
-
-
 def training_loss(
     draft: Eagle3Draft, embeds: Tensor, features: Tensor, target_logits: Tensor, num_steps: int, decay: float
 ) -> tuple[Tensor, Tensor]:
@@ -159,14 +123,7 @@ def training_loss(
     The loss is soft cross-entropy with the target's distribution over the draft vocabulary.  Rows where the target's
     most likely token is not in that vocabulary are left out.
     """
-    probabilities = target_logits[..., draft.target_ids].float().softmax(-1)
     picks = target_logits.argmax(-1)
-    known = draft.t2d[picks]
-    losses, agreements = [], []
-    for step, output in enumerate(draft.unroll(embeds, features, num_steps)):
-        logits = draft.logits(output)
-        loss = F.cross_entropy(logits.flatten(0, 1), probabilities[:, step:].flatten(0, 1), reduction="none")
-        mask = known[:, step:].flatten()
-        losses.append(decay**step * (loss * mask).sum() / mask.sum().clamp(min=1))
-        agreements.append((draft.target_ids[logits.argmax(-1)] == picks[:, step:]).float().mean())
-    return torch.stack(losses).sum(), torch.stack(agreements).detach()
+    choices = torch.where(draft.t2d[picks], draft.t2d.cumsum(0)[picks] - 1, -1)
+    logits = (draft.logits(output) for output in draft.unroll(embeds, features, num_steps))
+    return depth_loss(logits, target_logits[..., draft.target_ids], choices, decay)

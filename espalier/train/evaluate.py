@@ -1,4 +1,4 @@
-"""Accept lengths of a draft on known text, for the trainer, without the engine.
+"""Accept lengths of an EAGLE-3 draft on known text, for the trainer, without the engine.
 
 The text is the target's greedy output.  So a round accepts the longest path of its tree that the text follows.  A tree
 is grown at every position at once; `report` then visits the roots that decoding would have visited.
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from espalier.train.checkpoint import load_draft
 from espalier.train.draft import Eagle3Draft
-from espalier.train.target import FrozenTarget, repeated
+from espalier.train.target import Eagle3Target, FrozenTarget, repeated
 
 
 @dataclass
@@ -163,18 +163,22 @@ def greedy_texts(target: FrozenTarget, prompts: list[list[int]], num_tokens: int
     return texts
 
 
+def continued(target: FrozenTarget, prompts: list[list[int]], num_tokens: int) -> tuple[list[np.ndarray], list[int]]:
+    """(greedy texts, where each continuation starts) of the prompts that the target continues by more than 8 tokens."""
+    texts = greedy_texts(target, prompts, num_tokens)
+    long_enough = [i for i, text in enumerate(texts) if len(text) - len(prompts[i]) > 8]
+    return [texts[i] for i in long_enough], [len(prompts[i]) for i in long_enough]
+
+
 def evaluate_draft(
     draft_dir: Path, target_dir: Path, prompts: list[list[int]], num_tokens: int
 ) -> dict[str, AcceptReport]:
     """Print and return the accept lengths of `SETTINGS` (steps, topk, num_draft_tokens)."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    target, draft = FrozenTarget(target_dir, device), load_draft(draft_dir).to(device)
-    firsts = [len(p) for p in prompts]
-    texts = greedy_texts(target, prompts, num_tokens)
-    long_enough = [i for i, text in enumerate(texts) if len(text) - firsts[i] > 8]
+    target, draft = Eagle3Target(target_dir, device), load_draft(draft_dir).to(device)
+    texts, firsts = continued(target, prompts, num_tokens)
     reports = {}
     for name, (steps, topk, nodes) in SETTINGS.items():
-        chosen = [texts[i] for i in long_enough], [firsts[i] for i in long_enough]
-        reports[name] = measure(draft, target, *chosen, steps, topk, nodes)
+        reports[name] = measure(draft, target, texts, firsts, steps, topk, nodes)
         print(f"{name} (steps {steps}, topk {topk}, num_draft_tokens {nodes}): {reports[name]}")
     return reports

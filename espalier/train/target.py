@@ -1,4 +1,4 @@
-"""The frozen target of a draft: its captured features, its logits and its own continuations of text."""
+"""The frozen target of a draft: what the draft reads of it, its logits and its own continuations of text."""
 
 from __future__ import annotations
 
@@ -17,17 +17,13 @@ LOOP = 16
 
 
 class FrozenTarget:
-    """A feature is the concatenated inputs of layers 2, L / 2 and L - 3, which is EAGLE-3's default."""
+    """A draft reads its last hidden state, after the final norm."""
 
     def __init__(self, directory: Path, device: torch.device) -> None:
         self.config = read_config(directory)
         architecture = (self.config.get("architectures") or ["?"])[0]
         if architecture not in FAMILIES:
             raise ValueError(f"{directory}: {architecture} cannot be a target here; supported: {', '.join(FAMILIES)}")
-        num_layers = int(self.config["num_hidden_layers"])
-        if num_layers < 6:
-            raise ValueError(f"{directory}: {num_layers} layers; three features need 6 or more")
-        self.captured = (2, num_layers // 2, num_layers - 3)
         self.device = device
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
@@ -48,9 +44,9 @@ class FrozenTarget:
 
     @torch.no_grad()
     def __call__(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """tokens [B, T] -> (features [B, T, 3 H], logits [B, T, vocab])."""
-        out = self.model(tokens, output_hidden_states=True, use_cache=False)
-        return torch.cat([out.hidden_states[layer] for layer in self.captured], dim=-1), out.logits
+        """tokens [B, T] -> (what the draft reads [B, T, F], logits [B, T, vocab])."""
+        hidden = self.model.get_decoder()(tokens, use_cache=False).last_hidden_state
+        return hidden, self.model.get_output_embeddings()(hidden)
 
     @torch.no_grad()
     def continuations(self, prompts: Tensor, num_tokens: int, temperature: float) -> list[np.ndarray]:
@@ -68,6 +64,22 @@ class FrozenTarget:
         loops[:prompt_length] = False
         starts = np.flatnonzero(loops)
         return row[: int(starts[0])] if len(starts) else row[:end]
+
+
+class Eagle3Target(FrozenTarget):
+    """A draft reads the concatenated inputs of layers 2, L / 2 and L - 3, which is EAGLE-3's default."""
+
+    def __init__(self, directory: Path, device: torch.device) -> None:
+        super().__init__(directory, device)
+        num_layers = int(self.config["num_hidden_layers"])
+        if num_layers < 6:
+            raise ValueError(f"{directory}: {num_layers} layers; three features need 6 or more")
+        self.captured = (2, num_layers // 2, num_layers - 3)
+
+    @torch.no_grad()
+    def __call__(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        out = self.model(tokens, output_hidden_states=True, use_cache=False)
+        return torch.cat([out.hidden_states[layer] for layer in self.captured], dim=-1), out.logits
 
 
 def repeated(tokens: np.ndarray, length: int = LOOP) -> np.ndarray:

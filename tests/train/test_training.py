@@ -11,13 +11,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from espalier.train import eagle3
+from espalier.train import draft_run
 from espalier.train.base import bits_per_byte
 from espalier.train.checkpoint import load_draft
-from espalier.train.eagle3 import DraftConfig, choose_vocabulary, train_eagle3
+from espalier.train.eagle3 import Eagle3Config, choose_vocabulary, train_eagle3
 from espalier.train.llama import Llama, LlamaShape, save_llama
 from espalier.train.state import save_state
-from espalier.train.target import FrozenTarget
+from espalier.train.target import Eagle3Target, FrozenTarget
 
 SHAPE = LlamaShape(
     vocab_size=40,
@@ -29,7 +29,7 @@ SHAPE = LlamaShape(
     head_dim=8,
     max_position_embeddings=128,
 )
-CONFIG = DraftConfig(
+CONFIG = Eagle3Config(
     draft_vocab=24,
     length=16,
     batch=4,
@@ -78,7 +78,7 @@ def test_bits_per_byte_counts_every_token_once(stream: np.ndarray) -> None:
 
 
 def test_features_are_the_inputs_of_layers_2_half_and_last_but_three(target_dir: Path) -> None:
-    target = FrozenTarget(target_dir, torch.device("cpu"))
+    target = Eagle3Target(target_dir, torch.device("cpu"))
     inputs = {}
     for index, layer in enumerate(target.model.model.layers):
         layer.register_forward_pre_hook(lambda _, args, index=index: inputs.__setitem__(index, args[0]))
@@ -113,7 +113,7 @@ def test_an_interrupted_run_resumes_to_the_same_draft(
         raise Stopped
 
     with monkeypatch.context() as patch, pytest.raises(Stopped):
-        patch.setattr(eagle3, "save_state", save_and_stop)
+        patch.setattr(draft_run, "save_state", save_and_stop)
         train_eagle3(target_dir, stream, tmp_path / "parts", tmp_path / "work2", CONFIG)
     resumed = train_eagle3(target_dir, stream, tmp_path / "parts", tmp_path / "work2", CONFIG)
     assert resumed == whole

@@ -1,0 +1,57 @@
+"""Attention of a draft under training: causal over the rows of one level, and along the chain of later levels.
+
+The training-time test (EAGLE-3, arXiv 2503.01840) runs a layer again on its own output.  Then a row attends to keys of
+several levels, so scores are explicit.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from espalier.train.llama import rotate
+
+
+class DraftAttention(nn.Module):
+    """The projections from rows of `input_size`.  The caller computes attention."""
+
+    def __init__(self, input_size: int, hidden_size: int, heads: int, kv_heads: int, head_dim: int) -> None:
+        super().__init__()
+        self.head_dim = head_dim
+        self.q_proj = nn.Linear(input_size, heads * head_dim, bias=False)
+        self.k_proj = nn.Linear(input_size, kv_heads * head_dim, bias=False)
+        self.v_proj = nn.Linear(input_size, kv_heads * head_dim, bias=False)
+        self.o_proj = nn.Linear(heads * head_dim, hidden_size, bias=False)
+
+    def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x [..., T, input_size] -> q, k, v [..., heads, T, head_dim].  q and k are rotated; k and v are repeated for
+        every query head."""
+        q, k, v = (
+            proj(x).unflatten(-1, (-1, self.head_dim)).transpose(-3, -2)
+            for proj in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        repeats = q.shape[-3] // k.shape[-3]
+        k, v = rotate(k, cos, sin).repeat_interleave(repeats, -3), v.repeat_interleave(repeats, -3)
+        return rotate(q, cos, sin), k, v
+
+    def output(self, attended: Tensor) -> Tensor:
+        """[..., heads, T, head_dim] -> [..., T, hidden_size]."""
+        return self.o_proj(attended.transpose(-3, -2).flatten(-2))
+
+
+def attend(q: Tensor, chain: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """Causal attention to the keys of level 0, and to the key with the query's index of each later level."""
+    (k0, v0), later = chain[0], chain[1:]
+    if not later:
+        return F.scaled_dot_product_attention(q, k0, v0, is_causal=True)
+    length = q.shape[-2]
+    scale = q.shape[-1] ** -0.5
+    mask = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
+    scores = [(q @ k0.mT).float().masked_fill(mask, float("-inf"))]
+    scores += [(q * k).float().sum(-1, keepdim=True) for k, _ in later]
+    weights = (torch.cat(scores, dim=-1) * scale).softmax(-1).to(v0.dtype)
+    out = weights[..., :length] @ v0
+    for index, (_, v) in enumerate(later):
+        out = out + weights[..., length + index, None] * v
+    return out

@@ -1,0 +1,111 @@
+"""Train an MTP head of one or several layers for a frozen target, on given text and on text of the target.
+
+`python -m espalier.train mtp` runs `train_mtp`, and `evaluate_mtp` measures a head without the engine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from espalier.train.checkpoint import layer_fields
+from espalier.train.draft_run import DraftRun, TrainConfig, load_own_text, train_draft, training_device
+from espalier.train.evaluate import AcceptReport, continued, report
+from espalier.train.llama import LlamaShape
+from espalier.train.mtp_checkpoint import load_mtp, save_mtp
+from espalier.train.mtp_head import FORMS, Form, MtpHead, mtp_loss
+from espalier.train.target import FrozenTarget
+
+
+@dataclass(frozen=True)
+class MtpConfig(TrainConfig):
+    """The settings of a run.  `python -m espalier.train mtp` has a flag for each field.
+
+    ttt_steps: number of depths that are trained; those beyond `layers` run the last layer again.
+    Raises ValueError for settings that do not fit together.
+    """
+
+    layers: int = 1
+    form: Form = "chain"
+    ttt_steps: int = 3
+
+    def __post_init__(self) -> None:
+        if self.form not in FORMS:
+            raise ValueError(f"form {self.form!r} is not supported; use one of {', '.join(FORMS)}")
+        if not 1 <= self.layers <= self.ttt_steps:
+            raise ValueError(
+                f"layers {self.layers} and ttt_steps {self.ttt_steps} do not fit: every layer needs a depth that "
+                f"trains it; use layers from 1 to ttt_steps"
+            )
+
+
+def new_head(target: FrozenTarget, config: MtpConfig) -> MtpHead:
+    torch.manual_seed(config.seed)
+    fields: dict[str, Any] = layer_fields(target.config, config.intermediate_size)
+    head = MtpHead(LlamaShape(num_hidden_layers=config.layers, **fields), config.form).to(target.device)
+    for layer in head.layers:
+        layer.final_layernorm.weight.data.copy_(target.final_norm)
+    return head
+
+
+def train_mtp(target_dir: Path, stream: np.ndarray, out: Path, work: Path, config: MtpConfig) -> dict[str, float]:
+    """Train, save to `out`, and return the run's figures.  stream: token ids of the text to train on."""
+    target = FrozenTarget(target_dir, training_device())
+    own = load_own_text(target, stream, config, work)
+    head = new_head(target, config)
+    loss = torch.compile(mtp_loss) if target.device.type == "cuda" else mtp_loss
+
+    def loss_of(embeds: Tensor, hidden: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+        return loss(head, target.head, embeds, hidden, logits, config.ttt_steps, config.decay)
+
+    # Runs of other sizes and forms may share the work folder, and with it the target's own text.
+    state = work / f"mtp-{config.layers}-{config.form}.pt"
+    run = DraftRun(head, target, loss_of, lambda: save_mtp(head, target_dir, out), state, config)
+    return train_draft(run, own.stream, stream)
+
+
+@torch.no_grad()
+def matches(head: MtpHead, target: FrozenTarget, tokens: Tensor, first: int, steps: int) -> Tensor:
+    """Whether the head's most likely token at every depth is the text's, behind every root n of greedy text.
+
+    tokens: [T].  Returns bool [steps, roots], for first <= n < T - steps.
+    """
+    roots = torch.arange(first, len(tokens) - steps, device=tokens.device)
+    hidden, _ = target(tokens[None])
+    outputs = head.unroll(target.embed(tokens[None, 1:]), hidden[:, :-1], steps)
+    found = [
+        F.linear(output[0, roots - 1], target.head).argmax(-1) == tokens[roots + depth]
+        for depth, output in enumerate(outputs, 1)
+    ]
+    return torch.stack(found)
+
+
+def measure_mtp(
+    head: MtpHead, target: FrozenTarget, texts: list[np.ndarray], firsts: list[int], steps: int
+) -> tuple[AcceptReport, list[float]]:
+    """(accept lengths of a chain of `steps` tokens, top-1 agreement by depth), over greedy texts of the target."""
+    tokens = [torch.from_numpy(t.astype(np.int64)).to(target.device) for t in texts]
+    found = [matches(head.eval(), target, t, f, steps) for t, f in zip(tokens, firsts, strict=True)]
+    lengths = [1 + m.cumprod(0).sum(0) for m in found]
+    return report(lengths, texts, firsts), torch.cat(found, 1).float().mean(1).tolist()
+
+
+def evaluate_mtp(
+    draft_dir: Path, target_dir: Path, prompts: list[list[int]], num_tokens: int
+) -> dict[int, AcceptReport]:
+    """Print and return the accept lengths of chains by steps: as many as the head has layers, and two more."""
+    target = FrozenTarget(target_dir, training_device())
+    head = load_mtp(draft_dir).to(target.device, target.head.dtype)
+    texts, firsts = continued(target, prompts, num_tokens)
+    reports = {}
+    for steps in (head.shape.num_hidden_layers, head.shape.num_hidden_layers + 2):
+        reports[steps], agreement = measure_mtp(head, target, texts, firsts, steps)
+        depths = " ".join(f"{a:.3f}" for a in agreement)
+        print(f"chain (steps {steps}, topk 1): top-1 by depth {depths}, {reports[steps]}")
+    return reports

@@ -1,0 +1,81 @@
+"""Read and write MTP heads in the `mtp` form of vLLM's speculators, for any number of layers.
+
+model.safetensors has, for each layer i from 0, `mtp_layers.{i}.` and
+
+- `token_layernorm.weight`, `hidden_layernorm.weight`, `final_layernorm.weight` [H], `input_proj.weight` [H, 2H]: the
+  embedding's half comes first;
+- a Llama decoder layer: `input_layernorm.weight`, `post_attention_layernorm.weight` [H],
+  `self_attn.{q,k,v,o}_proj.weight`, `mlp.{gate,up,down}_proj.weight`.
+
+Nothing else: the embedding and the lm_head are the target's.  mtp_head.py says what the tensors compute.
+
+config.json has `speculators_model_type` "mtp", `speculators_config` with the target's path, `num_nextn_predict_layers`
+N, and `transformer_layer_config`, a Llama config with the sizes of one layer.  One field is not of speculators, whose
+heads have one layer: `mtp_form`, "chain" or "target".  A file without it has the form "chain".
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file
+
+from espalier.train.checkpoint import read_config, rope_theta, write_checkpoint
+from espalier.train.llama import LlamaShape
+from espalier.train.mtp_head import MtpHead
+
+# The release of speculators whose form this is.
+FORM_VERSION = "0.9.0"
+
+
+def mtp_config(
+    layer: dict[str, Any], num_layers: int, form: str, target: Path, architectures: list[str]
+) -> dict[str, Any]:
+    """config.json of a head.  layer: sizes of a layer, as in a Llama config."""
+    proposal = {"proposal_type": "greedy", "speculative_tokens": num_layers, "verifier_accept_k": 1}
+    return {
+        "architectures": ["MTPDraftModel"],
+        "dtype": "bfloat16",
+        "mtp_form": form,
+        "num_nextn_predict_layers": num_layers,
+        "speculators_config": {
+            "algorithm": "mtp",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{**proposal, "accept_tolerance": 0.0}],
+            "verifier": {"architectures": architectures, "name_or_path": str(target)},
+        },
+        "speculators_model_type": "mtp",
+        "speculators_version": FORM_VERSION,
+        "tie_word_embeddings": False,
+        "transformer_layer_config": {"model_type": "llama", **layer},
+    }
+
+
+def save_mtp(head: MtpHead, target: Path, out: Path) -> None:
+    """target: the directory of the head's target."""
+    sizes = dict(vars(head.shape))
+    theta = sizes.pop("rope_theta")
+    layer = {
+        **sizes,
+        "rope_parameters": {"rope_theta": theta, "rope_type": "default"},
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+    }
+    architectures = read_config(target)["architectures"]
+    write_checkpoint(mtp_config(layer, head.shape.num_hidden_layers, head.form, target, architectures), head, out)
+
+
+def is_mtp(directory: Path) -> bool:
+    return read_config(directory).get("speculators_model_type") == "mtp"
+
+
+def load_mtp(directory: Path) -> MtpHead:
+    config = read_config(directory)
+    layer = config["transformer_layer_config"]
+    sizes = {name: layer[name] for name in LlamaShape.__dataclass_fields__ if name in layer}
+    head = MtpHead(LlamaShape(**sizes | {"rope_theta": rope_theta(layer)}), config.get("mtp_form", "chain"))
+    head.load_state_dict(load_file(directory / "model.safetensors"))
+    return head

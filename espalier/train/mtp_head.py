@@ -1,0 +1,103 @@
+"""An MTP head of N layers as a training module.  Its parameters have the names of the file (mtp_checkpoint.py).
+
+Layer k (DeepSeek-V3, arXiv 2412.19437, section 2.2) is a decoder layer over one projection of two inputs:
+
+    x[p]   = input_proj(concat(token_layernorm(embedding of token p + k), hidden_layernorm(h[p])))
+    out[p] = final_layernorm(decoder layer k (x)[p])
+
+out[p] is the input of the target's lm_head, which predicts token p + k + 1, and what the layer hands on.  Row p attends
+to rows 0 .. p of its layer.  Layer 1 reads the target's hidden state at p, after the final norm.  In the form "chain"
+layer k reads out[p] of layer k - 1; in "target" every layer reads the target's h[p].  A depth beyond N runs layer N
+again on its own output, in both forms.
+
+The rotary position of the row of token q is q - 1.  The layers share nothing, so any other constant offset gives the
+same scores.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from espalier.train.depth_loss import depth_loss
+from espalier.train.draft_attention import DraftAttention, attend
+from espalier.train.llama import MLP, LlamaShape, RMSNorm, rope_tables
+
+Form = Literal["chain", "target"]
+FORMS: tuple[str, ...] = get_args(Form)
+
+
+class MtpLayer(nn.Module):
+    def __init__(self, shape: LlamaShape) -> None:
+        super().__init__()
+        size, eps = shape.hidden_size, shape.rms_norm_eps
+        self.token_layernorm = RMSNorm(size, eps)
+        self.hidden_layernorm = RMSNorm(size, eps)
+        self.input_proj = nn.Linear(2 * size, size, bias=False)
+        self.input_layernorm = RMSNorm(size, eps)
+        heads = shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim
+        self.self_attn = DraftAttention(size, size, *heads)
+        self.post_attention_layernorm = RMSNorm(size, eps)
+        self.mlp = MLP(size, shape.intermediate_size)
+        self.final_layernorm = RMSNorm(size, eps)
+
+    def join(self, embeds: Tensor, hidden: Tensor) -> Tensor:
+        """The decoder layer's input, of embeddings and hidden states: [..., H] each."""
+        return self.input_proj(torch.cat((self.token_layernorm(embeds), self.hidden_layernorm(hidden)), dim=-1))
+
+    def finish(self, x: Tensor, attended: Tensor) -> Tensor:
+        """[..., T, H]: the output after final_layernorm.  attended: [..., heads, T, head_dim]."""
+        x = x + self.self_attn.output(attended)
+        return self.final_layernorm(x + self.mlp(self.post_attention_layernorm(x)))
+
+
+class MtpHead(nn.Module):
+    """shape: of its layers; num_hidden_layers is N."""
+
+    def __init__(self, shape: LlamaShape, form: Form) -> None:
+        super().__init__()
+        self.shape = shape
+        self.form = form
+        self.mtp_layers = nn.ModuleList(MtpLayer(shape) for _ in range(shape.num_hidden_layers))
+        for parameter in self.parameters():
+            if parameter.ndim == 2:
+                nn.init.normal_(parameter, std=0.02)
+
+    @property
+    def layers(self) -> list[MtpLayer]:
+        return [layer for layer in self.mtp_layers if isinstance(layer, MtpLayer)]
+
+    def unroll(self, embeds: Tensor, hidden: Tensor, num_depths: int) -> list[Tensor]:
+        """The output of every depth; that of depth 1 + j is [B, R - j, H].
+
+        embeds: [B, R, H], row p's of token p + 1.  hidden: [B, R, H], the target's at p.
+        """
+        reads, outputs = hidden, []
+        chain: list[tuple[Tensor, Tensor]] = []
+        num_rows, num_layers = embeds.shape[1], len(self.layers)
+        for skipped in range(min(num_depths, num_rows)):
+            layer = self.layers[min(skipped, num_layers - 1)]
+            # The last `skipped` rows have no token.  They run on zeros, so that every depth has the same shape.
+            x = layer.join(F.pad(embeds[:, skipped:], (0, 0, 0, skipped)), reads)
+            positions = torch.arange(skipped, skipped + num_rows, device=embeds.device)
+            tables = rope_tables(positions, self.shape.head_dim, self.shape.rope_theta)
+            q, k, v = layer.self_attn.project(layer.input_layernorm(x), *tables)
+            chain = [*chain, (k, v)] if skipped >= num_layers else [(k, v)]
+            output = layer.finish(x, attend(q, chain))
+            outputs.append(output[:, : num_rows - skipped])
+            reads = hidden if self.form == "target" and skipped + 1 < num_layers else output
+        return outputs
+
+
+def mtp_loss(
+    head: MtpHead, lm_head: Tensor, embeds: Tensor, hidden: Tensor, target_logits: Tensor, num_depths: int, decay: float
+) -> tuple[Tensor, Tensor]:
+    """(loss, top-1 agreement by depth [num_depths]): soft cross-entropy with the target's distribution.
+
+    lm_head: the target's, [V, H].  target_logits: [B, R, V], row p's of token p + 2.
+    """
+    logits = (F.linear(output, lm_head).float() for output in head.unroll(embeds, hidden, num_depths))
+    return depth_loss(logits, target_logits, target_logits.argmax(-1), decay)
