@@ -29,7 +29,7 @@ FACTS = Facts(
     chip=None,
     threads=ThreadFacts(num_cores=4, current=4, from_environment=False),
 )
-HEAD = DraftSpec("eagle3", FACTS.layer_specs[-1:], reentry=1)
+HEAD = DraftSpec("eagle3", FACTS.layer_specs[-1:], modules=1)
 TOKEN_BYTES = 17 * 2 * 128 * 4
 
 

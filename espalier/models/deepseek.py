@@ -9,6 +9,7 @@ from dataclasses import replace
 from espalier.errors import EspalierError
 from espalier.kernels.layers.routing import Routing
 from espalier.models.config import Experts, Family, Raw, full_attention
+from espalier.models.mtp_family import NEXTN
 
 EXPERT_FIELDS = (
     "n_routed_experts",
@@ -138,4 +139,5 @@ V3 = replace(
     },
     honours=(*EXPERT_FIELDS, "num_nextn_predict_layers"),
     experts=_experts_v3,
+    mtp=NEXTN,
 )
