@@ -103,7 +103,7 @@ class DraftOutput:
 
 
 class DraftModule(Protocol):
-    """One module of a draft.  A row of module k belongs to its token q; the caller passes q - k as its RoPE position."""
+    """One module of a draft.  A row of module k belongs to its token q; the caller passes q - k as RoPE position."""
 
     def __call__(
         self, tokens: Tensor, hidden: Tensor, positions: Tensor, attend: Attend, parents: Tensor | None = None

@@ -78,7 +78,7 @@ def handed_on(module: MTPModule, x: Tensor, normed: Tensor) -> DraftOutput:
 class MTPDraft:
     """Loaded MTP layers: a DraftModel (espalier/models/draft.py).  Its vocabulary is the target's."""
 
-    d2t = None
+    d2t: Tensor | None = None
 
     def __init__(self, config: MTPConfig, modules: tuple[MTPModule, ...]) -> None:
         self.spec = config.spec

@@ -1,8 +1,8 @@
 """How a family stores its multi-token prediction layers (MTP), and what they read and hand on.
 
-Where engines disagree, the trainer's code decides.  Megatron-LM, which GLM and MiMo were trained with, norms the target's
-last hidden state before MTP layers read it, and each layer's output before the next one does (its
-`transformer_block.py` and `multi_token_prediction.py`).  vLLM hands on GLM's output before that norm.
+Where engines disagree, a trainer's code decides.  Megatron-LM's MTP layers read the target's last hidden state after its
+final norm, and hand on their output after their own (its `transformer_block.py` and `multi_token_prediction.py`).
+vLLM hands on GLM's output before that norm, and feeds MiMo-7B the hidden state before the target's.
 """
 
 from dataclasses import dataclass

@@ -25,9 +25,9 @@ MAX_NGRAM = 4
 class Scratch:
     """What one plain pass over `tokens` (n + 1 of them) makes of target and draft.
 
-    target: planes a layer, row i under token i; logits [n + 1, V]; features [n + 1, H], the target's, as the draft reads
-    them.  For each module k of the draft, from 1: draft, planes a layer, row i under token i + k, and outs [n + 1 - k,
-    H], the same.  Without a draft these are empty."""
+    target: planes a layer, row i under token i; logits [n + 1, V]; features [n + 1, H], the target's, as the draft
+    reads them.  For each module k of the draft, from 1: draft, planes a layer, row i under token i + k, and outs
+    [n + 1 - k, H], the same.  Without a draft these are empty."""
 
     tokens: tuple[int, ...]
     target: list[tuple[Tensor, ...]]

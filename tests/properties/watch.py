@@ -263,12 +263,12 @@ class Watch:
         else:
             count = sum(token != VOID for row in rows if row.tree is not None for token in row.tree.tokens)
             extended = sum(len(row.tokens) for row in rows)
-        of_target = [number for experts, number in routed if id(experts) in own]
+        of_target = [number for held, number in routed if id(held) in own]
         assert of_target == [count] * layers, f"{of_target} rows were routed to experts, {count} in each layer are due"
         modules = len(self.reference.modules)
-        for module, (experts, number) in enumerate(routed[-modules:] if modules else (), 1):
+        for module, (held, number) in enumerate(routed[-modules:] if modules else (), 1):
             fewer = (module - 1) * len(launch_input.lengths or rows)
-            assert id(experts) in own or extended - fewer <= number <= extended, (
+            assert id(held) in own or extended - fewer <= number <= extended, (
                 f"{number} rows of draft module {module} were routed to experts, {extended} tokens are new"
             )
 
