@@ -1,8 +1,9 @@
 """How a family stores its multi-token prediction layers (MTP), and what they read and hand on.
 
-Where engines disagree, a trainer's code decides.  Megatron-LM's MTP layers read the target's last hidden state after its
-final norm, and hand on their output after their own (its `transformer_block.py` and `multi_token_prediction.py`).
-vLLM hands on GLM's output before that norm, and feeds MiMo-7B the hidden state before the target's.
+Where engines disagree, a trainer's code decides.  In Megatron-LM, MTP layers read the target's last hidden state after
+its final norm, and hand on their output after their own last norm (`transformer_block.py` and
+`multi_token_prediction.py`).  vLLM hands on GLM's output before that norm, and gives MiMo-7B's layers the hidden state
+before the target's.
 """
 
 from dataclasses import dataclass

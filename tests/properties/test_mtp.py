@@ -1,23 +1,19 @@
 """Multi-token prediction layers through every property: one layer, three in a chain, three that read the target."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from espalier.config import EngineConfig
 from espalier.layout import TreeShape, max_draft_tokens
-from espalier.models import CausalLM, DraftModel, load_target, read_config
 from espalier.request import Request, SamplingParams
-from espalier.speculate.drafters import load_draft, read_draft
 from espalier.startup import load
-from tests.harness import CPU, DTYPE, MAX_POSITIONS, Setup, prompts, request, run
+from tests.harness import prompts, request, run
 from tests.mtp import mtp_directories
-from tests.oracles.plain_mtp import plain_modules
-from tests.oracles.reference_round import Reference
 from tests.pairwise import pairwise, rows_of
+from tests.properties.mtp_setup import MTPSetup, mtp_reference_of
 from tests.properties.watch import INCREMENTAL, PROPOSAL, Watch, run_watched
 
 # Modules and form.
@@ -33,39 +29,8 @@ PRODUCT: dict[str, Sequence[Any]] = {
 AROUND: dict[str, Sequence[Any]] = {"overlap": (False, True), "attention": ("sdpa", "reference")}
 
 
-@dataclass(frozen=True)
-class MTPSetup(Setup):
-    algorithm: str = "mtp"
-    form: tuple[int, str] = (1, "chain")
-
-    @property
-    def reentry(self) -> int:
-        return self.form[0] if self.algorithm == "mtp" else super().reentry
-
-    def models(self, position_rows: int = MAX_POSITIONS) -> tuple[CausalLM, DraftModel | None]:
-        target, draft = mtp_models(self.family, *self.form, self.window, position_rows)
-        return target, draft if self.algorithm == "mtp" else None
-
-
-@lru_cache
-def mtp_models(
-    family: str, modules: int, form: str, window: int | None, position_rows: int
-) -> tuple[CausalLM, DraftModel]:
-    target_path, draft_path = mtp_directories(family, modules, form, window)
-    how: dict[str, Any] = {"dtype": DTYPE, "device": CPU, "position_rows": position_rows}
-    target = load_target(target_path, capture=read_draft(draft_path, read_config(target_path)).spec.capture, **how)
-    return target, load_draft(draft_path, target, **how)
-
-
-@lru_cache
-def reference(family: str, modules: int, form: str, window: int | None) -> Reference:
-    target, draft = mtp_models(family, modules, form, window, MAX_POSITIONS)
-    plain = plain_modules(*mtp_directories(family, modules, form, window), target, draft)  # type: ignore[arg-type]
-    return Reference(target, draft, plain)
-
-
 def watched(setup: MTPSetup) -> Watch:
-    return Watch(setup.engine(), "mtp", reference(setup.family, *setup.form, setup.window))
+    return Watch(setup.engine(), "mtp", mtp_reference_of(setup))
 
 
 def asked(index: int, prompt: list[int], **style: Any) -> Request:
