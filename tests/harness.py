@@ -114,15 +114,18 @@ class Setup:
     draft_attention: str | None = None
     trees: tuple[tuple[int, TreeShape], ...] = ()
 
+    @property
+    def reentry(self) -> int:
+        return 0 if self.algorithm in WITHOUT_FILES else 1
+
     def plain(self) -> "Setup":
         return replace(self, algorithm="none", steps=0, topk=1, num_draft_tokens=1, trees=())
 
     @property
     def layout(self) -> RoundLayout:
         nodes = min(self.num_draft_tokens, max_draft_tokens(self.steps, self.topk))
-        reentry = 0 if self.algorithm in WITHOUT_FILES else 1
         tree = (self.steps, self.topk, nodes)
-        sizes = (self.max_batch, *tree, self.page_size, self.max_context, reentry, self.chunk_size)
+        sizes = (self.max_batch, *tree, self.page_size, self.max_context, self.reentry, self.chunk_size)
         return RoundLayout(*sizes, trees=self.trees)
 
     def models(self, position_rows: int = MAX_POSITIONS) -> tuple[CausalLM, DraftModel | None]:

@@ -30,7 +30,7 @@ FACTS = Facts(
     threads=ThreadFacts(num_cores=4, current=4, from_environment=False),
     mixture=None,
 )
-HEAD = DraftSpec("eagle3", FACTS.layer_specs[-1:], reentry=1)
+HEAD = DraftSpec("eagle3", FACTS.layer_specs[-1:], modules=1)
 TOKEN_BYTES = 17 * 2 * 128 * 4
 
 
@@ -167,7 +167,9 @@ def test_the_algorithm_follows_from_the_draft():
     assert resolved(has_draft=False).algorithm == "ngram"
     with pytest.raises(EspalierError, match="needs a draft"):
         resolved(has_draft=False, speculation=SpeculationConfig(algorithm="eagle3"))
-    with pytest.raises(EspalierError, match="algorithm='eagle' is not supported; use eagle3, ngram, none or 'auto'"):
+    with pytest.raises(
+        EspalierError, match="algorithm='eagle' is not supported; use eagle3, mtp, ngram, none or 'auto'"
+    ):
         load.find(EngineConfig(model="/no/such/place", speculation=SpeculationConfig(algorithm="eagle")))
     with pytest.raises(EspalierError, match="takes no draft"):
         resolved(draft="somewhere", speculation=SpeculationConfig(algorithm="ngram"))

@@ -9,7 +9,9 @@ from espalier.attention.base import plain_sizes
 from espalier.cache.layer_spec import KVHeads, LatentKV
 from espalier.layout import MAX_PAGE_SIZE
 from espalier.models.config import NEUTRAL, Family
+from espalier.models.draft import MAX_MODULES
 from espalier.models.loading import FAMILIES
+from espalier.models.mtp_config import NOT_BUILT
 from espalier.models.rope_config import TYPES as ROPE_TYPES
 from espalier.models.weight_formats import FORMATS, QUANTISATION_FIELDS
 from espalier.request import SamplingParams
@@ -54,10 +56,11 @@ def targets() -> str:
             f"`{f.model_type}`",
             keeps,
             f"by `{f.qk_norm}`" if isinstance(f.qk_norm, str) else yes(f.qk_norm),
+            yes(f.mtp is not None),
             codes(f.honours) or "-",
         ]
 
-    head = ["architecture", "model_type", "layers keep", "q and k norms", "fields with any value"]
+    head = ["architecture", "model_type", "layers keep", "q and k norms", "own MTP layers", "fields with any value"]
     return table(head, map(row, FAMILIES.values()))
 
 
@@ -65,6 +68,10 @@ def drafters() -> str:
     files = [[f"`{d.algorithm}`", d.title, codes(d.architectures)] for d in DRAFT_FORMATS.values()]
     others = [[f"`{name}`", NO_FILES[name], "needs no files"] for name in WITHOUT_FILES]
     return table(["algorithm", "what it is", "`architectures` of its config.json"], [*files, *others])
+
+
+def not_built() -> str:
+    return ", ".join(sorted({*NOT_BUILT.values()}))
 
 
 def sampling() -> str:
@@ -101,7 +108,7 @@ the page size, the prefix cache, chunking, and overlap or lock-step are independ
 
 {targets()}
 
-Layers that predict several tokens (`num_nextn_predict_layers`) are not loaded.
+MTP layers (`num_nextn_predict_layers`) in a target's directory are its draft, unless another draft or algorithm is set.
 
 One GPU has to hold the weights, two bytes a parameter in bfloat16. DeepSeek-V3, V3.1 and R1 (671 billion parameters,
 1.34 TB) and DeepSeek-V2 (236 billion, 472 GB) fit no GPU, and neither does GLM-4.5 (355 billion, 710 GB). GLM-4.5-Air
@@ -111,13 +118,17 @@ are refused as quantised.
 
 Rope scaling of types {codes(ROPE_TYPES)}; sliding windows per layer; tied or
 own output head; biases; attention sinks; weights in one safetensors file or in shards. A family supports any value
-of the fields in its last column; its drafts have a dense MLP.
+of the fields in its last column; its EAGLE-3 heads have a dense MLP.
 
 Quantised weights are refused. GPT-OSS is published in mxfp4: use a bfloat16 copy.
 
 ## Drafters
 
 {drafters()}
+
+An `mtp` draft has 1 to {MAX_MODULES} layers (`num_nextn_predict_layers`), each of any kind that targets have. Its
+config.json may say `mtp_form`: `chain` (each layer reads the one before it; the default) or `target` (all read the
+target). Levels of the tree past the last layer use that layer again. Refused are the MTP layers of {not_built()}.
 
 ## The tree
 

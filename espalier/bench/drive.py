@@ -90,9 +90,10 @@ def timed_engine(engine: Engine) -> tuple[Engine, list[ForwardTimer]]:
     drafter = runner.drafter
     if not isinstance(drafter, AutoregressiveDrafter):
         return rebuilt(engine, 0, target=target), [target]
-    draft: Any = ForwardTimer(drafter.draft, ("logits", "fuse", "output_of"))
+    draft: Any = ForwardTimer(drafter.draft, ("fuse",))
+    draft.modules = [ForwardTimer(module, ("logits", "output_of")) for module in drafter.draft.modules]
     timed = type(drafter)(draft, drafter.layout, drafter.pages, drafter.backend, drafter.layer_specs, drafter.staging)
-    return rebuilt(engine, 0, target=target, drafter=timed), [target, draft]
+    return rebuilt(engine, 0, target=target, drafter=timed), [target, draft, *draft.modules]
 
 
 def drive(

@@ -92,6 +92,21 @@ def _stale_hidden(right):
     return carry
 
 
+def _stale_feed(right):
+    stale = _stale_hidden(right)
+    return lambda slots, name, values, length: (stale if name.startswith("feed") else right)(
+        slots, name, values, length
+    )
+
+
+def _every_form(form):
+    return lambda right: lambda declared: right(form)
+
+
+def _before_norm(right):
+    return lambda module, x, normed: replace(right(module, x, normed), hidden=x)
+
+
 def _packed_stride(right):
     """Reads a request's features as if requests were packed by length; each request takes `width` rows."""
 
@@ -183,6 +198,30 @@ FAULTS = {
             "espalier.speculate.drafters.autoregressive:carry",
             _stale_hidden,
             ("22832",),
+        ),
+        Fault(
+            "stale-feed",
+            "the slot keeps what fed the second and third MTP layer in an earlier launch",
+            "espalier.speculate.drafters.autoregressive:carry",
+            _stale_feed,
+        ),
+        Fault(
+            "chain-reads-target",
+            "MTP layers that are trained as a chain all read the target's hidden states",
+            "espalier.speculate.drafters.autoregressive:feeds_of",
+            _every_form("target"),
+        ),
+        Fault(
+            "target-reads-chain",
+            "MTP layers that are trained on the target's hidden states read those of the layer before",
+            "espalier.speculate.drafters.autoregressive:feeds_of",
+            _every_form("chain"),
+        ),
+        Fault(
+            "hidden-before-norm",
+            "an MTP layer hands on its hidden state from before its last norm",
+            "espalier.models.mtp:handed_on",
+            _before_norm,
         ),
         Fault(
             "packed-stride",

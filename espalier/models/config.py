@@ -16,6 +16,7 @@ from espalier.kernels.layers.activation import SILU, Activation
 from espalier.kernels.layers.routing import Routing
 from espalier.models.latent_config import LatentConfig, read_latent
 from espalier.models.layers.rope import RopeConfig
+from espalier.models.mtp_family import MTPFamily
 from espalier.models.rope_config import read_rope
 from espalier.models.weight_formats import QUANTISATION_FIELDS, FormatOf, read_formats
 
@@ -110,6 +111,7 @@ class Family:
     latent: whether layers have latent attention (MLA), whose sizes espalier/models/latent_config.py reads.
     honours: the fields of NEUTRAL that `experts` reads, or that do not change the output.  The family supports other
     values of them.
+    mtp: the multi-token prediction layers of the family's checkpoints; None if they have none.
     """
 
     architecture: str
@@ -123,6 +125,7 @@ class Family:
     experts: Callable[[Raw], Experts | None] = lambda full: None
     latent: bool = False
     honours: tuple[str, ...] = ()
+    mtp: MTPFamily | None = None
 
 
 @dataclass(frozen=True)
@@ -134,6 +137,7 @@ class ModelConfig:
     latent: the sizes of latent attention; None for layers with K and V heads.  With it, heads share one key-value head,
     and head_size is the size of q and k before the latent is multiplied in.
     formats: the storage format of each matrix.
+    mtp: see Family.
     raw: config.json, completed with the family's defaults, with the overrides applied.
     """
 
@@ -159,6 +163,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     latent: LatentConfig | None
     formats: FormatOf = field(repr=False)
+    mtp: MTPFamily | None
     raw: Raw = field(repr=False)
 
 
@@ -250,6 +255,7 @@ def parse(
         eos_token_ids=_eos_ids(full, generation or {}, path),
         latent=latent,
         formats=read_formats(full, path),
+        mtp=family.mtp,
         raw=full,
     )
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 from espalier.errors import EspalierError
 from espalier.kernels.layers.routing import Routing
 from espalier.models.config import Experts, Family, Raw, full_attention
+from espalier.models.mtp_family import NEXTN
 
 # Fields of config.json that this file reads, so they may have any value (Family.honours).
 EXPERT_FIELDS = (
@@ -140,4 +141,5 @@ V3 = replace(
     },
     honours=(*EXPERT_FIELDS, "num_nextn_predict_layers"),
     experts=_experts_v3,
+    mtp=NEXTN,
 )

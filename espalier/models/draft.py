@@ -4,16 +4,21 @@ A DraftSpec follows from the config.json of the draft and of its target.  So mem
 weights are read.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
 from espalier.cache.layer_spec import LayerSpec
+from espalier.errors import EspalierError
+from espalier.layout import MIN_CHUNK_WIDTH
 from espalier.models.base import Attend
 from espalier.models.config import ModelConfig, read_json
+
+# A piece of a prompt holds the tokens that the modules of the next piece look back to.
+MAX_MODULES = MIN_CHUNK_WIDTH
 
 
 @dataclass(frozen=True)
@@ -21,26 +26,56 @@ class DraftSpec:
     """A draft's declaration.  Without a draft model (n-gram, plain decoding), all fields but `algorithm` are defaults.
 
     algorithm: the name that users give.
-    layers: specs of the draft's layers; pages keep them after the target's.
+    layers: specs of the draft's layers, module after module; pages keep them after the target's.
+    modules: N, the modules of the draft, each with as many layers.  Module l proposes level l of a tree; the last one
+    proposes all levels from N on.  An EAGLE head is one module, and so is each MTP layer (DeepSeek-V3's word).
+    form: the hidden state that module k (from 1) reads at token q.  "chain": the output of module k - 1 at token q - 1,
+    where module 0 is the target; "target": the target's at token q - k.  Both are the same for one module.
     reads: the field of the target's ModelOutput that the draft reads.  "captured": the inputs of the layers `capture`,
     concatenated; "hidden": the last hidden state after the final norm; None: no field.
     capture: target layers whose inputs are read; num_layers means the input of the final norm.
-    hidden_from: the source of the hidden state that draft layer k (from 1) reads at token q.  "target": the target at
-    token q - k; "chain": layer k - 1 at token q - 1, where layer 0 is the target; None: no source.
-    reentry: rows 0 .. reentry-1 of a draft layer do not exist.  After a prefix hit of m tokens, rows from m - reentry
-    on are computed again, because pages do not hold their hidden states.
-    carried: tensors that each slot carries from launch to launch, as shapes by name.
+    hidden_size: H, of the hidden states that modules read and hand on.
     vocab_size: size of the draft's vocabulary; below the target's if the draft has a map (DraftModel.d2t).
+
+    Raises EspalierError for layers that cannot be divided among the modules.
     """
 
     algorithm: str
     layers: tuple[LayerSpec, ...] = ()
+    modules: int = 0
+    form: Literal["chain", "target"] = "chain"
     reads: Literal["captured", "hidden"] | None = None
     capture: tuple[int, ...] = ()
-    hidden_from: Literal["target", "chain"] | None = None
-    reentry: int = 0
-    carried: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    hidden_size: int = 0
     vocab_size: int = 0
+
+    def __post_init__(self) -> None:
+        divided = len(self.layers) % self.modules == 0 if self.modules else not self.layers
+        if not divided or not 0 <= self.modules <= MAX_MODULES or bool(self.layers) != bool(self.modules):
+            raise EspalierError(
+                f"a draft of {len(self.layers)} layers in {self.modules} modules is not supported; use 1 to "
+                f"{MAX_MODULES} modules with equally many layers"
+            )
+
+    @property
+    def reentry(self) -> int:
+        """Rows 0 .. k-1 of module k do not exist.  After a prefix hit of m tokens, the target's rows from m - reentry
+        on are computed again: pages hold no hidden states, and row m of the last module follows from those rows."""
+        return self.modules
+
+    @property
+    def carried(self) -> Mapping[str, tuple[int, ...]]:
+        """The tensors that each slot carries from launch to launch, as shapes by name.
+
+        hidden: the output of module 1 at the root.  feed2 to feedN: the hidden state that module k reads at the token
+        after the root.
+        """
+        names = ["hidden", *(f"feed{k}" for k in range(2, self.modules + 1))] if self.modules else []
+        return dict.fromkeys(names, (self.hidden_size,))
+
+    @property
+    def layers_per_module(self) -> int:
+        return len(self.layers) // self.modules if self.modules else 0
 
 
 class DraftConfig(Protocol):
@@ -60,27 +95,22 @@ class DraftOutput:
     hidden: Tensor
     normed: Tensor
 
+    def last(self, rows: int) -> "DraftOutput":
+        """The last `rows` rows of each request, or all if there are fewer."""
+        if self.hidden.shape[1] <= rows:
+            return self
+        return DraftOutput(self.hidden[:, -rows:], self.normed[:, -rows:])
 
-class DraftModel(Protocol):
-    """A loaded draft model.  A row belongs to its token q; the caller passes q - reentry as its RoPE position.
 
-    d2t: [draft vocabulary] int64, the target id of each draft id; None if both vocabularies are the same.
-    """
-
-    spec: DraftSpec
-    layer_specs: tuple[LayerSpec, ...]
-    d2t: Tensor | None
-
-    @property
-    def fuse(self) -> Callable[[Tensor], Tensor]:
-        """The target's features [..., F] (`spec.reads`) -> hidden states [..., H] that the next tokens' rows read."""
-        ...
+class DraftModule(Protocol):
+    """One module of a draft.  A row of module k belongs to its token q; the caller passes q - k as RoPE position."""
 
     def __call__(
         self, tokens: Tensor, hidden: Tensor, positions: Tensor, attend: Attend, parents: Tensor | None = None
     ) -> DraftOutput:
-        """Run over new rows.  tokens, positions: int64 [B, Q]; layer i calls `attend(i, ...)`.
+        """Run over new rows.  tokens, positions: int64 [B, Q]; layer i of the module calls `attend(i, ...)`.
 
+        A row with a negative token (padding) runs with another token, and goes to no expert.
         hidden: [B, R, H], fused features or the hidden states of earlier rows; parents: int64 [B, Q], index of the row
         of `hidden` that each new row reads; None: row i reads row i.
         """
@@ -92,6 +122,30 @@ class DraftModel(Protocol):
 
     def logits(self, out: DraftOutput) -> Tensor:
         """[B, Q, draft vocabulary] in the model's dtype."""
+        ...
+
+
+class DraftModel(Protocol):
+    """A loaded draft model.
+
+    modules: `spec.modules` of them, in order.
+    has_experts: whether rows go to experts, so that padding should not.
+    d2t: [draft vocabulary] int64, the target id of each draft id; None if both vocabularies are the same.
+    """
+
+    spec: DraftSpec
+    layer_specs: tuple[LayerSpec, ...]
+    d2t: Tensor | None
+
+    @property
+    def modules(self) -> Sequence[DraftModule]: ...
+
+    @property
+    def has_experts(self) -> bool: ...
+
+    @property
+    def fuse(self) -> Callable[[Tensor], Tensor]:
+        """The target's features [..., F] (`spec.reads`) -> hidden states [..., H] that rows read."""
         ...
 
 

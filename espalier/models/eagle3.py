@@ -32,7 +32,9 @@ log = logging.getLogger(__name__)
 
 
 class Eagle3Draft:
-    """A loaded EAGLE-3 head: a DraftModel (espalier/models/draft.py)."""
+    """A loaded EAGLE-3 head: a DraftModel, and its only module (espalier/models/draft.py)."""
+
+    has_experts = False
 
     def __init__(
         self,
@@ -63,6 +65,10 @@ class Eagle3Draft:
         self.mlp = mlp
         self.norm = norm
         self.head = head
+
+    @property
+    def modules(self) -> tuple["Eagle3Draft"]:
+        return (self,)
 
     def __call__(
         self, tokens: Tensor, hidden: Tensor, positions: Tensor, attend: Attend, parents: Tensor | None = None

@@ -48,11 +48,10 @@ class Eagle3Config:
         return DraftSpec(
             algorithm="eagle3",
             layers=layer_specs_of(self.layer)[:1],
+            modules=1,
             reads="captured",
             capture=self.capture,
-            hidden_from="target",
-            reentry=1,
-            carried={"hidden": (self.layer.hidden_size,)},
+            hidden_size=self.layer.hidden_size,
             vocab_size=self.draft_vocab,
         )
 

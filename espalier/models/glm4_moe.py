@@ -9,6 +9,7 @@ from dataclasses import replace
 from espalier.errors import EspalierError
 from espalier.models.config import Experts, Family, Raw, full_attention, windows_by_layer_type
 from espalier.models.deepseek import V3, routed_experts
+from espalier.models.mtp_family import NEXTN
 from espalier.models.qwen3 import FAMILY as QWEN3
 
 # Experts are chosen from all experts, not from groups.
@@ -57,6 +58,7 @@ GLM = Family(
     qk_norm="use_qk_norm",
     honours=(*V3.honours, "partial_rotary_factor"),
     experts=V3.experts,
+    mtp=NEXTN,
 )
 GLM_LITE = replace(
     V3,

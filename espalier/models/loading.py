@@ -8,7 +8,7 @@ import torch
 
 from espalier.cache.layer_spec import KVHeads, LatentKV, LayerSpec
 from espalier.errors import EspalierError
-from espalier.models import deepseek, glm4_moe, gpt_oss, llama, mistral, qwen2, qwen2_moe, qwen3, qwen3_moe
+from espalier.models import deepseek, glm4_moe, gpt_oss, llama, mimo, mistral, qwen2, qwen2_moe, qwen3, qwen3_moe
 from espalier.models.base import CausalLM
 from espalier.models.config import Family, ModelConfig, find_family, parse, read_json
 from espalier.models.expert_loading import load_experts
@@ -26,7 +26,7 @@ from espalier.models.weights import Weights
 FAMILIES: dict[str, Family] = {
     family.architecture: family
     for family in (
-        *(module.FAMILY for module in (llama, qwen2, qwen3, mistral, qwen2_moe, qwen3_moe, gpt_oss)),
+        *(module.FAMILY for module in (llama, qwen2, qwen3, mistral, mimo, qwen2_moe, qwen3_moe, gpt_oss)),
         *(deepseek.V2, deepseek.V3, glm4_moe.GLM, glm4_moe.GLM_LITE, glm4_moe.DOTS),
     )
 }
@@ -76,9 +76,10 @@ def make_target(weights: Weights, config: ModelConfig, capture: tuple[int, ...],
     layers = [load_layer(weights, config, f"model.layers.{i}.", i) for i in range(config.num_layers)]
     norm = weights.norm("model.norm", config.hidden_size, config.rms_norm_eps)
     head = _head(weights, config, embed)
-    # Layers past the last predict several tokens at once.  They are a draft: the target's output does not need them.
-    drafts = range(config.num_layers, config.num_layers + int(config.raw.get("num_nextn_predict_layers") or 0))
-    weights.ignore_under(tuple(f"model.layers.{i}." for i in drafts))
+    if config.mtp is not None:
+        # They are a draft (espalier/models/mtp.py): the target's output does not need them.
+        count = int(config.raw.get("num_nextn_predict_layers") or 0)
+        weights.ignore_under(tuple(config.mtp.prefix_of(layer, config.num_layers) for layer in range(count)))
     weights.finish()
     rope = RopeTables(config.rope, position_rows, weights.dtype, weights.device)
     return Decoder(config, layer_specs, tuple(capture), rope, embed, layers, norm, head)

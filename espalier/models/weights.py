@@ -203,6 +203,10 @@ class Weights:
         """Allow all weights whose names begin with one of the prefixes to stay unused."""
         self.ignore([name for name in self._not_taken if name.startswith(prefixes)])
 
+    def ignore_outside(self, prefixes: tuple[str, ...]) -> None:
+        """Allow all weights whose names begin with none of the prefixes to stay unused."""
+        self.ignore([name for name in self._not_taken if not name.startswith(prefixes)])
+
     def finish(self) -> None:
         """Raises EspalierError for a weight that was not taken: ignoring a weight would change the model."""
         unused = sorted(name for name in self._not_taken if not HARMLESS.search(name))

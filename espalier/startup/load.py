@@ -24,7 +24,7 @@ from espalier.models import (
 )
 from espalier.models.loading import layer_specs_of
 from espalier.models.weights import WeightCount, stored_weights
-from espalier.speculate.drafters import WITHOUT_FILES, draft_algorithm, load_draft, read_draft
+from espalier.speculate.drafters import WITHOUT_FILES, draft_algorithm, load_draft, own_draft, read_draft
 from espalier.speculate.round import ModelRunner
 from espalier.startup.build import assemble, make_runner
 from espalier.startup.checkpoints import BUNDLED, find_draft, find_target
@@ -65,7 +65,9 @@ def find(config: EngineConfig) -> Checkpoint:
     model = _model_name(config, draft_path)
     target_path = find_target(model)
     target = read_config(target_path, config.model_overrides)
-    used_draft = None if requested in WITHOUT_FILES else draft_path or _bundled_draft(model)
+    used_draft = None
+    if requested not in WITHOUT_FILES:
+        used_draft = draft_path or _bundled_draft(model) or own_draft(target_path, target, requested)
     algorithm = choose_algorithm(config, None if used_draft is None else draft_algorithm(used_draft))
     if used_draft is None:
         if draft_path is not None:
@@ -195,6 +197,7 @@ def _measure_pages(
 
 def _weights_of(checkpoint: Checkpoint) -> WeightCount:
     target = stored_weights(checkpoint.target_path, checkpoint.target.formats)
-    if checkpoint.draft_path is None or checkpoint.draft is None:
+    # A draft in the target's directory is counted with it.
+    if checkpoint.draft is None or checkpoint.draft_path in (None, checkpoint.target_path):
         return target
     return target + stored_weights(checkpoint.draft_path, checkpoint.draft.layer.formats)

@@ -195,7 +195,7 @@ def test_a_capture_beyond_the_target(target: Path) -> None:
             {"architectures": ["LlamaForCausalLM"]},
             ["'LlamaForCausalLM' is not a known draft", "supported are EAGLE-3 heads"],
         ),
-        ({"speculators_model_type": "mtp"}, ["'mtp' is not supported; supported are EAGLE-3 heads"]),
+        ({"speculators_model_type": "medusa"}, ["'medusa' is not supported; supported are EAGLE-3 heads"]),
     ],
     ids=lambda value: "+".join(f"{k}={v}"[:40] for k, v in value.items()) if isinstance(value, dict) else "",
 )

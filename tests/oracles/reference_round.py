@@ -13,7 +13,7 @@ from torch import Tensor
 from espalier.attention.staged import LatentProjections, Projections
 from espalier.cache.layer_spec import LayerSpec
 from espalier.models.base import CausalLM
-from espalier.models.draft import DraftModel
+from espalier.models.draft import DraftModel, DraftModule
 from espalier.request import Request
 from tests.oracles.dense import DenseAttend, attended, keys_and_values, softmax_of
 from tests.oracles.plain_sampling import draft_scores, plain_pick
@@ -25,14 +25,20 @@ MAX_NGRAM = 4
 class Scratch:
     """What one plain pass over `tokens` (n + 1 of them) makes of target and draft.
 
-    target: planes a layer, row i under token i; logits [n + 1, V]; draft: planes a layer, row i under token i + 1, and
-    out [n, H], the same; both empty without a draft."""
+    target: planes a layer, row i under token i; logits [n + 1, V]; features [n + 1, H], the target's, as the draft
+    reads them.  For each module k of the draft, from 1: draft, planes a layer, row i under token i + k, and outs
+    [n + 1 - k, H], the same.  Without a draft these are empty."""
 
     tokens: tuple[int, ...]
     target: list[tuple[Tensor, ...]]
     logits: Tensor
-    draft: list[tuple[Tensor, ...]]
-    out: Tensor
+    features: Tensor
+    draft: list[list[tuple[Tensor, ...]]]
+    outs: list[Tensor]
+
+    def out(self, module: int, token: int) -> Tensor:
+        """[H], what a module hands on at a token; module 0 is the target."""
+        return self.features[token] if module == 0 else self.outs[module - 1][token - module]
 
 
 @dataclass(frozen=True)
@@ -49,20 +55,21 @@ class Node:
 
 @dataclass(frozen=True)
 class Beam:
-    """A candidate that was run.  outs [depth + 1, H]: what the draft handed on at the root and along the path; children
-    read the last."""
+    """A candidate that was run.  out [H]: what the module that proposes its children handed on."""
 
     node: Node
-    outs: Tensor
+    out: Tensor
 
 
 class Reference:
     """Target and draft (None: n-gram or nothing), asked from scratch.  Passes over one token list are kept, as they are
     pure."""
 
-    def __init__(self, target: CausalLM, draft: DraftModel | None = None):
+    def __init__(self, target: CausalLM, draft: DraftModel | None = None, modules: Sequence[DraftModule] | None = None):
+        """modules: of the draft, written apart from it (tests/oracles/plain_mtp.py); by default its own."""
         self.target = target
         self.draft = draft
+        self.modules = modules or ([] if draft is None else draft.modules)
         self._scratch: list[Scratch] = []
         self._plain: dict[object, Plain] = {}
 
@@ -85,13 +92,37 @@ class Reference:
         layers = [tuple(plane[0] for plane in attend.kept[i]) for i in range(len(self.target.layer_specs))]
         logits = self.target.logits(out.hidden)[0]
         if self.draft is None:
-            return Scratch(tokens, layers, logits, [], torch.empty(0))
+            return Scratch(tokens, layers, logits, torch.empty(0), [], [])
         read = {"captured": out.captured, "hidden": out.hidden}[self.draft.spec.reads]
-        behind = DenseAttend(self.draft.layer_specs)
-        positions = torch.arange(len(tokens) - 1)[None]
-        handed_on = self.draft(row[:, 1:], self.draft.fuse(read[:, :-1]), positions, behind).hidden
-        drafted = [tuple(plane[0] for plane in behind.kept[i]) for i in range(len(self.draft.layer_specs))]
-        return Scratch(tokens, layers, logits, drafted, handed_on[0])
+        scratch = Scratch(tokens, layers, logits, self.draft.fuse(read)[0], [], [])
+        for module in range(1, len(self.modules) + 1):
+            self._module_pass(scratch, module)
+        return scratch
+
+    def _module_pass(self, scratch: Scratch, module: int) -> None:
+        """One plain pass of a module over all tokens that it has a row of, added to `scratch`."""
+        specs, tokens = self.specs_of(module), range(module, len(scratch.tokens))
+        behind, kept = DenseAttend(specs), [(torch.empty(0),)] * len(specs)
+        handed_on = scratch.features[:0]
+        if tokens:
+            fed = torch.stack([self.fed(scratch, module, token) for token in tokens])
+            row, positions = torch.tensor([scratch.tokens[module:]]), torch.arange(len(tokens))[None]
+            handed_on = self.modules[module - 1](row, fed[None], positions, behind).hidden[0]
+            kept = [tuple(plane[0] for plane in behind.kept[i]) for i in range(len(specs))]
+        scratch.draft.append(kept)
+        scratch.outs.append(handed_on)
+
+    def fed(self, scratch: Scratch, module: int, token: int) -> Tensor:
+        """[H]: the hidden state that a module reads at a decided token, or at the one after the last."""
+        assert self.draft is not None
+        if self.draft.spec.form == "target":
+            return scratch.out(0, token - module)
+        return scratch.out(module - 1, token - 1)
+
+    def specs_of(self, module: int) -> tuple[LayerSpec, ...]:
+        assert self.draft is not None
+        count = len(self.draft.layer_specs) // len(self.modules)
+        return self.draft.layer_specs[(module - 1) * count : module * count]
 
     def prepare(self, request: Request, max_context: int) -> None:
         """Make the pass over all that plain decoding says, which serves every prefix of it."""
@@ -127,36 +158,28 @@ class Reference:
     @torch.inference_mode()
     def draft_candidates(self, request: Request, tokens: Sequence[int], steps: int, topk: int) -> list[Node]:
         """Every candidate of every level: each beam's topk children, the topk best of a level being the next beams."""
-        assert self.draft is not None
-        root = self.scratch(tokens).out[len(tokens) - 2]
-        beams = [Beam(Node((), np.float32(0)), root[None])]
+        root = self.scratch(tokens).out(1, len(tokens) - 1)
+        beams = [Beam(Node((), np.float32(0)), root)]
         pool: list[Node] = []
+        path = Path(self, tokens)
         for level in range(1, steps + 1):
-            candidates = [(node, beam) for beam in beams for node in self._children(request, tokens, beam, topk)]
+            module = min(level, len(self.modules))
+            candidates = [(n, beam) for beam in beams for n in self._children(request, tokens, beam, module, topk)]
             pool += [node for node, _ in candidates]
             order = sorted(range(len(candidates)), key=lambda i: (-candidates[i][0].score, i))[:topk]
+            chosen = [candidates[i][0] for i in order if candidates[i][0].score > -np.inf]
             if level < steps:
-                beams = [self._run(tokens, *candidates[i]) for i in order if candidates[i][0].score > -np.inf]
+                beams = [Beam(node, path.outs(min(level + 1, len(self.modules)), node.path)[-1]) for node in chosen]
         return pool
 
-    def _children(self, request: Request, tokens: Sequence[int], beam: Beam, topk: int) -> list[Node]:
+    def _children(self, request: Request, tokens: Sequence[int], beam: Beam, module: int, topk: int) -> list[Node]:
         assert self.draft is not None
         ids = range(self.draft.spec.vocab_size) if self.draft.d2t is None else self.draft.d2t.tolist()
-        path = beam.node.path
-        scores = draft_scores(self.draft.logits(self.draft.output_of(beam.outs[-1])), ids, request, (*tokens, *path))
+        path, proposes = beam.node.path, self.modules[module - 1]
+        logits = proposes.logits(proposes.output_of(beam.out[None, None]))[0, 0]
+        scores = draft_scores(logits, ids, request, (*tokens, *path))
         best = sorted(scores, key=lambda token: (-scores[token], token))[:topk]
         return [Node((*path, token), beam.node.score + min(scores[token], np.float32(0))) for token in best]
-
-    def _run(self, tokens: Sequence[int], node: Node, parent: Beam) -> Beam:
-        """A plain draft pass along the node's own path, each row reading what the row before it handed on."""
-        assert self.draft is not None
-        n = len(tokens) - 1
-        attend = BehindPrefix(
-            self.draft.layer_specs, [[plane[:n] for plane in planes] for planes in self.scratch(tokens).draft]
-        )
-        positions = torch.arange(n, n + node.depth)[None]
-        out = self.draft(torch.tensor([node.path]), parent.outs[None], positions, attend).hidden
-        return Beam(node, torch.cat((parent.outs, out[0, -1:])))
 
     @staticmethod
     def ngram_candidates(request: Request, tokens: Sequence[int], steps: int, topk: int) -> list[Node]:
@@ -175,6 +198,44 @@ class Reference:
                 followed = [tokens[end + 1 + i % (root - end)] for i in range(level)]
                 pool.append(Node(tuple(followed), np.float32(level * np.log(length / (length + 1)))))
         return pool
+
+
+class Path:
+    """Plain passes of the modules along drafted paths behind `tokens`, kept by module and path."""
+
+    def __init__(self, reference: Reference, tokens: Sequence[int]):
+        self.reference = reference
+        self.scratch = reference.scratch(tokens)
+        self.n = len(tokens) - 1
+        self._outs: dict[tuple[int, tuple[int, ...]], Tensor] = {}
+
+    def outs(self, module: int, path: tuple[int, ...]) -> Tensor:
+        """[rows, H]: what a module hands on along a path, at the tokens that it has a row of."""
+        if (module, path) not in self._outs:
+            self._outs[module, path] = self._run(module, path)
+        return self._outs[module, path]
+
+    def _run(self, module: int, path: tuple[int, ...]) -> Tensor:
+        n, reference = self.n, self.reference
+        depths = range(max(1, module - n), len(path) + 1)
+        fed = torch.stack([self._fed(module, path, depth) for depth in depths])
+        planes = self.scratch.draft[module - 1]
+        behind = max(0, n + 1 - module)
+        attend = DenseAttend(reference.specs_of(module))
+        if behind:
+            attend = BehindPrefix(reference.specs_of(module), [[p[:behind] for p in layer] for layer in planes])
+        tokens = torch.tensor([path[depths.start - 1 :]])
+        positions = torch.tensor([[n + depth - module for depth in depths]])
+        return reference.modules[module - 1](tokens, fed[None], positions, attend).hidden[0]
+
+    def _fed(self, module: int, path: tuple[int, ...], depth: int) -> Tensor:
+        """The hidden state that feeds the row of path[depth - 1].  From depth N on, module N reads its own output."""
+        above = path[: depth - 1]
+        if module == len(self.reference.modules) and depth >= module:
+            return self.outs(module, above)[-1] if above else self.scratch.out(module, self.n)
+        if depth == 1 or self.reference.draft.spec.form == "target":
+            return self.reference.fed(self.scratch, module, self.n + depth)
+        return self.outs(module - 1, above)[-1]
 
 
 def matched(tokens: Sequence[int], end: int) -> int:

@@ -17,6 +17,7 @@ class AgreeingDraft:
     def __init__(self, draft: Any):
         self.draft = draft
         self.answer: Tensor | None = None
+        self.modules = (self,)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.draft, name)

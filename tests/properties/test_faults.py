@@ -17,12 +17,16 @@ from espalier.terminal.flags import engine_settings
 from tests.harness import Setup, directories, prompts, request
 from tests.properties import watch as held
 from tests.properties.layouts import reference_of
+from tests.properties.mtp_setup import MTPSetup, mtp_reference_of
 from tests.properties.summary import FAULT
 from tests.properties.watch import PROPERTIES, Watch, run_watched
 
 SETUP = Setup(steps=4, topk=3, num_draft_tokens=24, page_size=2, max_batch=3, max_context=48, chunk_size=16)
 # A latent target with experts, and a latent draft.
 LATENT = replace(SETUP, family="deepseek_v3")
+# Three MTP layers.
+CHAIN = MTPSetup(**{**vars(SETUP), "algorithm": "mtp"}, form=(3, "chain"))
+READS_TARGET = replace(CHAIN, form=(3, "target"))
 
 
 def traffic() -> list[Request]:
@@ -38,7 +42,8 @@ def traffic() -> list[Request]:
 
 def holds(*properties: str, setup: Setup = SETUP) -> None:
     """Run the traffic and hold these properties over it.  Raises AssertionError where one fails."""
-    run_watched(Watch(setup.engine(), setup.algorithm, reference_of(setup), properties), traffic())
+    oracle = mtp_reference_of(setup) if isinstance(setup, MTPSetup) else reference_of(setup)
+    run_watched(Watch(setup.engine(), setup.algorithm, oracle, properties), traffic())
 
 
 def caught(property: str, setup: Setup = SETUP) -> bool:
@@ -60,6 +65,10 @@ CATCHES = {
     "rows-without-topk": held.PROPOSAL,
     "table-column-off": held.INCREMENTAL,
     "stale-hidden": held.READY,
+    "stale-feed": held.READY,
+    "chain-reads-target": held.INCREMENTAL,
+    "target-reads-chain": held.INCREMENTAL,
+    "hidden-before-norm": held.READY,
     "packed-stride": held.INCREMENTAL,
     "per-branch-reserve": held.RESERVE,
     "parent-noise": held.TOKENS,
@@ -67,12 +76,20 @@ CATCHES = {
     "rope-left-out": held.INCREMENTAL,
     "padding-routed": held.ROUTED,
 }
-# What only a latent target with experts shows, and what it shows too.
-OF_LATENT = ("rope-left-out", "padding-routed")
+# What only some setups show: a latent target with experts, or MTP layers.
+SHOWN_BY = {
+    "rope-left-out": LATENT,
+    "padding-routed": LATENT,
+    "stale-feed": CHAIN,
+    "chain-reads-target": CHAIN,
+    "target-reads-chain": READS_TARGET,
+    "hidden-before-norm": CHAIN,
+}
+# What a latent target shows too.
 ALSO_OF_LATENT = ("rows-without-topk", "packed-stride", "sibling-committed", "wrong-ancestor")
 
 
-@pytest.mark.parametrize("setup", [SETUP, LATENT], ids=["llama", "latent"])
+@pytest.mark.parametrize("setup", [SETUP, LATENT, CHAIN, READS_TARGET], ids=["llama", "latent", "chain", "target"])
 @pytest.mark.parametrize("overlap", [False, True])
 def test_unbroken_every_property_holds(overlap, setup):
     holds(*PROPERTIES, setup=replace(setup, overlap=overlap))
@@ -80,7 +97,7 @@ def test_unbroken_every_property_holds(overlap, setup):
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_property_catches(name, put_on_record):
-    setup = LATENT if name in OF_LATENT else SETUP
+    setup = SHOWN_BY.get(name, SETUP)
     with plant(name) as fault:
         noticed = [property for property in PROPERTIES if caught(property, setup)]
     assert CATCHES[name] in noticed
@@ -103,6 +120,8 @@ HARMLESS: dict[str, dict] = {
     "table-column-off": {"page_size": 64},
     "rope-left-out": {"family": "llama"},
     "padding-routed": {"family": "llama"},
+    # Without MTP layers.
+    **{name: {} for name in ("stale-feed", "chain-reads-target", "target-reads-chain", "hidden-before-norm")},
 }
 
 

@@ -61,9 +61,8 @@ def read(path: Path, raw: Raw, target: ModelConfig) -> ToyConfig:
         layers=(first, replace(second, window=raw["second_window"])),
         reads="hidden" if raw["reads"] == "after_norm" else "captured",
         capture=captures[raw["reads"]],
-        hidden_from="target",
-        reentry=1,
-        carried={"hidden": (layer.hidden_size,)},
+        modules=1,
+        hidden_size=layer.hidden_size,
         vocab_size=raw["draft_vocab_size"],
     )
     return ToyConfig(layer, spec)
@@ -71,6 +70,8 @@ def read(path: Path, raw: Raw, target: ModelConfig) -> ToyConfig:
 
 class ToyDraft:
     """join(embedding of token q, hidden that feeds it), then two decoder layers; what it hands on is not normed."""
+
+    has_experts = False
 
     def __init__(self, weights: Weights, config: ToyConfig, target: CausalLM, position_rows: int) -> None:
         layer, self.spec, self.layer_specs = config.layer, config.spec, config.spec.layers
@@ -84,6 +85,7 @@ class ToyDraft:
         if self.spec.vocab_size != layer.vocab_size:
             self.head = Linear(dense_weight(weights.take("lm_head.weight", self.spec.vocab_size, size)))
             self.d2t = weights.take_raw("d2t", self.spec.vocab_size)
+        self.modules = (self,)
         weights.finish()
 
     def __call__(
@@ -280,9 +282,8 @@ def test_what_it_is_not_is_refused():
         load.find(EngineConfig(model=target, draft=target))
 
 
-@pytest.mark.parametrize("change", [{"reentry": 2}, {"hidden_from": "chain"}, {"carried": {}}, {"layers": ()}], ids=str)
-def test_a_form_that_no_drafter_runs_is_refused(change, monkeypatch):
+@pytest.mark.parametrize("change", [{"modules": 0}, {"modules": 3}, {"layers": ()}], ids=str)
+def test_layers_that_no_module_holds_are_refused(change):
     _, draft = SMALL.models(SMALL.layout.position_rows)
-    monkeypatch.setattr(draft, "spec", replace(draft.spec, **change))
-    with pytest.raises(EspalierError, match="AutoregressiveDrafter does not run a draft"):
-        SMALL.engine()
+    with pytest.raises(EspalierError, match="use 1 to 16 modules with equally many layers"):
+        replace(draft.spec, **change)

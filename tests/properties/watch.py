@@ -21,7 +21,7 @@ from espalier.kernels.layers.experts import grouped_experts
 from espalier.models.layers import experts
 from espalier.request import Request
 from espalier.speculate.tree import VOID
-from tests.oracles.reference_round import Node, Reference
+from tests.oracles.reference_round import Node, Reference, Scratch
 
 # Of a row's difference, over the row (row_error).  float64 on both sides: what remains is the order of summation over
 # at most a thousand terms of size one, some 1e-13.
@@ -157,19 +157,22 @@ class Watch:
             self.check_ready(slot, decided)
 
     def check_incremental(self, slot: int, decided: Decided) -> None:
-        """(a) Committed rows of every layer are those of one plain pass: target rows 0 .. n-1, draft rows 1 .. n.  All
-        else in the request's pages is as spoilt as it was handed out, and the dummy page is clear."""
+        """(a) Committed rows of every layer are those of one plain pass: target rows 0 .. n-1, rows k .. n of draft
+        module k.  All else in the request's pages is as spoilt as it was handed out, and the dummy page is clear."""
         scratch, n = self.reference.scratch(decided.tokens), decided.root_at
-        held = [(0, n, layer) for layer in scratch.target] + [(1, n + 1, layer) for layer in scratch.draft]
-        others = {first: self.undecided_rows(slot, first, first + n) for first in (0, 1)}
+        held = [(0, n, layer) for layer in scratch.target]
+        for first, layers_of_module in enumerate(scratch.draft, 1):
+            held += [(first, max(n + 1, first), layer) for layer in layers_of_module]
+        others = {first: self.undecided_rows(slot, first, end) for first, end, _ in held}
         layers = self.engine.executor.runner.pages.layers
         assert len(layers) == len(held), f"{len(layers)} layers stand in pages, {len(held)} are due"
         for layer, (first, end, expected) in enumerate(held):
             rows = self.rows(slot, first, end)
-            for plane, (buffer, value) in enumerate(zip(layers[layer], expected, strict=True)):
+            for plane, buffer in enumerate(layers[layer]):
                 what = f"plane {plane} of layer {layer}"
-                error = row_error(buffer[rows], value[: end - first])
-                assert error < self.exact, f"{what}, rows {first} to {end - 1}: off by {error:.2g} of a row"
+                if end > first:
+                    error = row_error(buffer[rows], expected[plane][: end - first])
+                    assert error < self.exact, f"{what}, rows {first} to {end - 1}: off by {error:.2g} of a row"
                 assert buffer[others[first]].isnan().all(), f"{what} holds rows that nobody decided"
                 assert not buffer[: self.engine.layout.page_size].any(), f"{what}: the dummy page"
 
@@ -178,10 +181,25 @@ class Watch:
         table, n = self.engine.executor.runner.table, decided.root_at
         root = int(table.root[slot])
         assert root == decided.tokens[n], f"the root is {root}, the history ends in {decided.tokens[n]}"
-        if table.carried:
-            expected = self.reference.scratch(decided.tokens).out[n - 1]
-            error = row_error(table.carried["hidden"][slot][None], expected[None])
-            assert error < self.exact, f"the hidden carried to root {n} is off by {error:.2g} of itself"
+        scratch = self.reference.scratch(decided.tokens)
+        for name, expected in self.carried(
+            scratch, n, max(0, int(table.commit_from[slot]) - len(scratch.outs))
+        ).items():
+            error = row_error(table.carried[name][slot][None], expected[None])
+            assert error < self.exact, f"{name} carried to root {n} is off by {error:.2g} of itself"
+
+    def carried(self, scratch: Scratch, n: int, entered: int) -> dict[str, Tensor]:
+        """What a slot with root n carries.  entered: the first token whose target feature was computed for this slot;
+        a module k has had no row to carry before token entered + k."""
+        if not scratch.outs:
+            return {}
+        names = self.engine.executor.runner.table.carried
+        due = {"hidden": scratch.out(1, n)}
+        for module in range(2, len(scratch.outs) + 1):
+            if n + 1 >= entered + module:
+                due[f"feed{module}"] = self.reference.fed(scratch, module, n + 1)
+        assert names.keys() == {"hidden", *(f"feed{module}" for module in range(2, len(scratch.outs) + 1))}
+        return due
 
     # After every round
 
@@ -232,15 +250,27 @@ class Watch:
                 f"request {request.id} got {request.output}, plain decoding gives {expected}"
             )
 
-    def check_routed(self, launch_input: LaunchInput, rows: list[RequestResult], routed: list[int]) -> None:
-        """Each layer with experts routes the rows of requests, and neither padding nor void nodes."""
-        config = self.engine.executor.runner.target.config
-        layers = 0 if config.experts is None else len(config.experts.layers)
+    def check_routed(
+        self, launch_input: LaunchInput, rows: list[RequestResult], routed: list[tuple[Tensor, int]]
+    ) -> None:
+        """Each layer with experts routes the rows of requests, and neither padding nor void nodes.  The draft's extend
+        comes last; there module k has at most k - 1 rows fewer than there are new tokens."""
+        target = self.engine.executor.runner.target
+        layers = 0 if target.config.experts is None else len(target.config.experts.layers)
+        own = {id(layer.mlp.gate_up) for layer in target.layers if hasattr(layer.mlp, "gate_up")}  # type: ignore[attr-defined]
         if launch_input.is_prefill:
-            count = sum(launch_input.lengths)
+            count = extended = sum(launch_input.lengths)
         else:
             count = sum(token != VOID for row in rows if row.tree is not None for token in row.tree.tokens)
-        assert routed == [count] * layers, f"{routed} rows were routed to experts, {count} in each layer are due"
+            extended = sum(len(row.tokens) for row in rows)
+        of_target = [number for held, number in routed if id(held) in own]
+        assert of_target == [count] * layers, f"{of_target} rows were routed to experts, {count} in each layer are due"
+        modules = len(self.reference.modules)
+        for module, (held, number) in enumerate(routed[-modules:] if modules else (), 1):
+            fewer = (module - 1) * len(launch_input.lengths or rows)
+            assert id(held) in own or extended - fewer <= number <= extended, (
+                f"{number} rows of draft module {module} were routed to experts, {extended} tokens are new"
+            )
 
     # On the host
 
@@ -274,13 +304,22 @@ class Watch:
 
 
 @contextmanager
-def routed_rows() -> Iterator[list[int]]:
-    """The number of rows that go to experts, one entry for each call of the expert product."""
-    routed: list[int] = []
+def routed_rows() -> Iterator[list[tuple[Tensor, int]]]:
+    """The experts and the number of rows that go to them, one entry for each call of the expert product."""
+    routed: list[tuple[Tensor, int]] = []
 
-    def counted(x: Tensor, *args: Any, live: Tensor | None = None, **how: Any) -> Tensor:
-        routed.append(len(x) if live is None else int(live.sum()))
-        return grouped_experts(x, *args, live=live, **how)
+    def counted(
+        x: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        live: Tensor | None,
+        *args: Any,
+        **how: Any,
+    ) -> Tensor:
+        routed.append((gate_up, len(x) if live is None else int(live.sum())))
+        return grouped_experts(x, gate_up, down, ids, weights, live, *args, **how)
 
     with patch.object(experts, "grouped_experts", counted):
         yield routed

@@ -9,6 +9,7 @@ from espalier.speculate.drafters.registry import (
     format_of,
     load_draft,
     make_drafter,
+    own_draft,
     read_draft,
 )
 
@@ -22,5 +23,6 @@ __all__ = [
     "format_of",
     "load_draft",
     "make_drafter",
+    "own_draft",
     "read_draft",
 ]

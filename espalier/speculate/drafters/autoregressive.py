@@ -1,12 +1,13 @@
-"""A drafter whose draft model grows the tree level by level, one forward pass over the beams for each level (EAGLE).
+"""A drafter whose draft model grows the tree level by level, one forward pass over beams for each level (EAGLE, MTP).
 
-Row q of every draft layer belongs to token q.  Its inputs are token q and the target's features at token q-1
-(DraftSpec.reads); its RoPE position is q-1, as trained.  Row 0 does not exist.  Inside a tree, a beam reads its
-parent's output instead of target features, and attends to its true ancestors.  All draft layers run over the same rows.
+Row q of every module belongs to token q.  Its inputs are token q and the hidden state that feeds it (feeds.py); in
+module k its RoPE position is q - k, as trained, and rows 0 .. k-1 do not exist.  Inside a tree, a beam attends to its
+true ancestors.  Module l proposes level l, so it runs over the beams of all levels before, [B, (l-1) · K], which it has
+not seen.  The last module also proposes the levels below; there a beam reads the module's own output at its parent.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Self
 
 import torch
@@ -16,17 +17,16 @@ from espalier.attention import Attention, CommittedLengths, GroupedBackend, Node
 from espalier.attention.staged import Commit, StagedPass
 from espalier.cache.kv import PagedKV, StagedKV
 from espalier.cache.layer_spec import LayerSpec
-from espalier.errors import EspalierError
+from espalier.kernels.attention.ancestor_bits import own_bits
 from espalier.kernels.state.batch_state import Chain, carry, chain
 from espalier.kernels.tree.select_beams import grow
 from espalier.layout import RoundLayout
-from espalier.models.draft import DraftModel, DraftOutput, DraftSpec
+from espalier.models.draft import DraftModel, DraftModule, DraftOutput
 from espalier.sampling.logit_processors import Above
 from espalier.slots import BatchState
+from espalier.speculate.drafters.feeds import Feed, ModuleRows, feed_name, feeds_of, module_rows
 from espalier.speculate.sampler import Sampler
 from espalier.speculate.tree import Pool, Tree, root_only
-
-FIRST_ROW = 1
 
 
 @dataclass(frozen=True)
@@ -47,14 +47,28 @@ class Beams:
 class TreeRows:
     """All draft rows of a tree, level after level.
 
-    positions: [B, beam_rows], page positions; rope_positions: [B, beam_rows], RoPE positions; tokens: [B, beam_rows],
-    written when beams are chosen; prefix: the draft's committed rows.
+    slots: the batch; positions: [B, beam_rows], page positions; tokens: [B, beam_rows], written when beams are chosen.
+    modules, prefixes: each module's rows and its committed rows; levels: the beams of each level.
     """
 
+    slots: BatchState
     positions: Tensor
-    rope_positions: Tensor
     tokens: Tensor
-    prefix: Prefix
+    modules: list[ModuleRows]
+    prefixes: list[Prefix]
+    levels: list[Beams] = field(default_factory=list)
+
+    @property
+    def parents(self) -> Tensor:
+        """[B, rows so far]: 0 for the root, 1 + the index of the parent's row for the others."""
+        topk = self.levels[0].parents.shape[1]
+        first = [0, *(1 + topk * level for level in range(len(self.levels) - 1))]
+        return torch.cat([beams.parents + at for beams, at in zip(self.levels, first, strict=True)], 1)
+
+    @property
+    def ancestor_bits(self) -> Tensor:
+        """[B, rows so far, words]."""
+        return torch.cat([beams.above.ancestor_bits for beams in self.levels], 1)
 
 
 class AutoregressiveDrafter:
@@ -70,18 +84,22 @@ class AutoregressiveDrafter:
         """layer_specs: specs of all layers, the target's first, the draft's last.
 
         staging: a buffer that is large enough for this layout; by default a new one.
-        Raises EspalierError for a DraftSpec that this drafter does not run.
         """
-        self.spec = _require_supported(draft.spec)
+        self.spec = draft.spec
         self.draft = draft
         self.layout = layout
         self.pages = pages
         self.backend = backend
         self.layer_specs = layer_specs
+        self.feeds = feeds_of(self.spec.form)
         self.first_layer = len(layer_specs) - len(self.spec.layers)
         layers = range(self.first_layer, len(layer_specs))
-        # The depth of each draft row of a tree.
+        # The depth of each draft row of a tree, and the bit of each among ancestor bits.
         self.depths = torch.arange(layout.beam_rows, device=pages.device) // layout.topk + 1
+        self.own_bits = own_bits(0, layout.beam_rows, layout.beam_words, pages.device)
+        # Entry d: the bits of all rows deeper than d.
+        lost = range(self.spec.modules)
+        self.bits_below = torch.stack([self.own_bits[layout.beams_above(depth + 1) :].sum(0) for depth in lost])
         # The path score of the root is log 1.
         self.root_scores = torch.zeros(layout.max_batch, 1, device=pages.device)
         self.staging = staging or StagedKV(layer_specs, layers, layout.draft_rows, pages.dtype, pages.device)
@@ -95,28 +113,43 @@ class AutoregressiveDrafter:
         return self.by_layout[layout]
 
     def prepare(self, lengths: CommittedLengths) -> None:
-        self.backend.prepare(lengths)
+        # After a prefix hit, module k attends to k - 1 cached rows more than module 1.
+        more = self.spec.modules - 1
+        longest = CommittedLengths(tuple(length + more for length in lengths.at_most), exact=False)
+        self.backend.prepare(longest if more else lengths)
 
     def propose(self, slots: BatchState, sampler: Sampler) -> Tree:
         if self.layout.num_draft_tokens == 1:
             return root_only(slots.root)
-        positions = slots.prefix_len[:, None] + self.depths
-        rows = TreeRows(positions, positions - FIRST_ROW, torch.empty_like(positions), self._prefix(slots))
-        pool, out, beams = Pool(self.layout.topk), self.draft.output_of(slots.carried("hidden")[:, None]), None
+        rows = self._tree_rows(slots)
+        pool, out, beams = Pool(self.layout.topk), self._module(1).output_of(slots.carried("hidden")[:, None]), None
         for level in range(1, self.layout.steps + 1):
-            tokens, scores = self._children(out, sampler, level, beams)
+            tokens, scores = self._children(out.last(self.layout.topk), sampler, level, beams)
             pool.add(tokens, scores)
             if level < self.layout.steps:
                 places, beams = self._next_beams(tokens, scores, rows, beams, level)
                 pool.keep(places)
-                out = self._forward(out, rows, beams, level)
+                out = self._forward(out, rows, level + 1)
         return pool.select(slots.root, self.layout.num_draft_tokens)
+
+    def _module(self, level: int) -> DraftModule:
+        """The module that proposes a level."""
+        return self.draft.modules[self._index(level) - 1]
+
+    def _index(self, level: int) -> int:
+        return min(level, self.spec.modules)
+
+    def _tree_rows(self, slots: BatchState) -> TreeRows:
+        modules = module_rows(slots, self.spec.modules)
+        positions = slots.prefix_len[:, None] + self.depths
+        return TreeRows(slots, positions, torch.empty_like(positions), modules, self._prefixes(modules))
 
     def _children(self, out: DraftOutput, sampler: Sampler, level: int, beams: Beams | None) -> tuple[Tensor, Tensor]:
         """The topk best children of each row [B, Q] of `out`: target token ids and path scores, [B, Q, K] each."""
         above = None if beams is None else beams.above
         scores = self.root_scores[: out.hidden.shape[0]] if beams is None else beams.scores
-        return sampler.children(self.draft.logits(out), self.draft.d2t, level - 1, scores, self.layout.topk, above)
+        logits = self._module(level).logits(out)
+        return sampler.children(logits, self.draft.d2t, level - 1, scores, self.layout.topk, above)
 
     def _next_beams(
         self, tokens: Tensor, scores: Tensor, rows: TreeRows, beams: Beams | None, level: int
@@ -126,51 +159,98 @@ class AutoregressiveDrafter:
         first, end = self.layout.beams_above(level), self.layout.beams_above(level + 1)
         selected = grow(tokens, scores, ancestor_bits, rows.tokens, first, self.layout.beam_words)
         above = Above(rows.tokens[:, :end], selected.ancestor_bits)
-        return selected.places, Beams(selected.scores, selected.parents, above)
+        rows.levels.append(Beams(selected.scores, selected.parents, above))
+        return selected.places, rows.levels[-1]
 
-    def _forward(self, out: DraftOutput, rows: TreeRows, beams: Beams, level: int) -> DraftOutput:
-        """One forward pass of the draft over the beams [B, K] of depth `level`.  out: of the level before."""
-        first, end = self.layout.beams_above(level), self.layout.beams_above(level + 1)
-        nodes = Nodes(rows.positions[:, first:end], rows.positions[:, :end], beams.above.ancestor_bits)
-        plan = self._plan(rows.prefix, nodes)
-        attend = StagedPass(plan, self.staging, self.layout.beam_rows, first, self.first_layer)
-        tokens, rope_positions = beams.above.tokens[:, first:end], rows.rope_positions[:, first:end]
-        return self.draft(tokens, out.hidden, rope_positions, attend, beams.parents)
+    def _forward(self, out: DraftOutput, rows: TreeRows, level: int) -> DraftOutput:
+        """One forward pass, for the children at `level`, over the beams above it that the module has not seen.
+
+        out: of the level before.  Returns the output [B, Q], the beams of the level before at the end.
+        """
+        module, end = self._index(level), self.layout.beams_above(level)
+        first = 0 if level <= self.spec.modules else self.layout.beams_above(level - 1)
+        feed, bits = self._tree_feed(out, rows, level)
+        nodes = Nodes(rows.positions[:, first:end], rows.positions[:, :end], bits)
+        plan = self._plan(rows.prefixes[module - 1], nodes)
+        attend = StagedPass(plan, self.staging, self.layout.beam_rows, first, self._first_layer(module))
+        tokens = self._without_padding(rows.tokens[:, first:end], rows.slots.real[:, None])
+        return self._module(level)(tokens, feed[0], rope_positions(nodes.positions, module), attend, feed[1])
+
+    def _tree_feed(self, out: DraftOutput, rows: TreeRows, level: int) -> tuple[Feed, Tensor]:
+        """What feeds the beams of a pass, and their ancestor bits."""
+        beams, module, topk = rows.levels[-1], self._index(level), self.layout.topk
+        feed: Feed = out.last(topk).hidden, beams.parents
+        bits, end = beams.above.ancestor_bits, self.layout.beams_above(level)
+        if level <= self.spec.modules:
+            feed = self.feeds.of_tree(rows.slots, self.spec.modules, level, out.hidden, rows.parents, topk)
+            bits = rows.ancestor_bits
+        if module > 2:
+            # Behind a prompt shorter than the modules, the first rows do not exist.  A row still sees itself.
+            late = rows.modules[module - 1].late
+            assert late is not None
+            bits = bits & self.bits_below[late][:, None] | self.own_bits[end - bits.shape[1] : end]
+        return feed, bits
 
     def extend(
         self, slots: BatchState, target_features: Tensor | None, length: Tensor, last_pieces: Tensor | None = None
     ) -> None:
         assert target_features is not None
-        width = target_features.shape[1]
-        positions, tokens, page_rows = extend_rows(slots, length, width)
-        plan = self._plan(self._prefix(slots), Nodes.chain(positions))
-        commit = Commit(self.pages, page_rows.flatten(), by_layer=last_pieces is not None)
-        attend = StagedPass(plan, self.staging, width, first_layer=self.first_layer, commit=commit)
-        out = self.draft(tokens, self.draft.fuse(target_features), positions - FIRST_ROW, attend)
-        attend.end()
-        hidden = out.hidden
+        features, is_split = self.draft.fuse(target_features), last_pieces is not None
+        modules = module_rows(slots, self.spec.modules)
+        feeds = self.feeds(slots, modules, features, length, is_split) if self.spec.modules > 1 else None
+        hidden = self._extend_module(1, modules[0], (features, None), length, is_split)
+        kept = {"hidden": (hidden, length)}
+        if feeds is not None:
+            feeds.outputs.append(hidden)
+            for module in range(2, self.spec.modules + 1):
+                feed = feeds.of(module)
+                feeds.outputs.append(self._extend_module(module, modules[module - 1], feed, length, is_split))
+                kept[feed_name(module)] = feeds.kept(module)
         if last_pieces is not None:
             slots = replace(slots, index=slots.index[last_pieces])
-            hidden, length = hidden[last_pieces], length[last_pieces]
-        carry(slots, "hidden", hidden, length)
+            kept = {name: (values[last_pieces], count[last_pieces]) for name, (values, count) in kept.items()}
+        for name, (values, count) in kept.items():
+            carry(slots, name, values, count)
 
-    def _prefix(self, slots: BatchState) -> Prefix:
-        """The draft's committed rows: those of tokens 1 .. n, where token n is the root."""
-        return Prefix(slots.page_table, slots.num_tokens, FIRST_ROW)
+    def _extend_module(self, module: int, rows: ModuleRows, feed: Feed, length: Tensor, is_split: bool) -> Tensor:
+        """Run one module over the new tokens, in as many rows for each request as there are features.
+
+        Returns its output [B, W, H], row i for token prefix_len + 1 + i of `rows.slots`.
+        """
+        hidden, parents = feed
+        width = hidden.shape[1] if parents is None else parents.shape[1]
+        length = rows.length(length)
+        positions, tokens, page_rows = extend_rows(rows.slots, length, width)
+        [prefix] = self._prefixes([rows], module)
+        # Modules fill different rows, so each commits its own.
+        commit = Commit(self.pages, page_rows.flatten(), by_layer=is_split or self.spec.modules > 1)
+        plan = self._plan(prefix, Nodes.chain(positions))
+        attend = StagedPass(plan, self.staging, width, first_layer=self._first_layer(module), commit=commit)
+        tokens = self._without_padding(tokens, positions <= rows.slots.prefix_len[:, None] + length[:, None])
+        out = self.draft.modules[module - 1](tokens, hidden, rope_positions(positions, module), attend, parents)
+        attend.end()
+        return out.hidden
+
+    def _without_padding(self, tokens: Tensor, real: Tensor) -> Tensor:
+        """tokens [B, Q], with -1 for padding if rows go to experts.  real: [B, 1] or [B, Q]."""
+        return tokens.masked_fill(~real, -1) if self.draft.has_experts else tokens
+
+    def _first_layer(self, module: int) -> int:
+        return self.first_layer + (module - 1) * self.spec.layers_per_module
+
+    def _prefixes(self, rows: list[ModuleRows], first: int = 1) -> list[Prefix]:
+        """The committed rows of modules `first`, `first` + 1, ...: of tokens k .. n, where token n is the root."""
+        return [
+            Prefix(own.slots.page_table, own.slots.num_tokens, module) for module, own in enumerate(rows, start=first)
+        ]
 
     def _plan(self, prefix: Prefix, nodes: Nodes) -> Attention:
         return self.backend.plan(self.pages, self.layer_specs, prefix, nodes)
 
 
-def _require_supported(spec: DraftSpec) -> DraftSpec:
-    """Check that this drafter can run a draft of this form.  Raises EspalierError."""
-    form = (spec.hidden_from, spec.reentry, tuple(spec.carried), spec.reads is None)
-    if not spec.layers or form != ("target", FIRST_ROW, ("hidden",), False):
-        raise EspalierError(
-            f"AutoregressiveDrafter does not run a draft of the form {spec}; it needs layers, reads, "
-            f"hidden_from='target', reentry={FIRST_ROW}, and to carry 'hidden'"
-        )
-    return spec
+def rope_positions(positions: Tensor, module: int) -> Tensor:
+    """RoPE positions of rows of a module.  Rows that do not exist get 0."""
+    return positions - 1 if module == 1 else (positions - module).clamp(min=0)
 
 
 def extend_rows(slots: BatchState, length: Tensor, width: int) -> Chain:

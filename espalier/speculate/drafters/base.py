@@ -85,6 +85,10 @@ def no_explanation(raw: Raw, path: Path) -> str | None:
     return None
 
 
+def never(path: Path, target: ModelConfig) -> bool:
+    return False
+
+
 @dataclass(frozen=True)
 class DraftFormat:
     """A checkpoint format of drafts: how to recognise it, read it, load it and run it.
@@ -98,6 +102,7 @@ class DraftFormat:
     drafter: makes the drafter that runs the model.
     explain: (config.json, directory) -> why a draft of no known format is not supported, or None if this format does
     not know either.
+    in_target: (directory of a target, its config) -> whether it holds a draft of this format beside the target.
     """
 
     algorithm: str
@@ -108,6 +113,7 @@ class DraftFormat:
     make: Callable[[Weights, Any, CausalLM, int], DraftModel]
     drafter: MakeDrafter
     explain: Callable[[Raw, Path], str | None] = no_explanation
+    in_target: Callable[[Path, ModelConfig], bool] = never
 
     def takes(self, raw: Raw) -> bool:
         declared = raw.get("speculators_model_type")

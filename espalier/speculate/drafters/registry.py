@@ -15,12 +15,12 @@ from espalier.models.base import CausalLM
 from espalier.models.config import ModelConfig, Raw, read_json
 from espalier.models.draft import DraftConfig, DraftModel
 from espalier.models.weights import Weights
-from espalier.speculate.drafters import eagle3
+from espalier.speculate.drafters import eagle3, mtp
 from espalier.speculate.drafters.base import Drafter, DraftFormat, NoDrafter, architecture_of
 from espalier.speculate.drafters.ngram import NgramDrafter
 
 # By algorithm.  To add a format from outside this package: DRAFT_FORMATS[FORMAT.algorithm] = FORMAT.
-DRAFT_FORMATS: dict[str, DraftFormat] = {module.FORMAT.algorithm: module.FORMAT for module in (eagle3,)}
+DRAFT_FORMATS: dict[str, DraftFormat] = {module.FORMAT.algorithm: module.FORMAT for module in (eagle3, mtp)}
 WITHOUT_FILES: Mapping[str, type[NgramDrafter] | type[NoDrafter]] = MappingProxyType(
     {drafter.spec.algorithm: drafter for drafter in (NgramDrafter, NoDrafter)}
 )
@@ -53,6 +53,15 @@ def _why_unknown(raw: Raw, path: Path) -> str:
 def draft_algorithm(path: Path) -> str:
     """The algorithm that runs the draft in this directory.  Raises EspalierError."""
     return format_of(read_json(path / "config.json"), path).algorithm
+
+
+def own_draft(path: Path, target: ModelConfig, algorithm: str) -> Path | None:
+    """The directory of the target at `path`, if it holds a draft beside the target; else None.
+
+    algorithm: the one that the draft must run under, or "auto".
+    """
+    formats = (known for known in DRAFT_FORMATS.values() if algorithm in ("auto", known.algorithm))
+    return path if any(known.in_target(path, target) for known in formats) else None
 
 
 def read_draft(path: Path | str, target: ModelConfig) -> DraftConfig:

@@ -1,0 +1,153 @@
+"""Multi-token prediction layers as a draft: module k predicts the token k + 1 places ahead.
+
+A module: x = project(cat(norm(embedding of token q), norm(hidden state that feeds it))), then one decoder layer, then a
+norm, whose output goes to the head and to the rows that follow (DeepSeek-AI 2024, arXiv:2412.19437, section 2.2).
+
+Every row reads its token's embedding, as in the paper.  vLLM sets the embedding to zero at RoPE position 0, "as not
+needed by MTP": in the unshifted order that is token 0, which has no row here.  There the position is the one of the row
+of token 1, whose embedding every trainer reads.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from espalier.kernels.layers.embed_rows import DraftHidden
+from espalier.kernels.layers.rope import RopeAndNorm
+from espalier.models.base import Attend, CausalLM
+from espalier.models.draft import DraftOutput
+from espalier.models.layers.decoder import DecoderLayer
+from espalier.models.layers.embedding import Embedding
+from espalier.models.layers.linear import Linear
+from espalier.models.layers.norm import RMSNorm
+from espalier.models.layers.rope import RopeTables
+from espalier.models.loading import load_layer
+from espalier.models.mtp_config import MTPConfig
+from espalier.models.mtp_family import SPECULATORS, MTPFamily
+from espalier.models.weight_formats import dense_weight
+from espalier.models.weights import Weights
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class MTPModule:
+    """One MTP layer: a DraftModule (espalier/models/draft.py).
+
+    hands_on_normed: whether rows that follow read the output after `norm`, or before it; has_experts: of `layer`.
+    """
+
+    embed: Embedding
+    rope: RopeTables
+    embed_norm: RMSNorm
+    hidden_norm: RMSNorm
+    project: Linear
+    layer: DecoderLayer
+    norm: RMSNorm
+    head: Linear
+    hands_on_normed: bool
+    has_experts: bool
+
+    def __call__(
+        self, tokens: Tensor, hidden: Tensor, positions: Tensor, attend: Attend, parents: Tensor | None = None
+    ) -> DraftOutput:
+        shape = (tokens.shape[0], tokens.shape[1])
+        norms = (self.embed_norm.weight, self.embed_norm.eps, self.hidden_norm.weight, self.hidden_norm.eps)
+        rows = self.embed(tokens, positions, self.rope, DraftHidden(hidden, parents, *norms, normed_residual=False))
+        x, normed = self.layer.attention_norm.after(None, self.project(rows.x))
+        live = (tokens >= 0).flatten() if self.has_experts else None
+        x, delta = self.layer(x, normed, RopeAndNorm(rows.cos, rows.sin), attend, 0, shape, live)
+        x, normed = self.norm.after(delta, x)
+        return handed_on(self, x.unflatten(0, shape), normed.unflatten(0, shape))
+
+    def output_of(self, hidden: Tensor) -> DraftOutput:
+        return DraftOutput(hidden, hidden if self.hands_on_normed else self.norm(hidden))
+
+    def logits(self, out: DraftOutput) -> Tensor:
+        return self.head(out.normed)
+
+
+def handed_on(module: MTPModule, x: Tensor, normed: Tensor) -> DraftOutput:
+    """The output of a module, from its last residual stream before and after the norm, [B, Q, H] each."""
+    return DraftOutput(normed if module.hands_on_normed else x, normed)
+
+
+class MTPDraft:
+    """Loaded MTP layers: a DraftModel (espalier/models/draft.py).  Its vocabulary is the target's."""
+
+    d2t: Tensor | None = None
+
+    def __init__(self, config: MTPConfig, modules: tuple[MTPModule, ...]) -> None:
+        self.spec = config.spec
+        self.layer_specs = config.spec.layers
+        self.modules = modules
+        self.has_experts = any(module.has_experts for module in modules)
+
+    @property
+    def fuse(self) -> Callable[[Tensor], Tensor]:
+        return lambda features: features
+
+
+def make_mtp(weights: Weights, config: MTPConfig, target: CausalLM, position_rows: int) -> MTPDraft:
+    """Build the draft from the weights of its layers.  Other weights of the directory are the target's.
+
+    Raises EspalierError naming a weight that is missing, misshapen or, under the names of a layer, not used.
+    """
+    rope = RopeTables(config.layer.rope, position_rows, weights.dtype, weights.device)
+    modules = tuple(_load_module(weights, config, target, rope, module) for module in range(config.modules))
+    if config.family is not SPECULATORS:
+        weights.ignore_outside(tuple(config.prefix(module) for module in range(config.modules)))
+    weights.finish()
+    return MTPDraft(config, modules)
+
+
+def _load_module(weights: Weights, config: MTPConfig, target: CausalLM, rope: RopeTables, module: int) -> MTPModule:
+    """module: from 0."""
+    layer, family, prefix = config.layer, config.family, config.prefix(module)
+    hidden, eps, index = layer.hidden_size, layer.rms_norm_eps, config.num_layers + module
+    own = family.index(module, config.num_layers)
+    return MTPModule(
+        embed=_embedding(weights, f"{family.embed.format(own)}.weight", target),
+        rope=rope,
+        embed_norm=weights.norm(f"{prefix}{family.embed_norm}", hidden, eps),
+        hidden_norm=weights.norm(f"{prefix}{family.hidden_norm}", hidden, eps),
+        project=_projection(weights, f"{prefix}{family.project}", family, hidden),
+        layer=load_layer(weights, layer, prefix, index),
+        norm=weights.norm(f"{prefix}{family.norm}", hidden, eps),
+        head=_head(weights, f"{family.head.format(own)}.weight", target),
+        hands_on_normed=family.hands_on_normed,
+        has_experts=layer.experts is not None and index in layer.experts.layers,
+    )
+
+
+def _projection(weights: Weights, name: str, family: MTPFamily, hidden: int) -> Linear:
+    """The matrix [H, 2·H] that joins embedding and hidden state, with the embedding's columns first."""
+    if not family.hidden_first:
+        return weights.linear("", (name,), (hidden,), 2 * hidden, bias=False)
+    return Linear(dense_weight(weights.take(f"{name}.weight", hidden, 2 * hidden).roll(hidden, 1).contiguous()))
+
+
+def _embedding(weights: Weights, name: str, target: CausalLM) -> Embedding:
+    if _is_shared(weights, name, "model.embed_tokens.weight"):
+        return target.embed
+    return Embedding(weights.take(name, *target.embed.weight.shape))
+
+
+def _head(weights: Weights, name: str, target: CausalLM) -> Linear:
+    if _is_shared(weights, name, "lm_head.weight"):
+        return target.head
+    return Linear(dense_weight(weights.take(name, *target.head.shape)))
+
+
+def _is_shared(weights: Weights, name: str, original: str) -> bool:
+    """Whether a layer has no matrix of its own, or stores a copy of the target's, `original`, in the target's files."""
+    if name not in weights:
+        log.info("draft %s: %s is the target's (shared, not copied)", weights.path, name)
+        return True
+    if name == original or original not in weights or weights.shape(name) != weights.shape(original):
+        return False
+    shape = weights.shape(name)
+    return torch.equal(weights.take_raw(name, *shape), weights.take_raw(original, *shape))

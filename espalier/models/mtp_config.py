@@ -1,0 +1,150 @@
+"""Reads the config.json of multi-token prediction layers: a target's own, or a head in vLLM's speculators format.
+
+`num_nextn_predict_layers` is the number of layers.  `mtp_form` is ours: "chain" or "target" (DraftSpec.form); without
+it, the form is that of DeepSeek-V3's paper, "chain".
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import torch
+
+from espalier.errors import EspalierError
+from espalier.models.config import Family, ModelConfig, Raw, parse
+from espalier.models.draft import MAX_MODULES, DraftSpec
+from espalier.models.loading import FAMILIES, layer_specs_of
+from espalier.models.mtp_family import SPECULATORS, MTPFamily
+from espalier.models.weights import Weights
+
+# Targets whose own MTP layers are supported.
+OWN = tuple(family.architecture for family in FAMILIES.values() if family.mtp is not None)
+HEADS = ("MTPDraftModel",)
+ARCHITECTURES = (*HEADS, *OWN)
+# Architectures of targets with MTP layers, or of their MTP layers alone, that are not built.
+NOT_BUILT = {
+    "MiMoV2FlashForCausalLM": "MiMo-V2",
+    "MiMoV2MTP": "MiMo-V2",
+    "Step3p5ForCausalLM": "Step-3.5",
+    "Step3p5MTP": "Step-3.5",
+    "Qwen3NextForCausalLM": "Qwen3-Next",
+    "Qwen3NextMTP": "Qwen3-Next",
+}
+COUNT, FORM = "num_nextn_predict_layers", "mtp_form"
+FORMS = ("chain", "target")
+# Per-layer fields of a config, which the MTP layers continue.
+BY_LAYER = ("layer_types", "mlp_layer_types")
+
+
+@dataclass(frozen=True)
+class MTPConfig:
+    """The config of MTP layers, checked against their target's.
+
+    layer: of a target with num_layers layers and `modules` more, the MTP layers.
+    """
+
+    layer: ModelConfig
+    family: MTPFamily
+    modules: int
+    form: Literal["chain", "target"]
+
+    @property
+    def num_layers(self) -> int:
+        return self.layer.num_layers - self.modules
+
+    @cached_property
+    def spec(self) -> DraftSpec:
+        return DraftSpec(
+            algorithm="mtp",
+            layers=layer_specs_of(self.layer)[self.num_layers :],
+            modules=self.modules,
+            form=self.form,
+            reads="hidden" if self.family.reads_normed else "captured",
+            capture=() if self.family.reads_normed else (self.num_layers,),
+            hidden_size=self.layer.hidden_size,
+            vocab_size=self.layer.vocab_size,
+        )
+
+    def prefix(self, module: int) -> str:
+        """Of the names of a module's weights.  module: from 0."""
+        return self.family.prefix_of(module, self.num_layers)
+
+
+def read_mtp(path: Path, raw: Raw, target: ModelConfig) -> MTPConfig:
+    """Read the config.json `raw` of the layers at `path` and check it against the target's.  Loads no weights.
+
+    A config of the target's architecture is that of its own layers, and follows the target's overrides.
+    Raises EspalierError if the layers do not fit this target.
+    """
+    is_head = raw.get("speculators_model_type") is not None or (raw.get("architectures") or [None])[0] in HEADS
+    if is_head:
+        nested: Mapping[str, Any] = raw.get("transformer_layer_config") or {}
+        base, mtp = {"max_position_embeddings": target.max_position, **nested}, SPECULATORS
+        family = _family_of(base, path)
+    else:
+        base = target.raw if raw.get("architectures") == target.raw.get("architectures") else raw
+        family = FAMILIES[raw["architectures"][0]]
+        assert family.mtp is not None
+        mtp = family.mtp
+    modules, form = _modules({**base, **raw}, path), raw.get(FORM, FORMS[0])
+    if form not in FORMS:
+        raise EspalierError(f"{path}: {FORM} = {form!r} is not supported; use {' or '.join(map(repr, FORMS))}")
+    layer = parse(_continued(base, modules), family, path)
+    config = MTPConfig(layer, mtp, modules, cast(Literal["chain", "target"], form))
+    _refuse_misfit(config, target, path)
+    return config
+
+
+def stores_mtp(path: Path, target: ModelConfig) -> bool:
+    """Whether the target's directory holds MTP layers of its own."""
+    count = target.raw.get(COUNT) or 0
+    if target.mtp is None or not count:
+        return False
+    weights = Weights(path, torch.float32, "cpu")
+    names = [f"{target.mtp.prefix_of(layer, target.num_layers)}{target.mtp.project}.weight" for layer in range(count)]
+    return all(name in weights for name in names)
+
+
+def explain_not_built(raw: Raw, path: Path) -> str | None:
+    """Why MTP layers of a family that is not built are not supported; None for other configs."""
+    architecture = (raw.get("architectures") or [None])[0]
+    name = NOT_BUILT.get(architecture or "")
+    return None if name is None else f"the MTP layers of {name} ({architecture}) are not supported yet"
+
+
+def _family_of(base: Mapping[str, Any], path: Path) -> Family:
+    """The family of a head's layers, by model_type."""
+    by_type = {family.model_type: family for family in FAMILIES.values()}
+    declared = base.get("model_type")
+    if declared not in by_type:
+        raise EspalierError(
+            f"{path}: MTP layers of model_type {declared!r} (in transformer_layer_config) are not supported; "
+            f"supported: {', '.join(by_type)}"
+        )
+    return by_type[declared]
+
+
+def _modules(raw: Mapping[str, Any], path: Path) -> int:
+    count = raw.get(COUNT)
+    if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= MAX_MODULES:
+        raise EspalierError(f"{path}: {COUNT} = {count!r}; 1 to {MAX_MODULES} is needed; use a draft with MTP layers")
+    return count
+
+
+def _continued(base: Mapping[str, Any], modules: int) -> Raw:
+    """The config of a model that has the MTP layers as its last ones; each is of the kind of the target's last."""
+    longer = {name: [*base[name], *base[name][-1:] * modules] for name in BY_LAYER if base.get(name)}
+    return {**base, **longer, "num_hidden_layers": base["num_hidden_layers"] + modules}
+
+
+def _refuse_misfit(config: MTPConfig, target: ModelConfig, path: Path) -> None:
+    for what, have, need in (
+        ("hidden size", config.layer.hidden_size, target.hidden_size),
+        ("vocabulary", config.layer.vocab_size, target.vocab_size),
+    ):
+        if have != need:
+            raise EspalierError(
+                f"{path} does not fit its target: {what} {have}, the target has {need}; use the draft trained for it"
+            )

@@ -1,0 +1,165 @@
+"""Which hidden state feeds each row of a draft module (DraftSpec.form).
+
+The root is token n.  Module k (from 1) reads at token n + 1 what the slot carries as feed{k}; module 1 reads the
+target's feature of token n.  At the tokens after it:
+
+chain: module k reads module k - 1 at the token before (DeepSeek-AI 2024, arXiv:2412.19437, equation 21).
+target: module k reads the target, k tokens before.  So the hidden states in order of tokens are feedN, ..., feed2, and
+the features of tokens n, n + 1, ...
+
+After a prefix hit, and at the start of a text, the first rows of module k cannot be computed: module k starts k - 1
+rows behind module 1 (`module_rows`).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from espalier.kernels.tree.gather_rows import gather_rows
+from espalier.slots import BatchState
+
+# hidden [B, R, H], and the index in it [B, Q] of what each row reads; None: row i reads row i.
+Feed = tuple[Tensor, Tensor | None]
+
+
+@dataclass(frozen=True)
+class ModuleRows:
+    """The rows of one module in a pass.
+
+    late: [B], rows at the start of the pass that the module cannot compute; None for module 1, which computes all.
+    slots: moved on by `late`, so that the module's first row is the one of token prefix_len + 1.
+    """
+
+    slots: BatchState
+    late: Tensor | None = None
+
+    def length(self, length: Tensor) -> Tensor:
+        """[B]: rows of the module, of a pass with `length` [B] rows; below 1 if there are none."""
+        return length if self.late is None else length - self.late
+
+
+def module_rows(slots: BatchState, modules: int) -> list[ModuleRows]:
+    """The rows of each module."""
+    rows = [ModuleRows(slots)]
+    if modules > 1:
+        # Pages hold the rows below commit_from, and the target ran again from `entered` on, or earlier.
+        entered = (slots.commit_from - modules).clamp(min=0)
+        behind = torch.arange(1, modules, device=entered.device)[:, None]
+        late = torch.minimum((entered - slots.prefix_len + behind).clamp(min=0), behind)
+        moved = zip(late, slots.prefix_len + late, slots.num_tokens + late, strict=True)
+        rows += [ModuleRows(replace(slots, prefix_len=at, num_tokens=n), lost) for lost, at, n in moved]
+    return rows
+
+
+class Feeds(Protocol):
+    """The feeds of one extend.  Modules run in order, and each one's output [B, W, H] is added to `outputs`."""
+
+    outputs: list[Tensor]
+
+    def __init__(
+        self, slots: BatchState, rows: Sequence[ModuleRows], features: Tensor, length: Tensor, is_split: bool
+    ) -> None:
+        """features: [B, W, H], the target's at tokens n .. n+W-1; length: [B], rows that exist.
+
+        is_split: a request may have several rows of the batch, one after another (speculate/pieces.py).
+        """
+        ...
+
+    def of(self, module: int) -> Feed:
+        """The feed of module 2 to N in this pass."""
+        ...
+
+    def kept(self, module: int) -> tuple[Tensor, Tensor]:
+        """values [B, R, H] and count [B]: row count - 1 of values is the next launch's feed of module 2 to N."""
+        ...
+
+    @staticmethod
+    def of_tree(slots: BatchState, modules: int, module: int, above: Tensor, parents: Tensor, topk: int) -> Feed:
+        """The feed of module 2 to N over the beams [B, (module-1)·topk] of all levels so far.
+
+        above: [B, R, H], output of the module before, over the beams of all levels but the last, or at the root.
+        parents: [B, (module-1)·topk], the beam's parent: 0 for the root, 1 + its index among all beams.
+        """
+        ...
+
+
+class ChainFeeds:
+    def __init__(
+        self, slots: BatchState, rows: Sequence[ModuleRows], features: Tensor, length: Tensor, is_split: bool
+    ) -> None:
+        self.outputs: list[Tensor] = []
+        self.slots, self.rows, self.length, self.is_split = slots, rows, length, is_split
+        self.offsets = torch.arange(features.shape[1], device=features.device)
+
+    def of(self, module: int) -> Feed:
+        before, own = self.rows[module - 2], self.rows[module - 1]
+        above = self.outputs[module - 2]
+        first = self.slots.carried(feed_name(module))[:, None]
+        if self.is_split:
+            last = (before.length(self.length) - 1).clamp(min=0)
+            first = _from_piece_before(self.slots, first, gather_rows(above, last[:, None]))
+        assert own.late is not None
+        late = own.late if before.late is None else own.late - before.late
+        return torch.cat((first, above), 1), self.offsets + late[:, None]
+
+    def kept(self, module: int) -> tuple[Tensor, Tensor]:
+        return self.outputs[module - 2], self.rows[module - 2].length(self.length)
+
+    @staticmethod
+    def of_tree(slots: BatchState, modules: int, module: int, above: Tensor, parents: Tensor, topk: int) -> Feed:
+        first = slots.carried(feed_name(module))[:, None]
+        return first if module == 2 else torch.cat((first, above), 1), parents
+
+
+class TargetFeeds:
+    def __init__(
+        self, slots: BatchState, rows: Sequence[ModuleRows], features: Tensor, length: Tensor, is_split: bool
+    ) -> None:
+        self.outputs: list[Tensor] = []
+        self.rows, self.length, self.modules = rows, length, len(rows)
+        self.offsets = torch.arange(features.shape[1], device=features.device)
+        first = _carried_features(slots, self.modules)
+        if is_split:
+            first = _from_piece_before(slots, first, features[:, features.shape[1] - first.shape[1] :])
+        self.hidden = torch.cat((first, features), 1)
+
+    def of(self, module: int) -> Feed:
+        late = self.rows[module - 1].late
+        assert late is not None
+        return self.hidden, self.offsets + (late + self.modules - module)[:, None]
+
+    def kept(self, module: int) -> tuple[Tensor, Tensor]:
+        return self.hidden, self.length + (self.modules - module + 1)
+
+    @staticmethod
+    def of_tree(slots: BatchState, modules: int, module: int, above: Tensor, parents: Tensor, topk: int) -> Feed:
+        # A beam of depth d reads the target module - d tokens before the root's successor, as feed{module - d + 1}.
+        depths = torch.arange(parents.shape[1], device=parents.device) // topk
+        return _carried_features(slots, modules), (depths + (modules - module)).expand_as(parents)
+
+
+FEEDS: dict[str, type[ChainFeeds] | type[TargetFeeds]] = {"chain": ChainFeeds, "target": TargetFeeds}
+
+
+def feeds_of(form: str) -> type[ChainFeeds] | type[TargetFeeds]:
+    """The feeds of a form (DraftSpec.form)."""
+    return FEEDS[form]
+
+
+def feed_name(module: int) -> str:
+    """The name among DraftSpec.carried of what module 2 to N reads at the token after the root."""
+    return f"feed{module}"
+
+
+def _carried_features(slots: BatchState, modules: int) -> Tensor:
+    """[B, N-1, H]: feedN, ..., feed2."""
+    return torch.stack([slots.carried(feed_name(module)) for module in range(modules, 1, -1)], 1)
+
+
+def _from_piece_before(slots: BatchState, carried: Tensor, last: Tensor) -> Tensor:
+    """[P, R, H]: `carried` for the first piece of each request, and for the others the `last` of the piece before."""
+    follows = slots.index[1:] == slots.index[:-1]
+    return torch.cat((carried[:1], torch.where(follows[:, None, None], last[:-1], carried[1:])))

@@ -1,0 +1,71 @@
+"""One multi-token prediction module, from section 2.2 of DeepSeek-V3's paper (arXiv:2412.19437) and the stored tensors.
+
+Only the decoder layer is the engine's own; tests/models compares it with transformers'."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from espalier.kernels.layers.rope import RopeAndNorm
+from espalier.models import CausalLM
+from espalier.models.base import Attend
+from espalier.models.draft import DraftOutput
+from espalier.models.mtp import MTPDraft, MTPModule
+from tests.mtp import LAYERS, NAMED, NEXTN
+
+
+@dataclass(frozen=True)
+class PlainModule:
+    """Equations 21 to 23: h' = M · cat(norm(embedding), norm(hidden)), a decoder layer, a norm, the target's head.
+
+    What the next rows read is the normed output.  hidden_first: the other order in the columns of M."""
+
+    module: MTPModule
+    embedding: Tensor
+    head: Tensor
+    weights: dict[str, Tensor]
+    eps: float
+    hidden_first: bool
+
+    def norm(self, x: Tensor, name: str) -> Tensor:
+        return x / (x.pow(2).mean(-1, keepdim=True) + self.eps).sqrt() * self.weights[name]
+
+    def __call__(
+        self, tokens: Tensor, hidden: Tensor, positions: Tensor, attend: Attend, parents: Tensor | None = None
+    ) -> DraftOutput:
+        assert parents is None
+        halves = [self.norm(self.embedding[tokens], "embed_norm"), self.norm(hidden, "hidden_norm")]
+        if self.hidden_first:
+            halves.reverse()
+        x = torch.cat(halves, -1) @ self.weights["project"].T
+        at, layer, shape = positions.flatten(), self.module.layer, (x.shape[0], x.shape[1])
+        rope = RopeAndNorm(self.module.rope.cos[at], self.module.rope.sin[at])
+        x = x.flatten(0, 1)
+        x, delta = layer(x, layer.attention_norm(x), rope, attend, 0, shape)
+        x = x + (delta if delta.ndim == 2 else delta.sum(0))
+        normed = self.norm(x, "norm").unflatten(0, shape)
+        return DraftOutput(normed, normed)
+
+    def output_of(self, hidden: Tensor) -> DraftOutput:
+        return DraftOutput(hidden, hidden)
+
+    def logits(self, out: DraftOutput) -> Tensor:
+        return out.normed @ self.head.T
+
+
+def plain_modules(target_path: Path, draft_path: Path, target: CausalLM, draft: MTPDraft) -> list[PlainModule]:
+    """The modules of a checkpoint of tests/mtp.py."""
+    of_target, stored = (load_file(path / "model.safetensors") for path in (target_path, draft_path))
+    is_mimo = target.config.architecture == "MiMoForCausalLM"
+    plain = []
+    for i, module in enumerate(draft.modules):
+        prefix, names = f"model.layers.{LAYERS + i}.", NEXTN
+        if draft_path != target_path or is_mimo:
+            prefix, names = f"{'model.' if is_mimo else ''}mtp_layers.{i}.", NAMED
+        weights = {name: stored[f"{prefix}{last}.weight"] for name, last in names.items()}
+        embedding, head = (of_target[f"{name}.weight"] for name in ("model.embed_tokens", "lm_head"))
+        plain.append(PlainModule(module, embedding, head, weights, target.config.rms_norm_eps, is_mimo))
+    return plain
