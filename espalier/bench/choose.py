@@ -37,7 +37,7 @@ PREDICTED_WITH = "llama-3.1-8b"
 
 
 @dataclass(frozen=True)
-class Timed:
+class TreeTime:
     """The round time of one candidate tree at one batch.
 
     experts_touched: experts of a layer that a verify pass touches, the mean; None for a dense target.
@@ -192,7 +192,7 @@ def measure(
     shapes: Sequence[TreeShape],
     accept_lengths: Mapping[TreeShape, float] | None,
     advance: Callable[[], None],
-) -> list[Timed]:
+) -> list[TreeTime]:
     """Time every batch with every tree.
 
     Each tree has a new engine on the models and buffers of `engine`, which is closed.  Its prefix cache lets prompts
@@ -214,7 +214,7 @@ def measure(
             advance()
         engine_of_shape.close()
         length = stats.accept_length if accept_lengths is None else accept_lengths[shape]
-        timed += [Timed(batch, shape, ms, length, touched) for batch, ms, touched in cells]
+        timed += [TreeTime(batch, shape, ms, length, touched) for batch, ms, touched in cells]
     return timed
 
 
@@ -237,16 +237,16 @@ def _experts_touched(engine: Engine, batch: int, shape: TreeShape, runs: Runs) -
     return experts_touched(engine, lambda: drive(engine, runs.prompts[batch], params), rows)
 
 
-def best(timed: Sequence[Timed]) -> dict[int, Timed]:
+def best(timed: Sequence[TreeTime]) -> dict[int, TreeTime]:
     """The fastest tree at each batch; the first one of equals."""
-    found: dict[int, Timed] = {}
+    found: dict[int, TreeTime] = {}
     for one in timed:
         if one.batch not in found or one.tokens_per_second > found[one.batch].tokens_per_second:
             found[one.batch] = one
     return dict(sorted(found.items()))
 
 
-def table(timed: Sequence[Timed]) -> dict[int, TreeShape]:
+def table(timed: Sequence[TreeTime]) -> dict[int, TreeShape]:
     """For SpeculationConfig.by_batch: the fastest tree, by the batch from which on it is the fastest."""
     trees: dict[int, TreeShape] = {}
     for batch, fastest in best(timed).items():
@@ -255,7 +255,7 @@ def table(timed: Sequence[Timed]) -> dict[int, TreeShape]:
     return trees
 
 
-def _rows(timed: Sequence[Timed]) -> list[list[str]]:
+def _rows(timed: Sequence[TreeTime]) -> list[list[str]]:
     """One row a batch, one column a candidate.  A star marks the fastest of a row."""
     shapes = list(dict.fromkeys(one.shape for one in timed))
     fastest, by_cell = best(timed), {(one.batch, one.shape): one for one in timed}
@@ -267,6 +267,6 @@ def _rows(timed: Sequence[Timed]) -> list[list[str]]:
     return rows
 
 
-def _cell(one: Timed) -> str:
+def _cell(one: TreeTime) -> str:
     touched = "" if one.experts_touched is None else f", {one.experts_touched:.0f} experts"
     return f"{one.round_ms:.2f} ms, {one.tokens_per_second:.0f} tokens/s{touched}"

@@ -20,14 +20,14 @@ CHAIN_BYTES = 500 * 10**6
 CHAIN_FLOPS = 200 * 10**9
 
 
-def experts_drawn(shape: ExpertsShape, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+def random_experts(shape: ExpertsShape, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
     """Random gate_up and down of one layer, as in grouped_experts."""
     gate_up = torch.empty(shape.num_experts, 2 * shape.inner, shape.hidden, dtype=dtype, device=device)
     down = torch.empty(shape.num_experts, shape.hidden, shape.inner, dtype=dtype, device=device)
     return gate_up.normal_(std=shape.hidden**-0.5), down.normal_(std=shape.inner**-0.5)
 
 
-class Calls:
+class ChainInputs:
     """Inputs of a chain of `num` calls with `rows` rows each.  Each call goes to other experts."""
 
     def __init__(self, shape: ExpertsShape, rows: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -38,7 +38,7 @@ class Calls:
         self.x = torch.randn(rows, shape.hidden, dtype=dtype, device=device)
         self.gated = torch.randn(rows * shape.top_k, shape.inner, dtype=dtype, device=device)
         self.weights = torch.rand(rows, shape.top_k, device=device)
-        self.ids = [ids.to(device) for ids in drawn_ids(shape, rows, self.num)]
+        self.ids = [ids.to(device) for ids in random_ids(shape, rows, self.num)]
 
     @property
     def touched(self) -> float:
@@ -46,7 +46,7 @@ class Calls:
         return sum(len(ids.unique()) for ids in self.ids) / self.num
 
 
-def drawn_ids(shape: ExpertsShape, rows: int, num_calls: int) -> list[Tensor]:
+def random_ids(shape: ExpertsShape, rows: int, num_calls: int) -> list[Tensor]:
     """ids [rows, K] of each call, of uniform routing.
 
     Rows are independent.  A row meets no expert again before it has gone to all of them (but for a rest below K).
@@ -68,11 +68,11 @@ class ExpertProduct:
 
     def us(self, rows: int, turns: int) -> tuple[float, float]:
         """(us of a call, experts that a call touches), means over a chain.  turns: how often the chain is timed."""
-        calls = Calls(self.shape, rows, self.down.dtype, self.down.device)
+        calls = ChainInputs(self.shape, rows, self.down.dtype, self.down.device)
         [ms] = self.stopwatch.ms([self._chain(calls)], turns)
         return 1e3 * ms / calls.num, calls.touched
 
-    def _chain(self, calls: Calls) -> Callable[[], None]:
+    def _chain(self, calls: ChainInputs) -> Callable[[], None]:
         def body() -> None:
             for ids in calls.ids:
                 grouped_experts_triton(calls.x, self.gate_up, self.down, ids, calls.weights)

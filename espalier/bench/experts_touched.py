@@ -33,7 +33,7 @@ class CountingExperts:
         return mlp(x, live)
 
 
-def mixtures(engine: Engine) -> list[MixtureMLP]:
+def mixture_blocks(engine: Engine) -> list[MixtureMLP]:
     """The target's mixture-of-experts blocks, by layer; none if it is dense."""
     return [layer.mlp for layer in _mixture_layers(engine)]
 
@@ -68,7 +68,7 @@ def experts_touched(engine: Engine, run: Callable[[], object], rows: int | None 
 
     rows: only passes of this number of rows count; None: all passes.
     """
-    if not mixtures(engine):
+    if not mixture_blocks(engine):
         return None
     with count_experts(engine) as counts:
         run()

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from espalier.attention import Attention, Nodes, Prefix
 from espalier.attention.triton import TritonAttention, TritonBackend
-from espalier.bench.expert_product import ExpertProduct, experts_drawn
+from espalier.bench.expert_product import ExpertProduct, random_experts
 from espalier.bench.timing import Ceilings, Stopwatch
 from espalier.cache.kv import PagedKV
 from espalier.cache.layer_spec import KVHeads, LatentKV, LayerSpec
@@ -171,7 +171,7 @@ def run(args: Namespace) -> int:
 def measure_experts(
     shape: ExpertsShape, ceilings: Ceilings, device: torch.device, stopwatch: Stopwatch
 ) -> list[ExpertCell]:
-    experts = ExpertProduct(shape, *experts_drawn(shape, DTYPE, device), stopwatch)
+    experts = ExpertProduct(shape, *random_experts(shape, DTYPE, device), stopwatch)
     cells = []
     for rows in EXPERT_ROWS:
         us, touched = experts.us(rows, TURNS)

@@ -166,7 +166,7 @@ class ModelShape:
         return Run(name, (vocab, self.hidden), 1, rows if head_rows is None else head_rows)
 
 
-def sizes_of(config: ModelConfig) -> ModelShape:
+def model_sizes(config: ModelConfig) -> ModelShape:
     """The sizes of a target, or of a draft's layer."""
     experts = None
     if config.experts is not None:
@@ -192,12 +192,12 @@ def sizes_of(config: ModelConfig) -> ModelShape:
 
 
 def with_draft(target: ModelShape, draft: DraftConfig) -> ModelShape:
-    layer, spec = sizes_of(draft.layer), draft.spec
+    layer, spec = model_sizes(draft.layer), draft.spec
     return replace(target, draft_vocab=spec.vocab_size, captured=len(spec.capture), draft=layer)
 
 
 def model_shape(shape: NamedShape) -> ModelShape:
-    return with_draft(sizes_of(shape.target), shape.draft_config)
+    return with_draft(model_sizes(shape.target), shape.draft_config)
 
 
 def shape_named(name: str) -> ModelShape:

@@ -15,7 +15,7 @@ from espalier.bench import engines
 from espalier.bench.drive import empty_prefix_cache
 from espalier.bench.engines import BenchEngine, about, engines_of, load_sizes
 from espalier.bench.expert_product import ExpertProduct
-from espalier.bench.experts_touched import mixtures
+from espalier.bench.experts_touched import mixture_blocks
 from espalier.bench.full_rounds import leave
 from espalier.bench.instrument import record_launches
 from espalier.bench.linears import shape_named
@@ -177,7 +177,7 @@ def _linear_ms(bench: BenchEngine, passes: Sequence[tuple[int, int]], roofline: 
 
 def _expert_ms(bench: BenchEngine, passes: Sequence[tuple[int, int]], roofline: Roofline) -> float | None:
     """ms of the target's product with experts in all passes, by the engine's kernels; None for a dense model."""
-    sizes, mixed = roofline.shape.experts, mixtures(bench.engine)
+    sizes, mixed = roofline.shape.experts, mixture_blocks(bench.engine)
     if sizes is None:
         return None
     layer = ExpertProduct(sizes.shape, mixed[0].gate_up, mixed[0].down, roofline.stopwatch)

@@ -197,7 +197,7 @@ def run(args: Namespace) -> int:
     ceilings = roofline.ceilings()
     times = [roofline.target(count) for count in rows]
     known = known_ms(args.shape, torch.cuda.get_device_name())
-    experts = [expert_ms(roofline.shape, each.rows, ceilings) for each in times]
+    experts = [expert_times(roofline.shape, each.rows, ceilings) for each in times]
     passes = [
         {**asdict(each), "known_ms": known.get(each.rows), "experts": of_pass and asdict(of_pass)}
         for each, of_pass in zip(times, experts, strict=True)
@@ -219,7 +219,7 @@ class ExpertTimes:
     ms: float
 
 
-def expert_ms(shape: ModelShape, rows: int, ceilings: Ceilings) -> ExpertTimes | None:
+def expert_times(shape: ModelShape, rows: int, ceilings: Ceilings) -> ExpertTimes | None:
     """The experts of a pass of `rows` rows; None for a dense model."""
     if shape.experts is None:
         return None

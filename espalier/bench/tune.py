@@ -16,7 +16,7 @@ from rich.text import Text
 from torch import Tensor
 
 from espalier.bench import tune_experts
-from espalier.bench.linears import ModelShape, Multiply, Run, Shape, Weights, shape_named, sizes_of, with_draft
+from espalier.bench.linears import ModelShape, Multiply, Run, Shape, Weights, model_sizes, shape_named, with_draft
 from espalier.bench.timing import Stopwatch
 from espalier.bench.tune_experts import versions
 from espalier.config import EngineConfig, is_open
@@ -161,7 +161,7 @@ def _dtype(config: EngineConfig, checkpoint: Checkpoint | None) -> str:
 
 def _shape_of(checkpoint: Checkpoint) -> ModelShape:
     """The sizes of a checkpoint and of its draft."""
-    sizes = sizes_of(checkpoint.target)
+    sizes = model_sizes(checkpoint.target)
     return sizes if checkpoint.draft is None else with_draft(sizes, checkpoint.draft)
 
 

@@ -13,7 +13,7 @@ import torch
 from rich.text import Text
 from torch import Tensor
 
-from espalier.bench.expert_product import Calls, experts_drawn
+from espalier.bench.expert_product import ChainInputs, random_experts
 from espalier.bench.linears import ModelShape
 from espalier.bench.timing import Stopwatch
 from espalier.errors import EspalierError
@@ -41,7 +41,7 @@ COLUMNS = ["experts", "rows", "touched", "tile", "gate and up", "down", "us", "b
 
 Plan = TypeVar("Plan", ProductPlan, ExpertsPlan)
 # (calls, plan, num_calls) -> a function that runs the first num_calls calls with the plan.
-Chain = Callable[[Calls, Plan, int], Callable[[], None]]
+Chain = Callable[[ChainInputs, Plan, int], Callable[[], None]]
 
 
 @dataclass(frozen=True)
@@ -82,13 +82,15 @@ class ExpertsTuner:
 
     def measure(self, shape: ExpertsShape, rows: Sequence[int] = ROWS) -> Iterator[list[MeasuredExperts]]:
         """Measure at each number of rows.  Yields the figures of one bucket (ExpertsShape.bucket) at a time."""
-        gate_up, down = experts_drawn(shape, self.dtype, self.device)
+        gate_up, down = random_experts(shape, self.dtype, self.device)
         for bucket, group in groupby(rows, shape.bucket):
-            calls = [Calls(shape, count, self.dtype, self.device) for count in group]
+            calls = [ChainInputs(shape, count, self.dtype, self.device) for count in group]
             yield self._bucket(bucket, calls, gate_up, down)
 
-    def _bucket(self, bucket: int, calls: Sequence[Calls], gate_up: Tensor, down: Tensor) -> list[MeasuredExperts]:
-        """The figures of one bucket, with the plan that is fastest over all its numbers of rows (`relative`)."""
+    def _bucket(
+        self, bucket: int, calls: Sequence[ChainInputs], gate_up: Tensor, down: Tensor
+    ) -> list[MeasuredExperts]:
+        """The figures of one bucket, with the plan that is fastest over all its numbers of rows (`relative_time`)."""
         [shape] = {each.shape for each in calls}
         plans: list[ExpertsPlan] = []
         alone: dict[tuple[int, ProductPlan, int], list[float]] = {}
@@ -98,10 +100,10 @@ class ExpertsTuner:
                 of_product = candidates(tile_rows, matrices, self.chip)
                 times = self._alone(calls, tile_rows, matrices, of_product, gate_up if matrices == 2 else down)
                 alone |= {(tile_rows, plan, matrices): found for plan, found in times.items()}
-                best.append(sorted(times, key=lambda plan: relative(times, plan))[:FINALISTS])
+                best.append(sorted(times, key=lambda plan: relative_time(times, plan))[:FINALISTS])
             plans += [ExpertsPlan(tile_rows, *pair) for pair in product(*best)]
         whole = self._whole(calls, plans, gate_up, down)
-        plan = min(whole, key=lambda each: relative(whole, each))
+        plan = min(whole, key=lambda each: relative_time(whole, each))
         rules = self._whole(calls, [rule(shape, each.rows, self.dtype, self.chip) for each in calls], gate_up, down)
         return [
             MeasuredExperts(
@@ -118,12 +120,12 @@ class ExpertsTuner:
         ]
 
     def _alone(
-        self, calls: Sequence[Calls], tile_rows: int, matrices: int, plans: Sequence[ProductPlan], weight: Tensor
+        self, calls: Sequence[ChainInputs], tile_rows: int, matrices: int, plans: Sequence[ProductPlan], weight: Tensor
     ) -> dict[ProductPlan, list[float]]:
         """µs of one product at each row count, without the sort.  matrices: 2 for gate and up, 1 for down."""
         tiles = {each: [tiles_of(ids, None, each.shape.num_experts, tile_rows) for ids in each.ids] for each in calls}
 
-        def chain(each: Calls, plan: ProductPlan, num_calls: int) -> Callable[[], None]:
+        def chain(each: ChainInputs, plan: ProductPlan, num_calls: int) -> Callable[[], None]:
             top_k = each.shape.top_k
 
             def body() -> None:
@@ -138,11 +140,11 @@ class ExpertsTuner:
         return self._us(calls, plans, chain, QUICK_TURNS)
 
     def _whole(
-        self, calls: Sequence[Calls], plans: Sequence[ExpertsPlan], gate_up: Tensor, down: Tensor
+        self, calls: Sequence[ChainInputs], plans: Sequence[ExpertsPlan], gate_up: Tensor, down: Tensor
     ) -> dict[ExpertsPlan, list[float]]:
         """µs of all three launches at each row count."""
 
-        def chain(each: Calls, plan: ExpertsPlan, num_calls: int) -> Callable[[], None]:
+        def chain(each: ChainInputs, plan: ExpertsPlan, num_calls: int) -> Callable[[], None]:
             def body() -> None:
                 for ids in each.ids[:num_calls]:
                     grouped_experts_triton(each.x, gate_up, down, ids, each.weights, plan=plan)
@@ -152,7 +154,7 @@ class ExpertsTuner:
         return self._us(calls, list(dict.fromkeys(plans)), chain, TURNS)
 
     def _us(
-        self, calls: Sequence[Calls], plans: Sequence[Plan], chain: Chain[Plan], turns: int
+        self, calls: Sequence[ChainInputs], plans: Sequence[Plan], chain: Chain[Plan], turns: int
     ) -> dict[Plan, list[float]]:
         """µs of a call with each plan, at each row count.  The plans take turns."""
         with precompile():
@@ -166,7 +168,7 @@ class ExpertsTuner:
         return {plan: list(of_plan) for plan, of_plan in zip(plans, zip(*times, strict=True), strict=True)}
 
 
-def relative(times: Mapping[Plan, Sequence[float]], plan: Plan) -> float:
+def relative_time(times: Mapping[Plan, Sequence[float]], plan: Plan) -> float:
     """The sum over row counts of: a plan's time, divided by the time of the fastest plan at that count."""
     fastest = [min(of_count) for of_count in zip(*times.values(), strict=True)]
     return sum(mine / least for mine, least in zip(times[plan], fastest, strict=True))

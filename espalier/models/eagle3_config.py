@@ -16,13 +16,19 @@ from espalier.models.loading import FAMILIES, layer_specs_of
 from espalier.models.weights import Weights
 
 # Architectures of heads whose layer has latent attention.
-LATENT = ("Eagle3DeepseekV2ForCausalLM", "Eagle3DeepseekV3ForCausalLM")
-ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel", *LATENT)
+LATENT_ARCHITECTURES = ("Eagle3DeepseekV2ForCausalLM", "Eagle3DeepseekV3ForCausalLM")
+ARCHITECTURES = (
+    "LlamaForCausalLMEagle3",
+    "Eagle3LlamaForCausalLM",
+    "Eagle3Speculator",
+    "Eagle3DraftModel",
+    *LATENT_ARCHITECTURES,
+)
 # Values of model_type that name the format of the head, not the kind of its layer.  The layer is then a Llama layer.
 WRAPPERS = ("eagle", "eagle3", "speculators", "speculator_model")
 # Targets whose heads list the captured layers in eagle_config by input and not by output (_captured_layers).
-BY_INPUT = (V2.architecture, V3.architecture)
-EARLIER = ("LlamaForCausalLMEagle", "EagleLlamaForCausalLM", "EagleSpeculator")
+IDS_BY_INPUT = (V2.architecture, V3.architecture)
+EAGLE_1_2 = ("LlamaForCausalLMEagle", "EagleLlamaForCausalLM", "EagleSpeculator")
 
 
 @dataclass(frozen=True)
@@ -89,7 +95,7 @@ def explain_earlier(raw: Raw, path: Path) -> str | None:
     Raises EspalierError for an EAGLE-3 head that is declared as an EAGLE-1/2 head.
     """
     name = (raw.get("architectures") or [raw.get("model_type")])[0]
-    if name in EARLIER:
+    if name in EAGLE_1_2:
         if looks_like_eagle3(Weights(path, torch.float32, "cpu", allow_bin=True)):
             raise EspalierError(
                 f"{path} is declared as EAGLE ({name}) but holds an EAGLE-3 head (it has hidden_norm); set its "
@@ -106,9 +112,11 @@ def looks_like_eagle3(weights: Weights) -> bool:
 def _layer_family(flat: Mapping[str, Any], path: Path) -> Family:
     """The family of the draft's layer: Llama, unless model_type names another supported family.
 
-    A latent head has DeepSeek-V3's attention, unless model_type names another latent family.
+    A latent head has DeepSeek-V3's attention, unless model_type names another latent family.  Raises EspalierError for
+    a model_type of no family, unless the architecture says that the layer is DeepSeek's.
     """
-    is_latent = bool(flat.get("kv_lora_rank")) or (flat.get("architectures") or [None])[0] in LATENT
+    named_latent = (flat.get("architectures") or [None])[0] in LATENT_ARCHITECTURES
+    is_latent = bool(flat.get("kv_lora_rank")) or named_latent
     by_type = {family.model_type: family for family in FAMILIES.values() if family.latent == is_latent}
     declared = flat.get("model_type", "llama")
     if flat.get("num_hidden_layers") != 1:
@@ -116,12 +124,12 @@ def _layer_family(flat: Mapping[str, Any], path: Path) -> Family:
             f"{path}: num_hidden_layers = {flat.get('num_hidden_layers')}; only EAGLE-3 heads with one layer are "
             "supported; use such a draft"
         )
-    if is_latent:
-        return by_type.get(declared, V3)
-    if declared not in (*by_type, *WRAPPERS):
+    if declared not in (*by_type, *WRAPPERS) and not named_latent:
         raise EspalierError(
             f"{path}: a draft layer of model_type {declared!r} is not supported; supported: {', '.join(by_type)}"
         )
+    if is_latent:
+        return by_type.get(declared, V3)
     if flat.get("sliding_window") and flat.get("use_sliding_window", True) and declared not in ("qwen2", "qwen3"):
         return by_type["mistral"]  # a Llama layer with a sliding window
     return by_type.get(declared, by_type["llama"])
@@ -148,7 +156,7 @@ def _captured_layers(
     if top:
         ids = tuple(top)
     elif nested:
-        by_input = target.architecture in BY_INPUT and nested[0] != 1
+        by_input = target.architecture in IDS_BY_INPUT and nested[0] != 1
         ids = tuple(nested) if by_input else tuple(i + 1 for i in nested)
     else:
         ids = (2, num_layers // 2, num_layers - 3)

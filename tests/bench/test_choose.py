@@ -7,7 +7,7 @@ import torch
 
 from espalier import LLM, SpeculationConfig
 from espalier.bench import choose, engines, synthetic_models
-from espalier.bench.choose import Timed, best, candidates_of, predicted_accept_lengths, table
+from espalier.bench.choose import TreeTime, best, candidates_of, predicted_accept_lengths, table
 from espalier.cli.main import parse
 from espalier.errors import EspalierError
 from espalier.layout import PLAIN, TreeShape
@@ -21,11 +21,11 @@ WIDE, MIDDLE, NARROW = choose.CANDIDATES
 
 def test_the_fastest_of_each_batch_becomes_the_table():
     timed = [
-        *(Timed(batch, WIDE, ms, 4.0) for batch, ms in ((1, 4.0), (2, 8.0), (4, 32.0), (8, 64.0))),
-        *(Timed(batch, NARROW, ms, 2.0) for batch, ms in ((1, 3.0), (2, 4.0), (4, 8.0), (8, 64.0))),
-        *(Timed(batch, PLAIN, ms, 1.0) for batch, ms in ((1, 2.0), (2, 2.0), (4, 4.0), (8, 8.0))),
+        *(TreeTime(batch, WIDE, ms, 4.0) for batch, ms in ((1, 4.0), (2, 8.0), (4, 32.0), (8, 64.0))),
+        *(TreeTime(batch, NARROW, ms, 2.0) for batch, ms in ((1, 3.0), (2, 4.0), (4, 8.0), (8, 64.0))),
+        *(TreeTime(batch, PLAIN, ms, 1.0) for batch, ms in ((1, 2.0), (2, 2.0), (4, 4.0), (8, 8.0))),
     ]
-    assert Timed(2, NARROW, 4.0, 2.0).tokens_per_second == 1000
+    assert TreeTime(2, NARROW, 4.0, 2.0).tokens_per_second == 1000
     assert {batch: one.shape for batch, one in best(timed).items()} == {1: WIDE, 2: WIDE, 4: NARROW, 8: PLAIN}
     assert table(timed) == {1: WIDE, 4: NARROW, 8: PLAIN}
 

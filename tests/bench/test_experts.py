@@ -8,7 +8,7 @@ import torch
 from espalier.bench import expert_product, tune_experts
 from espalier.bench.cells import Cell
 from espalier.bench.engine_sizes import OwnSize
-from espalier.bench.expert_product import Calls, drawn_ids
+from espalier.bench.expert_product import ChainInputs, random_ids
 from espalier.bench.experts_touched import CountingExperts
 from espalier.bench.full_rounds import full_rounds
 from espalier.bench.linears import ExpertSizes, ModelShape
@@ -29,11 +29,11 @@ SHAPE = ExpertsShape(16, 3, 32, 16)
 
 
 def test_a_row_goes_through_all_experts_call_by_call():
-    calls = drawn_ids(SHAPE, 40, 5)
+    calls = random_ids(SHAPE, 40, 5)
     assert all(ids.shape == (40, 3) and (ids[:, 1:] > ids[:, :-1]).all() for ids in calls)
     assert torch.stack(calls)[:, 0].unique().tolist() == torch.stack(calls)[:, 0].flatten().sort().values.tolist()
     # Rows are independent: their experts meet as if drawn.
-    assert Calls(SHAPE, 4, torch.float32, CPU).touched == pytest.approx(SHAPE.touched(4), abs=1.5)
+    assert ChainInputs(SHAPE, 4, torch.float32, CPU).touched == pytest.approx(SHAPE.touched(4), abs=1.5)
 
 
 @pytest.fixture
@@ -59,7 +59,9 @@ def test_every_bucket_takes_one_of_its_plans(tuner):
         assert plan.rows in tile_rows
         # The stopwatch says that the second of all contenders is the fastest.
         assert plan.gated == candidates(plan.rows, 2, H200)[1]
-        assert all(each.us == pytest.approx(1e3 / Calls(SHAPE, each.rows, torch.bfloat16, CPU).num) for each in bucket)
+        assert all(
+            each.us == pytest.approx(1e3 / ChainInputs(SHAPE, each.rows, torch.bfloat16, CPU).num) for each in bucket
+        )
 
 
 def test_rates_count_touched_experts_and_all_products(tuner):

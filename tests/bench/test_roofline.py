@@ -11,7 +11,6 @@ from espalier.bench.roofline import (
     ExpertTimes,
     LinearTimes,
     expert_cost,
-    expert_ms,
     known_ms,
     round_attention,
     round_runs,
@@ -134,8 +133,8 @@ def test_experts_cost_the_bytes_of_those_touched_and_the_products_of_all_rows():
     assert uniform.flops == measured.flops == 48 * 2 * size * 8 * 64
     assert expert_cost(LLAMA, 64) == Cost(0, 0)
     ceilings = Ceilings(4e12, 8e14)
-    assert expert_ms(QWEN, 1, ceilings) == ExpertTimes(pytest.approx(8), pytest.approx(1e3 * 48 * 16 * size / 4e12))
-    assert expert_ms(LLAMA, 1, ceilings) is None
+    assert expert_times(QWEN, 1, ceilings) == ExpertTimes(pytest.approx(8), pytest.approx(1e3 * 48 * 16 * size / 4e12))
+    assert expert_times(LLAMA, 1, ceilings) is None
 
 
 def test_latent_attention_reads_one_row_for_all_heads():

@@ -187,7 +187,7 @@ def _over_committed(
 
 
 @kernel
-def _beside_sink(lse, sink_ptr, head):
+def _share_beside_sink(lse, sink_ptr, head):
     """The share of the softmax that rows keep when the sink of their head joins (masked_attention.py:with_sink).
 
     lse: of the rows, in base 2.  The fused multiply-add is explicit, as in `_attend_block`.
@@ -201,7 +201,7 @@ def _beside_sink(lse, sink_ptr, head):
 def _with_sink(out, lse, sink_ptr, head, SINK: tl.constexpr):
     """A tile's out [M, V] after the sinks of its heads [M] have joined the softmax.  lse: [M], of the rows alone."""
     if SINK:
-        out = out * _beside_sink(lse, sink_ptr, head)[:, None]
+        out = out * _share_beside_sink(lse, sink_ptr, head)[:, None]
     return out
 
 

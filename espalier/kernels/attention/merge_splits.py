@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from espalier.kernels.attention.attention_blocks import _beside_sink
+from espalier.kernels.attention.attention_blocks import _share_beside_sink
 from espalier.kernels.attention.kv_splits import KVSplits
 from espalier.kernels.attention.masked_attention import with_sink
 from espalier.kernels.runtime.launch import chip, kernel, power_of_two, require
@@ -117,7 +117,7 @@ def _merge_pair(
     lse = tl.where(total_weight == 0.0, float("-inf"), shift + tl.log2(divisor))
     out = out / divisor
     if SINK:
-        out = out * _beside_sink(lse, sink_ptr, pair % HEADS)
+        out = out * _share_beside_sink(lse, sink_ptr, pair % HEADS)
     out = out.to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + tl.cast(pair, tl.int64) * V_SIZE + size, out, mask=merged & (size < V_SIZE))
     tl.store(lse_ptr + pair, lse * 0.6931471805599453, mask=merged & (tl.program_id(1) == 0))

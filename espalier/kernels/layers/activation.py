@@ -30,7 +30,7 @@ SILU = Activation()
 
 
 @kernel
-def activated(gate, up, ALPHA: tl.constexpr, UP_OFFSET: tl.constexpr, LIMIT: tl.constexpr):
+def apply_activation(gate, up, ALPHA: tl.constexpr, UP_OFFSET: tl.constexpr, LIMIT: tl.constexpr):
     """Computed in the dtype of gate and up.  NaN stays NaN; tl.minimum and tl.maximum would replace it by the limit."""
     if LIMIT is not None:
         gate = tl.where(gate > LIMIT, LIMIT, gate)
@@ -40,7 +40,7 @@ def activated(gate, up, ALPHA: tl.constexpr, UP_OFFSET: tl.constexpr, LIMIT: tl.
     return gate / (1.0 + tl.exp(-ALPHA * gate)) * up
 
 
-def activated_reference(gate_up: Tensor, activation: Activation) -> Tensor:
+def apply_activation_reference(gate_up: Tensor, activation: Activation) -> Tensor:
     """gate_up [N, 2·I], gate first -> [N, I].  Rounded once, at the end, as the kernel does."""
     gate, up = gate_up.to(torch.promote_types(gate_up.dtype, torch.float32)).chunk(2, dim=-1)
     if activation.limit is not None:

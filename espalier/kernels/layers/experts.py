@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from espalier.errors import EspalierError
-from espalier.kernels.layers.activation import SILU, Activation, activated, activated_reference
+from espalier.kernels.layers.activation import SILU, Activation, apply_activation, apply_activation_reference
 from espalier.kernels.layers.experts_plan import ExpertsPlan, ExpertsShape, ProductPlan
 from espalier.kernels.layers.experts_tuning import plan_for
 from espalier.kernels.layers.linear import block_rows
@@ -194,7 +194,7 @@ def _gated_kernel(
     # Rounded before the activation, as the output of a linear layer is.
     out_type = out_ptr.dtype.element_ty
     gate, up = gate.to(out_type).to(EXACT), up.to(out_type).to(EXACT)
-    out = activated(gate, up, ALPHA, UP_OFFSET, LIMIT).to(out_type)
+    out = apply_activation(gate, up, ALPHA, UP_OFFSET, LIMIT).to(out_type)
     out_ptrs = out_ptr + place.to(tl.int64)[:, None] * num_out + column[None, :]
     tl.store(out_ptrs, tl.trans(out), mask=inside[:, None] & (column[None, :] < num_out))
 
@@ -436,7 +436,7 @@ def grouped_experts_reference(
         if len(own):
             rows, choices = own // top_k, own % top_k
             gated = F.linear(x[rows], gate_up[expert], None if gate_up_bias is None else gate_up_bias[expert])
-            gated = activated_reference(gated, activation)
+            gated = apply_activation_reference(gated, activation)
             result = F.linear(gated, down[expert], None if down_bias is None else down_bias[expert]).to(parts.dtype)
             parts[choices, rows] = result * weights[rows, choices, None]
     return parts

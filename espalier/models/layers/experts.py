@@ -58,7 +58,7 @@ class MixtureMLP:
         parts = grouped_experts(*experts, live=live, biases=self.biases, activation=self.activation, extra=extra)
         if self.shared is None:
             return parts
-        shared = self.shared.whole(x)
+        shared = self.shared.summed(x)
         if self.shared_gate is None:
             parts[-1] = shared
         else:

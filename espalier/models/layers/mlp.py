@@ -21,6 +21,6 @@ class GatedMLP:
         """
         return self.down.in_parts(self.gate_up.gated(x))
 
-    def whole(self, x: Tensor) -> Tensor:
+    def summed(self, x: Tensor) -> Tensor:
         """[B·Q, hidden] -> [B·Q, hidden], summed: never in parts."""
         return self.down(self.gate_up.gated(x))
