@@ -11,6 +11,7 @@ from espalier.bench.roofline import (
     ExpertTimes,
     LinearTimes,
     expert_cost,
+    expert_times,
     known_ms,
     round_attention,
     round_runs,

@@ -191,6 +191,7 @@ def test_a_capture_beyond_the_target(target: Path) -> None:
         ({"eagle_config": {"use_aux_hidden_state": False}}, ["use_aux_hidden_state"]),
         ({"architectures": ["LlamaForCausalLMEagle"]}, ["declared as EAGLE ", "EAGLE-3 head"]),
         ({"architectures": ["Eagle3DeepseekV2ForCausalLM"]}, ["'midlayer.self_attn.q_a_proj.weight'", "missing"]),
+        ({"kv_lora_rank": 8, "model_type": "aspen"}, ["model_type 'aspen' is not supported", "deepseek_v3"]),
         (
             {"architectures": ["LlamaForCausalLM"]},
             ["'LlamaForCausalLM' is not a known draft", "supported are EAGLE-3 heads"],
