@@ -15,7 +15,7 @@ from espalier.attention import default_backend
 from espalier.engine.cuda import CudaExecutor
 from espalier.engine.engine import Engine
 from espalier.models import CausalLM, DraftModel, load_target, read_config
-from espalier.speculate.drafters import load_draft, read_draft
+from espalier.speculate.drafters import WITHOUT_FILES, load_draft, read_draft
 from espalier.startup.build import assemble
 from tests.harness import MAX_POSITIONS, Setup, directories
 from tests.oracles.reference_round import Reference
@@ -37,10 +37,15 @@ def files(family: str, seed: int, window: int | None, draft_vocab: int | None, t
 
     tied: the target's tokens come in pairs, 2i and 2i + 1, whose logits differ by the last place of float32 only.
     """
+    return rounded(directories(family, seed, window, draft_vocab), tied)
+
+
+def rounded(sources: tuple[Path, Path], tied: bool = False) -> tuple[Path, Path]:
+    """Copies of a target and a draft with every weight rounded to bfloat16."""
     root = Path(mkdtemp(prefix="espalier-gpu-"))
     atexit.register(rmtree, root, ignore_errors=True)
     copies = []
-    for source, name in zip(directories(family, seed, window, draft_vocab), ("target", "draft"), strict=True):
+    for source, name in zip(sources, ("target", "draft"), strict=True):
         copies.append(Path(copytree(source, root / name)))
         file = copies[-1] / "model.safetensors"
         weights = {key: value.to(torch.bfloat16).double() for key, value in _floats(load_file(file)).items()}
@@ -90,7 +95,11 @@ class DeviceSetup(Setup):
         return default_backend(self.device.type, self.dtype) if self.attention == "auto" else self.attention
 
     def models(self, position_rows: int = MAX_POSITIONS) -> tuple[CausalLM, DraftModel | None]:
-        return loaded(self.paths, self.algorithm == "eagle3", self.dtype, self.device, position_rows)
+        return loaded(self.paths, self.has_draft, self.dtype, self.device, position_rows)
+
+    @property
+    def has_draft(self) -> bool:
+        return self.algorithm not in WITHOUT_FILES
 
     def engine(self) -> Engine:
         layout = self.layout
@@ -116,7 +125,7 @@ class DeviceSetup(Setup):
 
     @property
     def reference_key(self) -> tuple[tuple[Path, Path], bool]:
-        return self.paths, self.algorithm == "eagle3"
+        return self.paths, self.has_draft
 
 
 @lru_cache

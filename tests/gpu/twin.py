@@ -13,7 +13,7 @@ from espalier.engine.executor import Handle
 from espalier.engine.launch_input import LaunchInput, RequestResult
 
 # Rows of the dummy request, which several rows of a padded batch write at once, and nobody reads.
-NOBODYS = ("history", "carried.hidden")
+NOBODYS = ("history", "carried.")
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def state(executor: CudaExecutor) -> Iterator[tuple[str, Tensor]]:
     fields = {name: value for name, value in vars(table).items() if isinstance(value, Tensor)}
     fields |= {f"carried.{name}": value for name, value in table.carried.items()}
     for name, value in fields.items():
-        yield f"the slot table's {name}", value[1:] if name in NOBODYS else value
+        yield f"the slot table's {name}", value[1:] if name.startswith(NOBODYS) else value
     for layer, pair in pages.layers.items():
         for what, buffer in zip("kv", pair, strict=True):
             yield f"committed {what} of layer {layer}", buffer

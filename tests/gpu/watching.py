@@ -81,7 +81,7 @@ class Looked:
 
 
 def on_cpu(table: SlotTable) -> SimpleNamespace:
-    read = {name: getattr(table, name).cpu() for name in ("prefix_len", "root", "history", "page_table")}
+    read = {name: getattr(table, name).cpu() for name in ("prefix_len", "root", "commit_from", "history", "page_table")}
     return SimpleNamespace(**read, carried={name: value.cpu() for name, value in table.carried.items()})
 
 

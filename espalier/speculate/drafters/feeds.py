@@ -45,12 +45,12 @@ def module_rows(slots: BatchState, modules: int) -> list[ModuleRows]:
     """The rows of each module."""
     rows = [ModuleRows(slots)]
     if modules > 1:
-        # Pages hold the rows below commit_from, and the target ran again from `entered` on, or earlier.
-        entered = (slots.commit_from - modules).clamp(min=0)
-        behind = torch.arange(1, modules, device=entered.device)[:, None]
-        late = torch.minimum((entered - slots.prefix_len + behind).clamp(min=0), behind)
-        moved = zip(late, slots.prefix_len + late, slots.num_tokens + late, strict=True)
-        rows += [ModuleRows(replace(slots, prefix_len=at, num_tokens=n), lost) for lost, at, n in moved]
+        # Pages hold the rows below commit_from, and the target ran again from `modules` rows before, or earlier.
+        ahead = (slots.commit_from - modules).clamp(min=0) - slots.prefix_len
+    for most in range(1, modules):
+        late = (ahead + most).clamp(min=0, max=most)
+        moved = replace(slots, prefix_len=slots.prefix_len + late, num_tokens=slots.num_tokens + late)
+        rows.append(ModuleRows(moved, late))
     return rows
 
 
