@@ -135,7 +135,7 @@ def shape_config(recipe: Recipe, settings: Mapping[str, Any], device: torch.devi
     dtype = str(dtype_on(device)).removeprefix("torch.")
     config = EngineConfig(**{**settings, "device": str(device), "dtype": dtype})
     shape = recipe.shape
-    spec = shape.draft_config.spec
+    spec = recipe.draft_config.spec
     algorithm = choose_algorithm(config, spec.algorithm)
     if algorithm in WITHOUT_FILES:
         spec = WITHOUT_FILES[algorithm].spec

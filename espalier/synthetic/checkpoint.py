@@ -17,10 +17,11 @@ from torch import Tensor
 
 from espalier.errors import EspalierError
 from espalier.models import CausalLM, DraftModel
+from espalier.models.draft import DraftConfig
 from espalier.models.loading import make_target
 from espalier.models.weight_formats import all_dense
 from espalier.models.weights import INDEX, Weights
-from espalier.speculate.drafters import format_of
+from espalier.speculate.drafters import DraftFormat, format_of
 from espalier.synthetic.chain import LEAST_SKILL, MOST_SKILL, Chain, make_chain, predicted_accept_length
 from espalier.synthetic.draft import DraftTensors
 from espalier.synthetic.mtp import MtpTensors
@@ -67,6 +68,14 @@ class Recipe:
     @property
     def draft_json(self) -> dict[str, Any]:
         return self.shape.mtp_json(self.mtp_layers, self.mtp_form) if self.mtp_layers else self.shape.draft_json
+
+    @property
+    def draft_format(self) -> DraftFormat:
+        return format_of(self.draft_json, Path(f"{self.shape.name} draft"))
+
+    @property
+    def draft_config(self) -> DraftConfig:
+        return self.draft_format.read(Path(f"{self.shape.name} draft"), self.draft_json, self.shape.target)
 
     def chain(self) -> Chain:
         config = self.shape.target
@@ -212,11 +221,9 @@ def build(
 ) -> tuple[CausalLM, DraftModel]:
     """(target, draft): the models that loading the directories of `write` gives, for startup.build.assemble."""
     tensors, draft_tensors = recipe.tensors(dtype, device)
-    place, draft_json = Path(f"{recipe.shape.name} draft"), recipe.draft_json
-    draft_format = format_of(draft_json, place)
-    draft_config = draft_format.read(place, draft_json, tensors.config)
+    draft_config = recipe.draft_config
     target = make_target(SyntheticWeights(tensors), tensors.config, draft_config.spec.capture, position_rows)
-    draft = draft_format.make(SyntheticWeights(draft_tensors), draft_config, target, position_rows)
+    draft = recipe.draft_format.make(SyntheticWeights(draft_tensors), draft_config, target, position_rows)
     if tensors.device.type == "cuda":
         torch.cuda.empty_cache()  # temporary memory becomes room for pages
     return target, draft

@@ -14,7 +14,7 @@ from espalier.errors import EspalierError
 from espalier.models.config import ModelConfig, find_family, parse
 from espalier.models.draft import DraftConfig
 from espalier.models.loading import FAMILIES
-from espalier.speculate.drafters import DraftFormat, format_of
+from espalier.speculate.drafters import format_of
 
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "attention_bias": False, "mlp_bias": False}
@@ -120,12 +120,10 @@ class Shape:
         }
 
     @property
-    def draft_format(self) -> DraftFormat:
-        return format_of(self.draft_json, Path(f"{self.name} draft"))
-
-    @property
     def draft_config(self) -> DraftConfig:
-        return self.draft_format.read(Path(f"{self.name} draft"), self.draft_json, self.target)
+        """Of the EAGLE-3 head."""
+        path = Path(f"{self.name} draft")
+        return format_of(self.draft_json, path).read(path, self.draft_json, self.target)
 
 
 def _llama(hidden: int, inner: int, layers: int, head: int, factor: float) -> dict[str, Any]:

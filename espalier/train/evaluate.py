@@ -15,6 +15,7 @@ from torch import Tensor
 
 from espalier.train.checkpoint import load_draft
 from espalier.train.draft import Eagle3Draft
+from espalier.train.draft_run import training_device
 from espalier.train.target import Eagle3Target, FrozenTarget, repeated
 
 
@@ -174,7 +175,7 @@ def evaluate_draft(
     draft_dir: Path, target_dir: Path, prompts: list[list[int]], num_tokens: int
 ) -> dict[str, AcceptReport]:
     """Print and return the accept lengths of `SETTINGS` (steps, topk, num_draft_tokens)."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = training_device()
     target, draft = Eagle3Target(target_dir, device), load_draft(draft_dir).to(device)
     texts, firsts = continued(target, prompts, num_tokens)
     reports = {}
