@@ -22,6 +22,7 @@ from espalier.errors import EspalierError, one_line
 # Some tokenizers do not declare their turn tokens as special; their names match this pattern.
 CONTROL = re.compile(r"<[|｜].*[|｜]>")
 Messages = Sequence[Mapping[str, Any]]
+WITHOUT_1_AND_2 = str.maketrans("12", "89")
 
 
 class ChatOptions(TypedDict, total=False):
@@ -268,7 +269,8 @@ def _random_digits() -> str:
 
     Two marks cannot overlap: 1 is only the first digit and 2 only the last.
     """
-    return "1" + "".join(secrets.choice("03456789") for _ in range(24)) + "2"
+    octal = f"{secrets.randbits(3 * 24):024o}"
+    return f"1{octal.translate(WITHOUT_1_AND_2)}2"
 
 
 @lru_cache(4)
