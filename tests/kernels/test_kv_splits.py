@@ -36,7 +36,7 @@ POLICIES = [
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
-@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("first", [0, 1, 3])
 def test_kernel_equals_reference(kernel_device, policy, first):
     length = torch.tensor(LENGTHS, device=kernel_device)
     made, expected = kv_splits_triton(length, first, policy), kv_splits_reference(length, first, policy)

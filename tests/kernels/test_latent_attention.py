@@ -56,7 +56,7 @@ SMALL = [
     latent_case((5,)),
     latent_case((0,)),
     latent_case((0, 17, 1, 3), queries=3, rows=3, page_size=1),
-    latent_case((0, 17, 1, 300), queries=2, rows=6, page_size=3, first=1, heads=6),
+    latent_case((0, 17, 1, 300), queries=2, rows=6, page_size=3, first=3, heads=6),
     latent_case((130, 20), queries=5, heads=16, dtype=torch.float16),
     latent_case((140, 0), queries=2, rows=70, page_size=64, heads=16, size=144, v_size=128, dtype=torch.float16),
     latent_case((200, 40, 6), queries=3, rows=4, page_size=48, size=50, v_size=37),

@@ -22,7 +22,7 @@ SMALL = [
     Case((130, 256), queries=5, page_size=16, dtype=torch.float16),
     Case((140, 0), queries=2, rows=70, page_size=64, dtype=torch.float16, heads=3, kv_heads=1, k_size=5, v_size=7),
     Case((200, 40, 6), queries=3, rows=4, page_size=48, window=33),
-    Case((200, 40, 6), queries=20, page_size=16, window=7, first=1),
+    Case((200, 40, 6), queries=20, page_size=16, window=7, first=3),
     Case((300,), queries=2, rows=2, sink=True, max_splits=2),
     Case((1, 0), queries=2, rows=2, sink=True, max_splits=1),
     Case((700, 40, 0, 6), queries=3, rows=6, heads=6, page_size=16, window=5, sink=True),

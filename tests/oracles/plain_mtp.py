@@ -33,14 +33,18 @@ class PlainModule:
     def norm(self, x: Tensor, name: str) -> Tensor:
         return x / (x.pow(2).mean(-1, keepdim=True) + self.eps).sqrt() * self.weights[name]
 
+    def joined(self, tokens: Tensor, hidden: Tensor) -> Tensor:
+        """[B, Q, H]: what the decoder layer gets (equation 21)."""
+        halves = [self.norm(self.embedding[tokens], "embed_norm"), self.norm(hidden, "hidden_norm")]
+        if self.hidden_first:
+            halves.reverse()
+        return torch.cat(halves, -1) @ self.weights["project"].T
+
     def __call__(
         self, tokens: Tensor, hidden: Tensor, positions: Tensor, attend: Attend, parents: Tensor | None = None
     ) -> DraftOutput:
         assert parents is None
-        halves = [self.norm(self.embedding[tokens], "embed_norm"), self.norm(hidden, "hidden_norm")]
-        if self.hidden_first:
-            halves.reverse()
-        x = torch.cat(halves, -1) @ self.weights["project"].T
+        x = self.joined(tokens, hidden)
         at, layer, shape = positions.flatten(), self.module.layer, (x.shape[0], x.shape[1])
         rope = RopeAndNorm(self.module.rope.cos[at], self.module.rope.sin[at])
         x = x.flatten(0, 1)

@@ -7,14 +7,16 @@ from typing import Any
 import pytest
 
 from espalier.config import EngineConfig
+from espalier.engine.launch_input import LaunchInput
 from espalier.layout import TreeShape, max_draft_tokens
 from espalier.request import Request, SamplingParams
+from espalier.sampling.logit_processors import SamplingNeeds
 from espalier.startup import load
 from tests.harness import prompts, request, run
 from tests.mtp import mtp_directories
 from tests.pairwise import pairwise, rows_of
 from tests.properties.mtp_setup import MTPSetup, mtp_reference_of
-from tests.properties.watch import INCREMENTAL, PROPOSAL, Watch, run_watched
+from tests.properties.watch import INCREMENTAL, PROPERTIES, PROPOSAL, Watch, run_watched
 
 # Modules and form.
 FORMS = ((1, "chain"), (3, "chain"), (3, "target"))
@@ -107,6 +109,25 @@ def test_log_probabilities_of_a_cached_prompt_compute_rows_again(form):
 
 
 @every_form
+def test_one_request_in_a_bucket_of_eight(form):
+    """Seven rows of padding go to no expert and change nothing; neither does a launch of no requests."""
+    setup = replace(SMALL, family="deepseek_v3", form=form, max_batch=8, chunk_size=128)
+    engine = setup.engine()
+    right = engine.executor.run
+
+    def padded(launch_input):
+        dummies = 7
+        lengths = (*launch_input.lengths, *(0,) * dummies) if launch_input.is_prefill else ()
+        return right(replace(launch_input, slots=(*launch_input.slots, *(0,) * dummies), lengths=lengths))[:-dummies]
+
+    for width in (0, 16):
+        assert right(LaunchInput(slots=(), needs=SamplingNeeds(), width=width)) == []
+    engine.executor.run = padded
+    watch = Watch(engine, "mtp", mtp_reference_of(setup), PROPERTIES)
+    run_watched(watch, [asked(0, prompts(41, [2])[0], max_tokens=14)])
+
+
+@every_form
 def test_preempted_requests_are_as_if_undisturbed(form):
     watch = watched(replace(SMALL, form=form, num_pages=26, max_context=40, overlap=True))
     style = {"max_tokens": 20, "presence_penalty": 0.6}
@@ -124,11 +145,15 @@ def test_a_tree_a_batch(form):
     run_watched(watch, [asked(i, p, max_tokens=6 + 5 * i) for i, p in enumerate(prompts(5, [4, 1, 5]))])
 
 
-@every_form
-@pytest.mark.parametrize("family", ["deepseek_v3_dense", "glm4_moe", "glm4_moe_lite", "mimo", "mistral", "qwen3_moe"])
+ONE = ("deepseek_v3_dense", "glm4_moe_lite", "mistral", "qwen3_moe")
+FAMILIES = [
+    *((family, FORMS[0]) for family in ONE),
+    *((family, form) for family in ("glm4_moe", "mimo") for form in FORMS),
+]
+
+
+@pytest.mark.parametrize(("family", "form"), FAMILIES)
 def test_other_families(family, form):
-    if form[0] == 3 and family not in ("glm4_moe", "mimo"):
-        pytest.skip("three modules: one family with experts, one without")
     window = 5 if family == "mistral" else None
     run_watched(
         watched(replace(SMALL, family=family, window=window, form=form)),

@@ -58,7 +58,7 @@ class LatentAttention:
         latent = self.kv_down(x).unflatten(0, shape).unsqueeze(2)
         if self.q_down is not None and self.q_norm is not None:
             x = self.q_norm(self.q_down(x))
-        q = self.q(x).view(*shape, self.k_up.shape[0], -1)
+        q = self.q(x).unflatten(1, (self.k_up.shape[0], -1)).unflatten(0, shape)
         with_norm = LatentRopeAndNorm(rope_and_norm.cos, rope_and_norm.sin, self.kv_norm, NORM_EPS, self.interleaved)
         values = attend(layer, LatentProjections(q, latent, with_norm, self.k_up, self.v_up))
         return self.out.in_parts(values.flatten(2).flatten(0, 1))

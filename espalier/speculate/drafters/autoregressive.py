@@ -26,7 +26,7 @@ from espalier.sampling.logit_processors import Above
 from espalier.slots import BatchState
 from espalier.speculate.drafters.feeds import Feed, ModuleRows, feed_name, feeds_of, module_rows
 from espalier.speculate.sampler import Sampler
-from espalier.speculate.tree import Pool, Tree, root_only
+from espalier.speculate.tree import VOID, Pool, Tree, root_only
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,9 @@ class AutoregressiveDrafter:
         nodes = Nodes(rows.positions[:, first:end], rows.positions[:, :end], bits)
         plan = self._plan(rows.prefixes[module - 1], nodes)
         attend = StagedPass(plan, self.staging, self.layout.beam_rows, first, self._first_layer(module))
-        tokens = self._without_padding(rows.tokens[:, first:end], rows.slots.real[:, None])
+        tokens = rows.tokens[:, first:end]
+        if self.draft.has_experts:
+            tokens = tokens.masked_fill(~rows.slots.real[:, None], VOID)
         return self._module(level)(tokens, feed[0], rope_positions(nodes.positions, module), attend, feed[1])
 
     def _tree_feed(self, out: DraftOutput, rows: TreeRows, level: int) -> tuple[Feed, Tensor]:
@@ -226,14 +228,11 @@ class AutoregressiveDrafter:
         commit = Commit(self.pages, page_rows.flatten(), by_layer=is_split or self.spec.modules > 1)
         plan = self._plan(prefix, Nodes.chain(positions))
         attend = StagedPass(plan, self.staging, width, first_layer=self._first_layer(module), commit=commit)
-        tokens = self._without_padding(tokens, positions <= rows.slots.prefix_len[:, None] + length[:, None])
+        if self.draft.has_experts:
+            tokens = tokens.masked_fill(positions > rows.slots.prefix_len[:, None] + length[:, None], VOID)
         out = self.draft.modules[module - 1](tokens, hidden, rope_positions(positions, module), attend, parents)
         attend.end()
         return out.hidden
-
-    def _without_padding(self, tokens: Tensor, real: Tensor) -> Tensor:
-        """tokens [B, Q], with -1 for padding if rows go to experts.  real: [B, 1] or [B, Q]."""
-        return tokens.masked_fill(~real, -1) if self.draft.has_experts else tokens
 
     def _first_layer(self, module: int) -> int:
         return self.first_layer + (module - 1) * self.spec.layers_per_module
