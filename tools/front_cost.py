@@ -95,25 +95,23 @@ def cpu_seconds(pid: int) -> float:
     return sum(int(file.read_text().split()[0]) for file in Path(f"/proc/{pid}/task").glob("*/schedstat")) / 1e9
 
 
-def post(port: int, path: str, body: dict[str, Any]) -> bytes:
-    connection = HTTPConnection("127.0.0.1", port, timeout=60)
-    try:
-        connection.request("POST", path, dumps(body), {"content-type": "application/json"})
-        return connection.getresponse().read()
-    finally:
-        connection.close()
+def post(connection: HTTPConnection, path: str, body: dict[str, Any]) -> None:
+    connection.request("POST", path, dumps(body), {"content-type": "application/json"})
+    answer = connection.getresponse()
+    if b"[DONE]" not in answer.read():
+        raise EspalierError(f"the front answered {answer.status}")
 
 
 def measure(port: int, pid: int, path: str, prompt: dict[str, Any], repeats: int) -> tuple[float, float]:
-    """(µs a request without its tokens, µs a token) of the front."""
-    costs = []
+    """(µs a request without its tokens, µs a token) of the front, on connections that stay open."""
+    costs, connections = [], [HTTPConnection("127.0.0.1", port, timeout=60) for _ in range(STREAMS)]
     for length in LENGTHS:
         body = {"model": "fake", "max_tokens": length, "stream": True, "ignore_eos": True, **prompt}
         with ThreadPoolExecutor(STREAMS) as clients:
             for turn in range(repeats + 1):
                 if turn == 1:
                     began = cpu_seconds(pid)
-                list(clients.map(lambda _: post(port, path, body), range(STREAMS)))  # noqa: B023
+                list(clients.map(lambda each: post(each, path, body), connections))  # noqa: B023
         costs.append((cpu_seconds(pid) - began) / (repeats * STREAMS))
     per_token = (costs[1] - costs[0]) / (LENGTHS[1] - LENGTHS[0])
     return 1e6 * (costs[0] - LENGTHS[0] * per_token), 1e6 * per_token

@@ -97,9 +97,9 @@ def test_only_rows_of_requests_go_to_experts(algorithm, monkeypatch):
     """Neither padding of a chunk, nor requests that pad a batch, nor void nodes."""
     rows_to_experts: list[torch.Tensor] = []
 
-    def recorded(x, gate_up, down, ids, weights, live, *how):
+    def recorded(*experts, live, **how):
         rows_to_experts.append(live)
-        return grouped_experts(x, gate_up, down, ids, weights, live, *how)
+        return grouped_experts(*experts, live=live, **how)
 
     monkeypatch.setattr("espalier.models.layers.experts.grouped_experts", recorded)
     engine = setup_of(algorithm, family="qwen3_moe", max_batch=4).engine()
