@@ -22,7 +22,6 @@ from typing import Any
 
 import zmq
 
-from espalier.cli.serve import loop_factory
 from espalier.config import EngineConfig
 from espalier.errors import EspalierError
 from espalier.llm import prepare
@@ -81,13 +80,12 @@ def front(port: int, profile: str | None) -> None:
     logs.set_up("info", False)
     client = ClientOptions(worker="tools.front_cost")
     options = ServeOptions("127.0.0.1", port, 5.0, None, client, FrontOptions(("fake",)), ApiOptions())
-    with asyncio.Runner(loop_factory=loop_factory()) as runner:
-        if profile is None:
-            runner.run(serve({}, options))
-            return
-        profiler = cProfile.Profile()
-        profiler.runcall(runner.run, serve({}, options))
-        profiler.dump_stats(profile)
+    if profile is None:
+        asyncio.run(serve({}, options))
+        return
+    profiler = cProfile.Profile()
+    profiler.runcall(asyncio.run, serve({}, options))
+    profiler.dump_stats(profile)
 
 
 def cpu_seconds(pid: int) -> float:

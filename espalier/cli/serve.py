@@ -3,7 +3,6 @@
 import asyncio
 import os
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -156,8 +155,7 @@ def run(args: Namespace) -> int:
     )
     logs.set_up(args.log_level, args.log_json)
     try:
-        with asyncio.Runner(loop_factory=loop_factory()) as runner:
-            runner.run(serve(settings, options))
+        asyncio.run(serve(settings, options))
     except asyncio.CancelledError:  # SIGTERM while the model was being loaded
         return 0
     return 0
@@ -194,15 +192,6 @@ def sendable(settings: dict[str, Any]) -> dict[str, Any]:
     if tree is None or isinstance(tree, str):
         return settings
     return {**settings, "speculation": asdict(tree)}
-
-
-def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """Of uvloop's event loop if it is installed; None: of asyncio's."""
-    try:
-        import uvloop
-    except ImportError:
-        return None
-    return uvloop.new_event_loop
 
 
 def _require(name: str, value: float, low: float) -> None:
