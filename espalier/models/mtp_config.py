@@ -99,8 +99,8 @@ def read_mtp(path: Path, raw: Raw, target: ModelConfig) -> MTPConfig:
 
 def stores_mtp(path: Path, target: ModelConfig) -> bool:
     """Whether the target's directory holds MTP layers of its own."""
-    count = target.raw.get(COUNT) or 0
-    if target.mtp is None or not count:
+    count = target.raw.get(COUNT)
+    if target.mtp is None or not isinstance(count, int) or count < 1:
         return False
     weights = Weights(path, torch.float32, "cpu")
     names = [f"{target.mtp.prefix_of(layer, target.num_layers)}{target.mtp.project}.weight" for layer in range(count)]

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -72,6 +73,8 @@ def test_every_property_holds_in_the_whole_product(cell):
     run_watched(watched(setup), requests)
 
 
+# (request, cached tokens, new tokens).
+CUT = ((0, 0, 34), (1, 20, 30), (2, 23, 18), (3, 26, 48))
 SMALL = MTPSetup(steps=3, topk=2, num_draft_tokens=9, page_size=2, max_batch=3, max_context=64, chunk_size=16)
 every_form = pytest.mark.parametrize("form", FORMS, ids=str)
 
@@ -89,13 +92,18 @@ def test_a_prefix_hit_of_every_length_is_entered_again(page_size, family, form):
 
 
 @every_form
-def test_a_hit_is_cut_into_chunks_and_pieces(form):
-    """Sixteen rows a pass, of two long prompts at a time, so passes cut the rows that a hit computes again."""
-    watch = watched(replace(SMALL, form=form, page_size=1, max_batch=2, max_context=96))
+@pytest.mark.parametrize("chunk_size", [16, 64], ids=["chunks", "pieces"])
+def test_a_prompt_is_cut_behind_every_hit(chunk_size, form):
+    """Passes of sixteen rows cut prompts into chunks.  Wider ones run several pieces of a prompt, each fed by the piece
+    before it."""
+    watch = watched(replace(SMALL, form=form, page_size=1, max_batch=2, max_context=96, chunk_size=chunk_size))
     trunk = prompts(37, [40])[0]
-    requests = [asked(i, [*trunk[: 3 * i + 20], *prompts(i, [30])[0]], max_tokens=4) for i in range(4)]
+    requests = [asked(i, [*trunk[:kept], *prompts(i, [new])[0]], max_tokens=4) for i, kept, new in CUT]
     run_watched(watch, [asked(9, trunk, max_tokens=2)], last=False)
-    run_watched(watch, requests)
+    executor = watch.engine.executor
+    with patch.object(executor, "launch", wraps=executor.launch) as launch:
+        run_watched(watch, requests)
+    assert any(call.args[0].pieces for call in launch.call_args_list) is (chunk_size == 64)
 
 
 @every_form

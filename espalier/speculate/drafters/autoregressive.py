@@ -98,8 +98,8 @@ class AutoregressiveDrafter:
         self.depths = torch.arange(layout.beam_rows, device=pages.device) // layout.topk + 1
         self.own_bits = own_bits(0, layout.beam_rows, layout.beam_words, pages.device)
         # Entry d: the bits of all rows deeper than d.
-        lost = range(self.spec.modules)
-        self.bits_below = torch.stack([self.own_bits[layout.beams_above(depth + 1) :].sum(0) for depth in lost])
+        depths = range(self.spec.modules)
+        self.bits_below = torch.stack([self.own_bits[layout.beams_above(depth + 1) :].sum(0) for depth in depths])
         # The path score of the root is log 1.
         self.root_scores = torch.zeros(layout.max_batch, 1, device=pages.device)
         self.staging = staging or StagedKV(layer_specs, layers, layout.draft_rows, pages.dtype, pages.device)
