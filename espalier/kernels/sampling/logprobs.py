@@ -15,7 +15,7 @@ from torch import Tensor
 from espalier.kernels.runtime.launch import Chip, chip, kernel, oversubscribed, power_of_two, require
 from espalier.kernels.runtime.pdl import early, pdl_wait_if
 from espalier.kernels.tree.select_beams import ordered_topk
-from espalier.logprobs import TOP, words
+from espalier.logprobs import CHOSEN, RANK, TOKEN, TOP, words
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -135,6 +135,11 @@ def write_logprobs_triton(
             max_width,
             *dense.stride()[:2],
         ),
+        TOKEN=TOKEN,
+        RANK=RANK,
+        CHOSEN=CHOSEN,
+        TOP_IDS=TOP,
+        TOP_VALUES=TOP + 1,
         MOST=most,
         WORDS=num_words,
         SPLITS=power_of_two(splits),
@@ -189,11 +194,13 @@ def _merge_logprobs_kernel(
     words_ptr, floats_ptr, entry_ptr,
     values_ptr, ids_ptr, parts_ptr, logits_ptr, rows_ptr, tokens_ptr, length_ptr, num_logprobs_ptr,
     width, splits, max_batch, max_width, batch_stride, row_stride,
+    TOKEN: tl.constexpr, RANK: tl.constexpr, CHOSEN: tl.constexpr, TOP_IDS: tl.constexpr, TOP_VALUES: tl.constexpr,
     MOST: tl.constexpr, WORDS: tl.constexpr, SPLITS: tl.constexpr, CANDIDATES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Candidates are in order of their ids, so the first of equal candidates has the lowest id.
 
-    words_ptr, floats_ptr: the ring, as integers and as floats.
+    words_ptr, floats_ptr: the ring, as integers and as floats.  TOKEN to TOP_VALUES: places in a row of
+    espalier/logprobs.py.
     """
     pdl_wait_if(DEPENDENT)
     place = tl.program_id(0).to(tl.int64)
@@ -211,11 +218,10 @@ def _merge_logprobs_kernel(
         row_ptr = logits_ptr + b * batch_stride + tl.load(rows_ptr + place) * row_stride
         token = tl.load(tokens_ptr + place)
         chosen = tl.load(row_ptr + token).to(exact)
-        # The order of a row's words is espalier/logprobs.py's.
         out = ((tl.load(entry_ptr) * max_batch + b) * max_width + w) * WORDS
-        tl.store(words_ptr + out, token)
-        tl.store(words_ptr + out + 1, 1 + tl.sum(above.to(tl.int32), 0).to(tl.int64))
-        tl.store(floats_ptr + out + 2, ((chosen - top) - total).to(tl.float64))
+        tl.store(words_ptr + out + TOKEN, token)
+        tl.store(words_ptr + out + RANK, 1 + tl.sum(above.to(tl.int32), 0).to(tl.int64))
+        tl.store(floats_ptr + out + CHOSEN, ((chosen - top) - total).to(tl.float64))
         candidate = tl.arange(0, CANDIDATES)
         wanted = tl.minimum(num_logprobs, MOST)
         left = (candidate < splits * MOST) & (candidate % MOST < wanted)
@@ -227,6 +233,6 @@ def _merge_logprobs_kernel(
             best = tl.max(tl.where(left, values, float("-inf")), 0)
             at = tl.min(tl.where(left & (values == best), candidate, 2147483647), 0)
             best_id = tl.sum(tl.where(candidate == at, ids, 0), 0)
-            tl.store(words_ptr + out + 3 + 2 * k, best_id.to(tl.int64))
-            tl.store(floats_ptr + out + 4 + 2 * k, ((best - top) - total).to(tl.float64))
+            tl.store(words_ptr + out + TOP_IDS + 2 * k, best_id.to(tl.int64))
+            tl.store(floats_ptr + out + TOP_VALUES + 2 * k, ((best - top) - total).to(tl.float64))
             left = left & (candidate != at)
