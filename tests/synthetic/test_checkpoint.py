@@ -201,6 +201,23 @@ def test_the_draft_gives_what_its_tables_say_at_every_depth(tree: tuple[int, int
     assert engine.totals.accept_length == pytest.approx(predicted, abs=0.15)
 
 
+@pytest.mark.parametrize(
+    ("layers", "form", "tree"),
+    [
+        (3, "chain", (5, 4, 16)),
+        (3, "target", (4, 1, 5)),
+        pytest.param(1, "chain", (5, 4, 16), marks=pytest.mark.full),
+        pytest.param(3, "target", (5, 4, 16), marks=pytest.mark.full),
+    ],
+)
+def test_mtp_layers_give_what_their_tables_say(layers: int, form: str, tree: tuple[int, int, int]) -> None:
+    recipe = a_recipe(shape=LONG, skill=0.75, mtp_layers=layers, mtp_form=form)
+    engine = an_engine(recipe, tree, torch.float32, batch=8)
+    starts = prompts(recipe, 8)
+    assert generate(engine, starts, 100) == [recipe.chain().follow(start, 100) for start in starts]
+    assert engine.totals.accept_length == pytest.approx(predicted_accept_length(recipe.chain(), *tree), abs=0.15)
+
+
 def test_copied_text_follows_the_rule_with_and_without_a_tree() -> None:
     recipe = a_recipe(mode="copy", shape=LONG)
     starts = prompts(recipe, 4)
