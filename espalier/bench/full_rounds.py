@@ -21,10 +21,14 @@ from espalier.request import Request, SamplingParams
 class Rounds:
     """Full-batch rounds of one cell.
 
-    context: tokens of a request, the mean over requests and rounds; round_ms: median by the wall clock; gpu_ms and
-    idle_share: by events around the CUDA graphs, None without graphs; host_ms: time a round in which the host did not
-    wait for results; replays: CUDA graphs a round; follows: requests whose output is the chain's; experts_touched: in a
-    layer by the target's pass, the mean over layers and a few rounds after the timed ones, None for a dense target.
+    context: tokens of a request, the mean over requests and rounds.
+    round_ms: median by the wall clock.
+    gpu_ms, idle_share: by events around the CUDA graphs; None without graphs.
+    host_ms: time of a round in which the host did not wait for results.
+    replays: CUDA graphs of a round.
+    follows: requests whose output is the chain's.
+    experts_touched: by the target's pass in one layer, the mean over layers and a few rounds after the timed ones; None
+    for a dense target.
     """
 
     context: float

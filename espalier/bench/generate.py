@@ -91,8 +91,9 @@ class RoundClock:
 class Generated:
     """A batch of prompts of `context` tokens.
 
-    first_token_ms: from the call until every request has its first token.  round_ms, accept_length, tokens_per_second:
-    of rounds that run every request, without prefill.  floor_ms: the least time of such a round (roofline.py); None
+    first_token_ms: from the call until every request has its first token.  round_ms: of rounds that run every request,
+    without prefill.  accept_length: the mean over all requests and rounds.  tokens_per_second: of a round of round_ms
+    in which each request accepts that many tokens.  floor_ms: the least time of such a round (roofline.py); None
     without a named shape or a GPU.
     """
 
