@@ -58,6 +58,17 @@ def test_a_round_takes_the_slope_and_the_first_token_every_pass(engines, clock, 
         assert found.tokens_per_second == pytest.approx(batch / STEP)
 
 
+def test_only_rounds_of_the_whole_batch_count():
+    """Not the prefill pass before them, nor the first rounds, nor the shorter rounds of those who are left."""
+    clock = generate.RoundClock()
+    sizes = [0, 1, 2, 2, 2, *[2] * 10, 1, 1, 2, 2]
+    starts = [0.0, 5.0, 9.0, 9.1, 9.2, *(9.3 + 0.5 * k for k in range(10)), 20.0, 20.1, 40.0, 41.0]
+    clock.launches = list(zip(starts, sizes, strict=True))
+    assert clock.seconds(2) == pytest.approx(0.5)
+    with pytest.raises(EspalierError, match="only 0 rounds ran all 3 requests"):
+        clock.seconds(3)
+
+
 def test_too_few_tokens_and_too_few_pages_are_refused(engines):
     with engines.open(True) as bench, pytest.raises(EspalierError, match="and 9 are needed: raise --tokens"):
         generate.measure(bench.llm, bench.prompts([20]), 10, 1)
