@@ -71,6 +71,11 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "gpt_oss": {"num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 7, "swiglu_limit": 0.8},
 }
 
+# What a family with "_dense" behind its name has in place of its DEFAULTS.
+WITHOUT_EXPERTS: dict[str, Any] = {"first_k_dense_replace": 1000}
+# GPT-OSS cannot go without: every token goes to both experts.
+WITHOUT_ROUTING: dict[str, Any] = {"num_local_experts": 2, "num_experts_per_tok": 2}
+
 
 def make_target(
     path: Path | str,
@@ -86,10 +91,11 @@ def make_target(
 ) -> Path:
     """A random Hugging Face directory, float64.  config: further fields of the family's config class.
 
-    A family of DeepSeek with "_dense" behind its name has no experts.
+    A family with "_dense" behind its name chooses between no experts.
     """
     if family.endswith("_dense"):
-        family, config = family.removesuffix("_dense"), {"first_k_dense_replace": 1000, **config}
+        family = family.removesuffix("_dense")
+        config = {**(WITHOUT_ROUTING if family == "gpt_oss" else WITHOUT_EXPERTS), **config}
     fields = {
         "vocab_size": vocab,
         "hidden_size": hidden,

@@ -26,7 +26,7 @@ TIE = 1 + 2.0**-23
 
 
 def dense_of(family: str) -> str:
-    """The family of a target without experts, for bfloat16: where two experts score nearly alike, a rounded router
+    """The family of a target that routes nothing, for bfloat16: where two experts score nearly alike, a rounded router
     chooses another one than the oracle, and the row is another one's."""
     return "qwen3" if family == "qwen3_moe" else f"{family}_dense"
 

@@ -52,12 +52,14 @@ def test_equals_float64(kernel_device, make, shape, in_place, interleaved, norme
     )
     weight = norm.to(kernel_device, dtype) if normed else None
     plane = torch.full((2 * count, 1, rank + rotary), torch.nan, dtype=dtype, device=kernel_device)
-    rows = torch.randperm(2 * count, generator=torch.Generator().manual_seed(5))[:count]
+    # Every second number of a tensor, as one level of a chain is a column of the batch's rows.
+    rows = torch.randperm(2 * count, generator=torch.Generator().manual_seed(5))[::2]
+    on_device = rows.repeat_interleave(2).to(kernel_device)[::2]
     q = raw.clone() if in_place else torch.full((count, heads, before + rotary + 3), 7.0).to(kernel_device, dtype)
     q_rope = (q if in_place else raw)[..., before:]
     expected = rotated(q_rope.double().cpu(), angle, interleaved)
     left = q[..., : q.shape[2] - rotary].clone()
-    make(q_rope, q, latent, LatentRopeAndNorm(cos, sin, weight, 1e-6, interleaved), rows.to(kernel_device), plane)
+    make(q_rope, q, latent, LatentRopeAndNorm(cos, sin, weight, 1e-6, interleaved), on_device, plane)
 
     within = {"rtol": TOLERANCE[dtype], "atol": TOLERANCE[dtype]}
     torch.testing.assert_close(q[..., q.shape[2] - rotary :].double().cpu(), expected, **within)

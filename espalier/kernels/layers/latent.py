@@ -116,7 +116,7 @@ def _store_latent(
 @kernel
 def _rotate_latent_kernel(
     rope_ptr, q_ptr, latent_ptr, cos_ptr, sin_ptr, norm_ptr, row_ptr, plane_ptr,
-    rope_n, rope_h, q_n, q_h, latent_n, cos_n, sin_n, plane_row,
+    rope_n, rope_h, q_n, q_h, latent_n, cos_n, sin_n, row_n, plane_row,
     EPS: tl.constexpr, HEADS: tl.constexpr, RANK: tl.constexpr, ROTARY: tl.constexpr, Q_AT: tl.constexpr,
     INTERLEAVED: tl.constexpr, NORM: tl.constexpr, EXACT: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_RANK: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
@@ -126,7 +126,7 @@ def _rotate_latent_kernel(
     n = tl.program_id(0).to(tl.int64)
     cos, sin = cos_ptr + n * cos_n, sin_ptr + n * sin_n
     if tl.program_id(1) == 0:
-        to = plane_ptr + tl.load(row_ptr + n) * plane_row
+        to = plane_ptr + tl.load(row_ptr + n * row_n) * plane_row
         _store_latent(
             latent_ptr + n * latent_n, to, cos, sin, norm_ptr,
             EPS, RANK, ROTARY, INTERLEAVED, NORM, EXACT, BLOCK_RANK, BLOCK,
@@ -157,7 +157,7 @@ def rotate_and_store_latent_triton(
     norm = rope_and_norm.norm
     if norm is not None:
         require("latent rope: norm", norm, (size - rotary,), None, plane)
-    read = (q_rope, q, latent, rope_and_norm.cos, rope_and_norm.sin, plane, rows, *(() if norm is None else (norm,)))
+    read = (q_rope, q, latent, rope_and_norm.cos, rope_and_norm.sin, plane, *(() if norm is None else (norm,)))
     if any(tensor.stride(-1) != 1 and tensor.shape[-1] > 1 for tensor in read):
         raise EspalierError("latent rope needs tensors with a contiguous last dimension: pass them contiguous")
     if not count:
@@ -177,6 +177,7 @@ def rotate_and_store_latent_triton(
         latent.stride(0),
         rope_and_norm.cos.stride(0),
         rope_and_norm.sin.stride(0),
+        rows.stride(0),
         plane.stride(0),
         # constexpr: as a run-time argument eps would be rounded to float32.
         EPS=rope_and_norm.eps,
