@@ -63,9 +63,9 @@ def _row(page, at, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
     # Triton 3.6 does not pipeline a loop that carries more than the load itself.
     if PAGE_SIZE % BLOCK_N == 0:
         row = page * PAGE_SIZE + at % PAGE_SIZE + offset
-    elif BLOCK_N % PAGE_SIZE == 0:
-        row = page * PAGE_SIZE + offset % PAGE_SIZE
     else:
+        # Never offset % PAGE_SIZE alone: from it Triton 3.6 takes each row for a multiple of the page size, and loads
+        # rows of 22 values 16 bytes at a time, misaligned.
         row = page * PAGE_SIZE + (at + offset) % PAGE_SIZE
     return row.to(tl.int64)
 
