@@ -1,19 +1,31 @@
-"""`espalier bench round --acceptance`: accept length on held-out text, of the tree and of variants of it."""
+"""`espalier bench round --acceptance`: accept length on held-out text, of the tree and of variants of it.
 
+With --trees it measures these trees alone, each also by place (accept_by_place.py).  A draft of several MTP modules
+runs in the other form too, for comparison with the one that its config.json names.
+"""
+
+import json
 from argparse import Namespace
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
+from espalier.bench.accept_by_place import Place, after_hit, after_rejection, tokens_of_first_rounds
 from espalier.bench.drive import Driven, drive, rebuilt, texts
 from espalier.config import SpeculationConfig
 from espalier.engine.engine import Engine
 from espalier.engine.launch_input import RoundTrace
 from espalier.errors import EspalierError
+from espalier.layout import TreeShape
 from espalier.llm import LLM, faults
+from espalier.models.mtp_config import FORM, FORMS
 from espalier.request import SamplingParams
-from espalier.terminal.console import print_table, progress, write_json
+from espalier.speculate.drafters.autoregressive import AutoregressiveDrafter
+from espalier.terminal.console import print_table, progress, stdout, write_json
+from espalier.terminal.flags import refuse_tree_flags
 
 # Text is called repeated if a run of this many tokens occurred before.
 REPEAT = 16
@@ -26,7 +38,8 @@ class Variant:
     """One way to draft.
 
     speculation: None for the settings as they are; planted: a context in which a fault is planted; coupled_scores: see
-    ModelRunner.
+    ModelRunner; other_form: run an MTP draft in the form that its config.json does not name; teacher_forced, by_place:
+    whether these are measured too.
     """
 
     name: str
@@ -34,6 +47,9 @@ class Variant:
     temperature: float = 0.0
     planted: Callable[[], AbstractContextManager[Any]] = nullcontext
     coupled_scores: bool = True
+    other_form: bool = False
+    teacher_forced: bool = False
+    by_place: bool = False
 
 
 @dataclass(frozen=True)
@@ -42,7 +58,7 @@ class Acceptance:
 
     repeated_share: share of the tokens that come from rounds in repeated text; by_depth: (tried, accepted) by
     depth, from 1; same_tokens: of `requests`, those with the same tokens as the first variant of the same
-    temperature, None where tokens are not compared.
+    temperature, None where tokens are not compared.  places: accept length by place.
     """
 
     name: str
@@ -54,6 +70,7 @@ class Acceptance:
     by_depth: list[tuple[int, int]]
     requests: int
     same_tokens: int | None
+    places: tuple[Place, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -64,10 +81,10 @@ def variants(steps: int, algorithm: str, has_draft: bool) -> list[Variant]:
     scores.  Without a draft: the tree and n-gram."""
     ngram = Variant("n-gram tree", SpeculationConfig(algorithm="ngram", steps=steps))
     if not has_draft:
-        return [Variant("tree"), ngram]
+        return [Variant("tree", teacher_forced=True), ngram]
     chain = SpeculationConfig(steps=steps, topk=1, num_draft_tokens=steps + 1)
     return [
-        Variant(f"{algorithm} tree"),
+        Variant(f"{algorithm} tree", teacher_forced=True),
         Variant(f"{algorithm} chain", chain),
         ngram,
         Variant(f"{algorithm} tree, wrong ancestors", planted=lambda: faults().plant("wrong-ancestor")),
@@ -76,41 +93,111 @@ def variants(steps: int, algorithm: str, has_draft: bool) -> list[Variant]:
     ]
 
 
+def tree_variants(trees: Sequence[TreeShape], algorithm: str, has_forms: bool) -> list[Variant]:
+    """Each tree and, if the draft has forms, the same tree in the other form."""
+    found = []
+    for tree in trees:
+        name = f"{algorithm} {tree.steps},{tree.topk},{tree.num_draft_tokens}"
+        speculation = SpeculationConfig(**asdict(tree), by_batch={})
+        found.append(Variant(name, speculation, by_place=True))
+        if has_forms:
+            found.append(Variant(f"{name}, other form", speculation, other_form=True))
+    return found
+
+
 def run(args: Namespace, settings: dict[str, Any]) -> None:
-    with progress("measuring", 7) as advance:
-        rows = measure(settings, args.prompts, args.tokens, advance)
+    if args.trees:
+        refuse_tree_flags(args, "--trees")
+        if not all(tree.steps for tree in args.trees):
+            raise EspalierError("--trees: a tree of steps 0 drafts nothing; leave it out")
+    with progress("measuring", len(args.trees) or 7) as advance:
+        rows = measure(settings, args.prompts, args.tokens, advance, args.trees)
     about = {name: str(value) for name, value in settings.items()}
     write_json(args.json, {"settings": about, "acceptance": [row.as_dict() for row in rows]})
     print_table(_table(rows))
+    for row in rows:
+        if row.places:
+            stdout().print()
+            print_table(_place_table(row))
 
 
 def measure(
-    settings: dict[str, Any], num_prompts: int, num_tokens: int, advance: Callable[[], None]
+    settings: dict[str, Any],
+    num_prompts: int,
+    num_tokens: int,
+    advance: Callable[[], None],
+    trees: Sequence[TreeShape] = (),
 ) -> list[Acceptance]:
-    """Every variant on the same prompts; `advance` is called after each.  Raises EspalierError."""
+    """Every variant on the same prompts, or these trees; `advance` is called after each.  Raises EspalierError."""
     with LLM(**settings) as llm:
-        steps, algorithm, has_draft = llm.config.steps, llm.config.algorithm, llm.config.draft is not None
+        steps, algorithm, draft = llm.config.steps, llm.config.algorithm, llm.config.draft
         if not steps:
             raise EspalierError("--acceptance is of what is drafted, and steps=0 drafts nothing; leave one out")
         texts(llm, num_prompts)  # raises, before anything is measured, if there are too few
+        has_forms = num_modules(llm.engine) > 1
+    chosen = tree_variants(trees, algorithm, has_forms) if trees else variants(steps, algorithm, draft is not None)
     rows: list[Acceptance] = []
     reference: dict[float, list[list[int]]] = {}
-    for variant in variants(steps, algorithm, has_draft):
+    for variant in chosen:
         # A fault is planted around the engine's start too: a GPU captures its rounds there.
-        with variant.planted(), LLM(**_settings_of(variant, settings)) as llm:
+        with variant.planted(), _opened(variant, settings, draft) as llm:
             engine = llm.engine
             if not variant.coupled_scores:
                 engine = rebuilt(engine, llm.config.graph_batch, coupled_scores=False)
             driven = _generated(llm, engine, variant, num_prompts, num_tokens)
             expected = reference.setdefault(variant.temperature, driven.tokens)
             same = sum(a == b for a, b in zip(driven.tokens, expected, strict=True))
-            rows.append(_summarise(variant.name, driven, driven.traces, same))
-            advance()
-            if len(rows) == 1:
+            places = _places(llm, variant, settings, driven, num_tokens) if variant.by_place else ()
+            rows.append(_summarise(variant.name, driven, driven.traces, same, places))
+            if not variant.other_form:
+                advance()
+            if variant.teacher_forced:
                 rows.append(_teacher_forced(llm, f"{variant.name}, teacher-forced", num_prompts))
                 advance()
             engine.close()
     return rows
+
+
+def num_modules(engine: Engine) -> int:
+    """Modules of the draft; 0 for n-gram."""
+    drafter = engine.executor.runner.drafter
+    return drafter.spec.modules if isinstance(drafter, AutoregressiveDrafter) else 0
+
+
+@contextmanager
+def _opened(variant: Variant, settings: dict[str, Any], draft: Any) -> Iterator[LLM]:
+    """An LLM of this variant.  draft: the directory of the draft, None without one."""
+    with ExitStack() as stack:
+        changed = {"draft": stack.enter_context(in_other_form(Path(draft)))} if variant.other_form else {}
+        yield stack.enter_context(LLM(**_settings_of(variant, settings) | changed))
+
+
+@contextmanager
+def in_other_form(draft: Path) -> Iterator[Path]:
+    """A directory that links to the files of an MTP draft, but whose config.json names the other form."""
+    with TemporaryDirectory(prefix="espalier-form-") as made:
+        path = Path(made)
+        for file in draft.iterdir():
+            if file.name != "config.json":
+                (path / file.name).symlink_to(file.resolve())
+        config = json.loads((draft / "config.json").read_text())
+        [other] = [form for form in FORMS if form != config.get(FORM, FORMS[0])]
+        (path / "config.json").write_text(json.dumps({**config, FORM: other}))
+        yield path
+
+
+def _places(llm: LLM, variant: Variant, settings: dict[str, Any], driven: Driven, num_tokens: int) -> tuple[Place, ...]:
+    """driven: the variant's run, in an engine that had cached nothing before it."""
+    steps = llm.config.steps
+    params = _params(variant, min(num_tokens, tokens_of_first_rounds(steps)))
+
+    @contextmanager
+    def fresh_engine() -> Iterator[Engine]:
+        with LLM(**{**_settings_of(variant, settings), "prefix_cache": False}) as fresh:
+            yield fresh.engine
+
+    prompts = [request.prompt for request in driven.requests]
+    return (*after_hit(llm.engine, prompts, driven, params), *after_rejection(driven, steps, fresh_engine))
 
 
 def _settings_of(variant: Variant, settings: dict[str, Any]) -> dict[str, Any]:
@@ -131,8 +218,11 @@ def _generated(llm: LLM, engine: Engine, variant: Variant, num_prompts: int, num
             f"--tokens={num_tokens} after prompts of up to {longest} is above max_context={max_context}; lower "
             "--tokens or --prompts, or raise --max-context"
         )
-    params = SamplingParams(temperature=variant.temperature, max_tokens=num_tokens, top_k=0, top_p=1.0)
-    return drive(engine, prompts, params)
+    return drive(engine, prompts, _params(variant, num_tokens))
+
+
+def _params(variant: Variant, num_tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=variant.temperature, max_tokens=num_tokens, top_k=0, top_p=1.0)
 
 
 def _teacher_forced(llm: LLM, name: str, num_prompts: int) -> Acceptance:
@@ -149,7 +239,13 @@ def _teacher_forced(llm: LLM, name: str, num_prompts: int) -> Acceptance:
     return _summarise(name, driven, firsts, None)
 
 
-def _summarise(name: str, driven: Driven, traces: dict[str, list[RoundTrace]], same: int | None) -> Acceptance:
+def _summarise(
+    name: str,
+    driven: Driven,
+    traces: dict[str, list[RoundTrace]],
+    same: int | None,
+    places: tuple[Place, ...] = (),
+) -> Acceptance:
     lengths: dict[bool, list[int]] = {False: [], True: []}
     by_depth: list[list[int]] = []
     for request in driven.requests:
@@ -169,6 +265,7 @@ def _summarise(name: str, driven: Driven, traces: dict[str, list[RoundTrace]], s
         by_depth=[(tried, accepted) for tried, accepted in by_depth],
         requests=len(driven.requests),
         same_tokens=same,
+        places=places,
     )
 
 
@@ -210,4 +307,12 @@ def _table(rows: Sequence[Acceptance]) -> list[list[str]]:
             " ".join(f"{accepted / tried:.2f}" for tried, accepted in row.by_depth),
         ]
         lines.append(cells)
+    return lines
+
+
+def _place_table(row: Acceptance) -> list[list[str]]:
+    lines = [[row.name, "rounds", "accept length", "afresh", "differing"]]
+    for place in row.places:
+        lengths = f"{place.accept_length:.2f}", f"{place.afresh:.2f}"
+        lines.append([place.name, str(place.rounds), *lengths, str(place.differing)])
     return lines

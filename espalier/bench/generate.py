@@ -6,7 +6,7 @@ not count: they are smaller.
 
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import takewhile
 from statistics import median
 from time import perf_counter
@@ -31,7 +31,7 @@ from espalier.request import Output, SamplingParams
 from espalier.speculate.drafters import WITHOUT_FILES
 from espalier.startup.resolve import layout_of
 from espalier.terminal.console import QUIET, print_table, progress, stdout, write_json
-from espalier.terminal.flags import flag_of, given_flags, prompt_group, require_at_least_one
+from espalier.terminal.flags import prompt_group, refuse_tree_flags, require_at_least_one
 
 # Default --prompts: for a named shape, and for a model.
 PROMPTS_OF_SHAPE = [(1, 1024), (8, 1024)]
@@ -160,9 +160,7 @@ def _tree_settings(args: Namespace) -> dict[str, Any]:
     """The setting of --tree.  Raises EspalierError if other flags say something about the tree too."""
     if args.tree is None:
         return {}
-    given = [name for name in given_flags(args) if name in {f.name for f in fields(SpeculationConfig)}]
-    if given:
-        raise EspalierError(f"{flag_of(given[0])} is not for --tree, which names the tree; leave one out")
+    refuse_tree_flags(args, "--tree")
     return {"speculation": SpeculationConfig(**asdict(args.tree), by_batch={}) if args.tree != PLAIN else None}
 
 

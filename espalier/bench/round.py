@@ -40,7 +40,7 @@ FLAGS_BY_MODE = MappingProxyType(
             *("json", "plot"),
         ),
         "memory": ("page_size", "json"),
-        "acceptance": ("prompts", "tokens", "page_size", "json"),
+        "acceptance": ("prompts", "tokens", "trees", "page_size", "json"),
         None: ("batch", "context", "tokens", "repeats", "compare", "page_size", "json", "plot"),
     }
 )
@@ -64,6 +64,14 @@ def add_flags(parser: ArgumentParser) -> None:
     parser.add_argument("--tokens", type=int, metavar="N", help="tokens to generate for each prompt (96)")
     parser.add_argument("--repeats", type=int, metavar="N", help="repetitions; medians are shown (5)")
     parser.add_argument("--prompts", type=int, metavar="N", help="held-out prompts of --acceptance (16)")
+    parser.add_argument(
+        "--trees",
+        type=choose.tree_shape,
+        nargs="+",
+        default=[],
+        metavar="S,K,D",
+        help="of --acceptance: measure these trees alone, in each form of an MTP draft, and after hits and rejections",
+    )
     parser.add_argument(
         "--page-size",
         type=whole_numbers,

@@ -27,6 +27,12 @@ def add_engine_flags(parser: ArgumentParser, leave_out: Collection[str] = ()) ->
         _add(tree, f)
 
 
+def refuse_tree_flags(args: Namespace, flag: str) -> None:
+    """Raises EspalierError if a flag of SpeculationConfig is given beside `flag`, which names the tree."""
+    if given := _given(args, SpeculationConfig):
+        raise EspalierError(f"{flag_of(next(iter(given)))} is not for {flag}, which names the tree; leave one out")
+
+
 def add_json_flag(parser: ArgumentParser) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there as well")
 

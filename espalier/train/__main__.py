@@ -14,11 +14,15 @@ import numpy as np
 
 from espalier.train.bundle import STAGES, BundleFolders, make_bundle
 from espalier.train.checkpoint import read_config
-from espalier.train.draft_run import TrainConfig
+from espalier.train.draft_run import TrainConfig, training_device
 from espalier.train.eagle3 import Eagle3Config, train_eagle3
 from espalier.train.evaluate import evaluate_draft
 from espalier.train.mtp import MtpConfig, evaluate_mtp, train_mtp
 from espalier.train.mtp_checkpoint import is_mtp
+from espalier.train.own_text import OwnTextConfig, write_own_text
+from espalier.train.target import FrozenTarget
+
+DATA_HELP = 'JSON lines with "text" or "token_ids", or a .npy of token ids [num_tokens]'
 
 
 @dataclass(frozen=True)
@@ -53,10 +57,15 @@ def make_parser() -> argparse.ArgumentParser:
     for name, trainer in TRAINERS.items():
         train = commands.add_parser(name, help=trainer.help)
         train.add_argument("--target", type=Path, required=True, help="directory of a Llama, Qwen or Mistral model")
-        train.add_argument("--data", type=Path, required=True, help='JSON lines with "text" or "token_ids"')
+        train.add_argument("--data", type=Path, required=True, help=DATA_HELP)
         train.add_argument("--out", type=Path, required=True, help="where the draft goes")
         train.add_argument("--work", type=Path, help="where an unfinished run keeps its state [OUT/work]")
         add_config_flags(train, trainer.config)
+    own_text = commands.add_parser("own-text", help="continue text by the target, for all runs of a work folder")
+    own_text.add_argument("--target", type=Path, required=True, help="directory of a Llama, Qwen or Mistral model")
+    own_text.add_argument("--data", type=Path, required=True, help=DATA_HELP)
+    own_text.add_argument("--work", type=Path, required=True, help="the folder; texts of several seeds add up there")
+    add_config_flags(own_text, OwnTextConfig)
     evaluate = commands.add_parser("evaluate", help="accept lengths of a draft on the target's own greedy text")
     for name in ("target", "draft", "data"):
         evaluate.add_argument(f"--{name}", type=Path, required=True)
@@ -92,6 +101,26 @@ def read_prompts(path: Path, target: Path) -> list[list[int]]:
     return documents
 
 
+def read_stream(path: Path, target: Path) -> np.ndarray:
+    """The token ids of all documents, one after another.  Raises ValueError, naming what is wrong with the file."""
+    if path.suffix != ".npy":
+        return np.concatenate([np.array(d, dtype=np.int32) for d in read_prompts(path, target)])
+    stream = np.load(path)
+    vocab_size = int(read_config(target)["vocab_size"])
+    if stream.ndim != 1 or stream.dtype.kind not in "iu" or not len(stream):
+        raise ValueError(f"{path} holds {stream.dtype} {list(stream.shape)}: give whole numbers [num_tokens]")
+    if stream.min() < 0 or stream.max() >= vocab_size:
+        raise ValueError(
+            f"{path} holds ids from {stream.min()} to {stream.max()}, and the target has {vocab_size}: give ids of its "
+            "own tokenizer"
+        )
+    return stream
+
+
+def config_of(kind: type[Any], arguments: argparse.Namespace) -> Any:
+    return kind(**{item.name: getattr(arguments, item.name) for item in fields(kind)})
+
+
 def run(arguments: argparse.Namespace) -> None:
     if arguments.command == "bundled":
         work = arguments.work or arguments.out / "work"
@@ -103,12 +132,15 @@ def run(arguments: argparse.Namespace) -> None:
         evaluate = evaluate_mtp if is_mtp(arguments.draft) else evaluate_draft
         evaluate(arguments.draft, arguments.target, documents, arguments.max_tokens)
         return
+    if arguments.command == "own-text":
+        own_config = config_of(OwnTextConfig, arguments)
+        stream = read_stream(arguments.data, arguments.target)
+        write_own_text(FrozenTarget(arguments.target, training_device()), stream, own_config, arguments.work)
+        return
     trainer = TRAINERS[arguments.command]
-    settings: dict[str, Any] = {item.name: getattr(arguments, item.name) for item in fields(trainer.config)}
-    config = trainer.config(**settings)
-    documents = read_prompts(arguments.data, arguments.target)
-    stream = np.concatenate([np.array(d, dtype=np.int32) for d in documents])
-    trainer.train(arguments.target, stream, arguments.out, arguments.work or arguments.out / "work", config)
+    config, work = config_of(trainer.config, arguments), arguments.work or arguments.out / "work"
+    stream = read_stream(arguments.data, arguments.target)
+    trainer.train(arguments.target, stream, arguments.out, work, config)
 
 
 def main() -> int:

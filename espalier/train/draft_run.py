@@ -1,7 +1,7 @@
 """The run of every draft's trainer: text of the target, batches, steps, interruption and its settings.
 
 A trainer brings its draft and the loss of a batch (DraftRun).  An interrupted run continues if it is started again
-with the same work folder.
+with the same work folder.  Runs that share a work folder share the target's own text (own_text.py).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from espalier.train.optim import make_optimizers, schedule, set_rate
+from espalier.train.own_text import OwnTextConfig
 from espalier.train.packing import Windows
 from espalier.train.state import load_state, save_state
 from espalier.train.target import FrozenTarget
@@ -27,23 +28,23 @@ Loss = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
-class TrainConfig:
-    """The settings that every draft's run has."""
+class TrainConfig(OwnTextConfig):
+    """The settings that every draft's run has.
+
+    max_seconds: the run ends after this time or num_tokens, whichever comes first, and the learning rate falls to zero
+    by then.  The first step, which compiles, is not counted.  None: no limit.
+    """
 
     intermediate_size: int | None = None
     length: int = 1024
     batch: int = 32
     num_tokens: float = 2.5e8
+    max_seconds: int | None = None
     decay: float = 0.9
     own_share: float = 0.6
-    continuations: int = 40960
-    continuation_tokens: int = 256
-    generate_batch: int = 64
-    sampled_share: float = 0.35
     matrix_lr: float = 4e-3
     other_lr: float = 2e-3
     weight_decay: float = 0.05
-    seed: int = 0
     log_every: int = 50
     save_every: int = 500
 
@@ -66,45 +67,6 @@ class DraftRun:
 
 def training_device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-@dataclass
-class OwnText:
-    """The target's continuations as one stream, and how often it chose each token id greedily."""
-
-    stream: np.ndarray
-    greedy_counts: np.ndarray
-
-
-def make_own_text(target: FrozenTarget, stream: np.ndarray, config: TrainConfig) -> OwnText:
-    """Continue prompts cut from `stream`.  A batch has prompts of one length; `sampled_share` of the batches are
-    sampled at temperature 1."""
-    parts: list[np.ndarray] = []
-    counts = np.zeros(int(target.config["vocab_size"]), dtype=np.int64)
-    lengths, begun = (48, 96, 192, 384), time.perf_counter()
-    for number in range(max(1, config.continuations // config.generate_batch)):
-        length = lengths[number % len(lengths)]
-        windows = Windows(stream, length, target.device, config.seed + 1 + number)
-        prompts = next(windows.batches(config.generate_batch))[:, :length]
-        sampled = int((number + 1) * config.sampled_share) > int(number * config.sampled_share)
-        texts = target.continuations(prompts, config.continuation_tokens, 1.0 if sampled else 0.0)
-        parts += texts
-        if not sampled:
-            counts += np.bincount(np.concatenate([t[length:] for t in texts]), minlength=len(counts))
-        print(f"continued {len(parts)} prompts, {time.perf_counter() - begun:.0f} s", flush=True)
-    order = np.random.default_rng(config.seed).permutation(len(parts))
-    return OwnText(np.concatenate([parts[i] for i in order]).astype(stream.dtype), counts)
-
-
-def load_own_text(target: FrozenTarget, stream: np.ndarray, config: TrainConfig, work: Path) -> OwnText:
-    """The target's own text from the work folder, or made and kept there."""
-    work.mkdir(parents=True, exist_ok=True)
-    path = work / "own_text.npz"
-    if not path.exists():
-        own = make_own_text(target, stream, config)
-        np.savez(path, stream=own.stream, greedy_counts=own.greedy_counts)
-    saved = np.load(path)
-    return OwnText(saved["stream"], saved["greedy_counts"])
 
 
 def mixed_batches(own: Windows, given: Windows, config: TrainConfig, first: int) -> Iterator[Tensor]:
@@ -141,47 +103,83 @@ def train_draft(run: DraftRun, own: np.ndarray, given: np.ndarray, **more: float
     The figures and the settings are also in a JSON file beside the state.
     """
     windows = [Windows(stream, run.config.length, run.target.device, run.config.seed) for stream in (own, given)]
-    agreement = run_steps(run, windows[0], windows[1])
+    num_steps, agreement = run_steps(run, windows[0], windows[1])
     figures = {
         "parameters": float(run.num_parameters),
         **more,
         "own_tokens": float(len(own)),
         "given_tokens": float(len(given)),
-        "seen_tokens": run.config.num_tokens,
+        "seen_tokens": float(num_steps * run.config.batch * run.config.length),
     } | {f"agreement_{depth}": value for depth, value in enumerate(agreement, 1)}
     text = json.dumps(figures | {"config": asdict(run.config)}, indent=1)
     run.state.with_suffix(".json").write_text(text + "\n")
     return figures
 
 
-def run_steps(run: DraftRun, own: Windows, given: Windows) -> list[float]:
-    """Run the remaining steps; the draft is saved even on interruption.  Returns the last top-1 agreement by depth."""
+def run_steps(run: DraftRun, own: Windows, given: Windows) -> tuple[int, list[float]]:
+    """Run the remaining steps; the draft is saved even on interruption.
+
+    Returns the number of steps done, and the last top-1 agreement by depth.
+    """
     config, state = run.config, run.state
     optimizers = make_optimizers(run.draft, config.matrix_lr, config.other_lr, config.weight_decay)
     num_steps = max(1, int(config.num_tokens / (config.batch * config.length)))
-    first = load_state(state, run.draft, optimizers)
-    step, agreement = first, torch.zeros(0)
+    first = done = load_state(state, run.draft, optimizers)
+    agreement = torch.zeros(0)
     print(f"{run.num_parameters:,} parameters, steps {first} to {num_steps}")
-    begun = time.perf_counter()
+    clock = StepClock(config.max_seconds)
     try:
-        for step, batch in zip(range(first, num_steps), mixed_batches(own, given, config, first), strict=False):
-            set_rate(optimizers, schedule(step / num_steps))
+        for batch in mixed_batches(own, given, config, first):
+            progress = max(done / num_steps, clock.progress)
+            if progress >= 1:
+                break
+            set_rate(optimizers, schedule(progress))
             loss, agreement = backward(run, batch)
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
-            if (step + 1) % config.log_every == 0 or step + 1 == num_steps:
-                rate = config.batch * config.length * (step + 1 - first) / (time.perf_counter() - begun)
-                log(step + 1, num_steps, float(loss), agreement, rate)
-            if (step + 1) % config.save_every == 0:
-                save_state(state, run.draft, optimizers, step + 1)
+            done += 1
+            clock.count_step()
+            if done % config.log_every == 0 or done == num_steps:
+                log(done, num_steps, float(loss), agreement, config.batch * config.length * clock.steps_per_second)
+            if done % config.save_every == 0:
+                save_state(state, run.draft, optimizers, done)
     except KeyboardInterrupt:
-        save_state(state, run.draft, optimizers, step)
-        print(f"stopped; {state} holds step {step}: start again to continue")
+        save_state(state, run.draft, optimizers, done)
+        print(f"stopped; {state} holds step {done}: start again to continue")
         raise
     finally:
         run.save()
-    return agreement.tolist()
+    return done, agreement.tolist()
+
+
+class StepClock:
+    """The time of a run's steps.  It starts after the first step, which compiles.
+
+    max_seconds: the run's limit; None if it has none.
+    """
+
+    def __init__(self, max_seconds: int | None) -> None:
+        self.max_seconds = max_seconds
+        self.begun = time.perf_counter()
+        self.num_steps = 0
+
+    def count_step(self) -> None:
+        self.num_steps += 1
+        if self.num_steps == 1:
+            self.begun = time.perf_counter()
+
+    @property
+    def progress(self) -> float:
+        """The share of the limit that has passed; 0 without one."""
+        if self.max_seconds is None or self.num_steps == 0:
+            return 0.0
+        return (time.perf_counter() - self.begun) / self.max_seconds
+
+    @property
+    def steps_per_second(self) -> float:
+        """Without the first step; 0 if there was no other."""
+        return (self.num_steps - 1) / (time.perf_counter() - self.begun)
 
 
 def log(step: int, num_steps: int, loss: float, agreement: Tensor, rate: float) -> None:

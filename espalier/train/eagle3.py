@@ -14,7 +14,8 @@ from torch import Tensor
 
 from espalier.train.checkpoint import draft_shape, save_draft
 from espalier.train.draft import Eagle3Draft, training_loss
-from espalier.train.draft_run import DraftRun, TrainConfig, load_own_text, train_draft, training_device
+from espalier.train.draft_run import DraftRun, TrainConfig, train_draft, training_device
+from espalier.train.own_text import load_own_text
 from espalier.train.target import Eagle3Target
 
 

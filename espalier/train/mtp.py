@@ -15,11 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from espalier.train.checkpoint import layer_fields
-from espalier.train.draft_run import DraftRun, TrainConfig, load_own_text, train_draft, training_device
+from espalier.train.draft_run import DraftRun, TrainConfig, train_draft, training_device
 from espalier.train.evaluate import AcceptReport, continued, report
 from espalier.train.llama import LlamaShape
 from espalier.train.mtp_checkpoint import load_mtp, save_mtp
 from espalier.train.mtp_head import FORMS, Form, MtpHead, mtp_loss
+from espalier.train.own_text import load_own_text
 from espalier.train.target import FrozenTarget
 
 
