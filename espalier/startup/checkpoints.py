@@ -7,6 +7,8 @@ from espalier.errors import EspalierError
 
 BUNDLED = "bundled"
 BUNDLED_FILES = Path(__file__).parents[1] / BUNDLED
+# The bundled model's drafts by algorithm; where none is set, eagle3's is used.
+BUNDLED_DRAFTS = {"eagle3": BUNDLED_FILES / "draft", "mtp": BUNDLED_FILES / "mtp"}
 FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 
 
@@ -15,9 +17,13 @@ def find_target(name: str | PathLike[str]) -> Path:
     return _find("model", name, BUNDLED_FILES / "target", FILES)
 
 
-def find_draft(name: str | PathLike[str]) -> Path:
-    """The directory of a draft.  Raises EspalierError."""
-    return _find("draft", name, BUNDLED_FILES / "draft", [*FILES, "pytorch_model*.bin"])
+def find_draft(name: str | PathLike[str], algorithm: str = "auto") -> Path:
+    """The directory of a draft.  Raises EspalierError.
+
+    algorithm: the one that the user sets, which chooses among the bundled drafts.
+    """
+    bundled = BUNDLED_DRAFTS.get(algorithm, BUNDLED_DRAFTS["eagle3"])
+    return _find("draft", name, bundled, [*FILES, "pytorch_model*.bin"])
 
 
 def _find(what: str, name: str | PathLike[str], bundled: Path, files: list[str]) -> Path:

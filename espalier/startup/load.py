@@ -61,13 +61,13 @@ def find(config: EngineConfig) -> Checkpoint:
     Raises EspalierError for files that are missing, a model that is not supported, or a draft that does not fit.
     """
     requested = requested_algorithm(config)  # before the search, which may download
-    draft_path = find_draft(config.draft) if config.draft is not None else None
+    draft_path = find_draft(config.draft, requested) if config.draft is not None else None
     model = _model_name(config, draft_path)
     target_path = find_target(model)
     target = read_config(target_path, config.model_overrides)
     used_draft = None
     if requested not in WITHOUT_FILES:
-        used_draft = draft_path or _bundled_draft(model) or own_draft(target_path, target, requested)
+        used_draft = draft_path or _bundled_draft(model, requested) or own_draft(target_path, target, requested)
     algorithm = choose_algorithm(config, None if used_draft is None else draft_algorithm(used_draft))
     if used_draft is None:
         if draft_path is not None:
@@ -77,9 +77,9 @@ def find(config: EngineConfig) -> Checkpoint:
     return Checkpoint(target_path, target, used_draft, draft, draft.spec)
 
 
-def _bundled_draft(model: str) -> Path | None:
+def _bundled_draft(model: str, algorithm: str) -> Path | None:
     """The draft of the bundled model; None for other models."""
-    return find_draft(BUNDLED) if model == BUNDLED else None
+    return find_draft(BUNDLED, algorithm) if model == BUNDLED else None
 
 
 def _model_name(config: EngineConfig, draft_path: Path | None) -> str:
