@@ -164,12 +164,12 @@ def _enter(bench: BenchEngine, prompts: Sequence[Sequence[int]]) -> float:
 
 
 def _linear_ms(bench: BenchEngine, passes: Sequence[tuple[int, int]], roofline: Roofline) -> float:
-    """ms of the linear layers of all passes.  A pass runs batch x width rows, and each lm_head one row a request."""
+    """ms of the linear layers of all passes.  A pass runs batch x width rows, and the lm_head one row a request."""
     drafts = bench.config.algorithm not in WITHOUT_FILES
     ms_of_pass: dict[tuple[int, int], float] = {}
     for batch, width in set(passes):
         rows = batch * width
-        draft = roofline.shape.draft_pass(rows, batch, rows) if drafts else ()
+        draft = roofline.shape.extend_passes(rows) if drafts else ()
         runs = (*roofline.shape.target_pass(rows, batch), *draft)
         ms_of_pass[batch, width] = roofline.linears(runs, rows).fastest_ms
     return sum(ms_of_pass[each] for each in passes)
