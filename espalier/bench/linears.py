@@ -17,7 +17,6 @@ from espalier.models.draft import DraftConfig
 from espalier.models.latent_config import LatentConfig
 from espalier.models.mtp_config import MTPConfig
 from espalier.synthetic.checkpoint import Recipe
-from espalier.synthetic.shapes import Shape as NamedShape
 from espalier.synthetic.shapes import find_shape
 
 Shape = tuple[int, int]
@@ -255,14 +254,13 @@ def with_draft(target: ModelShape, draft: DraftConfig) -> ModelShape:
     return replace(target, draft_vocab=spec.vocab_size, captured=len(spec.capture), draft=layer)
 
 
-def model_shape(shape: NamedShape, mtp_layers: int = 0) -> ModelShape:
-    """mtp_layers: of an MTP head, in either form; 0: an EAGLE-3 head."""
-    return with_draft(model_sizes(shape.target), Recipe(shape, mtp_layers=mtp_layers).draft_config)
+def recipe_sizes(recipe: Recipe) -> ModelShape:
+    return with_draft(model_sizes(recipe.shape.target), recipe.draft_config)
 
 
 def shape_named(name: str, mtp_layers: int = 0) -> ModelShape:
-    """Raises EspalierError for an unknown name."""
-    return model_shape(find_shape(name), mtp_layers)
+    """mtp_layers: of an MTP head, in either form; 0: an EAGLE-3 head.  Raises EspalierError for an unknown name."""
+    return recipe_sizes(Recipe(find_shape(name), mtp_layers=mtp_layers))
 
 
 Multiply = Callable[[Tensor, Tensor], Tensor]

@@ -102,7 +102,9 @@ def run(args: Namespace) -> int:
     max_batch = max(args.running + 1, *(batch for batch, _ in groups))
     least = {"max_batch": args.running + 1, "max_context": longest + 1}
     made = engines_of(args, load_sizes(max_batch, longest + SPARE), **least)
-    roofline = Roofline(shape_named(args.shape)) if args.shape and torch.cuda.is_available() else None
+    roofline = (
+        Roofline(shape_named(args.shape, args.mtp_layers or 0)) if args.shape and torch.cuda.is_available() else None
+    )
     with made.open(True) as bench:
         # The pause comes first, because it may find that the engine is too small for it.
         paused = pause(bench, args.running, max(1, groups[0][1] // 8), groups[0][1])

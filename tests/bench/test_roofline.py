@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from espalier.bench.drive import drive
-from espalier.bench.linears import Weights, model_shape, model_sizes, plain, shape_named, with_draft
+from espalier.bench.linears import Weights, model_sizes, plain, recipe_sizes, shape_named, with_draft
 from espalier.bench.roofline import (
     Cost,
     ExpertTimes,
@@ -119,7 +119,7 @@ def test_every_named_shape_lists_its_weights_once(name):
 @pytest.mark.parametrize("shape", [*map(mixture, SUPPORTED), *map(find_shape, NAMED)], ids=lambda shape: shape.name)
 def test_the_weights_of_a_pass_are_those_of_the_checkpoint(shape):
     """Of linear layers and all experts; embedding, norms, biases and sinks aside."""
-    sizes, (tensors, _) = model_shape(shape), Recipe(shape).tensors(torch.bfloat16, "meta")
+    sizes, (tensors, _) = recipe_sizes(Recipe(shape)), Recipe(shape).tensors(torch.bfloat16, "meta")
     stored = {
         name: torch.Size(size).numel()
         for name, size in tensors.shapes.items()
@@ -150,7 +150,7 @@ def test_experts_cost_the_bytes_of_those_touched_and_the_products_of_all_rows():
 
 
 def test_latent_attention_reads_one_row_for_all_heads():
-    shape = model_shape(mixture("v3-dense"))
+    shape = recipe_sizes(Recipe(mixture("v3-dense")))
     plain_cost = round_attention(shape, 2, 1000, 0, 1, 1, drafts=False)
     assert plain_cost.num_bytes == 4 * 2 * 1000 * (64 + 32) * 2  # layers, batch, context, values, bytes
     assert plain_cost.flops == 4 * 2 * 1000 * 8 * 2 * (96 + 64)  # a product with the row, one with the latent
@@ -164,7 +164,7 @@ def test_a_window_limits_what_a_layer_reads():
 
 
 def test_a_batched_product_has_rows_for_every_head():
-    shape = model_shape(mixture("v2-dense"))
+    shape = recipe_sizes(Recipe(mixture("v2-dense")))
     weights, seen = Weights(torch.float32, torch.device("cpu")), []
     weights.chain(shape.target_pass(3), lambda x, weight: seen.append(weight.shape) or plain(x, weight))()
     assert len(seen) == 4 * 5 + 1  # q, kv down, o, gate_up and down; the batched ones do not come here
