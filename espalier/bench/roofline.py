@@ -4,9 +4,10 @@
                + max(bytes of the touched experts / measured bandwidth, their FLOPs / measured bf16 peak)
                + max(K/V bytes / measured bandwidth, attention FLOPs / measured bf16 peak)
 
-Touched experts are those that have rows.  Their number is measured, or it follows from uniform routing.  Everything
-else is measured on the device in the same run.  For comparison, weight bytes / bandwidth is given too; no kernel
-reaches it.  `espalier bench floor` prints the parts of the linear layers and of the experts.
+Touched experts are those that have rows.  Their number is measured for the target, or it follows from uniform routing;
+it does for the layers of an MTP draft.  `draft_passes` lists what a draft runs.  Everything else is measured on the
+device in the same run.  For comparison, weight bytes / bandwidth is given too; no kernel reaches it.  `espalier bench
+floor` prints the parts of the linear layers and of the experts.
 """
 
 from argparse import ArgumentParser, Namespace

@@ -314,3 +314,20 @@ def test_attention_and_experts_of_modules_are_of_their_own_rows_and_layers():
     assert (level_2, level_3, extends) == (expert_cost(layer, 6), expert_cost(layer, 6), [expert_cost(layer, 12)] * 2)
     assert level_2.flops > 0 and layer.experts.layers == 1
     assert round_experts(sizes, 3, 0, 1, 1, drafts=False) == (expert_cost(sizes, 3),)
+
+
+def test_a_chain_of_passes_has_weights_for_each_module_and_one_shared_head():
+    sizes = recipe_sizes(Recipe(mixture("v2", hot=512), mtp_layers=3))
+    target, draft = round_runs(sizes, batch=2, steps=4, topk=2, num_draft_tokens=6)
+    seen, weights = [], Weights(torch.float32, torch.device("cpu"))
+
+    def multiply(x, weight):
+        seen.append((tuple(weight.shape), len(x), weight.data_ptr()))
+        return plain(x, weight)
+
+    weights.chain((*draft, *target), multiply)()
+    by_shape = {shape: {pointer for size, _, pointer in seen if size == shape} for shape, *_ in seen}
+    hidden = sizes.hidden
+    assert len(by_shape[sizes.vocab, hidden]) == 1 and len(by_shape[hidden, 2 * hidden]) == 3
+    heads = [rows for shape, rows, _ in seen if shape == (sizes.vocab, hidden)]
+    assert heads == [4, 4, 4, 2, 12]  # levels 2 to 4, the root, the verify pass
