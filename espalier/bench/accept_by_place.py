@@ -6,6 +6,8 @@ A draft that reads a stale hidden state or a wrong row still drafts well on aver
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import TypeVar
 
 from espalier.bench.drive import Driven, drive
 from espalier.engine.engine import Engine
@@ -22,7 +24,8 @@ class Place:
     """Rounds of one kind.
 
     accept_length: their mean; afresh: that of rounds with the same roots, which no other round or cached page came
-    before; differing: rounds whose own accept length differs from that.
+    before; differing: rounds that proposed other tokens than those.  Exact arithmetic has none; rounding has few, where
+    two candidates are nearly as likely.
     """
 
     name: str
@@ -32,12 +35,9 @@ class Place:
     differing: int
 
 
-@dataclass(frozen=True)
-class _Rejection:
-    """A round that followed a round of the same request, and the tokens up to its root."""
-
-    context: list[int]
-    accept_length: int
+T = TypeVar("T")
+# A round, and the round with the same root that began afresh.
+Pair = tuple[RoundTrace, RoundTrace]
 
 
 def tokens_of_first_rounds(steps: int) -> int:
@@ -52,15 +52,12 @@ def after_hit(engine: Engine, prompts: Sequence[Sequence[int]], cold: Driven, pa
     empty if there is none.
     """
     hit = drive(engine, prompts, params)
+    with_hit = [request.id for request in hit.requests if request.cached_tokens]
     places = []
     for number in range(ROUNDS_AFTER_HIT):
-        pairs = [
-            (len(hit.traces[request.id][number].emitted), len(cold.traces[request.id][number].emitted))
-            for request in hit.requests
-            if request.cached_tokens
-            and min(len(run.traces[request.id]) for run in (hit, cold)) > number
-            and hit.traces[request.id][number].prefix_len == cold.traces[request.id][number].prefix_len
-        ]
+        runs = [(hit.traces[id][number : number + 1], cold.traces[id][number : number + 1]) for id in with_hit]
+        pairs = [(one, two) for ones, twos in runs for one, two in zip(ones, twos, strict=False)]
+        pairs = [(one, two) for one, two in pairs if one.prefix_len == two.prefix_len]
         if pairs:
             places.append(_place(f"round {number + 1} after a prefix hit", pairs))
     return places
@@ -73,19 +70,20 @@ def after_rejection(
 
     fresh_engine: opens an engine of the same tree without a prefix cache.
     """
-    found: dict[str, list[_Rejection]] = {}
+    found: dict[str, list[tuple[Request, RoundTrace]]] = {}
     for request in driven.requests:
-        for before, trace in zip(driven.traces[request.id], driven.traces[request.id][1:], strict=False):
+        for before, trace in pairwise(driven.traces[request.id]):
+            # Rounds at a request's end may be limited by the tokens that it has left.
             if request.num_tokens - trace.prefix_len - 1 > steps:
-                found.setdefault(_ending(before), []).append(_rejection(request, trace))
-    kept = [(name, each) for name in sorted(found) for each in _evenly(found[name])]
-    params = SamplingParams(temperature=0.0, max_tokens=steps + 2)
+                found.setdefault(_ending(before), []).append((request, trace))
+    kept = [(name, *one) for name in sorted(found) for one in _evenly(found[name])]
+    contexts = [request.tokens[: trace.prefix_len] for _, request, trace in kept]
+    roots = [request.tokens[trace.prefix_len] for _, request, trace in kept]
     with fresh_engine() as engine:
-        contexts, roots = [each.context[:-1] for _, each in kept], [each.context[-1] for _, each in kept]
-        fresh = drive(engine, contexts, params, roots=roots)
-    pairs: dict[str, list[tuple[int, int]]] = {}
-    for (name, each), request in zip(kept, fresh.requests, strict=True):
-        pairs.setdefault(name, []).append((each.accept_length, len(fresh.traces[request.id][0].emitted)))
+        fresh = drive(engine, contexts, SamplingParams(temperature=0.0, max_tokens=steps + 2), roots=roots)
+    pairs: dict[str, list[Pair]] = {}
+    for (name, _, trace), request in zip(kept, fresh.requests, strict=True):
+        pairs.setdefault(name, []).append((trace, fresh.traces[request.id][0]))
     return [_place(name, of_name) for name, of_name in pairs.items()]
 
 
@@ -94,15 +92,12 @@ def _ending(trace: RoundTrace) -> str:
     return "after a path accepted whole" if accepted == depth else f"after a rejection at depth {accepted + 1}"
 
 
-def _rejection(request: Request, trace: RoundTrace) -> _Rejection:
-    return _Rejection(request.tokens[: trace.prefix_len + 1], len(trace.emitted))
-
-
-def _evenly(rounds: list[_Rejection]) -> list[_Rejection]:
+def _evenly(rounds: list[T]) -> list[T]:
     """At most ROUNDS_PER_DEPTH of them."""
     return rounds[:: -(-len(rounds) // ROUNDS_PER_DEPTH)]
 
 
-def _place(name: str, pairs: Sequence[tuple[int, int]]) -> Place:
-    own, afresh = (sum(lengths) / len(pairs) for lengths in zip(*pairs, strict=True))
-    return Place(name, len(pairs), own, afresh, sum(a != b for a, b in pairs))
+def _place(name: str, pairs: Sequence[Pair]) -> Place:
+    own, afresh = (sum(len(trace.emitted) for trace in traces) / len(pairs) for traces in zip(*pairs, strict=True))
+    differing = sum((a.tree.tokens, a.tree.parents) != (b.tree.tokens, b.tree.parents) for a, b in pairs)
+    return Place(name, len(pairs), own, afresh, differing)

@@ -4,13 +4,12 @@ With --trees it measures these trees alone, each also by place (accept_by_place.
 runs in the other form too, for comparison with the one that its config.json names.
 """
 
-import json
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from tempfile import TemporaryDirectory
+from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 from espalier.bench.accept_by_place import Place, after_hit, after_rejection, tokens_of_first_rounds
@@ -21,7 +20,6 @@ from espalier.engine.launch_input import RoundTrace
 from espalier.errors import EspalierError
 from espalier.layout import TreeShape
 from espalier.llm import LLM, faults
-from espalier.models.mtp_config import FORM, FORMS
 from espalier.request import SamplingParams
 from espalier.speculate.drafters.autoregressive import AutoregressiveDrafter
 from espalier.terminal.console import print_table, progress, stdout, write_json
@@ -29,6 +27,8 @@ from espalier.terminal.flags import refuse_tree_flags
 
 # Text is called repeated if a run of this many tokens occurred before.
 REPEAT = 16
+# The fault that runs a draft of this form in the other one.
+OTHER_FORM = MappingProxyType({"chain": "chain-reads-target", "target": "target-reads-chain"})
 # Teacher forcing runs one round from every eighth token.
 TEACHER_FORCED_STRIDE = 8
 
@@ -38,8 +38,7 @@ class Variant:
     """One way to draft.
 
     speculation: None for the settings as they are; planted: a context in which a fault is planted; coupled_scores: see
-    ModelRunner; other_form: run an MTP draft in the form that its config.json does not name; teacher_forced, by_place:
-    whether these are measured too.
+    ModelRunner; teacher_forced, by_place: whether these are measured too.
     """
 
     name: str
@@ -47,7 +46,6 @@ class Variant:
     temperature: float = 0.0
     planted: Callable[[], AbstractContextManager[Any]] = nullcontext
     coupled_scores: bool = True
-    other_form: bool = False
     teacher_forced: bool = False
     by_place: bool = False
 
@@ -93,15 +91,16 @@ def variants(steps: int, algorithm: str, has_draft: bool) -> list[Variant]:
     ]
 
 
-def tree_variants(trees: Sequence[TreeShape], algorithm: str, has_forms: bool) -> list[Variant]:
-    """Each tree and, if the draft has forms, the same tree in the other form."""
+def tree_variants(trees: Sequence[TreeShape], algorithm: str, form: str | None) -> list[Variant]:
+    """Each tree and, for an MTP draft of this form, the same tree in the other form."""
     found = []
     for tree in trees:
         name = f"{algorithm} {tree.steps},{tree.topk},{tree.num_draft_tokens}"
         speculation = SpeculationConfig(**asdict(tree), by_batch={})
         found.append(Variant(name, speculation, by_place=True))
-        if has_forms:
-            found.append(Variant(f"{name}, other form", speculation, other_form=True))
+        if form is not None:
+            swapped = partial(faults().plant, OTHER_FORM[form])
+            found.append(Variant(f"{name}, in the other form", speculation, planted=swapped))
     return found
 
 
@@ -110,7 +109,7 @@ def run(args: Namespace, settings: dict[str, Any]) -> None:
         refuse_tree_flags(args, "--trees")
         if not all(tree.steps for tree in args.trees):
             raise EspalierError("--trees: a tree of steps 0 drafts nothing; leave it out")
-    with progress("measuring", len(args.trees) or 7) as advance:
+    with progress("measuring", 2 * len(args.trees) or 7) as advance:
         rows = measure(settings, args.prompts, args.tokens, advance, args.trees)
     about = {name: str(value) for name, value in settings.items()}
     write_json(args.json, {"settings": about, "acceptance": [row.as_dict() for row in rows]})
@@ -134,13 +133,13 @@ def measure(
         if not steps:
             raise EspalierError("--acceptance is of what is drafted, and steps=0 drafts nothing; leave one out")
         texts(llm, num_prompts)  # raises, before anything is measured, if there are too few
-        has_forms = num_modules(llm.engine) > 1
-    chosen = tree_variants(trees, algorithm, has_forms) if trees else variants(steps, algorithm, draft is not None)
+        form = form_of(llm.engine)
+    chosen = tree_variants(trees, algorithm, form) if trees else variants(steps, algorithm, draft is not None)
     rows: list[Acceptance] = []
     reference: dict[float, list[list[int]]] = {}
     for variant in chosen:
         # A fault is planted around the engine's start too: a GPU captures its rounds there.
-        with variant.planted(), _opened(variant, settings, draft) as llm:
+        with variant.planted(), LLM(**_settings_of(variant, settings)) as llm:
             engine = llm.engine
             if not variant.coupled_scores:
                 engine = rebuilt(engine, llm.config.graph_batch, coupled_scores=False)
@@ -149,8 +148,7 @@ def measure(
             same = sum(a == b for a, b in zip(driven.tokens, expected, strict=True))
             places = _places(llm, variant, settings, driven, num_tokens) if variant.by_place else ()
             rows.append(_summarise(variant.name, driven, driven.traces, same, places))
-            if not variant.other_form:
-                advance()
+            advance()
             if variant.teacher_forced:
                 rows.append(_teacher_forced(llm, f"{variant.name}, teacher-forced", num_prompts))
                 advance()
@@ -158,32 +156,11 @@ def measure(
     return rows
 
 
-def num_modules(engine: Engine) -> int:
-    """Modules of the draft; 0 for n-gram."""
+def form_of(engine: Engine) -> str | None:
+    """The form of a draft of several MTP modules; None for other drafts, which have no form."""
     drafter = engine.executor.runner.drafter
-    return drafter.spec.modules if isinstance(drafter, AutoregressiveDrafter) else 0
-
-
-@contextmanager
-def _opened(variant: Variant, settings: dict[str, Any], draft: Any) -> Iterator[LLM]:
-    """An LLM of this variant.  draft: the directory of the draft, None without one."""
-    with ExitStack() as stack:
-        changed = {"draft": stack.enter_context(in_other_form(Path(draft)))} if variant.other_form else {}
-        yield stack.enter_context(LLM(**_settings_of(variant, settings) | changed))
-
-
-@contextmanager
-def in_other_form(draft: Path) -> Iterator[Path]:
-    """A directory that links to the files of an MTP draft, but whose config.json names the other form."""
-    with TemporaryDirectory(prefix="espalier-form-") as made:
-        path = Path(made)
-        for file in draft.iterdir():
-            if file.name != "config.json":
-                (path / file.name).symlink_to(file.resolve())
-        config = json.loads((draft / "config.json").read_text())
-        [other] = [form for form in FORMS if form != config.get(FORM, FORMS[0])]
-        (path / "config.json").write_text(json.dumps({**config, FORM: other}))
-        yield path
+    has_form = isinstance(drafter, AutoregressiveDrafter) and drafter.spec.modules > 1
+    return drafter.spec.form if has_form else None
 
 
 def _places(llm: LLM, variant: Variant, settings: dict[str, Any], driven: Driven, num_tokens: int) -> tuple[Place, ...]:

@@ -32,6 +32,8 @@ from espalier.terminal.flags import (
     add_shape_flags,
     engine_settings,
     flag_of,
+    refuse_shape_flags,
+    shape_settings,
     with_minimum,
 )
 from espalier.terminal.machine import require_gpu
@@ -149,7 +151,7 @@ def shape_config(recipe: Recipe, settings: Mapping[str, Any], device: torch.devi
         num_layers=shape.target.num_layers,
         chip=chip(torch.empty(0, device=device)) if device.type == "cuda" else None,
         threads=thread_facts(),
-        mixture=mixture_weights(shape.target, None if algorithm in WITHOUT_FILES else shape.draft_config),
+        mixture=mixture_weights(shape.target, None if algorithm in WITHOUT_FILES else recipe.draft_config),
     )
     return resolve(config, shape.name, None, spec, device, facts)
 
@@ -188,9 +190,7 @@ def engines_of(args: Namespace, defaults: Mapping[str, Any], **least: int) -> Be
     require_writable("--json", args.json)
     settings = with_minimum(engine_settings(args), defaults, **least)
     if args.shape is None:
-        for name in ("accept_length", "routing_correlation"):
-            if getattr(args, name) is not None:
-                raise EspalierError(f"{flag_of(name)} is for a named shape; give --shape, or leave it out")
+        refuse_shape_flags(args)
     made = engines_with(args, settings)
     print_header()
     return made
@@ -202,7 +202,7 @@ def engines_with(args: Namespace, settings: Mapping[str, Any]) -> BenchEngines:
         return OfModel(settings)
     refuse_decided(settings)
     device = require_gpu(f"bench {args.measured} --shape")
-    recipe = recipe_of(args.shape, settings.get("seed", 0), args.accept_length, args.routing_correlation)
+    recipe = recipe_of(**shape_settings(args, settings.get("seed", 0)))
     return OfShape(recipe, settings, device)
 
 

@@ -15,7 +15,8 @@ from espalier.kernels.layers.experts_plan import ExpertsShape
 from espalier.models.config import ModelConfig
 from espalier.models.draft import DraftConfig
 from espalier.models.latent_config import LatentConfig
-from espalier.synthetic.shapes import Shape as NamedShape
+from espalier.models.mtp_config import MTPConfig
+from espalier.synthetic.checkpoint import Recipe
 from espalier.synthetic.shapes import find_shape
 
 Shape = tuple[int, int]
@@ -55,13 +56,26 @@ class ExpertSizes:
 
 
 @dataclass(frozen=True)
+class MTPSizes:
+    """The modules of an MTP draft.
+
+    layer: sizes of one module's decoder layer.  own_heads: whether each module has an lm_head of its own, or all share
+    the target's.  Embeddings are no linear layers: a pass reads its rows' embeddings alone, shared or not.
+    """
+
+    modules: int
+    layer: "ModelShape"
+    own_heads: bool = False
+
+
+@dataclass(frozen=True)
 class ModelShape:
-    """The sizes of a decoder's linear layers and attention, and of a one-layer draft for it.
+    """The sizes of a decoder's linear layers and attention, and of a draft for it.
 
     kv_heads, head_size: of layers with K and V heads.  latent: of layers with latent attention; None: there are none.
     windows: the window of each layer that has one, in positions.  experts: None for a dense model.
     draft_vocab: rows of the draft's lm_head.  captured: number of target features that the draft fuses.
-    draft: the draft's sizes; None if its layer is like the target's.
+    draft: sizes of an EAGLE head's layer; None if it is like the target's.  mtp: None for an EAGLE head.
     """
 
     hidden: int
@@ -77,6 +91,7 @@ class ModelShape:
     latent: LatentConfig | None = None
     windows: tuple[int, ...] = ()
     experts: ExpertSizes | None = None
+    mtp: MTPSizes | None = None
 
     def target_pass(self, rows: int, head_rows: int | None = None) -> tuple[Run, ...]:
         """A verify pass: every layer over `rows` rows, and the lm_head over `head_rows`, None: over all rows.
@@ -85,17 +100,38 @@ class ModelShape:
         """
         return (*self._layers("", self.hidden, self.layers, rows), self._head("lm_head", self.vocab, rows, head_rows))
 
-    def draft_pass(self, rows: int, head_rows: int | None = None, fused_rows: int = 0) -> tuple[Run, ...]:
-        """A draft level; with fused_rows > 0, an extend that fuses as many rows of captured features."""
+    def draft_pass(
+        self, rows: int, head_rows: int | None = None, fused_rows: int = 0, module: int = 1
+    ) -> tuple[Run, ...]:
+        """A pass of one module (from 1) over `rows` rows, and its head over `head_rows`, None: over all rows.
+
+        fused_rows: rows of captured features that an EAGLE head fuses before; MTP modules fuse none.
+        """
+        head_rows = rows if head_rows is None else head_rows
+        head = (self._draft_head(module, head_rows),) if head_rows else ()
+        if self.mtp is not None:
+            name, layer = f"draft {module} ", self.mtp.layer
+            joined = Run(f"{name}project", (layer.hidden, 2 * layer.hidden), 1, rows)
+            return (joined, *layer._layers(name, layer.hidden, 1, rows), *head)
         draft = self.draft_sizes
         fuse = Run("draft fc", (draft.hidden, self.captured * self.hidden), 1, fused_rows)
-        layer = draft._layers("draft ", 2 * draft.hidden, 1, rows)
-        head = draft._head("draft lm_head", self.draft_vocab, rows, head_rows)
-        return (*((fuse,) if fused_rows else ()), *layer, head)
+        return (*((fuse,) if fused_rows else ()), *draft._layers("draft ", 2 * draft.hidden, 1, rows), *head)
+
+    def extend_passes(self, rows: int) -> tuple[Run, ...]:
+        """The draft's extend of a prefill pass: every module over `rows` rows, without heads."""
+        passes = [self.draft_pass(rows, 0, rows, module) for module in range(1, self.modules + 1)]
+        return tuple(run for of_module in passes for run in of_module)
+
+    @property
+    def modules(self) -> int:
+        return 1 if self.mtp is None else self.mtp.modules
 
     @property
     def draft_sizes(self) -> "ModelShape":
-        return self.draft or self
+        """Of a module's decoder layer."""
+        if self.mtp is not None:
+            return self.mtp.layer
+        return self.draft or replace(self, layers=1, windows=(), experts=None)
 
     def shapes(self) -> tuple[Shape, ...]:
         """Every weight shape of a linear layer once, in the order of a round.  Without batched products."""
@@ -121,29 +157,29 @@ class ModelShape:
         """wide: input size of the first product."""
         num_dense = count - (self.experts.layers if self.experts is not None else 0)
         dense = self._mlp(prefix, self.intermediate, num_dense, rows) if num_dense > 0 else ()
-        return (*self._attention(prefix, wide, count, rows), *dense, *self._routers_and_shared(rows))
+        return (*self._attention(prefix, wide, count, rows), *dense, *self._routers_and_shared(prefix, rows))
 
     def _attention(self, prefix: str, wide: int, count: int, rows: int) -> tuple[Run, ...]:
         if self.latent is not None:
-            return self._latent_attention(self.latent, count, rows)
+            return self._latent_attention(prefix, self.latent, count, rows)
         attention = self.heads * self.head_size
         return (
             Run(f"{prefix}qkv", (attention + 2 * self.kv_heads * self.head_size, wide), count, rows),
             Run(f"{prefix}o", (self.hidden, attention), count, rows),
         )
 
-    def _latent_attention(self, latent: LatentConfig, count: int, rows: int) -> tuple[Run, ...]:
+    def _latent_attention(self, prefix: str, latent: LatentConfig, count: int, rows: int) -> tuple[Run, ...]:
         queries = self.heads * latent.head_size
-        q: tuple[Run, ...] = (Run("q", (queries, self.hidden), count, rows),)
+        q: tuple[Run, ...] = (Run(f"{prefix}q", (queries, self.hidden), count, rows),)
         if latent.q_rank is not None:
-            down = Run("q down", (latent.q_rank, self.hidden), count, rows)
-            q = (down, Run("q up", (queries, latent.q_rank), count, rows))
+            down = Run(f"{prefix}q down", (latent.q_rank, self.hidden), count, rows)
+            q = (down, Run(f"{prefix}q up", (queries, latent.q_rank), count, rows))
         return (
             *q,
-            Run("kv down", (latent.row_size, self.hidden), count, rows),
-            Run("k up", (latent.kv_rank, latent.nope_size), count, rows, self.heads),
-            Run("v up", (latent.v_size, latent.kv_rank), count, rows, self.heads),
-            Run("o", (self.hidden, self.heads * latent.v_size), count, rows),
+            Run(f"{prefix}kv down", (latent.row_size, self.hidden), count, rows),
+            Run(f"{prefix}k up", (latent.kv_rank, latent.nope_size), count, rows, self.heads),
+            Run(f"{prefix}v up", (latent.v_size, latent.kv_rank), count, rows, self.heads),
+            Run(f"{prefix}o", (self.hidden, self.heads * latent.v_size), count, rows),
         )
 
     def _mlp(self, prefix: str, inner: int, count: int, rows: int) -> tuple[Run, ...]:
@@ -152,15 +188,22 @@ class ModelShape:
             Run(f"{prefix}down", (self.hidden, inner), count, rows),
         )
 
-    def _routers_and_shared(self, rows: int) -> tuple[Run, ...]:
+    def _routers_and_shared(self, prefix: str, rows: int) -> tuple[Run, ...]:
         """The linear layers beside the routed experts."""
         experts = self.experts
         if experts is None:
             return ()
-        router = Run("router", (experts.shape.num_experts, self.hidden), experts.layers, rows)
-        gate = (Run("shared gate", (1, self.hidden), experts.layers, rows),) if experts.shared_gate else ()
-        shared = self._mlp("shared ", experts.shared, experts.layers, rows) if experts.shared else ()
+        router = Run(f"{prefix}router", (experts.shape.num_experts, self.hidden), experts.layers, rows)
+        gate = (Run(f"{prefix}shared gate", (1, self.hidden), experts.layers, rows),) if experts.shared_gate else ()
+        shared = self._mlp(f"{prefix}shared ", experts.shared, experts.layers, rows) if experts.shared else ()
         return router, *gate, *shared
+
+    def _draft_head(self, module: int, rows: int) -> Run:
+        if self.mtp is None:
+            return self.draft_sizes._head("draft lm_head", self.draft_vocab, rows, None)
+        # A shared head has the target's name, so that it is the same weight in a chain of passes.
+        name = f"draft {module} lm_head" if self.mtp.own_heads else "lm_head"
+        return self._head(name, self.vocab, rows, None)
 
     def _head(self, name: str, vocab: int, rows: int, head_rows: int | None) -> Run:
         return Run(name, (vocab, self.hidden), 1, rows if head_rows is None else head_rows)
@@ -191,18 +234,33 @@ def model_sizes(config: ModelConfig) -> ModelShape:
     )
 
 
+def module_sizes(config: MTPConfig) -> ModelShape:
+    """The sizes of one MTP module's decoder layer."""
+    whole, index = model_sizes(config.layer), config.num_layers
+    window, experts = config.layer.windows[index], config.layer.experts
+    has_experts = experts is not None and index in experts.layers
+    return replace(
+        whole,
+        layers=1,
+        windows=() if window is None else (window,),
+        experts=replace(whole.experts, layers=1) if has_experts and whole.experts else None,
+    )
+
+
 def with_draft(target: ModelShape, draft: DraftConfig) -> ModelShape:
+    if isinstance(draft, MTPConfig):
+        return replace(target, mtp=MTPSizes(draft.modules, module_sizes(draft)))
     layer, spec = model_sizes(draft.layer), draft.spec
     return replace(target, draft_vocab=spec.vocab_size, captured=len(spec.capture), draft=layer)
 
 
-def model_shape(shape: NamedShape) -> ModelShape:
-    return with_draft(model_sizes(shape.target), shape.draft_config)
+def recipe_sizes(recipe: Recipe) -> ModelShape:
+    return with_draft(model_sizes(recipe.shape.target), recipe.draft_config)
 
 
-def shape_named(name: str) -> ModelShape:
-    """Raises EspalierError for an unknown name."""
-    return model_shape(find_shape(name))
+def shape_named(name: str, mtp_layers: int = 0) -> ModelShape:
+    """mtp_layers: of an MTP head, in either form; 0: an EAGLE-3 head.  Raises EspalierError for an unknown name."""
+    return recipe_sizes(Recipe(find_shape(name), mtp_layers=mtp_layers))
 
 
 Multiply = Callable[[Tensor, Tensor], Tensor]

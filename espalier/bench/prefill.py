@@ -102,7 +102,9 @@ def run(args: Namespace) -> int:
     max_batch = max(args.running + 1, *(batch for batch, _ in groups))
     least = {"max_batch": args.running + 1, "max_context": longest + 1}
     made = engines_of(args, load_sizes(max_batch, longest + SPARE), **least)
-    roofline = Roofline(shape_named(args.shape)) if args.shape and torch.cuda.is_available() else None
+    roofline = (
+        Roofline(shape_named(args.shape, args.mtp_layers or 0)) if args.shape and torch.cuda.is_available() else None
+    )
     with made.open(True) as bench:
         # The pause comes first, because it may find that the engine is too small for it.
         paused = pause(bench, args.running, max(1, groups[0][1] // 8), groups[0][1])
@@ -164,12 +166,12 @@ def _enter(bench: BenchEngine, prompts: Sequence[Sequence[int]]) -> float:
 
 
 def _linear_ms(bench: BenchEngine, passes: Sequence[tuple[int, int]], roofline: Roofline) -> float:
-    """ms of the linear layers of all passes.  A pass runs batch x width rows, and each lm_head one row a request."""
+    """ms of the linear layers of all passes.  A pass runs batch x width rows, and the lm_head one row a request."""
     drafts = bench.config.algorithm not in WITHOUT_FILES
     ms_of_pass: dict[tuple[int, int], float] = {}
     for batch, width in set(passes):
         rows = batch * width
-        draft = roofline.shape.draft_pass(rows, batch, rows) if drafts else ()
+        draft = roofline.shape.extend_passes(rows) if drafts else ()
         runs = (*roofline.shape.target_pass(rows, batch), *draft)
         ms_of_pass[batch, width] = roofline.linears(runs, rows).fastest_ms
     return sum(ms_of_pass[each] for each in passes)

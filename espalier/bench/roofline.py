@@ -4,9 +4,10 @@
                + max(bytes of the touched experts / measured bandwidth, their FLOPs / measured bf16 peak)
                + max(K/V bytes / measured bandwidth, attention FLOPs / measured bf16 peak)
 
-Touched experts are those that have rows.  Their number is measured, or it follows from uniform routing.  Everything
-else is measured on the device in the same run.  For comparison, weight bytes / bandwidth is given too; no kernel
-reaches it.  `espalier bench floor` prints the parts of the linear layers and of the experts.
+Touched experts are those that have rows.  Their number is measured for the target, or it follows from uniform routing;
+it does for the layers of an MTP draft.  `draft_passes` lists what a draft runs.  Everything else is measured on the
+device in the same run.  For comparison, weight bytes / bandwidth is given too; no kernel reaches it.  `espalier bench
+floor` prints the parts of the linear layers and of the experts.
 """
 
 from argparse import ArgumentParser, Namespace
@@ -76,21 +77,44 @@ def known_ms(shape: str, gpu: str) -> Mapping[int, float]:
     return next((known for (name, chip), known in KNOWN_MS.items() if name == shape and chip in gpu), {})
 
 
+@dataclass(frozen=True)
+class DraftPass:
+    """A pass of a draft's module (from 1) in a round.  queries, head_rows: rows of one request, and of its head."""
+
+    module: int
+    queries: int
+    head_rows: int
+    is_extend: bool = False
+
+
+def draft_passes(modules: int, steps: int, topk: int) -> tuple[DraftPass, ...]:
+    """The passes of a round (speculate/drafters/autoregressive.py), the same for both forms of an MTP draft.
+
+    Level l runs module l over the beams of all levels before, and from the last module on over those of one level.
+    Level 1 is the first module's head at the root alone, counted with the extend.  The extend runs every module over
+    steps + 1 rows; it runs at steps=0 too.
+    """
+    levels = [
+        DraftPass(min(level, modules), (level - 1 if level <= modules else 1) * topk, topk)
+        for level in range(2, steps + 1)
+    ]
+    roots = 1 if steps else 0
+    extends = [DraftPass(m, steps + 1, roots if m == 1 else 0, is_extend=True) for m in range(1, modules + 1)]
+    return (*levels, *extends)
+
+
 def round_runs(
     shape: ModelShape, batch: int, steps: int, topk: int, num_draft_tokens: int, drafts: bool = True
 ) -> tuple[tuple[Run, ...], tuple[Run, ...]]:
     """(the target's pass over the trees, the draft's passes) of a round.
 
-    The draft runs steps - 1 levels of beams, and the extend, whose lm_head runs at the roots only.  steps=0 is plain
-    decoding: the draft still extends, unless drafts=False.
+    steps=0 is plain decoding: the draft still extends, unless drafts=False.
     """
-    target = shape.target_pass(batch * num_draft_tokens)
-    if not drafts:
-        return target, ()
-    extended = batch * (steps + 1)
-    level = shape.draft_pass(batch * topk)
-    draft = (*(run for _ in range(1, steps) for run in level), *shape.draft_pass(extended, batch, extended))
-    return target, draft
+    draft: list[Run] = []
+    for each in draft_passes(shape.modules, steps, topk) if drafts else ():
+        rows = batch * each.queries
+        draft += shape.draft_pass(rows, batch * each.head_rows, rows if each.is_extend else 0, each.module)
+    return shape.target_pass(batch * num_draft_tokens), tuple(draft)
 
 
 def round_attention(
@@ -101,18 +125,32 @@ def round_attention(
     Each pass reads a request's prefix of `context` tokens once; a layer with a window reads only the window.  The nodes
     are left out: they are few compared with the prefix.
     """
-    draft, levels = shape.draft_sizes, max(steps - 1, 0)
-    # (model, rows that a query reads in all layers, passes, queries a request)
-    passes = [(shape, shape.attended(context), 1, num_draft_tokens)]
+    # (model, queries a request) of each pass
+    passes = [(shape, num_draft_tokens)]
     if drafts:
-        passes += [(draft, context, levels, topk), (draft, context, 1, steps + 1)]
-    num_bytes = sum(count * 2 * model.kept_values * batch * rows for model, rows, count, _ in passes)
-    flops = sum(count * queries * model.attention_flops * batch * rows for model, rows, count, queries in passes)
-    return Cost(num_bytes, flops)
+        passes += [(shape.draft_sizes, each.queries) for each in draft_passes(shape.modules, steps, topk)]
+    reads = [(model, queries, batch * model.attended(context)) for model, queries in passes]
+    num_bytes = sum(2 * model.kept_values * rows for model, _, rows in reads)
+    return Cost(num_bytes, sum(queries * model.attention_flops * rows for model, queries, rows in reads))
+
+
+def round_experts(
+    shape: ModelShape,
+    batch: int,
+    steps: int,
+    topk: int,
+    num_draft_tokens: int,
+    drafts: bool = True,
+    touched: float | None = None,
+) -> tuple[Cost, ...]:
+    """The routed experts of each pass of `round_runs`.  touched: by the target's pass, as for expert_cost."""
+    passes = draft_passes(shape.modules, steps, topk) if drafts else ()
+    draft = [expert_cost(shape.draft_sizes, batch * each.queries) for each in passes]
+    return expert_cost(shape, batch * num_draft_tokens, touched), *draft
 
 
 def expert_cost(shape: ModelShape, rows: int, touched: float | None = None) -> Cost:
-    """The routed experts of a target pass.
+    """The routed experts of a pass, of a target or of a module's layer.
 
     touched: experts with rows, the mean over layers; None: the number that uniform routing touches.
     """
@@ -167,10 +205,10 @@ class Roofline:
         if (batch, layout) not in self._linear_times:
             self._linear_times[batch, layout] = self.linears((*draft, *target), batch * num_draft_tokens)
         times = self._linear_times[batch, layout]
-        experts = expert_cost(self.shape, batch * num_draft_tokens, touched)
-        expert_ms = experts.ms(ceilings)
+        experts = round_experts(self.shape, batch, *layout, touched)
+        expert_ms = sum(each.ms(ceilings) for each in experts)
         attention_ms = round_attention(self.shape, batch, context, *layout).ms(ceilings)
-        bytes_ms = 1e3 * (times.weight_bytes + experts.num_bytes) / ceilings.bandwidth
+        bytes_ms = 1e3 * (times.weight_bytes + sum(each.num_bytes for each in experts)) / ceilings.bandwidth
         return RoundRoofline(times.fastest_ms + expert_ms + attention_ms, times.fastest_ms, expert_ms, bytes_ms)
 
 

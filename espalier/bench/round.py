@@ -16,6 +16,7 @@ from espalier.errors import EspalierError
 from espalier.startup.resolve import PAGE_SIZE
 from espalier.terminal.console import print_header, require_writable
 from espalier.terminal.flags import (
+    SHAPE_FLAGS,
     add_engine_flags,
     add_json_flag,
     engine_settings,
@@ -32,12 +33,12 @@ FLAGS_BY_MODE = MappingProxyType(
     {
         "figures": ("plot",),
         "choose": (
-            *("context", "tokens", "repeats", "out", "accept_length", "candidates", "shape", "routing_correlation"),
+            *("context", "tokens", "repeats", "out", "candidates", "shape", *SHAPE_FLAGS),
             *("page_size", "json"),
         ),
         "shape": (
-            *("cells", "rounds", "own_size", "all_buckets", "accept_length", "routing_correlation", "page_size"),
-            *("json", "plot"),
+            *("cells", "rounds", "own_size", "all_buckets", *SHAPE_FLAGS),
+            *("page_size", "json", "plot"),
         ),
         "memory": ("page_size", "json"),
         "acceptance": ("prompts", "tokens", "trees", "page_size", "json"),

@@ -24,11 +24,10 @@ from espalier.errors import EspalierError
 from espalier.request import SamplingParams
 from espalier.startup.resolve import layout_of
 from espalier.terminal.console import print_header, print_table, progress, require_writable, write_json
-from espalier.terminal.flags import engine_settings, flag_of, positive_numbers, require_at_least_one
+from espalier.terminal.flags import SHAPE_FLAGS, engine_settings, flag_of, positive_numbers, require_at_least_one
 
 # For the default mode.
 DEFAULTS = MappingProxyType({"concurrency": "1,16", "context": 128, "tokens": 96, "repeats": 5})
-SHAPE_FLAGS = ("shape", "accept_length", "routing_correlation")
 
 
 def add_flags(parser: ArgumentParser) -> None:
@@ -62,7 +61,7 @@ def run(args: Namespace) -> int:
 
 def refuse_shape(args: Namespace, mode: str) -> None:
     """Raises EspalierError for a flag of synthetic models."""
-    for name in SHAPE_FLAGS:
+    for name in ("shape", *SHAPE_FLAGS):
         if getattr(args, name) is not None:
             raise EspalierError(f"{flag_of(name)} is not for {mode}; leave one out")
 
@@ -97,7 +96,7 @@ def _sharing_the_gpu(made: OfShape) -> OfShape:
 
 def _shape_flags(args: Namespace) -> list[str]:
     """Flags of the server's models."""
-    given = [name for name in SHAPE_FLAGS if getattr(args, name) is not None]
+    given = [name for name in ("shape", *SHAPE_FLAGS) if getattr(args, name) is not None]
     return [part for name in given for part in (flag_of(name), str(getattr(args, name)))]
 
 

@@ -19,7 +19,7 @@ from espalier.bench.cells import EXAMPLES, Cell, parse_cells, with_plain
 from espalier.bench.engine_sizes import EngineFigures, EngineSizes, OwnSize, UserSizes
 from espalier.bench.engines import DECIDED, dtype_on
 from espalier.bench.full_rounds import Rounds, full_rounds
-from espalier.bench.linears import shape_named
+from espalier.bench.linears import recipe_sizes
 from espalier.bench.plot import Bars, plot
 from espalier.bench.roofline import Roofline, RoundRoofline
 from espalier.bench.synthetic_models import SyntheticModels, recipe_of
@@ -29,7 +29,7 @@ from espalier.errors import EspalierError
 from espalier.synthetic.checkpoint import Recipe
 from espalier.synthetic.shapes import SHAPES
 from espalier.terminal.console import QUIET, print_table, progress, stdout, write_json
-from espalier.terminal.flags import add_shape_flags, flag_of, given_flags
+from espalier.terminal.flags import add_shape_flags, flag_of, given_flags, shape_settings
 from espalier.terminal.machine import require_gpu
 
 ROUNDS = 40
@@ -103,12 +103,12 @@ def run(args: Namespace, settings: dict[str, Any], page_sizes: list[int]) -> Non
     if rounds < 2:
         raise EspalierError(f"--rounds={rounds} is not supported; use 2 or more")
     cells = with_plain(parse_cells(args.cells or DEFAULT_CELLS, page_sizes))
-    recipe = recipe_of(args.shape, settings.get("seed", 0), args.accept_length, args.routing_correlation)
+    recipe = recipe_of(**shape_settings(args, settings.get("seed", 0)))
     sizes = _sizes(args, settings, recipe, device)
     rows = max(sizes.layout(cell, rounds).position_rows for cell in cells)
     models = SyntheticModels(recipe, dtype_on(device), device, rows)
     stdout().print(Text(models.title, QUIET))
-    roofline = Roofline(shape_named(args.shape)) if device.type == "cuda" else None
+    roofline = Roofline(recipe_sizes(recipe)) if device.type == "cuda" else None
     about = {"settings": {**settings, "rounds": rounds, "own_size": args.own_size}}
     figures = _measure_and_print(models, measure(models, cells, sizes, rounds, roofline), len(cells), about, args.json)
     plot([_bars(figure) for figure in figures["cells"]], models.title, args.plot)

@@ -17,8 +17,10 @@ from espalier.cache.kv import LayerStack
 from espalier.config import ResolvedConfig
 from espalier.engine.cuda import CudaExecutor
 from espalier.engine.engine import Engine
+from espalier.errors import EspalierError
 from espalier.layout import RoundLayout
 from espalier.models import CausalLM, DraftModel
+from espalier.models.draft import MAX_MODULES
 from espalier.startup.build import assemble
 from espalier.startup.load import build_engine_of_models
 from espalier.synthetic.checkpoint import Recipe, build
@@ -54,14 +56,31 @@ class OneBucket(RoundLayout):
         return (largest,) if largest else ()
 
 
-def recipe_of(shape: str, seed: int, accept_length: float | None, routing_correlation: float | None) -> Recipe:
+def recipe_of(
+    shape: str,
+    seed: int,
+    accept_length: float | None = None,
+    routing_correlation: float | None = None,
+    mtp_layers: int | None = None,
+    mtp_form: str | None = None,
+) -> Recipe:
     """The recipe of a named shape whose draft reaches this accept length at TREE; None: ACCEPT_LENGTH.
 
-    routing_correlation: None: uniform routing.
+    routing_correlation: None: uniform routing.  mtp_layers: None: an EAGLE-3 head.  mtp_form: None: "chain".
     Raises EspalierError for an unknown shape, and for an accept length that no draft reaches.
     """
+    if mtp_layers is not None and not 1 <= mtp_layers <= MAX_MODULES:
+        raise EspalierError(f"--mtp-layers={mtp_layers} is not supported; use 1 to {MAX_MODULES}, or leave it out")
+    if mtp_form is not None and mtp_layers is None:
+        raise EspalierError("--mtp-form is for an MTP head; give --mtp-layers, or leave it out")
     wanted = ACCEPT_LENGTH if accept_length is None else accept_length
-    recipe = Recipe(find_shape(shape), seed, routing_correlation=routing_correlation or 0.0)
+    recipe = Recipe(
+        find_shape(shape),
+        seed,
+        routing_correlation=routing_correlation or 0.0,
+        mtp_layers=mtp_layers or 0,
+        mtp_form=mtp_form or Recipe.mtp_form,
+    )
     return recipe.with_accept_length(wanted, *TREE)
 
 
@@ -90,7 +109,7 @@ class SyntheticModels:
         """One line for the top of a table or a plot."""
         size = f"{self.weights_bytes / 1e9:.1f} GB of weights made in {self.seconds:.1f} s"
         routing = f"; routing correlation {self.recipe.routing_correlation}" if self.target.config.experts else ""
-        return f"{self.recipe.shape.name}, {size}; the draft's skill {self.recipe.skill}{routing}"
+        return f"{self.recipe.shape.name}, {size}; {self.recipe.draft_name} of skill {self.recipe.skill}{routing}"
 
     @property
     def weights_bytes(self) -> int:

@@ -12,7 +12,13 @@ from espalier.errors import EspalierError
 from espalier.server import logs
 from espalier.server.logs import LEVELS
 from espalier.terminal.console import read_text
-from espalier.terminal.flags import add_engine_flags, add_shape_flags, engine_settings, flag_of
+from espalier.terminal.flags import (
+    add_engine_flags,
+    add_shape_flags,
+    engine_settings,
+    refuse_shape_flags,
+    shape_settings,
+)
 
 # The alternative to --api-key, whose value every user of the machine can see in the list of processes.
 KEY_VARIABLE = "ESPALIER_API_KEY"
@@ -163,9 +169,7 @@ def run(args: Namespace) -> int:
 
 def _model(args: Namespace) -> tuple[dict[str, Any], str]:
     """(settings for the engine process, the model's name).  Raises EspalierError."""
-    for name in ("accept_length", "routing_correlation"):
-        if getattr(args, name) is not None:
-            raise EspalierError(f"{flag_of(name)} is for a named shape; give --shape, or leave it out")
+    refuse_shape_flags(args)
     settings = engine_settings(args) | {"model": args.model}
     if args.model == "auto" and "draft" not in settings:
         settings["model"] = "bundled"
@@ -180,8 +184,8 @@ def _shape(args: Namespace) -> tuple[dict[str, Any], str]:
 
     settings = engine_settings(args)
     refuse_decided(settings if args.model == "auto" else {"model": args.model})
-    recipe = [args.shape, settings.get("seed", 0), args.accept_length, args.routing_correlation]
-    recipe_of(*recipe)
+    recipe = shape_settings(args, settings.get("seed", 0))
+    recipe_of(**recipe)
     return {"recipe": recipe, "settings": sendable(settings)}, args.shape
 
 

@@ -14,8 +14,8 @@ from espalier.terminal.machine import require_gpu
 
 @contextmanager
 def load(sent: dict[str, Any]) -> Iterator[LLM]:
-    """sent: recipe, the arguments of recipe_of; settings, of LLM."""
-    recipe = recipe_of(*sent["recipe"])
+    """sent: recipe, the keywords of recipe_of; settings, of LLM."""
+    recipe = recipe_of(**sent["recipe"])
     with OfShape(recipe, settings_of(sent["settings"]), require_gpu("serve --shape")).open(tree=True) as opened:
         yield opened.llm
 

@@ -86,8 +86,11 @@ def _table_column_off(right):
 
 def _stale_hidden(right):
     def carry(slots, name, values, length):
+        # A split prefill pass has a slot for each request, but a prefix length for each piece.
+        if len(slots.prefix_len) != len(slots.index):
+            return right(slots, name, values, length)
         unchanged = slots.prefix_len[:, None, None] % 2 == 0
-        right(slots, name, torch.where(unchanged, slots.carried(name)[:, None], values), length)
+        return right(slots, name, torch.where(unchanged, slots.carried(name)[:, None], values), length)
 
     return carry
 

@@ -70,6 +70,10 @@ class Recipe:
         return self.shape.mtp_json(self.mtp_layers, self.mtp_form) if self.mtp_layers else self.shape.draft_json
 
     @property
+    def draft_name(self) -> str:
+        return f"an MTP head, {self.mtp_layers} x {self.mtp_form}," if self.mtp_layers else "a draft"
+
+    @property
     def draft_format(self) -> DraftFormat:
         return format_of(self.draft_json, Path(f"{self.shape.name} draft"))
 

@@ -14,6 +14,8 @@ from espalier.errors import EspalierError
 from espalier.request import SamplingParams
 
 NOT_GIVEN = None
+# The flags of a synthetic model besides --shape.
+SHAPE_FLAGS = ("accept_length", "routing_correlation", "mtp_layers", "mtp_form")
 
 
 def add_engine_flags(parser: ArgumentParser, leave_out: Collection[str] = ()) -> None:
@@ -64,6 +66,22 @@ def add_shape_flags(parser: ArgumentParser | _ArgumentGroup) -> None:
         metavar="X",
         help="of --shape with experts: 0, experts are as if drawn for each token, to 1, neighbours share them (0)",
     )
+    parser.add_argument(
+        "--mtp-layers", type=int, metavar="N", help="of --shape: the draft is an MTP head of N layers, not EAGLE-3"
+    )
+    parser.add_argument("--mtp-form", choices=("chain", "target"), help="what its layers read (chain)")
+
+
+def shape_settings(args: Namespace, seed: int) -> dict[str, Any]:
+    """The keywords of recipe_of (espalier/bench/synthetic_models.py) from the flags of a synthetic model."""
+    return {"shape": args.shape, "seed": seed, **{name: getattr(args, name) for name in SHAPE_FLAGS}}
+
+
+def refuse_shape_flags(args: Namespace) -> None:
+    """Raises EspalierError for a flag of a synthetic model where no --shape is given."""
+    for name in SHAPE_FLAGS:
+        if getattr(args, name) is not None:
+            raise EspalierError(f"{flag_of(name)} is for a named shape; give --shape, or leave it out")
 
 
 def with_minimum(settings: Mapping[str, Any], defaults: Mapping[str, Any], **minimum: int) -> dict[str, Any]:

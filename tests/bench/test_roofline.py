@@ -4,24 +4,34 @@ from dataclasses import replace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from espalier.bench.linears import Weights, model_shape, plain, shape_named
+from espalier.bench.drive import drive
+from espalier.bench.linears import Weights, model_sizes, plain, recipe_sizes, shape_named, with_draft
 from espalier.bench.roofline import (
     Cost,
     ExpertTimes,
     LinearTimes,
+    draft_passes,
     expert_cost,
     expert_times,
     known_ms,
     round_attention,
+    round_experts,
     round_runs,
     table,
 )
 from espalier.bench.timing import Ceilings
 from espalier.cli.main import main
 from espalier.errors import EspalierError
+from espalier.models import read_config
+from espalier.request import SamplingParams
+from espalier.speculate.drafters import read_draft
 from espalier.synthetic.checkpoint import Recipe
 from espalier.synthetic.shapes import SHAPES, find_shape
+from tests.harness import prompts
+from tests.mtp import mtp_directories
+from tests.properties.mtp_setup import MTPSetup
 from tests.synthetic.mixtures import SUPPORTED, is_supported, mixture
 
 LLAMA = shape_named("llama-3.1-8b")
@@ -64,7 +74,8 @@ def test_the_weights_of_llama_are_those_of_its_checkpoint():
 def test_a_round_runs_a_level_less_than_its_steps(steps, levels):
     target, draft = round_runs(LLAMA, batch=3, steps=steps, topk=8, num_draft_tokens=64)
     heads = [run.rows for run in draft if run.name == "draft lm_head"]
-    assert heads == [24] * levels + [3]
+    # At steps=0 nothing is proposed: the draft only extends.
+    assert heads == [24] * levels + [3] * (steps > 0)
     assert [run.rows for run in draft if run.name == "draft fc"] == [3 * (steps + 1)]
     assert {run.rows for run in target} == {192}
 
@@ -108,7 +119,7 @@ def test_every_named_shape_lists_its_weights_once(name):
 @pytest.mark.parametrize("shape", [*map(mixture, SUPPORTED), *map(find_shape, NAMED)], ids=lambda shape: shape.name)
 def test_the_weights_of_a_pass_are_those_of_the_checkpoint(shape):
     """Of linear layers and all experts; embedding, norms, biases and sinks aside."""
-    sizes, (tensors, _) = model_shape(shape), Recipe(shape).tensors(torch.bfloat16, "meta")
+    sizes, (tensors, _) = recipe_sizes(Recipe(shape)), Recipe(shape).tensors(torch.bfloat16, "meta")
     stored = {
         name: torch.Size(size).numel()
         for name, size in tensors.shapes.items()
@@ -139,7 +150,7 @@ def test_experts_cost_the_bytes_of_those_touched_and_the_products_of_all_rows():
 
 
 def test_latent_attention_reads_one_row_for_all_heads():
-    shape = model_shape(mixture("v3-dense"))
+    shape = recipe_sizes(Recipe(mixture("v3-dense")))
     plain_cost = round_attention(shape, 2, 1000, 0, 1, 1, drafts=False)
     assert plain_cost.num_bytes == 4 * 2 * 1000 * (64 + 32) * 2  # layers, batch, context, values, bytes
     assert plain_cost.flops == 4 * 2 * 1000 * 8 * 2 * (96 + 64)  # a product with the row, one with the latent
@@ -153,7 +164,7 @@ def test_a_window_limits_what_a_layer_reads():
 
 
 def test_a_batched_product_has_rows_for_every_head():
-    shape = model_shape(mixture("v2-dense"))
+    shape = recipe_sizes(Recipe(mixture("v2-dense")))
     weights, seen = Weights(torch.float32, torch.device("cpu")), []
     weights.chain(shape.target_pass(3), lambda x, weight: seen.append(weight.shape) or plain(x, weight))()
     assert len(seen) == 4 * 5 + 1  # q, kv down, o, gate_up and down; the batched ones do not come here
@@ -192,3 +203,133 @@ def test_earlier_figures_of_a_chip_are_shown_beside_new_ones():
     assert rows[2] == ["8", "4.00", "", "", "3.90", "0.00"]
     mixed = table([LinearTimes(64, 4, 3, 1)], Ceilings(4e12, 8e14), {}, [ExpertTimes(12.34, 0.5)])
     assert mixed[0][-2:] == ["experts touched", "experts, ms"] and mixed[1][-2:] == ["12.3", "0.50"]
+
+
+class Spied:
+    """A draft's module that notes the rows of a request in each pass and at its head."""
+
+    def __init__(self, module, number, passes, heads):
+        self.module, self.number, self.passes, self.heads = module, number, passes, heads
+
+    def __getattr__(self, name):
+        return getattr(self.module, name)
+
+    def __call__(self, tokens, *args):
+        self.passes.append((self.number, tokens.shape[1]))
+        return self.module(tokens, *args)
+
+    def logits(self, out):
+        self.heads.append((self.number, out.normed.shape[1]))
+        return self.module.logits(out)
+
+
+@pytest.mark.parametrize("form", ["chain", "target"])
+@pytest.mark.parametrize(
+    ("modules", "steps", "topk", "nodes"), [(3, 5, 2, 8), (3, 2, 2, 5), (1, 4, 3, 9), (2, 3, 1, 4)]
+)
+def test_the_passes_that_are_counted_are_those_that_run(modules, form, steps, topk, nodes):
+    setup = MTPSetup(form=(modules, form), steps=steps, topk=topk, num_draft_tokens=nodes, overlap=False)
+    engine, passes, heads, rounds = setup.engine(), [], [], []
+    draft = engine.executor.runner.drafter.draft
+    own = draft.modules
+    draft.modules = tuple(Spied(module, i, passes, heads) for i, module in enumerate(own, 1))
+
+    def note():
+        if heads:
+            rounds.append((sorted(passes), sorted(heads)))
+        passes.clear()
+        heads.clear()
+
+    try:
+        drive(engine, prompts(0, (9,)), SamplingParams(temperature=0.0, max_tokens=12), after_step=note)
+    finally:
+        draft.modules = own
+    counted = draft_passes(modules, steps, topk)
+    expected = (
+        sorted((each.module, each.queries) for each in counted),
+        sorted((each.module, each.head_rows) for each in counted if each.head_rows),
+    )
+    assert len(rounds) >= 3 and all(found == expected for found in rounds)
+
+
+def stored_size(tensors, *left_out):
+    """Numbers of the linear layers and experts: norms, biases and what is named aside."""
+    ends = ("norm.weight", "bias", "e_score_correction_bias", *left_out)
+    return sum(tensor.numel() for name, tensor in tensors.items() if not name.endswith(ends))
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe", "llama"])
+def test_the_weights_of_mtp_modules_are_those_of_their_layers(family):
+    target_path, draft_path = mtp_directories(family, 2)
+    target = read_config(target_path)
+    sizes = with_draft(model_sizes(target), read_draft(draft_path, target))
+    first = target.num_layers
+    own = {
+        name: value
+        for name, value in load_file(draft_path / "model.safetensors").items()
+        if not is_of_target(name, first)
+    }
+    runs = [run for module in (1, 2) for run in sizes.draft_pass(4, 0, module=module)]
+    counted = sum(run.weight_bytes for run in runs) // 2
+    experts = sizes.mtp.layer.experts
+    if experts is not None:
+        counted += 2 * experts.shape.num_experts * experts.shape.expert_bytes // 2
+    assert counted == stored_size(own) and (experts is not None) == (target.experts is not None)
+    # No weight of one module is taken for another's or for the target's.
+    names = [(run.name, run.shape) for run in (*runs, *sizes.target_pass(4))]
+    assert len(names) == len(set(names))
+
+
+def is_of_target(name, num_layers):
+    layer = name.split(".")[2] if name.startswith("model.layers.") else ""
+    return not name.startswith(("mtp_layers.", "model.mtp_layers.")) and not (layer and int(layer) >= num_layers)
+
+
+def test_heads_of_modules_are_the_targets_or_their_own():
+    shared = shape_named("llama-3.1-8b", mtp_layers=3)
+    apart = replace(shared, mtp=replace(shared.mtp, own_heads=True))
+    for sizes, names in ((shared, ["lm_head"] * 3), (apart, [f"draft {m} lm_head" for m in (2, 3, 1)])):
+        _, draft = round_runs(sizes, batch=2, steps=3, topk=4, num_draft_tokens=16)
+        heads = [run for run in draft if run.name.endswith("lm_head")]
+        assert [run.name for run in heads] == names and [run.rows for run in heads] == [8, 8, 2]
+        assert {run.shape for run in heads} == {(128256, 4096)}
+    # The first two levels of modules 2 and 3 run over all beams so far; an extend runs all three.
+    rows = [(run.name, run.rows) for run in draft if run.name.endswith("project")]
+    assert rows == [("draft 2 project", 8), ("draft 3 project", 16), *((f"draft {m} project", 8) for m in (1, 2, 3))]
+    assert not [run for run in draft if run.name == "draft fc"]
+    assert {run.shape for run in draft if run.name.endswith("project")} == {(4096, 8192)}
+
+
+def test_attention_and_experts_of_modules_are_of_their_own_rows_and_layers():
+    target_path, draft_path = mtp_directories("deepseek_v3", 2)
+    target = read_config(target_path)
+    sizes = with_draft(model_sizes(target), read_draft(draft_path, target))
+    layer, size = sizes.mtp.layer, 2 * 3 * 100
+    cost = round_attention(sizes, batch=3, context=100, steps=3, topk=2, num_draft_tokens=6)
+    # The target, the levels 2 and 3, two extends.
+    assert cost.num_bytes == size * target.latent.row_size * (target.num_layers + 2 + 2)
+    assert cost.flops == 3 * 100 * sizes.attention_flops * (target.num_layers * 6 + 2 + 2 + 4 + 4)
+    verify, level_2, level_3, *extends = round_experts(sizes, 3, 3, 2, 6, touched=5.0)
+    assert verify == expert_cost(sizes, 18, 5.0)
+    assert (level_2, level_3, extends) == (expert_cost(layer, 6), expert_cost(layer, 6), [expert_cost(layer, 12)] * 2)
+    assert level_2.flops > 0 and layer.experts.layers == 1
+    assert round_experts(sizes, 3, 0, 1, 1, drafts=False) == (expert_cost(sizes, 3),)
+
+
+def test_a_chain_of_passes_has_weights_for_each_module_and_one_shared_head():
+    sizes = recipe_sizes(Recipe(mixture("v2", hot=512), mtp_layers=3))
+    target, draft = round_runs(sizes, batch=2, steps=4, topk=2, num_draft_tokens=6)
+    seen, weights = [], Weights(torch.float32, torch.device("cpu"))
+
+    def multiply(x, weight):
+        seen.append((tuple(weight.shape), len(x), weight.data_ptr()))
+        return plain(x, weight)
+
+    weights.chain((*draft, *target), multiply)()
+    by_shape = {shape: {pointer for size, _, pointer in seen if size == shape} for shape, *_ in seen}
+    hidden = sizes.hidden
+    assert len(by_shape[sizes.vocab, hidden]) == 1
+    # The projection and the down product of each module, and the down product of the target's dense layer.
+    assert len(by_shape[hidden, 2 * hidden]) == 2 * 3 + 1
+    heads = [rows for shape, rows, _ in seen if shape == (sizes.vocab, hidden)]
+    assert heads == [4, 4, 4, 2, 12]  # levels 2 to 4, the root, the verify pass

@@ -26,7 +26,7 @@ def tiny(monkeypatch):
 
 
 def test_the_engine_process_makes_the_model(tiny):
-    sent = {"recipe": ["tiny", 0, 4.0, None], "settings": sendable(SIZES)}
+    sent = {"recipe": {"shape": "tiny", "seed": 0, "accept_length": 4.0}, "settings": sendable(SIZES)}
     with shape_worker.load(json.loads(json.dumps(sent))) as llm:
         assert llm.tokenizer is None and llm.inputs.facts.vocab_size == SHAPE.target.vocab_size
         recipe = synthetic_models.recipe_of("tiny", 0, 4.0, None)

@@ -16,7 +16,9 @@ from espalier.bench.shaped import Measured, measure, plain_beside
 from espalier.bench.synthetic_models import SyntheticModels
 from espalier.cli.main import main
 from espalier.errors import EspalierError
+from espalier.synthetic.chain import predicted_accept_length
 from espalier.synthetic.checkpoint import Recipe
+from tests.synthetic.mixtures import mixture
 from tests.synthetic.test_checkpoint import tiny
 
 CPU = torch.device("cpu")
@@ -173,6 +175,47 @@ def test_the_command_prints_a_line_a_cell_and_writes_all(monkeypatch, capsys, tm
     assert main(["bench", "round", "--figures", str(file), "--plot", "cells.svg"]) == 0
     assert [bars.name for bars in drawn] == ["1x20:4,4,16@16", "1x20:plain@16"]
     assert drawn[0].plain == figures["cells"][1]["rounds"]["tokens_per_second"] and drawn[0].roofline_ms is None
+
+
+HEADS = [("v2", 3, "target"), ("qwen3-moe", 1, "chain"), ("llama", 2, "chain")]
+
+
+@pytest.mark.parametrize(("name", "layers", "form"), HEADS)
+def test_an_mtp_head_is_measured_like_an_eagle_head(name, layers, form, monkeypatch, capsys, tmp_path):
+    shape = SHAPE if name == "llama" else mixture(name, hot=1024)
+    monkeypatch.setattr("espalier.bench.synthetic_models.find_shape", lambda name: shape)
+    monkeypatch.setattr("espalier.bench.shaped.require_gpu", lambda what: CPU)
+    seen = []
+    engine_of = SyntheticModels.engine_of
+    monkeypatch.setattr(
+        SyntheticModels, "engine_of", lambda self, config, pages: seen.append(config) or engine_of(self, config, pages)
+    )
+    file = tmp_path / "figures.json"
+    flags = ["--shape", name, "--mtp-layers", str(layers), "--mtp-form", form, "--accept-length", "5"]
+    sizes = ["--cells", "2x40:3,4,16", "--page-size", "16", "--rounds", "12", "--chunk-size", "64"]
+    assert main(["bench", "round", *flags, *sizes, "--json", str(file)]) == 0
+    assert f"an MTP head, {layers} x {form}, of skill" in capsys.readouterr().out
+    figures = json.loads(file.read_text())
+    tree, plain = figures["cells"]
+    assert [config.algorithm for config in seen] == ["mtp", "none"]
+    # Whatever drafts, the text is the chain's; and the planted head is accepted about as the tables say.
+    assert tree["rounds"]["follows"] == plain["rounds"]["follows"] == 2
+    recipe = Recipe(shape, skill=figures["recipe"]["skill"], mtp_layers=layers)
+    predicted = predicted_accept_length(recipe.chain(), 3, 4, 16)
+    assert tree["rounds"]["accept_length"] == pytest.approx(predicted, abs=0.8) and predicted > 2.5
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--mtp-layers", "0"], "--mtp-layers=0 is not supported; use 1 to"),
+        (["--mtp-form", "chain"], "--mtp-form is for an MTP head; give --mtp-layers"),
+    ],
+)
+def test_mtp_flags_that_do_not_fit_are_refused(flags, says, monkeypatch, capsys):
+    monkeypatch.setattr("espalier.bench.shaped.require_gpu", lambda what: CPU)
+    assert main(["bench", "round", "--shape", "llama-3.1-8b", *flags]) == 2
+    assert says in capsys.readouterr().err
 
 
 def test_a_failure_leaves_what_was_measured(monkeypatch, capsys, tmp_path):

@@ -6,12 +6,13 @@ import pytest
 import torch
 
 from espalier.bench import tune
-from espalier.bench.linears import ModelShape, model_shape
+from espalier.bench.linears import ModelShape, recipe_sizes
 from espalier.bench.tune import Measured, Tuner, plans_by_shape
 from espalier.config import EngineConfig
 from espalier.errors import EspalierError
 from espalier.kernels.layers.linear import LibraryPlan, TritonPlan
 from espalier.kernels.layers.linear_tuning import ROWS_BUCKETS, LinearPlans
+from espalier.synthetic.checkpoint import Recipe
 from tests.synthetic.mixtures import mixture
 
 TINY = ModelShape(hidden=64, layers=2, heads=2, kv_heads=1, head_size=32, intermediate=96, vocab=72, draft_vocab=40)
@@ -93,6 +94,6 @@ def test_every_shape_of_a_model_is_settled_once(tuner):
 
 def test_latent_attention_is_refused(monkeypatch):
     """Its linear layers are not all of two dimensions."""
-    monkeypatch.setattr(tune, "shape_named", lambda name: model_shape(mixture("v3-dense")))
+    monkeypatch.setattr(tune, "shape_named", lambda name: recipe_sizes(Recipe(mixture("v3-dense"))))
     with pytest.raises(EspalierError, match="linear layers of latent attention"):
         tune._run(Namespace(shapes="v3", choices=None, tune="linears"), EngineConfig(dtype="bfloat16"))
