@@ -4,7 +4,7 @@ On an x86 CPU in float32, the weight is kept in oneDNN's blocked layout.  F.line
 times as long for the few rows of a decoding step (docs/log.md).  Both results agree to float32 rounding.
 
 On a GPU, a measured table says for each shape and number of rows whether our kernel or F.linear is used
-(kernels/layers/linear_tuning.py).  F.linear is used for shapes without an entry.
+(kernels/layers/linear_tuning.py).
 """
 
 import platform
@@ -37,7 +37,7 @@ class DenseWeight(Weight):
 
 
 class TunedWeight(DenseWeight):
-    """A dense weight on a GPU with an entry in the tuning table."""
+    """A dense weight on a GPU for which plans were measured."""
 
     __slots__ = ("_plans",)
 
