@@ -178,9 +178,7 @@ def test_a_shape_without_an_entry_takes_the_rule_for_few_rows():
     assert plans is not None and [plans.at(rows) for rows in (16, 17)] == [rule(5120, 2048, H200), None]
 
 
-@pytest.mark.parametrize(
-    "shape", [(1, 64), (100, 90), (1024, 4096), (5120, 2048), (2048, 4096), (151936, 2048)]
-)
+@pytest.mark.parametrize("shape", [(1, 64), (100, 90), (1024, 4096), (5120, 2048), (2048, 4096), (151936, 2048)])
 @pytest.mark.parametrize("gpu", [H200, Chip(101_376, 20, (8, 9))], ids=["H200", "small"])
 def test_the_rule_fills_the_chip_once(shape, gpu):
     """Its programs fit the shared memory, and where it splits, all run at once and fill their pipelines."""
