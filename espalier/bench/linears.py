@@ -134,13 +134,11 @@ class ModelShape:
 
     def _latent_attention(self, latent: LatentConfig, count: int, rows: int) -> tuple[Run, ...]:
         queries = self.heads * latent.head_size
-        q: tuple[Run, ...] = (Run("q", (queries, self.hidden), count, rows),)
-        if latent.q_rank is not None:
-            down = Run("q down", (latent.q_rank, self.hidden), count, rows)
-            q = (down, Run("q up", (queries, latent.q_rank), count, rows))
+        rows_of_down = (latent.q_rank or queries) + latent.row_size
+        up = () if latent.q_rank is None else (Run("q up", (queries, latent.q_rank), count, rows),)
         return (
-            *q,
-            Run("kv down", (latent.row_size, self.hidden), count, rows),
+            Run("q and kv down", (rows_of_down, self.hidden), count, rows),
+            *up,
             Run("k up", (latent.kv_rank, latent.nope_size), count, rows, self.heads),
             Run("v up", (latent.v_size, latent.kv_rank), count, rows, self.heads),
             Run("o", (self.hidden, self.heads * latent.v_size), count, rows),

@@ -14,6 +14,7 @@ from espalier.kernels.layers.linear import (
     linear_parts,
     linear_parts_triton,
     linear_triton,
+    write_parts_triton,
 )
 from espalier.kernels.layers.silu import silu_mul, silu_mul_triton
 from espalier.kernels.runtime.launch import SMALLEST_SHARED_MEMORY, Chip
@@ -93,6 +94,18 @@ def test_partial_sums_add_up_to_linear(kernel_device, monkeypatch, bias):
     assert parts.dtype == torch.float32
     assert torch.equal((first + second + third).to(DTYPE), linear_triton(x, weight, bias_tensor, SPLIT))
     assert torch.equal(linear_parts_triton(x, weight, bias_tensor, WHOLE), linear_triton(x, weight, bias_tensor, WHOLE))
+
+
+@pytest.mark.parametrize("plan", [WHOLE, SPLIT])
+def test_parts_are_written_into_the_tail_of_others(kernel_device, plan):
+    """In float32: rounded once added, they are `linear`."""
+    x, weight, bias = random_inputs(3, 70, 200, kernel_device, bias=True)
+    parts = torch.full((2 + plan.splits, 3, 70), 7.0, device=kernel_device)
+    write_parts_triton(x, weight, bias, plan, parts[2:])
+    assert (parts[:2] == 7).all() and torch.equal(parts[2:].cumsum(0)[-1].to(DTYPE), linear(x, weight, bias, plan))
+    for wrong in (parts[1:], parts[2:].double(), parts[2:].transpose(1, 2).contiguous().transpose(1, 2)):
+        with pytest.raises(EspalierError, match="parts"):
+            write_parts_triton(x, weight, bias, plan, wrong)
 
 
 @pytest.mark.parametrize("plan", [WHOLE, SPLIT, TritonPlan(16, 64, 1, 4, 2), TritonPlan(128, 64, 1, 4, 2), None])

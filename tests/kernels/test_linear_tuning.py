@@ -230,6 +230,9 @@ def test_a_linear_layer_returns_partial_sums(kernel_device, monkeypatch, rows):
     out = layer.in_parts(x)
     assert out.shape == ((2, 5, 64) if rows == 5 else (rows, 64))
     assert torch.equal((out[0] + out[1]).half() if rows == 5 else out, layer(x))
+    parts = torch.full((layer.weight.num_parts(rows), rows, 64), torch.nan, device=kernel_device)
+    layer.write_parts(x, parts)
+    assert len(parts) == (1 if rows == 40 else 2) and torch.equal(parts.cumsum(0)[-1].half(), layer(x))
 
 
 def test_shipped_plans_are_candidates_on_their_chips():

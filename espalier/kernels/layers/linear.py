@@ -335,15 +335,29 @@ def linear_parts_triton(x: Tensor, weight: Tensor, bias: Tensor | None, plan: Tr
     return _launch(x, weight, bias, plan, gated=False)
 
 
-def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, plan: TritonPlan, gated: bool) -> Tensor:
+def write_parts_triton(x: Tensor, weight: Tensor, bias: Tensor | None, plan: TritonPlan, out: Tensor) -> None:
+    """Write the partial sums to out [splits, rows, out] float32, contiguous; one part if the plan does not split.
+
+    Raises EspalierError as linear_parts_triton.
+    """
+    require("linear: parts", out, (plan.splits, len(x), weight.shape[0]), torch.float32, x)
+    if not out.is_contiguous():
+        raise EspalierError(f"linear: parts must be contiguous, but have strides {out.stride()}")
+    _launch(x, weight, bias, plan, gated=False, out=out)
+
+
+def _launch(
+    x: Tensor, weight: Tensor, bias: Tensor | None, plan: TritonPlan, gated: bool, out: Tensor | None = None
+) -> Tensor:
     rows, num_in = x.shape
     splits, gpu = plan.splits, chip(x)
     _require(x, weight, bias, plan, gpu)
     num_out, block_written = weight.shape[0], plan.block_out
     if gated:
         num_out, block_written = num_out // 2, block_written // 2
-    in_parts = splits > 1 and rows * num_out > 0
-    out = x.new_empty(splits, rows, num_out, dtype=torch.float32) if in_parts else x.new_empty(rows, num_out)
+    if out is None:
+        in_parts = splits > 1 and rows * num_out > 0
+        out = x.new_empty(splits, rows, num_out, dtype=torch.float32) if in_parts else x.new_empty(rows, num_out)
     if out.numel() == 0:
         return out
     _linear_kernel[_num_blocks(num_out, block_written), splits](

@@ -58,16 +58,14 @@ class MixtureMLP:
         live: [N] bool; other rows go to no expert.  None: all rows are live.
         """
         ids, weights = route(router_logits(x, self.router), self.bias, self.routing)
-        extra = 0 if self.shared is None else 1
+        extra = 0 if self.shared is None else 1 if self.shared_gate is not None else self.shared.num_parts(len(x))
         experts = (x, self.gate_up, self.down, ids, weights)
         parts = grouped_experts(*experts, live=live, biases=self.biases, activation=self.activation, extra=extra)
-        if self.shared is None:
-            return parts
-        shared = self.shared.summed(x)
-        if self.shared_gate is None:
-            parts[-1] = shared
-        else:
-            torch.mul(shared, self.shared_gate(x).to(parts.dtype).sigmoid(), out=parts[-1])
+        if self.shared is not None and self.shared_gate is not None:
+            gate = self.shared_gate(x).to(parts.dtype).sigmoid()
+            torch.mul(self.shared.summed(x), gate, out=parts[-1])
+        elif self.shared is not None:
+            self.shared.write_parts(x, parts[-extra:])
         return parts
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from espalier.kernels.layers.linear import linear, linear_gated, linear_parts
+from espalier.kernels.layers.linear import TritonPlan, linear, linear_gated, linear_parts, write_parts_triton
 from espalier.kernels.layers.linear_tuning import DENSE, LinearPlans, plans_for
 from espalier.models.weight_formats.base import StoredTensor, Weight, WeightFormat
 
@@ -50,6 +50,17 @@ class TunedWeight(DenseWeight):
 
     def parts(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return linear_parts(x, self.tensor, bias, self._plans.at(len(x)))
+
+    def num_parts(self, rows: int) -> int:
+        plan = self._plans.at(rows)
+        return plan.splits if isinstance(plan, TritonPlan) else 1
+
+    def write_parts(self, x: Tensor, bias: Tensor | None, out: Tensor) -> None:
+        plan = self._plans.at(len(x))
+        if isinstance(plan, TritonPlan):
+            write_parts_triton(x, self.tensor, bias, plan, out)
+        else:
+            super().write_parts(x, bias, out)
 
     def gated(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return linear_gated(x, self.tensor, bias, self._plans.at(len(x)))
