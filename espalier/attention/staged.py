@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar, Protocol
 
-import torch
 from torch import Tensor
 
 from espalier.attention.base import Attention
 from espalier.cache.kv import PagedKV, StagedKV
+from espalier.kernels.layers.head_product import head_product
 from espalier.kernels.layers.latent import LatentRopeAndNorm, rotate_and_store_latent
 from espalier.kernels.layers.rope import RopeAndNorm, rotate_and_store
 
@@ -80,20 +80,15 @@ class LatentProjections:
         raw = self.q.flatten(0, 1)
         # Both parts are written into one tensor: nothing is copied to join them.
         q = raw.new_empty(*raw.shape[:2], plane.shape[2])
-        _by_head(raw[..., :nope], self.k_up, q[..., :rank])
+        head_product(raw[..., :nope], self.k_up, q[..., :rank])
         rotate_and_store_latent(raw[..., nope:], q, self.latent.flatten(0, 1), self.rope_and_norm, rows, plane)
         return q
 
     def values(self, attended: Tensor) -> Tensor:
         flat = attended.flatten(0, 1)
         out = flat.new_empty(*flat.shape[:2], self.v_up.shape[1])
-        return _by_head(flat, self.v_up.transpose(1, 2), out).unflatten(0, attended.shape[:2])
-
-
-def _by_head(x: Tensor, weight: Tensor, out: Tensor) -> Tensor:
-    """Write x [N, heads, in] times each head's weight [heads, in, out] to `out` [N, heads, out]."""
-    torch.bmm(x.transpose(0, 1), weight, out=out.transpose(0, 1))
-    return out
+        head_product(flat, self.v_up.transpose(1, 2), out)
+        return out.unflatten(0, attended.shape[:2])
 
 
 @dataclass(frozen=True)

@@ -170,13 +170,11 @@ class ModelShape:
 
     def _latent_attention(self, prefix: str, latent: LatentConfig, count: int, rows: int) -> tuple[Run, ...]:
         queries = self.heads * latent.head_size
-        q: tuple[Run, ...] = (Run(f"{prefix}q", (queries, self.hidden), count, rows),)
-        if latent.q_rank is not None:
-            down = Run(f"{prefix}q down", (latent.q_rank, self.hidden), count, rows)
-            q = (down, Run(f"{prefix}q up", (queries, latent.q_rank), count, rows))
+        rows_of_down = (latent.q_rank or queries) + latent.row_size
+        up = () if latent.q_rank is None else (Run(f"{prefix}q up", (queries, latent.q_rank), count, rows),)
         return (
-            *q,
-            Run(f"{prefix}kv down", (latent.row_size, self.hidden), count, rows),
+            Run(f"{prefix}q and kv down", (rows_of_down, self.hidden), count, rows),
+            *up,
             Run(f"{prefix}k up", (latent.kv_rank, latent.nope_size), count, rows, self.heads),
             Run(f"{prefix}v up", (latent.v_size, latent.kv_rank), count, rows, self.heads),
             Run(f"{prefix}o", (self.hidden, self.heads * latent.v_size), count, rows),

@@ -123,22 +123,27 @@ def _load_latent_attention(
     """The latent attention block under `prefix`.  columns: as in load_attention."""
     hidden, heads, rank = config.hidden_size, config.heads, latent.q_rank
     q_rows, bias = heads * latent.head_size, config.attention_bias
-    q_down = q_norm = None
+    name, rows = ("q_proj", q_rows) if rank is None else ("q_a_proj", rank)
+    names, row = (name, "kv_a_proj_with_mqa"), latent.row_size
+    down = weights.linear(prefix, names, (rows, row), columns, bias=bias and rank is not None)
+    q_norm = q = None
     if rank is not None:
-        q_down = weights.linear(prefix, ("q_a_proj",), (rank,), columns, bias)
         q_norm = weights.norm(f"{prefix}q_a_layernorm", rank, NORM_EPS)
-    q_name, q_columns = ("q_proj", columns) if rank is None else ("q_b_proj", rank)
+        q = weights.linear(prefix, ("q_b_proj",), (q_rows,), rank, bias=False)
+    elif bias:
+        # Only the row to keep has one.
+        down.bias = torch.cat((weights.empty(rows).zero_(), weights.take(f"{prefix}{names[1]}.bias", row)))
     kv_up = weights.take(f"{prefix}kv_b_proj.weight", heads * (latent.nope_size + latent.v_size), latent.kv_rank)
     k_up, v_up = kv_up.unflatten(0, (heads, -1)).split((latent.nope_size, latent.v_size), 1)
     return LatentAttention(
-        q_down=q_down,
+        down=down,
         q_norm=q_norm,
-        q=weights.linear(prefix, (q_name,), (q_rows,), q_columns, bias=False),
-        kv_down=weights.linear(prefix, ("kv_a_proj_with_mqa",), (latent.row_size,), columns, bias),
+        q=q,
         kv_norm=weights.take(f"{prefix}kv_a_layernorm.weight", latent.kv_rank),
         k_up=k_up,
         v_up=v_up,
         out=weights.linear(prefix, ("o_proj",), (hidden,), heads * latent.v_size, config.out_bias),
+        row_size=row,
         interleaved=latent.interleaved,
     )
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from espalier.kernels.attention.kv_splits import (
-    MAX_LATENT_SPLITS,
     MAX_PARTIAL_VALUES,
     MAX_SPLIT_ROWS,
     MAX_SPLITS,
+    MAX_SPLITS_OF_FEW_HEADS,
     MIN_SPLIT_ROWS,
     SPLIT_STEP,
     KVSplitPolicy,
@@ -117,6 +117,14 @@ def test_small_batches_make_many_splits():
             assert policy.max_splits == 1 or batch * queries * policy.max_splits * 32 * 128 <= MAX_PARTIAL_VALUES
 
 
+@pytest.mark.parametrize(("kv_heads", "splits"), [(32, 8), (16, 16), (8, 32), (4, 64), (2, 128), (1, 128)])
+def test_one_query_over_few_kv_heads_fills_a_gpu(kv_heads, splits):
+    """More than MAX_SPLITS only where they fill the GPU: a larger batch keeps no room for them."""
+    of = partial(KVSplitPolicy.of, kv_heads=kv_heads, group=8, max_rows=32768, v_size=128)
+    assert of(1, 1).num_splits == splits and of(2, 1).num_splits == 128 // kv_heads
+    assert of(16, 1).max_splits <= MAX_SPLITS
+
+
 def test_wide_latent_rows_fill_a_gpu_within_the_limit_of_partial_results():
     """A partial result of 128 heads has 65,536 values, of 16 heads 8,192.  One tile has 64 packed queries."""
 
@@ -137,7 +145,7 @@ def test_wide_latent_rows_fill_a_gpu_within_the_limit_of_partial_results():
         for queries in (1, 2, 8, 16, 64, 129, 5000):
             for heads in (1, 16, 128):
                 policy = of(batch, queries, heads)
-                assert 1 <= policy.num_splits <= policy.max_splits <= MAX_LATENT_SPLITS
+                assert 1 <= policy.num_splits <= policy.max_splits <= MAX_SPLITS_OF_FEW_HEADS
                 values = batch * queries * heads * 512 * policy.max_splits
                 assert policy.max_splits == 1 or values <= MAX_PARTIAL_VALUES
 

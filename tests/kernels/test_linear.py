@@ -14,6 +14,7 @@ from espalier.kernels.layers.linear import (
     linear_parts,
     linear_parts_triton,
     linear_triton,
+    write_parts_triton,
 )
 from espalier.kernels.layers.silu import silu_mul, silu_mul_triton
 from espalier.kernels.runtime.launch import SMALLEST_SHARED_MEMORY, Chip
@@ -95,19 +96,31 @@ def test_partial_sums_add_up_to_linear(kernel_device, monkeypatch, bias):
     assert torch.equal(linear_parts_triton(x, weight, bias_tensor, WHOLE), linear_triton(x, weight, bias_tensor, WHOLE))
 
 
+@pytest.mark.parametrize("plan", [WHOLE, SPLIT])
+def test_parts_are_written_into_the_tail_of_others(kernel_device, plan):
+    """In float32: rounded once added, they are `linear`."""
+    x, weight, bias = random_inputs(3, 70, 200, kernel_device, bias=True)
+    parts = torch.full((2 + plan.splits, 3, 70), 7.0, device=kernel_device)
+    write_parts_triton(x, weight, bias, plan, parts[2:])
+    assert (parts[:2] == 7).all() and torch.equal(parts[2:].cumsum(0)[-1].to(DTYPE), linear(x, weight, bias, plan))
+    for wrong in (parts[1:], parts[2:].double(), parts[2:].transpose(1, 2).contiguous().transpose(1, 2)):
+        with pytest.raises(EspalierError, match="parts"):
+            write_parts_triton(x, weight, bias, plan, wrong)
+
+
 @pytest.mark.parametrize("plan", [WHOLE, SPLIT, TritonPlan(16, 64, 1, 4, 2), TritonPlan(128, 64, 1, 4, 2), None])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(
     ("rows", "size", "num_in"), [(1, 64, 192), (3, 35, 200), (17, 130, 136), (5, 1, 64), (0, 8, 64)]
 )
 def test_gated_equals_silu_mul_of_linear(kernel_device, monkeypatch, plan, bias, rows, size, num_in):
-    """Bit for bit, with the activation in the kernel's epilogue or in a kernel of its own."""
+    """Bit for bit, with the activation in the kernel's epilogue or in a kernel of its own.  All sums are exact."""
     x, weight, bias_tensor = drawn_exact(rows, 2 * size, num_in, kernel_device, bias=bias)
     gate_up = linear(x, weight, bias_tensor, plan)
     poisoned(monkeypatch)
     out = linear_gated(x, weight, bias_tensor, plan)
     # With a fused epilogue compare to the Triton kernel.  On a CPU silu_mul is PyTorch's, which rounds twice.
-    gate = silu_mul_triton if plan is not None and plan.splits == 1 else silu_mul
+    gate = silu_mul if plan is None else silu_mul_triton
     assert out.shape == (rows, size) and torch.equal(out, gate(gate_up))
 
 

@@ -9,7 +9,7 @@ import torch
 
 from espalier.errors import EspalierError
 from espalier.kernels.layers import linear_tuning
-from espalier.kernels.layers.linear import DTYPES, LibraryPlan, TritonPlan, candidates, linear
+from espalier.kernels.layers.linear import DTYPES, LibraryPlan, TritonPlan, candidates, linear, rule
 from espalier.kernels.layers.linear_tuning import (
     CHOICES_FILE,
     DENSE,
@@ -19,6 +19,7 @@ from espalier.kernels.layers.linear_tuning import (
     Table,
     own_file,
     plans_for,
+    plans_on,
     read,
     write,
 )
@@ -167,6 +168,31 @@ def test_a_chip_without_plans_is_logged_with_the_remedy(active_plans, caplog):
     assert "F.linear" in caplog.text and "doctor --tune" in caplog.text
 
 
+H200 = Chip(shared_memory=232448, processors=132, capability=(9, 0))
+
+
+def test_a_shape_without_an_entry_takes_the_rule_for_few_rows():
+    measured = {(64, 128): SOME}
+    assert plans_on(H200, (64, 128), measured) is SOME and plans_on(H200, (5120, 2048), {}) is None
+    plans = plans_on(H200, (5120, 2048), measured)
+    assert plans is not None and [plans.at(rows) for rows in (16, 17)] == [rule(5120, 2048, H200), None]
+
+
+@pytest.mark.parametrize("shape", [(1, 64), (100, 90), (1024, 4096), (5120, 2048), (2048, 4096), (151936, 2048)])
+@pytest.mark.parametrize("gpu", [H200, Chip(101_376, 20, (8, 9))], ids=["H200", "small"])
+def test_the_rule_fills_the_chip_once(shape, gpu):
+    """Its programs fit the shared memory, and where it splits, all run at once and fill their pipelines."""
+    plan = rule(*shape, gpu)
+    programs = -(-shape[0] // plan.block_out) * plan.splits
+    together = gpu.shared_memory // plan.shared_memory(16)
+    assert together >= 1 and 1 <= plan.splits <= 4
+    assert plan.splits == 1 or (programs <= together * gpu.processors and shape[1] >= 3 * plan.splits * plan.block_in)
+
+
+def test_the_rule_splits_what_would_leave_the_chip_idle():
+    assert [rule(out, 4096, H200).splits for out in (64, 2048, 6144, 8192, 16384, 28672)] == [4, 4, 4, 3, 1, 1]
+
+
 def test_a_weight_on_the_cpu_has_no_plans():
     weight = torch.zeros(64, 128, dtype=torch.bfloat16)
     assert plans_for((64, 128), DENSE, weight.dtype, weight) is None
@@ -204,6 +230,9 @@ def test_a_linear_layer_returns_partial_sums(kernel_device, monkeypatch, rows):
     out = layer.in_parts(x)
     assert out.shape == ((2, 5, 64) if rows == 5 else (rows, 64))
     assert torch.equal((out[0] + out[1]).half() if rows == 5 else out, layer(x))
+    parts = torch.full((layer.weight.num_parts(rows), rows, 64), torch.nan, device=kernel_device)
+    layer.write_parts(x, parts)
+    assert len(parts) == (1 if rows == 40 else 2) and torch.equal(parts.cumsum(0)[-1].half(), layer(x))
 
 
 def test_shipped_plans_are_candidates_on_their_chips():

@@ -75,6 +75,19 @@ def test_strided_logits(kernel_device):
         assert torch.equal(route_triton(logits, None, routing)[0], route_reference(logits, None, routing)[0])
 
 
+@pytest.mark.parametrize("routing", [ROUTINGS[3], ROUTINGS[8], ROUTINGS[9]], ids=lambda r: str(r.num_experts))
+def test_logits_in_parts(kernel_device, routing):
+    """They are added in order, to the bit.  In another order the last expert of row 0 would tie with the others."""
+    parts = torch.stack([drawn(routing, 5, kernel_device, seed)[0] for seed in range(3)])
+    parts[:, 0], parts[:, 0, -1] = 0.0, torch.tensor([1e8, -1e8, 1.0], device=kernel_device)
+    bias = drawn(routing, 5, kernel_device)[1]
+    with poisoned():
+        ids, weights = route_triton(parts, bias, routing)
+    expected_ids, expected_weights = route_triton(parts[0] + parts[1] + parts[2], bias, routing)
+    assert torch.equal(ids, expected_ids) and torch.equal(weights, expected_weights)
+    assert torch.equal(ids, route_reference(parts, bias, routing)[0])
+
+
 def test_wrong_shapes_are_refused(kernel_device):
     logits, bias = drawn(ROUTINGS[8], 3, kernel_device)
     with pytest.raises(EspalierError, match="route: logits"):

@@ -32,8 +32,9 @@ LARGE_TILE, LARGE_TILE_PROGRAMS = 128, 128
 # For kernels of wide latent rows, whose tiles have 64 packed queries: one program fills a multiprocessor.  A partial
 # result has up to 512 values, so merging is expensive, and fewer, longer splits pay.
 LATENT_TILE, MAX_LATENT_SPLIT_ROWS = 64, 4096
-# Most splits of one request.
-MAX_SPLITS, MAX_LATENT_SPLITS = 32, 128
+# Most splits of one request.  The second is for wide latent rows, and for few requests with few KV heads, for which
+# MAX_SPLITS would leave a part of the GPU without a program.
+MAX_SPLITS, MAX_SPLITS_OF_FEW_HEADS = 32, 128
 # Most rows of partial results (queries x splits) of one request.
 MAX_PARTIAL_ROWS_PER_REQUEST = 512
 # Most float32 values in the partial results of a batch: 256 MiB.
@@ -73,18 +74,22 @@ class KVSplitPolicy:
         wide_latent: whether a kernel for wide latent rows runs (latent_attention.py, hopper_latent.py).
         """
         batch, packed_queries = next_bucket(batch), queries * group
-        programs, num_tiles, limit, max_split_rows = PROGRAMS, 1, MAX_SPLITS, MAX_SPLIT_ROWS
+        programs, num_tiles, max_split_rows = PROGRAMS, 1, MAX_SPLIT_ROWS
         if wide_latent:
             programs, num_tiles = LARGE_TILE_PROGRAMS, -(-packed_queries // LATENT_TILE)
             max_split_rows = MAX_LATENT_SPLIT_ROWS
-            # With more splits, one request would have more work items than a GPU runs at once.
-            limit = min(MAX_LATENT_SPLITS, programs // num_tiles)
         elif packed_queries > LARGE_TILE // 2:
             programs, num_tiles = LARGE_TILE_PROGRAMS, -(-packed_queries // LARGE_TILE)
+        wanted = programs // (batch * kv_heads * num_tiles)
+        if wide_latent:
+            # With more splits, one request would have more work items than a GPU runs at once.
+            limit = min(MAX_SPLITS_OF_FEW_HEADS, programs // num_tiles)
+        else:
+            limit = max(MAX_SPLITS, min(wanted, MAX_SPLITS_OF_FEW_HEADS))
         values = batch * packed_queries * kv_heads * v_size
         limit = min(limit, MAX_PARTIAL_VALUES // values, MAX_PARTIAL_ROWS_PER_REQUEST // queries)
         max_splits = max(1, min(limit, -(-max_rows // MIN_SPLIT_ROWS)))
-        num_splits = min(max(1, programs // (batch * kv_heads * num_tiles)), max_splits)
+        num_splits = min(max(1, wanted), max_splits)
         is_enough = max_rows <= num_splits * max_split_rows
         return cls(num_splits, num_splits if is_enough else max_splits, max_split_rows)
 

@@ -4,7 +4,8 @@ Three launches.  `_sort_pairs_kernel` sorts the N · K pairs (row, choice) by ex
 tiles.  `_gated_kernel` computes the activation of each tile, `_down_kernel` the weighted results.  Both have one
 program for each tile and block of outputs, and read only the experts that have rows.  Grids follow from N, K and the
 number of experts, so the launches can be captured; programs without a tile return at once.  The experts of one row
-differ, so for a single row each pair is a tile, and nothing is sorted.
+differ, so for a single row each pair is a tile, and nothing is sorted.  `_down_kernel` prefetches its first weights
+while `_gated_kernel` runs.
 
 The K results of a row are not summed here.  The next norm adds them in order of choice, which is the same in every
 batch.  Below, the place of a pair is its index in the sorted order; without a sort, it is the pair itself.
@@ -26,7 +27,7 @@ from espalier.kernels.layers.experts_tuning import plan_for
 from espalier.kernels.layers.linear import block_rows
 from espalier.kernels.layers.silu import require_gated
 from espalier.kernels.runtime.launch import chip, exact_type, kernel, power_of_two, require
-from espalier.kernels.runtime.pdl import early, pdl_wait_if
+from espalier.kernels.runtime.pdl import ask_for, early, pdl_trigger, pdl_wait, pdl_wait_if
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -157,7 +158,9 @@ def _gated_kernel(
 
     w: [E, 2 · num_out, num_in]; bias: [E, 2 · num_out].  EVEN_IN: BLOCK_IN divides num_in.
     """
-    pdl_wait_if(DEPENDENT)
+    # Triggers only when the routing is complete: _down_kernel reads the experts before it waits.
+    pdl_wait(DEPENDENT)
+    pdl_trigger(DEPENDENT)
     tile = tl.program_id(1)
     expert = _expert_of_tile(tile_experts_ptr, live_ptr, tile, top_k, num_experts, SORTED, LIVE)
     if (expert < 0) | (expert == num_experts):
@@ -210,15 +213,20 @@ def _down_kernel(
 
     x: [N · K, num_in], in order of place.  EVEN_IN: BLOCK_IN divides num_in.
     """
-    pdl_wait_if(DEPENDENT)
+    pdl_trigger(DEPENDENT)
     tile = tl.program_id(1)
     expert = _expert_of_tile(tile_experts_ptr, live_ptr, tile, top_k, num_experts, SORTED, LIVE)
+    column, ks = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT), tl.arange(0, BLOCK_IN)
+    w_row = tl.maximum(tl.minimum(expert, num_experts - 1), 0) * num_out + tl.minimum(column, num_out - 1)
+    w_ptrs = w_ptr + w_row[:, None] * num_in + ks[None, :]
+    if DEPENDENT and BLOCK_IN >= 64:
+        # An L2 line of 128 bytes holds 64 numbers of two bytes: one prefetch each.
+        lines = tl.arange(0, BLOCK_IN // 64) * 64
+        ask_for(w_ptr + w_row[:, None] * num_in + tl.minimum(lines, num_in - 1)[None, :])
+    pdl_wait(DEPENDENT)
     if expert < 0:
         return
     place, inside, pair = _pairs_of_tile(order_ptr, ends_ptr, tile_begins_ptr, tile, expert, SORTED, ROWS)
-    column, ks = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT), tl.arange(0, BLOCK_IN)
-    w_row = tl.minimum(expert, num_experts - 1) * num_out + tl.minimum(column, num_out - 1)
-    w_ptrs = w_ptr + w_row[:, None] * num_in + ks[None, :]
     x_ptrs = x_ptr + place.to(tl.int64)[None, :] * num_in + ks[:, None]
     acc = tl.zeros((BLOCK_OUT, ROWS), EXACT)
     # No steps for rows without expert: _gated_kernel writes nothing to their x.

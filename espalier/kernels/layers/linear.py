@@ -8,10 +8,10 @@ adds them with a second kernel; `linear_parts` returns them, and the next kernel
 Above about 100 rows PyTorch's GEMM library is faster.  For some shapes several smaller calls to it are faster than one
 (`LibraryPlan`): a grid of 1.5 waves takes as long as a grid of 2.
 
-If one weight stacks gate over up and there is no split, the epilogue also computes silu(gate) · up (`linear_gated`).
+If one weight stacks gate over up, the epilogue also computes silu(gate) · up, without split-K (`linear_gated`).
 
 `espalier doctor --tune` measures which plan is fastest; kernels/layers/linear_tuning.py reads the result.  This file
-lists the plans worth measuring (`candidates`).
+lists the plans worth measuring (`candidates`), and has a rule for shapes that nobody measured (`rule`).
 
 Both kernels use PDL where the chip has it (kernels/runtime/pdl.py).  The first one prefetches its first tile of the
 weight into the L2 before it waits.
@@ -23,7 +23,7 @@ result, plus in · 2⁻²⁴ times the sum of the products' magnitudes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -61,6 +61,9 @@ LIBRARY_PIECES = (2, 3, 4)
 LIBRARY_SPLITS = (2, 4)
 # Largest edge of the library's tiles.  A piece or split must be a multiple of it, so that no tile is partly empty.
 LIBRARY_TILE = 128
+# The tiles of `rule`, its most splits, and its stages by the number of programs that share a multiprocessor: what most
+# shapes were measured to be fastest with, up to 16 rows on an H200.
+RULE_TILE, RULE_WARPS, RULE_SPLITS, RULE_STAGES = (64, 128), 4, 4, (6, 4, 3)
 # Bytes of shared memory that a program uses besides its tiles.
 RESERVED_SHARED_MEMORY = 1024
 
@@ -108,6 +111,20 @@ def candidates(rows: int, num_out: int, num_in: int, gpu: Chip) -> list[TritonPl
     """The plans worth measuring against F.linear."""
     library = _library_plans(num_out, num_in) if rows >= LIBRARY_MIN_ROWS else []
     return [*_triton_plans(rows, num_out, num_in, gpu), *library]
+
+
+def rule(num_out: int, num_in: int, gpu: Chip) -> TritonPlan:
+    """The plan of a shape that was not measured, for up to MIN_BLOCK_ROWS rows.
+
+    It splits `in` as long as all programs run at once and each fills its pipeline.
+    """
+    (block_out, block_in), least = RULE_TILE, TritonPlan(*RULE_TILE, 1, RULE_WARPS, min(RULE_STAGES))
+    together = max(min(gpu.shared_memory // least.shared_memory(MIN_BLOCK_ROWS), len(RULE_STAGES)), 1)
+    blocks, steps = _num_blocks(num_out, block_out), _num_blocks(num_in, block_in)
+    splits = max(min(RULE_SPLITS, together * gpu.processors // blocks, steps // least.stages), 1)
+    sharing = min(_num_blocks(blocks * splits, gpu.processors), together)
+    plan = replace(least, splits=splits, stages=RULE_STAGES[sharing - 1])
+    return plan if sharing * plan.shared_memory(MIN_BLOCK_ROWS) <= gpu.shared_memory else replace(least, splits=splits)
 
 
 def _library_plans(num_out: int, num_in: int) -> list[LibraryPlan]:
@@ -246,11 +263,12 @@ def linear_parts(x: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPla
 def linear_gated(x: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan) -> Tensor:
     """silu(gate) · up [rows, out / 2], where gate and up are the halves of `linear`: the same bits as silu_mul(linear).
 
-    The weight stacks gate over up.  Raises EspalierError for an odd `out`.
+    The weight stacks gate over up.  A TritonPlan runs without split-K: the activation in the epilogue saves two
+    launches.  Raises EspalierError for an odd `out`.
     """
     require_gated(weight.shape[0])
-    if isinstance(plan, TritonPlan) and plan.splits == 1:
-        return _launch(x, weight, bias, plan, gated=True)
+    if isinstance(plan, TritonPlan):
+        return _launch(x, weight, bias, replace(plan, splits=1), gated=True)
     return silu_mul(linear(x, weight, bias, plan))
 
 
@@ -317,15 +335,29 @@ def linear_parts_triton(x: Tensor, weight: Tensor, bias: Tensor | None, plan: Tr
     return _launch(x, weight, bias, plan, gated=False)
 
 
-def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, plan: TritonPlan, gated: bool) -> Tensor:
+def write_parts_triton(x: Tensor, weight: Tensor, bias: Tensor | None, plan: TritonPlan, out: Tensor) -> None:
+    """Write the partial sums to out [splits, rows, out] float32, contiguous; one part if the plan does not split.
+
+    Raises EspalierError as linear_parts_triton.
+    """
+    require("linear: parts", out, (plan.splits, len(x), weight.shape[0]), torch.float32, x)
+    if not out.is_contiguous():
+        raise EspalierError(f"linear: parts must be contiguous, but have strides {out.stride()}")
+    _launch(x, weight, bias, plan, gated=False, out=out)
+
+
+def _launch(
+    x: Tensor, weight: Tensor, bias: Tensor | None, plan: TritonPlan, gated: bool, out: Tensor | None = None
+) -> Tensor:
     rows, num_in = x.shape
     splits, gpu = plan.splits, chip(x)
     _require(x, weight, bias, plan, gpu)
     num_out, block_written = weight.shape[0], plan.block_out
     if gated:
         num_out, block_written = num_out // 2, block_written // 2
-    in_parts = splits > 1 and rows * num_out > 0
-    out = x.new_empty(splits, rows, num_out, dtype=torch.float32) if in_parts else x.new_empty(rows, num_out)
+    if out is None:
+        in_parts = splits > 1 and rows * num_out > 0
+        out = x.new_empty(splits, rows, num_out, dtype=torch.float32) if in_parts else x.new_empty(rows, num_out)
     if out.numel() == 0:
         return out
     _linear_kernel[_num_blocks(num_out, block_written), splits](

@@ -3,8 +3,9 @@
 `espalier doctor --tune` measures and writes tables.  Our own measurements ship beside this file.  A user's table is
 read from the path in CHOICES_FILE or, if that is not set, from the user's configuration folder; its entries override
 the shipped ones.  A table applies to chips with the same compute capability, number of SMs and shared memory, and to
-the same activation dtype and weight format.  The GPU's name does not matter.  Dense layers without an entry use
-F.linear, and the log says so.
+the same activation dtype and weight format.  The GPU's name does not matter.  On a chip with a table, a shape without
+an entry takes the rule of linear.py for few rows and F.linear for more.  On a chip without a table every shape takes
+F.linear.  The log says so.
 """
 
 import json
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor
 
 from espalier.errors import EspalierError
-from espalier.kernels.layers.linear import DTYPES, LibraryPlan, LinearPlan, TritonPlan
+from espalier.kernels.layers.linear import DTYPES, LibraryPlan, LinearPlan, TritonPlan, rule
 from espalier.kernels.runtime.launch import Chip, chip
 
 # Environment variable: the path of the user's table.
@@ -76,14 +77,23 @@ class Table:
 
 
 def plans_for(shape: Shape, format: str, dtype: torch.dtype, stored: Tensor) -> LinearPlans | None:
-    """The plans for a weight shape [out, in]; None: nothing was measured.
+    """The plans for a weight shape [out, in]; None: nothing was measured on this chip.
 
     dtype: of the activations; stored: any tensor of the weight, to tell the chip.
     """
     if not stored.is_cuda or dtype not in DTYPES:
         return None
     name = str(dtype).removeprefix("torch.")
-    return _active_plans((chip(stored), name, format), own_file()).get(shape) or _log_missing(shape, name, format)
+    gpu = chip(stored)
+    return plans_on(gpu, shape, _active_plans((gpu, name, format), own_file()))
+
+
+def plans_on(gpu: Chip, shape: Shape, measured: Mapping[Shape, LinearPlans]) -> LinearPlans | None:
+    """The plans for a weight shape, given those measured on this chip; None if there are none."""
+    if shape in measured or not measured:
+        return measured.get(shape)
+    _log_rule(shape)
+    return LinearPlans((rule(*shape, gpu), *(None for _ in ROWS_BUCKETS[1:])))
 
 
 def own_file() -> Path:
@@ -112,8 +122,13 @@ def _active_plans(key: tuple[Chip, str, str], user_path: Path) -> Mapping[Shape,
 
 
 @cache
-def _log_missing(shape: Shape, dtype: str, format: str) -> None:
-    log.info("linear layers: no plan measured for [%d, %d], %s weights, %s: F.linear", *shape, format, dtype)
+def _log_rule(shape: Shape) -> None:
+    log.info(
+        "linear layers: no plan measured for [%d, %d]: a plan by rule up to %d rows, F.linear above; espalier doctor "
+        "--tune measures faster plans",
+        *shape,
+        ROWS_BUCKETS[0],
+    )
 
 
 def read(path: Path) -> list[Table]:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from espalier.errors import EspalierError
+from espalier.kernels.layers.linear import load_sum, sum_parts_reference
 from espalier.kernels.runtime.launch import chip, exact_type, kernel, power_of_two, require
 from espalier.kernels.runtime.pdl import early, pdl_wait_if
 
@@ -22,6 +23,8 @@ SCORINGS = ("softmax", "sigmoid", "topk_softmax")
 GROUP_SCORES = ("max", "top2_sum")
 # Added to the sum that weights are divided by, as DeepSeek-V3 does: sigmoid scores may all be 0.
 NORM_EPS = 1e-20
+# Pairs of experts that a thread compares, and the most warps of a program.
+PAIRS_PER_THREAD, MAX_WARPS, WARP = 128, 8, 32
 
 
 @dataclass(frozen=True)
@@ -88,7 +91,8 @@ class Routing:
 def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
     """The experts of each row, and their weights: ids [N, K] int64, ascending in each row, and weights [N, K].
 
-    logits: [N, E], float32 or float64; weights have its dtype.  bias: [E], added as `routing` says, or None.
+    logits: [N, E], float32 or float64, or [parts, N, E], which are added in order; weights have its dtype.
+    bias: [E], added as `routing` says, or None.
     Among equal scores the lower id is chosen.  Sums have the same order whatever the number of rows.
     """
     return (route_triton if logits.is_cuda else route_reference)(logits, bias, routing)
@@ -96,8 +100,8 @@ def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor
 
 @kernel
 def _route_kernel(
-    logits_ptr, bias_ptr, ids_ptr, weights_ptr, row_stride,
-    NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SCORING: tl.constexpr,
+    logits_ptr, bias_ptr, ids_ptr, weights_ptr, part_stride, row_stride,
+    PARTS: tl.constexpr, NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SCORING: tl.constexpr,
     HAS_BIAS: tl.constexpr, LOGIT_BIAS: tl.constexpr,
     NORM: tl.constexpr, NORM_EPS: tl.constexpr, SCALE: tl.constexpr, N_GROUP: tl.constexpr, TOPK_GROUP: tl.constexpr,
     TOP2_SUM: tl.constexpr, EXACT: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
@@ -107,7 +111,8 @@ def _route_kernel(
     row = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, BLOCK)
     inside = expert < NUM_EXPERTS
-    logits = tl.load(logits_ptr + row * row_stride + expert, mask=inside, other=-float("inf")).to(EXACT)
+    logits = load_sum(logits_ptr + row * row_stride + expert, part_stride, inside, PARTS, EXACT, EXACT)
+    logits = tl.where(inside, logits, -float("inf"))
     if HAS_BIAS and LOGIT_BIAS:
         logits += tl.load(bias_ptr + expert, mask=inside, other=0.0).to(EXACT)
     if SCORING == "softmax":
@@ -125,12 +130,10 @@ def _route_kernel(
     left = inside
     if N_GROUP > 1:
         left = inside & best_groups(choosing, expert, inside, NUM_EXPERTS // N_GROUP, N_GROUP, TOPK_GROUP, TOP2_SUM)
-    chosen = expert < 0
-    for _ in tl.static_range(TOP_K):
-        best = tl.max(tl.where(left, choosing, -float("inf")), 0)
-        is_next = expert == tl.min(tl.where(left & (choosing == best), expert, BLOCK), 0)
-        chosen = chosen | is_next
-        left = left & ~is_next
+    # All pairs are compared at once: TOP_K reductions, one after another, take longer.
+    other, others = choosing[None, :], expert[None, :]
+    is_before = (other > choosing[:, None]) | ((other == choosing[:, None]) & (others < expert[:, None]))
+    chosen = left & (tl.sum((is_before & left[None, :]).to(tl.int32), 1) < TOP_K)
     weights = tl.where(chosen, scores, 0.0)
     if SCORING == "topk_softmax":
         exps = tl.where(chosen, tl.exp(logits - tl.max(tl.where(chosen, logits, -float("inf")), 0)), 0.0)
@@ -169,16 +172,18 @@ def best_groups(
 
 def route_triton(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
     """The ids are the reference's, but for scores that differ by a rounding; tolerance of the weights: 1e-5 of each."""
-    num_rows, top_k = len(logits), routing.top_k
-    require("route: logits", logits, (num_rows, routing.num_experts), None, logits)
+    parts = logits if logits.ndim == 3 else logits[None]
+    num_parts, num_rows, top_k = parts.shape[0], parts.shape[1], routing.top_k
+    require("route: logits", parts, (num_parts, num_rows, routing.num_experts), None, parts)
     if bias is not None:
         require("route: bias", bias, (routing.num_experts,), None, logits)
-    logits = logits if logits.stride(1) == 1 else logits.contiguous()
+    parts, block = parts if parts.stride(2) == 1 else parts.contiguous(), power_of_two(routing.num_experts)
     ids = torch.empty(num_rows, top_k, dtype=torch.int64, device=logits.device)
     weights = logits.new_empty(num_rows, top_k)
     if num_rows:
         _route_kernel[(num_rows,)](
-            *(logits, logits if bias is None else bias.contiguous(), ids, weights, logits.stride(0)),
+            *(parts, parts if bias is None else bias.contiguous(), ids, weights, *parts.stride()[:2]),
+            PARTS=num_parts,
             NUM_EXPERTS=routing.num_experts,
             TOP_K=top_k,
             SCORING=routing.scoring,
@@ -192,14 +197,16 @@ def route_triton(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple
             TOPK_GROUP=routing.topk_group,
             TOP2_SUM=routing.group_score == "top2_sum",
             EXACT=exact_type(logits.dtype),
-            BLOCK=power_of_two(routing.num_experts),
-            num_warps=1 if routing.num_experts <= 128 else 2,
+            BLOCK=block,
+            num_warps=min(max(block * block // (WARP * PAIRS_PER_THREAD), 1), MAX_WARPS),
             **early(chip(logits)),
         )
     return ids, weights
 
 
 def route_reference(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
+    if logits.ndim == 3:
+        logits = sum_parts_reference(logits, logits.dtype)
     if routing.logit_bias and bias is not None:
         logits, bias = logits + bias, None
     if routing.scoring == "softmax":

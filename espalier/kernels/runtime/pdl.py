@@ -10,6 +10,9 @@ The wait ends when every program of the predecessor has ended and its writes are
 waited for its own predecessor or, launched without PDL, started after it.  So all earlier kernels have ended as well,
 and kernels with and without PDL can be mixed in any order (tests/kernels/test_pdl.py).
 
+A kernel that triggers only after its wait lets the next kernel also read, before that one's wait, what earlier kernels
+wrote (kernels/layers/experts.py).
+
 The launcher passes `**early(chip(x))`, which sets the constant DEPENDENT.  The kernel begins with
 `pdl_wait_if(DEPENDENT)`, which triggers and waits.
 """

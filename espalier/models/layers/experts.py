@@ -10,9 +10,14 @@ from torch import Tensor
 
 from espalier.kernels.layers.activation import SILU, Activation
 from espalier.kernels.layers.experts import ExpertBiases, grouped_experts
+from espalier.kernels.layers.linear import TritonPlan, linear_parts_triton
 from espalier.kernels.layers.routing import Routing, route
 from espalier.models.layers.linear import Linear
 from espalier.models.layers.mlp import GatedMLP
+
+# For few rows: a router has few outputs, so it is split along its inputs, and `route` adds the parts.  A single part
+# would be rounded to x's dtype.  Above, PyTorch's product is faster.
+ROUTER_PLAN, ROUTER_MAX_ROWS = TritonPlan(block_out=32, block_in=128, splits=8, warps=4, stages=2), 64
 
 
 class MixtureMLP:
@@ -53,22 +58,25 @@ class MixtureMLP:
         live: [N] bool; other rows go to no expert.  None: all rows are live.
         """
         ids, weights = route(router_logits(x, self.router), self.bias, self.routing)
-        extra = 0 if self.shared is None else 1
+        extra = 0 if self.shared is None else 1 if self.shared_gate is not None else self.shared.num_parts(len(x))
         experts = (x, self.gate_up, self.down, ids, weights)
         parts = grouped_experts(*experts, live=live, biases=self.biases, activation=self.activation, extra=extra)
-        if self.shared is None:
-            return parts
-        shared = self.shared.summed(x)
-        if self.shared_gate is None:
-            parts[-1] = shared
-        else:
-            torch.mul(shared, self.shared_gate(x).to(parts.dtype).sigmoid(), out=parts[-1])
+        if self.shared is not None and self.shared_gate is not None:
+            gate = self.shared_gate(x).to(parts.dtype).sigmoid()
+            torch.mul(self.shared.summed(x), gate, out=parts[-1])
+        elif self.shared is not None:
+            self.shared.write_parts(x, parts[-extra:])
         return parts
 
 
 def router_logits(x: Tensor, weight: Tensor) -> Tensor:
-    """x [N, H] · weightᵀ [E, H] -> [N, E], computed and returned in float32 (float64 for float64)."""
+    """x [N, H] · weightᵀ [E, H] -> [N, E], or parts of it as `route` takes them.
+
+    Computed and returned in float32 (float64 for float64).
+    """
     exact = torch.promote_types(x.dtype, torch.float32)
     if x.is_cuda and x.dtype != exact:
+        if 0 < len(x) <= ROUTER_MAX_ROWS:
+            return linear_parts_triton(x, weight, None, ROUTER_PLAN)
         return torch.mm(x, weight.T, out_dtype=exact)
     return F.linear(x.to(exact), weight.to(exact))

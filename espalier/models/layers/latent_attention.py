@@ -19,46 +19,47 @@ NORM_EPS = 1e-6
 
 
 class LatentAttention:
-    """q_down, q_norm: hidden state -> the queries' latent; both None if q projects the hidden state itself.
+    """down: hidden state -> the queries' latent [q_rank], then the row to keep [kv_rank + rope], in one product.
 
-    q: -> [heads · (nope + rope)].
-    kv_down: hidden state -> [kv_rank + rope]; kv_norm: [kv_rank], weight of the norm of its first part.
+    q_norm, q: the queries' latent -> [heads · (nope + rope)]; both None if `down` projects the queries themselves.
+    kv_norm: [kv_rank], weight of the norm of the row's first part.
     k_up: [heads, nope, kv_rank]; v_up: [heads, v_size, kv_rank].
-    interleaved: as in espalier/kernels/layers/latent.py:LatentRopeAndNorm.
+    row_size: kv_rank + rope.  interleaved: as in espalier/kernels/layers/latent.py:LatentRopeAndNorm.
     """
 
-    __slots__ = ("q_down", "q_norm", "q", "kv_down", "kv_norm", "k_up", "v_up", "out", "interleaved")
+    __slots__ = ("down", "q_norm", "q", "kv_norm", "k_up", "v_up", "out", "row_size", "interleaved")
 
     def __init__(
         self,
-        q_down: Linear | None,
+        down: Linear,
         q_norm: RMSNorm | None,
-        q: Linear,
-        kv_down: Linear,
+        q: Linear | None,
         kv_norm: Tensor,
         k_up: Tensor,
         v_up: Tensor,
         out: Linear,
+        row_size: int,
         interleaved: bool,
     ) -> None:
-        self.q_down = q_down
+        self.down = down
         self.q_norm = q_norm
         self.q = q
-        self.kv_down = kv_down
         self.kv_norm = kv_norm
         self.k_up = k_up
         self.v_up = v_up
         self.out = out
+        self.row_size = row_size
         self.interleaved = interleaved
 
     def __call__(
         self, x: Tensor, rope_and_norm: RopeAndNorm, attend: Attend, layer: int, shape: tuple[int, int]
     ) -> Tensor:
         """As espalier/models/layers/attention.py:Attention."""
-        latent = self.kv_down(x).unflatten(0, shape).unsqueeze(2)
-        if self.q_down is not None and self.q_norm is not None:
-            x = self.q_norm(self.q_down(x))
-        q = self.q(x).unflatten(1, (self.k_up.shape[0], -1)).unflatten(0, shape)
+        down = self.down(x)
+        q, latent = down[:, : -self.row_size], down[:, -self.row_size :].unflatten(0, shape).unsqueeze(2)
+        if self.q_norm is not None and self.q is not None:
+            q = self.q(self.q_norm(q))
+        q = q.unflatten(1, (self.k_up.shape[0], -1)).unflatten(0, shape)
         with_norm = LatentRopeAndNorm(rope_and_norm.cos, rope_and_norm.sin, self.kv_norm, NORM_EPS, self.interleaved)
         values = attend(layer, LatentProjections(q, latent, with_norm, self.k_up, self.v_up))
         return self.out.in_parts(values.flatten(2).flatten(0, 1))

@@ -40,6 +40,10 @@ class Linear:
         parts = self.weight.parts(x, self.bias)
         return parts if self.reduce is None else self.reduce(parts)
 
+    def write_parts(self, x: Tensor, out: Tensor) -> None:
+        """x [rows, in] -> out [weight.num_parts(rows), rows, out], float32 at least, which the reader sums."""
+        self.weight.write_parts(x, self.bias, out)
+
     def gated(self, x: Tensor) -> Tensor:
         """x [rows, in] -> silu(gate) · up [rows, out / 2], for a weight that stacks gate and up."""
         return self.weight.gated(x, self.bias)

@@ -21,6 +21,14 @@ class GatedMLP:
         """
         return self.down.in_parts(self.gate_up.gated(x))
 
+    def num_parts(self, rows: int) -> int:
+        """The number of parts that `write_parts` writes."""
+        return self.down.weight.num_parts(rows)
+
+    def write_parts(self, x: Tensor, out: Tensor) -> None:
+        """[B·Q, hidden] -> out [num_parts, B·Q, hidden], float32 at least; they sum to the result."""
+        self.down.write_parts(self.gate_up.gated(x), out)
+
     def summed(self, x: Tensor) -> Tensor:
         """[B·Q, hidden] -> [B·Q, hidden], summed: never in parts."""
         return self.down(self.gate_up.gated(x))

@@ -20,7 +20,7 @@ from espalier.kernels.layers.silu import silu_mul
 class Weight(ABC):
     """A matrix [out, in].  nbytes: bytes of its tensors in memory.
 
-    A format implements `apply`.  It overrides `parts` and `gated` if it has faster kernels for them.
+    A format implements `apply`.  It overrides the other products if it has faster kernels for them.
     """
 
     __slots__ = ("shape", "nbytes")
@@ -37,6 +37,14 @@ class Weight(ABC):
     def parts(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """The result of `apply`, or [parts, rows, out] float32 that sum to it.  RMSNorm.after sums them."""
         return self.apply(x, bias)
+
+    def num_parts(self, rows: int) -> int:
+        """The number of parts that `write_parts` writes."""
+        return 1
+
+    def write_parts(self, x: Tensor, bias: Tensor | None, out: Tensor) -> None:
+        """Write the result of `apply`, in parts that sum to it, to out [num_parts, rows, out], float32 at least."""
+        out[0].copy_(self.apply(x, bias))
 
     def gated(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """silu(gate) · up [rows, out / 2], for a weight that stacks gate and up."""

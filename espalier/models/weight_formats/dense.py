@@ -4,7 +4,7 @@ On an x86 CPU in float32, the weight is kept in oneDNN's blocked layout.  F.line
 times as long for the few rows of a decoding step (docs/log.md).  Both results agree to float32 rounding.
 
 On a GPU, a measured table says for each shape and number of rows whether our kernel or F.linear is used
-(kernels/layers/linear_tuning.py).  F.linear is used for shapes without an entry.
+(kernels/layers/linear_tuning.py).
 """
 
 import platform
@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from espalier.kernels.layers.linear import linear, linear_gated, linear_parts
+from espalier.kernels.layers.linear import TritonPlan, linear, linear_gated, linear_parts, write_parts_triton
 from espalier.kernels.layers.linear_tuning import DENSE, LinearPlans, plans_for
 from espalier.models.weight_formats.base import StoredTensor, Weight, WeightFormat
 
@@ -37,7 +37,7 @@ class DenseWeight(Weight):
 
 
 class TunedWeight(DenseWeight):
-    """A dense weight on a GPU with an entry in the tuning table."""
+    """A dense weight on a GPU for which plans were measured."""
 
     __slots__ = ("_plans",)
 
@@ -50,6 +50,17 @@ class TunedWeight(DenseWeight):
 
     def parts(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return linear_parts(x, self.tensor, bias, self._plans.at(len(x)))
+
+    def num_parts(self, rows: int) -> int:
+        plan = self._plans.at(rows)
+        return plan.splits if isinstance(plan, TritonPlan) else 1
+
+    def write_parts(self, x: Tensor, bias: Tensor | None, out: Tensor) -> None:
+        plan = self._plans.at(len(x))
+        if isinstance(plan, TritonPlan):
+            write_parts_triton(x, self.tensor, bias, plan, out)
+        else:
+            super().write_parts(x, bias, out)
 
     def gated(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return linear_gated(x, self.tensor, bias, self._plans.at(len(x)))

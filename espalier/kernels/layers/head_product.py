@@ -1,0 +1,82 @@
+"""The product of each head's rows with the head's own matrix: k_up and v_up of latent attention.
+
+Grid: (blocks of outputs, heads).  A program multiplies BLOCK_OUT outputs of one head with all rows.  It loads its part
+of the matrix before it waits for the kernel before (PDL).  For few rows only: above MAX_ROWS, PyTorch's batched product
+is faster.
+
+Tolerance: sums are in float32, in an order that other implementations do not share, and are rounded once.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from espalier.errors import EspalierError
+from espalier.kernels.layers.linear import DTYPES, MIN_BLOCK_ROWS
+from espalier.kernels.runtime.launch import chip, kernel, power_of_two, require
+from espalier.kernels.runtime.pdl import early, pdl_trigger, pdl_wait
+
+if TYPE_CHECKING:
+    import triton.language as tl
+
+# They are one tile of rows, so a row's bits do not depend on their number.
+MAX_ROWS = MIN_BLOCK_ROWS
+# Numbers of a matrix that a program holds in registers, and the most inputs.
+TILE, MAX_IN = 8192, 512
+
+
+def head_product(x: Tensor, weight: Tensor, out: Tensor) -> None:
+    """Write x [N, heads, in] times each head's weight [heads, in, out] to `out` [N, heads, out]."""
+    few = 0 < len(x) <= MAX_ROWS and x.shape[2] <= MAX_IN and x.dtype in DTYPES
+    (head_product_triton if x.is_cuda and few else head_product_reference)(x, weight, out)
+
+
+@kernel
+def _head_product_kernel(
+    x_ptr, w_ptr, out_ptr, num_rows, num_out, num_in, x_n, x_h, w_h, w_in, w_out, out_n, out_h,
+    BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    pdl_trigger(DEPENDENT)
+    head = tl.program_id(1).to(tl.int64)
+    row, k = tl.arange(0, BLOCK_ROWS), tl.arange(0, BLOCK_IN)
+    column = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    # No kernel writes weights.
+    w = tl.load(
+        w_ptr + head * w_h + column[:, None] * w_out + k[None, :] * w_in,
+        mask=(column[:, None] < num_out) & (k[None, :] < num_in), other=0.0,
+    )  # fmt: skip
+    pdl_wait(DEPENDENT)
+    x = tl.load(
+        x_ptr + row.to(tl.int64)[None, :] * x_n + head * x_h + k[:, None],
+        mask=(row[None, :] < num_rows) & (k[:, None] < num_in), other=0.0,
+    )  # fmt: skip
+    acc = tl.dot(w, x, out_dtype=tl.float32)
+    to = out_ptr + row.to(tl.int64)[:, None] * out_n + head * out_h + column[None, :]
+    mask = (row[:, None] < num_rows) & (column[None, :] < num_out)
+    tl.store(to, tl.trans(acc).to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def head_product_triton(x: Tensor, weight: Tensor, out: Tensor) -> None:
+    """1 to MAX_ROWS rows of bfloat16 or float16, at most MAX_IN inputs.  The weight may have any strides; x and out
+    need a contiguous last dimension.  Raises EspalierError on others."""
+    (rows, heads, num_in), num_out = x.shape, weight.shape[2]
+    require("head_product: weight", weight, (heads, num_in, num_out), x.dtype, x)
+    require("head_product: out", out, (rows, heads, num_out), x.dtype, x)
+    if not 0 < rows <= MAX_ROWS or num_in > MAX_IN or x.dtype not in DTYPES or x.stride(2) != 1 or out.stride(2) != 1:
+        raise EspalierError(
+            f"head_product: the Triton kernel takes 1 to {MAX_ROWS} rows of at most {MAX_IN} contiguous inputs in "
+            f"bfloat16 or float16, but got {list(x.shape)} in {x.dtype}: use the reference"
+        )
+    block_in = max(power_of_two(num_in), 16)
+    block_out = min(max(power_of_two(num_out), 16), TILE // block_in, 64)
+    _head_product_kernel[-(-num_out // block_out), heads](
+        x, weight, out, rows, num_out, num_in, *x.stride()[:2], *weight.stride(), *out.stride()[:2],
+        BLOCK_ROWS=MAX_ROWS, BLOCK_OUT=block_out, BLOCK_IN=block_in, num_warps=4, **early(chip(x)),
+    )  # fmt: skip
+
+
+def head_product_reference(x: Tensor, weight: Tensor, out: Tensor) -> None:
+    torch.bmm(x.transpose(0, 1), weight, out=out.transpose(0, 1))
