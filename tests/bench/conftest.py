@@ -1,15 +1,18 @@
 """What the commands of a named shape compute at their start is computed once a process."""
 
-from functools import cache
+from functools import cache, partial
 
 import pytest
 
+from espalier.synthetic import checkpoint
+from espalier.synthetic.chain import predicted_accept_length
 from espalier.synthetic.checkpoint import Recipe
 
 
 @pytest.fixture(autouse=True, scope="package")
 def skills_are_searched_once():
-    """The search for a skill takes longer than the measurement of a tiny shape.  tests/synthetic checks the search."""
+    """And of fewer samples.  The search for a skill takes longer than the measurement of a tiny shape; tests/synthetic
+    checks it."""
     search, recipes = Recipe.with_accept_length, {}
 
     @cache
@@ -22,5 +25,6 @@ def skills_are_searched_once():
         return skill(repr(recipe), wanted, steps, topk, num_draft_tokens)
 
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint, "predicted_accept_length", partial(predicted_accept_length, samples=256))
         patch.setattr(Recipe, "with_accept_length", with_accept_length)
         yield
