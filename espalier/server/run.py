@@ -163,8 +163,11 @@ async def serve(settings: Mapping[str, Any], options: ServeOptions) -> None:
 
 
 def _import_tokenizer(model: str | None) -> None:
-    """Import the module that will load the tokenizer; not known for a model of the hub, where it is mostly the slow
-    one.  model: as the user names it; None for one without a tokenizer."""
+    """Import the class that will load the tokenizer.
+
+    model: as the user names it; None for one without a tokenizer.  For an id of the Hugging Face hub, whose files are
+    not known yet, AutoTokenizer is imported.
+    """
     if model is not None:
         tokenizer_class(BUNDLED_FILES / "target" if model == BUNDLED else Path(model).expanduser())
 
