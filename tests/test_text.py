@@ -1,5 +1,8 @@
 """Text as it comes: whole characters, nothing of a stop string, and in sum what decoding all at once gives."""
 
+import json
+import subprocess
+import sys
 from itertools import cycle
 
 import pytest
@@ -7,10 +10,20 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 
 from espalier.errors import EspalierError
-from espalier.text import ByteDetokenizer, Detokenizer, TextStream, Tokenizer, load_tokenizer
+from espalier.startup.checkpoints import BUNDLED_FILES
+from espalier.text import (
+    PLAIN_MODEL_TYPES,
+    ByteDetokenizer,
+    Detokenizer,
+    TextStream,
+    Tokenizer,
+    load_tokenizer,
+    tokenizer_class,
+)
 
 BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
 MERGES = [("a", "b"), ("Ã", "©")]
@@ -269,3 +282,49 @@ def test_a_broken_tokenizer_is_refused_in_one_line(tmp_path):
         load_tokenizer(tmp_path, 10)
     assert str(tmp_path) in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+PLAIN = {"tokenizer_class": "PreTrainedTokenizerFast"}
+
+
+@pytest.mark.parametrize("model_type", PLAIN_MODEL_TYPES)
+@pytest.mark.parametrize(
+    "declared", [PLAIN, {"tokenizer_class": "TokenizersBackend"}], ids=lambda d: d["tokenizer_class"]
+)
+def test_a_plain_tokenizer_is_of_the_class_that_transformers_chooses(model_type, declared, tmp_path):
+    BYTE_LEVEL.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(declared))
+    assert tokenizer_class(tmp_path) is PreTrainedTokenizerFast is type(AutoTokenizer.from_pretrained(tmp_path))
+    assert model_type not in TOKENIZER_MAPPING_NAMES
+
+
+@pytest.mark.parametrize(
+    ("config", "declared"),
+    [
+        ({"model_type": "qwen2"}, PLAIN),
+        ({"model_type": "llama"}, {"tokenizer_class": "LlamaTokenizerFast"}),
+        ({"model_type": "llama"}, {**PLAIN, "auto_map": {"AutoTokenizer": [None, "own.Tokenizer"]}}),
+        ({"model_type": "llama"}, []),
+        ([], PLAIN),
+    ],
+    ids=str,
+)
+def test_transformers_chooses_the_class_of_all_others(config, declared, tmp_path):
+    assert tokenizer_class(tmp_path) is AutoTokenizer
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert tokenizer_class(tmp_path) is AutoTokenizer
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(declared))
+    assert tokenizer_class(tmp_path) is AutoTokenizer
+
+
+def test_the_front_loads_the_bundled_tokenizer_without_pytorch():
+    code = f"""
+import sys
+from pathlib import Path
+import espalier.server.run
+from espalier.text import load_tokenizer
+load_tokenizer(Path({str(BUNDLED_FILES / "target")!r}), 6144)
+assert "torch" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -12,7 +12,7 @@ import socket
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from importlib import import_module
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -25,9 +25,10 @@ from espalier.server.connections import Readers, Senders
 from espalier.server.front import Front, FrontOptions
 from espalier.server.gate import Gate
 from espalier.server.http1 import Connection
+from espalier.startup.checkpoints import BUNDLED, BUNDLED_FILES
+from espalier.text import tokenizer_class
 
 log = logging.getLogger("espalier.server")
-TOKENIZERS = "transformers.models.auto.tokenization_auto"
 # Limit for sending pending output to clients at the end.
 CLOSE_S = 5
 # A client that reads nothing for this long loses its connection, at the end and while draining.
@@ -131,7 +132,7 @@ async def serve(settings: Mapping[str, Any], options: ServeOptions) -> None:
     loop.add_signal_handler(signal.SIGTERM, loading.cancel)
     try:
         # Import the slow module of the front while the engine process loads.
-        await asyncio.gather(client.start(), asyncio.to_thread(import_module, TOKENIZERS))
+        await asyncio.gather(client.start(), asyncio.to_thread(_import_tokenizer, settings.get("model")))
         front = await asyncio.to_thread(Front, client, options.front)
         loop.remove_signal_handler(signal.SIGTERM)
         app, gate = make_app(front, options.api)
@@ -159,6 +160,16 @@ async def serve(settings: Mapping[str, Any], options: ServeOptions) -> None:
     finally:
         await client.close()
         listener.close()
+
+
+def _import_tokenizer(model: str | None) -> None:
+    """Import the class that will load the tokenizer.
+
+    model: as the user names it; None for one without a tokenizer.  For an id of the Hugging Face hub, whose files are
+    not known yet, AutoTokenizer is imported.
+    """
+    if model is not None:
+        tokenizer_class(BUNDLED_FILES / "target" if model == BUNDLED else Path(model).expanduser())
 
 
 def _bound(host: str, port: int) -> socket.socket:

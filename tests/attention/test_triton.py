@@ -70,7 +70,7 @@ def captured(run: Callable[[], torch.Tensor]) -> tuple[torch.cuda.CUDAGraph, tor
         ("tree", 0),
         ("levels", 1),
         ("chain", 0),
-        ("chain", 1),
+        pytest.param("chain", 1, marks=pytest.mark.full),
         pytest.param("tree", 1, marks=pytest.mark.full),
         pytest.param("levels", 0, marks=pytest.mark.full),
     ],

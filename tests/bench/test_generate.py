@@ -88,15 +88,26 @@ def test_an_llm_around_an_engine_serves_token_ids(engines):
         assert bench.config.num_pages == bench.engine.pool.num_pages
 
 
-@pytest.mark.parametrize("flags", [[], ["--tree", "4,4,16"], ["--tree", "plain"]], ids=" ".join)
-def test_the_command_measures_tree_and_plain(flags, clock, monkeypatch, capsys, tmp_path):
+@pytest.mark.parametrize(
+    ("flags", "batches"), [([], [2]), (["--tree", "4,4,16"], [1, 2]), (["--tree", "plain"], [1])], ids=str
+)
+def test_the_command_measures_tree_and_plain(flags, batches, clock, monkeypatch, capsys, tmp_path):
     monkeypatch.setattr("espalier.bench.synthetic_models.find_shape", lambda name: SHAPE)
     monkeypatch.setattr("espalier.bench.engines.require_gpu", lambda what: CPU)
     file = tmp_path / "figures.json"
-    sizes = ["--prompts", "1x12", "2x12", "--tokens", "48", "--repeats", "1", "--max-context", "64"]
+    sizes = [
+        "--prompts",
+        *(f"{batch}x12" for batch in batches),
+        "--tokens",
+        "48",
+        "--repeats",
+        "1",
+        "--max-context",
+        "64",
+    ]
     assert main(["bench", "generate", "--shape", "tiny", "--json", str(file), *sizes, *flags]) == 0
     figures, out = json.loads(file.read_text()), capsys.readouterr().out
-    assert [(cell["batch"], cell["context"]) for cell in figures["cells"]] == [(1, 12), (2, 12)]
+    assert [(cell["batch"], cell["context"]) for cell in figures["cells"]] == [(batch, 12) for batch in batches]
     assert figures["config"]["steps"] == {"--tree 4,4,16": 4, "--tree plain": 0}.get(" ".join(flags), 5)
     assert figures["config"]["max_batch"] == 8 and figures["config"]["prefix_cache"]
     for cell in figures["cells"]:

@@ -28,13 +28,15 @@ def parting(index: int, hit: int, tail: int) -> Request:
 @pytest.mark.parametrize(("page_size", "overlap", "tail"), pairwise_params(PAGE_SIZES, [False, True], [0, 3]))
 def test_every_hit_and_every_parting(page_size: int, overlap: bool, tail: int) -> None:
     """tail 0: the whole prompt is a hit, or ends inside one."""
+    base = BASE[:20]
     setup = Setup(
         page_size=page_size, topk=4, steps=3, num_draft_tokens=10, overlap=overlap, max_batch=2, num_pages=600
     )
     engine = setup.engine()
     assert engine.prefixes is not None
     shared = SharedPages(engine)
-    requests = [request(0, BASE, SHORT)] + [parting(1 + hit, hit, tail) for hit in range(len(BASE) + 1)]
+    requests = [request(0, base, SHORT)] + [parting(1 + hit, hit, tail) for hit in range(len(base))]
+    requests.append(request(len(requests), base, SHORT))
     for r in requests:
         engine.add(r)
         while engine.has_work:
@@ -42,9 +44,9 @@ def test_every_hit_and_every_parting(page_size: int, overlap: bool, tail: int) -
             engine.check_pages()
             shared.check()
     engine.close()
-    assert shared.compared > 1000 // page_size
+    assert shared.compared > 400 // page_size
     for r in requests[1:]:
-        common = next((i for i, (a, b) in enumerate(zip(r.prompt, BASE, strict=False)) if a != b), len(r.prompt))
+        common = next((i for i, (a, b) in enumerate(zip(r.prompt, base, strict=False)) if a != b), len(r.prompt))
         assert r.cached_tokens == common // page_size * page_size
     all_undisturbed(setup, requests)
 
@@ -114,7 +116,7 @@ def test_output_is_shared_too(page_size: int) -> None:
     pass."""
     setup = Setup(page_size=page_size, topk=4, steps=3, num_draft_tokens=10, num_pages=600)
     engine = setup.engine()
-    first = request(0, BASE[:10], replace(SHORT, max_tokens=25))
+    first = request(0, BASE[:10], replace(SHORT, max_tokens=12))
     said = alone(setup, first)
     talk = first.prompt + said.tokens
     requests = [first] + [request(i, talk[:i], SHORT) for i in range(11, len(talk) + 1)]

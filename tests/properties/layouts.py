@@ -22,6 +22,8 @@ LAYOUTS: dict[str, Sequence[Any]] = {
     "nodes": ("2", "middle", "bound"),
     "batch": (1, 3),
 }
+# Of each kind of page size one: a row, no power of two, a tree's size, longer than most prompts.
+ARRAY_LAYOUTS = {**LAYOUTS, "page_size": (1, 3, 16, 256)}
 # Families whose own layers keep a latent row, all with experts.  The draft of the first is Llama-shaped, that of the
 # second latent.
 OWN_LATENT = ("deepseek_v2", "deepseek_v3")
@@ -165,13 +167,13 @@ def impossible(cell: Mapping[str, Any]) -> bool:
     return refused(cell) or (cell.get("keeps") in OWN_LATENT and other) or (bool(cell.get("sinks")) and lacks)
 
 
-def pairwise_cells() -> list[Cell]:
+def pairwise_cells(layouts: Mapping[str, Sequence[Any]] = ARRAY_LAYOUTS) -> list[Cell]:
     """One array for each drafter: what goes with the one does not stand in for the other."""
     around = {name: values for name, values in AROUND.items() if name != "algorithm"}
-    eagle = pairwise({**LAYOUTS, **around}, impossible)
+    eagle = pairwise({**layouts, **around}, impossible)
     del around["draft_vocab"]
     return [Cell(**row) for row in eagle] + [
-        Cell(**row, algorithm="ngram") for row in pairwise({**LAYOUTS, **around}, impossible)
+        Cell(**row, algorithm="ngram") for row in pairwise({**layouts, **around}, impossible)
     ]
 
 

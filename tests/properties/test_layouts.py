@@ -6,6 +6,7 @@ import pytest
 
 from tests.properties.layouts import (
     AROUND,
+    ARRAY_LAYOUTS,
     LAYOUTS,
     Cell,
     all_cells,
@@ -21,7 +22,8 @@ from tests.properties.summary import CELL, REFUSED
 from tests.properties.watch import Watch, run_watched
 
 DEFAULT = list(dict.fromkeys([*pairwise_cells(), *corner_cells()]))
-FULL = [cell for cell in dict.fromkeys([*all_cells(), *latent_cells()]) if cell not in DEFAULT]
+MORE = [*pairwise_cells(LAYOUTS), *all_cells(), *latent_cells()]
+FULL = [cell for cell in dict.fromkeys(MORE) if cell not in DEFAULT]
 
 
 @pytest.mark.parametrize("cell", [*DEFAULT, *(pytest.param(cell, marks=pytest.mark.full) for cell in FULL)], ids=str)
@@ -43,7 +45,7 @@ def test_no_other_cell_is_refused():
 
 @pytest.mark.parametrize("algorithm", AROUND["algorithm"])
 def test_the_array_holds_every_pair(algorithm):
-    factors = {name: values for name, values in {**LAYOUTS, **AROUND}.items() if name != "algorithm"}
+    factors = {name: values for name, values in {**ARRAY_LAYOUTS, **AROUND}.items() if name != "algorithm"}
     if algorithm != "eagle3":
         del factors["draft_vocab"]
     cells = [cell for cell in pairwise_cells() if cell.algorithm == algorithm]

@@ -5,8 +5,8 @@ from contextlib import ExitStack
 import pytest
 from openai import OpenAI
 
-from espalier import LLM
-from tests.server.serving import ENGINE, Served, serving
+from espalier import LLM, SpeculationConfig
+from tests.server.serving import ENGINE, TREE, Served, serving
 
 
 @pytest.fixture(scope="session")
@@ -31,7 +31,7 @@ def servers(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def llm():
-    with LLM(model="bundled", **ENGINE) as llm:
+    with LLM(model="bundled", speculation=SpeculationConfig(**TREE), **ENGINE) as llm:
         yield llm
 
 

@@ -18,8 +18,10 @@ ROOT = Path(__file__).parents[2]
 START_S = 120
 # float64, so that tokens are the offline LLM's whatever runs beside them.
 ENGINE = {"dtype": "float64", "max_batch": 4, "max_context": 512, "page_size": 16, "num_pages": 200}
+# Smaller than the usual tree, so that a round takes less.
+TREE = {"steps": 3, "topk": 2, "num_draft_tokens": 8}
 HEAD = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
-FLAGS = [part for name, value in ENGINE.items() for part in ("--" + name.replace("_", "-"), str(value))]
+FLAGS = [part for name, value in (ENGINE | TREE).items() for part in ("--" + name.replace("_", "-"), str(value))]
 
 
 class Served:
