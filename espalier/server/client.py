@@ -25,7 +25,8 @@ from espalier.errors import EspalierError
 from espalier.inputs import ModelFacts
 from espalier.request import ResolvedParams
 from espalier.server import logs, protocol
-from espalier.server.protocol import Abort, Failed, Harvest, Part, Ready, Refused, Report, Shutdown, Start, Submit
+from espalier.server.outbox import Outbox
+from espalier.server.protocol import Abort, Failed, Harvest, Part, Ready, Refused, Report, Shutdown, Start, Submit, Submits
 
 log = logging.getLogger("espalier.server")
 MODEL_WORKER = "espalier.server.worker"
@@ -171,13 +172,14 @@ class EngineClient:
         generation = Generation(self, names, params.n)
         for each, prompt in zip(names, prompts, strict=True):
             self._generations[each] = generation
-            self._send(Submit(each, prompt, params, priority, detokenize))
+            self._outbox.add(Submit(each, prompt, params, priority, detokenize))
         return generation
 
     def forget(self, generation: Generation) -> None:
         """Abort the samples that still run, and drop their output."""
         for name in generation.num_running:
             if self._generations.pop(name, None) is not None and self.state == "ready":
+                self._outbox.flush()
                 self._send(Abort(name))
 
     async def close(self) -> None:
@@ -219,6 +221,7 @@ class EngineClient:
         if not isinstance(first, Ready):
             raise EspalierError(first.error if isinstance(first, Failed) else "the engine process broke the protocol")
         self.facts, self.config, self.report = first.facts, first.config, Report()
+        self._outbox = Outbox(lambda prompts: self._send(Submits(prompts)), int(self.config["chunk_size"]))
         self._heard = asyncio.get_running_loop().time()
         self.state, self.why = "ready", ""
 
