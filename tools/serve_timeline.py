@@ -1,284 +1,391 @@
-"""Where the time of requests goes between a client and the engine's launches: `python -m tools.serve_timeline`.
+"""Where the time of a request goes between its client and the engine's launches: `python -m tools.serve_timeline`.
 
-It sends requests at once to the server's real processes, and gives the same prompts to LLM.generate.  Each process
-notes when a request passes.  The table has, for each event, the ms after the start at which the first, the median and
-the last request had it; medians over the repeats.  The engine's device is a stand-in that sleeps: --paced ROUND,PASS
-gives the ms of a round and of a prefill pass.
+It gives the same prompts to LLM.generate and, all at once, to the server's real processes.  Each process notes when a
+request passes.  A table has the ms after the start at which the first, the median and the last request passed, of the
+repeat that took the least time.  By default the engine's device is a stand-in that sleeps (--paced).  With --shape or
+--device it is a GPU, as for `espalier bench serve`.
 """
 
 import asyncio
 import json
 import os
-import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 from argparse import ArgumentParser, Namespace
-from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
+from typing import Any
 
+from espalier.bench import engines
 from espalier.bench.clients import exchange_all, request_of
+from espalier.bench.engines import BenchEngine, OfShape, engines_of, load_sizes
+from espalier.bench.serve import sharing_the_gpu
+from espalier.bench.server import free_port, stop, wait_until_served
+from espalier.cli import shape_worker
+from espalier.cli.serve import sendable
 from espalier.engine.engine import Engine
-from espalier.engine.launch_input import RequestResult, TreeSize
+from espalier.engine.executor import Handle, StagedHandle
+from espalier.engine.launch_input import LaunchInput, RequestResult, TreeSize
 from espalier.llm import LLM
-from espalier.request import SamplingParams
+from espalier.request import OutputChunk, Request, SamplingParams
 from espalier.server import logs, worker
 from espalier.server.api import ApiOptions
 from espalier.server.body_reader import BodyReader
 from espalier.server.client import ClientOptions, EngineClient, Generation
 from espalier.server.front import FrontOptions
 from espalier.server.run import ServeOptions, serve
-from espalier.stats import SpeculationStats
+from espalier.speculate.round import ModelRunner
+from espalier.terminal.console import print_table
 
-ACCEPT = 4
-EVENTS = "sent arrived parsed submitted worker launched result back client last_result last_back ended".split()
+# Tokens that the stand-in's rounds accept, and the chunk sizes of a GPU.
+ACCEPT_LENGTH = 4
+GPU_SIZES = {"chunk_size": 2048, "busy_chunk_size": 640, "overlap": True}
+# In the order in which a request passes.
+EVENTS = {
+    "sent": "sent by the client",
+    "arrived": "read by the front",
+    "parsed": "body checked",
+    "submitted": "given to the outbox",
+    "received": "read by the engine process",
+    "launched": "in a prefill pass",
+    "result": "first token read",
+    "back": "first token in the front",
+    "client": "first byte at the client",
+    "last_result": "last token read",
+    "last_back": "last token in the front",
+    "ended": "response complete",
+}
+Note = Callable[[str, object], None]
+Times = dict[str, dict[str, float]]
 
 
-class Notes:
-    def __init__(self, path):
-        self.file = open(path, "a", buffering=1)
+@contextmanager
+def noting(folder: str) -> Iterator[Note]:
+    """A function that adds (event, name, time) to this process's file, which is complete at the end of the block."""
+    with Path(folder, str(os.getpid())).open("w") as file:
+        yield lambda event, name: print(event, name, time.perf_counter(), file=file)
 
-    def __call__(self, event, name):
-        self.file.write(f"{event} {name} {time.perf_counter()}\n")
+
+def request_of_id(request_id: str) -> str:
+    """The HTTP request's id in an engine request's id; an LLM's own id has none and stays."""
+    return request_id.rpartition(".")[0].rpartition("-")[0] or request_id
 
 
+@dataclass(frozen=True)
 class PacedHandle:
-    def __init__(self, at, rows):
-        self.at, self.rows = at, rows
+    """A launch that ends at a given time."""
 
-    def wait(self):
-        left = self.at - time.perf_counter()
-        if left > 0:
-            time.sleep(left)
+    ends_at: float
+    rows: list[RequestResult]
 
-    def result(self):
+    def wait(self) -> None:
+        time.sleep(max(0.0, self.ends_at - time.perf_counter()))
+
+    def result(self) -> list[RequestResult]:
         self.wait()
         return self.rows
 
 
-class Paced:
-    """An executor whose launches take a given time."""
+class PacedExecutor:
+    """A device whose launches take a given time and run in order.
 
-    def __init__(self, runner, round_s, pass_s, note):
-        self.runner, self.round_s, self.pass_s, self.note = runner, round_s, pass_s, note
-        self.free_at, self.row_s = 0.0, 27e-6 if pass_s > 0.01 else 1e-6
+    pace: ms of a round; ms in which the host launches a prefill pass; µs of a prefill pass for each of its rows.
+    """
 
-    def launch(self, li):
-        self.note("pass" if li.is_prefill else "round", len(li.slots))
-        now = time.perf_counter()
-        if li.is_prefill:
-            # The host starts a pass kernel by kernel.
-            rows = len(li.pieces or li.slots) * li.width
-            time.sleep(max(self.pass_s, rows * self.row_s))
-            self.free_at = max(time.perf_counter(), self.free_at)
-        else:
-            self.free_at = max(now, self.free_at) + self.round_s
-        count = 1 if li.is_prefill else ACCEPT
-        rows = [RequestResult([300 + i for i in range(count)], True, TreeSize(8, 3)) for _ in li.slots]
-        return PacedHandle(self.free_at, rows)
+    def __init__(self, runner: ModelRunner, pace: Sequence[float]):
+        self.runner = runner
+        self.round_s, self.pass_s, self.row_s = pace[0] / 1e3, pace[1] / 1e3, pace[2] / 1e6
+        self.free_at = 0.0
 
-    def close(self):
+    def launch(self, launch_input: LaunchInput) -> Handle:
+        begun, num_rows = time.perf_counter(), len(launch_input.pieces or launch_input.slots) * launch_input.width
+        if launch_input.is_prefill:
+            time.sleep(self.pass_s)
+        seconds = num_rows * self.row_s if launch_input.is_prefill else self.round_s
+        self.free_at = max(time.perf_counter(), max(begun, self.free_at) + seconds)
+        tokens = [300] * (1 if launch_input.is_prefill else ACCEPT_LENGTH)
+        return PacedHandle(self.free_at, [RequestResult(tokens, True, TreeSize(8, 4)) for _ in launch_input.slots])
+
+    def launch_staged(self, launch_input: LaunchInput) -> StagedHandle:
+        raise NotImplementedError
+
+    def close(self) -> None:
         pass
 
 
-class Noted:
-    """An LLM whose requests and chunks are noted."""
+def paced_llm(llm: LLM, pace: Sequence[float]) -> LLM:
+    engine = Engine(PacedExecutor(llm.engine.executor.runner, pace), overlap=True, prefix_cache=False)
+    return LLM.from_engine(engine, llm.config, llm.inputs)
 
-    def __init__(self, llm, note):
-        self.llm, self.note, self.seen, self.in_slot = llm, note, set(), set()
 
-    def __getattr__(self, name):
+class Watch:
+    """Notes an engine's launches and its requests' first launches; a LaunchObserver."""
+
+    def __init__(self, engine: Engine, note: Note):
+        self.engine, self.note = engine, note
+
+    def on_launch(self, launch_input: LaunchInput) -> None:
+        self.note("pass" if launch_input.is_prefill else "round", len(launch_input.slots))
+        entered = {each.slot for each in launch_input.slot_inits}
+        for request in self.engine.scheduler.running:
+            if request.slot in entered:
+                self.note("launched", request_of_id(request.id))
+
+    def before_result(self, handle: Handle) -> None:
+        pass
+
+
+def note_chunk(note: Note, seen: set[str], piece: OutputChunk) -> None:
+    name = request_of_id(piece.request_id)
+    if name not in seen:
+        seen.add(name)
+        note("result", name)
+    if piece.finish_reason is not None:
+        note("last_result", name)
+
+
+# The engine process
+
+
+class NotedLLM:
+    """The LLM of the engine process, whose requests and chunks are noted."""
+
+    def __init__(self, llm: LLM, note: Note):
+        self.llm, self.note = llm, note
+        self.seen: set[str] = set()
+
+    def __getattr__(self, name: str) -> Any:
         return getattr(self.llm, name)
 
-    def group(self, prompt, params, name=None, *rest):
-        self.note("worker", name.rpartition("-")[0])
+    def group(self, prompt: list[int], params: Any, name: str, *rest: Any) -> list[Request]:
+        self.note("received", name.rpartition("-")[0])
         return self.llm.group(prompt, params, name, *rest)
 
-    def step(self):
+    def step(self) -> list[OutputChunk]:
         pieces = self.llm.step()
         for piece in pieces:
-            name = piece.request_id.rpartition(".")[0].rpartition("-")[0]
-            if name not in self.seen:
-                self.seen.add(name)
-                self.note("result", name)
-            if piece.finish_reason:
-                self.note("last_result", name)
+            note_chunk(self.note, self.seen, piece)
         return pieces
 
 
-class Launches:
-    def __init__(self, llm, note):
-        self.llm, self.note = llm, note
-
-    def on_launch(self, li):
-        for init in li.slot_inits:
-            for r in self.llm.engine.scheduler.running:
-                if r.slot == init.slot:
-                    self.note("launched", r.id.rpartition(".")[0].rpartition("-")[0])
-
-    def before_result(self, handle):
-        pass
-
-
 @contextmanager
-def load(sent):
-    with paced_llm(sent["sizes"], sent["paced"], sent["notes"]) as llm:
-        yield llm
+def load(sent: dict[str, Any]) -> Iterator[Any]:
+    """sent: notes, the folder for files of notes; pace, None for a GPU; model, what `espalier serve` sends."""
+    loaded = shape_worker.load(sent["model"]) if "recipe" in sent["model"] else worker.load_model(sent["model"])
+    with noting(sent["notes"]) as note, loaded as llm:
+        used = llm if sent["pace"] is None else paced_llm(llm, sent["pace"])
+        used.engine.observer = Watch(used.engine, note)
+        yield NotedLLM(used, note)
 
 
-@contextmanager
-def paced_llm(sizes, paced, notes):
-    note = Notes(notes)
-    llm = LLM("bundled", device="cpu", **sizes)
-    runner = llm.engine.executor.runner
-    engine = Engine(Paced(runner, paced[0] / 1e3, paced[1] / 1e3, note), True, False)
-    llm = LLM.from_engine(engine, llm.config, llm.inputs)
-    engine.observer = Launches(llm, note)
-    yield Noted(llm, note)
+# The front's process
 
 
-def front(port, sent):
-    logs.set_up("info", False)
-    note = Notes(sent["notes"])
+def front(port: int, sent: Mapping[str, Any]) -> None:
+    logs.set_up("warning", False)
+    client = ClientOptions(worker="tools.serve_timeline", log_level="warning")
+    options = ServeOptions("127.0.0.1", port, 5.0, None, client, FrontOptions(("m",)), ApiOptions())
+    with noting(sent["notes"]) as note:
+        note_front(note)
+        asyncio.run(serve(sent, options))
+
+
+def note_front(note: Note) -> None:
+    """From now on, this process notes its requests."""
     read, submit, take = BodyReader.read, EngineClient.submit, Generation.take
 
-    async def noted_read(self, *args):
+    async def noted_read(self: BodyReader, *args: Any) -> Any:
         note("arrived", logs.request_id.get())
         body = await read(self, *args)
         note("parsed", logs.request_id.get())
         return body
 
-    def noted_submit(self, name, *args):
-        result = submit(self, name, *args)
+    def noted_submit(self: EngineClient, name: str, *args: Any) -> Generation:
         note("submitted", name)
-        return result
+        return submit(self, name, *args)
 
-    def noted_take(self, part):
+    def noted_take(self: Generation, part: Any) -> None:
         name = part.name.rpartition("-")[0]
-        if not getattr(self, "seen", False):
-            self.seen = True
-            note("back", name)
-        if part.piece.finish_reason:
+        note("back", name)
+        if part.piece.finish_reason is not None:
             note("last_back", name)
         take(self, part)
 
-    BodyReader.read, EngineClient.submit, Generation.take = noted_read, noted_submit, noted_take
-    client = ClientOptions(worker="tools.serve_timeline")
-    options = ServeOptions("127.0.0.1", port, 5.0, None, client, FrontOptions(("m",)), ApiOptions())
-    asyncio.run(serve(sent, options))
+    for owner, name, noted in (
+        (BodyReader, "read", noted_read),
+        (EngineClient, "submit", noted_submit),
+        (Generation, "take", noted_take),
+    ):
+        setattr(owner, name, noted)
 
 
-def old_clients(port, requests):
-    from concurrent.futures import ThreadPoolExecutor
-    from http.client import HTTPConnection
-    from espalier.bench.clients import Exchange
-    conns = [HTTPConnection("127.0.0.1", port) for _ in requests]
-    for c in conns:
-        c.connect()
-    out = [Exchange(r) for r in requests]
-    def send(c, e):
-        head, body = e.request.split(b"\r\n\r\n", 1)
-        rid = head.rpartition(b": ")[2].decode()
-        e.sent_at = time.perf_counter()
-        c.request("POST", "/v1/completions", body, {"content-type": "application/json", "x-request-id": rid})
-        a = c.getresponse()
-        e.arrivals.append(time.perf_counter())
-        a.read()
-        e.received += b"HTTP/1.1 %d" % a.status
-        e.ended_at = time.perf_counter()
-    with ThreadPoolExecutor(len(conns)) as pool:
-        list(pool.map(send, conns, out))
-    for c in conns:
-        c.close()
-    return out
+# The measurement
 
 
-def main():
-    if len(sys.argv) == 2 and sys.argv[1].startswith("ipc:"):
+@dataclass
+class Side:
+    """One batch of requests.  began and ended: perf_counter's times; known: of its client."""
+
+    size: int
+    began: float
+    ended: float
+    known: list[tuple[str, str, float]]
+
+    @property
+    def seconds(self) -> float:
+        return self.ended - self.began
+
+
+class Timeline:
+    """Runs batches of requests, each through LLM.generate and through the server."""
+
+    def __init__(self, opened: BenchEngine, llm: LLM, port: int, args: Namespace):
+        self.opened, self.llm, self.port, self.args = opened, llm, port, args
+        self.offline: list[Side] = []
+        self.served: list[Side] = []
+
+    def measure(self, size: int) -> None:
+        """A warm-up and the repeats, LLM.generate and the server in turns."""
+        prompts = self.opened.prompts([self.args.context] * size)
+        for turn in range(self.args.repeats + 1):
+            offline, served = self._generate(prompts), self._serve(prompts, f"b{size}t{turn}")
+            if turn:
+                self.offline.append(offline)
+                self.served.append(served)
+
+    def _generate(self, prompts: Sequence[list[int]]) -> Side:
+        params = SamplingParams(temperature=0.0, max_tokens=self.args.tokens, ignore_eos=True)
+        known: list[tuple[str, str, float]] = []
+        seen: set[str] = set()
+
+        def note(event: str, name: object) -> None:
+            known.append((event, str(name), time.perf_counter()))
+
+        self.llm.engine.observer = Watch(self.llm.engine, note)
+        began = time.perf_counter()
+        self.llm.generate(prompts, params, lambda piece: note_chunk(note, seen, piece))
+        return Side(len(prompts), began, time.perf_counter(), known)
+
+    def _serve(self, prompts: Sequence[list[int]], name: str) -> Side:
+        same = {"model": "m", "max_tokens": self.args.tokens, "temperature": 0, "ignore_eos": True, "stream": True}
+        same["return_token_ids"] = self.llm.tokenizer is None
+        names = [f"{name}r{i}" for i in range(len(prompts))]
+        requests = [
+            request_of("/v1/completions", {**same, "prompt": prompt}, {"x-request-id": each})
+            for each, prompt in zip(names, prompts, strict=True)
+        ]
+        exchanges = exchange_all(self.port, requests)
+        known = [("sent", each, done.sent_at) for each, done in zip(names, exchanges, strict=True)]
+        known += [("client", each, done.first_at) for each, done in zip(names, exchanges, strict=True)]
+        known += [("ended", each, done.ended_at) for each, done in zip(names, exchanges, strict=True)]
+        return Side(len(prompts), exchanges[0].sent_at, max(done.ended_at for done in exchanges), known)
+
+    def show(self, notes: Path) -> None:
+        """Print the tables.  notes: the folder of the server's processes, which have ended."""
+        lines = [line.split() for file in notes.iterdir() for line in file.read_text().splitlines()]
+        noted = [(event, name, float(at)) for event, name, at in lines]
+        for size in dict.fromkeys(side.size for side in self.served):
+            offline = [side for side in self.offline if side.size == size]
+            served = [side for side in self.served if side.size == size]
+            show_size(size, offline, served, noted)
+
+
+def show_size(size: int, offline: Sequence[Side], served: Sequence[Side], noted: list[tuple[str, str, float]]) -> None:
+    middle = [1e3 * median(side.seconds for side in sides) for sides in (offline, served)]
+    best = [min(sides, key=lambda side: side.seconds) for sides in (offline, served)]
+    least = [1e3 * side.seconds for side in best]
+    print(f"\n{size} requests        LLM.generate    server     ratio")
+    for name, pair in (("median ms", middle), ("least ms", least)):
+        print(f"{name:16s} {pair[0]:14.1f} {pair[1]:9.1f} {pair[0] / pair[1]:9.3f}")
+    events = [each.known for each in best]
+    events[1] = events[1] + [each for each in noted if best[1].began <= each[2] <= best[1].ended]
+    times = [times_of(known, side.began) for known, side in zip(events, best, strict=True)]
+    rows = [["ms after the start", *["LLM.generate: first", "median", "last"], *["server: first", "median", "last"]]]
+    rows += [[text, *spread(times[0].get(event)), *spread(times[1].get(event))] for event, text in EVENTS.items()]
+    print_table(rows)
+    for name, known, side in zip(("LLM.generate", "server"), events, best, strict=True):
+        print(f"{name}: {launches_of(known, side.began)}")
+
+
+def times_of(known: Sequence[tuple[str, str, float]], began: float) -> Times:
+    """The ms of each request's first event of a kind."""
+    times: Times = {}
+    for event, name, at in known:
+        times.setdefault(event, {}).setdefault(name, 1e3 * (at - began))
+    return times
+
+
+def spread(times: Mapping[str, float] | None) -> list[str]:
+    if not times:
+        return [""] * 3
+    each = sorted(times.values())
+    return [f"{value:.2f}" for value in (each[0], median(each), each[-1])]
+
+
+def launches_of(known: Sequence[tuple[str, str, float]], began: float) -> str:
+    launches = sorted((at, event, name) for event, name, at in known if event in ("pass", "round"))
+    passes = [f"{name} at {1e3 * (at - began):.1f}" for at, event, name in launches if event == "pass"]
+    rounds = [at for at, event, _ in launches if event == "round"]
+    apart = median(b - a for a, b in pairwise(rounds)) if len(rounds) > 1 else 0.0
+    return f"prefill passes (requests, ms): {', '.join(passes)}; {len(rounds)} rounds, {1e3 * apart:.2f} ms apart"
+
+
+def run(args: Namespace) -> None:
+    sizes = [int(size) for size in args.concurrency.split(",")]
+    longest = args.context + args.tokens
+    on_gpu = args.shape is not None or getattr(args, "device", None) is not None
+    made = engines_of(args, load_sizes(max(sizes), longest + 1) | ({} if on_gpu else GPU_SIZES), max_context=longest)
+    model = sendable(dict(made.settings))
+    if isinstance(made, OfShape):
+        made = sharing_the_gpu(made)
+        recipe = [args.shape, made.settings.get("seed", 0), args.accept_length, args.routing_correlation]
+        model = {"recipe": recipe, "settings": sendable(dict(made.settings))}
+    pace = None if on_gpu else [float(part) for part in args.paced.split(",")]
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        port = free_port()
+        sent = json.dumps({"notes": folder, "pace": pace, "model": model})
+        process = subprocess.Popen([sys.executable, "-m", "tools.serve_timeline", "--front", str(port), "--sent", sent])
+        try:
+            opened = stack.enter_context(made.open(tree=True))
+            wait_until_served(process, port)
+            timeline = Timeline(opened, opened.llm if pace is None else paced_llm(opened.llm, pace), port, args)
+            for size in sizes:
+                timeline.measure(size)
+        finally:
+            stop(process)
+        timeline.show(Path(folder))
+
+
+def main() -> int:
+    if len(sys.argv) == 2 and sys.argv[1].startswith("ipc://"):
         return worker.main(sys.argv[1], load)
     parser = ArgumentParser(description=__doc__)
-    parser.add_argument("--front", type=int)
-    parser.add_argument("--sent")
     parser.add_argument("--concurrency", default="1,8,16,64")
-    parser.add_argument("--paced", default="6,15")
+    parser.add_argument("--context", type=int, default=128)
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--old", action="store_true")
-    parser.add_argument("--launches", action="store_true")
+    parser.add_argument(
+        "--paced",
+        default="6,20,27",
+        metavar="MS,MS,US",
+        help="ms of a round, ms in which the host launches a prefill pass, µs of a pass for each row (6,20,27)",
+    )
+    parser.add_argument("--front", type=int)
+    parser.add_argument("--sent")
+    engines.add_flags(parser)
     args = parser.parse_args()
-    if args.front:
-        return front(args.front, json.loads(args.sent))
-    sizes = [int(n) for n in args.concurrency.split(",")]
-    with tempfile.TemporaryDirectory() as folder:
-        notes = f"{folder}/notes"
-        open(notes, "w").close()
-        settings = {"max_batch": max(sizes), "max_context": 256, "prefix_cache": False, "chunk_size": 2048, "busy_chunk_size": 640}
-        sent = {"sizes": settings, "paced": [float(n) for n in args.paced.split(",")], "notes": notes}
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        process = subprocess.Popen([sys.executable, "-m", "tools.serve_timeline", "--front", str(port), "--sent", json.dumps(sent)], stderr=open(f"/tmp/front.log", "w"))
-        try:
-            with paced_llm(settings, sent["paced"], "/dev/null") as llm:
-                while process.poll() is None:
-                    try:
-                        socket.create_connection(("127.0.0.1", port)).close()
-                        break
-                    except OSError:
-                        time.sleep(0.05)
-                for size in sizes:
-                    measure(llm.llm, port, notes, size, args)
-        finally:
-            process.send_signal(signal.SIGTERM)
-            process.wait(30)
-
-
-def measure(llm, port, notes, size, args):
-    prompts = [[300 + i] * 128 for i in range(size)]
-    params = SamplingParams(temperature=0.0, max_tokens=args.tokens, ignore_eos=True)
-    offline, runs, launches = [], [], []
-    for turn in range(args.repeats + 1):
-        t = time.perf_counter()
-        llm.generate(prompts, params)
-        offline.append(time.perf_counter() - t)
-        open(notes, "w").close()
-        names = [f"t{turn}s{size}r{i}" for i in range(size)]
-        requests = [request_of("/v1/completions", {"model": "m", "prompt": p, "max_tokens": args.tokens, "temperature": 0, "ignore_eos": True, "stream": True}, {"x-request-id": n}) for p, n in zip(prompts, names)]
-        with ExitStack() as stack:
-            conns = [stack.enter_context(socket.create_connection(("127.0.0.1", port))) for _ in prompts]
-            time.sleep(0.05)
-            began = time.perf_counter()
-            if args.old:
-                exchanges = old_clients(port, requests)
-                began = min(e.sent_at for e in exchanges)
-            else:
-                exchanges = exchange_all(conns, requests)
-        assert all(e.status == 200 for e in exchanges), exchanges[0].received
-        time.sleep(0.1)
-        times, log = defaultdict(dict), []
-        for line in open(notes):
-            event, name, at = line.split()
-            (log.append((event, name, float(at) - began)) if event in ("pass", "round") else times[event].__setitem__(name, float(at) - began))
-        times["sent"] = {n: e.sent_at - began for n, e in zip(names, exchanges)}
-        times["client"] = {n: e.arrivals[0] - began for n, e in zip(names, exchanges)}
-        times["ended"] = {n: e.ended_at - began for n, e in zip(names, exchanges)}
-        if turn:
-            runs.append(times); launches.append(log)
-    off = offline[1:]
-    ends = [max(r["ended"].values()) for r in runs]
-    print(f"\n{size} requests: LLM.generate {1e3*median(off):.1f} ms (least {1e3*min(off):.1f}), server {1e3*median(ends):.1f} (least {1e3*min(ends):.1f}), ratio {median(off)/median(ends):.3f} (of the least {min(off)/min(ends):.3f})")
-    best = runs[ends.index(min(ends))]
-    print("   event          first  median    last   | first  median  last of the best")
-    for event in EVENTS:
-        v = [sorted(r[event].values()) for r in runs]
-        b = sorted(best[event].values())
-        print(f"   {event:12s} " + " ".join(f"{1e3*median(x):7.2f}" for x in ([y[0] for y in v], [median(y) for y in v], [y[-1] for y in v])) + "   | " + " ".join(f"{1e3*x:7.2f}" for x in (b[0], median(b), b[-1])))
-    log = launches[ends.index(min(ends))]
-    print("   passes", [(int(n), round(1e3 * t, 1)) for e, n, t in log if e == "pass"], "rounds", sum(e == "round" for e, n, t in log), "median passes", median(sum(e == "pass" for e, *_ in l) for l in launches), "rounds", median(sum(e == "round" for e, *_ in l) for l in launches))
+    args.measured = "serve"
+    if args.front is not None:
+        front(args.front, json.loads(args.sent))
+    else:
+        run(args)
+    return 0
 
 
 if __name__ == "__main__":

@@ -1,40 +1,34 @@
-"""Many clients of one server in one thread: each sends a request at the same time and reads its response to the end.
+"""Clients of one server, all in one thread: each sends a request at the same time and reads its response to the end.
 
-A thread for each client would measure the clients: they would wait for each other's lock, while the server waits.
+With a thread for each client the clients would wait for each other, and the measurement would be theirs.
 """
 
 import json
 import selectors
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
+from espalier.bench.server import START_S
 from espalier.errors import EspalierError
 
 READ_BYTES = 2**18
 HEAD_END, LAST_CHUNK = b"\r\n\r\n", b"\r\n0\r\n\r\n"
-LENGTH = b"content-length: "
+LENGTH = b"content-length:"
 
 
 @dataclass
 class Exchange:
-    """A request, and its response as it arrives.  Times are perf_counter's.
+    """A response as it arrives.  Times are perf_counter's: the request was sent, bytes first arrived, the response was
+    complete."""
 
-    sent_at: when the first byte was sent; arrivals: when a part of the response was read; ended_at: when the response
-    was complete.
-    """
-
-    request: bytes
-    sent_at: float = 0.0
-    arrivals: list[float] = field(default_factory=list)
-    received: bytearray = field(default_factory=bytearray)
+    sent_at: float
+    first_at: float = 0.0
     ended_at: float = 0.0
-
-    @property
-    def head(self) -> bytes:
-        return bytes(self.received[: self.received.find(HEAD_END)])
+    received: bytearray = field(default_factory=bytearray)
 
     @property
     def status(self) -> int:
@@ -44,49 +38,50 @@ class Exchange:
     def is_complete(self) -> bool:
         if self.received.endswith(LAST_CHUNK):
             return True
-        head = self.head.lower()
-        at = head.find(LENGTH)
-        if at < 0:
-            return False
-        length = int(head[at + len(LENGTH) :].split(b"\r", 1)[0])
-        return len(self.received) == len(head) + len(HEAD_END) + length
+        head_end = self.received.find(HEAD_END)
+        lines = bytes(self.received[: max(head_end, 0)]).lower().split(b"\r\n")
+        lengths = [int(line[len(LENGTH) :]) for line in lines if line.startswith(LENGTH)]
+        return bool(lengths) and len(self.received) == head_end + len(HEAD_END) + lengths[0]
 
 
 def request_of(path: str, body: Mapping[str, Any], headers: Mapping[str, str] | None = None) -> bytes:
-    """A POST request of a JSON body."""
+    """A POST request with a JSON body."""
     data = json.dumps(body).encode()
     head = {"host": "127.0.0.1", "content-type": "application/json", "content-length": len(data), **(headers or {})}
     lines = [f"POST {path} HTTP/1.1", *(f"{name}: {value}" for name, value in head.items()), "", ""]
     return "\r\n".join(lines).encode() + data
 
 
-def exchange_all(connections: Sequence[socket.socket], requests: Sequence[bytes]) -> list[Exchange]:
-    """Send one request on each connection, and read all responses.  Raises EspalierError if a connection ends early."""
-    exchanges = [Exchange(request) for request in requests]
-    with selectors.DefaultSelector() as selector:
-        for connection, each in zip(connections, exchanges, strict=True):
-            selector.register(connection, selectors.EVENT_READ, each)
-        for connection, each in zip(connections, exchanges, strict=True):
-            each.sent_at = perf_counter()
-            connection.sendall(each.request)
-        num_left = len(exchanges)
-        while num_left:
-            for key, _ in selector.select():
-                num_left -= _read(selector, key)
+def exchange_all(port: int, requests: Sequence[bytes]) -> list[Exchange]:
+    """Send the requests, each on an open connection of its own, and read the responses.  Raises EspalierError."""
+    with selectors.DefaultSelector() as selector, ExitStack() as stack:
+        connections = [
+            stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=START_S)) for _ in requests
+        ]
+        exchanges = []
+        for connection, request in zip(connections, requests, strict=True):
+            exchanges.append(Exchange(perf_counter()))
+            selector.register(connection, selectors.EVENT_READ, exchanges[-1])
+            connection.sendall(request)
+        while selector.get_map():
+            ready = selector.select(START_S)
+            if not ready:
+                raise EspalierError(f"the server sent nothing for {START_S:g} s; see its log")
+            for key, _ in ready:
+                if _read(key):
+                    selector.unregister(key.fileobj)
     return exchanges
 
 
-def _read(selector: selectors.BaseSelector, key: selectors.SelectorKey) -> bool:
+def _read(key: selectors.SelectorKey) -> bool:
     """Read what has arrived.  Returns whether the response is complete."""
-    each, connection = key.data, key.fileobj
+    connection, exchange = key.fileobj, key.data
     assert isinstance(connection, socket.socket)
     data = connection.recv(READ_BYTES)
     if not data:
-        raise EspalierError("the server closed a connection before its response was complete; see the server's log")
-    each.arrivals.append(perf_counter())
-    each.received += data
-    if not each.is_complete:
-        return False
-    each.ended_at = each.arrivals[-1]
-    selector.unregister(connection)
-    return True
+        raise EspalierError("the server closed a connection before the response was complete; see its log")
+    now = perf_counter()
+    exchange.first_at = exchange.first_at or now
+    exchange.received += data
+    exchange.ended_at = now
+    return exchange.is_complete
