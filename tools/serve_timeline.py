@@ -329,8 +329,13 @@ def spread(times: Mapping[str, float] | None) -> list[str]:
 
 
 def launches_of(known: Sequence[tuple[str, str, float]], began: float) -> str:
+    """The launches in words.  The host starts a launch after it has started the one before."""
     launches = sorted((at, event, name) for event, name, at in known if event in ("pass", "round"))
-    passes = [f"{name} at {1e3 * (at - began):.1f}" for at, event, name in launches if event == "pass"]
+    passes = [
+        f"{name} at {1e3 * (at - began):.1f} (next {1e3 * (after - at):.1f} later)"
+        for (at, event, name), (after, _, _) in pairwise(launches)
+        if event == "pass"
+    ]
     rounds = [at for at, event, _ in launches if event == "round"]
     apart = median(b - a for a, b in pairwise(rounds)) if len(rounds) > 1 else 0.0
     return f"prefill passes (requests, ms): {', '.join(passes)}; {len(rounds)} rounds, {1e3 * apart:.2f} ms apart"
