@@ -357,8 +357,9 @@ def run(args: Namespace) -> None:
         sent = json.dumps({"notes": folder, "pace": pace, "model": model})
         process = subprocess.Popen([sys.executable, "-m", "tools.serve_timeline", "--front", str(port), "--sent", sent])
         try:
-            opened = stack.enter_context(made.open(tree=True))
+            # The server loads first, as in `espalier bench serve`: "auto" takes a share of the memory that is free.
             wait_until_served(process, port)
+            opened = stack.enter_context(made.open(tree=True))
             timeline = Timeline(opened, opened.llm if pace is None else paced_llm(opened.llm, pace), port, args)
             for size in sizes:
                 timeline.measure(size)

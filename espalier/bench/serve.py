@@ -1,5 +1,7 @@
 """`espalier bench serve`: a server compared with LLM.generate, on the same prompts and settings.
 
+Both get token ids, all prompts at once, without a prefix cache, after one warm-up.  The server's time is from the first
+byte that a client sends to the last one received; the clients share a thread (clients.py).
 With --shape both run a synthetic model on the same GPU, each its own copy.  It has no tokenizer: prompts are token ids,
 and answers have token ids (return_token_ids) instead of text.
 --soak counts the requests that a server leaves unanswered.  --bad-host measures how long other requests wait while one
