@@ -9,7 +9,6 @@ import asyncio
 import cProfile
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -22,6 +21,7 @@ from typing import Any
 
 import zmq
 
+from espalier.bench.server import free_port, wait_until_served
 from espalier.config import EngineConfig
 from espalier.errors import EspalierError
 from espalier.llm import prepare
@@ -30,7 +30,7 @@ from espalier.server import logs, protocol
 from espalier.server.api import ApiOptions
 from espalier.server.client import ClientOptions
 from espalier.server.front import FrontOptions
-from espalier.server.protocol import Harvest, Part, Ready, Shutdown, Start, Submit
+from espalier.server.protocol import Harvest, Part, Ready, Shutdown, Start, Submit, Submits
 from espalier.server.run import ServeOptions, serve
 from espalier.stats import SpeculationStats
 
@@ -38,6 +38,7 @@ STEP_S = 0.003
 TOKENS = 4
 STREAMS = 16
 LENGTHS = (8, 264)
+CHUNK_SIZE = 2048
 PROMPT = list(range(300, 428))
 CHAT = [{"role": "user", "content": "Tell a long story about a tree that was trained to grow flat against a wall."}]
 
@@ -48,7 +49,8 @@ def stand_in(address: str) -> None:
         pair.connect(address)
         start = protocol.decode_to_engine(pair.recv())
         assert isinstance(start, Start)
-        pair.send(protocol.encode(Ready(prepare(EngineConfig(model="bundled")).inputs.facts, {"max_batch": STREAMS})))
+        facts = prepare(EngineConfig(model="bundled")).inputs.facts
+        pair.send(protocol.encode(Ready(facts, {"max_batch": STREAMS, "chunk_size": CHUNK_SIZE})))
         left: dict[str, Submit] = {}
         sent: dict[str, int] = {}
         while True:
@@ -56,8 +58,8 @@ def stand_in(address: str) -> None:
                 message = protocol.decode_to_engine(pair.recv())
                 if isinstance(message, Shutdown):
                     return
-                if isinstance(message, Submit):
-                    left[message.name], sent[message.name] = message, 0
+                for submit in message.prompts if isinstance(message, Submits) else ():
+                    left[submit.name], sent[submit.name] = submit, 0
             parts = [step_of(submit, sent) for submit in left.values()]
             left = {name: submit for name, submit in left.items() if sent[name] < (submit.params.max_tokens or 0)}
             pair.send(protocol.encode(Harvest(parts)))
@@ -116,14 +118,12 @@ def measure(port: int, pid: int, path: str, prompt: dict[str, Any], repeats: int
 
 
 def run(args: Namespace) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "tools.front_cost", "--front", str(port)]
     command += [] if args.profile is None else ["--profile", args.profile]
     process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
     try:
-        wait_for(process, port)
+        wait_until_served(process, port)
         for name, path, prompt in (
             ("completions, token ids", "/v1/completions", {"prompt": PROMPT}),
             ("completions, token ids back", "/v1/completions", {"prompt": PROMPT, "return_token_ids": True}),
@@ -134,16 +134,6 @@ def run(args: Namespace) -> None:
     finally:
         process.send_signal(signal.SIGTERM)
         process.wait(60)
-
-
-def wait_for(process: subprocess.Popen[bytes], port: int) -> None:
-    while process.poll() is None:
-        try:
-            socket.create_connection(("127.0.0.1", port)).close()
-            return
-        except OSError:
-            time.sleep(0.05)
-    raise EspalierError("the front did not start")
 
 
 def main() -> None:

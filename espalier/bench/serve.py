@@ -1,25 +1,24 @@
 """`espalier bench serve`: a server compared with LLM.generate, on the same prompts and settings.
 
+Both get token ids, all prompts at once, without a prefix cache, after one warm-up.  The server's time is from the first
+byte that a client sends to the last one received; the clients share a thread (clients.py).
 With --shape both run a synthetic model on the same GPU, each its own copy.  It has no tokenizer: prompts are token ids,
 and answers have token ids (return_token_ids) instead of text.
 --soak counts the requests that a server leaves unanswered.  --bad-host measures how long other requests wait while one
 host sends large requests.
 """
 
-import json
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
-from http.client import HTTPConnection
 from statistics import median
 from types import MappingProxyType
 
 from espalier.bench import bad_host, engines, soak
+from espalier.bench.clients import exchange_all, request_of
 from espalier.bench.engines import BenchEngine, OfShape, engines_of, load_sizes, requested_pages
-from espalier.bench.server import NAME, Server, exchange, serving
+from espalier.bench.server import NAME, Server, serving
 from espalier.errors import EspalierError
 from espalier.request import SamplingParams
 from espalier.startup.resolve import layout_of
@@ -73,7 +72,7 @@ def _run(args: Namespace) -> int:
     made = engines_of(args, load_sizes(max(sizes), longest + 1), max_context=longest)
     flags: list[str] = []
     if isinstance(made, OfShape):
-        made, flags = _sharing_the_gpu(made), _shape_flags(args)
+        made, flags = sharing_the_gpu(made), _shape_flags(args)
     cells: list[Cell] = []
     with serving(made.settings, *flags) as server, made.open(tree=True) as opened:
         bench = ServeBench(opened, server)
@@ -86,7 +85,7 @@ def _run(args: Namespace) -> int:
     return 0
 
 
-def _sharing_the_gpu(made: OfShape) -> OfShape:
+def sharing_the_gpu(made: OfShape) -> OfShape:
     """With as many pages as a full batch needs: the server and the LLM must both fit."""
     if requested_pages(made.settings) is not None:
         return made
@@ -154,19 +153,15 @@ class ServeBench:
         return time.perf_counter() - began
 
     def _served(self, prompts: Sequence[list[int]], num_tokens: int, stream: bool) -> float:
-        """Send all prompts at once, each on an open connection of its own."""
+        """Seconds from the first byte sent to the last one received.  All prompts are sent at once."""
         same = {"model": NAME, "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True, "stream": stream}
         # Without text, a stream's events would be empty.
         same["return_token_ids"] = self.llm.tokenizer is None
-        bodies = [json.dumps({**same, "prompt": prompt}).encode() for prompt in prompts]
-
-        def send(connection: HTTPConnection, body: bytes) -> None:
-            status, answer = exchange(connection, "/v1/completions", body)
-            if status != 200 or b'"error"' in answer:
-                raise EspalierError(f"the server answered {status}: {answer[-300:].decode()}")
-
-        with ExitStack() as stack, ThreadPoolExecutor(len(prompts)) as clients:
-            connections = [stack.enter_context(closing(self.server.connect())) for _ in prompts]
-            began = time.perf_counter()
-            list(clients.map(send, connections, bodies))
-            return time.perf_counter() - began
+        requests = [request_of("/v1/completions", {**same, "prompt": prompt}) for prompt in prompts]
+        exchanges = exchange_all(self.server.port, requests)
+        for exchange in exchanges:
+            if exchange.status != 200 or b'"error"' in exchange.received:
+                raise EspalierError(
+                    f"the server answered {exchange.status}: {bytes(exchange.received[-300:]).decode()}"
+                )
+        return max(exchange.ended_at for exchange in exchanges) - exchanges[0].sent_at

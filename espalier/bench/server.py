@@ -83,16 +83,18 @@ def serving(settings: Mapping[str, Any], *flags: str) -> Iterator[Server]:
 
     Raises EspalierError with the end of its log if it does not start.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     model = [str(settings["model"])] if "model" in settings else []
     address = ["--port", str(port), "--served-model-name", NAME]
     command = [sys.executable, "-m", "espalier", "serve", *model, *address, *flags_of(settings), *flags]
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log)
         try:
-            _wait(process, port, log)
+            try:
+                wait_until_served(process, port)
+            except EspalierError as error:
+                log.seek(0)
+                raise EspalierError(f"{error}: {' '.join(log.read()[-500:].split())}") from None
             children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
             yield Server(port, process.pid, int(children[0]))
         finally:
@@ -112,7 +114,14 @@ def stop(process: subprocess.Popen[bytes], seconds: float = STOP_S) -> None:
         raise EspalierError(f"the server (pid {process.pid}) did not leave within {seconds:g} s of SIGTERM") from None
 
 
-def _wait(process: subprocess.Popen[bytes], port: int, log: Any) -> None:
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def wait_until_served(process: subprocess.Popen[bytes], port: int) -> None:
+    """Wait until the server accepts connections.  Raises EspalierError if it ends, or takes longer than START_S."""
     end = time.monotonic() + START_S
     while process.poll() is None and time.monotonic() < end:
         try:
@@ -120,8 +129,7 @@ def _wait(process: subprocess.Popen[bytes], port: int, log: Any) -> None:
                 return
         except OSError:
             time.sleep(0.05)
-    log.seek(0)
-    raise EspalierError(f"the server did not start: {' '.join(log.read()[-500:].split())}")
+    raise EspalierError("the server did not start")
 
 
 def exists(pid: int) -> bool:

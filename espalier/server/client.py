@@ -25,7 +25,20 @@ from espalier.errors import EspalierError
 from espalier.inputs import ModelFacts
 from espalier.request import ResolvedParams
 from espalier.server import logs, protocol
-from espalier.server.protocol import Abort, Failed, Harvest, Part, Ready, Refused, Report, Shutdown, Start, Submit
+from espalier.server.outbox import Outbox
+from espalier.server.protocol import (
+    Abort,
+    Failed,
+    Harvest,
+    Part,
+    Ready,
+    Refused,
+    Report,
+    Shutdown,
+    Start,
+    Submit,
+    Submits,
+)
 
 log = logging.getLogger("espalier.server")
 MODEL_WORKER = "espalier.server.worker"
@@ -137,6 +150,7 @@ class EngineClient:
         self._generations: dict[str, Generation] = {}
         self._context = zmq.asyncio.Context()
         self._socket: zmq.asyncio.Socket | None = None
+        self._outbox = Outbox(lambda prompts: self._send(Submits(prompts)))
         self._folder = Path(tempfile.mkdtemp(prefix="espalier-"))  # readable by this user alone
         self._heard = 0.0
         self._num_starts = 0
@@ -171,13 +185,14 @@ class EngineClient:
         generation = Generation(self, names, params.n)
         for each, prompt in zip(names, prompts, strict=True):
             self._generations[each] = generation
-            self._send(Submit(each, prompt, params, priority, detokenize))
+            self._outbox.add(Submit(each, prompt, params, priority, detokenize))
         return generation
 
     def forget(self, generation: Generation) -> None:
         """Abort the samples that still run, and drop their output."""
         for name in generation.num_running:
             if self._generations.pop(name, None) is not None and self.state == "ready":
+                self._outbox.flush()
                 self._send(Abort(name))
 
     async def close(self) -> None:
@@ -219,6 +234,7 @@ class EngineClient:
         if not isinstance(first, Ready):
             raise EspalierError(first.error if isinstance(first, Failed) else "the engine process broke the protocol")
         self.facts, self.config, self.report = first.facts, first.config, Report()
+        self._outbox.full_rows = int(self.config["chunk_size"])
         self._heard = asyncio.get_running_loop().time()
         self.state, self.why = "ready", ""
 
@@ -325,6 +341,7 @@ class EngineClient:
 
     def _fail(self, why: str) -> None:
         """Fail every generation in flight with EngineGone."""
+        self._outbox.clear()
         if self.state == "ready":
             self.state, self.why = "gone", why
             log.error("%s; %d requests in flight", why, len(self._generations))

@@ -218,10 +218,12 @@ class Run:
             async for parts in self.generation.parts(self.deadline):
                 self._measure(parts)
                 events = opening + b"".join([self.answer.event(self.prompt_index[part.name], part) for part in parts])
+                if self.generation.done and self.generation.error is None:
+                    # With the last tokens: each message to the client costs as much as many tokens.
+                    events += b"".join([*map(event, self.answer.closing()), b"data: [DONE]\n\n"])
                 if events:
                     yield events
                 opening = b""
-        yield b"".join([*map(event, self.answer.closing()), b"data: [DONE]\n\n"])
 
     @contextmanager
     def _errors(self) -> Iterator[None]:

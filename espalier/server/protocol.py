@@ -30,7 +30,7 @@ class Start(msgspec.Struct, tag=True):
     log_json: bool
 
 
-class Submit(msgspec.Struct, tag=True):
+class Submit(msgspec.Struct):
     """A prompt with n samples.  detokenize: the engine process makes the text, which stop strings need."""
 
     name: str
@@ -38,6 +38,12 @@ class Submit(msgspec.Struct, tag=True):
     params: ResolvedParams
     priority: int
     detokenize: bool
+
+
+class Submits(msgspec.Struct, tag=True):
+    """Prompts that arrived together."""
+
+    prompts: list[Submit]
 
 
 class Abort(msgspec.Struct, tag=True):
@@ -50,7 +56,7 @@ class Shutdown(msgspec.Struct, tag=True):
     """Leave at once."""
 
 
-ToEngine = Start | Submit | Abort | Shutdown
+ToEngine = Start | Submits | Abort | Shutdown
 
 
 class Ready(msgspec.Struct, tag=True):

@@ -23,7 +23,7 @@ from espalier.layout import bucket_of
 from espalier.llm import LLM, low_acceptance
 from espalier.request import OutputChunk, Request
 from espalier.server import logs, protocol
-from espalier.server.protocol import Abort, Failed, Harvest, Part, Ready, Refused, Report, Start, Submit
+from espalier.server.protocol import Abort, Failed, Harvest, Part, Ready, Refused, Report, Start, Submit, Submits
 
 log = logging.getLogger("espalier.server")
 WAIT_FOR_START_MS = 60_000
@@ -77,8 +77,9 @@ class Worker:
         wait = 0 if self.llm.engine.has_work else self.heartbeat_ms
         while self.socket.poll(wait):
             message = protocol.decode_to_engine(self.socket.recv())
-            if isinstance(message, Submit):
-                self._submit(message)
+            if isinstance(message, Submits):
+                for submit in message.prompts:
+                    self._submit(submit)
             elif isinstance(message, Abort):
                 self._abort(message.name)
             else:

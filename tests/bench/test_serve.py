@@ -1,13 +1,17 @@
 """A synthetic model behind the server: the engine process makes it, and the bench compares it with its own copy."""
 
 import json
+import threading
 from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from espalier import SamplingParams
 from espalier.bench import engines, serve, synthetic_models
+from espalier.bench.clients import exchange_all, request_of
 from espalier.cli import shape_worker
 from espalier.cli.main import main
 from espalier.cli.serve import sendable
@@ -36,33 +40,61 @@ def test_the_engine_process_makes_the_model(tiny):
         assert models.follows(prompt, output.token_ids) and output.speculation.drafted
 
 
-class Echoing:
-    """A server whose answers are the requests."""
+@pytest.fixture
+def echoing():
+    """A server whose answers are the requests, in two chunks for a stream.  bodies: what it was sent."""
 
-    def __init__(self):
-        self.bodies = []
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
 
-    def connect(self):
-        return self
+        def do_POST(self):
+            data = self.rfile.read(int(self.headers["content-length"]))
+            bodies.append(json.loads(data))
+            self.send_response(400 if bodies[-1].get("bad") else 200)
+            if not bodies[-1]["stream"]:
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+                return
+            self.send_header("Transfer-Encoding", "chunked")
+            self.end_headers()
+            for part in (data[:9], data[9:], b""):
+                self.wfile.write(b"%x\r\n%s\r\n" % (len(part), part))
+                self.wfile.flush()
 
-    def close(self):
-        pass
+        def log_message(self, *args):
+            pass
+
+    bodies = []
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield SimpleNamespace(port=server.server_port, bodies=bodies)
+        server.shutdown()
+        thread.join()
 
 
-def test_bench_serve_of_a_shape(tiny, monkeypatch, tmp_path):
-    started, server = [], Echoing()
+def test_clients_read_whole_responses(echoing):
+    sent = [{"stream": i % 2 == 0, "bad": i == 3, "text": "é" * 100_000 * i} for i in range(5)]
+    answers = exchange_all(echoing.port, [request_of("/x", body) for body in sent])
+    assert [answer.status for answer in answers] == [200, 200, 200, 400, 200]
+    for body, answer in zip(sent, answers, strict=True):
+        data = json.dumps(body).encode()
+        content = answer.received.partition(b"\r\n\r\n")[2]
+        chunks = b"9\r\n%s\r\n%x\r\n%s\r\n0\r\n\r\n" % (data[:9], len(data) - 9, data[9:])
+        assert content == (chunks if body["stream"] else data)
+        assert answer.sent_at < answer.first_at <= answer.ended_at
+
+
+def test_bench_serve_of_a_shape(tiny, echoing, monkeypatch, tmp_path):
+    started, bodies = [], echoing.bodies
 
     @contextmanager
     def serving(settings, *flags):
         started.append((settings, flags))
-        yield server
-
-    def exchange(connection, path, body):
-        server.bodies.append(json.loads(body))
-        return 200, body
+        yield echoing
 
     monkeypatch.setattr(serve, "serving", serving)
-    monkeypatch.setattr(serve, "exchange", exchange)
     out = tmp_path / "out.json"
     flags = ["--shape", "tiny", "--accept-length", "4", *TREE, "--page-size", "4"]
     sizes = ["--concurrency", "1,2", "--context", "8", "--tokens", "12", "--repeats", "1"]
@@ -73,8 +105,8 @@ def test_bench_serve_of_a_shape(tiny, monkeypatch, tmp_path):
     assert settings["num_pages"] == 1 + 2 * -(-(21 + 2 * 4 + 1) // 4)
     assert [cell["concurrency"] for cell in json.loads(out.read_text())["cells"]] == [1, 2]
     # Streams and whole answers, a warm-up and a repetition.
-    assert [len(server.bodies), {len(body["prompt"]) for body in server.bodies}] == [4 * 3, {8}]
-    assert all(body["return_token_ids"] and body["ignore_eos"] for body in server.bodies)
+    assert [len(bodies), {len(body["prompt"]) for body in bodies}] == [4 * 3, {8}]
+    assert all(body["return_token_ids"] and body["ignore_eos"] for body in bodies)
 
 
 @pytest.mark.parametrize(

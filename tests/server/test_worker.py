@@ -9,7 +9,7 @@ import zmq
 from espalier import LLM, SamplingParams, SpeculationConfig
 from espalier.request import ResolvedParams
 from espalier.server import protocol
-from espalier.server.protocol import Abort, Harvest, Refused, Shutdown, Start, Submit
+from espalier.server.protocol import Abort, Harvest, Refused, Shutdown, Start, Submit, Submits
 from espalier.server.worker import Worker, settings_of
 from tests.harness import directories
 
@@ -35,7 +35,7 @@ def engine():
 
 
 def submit(front, name, params=PARAMS, priority=0, prompt=(1, 2, 3)):
-    front.send(protocol.encode(Submit(name, list(prompt), params, priority, False)))
+    front.send(protocol.encode(Submits([Submit(name, list(prompt), params, priority, False)])))
 
 
 def run(worker, front):
@@ -132,7 +132,7 @@ def test_a_worker_whose_front_is_gone_leaves(engine):
 
 def test_messages_come_back_as_they_went():
     params = ResolvedParams(logit_bias={3: -1.5}, stop=("x",), stop_token_ids=(1, 2), seed=2**63 - 1, logprobs=2)
-    sent = Submit("a", [1, 2], params, -3, True)
+    sent = Submits([Submit("a", [1, 2], params, -3, True), Submit("b", [3], params, 0, False)])
     assert protocol.decode_to_engine(protocol.encode(sent)) == sent
     tree = settings_of({"speculation": {"steps": 2, "topk": 1}, "model": "x"})["speculation"]
     assert tree == SpeculationConfig(steps=2, topk=1)

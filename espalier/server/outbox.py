@@ -1,0 +1,58 @@
+"""Gathers the prompts that arrive at the front together, so that one prefill pass of the engine can enter them."""
+
+import asyncio
+from collections.abc import Callable
+
+from espalier.server.protocol import Submit
+
+# Turns of the event loop in which no prompt comes, after which the prompts leave.  A request that waits in a socket
+# needs two: one to be read, one to be handled.
+QUIET_TURNS = 3
+MAX_WAIT_S = 0.01
+
+
+class Outbox:
+    """Prompts on their way to the engine.
+
+    They leave when no other request waits to be read, when they fill a prefill pass, or after MAX_WAIT_S.
+
+    send: sends prompts in one message; full_rows: tokens that fill a prefill pass.
+    """
+
+    def __init__(self, send: Callable[[list[Submit]], None]):
+        self.send = send
+        self.full_rows = 0
+        self._waiting: list[Submit] = []
+        self._num_rows = 0
+        self._send_at = 0.0
+        self._turn: asyncio.Handle | None = None
+
+    def add(self, submit: Submit) -> None:
+        if not self._waiting:
+            self._send_at = asyncio.get_running_loop().time() + MAX_WAIT_S
+        self._waiting.append(submit)
+        self._num_rows += len(submit.prompt)
+        self._look_in(QUIET_TURNS if self._num_rows < self.full_rows else 0)
+
+    def flush(self) -> None:
+        """Send what waits now."""
+        if waiting := self.clear():
+            self.send(waiting)
+
+    def clear(self) -> list[Submit]:
+        """Remove and return what waits."""
+        if self._turn is not None:
+            self._turn.cancel()
+            self._turn = None
+        waiting, self._waiting, self._num_rows = self._waiting, [], 0
+        return waiting
+
+    def _look_in(self, turns: int) -> None:
+        """Send after this number of turns, unless a prompt comes before."""
+        loop = asyncio.get_running_loop()
+        if not turns or loop.time() >= self._send_at:
+            self.flush()
+            return
+        if self._turn is not None:
+            self._turn.cancel()
+        self._turn = loop.call_soon(self._look_in, turns - 1)

@@ -1,0 +1,100 @@
+"""Which prompts go to the engine process in one message."""
+
+import asyncio
+import socket
+from contextlib import ExitStack
+
+import pytest
+
+from espalier.request import ResolvedParams
+from espalier.server import outbox
+from espalier.server.client import ClientOptions, EngineClient
+from espalier.server.outbox import Outbox
+from espalier.server.protocol import Abort, Submit, Submits
+
+
+def prompt(name, num_tokens=10):
+    return Submit(str(name), [1] * num_tokens, ResolvedParams(), 0, False)
+
+
+@pytest.fixture(autouse=True)
+def never_late(monkeypatch):
+    """The clock of a busy machine decides nothing."""
+    monkeypatch.setattr(outbox, "MAX_WAIT_S", 60.0)
+
+
+def sent_by(work, full_rows=1000):
+    """The names in each message, after `work(outbox)` and until nothing waits."""
+    messages = []
+
+    async def run():
+        box = Outbox(lambda submits: messages.append([submit.name for submit in submits]))
+        box.full_rows = full_rows
+        await work(box)
+        while box._waiting:
+            await asyncio.sleep(0)
+
+    asyncio.run(run())
+    return messages
+
+
+def test_requests_that_wait_in_sockets_leave_together():
+    async def work(box):
+        loop = asyncio.get_running_loop()
+
+        async def handle(name):
+            box.add(prompt(name))
+
+        with ExitStack() as stack:
+            for i in range(4):
+                client, server = (stack.enter_context(each) for each in socket.socketpair())
+                client.send(b"x")
+                loop.add_reader(
+                    server, lambda i=i, server=server: (loop.remove_reader(server), loop.create_task(handle(i)))
+                )
+            # The first request was read before the others had come.
+            box.add(prompt("first"))
+            await asyncio.sleep(0.05)
+
+    [names] = sent_by(work)
+    assert names[0] == "first" and sorted(names[1:]) == ["0", "1", "2", "3"]
+
+
+def test_a_full_prefill_pass_leaves_at_once():
+    async def work(box):
+        for i in range(5):
+            box.add(prompt(i))
+        assert len(box._waiting) == 1
+
+    assert sent_by(work, full_rows=20) == [["0", "1"], ["2", "3"], ["4"]]
+
+
+def test_prompts_leave_when_they_have_waited_long_enough(monkeypatch):
+    monkeypatch.setattr(outbox, "MAX_WAIT_S", 0.0)
+
+    async def work(box):
+        for i in range(3):
+            box.add(prompt(i))
+
+    assert sent_by(work) == [["0"], ["1"], ["2"]]
+
+
+def test_an_abort_follows_its_prompt(monkeypatch):
+    async def run():
+        client, sent = EngineClient({}, ClientOptions()), []
+        monkeypatch.setattr(client, "_send", sent.append)
+        client.state, client._outbox.full_rows = "ready", 1000
+        generation = client.submit("x", [[1], [2]], ResolvedParams(), 0, False)
+        assert sent == []
+        generation.close()
+        assert [type(message) for message in sent] == [Submits, Abort, Abort]
+        assert [submit.name for submit in sent[0].prompts] == [message.name for message in sent[1:]]
+        # Nothing of an engine that is gone reaches the next one.
+        client.submit("y", [[1]], ResolvedParams(), 0, False)
+        client._fail("it is gone")
+        client.state = "closed"
+        await asyncio.sleep(0.01)
+        assert len(sent) == 3 and client._outbox._waiting == []
+        await client.close()
+
+    asyncio.run(run())
