@@ -129,7 +129,7 @@ def _run(args: Namespace, config: EngineConfig) -> int:
         return 0
     if any(model.latent is not None for model in models):
         raise EspalierError(
-            "--tune does not measure the linear layers of latent attention; leave them out, and they run with F.linear"
+            "--tune does not measure the linear layers of latent attention; leave them out, and they run by a rule"
         )
     shapes = tuple(dict.fromkeys(shape for model in models for shape in model.shapes()))
     tuner = Tuner(DTYPES[dtype])

@@ -12,12 +12,12 @@ from espalier.kernels.attention.ancestor_bits import pack
 from espalier.kernels.attention.contiguous_blocks import contiguous_blocks_triton
 from espalier.kernels.attention.kv_splits import KVSplitPolicy, kv_splits_triton
 from espalier.kernels.attention.tree_attention import Committed, Staged, tree_attention_triton
-from espalier.kernels.layers.experts import grouped_experts_triton
 from espalier.kernels.layers.linear import TritonPlan, linear_gated, linear_parts_triton
 from espalier.kernels.layers.norm import add_rms_norm_triton, rms_norm_triton
 from espalier.kernels.layers.rope import RopeAndNorm, rotate_and_store_triton
-from espalier.kernels.layers.routing import Routing, route_triton
-from espalier.models.layers.experts import router_logits
+from espalier.kernels.layers.routing import Routing
+from espalier.models.layers.experts import MixtureMLP
+from espalier.models.layers.norm import RMSNorm
 
 pytestmark = pytest.mark.gpu
 HIDDEN, HEADS, KV_HEADS, SIZE = 4096, 32, 8, 128
@@ -104,26 +104,29 @@ class AttendedOnSmallPages(Attended):
 
 
 class Mixture:
-    """The router, the routing, the expert product and the norm that adds the parts, two layers."""
-
-    routing = Routing(64, 6, norm_topk_prob=True)
+    """Two mixture-of-experts blocks: norm and router, routing, expert product, the norm that adds the parts."""
 
     def __init__(self, rows: int, device: torch.device) -> None:
         def random_normal(*shape: int, scale: float = 1.0) -> torch.Tensor:
             return scale * torch.randn(*shape, device=device, dtype=torch.bfloat16)
 
-        self.x, self.norm = random_normal(rows, 2048), random_normal(2048)
-        self.router = random_normal(2, 64, 2048, scale=2048**-0.5)
-        self.gate_up = random_normal(2, 64, 2 * 1408, 2048, scale=2048**-0.5)
-        self.down = random_normal(2, 64, 2048, 1408, scale=1408**-0.5)
+        self.x, self.norm = random_normal(rows, 2048), RMSNorm(random_normal(2048), 1e-5)
+        self.blocks = [
+            MixtureMLP(
+                Routing(64, 6, norm_topk_prob=True),
+                random_normal(64, 2048, scale=2048**-0.5),
+                None,
+                random_normal(64, 2 * 1408, 2048, scale=2048**-0.5),
+                random_normal(64, 2048, 1408, scale=1408**-0.5),
+            )
+            for _ in range(2)
+        ]
 
     def __call__(self) -> list[torch.Tensor]:
-        x, normed = self.x, rms_norm_triton(self.x, self.norm, 1e-5)
-        for router, gate_up, down in zip(self.router, self.gate_up, self.down, strict=True):
-            ids, weights = route_triton(router_logits(normed, router), None, self.routing)
-            parts = grouped_experts_triton(normed, gate_up, down, ids, weights)
-            x, normed = add_rms_norm_triton(parts, x, self.norm, 1e-5)
-        return [x, normed, ids]
+        x, delta = self.x, self.norm(self.x)
+        for block in self.blocks:
+            x, delta = block.after(self.norm, delta, x)
+        return list(self.norm.after(delta, x))
 
 
 @pytest.mark.parametrize("layers", [Chain, Attended, AttendedOnSmallPages, Mixture])

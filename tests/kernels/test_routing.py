@@ -18,6 +18,7 @@ ROUTINGS = [
     Routing(160, 6, n_group=8, topk_group=3, routed_scaling_factor=16.0),
     Routing(64, 4, "sigmoid", True, 1.8, correction_bias=True),
     Routing(256, 8, "sigmoid", True, 2.5, 8, 4, "top2_sum", correction_bias=True),
+    Routing(300, 5, norm_topk_prob=True),
     Routing(12, 3, "sigmoid", False, 1.0, 6, 2, "top2_sum"),
 ]
 

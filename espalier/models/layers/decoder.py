@@ -56,7 +56,10 @@ class DecoderLayer:
         live: [B·Q] bool, the rows that go to experts; None: all.
         Does not write to the x that it gets, because x may have been captured.
         """
-        x, normed = self.mlp_norm.after(self.attention(normed, rope_and_norm, attend, layer, shape), x)
+        delta = self.attention(normed, rope_and_norm, attend, layer, shape)
+        if isinstance(self.mlp, MixtureMLP):
+            return self.mlp.after(self.mlp_norm, delta, x, live)
+        x, normed = self.mlp_norm.after(delta, x)
         return x, self.mlp(normed, live)
 
 

@@ -8,12 +8,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from espalier.kernels.layers import norm_router
 from espalier.kernels.layers.activation import SILU, Activation
 from espalier.kernels.layers.experts import ExpertBiases, grouped_experts
 from espalier.kernels.layers.linear import TritonPlan, linear_parts_triton
 from espalier.kernels.layers.routing import Routing, route
 from espalier.models.layers.linear import Linear
 from espalier.models.layers.mlp import GatedMLP
+from espalier.models.layers.norm import RMSNorm
 
 # For few rows: a router has few outputs, so it is split along its inputs, and `route` adds the parts.  A single part
 # would be rounded to x's dtype.  Above, PyTorch's product is faster.
@@ -57,7 +59,23 @@ class MixtureMLP:
 
         live: [N] bool; other rows go to no expert.  None: all rows are live.
         """
-        ids, weights = route(router_logits(x, self.router), self.bias, self.routing)
+        return self._mixed(x, router_logits(x, self.router), live)
+
+    def after(
+        self, norm: RMSNorm, delta: Tensor, residual: Tensor, live: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """(residual + delta, the block's parts for the norm of that sum), as `norm.after` and then a call give them.
+
+        For a few rows the norm and the router are one launch.
+        """
+        if not norm_router.takes(residual):
+            total, normed = norm.after(delta, residual)
+            return total, self(normed, live)
+        total, normed, logits = norm_router.norm_router_triton(delta, residual, norm.weight, norm.eps, self.router)
+        return total, self._mixed(normed, logits, live)
+
+    def _mixed(self, x: Tensor, logits: Tensor, live: Tensor | None) -> Tensor:
+        ids, weights = route(logits, self.bias, self.routing)
         extra = 0 if self.shared is None else 1 if self.shared_gate is not None else self.shared.num_parts(len(x))
         experts = (x, self.gate_up, self.down, ids, weights)
         parts = grouped_experts(*experts, live=live, biases=self.biases, activation=self.activation, extra=extra)

@@ -1,0 +1,111 @@
+"""The residual addition, the RMS norm and the router of a mixture of experts in one launch, for a few rows.
+
+Grid: (rows, blocks of experts).  Each program norms the whole row again, and multiplies it with BLOCK_E rows of the
+router, which it loads before it waits for the kernel before (PDL).  That repeats the norm num_experts / BLOCK_E times:
+with more than MAX_ROWS rows, a norm and a product of their own are faster.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from espalier.errors import EspalierError
+from espalier.kernels.layers.linear import DTYPES, load_sum
+from espalier.kernels.layers.norm import add_rms_norm_reference
+from espalier.kernels.runtime.launch import chip, kernel, power_of_two, require
+from espalier.kernels.runtime.pdl import early, pdl_trigger, pdl_wait
+
+if TYPE_CHECKING:
+    import triton.language as tl
+
+MAX_ROWS = 4
+# Numbers of the router that a program holds in registers.
+TILE = 8192
+
+
+def takes(residual: Tensor) -> bool:
+    """Whether the kernel is for rows like these."""
+    return residual.is_cuda and residual.dtype in DTYPES and 0 < len(residual) <= MAX_ROWS
+
+
+@kernel
+def _norm_router_kernel(
+    x_ptr, delta_ptr, weight_ptr, router_ptr, sum_ptr, out_ptr, logits_ptr,
+    x_row_stride, delta_row_stride, delta_split_stride, num_experts,
+    EPS: tl.constexpr, SIZE: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_E: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """SPLITS: the number of delta's partial sums; 1 for a delta without splits."""
+    pdl_trigger(DEPENDENT)
+    row = tl.program_id(0).to(tl.int64)
+    column, expert = tl.arange(0, BLOCK), tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
+    mask = column < SIZE
+    # No kernel writes weights.
+    router = tl.load(
+        router_ptr + expert.to(tl.int64)[:, None] * SIZE + column[None, :],
+        mask=(expert < num_experts)[:, None] & mask[None, :], other=0.0,
+    )  # fmt: skip
+    weight = tl.load(weight_ptr + column, mask=mask, other=0.0).to(tl.float32)
+    pdl_wait(DEPENDENT)
+    x = tl.load(x_ptr + row * x_row_stride + column, mask=mask, other=0.0).to(tl.float32)
+    delta = delta_ptr + row * delta_row_stride + column
+    x += load_sum(delta, delta_split_stride, mask, SPLITS, sum_ptr.dtype.element_ty, tl.float32)
+    # Rounded before the norm, and again before the router, as separate launches do.
+    total = x.to(sum_ptr.dtype.element_ty)
+    x = total.to(tl.float32)
+    scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / SIZE + EPS)
+    normed = (x * scale * weight).to(out_ptr.dtype.element_ty)
+    if tl.program_id(1) == 0:
+        tl.store(sum_ptr + row * SIZE + column, total, mask=mask)
+        tl.store(out_ptr + row * SIZE + column, normed, mask=mask)
+    logits = tl.sum(router.to(tl.float32) * normed.to(tl.float32)[None, :], 1)
+    tl.store(logits_ptr + row * num_experts + expert, logits, mask=expert < num_experts)
+
+
+def norm_router_triton(
+    delta: Tensor, residual: Tensor, weight: Tensor, eps: float, router: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(sum, norm, logits) for 1 to MAX_ROWS rows of bfloat16 or float16.
+
+    sum, norm: as kernels/layers/norm.py:add_rms_norm gives them, with its tolerance; delta may be partial sums.
+    router: [E, H], contiguous.  logits: norm · routerᵀ [rows, E], computed and returned in float32.
+    Raises EspalierError on other shapes, dtypes or strides.
+    """
+    rows, size = residual.shape
+    num_experts = router.shape[0]
+    parts = delta if delta.ndim == 3 else delta[None]
+    dtype = torch.float32 if delta.ndim == 3 else residual.dtype
+    require("norm_router: delta", parts, (-1, rows, size), dtype, residual)
+    require("norm_router: weight", weight, (size,), residual.dtype, residual)
+    require("norm_router: router", router, (num_experts, size), residual.dtype, residual)
+    read = (parts, residual, weight)
+    if not 0 < rows <= MAX_ROWS or residual.dtype not in DTYPES or any(tensor.stride(-1) != 1 for tensor in read):
+        raise EspalierError(
+            f"norm_router: the Triton kernel takes 1 to {MAX_ROWS} contiguous rows of bfloat16 or float16, but got "
+            f"{rows} of {residual.dtype}: use the reference"
+        )
+    if not router.is_contiguous():
+        raise EspalierError(f"norm_router: the router must be contiguous, but has strides {router.stride()}")
+    total, out = (torch.empty_like(residual, memory_format=torch.contiguous_format) for _ in range(2))
+    logits = residual.new_empty(rows, num_experts, dtype=torch.float32)
+    block = power_of_two(size)
+    block_e = max(min(TILE // block, power_of_two(num_experts)), 1)
+    _norm_router_kernel[rows, -(-num_experts // block_e)](
+        residual, parts, weight, router, total, out, logits,
+        residual.stride(0), parts.stride(1), parts.stride(0), num_experts,
+        # constexpr: as a run-time argument eps would be rounded to float32.
+        EPS=eps, SIZE=size, SPLITS=parts.shape[0], BLOCK=block, BLOCK_E=block_e,
+        num_warps=min(max(block // 512, 1), 16), **early(chip(residual)),
+    )  # fmt: skip
+    return total, out, logits
+
+
+def norm_router_reference(
+    delta: Tensor, residual: Tensor, weight: Tensor, eps: float, router: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    total, normed = add_rms_norm_reference(delta, residual, weight, eps)
+    return total, normed, F.linear(normed.float(), router.float())

@@ -1,0 +1,85 @@
+"""The norm and the router in one launch equal the two one after another, and no row's bits depend on the others."""
+
+import pytest
+import torch
+
+from espalier.errors import EspalierError
+from espalier.kernels.layers import norm_router
+from espalier.kernels.layers.norm import add_rms_norm_triton
+from espalier.kernels.layers.norm_router import norm_router_reference, norm_router_triton
+from espalier.kernels.layers.routing import Routing
+from espalier.models.layers.experts import MixtureMLP
+from espalier.models.layers.norm import RMSNorm
+from tests.kernels.treeing import poisoned
+
+# Triton's interpreter does not round to bfloat16 as a GPU does.
+DTYPES = [torch.float16, *([torch.bfloat16] if torch.cuda.is_available() else [])]
+# rows, hidden size, experts, parts of delta (0: one, in the dtype of the residual)
+SHAPES = [(1, 2048, 128, 4), (4, 200, 6, 0), (3, 64, 5, 10), (2, 2880, 32, 1), (1, 7168, 9, 2)]
+
+
+def drawn(rows, size, experts, parts, device, dtype=torch.float16):
+    generator = torch.Generator().manual_seed(rows)
+
+    def normal(*shape):
+        return torch.randn(shape, generator=generator).to(device)
+
+    delta = normal(parts, rows, size) if parts else normal(rows, size).to(dtype)
+    residual = normal(rows, size + 16).to(dtype)[:, :size]
+    return delta, residual, (1 + normal(size) / 5).to(dtype), 1e-6, (normal(experts, size) / size**0.5).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_equals_the_two_launches(kernel_device, shape, dtype):
+    """The sum to the bit; the norm within two ulps; the logits as far as their own norm gives them in float32."""
+    inputs = drawn(*shape, kernel_device, dtype)
+    with poisoned():
+        total, normed, logits = norm_router_triton(*inputs)
+    expected_total, expected_normed, expected_logits = norm_router_reference(*inputs)
+    assert torch.equal(total, expected_total) and torch.equal(total, add_rms_norm_triton(*inputs[:4])[0])
+    ulp = torch.finfo(dtype).eps
+    torch.testing.assert_close(normed, expected_normed, rtol=2 * ulp, atol=2 * ulp)
+    assert logits.dtype == torch.float32
+    torch.testing.assert_close(logits.double(), normed.double() @ inputs[4].double().T, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(logits, expected_logits, rtol=0, atol=4 * ulp)
+
+
+def test_a_rows_bits_do_not_depend_on_the_others(kernel_device):
+    delta, residual, *weights = drawn(4, 300, 12, 3, kernel_device)
+    together = norm_router_triton(delta, residual, *weights)
+    for row in range(4):
+        alone = norm_router_triton(delta[:, row : row + 1], residual[row : row + 1], *weights)
+        assert all(torch.equal(one[0], all_rows[row]) for one, all_rows in zip(alone, together, strict=True))
+
+
+def test_what_it_does_not_take_is_refused(kernel_device):
+    delta, residual, weight, eps, router = drawn(3, 64, 8, 2, kernel_device)
+    for wrong in (
+        (delta[..., 1:], residual, weight, eps, router),
+        (delta.double(), residual, weight, eps, router),
+        (delta, residual, weight[1:], eps, router),
+        (delta, residual, weight, eps, router[:, 1:]),
+        (delta, residual, weight, eps, router.T.contiguous().T),
+        (delta.repeat(1, 2, 1), residual.repeat(2, 1), weight, eps, router),
+        (delta[:, :0], residual[:0], weight, eps, router),
+    ):
+        with pytest.raises(EspalierError, match="norm_router"):
+            norm_router_triton(*wrong)
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_a_mixtures_block_is_the_norm_and_then_the_block(kernel_device, monkeypatch, rows):
+    delta, residual, weight, eps, router = drawn(rows, 64, 8, 2, kernel_device)
+    generator = torch.Generator().manual_seed(1)
+    gate_up, down = (torch.randn(shape, generator=generator) / 8 for shape in ((8, 40, 64), (8, 64, 20)))
+    mlp = MixtureMLP(
+        Routing(8, 2), router, None, *(tensor.to(kernel_device, router.dtype) for tensor in (gate_up, down))
+    )
+    norm, live = RMSNorm(weight, eps), torch.arange(rows, device=kernel_device) != 1
+    monkeypatch.setattr(norm_router, "takes", lambda residual: False)
+    expected_total, expected = mlp.after(norm, delta, residual, live)
+    monkeypatch.setattr(norm_router, "takes", lambda residual: True)
+    total, parts = mlp.after(norm, delta, residual, live)
+    assert torch.equal(total, expected_total) and parts.any()
+    torch.testing.assert_close(parts, expected, rtol=2e-2, atol=1e-3)
