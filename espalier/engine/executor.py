@@ -11,20 +11,19 @@ from concurrent.futures import wait as wait_for
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from espalier.engine.launch_buffer import LaunchBuffer, pack_launch
 from espalier.engine.launch_input import LaunchInput, RequestResult
+from espalier.engine.masks import GuideRows, RowMasks, Trees
 from espalier.engine.results import Reported, Results, read, read_trees
 from espalier.errors import EspalierError
 from espalier.kernels.sampling.logprobs import rows_of
 from espalier.sampling.logit_processors import SamplingNeeds
+from espalier.sampling.mask import DraftGuide
 from espalier.sampling.prompt import PromptRows
 from espalier.speculate.round import ModelRunner, RoundOutput, Verified, decode_round, prefill, propose, settle, verify
-
-Trees = list[tuple[list[int], list[int]]]
 
 
 class Handle(Protocol):
@@ -42,8 +41,8 @@ class StagedHandle(Handle, Protocol):
         """Wait for the propose stage and return (tokens, parents) of each slot's tree."""
         ...
 
-    def settle(self, masks: np.ndarray) -> None:
-        """Start the settle stage.  masks: [B, D, words] int32, the tokens that may follow each node."""
+    def settle(self, masks: RowMasks) -> None:
+        """Start the settle stage.  masks: the tokens that may follow each node."""
         ...
 
 
@@ -121,16 +120,24 @@ class StagedRound:
     tensors that one step leaves for the next.
     """
 
-    def __init__(self, runner: ModelRunner, results: Results, device_launch: LaunchBuffer, needs: SamplingNeeds):
+    def __init__(
+        self,
+        runner: ModelRunner,
+        results: Results,
+        device_launch: LaunchBuffer,
+        needs: SamplingNeeds,
+        guide: DraftGuide | None = None,
+    ):
         self.runner = runner
         self.results = results
         self.device_launch = device_launch
         self.needs = needs
+        self.guide = guide
         self.verified: Verified | None = None
 
     def propose(self) -> None:
         self.device_launch.apply(self.runner.table)
-        self.proposed = propose(self.runner, self.device_launch.slots, self.needs)
+        self.proposed = propose(self.runner, self.device_launch.slots, self.needs, self.guide)
         self.results.write_trees(self.device_launch.entry, self.proposed.tree)
 
     def verify(self) -> None:
@@ -139,6 +146,11 @@ class StagedRound:
     def settle(self, masks: Tensor) -> None:
         assert self.verified is not None
         self.results.write(self.device_launch.entry, settle(self.verified, masks))
+
+
+def guide_of(rows: GuideRows, batch: int) -> DraftGuide:
+    """The guide of a batch, on the host."""
+    return DraftGuide(*(torch.from_numpy(part) for part in rows.whole(batch)))
 
 
 class CpuExecutor:
@@ -179,14 +191,19 @@ class CpuExecutor:
 
     @torch.inference_mode()
     def propose(self, launch_input: LaunchInput) -> StagedRound:
-        staged = StagedRound(self.runner, self.results, self._to_device(launch_input), launch_input.needs)
+        guide = None if launch_input.guide is None else guide_of(launch_input.guide, len(launch_input.slots))
+        staged = StagedRound(self.runner, self.results, self._to_device(launch_input), launch_input.needs, guide)
         staged.propose()
         return staged
 
     @torch.inference_mode()
-    def settle(self, launch_input: LaunchInput, staged: StagedRound, masks: np.ndarray) -> list[RequestResult]:
+    def verify(self, staged: StagedRound) -> None:
         staged.verify()
-        staged.settle(torch.from_numpy(masks))
+
+    @torch.inference_mode()
+    def settle(self, launch_input: LaunchInput, staged: StagedRound, masks: RowMasks) -> list[RequestResult]:
+        nodes = self.runner.layout.at(len(launch_input.slots)).num_draft_tokens
+        staged.settle(torch.from_numpy(masks.whole(len(launch_input.slots))[:, :nodes]))
         return self._read_rows(launch_input, None)
 
     def trees(self, launch_input: LaunchInput) -> Trees:
@@ -227,11 +244,15 @@ class CpuStagedHandle:
         self.work = executor.submit(executor.propose, launch_input)
 
     def trees(self) -> Trees:
-        self.work.result()
-        return self.executor.trees(self.launch_input)
+        self.staged: StagedRound = self.work.result()
+        trees = self.executor.trees(self.launch_input)
+        # With overlap the worker verifies while the caller makes the masks.
+        self.verified = self.executor.submit(self.executor.verify, self.staged)
+        return trees
 
-    def settle(self, masks: np.ndarray) -> None:
-        self.work = self.executor.submit(self.executor.settle, self.launch_input, self.work.result(), masks)
+    def settle(self, masks: RowMasks) -> None:
+        self.verified.result()
+        self.work = self.executor.submit(self.executor.settle, self.launch_input, self.staged, masks)
 
     def wait(self) -> None:
         wait_for((self.work,))

@@ -113,8 +113,8 @@ class GrammarMasker:
                 sibling[youngest[above]] = i
             youngest[above] = i
         rows = out if len(nodes) == len(out) else np.full((len(nodes), self.num_words), ALL_ALLOWED, dtype=np.int32)
-        links = (torch.tensor(each) for each in (child, sibling, [tokens[node] for node in nodes]))
-        self.matcher.traverse_draft_tree(*links, torch.from_numpy(rows))
+        drafted = torch.tensor([tokens[node] for node in nodes])
+        self.matcher.traverse_draft_tree(torch.tensor(child), torch.tensor(sibling), drafted, torch.from_numpy(rows))
         if rows is not out:
             out[nodes] = rows
 

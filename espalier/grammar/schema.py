@@ -239,7 +239,10 @@ class _Walk:
         return {"type": "array", **made}
 
     def _are_disjoint(self, branches: list[Any]) -> bool:
-        """Whether no value can be valid under two of the schemas: their types differ, or a required property's values."""
+        """Whether no value can be valid under two of the schemas.
+
+        Their types differ, or the texts of a property that both require.
+        """
         kinds = [self._kinds(branch) for branch in branches]
         pairs = [(i, j) for i in range(len(kinds)) for j in range(i)]
         return all(self._differ(kinds[i], kinds[j]) for i, j in pairs)
@@ -304,7 +307,7 @@ def _check_counts(rules: dict[str, Any], place: str) -> None:
 def _string(rules: dict[str, Any], place: str) -> dict[str, Any]:
     if len(named := [name for name in ("pattern", "format") if name in rules]) and len(rules) > 1:
         other = min(rules.keys() - {named[0]})
-        raise _refused(place, f"{named[0]!r} beside {other!r} is not supported", f"put both into one 'pattern'")
+        raise _refused(place, f"{named[0]!r} beside {other!r} is not supported", "put both into one 'pattern'")
     if "format" in rules and rules["format"] not in FORMATS:
         raise _refused(
             place, f"format {shown(rules['format'])} is not supported", f"use one of {', '.join(sorted(FORMATS))}"

@@ -19,8 +19,8 @@ class Grammar:
 
     kind: which form.  spec: JSON text for json_schema and structural_tag, a JSON array of strings for choice, a regular
     expression, a grammar in xgrammar's EBNF, "" for json_object.
-    strict: whether an object of a JSON schema may only have the properties that the schema names, unless the schema says
-    otherwise.
+    strict: whether a JSON schema is refused that lets an object have properties besides those that it names.  With
+    False, the object gets only those.
     after: text that ends the model's reasoning, such as "</think>"; the output is free up to its end.  None: the form
     begins with the first token.
     Raises EspalierError for a value that no model supports.

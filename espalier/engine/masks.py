@@ -1,0 +1,118 @@
+"""What grammars bring to a launch: masks of prompts, of trees' nodes, and the guide for the draft."""
+
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+
+from espalier.request import Request
+from espalier.sampling.mask import ALL_ALLOWED, mask_words
+
+Trees = list[tuple[list[int], list[int]]]
+# Threads that walk trees at once.  A walk releases the GIL.
+MAX_THREADS = 8
+
+
+@dataclass(frozen=True)
+class RowMasks:
+    """Masks of some rows of a batch; the others allow all tokens.
+
+    rows: their places in the batch; masks: [len(rows), D, words] int32 (sampling/mask.py).
+    """
+
+    rows: tuple[int, ...]
+    masks: np.ndarray
+
+    def whole(self, batch: int) -> np.ndarray:
+        """[batch, D, words]"""
+        whole = np.full((batch, *self.masks.shape[1:]), ALL_ALLOWED, dtype=np.int32)
+        whole[list(self.rows)] = self.masks
+        return whole
+
+
+@dataclass(frozen=True)
+class GuideRows:
+    """sampling.mask.DraftGuide for some rows of a batch.
+
+    forced: [len(rows), S] int64; masks: [len(rows), words] int32; levels: [len(rows)] int64.
+    """
+
+    rows: tuple[int, ...]
+    forced: np.ndarray
+    masks: np.ndarray
+    levels: np.ndarray
+
+    def whole(self, batch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """forced [batch, S], masks [batch, words], levels [batch]; a row without a grammar is free."""
+        forced = np.full((batch, self.forced.shape[1]), -1, dtype=np.int64)
+        masks = np.full((batch, self.masks.shape[1]), ALL_ALLOWED, dtype=np.int32)
+        levels = np.zeros(batch, dtype=np.int64)
+        places = list(self.rows)
+        forced[places], masks[places], levels[places] = self.forced, self.masks, self.levels
+        return forced, masks, levels
+
+
+class MaskBuilder:
+    """Asks the requests' maskers (request.TokenMasker), several at once.  steps: levels of the largest tree."""
+
+    def __init__(self, vocab_size: int, steps: int):
+        self.num_words = mask_words(vocab_size)
+        self.steps = steps
+        self._threads: ThreadPoolExecutor | None = None
+
+    def of_nodes(self, batch: Sequence[Request], trees: Trees) -> RowMasks:
+        """The tokens that may follow each node of each tree."""
+        rows = _masked(batch)
+        masks = np.full((len(rows), len(trees[0][0]), self.num_words), ALL_ALLOWED, dtype=np.int32)
+
+        def fill(place: int) -> None:
+            masker = batch[rows[place]].masker
+            assert masker is not None
+            masker.node_masks(*trees[rows[place]], masks[place])
+
+        if len(rows) == 1:
+            fill(0)
+        else:
+            list(self._pool().map(fill, range(len(rows))))
+        return RowMasks(rows, masks)
+
+    def of_prompts(self, batch: Sequence[Request]) -> np.ndarray | None:
+        """[B, 1, words] int32: the tokens that may follow each prompt; None if all may.
+
+        Only where the whole prompt is launched is a token picked.
+        """
+        rows = tuple(
+            b for b in _masked(batch) if batch[b].num_prefilled >= batch[b].prefill_len and not batch[b].output
+        )
+        if not rows:
+            return None
+        masks = [request.masker.root_mask()[None] for b in rows if (request := batch[b]).masker is not None]
+        return RowMasks(rows, np.stack(masks)).whole(len(batch))
+
+    def guide(self, batch: Sequence[Request]) -> GuideRows | None:
+        """What is known before a tree is drafted; None without a tree or a grammar."""
+        rows = _masked(batch)
+        if not rows or not self.steps:
+            return None
+        forced = np.full((len(rows), self.steps), -1, dtype=np.int64)
+        masks = np.full((len(rows), self.num_words), ALL_ALLOWED, dtype=np.int32)
+        levels = np.zeros(len(rows), dtype=np.int64)
+        for place, row in enumerate(rows):
+            masker = batch[row].masker
+            assert masker is not None
+            known = masker.known_next(self.steps)
+            forced[place, : len(known.forced)] = known.forced
+            if known.mask is not None:
+                masks[place], levels[place] = known.mask, len(known.forced) + 1
+        return GuideRows(rows, forced, masks, levels)
+
+    def _pool(self) -> ThreadPoolExecutor:
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(min(os.cpu_count() or 1, MAX_THREADS), "espalier-masks")
+        return self._threads
+
+
+def _masked(batch: Sequence[Request]) -> tuple[int, ...]:
+    return tuple(b for b, request in enumerate(batch) if request.masker is not None)
