@@ -55,7 +55,7 @@ class GuideRows:
 
 
 class MaskBuilder:
-    """Asks the requests' maskers (request.TokenMasker), several at once.  steps: levels of the largest tree."""
+    """Asks the requests' maskers (TokenMasker), several at once.  steps: levels of the largest tree."""
 
     def __init__(self, vocab_size: int, steps: int):
         self.num_words = mask_words(vocab_size)

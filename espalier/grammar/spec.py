@@ -55,3 +55,8 @@ class Grammar:
     def of_choices(cls, choices: list[str], *, after: str | None = None) -> "Grammar":
         """The grammar that allows exactly these texts."""
         return cls("choice", json.dumps(choices), after=after)
+
+
+def require_grammar(name: str, value: Any) -> None:
+    if not isinstance(value, Grammar):
+        raise EspalierError(f"{name}={shown(value)} is not supported; use espalier.Grammar(...)")

@@ -1,7 +1,7 @@
 """Masks over the vocabulary as packed bits: the tokens that may follow a node.
 
 Bit t % 32 of word t // 32 is set where token t is allowed, as in xgrammar's token bitmasks.  A request's masks come
-from its TokenMasker (espalier/request.py).  Without a masker in the batch no masking code runs.
+from its TokenMasker (espalier/grammar/token_masker.py).  Without a masker in the batch no masking code runs.
 """
 
 from dataclasses import dataclass

@@ -7,7 +7,7 @@ that always send it; any other value is an error that says why.  The tables of d
 import json
 import types
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -16,7 +16,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model
 from espalier.chat import ChatOptions
 from espalier.errors import EspalierError, require_int
 from espalier.limits import MAX_BIAS, MAX_COUNT, MAX_LOGPROBS
-from espalier.request import SamplingParams
+from espalier.request import SPELLED_ALIKE, SamplingParams
 from espalier.server.hints import HINTS
 
 
@@ -112,7 +112,7 @@ def _json_type(annotation: Any) -> Any:
 
 # The engine honours these.  Their descriptions are the help texts in espalier/request.py.
 _sampling_fields: Mapping[str, Any] = {
-    f.name: (_json_type(f.type), Field(None, description=f.metadata["help"])) for f in fields(SamplingParams)
+    f.name: (_json_type(f.type), Field(None, description=f.metadata["help"])) for f in SPELLED_ALIKE
 }
 Sampling: Any = create_model("Sampling", __base__=Body, **_sampling_fields)
 _hint_fields: Mapping[str, Any] = {name: (Annotated[Any, NoEffect(why)], None) for name, why in HINTS.items()}
@@ -160,7 +160,7 @@ class Generating(Hinted):
 
     def sampling(self, **values: Any) -> SamplingParams:
         """SamplingParams from the fields of the same names.  `values` are those that the endpoint names differently."""
-        given = {f.name: getattr(self, f.name) for f in fields(SamplingParams)}
+        given = {f.name: getattr(self, f.name) for f in SPELLED_ALIKE}
         if self.max_completion_tokens is not None:
             given["max_tokens"] = self.max_completion_tokens
         return SamplingParams(**given | values)

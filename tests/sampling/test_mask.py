@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 import torch
 
+from espalier.grammar.token_masker import KnownNext
 from espalier.kernels.sampling.pick import pick_triton
-from espalier.request import KnownNext, SamplingParams
+from espalier.request import SamplingParams
 from espalier.sampling.mask import mask_words, masked, pack_mask, unpack_mask
 from tests.harness import VOCAB, Setup, prompts, request, run
 from tests.kernels.sampled import ASKED, kernel_rows, random_logits, slots_of, table_of

@@ -5,7 +5,6 @@ such threads run, new grammars are refused.  Compiling releases the GIL, so othe
 """
 
 import copy
-import json
 import re
 import threading
 from collections import OrderedDict
@@ -14,11 +13,12 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from espalier.cores import physical_cores
-from espalier.errors import EspalierError, one_line, shown
-from espalier.grammar.masker import GrammarMasker, allowed_tokens
+from espalier.errors import EspalierError, one_line
+from espalier.grammar.choices import ebnf_of_choices
 from espalier.grammar.schema import enforceable
 from espalier.grammar.spec import Grammar
 from espalier.grammar.tag import enforceable_tag
+from espalier.masking.masker import GrammarMasker, allowed_tokens
 from espalier.text import Tokenizer
 
 if TYPE_CHECKING:
@@ -33,7 +33,6 @@ MAX_THREADS = 8
 MAX_GRAMMAR_BYTES = 256 * 2**20
 MAX_KEPT_BYTES = 1024 * 2**20
 MAX_KEPT = 1024
-MAX_CHOICES = 4096
 # xgrammar's errors begin with a time and a place in its source.
 PLACE_IN_SOURCE = re.compile(r"^\[?[\d:]*\]? ?/\S+: (?:Check failed: \S+ is false: )?")
 
@@ -184,25 +183,6 @@ def vocabulary_of(tokenizer: Tokenizer, vocab_size: int, names_special: bool) ->
         part = tokenizer.bytes_of(token) if token < tokenizer.size else None
         vocabulary.append(part.bytes if part is not None and (part.is_text or names_special) else b"")
     return vocabulary
-
-
-def ebnf_of_choices(spec: str) -> str:
-    """A grammar that allows exactly the texts of a JSON array.  Raises EspalierError."""
-    try:
-        choices = json.loads(spec)
-    except ValueError as error:
-        raise EspalierError(f"the choices cannot be read: {error}; send a list of strings") from None
-    if not isinstance(choices, list) or not choices or not all(isinstance(text, str) and text for text in choices):
-        raise EspalierError(f"choices {shown(choices)} are not supported; use a list of non-empty strings")
-    if len(choices) > MAX_CHOICES:
-        raise EspalierError(f"{len(choices)} choices are not supported; use {MAX_CHOICES} at most")
-    return "root ::= " + " | ".join(_quoted(text) for text in choices)
-
-
-def _quoted(text: str) -> str:
-    """A text in xgrammar's EBNF."""
-    special = {'"': '\\"', "\\": "\\\\"}
-    return '"' + "".join(special.get(c, c if c >= " " else f"\\x{ord(c):02x}") for c in text) + '"'
 
 
 def _num_bytes(future: "Future[CompiledGrammar]") -> int:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from espalier.request import KnownNext
+from espalier.grammar.token_masker import KnownNext
 from espalier.sampling.mask import ALL_ALLOWED, BITS, mask_words
 from espalier.text import TokenBytes
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class GrammarMasker:
-    """The state of one output (request.TokenMasker).
+    """The state of one output (grammar.token_masker.TokenMasker).
 
     end_tokens: allowed only where the grammar ends.  after: text up to whose end the output is free, except that it
     may not end; None: the grammar begins with the first token.  What the token that completes `after` has behind it is
