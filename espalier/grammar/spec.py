@@ -9,7 +9,7 @@ from espalier.errors import EspalierError, refuses_unknown, shown
 Kind = Literal["json_object", "json_schema", "regex", "ebnf", "choice", "structural_tag"]
 KINDS: tuple[str, ...] = get_args(Kind)
 # A larger spec is refused before it is read.
-MAX_SPEC_CHARS = 256 * 1024
+MAX_SPEC_CHARS = 64 * 1024
 
 
 @refuses_unknown

@@ -131,7 +131,7 @@ class GrammarCompiler:
     # With xgrammar
 
     def _compiled(self, grammar: Grammar) -> CompiledGrammar:
-        form = self._form(self._compiler(grammar.kind == "structural_tag"), grammar)
+        form = form_of(self._compiler(grammar.kind == "structural_tag"), grammar)
         if form.memory_size_bytes > MAX_GRAMMAR_BYTES:
             raise EspalierError(
                 f"the grammar needs {form.memory_size_bytes / 2**20:.0f} MiB and may have at most "
@@ -141,21 +141,6 @@ class GrammarCompiler:
         if not allowed_tokens(compiled.masker((0,)).root_mask()).size:
             raise EspalierError("the grammar allows no text that this model's tokens can spell; change it")
         return compiled
-
-    def _form(self, compiler: "xgrammar.GrammarCompiler", grammar: Grammar) -> "xgrammar.CompiledGrammar":
-        # One form of spaces: with several a model may write spaces without end, and fewer tokens are forced.
-        options: dict[str, Any] = {"any_whitespace": False, "strict_mode": False}
-        if grammar.kind == "json_object":
-            return compiler.compile_json_schema('{"type": "object"}', **options)
-        if grammar.kind == "json_schema":
-            return compiler.compile_json_schema(enforceable(grammar.spec, grammar.strict), **options)
-        if grammar.kind == "regex":
-            return compiler.compile_regex(grammar.spec)
-        if grammar.kind == "ebnf":
-            return compiler.compile_grammar(grammar.spec)
-        if grammar.kind == "choice":
-            return compiler.compile_grammar(ebnf_of_choices(grammar.spec))
-        return compiler.compile_structural_tag(enforceable_tag(grammar.spec, grammar.strict))
 
     def _compiler(self, names_special: bool) -> "xgrammar.GrammarCompiler":
         """names_special: whether the grammar may spell special tokens, as structural tags do."""
@@ -171,6 +156,23 @@ class GrammarCompiler:
                     info, max_threads=threads, cache_enabled=False
                 )
             return self._compilers[names_special]
+
+
+def form_of(compiler: "xgrammar.GrammarCompiler", grammar: Grammar) -> "xgrammar.CompiledGrammar":
+    """Compile with xgrammar.  Raises EspalierError, or an error of xgrammar."""
+    # One form of spaces: with several a model may write spaces without end, and fewer tokens are forced.
+    options: dict[str, Any] = {"any_whitespace": False, "strict_mode": False}
+    if grammar.kind == "json_object":
+        return compiler.compile_json_schema('{"type": "object"}', **options)
+    if grammar.kind == "json_schema":
+        return compiler.compile_json_schema(enforceable(grammar.spec, grammar.strict), **options)
+    if grammar.kind == "regex":
+        return compiler.compile_regex(grammar.spec)
+    if grammar.kind == "ebnf":
+        return compiler.compile_grammar(grammar.spec)
+    if grammar.kind == "choice":
+        return compiler.compile_grammar(ebnf_of_choices(grammar.spec))
+    return compiler.compile_structural_tag(enforceable_tag(grammar.spec, grammar.strict))
 
 
 def vocabulary_of(tokenizer: Tokenizer, vocab_size: int, names_special: bool) -> list[bytes]:

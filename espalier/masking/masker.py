@@ -39,10 +39,13 @@ class GrammarMasker:
         self.matcher = GrammarMatcher(form, override_stop_tokens=sorted(end_tokens))
         self.bytes_of = bytes_of
         self.num_words = mask_words(vocab_size)
+        # xgrammar may set the bits past the vocabulary.
+        self.last_word = (1 << vocab_size % BITS) - 1 if vocab_size % BITS else ALL_ALLOWED
         self.marker = None if after is None else after.encode()
         self.tail = b""
         self.is_lost = False
         self.free = np.full(self.num_words, ALL_ALLOWED, dtype=np.int32)
+        self.free[-1] &= self.last_word
         for token in end_tokens:
             self.free[token // BITS] &= ~np.int32(np.uint32(1 << token % BITS).view(np.int32))
 
@@ -67,6 +70,7 @@ class GrammarMasker:
         mask = np.zeros((1, self.num_words), dtype=np.int32)
         if not self.is_lost and not self.matcher.is_terminated():
             self.matcher.fill_next_token_bitmask(mask)
+            mask[0, -1] &= self.last_word
         return mask[0]
 
     @property
