@@ -55,9 +55,14 @@ class GuideRows:
 
 
 class MaskBuilder:
-    """Asks the requests' maskers (TokenMasker), several at once.  steps: levels of the largest tree."""
+    """Asks the requests' maskers (TokenMasker), several at once.
+
+    steps: levels of the largest tree.  tells_forced, tells_mask: what the guide has.  False exists to measure what each
+    brings.
+    """
 
     def __init__(self, vocab_size: int, steps: int):
+        self.tells_forced = self.tells_mask = True
         self.num_words = mask_words(vocab_size)
         self.steps = steps
         self._threads: ThreadPoolExecutor | None = None
@@ -102,9 +107,9 @@ class MaskBuilder:
         for place, row in enumerate(rows):
             masker = batch[row].masker
             assert masker is not None
-            known = masker.known_next(self.steps)
+            known = masker.known_next(self.steps if self.tells_forced else 0)
             forced[place, : len(known.forced)] = known.forced
-            if known.mask is not None:
+            if known.mask is not None and self.tells_mask:
                 masks[place], levels[place] = known.mask, len(known.forced) + 1
         return GuideRows(rows, forced, masks, levels)
 

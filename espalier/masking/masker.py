@@ -82,10 +82,10 @@ class GrammarMasker:
         """The tokens that must come next, at most `most`, and the mask behind them."""
         forced: list[int] = []
         mask = None
-        while self.marker is None and len(forced) < most and not self.is_lost and not self.matcher.is_terminated():
+        while self.marker is None and not self.is_lost and not self.matcher.is_terminated():
             mask = self.root_mask()
             only = only_token(mask)
-            if only is None:
+            if only is None or len(forced) == most:
                 break
             forced.append(only)
             self.matcher.accept_token(only)
