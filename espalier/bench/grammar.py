@@ -39,8 +39,15 @@ SCHEMA: dict[str, Any] = {
     "required": ["kind", "text"],
 }
 PROMPT = "A record as JSON: "
-# What the draft is told: (forced tokens, the mask behind them).
-TOLD = {"nothing": (False, False), "mask": (False, True), "forced": (True, False), "both": (True, True)}
+# What the draft is told: (forced tokens, masks, whether below its first tokens too).  A CUDA graph is told no more than
+# "both at first".
+TOLD = {
+    "nothing": (False, False, False),
+    "masks": (False, True, True),
+    "forced tokens": (True, False, True),
+    "both at first": (True, True, False),
+    "both": (True, True, True),
+}
 
 
 @dataclass(frozen=True)
@@ -201,7 +208,8 @@ def run_schemas(llm: LLM, count: int, max_tokens: int = 400) -> dict[str, Any]:
     outputs: dict[str, list[Output]] = {}
     with progress("generating", len(TOLD) + 1) as advance:
         for name, told in TOLD.items():
-            llm.engine.scheduler.masks.tells_forced, llm.engine.scheduler.masks.tells_mask = told
+            masks = llm.engine.scheduler.masks
+            masks.tells_forced, masks.tells_mask, masks.tells_deeper = told
             outputs[name] = _values_of(llm, schemas, max_tokens, speculation=True)
             advance()
         outputs["off"] = _values_of(llm, schemas, max_tokens, speculation=False)
@@ -240,7 +248,7 @@ def _accept_length(outputs: Sequence[Output]) -> float:
 
 def is_valid(schema: Any, text: str) -> bool:
     """Whether a text is a value of the schema, by the jsonschema package."""
-    import jsonschema
+    import jsonschema  # type: ignore[import-untyped]
 
     try:
         return bool(jsonschema.Draft202012Validator(schema).is_valid(json.loads(text)))

@@ -32,6 +32,7 @@ from espalier.kernels.runtime.precompile import precompile
 from espalier.kernels.sampling.logprobs import rows_of
 from espalier.layout import ROUNDS_IN_FLIGHT, bucket_of
 from espalier.sampling.logit_processors import SamplingNeeds
+from espalier.sampling.mask import AskHost
 from espalier.speculate.round import ModelRunner, RoundOutput
 
 # Kernels read all sampling parameters on the device, so one graph serves all requests.
@@ -197,8 +198,8 @@ class CudaExecutor:
         return place, batch, pack_launch(self.runner.table, launch_input, place.entry, batch)
 
     @torch.inference_mode()
-    def launch_staged(self, launch_input: LaunchInput) -> CudaStagedHandle:
-        """Propose, then verify while the trees are copied to the host."""
+    def launch_staged(self, launch_input: LaunchInput, ask: AskHost) -> CudaStagedHandle:
+        """Propose, then verify while the trees are copied to the host.  The draft asks for nothing: it is a graph."""
         place, batch, packed = self._packed(launch_input)
         captured = self._stage_graphs(batch)
         with torch.cuda.stream(self.stream):

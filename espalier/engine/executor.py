@@ -21,7 +21,7 @@ from espalier.engine.results import Reported, Results, read, read_trees
 from espalier.errors import EspalierError
 from espalier.kernels.sampling.logprobs import rows_of
 from espalier.sampling.logit_processors import SamplingNeeds
-from espalier.sampling.mask import DraftGuide
+from espalier.sampling.mask import AskHost, DraftGuide
 from espalier.sampling.prompt import PromptRows
 from espalier.speculate.round import ModelRunner, RoundOutput, Verified, decode_round, prefill, propose, settle, verify
 
@@ -66,8 +66,11 @@ class Executor(Protocol):
 
     def launch(self, launch_input: LaunchInput) -> Handle: ...
 
-    def launch_staged(self, launch_input: LaunchInput) -> StagedHandle:
-        """Start a round that waits for masks before its settle stage.  Settle it before the next launch."""
+    def launch_staged(self, launch_input: LaunchInput, ask: AskHost) -> StagedHandle:
+        """Start a round that waits for masks before its settle stage.  Settle it before the next launch.
+
+        ask: what may follow draft rows, for an executor that can ask while it drafts.
+        """
         ...
 
     def close(self) -> None:
@@ -85,7 +88,7 @@ class ClosedExecutor:
     def launch(self, launch_input: LaunchInput) -> Handle:
         raise EspalierError("the engine is closed; make another LLM")
 
-    def launch_staged(self, launch_input: LaunchInput) -> StagedHandle:
+    def launch_staged(self, launch_input: LaunchInput, ask: AskHost) -> StagedHandle:
         raise EspalierError("the engine is closed; make another LLM")
 
     def close(self) -> None:
@@ -148,9 +151,9 @@ class StagedRound:
         self.results.write(self.device_launch.entry, settle(self.verified, masks))
 
 
-def guide_of(rows: GuideRows, batch: int) -> DraftGuide:
+def guide_of(rows: GuideRows, batch: int, ask: AskHost | None = None) -> DraftGuide:
     """The guide of a batch, on the host."""
-    return DraftGuide(*(torch.from_numpy(part) for part in rows.whole(batch)))
+    return DraftGuide(*(torch.from_numpy(part) for part in rows.whole(batch)), ask)
 
 
 class CpuExecutor:
@@ -163,8 +166,8 @@ class CpuExecutor:
     def launch(self, launch_input: LaunchInput) -> Handle:
         return CpuHandle(self.submit(self.run, launch_input))
 
-    def launch_staged(self, launch_input: LaunchInput) -> StagedHandle:
-        return CpuStagedHandle(self, launch_input)
+    def launch_staged(self, launch_input: LaunchInput, ask: AskHost) -> StagedHandle:
+        return CpuStagedHandle(self, launch_input, ask)
 
     def submit(self, work: Callable[..., Any], *args: Any) -> Future[Any]:
         """Run work on the stream, after all work submitted before."""
@@ -190,8 +193,8 @@ class CpuExecutor:
         return self._read_rows(launch_input, output)
 
     @torch.inference_mode()
-    def propose(self, launch_input: LaunchInput) -> StagedRound:
-        guide = None if launch_input.guide is None else guide_of(launch_input.guide, len(launch_input.slots))
+    def propose(self, launch_input: LaunchInput, ask: AskHost) -> StagedRound:
+        guide = None if launch_input.guide is None else guide_of(launch_input.guide, len(launch_input.slots), ask)
         staged = StagedRound(self.runner, self.results, self._to_device(launch_input), launch_input.needs, guide)
         staged.propose()
         return staged
@@ -238,10 +241,10 @@ class CpuHandle:
 
 
 class CpuStagedHandle:
-    def __init__(self, executor: CpuExecutor, launch_input: LaunchInput):
+    def __init__(self, executor: CpuExecutor, launch_input: LaunchInput, ask: AskHost):
         self.executor = executor
         self.launch_input = launch_input
-        self.work = executor.submit(executor.propose, launch_input)
+        self.work = executor.submit(executor.propose, launch_input, ask)
 
     def trees(self) -> Trees:
         self.staged: StagedRound = self.work.result()

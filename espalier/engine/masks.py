@@ -6,9 +6,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
+import torch
+from torch import Tensor
 
+from espalier.layout import ANCESTOR_BITS
 from espalier.request import Request
-from espalier.sampling.mask import ALL_ALLOWED, mask_words
+from espalier.sampling.mask import ALL_ALLOWED, mask_words, only_token
 
 Trees = list[tuple[list[int], list[int]]]
 # Threads that walk trees at once.  A walk releases the GIL.
@@ -57,12 +60,12 @@ class GuideRows:
 class MaskBuilder:
     """Asks the requests' maskers (TokenMasker), several at once.
 
-    steps: levels of the largest tree.  tells_forced, tells_mask: what the guide has.  False exists to measure what each
-    brings.
+    steps: levels of the largest tree.  tells_forced, tells_mask: what the draft is told; tells_deeper: whether also
+    below its first tokens.  False exists to measure what each brings.
     """
 
     def __init__(self, vocab_size: int, steps: int):
-        self.tells_forced = self.tells_mask = True
+        self.tells_forced = self.tells_mask = self.tells_deeper = True
         self.num_words = mask_words(vocab_size)
         self.steps = steps
         self._threads: ThreadPoolExecutor | None = None
@@ -112,6 +115,23 @@ class MaskBuilder:
             if known.mask is not None and self.tells_mask:
                 masks[place], levels[place] = known.mask, len(known.forced) + 1
         return GuideRows(rows, forced, masks, levels)
+
+    def of_beams(self, batch: Sequence[Request], tokens: Tensor, ancestor_bits: Tensor) -> tuple[Tensor, Tensor]:
+        """sampling.mask.AskHost for a batch."""
+        size, rows = ancestor_bits.shape[:2]
+        forced = np.full((size, rows), -1, dtype=np.int64)
+        masks = np.full((size, rows, self.num_words), ALL_ALLOWED, dtype=np.int32)
+        for b in _masked(batch) if self.tells_deeper else ():
+            masker, drafted = batch[b].masker, tokens[b].tolist()
+            assert masker is not None
+            for row, words in enumerate(ancestor_bits[b].tolist()):
+                path = [drafted[e] for e in range(len(drafted)) if words[e // ANCESTOR_BITS] >> e % ANCESTOR_BITS & 1]
+                mask = masker.mask_after(path)
+                if mask is not None:
+                    masks[b, row] = mask if self.tells_mask else ALL_ALLOWED
+                    only = only_token(mask) if self.tells_forced else None
+                    forced[b, row] = -1 if only is None else only
+        return torch.from_numpy(forced), torch.from_numpy(masks)
 
     def _pool(self) -> ThreadPoolExecutor:
         if self._threads is None:

@@ -10,6 +10,8 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from espalier.attention import CommittedLengths
 from espalier.cache.pages import PagePool
 from espalier.cache.prefix_tree import PrefixTree
@@ -115,6 +117,10 @@ class Scheduler:
     def node_masks(self, launch: Launch, trees: Trees) -> RowMasks:
         """The tokens that may follow each node of a staged round's trees."""
         return self.masks.of_nodes([request for request, _, _ in launch.members], trees)
+
+    def beam_masks(self, launch: Launch, tokens: Tensor, ancestor_bits: Tensor) -> tuple[Tensor, Tensor]:
+        """sampling.mask.AskHost for the draft of a staged round."""
+        return self.masks.of_beams([request for request, _, _ in launch.members], tokens, ancestor_bits)
 
     def harvest(self, launch: Launch, rows: list[RequestResult]) -> list[OutputChunk]:
         """Process the results of a launch.  Launches are harvested in the order in which they were started."""

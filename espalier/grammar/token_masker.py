@@ -43,6 +43,10 @@ class TokenMasker(Protocol):
         """The tokens that must follow the root, at most `most`, and the mask behind them."""
         ...
 
+    def mask_after(self, path: Sequence[int]) -> np.ndarray | None:
+        """[words] int32: the tokens that may follow the root and then `path`; None if `path` may not come, or ends."""
+        ...
+
     @property
     def is_stuck(self) -> bool:
         """Whether no token may follow."""

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from espalier.grammar.token_masker import KnownNext
-from espalier.sampling.mask import ALL_ALLOWED, BITS, mask_words
+from espalier.sampling.mask import ALL_ALLOWED, BITS, mask_words, only_token
 from espalier.text import TokenBytes
 
 if TYPE_CHECKING:
@@ -93,6 +93,23 @@ class GrammarMasker:
         self.matcher.rollback(len(forced))
         return KnownNext(forced, mask)
 
+    def mask_after(self, path: Sequence[int]) -> np.ndarray | None:
+        if self.is_lost:
+            return None
+        marker, tail, num_accepted, is_allowed = self.marker, self.tail, 0, True
+        for token in path:
+            if self.marker is not None:
+                self.push(token)
+                continue
+            is_allowed = token >= 0 and not self.matcher.is_terminated() and self.matcher.accept_token(token)
+            if not is_allowed:
+                break
+            num_accepted += 1
+        mask = self.root_mask() if is_allowed and not self.matcher.is_terminated() else None
+        self.matcher.rollback(num_accepted)
+        self.marker, self.tail = marker, tail
+        return mask
+
     def node_masks(self, tokens: Sequence[int], parents: Sequence[int], out: np.ndarray) -> None:
         if self.is_lost:
             out[:] = 0
@@ -144,15 +161,6 @@ class GrammarMasker:
                 starts[node] = [node]
         for nodes in starts.values():
             self._walk(nodes, tokens, parents, out)
-
-
-def only_token(mask: np.ndarray) -> int | None:
-    """The one token that a mask [words] allows; None if it allows several or none."""
-    (words,) = np.nonzero(mask)
-    if len(words) != 1:
-        return None
-    bits = int(mask[words[0]]) & 0xFFFFFFFF
-    return None if bits & (bits - 1) else int(words[0]) * BITS + bits.bit_length() - 1
 
 
 def allowed_tokens(mask: np.ndarray) -> np.ndarray:

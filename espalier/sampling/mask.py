@@ -4,11 +4,16 @@ Bit t % 32 of word t // 32 is set where token t is allowed, as in xgrammar's tok
 from its TokenMasker (espalier/grammar/token_masker.py).  Without a masker in the batch no masking code runs.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
+# (tokens [B, E], ancestor_bits [B, Q, W]) of draft rows: the only token [B, Q] that may follow each of Q rows, -1 for
+# several, and the masks [B, Q, words].
+AskHost = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 BITS = 32
 ALL_ALLOWED = -1
 
@@ -39,6 +44,15 @@ def masked(logits: Tensor, mask: Tensor | None) -> Tensor:
     return logits.masked_fill(~unpack_mask(mask, logits.shape[-1]), -torch.inf)
 
 
+def only_token(mask: np.ndarray) -> int | None:
+    """The one token that a mask [words] allows; None if it allows several or none."""
+    (words,) = np.nonzero(mask)
+    if len(words) != 1:
+        return None
+    bits = int(mask[words[0]]) & 0xFFFFFFFF
+    return None if bits & (bits - 1) else int(words[0]) * BITS + bits.bit_length() - 1
+
+
 def allows(mask: Tensor, tokens: Tensor) -> Tensor:
     """Whether the mask [B, words] allows each of the tokens [B, K]: [B, K] bool."""
     return (mask.gather(1, tokens // BITS) >> (tokens % BITS).int()) & 1 != 0
@@ -52,27 +66,38 @@ class DraftGuide:
     forced: [B, S] int64, the only token that may come at each level, from level 1 on; -1 from the first level on that
     is not forced.
     mask: [B, words] int32, the tokens that may come at level `level` [B] int64, behind the forced ones; 0: not known.
+    ask: asks the host at each deeper level.  None in a CUDA graph, which cannot wait for the host.
     """
 
     forced: Tensor
     mask: Tensor
     level: Tensor
+    ask: AskHost | None = None
 
     @property
     def num_forced(self) -> Tensor:
         """[B]"""
         return (self.forced >= 0).sum(1)
 
-    def mask_at(self, level: int) -> Tensor:
-        """[B, 1, words]: the mask of a level, all allowed where it is not known."""
-        return torch.where((self.level == level)[:, None], self.mask, ALL_ALLOWED)[:, None]
+    def of_rows(self, level: int, tokens: Tensor | None, ancestor_bits: Tensor | None) -> tuple[Tensor, Tensor]:
+        """For the children of each row: the only token [B, Q] that may come, -1 for several, and masks [B, Q, words].
 
-    def force(self, level: int, tokens: Tensor, scores: Tensor, above: Tensor) -> tuple[Tensor, Tensor]:
-        """Replace the children of a level by the forced token, as sure as the row above it.
-
-        tokens, scores: [B, Q, K], the drafted children; above: [B, Q], path scores of the rows.
+        tokens [B, E], ancestor_bits [B, Q, W]: of the rows above `level`, and which of them are on the path of each of
+        the level's rows; None at level 1.  Q may be 1 for all rows.
         """
-        forced = self.forced[:, level - 1, None, None]
-        only = torch.full_like(scores, -torch.inf)
-        only[..., 0] = above
-        return torch.where(forced >= 0, forced, tokens), torch.where(forced >= 0, only, scores)
+        if self.ask is not None and tokens is not None and ancestor_bits is not None:
+            return self.ask(tokens, ancestor_bits)
+        mask = torch.where((self.level == level)[:, None], self.mask, ALL_ALLOWED)
+        return self.forced[:, level - 1, None], mask[:, None]
+
+
+def force(only: Tensor, tokens: Tensor, scores: Tensor, above: Tensor) -> tuple[Tensor, Tensor]:
+    """Replace the children of a row by the only token that may come, as sure as the row itself.
+
+    only: [B, Q] int64, -1 for several; tokens, scores: [B, Q, K], the drafted children; above: [B, Q], path scores of
+    the rows.
+    """
+    sure = torch.full_like(scores, -torch.inf)
+    sure[..., 0] = above
+    is_forced = (only >= 0)[..., None]
+    return torch.where(is_forced, only[..., None], tokens), torch.where(is_forced, sure, scores)

@@ -15,7 +15,7 @@ from espalier.kernels.sampling.logit_processors import SlotRows
 from espalier.kernels.sampling.pick import pick_triton
 from espalier.kernels.tree.draft_topk import draft_topk_triton
 from espalier.sampling.logit_processors import Above, SamplingNeeds, SamplingRows, shape
-from espalier.sampling.mask import DraftGuide, masked, unpack_mask
+from espalier.sampling.mask import DraftGuide, force, masked, unpack_mask
 from espalier.sampling.noise import gumbel
 from espalier.sampling.pick import SampledTokens, coupled_scores, over_temperature, pick
 from espalier.slots import BatchState
@@ -93,9 +93,10 @@ class Sampler:
         """
         if self.guide is None:
             return self._drafted_children(logits, d2t, offset, scores, topk, above, None)
-        mask = self.guide.mask_at(offset + 1).expand(-1, logits.shape[1], -1)
-        tokens, path_scores = self._drafted_children(logits, d2t, offset, scores, topk, above, mask)
-        return self.guide.force(offset + 1, tokens, path_scores, scores)
+        drafted = (None, None) if above is None else (above.tokens, above.ancestor_bits)
+        only, mask = self.guide.of_rows(offset + 1, *drafted)
+        mask = mask.expand(-1, logits.shape[1], -1)
+        return force(only, *self._drafted_children(logits, d2t, offset, scores, topk, above, mask), scores)
 
     def _drafted_children(
         self,

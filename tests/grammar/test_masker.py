@@ -7,8 +7,8 @@ import pytest
 
 from espalier.grammar import Grammar
 from espalier.masking import masker as of_masker
-from espalier.masking.masker import GrammarMasker, allowed_tokens, only_token
-from espalier.sampling.mask import ALL_ALLOWED, mask_words
+from espalier.masking.masker import GrammarMasker, allowed_tokens
+from espalier.sampling.mask import ALL_ALLOWED, mask_words, only_token
 from tests.grammar.vocabulary import END, VOCABULARY, bytes_of, compiled
 
 SCHEMA = {

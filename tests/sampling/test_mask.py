@@ -40,6 +40,9 @@ class Turns:
     def known_next(self, most: int) -> KnownNext:
         return KnownNext([], self.root_mask())
 
+    def mask_after(self, path: Sequence[int]) -> np.ndarray:
+        return pack_mask(self.allowed(path[-1], len(path))).numpy()
+
     is_stuck = False
 
 

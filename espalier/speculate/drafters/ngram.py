@@ -13,7 +13,7 @@ from espalier.attention import CommittedLengths
 from espalier.kernels.tree.ngram import find_matches
 from espalier.layout import RoundLayout
 from espalier.models.draft import DraftSpec
-from espalier.sampling.mask import DraftGuide, allows
+from espalier.sampling.mask import DraftGuide, allows, force
 from espalier.slots import BatchState
 from espalier.speculate.sampler import Sampler
 from espalier.speculate.tree import Pool, Tree, root_only
@@ -79,7 +79,7 @@ class NgramDrafter:
                 scores = torch.where(is_first, beginning, scores)
             sure = scores.new_full(scores.shape[:2], -torch.inf)
             sure[:, 0] = 0
-            pool.add(*guide.force(level, tokens, scores, sure))
+            pool.add(*force(forced[:, level - 1, None], tokens, scores, sure))
         return pool.select(slots.root, self.layout.num_draft_tokens)
 
     def extend(
