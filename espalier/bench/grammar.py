@@ -39,8 +39,7 @@ SCHEMA: dict[str, Any] = {
     "required": ["kind", "text"],
 }
 PROMPT = "A record as JSON: "
-# What the draft is told: (forced tokens, masks, whether below its first tokens too).  A CUDA graph is told no more than
-# "both at first".
+# What the draft is told: (forced tokens, masks, whether below its first tokens too).
 TOLD = {
     "nothing": (False, False, False),
     "masks": (False, True, True),

@@ -21,18 +21,17 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor
 
-from espalier.engine.cuda_stages import Stages, capture, stages_of
-from espalier.engine.executor import Handle, StagedRound, execute
+from espalier.engine.cuda_stages import EagerStages, Stages
+from espalier.engine.executor import Handle, execute
 from espalier.engine.launch_buffer import LaunchBuffer, pack_launch
 from espalier.engine.launch_input import LaunchInput, RequestResult
-from espalier.engine.masks import RowMasks, Trees
+from espalier.engine.masks import AskRows, RowMasks, Trees
 from espalier.engine.results import Reported, Results, read, read_trees
 from espalier.errors import EspalierError
 from espalier.kernels.runtime.precompile import precompile
 from espalier.kernels.sampling.logprobs import rows_of
 from espalier.layout import ROUNDS_IN_FLIGHT, bucket_of
 from espalier.sampling.logit_processors import SamplingNeeds
-from espalier.sampling.mask import AskHost
 from espalier.speculate.round import ModelRunner, RoundOutput
 
 # Kernels read all sampling parameters on the device, so one graph serves all requests.
@@ -158,8 +157,8 @@ class CudaExecutor:
         self.num_launched = 0
         self.graphs: dict[int, Graph] = {}
         self.stage_graphs: dict[int, Stages | None] = {}
-        # They hold the tensors that one stage leaves for the next.
-        self.staged_rounds: list[StagedRound] = []
+        # They hold the tensors that one graph leaves for the next.
+        self.eager_stages: list[EagerStages] = []
         self.graph_pool: Any = None
         # A capture synchronizes the current device, so make that the executor's device.
         with torch.cuda.device(self.device):
@@ -198,18 +197,23 @@ class CudaExecutor:
         return place, batch, pack_launch(self.runner.table, launch_input, place.entry, batch)
 
     @torch.inference_mode()
-    def launch_staged(self, launch_input: LaunchInput, ask: AskHost) -> CudaStagedHandle:
-        """Propose, then verify while the trees are copied to the host.  The draft asks for nothing: it is a graph."""
+    def launch_staged(self, launch_input: LaunchInput, ask: AskRows) -> CudaStagedHandle:
+        """Propose, then verify while the trees are copied to the host.
+
+        The draft asks only where most requests have a grammar: every request of the batch waits for the answers.
+        """
+        guide = launch_input.guide
+        asks = guide is not None and 2 * len(guide.rows) >= len(launch_input.slots)
         place, batch, packed = self._packed(launch_input)
         captured = self._stage_graphs(batch)
         with torch.cuda.stream(self.stream):
             if captured is None:
-                stages, _ = stages_of(self.runner, self.results, packed, ALL_SAMPLING, batch, self.device)
+                stages = self._eager_stages(packed, batch).stages
             else:
                 stages = captured
                 stages.launch_input.copy_(_pinned(place.launch_input, packed), non_blocking=True)
-            stages.set_guide(launch_input.guide)
-            stages.propose()
+            stages.set_guide(guide)
+            stages.propose(ask if asks else None)
             self._copy_entry(place, len(launch_input.slots))
             stages.verify()
         return CudaStagedHandle(self, place, launch_input, stages)
@@ -221,6 +225,9 @@ class CudaExecutor:
         if batch not in self.stage_graphs:
             self.stage_graphs[batch] = self._captured_stages(batch)
         return self.stage_graphs[batch]
+
+    def _eager_stages(self, packed: LaunchBuffer, batch: int) -> EagerStages:
+        return EagerStages(self.runner, self.results, packed, ALL_SAMPLING, batch, self.device)
 
     def _copy_entry(self, place: Place, batch: int) -> None:
         """Copy a ring entry to the host on the copy stream, while the compute stream goes on."""
@@ -243,9 +250,7 @@ class CudaExecutor:
                 batch = self._padded_batch(launch_input)
                 packed = pack_launch(self.runner.table, launch_input, 0, batch)
                 if launch_input.is_staged:
-                    stages, _ = stages_of(self.runner, self.results, packed, ALL_SAMPLING, batch, self.device)
-                    for stage in (stages.propose, stages.verify, stages.settle):
-                        stage()
+                    self._eager_stages(packed, batch).run()
                 else:
                     self._eager(launch_input, packed)
         self.stream.synchronize()
@@ -345,12 +350,12 @@ class CudaExecutor:
         self.runner.prepare(dummies.committed)
         try:
             with torch.cuda.stream(self.stream):
-                stages, staged = stages_of(self.runner, self.results, packed, ALL_SAMPLING, batch, self.device)
-            captured = capture(stages, self.graph_pool, self.stream)
+                eager = self._eager_stages(packed, batch)
+            captured = eager.captured(self.graph_pool, self.stream)
         except torch.OutOfMemoryError:
             log.warning("staged rounds of %d requests run without CUDA graphs, which do not fit into memory", batch)
             return None
-        self.staged_rounds.append(staged)
+        self.eager_stages.append(eager)
         log.info("captured staged rounds of %d requests in %.1f s", batch, time.perf_counter() - began)
         return captured
 
@@ -361,7 +366,7 @@ class CudaExecutor:
         finally:
             self.graphs.clear()
             self.stage_graphs.clear()
-            self.staged_rounds.clear()
+            self.eager_stages.clear()
             self._give_streams_back()
 
 

@@ -80,7 +80,7 @@ class Engine:
             self.observer.on_launch(launch.launch_input)
         if not launch.launch_input.is_staged:
             return self.executor.launch(launch.launch_input)
-        handle = self.executor.launch_staged(launch.launch_input, partial(self.scheduler.beam_masks, launch))
+        handle = self.executor.launch_staged(launch.launch_input, partial(self.scheduler.of_beams, launch))
         # The host computes the masks while the device verifies the trees.
         handle.settle(self.scheduler.node_masks(launch, handle.trees()))
         return handle

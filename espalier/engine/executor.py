@@ -16,12 +16,12 @@ from torch import Tensor
 
 from espalier.engine.launch_buffer import LaunchBuffer, pack_launch
 from espalier.engine.launch_input import LaunchInput, RequestResult
-from espalier.engine.masks import GuideRows, RowMasks, Trees
+from espalier.engine.masks import AskRows, GuideRows, RowMasks, Trees
 from espalier.engine.results import Reported, Results, read, read_trees
 from espalier.errors import EspalierError
 from espalier.kernels.sampling.logprobs import rows_of
 from espalier.sampling.logit_processors import SamplingNeeds
-from espalier.sampling.mask import AskHost, DraftGuide
+from espalier.sampling.mask import DraftGuide
 from espalier.sampling.prompt import PromptRows
 from espalier.speculate.round import ModelRunner, RoundOutput, Verified, decode_round, prefill, propose, settle, verify
 
@@ -66,7 +66,7 @@ class Executor(Protocol):
 
     def launch(self, launch_input: LaunchInput) -> Handle: ...
 
-    def launch_staged(self, launch_input: LaunchInput, ask: AskHost) -> StagedHandle:
+    def launch_staged(self, launch_input: LaunchInput, ask: AskRows) -> StagedHandle:
         """Start a round that waits for masks before its settle stage.  Settle it before the next launch.
 
         ask: what may follow draft rows, for an executor that can ask while it drafts.
@@ -88,7 +88,7 @@ class ClosedExecutor:
     def launch(self, launch_input: LaunchInput) -> Handle:
         raise EspalierError("the engine is closed; make another LLM")
 
-    def launch_staged(self, launch_input: LaunchInput, ask: AskHost) -> StagedHandle:
+    def launch_staged(self, launch_input: LaunchInput, ask: AskRows) -> StagedHandle:
         raise EspalierError("the engine is closed; make another LLM")
 
     def close(self) -> None:
@@ -151,9 +151,16 @@ class StagedRound:
         self.results.write(self.device_launch.entry, settle(self.verified, masks))
 
 
-def guide_of(rows: GuideRows, batch: int, ask: AskHost | None = None) -> DraftGuide:
+def guide_of(rows: GuideRows, batch: int, ask: AskRows | None = None) -> DraftGuide:
     """The guide of a batch, on the host."""
-    return DraftGuide(*(torch.from_numpy(part) for part in rows.whole(batch)), ask)
+    forced, masks, levels = map(torch.from_numpy, rows.whole(batch))
+
+    def ask_host(tokens: Tensor, ancestor_bits: Tensor) -> tuple[Tensor, Tensor]:
+        assert ask is not None
+        only, masks = ask(tokens, ancestor_bits).whole(batch)
+        return torch.from_numpy(only), torch.from_numpy(masks)
+
+    return DraftGuide(forced, masks, levels, None if ask is None else ask_host)
 
 
 class CpuExecutor:
@@ -166,7 +173,7 @@ class CpuExecutor:
     def launch(self, launch_input: LaunchInput) -> Handle:
         return CpuHandle(self.submit(self.run, launch_input))
 
-    def launch_staged(self, launch_input: LaunchInput, ask: AskHost) -> StagedHandle:
+    def launch_staged(self, launch_input: LaunchInput, ask: AskRows) -> StagedHandle:
         return CpuStagedHandle(self, launch_input, ask)
 
     def submit(self, work: Callable[..., Any], *args: Any) -> Future[Any]:
@@ -193,7 +200,7 @@ class CpuExecutor:
         return self._read_rows(launch_input, output)
 
     @torch.inference_mode()
-    def propose(self, launch_input: LaunchInput, ask: AskHost) -> StagedRound:
+    def propose(self, launch_input: LaunchInput, ask: AskRows) -> StagedRound:
         guide = None if launch_input.guide is None else guide_of(launch_input.guide, len(launch_input.slots), ask)
         staged = StagedRound(self.runner, self.results, self._to_device(launch_input), launch_input.needs, guide)
         staged.propose()
@@ -241,7 +248,7 @@ class CpuHandle:
 
 
 class CpuStagedHandle:
-    def __init__(self, executor: CpuExecutor, launch_input: LaunchInput, ask: AskHost):
+    def __init__(self, executor: CpuExecutor, launch_input: LaunchInput, ask: AskRows):
         self.executor = executor
         self.launch_input = launch_input
         self.work = executor.submit(executor.propose, launch_input, ask)

@@ -1,12 +1,11 @@
 """What grammars bring to a launch: masks of prompts, of trees' nodes, and the guide for the draft."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from espalier.layout import ANCESTOR_BITS
@@ -55,6 +54,28 @@ class GuideRows:
         places = list(self.rows)
         forced[places], masks[places], levels[places] = self.forced, self.masks, self.levels
         return forced, masks, levels
+
+
+@dataclass(frozen=True)
+class BeamRows:
+    """What may follow the beams of some rows of a batch; beams of other rows are free.
+
+    forced: [len(rows), K] int64, the only token, -1 for several; masks: [len(rows), K, words] int32.
+    """
+
+    rows: tuple[int, ...]
+    forced: np.ndarray
+    masks: np.ndarray
+
+    def whole(self, batch: int) -> tuple[np.ndarray, np.ndarray]:
+        """forced [batch, K], masks [batch, K, words]"""
+        forced = np.full((batch, self.forced.shape[1]), -1, dtype=np.int64)
+        forced[list(self.rows)] = self.forced
+        return forced, RowMasks(self.rows, self.masks).whole(batch)
+
+
+# (tokens, ancestor_bits) of draft rows, on the host: what may follow them.
+AskRows = Callable[[Tensor, Tensor], BeamRows]
 
 
 class MaskBuilder:
@@ -116,22 +137,30 @@ class MaskBuilder:
                 masks[place], levels[place] = known.mask, len(known.forced) + 1
         return GuideRows(rows, forced, masks, levels)
 
-    def of_beams(self, batch: Sequence[Request], tokens: Tensor, ancestor_bits: Tensor) -> tuple[Tensor, Tensor]:
-        """sampling.mask.AskHost for a batch."""
-        size, rows = ancestor_bits.shape[:2]
-        forced = np.full((size, rows), -1, dtype=np.int64)
-        masks = np.full((size, rows, self.num_words), ALL_ALLOWED, dtype=np.int32)
-        for b in _masked(batch) if self.tells_deeper else ():
-            masker, drafted = batch[b].masker, tokens[b].tolist()
-            assert masker is not None
-            for row, words in enumerate(ancestor_bits[b].tolist()):
-                path = [drafted[e] for e in range(len(drafted)) if words[e // ANCESTOR_BITS] >> e % ANCESTOR_BITS & 1]
-                mask = masker.mask_after(path)
-                if mask is not None:
-                    masks[b, row] = mask if self.tells_mask else ALL_ALLOWED
-                    only = only_token(mask) if self.tells_forced else None
-                    forced[b, row] = -1 if only is None else only
-        return torch.from_numpy(forced), torch.from_numpy(masks)
+    def of_beams(self, batch: Sequence[Request], tokens: Tensor, ancestor_bits: Tensor) -> "BeamRows":
+        """What may follow the beams of a level.  tokens, ancestor_bits: as in sampling.mask.AskHost, on the host."""
+        rows, beams = _masked(batch), ancestor_bits.shape[1]
+        found = BeamRows(
+            rows,
+            np.full((len(rows), beams), -1, dtype=np.int64),
+            np.full((len(rows), beams, self.num_words), ALL_ALLOWED, dtype=np.int32),
+        )
+        if self.tells_deeper:
+            for place, row in enumerate(rows):
+                masker, drafted = batch[row].masker, tokens[row].tolist()
+                assert masker is not None
+                for beam, words in enumerate(ancestor_bits[row].tolist()):
+                    path = [token for e, token in enumerate(drafted) if _has_bit(words, e)]
+                    self._tell(found, place, beam, masker.mask_after(path))
+        return found
+
+    def _tell(self, found: "BeamRows", place: int, beam: int, mask: np.ndarray | None) -> None:
+        if mask is None:
+            return
+        if self.tells_mask:
+            found.masks[place, beam] = mask
+        only = only_token(mask) if self.tells_forced else None
+        found.forced[place, beam] = -1 if only is None else only
 
     def _pool(self) -> ThreadPoolExecutor:
         if self._threads is None:
@@ -141,3 +170,7 @@ class MaskBuilder:
 
 def _masked(batch: Sequence[Request]) -> tuple[int, ...]:
     return tuple(b for b, request in enumerate(batch) if request.masker is not None)
+
+
+def _has_bit(words: Sequence[int], place: int) -> bool:
+    return bool(words[place // ANCESTOR_BITS] >> place % ANCESTOR_BITS & 1)

@@ -23,7 +23,7 @@ from espalier.engine.launch_input import (
     sampling_needs_of,
     slot_init,
 )
-from espalier.engine.masks import MaskBuilder, RowMasks, Trees
+from espalier.engine.masks import BeamRows, MaskBuilder, RowMasks, Trees
 from espalier.engine.prefill_policy import NO_PREFILL, PrefillPass, next_pass, pieces_of
 from espalier.engine.queue import WaitingQueue
 from espalier.layout import RoundLayout
@@ -118,8 +118,8 @@ class Scheduler:
         """The tokens that may follow each node of a staged round's trees."""
         return self.masks.of_nodes([request for request, _, _ in launch.members], trees)
 
-    def beam_masks(self, launch: Launch, tokens: Tensor, ancestor_bits: Tensor) -> tuple[Tensor, Tensor]:
-        """sampling.mask.AskHost for the draft of a staged round."""
+    def of_beams(self, launch: Launch, tokens: Tensor, ancestor_bits: Tensor) -> BeamRows:
+        """What may follow the beams of a staged round (masks.AskRows)."""
         return self.masks.of_beams([request for request, _, _ in launch.members], tokens, ancestor_bits)
 
     def harvest(self, launch: Launch, rows: list[RequestResult]) -> list[OutputChunk]:

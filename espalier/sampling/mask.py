@@ -66,7 +66,7 @@ class DraftGuide:
     forced: [B, S] int64, the only token that may come at each level, from level 1 on; -1 from the first level on that
     is not forced.
     mask: [B, words] int32, the tokens that may come at level `level` [B] int64, behind the forced ones; 0: not known.
-    ask: asks the host at each deeper level.  None in a CUDA graph, which cannot wait for the host.
+    ask: asks the host at each deeper level; None asks nothing.
     """
 
     forced: Tensor
@@ -85,10 +85,12 @@ class DraftGuide:
         tokens [B, E], ancestor_bits [B, Q, W]: of the rows above `level`, and which of them are on the path of each of
         the level's rows; None at level 1.  Q may be 1 for all rows.
         """
-        if self.ask is not None and tokens is not None and ancestor_bits is not None:
-            return self.ask(tokens, ancestor_bits)
-        mask = torch.where((self.level == level)[:, None], self.mask, ALL_ALLOWED)
-        return self.forced[:, level - 1, None], mask[:, None]
+        only = self.forced[:, level - 1, None]
+        mask = torch.where((self.level == level)[:, None], self.mask, ALL_ALLOWED)[:, None]
+        if self.ask is None or tokens is None or ancestor_bits is None:
+            return only, mask
+        only_asked, mask_asked = self.ask(tokens, ancestor_bits)
+        return torch.where(only_asked >= 0, only_asked, only), mask_asked & mask
 
 
 def force(only: Tensor, tokens: Tensor, scores: Tensor, above: Tensor) -> tuple[Tensor, Tensor]:

@@ -15,11 +15,11 @@ import numpy as np
 from espalier.engine.engine import Engine
 from espalier.engine.executor import StagedHandle
 from espalier.engine.launch_input import DraftTree, LaunchInput, RequestResult, TreeSize
+from espalier.engine.masks import AskRows
 from espalier.engine.prefill_policy import PrefillPass, pieces_of
 from espalier.layout import RoundLayout
 from espalier.logprobs import CHOSEN, TOKEN, words
 from espalier.request import Request
-from espalier.sampling.mask import AskHost
 from espalier.slots import SlotInit
 from espalier.speculate.round import ModelRunner
 
@@ -100,7 +100,7 @@ class SymbolicDevice:
     def launch(self, launch_input: LaunchInput) -> "SymbolicDevice.Done":
         return self.Done(self.run(launch_input))
 
-    def launch_staged(self, launch_input: LaunchInput, ask: AskHost) -> StagedHandle:
+    def launch_staged(self, launch_input: LaunchInput, ask: AskRows) -> StagedHandle:
         raise AssertionError("nothing is masked here")
 
     @dataclass
