@@ -10,6 +10,7 @@ import random
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -21,6 +22,7 @@ from espalier.bench.synthetic_vocabulary import synthetic_vocabulary
 from espalier.engine.masks import MaskBuilder
 from espalier.errors import EspalierError
 from espalier.grammar import Grammar
+from espalier.grammar.check import check_grammar
 from espalier.llm import LLM
 from espalier.masking.compile import form_of, vocabulary_of
 from espalier.masking.masker import GrammarMasker, allowed_tokens
@@ -31,7 +33,7 @@ from espalier.text import TokenBytes
 
 # (nodes of a tree, requests) whose masks are timed.
 MASK_SIZES = ((16, 8), (64, 1))
-BATCH, CONTEXT, TOKENS = 8, 256, 160
+BATCH, CONTEXT, TOKENS = 8, 256, 400
 REPEATS = 9
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -63,17 +65,28 @@ class Vocabulary:
 def add_flags(parser: ArgumentParser) -> None:
     engines.add_flags(parser)
     parser.add_argument("--tokens", type=int, default=TOKENS, metavar="N", help=f"tokens of each request ({TOKENS})")
-    parser.add_argument("--schemas", type=int, metavar="N", help="generate a value of each of N random JSON schemas")
+    bulk = parser.add_mutually_exclusive_group()
+    bulk.add_argument("--schemas", type=int, metavar="N", help="generate a value of each of N random JSON schemas")
+    bulk.add_argument(
+        "--suite",
+        type=Path,
+        metavar="FOLDER",
+        help="the same for the schemas of a folder of the JSON-Schema-Test-Suite",
+    )
 
 
 def run(args: Namespace) -> int:
     require_at_least_one(args, "tokens", "schemas")
-    if args.schemas is not None and args.shape is not None:
-        raise EspalierError("--schemas is for a model from files; leave out --shape")
+    in_bulk = args.schemas is not None or args.suite is not None
+    if in_bulk and args.shape is not None:
+        raise EspalierError("--schemas and --suite are for a model from files; leave out --shape")
     made = engines_of(args, engines.load_sizes(BATCH, CONTEXT + args.tokens + 8))
-    if args.schemas is not None:
+    if in_bulk:
         with made.open(True) as bench:
-            figures = run_schemas(bench.llm, args.schemas)
+            schemas, refused = [random_schema(seed) for seed in range(args.schemas or 0)], 0
+            if args.suite is not None:
+                schemas, refused = schemas_of_suite(bench.llm, args.suite)
+            figures = {"refused": refused, **run_schemas(bench.llm, schemas, args.tokens)}
             write_json(args.json, {**about(args, bench.config), "schemas": figures})
         print_table([["", ""], *([name, str(value)] for name, value in figures.items())])
         return 0
@@ -201,9 +214,26 @@ def _table(measured: dict[str, Any], ways: Sequence[str] | dict[str, bool]) -> l
 # Many schemas
 
 
-def run_schemas(llm: LLM, count: int, max_tokens: int = 400) -> dict[str, Any]:
+def schemas_of_suite(llm: LLM, folder: Path) -> tuple[list[Any], int]:
+    """The schemas of a folder of the JSON-Schema-Test-Suite (tests/draft2020-12) that are enforced, and the number of
+    those that are refused."""
+    assert llm.grammars is not None
+    schemas, num_refused = [], 0
+    for file in sorted(folder.glob("*.json")):
+        for group in json.loads(file.read_text(encoding="utf-8")):
+            try:
+                grammar = Grammar.of_json_schema(group["schema"], strict=False)
+                check_grammar(grammar)
+                llm.grammars.compile(grammar)
+                schemas.append(group["schema"])
+            except EspalierError:
+                num_refused += 1
+    return schemas, num_refused
+
+
+def run_schemas(llm: LLM, schemas: Sequence[Any], max_tokens: int = 400) -> dict[str, Any]:
     """Generate a value of each schema, greedy and sampled in turn.  Needs the jsonschema package."""
-    schemas = [random_schema(seed) for seed in range(count)]
+    count = len(schemas)
     outputs: dict[str, list[Output]] = {}
     with progress("generating", len(TOLD) + 1) as advance:
         for name, told in TOLD.items():
@@ -233,7 +263,7 @@ def _values_of(llm: LLM, schemas: Sequence[Any], max_tokens: int, speculation: b
             seed=i,
             max_tokens=max_tokens,
             speculation=speculation,
-            grammar=Grammar.of_json_schema(schema),
+            grammar=Grammar.of_json_schema(json.dumps(schema), strict=False),
         )
         for i, schema in enumerate(schemas)
     ]
@@ -251,5 +281,5 @@ def is_valid(schema: Any, text: str) -> bool:
 
     try:
         return bool(jsonschema.Draft202012Validator(schema).is_valid(json.loads(text)))
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
