@@ -8,7 +8,7 @@ from espalier.attention import BACKENDS
 from espalier.attention.base import plain_sizes
 from espalier.cache.layer_spec import KVHeads, LatentKV
 from espalier.grammar import KINDS
-from espalier.grammar.schema import ANNOTATIONS, COMBINING, FORMATS, KEYWORDS
+from espalier.grammar.schema import ANNOTATIONS, COMBINING, KEYWORDS, STRING_FORMATS
 from espalier.layout import MAX_PAGE_SIZE
 from espalier.models.config import NEUTRAL, Family
 from espalier.models.draft import MAX_MODULES
@@ -166,7 +166,7 @@ by name.
 Also {codes(COMBINING)}: `$ref` within the schema; `oneOf` where its schemas exclude each other by type, or by the texts
 of a property that all require; `allOf` with one schema; none of them beside other keywords (`enum` and `const` beside
 `type`). `pattern` and `format` stand alone; a pattern has no lookarounds and no characters that JSON escapes.
-`multipleOf` is for integers. `minProperties` above 1 needs named properties. Formats: {codes(sorted(FORMATS))}.
+`multipleOf` is for integers. `minProperties` above 1 needs named properties. Formats: {codes(sorted(STRING_FORMATS))}.
 Without effect: {codes(sorted(ANNOTATIONS))}.
 
 ## Refused in a config.json

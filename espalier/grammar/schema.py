@@ -19,7 +19,7 @@ ANNOTATIONS = frozenset(
     "contentMediaType contentEncoding".split()
 )
 DEFINITIONS = frozenset(("$defs", "definitions"))
-FORMATS = frozenset(
+STRING_FORMATS = frozenset(
     "date time date-time duration email hostname ipv4 ipv6 uuid uri uri-reference uri-template json-pointer "
     "relative-json-pointer".split()
 )
@@ -308,10 +308,9 @@ def _string(rules: dict[str, Any], place: str) -> dict[str, Any]:
     if len(named := [name for name in ("pattern", "format") if name in rules]) and len(rules) > 1:
         other = min(rules.keys() - {named[0]})
         raise _refused(place, f"{named[0]!r} beside {other!r} is not supported", "put both into one 'pattern'")
-    if "format" in rules and rules["format"] not in FORMATS:
-        raise _refused(
-            place, f"format {shown(rules['format'])} is not supported", f"use one of {', '.join(sorted(FORMATS))}"
-        )
+    if "format" in rules and rules["format"] not in STRING_FORMATS:
+        known = ", ".join(sorted(STRING_FORMATS))
+        raise _refused(place, f"format {shown(rules['format'])} is not supported", f"use one of {known}")
     if "pattern" in rules:
         try:
             check_pattern(rules["pattern"])

@@ -38,6 +38,8 @@ class GrammarMasker:
 
         self.matcher = GrammarMatcher(form, override_stop_tokens=sorted(end_tokens))
         self.bytes_of = bytes_of
+        # No grammar allows them, and xgrammar writes a line to stderr for each that it is given.
+        self.never = frozenset(form.tokenizer_info.special_token_ids).difference(end_tokens)
         self.num_words = mask_words(vocab_size)
         # xgrammar may set the bits past the vocabulary.
         self.last_word = (1 << vocab_size % BITS) - 1 if vocab_size % BITS else ALL_ALLOWED
@@ -53,9 +55,12 @@ class GrammarMasker:
         if self.marker is not None:
             tail = self._read(self.tail, token_id)
             self.marker, self.tail = (None, b"") if tail is None else (self.marker, tail)
-        elif not self.matcher.is_terminated() and not self.matcher.accept_token(token_id):
+        elif not self.matcher.is_terminated() and not self._accept(token_id):
             # It cannot happen while masks are right.  The request then ends with an error, not the engine.
             self.is_lost = True
+
+    def _accept(self, token_id: int) -> bool:
+        return token_id >= 0 and token_id not in self.never and self.matcher.accept_token(token_id)
 
     def _read(self, tail: bytes, token_id: int) -> bytes | None:
         """The last bytes after a token; None if the marker is complete."""
@@ -101,7 +106,7 @@ class GrammarMasker:
             if self.marker is not None:
                 self.push(token)
                 continue
-            is_allowed = token >= 0 and not self.matcher.is_terminated() and self.matcher.accept_token(token)
+            is_allowed = not self.matcher.is_terminated() and self._accept(token)
             if not is_allowed:
                 break
             num_accepted += 1
@@ -125,7 +130,7 @@ class GrammarMasker:
         place = {node: i for i, node in enumerate(nodes)}
         child, sibling, youngest = ([-1] * len(nodes) for _ in range(3))
         for i, node in enumerate(nodes[1:], start=1):
-            if tokens[node] < 0:
+            if tokens[node] < 0 or tokens[node] in self.never:
                 continue
             above = place[parents[node]]
             if youngest[above] < 0:
