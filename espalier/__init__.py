@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from espalier.config import EngineConfig, SpeculationConfig
 from espalier.errors import EspalierError
+from espalier.grammar.spec import Grammar
 from espalier.request import Output, OutputChunk, SamplingParams, Usage
 from espalier.stats import SpeculationStats
 
@@ -21,6 +22,7 @@ __all__ = [
     "LLM",
     "EngineConfig",
     "EspalierError",
+    "Grammar",
     "Output",
     "OutputChunk",
     "SamplingParams",

@@ -10,6 +10,7 @@ from typing import Any, Unpack
 
 from espalier.chat import ChatOptions
 from espalier.errors import EspalierError, prompt_too_long, shown
+from espalier.grammar.check import check_grammar
 from espalier.request import ResolvedParams, SamplingParams, check_prompt
 from espalier.text import TextStream, Tokenizer
 from espalier.text_bound import TextBound
@@ -97,6 +98,8 @@ class InputProcessor:
         """The parameters with defaults filled in and values checked.  Raises EspalierError."""
         resolved = params.resolve(self.facts.generation_config, self.facts.eos_token_ids)
         resolved.validate(self.facts.vocab_size, self.tokenizer is not None)
+        if resolved.grammar is not None:
+            check_grammar(resolved.grammar)
         return resolved
 
     def text_of(self, what: str) -> Tokenizer:

@@ -70,10 +70,27 @@ def check_for_model(params: Any, vocab_size: int, has_tokenizer: bool) -> None:
     for name, value in (("include_stop_str_in_output", False), ("skip_special_tokens", True)):
         if getattr(params, name) != value and not has_tokenizer:
             raise EspalierError(f"{name}={not value} needs text and this model has no tokenizer; leave it out")
+    if params.grammar is not None:
+        check_beside_grammar(params, has_tokenizer)
     for token in params.stop_token_ids:
         require_int("stop_token_ids entry", token, 0, vocab_size - 1, remedy=" (the vocabulary)")
     for token in params.logit_bias:
         require_int("logit_bias token", token, 0, vocab_size - 1, remedy=" (the vocabulary)")
+
+
+def check_beside_grammar(params: Any, has_tokenizer: bool) -> None:
+    """Refuse what a grammar cannot go together with.  params: ResolvedParams."""
+    if not has_tokenizer:
+        raise EspalierError("grammar needs text and this model has no tokenizer; leave it out")
+    if params.ignore_eos:
+        raise EspalierError("ignore_eos=True is not supported with a grammar, which says where the output ends")
+    if params.min_tokens:
+        raise EspalierError(
+            f"min_tokens={params.min_tokens} is not supported with a grammar, which says where the output ends; set it "
+            "to 0"
+        )
+    if not params.stop_token_ids:
+        raise EspalierError("grammar needs an end token and this model has none; give one as stop_token_ids")
 
 
 def texts_of(stop: str | Sequence[str]) -> tuple[str, ...]:

@@ -5,7 +5,8 @@ import os
 import signal
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,39 +17,18 @@ from espalier.chat import ChatOptions
 from espalier.config import EngineConfig, ResolvedConfig
 from espalier.engine.engine import Engine
 from espalier.errors import EspalierError, shown
+from espalier.grammar.spec import Grammar
+from espalier.grammar.token_masker import TokenMasker
 from espalier.inputs import InputProcessor, Messages, ModelFacts, Prompt, text_sink
-from espalier.models.config import ModelConfig, read_json
+from espalier.masking.compile import CompiledGrammar, GrammarCompiler
 from espalier.request import Output, OutputChunk, Request, ResolvedParams, SamplingParams, sample_seed
+from espalier.startup.generation_config import end_tokens, generation_config
 from espalier.startup.load import Checkpoint, build_engine, find, resolve_config
 from espalier.stats import SpeculationStats
 from espalier.text import load_tokenizer
 
 ROUNDS_BEFORE_WARNING = 256
 LOWEST_ACCEPTANCE = 0.05
-# Fields of generation_config.json that transformers honours and Espalier does not, with the values that change nothing.
-NOT_HONOURED: Mapping[str, tuple[Any, ...]] = {
-    "num_beams": (None, 1),
-    "no_repeat_ngram_size": (None, 0),
-    "bad_words_ids": (None, []),
-    "suppress_tokens": (None, []),
-    "begin_suppress_tokens": (None, []),
-    "sequence_bias": (None,),
-    "typical_p": (None, 1, 1.0),
-    "epsilon_cutoff": (None, 0, 0.0),
-    "eta_cutoff": (None, 0, 0.0),
-    "penalty_alpha": (None, 0),
-    "guidance_scale": (None, 1, 1.0),
-    "exponential_decay_length_penalty": (None,),
-    "encoder_repetition_penalty": (None, 1, 1.0),
-    "forced_bos_token_id": (None,),
-    "forced_eos_token_id": (None,),
-    "min_length": (None, 0),
-    "renormalize_logits": (None, False),
-    "stop_strings": (None, []),
-    "token_healing": (None, False),
-    "top_h": (None,),
-    "watermarking_config": (None,),
-}
 BYTES = bytes | bytearray | memoryview
 log = logging.getLogger("espalier")
 
@@ -86,6 +66,8 @@ class LLM:
         self.model_config = engine.executor.runner.target.config
         self.tokenizer = inputs.tokenizer
         self.generation_config = inputs.facts.generation_config
+        tokenizer = inputs.tokenizer
+        self.grammars = None if tokenizer is None else GrammarCompiler(tokenizer, inputs.facts.vocab_size)
         # Unread chunks by request id; the requests of one call share a queue.
         self._unread: dict[str, deque[OutputChunk]] = {}
         self._num_requests = 0
@@ -165,11 +147,24 @@ class LLM:
         """The n requests of each prompt, checked but not queued."""
         self._require_open()
         each = _one_each(params, len(prompts))
-        groups = []
+        checked: list[tuple[list[int], ResolvedParams]] = []
         for i, (prompt, prompt_params) in enumerate(zip(prompts, each, strict=True)):
             with naming(i, len(prompts)):
-                groups.append(self.group(self.inputs.tokens(prompt), self.inputs.resolve(prompt_params)))
+                checked.append((self.inputs.tokens(prompt), self.inputs.resolve(prompt_params)))
+        # All grammars compile at once.
+        compiling = [self.compiling(resolved.grammar) for _, resolved in checked]
+        groups = []
+        for i, ((tokens, resolved), grammar) in enumerate(zip(checked, compiling, strict=True)):
+            with naming(i, len(prompts)):
+                groups.append(self.group(tokens, resolved, grammar=None if grammar is None else grammar.result()))
         return groups
+
+    def compiling(self, grammar: Grammar | None) -> Future[CompiledGrammar] | None:
+        """The grammar as it is compiled in a thread; None for none.  Its error is an EspalierError."""
+        if grammar is None:
+            return None
+        assert self.grammars is not None, "a model without a tokenizer refuses grammars"
+        return self.grammars.submit(grammar)
 
     def group(
         self,
@@ -178,10 +173,12 @@ class LLM:
         name: str | None = None,
         priority: int = 0,
         detokenize: bool = True,
+        grammar: CompiledGrammar | None = None,
     ) -> list[Request]:
         """The n requests of one prompt, not queued.  Requests 1 to n - 1 wait until the first has cached the prompt.
 
-        name: prefix of their ids, by default the prompt's number; detokenize: whether chunks have text.
+        name: prefix of their ids, by default the prompt's number; detokenize: whether chunks have text; grammar:
+        `params.grammar`, compiled.
         """
         number = self._num_requests
         self._num_requests += 1
@@ -199,6 +196,7 @@ class LLM:
                 priority=priority,
                 stop_ids=frozenset(params.stop_token_ids),
                 text=sink,
+                masker=None if grammar is None else _masker(grammar, params),
                 index=i,
                 after=group[0] if group else None,
             )
@@ -299,8 +297,8 @@ def prepare(config: EngineConfig) -> Prepared:
         model=resolved.model,
         vocab_size=target.vocab_size,
         max_context=resolved.max_context,
-        eos_token_ids=_end_tokens(path, target),
-        generation_config=_generation_config(path),
+        eos_token_ids=end_tokens(path, target),
+        generation_config=generation_config(path),
     )
     return Prepared(config, checkpoint, resolved, InputProcessor(facts, load_tokenizer(path, target.vocab_size)))
 
@@ -394,34 +392,13 @@ def _output(request: Request, text: str) -> Output:
     )
 
 
+def _masker(grammar: CompiledGrammar, params: ResolvedParams) -> TokenMasker:
+    assert params.grammar is not None
+    return grammar.masker(params.stop_token_ids, params.grammar.after)
+
+
 def _with_choices(outputs: list[Output]) -> Output:
     return replace(outputs[0], choices=outputs if len(outputs) > 1 else [])
-
-
-def _generation_config(path: Path) -> dict[str, Any]:
-    """The content of the model's generation_config.json, {} without one.  Logs the fields that are not honoured."""
-    file = path / "generation_config.json"
-    if not file.exists():
-        return {}
-    read = read_json(file)
-    dropped = [f"{name}={read[name]!r}" for name, neutral in NOT_HONOURED.items() if read.get(name) not in neutral]
-    if dropped:
-        log.warning("%s sets %s, which is not supported and ignored", file, ", ".join(dropped))
-    return read
-
-
-def _end_tokens(path: Path, config: ModelConfig) -> tuple[int, ...]:
-    """The model's end tokens.  One that is outside the vocabulary is ignored, with a warning."""
-    beyond = [token for token in config.eos_token_ids if not 0 <= token < config.vocab_size]
-    if beyond:
-        log.warning(
-            "%s: eos_token_id %s is outside the vocabulary of %d tokens and ignored; correct config.json or "
-            "generation_config.json",
-            path,
-            ", ".join(map(str, beyond)),
-            config.vocab_size,
-        )
-    return tuple(token for token in config.eos_token_ids if token not in beyond)
 
 
 @contextmanager

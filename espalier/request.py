@@ -11,22 +11,24 @@ from dataclasses import Field, dataclass, field, fields
 from functools import cached_property
 from typing import Any, Protocol
 
-import numpy as np
-
 from espalier import limits
 from espalier.errors import EspalierError, prompt_too_long, refuses_unknown, require_int
+from espalier.grammar.spec import Grammar, require_grammar
+from espalier.grammar.token_masker import TokenMasker
 from espalier.limits import MAX_BIAS, MAX_LOGPROBS, MAX_SAMPLES, MAX_SEED, MIN_TEMPERATURE, number, whole_number
 from espalier.logprobs import PromptLogprobs, TokenLogprob, TokenLogprobs
 from espalier.stats import SpeculationStats
 
 
-def _param(help: str, check: limits.Check, generation_config: str | None = None) -> Any:
+def _param(help: str, check: limits.Check, generation_config: str | None = None, has_own_spelling: bool = False) -> Any:
     """A field that is unset by default.
 
     help: for the command line, the server and docs.  check: refuses values that no model supports.
-    generation_config: the name of its default in generation_config.json.
+    generation_config: the name of its default in generation_config.json.  has_own_spelling: no flag and no field of a
+    request's body is made from it.
     """
-    return field(default=None, metadata={"help": help, "check": check, "generation_config": generation_config})
+    metadata = {"help": help, "check": check, "generation_config": generation_config}
+    return field(default=None, metadata={**metadata, "has_own_spelling": has_own_spelling})
 
 
 @refuses_unknown
@@ -111,6 +113,11 @@ class SamplingParams:
     n: int | None = _param("outputs per prompt", whole_number(1, MAX_SAMPLES))
     speculation: bool | None = _param("false: plain decoding for this request", limits.true_or_false)
     max_draft_depth: int | None = _param("accept at most this many draft tokens per round", whole_number(0))
+    grammar: Grammar | None = _param(  # noqa: RUF009  (it is a field)
+        "the form that the output must have (espalier.Grammar)",
+        require_grammar,
+        has_own_spelling=True,
+    )
 
     def __post_init__(self) -> None:
         for f in fields(SamplingParams):
@@ -144,6 +151,8 @@ class SamplingParams:
         return ResolvedParams(**values)
 
 
+# The fields that flags and request bodies are made from.
+SPELLED_ALIKE: tuple[Field, ...] = tuple(f for f in fields(SamplingParams) if not f.metadata["has_own_spelling"])
 GENERATION_CONFIG_NAMES = {
     f.metadata["generation_config"]: f.name for f in fields(SamplingParams) if f.metadata["generation_config"]
 }
@@ -256,22 +265,6 @@ class TextSink(Protocol):
 
         It never splits a character and ends before a stop string.  Unless final, text that may begin a stop string is
         held back.
-        """
-        ...
-
-
-class TokenMasker(Protocol):
-    """Decides which tokens may follow in one request, token by token: a grammar, for example."""
-
-    def push(self, token_id: int) -> None:
-        """The request has emitted this token."""
-        ...
-
-    def node_masks(self, tokens: Sequence[int], parents: Sequence[int]) -> np.ndarray:
-        """[D, words] int32: the tokens that may follow each node of a tree, as bits (espalier/sampling/mask.py).
-
-        Node 0 is the root, the last token that was pushed.  A parent comes before its children.  Void nodes have token
-        -1.  Masks of void nodes and of nodes below a token that is not allowed are never read.
         """
         ...
 

@@ -7,6 +7,8 @@ from pathlib import Path
 from espalier.attention import BACKENDS
 from espalier.attention.base import plain_sizes
 from espalier.cache.layer_spec import KVHeads, LatentKV
+from espalier.grammar import KINDS
+from espalier.grammar.schema import ANNOTATIONS, COMBINING, KEYWORDS, STRING_FORMATS
 from espalier.layout import MAX_PAGE_SIZE
 from espalier.models.config import NEUTRAL, Family
 from espalier.models.draft import MAX_MODULES
@@ -78,6 +80,11 @@ def sampling() -> str:
     return table(["parameter", "meaning"], ([f"`{f.name}`", f.metadata["help"]] for f in fields(SamplingParams)))
 
 
+def schemas() -> str:
+    rows = ([f"`{name}`", codes(sorted(known)) or "-"] for name, known in KEYWORDS.items())
+    return table(["type", "enforced"], rows)
+
+
 def neutral() -> str:
     def plain(value: object) -> str:
         return "absent" if value is None else f"`{value}`"
@@ -141,6 +148,26 @@ with `by_batch` each batch may have a tree of its own, up to that one;
 All of them work with every drafter, greedy and sampled.
 
 {sampling()}
+
+A grammar does not go together with `ignore_eos` or `min_tokens`, and needs a tokenizer.
+
+## Grammars
+
+Kinds: {codes(KINDS)}. All of them work with every drafter and tree, greedy and sampled, with n > 1, prefix hits and
+preemption.
+
+### JSON schemas
+
+Enforced by type. A schema without a type gets the one that its keywords are for. A keyword that is not here is refused
+by name.
+
+{schemas()}
+
+Also {codes(COMBINING)}: `$ref` within the schema; `oneOf` where its schemas exclude each other by type, or by the texts
+of a property that all require; `allOf` with one schema; none of them beside other keywords (`enum` and `const` beside
+`type`). `pattern` and `format` stand alone; a pattern has no lookarounds and no characters that JSON escapes.
+`multipleOf` is for integers. `minProperties` above 1 needs named properties. Formats: {codes(sorted(STRING_FORMATS))}.
+Without effect: {codes(sorted(ANNOTATIONS))}.
 
 ## Refused in a config.json
 

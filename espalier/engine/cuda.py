@@ -1,7 +1,8 @@
 """The GPU executor: one compute stream writes all device state, and rounds run as CUDA graphs.
 
-A launch copies its launch input from a pinned buffer and replays the CUDA graph of its batch bucket.  Prefill passes,
-staged rounds that were not captured, and batches above the largest bucket run the same code eagerly.  The host waits
+A launch copies its launch input from a pinned buffer and replays the CUDA graph of its batch bucket.  Prefill passes
+and batches above the largest bucket run the same code eagerly.  Staged rounds have graphs of their own
+(cuda_stages.py).  The host waits
 only for results: a second stream copies the launch's entry of the results ring to the host.  The entry and its pinned
 buffers are used again only after the event of that copy.
 """
@@ -10,8 +11,8 @@ import logging
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -20,16 +21,17 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor
 
-from espalier.engine.executor import Handle, StagedRound, Trees, execute
+from espalier.engine.cuda_stages import EagerStages, Stages
+from espalier.engine.executor import Handle, execute
 from espalier.engine.launch_buffer import LaunchBuffer, pack_launch
 from espalier.engine.launch_input import LaunchInput, RequestResult
+from espalier.engine.masks import AskRows, RowMasks, Trees
 from espalier.engine.results import Reported, Results, read, read_trees
 from espalier.errors import EspalierError
 from espalier.kernels.runtime.precompile import precompile
 from espalier.kernels.sampling.logprobs import rows_of
 from espalier.layout import ROUNDS_IN_FLIGHT, bucket_of
 from espalier.sampling.logit_processors import SamplingNeeds
-from espalier.sampling.mask import ALL_ALLOWED, mask_words
 from espalier.speculate.round import ModelRunner, RoundOutput
 
 # Kernels read all sampling parameters on the device, so one graph serves all requests.
@@ -88,36 +90,17 @@ class CudaHandle:
         return read(self.results.fields, entry, self.reported, self.launch_input)
 
 
-@dataclass(frozen=True)
-class StageGraphs:
-    """A staged round, captured as one graph for each stage.
-
-    masks: [batch, D, words] int32 on the device, read by the settle stage; staged: keeps the tensors that one graph
-    leaves for the next.
-    """
-
-    launch_input: Tensor
-    masks: Tensor
-    propose: torch.cuda.CUDAGraph
-    verify: torch.cuda.CUDAGraph
-    settle: torch.cuda.CUDAGraph
-    staged: StagedRound
-
-
 @dataclass
 class CudaStagedHandle:
     """A staged round in flight.  After the event `place.copied` its trees are on the host, while the GPU verifies.
 
-    settle_stage: starts the settle stage with pinned masks; num_nodes: nodes of this batch's trees; batch: after
-    padding.
+    stages: of this batch size.
     """
 
     executor: "CudaExecutor"
     place: Place
     launch_input: LaunchInput
-    settle_stage: Callable[[Tensor], None]
-    num_nodes: int
-    batch: int
+    stages: Stages
     settled: CudaHandle | None = None
 
     def trees(self) -> Trees:
@@ -125,12 +108,10 @@ class CudaStagedHandle:
         return read_trees(self.executor.results.fields, self.place.results[: len(self.launch_input.slots)].numpy())
 
     @torch.inference_mode()
-    def settle(self, masks: np.ndarray) -> None:
-        # masks has a row for each node of the largest tree, and none for padding requests.
-        padded = np.full((self.batch, self.num_nodes, masks.shape[2]), ALL_ALLOWED, dtype=np.int32)
-        padded[: len(masks)] = masks[:, : self.num_nodes]
+    def settle(self, masks: RowMasks) -> None:
         with torch.cuda.stream(self.executor.stream):
-            self.settle_stage(torch.from_numpy(padded).pin_memory())
+            self.stages.set_masks(masks)
+            self.stages.settle()
         self.settled = self.executor.hand_back(self.place, self.launch_input, None)
 
     def wait(self) -> None:
@@ -146,13 +127,12 @@ class CudaExecutor:
     """Runs launches on one GPU.
 
     graph_batch: the largest batch whose rounds are captured; 0: every launch runs eagerly.
-    capture_stages: whether staged rounds are captured too, as three graphs for each bucket.
     keep_graphs: PyTorch keeps what the rounds' graphs are made of (CUDAGraph.raw_cuda_graph), so that their kernels can
     be counted.
     replay_events: if it is a list, each replay of a round appends its (start, end) events, for measurements.
     """
 
-    def __init__(self, runner: ModelRunner, graph_batch: int, capture_stages: bool = False, keep_graphs: bool = False):
+    def __init__(self, runner: ModelRunner, graph_batch: int, keep_graphs: bool = False):
         self.runner = runner
         self.keep_graphs = keep_graphs
         self.replay_events: list[tuple[torch.cuda.Event, torch.cuda.Event]] | None = None
@@ -176,8 +156,10 @@ class CudaExecutor:
         ]
         self.num_launched = 0
         self.graphs: dict[int, Graph] = {}
-        self.stage_graphs: dict[int, StageGraphs] = {}
-        self.capture_stages = capture_stages
+        self.stage_graphs: dict[int, Stages | None] = {}
+        # They hold the tensors that one graph leaves for the next.
+        self.eager_stages: list[EagerStages] = []
+        self.graph_pool: Any = None
         # A capture synchronizes the current device, so make that the executor's device.
         with torch.cuda.device(self.device):
             self._capture()
@@ -215,28 +197,37 @@ class CudaExecutor:
         return place, batch, pack_launch(self.runner.table, launch_input, place.entry, batch)
 
     @torch.inference_mode()
-    def launch_staged(self, launch_input: LaunchInput) -> CudaStagedHandle:
-        """Propose, then verify while the trees are copied to the host."""
-        place, batch, packed = self._packed(launch_input)
-        graphs = self.stage_graphs.get(batch)
-        with torch.cuda.stream(self.stream):
-            if graphs is None:
-                staged = StagedRound(self.runner, self.results, self._to_device(packed), ALL_SAMPLING)
-                stages: tuple[Callable[[], None], ...] = (staged.propose, staged.verify)
-                settle = self._eager_settle(staged)
-            else:
-                graphs.launch_input.copy_(_pinned(place.launch_input, packed), non_blocking=True)
-                stages = (graphs.propose.replay, graphs.verify.replay)
-                settle = _replayed_settle(graphs)
-            propose, verify = stages
-            propose()
-            self._copy_entry(place, len(launch_input.slots))
-            verify()
-        num_nodes = self.runner.layout.at(batch).num_draft_tokens
-        return CudaStagedHandle(self, place, launch_input, settle, num_nodes, batch)
+    def launch_staged(self, launch_input: LaunchInput, ask: AskRows) -> CudaStagedHandle:
+        """Propose, then verify while the trees are copied to the host.
 
-    def _eager_settle(self, staged: StagedRound) -> Callable[[Tensor], None]:
-        return lambda masks: staged.settle(masks.to(self.device, non_blocking=True))
+        The draft asks only where most requests have a grammar: every request of the batch waits for the answers.
+        """
+        guide = launch_input.guide
+        asks = guide is not None and 2 * len(guide.rows) >= len(launch_input.slots)
+        place, batch, packed = self._packed(launch_input)
+        captured = self._stage_graphs(batch)
+        with torch.cuda.stream(self.stream):
+            if captured is None:
+                stages = self._eager_stages(packed, batch).stages
+            else:
+                stages = captured
+                stages.launch_input.copy_(_pinned(place.launch_input, packed), non_blocking=True)
+            stages.set_guide(guide)
+            stages.propose(ask if asks else None)
+            self._copy_entry(place, len(launch_input.slots))
+            stages.verify()
+        return CudaStagedHandle(self, place, launch_input, stages)
+
+    def _stage_graphs(self, batch: int) -> Stages | None:
+        """The captured stages of a bucket; None where rounds run eagerly, or where they do not fit into memory."""
+        if batch not in self.buckets:
+            return None
+        if batch not in self.stage_graphs:
+            self.stage_graphs[batch] = self._captured_stages(batch)
+        return self.stage_graphs[batch]
+
+    def _eager_stages(self, packed: LaunchBuffer, batch: int) -> EagerStages:
+        return EagerStages(self.runner, self.results, packed, ALL_SAMPLING, batch, self.device)
 
     def _copy_entry(self, place: Place, batch: int) -> None:
         """Copy a ring entry to the host on the copy stream, while the compute stream goes on."""
@@ -256,8 +247,12 @@ class CudaExecutor:
         with Console(stderr=True).status("compiling kernels"), torch.cuda.stream(self.stream), precompile() as kernels:
             for launch_input in launch_inputs:
                 self.runner.prepare(launch_input.committed)
-                packed = pack_launch(self.runner.table, launch_input, 0, self._padded_batch(launch_input))
-                self._eager(launch_input, packed)
+                batch = self._padded_batch(launch_input)
+                packed = pack_launch(self.runner.table, launch_input, 0, batch)
+                if launch_input.is_staged:
+                    self._eager_stages(packed, batch).run()
+                else:
+                    self._eager(launch_input, packed)
         self.stream.synchronize()
         if kernels:
             seconds = time.perf_counter() - began
@@ -313,16 +308,14 @@ class CudaExecutor:
         if not self.buckets:
             return
         began, before = time.perf_counter(), torch.cuda.memory_reserved(self.device)
-        pool = torch.cuda.graph_pool_handle()
+        pool = self.graph_pool = torch.cuda.graph_pool_handle()
         console = Console(stderr=True)
         batches = self.buckets[::-1]
         batch = batches[0]
         try:
-            self.compile(map(of_dummies, batches))
+            self.compile((*map(of_dummies, batches), replace(of_dummies(batch), is_staged=True)))
             for batch in track(batches, "capturing CUDA graphs", console=console, transient=True):
                 self.graphs[batch] = self._captured(batch, pool)
-                if self.capture_stages:
-                    self.stage_graphs[batch] = self._captured_stages(batch, pool)
         except torch.OutOfMemoryError:
             raise EspalierError(
                 f"the CUDA graph of batch {batch} does not fit into the memory of {self.device}; lower num_pages, "
@@ -350,26 +343,21 @@ class CudaExecutor:
             graph.instantiate()
         return Graph(batch, launch_input, graph)
 
-    @torch.inference_mode()
-    def _captured_stages(self, batch: int, pool: Any) -> StageGraphs:
-        packed = pack_launch(self.runner.table, of_dummies(batch), 0, batch)
-        nodes, words = self.runner.layout.at(batch).num_draft_tokens, mask_words(self.runner.target.config.vocab_size)
-        with torch.cuda.stream(self.stream):
-            launch_input = torch.from_numpy(packed.vector).to(self.device)
-            masks = torch.full((batch, nodes, words), ALL_ALLOWED, dtype=torch.int32, device=self.device)
-            warm_up = StagedRound(self.runner, self.results, packed.on(launch_input), ALL_SAMPLING)
-            warm_up.propose()
-            warm_up.verify()
-            warm_up.settle(masks)
-            self.stream.synchronize()
-        staged = StagedRound(self.runner, self.results, packed.on(launch_input), ALL_SAMPLING)
-        new = torch.cuda.CUDAGraph
-        graphs = StageGraphs(launch_input, masks, new(), new(), new(), staged)
-        stages = (graphs.propose, staged.propose), (graphs.verify, staged.verify)
-        for graph, stage in (*stages, (graphs.settle, lambda: staged.settle(masks))):
-            with torch.cuda.graph(graph, pool=pool, stream=self.stream):
-                stage()
-        return graphs
+    def _captured_stages(self, batch: int) -> Stages | None:
+        began = time.perf_counter()
+        dummies = of_dummies(batch)
+        packed = pack_launch(self.runner.table, dummies, 0, batch)
+        self.runner.prepare(dummies.committed)
+        try:
+            with torch.cuda.stream(self.stream):
+                eager = self._eager_stages(packed, batch)
+            captured = eager.captured(self.graph_pool, self.stream)
+        except torch.OutOfMemoryError:
+            log.warning("staged rounds of %d requests run without CUDA graphs, which do not fit into memory", batch)
+            return None
+        self.eager_stages.append(eager)
+        log.info("captured staged rounds of %d requests in %.1f s", batch, time.perf_counter() - began)
+        return captured
 
     def close(self) -> None:
         """Wait for the launches in flight, then free the graphs and their memory."""
@@ -378,15 +366,8 @@ class CudaExecutor:
         finally:
             self.graphs.clear()
             self.stage_graphs.clear()
+            self.eager_stages.clear()
             self._give_streams_back()
-
-
-def _replayed_settle(graphs: StageGraphs) -> Callable[[Tensor], None]:
-    def settle(masks: Tensor) -> None:
-        graphs.masks.copy_(masks, non_blocking=True)
-        graphs.settle.replay()
-
-    return settle
 
 
 def of_dummies(batch: int, width: int = 0) -> LaunchInput:

@@ -6,6 +6,7 @@ scheduler.py decides which requests run.  executor.py (CPU) and cuda.py (GPU) ru
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from espalier.cache.pages import PagePool
 from espalier.cache.prefix_tree import PrefixTree
@@ -79,7 +80,7 @@ class Engine:
             self.observer.on_launch(launch.launch_input)
         if not launch.launch_input.is_staged:
             return self.executor.launch(launch.launch_input)
-        handle = self.executor.launch_staged(launch.launch_input)
+        handle = self.executor.launch_staged(launch.launch_input, partial(self.scheduler.of_beams, launch))
         # The host computes the masks while the device verifies the trees.
         handle.settle(self.scheduler.node_masks(launch, handle.trees()))
         return handle

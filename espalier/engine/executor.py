@@ -11,20 +11,19 @@ from concurrent.futures import wait as wait_for
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from espalier.engine.launch_buffer import LaunchBuffer, pack_launch
 from espalier.engine.launch_input import LaunchInput, RequestResult
+from espalier.engine.masks import AskRows, GuideRows, RowMasks, Trees
 from espalier.engine.results import Reported, Results, read, read_trees
 from espalier.errors import EspalierError
 from espalier.kernels.sampling.logprobs import rows_of
 from espalier.sampling.logit_processors import SamplingNeeds
+from espalier.sampling.mask import DraftGuide
 from espalier.sampling.prompt import PromptRows
 from espalier.speculate.round import ModelRunner, RoundOutput, Verified, decode_round, prefill, propose, settle, verify
-
-Trees = list[tuple[list[int], list[int]]]
 
 
 class Handle(Protocol):
@@ -42,8 +41,8 @@ class StagedHandle(Handle, Protocol):
         """Wait for the propose stage and return (tokens, parents) of each slot's tree."""
         ...
 
-    def settle(self, masks: np.ndarray) -> None:
-        """Start the settle stage.  masks: [B, D, words] int32, the tokens that may follow each node."""
+    def settle(self, masks: RowMasks) -> None:
+        """Start the settle stage.  masks: the tokens that may follow each node."""
         ...
 
 
@@ -67,8 +66,11 @@ class Executor(Protocol):
 
     def launch(self, launch_input: LaunchInput) -> Handle: ...
 
-    def launch_staged(self, launch_input: LaunchInput) -> StagedHandle:
-        """Start a round that waits for masks before its settle stage.  Settle it before the next launch."""
+    def launch_staged(self, launch_input: LaunchInput, ask: AskRows) -> StagedHandle:
+        """Start a round that waits for masks before its settle stage.  Settle it before the next launch.
+
+        ask: what may follow draft rows, for an executor that can ask while it drafts.
+        """
         ...
 
     def close(self) -> None:
@@ -86,7 +88,7 @@ class ClosedExecutor:
     def launch(self, launch_input: LaunchInput) -> Handle:
         raise EspalierError("the engine is closed; make another LLM")
 
-    def launch_staged(self, launch_input: LaunchInput) -> StagedHandle:
+    def launch_staged(self, launch_input: LaunchInput, ask: AskRows) -> StagedHandle:
         raise EspalierError("the engine is closed; make another LLM")
 
     def close(self) -> None:
@@ -121,16 +123,24 @@ class StagedRound:
     tensors that one step leaves for the next.
     """
 
-    def __init__(self, runner: ModelRunner, results: Results, device_launch: LaunchBuffer, needs: SamplingNeeds):
+    def __init__(
+        self,
+        runner: ModelRunner,
+        results: Results,
+        device_launch: LaunchBuffer,
+        needs: SamplingNeeds,
+        guide: DraftGuide | None = None,
+    ):
         self.runner = runner
         self.results = results
         self.device_launch = device_launch
         self.needs = needs
+        self.guide = guide
         self.verified: Verified | None = None
 
     def propose(self) -> None:
         self.device_launch.apply(self.runner.table)
-        self.proposed = propose(self.runner, self.device_launch.slots, self.needs)
+        self.proposed = propose(self.runner, self.device_launch.slots, self.needs, self.guide)
         self.results.write_trees(self.device_launch.entry, self.proposed.tree)
 
     def verify(self) -> None:
@@ -139,6 +149,18 @@ class StagedRound:
     def settle(self, masks: Tensor) -> None:
         assert self.verified is not None
         self.results.write(self.device_launch.entry, settle(self.verified, masks))
+
+
+def guide_of(rows: GuideRows, batch: int, ask: AskRows | None = None) -> DraftGuide:
+    """The guide of a batch, on the host."""
+    forced, masks, levels = map(torch.from_numpy, rows.whole(batch))
+
+    def ask_host(tokens: Tensor, ancestor_bits: Tensor) -> tuple[Tensor, Tensor]:
+        assert ask is not None
+        only, masks = ask(tokens, ancestor_bits).whole(batch)
+        return torch.from_numpy(only), torch.from_numpy(masks)
+
+    return DraftGuide(forced, masks, levels, None if ask is None else ask_host)
 
 
 class CpuExecutor:
@@ -151,8 +173,8 @@ class CpuExecutor:
     def launch(self, launch_input: LaunchInput) -> Handle:
         return CpuHandle(self.submit(self.run, launch_input))
 
-    def launch_staged(self, launch_input: LaunchInput) -> StagedHandle:
-        return CpuStagedHandle(self, launch_input)
+    def launch_staged(self, launch_input: LaunchInput, ask: AskRows) -> StagedHandle:
+        return CpuStagedHandle(self, launch_input, ask)
 
     def submit(self, work: Callable[..., Any], *args: Any) -> Future[Any]:
         """Run work on the stream, after all work submitted before."""
@@ -178,15 +200,20 @@ class CpuExecutor:
         return self._read_rows(launch_input, output)
 
     @torch.inference_mode()
-    def propose(self, launch_input: LaunchInput) -> StagedRound:
-        staged = StagedRound(self.runner, self.results, self._to_device(launch_input), launch_input.needs)
+    def propose(self, launch_input: LaunchInput, ask: AskRows) -> StagedRound:
+        guide = None if launch_input.guide is None else guide_of(launch_input.guide, len(launch_input.slots), ask)
+        staged = StagedRound(self.runner, self.results, self._to_device(launch_input), launch_input.needs, guide)
         staged.propose()
         return staged
 
     @torch.inference_mode()
-    def settle(self, launch_input: LaunchInput, staged: StagedRound, masks: np.ndarray) -> list[RequestResult]:
+    def verify(self, staged: StagedRound) -> None:
         staged.verify()
-        staged.settle(torch.from_numpy(masks))
+
+    @torch.inference_mode()
+    def settle(self, launch_input: LaunchInput, staged: StagedRound, masks: RowMasks) -> list[RequestResult]:
+        nodes = self.runner.layout.at(len(launch_input.slots)).num_draft_tokens
+        staged.settle(torch.from_numpy(masks.whole(len(launch_input.slots))[:, :nodes]))
         return self._read_rows(launch_input, None)
 
     def trees(self, launch_input: LaunchInput) -> Trees:
@@ -221,17 +248,21 @@ class CpuHandle:
 
 
 class CpuStagedHandle:
-    def __init__(self, executor: CpuExecutor, launch_input: LaunchInput):
+    def __init__(self, executor: CpuExecutor, launch_input: LaunchInput, ask: AskRows):
         self.executor = executor
         self.launch_input = launch_input
-        self.work = executor.submit(executor.propose, launch_input)
+        self.work = executor.submit(executor.propose, launch_input, ask)
 
     def trees(self) -> Trees:
-        self.work.result()
-        return self.executor.trees(self.launch_input)
+        self.staged: StagedRound = self.work.result()
+        trees = self.executor.trees(self.launch_input)
+        # With overlap the worker verifies while the caller makes the masks.
+        self.verified = self.executor.submit(self.executor.verify, self.staged)
+        return trees
 
-    def settle(self, masks: np.ndarray) -> None:
-        self.work = self.executor.submit(self.executor.settle, self.launch_input, self.work.result(), masks)
+    def settle(self, masks: RowMasks) -> None:
+        self.verified.result()
+        self.work = self.executor.submit(self.executor.settle, self.launch_input, self.staged, masks)
 
     def wait(self) -> None:
         wait_for((self.work,))

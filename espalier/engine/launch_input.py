@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from espalier.attention import CommittedLengths
+from espalier.engine.masks import GuideRows
 from espalier.engine.prefill_policy import PrefillPass
 from espalier.request import Request
 from espalier.sampling.logit_processors import SamplingNeeds
@@ -30,6 +31,7 @@ class LaunchInput:
     prompt_rows: rows of a prefill pass whose log-probabilities are wanted; None for none.
     is_staged: a round that stops before its settle stage and waits for masks.
     masks: [B, 1, words] int32, the tokens that a prefill pass may pick; None for all.
+    guide: what grammars say to the draft of a staged round; None for nothing.
     committed: upper bounds of the slots' committed lengths; nothing for dummy slots.
     """
 
@@ -45,6 +47,7 @@ class LaunchInput:
     prompt_rows: PromptRows | None = None
     is_staged: bool = False
     masks: np.ndarray | None = None
+    guide: GuideRows | None = None
     committed: CommittedLengths = NOTHING_COMMITTED
 
     @property

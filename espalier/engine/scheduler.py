@@ -10,12 +10,11 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
+from torch import Tensor
 
 from espalier.attention import CommittedLengths
 from espalier.cache.pages import PagePool
 from espalier.cache.prefix_tree import PrefixTree
-from espalier.engine.executor import Trees
 from espalier.engine.launch_input import (
     LaunchInput,
     RequestResult,
@@ -24,11 +23,11 @@ from espalier.engine.launch_input import (
     sampling_needs_of,
     slot_init,
 )
+from espalier.engine.masks import BeamRows, MaskBuilder, RowMasks, Trees
 from espalier.engine.prefill_policy import NO_PREFILL, PrefillPass, next_pass, pieces_of
 from espalier.engine.queue import WaitingQueue
 from espalier.layout import RoundLayout
 from espalier.request import OutputChunk, Request
-from espalier.sampling.mask import ALL_ALLOWED, mask_words
 from espalier.sampling.prompt import PromptRows
 from espalier.slots import SlotInit
 from espalier.stats import SpeculationStats
@@ -42,6 +41,10 @@ class Launch:
     members: list[tuple[Request, int, bool]]
 
 
+NO_TOKEN_LEFT = (
+    "the grammar leaves no token that may follow the output so far: this model's tokens cannot spell what it asks for; "
+    "change the grammar"
+)
 NOT_FINITE = (
     "the target's logits are not finite (NaN) for this request or for a token drafted for it; its tokens so far are "
     "valid and other requests continue: check the checkpoint, or use a wider dtype"
@@ -63,7 +66,7 @@ class Scheduler:
         vocab_size: int,
     ):
         self.layout = layout
-        self.vocab_size = vocab_size
+        self.masks = MaskBuilder(vocab_size, layout.steps)
         self.pool = pool
         self.prefixes = prefixes
         self.rounds_in_flight = rounds_in_flight
@@ -111,23 +114,13 @@ class Scheduler:
         batch = self._reserve(decoding)
         return self._launch_round(batch) if batch else None
 
-    def node_masks(self, launch: Launch, trees: Trees) -> np.ndarray:
-        """[B, D, words] int32: the tokens that may follow each node of a staged round's trees."""
-        masks = np.full((len(trees), len(trees[0][0]), mask_words(self.vocab_size)), ALL_ALLOWED, dtype=np.int32)
-        for b, ((request, _, _), (tokens, parents)) in enumerate(zip(launch.members, trees, strict=True)):
-            if request.masker is not None:
-                masks[b] = request.masker.node_masks(tokens, parents)
-        return masks
+    def node_masks(self, launch: Launch, trees: Trees) -> RowMasks:
+        """The tokens that may follow each node of a staged round's trees."""
+        return self.masks.of_nodes([request for request, _, _ in launch.members], trees)
 
-    def _prompt_masks(self, batch: list[Request]) -> np.ndarray | None:
-        """[B, 1, words] int32: the tokens that may follow each prompt; None if no request restricts them."""
-        if not any(request.masker for request in batch):
-            return None
-        masks = np.full((len(batch), 1, mask_words(self.vocab_size)), ALL_ALLOWED, dtype=np.int32)
-        for b, request in enumerate(batch):
-            if request.masker is not None and not request.output:
-                masks[b] = request.masker.node_masks(request.prompt[-1:], [0])
-        return masks
+    def of_beams(self, launch: Launch, tokens: Tensor, ancestor_bits: Tensor) -> BeamRows:
+        """What may follow the beams of a staged round (masks.AskRows)."""
+        return self.masks.of_beams([request for request, _, _ in launch.members], tokens, ancestor_bits)
 
     def harvest(self, launch: Launch, rows: list[RequestResult]) -> list[OutputChunk]:
         """Process the results of a launch.  Launches are harvested in the order in which they were started."""
@@ -303,7 +296,8 @@ class Scheduler:
             traced=self.on_round is not None,
             prompt_rows=prompt_rows,
             is_staged=not prefill.width and any(r.masker for r in batch),
-            masks=self._prompt_masks(batch) if prefill.width else None,
+            masks=self.masks.of_prompts(batch) if prefill.width else None,
+            guide=None if prefill.width else self.masks.guide(batch),
             committed=committed,
         )
         self._appended = []
@@ -328,7 +322,7 @@ class Scheduler:
             elif row.tokens:
                 self._append(request, row, [False])
         else:
-            self._finish(request, "abort", NOT_FINITE)
+            self._finish(request, "abort", _why_no_token(request))
 
     def _read_round(self, request: Request, row: RequestResult) -> None:
         request.rounds_in_flight -= 1
@@ -339,7 +333,7 @@ class Scheduler:
         num_accepted = len(row.tokens) - 1 if row.finite else len(row.tokens)
         kept = self._append(request, row, [at < num_accepted for at in range(len(row.tokens))])
         if not row.finite and not request.done:
-            self._finish(request, "abort", NOT_FINITE)
+            self._finish(request, "abort", _why_no_token(request))
         max_accept_depth = self.layout.max_accept_depth(request.end(self.layout.max_context), before)
         depth = min(request.params.depth_limit(self.layout.steps), max(max_accept_depth, 0), row.tree_size.depth)
         if kept:
@@ -446,3 +440,8 @@ class Scheduler:
             num_full = self.layout.whole_pages(rows)
             tokens = request.tokens[: self.layout.tokens_in(num_full)]
             self.prefixes.insert(tokens, request.pages[:num_full], request.cache_salt)
+
+
+def _why_no_token(request: Request) -> str:
+    is_stuck = request.masker is not None and request.masker.is_stuck
+    return NO_TOKEN_LEFT if is_stuck else NOT_FINITE

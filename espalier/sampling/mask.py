@@ -1,12 +1,19 @@
 """Masks over the vocabulary as packed bits: the tokens that may follow a node.
 
 Bit t % 32 of word t // 32 is set where token t is allowed, as in xgrammar's token bitmasks.  A request's masks come
-from its TokenMasker (espalier/request.py).  Without a masker in the batch no masking code runs.
+from its TokenMasker (espalier/grammar/token_masker.py).  Without a masker in the batch no masking code runs.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
 import torch
 from torch import Tensor
 
+# (tokens [B, E], ancestor_bits [B, Q, W]) of draft rows: the only token [B, Q] that may follow each of Q rows, -1 for
+# several, and the masks [B, Q, words].
+AskHost = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 BITS = 32
 ALL_ALLOWED = -1
 
@@ -35,3 +42,64 @@ def masked(logits: Tensor, mask: Tensor | None) -> Tensor:
     if mask is None:
         return logits
     return logits.masked_fill(~unpack_mask(mask, logits.shape[-1]), -torch.inf)
+
+
+def only_token(mask: np.ndarray) -> int | None:
+    """The one token that a mask [words] allows; None if it allows several or none."""
+    (words,) = np.nonzero(mask)
+    if len(words) != 1:
+        return None
+    bits = int(mask[words[0]]) & 0xFFFFFFFF
+    return None if bits & (bits - 1) else int(words[0]) * BITS + bits.bit_length() - 1
+
+
+def allows(mask: Tensor, tokens: Tensor) -> Tensor:
+    """Whether the mask [B, words] allows each of the tokens [B, K]: [B, K] bool."""
+    return (mask.gather(1, tokens // BITS) >> (tokens % BITS).int()) & 1 != 0
+
+
+@dataclass(frozen=True)
+class DraftGuide:
+    """What grammars say of a batch's next tokens before they are drafted.  It decides what is drafted, never what is
+    emitted.
+
+    forced: [B, S] int64, the only token that may come at each level, from level 1 on; -1 from the first level on that
+    is not forced.
+    mask: [B, words] int32, the tokens that may come at level `level` [B] int64, behind the forced ones; 0: not known.
+    ask: asks the host at each deeper level; None asks nothing.
+    """
+
+    forced: Tensor
+    mask: Tensor
+    level: Tensor
+    ask: AskHost | None = None
+
+    @property
+    def num_forced(self) -> Tensor:
+        """[B]"""
+        return (self.forced >= 0).sum(1)
+
+    def of_rows(self, level: int, tokens: Tensor | None, ancestor_bits: Tensor | None) -> tuple[Tensor, Tensor]:
+        """For the children of each row: the only token [B, Q] that may come, -1 for several, and masks [B, Q, words].
+
+        tokens [B, E], ancestor_bits [B, Q, W]: of the rows above `level`, and which of them are on the path of each of
+        the level's rows; None at level 1.  Q may be 1 for all rows.
+        """
+        only = self.forced[:, level - 1, None]
+        mask = torch.where((self.level == level)[:, None], self.mask, ALL_ALLOWED)[:, None]
+        if self.ask is None or tokens is None or ancestor_bits is None:
+            return only, mask
+        only_asked, mask_asked = self.ask(tokens, ancestor_bits)
+        return torch.where(only_asked >= 0, only_asked, only), mask_asked & mask
+
+
+def force(only: Tensor, tokens: Tensor, scores: Tensor, above: Tensor) -> tuple[Tensor, Tensor]:
+    """Replace the children of a row by the only token that may come, as sure as the row itself.
+
+    only: [B, Q] int64, -1 for several; tokens, scores: [B, Q, K], the drafted children; above: [B, Q], path scores of
+    the rows.
+    """
+    sure = torch.full_like(scores, -torch.inf)
+    sure[..., 0] = above
+    is_forced = (only >= 0)[..., None]
+    return torch.where(is_forced, only[..., None], tokens), torch.where(is_forced, sure, scores)

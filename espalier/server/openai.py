@@ -7,7 +7,7 @@ that always send it; any other value is an error that says why.  The tables of d
 import json
 import types
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -16,7 +16,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model
 from espalier.chat import ChatOptions
 from espalier.errors import EspalierError, require_int
 from espalier.limits import MAX_BIAS, MAX_COUNT, MAX_LOGPROBS
-from espalier.request import SamplingParams
+from espalier.request import SPELLED_ALIKE, SamplingParams
+from espalier.server.formats import Constrained
 from espalier.server.hints import HINTS
 
 
@@ -112,7 +113,7 @@ def _json_type(annotation: Any) -> Any:
 
 # The engine honours these.  Their descriptions are the help texts in espalier/request.py.
 _sampling_fields: Mapping[str, Any] = {
-    f.name: (_json_type(f.type), Field(None, description=f.metadata["help"])) for f in fields(SamplingParams)
+    f.name: (_json_type(f.type), Field(None, description=f.metadata["help"])) for f in SPELLED_ALIKE
 }
 Sampling: Any = create_model("Sampling", __base__=Body, **_sampling_fields)
 _hint_fields: Mapping[str, Any] = {name: (Annotated[Any, NoEffect(why)], None) for name, why in HINTS.items()}
@@ -127,7 +128,7 @@ class StreamOptions(Body):
     include_obfuscation: Annotated[Literal[False] | None, Refused("chunks are never padded; leave it out")] = None
 
 
-class Generating(Hinted):
+class Generating(Hinted, Constrained):
     """The fields that completions and chat completions share."""
 
     model: str = Field(description="a name from /v1/models")
@@ -160,14 +161,15 @@ class Generating(Hinted):
 
     def sampling(self, **values: Any) -> SamplingParams:
         """SamplingParams from the fields of the same names.  `values` are those that the endpoint names differently."""
-        given = {f.name: getattr(self, f.name) for f in fields(SamplingParams)}
+        given = {f.name: getattr(self, f.name) for f in SPELLED_ALIKE}
         if self.max_completion_tokens is not None:
             given["max_tokens"] = self.max_completion_tokens
+        given["grammar"] = self.asked_grammar()
         return SamplingParams(**given | values)
 
     def without_effect(self) -> list[str]:
         """Names of the fields that were sent and have no effect, in the order of the model."""
-        names = _names_without_effect(type(self))  # type: ignore[arg-type]  # mypy takes it for an instance
+        names = _names_without_effect(type(self))
         return [name for name in names if getattr(self, name) is not None]
 
     def check(self) -> None:
@@ -301,10 +303,6 @@ class Message(Body):
         return turn | {name: value for name, value in optional.items() if value is not None}
 
 
-class TextFormat(Body):
-    type: Literal["text"]
-
-
 class Conversing(Body):
     """The fields of ChatOptions that say how a conversation becomes a prompt."""
 
@@ -336,9 +334,6 @@ class ChatRequest(Conversing, Generating):
     top_logprobs: int | None = Field(
         None, description="number of likeliest tokens to return at each position; needs logprobs"
     )
-    response_format: Annotated[
-        TextFormat | None, Refused("grammar-constrained output is not supported yet; leave it out")
-    ] = None
     tools: Annotated[list[dict[str, Any]], FIRST, Field(max_length=MOST_TOOLS)] | None = Field(
         None, description='passed to the chat template, if it reads tools; needs tool_choice="none"'
     )

@@ -11,6 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -21,6 +22,7 @@ from espalier.config import SpeculationConfig
 from espalier.errors import EspalierError
 from espalier.layout import bucket_of
 from espalier.llm import LLM, low_acceptance
+from espalier.masking.compile import CompiledGrammar
 from espalier.request import OutputChunk, Request
 from espalier.server import logs, protocol
 from espalier.server.protocol import Abort, Failed, Harvest, Part, Ready, Refused, Report, Start, Submit, Submits
@@ -29,6 +31,8 @@ log = logging.getLogger("espalier.server")
 WAIT_FOR_START_MS = 60_000
 # Seconds between the reports of a busy engine.  A report with each step would cost as much as the step's output.
 REPORT_S = 0.1
+# Wait between looks at grammars that compile, while nothing runs.
+COMPILING_MS = 5
 DONE, REFUSED, BROKEN = 0, 2, 1
 
 
@@ -54,6 +58,8 @@ class Worker:
         self.heartbeat_ms = int(1000 * start.heartbeat_s)
         self.front = start.front
         self.running: dict[str, Running] = {}
+        # Their grammars compile in threads.
+        self.compiling: dict[str, tuple[Submit, Future[CompiledGrammar]]] = {}
         self.steps = 0
         self.aborts: list[int] = []
         self.next_report_at = 0.0
@@ -74,7 +80,7 @@ class Worker:
 
     def _take_in(self) -> bool:
         """Handle all messages that have arrived.  If nothing runs, wait for one.  False: Shutdown was received."""
-        wait = 0 if self.llm.engine.has_work else self.heartbeat_ms
+        wait = self._wait_ms()
         while self.socket.poll(wait):
             message = protocol.decode_to_engine(self.socket.recv())
             if isinstance(message, Submits):
@@ -85,10 +91,37 @@ class Worker:
             else:
                 return False
             wait = 0
+        self._start_compiled()
         return True
 
+    def _wait_ms(self) -> int:
+        if self.llm.engine.has_work:
+            return 0
+        return min(self.heartbeat_ms, COMPILING_MS) if self.compiling else self.heartbeat_ms
+
     def _submit(self, submit: Submit) -> None:
-        group = self.llm.group(submit.prompt, submit.params, submit.name, submit.priority, submit.detokenize)
+        compiling = self.llm.compiling(submit.params.grammar)
+        if compiling is None:
+            self._start(submit, None)
+        else:
+            self.compiling[submit.name] = (submit, compiling)
+
+    def _start_compiled(self) -> None:
+        """Start the submitted names whose grammars are compiled, or refuse them."""
+        for name, (submit, compiling) in list(self.compiling.items()):
+            if not compiling.done():
+                continue
+            del self.compiling[name]
+            try:
+                grammar = compiling.result()
+            except EspalierError as error:
+                self.socket.send(protocol.encode(Refused(name, str(error))))
+            else:
+                self._start(submit, grammar)
+
+    def _start(self, submit: Submit, grammar: CompiledGrammar | None) -> None:
+        asked = (submit.prompt, submit.params, submit.name, submit.priority, submit.detokenize)
+        group = self.llm.group(*asked, grammar)
         try:
             for request in group:
                 self.llm.engine.add(request)
@@ -99,6 +132,7 @@ class Worker:
         self.running[submit.name] = Running(group)
 
     def _abort(self, name: str) -> None:
+        self.compiling.pop(name, None)
         if name in self.running:
             self.running[name].aborted_at = self.steps
             for request in self.running[name].requests:
@@ -134,7 +168,7 @@ class Worker:
         cached = 0 if engine.prefixes is None else len(engine.prefixes)
         return Report(
             harvests=self.steps,
-            waiting=len(scheduler.waiting) + len(engine.inbox),
+            waiting=len(scheduler.waiting) + len(engine.inbox) + len(self.compiling),
             running=len(scheduler.running),
             pages_free=pool.free,
             pages_cached=cached,

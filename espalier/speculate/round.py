@@ -24,6 +24,7 @@ from espalier.kernels.tree.gather_rows import gather_rows
 from espalier.layout import RoundLayout, logit_rows
 from espalier.models.base import CausalLM, ModelOutput
 from espalier.sampling.logit_processors import SamplingNeeds
+from espalier.sampling.mask import DraftGuide
 from espalier.sampling.pick import Logprobs
 from espalier.sampling.prompt import PromptRows, prompt_logprobs
 from espalier.slots import BatchState, SlotTable
@@ -118,11 +119,12 @@ def decode_round(runner: ModelRunner, index: Tensor, needs: SamplingNeeds) -> Ro
     return settle(verify(propose(runner, index, needs)))
 
 
-def propose(runner: ModelRunner, index: Tensor, needs: SamplingNeeds) -> Proposed:
-    """First stage: draft a tree for each slot of `index` [B]."""
+def propose(runner: ModelRunner, index: Tensor, needs: SamplingNeeds, guide: DraftGuide | None = None) -> Proposed:
+    """First stage: draft a tree for each slot of `index` [B].  guide: what grammars say of the next tokens."""
     runner = runner.at(index.shape[0])
     slots = gather(runner.table, index)
     sampler = runner.sampler(slots, needs, slots.num_tokens, runner.layout.extend_width)
+    sampler = replace(sampler, guide=guide)
     tree = runner.drafter.propose(slots, sampler)
     check_tree(runner.layout, tree, slots.batch)
     return Proposed(runner, slots, sampler, tree)

@@ -15,7 +15,7 @@ from espalier.kernels.sampling.logit_processors import SlotRows
 from espalier.kernels.sampling.pick import pick_triton
 from espalier.kernels.tree.draft_topk import draft_topk_triton
 from espalier.sampling.logit_processors import Above, SamplingNeeds, SamplingRows, shape
-from espalier.sampling.mask import masked
+from espalier.sampling.mask import DraftGuide, force, masked, unpack_mask
 from espalier.sampling.noise import gumbel
 from espalier.sampling.pick import SampledTokens, coupled_scores, over_temperature, pick
 from espalier.slots import BatchState
@@ -31,6 +31,7 @@ class Sampler:
     a GPU, and where the batch does not need them.
     slot_rows: the slots' parameters that the GPU kernels read; None on a CPU.
     coupled: whether the draft's scores use the noise.
+    guide: what grammars say of the next tokens; None if there is no grammar in the batch.
     """
 
     first: Tensor
@@ -40,6 +41,7 @@ class Sampler:
     noise: Tensor | None
     slot_rows: SlotRows | None = None
     coupled: bool = True
+    guide: DraftGuide | None = None
 
     @classmethod
     def of(
@@ -89,23 +91,45 @@ class Sampler:
         offset: position of the children, from `first`; scores: [B, Q], path scores of the rows; above: drafted tokens
         between the root and each row.
         """
+        if self.guide is None:
+            return self._drafted_children(logits, d2t, offset, scores, topk, above, None)
+        drafted = (None, None) if above is None else (above.tokens, above.ancestor_bits)
+        only, mask = self.guide.of_rows(offset + 1, *drafted)
+        mask = mask.expand(-1, logits.shape[1], -1)
+        return force(only, *self._drafted_children(logits, d2t, offset, scores, topk, above, mask), scores)
+
+    def _drafted_children(
+        self,
+        logits: Tensor,
+        d2t: Tensor | None,
+        offset: int,
+        scores: Tensor,
+        topk: int,
+        above: Above | None,
+        mask: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """As `children`.  mask: [B, Q, words], the target ids that may be drafted."""
         if self.slot_rows is not None:
             drafted = None if above is None else (above.tokens, above.ancestor_bits)
+            rows, first, coupled = self.slot_rows, self.first, self.coupled
             return draft_topk_triton(
-                logits, d2t, self.slot_rows, self.first, offset, scores, topk, drafted, coupled=self.coupled
+                logits, d2t, rows, first, offset, scores, topk, drafted, coupled=coupled, mask=mask
             )
-        logp, ids = self._child_scores(logits, d2t, offset, above)
+        logp, ids = self._child_scores(logits, d2t, offset, above, mask)
         best, index = ordered_topk(logp.float(), topk)
         return (index if ids is None else ids[index]), scores[..., None] + best.clamp(max=0)
 
     def _child_scores(
-        self, logits: Tensor, d2t: Tensor | None, offset: int, above: Above | None
+        self, logits: Tensor, d2t: Tensor | None, offset: int, above: Above | None, mask: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         """Scores of all children, and the target id of each column.
 
         With sampling parameters the columns are the target's vocabulary and ids are None: the column is the id.
         """
         precise = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        if mask is not None:
+            allowed = unpack_mask(mask, self.vocab)
+            precise = precise.masked_fill(~(allowed if d2t is None else allowed[..., d2t]), -torch.inf)
         if self.rows is None:
             return torch.log_softmax(precise, -1), d2t
         if d2t is not None:

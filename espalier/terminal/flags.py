@@ -11,7 +11,7 @@ from typing import Any, Union, get_args, get_origin
 
 from espalier.config import EngineConfig, SpeculationConfig, is_open
 from espalier.errors import EspalierError
-from espalier.request import SamplingParams
+from espalier.request import SPELLED_ALIKE, SamplingParams
 
 NOT_GIVEN = None
 # The flags of a synthetic model besides --shape.
@@ -42,7 +42,7 @@ def add_json_flag(parser: ArgumentParser) -> None:
 def add_sampling_flags(parser: ArgumentParser) -> None:
     """Add the flags of SamplingParams."""
     sampling = parser.add_argument_group("sampling (defaults come from the model's generation_config.json)")
-    for f in fields(SamplingParams):
+    for f in SPELLED_ALIKE:
         _add(sampling, f)
 
 

@@ -7,6 +7,7 @@ from espalier.errors import EspalierError
 from espalier.kernels.tree import draft_topk as draft_topk_module
 from espalier.kernels.tree.draft_topk import draft_topk_triton
 from espalier.sampling.logit_processors import shape
+from espalier.sampling.mask import pack_mask
 from espalier.sampling.pick import coupled_scores
 from tests.kernels.sampled import (
     ALL_SAMPLING,
@@ -102,6 +103,21 @@ def test_whatever_shapes_the_draw_knows_the_target_ids(kernel_device):
     d2t = map_of(20, 40, kernel_device)
     logits = random_logits(7, len(asked), 1, 20).to(kernel_device)
     check(logits, d2t, slots, first, 0, scores, 6)
+
+
+@pytest.mark.parametrize("draft_vocab", [0, 70])
+def test_a_mask_leaves_the_allowed_target_ids(kernel_device, draft_vocab):
+    vocab, queries, topk = 300, 2, 4
+    slots, first, scores = batch_of(vocab, queries, kernel_device)
+    d2t = map_of(draft_vocab, vocab, kernel_device) if draft_vocab else None
+    logits = random_logits(3, len(ASKED), queries, draft_vocab or vocab, dtype=torch.float32).to(kernel_device)
+    allowed = torch.rand(len(ASKED), queries, vocab, generator=torch.Generator().manual_seed(4)).to(kernel_device) < 0.2
+    of_draft = allowed if d2t is None else allowed[..., d2t]
+    same = (d2t, kernel_rows(slots), first, 0, scores, topk)
+    ids, best = draft_topk_triton(logits, *same, mask=pack_mask(allowed))
+    expected = draft_topk_triton(logits.masked_fill(~of_draft, -torch.inf), *same)
+    assert torch.equal(ids, expected[0]) and torch.equal(best, expected[1])
+    assert allowed.gather(2, ids)[best > -torch.inf].all() and (best > -torch.inf).any()
 
 
 def test_tau_flattens_the_distribution(kernel_device):

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from espalier.grammar.token_masker import KnownNext
 from espalier.kernels.sampling.pick import pick_triton
 from espalier.request import SamplingParams
 from espalier.sampling.mask import mask_words, masked, pack_mask, unpack_mask
@@ -17,21 +18,32 @@ from tests.kernels.sampled import ASKED, kernel_rows, random_logits, slots_of, t
 class Turns:
     """A toy grammar: after token t only tokens of its own kind, (t + pushed) % 3, may follow, and 0."""
 
-    def __init__(self) -> None:
-        self.pushed = 0
+    def __init__(self, last: int) -> None:
+        self.pushed, self.last = 0, last
 
     def push(self, token_id: int) -> None:
-        self.pushed += 1
+        self.pushed, self.last = self.pushed + 1, token_id
 
     def allowed(self, token: int, depth: int) -> torch.Tensor:
         ids = torch.arange(VOCAB)
         return (ids % 3 == (token + self.pushed + depth) % 3) | (ids == 0)
 
-    def node_masks(self, tokens: Sequence[int], parents: Sequence[int]) -> np.ndarray:
+    def root_mask(self) -> np.ndarray:
+        return pack_mask(self.allowed(self.last, 0)).numpy()
+
+    def node_masks(self, tokens: Sequence[int], parents: Sequence[int], out: np.ndarray) -> None:
         depths: list[int] = []
         for i, parent in enumerate(parents):
             depths.append(depths[parent] + 1 if i else 0)
-        return torch.stack([pack_mask(self.allowed(t, d)) for t, d in zip(tokens, depths, strict=True)]).numpy()
+            out[i] = pack_mask(self.allowed(tokens[i], depths[i])).numpy()
+
+    def known_next(self, most: int) -> KnownNext:
+        return KnownNext([], self.root_mask())
+
+    def mask_after(self, path: Sequence[int]) -> np.ndarray:
+        return pack_mask(self.allowed(path[-1], len(path))).numpy()
+
+    is_stuck = False
 
 
 @pytest.mark.parametrize("vocab", [1, 31, 32, 33, 100])
@@ -71,7 +83,7 @@ def test_a_tree_says_what_plain_decoding_says(algorithm, overlap):
             for i, prompt in enumerate(prompts(5, (3, 9, 17, 5)))
         ]
         for one in asked[:3]:
-            one.masker = Turns()
+            one.masker = Turns(one.prompt[-1])
         return run(setup.engine(), asked).tokens
 
     tree, plain = say(setup), say(setup.plain())
@@ -80,7 +92,7 @@ def test_a_tree_says_what_plain_decoding_says(algorithm, overlap):
     free = run(setup.engine(), [first]).tokens
     assert free[0] != tree[0], "the masks change what is said"
     for prompt, said in zip(prompts(5, (3, 9, 17)), tree[:3], strict=True):
-        grammar = Turns()
+        grammar = Turns(prompt[-1])
         for before, token in zip([prompt[-1], *said], said, strict=False):
             assert grammar.allowed(before, 0)[token]
             grammar.push(token)

@@ -185,7 +185,7 @@ LONG = "x " * 600
 CODES = {
     "model_not_found": (404, {**CHAT, "model": "other"}, openai.NotFoundError),
     "context_length_exceeded": (400, {**CHAT, "messages": [{"role": "user", "content": LONG}]}, openai.BadRequestError),
-    "unsupported": (400, {**CHAT, "response_format": {"type": "json_object"}}, openai.BadRequestError),
+    "unsupported": (400, {**CHAT, "verbosity": "low"}, openai.BadRequestError),
 }
 
 

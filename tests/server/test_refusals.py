@@ -40,7 +40,6 @@ LONG = "a " * 200_000
 SAID_LONG = [{"role": "user", "content": LONG}]
 # A value of each refused field that clients send when they mean it.
 MEANT = {
-    "response_format": {"type": "json_object"},
     "tool_choice": "required",
     "functions": [{"name": "f"}],
     "function_call": {"name": "f"},
@@ -55,7 +54,6 @@ MEANT = {
     "suffix": "end",
 }
 NEUTRAL = {
-    "response_format": {"type": "text"},
     "tools": [],
     "tool_choice": "none",
     "modalities": ["text"],

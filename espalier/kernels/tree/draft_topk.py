@@ -57,13 +57,15 @@ def draft_topk_triton(
     above: tuple[Tensor, Tensor] | None = None,
     tau: float = 1.0,
     coupled: bool = True,
+    mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The topk best children of each row: target ids [B, Q, K] int64 and path scores [B, Q, K] float32, best first.
 
     logits: [B, Q, Vd], in the form that pick_triton takes.  d2t: [Vd] int64, the target id of each draft id; None: the
     vocabularies are the same.  rows: the sampling parameters of each request.  first [B] + offset: the position of the
     children.  scores: [B, Q] float32, the path scores of the rows.  above: (tokens [B, E], ancestor_bits [B, Q, W]):
-    the drafted tokens and, for each row, the bits of those on its path.
+    the drafted tokens and, for each row, the bits of those on its path.  mask: [B, Q, ceil(V / 32)] int32, the bits of
+    target ids that may be drafted (sampling/mask.py); None allows all.
 
     A child's score is its parent row's score plus the child's log-probability (at most 0), in float32.  The
     log-probability is the log_softmax of: the processed logits at temperature 0; (processed logits / T + noise) / tau
@@ -76,7 +78,7 @@ def draft_topk_triton(
     of_target = rows.ints if d2t is None else d2t.contiguous()
     if d2t is not None:
         require("draft_topk: d2t", of_target, (vocab,), torch.int64, logits)
-    hanging = above_arguments(above, 0, queries, rows)
+    hanging = above_arguments(above, 0, queries, rows, mask)
     ids = torch.empty(batch, queries, topk, dtype=torch.int64, device=logits.device)
     best = torch.empty(batch, queries, topk, dtype=torch.float32, device=logits.device)
     if not ids.numel():
@@ -147,7 +149,8 @@ def _block_topk_kernel(
     ids = index
     if HAS_D2T:
         # Who asks for nothing needs no ids, which are more bytes than the logits.
-        ids = tl.load(d2t_ptr + index, mask=inside & ~leaves_logits(row), other=0).to(tl.int32)
+        needs_ids = ~leaves_logits(row) | (above.mask_words > 0)
+        ids = tl.load(d2t_ptr + index, mask=inside & needs_ids, other=0).to(tl.int32)
     x = shaped(x, ids, inside, row, row_above)
     if COUPLED and row.temperature > 0:
         k0, k1 = noise_keys(tl.load(slots.ints_ptr + b * COLUMNS.num_ints + COLUMNS.seed), position)

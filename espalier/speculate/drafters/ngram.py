@@ -13,6 +13,7 @@ from espalier.attention import CommittedLengths
 from espalier.kernels.tree.ngram import find_matches
 from espalier.layout import RoundLayout
 from espalier.models.draft import DraftSpec
+from espalier.sampling.mask import DraftGuide, allows, force
 from espalier.slots import BatchState
 from espalier.speculate.sampler import Sampler
 from espalier.speculate.tree import Pool, Tree, root_only
@@ -34,9 +35,10 @@ class NgramDrafter:
         if self.layout.num_draft_tokens == 1:
             return root_only(slots.root)
         topk = self.layout.topk
+        if sampler.guide is not None and self.layout.steps:
+            return self._propose_guided(slots, sampler.guide)
         length, ends = find_matches(slots.table.history, slots.index, slots.prefix_len, topk)
-        # After a match of m tokens, each proposed token has probability m / (m + 1).  No match: -inf, a void node.
-        logp = torch.where(length > 0, torch.log(length / (length + 1.0)), -torch.inf).float()
+        logp = log_probability(length)
         pool = Pool(topk)
         branches = torch.arange(topk, device=ends.device).expand_as(ends)
         pool.add(slots.history_at(continued_at(ends, slots.prefix_len, 1))[:, None], logp[:, None])
@@ -47,10 +49,51 @@ class NgramDrafter:
             pool.add(*only_children(tokens, logp * level))
         return pool.select(slots.root, self.layout.num_draft_tokens)
 
+    def _propose_guided(self, slots: BatchState, guide: DraftGuide) -> Tree:
+        """The tree where the first tokens are forced: a chain, then what followed the text with these tokens before."""
+        steps, topk, count = self.layout.steps, self.layout.topk, guide.num_forced[:, None]
+        forced = guide.forced[:, :steps]
+        # Behind the root, history holds nothing until tokens are decided.
+        places = slots.index[:, None], slots.prefix_len[:, None] + 1 + torch.arange(steps, device=forced.device)
+        history = slots.table.history
+        history[places] = torch.where(forced >= 0, forced, history[places])
+        end = slots.prefix_len + count[:, 0].clamp(max=steps)
+        length, ends = find_matches(history, slots.index, end, topk)
+        logp = log_probability(length)
+        allowed = allows(guide.mask, slots.history_at(continued_at(ends, end, 1)).clamp(min=0))
+        logp = logp.masked_fill(~(allowed | (guide.level == 0)[:, None]), -torch.inf)
+        pool, branches = Pool(topk), torch.arange(topk, device=ends.device).expand_as(ends)
+        for level in range(1, steps + 1):
+            # How far behind the forced tokens; up to 0, a forced token.
+            depth = level - count
+            if level > 1:
+                # The branches begin as children of one beam; from then on, each is the first child of its own.
+                pool.keep(torch.where(depth <= 2, branches, branches * topk))
+            tokens = slots.history_at(continued_at(ends, end, depth.clamp(min=1)))
+            tokens, scores = only_children(tokens, logp * depth) if level > 1 else (tokens[:, None], logp[:, None])
+            if level > 1:
+                beginning = torch.full_like(scores, -torch.inf)
+                beginning[:, 0] = logp
+                is_first = (depth == 1)[..., None]
+                tokens = torch.where(is_first, tokens.mT, tokens)
+                scores = torch.where(is_first, beginning, scores)
+            sure = scores.new_full(scores.shape[:2], -torch.inf)
+            sure[:, 0] = 0
+            pool.add(*force(forced[:, level - 1, None], tokens, scores, sure))
+        return pool.select(slots.root, self.layout.num_draft_tokens)
+
     def extend(
         self, slots: BatchState, target_features: Tensor | None, length: Tensor, last_pieces: Tensor | None = None
     ) -> None:
         pass
+
+
+def log_probability(length: Tensor) -> Tensor:
+    """[B, K] float32: after a match of m tokens each proposed token has probability m / (m + 1).
+
+    No match: -inf, a void node.
+    """
+    return torch.where(length > 0, torch.log(length / (length + 1.0)), -torch.inf).float()
 
 
 def only_children(tokens: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
@@ -61,8 +104,8 @@ def only_children(tokens: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
     return tokens[..., None].expand(-1, -1, topk), padded
 
 
-def continued_at(ends: Tensor, root: Tensor, level: int) -> Tensor:
-    """[B, K]: position of the token `level` tokens after `ends` [B, K].
+def continued_at(ends: Tensor, root: Tensor, level: int | Tensor) -> Tensor:
+    """[B, K]: position of the token `level` tokens, a number or [B, 1], after `ends` [B, K].
 
     If that is past the root's position `root` [B], the text between match and root is continued periodically.
     """

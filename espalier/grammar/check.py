@@ -1,0 +1,23 @@
+"""Refuses a grammar as far as that takes no compilation."""
+
+from collections.abc import Callable, Mapping
+
+from espalier.errors import EspalierError
+from espalier.grammar.choices import ebnf_of_choices
+from espalier.grammar.schema import enforceable
+from espalier.grammar.spec import Grammar
+from espalier.grammar.tag import enforceable_tag
+
+_CHECKS: Mapping[str, Callable[[Grammar], object]] = {
+    "json_schema": lambda grammar: enforceable(grammar.spec, grammar.strict),
+    "structural_tag": lambda grammar: enforceable_tag(grammar.spec, grammar.strict),
+    "choice": lambda grammar: ebnf_of_choices(grammar.spec),
+}
+
+
+def check_grammar(grammar: Grammar) -> None:
+    """Raises EspalierError with the reason."""
+    if not grammar.spec and grammar.kind != "json_object":
+        raise EspalierError(f"a grammar of kind {grammar.kind!r} is empty; give its text")
+    if grammar.kind in _CHECKS:
+        _CHECKS[grammar.kind](grammar)

@@ -1,0 +1,25 @@
+"""Lists of texts, one of which is the output."""
+
+import json
+
+from espalier.errors import EspalierError, shown
+
+MAX_CHOICES = 4096
+
+
+def ebnf_of_choices(spec: str) -> str:
+    """A grammar in xgrammar's EBNF that allows exactly the texts of a JSON array.  Raises EspalierError."""
+    try:
+        choices = json.loads(spec)
+    except ValueError as error:
+        raise EspalierError(f"the choices cannot be read: {error}; send a list of strings") from None
+    if not isinstance(choices, list) or not choices or not all(isinstance(text, str) and text for text in choices):
+        raise EspalierError(f"choices {shown(choices)} are not supported; use a list of non-empty strings")
+    if len(choices) > MAX_CHOICES:
+        raise EspalierError(f"{len(choices)} choices are not supported; use {MAX_CHOICES} at most")
+    return "root ::= " + " | ".join(_quoted(text) for text in choices)
+
+
+def _quoted(text: str) -> str:
+    special = {'"': '\\"', "\\": "\\\\"}
+    return '"' + "".join(special.get(c, c if c >= " " else f"\\x{ord(c):02x}") for c in text) + '"'

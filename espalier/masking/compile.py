@@ -1,0 +1,195 @@
+"""Compiles grammars with xgrammar, in threads, and keeps what was compiled.
+
+A compilation that takes too long is given up: its thread cannot be ended, so its result is dropped, and while too many
+such threads run, new grammars are refused.  Compiling releases the GIL, so other requests go on.
+"""
+
+import copy
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
+
+from espalier.cores import physical_cores
+from espalier.errors import EspalierError, one_line
+from espalier.grammar.choices import ebnf_of_choices
+from espalier.grammar.schema import enforceable
+from espalier.grammar.spec import Grammar
+from espalier.grammar.tag import enforceable_tag
+from espalier.masking.masker import GrammarMasker, allowed_tokens
+from espalier.text import Tokenizer
+
+if TYPE_CHECKING:
+    import xgrammar
+
+COMPILE_S = 10.0
+# Compilations at once, and given up but still running.
+MAX_RUNNING = 4
+MAX_GIVEN_UP = 4
+MAX_THREADS = 8
+# What one grammar, and all that are kept, may hold.
+MAX_GRAMMAR_BYTES = 256 * 2**20
+MAX_KEPT_BYTES = 1024 * 2**20
+MAX_KEPT = 1024
+# xgrammar's errors begin with a time and a place in its source.
+PLACE_IN_SOURCE = re.compile(r"^\[?[\d:]*\]? ?/\S+: (?:Check failed: \S+ is false: )?")
+
+Key = tuple[str, str, bool]
+
+
+class CompiledGrammar:
+    """A grammar of one tokenizer.  form: what xgrammar compiled; num_bytes: what it holds."""
+
+    def __init__(self, form: "xgrammar.CompiledGrammar", tokenizer: Tokenizer, vocab_size: int):
+        self.form = form
+        self.tokenizer = tokenizer
+        self.vocab_size = vocab_size
+        self.num_bytes = int(form.memory_size_bytes)
+
+    def masker(self, end_tokens: Sequence[int], after: str | None = None) -> GrammarMasker:
+        """The masks of one output.  end_tokens: they come only where the grammar ends; after: as in Grammar."""
+        return GrammarMasker(self.form, self.vocab_size, end_tokens, after, self.tokenizer.bytes_of)
+
+
+class GrammarCompiler:
+    """Compiles grammars for one model.  Thread-safe.
+
+    time_limit_s: of one compilation; a slower one is refused.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, time_limit_s: float = COMPILE_S):
+        self.tokenizer = tokenizer
+        self.vocab_size = vocab_size
+        self.time_limit_s = time_limit_s
+        self.num_given_up = 0
+        self._kept: OrderedDict[Key, Future[CompiledGrammar]] = OrderedDict()
+        self._lock = threading.Lock()
+        self._vocabulary_lock = threading.Lock()
+        self._running = threading.BoundedSemaphore(MAX_RUNNING)
+        self._compilers: dict[bool, xgrammar.GrammarCompiler] = {}
+
+    def submit(self, grammar: Grammar) -> "Future[CompiledGrammar]":
+        """Start to compile, or take what was compiled before.  The future raises EspalierError with the reason."""
+        key = (grammar.kind, grammar.spec, grammar.strict)
+        with self._lock:
+            if (known := self._kept.get(key)) is not None:
+                self._kept.move_to_end(key)
+                return known
+            made: Future[CompiledGrammar] = Future()
+            if self.num_given_up >= MAX_GIVEN_UP:
+                made.set_exception(EspalierError("the server still compiles earlier grammars; retry later"))
+                return made
+            self._kept[key] = made
+        threading.Thread(target=self._run, args=(grammar, made), name="espalier-grammar", daemon=True).start()
+        return made
+
+    def compile(self, grammar: Grammar) -> CompiledGrammar:
+        """Compile and wait.  Raises EspalierError with the reason."""
+        return self.submit(grammar).result()
+
+    def _run(self, grammar: Grammar, made: "Future[CompiledGrammar]") -> None:
+        with self._running:
+            timer = threading.Timer(self.time_limit_s, self._give_up, (made,))
+            timer.daemon = True
+            timer.start()
+            try:
+                compiled: CompiledGrammar | EspalierError = self._compiled(grammar)
+            except EspalierError as error:
+                compiled = error
+            except Exception as error:  # xgrammar raises RuntimeError, and types of its own
+                compiled = EspalierError(f"the grammar cannot be compiled: {_reason(error)}")
+            timer.cancel()
+            with self._lock:
+                if made.done():
+                    self.num_given_up -= 1
+                elif isinstance(compiled, EspalierError):
+                    made.set_exception(compiled)
+                else:
+                    made.set_result(compiled)
+                self._drop_oldest()
+
+    def _give_up(self, made: "Future[CompiledGrammar]") -> None:
+        with self._lock:
+            if made.done():
+                return
+            self.num_given_up += 1
+            made.set_exception(
+                EspalierError(f"the grammar takes more than {self.time_limit_s:g} s to compile; use a simpler one")
+            )
+
+    def _drop_oldest(self) -> None:
+        sizes = {key: _num_bytes(future) for key, future in self._kept.items() if future.done()}
+        total = sum(sizes.values())
+        for key, size in sizes.items():
+            if total <= MAX_KEPT_BYTES and len(self._kept) <= MAX_KEPT:
+                return
+            del self._kept[key]
+            total -= size
+
+    # With xgrammar
+
+    def _compiled(self, grammar: Grammar) -> CompiledGrammar:
+        form = form_of(self._compiler(grammar.kind == "structural_tag"), grammar)
+        if form.memory_size_bytes > MAX_GRAMMAR_BYTES:
+            raise EspalierError(
+                f"the grammar needs {form.memory_size_bytes / 2**20:.0f} MiB and may have at most "
+                f"{MAX_GRAMMAR_BYTES // 2**20}; use a simpler one"
+            )
+        compiled = CompiledGrammar(form, self.tokenizer, self.vocab_size)
+        if not allowed_tokens(compiled.masker((0,)).root_mask()).size:
+            raise EspalierError("the grammar allows no text that this model's tokens can spell; change it")
+        return compiled
+
+    def _compiler(self, names_special: bool) -> "xgrammar.GrammarCompiler":
+        """names_special: whether the grammar may spell special tokens, as structural tags do."""
+        with self._vocabulary_lock:
+            if names_special not in self._compilers:
+                import xgrammar
+
+                vocabulary = vocabulary_of(copy.deepcopy(self.tokenizer), self.vocab_size, names_special)
+                # A stop token is given with each output; the one here is never used.
+                info = xgrammar.TokenizerInfo(vocabulary, xgrammar.VocabType.RAW, stop_token_ids=[0])
+                threads = min(physical_cores(), MAX_THREADS)
+                self._compilers[names_special] = xgrammar.GrammarCompiler(
+                    info, max_threads=threads, cache_enabled=False
+                )
+            return self._compilers[names_special]
+
+
+def form_of(compiler: "xgrammar.GrammarCompiler", grammar: Grammar) -> "xgrammar.CompiledGrammar":
+    """Compile with xgrammar.  Raises EspalierError, or an error of xgrammar."""
+    # One form of spaces: with several a model may write spaces without end, and fewer tokens are forced.
+    options: dict[str, Any] = {"any_whitespace": False, "strict_mode": False}
+    if grammar.kind == "json_object":
+        return compiler.compile_json_schema('{"type": "object"}', **options)
+    if grammar.kind == "json_schema":
+        return compiler.compile_json_schema(enforceable(grammar.spec, grammar.strict), **options)
+    if grammar.kind == "regex":
+        return compiler.compile_regex(grammar.spec)
+    if grammar.kind == "ebnf":
+        return compiler.compile_grammar(grammar.spec)
+    if grammar.kind == "choice":
+        return compiler.compile_grammar(ebnf_of_choices(grammar.spec))
+    return compiler.compile_structural_tag(enforceable_tag(grammar.spec, grammar.strict))
+
+
+def vocabulary_of(tokenizer: Tokenizer, vocab_size: int, names_special: bool) -> list[bytes]:
+    """The bytes of each token id; b"" for an id that a grammar never allows.
+
+    names_special: special tokens count as their names.  Otherwise no grammar allows them: the text would lack them.
+    """
+    vocabulary = []
+    for token in range(vocab_size):
+        part = tokenizer.bytes_of(token) if token < tokenizer.size else None
+        vocabulary.append(part.bytes if part is not None and (part.is_text or names_special) else b"")
+    return vocabulary
+
+
+def _num_bytes(future: "Future[CompiledGrammar]") -> int:
+    return 0 if future.exception() is not None else future.result().num_bytes
+
+
+def _reason(error: Exception) -> str:
+    return PLACE_IN_SOURCE.sub("", one_line(error))

@@ -1,0 +1,173 @@
+"""The masks of one output under a grammar: of its next token, of every node of a tree, and the tokens that must come.
+
+xgrammar's matcher walks the tree depth first, accepts a node's token, fills the node's mask and rolls back.  So each
+mask follows the node's own path.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from espalier.grammar.token_masker import KnownNext
+from espalier.sampling.mask import ALL_ALLOWED, BITS, mask_words, only_token
+from espalier.text import TokenBytes
+
+if TYPE_CHECKING:
+    import xgrammar
+
+
+class GrammarMasker:
+    """The state of one output (grammar.token_masker.TokenMasker).
+
+    end_tokens: allowed only where the grammar ends.  after: text up to whose end the output is free, except that it
+    may not end; None: the grammar begins with the first token.  What the token that completes `after` has behind it is
+    not part of the grammar's text.
+    """
+
+    def __init__(
+        self,
+        form: "xgrammar.CompiledGrammar",
+        vocab_size: int,
+        end_tokens: Sequence[int],
+        after: str | None,
+        bytes_of: Callable[[int], TokenBytes],
+    ):
+        from xgrammar import GrammarMatcher
+
+        self.matcher = GrammarMatcher(form, override_stop_tokens=sorted(end_tokens))
+        self.bytes_of = bytes_of
+        # No grammar allows them, and xgrammar writes a line to stderr for each that it is given.
+        self.never = frozenset(form.tokenizer_info.special_token_ids).difference(end_tokens)
+        self.num_words = mask_words(vocab_size)
+        # xgrammar may set the bits past the vocabulary.
+        self.last_word = (1 << vocab_size % BITS) - 1 if vocab_size % BITS else ALL_ALLOWED
+        self.marker = None if after is None else after.encode()
+        self.tail = b""
+        self.is_lost = False
+        self.free = np.full(self.num_words, ALL_ALLOWED, dtype=np.int32)
+        self.free[-1] &= self.last_word
+        for token in end_tokens:
+            self.free[token // BITS] &= ~np.int32(np.uint32(1 << token % BITS).view(np.int32))
+
+    def push(self, token_id: int) -> None:
+        if self.marker is not None:
+            tail = self._read(self.tail, token_id)
+            self.marker, self.tail = (None, b"") if tail is None else (self.marker, tail)
+        elif not self.matcher.is_terminated() and not self._accept(token_id):
+            # It cannot happen while masks are right.  The request then ends with an error, not the engine.
+            self.is_lost = True
+
+    def _accept(self, token_id: int) -> bool:
+        return token_id >= 0 and token_id not in self.never and self.matcher.accept_token(token_id)
+
+    def _read(self, tail: bytes, token_id: int) -> bytes | None:
+        """The last bytes after a token; None if the marker is complete."""
+        assert self.marker is not None
+        text = tail + self.bytes_of(token_id).bytes
+        return None if self.marker in text else text[max(0, len(text) - len(self.marker) + 1) :]
+
+    def root_mask(self) -> np.ndarray:
+        """[words] int32: the tokens that may come next; all zero where none may."""
+        if self.marker is not None:
+            return self.free
+        mask = np.zeros((1, self.num_words), dtype=np.int32)
+        if not self.is_lost and not self.matcher.is_terminated():
+            self.matcher.fill_next_token_bitmask(mask)
+            mask[0, -1] &= self.last_word
+        return mask[0]
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether the grammar leaves no token."""
+        return not self.root_mask().any()
+
+    def known_next(self, most: int) -> KnownNext:
+        """The tokens that must come next, at most `most`, and the mask behind them."""
+        forced: list[int] = []
+        mask = None
+        while self.marker is None and not self.is_lost and not self.matcher.is_terminated():
+            mask = self.root_mask()
+            only = only_token(mask)
+            if only is None or len(forced) == most:
+                break
+            forced.append(only)
+            self.matcher.accept_token(only)
+            mask = None
+        self.matcher.rollback(len(forced))
+        return KnownNext(forced, mask)
+
+    def mask_after(self, path: Sequence[int]) -> np.ndarray | None:
+        if self.is_lost:
+            return None
+        marker, tail, num_accepted, is_allowed = self.marker, self.tail, 0, True
+        for token in path:
+            if self.marker is not None:
+                self.push(token)
+                continue
+            is_allowed = not self.matcher.is_terminated() and self._accept(token)
+            if not is_allowed:
+                break
+            num_accepted += 1
+        mask = self.root_mask() if is_allowed and not self.matcher.is_terminated() else None
+        self.matcher.rollback(num_accepted)
+        self.marker, self.tail = marker, tail
+        return mask
+
+    def node_masks(self, tokens: Sequence[int], parents: Sequence[int], out: np.ndarray) -> None:
+        if self.is_lost:
+            out[:] = 0
+        elif self.marker is None:
+            self._walk(list(range(len(tokens))), tokens, parents, out)
+        else:
+            self._walk_free(tokens, parents, out)
+
+    def _walk(self, nodes: list[int], tokens: Sequence[int], parents: Sequence[int], out: np.ndarray) -> None:
+        """Masks of `nodes`: the first is where the matcher stands, the others follow it in the tree."""
+        if self.matcher.is_terminated():
+            return
+        place = {node: i for i, node in enumerate(nodes)}
+        child, sibling, youngest = ([-1] * len(nodes) for _ in range(3))
+        for i, node in enumerate(nodes[1:], start=1):
+            if tokens[node] < 0 or tokens[node] in self.never:
+                continue
+            above = place[parents[node]]
+            if youngest[above] < 0:
+                child[above] = i
+            else:
+                sibling[youngest[above]] = i
+            youngest[above] = i
+        rows = out if len(nodes) == len(out) else np.full((len(nodes), self.num_words), ALL_ALLOWED, dtype=np.int32)
+        drafted = torch.tensor([tokens[node] for node in nodes])
+        self.matcher.traverse_draft_tree(torch.tensor(child), torch.tensor(sibling), drafted, torch.from_numpy(rows))
+        if rows is not out:
+            out[nodes] = rows
+
+    def _walk_free(self, tokens: Sequence[int], parents: Sequence[int], out: np.ndarray) -> None:
+        """Masks where the marker has not come yet.  Below a node that completes it, the grammar begins."""
+        tails: list[bytes | None] = [self.tail]
+        starts: dict[int, list[int]] = {}
+        owner: dict[int, int] = {}
+        out[:] = self.free
+        for node in range(1, len(tokens)):
+            above = tails[parents[node]]
+            tails.append(above)
+            if tokens[node] < 0:
+                continue
+            if parents[node] in owner:
+                owner[node] = owner[parents[node]]
+                starts[owner[node]].append(node)
+                continue
+            assert above is not None
+            tails[node] = self._read(above, tokens[node])
+            if tails[node] is None:
+                owner[node] = node
+                starts[node] = [node]
+        for nodes in starts.values():
+            self._walk(nodes, tokens, parents, out)
+
+
+def allowed_tokens(mask: np.ndarray) -> np.ndarray:
+    """The tokens that a mask [words] allows, ascending."""
+    return np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))

@@ -1,0 +1,155 @@
+"""Compiling: once for each grammar, refused with the reason, and given up where it takes too long."""
+
+import threading
+
+import pytest
+
+from espalier import LLM, EspalierError, Grammar, SamplingParams
+from espalier.masking import compile as of_compile
+from espalier.masking.compile import GrammarCompiler
+
+REASONS = [
+    (Grammar("regex", "(a"), "cannot be compiled"),
+    (Grammar("ebnf", "root ="), "cannot be compiled"),
+    (Grammar("ebnf", 'root ::= root "a"'), "no text"),
+    (Grammar("structural_tag", "[]"), "object"),
+    (Grammar("structural_tag", '{"structures": [{}], "triggers": []}'), "begin"),
+]
+
+
+@pytest.fixture(scope="module")
+def llm():
+    with LLM(max_batch=4, max_context=256) as llm:
+        yield llm
+
+
+@pytest.fixture
+def compiler(llm):
+    return GrammarCompiler(llm.tokenizer, llm.inputs.facts.vocab_size)
+
+
+def test_equal_grammars_are_compiled_once(compiler):
+    first, again = (compiler.submit(Grammar("regex", "[ab]+")) for _ in range(2))
+    assert first is again and first.result() is compiler.compile(Grammar("regex", "[ab]+", after="</think>"))
+    assert compiler.compile(Grammar("regex", "[ab]*")) is not first.result()
+
+
+@pytest.mark.parametrize(("grammar", "reason"), REASONS, ids=lambda value: str(value)[:40])
+def test_the_reason_is_one_line(compiler, grammar, reason):
+    with pytest.raises(EspalierError, match=reason) as caught:
+        compiler.compile(grammar)
+    assert "\n" not in str(caught.value) and "/project" not in str(caught.value)
+
+
+def test_one_that_takes_too_long_is_given_up_and_hangs_nothing(compiler, monkeypatch):
+    go_on, form_of = threading.Event(), of_compile.form_of
+
+    def slow(made, grammar):
+        if grammar.spec.startswith("slow"):
+            go_on.wait(60)
+        return form_of(made, grammar)
+
+    monkeypatch.setattr(of_compile, "form_of", slow)
+    compiler.compile(Grammar("regex", "a"))
+    compiler.time_limit_s = 0.2
+    given_up = [compiler.submit(Grammar("regex", f"slow{i}")) for i in range(of_compile.MAX_GIVEN_UP)]
+    for future in given_up:
+        with pytest.raises(EspalierError, match=r"0\.2 s"):
+            future.result(timeout=60)
+    with pytest.raises(EspalierError, match="retry later"):
+        compiler.compile(Grammar("regex", "other"))
+    assert compiler.compile(Grammar("regex", "a")), "what was compiled before is still served"
+    go_on.set()
+    for thread in threading.enumerate():
+        if thread.name == "espalier-grammar":
+            thread.join(60)
+    compiler.time_limit_s = 60
+    assert compiler.num_given_up == 0 and compiler.compile(Grammar("regex", "other"))
+
+
+def test_a_grammar_that_holds_too_much_is_refused(compiler, monkeypatch):
+    monkeypatch.setattr(of_compile, "MAX_GRAMMAR_BYTES", 10)
+    with pytest.raises(EspalierError, match="MiB"):
+        compiler.compile(Grammar("regex", "[ab]+"))
+
+
+def test_the_oldest_is_dropped(compiler, monkeypatch):
+    monkeypatch.setattr(of_compile, "MAX_KEPT", 2)
+    first = compiler.submit(Grammar("regex", "a"))
+    first.result()
+    for text in "bc":
+        compiler.compile(Grammar("regex", text))
+    assert compiler.submit(Grammar("regex", "a")) is not first
+
+
+# What goes together with a grammar, and what does not
+
+CHOICE = Grammar.of_choices(["yes", "no", "perhaps not"])
+
+
+def say(llm, **params):
+    return llm.generate(
+        ["Answer: "], SamplingParams(**{"temperature": 0.0, "max_tokens": 40, "grammar": CHOICE, **params})
+    )[0]
+
+
+@pytest.mark.parametrize("speculation", [True, False])
+def test_combinations(llm, speculation):
+    both = {"speculation": speculation}
+    assert say(llm, **both).text in ("yes", "no", "perhaps not")
+    assert say(llm, stop="ap", grammar=Grammar("regex", "perhaps"), **both).text == "perh"
+    ends_inside = say(llm, max_tokens=1, grammar=Grammar("regex", "[0-9]{20}"), **both)
+    assert ends_inside.finish_reason == "length" and len(ends_inside.token_ids) == 1
+    banned = dict.fromkeys(llm.tokenizer.encode("yes no perhaps"), -100.0)
+    assert say(llm, logit_bias=banned, **both).text in ("yes", "no", "perhaps not")
+    sampled = say(llm, n=3, temperature=2.0, seed=1, **both)
+    assert all(each.text in ("yes", "no", "perhaps not") for each in sampled.choices)
+
+
+def test_logprobs_are_those_before_the_mask(llm):
+    free = say(llm, grammar=None, logprobs=3, max_tokens=1).logprobs[0]
+    masked = say(llm, logprobs=3, max_tokens=1).logprobs[0]
+    assert masked.top == free.top
+
+
+def test_the_output_is_free_up_to_the_marker(llm):
+    after = Grammar.of_choices(["yes", "no"], after="\n")
+    output = say(llm, grammar=after, max_tokens=200, temperature=1.0, seed=5)
+    before, marker, answer = output.text.partition("\n")
+    assert before and marker
+    assert output.finish_reason == "length" or answer.lstrip() in ("yes", "no")
+
+
+@pytest.mark.parametrize(
+    ("params", "says"),
+    [
+        ({"ignore_eos": True}, "ignore_eos"),
+        ({"min_tokens": 3}, "min_tokens"),
+        ({"grammar": "yes|no"}, "espalier.Grammar"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(llm, params, says):
+    with pytest.raises(EspalierError, match=says):
+        say(llm, **params)
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"kind": "xml"}, "kind"),
+        ({"kind": "regex", "spec": 3}, "spec"),
+        ({"kind": "regex", "spec": "a" * 100_000}, "characters"),
+        ({"kind": "regex", "spec": "a", "strict": 1}, "strict"),
+        ({"kind": "regex", "spec": "a", "after": ""}, "after"),
+        ({"kind": "regex", "text": "a"}, "text"),
+    ],
+)
+def test_a_grammar_checks_its_fields(fields, says):
+    with pytest.raises(EspalierError, match=says):
+        Grammar(**fields)
+
+
+def test_a_model_without_tokenizer_refuses_grammars():
+    params = SamplingParams(grammar=CHOICE).resolve({}, (1,))
+    with pytest.raises(EspalierError, match="tokenizer"):
+        params.validate(16, has_tokenizer=False)

@@ -1,0 +1,195 @@
+"""Speculation under a grammar changes nothing: on is off, every output is in the grammar, no page leaks."""
+
+import random
+from collections.abc import Sequence
+from functools import lru_cache
+
+import numpy as np
+import pytest
+import xgrammar
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from espalier.engine.masks import MaskBuilder, RowMasks
+from espalier.grammar import Grammar
+from espalier.grammar.token_masker import KnownNext
+from espalier.masking.compile import form_of
+from espalier.masking.masker import GrammarMasker
+from espalier.request import Request, SamplingParams
+from espalier.sampling.mask import ALL_ALLOWED
+from espalier.speculate import round as rounds
+from espalier.text import TokenBytes
+from tests.grammar.vocabulary import compiler_of
+from tests.harness import VOCAB, Setup, prompts, request, run
+
+TEXTS = ["{", "}", '"', "a", "b", ":", " ", ",", "[", "]", "1", "2", '": ', ', "', "ab", ""]
+END = VOCAB - 1
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "a": {"enum": ["a", "ab", "bb"]},
+        "b": {"type": "array", "items": {"enum": [1, 12, 2]}, "maxItems": 3},
+    },
+    "required": ["a", "b"],
+}
+GRAMMARS = [
+    Grammar.of_json_schema(SCHEMA),
+    Grammar("regex", "(ab|ba){2,6}(1|2)*"),
+    Grammar.of_choices(["ab12", "ab21", "a", "bb:1"]),
+    Grammar("ebnf", 'root ::= "[" root "]" | "1" | "ab"'),
+]
+CELLS = [(algorithm, topk, page) for algorithm in ("eagle3", "ngram") for topk in (1, 4) for page in (1, 16)]
+
+
+def bytes_of(token: int) -> TokenBytes:
+    return TokenBytes(TEXTS[token].encode(), True)
+
+
+@lru_cache
+def compiled(grammar: Grammar) -> xgrammar.CompiledGrammar:
+    assert len(TEXTS) == VOCAB
+    return form_of(compiler_of([text.encode() for text in TEXTS]), grammar)
+
+
+def masker_of(grammar: Grammar) -> GrammarMasker:
+    return GrammarMasker(compiled(grammar), VOCAB, (END,), None, bytes_of)
+
+
+class Liar(GrammarMasker):
+    """Its masks are right, and what it tells the draft is not."""
+
+    def known_next(self, most: int) -> KnownNext:
+        rng = random.Random(self.matcher.is_completed() + 2 * most)
+        forced = [rng.randrange(VOCAB) for _ in range(rng.randrange(most + 1))]
+        return KnownNext(forced, np.array([rng.getrandbits(16)], dtype=np.int32) if len(forced) < most else None)
+
+
+def setup_of(algorithm: str, topk: int, page: int, **other) -> Setup:
+    return Setup(algorithm=algorithm, steps=3, topk=topk, num_draft_tokens=9, page_size=page, **other)
+
+
+def asked(seed: int, temperature: float, make=masker_of, count: int = 5, **params) -> list[Request]:
+    """Requests of which every third is free."""
+    made = []
+    for i, prompt in enumerate(prompts(seed, (3, 9, 17, 5, 9, 21, 4, 6)[:count])):
+        settings = SamplingParams(**{"max_tokens": 20, "temperature": temperature, "stop_token_ids": [END], **params})
+        made.append(request(i, prompt, settings))
+        if i % 3 != 2:
+            made[-1].masker = make(GRAMMARS[(seed + i) % len(GRAMMARS)])
+    return made
+
+
+def in_grammar(grammar: Grammar, output: Sequence[int], finish_reason: str | None) -> bool:
+    masker = masker_of(grammar)
+    for token in output:
+        masker.push(token)
+    return not masker.is_lost and (finish_reason != "stop" or masker.matcher.is_terminated())
+
+
+def check_all_in_grammar(seed: int, requests: Sequence[Request]) -> None:
+    for i, each in enumerate(requests):
+        if each.masker is not None:
+            assert each.error is None
+            assert in_grammar(GRAMMARS[(seed + i) % len(GRAMMARS)], each.output, each.finish_reason)
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["lockstep", "overlap"])
+@pytest.mark.parametrize("temperature", [0.0, 1.2])
+@pytest.mark.parametrize(("algorithm", "topk", "page"), CELLS)
+def test_on_is_off_and_every_output_is_in_its_grammar(algorithm, topk, page, temperature, overlap):
+    setup = setup_of(algorithm, topk, page, overlap=overlap)
+    seed = topk + page
+    tree, plain = (run(each.engine(), asked(seed, temperature)) for each in (setup, setup.plain()))
+    assert tree.tokens == plain.tokens
+    check_all_in_grammar(seed, tree.requests)
+    assert any(each.finish_reason == "stop" for each in tree.requests)
+
+
+@pytest.mark.parametrize(("algorithm", "topk", "page"), CELLS[::3])
+def test_what_the_draft_is_told_changes_no_output(algorithm, topk, page):
+    setup = setup_of(algorithm, topk, page)
+
+    def lying(grammar: Grammar) -> Liar:
+        return Liar(compiled(grammar), VOCAB, (END,), None, bytes_of)
+
+    for temperature in (0.0, 1.2):
+        told, lied_to = (run(setup.engine(), asked(1, temperature, make)) for make in (masker_of, lying))
+        assert told.tokens == lied_to.tokens
+
+
+def test_a_forced_token_that_is_emitted_unverified_is_seen(monkeypatch):
+    accept = rounds.accept
+
+    def planted(tree, picked, *rest):
+        tokens = picked.tokens.clone()
+        # The first child of the root counts as what the target picked.
+        tokens[:, 0] = tree.tokens[:, 1]
+        return accept(tree, picked._replace(tokens=tokens), *rest)
+
+    monkeypatch.setattr(rounds, "accept", planted)
+    with pytest.raises(AssertionError):
+        test_what_the_draft_is_told_changes_no_output("eagle3", 4, 16)
+
+
+@pytest.mark.parametrize("fault", ["sibling", "late", "free"])
+def test_wrong_masks_are_seen(monkeypatch, fault):
+    of_nodes = MaskBuilder.of_nodes
+
+    def planted(self, batch, trees):
+        if fault == "sibling":
+            trees = [(tokens, [max(parent - 1, 0) for parent in parents]) for tokens, parents in trees]
+        found = of_nodes(self, batch, trees)
+        if fault == "late":
+            return RowMasks(found.rows, np.concatenate([found.masks[:, :1], found.masks[:, :-1]], 1))
+        return found if fault == "sibling" else RowMasks(found.rows, np.full_like(found.masks, ALL_ALLOWED))
+
+    monkeypatch.setattr(MaskBuilder, "of_nodes", planted)
+    with pytest.raises(AssertionError):
+        for seed in range(4):
+            setup = setup_of("eagle3", 4, 16)
+            check_all_in_grammar(seed, run(setup.engine(), asked(seed, 1.2), check=False).requests)
+
+
+@pytest.mark.parametrize("algorithm", ["eagle3", "ngram"])
+def test_the_guide_raises_the_accept_length(monkeypatch, algorithm):
+    setup = setup_of(algorithm, 4, 16)
+    with_guide = run(setup.engine(), asked(2, 0.0)).stats.accept_length
+    monkeypatch.setattr(MaskBuilder, "guide", lambda self, batch: None)
+    assert with_guide > run(setup.engine(), asked(2, 0.0)).stats.accept_length
+
+
+def fuzz(seed: int) -> tuple[int, int]:
+    """Random arrivals and aborts on few pages, with equal prompts.  Returns (preemptions, cached tokens)."""
+    rng = random.Random(seed)
+    topk, page = rng.choice((1, 4)), rng.choice((1, 4, 16))
+    algorithm, overlap = rng.choice(("eagle3", "ngram")), rng.random() < 0.5
+    pages = 1 + -(-90 // page)
+    setup = setup_of(algorithm, topk, page, max_context=64, num_pages=pages, overlap=overlap)
+    engine, waiting = setup.engine(), asked(seed, rng.choice((0.0, 1.2)), count=8, max_tokens=rng.randint(4, 30))
+    for each in waiting[1::2]:
+        each.prompt = list(waiting[2].prompt)
+    added: list[Request] = []
+    while waiting or engine.has_work:
+        if waiting and rng.random() < 0.5:
+            added.append(waiting.pop(0))
+            engine.add(added[-1])
+        if added and rng.random() < 0.06:
+            engine.abort(rng.choice(added).id)
+        engine.step()
+        engine.check_pages()
+    assert len(engine.scheduler.free_slots) == setup.max_batch
+    check_all_in_grammar(seed, added)
+    engine.close()
+    return engine.scheduler.num_preempted, sum(each.cached_tokens for each in added)
+
+
+def test_aborts_preemption_and_prefix_hits_leave_no_invalid_output_and_no_page():
+    preempted, cached = zip(*map(fuzz, range(16)), strict=True)
+    assert sum(preempted) and sum(cached)
+
+
+@pytest.mark.full
+@settings(max_examples=300, deadline=None)
+@given(st.integers(0, 1_000_000))
+def test_the_same_many_times(seed):
+    fuzz(seed)

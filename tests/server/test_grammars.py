@@ -1,0 +1,158 @@
+"""Forms of the output over HTTP: every client's spelling is the offline Grammar, and errors say what to do."""
+
+import json
+import os
+import threading
+
+import jsonschema
+import openai
+import pytest
+import zmq
+
+from espalier import Grammar, SamplingParams
+from espalier.masking import compile as of_compile
+from espalier.server import protocol
+from espalier.server.protocol import Abort, Harvest, Refused, Start, Submit
+from espalier.server.worker import Worker
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 8}, "size": {"enum": ["small", "large"]}},
+    "required": ["name", "size"],
+    "additionalProperties": False,
+}
+TEXT = json.dumps(SCHEMA)
+CHOICES = ["yes", "no", "perhaps"]
+EBNF = 'root ::= "<" [a-c]+ ">"'
+TAG = {
+    "type": "structural_tag",
+    "format": {"type": "tag", "begin": "<f>", "content": {"type": "json_schema", "json_schema": SCHEMA}, "end": "</f>"},
+}
+AS_SCHEMA = Grammar("json_schema", TEXT, strict=False)
+SPELLINGS = [
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}}, AS_SCHEMA),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": SCHEMA}}},
+        Grammar("json_schema", TEXT),
+    ),
+    ({"response_format": {"type": "json_object"}}, Grammar("json_object")),
+    ({"response_format": {"type": "text"}}, None),
+    ({"response_format": TAG}, Grammar("structural_tag", json.dumps(TAG), strict=False)),
+    ({"structured_outputs": {"json": SCHEMA}}, AS_SCHEMA),
+    ({"structured_outputs": {"json": TEXT}}, AS_SCHEMA),
+    ({"structured_outputs": {"regex": "[ab]{3}"}}, Grammar("regex", "[ab]{3}")),
+    ({"structured_outputs": {"choice": CHOICES}}, Grammar.of_choices(CHOICES)),
+    ({"structured_outputs": {"grammar": EBNF}}, Grammar("ebnf", EBNF)),
+    ({"structured_outputs": {"json_object": True}}, Grammar("json_object")),
+    ({"structured_outputs": {"structural_tag": json.dumps(TAG)}}, Grammar("structural_tag", json.dumps(TAG))),
+    ({"guided_json": SCHEMA}, AS_SCHEMA),
+    ({"guided_regex": "[ab]{3}"}, Grammar("regex", "[ab]{3}")),
+    ({"guided_choice": CHOICES}, Grammar.of_choices(CHOICES)),
+    ({"guided_grammar": EBNF}, Grammar("ebnf", EBNF)),
+    ({"json_schema": TEXT}, AS_SCHEMA),
+    ({"regex": "[ab]{3}"}, Grammar("regex", "[ab]{3}")),
+    ({"ebnf": EBNF}, Grammar("ebnf", EBNF)),
+    ({"structural_tag": json.dumps(TAG)}, Grammar("structural_tag", json.dumps(TAG))),
+]
+REFUSED = [
+    ({"regex": "a", "ebnf": EBNF}, "only one"),
+    ({"response_format": {"type": "json_object"}, "guided_choice": CHOICES}, "only one"),
+    ({"structured_outputs": {"regex": "a", "choice": CHOICES}}, "exactly one"),
+    ({"structured_outputs": {}}, "exactly one"),
+    ({"response_format": {"type": "xml"}}, "response_format"),
+    ({"guided_json": {"type": "array", "items": {}, "uniqueItems": True}}, "uniqueItems"),
+    ({"json_schema": "{"}, "cannot be read"),
+    ({"regex": "(a"}, "cannot be compiled"),
+    ({"ebnf": "root ="}, "cannot be compiled"),
+    ({"guided_choice": []}, "choices"),
+    ({"regex": ""}, "empty"),
+    ({"regex": "a", "ignore_eos": True}, "ignore_eos"),
+    ({"regex": "a", "min_tokens": 2}, "min_tokens"),
+    ({"regex": "x" * 70_000}, "characters"),
+]
+
+
+def ask(client, body, prompt="A record: ", **fields):
+    fields = {"max_tokens": 60, "temperature": 0.0, **fields}
+    return client.completions.create(model="bundled", prompt=prompt, extra_body=body, **fields)
+
+
+@pytest.mark.parametrize(("body", "grammar"), SPELLINGS, ids=lambda value: str(value)[:50])
+def test_each_spelling_is_the_offline_grammar(client, llm, body, grammar):
+    params = SamplingParams(max_tokens=60, temperature=0.0, grammar=grammar)
+    [expected] = llm.generate(["A record: "], params)
+    [choice] = ask(client, body).choices
+    assert (choice.text, choice.finish_reason) == (expected.text, expected.finish_reason)
+    if grammar is not None and grammar.kind == "json_schema":
+        assert jsonschema.Draft202012Validator(SCHEMA).is_valid(json.loads(choice.text))
+
+
+@pytest.mark.parametrize(("body", "says"), REFUSED, ids=lambda value: str(value)[:50])
+def test_what_is_refused_says_why(client, body, says):
+    with pytest.raises(openai.BadRequestError) as caught:
+        ask(client, body)
+    assert says in caught.value.body["message"] and "\n" not in caught.value.body["message"]
+
+
+def test_a_stream_and_samples_of_a_chat(client):
+    asked = {"model": "bundled", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 60, "seed": 3, "n": 2}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": SCHEMA}}
+    whole = client.chat.completions.create(**asked, response_format=form)
+    texts = ["", ""]
+    for chunk in client.chat.completions.create(**asked, response_format=form, stream=True):
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+    assert texts == [choice.message.content for choice in whole.choices]
+    for choice in whole.choices:
+        assert choice.finish_reason == "stop"
+        jsonschema.validate(json.loads(choice.message.content), SCHEMA)
+
+
+def test_a_grammar_that_compiles_blocks_nobody(llm, monkeypatch):
+    """Others are answered while it compiles; an abort drops it; at last it is answered, or refused with the reason."""
+    go_on, form_of = threading.Event(), of_compile.form_of
+
+    def slow(compiler, grammar):
+        assert go_on.wait(60)
+        return form_of(compiler, grammar)
+
+    monkeypatch.setattr(of_compile, "form_of", slow)
+    with zmq.Context() as context, context.socket(zmq.PAIR) as front, context.socket(zmq.PAIR) as socket:
+        front.bind("inproc://grammars")
+        socket.connect("inproc://grammars")
+        worker = Worker(socket, llm, Start({}, os.getppid(), 0.05, "info", False))
+
+        def submit(name, grammar=None):
+            params = SamplingParams(temperature=0.0, max_tokens=8, grammar=grammar)
+            resolved = params.resolve({}, llm.inputs.facts.eos_token_ids)
+            front.send(protocol.encode(Submit(name, [1, 2, 3], resolved, 0, True)))
+
+        def ended():
+            """Names that have ended, as far as the front has been told."""
+            found = []
+            while front.poll(0):
+                message = protocol.decode_from_engine(front.recv())
+                if isinstance(message, Refused):
+                    found.append(message.name)
+                elif isinstance(message, Harvest):
+                    found += [part.name for part in message.parts if part.piece.finish_reason is not None]
+            return found
+
+        def turn_until(*names):
+            left = set(names)
+            while left:
+                worker._take_in()
+                worker._send(llm.step() if llm.engine.has_work else [])
+                left -= (told := set(ended()))
+                assert told <= set(names)
+
+        submit("slow", Grammar("regex", "[xy]{1,3}"))
+        submit("dropped", Grammar("regex", "[xz]{1,3}"))
+        submit("wrong", Grammar("regex", "(x"))
+        submit("free")
+        turn_until("free")
+        assert worker.compiling.keys() == {"slow", "dropped", "wrong"}
+        front.send(protocol.encode(Abort("dropped")))
+        go_on.set()
+        turn_until("slow", "wrong")
+        assert not worker.compiling and not worker.running
