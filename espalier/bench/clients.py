@@ -18,6 +18,7 @@ from espalier.errors import EspalierError
 READ_BYTES = 2**18
 HEAD_END, LAST_CHUNK = b"\r\n\r\n", b"\r\n0\r\n\r\n"
 LENGTH = b"content-length:"
+FIRST_REQUEST = b"GET /health HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n"
 
 
 @dataclass
@@ -54,11 +55,18 @@ def request_of(path: str, body: Mapping[str, Any], headers: Mapping[str, str] | 
 
 def exchange_all(port: int, requests: Sequence[bytes]) -> list[Exchange]:
     """Send the requests, each on an open connection of its own, and read the responses.  Raises EspalierError."""
-    with selectors.DefaultSelector() as selector, ExitStack() as stack:
+    with ExitStack() as stack:
         connections = [
             stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=START_S)) for _ in requests
         ]
-        exchanges = []
+        # The server has accepted a connection once it has answered on it.
+        _exchange(connections, [FIRST_REQUEST] * len(requests))
+        return _exchange(connections, requests)
+
+
+def _exchange(connections: Sequence[socket.socket], requests: Sequence[bytes]) -> list[Exchange]:
+    exchanges = []
+    with selectors.DefaultSelector() as selector:
         for connection, request in zip(connections, requests, strict=True):
             exchanges.append(Exchange(perf_counter()))
             selector.register(connection, selectors.EVENT_READ, exchanges[-1])

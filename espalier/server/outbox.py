@@ -5,9 +5,9 @@ from collections.abc import Callable
 
 from espalier.server.protocol import Submit
 
-# Turns of the event loop in which no prompt comes, after which the prompts leave.  A request that waits in a socket
-# needs two: one to be read, one to be handled.
-QUIET_TURNS = 3
+# Turns of the event loop in which no prompt comes, after which the prompts leave.  A request on a new connection needs
+# five: accept, make its transport, watch it, read, handle.
+QUIET_TURNS = 6
 MAX_WAIT_S = 0.01
 
 

@@ -47,6 +47,11 @@ def echoing():
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
+        def do_GET(self):
+            self.send_response(200)
+            self.send_header("content-length", "0")
+            self.end_headers()
+
         def do_POST(self):
             data = self.rfile.read(int(self.headers["content-length"]))
             bodies.append(json.loads(data))
