@@ -13,9 +13,25 @@ from espalier.errors import EspalierError, prompt_too_long, shown
 from espalier.request import ResolvedParams, SamplingParams, check_prompt
 from espalier.text import TextStream, Tokenizer
 from espalier.text_bound import TextBound
+from espalier.tools.definitions import checked_tools
+from espalier.tools.formats import AUTO, find_formats
+from espalier.tools.plan import ChatPlan
 
 Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, str]]
+
+
+class ConversationOptions(ChatOptions, total=False):
+    """The options of LLM.chat.
+
+    tool_choice: as in OpenAI's API; parallel_tool_calls: False allows one call at most; tool_format, reasoning_format:
+    names of espalier/tools/formats, "auto" for those of the chat template.
+    """
+
+    tool_choice: str | Mapping[str, Any] | None
+    parallel_tool_calls: bool | None
+    tool_format: str
+    reasoning_format: str
 
 
 @dataclass(frozen=True)
@@ -93,8 +109,23 @@ class InputProcessor:
             options["allow_special_tokens_in_messages"] = self.allow_special_tokens_in_messages
         return self.text_of("chat").chat(messages, check=check, **options)
 
+    def conversation(
+        self, messages: Messages, params: SamplingParams | None, **options: Unpack[ConversationOptions]
+    ) -> tuple[list[int], ResolvedParams, ChatPlan]:
+        """(prompt, parameters, plan of the output) of a conversation.  Raises EspalierError."""
+        tokenizer = self.text_of("chat")
+        tools = checked_tools(
+            options.get("tools"), options.pop("tool_choice", None), options.pop("parallel_tool_calls", None)
+        )
+        names = options.pop("tool_format", AUTO), options.pop("reasoning_format", AUTO)
+        plan = ChatPlan(tokenizer, find_formats(tokenizer.template_text, *names), tools)
+        prompt = self.tokens(self.chat(plan.messages(messages), **options))  # type: ignore[typeddict-item]
+        return prompt, plan.params(self.resolve(params or SamplingParams()), prompt), plan
+
     def resolve(self, params: SamplingParams) -> ResolvedParams:
-        """The parameters with defaults filled in and values checked.  Raises EspalierError."""
+        """The parameters with defaults filled in and values checked; resolved ones as they are.  Raises EspalierError."""
+        if isinstance(params, ResolvedParams):
+            return params
         resolved = params.resolve(self.facts.generation_config, self.facts.eos_token_ids)
         resolved.validate(self.facts.vocab_size, self.tokenizer is not None)
         return resolved
@@ -122,4 +153,11 @@ def text_sink(tokenizer: Tokenizer | None, prompt: Sequence[int], params: Resolv
     if tokenizer is None:
         return None
     keep, skip = params.include_stop_str_in_output, params.skip_special_tokens
-    return tokenizer.sink(prompt, params.stop, params.min_tokens, keep_stop=keep, skip_special_tokens=skip)
+    return tokenizer.sink(
+        prompt,
+        params.stop,
+        params.min_tokens,
+        keep_stop=keep,
+        skip_special_tokens=skip,
+        shown=params.shown_special_tokens,
+    )

@@ -15,6 +15,7 @@ import numpy as np
 
 from espalier import limits
 from espalier.errors import EspalierError, prompt_too_long, refuses_unknown, require_int
+from espalier.grammar.spec import Grammar
 from espalier.limits import MAX_BIAS, MAX_LOGPROBS, MAX_SAMPLES, MAX_SEED, MIN_TEMPERATURE, number, whole_number
 from espalier.logprobs import PromptLogprobs, TokenLogprob, TokenLogprobs
 from espalier.stats import SpeculationStats
@@ -164,7 +165,8 @@ class ResolvedParams(SamplingParams):
     """SamplingParams with every field decided.
 
     The defaults are neutral: they leave the target's distribution as it is.  eos_token_ids: those of stop_token_ids
-    that are the model's own.
+    that are the model's own.  shown_special_tokens: special tokens that the text has by name in any case, because a
+    parser of tool calls or reasoning reads them.
     """
 
     temperature: float = _slot_param(1.0)
@@ -184,6 +186,8 @@ class ResolvedParams(SamplingParams):
     n: int = 1
     speculation: bool = True
     eos_token_ids: tuple[int, ...] = ()
+    shown_special_tokens: tuple[int, ...] = ()
+    grammar: Grammar | None = None
 
     @cached_property
     def has_filters(self) -> bool:

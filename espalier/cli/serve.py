@@ -32,6 +32,15 @@ def add_flags(parser: ArgumentParser) -> None:
     http.add_argument("--api-key", metavar="X", help=f"bearer token that clients must send (${KEY_VARIABLE})")
     http.add_argument("--chat-template", type=Path, metavar="FILE", help="replaces the tokenizer's chat template")
     http.add_argument(
+        "--tool-format",
+        default="auto",
+        metavar="X",
+        help="how the model writes tool calls (auto: by its chat template)",
+    )
+    http.add_argument(
+        "--reasoning-format", default="auto", metavar="X", help="how the model marks its reasoning (auto, as above)"
+    )
+    http.add_argument(
         "--cors-origin", action="append", metavar="X", help="origin whose pages may call the server; may be repeated"
     )
     http.add_argument(
@@ -108,6 +117,7 @@ def run(args: Namespace) -> int:
     from espalier.server.client import MODEL_WORKER, ClientOptions
     from espalier.server.front import FrontOptions
     from espalier.server.run import ServeOptions, serve
+    from espalier.tools.formats import find_formats
 
     for name in (
         "port",
@@ -121,6 +131,8 @@ def run(args: Namespace) -> int:
         _require(name, getattr(args, name), 0)
     for name in ("max_body_bytes", "engine_timeout"):
         _require(name, getattr(args, name), 1)
+    # A format that does not exist is refused before the model is loaded.
+    find_formats("", args.tool_format, args.reasoning_format)
     settings, name = _shape(args) if args.shape is not None else _model(args)
     # With "auto" and a draft, the name is that of the target's directory.
     names = args.served_model_name or [name for name in [name] if name != "auto"]
@@ -145,6 +157,8 @@ def run(args: Namespace) -> int:
             args.request_timeout or None,
             args.strict_fields,
             args.allow_special_tokens_in_messages,
+            args.tool_format,
+            args.reasoning_format,
         ),
         api=ApiOptions(
             args.api_key or os.environ.get(KEY_VARIABLE) or None,

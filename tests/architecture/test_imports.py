@@ -21,13 +21,14 @@ MAX_FILE_LINES = 450
 MAX_FUNCTION_LINES = 70
 
 # docs/design.md, section 8, from below: a room imports from those that stand below it, rooms of one line not from each
-# other.  `request` imports nothing but errors, limits, logprobs and stats, and anyone may import it.  `guard` may
+# other.  `request` imports nothing but errors, grammar, limits, logprobs and stats, and anyone may import it.  `guard` may
 # import all, and nobody imports it but its one hook.  "" is espalier/__init__.py, the public face.
 FLOORS = (
     ("counterparts",),
     ("errors", "cores", "stats", "logprobs"),
-    ("limits", "chat"),
+    ("limits", "chat", "grammar"),
     ("config", "request", "text", "text_bound"),
+    ("tools",),
     ("inputs",),
     ("layout",),
     ("slots",),
@@ -77,7 +78,7 @@ def imports(source: str) -> Iterator[tuple[int, str]]:
 
 def upward_imports(source: str, room: str) -> list[str]:
     def allowed(other: str) -> bool:
-        own = ("errors", "limits", "stats", "logprobs")
+        own = ("errors", "limits", "stats", "logprobs", "grammar")
         return other == room or (FLOOR[other] < FLOOR[room] and (room != "request" or other in own))
 
     # The hook to guard is counted over the whole house, below.

@@ -1,0 +1,57 @@
+"""What a user asks of an output's form.  Values only; espalier/grammar/compile.py makes them into masks."""
+
+import json
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from espalier.errors import EspalierError, refuses_unknown, shown
+
+Kind = Literal["json_object", "json_schema", "regex", "ebnf", "choice", "structural_tag"]
+KINDS: tuple[str, ...] = get_args(Kind)
+# A larger spec is refused before it is read.
+MAX_SPEC_CHARS = 256 * 1024
+
+
+@refuses_unknown
+@dataclass(frozen=True)
+class Grammar:
+    """The form that an output must have.
+
+    kind: which form.  spec: JSON text for json_schema and structural_tag, a JSON array of strings for choice, a regular
+    expression, a grammar in xgrammar's EBNF, "" for json_object.
+    strict: whether an object of a JSON schema may only have the properties that the schema names, unless the schema says
+    otherwise.
+    after: text that ends the model's reasoning, such as "</think>"; the output is free up to its end.  None: the form
+    begins with the first token.
+    Raises EspalierError for a value that no model supports.
+    """
+
+    kind: Kind
+    spec: str = ""
+    strict: bool = True
+    after: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise EspalierError(f"grammar kind {shown(self.kind)} is not supported; use one of {', '.join(KINDS)}")
+        if not isinstance(self.spec, str):
+            raise EspalierError(f"grammar spec {shown(self.spec)} is not supported; use a string")
+        if len(self.spec) > MAX_SPEC_CHARS:
+            raise EspalierError(
+                f"a grammar of {len(self.spec)} characters is not supported; use {MAX_SPEC_CHARS} at most"
+            )
+        if not isinstance(self.strict, bool):
+            raise EspalierError(f"grammar strict={shown(self.strict)} is not supported; use True or False")
+        if self.after is not None and not (isinstance(self.after, str) and self.after):
+            raise EspalierError(f"grammar after={shown(self.after)} is not supported; use a text or None")
+
+    @classmethod
+    def of_json_schema(cls, schema: Any, *, strict: bool = True, after: str | None = None) -> "Grammar":
+        """The grammar of a JSON schema, given as a value (dict or bool) or as JSON text."""
+        text = schema if isinstance(schema, str) else json.dumps(schema)
+        return cls("json_schema", text, strict, after)
+
+    @classmethod
+    def of_choices(cls, choices: list[str], *, after: str | None = None) -> "Grammar":
+        """The grammar that allows exactly these texts."""
+        return cls("choice", json.dumps(choices), after=after)
