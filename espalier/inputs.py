@@ -97,14 +97,7 @@ class InputProcessor:
 
         Raises EspalierError.
         """
-        if isinstance(messages, str) or not all(isinstance(message, Mapping) for message in messages):
-            raise EspalierError(
-                f'messages={shown(messages)} is not supported; use a list of {{"role": ..., "content": ...}}'
-            )
-        for message in messages:
-            for value in message.values():
-                if isinstance(value, str):
-                    check_text(value)
+        _check_messages(messages)
         if options.get("allow_special_tokens_in_messages") is None:
             options["allow_special_tokens_in_messages"] = self.allow_special_tokens_in_messages
         return self.text_of("chat").chat(messages, check=check, **options)
@@ -114,6 +107,7 @@ class InputProcessor:
     ) -> tuple[list[int], ResolvedParams, ChatPlan]:
         """(prompt, parameters, plan of the output) of a conversation.  Raises EspalierError."""
         tokenizer = self.text_of("chat")
+        _check_messages(messages)
         tools = checked_tools(
             options.get("tools"), options.pop("tool_choice", None), options.pop("parallel_tool_calls", None)
         )
@@ -123,7 +117,10 @@ class InputProcessor:
         return prompt, plan.params(self.resolve(params or SamplingParams()), prompt), plan
 
     def resolve(self, params: SamplingParams) -> ResolvedParams:
-        """The parameters with defaults filled in and values checked; resolved ones as they are.  Raises EspalierError."""
+        """The parameters with defaults filled in and values checked.  Raises EspalierError.
+
+        Resolved parameters are returned as they are.
+        """
         if isinstance(params, ResolvedParams):
             return params
         resolved = params.resolve(self.facts.generation_config, self.facts.eos_token_ids)
@@ -135,6 +132,17 @@ class InputProcessor:
         if self.tokenizer is None:
             raise EspalierError(f"{what} needs a tokenizer and {self.facts.model} has none; give token ids")
         return self.tokenizer
+
+
+def _check_messages(messages: Any) -> None:
+    if isinstance(messages, str) or not all(isinstance(message, Mapping) for message in messages):
+        raise EspalierError(
+            f'messages={shown(messages)} is not supported; use a list of {{"role": ..., "content": ...}}'
+        )
+    for message in messages:
+        for value in message.values():
+            if isinstance(value, str):
+                check_text(value)
 
 
 def check_text(text: str) -> None:

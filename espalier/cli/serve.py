@@ -2,7 +2,7 @@
 
 import asyncio
 import os
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser, Namespace, _ArgumentGroup
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,27 @@ KEY_VARIABLE = "ESPALIER_API_KEY"
 SHAPE_WORKER = "espalier.cli.shape_worker"
 
 
+def _add_chat_flags(group: _ArgumentGroup) -> None:
+    group.add_argument("--chat-template", type=Path, metavar="FILE", help="replaces the tokenizer's chat template")
+    group.add_argument(
+        "--allow-special-tokens-in-messages",
+        action="store_true",
+        help="the text of a special token in a message becomes that token; message authors can then forge turns",
+    )
+    group.add_argument(
+        "--tool-format",
+        default="auto",
+        metavar="X",
+        help="how the model writes tool calls; none: they stay text (auto: by the chat template)",
+    )
+    group.add_argument(
+        "--reasoning-format",
+        default="auto",
+        metavar="X",
+        help="how the model marks its reasoning; none: it stays text (auto: by the chat template)",
+    )
+
+
 def add_flags(parser: ArgumentParser) -> None:
     parser.add_argument(
         "model", nargs="?", default="auto", help=EngineConfig.__dataclass_fields__["model"].metadata["help"]
@@ -30,27 +51,13 @@ def add_flags(parser: ArgumentParser) -> None:
         "--served-model-name", action="append", metavar="X", help="the model's name in the API; may be repeated (MODEL)"
     )
     http.add_argument("--api-key", metavar="X", help=f"bearer token that clients must send (${KEY_VARIABLE})")
-    http.add_argument("--chat-template", type=Path, metavar="FILE", help="replaces the tokenizer's chat template")
-    http.add_argument(
-        "--tool-format",
-        default="auto",
-        metavar="X",
-        help="how the model writes tool calls (auto: by its chat template)",
-    )
-    http.add_argument(
-        "--reasoning-format", default="auto", metavar="X", help="how the model marks its reasoning (auto, as above)"
-    )
     http.add_argument(
         "--cors-origin", action="append", metavar="X", help="origin whose pages may call the server; may be repeated"
     )
     http.add_argument(
         "--strict-fields", action="store_true", help="refuse fields that have no effect, such as user and metadata"
     )
-    http.add_argument(
-        "--allow-special-tokens-in-messages",
-        action="store_true",
-        help="the text of a special token in a message becomes that token; message authors can then forge turns",
-    )
+    _add_chat_flags(http)
     http.add_argument("--max-queue", type=int, default=256, metavar="N", help="samples that may wait for a slot (256)")
     http.add_argument(
         "--request-timeout",

@@ -31,7 +31,7 @@ def _newlines(reader: Reader) -> Steps[None]:
 
 THINK = ReasoningFormat(
     name="think",
-    signs=("</think>",),
+    signs=("think>",),
     special_tokens=("<think>", "</think>"),
     begin="<think>",
     end="</think>",

@@ -27,11 +27,10 @@ def _calls(reader: Reader, writer: Writer, opening: str) -> Steps[None]:
         yield from read_call_object(reader, call)
 
     while (yield from read_call(reader, writer, opening, read)):
-        opening = yield from reader.space()
+        yield from reader.space()
         if (yield from reader.literal(";")) is None:
             break
-        opening = ";"
-        yield from reader.space()
+        opening = ";" + (yield from reader.space())
         if (yield from reader.peek()) in ("", "<"):
             break
 
