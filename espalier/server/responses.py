@@ -82,6 +82,9 @@ class ResponsesRequest(_Sampling):
     prompt: Annotated[None, STATELESS] = None
     background: Annotated[Literal[False] | None, STATELESS] = None
     max_tool_calls: Annotated[None, Refused("the server has no tools of its own; leave it out")] = None
+    max_tokens: Annotated[None, Refused("use max_output_tokens")] = None
+    messages: Annotated[None, Refused("use input")] = None
+    response_format: Annotated[None, Refused("use text.format")] = None
     modalities: Annotated[Nothing | None, TEXT_ONLY] = None
 
     def without_effect(self) -> list[str]:
