@@ -114,7 +114,11 @@ class InputProcessor:
         names = options.pop("tool_format", AUTO), options.pop("reasoning_format", AUTO)
         plan = ChatPlan(tokenizer, find_formats(tokenizer.template_text, *names), tools)
         prompt = self.tokens(self.chat(plan.messages(messages), **options))  # type: ignore[typeddict-item]
-        return prompt, plan.params(self.resolve(params or SamplingParams()), prompt), plan
+        return prompt, self.planned(plan, self.resolve(params or SamplingParams()), prompt), plan
+
+    def planned(self, plan: ChatPlan, params: ResolvedParams, prompt: Sequence[int]) -> ResolvedParams:
+        """The parameters with the plan's grammar and shown tokens, checked.  Raises EspalierError."""
+        return self.checked(plan.params(params, prompt))
 
     def resolve(self, params: SamplingParams) -> ResolvedParams:
         """The parameters with defaults filled in and values checked.  Raises EspalierError.
@@ -123,9 +127,12 @@ class InputProcessor:
         """
         if isinstance(params, ResolvedParams):
             return params
-        resolved = params.resolve(self.facts.generation_config, self.facts.eos_token_ids)
-        resolved.validate(self.facts.vocab_size, self.tokenizer is not None)
-        return resolved
+        return self.checked(params.resolve(self.facts.generation_config, self.facts.eos_token_ids))
+
+    def checked(self, params: ResolvedParams) -> ResolvedParams:
+        """The same parameters.  Raises EspalierError for values that this model does not support."""
+        params.validate(self.facts.vocab_size, self.tokenizer is not None)
+        return params
 
     def text_of(self, what: str) -> Tokenizer:
         """The tokenizer.  what: names its user in the EspalierError that is raised if there is none."""

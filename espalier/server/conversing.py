@@ -52,7 +52,7 @@ async def converse(front: Front, body: ChatRequest) -> Conversation:
         check, size = front.require_tokenizable, num_characters(body.messages)
         prompt = await front.lanes.run(_prompt, body, plan, check, size=size, field="messages")
     with refusing():
-        params = plan.params(params, prompt)
+        params = front.inputs.planned(plan, params, prompt)
     return Conversation(ignored, prompt, params, plan)
 
 

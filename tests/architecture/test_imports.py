@@ -21,8 +21,8 @@ MAX_FILE_LINES = 450
 MAX_FUNCTION_LINES = 70
 
 # docs/design.md, section 8, from below: a room imports from those that stand below it, rooms of one line not from each
-# other.  `request` imports nothing but errors, grammar, limits, logprobs and stats, and anyone may import it.  `guard` may
-# import all, and nobody imports it but its one hook.  "" is espalier/__init__.py, the public face.
+# other.  `request` imports nothing but errors, grammar, limits, logprobs and stats, and anyone may import it.  `guard`
+# may import all, and nobody imports it but its one hook.  "" is espalier/__init__.py, the public face.
 FLOORS = (
     ("counterparts",),
     ("errors", "cores", "stats", "logprobs"),

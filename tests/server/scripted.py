@@ -1,7 +1,7 @@
 """A server whose engine says what a script tells it: for tests of what is read from an output.
 
-As a program it answers like `espalier serve bundled --port N`, for tools/clients.py: each conversation with tools gets a
-call of the first one, and each with a result of a tool gets text.
+As a program it answers like `espalier serve bundled --port N`, for tools/clients.py: a conversation with tools gets a
+call of the first one, and one with a result of a tool gets text.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Small chat templates in the syntax of each family, tokenizers with its special tokens, and outputs as such models write.
+"""Small chat templates in the syntax of each family, tokenizers with its special tokens, and outputs of such models.
 
 The outputs have the calls CALLS, after the content and the reasoning that stand with them.
 """
@@ -108,8 +108,9 @@ FAMILIES = {
         "think",
         HERMES,
         TURNS,
-        f'<think>\nWhich? <b>\n</think>\n\nI look.\n<tool_call>\n{{"name": "get_weather", "arguments": {WEATHER_JSON}}}\n'
-        '</tool_call>\n<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>',
+        "<think>\nWhich? <b>\n</think>\n\nI look.\n<tool_call>\n"
+        f'{{"name": "get_weather", "arguments": {WEATHER_JSON}}}\n</tool_call>\n'
+        '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>',
         "I look.",
         "Which? <b>",
     ),
@@ -162,7 +163,8 @@ FAMILIES = {
         "mistral",
         MISTRAL + "{# [ARGS] [THINK] #}",
         ("[INST]", "[/INST]", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "[THINK]", "[/THINK]"),
-        f"[THINK]Which?[/THINK]I look.[TOOL_CALLS]get_weather[ARGS]{WEATHER_JSON}[TOOL_CALLS]now[CALL_ID]123456789[ARGS]{{}}",
+        f"[THINK]Which?[/THINK]I look.[TOOL_CALLS]get_weather[ARGS]{WEATHER_JSON}"
+        "[TOOL_CALLS]now[CALL_ID]123456789[ARGS]{}",
         "I look.",
         "Which?",
     ),
@@ -171,8 +173,8 @@ FAMILIES = {
         "think",
         DEEPSEEK + "{# ```json #}<think>\n",
         DEEPSEEK_TOKENS,
-        f"Which?</think>\n\nI look.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n"
-        f"{WEATHER_JSON}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>now\n```json\n{{}}\n```"
+        "Which?</think>\n\nI look.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n"
+        f"```json\n{WEATHER_JSON}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>now\n```json\n{{}}\n```"
         "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
         "I look.",
         "Which?",
@@ -205,8 +207,8 @@ FAMILIES = {
         HARMONY,
         ("<|start|>", "<|end|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|call|>", "<|return|>"),
         "<|channel|>analysis<|message|>Which?<|end|><|start|>assistant<|channel|>commentary<|message|>I look."
-        f"<|end|><|start|>assistant<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{WEATHER_JSON}"
-        "<|call|><|start|>assistant to=functions.now<|channel|>commentary json<|message|>{}",
+        "<|end|><|start|>assistant<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>"
+        f"{WEATHER_JSON}<|call|><|start|>assistant to=functions.now<|channel|>commentary json<|message|>{{}}",
         "I look.",
         "Which?",
     ),

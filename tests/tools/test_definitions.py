@@ -65,7 +65,7 @@ def test_a_wrong_tool_is_named(tools, said):
 def test_a_wrong_choice_is_named(tools, choice, said):
     with pytest.raises(EspalierError, match=said):
         checked_tools(tools, choice)
-    with pytest.raises(EspalierError, match="^parallel_tool_calls='no' is not supported"):
+    with pytest.raises(EspalierError, match=r"^parallel_tool_calls='no' is not supported"):
         checked_tools([F], None, "no")
 
 

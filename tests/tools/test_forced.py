@@ -151,7 +151,7 @@ def test_an_answer_has_its_form_or_is_a_call(allows):
     for form, text in forms.items():
         either = grammar_of("hermes", choice="auto", answer=form)
         assert allows(either, text) and allows(either, ONE["hermes"]) and not allows(either, "neither")
-        with pytest.raises(EspalierError, match="^tool_choice with response_format"):
+        with pytest.raises(EspalierError, match=r"^tool_choice with response_format"):
             grammar_of("hermes", answer=form)
         assert grammar_of("hermes", [], None, answer=form) is form
     assert grammar_of("hermes", after="</think>").after == "</think>"

@@ -138,7 +138,7 @@ WRONG = {
 @pytest.mark.parametrize(("name", "text"), [(name, text) for name, texts in WRONG.items() for text in texts])
 def test_a_misspelled_call_is_content_with_a_reason(name, text):
     family = FAMILIES[name]
-    message, deltas = read(family, text, [text])
+    message, _deltas = read(family, text, [text])
     assert not message.tool_calls and len(message.errors) == 1
     said = text.removeprefix("</think>")
     # After a harmony call, the mark of its end is no text.
@@ -234,10 +234,10 @@ def test_a_format_is_named_or_left_out():
     # One format reads both.
     for names in (("harmony", "auto"), ("auto", "harmony")):
         assert find_formats("no signs", *names) == find_formats(FAMILIES["harmony"].template)
-    with pytest.raises(EspalierError, match="^tool_format='qwen' is not supported; use auto, none, deepseek-v3, deep"):
+    with pytest.raises(EspalierError, match=r"^tool_format='qwen' is not supported; use auto, none, deepseek-v3, deep"):
         find_formats("", "qwen")
     with pytest.raises(
-        EspalierError, match="^reasoning_format='r1' is not supported; use auto, none, harmony, mistral"
+        EspalierError, match=r"^reasoning_format='r1' is not supported; use auto, none, harmony, mistral"
     ):
         find_formats("", "auto", "r1")
     with pytest.raises(EspalierError, match="needs reasoning_format='harmony'"):

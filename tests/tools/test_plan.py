@@ -70,7 +70,7 @@ def test_samples_have_a_message_each():
 @families
 def test_calls_and_their_results_go_back_into_the_prompt(name):
     family, inputs = FAMILIES[name], inputs_of(name)
-    _, _, plan = inputs.conversation(HI, None, tools=TOOLS)
+    _, _, _plan = inputs.conversation(HI, None, tools=TOOLS)
     id = "aaaabbbbc"
     call = {"id": id, "type": "function", "function": {"name": "get_weather", "arguments": {"city": "<eos>"}}}
     asked = {"role": "assistant", "content": "", "tool_calls": [call], "reasoning_content": "Why?"}
@@ -118,7 +118,7 @@ def test_a_grammar_begins_after_the_reasoning(name, variables, after):
     inputs = inputs_of(name)
 
     def grammar(form=None, **options):
-        prompt, params, plan = inputs.conversation(HI, None, chat_template_kwargs=variables, **options)
+        prompt, _params, plan = inputs.conversation(HI, None, chat_template_kwargs=variables, **options)
         return plan.params(ResolvedParams(grammar=form), prompt).grammar
 
     assert grammar(tools=TOOLS) is None and grammar() is None
@@ -137,7 +137,7 @@ def test_a_grammar_of_harmony_begins_in_its_channel():
     form = ResolvedParams(grammar=Grammar("json_object"))
     assert plan.params(form, prompt).grammar.after == "<|channel|>final<|message|>"
     _, _, plan = inputs.conversation(HI, None, tools=TOOLS)
-    with pytest.raises(EspalierError, match="^tools with response_format"):
+    with pytest.raises(EspalierError, match=r"^tools with response_format"):
         plan.params(form, prompt)
 
 
@@ -146,7 +146,7 @@ def test_a_model_that_cannot_call_says_what_to_do():
     blind.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     tools = checked_tools(TOOLS)
     for tokenizer in (Tokenizer(blind), None):
-        with pytest.raises(EspalierError, match="^tools needs a chat template that reads them.*--chat-template"):
+        with pytest.raises(EspalierError, match=r"^tools needs a chat template that reads them.*--chat-template"):
             ChatPlan(tokenizer, Formats(), tools)
         assert not ChatPlan(tokenizer, Formats(), checked_tools(TOOLS, "none")).has_parser
     blind.chat_template = "{{ tools }}{% for m in messages %}{{ m.content }}{% endfor %}"
