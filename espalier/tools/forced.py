@@ -22,7 +22,8 @@ def call_grammar(tools: Tools, format: ToolFormat, answer: Grammar | None, after
     """
     if not tools.callable:
         return answer
-    is_single = not tools.parallel or format.one_call
+    # A named tool is called once.
+    is_single = tools.is_named or not tools.parallel or format.one_call
     if tools.is_forced:
         if answer is not None:
             raise EspalierError("tool_choice with response_format or another grammar is not supported; use one of them")

@@ -115,6 +115,9 @@ def test_several_calls_are_allowed_unless_they_are_not(allows, name):
 def test_a_named_tool_is_the_only_one(allows, name):
     named = grammar_of(name, choice={"type": "function", "function": {"name": "now"}})
     assert not allows(named, ONE[name])
+    if name in TWO:
+        weather = grammar_of(name, choice={"type": "function", "function": {"name": "get_weather"}})
+        assert allows(weather, ONE[name]) and not allows(weather, TWO[name])
     assert json.loads(named.spec)["type"] == "structural_tag" and "get_weather" not in named.spec
 
 
