@@ -180,9 +180,9 @@ class ToolFormat:
 class ReasoningFormat:
     """How a family of models separates its reasoning.
 
-    begin, end: around the reasoning; "" in both for a format whose tool format reads the reasoning too (whole).
-    answer: text after which a grammar for the answer begins; calls: the same for a grammar of tool calls.
-    switches: variables of a chat template with which such a model reasons where its prompt does not say so.
+    begin, end: around the reasoning.  answer: text between the reasoning and an answer that is no call.  switches:
+    variables of a chat template with which such a model reasons where its prompt does not say so.  whole: the tool
+    format of this name reads the reasoning too, and such a model always may reason.
     """
 
     name: str
@@ -190,7 +190,6 @@ class ReasoningFormat:
     special_tokens: tuple[str, ...]
     begin: str
     end: str
-    answer: str
-    calls: str
+    answer: str = ""
     switches: tuple[str, ...] = ()
     whole: bool = False

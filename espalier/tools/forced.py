@@ -1,4 +1,4 @@
-"""The grammar of tool calls: where the answer must be one, where a tool is strict, or where only one call is allowed.
+"""The grammar of outputs with tool calls: where one is forced, where a tool is strict, or where one call is the most.
 
 The grammar is a structural tag of xgrammar, made from the format's CallSyntax.
 """
@@ -9,36 +9,59 @@ from typing import Any
 
 from espalier.errors import EspalierError
 from espalier.grammar.spec import Grammar
-from espalier.tools.base import ToolFormat
+from espalier.tools.base import ReasoningFormat, ToolFormat
 from espalier.tools.definitions import ANY_OBJECT, Tools
 
 Node = dict[str, Any]
 
 
-def call_grammar(tools: Tools, format: ToolFormat, answer: Grammar | None, after: str | None) -> Grammar | None:
-    """The grammar of an answer that may or must have calls; None if it is free.
+def output_grammar(
+    tools: Tools,
+    format: ToolFormat | None,
+    answer: Grammar | None,
+    reasoning: ReasoningFormat | None = None,
+    after: str | None = None,
+) -> Grammar | None:
+    """The grammar of an output that may or must have calls; None if it is free.
 
-    answer: the form of an answer without calls.  after: text after which the grammar begins.  Raises EspalierError.
+    answer: the form of an answer without calls.  reasoning: what may come first, in a model that decides that itself.
+    after: text after which the grammar begins.  Raises EspalierError.
     """
-    if not tools.callable:
-        return answer
-    # A named tool is called once.
-    is_single = tools.is_named or not tools.parallel or format.one_call
-    if tools.is_forced:
-        if answer is not None:
+    node = None if answer is None else _answer(answer, reasoning)
+    if format is not None and tools.callable:
+        # A named tool is called once.
+        is_single = tools.is_named or not tools.parallel or format.one_call
+        if tools.is_forced and answer is not None:
             raise EspalierError("tool_choice with response_format or another grammar is not supported; use one of them")
-        return _tag(_calls(tools, format, is_single), after)
-    if answer is not None:
-        return _tag({"type": "or", "elements": [_calls(tools, format, is_single), _node_of(answer)]}, after)
-    is_strict = any(each.get("strict") for each in tools.callable)
-    if not is_strict and (tools.parallel or format.one_call):
+        if tools.is_forced:
+            node = _calls(tools, format, is_single)
+        elif node is not None:
+            node = {"type": "or", "elements": [_calls(tools, format, is_single), node]}
+        elif _has_strict(tools) or not (tools.parallel or format.one_call):
+            # Its free text may be reasoning.
+            return _tag(_triggered(tools, format, is_single), True, after)
+    if node is None:
         return None
-    return _tag(_triggered(tools, format, is_single), after)
+    if reasoning is not None:
+        thoughts = {"type": "tag", "begin": reasoning.begin, "content": {"type": "any_text"}, "end": reasoning.end}
+        node = {"type": "sequence", "elements": [{"type": "optional", "content": thoughts}, node]}
+    return _tag(node, True if answer is None else answer.strict, after)
 
 
-def _tag(node: Node, after: str | None) -> Grammar:
+def _answer(grammar: Grammar, reasoning: ReasoningFormat | None) -> Node:
+    node = _node_of(grammar)
+    if reasoning is None or not reasoning.answer:
+        return node
+    return {"type": "sequence", "elements": [{"type": "const_string", "value": reasoning.answer}, node]}
+
+
+def _has_strict(tools: Tools) -> bool:
+    return any(each.get("strict") for each in tools.callable)
+
+
+def _tag(node: Node, strict: bool, after: str | None) -> Grammar:
     text = json.dumps({"type": "structural_tag", "format": node}, ensure_ascii=False)
-    return Grammar("structural_tag", text, after=after)
+    return Grammar("structural_tag", text, strict=strict, after=after)
 
 
 def _tags(tools: Tools, format: ToolFormat) -> list[Node]:
@@ -47,11 +70,17 @@ def _tags(tools: Tools, format: ToolFormat) -> list[Node]:
         {
             "type": "tag",
             "begin": f"{syntax.before_name}{function['name']}{syntax.after_name}",
-            "content": {"type": "json_schema", "json_schema": _schema(tools, function), "style": syntax.style},
+            "content": _arguments(_schema(tools, function), syntax.style),
             "end": syntax.end,
         }
         for function in tools.callable
     ]
+
+
+def _arguments(schema: Mapping[str, Any], style: str) -> Node:
+    node = {"type": "json_schema", "json_schema": schema, "style": style}
+    # Between tags xgrammar allows any white space, of which a model may find no end.
+    return node if style == "json" else {**node, "max_whitespace_cnt": 2}
 
 
 def _schema(tools: Tools, function: Mapping[str, Any]) -> Mapping[str, Any]:

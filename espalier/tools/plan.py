@@ -12,7 +12,7 @@ from espalier.errors import EspalierError
 from espalier.request import ResolvedParams
 from espalier.text import Tokenizer
 from espalier.tools.definitions import Tools
-from espalier.tools.forced import call_grammar
+from espalier.tools.forced import output_grammar
 from espalier.tools.formats import TOOL_FORMATS, Formats
 from espalier.tools.parser import OutputParser
 
@@ -76,19 +76,15 @@ class ChatPlan:
         )
 
     def _grammar(self, params: ResolvedParams, prompt: Sequence[int]) -> Any:
-        reasoning, answer = self.formats.reasoning, params.grammar
-        reasons = reasoning is not None and self._reasons(prompt)
-        if self.formats.tools is not None:
-            if reasoning is not None and reasoning.whole and answer is not None:
-                raise EspalierError(
-                    "tools with response_format or another grammar is not supported for this model, whose calls and "
-                    "answers stand in different channels; send one of them"
-                )
-            after = reasoning.calls if reasoning is not None and reasons else None
-            return call_grammar(self.tools, self.formats.tools, answer, after)
-        if reasoning is None or answer is None or answer.after is not None or not reasons:
-            return answer
-        return replace(answer, after=reasoning.answer)
+        reasoning, tools, answer = self.formats.reasoning, self.formats.tools, params.grammar
+        # A grammar that says when it begins begins there.
+        after = None if answer is None else answer.after
+        reasons = reasoning is not None and after is None and self._reasons(prompt)
+        if reasoning is not None and reasons and self._is_open(prompt):
+            after, reasons = reasoning.end, False
+        if tools is None and not reasons:
+            return None if answer is None else replace(answer, after=after)
+        return output_grammar(self.tools, tools, answer, reasoning if reasons else None, after)
 
     def _reasons(self, prompt: Sequence[int]) -> bool:
         """Whether the model is expected to reason before its answer."""

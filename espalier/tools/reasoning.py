@@ -35,8 +35,6 @@ THINK = ReasoningFormat(
     special_tokens=("<think>", "</think>"),
     begin="<think>",
     end="</think>",
-    answer="</think>",
-    calls="</think>",
     switches=("enable_thinking", "thinking"),
 )
 MISTRAL = ReasoningFormat(
@@ -45,6 +43,4 @@ MISTRAL = ReasoningFormat(
     special_tokens=("[THINK]", "[/THINK]"),
     begin="[THINK]",
     end="[/THINK]",
-    answer="[/THINK]",
-    calls="[/THINK]",
 )

@@ -27,6 +27,12 @@ def types_of(schema: Mapping[str, Any], name: str) -> set[str]:
     return _types(inner)
 
 
+def is_listed(schema: Mapping[str, Any], name: str) -> bool:
+    """Whether the schema lists the values of a property."""
+    inner = schema.get("properties", {}).get(name)
+    return isinstance(inner, Mapping) and ("enum" in inner or "const" in inner)
+
+
 def _types(schema: Any) -> set[str]:
     if not isinstance(schema, Mapping):
         return set()
@@ -63,14 +69,16 @@ class XmlArguments:
         self.num_values += 1
         if trim:
             yield from reader.literal(trim)
-        if types == {"string"}:
+        if types == {"string"} and not is_listed(self.call.schema, name):
             self.call.arguments('"')
             yield from self._until(reader, end, trim, lambda text: self.call.arguments(_escaped(text)))
             self.call.arguments('"')
             return
         parts: list[str] = []
         yield from self._until(reader, end, trim, parts.append)
-        self.call.arguments(_value(name, "".join(parts), types))
+        text = "".join(parts)
+        # White space around a value is not the value's, except in a free text.
+        self.call.arguments(_value(name, text.strip() if types == {"string"} else text, types))
 
     def _until(self, reader: Reader, end: str, trim: str, put: Any) -> Steps[None]:
         held = ""

@@ -8,8 +8,8 @@ import xgrammar
 from espalier.errors import EspalierError
 from espalier.grammar.spec import Grammar
 from espalier.tools.definitions import checked_tools
-from espalier.tools.forced import call_grammar
-from espalier.tools.formats import TOOL_FORMATS, Formats
+from espalier.tools.forced import output_grammar
+from espalier.tools.formats import REASONING_FORMATS, TOOL_FORMATS, Formats
 from espalier.tools.parser import Message, OutputParser
 
 BOUNDED = {
@@ -74,7 +74,7 @@ def allows():
 
 
 def grammar_of(name, tools=TOOLS, choice="required", parallel=None, answer=None, after=None):
-    return call_grammar(checked_tools(tools, choice, parallel), TOOL_FORMATS[name], answer, after)
+    return output_grammar(checked_tools(tools, choice, parallel), TOOL_FORMATS[name], answer, after=after)
 
 
 def read(name, text):
@@ -156,5 +156,24 @@ def test_an_answer_has_its_form_or_is_a_call(allows):
         assert allows(either, text) and allows(either, ONE["hermes"]) and not allows(either, "neither")
         with pytest.raises(EspalierError, match=r"^tool_choice with response_format"):
             grammar_of("hermes", answer=form)
-        assert grammar_of("hermes", [], None, answer=form) is form
     assert grammar_of("hermes", after="</think>").after == "</think>"
+
+
+@formats
+def test_a_model_that_may_reason_first_is_still_forced(allows, name):
+    reasoning = REASONING_FORMATS["harmony" if name == "harmony" else "think"]
+    tools = checked_tools(TOOLS, "required")
+    forced = output_grammar(tools, TOOL_FORMATS[name], None, reasoning)
+    thoughts = f"{reasoning.begin}Which?{reasoning.end}"
+    assert forced.after is None and allows(forced, ONE[name]) and allows(forced, thoughts + ONE[name])
+    assert not allows(forced, f"{thoughts}Paris") and not allows(forced, thoughts + thoughts + ONE[name])
+    message = Message()
+    parser = OutputParser(Formats(TOOL_FORMATS[name], reasoning), tools.schemas)
+    message.add(parser.feed(thoughts + ONE[name]) + parser.finish())
+    assert (message.reasoning, len(message.calls)) == ("Which?", 1)
+    either = output_grammar(checked_tools(TOOLS), TOOL_FORMATS[name], Grammar("regex", "[0-9]+"), reasoning)
+    for text in ("12", ONE[name]):
+        opening = reasoning.answer if text == "12" else ""
+        assert allows(either, opening + text) and allows(either, thoughts + opening + text)
+    alone = output_grammar(checked_tools(None), None, Grammar("regex", "[0-9]+"), reasoning)
+    assert allows(alone, f"{thoughts}{reasoning.answer}12") and not allows(alone, thoughts + ONE[name])

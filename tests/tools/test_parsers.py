@@ -244,3 +244,42 @@ def test_a_format_is_named_or_left_out():
         find_formats("", "harmony", "think")
     with pytest.raises(EspalierError, match="with tool_format='llama' is not supported"):
         find_formats("", "llama", "harmony")
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        ({"type": "string"}, " 2 ", " 2 "),
+        ({"enum": ["C", "F"]}, "\n  C ", "C"),
+        ({"type": "string", "const": "C"}, "C\n", "C"),
+        ({"type": "integer"}, " 2\n", 2),
+        ({"type": "number"}, "2", 2),
+        ({"type": "number"}, "2.5", 2.5),
+        ({"type": "integer"}, "2.0", 2.0),
+        ({"type": "boolean"}, "True", True),
+        ({"type": ["string", "null"]}, "None", None),
+        ({"type": ["string", "null"]}, "2", "2"),
+        ({"anyOf": [{"type": "string"}, {"type": "integer"}]}, "2", 2),
+        ({"anyOf": [{"type": "string"}, {}]}, "x", "x"),
+        ({"$ref": "#/$defs/X"}, '{"a": 1}', {"a": 1}),
+        ({}, "x y", "x y"),
+        ({"type": "array"}, "[1, 2]", [1, 2]),
+        ({"type": "array"}, "x", None),
+        ({"type": "boolean"}, "yes", None),
+        ({"type": "integer"}, "NaN", None),
+    ],
+)
+@pytest.mark.parametrize("name", ["qwen-coder", "glm"])
+def test_a_value_between_tags_has_the_type_of_its_schema(name, schema, text, value):
+    schemas = {"f": {"type": "object", "properties": {"a": schema}}}
+    written = {
+        "qwen-coder": f"<tool_call>\n<function=f>\n<parameter=a>\n{text}\n</parameter>\n</function>\n</tool_call>",
+        "glm": f"<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>{text}</arg_value>\n</tool_call>",
+    }[name]
+    message, _ = read(FAMILIES[name], written, list(written), schemas)
+    if value is None and text != "None":
+        assert message.errors == [f"the argument 'a' of the tool call is not of type {schema['type']}"]
+    else:
+        [call] = message.tool_calls
+        assert json.loads(call.arguments) == {"a": value}
+        assert type(json.loads(call.arguments)["a"]) is type(value)

@@ -103,42 +103,37 @@ def test_ids_of_calls_have_the_form_that_the_template_takes():
 
 
 @pytest.mark.parametrize(
-    ("name", "variables", "after"),
+    ("name", "variables", "after", "may_reason"),
     [
-        ("hermes", {}, "</think>"),
-        ("hermes", {"enable_thinking": False}, None),
-        ("hermes, marks as special tokens", {}, "</think>"),
-        ("deepseek-v3", {}, "</think>"),
-        ("deepseek-v3.1", {}, None),
-        ("mistral", {}, None),
-        ("llama", {}, None),
+        ("hermes", {}, None, True),
+        ("hermes", {"enable_thinking": False}, None, False),
+        ("hermes, marks as special tokens", {}, "</think>", False),
+        ("deepseek-v3", {}, "</think>", False),
+        ("deepseek-v3.1", {}, None, False),
+        ("mistral", {}, None, False),
+        ("llama", {}, None, False),
+        ("harmony", {}, None, True),
     ],
 )
-def test_a_grammar_begins_after_the_reasoning(name, variables, after):
+def test_a_grammar_begins_after_the_reasoning(name, variables, after, may_reason):
+    """After its end where the prompt opens it; where the model decides, the grammar has it as a part."""
     inputs = inputs_of(name)
 
     def grammar(form=None, **options):
-        prompt, _params, plan = inputs.conversation(HI, None, chat_template_kwargs=variables, **options)
+        prompt, _, plan = inputs.conversation(HI, None, chat_template_kwargs=variables, **options)
         return plan.params(ResolvedParams(grammar=form), prompt).grammar
 
     assert grammar(tools=TOOLS) is None and grammar() is None
-    for options in ({"tools": TOOLS, "tool_choice": "required"}, {"tools": STRICT}):
-        assert (grammar(**options).kind, grammar(**options).after) == ("structural_tag", after)
-    assert grammar(Grammar("json_object")) == Grammar("json_object", after=after)
+    form = Grammar("json_object", strict=False)
+    for options in ({"tools": TOOLS, "tool_choice": "required"}, {"tools": STRICT}, {"tools": TOOLS, "form": form}):
+        found = grammar(**options)
+        assert (found.kind, found.after, found.strict) == ("structural_tag", after, "form" not in options)
+        assert ("any_text" in found.spec) == (may_reason and options != {"tools": STRICT})
+    found = grammar(form)
+    assert found.after == after and found.strict is False
+    assert found.kind == ("structural_tag" if may_reason else "json_object")
     # One that says when it begins is left as it is.
-    assert grammar(Grammar("json_object", after="x")).after == "x"
-
-
-def test_a_grammar_of_harmony_begins_in_its_channel():
-    inputs = inputs_of("harmony")
-    prompt, params, plan = inputs.conversation(HI, None, tools=TOOLS, tool_choice="required")
-    assert params.grammar.after == "<|end|><|start|>assistant"
-    prompt, params, plan = inputs.conversation(HI, None)
-    form = ResolvedParams(grammar=Grammar("json_object"))
-    assert plan.params(form, prompt).grammar.after == "<|channel|>final<|message|>"
-    _, _, plan = inputs.conversation(HI, None, tools=TOOLS)
-    with pytest.raises(EspalierError, match=r"^tools with response_format"):
-        plan.params(form, prompt)
+    assert grammar(Grammar("json_object", after="x")) == Grammar("json_object", after="x")
 
 
 def test_a_model_that_cannot_call_says_what_to_do():

@@ -81,8 +81,7 @@ REASONING = ReasoningFormat(
     signs=(CHANNEL, START),
     special_tokens=SPECIAL,
     begin=f"{CHANNEL}analysis{MESSAGE}",
-    end=END,
+    end=f"{END}{START}assistant",
     answer=f"{CHANNEL}final{MESSAGE}",
-    calls=f"{END}{START}assistant",
     whole=True,
 )
