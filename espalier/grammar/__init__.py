@@ -1,4 +1,4 @@
-"""Grammars that restrict a request's output: their spec, their compilation with xgrammar, and masks on trees."""
+"""Grammars that restrict a request's output, as values: what may be asked for, and what xgrammar can enforce of it."""
 
 from espalier.grammar.spec import KINDS, Grammar
 

@@ -9,7 +9,7 @@ from espalier.errors import EspalierError, refuses_unknown, shown
 Kind = Literal["json_object", "json_schema", "regex", "ebnf", "choice", "structural_tag"]
 KINDS: tuple[str, ...] = get_args(Kind)
 # A larger spec is refused before it is read.
-MAX_SPEC_CHARS = 256 * 1024
+MAX_SPEC_CHARS = 64 * 1024
 
 
 @refuses_unknown
@@ -19,8 +19,8 @@ class Grammar:
 
     kind: which form.  spec: JSON text for json_schema and structural_tag, a JSON array of strings for choice, a regular
     expression, a grammar in xgrammar's EBNF, "" for json_object.
-    strict: whether an object of a JSON schema may only have the properties that the schema names, unless the schema says
-    otherwise.
+    strict: whether a JSON schema is refused that lets an object have properties besides those that it names.  With
+    False, the object gets only those.
     after: text that ends the model's reasoning, such as "</think>"; the output is free up to its end.  None: the form
     begins with the first token.
     Raises EspalierError for a value that no model supports.
@@ -55,3 +55,8 @@ class Grammar:
     def of_choices(cls, choices: list[str], *, after: str | None = None) -> "Grammar":
         """The grammar that allows exactly these texts."""
         return cls("choice", json.dumps(choices), after=after)
+
+
+def require_grammar(name: str, value: Any) -> None:
+    if not isinstance(value, Grammar):
+        raise EspalierError(f"{name}={shown(value)} is not supported; use espalier.Grammar(...)")
