@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Unpack
 
 from espalier.chat import ChatOptions
-from espalier.errors import EspalierError, prompt_too_long, shown
+from espalier.errors import EspalierError, prompt_too_long, shown, unknown_name
 from espalier.request import ResolvedParams, SamplingParams, check_prompt
 from espalier.text import TextStream, Tokenizer
 from espalier.text_bound import TextBound
@@ -108,12 +108,14 @@ class InputProcessor:
         """(prompt, parameters, plan of the output) of a conversation.  Raises EspalierError."""
         tokenizer = self.text_of("chat")
         _check_messages(messages)
-        tools = checked_tools(
-            options.get("tools"), options.pop("tool_choice", None), options.pop("parallel_tool_calls", None)
-        )
-        names = options.pop("tool_format", AUTO), options.pop("reasoning_format", AUTO)
+        for name in options:
+            if name not in ConversationOptions.__annotations__:
+                raise unknown_name("LLM.chat", name, list(ConversationOptions.__annotations__))
+        tools = checked_tools(options.get("tools"), options.get("tool_choice"), options.get("parallel_tool_calls"))
+        names = options.get("tool_format", AUTO), options.get("reasoning_format", AUTO)
         plan = ChatPlan(tokenizer, find_formats(tokenizer.template_text, *names), tools)
-        prompt = self.tokens(self.chat(plan.messages(messages), **options))  # type: ignore[typeddict-item]
+        of_template: Any = {name: each for name, each in options.items() if name in ChatOptions.__annotations__}
+        prompt = self.tokens(self.chat(plan.messages(messages), **of_template))
         return prompt, self.planned(plan, self.resolve(params or SamplingParams()), prompt), plan
 
     def planned(self, plan: ChatPlan, params: ResolvedParams, prompt: Sequence[int]) -> ResolvedParams:

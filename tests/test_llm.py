@@ -355,6 +355,8 @@ def test_calls_and_reasoning_are_read_offline_as_from_the_server(llm, monkeypatc
     assert (call.name, call.arguments, output.message.reasoning) == ("f", "{}", "Which?")
     assert [each.finish_reason for each in (output, *output.choices)] == ["tool_calls", "tool_calls", "length"]
     assert (asked[0].grammar.kind, asked[0].temperature) == ("structural_tag", 0)
+    with pytest.raises(EspalierError, match=r"^LLM.chat has no 'tool_choce'; did you mean 'tool_choice'"):
+        llm.chat([{"role": "user", "content": "abc"}], GREEDY, tool_choce="none")
     for wrong, words in ({"tool_format": "x"}, "tool_format='x'"), ({"tool_choice": "x"}, "tool_choice='x'"):
         with pytest.raises(EspalierError, match=rf"^{words} is not supported"):
             llm.chat([{"role": "user", "content": "abc"}], GREEDY, **{**options, **wrong})

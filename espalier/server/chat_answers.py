@@ -11,7 +11,7 @@ from espalier.server.openai import Generating
 from espalier.server.protocol import Part
 from espalier.text import Tokenizer
 from espalier.tools import base
-from espalier.tools.parser import Message, OutputParser
+from espalier.tools.parser import OutputParser, message_of
 from espalier.tools.plan import ChatPlan
 
 
@@ -19,12 +19,15 @@ from espalier.tools.plan import ChatPlan
 class ChatChoice(Choice):
     """A choice whose text is read by a parser.
 
-    parts: the deltas of the last chunk; num_reasoning: tokens of the reasoning.
+    parts: the deltas of the last chunk; deltas: all so far, if the response is whole; calls: indices of the calls so
+    far that are not broken; num_reasoning: tokens of the reasoning.
     """
 
     parser: OutputParser | None = None
-    message: Message = field(default_factory=Message)
+    is_whole: bool = True
     parts: list[base.Delta] = field(default_factory=list)
+    deltas: list[base.Delta] = field(default_factory=list)
+    calls: set[int] = field(default_factory=set)
     num_reasoning: int = 0
 
     def new_text(self, piece: OutputChunk) -> str:
@@ -39,7 +42,13 @@ class ChatChoice(Choice):
                 self.num_reasoning += len(token_piece.token_ids)
         if piece.finish_reason is not None:
             self.parts += self.parser.finish()
-        self.message.add(self.parts)
+        for part in self.parts:
+            if part.kind == "call":
+                self.calls.add(part.index)
+            elif part.kind == "broken":
+                self.calls.discard(part.index)
+        if self.is_whole:
+            self.deltas += self.parts
         return "".join(texts)
 
     def _split(self, piece: OutputChunk) -> Iterator[OutputChunk]:
@@ -54,7 +63,7 @@ class ChatChoice(Choice):
 
     def ending(self, reason: str | None) -> str | None:
         """The finish_reason: "tool_calls" for an output that ended by itself and has calls."""
-        return "tool_calls" if reason == "stop" and self.message.calls else reason
+        return "tool_calls" if reason == "stop" and self.calls else reason
 
 
 class ChatAnswer(Answer):
@@ -80,6 +89,7 @@ class ChatAnswer(Answer):
     def _choice(self, index: int, prompt: list[int]) -> Choice:
         choice = ChatChoice(index, prompt, self._sink(prompt), self.params.include_stop_str_in_output)
         choice.parser = None if self.plan is None else self.plan.parser(prompt)
+        choice.is_whole = not self.body.stream
         return choice
 
     def take(self, prompt_index: int, part: Part) -> tuple[Choice, Delta]:
@@ -133,11 +143,11 @@ class ChatAnswer(Answer):
         }
         if choice.parser is None:
             return whole
-        message = choice.message
-        whole["message"]["content"] = message.content or (None if message.calls else "")
+        message = message_of(choice.deltas)
+        whole["message"]["content"] = message.content or (None if message.tool_calls else "")
         if message.reasoning and self.shows_reasoning:
             whole["message"]["reasoning_content"] = message.reasoning
-        if message.calls:
+        if message.tool_calls:
             whole["message"]["tool_calls"] = [call.as_dict() for call in message.tool_calls]
         if message.errors:
             whole["tool_call_errors"] = [{"message": error} for error in message.errors]

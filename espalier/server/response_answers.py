@@ -1,6 +1,6 @@
 """Builds the responses of /v1/responses: a list of items, whole or as events in OpenAI's order."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from espalier.errors import EspalierError
@@ -27,6 +27,8 @@ class OutputItems:
         self.events: list[Event] = []
         self.num_events = 0
         self.is_open = False
+        # The text of the open item.
+        self._texts: list[str] = []
 
     def take(self) -> list[Event]:
         events, self.events = self.events, []
@@ -39,16 +41,16 @@ class OutputItems:
     def add(self, delta: base.Delta, logprobs: list[dict[str, Any]]) -> None:
         """logprobs: of the tokens of a content delta."""
         if delta.kind == "content":
-            self._open_text("message", {"role": "assistant"}, _output_text("", []))
+            self._open_text("message", {"role": "assistant"}, _output_text)
             self._grow(delta.text, logprobs)
         elif delta.kind == "reasoning":
-            self._open_text("reasoning", {"summary": []}, {"type": "reasoning_text", "text": ""})
+            self._open_text("reasoning", {"summary": []}, _reasoning_text)
             self._grow(delta.text, None)
         elif delta.kind == "call":
             call = {"call_id": delta.id, "name": delta.text, "arguments": ""}
             self._open("function_call", call)
         elif delta.kind == "arguments":
-            self.items[-1]["arguments"] += delta.text
+            self._texts.append(delta.text)
             self._item_event("function_call_arguments.delta", delta=delta.text)
         elif delta.kind == "called":
             self.close("completed")
@@ -60,11 +62,14 @@ class OutputItems:
         if not self.is_open:
             return
         item, self.is_open = self.items[-1], False
-        item["status"] = status
+        item["status"], text = status, "".join(self._texts)
+        self._texts = []
         if item["type"] == "function_call":
+            item["arguments"] = text
             self._item_event("function_call_arguments.done", name=item["name"], arguments=item["arguments"])
         else:
             part = item["content"][0]
+            part["text"] = text
             name = "output_text" if item["type"] == "message" else "reasoning_text"
             logprobs = {"logprobs": part["logprobs"]} if item["type"] == "message" else {}
             self._item_event(f"{name}.done", content_index=0, text=part["text"], **logprobs)
@@ -79,29 +84,32 @@ class OutputItems:
         self.is_open = True
         self.event("output_item.added", output_index=len(self.items) - 1, item=_copied(item))
 
-    def _open_text(self, kind: str, fields: dict[str, Any], part: dict[str, Any]) -> None:
-        """Open an item of this type, unless it is open already."""
+    def _open_text(self, kind: str, fields: dict[str, Any], new_part: Callable[[], dict[str, Any]]) -> None:
+        """Open an item of this type, unless it is open already.  new_part: makes its part without text."""
         if self.is_open and self.items[-1]["type"] == kind:
             return
         self._open(kind, {**fields, "content": []})
-        self.items[-1]["content"].append(part)
-        self._item_event("content_part.added", content_index=0, part=dict(part))
+        self.items[-1]["content"].append(new_part())
+        self._item_event("content_part.added", content_index=0, part=new_part())
 
     def _grow(self, text: str, logprobs: list[dict[str, Any]] | None) -> None:
-        part = self.items[-1]["content"][0]
-        part["text"] += text
+        self._texts.append(text)
         if logprobs is None:
             self._item_event("reasoning_text.delta", content_index=0, delta=text)
             return
-        part["logprobs"] = part["logprobs"] + logprobs
+        self.items[-1]["content"][0]["logprobs"] += logprobs
         self._item_event("output_text.delta", content_index=0, delta=text, logprobs=logprobs)
 
     def _item_event(self, kind: str, **fields: Any) -> None:
         self.event(kind, item_id=self.items[-1]["id"], output_index=len(self.items) - 1, **fields)
 
 
-def _output_text(text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
+def _output_text() -> dict[str, Any]:
+    return {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+
+
+def _reasoning_text() -> dict[str, Any]:
+    return {"type": "reasoning_text", "text": ""}
 
 
 def _copied(item: dict[str, Any]) -> dict[str, Any]:

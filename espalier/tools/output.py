@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 
 from espalier.request import Output
-from espalier.tools.parser import Message
+from espalier.tools.parser import Message, message_of
 from espalier.tools.plan import ChatPlan
 
 
@@ -25,9 +25,7 @@ def chat_output(plan: ChatPlan, prompt: Sequence[int], output: Output) -> ChatOu
     choices = [chat_output(plan, prompt, each) for each in output.choices]
     message, parser = Message(content=output.text), plan.parser(prompt)
     if parser is not None:
-        message = Message()
-        message.add(parser.feed(output.text))
-        message.add(parser.finish())
-    if message.calls and output.finish_reason == "stop":
+        message = message_of(parser.feed(output.text) + parser.finish())
+    if message.tool_calls and output.finish_reason == "stop":
         values["finish_reason"] = "tool_calls"
     return ChatOutput(**values | {"choices": choices}, message=message)

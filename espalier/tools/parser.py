@@ -1,6 +1,6 @@
 """Reads the output of one sample: text in, deltas of a message out."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -71,7 +71,7 @@ def _parse(reader: Reader, writer: Writer, formats: Formats, is_open: bool) -> S
         writer.content(reader.take(len(reader.buffer)))
 
 
-@dataclass
+@dataclass(frozen=True)
 class ToolCall:
     """A call of a tool.  arguments: a JSON object, as text."""
 
@@ -84,29 +84,34 @@ class ToolCall:
         return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
 
 
-@dataclass
+@dataclass(frozen=True)
 class Message:
     """An assistant's message.  errors: why calls were broken; their text is in the content."""
 
     content: str = ""
     reasoning: str = ""
-    calls: dict[int, ToolCall] = field(default_factory=dict)
+    tool_calls: list[ToolCall] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
 
-    @property
-    def tool_calls(self) -> list[ToolCall]:
-        return list(self.calls.values())
 
-    def add(self, deltas: list[Delta]) -> None:
-        for delta in deltas:
-            if delta.kind == "content":
-                self.content += delta.text
-            elif delta.kind == "reasoning":
-                self.reasoning += delta.text
-            elif delta.kind == "call":
-                self.calls[delta.index] = ToolCall(delta.id, delta.text)
-            elif delta.kind == "arguments":
-                self.calls[delta.index].arguments += delta.text
-            elif delta.kind == "broken":
-                self.calls.pop(delta.index, None)
-                self.errors.append(delta.text)
+def message_of(deltas: Iterable[Delta]) -> Message:
+    """The message that deltas add up to."""
+    content: list[str] = []
+    reasoning: list[str] = []
+    errors: list[str] = []
+    # By index: the first delta of a call, and its arguments.
+    calls: dict[int, tuple[Delta, list[str]]] = {}
+    for delta in deltas:
+        if delta.kind == "content":
+            content.append(delta.text)
+        elif delta.kind == "reasoning":
+            reasoning.append(delta.text)
+        elif delta.kind == "call":
+            calls[delta.index] = delta, []
+        elif delta.kind == "arguments":
+            calls[delta.index][1].append(delta.text)
+        elif delta.kind == "broken":
+            calls.pop(delta.index, None)
+            errors.append(delta.text)
+    whole = [ToolCall(call.id, call.text, "".join(arguments)) for call, arguments in calls.values()]
+    return Message("".join(content), "".join(reasoning), whole, errors)

@@ -10,7 +10,7 @@ from espalier.grammar.spec import Grammar
 from espalier.tools.definitions import checked_tools
 from espalier.tools.forced import output_grammar
 from espalier.tools.formats import REASONING_FORMATS, TOOL_FORMATS, Formats
-from espalier.tools.parser import Message, OutputParser
+from espalier.tools.parser import OutputParser, message_of
 
 BOUNDED = {
     "type": "object",
@@ -78,10 +78,8 @@ def grammar_of(name, tools=TOOLS, choice="required", parallel=None, answer=None,
 
 
 def read(name, text):
-    message = Message()
     parser = OutputParser(Formats(TOOL_FORMATS[name]), checked_tools(TOOLS).schemas)
-    message.add(parser.feed(text) + parser.finish())
-    return message
+    return message_of(parser.feed(text) + parser.finish())
 
 
 @formats
@@ -105,7 +103,7 @@ def test_several_calls_are_allowed_unless_they_are_not(allows, name):
     if name not in TWO:
         assert TOOL_FORMATS[name].one_call
         return
-    assert len(read(name, TWO[name]).calls) == 2
+    assert len(read(name, TWO[name]).tool_calls) == 2
     assert allows(grammar_of(name), TWO[name])
     assert not allows(grammar_of(name, parallel=False), TWO[name])
     assert allows(grammar_of(name, parallel=False), ONE[name])
@@ -167,10 +165,9 @@ def test_a_model_that_may_reason_first_is_still_forced(allows, name):
     thoughts = f"{reasoning.begin}Which?{reasoning.end}"
     assert forced.after is None and allows(forced, ONE[name]) and allows(forced, thoughts + ONE[name])
     assert not allows(forced, f"{thoughts}Paris") and not allows(forced, thoughts + thoughts + ONE[name])
-    message = Message()
     parser = OutputParser(Formats(TOOL_FORMATS[name], reasoning), tools.schemas)
-    message.add(parser.feed(thoughts + ONE[name]) + parser.finish())
-    assert (message.reasoning, len(message.calls)) == ("Which?", 1)
+    message = message_of(parser.feed(thoughts + ONE[name]) + parser.finish())
+    assert (message.reasoning, len(message.tool_calls)) == ("Which?", 1)
     either = output_grammar(checked_tools(TOOLS), TOOL_FORMATS[name], Grammar("regex", "[0-9]+"), reasoning)
     for text in ("12", ONE[name]):
         opening = reasoning.answer if text == "12" else ""

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from espalier.errors import EspalierError
 from espalier.tools.definitions import checked_tools
 from espalier.tools.formats import REASONING_FORMATS, TOOL_FORMATS, Formats, find_formats
-from espalier.tools.parser import Message, OutputParser
+from espalier.tools.parser import OutputParser, message_of
 from tests.tools.families import CALLS, FAMILIES, TOOLS
 
 SCHEMAS = checked_tools(TOOLS).schemas
@@ -22,13 +22,9 @@ def read(family, text, parts, schemas=SCHEMAS):
     formats = find_formats(family.template, family.tools, family.reasoning or "none")
     ids = iter(map(str, range(1000)))
     parser = OutputParser(formats, schemas, family.opens, lambda: next(ids))
-    message, deltas = Message(), []
-    for part in [*parts, None]:
-        new = parser.finish() if part is None else parser.feed(part)
-        deltas += new
-        message.add(new)
+    deltas = [delta for part in parts for delta in parser.feed(part)] + parser.finish()
     assert "".join(parts) == text
-    return message, deltas
+    return message_of(deltas), deltas
 
 
 def cuts(text, chance):
