@@ -57,9 +57,17 @@ class ChatTemplate:
     def special(self) -> "SpecialTokens":
         return SpecialTokens(self.hf)
 
+    @property
+    def text(self) -> str:
+        """The template, "" if there is none.  Of several, the one for conversations with tools."""
+        return self.hf.get_chat_template(tools=[{}]) if getattr(self.hf, "chat_template", None) else ""
+
     def reads(self, variable: str) -> bool:
         """Whether the template reads a variable."""
-        return bool(getattr(self.hf, "chat_template", None)) and variable in _variables_of(self.hf.get_chat_template())
+        try:
+            return variable in _variables_of(self.text)
+        except Exception:  # the template cannot be parsed; a conversation says so
+            return False
 
     def tokens(self, messages: Messages, options: ChatOptions, check: Callable[[str], None] | None = None) -> list[int]:
         """Token ids of a conversation.  check: called with the rendered text before tokenization.
@@ -68,7 +76,7 @@ class ChatTemplate:
         """
         if not getattr(self.hf, "chat_template", None):
             raise EspalierError("this model has no chat template; use /v1/completions, or generate with a prompt")
-        if any(message.get("tool_calls") for message in messages) and "tool_calls" not in self.hf.get_chat_template():
+        if any(message.get("tool_calls") for message in messages) and "tool_calls" not in self.text:
             raise EspalierError("messages with tool_calls need a chat template that reads them; leave them out")
         variables = self._variables(options)
         tools, adds = options.get("tools"), bool(options.get("add_special_tokens"))

@@ -41,6 +41,8 @@ TABLE = MappingProxyType(
         "serve.log_level": "uvicorn_log_level log_level_http",
         "serve.max_queue": "max_queued_requests",
         "serve.api_key": "admin_api_key",
+        "serve.tool_format": "tool_call_parser",
+        "serve.reasoning_format": "reasoning_parser",
     }
 )
 # The reason why Espalier has no such setting: the other engines' names for it.
@@ -53,9 +55,8 @@ NONE = MappingProxyType(
         "quantized weights and KV cache are not supported": "quantization kv_cache_dtype load_in_8bit load_in_4bit",
         "adapters are not supported": "enable_lora lora_modules lora_paths max_loras",
         "Espalier never runs a checkpoint's code": "trust_remote_code",
-        "tool calls need grammar-constrained output, which is not supported yet": "enable_auto_tool_choice "
-        "tool_call_parser grammar_backend guided_decoding_backend",
-        "reasoning is not separated from the answer": "reasoning_parser enable_reasoning",
+        "xgrammar makes the grammars": "grammar_backend guided_decoding_backend",
+        "tool calls and reasoning need no switch": "enable_auto_tool_choice enable_reasoning",
         "Espalier uses the model's tokenizer": "tokenizer tokenizer_path tokenizer_mode skip_tokenizer_init",
         "the KV cache is not swapped to the CPU": "swap_space cpu_offload_gb",
         "the server has no TLS, put a reverse proxy in front of it": "ssl_keyfile ssl_certfile",

@@ -9,14 +9,30 @@ from dataclasses import dataclass, field
 from typing import Any, Unpack
 
 from espalier.chat import ChatOptions
-from espalier.errors import EspalierError, prompt_too_long, shown
+from espalier.errors import EspalierError, prompt_too_long, shown, unknown_name
 from espalier.grammar.check import check_grammar
 from espalier.request import ResolvedParams, SamplingParams, check_prompt
 from espalier.text import TextStream, Tokenizer
 from espalier.text_bound import TextBound
+from espalier.tools.definitions import checked_tools
+from espalier.tools.formats import AUTO, find_formats
+from espalier.tools.plan import ChatPlan
 
 Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, str]]
+
+
+class ConversationOptions(ChatOptions, total=False):
+    """The options of LLM.chat.
+
+    tool_choice: as in OpenAI's API; parallel_tool_calls: False allows one call at most; tool_format, reasoning_format:
+    names of espalier/tools/formats, "auto" for those of the chat template.
+    """
+
+    tool_choice: str | Mapping[str, Any] | None
+    parallel_tool_calls: bool | None
+    tool_format: str
+    reasoning_format: str
 
 
 @dataclass(frozen=True)
@@ -82,31 +98,63 @@ class InputProcessor:
 
         Raises EspalierError.
         """
-        if isinstance(messages, str) or not all(isinstance(message, Mapping) for message in messages):
-            raise EspalierError(
-                f'messages={shown(messages)} is not supported; use a list of {{"role": ..., "content": ...}}'
-            )
-        for message in messages:
-            for value in message.values():
-                if isinstance(value, str):
-                    check_text(value)
+        _check_messages(messages)
         if options.get("allow_special_tokens_in_messages") is None:
             options["allow_special_tokens_in_messages"] = self.allow_special_tokens_in_messages
         return self.text_of("chat").chat(messages, check=check, **options)
 
+    def conversation(
+        self, messages: Messages, params: SamplingParams | None, **options: Unpack[ConversationOptions]
+    ) -> tuple[list[int], ResolvedParams, ChatPlan]:
+        """(prompt, parameters, plan of the output) of a conversation.  Raises EspalierError."""
+        tokenizer = self.text_of("chat")
+        _check_messages(messages)
+        for name in options:
+            if name not in ConversationOptions.__annotations__:
+                raise unknown_name("LLM.chat", name, list(ConversationOptions.__annotations__))
+        tools = checked_tools(options.get("tools"), options.get("tool_choice"), options.get("parallel_tool_calls"))
+        names = options.get("tool_format", AUTO), options.get("reasoning_format", AUTO)
+        plan = ChatPlan(tokenizer, find_formats(tokenizer.template_text, *names), tools)
+        of_template: Any = {name: each for name, each in options.items() if name in ChatOptions.__annotations__}
+        prompt = self.tokens(self.chat(plan.messages(messages), **of_template))
+        return prompt, self.planned(plan, self.resolve(params or SamplingParams()), prompt), plan
+
+    def planned(self, plan: ChatPlan, params: ResolvedParams, prompt: Sequence[int]) -> ResolvedParams:
+        """The parameters with the plan's grammar and shown tokens, checked.  Raises EspalierError."""
+        return self.checked(plan.params(params, prompt))
+
     def resolve(self, params: SamplingParams) -> ResolvedParams:
-        """The parameters with defaults filled in and values checked.  Raises EspalierError."""
-        resolved = params.resolve(self.facts.generation_config, self.facts.eos_token_ids)
-        resolved.validate(self.facts.vocab_size, self.tokenizer is not None)
-        if resolved.grammar is not None:
-            check_grammar(resolved.grammar)
-        return resolved
+        """The parameters with defaults filled in and values checked.  Raises EspalierError.
+
+        Resolved parameters are returned as they are.
+        """
+        if isinstance(params, ResolvedParams):
+            return params
+        return self.checked(params.resolve(self.facts.generation_config, self.facts.eos_token_ids))
+
+    def checked(self, params: ResolvedParams) -> ResolvedParams:
+        """The same parameters.  Raises EspalierError for values that this model does not support."""
+        params.validate(self.facts.vocab_size, self.tokenizer is not None)
+        if params.grammar is not None:
+            check_grammar(params.grammar)
+        return params
 
     def text_of(self, what: str) -> Tokenizer:
         """The tokenizer.  what: names its user in the EspalierError that is raised if there is none."""
         if self.tokenizer is None:
             raise EspalierError(f"{what} needs a tokenizer and {self.facts.model} has none; give token ids")
         return self.tokenizer
+
+
+def _check_messages(messages: Any) -> None:
+    if isinstance(messages, str) or not all(isinstance(message, Mapping) for message in messages):
+        raise EspalierError(
+            f'messages={shown(messages)} is not supported; use a list of {{"role": ..., "content": ...}}'
+        )
+    for message in messages:
+        for value in message.values():
+            if isinstance(value, str):
+                check_text(value)
 
 
 def check_text(text: str) -> None:
@@ -125,4 +173,11 @@ def text_sink(tokenizer: Tokenizer | None, prompt: Sequence[int], params: Resolv
     if tokenizer is None:
         return None
     keep, skip = params.include_stop_str_in_output, params.skip_special_tokens
-    return tokenizer.sink(prompt, params.stop, params.min_tokens, keep_stop=keep, skip_special_tokens=skip)
+    return tokenizer.sink(
+        prompt,
+        params.stop,
+        params.min_tokens,
+        keep_stop=keep,
+        skip_special_tokens=skip,
+        shown=params.shown_special_tokens,
+    )

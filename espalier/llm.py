@@ -19,13 +19,14 @@ from espalier.engine.engine import Engine
 from espalier.errors import EspalierError, shown
 from espalier.grammar.spec import Grammar
 from espalier.grammar.token_masker import TokenMasker
-from espalier.inputs import InputProcessor, Messages, ModelFacts, Prompt, text_sink
+from espalier.inputs import ConversationOptions, InputProcessor, Messages, ModelFacts, Prompt, text_sink
 from espalier.masking.compile import CompiledGrammar, GrammarCompiler
 from espalier.request import Output, OutputChunk, Request, ResolvedParams, SamplingParams, sample_seed
 from espalier.startup.generation_config import end_tokens, generation_config
 from espalier.startup.load import Checkpoint, build_engine, find, resolve_config
 from espalier.stats import SpeculationStats
 from espalier.text import load_tokenizer
+from espalier.tools.output import ChatOutput, chat_output
 
 ROUNDS_BEFORE_WARNING = 256
 LOWEST_ACCEPTANCE = 0.05
@@ -109,15 +110,15 @@ class LLM:
         messages: Messages,
         params: SamplingParams | None = None,
         on_piece: Callable[[OutputChunk], None] | None = None,
-        **options: Unpack[ChatOptions],
-    ) -> Output:
+        **options: Unpack[ConversationOptions],
+    ) -> ChatOutput:
         """Generate the assistant's answer to a conversation, with the model's chat template.
 
-        messages: {"role", "content"} mappings; special tokens inside them stay text.  options: chat_template_kwargs,
-        add_generation_prompt, continue_final_message, tools, add_special_tokens and allow_special_tokens_in_messages
-        (espalier/chat.py:ChatOptions).
+        messages: {"role", "content"} mappings; special tokens inside them stay text.  options: tools, tool_choice and
+        others (espalier/inputs.py:ConversationOptions, espalier/chat.py:ChatOptions).
         """
-        return self.generate([self.chat_prompt(messages, **options)], params, on_piece)[0]
+        prompt, resolved, plan = self.inputs.conversation(messages, params, **options)
+        return chat_output(plan, prompt, self.generate([prompt], resolved, on_piece)[0])
 
     def chat_prompt(self, messages: Messages, **options: Unpack[ChatOptions]) -> list[int]:
         """Token ids of a conversation (chat.ChatOptions).  Raises EspalierError."""

@@ -173,7 +173,8 @@ class ResolvedParams(SamplingParams):
     """SamplingParams with every field decided.
 
     The defaults are neutral: they leave the target's distribution as it is.  eos_token_ids: those of stop_token_ids
-    that are the model's own.
+    that are the model's own.  shown_special_tokens: special tokens that the text has by name in any case, because a
+    parser of tool calls or reasoning reads them.
     """
 
     temperature: float = _slot_param(1.0)
@@ -193,6 +194,8 @@ class ResolvedParams(SamplingParams):
     n: int = 1
     speculation: bool = True
     eos_token_ids: tuple[int, ...] = ()
+    shown_special_tokens: tuple[int, ...] = ()
+    grammar: Grammar | None = None
 
     @cached_property
     def has_filters(self) -> bool:

@@ -9,7 +9,7 @@ import codecs
 import json
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Unpack
@@ -103,6 +103,11 @@ class Tokenizer:
         decoder = json.loads(self.backend.decoder.__getstate__())
         return [decoder["type"], *(step["type"] for step in decoder.get("decoders", ()))]
 
+    @property
+    def template_text(self) -> str:
+        """The chat template for a conversation with tools, "" if there is none."""
+        return self._template.text
+
     def shows(self, variable: str) -> bool:
         """Whether the chat template reads a variable."""
         return self._template.reads(variable)
@@ -127,20 +132,36 @@ class Tokenizer:
         *,
         keep_stop: bool = False,
         skip_special_tokens: bool = True,
+        shown: Sequence[int] = (),
     ) -> "TextStream":
-        """A stream that turns a request's tokens into text.  keep_stop: the text includes the stop string."""
-        return TextStream(self._detokenizer(prompt, skip_special_tokens), stop, min_tokens, keep_stop)
+        """A stream that turns a request's tokens into text.
 
-    def _detokenizer(self, prompt: Sequence[int], skip_special_tokens: bool) -> "Detokenizer | ByteDetokenizer":
+        keep_stop: the text includes the stop string; shown: special tokens that are not skipped in any case.
+        """
+        return TextStream(self._detokenizer(prompt, skip_special_tokens, shown), stop, min_tokens, keep_stop)
+
+    def special_ids(self, names: Collection[str]) -> tuple[int, ...]:
+        """The ids of the special tokens with these names, as far as the tokenizer has them."""
+        return tuple(sorted(id for id, each in self._added.items() if each.special and each.content in names))
+
+    def _detokenizer(
+        self, prompt: Sequence[int], skip_special_tokens: bool, shown: Sequence[int]
+    ) -> "Detokenizer | ByteDetokenizer":
         if self._is_byte_level and skip_special_tokens:
             # An output that continues the prompt's last character needs the window.
-            detokenizer = ByteDetokenizer(self.bytes_of)
+            detokenizer = ByteDetokenizer(self.bytes_of, shown)
             for token in prompt[-CONTEXT_TOKENS:]:
                 detokenizer.push(token)
             detokenizer.take(final=False)
             if detokenizer.is_between_characters:
                 return detokenizer
-        return Detokenizer(partial(self.decode, skip_special_tokens=skip_special_tokens), prompt)
+        if not (skip_special_tokens and shown):
+            return Detokenizer(partial(self.decode, skip_special_tokens=skip_special_tokens), prompt)
+        skipped = {id for id, each in self._added.items() if each.special and id not in shown}
+        return Detokenizer(partial(self._decode_without, skipped), prompt)
+
+    def _decode_without(self, skipped: Set[int], tokens: Sequence[int]) -> str:
+        return self.decode([token for token in tokens if token not in skipped], skip_special_tokens=False)
 
 
 def load_tokenizer(path: Path, vocab_size: int) -> Tokenizer | None:
@@ -278,11 +299,12 @@ class TextStream:
 class ByteDetokenizer:
     """Detokenizer for tokens that are bytes of UTF-8, after a prompt that ends with a whole character.
 
-    Special tokens are skipped.
+    Special tokens are skipped, except those in `shown`.
     """
 
-    def __init__(self, bytes_of: Callable[[int], TokenBytes]):
+    def __init__(self, bytes_of: Callable[[int], TokenBytes], shown: Collection[int] = ()):
         self.bytes_of = bytes_of
+        self.shown = frozenset(shown)
         self.utf8 = Utf8Decoder("replace")
         self.untaken: list[int] = []
 
@@ -299,7 +321,7 @@ class ByteDetokenizer:
 
     def take(self, final: bool) -> str:
         """The text of the tokens since the last take, up to the last complete character unless final."""
-        parts = [part.bytes for part in map(self.bytes_of, self.untaken) if part.is_text]
+        parts = [part.bytes for token in self.untaken if (part := self.bytes_of(token)).is_text or token in self.shown]
         self.untaken.clear()
         return self.utf8.decode(b"".join(parts), final)
 

@@ -12,6 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from espalier import LLM, EspalierError, SamplingParams, SpeculationConfig
+from espalier.request import Output
 from tests.harness import VOCAB, directories
 
 LETTERS = [*"abcdefghijklmno", "<s>"]
@@ -21,6 +22,7 @@ SETTINGS = {
     "max_context": 64,
     "speculation": SpeculationConfig(steps=3, topk=2, num_draft_tokens=8),
 }
+TOOL = {"type": "function", "function": {"name": "f"}}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 
 
@@ -326,7 +328,38 @@ def test_an_end_token_outside_the_vocabulary_is_left_out_with_one_warning(paths,
 
 def test_a_conversation_goes_through_the_chat_template(llm):
     output = llm.chat([{"role": "user", "content": "ab"}, {"role": "user", "content": "c"}], GREEDY)
-    assert output.token_ids == llm.generate("abco", GREEDY)[0].token_ids
+    expected = llm.generate("abco", GREEDY)[0]
+    assert output.token_ids == expected.token_ids
+    # Nothing is read from it: its template is of no family.
+    assert output.message.content == output.text == expected.text
+    assert not (output.message.reasoning or output.message.tool_calls)
+    thinking = llm.chat([{"role": "user", "content": "abc"}], GREEDY, reasoning_format="think")
+    assert thinking.message.content == expected.text
+    with pytest.raises(EspalierError, match=r"^tools needs a chat template that reads them"):
+        llm.chat([{"role": "user", "content": "abc"}], GREEDY, tools=[TOOL])
+
+
+def test_calls_and_reasoning_are_read_offline_as_from_the_server(llm, monkeypatch):
+    """With an engine that says what such a model would."""
+    asked, said = [], "<think>Which?</think>" + '<tool_call>{"name": "f"}</tool_call>'
+
+    def generate(prompts, params, on_piece):
+        asked.append(params)
+        return [Output(said, [], "stop", choices=[Output(said, [], "stop"), Output("<think>a", [], "length")])]
+
+    monkeypatch.setattr(llm, "generate", generate)
+    monkeypatch.setattr(llm.tokenizer.hf, "chat_template", "{% if tools %}{{ messages[0].content }}{% endif %}")
+    options = {"tools": [TOOL], "tool_choice": "required", "tool_format": "hermes", "reasoning_format": "think"}
+    output = llm.chat([{"role": "user", "content": "abc"}], GREEDY, **options)
+    [call] = output.message.tool_calls
+    assert (call.name, call.arguments, output.message.reasoning) == ("f", "{}", "Which?")
+    assert [each.finish_reason for each in (output, *output.choices)] == ["tool_calls", "tool_calls", "length"]
+    assert (asked[0].grammar.kind, asked[0].temperature) == ("structural_tag", 0)
+    with pytest.raises(EspalierError, match=r"^LLM.chat has no 'tool_choce'; did you mean 'tool_choice'"):
+        llm.chat([{"role": "user", "content": "abc"}], GREEDY, tool_choce="none")
+    for wrong, words in ({"tool_format": "x"}, "tool_format='x'"), ({"tool_choice": "x"}, "tool_choice='x'"):
+        with pytest.raises(EspalierError, match=rf"^{words} is not supported"):
+            llm.chat([{"role": "user", "content": "abc"}], GREEDY, **{**options, **wrong})
 
 
 @pytest.mark.parametrize(

@@ -180,6 +180,32 @@ def test_a_token_that_is_not_shown_does_not_cost_the_next_its_space():
     assert stream.take(final=False) == " a"
 
 
+def with_marks(backend: Backend) -> Tokenizer:
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Backend.from_str(backend.to_str()), eos_token="<end>")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<call>", "</call>"]})
+    return Tokenizer(tokenizer)
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@given(text=some_text, data=st.data())
+def test_special_tokens_that_a_parser_reads_are_shown_and_the_others_not(name, text, data):
+    """Text and marks in any order: their texts in this order, but for one leading space of sentencepiece."""
+    tokenizer = with_marks(TOKENIZERS[name])
+    shown = tokenizer.special_ids(["<call>", "</call>", "<end-of-nothing>"])
+    assert [tokenizer.name(token) for token in shown] == ["<call>", "</call>"]
+    parts = data.draw(st.lists(st.sampled_from(["<call>", "</call>", "<end>", text]), max_size=8))
+    ids = {mark: tokenizer.hf.convert_tokens_to_ids(mark) for mark in ("<call>", "</call>", "<end>")}
+    prompt = spelled(name, "a")
+    tokens = [token for part in parts for token in ([ids[part]] if part in ids else spelled(name, part))]
+    sink, found = tokenizer.sink(prompt, shown=shown), ""
+    for token in tokens:
+        sink.push(token)
+        if data.draw(st.booleans()):
+            found += sink.take(final=False)
+    found += sink.take(final=True)
+    assert found == "".join(part for part in parts if part != "<end>")
+
+
 def stopped(tokens, stop, min_tokens=0, takes=None, keep_stop=False, decode=BYTE_LEVEL.decode):
     """(text handed out, tokens pushed, the stop string that ended it); takes after each token by default."""
     stream = TextStream(Detokenizer(decode), stop, min_tokens, keep_stop)

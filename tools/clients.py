@@ -35,6 +35,13 @@ TOKENIZER = ROOT / "espalier" / "bundled" / "target"
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
 HI = [{"role": "user", "content": "def mean(xs):\n"}]
 LONG = [{"role": "user", "content": "x " * 4000}]
+# That of the bundled model, and with tools in the form of Hermes.
+TEMPLATE = (
+    "{{ bos_token }}{% for t in tools or [] %}{{ t | tojson }}\n{% endfor %}"
+    "{% for m in messages %}{{ '<|assistant|>' if m.role == 'assistant' else '<|user|>' }}{{ m.content }}"
+    '{% for c in m.tool_calls or [] %}<tool_call>\n{"name": "{{ c.function.name }}", "arguments": '
+    "{{ c.function.arguments | tojson }}}\n</tool_call>{% endfor %}<|end|>{% endfor %}<|assistant|>"
+)
 SHORT: dict[str, Any] = {"max_tokens": 8, "temperature": 0}
 
 
@@ -49,7 +56,7 @@ class Server(NamedTuple):
         counts: dict[int, int] = {}
         with urllib.request.urlopen(f"{self.url.removesuffix('/v1')}/metrics", timeout=60) as answer:
             for line in answer.read().decode().splitlines():
-                if line.startswith("espalier_http_requests_total{") and "completions" in line:
+                if line.startswith("espalier_http_requests_total{") and ("completions" in line or "responses" in line):
                     status = int(line.partition('status="')[2].partition('"')[0])
                     counts[status] = counts.get(status, 0) + int(float(line.rpartition(" ")[2]))
         return counts
@@ -194,6 +201,126 @@ def bench_bodies(client: str) -> Callable[[Server], None]:
     return run
 
 
+WEATHER: dict[str, Any] = {
+    "name": "get_weather",
+    "description": "The weather of a city.",
+    "parameters": {
+        "type": "object",
+        "properties": {"city": {"enum": ["Rome", "Oslo"]}, "days": {"enum": [1, 2]}},
+        "required": ["city", "days"],
+        "additionalProperties": False,
+    },
+}
+TOOLS = [{"type": "function", "function": WEATHER}]
+ASK: dict[str, Any] = {"model": "bundled", "messages": [{"role": "user", "content": "The weather?"}], "temperature": 0}
+
+
+def weather(city: str, days: int) -> str:
+    assert city in ("Rome", "Oslo") and days in (1, 2), (city, days)
+    return f"sun in {city} for {days} days"
+
+
+def openai_tools(server: Server) -> None:
+    """Whole and streamed calls, their results, and the Responses API."""
+    openai: Any = importlib.import_module("openai")
+    client = openai.OpenAI(base_url=server.url, api_key="none", max_retries=0)
+    forced = {**ASK, "tools": TOOLS, "tool_choice": "required", "max_tokens": 200}
+    message = client.chat.completions.create(parallel_tool_calls=False, **forced).choices[0].message
+    [call] = message.tool_calls
+    result = weather(**json.loads(call.function.arguments))
+    joined = ""
+    for chunk in client.chat.completions.create(parallel_tool_calls=False, stream=True, **forced):
+        for part in chunk.choices[0].delta.tool_calls or () if chunk.choices else ():
+            joined += part.function.arguments
+    assert joined == call.function.arguments
+    history = [*ASK["messages"], message, {"role": "tool", "tool_call_id": call.id, "content": result}]
+    answer = client.chat.completions.create(
+        **{**ASK, "messages": history, "tools": TOOLS, **SHORT, "tool_choice": "none"}
+    )
+    assert answer.choices[0].finish_reason in ("stop", "length")
+    flat = [{"type": "function", "strict": True, **WEATHER}]
+    named = {"type": "function", "name": "get_weather"}
+    ask = {"model": "bundled", "input": "The weather?", "tools": flat, "tool_choice": named, "temperature": 0}
+    [item] = client.responses.create(max_output_tokens=200, parallel_tool_calls=False, **ask).output
+    result = weather(**json.loads(item.arguments))
+    output = {"type": "function_call_output", "call_id": item.call_id, "output": result}
+    items = [{"role": "user", "content": "The weather?"}, item, output]
+    assert client.responses.create(model="bundled", input=items, max_output_tokens=8).status in (
+        "completed",
+        "incomplete",
+    )
+
+
+def litellm_tools(server: Server) -> None:
+    litellm: Any = importlib.import_module("litellm")
+    where = {"api_base": server.url, "api_key": "none", "num_retries": 0}
+    named = {"type": "function", "function": {"name": "get_weather"}}
+    ask = {**ASK, "model": "hosted_vllm/bundled", "tools": TOOLS, "tool_choice": named, "max_tokens": 200, **where}
+    [call] = litellm.completion(parallel_tool_calls=False, **ask).choices[0].message.tool_calls
+    assert weather(**json.loads(call.function.arguments))
+
+
+def langchain_tools(server: Server) -> None:
+    """An agent: a call, its result, and an answer."""
+    chat = importlib.import_module("langchain_openai").ChatOpenAI(
+        model="bundled", base_url=server.url, api_key="none", max_retries=0, max_tokens=200, temperature=0
+    )
+    messages = [("user", "The weather?")]
+    caller = chat.bind_tools(TOOLS, tool_choice="required", parallel_tool_calls=False)
+    asked = caller.invoke(messages)
+    streamed = None
+    for chunk in caller.stream(messages):
+        streamed = chunk if streamed is None else streamed + chunk
+    [call] = asked.tool_calls
+    assert streamed is not None and [each["args"] for each in streamed.tool_calls] == [call["args"]]
+    result = {"role": "tool", "tool_call_id": call["id"], "content": weather(**call["args"])}
+    answer = chat.bind(max_tokens=8).bind_tools(TOOLS, tool_choice="none").invoke([*messages, asked, result])
+    assert not answer.tool_calls
+
+
+def instructor_tools(server: Server) -> None:
+    """A pydantic model as a forced call, whole and streamed."""
+    instructor: Any = importlib.import_module("instructor")
+    openai: Any = importlib.import_module("openai")
+    typing: Any = importlib.import_module("typing")
+    pydantic: Any = importlib.import_module("pydantic")
+    trip = pydantic.create_model("Trip", city=(typing.Literal["Rome", "Oslo"], ...), days=(typing.Literal[1, 2], ...))
+    plain = openai.OpenAI(base_url=server.url, api_key="none", max_retries=0)
+    client = instructor.from_openai(plain, mode=instructor.Mode.TOOLS)
+    ask = {**ASK, "response_model": trip, "max_tokens": 200, "max_retries": 0}
+    found = client.chat.completions.create(**ask)
+    assert weather(found.city, found.days)
+    *_, last = client.chat.completions.create_partial(**ask)
+    assert (last.city, last.days) == (found.city, found.days)
+
+
+def mcp_loop(server: Server) -> None:
+    """Tools as an MCP server lists them, called until the model has no more calls."""
+    openai: Any = importlib.import_module("openai")
+    client = openai.OpenAI(base_url=server.url, api_key="none", max_retries=0)
+    listed = [{"name": WEATHER["name"], "description": WEATHER["description"], "inputSchema": WEATHER["parameters"]}]
+    tools = [
+        {
+            "type": "function",
+            "function": {"name": t["name"], "description": t["description"], "parameters": t["inputSchema"]},
+        }
+        for t in listed
+    ]
+    messages, choice, num_calls = [*ASK["messages"]], "required", 0
+    for _ in range(3):
+        ask = {**ASK, "messages": messages, "tools": tools, "tool_choice": choice, "max_tokens": 200}
+        message = client.chat.completions.create(parallel_tool_calls=False, **ask).choices[0].message
+        messages.append(message.model_dump(exclude_none=True))
+        if not message.tool_calls:
+            break
+        for call in message.tool_calls:
+            content = [{"type": "text", "text": weather(**json.loads(call.function.arguments))}]
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": content})
+            num_calls += 1
+        choice = "auto"
+    assert num_calls >= 1
+
+
 CLIENTS = (
     Client("openai", "openai", openai_client, refused=2),
     Client("litellm", "litellm", litellm_client, refused=4),
@@ -204,6 +331,11 @@ CLIENTS = (
     Client("lm-eval, log-likelihood", "lm_eval", lm_eval_client(CHOOSE, "local-completions")),
     Client("vLLM's bench, bodies", "", bench_bodies("vLLM")),
     Client("SGLang's bench, bodies", "", bench_bodies("SGLang")),
+    Client("tools, openai", "openai", openai_tools),
+    Client("tools, litellm", "litellm", litellm_tools),
+    Client("tools, langchain-openai", "langchain-openai", langchain_tools),
+    Client("tools, instructor", "instructor", instructor_tools),
+    Client("tools, MCP", "openai", mcp_loop),
 )
 
 
@@ -222,10 +354,13 @@ def serving(espalier: str) -> Iterator[Server]:
         port = probe.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
         server = Server(f"http://127.0.0.1:{port}/v1", Path(folder))
-        log = Path(folder) / "server.log"
+        log, template = Path(folder) / "server.log", Path(folder) / "tools.jinja"
+        template.write_text(TEMPLATE)
         with log.open("w") as lines:
             process = subprocess.Popen(
-                [*shlex.split(espalier), "serve", "bundled", "--port", str(port)], stdout=lines, stderr=lines
+                [*shlex.split(espalier), "serve", "bundled", "--port", str(port), "--chat-template", str(template)],
+                stdout=lines,
+                stderr=lines,
             )
         try:
             end = time.monotonic() + START_S

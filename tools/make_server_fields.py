@@ -5,12 +5,14 @@ from pathlib import Path
 from pydantic import BaseModel
 
 from espalier.server.openai import ChatRequest, CompletionRequest, Message, field_rows
+from espalier.server.responses import ResponsesRequest
 
 PAGE = Path(__file__).parents[1] / "docs" / "server.md"
 TABLES: tuple[tuple[str, type[BaseModel]], ...] = (
     ("completions", CompletionRequest),
     ("chat", ChatRequest),
     ("messages", Message),
+    ("responses", ResponsesRequest),
 )
 
 

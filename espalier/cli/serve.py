@@ -2,7 +2,7 @@
 
 import asyncio
 import os
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser, Namespace, _ArgumentGroup
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,27 @@ KEY_VARIABLE = "ESPALIER_API_KEY"
 SHAPE_WORKER = "espalier.cli.shape_worker"
 
 
+def _add_chat_flags(group: _ArgumentGroup) -> None:
+    group.add_argument("--chat-template", type=Path, metavar="FILE", help="replaces the tokenizer's chat template")
+    group.add_argument(
+        "--allow-special-tokens-in-messages",
+        action="store_true",
+        help="the text of a special token in a message becomes that token; message authors can then forge turns",
+    )
+    group.add_argument(
+        "--tool-format",
+        default="auto",
+        metavar="X",
+        help="how the model writes tool calls; none: they stay text (auto: by the chat template)",
+    )
+    group.add_argument(
+        "--reasoning-format",
+        default="auto",
+        metavar="X",
+        help="how the model marks its reasoning; none: it stays text (auto: by the chat template)",
+    )
+
+
 def add_flags(parser: ArgumentParser) -> None:
     parser.add_argument(
         "model", nargs="?", default="auto", help=EngineConfig.__dataclass_fields__["model"].metadata["help"]
@@ -36,18 +57,13 @@ def add_flags(parser: ArgumentParser) -> None:
         "--served-model-name", action="append", metavar="X", help="the model's name in the API; may be repeated (MODEL)"
     )
     http.add_argument("--api-key", metavar="X", help=f"bearer token that clients must send (${KEY_VARIABLE})")
-    http.add_argument("--chat-template", type=Path, metavar="FILE", help="replaces the tokenizer's chat template")
     http.add_argument(
         "--cors-origin", action="append", metavar="X", help="origin whose pages may call the server; may be repeated"
     )
     http.add_argument(
         "--strict-fields", action="store_true", help="refuse fields that have no effect, such as user and metadata"
     )
-    http.add_argument(
-        "--allow-special-tokens-in-messages",
-        action="store_true",
-        help="the text of a special token in a message becomes that token; message authors can then forge turns",
-    )
+    _add_chat_flags(http)
     http.add_argument("--max-queue", type=int, default=256, metavar="N", help="samples that may wait for a slot (256)")
     http.add_argument(
         "--request-timeout",
@@ -114,6 +130,7 @@ def run(args: Namespace) -> int:
     from espalier.server.client import MODEL_WORKER, ClientOptions
     from espalier.server.front import FrontOptions
     from espalier.server.run import ServeOptions, serve
+    from espalier.tools.formats import find_formats
 
     for name in (
         "port",
@@ -127,6 +144,8 @@ def run(args: Namespace) -> int:
         _require(name, getattr(args, name), 0)
     for name in ("max_body_bytes", "engine_timeout"):
         _require(name, getattr(args, name), 1)
+    # A format that does not exist is refused before the model is loaded.
+    find_formats("", args.tool_format, args.reasoning_format)
     settings, name = _shape(args) if args.shape is not None else _model(args)
     # With "auto" and a draft, the name is that of the target's directory.
     names = args.served_model_name or [name for name in [name] if name != "auto"]
@@ -151,6 +170,8 @@ def run(args: Namespace) -> int:
             args.request_timeout or None,
             args.strict_fields,
             args.allow_special_tokens_in_messages,
+            args.tool_format,
+            args.reasoning_format,
         ),
         api=ApiOptions(
             args.api_key or os.environ.get(KEY_VARIABLE) or None,

@@ -103,6 +103,8 @@ class Answer:
 
     object_whole = ""
     object_chunk = ""
+    # The end of a stream.
+    end_mark = b"data: [DONE]\n\n"
 
     def __init__(
         self,
@@ -124,12 +126,15 @@ class Answer:
         self.num_prompt_tokens = sum(len(prompt) for prompt in prompts)
         self.head = {"id": id, "created": int(time.time()), "model": body.model}
         self.choices = [
-            Choice(number * params.n + i, prompt, self._sink(prompt), params.include_stop_str_in_output)
+            self._choice(number * params.n + i, prompt)
             for number, prompt in enumerate(prompts)
             for i in range(params.n)
         ]
         self.usages: list[Usage] = []
         self.stats = SpeculationStats()
+
+    def _choice(self, index: int, prompt: list[int]) -> Choice:
+        return Choice(index, prompt, self._sink(prompt), self.params.include_stop_str_in_output)
 
     @property
     def detokenize_there(self) -> bool:
@@ -177,6 +182,10 @@ class Answer:
         if quiet and not (self.body.return_token_ids or self.body.from_draft):
             return None
         return self._chunk([self._chunk_choice(choice, delta) | self._beyond_openai(delta)])
+
+    def encode(self, chunk: dict[str, Any]) -> bytes:
+        """The event of a chunk of `opening` or `closing`."""
+        return event(chunk)
 
     def opening(self) -> list[dict[str, Any]]:
         """Chunks that come before the first token."""
@@ -346,47 +355,3 @@ class TextAnswer(Answer):
                 length = min(length, len(alone.take(final=True)))
             choice.text_length, choice.has_begun = offset + length, True
         return offset
-
-
-class ChatAnswer(Answer):
-    """/v1/chat/completions"""
-
-    object_whole = "chat.completion"
-    object_chunk = "chat.completion.chunk"
-
-    def opening(self) -> list[dict[str, Any]]:
-        first_delta = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
-        first_delta |= self._beyond_openai(Delta("", [], [], None, None))
-        return [self._chunk([{"index": choice.index, **first_delta}]) for choice in self.choices]
-
-    def _chunk_choice(self, choice: Choice, delta: Delta) -> dict[str, Any]:
-        return {
-            "index": choice.index,
-            "delta": {"content": delta.text} if delta.text else {},
-            "logprobs": self._logprobs(delta.logprobs),
-            "finish_reason": delta.finish_reason,
-        }
-
-    def _whole_choice(self, choice: Choice) -> dict[str, Any]:
-        return {
-            "index": choice.index,
-            "message": {"role": "assistant", "content": "".join(choice.texts), "refusal": None},
-            "logprobs": self._logprobs(choice.logprobs),
-            "finish_reason": choice.finish_reason,
-        }
-
-    def whole(self) -> dict[str, Any]:
-        return {**super().whole(), **self._of_prompt(self.choices[0])}
-
-    def _logprobs(self, entries: Sequence[TokenLogprob] | None) -> Any:
-        if entries is None:
-            return None
-        content = []
-        for entry in entries:
-            top = [self._token(token, value) for token, value in entry.top]
-            content.append(self._token(entry.token_id, entry.logprob) | {"top_logprobs": top})
-        return {"content": content, "refusal": None}
-
-    def _token(self, token: int, logprob: float) -> dict[str, Any]:
-        part = None if self.tokenizer is None else list(self.tokenizer.bytes_of(token).bytes)
-        return {"token": self._token_text(token), "logprob": logprob, "bytes": part}

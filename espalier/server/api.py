@@ -18,19 +18,26 @@ from espalier import __version__
 from espalier.chat import ChatOptions
 from espalier.errors import EspalierError
 from espalier.inputs import InputProcessor
-from espalier.server.answers import ChatAnswer, TextAnswer
-from espalier.server.errors import ApiError, ErrorBody, refusal
+from espalier.server.answers import TextAnswer
+from espalier.server.chat_answers import ChatAnswer
+from espalier.server.conversing import chat_tokens, converse, num_characters, refusing
+from espalier.server.errors import ApiError, ErrorBody
 from espalier.server.front import CLIENT_LEFT, Front
 from espalier.server.gate import Gate
 from espalier.server.logs import request_id
-from espalier.server.openai import ChatRequest, CompletionRequest, DetokenizeRequest, Message, TokenizeRequest
+from espalier.server.openai import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from espalier.server.response_answers import ResponsesAnswer
+from espalier.server.responses import ResponsesRequest
+from espalier.tools.definitions import Tools
+from espalier.tools.formats import Formats
+from espalier.tools.plan import ChatPlan
 
 _TEXT_ONLY = "this server only generates text"
 _STATELESS = "the server stores nothing between requests"
 # OpenAI's paths that are not served, each with the reason that its error gives.
 REFUSED_PATHS = {
     "/v1/embeddings": _TEXT_ONLY,
-    "/v1/responses": "use /v1/chat/completions",
+    "/v1/responses/": "the server does not store responses",
     "/v1/moderations": _TEXT_ONLY,
     "/v1/audio": _TEXT_ONLY,
     "/v1/images": _TEXT_ONLY,
@@ -132,9 +139,11 @@ def _add_generation(app: FastAPI, front: Front) -> None:
     @post("/v1/completions", responses=STREAMED | answers_with(*GENERATES))
     async def complete(body: CompletionRequest, http: Request) -> Response:
         front.check_model(body.model)
-        params = _checked(front, body)
+        with refusing():
+            body.check()
+            params = front.inputs.resolve(body.params())
+            sent_prompts = body.prompts()
         front.check_effect(ignored := body.without_effect())
-        sent_prompts = _prompts(body)
         with front.entering(len(sent_prompts) * params.n):
             check = front.require_tokenizable
             prompts = [
@@ -157,15 +166,19 @@ def _add_generation(app: FastAPI, front: Front) -> None:
     @post("/v1/chat/completions", responses=STREAMED | answers_with(*GENERATES))
     async def chat(body: ChatRequest, http: Request) -> Response:
         front.check_model(body.model)
-        params = _checked(front, body)
-        shows_tools = front.inputs.tokenizer is not None and front.inputs.tokenizer.shows("tools")
-        front.check_effect(ignored := body.without_effect() + ["tools"] * (bool(body.tools) and not shows_tools))
-        with front.entering(params.n):
-            check, size = front.require_tokenizable, _size(body.messages)
-            prompt = await front.lanes.run(_chat_prompt, body, check, size=size, field="messages")
-        id = f"chatcmpl-{request_id.get()}"
-        answer = ChatAnswer(id, body, params, [prompt], front.inputs.tokenizer)
-        return _naming(ignored, await front.respond(http, body, [prompt], answer))
+        talk = await converse(front, body)
+        answer = ChatAnswer(f"chatcmpl-{request_id.get()}", body, *talk.of_answer)
+        return _naming(talk.ignored, await front.respond(http, body, [talk.prompt], answer))
+
+    @post("/v1/responses", responses=STREAMED | answers_with(*GENERATES))
+    async def respond(body: ResponsesRequest, http: Request) -> Response:
+        front.check_model(body.model)
+        front.check_effect(ignored := body.without_effect())
+        with refusing():
+            chat = body.as_chat()
+        talk = await converse(front, chat)
+        answer = ResponsesAnswer(body, chat, request_id.get(), *talk.of_answer)
+        return _naming(ignored, await front.respond(http, chat, [talk.prompt], answer))
 
 
 def _naming(ignored: Sequence[str], answer: Response) -> Response:
@@ -213,21 +226,6 @@ def _posts(app: FastAPI, front: Front) -> Callable[..., Any]:
     return post
 
 
-def _checked(front: Front, body: CompletionRequest | ChatRequest) -> Any:
-    try:
-        body.check()
-        return front.inputs.resolve(body.params())
-    except EspalierError as error:
-        raise refusal(error) from None
-
-
-def _prompts(body: CompletionRequest) -> list[str | list[int]]:
-    try:
-        return body.prompts()
-    except EspalierError as error:
-        raise refusal(error) from None
-
-
 def _prompt(
     inputs: InputProcessor, body: CompletionRequest, prompt: str | list[int], check: Callable[[str], None]
 ) -> list[int]:
@@ -241,26 +239,8 @@ def _prompt(
     return inputs.tokens(prompt, body.add_special_tokens is not False, keep)
 
 
-def _chat_prompt(inputs: InputProcessor, body: ChatRequest, check: Callable[[str], None]) -> list[int]:
-    """The token ids of a conversation.  Raises EspalierError."""
-    keep = body.truncate_prompt_tokens
-    check = inputs.require_fit if keep is None else check
-    return inputs.tokens(_chat_tokens(inputs, body.messages, body.options(), check), keep_last=keep)
-
-
-def _chat_tokens(
-    inputs: InputProcessor, messages: Sequence[Message], options: ChatOptions, check: Callable[[str], None]
-) -> list[int]:
-    return inputs.chat([message.turn() for message in messages], check=check, **options)
-
-
 def _text(inputs: InputProcessor, what: str, tokens: list[int], skip_special_tokens: bool = True) -> str:
     return inputs.text_of(what).decode(tokens, skip_special_tokens)
-
-
-def _size(messages: Sequence[Message]) -> int:
-    """About how many characters a conversation has."""
-    return sum(len(message.content or "") for message in messages)
 
 
 def _add_tokens(app: FastAPI, front: Front) -> None:
@@ -271,13 +251,14 @@ def _add_tokens(app: FastAPI, front: Front) -> None:
         front.check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise ApiError(400, "send either prompt or messages", "prompt")
-        size = len(body.prompt or "") + _size(body.messages or ())
+        size = len(body.prompt or "") + num_characters(body.messages or ())
         if body.messages is None:
             for name, value in body.options().items():
                 if value is not None:
                     raise ApiError(400, f"{name} needs messages; send messages, or leave it out", name)
         field = "prompt" if body.messages is None else "messages"
-        return _json(await front.lanes.run(_tokenized, body, front.require_tokenizable, size=size, field=field))
+        work = body, front.formats, front.require_tokenizable
+        return _json(await front.lanes.run(_tokenized, *work, size=size, field=field))
 
     @post("/detokenize", response_model=dict[str, Any], responses=answers_with(*READS_A_BODY))
     async def detokenize(body: DetokenizeRequest, http: Request) -> Response:
@@ -285,11 +266,12 @@ def _add_tokens(app: FastAPI, front: Front) -> None:
         return _json(await front.lanes.run(_detokenized, body.tokens, size=len(body.tokens)))
 
 
-def _tokenized(inputs: InputProcessor, body: TokenizeRequest, check: Callable[[str], None]) -> bytes:
+def _tokenized(inputs: InputProcessor, body: TokenizeRequest, formats: Formats, check: Callable[[str], None]) -> bytes:
     """The response body of /tokenize."""
     if body.messages is not None:
         options: ChatOptions = {**body.options(), "add_special_tokens": body.add_special_tokens}
-        tokens = _chat_tokens(inputs, body.messages, options, check)
+        plan = ChatPlan(inputs.tokenizer, formats, Tools())
+        tokens = chat_tokens(inputs, body.messages, options, check, plan)
     else:
         assert body.prompt is not None
         tokenizer = inputs.text_of("/tokenize")
@@ -364,8 +346,8 @@ def _of_routing(http: Request, error: HTTPException) -> ApiError:
             return ApiError(404, f"{path} is not served; use {meant}, without the slash at the end")
         why = next((why for prefix, why in REFUSED_PATHS.items() if path.startswith(prefix)), None)
         served = (
-            "use /v1/models, /v1/completions, /v1/chat/completions, /tokenize, /detokenize, /health, /metrics or "
-            "/version"
+            "use /v1/models, /v1/completions, /v1/chat/completions, /v1/responses, /tokenize, /detokenize, /health, "
+            "/metrics or /version"
         )
         reason = f"OpenAI's {path} is not supported: {why}" if why else f"{path} is not served; {served}"
         return ApiError(404, reason, code="unsupported" if why else None)
@@ -381,7 +363,7 @@ def _describe(app: FastAPI, names: Sequence[str]) -> None:
         for methods in page["paths"].values():
             for operation in methods.values():
                 operation["responses"].pop("422", None)
-        for body in (CompletionRequest, ChatRequest):
+        for body in (CompletionRequest, ChatRequest, ResponsesRequest):
             page["components"]["schemas"][body.__name__]["properties"]["model"]["enum"] = list(names)
         return page
 

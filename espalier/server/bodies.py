@@ -14,9 +14,13 @@ from espalier.errors import EspalierError
 from espalier.request import check_prompt
 from espalier.server.errors import ApiError, of_validation, refusal
 from espalier.server.openai import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from espalier.server.responses import ResponsesRequest
 
 MODELS: Mapping[str, type[BaseModel]] = MappingProxyType(
-    {each.__name__: each for each in (CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest)}
+    {
+        each.__name__: each
+        for each in (CompletionRequest, ChatRequest, ResponsesRequest, TokenizeRequest, DetokenizeRequest)
+    }
 )
 UNREADABLE = (
     "the body cannot be read as JSON: it is not UTF-8, or it is nested too deeply; send a JSON object with "
@@ -88,7 +92,7 @@ def _check_counts(value: dict[str, Any], limits: BodyLimits) -> None:
     prompt, rest = value.get("prompt"), {name: each for name, each in value.items() if name not in ("prompt", "tokens")}
     if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
         _require_at_most("prompt", len(prompt), limits.prompts)
-    for name, limit in (("tokens", limits.tokens), ("messages", MAX_MESSAGES)):
+    for name, limit in (("tokens", limits.tokens), ("messages", MAX_MESSAGES), ("input", MAX_MESSAGES)):
         if isinstance(value.get(name), list):
             _require_at_most(name, len(value[name]), limit)
     for name, each in rest.items():

@@ -29,6 +29,7 @@ from espalier.server.metrics import Metrics
 from espalier.server.openai import Generating
 from espalier.server.protocol import Part
 from espalier.text import load_tokenizer
+from espalier.tools.formats import AUTO, find_formats
 
 log = logging.getLogger("espalier.server")
 # Limit in characters for /tokenize and for a prompt that will be truncated: the larger of MAX_TEXT_CHARS and
@@ -47,7 +48,8 @@ CLIENT_LEFT = 499
 class FrontOptions:
     """names: the model's names in the API, its directory's name if empty; chat_template: replaces the tokenizer's;
     max_queue: samples that may wait for a slot; request_timeout_s: limit for one request, None for no limit;
-    strict_fields: refuse fields without effect."""
+    strict_fields: refuse fields without effect; tool_format, reasoning_format: names of espalier/tools/formats, "auto"
+    for those of the chat template."""
 
     names: tuple[str, ...]
     chat_template: str | None = None
@@ -55,6 +57,8 @@ class FrontOptions:
     request_timeout_s: float | None = 600.0
     strict_fields: bool = False
     allow_special_tokens_in_messages: bool = False
+    tool_format: str = AUTO
+    reasoning_format: str = AUTO
 
 
 class ClientLeft(Exception):
@@ -76,6 +80,8 @@ class Front:
         self.inputs = InputProcessor(client.facts, tokenizer, options.allow_special_tokens_in_messages)
         if options.chat_template is not None:
             self.inputs.text_of("--chat-template").hf.chat_template = options.chat_template
+        template = "" if tokenizer is None else tokenizer.template_text
+        self.formats = find_formats(template, options.tool_format, options.reasoning_format)
         self.lanes = Lanes(self.inputs)
         facts, capacity = client.facts, int(client.config["max_batch"]) + options.max_queue
         self.bodies = BodyReader(BodyLimits(facts.vocab_size, facts.max_context, capacity, self.max_detokenized))
@@ -213,14 +219,14 @@ class Run:
 
     async def events(self) -> AsyncIterator[bytes]:
         """The response as server-sent events.  Raises ApiError or ClientLeft."""
-        opening = b"".join(map(event, self.answer.opening()))
+        opening = b"".join(map(self.answer.encode, self.answer.opening()))
         with self._errors():
             async for parts in self.generation.parts(self.deadline):
                 self._measure(parts)
                 events = opening + b"".join([self.answer.event(self.prompt_index[part.name], part) for part in parts])
                 if self.generation.done and self.generation.error is None:
                     # With the last tokens: each message to the client costs as much as many tokens.
-                    events += b"".join([*map(event, self.answer.closing()), b"data: [DONE]\n\n"])
+                    events += b"".join([*map(self.answer.encode, self.answer.closing()), self.answer.end_mark])
                 if events:
                     yield events
                 opening = b""

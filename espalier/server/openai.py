@@ -19,6 +19,7 @@ from espalier.limits import MAX_BIAS, MAX_COUNT, MAX_LOGPROBS
 from espalier.request import SPELLED_ALIKE, SamplingParams
 from espalier.server.formats import Constrained
 from espalier.server.hints import HINTS
+from espalier.tools.definitions import MAX_TOOLS, Tools, checked_tools
 
 
 @dataclass(frozen=True)
@@ -37,12 +38,11 @@ Nothing = Annotated[list[Any], Field(max_length=0)]
 # Checking stops at the first wrong entry: an error for each of a million entries would block the server.
 FIRST: Any = Field(fail_fast=True)
 Tokens = Annotated[list[int], FIRST]
-MOST_METADATA = 16
-MOST_TOOLS = 1024
+MAX_METADATA = 16
 MOST_TEMPLATE_KWARGS = 64
 
 
-def _at_most(most: int) -> BeforeValidator:
+def at_most(most: int) -> BeforeValidator:
     """Refuse an object with more entries, before they are checked: pydantic has no fail_fast for objects."""
 
     def count(value: Any) -> Any:
@@ -53,13 +53,11 @@ def _at_most(most: int) -> BeforeValidator:
     return BeforeValidator(count)
 
 
-TemplateKwargs = Annotated[dict[str, Any], _at_most(MOST_TEMPLATE_KWARGS)]
+TemplateKwargs = Annotated[dict[str, Any], at_most(MOST_TEMPLATE_KWARGS)]
 # JSON keys are strings, so the key's type is not strict.
-Bias = Annotated[dict[Annotated[int, Field(strict=False)], float], _at_most(MAX_BIAS)]
+Bias = Annotated[dict[Annotated[int, Field(strict=False)], float], at_most(MAX_BIAS)]
 
-TOOLS = Refused('tool calls need grammar-constrained output, which is not supported yet; use "none", or leave it out')
-NO_CALLS = "tool calls need grammar-constrained output, which is not supported yet"
-FUNCTIONS = Refused("OpenAI replaced it by tools, and tool calls are not supported yet; leave it out")
+FUNCTIONS = Refused("OpenAI replaced it by tools; use tools and tool_choice, or leave it out")
 TEXT_ONLY = Refused("this server supports only text; leave it out")
 STATELESS = Refused(
     "the server stores nothing between requests; leave it out, and send the whole conversation each time"
@@ -112,12 +110,12 @@ def _json_type(annotation: Any) -> Any:
 
 
 # The engine honours these.  Their descriptions are the help texts in espalier/request.py.
-_sampling_fields: Mapping[str, Any] = {
+SAMPLING_FIELDS: Mapping[str, Any] = {
     f.name: (_json_type(f.type), Field(None, description=f.metadata["help"])) for f in SPELLED_ALIKE
 }
-Sampling: Any = create_model("Sampling", __base__=Body, **_sampling_fields)
-_hint_fields: Mapping[str, Any] = {name: (Annotated[Any, NoEffect(why)], None) for name, why in HINTS.items()}
-Hinted: Any = create_model("Hinted", __base__=Sampling, **_hint_fields)
+Sampling: Any = create_model("Sampling", __base__=Body, **SAMPLING_FIELDS)
+HINT_FIELDS: Mapping[str, Any] = {name: (Annotated[Any, NoEffect(why)], None) for name, why in HINTS.items()}
+Hinted: Any = create_model("Hinted", __base__=Sampling, **HINT_FIELDS)
 
 
 class StreamOptions(Body):
@@ -155,7 +153,7 @@ class Generating(Hinted, Constrained):
     return_token_ids: bool | None = Field(None, description="return the token ids of each choice")
 
     metadata: Annotated[
-        Annotated[dict[str, Any], _at_most(MOST_METADATA)] | None,
+        Annotated[dict[str, Any], at_most(MAX_METADATA)] | None,
         NoEffect("the server stores no responses, so there is nothing to look up by it"),
     ] = None
 
@@ -169,8 +167,7 @@ class Generating(Hinted, Constrained):
 
     def without_effect(self) -> list[str]:
         """Names of the fields that were sent and have no effect, in the order of the model."""
-        names = _names_without_effect(type(self))
-        return [name for name in names if getattr(self, name) is not None]
+        return without_effect(self)
 
     def check(self) -> None:
         """Refuse combinations of fields that are not supported.  Raises EspalierError."""
@@ -182,6 +179,11 @@ class Generating(Hinted, Constrained):
         require_int("max_completion_tokens", self.max_completion_tokens, 1, MAX_COUNT, optional=True)
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             raise EspalierError("max_tokens and max_completion_tokens are the same limit but differ; send only one")
+
+
+def without_effect(body: BaseModel) -> list[str]:
+    """Names of the fields of a body that were sent and have no effect, in the order of the model."""
+    return [name for name in _names_without_effect(type(body)) if getattr(body, name) is not None]
 
 
 @cache
@@ -270,11 +272,14 @@ class Message(Body):
         None, description="text, or a list of text parts, which are joined; null is empty text"
     )
     name: str | None = Field(None, description="passed to the chat template")
-    tool_calls: Annotated[list[ToolCall], FIRST, Field(max_length=MOST_TOOLS)] | None = Field(
+    tool_calls: Annotated[list[ToolCall], FIRST, Field(max_length=MAX_TOOLS)] | None = Field(
         None, description="the assistant's tool calls, passed to the chat template"
     )
     tool_call_id: str | None = Field(
         None, description="the call that a tool message answers, passed to the chat template"
+    )
+    reasoning_content: str | None = Field(
+        None, description="the reasoning of an earlier answer, passed to the chat template"
     )
     function_call: Annotated[None, FUNCTIONS] = None
     refusal: Annotated[None, Refused("messages here have no refusal; leave it out")] = None
@@ -299,7 +304,11 @@ class Message(Body):
         turn: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": self.text}
         if self.tool_calls:
             turn["tool_calls"] = [call.turn() for call in self.tool_calls]
-        optional = {"name": self.name, "tool_call_id": self.tool_call_id}
+        optional = {
+            "name": self.name,
+            "tool_call_id": self.tool_call_id,
+            "reasoning_content": self.reasoning_content,
+        }
         return turn | {name: value for name, value in optional.items() if value is not None}
 
 
@@ -334,19 +343,22 @@ class ChatRequest(Conversing, Generating):
     top_logprobs: int | None = Field(
         None, description="number of likeliest tokens to return at each position; needs logprobs"
     )
-    tools: Annotated[list[dict[str, Any]], FIRST, Field(max_length=MOST_TOOLS)] | None = Field(
-        None, description='passed to the chat template, if it reads tools; needs tool_choice="none"'
+    tools: Annotated[list[dict[str, Any]], FIRST, Field(max_length=MAX_TOOLS)] | None = Field(
+        None, description="functions that the model may call, passed to the chat template"
     )
-    tool_choice: Annotated[Literal["none", "auto"] | None, TOOLS] = None
-    parallel_tool_calls: Annotated[bool | None, NoEffect("the model makes no tool calls")] = None
+    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = Field(
+        None, description="whether the answer may be a call, must be one, or must be one of the function that it names"
+    )
+    parallel_tool_calls: bool | None = Field(None, description="false: at most one call in an answer")
+    include_reasoning: bool | None = Field(None, description="false: leave reasoning_content out of the answer")
+    reasoning_effort: str | None = Field(
+        None, description="passed to the chat template; refused if it does not read this variable"
+    )
     functions: Annotated[Nothing | None, FUNCTIONS] = None
     function_call: Annotated[Literal["none", "auto"] | None, FUNCTIONS] = None
     modalities: Annotated[Annotated[list[Literal["text"]], FIRST] | None, TEXT_ONLY] = None
     audio: Annotated[None, TEXT_ONLY] = None
     prediction: Annotated[None, Refused("the engine's drafter makes the drafts; leave it out")] = None
-    reasoning_effort: Annotated[
-        None, Refused("the chat template controls reasoning; use chat_template_kwargs, or leave it out")
-    ] = None
     verbosity: Annotated[None, Refused("ask for short or long answers in the messages; leave it out")] = None
     web_search_options: Annotated[None, Refused("the server has no web search; leave it out")] = None
     store: Annotated[Literal[False] | None, STATELESS] = None
@@ -357,14 +369,20 @@ class ChatRequest(Conversing, Generating):
             raise EspalierError("top_logprobs needs logprobs=true; set it, or leave top_logprobs out")
         # Checked here so that the error has the name that was sent; resolve checks it again as logprobs.
         require_int("top_logprobs", self.top_logprobs, 0, MAX_LOGPROBS, optional=True)
-        if self.tools and self.tool_choice != "none":
-            raise EspalierError(f'tools is not supported without tool_choice="none": {NO_CALLS}')
 
     def params(self) -> SamplingParams:
         return self.sampling(logprobs=(self.top_logprobs or 0) if self.logprobs else None)
 
     def options(self) -> ChatOptions:
-        return {**super().options(), "tools": self.tools, "add_special_tokens": self.add_special_tokens}
+        options = super().options()
+        if self.reasoning_effort is not None:
+            variables = options.get("chat_template_kwargs") or {}
+            options["chat_template_kwargs"] = {"reasoning_effort": self.reasoning_effort, **variables}
+        return {**options, "tools": self.tools, "add_special_tokens": self.add_special_tokens}
+
+    def tool_use(self) -> Tools:
+        """The tools that the model may call.  Raises EspalierError."""
+        return checked_tools(self.tools, self.tool_choice, self.parallel_tool_calls)
 
 
 class TokenizeRequest(Conversing):

@@ -28,6 +28,7 @@ FLOORS = (
     ("errors", "cores", "stats", "logprobs"),
     ("limits", "chat", "grammar"),
     ("config", "request", "text", "text_bound"),
+    ("tools",),
     ("inputs",),
     ("layout",),
     ("slots",),

@@ -36,6 +36,9 @@ SAID = [
     ("serve --disable-radix-cache", "use --no-prefix-cache"),
     ("serve --enforce-eager", "use --graph-batch 0"),
     ("serve --allowed-origins x", "use --cors-origin"),
+    ("serve --tool-call-parser hermes", "use --tool-format"),
+    ("serve --reasoning-parser qwen3", "use --reasoning-format"),
+    ("serve --enable-auto-tool-choice", "tool calls and reasoning need no switch; leave it out"),
     ("bench kernels --max-model-len 3", "unknown flag --max-model-len; see espalier bench kernels --help"),
 ]
 

@@ -9,7 +9,8 @@ from transformers import PreTrainedTokenizerFast
 
 from espalier.logprobs import TokenLogprob
 from espalier.request import OutputChunk, ResolvedParams
-from espalier.server.answers import PLACEHOLDER, ChatAnswer, TextAnswer, event
+from espalier.server.answers import PLACEHOLDER, TextAnswer, event
+from espalier.server.chat_answers import ChatAnswer
 from espalier.server.openai import ChatRequest, CompletionRequest
 from espalier.server.protocol import Part
 from espalier.text import Tokenizer

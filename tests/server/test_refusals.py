@@ -24,6 +24,7 @@ from schemathesis.specs.openapi.checks import (
 
 from espalier.server.http1 import Connection
 from espalier.server.openai import ChatRequest, CompletionRequest, DetokenizeRequest, field_rows
+from espalier.server.responses import ResponsesRequest
 from tests.properties.summary import ASKED
 from tools.make_server_fields import PAGE, with_tables
 
@@ -36,22 +37,30 @@ BAD_CALL_IN_PARTS = {"role": "assistant", "content": [{"type": "text", "text": "
 CALLED = {"role": "assistant", "content": None, "tool_calls": [CALL]}
 CHAT = {"model": "bundled", "messages": HI, "max_tokens": 2}
 TEXT = {"model": "bundled", "prompt": "hi", "max_tokens": 2}
+RESPONSE = {"model": "bundled", "input": "hi", "max_output_tokens": 2}
 LONG = "a " * 200_000
 SAID_LONG = [{"role": "user", "content": LONG}]
 # A value of each refused field that clients send when they mean it.
 MEANT = {
-    "tool_choice": "required",
+    "response_format": {"type": "json_object"},
     "functions": [{"name": "f"}],
     "function_call": {"name": "f"},
     "modalities": ["audio"],
     "audio": {"voice": "alloy", "format": "wav"},
     "prediction": {"type": "content", "content": "x"},
-    "reasoning_effort": "high",
     "verbosity": "low",
     "web_search_options": {},
     "store": True,
     "best_of": 2,
     "suffix": "end",
+    "truncation": "auto",
+    "previous_response_id": "resp_1",
+    "conversation": "conv_1",
+    "prompt": {"id": "p"},
+    "background": True,
+    "max_tool_calls": 3,
+    "max_tokens": 2,
+    "messages": HI,
 }
 NEUTRAL = {
     "tools": [],
@@ -85,7 +94,8 @@ def error_of(answer, status=400):
 @pytest.mark.parametrize(
     ("path", "body", "name"),
     [("/v1/chat/completions", CHAT, name) for name in refused_fields(ChatRequest)]
-    + [("/v1/completions", TEXT, name) for name in refused_fields(CompletionRequest)],
+    + [("/v1/completions", TEXT, name) for name in refused_fields(CompletionRequest)]
+    + [("/v1/responses", RESPONSE, name) for name in refused_fields(ResponsesRequest)],
 )
 def test_a_refused_field_is_named_and_why(served, path, body, name):
     error = error_of(served.request(path, {**body, name: MEANT[name]}))
@@ -145,8 +155,7 @@ def test_neutral_values_of_refused_fields_are_served(served):
         ),
         ("/v1/chat/completions", {**CHAT, "messages": [{**CALLED, "tool_calls": [BAD_CALL]}]}, "are not a JSON object"),
         ("/v1/chat/completions", {**CHAT, "messages": [BAD_CALL_IN_PARTS]}, "are not a JSON object"),
-        ("/v1/chat/completions", {**CHAT, "tools": [FUNCTION]}, 'tools is not supported without tool_choice="none"'),
-        ("/v1/chat/completions", {**CHAT, "tools": [FUNCTION], "tool_choice": "auto"}, "tools is not supported"),
+        ("/v1/chat/completions", {**CHAT, "tools": [FUNCTION]}, "tools needs a chat template that reads them"),
         ("/v1/completions", {**TEXT, "max_completion_tokens": 3}, "are the same limit but differ"),
         ("/v1/completions", {**TEXT, "truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
         ("/v1/completions", {**TEXT, "keep_alve": "5m"}, "did you mean 'keep_alive'?"),
@@ -276,7 +285,7 @@ def test_a_stream_that_is_refused_has_the_status_of_its_error(served):
     assert error_of(served.request("/v1/completions", {**TEXT, "stream": True, "min_tokens": 600, "max_tokens": None}))
 
 
-@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/responses", "/v1/audio/speech", "/v1/fine_tuning/jobs"])
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/responses/resp_1", "/v1/audio/speech", "/v1/fine_tuning/jobs"])
 def test_openais_other_endpoints_are_refused_by_name(served, path):
     error = error_of(served.request(path, {"input": "x"}), 404)
     assert error["message"].startswith(f"OpenAI's {path} is not supported: ")
@@ -431,6 +440,7 @@ def test_the_page_of_fields_is_up_to_date():
 OPERATIONS = [
     ("POST", "/v1/completions"),
     ("POST", "/v1/chat/completions"),
+    ("POST", "/v1/responses"),
     ("POST", "/tokenize"),
     ("POST", "/detokenize"),
     ("GET", "/v1/models"),
@@ -456,7 +466,9 @@ def test_schemathesis_finds_nothing(served, method, path, mode, put_on_record):
         asked += 1
         if mode is GenerationMode.POSITIVE and path.endswith("completions"):
             case.body["stream"] = asked % 2 == 0
-        if isinstance(case.body, dict) and _is_long(case.body.get("max_tokens")):
+        if path == "/v1/responses" and isinstance(case.body, dict) and _is_long(case.body.get("max_output_tokens")):
+            case.body["max_output_tokens"] = 2
+        elif isinstance(case.body, dict) and _is_long(case.body.get("max_tokens")):
             case.body["max_tokens"] = 2
         case.validate_response(case.call(timeout=60), checks=CHECKS)
 

@@ -1,0 +1,181 @@
+"""Builds the responses of /v1/chat/completions, with tool calls and reasoning read from the text."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from espalier.logprobs import TokenLogprob
+from espalier.request import OutputChunk, ResolvedParams
+from espalier.server.answers import Answer, Choice, Delta
+from espalier.server.openai import Generating
+from espalier.server.protocol import Part
+from espalier.text import Tokenizer
+from espalier.tools import base
+from espalier.tools.parser import OutputParser, message_of
+from espalier.tools.plan import ChatPlan
+
+
+@dataclass
+class ChatChoice(Choice):
+    """A choice whose text is read by a parser.
+
+    parts: the deltas of the last chunk; deltas: all so far, if the response is whole; calls: indices of the calls so
+    far that are not broken; num_reasoning: tokens of the reasoning.
+    """
+
+    parser: OutputParser | None = None
+    is_whole: bool = True
+    parts: list[base.Delta] = field(default_factory=list)
+    deltas: list[base.Delta] = field(default_factory=list)
+    calls: set[int] = field(default_factory=set)
+    num_reasoning: int = 0
+
+    def new_text(self, piece: OutputChunk) -> str:
+        if self.parser is None:
+            return super().new_text(piece)
+        texts, self.parts = [], []
+        for token_piece in self._split(piece):
+            was_reasoning = self.parser.in_reasoning
+            texts.append(super().new_text(token_piece))
+            self.parts += self.parser.feed(texts[-1])
+            if was_reasoning or self.parser.in_reasoning:
+                self.num_reasoning += len(token_piece.token_ids)
+        if piece.finish_reason is not None:
+            self.parts += self.parser.finish()
+        for part in self.parts:
+            if part.kind == "call":
+                self.calls.add(part.index)
+            elif part.kind == "broken":
+                self.calls.discard(part.index)
+        if self.is_whole:
+            self.deltas += self.parts
+        return "".join(texts)
+
+    def _split(self, piece: OutputChunk) -> Iterator[OutputChunk]:
+        """The chunk, token by token where tokens of the reasoning are counted."""
+        assert self.parser is not None
+        if self.sink is None or not self.parser.may_reason or len(piece.token_ids) < 2:
+            yield piece
+            return
+        for token in piece.token_ids[:-1]:
+            yield OutputChunk(piece.request_id, piece.index, [token])
+        yield replace(piece, token_ids=piece.token_ids[-1:])
+
+    def ending(self, reason: str | None) -> str | None:
+        """The finish_reason: "tool_calls" for an output that ended by itself and has calls."""
+        return "tool_calls" if reason == "stop" and self.calls else reason
+
+
+class ChatAnswer(Answer):
+    """/v1/chat/completions.  plan: None if all of the text is content."""
+
+    object_whole = "chat.completion"
+    object_chunk = "chat.completion.chunk"
+
+    def __init__(
+        self,
+        id: str,
+        body: Generating,
+        params: ResolvedParams,
+        prompts: Sequence[list[int]],
+        tokenizer: Tokenizer | None,
+        plan: ChatPlan | None = None,
+    ):
+        self.plan = plan
+        super().__init__(id, body, params, prompts, tokenizer)
+        self.shows_reasoning = getattr(body, "include_reasoning", None) is not False
+        self.text_only = self.text_only and not (plan is not None and plan.has_parser)
+
+    def _choice(self, index: int, prompt: list[int]) -> Choice:
+        choice = ChatChoice(index, prompt, self._sink(prompt), self.params.include_stop_str_in_output)
+        choice.parser = None if self.plan is None else self.plan.parser(prompt)
+        choice.is_whole = not self.body.stream
+        return choice
+
+    def take(self, prompt_index: int, part: Part) -> tuple[Choice, Delta]:
+        choice, delta = super().take(prompt_index, part)
+        if isinstance(choice, ChatChoice) and choice.parser is not None:
+            delta.text = delta.text if choice.parts else ""
+            delta.finish_reason = choice.ending(delta.finish_reason)
+        return choice, delta
+
+    def opening(self) -> list[dict[str, Any]]:
+        first_delta = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+        first_delta |= self._beyond_openai(Delta("", [], [], None, None))
+        return [self._chunk([{"index": choice.index, **first_delta}]) for choice in self.choices]
+
+    def _chunk_choice(self, choice: Choice, delta: Delta) -> dict[str, Any]:
+        assert isinstance(choice, ChatChoice)
+        has_parser = choice.parser is not None
+        chunk = {
+            "index": choice.index,
+            "delta": self._parts(choice.parts) if has_parser else {"content": delta.text} if delta.text else {},
+            "logprobs": self._logprobs(delta.logprobs),
+            "finish_reason": delta.finish_reason,
+        }
+        errors = [{"index": part.index, "message": part.text} for part in choice.parts if part.kind == "broken"]
+        return {**chunk, "tool_call_errors": errors} if errors else chunk
+
+    def _parts(self, parts: Sequence[base.Delta]) -> dict[str, Any]:
+        """The delta of a chunk."""
+        delta: dict[str, Any] = {}
+        calls: dict[int, dict[str, Any]] = {}
+        for part in parts:
+            if part.kind == "content":
+                delta["content"] = delta.get("content", "") + part.text
+            elif part.kind == "reasoning" and self.shows_reasoning:
+                delta["reasoning_content"] = delta.get("reasoning_content", "") + part.text
+            elif part.kind == "call":
+                function = {"name": part.text, "arguments": ""}
+                calls[part.index] = {"index": part.index, "id": part.id, "type": "function", "function": function}
+            elif part.kind == "arguments":
+                call = calls.setdefault(part.index, {"index": part.index, "function": {"arguments": ""}})
+                call["function"]["arguments"] += part.text
+        return {**delta, "tool_calls": list(calls.values())} if calls else delta
+
+    def _whole_choice(self, choice: Choice) -> dict[str, Any]:
+        assert isinstance(choice, ChatChoice)
+        whole = {
+            "index": choice.index,
+            "message": {"role": "assistant", "content": "".join(choice.texts), "refusal": None},
+            "logprobs": self._logprobs(choice.logprobs),
+            "finish_reason": choice.ending(choice.finish_reason),
+        }
+        if choice.parser is None:
+            return whole
+        message = message_of(choice.deltas)
+        whole["message"]["content"] = message.content or (None if message.tool_calls else "")
+        if message.reasoning and self.shows_reasoning:
+            whole["message"]["reasoning_content"] = message.reasoning
+        if message.tool_calls:
+            whole["message"]["tool_calls"] = [call.as_dict() for call in message.tool_calls]
+        if message.errors:
+            whole["tool_call_errors"] = [{"message": error} for error in message.errors]
+        return whole
+
+    def whole(self) -> dict[str, Any]:
+        return {**super().whole(), **self._of_prompt(self.choices[0])}
+
+    @property
+    def num_reasoning(self) -> int:
+        """Tokens of the reasoning in all choices."""
+        return sum(choice.num_reasoning for choice in self.choices if isinstance(choice, ChatChoice))
+
+    def usage(self) -> dict[str, Any]:
+        usage = super().usage()
+        if self.plan is None or self.plan.formats.reasoning is None:
+            return usage
+        return {**usage, "completion_tokens_details": {"reasoning_tokens": self.num_reasoning}}
+
+    def _logprobs(self, entries: Sequence[TokenLogprob] | None) -> Any:
+        if entries is None:
+            return None
+        content = []
+        for entry in entries:
+            top = [self._token(token, value) for token, value in entry.top]
+            content.append(self._token(entry.token_id, entry.logprob) | {"top_logprobs": top})
+        return {"content": content, "refusal": None}
+
+    def _token(self, token: int, logprob: float) -> dict[str, Any]:
+        part = None if self.tokenizer is None else list(self.tokenizer.bytes_of(token).bytes)
+        return {"token": self._token_text(token), "logprob": logprob, "bytes": part}

@@ -1,0 +1,88 @@
+"""From the body of a conversation to a prompt: for chat completions, responses and /tokenize."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from espalier.chat import ChatOptions
+from espalier.errors import EspalierError
+from espalier.inputs import InputProcessor
+from espalier.request import ResolvedParams
+from espalier.server.errors import refusal
+from espalier.server.front import Front
+from espalier.server.openai import ChatRequest, Message
+from espalier.text import Tokenizer
+from espalier.tools.plan import ChatPlan
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """A conversation that may start.  ignored: fields without effect."""
+
+    ignored: list[str]
+    prompt: list[int]
+    params: ResolvedParams
+    plan: ChatPlan
+
+    @property
+    def of_answer(self) -> tuple[ResolvedParams, list[list[int]], Tokenizer | None, ChatPlan]:
+        """The arguments of an answer."""
+        return self.params, [self.prompt], self.plan.tokenizer, self.plan
+
+
+@contextmanager
+def refusing() -> Iterator[None]:
+    """Raise the ApiError of an EspalierError."""
+    try:
+        yield
+    except EspalierError as error:
+        raise refusal(error) from None
+
+
+async def converse(front: Front, body: ChatRequest) -> Conversation:
+    """Check a conversation and make its prompt.  Raises ApiError."""
+    with refusing():
+        body.check()
+        params = front.inputs.resolve(body.params())
+        plan = ChatPlan(front.inputs.tokenizer, front.formats, body.tool_use())
+        _check_effort(front.inputs.tokenizer, body)
+    shows_tools = front.inputs.tokenizer is not None and front.inputs.tokenizer.shows("tools")
+    front.check_effect(ignored := body.without_effect() + ["tools"] * (bool(body.tools) and not shows_tools))
+    with front.entering(params.n):
+        check, size = front.require_tokenizable, num_characters(body.messages)
+        prompt = await front.lanes.run(_prompt, body, plan, check, size=size, field="messages")
+    with refusing():
+        params = front.inputs.planned(plan, params, prompt)
+    return Conversation(ignored, prompt, params, plan)
+
+
+def _check_effort(tokenizer: Tokenizer | None, body: ChatRequest) -> None:
+    """Raises EspalierError for a reasoning_effort that the template does not read."""
+    if body.reasoning_effort is not None and not (tokenizer is not None and tokenizer.shows("reasoning_effort")):
+        raise EspalierError(
+            f"reasoning_effort={body.reasoning_effort!r} is not supported: this model's chat template does not read "
+            "it; leave it out"
+        )
+
+
+def _prompt(inputs: InputProcessor, body: ChatRequest, plan: ChatPlan, check: Callable[[str], None]) -> list[int]:
+    """The token ids of a conversation.  Raises EspalierError."""
+    keep = body.truncate_prompt_tokens
+    check = inputs.require_fit if keep is None else check
+    return inputs.tokens(chat_tokens(inputs, body.messages, body.options(), check, plan), keep_last=keep)
+
+
+def chat_tokens(
+    inputs: InputProcessor,
+    messages: Sequence[Message],
+    options: ChatOptions,
+    check: Callable[[str], None],
+    plan: ChatPlan,
+) -> list[int]:
+    """The token ids of messages.  Raises EspalierError."""
+    return inputs.chat(plan.messages([message.turn() for message in messages]), check=check, **options)
+
+
+def num_characters(messages: Sequence[Message]) -> int:
+    """About how many characters a conversation has."""
+    return sum(len(message.content or "") for message in messages)

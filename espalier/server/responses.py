@@ -1,0 +1,213 @@
+"""The body of POST /v1/responses, in its stateless form: it becomes the body of a chat completion."""
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, ValidationError, create_model
+
+from espalier.errors import EspalierError, shown, unknown_name
+from espalier.server.errors import of_validation
+from espalier.server.openai import (
+    FIRST,
+    HINT_FIELDS,
+    MAX_METADATA,
+    SAMPLING_FIELDS,
+    STATELESS,
+    TEXT_ONLY,
+    Body,
+    ChatRequest,
+    Nothing,
+    Refused,
+    at_most,
+    without_effect,
+)
+from espalier.tools.definitions import MAX_TOOLS
+
+LOGPROBS, ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_content"
+# Fields of SamplingParams that this endpoint names otherwise, or does not have.
+_OTHERWISE = ("n", "max_tokens", "logprobs", "prompt_logprobs")
+_sampling = {name: each for name, each in SAMPLING_FIELDS.items() if name not in _OTHERWISE}
+_Sampling: Any = create_model("ResponsesSampling", __base__=Body, **_sampling, **HINT_FIELDS)
+# Fields that a chat completion has under the same name.
+SAME = (*_sampling, "model", "stream", "parallel_tool_calls", "priority", "chat_template_kwargs", "top_logprobs")
+
+
+class Reasoning(Body):
+    effort: str | None = Field(None, description="passed to the chat template as reasoning_effort")
+    summary: str | None = Field(None, description="accepted; the answer has the reasoning itself")
+
+
+class TextOptions(Body):
+    format: dict[str, Any] | None = Field(None, description="text, json_schema or json_object")
+    verbosity: Annotated[None, Refused("ask for short or long answers in the input; leave it out")] = None
+
+
+class StreamOptions(Body):
+    include_obfuscation: Annotated[Literal[False] | None, Refused("events are never padded; leave it out")] = None
+
+
+class ResponsesRequest(_Sampling):
+    """POST /v1/responses"""
+
+    model: str = Field(description="a name from /v1/models")
+    input: str | Annotated[list[dict[str, Any]], FIRST] = Field(
+        description="text, or messages, function_call, function_call_output and reasoning items"
+    )
+    instructions: str | None = Field(None, description="a system message before the input")
+    stream: bool | None = Field(None, description="send events while the answer is generated")
+    stream_options: StreamOptions | None = Field(None, description="include_obfuscation=false")
+    max_output_tokens: int | None = Field(None, description="tokens to generate at most")
+    tools: Annotated[list[dict[str, Any]], FIRST, Field(max_length=MAX_TOOLS)] | None = Field(
+        None, description="functions that the model may call"
+    )
+    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = Field(
+        None, description="as for chat completions"
+    )
+    parallel_tool_calls: bool | None = Field(None, description="false: at most one call in an answer")
+    reasoning: Reasoning | None = Field(None, description="effort, for the chat template")
+    text: TextOptions | None = Field(None, description="format: the form of the answer")
+    top_logprobs: int | None = Field(
+        None, description=f"number of likeliest tokens to return; needs include {LOGPROBS}"
+    )
+    include: Annotated[list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]], FIRST] | None = (
+        Field(None, description=f"{LOGPROBS}; {ENCRYPTED} is accepted, and reasoning items have their text")
+    )
+    metadata: Annotated[dict[str, Any], at_most(MAX_METADATA)] | None = Field(None, description="returned as it is")
+    priority: int | None = Field(None, ge=-(2**31), lt=2**31, description="a lower value starts first (default 0)")
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="variables of the chat template")
+    truncation: Annotated[Literal["disabled"] | None, Refused("send a shorter input, or leave it out")] = None
+    store: Annotated[Literal[False] | None, STATELESS] = None
+    previous_response_id: Annotated[None, STATELESS] = None
+    conversation: Annotated[None, STATELESS] = None
+    prompt: Annotated[None, STATELESS] = None
+    background: Annotated[Literal[False] | None, STATELESS] = None
+    max_tool_calls: Annotated[None, Refused("the server has no tools of its own; leave it out")] = None
+    max_tokens: Annotated[None, Refused("use max_output_tokens")] = None
+    messages: Annotated[None, Refused("use input")] = None
+    response_format: Annotated[None, Refused("use text.format")] = None
+    modalities: Annotated[Nothing | None, TEXT_ONLY] = None
+
+    def without_effect(self) -> list[str]:
+        """Names of the fields that were sent and have no effect."""
+        return without_effect(self)
+
+    def as_chat(self) -> ChatRequest:
+        """The same request as a chat completion.  Raises EspalierError or ApiError."""
+        fields = {name: value for name in SAME if (value := getattr(self, name)) is not None}
+        fields["messages"] = messages_of(self.input, self.instructions)
+        fields["max_completion_tokens"] = self.max_output_tokens
+        if self.tools is not None:
+            fields["tools"] = [_chat_tool(f"tools[{i}]", tool) for i, tool in enumerate(self.tools)]
+        if self.tool_choice is not None:
+            fields["tool_choice"] = self.tool_choice
+        if self.reasoning is not None and self.reasoning.effort is not None:
+            fields["reasoning_effort"] = self.reasoning.effort
+        if self.text is not None and self.text.format is not None:
+            fields["response_format"] = _chat_format(self.text.format)
+        if LOGPROBS in (self.include or ()):
+            fields["logprobs"] = True
+        elif self.top_logprobs is not None:
+            raise EspalierError(f'top_logprobs needs include=["{LOGPROBS}"]; set it, or leave top_logprobs out')
+        try:
+            return ChatRequest.model_validate(fields)
+        except ValidationError as error:
+            raise of_validation(error.errors(include_url=False, include_input=False), ChatRequest) from None
+
+
+def _chat_tool(place: str, tool: Mapping[str, Any]) -> dict[str, Any]:
+    """A tool in the form of chat completions: its fields stand inside `function` there."""
+    if tool.get("type") != "function":
+        raise EspalierError(f"{place}.type={shown(tool.get('type'))} is not supported; use 'function'")
+    return {"type": "function", "function": {name: value for name, value in tool.items() if name != "type"}}
+
+
+def _chat_format(form: Mapping[str, Any]) -> dict[str, Any]:
+    if form.get("type") != "json_schema":
+        return dict(form)
+    return {"type": "json_schema", "json_schema": {name: value for name, value in form.items() if name != "type"}}
+
+
+# The fields of each type of item, and those of them that must be there.
+ITEMS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "message": (("role", "content"), ("id", "status")),
+    "function_call": (("call_id", "name", "arguments"), ("id", "status")),
+    "function_call_output": (("call_id", "output"), ("id", "status", "name")),
+    "reasoning": ((), ("id", "summary", "content", "encrypted_content", "status")),
+}
+PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
+
+
+def messages_of(given: str | Sequence[Mapping[str, Any]], instructions: str | None) -> list[dict[str, Any]]:
+    """The messages of an input.  Items of one answer become one message.  Raises EspalierError."""
+    messages: list[dict[str, Any]] = [{"role": "system", "content": instructions}] if instructions else []
+    if isinstance(given, str):
+        return [*messages, {"role": "user", "content": given}]
+    names: dict[str, str] = {}
+    for i, item in enumerate(given):
+        place = f"input[{i}]"
+        kind = _kind_of(place, item)
+        if kind == "function_call_output":
+            output = _text_of(f"{place}.output", item["output"])
+            name = {"name": names[item["call_id"]]} if item["call_id"] in names else {}
+            messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": output, **name})
+        elif kind == "message" and item["role"] != "assistant":
+            messages.append({"role": item["role"], "content": _text_of(f"{place}.content", item["content"])})
+        else:
+            if kind == "function_call":
+                names[item["call_id"]] = item["name"]
+            _add_to_answer(messages, place, kind, item)
+    return messages
+
+
+def _kind_of(place: str, item: Mapping[str, Any]) -> str:
+    """The type of an item whose fields are those of its type.  Raises EspalierError."""
+    kind = item.get("type", "message" if "role" in item else None)
+    if kind not in ITEMS:
+        raise EspalierError(f"{place}.type={shown(kind)} is not supported; use {', '.join(ITEMS)}")
+    needed, optional = ITEMS[kind]
+    for name in item:
+        if name != "type" and name not in needed and name not in optional:
+            raise unknown_name(place, name, (*needed, *optional))
+    for name in needed:
+        if item.get(name) is None:
+            raise EspalierError(f"{place}.{name} is missing; a {kind} item needs it")
+        if name not in ("content", "output") and not isinstance(item[name], str):
+            raise EspalierError(f"{place}.{name}={shown(item[name])} is not supported; use text")
+    return str(kind)
+
+
+def _add_to_answer(messages: list[dict[str, Any]], place: str, kind: str, item: Mapping[str, Any]) -> None:
+    """Add an item of the assistant to its last message, or to a new one where their order asks for it."""
+    last = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
+    if last is None or _is_past(last, kind):
+        messages.append(last := {"role": "assistant", "content": None})
+    if kind == "message":
+        last["content"] = _text_of(f"{place}.content", item["content"])
+    elif kind == "reasoning":
+        last["reasoning_content"] = _text_of(f"{place}.content", item.get("content") or item.get("summary") or "")
+    else:
+        function = {"name": item["name"], "arguments": item["arguments"]}
+        last.setdefault("tool_calls", []).append({"id": item["call_id"], "type": "function", "function": function})
+
+
+def _is_past(message: Mapping[str, Any], kind: str) -> bool:
+    """Whether a message of the assistant already has what comes after an item of this type, or the item itself."""
+    has_content = message["content"] is not None or "tool_calls" in message
+    return (kind == "message" and has_content) or (
+        kind == "reasoning" and (has_content or "reasoning_content" in message)
+    )
+
+
+def _text_of(place: str, content: Any) -> str:
+    """Text, or the joined text parts.  Raises EspalierError."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise EspalierError(f"{place}={shown(content)} is not supported; use text or a list of text parts")
+    texts = []
+    for i, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind not in PARTS or not isinstance(part.get("text"), str):
+            raise EspalierError(f"{place}[{i}]={shown(part)} is not supported; this server supports only text parts")
+        texts.append(part["text"])
+    return "".join(texts)

@@ -1,0 +1,158 @@
+"""Checks the tools of a request, and which of them the model may or must call."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from espalier.errors import EspalierError, shown, unknown_name
+
+NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
+MAX_TOOLS = 1024
+# Characters of one tool's parameters as JSON.
+MAX_PARAMETERS = 64 * 1024
+FUNCTION_FIELDS = ("name", "description", "parameters", "strict")
+CHOICES = ("auto", "none", "required")
+ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
+
+
+@dataclass(frozen=True)
+class Tools:
+    """The tools of a request, checked.
+
+    definitions: as they were sent; choice: "auto", "none" or "required"; is_named: choice is the name of the tool that
+    must be called; parallel: whether one answer may have several calls.
+    """
+
+    definitions: tuple[Mapping[str, Any], ...] = ()
+    choice: str = "none"
+    is_named: bool = False
+    parallel: bool = True
+
+    @property
+    def callable(self) -> list[Mapping[str, Any]]:
+        """The functions that may be called."""
+        functions = [each["function"] for each in self.definitions]
+        if self.is_named:
+            return [each for each in functions if each["name"] == self.choice]
+        return [] if self.choice == "none" else functions
+
+    @property
+    def is_forced(self) -> bool:
+        """Whether the answer must be a call."""
+        return self.is_named or self.choice == "required"
+
+    @property
+    def schemas(self) -> dict[str, Mapping[str, Any]]:
+        return {each["name"]: each.get("parameters") or ANY_OBJECT for each in self.callable}
+
+
+def checked_tools(tools: Any, choice: Any = None, parallel: bool | None = None) -> Tools:
+    """The tools of a request in OpenAI's form.  choice: also {"type": "function", "function": {"name": ...}}.
+
+    Raises EspalierError, whose message begins with the field.
+    """
+    if not isinstance(parallel, bool | None):
+        raise EspalierError(f"parallel_tool_calls={shown(parallel)} is not supported; use True or False")
+    definitions = _checked_definitions(tools)
+    name = _named(choice)
+    if name is None:
+        choice = ("auto" if definitions else "none") if choice is None else choice
+        if choice not in CHOICES:
+            _refuse_choice(choice)
+        if choice == "required" and not definitions:
+            raise EspalierError("tool_choice='required' needs tools; send tools, or leave tool_choice out")
+        # Without tools there is nothing to choose from.
+        return Tools(definitions, choice if definitions else "none", False, parallel is not False)
+    names = [each["function"]["name"] for each in definitions]
+    if name not in names:
+        known = ", ".join(names)[:200] or "none"
+        raise EspalierError(f"tool_choice={shown(name)} is not the name of a tool; use one of: {known}")
+    return Tools(definitions, name, True, parallel is not False)
+
+
+def _named(choice: Any) -> str | None:
+    """The tool that a tool_choice names, None if it names none.  Raises EspalierError."""
+    if not isinstance(choice, Mapping):
+        return None
+    if choice.get("type") != "function":
+        _refuse_choice(choice)
+    function = choice.get("function", choice)
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(name, str):
+        _refuse_choice(choice)
+    return name
+
+
+def _refuse_choice(choice: Any) -> NoReturn:
+    raise EspalierError(
+        f"tool_choice={shown(choice)} is not supported; use {', '.join(CHOICES)} or "
+        '{"type": "function", "function": {"name": ...}}'
+    )
+
+
+def _checked_definitions(tools: Any) -> tuple[Mapping[str, Any], ...]:
+    if tools is None:
+        return ()
+    if isinstance(tools, str) or not isinstance(tools, Sequence):
+        raise EspalierError(f"tools={shown(tools)} is not supported; use a list of tools")
+    if len(tools) > MAX_TOOLS:
+        raise EspalierError(f"tools with more than {MAX_TOOLS} entries is not supported; send fewer")
+    seen: set[str] = set()
+    for i, tool in enumerate(tools):
+        name = _checked_tool(f"tools[{i}]", tool)
+        if name in seen:
+            raise EspalierError(f"tools[{i}].function.name={name!r} is the name of an earlier tool; use another")
+        seen.add(name)
+    return tuple(tools)
+
+
+def _checked_tool(place: str, tool: Any) -> str:
+    """The name of a tool.  Raises EspalierError."""
+    form = '{"type": "function", "function": {"name": ..., "parameters": {...}}}'
+    if not isinstance(tool, Mapping) or tool.get("type") != "function" or not isinstance(tool.get("function"), Mapping):
+        raise EspalierError(f"{place}={shown(tool)} is not supported; use {form}")
+    for name in tool:
+        if name not in ("type", "function"):
+            raise unknown_name(place, str(name), ("type", "function"))
+    function, place = tool["function"], f"{place}.function"
+    for name in function:
+        if name not in FUNCTION_FIELDS:
+            raise unknown_name(place, str(name), FUNCTION_FIELDS)
+    name = function.get("name")
+    if not isinstance(name, str) or not NAME.fullmatch(name):
+        raise EspalierError(
+            f"{place}.name={shown(name)} is not supported; use 1 to 128 of the letters a to z, digits, _, - and ."
+        )
+    _require_type(f"{place}.description", function.get("description"), str | None, "text")
+    _require_type(f"{place}.strict", function.get("strict"), bool | None, "true or false")
+    _check_parameters(f"{place}.parameters", function.get("parameters"))
+    return name
+
+
+def _check_parameters(place: str, parameters: Any) -> None:
+    """Refuse parameters that are no JSON schema of an object.  Raises EspalierError."""
+    _require_type(place, parameters, Mapping | None, "a JSON schema, an object")
+    if parameters is None:
+        return
+    try:
+        size = len(json.dumps(parameters))
+    except (TypeError, ValueError, RecursionError):
+        raise EspalierError(f"{place} is not JSON; use a JSON schema") from None
+    if size > MAX_PARAMETERS:
+        raise EspalierError(f"{place} has {size} characters, which is not supported; use at most {MAX_PARAMETERS}")
+    if parameters.get("type", "object") != "object":
+        raise EspalierError(f"{place}.type={shown(parameters['type'])} is not supported; use 'object'")
+    properties, required = parameters.get("properties"), parameters.get("required")
+    _require_type(f"{place}.properties", properties, Mapping | None, "an object, from names to JSON schemas")
+    for name, schema in (properties or {}).items():
+        _require_type(f"{place}.properties.{name}", schema, Mapping | bool, "a JSON schema")
+    _require_type(f"{place}.required", required, list | tuple | None, "a list of names")
+    for name in required or ():
+        _require_type(f"{place}.required", name, str, "a list of names")
+
+
+def _require_type(place: str, value: Any, kind: Any, allowed: str) -> None:
+    if not isinstance(value, kind):
+        raise EspalierError(f"{place}={shown(value)} is not supported; use {allowed}")

@@ -1,0 +1,74 @@
+"""DeepSeek: V3 and R1 write the arguments as a block of JSON, V3.1 writes them bare after the name."""
+
+from functools import partial
+
+from espalier.tools.base import CallSyntax, CallWriter, ToolFormat, Writer, read_call
+from espalier.tools.json_calls import read_arguments
+from espalier.tools.reader import Broken, Markers, Reader, Steps
+
+OPEN, CLOSE = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+CALL, SEPARATOR, END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
+# Some outputs have no opening before the first call.
+STARTS = Markers(OPEN, CALL, swallow="\n")
+FENCE, FENCE_END = "```json\n", "\n```"
+
+
+def parse(reader: Reader, writer: Writer, fenced: bool) -> Steps[None]:
+    while (marker := (yield from reader.until(STARTS, writer.content))) is not None:
+        opening = marker
+        if marker == OPEN:
+            space = yield from reader.space()
+            if (yield from reader.literal(CALL)) is None:
+                writer.add("broken", f"{CALL} is missing in the tool call")
+                writer.content(OPEN + space)
+                continue
+            opening += space + CALL
+        yield from _calls(reader, writer, opening, fenced)
+
+
+def _calls(reader: Reader, writer: Writer, opening: str, fenced: bool) -> Steps[None]:
+    def read(call: CallWriter) -> Steps[None]:
+        kind, _ = yield from reader.before(SEPARATOR)
+        if fenced:
+            if kind.strip() != "function":
+                raise Broken(f"the tool call is of type {kind.strip()[:80]!r}; only function is supported")
+            name, _ = yield from reader.before("\n")
+            call.name(name.strip())
+            yield from reader.expect(FENCE)
+        else:
+            call.name(kind.strip())
+        yield from reader.space()
+        yield from read_arguments(reader, call)
+        yield from reader.space()
+        if fenced:
+            yield from reader.expect(FENCE_END.strip())
+        if (yield from reader.peek()):
+            yield from reader.expect(END)
+
+    while (yield from read_call(reader, writer, opening, read)):
+        yield from reader.space()
+        opening = (yield from reader.literal(CALL, CLOSE)) or ""
+        if opening != CALL:
+            yield from reader.space()
+            return
+
+
+SPECIAL = (OPEN, CLOSE, CALL, SEPARATOR, END)
+V3 = ToolFormat(
+    name="deepseek-v3",
+    signs=(OPEN, "```json"),
+    special_tokens=SPECIAL,
+    parse=partial(parse, fenced=True),
+    syntax=CallSyntax(
+        f"{CALL}function{SEPARATOR}", f"\n{FENCE}", f"{FENCE_END}{END}", separator="\n", opening=OPEN, closing=CLOSE
+    ),
+    takes_text=True,
+)
+FORMAT = ToolFormat(
+    name="deepseek-v3.1",
+    signs=(OPEN,),
+    special_tokens=SPECIAL,
+    parse=partial(parse, fenced=False),
+    syntax=CallSyntax(CALL, SEPARATOR, END, opening=OPEN, closing=CLOSE),
+    takes_text=True,
+)

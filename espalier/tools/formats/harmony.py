@@ -1,0 +1,87 @@
+"""GPT-OSS (harmony): messages in channels.
+
+The channel analysis is reasoning, a message to functions.NAME is a call, everything else is content.
+
+openai-harmony is not used: it reads the ids of its own vocabulary, which it downloads.
+"""
+
+import re
+
+from espalier.tools.base import CallSyntax, CallWriter, ReasoningFormat, ToolFormat, Writer, read_call
+from espalier.tools.json_calls import read_arguments
+from espalier.tools.reader import Broken, Markers, Reader, Steps
+
+START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
+END, CALL, RETURN, CONSTRAIN = "<|end|>", "<|call|>", "<|return|>", "<|constrain|>"
+SPECIAL = (START, CHANNEL, MESSAGE, END, CALL, RETURN, CONSTRAIN)
+# A message also ends where the next one begins.
+ENDS = Markers(END, CALL, RETURN, START, CHANNEL)
+HEADER_ENDS = Markers(MESSAGE, END, CALL, RETURN)
+RECIPIENT = re.compile(r"\bto=([^\s<]+)")
+CHANNEL_NAME = re.compile(re.escape(CHANNEL) + r"(\w+)")
+FUNCTIONS = "functions."
+
+
+def parse(reader: Reader, writer: Writer) -> Steps[None]:
+    """Reads an output whose prompt ends with <|start|>assistant."""
+    opening = yield from reader.literal(CHANNEL, START, " to=")
+    while True:
+        if opening is None:
+            # Text outside of a message.
+            opening = yield from reader.until(ENDS, writer.content)
+        if opening is None:
+            return
+        if opening in (END, CALL, RETURN):
+            opening = yield from reader.literal(CHANNEL, START)
+        else:
+            opening = yield from _message(reader, writer, opening)
+
+
+def _message(reader: Reader, writer: Writer, opening: str) -> Steps[str | None]:
+    """Read a message.  Returns the marker that ends it, None if what follows is text."""
+    parts = [opening]
+    marker = yield from reader.until(HEADER_ENDS, parts.append)
+    header = "".join(parts)
+    if marker != MESSAGE:
+        writer.content(header + (marker or ""))
+        return None
+    recipient, channel = RECIPIENT.search(header), CHANNEL_NAME.search(header)
+    if recipient is not None:
+        return (yield from _call(reader, writer, header + MESSAGE, recipient[1]))
+    writer.in_reasoning = channel is not None and channel[1] == "analysis"
+    marker = yield from reader.until(ENDS, writer.reasoning if writer.in_reasoning else writer.content)
+    writer.in_reasoning = False
+    return marker
+
+
+def _call(reader: Reader, writer: Writer, header: str, recipient: str) -> Steps[str | None]:
+    def read(call: CallWriter) -> Steps[None]:
+        call.name(recipient.removeprefix(FUNCTIONS))
+        yield from reader.space()
+        yield from read_arguments(reader, call)
+        yield from reader.space()
+        if (yield from reader.peek()) not in ("", "<"):
+            raise Broken("the tool call goes on after its arguments")
+
+    if not (yield from read_call(reader, writer, header, read)):
+        return None
+    return (yield from reader.literal(*ENDS.texts))
+
+
+FORMAT = ToolFormat(
+    name="harmony",
+    signs=(CHANNEL, START),
+    special_tokens=SPECIAL,
+    parse=parse,
+    syntax=CallSyntax(f"{CHANNEL}commentary to={FUNCTIONS}", f" {CONSTRAIN}json{MESSAGE}", ""),
+    one_call=True,
+)
+REASONING = ReasoningFormat(
+    name="harmony",
+    signs=(CHANNEL, START),
+    special_tokens=SPECIAL,
+    begin=f"{CHANNEL}analysis{MESSAGE}",
+    end=f"{END}{START}assistant",
+    answer=f"{CHANNEL}final{MESSAGE}",
+    whole=True,
+)

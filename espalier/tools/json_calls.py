@@ -1,0 +1,48 @@
+"""Reads a tool call that is a JSON object: {"name": ..., "arguments": {...}}."""
+
+import json
+
+from espalier.tools.base import CallWriter
+from espalier.tools.reader import Broken, Reader, Steps, decoded
+
+ARGUMENTS = ("arguments", "parameters")
+
+
+def read_call_object(reader: Reader, call: CallWriter) -> Steps[None]:
+    """Read the object.  Arguments that are an object are passed on as they come.  Other keys are read and not used.
+
+    Raises Broken.
+    """
+    yield from reader.expect("{")
+    yield from reader.space()
+    if (yield from reader.literal("}")):
+        return
+    while True:
+        yield from reader.space()
+        key = yield from reader.json_of()
+        yield from reader.space()
+        yield from reader.expect(":")
+        yield from reader.space()
+        if key == "name":
+            call.name((yield from reader.json_of()))
+        elif key in ARGUMENTS:
+            yield from read_arguments(reader, call)
+        else:
+            yield from reader.json_of()
+        yield from reader.space()
+        if (yield from reader.literal("}")):
+            return
+        yield from reader.expect(",")
+
+
+def read_arguments(reader: Reader, call: CallWriter) -> Steps[None]:
+    """Read arguments: a JSON object, or a JSON object as a string, which some models write.  Raises Broken."""
+    if call.has_arguments:
+        raise Broken("the tool call has arguments twice")
+    if (yield from reader.peek()) == "{":
+        yield from reader.json_value(call.arguments)
+        return
+    value = yield from reader.json_of()
+    value = decoded(value) if isinstance(value, str) else value
+    if value is not None:
+        call.arguments(json.dumps(value, ensure_ascii=False))

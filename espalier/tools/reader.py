@@ -1,0 +1,228 @@
+"""The text of an output that arrives in parts, for parsers that are written as if it were whole.
+
+A parser is a generator.  It reads the text from its start to its end and yields where it needs more.  What it does
+depends only on the text, never on where the text was cut.
+"""
+
+import json
+import re
+from collections.abc import Callable, Generator
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+Steps = Generator[None, None, T]
+Put = Callable[[str], None]
+SPACE = " \t\r\n"
+# Characters of a name.
+MAX_WORD = 256
+
+
+class Broken(Exception):
+    """A tool call that is broken off or misspelled.  Its message is the reason, for the user."""
+
+
+BROKEN_OFF = "the output ends inside the tool call"
+
+
+class Markers:
+    """Texts that end a part of the output.  None may be inside another.
+
+    swallow: characters that belong to a marker when they stand directly before it.
+    """
+
+    def __init__(self, *texts: str, swallow: str = ""):
+        self.texts = texts
+        self.swallow = swallow
+        before = f"[{re.escape(swallow)}]*" if swallow else ""
+        self.pattern = re.compile(f"{before}({'|'.join(map(re.escape, texts))})")
+
+    def num_held(self, text: str) -> int:
+        """Characters at the end of a text without a marker that may belong to one."""
+        held = 0
+        for marker in self.texts:
+            for size in range(min(len(marker) - 1, len(text)), held, -1):
+                if marker.startswith(text[-size:]):
+                    held = size
+                    break
+        if not self.swallow:
+            return held
+        return len(text) - len(text[: len(text) - held].rstrip(self.swallow))
+
+
+class Reader:
+    """buffer: text that has arrived and is not read yet."""
+
+    def __init__(self) -> None:
+        self.buffer = ""
+        self.ended = False
+        self._kept: list[str] | None = None
+
+    def keep(self, text: str) -> None:
+        """From now on, keep what is read, for `kept`.  text: what was read just before."""
+        self._kept = [text]
+
+    def kept(self) -> str:
+        """What was read since `keep`.  Nothing is kept any more."""
+        kept, self._kept = self._kept or [], None
+        return "".join(kept)
+
+    def take(self, size: int) -> str:
+        """Read `size` characters of the buffer."""
+        text, self.buffer = self.buffer[:size], self.buffer[size:]
+        if self._kept is not None:
+            self._kept.append(text)
+        return text
+
+    def put_back(self, text: str) -> None:
+        """Undo a `take`.  Only where nothing is kept."""
+        self.buffer = text + self.buffer
+
+    def more(self) -> Steps[bool]:
+        """Wait for text.  False: there is no more."""
+        size = len(self.buffer)
+        while len(self.buffer) == size and not self.ended:
+            yield
+        return len(self.buffer) > size
+
+    def until(self, markers: Markers, put: Put) -> Steps[str | None]:
+        """Read up to the first marker and past it.  Returns the marker, None at the end of the text.
+
+        put: called with the text before the marker, as early as it is known to be no marker.
+        """
+        while True:
+            if (match := markers.pattern.search(self.buffer)) is not None:
+                before = self.take(match.start())
+                self.take(match.end() - match.start())
+                if before:
+                    put(before)
+                return match[1]
+            held = markers.num_held(self.buffer)
+            if text := self.take(len(self.buffer) - held):
+                put(text)
+            if not (yield from self.more()):
+                if rest := self.take(len(self.buffer)):
+                    put(rest)
+                return None
+
+    def before(self, *markers: str) -> Steps[tuple[str, str]]:
+        """(text, marker): a short text that ends with one of the markers.  Raises Broken if there is none."""
+        parts: list[str] = []
+
+        def put(text: str) -> None:
+            parts.append(text)
+            if sum(map(len, parts)) > MAX_WORD:
+                raise Broken(f"{' or '.join(markers)} is missing in the tool call")
+
+        marker = yield from self.until(Markers(*markers), put)
+        if marker is None:
+            raise Broken(BROKEN_OFF)
+        return "".join(parts), marker
+
+    def word(self, stops: str) -> Steps[str]:
+        """Read a short text up to one of the characters `stops`, or to the end.  Raises Broken if it is long."""
+        parts: list[str] = []
+        while (char := (yield from self.peek())) and char not in stops:
+            parts.append(self.take(1))
+            if len(parts) > MAX_WORD:
+                raise Broken(f"{' or '.join(stops)} is missing in the tool call")
+        return "".join(parts)
+
+    def peek(self) -> Steps[str]:
+        """The next character, "" at the end."""
+        if not self.buffer:
+            yield from self.more()
+        return self.buffer[:1]
+
+    def space(self) -> Steps[str]:
+        """Read white space."""
+        parts: list[str] = []
+        while (char := (yield from self.peek())) and char in SPACE:
+            parts.append(self.take(len(self.buffer) - len(self.buffer.lstrip(SPACE))))
+        return "".join(parts)
+
+    def literal(self, *texts: str) -> Steps[str | None]:
+        """Read one of the texts, if the output goes on with one.  None may begin another."""
+        while True:
+            for text in texts:
+                if self.buffer.startswith(text):
+                    return self.take(len(text))
+            if not any(text.startswith(self.buffer) for text in texts) or not (yield from self.more()):
+                return None
+
+    def expect(self, text: str) -> Steps[None]:
+        """Read this text.  Raises Broken if the output goes on otherwise."""
+        if (yield from self.literal(text)) is None:
+            at_end = self.ended and text.startswith(self.buffer)
+            raise Broken(BROKEN_OFF if at_end else f"{text} is missing in the tool call")
+
+    def json_value(self, put: Put) -> Steps[None]:
+        """Read one JSON value.  put: called with its text in parts.  Raises Broken if the output ends inside it.
+
+        Only brackets and strings are checked.
+        """
+        end = _ValueEnd()
+        while True:
+            if size := end.scan(self.buffer):
+                put(self.take(size))
+            if end.found:
+                return
+            if not (yield from self.more()):
+                raise Broken(BROKEN_OFF)
+
+    def json_of(self) -> Steps[Any]:
+        """Read one JSON value and decode it.  Raises Broken."""
+        parts: list[str] = []
+        yield from self.json_value(parts.append)
+        return decoded("".join(parts))
+
+
+def decoded(text: str) -> Any:
+    """A JSON text's value.  Raises Broken."""
+    try:
+        return json.loads(text, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        raise Broken("the tool call is not valid JSON") from None
+
+
+def _refuse(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
+
+
+class _ValueEnd:
+    """Finds the end of a JSON value in a text that comes in parts."""
+
+    def __init__(self) -> None:
+        self.found = False
+        self._depth = 0
+        self._in_string = False
+        self._escaped = False
+        self._in_scalar = False
+
+    def scan(self, text: str) -> int:
+        """The number of characters of this part that belong to the value."""
+        for i, char in enumerate(text):
+            if self._in_string:
+                self._scan_string(char)
+            elif self._in_scalar and char in ",]}" + SPACE:
+                self.found = True
+                return i
+            elif char == '"':
+                self._in_string = True
+            elif char in "{[":
+                self._depth += 1
+            elif char in "}]":
+                self._depth -= 1
+            elif not self._depth:
+                self._in_scalar = True
+            if not (self._depth > 0 or self._in_string or self._in_scalar):
+                self.found = True
+                return i + 1
+        return len(text)
+
+    def _scan_string(self, char: str) -> None:
+        if self._escaped:
+            self._escaped = False
+        elif char == "\\":
+            self._escaped = True
+        elif char == '"':
+            self._in_string = False

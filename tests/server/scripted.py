@@ -1,0 +1,147 @@
+"""A server whose engine says what a script tells it: for tests of what is read from an output.
+
+As a program it answers like `espalier serve bundled --port N`, for tools/clients.py: a conversation with tools gets a
+call of the first one, and one with a result of a tool gets text.
+"""
+
+import argparse
+import asyncio
+import json
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import uvicorn
+
+from espalier.inputs import ModelFacts
+from espalier.request import OutputChunk, ResolvedParams, Usage
+from espalier.server import protocol
+from espalier.server.api import ApiOptions, make_app
+from espalier.server.client import ClientOptions, EngineClient
+from espalier.server.front import Front, FrontOptions
+from espalier.server.protocol import Part, Submit, Submits
+from espalier.stats import SpeculationStats
+from espalier.text import Tokenizer
+from tests.server.serving import Served
+from tests.tools.families import FAMILIES, Family
+
+# From the prompt's text and the parameters to the output's text.
+Script = Callable[[str, ResolvedParams], str]
+
+
+class ScriptedClient(EngineClient):
+    """size: tokens in a part.  submitted: parameters of the requests so far."""
+
+    def __init__(self, folder: Path, tokenizer: Tokenizer, script: Script, size: int):
+        super().__init__({}, ClientOptions())
+        self.tokenizer, self.script, self.size = tokenizer, script, size
+        self.submitted: list[ResolvedParams] = []
+        self.facts = ModelFacts(str(folder), tokenizer.size, 100_000, (tokenizer.hf.eos_token_id,))
+        self.config, self.state = {"max_batch": 8}, "ready"
+
+    def _send(self, message: protocol.ToEngine) -> None:
+        for submit in message.prompts if isinstance(message, Submits) else ():
+            self.submitted.append(submit.params)
+            asyncio.get_running_loop().create_task(self._answer(submit))
+
+    async def _answer(self, submit: Submit) -> None:
+        params = submit.params
+        text = self.script(self.tokenizer.decode(submit.prompt, skip_special_tokens=False), params)
+        tokens = self.tokenizer.encode(text, add_special_tokens=False)
+        is_cut = params.max_tokens is not None and params.max_tokens <= len(tokens)
+        tokens = tokens[: params.max_tokens] if is_cut else [*tokens, self.tokenizer.hf.eos_token_id]
+        for index in range(params.n):
+            sink = self.tokenizer.sink(submit.prompt, params.stop, shown=params.shown_special_tokens)
+            for start in range(0, len(tokens), self.size):
+                part = tokens[start : start + self.size]
+                is_last = start + self.size >= len(tokens)
+                text, stopped = "", None
+                if submit.detokenize:
+                    for token in part:
+                        stopped = stopped or sink.push(token)
+                    text = sink.take(final=is_last or stopped is not None)
+                reason = "stop" if stopped else ("length" if is_cut else "stop") if is_last else None
+                piece = OutputChunk(
+                    f"{submit.name}.{index}", index, part, text, [False] * len(part), finish_reason=reason
+                )
+                if reason is None:
+                    self._hand_out(Part(submit.name, piece))
+                    await asyncio.sleep(0)
+                    continue
+                usage = Usage(len(submit.prompt), len(tokens), 0)
+                self._hand_out(Part(submit.name, piece, usage, SpeculationStats()))
+                break
+
+
+@contextmanager
+def scripted(
+    folder: Path, family: Family, script: Script, size: int = 3, port: int = 0, **options: str
+) -> Iterator[tuple[Served, ScriptedClient]]:
+    """A server in a thread of this process."""
+    tokenizer = family.tokenizer()
+    tokenizer.hf.save_pretrained(folder)
+    ready, started = threading.Event(), {}
+
+    def run() -> None:
+        asyncio.run(serve())
+
+    async def serve() -> None:
+        client = ScriptedClient(folder, tokenizer, script, size)
+        front = Front(client, FrontOptions(("bundled",), **options))
+        app, _ = make_app(front, ApiOptions())
+        server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="warning", lifespan="off", ws="none"))
+        server.install_signal_handlers = lambda: None
+        serving = asyncio.create_task(server.serve())
+        while not server.started:
+            await asyncio.sleep(0.01)
+        started.update(server=server, client=client, port=server.servers[0].sockets[0].getsockname()[1])
+        ready.set()
+        await serving
+        await front.close()
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    assert ready.wait(60)
+    try:
+        yield Served(None, started["port"], folder / "no-log"), started["client"]
+    finally:
+        started["server"].should_exit = True
+        thread.join(30)
+
+
+def answer(prompt: str, params: ResolvedParams) -> str:
+    """A call of the first tool of the prompt with the values that its schema asks for, or text after a result."""
+    first = next((json.loads(line) for line in prompt.splitlines() if line.startswith('{"type": "function"')), None)
+    if first is None or "<|im_start|>tool" in prompt:
+        return "def f(): pass"
+    function = first["function"]
+    arguments = {
+        name: value_of(schema) for name, schema in function.get("parameters", {}).get("properties", {}).items()
+    }
+    call = json.dumps({"name": function["name"], "arguments": arguments})
+    return f"<tool_call>\n{call}\n</tool_call>"
+
+
+def value_of(schema: dict) -> object:
+    if "enum" in schema:
+        return schema["enum"][0]
+    return {"string": "x", "integer": 1, "number": 1.5, "boolean": True, "array": [], "object": {}}[schema["type"]]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("words", nargs="*")
+    parser.add_argument("--port", type=int)
+    asked, _ = parser.parse_known_args(arguments)
+    import tempfile
+
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        scripted(Path(folder), FAMILIES["hermes"], answer, port=asked.port),
+    ):
+        threading.Event().wait()
+
+
+if __name__ == "__main__":
+    main()
