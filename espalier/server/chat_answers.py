@@ -95,9 +95,13 @@ class ChatAnswer(Answer):
     def take(self, prompt_index: int, part: Part) -> tuple[Choice, Delta]:
         choice, delta = super().take(prompt_index, part)
         if isinstance(choice, ChatChoice) and choice.parser is not None:
-            delta.text = delta.text if choice.parts else ""
+            delta.text = delta.text if any(map(self._is_shown, choice.parts)) else ""
             delta.finish_reason = choice.ending(delta.finish_reason)
         return choice, delta
+
+    def _is_shown(self, part: base.Delta) -> bool:
+        """Whether a stream's chunk shows a part."""
+        return part.kind != "called" and (part.kind != "reasoning" or self.shows_reasoning)
 
     def opening(self) -> list[dict[str, Any]]:
         first_delta = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}

@@ -82,6 +82,8 @@ class Front:
             self.inputs.text_of("--chat-template").hf.chat_template = options.chat_template
         template = "" if tokenizer is None else tokenizer.template_text
         self.formats = find_formats(template, options.tool_format, options.reasoning_format)
+        names = [each.name if each is not None else "none" for each in (self.formats.tools, self.formats.reasoning)]
+        log.info("format of tool calls: %s; format of reasoning: %s", *names)
         self.lanes = Lanes(self.inputs)
         facts, capacity = client.facts, int(client.config["max_batch"]) + options.max_queue
         self.bodies = BodyReader(BodyLimits(facts.vocab_size, facts.max_context, capacity, self.max_detokenized))

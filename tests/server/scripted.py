@@ -7,6 +7,7 @@ call of the first one, and one with a result of a tool gets text.
 import argparse
 import asyncio
 import json
+import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -134,8 +135,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("words", nargs="*")
     parser.add_argument("--port", type=int)
     asked, _ = parser.parse_known_args(arguments)
-    import tempfile
-
     with (
         tempfile.TemporaryDirectory() as folder,
         scripted(Path(folder), FAMILIES["hermes"], answer, port=asked.port),

@@ -111,6 +111,9 @@ def test_reasoning_is_counted_and_may_be_left_out(servers, fields):
         assert count == expected or ("stop" in fields and abs(count - expected) < 6)
     assert not hasattr(without.choices[0].message, "reasoning_content")
     assert "Which?" not in str([chunk.choices for chunk in stream])
+    # What is left out makes no chunks.
+    bare = [chunk for chunk in stream for choice in chunk.choices if not choice.delta.model_dump(exclude_none=True)]
+    assert all(chunk.choices[0].finish_reason for chunk in bare)
 
 
 def test_the_count_of_reasoning_does_not_depend_on_the_parts(servers):
