@@ -37,7 +37,6 @@ TABLE = MappingProxyType(
         "SamplingParams.stop": "stop_sequences stop_strings",
         "SamplingParams.stop_token_ids": "eos_token_id",
         "SamplingParams.include_stop_str_in_output": "no_stop_trim",
-        "SamplingParams.grammar": "guided_decoding structured_outputs json_schema regex ebnf structural_tag",
         "serve.cors_origin": "allowed_origins",
         "serve.log_level": "uvicorn_log_level log_level_http",
         "serve.max_queue": "max_queued_requests",
