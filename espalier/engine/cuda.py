@@ -204,8 +204,9 @@ class CudaExecutor:
         """
         guide = launch_input.guide
         asks = guide is not None and 2 * len(guide.rows) >= len(launch_input.slots)
+        # A capture prepares the backends for its own lengths, so it comes first.
+        captured = self._stage_graphs(self._padded_batch(launch_input))
         place, batch, packed = self._packed(launch_input)
-        captured = self._stage_graphs(batch)
         with torch.cuda.stream(self.stream):
             if captured is None:
                 stages = self._eager_stages(packed, batch).stages

@@ -17,7 +17,7 @@ from espalier.cli.draw import round_tree
 from espalier.cli.main import parse
 from espalier.config import EngineConfig, SpeculationConfig
 from espalier.engine.launch_input import DraftTree, RoundTrace
-from espalier.request import Output, SamplingParams
+from espalier.request import SPELLED_ALIKE, Output, SamplingParams
 from espalier.terminal.console import ASCII, aligned, stdout
 from espalier.terminal.flags import engine_settings, sampling_params
 from tests.test_llm import paths  # noqa: F401  (a fixture)
@@ -83,7 +83,7 @@ def test_every_config_field_is_a_flag(command, capsys):
     fields = {*EngineConfig.__dataclass_fields__, *SpeculationConfig.__dataclass_fields__}
     fields -= {"speculation", "plant_fault"}
     if command == ["generate"]:
-        fields |= set(SamplingParams.__dataclass_fields__)
+        fields |= {f.name for f in SPELLED_ALIKE}
     assert [name for name in sorted(fields) if f"--{name.replace('_', '-')}" not in helped] == []
 
 
