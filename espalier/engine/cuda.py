@@ -11,7 +11,7 @@ import time
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -149,11 +149,21 @@ class CudaExecutor:
     capture_stages: whether staged rounds are captured too, as three graphs for each bucket.
     keep_graphs: PyTorch keeps what the rounds' graphs are made of (CUDAGraph.raw_cuda_graph), so that their kernels can
     be counted.
+    overlap: whether rounds may be launched before the one before is read: then attention is captured for lengths that
+    the host does not know exactly.
     replay_events: if it is a list, each replay of a round appends its (start, end) events, for measurements.
     """
 
-    def __init__(self, runner: ModelRunner, graph_batch: int, capture_stages: bool = False, keep_graphs: bool = False):
+    def __init__(
+        self,
+        runner: ModelRunner,
+        graph_batch: int,
+        capture_stages: bool = False,
+        keep_graphs: bool = False,
+        overlap: bool = True,
+    ):
         self.runner = runner
+        self.overlap = overlap
         self.keep_graphs = keep_graphs
         self.replay_events: list[tuple[torch.cuda.Event, torch.cuda.Event]] | None = None
         layout, self.device = runner.layout, runner.pages.device
@@ -186,6 +196,7 @@ class CudaExecutor:
     def launch(self, launch_input: LaunchInput) -> Handle:
         place, batch, packed = self._packed(launch_input)
         graph = None if launch_input.is_prefill else self.graphs.get(batch)
+        self._prepare(launch_input, batch, graph is not None)
         output = None
         with torch.cuda.stream(self.stream):
             if graph is not None:
@@ -211,14 +222,23 @@ class CudaExecutor:
         self.num_launched += 1
         place.copied.synchronize()
         batch = self._padded_batch(launch_input)
-        self.runner.prepare(launch_input.committed)
         return place, batch, pack_launch(self.runner.table, launch_input, place.entry, batch)
+
+    def _prepare(self, launch_input: LaunchInput, batch: int, in_graph: bool) -> None:
+        """Announce the lengths of a launch to the attention backends, on the stream of the launch."""
+        with torch.cuda.stream(self.stream):
+            self.runner.prepare(replace(launch_input.committed.padded(batch), in_graph=in_graph))
+
+    def _prepare_capture(self, dummies: LaunchInput, batch: int) -> None:
+        committed = replace(dummies.committed, exact=not self.overlap)
+        self._prepare(replace(dummies, committed=committed), batch, in_graph=True)
 
     @torch.inference_mode()
     def launch_staged(self, launch_input: LaunchInput) -> CudaStagedHandle:
         """Propose, then verify while the trees are copied to the host."""
         place, batch, packed = self._packed(launch_input)
         graphs = self.stage_graphs.get(batch)
+        self._prepare(launch_input, batch, graphs is not None)
         with torch.cuda.stream(self.stream):
             if graphs is None:
                 staged = StagedRound(self.runner, self.results, self._to_device(packed), ALL_SAMPLING)
@@ -255,8 +275,9 @@ class CudaExecutor:
         began = time.perf_counter()
         with Console(stderr=True).status("compiling kernels"), torch.cuda.stream(self.stream), precompile() as kernels:
             for launch_input in launch_inputs:
-                self.runner.prepare(launch_input.committed)
-                packed = pack_launch(self.runner.table, launch_input, 0, self._padded_batch(launch_input))
+                batch = self._padded_batch(launch_input)
+                self._prepare(launch_input, batch, in_graph=False)
+                packed = pack_launch(self.runner.table, launch_input, 0, batch)
                 self._eager(launch_input, packed)
         self.stream.synchronize()
         if kernels:
@@ -336,7 +357,7 @@ class CudaExecutor:
     def _captured(self, batch: int, pool: Any) -> Graph:
         dummies = of_dummies(batch)
         packed = pack_launch(self.runner.table, dummies, 0, batch)
-        self.runner.prepare(dummies.committed)
+        self._prepare_capture(dummies, batch)
         with torch.cuda.stream(self.stream):
             launch_input = torch.from_numpy(packed.vector).to(self.device)
             device_launch = packed.on(launch_input)
@@ -353,6 +374,7 @@ class CudaExecutor:
     @torch.inference_mode()
     def _captured_stages(self, batch: int, pool: Any) -> StageGraphs:
         packed = pack_launch(self.runner.table, of_dummies(batch), 0, batch)
+        self._prepare_capture(of_dummies(batch), batch)
         nodes, words = self.runner.layout.at(batch).num_draft_tokens, mask_words(self.runner.target.config.vocab_size)
         with torch.cuda.stream(self.stream):
             launch_input = torch.from_numpy(packed.vector).to(self.device)
