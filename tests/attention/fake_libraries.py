@@ -23,13 +23,14 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 
 
 def over_rows(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """q [Q, heads, k_size] over k, v [R, kv_heads, size]; lse [Q, heads], natural log.  No rows: zeros and -inf."""
+    """q [Q, heads, k_size] over k, v [R, kv_heads, size]; lse [Q, heads], natural log.  No rows: zeros."""
     exact = torch.promote_types(q.dtype, torch.float32)
     k, v = (x.to(exact).repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     scores = torch.einsum("qhd,rhd->qhr", q.to(exact), k) * scale
     lse = scores.logsumexp(-1)
     weights = (scores - lse.masked_fill(lse == -torch.inf, 0)[..., None]).exp()
-    return torch.einsum("qhr,rhd->qhd", weights, v).to(q.dtype), lse
+    # Of no rows, libraries return some large or arbitrary number.
+    return torch.einsum("qhr,rhd->qhd", weights, v).to(q.dtype), lse.masked_fill(lse == -torch.inf, 7.0)
 
 
 def paged_rows(planes: Tensor, pages: Tensor, rows: int) -> Tensor:
