@@ -24,7 +24,7 @@ SPECS = (
     *(LayerSpec(group, KVHeads(1, 64, 64)) for group in GROUPS),
     LayerSpec(8, KVHeads(2, 128, 128)),
     LayerSpec(4, KVHeads(2, 64, 64), window=20),
-    LayerSpec(4, KVHeads(2, 80, 80)),
+    LayerSpec(4, KVHeads(2, 84, 84)),
     LayerSpec(4, KVHeads(2, 64, 32)),
     LATENT,
 )

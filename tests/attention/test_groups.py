@@ -66,8 +66,17 @@ def test_whole_rounds_on_a_library_hold_every_property(name, keeps, overlap, pag
 def test_three_mtp_layers_on_a_library_hold_every_property(page_size):
     """Each module has a left bound of its own, and lengths that only have bounds."""
     setup = MTPSetup(
-        **{"form": (3, "chain"), "family": "llama", "steps": 3, "topk": 2, "num_draft_tokens": 9, "max_batch": 3},
-        **{"page_size": page_size, "attention": "flashinfer", "overlap": False, "max_context": 64, "chunk_size": 16},
+        form=(3, "chain"),
+        family="llama",
+        steps=3,
+        topk=2,
+        num_draft_tokens=9,
+        max_batch=3,
+        page_size=page_size,
+        attention="flashinfer",
+        overlap=False,
+        max_context=64,
+        chunk_size=16,
     )
     with installed(head_sizes=None, latents=()):
         run_watched(Watch(setup.engine(), "mtp", mtp_reference_of(setup)), traffic())
