@@ -17,8 +17,9 @@ from espalier.request import SamplingParams
 from espalier.speculate.drafters import DRAFT_FORMATS, WITHOUT_FILES
 
 PAGE = Path(__file__).parents[1] / "docs" / "support.md"
-BY_LIBRARIES = """`auto` takes the first of these that is installed and supports the device, the dtype and the layers. "By
-our kernels": the library has no form for it, so our kernels attend to these rows, and the results are merged
+BY_LIBRARIES = """\
+`auto` takes the first of these that is installed and supports the device, the dtype and the layers. "By our kernels":
+the library has no form for it, so our kernels attend to these rows, and the results are merged
 (`espalier/attention/library.py`). If its library is missing, a backend is refused with the command that installs it.
 The limits of the libraries, as refusals quote them:"""
 NO_FILES = {"ngram": "lookup in the request's own text", "none": "plain decoding"}

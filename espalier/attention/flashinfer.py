@@ -29,7 +29,7 @@ from espalier.attention.base import CommittedLengths, Nodes, Prefix
 from espalier.attention.library import LN_2, LibraryAttention
 from espalier.attention.support import By, Library, Support
 from espalier.cache.kv import PagedKV
-from espalier.cache.layer_spec import KVHeads, LatentKV, LayerSpec
+from espalier.cache.layer_spec import KeptRows, KVHeads, LatentKV, LayerSpec
 from espalier.errors import EspalierError
 
 # From here on FA3 is used: no round has as many queries for a request.
@@ -139,14 +139,17 @@ class Plan:
         shape, kept = self.shape, self.shape.spec.rows
         starts = pad(pages_of(rows, shape.page_size).cumsum(0), (1, 0)).int()
         self.wrapper.plan(
-            *(self.queries, starts, self.pages[:0], self._last(rows)),
-            *(shape.spec.heads, kept.kv_heads, kept.k_size, shape.page_size),
+            *(self.queries, starts, self.pages[:0], self._last(rows), *self._sizes(kept), shape.page_size),
             causal=False,
             sm_scale=shape.spec.softmax_scale,
-            q_data_type=shape.dtype,
-            kv_data_type=shape.dtype,
-            disable_split_kv=not shape.is_split,
+            **{"q_data_type": shape.dtype, "kv_data_type": shape.dtype, **self._options()},
         )
+
+    def _sizes(self, kept: KeptRows) -> tuple[int, ...]:
+        return self.shape.spec.heads, kept.kv_heads, kept.k_size
+
+    def _options(self) -> dict[str, bool]:
+        return {"disable_split_kv": not self.shape.is_split}
 
     def _last(self, rows: Tensor) -> Tensor:
         """Rows of the last page; of an empty request 0."""
@@ -165,17 +168,11 @@ class LatentPlan(Plan):
     def _wrapper(self, workspace: Tensor, buffers: tuple[Tensor, ...]) -> Any:
         return _flashinfer().mla.BatchMLAPagedAttentionWrapper(workspace, True, *buffers)
 
-    def _plan(self, rows: Tensor) -> None:
-        shape, kept = self.shape, self.shape.spec.rows
-        starts = pad(pages_of(rows, shape.page_size).cumsum(0), (1, 0)).int()
-        self.wrapper.plan(
-            *(self.queries, starts, self.pages[:0], rows),
-            *(shape.spec.heads, kept.v_size, kept.k_size - kept.v_size, shape.page_size),
-            causal=False,
-            sm_scale=shape.spec.softmax_scale,
-            q_data_type=shape.dtype,
-            kv_data_type=shape.dtype,
-        )
+    def _sizes(self, kept: KeptRows) -> tuple[int, ...]:
+        return self.shape.spec.heads, kept.v_size, kept.k_size - kept.v_size
+
+    def _options(self) -> dict[str, bool]:
+        return {}
 
     def _last(self, rows: Tensor) -> Tensor:
         return rows

@@ -11,12 +11,13 @@ import torch
 from espalier.attention import BACKENDS, choose_backends, grouped_backend
 from espalier.cache.layer_spec import KVHeads, LatentKV, LayerSpec
 from espalier.errors import EspalierError
+from espalier.guard.faults import plant
 from espalier.request import Request, SamplingParams
 from tests.attention.fake_libraries import installed
 from tests.harness import Setup, prompts, request
 from tests.properties.layouts import reference_of
 from tests.properties.mtp_setup import MTPSetup, mtp_reference_of
-from tests.properties.watch import Watch, run_watched
+from tests.properties.watch import PROPOSAL, Watch, run_watched
 
 SETUP = Setup(steps=3, topk=3, num_draft_tokens=10, page_size=3, max_batch=2)
 HEADS, LATENT = LayerSpec(4, KVHeads(2, 8, 8)), LayerSpec(4, LatentKV(640, 448))
@@ -80,6 +81,16 @@ def test_three_mtp_layers_on_a_library_hold_every_property(page_size):
     )
     with installed(head_sizes=None, latents=()):
         run_watched(Watch(setup.engine(), "mtp", mtp_reference_of(setup)), traffic())
+
+
+def test_a_planted_fault_is_caught_on_flashinfer():
+    """Report 27460: topk 4 over latent rows."""
+    setup = replace(SETUP, attention="flashinfer", keeps="latent", topk=4, num_draft_tokens=16)
+    with installed(head_sizes=None, latents=()):
+        watch = Watch(setup.engine(), setup.algorithm, reference_of(setup), [PROPOSAL])
+        with plant("27460"), pytest.raises(AssertionError):
+            run_watched(watch, traffic())
+        run_watched(Watch(setup.engine(), setup.algorithm, reference_of(setup), [PROPOSAL]), traffic())
 
 
 def test_latent_rows_on_flashinfer_are_refused_in_overlap():
