@@ -3,9 +3,8 @@
 A wrapper of the library divides the work of one shape of pass among programs, on the host: this is its plan.  What a
 plan must know of lengths, by the library's code (0.6.7):
 
-- FA2 reads lengths on the device.  If it splits requests, the kernel counts the splits of a request from the device's
-  length, and the merge of the splits counts them in the plan.  So splits need exact lengths.  Without splits a plan
-  depends on shapes alone, and is right for any lengths.
+- FA2 reads lengths on the device.  Its kernel counts the splits of a request from the device's length, and the merge of
+  the splits counts them in the plan, so splits need exact lengths.  Without splits a plan is right for any lengths.
 - FA3 and MLA read lengths from the plan alone: they need exact ones.
 
 So rounds run on FA2, split in lock-step and not split in overlap.  Long passes, which are eager and know their lengths,
@@ -15,7 +14,6 @@ Page lists and lengths are computed on the device in every launch and written to
 pass can be captured.  Plans with exact lengths are made again before each replay (`prepare`).
 """
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -36,7 +34,7 @@ from espalier.errors import EspalierError
 FA3_QUERIES = 256
 # Scratch memory that the library asks for, and the most that partial results of splits may take.
 WORKSPACE_BYTES, MAX_WORKSPACE_BYTES = 2**27, 2**29
-# Plans of eager passes that are kept.
+# Eager passes whose plans are kept.
 KEPT_PLANS = 8
 
 
@@ -84,10 +82,8 @@ class Plan:
 
     def __init__(self, shape: PassShape, workspace: Tensor):
         self.shape, device = shape, workspace.device
-        self.starts, self.pages, self.last = (
-            torch.zeros(size, dtype=torch.int32, device=device)
-            for size in (shape.batch + 1, shape.batch * shape.width, shape.batch)
-        )
+        sizes = shape.batch + 1, shape.batch * shape.width, shape.batch
+        self.starts, self.pages, self.last = (torch.zeros(n, dtype=torch.int32, device=device) for n in sizes)
         self.queries = torch.arange(shape.batch + 1, dtype=torch.int32) * shape.queries
         # The library stages a plan in pinned memory, which must not be written again before it was copied.
         self.copied = torch.cuda.Event() if device.type == "cuda" else None
@@ -101,13 +97,17 @@ class Plan:
             return
         if self.needs_lengths and not lengths.exact:
             raise EspalierError("attention=flashinfer planned a pass with exact lengths, and now has only bounds")
-        if self.copied is not None and self.lengths is not None:
-            self.copied.synchronize()
+        self.wait()
         rows = torch.tensor(lengths.at_most, dtype=torch.int32) - self.shape.skipped * self.shape.page_size
         self._plan(rows.clamp(min=0))
         self.lengths = lengths
         if self.copied is not None:
             self.copied.record()
+
+    def wait(self) -> None:
+        """Until the last plan was copied."""
+        if self.copied is not None:
+            self.copied.synchronize()
 
     def locate(self, rest: Prefix) -> None:
         """Write the pages of each request, one after another, for the lengths on the device."""
@@ -127,9 +127,8 @@ class Plan:
         return self.shape.is_split or self.shape.uses_fa3
 
     def _wrapper(self, workspace: Tensor, buffers: tuple[Tensor, ...]) -> Any:
-        kernels = "fa3" if self.shape.uses_fa3 else "fa2"
-        make = _flashinfer().prefill.BatchPrefillWithPagedKVCacheWrapper
-        wrapper = make(workspace, "NHD", True, *buffers, backend=kernels)
+        make = import_module("flashinfer").prefill.BatchPrefillWithPagedKVCacheWrapper
+        wrapper = make(workspace, "NHD", True, *buffers, backend="fa3" if self.shape.uses_fa3 else "fa2")
         # Without splits, programs beyond the plan's read what no plan wrote: zeros let them repeat the first one.
         wrapper._pin_memory_int_workspace_buffer.zero_()
         return wrapper
@@ -139,14 +138,15 @@ class Plan:
         shape, kept = self.shape, self.shape.spec.rows
         starts = pad(pages_of(rows, shape.page_size).cumsum(0), (1, 0)).int()
         self.wrapper.plan(
-            *(self.queries, starts, self.pages[:0], self._last(rows), *self._sizes(kept), shape.page_size),
+            *(self.queries, starts, self.pages[:0], self._last(rows)),
+            *(shape.spec.heads, *self._sizes(kept), shape.page_size),
             causal=False,
             sm_scale=shape.spec.softmax_scale,
             **{"q_data_type": shape.dtype, "kv_data_type": shape.dtype, **self._options()},
         )
 
     def _sizes(self, kept: KeptRows) -> tuple[int, ...]:
-        return self.shape.spec.heads, kept.kv_heads, kept.k_size
+        return kept.kv_heads, kept.k_size
 
     def _options(self) -> dict[str, bool]:
         return {"disable_split_kv": not self.shape.is_split}
@@ -158,18 +158,17 @@ class Plan:
     def run(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """q: [B · Q, heads, k_size]; k, v: [pages, page_size, kv_heads, size].  Returns out, and lse in base 2."""
         out = q.new_empty(*q.shape[:2], v.shape[3])
-        made: tuple[Tensor, Tensor] = self.wrapper.run(q, (k, v), out=out, return_lse=True)
-        return made
+        return out, self.wrapper.run(q, (k, v), out=out, return_lse=True)[1]
 
 
 class LatentPlan(Plan):
     needs_lengths = True
 
     def _wrapper(self, workspace: Tensor, buffers: tuple[Tensor, ...]) -> Any:
-        return _flashinfer().mla.BatchMLAPagedAttentionWrapper(workspace, True, *buffers)
+        return import_module("flashinfer").mla.BatchMLAPagedAttentionWrapper(workspace, True, *buffers)
 
     def _sizes(self, kept: KeptRows) -> tuple[int, ...]:
-        return self.shape.spec.heads, kept.v_size, kept.k_size - kept.v_size
+        return kept.v_size, kept.k_size - kept.v_size
 
     def _options(self) -> dict[str, bool]:
         return {}
@@ -181,8 +180,7 @@ class LatentPlan(Plan):
         size, rows = v.shape[3], k[:, :, 0]
         out = q.new_empty(*q.shape[:2], size)
         parts = q[..., :size], q[..., size:], rows[..., :size], rows[..., size:]
-        made: tuple[Tensor, Tensor] = self.wrapper.run(*parts, out=out, return_lse=True)
-        return made
+        return out, self.wrapper.run(*parts, out=out, return_lse=True)[1]
 
 
 class FlashInferAttention(LibraryAttention):
@@ -226,7 +224,7 @@ class FlashInferBackend:
         self.lengths = CommittedLengths((), exact=True)
         self.workspace: Tensor | None = None
         self.captured: dict[int, dict[PassShape, Plan]] = {}
-        self.kept: OrderedDict[PassShape, Plan] = OrderedDict()
+        self.kept: dict[PassShape, Plan] = {}
 
     def prepare(self, lengths: CommittedLengths) -> None:
         self.lengths = lengths
@@ -238,21 +236,16 @@ class FlashInferBackend:
         return FlashInferAttention(self, pages, specs, prefix, nodes)
 
     def plan_of(self, shape: PassShape, device: torch.device) -> Plan:
-        """The plan for this shape and the announced lengths.  The eager run before a capture makes those of a graph."""
-        announced = len(self.lengths.at_most)
-        if announced != shape.batch:
-            raise EspalierError(f"attention=flashinfer: {announced} requests were announced, not {shape.batch}")
+        """For the announced lengths.  The eager run before a capture makes the plans of a graph."""
+        assert len(self.lengths.at_most) == shape.batch, "a launch of other requests than were announced"
         plans = self.captured.setdefault(shape.batch, {}) if self.lengths.in_graph else self.kept
         if shape not in plans:
+            if len(self.kept) == KEPT_PLANS:
+                self.kept.pop(next(iter(self.kept))).wait()
             plan_class = LatentPlan if isinstance(shape.spec.keeps, LatentKV) else Plan
             plans[shape] = plan_class(shape, self._workspace(shape, device))
-        plan = plans[shape]
-        plan.make(self.lengths)
-        if plans is self.kept:
-            self.kept.move_to_end(shape)
-            if len(self.kept) > KEPT_PLANS:
-                self.kept.popitem(last=False)
-        return plan
+        plans[shape].make(self.lengths)
+        return plans[shape]
 
     def _workspace(self, shape: PassShape, device: torch.device) -> Tensor:
         """Scratch memory for the library.  Passes run one after another, so all plans share it."""
@@ -262,16 +255,10 @@ class FlashInferBackend:
         return self.workspace
 
 
-def _flashinfer() -> Any:
-    return import_module("flashinfer")
-
-
 def machine(device: torch.device) -> tuple[int, bool]:
     """Programs that fill the device, two for each multiprocessor, and whether it has FA3."""
-    if device.type != "cuda":
-        return 264, True
-    facts = torch.cuda.get_device_properties(device)
-    return 2 * facts.multi_processor_count, facts.major == 9
+    facts = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
+    return (264, True) if facts is None else (2 * facts.multi_processor_count, facts.major == 9)
 
 
 def pages_of(rows: Tensor, page_size: int) -> Tensor:
