@@ -7,11 +7,8 @@ plan must know of lengths, by the library's code (0.6.7):
   the splits counts them in the plan, so splits need exact lengths.  Without splits a plan is right for any lengths.
 - FA3 and MLA read lengths from the plan alone: they need exact ones.
 
-So rounds run on FA2, split in lock-step and not split in overlap.  Long passes, which are eager and know their lengths,
-run on FA3 where the device has it.  Latent rows are refused in overlap.
-
-Page lists and lengths are computed on the device in every launch and written to buffers that the wrapper reads, so a
-pass can be captured.  Plans with exact lengths are made again before each replay (`prepare`).
+So rounds run on FA2, split in lock-step (planned again before each replay) and not split in overlap.  Long passes,
+which know their lengths, run on FA3 where the device has it.  Latent rows are refused in overlap.
 """
 
 from collections.abc import Sequence
@@ -74,7 +71,8 @@ class PassShape:
 
 
 class Plan:
-    """A wrapper of the library for one shape of pass, and the buffers that it reads: int32, on the device.
+    """A wrapper of the library for one shape of pass, and the buffers that it reads: int32, on the device, written in
+    every launch.
 
     queries: [B + 1] on the host, where each request's queries begin; starts: [B + 1], where its pages begin in `pages`
     [B · width]; last: [B], the rows of its last page (of latent rows: all its rows).
@@ -212,7 +210,7 @@ class FlashInferBackend:
         majors=range(8, 13),
         library=Library(("flashinfer",), "espalier-llm[flashinfer]"),
         limits={
-            "dtype": "FA2 and MLA kernels compute in two-byte types",
+            "dtype": "its kernels compute in two-byte types",
             "head_size": "BatchPrefillWithPagedKVCacheWrapper has kernels for these, of K and V alike",
             "latent": "BatchMLAPagedAttentionWrapper is made for 512 values and 64 rotated ones",
             "lengths": "BatchMLAPagedAttentionWrapper.plan divides rows on the host, by exact lengths",

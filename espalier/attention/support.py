@@ -86,8 +86,7 @@ class Support:
         left_bound: whether the prefixes of these layers lack their first rows.
         exact_lengths: whether every launch of a round knows the exact lengths: lock-step, and at most one MTP layer.
         """
-        if not self.is_installed:
-            assert self.library is not None
+        if device in self.devices and self.library is not None and not self.is_installed:
             raise EspalierError(
                 f"attention={self.name} needs a library that is not installed: pip install '{self.library.install}'"
             )
