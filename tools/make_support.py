@@ -4,8 +4,7 @@ from collections.abc import Iterable
 from dataclasses import fields
 from pathlib import Path
 
-from espalier.attention import BACKENDS
-from espalier.attention.base import plain_sizes
+from espalier.attention.matrix import limits, matrix
 from espalier.cache.layer_spec import KVHeads, LatentKV
 from espalier.grammar import KINDS
 from espalier.grammar.schema import ANNOTATIONS, COMBINING, KEYWORDS, STRING_FORMATS
@@ -20,6 +19,11 @@ from espalier.request import SamplingParams
 from espalier.speculate.drafters import DRAFT_FORMATS, WITHOUT_FILES
 
 PAGE = Path(__file__).parents[1] / "docs" / "support.md"
+BY_LIBRARIES = """\
+`auto` takes the first of these that is installed and supports the device, the dtype and the layers. "By our kernels":
+the library has no form for it, so our kernels attend to these rows, and the results are merged
+(`espalier/attention/library.py`). If its library is missing, a backend is refused with the command that installs it.
+The limits of the libraries, as refusals quote them:"""
 NO_FILES = {"ngram": "lookup in the request's own text", "none": "plain decoding"}
 
 
@@ -37,17 +41,10 @@ def table(head: list[str], rows: Iterable[list[str]]) -> str:
 
 
 def backends() -> str:
-    def row(name: str) -> list[str]:
-        s = BACKENDS[name].support
-        dtypes = codes(str(dtype).removeprefix("torch.") for dtype in s.dtypes)
-        window, sizes = yes(s.sliding_window), yes(s.different_v_size)
-        kept = ", ".join(kind.kind for kind in s.keeps)
-        pages, heads = plain_sizes(s.page_sizes), s.plain_heads
-        return [f"`{name}`", codes(s.devices), dtypes, pages, kept, heads, window, sizes]
-
-    head = ["backend", "devices", "dtypes", "page_size", "layers that keep", "head sizes", "sliding window"]
-    head.append("k and v of different sizes")
-    return table(head, map(row, BACKENDS))
+    head, rows = matrix()
+    limited = [[f"`{name}`", key, why] for name, of_backend in limits().items() for key, why in of_backend.items()]
+    of_libraries = table(["backend", "limit of", "the library"], limited)
+    return f"{table([codes([name]) if name else '' for name in head], rows)}\n\n{BY_LIBRARIES}\n\n{of_libraries}"
 
 
 def targets() -> str:
@@ -104,8 +101,9 @@ def render() -> str:
 Made by `tools/make_support.py` from the declarations that refusals are made from; a test holds the two together. What
 is not here is refused at start, by name.
 
-Every backend runs every target and every drafter below, on the devices and dtypes of its row. The shape of the tree,
-the page size, the prefix cache, chunking, and overlap or lock-step are independent of all of them, and of each other.
+A backend runs every target and every drafter below whose layers its column supports. The shape of the tree, the page
+size, the prefix cache, chunking, and overlap or lock-step are independent of them and of each other, but for what the
+column says.
 
 ## Attention backends
 

@@ -4,17 +4,30 @@ from collections.abc import Sequence
 
 import torch
 
-from espalier.attention.base import Attention, AttentionBackend, CommittedLengths, Nodes, Prefix, Support
+from espalier.attention.base import Attention, AttentionBackend, CommittedLengths, Nodes, Prefix
+from espalier.attention.fa3 import FA3Backend
+from espalier.attention.flashinfer import FlashInferBackend
 from espalier.attention.grouped import GroupedBackend
+from espalier.attention.library import require_our_kernels
 from espalier.attention.reference import ReferenceBackend
 from espalier.attention.sdpa import SdpaBackend
+from espalier.attention.support import By, Library, Support
 from espalier.attention.triton import TritonBackend
+from espalier.attention.trtllm import TrtllmBackend
 from espalier.cache.layer_spec import Keeps, LayerSpec, groups_of
 from espalier.errors import EspalierError
 
 # In order of preference.  A file with a new backend registers it: BACKENDS[New.support.name] = New.
 BACKENDS: dict[str, type[AttentionBackend]] = {
-    backend_class.support.name: backend_class for backend_class in (TritonBackend, SdpaBackend, ReferenceBackend)
+    backend_class.support.name: backend_class
+    for backend_class in (
+        TritonBackend,
+        SdpaBackend,
+        ReferenceBackend,
+        FlashInferBackend,
+        FA3Backend,
+        TrtllmBackend,
+    )
 }
 # Separates the names if the groups of a model have different backends.
 SEPARATOR = ", "
@@ -32,7 +45,8 @@ def default_backend(device: str, dtype: torch.dtype | None = None, keeps: Keeps 
 
     If there is none, the first that supports the device.
     """
-    on_device = [made.support for made in BACKENDS.values() if device in made.support.devices]
+    installed = [made.support for made in BACKENDS.values() if made.support.is_installed]
+    on_device = [support for support in installed if device in support.devices]
     suitable = [
         support for support in on_device if dtype in (None, *support.dtypes) and (keeps is None or support.takes(keeps))
     ]
@@ -55,8 +69,9 @@ def grouped_backend(
     specs: Sequence[LayerSpec],
     layers: Sequence[int],
     left_bound: bool = False,
+    exact_lengths: bool = True,
 ) -> GroupedBackend:
-    """The backends of `layers`.  names: the result of choose_backends; left_bound: see Support.require.
+    """The backends of `layers`.  names: the result of choose_backends; left_bound, exact_lengths: see Support.require.
 
     Raises EspalierError if a backend cannot run its layers.
     """
@@ -72,7 +87,9 @@ def grouped_backend(
     for name, group_layers in zip(group_names, groups.values(), strict=True):
         group_backend = backend(name)
         group_specs = [specs[layer] for layer in group_layers]
-        group_backend.support.require(device, dtype, page_size, group_specs, left_bound)
+        support = group_backend.support
+        support.require(device, dtype, page_size, group_specs, left_bound, exact_lengths)
+        require_our_kernels(support, device, dtype, page_size, group_specs, left_bound)
         backends.append((group_layers, group_backend))
     return GroupedBackend(backends)
 
@@ -81,8 +98,10 @@ __all__ = [
     "BACKENDS",
     "Attention",
     "AttentionBackend",
+    "By",
     "CommittedLengths",
     "GroupedBackend",
+    "Library",
     "Nodes",
     "Prefix",
     "Support",

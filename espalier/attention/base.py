@@ -7,125 +7,46 @@ code.  A backend may override `attend` to do both in one kernel.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
+from espalier.attention.support import Support
 from espalier.cache.kv import PagedKV
-from espalier.cache.layer_spec import Keeps, KeptRows, KVHeads, LatentKV, LayerSpec, RecurrentState
-from espalier.errors import EspalierError
+from espalier.cache.layer_spec import LayerSpec
 from espalier.kernels.attention.ancestor_bits import seen_rows
 from espalier.kernels.attention.merge import merge
 from espalier.kernels.attention.staged_attention import NoPrefix, staged_attention
 from espalier.kernels.attention.tree_attention import Staged
-from espalier.layout import MAX_PAGE_SIZE
-
-
-@dataclass(frozen=True)
-class Support:
-    """What a backend can run.  The support matrix and the error messages are made from it.
-
-    keeps: what layers may keep; page_sizes, head_sizes (of K and V): a range or a list, None for any; largest_latent:
-    the largest latent row, None if latent rows are limited by head_sizes too; left_bound: whether the backend supports
-    prefixes whose rows below `first` do not exist.
-    """
-
-    name: str
-    devices: tuple[str, ...]
-    dtypes: tuple[torch.dtype, ...]
-    keeps: tuple[type[Keeps], ...] = (KVHeads,)
-    sliding_window: bool = False
-    different_v_size: bool = False
-    left_bound: bool = True
-    page_sizes: Sequence[int] = range(1, MAX_PAGE_SIZE + 1)
-    head_sizes: Sequence[int] | None = None
-    largest_latent: LatentKV | None = None
-
-    def require(
-        self, device: str, dtype: torch.dtype, page_size: int, specs: Sequence[LayerSpec], left_bound: bool = False
-    ) -> None:
-        """Check, before anything is allocated, that this backend can run the layers.  Raises EspalierError.
-
-        left_bound: whether the prefixes of these layers lack their first rows.
-        """
-        refusals = [
-            (device not in self.devices, f"device={device}", f"devices {', '.join(self.devices)}"),
-            (dtype not in self.dtypes, f"dtype={_plain(dtype)}", f"dtypes {', '.join(map(_plain, self.dtypes))}"),
-            (page_size not in self.page_sizes, f"page_size={page_size}", f"page_size {plain_sizes(self.page_sizes)}"),
-            (left_bound and not self.left_bound, "a prefix whose first rows do not exist", "whole prefixes"),
-            *(refusal for spec in specs for refusal in self._refusals(spec)),
-        ]
-        for unsupported, value, supported in refusals:
-            if unsupported:
-                raise EspalierError(
-                    f"attention={self.name} does not support {value}; it supports {supported}: choose another backend"
-                )
-
-    def takes(self, keeps: Keeps) -> bool:
-        """Whether the backend supports layers that keep this."""
-        if isinstance(keeps, RecurrentState) or not isinstance(keeps, self.keeps):
-            return False
-        return not self._unsupported_sizes(keeps)
-
-    def _unsupported_sizes(self, keeps: KeptRows) -> list[int]:
-        """Those of the sizes of K and V that the backend does not support."""
-        sizes, largest = (keeps.k_size, keeps.v_size), self.largest_latent
-        if isinstance(keeps, LatentKV) and largest is not None:
-            limits = (largest.k_size, largest.v_size)
-            return [size for size, limit in zip(sizes, limits, strict=True) if size > limit]
-        return [size for size in sizes if self.head_sizes is not None and size not in self.head_sizes]
-
-    def _refusals(self, spec: LayerSpec) -> list[tuple[bool, str, str]]:
-        """(is unsupported, the property, what is supported) for each property of a layer."""
-        if isinstance(spec.keeps, RecurrentState) or not isinstance(spec.keeps, self.keeps):
-            kinds = ", ".join(kind.kind for kind in self.keeps)
-            return [(True, f"layers that keep {spec.keeps.kind}", f"layers that keep {kinds}")]
-        wrong_sizes = self._unsupported_sizes(spec.keeps)
-        is_latent = isinstance(spec.keeps, LatentKV)
-        wide = is_latent and self.head_sizes is not None and spec.keeps.k_size > max(self.head_sizes)
-        differ = isinstance(spec.keeps, KVHeads) and spec.keeps.k_size != spec.keeps.v_size
-        return [
-            (bool(spec.window) and not self.sliding_window, "a sliding window", "layers without a window"),
-            (wide and bool(spec.window), "a sliding window over wide latent rows", "such layers without a window"),
-            (differ and not self.different_v_size, "k and v heads of different sizes", "equal sizes"),
-            (bool(wrong_sizes), f"heads of size {max(wrong_sizes, default=0)}", f"sizes {self.plain_heads}"),
-        ]
-
-    @property
-    def plain_heads(self) -> str:
-        """The supported head sizes as text."""
-        text, latent = plain_sizes(self.head_sizes), self.largest_latent
-        return text if latent is None else f"{text}; latent rows up to {latent.size}, {latent.v_size} of them V"
-
-
-def plain_sizes(sizes: Sequence[int] | None) -> str:
-    """page_sizes or head_sizes as text."""
-    if sizes is None:
-        return "any"
-    return f"up to {sizes[-1]}" if isinstance(sizes, range) else ", ".join(map(str, sizes))
-
-
-def _plain(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True)
 class CommittedLengths:
     """What the host knows about the committed lengths before a launch.
 
-    at_most: upper bound per request, in batch order, without padding requests (they have no committed rows); exact: the
-    bounds are the lengths, as in lock-step, where no round is in flight.
+    at_most: upper bound per request, in batch order; padding requests at the end have no committed rows.
+    exact: the bounds are the lengths, as in lock-step, where no round is in flight.  A capture says what every replay
+    of its graph will say.
+    in_graph: whether the launch is a CUDA graph: its capture, the eager run before the capture, or a replay.
     """
 
     at_most: tuple[int, ...]
     exact: bool
+    in_graph: bool = False
 
     @property
     def longest(self) -> int:
         return max(self.at_most, default=0)
+
+    def padded(self, batch: int) -> "CommittedLengths":
+        """With padding requests up to `batch`."""
+        return replace(self, at_most=self.at_most + (0,) * (batch - len(self.at_most)))
+
+    def longer(self, rows: int) -> "CommittedLengths":
+        """With `rows` more rows for each request."""
+        return replace(self, at_most=tuple(length + rows for length in self.at_most))
 
 
 @dataclass(frozen=True)
@@ -179,7 +100,7 @@ class AttentionBackend(Protocol):
     support: Support
 
     def prepare(self, lengths: CommittedLengths) -> None:
-        """Called on the host before every launch: eager, capture and replay."""
+        """Called on the host before every launch: eager, capture and replay, on the stream of the launch."""
         ...
 
     def plan(self, pages: PagedKV, specs: Sequence[LayerSpec], prefix: Prefix, nodes: Nodes) -> "Attention":

@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from espalier.attention.base import Attention, CommittedLengths, Support
+from espalier.attention.base import Attention, CommittedLengths
+from espalier.attention.support import By, Support
 from espalier.cache.layer_spec import KVHeads, LatentKV
 from espalier.kernels.attention.masked_attention import masked_attention
 
@@ -28,8 +29,10 @@ class ReferenceBackend:
         devices=("cpu", "cuda"),
         dtypes=(torch.float64, torch.float32, torch.bfloat16, torch.float16),
         keeps=(KVHeads, LatentKV),
-        sliding_window=True,
+        window_on_chain=By.ITSELF,
+        window_on_tree=By.ITSELF,
         different_v_size=True,
+        ran_on=("CPU", "H200"),
     )
     plan = staticmethod(ReferenceAttention)
 

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from espalier.attention.base import Attention, CommittedLengths, Nodes, Prefix, Support
+from espalier.attention.base import Attention, CommittedLengths, Nodes, Prefix
+from espalier.attention.support import By, Support
 from espalier.cache.kv import PagedKV
 from espalier.cache.layer_spec import KVHeads, LatentKV, LayerSpec
 
@@ -73,8 +74,11 @@ class SdpaBackend:
         devices=("cpu",),
         dtypes=(torch.float64, torch.float32, torch.bfloat16),
         keeps=(KVHeads, LatentKV),
-        sliding_window=True,
+        window_on_chain=By.ITSELF,
+        window_on_tree=By.ITSELF,
+        sinks=By.ITSELF,
         different_v_size=True,
+        ran_on=("CPU",),
     )
 
     def __init__(self) -> None:

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from espalier.attention.base import Attention, CommittedLengths, Nodes, Prefix, Support
+from espalier.attention.base import Attention, CommittedLengths, Nodes, Prefix
+from espalier.attention.support import By, Support
 from espalier.cache.kv import PagedKV
 from espalier.cache.layer_spec import KVHeads, LatentKV, LayerSpec
 from espalier.errors import EspalierError
@@ -109,10 +110,13 @@ class TritonBackend:
         devices=("cuda",),
         dtypes=DTYPES,
         keeps=(KVHeads, LatentKV),
-        sliding_window=True,
+        window_on_chain=By.ITSELF,
+        window_on_tree=By.ITSELF,
+        sinks=By.ITSELF,
         different_v_size=True,
         head_sizes=range(1, MAX_HEAD_SIZE + 1),
         largest_latent=LatentKV(MAX_ROW_SIZE, MAX_V_SIZE),
+        ran_on=("H200",),
     )
     plan = staticmethod(TritonAttention)
 

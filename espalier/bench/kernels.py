@@ -256,6 +256,23 @@ def prepared(
     shape: Shape, page_size: int, layers: int, device: torch.device, in_order: bool = False
 ) -> tuple[Attention, Callable[[], Sequence[torch.Tensor]]]:
     """(a planned pass over full pages, a function that runs all of its layers).  in_order: see `measure`."""
+    made = inputs(shape, page_size, layers, device, in_order)
+    attention = TritonBackend().plan(*made.of_plan)
+    return attention, lambda: [attention.attend(layer, made.q, made.k, made.v) for layer in range(layers)]
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Of a pass.  of_plan: the arguments of AttentionBackend.plan; q, k, v: of every layer."""
+
+    of_plan: tuple[PagedKV, Sequence[LayerSpec], Prefix, Nodes]
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+
+
+def inputs(shape: Shape, page_size: int, layers: int, device: torch.device, in_order: bool = False) -> Inputs:
+    """A pass over full pages.  in_order: see `measure`."""
     tree = (0, 1, 1) if shape.chain else (STEPS, TOPK, shape.queries)
     context = shape.context + shape.queries + 1
     layout = RoundLayout(shape.batch, *tree, page_size, context, 0, max(shape.batch * shape.queries, 16))
@@ -269,14 +286,13 @@ def prepared(
     order = torch.arange if in_order else torch.randperm
     table[:, :width] = 1 + order(shape.batch * width, device=device).view(shape.batch, width)
     length = torch.full((shape.batch,), shape.context, dtype=torch.int64, device=device)
-    attention = TritonBackend().plan(pages, specs, Prefix(table, length), _nodes(shape, length))
     keeps = shape.spec.rows
     q = torch.randn(shape.batch, shape.queries, shape.spec.heads, keeps.k_size, dtype=DTYPE, device=device)
     rows = [
         torch.randn(shape.batch, shape.queries, *size, dtype=DTYPE, device=device) for size in keeps.planes.values()
     ]
     k, v = keeps.read(rows)
-    return attention, lambda: [attention.attend(layer, q, k, v) for layer in range(layers)]
+    return Inputs((pages, specs, Prefix(table, length), _nodes(shape, length)), q, k, v)
 
 
 def _nodes(shape: Shape, length: torch.Tensor) -> Nodes:

@@ -1,9 +1,14 @@
-"""`espalier doctor`: prints the machine, versions and the resolved configuration, without loading a model."""
+"""`espalier doctor`: prints the machine, versions and the resolved configuration, without loading a model.
+
+With --matrix it prints what each attention backend can run.
+"""
 
 from argparse import ArgumentParser, Namespace
 
 from rich.text import Text
 
+from espalier.attention import BACKENDS
+from espalier.attention.matrix import matrix
 from espalier.bench import tune
 from espalier.config import EngineConfig, is_open
 from espalier.errors import EspalierError
@@ -12,15 +17,18 @@ from espalier.terminal.console import QUIET, stdout
 from espalier.terminal.flags import add_engine_flags, engine_settings, flag_of
 from espalier.terminal.machine import describe, installed
 
-OPTIONAL = ("triton", "flashinfer-python", "accelerate")
+OPTIONAL = ("triton", "flashinfer-python", "sglang-kernel", "flash-attn-3", "accelerate")
 
 
 def add_flags(parser: ArgumentParser) -> None:
     tune.add_flags(parser)
+    parser.add_argument("--matrix", action="store_true", help="print what each attention backend can run, and end")
     add_engine_flags(parser, leave_out=("plant_fault",))
 
 
 def run(args: Namespace) -> int:
+    if args.matrix:
+        return _matrix()
     if args.tune:
         return tune.run(args, EngineConfig(**engine_settings(args)))
     for name in ("shapes", "choices"):
@@ -47,4 +55,17 @@ def run(args: Namespace) -> int:
         )
     )
     console.print(Text("this configuration is supported and fits here", QUIET))
+    return 0
+
+
+def _matrix() -> int:
+    """A line for each property of a backend: sixteen columns would fit no terminal."""
+    console, (head, rows) = stdout(), matrix()
+    for column, name in enumerate(head[1:], start=1):
+        support = BACKENDS[name].support
+        console.print(Text(name, "bold") + Text("" if support.is_installed else "  not installed", QUIET))
+        for row in rows:
+            console.print(Text(f"  {row[0]:<28} {row[column]}"))
+        for limit, why in support.limits.items():
+            console.print(Text(f"  limit of {limit}: {why}", QUIET))
     return 0

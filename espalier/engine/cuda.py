@@ -129,11 +129,14 @@ class CudaExecutor:
     graph_batch: the largest batch whose rounds are captured; 0: every launch runs eagerly.
     keep_graphs: PyTorch keeps what the rounds' graphs are made of (CUDAGraph.raw_cuda_graph), so that their kernels can
     be counted.
+    overlap: whether rounds may be launched before the one before is read: then attention is captured for lengths that
+    the host does not know exactly.
     replay_events: if it is a list, each replay of a round appends its (start, end) events, for measurements.
     """
 
-    def __init__(self, runner: ModelRunner, graph_batch: int, keep_graphs: bool = False):
+    def __init__(self, runner: ModelRunner, graph_batch: int, keep_graphs: bool = False, overlap: bool = True):
         self.runner = runner
+        self.overlap = overlap
         self.keep_graphs = keep_graphs
         self.replay_events: list[tuple[torch.cuda.Event, torch.cuda.Event]] | None = None
         layout, self.device = runner.layout, runner.pages.device
@@ -168,6 +171,7 @@ class CudaExecutor:
     def launch(self, launch_input: LaunchInput) -> Handle:
         place, batch, packed = self._packed(launch_input)
         graph = None if launch_input.is_prefill else self.graphs.get(batch)
+        self._prepare(launch_input, batch, graph is not None)
         output = None
         with torch.cuda.stream(self.stream):
             if graph is not None:
@@ -193,8 +197,16 @@ class CudaExecutor:
         self.num_launched += 1
         place.copied.synchronize()
         batch = self._padded_batch(launch_input)
-        self.runner.prepare(launch_input.committed)
         return place, batch, pack_launch(self.runner.table, launch_input, place.entry, batch)
+
+    def _prepare(self, launch_input: LaunchInput, batch: int, in_graph: bool) -> None:
+        """Announce the lengths of a launch to the attention backends, on the stream of the launch."""
+        with torch.cuda.stream(self.stream):
+            self.runner.prepare(replace(launch_input.committed.padded(batch), in_graph=in_graph))
+
+    def _prepare_capture(self, dummies: LaunchInput, batch: int) -> None:
+        committed = replace(dummies.committed, exact=not self.overlap)
+        self._prepare(replace(dummies, committed=committed), batch, in_graph=True)
 
     @torch.inference_mode()
     def launch_staged(self, launch_input: LaunchInput, ask: AskRows) -> CudaStagedHandle:
@@ -207,6 +219,7 @@ class CudaExecutor:
         # A capture prepares the backends for its own lengths, so it comes first.
         captured = self._stage_graphs(self._padded_batch(launch_input))
         place, batch, packed = self._packed(launch_input)
+        self._prepare(launch_input, batch, captured is not None)
         with torch.cuda.stream(self.stream):
             if captured is None:
                 stages = self._eager_stages(packed, batch).stages
@@ -247,8 +260,8 @@ class CudaExecutor:
         began = time.perf_counter()
         with Console(stderr=True).status("compiling kernels"), torch.cuda.stream(self.stream), precompile() as kernels:
             for launch_input in launch_inputs:
-                self.runner.prepare(launch_input.committed)
                 batch = self._padded_batch(launch_input)
+                self._prepare(launch_input, batch, in_graph=False)
                 packed = pack_launch(self.runner.table, launch_input, 0, batch)
                 if launch_input.is_staged:
                     self._eager_stages(packed, batch).run()
@@ -330,7 +343,7 @@ class CudaExecutor:
     def _captured(self, batch: int, pool: Any) -> Graph:
         dummies = of_dummies(batch)
         packed = pack_launch(self.runner.table, dummies, 0, batch)
-        self.runner.prepare(dummies.committed)
+        self._prepare_capture(dummies, batch)
         with torch.cuda.stream(self.stream):
             launch_input = torch.from_numpy(packed.vector).to(self.device)
             device_launch = packed.on(launch_input)
@@ -348,7 +361,7 @@ class CudaExecutor:
         began = time.perf_counter()
         dummies = of_dummies(batch)
         packed = pack_launch(self.runner.table, dummies, 0, batch)
-        self.runner.prepare(dummies.committed)
+        self._prepare_capture(dummies, batch)
         try:
             with torch.cuda.stream(self.stream):
                 eager = self._eager_stages(packed, batch)

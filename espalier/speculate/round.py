@@ -64,7 +64,7 @@ class ModelRunner:
     def prepare(self, lengths: CommittedLengths) -> None:
         """Called on the host before each launch.  lengths: the target's committed rows; the draft has one row more."""
         self.backend.prepare(lengths)
-        self.drafter.prepare(CommittedLengths(tuple(length + 1 for length in lengths.at_most), lengths.exact))
+        self.drafter.prepare(lengths.longer(1))
 
     def plan(self, slots: BatchState, nodes: Nodes) -> Attention:
         """The target's attention for one pass: over the committed rows of each slot and over the new nodes."""

@@ -43,7 +43,8 @@ def assemble(
     Raises EspalierError if a backend cannot run a layer, or if the prefix cache does not support one.
     """
     require_reentry(prefix_cache, (*target.layer_specs, *(draft.layer_specs if draft is not None else ())))
-    runner = make_runner(layout, target, draft, algorithm, attention, num_pages, dtype, device, draft_attention)
+    models = target, draft, algorithm
+    runner = make_runner(layout, *models, attention, num_pages, dtype, device, draft_attention, overlap)
     return engine_of(runner, overlap, prefix_cache, graph_batch, keep_graphs)
 
 
@@ -62,8 +63,9 @@ def engine_of(
 ) -> Engine:
     """An engine on the buffers of `runner`, which no other engine may use."""
     is_cuda = runner.pages.device.type == "cuda"
-    executor = CudaExecutor(runner, graph_batch, keep_graphs=keep_graphs) if is_cuda else CpuExecutor(runner, overlap)
-    return Engine(executor, overlap, prefix_cache)
+    if is_cuda:
+        return Engine(CudaExecutor(runner, graph_batch, keep_graphs, overlap), overlap, prefix_cache)
+    return Engine(CpuExecutor(runner, overlap), overlap, prefix_cache)
 
 
 def make_runner(
@@ -76,16 +78,21 @@ def make_runner(
     dtype: torch.dtype,
     device: torch.device,
     draft_attention: str | None = None,
+    overlap: bool = False,
 ) -> ModelRunner:
-    """Allocate all buffers of the layout, and choose backends.  draft_attention: None for the target's backends."""
+    """Allocate all buffers of the layout, and choose backends.
+
+    draft_attention: None for the target's backends; overlap: whether rounds are launched before the one before is read.
+    """
     specs = (*target.layer_specs, *(draft.layer_specs if draft is not None else ()))
     target_layers, draft_layers = range(len(target.layer_specs)), range(len(target.layer_specs), len(specs))
     setting = (device.type, dtype, layout.page_size, specs)
-    backend = grouped_backend(attention, *setting, target_layers)
+    backend = grouped_backend(attention, *setting, target_layers, exact_lengths=not overlap)
     pages = PagedKV(layout, num_pages, specs, len(target_layers), dtype, device)
     staging = StagedKV(specs, target_layers, layout.target_rows, dtype, device)
     # Draft rows 0 .. reentry-1 do not exist.
-    draft_backend = grouped_backend(draft_attention or attention, *setting, draft_layers, left_bound=layout.reentry > 0)
+    exact, names = not overlap and layout.reentry <= 1, draft_attention or attention
+    draft_backend = grouped_backend(names, *setting, draft_layers, layout.reentry > 0, exact)
     drafter = make_drafter(algorithm, draft, layout, pages, draft_backend, specs)
     table = SlotTable(layout, target.config.vocab_size, drafter.spec.carried, dtype, device)
     return ModelRunner(layout, table, pages, staging, target, drafter, backend)

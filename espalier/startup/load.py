@@ -187,8 +187,8 @@ def _measure_pages(
     requested_pages: int | None,
 ) -> int:
     def make(num_pages: int) -> ModelRunner:
-        parts = (layout, target, draft, resolved.algorithm)
-        return make_runner(*parts, resolved.attention, num_pages, dtype, device, resolved.draft_attention)
+        parts = (layout, target, draft, resolved.algorithm, resolved.attention, num_pages, dtype, device)
+        return make_runner(*parts, resolved.draft_attention, resolved.overlap)
 
     layer_specs = (*target.layer_specs, *(draft.layer_specs if draft is not None else ()))
     page_bytes = layout.tokens_in(bytes_per_token(layer_specs, dtype))

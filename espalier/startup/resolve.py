@@ -198,9 +198,11 @@ def resolve(
     if device.type == "cuda":
         require_triton()
     setting = (device.type, getattr(torch, dtype), layout.page_size, facts.layer_specs)
-    grouped_backend(attention, *setting, facts.target_layers)
+    overlap = _value_or(config.overlap, defaults.overlap)
+    grouped_backend(attention, *setting, facts.target_layers, exact_lengths=not overlap)
     if facts.draft_layers:
-        grouped_backend(draft_attention, *setting, facts.draft_layers, left_bound=True)
+        exact = not overlap and spec.reentry <= 1
+        grouped_backend(draft_attention, *setting, facts.draft_layers, left_bound=True, exact_lengths=exact)
     prefix_cache = _value_or(config.prefix_cache, all(spec.keeps.reenters_anywhere for spec in facts.layer_specs))
     require_reentry(prefix_cache, facts.layer_specs)
     return ResolvedConfig(
@@ -215,7 +217,7 @@ def resolve(
         draft_attention=draft_attention,
         num_pages=_num_pages(config, layout, facts, getattr(torch, dtype)),
         prefix_cache=prefix_cache,
-        overlap=_value_or(config.overlap, defaults.overlap),
+        overlap=overlap,
         graph_batch=_graph_batch(config, layout, device),
         model_overrides=dict(config.model_overrides),
         seed=config.seed,

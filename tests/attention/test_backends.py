@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from espalier.attention import BACKENDS, Nodes, Prefix, backend, default_backend
-from espalier.attention.base import Support
+from espalier.attention.support import By, Support
 from espalier.cache.kv import PagedKV
 from espalier.cache.layer_spec import KVHeads, LatentKV, LayerSpec, RecurrentState
 from espalier.errors import EspalierError
@@ -160,11 +160,14 @@ def test_bfloat16_is_close_and_keeps_its_dtype():
 
 
 def test_an_unknown_backend_is_refused_by_name():
-    with pytest.raises(EspalierError, match="attention='flash' is unknown; use one of triton, sdpa, reference"):
+    with pytest.raises(
+        EspalierError,
+        match="attention='flash' is unknown; use one of triton, sdpa, reference, flashinfer, fa3, trtllm, or 'auto'",
+    ):
         backend("flash")
 
 
-NOTHING = Support("picky", ("cuda",), (torch.bfloat16,), left_bound=False, page_sizes=(16, 64))
+NOTHING = Support("picky", ("cuda",), (torch.bfloat16,), left_bound=By.NOTHING, page_sizes=(16, 64))
 
 
 WINDOWED = LayerSpec(4, KVHeads(2, 6, 6), window=4)

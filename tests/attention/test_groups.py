@@ -11,10 +11,13 @@ import torch
 from espalier.attention import BACKENDS, choose_backends, grouped_backend
 from espalier.cache.layer_spec import KVHeads, LatentKV, LayerSpec
 from espalier.errors import EspalierError
+from espalier.guard.faults import plant
 from espalier.request import Request, SamplingParams
+from tests.attention.fake_libraries import installed
 from tests.harness import Setup, prompts, request
 from tests.properties.layouts import reference_of
-from tests.properties.watch import Watch, run_watched
+from tests.properties.mtp_setup import MTPSetup, mtp_reference_of
+from tests.properties.watch import PROPOSAL, Watch, run_watched
 
 SETUP = Setup(steps=3, topk=3, num_draft_tokens=10, page_size=3, max_batch=2)
 HEADS, LATENT = LayerSpec(4, KVHeads(2, 8, 8)), LayerSpec(4, LatentKV(640, 448))
@@ -42,6 +45,57 @@ def holds(setup: Setup) -> None:
 def test_a_backend_of_one_file_holds_every_property(library, keeps, overlap):
     """`prepare` gives it the lengths before each launch: exact in lock-step, otherwise upper bounds."""
     holds(replace(SETUP, attention=library, keeps=keeps, overlap=overlap))
+
+
+@pytest.mark.parametrize(
+    ("name", "keeps", "overlap", "page_size"),
+    [
+        ("flashinfer", "kv", True, 3),
+        ("flashinfer", "kv", False, 1),
+        ("flashinfer", "latent", False, 2),
+        ("fa3", "kv", True, 2),
+        ("trtllm", "kv", True, 16),
+    ],
+)
+def test_whole_rounds_on_a_library_hold_every_property(name, keeps, overlap, page_size):
+    """Target and draft, whose rows begin at 1; the library is a stand-in that takes any sizes."""
+    with installed(head_sizes=None, latents=()):
+        holds(replace(SETUP, attention=name, keeps=keeps, overlap=overlap, page_size=page_size))
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_three_mtp_layers_on_a_library_hold_every_property(page_size):
+    """Each module has a left bound of its own, and lengths that only have bounds."""
+    setup = MTPSetup(
+        form=(3, "chain"),
+        family="llama",
+        steps=3,
+        topk=2,
+        num_draft_tokens=9,
+        max_batch=3,
+        page_size=page_size,
+        attention="flashinfer",
+        overlap=False,
+        max_context=64,
+        chunk_size=16,
+    )
+    with installed(head_sizes=None, latents=()):
+        run_watched(Watch(setup.engine(), "mtp", mtp_reference_of(setup)), traffic())
+
+
+def test_a_planted_fault_is_caught_on_flashinfer():
+    """Report 27460: topk 4 over latent rows."""
+    setup = replace(SETUP, attention="flashinfer", keeps="latent", topk=4, num_draft_tokens=16)
+    with installed(head_sizes=None, latents=()):
+        watch = Watch(setup.engine(), setup.algorithm, reference_of(setup), [PROPOSAL])
+        with plant("27460"), pytest.raises(AssertionError):
+            run_watched(watch, traffic())
+        run_watched(Watch(setup.engine(), setup.algorithm, reference_of(setup), [PROPOSAL]), traffic())
+
+
+def test_latent_rows_on_flashinfer_are_refused_in_overlap():
+    with installed(head_sizes=None, latents=()), pytest.raises(EspalierError, match="are not known exactly, of layers"):
+        replace(SETUP, attention="flashinfer", keeps="latent", overlap=True).engine()
 
 
 @pytest.mark.parametrize("names", [("sdpa, reference", "sdpa"), ("reference", "sdpa"), ("sdpa", "reference")])

@@ -12,6 +12,7 @@ import pytest
 from rich.console import Console
 
 from espalier import cli
+from espalier.attention import BACKENDS
 from espalier.cli import demo, generate
 from espalier.cli.draw import round_tree
 from espalier.cli.main import parse
@@ -375,3 +376,10 @@ def test_an_interrupt_while_modules_load_ends_in_a_line(module, monkeypatch, cap
     monkeypatch.setattr(sys, "meta_path", [Interrupting(), *sys.meta_path])
     assert cli.start(["demo"] if module == "espalier.cli.demo" else ["bench", "round"]) == 130
     assert capsys.readouterr().err == "espalier: interrupted\n"
+
+
+def test_doctor_prints_the_support_matrix_without_a_model(capsys):
+    assert run("doctor", "--matrix") == 0
+    said = capsys.readouterr().out
+    assert all(name in said for name in BACKENDS)
+    assert "not run on hardware" in said and "pip install 'espalier-llm[fa3]'" in said

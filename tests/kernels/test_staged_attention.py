@@ -8,6 +8,7 @@ import torch
 from espalier.kernels.attention.kv_splits import kv_splits_triton
 from espalier.kernels.attention.merge import merge_triton
 from espalier.kernels.attention.staged_attention import NoPrefix, staged_attention_reference, staged_attention_triton
+from espalier.kernels.attention.tree_attention import Staged
 from tests.kernels.attending import LSE_TOLERANCE, TOLERANCE, Case, draw, expected, run
 
 CASES = [
@@ -58,3 +59,19 @@ def test_merged_parts_equal_the_fused_kernel(case, sink, kernel_device):
     merged = merge_triton(over_prefix, among, inputs.sink)
     for expected_part in (expected(inputs)[0], run(inputs, case.max_splits)[0].double()):
         torch.testing.assert_close(merged.double(), expected_part, rtol=0, atol=2 * TOLERANCE[case.dtype])
+
+
+@pytest.mark.parametrize("chain", [False, True])
+def test_wide_latent_rows(chain, kernel_device):
+    """V is a part of K, and K too wide for the kernel of other layers."""
+    generator = torch.Generator().manual_seed(3)
+    q, rows = (torch.randn(2, 5, heads, 272, generator=generator).to(kernel_device) for heads in (3, 1))
+    positions = torch.tensor([[7], [0]]) + torch.arange(5)
+    bits = torch.tensor([1, 3, 5, 9, 25]).expand(2, 5)[..., None].contiguous().to(kernel_device)
+    staged = Staged(rows, rows[..., :256], positions.to(kernel_device), None if chain else bits)
+    no_prefix = NoPrefix.of(2, kernel_device)
+    out, lse = staged_attention_triton(q, staged, positions.to(kernel_device), 0.1, None, no_prefix)
+    exact = replace(staged, k=staged.k.double(), v=staged.v.double())
+    expected_part = staged_attention_reference(q.double(), exact, staged.row_positions, 0.1, None, no_prefix)
+    torch.testing.assert_close(out.double(), expected_part[0], rtol=0, atol=TOLERANCE[torch.float32])
+    torch.testing.assert_close(lse.double(), expected_part[1], rtol=1e-5, atol=LSE_TOLERANCE)

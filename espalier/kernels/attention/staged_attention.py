@@ -9,6 +9,7 @@ from torch import Tensor
 
 from espalier.kernels.attention.ancestor_bits import seen_rows
 from espalier.kernels.attention.kv_splits import COLUMNS, KVSplitPolicy, KVSplits
+from espalier.kernels.attention.latent_attention import MAX_ROW_SIZE, MAX_V_SIZE, latent_attention_triton
 from espalier.kernels.attention.masked_attention import masked_attention
 from espalier.kernels.attention.tree_attention import DTYPES, MAX_HEAD_SIZE, Committed, Staged, tree_attention_triton
 
@@ -42,10 +43,18 @@ def staged_attention(
     Returns out [B, Q, heads, v_size] in q's dtype and lse [B, Q, heads], natural log.  A query that sees no rows gets
     zeros and lse -inf.
     """
-    fits = q.is_cuda and q.dtype in DTYPES and max(staged.k.shape[3], staged.v.shape[3]) <= MAX_HEAD_SIZE
-    return (staged_attention_triton if fits else staged_attention_reference)(
+    fits = max(staged.k.shape[3], staged.v.shape[3]) <= MAX_HEAD_SIZE or (_is_wide_latent(staged) and window is None)
+    on_gpu = q.is_cuda and q.dtype in DTYPES and fits
+    return (staged_attention_triton if on_gpu else staged_attention_reference)(
         q, staged, positions, scale, window, no_prefix
     )
+
+
+def _is_wide_latent(staged: Staged) -> bool:
+    """Whether K and V are views of one latent row, too wide for tree_attention."""
+    (heads, size), v_size = staged.k.shape[2:], staged.v.shape[3]
+    is_latent = heads == 1 and staged.k.data_ptr() == staged.v.data_ptr()
+    return is_latent and MAX_HEAD_SIZE < size <= MAX_ROW_SIZE and v_size <= MAX_V_SIZE
 
 
 def staged_attention_triton(
@@ -54,6 +63,8 @@ def staged_attention_triton(
     # The kernel needs a pool to check shapes, but reads nothing from it: one staged row serves.
     pool = (staged.k[:1, 0], staged.v[:1, 0])
     committed = Committed(*pool, no_prefix.page_table, no_prefix.length, page_size=1)
+    if _is_wide_latent(staged):
+        return latent_attention_triton(q, committed, staged, positions, no_prefix.splits, scale)
     return tree_attention_triton(q, committed, staged, positions, no_prefix.splits, scale, window)
 
 

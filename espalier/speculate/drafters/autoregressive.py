@@ -115,8 +115,7 @@ class AutoregressiveDrafter:
     def prepare(self, lengths: CommittedLengths) -> None:
         # After a prefix hit, module k attends to k - 1 cached rows more than module 1.
         more = self.spec.modules - 1
-        longest = CommittedLengths(tuple(length + more for length in lengths.at_most), exact=False)
-        self.backend.prepare(longest if more else lengths)
+        self.backend.prepare(replace(lengths.longer(more), exact=False) if more else lengths)
 
     def propose(self, slots: BatchState, sampler: Sampler) -> Tree:
         if self.layout.num_draft_tokens == 1:

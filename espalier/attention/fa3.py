@@ -1,0 +1,87 @@
+"""FlashAttention-3: Hopper, K and V heads and latent rows.
+
+The kernels come with the FlashAttention-3 package or inside the sglang-kernel wheel, whose functions have the same
+arguments.  They read page tables and lengths on the device, divide long requests among programs there (how many parts
+there may be follows from shapes alone), and return the log-sum-exp in natural log: nothing is planned on the host.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from importlib import import_module
+
+import torch
+from torch import Tensor
+
+from espalier.attention.base import CommittedLengths, Nodes, Prefix
+from espalier.attention.library import LibraryAttention
+from espalier.attention.support import By, Library, Support
+from espalier.cache.kv import PagedKV
+from espalier.cache.layer_spec import KVHeads, LatentKV, LayerSpec
+
+# Output values of a pass from which requests are not divided: there are enough programs, and each part of a request
+# has an output of its own, in float32.
+UNDIVIDED_VALUES = 2**23
+
+
+@cache
+def flash_attn_with_kvcache() -> Callable[..., tuple[Tensor, ...]]:
+    """The library's function, found on first use."""
+    assert SUPPORT.library is not None and SUPPORT.library.found is not None
+    function: Callable[..., tuple[Tensor, ...]] = import_module(SUPPORT.library.found).flash_attn_with_kvcache
+    return function
+
+
+class FA3Attention(LibraryAttention):
+    def over_rest(self, q: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        spec = self.specs[layer]
+        k, v = self.paged(layer)
+        of_latent = {}
+        if isinstance(spec.keeps, LatentKV):
+            # The library takes the latent part of queries and rows apart from the rotated part.
+            latent = spec.keeps.v_size
+            of_latent, q, k = {"qv": q[..., :latent]}, q[..., latent:], k[..., latent:]
+        values = q.shape[0] * q.shape[1] * q.shape[2] * spec.rows.v_size
+        out, lse, *_ = flash_attn_with_kvcache()(
+            q,
+            k,
+            v,
+            cache_seqlens=self.int_lengths(),
+            page_table=self.rest.page_table,
+            softmax_scale=spec.softmax_scale,
+            causal=False,
+            num_splits=0 if values < UNDIVIDED_VALUES else 1,
+            return_softmax_lse=True,
+            **of_latent,
+        )
+        return out, lse.transpose(1, 2)
+
+
+SUPPORT = Support(
+    name="fa3",
+    devices=("cuda",),
+    dtypes=(torch.bfloat16, torch.float16),
+    keeps=(KVHeads, LatentKV),
+    window_on_chain=By.OUR_KERNELS,
+    window_on_tree=By.OUR_KERNELS,
+    left_bound=By.OUR_KERNELS,
+    head_sizes=range(8, 257, 8),
+    latents=(LatentKV(576, 512),),
+    majors=(9,),
+    library=Library(("flash_attn_interface", "sgl_kernel.flash_attn"), "espalier-llm[fa3]"),
+    limits={
+        "dtype": "flash_attn_with_kvcache computes in two-byte types",
+        "head_size": "flash_attn_with_kvcache needs a multiple of 8, at most 256",
+        "latent": "qv needs a rotated part of at most 64 and a latent of 256 to 512 values",
+        "capability": "the kernels are built for sm_90a",
+    },
+)
+
+
+class FA3Backend:
+    support = SUPPORT
+
+    def prepare(self, lengths: CommittedLengths) -> None:
+        pass
+
+    def plan(self, pages: PagedKV, specs: Sequence[LayerSpec], prefix: Prefix, nodes: Nodes) -> FA3Attention:
+        return FA3Attention(pages, specs, prefix, nodes)

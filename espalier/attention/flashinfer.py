@@ -1,0 +1,263 @@
+"""FlashInfer: K and V heads (its FA2 and FA3 kernels) and latent rows.
+
+A wrapper of the library divides the work of one shape of pass among programs, on the host: this is its plan.  What a
+plan must know of lengths, by the library's code (0.6.7):
+
+- FA2 reads lengths on the device.  Its kernel counts the splits of a request from the device's length, and the merge of
+  the splits counts them in the plan, so splits need exact lengths.  Without splits a plan is right for any lengths.
+- FA3 and MLA read lengths from the plan alone: they need exact ones.
+
+So rounds run on FA2, split in lock-step (planned again before each replay) and not split in overlap.  Long passes,
+which know their lengths, run on FA3 where the device has it.  Latent rows are refused in overlap.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from espalier.attention.base import CommittedLengths, Nodes, Prefix
+from espalier.attention.library import LN_2, LibraryAttention
+from espalier.attention.support import By, Library, Support
+from espalier.cache.kv import PagedKV
+from espalier.cache.layer_spec import KeptRows, KVHeads, LatentKV, LayerSpec
+from espalier.errors import EspalierError
+
+# From here on FA3 is used: no round has as many queries for a request.
+FA3_QUERIES = 256
+# Scratch memory that the library asks for, and the most that partial results of splits may take.
+WORKSPACE_BYTES, MAX_WORKSPACE_BYTES = 2**27, 2**29
+# Eager passes whose plans are kept.
+KEPT_PLANS = 8
+
+
+@dataclass(frozen=True)
+class PassShape:
+    """What a plan is made for.  skipped: pages of each request that our kernels attend to; width: pages of `rest`;
+    exact: whether the host knows the lengths; programs: that fill the device."""
+
+    batch: int
+    queries: int
+    spec: LayerSpec
+    skipped: int
+    width: int
+    page_size: int
+    dtype: torch.dtype
+    exact: bool
+    programs: int
+    is_hopper: bool
+
+    @property
+    def uses_fa3(self) -> bool:
+        return self.is_hopper and self.exact and self.queries >= FA3_QUERIES
+
+    @property
+    def is_split(self) -> bool:
+        return self.exact and self.split_bytes <= MAX_WORKSPACE_BYTES
+
+    @property
+    def split_bytes(self) -> int:
+        """Bytes of the partial results, as the library's plan counts them in a graph."""
+        kept = self.spec.rows
+        group = self.spec.heads // kept.kv_heads
+        packed = (self.batch * (self.queries - 1) + 1) * group
+        tile = 16 if packed <= 16 else 64 if packed <= 64 or kept.v_size >= 256 else 128
+        tiles = -(-self.batch * self.queries * group // tile) + self.batch - 1
+        return self.spec.heads * max(self.programs // kept.kv_heads, tiles) * tile * (kept.v_size + 1) * 4
+
+
+class Plan:
+    """A wrapper of the library for one shape of pass, and the buffers that it reads: int32, on the device, written in
+    every launch.
+
+    queries: [B + 1] on the host, where each request's queries begin; starts: [B + 1], where its pages begin in `pages`
+    [B · width]; last: [B], the rows of its last page (of latent rows: all its rows).
+    """
+
+    def __init__(self, shape: PassShape, workspace: Tensor):
+        self.shape, device = shape, workspace.device
+        sizes = shape.batch + 1, shape.batch * shape.width, shape.batch
+        self.starts, self.pages, self.last = (torch.zeros(n, dtype=torch.int32, device=device) for n in sizes)
+        self.queries = torch.arange(shape.batch + 1, dtype=torch.int32) * shape.queries
+        # The library stages a plan in pinned memory, which must not be written again before it was copied.
+        self.copied = torch.cuda.Event() if device.type == "cuda" else None
+        self.lengths: CommittedLengths | None = None
+        self.located: Prefix | None = None
+        self.wrapper = self._wrapper(workspace, (self.queries.to(device), self.starts, self.pages, self.last))
+
+    def make(self, lengths: CommittedLengths) -> None:
+        """Divide the work.  Raises EspalierError if that needs exact lengths and these are bounds."""
+        if self.lengths is not None and (lengths == self.lengths or not self.needs_lengths):
+            return
+        if self.needs_lengths and not lengths.exact:
+            raise EspalierError("attention=flashinfer planned a pass with exact lengths, and now has only bounds")
+        self.wait()
+        rows = torch.tensor(lengths.at_most, dtype=torch.int32) - self.shape.skipped * self.shape.page_size
+        self._plan(rows.clamp(min=0))
+        self.lengths = lengths
+        if self.copied is not None:
+            self.copied.record()
+
+    def wait(self) -> None:
+        """Until the last plan was copied."""
+        if self.copied is not None:
+            self.copied.synchronize()
+
+    def locate(self, rest: Prefix) -> None:
+        """Write the pages of each request, one after another, for the lengths on the device."""
+        if self.located is rest:
+            return
+        self.located = rest
+        ends = pages_of(rest.length, self.shape.page_size).cumsum(0)
+        self.starts[1:].copy_(ends)
+        self.last.copy_(self._last(rest.length))
+        place = torch.arange(self.pages.shape[0], device=ends.device)
+        request = torch.searchsorted(ends, place, right=True).clamp(max=self.shape.batch - 1)
+        column = (place - self.starts[request]).clamp(0, self.shape.width - 1)
+        self.pages.copy_(rest.page_table[request, column])
+
+    @property
+    def needs_lengths(self) -> bool:
+        return self.shape.is_split or self.shape.uses_fa3
+
+    def _wrapper(self, workspace: Tensor, buffers: tuple[Tensor, ...]) -> Any:
+        make = import_module("flashinfer").prefill.BatchPrefillWithPagedKVCacheWrapper
+        wrapper = make(workspace, "NHD", True, *buffers, backend="fa3" if self.shape.uses_fa3 else "fa2")
+        # Without splits, programs beyond the plan's read what no plan wrote: zeros let them repeat the first one.
+        wrapper._pin_memory_int_workspace_buffer.zero_()
+        return wrapper
+
+    def _plan(self, rows: Tensor) -> None:
+        """rows: [B] int32, on the host."""
+        shape, kept = self.shape, self.shape.spec.rows
+        starts = pad(pages_of(rows, shape.page_size).cumsum(0), (1, 0)).int()
+        self.wrapper.plan(
+            *(self.queries, starts, self.pages[:0], self._last(rows)),
+            *(shape.spec.heads, *self._sizes(kept), shape.page_size),
+            causal=False,
+            sm_scale=shape.spec.softmax_scale,
+            **{"q_data_type": shape.dtype, "kv_data_type": shape.dtype, **self._options()},
+        )
+
+    def _sizes(self, kept: KeptRows) -> tuple[int, ...]:
+        return kept.kv_heads, kept.k_size
+
+    def _options(self) -> dict[str, bool]:
+        return {"disable_split_kv": not self.shape.is_split}
+
+    def _last(self, rows: Tensor) -> Tensor:
+        """Rows of the last page; of an empty request 0."""
+        return rows - (pages_of(rows, self.shape.page_size) - 1).clamp(min=0) * self.shape.page_size
+
+    def run(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """q: [B · Q, heads, k_size]; k, v: [pages, page_size, kv_heads, size].  Returns out, and lse in base 2."""
+        out = q.new_empty(*q.shape[:2], v.shape[3])
+        return out, self.wrapper.run(q, (k, v), out=out, return_lse=True)[1]
+
+
+class LatentPlan(Plan):
+    needs_lengths = True
+
+    def _wrapper(self, workspace: Tensor, buffers: tuple[Tensor, ...]) -> Any:
+        return import_module("flashinfer").mla.BatchMLAPagedAttentionWrapper(workspace, True, *buffers)
+
+    def _sizes(self, kept: KeptRows) -> tuple[int, ...]:
+        return kept.v_size, kept.k_size - kept.v_size
+
+    def _options(self) -> dict[str, bool]:
+        return {}
+
+    def _last(self, rows: Tensor) -> Tensor:
+        return rows
+
+    def run(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        size, rows = v.shape[3], k[:, :, 0]
+        out = q.new_empty(*q.shape[:2], size)
+        parts = q[..., :size], q[..., size:], rows[..., :size], rows[..., size:]
+        return out, self.wrapper.run(*parts, out=out, return_lse=True)[1]
+
+
+class FlashInferAttention(LibraryAttention):
+    def __init__(self, backend: "FlashInferBackend", *pass_arguments: Any) -> None:
+        super().__init__(*pass_arguments)
+        self.backend = backend
+
+    def over_rest(self, q: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        spec, (batch, width) = self.specs[layer], self.rest.page_table.shape
+        place = self.skipped, width, self.pages.page_size, self.pages.dtype, self.backend.lengths.exact
+        plan = self.backend.plan_of(PassShape(batch, q.shape[1], spec, *place, *machine(q.device)), q.device)
+        plan.locate(self.rest)
+        out, lse = plan.run(q.flatten(0, 1), *self.paged(layer))
+        return out.view(*q.shape[:3], -1), lse.view(q.shape[:3]) * LN_2
+
+
+class FlashInferBackend:
+    support = Support(
+        name="flashinfer",
+        devices=("cuda",),
+        dtypes=(torch.bfloat16, torch.float16),
+        keeps=(KVHeads, LatentKV),
+        window_on_chain=By.OUR_KERNELS,
+        window_on_tree=By.OUR_KERNELS,
+        left_bound=By.OUR_KERNELS,
+        head_sizes=(64, 128, 256),
+        latents=(LatentKV(576, 512),),
+        needs_exact_lengths=(LatentKV,),
+        majors=range(8, 13),
+        library=Library(("flashinfer",), "espalier-llm[flashinfer]"),
+        limits={
+            "dtype": "its kernels compute in two-byte types",
+            "head_size": "BatchPrefillWithPagedKVCacheWrapper has kernels for these, of K and V alike",
+            "latent": "BatchMLAPagedAttentionWrapper is made for 512 values and 64 rotated ones",
+            "lengths": "BatchMLAPagedAttentionWrapper.plan divides rows on the host, by exact lengths",
+            "capability": "the library builds its kernels for these",
+        },
+    )
+
+    def __init__(self) -> None:
+        self.lengths = CommittedLengths((), exact=True)
+        self.workspace: Tensor | None = None
+        self.captured: dict[int, dict[PassShape, Plan]] = {}
+        self.kept: dict[PassShape, Plan] = {}
+
+    def prepare(self, lengths: CommittedLengths) -> None:
+        self.lengths = lengths
+        if lengths.in_graph:
+            for plan in self.captured.get(len(lengths.at_most), {}).values():
+                plan.make(lengths)
+
+    def plan(self, pages: PagedKV, specs: Sequence[LayerSpec], prefix: Prefix, nodes: Nodes) -> FlashInferAttention:
+        return FlashInferAttention(self, pages, specs, prefix, nodes)
+
+    def plan_of(self, shape: PassShape, device: torch.device) -> Plan:
+        """For the announced lengths.  The eager run before a capture makes the plans of a graph."""
+        assert len(self.lengths.at_most) == shape.batch, "a launch of other requests than were announced"
+        plans = self.captured.setdefault(shape.batch, {}) if self.lengths.in_graph else self.kept
+        if shape not in plans:
+            if len(self.kept) == KEPT_PLANS:
+                self.kept.pop(next(iter(self.kept))).wait()
+            plan_class = LatentPlan if isinstance(shape.spec.keeps, LatentKV) else Plan
+            plans[shape] = plan_class(shape, self._workspace(shape, device))
+        plans[shape].make(self.lengths)
+        return plans[shape]
+
+    def _workspace(self, shape: PassShape, device: torch.device) -> Tensor:
+        """Scratch memory for the library.  Passes run one after another, so all plans share it."""
+        needed = max(WORKSPACE_BYTES, shape.split_bytes if shape.is_split else 0)
+        if self.workspace is None or len(self.workspace) < needed:
+            self.workspace = torch.empty(needed, dtype=torch.uint8, device=device)
+        return self.workspace
+
+
+def machine(device: torch.device) -> tuple[int, bool]:
+    """Programs that fill the device, two for each multiprocessor, and whether it has FA3."""
+    facts = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
+    return (264, True) if facts is None else (2 * facts.multi_processor_count, facts.major == 9)
+
+
+def pages_of(rows: Tensor, page_size: int) -> Tensor:
+    return (rows + page_size - 1) // page_size

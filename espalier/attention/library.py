@@ -1,0 +1,114 @@
+"""What backends of libraries share: the rows that a library cannot attend to are given to our own kernels.
+
+A library attends to whole pages from a request's first one.  Rows of a draft begin at 1 or later, so the pages that
+hold `first` are attended to by our kernels, and the library takes the pages after them.  Layers with a sliding window
+are attended to by our kernels alone: in a tree, the depth of a node decides what it sees, and no library takes that.
+"""
+
+from collections.abc import Callable, Sequence
+from math import log
+
+import torch
+from torch import Tensor
+
+from espalier.attention.base import Attention, Nodes, Prefix
+from espalier.attention.reference import ReferenceAttention
+from espalier.attention.support import Support
+from espalier.attention.triton import TritonAttention, TritonBackend
+from espalier.cache.kv import PagedKV
+from espalier.cache.layer_spec import LayerSpec
+from espalier.errors import EspalierError
+from espalier.kernels.attention.merge import merge
+
+LN_2 = log(2)
+
+
+class LibraryAttention(Attention):
+    """The plan of one pass.  Subclasses implement over_rest.
+
+    rest: the pages that the library attends to.
+    """
+
+    def __init__(self, pages: PagedKV, specs: Sequence[LayerSpec], prefix: Prefix, nodes: Nodes):
+        super().__init__(pages, specs, prefix, nodes)
+        self.skipped = pages_before_rest(prefix.first, pages.page_size)
+        self.rest = self._cut("rest", self._rest) if self.skipped else prefix
+        self.ours: dict[str, Attention] = {}
+
+    def over_rest(self, q: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        """Attention of q [B, Q, heads, k_size] over all rows of `rest`, in every one of its requests.
+
+        Returns out [B, Q, heads, v_size] and lse [B, Q, heads], natural log.  Of a request without rows, out must be
+        finite; its lse may be anything.  Not called for an empty batch, or if no request can have rows.
+        """
+        raise NotImplementedError
+
+    def over_prefix(self, q: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        spec, page_size = self.specs[layer], self.pages.page_size
+        if spec.window is not None:
+            return self._ours("all").over_prefix(q, layer)
+        if q.shape[0] and self.rest.page_table.shape[1]:
+            out, lse = self.over_rest(q, layer)
+            rest = out, torch.where(self.rest.length[:, None, None] > 0, lse, -torch.inf)
+        else:
+            exact = torch.promote_types(q.dtype, torch.float32)
+            rest = q.new_zeros(*q.shape[:3], spec.rows.v_size), q.new_full(q.shape[:3], -torch.inf, dtype=exact)
+        if self.prefix.first == self.skipped * page_size:
+            return rest
+        head = self._ours("head").over_prefix(q, layer)
+        return merge(rest, head), torch.logaddexp(rest[1], head[1])
+
+    def paged(self, layer: int) -> tuple[Tensor, Tensor]:
+        """K and V [pages, page_size, kv_heads, size] of all pages of a layer: views."""
+        k, v = (rows.unflatten(0, (-1, self.pages.page_size)) for rows in self.committed(layer))
+        return k, v
+
+    def int_lengths(self) -> Tensor:
+        """[B] int32: the rows of `rest`, made once per prefix."""
+        planned = self.prefix.planned
+        if "lengths" not in planned:
+            planned["lengths"] = self.rest.length.int()
+        lengths: Tensor = planned["lengths"]
+        return lengths
+
+    def _rest(self) -> Prefix:
+        rows = self.skipped * self.pages.page_size
+        return Prefix(self.prefix.page_table[:, self.skipped :], (self.prefix.length - rows).clamp(min=0))
+
+    def _head(self) -> Prefix:
+        rows = self.skipped * self.pages.page_size
+        return Prefix(self.prefix.page_table[:, : self.skipped], self.prefix.length.clamp(max=rows), self.prefix.first)
+
+    def _cut(self, name: str, make: Callable[[], Prefix]) -> Prefix:
+        """A part of the prefix, made once per prefix."""
+        planned = self.prefix.planned
+        if name not in planned:
+            planned[name] = make()
+        part: Prefix = planned[name]
+        return part
+
+    def _ours(self, part: str) -> Attention:
+        """The plan of our kernels over all of the prefix, or over its head: the pages before `rest`."""
+        if part not in self.ours:
+            prefix = self._cut("head", self._head) if part == "head" else self.prefix
+            ours = TritonAttention if prefix.length.is_cuda else ReferenceAttention
+            self.ours[part] = ours(self.pages, self.specs, prefix, self.nodes)
+        return self.ours[part]
+
+
+def pages_before_rest(first: int, page_size: int) -> int:
+    """The number of pages that hold rows below `first`: a library takes the pages after them."""
+    return -(-first // page_size)
+
+
+def require_our_kernels(
+    support: Support, device: str, dtype: torch.dtype, page_size: int, specs: Sequence[LayerSpec], left_bound: bool
+) -> None:
+    """Check that our kernels can attend to what the library leaves to them.  Raises EspalierError."""
+    left = [spec for spec in specs if left_bound or spec.window is not None]
+    if support.library is None or device != "cuda" or not left:
+        return
+    try:
+        TritonBackend.support.require(device, dtype, page_size, left)
+    except EspalierError as error:
+        raise EspalierError(f"attention={support.name} leaves a part of this to our kernels: {error}") from None

@@ -1,0 +1,197 @@
+"""What a backend can run: one declaration, from which come "auto", refusals and the support matrix."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from importlib.util import find_spec
+
+import torch
+
+from espalier.cache.layer_spec import Keeps, KeptRows, KVHeads, LatentKV, LayerSpec, RecurrentState
+from espalier.errors import EspalierError
+from espalier.layout import MAX_PAGE_SIZE
+
+
+class By(StrEnum):
+    """What does a part of the work: the backend itself, our kernels beside it (attention/library.py), or nothing."""
+
+    ITSELF = "yes"
+    OUR_KERNELS = "by our kernels"
+    NOTHING = "no"
+
+
+@dataclass(frozen=True)
+class Library:
+    """An optional package.  modules: names to import, the first that is installed is used; install: what pip takes."""
+
+    modules: tuple[str, ...]
+    install: str
+
+    @property
+    def found(self) -> str | None:
+        """The name of the module that is installed."""
+        return next((module for module in self.modules if find_spec(module.split(".")[0]) is not None), None)
+
+
+@dataclass(frozen=True)
+class Support:
+    """What a backend can run.
+
+    keeps: what layers may keep; page_sizes, head_sizes (of K and V): a range or a list, None for any.
+    latent_page_sizes: page sizes for layers that keep a latent row, None for page_sizes; largest_latent: the largest
+    latent row, None if latent rows are limited by head_sizes too; latents: if any, the only supported latent rows.
+    window_on_chain, window_on_tree: sliding windows in passes over chains and over trees; left_bound: prefixes whose
+    rows below `first` do not exist; sinks: see Attention.attend.
+    needs_exact_lengths: kinds of layers for which `prepare` must announce exact lengths; graph: whether passes can be
+    captured; majors: of the compute capabilities it runs on, None for any; ran_on: hardware that its tests have passed
+    on; limits: by the name of a property, why the library has its limit.
+    """
+
+    name: str
+    devices: tuple[str, ...]
+    dtypes: tuple[torch.dtype, ...]
+    keeps: tuple[type[Keeps], ...] = (KVHeads,)
+    different_v_size: bool = False
+    window_on_chain: By = By.NOTHING
+    window_on_tree: By = By.NOTHING
+    left_bound: By = By.ITSELF
+    sinks: By = By.OUR_KERNELS
+    page_sizes: Sequence[int] = range(1, MAX_PAGE_SIZE + 1)
+    latent_page_sizes: Sequence[int] | None = None
+    head_sizes: Sequence[int] | None = None
+    largest_latent: LatentKV | None = None
+    latents: tuple[LatentKV, ...] = ()
+    needs_exact_lengths: tuple[type[Keeps], ...] = ()
+    graph: bool = True
+    majors: Sequence[int] | None = None
+    library: Library | None = None
+    ran_on: tuple[str, ...] = ()
+    limits: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def is_installed(self) -> bool:
+        return self.library is None or self.library.found is not None
+
+    def require(
+        self,
+        device: str,
+        dtype: torch.dtype,
+        page_size: int,
+        specs: Sequence[LayerSpec],
+        left_bound: bool = False,
+        exact_lengths: bool = True,
+    ) -> None:
+        """Check, before anything is allocated, that this backend can run the layers.  Raises EspalierError.
+
+        left_bound: whether the prefixes of these layers lack their first rows.
+        exact_lengths: whether every launch of a round knows the exact lengths: lock-step, and at most one MTP layer.
+        """
+        if device in self.devices and self.library is not None and not self.is_installed:
+            raise EspalierError(
+                f"attention={self.name} needs a library that is not installed: pip install '{self.library.install}'"
+            )
+        refusals = [
+            *self._machine_refusals(device, dtype),
+            (
+                left_bound and self.left_bound is By.NOTHING,
+                "a prefix whose first rows do not exist",
+                "whole prefixes",
+                "",
+            ),
+            *(refusal for spec in specs for refusal in self._refusals(spec, page_size, exact_lengths)),
+        ]
+        for unsupported, value, supported, limit in refusals:
+            if unsupported:
+                why = f" ({self.limits[limit]})" if limit in self.limits else ""
+                raise EspalierError(
+                    f"attention={self.name} does not support {value}; it supports {supported}{why}: "
+                    "choose another backend"
+                )
+
+    def takes(self, keeps: Keeps) -> bool:
+        """Whether the backend supports layers that keep this."""
+        if isinstance(keeps, RecurrentState) or not isinstance(keeps, self.keeps):
+            return False
+        return not self._unsupported_sizes(keeps)
+
+    def _machine_refusals(self, device: str, dtype: torch.dtype) -> Iterator["Refusal"]:
+        yield device not in self.devices, f"device={device}", f"devices {', '.join(self.devices)}", "device"
+        yield dtype not in self.dtypes, f"dtype={plain(dtype)}", f"dtypes {', '.join(map(plain, self.dtypes))}", "dtype"
+        if self.majors is not None and device == "cuda" and torch.cuda.is_available():
+            major, minor = torch.cuda.get_device_capability()
+            yield major not in self.majors, f"compute capability {major}.{minor}", self.plain_capability, "capability"
+
+    def _unsupported_sizes(self, keeps: KeptRows) -> list[int]:
+        """Those of the sizes of K and V that the backend does not support."""
+        sizes, largest = (keeps.k_size, keeps.v_size), self.largest_latent
+        if isinstance(keeps, LatentKV) and self.latents:
+            return [] if keeps in self.latents else [keeps.size]
+        if isinstance(keeps, LatentKV) and largest is not None:
+            limits = (largest.k_size, largest.v_size)
+            return [size for size, limit in zip(sizes, limits, strict=True) if size > limit]
+        return [size for size in sizes if self.head_sizes is not None and size not in self.head_sizes]
+
+    def _refusals(self, spec: LayerSpec, page_size: int, exact_lengths: bool) -> Iterator["Refusal"]:
+        """(is unsupported, the property, what is supported, its name in `limits`) for each property of a layer."""
+        keeps = spec.keeps
+        if isinstance(keeps, RecurrentState) or not isinstance(keeps, self.keeps):
+            kinds = ", ".join(kind.kind for kind in self.keeps)
+            yield True, f"layers that keep {keeps.kind}", f"layers that keep {kinds}", "keeps"
+            return
+        sizes = self.pages_of(type(keeps))
+        yield page_size not in sizes, f"page_size={page_size}", f"page_size {plain_sizes(sizes)}", "page_size"
+        windows = {"chain": self.window_on_chain, "tree": self.window_on_tree}
+        lacking = [shape for shape, by in windows.items() if by is By.NOTHING]
+        where = "" if len(lacking) == 2 else f" on a {lacking[0]}" if lacking else ""
+        yield bool(spec.window and lacking), f"a sliding window{where}", "layers without a window", "window"
+        is_latent = isinstance(keeps, LatentKV)
+        wide = is_latent and self.head_sizes is not None and keeps.k_size > max(self.head_sizes)
+        yield bool(wide and spec.window), "a sliding window over wide latent rows", "such layers without a window", ""
+        differ = isinstance(keeps, KVHeads) and keeps.k_size != keeps.v_size
+        yield differ and not self.different_v_size, "k and v heads of different sizes", "equal sizes", "head_size"
+        wrong = self._unsupported_sizes(keeps)
+        limit = "latent" if is_latent else "head_size"
+        yield bool(wrong), f"heads of size {max(wrong, default=0)}", f"sizes {self.plain_heads}", limit
+        is_inexact = not exact_lengths and isinstance(keeps, self.needs_exact_lengths)
+        inexact = f"rounds whose lengths are not known exactly, of layers that keep {keeps.kind}"
+        yield is_inexact, inexact, "overlap=False, with at most one MTP layer", "lengths"
+
+    def pages_of(self, kind: type[Keeps]) -> Sequence[int]:
+        """The page sizes for layers that keep this kind."""
+        is_apart = issubclass(kind, LatentKV) and self.latent_page_sizes is not None
+        return self.latent_page_sizes or () if is_apart else self.page_sizes
+
+    @property
+    def plain_heads(self) -> str:
+        """The supported head sizes as text."""
+        text, latent = plain_sizes(self.head_sizes), self.largest_latent
+        if self.latents:
+            return f"{text}; latent rows of " + ", ".join(
+                f"{row.size} ({row.v_size} of them V)" for row in self.latents
+            )
+        return text if latent is None else f"{text}; latent rows up to {latent.size}, {latent.v_size} of them V"
+
+    @property
+    def plain_capability(self) -> str:
+        """The supported compute capabilities as text."""
+        if self.majors is None:
+            return "any"
+        first, last = self.majors[0], self.majors[-1]
+        return f"compute capability {first}.x" if first == last else f"compute capability {first}.x to {last}.x"
+
+
+Refusal = tuple[bool, str, str, str]
+
+
+def plain_sizes(sizes: Sequence[int] | None) -> str:
+    """page_sizes or head_sizes as text."""
+    if sizes is None:
+        return "any"
+    if isinstance(sizes, range):
+        return f"up to {sizes[-1]}" if sizes.step == 1 else f"multiples of {sizes.step} up to {sizes[-1]}"
+    return ", ".join(map(str, sizes))
+
+
+def plain(dtype: torch.dtype) -> str:
+    """The name of a dtype, without "torch."."""
+    return str(dtype).removeprefix("torch.")

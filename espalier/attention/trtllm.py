@@ -1,0 +1,137 @@
+"""TensorRT-LLM's Blackwell kernels, through flashinfer: K and V heads and latent rows.
+
+The kernels read page tables and lengths on the device; queries have one stride in every pass.  The log-sum-exp is base
+2.  Queries over K and V heads see all rows of their request (causal=False).  The function for latent rows knows causal
+queries only, which would see different rows, so each query is a request of its own there, with the same pages.
+"""
+
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from espalier.attention.base import CommittedLengths, Nodes, Prefix
+from espalier.attention.library import LN_2, LibraryAttention
+from espalier.attention.support import By, Library, Support
+from espalier.cache.kv import PagedKV
+from espalier.cache.layer_spec import KVHeads, LatentKV, LayerSpec
+
+# The library asks for 128 MiB, zeros at first, for every launch on a stream.
+WORKSPACE_BYTES = 2**27
+
+
+class TrtllmAttention(LibraryAttention):
+    def __init__(self, workspace: Tensor, pages: PagedKV, specs: Sequence[LayerSpec], prefix: Prefix, nodes: Nodes):
+        super().__init__(pages, specs, prefix, nodes)
+        self.workspace = workspace
+        self.queries = nodes.positions.shape[1]
+
+    def over_rest(self, q: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        spec, flat = self.specs[layer], q.flatten(0, 1)
+        run = self._over_latent if isinstance(spec.keeps, LatentKV) else self._over_heads
+        out, lse = run(flat, layer, spec)
+        return out.view(*q.shape[:3], spec.rows.v_size), lse.view(q.shape[:3]) * LN_2
+
+    def _over_heads(self, q: Tensor, layer: int, spec: LayerSpec) -> tuple[Tensor, Tensor]:
+        batch = self.rest.length.shape[0]
+        out: tuple[Tensor, Tensor] = _flashinfer().prefill.trtllm_batch_context_with_kv_cache(
+            q.contiguous(),
+            self.paged(layer),
+            self.workspace,
+            self._kept("table", self.rest.page_table.contiguous),
+            self.int_lengths(),
+            self.queries,
+            self._most_rows,
+            spec.softmax_scale,
+            1.0,
+            batch,
+            self._kept(("query starts", self.queries), self._query_starts),
+            self._kept("row starts", self._row_starts),
+            kv_layout="NHD",
+            causal=False,
+            return_lse=True,
+        )
+        return out
+
+    def _over_latent(self, q: Tensor, layer: int, spec: LayerSpec) -> tuple[Tensor, Tensor]:
+        latent, _ = self.paged(layer)
+        v_size = spec.rows.v_size
+        table = self._kept(("tables", self.queries), lambda: self.rest.page_table.repeat_interleave(self.queries, 0))
+        lengths = self._kept(("lengths", self.queries), lambda: self.int_lengths().repeat_interleave(self.queries))
+        out: tuple[Tensor, Tensor] = _flashinfer().mla.trtllm_batch_decode_with_kv_cache_mla(
+            q[:, None].contiguous(),
+            latent[:, :, 0],
+            self.workspace,
+            v_size,
+            v_size,
+            spec.rows.k_size - v_size,
+            table,
+            lengths,
+            self._most_rows,
+            bmm1_scale=spec.softmax_scale,
+            backend="trtllm-gen",
+            return_lse=True,
+        )
+        return out
+
+    @property
+    def _most_rows(self) -> int:
+        """The most rows that a request can have: the host needs no length."""
+        return self.rest.page_table.shape[1] * self.pages.page_size
+
+    def _query_starts(self) -> Tensor:
+        batch, device = self.rest.length.shape[0], self.rest.length.device
+        return torch.arange(batch + 1, dtype=torch.int32, device=device) * self.queries
+
+    def _row_starts(self) -> Tensor:
+        return torch.nn.functional.pad(self.rest.length.cumsum(0), (1, 0)).int()
+
+    def _kept(self, key: Any, make: Any) -> Tensor:
+        """A tensor that all passes over the prefix share."""
+        planned = self.prefix.planned
+        if key not in planned:
+            planned[key] = make()
+        kept: Tensor = planned[key]
+        return kept
+
+
+def _flashinfer() -> Any:
+    return import_module("flashinfer")
+
+
+class TrtllmBackend:
+    support = Support(
+        name="trtllm",
+        devices=("cuda",),
+        dtypes=(torch.bfloat16, torch.float16),
+        keeps=(KVHeads, LatentKV),
+        window_on_chain=By.OUR_KERNELS,
+        window_on_tree=By.OUR_KERNELS,
+        left_bound=By.OUR_KERNELS,
+        page_sizes=(16, 32, 64, 128, 256, 512),
+        latent_page_sizes=(32, 64),
+        head_sizes=(64, 128, 256),
+        latents=(LatentKV(576, 512), LatentKV(320, 256)),
+        majors=(10,),
+        library=Library(("flashinfer",), "espalier-llm[trtllm]"),
+        limits={
+            "dtype": "trtllm_batch_context_with_kv_cache has these types, and FP8",
+            "page_size": "kernels exist for these pages; those for latent rows have a block_size of 32 or 64",
+            "head_size": "kernels exist for these heads",
+            "latent": "the library's MLA shapes are these",
+            "capability": "kernels exist for sm_100 and sm_103",
+        },
+    )
+
+    def __init__(self) -> None:
+        self.workspace: Tensor | None = None
+
+    def prepare(self, lengths: CommittedLengths) -> None:
+        pass
+
+    def plan(self, pages: PagedKV, specs: Sequence[LayerSpec], prefix: Prefix, nodes: Nodes) -> TrtllmAttention:
+        if self.workspace is None:
+            self.workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=pages.device)
+        return TrtllmAttention(self.workspace, pages, specs, prefix, nodes)
