@@ -1,0 +1,17 @@
+"""Block drafts: DFlash and JetSpec, DSpark, and both in vLLM's speculators format."""
+
+from espalier.models.block import make_block
+from espalier.models.block_config import ARCHITECTURES, SPECULATORS_TYPES, explain_not_built, read_block
+from espalier.speculate.drafters.base import DraftFormat
+from espalier.speculate.drafters.one_pass import OnePassDrafter
+
+FORMAT = DraftFormat(
+    algorithm="block",
+    title="block drafts",
+    architectures=ARCHITECTURES,
+    speculators_types=SPECULATORS_TYPES,
+    read=read_block,
+    make=make_block,
+    drafter=OnePassDrafter,
+    explain=explain_not_built,
+)
