@@ -1,4 +1,4 @@
-"""Block drafts give what the code that defines their forms gives (tests/fixtures/block), and other forms are refused."""
+"""Block drafts give what the code that defines their forms gives (tests/fixtures/block); other forms are refused."""
 
 import json
 from dataclasses import dataclass

@@ -9,7 +9,7 @@ A draft with edges scores a token given the one before it.  Then each depth is s
 the depth before (kernels/tree/next_rows.py), which is one small matrix product a depth.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -29,6 +29,10 @@ from espalier.models.draft import BlockModel, Edges
 from espalier.slots import BatchState
 from espalier.speculate.sampler import Sampler
 from espalier.speculate.tree import Tree, root_only
+
+# (logits [B, R, draft vocabulary], depth - 1 of the first row's children, by how much each further row's are deeper)
+# -> the best children of each row: tokens [B, R, K] int64, log-probabilities [B, R, K] float32.
+Children = Callable[[Tensor, int, int], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -89,10 +93,12 @@ class OnePassDrafter:
         if self.layout.num_draft_tokens == 1:
             return root_only(slots.root)
         logits = self.draft.block_logits(self._block(slots))
-        edges = self.draft.edges
-        candidates = (
-            self._candidates(logits, sampler) if edges is None else self._with_edges(slots, logits, edges, sampler)
-        )
+
+        def children(of_rows: Tensor, depth: int, stride: int) -> tuple[Tensor, Tensor]:
+            no_scores = torch.zeros(of_rows.shape[:2], device=of_rows.device)
+            return sampler.children(of_rows, self.draft.d2t, depth, no_scores, self.layout.topk, None, stride)
+
+        candidates = candidates_of(slots.root, logits, self.draft.edges, self.layout.topk, children)
         return Tree(*select_paths(slots.root, candidates, self.layout.num_draft_tokens))
 
     def _block(self, slots: BatchState) -> Tensor:
@@ -114,31 +120,6 @@ class OnePassDrafter:
             passes[is_causal] = StagedPass(plan, self.staging, self.width, first_layer=self.first_layer)
         return BlockAttend(passes, self.draft.causal)
 
-    def _candidates(self, logits: Tensor, sampler: Sampler) -> Candidates:
-        """The topk best tokens of each depth.  Every candidate is continued by the one row of the next depth."""
-        scores = torch.zeros(logits.shape[:2], device=logits.device)
-        tokens, best = sampler.children(logits, self.draft.d2t, 0, scores, self.layout.topk, None, stride=1)
-        return Candidates(tokens[:, :, None], best[:, :, None], torch.zeros_like(tokens[:, :, None], dtype=torch.int32))
-
-    def _with_edges(self, slots: BatchState, logits: Tensor, edges: Edges, sampler: Sampler) -> Candidates:
-        """The topk best tokens of each depth, given each of the tokens of the depth before that have a row."""
-        batch, topk = slots.batch, self.layout.topk
-        row_tokens, row_scores = slots.root[:, None], torch.zeros(batch, 1, device=logits.device)
-        shape = (batch, self.layout.steps, topk, topk)
-        all_tokens = slots.root.new_zeros(shape)
-        all_scores = row_scores.new_full(shape, -torch.inf)
-        rows = slots.root.new_full(shape, -1, dtype=torch.int32)
-        for depth in range(self.layout.steps):
-            given = logits[:, depth, None] + edges(edge_tokens(row_tokens))
-            no_scores = torch.zeros(given.shape[:2], device=logits.device)
-            tokens, scores = sampler.children(given, self.draft.d2t, depth, no_scores, topk, None)
-            found = next_rows(tokens, scores, row_scores)
-            count = tokens.shape[1]
-            all_tokens[:, depth, :count], all_scores[:, depth, :count] = tokens, scores
-            rows[:, depth, :count] = found.next_rows
-            row_tokens, row_scores = found.tokens, found.scores
-        return Candidates(all_tokens, all_scores, rows)
-
     def extend(
         self, slots: BatchState, target_features: Tensor | None, length: Tensor, last_pieces: Tensor | None = None
     ) -> None:
@@ -149,6 +130,26 @@ class OnePassDrafter:
         for i, projections in enumerate(self.draft.context(target_features, positions)):
             projections.write(rows, self.staging.layers[self.first_layer + i])
         self.pages.commit(self.staging, rows, page_rows.flatten())
+
+
+def candidates_of(root: Tensor, logits: Tensor, edges: Edges | None, topk: int, children: Children) -> Candidates:
+    """The candidates of every depth.  root: [B]; logits: [B, S, draft vocabulary], without edges."""
+    if edges is None:
+        # Every candidate is continued by the one row of the next depth.
+        tokens, scores = (value[:, :, None] for value in children(logits, 0, 1))
+        return Candidates(tokens, scores, torch.zeros_like(tokens, dtype=torch.int32))
+    batch, steps, _ = logits.shape
+    row_tokens, row_scores = root[:, None], torch.zeros(batch, 1, device=logits.device)
+    shape = (batch, steps, topk, topk)
+    made = Candidates(
+        root.new_zeros(shape), row_scores.new_full(shape, -torch.inf), root.new_full(shape, -1, dtype=torch.int32)
+    )
+    for depth in range(steps):
+        tokens, scores = children(logits[:, depth, None] + edges(edge_tokens(row_tokens)), depth, 0)
+        row_tokens, row_scores, rows = next_rows(tokens, scores, row_scores)
+        for whole, part in zip(made, (tokens, scores, rows), strict=True):
+            whole[:, depth, : part.shape[1]] = part
+    return made
 
 
 def block_positions(slots: BatchState, offsets: Tensor) -> Tensor:
