@@ -72,9 +72,11 @@ class DraftSpec:
         of a block draft follows from the target's row of its own token, so nothing is computed again."""
         return self.modules
 
-    def rows_of(self, module: int, root: int) -> range:
-        """The tokens whose rows of a module (0: of a block draft) are committed when the root is token `root`."""
-        return range(module, root + 1) if module else range(root)
+    @property
+    def root_rows(self) -> int:
+        """Committed rows of the root: 1 if its row follows from the feature of the token before it, 0 for a block
+        draft, whose rows follow from the features of their own tokens."""
+        return 0 if self.block_rows else 1
 
     @property
     def carried(self) -> Mapping[str, tuple[int, ...]]:

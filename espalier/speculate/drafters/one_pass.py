@@ -86,8 +86,7 @@ class OnePassDrafter:
         return self.by_layout[layout]
 
     def prepare(self, lengths: CommittedLengths) -> None:
-        # The caller's lengths are those of drafts with a row for the root.
-        self.backend.prepare(CommittedLengths(tuple(length - 1 for length in lengths.at_most), lengths.exact))
+        self.backend.prepare(lengths)
 
     def propose(self, slots: BatchState, sampler: Sampler) -> Tree:
         if self.layout.num_draft_tokens == 1:

@@ -31,6 +31,18 @@ def algorithms() -> tuple[str, ...]:
     return (*DRAFT_FORMATS, *WITHOUT_FILES)
 
 
+def what_to_check(algorithm: str) -> str:
+    """What a user should check or do where almost no draft token of this algorithm is accepted."""
+    if algorithm not in DRAFT_FORMATS:
+        return "this text has few repetitions: use a trained draft"
+    checks = DRAFT_FORMATS[algorithm].checks
+    return (
+        "the draft may be for another target, or for another revision of it: compare its README with this target, "
+        f"{f'check {checks} in its config.json, ' if checks else ''}"
+        "and measure it with `espalier bench round --acceptance`"
+    )
+
+
 def format_of(raw: Raw, path: Path) -> DraftFormat:
     """The format of the draft at `path`, by its config.json.  Raises EspalierError, listing the known formats."""
     for known in DRAFT_FORMATS.values():
