@@ -11,6 +11,7 @@ at most `nodes` keys in registers.
 
 from __future__ import annotations
 
+from heapq import heappop, heappush
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -105,9 +106,7 @@ def _best_paths(
     # Of each entry: its key, and its parent's score.
     frontier = [((-scores[0][0][0], 1, 0, 0, 0), 0.0)]
     while len(tree) < nodes and frontier:
-        entry = min(frontier)
-        frontier.remove(entry)
-        (negated, depth, parent, place, row), above = entry
+        (negated, depth, parent, place, row), above = heappop(frontier)
         if negated == np.inf:
             break
         at, node = depth - 1, len(tree)
@@ -115,10 +114,11 @@ def _best_paths(
         selected.append(-negated)
         if place + 1 < len(tokens[at][row]):
             beside = _added(above, scores[at][row][place + 1])
-            frontier.append(((-beside, depth, parent, place + 1, row), above))
+            heappush(frontier, ((-beside, depth, parent, place + 1, row), above))
         below = next_rows[at][row][place]
         if depth < len(tokens) and below >= 0:
-            frontier.append(((-_added(-negated, scores[depth][below][0]), depth + 1, node, 0, below), -negated))
+            child = _added(-negated, scores[depth][below][0])
+            heappush(frontier, ((-child, depth + 1, node, 0, below), -negated))
     missing = nodes - len(tree)
     return tree + [(VOID, 0, 1)] * missing, selected + [-np.inf] * missing
 
