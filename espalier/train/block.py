@@ -82,10 +82,12 @@ def train_block(target_dir: Path, stream: np.ndarray, out: Path, work: Path, con
     heldout = HELDOUT_PROMPTS * HELDOUT_TOKENS
     if len(stream) < 4 * heldout:
         raise ValueError(f"the data hold {len(stream)} tokens; give at least {4 * heldout}, as {heldout} are held out")
-    stream, prompts = stream[:-heldout], stream[-heldout:].reshape(HELDOUT_PROMPTS, -1)
+    stream, prompts = stream[:-heldout], stream[-heldout:].astype(np.int64).reshape(HELDOUT_PROMPTS, -1)
     own = load_own_text(target, stream, config, work)
     head = new_head(target, config)
-    texts, firsts = continued(target, prompts.astype(np.int64).tolist(), HELDOUT_TOKENS)
+    texts = target.continuations(torch.from_numpy(prompts).to(target.device), HELDOUT_TOKENS, 0.0)
+    texts = [text for text in texts if len(text) > HELDOUT_TOKENS + config.block_size]
+    firsts = [HELDOUT_TOKENS] * len(texts)
     loss = torch.compile(block_loss) if target.device.type == "cuda" else block_loss
     generator = torch.Generator().manual_seed(config.seed)
 
@@ -96,6 +98,8 @@ def train_block(target_dir: Path, stream: np.ndarray, out: Path, work: Path, con
         return loss(head, target.head, embeds, tokens, features, logits, anchors, config.decay)
 
     def measured() -> str:
+        if not texts:
+            return "held out: nothing, as the target's continuations end or repeat at once"
         reports = measure_block(head, target, texts, firsts)
         return "held out: " + ", ".join(f"{name} {r.every_root:.3f}" for name, r in reports.items())
 
@@ -103,7 +107,7 @@ def train_block(target_dir: Path, stream: np.ndarray, out: Path, work: Path, con
     run = DraftRun(
         *(head, target, loss_of, lambda: save_block(head, target, target_dir, out), state, config),
         rows_of=token_rows,
-        measure=measured if texts else None,
+        measure=measured,
     )
     return train_draft(run, own.stream, stream)
 
@@ -200,15 +204,14 @@ def accept_lengths(
 def measure_block(
     head: BlockHead, target: FrozenTarget, texts: list[np.ndarray], firsts: list[int]
 ) -> dict[str, AcceptReport]:
-    """Accept lengths of `TREES` over greedy texts of the target."""
-    reports, steps = {}, head.shape.block_size
-    long_enough = [i for i, text in enumerate(texts) if len(text) - firsts[i] > steps]
-    tokens = [torch.from_numpy(texts[i].astype(np.int64)).to(target.device) for i in long_enough]
-    begins = [firsts[i] for i in long_enough]
+    """Accept lengths of `TREES` over greedy texts of the target.  A text that ends within a block of its continuation's
+    start has no roots."""
+    reports = {}
+    tokens = [torch.from_numpy(text.astype(np.int64)).to(target.device) for text in texts]
     for name, (topk, nodes) in TREES.items():
         topk = min(topk, head.shape.vocab_size)
-        lengths = [accept_lengths(head, target, t, f, topk, nodes) for t, f in zip(tokens, begins, strict=True)]
-        reports[name] = report(lengths, [texts[i] for i in long_enough], begins)
+        lengths = [accept_lengths(head, target, t, f, topk, nodes) for t, f in zip(tokens, firsts, strict=True)]
+        reports[name] = report(lengths, texts, firsts)
     return reports
 
 
