@@ -99,6 +99,7 @@ class ResolvedConfig:
     """An EngineConfig in which every value is chosen.  The engine runs on this.
 
     num_pages: includes the dummy page; reentry: rows that are computed again for the draft after a prefix hit;
+    block_rows: rows of a block draft's one pass, 0 for other drafts;
     by_batch: the tree's fields by the smallest batch to which that tree applies.
     """
 
@@ -121,6 +122,7 @@ class ResolvedConfig:
     chunk_size: int
     busy_chunk_size: int
     reentry: int
+    block_rows: int
     prefix_cache: bool
     overlap: bool
     graph_batch: int

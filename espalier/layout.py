@@ -112,7 +112,8 @@ class RoundLayout:
     reentry: rows of a prefix hit that are computed again, for the draft; chunk_size: rows of one prefill pass;
     trees: (n, shape), n ascending: rounds of n or more requests use this shape, up to the next n; smaller rounds use
     the configured tree.  The configured tree is the largest, and sets the size of the buffers;
-    busy_chunk_size: rows of a prefill pass while running requests wait for it; None: chunk_size.
+    busy_chunk_size: rows of a prefill pass while running requests wait for it; None: chunk_size;
+    block_rows: rows of the one pass of a block draft; 0 for other drafts.
     """
 
     max_batch: int
@@ -125,6 +126,7 @@ class RoundLayout:
     chunk_size: int
     trees: tuple[tuple[int, TreeShape], ...] = ()
     busy_chunk_size: int | None = None
+    block_rows: int = 0
 
     def __post_init__(self) -> None:
         configured = self.tree
@@ -216,7 +218,9 @@ class RoundLayout:
     @property
     def draft_rows(self) -> int:
         """Staging rows of the draft: for the beams of a round, or for its extend after a round or a prefill pass."""
-        round_rows = max(batch * max(layout.beam_rows, layout.extend_width) for batch, layout in self.fullest)
+        round_rows = max(
+            batch * max(self.block_rows or layout.beam_rows, layout.extend_width) for batch, layout in self.fullest
+        )
         return max(round_rows, self.chunk_size)
 
     @property
@@ -293,8 +297,8 @@ class RoundLayout:
 
     @property
     def position_rows(self) -> int:
-        """Number of positions: rows of the rotary tables.  The padding of a chunk reaches past the last token."""
-        return self.history_width + max(self.steps, self.chunk_size)
+        """Number of positions: rows of the rotary tables.  Padding and mask tokens reach past the last token."""
+        return self.history_width + max(self.steps, self.chunk_size, self.block_rows)
 
     @property
     def least_pages(self) -> int:

@@ -22,6 +22,7 @@ from espalier.grammar.token_masker import TokenMasker
 from espalier.inputs import ConversationOptions, InputProcessor, Messages, ModelFacts, Prompt, text_sink
 from espalier.masking.compile import CompiledGrammar, GrammarCompiler
 from espalier.request import Output, OutputChunk, Request, ResolvedParams, SamplingParams, sample_seed
+from espalier.speculate.drafters import what_to_check
 from espalier.startup.generation_config import end_tokens, generation_config
 from espalier.startup.load import Checkpoint, build_engine, find, resolve_config
 from espalier.stats import SpeculationStats
@@ -265,17 +266,12 @@ class LLM:
         if self._warned or not low_acceptance(totals):
             return
         self._warned = True
-        remedy = (
-            "the draft may be for another target: check it with `espalier bench round --acceptance`"
-            if self.config.draft
-            else "this text has few repetitions: use a trained draft"
-        )
         log.warning(
             "the accept length is %.2f after %d rounds with a draft (1.00 is plain decoding); %s, or set "
             "speculation=None",
             totals.accept_length,
             totals.reached[0],
-            remedy,
+            what_to_check(self.config.algorithm),
         )
 
 

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from espalier import LLM, EspalierError, SamplingParams, SpeculationConfig
 from espalier.request import Output
+from espalier.speculate.drafters import what_to_check
 from tests.harness import VOCAB, directories
 
 LETTERS = [*"abcdefghijklmno", "<s>"]
@@ -438,6 +439,19 @@ def test_acceptance_that_stays_near_nothing_is_warned_of_once(llm, monkeypatch, 
         llm.generate("abc", GREEDY)
     warned = [record for record in caplog.records if "accept length is 1.00" in record.getMessage()]
     assert len(warned) == 1
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "checks"),
+    [
+        ("block", "check the target layers that it reads (target_layer_ids name their outputs"),
+        ("eagle3", "check eagle_aux_hidden_state_layer_ids"),
+        ("mtp", "check mtp_form"),
+        ("ngram", "use a trained draft"),
+    ],
+)
+def test_the_alarm_names_the_checks_to_make(algorithm, checks):
+    assert checks in what_to_check(algorithm)
 
 
 def test_the_resolved_configuration_is_logged_once_and_whole(paths, caplog):

@@ -159,6 +159,31 @@ def _padding_routed(right):
     return lambda runner, tokens, num_rows: tokens
 
 
+def _mask_row_kept(right):
+    """Commits the first mask row of each block to its position."""
+
+    def block(drafter, slots):
+        hidden = right(drafter, slots)
+        first_mask = drafter.staging.row_indices[1 : slots.batch * drafter.width : drafter.width]
+        rows = drafter.pages.rows(slots.page_table, slots.prefix_len[:, None] + 1)
+        drafter.pages.commit(drafter.staging, first_mask, rows.flatten())
+        return hidden
+
+    return block
+
+
+def _wrong_layers(right):
+    return lambda draft, features: right(draft, features.roll(draft.spec.hidden_size, -1))
+
+
+def _one_late(right):
+    return lambda slots, offsets: right(slots, offsets) + 1
+
+
+def _wrong_parent(right):
+    return lambda tokens: right(tokens).roll(1, 1)
+
+
 FAULTS = {
     fault.name: fault
     for fault in (
@@ -263,6 +288,30 @@ FAULTS = {
             "rows that pad a request are routed to experts",
             "espalier.speculate.round:void_padding",
             _padding_routed,
+        ),
+        Fault(
+            "mask-row-kept",
+            "a mask row of a block draft is committed",
+            "espalier.speculate.drafters.one_pass:OnePassDrafter._block",
+            _mask_row_kept,
+        ),
+        Fault(
+            "features-of-wrong-layer",
+            "a block draft reads the target's layers in another order",
+            "espalier.models.block:BlockDraft.fuse",
+            _wrong_layers,
+        ),
+        Fault(
+            "anchor-late",
+            "the rows of a block are one position too late",
+            "espalier.speculate.drafters.one_pass:block_positions",
+            _one_late,
+        ),
+        Fault(
+            "edge-of-wrong-parent",
+            "the edges of a block draft are those of another token of the depth before",
+            "espalier.speculate.drafters.one_pass:edge_tokens",
+            _wrong_parent,
         ),
     )
 }

@@ -11,6 +11,7 @@ from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
+from espalier.attention.staged import Projections
 from espalier.cache.layer_spec import LayerSpec
 from espalier.errors import EspalierError
 from espalier.layout import MIN_CHUNK_WIDTH
@@ -28,7 +29,10 @@ class DraftSpec:
     algorithm: the name that users give.
     layers: specs of the draft's layers, module after module; pages keep them after the target's.
     modules: N, the modules of the draft, each with as many layers.  Module l proposes level l of a tree; the last one
-    proposes all levels from N on.  An EAGLE head is one module, and so is each MTP layer (DeepSeek-V3's word).
+    proposes all levels from N on.  An EAGLE head is one module, and so is each MTP layer (DeepSeek-V3's word).  0 for a
+    block draft, whose layers all run in its one pass.
+    block_rows: the rows of that pass; 0 for drafts that propose one level a pass.
+    max_steps: the depth that this pass proposes, which a tree must not exceed; None: no limit.
     form: the hidden state that module k (from 1) reads at token q.  "chain": the output of module k - 1 at token q - 1,
     where module 0 is the target; "target": the target's at token q - k.  Both are the same for one module.
     reads: the field of the target's ModelOutput that the draft reads.  "captured": the inputs of the layers `capture`,
@@ -43,6 +47,8 @@ class DraftSpec:
     algorithm: str
     layers: tuple[LayerSpec, ...] = ()
     modules: int = 0
+    block_rows: int = 0
+    max_steps: int | None = None
     form: Literal["chain", "target"] = "chain"
     reads: Literal["captured", "hidden"] | None = None
     capture: tuple[int, ...] = ()
@@ -50,6 +56,8 @@ class DraftSpec:
     vocab_size: int = 0
 
     def __post_init__(self) -> None:
+        if self.block_rows and not self.modules:
+            return
         divided = len(self.layers) % self.modules == 0 if self.modules else not self.layers
         if not divided or not 0 <= self.modules <= MAX_MODULES or bool(self.layers) != bool(self.modules):
             raise EspalierError(
@@ -60,8 +68,15 @@ class DraftSpec:
     @property
     def reentry(self) -> int:
         """Rows 0 .. k-1 of module k do not exist.  After a prefix hit of m tokens, the target's rows from m - reentry
-        on are computed again: pages hold no hidden states, and row m of the last module follows from those rows."""
+        on are computed again: pages hold no hidden states, and row m of the last module follows from those rows.  A row
+        of a block draft follows from the target's row of its own token, so nothing is computed again."""
         return self.modules
+
+    @property
+    def root_rows(self) -> int:
+        """Committed rows of the root: 1 if its row follows from the feature of the token before it, 0 for a block
+        draft, whose rows follow from the features of their own tokens."""
+        return 0 if self.block_rows else 1
 
     @property
     def carried(self) -> Mapping[str, tuple[int, ...]]:
@@ -126,7 +141,7 @@ class DraftModule(Protocol):
 
 
 class DraftModel(Protocol):
-    """A loaded draft model.
+    """A loaded draft model.  A block draft (BlockModel) has no modules.
 
     modules: `spec.modules` of them, in order.
     has_experts: whether rows go to experts, so that padding should not.
@@ -146,6 +161,47 @@ class DraftModel(Protocol):
     @property
     def fuse(self) -> Callable[[Tensor], Tensor]:
         """The target's features [..., F] (`spec.reads`) -> hidden states [..., H] that rows read."""
+        ...
+
+
+class Edges(Protocol):
+    """The part of a block draft's scores that depends on the token before (DSpark's Markov head)."""
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        """Tokens [B, R] int64 of the target's vocabulary -> logits [B, R, draft vocabulary] to add for the next."""
+        ...
+
+
+class BlockModel(DraftModel, Protocol):
+    """A loaded block draft: one pass over a block of rows proposes all depths.
+
+    The rows are the root and mask tokens, at the positions from the root on.  They attend to context rows, one for each
+    token before the root, and to one another.  Context rows are kept in pages; block rows are not.
+
+    mask_token: the token of all rows but the first.
+    first_proposing: the row that proposes depth 1: 0, the root's, or 1, the first mask.
+    causal: for each layer, whether a block row sees no later block row.
+    edges: None if a depth's scores do not depend on the token before.
+    """
+
+    mask_token: int
+    first_proposing: int
+    causal: tuple[bool, ...]
+    edges: Edges | None
+
+    def __call__(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """Run over a block.  tokens, positions: int64 [B, Q].  Returns the input of the head, [B, Q, H]."""
+        ...
+
+    def block_logits(self, hidden: Tensor) -> Tensor:
+        """[..., H] -> [..., draft vocabulary] in the model's dtype."""
+        ...
+
+    def context(self, features: Tensor, positions: Tensor) -> Sequence[Projections]:
+        """The projections of context rows, without queries, for each layer.
+
+        features: [B, W, F], the target's (`spec.reads`) at tokens of these positions [B, W].
+        """
         ...
 
 

@@ -4,7 +4,6 @@ It is one decoder layer over cat(norm(embedding of token q), norm(hidden state a
 feature of the target, or, inside a tree, the draft's own output.
 """
 
-import logging
 from dataclasses import replace
 
 import torch
@@ -15,6 +14,7 @@ from espalier.kernels.layers.embed_rows import DraftHidden
 from espalier.kernels.layers.rope import RopeAndNorm
 from espalier.models.base import Attend, CausalLM
 from espalier.models.draft import DraftOutput
+from espalier.models.draft_weights import draft_embedding, draft_head, draft_to_target
 from espalier.models.eagle3_config import Eagle3Config, looks_like_eagle3
 from espalier.models.layers.attention import Attention
 from espalier.models.layers.embedding import Embedding
@@ -24,11 +24,9 @@ from espalier.models.layers.mlp import GatedMLP
 from espalier.models.layers.norm import RMSNorm
 from espalier.models.layers.rope import RopeTables
 from espalier.models.loading import load_attention
-from espalier.models.weight_formats import dense_weight
 from espalier.models.weights import Weights
 
 LEGACY_FC_NORMS = ("aux_norm_low", "aux_norm_mid", "aux_norm_high")
-log = logging.getLogger(__name__)
 
 
 class Eagle3Draft:
@@ -117,7 +115,7 @@ def make_eagle3(weights: Weights, config: Eagle3Config, target: CausalLM, positi
     prefix = "midlayer." if "midlayer.hidden_norm.weight" in weights else "layers.0."
     hidden, eps = config.layer.hidden_size, config.layer.rms_norm_eps
     layer = replace(config.layer, qk_norm=f"{prefix}self_attn.q_norm.weight" in weights)
-    embed = _embedding(weights, config, target)
+    embed = draft_embedding(weights, config.layer, target)
     draft = Eagle3Draft(
         config=config,
         rope=RopeTables(layer.rope, position_rows, weights.dtype, weights.device),
@@ -129,8 +127,8 @@ def make_eagle3(weights: Weights, config: Eagle3Config, target: CausalLM, positi
         mlp_norm=weights.norm(f"{prefix}post_attention_layernorm", hidden, eps),
         mlp=weights.mlp(f"{prefix}mlp.", layer.hidden_size, layer.intermediate_size, layer.mlp_bias),
         norm=weights.norm("norm", hidden, eps),
-        head=_head(weights, config, target, embed),
-        d2t=_d2t(weights, config),
+        head=draft_head(weights, config.layer, config.draft_vocab, target, embed),
+        d2t=draft_to_target(weights, config.layer.vocab_size, config.draft_vocab),
     )
     weights.ignore(["t2d"])
     weights.finish()
@@ -171,54 +169,3 @@ def _refuse_wrong_count(weights: Weights, config: Eagle3Config) -> None:
             f"{weights.path}: fc.weight fuses {width // config.target_hidden} layers, {len(config.capture)} are "
             f"captured {config.capture}; correct eagle_aux_hidden_state_layer_ids"
         )
-
-
-def _embedding(weights: Weights, config: Eagle3Config, target: CausalLM) -> Embedding:
-    name, shape = "embed_tokens.weight", (config.layer.vocab_size, config.layer.hidden_size)
-    if name in weights:
-        return Embedding(weights.take(name, *shape))
-    _note_borrowed(name, shape, tuple(target.embed.weight.shape), weights)
-    return target.embed
-
-
-def _head(weights: Weights, config: Eagle3Config, target: CausalLM, embed: Embedding) -> Linear:
-    """The draft's head; its embedding, if its config says that they are tied; else the target's head."""
-    name, shape = "lm_head.weight", (config.draft_vocab, config.layer.hidden_size)
-    if name in weights:
-        return weights.linear("", ("lm_head",), shape[:1], shape[1], bias=False)
-    if config.layer.tie_word_embeddings and tuple(embed.weight.shape) == shape:
-        log.info("draft %s: %s is the draft's embedding (tie_word_embeddings)", weights.path, name)
-        return Linear(dense_weight(embed.weight))
-    _note_borrowed(name, shape, target.head.shape, weights)
-    return target.head
-
-
-def _note_borrowed(name: str, shape: tuple[int, int], target_shape: tuple[int, ...], weights: Weights) -> None:
-    """Log that the target's weight is used.  Raises EspalierError if its shape does not fit."""
-    if target_shape != shape:
-        raise EspalierError(
-            f"{weights.path} has no {name!r} and cannot use the target's: it needs {list(shape)}, the target's is "
-            f"{list(target_shape)}; use a draft with its own"
-        )
-    log.info("draft %s: %s is the target's (shared, not copied)", weights.path, name)
-
-
-def _d2t(weights: Weights, config: Eagle3Config) -> Tensor | None:
-    """The target id of each draft id; None if both vocabularies are the same.  Files store target id - draft id."""
-    vocab = config.layer.vocab_size
-    if "d2t" not in weights and config.draft_vocab == vocab:
-        return None
-    ids = torch.arange(config.draft_vocab) + weights.take_raw("d2t", config.draft_vocab).to(torch.int64)
-    outside = ids[(ids < 0) | (ids >= vocab)]
-    if outside.numel():
-        raise EspalierError(
-            f"{weights.path}: d2t maps to token {int(outside[0])}, but the target's vocabulary is 0 .. {vocab - 1}; "
-            "use the draft trained for this target"
-        )
-    values, counts = ids.unique(return_counts=True)
-    if (counts > 1).any():
-        raise EspalierError(
-            f"{weights.path}: d2t maps two draft ids to token {int(values[counts > 1][0])}; its entries are offsets "
-            "(target id - draft id), each target at most once: repair the file"
-        )
-    return None if torch.equal(ids, torch.arange(vocab)) else ids.to(weights.device)

@@ -92,6 +92,12 @@ class DraftGuide:
         only_asked, mask_asked = self.ask(tokens, ancestor_bits)
         return torch.where(only_asked >= 0, only_asked, only), mask_asked & mask
 
+    def of_levels(self, first: int, count: int) -> tuple[Tensor, Tensor]:
+        """As `of_rows` for one row at each of the levels first .. first + count - 1, without asking the host."""
+        levels = torch.arange(first, first + count, device=self.level.device)
+        mask = torch.where((self.level[:, None] == levels)[..., None], self.mask[:, None], ALL_ALLOWED)
+        return self.forced[:, first - 1 : first - 1 + count], mask
+
 
 def force(only: Tensor, tokens: Tensor, scores: Tensor, above: Tensor) -> tuple[Tensor, Tensor]:
     """Replace the children of a row by the only token that may come, as sure as the row itself.

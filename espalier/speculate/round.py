@@ -62,9 +62,9 @@ class ModelRunner:
         return self if layout is self.layout else replace(self, layout=layout, drafter=self.drafter.for_layout(layout))
 
     def prepare(self, lengths: CommittedLengths) -> None:
-        """Called on the host before each launch.  lengths: the target's committed rows; the draft has one row more."""
+        """Called on the host before each launch.  lengths: the target's committed rows."""
         self.backend.prepare(lengths)
-        self.drafter.prepare(lengths.longer(1))
+        self.drafter.prepare(lengths.longer(self.drafter.spec.root_rows))
 
     def plan(self, slots: BatchState, nodes: Nodes) -> Attention:
         """The target's attention for one pass: over the committed rows of each slot and over the new nodes."""

@@ -83,26 +83,37 @@ class Sampler:
         return pick(logits, self.rows, self.needs, self.first[:, None] + offsets, self._noise(offsets), above)
 
     def children(
-        self, logits: Tensor, d2t: Tensor | None, offset: int, scores: Tensor, topk: int, above: Above | None
+        self,
+        logits: Tensor,
+        d2t: Tensor | None,
+        offset: int,
+        scores: Tensor,
+        topk: int,
+        above: Above | None,
+        stride: int = 0,
     ) -> tuple[Tensor, Tensor]:
         """The topk best children of each draft row: target token ids [B, Q, K] and path scores [B, Q, K] float32.
 
         logits: [B, Q, draft vocabulary]; d2t: target id of each draft id, None if both vocabularies are the same;
-        offset: position of the children, from `first`; scores: [B, Q], path scores of the rows; above: drafted tokens
-        between the root and each row.
+        offset + row · stride: position of a row's children, from `first`; scores: [B, Q], path scores of the rows;
+        above: drafted tokens between the root and each row.
         """
         if self.guide is None:
-            return self._drafted_children(logits, d2t, offset, scores, topk, above, None)
+            return self._drafted_children(logits, d2t, offset, stride, scores, topk, above, None)
         drafted = (None, None) if above is None else (above.tokens, above.ancestor_bits)
-        only, mask = self.guide.of_rows(offset + 1, *drafted)
+        if stride:
+            only, mask = self.guide.of_levels(offset + 1, logits.shape[1])
+        else:
+            only, mask = self.guide.of_rows(offset + 1, *drafted)
         mask = mask.expand(-1, logits.shape[1], -1)
-        return force(only, *self._drafted_children(logits, d2t, offset, scores, topk, above, mask), scores)
+        return force(only, *self._drafted_children(logits, d2t, offset, stride, scores, topk, above, mask), scores)
 
     def _drafted_children(
         self,
         logits: Tensor,
         d2t: Tensor | None,
         offset: int,
+        stride: int,
         scores: Tensor,
         topk: int,
         above: Above | None,
@@ -113,18 +124,23 @@ class Sampler:
             drafted = None if above is None else (above.tokens, above.ancestor_bits)
             rows, first, coupled = self.slot_rows, self.first, self.coupled
             return draft_topk_triton(
-                logits, d2t, rows, first, offset, scores, topk, drafted, coupled=coupled, mask=mask
+                *(logits, d2t, rows, first, offset, scores, topk, drafted),
+                coupled=coupled,
+                mask=mask,
+                stride=stride,
             )
-        logp, ids = self._child_scores(logits, d2t, offset, above, mask)
+        offsets = (offset + stride * torch.arange(logits.shape[1], device=logits.device)).expand(logits.shape[:2])
+        logp, ids = self._child_scores(logits, d2t, offsets, above, mask)
         best, index = ordered_topk(logp.float(), topk)
         return (index if ids is None else ids[index]), scores[..., None] + best.clamp(max=0)
 
     def _child_scores(
-        self, logits: Tensor, d2t: Tensor | None, offset: int, above: Above | None, mask: Tensor | None
+        self, logits: Tensor, d2t: Tensor | None, offsets: Tensor, above: Above | None, mask: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         """Scores of all children, and the target id of each column.
 
-        With sampling parameters the columns are the target's vocabulary and ids are None: the column is the id.
+        offsets: [B, Q], position of each row's children, from `first`.  With sampling parameters the columns are the
+        target's vocabulary and ids are None: the column is the id.
         """
         precise = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if mask is not None:
@@ -134,7 +150,6 @@ class Sampler:
             return torch.log_softmax(precise, -1), d2t
         if d2t is not None:
             precise = precise.new_full((*precise.shape[:-1], self.vocab), -torch.inf).index_copy_(-1, d2t, precise)
-        offsets = torch.full(logits.shape[:2], offset, device=logits.device)
         processed = shape(precise, self.rows, self.needs, self.first[:, None] + offsets, above)
         noise = self._noise(offsets)
         if noise is None:

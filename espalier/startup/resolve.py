@@ -26,7 +26,12 @@ from espalier.startup.tree_policy import Machine, choose_trees
 
 STEPS, TOPK, NUM_DRAFT_TOKENS = 5, 4, 16
 PAGE_SIZE = 16
-LAYOUT_FIELDS = (*TREE_FIELDS, "page_size", "max_batch", "max_context", "chunk_size", "busy_chunk_size", "reentry")
+# Of a block draft, whose one pass proposes every depth: more depth is free, and more candidates cost almost nothing.
+BLOCK_STEPS, BLOCK_TOPK = 15, 8
+LAYOUT_FIELDS = (
+    *TREE_FIELDS,
+    *("page_size", "max_batch", "max_context", "chunk_size", "busy_chunk_size", "reentry", "block_rows"),
+)
 CGROUP = Path("/sys/fs/cgroup")
 # The least compute capability: bfloat16 on tensor cores, and asynchronous copies to shared memory.
 LEAST_CAPABILITY = (8, 0)
@@ -177,7 +182,7 @@ def resolve(
     dtype = _value_or(config.dtype, _dtype(device, facts))
     attention, draft_attention = _attention(config, device, getattr(torch, dtype), facts)
     speculation = config.speculation if isinstance(config.speculation, SpeculationConfig) else SpeculationConfig()
-    tree = _tree(speculation, spec.algorithm)
+    tree = _tree(speculation, spec)
     machine = None
     if facts.chip is not None:
         machine = Machine(facts.chip, dtype, facts.hidden_size, facts.num_layers, facts.mixture)
@@ -191,6 +196,7 @@ def resolve(
         page_size=_value_or(config.page_size, PAGE_SIZE),
         max_context=_max_context(config, facts, defaults),
         reentry=spec.reentry,
+        block_rows=spec.block_rows,
         chunk_size=chunk_size,
         busy_chunk_size=_value_or(config.busy_chunk_size, min(chunk_size, defaults.busy_chunk_size)),
         trees=tuple(trees.items()),
@@ -201,8 +207,8 @@ def resolve(
     overlap = _value_or(config.overlap, defaults.overlap)
     grouped_backend(attention, *setting, facts.target_layers, exact_lengths=not overlap)
     if facts.draft_layers:
-        exact = not overlap and spec.reentry <= 1
-        grouped_backend(draft_attention, *setting, facts.draft_layers, left_bound=True, exact_lengths=exact)
+        exact, left_bound = not overlap and spec.reentry <= 1, spec.reentry > 0
+        grouped_backend(draft_attention, *setting, facts.draft_layers, left_bound=left_bound, exact_lengths=exact)
     prefix_cache = _value_or(config.prefix_cache, all(spec.keeps.reenters_anywhere for spec in facts.layer_specs))
     require_reentry(prefix_cache, facts.layer_specs)
     return ResolvedConfig(
@@ -270,16 +276,22 @@ def _max_context(config: EngineConfig, facts: Facts, defaults: DeviceDefaults) -
     return int(config.max_context)
 
 
-def _tree(speculation: SpeculationConfig, algorithm: str) -> TreeShape:
+def _tree(speculation: SpeculationConfig, spec: DraftSpec) -> TreeShape:
     """The configured tree.  Raises EspalierError for a tree with plain decoding, and for an impossible tree."""
-    if algorithm == "none":
+    if spec.algorithm == "none":
         for name in TREE_FIELDS:
             if (value := getattr(speculation, name)) not in ("auto", getattr(PLAIN, name)):
                 raise EspalierError(
                     f"algorithm='none' is plain decoding, but {name}={value} is set; remove one of them"
                 )
         return PLAIN
-    steps, topk = _value_or(speculation.steps, STEPS), _value_or(speculation.topk, TOPK)
+    limit = BLOCK_STEPS if spec.max_steps is None else spec.max_steps
+    default_steps, default_topk = (min(BLOCK_STEPS, limit), BLOCK_TOPK) if spec.block_rows else (STEPS, TOPK)
+    steps, topk = _value_or(speculation.steps, default_steps), _value_or(speculation.topk, default_topk)
+    if spec.max_steps is not None and steps > spec.max_steps:
+        raise EspalierError(
+            f"steps={steps} is above the {spec.max_steps} tokens that one pass of this block draft proposes; lower it"
+        )
     num_draft_tokens = min(NUM_DRAFT_TOKENS, max_draft_tokens(steps, topk))
     return TreeShape(steps, topk, _value_or(speculation.num_draft_tokens, num_draft_tokens))
 

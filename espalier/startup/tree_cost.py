@@ -12,7 +12,7 @@ predicted; `espalier bench round --choose` measures.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from espalier.kernels.layers.experts_plan import expected_touched
@@ -22,7 +22,7 @@ from espalier.models.draft import DraftConfig
 
 # FLOPs that a GPU computes in the time in which it reads a byte: 690 TFLOP/s and 4.4 TB/s, measured on an H200.
 FLOPS_PER_BYTE = 157
-# Smaller trees that are compared with the configured one.
+# Smaller trees that are compared with the configured one.  Of a block draft only their numbers of nodes count.
 SMALLER_TREES = (TreeShape(5, 4, 16), TreeShape(3, 2, 8))
 # Accept length by number of nodes: EAGLE-3 on the shape of Llama-3.1-8B (crossovers.json).
 ACCEPT_LENGTHS = ((1, 1.0), (8, 2.8), (16, 3.5), (64, 4.0))
@@ -33,7 +33,8 @@ class MixtureWeights:
     """Numbers of weights.
 
     dense: weights of the target that every row is multiplied with.  expert: weights of one expert, summed over the
-    layers.  draft: weights that a draft pass reads.
+    layers.  draft: weights that a draft pass reads.  block_rows: rows of a block draft's one pass; 0 for other drafts,
+    which run a pass for each level.
     """
 
     dense: int
@@ -41,6 +42,7 @@ class MixtureWeights:
     num_experts: int
     top_k: int
     draft: int
+    block_rows: int = 0
 
     def target_cost(self, rows: int) -> float:
         """The time of a target pass, in the bytes that could be read in that time."""
@@ -52,6 +54,9 @@ class MixtureWeights:
         verify = self.target_cost(batch * tree.num_draft_tokens)
         if tree == PLAIN:
             return verify
+        if self.block_rows:
+            # Depth is free.  Its extend reads little beside the pass.
+            return verify + _cost(self.draft, batch * self.block_rows)
         levels = (tree.steps - 1) * _cost(self.draft, batch * tree.topk)
         return verify + levels + _cost(self.draft, batch * (tree.steps + 1))
 
@@ -72,16 +77,21 @@ def mixture_weights(target: ModelConfig, draft: DraftConfig | None) -> MixtureWe
         expert=len(experts.layers) * 3 * hidden * experts.size,
         num_experts=experts.routing.num_experts,
         top_k=experts.routing.top_k,
-        draft=0 if draft is None else _draft_weights(draft.layer, draft.spec.vocab_size),
+        draft=0 if draft is None else _draft_weights(draft),
+        block_rows=0 if draft is None else draft.spec.block_rows,
     )
 
 
-def _draft_weights(layer: ModelConfig, vocab_size: int) -> int:
+def _draft_weights(draft: DraftConfig) -> int:
     """Weights that a draft pass reads.
 
-    The attention reads embedding and hidden state, so it has about twice the weights of a target layer's attention.
+    The attention of a draft that proposes one level a pass reads embedding and hidden state, so it has about twice the
+    weights of a target layer's attention.
     """
-    return 2 * _attention_weights(layer) + layer.hidden_size * (3 * layer.intermediate_size + vocab_size)
+    layer, spec = draft.layer, draft.spec
+    layers, inputs = (len(spec.layers), 1) if spec.block_rows else (1, 2)
+    each = inputs * _attention_weights(layer) + 3 * layer.hidden_size * layer.intermediate_size
+    return layers * each + layer.hidden_size * spec.vocab_size
 
 
 def _attention_weights(config: ModelConfig) -> int:
@@ -100,7 +110,11 @@ def trees_by_cost(configured: TreeShape, weights: MixtureWeights, max_batch: int
 
     Empty if the configured tree is predicted to be the fastest at every batch.
     """
-    trees = [configured, *(tree for tree in SMALLER_TREES if _fits(configured, tree)), PLAIN]
+    smaller = [tree for tree in SMALLER_TREES if _fits(configured, tree)]
+    if weights.block_rows:
+        sizes = [tree.num_draft_tokens for tree in SMALLER_TREES if tree.num_draft_tokens < configured.num_draft_tokens]
+        smaller = [replace(configured, num_draft_tokens=nodes) for nodes in sizes]
+    trees = [configured, *smaller, PLAIN]
     chosen: dict[int, TreeShape] = {}
     current = configured
     for batch in _doublings(max_batch):

@@ -11,7 +11,7 @@ import logging
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,9 @@ SHIPPED = Path(__file__).with_name("crossovers.json")
 # A crossover is used only for targets with less than this many times more or fewer weights.  Small models are bound by
 # launches and not by reading weights, so their crossover is elsewhere.
 MAX_WEIGHT_RATIO = 4.0
+# Rows of a verify pass that trees by default do not exceed.  Staging and logits grow with them: 4096 rows of
+# llama-3.1-8b are 0.54 GB of K and V, and 1.05 GB of logits in bfloat16.
+MAX_VERIFY_ROWS = 4096
 EXAMPLE = '{"8": {"steps": 3, "topk": 2, "num_draft_tokens": 8}, "64": {"steps": 0}}'
 log = logging.getLogger("espalier")
 
@@ -78,6 +81,8 @@ def choose_trees(
         why = "predicted for uniform routing; `espalier bench round --choose` measures; by_batch={} keeps the tree"
     else:
         chosen, why = _from_crossover(configured, machine)
+    if requested == "auto":
+        chosen, why = _bounded(chosen, configured, max_batch), why
     listed = "; ".join(f"from {least} requests on {shape}" for least, shape in chosen.items())
     replaces_named = requested == "auto" and is_named and min(chosen, default=max_batch + 1) <= max_batch
     level = logging.WARNING if replaces_named else logging.INFO
@@ -92,6 +97,16 @@ def _from_crossover(configured: TreeShape, machine: Machine | None) -> tuple[Tre
         return {}, "no crossover is measured for a similar target here; `espalier bench round --choose` measures one"
     on = f"hidden size {near.machine.hidden_size}, {near.machine.num_layers} layers, {near.tree}"
     return {near.plain_from: PLAIN}, f"as fast in a measurement with {on}; by_batch={{}} keeps the tree"
+
+
+def _bounded(trees: Trees, configured: TreeShape, max_batch: int) -> Trees:
+    """These trees and, up to the first of them, half the nodes wherever a batch would exceed MAX_VERIFY_ROWS."""
+    halves: Trees = {}
+    shape, end = configured, min(trees, default=max_batch + 1)
+    while (least := MAX_VERIFY_ROWS // shape.num_draft_tokens + 1) < min(end, max_batch + 1):
+        shape = replace(shape, num_draft_tokens=shape.num_draft_tokens // 2)
+        halves[least] = shape
+    return halves | trees
 
 
 def nearest(known: list[Crossover], machine: Machine, tree: TreeShape) -> Crossover | None:

@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import numpy as np
 
+from espalier.train.block import BlockConfig, evaluate_block, is_block, train_block
 from espalier.train.bundle import STAGES, BundleFolders, make_bundle
 from espalier.train.checkpoint import read_config
 from espalier.train.draft_run import TrainConfig, training_device
@@ -37,6 +38,7 @@ class Trainer:
 TRAINERS = {
     "eagle3": Trainer("train an EAGLE-3 draft for a target", Eagle3Config, train_eagle3),
     "mtp": Trainer("train an MTP head of one or several layers for a target", MtpConfig, train_mtp),
+    "block": Trainer("train a block draft (DSpark's form) for a target", BlockConfig, train_block),
 }
 
 
@@ -129,7 +131,9 @@ def run(arguments: argparse.Namespace) -> None:
     read_config(arguments.target)
     if arguments.command == "evaluate":
         documents = read_prompts(arguments.data, arguments.target)
-        evaluate = evaluate_mtp if is_mtp(arguments.draft) else evaluate_draft
+        evaluate: Callable[..., Any] = evaluate_draft
+        if is_mtp(arguments.draft) or is_block(arguments.draft):
+            evaluate = evaluate_mtp if is_mtp(arguments.draft) else evaluate_block
         evaluate(arguments.draft, arguments.target, documents, arguments.max_tokens)
         return
     if arguments.command == "own-text":

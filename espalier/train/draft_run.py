@@ -22,7 +22,8 @@ from espalier.train.packing import Windows
 from espalier.train.state import load_state, save_state
 from espalier.train.target import FrozenTarget
 
-# (embeddings [B, R, H], what the draft reads of the target [B, R, F], target's logits [B, R, V])
+# (embeddings [B, R, H], or what DraftRun.rows_of has in their place, what the draft reads of the target [B, R, F],
+# target's logits [B, R, V])
 # -> (loss, top-1 agreement by depth)
 Loss = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
@@ -49,9 +50,22 @@ class TrainConfig(OwnTextConfig):
     save_every: int = 500
 
 
+def training_rows(target: FrozenTarget, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The inputs of `Loss` for tokens [B, R + 1].
+
+    Row p pairs what the draft reads of the target at p with token p + 1, and learns the target's logits at p + 1.
+    """
+    reads, logits = target(tokens)
+    return target.embed(tokens[:, 1:]), reads[:, :-1], logits[:, 1:]
+
+
 @dataclass(frozen=True)
 class DraftRun:
-    """One run.  loss_of: for a batch; save: writes the draft; state: the file of an unfinished run."""
+    """One run.  loss_of: for a batch; save: writes the draft; state: the file of an unfinished run.
+
+    rows_of: the inputs of loss_of for tokens [B, R + 1]; measure: a line on held-out text, printed when state is saved
+    and at the end.
+    """
 
     draft: nn.Module
     target: FrozenTarget
@@ -59,6 +73,8 @@ class DraftRun:
     save: Callable[[], None]
     state: Path
     config: TrainConfig
+    rows_of: Callable[[FrozenTarget, Tensor], tuple[Tensor, Tensor, Tensor]] = training_rows
+    measure: Callable[[], str] | None = None
 
     @property
     def num_parameters(self) -> int:
@@ -78,18 +94,9 @@ def mixed_batches(own: Windows, given: Windows, config: TrainConfig, first: int)
         yield torch.cat([next(source) for source in sources])
 
 
-def training_rows(target: FrozenTarget, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The inputs of `Loss` for tokens [B, R + 1].
-
-    Row p pairs what the draft reads of the target at p with token p + 1, and learns the target's logits at p + 1.
-    """
-    reads, logits = target(tokens)
-    return target.embed(tokens[:, 1:]), reads[:, :-1], logits[:, 1:]
-
-
 def backward(run: DraftRun, tokens: Tensor) -> tuple[Tensor, Tensor]:
     """(loss, agreement by depth) of tokens [B, R + 1], with gradients."""
-    rows = training_rows(run.target, tokens)
+    rows = run.rows_of(run.target, tokens)
     with torch.autocast(tokens.device.type, torch.bfloat16, enabled=tokens.is_cuda):
         loss, agreement = run.loss_of(*rows)
     loss.backward()
@@ -144,13 +151,20 @@ def run_steps(run: DraftRun, own: Windows, given: Windows) -> tuple[int, list[fl
                 log(done, num_steps, float(loss), agreement, config.batch * config.length * clock.steps_per_second)
             if done % config.save_every == 0:
                 save_state(state, run.draft, optimizers, done)
+                print_measure(run)
     except KeyboardInterrupt:
         save_state(state, run.draft, optimizers, done)
         print(f"stopped; {state} holds step {done}: start again to continue")
         raise
     finally:
         run.save()
+    print_measure(run)
     return done, agreement.tolist()
+
+
+def print_measure(run: DraftRun) -> None:
+    if run.measure is not None:
+        print(run.measure(), flush=True)
 
 
 class StepClock:

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
+# Parts of the names of matrices with a row for each token.
+BY_TOKEN = ("embed_tokens", "lm_head", "markov_")
 
 
 def orthogonalise(matrices: Tensor, iterations: int = 5) -> Tensor:
@@ -54,10 +56,11 @@ class Muon(torch.optim.Optimizer):
 def make_optimizers(
     model: nn.Module, matrix_lr: float, other_lr: float, weight_decay: float
 ) -> list[torch.optim.Optimizer]:
-    """[Muon for matrices between hidden states, AdamW for embeddings, lm_heads and norms]."""
+    """[Muon for matrices between hidden states, AdamW for norms and for matrices with a row for each token]."""
     trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-    matrices = [p for n, p in trained if p.ndim == 2 and "embed_tokens" not in n and "lm_head" not in n]
-    others = [p for n, p in trained if p.ndim != 2 or "embed_tokens" in n or "lm_head" in n]
+    hidden = [p.ndim == 2 and not any(part in name for part in BY_TOKEN) for name, p in trained]
+    matrices = [p for (_, p), is_hidden in zip(trained, hidden, strict=True) if is_hidden]
+    others = [p for (_, p), is_hidden in zip(trained, hidden, strict=True) if not is_hidden]
     fused = others[0].is_cuda
     return [
         Muon(matrices, lr=matrix_lr, weight_decay=weight_decay),

@@ -33,24 +33,26 @@ def plain_law(logits: Tensor, request: Request, tokens: Sequence[int]) -> Values
     return {token: math.exp(value) for token, value in log_softmax(values).items()}
 
 
-def draft_scores(logits: Tensor, ids: Iterable[int], request: Request, tokens: Sequence[int]) -> dict[int, np.float32]:
+def draft_scores(
+    logits: Tensor, ids: Iterable[int], request: Request, tokens: Sequence[int], ahead: int = 0
+) -> dict[int, np.float32]:
     """Log-probabilities of the children of `tokens`: logits [draft vocabulary], ids the target tokens that they stand
-    for.
+    for; ahead: unknown tokens between `tokens` and the children.
 
     At a temperature the noise that the target will draw with counts in (design, section 6); filters do not.
     """
-    values = shaped(dict(zip(ids, logits.tolist(), strict=True)), request, tokens)
+    values = shaped(dict(zip(ids, logits.tolist(), strict=True)), request, tokens, ahead)
     if request.params.temperature > 0:
-        noise = noise_at(request.seed, len(tokens), max(values) + 1)
+        noise = noise_at(request.seed, len(tokens) + ahead, max(values) + 1)
         values = {token: value / f32(request.params.temperature) + noise[token] for token, value in values.items()}
     return {token: np.float32(value) for token, value in log_softmax(values).items()}
 
 
-def shaped(values: Values, request: Request, tokens: Sequence[int]) -> Values:
-    """Bias, bans of early stops, penalties, for the token at position len(tokens)."""
+def shaped(values: Values, request: Request, tokens: Sequence[int], ahead: int = 0) -> Values:
+    """Bias, bans of early stops, penalties, for the token at position len(tokens) + ahead."""
     p, prompt = request.params, request.prompt
     output = Counter(tokens[len(prompt) :])
-    early = len(tokens) < len(prompt) + p.min_tokens
+    early = len(tokens) + ahead < len(prompt) + p.min_tokens
     changed = {}
     for token, value in values.items():
         value += f32(p.logit_bias.get(token, 0.0))

@@ -94,10 +94,20 @@ class Reference:
         if self.draft is None:
             return Scratch(tokens, layers, logits, torch.empty(0), [], [])
         read = {"captured": out.captured, "hidden": out.hidden}[self.draft.spec.reads]
-        scratch = Scratch(tokens, layers, logits, self.draft.fuse(read)[0], [], [])
+        scratch = Scratch(tokens, layers, logits, self.features(read)[0], [], [])
         for module in range(1, len(self.modules) + 1):
             self._module_pass(scratch, module)
         return scratch
+
+    def features(self, read: Tensor) -> Tensor:
+        """What the draft makes of what it reads of the target, [1, n, F]."""
+        assert self.draft is not None
+        return self.draft.fuse(read)
+
+    def committed(self, module: int, root: int) -> tuple[int, int]:
+        """The first row of a module, from 1, that is committed when the root is token `root`, and the one after the
+        last."""
+        return module, max(root + 1, module)
 
     def _module_pass(self, scratch: Scratch, module: int) -> None:
         """One plain pass of a module over all tokens that it has a row of, added to `scratch`."""

@@ -12,13 +12,13 @@ from tests.harness import Setup, prompts, request
 from tests.oracles.reference_round import Reference
 from tests.pairwise import pairwise, rows_of
 
-MOST_NODES = 129
+MOST_NODES = 256
 
 # The product that the house promises.
 LAYOUTS: dict[str, Sequence[Any]] = {
     "page_size": (1, 2, 3, 16, 64, 256, 512),
     "topk": (1, 2, 4, 8),
-    "steps": (0, 1, 3, 5, 8),
+    "steps": (0, 1, 3, 5, 8, 15),
     "nodes": ("2", "middle", "bound"),
     "batch": (1, 3),
 }
@@ -41,7 +41,7 @@ AROUND: dict[str, Sequence[Any]] = {
 CORNERS: dict[str, Sequence[Any]] = {
     "page_size": (1, 512),
     "topk": (1, 8),
-    "steps": (0, 8),
+    "steps": (0, 15),
     "nodes": ("2", "bound"),
     "batch": (1, 3),
 }

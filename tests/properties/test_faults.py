@@ -15,7 +15,9 @@ from espalier.request import Request, SamplingParams
 from espalier.speculate.drafters import autoregressive
 from espalier.terminal.flags import engine_settings
 from tests.harness import Setup, directories, prompts, request
+from tests.oracles.reference_round import Reference
 from tests.properties import watch as held
+from tests.properties.block_setup import BlockSetup, block_reference_of
 from tests.properties.layouts import reference_of
 from tests.properties.mtp_setup import MTPSetup, mtp_reference_of
 from tests.properties.summary import FAULT
@@ -27,6 +29,9 @@ LATENT = replace(SETUP, family="deepseek_v3")
 # Three MTP layers.
 CHAIN = MTPSetup(**{**vars(SETUP), "algorithm": "mtp"}, form=(3, "chain"))
 READS_TARGET = replace(CHAIN, form=(3, "target"))
+# Block drafts, without and with edges.
+BLOCK = BlockSetup(**{**vars(SETUP), "algorithm": "block"})
+EDGES = replace(BLOCK, form="dspark")
 
 
 def traffic() -> list[Request]:
@@ -42,8 +47,13 @@ def traffic() -> list[Request]:
 
 def holds(*properties: str, setup: Setup = SETUP) -> None:
     """Run the traffic and hold these properties over it.  Raises AssertionError where one fails."""
-    oracle = mtp_reference_of(setup) if isinstance(setup, MTPSetup) else reference_of(setup)
-    run_watched(Watch(setup.engine(), setup.algorithm, oracle, properties), traffic())
+    run_watched(Watch(setup.engine(), setup.algorithm, oracle_of(setup), properties), traffic())
+
+
+def oracle_of(setup: Setup) -> Reference:
+    if isinstance(setup, BlockSetup):
+        return block_reference_of(setup)
+    return mtp_reference_of(setup) if isinstance(setup, MTPSetup) else reference_of(setup)
 
 
 def caught(property: str, setup: Setup = SETUP) -> bool:
@@ -75,8 +85,12 @@ CATCHES = {
     "page-freed-twice": held.CONSERVED,
     "rope-left-out": held.INCREMENTAL,
     "padding-routed": held.ROUTED,
+    "mask-row-kept": held.INCREMENTAL,
+    "features-of-wrong-layer": held.INCREMENTAL,
+    "anchor-late": held.PROPOSAL,
+    "edge-of-wrong-parent": held.PROPOSAL,
 }
-# What only some setups show: a latent target with experts, or MTP layers.
+# What only some setups show: a latent target with experts, MTP layers, or a block draft.
 SHOWN_BY = {
     "rope-left-out": LATENT,
     "padding-routed": LATENT,
@@ -84,12 +98,24 @@ SHOWN_BY = {
     "chain-reads-target": CHAIN,
     "target-reads-chain": READS_TARGET,
     "hidden-before-norm": CHAIN,
+    **dict.fromkeys(("mask-row-kept", "features-of-wrong-layer", "anchor-late"), BLOCK),
+    "edge-of-wrong-parent": EDGES,
 }
 # What a latent target shows too.
 ALSO_OF_LATENT = ("rows-without-topk", "packed-stride", "sibling-committed", "wrong-ancestor")
 
 
-@pytest.mark.parametrize("setup", [SETUP, LATENT, CHAIN, READS_TARGET], ids=["llama", "latent", "chain", "target"])
+SETUPS = {
+    "llama": SETUP,
+    "latent": LATENT,
+    "chain": CHAIN,
+    "target": READS_TARGET,
+    "block": BLOCK,
+    "edges": EDGES,
+}
+
+
+@pytest.mark.parametrize("setup", SETUPS.values(), ids=SETUPS)
 @pytest.mark.parametrize("overlap", [False, True])
 def test_unbroken_every_property_holds(overlap, setup):
     holds(*PROPERTIES, setup=replace(setup, overlap=overlap))
@@ -117,6 +143,8 @@ HARMLESS: dict[str, dict] = {
     "table-column-off": {"page_size": 64},
     "rope-left-out": {"family": "llama"},
     "padding-routed": {"family": "llama"},
+    # Without edges.
+    "edge-of-wrong-parent": {"form": "jetspec"},
     # Without MTP layers.
     **{name: {} for name in ("stale-feed", "chain-reads-target", "target-reads-chain", "hidden-before-norm")},
 }
@@ -125,7 +153,7 @@ HARMLESS: dict[str, dict] = {
 @pytest.mark.parametrize("name", HARMLESS)
 def test_where_a_fault_changes_nothing_no_property_fails(name):
     with plant(name):
-        holds(*PROPERTIES, setup=replace(SETUP, **HARMLESS[name]))
+        holds(*PROPERTIES, setup=replace(BLOCK if "form" in HARMLESS[name] else SETUP, **HARMLESS[name]))
 
 
 @pytest.mark.parametrize("name", [name for name in FAULTS if name != "page-freed-twice"])

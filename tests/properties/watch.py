@@ -158,11 +158,12 @@ class Watch:
 
     def check_incremental(self, slot: int, decided: Decided) -> None:
         """(a) Committed rows of every layer are those of one plain pass: target rows 0 .. n-1, rows k .. n of draft
-        module k.  All else in the request's pages is as spoilt as it was handed out, and the dummy page is clear."""
+        module k (0 .. n-1 of a block draft).  All else in the request's pages is as spoilt as it was handed out, and
+        the dummy page is clear."""
         scratch, n = self.reference.scratch(decided.tokens), decided.root_at
         held = [(0, n, layer) for layer in scratch.target]
         for first, layers_of_module in enumerate(scratch.draft, 1):
-            held += [(first, max(n + 1, first), layer) for layer in layers_of_module]
+            held += [(*self.reference.committed(first, n), layer) for layer in layers_of_module]
         others = {first: self.undecided_rows(slot, first, end) for first, end, _ in held}
         layers = self.engine.executor.runner.pages.layers
         assert len(layers) == len(held), f"{len(layers)} layers stand in pages, {len(held)} are due"

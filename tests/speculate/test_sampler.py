@@ -79,6 +79,20 @@ def test_children_and_their_scores(kernel_device, draft_vocab, level):
     assert torch.allclose(best.cpu(), expected, rtol=2**-22, atol=2**-22)
 
 
+def test_rows_at_consecutive_positions(kernel_device):
+    """With stride 1, row q has the children that it would have alone, q positions further on."""
+    batch, queries = len(ASKED), 3
+    logits = random_logits(5, batch, queries, VOCAB, dtype=torch.float64).to(kernel_device)
+    scores = torch.zeros(batch, queries, device=kernel_device)
+    for sampler in draws_of(kernel_device):
+        at = kernel_device if sampler.slot_rows is not None else "cpu"
+        ids, best = sampler.children(logits.to(at), None, 0, scores.to(at), 3, None, stride=1)
+        for q in range(queries):
+            row = slice(q, q + 1)
+            alone = sampler.children(logits[:, row].to(at), None, q, scores[:, row].to(at), 3, None)
+            assert torch.equal(ids[:, row], alone[0]) and torch.equal(best[:, row], alone[1])
+
+
 def test_a_planted_offset_reaches_the_kernels(kernel_device, monkeypatch):
     """The fault parent-noise breaks the path that runs, on either device."""
     by_kernels, plain = draws_of(kernel_device)

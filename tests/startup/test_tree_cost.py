@@ -1,13 +1,19 @@
 """Trees that are predicted for mixtures of experts: plain decoding at few requests, trees above, plain at very many."""
 
+from dataclasses import replace
+
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from espalier.layout import PLAIN, TreeShape
+from espalier.models import read_config
+from espalier.speculate.drafters import read_draft
 from espalier.startup.tree_cost import MixtureWeights, accept_length, mixture_weights, trees_by_cost
 from espalier.startup.tree_policy import Machine, choose_trees
 from espalier.synthetic.checkpoint import Recipe
 from espalier.synthetic.shapes import find_shape
+from tests.block import block_directories
 from tests.startup.test_tree_policy import HOPPER
 from tests.synthetic.mixtures import WITH_EXPERTS, mixture
 
@@ -55,6 +61,29 @@ def test_costs_are_the_longer_of_reading_and_products():
     # Four levels and the extend.
     assert weights.round_cost(WIDE, 1) == pytest.approx(weights.target_cost(64) + 5 * 100)
     assert weights.round_cost(PLAIN, 3) == weights.target_cost(3)
+
+
+def test_a_block_draft_pays_for_nodes_and_not_for_depth():
+    """Its one pass costs the same at any depth, so smaller trees keep the configured depth."""
+    weights = replace(WEIGHTS, block_rows=16)
+    deep, shallow = TreeShape(15, 8, 64), TreeShape(2, 8, 64)
+    assert (
+        weights.round_cost(deep, 4)
+        == weights.round_cost(shallow, 4)
+        < replace(weights, block_rows=0).round_cost(deep, 4)
+    )
+    chosen = [tree for tree in trees_by_cost(deep, weights, 1024).values() if tree != PLAIN]
+    assert chosen and {tree.steps for tree in chosen} == {15} and {t.num_draft_tokens for t in chosen} <= {8, 16, 64}
+    assert trees_by_cost(TreeShape(5, 1, 6), weights, 1)[1] == PLAIN
+
+
+def test_the_weights_of_a_block_draft_are_those_of_its_layers(tmp_path):
+    target_path, path = block_directories("qwen3_moe", "dspark", 5)
+    draft = read_draft(path, read_config(target_path))
+    weights = mixture_weights(read_config(target_path), draft)
+    stored = {name: value.numel() for name, value in load_file(path / "model.safetensors").items()}
+    read = sum(n for name, n in stored.items() if ("_proj" in name or "lm_head" in name))
+    assert (weights.draft, weights.block_rows) == (read, 5)
 
 
 def test_accept_lengths_are_those_known_and_between_them():

@@ -29,6 +29,19 @@ def resolved(by_batch, algorithm="auto", facts=FACTS, **tree):
     return resolve.resolve(config, "target", "draft", spec, CPU, facts)
 
 
+def test_by_default_wide_trees_are_halved_where_a_batch_would_have_too_many_nodes():
+    """At most 4096 nodes a verify pass; a table of the user's, the empty one too, is left as it is."""
+    deep = TreeShape(15, 8, 256)
+    halved = {17: TreeShape(15, 8, 128), 33: TreeShape(15, 8, 64)}
+    assert choose_trees("auto", deep, None, max_batch=64) == halved
+    assert choose_trees("auto", deep, None, max_batch=16) == choose_trees("auto", WIDE, None, max_batch=64) == {}
+    assert choose_trees({}, deep, None, max_batch=64) == {}
+    # Plain decoding from 16 requests on.
+    assert choose_trees("auto", TreeShape(5, 8, 256), BIG, max_batch=64) == {16: PLAIN}
+    for least, shape in {1: deep, **halved}.items():
+        assert least * shape.num_draft_tokens <= trees.MAX_VERIFY_ROWS
+
+
 def test_a_table_comes_back_as_it_was_written(tmp_path):
     table = {1: WIDE, 8: TreeShape(5, 4, 16), 32: NARROW, 64: PLAIN}
     write(tmp_path / "table.json", table)

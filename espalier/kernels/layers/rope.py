@@ -214,11 +214,11 @@ def _check(
         (rope_and_norm.q_norm is None) != (rope_and_norm.k_norm is None)
         or rotary % 2
         or rotary > size
-        or qkv.shape[1] <= 2 * kv_heads
+        or qkv.shape[1] < 2 * kv_heads
     ):
         raise EspalierError(
             f"rope: got qkv {list(qkv.shape)}, {kv_heads} KV heads and {rotary} values per head to rotate: it needs "
-            "query heads, an even number of rotated values within the head, and both head norms or none"
+            "K and V of each KV head, an even number of rotated values within the head, and both head norms or none"
         )
     for tensor in (
         parts,

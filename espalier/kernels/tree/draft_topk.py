@@ -58,14 +58,15 @@ def draft_topk_triton(
     tau: float = 1.0,
     coupled: bool = True,
     mask: Tensor | None = None,
+    stride: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """The topk best children of each row: target ids [B, Q, K] int64 and path scores [B, Q, K] float32, best first.
 
     logits: [B, Q, Vd], in the form that pick_triton takes.  d2t: [Vd] int64, the target id of each draft id; None: the
-    vocabularies are the same.  rows: the sampling parameters of each request.  first [B] + offset: the position of the
-    children.  scores: [B, Q] float32, the path scores of the rows.  above: (tokens [B, E], ancestor_bits [B, Q, W]):
-    the drafted tokens and, for each row, the bits of those on its path.  mask: [B, Q, ceil(V / 32)] int32, the bits of
-    target ids that may be drafted (sampling/mask.py); None allows all.
+    vocabularies are the same.  rows: the sampling parameters of each request.  first [B] + offset + row · stride: the
+    position of the children of a row.  scores: [B, Q] float32, the path scores of the rows.  above: (tokens [B, E],
+    ancestor_bits [B, Q, W]): the drafted tokens and, for each row, the bits of those on its path.  mask: [B, Q,
+    ceil(V / 32)] int32, the bits of target ids that may be drafted (sampling/mask.py); None allows all.
 
     A child's score is its parent row's score plus the child's log-probability (at most 0), in float32.  The
     log-probability is the log_softmax of: the processed logits at temperature 0; (processed logits / T + noise) / tau
@@ -94,7 +95,7 @@ def draft_topk_triton(
     options |= early(chip(logits))
     of_splits = (values, indices, sums)
     _block_topk_kernel[(places, splits)](
-        *(*of_splits, vocab, of_target, offset, given, rows.arguments, hanging, queries, splits),
+        *(*of_splits, vocab, of_target, offset, stride, given, rows.arguments, hanging, queries, splits),
         COLUMNS=COLUMNS,
         TAU=float(tau),
         COUPLED=coupled,
@@ -123,6 +124,7 @@ def _block_topk_kernel(
     draft_vocab,
     d2t_ptr,
     offset,
+    stride,
     logits,
     slots,
     above,
@@ -141,7 +143,9 @@ def _block_topk_kernel(
     out = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
     logits, slots, above = LogitsArguments(*logits), SlotArguments(*slots), AboveArguments(*above)
-    b, logits_ptr, position, row, row_above = row_of(out, queries, offset, logits, slots, above, COLUMNS)
+    b, logits_ptr, position, row, row_above = row_of(
+        out, queries, offset + out % queries * stride, logits, slots, above, COLUMNS
+    )
     index = split * SPLIT + tl.arange(0, SPLIT)
     inside = index < draft_vocab
     exact: tl.constexpr = values_ptr.dtype.element_ty

@@ -11,6 +11,7 @@ from espalier.speculate.drafters.registry import (
     make_drafter,
     own_draft,
     read_draft,
+    what_to_check,
 )
 
 __all__ = [
@@ -25,4 +26,5 @@ __all__ = [
     "make_drafter",
     "own_draft",
     "read_draft",
+    "what_to_check",
 ]

@@ -103,6 +103,7 @@ class DraftFormat:
     explain: (config.json, directory) -> why a draft of no known format is not supported, or None if this format does
     not know either.
     in_target: (directory of a target, its config) -> whether it holds a draft of this format beside the target.
+    checks: what to check in the draft's config.json where almost none of its tokens is accepted.
     """
 
     algorithm: str
@@ -114,6 +115,7 @@ class DraftFormat:
     drafter: MakeDrafter
     explain: Callable[[Raw, Path], str | None] = no_explanation
     in_target: Callable[[Path, ModelConfig], bool] = never
+    checks: str = ""
 
     def takes(self, raw: Raw) -> bool:
         declared = raw.get("speculators_model_type")

@@ -14,4 +14,5 @@ FORMAT = DraftFormat(
     make=make_eagle3,
     drafter=AutoregressiveDrafter,
     explain=explain_earlier,
+    checks="eagle_aux_hidden_state_layer_ids (top-level ids name layers' inputs, those in eagle_config their outputs)",
 )

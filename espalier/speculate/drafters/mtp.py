@@ -15,4 +15,5 @@ FORMAT = DraftFormat(
     drafter=AutoregressiveDrafter,
     explain=explain_not_built,
     in_target=stores_mtp,
+    checks="mtp_form and num_nextn_predict_layers",
 )

@@ -15,12 +15,12 @@ from espalier.models.base import CausalLM
 from espalier.models.config import ModelConfig, Raw, read_json
 from espalier.models.draft import DraftConfig, DraftModel
 from espalier.models.weights import Weights
-from espalier.speculate.drafters import eagle3, mtp
+from espalier.speculate.drafters import block, eagle3, mtp
 from espalier.speculate.drafters.base import Drafter, DraftFormat, NoDrafter, architecture_of
 from espalier.speculate.drafters.ngram import NgramDrafter
 
 # By algorithm.  To add a format from outside this package: DRAFT_FORMATS[FORMAT.algorithm] = FORMAT.
-DRAFT_FORMATS: dict[str, DraftFormat] = {module.FORMAT.algorithm: module.FORMAT for module in (eagle3, mtp)}
+DRAFT_FORMATS: dict[str, DraftFormat] = {module.FORMAT.algorithm: module.FORMAT for module in (eagle3, mtp, block)}
 WITHOUT_FILES: Mapping[str, type[NgramDrafter] | type[NoDrafter]] = MappingProxyType(
     {drafter.spec.algorithm: drafter for drafter in (NgramDrafter, NoDrafter)}
 )
@@ -29,6 +29,18 @@ WITHOUT_FILES: Mapping[str, type[NgramDrafter] | type[NoDrafter]] = MappingProxy
 def algorithms() -> tuple[str, ...]:
     """The algorithm names that users may give."""
     return (*DRAFT_FORMATS, *WITHOUT_FILES)
+
+
+def what_to_check(algorithm: str) -> str:
+    """What a user should check or do where almost no draft token of this algorithm is accepted."""
+    if algorithm not in DRAFT_FORMATS:
+        return "this text has few repetitions: use a trained draft"
+    checks = DRAFT_FORMATS[algorithm].checks
+    return (
+        "the draft may be for another target, or for another revision of it: compare its README with this target, "
+        f"{f'check {checks} in its config.json, ' if checks else ''}"
+        "and measure it with `espalier bench round --acceptance`"
+    )
 
 
 def format_of(raw: Raw, path: Path) -> DraftFormat:
@@ -42,11 +54,12 @@ def format_of(raw: Raw, path: Path) -> DraftFormat:
 
 def _why_unknown(raw: Raw, path: Path) -> str:
     declared = raw.get("speculators_model_type")
+    asked = raw if declared is None else {"speculators_model_type": declared}
+    for known in DRAFT_FORMATS.values():
+        if (reason := known.explain(asked, path)) is not None:
+            return reason
     if declared is not None:
         return f"speculators_model_type {declared!r} is not supported"
-    for known in DRAFT_FORMATS.values():
-        if (reason := known.explain(raw, path)) is not None:
-            return reason
     return f"architecture {architecture_of(raw)!r} is not a known draft"
 
 

@@ -1,0 +1,152 @@
+"""Block drafts (DFlash: Chen et al. 2026, arXiv:2602.06036; JetSpec; DSpark): one pass proposes every depth.
+
+A block is the root and mask tokens, at the positions from the root on.  In each layer its rows attend to context rows,
+one for each token before the root, and to one another.  The context rows of all layers come from one vector for each
+token, norm(fc(features of the target)), which every layer puts through its own K and V projections.
+"""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from espalier.attention.staged import HeadProjections
+from espalier.kernels.layers.rope import RopeAndNorm
+from espalier.models.base import Attend, CausalLM
+from espalier.models.block_config import BlockConfig
+from espalier.models.draft import Edges
+from espalier.models.draft_weights import draft_embedding, draft_head, draft_to_target
+from espalier.models.layers.attention import Attention
+from espalier.models.layers.decoder import DecoderLayer
+from espalier.models.layers.embedding import Embedding
+from espalier.models.layers.linear import Linear
+from espalier.models.layers.norm import RMSNorm
+from espalier.models.layers.rope import RopeTables
+from espalier.models.loading import load_layer
+from espalier.models.weights import Weights
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class MarkovEdges:
+    """DSpark's Markov head: logits of a token given the one before, `project` of a row of `before` [V, rank]."""
+
+    before: Tensor
+    project: Linear
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        return self.project(self.before[tokens.clamp(min=0)])
+
+
+class BlockDraft:
+    """A loaded block draft: a BlockModel (espalier/models/draft.py).
+
+    context_kv: the K and V projections of all layers, stacked.  They are copies of those in `layers`, so that all
+    context rows of a pass are one matrix product.
+    """
+
+    modules = ()
+    has_experts = False
+
+    def __init__(
+        self,
+        config: BlockConfig,
+        rope: RopeTables,
+        embed: Embedding,
+        fc: Linear,
+        context_norm: RMSNorm,
+        layers: list[DecoderLayer],
+        context_kv: Linear,
+        norm: RMSNorm,
+        head: Linear,
+        d2t: Tensor | None,
+        edges: Edges | None,
+    ) -> None:
+        self.spec = config.spec
+        self.layer_specs = config.spec.layers
+        self.mask_token = config.mask_token
+        self.first_proposing = config.first_proposing
+        self.causal = config.causal
+        self.kv_heads = config.layer.kv_heads
+        self.rope = rope
+        self.embed = embed
+        self.fc = fc
+        self.context_norm = context_norm
+        self.layers = layers
+        self.context_kv = context_kv
+        self.norm = norm
+        self.head = head
+        self.d2t = d2t
+        self.edges = edges
+
+    def __call__(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        shape = (tokens.shape[0], tokens.shape[1])
+        rows = self.embed(tokens, positions, self.rope)
+        rope_and_norm = RopeAndNorm(rows.cos, rows.sin)
+        x, delta = rows.x, None
+        for i, layer in enumerate(self.layers):
+            x, normed = layer.attention_norm.after(delta, x)
+            x, delta = layer(x, normed, rope_and_norm, attend, i, shape)
+        return self.norm.after(delta, x)[1].unflatten(0, shape)
+
+    def block_logits(self, hidden: Tensor) -> Tensor:
+        return self.head(hidden)
+
+    def fuse(self, features: Tensor) -> Tensor:
+        return self.context_norm(self.fc(features))
+
+    def context(self, features: Tensor, positions: Tensor) -> Sequence[HeadProjections]:
+        kv = self.context_kv(self.fuse(features))
+        by_layer = kv.view(*positions.shape, len(self.layers), 2 * self.kv_heads, -1)
+        at = positions.flatten()
+        cos, sin = self.rope.cos[at], self.rope.sin[at]
+        return [
+            HeadProjections(by_layer[:, :, i], _rope_and_k_norm(layer, cos, sin)) for i, layer in enumerate(self.layers)
+        ]
+
+
+def _rope_and_k_norm(layer: DecoderLayer, cos: Tensor, sin: Tensor) -> RopeAndNorm:
+    assert isinstance(layer.attention, Attention) and layer.attention.k_norm is not None
+    norm = layer.attention.k_norm
+    return RopeAndNorm(cos, sin, norm.weight, norm.weight, norm.eps)
+
+
+def make_block(weights: Weights, config: BlockConfig, target: CausalLM, position_rows: int) -> BlockDraft:
+    """Build the draft from its weights.  If they lack an embedding or a head, the target's tensor is used, not copied.
+
+    Raises EspalierError naming what does not fit, and a weight that is not used.
+    """
+    layer, eps = config.layer, config.layer.rms_norm_eps
+    hidden, kv_rows = layer.hidden_size, layer.kv_heads * layer.head_size
+    embed = draft_embedding(weights, layer, target)
+    names = [f"layers.{i}.self_attn.{part}_proj" for i in range(layer.num_layers) for part in "kv"]
+    draft = BlockDraft(
+        config=config,
+        rope=RopeTables(layer.rope, position_rows, weights.dtype, weights.device),
+        embed=embed,
+        fc=weights.linear("", ("fc",), (hidden,), len(config.capture) * hidden, bias=False),
+        context_norm=weights.norm("hidden_norm", hidden, eps),
+        layers=[load_layer(weights, layer, f"layers.{i}.", i) for i in range(layer.num_layers)],
+        context_kv=weights.linear("", names, (kv_rows,) * len(names), hidden, layer.attention_bias),
+        norm=weights.norm("norm", hidden, eps),
+        head=draft_head(weights, layer, config.draft_vocab, target, embed),
+        d2t=draft_to_target(weights, layer.vocab_size, config.draft_vocab),
+        edges=_edges(weights, config),
+    )
+    if "confidence_head.proj.weight" in weights:
+        # A tree ranks its paths by their probability; nothing cuts it off by a threshold.
+        log.info("draft %s: its confidence head is not used", weights.path)
+        weights.ignore_under(("confidence_head.",))
+    weights.ignore(["t2d"])
+    weights.finish()
+    return draft
+
+
+def _edges(weights: Weights, config: BlockConfig) -> MarkovEdges | None:
+    rank = config.edge_rank
+    if not rank:
+        return None
+    before = weights.take("markov_head.markov_w1.weight", config.layer.vocab_size, rank)
+    return MarkovEdges(before, weights.linear("", ("markov_head.markov_w2",), (config.draft_vocab,), rank, bias=False))

@@ -1,0 +1,73 @@
+"""Weights that drafts of several formats have or borrow: the embedding, the head, the map of a reduced vocabulary."""
+
+import logging
+
+import torch
+from torch import Tensor
+
+from espalier.errors import EspalierError
+from espalier.models.base import CausalLM
+from espalier.models.config import ModelConfig
+from espalier.models.layers.embedding import Embedding
+from espalier.models.layers.linear import Linear
+from espalier.models.weight_formats import dense_weight
+from espalier.models.weights import Weights
+
+log = logging.getLogger(__name__)
+
+
+def draft_embedding(weights: Weights, layer: ModelConfig, target: CausalLM) -> Embedding:
+    """The draft's embedding, or the target's.  Raises EspalierError if the target's does not fit."""
+    name, shape = "embed_tokens.weight", (layer.vocab_size, layer.hidden_size)
+    if name in weights:
+        return Embedding(weights.take(name, *shape))
+    _note_borrowed(name, shape, tuple(target.embed.weight.shape), weights)
+    return target.embed
+
+
+def draft_head(weights: Weights, layer: ModelConfig, draft_vocab: int, target: CausalLM, embed: Embedding) -> Linear:
+    """The draft's head; its embedding, if its config says that they are tied; else the target's head.
+
+    Raises EspalierError if the target's does not fit.
+    """
+    name, shape = "lm_head.weight", (draft_vocab, layer.hidden_size)
+    if name in weights:
+        return weights.linear("", ("lm_head",), shape[:1], shape[1], bias=False)
+    if layer.tie_word_embeddings and tuple(embed.weight.shape) == shape:
+        log.info("draft %s: %s is the draft's embedding (tie_word_embeddings)", weights.path, name)
+        return Linear(dense_weight(embed.weight))
+    _note_borrowed(name, shape, target.head.shape, weights)
+    return target.head
+
+
+def _note_borrowed(name: str, shape: tuple[int, int], target_shape: tuple[int, ...], weights: Weights) -> None:
+    """Log that the target's weight is used.  Raises EspalierError if its shape does not fit."""
+    if target_shape != shape:
+        raise EspalierError(
+            f"{weights.path} has no {name!r} and cannot use the target's: it needs {list(shape)}, the target's is "
+            f"{list(target_shape)}; use a draft with its own"
+        )
+    log.info("draft %s: %s is the target's (shared, not copied)", weights.path, name)
+
+
+def draft_to_target(weights: Weights, vocab: int, draft_vocab: int) -> Tensor | None:
+    """The target id of each draft id; None if both vocabularies are the same.  Files store target id - draft id.
+
+    Raises EspalierError for ids that are outside the target's vocabulary, or that occur twice.
+    """
+    if "d2t" not in weights and draft_vocab == vocab:
+        return None
+    ids = torch.arange(draft_vocab) + weights.take_raw("d2t", draft_vocab).to(torch.int64)
+    outside = ids[(ids < 0) | (ids >= vocab)]
+    if outside.numel():
+        raise EspalierError(
+            f"{weights.path}: d2t maps to token {int(outside[0])}, but the target's vocabulary is 0 .. {vocab - 1}; "
+            "use the draft trained for this target"
+        )
+    values, counts = ids.unique(return_counts=True)
+    if (counts > 1).any():
+        raise EspalierError(
+            f"{weights.path}: d2t maps two draft ids to token {int(values[counts > 1][0])}; its entries are offsets "
+            "(target id - draft id), each target at most once: repair the file"
+        )
+    return None if torch.equal(ids, torch.arange(vocab)) else ids.to(weights.device)

@@ -1,0 +1,166 @@
+"""A drafter whose draft model proposes every depth in one forward pass (block drafts: DFlash, JetSpec, DSpark).
+
+A context row belongs to its token, and follows from the target's features at that token.  So the root, whose features
+come with the next verify pass, has none yet: with root n, rows 0 .. n-1 are committed, as of the target.  `propose`
+runs the block, the root and mask tokens, over them; block rows are never kept.  `extend` only projects features to
+context rows.
+
+A draft with edges scores a token given the one before it.  Then each depth is scored for the best distinct tokens of
+the depth before (kernels/tree/next_rows.py), which is one small matrix product a depth.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from espalier.attention import CommittedLengths, GroupedBackend, Nodes, Prefix
+from espalier.attention.staged import Projections, StagedPass
+from espalier.cache.kv import PagedKV, StagedKV
+from espalier.cache.layer_spec import LayerSpec
+from espalier.kernels.attention.ancestor_bits import pack
+from espalier.kernels.state.batch_state import Chain, chain
+from espalier.kernels.tree.next_rows import next_rows
+from espalier.kernels.tree.select_paths import Candidates, select_paths
+from espalier.layout import RoundLayout
+from espalier.models.draft import BlockModel, Edges
+from espalier.slots import BatchState
+from espalier.speculate.sampler import Sampler
+from espalier.speculate.tree import Tree, root_only
+
+# (logits [B, R, draft vocabulary], depth - 1 of the first row's children, by how much each further row's are deeper)
+# -> the best children of each row: tokens [B, R, K] int64, log-probabilities [B, R, K] float32.
+Children = Callable[[Tensor, int, int], tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class BlockAttend:
+    """The attention of a block pass.  passes: by whether a layer is causal in the block; causal: for each layer."""
+
+    passes: dict[bool, StagedPass]
+    causal: tuple[bool, ...]
+
+    def __call__(self, layer: int, projections: Projections) -> Tensor:
+        return self.passes[self.causal[layer]](layer, projections)
+
+
+class OnePassDrafter:
+    def __init__(
+        self,
+        draft: BlockModel,
+        layout: RoundLayout,
+        pages: PagedKV,
+        backend: GroupedBackend,
+        layer_specs: Sequence[LayerSpec],
+        staging: StagedKV | None = None,
+    ):
+        """layer_specs: specs of all layers, the target's first, the draft's last.
+
+        staging: a buffer that is large enough for this layout; by default a new one.
+        """
+        self.spec = draft.spec
+        self.draft = draft
+        self.layout = layout
+        self.pages = pages
+        self.backend = backend
+        self.layer_specs = layer_specs
+        self.first_layer = len(layer_specs) - len(self.spec.layers)
+        layers = range(self.first_layer, len(layer_specs))
+        self.staging = staging or StagedKV(layer_specs, layers, layout.draft_rows, pages.dtype, pages.device)
+        # A row that sees later rows reads all of them, proposing or not, as trained.
+        self.width = draft.first_proposing + layout.steps if all(draft.causal) else layout.block_rows
+        self.offsets = torch.arange(self.width, device=pages.device)
+        everything = torch.ones(self.width, self.width, dtype=torch.bool, device=pages.device)
+        self.ancestor_bits = {
+            is_causal: pack(everything.tril() if is_causal else everything) for is_causal in (False, True)
+        }
+        self.by_layout: dict[RoundLayout, Self] = {}
+
+    def for_layout(self, layout: RoundLayout) -> Self:
+        # Kept, because a CUDA graph replays with the tensors of its capture.
+        if layout not in self.by_layout:
+            drafter = type(self)(self.draft, layout, self.pages, self.backend, self.layer_specs, self.staging)
+            self.by_layout[layout] = drafter
+        return self.by_layout[layout]
+
+    def prepare(self, lengths: CommittedLengths) -> None:
+        self.backend.prepare(lengths)
+
+    def propose(self, slots: BatchState, sampler: Sampler) -> Tree:
+        if self.layout.num_draft_tokens == 1:
+            return root_only(slots.root)
+        logits = self.draft.block_logits(self._block(slots))
+
+        def children(of_rows: Tensor, depth: int, stride: int) -> tuple[Tensor, Tensor]:
+            no_scores = torch.zeros(of_rows.shape[:2], device=of_rows.device)
+            return sampler.children(of_rows, self.draft.d2t, depth, no_scores, self.layout.topk, None, stride)
+
+        candidates = candidates_of(slots.root, logits, self.draft.edges, self.layout.topk, children)
+        return Tree(*select_paths(slots.root, candidates, self.layout.num_draft_tokens))
+
+    def _block(self, slots: BatchState) -> Tensor:
+        """Run the block.  Returns the rows that propose depths 1 to steps: [B, steps, H]."""
+        tokens = torch.full_like(self.offsets, self.draft.mask_token).repeat(slots.batch, 1)
+        tokens[:, 0] = slots.root
+        first = self.draft.first_proposing
+        hidden = self.draft(tokens, block_positions(slots, self.offsets), self._attend(slots))
+        return hidden[:, first : first + self.layout.steps]
+
+    def _attend(self, slots: BatchState) -> BlockAttend:
+        prefix = Prefix(slots.page_table, slots.prefix_len)
+        # Windows count from the root, for every row of the block.
+        at_root = slots.prefix_len[:, None].expand(-1, self.width)
+        passes = {}
+        for is_causal in sorted(set(self.draft.causal)):
+            bits = self.ancestor_bits[is_causal].expand(slots.batch, -1, -1)
+            plan = self.backend.plan(self.pages, self.layer_specs, prefix, Nodes(at_root, at_root, bits))
+            passes[is_causal] = StagedPass(plan, self.staging, self.width, first_layer=self.first_layer)
+        return BlockAttend(passes, self.draft.causal)
+
+    def extend(
+        self, slots: BatchState, target_features: Tensor | None, length: Tensor, last_pieces: Tensor | None = None
+    ) -> None:
+        assert target_features is not None
+        width = target_features.shape[1]
+        positions, _, page_rows = context_rows(slots, length, width)
+        rows = self.staging.places(positions, width, 0)
+        for i, projections in enumerate(self.draft.context(target_features, positions)):
+            projections.write(rows, self.staging.layers[self.first_layer + i])
+        self.pages.commit(self.staging, rows, page_rows.flatten())
+
+
+def candidates_of(root: Tensor, logits: Tensor, edges: Edges | None, topk: int, children: Children) -> Candidates:
+    """The candidates of every depth.  root: [B]; logits: [B, S, draft vocabulary], without edges."""
+    if edges is None:
+        # Every candidate is continued by the one row of the next depth.
+        tokens, scores = (value[:, :, None] for value in children(logits, 0, 1))
+        return Candidates(tokens, scores, torch.zeros_like(tokens, dtype=torch.int32))
+    batch, steps, _ = logits.shape
+    row_tokens, row_scores = root[:, None], torch.zeros(batch, 1, device=logits.device)
+    shape = (batch, steps, topk, topk)
+    made = Candidates(
+        root.new_zeros(shape), row_scores.new_full(shape, -torch.inf), root.new_full(shape, -1, dtype=torch.int32)
+    )
+    for depth in range(steps):
+        tokens, scores = children(logits[:, depth, None] + edges(edge_tokens(row_tokens)), depth, 0)
+        row_tokens, row_scores, rows = next_rows(tokens, scores, row_scores)
+        for whole, part in zip(made, (tokens, scores, rows), strict=True):
+            whole[:, depth, : part.shape[1]] = part
+    return made
+
+
+def block_positions(slots: BatchState, offsets: Tensor) -> Tensor:
+    """[B, Q]: positions of the block's rows, the root's first."""
+    return slots.prefix_len[:, None] + offsets
+
+
+def edge_tokens(tokens: Tensor) -> Tensor:
+    """[B, R]: the tokens whose edges score the next depth."""
+    return tokens
+
+
+def context_rows(slots: BatchState, length: Tensor, width: int) -> Chain:
+    """The context rows of tokens n .. n+length-1, padded to `width`.  The padding is not committed."""
+    return chain(slots, 0, length, width)

@@ -1,0 +1,227 @@
+"""Train a block draft for a frozen target, on given text and on text of the target.
+
+`python -m espalier.train block` runs `train_block`, and `evaluate_block` measures a draft without the engine.  The file
+is the `dspark` form of vLLM's speculators, with a Markov head of rank `edge_rank` (0: none) and no confidence head; the
+embedding and the lm_head are the target's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import Tensor
+
+from espalier.kernels.tree.select_paths import select_paths
+from espalier.speculate.drafters.one_pass import candidates_of
+from espalier.train.block_head import BlockHead, BlockShape, block_loss
+from espalier.train.checkpoint import layer_fields, read_config, rope_theta, write_checkpoint
+from espalier.train.draft_run import DraftRun, TrainConfig, train_draft, training_device
+from espalier.train.evaluate import AcceptReport, continued, report
+from espalier.train.own_text import load_own_text
+from espalier.train.target import Eagle3Target, FrozenTarget
+
+# (topk, num_draft_tokens) of the trees that are measured; the first is a chain.
+TREES = {"chain": (1, 0), "tree of 16": (8, 16), "tree of 64": (8, 64)}
+# Held-out text that is measured while training: prompts, and tokens of each prompt and of its continuation.
+HELDOUT_PROMPTS, HELDOUT_TOKENS = 16, 64
+
+
+@dataclass(frozen=True)
+class BlockConfig(TrainConfig):
+    """The settings of a run.  `python -m espalier.train block` has a flag for each field.
+
+    layers: of the draft; block_size: tokens that one pass proposes; edge_rank: of the Markov head, 0 for none;
+    anchors: blocks trained in each row of a batch; mask_token: -1 for the target's last token id.
+    Raises ValueError for settings that do not fit together.
+    """
+
+    layers: int = 3
+    block_size: int = 8
+    edge_rank: int = 64
+    anchors: int = 64
+    mask_token: int = -1
+
+    def __post_init__(self) -> None:
+        if not 2 <= self.block_size < self.length:
+            raise ValueError(
+                f"block_size {self.block_size} does not fit into length {self.length}; use 2 to length - 1"
+            )
+        if self.anchors < 1 or self.layers < 1 or self.edge_rank < 0:
+            raise ValueError(
+                f"layers {self.layers}, anchors {self.anchors}, edge_rank {self.edge_rank}: use at least 1, 1 and 0"
+            )
+
+
+def new_head(target: Eagle3Target, config: BlockConfig) -> BlockHead:
+    torch.manual_seed(config.seed)
+    fields: dict[str, Any] = layer_fields(target.config, config.intermediate_size)
+    mask = config.mask_token if config.mask_token >= 0 else fields["vocab_size"] - 1
+    shape = BlockShape(
+        num_hidden_layers=config.layers,
+        block_size=config.block_size,
+        num_features=len(target.captured),
+        edge_rank=config.edge_rank,
+        mask_token_id=mask,
+        **fields,
+    )
+    head = BlockHead(shape).to(target.device)
+    head.norm.weight.data.copy_(target.final_norm)
+    return head
+
+
+def train_block(target_dir: Path, stream: np.ndarray, out: Path, work: Path, config: BlockConfig) -> dict[str, float]:
+    """Train, save to `out`, and return the run's figures.  stream: token ids of the text to train on; its end is held
+    out and measured while training."""
+    target = Eagle3Target(target_dir, training_device())
+    heldout = HELDOUT_PROMPTS * HELDOUT_TOKENS
+    if len(stream) < 4 * heldout:
+        raise ValueError(f"the data hold {len(stream)} tokens; give at least {4 * heldout}, as {heldout} are held out")
+    stream, prompts = stream[:-heldout], stream[-heldout:].astype(np.int64).reshape(HELDOUT_PROMPTS, -1)
+    own = load_own_text(target, stream, config, work)
+    head = new_head(target, config)
+    texts = target.continuations(torch.from_numpy(prompts).to(target.device), HELDOUT_TOKENS, 0.0)
+    texts = [text for text in texts if len(text) > HELDOUT_TOKENS + config.block_size]
+    firsts = [HELDOUT_TOKENS] * len(texts)
+    loss = torch.compile(block_loss) if target.device.type == "cuda" else block_loss
+    generator = torch.Generator().manual_seed(config.seed)
+
+    def loss_of(tokens: Tensor, features: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+        roots = torch.randperm(tokens.shape[1] - config.block_size + 1, generator=generator)[: config.anchors] + 1
+        embeds = target.embed(tokens), mask_embedding(target, head)
+        anchors = roots.sort().values.to(tokens.device)
+        return loss(head, target.head, embeds, tokens, features, logits, anchors, config.decay)
+
+    def measured() -> str:
+        if not texts:
+            return "held out: nothing, as the target's continuations end or repeat at once"
+        reports = measure_block(head, target, texts, firsts)
+        return "held out: " + ", ".join(f"{name} {r.every_root:.3f}" for name, r in reports.items())
+
+    state = work / f"block-{config.layers}-{config.block_size}-{config.edge_rank}.pt"
+    run = DraftRun(
+        *(head, target, loss_of, lambda: save_block(head, target, target_dir, out), state, config),
+        rows_of=token_rows,
+        measure=measured,
+    )
+    return train_draft(run, own.stream, stream)
+
+
+def token_rows(target: FrozenTarget, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """As draft_run.training_rows, with tokens in place of embeddings: edges need the tokens."""
+    reads, logits = target(tokens)
+    return tokens[:, 1:], reads[:, :-1], logits[:, 1:]
+
+
+def mask_embedding(target: FrozenTarget, head: BlockHead) -> Tensor:
+    return target.embed(torch.tensor([head.shape.mask_token_id], device=target.device))[0]
+
+
+def save_block(head: BlockHead, target: Eagle3Target, target_dir: Path, out: Path) -> None:
+    shape = head.shape
+    layer = {name: value for name, value in vars(shape).items() if name not in OWN_FIELDS}
+    verifier = {"architectures": target.config["architectures"], "name_or_path": str(target_dir)}
+    config = {
+        "architectures": ["DSparkSpeculator"],
+        "speculators_model_type": "dspark",
+        "speculators_version": "0.9.0",
+        "speculators_config": {"algorithm": "dspark", "verifier": verifier},
+        "transformer_layer_config": {**layer, "model_type": "qwen3", "attention_bias": False, "hidden_act": "silu"},
+        "draft_vocab_size": shape.vocab_size,
+        "aux_hidden_state_layer_ids": list(target.captured),
+        "block_size": shape.block_size,
+        "mask_token_id": shape.mask_token_id,
+        "sample_from_anchor": True,
+        "markov_rank": shape.edge_rank,
+        "markov_head_type": "vanilla",
+        "enable_confidence_head": False,
+        "dtype": "bfloat16",
+    }
+    write_checkpoint(config, head, out)
+
+
+# Fields of BlockShape that stand outside transformer_layer_config.
+OWN_FIELDS = ("block_size", "num_features", "edge_rank", "mask_token_id")
+
+
+def is_block(directory: Path) -> bool:
+    return read_config(directory).get("speculators_model_type") == "dspark"
+
+
+def load_block(directory: Path) -> BlockHead:
+    """A draft that `save_block` wrote."""
+    config = read_config(directory)
+    layer = config["transformer_layer_config"]
+    head = BlockHead(
+        BlockShape(
+            **{name: layer[name] for name in BlockShape.__dataclass_fields__ if name in layer and name != "rope_theta"},
+            rope_theta=rope_theta(layer),
+            block_size=config["block_size"],
+            num_features=len(config["aux_hidden_state_layer_ids"]),
+            edge_rank=config["markov_rank"],
+            mask_token_id=config["mask_token_id"],
+        )
+    )
+    head.load_state_dict(load_file(directory / "model.safetensors"))
+    return head
+
+
+@torch.no_grad()
+def accept_lengths(
+    head: BlockHead, target: FrozenTarget, tokens: Tensor, first: int, topk: int, num_draft_tokens: int
+) -> Tensor:
+    """The accept length of a tree behind every root n, first <= n < T - S.  tokens: [T], greedy text of the target.
+
+    num_draft_tokens: 0 for a chain.
+    """
+    steps, dtype = head.shape.block_size, head.fc.weight.dtype
+    roots = torch.arange(max(first, 1), len(tokens) - steps, device=tokens.device)
+    features = target(tokens[None])[0].to(dtype)
+    embeds = target.embed(tokens[roots])[None].to(dtype)
+    outputs = head(embeds, mask_embedding(target, head).to(dtype), features, roots)[0]
+    logits = F.linear(outputs, target.head.to(dtype)).float()
+    edges = None if head.markov_head is None else lambda before: head.markov_head(before).float()  # type: ignore[misc]
+
+    def children(of_rows: Tensor, depth: int, stride: int) -> tuple[Tensor, Tensor]:
+        scores, ids = of_rows.log_softmax(-1).topk(topk, dim=-1)
+        return ids, scores.float()
+
+    candidates = candidates_of(tokens[roots], logits, edges, topk, children)
+    tree = select_paths(tokens[roots], candidates, num_draft_tokens or steps + 1)
+    follows = tree.tokens == tokens[roots[:, None] + tree.depths]
+    on_path = follows.clone()
+    on_path[:, 0] = True
+    for node in range(1, tree.tokens.shape[1]):
+        on_path[:, node] &= on_path.gather(1, tree.parents[:, node : node + 1])[:, 0]
+    return 1 + (tree.depths * on_path).amax(1)
+
+
+def measure_block(
+    head: BlockHead, target: FrozenTarget, texts: list[np.ndarray], firsts: list[int]
+) -> dict[str, AcceptReport]:
+    """Accept lengths of `TREES` over greedy texts of the target.  A text that ends within a block of its continuation's
+    start has no roots."""
+    reports = {}
+    tokens = [torch.from_numpy(text.astype(np.int64)).to(target.device) for text in texts]
+    for name, (topk, nodes) in TREES.items():
+        topk = min(topk, head.shape.vocab_size)
+        lengths = [accept_lengths(head, target, t, f, topk, nodes) for t, f in zip(tokens, firsts, strict=True)]
+        reports[name] = report(lengths, texts, firsts)
+    return reports
+
+
+def evaluate_block(
+    draft_dir: Path, target_dir: Path, prompts: list[list[int]], num_tokens: int
+) -> dict[str, AcceptReport]:
+    """Print and return the accept lengths of `TREES`."""
+    target = Eagle3Target(target_dir, training_device())
+    head = load_block(draft_dir).to(target.device, target.head.dtype).eval()
+    reports = measure_block(head, target, *continued(target, prompts, num_tokens))
+    for name, found in reports.items():
+        print(f"{name} (steps {head.shape.block_size}): {found}")
+    return reports

@@ -1,0 +1,165 @@
+"""Block drafts give what the code that defines their forms gives (tests/fixtures/block); other forms are refused."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from espalier.attention.staged import HeadProjections, Projections
+from espalier.cache.layer_spec import LayerSpec
+from espalier.errors import EspalierError
+from espalier.models import load_target, read_config
+from espalier.models.block import BlockDraft
+from espalier.speculate.drafters import load_draft, read_draft
+from tests.block import block_directories, make_block_draft
+from tests.oracles.dense import DenseAttend, attended
+
+FIXTURES = Path(__file__).parents[1] / "fixtures" / "block"
+ORIGIN: dict[str, Any] = json.loads((FIXTURES / "origin.json").read_text())
+LOADING = {"dtype": torch.float32, "device": "cpu", "position_rows": 64}
+TOLERANCE = 1e-4
+
+
+@dataclass
+class OverContext:
+    """An `attend` for the rows of a block behind context rows, planes [n, heads, size] by layer."""
+
+    specs: tuple[LayerSpec, ...]
+    context: list[tuple[Tensor, Tensor]]
+    causal: tuple[bool, ...]
+
+    def __call__(self, layer: int, projections: Projections) -> Tensor:
+        spec, own = self.specs[layer], attended(projections, self.specs[layer])
+        k, v = (torch.cat((past[None], new), 1) for past, new in zip(self.context[layer], (own.k, own.v), strict=True))
+        k, v = (value.repeat_interleave(spec.heads // value.shape[2], 2) for value in (k, v))
+        rows, behind = own.q.shape[1], k.shape[1] - own.q.shape[1]
+        seen = torch.ones(rows, behind + rows, dtype=torch.bool)
+        if spec.window is not None:
+            # Seen from the root: the window holds it and the window - 1 rows before it.
+            seen[:, : max(behind + 1 - spec.window, 0)] = False
+        if self.causal[layer]:
+            seen = seen.tril(behind)
+        scores = torch.einsum("bqhd,bkhd->bhqk", own.q, k) * spec.softmax_scale
+        return torch.einsum("bhqk,bkhd->bqhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v)
+
+
+def context_planes(draft: BlockDraft, captured: Tensor, first: int) -> list[tuple[Tensor, Tensor]]:
+    """K and V of the context rows of tokens first, first + 1, ...: captured [1, n, F]."""
+    positions = torch.arange(first, first + captured.shape[1])[None]
+    planes = []
+    for projections, spec in zip(draft.context(captured, positions), draft.layer_specs, strict=True):
+        assert isinstance(projections, HeadProjections)
+        k, v = (torch.zeros(captured.shape[1], spec.rows.kv_heads, spec.rows.k_size) for _ in "kv")
+        projections.write(torch.arange(captured.shape[1]), (k, v))
+        planes.append((k, v))
+    return planes
+
+
+def two_rounds(draft: BlockDraft, expected: dict[str, Tensor]) -> dict[str, Tensor]:
+    made: dict[str, Tensor] = {}
+    tokens, captured = expected["tokens"], expected["captured"]
+    context: list[tuple[Tensor, Tensor]] = []
+    for number, anchor in enumerate(ORIGIN["anchors"]):
+        seen = context[0][0].shape[0] if context else 0
+        added = context_planes(draft, captured[:, seen:anchor], seen)
+        context = [
+            tuple(torch.cat(pair) for pair in zip(old, new, strict=True))  # type: ignore[misc]
+            for old, new in zip(context or [(k[:0], v[:0]) for k, v in added], added, strict=True)
+        ]
+        block = torch.full((1, draft.spec.block_rows), draft.mask_token)
+        block[0, 0] = tokens[0, anchor]
+        positions = anchor + torch.arange(draft.spec.block_rows)[None]
+        hidden = draft(block, positions, OverContext(draft.layer_specs, context, draft.causal))
+        made[f"logits.{number}"] = draft.block_logits(hidden)[0, draft.first_proposing :]
+        if draft.edges is not None:
+            made[f"edged.{number}"] = made[f"logits.{number}"] + draft.edges(expected[f"before.{number}"][None])[0]
+    return made
+
+
+def load(path: Path) -> tuple[Any, Any]:
+    capture = read_draft(path, read_config(FIXTURES / "target")).spec.capture
+    target = load_target(FIXTURES / "target", capture=capture, **LOADING)
+    return target, load_draft(path, target, **LOADING)
+
+
+def test_every_case_agrees(record_property: Any) -> None:
+    worst = {}
+    for name in ORIGIN["cases"]:
+        target, draft = load(FIXTURES / name)
+        expected = load_file(FIXTURES / name / "expected.safetensors")
+        assert list(draft.spec.capture) == expected["ids"].tolist()
+        positions = torch.arange(expected["tokens"].shape[1])[None]
+        captured = target(expected["tokens"], positions, DenseAttend(target.layer_specs)).captured
+        torch.testing.assert_close(captured, expected["captured"], rtol=TOLERANCE, atol=TOLERANCE)
+        ours = two_rounds(draft, expected)
+        assert ours.keys() == {key for key in expected if key.startswith(("logits", "edged"))}
+        worst[name] = max((ours[key] - expected[key]).abs().max().item() for key in ours)
+    print(f"\n{len(worst)} cases of two rounds, largest difference {max(worst.values()):.1e}")
+    record_property("largest_difference", max(worst.values()))
+    assert len(worst) == 15
+    assert max(worst.values()) < TOLERANCE, worst
+
+
+def test_a_confidence_head_is_named_as_not_used(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    load(FIXTURES / "deepspec_confidence")
+    assert "its confidence head is not used" in caplog.text
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "DFlash 2": ("speculators", {"speculators_model_type": "dflash2"}, r"DFlash 2 .* is not supported yet; built are"),
+    "P-EAGLE": ("speculators", {"speculators_model_type": "peagle"}, "P-EAGLE is not supported yet; built are"),
+    "XPress": ("speculators", {"speculators_model_type": "xpress"}, "XPress is not supported yet"),
+    "Gemma 4": ("dspark", {"architectures": ["Gemma4DSparkModel"]}, "DSpark with Gemma 4's layers is not supported"),
+    "gated edges": ("dspark", {"markov_head_type": "gated"}, "markov_head_type = 'gated' is not supported"),
+    "edges of the whole path": ("speculators", {"markov_head_type": "rnn"}, "markov_head_type = 'rnn'"),
+    "z-lab's window": (
+        "dflash",
+        {"layer_types": ["sliding_attention"] * 2, "use_sliding_window": True, "sliding_window": 8},
+        "in speculators' form only",
+    ),
+    "a field of dflash_config": (
+        "dflash",
+        {"dflash_config": {"target_layer_ids": [0], "mask_token_id": 3, "use_swa": True}},
+        "dflash_config has use_swa = True, which is not supported; supported fields are target_layer_ids",
+    ),
+    "shifted slots": (
+        "jetspec",
+        {"dflash_config": {"target_layer_ids": [0], "mask_token_id": 3, "draft_shift": True}},
+        "draft_shift = True",
+    ),
+    "another hidden size": (
+        "jetspec",
+        {"dflash_config": {"target_layer_ids": [0], "mask_token_id": 3, "target_hidden_size": 64}},
+        "target_hidden_size = 64 differs",
+    ),
+    "other layers": ("dflash", {"model_type": "llama"}, "layers of model_type 'llama' are not supported"),
+    "no mask": ("dspark", {"mask_token_id": None}, "mask_token_id = None; a token of the vocabulary"),
+    "a mask outside": ("dspark", {"mask_token_id": 16}, "mask_token_id = 16"),
+    "no layers named": ("dspark", {"target_layer_ids": None}, "target_layer_ids = None; a list"),
+    "the last layer": ("dspark", {"target_layer_ids": [0, 2]}, "fuses the input of layer 3"),
+    "no block": ("dflash", {"block_size": 1}, "block_size = 1; an integer of at least 2"),
+    "another vocabulary": ("dflash", {"vocab_size": 20}, "vocabulary 20, the target has 16"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_built_is_refused_by_name(name, tmp_path):
+    form, fields, text = REFUSED[name]
+    target, _ = block_directories("llama", "dflash", 4)
+    draft = make_block_draft(tmp_path / "draft", target, form, **{"block_size": 4, **fields})
+    with pytest.raises(EspalierError, match=text):
+        read_draft(draft, read_config(target))
+
+
+def test_a_mask_that_is_no_token_is_refused(tmp_path):
+    target, _ = block_directories("llama", "dflash", 4)
+    draft = make_block_draft(tmp_path / "draft", target, "dflash", 4)
+    (draft / "mask_embedding.pt").touch()
+    with pytest.raises(EspalierError, match="a mask that is no token"):
+        read_draft(draft, read_config(target))

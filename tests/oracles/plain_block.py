@@ -1,0 +1,175 @@
+"""A block draft from its stored tensors, in the plainest words, and its brute-force tree: an oracle of a round.
+
+Nothing of the engine's draft is used.  The form's facts are written here once more: which row proposes depth 1, which
+rows see which, and what a window counts."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from espalier.models.base import CausalLM
+from espalier.models.draft import DraftModel
+from espalier.request import Request
+from tests.oracles.plain_sampling import draft_scores
+from tests.oracles.reference_round import Node, Reference, Scratch
+
+SIZE, EPS = 8, 1e-5
+KV = tuple[Tensor, Tensor]
+
+
+def norm(x: Tensor, weight: Tensor) -> Tensor:
+    return x / (x.pow(2).mean(-1, keepdim=True) + EPS).sqrt() * weight
+
+
+def turned(x: Tensor, positions: Tensor) -> Tensor:
+    """x [n, heads, size], rotated by RoPE at positions [n]."""
+    # Frequencies are float32 in every implementation.
+    frequencies = 1.0 / 10000.0 ** (torch.arange(0, SIZE, 2).float() / SIZE)
+    angles = positions.to(x)[:, None] * frequencies.to(x)
+    cos, sin = (torch.cat((part, part), -1)[:, None] for part in (angles.cos(), angles.sin()))
+    left, right = x.chunk(2, -1)
+    return x * cos + torch.cat((-right, left), -1) * sin
+
+
+@dataclass
+class PlainBlock:
+    """config, weights: of the checkpoint; embedding, head: the target's, unless the draft has its own."""
+
+    config: dict
+    weights: dict[str, Tensor]
+    embedding: Tensor
+    head: Tensor
+    layers: int = field(init=False)
+
+    @classmethod
+    def load(cls, target_path: Path, path: Path) -> "PlainBlock":
+        target, weights = load_file(target_path / "model.safetensors"), load_file(path / "model.safetensors")
+        config = json.loads((path / "config.json").read_text())
+        embedding = weights.get("embed_tokens.weight", target["model.embed_tokens.weight"])
+        return cls(config, weights, embedding, weights.get("lm_head.weight", target["lm_head.weight"]))
+
+    def __post_init__(self) -> None:
+        layer = self.config.get("transformer_layer_config", self.config)
+        self.layers = layer["num_hidden_layers"]
+        self.is_speculators = layer is not self.config
+        own = self.config.get("dflash_config", {})
+        self.mask = own.get("mask_token_id", self.config.get("mask_token_id"))
+        self.block_size = self.config["block_size"]
+        self.first = 1 if own else 0
+        self.windows = [
+            layer["sliding_window"] if kind == "sliding_attention" else None
+            for kind in layer.get("layer_types", ["full_attention"] * self.layers)
+        ]
+        self.causal = [bool(own.get("causal_head")) or window is not None for window in self.windows]
+
+    @property
+    def ids(self) -> list[int]:
+        """The target token of each draft token."""
+        offsets = self.weights.get("d2t")
+        count = len(self.head)
+        return list(range(count)) if offsets is None else (torch.arange(count) + offsets).tolist()
+
+    def heads(self, x: Tensor, layer: int, name: str, positions: Tensor) -> Tensor:
+        """[n, heads, size] of q, k or v."""
+        out = (x @ self.weights[f"layers.{layer}.self_attn.{name}_proj.weight"].T).unflatten(-1, (-1, SIZE))
+        if name == "v":
+            return out
+        return turned(norm(out, self.weights[f"layers.{layer}.self_attn.{name}_norm.weight"]), positions)
+
+    def context(self, features: Tensor) -> list[KV]:
+        """K and V of the context rows of tokens 0, 1, ...: features [n, F]."""
+        shared = norm(features @ self.weights["fc.weight"].T, self.weights["hidden_norm.weight"])
+        at = torch.arange(len(features))
+        return [(self.heads(shared, i, "k", at), self.heads(shared, i, "v", at)) for i in range(self.layers)]
+
+    def logits(self, root: int, context: Sequence[KV]) -> Tensor:
+        """[depths, draft vocabulary] without edges, behind these context rows."""
+        behind = len(context[0][0])
+        at = behind + torch.arange(self.block_size)
+        x = self.embedding[[root] + [self.mask] * (self.block_size - 1)]
+        for i, (k, v) in enumerate(context):
+            inner = norm(x, self.weights[f"layers.{i}.input_layernorm.weight"])
+            own = [self.heads(inner, i, name, at) for name in "qkv"]
+            seen = torch.ones(self.block_size, behind + self.block_size, dtype=torch.bool)
+            if self.windows[i] is not None:
+                seen[:, : max(behind - self.windows[i], 0)] = False
+            if self.causal[i]:
+                seen = seen.tril(behind)
+            values = self.attention(own[0], torch.cat((k, own[1])), torch.cat((v, own[2])), seen)
+            x = x + values.flatten(1) @ self.weights[f"layers.{i}.self_attn.o_proj.weight"].T
+            inner = norm(x, self.weights[f"layers.{i}.post_attention_layernorm.weight"])
+            gate, up = (inner @ self.weights[f"layers.{i}.mlp.{name}_proj.weight"].T for name in ("gate", "up"))
+            x = x + (torch.nn.functional.silu(gate) * up) @ self.weights[f"layers.{i}.mlp.down_proj.weight"].T
+        return (norm(x, self.weights["norm.weight"]) @ self.head.T)[self.first :]
+
+    @staticmethod
+    def attention(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
+        k, v = (value.repeat_interleave(q.shape[1] // value.shape[1], 1) for value in (k, v))
+        scores = torch.einsum("qhd,khd->hqk", q, k) * SIZE**-0.5
+        return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v)
+
+    def edge(self, token: int) -> Tensor | float:
+        """[draft vocabulary]: what the token before adds to the logits."""
+        before = self.weights.get("markov_head.markov_w1.weight")
+        return 0.0 if before is None else self.weights["markov_head.markov_w2.weight"] @ before[token]
+
+
+class BlockReference(Reference):
+    """A target and a block draft, asked from scratch."""
+
+    def __init__(self, target: CausalLM, draft: DraftModel, plain: PlainBlock):
+        super().__init__(target, draft)
+        self.block = plain
+
+    def features(self, read: Tensor) -> Tensor:
+        return read
+
+    def committed(self, module: int, root: int) -> tuple[int, int]:
+        return 0, root
+
+    def _pass(self, tokens: tuple[int, ...]) -> Scratch:
+        scratch = super()._pass(tokens)
+        with torch.inference_mode():
+            scratch.draft.append(list(self.block.context(scratch.features)))
+        return scratch
+
+    @torch.inference_mode()
+    def tree(
+        self, algorithm: str, request: Request, tokens: Sequence[int], steps: int, topk: int, nodes: int
+    ) -> list[Node]:
+        """The nodes - 1 best of all paths, best first.  A path's parent must be among the topk best tokens of its
+        depth; without edges, only those are candidates."""
+        scratch, root = self.scratch(tokens), len(tokens) - 1
+        logits = self.block.logits(tokens[-1], [(k[:root], v[:root]) for k, v in scratch.draft[0]])
+        paths, found = [Node((), np.float32(0))], []
+        for depth in range(1, steps + 1):
+            best_of: dict[int, list[Node]] = {}
+            for parent in paths:
+                last = parent.path[-1] if parent.path else tokens[-1]
+                if last not in best_of:
+                    best_of[last] = self._continued(request, tokens, logits[depth - 1], last, depth, topk)
+            children = [
+                Node((*parent.path, *child.path), parent.score + child.score)
+                for parent in paths
+                for child in best_of[parent.path[-1] if parent.path else tokens[-1]]
+            ]
+            children.sort(key=lambda node: -node.score)
+            found += children[: nodes - 1]
+            # The children of other paths are not among the nodes - 1 best of their depth, and lead to no row first.
+            kept = list(dict.fromkeys(node.path[-1] for node in children))[:topk]
+            first = {node.path[-1]: i for i, node in reversed(list(enumerate(children)))}
+            paths = [n for i, n in enumerate(children) if n.path[-1] in kept and (i < nodes or first[n.path[-1]] == i)]
+        return sorted(found, key=lambda node: (-node.score, node.depth))[: nodes - 1]
+
+    def _continued(
+        self, request: Request, tokens: Sequence[int], logits: Tensor, last: int, depth: int, topk: int
+    ) -> list[Node]:
+        scores = draft_scores(logits + self.block.edge(last), self.block.ids, request, tokens, depth - 1)
+        best = sorted(scores, key=lambda token: (-scores[token], token))[:topk]
+        return [Node((t,), min(scores[t], np.float32(0))) for t in best if scores[t] > -np.inf]

@@ -1,0 +1,55 @@
+"""Engines whose draft is a block draft, and their oracle."""
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+from espalier.layout import RoundLayout
+from espalier.models import CausalLM, DraftModel, load_target, read_config
+from espalier.speculate.drafters import load_draft, read_draft
+from tests.block import block_directories
+from tests.harness import CPU, DTYPE, MAX_POSITIONS, Setup
+from tests.oracles.plain_block import BlockReference, PlainBlock
+
+
+@dataclass(frozen=True)
+class BlockSetup(Setup):
+    """spare: rows of the block that propose nothing."""
+
+    algorithm: str = "block"
+    form: str = "dflash"
+    spare: int = 1
+
+    @property
+    def reentry(self) -> int:
+        return 0
+
+    @property
+    def block_size(self) -> int:
+        return self.steps + 1 + self.spare
+
+    @property
+    def layout(self) -> RoundLayout:
+        return replace(super().layout, block_rows=self.block_size if self.algorithm == "block" else 0)
+
+    def models(self, position_rows: int = MAX_POSITIONS) -> tuple[CausalLM, DraftModel | None]:
+        target, draft = block_models(self.family, self.form, self.block_size, position_rows)
+        return target, draft if self.algorithm == "block" else None
+
+
+@lru_cache
+def block_models(family: str, form: str, block_size: int, position_rows: int) -> tuple[CausalLM, DraftModel]:
+    target_path, draft_path = block_directories(family, form, block_size)
+    how: dict[str, Any] = {"dtype": DTYPE, "device": CPU, "position_rows": position_rows}
+    target = load_target(target_path, capture=read_draft(draft_path, read_config(target_path)).spec.capture, **how)
+    return target, load_draft(draft_path, target, **how)
+
+
+@lru_cache
+def _reference(family: str, form: str, block_size: int) -> BlockReference:
+    target, draft = block_models(family, form, block_size, MAX_POSITIONS)
+    return BlockReference(target, draft, PlainBlock.load(*block_directories(family, form, block_size)))
+
+
+def block_reference_of(setup: BlockSetup) -> BlockReference:
+    return _reference(setup.family, setup.form, setup.block_size)
