@@ -128,7 +128,7 @@ def _load_latent_attention(
         q_down = weights.linear(prefix, ("q_a_proj",), (rank,), columns, bias)
         q_norm = weights.norm(f"{prefix}q_a_layernorm", rank, NORM_EPS)
     q_name, q_columns = ("q_proj", columns) if rank is None else ("q_b_proj", rank)
-    kv_up = weights.take(f"{prefix}kv_b_proj.weight", heads * (latent.nope_size + latent.v_size), latent.kv_rank)
+    kv_up = weights.take_matrix(f"{prefix}kv_b_proj", heads * (latent.nope_size + latent.v_size), latent.kv_rank)
     k_up, v_up = kv_up.unflatten(0, (heads, -1)).split((latent.nope_size, latent.v_size), 1)
     return LatentAttention(
         q_down=q_down,

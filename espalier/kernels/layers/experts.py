@@ -24,6 +24,7 @@ from espalier.kernels.layers.activation import SILU, Activation, apply_activatio
 from espalier.kernels.layers.experts_plan import ExpertsPlan, ExpertsShape, ProductPlan
 from espalier.kernels.layers.experts_tuning import plan_for
 from espalier.kernels.layers.linear import block_rows
+from espalier.kernels.layers.quantised import QuantisedMatrix, linear_quantised_reference
 from espalier.kernels.layers.silu import require_gated
 from espalier.kernels.runtime.launch import chip, exact_type, kernel, power_of_two, require
 from espalier.kernels.runtime.pdl import early, pdl_wait_if
@@ -39,6 +40,8 @@ PAIRS_PER_THREAD = 8
 # least this many pairs and threads.
 MIN_SORT_THREADS = 128
 WARP = 32
+# Experts [E, out, in].
+ExpertMatrix = Tensor | QuantisedMatrix
 
 
 @dataclass(frozen=True)
@@ -51,8 +54,8 @@ class ExpertBiases:
 
 def grouped_experts(
     x: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
+    gate_up: ExpertMatrix,
+    down: ExpertMatrix,
     ids: Tensor,
     weights: Tensor,
     live: Tensor | None = None,
@@ -415,8 +418,8 @@ def _require(
 
 def grouped_experts_reference(
     x: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
+    gate_up: ExpertMatrix,
+    down: ExpertMatrix,
     ids: Tensor,
     weights: Tensor,
     live: Tensor | None = None,
@@ -435,8 +438,12 @@ def grouped_experts_reference(
     for expert, own in enumerate(pairs[: len(gate_up)]):
         if len(own):
             rows, choices = own // top_k, own % top_k
-            gated = F.linear(x[rows], gate_up[expert], None if gate_up_bias is None else gate_up_bias[expert])
+            gated = _product(x[rows], gate_up[expert], None if gate_up_bias is None else gate_up_bias[expert])
             gated = apply_activation_reference(gated, activation)
-            result = F.linear(gated, down[expert], None if down_bias is None else down_bias[expert]).to(parts.dtype)
+            result = _product(gated, down[expert], None if down_bias is None else down_bias[expert]).to(parts.dtype)
             parts[choices, rows] = result * weights[rows, choices, None]
     return parts
+
+
+def _product(x: Tensor, weight: ExpertMatrix, bias: Tensor | None) -> Tensor:
+    return F.linear(x, weight, bias) if isinstance(weight, Tensor) else linear_quantised_reference(x, weight, bias)
