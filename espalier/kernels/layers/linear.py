@@ -192,10 +192,9 @@ def weight_rows(num_out, BLOCK_OUT: tl.constexpr, EVEN_OUT: tl.constexpr, GATED:
         # Interleave 8 rows of gate with their 8 rows of up: in a 16-row MMA tile one thread holds both values.
         w_rows = tl.program_id(0) * (BLOCK_OUT // 2) + row // 16 * 8 + row % 8
         return (w_rows if EVEN_OUT else tl.minimum(w_rows, num_out - 1)) + row % 16 // 8 * num_out
-    else:
-        # Rows past the end read the last row instead; their results are not stored.
-        w_rows = tl.program_id(0) * BLOCK_OUT + row
-        return w_rows if EVEN_OUT else tl.minimum(w_rows, num_out - 1)
+    # Rows past the end read the last row instead; their results are not stored.
+    w_rows = tl.program_id(0) * BLOCK_OUT + row
+    return w_rows if EVEN_OUT else tl.minimum(w_rows, num_out - 1)
 
 
 @kernel

@@ -146,7 +146,7 @@ def _launch(x: Tensor, weight: QuantisedMatrix, bias: Tensor | None, plan: Trito
 
 
 def kernel_inputs(x: Tensor, weight: QuantisedMatrix) -> tuple[Tensor, Tensor | None]:
-    """(inputs, their scales or None) as quantised_dot takes them: in the weight's order of columns, rounded if it says."""
+    """(inputs, their scales or None) as quantised_dot takes them: in the order of the weight's columns, maybe rounded."""
     if weight.order is not None:
         x = x.index_select(1, weight.order)
     if weight.inputs is not None:
@@ -218,7 +218,7 @@ def require_supported(weight: QuantisedMatrix, dtype: torch.dtype) -> None:
 
 
 def _require(x: Tensor, weight: QuantisedMatrix, bias: Tensor | None, plan: TritonPlan) -> None:
-    rows, num_in = x.shape
+    num_in = x.shape[1]
     packed = num_in if weight.code == "fp8" else num_in // 2
     require("quantised linear: codes", weight.codes, (-1, packed), None, x)
     if bias is not None:

@@ -90,27 +90,25 @@ def _values(
             zero = tl.load(zeros_ptr + w_rows * num_groups + group).to(tl.uint16)
         low = _minus(packed & 15, zero[:, None], DTYPE)
         return low, _minus(packed >> 4, zero[:, None], DTYPE)
+    group = k // 32 + tl.arange(0, BLOCK_BYTES // 16)
+    if EVEN_IN:
+        exponents = tl.load(scale_ptrs[:, None] + group[None, :])
     else:
-        group = k // 32 + tl.arange(0, BLOCK_BYTES // 16)
-        if EVEN_IN:
-            exponents = tl.load(scale_ptrs[:, None] + group[None, :])
-        else:
-            exponents = tl.load(scale_ptrs[:, None] + group[None, :], mask=group[None, :] < num_groups, other=0)
-        bits = exponents.to(tl.uint32)
-        # An exponent of 0 means 2^-127, a subnormal float32.
-        scale = tl.where(bits == 0, 1 << 22, bits << 23).to(tl.float32, bitcast=True).to(DTYPE)
-        scale = tl.broadcast_to(scale[:, :, None], (BLOCK_OUT, BLOCK_BYTES // 16, 16))
-        scale = tl.reshape(scale, (BLOCK_OUT, BLOCK_BYTES))
-        return _e2m1(packed & 15, DTYPE) * scale, _e2m1(packed >> 4, DTYPE) * scale
+        exponents = tl.load(scale_ptrs[:, None] + group[None, :], mask=group[None, :] < num_groups, other=0)
+    bits = exponents.to(tl.uint32)
+    # An exponent of 0 means 2^-127, a subnormal float32.
+    scale = tl.where(bits == 0, 1 << 22, bits << 23).to(tl.float32, bitcast=True).to(DTYPE)
+    scale = tl.broadcast_to(scale[:, :, None], (BLOCK_OUT, BLOCK_BYTES // 16, 16))
+    scale = tl.reshape(scale, (BLOCK_OUT, BLOCK_BYTES))
+    return _e2m1(packed & 15, DTYPE) * scale, _e2m1(packed >> 4, DTYPE) * scale
 
 
 @kernel
 def _minus(nibbles, zero, DTYPE: tl.constexpr):
     """nibbles - zero.  Bits of the mantissa of 128 (or 1024) hold a nibble: a float without a conversion."""
-    if DTYPE == tl.bfloat16:
+    if tl.bfloat16 == DTYPE:
         return _with_bits(nibbles, 0x4300, DTYPE) - _with_bits(zero, 0x4300, DTYPE)
-    else:
-        return _with_bits(nibbles, 0x6400, DTYPE) - _with_bits(zero, 0x6400, DTYPE)
+    return _with_bits(nibbles, 0x6400, DTYPE) - _with_bits(zero, 0x6400, DTYPE)
 
 
 @kernel
@@ -121,9 +119,9 @@ def _with_bits(nibbles, BITS: tl.constexpr, DTYPE: tl.constexpr):
 @kernel
 def _e2m1(nibbles, DTYPE: tl.constexpr):
     """The values of E2M1 nibbles: its two exponent bits and one mantissa bit are put where DTYPE has its own."""
-    MANTISSA: tl.constexpr = 7 if DTYPE == tl.bfloat16 else 10
+    MANTISSA: tl.constexpr = 7 if tl.bfloat16 == DTYPE else 10
     # The bits of 0.5: an exponent of 0 in E2M1 is that of 1, without the leading one.
-    HALF: tl.constexpr = 126 << 7 if DTYPE == tl.bfloat16 else 14 << 10
+    HALF: tl.constexpr = 126 << 7 if tl.bfloat16 == DTYPE else 14 << 10
     bits = nibbles.to(tl.uint16)
     magnitude = bits & 7
     value = tl.where(magnitude > 1, (magnitude << (MANTISSA - 1)) + HALF, magnitude * HALF)
