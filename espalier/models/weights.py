@@ -16,14 +16,19 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from espalier.errors import EspalierError
+from espalier.kernels.layers.linear_quantised import require_supported
 from espalier.kernels.layers.quantised import QuantisedMatrix, dequantise
 from espalier.models.layers.linear import Linear
 from espalier.models.layers.mlp import GatedMLP
 from espalier.models.layers.norm import RMSNorm
 from espalier.models.weight_formats import WHOLE, FormatOf, Shard, StoredTensor, Weight, WeightFormat, all_dense
 
-# Buffers that old exporters stored with the weights.  The models here compute them.
-HARMLESS = re.compile(r"(rotary_emb\.(inv_freq|cos_cached|sin_cached)|self_attn\.(bias|masked_bias))$")
+# Buffers that old exporters stored with the weights, which the models here compute; and scales of an FP8 K/V cache: K
+# and V keep the model's dtype.
+HARMLESS = re.compile(
+    r"(rotary_emb\.(inv_freq|cos_cached|sin_cached)|self_attn\.(bias|masked_bias)"
+    r"|self_attn\.((k_proj\.)?k_scale|(v_proj\.)?v_scale|(q_proj\.)?q_scale|kv_scale))$"
+)
 INDEX = "model.safetensors.index.json"
 # Dtypes that may be cast to the model's dtype.  Narrower dtypes may not: they need the scales of their format.
 PLAIN_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -131,14 +136,19 @@ class Weights:
         tensors = self._stored(format, names, rows, columns, shard)
         shard_rows = [shard.cut(count, columns)[0] for count in rows]
         with self._naming(names):
-            return format.build(tensors, shard_rows, shard.cut(0, columns)[1])
+            weight = format.build(tensors, shard_rows, shard.cut(0, columns)[1])
+            weight.require_kernels(self.dtype)
+        return weight
 
     def matrix(self, names: Sequence[str], rows: Sequence[int], columns: int) -> Tensor | QuantisedMatrix:
         """As `weight`, but the matrix itself, dense or quantised, and whole."""
         format = self._format_of_all(names)
         tensors = self._stored(format, names, rows, columns, WHOLE)
         with self._naming(names):
-            return format.matrix(tensors, rows, columns)
+            matrix = format.matrix(tensors, rows, columns)
+            if not isinstance(matrix, Tensor):
+                require_supported(matrix, self.dtype)
+        return matrix
 
     def stacked_matrix(self, name: str, matrix: str, count: int, rows: int, columns: int) -> QuantisedMatrix:
         """`count` experts [rows, columns] that are stored in one tensor, name + matrix and the format's suffixes."""
@@ -148,7 +158,9 @@ class Weights:
                 stored.suffix: self._checked(f"{name}{matrix}{stored.suffix}", stored).to(self.device)
                 for stored in format.expert_tensors(count, rows, columns)
             }
-            return format.expert_matrix(tensors)
+            experts = format.expert_matrix(tensors)
+            require_supported(experts, self.dtype)
+        return experts
 
     def take_matrix(self, name: str, rows: int, columns: int) -> Tensor:
         """A matrix of any format as a dense tensor [rows, columns] of the model's dtype."""

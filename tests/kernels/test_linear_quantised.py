@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from espalier.errors import EspalierError
+from espalier.kernels.layers import linear_quantised
 from espalier.kernels.layers.linear import TritonPlan, sum_parts_reference
 from espalier.kernels.layers.linear_quantised import (
     _launch,
@@ -165,3 +166,32 @@ def test_blocks_that_span_two_groups_are_refused(kernel_device):
 
 def test_weights_on_a_cpu_need_no_chip():
     require_supported(drawn("fp8-channel", (), 16, 16, torch.device("cpu")), torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("kind", "capability", "dtype", "says"),
+    [
+        ("fp8-channel", (8, 6), torch.bfloat16, "FP8 weights need a GPU of compute capability 8.9"),
+        ("mxfp4", (9, 0), torch.float16, "mxfp4 weights need dtype=bfloat16 on a GPU, not torch.float16"),
+        ("int4", (9, 0), torch.float32, "int4 weights need dtype=bfloat16 on a GPU"),
+        ("int4", (8, 0), torch.float16, None),
+    ],
+)
+def test_what_no_kernel_takes_is_refused_at_start(monkeypatch, kind, capability, dtype, says):
+    matrix = drawn(kind, (), 16, 32, torch.device("cpu"))
+    monkeypatch.setattr(linear_quantised, "chip", lambda tensor: replace(H200, capability=capability))
+    on_gpu = replace(matrix, codes=OnGPU(matrix.codes))
+    if says is None:
+        require_supported(on_gpu, dtype)
+        return
+    with pytest.raises(EspalierError, match=says):
+        require_supported(on_gpu, dtype)
+
+
+class OnGPU:
+    """A tensor that says that it is on a GPU."""
+
+    is_cuda = True
+
+    def __init__(self, tensor):
+        self.shape = tensor.shape

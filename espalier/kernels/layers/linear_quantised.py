@@ -146,7 +146,7 @@ def _launch(x: Tensor, weight: QuantisedMatrix, bias: Tensor | None, plan: Trito
 
 
 def kernel_inputs(x: Tensor, weight: QuantisedMatrix) -> tuple[Tensor, Tensor | None]:
-    """(inputs, their scales or None) as quantised_dot takes them: in the order of the weight's columns, maybe rounded."""
+    """(inputs, their scales or None) as quantised_dot takes them: in the order of the columns, maybe rounded."""
     if weight.order is not None:
         x = x.index_select(1, weight.order)
     if weight.inputs is not None:

@@ -36,6 +36,9 @@ class Weight(ABC):
     def apply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x [rows, in] -> x · weightᵀ + bias, a new tensor [rows, out] in x's dtype."""
 
+    def require_kernels(self, dtype: torch.dtype) -> None:  # noqa: B027
+        """Raises EspalierError if no kernel multiplies inputs of this dtype on the weight's device."""
+
     def parts(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """The result of `apply`, or [parts, rows, out] float32 that sum to it.  RMSNorm.after sums them."""
         return self.apply(x, bias)

@@ -9,7 +9,12 @@ import torch
 from torch import Tensor
 
 from espalier.errors import EspalierError
-from espalier.kernels.layers.linear_quantised import linear_quantised, linear_quantised_gated, linear_quantised_parts
+from espalier.kernels.layers.linear_quantised import (
+    linear_quantised,
+    linear_quantised_gated,
+    linear_quantised_parts,
+    require_supported,
+)
 from espalier.kernels.layers.quantised import QuantisedMatrix, pack_nibbles
 from espalier.models.weight_formats.base import FormatOf, Weight, WeightFormat
 from espalier.models.weight_formats.dense import DenseFormat
@@ -31,6 +36,9 @@ class QuantisedWeight(Weight):
         super().__init__((matrix.shape[0], matrix.shape[1]), matrix.nbytes)
         self.matrix = matrix
         self.format = format
+
+    def require_kernels(self, dtype: torch.dtype) -> None:
+        require_supported(self.matrix, dtype)
 
     def apply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return linear_quantised(x, self.matrix, bias)
