@@ -55,7 +55,7 @@ class Weights:
         self.formats = formats
         self._loaded: Mapping[str, Tensor] = {}
         self._files: dict[str, safe_open] = {}
-        shards = _shards(path)
+        shards = shards_of(path)
         for shard in shards:
             self._open(shard)
         if not shards:
@@ -325,7 +325,7 @@ def _count(name: str, tensor: Tensor, formats: FormatOf) -> WeightCount:
     return WeightCount(0, tensor.nbytes) if keeps else WeightCount(tensor.numel(), 0)
 
 
-def _shards(path: Path) -> list[Path]:
+def shards_of(path: Path) -> list[Path]:
     """The model's safetensors files: those of the index, else model.safetensors, else all of the directory."""
     index = path / INDEX
     if index.exists():
