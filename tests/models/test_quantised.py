@@ -31,6 +31,12 @@ DOWN = ([f"{LAYER}mlp.down_proj"], [32], 64)
 STACKS = [QKV, GATE_UP, DOWN]
 
 
+@pytest.fixture(autouse=True)
+def rounded_inputs_on_a_cpu(monkeypatch):
+    """Inputs are rounded where a checkpoint asks for it, as on a GPU."""
+    monkeypatch.setattr(quantised, "as_computed", lambda matrix: matrix)
+
+
 def made(path: Path, kind: str, family: str = "llama", **config: Any) -> tuple[Path, Stored]:
     """A target in a kind of KINDS, and the dense weights that it means."""
     target = make_target(path / "target", family, attention_bias=True, **config)
@@ -119,6 +125,15 @@ def test_two_shards_make_up_the_whole_or_are_refused(tmp_path, kind, along):
     for index, shard in enumerate(shards):
         cut = torch.cat([half.chunk(2, 0 if along == "rows" else 1)[index] for half in (gate, up)])
         assert torch.equal(dequantise(shard.matrix, DTYPE), cut)
+
+
+@pytest.mark.parametrize("kind", ROUNDS_INPUTS)
+def test_a_cpu_does_not_round_inputs(tmp_path, monkeypatch, kind):
+    monkeypatch.undo()
+    path, meant = made(tmp_path, kind)
+    x = torch.randn(5, 32, dtype=DTYPE)
+    product = F.linear(x, meant_of(meant, QKV[0]))
+    torch.testing.assert_close(loaded(path).weight(*QKV).apply(x, None), product, rtol=1e-11, atol=1e-11)
 
 
 def test_blocks_that_two_shards_need_are_not_cut(tmp_path):

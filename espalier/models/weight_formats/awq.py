@@ -44,7 +44,7 @@ class AwqFormat(QuantisedFormat):
             StoredTensor(".scales", (groups, rows), SCALE_DTYPES, row_dim=1, column_dim=0),
         )
 
-    def matrix(self, tensors: Mapping[str, Tensor], rows: Sequence[int], columns: int) -> QuantisedMatrix:
+    def stored_matrix(self, tensors: Mapping[str, Tensor], rows: Sequence[int], columns: int) -> QuantisedMatrix:
         packed = tensors[".qweight"]
 
         def block(begin: int, end: int) -> Tensor:

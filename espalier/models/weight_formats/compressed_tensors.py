@@ -67,7 +67,7 @@ class PackedFormat(QuantisedFormat):
             tensors.append(StoredTensor(".weight_g_idx", (columns,), torch.int32, column_dim=0))
         return tuple(tensors)
 
-    def matrix(self, tensors: Mapping[str, Tensor], rows: Sequence[int], columns: int) -> QuantisedMatrix:
+    def stored_matrix(self, tensors: Mapping[str, Tensor], rows: Sequence[int], columns: int) -> QuantisedMatrix:
         for count, shape in zip(rows, tensors[".weight_shape"].tolist(), strict=True):
             # Of a shard it is the whole matrix's.
             if shape[0] % count or shape[1] % columns:

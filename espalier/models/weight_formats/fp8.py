@@ -55,7 +55,7 @@ class Fp8Format(QuantisedFormat):
         static = (StoredTensor(".input_scale", (1,), SCALE_DTYPES),) if self.inputs == "static" else ()
         return StoredTensor(".weight", (rows, columns), FP8, row_dim=0, column_dim=1), scale, *static
 
-    def matrix(self, tensors: Mapping[str, Tensor], rows: Sequence[int], columns: int) -> QuantisedMatrix:
+    def stored_matrix(self, tensors: Mapping[str, Tensor], rows: Sequence[int], columns: int) -> QuantisedMatrix:
         scales, row_block = self._scales(tensors[self.scale], rows)
         inputs = None
         if self.inputs is not None:

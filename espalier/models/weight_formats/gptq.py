@@ -56,7 +56,7 @@ class GptqFormat(QuantisedFormat):
             StoredTensor(".g_idx", (columns,), torch.int32, column_dim=0),
         )
 
-    def matrix(self, tensors: Mapping[str, Tensor], rows: Sequence[int], columns: int) -> QuantisedMatrix:
+    def stored_matrix(self, tensors: Mapping[str, Tensor], rows: Sequence[int], columns: int) -> QuantisedMatrix:
         packed, group = tensors[".qweight"], self.group or columns
         order = common_order(tensors[".g_idx"], group)
 

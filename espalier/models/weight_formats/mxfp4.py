@@ -30,7 +30,7 @@ class Mxfp4Format(QuantisedFormat):
     def tensors(self, rows: int, columns: int) -> tuple[StoredTensor, ...]:
         raise EspalierError(f"format {self.name} is supported for stacked experts only")
 
-    def matrix(self, tensors: Mapping[str, Tensor], rows: Sequence[int], columns: int) -> QuantisedMatrix:
+    def stored_matrix(self, tensors: Mapping[str, Tensor], rows: Sequence[int], columns: int) -> QuantisedMatrix:
         raise EspalierError(f"format {self.name} is supported for stacked experts only")
 
     def expert_tensors(self, count: int, rows: int, columns: int) -> tuple[StoredTensor, ...]:

@@ -3,6 +3,7 @@
 import re
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -54,7 +55,11 @@ class QuantisedFormat(WeightFormat):
     """A format whose matrices become a QuantisedMatrix."""
 
     @abstractmethod
-    def matrix(self, tensors: Mapping[str, Tensor], rows: Sequence[int], columns: int) -> QuantisedMatrix: ...
+    def stored_matrix(self, tensors: Mapping[str, Tensor], rows: Sequence[int], columns: int) -> QuantisedMatrix:
+        """`matrix` with inputs as the checkpoint asks, wherever it runs."""
+
+    def matrix(self, tensors: Mapping[str, Tensor], rows: Sequence[int], columns: int) -> QuantisedMatrix:
+        return as_computed(self.stored_matrix(tensors, rows, columns))
 
     def build(self, tensors: Mapping[str, Tensor], rows: Sequence[int], columns: int) -> Weight:
         return QuantisedWeight(self.matrix(tensors, rows, columns), self.name)
@@ -62,6 +67,15 @@ class QuantisedFormat(WeightFormat):
     def keeps(self, name: str, dtype: torch.dtype) -> bool:
         """Biases and the norms beside a matrix are cast; they end in .bias, or in .weight and are wide."""
         return not name.endswith(".bias") and (dtype.itemsize == 1 or not name.endswith(".weight"))
+
+
+def as_computed(matrix: QuantisedMatrix) -> QuantisedMatrix:
+    """The matrix as this device multiplies with it: a CPU, which has no units for FP8, does not round inputs.
+
+    Rounding would gain nothing there.  It also makes results depend on the last bit of an input, so that a tree and
+    plain decoding would choose different tokens more often (docs/design.md, section 6).
+    """
+    return replace(matrix, inputs=None) if matrix.device.type == "cpu" else matrix
 
 
 def refuse_shape(name: str, what: str, size: int, unit: int) -> None:
