@@ -32,10 +32,10 @@ from espalier.kernels.layers.linear import (
 from espalier.kernels.layers.linear_tuning import plans_for
 from espalier.kernels.layers.quantise_rows import quantise_rows
 from espalier.kernels.layers.quantised import QuantisedMatrix, linear_quantised_reference
-from espalier.kernels.layers.quantised_tile import CODES, quantised_dot
+from espalier.kernels.layers.quantised_tile import CODES, prefetch_codes, quantised_dot
 from espalier.kernels.layers.silu import require_gated, silu_mul
 from espalier.kernels.runtime.launch import Chip, chip, kernel, require
-from espalier.kernels.runtime.pdl import early, pdl_wait_if
+from espalier.kernels.runtime.pdl import early, pdl_trigger, pdl_wait
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -101,7 +101,10 @@ def _linear_quantised_kernel(
     k_begin, k_end = split * steps // num_splits * BLOCK_IN, (split + 1) * steps // num_splits * BLOCK_IN
     rows = tl.program_id(2) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     x_rows = rows.to(tl.int64)
-    pdl_wait_if(DEPENDENT)
+    pdl_trigger(DEPENDENT)
+    if DEPENDENT:
+        prefetch_codes(codes_ptr, w_rows, k_begin, num_in, CODE, BLOCK_IN)
+    pdl_wait(DEPENDENT)
     x_scale_ptrs = None
     if x_scales_ptr is not None:
         x_scale_ptrs = x_scales_ptr + x_rows * (tl.cdiv(num_in, INPUT_GROUP) if INPUT_GROUP > 0 else 1)

@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from espalier.kernels.runtime.launch import kernel
+from espalier.kernels.runtime.pdl import ask_for
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -74,6 +75,16 @@ def quantised_dot(
     if INPUT_GROUP == 0 and x_scale_ptrs is not None:
         acc *= tl.load(x_scale_ptrs, mask=inside, other=0.0)[None, :]
     return acc
+
+
+@kernel
+def prefetch_codes(codes_ptr, w_rows, k_begin, num_in, CODE: tl.constexpr, BLOCK_IN: tl.constexpr):
+    """Prefetch the first tile of the codes into the L2: an address for each line of 128 bytes."""
+    BLOCK_BYTES: tl.constexpr = BLOCK_IN // 2 if CODE > 0 else BLOCK_IN
+    LINES: tl.constexpr = BLOCK_BYTES // 128 if BLOCK_BYTES > 128 else 1
+    row_bytes = num_in // 2 if CODE > 0 else num_in
+    lines = (k_begin // 2 if CODE > 0 else k_begin) + tl.arange(0, LINES) * 128
+    ask_for(codes_ptr + w_rows[:, None] * row_bytes + tl.minimum(lines, row_bytes - 1)[None, :])
 
 
 @kernel
