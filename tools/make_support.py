@@ -63,6 +63,32 @@ def targets() -> str:
     return table(head, map(row, FAMILIES.values()))
 
 
+def quantised() -> str:
+    as_is = "as they are"
+    rows = [
+        [
+            "fp8",
+            "E4M3: one scale, or blocks (`weight_block_size`, powers of two from 16, as 128 × 128)",
+            "dynamic, by row or by the columns of a block; static with one scale",
+        ],
+        [
+            "compressed-tensors",
+            "`float-quantized`, `naive-quantized`: E4M3 by `tensor`, `channel` or `block`",
+            "as they are; dynamic by `token` or `group`; static by `tensor`",
+        ],
+        [
+            "compressed-tensors",
+            "`pack-quantized`: 4 bits by `group` or `channel`, symmetric or with zero points, `actorder`",
+            as_is,
+        ],
+        ["awq", "4 bits, `gemm`, with zero points", as_is],
+        ["gptq", "4 bits, `gptq` or `gptq_v2`, `desc_act`", as_is],
+        ["mxfp4", "GPT-OSS's experts", as_is],
+    ]
+    assert {name for name, *_ in rows} == {name for name in FORMATS if name is not None}
+    return table(["`quant_method`", "weights", "inputs"], ([f"`{name}`", *columns] for name, *columns in rows))
+
+
 def drafters() -> str:
     files = [[f"`{d.algorithm}`", d.title, codes(d.architectures)] for d in DRAFT_FORMATS.values()]
     others = [[f"`{name}`", NO_FILES[name], "needs no files"] for name in WITHOUT_FILES]
@@ -115,17 +141,26 @@ column says.
 
 MTP layers (`num_nextn_predict_layers`) in a target's directory are its draft, unless another draft or algorithm is set.
 
-One GPU has to hold the weights, two bytes a parameter in bfloat16. DeepSeek-V3, V3.1 and R1 (671 billion parameters,
+One GPU has to hold the weights: two bytes a parameter in bfloat16, one in FP8, half of one in 4 bits. Sizes below are
+of bfloat16. DeepSeek-V3, V3.1 and R1 (671 billion parameters,
 1.34 TB) and DeepSeek-V2 (236 billion, 472 GB) fit no GPU, and neither does GLM-4.5 (355 billion, 710 GB). GLM-4.5-Air
 (106 billion, 212 GB) and dots.llm1 (142 billion, 284 GB) need a GPU of that memory. DeepSeek-V2-Lite (16 billion, 32
-GB) and GLM-4.7-Flash (30 billion, 60 GB) fit one of 80 GB. The published V3 files hold blocks of FP8 with scales, and
-are refused as quantised.
+GB) and GLM-4.7-Flash (30 billion, 60 GB) fit one of 80 GB.
 
 Rope scaling of types {codes(ROPE_TYPES)}; sliding windows per layer; tied or
 own output head; biases; attention sinks; weights in one safetensors file or in shards. A family supports any value
 of the fields in its last column; its EAGLE-3 heads have a dense MLP.
 
-Quantised weights are refused. GPT-OSS is published in mxfp4: use a bfloat16 copy.
+## Quantised weights
+
+Of a target or a draft, chosen by `quant_method` in config.json. Layers that the checkpoint leaves out stay dense. A
+scheme that is not in this table is refused by name when config.json is read.
+
+{quantised()}
+
+A GPU needs compute capability 8.9 for FP8, and bfloat16 for MXFP4. A CPU does not round inputs. Experts take every
+format but static input scales of their own and `desc_act` orders of their own. K and V keep the model's dtype: scales
+for them in a checkpoint are not used. `espalier quantize path/to/model --to fp8 --out DIR` writes copies.
 
 ## Drafters
 

@@ -182,7 +182,10 @@ def _expert_ms(bench: BenchEngine, passes: Sequence[tuple[int, int]], roofline: 
     sizes, mixed = roofline.shape.experts, mixture_blocks(bench.engine)
     if sizes is None:
         return None
-    layer = ExpertProduct(sizes.shape, mixed[0].gate_up, mixed[0].down, roofline.stopwatch)
+    gate_up, down = mixed[0].gate_up, mixed[0].down
+    if not isinstance(gate_up, torch.Tensor) or not isinstance(down, torch.Tensor):
+        raise EspalierError("bench prefill measures dense experts only; use an unquantised copy of the model")
+    layer = ExpertProduct(sizes.shape, gate_up, down, roofline.stopwatch)
     us_of_rows = {rows: layer.us(rows, TURNS)[0] for rows in {batch * width for batch, width in passes}}
     return len(mixed) * sum(us_of_rows[batch * width] for batch, width in passes) / 1e3
 

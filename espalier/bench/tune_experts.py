@@ -17,7 +17,7 @@ from espalier.bench.expert_product import ChainInputs, random_experts
 from espalier.bench.linears import ModelShape
 from espalier.bench.timing import Stopwatch
 from espalier.errors import EspalierError
-from espalier.kernels.layers.experts import down_triton, gated_triton, grouped_experts_triton, tiles_of
+from espalier.kernels.layers.experts import down_triton, gated_triton, grouped_experts_triton
 from espalier.kernels.layers.experts_plan import (
     ROWS_OF_BUCKET,
     ExpertsPlan,
@@ -26,6 +26,7 @@ from espalier.kernels.layers.experts_plan import (
     candidates,
     rule,
 )
+from espalier.kernels.layers.experts_tiles import tiles_of
 from espalier.kernels.layers.experts_tuning import ExpertsTable, write
 from espalier.kernels.runtime.launch import Chip, chip
 from espalier.kernels.runtime.precompile import precompile

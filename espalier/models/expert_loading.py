@@ -5,20 +5,24 @@ A checkpoint stores the experts in one of two ways (`Experts.stored`).
 apart: `experts.3.gate_proj.weight` [I, H], `up_proj` [I, H] and `down_proj` [H, I], for each expert.
 stacked: `experts.gate_up_proj` [E, H, 2·I], whose columns are gate, up, gate, up, ..., and `experts.down_proj`
 [E, I, H]; with biases `experts.gate_up_proj_bias` [E, 2·I], in the same order, and `experts.down_proj_bias` [E, H].
+Quantised experts that are stacked keep rows of gate, up, gate, up, ... (weight_formats/mxfp4.py).
 
 Both become gate_up [E, 2·I, H], gate over up, and down [E, H, I].
 """
 
+import torch
 from torch import Tensor
 
 from espalier.errors import EspalierError
-from espalier.kernels.layers.experts import ExpertBiases
+from espalier.kernels.layers.experts import ExpertBiases, ExpertMatrix
+from espalier.kernels.layers.linear_tuning import DENSE
+from espalier.kernels.layers.quantised import QuantisedMatrix
 from espalier.models.config import Experts
 from espalier.models.layers.experts import MixtureMLP
 from espalier.models.weights import Weights
 
 # (gate_up, down, biases)
-Matrices = tuple[Tensor, Tensor, ExpertBiases | None]
+Matrices = tuple[ExpertMatrix, ExpertMatrix, ExpertBiases | None]
 
 
 def load_experts(weights: Weights, experts: Experts, prefix: str, hidden: int) -> MixtureMLP:
@@ -51,22 +55,46 @@ def _apart(weights: Weights, experts: Experts, prefix: str, hidden: int) -> Matr
         raise EspalierError("experts that are stored apart are supported only without biases; use another model")
     count, size = experts.routing.num_experts, experts.size
     names = [f"{prefix}experts.{expert}." for expert in range(count)]
-    gate_up = weights.stack([f"{name}{half}_proj" for name in names for half in ("gate", "up")], size, hidden)
-    down = weights.stack([f"{name}down_proj" for name in names], hidden, size)
-    return gate_up.view(count, 2 * size, hidden), down, None
+    halves = [f"{name}{half}_proj" for name in names for half in ("gate", "up")]
+    gate_up = weights.matrix(halves, [size] * len(halves), hidden)
+    down = weights.matrix([f"{name}down_proj" for name in names], [hidden] * count, size)
+    return _of_experts(gate_up, count), _of_experts(down, count), None
+
+
+def _of_experts(matrix: ExpertMatrix, count: int) -> ExpertMatrix:
+    """[count · out, in] -> [count, out, in]"""
+    return matrix.unflatten(0, (count, -1)) if isinstance(matrix, Tensor) else matrix.experts(count)
 
 
 def _stacked(weights: Weights, experts: Experts, prefix: str, hidden: int) -> Matrices:
     count, size, name = experts.routing.num_experts, experts.size, f"{prefix}experts."
+    if weights.formats(f"{prefix}experts").name != DENSE:
+        quantised = _stacked_quantised(weights, experts, f"{prefix}experts", hidden)
+        return *quantised, _stacked_biases(weights, experts, name, hidden)
     gate_up, down = weights.empty(count, 2 * size, hidden), weights.empty(count, hidden, size)
     for expert, stored in enumerate(weights.take_each(f"{name}gate_up_proj", count, hidden, 2 * size)):
         gate_up[expert].view(2, size, hidden).copy_(_halves(stored).permute(1, 2, 0))
     for expert, stored in enumerate(weights.take_each(f"{name}down_proj", count, size, hidden)):
         down[expert].copy_(stored.T)
+    return gate_up, down, _stacked_biases(weights, experts, name, hidden)
+
+
+def _stacked_biases(weights: Weights, experts: Experts, name: str, hidden: int) -> ExpertBiases | None:
     if not experts.biases:
-        return gate_up, down, None
+        return None
+    count, size = experts.routing.num_experts, experts.size
     gate_up_bias = _halves(weights.take(f"{name}gate_up_proj_bias", count, 2 * size)).flatten(1)
-    return gate_up, down, ExpertBiases(gate_up_bias, weights.take(f"{name}down_proj_bias", count, hidden))
+    return ExpertBiases(gate_up_bias, weights.take(f"{name}down_proj_bias", count, hidden))
+
+
+def _stacked_quantised(
+    weights: Weights, experts: Experts, name: str, hidden: int
+) -> tuple[QuantisedMatrix, QuantisedMatrix]:
+    """Rows of gate and up are in turn, as the columns of dense experts are."""
+    count, size = experts.routing.num_experts, experts.size
+    gate_up = weights.stacked_matrix(name, ".gate_up_proj", count, 2 * size, hidden)
+    down = weights.stacked_matrix(name, ".down_proj", count, hidden, size)
+    return gate_up.rows_taken(torch.arange(2 * size).view(size, 2).T.flatten()), down
 
 
 def _halves(interleaved: Tensor) -> Tensor:

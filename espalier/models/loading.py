@@ -133,7 +133,7 @@ def _load_latent_attention(
     elif bias:
         # Only the row to keep has one.
         down.bias = torch.cat((weights.empty(rows).zero_(), weights.take(f"{prefix}{names[1]}.bias", row)))
-    kv_up = weights.take(f"{prefix}kv_b_proj.weight", heads * (latent.nope_size + latent.v_size), latent.kv_rank)
+    kv_up = weights.take_matrix(f"{prefix}kv_b_proj", heads * (latent.nope_size + latent.v_size), latent.kv_rank)
     k_up, v_up = kv_up.unflatten(0, (heads, -1)).split((latent.nope_size, latent.v_size), 1)
     return LatentAttention(
         down=down,

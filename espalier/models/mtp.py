@@ -127,7 +127,7 @@ def _projection(weights: Weights, name: str, family: MTPFamily, hidden: int) -> 
     """The matrix [H, 2·H] that joins embedding and hidden state, with the embedding's columns first."""
     if not family.hidden_first:
         return weights.linear("", (name,), (hidden,), 2 * hidden, bias=False)
-    return Linear(dense_weight(weights.take(f"{name}.weight", hidden, 2 * hidden).roll(hidden, 1).contiguous()))
+    return Linear(dense_weight(weights.take_matrix(name, hidden, 2 * hidden).roll(hidden, 1).contiguous()))
 
 
 def _embedding(weights: Weights, name: str, target: CausalLM) -> Embedding:
@@ -139,7 +139,7 @@ def _embedding(weights: Weights, name: str, target: CausalLM) -> Embedding:
 def _head(weights: Weights, name: str, target: CausalLM) -> Linear:
     if _is_shared(weights, name, "lm_head.weight"):
         return target.head
-    return Linear(dense_weight(weights.take(name, *target.head.shape)))
+    return Linear(dense_weight(weights.take_matrix(name.removesuffix(".weight"), *target.head.shape)))
 
 
 def _is_shared(weights: Weights, name: str, original: str) -> bool:

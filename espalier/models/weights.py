@@ -3,9 +3,11 @@
 A weight that is missing, unused, misshapen or truncated is an error that names the file and the weight.
 """
 
+import functools
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,14 +16,19 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from espalier.errors import EspalierError
-from espalier.kernels.layers.linear_tuning import DENSE
+from espalier.kernels.layers.linear_quantised import require_supported
+from espalier.kernels.layers.quantised import QuantisedMatrix, dequantise
 from espalier.models.layers.linear import Linear
 from espalier.models.layers.mlp import GatedMLP
 from espalier.models.layers.norm import RMSNorm
-from espalier.models.weight_formats import WHOLE, FormatOf, Shard, StoredTensor, Weight, all_dense
+from espalier.models.weight_formats import WHOLE, FormatOf, Shard, StoredTensor, Weight, WeightFormat, all_dense
 
-# Buffers that old exporters stored with the weights.  The models here compute them.
-HARMLESS = re.compile(r"(rotary_emb\.(inv_freq|cos_cached|sin_cached)|self_attn\.(bias|masked_bias))$")
+# Buffers that old exporters stored with the weights, which the models here compute; and scales of an FP8 K/V cache: K
+# and V keep the model's dtype.
+HARMLESS = re.compile(
+    r"(rotary_emb\.(inv_freq|cos_cached|sin_cached)|self_attn\.(bias|masked_bias)"
+    r"|self_attn\.((k_proj\.)?k_scale|(v_proj\.)?v_scale|(q_proj\.)?q_scale|kv_scale))$"
+)
 INDEX = "model.safetensors.index.json"
 # Dtypes that may be cast to the model's dtype.  Narrower dtypes may not: they need the scales of their format.
 PLAIN_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -48,7 +55,7 @@ class Weights:
         self.formats = formats
         self._loaded: Mapping[str, Tensor] = {}
         self._files: dict[str, safe_open] = {}
-        shards = _shards(path)
+        shards = shards_of(path)
         for shard in shards:
             self._open(shard)
         if not shards:
@@ -76,9 +83,8 @@ class Weights:
     def take_each(self, name: str, count: int, *shape: int) -> Iterator[Tensor]:
         """The entries of a plain tensor [count, *shape], one by one, cast to the model's dtype, on the device.
 
-        Raises EspalierError as `take_raw`, and for a tensor of another format.
+        Raises EspalierError as `take_raw`.
         """
-        self._require_dense(name)
         for entry in self._checked(name, StoredTensor("", (count, *shape))):
             yield entry.to(self.device, self.dtype)
 
@@ -93,13 +99,15 @@ class Weights:
                 f"weight {name!r} {list(shape)} is missing from {self.path}; the checkpoint is incomplete, or its "
                 "config.json belongs to another model: download it again"
             )
-        if self.shape(name) != shape:
+        # A single value is written as [] by some and as [1] by others.
+        if self.shape(name) != shape and not shape == (1,) == (1, *self.shape(name)):
             raise EspalierError(
                 f"weight {name!r} in {self.path} has shape {list(self.shape(name))}, but config.json needs "
                 f"{list(shape)}; config.json and weights do not belong together: download both again"
             )
         self._not_taken.discard(name)
-        return self._loaded[name] if name in self._loaded else self._read(name)
+        tensor = self._loaded[name] if name in self._loaded else self._read(name)
+        return tensor.reshape(shape)
 
     def linear(
         self,
@@ -124,19 +132,72 @@ class Weights:
 
     def weight(self, names: Sequence[str], rows: Sequence[int], columns: int, shard: Shard = WHOLE) -> Weight:
         """One weight of stacked matrices, [rows, columns] each, in their storage format; one shard of it."""
+        format = self._format_of_all(names)
+        tensors = self._stored(format, names, rows, columns, shard)
+        shard_rows = [shard.cut(count, columns)[0] for count in rows]
+        with self._naming(names):
+            weight = format.build(tensors, shard_rows, shard.cut(0, columns)[1])
+            weight.require_kernels(self.dtype)
+        return weight
+
+    def matrix(self, names: Sequence[str], rows: Sequence[int], columns: int) -> Tensor | QuantisedMatrix:
+        """As `weight`, but the matrix itself, dense or quantised, and whole."""
+        format = self._format_of_all(names)
+        tensors = self._stored(format, names, rows, columns, WHOLE)
+        with self._naming(names):
+            matrix = format.matrix(tensors, rows, columns)
+            if not isinstance(matrix, Tensor):
+                require_supported(matrix, self.dtype)
+        return matrix
+
+    def stacked_matrix(self, name: str, matrix: str, count: int, rows: int, columns: int) -> QuantisedMatrix:
+        """`count` experts [rows, columns] that are stored in one tensor, name + matrix and the format's suffixes."""
+        format = self.formats(name)
+        with self._naming([f"{name}{matrix}"]):
+            tensors = {
+                stored.suffix: self._checked(f"{name}{matrix}{stored.suffix}", stored).to(self.device)
+                for stored in format.expert_tensors(count, rows, columns)
+            }
+            experts = format.expert_matrix(tensors)
+            require_supported(experts, self.dtype)
+        return experts
+
+    def take_matrix(self, name: str, rows: int, columns: int) -> Tensor:
+        """A matrix of any format as a dense tensor [rows, columns] of the model's dtype."""
+        matrix = self.matrix([name], [rows], columns)
+        return matrix if isinstance(matrix, Tensor) else dequantise(matrix, self.dtype)
+
+    def _format_of_all(self, names: Sequence[str]) -> WeightFormat:
+        """The format of matrices that are computed as one.  Raises EspalierError if they differ."""
         format = self.formats(names[0])
         if other := next((name for name in names if self.formats(name) != format), None):
             raise EspalierError(
                 f"{names[0]!r} and {other!r} in {self.path} are stored in different formats ({format.name} and "
                 f"{self.formats(other).name}) but computed as one; use a checkpoint that stores them alike"
             )
+        return format
+
+    def _stored(
+        self, format: WeightFormat, names: Sequence[str], rows: Sequence[int], columns: int, shard: Shard
+    ) -> dict[str, Tensor]:
+        """The tensors of stacked matrices, by suffix, as WeightFormat.build takes them."""
         tensors = {}
-        for stored in zip(*(format.tensors(count, columns) for count in rows), strict=True):
+        with self._naming(names):
+            wanted = [format.tensors(count, columns) for count in rows]
+        for stored in zip(*wanted, strict=True):
             suffix = stored[0].suffix
             slices = [format.cut(tensor, shard) for tensor in stored]
             tensors[suffix] = self._stack([f"{name}{suffix}" for name in names], stored, slices)
-        shard_rows = [shard.cut(count, columns)[0] for count in rows]
-        return format.build(tensors, shard_rows, shard.cut(0, columns)[1])
+        return tensors
+
+    @contextmanager
+    def _naming(self, names: Sequence[str]) -> Iterator[None]:
+        """Put the names of matrices before the errors of their format."""
+        try:
+            yield
+        except EspalierError as error:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            raise EspalierError(f"{names[0]!r}{more} in {self.path}: {error}") from None
 
     def _stack(
         self, names: Sequence[str], stored: Sequence[StoredTensor], slices: Sequence[tuple[slice, ...]]
@@ -147,6 +208,9 @@ class Weights:
         """
         sizes = [[dim_slice.stop - (dim_slice.start or 0) for dim_slice in index] for index in slices]
         dim, dtype = stored[0].row_dim, stored[0].dtype or self.dtype
+        if isinstance(dtype, tuple):
+            found = {self._checked(name, tensor).dtype for name, tensor in zip(names, stored, strict=True)}
+            dtype = functools.reduce(torch.promote_types, found)
         if dim is None:
             stacked = torch.empty(len(names), *sizes[0], dtype=dtype, device=self.device)
             parts = stacked.unbind(0)
@@ -161,7 +225,8 @@ class Weights:
 
     def _checked(self, name: str, stored: StoredTensor) -> Tensor:
         tensor = self.take_raw(name, *stored.shape)
-        expected = PLAIN_DTYPES if stored.dtype is None else (stored.dtype,)
+        dtypes = PLAIN_DTYPES if stored.dtype is None else stored.dtype
+        expected = dtypes if isinstance(dtypes, tuple) else (dtypes,)
         if tensor.dtype not in expected:
             needed = ", ".join(str(dtype).removeprefix("torch.") for dtype in expected)
             raise EspalierError(
@@ -176,24 +241,6 @@ class Weights:
     def mlp(self, prefix: str, hidden: int, inner: int, bias: bool) -> GatedMLP:
         gate_up = self.linear(prefix, ("gate_proj", "up_proj"), (inner, inner), hidden, bias)
         return GatedMLP(gate_up, self.linear(prefix, ("down_proj",), (hidden,), inner, bias))
-
-    def stack(self, names: Sequence[str], rows: int, columns: int) -> Tensor:
-        """Dense matrices [rows, columns], stacked along a new first dimension.
-
-        Raises EspalierError as `take_raw`, and for a matrix in another format.
-        """
-        for name in names:
-            self._require_dense(name)
-        stored = StoredTensor(".weight", (rows, columns))
-        slices = (slice(rows), slice(columns))
-        return self._stack([f"{name}.weight" for name in names], [stored] * len(names), [slices] * len(names))
-
-    def _require_dense(self, name: str) -> None:
-        if self.formats(name).name != DENSE:
-            raise EspalierError(
-                f"{name!r} in {self.path} is stored in format {self.formats(name).name}, but experts are supported "
-                f"only in format {DENSE}; use an unquantised copy of the model (bfloat16)"
-            )
 
     def ignore(self, names: Iterable[str]) -> None:
         """Allow these weights to stay unused."""
@@ -278,7 +325,7 @@ def _count(name: str, tensor: Tensor, formats: FormatOf) -> WeightCount:
     return WeightCount(0, tensor.nbytes) if keeps else WeightCount(tensor.numel(), 0)
 
 
-def _shards(path: Path) -> list[Path]:
+def shards_of(path: Path) -> list[Path]:
     """The model's safetensors files: those of the index, else model.safetensors, else all of the directory."""
     index = path / INDEX
     if index.exists():

@@ -10,9 +10,9 @@ from espalier.kernels.layers.experts import (
     ExpertBiases,
     grouped_experts_reference,
     grouped_experts_triton,
-    tiles_of,
 )
 from espalier.kernels.layers.experts_plan import ExpertsPlan, ProductPlan
+from espalier.kernels.layers.experts_tiles import tiles_of
 from espalier.kernels.layers.linear import sum_parts_reference
 from tests.kernels.treeing import poisoned
 

@@ -107,6 +107,18 @@ def test_yarn_scales_the_softmax_of_published_configs(tmp_path: Path) -> None:
     assert layer_specs_of(read(tmp_path, FLASH))[0].softmax_scale == pytest.approx(256**-0.5, rel=1e-12)
 
 
+def test_published_fp8_weights(tmp_path: Path) -> None:
+    """V3's config names no layers that stay dense: the head, routers and the MTP layer's projection are."""
+    formats = read(tmp_path, {**V3, "quantization_config": FP8}).formats
+    quantised = formats("model.layers.61.mlp.experts.7.down_proj").tensors(7168, 2048)
+    assert [(stored.suffix, stored.shape) for stored in quantised] == [
+        (".weight", (7168, 2048)),
+        (".weight_scale_inv", (56, 16)),
+    ]
+    for name in ("lm_head", "model.layers.61.eh_proj", "model.layers.61.shared_head.head"):
+        assert formats(name).name == "dense"
+
+
 def test_half_of_a_head_is_rotated(tmp_path: Path) -> None:
     assert read(tmp_path, AIR).rope.dim == 64
     nested = {**AIR, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.25}}
@@ -116,7 +128,7 @@ def test_half_of_a_head_is_rotated(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("raw", "fields", "says"),
     [
-        (V3, {"quantization_config": FP8}, "quantization_config = 'fp8' is not supported.*unquantised"),
+        (V3, {"quantization_config": {**FP8, "fmt": "e5m2"}}, "fmt = 'e5m2' is not supported"),
         (V3, {"topk_method": "greedy"}, "topk_method = 'greedy' is not supported, only 'noaux_tc'"),
         (V3, {"scoring_func": "softmax"}, "scoring_func = 'softmax' is not supported, only 'sigmoid'"),
         (V3, {"n_group": 7}, "7 equal groups of 256 experts"),

@@ -61,7 +61,7 @@ def load_both(draft: Path, target: Path) -> object:
         ({"architectures": ["MambaForCausalLM"]}, ["MambaForCausalLM", "recurrent state"]),
         ({"architectures": ["Qwen3NextForCausalLM"]}, ["Qwen3NextForCausalLM", "recurrent state"]),
         ({"architectures": ["LlamaForCausalLMEagle3"]}, ["is a draft", "draft="]),
-        ({"quantization_config": {"quant_method": "awq", "bits": 4}}, ["quantization_config = 'awq'", "unquantised"]),
+        ({"quantization_config": {"quant_method": "modelopt"}}, ["quantization_config = 'modelopt'", "unquantised"]),
         ({"hidden_act": "gelu"}, ["hidden_act = 'gelu'", "'silu'"]),
         ({"attn_logit_softcapping": 30.0}, ["attn_logit_softcapping = 30.0"]),
         ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor = 0.5"]),
@@ -112,7 +112,7 @@ def test_overrides_replace_and_keep_the_rest(target: Path) -> None:
     refused(
         lambda: read_config(target, {"rms_norm_epsilon": 1e-6}), "'rms_norm_epsilon'", "did you mean 'rms_norm_eps'"
     )
-    refused(lambda: read_config(target, {"quantization_config": {"quant_method": "fp8"}}), "'fp8'")
+    refused(lambda: read_config(target, {"quantization_config": {"quant_method": "exotic"}}), "'exotic'")
 
 
 def test_missing_files(target: Path) -> None:

@@ -23,23 +23,22 @@ from torch import Tensor
 from espalier.errors import EspalierError
 from espalier.kernels.layers.activation import SILU, Activation, apply_activation, apply_activation_reference
 from espalier.kernels.layers.experts_plan import ExpertsPlan, ExpertsShape, ProductPlan
+from espalier.kernels.layers.experts_tiles import Tiles, expert_of_tile, pairs_of_tile, tiles_of
 from espalier.kernels.layers.experts_tuning import plan_for
 from espalier.kernels.layers.linear import block_rows
+from espalier.kernels.layers.linear_quantised import kernel_inputs, max_block_in, tile_options
+from espalier.kernels.layers.quantised import QuantisedMatrix, linear_quantised_reference
+from espalier.kernels.layers.quantised_tile import quantised_dot
 from espalier.kernels.layers.silu import require_gated
-from espalier.kernels.runtime.launch import chip, exact_type, kernel, power_of_two, require
-from espalier.kernels.runtime.pdl import ask_for, early, pdl_trigger, pdl_wait, pdl_wait_if
+from espalier.kernels.runtime.launch import chip, exact_type, kernel, require
+from espalier.kernels.runtime.pdl import ask_for, early, pdl_trigger, pdl_wait
 
 if TYPE_CHECKING:
     import triton.language as tl
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-# Pairs that a sorting program reads per step.  It reads all pairs, so it has up to 1024 threads, the most of a program.
-MAX_SORT_BLOCK = 8192
-PAIRS_PER_THREAD = 8
-# With fewer pairs than threads, some threads would hold copies, which tl.histogram must leave out.  So a step has at
-# least this many pairs and threads.
-MIN_SORT_THREADS = 128
-WARP = 32
+# Experts [E, out, in].
+ExpertMatrix = Tensor | QuantisedMatrix
 
 
 @dataclass(frozen=True)
@@ -52,8 +51,8 @@ class ExpertBiases:
 
 def grouped_experts(
     x: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
+    gate_up: ExpertMatrix,
+    down: ExpertMatrix,
     ids: Tensor,
     weights: Tensor,
     live: Tensor | None = None,
@@ -73,83 +72,11 @@ def grouped_experts(
 
 
 @kernel
-def _experts_of(ids_ptr, live_ptr, pair, num_pairs, TOP_K: tl.constexpr, NUM_EXPERTS: tl.constexpr, LIVE: tl.constexpr):
-    """The experts of pairs [BLOCK]: NUM_EXPERTS for rows without expert, NUM_EXPERTS + 1 past the last pair."""
-    inside = pair < num_pairs
-    expert = tl.load(ids_ptr + pair, mask=inside, other=NUM_EXPERTS + 1).to(tl.int32)
-    if LIVE:
-        live = tl.load(live_ptr + pair // TOP_K, mask=inside, other=1)
-        expert = tl.where(live != 0, expert, NUM_EXPERTS)
-    return expert
-
-
-@kernel
-def _sort_pairs_kernel(
-    ids_ptr, live_ptr, order_ptr, ends_ptr, tile_experts_ptr, tile_begins_ptr, num_pairs, num_tiles,
-    TOP_K: tl.constexpr, NUM_EXPERTS: tl.constexpr, BINS: tl.constexpr, ROWS: tl.constexpr, LIVE: tl.constexpr,
-    BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
-):  # fmt: skip
-    """Grid: one program for each expert, and one for the rows without expert.
-
-    Each program reads all pairs, so the sort is stable and needs no atomics.
-    """
-    pdl_wait_if(DEPENDENT)
-    own = tl.program_id(0)
-    offset, bins = tl.arange(0, BLOCK), tl.arange(0, BINS)
-    counts = tl.zeros((BINS,), tl.int32)
-    for begin in range(0, num_pairs, BLOCK):
-        counts += tl.histogram(
-            _experts_of(ids_ptr, live_ptr, begin + offset, num_pairs, TOP_K, NUM_EXPERTS, LIVE), BINS
-        )
-    tiles = tl.cdiv(counts, ROWS)
-    place = tl.sum(tl.where(bins < own, counts, 0), 0)
-    first_tile = tl.sum(tl.where(bins < own, tiles, 0), 0)
-    own_tiles = tl.sum(tl.where(bins == own, tiles, 0), 0)
-    tl.store(ends_ptr + own, place + tl.sum(tl.where(bins == own, counts, 0), 0))
-    # The last program also marks the unused tiles, with -1.
-    listed = num_tiles - first_tile if own == NUM_EXPERTS else own_tiles
-    for begin in range(0, listed, BLOCK):
-        tile = begin + offset
-        mask = tile < listed
-        tl.store(tile_experts_ptr + first_tile + tile, tl.where(tile < own_tiles, own, -1), mask=mask)
-        tl.store(tile_begins_ptr + first_tile + tile, place + tile * ROWS, mask=mask)
-    for begin in range(0, num_pairs, BLOCK):
-        pair = begin + offset
-        expert = _experts_of(ids_ptr, live_ptr, pair, num_pairs, TOP_K, NUM_EXPERTS, LIVE)
-        is_own = (expert == own).to(tl.int32)
-        tl.store(order_ptr + place + tl.cumsum(is_own, 0) - 1, pair, mask=is_own != 0)
-        place += tl.sum(is_own, 0)
-
-
-@kernel
-def _expert_of_tile(experts_ptr, live_ptr, tile, top_k, num_experts, SORTED: tl.constexpr, LIVE: tl.constexpr):
-    """The expert of a tile: num_experts for pairs without expert, -1 where there is no tile."""
-    expert = tl.load(experts_ptr + tile).to(tl.int64)
-    if LIVE and not SORTED:
-        expert = tl.where(tl.load(live_ptr + tile // top_k) != 0, expert, num_experts)
-    return expert
-
-
-@kernel
-def _pairs_of_tile(
-    order_ptr, ends_ptr, begins_ptr, tile, expert, SORTED: tl.constexpr, ROWS: tl.constexpr
-):  # fmt: skip
-    """(place, inside, pair), each [ROWS]: the places of a tile's pairs, whether they exist, and the pairs."""
-    if SORTED:
-        place = tl.load(begins_ptr + tile) + tl.arange(0, ROWS)
-        inside = place < tl.load(ends_ptr + expert)
-        pair = tl.load(order_ptr + place, mask=inside, other=0)
-    else:
-        place = tile + tl.arange(0, ROWS)
-        inside = place == tile
-        pair = tl.where(inside, place, 0)
-    return place, inside, pair
-
-
-@kernel
 def _gated_kernel(
-    x_ptr, w_ptr, bias_ptr, order_ptr, ends_ptr, tile_experts_ptr, tile_begins_ptr, live_ptr, out_ptr,
+    x_ptr, x_scales_ptr, w_ptr, scales_ptr, zeros_ptr, bias_ptr,
+    order_ptr, ends_ptr, tile_experts_ptr, tile_begins_ptr, live_ptr, out_ptr,
     num_out, num_in, x_stride, top_k, num_experts,
+    CODE: tl.constexpr, GROUP: tl.constexpr, ROW_BLOCK: tl.constexpr, INPUT_GROUP: tl.constexpr,
     ALPHA: tl.constexpr, UP_OFFSET: tl.constexpr, LIMIT: tl.constexpr,
     SORTED: tl.constexpr, LIVE: tl.constexpr, ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr,
     EVEN_IN: tl.constexpr, EXACT: tl.constexpr, DEPENDENT: tl.constexpr,
@@ -157,40 +84,54 @@ def _gated_kernel(
     """Write the activations of all pairs, in order of place, to out [N · K, num_out].
 
     w: [E, 2 · num_out, num_in]; bias: [E, 2 · num_out].  EVEN_IN: BLOCK_IN divides num_in.
+    CODE: None for dense experts, without scales and zeros; else it and what follows are quantised_dot's.
     """
     # Triggers only when the routing is complete: _down_kernel reads the experts before it waits.
     pdl_wait(DEPENDENT)
     pdl_trigger(DEPENDENT)
     tile = tl.program_id(1)
-    expert = _expert_of_tile(tile_experts_ptr, live_ptr, tile, top_k, num_experts, SORTED, LIVE)
+    expert = expert_of_tile(tile_experts_ptr, live_ptr, tile, top_k, num_experts, SORTED, LIVE)
     if (expert < 0) | (expert == num_experts):
         return
-    place, inside, pair = _pairs_of_tile(order_ptr, ends_ptr, tile_begins_ptr, tile, expert, SORTED, ROWS)
+    place, inside, pair = pairs_of_tile(order_ptr, ends_ptr, tile_begins_ptr, tile, expert, SORTED, ROWS)
     row = (pair // top_k).to(tl.int64)
     column, ks = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT), tl.arange(0, BLOCK_IN)
     # Columns past the end read the last one instead; their results are not stored.
     w_row = expert * 2 * num_out + tl.minimum(column, num_out - 1)
-    gate_ptrs = w_ptr + w_row[:, None] * num_in + ks[None, :]
-    up_ptrs = gate_ptrs + num_out.to(tl.int64) * num_in
-    x_ptrs = x_ptr + row[None, :] * x_stride + ks[:, None]
-    gate = tl.zeros((BLOCK_OUT, ROWS), EXACT)
-    up = tl.zeros((BLOCK_OUT, ROWS), EXACT)
-    for k in range(0, num_in, BLOCK_IN):
-        # Weights are loaded first: their addresses do not depend on `pair`, which is still being loaded.
-        if EVEN_IN:
-            w_gate = tl.load(gate_ptrs)
-            w_up = tl.load(up_ptrs)
-            x = tl.load(x_ptrs, mask=inside[None, :], other=0.0)
-        else:
-            left = num_in - k
-            w_gate = tl.load(gate_ptrs, mask=ks[None, :] < left, other=0.0)
-            w_up = tl.load(up_ptrs, mask=ks[None, :] < left, other=0.0)
-            x = tl.load(x_ptrs, mask=inside[None, :] & (ks[:, None] < left), other=0.0)
-        gate = tl.dot(w_gate, x, gate, input_precision="ieee", out_dtype=EXACT)
-        up = tl.dot(w_up, x, up, input_precision="ieee", out_dtype=EXACT)
-        gate_ptrs += BLOCK_IN
-        up_ptrs += BLOCK_IN
-        x_ptrs += BLOCK_IN
+    if CODE is None:
+        gate_ptrs = w_ptr + w_row[:, None] * num_in + ks[None, :]
+        up_ptrs = gate_ptrs + num_out.to(tl.int64) * num_in
+        x_ptrs = x_ptr + row[None, :] * x_stride + ks[:, None]
+        gate = tl.zeros((BLOCK_OUT, ROWS), EXACT)
+        up = tl.zeros((BLOCK_OUT, ROWS), EXACT)
+        for k in range(0, num_in, BLOCK_IN):
+            # Weights are loaded first: their addresses do not depend on `pair`, which is still being loaded.
+            if EVEN_IN:
+                w_gate = tl.load(gate_ptrs)
+                w_up = tl.load(up_ptrs)
+                x = tl.load(x_ptrs, mask=inside[None, :], other=0.0)
+            else:
+                left = num_in - k
+                w_gate = tl.load(gate_ptrs, mask=ks[None, :] < left, other=0.0)
+                w_up = tl.load(up_ptrs, mask=ks[None, :] < left, other=0.0)
+                x = tl.load(x_ptrs, mask=inside[None, :] & (ks[:, None] < left), other=0.0)
+            gate = tl.dot(w_gate, x, gate, input_precision="ieee", out_dtype=EXACT)
+            up = tl.dot(w_up, x, up, input_precision="ieee", out_dtype=EXACT)
+            gate_ptrs += BLOCK_IN
+            up_ptrs += BLOCK_IN
+            x_ptrs += BLOCK_IN
+    else:
+        x_scale_ptrs = None
+        if x_scales_ptr is not None:
+            x_scale_ptrs = x_scales_ptr + row * (tl.cdiv(num_in, INPUT_GROUP) if INPUT_GROUP > 0 else 1)
+        gate = quantised_dot(
+            w_ptr, scales_ptr, zeros_ptr, w_row, x_ptr + row * x_stride, x_scale_ptrs, inside, num_in, 0, num_in,
+            CODE, GROUP, ROW_BLOCK, INPUT_GROUP, ROWS, BLOCK_OUT, BLOCK_IN, EVEN_IN,
+        )  # fmt: skip
+        up = quantised_dot(
+            w_ptr, scales_ptr, zeros_ptr, w_row + num_out, x_ptr + row * x_stride, x_scale_ptrs, inside, num_in, 0,
+            num_in, CODE, GROUP, ROW_BLOCK, INPUT_GROUP, ROWS, BLOCK_OUT, BLOCK_IN, EVEN_IN,
+        )  # fmt: skip
     if bias_ptr is not None:
         gate += tl.load(bias_ptr + w_row).to(EXACT)[:, None]
         up += tl.load(bias_ptr + w_row + num_out).to(EXACT)[:, None]
@@ -204,44 +145,56 @@ def _gated_kernel(
 
 @kernel
 def _down_kernel(
-    x_ptr, w_ptr, bias_ptr, weights_ptr, order_ptr, ends_ptr, tile_experts_ptr, tile_begins_ptr, live_ptr, out_ptr,
+    x_ptr, x_scales_ptr, w_ptr, scales_ptr, zeros_ptr, bias_ptr, weights_ptr,
+    order_ptr, ends_ptr, tile_experts_ptr, tile_begins_ptr, live_ptr, out_ptr,
     num_out, num_in, num_rows, top_k, num_experts,
+    CODE: tl.constexpr, GROUP: tl.constexpr, ROW_BLOCK: tl.constexpr, INPUT_GROUP: tl.constexpr,
     SORTED: tl.constexpr, LIVE: tl.constexpr, ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr,
     EVEN_IN: tl.constexpr, EXACT: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Write weight · (x · wᵀ + bias [E, num_out]) to out [K, N, num_out], and 0 for rows without expert.
 
-    x: [N · K, num_in], in order of place.  EVEN_IN: BLOCK_IN divides num_in.
+    x: [N · K, num_in], in order of place.  EVEN_IN: BLOCK_IN divides num_in.  CODE: as in _gated_kernel.
     """
     pdl_trigger(DEPENDENT)
     tile = tl.program_id(1)
-    expert = _expert_of_tile(tile_experts_ptr, live_ptr, tile, top_k, num_experts, SORTED, LIVE)
+    expert = expert_of_tile(tile_experts_ptr, live_ptr, tile, top_k, num_experts, SORTED, LIVE)
     column, ks = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT), tl.arange(0, BLOCK_IN)
     w_row = tl.maximum(tl.minimum(expert, num_experts - 1), 0) * num_out + tl.minimum(column, num_out - 1)
-    w_ptrs = w_ptr + w_row[:, None] * num_in + ks[None, :]
-    if DEPENDENT and BLOCK_IN >= 64:
+    if CODE is None and (DEPENDENT and BLOCK_IN >= 64):
         # An L2 line of 128 bytes holds 64 numbers of two bytes: one prefetch each.
         lines = tl.arange(0, BLOCK_IN // 64) * 64
         ask_for(w_ptr + w_row[:, None] * num_in + tl.minimum(lines, num_in - 1)[None, :])
     pdl_wait(DEPENDENT)
     if expert < 0:
         return
-    place, inside, pair = _pairs_of_tile(order_ptr, ends_ptr, tile_begins_ptr, tile, expert, SORTED, ROWS)
-    x_ptrs = x_ptr + place.to(tl.int64)[None, :] * num_in + ks[:, None]
-    acc = tl.zeros((BLOCK_OUT, ROWS), EXACT)
+    place, inside, pair = pairs_of_tile(order_ptr, ends_ptr, tile_begins_ptr, tile, expert, SORTED, ROWS)
     # No steps for rows without expert: _gated_kernel writes nothing to their x.
     k_end = tl.where(expert == num_experts, 0, num_in)
-    for k in range(0, k_end, BLOCK_IN):
-        if EVEN_IN:
-            w = tl.load(w_ptrs)
-            x = tl.load(x_ptrs, mask=inside[None, :], other=0.0)
-        else:
-            left = num_in - k
-            w = tl.load(w_ptrs, mask=ks[None, :] < left, other=0.0)
-            x = tl.load(x_ptrs, mask=inside[None, :] & (ks[:, None] < left), other=0.0)
-        acc = tl.dot(w, x, acc, input_precision="ieee", out_dtype=EXACT)
-        w_ptrs += BLOCK_IN
-        x_ptrs += BLOCK_IN
+    if CODE is None:
+        w_ptrs = w_ptr + w_row[:, None] * num_in + ks[None, :]
+        x_ptrs = x_ptr + place.to(tl.int64)[None, :] * num_in + ks[:, None]
+        acc = tl.zeros((BLOCK_OUT, ROWS), EXACT)
+        for k in range(0, k_end, BLOCK_IN):
+            if EVEN_IN:
+                w = tl.load(w_ptrs)
+                x = tl.load(x_ptrs, mask=inside[None, :], other=0.0)
+            else:
+                left = num_in - k
+                w = tl.load(w_ptrs, mask=ks[None, :] < left, other=0.0)
+                x = tl.load(x_ptrs, mask=inside[None, :] & (ks[:, None] < left), other=0.0)
+            acc = tl.dot(w, x, acc, input_precision="ieee", out_dtype=EXACT)
+            w_ptrs += BLOCK_IN
+            x_ptrs += BLOCK_IN
+    else:
+        x_row = place.to(tl.int64)
+        x_scale_ptrs = None
+        if x_scales_ptr is not None:
+            x_scale_ptrs = x_scales_ptr + x_row * (tl.cdiv(num_in, INPUT_GROUP) if INPUT_GROUP > 0 else 1)
+        acc = quantised_dot(
+            w_ptr, scales_ptr, zeros_ptr, w_row, x_ptr + x_row * num_in, x_scale_ptrs, inside, num_in, 0, k_end,
+            CODE, GROUP, ROW_BLOCK, INPUT_GROUP, ROWS, BLOCK_OUT, BLOCK_IN, EVEN_IN,
+        )  # fmt: skip
     if bias_ptr is not None:
         acc += tl.load(bias_ptr + w_row).to(EXACT)[:, None]
     weight = tl.load(weights_ptr + pair, mask=inside, other=0.0)
@@ -252,63 +205,10 @@ def _down_kernel(
     tl.store(out_ptrs, tl.trans(acc), mask=inside[:, None] & (column[None, :] < num_out))
 
 
-@dataclass(frozen=True)
-class Tiles:
-    """The pairs (row, choice) in tiles of one expert each.  A pair is the number row · K + choice.
-
-    rows: the most pairs of a tile; 1: each pair is a tile, and nothing is sorted.
-    experts: [tiles], the expert of each tile; E: no expert, -1: no tile.  begins: [tiles], each tile's first place.
-    order: [N·K] int32, the pairs sorted by expert.  ends: [E + 1] int32, the place where each expert's pairs end.
-    live: as in grouped_experts.  With rows = 1, `experts` is ids [N·K], and begins, order and ends are not read.
-    """
-
-    rows: int
-    experts: Tensor
-    begins: Tensor
-    order: Tensor
-    ends: Tensor
-    live: Tensor | None
-
-    @property
-    def pointers(self) -> tuple[Tensor, ...]:
-        live = self.experts if self.live is None else self.live
-        return self.order, self.ends, self.experts, self.begins, live
-
-
-def tiles_of(ids: Tensor, live: Tensor | None, num_experts: int, rows: int) -> Tiles:
-    """rows: the most pairs of a tile.  Raises EspalierError for wrong shapes or dtypes."""
-    if live is not None:
-        require("grouped_experts: live", live, (ids.shape[0],), torch.bool, ids)
-        live = live.contiguous()
-    ids = ids.contiguous()
-    if rows == 1:
-        flat = ids.flatten()
-        return Tiles(rows, flat, flat, flat, flat, live)
-    return _sorted_tiles(ids, live, num_experts, rows)
-
-
-def _sorted_tiles(ids: Tensor, live: Tensor | None, num_experts: int, rows: int) -> Tiles:
-    num_pairs, top_k = ids.numel(), ids.shape[1]
-    block = min(power_of_two(max(num_pairs, MIN_SORT_THREADS)), MAX_SORT_BLOCK)
-    # Upper bound: rounding up adds less than one tile for each expert that has pairs.
-    num_tiles = num_pairs // rows + min(num_experts + 1, num_pairs)
-    order, ends, experts, begins = (
-        torch.empty(size, dtype=torch.int32, device=ids.device)
-        for size in (num_pairs, num_experts + 1, num_tiles, num_tiles)
-    )
-    _sort_pairs_kernel[(num_experts + 1,)](
-        ids, ids if live is None else live, order, ends, experts, begins, num_pairs, num_tiles,
-        TOP_K=top_k, NUM_EXPERTS=num_experts, BINS=power_of_two(max(num_experts + 2, WARP)), ROWS=rows,
-        LIVE=live is not None, BLOCK=block, num_warps=max(MIN_SORT_THREADS, block // PAIRS_PER_THREAD) // WARP,
-        **early(chip(ids)),
-    )  # fmt: skip
-    return Tiles(rows, experts, begins, order, ends, live)
-
-
 def grouped_experts_triton(
     x: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
+    gate_up: ExpertMatrix,
+    down: ExpertMatrix,
     ids: Tensor,
     weights: Tensor,
     live: Tensor | None = None,
@@ -339,7 +239,7 @@ def grouped_experts_triton(
 
 def gated_triton(
     x: Tensor,
-    gate_up: Tensor,
+    gate_up: ExpertMatrix,
     tiles: Tiles,
     top_k: int,
     plan: ProductPlan,
@@ -349,21 +249,23 @@ def gated_triton(
     """The activation of each pair, in order of place: [N·K, I]."""
     x = x if x.stride(1) == 1 else x.contiguous()
     num_experts, inner, hidden = gate_up.shape[0], gate_up.shape[1] // 2, x.shape[1]
+    operands, constants = _operands(x, gate_up)
     out = x.new_empty(len(x) * top_k, inner)
     _gated_kernel[-(-inner // plan.block_out), len(tiles.experts)](
-        *(x, gate_up, bias, *tiles.pointers, out, inner, hidden, x.stride(0), top_k, num_experts),
+        *(*operands, bias, *tiles.pointers, out, inner, hidden, operands[0].stride(0), top_k, num_experts),
+        **constants,
         # constexpr: as run-time arguments they would be rounded to float32.
         ALPHA=activation.alpha,
         UP_OFFSET=activation.up_offset,
         LIMIT=activation.limit,
-        **_options(x, tiles, plan, 2, hidden),
+        **_options(x, gate_up, tiles, plan, 2),
     )
     return out
 
 
 def down_triton(
     gated: Tensor,
-    down: Tensor,
+    down: ExpertMatrix,
     weights: Tensor,
     tiles: Tiles,
     plan: ProductPlan,
@@ -374,24 +276,38 @@ def down_triton(
     num_experts, hidden, inner = down.shape
     num_rows, top_k = weights.shape
     parts = weights.new_empty(top_k + extra, num_rows, hidden)
+    operands, constants = _operands(gated, down)
     _down_kernel[-(-hidden // plan.block_out), len(tiles.experts)](
-        *(gated, down, bias, weights.contiguous(), *tiles.pointers),
+        *(*operands, bias, weights.contiguous(), *tiles.pointers),
         *(parts, hidden, inner, num_rows, top_k, num_experts),
-        **_options(gated, tiles, plan, 1, inner),
+        **constants,
+        **_options(gated, down, tiles, plan, 1),
     )
     return parts
 
 
-def _options(x: Tensor, tiles: Tiles, plan: ProductPlan, matrices: int, num_in: int) -> dict[str, Any]:
+def _operands(
+    x: Tensor, weight: ExpertMatrix
+) -> tuple[tuple[Tensor, Tensor | None, Tensor, Tensor | None, Tensor | None], dict[str, Any]]:
+    """The kernels' first arguments (x, its scales, w, its scales and zeros), and the constants of quantised_dot."""
+    if isinstance(weight, Tensor):
+        return (x, None, weight, None, None), {"CODE": None, "GROUP": 0, "ROW_BLOCK": 1, "INPUT_GROUP": 0}
+    inputs, scales = kernel_inputs(x, weight)
+    return (inputs, scales, weight.codes, weight.scales, weight.zeros), tile_options(weight)
+
+
+def _options(x: Tensor, weight: ExpertMatrix, tiles: Tiles, plan: ProductPlan, matrices: int) -> dict[str, Any]:
     """Constants and launch options.  matrices: that a program reads: 2 for gate and up, 1 for down."""
-    gpu = chip(x)
+    gpu, num_in = chip(x), weight.shape[2]
+    # A tile must not span two groups of columns.
+    block_in = plan.block_in if isinstance(weight, Tensor) else min(plan.block_in, max_block_in(weight))
     return {
         "SORTED": tiles.rows > 1,
         "LIVE": tiles.live is not None,
         "ROWS": block_rows(tiles.rows),
         "BLOCK_OUT": plan.block_out,
-        "BLOCK_IN": plan.block_in,
-        "EVEN_IN": num_in % plan.block_in == 0,
+        "BLOCK_IN": block_in,
+        "EVEN_IN": num_in % block_in == 0,
         "EXACT": exact_type(x.dtype),
         "num_warps": plan.warps,
         "num_stages": plan.stages_on(gpu, matrices, tiles.rows, x.itemsize),
@@ -400,16 +316,25 @@ def _options(x: Tensor, tiles: Tiles, plan: ProductPlan, matrices: int, num_in: 
 
 
 def _require(
-    x: Tensor, gate_up: Tensor, down: Tensor, ids: Tensor, weights: Tensor, biases: ExpertBiases | None
+    x: Tensor, gate_up: ExpertMatrix, down: ExpertMatrix, ids: Tensor, weights: Tensor, biases: ExpertBiases | None
 ) -> None:
     require_gated(gate_up.shape[1])
     num_rows, hidden = x.shape
     exact = torch.promote_types(x.dtype, torch.float32)
-    require("grouped_experts: gate_up", gate_up, (-1, -1, hidden), x.dtype, x)
-    require("grouped_experts: down", down, (gate_up.shape[0], hidden, gate_up.shape[1] // 2), x.dtype, x)
+    contiguous = []
+    for name, matrix, shape in (
+        ("gate_up", gate_up, (-1, gate_up.shape[1], hidden)),
+        ("down", down, (gate_up.shape[0], hidden, gate_up.shape[1] // 2)),
+    ):
+        if isinstance(matrix, Tensor):
+            require(f"grouped_experts: {name}", matrix, shape, x.dtype, x)
+            contiguous.append(matrix)
+        else:
+            columns = shape[2] if matrix.code == "fp8" else shape[2] // 2
+            require(f"grouped_experts: codes of {name}", matrix.codes, (*shape[:2], columns), None, x)
+            contiguous += matrix.tensors
     require("grouped_experts: ids", ids, (num_rows, -1), torch.int64, x)
     require("grouped_experts: weights", weights, tuple(ids.shape), exact, x)
-    contiguous = [gate_up, down]
     if biases is not None:
         require("grouped_experts: biases of gate_up", biases.gate_up, tuple(gate_up.shape[:2]), x.dtype, x)
         require("grouped_experts: biases of down", biases.down, tuple(down.shape[:2]), x.dtype, x)
@@ -423,8 +348,8 @@ def _require(
 
 def grouped_experts_reference(
     x: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
+    gate_up: ExpertMatrix,
+    down: ExpertMatrix,
     ids: Tensor,
     weights: Tensor,
     live: Tensor | None = None,
@@ -443,8 +368,12 @@ def grouped_experts_reference(
     for expert, own in enumerate(pairs[: len(gate_up)]):
         if len(own):
             rows, choices = own // top_k, own % top_k
-            gated = F.linear(x[rows], gate_up[expert], None if gate_up_bias is None else gate_up_bias[expert])
+            gated = _product(x[rows], gate_up[expert], None if gate_up_bias is None else gate_up_bias[expert])
             gated = apply_activation_reference(gated, activation)
-            result = F.linear(gated, down[expert], None if down_bias is None else down_bias[expert]).to(parts.dtype)
+            result = _product(gated, down[expert], None if down_bias is None else down_bias[expert]).to(parts.dtype)
             parts[choices, rows] = result * weights[rows, choices, None]
     return parts
+
+
+def _product(x: Tensor, weight: ExpertMatrix, bias: Tensor | None) -> Tensor:
+    return F.linear(x, weight, bias) if isinstance(weight, Tensor) else linear_quantised_reference(x, weight, bias)

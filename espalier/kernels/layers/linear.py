@@ -170,16 +170,7 @@ def _linear_kernel(
 
     GATED: the weight has num_out rows of gate, then num_out rows of up; out has num_out columns of silu(gate) * up.
     """
-    BLOCK_WRITTEN: tl.constexpr = BLOCK_OUT // 2 if GATED else BLOCK_OUT
-    if GATED:
-        # Interleave 8 rows of gate with their 8 rows of up: in a 16-row MMA tile one thread holds both values.
-        row = tl.arange(0, BLOCK_OUT)
-        w_rows = tl.program_id(0) * BLOCK_WRITTEN + row // 16 * 8 + row % 8
-        w_rows = (w_rows if EVEN_OUT else tl.minimum(w_rows, num_out - 1)) + row % 16 // 8 * num_out
-    else:
-        # Rows past the end read the last row instead; their results are not stored.
-        w_rows = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
-        w_rows = w_rows if EVEN_OUT else tl.minimum(w_rows, num_out - 1)
+    w_rows = weight_rows(num_out, BLOCK_OUT, EVEN_OUT, GATED)
     split, num_splits = tl.program_id(1), tl.num_programs(1)
     steps = tl.cdiv(num_in, BLOCK_IN)
     k_begin, k_end = split * steps // num_splits * BLOCK_IN, (split + 1) * steps // num_splits * BLOCK_IN
@@ -207,6 +198,29 @@ def _linear_kernel(
     if BIAS:
         # Only the first split adds the bias.
         acc += tl.where(split == 0, tl.load(bias_ptr + w_rows).to(tl.float32), 0.0)[:, None]
+    store_tile(acc, out_ptr, split, rows, num_rows, num_out, BLOCK_ROWS, BLOCK_OUT, GATED)
+
+
+@kernel
+def weight_rows(num_out, BLOCK_OUT: tl.constexpr, EVEN_OUT: tl.constexpr, GATED: tl.constexpr):
+    """The rows of the weight that a program multiplies with: [BLOCK_OUT]."""
+    row = tl.arange(0, BLOCK_OUT)
+    if GATED:
+        # Interleave 8 rows of gate with their 8 rows of up: in a 16-row MMA tile one thread holds both values.
+        w_rows = tl.program_id(0) * (BLOCK_OUT // 2) + row // 16 * 8 + row % 8
+        return (w_rows if EVEN_OUT else tl.minimum(w_rows, num_out - 1)) + row % 16 // 8 * num_out
+    # Rows past the end read the last row instead; their results are not stored.
+    w_rows = tl.program_id(0) * BLOCK_OUT + row
+    return w_rows if EVEN_OUT else tl.minimum(w_rows, num_out - 1)
+
+
+@kernel
+def store_tile(
+    acc, out_ptr, split, rows, num_rows, num_out,
+    BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, GATED: tl.constexpr,
+):  # fmt: skip
+    """Write acc [BLOCK_OUT, BLOCK_ROWS], or silu(gate) * up of it, to `rows` of part `split` of out."""
+    BLOCK_WRITTEN: tl.constexpr = BLOCK_OUT // 2 if GATED else BLOCK_OUT
     result = acc.to(out_ptr.dtype.element_ty)
     if GATED:
         pairs = tl.reshape(result, (BLOCK_OUT // 16, 2, 8, BLOCK_ROWS)).permute(0, 2, 3, 1)
@@ -245,7 +259,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan) -> 
     The bits of a row never depend on the other rows' values.  They depend on the plan and, for a TritonPlan, on
     block_rows(rows); for the library, on rows.
     """
-    return _summed(linear_parts(x, weight, bias, plan), x)
+    return summed(linear_parts(x, weight, bias, plan), x)
 
 
 def linear_parts(x: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan) -> Tensor:
@@ -283,7 +297,7 @@ def sum_parts_reference(parts: Tensor, dtype: torch.dtype) -> Tensor:
     return total.to(dtype)
 
 
-def _summed(result: Tensor, x: Tensor) -> Tensor:
+def summed(result: Tensor, x: Tensor) -> Tensor:
     """Add partial sums [splits, rows, out]; a complete result [rows, out] is returned as it is."""
     if result.ndim == 2:
         return result
@@ -297,7 +311,7 @@ def _summed(result: Tensor, x: Tensor) -> Tensor:
 
 def linear_triton(x: Tensor, weight: Tensor, bias: Tensor | None, plan: TritonPlan) -> Tensor:
     """See linear_parts_triton."""
-    return _summed(linear_parts_triton(x, weight, bias, plan), x)
+    return summed(linear_parts_triton(x, weight, bias, plan), x)
 
 
 def linear_parts_library(x: Tensor, weight: Tensor, bias: Tensor | None, plan: LibraryPlan) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from espalier.kernels.layers import norm_router
 from espalier.kernels.layers.activation import SILU, Activation
-from espalier.kernels.layers.experts import ExpertBiases, grouped_experts
+from espalier.kernels.layers.experts import ExpertBiases, ExpertMatrix, grouped_experts
 from espalier.kernels.layers.linear import TritonPlan, linear_parts_triton
 from espalier.kernels.layers.routing import Routing, route
 from espalier.models.layers.linear import Linear
@@ -26,6 +26,7 @@ class MixtureMLP:
     """The weighted sum of each row's experts, and of the shared experts if there are any.
 
     router: [E, H].  bias: [E], added as `routing` says, or None.  gate_up: [E, 2·I, H].  down: [E, H, I].
+    Both are dense or quantised.
     shared: an MLP that every row goes through.  shared_gate: [1, H]; the sigmoid of its product scales `shared`.
     biases, activation: of the routed experts.
     """
@@ -37,8 +38,8 @@ class MixtureMLP:
         routing: Routing,
         router: Tensor,
         bias: Tensor | None,
-        gate_up: Tensor,
-        down: Tensor,
+        gate_up: ExpertMatrix,
+        down: ExpertMatrix,
         shared: GatedMLP | None = None,
         shared_gate: Linear | None = None,
         biases: ExpertBiases | None = None,

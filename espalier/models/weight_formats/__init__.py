@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from espalier.errors import EspalierError
+from espalier.models.weight_formats.awq import read_awq
 from espalier.models.weight_formats.base import (
     WHOLE,
     FormatOf,
@@ -16,7 +17,11 @@ from espalier.models.weight_formats.base import (
     Weight,
     WeightFormat,
 )
+from espalier.models.weight_formats.compressed_tensors import read_compressed_tensors
 from espalier.models.weight_formats.dense import DenseFormat, dense_weight
+from espalier.models.weight_formats.fp8 import read_fp8
+from espalier.models.weight_formats.gptq import read_gptq
+from espalier.models.weight_formats.mxfp4 import read_mxfp4
 
 __all__ = [
     "FORMATS",
@@ -42,7 +47,14 @@ def all_dense(name: str) -> WeightFormat:
 
 
 # By quant_method (None if config.json has none): makes each matrix's format from that field of config.json.
-FORMATS: Mapping[str | None, Callable[[Mapping[str, Any]], FormatOf]] = {None: lambda quantisation: all_dense}
+FORMATS: Mapping[str | None, Callable[[Mapping[str, Any]], FormatOf]] = {
+    None: lambda quantisation: all_dense,
+    "awq": read_awq,
+    "compressed-tensors": read_compressed_tensors,
+    "fp8": read_fp8,
+    "gptq": read_gptq,
+    "mxfp4": read_mxfp4,
+}
 
 
 def read_formats(full: Mapping[str, Any], path: Path) -> FormatOf:
@@ -56,4 +68,7 @@ def read_formats(full: Mapping[str, Any], path: Path) -> FormatOf:
             f"{path}: {field} = {method!r} is not supported, only {known}; use an unquantised copy of the model "
             "(bfloat16)"
         )
-    return FORMATS[method](quantisation or {})
+    try:
+        return FORMATS[method](quantisation or {})
+    except EspalierError as error:
+        raise EspalierError(f"{path}: {error}") from None

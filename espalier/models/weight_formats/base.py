@@ -1,8 +1,9 @@
 """The contracts of a weight (for the layers) and of a weight format (for the loader).
 
 A weight multiplies rows by a matrix, in whatever form its format keeps it.  A format declares the tensors that make up
-a matrix in a checkpoint, the dimensions of these tensors that are the matrix's rows and columns, and the weight that
-they become.  With that, the loader checks, stacks and shards the tensors of every format in the same way.
+a matrix in a checkpoint, the dimensions of these tensors that are the matrix's rows and columns, how many rows and
+columns one entry covers, and the weight that they become.  With that, the loader checks, stacks and shards the tensors
+of every format in the same way.
 """
 
 from abc import ABC, abstractmethod
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from espalier.errors import EspalierError
+from espalier.kernels.layers.quantised import QuantisedMatrix
 from espalier.kernels.layers.silu import silu_mul
 
 
@@ -24,7 +26,7 @@ class Weight(ABC):
     """
 
     __slots__ = ("shape", "nbytes")
-    format: ClassVar[str]
+    format: str
 
     def __init__(self, shape: tuple[int, int], nbytes: int) -> None:
         self.shape = shape
@@ -33,6 +35,9 @@ class Weight(ABC):
     @abstractmethod
     def apply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x [rows, in] -> x · weightᵀ + bias, a new tensor [rows, out] in x's dtype."""
+
+    def require_kernels(self, dtype: torch.dtype) -> None:  # noqa: B027
+        """Raises EspalierError if no kernel multiplies inputs of this dtype on the weight's device."""
 
     def parts(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """The result of `apply`, or [parts, rows, out] float32 that sum to it.  RMSNorm.after sums them."""
@@ -75,16 +80,20 @@ class StoredTensor:
     """One of the tensors that a checkpoint stores for a matrix.
 
     suffix: its name is the matrix's name and this suffix.
-    dtype: None for a floating-point tensor, which is cast to the model's dtype.
+    dtype: None for a floating-point tensor, which is cast to the model's dtype.  A tensor of a given dtype keeps it; of
+    several dtypes it keeps the one that it has.
     row_dim, column_dim: its dimensions that are the matrix's rows and columns; None if every row (or column) of the
     matrix needs the whole tensor.
+    ragged: the directions along which an entry covers several rows (or columns) and the last entry fewer, as the scales
+    of blocks may.  Along these a tensor cannot be cut.
     """
 
     suffix: str
     shape: tuple[int, ...]
-    dtype: torch.dtype | None = None
+    dtype: torch.dtype | tuple[torch.dtype, ...] | None = None
     row_dim: int | None = None
     column_dim: int | None = None
+    ragged: tuple[Literal["rows", "columns"], ...] = ()
 
 
 class WeightFormat(ABC):
@@ -104,6 +113,18 @@ class WeightFormat(ABC):
         without has an additional first dimension, with one entry for each matrix.
         """
 
+    def matrix(self, tensors: Mapping[str, Tensor], rows: Sequence[int], columns: int) -> Tensor | QuantisedMatrix:
+        """As `build`, but the matrix itself, for experts and latent attention."""
+        raise EspalierError(f"format {self.name} is supported for linear layers only, not for experts")
+
+    def expert_tensors(self, count: int, rows: int, columns: int) -> tuple[StoredTensor, ...]:
+        """The tensors that store `count` experts [rows, columns] stacked, in the dtypes that they keep."""
+        raise EspalierError(f"experts that are stored stacked are not supported in format {self.name}")
+
+    def expert_matrix(self, tensors: Mapping[str, Tensor]) -> QuantisedMatrix:
+        """The matrix [count, rows, columns] of `expert_tensors`, by suffix, on the device."""
+        raise NotImplementedError
+
     def keeps(self, name: str, dtype: torch.dtype) -> bool:
         """Whether a tensor keeps its stored dtype in memory.  Other tensors are cast to the model's dtype."""
         return False
@@ -112,10 +133,10 @@ class WeightFormat(ABC):
         """The slices of a stored tensor that a shard needs.  Raises EspalierError if it does not divide evenly."""
         slices = [slice(0, size) for size in stored.shape]
         dim = stored.row_dim if shard.along == "rows" else stored.column_dim
-        if dim is None:
+        if dim is None or shard.count == 1:
             return tuple(slices)
         size, remainder = divmod(stored.shape[dim], shard.count)
-        if remainder:
+        if remainder or shard.along in stored.ragged:
             raise EspalierError(
                 f"{stored.suffix} {list(stored.shape)} in format {self.name} cannot be cut into {shard.count} equal "
                 f"shards along its {shard.along}; use another number of devices"

@@ -92,6 +92,9 @@ class DenseFormat(WeightFormat):
     def build(self, tensors: Mapping[str, Tensor], rows: Sequence[int], columns: int) -> Weight:
         return dense_weight(tensors[".weight"])
 
+    def matrix(self, tensors: Mapping[str, Tensor], rows: Sequence[int], columns: int) -> Tensor:
+        return tensors[".weight"]
+
 
 def dense_weight(tensor: Tensor) -> Weight:
     """The weight of a tensor [out, in].  It shares the tensor's memory, unless it is packed."""

@@ -1,0 +1,106 @@
+"""How far a quantised target is from the model that it was made of, on held-out text, through the engine.
+
+Both read the same tokens and report the 20 likeliest tokens at each position.  Agreement is the share of positions with
+the same likeliest token.  KL is computed over the tokens that both report, with all others as one: a lower bound of the
+divergence over the whole vocabulary, and near it, as the others' share is small.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from math import exp, log
+from typing import Any
+
+from espalier.bench.drive import drive, texts
+from espalier.errors import EspalierError
+from espalier.limits import MAX_LOGPROBS
+from espalier.llm import LLM
+from espalier.logprobs import TokenLogprob
+from espalier.request import SamplingParams
+
+# Probabilities below this are not told apart from it.
+LEAST = 1e-12
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """agreement: share of positions with the same likeliest token.  kl: mean, in nats.  perplexity: of the text, by the
+    model and by its quantised copy.  accept_length: with the draft, of both; None without a draft."""
+
+    positions: int
+    agreement: float
+    kl: float
+    perplexity: tuple[float, float]
+    accept_length: tuple[float, float] | None
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One model's reports, by text, and its accept length."""
+
+    reports: list[list[TokenLogprob]]
+    accept_length: float | None
+
+
+def compare(
+    model: str,
+    quantised: str,
+    settings: Mapping[str, Any],
+    num_texts: int,
+    num_tokens: int,
+    advance: Callable[[], None],
+) -> Accuracy:
+    """settings: of both engines, with the draft.  num_tokens: generated from each prompt for the accept length."""
+    runs = []
+    for name in (model, quantised):
+        runs.append(_run(name, settings, num_texts, num_tokens))
+        advance()
+    first, second = runs
+    texts_of_both = zip(first.reports, second.reports, strict=True)
+    pairs = [pair for ours, theirs in texts_of_both for pair in zip(ours, theirs, strict=True)]
+    lengths = None
+    if first.accept_length is not None and second.accept_length is not None:
+        lengths = (first.accept_length, second.accept_length)
+    return Accuracy(
+        positions=len(pairs),
+        agreement=sum(one.top[0][0] == other.top[0][0] for one, other in pairs) / len(pairs),
+        kl=sum(divergence(one.top, other.top) for one, other in pairs) / len(pairs),
+        perplexity=(_perplexity([one for one, _ in pairs]), _perplexity([other for _, other in pairs])),
+        accept_length=lengths,
+    )
+
+
+def _run(model: str, settings: Mapping[str, Any], num_texts: int, num_tokens: int) -> Run:
+    with LLM(model, **settings) as llm:
+        pairs = texts(llm, num_texts)
+        if llm.tokenizer is None:
+            raise EspalierError(f"{model} has no tokenizer, which held-out text needs; add it, or pass --texts 0")
+        limit = llm.config.max_context - 1
+        whole = [(prompt + reference)[:limit] for prompt, reference in pairs]
+        params = SamplingParams(max_tokens=0, prompt_logprobs=MAX_LOGPROBS)
+        outputs = llm.generate(whole, params)
+        reports = []
+        for output in outputs:
+            if output.error is not None or output.prompt_logprobs is None:
+                raise EspalierError(f"{model}: a held-out text failed ({output.error})")
+            reports.append([entry for entry in output.prompt_logprobs if entry is not None])
+        if not llm.config.steps or llm.config.draft is None:
+            return Run(reports, None)
+        greedy = SamplingParams(temperature=0.0, max_tokens=num_tokens, top_k=0, top_p=1.0)
+        prompts = [prompt[: limit - num_tokens] for prompt, _ in pairs]
+        return Run(reports, drive(llm.engine, prompts, greedy).stats.accept_length)
+
+
+def divergence(first: Sequence[tuple[int, float]], second: Sequence[tuple[int, float]]) -> float:
+    """KL(first || second) over the tokens that both report and one more that stands for all others, in nats."""
+    theirs = dict(second)
+    shared = [(exp(logprob), exp(theirs[token])) for token, logprob in first if token in theirs]
+    shared.append((1 - sum(p for p, _ in shared), 1 - sum(q for _, q in shared)))
+    clipped = [(max(p, LEAST), max(q, LEAST)) for p, q in shared]
+    return max(sum(p * log(p / q) for p, q in clipped), 0.0)
+
+
+def _perplexity(entries: Sequence[TokenLogprob]) -> float:
+    return exp(-sum(entry.logprob for entry in entries) / len(entries))

@@ -1,0 +1,80 @@
+"""`espalier quantize`: writes a quantised copy of a target, and says how far it is from the original."""
+
+from argparse import ArgumentParser, Namespace
+from dataclasses import asdict
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from espalier.bench import quantised
+from espalier.bench.drive import heldout
+from espalier.config import EngineConfig
+from espalier.errors import EspalierError
+from espalier.models.quantise import GROUP, Written, quantise
+from espalier.models.weights import shards_of
+from espalier.startup.checkpoints import find_target
+from espalier.startup.resolve import choose_device
+from espalier.terminal.console import print_table, progress, write_json
+
+# Tokens generated from each prompt for the accept length.
+GENERATED = 64
+
+
+def add_flags(parser: ArgumentParser) -> None:
+    parser.add_argument("model", help="a directory, a Hugging Face id, or 'bundled'")
+    parser.add_argument("--to", required=True, choices=("fp8", "int4"), help="the format of the copy")
+    parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="an empty or new directory")
+    parser.add_argument("--device", default="auto", help="where it is computed: auto, cpu or cuda (auto)")
+    parser.add_argument("--draft", metavar="DIR", help="also compare accept lengths with this draft")
+    parser.add_argument(
+        "--texts", type=int, default=32, metavar="N", help="held-out texts to compare on; 0: no comparison (32)"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results there")
+
+
+def run(args: Namespace) -> int:
+    if not 0 <= args.texts <= len(heldout()):
+        raise EspalierError(f"--texts={args.texts} is not supported; there are {len(heldout())} held-out texts")
+    device = choose_device(EngineConfig(device=args.device))
+    path = find_target(args.model)
+    begin = perf_counter()
+    with progress("quantising", len(shards_of(path))) as advance:
+        written = quantise(path, args.out, args.to, device, advance)
+    seconds = perf_counter() - begin
+    results: dict[str, Any] = {"seconds": seconds, **asdict(written)}
+    rows = _rows_of(written, seconds)
+    if args.texts:
+        settings = {"device": device.type} | ({} if args.draft is None else {"draft": args.draft})
+        with progress("comparing", 2) as advance:
+            accuracy = quantised.compare(args.model, str(args.out), settings, args.texts, GENERATED, advance)
+        results["accuracy"] = accuracy.as_dict()
+        rows += _rows_of_accuracy(accuracy)
+    write_json(args.json, results)
+    print_table(rows)
+    return 0
+
+
+def _rows_of(written: Written, seconds: float) -> list[list[str]]:
+    share = written.written_bytes / max(written.read_bytes, 1)
+    rows = [
+        ["matrices quantised", str(written.num_matrices)],
+        ["size", f"{written.written_bytes / 1e9:.3f} GB, {share:.0%} of the original"],
+        ["time", f"{seconds:.1f} s"],
+    ]
+    if written.dense:
+        rows.append(["not quantised", f"{len(written.dense)}: columns no multiple of {GROUP}, as {written.dense[0]}"])
+    return rows
+
+
+def _rows_of_accuracy(accuracy: quantised.Accuracy) -> list[list[str]]:
+    before, after = accuracy.perplexity
+    rows = [
+        ["positions compared", str(accuracy.positions)],
+        ["same likeliest token", f"{accuracy.agreement:.2%}"],
+        ["KL, nats", f"{accuracy.kl:.5f}"],
+        ["perplexity", f"{before:.3f} -> {after:.3f}"],
+    ]
+    if accuracy.accept_length is not None:
+        before, after = accuracy.accept_length
+        rows.append(["accept length", f"{before:.2f} -> {after:.2f}"])
+    return rows

@@ -1,0 +1,234 @@
+"""A linear layer with a quantised weight: y = x · weightᵀ + bias, for any number of rows.
+
+Up to 64 rows it streams the weight once, as linear.py does, with the same grid and split-K.  More rows are cut into
+tiles, each a program of its own: a matrix product on tensor cores whose weight tiles become numbers in registers.  So
+no weight is ever dequantised in memory.  quantised_tile.py has the inner loop.
+
+Inputs that the format rounds to FP8 are rounded by a launch before (quantise_rows.py).
+
+Tolerance: as linear.py, with the values of weight and inputs exact, and one rounding more for the scales of each group
+of columns: in · 2⁻²³ times the sum of the products' magnitudes.  FP8 units add with 13 bits within a step of 128
+columns: 2⁻¹² times that sum, for rounded inputs on a GPU.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from espalier.errors import EspalierError
+from espalier.kernels.layers.linear import (
+    DTYPES,
+    RESERVED_SHARED_MEMORY,
+    TritonPlan,
+    block_rows,
+    store_tile,
+    summed,
+    weight_rows,
+)
+from espalier.kernels.layers.linear_tuning import plans_for
+from espalier.kernels.layers.quantise_rows import quantise_rows
+from espalier.kernels.layers.quantised import QuantisedMatrix, linear_quantised_reference
+from espalier.kernels.layers.quantised_tile import CODES, prefetch_codes, quantised_dot
+from espalier.kernels.layers.silu import require_gated, silu_mul
+from espalier.kernels.runtime.launch import Chip, chip, kernel, require
+from espalier.kernels.runtime.pdl import early, pdl_trigger, pdl_wait
+
+if TYPE_CHECKING:
+    import triton.language as tl
+
+# More rows are cut into tiles of this many.
+MAX_BLOCK_ROWS = 128
+# The first chips whose compilers know E4M3.
+FP8_CAPABILITY = (8, 9)
+# Rows up to which the rule streams.
+STREAMED_ROWS = 64
+# Programs per multiprocessor that the rule's split-K aims at.
+PROGRAMS_PER_PROCESSOR = 2
+MAX_SPLITS = 8
+
+
+def linear_quantised(x: Tensor, weight: QuantisedMatrix, bias: Tensor | None) -> Tensor:
+    """x [rows, in] · weightᵀ + bias -> a new tensor [rows, out] in x's dtype.
+
+    The bits of a row never depend on the other rows' values.
+    """
+    if not x.is_cuda:
+        return linear_quantised_reference(x, weight, bias)
+    return linear_quantised_triton(x, weight, bias, plan_of(weight, x))
+
+
+def linear_quantised_parts(x: Tensor, weight: QuantisedMatrix, bias: Tensor | None) -> Tensor:
+    """`linear_quantised`, or its partial sums [splits, rows, out] in float32."""
+    if not x.is_cuda:
+        return linear_quantised_reference(x, weight, bias)
+    return _launch(x, weight, bias, plan_of(weight, x), gated=False)
+
+
+def linear_quantised_gated(x: Tensor, weight: QuantisedMatrix, bias: Tensor | None) -> Tensor:
+    """silu(gate) · up [rows, out / 2], for a weight that stacks gate over up."""
+    require_gated(weight.shape[0])
+    if not x.is_cuda:
+        return silu_mul(linear_quantised_reference(x, weight, bias))
+    return linear_quantised_gated_triton(x, weight, bias, plan_of(weight, x))
+
+
+def linear_quantised_triton(x: Tensor, weight: QuantisedMatrix, bias: Tensor | None, plan: TritonPlan) -> Tensor:
+    """plan.block_in must divide the columns that share a scale.  Raises EspalierError on other shapes and dtypes."""
+    return summed(_launch(x, weight, bias, plan, gated=False), x)
+
+
+def linear_quantised_gated_triton(x: Tensor, weight: QuantisedMatrix, bias: Tensor | None, plan: TritonPlan) -> Tensor:
+    if plan.splits == 1:
+        return _launch(x, weight, bias, plan, gated=True)
+    return silu_mul(linear_quantised_triton(x, weight, bias, plan))
+
+
+@kernel
+def _linear_quantised_kernel(
+    x_ptr, x_scales_ptr, codes_ptr, scales_ptr, zeros_ptr, bias_ptr, out_ptr, num_rows, num_out, num_in, x_stride,
+    CODE: tl.constexpr, GROUP: tl.constexpr, ROW_BLOCK: tl.constexpr, INPUT_GROUP: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, EVEN_OUT: tl.constexpr,
+    EVEN_IN: tl.constexpr, GATED: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """Grid: (blocks of weight rows, splits, tiles of rows).  Arguments as _linear_kernel and quantised_dot."""
+    w_rows = weight_rows(num_out, BLOCK_OUT, EVEN_OUT, GATED).to(tl.int64)
+    split, num_splits = tl.program_id(1), tl.num_programs(1)
+    steps = tl.cdiv(num_in, BLOCK_IN)
+    k_begin, k_end = split * steps // num_splits * BLOCK_IN, (split + 1) * steps // num_splits * BLOCK_IN
+    rows = tl.program_id(2) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    x_rows = rows.to(tl.int64)
+    pdl_trigger(DEPENDENT)
+    if DEPENDENT:
+        prefetch_codes(codes_ptr, w_rows, k_begin, num_in, CODE, BLOCK_IN)
+    pdl_wait(DEPENDENT)
+    x_scale_ptrs = None
+    if x_scales_ptr is not None:
+        x_scale_ptrs = x_scales_ptr + x_rows * (tl.cdiv(num_in, INPUT_GROUP) if INPUT_GROUP > 0 else 1)
+    acc = quantised_dot(
+        codes_ptr, scales_ptr, zeros_ptr, w_rows, x_ptr + x_rows * x_stride, x_scale_ptrs, rows < num_rows, num_in,
+        k_begin, k_end, CODE, GROUP, ROW_BLOCK, INPUT_GROUP, BLOCK_ROWS, BLOCK_OUT, BLOCK_IN, EVEN_IN,
+    )  # fmt: skip
+    if bias_ptr is not None:
+        # Only the first split adds the bias.
+        acc += tl.where(split == 0, tl.load(bias_ptr + w_rows).to(tl.float32), 0.0)[:, None]
+    store_tile(acc, out_ptr, split, rows, num_rows, num_out, BLOCK_ROWS, BLOCK_OUT, GATED)
+
+
+def _launch(x: Tensor, weight: QuantisedMatrix, bias: Tensor | None, plan: TritonPlan, gated: bool) -> Tensor:
+    rows, num_in = x.shape
+    _require(x, weight, bias, plan)
+    num_out, block_written = weight.shape[0], plan.block_out
+    if gated:
+        num_out, block_written = num_out // 2, block_written // 2
+    in_parts = plan.splits > 1 and rows * num_out > 0
+    out = x.new_empty(plan.splits, rows, num_out, dtype=torch.float32) if in_parts else x.new_empty(rows, num_out)
+    if out.numel() == 0:
+        return out
+    inputs, input_scales = kernel_inputs(x, weight)
+    tile = min(block_rows(rows), MAX_BLOCK_ROWS)
+    gpu = chip(x)
+    _linear_quantised_kernel[-(-num_out // block_written), plan.splits, -(-rows // tile)](
+        *(inputs, input_scales, weight.codes, weight.scales, weight.zeros, bias, out),
+        *(rows, num_out, num_in, inputs.stride(0)),
+        **tile_options(weight),
+        BLOCK_ROWS=tile,
+        BLOCK_OUT=plan.block_out,
+        BLOCK_IN=plan.block_in,
+        EVEN_OUT=num_out % block_written == 0,
+        EVEN_IN=num_in % plan.block_in == 0,
+        GATED=gated,
+        num_warps=plan.warps,
+        num_stages=plan.stages,
+        **early(gpu),
+    )
+    return out
+
+
+def kernel_inputs(x: Tensor, weight: QuantisedMatrix) -> tuple[Tensor, Tensor | None]:
+    """(inputs, their scales or None) as quantised_dot takes them: in the order of the columns, maybe rounded."""
+    if weight.order is not None:
+        x = x.index_select(1, weight.order)
+    if weight.inputs is not None:
+        return quantise_rows(x, weight.inputs)
+    return (x if x.stride(1) == 1 else x.contiguous()), None
+
+
+def tile_options(weight: QuantisedMatrix) -> dict[str, Any]:
+    """The constants of quantised_dot that follow from the matrix."""
+    num_in, inputs = weight.shape[-1], weight.inputs
+    input_group = 0 if inputs is None or inputs.group is None or inputs.group >= num_in else inputs.group
+    group = 0 if weight.group >= num_in and weight.code != "mxfp4" else weight.group
+    return {"CODE": CODES[weight.code], "GROUP": group, "ROW_BLOCK": weight.row_block, "INPUT_GROUP": input_group}
+
+
+def plan_of(weight: QuantisedMatrix, x: Tensor) -> TritonPlan:
+    """The measured plan for the weight's shape, format and x's rows; `rule`'s where there is none."""
+    shape = (weight.shape[0], weight.shape[1])
+    plans = plans_for(shape, tuning_name(weight), x.dtype, weight.codes)
+    plan = None if plans is None else plans.at(len(x))
+    if isinstance(plan, TritonPlan):
+        return plan
+    return rule(len(x), *shape, weight.code, max_block_in(weight), chip(x))
+
+
+def tuning_name(weight: QuantisedMatrix) -> str:
+    """The format's name in tuning tables: what a kernel's time depends on."""
+    group = "" if weight.group >= weight.shape[-1] else f"-{weight.row_block}x{weight.group}"
+    inputs = "" if weight.inputs is None else f"-inputs{weight.inputs.group or ''}"
+    return f"{weight.code}{group}{inputs}"
+
+
+def max_block_in(weight: QuantisedMatrix) -> int:
+    """The most columns of a tile: those that share a scale, of the weight and of the inputs."""
+    groups = [] if weight.code == "mxfp4" else [weight.group]
+    if weight.inputs is not None and weight.inputs.group is not None:
+        groups.append(weight.inputs.group)
+    return min([group for group in groups if group < weight.shape[-1]], default=128)
+
+
+@cache
+def rule(rows: int, num_out: int, num_in: int, code: str, max_block: int, gpu: Chip) -> TritonPlan:
+    """The plan where nothing is measured."""
+    block_in = min(max_block, 128)
+    tile = min(block_rows(rows), MAX_BLOCK_ROWS)
+    streams = rows <= STREAMED_ROWS
+    block_out, warps = (64, 4) if streams else (128, 8)
+    splits = 1
+    if streams:
+        wanted = PROGRAMS_PER_PROCESSOR * gpu.processors // -(-num_out // block_out)
+        splits = max(min(wanted, MAX_SPLITS, num_in // block_in // 4), 1)
+    weight_bytes = block_out * block_in // (1 if code == "fp8" else 2)
+    stage = weight_bytes + tile * block_in * 2
+    stages = min((gpu.shared_memory - RESERVED_SHARED_MEMORY) // (2 * stage), 6 if streams else 3)
+    return TritonPlan(block_out, block_in, splits, warps, max(stages, 1))
+
+
+def require_supported(weight: QuantisedMatrix, dtype: torch.dtype) -> None:
+    """Raises EspalierError if the weight is on a GPU that no kernel for it runs on."""
+    if not weight.codes.is_cuda:
+        return
+    if weight.code == "fp8" and chip(weight.codes).capability < FP8_CAPABILITY:
+        raise EspalierError(
+            "FP8 weights need a GPU of compute capability 8.9 or newer (Ada, Hopper); use a 4-bit or bfloat16 copy of "
+            "the model"
+        )
+    if dtype not in (DTYPES if weight.code != "mxfp4" else (torch.bfloat16,)):
+        raise EspalierError(f"{weight.code} weights need dtype=bfloat16 on a GPU, not {dtype}; pass dtype=bfloat16")
+
+
+def _require(x: Tensor, weight: QuantisedMatrix, bias: Tensor | None, plan: TritonPlan) -> None:
+    num_in = x.shape[1]
+    packed = num_in if weight.code == "fp8" else num_in // 2
+    require("quantised linear: codes", weight.codes, (-1, packed), None, x)
+    if bias is not None:
+        require("quantised linear: bias", bias, (weight.shape[0],), x.dtype, x)
+    contiguous = all(tensor.is_contiguous() for tensor in weight.tensors)
+    if x.dtype not in DTYPES or not contiguous or max_block_in(weight) % plan.block_in:
+        raise EspalierError(
+            f"quantised linear: the Triton kernel takes bfloat16 or float16, contiguous weights and blocks that divide "
+            f"{max_block_in(weight)} columns, but got {x.dtype} and {plan}: use the reference"
+        )

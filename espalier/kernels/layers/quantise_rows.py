@@ -1,0 +1,68 @@
+"""Rounds the inputs of a product to FP8: each row, or each group of a row's columns, with a scale of its own.
+
+Grid: (rows, groups).  Values and scales are divided exactly (IEEE), so they equal the reference's to the bit.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from espalier.kernels.layers.quantised import FP8, FP8_MAX, InputScales, quantise_inputs
+from espalier.kernels.runtime.launch import chip, kernel, power_of_two, require
+from espalier.kernels.runtime.pdl import early, pdl_wait_if
+
+if TYPE_CHECKING:
+    import triton.language as tl
+
+# Values that a warp loads.
+VALUES_PER_WARP = 1024
+
+
+def quantise_rows(x: Tensor, inputs: InputScales) -> tuple[Tensor, Tensor]:
+    """x [rows, in] -> (FP8 values [rows, in], their scales [rows, ceil(in / group)] float32)."""
+    return (quantise_rows_triton if x.is_cuda else quantise_inputs)(x, inputs)
+
+
+@kernel
+def _quantise_rows_kernel(
+    x_ptr, static_ptr, out_ptr, scales_ptr, num_in, x_stride,
+    GROUP: tl.constexpr, BLOCK: tl.constexpr, MOST: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    pdl_wait_if(DEPENDENT)
+    row, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    offset = tl.arange(0, BLOCK)
+    column = group * GROUP + offset
+    mask = (offset < GROUP) & (column < num_in)
+    x = tl.load(x_ptr + row * x_stride + column, mask=mask, other=0.0).to(tl.float32)
+    if static_ptr is None:
+        largest = tl.max(tl.abs(x), 0)
+        scale = tl.where(largest == 0, 1.0, tl.div_rn(largest, MOST))
+    else:
+        scale = tl.load(static_ptr)
+    value = tl.div_rn(x, tl.zeros_like(x) + scale)
+    # NaN stays NaN: both comparisons are false.
+    value = tl.where(value > MOST, MOST, tl.where(value < -MOST, -MOST, value))
+    tl.store(out_ptr + row * num_in + column, value.to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(scales_ptr + row * tl.num_programs(1) + group, scale)
+
+
+def quantise_rows_triton(x: Tensor, inputs: InputScales) -> tuple[Tensor, Tensor]:
+    """x: bfloat16 or float16; its rows are contiguous.  Raises EspalierError on other shapes."""
+    require("quantise_rows: x", x, (-1, -1), None, x)
+    x = x if x.stride(1) == 1 else x.contiguous()
+    rows, num_in = x.shape
+    group = min(inputs.group or num_in, num_in)
+    groups = -(-num_in // group)
+    values = torch.empty(rows, num_in, dtype=FP8, device=x.device)
+    scales = torch.empty(rows, groups, dtype=torch.float32, device=x.device)
+    if values.numel():
+        block = power_of_two(group)
+        _quantise_rows_kernel[rows, groups](
+            *(x, inputs.static, values, scales, num_in, x.stride(0)),
+            GROUP=group, BLOCK=block, MOST=FP8_MAX, num_warps=min(max(block // VALUES_PER_WARP, 1), 16),
+            **early(chip(x)),
+        )  # fmt: skip
+    return values, scales

@@ -1,0 +1,181 @@
+"""Matrices in 8 or 4 bits with scales, and the product with them.
+
+A product dequantises nothing in memory on a GPU (linear_quantised.py).  The reference here dequantises a block of rows
+at a time, so a model on a CPU needs the memory of its stored weights only.
+
+Inputs may be rounded to FP8 too.  Every row gets its own scales (or the checkpoint's), so a row's result never depends
+on the other rows of a batch.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+FP8 = torch.float8_e4m3fn
+FP8_MAX = 448.0
+# What a nibble of E2M1 means: 1 sign bit, 2 exponent bits, 1 mantissa bit (OCP Microscaling Formats 1.0, 5.3.3).
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+# Scales of MXFP4 are powers of two: 2^(s - 127) (the same document, 5.4.1).
+E8M0_BIAS = 127
+# Values that the reference dequantises at once: 16 MiB of float32.
+BLOCK_VALUES = 2**22
+
+Code = Literal["fp8", "int4", "mxfp4"]
+
+
+@dataclass(frozen=True)
+class InputScales:
+    """How the inputs of a product are rounded to FP8.
+
+    group: columns that share a scale; None: the whole row does.  static: float32 [1], the scale of every row; None: a
+    scale is the largest magnitude over FP8_MAX.
+    """
+
+    group: int | None = None
+    static: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class QuantisedMatrix:
+    """A matrix [out, in] or a stack of experts [E, out, in].  Its values are (codes - zeros) · scales.
+
+    codes: "fp8": float8_e4m3fn [..., out, in].  "int4", "mxfp4": uint8 [..., out, in / 2], two columns a byte, the
+    first in the low bits.
+    scales: [..., ceil(out / row_block), ceil(in / group)], floating point; for "mxfp4" uint8 exponents.
+    zeros: "int4": uint8 [..., out, in / group]; None: 8 everywhere.
+    order: [in] int64; column c of codes multiplies input order[c]; None: the columns are in order.
+    inputs: how the inputs are rounded; None: they are not.
+    """
+
+    code: Code
+    codes: Tensor
+    scales: Tensor
+    group: int
+    row_block: int = 1
+    zeros: Tensor | None = None
+    order: Tensor | None = None
+    inputs: InputScales | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        *lead, rows, columns = self.codes.shape
+        return *lead, rows, columns if self.code == "fp8" else 2 * columns
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        optional = (self.zeros, self.order, None if self.inputs is None else self.inputs.static)
+        return self.codes, self.scales, *(tensor for tensor in optional if tensor is not None)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    @property
+    def device(self) -> torch.device:
+        return self.codes.device
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, expert: int) -> "QuantisedMatrix":
+        """One expert of a stack."""
+        zeros = None if self.zeros is None else self.zeros[expert]
+        return replace(self, codes=self.codes[expert], scales=self.scales[expert], zeros=zeros)
+
+    def experts(self, count: int) -> "QuantisedMatrix":
+        """The matrix [count · out, in] as [count, out, in].  row_block must divide out."""
+        codes, scales = (tensor.unflatten(0, (count, -1)) for tensor in (self.codes, self.scales))
+        zeros = None if self.zeros is None else self.zeros.unflatten(0, (count, -1))
+        return replace(self, codes=codes, scales=scales, zeros=zeros)
+
+    def rows_taken(self, rows: Tensor) -> "QuantisedMatrix":
+        """The experts [E, out, in] with their rows in another order.  row_block must be 1.
+
+        It goes expert by expert, so there is never a second copy of all.
+        """
+        for tensor in (self.codes, self.scales):
+            for expert in tensor:
+                expert.copy_(expert[rows.to(expert.device)])
+        return self
+
+
+def dequantise(matrix: QuantisedMatrix, dtype: torch.dtype, begin: int = 0, end: int | None = None) -> Tensor:
+    """Rows begin .. end-1 of a matrix [out, in] as a dense tensor, with its columns in the order of the inputs.
+
+    begin must be a multiple of row_block.  Each value is rounded once.
+    """
+    rows = slice(begin, matrix.shape[0] if end is None else end)
+    exact = torch.promote_types(dtype, torch.float32)
+    codes = matrix.codes[rows]
+    values = codes.to(exact) if matrix.code == "fp8" else _nibble_values(matrix, codes, exact)
+    num_rows, num_in = values.shape
+    if matrix.zeros is not None:
+        values -= matrix.zeros[rows].repeat_interleave(matrix.group, 1)[:, :num_in]
+    scales = matrix.scales[begin // matrix.row_block : -(-(begin + num_rows) // matrix.row_block)]
+    if matrix.code == "mxfp4":
+        scales = torch.ldexp(torch.ones_like(scales, dtype=exact), scales.int() - E8M0_BIAS)
+    scales = scales.to(exact)
+    scales = scales.repeat_interleave(matrix.row_block, 0)[:num_rows].repeat_interleave(matrix.group, 1)[:, :num_in]
+    values = (values * scales).to(dtype)
+    if matrix.order is None:
+        return values
+    return torch.empty_like(values).index_copy_(1, matrix.order, values)
+
+
+def _nibble_values(matrix: QuantisedMatrix, packed: Tensor, dtype: torch.dtype) -> Tensor:
+    nibbles = unpack_nibbles(packed)
+    if matrix.code == "int4":
+        return nibbles.to(dtype) if matrix.zeros is not None else nibbles.to(dtype) - 8
+    table = torch.tensor([*E2M1, *(-value for value in E2M1)], dtype=dtype, device=packed.device)
+    return table[nibbles.int()]
+
+
+def unpack_nibbles(packed: Tensor) -> Tensor:
+    """uint8 [..., n] -> uint8 [..., 2·n], low nibbles first."""
+    return torch.stack([packed & 15, packed >> 4], -1).flatten(-2)
+
+
+def pack_nibbles(nibbles: Tensor) -> Tensor:
+    """The inverse of unpack_nibbles."""
+    return nibbles[..., ::2] | nibbles[..., 1::2] << 4
+
+
+def quantise_inputs(x: Tensor, inputs: InputScales) -> tuple[Tensor, Tensor]:
+    """x [rows, in] -> (FP8 values [rows, in], their scales [rows, ceil(in / group)], float32 at least)."""
+    exact = x.to(torch.promote_types(x.dtype, torch.float32))
+    rows, num_in = x.shape
+    group = min(inputs.group or num_in, num_in)
+    padded = F.pad(exact, (0, -num_in % group)).unflatten(1, (-1, group))
+    if inputs.static is None:
+        largest = padded.abs().amax(2)
+        # The scale of zeros is 1.
+        scales = torch.where(largest == 0, 1.0, largest / FP8_MAX)
+    else:
+        scales = inputs.static.to(exact.dtype).expand(rows, padded.shape[1])
+    values = (padded / scales[:, :, None]).clamp(-FP8_MAX, FP8_MAX)
+    return values.flatten(1)[:, :num_in].to(FP8), scales
+
+
+def rounded_inputs(x: Tensor, inputs: InputScales) -> Tensor:
+    """The values that quantise_inputs keeps of x, in float32 at least."""
+    values, scales = quantise_inputs(x, inputs)
+    group = min(inputs.group or x.shape[1], x.shape[1])
+    return values.to(scales.dtype) * scales.repeat_interleave(group, 1)[:, : x.shape[1]]
+
+
+def linear_quantised_reference(x: Tensor, weight: QuantisedMatrix, bias: Tensor | None) -> Tensor:
+    """x [rows, in] · weightᵀ + bias -> a new tensor [rows, out] in x's dtype.  Rounded once, at the end."""
+    exact = torch.promote_types(x.dtype, torch.float32)
+    inputs = x.to(exact) if weight.inputs is None else rounded_inputs(x, weight.inputs)
+    num_out, num_in = weight.shape
+    out = x.new_empty(len(x), num_out)
+    # Whole row blocks: `dequantise` begins at one.
+    step = max(BLOCK_VALUES // max(num_in, 1) // weight.row_block, 1) * weight.row_block
+    for begin in range(0, num_out, step):
+        end = min(begin + step, num_out)
+        block_bias = None if bias is None else bias[begin:end].to(exact)
+        out[:, begin:end] = F.linear(inputs, dequantise(weight, exact, begin, end), block_bias)
+    return out

@@ -1,0 +1,176 @@
+"""quant_method "compressed-tensors", as llm-compressor writes it: FP8 weights, and 4-bit weights packed along columns.
+
+`config_groups` maps module names to schemes; a name in `ignore` is dense.  A scheme that is not implemented is refused
+when config.json is read, with its name.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from espalier.errors import EspalierError
+from espalier.kernels.layers.quantised import QuantisedMatrix, unpack_nibbles
+from espalier.models.weight_formats.base import FormatOf, Shard, StoredTensor, WeightFormat
+from espalier.models.weight_formats.fp8 import Fp8Format, read_block
+from espalier.models.weight_formats.quantised import (
+    DENSE_FORMAT,
+    NIBBLES_OF_INT32,
+    SCALE_DTYPES,
+    QuantisedFormat,
+    common_order,
+    matches,
+    names_of,
+    of_int32,
+    packed_rows,
+    read_group,
+    refuse_shape,
+)
+
+SUPPORTED = "float-quantized (FP8) and pack-quantized (4 bits)"
+# What a target of config_groups may be besides names: the class of every linear layer.
+LINEAR = "Linear"
+
+
+@dataclass(frozen=True)
+class PackedFormat(QuantisedFormat):
+    """weight_packed int32 [out, in / 8], values + 8, low nibble first; weight_scale [out, in / group]; weight_shape.
+
+    zero_points: weight_zero_point int32 [out / 8, in / group], packed along the rows.
+    g_idx: weight_g_idx int32 [in], the group of each column.
+    """
+
+    group: int | None
+    zero_points: bool = False
+    g_idx: bool = False
+    name = "pack-quantized"
+
+    def tensors(self, rows: int, columns: int) -> tuple[StoredTensor, ...]:
+        group = self.group or columns
+        refuse_shape(self.name, "columns", columns, NIBBLES_OF_INT32)
+        refuse_shape(self.name, "columns", columns, group)
+        groups, packed = columns // group, columns // NIBBLES_OF_INT32
+        # One group for all columns is needed by every shard along them.
+        column_dim = None if self.group is None else 1
+        tensors = [
+            StoredTensor(".weight_packed", (rows, packed), torch.int32, row_dim=0, column_dim=1),
+            StoredTensor(".weight_scale", (rows, groups), SCALE_DTYPES, row_dim=0, column_dim=column_dim),
+            StoredTensor(".weight_shape", (2,), (torch.int64, torch.int32)),
+        ]
+        if self.zero_points:
+            refuse_shape(self.name, "rows", rows, NIBBLES_OF_INT32)
+            shape = (rows // NIBBLES_OF_INT32, groups)
+            tensors.append(StoredTensor(".weight_zero_point", shape, torch.int32, row_dim=0, column_dim=column_dim))
+        if self.g_idx:
+            tensors.append(StoredTensor(".weight_g_idx", (columns,), torch.int32, column_dim=0))
+        return tuple(tensors)
+
+    def stored_matrix(self, tensors: Mapping[str, Tensor], rows: Sequence[int], columns: int) -> QuantisedMatrix:
+        for count, shape in zip(rows, tensors[".weight_shape"].tolist(), strict=True):
+            # Of a shard it is the whole matrix's.
+            if shape[0] % count or shape[1] % columns:
+                raise EspalierError(
+                    f"weight_shape is {shape}, but config.json needs {[count, columns]}; download both again"
+                )
+        codes, group = tensors[".weight_packed"].view(torch.uint8), self.group or columns
+        zeros = of_int32(tensors[".weight_zero_point"], 0) if self.zero_points else None
+        order = common_order(tensors[".weight_g_idx"], group) if self.g_idx else None
+        if order is not None:
+            stored = codes
+            codes = packed_rows(lambda begin, end: unpack_nibbles(stored[begin:end])[:, order], len(stored))
+        return QuantisedMatrix("int4", codes, tensors[".weight_scale"], group, zeros=zeros, order=order)
+
+    def cut(self, stored: StoredTensor, shard: Shard) -> tuple[slice, ...]:
+        if self.g_idx and shard.along == "columns" and shard.count > 1:
+            raise EspalierError(f"format {self.name} with g_idx cannot be cut along its columns; use one device")
+        return super().cut(stored, shard)
+
+
+def read_compressed_tensors(quantisation: Mapping[str, Any]) -> FormatOf:
+    """Raises EspalierError naming a scheme that is not supported."""
+    _refuse(quantisation, "sparsity_config", "transform_config")
+    ignored, shared = names_of(quantisation.get("ignore")), quantisation.get("format")
+    groups: list[tuple[tuple[str, ...], WeightFormat]] = []
+    for group in (quantisation.get("config_groups") or {}).values():
+        targets = names_of(group.get("targets"))
+        groups.append((targets, _read_scheme(group, group.get("format") or shared)))
+    if not groups:
+        raise EspalierError("quantization_config has no config_groups; download config.json again")
+
+    def format_of(name: str) -> WeightFormat:
+        if any(matches(name, pattern) for pattern in ignored):
+            return DENSE_FORMAT
+        found = (format for targets, format in groups if any(t == LINEAR or matches(name, t) for t in targets))
+        return next(found, DENSE_FORMAT)
+
+    return format_of
+
+
+def _refuse(quantisation: Mapping[str, Any], *names: str) -> None:
+    for name in names:
+        value = quantisation.get(name) or {}
+        if value.get("format", "dense") != "dense" or value.get("config_groups"):
+            raise EspalierError(f"quantization_config: {name} is not supported; use a checkpoint without it")
+
+
+def _read_scheme(group: Mapping[str, Any], stored: str | None) -> WeightFormat:
+    """The format of one entry of config_groups.  stored: its `format`."""
+    weights, inputs = group.get("weights") or {}, group.get("input_activations")
+    if group.get("output_activations") is not None:
+        raise EspalierError("quantization_config: output_activations are not supported; use another checkpoint")
+    kind = weights.get("type"), weights.get("num_bits")
+    if stored in ("float-quantized", "naive-quantized") and kind == ("float", 8):
+        return _read_fp8(weights, inputs)
+    if stored == "pack-quantized" and kind == ("int", 4):
+        return _read_int4(weights, inputs)
+    raise EspalierError(
+        f"quantization_config: format {stored!r} with weights of {kind[1]} bits ({kind[0]}) is not supported, only "
+        f"{SUPPORTED}; use another copy of the model"
+    )
+
+
+def _read_fp8(weights: Mapping[str, Any], inputs: Mapping[str, Any] | None) -> WeightFormat:
+    strategy = weights.get("strategy")
+    if strategy not in ("tensor", "channel", "block") or weights.get("symmetric") is False:
+        raise EspalierError(
+            f"quantization_config: FP8 weights by {strategy!r} are not supported, only symmetric ones by 'tensor', "
+            "'channel' or 'block'"
+        )
+    block: tuple[int | None, int | None] = (None, None) if strategy == "tensor" else (1, None)
+    if strategy == "block":
+        block = read_block(weights.get("block_structure"))
+    kind, group = _read_inputs(inputs)
+    return Fp8Format(block, inputs=kind, group=group)
+
+
+def _read_inputs(inputs: Mapping[str, Any] | None) -> tuple[Literal["static", "dynamic"] | None, int | None]:
+    """How FP8 inputs are scaled, and the columns that share a dynamic scale."""
+    if inputs is None:
+        return None, None
+    strategy, dynamic = inputs.get("strategy"), inputs.get("dynamic")
+    is_fp8 = (inputs.get("type"), inputs.get("num_bits")) == ("float", 8)
+    if is_fp8 and strategy == "tensor" and dynamic is False:
+        return "static", None
+    if is_fp8 and strategy == "token" and dynamic is True:
+        return "dynamic", None
+    if is_fp8 and strategy == "group" and dynamic is True:
+        return "dynamic", read_group(inputs, 128)
+    raise EspalierError(
+        f"quantization_config: input_activations of {inputs.get('num_bits')} bits ({inputs.get('type')}) by "
+        f"{strategy!r}, dynamic {dynamic!r}, are not supported, only FP8: dynamic by 'token' or 'group', or static by "
+        "'tensor'"
+    )
+
+
+def _read_int4(weights: Mapping[str, Any], inputs: Mapping[str, Any] | None) -> WeightFormat:
+    strategy = weights.get("strategy")
+    if strategy not in ("group", "channel") or inputs is not None:
+        raise EspalierError(
+            f"quantization_config: 4-bit weights by {strategy!r} with input_activations {inputs!r} are not supported, "
+            "only by 'group' or 'channel', without input_activations"
+        )
+    group = read_group(weights, 128) if strategy == "group" else None
+    ordered = weights.get("actorder") in ("group", "dynamic", True)
+    return PackedFormat(group, zero_points=weights.get("symmetric") is False, g_idx=ordered)

@@ -1,0 +1,115 @@
+"""FP8 weights (E4M3): one scale for a matrix, for each row, or for each block; and quant_method "fp8" of config.json.
+
+quant_method "fp8" is what DeepSeek-V3 and FP8 checkpoints of Qwen3 ship, with `weight_block_size`, and older ones
+without.  compressed_tensors.py reads the same tensors under its own names.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from espalier.errors import EspalierError
+from espalier.kernels.layers.quantised import FP8, InputScales, QuantisedMatrix
+from espalier.models.weight_formats.base import FormatOf, StoredTensor
+from espalier.models.weight_formats.quantised import (
+    SCALE_DTYPES,
+    QuantisedFormat,
+    dense_where,
+    names_of,
+    read_field,
+)
+
+FP8_NAME = "fp8"
+
+
+@dataclass(frozen=True)
+class Fp8Format(QuantisedFormat):
+    """`.weight` [out, in] E4M3 and the tensor `scale`; values are products of the two.
+
+    block: (rows, columns) that share a scale; None for rows: all rows of the matrix; None for columns: all columns.
+    scale: suffix of the scales [ceil(out / rows), ceil(in / columns)]; [1] where one scale serves a whole matrix.
+    inputs: whether the inputs' scale is stored ("static", in `.input_scale` [1]) or computed for each row ("dynamic");
+    None: inputs are not rounded.  group: columns of an input row that share a dynamic scale; None: all.
+    """
+
+    block: tuple[int | None, int | None]
+    scale: str = ".weight_scale"
+    inputs: Literal["static", "dynamic"] | None = None
+    group: int | None = None
+    name = FP8_NAME
+
+    def tensors(self, rows: int, columns: int) -> tuple[StoredTensor, ...]:
+        row_block, column_block = self.block
+        if row_block is None:
+            scale = StoredTensor(self.scale, (1,), SCALE_DTYPES)
+        else:
+            shape = (-(-rows // row_block), -(-columns // (column_block or columns)))
+            ragged: tuple[Literal["rows", "columns"], ...] = ("rows",) if rows % row_block else ()
+            if column_block is not None and columns % column_block:
+                ragged += ("columns",)
+            # A single scale for all columns is needed by all shards along them.
+            scale = StoredTensor(self.scale, shape, SCALE_DTYPES, 0, None if column_block is None else 1, ragged)
+        static = (StoredTensor(".input_scale", (1,), SCALE_DTYPES),) if self.inputs == "static" else ()
+        return StoredTensor(".weight", (rows, columns), FP8, row_dim=0, column_dim=1), scale, *static
+
+    def stored_matrix(self, tensors: Mapping[str, Tensor], rows: Sequence[int], columns: int) -> QuantisedMatrix:
+        scales, row_block = self._scales(tensors[self.scale], rows)
+        inputs = None
+        if self.inputs is not None:
+            inputs = InputScales(self.group, _one_scale(tensors[".input_scale"]) if self.inputs == "static" else None)
+        return QuantisedMatrix("fp8", tensors[".weight"], scales, self.block[1] or columns, row_block, inputs=inputs)
+
+    def _scales(self, scales: Tensor, rows: Sequence[int]) -> tuple[Tensor, int]:
+        """Scales [blocks of rows, blocks of columns] of the stacked matrices, and the rows of a block."""
+        row_block = self.block[0]
+        lengths = torch.tensor(rows, device=scales.device)
+        if row_block is None:
+            return scales.repeat_interleave(lengths, 0).contiguous(), 1
+        if len(rows) == 1 or not any(count % row_block for count in rows):
+            return scales, row_block
+        # A matrix begins inside a block of 128 rows of the stack: every row gets its own scale.
+        starts = [-(-count // row_block) for count in rows]
+        own = (
+            part.repeat_interleave(row_block, 0)[:count] for part, count in zip(scales.split(starts), rows, strict=True)
+        )
+        return torch.cat(list(own)), 1
+
+    def keeps(self, name: str, dtype: torch.dtype) -> bool:
+        return dtype == FP8 or name.endswith((self.scale, ".input_scale"))
+
+
+def _one_scale(scales: Tensor) -> Tensor:
+    """[matrices, 1] -> float32 [1].  Matrices that are computed as one read the same inputs."""
+    if not bool((scales == scales[0]).all()):
+        raise EspalierError(
+            "the stacked matrices have different values of input_scale; only equal ones are supported: use a "
+            "checkpoint with dynamic activation scales"
+        )
+    return scales[0].float()
+
+
+def read_fp8(quantisation: Mapping[str, Any]) -> FormatOf:
+    """quant_method "fp8".  Raises EspalierError naming a field that is not supported."""
+    read_field(quantisation, "fmt", ("e4m3", None))
+    inputs = read_field(quantisation, "activation_scheme", ("dynamic", "static"), "dynamic")
+    block = quantisation.get("weight_block_size")
+    skipped = names_of(quantisation.get("ignored_layers")) + names_of(quantisation.get("modules_to_not_convert"))
+    if block is None:
+        return dense_where(skipped, Fp8Format((None, None), inputs=inputs))
+    rows, columns = read_block(block)
+    if inputs == "static":
+        raise EspalierError("quantization_config: activation_scheme = 'static' with weight_block_size is not supported")
+    return dense_where(skipped, Fp8Format((rows, columns), ".weight_scale_inv", inputs, columns))
+
+
+def read_block(block: Any) -> tuple[int, int]:
+    """The size of a scale's block.  Raises EspalierError for sizes that the kernels do not take."""
+    sizes = block if isinstance(block, list | tuple) else ()
+    if len(sizes) != 2 or not all(isinstance(size, int) and size >= 16 and not size & (size - 1) for size in sizes):
+        raise EspalierError(
+            f"quantization_config: a block of {block!r} is not supported, only powers of two from 16, as [128, 128]"
+        )
+    return sizes[0], sizes[1]

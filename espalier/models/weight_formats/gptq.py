@@ -1,0 +1,86 @@
+"""GPTQ (Frantar et al. 2022, arXiv:2210.17323): 4 bits along the columns, as AutoGPTQ and GPTQModel pack them.
+
+With `desc_act` the columns of a group are not neighbours: `g_idx` has the group of each column.  Loading sorts the
+columns by their groups, and the product takes its inputs in that order.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from espalier.errors import EspalierError
+from espalier.kernels.layers.quantised import QuantisedMatrix
+from espalier.models.weight_formats.base import FormatOf, Shard, StoredTensor
+from espalier.models.weight_formats.quantised import (
+    NIBBLES_OF_INT32,
+    SCALE_DTYPES,
+    QuantisedFormat,
+    common_order,
+    dense_where,
+    names_of,
+    of_int32,
+    packed_rows,
+    read_field,
+    read_group,
+    refuse_shape,
+)
+
+# Added to an int32, it adds 1 to each of its nibbles.  As GPTQModel subtracts it when it saves, zeros come back too.
+ONE_EACH = 0x11111111
+
+
+@dataclass(frozen=True)
+class GptqFormat(QuantisedFormat):
+    """qweight int32 [in / 8, out], qzeros int32 [in / group, out / 8], scales [in / group, out], g_idx int32 [in].
+
+    stored_offset: what is added to a stored zero point: 1 in checkpoint_format "gptq" (v1), 0 in "gptq_v2".
+    """
+
+    group: int | None
+    stored_offset: int
+    name = "gptq"
+
+    def tensors(self, rows: int, columns: int) -> tuple[StoredTensor, ...]:
+        group = self.group or columns
+        refuse_shape(self.name, "rows", rows, NIBBLES_OF_INT32)
+        refuse_shape(self.name, "columns", columns, NIBBLES_OF_INT32)
+        refuse_shape(self.name, "columns", columns, group)
+        groups, packed = columns // group, rows // NIBBLES_OF_INT32
+        return (
+            StoredTensor(".qweight", (columns // NIBBLES_OF_INT32, rows), torch.int32, row_dim=1, column_dim=0),
+            StoredTensor(".qzeros", (groups, packed), torch.int32, row_dim=1, column_dim=0),
+            StoredTensor(".scales", (groups, rows), SCALE_DTYPES, row_dim=1, column_dim=0),
+            StoredTensor(".g_idx", (columns,), torch.int32, column_dim=0),
+        )
+
+    def stored_matrix(self, tensors: Mapping[str, Tensor], rows: Sequence[int], columns: int) -> QuantisedMatrix:
+        packed, group = tensors[".qweight"], self.group or columns
+        order = common_order(tensors[".g_idx"], group)
+
+        def block(begin: int, end: int) -> Tensor:
+            codes = of_int32(packed[:, begin:end], 0).T
+            return codes if order is None else codes[:, order]
+
+        zeros = of_int32(tensors[".qzeros"] + self.stored_offset * ONE_EACH, 1).T.contiguous()
+        scales = tensors[".scales"].T.contiguous()
+        return QuantisedMatrix("int4", packed_rows(block, sum(rows)), scales, group, zeros=zeros, order=order)
+
+    def cut(self, stored: StoredTensor, shard: Shard) -> tuple[slice, ...]:
+        if shard.along == "columns" and shard.count > 1:
+            # g_idx may spread every group over all shards.
+            raise EspalierError(f"format {self.name} cannot be cut along its columns; use one device")
+        return super().cut(stored, shard)
+
+
+def read_gptq(quantisation: Mapping[str, Any]) -> FormatOf:
+    """quant_method "gptq".  Raises EspalierError naming a field that is not supported."""
+    read_field(quantisation, "bits", (4,))
+    if quantisation.get("dynamic"):
+        raise EspalierError("quantization_config: dynamic (settings for each module) is not supported, only none")
+    version = read_field(quantisation, "checkpoint_format", ("gptq", "gptq_v2", "", None), "gptq")
+    skipped = names_of(quantisation.get("modules_to_not_convert"))
+    format = GptqFormat(read_group(quantisation, 128), 0 if version == "gptq_v2" else 1)
+    return dense_where(skipped, format, bool(quantisation.get("lm_head")))

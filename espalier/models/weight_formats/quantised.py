@@ -1,0 +1,167 @@
+"""What the quantised formats share: the weight object, which names they leave dense, and layouts of 4-bit values."""
+
+import re
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from espalier.errors import EspalierError
+from espalier.kernels.layers.linear_quantised import (
+    linear_quantised,
+    linear_quantised_gated,
+    linear_quantised_parts,
+    require_supported,
+)
+from espalier.kernels.layers.quantised import QuantisedMatrix, pack_nibbles
+from espalier.models.weight_formats.base import FormatOf, Weight, WeightFormat
+from espalier.models.weight_formats.dense import DenseFormat
+
+# Dtypes of scales.  They keep the one that they have.
+SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# Layers that no quantiser touches unless it says so: the head, and the projection and head of MTP layers.
+ALWAYS_DENSE = re.compile(r"(^|\.)(lm_head|eh_proj|shared_head\.head)$")
+NIBBLES_OF_INT32 = 8
+DENSE_FORMAT = DenseFormat()
+
+
+class QuantisedWeight(Weight):
+    """A weight that stays in memory in 8 or 4 bits."""
+
+    __slots__ = ("format", "matrix")
+
+    def __init__(self, matrix: QuantisedMatrix, format: str) -> None:
+        super().__init__((matrix.shape[0], matrix.shape[1]), matrix.nbytes)
+        self.matrix = matrix
+        self.format = format
+
+    def require_kernels(self, dtype: torch.dtype) -> None:
+        require_supported(self.matrix, dtype)
+
+    def apply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return linear_quantised(x, self.matrix, bias)
+
+    def parts(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return linear_quantised_parts(x, self.matrix, bias)
+
+    def gated(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return linear_quantised_gated(x, self.matrix, bias)
+
+
+class QuantisedFormat(WeightFormat):
+    """A format whose matrices become a QuantisedMatrix."""
+
+    @abstractmethod
+    def stored_matrix(self, tensors: Mapping[str, Tensor], rows: Sequence[int], columns: int) -> QuantisedMatrix:
+        """`matrix` with inputs as the checkpoint asks, wherever it runs."""
+
+    def matrix(self, tensors: Mapping[str, Tensor], rows: Sequence[int], columns: int) -> QuantisedMatrix:
+        return as_computed(self.stored_matrix(tensors, rows, columns))
+
+    def build(self, tensors: Mapping[str, Tensor], rows: Sequence[int], columns: int) -> Weight:
+        return QuantisedWeight(self.matrix(tensors, rows, columns), self.name)
+
+    def keeps(self, name: str, dtype: torch.dtype) -> bool:
+        """Biases and the norms beside a matrix are cast; they end in .bias, or in .weight and are wide."""
+        return not name.endswith(".bias") and (dtype.itemsize == 1 or not name.endswith(".weight"))
+
+
+def as_computed(matrix: QuantisedMatrix) -> QuantisedMatrix:
+    """The matrix as this device multiplies with it: a CPU, which has no units for FP8, does not round inputs.
+
+    Rounding would gain nothing there.  It also makes results depend on the last bit of an input, so that a tree and
+    plain decoding would choose different tokens more often (docs/design.md, section 6).
+    """
+    return replace(matrix, inputs=None) if matrix.device.type == "cpu" else matrix
+
+
+def refuse_shape(name: str, what: str, size: int, unit: int) -> None:
+    """Raises EspalierError if `unit` does not divide `size`."""
+    if size % unit:
+        raise EspalierError(f"format {name} needs {what} in a multiple of {unit}, but this matrix has {size}")
+
+
+def of_int32(packed: Tensor, dim: int, order: Sequence[int] = range(NIBBLES_OF_INT32)) -> Tensor:
+    """int32 whose nibbles are values along `dim` -> uint8 of 8 times that size.
+
+    order: the value v of an int32 is its nibble order[v], counted from the low bits.
+    """
+    shifts = torch.tensor(order, dtype=torch.int32, device=packed.device) * 4
+    dim %= packed.ndim
+    shape = [1] * (dim + 1) + [NIBBLES_OF_INT32] + [1] * (packed.ndim - dim - 1)
+    return ((packed.unsqueeze(dim + 1) >> shifts.view(shape)) & 15).to(torch.uint8).flatten(dim, dim + 1)
+
+
+def packed_rows(of_rows: Any, num_rows: int, step: int = 4096) -> Tensor:
+    """Codes [num_rows, in / 2], made block by block: of_rows(begin, end) -> uint8 [end - begin, in]."""
+    blocks = (pack_nibbles(of_rows(begin, min(begin + step, num_rows))) for begin in range(0, num_rows, step))
+    return torch.cat(list(blocks))
+
+
+def dense_where(skipped: Sequence[str], format: WeightFormat, lm_head: bool = False) -> FormatOf:
+    """The format of all matrices but the `skipped` and those that are always dense.
+
+    skipped: module names, parts of them ("mlp.gate", "layers.61"), or "re:" and a pattern.
+    lm_head: whether the head is quantised too.
+    """
+
+    def format_of(name: str) -> WeightFormat:
+        is_dense = (ALWAYS_DENSE.search(name) and not (lm_head and name == "lm_head")) or any(
+            matches(name, pattern) for pattern in skipped
+        )
+        return DENSE_FORMAT if is_dense else format
+
+    return format_of
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Whether a pattern of a config.json names a module, or a module that it is in."""
+    if pattern.startswith("re:"):
+        return re.match(pattern[3:], name) is not None
+    parts = ".".join("[^.]+" if part == "*" else re.escape(part) for part in pattern.split("."))
+    return re.search(rf"(^|\.){parts}(\.|$)", name) is not None
+
+
+def read_field(quantisation: Mapping[str, Any], name: str, allowed: Sequence[object], default: object = None) -> Any:
+    """A field of quantization_config.  Raises EspalierError if its value is not one of `allowed`."""
+    value = quantisation.get(name, default)
+    if value not in allowed:
+        known = " or ".join(repr(known) for known in allowed)
+        raise EspalierError(f"quantization_config: {name} = {value!r} is not supported, only {known}")
+    return value
+
+
+def names_of(value: Any) -> tuple[str, ...]:
+    """A list of module names; config.json may have null."""
+    return tuple(value or ())
+
+
+def read_group(quantisation: Mapping[str, Any], default: int) -> int | None:
+    """The columns that share a scale; None (-1 in the config): all.  Raises EspalierError for unusual sizes."""
+    size = read_field(quantisation, "group_size", (-1, 16, 32, 64, 128, 256, 512, 1024), default)
+    return None if size == -1 else int(size)
+
+
+def common_order(groups: Tensor, group: int) -> Tensor | None:
+    """The columns sorted by group [in]; None if they already are.
+
+    groups: [matrices, in], the group of each column of each stacked matrix.  Raises EspalierError unless the matrices
+    agree and each group has `group` columns.
+    """
+    if not bool((groups == groups[0]).all()):
+        raise EspalierError(
+            "the stacked matrices have different values of g_idx; only equal ones are supported: use a checkpoint "
+            "without desc_act"
+        )
+    own, expected = groups[0], torch.arange(groups.shape[1], device=groups.device) // group
+    if torch.equal(own, expected.to(own.dtype)):
+        return None
+    order = own.argsort(stable=True)
+    if not torch.equal(own[order], expected.to(own.dtype)):
+        raise EspalierError(
+            f"g_idx does not put {group} columns into each group; the file is corrupt: download it again"
+        )
+    return order

@@ -1,0 +1,47 @@
+"""`espalier quantize`: a copy that runs, and a report that tells how far it is from the original."""
+
+import json
+from math import log
+
+import pytest
+
+from espalier.bench.quantised import divergence
+from espalier.cli.main import main
+from espalier.llm import LLM
+from espalier.request import SamplingParams
+
+
+def test_divergence():
+    certain, even = [(1, 0.0)], [(1, log(0.5)), (2, log(0.5))]
+    assert divergence(even, even) == 0
+    assert divergence(certain, even) == pytest.approx(log(2))
+    # Tokens that one side does not report are among the others: half of the one, all of the other.
+    assert divergence(even, [(1, log(0.25)), (3, log(0.75))]) == pytest.approx(0.5 * log(2) + 0.5 * log(0.5 / 0.75))
+
+
+def test_a_copy_of_the_bundled_model(tmp_path, capsys):
+    report = tmp_path / "report.json"
+    flags = ["--to", "fp8", "--out", str(tmp_path / "out"), "--texts", "2", "--draft", "bundled", "--json", str(report)]
+    assert main(["quantize", "bundled", *flags]) == 0
+    shown = capsys.readouterr().out
+    assert "same likeliest token" in shown and "accept length" in shown
+    results = json.loads(report.read_text())
+    accuracy = results["accuracy"]
+    assert results["num_matrices"] == 16 * 7 and results["written_bytes"] < 0.6 * results["read_bytes"]
+    assert 0.9 < accuracy["agreement"] < 1 and 0 < accuracy["kl"] < 0.03
+    assert min(accuracy["accept_length"]) > 2
+    with LLM(tmp_path / "out", draft="bundled", device="cpu") as llm:
+        both = [{"temperature": 0.0}, {"temperature": 1.0, "seed": 1}]
+        params = [SamplingParams(**style, max_tokens=24, speculation=on) for on in (True, False) for style in both]
+        tokens = [output.token_ids for output in llm.generate(["def main():\n"] * 4, params)]
+    assert tokens[:2] == tokens[2:]
+
+
+def test_bad_input_is_one_line(tmp_path, capsys):
+    for flags, says in (
+        (["--texts", "9999"], "--texts=9999 is not supported; there are 64 held-out texts"),
+        (["--device", "cuda:99"], "cuda"),
+    ):
+        assert main(["quantize", "bundled", "--to", "int4", "--out", str(tmp_path / "out"), *flags]) == 2
+        assert says in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,70 @@
+"""The expert product with quantised experts: that of the dequantised experts, for every format."""
+
+import pytest
+import torch
+
+from espalier.kernels.layers.activation import Activation
+from espalier.kernels.layers.experts import ExpertBiases, grouped_experts_reference, grouped_experts_triton
+from espalier.kernels.layers.experts_plan import ExpertsPlan, ProductPlan
+from espalier.kernels.layers.quantised import dequantise
+from tests.kernels.quantised_inputs import DTYPE, KINDS, drawn
+
+# (rows, experts, choices, hidden size, intermediate size); a single row is not sorted.
+SHAPES = [(1, 4, 2, 64, 64), (9, 5, 2, 128, 64)]
+TOLERANCE = {torch.float16: 8e-3, torch.bfloat16: 6e-2}
+# Blocks of 64 columns divide the groups of KINDS, or are made to.
+PRODUCT = ProductPlan(32, 64, 4, 2)
+
+
+def inputs(kind, rows, experts, top_k, hidden, inner, device):
+    """x, gate_up, down, ids, weights."""
+    generator = torch.Generator().manual_seed(rows)
+    x = (torch.randn(rows, hidden, generator=generator) / hidden**0.5).to(DTYPE).to(device)
+    gate_up = drawn(kind, (experts,), 2 * inner, hidden, device)
+    down = drawn(kind, (experts,), hidden, inner, device, seed=1)
+    ids = torch.rand(rows, experts, generator=generator).topk(top_k).indices.sort(-1).values.to(device)
+    return x, gate_up, down, ids, torch.rand(rows, top_k, generator=generator).to(device)
+
+
+def assert_close(ours, theirs):
+    scale = theirs.abs().max()
+    torch.testing.assert_close(ours / scale, theirs / scale, rtol=0, atol=TOLERANCE[DTYPE])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_it_is_the_reference(kernel_device, kind, shape):
+    args = inputs(kind, *shape, kernel_device)
+    live = torch.arange(shape[0], device=kernel_device) != 3
+    plan = ExpertsPlan(1 if shape[0] == 1 else 16, PRODUCT, PRODUCT)
+    ours = grouped_experts_triton(*args, live=live, plan=plan)
+    assert_close(ours, grouped_experts_reference(*args, live=live))
+    assert (ours[:, ~live] == 0).all()
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "inputs" not in kind])
+def test_the_reference_is_the_product_with_the_dequantised_experts(kind):
+    x, gate_up, down, ids, weights = inputs(kind, *SHAPES[1], torch.device("cpu"))
+    dense = [torch.stack([dequantise(m[e], torch.float64) for e in range(len(m))]) for m in (gate_up, down)]
+    ours = grouped_experts_reference(x.double(), gate_up, down, ids, weights.double())
+    theirs = grouped_experts_reference(x.double(), *dense, ids, weights.double())
+    torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
+
+
+def test_biases_and_another_activation(kernel_device):
+    """GPT-OSS: MXFP4 with biases."""
+    args = inputs("mxfp4", *SHAPES[1], kernel_device)
+    biases = ExpertBiases(*(torch.randn(5, n).to(DTYPE).to(kernel_device) for n in (128, 128)))
+    activation = Activation(alpha=1.702, up_offset=1.0, limit=7.0)
+    plan = ExpertsPlan(16, PRODUCT, PRODUCT)
+    ours = grouped_experts_triton(*args, biases=biases, activation=activation, plan=plan)
+    assert_close(ours, grouped_experts_reference(*args, biases=biases, activation=activation))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_rows_bits_do_not_depend_on_the_batch(kernel_device, kind):
+    x, gate_up, down, ids, weights = inputs(kind, *SHAPES[1], kernel_device)
+    plan = ExpertsPlan(16, PRODUCT, PRODUCT)
+    whole = grouped_experts_triton(x, gate_up, down, ids, weights, plan=plan)
+    part = grouped_experts_triton(x[4:7], gate_up, down, ids[4:7], weights[4:7], plan=plan)
+    assert torch.equal(whole[:, 4:7], part)

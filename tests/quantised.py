@@ -1,0 +1,202 @@
+"""Checkpoints in quantised formats, packed here by hand from the formats' definitions.
+
+Nothing here uses the engine's code, so that a wrong reading cannot agree with itself.  Each kind also says what its
+tensors mean, as dense float64 weights.  tests/fixtures/quantised/ has tensors that the formats' own libraries wrote.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+GROUP = 16
+BLOCK = 16
+FP8 = torch.float8_e4m3fn
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+Stored = dict[str, Tensor]
+
+
+def integers(weight: Tensor, group: int, symmetric: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """(q 0..15 [out, in], zeros [out, groups], scales float16 [out, groups]) of weight [out, in]."""
+    grouped = weight.unflatten(1, (-1, group))
+    low, high = grouped.amin(2).clamp(max=0), grouped.amax(2).clamp(min=0)
+    largest = torch.maximum(-low, high)
+    scales = ((largest / 7) if symmetric else (high - low) / 15).half().clamp(min=1e-4)
+    zeros = torch.full_like(low, 8) if symmetric else (-low / scales).round().clamp(1, 15)
+    q = (grouped / scales[:, :, None] + zeros[:, :, None]).round().clamp(0, 15)
+    return q.flatten(1).long(), zeros.long(), scales
+
+
+def meaning(q: Tensor, zeros: Tensor, scales: Tensor) -> Tensor:
+    group = q.shape[1] // zeros.shape[1]
+    zeros, scales = zeros.repeat_interleave(group, 1), scales.double().repeat_interleave(group, 1)
+    return (q - zeros).double() * scales
+
+
+def words(nibbles: Tensor) -> Tensor:
+    """[..., 8·n] -> int32 [..., n]: the first nibble in the lowest bits."""
+    shifts = torch.arange(0, 32, 4)
+    word = (nibbles.unflatten(-1, (-1, 8)) << shifts).sum(-1)
+    return torch.where(word >= 2**31, word - 2**32, word).to(torch.int32).contiguous()
+
+
+def fp8(weight: Tensor, rows: int, columns: int, scale: str, **extra: Tensor) -> tuple[Stored, Tensor]:
+    """Scales for blocks [rows, columns]; a block of all columns and rows has one scale [1]."""
+    out, num_in = weight.shape
+    scales = torch.empty(-(-out // rows), -(-num_in // columns), dtype=torch.float32)
+    codes, meant = torch.empty(out, num_in, dtype=FP8), torch.empty_like(weight)
+    for i in range(scales.shape[0]):
+        for j in range(scales.shape[1]):
+            block = slice(i * rows, (i + 1) * rows), slice(j * columns, (j + 1) * columns)
+            scales[i, j] = weight[block].abs().max() / 448
+            codes[block] = (weight[block] / scales[i, j]).float().to(FP8)
+            meant[block] = codes[block].double() * scales[i, j].double()
+    shape = (1,) if rows >= out and columns >= num_in and scale == "weight_scale" else scales.shape
+    return {"weight": codes, scale: scales.reshape(shape), **extra}, meant
+
+
+def awq(weight: Tensor) -> tuple[Stored, Tensor]:
+    q, zeros, scales = integers(weight, GROUP, symmetric=False)
+
+    def packed(values: Tensor) -> Tensor:
+        return words(values.T.unflatten(1, (-1, 8))[:, :, list(AWQ_ORDER)].flatten(1))
+
+    stored = {"qweight": packed(q), "qzeros": packed(zeros), "scales": scales.T.contiguous()}
+    return stored, meaning(q, zeros, scales)
+
+
+def gptq(weight: Tensor, version: int, ordered: bool) -> tuple[Stored, Tensor]:
+    num_in = weight.shape[1]
+    order = torch.arange(num_in)
+    if ordered:
+        # One order for all matrices with the same inputs, as the Hessian is theirs.
+        order = torch.randperm(num_in, generator=torch.Generator().manual_seed(num_in))
+    q, zeros, scales = integers(weight[:, order], GROUP, symmetric=False)
+    back = order.argsort()
+    stored = {
+        "qweight": words(q[:, back]).T.contiguous(),
+        "qzeros": words((zeros - (1 if version == 1 else 0)).T),
+        "scales": scales.T.contiguous(),
+        "g_idx": (back // GROUP).to(torch.int32),
+    }
+    return stored, meaning(q, zeros, scales)[:, back]
+
+
+def packed(weight: Tensor, group: int, symmetric: bool) -> tuple[Stored, Tensor]:
+    group = group or weight.shape[1]
+    q, zeros, scales = integers(weight, group, symmetric)
+    stored = {"weight_packed": words(q), "weight_scale": scales, "weight_shape": torch.tensor(weight.shape)}
+    if not symmetric:
+        stored["weight_zero_point"] = words(zeros.T).T.contiguous()
+    return stored, meaning(q, zeros, scales)
+
+
+def group_of(weights: Mapping[str, Any], inputs: Mapping[str, Any] | None, format: str) -> dict[str, Any]:
+    """A quantization_config of compressed-tensors with one group."""
+    scheme = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
+    ignore = ["lm_head", "re:.*mlp.gate$", "re:.*shared_expert_gate$"]
+    return {"quant_method": "compressed-tensors", "format": format, "ignore": ignore, "config_groups": {"g": scheme}}
+
+
+FLOAT = {"num_bits": 8, "type": "float", "symmetric": True}
+INT = {"num_bits": 4, "type": "int"}
+GATES = ["mlp.gate", "shared_expert_gate"]
+INPUT = torch.tensor([0.03])
+# By kind: quantization_config, and a function weight -> (tensors by suffix, what they mean).
+KINDS: dict[str, tuple[dict[str, Any], Callable[[Tensor], tuple[Stored, Tensor]]]] = {
+    "fp8-tensor-static": (
+        group_of({**FLOAT, "strategy": "tensor"}, {**FLOAT, "strategy": "tensor", "dynamic": False}, "float-quantized"),
+        lambda w: fp8(w, len(w), w.shape[1], "weight_scale", input_scale=INPUT.clone()),
+    ),
+    "fp8-channel-token": (
+        group_of({**FLOAT, "strategy": "channel"}, {**FLOAT, "strategy": "token", "dynamic": True}, "float-quantized"),
+        lambda w: fp8(w, 1, w.shape[1], "weight_scale"),
+    ),
+    "fp8-channel-weights": (
+        group_of({**FLOAT, "strategy": "channel"}, None, "naive-quantized"),
+        lambda w: fp8(w, 1, w.shape[1], "weight_scale"),
+    ),
+    "fp8-block": (
+        {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [BLOCK, BLOCK],
+            "modules_to_not_convert": GATES,
+        },
+        lambda w: fp8(w, BLOCK, BLOCK, "weight_scale_inv"),
+    ),
+    "fp8-block-32": (
+        {"quant_method": "fp8", "weight_block_size": [32, 32], "modules_to_not_convert": GATES},
+        lambda w: fp8(w, 32, 32, "weight_scale_inv"),
+    ),
+    "fp8-tensor": (
+        {"quant_method": "fp8", "activation_scheme": "dynamic", "ignored_layers": GATES},
+        lambda w: fp8(w, len(w), w.shape[1], "weight_scale"),
+    ),
+    "awq": (
+        {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm", "zero_point": True,
+         "modules_to_not_convert": GATES},
+        awq,
+    ),
+    "gptq": (
+        {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "modules_to_not_convert": GATES},
+        lambda w: gptq(w, 1, ordered=False),
+    ),
+    "gptq-v2-ordered": (
+        {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": True, "checkpoint_format": "gptq_v2",
+         "modules_to_not_convert": GATES},
+        lambda w: gptq(w, 2, ordered=True),
+    ),
+    "packed-group": (
+        group_of({**INT, "strategy": "group", "group_size": GROUP, "symmetric": True}, None, "pack-quantized"),
+        lambda w: packed(w, GROUP, symmetric=True),
+    ),
+    "packed-channel-zeros": (
+        group_of({**INT, "strategy": "channel", "symmetric": False}, None, "pack-quantized"),
+        lambda w: packed(w, 0, symmetric=False),
+    ),
+}  # fmt: skip
+ROUNDS_INPUTS = ("fp8-tensor-static", "fp8-channel-token", "fp8-block", "fp8-block-32", "fp8-tensor")
+WEIGHTS_ONLY = tuple(kind for kind in KINDS if kind not in ROUNDS_INPUTS)
+DENSE = ("embed", "lm_head", "mlp.gate.weight", "shared_expert_gate", "router")
+
+
+def quantise(path: Path, kind: str) -> Stored:
+    """Rewrite a float64 checkpoint in a kind of KINDS, or "mxfp4" (GPT-OSS); returns what it means, dense."""
+    stored, meant = {}, {}
+    config = json.loads((path / "config.json").read_text())
+    for name, tensor in load_file(path / "model.safetensors").items():
+        meant[name], parts = tensor, None
+        if kind == "mxfp4":
+            if name.endswith(("gate_up_proj", "down_proj")):
+                parts, meant[name] = mxfp4(tensor, name + "_")
+        elif tensor.ndim == 2 and not any(dense in name for dense in DENSE):
+            prefix = name.removesuffix("weight")
+            by_suffix, meant[name] = KINDS[kind][1](tensor)
+            parts = {f"{prefix}{suffix}": part for suffix, part in by_suffix.items()}
+        stored |= {name: tensor} if parts is None else parts
+    save_file(stored, path / "model.safetensors")
+    quantisation = {"quant_method": "mxfp4"} if kind == "mxfp4" else KINDS[kind][0]
+    (path / "config.json").write_text(json.dumps({**config, "quantization_config": quantisation}))
+    return meant
+
+
+def mxfp4(experts: Tensor, prefix: str) -> tuple[Stored, Tensor]:
+    """Experts [E, in, out], as GPT-OSS stores dense ones, in blocks of 32 inputs."""
+    table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
+    table = torch.cat([table, -table])
+    blocks = experts.transpose(1, 2).unflatten(2, (-1, 32))
+    exponents = (blocks.abs().amax(3).clamp(min=2.0**-100) / 6).log2().ceil()
+    q = (blocks / 2.0 ** exponents[..., None])[..., None].sub(table).abs().argmin(-1)
+    meant = (table[q] * 2.0 ** exponents[..., None]).flatten(2).transpose(1, 2)
+    pairs = q.unflatten(3, (16, 2))
+    stored = {
+        f"{prefix}blocks": (pairs[..., 0] | pairs[..., 1] << 4).to(torch.uint8).contiguous(),
+        f"{prefix}scales": (exponents + 127).to(torch.uint8).contiguous(),
+    }
+    return stored, meant.contiguous()
