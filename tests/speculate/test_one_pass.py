@@ -1,0 +1,83 @@
+"""A block drafter through the GPU's kernels: the same context rows and the same tree as in plain torch."""
+
+import pytest
+import torch
+
+from espalier.attention import CommittedLengths, grouped_backend, staged
+from espalier.cache import kv
+from espalier.cache.kv import PagedKV
+from espalier.kernels.layers.embed_rows import embed_rows_triton
+from espalier.kernels.layers.rope import rotate_and_store_triton
+from espalier.kernels.state.batch_state import chain_triton
+from espalier.kernels.state.commit import commit_rows_triton
+from espalier.kernels.tree.next_rows import next_rows_triton
+from espalier.kernels.tree.select_paths import select_paths_triton
+from espalier.layout import RoundLayout
+from espalier.models import load_target, read_config
+from espalier.models.layers import embedding
+from espalier.speculate.drafters import load_draft, one_pass, read_draft
+from espalier.speculate.drafters.one_pass import OnePassDrafter
+from espalier.speculate.sampler import Sampler
+from espalier.speculate.tree import Tree
+from tests.block import FORMS, block_directories
+from tests.kernels.sampled import ALL_SAMPLING, ASKED, slots_of, table_of
+
+BLOCK, STEPS, VOCAB, NEW = 5, 4, 16, 3
+# Greedy, sampled, and with penalties, a bias and banned stops.
+SLOTS = (ASKED[0], ASKED[1], ASKED[10], ASKED[11])
+BY_KERNELS = {
+    (one_pass, "chain"): chain_triton,
+    (one_pass, "next_rows"): next_rows_triton,
+    (one_pass, "select_paths"): select_paths_triton,
+    (staged, "rotate_and_store"): rotate_and_store_triton,
+    (embedding, "embed_rows"): embed_rows_triton,
+    (kv, "commit_rows"): commit_rows_triton,
+}
+
+
+def proposed(form: str, device: torch.device, by_kernels: bool) -> tuple[Tree, list[torch.Tensor]]:
+    """(the trees behind a prompt and three more tokens, the pages of the draft)."""
+    target_path, draft_path = block_directories("llama", form, BLOCK)
+    layout = RoundLayout(len(SLOTS), STEPS, 3, 14, 16, 64, 0, 256, block_rows=BLOCK)
+    how = {"dtype": torch.float32, "device": device, "position_rows": layout.position_rows}
+    capture = read_draft(draft_path, read_config(target_path)).spec.capture
+    draft = load_draft(draft_path, load_target(target_path, capture=capture, **how), **how)
+    specs = draft.layer_specs
+    backend = grouped_backend(
+        "triton" if device.type == "cuda" else "sdpa", device.type, torch.float32, 16, specs, [0, 1]
+    )
+    pages = PagedKV(layout, layout.most_pages, specs, 0, torch.float32, device)
+    drafter = OnePassDrafter(draft, layout, pages, backend, specs)
+    table = table_of(SLOTS, VOCAB, device)
+    held = torch.arange(layout.max_batch * 4, device=device).view(-1, 4).to(torch.int32)
+    table.page_table[1:, :4] = 1 + held
+    table.root[1:] = torch.arange(len(SLOTS), device=device) % VOCAB
+    generator = torch.Generator().manual_seed(3)
+    # A prompt of ragged length, then what a round decided.
+    counts = torch.arange(len(SLOTS)) * 2 + 1
+    for width, length in ((8, counts), (NEW, counts % NEW + 1)):
+        features = torch.randn(len(SLOTS), width, 64, generator=generator).to(device)
+        slots = slots_of(table, range(1, len(SLOTS) + 1))
+        drafter.extend(slots, features, length.to(device))
+        table.prefix_len[1:] += length.to(device)
+    slots = slots_of(table, range(1, len(SLOTS) + 1))
+    drafter.prepare(CommittedLengths(tuple(table.prefix_len[1:].tolist()), exact=True))
+    if by_kernels:
+        sampler = Sampler.by_kernels(slots, ALL_SAMPLING, slots.num_tokens, VOCAB)
+    else:
+        sampler = Sampler.of(slots, ALL_SAMPLING, slots.num_tokens, STEPS + 1, VOCAB, torch.float32)
+    return drafter.propose(slots, sampler), [plane for stack in pages.draft for plane in stack.planes]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_kernels_propose_what_plain_torch_proposes(kernel_device, form, monkeypatch):
+    expected, rows = proposed(form, torch.device("cpu"), by_kernels=False)
+    if kernel_device.type == "cpu":
+        for (module, name), launcher in BY_KERNELS.items():
+            monkeypatch.setattr(module, name, launcher)
+    tree, by_kernels = proposed(form, kernel_device, by_kernels=True)
+    for ours, plain in zip(by_kernels, rows, strict=True):
+        assert torch.allclose(ours.cpu(), plain, rtol=1e-5, atol=1e-5)
+    for name in ("tokens", "parents", "depths", "ancestors"):
+        assert torch.equal(getattr(tree, name).cpu(), getattr(expected, name)), name
+    assert torch.allclose(tree.scores.cpu(), expected.scores, rtol=1e-3, atol=1e-3)
