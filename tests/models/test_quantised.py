@@ -203,7 +203,9 @@ FAULTS = {
     "nibbles in the wrong order": (
         "packed-group",
         lambda patch: patch.setattr(
-            kernels, "unpack_nibbles", lambda packed: torch.stack([packed >> 4, packed & 15], -1).flatten(-2)
+            kernels,
+            "unpack_nibbles",
+            lambda packed, dtype: torch.stack([packed >> 4, packed & 15], -1).flatten(-2).to(dtype),
         ),
     ),
     "order of AWQ's nibbles": (

@@ -8,6 +8,7 @@ on the other rows of a batch.
 """
 
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Literal
 
 import torch
@@ -110,32 +111,49 @@ def dequantise(matrix: QuantisedMatrix, dtype: torch.dtype, begin: int = 0, end:
     rows = slice(begin, matrix.shape[0] if end is None else end)
     exact = torch.promote_types(dtype, torch.float32)
     codes = matrix.codes[rows]
-    values = codes.to(exact) if matrix.code == "fp8" else _nibble_values(matrix, codes, exact)
+    values = _fp8_values(codes, exact) if matrix.code == "fp8" else _nibble_values(matrix, codes, exact)
     num_rows, num_in = values.shape
-    if matrix.zeros is not None:
-        values -= matrix.zeros[rows].repeat_interleave(matrix.group, 1)[:, :num_in]
+    # Columns past the end of the last group are computed and dropped.
+    grouped = F.pad(values, (0, -num_in % matrix.group)).unflatten(1, (-1, matrix.group))
+    if matrix.code == "int4":
+        grouped -= 8 if matrix.zeros is None else matrix.zeros[rows, :, None]
     scales = matrix.scales[begin // matrix.row_block : -(-(begin + num_rows) // matrix.row_block)]
     if matrix.code == "mxfp4":
         scales = torch.ldexp(torch.ones_like(scales, dtype=exact), scales.int() - E8M0_BIAS)
-    scales = scales.to(exact)
-    scales = scales.repeat_interleave(matrix.row_block, 0)[:num_rows].repeat_interleave(matrix.group, 1)[:, :num_in]
-    values = (values * scales).to(dtype)
+    grouped *= scales.to(exact).repeat_interleave(matrix.row_block, 0)[:num_rows, :, None]
+    values = grouped.flatten(1)[:, :num_in].to(dtype)
     if matrix.order is None:
         return values
     return torch.empty_like(values).index_copy_(1, matrix.order, values)
 
 
+def _fp8_values(codes: Tensor, dtype: torch.dtype) -> Tensor:
+    """On a CPU by a table of all pairs of values, which takes a third of the time of a conversion."""
+    if codes.device.type != "cpu" or codes.shape[1] % 2 or codes.stride(0) % 2:
+        return codes.to(dtype)
+    pairs = codes.view(torch.uint16).to(torch.int32).flatten()
+    return _fp8_pairs(dtype).index_select(0, pairs).view(codes.shape)
+
+
+@cache
+def _fp8_pairs(dtype: torch.dtype) -> Tensor:
+    """[65536, 2]: the values of both bytes of every uint16, in the order of memory."""
+    numbers = torch.arange(2**16, dtype=torch.int32).to(torch.uint16)
+    return numbers.view(FP8).view(-1, 2).to(dtype)
+
+
 def _nibble_values(matrix: QuantisedMatrix, packed: Tensor, dtype: torch.dtype) -> Tensor:
-    nibbles = unpack_nibbles(packed)
     if matrix.code == "int4":
-        return nibbles.to(dtype) if matrix.zeros is not None else nibbles.to(dtype) - 8
+        return unpack_nibbles(packed, dtype)
     table = torch.tensor([*E2M1, *(-value for value in E2M1)], dtype=dtype, device=packed.device)
-    return table[nibbles.int()]
+    return table[unpack_nibbles(packed, torch.int32)]
 
 
-def unpack_nibbles(packed: Tensor) -> Tensor:
-    """uint8 [..., n] -> uint8 [..., 2·n], low nibbles first."""
-    return torch.stack([packed & 15, packed >> 4], -1).flatten(-2)
+def unpack_nibbles(packed: Tensor, dtype: torch.dtype = torch.uint8) -> Tensor:
+    """uint8 [..., n] -> [..., 2·n] from 0 to 15, low nibbles first."""
+    nibbles = torch.empty(*packed.shape, 2, dtype=dtype, device=packed.device)
+    nibbles[..., 0], nibbles[..., 1] = packed & 15, packed >> 4
+    return nibbles.flatten(-2)
 
 
 def pack_nibbles(nibbles: Tensor) -> Tensor:
