@@ -351,7 +351,8 @@ def test_calls_and_reasoning_are_read_offline_as_from_the_server(llm, monkeypatc
     monkeypatch.setattr(llm, "generate", generate)
     monkeypatch.setattr(llm.tokenizer.hf, "chat_template", "{% if tools %}{{ messages[0].content }}{% endif %}")
     options = {"tools": [TOOL], "tool_choice": "required", "tool_format": "hermes", "reasoning_format": "think"}
-    output = llm.chat([{"role": "user", "content": "abc"}], GREEDY, **options)
+    ending = SamplingParams(temperature=0.0, stop_token_ids=[1])
+    output = llm.chat([{"role": "user", "content": "abc"}], ending, **options)
     [call] = output.message.tool_calls
     assert (call.name, call.arguments, output.message.reasoning) == ("f", "{}", "Which?")
     assert [each.finish_reason for each in (output, *output.choices)] == ["tool_calls", "tool_calls", "length"]

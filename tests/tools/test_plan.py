@@ -121,7 +121,7 @@ def test_a_grammar_begins_after_the_reasoning(name, variables, after, may_reason
 
     def grammar(form=None, **options):
         prompt, _, plan = inputs.conversation(HI, None, chat_template_kwargs=variables, **options)
-        return plan.params(ResolvedParams(grammar=form), prompt).grammar
+        return plan.params(ResolvedParams(grammar=form, stop_token_ids=(1,)), prompt).grammar
 
     assert grammar(tools=TOOLS) is None and grammar() is None
     form = Grammar("json_object", strict=False)
