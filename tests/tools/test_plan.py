@@ -22,7 +22,7 @@ families = pytest.mark.parametrize("name", FAMILIES)
 
 def inputs_of(name):
     tokenizer = FAMILIES[name].tokenizer()
-    return InputProcessor(ModelFacts("m", tokenizer.size, 10_000), tokenizer)
+    return InputProcessor(ModelFacts("m", tokenizer.size, 10_000, (tokenizer.hf.eos_token_id,)), tokenizer)
 
 
 def tokens_of(tokenizer, text):
