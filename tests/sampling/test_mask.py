@@ -10,7 +10,7 @@ import torch
 from espalier.grammar.token_masker import KnownNext
 from espalier.kernels.sampling.pick import pick_triton
 from espalier.request import SamplingParams
-from espalier.sampling.mask import mask_words, masked, pack_mask, unpack_mask
+from espalier.sampling.mask import DraftGuide, mask_words, masked, pack_mask, unpack_mask
 from tests.harness import VOCAB, Setup, prompts, request, run
 from tests.kernels.sampled import ASKED, kernel_rows, random_logits, slots_of, table_of
 
@@ -96,3 +96,14 @@ def test_a_tree_says_what_plain_decoding_says(algorithm, overlap):
         for before, token in zip([prompt[-1], *said], said, strict=False):
             assert grammar.allowed(before, 0)[token]
             grammar.push(token)
+
+
+def test_rows_of_several_levels_are_guided_as_those_of_each_level():
+    """A block draft has one row for each level, an autoregressive draft one pass."""
+    forced = torch.tensor([[3, 5, -1, -1], [-1, -1, -1, -1], [2, 2, 2, -1]])
+    guide = DraftGuide(forced, torch.tensor([[6], [9], [1]], dtype=torch.int32), torch.tensor([3, 1, 0]))
+    only, masks = guide.of_levels(1, 4)
+    for level in range(1, 5):
+        only_there, mask_there = guide.of_rows(level, None, None)
+        assert torch.equal(only[:, level - 1, None], only_there)
+        assert torch.equal(masks[:, level - 1, None], mask_there)
