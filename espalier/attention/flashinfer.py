@@ -238,7 +238,7 @@ class FlashInferBackend:
         assert len(self.lengths.at_most) == shape.batch, "a launch of other requests than were announced"
         plans = self.captured.setdefault(shape.batch, {}) if self.lengths.in_graph else self.kept
         if shape not in plans:
-            if len(self.kept) == KEPT_PLANS:
+            if plans is self.kept and len(plans) == KEPT_PLANS:
                 self.kept.pop(next(iter(self.kept))).wait()
             plan_class = LatentPlan if isinstance(shape.spec.keeps, LatentKV) else Plan
             plans[shape] = plan_class(shape, self._workspace(shape, device))

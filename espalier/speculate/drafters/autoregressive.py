@@ -8,7 +8,6 @@ not seen.  The last module also proposes the levels below; there a beam reads th
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Self
 
 import torch
 from torch import Tensor
@@ -25,6 +24,7 @@ from espalier.models.draft import DraftModel, DraftModule, DraftOutput
 from espalier.sampling.logit_processors import Above
 from espalier.slots import BatchState
 from espalier.speculate.drafters.feeds import Feed, ModuleRows, feed_name, feeds_of, module_rows
+from espalier.speculate.drafters.model_drafter import ModelDrafter
 from espalier.speculate.sampler import Sampler
 from espalier.speculate.tree import VOID, Pool, Tree, root_only
 
@@ -71,7 +71,7 @@ class TreeRows:
         return torch.cat([beams.above.ancestor_bits for beams in self.levels], 1)
 
 
-class AutoregressiveDrafter:
+class AutoregressiveDrafter(ModelDrafter[DraftModel]):
     def __init__(
         self,
         draft: DraftModel,
@@ -81,19 +81,9 @@ class AutoregressiveDrafter:
         layer_specs: Sequence[LayerSpec],
         staging: StagedKV | None = None,
     ):
-        """layer_specs: specs of all layers, the target's first, the draft's last.
-
-        staging: a buffer that is large enough for this layout; by default a new one.
-        """
-        self.spec = draft.spec
-        self.draft = draft
-        self.layout = layout
-        self.pages = pages
-        self.backend = backend
-        self.layer_specs = layer_specs
+        """As ModelDrafter."""
+        super().__init__(draft, layout, pages, backend, layer_specs, staging)
         self.feeds = feeds_of(self.spec.form)
-        self.first_layer = len(layer_specs) - len(self.spec.layers)
-        layers = range(self.first_layer, len(layer_specs))
         # The depth of each draft row of a tree, and the bit of each among ancestor bits.
         self.depths = torch.arange(layout.beam_rows, device=pages.device) // layout.topk + 1
         self.own_bits = own_bits(0, layout.beam_rows, layout.beam_words, pages.device)
@@ -102,15 +92,6 @@ class AutoregressiveDrafter:
         self.bits_below = torch.stack([self.own_bits[layout.beams_above(depth + 1) :].sum(0) for depth in depths])
         # The path score of the root is log 1.
         self.root_scores = torch.zeros(layout.max_batch, 1, device=pages.device)
-        self.staging = staging or StagedKV(layer_specs, layers, layout.draft_rows, pages.dtype, pages.device)
-        self.by_layout: dict[RoundLayout, Self] = {}
-
-    def for_layout(self, layout: RoundLayout) -> Self:
-        # Kept, because a CUDA graph replays with the tensors of its capture.
-        if layout not in self.by_layout:
-            drafter = type(self)(self.draft, layout, self.pages, self.backend, self.layer_specs, self.staging)
-            self.by_layout[layout] = drafter
-        return self.by_layout[layout]
 
     def prepare(self, lengths: CommittedLengths) -> None:
         # After a prefix hit, module k attends to k - 1 cached rows more than module 1.

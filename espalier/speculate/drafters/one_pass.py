@@ -11,7 +11,6 @@ the depth before (kernels/tree/next_rows.py), which is one small matrix product 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Self
 
 import torch
 from torch import Tensor
@@ -27,6 +26,7 @@ from espalier.kernels.tree.select_paths import Candidates, select_paths
 from espalier.layout import RoundLayout
 from espalier.models.draft import BlockModel, Edges
 from espalier.slots import BatchState
+from espalier.speculate.drafters.model_drafter import ModelDrafter
 from espalier.speculate.sampler import Sampler
 from espalier.speculate.tree import Tree, root_only
 
@@ -46,7 +46,7 @@ class BlockAttend:
         return self.passes[self.causal[layer]](layer, projections)
 
 
-class OnePassDrafter:
+class OnePassDrafter(ModelDrafter[BlockModel]):
     def __init__(
         self,
         draft: BlockModel,
@@ -56,19 +56,8 @@ class OnePassDrafter:
         layer_specs: Sequence[LayerSpec],
         staging: StagedKV | None = None,
     ):
-        """layer_specs: specs of all layers, the target's first, the draft's last.
-
-        staging: a buffer that is large enough for this layout; by default a new one.
-        """
-        self.spec = draft.spec
-        self.draft = draft
-        self.layout = layout
-        self.pages = pages
-        self.backend = backend
-        self.layer_specs = layer_specs
-        self.first_layer = len(layer_specs) - len(self.spec.layers)
-        layers = range(self.first_layer, len(layer_specs))
-        self.staging = staging or StagedKV(layer_specs, layers, layout.draft_rows, pages.dtype, pages.device)
+        """As ModelDrafter."""
+        super().__init__(draft, layout, pages, backend, layer_specs, staging)
         # A row that sees later rows reads all of them, proposing or not, as trained.
         self.width = draft.first_proposing + layout.steps if all(draft.causal) else layout.block_rows
         self.offsets = torch.arange(self.width, device=pages.device)
@@ -76,14 +65,6 @@ class OnePassDrafter:
         self.ancestor_bits = {
             is_causal: pack(everything.tril() if is_causal else everything) for is_causal in (False, True)
         }
-        self.by_layout: dict[RoundLayout, Self] = {}
-
-    def for_layout(self, layout: RoundLayout) -> Self:
-        # Kept, because a CUDA graph replays with the tensors of its capture.
-        if layout not in self.by_layout:
-            drafter = type(self)(self.draft, layout, self.pages, self.backend, self.layer_specs, self.staging)
-            self.by_layout[layout] = drafter
-        return self.by_layout[layout]
 
     def prepare(self, lengths: CommittedLengths) -> None:
         self.backend.prepare(lengths)
