@@ -66,6 +66,15 @@ def test_bits_do_not_depend_on_the_batch(kernel_device, case):
         assert torch.equal(again, out[requests]) and torch.equal(again_lse, lse[requests])
 
 
+def test_rows_may_have_more_words_than_they_need(kernel_device):
+    """The first levels of a draft tree have the ancestor words of all its rows."""
+    inputs = draw(Case((5, 3), queries=2, rows=2), kernel_device)
+    out, lse = run(inputs, 4)
+    staged = replace(inputs.staged, ancestor_bits=torch.nn.functional.pad(inputs.staged.ancestor_bits, (0, 2)))
+    more, more_lse = run(replace(inputs, staged=staged), 4)
+    assert torch.equal(more, out) and torch.equal(more_lse, lse)
+
+
 def test_arguments_are_checked(kernel_device):
     inputs = draw(Case((5, 3), queries=2, rows=2), kernel_device)
     with pytest.raises(EspalierError, match="float64"):
@@ -73,8 +82,8 @@ def test_arguments_are_checked(kernel_device):
     with pytest.raises(EspalierError, match="page table needs shape"):
         run(replace(inputs, committed=replace(inputs.committed, page_table=inputs.committed.page_table[:1])), 4)
     with pytest.raises(EspalierError, match="ancestor bits needs shape"):
-        staged = replace(inputs.staged, ancestor_bits=inputs.staged.ancestor_bits.repeat(1, 1, 2))
-        run(replace(inputs, staged=staged), 4)
+        wide = draw(Case((5, 3), queries=2, rows=70), kernel_device)
+        run(replace(wide, staged=replace(wide.staged, ancestor_bits=wide.staged.ancestor_bits[:, :, :1])), 4)
     with pytest.raises(EspalierError, match="contiguous last dimension"):
         v = inputs.committed.v.transpose(1, 2).contiguous().transpose(1, 2)
         run(replace(inputs, committed=replace(inputs.committed, v=v)), 4)

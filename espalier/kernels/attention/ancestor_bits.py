@@ -7,6 +7,7 @@ The ancestors of a node, itself included, are bits in int64 words: bit i % 64 of
 import torch
 from torch import Tensor
 
+from espalier.kernels.runtime.launch import require
 from espalier.layout import ANCESTOR_BITS
 
 
@@ -47,6 +48,16 @@ def own_bits(first: int, count: int, num_words: int, device: torch.device) -> Te
     rows = torch.arange(first, first + count, device=device)
     bits = torch.ones_like(rows) << rows % ANCESTOR_BITS
     return bits[:, None] * (torch.arange(num_words, device=device) == (rows // ANCESTOR_BITS)[:, None])
+
+
+def require_bits(name: str, ancestor_bits: Tensor, rows: int, q: Tensor) -> None:
+    """Check the ancestor bits of queries q [B, Q, ...] over staged rows.
+
+    There may be more words than the rows need: the first levels of a draft tree have the words of all its rows.  Raises
+    EspalierError.
+    """
+    words = max(-(-rows // ANCESTOR_BITS), ancestor_bits.shape[-1])
+    require(name, ancestor_bits, (*q.shape[:2], words), torch.int64, q)
 
 
 def seen_rows(ancestor_bits: Tensor | None, positions: Tensor, row_positions: Tensor, window: int | None) -> Tensor:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from espalier.errors import EspalierError
+from espalier.kernels.attention.ancestor_bits import require_bits
 from espalier.kernels.attention.attention_blocks import _attend_scores, _page, _row, _rows, _write
 from espalier.kernels.attention.hopper_latent import (
     HopperLatentConfig,
@@ -403,8 +404,7 @@ def _check(q: Tensor, committed: Committed, staged: Staged | None, positions: Te
         keys_and_values.append((staged.k, staged.v))
         need_contiguous_last.append(staged.k)
         if staged.ancestor_bits is not None:
-            words = (batch, queries, -(-rows // 64))
-            require("latent attention's ancestor bits", staged.ancestor_bits, words, torch.int64, q)
+            require_bits("latent attention's ancestor bits", staged.ancestor_bits, rows, q)
             need_contiguous_last.append(staged.ancestor_bits)
     if any(k.data_ptr() != v.data_ptr() or k.stride() != v.stride() for k, v in keys_and_values):
         raise EspalierError("latent attention needs V to be the first part of K, as a view of the same tensor")

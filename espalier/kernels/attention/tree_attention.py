@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from espalier.errors import EspalierError
-from espalier.kernels.attention.ancestor_bits import seen_rows
+from espalier.kernels.attention.ancestor_bits import require_bits, seen_rows
 from espalier.kernels.attention.attention_blocks import _over_committed, _over_staged, _rows, _with_sink, _write
 from espalier.kernels.attention.hopper import DTYPES as HOPPER_DTYPES
 from espalier.kernels.attention.hopper import (
@@ -364,8 +364,7 @@ def _check(q: Tensor, committed: Committed, staged: Staged | None, positions: Te
         require("tree attention's row positions", staged.row_positions, (batch, rows), torch.int64, q)
         need_contiguous_last += [staged.k, staged.v]
         if staged.ancestor_bits is not None:
-            words = (batch, queries, -(-rows // 64))
-            require("tree attention's ancestor bits", staged.ancestor_bits, words, torch.int64, q)
+            require_bits("tree attention's ancestor bits", staged.ancestor_bits, rows, q)
             need_contiguous_last.append(staged.ancestor_bits)
     if any(tensor.stride(-1) != 1 and tensor.shape[-1] > 1 for tensor in need_contiguous_last):
         raise EspalierError("tree attention needs k, v, page table and ancestor bits with a contiguous last dimension")

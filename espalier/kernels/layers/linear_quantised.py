@@ -7,8 +7,8 @@ no weight is ever dequantised in memory.  quantised_tile.py has the inner loop.
 Inputs that the format rounds to FP8 are rounded by a launch before (quantise_rows.py).
 
 Tolerance: as linear.py, with the values of weight and inputs exact, and one rounding more for the scales of each group
-of columns: in · 2⁻²³ times the sum of the products' magnitudes.  FP8 units add with 13 bits within a step of 128
-columns: 2⁻¹² times that sum, for rounded inputs on a GPU.
+of columns: in · 2⁻²³ times the sum of the products' magnitudes.  For rounded inputs on a GPU it is 2⁻¹⁰ times that sum:
+FP8 units cut each of 32 addends at 13 bits below the largest.
 """
 
 from __future__ import annotations

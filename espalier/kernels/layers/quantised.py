@@ -169,8 +169,8 @@ def quantise_inputs(x: Tensor, inputs: InputScales) -> tuple[Tensor, Tensor]:
     padded = F.pad(exact, (0, -num_in % group)).unflatten(1, (-1, group))
     if inputs.static is None:
         largest = padded.abs().amax(2)
-        # The scale of zeros is 1.
-        scales = torch.where(largest == 0, 1.0, largest / FP8_MAX)
+        # The scale of zeros is 1.  On a GPU, PyTorch multiplies by the reciprocal of a number, and divides by a tensor.
+        scales = torch.where(largest == 0, 1.0, largest / torch.full_like(largest, FP8_MAX))
     else:
         scales = inputs.static.to(exact.dtype).expand(rows, padded.shape[1])
     values = (padded / scales[:, :, None]).clamp(-FP8_MAX, FP8_MAX)
