@@ -24,34 +24,47 @@ from espalier.sampling.mask import ALL_ALLOWED, DraftGuide, mask_words
 from espalier.speculate.round import ModelRunner
 
 
-@dataclass(frozen=True)
+@dataclass
 class Question:
     """What the draft asks at one level, and the answer, on the device.
 
-    tokens [B, E], ancestor_bits [B, Q, W]: as in sampling.mask.AskHost.  only [B, Q], masks [B, Q, words]: the answer.
+    packed: [B, E + Q * W] int64, tokens and ancestor bits (sampling.mask.AskHost) side by side, so that one copy brings
+    both to the host.  only [B, Q], masks [B, Q, words]: the answer.  answered: the rows that it is about.
     """
 
-    tokens: Tensor
-    ancestor_bits: Tensor
+    packed: Tensor
+    num_tokens: int
     only: Tensor
     masks: Tensor
+    answered: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, tokens: Tensor, ancestor_bits: Tensor, num_words: int) -> "Question":
-        shape, device = ancestor_bits.shape[:2], tokens.device
-        masks = torch.empty(*shape, num_words, dtype=torch.int32, device=device)
-        question = cls(tokens, ancestor_bits, torch.empty(shape, dtype=torch.int64, device=device), masks)
-        question.answer(None)
-        return question
+    def of(cls, packed: Tensor, beams: int, num_tokens: int, num_words: int) -> "Question":
+        """No row is answered yet: every token may follow."""
+        batch, device = len(packed), packed.device
+        masks = torch.full((batch, beams, num_words), ALL_ALLOWED, dtype=torch.int32, device=device)
+        return cls(packed, num_tokens, torch.full((batch, beams), -1, device=device), masks)
 
     def answer(self, ask: AskRows | None) -> None:
         """Wait for the device, and ask the host.  None: every token may follow."""
-        self.only.fill_(-1)
-        self.masks.fill_(ALL_ALLOWED)
+        told = None
         if ask is not None:
-            rows = ask(self.tokens.cpu(), self.ancestor_bits.cpu())
-            _set_rows(self.only, rows.rows, rows.forced)
-            _set_rows(self.masks, rows.rows, rows.masks)
+            packed = self.packed.cpu()
+            told = ask(
+                packed[:, : self.num_tokens], packed[:, self.num_tokens :].unflatten(1, (self.only.shape[1], -1))
+            )
+        rows = () if told is None else told.rows
+        if rows != self.answered:
+            self.only.fill_(-1)
+            self.masks.fill_(ALL_ALLOWED)
+            self.answered = rows
+        if told is not None:
+            _set_rows(self.only, rows, told.forced)
+            _set_rows(self.masks, rows, told.masks)
+
+
+def packed_question(tokens: Tensor, ancestor_bits: Tensor) -> Tensor:
+    return torch.cat((tokens, ancestor_bits.flatten(1)), 1)
 
 
 class DraftBreaks:
@@ -72,8 +85,9 @@ class DraftBreaks:
 
     def split(self, tokens: Tensor, ancestor_bits: Tensor) -> tuple[Tensor, Tensor]:
         """End a graph and begin the next, which reads the answer."""
+        packed = packed_question(tokens, ancestor_bits)
         self.end()
-        question = Question.of(tokens, ancestor_bits, self.num_words)
+        question = Question.of(packed, ancestor_bits.shape[1], tokens.shape[1], self.num_words)
         self.questions.append(question)
         self.begin()
         return question.only, question.masks
@@ -96,7 +110,8 @@ class DeviceAsk:
     def __call__(self, tokens: Tensor, ancestor_bits: Tensor) -> tuple[Tensor, Tensor]:
         if self.breaks is not None:
             return self.breaks.split(tokens, ancestor_bits)
-        question = Question.of(tokens, ancestor_bits, self.num_words)
+        packed = packed_question(tokens, ancestor_bits)
+        question = Question.of(packed, ancestor_bits.shape[1], tokens.shape[1], self.num_words)
         question.answer(self.host)
         return question.only, question.masks
 

@@ -46,11 +46,11 @@ def masked(logits: Tensor, mask: Tensor | None) -> Tensor:
 
 def only_token(mask: np.ndarray) -> int | None:
     """The one token that a mask [words] allows; None if it allows several or none."""
-    (words,) = np.nonzero(mask)
-    if len(words) != 1:
+    if np.count_nonzero(mask) != 1:
         return None
-    bits = int(mask[words[0]]) & 0xFFFFFFFF
-    return None if bits & (bits - 1) else int(words[0]) * BITS + bits.bit_length() - 1
+    word = int(mask.nonzero()[0][0])
+    bits = int(mask[word]) & 0xFFFFFFFF
+    return None if bits & (bits - 1) else word * BITS + bits.bit_length() - 1
 
 
 def allows(mask: Tensor, tokens: Tensor) -> Tensor:
