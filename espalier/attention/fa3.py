@@ -3,6 +3,9 @@
 The kernels come with the FlashAttention-3 package or inside the sglang-kernel wheel, whose functions have the same
 arguments.  They read page tables and lengths on the device, divide long requests among programs there (how many parts
 there may be follows from shapes alone), and return the log-sum-exp in natural log: nothing is planned on the host.
+
+On pages of 64 rows and more they multiply the rows past a request's length by zero, so these must be finite: the engine
+clears the pages of a request that was not (LaunchInput.cleared_pages).
 """
 
 from collections.abc import Callable, Sequence

@@ -112,6 +112,14 @@ class PagedKV:
         """[B, P]: the page rows of `positions` [B, P] in a page table [B, T]; row 0 where `keep` is False."""
         return page_rows(page_table, positions, self.page_size, keep)
 
+    def clear(self, pages: Sequence[int]) -> None:
+        """Zero the rows of these pages, in every layer."""
+        if not pages:
+            return
+        index = torch.tensor(pages, device=self.device)
+        for plane in (plane for stack in (*self.target, *self.draft) for plane in stack.planes):
+            plane.unflatten(1, (self.num_pages, self.page_size)).index_fill_(1, index, 0)
+
     def commit(self, staged: StagedKV, source: Tensor, rows: Tensor) -> None:
         """Copy staging rows `source` [N] to page rows `rows` [N], for every layer in `staged`."""
         pages = {stack.layers: stack for stack in (*self.target, *self.draft)}

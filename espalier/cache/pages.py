@@ -76,6 +76,9 @@ class PagePool:
         """Number of holders of a page; 0 for a free page and for the dummy page."""
         return self._references[page]
 
+    def is_free(self, page: int) -> bool:
+        return not self._references[page]
+
     def check(self, owned: Iterable[Iterable[int]], cached: Iterable[int]) -> None:
         """Check that every page is exactly one of dummy, free or held, and that counts equal holders.  O(pages).
 

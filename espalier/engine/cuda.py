@@ -200,8 +200,9 @@ class CudaExecutor:
         return place, batch, pack_launch(self.runner.table, launch_input, place.entry, batch)
 
     def _prepare(self, launch_input: LaunchInput, batch: int, in_graph: bool) -> None:
-        """Announce the lengths of a launch to the attention backends, on the stream of the launch."""
+        """Announce the lengths of a launch to the attention backends, and clear its pages, on its stream."""
         with torch.cuda.stream(self.stream):
+            self.runner.pages.clear(launch_input.cleared_pages)
             self.runner.prepare(replace(launch_input.committed.padded(batch), in_graph=in_graph))
 
     def _prepare_capture(self, dummies: LaunchInput, batch: int) -> None:

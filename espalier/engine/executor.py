@@ -221,6 +221,7 @@ class CpuExecutor:
 
     def _to_device(self, launch_input: LaunchInput) -> LaunchBuffer:
         self.runner.prepare(launch_input.committed)
+        self.runner.pages.clear(launch_input.cleared_pages)
         packed = pack_launch(self.runner.table, launch_input, entry=0, batch=len(launch_input.slots))
         return packed.on(torch.from_numpy(packed.vector))
 

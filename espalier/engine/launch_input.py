@@ -27,6 +27,7 @@ class LaunchInput:
     width: width of the prefill pass; 0 for a round.
     slot_inits: requests that get a slot; only in a prefill pass, because a round's launch input has a fixed form.
     appended_pages: (slot, column, page) for requests that already have their slot.
+    cleared_pages: free pages of requests whose logits were not finite: their rows become zero before the launch.
     traced: whether results carry the trees.
     prompt_rows: rows of a prefill pass whose log-probabilities are wanted; None for none.
     is_staged: a round that stops before its settle stage and waits for masks.
@@ -43,6 +44,7 @@ class LaunchInput:
     pieces: tuple[tuple[int, int], ...] = ()
     slot_inits: tuple[SlotInit, ...] = ()
     appended_pages: tuple[tuple[int, int, int], ...] = ()
+    cleared_pages: tuple[int, ...] = ()
     traced: bool = False
     prompt_rows: PromptRows | None = None
     is_staged: bool = False

@@ -84,6 +84,7 @@ class Scheduler:
         self._no_room: tuple[Request, int] | None = None
         self._admitted: list[SlotInit] = []
         self._appended: list[tuple[int, int, int]] = []
+        self._to_clear: list[int] = []
 
     def admit(self, requests: list[Request]) -> None:
         """Add requests to the waiting queue, which is ordered by priority, then by arrival."""
@@ -281,18 +282,18 @@ class Scheduler:
         pieces: tuple[tuple[int, int], ...] = (),
         prompt_rows: PromptRows | None = None,
     ) -> Launch:
-        wanted_logprobs = [r.params.logprobs for r in batch if r.params.logprobs is not None]
         # A round's launch input has a fixed form without slot inits.  A request that gets a slot needs a prefill first.
         slot_inits, self._admitted = (self._admitted, []) if prefill.width else ([], self._admitted)
         launch_input = LaunchInput(
             slots=tuple(r.slot for r in batch if r.slot is not None),
             needs=sampling_needs_of(batch),
-            num_logprobs=max(wanted_logprobs, default=None),
+            num_logprobs=max((r.params.logprobs for r in batch if r.params.logprobs is not None), default=None),
             lengths=prefill.lengths,
             width=prefill.width,
             pieces=pieces,
             slot_inits=tuple(slot_inits),
             appended_pages=tuple(self._appended),
+            cleared_pages=tuple(self._to_clear),
             traced=self.on_round is not None,
             prompt_rows=prompt_rows,
             is_staged=not prefill.width and any(r.masker for r in batch),
@@ -300,7 +301,7 @@ class Scheduler:
             guide=None if prefill.width else self.masks.guide(batch),
             committed=committed,
         )
-        self._appended = []
+        self._appended, self._to_clear = [], []
         self._in_flight += 1
         return Launch(launch_input, [(r, r.generation, r.num_prefilled >= r.prefill_len) for r in batch])
 
@@ -422,6 +423,9 @@ class Scheduler:
         if request.error is None:
             self._file_pages(request, min(request.num_known, request.num_tokens) if self._is_prefilled(request) else 0)
         self.pool.release(request.pages)
+        if request.error == NOT_FINITE:
+            # A library may multiply stale rows by zero, and NaN stays NaN.
+            self._to_clear += filter(self.pool.is_free, request.pages)
         # Updates that were not launched yet must not reach the next owner of the slot.
         self._admitted = [slot_init for slot_init in self._admitted if slot_init.slot != request.slot]
         self._appended = [entry for entry in self._appended if entry[0] != request.slot]
@@ -443,5 +447,4 @@ class Scheduler:
 
 
 def _why_no_token(request: Request) -> str:
-    is_stuck = request.masker is not None and request.masker.is_stuck
-    return NO_TOKEN_LEFT if is_stuck else NOT_FINITE
+    return NO_TOKEN_LEFT if request.masker is not None and request.masker.is_stuck else NOT_FINITE

@@ -114,6 +114,18 @@ def nothing_broken_is_cached(engine: Engine) -> None:
                 assert plane[:, rows].isfinite().all(), f"page {page} of the prefix tree holds NaN"
 
 
+def nothing_broken_is_free(engine: Engine) -> None:
+    """A launch clears the free pages of requests that were not finite."""
+    engine.add(request(99, [1, 2, 3], SamplingParams(temperature=0.0, max_tokens=1)))
+    while engine.has_work:
+        engine.step()
+    pages = engine.executor.runner.pages
+    free = [page for page in range(1, pages.num_pages) if not engine.scheduler.pool.references(page)]
+    for plane in (plane for stack in (*pages.target, *pages.draft) for plane in stack.planes):
+        rows = plane.unflatten(1, (pages.num_pages, pages.page_size))[:, free]
+        assert rows.isfinite().all()
+
+
 @pytest.mark.parametrize(
     ("page_size", "overlap", "drafts_it", "steps"), pairwise_params([1, 3, 16], [False, True], [False, True], [3, 0])
 )
@@ -144,6 +156,7 @@ def test_fails_by_name_and_alone(page_size: int, overlap: bool, drafts_it: bool,
                 assert "not finite" in r.error
                 assert "\n" not in r.error
     assert {r.finish_reason for r in requests} == {"abort", "length"} or drafts_it
+    nothing_broken_is_free(engine)
     named = {piece.request_id for piece in pieces if piece.error}
     assert named == {r.id for r in requests if r.error}
     engine.close()
