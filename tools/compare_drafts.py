@@ -1,8 +1,8 @@
 """Drafts of the bundled model beside each other: `python -m tools.compare_drafts --draft eagle3 --draft block=DIR`.
 
 Each draft with each of its trees continues the same held-out prompts, one at a time, in an engine for one request.  The
-drafts take turns, and every turn measures all of a draft's trees.  A table has the accept length, by depth too, and
-tokens a second.  The tokens of a tree are compared with plain decoding's.
+drafts and their trees take turns.  A table has the accept length, by depth too, and tokens a second from each prompt's
+first token on.  The tokens of a tree are compared with plain decoding's.
 """
 
 import argparse
@@ -31,7 +31,7 @@ TREES = {
 
 @dataclass
 class Row:
-    """One draft with one tree.  seconds: of each turn; texts: token ids of the last turn."""
+    """One draft with one tree.  seconds: of each turn, without the first tokens; texts: token ids of the last turn."""
 
     name: str
     tree: tuple[int, int, int]
@@ -41,7 +41,7 @@ class Row:
 
     @property
     def tokens_per_second(self) -> float:
-        return sum(map(len, self.texts)) / median(self.seconds)
+        return sum(len(text) - 1 for text in self.texts) / median(self.seconds)
 
 
 def engine_of(name: str, draft: str | None, tree: tuple[int, int, int], settings: dict[str, object]) -> LLM:
@@ -53,14 +53,15 @@ def engine_of(name: str, draft: str | None, tree: tuple[int, int, int], settings
 
 
 def measure(llm: LLM, row: Row, prompts: Sequence[str], params: SamplingParams) -> None:
-    """One turn: the prompts one after another.  The time of a prompt's first token counts too."""
-    row.texts, row.stats = [], SpeculationStats()
-    begun = time.perf_counter()
+    """One turn: the prompts one after another."""
+    row.texts, row.stats, seconds = [], SpeculationStats(), 0.0
     for prompt in prompts:
-        [output] = llm.generate(prompt, params)
+        arrived: list[float] = []
+        [output] = llm.generate(prompt, params, lambda _: arrived.append(time.perf_counter()))  # noqa: B023
+        seconds += arrived[-1] - arrived[0]
         row.texts.append(output.token_ids)
         row.stats.merge(output.speculation)
-    row.seconds.append(time.perf_counter() - begun)
+    row.seconds.append(seconds)
 
 
 def drafts_of(given: Sequence[str]) -> Iterator[tuple[str, str | None]]:

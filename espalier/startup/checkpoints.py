@@ -8,7 +8,7 @@ from espalier.errors import EspalierError
 BUNDLED = "bundled"
 BUNDLED_FILES = Path(__file__).parents[1] / BUNDLED
 # The bundled model's drafts by algorithm; where none is set, eagle3's is used.
-BUNDLED_DRAFTS = {"eagle3": BUNDLED_FILES / "draft", "mtp": BUNDLED_FILES / "mtp"}
+BUNDLED_DRAFTS = {"eagle3": BUNDLED_FILES / "draft", "mtp": BUNDLED_FILES / "mtp", "block": BUNDLED_FILES / "block"}
 FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 
 
