@@ -71,6 +71,7 @@ SUPPORT = Support(
     latents=(LatentKV(576, 512),),
     majors=(9,),
     library=Library(("flash_attn_interface", "sgl_kernel.flash_attn"), "espalier-llm[fa3]"),
+    ran_on=("H200",),
     limits={
         "dtype": "flash_attn_with_kvcache computes in two-byte types",
         "head_size": "flash_attn_with_kvcache needs a multiple of 8, at most 256",
