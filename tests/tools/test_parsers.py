@@ -9,8 +9,20 @@ from hypothesis import strategies as st
 
 from espalier.errors import EspalierError
 from espalier.tools.definitions import checked_tools
-from espalier.tools.formats import REASONING_FORMATS, TOOL_FORMATS, Formats, find_formats
+from espalier.tools.formats import (
+    REASONING_FORMATS,
+    TOOL_FORMATS,
+    Formats,
+    deepseek,
+    find_formats,
+    glm,
+    hermes,
+    llama,
+    mistral,
+    qwen_coder,
+)
 from espalier.tools.parser import OutputParser, message_of
+from espalier.tools.reader import Markers
 from tests.tools.families import CALLS, FAMILIES, TOOLS
 
 SCHEMAS = checked_tools(TOOLS).schemas
@@ -145,6 +157,33 @@ def test_a_misspelled_call_is_content_with_a_reason(name, text):
         last = family.output[family.output.rindex("<tool_call>") :]
         message, _ = read(family, text + last, [text + last])
         assert [call.name for call in message.tool_calls] == ["now"] and message.content == text
+
+
+@families
+def test_characters_that_are_held_back_are_not_searched_again(name, monkeypatch):
+    """A model that writes newlines without end must not keep the server busy with them."""
+    family, searched = FAMILIES[name], []
+    text = "</think>x" * family.opens + "x" + "\n" * 300
+    made = Markers.__init__
+
+    class Counting:
+        def __init__(self, pattern):
+            self.pattern = pattern
+
+        def search(self, text, start=0):
+            searched.append(len(text) - start)
+            return self.pattern.search(text, start)
+
+    def counting(self, *texts, **how):
+        made(self, *texts, **how)
+        self.pattern = Counting(self.pattern)
+
+    for formats in (deepseek, glm, hermes, llama, mistral, qwen_coder):
+        for marks in (each for each in vars(formats).values() if isinstance(each, Markers)):
+            monkeypatch.setattr(marks, "pattern", Counting(marks.pattern))
+    monkeypatch.setattr(Markers, "__init__", counting)
+    read(family, text, list(text))
+    assert sum(searched) < 40 * len(text)
 
 
 MARKS = sorted({mark for each in TOOL_FORMATS.values() for mark in each.special_tokens})
