@@ -187,6 +187,15 @@ def decoded(text: str) -> Any:
         raise Broken("the tool call is not valid JSON") from None
 
 
+def is_text(text: str) -> bool:
+    """Whether UTF-8 can hold it: not if it has half of a surrogate pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def _refuse(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
 

@@ -38,7 +38,8 @@ def _types(schema: Any) -> set[str]:
         return set()
     kind = schema.get("type")
     if kind is not None:
-        return {kind} if isinstance(kind, str) else {each for each in kind if isinstance(each, str)}
+        kinds = kind if isinstance(kind, list | tuple) else [kind]
+        return {each for each in kinds if isinstance(each, str)}
     if "const" in schema:
         return {TYPES[type(schema["const"])]}
     if isinstance(schema.get("enum"), list):

@@ -159,6 +159,26 @@ def test_a_misspelled_call_is_content_with_a_reason(name, text):
         assert [call.name for call in message.tool_calls] == ["now"] and message.content == text
 
 
+@pytest.mark.parametrize("behind", ["", ";", "; ", "; and text", "; <b>", ";<|python_tag|>", '; {"name": "now"}; x'])
+def test_what_stands_behind_a_call_is_content(behind):
+    """Of Llama's calls, where "; " is between two."""
+    text = '{"name": "now", "parameters": {}}' + behind
+    message, _ = read(FAMILIES["llama"], text, list(text))
+    assert message == read(FAMILIES["llama"], text, [text])[0]
+    if "{" in behind:
+        assert (len(message.tool_calls), message.content, message.errors) == (2, "; x", [])
+    else:
+        assert (len(message.tool_calls), message.content) == (1, behind)
+
+
+@pytest.mark.parametrize("escape", [r"\ud800", r"\\ud800"])
+def test_half_of_a_surrogate_pair_stays_an_escape(escape):
+    """In arguments that are written as a text.  A server could not send it otherwise."""
+    text = rf'<tool_call>{{"name": "now", "arguments": "{{\"a\": \"日{escape}\"}}"}}</tool_call>'
+    [call] = read(FAMILIES["hermes"], text, list(text))[0].tool_calls
+    assert json.loads(call.arguments) == {"a": "日\ud800"} and call.arguments.isascii()
+
+
 @families
 def test_characters_that_are_held_back_are_not_searched_again(name, monkeypatch):
     """A model that writes newlines without end must not keep the server busy with them."""
@@ -298,6 +318,8 @@ def test_a_format_is_named_or_left_out():
         ({"anyOf": [{"type": "string"}, {}]}, "x", "x"),
         ({"$ref": "#/$defs/X"}, '{"a": 1}', {"a": 1}),
         ({}, "x y", "x y"),
+        ({"type": 5}, "x", "x"),
+        ({"type": {"x": 1}}, "2", 2),
         ({"type": "array"}, "[1, 2]", [1, 2]),
         ({"type": "array"}, "x", None),
         ({"type": "boolean"}, "yes", None),
