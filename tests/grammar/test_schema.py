@@ -4,7 +4,6 @@ import json
 import random
 
 import jsonschema
-import numpy as np
 import pytest
 import xgrammar
 
@@ -13,8 +12,7 @@ from espalier.errors import EspalierError
 from espalier.grammar import Grammar
 from espalier.grammar.check import check_grammar
 from espalier.grammar.schema import ANNOTATIONS, KEYWORDS, enforceable
-from espalier.masking.masker import GrammarMasker, allowed_tokens
-from tests.grammar.vocabulary import END, VOCABULARY, bytes_of, compiled
+from tests.grammar.vocabulary import compiled, random_text
 
 INTEGER = {"type": "integer"}
 # Schema, a value that it allows, values that it does not and that xgrammar alone would partly let through.
@@ -256,18 +254,3 @@ def test_a_random_walk_is_valid(seed):
     schema = random_schema(seed)
     text = random_text(compiled(Grammar.of_json_schema(schema)), random.Random(seed))
     assert jsonschema.Draft202012Validator(schema).is_valid(json.loads(text)), text
-
-
-def random_text(form: xgrammar.CompiledGrammar, rng: random.Random) -> bytes:
-    """A text of tokens drawn from the masks alone."""
-    masker = GrammarMasker(form, len(VOCABULARY), (END,), None, bytes_of)
-    text = b""
-    for _ in range(4000):
-        allowed = allowed_tokens(masker.root_mask())
-        token = END if END in allowed and rng.random() < 0.3 else int(rng.choice(allowed))
-        if token == END:
-            break
-        text += VOCABULARY[token]
-        masker.push(token)
-    assert np.all(masker.root_mask() == 0) or END in allowed_tokens(masker.root_mask())
-    return text

@@ -307,6 +307,9 @@ def test_a_format_is_named_or_left_out():
         ({"type": "string"}, " 2 ", " 2 "),
         ({"enum": ["C", "F"]}, "\n  C ", "C"),
         ({"type": "string", "const": "C"}, "C\n", "C"),
+        ({"type": "string", "pattern": "^C$"}, " C\n", "C"),
+        ({"type": "string", "maxLength": 2}, "CF \n", "CF"),
+        ({"type": "string", "maxLength": 2}, "C ", "C "),
         ({"type": "integer"}, " 2\n", 2),
         ({"type": "number"}, "2", 2),
         ({"type": "number"}, "2.5", 2.5),
@@ -317,6 +320,9 @@ def test_a_format_is_named_or_left_out():
         ({"anyOf": [{"type": "string"}, {"type": "integer"}]}, "2", 2),
         ({"anyOf": [{"type": "string"}, {}]}, "x", "x"),
         ({"$ref": "#/$defs/X"}, '{"a": 1}', {"a": 1}),
+        ({"$ref": "#/$defs/texts"}, " C\n", "C"),
+        ({"$ref": "#/$defs/loop"}, "x", "x"),
+        ({"anyOf": [{"enum": ["C"]}, {"type": "integer"}]}, " C\n", "C"),
         ({}, "x y", "x y"),
         ({"type": 5}, "x", "x"),
         ({"type": {"x": 1}}, "2", 2),
@@ -328,7 +334,8 @@ def test_a_format_is_named_or_left_out():
 )
 @pytest.mark.parametrize("name", ["qwen-coder", "glm"])
 def test_a_value_between_tags_has_the_type_of_its_schema(name, schema, text, value):
-    schemas = {"f": {"type": "object", "properties": {"a": schema}}}
+    defined = {"texts": {"oneOf": [{"enum": ["C"]}, {"const": "F"}]}, "loop": {"$ref": "#/$defs/loop"}}
+    schemas = {"f": {"type": "object", "properties": {"a": schema}, "$defs": defined}}
     written = {
         "qwen-coder": f"<tool_call>\n<function=f>\n<parameter=a>\n{text}\n</parameter>\n</function>\n</tool_call>",
         "glm": f"<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>{text}</arg_value>\n</tool_call>",
