@@ -159,6 +159,20 @@ def test_a_misspelled_call_is_content_with_a_reason(name, text):
         assert [call.name for call in message.tool_calls] == ["now"] and message.content == text
 
 
+LEFT_OUT = [
+    ("qwen-coder", "I look.\n<function=now>\n</function>", ("I look.", "")),
+    ("harmony", "<|channel|>analysis<|message|>hm<|channel|>final<|message|>x", ("x", "hm")),
+    ("harmony", "<|channel|>analysis<|message|>hm<|start|>assistant<|channel|>final<|message|>x", ("x", "hm")),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "parts"), LEFT_OUT)
+def test_a_mark_that_models_leave_out_is_not_needed(name, text, parts):
+    message, _ = read(FAMILIES[name], text, list(text))
+    assert (message.content, message.reasoning, message.errors) == (*parts, [])
+    assert [call.name for call in message.tool_calls] == ["now"] * ("now" in text)
+
+
 @pytest.mark.parametrize("behind", ["", ";", "; ", "; and text", "; <b>", ";<|python_tag|>", '; {"name": "now"}; x'])
 def test_what_stands_behind_a_call_is_content(behind):
     """Of Llama's calls, where "; " is between two."""
