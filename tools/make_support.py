@@ -7,7 +7,7 @@ from pathlib import Path
 from espalier.attention.matrix import limits, matrix
 from espalier.cache.layer_spec import KVHeads, LatentKV
 from espalier.grammar import KINDS
-from espalier.grammar.schema import ANNOTATIONS, COMBINING, KEYWORDS, STRING_FORMATS
+from espalier.grammar.schema import ANNOTATIONS, COMBINING, KEYWORDS, MAX_MULTIPLE, STRING_FORMATS
 from espalier.layout import MAX_PAGE_SIZE
 from espalier.models.config import NEUTRAL, Family
 from espalier.models.draft import MAX_MODULES
@@ -198,8 +198,11 @@ by name.
 
 Also {codes(COMBINING)}: `$ref` within the schema; `oneOf` where its schemas exclude each other by type, or by the texts
 of a property that all require; `allOf` with one schema; none of them beside other keywords (`enum` and `const` beside
-`type`). `pattern` and `format` stand alone; a pattern has no lookarounds and no characters that JSON escapes.
-`multipleOf` is for integers. `minProperties` above 1 needs named properties. Formats: {codes(sorted(STRING_FORMATS))}.
+`type`). `pattern` and `format` stand alone; a pattern has no lookarounds, no anchors except at its ends and at those of
+its alternatives, and no characters that JSON escapes. Integers have 64 bits, and a
+number with six decimals lies between two bounds.
+`multipleOf` is for integers: with two bounds, or with none and at most {MAX_MULTIPLE}. `minProperties` above 1
+needs named properties. Formats: {codes(sorted(STRING_FORMATS))}.
 Without effect: {codes(sorted(ANNOTATIONS))}.
 
 ## Refused in a config.json

@@ -88,7 +88,7 @@ class LibraryAttention(Attention):
         return part
 
     def _ours(self, part: str) -> Attention:
-        """The plan of our kernels over all of the prefix, or over its head: the pages before `rest`."""
+        """Our kernels' plan.  part: "all" of the prefix, or its "head", the pages before `rest`."""
         if part not in self.ours:
             prefix = self._cut("head", self._head) if part == "head" else self.prefix
             ours = TritonAttention if prefix.length.is_cuda else ReferenceAttention

@@ -10,6 +10,7 @@ import random
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -80,6 +81,10 @@ def run(args: Namespace) -> int:
     in_bulk = args.schemas is not None or args.suite is not None
     if in_bulk and args.shape is not None:
         raise EspalierError("--schemas and --suite are for a model from files; leave out --shape")
+    if in_bulk and find_spec("jsonschema") is None:
+        raise EspalierError("--schemas and --suite need the jsonschema package: pip install jsonschema")
+    if args.suite is not None and not any(args.suite.glob("*.json")):
+        raise EspalierError(f"--suite={args.suite} has no *.json files; name tests/draft2020-12 of the suite")
     made = engines_of(args, engines.load_sizes(BATCH, CONTEXT + args.tokens + 8))
     if in_bulk:
         with made.open(True) as bench:

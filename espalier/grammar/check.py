@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 
 from espalier.errors import EspalierError
 from espalier.grammar.choices import ebnf_of_choices
+from espalier.grammar.pattern import enforceable_regex
 from espalier.grammar.schema import enforceable
 from espalier.grammar.spec import Grammar
 from espalier.grammar.tag import enforceable_tag
@@ -11,6 +12,7 @@ from espalier.grammar.tag import enforceable_tag
 _CHECKS: Mapping[str, Callable[[Grammar], object]] = {
     "json_schema": lambda grammar: enforceable(grammar.spec, grammar.strict),
     "structural_tag": lambda grammar: enforceable_tag(grammar.spec, grammar.strict),
+    "regex": lambda grammar: enforceable_regex(grammar.spec),
     "choice": lambda grammar: ebnf_of_choices(grammar.spec),
 }
 

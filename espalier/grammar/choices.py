@@ -1,18 +1,14 @@
 """Lists of texts, one of which is the output."""
 
-import json
-
 from espalier.errors import EspalierError, shown
+from espalier.grammar.json_text import read_json
 
 MAX_CHOICES = 4096
 
 
 def ebnf_of_choices(spec: str) -> str:
     """A grammar in xgrammar's EBNF that allows exactly the texts of a JSON array.  Raises EspalierError."""
-    try:
-        choices = json.loads(spec)
-    except ValueError as error:
-        raise EspalierError(f"the choices cannot be read: {error}; send a list of strings") from None
+    choices = read_json("list of choices", spec)
     if not isinstance(choices, list) or not choices or not all(isinstance(text, str) and text for text in choices):
         raise EspalierError(f"choices {shown(choices)} are not supported; use a list of non-empty strings")
     if len(choices) > MAX_CHOICES:

@@ -8,12 +8,20 @@ that do not.  A schema may become narrower (closed objects, strings without esca
 import json
 import math
 from collections.abc import Callable, Mapping
+from fractions import Fraction
 from typing import Any
 
 from espalier.errors import EspalierError, shown
-from espalier.grammar.pattern import check_pattern, of_length
+from espalier.grammar.json_text import read_json
+from espalier.grammar.pattern import enforceable_pattern, of_length
 
 MAX_DEPTH = 64
+# xgrammar ignores a larger multipleOf, and one beside a single bound.
+MAX_MULTIPLE = 1024
+# Multiples between two bounds, which become an enum.
+MAX_MULTIPLES = 4096
+# xgrammar writes the decimals of a bounded number in six places.
+PLACES = 10**6
 ANNOTATIONS = frozenset(
     "title description default examples $comment deprecated readOnly writeOnly $schema $id discriminator "
     "contentMediaType contentEncoding".split()
@@ -41,7 +49,7 @@ IS_TYPE: Mapping[str, Callable[[Any], bool]] = {
     "string": lambda value: isinstance(value, str),
     "boolean": lambda value: isinstance(value, bool),
     "null": lambda value: value is None,
-    "integer": lambda value: isinstance(value, int) and not isinstance(value, bool),
+    "integer": lambda value: isinstance(value, int | float) and not isinstance(value, bool) and value == int(value),
     "number": lambda value: isinstance(value, int | float) and not isinstance(value, bool),
 }
 
@@ -51,14 +59,11 @@ def enforceable(text: str, strict: bool = True) -> str:
 
     strict: see Grammar.strict.  Raises EspalierError naming the keyword and its place.
     """
-    try:
-        schema = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
-        raise EspalierError(f"the JSON schema cannot be read: {reason}; send a JSON object") from None
+    schema = read_json("JSON schema", text)
     walk = _Walk(schema, strict)
     made = walk.schema(schema, "#", 0)
     walk.check_references()
+    walk.check_disjoint()
     return json.dumps(made)
 
 
@@ -68,6 +73,8 @@ class _Walk:
         self.strict = strict
         self.seen: dict[str, Any] = {}
         self.references: dict[str, str] = {}
+        # The schemas of each oneOf, by its place.
+        self.alternatives: dict[str, list[Any]] = {}
 
     def schema(self, schema: Any, place: str, depth: int) -> Any:
         """The enforceable form of the schema at `place`, a JSON pointer."""
@@ -77,6 +84,10 @@ class _Walk:
             schema = {}
         if not isinstance(schema, dict):
             raise _refused(place, f"{shown(schema)} allows no value", "use an object or true")
+        if "$id" in schema and place != "#":
+            raise _refused(
+                place, "'$id' inside a schema is not supported: it changes what '$ref' means", "leave it out"
+            )
         self.seen[place] = schema
         rules = {name: value for name, value in schema.items() if name not in ANNOTATIONS | DEFINITIONS}
         made = self._rules(rules, place, depth)
@@ -99,10 +110,8 @@ class _Walk:
         branches = self._branches(rules[name], name, place, depth)
         if name == "allOf" and len(branches) > 1:
             raise _refused(place, "'allOf' with several schemas is not supported", "merge them into one")
-        if name == "oneOf" and not self._are_disjoint(rules[name]):
-            raise _refused(
-                place, "'oneOf' is not supported where two of its schemas may allow the same value", "use 'anyOf'"
-            )
+        if name == "oneOf":
+            self.alternatives[place] = rules[name]
         return branches[0] if len(branches) == 1 else {"anyOf": branches}
 
     def _branches(self, value: Any, name: str, place: str, depth: int) -> list[Any]:
@@ -144,6 +153,16 @@ class _Walk:
                     raise _refused(place, "'$ref' leads back to itself", "refer to a schema with a type")
                 passed.add(target)
                 target = self.references[target]
+
+    def check_disjoint(self) -> None:
+        """No value may be valid under two schemas of a oneOf: their types differ, or the texts of a property that both
+        require.  References must have been checked."""
+        for place, branches in self.alternatives.items():
+            kinds = [self._kinds(branch) for branch in branches]
+            if not all(self._differ(kinds[i], kinds[j]) for i in range(len(kinds)) for j in range(i)):
+                raise _refused(
+                    place, "'oneOf' is not supported where two of its schemas may allow the same value", "use 'anyOf'"
+                )
 
     # One type
 
@@ -188,7 +207,7 @@ class _Walk:
             return self._array(own, place, depth)
         if name == "string":
             return _string(own, place)
-        return {"type": name, **_bounds(own, name, place)}
+        return _number(own, name, place)
 
     def _object(self, rules: dict[str, Any], place: str, depth: int) -> dict[str, Any]:
         properties = self._each(rules.pop("properties", {}), f"{place}/properties", depth)
@@ -238,17 +257,8 @@ class _Walk:
         )
         return {"type": "array", **made}
 
-    def _are_disjoint(self, branches: list[Any]) -> bool:
-        """Whether no value can be valid under two of the schemas.
-
-        Their types differ, or the texts of a property that both require.
-        """
-        kinds = [self._kinds(branch) for branch in branches]
-        pairs = [(i, j) for i in range(len(kinds)) for j in range(i)]
-        return all(self._differ(kinds[i], kinds[j]) for i, j in pairs)
-
     def _kinds(self, schema: Any) -> dict[str, Any]:
-        """The schema behind references and lone allOf; {} where it is none."""
+        """The schema behind references; {} where it is none."""
         for _ in range(MAX_DEPTH):
             if isinstance(schema, dict) and isinstance(schema.get("$ref"), str):
                 schema = self._at(schema["$ref"])
@@ -313,7 +323,7 @@ def _string(rules: dict[str, Any], place: str) -> dict[str, Any]:
         raise _refused(place, f"format {shown(rules['format'])} is not supported", f"use one of {known}")
     if "pattern" in rules:
         try:
-            check_pattern(rules["pattern"])
+            rules = {"pattern": enforceable_pattern(rules["pattern"])}
         except EspalierError as error:
             raise _refused(place, str(error), "rewrite the pattern") from None
     if "minLength" in rules or "maxLength" in rules:
@@ -321,11 +331,11 @@ def _string(rules: dict[str, Any], place: str) -> dict[str, Any]:
     return {"type": "string", **rules}
 
 
-def _bounds(rules: dict[str, Any], name: str, place: str) -> dict[str, Any]:
-    """The bounds of a number; those of an integer as integers."""
+def _number(rules: dict[str, Any], name: str, place: str) -> dict[str, Any]:
+    """A number or an integer, whose bounds are then integers."""
     made: dict[str, Any] = {}
     for rule, value in rules.items():
-        if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+        if not isinstance(value, int | float) or isinstance(value, bool):
             raise _refused(place, f"{rule!r} is {shown(value)}", "use a number")
         if name == "integer":
             if rule == "multipleOf" and (value != int(value) or value <= 0):
@@ -333,7 +343,57 @@ def _bounds(rules: dict[str, Any], name: str, place: str) -> dict[str, Any]:
             up = rule in ("minimum", "exclusiveMaximum")
             value = math.ceil(value) if up else math.floor(value)
         made[rule] = value
-    return made
+    if "multipleOf" in made:
+        return _multiples(made, place)
+    unit = 1 if name == "integer" else PLACES
+    least, most = _first_and_last(made, unit)
+    if least is not None and most is not None and least > most:
+        what = "integer" if name == "integer" else "number with 6 decimals"
+        raise _refused(place, f"the bounds allow no {what}", "widen them")
+    return {"type": name, **made}
+
+
+def _first_and_last(bounds: dict[str, Any], unit: int) -> tuple[int | None, int | None]:
+    """The first and the last multiple of 1 / unit that the bounds allow, times unit; None without a bound."""
+    least = [math.ceil(_times(bounds, "minimum", unit))] if "minimum" in bounds else []
+    most = [math.floor(_times(bounds, "maximum", unit))] if "maximum" in bounds else []
+    if "exclusiveMinimum" in bounds:
+        least.append(math.floor(_times(bounds, "exclusiveMinimum", unit)) + 1)
+    if "exclusiveMaximum" in bounds:
+        most.append(math.ceil(_times(bounds, "exclusiveMaximum", unit)) - 1)
+    return max(least, default=None), min(most, default=None)
+
+
+def _times(bounds: dict[str, Any], rule: str, unit: int) -> Fraction:
+    """A bound as it was written, not as a binary fraction, times unit."""
+    return Fraction(repr(bounds[rule])) * unit
+
+
+def _multiples(rules: dict[str, Any], place: str) -> dict[str, Any]:
+    """Integers of which each is a multiple: listed, if they have bounds."""
+    step = rules["multipleOf"]
+    least, most = _first_and_last(rules, 1)
+    if least is None and most is None:
+        if step > MAX_MULTIPLE:
+            raise _refused(
+                place, f"'multipleOf' {step} is not supported", f"use {MAX_MULTIPLE} at most, or give bounds"
+            )
+        return {"type": "integer", "multipleOf": step}
+    if least is None or most is None:
+        raise _refused(
+            place, "'multipleOf' with one bound is not supported", "give 'minimum' and 'maximum', or neither"
+        )
+    first = -(-least // step) * step
+    count = (most - first) // step + 1
+    if count < 1:
+        raise _refused(place, "the bounds allow no multiple", "widen them")
+    if count > MAX_MULTIPLES:
+        raise _refused(
+            place,
+            f"'multipleOf' with {count} multiples between its bounds is not supported",
+            f"use bounds with {MAX_MULTIPLES} at most",
+        )
+    return {"enum": [first + i * step for i in range(count)]}
 
 
 def _escaped(name: str) -> str:

@@ -44,6 +44,8 @@ class Grammar:
             raise EspalierError(f"grammar strict={shown(self.strict)} is not supported; use True or False")
         if self.after is not None and not (isinstance(self.after, str) and self.after):
             raise EspalierError(f"grammar after={shown(self.after)} is not supported; use a text or None")
+        _check_text("spec", self.spec)
+        _check_text("after", self.after or "")
 
     @classmethod
     def of_json_schema(cls, schema: Any, *, strict: bool = True, after: str | None = None) -> "Grammar":
@@ -55,6 +57,13 @@ class Grammar:
     def of_choices(cls, choices: list[str], *, after: str | None = None) -> "Grammar":
         """The grammar that allows exactly these texts."""
         return cls("choice", json.dumps(choices), after=after)
+
+
+def _check_text(name: str, text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise EspalierError(f"grammar {name} has half of a surrogate pair, which is no text; leave it out") from None
 
 
 def require_grammar(name: str, value: Any) -> None:

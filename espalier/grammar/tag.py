@@ -4,23 +4,37 @@ import json
 from typing import Any
 
 from espalier.errors import EspalierError, shown
+from espalier.grammar.json_text import read_json
+from espalier.grammar.pattern import enforceable_regex
 from espalier.grammar.schema import enforceable
+
+MAX_DEPTH = 64
+# Types of a part that hold a JSON schema; the second is xgrammar's older name for a style of the first.
+SCHEMA_TYPES = ("json_schema", "qwen_xml_parameter")
 
 
 def enforceable_tag(text: str, strict: bool) -> str:
-    """A structural tag in xgrammar's form, whose JSON schemas are enforced whole.  Raises EspalierError.
+    """A structural tag in xgrammar's form, whose JSON schemas and regular expressions are enforced whole.
 
     text: {"type": "structural_tag", "format": ...}, or SGLang's {"structures": [...], "triggers": [...]}.
+    Raises EspalierError.
     """
-    try:
-        tag = json.loads(text)
-    except (ValueError, RecursionError):
-        raise EspalierError("the structural tag cannot be read; send a JSON object") from None
+    return json.dumps({"type": "structural_tag", "format": _enforceable_part(format_of_tag(text), strict, 0)})
+
+
+def format_of_tag(text: str) -> Any:
+    """What "format" is in a structural tag of either spelling.  Raises EspalierError."""
+    tag = read_json("structural tag", text)
     if not isinstance(tag, dict):
         raise EspalierError(f"structural tag {shown(tag)} is not supported; use an object")
+    known = {"structures", "triggers"} if "structures" in tag else {"format"}
+    if other := sorted(tag.keys() - known - {"type"}):
+        raise EspalierError(f"a structural tag with {min(known)!r} has no {other[0]!r}; leave it out")
     if "structures" in tag:
-        tag = {"type": "structural_tag", "format": _of_structures(tag)}
-    return json.dumps(_with_schemas(tag, strict))
+        return _of_structures(tag)
+    if "format" not in tag:
+        raise EspalierError('a structural tag needs "format", or "structures" and "triggers"')
+    return tag["format"]
 
 
 def _of_structures(tag: dict[str, Any]) -> dict[str, Any]:
@@ -41,12 +55,16 @@ def _of_structures(tag: dict[str, Any]) -> dict[str, Any]:
         ) from None
 
 
-def _with_schemas(value: Any, strict: bool) -> Any:
+def _enforceable_part(value: Any, strict: bool, depth: int) -> Any:
+    if depth > MAX_DEPTH:
+        raise EspalierError(f"the structural tag is nested more than {MAX_DEPTH} levels deep; flatten it")
     if isinstance(value, list):
-        return [_with_schemas(each, strict) for each in value]
+        return [_enforceable_part(each, strict, depth + 1) for each in value]
     if not isinstance(value, dict):
         return value
-    if value.get("type") == "json_schema" and "json_schema" in value:
+    if value.get("type") in SCHEMA_TYPES and "json_schema" in value:
         schema = json.loads(enforceable(json.dumps(value["json_schema"]), strict))
         return {**value, "json_schema": schema}
-    return {name: _with_schemas(each, strict) for name, each in value.items()}
+    if value.get("type") == "regex" and isinstance(value.get("pattern"), str):
+        return {**value, "pattern": enforceable_regex(value["pattern"])}
+    return {name: _enforceable_part(each, strict, depth + 1) for name, each in value.items()}

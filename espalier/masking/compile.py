@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from espalier.cores import physical_cores
 from espalier.errors import EspalierError, one_line
 from espalier.grammar.choices import ebnf_of_choices
+from espalier.grammar.pattern import enforceable_regex
 from espalier.grammar.schema import enforceable
 from espalier.grammar.spec import Grammar
 from espalier.grammar.tag import enforceable_tag
@@ -167,7 +168,7 @@ def form_of(compiler: "xgrammar.GrammarCompiler", grammar: Grammar) -> "xgrammar
     if grammar.kind == "json_schema":
         return compiler.compile_json_schema(enforceable(grammar.spec, grammar.strict), **options)
     if grammar.kind == "regex":
-        return compiler.compile_regex(grammar.spec)
+        return compiler.compile_regex(enforceable_regex(grammar.spec))
     if grammar.kind == "ebnf":
         return compiler.compile_grammar(grammar.spec)
     if grammar.kind == "choice":

@@ -38,18 +38,18 @@ class GrammarMasker:
 
         self.matcher = GrammarMatcher(form, override_stop_tokens=sorted(end_tokens))
         self.bytes_of = bytes_of
-        # No grammar allows them, and xgrammar writes a line to stderr for each that it is given.
-        self.never = frozenset(form.tokenizer_info.special_token_ids).difference(end_tokens)
+        # No grammar allows these, and xgrammar writes a line to stderr for each one that it is given.
+        self.special_tokens = frozenset(form.tokenizer_info.special_token_ids).difference(end_tokens)
         self.num_words = mask_words(vocab_size)
         # xgrammar may set the bits past the vocabulary.
         self.last_word = (1 << vocab_size % BITS) - 1 if vocab_size % BITS else ALL_ALLOWED
         self.marker = None if after is None else after.encode()
         self.tail = b""
         self.is_lost = False
-        self.free = np.full(self.num_words, ALL_ALLOWED, dtype=np.int32)
-        self.free[-1] &= self.last_word
+        self.free_mask = np.full(self.num_words, ALL_ALLOWED, dtype=np.int32)
+        self.free_mask[-1] &= self.last_word
         for token in end_tokens:
-            self.free[token // BITS] &= ~np.int32(np.uint32(1 << token % BITS).view(np.int32))
+            self.free_mask[token // BITS] &= ~np.int32(np.uint32(1 << token % BITS).view(np.int32))
 
     def push(self, token_id: int) -> None:
         if self.marker is not None:
@@ -60,7 +60,7 @@ class GrammarMasker:
             self.is_lost = True
 
     def _accept(self, token_id: int) -> bool:
-        return token_id >= 0 and token_id not in self.never and self.matcher.accept_token(token_id)
+        return token_id >= 0 and token_id not in self.special_tokens and self.matcher.accept_token(token_id)
 
     def _read(self, tail: bytes, token_id: int) -> bytes | None:
         """The last bytes after a token; None if the marker is complete."""
@@ -71,7 +71,7 @@ class GrammarMasker:
     def root_mask(self) -> np.ndarray:
         """[words] int32: the tokens that may come next; all zero where none may."""
         if self.marker is not None:
-            return self.free
+            return self.free_mask
         mask = np.zeros((1, self.num_words), dtype=np.int32)
         if not self.is_lost and not self.matcher.is_terminated():
             self.matcher.fill_next_token_bitmask(mask)
@@ -130,7 +130,7 @@ class GrammarMasker:
         place = {node: i for i, node in enumerate(nodes)}
         child, sibling, youngest = ([-1] * len(nodes) for _ in range(3))
         for i, node in enumerate(nodes[1:], start=1):
-            if tokens[node] < 0 or tokens[node] in self.never:
+            if tokens[node] < 0 or tokens[node] in self.special_tokens:
                 continue
             above = place[parents[node]]
             if youngest[above] < 0:
@@ -149,7 +149,7 @@ class GrammarMasker:
         tails: list[bytes | None] = [self.tail]
         starts: dict[int, list[int]] = {}
         owner: dict[int, int] = {}
-        out[:] = self.free
+        out[:] = self.free_mask
         for node in range(1, len(tokens)):
             above = tails[parents[node]]
             tails.append(above)

@@ -167,7 +167,7 @@ def _add_generation(app: FastAPI, front: Front) -> None:
     async def chat(body: ChatRequest, http: Request) -> Response:
         front.check_model(body.model)
         talk = await converse(front, body)
-        answer = ChatAnswer(f"chatcmpl-{request_id.get()}", body, *talk.of_answer)
+        answer = ChatAnswer(f"chatcmpl-{request_id.get()}", body, *talk.answer_arguments)
         return _naming(talk.ignored, await front.respond(http, body, [talk.prompt], answer))
 
     @post("/v1/responses", responses=STREAMED | answers_with(*GENERATES))
@@ -177,7 +177,7 @@ def _add_generation(app: FastAPI, front: Front) -> None:
         with refusing():
             chat = body.as_chat()
         talk = await converse(front, chat)
-        answer = ResponsesAnswer(body, chat, request_id.get(), *talk.of_answer)
+        answer = ResponsesAnswer(body, chat, request_id.get(), *talk.answer_arguments)
         return _naming(ignored, await front.respond(http, chat, [talk.prompt], answer))
 
 

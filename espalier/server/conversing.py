@@ -25,8 +25,8 @@ class Conversation:
     plan: ChatPlan
 
     @property
-    def of_answer(self) -> tuple[ResolvedParams, list[list[int]], Tokenizer | None, ChatPlan]:
-        """The arguments of an answer."""
+    def answer_arguments(self) -> tuple[ResolvedParams, list[list[int]], Tokenizer | None, ChatPlan]:
+        """The last arguments of a ChatAnswer or ResponsesAnswer."""
         return self.params, [self.prompt], self.plan.tokenizer, self.plan
 
 

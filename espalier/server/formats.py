@@ -69,7 +69,7 @@ class StructuredOutputs(_Strict):
     json_object: bool | None = None
     structural_tag: str | None = None
 
-    def only(self) -> Grammar:
+    def asked_grammar(self) -> Grammar:
         values: dict[Kind, Any] = {
             "json_schema": self.json_,
             "regex": self.regex,
@@ -78,7 +78,7 @@ class StructuredOutputs(_Strict):
             "json_object": "" if self.json_object else None,
             "structural_tag": self.structural_tag,
         }
-        found = [_made(kind, value) for kind, value in values.items() if value is not None]
+        found = [_grammar_of(kind, value) for kind, value in values.items() if value is not None]
         if len(found) != 1:
             raise EspalierError("structured_outputs needs exactly one form, such as json or regex; send one")
         return found[0]
@@ -116,14 +116,14 @@ class Constrained(_Strict):
         if self.response_format is not None and (grammar := self.response_format.grammar()) is not None:
             yield "response_format", grammar
         if (outputs := self.structured_outputs) is not None:
-            yield "structured_outputs", outputs.only()
-        for name, kind in _KINDS.items():
+            yield "structured_outputs", outputs.asked_grammar()
+        for name, kind in KIND_OF_FIELD.items():
             if (value := getattr(self, name)) is not None:
-                yield name, _made(kind, value)
+                yield name, _grammar_of(kind, value)
 
 
-# Of the fields with one value.  JSON schemas are not strict: these fields have no such switch.
-_KINDS: Mapping[str, Kind] = {
+# For the fields that hold one value.  Their JSON schemas are not strict: they have no field `strict`.
+KIND_OF_FIELD: Mapping[str, Kind] = {
     "guided_json": "json_schema",
     "guided_regex": "regex",
     "guided_choice": "choice",
@@ -135,5 +135,5 @@ _KINDS: Mapping[str, Kind] = {
 }
 
 
-def _made(kind: Kind, value: Any) -> Grammar:
+def _grammar_of(kind: Kind, value: Any) -> Grammar:
     return Grammar(kind, value if isinstance(value, str) else json.dumps(value), strict=False)

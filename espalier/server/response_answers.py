@@ -140,6 +140,8 @@ class ResponsesAnswer(ChatAnswer):
         self.text_only = False
         self.items = OutputItems(id)
         self.finish_reason: str | None = None
+        # Why calls were broken.
+        self.errors: list[str] = []
 
     def take(self, prompt_index: int, part: Part) -> tuple[Choice, Delta]:
         choice, delta = super().take(prompt_index, part)
@@ -148,6 +150,7 @@ class ResponsesAnswer(ChatAnswer):
         if choice.parser is not None:
             for each in choice.parts:
                 self.items.add(each, [])
+            self.errors += [each.text for each in choice.parts if each.kind == "broken"]
         elif delta.text or logprobs:
             self.items.add(base.Delta("content", delta.text), logprobs)
         if delta.finish_reason is not None:
@@ -174,7 +177,10 @@ class ResponsesAnswer(ChatAnswer):
 
     def whole(self) -> dict[str, Any]:
         is_cut = self.finish_reason == "length"
-        return self._response("incomplete" if is_cut else "completed") | {"usage": self.usage()}
+        whole = self._response("incomplete" if is_cut else "completed") | {"usage": self.usage()}
+        if self.errors:
+            whole["tool_call_errors"] = [{"message": error} for error in self.errors]
+        return whole
 
     def _response(self, status: str) -> dict[str, Any]:
         request, chat = self.request, self.body

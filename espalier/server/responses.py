@@ -25,11 +25,11 @@ from espalier.tools.definitions import MAX_TOOLS
 
 LOGPROBS, ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_content"
 # Fields of SamplingParams that this endpoint names otherwise, or does not have.
-_OTHERWISE = ("n", "max_tokens", "logprobs", "prompt_logprobs")
-_sampling = {name: each for name, each in SAMPLING_FIELDS.items() if name not in _OTHERWISE}
+NOT_SHARED = ("n", "max_tokens", "logprobs", "prompt_logprobs")
+_sampling = {name: each for name, each in SAMPLING_FIELDS.items() if name not in NOT_SHARED}
 _Sampling: Any = create_model("ResponsesSampling", __base__=Body, **_sampling, **HINT_FIELDS)
 # Fields that a chat completion has under the same name.
-SAME = (*_sampling, "model", "stream", "parallel_tool_calls", "priority", "chat_template_kwargs", "top_logprobs")
+SHARED = (*_sampling, "model", "stream", "parallel_tool_calls", "priority", "chat_template_kwargs", "top_logprobs")
 
 
 class Reasoning(Body):
@@ -93,7 +93,7 @@ class ResponsesRequest(_Sampling):
 
     def as_chat(self) -> ChatRequest:
         """The same request as a chat completion.  Raises EspalierError or ApiError."""
-        fields = {name: value for name in SAME if (value := getattr(self, name)) is not None}
+        fields = {name: value for name in SHARED if (value := getattr(self, name)) is not None}
         fields["messages"] = messages_of(self.input, self.instructions)
         fields["max_completion_tokens"] = self.max_output_tokens
         if self.tools is not None:
@@ -128,13 +128,13 @@ def _chat_format(form: Mapping[str, Any]) -> dict[str, Any]:
 
 
 # The fields of each type of item, and those of them that must be there.
-ITEMS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+ITEM_FIELDS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "message": (("role", "content"), ("id", "status")),
     "function_call": (("call_id", "name", "arguments"), ("id", "status")),
     "function_call_output": (("call_id", "output"), ("id", "status", "name")),
     "reasoning": ((), ("id", "summary", "content", "encrypted_content", "status")),
 }
-PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
+TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 
 
 def messages_of(given: str | Sequence[Mapping[str, Any]], instructions: str | None) -> list[dict[str, Any]]:
@@ -162,9 +162,9 @@ def messages_of(given: str | Sequence[Mapping[str, Any]], instructions: str | No
 def _kind_of(place: str, item: Mapping[str, Any]) -> str:
     """The type of an item whose fields are those of its type.  Raises EspalierError."""
     kind = item.get("type", "message" if "role" in item else None)
-    if kind not in ITEMS:
-        raise EspalierError(f"{place}.type={shown(kind)} is not supported; use {', '.join(ITEMS)}")
-    needed, optional = ITEMS[kind]
+    if kind not in ITEM_FIELDS:
+        raise EspalierError(f"{place}.type={shown(kind)} is not supported; use {', '.join(ITEM_FIELDS)}")
+    needed, optional = ITEM_FIELDS[kind]
     for name in item:
         if name != "type" and name not in needed and name not in optional:
             raise unknown_name(place, name, (*needed, *optional))
@@ -179,7 +179,7 @@ def _kind_of(place: str, item: Mapping[str, Any]) -> str:
 def _add_to_answer(messages: list[dict[str, Any]], place: str, kind: str, item: Mapping[str, Any]) -> None:
     """Add an item of the assistant to its last message, or to a new one where their order asks for it."""
     last = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
-    if last is None or _is_past(last, kind):
+    if last is None or _begins_message(last, kind):
         messages.append(last := {"role": "assistant", "content": None})
     if kind == "message":
         last["content"] = _text_of(f"{place}.content", item["content"])
@@ -190,8 +190,8 @@ def _add_to_answer(messages: list[dict[str, Any]], place: str, kind: str, item: 
         last.setdefault("tool_calls", []).append({"id": item["call_id"], "type": "function", "function": function})
 
 
-def _is_past(message: Mapping[str, Any], kind: str) -> bool:
-    """Whether a message of the assistant already has what comes after an item of this type, or the item itself."""
+def _begins_message(message: Mapping[str, Any], kind: str) -> bool:
+    """Whether an item of this type begins a new message: `message` already has one, or what comes after it."""
     has_content = message["content"] is not None or "tool_calls" in message
     return (kind == "message" and has_content) or (
         kind == "reasoning" and (has_content or "reasoning_content" in message)
@@ -207,7 +207,7 @@ def _text_of(place: str, content: Any) -> str:
     texts = []
     for i, part in enumerate(content):
         kind = part.get("type") if isinstance(part, Mapping) else None
-        if kind not in PARTS or not isinstance(part.get("text"), str):
+        if kind not in TEXT_PARTS or not isinstance(part.get("text"), str):
             raise EspalierError(f"{place}[{i}]={shown(part)} is not supported; this server supports only text parts")
         texts.append(part["text"])
     return "".join(texts)

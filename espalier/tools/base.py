@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 from espalier.tools.reader import Broken, Reader, Steps, decoded
 
-# What a delta is: text of the answer; text of the reasoning; a new call, with its name; text of its arguments; its end;
-# the reason why a call is none.  What a broken call read as is in the content that follows.
+# What a delta is: text of the answer; text of the reasoning; the name of a new call; text of its arguments; its end;
+# the reason why a call is broken.  The whole text of a broken call follows as content.
 Kind = Literal["content", "reasoning", "call", "arguments", "called", "broken"]
 ALPHANUMERIC = string.ascii_letters + string.digits
 

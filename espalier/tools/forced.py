@@ -9,6 +9,7 @@ from typing import Any
 
 from espalier.errors import EspalierError
 from espalier.grammar.spec import Grammar
+from espalier.grammar.tag import format_of_tag
 from espalier.tools.base import ReasoningFormat, ToolFormat
 from espalier.tools.definitions import ANY_OBJECT, Tools
 
@@ -121,7 +122,7 @@ def _triggered(tools: Tools, format: ToolFormat, is_single: bool) -> Node:
 
 
 def _node_of(grammar: Grammar) -> Node:
-    """A grammar as a part of a structural tag."""
+    """A grammar that was checked, as a part of a structural tag."""
     spec = grammar.spec
     if grammar.kind == "regex":
         return {"type": "regex", "pattern": spec}
@@ -130,5 +131,5 @@ def _node_of(grammar: Grammar) -> Node:
     if grammar.kind == "choice":
         return {"type": "or", "elements": [{"type": "const_string", "value": each} for each in json.loads(spec)]}
     if grammar.kind == "structural_tag":
-        return json.loads(spec)["format"]
+        return format_of_tag(spec)
     return {"type": "json_schema", "json_schema": json.loads(spec) if spec else ANY_OBJECT}

@@ -3,7 +3,7 @@
 import json
 
 from espalier.tools.base import CallWriter
-from espalier.tools.reader import Broken, Reader, Steps, decoded
+from espalier.tools.reader import Broken, Reader, Steps, decoded, is_text
 
 ARGUMENTS = ("arguments", "parameters")
 
@@ -45,4 +45,6 @@ def read_arguments(reader: Reader, call: CallWriter) -> Steps[None]:
     value = yield from reader.json_of()
     value = decoded(value) if isinstance(value, str) else value
     if value is not None:
-        call.arguments(json.dumps(value, ensure_ascii=False))
+        text = json.dumps(value, ensure_ascii=False)
+        # Half of a surrogate pair can only be written with an escape.
+        call.arguments(text if is_text(text) else json.dumps(value))

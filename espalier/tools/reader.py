@@ -33,8 +33,8 @@ class Markers:
     def __init__(self, *texts: str, swallow: str = ""):
         self.texts = texts
         self.swallow = swallow
-        before = f"[{re.escape(swallow)}]*" if swallow else ""
-        self.pattern = re.compile(f"{before}({'|'.join(map(re.escape, texts))})")
+        self.longest = max(map(len, texts))
+        self.pattern = re.compile("|".join(map(re.escape, texts)))
 
     def num_held(self, text: str) -> int:
         """Characters at the end of a text without a marker that may belong to one."""
@@ -89,16 +89,19 @@ class Reader:
 
         put: called with the text before the marker, as early as it is known to be no marker.
         """
+        start = 0
         while True:
-            if (match := markers.pattern.search(self.buffer)) is not None:
-                before = self.take(match.start())
-                self.take(match.end() - match.start())
+            if (match := markers.pattern.search(self.buffer, start)) is not None:
+                before = self.take(len(self.buffer[: match.start()].rstrip(markers.swallow)))
+                self.take(match.end() - len(before))
                 if before:
                     put(before)
-                return match[1]
+                return match[0]
             held = markers.num_held(self.buffer)
             if text := self.take(len(self.buffer) - held):
                 put(text)
+            # A model may write characters to swallow without end: they are held, but not searched again.
+            start = max(0, held - markers.longest + 1)
             if not (yield from self.more()):
                 if rest := self.take(len(self.buffer)):
                     put(rest)
@@ -133,11 +136,11 @@ class Reader:
             yield from self.more()
         return self.buffer[:1]
 
-    def space(self) -> Steps[str]:
+    def space(self, characters: str = SPACE) -> Steps[str]:
         """Read white space."""
         parts: list[str] = []
-        while (char := (yield from self.peek())) and char in SPACE:
-            parts.append(self.take(len(self.buffer) - len(self.buffer.lstrip(SPACE))))
+        while (char := (yield from self.peek())) and char in characters:
+            parts.append(self.take(len(self.buffer) - len(self.buffer.lstrip(characters))))
         return "".join(parts)
 
     def literal(self, *texts: str) -> Steps[str | None]:
@@ -182,6 +185,15 @@ def decoded(text: str) -> Any:
         return json.loads(text, parse_constant=_refuse)
     except (ValueError, RecursionError):
         raise Broken("the tool call is not valid JSON") from None
+
+
+def is_text(text: str) -> bool:
+    """Whether UTF-8 can hold it: not if it has half of a surrogate pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _refuse(name: str) -> Any:

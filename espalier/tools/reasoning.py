@@ -17,16 +17,11 @@ def split(reader: Reader, writer: Writer, format: ReasoningFormat, is_open: bool
             reader.put_back(space)
             return
     writer.in_reasoning = True
-    yield from _newlines(reader)
+    yield from reader.space(NEWLINES)
     ended = yield from reader.until(Markers(format.end, swallow=NEWLINES), writer.reasoning)
     writer.in_reasoning = False
     if ended is not None:
-        yield from _newlines(reader)
-
-
-def _newlines(reader: Reader) -> Steps[None]:
-    while (yield from reader.literal(NEWLINES)) is not None:
-        pass
+        yield from reader.space(NEWLINES)
 
 
 THINK = ReasoningFormat(

@@ -1,7 +1,7 @@
 """Arguments of formats that write each value as plain text between tags.  The tool's schema says which type it has."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from espalier.tools.base import CallWriter
@@ -20,35 +20,60 @@ TYPES: Mapping[type, str] = {
 }
 
 
-def types_of(schema: Mapping[str, Any], name: str) -> set[str]:
-    """The JSON types that a property may have; empty if its schema does not say."""
+# Keywords of a text that white space around it would break.
+LIMITS = frozenset(("enum", "const", "pattern", "format", "maxLength"))
+MAX_DEPTH = 16
+Schema = Mapping[str, Any]
+
+
+def alternatives(schema: Schema, name: str) -> list[Schema]:
+    """The schemas of which a property has one: behind references and unions.  {} is one that does not say."""
     properties = schema.get("properties")
-    inner = properties.get(name) if isinstance(properties, Mapping) else None
-    return _types(inner)
+    return _alternatives(properties.get(name) if isinstance(properties, Mapping) else None, schema, 0)
 
 
-def is_listed(schema: Mapping[str, Any], name: str) -> bool:
-    """Whether the schema lists the values of a property."""
-    inner = schema.get("properties", {}).get(name)
-    return isinstance(inner, Mapping) and ("enum" in inner or "const" in inner)
+def _alternatives(schema: Any, root: Schema, depth: int) -> list[Schema]:
+    if not isinstance(schema, Mapping) or depth > MAX_DEPTH:
+        return [{}]
+    if isinstance(schema.get("$ref"), str):
+        target: Any = root
+        for part in schema["$ref"].split("/")[1:]:
+            target = target.get(part) if isinstance(target, Mapping) else None
+        return _alternatives(target, root, depth + 1)
+    for word in ("anyOf", "oneOf"):
+        if isinstance(schema.get(word), list) and "type" not in schema:
+            return [found for each in schema[word] for found in _alternatives(each, root, depth + 1)]
+    return [schema]
 
 
-def _types(schema: Any) -> set[str]:
-    if not isinstance(schema, Mapping):
-        return set()
+def types_of(schemas: Sequence[Schema]) -> set[str]:
+    """The JSON types that one of the schemas allows; empty if one does not say."""
+    found = [_types(schema) for schema in schemas]
+    return set().union(*found) if all(found) else set()
+
+
+def _types(schema: Schema) -> set[str]:
     kind = schema.get("type")
     if kind is not None:
-        return {kind} if isinstance(kind, str) else {each for each in kind if isinstance(each, str)}
+        kinds = kind if isinstance(kind, list | tuple) else [kind]
+        return {each for each in kinds if isinstance(each, str)}
     if "const" in schema:
         return {TYPES[type(schema["const"])]}
     if isinstance(schema.get("enum"), list):
         return {TYPES[type(each)] for each in schema["enum"]}
-    for word in ("anyOf", "oneOf"):
-        if isinstance(schema.get(word), list):
-            found = [_types(each) for each in schema[word]]
-            # One that does not say may be of any type.
-            return set().union(*found) if all(found) else set()
     return set()
+
+
+def _limits(schemas: Sequence[Schema]) -> set[str]:
+    return {name for schema in schemas for name in schema if name in LIMITS}
+
+
+def _within(text: str, schemas: Sequence[Schema]) -> str:
+    """A text as its schemas limit it: white space around it is the tags', unless a length allows it."""
+    limits = _limits(schemas)
+    lengths = [most for schema in schemas if isinstance(most := schema.get("maxLength"), int)]
+    fits = limits == {"maxLength"} and len(text) <= max(lengths, default=0)
+    return text if fits or not limits else text.strip()
 
 
 class XmlArguments:
@@ -63,13 +88,14 @@ class XmlArguments:
 
         trim: characters around the value that belong to the tags, at most one on each side.
         """
-        types = types_of(self.call.schema, name)
+        schemas = alternatives(self.call.schema, name)
+        types = types_of(schemas)
         key = json.dumps(name, ensure_ascii=False)
         self.call.arguments(f"{', ' if self.num_values else '{'}{key}: ")
         self.num_values += 1
         if trim:
             yield from reader.literal(trim)
-        if types == {"string"} and not is_listed(self.call.schema, name):
+        if types == {"string"} and not _limits(schemas):
             self.call.arguments('"')
             yield from self._until(reader, end, trim, lambda text: self.call.arguments(_escaped(text)))
             self.call.arguments('"')
@@ -77,8 +103,7 @@ class XmlArguments:
         parts: list[str] = []
         yield from self._until(reader, end, trim, parts.append)
         text = "".join(parts)
-        # White space around a value is not the value's, except in a free text.
-        self.call.arguments(_value(name, text.strip() if types == {"string"} else text, types))
+        self.call.arguments(_value(name, _within(text, schemas), types))
 
     def _until(self, reader: Reader, end: str, trim: str, put: Any) -> Steps[None]:
         held = ""

@@ -52,6 +52,7 @@ BAD = [
     (["bench", "round", "--batch", "0"], "--batch=[0]"),
     (["bench", "kernels", "--page-size", "0"], "--page-size=[0]"),
     (["bench", "floor", "--rows", "1,³"], "--rows=1,³ is not supported"),
+    (["bench", "grammar", "--suite", "/no/such"], "--suite=/no/such has no *.json files"),
     (["bench", "round", "--batch", "a"], "invalid list of whole numbers"),
     (["nonsense"], "unknown command 'nonsense'; use one of demo, generate"),
     ([], "a command is missing; use one of demo, generate"),

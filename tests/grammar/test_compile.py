@@ -1,12 +1,15 @@
 """Compiling: once for each grammar, refused with the reason, and given up where it takes too long."""
 
+import json
 import threading
 
 import pytest
 
 from espalier import LLM, EspalierError, Grammar, SamplingParams
 from espalier.masking import compile as of_compile
-from espalier.masking.compile import GrammarCompiler
+from espalier.masking.compile import GrammarCompiler, vocabulary_of
+from espalier.masking.masker import allowed_tokens
+from tests.tools.families import FAMILIES
 
 REASONS = [
     (Grammar("regex", "(a"), "cannot be compiled"),
@@ -153,3 +156,19 @@ def test_a_model_without_tokenizer_refuses_grammars():
     params = SamplingParams(grammar=CHOICE).resolve({}, (1,))
     with pytest.raises(EspalierError, match="tokenizer"):
         params.validate(16, has_tokenizer=False)
+
+
+def test_only_structural_tags_spell_special_tokens():
+    """In any other grammar a special token would be allowed where its name is, and the text would lack it."""
+    tokenizer = FAMILIES["hermes"].tokenizer()
+    [token] = tokenizer.special_ids({"<|im_end|>"})
+    assert vocabulary_of(tokenizer, token + 2, False)[token] == b""
+    assert vocabulary_of(tokenizer, token + 2, True)[token] == b"<|im_end|>"
+    compiler = GrammarCompiler(tokenizer, tokenizer.size)
+    node = {"type": "structural_tag", "format": {"type": "const_string", "value": "<|im_end|>"}}
+    for grammar, allowed in (
+        (Grammar.of_choices(["<|im_end|>"]), False),
+        (Grammar("structural_tag", json.dumps(node)), True),
+    ):
+        mask = compiler.compile(grammar).masker((tokenizer.size - 1,)).root_mask()
+        assert (token in allowed_tokens(mask)) == allowed

@@ -1,9 +1,11 @@
 """Speculation under a grammar changes nothing: on is off, every output is in the grammar, no page leaks."""
 
+import json
 import random
 from collections.abc import Sequence
 from functools import lru_cache
 
+import jsonschema
 import numpy as np
 import pytest
 import xgrammar
@@ -74,14 +76,16 @@ def setup_of(algorithm: str, topk: int, page: int, **other) -> Setup:
     return BlockSetup(form=algorithm, **how) if algorithm in BLOCKS else Setup(algorithm=algorithm, **how)
 
 
-def asked(seed: int, temperature: float, make=masker_of, count: int = 5, **params) -> list[Request]:
+def asked(
+    seed: int, temperature: float, make=masker_of, count: int = 5, grammars: Sequence[Grammar] = GRAMMARS, **params
+) -> list[Request]:
     """Requests of which every third is free."""
     made = []
     for i, prompt in enumerate(prompts(seed, (3, 9, 17, 5, 9, 21, 4, 6)[:count])):
         settings = SamplingParams(**{"max_tokens": 20, "temperature": temperature, "stop_token_ids": [END], **params})
         made.append(request(i, prompt, settings))
         if i % 3 != 2:
-            made[-1].masker = make(GRAMMARS[(seed + i) % len(GRAMMARS)])
+            made[-1].masker = make(grammars[(seed + i) % len(grammars)])
     return made
 
 
@@ -89,14 +93,20 @@ def in_grammar(grammar: Grammar, output: Sequence[int], finish_reason: str | Non
     masker = masker_of(grammar)
     for token in output:
         masker.push(token)
-    return not masker.is_lost and (finish_reason != "stop" or masker.matcher.is_terminated())
+    if masker.is_lost or finish_reason != "stop":
+        return not masker.is_lost
+    text = "".join(TEXTS[token] for token in output)
+    return masker.matcher.is_terminated() and (
+        grammar.kind != "json_schema"
+        or jsonschema.Draft202012Validator(json.loads(grammar.spec)).is_valid(json.loads(text))
+    )
 
 
-def check_all_in_grammar(seed: int, requests: Sequence[Request]) -> None:
+def check_all_in_grammar(seed: int, requests: Sequence[Request], grammars: Sequence[Grammar] = GRAMMARS) -> None:
     for i, each in enumerate(requests):
         if each.masker is not None:
             assert each.error is None
-            assert in_grammar(GRAMMARS[(seed + i) % len(GRAMMARS)], each.output, each.finish_reason)
+            assert in_grammar(grammars[(seed + i) % len(grammars)], each.output, each.finish_reason)
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["lockstep", "overlap"])
@@ -164,14 +174,35 @@ def test_the_guide_raises_the_accept_length(monkeypatch, algorithm):
     assert with_guide > run(setup.engine(), asked(2, 0.0)).stats.accept_length
 
 
+def random_schema(rng: random.Random, depth: int = 0) -> dict:
+    """A JSON schema whose values TEXTS can spell."""
+    kind = rng.randrange(5 if depth < 2 else 2)
+    if kind == 0:
+        return {"enum": rng.sample(["a", "b", "ab", "ba", "bb"], rng.randint(1, 3))}
+    if kind == 1:
+        least = rng.choice((1, 2, 11))
+        return {"enum": [each for each in (1, 2, 11, 12, 21, 22) if each >= least]}
+    if kind == 2:
+        least = rng.randint(0, 1)
+        return {"type": "array", "items": random_schema(rng, depth + 1), "minItems": least, "maxItems": least + 2}
+    if kind == 3:
+        return {"anyOf": [random_schema(rng, depth + 1) for _ in range(2)]}
+    names = rng.sample(["a", "b", "ab", "ba"], rng.randint(1, 3))
+    properties = {name: random_schema(rng, depth + 1) for name in names}
+    required = [name for name in names if rng.random() < 0.6]
+    return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+
+
 def fuzz(seed: int) -> tuple[int, int]:
-    """Random arrivals and aborts on few pages, with equal prompts.  Returns (preemptions, cached tokens)."""
+    """Random schemas, arrivals and aborts on few pages, with equal prompts.  Returns (preemptions, cached tokens)."""
     rng = random.Random(seed)
+    grammars = [*(Grammar.of_json_schema(random_schema(rng)) for _ in range(4)), *GRAMMARS[1:]]
     topk, page = rng.choice((1, 4)), rng.choice((1, 4, 16))
     algorithm, overlap = rng.choice(("eagle3", "ngram")), rng.random() < 0.5
     pages = 1 + -(-90 // page)
     setup = setup_of(algorithm, topk, page, max_context=64, num_pages=pages, overlap=overlap)
-    engine, waiting = setup.engine(), asked(seed, rng.choice((0.0, 1.2)), count=8, max_tokens=rng.randint(4, 30))
+    engine, temperature, most = setup.engine(), rng.choice((0.0, 1.2)), rng.randint(4, 30)
+    waiting = asked(seed, temperature, count=8, grammars=grammars, max_tokens=most)
     for each in waiting[1::2]:
         each.prompt = list(waiting[2].prompt)
     added: list[Request] = []
@@ -184,7 +215,7 @@ def fuzz(seed: int) -> tuple[int, int]:
         engine.step()
         engine.check_pages()
     assert len(engine.scheduler.free_slots) == setup.max_batch
-    check_all_in_grammar(seed, added)
+    check_all_in_grammar(seed, added, grammars)
     engine.close()
     return engine.scheduler.num_preempted, sum(each.cached_tokens for each in added)
 

@@ -120,6 +120,17 @@ def test_the_grammar_begins_behind_its_marker(seed):
     assert not differences(GRAMMARS[2], seed, after="re")
 
 
+def test_a_path_over_the_marker_leaves_no_trace():
+    masker = masker_of(GRAMMARS[2], [ord("r")], after="re")
+    for path in ([ord("e")], [ord("e"), ord("t")], [ord("e"), ord("x")], [ord("x"), ord("r")]):
+        behind = masker_of(GRAMMARS[2], [ord("r"), *path], after="re")
+        mask = masker.mask_after(path)
+        assert (mask is None) == behind.is_lost and (mask is None or np.array_equal(mask, behind.root_mask()))
+    # The marker is still to come: its second letter completes it.
+    masker.push(ord("e"))
+    assert {VOCABULARY[token][:1] for token in tokens_in(masker.root_mask())} == {b"t", b"r"}
+
+
 def test_an_output_cannot_end_before_the_marker():
     masker = masker_of(GRAMMARS[2], after="red")
     assert allowed_tokens(masker.root_mask()).tolist() == list(range(END))

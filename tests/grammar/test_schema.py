@@ -4,7 +4,6 @@ import json
 import random
 
 import jsonschema
-import numpy as np
 import pytest
 import xgrammar
 
@@ -13,8 +12,7 @@ from espalier.errors import EspalierError
 from espalier.grammar import Grammar
 from espalier.grammar.check import check_grammar
 from espalier.grammar.schema import ANNOTATIONS, KEYWORDS, enforceable
-from espalier.masking.masker import GrammarMasker, allowed_tokens
-from tests.grammar.vocabulary import END, VOCABULARY, bytes_of, compiled
+from tests.grammar.vocabulary import compiled, random_text
 
 INTEGER = {"type": "integer"}
 # Schema, a value that it allows, values that it does not and that xgrammar alone would partly let through.
@@ -36,12 +34,24 @@ ENFORCED = [
     ({"maxLength": 2}, "é1", ["abc"]),
     ({"type": "string", "pattern": "^[A-Z]{2}-[0-9]$"}, "AB-1", ["AB-", "xAB-1"]),
     ({"type": "string", "pattern": "^(yes|no)$"}, "yes", ["maybe"]),
+    ({"type": "string", "pattern": "^yes$|^no$"}, "no", ["maybe", "yesno"]),
+    ({"type": "string", "pattern": "abc"}, "abc", ["ab"]),
+    ({"type": "string", "pattern": r"^\S$"}, "é", [" ", "\u2003", "\ufeff"]),
+    ({"type": "string", "pattern": r"^[^\s@]$"}, "é", ["@", "\u2003", "\u3000"]),
+    ({"type": "string", "pattern": "^[ -~]{1,3}$"}, "a b", ["é"]),
     ({"type": "string", "format": "date"}, "2024-01-31", []),
     ({"type": "integer", "minimum": 3, "maximum": 12}, 12, [2, 13, 3.5]),
     ({"type": "integer", "minimum": 2.5}, 3, [2]),
     ({"type": "integer", "exclusiveMinimum": 3, "exclusiveMaximum": 5}, 4, [3, 5]),
     ({"type": "integer", "multipleOf": 3, "minimum": 4, "maximum": 9}, 6, [3, 4, 12]),
+    ({"type": "integer", "multipleOf": 1024}, 2048, [1025, 2]),
+    ({"type": "integer", "multipleOf": 5000, "minimum": -1, "exclusiveMaximum": 10000}, 5000, [-5000, 5001, 10000]),
     ({"type": "number", "minimum": 1.5, "maximum": 3.25}, 2, [1.25, 3.5]),
+    ({"type": "number", "minimum": 0.1, "maximum": 0.1}, 0.1, [0.2, 0]),
+    ({"type": "number", "exclusiveMinimum": 0, "maximum": 1}, 0.5, [0, 0.0, -0.5]),
+    ({"type": "integer", "enum": [1.0, 2.5, True]}, 1, [2.5, True]),
+    ({"enum": [2**63 - 1, -(2**63), 0.1]}, 2**63 - 1, [2**63 - 2]),
+    ({"const": "\U0001f600/\u0001"}, "\U0001f600/\u0001", ["\U0001f600"]),
     ({"minimum": 0}, 1.5, [-1]),
     ({"type": ["integer", "null"], "minimum": 3}, None, [2]),
     ({"type": ["string", "integer"], "maxLength": 1, "minimum": 2}, "a", ["ab", 1]),
@@ -73,6 +83,19 @@ ENFORCED = [
 REFUSED = [
     ({"type": "number", "multipleOf": 0.5}, "multipleOf"),
     ({"type": "integer", "multipleOf": 0.5}, "multipleOf"),
+    ({"type": "integer", "multipleOf": 1025}, "multipleOf"),
+    ({"type": "integer", "multipleOf": 3, "minimum": 1}, "multipleOf"),
+    ({"type": "integer", "multipleOf": 2, "minimum": 0, "maximum": 1_000_000}, "multipleOf"),
+    ({"type": "integer", "multipleOf": 10, "minimum": 1, "maximum": 9}, "bounds"),
+    ({"type": "integer", "exclusiveMinimum": 3, "exclusiveMaximum": 4}, "bounds"),
+    ({"type": "number", "minimum": 1e-7, "maximum": 2e-7}, "bounds"),
+    ({"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1e-6}, "bounds"),
+    ({"type": "string", "maxLength": 10**400}, "64 bits"),
+    ({"type": "number", "minimum": 10**400}, "64 bits"),
+    ({"enum": [10**30]}, "64 bits"),
+    ({"enum": [float("inf")]}, "Infinity"),
+    ({"enum": ["\ud800"]}, "surrogate"),
+    ({"type": "object", "properties": {"\ud800": INTEGER}}, "surrogate"),
     ({"type": "array", "items": INTEGER, "uniqueItems": True}, "uniqueItems"),
     ({"type": "array", "contains": INTEGER}, "contains"),
     ({"type": "object", "patternProperties": {"^x": INTEGER}}, "patternProperties"),
@@ -86,6 +109,9 @@ REFUSED = [
     ({"if": INTEGER, "then": {"minimum": 1}}, "if"),
     ({"not": INTEGER}, "not"),
     ({"oneOf": [INTEGER, {"type": "number"}]}, "oneOf"),
+    ({"oneOf": [{"$ref": "#/$defs/a"}, INTEGER], "$defs": {"a": {"type": "object", "required": 5}}}, "required"),
+    ({"oneOf": [{"$ref": "#/$defs/a"}, INTEGER], "$defs": {"a": {"type": [{}]}}}, "type"),
+    ({"properties": {"a": {"$id": "x", "$ref": "#/$defs/n"}}, "$defs": {"n": INTEGER}}, "$id"),
     ({"allOf": [INTEGER, {"minimum": 1}]}, "allOf"),
     ({"anyOf": [INTEGER], "minimum": 1}, "anyOf"),
     ({"$ref": "#/$defs/n", "minimum": 1, "$defs": {"n": INTEGER}}, "$ref"),
@@ -102,6 +128,11 @@ REFUSED = [
     ({"type": "string", "pattern": "^\\x22$"}, "escape"),
     ({"type": "string", "pattern": "^[\\n]$"}, "\\n"),
     ({"type": "string", "pattern": "^a^b$"}, "middle"),
+    ({"type": "string", "pattern": "^(^a)$"}, "middle"),
+    ({"type": "string", "pattern": r"^\ud83d\ude00$"}, "surrogate"),
+    ({"type": "string", "pattern": r"^[a\S]$"}, "class"),
+    ({"type": "string", "pattern": "^a{1,3}+$"}, "}+"),
+    ({"type": "string", "pattern": "^[^]a]$"}, "[^]"),
     ({"type": "integer", "maxLength": 3}, "maxLength"),
     ({"type": "strin"}, "strin"),
     ({"minimum": 1, "maxLength": 1}, "type"),
@@ -143,6 +174,69 @@ def test_what_is_not_enforced_is_refused_by_name(schema, named):
     assert "\n" not in str(caught.value)
 
 
+def test_a_number_too_large_for_a_float_is_refused():
+    with pytest.raises(EspalierError, match="'1e400' is too large"):
+        check_grammar(Grammar.of_json_schema('{"type": "string", "maxLength": 1e400}'))
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_bounds_hold_to_the_last_place(seed):
+    """Of any size, and of more places than xgrammar writes: what is generated is within them, or they are refused."""
+    rng = random.Random(seed)
+    least = rng.uniform(-10, 10) * 10.0 ** rng.randint(-9, 9)
+    most = least + rng.uniform(0, 5) * 10.0 ** rng.randint(-9, 9)
+    names = rng.choice(("minimum", "exclusiveMinimum")), rng.choice(("maximum", "exclusiveMaximum"))
+    schema = {"type": "number", **dict(zip(names, (least, most), strict=True))}
+    try:
+        form = compiled(Grammar.of_json_schema(schema))
+    except EspalierError:
+        return
+    for walk in range(6):
+        text = random_text(form, random.Random(walk))
+        assert jsonschema.Draft202012Validator(schema).is_valid(json.loads(text)), text
+
+
+@pytest.mark.parametrize(
+    ("regex", "named"), [("a^b", "middle"), ("a$b", "middle"), (r"\ud83d", "surrogate"), ("(?!a)b", "lookaround")]
+)
+def test_a_regex_that_is_not_enforced_is_refused(regex, named):
+    tag = json.dumps({"format": {"type": "sequence", "elements": [{"type": "regex", "pattern": regex}]}})
+    for grammar in (Grammar("regex", regex), Grammar("structural_tag", tag)):
+        with pytest.raises(EspalierError, match=named):
+            check_grammar(grammar)
+
+
+def test_the_anchors_of_a_whole_regex_say_nothing():
+    form = compiled(Grammar("regex", "^ab$|^12$"))
+    assert {random_text(form, random.Random(seed)) for seed in range(20)} == {b"ab", b"12"}
+
+
+UNIQUE = {"type": "array", "uniqueItems": True}
+
+
+@pytest.mark.parametrize(
+    ("tag", "named"),
+    [
+        ({"format": {"type": "qwen_xml_parameter", "json_schema": UNIQUE}}, "uniqueItems"),
+        ({"structures": [{"begin": "<a>", "schema": UNIQUE, "end": ""}], "triggers": ["<a"]}, "uniqueItems"),
+        ({"structures": [], "triggers": [], "format": {"type": "any_text"}}, "has no 'format'"),
+        ({"format": {"type": "any_text"}, "triggers": []}, "has no 'triggers'"),
+        ({"type": "structural_tag"}, 'needs "format"'),
+        ({"structures": [{"begin": "<a>"}]}, '"triggers"'),
+        ({"format": json.loads('{"a":' * 80 + "1" + "}" * 80)}, "levels"),
+    ],
+)
+def test_a_structural_tag_that_is_not_enforced_is_refused(tag, named):
+    with pytest.raises(EspalierError, match=named):
+        check_grammar(Grammar("structural_tag", json.dumps(tag)))
+
+
+@pytest.mark.parametrize("fields", [{"spec": "\ud800"}, {"spec": "a", "after": "\ud800"}])
+def test_half_of_a_surrogate_pair_is_refused(fields):
+    with pytest.raises(EspalierError, match="surrogate"):
+        Grammar("regex", **fields)
+
+
 def test_a_schema_that_is_not_strict_gets_the_named_properties_alone():
     schema = {"type": "object", "properties": {"a": INTEGER}, "additionalProperties": True}
     made = json.loads(enforceable(json.dumps(schema), strict=False))
@@ -157,14 +251,6 @@ def test_annotations_change_nothing():
 @pytest.mark.parametrize("seed", range(40))
 def test_a_random_walk_is_valid(seed):
     """Tokens drawn from the masks alone spell a valid value: a model can do no worse."""
-    schema, rng = random_schema(seed), random.Random(seed)
-    masker = GrammarMasker(compiled(Grammar.of_json_schema(schema)), len(VOCABULARY), (END,), None, bytes_of)
-    text = b""
-    for _ in range(4000):
-        token = int(rng.choice(allowed_tokens(masker.root_mask())))
-        if token == END:
-            break
-        text += VOCABULARY[token]
-        masker.push(token)
+    schema = random_schema(seed)
+    text = random_text(compiled(Grammar.of_json_schema(schema)), random.Random(seed))
     assert jsonschema.Draft202012Validator(schema).is_valid(json.loads(text)), text
-    assert np.all(masker.root_mask() == 0) or END in allowed_tokens(masker.root_mask())

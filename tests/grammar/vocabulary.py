@@ -1,11 +1,15 @@
 """A small vocabulary that spells any text: all bytes, and pieces of JSON that several tokens can spell."""
 
+import random
+from collections.abc import Sequence
 from functools import lru_cache
 
+import numpy as np
 import xgrammar
 
 from espalier.grammar import Grammar
 from espalier.masking.compile import form_of
+from espalier.masking.masker import GrammarMasker, allowed_tokens
 from espalier.text import TokenBytes
 
 PIECES = ['{"', '": ', '", "', '"}', "true", "re", "red", "na", "name", "12", "00", "ab", ", ", "é"]
@@ -25,3 +29,21 @@ def compiler_of(vocabulary: list[bytes]) -> xgrammar.GrammarCompiler:
 @lru_cache
 def compiled(grammar: Grammar) -> xgrammar.CompiledGrammar:
     return form_of(compiler_of(VOCABULARY), grammar)
+
+
+def random_text(
+    form: xgrammar.CompiledGrammar, rng: random.Random, vocabulary: Sequence[bytes] = VOCABULARY, most: int = 4000
+) -> bytes:
+    """A text of tokens drawn from the masks alone, `most` at most.  The vocabulary's last token ends it."""
+    end = len(vocabulary) - 1
+    masker = GrammarMasker(form, len(vocabulary), (end,), None, lambda token: TokenBytes(vocabulary[token], True))
+    text = b""
+    for _ in range(most):
+        allowed = allowed_tokens(masker.root_mask())
+        token = end if end in allowed and rng.random() < 0.3 else int(rng.choice(allowed))
+        if token == end:
+            break
+        text += vocabulary[token]
+        masker.push(token)
+    assert np.all(masker.root_mask() == 0) or end in allowed_tokens(masker.root_mask())
+    return text

@@ -22,6 +22,8 @@ SCHEMA = {
     "additionalProperties": False,
 }
 TEXT = json.dumps(SCHEMA)
+# Allows more properties than it names.
+OPEN = {**SCHEMA, "additionalProperties": True}
 CHOICES = ["yes", "no", "perhaps"]
 EBNF = 'root ::= "<" [a-c]+ ">"'
 TAG = {
@@ -61,6 +63,7 @@ REFUSED = [
     ({"structured_outputs": {}}, "exactly one"),
     ({"response_format": {"type": "xml"}}, "response_format"),
     ({"guided_json": {"type": "array", "items": {}, "uniqueItems": True}}, "uniqueItems"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"schema": OPEN, "strict": True}}}, "additionalProp"),
     ({"json_schema": "{"}, "cannot be read"),
     ({"regex": "(a"}, "cannot be compiled"),
     ({"ebnf": "root ="}, "cannot be compiled"),

@@ -291,6 +291,16 @@ def test_a_response_has_items_whole_and_streamed(servers):
     assert order == ["created", "in_progress", *named, *call, *call, "completed"]
 
 
+def test_a_broken_call_of_a_response_has_a_reason(servers):
+    served, _ = servers()
+    ask = {"model": "bundled", "tools": FLAT, "input": said(BROKEN)["messages"][0]["content"]}
+    with client_of(served) as client:
+        response = client.responses.create(**ask)
+        *_, last = client.responses.create(stream=True, **ask)
+        [error] = client.chat.completions.create(tools=TOOLS, **said(BROKEN)).choices[0].tool_call_errors
+    assert response.tool_call_errors == last.response.tool_call_errors == [error]
+
+
 def test_the_items_of_a_response_go_back_in(servers):
     served, _ = servers()
     with client_of(served) as client:

@@ -1,16 +1,22 @@
 """The grammar of forced calls: xgrammar takes it, and what it allows is what the parser reads."""
 
 import json
+import random
 
+import jsonschema
 import pytest
 import xgrammar
 
+from espalier.bench.schemas import random_schema
 from espalier.errors import EspalierError
+from espalier.grammar.check import check_grammar
 from espalier.grammar.spec import Grammar
+from espalier.masking.compile import form_of
 from espalier.tools.definitions import checked_tools
 from espalier.tools.forced import output_grammar
 from espalier.tools.formats import REASONING_FORMATS, TOOL_FORMATS, Formats
 from espalier.tools.parser import OutputParser, message_of
+from tests.grammar.vocabulary import PIECES, compiler_of, random_text
 
 BOUNDED = {
     "type": "object",
@@ -98,6 +104,31 @@ def test_a_forced_call_is_what_the_parser_reads(allows, name):
         assert not allows(forced, wrong)
 
 
+# Whole characters: all of ASCII that is text, and those of the marks.
+CHARACTERS = sorted({*map(chr, range(32, 127)), *"\né", *"".join(ONE.values())})
+TEXTS = [*(text.encode() for text in dict.fromkeys([*CHARACTERS, *PIECES, "</", "</parameter>"])), b""]
+
+
+@formats
+def test_all_that_a_forced_call_allows_is_read_and_valid(name):
+    """Arguments of random schemas, with texts that may hold marks and white space."""
+    compiler, reasoning = compiler_of(TEXTS), REASONING_FORMATS["harmony"] if name == "harmony" else None
+    for seed in range(12):
+        schema = random_schema(seed)
+        # Between tags a random text without a bound would hardly end.
+        is_bounded = seed % 2 or TOOL_FORMATS[name].syntax.style != "json"
+        schema["properties"]["text"] = {"type": "string", **({"maxLength": 9} if is_bounded else {})}
+        tools = checked_tools([tool("now", schema)], "required", False)
+        forced = output_grammar(tools, TOOL_FORMATS[name], None)
+        check_grammar(forced)
+        text = random_text(form_of(compiler, forced), random.Random(seed), TEXTS).decode()
+        parser = OutputParser(Formats(TOOL_FORMATS[name], reasoning), tools.schemas)
+        message = message_of(parser.feed(text) + parser.finish())
+        [call] = message.tool_calls
+        assert not message.errors and not message.content
+        assert jsonschema.Draft202012Validator(schema).is_valid(json.loads(call.arguments)), text
+
+
 @formats
 def test_several_calls_are_allowed_unless_they_are_not(allows, name):
     if name not in TWO:
@@ -155,6 +186,17 @@ def test_an_answer_has_its_form_or_is_a_call(allows):
         with pytest.raises(EspalierError, match=r"^tool_choice with response_format"):
             grammar_of("hermes", answer=form)
     assert grammar_of("hermes", after="</think>").after == "</think>"
+
+
+def test_an_answer_may_be_a_structural_tag_of_either_spelling(allows):
+    content = {"type": "integer"}
+    parts = {"type": "tag", "begin": "<n>", "content": {"type": "json_schema", "json_schema": content}, "end": "</n>"}
+    for tag in (
+        {"type": "structural_tag", "format": {"type": "triggered_tags", "triggers": ["<n"], "tags": [parts]}},
+        {"structures": [{"begin": "<n>", "schema": content, "end": "</n>"}], "triggers": ["<n"]},
+    ):
+        either = grammar_of("hermes", choice="auto", answer=Grammar("structural_tag", json.dumps(tag)))
+        assert allows(either, "So: <n>5</n>.") and allows(either, ONE["hermes"]) and not allows(either, "<n>a</n>")
 
 
 @formats

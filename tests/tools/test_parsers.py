@@ -9,8 +9,20 @@ from hypothesis import strategies as st
 
 from espalier.errors import EspalierError
 from espalier.tools.definitions import checked_tools
-from espalier.tools.formats import REASONING_FORMATS, TOOL_FORMATS, Formats, find_formats
+from espalier.tools.formats import (
+    REASONING_FORMATS,
+    TOOL_FORMATS,
+    Formats,
+    deepseek,
+    find_formats,
+    glm,
+    hermes,
+    llama,
+    mistral,
+    qwen_coder,
+)
 from espalier.tools.parser import OutputParser, message_of
+from espalier.tools.reader import Markers
 from tests.tools.families import CALLS, FAMILIES, TOOLS
 
 SCHEMAS = checked_tools(TOOLS).schemas
@@ -147,6 +159,67 @@ def test_a_misspelled_call_is_content_with_a_reason(name, text):
         assert [call.name for call in message.tool_calls] == ["now"] and message.content == text
 
 
+LEFT_OUT = [
+    ("qwen-coder", "I look.\n<function=now>\n</function>", ("I look.", "")),
+    ("harmony", "<|channel|>analysis<|message|>hm<|channel|>final<|message|>x", ("x", "hm")),
+    ("harmony", "<|channel|>analysis<|message|>hm<|start|>assistant<|channel|>final<|message|>x", ("x", "hm")),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "parts"), LEFT_OUT)
+def test_a_mark_that_models_leave_out_is_not_needed(name, text, parts):
+    message, _ = read(FAMILIES[name], text, list(text))
+    assert (message.content, message.reasoning, message.errors) == (*parts, [])
+    assert [call.name for call in message.tool_calls] == ["now"] * ("now" in text)
+
+
+@pytest.mark.parametrize("behind", ["", ";", "; ", "; and text", "; <b>", ";<|python_tag|>", '; {"name": "now"}; x'])
+def test_what_stands_behind_a_call_is_content(behind):
+    """Of Llama's calls, where "; " is between two."""
+    text = '{"name": "now", "parameters": {}}' + behind
+    message, _ = read(FAMILIES["llama"], text, list(text))
+    assert message == read(FAMILIES["llama"], text, [text])[0]
+    if "{" in behind:
+        assert (len(message.tool_calls), message.content, message.errors) == (2, "; x", [])
+    else:
+        assert (len(message.tool_calls), message.content) == (1, behind)
+
+
+@pytest.mark.parametrize("escape", [r"\ud800", r"\\ud800"])
+def test_half_of_a_surrogate_pair_stays_an_escape(escape):
+    """In arguments that are written as a text.  A server could not send it otherwise."""
+    text = rf'<tool_call>{{"name": "now", "arguments": "{{\"a\": \"日{escape}\"}}"}}</tool_call>'
+    [call] = read(FAMILIES["hermes"], text, list(text))[0].tool_calls
+    assert json.loads(call.arguments) == {"a": "日\ud800"} and call.arguments.isascii()
+
+
+@families
+def test_characters_that_are_held_back_are_not_searched_again(name, monkeypatch):
+    """A model that writes newlines without end must not keep the server busy with them."""
+    family, searched = FAMILIES[name], []
+    text = "</think>x" * family.opens + "x" + "\n" * 300
+    made = Markers.__init__
+
+    class Counting:
+        def __init__(self, pattern):
+            self.pattern = pattern
+
+        def search(self, text, start=0):
+            searched.append(len(text) - start)
+            return self.pattern.search(text, start)
+
+    def counting(self, *texts, **how):
+        made(self, *texts, **how)
+        self.pattern = Counting(self.pattern)
+
+    for formats in (deepseek, glm, hermes, llama, mistral, qwen_coder):
+        for marks in (each for each in vars(formats).values() if isinstance(each, Markers)):
+            monkeypatch.setattr(marks, "pattern", Counting(marks.pattern))
+    monkeypatch.setattr(Markers, "__init__", counting)
+    read(family, text, list(text))
+    assert sum(searched) < 40 * len(text)
+
+
 MARKS = sorted({mark for each in TOOL_FORMATS.values() for mark in each.special_tokens})
 PIECES = [
     *MARKS,
@@ -248,6 +321,9 @@ def test_a_format_is_named_or_left_out():
         ({"type": "string"}, " 2 ", " 2 "),
         ({"enum": ["C", "F"]}, "\n  C ", "C"),
         ({"type": "string", "const": "C"}, "C\n", "C"),
+        ({"type": "string", "pattern": "^C$"}, " C\n", "C"),
+        ({"type": "string", "maxLength": 2}, "CF \n", "CF"),
+        ({"type": "string", "maxLength": 2}, "C ", "C "),
         ({"type": "integer"}, " 2\n", 2),
         ({"type": "number"}, "2", 2),
         ({"type": "number"}, "2.5", 2.5),
@@ -258,7 +334,12 @@ def test_a_format_is_named_or_left_out():
         ({"anyOf": [{"type": "string"}, {"type": "integer"}]}, "2", 2),
         ({"anyOf": [{"type": "string"}, {}]}, "x", "x"),
         ({"$ref": "#/$defs/X"}, '{"a": 1}', {"a": 1}),
+        ({"$ref": "#/$defs/texts"}, " C\n", "C"),
+        ({"$ref": "#/$defs/loop"}, "x", "x"),
+        ({"anyOf": [{"enum": ["C"]}, {"type": "integer"}]}, " C\n", "C"),
         ({}, "x y", "x y"),
+        ({"type": 5}, "x", "x"),
+        ({"type": {"x": 1}}, "2", 2),
         ({"type": "array"}, "[1, 2]", [1, 2]),
         ({"type": "array"}, "x", None),
         ({"type": "boolean"}, "yes", None),
@@ -267,7 +348,8 @@ def test_a_format_is_named_or_left_out():
 )
 @pytest.mark.parametrize("name", ["qwen-coder", "glm"])
 def test_a_value_between_tags_has_the_type_of_its_schema(name, schema, text, value):
-    schemas = {"f": {"type": "object", "properties": {"a": schema}}}
+    defined = {"texts": {"oneOf": [{"enum": ["C"]}, {"const": "F"}]}, "loop": {"$ref": "#/$defs/loop"}}
+    schemas = {"f": {"type": "object", "properties": {"a": schema}, "$defs": defined}}
     written = {
         "qwen-coder": f"<tool_call>\n<function=f>\n<parameter=a>\n{text}\n</parameter>\n</function>\n</tool_call>",
         "glm": f"<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>{text}</arg_value>\n</tool_call>",

@@ -31,7 +31,8 @@ def _calls(reader: Reader, writer: Writer, opening: str) -> Steps[None]:
         if (yield from reader.literal(";")) is None:
             break
         opening = ";" + (yield from reader.space())
-        if (yield from reader.peek()) in ("", "<"):
+        if (yield from reader.peek()) != "{":
+            writer.content(opening)
             break
 
 
