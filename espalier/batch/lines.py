@@ -113,11 +113,10 @@ def id_prefix(digest: str) -> str:
 
 def answer_line(digest: str, number: int, custom_id: str | None, answer: Response | LineError) -> bytes:
     """The line of the output that answers line `number` of the input with this digest."""
-    failed = isinstance(answer, LineError)
-    line = {
-        "id": f"{id_prefix(digest)}{number}",
-        "custom_id": custom_id,
-        "response": None if failed else answer._asdict(),
-        "error": {"code": answer.code, "message": str(answer)} if failed else None,
-    }
+    response, error = None, None
+    if isinstance(answer, LineError):
+        error = {"code": answer.code, "message": str(answer)}
+    else:
+        response = answer._asdict()
+    line = {"id": f"{id_prefix(digest)}{number}", "custom_id": custom_id, "response": response, "error": error}
     return msgspec.json.encode(line) + b"\n"

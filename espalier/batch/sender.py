@@ -131,7 +131,7 @@ def http_client(url: str, api_key: str | None, concurrency: int) -> httpx.AsyncC
 
 def app_client(app: App, api_key: str | None = None) -> httpx.AsyncClient:
     """A client of an application in this process."""
-    transport = httpx.ASGITransport(app)  # type: ignore[arg-type]
+    transport = httpx.ASGITransport(app)
     return httpx.AsyncClient(transport=transport, base_url="http://batch", headers=_headers(api_key), timeout=None)
 
 

@@ -81,6 +81,15 @@ def add_flags(parser: ArgumentParser) -> None:
         "--max-body-bytes", type=int, default=4 * 2**20, metavar="N", help="largest request body (4194304)"
     )
     http.add_argument(
+        "--batch-dir",
+        type=Path,
+        metavar="DIR",
+        help="keep files and batches there, and serve /v1/files and /v1/batches (they are not served)",
+    )
+    http.add_argument(
+        "--max-file-bytes", type=int, default=200 * 2**20, metavar="N", help="largest upload of a file (209715200)"
+    )
+    http.add_argument(
         "--body-timeout",
         type=float,
         default=60.0,
@@ -145,7 +154,7 @@ def run(args: Namespace) -> int:
         "drain_timeout",
     ):
         _require(name, getattr(args, name), 0)
-    for name in ("max_body_bytes", "engine_timeout"):
+    for name in ("max_body_bytes", "max_file_bytes", "engine_timeout"):
         _require(name, getattr(args, name), 1)
     settings, name = _shape(args) if args.shape is not None else _model(args)
     # With "auto" and a draft, the name is that of the target's directory.
@@ -169,7 +178,9 @@ def run(args: Namespace) -> int:
             args.cors_origin or (),
             args.max_body_bytes,
             args.body_timeout or None,
+            args.max_file_bytes,
         ),
+        batch_dir=args.batch_dir,
     )
     logs.set_up(args.log_level, args.log_json)
     try:
