@@ -97,8 +97,8 @@ class Journal:
 
     def _is_torn(self, data: bytes) -> bool:
         """Whether bytes without an end are the start of a line of this output.  A lost block reads as zeros."""
-        start = f'{{"id":"{self._prefix}'.encode()
-        return data.startswith(start) or start.startswith(data) or not data.strip(b"\0")
+        start, written = f'{{"id":"{self._prefix}'.encode(), data.rstrip(b"\0")
+        return written.startswith(start) or start.startswith(written)
 
     def _take(self, count: int, data: bytes) -> None:
         try:

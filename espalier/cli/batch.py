@@ -8,7 +8,7 @@ import os
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from espalier.batch.sender import Sender
 
 FOR_URL = ("api_key", "priority")
+BUNDLED = "bundled"
 URL_CONCURRENCY = 64
 # With this many lines for each slot of the engine, one is waiting when another ends.
 LINES_PER_SLOT = 2
@@ -109,30 +110,39 @@ async def _answer(args: Namespace, journal: "Journal") -> None:
             await run_batch(journal, sender, concurrency, advance)
 
 
-@asynccontextmanager
-async def _sender(args: Namespace) -> AsyncIterator[tuple["Sender", int]]:
+def _sender(args: Namespace) -> AbstractAsyncContextManager[tuple["Sender", int]]:
     """A sender to the servers or the engine of the flags, and the number of lines at once."""
+    return _to_engine(args) if args.url is None else _to_servers(args)
+
+
+@asynccontextmanager
+async def _to_servers(args: Namespace) -> AsyncIterator[tuple["Sender", int]]:
+    from espalier.batch.sender import Sender, http_client, require_reachable
+
+    concurrency = args.concurrency or URL_CONCURRENCY
+    key = args.api_key or os.environ.get(KEY_VARIABLE) or None
+    async with AsyncExitStack() as stack:
+        clients = [await stack.enter_async_context(http_client(url, key, concurrency)) for url in args.url]
+        await require_reachable(clients)
+        yield Sender(clients, args.give_up_after, args.priority), concurrency
+
+
+@asynccontextmanager
+async def _to_engine(args: Namespace) -> AsyncIterator[tuple["Sender", int]]:
     from espalier.batch.lines import MAX_LINE_BYTES
-    from espalier.batch.sender import Sender, app_client, http_client, require_reachable
+    from espalier.batch.sender import Sender, app_client
     from espalier.server.api import ApiOptions
     from espalier.server.client import ClientOptions
     from espalier.server.local import local_app
 
-    if args.url is not None:
-        concurrency = args.concurrency or URL_CONCURRENCY
-        key = args.api_key or os.environ.get(KEY_VARIABLE) or None
-        clients = [http_client(url, key, concurrency) for url in args.url]
-        await require_reachable(clients)
-        yield Sender(clients, args.give_up_after, args.priority), concurrency
-        for client in clients:
-            await client.aclose()
-        return
     settings = engine_settings(args)
-    names = args.served_model_name or [name for name in (settings.get("model", "bundled"),) if name != "auto"]
-    log_level = "info" if args.verbose else "warning"
+    if "draft" not in settings:
+        settings = {"model": BUNDLED, **settings}
+    names = args.served_model_name or [name for name in [settings.get("model", "auto")] if name != "auto"]
     async with local_app(
-        sendable(settings if "draft" in settings else {"model": "bundled", **settings}),
-        ClientOptions(restart=True, log_level=log_level),
+        sendable(settings),
+        # An engine that dies is replaced, and its lines are sent again.
+        ClientOptions(restart=True, log_level="info" if args.verbose else "warning"),
         front_options(args, names, max_queue=ENDLESS_QUEUE, request_timeout_s=None),
         ApiOptions(max_body_bytes=MAX_LINE_BYTES, body_timeout_s=None),
     ) as (front, app):

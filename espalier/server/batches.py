@@ -9,6 +9,7 @@ import logging
 import re
 import time
 import uuid
+from collections.abc import Sequence
 from contextlib import suppress
 
 from espalier.batch.journal import Journal
@@ -36,7 +37,6 @@ class Batches:
     def __init__(self, store: Store, concurrency: int):
         self.store = store
         self.concurrency = concurrency
-        self._turn = asyncio.Lock()
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._cancelled: dict[str, asyncio.Event] = {}
         self._journals: dict[str, Journal] = {}
@@ -90,30 +90,30 @@ class Batches:
 
     def _begin(self, batch: Batch) -> None:
         self._cancelled[batch.id] = asyncio.Event()
-        task = self._tasks[batch.id] = asyncio.create_task(self._live(batch))
+        task = self._tasks[batch.id] = asyncio.create_task(self._live(batch, list(self._tasks.values())))
         task.add_done_callback(lambda _: self._forget(batch.id))
 
     def _forget(self, id: str) -> None:
         del self._tasks[id], self._cancelled[id]
 
-    async def _live(self, batch: Batch) -> None:
+    async def _live(self, batch: Batch, earlier: Sequence[asyncio.Task[None]]) -> None:
         try:
             found = await asyncio.to_thread(survey, self.store.content(batch.input_file_id))
         except EspalierError as error:
             self._fail(batch, error)
             return
         try:
-            await self._work(batch, found)
+            await self._work(batch, found, earlier)
         except EspalierError as error:
             log.error("%s goes on when the server starts again: %s", batch.id, error)
         except Exception:
             log.exception("%s goes on when the server starts again", batch.id)
 
-    async def _work(self, batch: Batch, found: Survey) -> None:
+    async def _work(self, batch: Batch, found: Survey, earlier: Sequence[asyncio.Task[None]]) -> None:
         """Answer a batch's lines and make its output files.  Raises EspalierError if the engine is gone."""
         journal = self._journals[batch.id] = await asyncio.to_thread(Journal, self.store.answers(batch.id), found)
         try:
-            end = "cancelled" if batch.status == "cancelling" else await self._run(batch, journal)
+            end = "cancelled" if batch.status == "cancelling" else await self._run(batch, journal, earlier)
             if end == "completed":
                 batch.status, batch.finalizing_at = "finalizing", int(time.time())
                 self.store.save(batch)
@@ -128,9 +128,9 @@ class Batches:
         self.store.save(batch)
         log.info("%s: %s, %d of %d lines answered", batch.id, end, batch.request_counts.completed, found.num_lines)
 
-    async def _run(self, batch: Batch, journal: Journal) -> str:
+    async def _run(self, batch: Batch, journal: Journal, earlier: Sequence[asyncio.Task[None]]) -> str:
         """How the batch ended: "completed", "cancelled" or "expired"."""
-        running = asyncio.create_task(self._answer(batch, journal))
+        running = asyncio.create_task(self._answer(batch, journal, earlier))
         cancelled = asyncio.create_task(self._cancelled[batch.id].wait())
         try:
             left_s = batch.expires_at - time.time()
@@ -145,14 +145,15 @@ class Batches:
             with suppress(asyncio.CancelledError):
                 await running
 
-    async def _answer(self, batch: Batch, journal: Journal) -> None:
-        """Answer the lines, when the batches before this one have ended."""
-        async with self._turn:
-            if batch.status == "validating":
-                batch.status, batch.in_progress_at = "in_progress", int(time.time())
-                self.store.save(batch)
-            sender = Sender([self._client], priority=PRIORITY)
-            await run(journal, sender, self.concurrency, urls=(batch.endpoint,))
+    async def _answer(self, batch: Batch, journal: Journal, earlier: Sequence[asyncio.Task[None]]) -> None:
+        """Answer the lines, when the earlier batches have ended."""
+        if earlier:
+            await asyncio.wait(earlier)
+        if batch.status == "validating":
+            batch.status, batch.in_progress_at = "in_progress", int(time.time())
+            self.store.save(batch)
+        sender = Sender([self._client], priority=PRIORITY)
+        await run(journal, sender, self.concurrency, urls=(batch.endpoint,))
 
     def _make_files(self, batch: Batch) -> None:
         """Store the answers as the batch's output file and error file.  One without lines is not made."""
