@@ -51,6 +51,18 @@ def add_chat_flags(group: _ArgumentGroup) -> None:
     )
 
 
+def _add_batch_flags(group: _ArgumentGroup) -> None:
+    group.add_argument(
+        "--batch-dir",
+        type=Path,
+        metavar="DIR",
+        help="keep files and batches there, and serve /v1/files and /v1/batches (they are not served)",
+    )
+    group.add_argument(
+        "--max-file-bytes", type=int, default=200 * 2**20, metavar="N", help="largest upload of a file (209715200)"
+    )
+
+
 def add_flags(parser: ArgumentParser) -> None:
     parser.add_argument(
         "model", nargs="?", default="auto", help=EngineConfig.__dataclass_fields__["model"].metadata["help"]
@@ -80,15 +92,7 @@ def add_flags(parser: ArgumentParser) -> None:
     http.add_argument(
         "--max-body-bytes", type=int, default=4 * 2**20, metavar="N", help="largest request body (4194304)"
     )
-    http.add_argument(
-        "--batch-dir",
-        type=Path,
-        metavar="DIR",
-        help="keep files and batches there, and serve /v1/files and /v1/batches (they are not served)",
-    )
-    http.add_argument(
-        "--max-file-bytes", type=int, default=200 * 2**20, metavar="N", help="largest upload of a file (209715200)"
-    )
+    _add_batch_flags(http)
     http.add_argument(
         "--body-timeout",
         type=float,
