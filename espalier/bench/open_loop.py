@@ -187,9 +187,7 @@ def _check(args: Namespace) -> None:
     for rate in args.rate:
         require_number("--rate", rate, lambda rate: rate > 0, "more than 0")
     for name, low in (("prefixes", 0), ("think", 0), ("timeout", 1e-3), ("ttft_limit", 0), ("itl_limit", 0)):
-        require_number(
-            flag_of(name), getattr(args, name), lambda n, low=low: n >= low, f"{low:g} or more", optional=True
-        )
+        require_number(flag_of(name), getattr(args, name), partial(le, low), f"{low:g} or more", optional=True)
     require_writable("--json", args.json)
     require_plot(args.plot)
 
