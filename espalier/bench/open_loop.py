@@ -6,7 +6,6 @@ after another.  Times count from the moment at which a request was due; each has
 
 import asyncio
 import json
-import os
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -25,9 +24,8 @@ from espalier.bench.plot import LoadPoint, plot_load, require_plot
 from espalier.bench.traffic import CHAT, PATHS, Conversation, Traffic
 from espalier.errors import EspalierError, require_number
 from espalier.terminal.console import print_header, print_table, progress, require_writable, write_json
-from espalier.terminal.flags import flag_of, given_flags, require_at_least_one
+from espalier.terminal.flags import add_key_flag, api_key, flag_of, given_flags, require_at_least_one
 
-KEY_VARIABLE = "OPENAI_API_KEY"
 POISSON, FIXED, BURSTS = "poisson", "fixed", "bursts"
 DEFAULTS: Mapping[str, Any] = MappingProxyType(
     {
@@ -74,7 +72,7 @@ def add_flags(parser: ArgumentParser) -> None:
         metavar="JSON",
         help='further fields of every request, such as {"ignore_eos": true}',
     )
-    add("--api-key", metavar="X", help=f"bearer token (${KEY_VARIABLE})")
+    add_key_flag(group, "bearer token")
     add("--plot", type=Path, metavar="FILE", help="draw the times and the goodput by rate: .png, .svg or .pdf")
 
 
@@ -194,7 +192,7 @@ def _check(args: Namespace) -> None:
 
 async def _target(args: Namespace, url: str) -> Target:
     """The server at a URL, once it has answered a request.  Raises EspalierError."""
-    key = args.api_key or os.environ.get(KEY_VARIABLE)
+    key = api_key(args)
     address = address_of(url)
     headers = {"host": address.host} | ({"authorization": f"Bearer {key}"} if key else {})
     model = getattr(args, "EngineConfig.model") or await first_model(address, headers)

@@ -4,7 +4,6 @@ The output grows line by line, so a run that is killed or interrupted goes on wh
 """
 
 import asyncio
-import os
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import AsyncIterator
@@ -14,10 +13,10 @@ from time import perf_counter
 from typing import TYPE_CHECKING
 
 from espalier.cli import INTERRUPTED
-from espalier.cli.serve import KEY_VARIABLE, add_chat_flags, front_options, sendable
+from espalier.cli.serve import add_chat_flags, front_options, sendable
 from espalier.errors import EspalierError, require_int, require_number
 from espalier.terminal.console import progress
-from espalier.terminal.flags import add_engine_flags, engine_settings, flag_of, given_flags
+from espalier.terminal.flags import add_engine_flags, add_key_flag, api_key, engine_settings, flag_of, given_flags
 
 if TYPE_CHECKING:
     from espalier.batch.journal import Journal
@@ -41,7 +40,7 @@ def add_flags(parser: ArgumentParser) -> None:
         metavar="X",
         help="send to this running server; may be repeated (an engine of its own)",
     )
-    parser.add_argument("--api-key", metavar="X", help=f"bearer token for --url (${KEY_VARIABLE})")
+    add_key_flag(parser, "bearer token for --url")
     parser.add_argument(
         "--concurrency", type=int, metavar="N", help=f"requests at once (--url: {URL_CONCURRENCY}; else by max_batch)"
     )
@@ -120,9 +119,8 @@ async def _to_servers(args: Namespace) -> AsyncIterator[tuple["Sender", int]]:
     from espalier.batch.sender import Sender, http_client, require_reachable
 
     concurrency = args.concurrency or URL_CONCURRENCY
-    key = args.api_key or os.environ.get(KEY_VARIABLE) or None
     async with AsyncExitStack() as stack:
-        clients = [await stack.enter_async_context(http_client(url, key, concurrency)) for url in args.url]
+        clients = [await stack.enter_async_context(http_client(url, api_key(args), concurrency)) for url in args.url]
         await require_reachable(clients)
         yield Sender(clients, args.give_up_after, args.priority), concurrency
 

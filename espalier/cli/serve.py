@@ -1,7 +1,6 @@
 """`espalier serve MODEL`: runs the OpenAI-compatible server."""
 
 import asyncio
-import os
 from argparse import ArgumentParser, Namespace, _ArgumentGroup
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -15,7 +14,9 @@ from espalier.server.logs import LEVELS
 from espalier.terminal.console import read_text
 from espalier.terminal.flags import (
     add_engine_flags,
+    add_key_flag,
     add_shape_flags,
+    api_key,
     engine_settings,
     refuse_shape_flags,
     shape_settings,
@@ -24,8 +25,6 @@ from espalier.terminal.flags import (
 if TYPE_CHECKING:
     from espalier.server.front import FrontOptions
 
-# The alternative to --api-key, whose value every user of the machine can see in the list of processes.
-KEY_VARIABLE = "ESPALIER_API_KEY"
 SHAPE_WORKER = "espalier.cli.shape_worker"
 
 
@@ -73,7 +72,7 @@ def add_flags(parser: ArgumentParser) -> None:
     http.add_argument(
         "--served-model-name", action="append", metavar="X", help="the model's name in the API; may be repeated (MODEL)"
     )
-    http.add_argument("--api-key", metavar="X", help=f"bearer token that clients must send (${KEY_VARIABLE})")
+    add_key_flag(http, "bearer token that clients must send")
     http.add_argument(
         "--cors-origin", action="append", metavar="X", help="origin whose pages may call the server; may be repeated"
     )
@@ -178,7 +177,7 @@ def run(args: Namespace) -> int:
         ),
         front=front_options(args, names, args.max_queue, args.request_timeout or None, args.strict_fields),
         api=ApiOptions(
-            args.api_key or os.environ.get(KEY_VARIABLE) or None,
+            api_key(args),
             args.cors_origin or (),
             args.max_body_bytes,
             args.body_timeout or None,

@@ -8,13 +8,16 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import asynccontextmanager
+from dataclasses import asdict
 from types import SimpleNamespace
 
 import openai
 import pytest
 from starlette.exceptions import HTTPException
 
-from espalier.batch.lines import URLS
+from espalier import SpeculationConfig
+from espalier.batch.lines import MAX_LINE_BYTES, URLS
 from espalier.cli.main import main
 from espalier.server.api import _of_routing
 from espalier.server.batch_objects import BatchRequest
@@ -101,6 +104,32 @@ def test_what_cannot_run_is_refused_before_anything_is_written(tmp_path, capsys,
     assert says in said and said.count("\n") == 1
     assert not out.exists() or not out.read_bytes()
     assert main(["batch", str(given), str(given)]) == 2 and given.read_bytes()
+
+
+def test_an_engine_of_its_own_gets_the_flags(tmp_path, monkeypatch):
+    engine, given, out = (
+        Engine(100),
+        write(tmp_path / "in.jsonl", [line(i) for i in range(1, 21)]),
+        tmp_path / "out.jsonl",
+    )
+    started = []
+
+    @asynccontextmanager
+    async def local_app(*options):
+        started.append(options)
+        yield SimpleNamespace(client=SimpleNamespace(config={"max_batch": 3})), engine
+
+    monkeypatch.setattr("espalier.server.local.local_app", local_app)
+    assert main(["batch", str(given), str(out), "--max-batch", "3", "--steps", "2", "--tool-format", "hermes"]) == 0
+    [(settings, client, front, api)] = started
+    assert settings == {"model": "bundled", "max_batch": 3, "speculation": asdict(SpeculationConfig(steps=2))}
+    assert client.restart and (front.names, front.tool_format, front.request_timeout_s) == (
+        ("bundled",),
+        "hermes",
+        None,
+    )
+    assert api.max_body_bytes == MAX_LINE_BYTES and engine.peak == 2 * 3
+    assert outcomes(out) == dict.fromkeys(range(1, 21), 200)
 
 
 def upload(client, lines):
@@ -216,14 +245,19 @@ class Engine:
 
     def __init__(self, num_answers):
         self.num_answers = num_answers
+        self.now = self.peak = 0
         self.bodies = []
 
     async def __call__(self, scope, receive, send):
         body = json.loads((await receive())["body"])
         self.bodies.append(body)
+        self.now += 1
+        self.peak = max(self.peak, self.now)
+        await asyncio.sleep(0)
         while self.num_answers <= 0:
             await asyncio.sleep(0.001)
         self.num_answers -= 1
+        self.now -= 1
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": json.dumps({"echo": body["prompt"]}).encode()})
 
