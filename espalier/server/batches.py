@@ -8,7 +8,6 @@ import asyncio
 import logging
 import re
 import time
-import uuid
 from collections.abc import Sequence
 from contextlib import suppress
 
@@ -19,7 +18,7 @@ from espalier.batch.sender import App, Sender, app_client
 from espalier.batch.survey import Survey, survey
 from espalier.errors import EspalierError
 from espalier.server.batch_objects import ENDED, OUTPUT, WINDOW_S, Batch, BatchRequest, Counts, Fault, Faults
-from espalier.server.stored import Store, split
+from espalier.server.stored import Store, new_id, split
 
 log = logging.getLogger("espalier.server")
 # Of requests that name no priority; a lower value starts first, and others have 0.
@@ -50,7 +49,7 @@ class Batches:
 
     def create(self, body: BatchRequest) -> Batch:
         now = int(time.time())
-        id = f"batch_{uuid.uuid4().hex}"
+        id = new_id("batch_")
         batch = Batch(id, body.endpoint, body.input_file_id, now, now + WINDOW_S, body.metadata)
         self.store.save(batch)
         self._begin(batch)

@@ -20,6 +20,11 @@ from espalier.server.batch_objects import Batch, StoredFile
 T = TypeVar("T", StoredFile, Batch)
 
 
+def new_id(kind: str) -> str:
+    """Ids sort by the time at which they were made."""
+    return f"{kind}{time.time_ns():016x}{uuid.uuid4().hex[:16]}"
+
+
 class Store:
     """files, batches: by id, the oldest first.  Raises EspalierError if the directory cannot be used."""
 
@@ -57,7 +62,7 @@ class Store:
 
     def add(self, source: BinaryIO, filename: str, purpose: str, id: str | None = None) -> StoredFile:
         """Copy a file into the store.  id: None for a new one.  May run beside the event loop, in a thread."""
-        id = id or f"file-{uuid.uuid4().hex}"
+        id = id or new_id("file-")
         with self.content(id).open("wb") as copy:
             shutil.copyfileobj(source, copy)
             copy.flush()

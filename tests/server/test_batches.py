@@ -293,7 +293,8 @@ def test_batches_outlive_the_server(tmp_path):
             assert batch.error_file_id is None and batch.request_counts.completed == 30
         await batches.close()
 
-    asyncio.run(second(asyncio.run(first())))
+    both = asyncio.run(asyncio.wait_for(first(), 60))
+    asyncio.run(asyncio.wait_for(second(both), 60))
 
 
 def test_lines_left_at_the_windows_end_have_an_error(tmp_path):
@@ -311,7 +312,7 @@ def test_lines_left_at_the_windows_end_have_an_error(tmp_path):
         assert outcomes(batches.store.content(batch.error_file_id)) == dict.fromkeys(range(1, 6), "batch_expired")
         await batches.close()
 
-    asyncio.run(expire())
+    asyncio.run(asyncio.wait_for(expire(), 60))
 
 
 @pytest.mark.parametrize("path", ["/v1/files", "/v1/files/x", "/v1/batches"])
