@@ -170,7 +170,7 @@ def run(args: Namespace) -> int:
     for each in figures:
         for error, count in each["errors"].items():
             print(f"  {each['server']} at {each['rate']:g}/s: {count} requests without an answer: {error}")
-    plot_load([_point(each) for each in figures], args.plot)
+    plot_load([_point(each) for each in figures], {"ttft_ms": limits.ttft, "per_token_ms": limits.itl}, args.plot)
     return 0
 
 

@@ -74,32 +74,44 @@ class LoadPoint:
     answered: float
 
 
-def plot_load(points: Sequence[LoadPoint], path: Path | None) -> None:
-    """Write the plot if a path is given: p50 and p99 of each time, and the goodput, by rate.  Raises EspalierError."""
+def plot_load(points: Sequence[LoadPoint], limits: Mapping[str, float | None], path: Path | None) -> None:
+    """Write the plot if a path is given: p50 and p99 of each time, and requests a second, by rate.
+
+    limits: in ms, by the name of a time.  Raises EspalierError.
+    """
     if path is None:
         return
     from matplotlib.figure import Figure
 
-    names = list(points[0].times)
-    figure = Figure(figsize=(5.0 * (len(names) + 1), 4.5), layout="constrained")
-    axes = figure.subplots(1, len(names) + 1)
+    figure = Figure(figsize=(13.0, 7.5), layout="constrained")
+    *times, requests, legend = figure.subplots(2, 3).flat
+    for name, axis in zip(points[0].times, times, strict=True):
+        axis.set_title(f"{title_of(name)}, ms")
+        if limits.get(name) is not None:
+            axis.axhline(limits[name], color="tab:gray", linestyle=":")
+    requests.set_title("requests/s: within the limits, answered")
     for colour, server in zip(cycle(COLOURS), dict.fromkeys(point.server for point in points), strict=False):
         own = sorted((point for point in points if point.server == server), key=lambda point: point.rate)
-        for axis, name in zip(axes, names, strict=False):
-            for percentile, style in (("p50", "o-"), ("p99", "^--")):
-                known = [(point.rate, times[percentile]) for point in own if (times := point.times[name])]
-                if known:
-                    axis.plot(*zip(*known, strict=True), style, color=colour, label=f"{server}, {percentile}")
-            axis.set_title(f"{title_of(name)}, ms")
-        rates = [point.rate for point in own]
-        axes[-1].plot(rates, [point.goodput for point in own], "o-", color=colour, label=f"{server}, within the limits")
-        axes[-1].plot(rates, [point.answered for point in own], "^--", color=colour, label=f"{server}, answered")
-    axes[-1].set_title("requests/s")
-    for axis in axes:
+        _lines(own, colour, times, requests)
+        legend.plot([], [], "o-", color=colour, label=f"{server}: p50, within the limits")
+        legend.plot([], [], "^--", color=colour, label=f"{server}: p99, answered")
+    legend.axis("off")
+    legend.legend(loc="center")
+    for axis in (*times, requests):
         axis.set_xlabel("arrivals a second")
         axis.set_ylim(bottom=0)
-        axis.legend(fontsize="small")
     _save(figure, path)
+
+
+def _lines(own: Sequence[LoadPoint], colour: str, times: Sequence[Any], requests: Any) -> None:
+    """One server's lines.  A rate at which nothing was answered has no times."""
+    for i, axis in enumerate(times):
+        for percentile, style in (("p50", "o-"), ("p99", "^--")):
+            known = [(point.rate, found[percentile]) for point in own if (found := list(point.times.values())[i])]
+            axis.plot([rate for rate, _ in known], [ms for _, ms in known], style, color=colour)
+    rates = [point.rate for point in own]
+    requests.plot(rates, [point.goodput for point in own], "o-", color=colour)
+    requests.plot(rates, [point.answered for point in own], "^--", color=colour)
 
 
 def _save(figure: Any, path: Path) -> None:

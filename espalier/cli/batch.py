@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from espalier.cli import INTERRUPTED
 from espalier.cli.serve import add_chat_flags, front_options, sendable
 from espalier.errors import EspalierError, require_int, require_number
-from espalier.terminal.console import progress
+from espalier.terminal.console import progress, waiting
 from espalier.terminal.flags import add_engine_flags, add_key_flag, api_key, engine_settings, flag_of, given_flags
 
 if TYPE_CHECKING:
@@ -137,16 +137,19 @@ async def _to_engine(args: Namespace) -> AsyncIterator[tuple["Sender", int]]:
     if "draft" not in settings:
         settings = {"model": BUNDLED, **settings}
     names = args.served_model_name or [name for name in [settings.get("model", "auto")] if name != "auto"]
-    async with local_app(
+    running = local_app(
         sendable(settings),
         # An engine that dies is replaced, and its lines are sent again.
         ClientOptions(restart=True, log_level="info" if args.verbose else "warning"),
         front_options(args, names, max_queue=ENDLESS_QUEUE, request_timeout_s=None),
         ApiOptions(max_body_bytes=MAX_LINE_BYTES, body_timeout_s=None),
-    ) as (front, app):
+    )
+    async with AsyncExitStack() as stack:
+        with waiting("loading the model"):
+            front, app = await stack.enter_async_context(running)
+        client = await stack.enter_async_context(app_client(app))
         slots = int(front.client.config["max_batch"])
-        async with app_client(app) as client:
-            yield Sender([client], args.give_up_after), args.concurrency or LINES_PER_SLOT * slots
+        yield Sender([client], args.give_up_after), args.concurrency or LINES_PER_SLOT * slots
 
 
 def _so_far(journal: "Journal") -> str:
