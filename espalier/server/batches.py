@@ -129,6 +129,8 @@ class Batches:
 
     async def _run(self, batch: Batch, journal: Journal, earlier: Sequence[asyncio.Task[None]]) -> str:
         """How the batch ended: "completed", "cancelled" or "expired"."""
+        if not journal.num_left:
+            return "completed"
         running = asyncio.create_task(self._answer(batch, journal, earlier))
         cancelled = asyncio.create_task(self._cancelled[batch.id].wait())
         try:

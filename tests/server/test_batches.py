@@ -353,7 +353,7 @@ def test_two_thousand_lines_killed_three_times(tmp_path, capsys):
 
 @pytest.mark.full
 def test_a_killed_servers_batch_goes_on(tmp_path):
-    flags = ("--batch-dir", str(tmp_path / "kept"))
+    flags = ("--batch-dir", str(tmp_path / "kept"), "--api-key", "none")
     with serving(tmp_path, *flags) as served:
         client = of(served)
         file, _ = upload(client, [line(i) for i in range(1, 101)])
