@@ -16,6 +16,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from espalier.server.errors import FAILED, RETRY_AFTER_S, ApiError
+from espalier.server.front import CLIENT_LEFT
 from espalier.server.logs import new_request_id, request_id
 
 log = logging.getLogger("espalier.server")
@@ -93,12 +94,14 @@ class Gate:
         finally:
             self.num_open -= 1
             seconds = time.perf_counter() - began
+            # Nothing was sent to a client that left, or to a batch that was stopped.
+            status = answer.status or CLIENT_LEFT
             # Probes would fill the log.
             level = logging.DEBUG if scope["path"] in OPEN_PATHS and answer.status == 200 else logging.INFO
             why = _reason(refused or scope["state"].get("refused"))
-            log.log(level, "%s %s %d %.3f s%s", method, path, answer.status, seconds, why)
+            log.log(level, "%s %s %d %.3f s%s", method, path, status, seconds, why)
             route = scope.get("route")
-            self.answered(getattr(route, "path", "other"), answer.status)
+            self.answered(getattr(route, "path", "other"), status)
 
     def _check_key(self, path: str, headers: Headers) -> None:
         if self.api_key is not None and path not in OPEN_PATHS:

@@ -193,6 +193,7 @@ def test_a_cancelled_batch_answers_every_line(served, client):
         assert any(each["error"] and each["error"]["code"] == "batch_cancelled" for each in answers)
     # Nothing of it runs on.
     served.until(lambda: not served.metric("open_samples"))
+    assert not served.metric("http_requests_total", path=URLS[1], status="0")
 
 
 def test_a_file_that_cannot_be_a_batch_fails_it_with_the_line(served, client):
