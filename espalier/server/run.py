@@ -176,9 +176,12 @@ async def serve(settings: Mapping[str, Any], options: ServeOptions) -> None:
 
 
 def _batch_concurrency(front: Front) -> int:
-    """Requests of a batch at once: they may fill all slots, and leave half of what the server holds to others."""
+    """Requests of a batch at once: three quarters of the slots, and at most half of what the server holds.
+
+    No running request makes way for an arrival, so without free slots every other request would wait.
+    """
     slots = int(front.client.config["max_batch"])
-    return max(1, min(slots, (slots + front.options.max_queue) // 2))
+    return max(1, min(slots - slots // 4, (slots + front.options.max_queue) // 2))
 
 
 def _import_tokenizer(model: str | None) -> None:

@@ -22,6 +22,7 @@ from espalier.cli.main import main
 from espalier.server.api import _of_routing
 from espalier.server.batch_objects import BatchRequest
 from espalier.server.batches import Batches
+from espalier.server.run import _batch_concurrency
 from espalier.server.stored import Store
 from tests.batch.sample import line, outcomes, write
 from tests.server.serving import FLAGS, ROOT, Served, serving
@@ -296,6 +297,14 @@ def test_batches_outlive_the_server(tmp_path):
 
     both = asyncio.run(asyncio.wait_for(first(), 60))
     asyncio.run(asyncio.wait_for(second(both), 60))
+
+
+@pytest.mark.parametrize(("slots", "queue", "at_once"), [(8, 256, 6), (8, 0, 4), (3, 9, 3), (1, 0, 1)])
+def test_a_batch_leaves_slots_and_queue_to_others(slots, queue, at_once):
+    front = SimpleNamespace(
+        client=SimpleNamespace(config={"max_batch": slots}), options=SimpleNamespace(max_queue=queue)
+    )
+    assert _batch_concurrency(front) == at_once
 
 
 def test_lines_left_at_the_windows_end_have_an_error(tmp_path):
