@@ -4,7 +4,7 @@ from argparse import ArgumentParser, Namespace
 
 from espalier.bench import load
 from espalier.bench.engines import about
-from espalier.bench.load import Arrivals, tree_and_plain
+from espalier.bench.load import TIMES, Arrivals, title_of, tree_and_plain
 from espalier.errors import require_number
 from espalier.terminal.console import print_table, write_json
 from espalier.terminal.flags import require_at_least_one
@@ -27,10 +27,10 @@ def run(args: Namespace) -> int:
     arrivals = {"concurrency": concurrency, "rate": args.rate}
     write_json(args.json, {**about(args, config), **arrivals, **figures})
     rows = [["ms", "p50", "p90", "p99"]]
-    for times in ("ttft_ms", "between_pieces_ms", "per_token_ms"):
+    for times in TIMES:
         for name, each in figures.items():
             percentiles = [f"{value:.1f}" for value in (each[times] or {}).values()]
-            title = f"{times.removesuffix('_ms').replace('_', ' ')}, {name}"
+            title = f"{title_of(times)}, {name}"
             rows.append([title, *(percentiles or [""] * 3)])
     print_table(rows)
     return 0

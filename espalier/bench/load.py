@@ -20,6 +20,8 @@ from espalier.request import Request, SamplingParams
 from espalier.terminal.flags import require_at_least_one
 
 PERCENTILES = (50, 90, 99)
+# What latency_of has percentiles of.
+TIMES = ("ttft_ms", "between_pieces_ms", "per_token_ms", "end_to_end_ms")
 # Defaults: {True: of a named shape on a GPU, False: of a model}.  A bundled model is small.
 INPUTS = {True: (128, 2048), False: (16, 128)}
 OUTPUTS = {True: (64, 512), False: (16, 64)}
@@ -52,17 +54,20 @@ def mixed(count: int, inputs: tuple[int, int], outputs: tuple[int, int], seed: i
 class Arrivals:
     """When requests arrive.
 
-    concurrency: requests at once; the next arrives when one finishes.  rate: requests a second, as a Poisson process.
-    Neither: all at once.
+    concurrency: requests at once; the next arrives when one finishes.  rate: requests a second, as a Poisson process;
+    with `burst`, so many at once, and the bursts evenly spaced.  Neither: all at once.
     """
 
     concurrency: int | None = None
     rate: float | None = None
+    burst: int | None = None
 
     def due(self, count: int) -> list[float]:
         """The time at which each request arrives, in seconds from the start."""
         if self.rate is None:
             return [0.0] * count
+        if self.burst is not None:
+            return [i // self.burst * self.burst / self.rate for i in range(count)]
         generator = torch.Generator().manual_seed(0)
         uniform = torch.rand(count, generator=generator, dtype=torch.float64)
         return (-torch.log1p(-uniform) / self.rate).cumsum(0).tolist()
@@ -90,6 +95,11 @@ class Timeline:
         """Mean seconds a token after the first chunk; None if there is only one chunk."""
         later = sum(count for _, count in self.chunks[1:])
         return (self.chunks[-1][0] - self.chunks[0][0]) / later if later else None
+
+    @property
+    def whole(self) -> float:
+        """Seconds to the last token."""
+        return self.chunks[-1][0] - self.due
 
 
 @dataclass(frozen=True)
@@ -119,16 +129,22 @@ class Served:
         }
 
     def latency(self) -> dict[str, Any]:
-        """Percentiles in ms: to the first token, between the chunks of a request, and a token of a request."""
-        per_token = [each.per_token for each in self.timelines]
-        return {
-            "requests": len(self.requests),
-            "seconds": self.seconds,
-            "ttft_ms": percentiles([each.first for each in self.timelines]),
-            "between_pieces_ms": percentiles([gap for each in self.timelines for gap in each.gaps]),
-            "per_token_ms": percentiles([each for each in per_token if each is not None]),
-            "accept_length": self.accept_length,
-        }
+        """See latency_of."""
+        about = {"requests": len(self.requests), "seconds": self.seconds, "accept_length": self.accept_length}
+        return about | latency_of(self.timelines)
+
+
+def latency_of(timelines: Sequence[Timeline]) -> dict[str, Any]:
+    """Percentiles in ms of TIMES: to the first token, between chunks, a token of a request, to the last token."""
+    per_token = [each.per_token for each in timelines if each.per_token is not None]
+    gaps = [gap for each in timelines for gap in each.gaps]
+    values = [each.first for each in timelines], gaps, per_token, [each.whole for each in timelines]
+    return {name: percentiles(each) for name, each in zip(TIMES, values, strict=True)}
+
+
+def title_of(times: str) -> str:
+    """The name of one of TIMES in a table."""
+    return times.removesuffix("_ms").replace("_", " ")
 
 
 def percentiles(seconds: Sequence[float]) -> dict[str, float] | None:
@@ -173,18 +189,19 @@ def _request(index: int, prompt: Sequence[int], num_tokens: int) -> Request:
 def add_flags(parser: ArgumentParser) -> None:
     engines.add_flags(parser)
     parser.add_argument("--requests", type=int, metavar="N", help="requests to serve (128; of a model 8)")
-    parser.add_argument("--input", type=_bounds, metavar="N,N", help="shortest and longest prompt")
-    parser.add_argument("--output", type=_bounds, metavar="N,N", help="shortest and longest output")
+    parser.add_argument("--input", type=bounds, metavar="N,N", help="shortest and longest prompt")
+    parser.add_argument("--output", type=bounds, metavar="N,N", help="shortest and longest output")
 
 
-def _bounds(text: str) -> tuple[int, int]:
+def bounds(text: str) -> tuple[int, int]:
+    """The type of a flag that takes the shortest and the longest length."""
     low, high = (int(part) for part in text.split(","))
     if not 1 <= low <= high:
         raise ValueError
     return low, high
 
 
-_bounds.__name__ = "two whole numbers, the smaller first"
+bounds.__name__ = "two whole numbers, the smaller first"
 
 
 def tree_and_plain(args: Namespace, arrivals: Arrivals) -> tuple[dict[str, Served], ResolvedConfig]:

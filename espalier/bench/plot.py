@@ -1,13 +1,16 @@
-"""Bar charts of rounds: ms compared with the roofline, and tokens/s compared with plain decoding."""
+"""Plots: bars of rounds beside the roofline and plain decoding, and lines of servers under load."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
+from espalier.bench.load import title_of
 from espalier.errors import EspalierError
 
 FORMATS = (".png", ".svg", ".pdf")
+COLOURS = ("tab:blue", "tab:orange", "tab:green", "tab:red")
 
 
 @dataclass(frozen=True)
@@ -46,10 +49,7 @@ def plot(bars: Sequence[Bars], title: str, path: Path | None) -> None:
     _pairs(rates, [(each.tokens_per_second, each.plain) for each in bars], "tokens/s", ("this layout", "plain"))
     rates.set_xticks(range(len(bars)), [each.name for each in bars], rotation=60, ha="right")
     figure.suptitle(title)
-    try:
-        figure.savefig(path)
-    except OSError as error:
-        raise EspalierError(f"--plot {path} cannot be written ({error.strerror}); name another file") from None
+    _save(figure, path)
 
 
 def _pairs(axes: Any, pairs: Sequence[tuple[float, float | None]], unit: str, labels: tuple[str, str]) -> None:
@@ -60,3 +60,62 @@ def _pairs(axes: Any, pairs: Sequence[tuple[float, float | None]], unit: str, la
             axes.bar([i + 0.4 * side - 0.2 for i, _ in values], [v for _, v in values], 0.4, label=label, color=colour)
     axes.set_ylabel(unit)
     axes.legend()
+
+
+@dataclass(frozen=True)
+class LoadPoint:
+    """A server at one rate of arrivals.  times: percentiles in ms by what they measure; goodput, answered: requests a
+    second."""
+
+    server: str
+    rate: float
+    times: Mapping[str, Mapping[str, float] | None]
+    goodput: float
+    answered: float
+
+
+def plot_load(points: Sequence[LoadPoint], limits: Mapping[str, float | None], path: Path | None) -> None:
+    """Write the plot if a path is given: p50 and p99 of each time, and requests a second, by rate.
+
+    limits: in ms, by the name of a time.  Raises EspalierError.
+    """
+    if path is None:
+        return
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(13.0, 7.5), layout="constrained")
+    *times, requests, legend = figure.subplots(2, 3).flat
+    for name, axis in zip(points[0].times, times, strict=True):
+        axis.set_title(f"{title_of(name)}, ms")
+        if limits.get(name) is not None:
+            axis.axhline(limits[name], color="tab:gray", linestyle=":")
+    requests.set_title("requests/s: within the limits, answered")
+    for colour, server in zip(cycle(COLOURS), dict.fromkeys(point.server for point in points), strict=False):
+        own = sorted((point for point in points if point.server == server), key=lambda point: point.rate)
+        _lines(own, colour, times, requests)
+        legend.plot([], [], "o-", color=colour, label=f"{server}: p50, within the limits")
+        legend.plot([], [], "^--", color=colour, label=f"{server}: p99, answered")
+    legend.axis("off")
+    legend.legend(loc="center")
+    for axis in (*times, requests):
+        axis.set_xlabel("arrivals a second")
+        axis.set_ylim(bottom=0)
+    _save(figure, path)
+
+
+def _lines(own: Sequence[LoadPoint], colour: str, times: Sequence[Any], requests: Any) -> None:
+    """One server's lines.  A rate at which nothing was answered has no times."""
+    for i, axis in enumerate(times):
+        for percentile, style in (("p50", "o-"), ("p99", "^--")):
+            known = [(point.rate, found[percentile]) for point in own if (found := list(point.times.values())[i])]
+            axis.plot([rate for rate, _ in known], [ms for _, ms in known], style, color=colour)
+    rates = [point.rate for point in own]
+    requests.plot(rates, [point.goodput for point in own], "o-", color=colour)
+    requests.plot(rates, [point.answered for point in own], "^--", color=colour)
+
+
+def _save(figure: Any, path: Path) -> None:
+    try:
+        figure.savefig(path)
+    except OSError as error:
+        raise EspalierError(f"--plot {path} cannot be written ({error.strerror}); name another file") from None

@@ -4,6 +4,7 @@ Both get token ids, all prompts at once, without a prefix cache, after one warm-
 byte that a client sends to the last one received; the clients share a thread (clients.py).
 With --shape both run a synthetic model on the same GPU, each its own copy.  It has no tokenizer: prompts are token ids,
 and answers have token ids (return_token_ids) instead of text.
+--url measures running servers instead (open_loop.py).
 --soak counts the requests that a server leaves unanswered.  --bad-host measures how long other requests wait while one
 host sends large requests.
 """
@@ -15,7 +16,7 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from types import MappingProxyType
 
-from espalier.bench import bad_host, engines, soak
+from espalier.bench import bad_host, engines, open_loop, soak
 from espalier.bench.clients import exchange_all, request_of
 from espalier.bench.engines import BenchEngine, OfShape, engines_of, load_sizes, requested_pages
 from espalier.bench.server import NAME, Server, serving
@@ -30,6 +31,7 @@ DEFAULTS = MappingProxyType({"concurrency": "1,16", "context": 128, "tokens": 96
 
 
 def add_flags(parser: ArgumentParser) -> None:
+    open_loop.add_flags(parser)
     parser.add_argument("--soak", type=int, metavar="N", help="send N requests of all kinds, many of which disconnect")
     parser.add_argument("--bad-host", action="store_true", help="how long others wait during large, hostile requests")
     parser.add_argument("--concurrency", metavar="N,N", help="requests at once (1,16)")
@@ -40,14 +42,19 @@ def add_flags(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> int:
+    modes = {"--url": args.url, "--bad-host": args.bad_host or None, "--soak": args.soak}
+    chosen = [flag for flag, value in modes.items() if value is not None]
+    if len(chosen) > 1:
+        raise EspalierError(f"{chosen[1]} is not for {chosen[0]}; leave one out")
     for name, value in DEFAULTS.items():
         if getattr(args, name) is None:
             setattr(args, name, value)
-        elif args.soak is not None or args.bad_host:
-            other = "--bad-host" if args.bad_host else "--soak"
-            raise EspalierError(f"{flag_of(name)} is not for {other}; leave one out")
-    if args.bad_host and args.soak is not None:
-        raise EspalierError("--soak is not for --bad-host; leave one out")
+        elif chosen:
+            raise EspalierError(f"{flag_of(name)} is not for {chosen[0]}; leave one out")
+    if args.url is not None:
+        refuse_shape(args, "--url")
+        return open_loop.run(args)
+    open_loop.refuse_flags(args)
     require_at_least_one(args, "soak", "context", "tokens", "repeats")
     if args.soak is None and not args.bad_host:
         return _run(args)

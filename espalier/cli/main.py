@@ -20,6 +20,7 @@ COMMANDS = MappingProxyType(
         "demo": ("espalier.cli.demo", "complete held-out prompts, plain and by tree, and draw a round"),
         "generate": ("espalier.cli.generate", "complete prompts; a prompt '-' is read from stdin"),
         "serve": ("espalier.cli.serve", "an OpenAI-compatible server"),
+        "batch": ("espalier.cli.batch", "answer a file of requests in OpenAI's batch format; resumable"),
         "quantize": ("espalier.cli.quantize", "write an FP8 or 4-bit copy of a model"),
         "bench": ("espalier.cli.bench", "measurements"),
         "doctor": ("espalier.cli.doctor", "machine, versions, resolved configuration"),

@@ -18,7 +18,7 @@ COMMANDS = MappingProxyType(
         "complete": "generate",
         "completion": "generate",
         "run": "generate",
-        "run-batch": "generate --file",
+        "run-batch": "batch",
         "launch_server": "serve",
         "server": "serve",
         "start": "serve",

@@ -1,11 +1,11 @@
 """`espalier serve MODEL`: runs the OpenAI-compatible server."""
 
 import asyncio
-import os
 from argparse import ArgumentParser, Namespace, _ArgumentGroup
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from espalier.config import EngineConfig
 from espalier.errors import EspalierError
@@ -14,18 +14,22 @@ from espalier.server.logs import LEVELS
 from espalier.terminal.console import read_text
 from espalier.terminal.flags import (
     add_engine_flags,
+    add_key_flag,
     add_shape_flags,
+    api_key,
     engine_settings,
     refuse_shape_flags,
     shape_settings,
 )
 
-# The alternative to --api-key, whose value every user of the machine can see in the list of processes.
-KEY_VARIABLE = "ESPALIER_API_KEY"
+if TYPE_CHECKING:
+    from espalier.server.front import FrontOptions
+
 SHAPE_WORKER = "espalier.cli.shape_worker"
 
 
-def _add_chat_flags(group: _ArgumentGroup) -> None:
+def add_chat_flags(group: _ArgumentGroup) -> None:
+    """Flags of how messages become a prompt, and an output an answer.  See front_options."""
     group.add_argument("--chat-template", type=Path, metavar="FILE", help="replaces the tokenizer's chat template")
     group.add_argument(
         "--allow-special-tokens-in-messages",
@@ -46,6 +50,18 @@ def _add_chat_flags(group: _ArgumentGroup) -> None:
     )
 
 
+def _add_batch_flags(group: _ArgumentGroup) -> None:
+    group.add_argument(
+        "--batch-dir",
+        type=Path,
+        metavar="DIR",
+        help="keep files and batches there, and serve /v1/files and /v1/batches (they are not served)",
+    )
+    group.add_argument(
+        "--max-file-bytes", type=int, default=200 * 2**20, metavar="N", help="largest upload of a file (209715200)"
+    )
+
+
 def add_flags(parser: ArgumentParser) -> None:
     parser.add_argument(
         "model", nargs="?", default="auto", help=EngineConfig.__dataclass_fields__["model"].metadata["help"]
@@ -56,14 +72,14 @@ def add_flags(parser: ArgumentParser) -> None:
     http.add_argument(
         "--served-model-name", action="append", metavar="X", help="the model's name in the API; may be repeated (MODEL)"
     )
-    http.add_argument("--api-key", metavar="X", help=f"bearer token that clients must send (${KEY_VARIABLE})")
+    add_key_flag(http, "bearer token that clients must send")
     http.add_argument(
         "--cors-origin", action="append", metavar="X", help="origin whose pages may call the server; may be repeated"
     )
     http.add_argument(
         "--strict-fields", action="store_true", help="refuse fields that have no effect, such as user and metadata"
     )
-    _add_chat_flags(http)
+    add_chat_flags(http)
     http.add_argument("--max-queue", type=int, default=256, metavar="N", help="samples that may wait for a slot (256)")
     http.add_argument(
         "--request-timeout",
@@ -75,6 +91,7 @@ def add_flags(parser: ArgumentParser) -> None:
     http.add_argument(
         "--max-body-bytes", type=int, default=4 * 2**20, metavar="N", help="largest request body (4194304)"
     )
+    _add_batch_flags(http)
     http.add_argument(
         "--body-timeout",
         type=float,
@@ -128,9 +145,7 @@ def run(args: Namespace) -> int:
     # Imported here, so that other commands start without the server's modules.
     from espalier.server.api import ApiOptions
     from espalier.server.client import MODEL_WORKER, ClientOptions
-    from espalier.server.front import FrontOptions
     from espalier.server.run import ServeOptions, serve
-    from espalier.tools.formats import find_formats
 
     for name in (
         "port",
@@ -142,14 +157,11 @@ def run(args: Namespace) -> int:
         "drain_timeout",
     ):
         _require(name, getattr(args, name), 0)
-    for name in ("max_body_bytes", "engine_timeout"):
+    for name in ("max_body_bytes", "max_file_bytes", "engine_timeout"):
         _require(name, getattr(args, name), 1)
-    # A format that does not exist is refused before the model is loaded.
-    find_formats("", args.tool_format, args.reasoning_format)
     settings, name = _shape(args) if args.shape is not None else _model(args)
     # With "auto" and a draft, the name is that of the target's directory.
     names = args.served_model_name or [name for name in [name] if name != "auto"]
-    template = None if args.chat_template is None else read_text("--chat-template", args.chat_template)
     options = ServeOptions(
         host=args.host,
         port=args.port,
@@ -163,22 +175,15 @@ def run(args: Namespace) -> int:
             log_json=args.log_json,
             worker=MODEL_WORKER if args.shape is None else SHAPE_WORKER,
         ),
-        front=FrontOptions(
-            tuple(names),
-            template,
-            args.max_queue,
-            args.request_timeout or None,
-            args.strict_fields,
-            args.allow_special_tokens_in_messages,
-            args.tool_format,
-            args.reasoning_format,
-        ),
+        front=front_options(args, names, args.max_queue, args.request_timeout or None, args.strict_fields),
         api=ApiOptions(
-            args.api_key or os.environ.get(KEY_VARIABLE) or None,
+            api_key(args),
             args.cors_origin or (),
             args.max_body_bytes,
             args.body_timeout or None,
+            args.max_file_bytes,
         ),
+        batch_dir=args.batch_dir,
     )
     logs.set_up(args.log_level, args.log_json)
     try:
@@ -186,6 +191,26 @@ def run(args: Namespace) -> int:
     except asyncio.CancelledError:  # SIGTERM while the model was being loaded
         return 0
     return 0
+
+
+def front_options(
+    args: Namespace, names: Sequence[str], max_queue: int, request_timeout_s: float | None, strict_fields: bool = False
+) -> "FrontOptions":
+    """With the flags of add_chat_flags.  Raises EspalierError, before the model is loaded."""
+    from espalier.server.front import FrontOptions
+    from espalier.tools.formats import find_formats
+
+    find_formats("", args.tool_format, args.reasoning_format)
+    return FrontOptions(
+        names=tuple(names),
+        chat_template=None if args.chat_template is None else read_text("--chat-template", args.chat_template),
+        max_queue=max_queue,
+        request_timeout_s=request_timeout_s,
+        strict_fields=strict_fields,
+        allow_special_tokens_in_messages=args.allow_special_tokens_in_messages,
+        tool_format=args.tool_format,
+        reasoning_format=args.reasoning_format,
+    )
 
 
 def _model(args: Namespace) -> tuple[dict[str, Any], str]:

@@ -19,6 +19,8 @@ from espalier.chat import ChatOptions
 from espalier.errors import EspalierError
 from espalier.inputs import InputProcessor
 from espalier.server.answers import TextAnswer
+from espalier.server.batch_api import add_batches
+from espalier.server.batches import Batches
 from espalier.server.chat_answers import ChatAnswer
 from espalier.server.conversing import chat_tokens, converse, num_characters, refusing
 from espalier.server.errors import ApiError, ErrorBody
@@ -34,6 +36,7 @@ from espalier.tools.plan import ChatPlan
 
 _TEXT_ONLY = "this server only generates text"
 _STATELESS = "the server stores nothing between requests"
+_BATCH_DIR = "this server has no place for files and batches; start it with --batch-dir DIR"
 # OpenAI's paths that are not served, each with the reason that its error gives.
 REFUSED_PATHS = {
     "/v1/embeddings": _TEXT_ONLY,
@@ -43,9 +46,9 @@ REFUSED_PATHS = {
     "/v1/images": _TEXT_ONLY,
     "/v1/videos": _TEXT_ONLY,
     "/v1/realtime": "use /v1/chat/completions with stream",
-    "/v1/files": _STATELESS,
+    "/v1/files": _BATCH_DIR,
     "/v1/uploads": _STATELESS,
-    "/v1/batches": "send requests concurrently, the engine batches them",
+    "/v1/batches": _BATCH_DIR,
     "/v1/fine_tuning": "python -m espalier.train trains drafts",
     "/v1/assistants": "use /v1/chat/completions",
     "/v1/threads": "use /v1/chat/completions",
@@ -76,21 +79,24 @@ GENERATES = (*READS_A_BODY, 429, 504)
 @dataclass(frozen=True)
 class ApiOptions:
     """api_key: None if clients need none; cors_origins: origins whose pages may call the server; body_timeout_s: limit
-    for reading the headers, and for reading the body, None for no limit."""
+    for reading the headers, and for reading the body, None for no limit; max_file_bytes: for an upload of a file."""
 
     api_key: str | None = None
     cors_origins: Sequence[str] = ()
     max_body_bytes: int = 4 * 2**20
     body_timeout_s: float | None = 60.0
+    max_file_bytes: int = 200 * 2**20
 
 
-def make_app(front: Front, options: ApiOptions) -> tuple[ASGIApp, Gate]:
-    """The application, and the gate that counts open requests."""
+def make_app(front: Front, options: ApiOptions, batches: Batches | None = None) -> tuple[ASGIApp, Gate]:
+    """The application, and the gate that counts open requests.  batches: None for a server without them."""
     # No redirects for a trailing slash: behind a proxy their http:// URL with this host would be wrong.
     app = FastAPI(title="Espalier", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     _add_generation(app, front)
     _add_tokens(app, front)
     _add_state(app, front)
+    if batches is not None:
+        add_batches(app, batches, front.bodies.limits)
     _add_errors(app)
     _describe(app, front.names)
     gate = Gate(
@@ -99,6 +105,7 @@ def make_app(front: Front, options: ApiOptions) -> tuple[ASGIApp, Gate]:
         options.max_body_bytes,
         lambda path, status: _count(front, path, status),
         options.body_timeout_s,
+        None if batches is None else options.max_file_bytes,
     )
     if not options.cors_origins:
         return gate, gate
@@ -344,7 +351,9 @@ def _of_routing(http: Request, error: HTTPException) -> ApiError:
     if error.status_code == 404:
         if (meant := path.rstrip("/")) != path and any(meant == getattr(r, "path", "") for r in http.app.routes):
             return ApiError(404, f"{path} is not served; use {meant}, without the slash at the end")
-        why = next((why for prefix, why in REFUSED_PATHS.items() if path.startswith(prefix)), None)
+        served_paths = {getattr(route, "path", "") for route in http.app.routes}
+        refused = ((prefix, why) for prefix, why in REFUSED_PATHS.items() if prefix not in served_paths)
+        why = next((why for prefix, why in refused if path.startswith(prefix)), None)
         served = (
             "use /v1/models, /v1/completions, /v1/chat/completions, /v1/responses, /tokenize, /detokenize, /health, "
             "/metrics or /version"

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ValidationError
 
 from espalier.errors import EspalierError
 from espalier.request import check_prompt
+from espalier.server.batch_objects import BatchRequest
 from espalier.server.errors import ApiError, of_validation, refusal
 from espalier.server.openai import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from espalier.server.responses import ResponsesRequest
@@ -19,7 +20,14 @@ from espalier.server.responses import ResponsesRequest
 MODELS: Mapping[str, type[BaseModel]] = MappingProxyType(
     {
         each.__name__: each
-        for each in (CompletionRequest, ChatRequest, ResponsesRequest, TokenizeRequest, DetokenizeRequest)
+        for each in (
+            CompletionRequest,
+            ChatRequest,
+            ResponsesRequest,
+            TokenizeRequest,
+            DetokenizeRequest,
+            BatchRequest,
+        )
     }
 )
 UNREADABLE = (

@@ -16,12 +16,15 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from espalier.server.errors import FAILED, RETRY_AFTER_S, ApiError
+from espalier.server.front import CLIENT_LEFT
 from espalier.server.logs import new_request_id, request_id
 
 log = logging.getLogger("espalier.server")
 CLIENT_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 # Multiple of max_body_bytes up to which a too large body is read and dropped.
 MAX_DROPPED = 4
+# Uploads have a limit of their own.
+FILES = "/v1/files"
 # Load balancers and Prometheus read these without a key.
 OPEN_PATHS = ("/health", "/metrics")
 
@@ -30,7 +33,7 @@ class Gate:
     """Wraps an app.
 
     answered(path, status): called at the end of each response; body_timeout_s: limit for reading one body, None for no
-    limit; num_open: requests in progress.
+    limit; max_file_bytes: for uploads of files, None for a server without them; num_open: requests in progress.
     """
 
     def __init__(
@@ -40,12 +43,14 @@ class Gate:
         max_body_bytes: int,
         answered: Callable[[str, int], None],
         body_timeout_s: float | None = None,
+        max_file_bytes: int | None = None,
     ):
         self.app = app
         self.api_key = api_key
         self.max_body_bytes = max_body_bytes
         self.answered = answered
         self.body_timeout_s = body_timeout_s
+        self.max_file_bytes = max_file_bytes
         self.num_open = 0
         self.draining = False
         # The timeouts of bodies that are being received.
@@ -69,7 +74,7 @@ class Gate:
         # espalier/server/connections.py reads the id from the scope.
         scope.setdefault("state", {})["request_id"] = request_id.get()
         refused: ApiError | None = None
-        began, answer, upload = time.perf_counter(), Answering(send), Upload(self, receive)
+        began, answer, upload = time.perf_counter(), Answering(send), Upload(self, receive, scope["path"])
         # Quoted, so that a line break in the path cannot forge a log line.
         path = quote(scope["path"])
         self.num_open += 1
@@ -89,12 +94,14 @@ class Gate:
         finally:
             self.num_open -= 1
             seconds = time.perf_counter() - began
+            # Nothing was sent to a client that left, or to a batch that was stopped.
+            status = answer.status or CLIENT_LEFT
             # Probes would fill the log.
             level = logging.DEBUG if scope["path"] in OPEN_PATHS and answer.status == 200 else logging.INFO
             why = _reason(refused or scope["state"].get("refused"))
-            log.log(level, "%s %s %d %.3f s%s", method, path, answer.status, seconds, why)
+            log.log(level, "%s %s %d %.3f s%s", method, path, status, seconds, why)
             route = scope.get("route")
-            self.answered(getattr(route, "path", "other"), answer.status)
+            self.answered(getattr(route, "path", "other"), status)
 
     def _check_key(self, path: str, headers: Headers) -> None:
         if self.api_key is not None and path not in OPEN_PATHS:
@@ -121,9 +128,12 @@ class Upload:
     Raises ApiError if the body is too large or too slow.
     """
 
-    def __init__(self, gate: Gate, receive: Receive):
+    def __init__(self, gate: Gate, receive: Receive, path: str):
         self.gate = gate
         self.receive = receive
+        self.max_bytes, self.flag = gate.max_body_bytes, "--max-body-bytes"
+        if path == FILES and gate.max_file_bytes is not None:
+            self.max_bytes, self.flag = gate.max_file_bytes, "--max-file-bytes"
         self.num_received = 0
         self.complete = False
         limit = gate.body_timeout_s
@@ -131,22 +141,22 @@ class Upload:
 
     async def __call__(self) -> Message:
         message = await self._next()
-        if self.num_received > self.gate.max_body_bytes:
+        if self.num_received > self.max_bytes:
             await self._drop()
         return message
 
     async def check_length(self, headers: Headers) -> None:
         """Refuse a body by its Content-Length.  Raises ApiError."""
         length = headers.get("content-length", "0")
-        if length.isdecimal() and int(length) > self.gate.max_body_bytes:
+        if length.isdecimal() and int(length) > self.max_bytes:
             await self._drop(int(length))
 
     async def _drop(self, length: int = 0) -> None:
         """Refuse a too large body.  Read a moderately large one to its end first: a client that sends does not read."""
-        limit = self.gate.max_body_bytes
+        limit = self.max_bytes
         while not self.complete and max(self.num_received, length) <= MAX_DROPPED * limit:
             await self._next()
-        raise ApiError(413, f"the body is larger than {limit} bytes; send less, or raise --max-body-bytes")
+        raise ApiError(413, f"the body is larger than {limit} bytes; send less, or raise {self.flag}")
 
     async def _next(self) -> Message:
         if self.complete:  # the next message is the client's disconnect, and may take any time

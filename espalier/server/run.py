@@ -20,11 +20,13 @@ import uvicorn
 
 from espalier.errors import EspalierError
 from espalier.server.api import ApiOptions, make_app
+from espalier.server.batches import Batches
 from espalier.server.client import ClientOptions, EngineClient
 from espalier.server.connections import Readers, Senders
 from espalier.server.front import Front, FrontOptions
 from espalier.server.gate import Gate
 from espalier.server.http1 import Connection
+from espalier.server.stored import Store
 from espalier.startup.checkpoints import BUNDLED, BUNDLED_FILES
 from espalier.text import tokenizer_class
 
@@ -41,7 +43,7 @@ TICKS_PER_SWEEP = 10
 @dataclass(frozen=True)
 class ServeOptions:
     """port: 0 chooses a free one, which the log shows; send_timeout_s: how long a client may read nothing, None for no
-    limit."""
+    limit; batch_dir: for files and batches, None for a server without them."""
 
     host: str
     port: int
@@ -50,6 +52,7 @@ class ServeOptions:
     client: ClientOptions
     front: FrontOptions
     api: ApiOptions
+    batch_dir: Path | None = None
 
 
 class Server(uvicorn.Server):
@@ -63,8 +66,10 @@ class Server(uvicorn.Server):
         readers: Readers,
         senders: Senders,
         drain_timeout_s: float,
+        batches: Batches | None = None,
     ):
         super().__init__(config)
+        self.batches = batches
         self.front = front
         self.gate = gate
         self.readers = readers
@@ -81,6 +86,8 @@ class Server(uvicorn.Server):
         again, self.front.draining = self.front.draining, True
         if not again:
             self.gate.drain()
+            if self.batches is not None:
+                self.batches.stop()
         if again or at_once:
             self.should_exit = True
             self.loop.create_task(self.front.client.close())
@@ -125,6 +132,7 @@ class Server(uvicorn.Server):
 async def serve(settings: Mapping[str, Any], options: ServeOptions) -> None:
     """Serve until a signal.  settings: keywords of EngineConfig.  Raises EspalierError before anything is served."""
     listener = _bound(options.host, options.port)
+    store = None if options.batch_dir is None else Store(options.batch_dir)
     client = EngineClient(settings, options.client)
     loading = asyncio.current_task()
     assert loading is not None
@@ -135,7 +143,8 @@ async def serve(settings: Mapping[str, Any], options: ServeOptions) -> None:
         await asyncio.gather(client.start(), asyncio.to_thread(_import_tokenizer, settings.get("model")))
         front = await asyncio.to_thread(Front, client, options.front)
         loop.remove_signal_handler(signal.SIGTERM)
-        app, gate = make_app(front, options.api)
+        batches = None if store is None else Batches(store, _batch_concurrency(front))
+        app, gate = make_app(front, options.api, batches)
         config = uvicorn.Config(
             app,
             http=Connection,
@@ -149,17 +158,30 @@ async def serve(settings: Mapping[str, Any], options: ServeOptions) -> None:
         )
         readers = Readers(options.send_timeout_s, front.metrics.stalled_readers)
         senders = Senders(options.api.body_timeout_s, front.metrics.stalled_senders)
-        server = Server(config, front, gate, readers, senders, options.drain_timeout_s)
+        server = Server(config, front, gate, readers, senders, options.drain_timeout_s, batches)
         host, port = listener.getsockname()[:2]
         log.info("serving %s at http://%s:%d/v1", ", ".join(front.names), host, port)
         # The application lives as long as the process: garbage collections must not search it.
         gc.collect()
         gc.freeze()
+        if batches is not None:
+            batches.start(gate, options.api.api_key)
         await server.serve(sockets=[listener])
+        if batches is not None:
+            await batches.close()
         await front.close()
     finally:
         await client.close()
         listener.close()
+
+
+def _batch_concurrency(front: Front) -> int:
+    """Requests of a batch at once: three quarters of the slots, and at most half of what the server holds.
+
+    No running request makes way for an arrival, so without free slots every other request would wait.
+    """
+    slots = int(front.client.config["max_batch"])
+    return max(1, min(slots - slots // 4, (slots + front.options.max_queue) // 2))
 
 
 def _import_tokenizer(model: str | None) -> None:

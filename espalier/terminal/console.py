@@ -77,16 +77,16 @@ def print_table(rows: Sequence[Sequence[str]]) -> None:
 
 
 @contextmanager
-def progress(what: str, total: int) -> Iterator[Callable[[], None]]:
+def progress(what: str, total: int) -> Iterator[Callable[..., None]]:
     """Show a progress bar on stderr if it is a terminal, and remove it at the end.
 
-    Yields a function that advances the bar by one.
+    Yields a function that advances the bar by one, or by a number.
     """
     console = stderr()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(what, total=total)
-        yield lambda: bar.advance(task)
+        yield lambda count=1: bar.advance(task, count)
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """Generates flags from the fields of EngineConfig, SpeculationConfig and SamplingParams."""
 
 import json
+import os
 import re
 import types
 from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError, BooleanOptionalAction, Namespace, _ArgumentGroup
@@ -14,6 +15,8 @@ from espalier.errors import EspalierError
 from espalier.request import SPELLED_ALIKE, SamplingParams
 
 NOT_GIVEN = None
+# The alternative to --api-key, whose value every user of the machine can see in the list of processes.
+KEY_VARIABLE = "ESPALIER_API_KEY"
 # The flags of a synthetic model besides --shape.
 SHAPE_FLAGS = ("accept_length", "routing_correlation", "mtp_layers", "mtp_form")
 
@@ -37,6 +40,16 @@ def refuse_tree_flags(args: Namespace, flag: str) -> None:
 
 def add_json_flag(parser: ArgumentParser) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there as well")
+
+
+def add_key_flag(parser: ArgumentParser | _ArgumentGroup, about: str) -> None:
+    """about: who sends the key to whom.  See api_key."""
+    parser.add_argument("--api-key", metavar="X", help=f"{about} (${KEY_VARIABLE})")
+
+
+def api_key(args: Namespace) -> str | None:
+    """The key of the flag or of the environment."""
+    return args.api_key or os.environ.get(KEY_VARIABLE) or None
 
 
 def add_sampling_flags(parser: ArgumentParser) -> None:

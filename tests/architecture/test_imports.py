@@ -41,7 +41,7 @@ FLOORS = (
     ("startup",),
     ("llm",),
     ("",),
-    ("synthetic", "terminal"),
+    ("batch", "synthetic", "terminal"),
     ("server", "bench", "train"),
     ("cli",),
     ("__main__",),

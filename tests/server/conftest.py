@@ -11,7 +11,9 @@ from tests.server.serving import ENGINE, TREE, Served, serving
 
 @pytest.fixture(scope="session")
 def served(tmp_path_factory):
-    with serving(tmp_path_factory.mktemp("server"), "--max-queue", "12") as served:
+    folder = tmp_path_factory.mktemp("server")
+    batches = ("--batch-dir", str(folder / "batches"), "--max-file-bytes", "65536")
+    with serving(folder, "--max-queue", "12", *batches) as served:
         yield served
 
 

@@ -106,7 +106,7 @@ def test_a_body_may_run_out_of_time_as_the_drain_begins():
             await asyncio.sleep(60)
 
         with pytest.raises(ApiError, match="503: the server is shutting down"):
-            await Upload(gate, receive)()
+            await Upload(gate, receive, "/v1/completions")()
         assert gate.draining and errors == []
 
     asyncio.run(end())

@@ -1,0 +1,135 @@
+"""The output file of a batch: a line for each line of the input that is answered, in the order of the answers.
+
+A line is one write to the end of the file, so a killed process leaves whole lines and at most one torn line at the end,
+which the next run cuts off.  `sync` is for a machine that loses power: what was written since the last one may be lost,
+and is then answered again.
+"""
+
+import errno
+import fcntl
+import os
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from espalier.batch.lines import LineError, Response, answer_line, id_prefix, raw_lines
+from espalier.batch.survey import Survey
+from espalier.errors import EspalierError
+
+OK = 200
+
+
+class Journal:
+    """num_answered: lines that are answered; num_failed: those of them with an error, or a status other than 200.
+
+    Raises EspalierError if the file cannot be written, is another input's output, or is no batch's output.
+    """
+
+    def __init__(self, path: Path, survey: Survey):
+        self.path = path
+        self.survey = survey
+        self.num_answered = 0
+        self.num_failed = 0
+        self._prefix = id_prefix(survey.digest)
+        self._is_answered = bytearray(survey.last + 1)
+        self._unsynced = False
+        self._file = _opened(path)
+        try:
+            self._recover()
+        except BaseException:
+            os.close(self._file)
+            raise
+
+    def is_answered(self, number: int) -> bool:
+        return bool(self._is_answered[number])
+
+    @property
+    def num_left(self) -> int:
+        return self.survey.num_lines - self.num_answered
+
+    def unanswered(self) -> Generator[tuple[int, bytes]]:
+        """(number, bytes) of the input's lines without an answer.  Read as they are needed."""
+        with self.survey.path.open("rb") as file:
+            for number, data in raw_lines(file, self.survey.path):
+                if not self.is_answered(number):
+                    yield number, data
+
+    def append(self, number: int, custom_id: str | None, answer: Response | LineError) -> None:
+        """Write the answer of a line.  Raises EspalierError if it cannot be written."""
+        data = answer_line(self.survey.digest, number, custom_id, answer)
+        try:
+            while data:
+                data = data[os.write(self._file, data) :]
+        except OSError as error:
+            raise EspalierError(
+                f"{self.path} cannot be written ({error.strerror}); make room and run it again"
+            ) from None
+        self._unsynced = True
+        self._count(number, isinstance(answer, LineError) or answer.status_code != OK)
+
+    def sync(self) -> None:
+        """Wait until the lines are on the disk."""
+        if self._unsynced:
+            self._unsynced = False
+            os.fsync(self._file)
+
+    def close(self) -> None:
+        self.sync()
+        os.close(self._file)
+
+    def _count(self, number: int, failed: bool) -> None:
+        self._is_answered[number] = 1
+        self.num_answered += 1
+        self.num_failed += failed
+
+    def _recover(self) -> None:
+        """Read what an earlier run has written, and cut off a torn last line."""
+        with self.path.open("rb") as file:
+            offset = 0
+            for count, data in enumerate(file, 1):
+                if not data.endswith(b"\n") and self._is_torn(data):
+                    os.ftruncate(self._file, offset)
+                    break
+                self._take(count, data)
+                offset += len(data)
+
+    def _is_torn(self, data: bytes) -> bool:
+        """Whether bytes without an end are the start of a line of this output.  A lost block reads as zeros."""
+        start, written = f'{{"id":"{self._prefix}'.encode(), data.rstrip(b"\0")
+        return written.startswith(start) or start.startswith(written)
+
+    def _take(self, count: int, data: bytes) -> None:
+        try:
+            line: Any = msgspec.json.decode(data)
+            name, response = line["id"], line["response"]
+            number = int(name.rpartition("_")[2])
+            failed = response is None or response["status_code"] != OK
+        except (msgspec.DecodeError, TypeError, KeyError, ValueError, AttributeError):
+            raise EspalierError(
+                f"{self.path}, line {count}: this is not a batch's output; name another file for the output"
+            ) from None
+        if not name.startswith(self._prefix) or not 0 < number <= self.survey.last:
+            raise EspalierError(
+                f"{self.path} has answers to another input than {self.survey.path}, or the input has changed since; "
+                "name another file for the output"
+            )
+        if not self.is_answered(number):
+            self._count(number, failed)
+
+
+def _opened(path: Path) -> int:
+    """The file, open for appending and locked against another process.  Raises EspalierError."""
+    try:
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        raise EspalierError(f"{path} cannot be written ({error.strerror}); name another file") from None
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(file)
+        if error.errno in (errno.EWOULDBLOCK, errno.EAGAIN):
+            raise EspalierError(f"{path} is being written by another batch; wait for it, or end it") from None
+        raise EspalierError(f"{path} cannot be locked ({error.strerror}); use a local file system") from None
+    return file

@@ -1,0 +1,122 @@
+"""OpenAI's batch format: a line of the input, and the line of the output that answers it.
+
+Input: {"custom_id", "method", "url", "body"}.  Output: {"id", "custom_id", "response", "error"}, where `response` is
+{"status_code", "request_id", "body"}.  The id holds the input's digest and the line's number, so an output file says
+which lines of which input it answers.
+"""
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import msgspec
+
+from espalier.errors import EspalierError, shown
+
+URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+FIELDS = ("custom_id", "method", "url", "body")
+MAX_LINE_BYTES = 64 * 2**20
+MAX_ID_CHARS = 512
+
+
+@dataclass(frozen=True)
+class Line:
+    """One request.  number: of its line in the input, from 1."""
+
+    number: int
+    custom_id: str
+    url: str
+    body: dict[str, Any]
+
+
+class Response(NamedTuple):
+    status_code: int
+    request_id: str
+    body: Any
+
+
+class LineError(Exception):
+    """Why one line has no response.  code: for programs; custom_id: None if the line has none."""
+
+    def __init__(self, code: str, message: str, custom_id: str | None = None):
+        super().__init__(message)
+        self.code = code
+        self.custom_id = custom_id
+
+
+def raw_lines(file: BinaryIO, name: Path) -> Iterator[tuple[int, bytes]]:
+    """(number, bytes) of each line that is not blank.  Raises EspalierError for a line that is too long."""
+    number = 0
+    while data := file.readline(MAX_LINE_BYTES + 1):
+        number += 1
+        if len(data) > MAX_LINE_BYTES:
+            raise EspalierError(
+                f"{name}, line {number}: it is longer than {MAX_LINE_BYTES} bytes; write one request on each line"
+            )
+        if not data.isspace():
+            yield number, data
+
+
+def parse(number: int, data: bytes, urls: Collection[str] = URLS) -> Line:
+    """The request of a line.  urls: those that it may name.  Raises LineError."""
+    try:
+        value = msgspec.json.decode(data)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise LineError("invalid_json_line", f"the line is not JSON ({error}); write a JSON object") from None
+    if not isinstance(value, dict):
+        raise LineError("invalid_json_line", "the line is not a JSON object; write one with " + ", ".join(FIELDS))
+    custom_id = value.get("custom_id")
+    known_id = custom_id if isinstance(custom_id, str) else None
+    try:
+        _check(value, urls)
+    except LineError as error:
+        raise LineError(error.code, str(error), known_id) from None
+    return Line(number, value["custom_id"], value["url"], value["body"])
+
+
+def _check(value: Mapping[str, Any], urls: Collection[str]) -> None:
+    """Raises LineError."""
+    for name in FIELDS:
+        if value.get(name) is None:
+            raise LineError("missing_required_parameter", f"{name} is missing; a line has {', '.join(FIELDS)}")
+    for name in value:
+        if name not in FIELDS:
+            raise LineError("unknown_parameter", f"a line has no {shown(name)}; use {', '.join(FIELDS)}")
+    custom_id, method, url, body = (value[name] for name in FIELDS)
+    if not isinstance(custom_id, str) or not 0 < len(custom_id) <= MAX_ID_CHARS:
+        message = f"custom_id={shown(custom_id)} is not supported; use text of 1 to {MAX_ID_CHARS} characters"
+        raise LineError("invalid_custom_id", message)
+    if method != "POST":
+        raise LineError("invalid_method", f"method={shown(method)} is not supported; use 'POST'")
+    if url not in urls:
+        raise LineError("invalid_url", f"url={shown(url)} is not supported; use {', '.join(urls)}")
+    if not isinstance(body, dict):
+        raise LineError("invalid_body", f"body={shown(body)} is not supported; use a JSON object")
+    if body.get("stream"):
+        raise LineError("invalid_body", "stream is not supported in a batch; leave it out")
+
+
+def custom_id_of(data: bytes) -> str | None:
+    """The custom_id of a line, None if it has none that can be read."""
+    try:
+        value = msgspec.json.decode(data)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+        return None
+    custom_id = value.get("custom_id") if isinstance(value, dict) else None
+    return custom_id if isinstance(custom_id, str) else None
+
+
+def id_prefix(digest: str) -> str:
+    return f"batch_req_{digest}_"
+
+
+def answer_line(digest: str, number: int, custom_id: str | None, answer: Response | LineError) -> bytes:
+    """The line of the output that answers line `number` of the input with this digest."""
+    response, error = None, None
+    if isinstance(answer, LineError):
+        error = {"code": answer.code, "message": str(answer)}
+    else:
+        response = answer._asdict()
+    line = {"id": f"{id_prefix(digest)}{number}", "custom_id": custom_id, "response": response, "error": error}
+    return msgspec.json.encode(line) + b"\n"

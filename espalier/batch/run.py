@@ -1,0 +1,71 @@
+"""Runs a batch: every line that the journal has no answer for is sent, and its answer is written.
+
+Lines are read as they are sent, and `concurrency` of them are in memory, so a file may have any number of lines.
+"""
+
+import asyncio
+from collections.abc import Callable, Collection, Iterator
+
+from espalier.batch.journal import Journal
+from espalier.batch.lines import URLS, LineError, Response, id_prefix, parse
+from espalier.batch.sender import Sender
+
+SYNC_S = 1.0
+
+
+async def run(
+    journal: Journal,
+    sender: Sender,
+    concurrency: int,
+    answered: Callable[[], object] = lambda: None,
+    urls: Collection[str] = URLS,
+) -> None:
+    """answered: called for each line that is written.  urls: those that a line may name.
+
+    Raises EspalierError if the server does not answer any more or the output cannot be written.  Whatever ends it, the
+    answers so far are in the journal, and a later run goes on from there.
+    """
+    lines = journal.unanswered()
+    syncing = asyncio.create_task(_sync(journal))
+    try:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(min(concurrency, journal.num_left)):
+                group.create_task(_work(lines, journal, sender, answered, urls))
+    except BaseExceptionGroup as errors:
+        raise _first(errors) from None
+    finally:
+        syncing.cancel()
+        lines.close()
+
+
+async def _work(
+    lines: Iterator[tuple[int, bytes]],
+    journal: Journal,
+    sender: Sender,
+    answered: Callable[[], object],
+    urls: Collection[str],
+) -> None:
+    """Answer one line after another, beside others that take from the same lines."""
+    for number, data in lines:
+        custom_id: str | None = None
+        answer: Response | LineError
+        try:
+            line = parse(number, data, urls)
+            custom_id = line.custom_id
+            answer = await sender.answer(f"{id_prefix(journal.survey.digest)}{number}", line)
+        except LineError as error:
+            custom_id, answer = error.custom_id, error
+        journal.append(number, custom_id, answer)
+        answered()
+
+
+async def _sync(journal: Journal) -> None:
+    while True:
+        await asyncio.sleep(SYNC_S)
+        # A slow disk must not hold up what else runs on this event loop.
+        await asyncio.to_thread(journal.sync)
+
+
+def _first(errors: BaseExceptionGroup) -> BaseException:
+    inner = errors.exceptions[0]
+    return _first(inner) if isinstance(inner, BaseExceptionGroup) else inner

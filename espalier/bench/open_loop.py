@@ -1,0 +1,243 @@
+"""`espalier bench serve --url`: a load in an open loop on running servers with OpenAI's API, whatever engine they have.
+
+Requests arrive at their times, however slow the answers are.  Each server gets the same requests, at each rate, one
+after another.  Times count from the moment at which a request was due; each has a connection of its own.
+"""
+
+import asyncio
+import json
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from operator import le
+from pathlib import Path
+from time import perf_counter
+from types import MappingProxyType
+from typing import Any
+
+from espalier.bench.asking import Asked, Target, first_model
+from espalier.bench.clients import address_of
+from espalier.bench.load import TIMES, Arrivals, Timeline, bounds, latency_of, title_of
+from espalier.bench.plot import LoadPoint, plot_load, require_plot
+from espalier.bench.traffic import CHAT, PATHS, Conversation, Traffic
+from espalier.errors import EspalierError, require_number
+from espalier.terminal.console import print_header, print_table, progress, require_writable, write_json
+from espalier.terminal.flags import add_key_flag, api_key, flag_of, given_flags, require_at_least_one
+
+POISSON, FIXED, BURSTS = "poisson", "fixed", "bursts"
+DEFAULTS: Mapping[str, Any] = MappingProxyType(
+    {
+        "rate": [2.0],
+        "arrivals": POISSON,
+        "burst": 8,
+        "requests": 64,
+        "endpoint": CHAT,
+        "input": (16, 64),
+        "output": (16, 64),
+        "prefixes": 0,
+        "prefix_words": 64,
+        "turns": 1,
+        "think": 1.0,
+        "timeout": 600.0,
+    }
+)
+OPTIONAL = ("ttft_limit", "itl_limit", "extra_body", "api_key", "plot")
+
+
+def add_flags(parser: ArgumentParser) -> None:
+    group = parser.add_argument_group("a load on running servers")
+    add = group.add_argument
+    add("--url", action="append", metavar="X", help="a running server, any with OpenAI's API; may be repeated")
+    add("--rate", type=_rates, metavar="X,X", help="arrivals a second; several are measured one after another (2)")
+    add("--arrivals", choices=(POISSON, FIXED, BURSTS), help="random, evenly spaced, or many at once (poisson)")
+    add("--burst", type=int, metavar="N", help="arrivals at once, with --arrivals bursts (8)")
+    add("--requests", type=int, metavar="N", help="arrivals at each rate: requests, or conversations (64)")
+    add("--endpoint", choices=tuple(PATHS), help="what is called (chat)")
+    add("--input", type=bounds, metavar="N,N", help="fewest and most words of a prompt (16,64)")
+    add("--output", type=bounds, metavar="N,N", help="least and largest max_tokens (16,64)")
+    add("--prefixes", type=int, metavar="N", help="prompts begin with one of N shared texts (0)")
+    add("--prefix-words", type=int, metavar="N", help="length of a shared text (64)")
+    add("--turns", type=int, metavar="N", help="turns of a conversation; each sends all that was said before (1)")
+    add("--think", type=float, metavar="S", help="seconds from an answer to the next turn (1)")
+    add("--ttft-limit", type=float, metavar="MS", help="goodput: most ms to the first token")
+    add(
+        "--itl-limit", type=float, metavar="MS", help="goodput: most ms a token after the first, on a request's average"
+    )
+    add("--timeout", type=float, metavar="S", help="a request without a whole answer by then has failed (600)")
+    add(
+        "--extra-body",
+        type=_object,
+        metavar="JSON",
+        help='further fields of every request, such as {"ignore_eos": true}',
+    )
+    add_key_flag(group, "bearer token")
+    add("--plot", type=Path, metavar="FILE", help="draw the times and the goodput by rate: .png, .svg or .pdf")
+
+
+def _rates(text: str) -> list[float]:
+    return [float(part) for part in text.split(",")]
+
+
+_rates.__name__ = "list of numbers"
+
+
+def _object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise ArgumentTypeError(f"{text!r} is not a JSON object, such as '{{\"ignore_eos\": true}}'")
+    return value
+
+
+def refuse_flags(args: Namespace) -> None:
+    """Raises EspalierError for a flag that needs --url."""
+    for name in (*DEFAULTS, *OPTIONAL):
+        if getattr(args, name) is not None:
+            raise EspalierError(f"{flag_of(name)} is for running servers; give --url, or leave it out")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """In ms, None for no limit."""
+
+    ttft: float | None
+    itl: float | None
+
+    def hold(self, timeline: Timeline) -> bool:
+        is_late = self.ttft is not None and 1e3 * timeline.first > self.ttft
+        return not is_late and (self.itl is None or 1e3 * (timeline.per_token or 0.0) <= self.itl)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One server at one rate.  seconds: from the first arrival to the last answer."""
+
+    server: str
+    rate: float
+    seconds: float
+    asked: list[Asked] = field(repr=False)
+    limits: Limits
+
+    @property
+    def answered(self) -> list[Asked]:
+        return [each for each in self.asked if not each.error]
+
+    def figures(self) -> dict[str, Any]:
+        good = sum(self.limits.hold(each.timeline) for each in self.answered)
+        tokens = sum(each.num_output for each in self.answered)
+        return {
+            "server": self.server,
+            "rate": self.rate,
+            "requests": len(self.asked),
+            "answered": len(self.answered),
+            "errors": dict(Counter(each.error for each in self.asked if each.error)),
+            "seconds": self.seconds,
+            "tokens_in": sum(each.num_prompt for each in self.answered),
+            "tokens_out": tokens,
+            "requests_per_second": len(self.answered) / self.seconds,
+            "tokens_out_per_second": tokens / self.seconds,
+            "goodput_per_second": good / self.seconds,
+            "good_share": good / len(self.asked),
+            **latency_of([each.timeline for each in self.answered]),
+        }
+
+
+def run(args: Namespace) -> int:
+    """Raises EspalierError if a server does not answer the first request."""
+    _check(args)
+    traffic = Traffic(args.input, args.output, args.turns, args.prefixes, args.prefix_words)
+    talks = traffic.conversations(args.requests, seed=0)
+    limits = Limits(args.ttft_limit, args.itl_limit)
+    measured = []
+    with progress("measuring", len(args.url) * len(args.rate) * len(talks)) as advance:
+        for url in args.url:
+            target = asyncio.run(_target(args, url))
+            for rate in args.rate:
+                due = Arrivals(rate=rate, burst={POISSON: None, FIXED: 1, BURSTS: args.burst}[args.arrivals]).due(
+                    len(talks)
+                )
+                seconds, asked = asyncio.run(_measure(target, talks, due, advance))
+                measured.append(Measured(str(target.address), rate, seconds, asked, limits))
+    figures = [each.figures() for each in measured]
+    about = {name: getattr(args, name) for name in DEFAULTS} | {"extra_body": args.extra_body} | asdict(limits)
+    write_json(args.json, {"load": about, "cells": figures})
+    print_header()
+    print_table(_table(figures, limits))
+    for each in figures:
+        for error, count in each["errors"].items():
+            print(f"  {each['server']} at {each['rate']:g}/s: {count} requests without an answer: {error}")
+    plot_load([_point(each) for each in figures], {"ttft_ms": limits.ttft, "per_token_ms": limits.itl}, args.plot)
+    return 0
+
+
+def _check(args: Namespace) -> None:
+    """Fill the defaults.  Raises EspalierError."""
+    for name, value in DEFAULTS.items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    if given := [name for name in given_flags(args) if name != "model"]:
+        raise EspalierError(f"{flag_of(given[0])} is not for --url, where the server has its engine; leave one out")
+    require_at_least_one(args, "burst", "requests", "turns", "prefix_words")
+    for rate in args.rate:
+        require_number("--rate", rate, lambda rate: rate > 0, "more than 0")
+    for name, low in (("prefixes", 0), ("think", 0), ("timeout", 1e-3), ("ttft_limit", 0), ("itl_limit", 0)):
+        require_number(flag_of(name), getattr(args, name), partial(le, low), f"{low:g} or more", optional=True)
+    require_writable("--json", args.json)
+    require_plot(args.plot)
+
+
+async def _target(args: Namespace, url: str) -> Target:
+    """The server at a URL, once it has answered a request.  Raises EspalierError."""
+    key = api_key(args)
+    address = address_of(url)
+    headers = {"host": address.host} | ({"authorization": f"Bearer {key}"} if key else {})
+    model = getattr(args, "EngineConfig.model") or await first_model(address, headers)
+    same = {"model": model, **(args.extra_body or {})}
+    target = Target(address, headers, same, args.endpoint, args.timeout, args.think)
+    [first] = Traffic((2, 2), (4, 4)).conversations(1, seed=1)
+    [asked] = await target.converse(first, perf_counter())
+    if asked.error:
+        raise EspalierError(f"--url {url} does not answer a first request: {asked.error}")
+    return target
+
+
+async def _measure(
+    target: Target, talks: Sequence[Conversation], due: Sequence[float], advance: Any
+) -> tuple[float, list[Asked]]:
+    """(seconds, requests) of all conversations, each begun when it is due."""
+    begun = perf_counter()
+
+    async def one(talk: Conversation) -> list[Asked]:
+        asked = await target.converse(talk, begun + due[talk.number])
+        advance()
+        return asked
+
+    results = await asyncio.gather(*(one(talk) for talk in talks))
+    return perf_counter() - begun, [asked for each in results for asked in each]
+
+
+def _table(figures: Sequence[Mapping[str, Any]], limits: Limits) -> list[list[str]]:
+    held = [f"{name} {ms:g} ms" for name, ms in (("ttft", limits.ttft), ("per token", limits.itl)) if ms is not None]
+    rows = [
+        ["", *(each["server"] for each in figures)],
+        ["arrivals a second", *(f"{each['rate']:g}" for each in figures)],
+        ["answered, of all requests", *(f"{each['answered']} of {each['requests']}" for each in figures)],
+        ["requests/s", *(f"{each['requests_per_second']:.2f}" for each in figures)],
+        ["tokens in, out", *(f"{each['tokens_in']}, {each['tokens_out']}" for each in figures)],
+        ["output tokens/s", *(f"{each['tokens_out_per_second']:.0f}" for each in figures)],
+    ]
+    for name in TIMES:
+        cells = [" / ".join(f"{value:.1f}" for value in (each[name] or {}).values()) or "-" for each in figures]
+        rows.append([f"{title_of(name)}, p50 / p90 / p99 ms", *cells])
+    within = f"goodput, requests/s within {' and '.join(held)}" if held else "goodput, requests/s (no limit is set)"
+    rows.append([within, *(f"{each['goodput_per_second']:.2f} ({each['good_share']:.0%})" for each in figures)])
+    return rows
+
+
+def _point(each: Mapping[str, Any]) -> LoadPoint:
+    times = {name: each[name] for name in TIMES}
+    return LoadPoint(each["server"], each["rate"], times, each["goodput_per_second"], each["requests_per_second"])

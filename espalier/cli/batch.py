@@ -1,0 +1,161 @@
+"""`espalier batch IN OUT`: answers a file of requests in OpenAI's batch format, by one engine or by running servers.
+
+The output grows line by line, so a run that is killed or interrupted goes on where it was when it is started again.
+"""
+
+import asyncio
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+from espalier.cli import INTERRUPTED
+from espalier.cli.serve import add_chat_flags, front_options, sendable
+from espalier.errors import EspalierError, require_int, require_number
+from espalier.terminal.console import progress, waiting
+from espalier.terminal.flags import add_engine_flags, add_key_flag, api_key, engine_settings, flag_of, given_flags
+
+if TYPE_CHECKING:
+    from espalier.batch.journal import Journal
+    from espalier.batch.sender import Sender
+
+FOR_URL = ("api_key", "priority")
+BUNDLED = "bundled"
+URL_CONCURRENCY = 64
+# With this many lines for each slot of the engine, one is waiting when another ends.
+LINES_PER_SLOT = 2
+# A queue that a local batch never fills.
+ENDLESS_QUEUE = 2**30
+
+
+def add_flags(parser: ArgumentParser) -> None:
+    parser.add_argument("input", type=Path, metavar="IN", help="requests, one JSON object on each line")
+    parser.add_argument("output", type=Path, metavar="OUT", help="answers, one on each line; grows if it exists")
+    parser.add_argument(
+        "--url",
+        action="append",
+        metavar="X",
+        help="send to this running server; may be repeated (an engine of its own)",
+    )
+    add_key_flag(parser, "bearer token for --url")
+    parser.add_argument(
+        "--concurrency", type=int, metavar="N", help=f"requests at once (--url: {URL_CONCURRENCY}; else by max_batch)"
+    )
+    parser.add_argument(
+        "--priority", type=int, metavar="N", help="with --url, for lines that name none; not every server has it"
+    )
+    parser.add_argument(
+        "--give-up-after", type=float, default=300.0, metavar="S", help="end if no line is answered for this long (300)"
+    )
+    parser.add_argument(
+        "--served-model-name",
+        action="append",
+        metavar="X",
+        help="the model's name in the lines; may be repeated (MODEL)",
+    )
+    add_chat_flags(parser.add_argument_group("chat"))
+    add_engine_flags(parser)
+
+
+def run(args: Namespace) -> int:
+    """0: every line has an answer with status 200; 1: some have an error."""
+    _check(args)
+    # Imported here, so that other commands start without these modules.
+    from espalier.batch.journal import Journal
+    from espalier.batch.survey import survey
+
+    began = perf_counter()
+    journal = Journal(args.output, survey(args.input))
+    try:
+        if journal.num_left:
+            _say(
+                f"{journal.num_answered} of {journal.survey.num_lines} lines are already answered", journal.num_answered
+            )
+            asyncio.run(_answer(args, journal))
+    except KeyboardInterrupt:
+        _say(f"interrupted: {_so_far(journal)}; run the same command again to go on")
+        return INTERRUPTED
+    except EspalierError as error:
+        raise EspalierError(f"{error}; {_so_far(journal)}; run the same command again to go on") from None
+    finally:
+        journal.close()
+    _say(f"{_so_far(journal)}, {journal.num_failed} with an error; {perf_counter() - began:.1f} s: {args.output}")
+    return int(journal.num_failed > 0)
+
+
+def _check(args: Namespace) -> None:
+    """Raises EspalierError for flags that do not go together."""
+    if args.url is None:
+        for name in FOR_URL:
+            if getattr(args, name) is not None:
+                raise EspalierError(f"{flag_of(name)} is for a running server; give --url, or leave it out")
+    elif given := given_flags(args):
+        raise EspalierError(f"{flag_of(given[0])} is not for --url, where the server has its engine; leave one out")
+    require_int("--concurrency", args.concurrency, 1, optional=True)
+    require_number("--give-up-after", args.give_up_after, lambda s: s >= 0, "seconds, 0 or more")
+    if args.output.exists() and args.input.exists() and args.output.samefile(args.input):
+        raise EspalierError(f"{args.output} is the input; name another file for the output")
+
+
+async def _answer(args: Namespace, journal: "Journal") -> None:
+    from espalier.batch.run import run as run_batch
+
+    async with _sender(args) as (sender, concurrency):
+        with progress("answering", journal.survey.num_lines) as advance:
+            advance(journal.num_answered)
+            await run_batch(journal, sender, concurrency, advance)
+
+
+def _sender(args: Namespace) -> AbstractAsyncContextManager[tuple["Sender", int]]:
+    """A sender to the servers or the engine of the flags, and the number of lines at once."""
+    return _to_engine(args) if args.url is None else _to_servers(args)
+
+
+@asynccontextmanager
+async def _to_servers(args: Namespace) -> AsyncIterator[tuple["Sender", int]]:
+    from espalier.batch.sender import Sender, http_client, require_reachable
+
+    concurrency = args.concurrency or URL_CONCURRENCY
+    async with AsyncExitStack() as stack:
+        clients = [await stack.enter_async_context(http_client(url, api_key(args), concurrency)) for url in args.url]
+        await require_reachable(clients)
+        yield Sender(clients, args.give_up_after, args.priority), concurrency
+
+
+@asynccontextmanager
+async def _to_engine(args: Namespace) -> AsyncIterator[tuple["Sender", int]]:
+    from espalier.batch.lines import MAX_LINE_BYTES
+    from espalier.batch.sender import Sender, app_client
+    from espalier.server.api import ApiOptions
+    from espalier.server.client import ClientOptions
+    from espalier.server.local import local_app
+
+    settings = engine_settings(args)
+    if "draft" not in settings:
+        settings = {"model": BUNDLED, **settings}
+    names = args.served_model_name or [name for name in [settings.get("model", "auto")] if name != "auto"]
+    running = local_app(
+        sendable(settings),
+        # An engine that dies is replaced, and its lines are sent again.
+        ClientOptions(restart=True, log_level="info" if args.verbose else "warning"),
+        front_options(args, names, max_queue=ENDLESS_QUEUE, request_timeout_s=None),
+        ApiOptions(max_body_bytes=MAX_LINE_BYTES, body_timeout_s=None),
+    )
+    async with AsyncExitStack() as stack:
+        with waiting("loading the model"):
+            front, app = await stack.enter_async_context(running)
+        client = await stack.enter_async_context(app_client(app))
+        slots = int(front.client.config["max_batch"])
+        yield Sender([client], args.give_up_after), args.concurrency or LINES_PER_SLOT * slots
+
+
+def _so_far(journal: "Journal") -> str:
+    return f"{journal.num_answered} of {journal.survey.num_lines} lines are answered"
+
+
+def _say(text: str, when: object = True) -> None:
+    if when:
+        print(f"espalier: {text}", file=sys.stderr)

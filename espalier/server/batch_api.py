@@ -1,0 +1,142 @@
+"""The endpoints /v1/files and /v1/batches, as OpenAI's client calls them."""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import FileResponse
+from starlette.datastructures import UploadFile
+from starlette.requests import ClientDisconnect
+
+from espalier.errors import shown
+from espalier.server.batch_objects import INPUT, Batch, StoredFile
+from espalier.server.batches import Batches
+from espalier.server.bodies import BodyLimits, read_body
+from espalier.server.errors import ApiError
+from espalier.server.front import CLIENT_LEFT
+from espalier.server.gate import FILES
+
+T = TypeVar("T", StoredFile, Batch)
+BATCHES = "/v1/batches"
+MAX_LISTED = {FILES: 10_000, BATCHES: 100}
+DEFAULT_LISTED = {FILES: 10_000, BATCHES: 20}
+JSONL = "application/jsonl"
+
+
+def add_batches(app: FastAPI, batches: Batches, limits: BodyLimits) -> None:
+    _add_files(app, batches)
+    _add_batches(app, batches, limits)
+
+    @app.exception_handler(ClientDisconnect)
+    async def left(http: Request, error: ClientDisconnect) -> Response:
+        return Response(status_code=CLIENT_LEFT)
+
+
+def _add_files(app: FastAPI, batches: Batches) -> None:
+    store = batches.store
+
+    def found(id: str) -> StoredFile:
+        if id not in store.files:
+            raise ApiError(404, f"there is no file {shown(id)}; GET {FILES} lists them", "file_id")
+        return store.files[id]
+
+    @app.post(FILES, include_in_schema=False)
+    async def upload(http: Request) -> Response:
+        async with http.form(max_files=1, max_fields=8) as form:
+            file, purpose = form.get("file"), form.get("purpose")
+            if unknown := [name for name in form if name not in ("file", "purpose")]:
+                raise ApiError(400, f"{unknown[0]} is not supported: files stay until they are deleted", unknown[0])
+            if purpose != INPUT:
+                raise ApiError(400, f"purpose={shown(purpose)} is not supported; use {INPUT!r}", "purpose")
+            if not isinstance(file, UploadFile):
+                raise ApiError(400, "file is missing; send it as a part of multipart/form-data", "file")
+            name = file.filename or "batch.jsonl"
+            return _json(await asyncio.to_thread(store.add, file.file, name, INPUT))
+
+    @app.get(FILES, include_in_schema=False)
+    async def files(http: Request) -> Response:
+        query = _query(http, "purpose", "order")
+        chosen = [each for each in store.list_files() if query.get("purpose", each.purpose) == each.purpose]
+        return _page(FILES, chosen, query)
+
+    @app.get(FILES + "/{id}", include_in_schema=False)
+    async def file(id: str) -> Response:
+        return _json(found(id))
+
+    @app.get(FILES + "/{id}/content", include_in_schema=False)
+    async def content(id: str) -> Response:
+        return FileResponse(store.content(found(id).id), media_type=JSONL)
+
+    @app.delete(FILES + "/{id}", include_in_schema=False)
+    async def delete(id: str) -> Response:
+        if (user := batches.uses(found(id).id)) is not None:
+            raise ApiError(400, f"the file is the input of {user}, which has not ended; cancel it first", "file_id")
+        store.remove(id)
+        return _json({"id": id, "object": "file", "deleted": True})
+
+
+def _add_batches(app: FastAPI, batches: Batches, limits: BodyLimits) -> None:
+    store = batches.store
+
+    def found(id: str) -> Batch:
+        if id not in store.batches:
+            raise ApiError(404, f"there is no batch {shown(id)}; GET {BATCHES} lists them", "batch_id")
+        return batches.counted(store.batches[id])
+
+    @app.post(BATCHES, include_in_schema=False)
+    async def create(http: Request) -> Response:
+        data = await http.body()
+        body = read_body("BatchRequest", http.headers.get("content-type", ""), data, limits)
+        file = store.files.get(body.input_file_id)
+        if file is None or file.purpose != INPUT:
+            message = f"input_file_id={shown(body.input_file_id)} is no file with purpose {INPUT!r}; upload one first"
+            raise ApiError(400, message, "input_file_id")
+        return _json(batches.create(body))
+
+    @app.get(BATCHES, include_in_schema=False)
+    async def listed(http: Request) -> Response:
+        return _page(BATCHES, [batches.counted(each) for each in store.batches.values()], _query(http))
+
+    @app.get(BATCHES + "/{id}", include_in_schema=False)
+    async def batch(id: str) -> Response:
+        return _json(found(id))
+
+    @app.post(BATCHES + "/{id}/cancel", include_in_schema=False)
+    async def cancel(id: str) -> Response:
+        batches.cancel(found(id))
+        return _json(found(id))
+
+
+def _query(http: Request, *names: str) -> Mapping[str, str]:
+    """The query's parameters.  Raises ApiError for one that is not supported."""
+    known = ("limit", "after", *names)
+    for name in http.query_params:
+        if name not in known:
+            raise ApiError(400, f"the query has no {shown(name)}; use {', '.join(known)}", name)
+    return http.query_params
+
+
+def _page(path: str, items: Sequence[T], query: Mapping[str, str]) -> Response:
+    """A page of a list, the newest first unless order is asc.  items: the oldest first.  Raises ApiError."""
+    limit = query.get("limit", str(DEFAULT_LISTED[path]))
+    if not (limit.isdecimal() and 1 <= int(limit) <= MAX_LISTED[path]):
+        raise ApiError(400, f"limit={shown(limit)} is not supported; use 1 to {MAX_LISTED[path]}", "limit")
+    order = query.get("order", "desc")
+    if order not in ("asc", "desc"):
+        raise ApiError(400, f"order={shown(order)} is not supported; use asc or desc", "order")
+    ordered = list(items) if order == "asc" else list(reversed(items))
+    after = query.get("after")
+    if after is not None:
+        places = [i for i, each in enumerate(ordered) if each.id == after]
+        if not places:
+            raise ApiError(400, f"after={shown(after)} is not in the list; use the last_id of the page before", "after")
+        ordered = ordered[places[0] + 1 :]
+    page = ordered[: int(limit)]
+    ends = {"first_id": page[0].id if page else None, "last_id": page[-1].id if page else None}
+    return _json({"object": "list", "data": page, **ends, "has_more": len(ordered) > len(page)})
+
+
+def _json(value: Any) -> Response:
+    return Response(msgspec.json.encode(value), media_type="application/json")

@@ -1,0 +1,191 @@
+"""The batches of a server: each is validated, runs when those before it have ended, and gets its output files.
+
+A batch's requests go through the server's own endpoints, at a lower priority than others.  Its answers are in a file
+from the first one on, so a server that starts again goes on where it was.
+"""
+
+import asyncio
+import logging
+import re
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+
+from espalier.batch.journal import Journal
+from espalier.batch.lines import LineError, custom_id_of
+from espalier.batch.run import run
+from espalier.batch.sender import App, Sender, app_client
+from espalier.batch.survey import Survey, survey
+from espalier.errors import EspalierError
+from espalier.server.batch_objects import ENDED, OUTPUT, WINDOW_S, Batch, BatchRequest, Counts, Fault, Faults
+from espalier.server.stored import Store, new_id, split
+
+log = logging.getLogger("espalier.server")
+# Of requests that name no priority; a lower value starts first, and others have 0.
+PRIORITY = 2**20
+ON_LINE = re.compile(r", line (\d+): ")
+NOT_RUN = {
+    "cancelled": ("batch_cancelled", "the batch was cancelled before this line was answered"),
+    "expired": ("batch_expired", "the batch's completion_window ended before this line was answered"),
+}
+
+
+class Batches:
+    """concurrency: requests of a batch at once.  start() comes before everything else."""
+
+    def __init__(self, store: Store, concurrency: int):
+        self.store = store
+        self.concurrency = concurrency
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._cancelled: dict[str, asyncio.Event] = {}
+        self._journals: dict[str, Journal] = {}
+
+    def start(self, app: App, api_key: str | None) -> None:
+        """Go on with the batches that have not ended.  app: answers their requests."""
+        self._client = app_client(app, api_key)
+        for batch in self.store.batches.values():
+            if batch.status not in ENDED:
+                self._begin(batch)
+
+    def create(self, body: BatchRequest) -> Batch:
+        now = int(time.time())
+        id = new_id("batch_")
+        batch = Batch(id, body.endpoint, body.input_file_id, now, now + WINDOW_S, body.metadata)
+        self.store.save(batch)
+        self._begin(batch)
+        return batch
+
+    def cancel(self, batch: Batch) -> None:
+        """Stop a batch.  What it has answered becomes its output."""
+        if batch.status not in (*ENDED, "cancelling"):
+            batch.status, batch.cancelling_at = "cancelling", int(time.time())
+            self.store.save(batch)
+            if batch.id not in self._tasks:
+                self._begin(batch)
+            self._cancelled[batch.id].set()
+
+    def counted(self, batch: Batch) -> Batch:
+        """The batch with its counts of this moment."""
+        journal = self._journals.get(batch.id)
+        if journal is not None:
+            _count(batch, journal)
+        return batch
+
+    def uses(self, file_id: str) -> str | None:
+        """The id of a batch that still reads this file."""
+        batches = self.store.batches.values()
+        return next((each.id for each in batches if each.input_file_id == file_id and each.status not in ENDED), None)
+
+    def stop(self) -> None:
+        """Leave all batches as they are, for the next start."""
+        for task in self._tasks.values():
+            task.cancel()
+
+    async def close(self) -> None:
+        self.stop()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        await self._client.aclose()
+        self.store.close()
+
+    def _begin(self, batch: Batch) -> None:
+        self._cancelled[batch.id] = asyncio.Event()
+        task = self._tasks[batch.id] = asyncio.create_task(self._live(batch, list(self._tasks.values())))
+        task.add_done_callback(lambda _: self._forget(batch.id))
+
+    def _forget(self, id: str) -> None:
+        del self._tasks[id], self._cancelled[id]
+
+    async def _live(self, batch: Batch, earlier: Sequence[asyncio.Task[None]]) -> None:
+        try:
+            found = await asyncio.to_thread(survey, self.store.content(batch.input_file_id))
+        except EspalierError as error:
+            self._fail(batch, error)
+            return
+        try:
+            await self._work(batch, found, earlier)
+        except EspalierError as error:
+            log.error("%s goes on when the server starts again: %s", batch.id, error)
+        except Exception:
+            log.exception("%s goes on when the server starts again", batch.id)
+
+    async def _work(self, batch: Batch, found: Survey, earlier: Sequence[asyncio.Task[None]]) -> None:
+        """Answer a batch's lines and make its output files.  Raises EspalierError if the engine is gone."""
+        journal = self._journals[batch.id] = await asyncio.to_thread(Journal, self.store.answers(batch.id), found)
+        try:
+            end = "cancelled" if batch.status == "cancelling" else await self._run(batch, journal, earlier)
+            if end == "completed":
+                batch.status, batch.finalizing_at = "finalizing", int(time.time())
+                self.store.save(batch)
+            await asyncio.to_thread(_answer_rest, journal, end)
+        finally:
+            _count(batch, journal)
+            del self._journals[batch.id]
+            journal.close()
+        await asyncio.to_thread(self._make_files, batch)
+        batch.status = end
+        setattr(batch, f"{end}_at", int(time.time()))
+        self.store.save(batch)
+        log.info("%s: %s, %d of %d lines answered", batch.id, end, batch.request_counts.completed, found.num_lines)
+
+    async def _run(self, batch: Batch, journal: Journal, earlier: Sequence[asyncio.Task[None]]) -> str:
+        """How the batch ended: "completed", "cancelled" or "expired"."""
+        if not journal.num_left:
+            return "completed"
+        running = asyncio.create_task(self._answer(batch, journal, earlier))
+        cancelled = asyncio.create_task(self._cancelled[batch.id].wait())
+        try:
+            left_s = batch.expires_at - time.time()
+            await asyncio.wait({running, cancelled}, timeout=max(left_s, 0), return_when=asyncio.FIRST_COMPLETED)
+            if running.done():
+                running.result()
+                return "completed"
+            return "cancelled" if cancelled.done() else "expired"
+        finally:
+            for task in (running, cancelled):
+                task.cancel()
+            with suppress(asyncio.CancelledError):
+                await running
+
+    async def _answer(self, batch: Batch, journal: Journal, earlier: Sequence[asyncio.Task[None]]) -> None:
+        """Answer the lines, when the earlier batches have ended."""
+        if earlier:
+            await asyncio.wait(earlier)
+        if batch.status == "validating":
+            batch.status, batch.in_progress_at = "in_progress", int(time.time())
+            self.store.save(batch)
+        sender = Sender([self._client], priority=PRIORITY)
+        await run(journal, sender, self.concurrency, urls=(batch.endpoint,))
+
+    def _make_files(self, batch: Batch) -> None:
+        """Store the answers as the batch's output file and error file.  One without lines is not made."""
+        made: dict[str, str | None] = {"output": None, "error": None}
+        parts = split(self.store.answers(batch.id), self.store.folder / "batches")
+        for (path, num_lines), kind in zip(parts, made, strict=True):
+            if num_lines:
+                # Always the same id: after a crash here, the next start makes the files again.
+                id = f"file-{batch.id.removeprefix('batch_')}-{kind}"
+                with path.open("rb") as lines:
+                    made[kind] = self.store.add(lines, f"{batch.id}_{kind}.jsonl", OUTPUT, id).id
+            path.unlink()
+        batch.output_file_id, batch.error_file_id = made["output"], made["error"]
+
+    def _fail(self, batch: Batch, error: EspalierError) -> None:
+        batch.status, batch.failed_at = "failed", int(time.time())
+        message = str(error).replace(str(self.store.content(batch.input_file_id)), "the file")
+        line = ON_LINE.search(message)
+        fault = Fault("invalid_input_file", message, None if line is None else int(line[1]))
+        batch.errors = Faults([fault])
+        self.store.save(batch)
+
+
+def _count(batch: Batch, journal: Journal) -> None:
+    num_ok = journal.num_answered - journal.num_failed
+    batch.request_counts = Counts(journal.survey.num_lines, num_ok, journal.num_failed)
+
+
+def _answer_rest(journal: Journal, end: str) -> None:
+    """Give an error to each line without an answer, if the batch ended before it."""
+    for number, data in journal.unanswered():
+        code, message = NOT_RUN[end]
+        journal.append(number, custom_id_of(data), LineError(code, message))
+    journal.sync()

@@ -1,0 +1,131 @@
+"""The input and the output of a batch: what is refused before anything is sent, and what a killed run leaves behind."""
+
+import json
+
+import pytest
+
+from espalier.batch import survey as survey_module
+from espalier.batch.journal import Journal
+from espalier.batch.lines import LineError, Response, parse
+from espalier.batch.survey import survey
+from espalier.errors import EspalierError
+from tests.batch.sample import line, outcomes, write
+
+ANSWER = Response(200, "id", {"text": "é"})
+
+
+def test_a_survey_counts_lines_and_changes_with_every_byte(tmp_path):
+    path = write(tmp_path / "in.jsonl", [line(1), "", "{bad", "  ", line(5)])
+    found = survey(path)
+    assert (found.num_lines, found.last) == (3, 5)
+    path.write_bytes(path.read_bytes().replace(b"f5", b"f6"))
+    assert survey(path).digest != found.digest
+
+
+@pytest.mark.parametrize("colliding", [False, True], ids=["", "every hash is equal"])
+def test_a_custom_id_that_comes_twice_is_refused_by_line(tmp_path, monkeypatch, colliding):
+    if colliding:
+        monkeypatch.setattr(survey_module, "_hash", lambda custom_id: 7)
+    path = write(tmp_path / "in.jsonl", [line(i) for i in range(1, 9)])
+    assert survey(path).num_lines == 8
+    write(path, [line(1), line(2), "", line(3, custom_id="r2"), line(4)])
+    with pytest.raises(EspalierError, match=r"line 4: custom_id 'r2' is on line 2 too; give each line its own"):
+        survey(path)
+
+
+def test_an_input_without_lines_is_refused(tmp_path):
+    for path in (write(tmp_path / "in.jsonl", ["", " "]), tmp_path / "none.jsonl", tmp_path):
+        with pytest.raises(EspalierError, match=r"has no line|is not a file"):
+            survey(path)
+
+
+@pytest.mark.parametrize(
+    ("data", "code"),
+    [
+        ("{bad", "invalid_json_line"),
+        ("[1]", "invalid_json_line"),
+        ('{"custom_id": "\\ud800"}', "invalid_json_line"),
+        (line(1, custom_id=None), "missing_required_parameter"),
+        (line(1, body=None), "missing_required_parameter"),
+        (line(1, custom_id=""), "invalid_custom_id"),
+        (line(1, custom_id=5), "invalid_custom_id"),
+        (line(1, method="GET"), "invalid_method"),
+        (line(1, url="/v1/embeddings"), "invalid_url"),
+        (line(1, url=["/v1/completions"]), "invalid_url"),
+        (line(1, body=[1]), "invalid_body"),
+        (line(1, body={"stream": True}), "invalid_body"),
+        (line(1, model="x"), "unknown_parameter"),
+    ],
+    ids=str,
+)
+def test_a_line_that_asks_nothing_has_an_error_of_its_own(data, code):
+    text = data if isinstance(data, str) else json.dumps(data)
+    with pytest.raises(LineError) as refused:
+        parse(1, text.encode())
+    assert refused.value.code == code
+    custom_id = data.get("custom_id") if isinstance(data, dict) else None
+    assert refused.value.custom_id == (custom_id if isinstance(custom_id, str) else None)
+
+
+def test_wherever_an_output_is_cut_off_its_whole_lines_stay(tmp_path):
+    """A kill at every byte of the last line, and a loss of power that leaves zeros there."""
+    found = survey(write(tmp_path / "in.jsonl", [line(1), line(2), "{bad", line(4)]))
+    path = tmp_path / "out.jsonl"
+    journal = Journal(path, found)
+    for number, answer in ((4, ANSWER), (1, LineError("x", "y")), (3, ANSWER)):
+        journal.append(number, f"r{number}", answer)
+    journal.close()
+    whole = path.read_bytes()
+    ends = [0, *(i + 1 for i, byte in enumerate(whole) if byte == 10)]
+    for cut in range(ends[-2], len(whole) + 1):
+        for rest in (b"",) if cut % 5 else (b"", b"\0" * 5):
+            path.write_bytes(whole[:cut] + rest)
+            journal = Journal(path, found)
+            num_whole = sum(end <= cut for end in ends[1:])
+            assert path.read_bytes() == whole[: ends[num_whole]]
+            answered = [4, 1, 3][:num_whole]
+            assert [journal.is_answered(number) for number in (1, 2, 3, 4)] == [n in answered for n in (1, 2, 3, 4)]
+            assert (journal.num_answered, journal.num_failed) == (num_whole, 1 in answered)
+            assert [number for number, _ in journal.unanswered()] == [n for n in (1, 2, 3, 4) if n not in answered]
+            for number, _ in journal.unanswered():
+                journal.append(number, f"r{number}", ANSWER)
+            journal.close()
+            assert sorted(outcomes(path)) == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (b"notes", "line 1: this is not a batch's output"),
+        (b'{"id":"batch_req_', None),
+        (b'{"a": 1}\n', "line 1: this is not a batch's output"),
+        (b"changed input", "answers to another input"),
+    ],
+)
+def test_another_file_is_not_written_over(tmp_path, content, why):
+    given = write(tmp_path / "in.jsonl", [line(1)])
+    path = tmp_path / "out.jsonl"
+    path.write_bytes(content)
+    if content == b"changed input":
+        path.unlink()
+        journal = Journal(path, survey(given))
+        journal.append(1, "r1", ANSWER)
+        journal.close()
+        write(given, [line(1, custom_id="r9")])
+        content = path.read_bytes()
+    if why is None:
+        Journal(path, survey(given)).close()
+        assert path.read_bytes() == b""
+        return
+    with pytest.raises(EspalierError, match=why):
+        Journal(path, survey(given))
+    assert path.read_bytes() == content
+
+
+def test_two_batches_do_not_write_one_output(tmp_path):
+    found = survey(write(tmp_path / "in.jsonl", [line(1)]))
+    journal = Journal(tmp_path / "out.jsonl", found)
+    with pytest.raises(EspalierError, match="is being written by another batch"):
+        Journal(tmp_path / "out.jsonl", found)
+    journal.close()
+    Journal(tmp_path / "out.jsonl", found).close()

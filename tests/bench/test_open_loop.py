@@ -1,0 +1,254 @@
+"""`bench serve --url`: what is sent and when, how a response is read, and what counts as answered and as good."""
+
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from espalier.bench.asking import Asked, take
+from espalier.bench.clients import Address, Exchange, address_of
+from espalier.bench.load import Arrivals, Timeline
+from espalier.bench.open_loop import Limits
+from espalier.bench.traffic import CHAT, COMPLETIONS, Traffic, bodies
+from espalier.cli.main import main
+from espalier.errors import EspalierError
+
+STANDARD = {"model", "messages", "stream", "stream_options", "temperature", "max_tokens"}
+HEAD = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+def chunked(*parts):
+    return b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in (*parts, b""))
+
+
+def received(data, cuts=()):
+    """A response that came in these pieces, the first at 1.0 s, the next at 2.0 s."""
+    ends = sorted({*cuts, len(data)})
+    return Exchange(0.0, received=bytearray(data), arrivals=[(1.0 + i, end) for i, end in enumerate(ends)])
+
+
+def events_of(*texts, usage=None, end=True):
+    chunks = [{"choices": [{"delta": {"content": text}}]} for text in texts]
+    chunks += [{"choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": usage}}] if usage else []
+    lines = [f"data: {json.dumps(each)}\n\n".encode() for each in chunks]
+    return [*lines, b"data: [DONE]\n\n"] if end else lines
+
+
+@given(st.data())
+def test_an_event_has_the_time_at_which_its_last_byte_came(data):
+    lines = [b"data: %d\n\n" % i for i in range(5)]
+    stream = b"".join(lines)
+    borders = sorted(data.draw(st.sets(st.integers(1, len(stream) - 1), max_size=6)))
+    pieces = [stream[a:b] for a, b in zip([0, *borders], [*borders, len(stream)], strict=True)]
+    whole = HEAD + chunked(*pieces)
+    exchange = received(whole, data.draw(st.sets(st.integers(len(HEAD), len(whole) - 1), max_size=8)))
+    # A line is complete with the chunk that has its end.
+    chunk_ends, in_stream, in_response = [], 0, len(HEAD)
+    for piece in pieces:
+        in_stream += len(piece)
+        in_response += len(b"%x\r\n" % len(piece)) + len(piece)
+        chunk_ends.append((in_stream, in_response))
+        in_response += 2
+    expected = []
+    for i in range(5):
+        line_end = (i + 1) * len(lines[0]) - 1
+        needed = next(response for stream_end, response in chunk_ends if stream_end >= line_end)
+        expected.append((next(at for at, end in exchange.arrivals if end >= needed), b"%d" % i))
+    assert list(exchange.events()) == expected
+    assert exchange.body() == stream and exchange.is_complete
+
+
+def test_a_response_without_chunks_is_read_by_arrival():
+    plain = b"HTTP/1.1 200 OK\r\n\r\ndata: 1\n\ndata: 2\n\n"
+    assert list(received(plain, [28]).events()) == [(1.0, b"1"), (2.0, b"2")]
+    sized = b"HTTP/1.1 404 no\r\nContent-Length: 2\r\n\r\n{}"
+    assert received(sized).is_complete and not received(sized[:-1]).is_complete and received(sized).body() == b"{}"
+
+
+def asked(*events):
+    """The request whose response has an event each second."""
+    parts = HEAD + chunked(*events)
+    cuts, at = [], len(HEAD)
+    for event in events:
+        at += len(chunked(event)) - len(chunked())
+        cuts.append(at)
+    result = Asked(Timeline(0.5))
+    take(received(parts, cuts), result)
+    return result
+
+
+def test_tokens_are_counted_by_usage_and_times_by_chunk():
+    found = asked(*events_of("", "a", "bc", "d", usage=7))
+    assert (found.error, found.text, found.num_prompt, found.num_output) == ("", "abcd", 5, 7)
+    assert found.timeline.chunks == [(2.0, 1), (3.0, 1), (4.0, 5)]
+    assert (found.timeline.first, found.timeline.per_token, found.timeline.whole) == (1.5, 2 / 6, 3.5)
+    assert asked(*events_of("a", "b")).num_output == 2
+    texts = [
+        {"text": "a"},
+        {"delta": {"reasoning_content": "b"}},
+        {"delta": {"tool_calls": [{"function": {"arguments": "c"}}]}},
+    ]
+    lines = [f"data: {json.dumps({'choices': [each]})}\n\n".encode() for each in texts]
+    assert asked(*lines, b"data: [DONE]\n\n").text == "abc"
+
+
+@pytest.mark.parametrize(
+    ("events", "why"),
+    [
+        (events_of("a", end=False), "the stream has no end"),
+        (events_of(""), "the answer has no text"),
+        ([*events_of("a", end=False), b'data: {"error": {"message": "full"}}\n\n'], "the stream ended early: full"),
+    ],
+)
+def test_half_an_answer_is_none(events, why):
+    assert asked(*events).error == why
+
+
+def test_goodput_counts_who_is_within_every_limit():
+    slow_start, slow_tokens = Timeline(0.0, [(2.0, 1), (2.1, 1)]), Timeline(0.0, [(0.1, 1), (4.1, 2)])
+    held = [
+        [Limits(ttft, itl).hold(each) for each in (slow_start, slow_tokens)]
+        for ttft, itl in ((None, None), (1000, None), (None, 1000), (1000, 1000), (2000, 2000))
+    ]
+    assert held == [[True, True], [False, True], [True, False], [False, False], [True, True]]
+    assert Limits(None, 1).hold(Timeline(0.0, [(9.0, 1)]))
+
+
+def test_arrivals_may_be_even_or_in_bursts():
+    assert Arrivals(rate=4.0, burst=1).due(4) == [0.0, 0.25, 0.5, 0.75]
+    assert Arrivals(rate=4.0, burst=3).due(7) == [0.0] * 3 + [0.75] * 3 + [1.5]
+
+
+@pytest.mark.parametrize("endpoint", [CHAT, COMPLETIONS])
+def test_a_turn_sends_all_that_was_said(endpoint):
+    traffic = Traffic((2, 5), (3, 9), turns=3, prefixes=2, prefix_words=6)
+    talks = traffic.conversations(12, seed=0)
+    assert talks == traffic.conversations(12, seed=0) != traffic.conversations(12, seed=1)
+    assert len({talk.prefix for talk in talks}) == 2 and all(len(talk.prefix.split()) == 6 for talk in talks)
+    answers = []
+    for i, body in enumerate(bodies(talks[0], endpoint, answers, {"model": "m", "extra": 1})):
+        turn = talks[0].turns[i]
+        assert 2 <= len(turn.text.split()) <= 5 and body["max_tokens"] == turn.max_tokens and 3 <= turn.max_tokens <= 9
+        texts = [
+            each for turn, answer in zip(talks[0].turns, [*answers, None], strict=False) for each in (turn.text, answer)
+        ]
+        said = [talks[0].prefix, *texts[: 2 * i + 1]]
+        if endpoint == CHAT:
+            assert [each["content"] for each in body["messages"]] == said
+            assert [each["role"] for each in body["messages"]] == ["system", *["user", "assistant"] * i, "user"]
+        else:
+            assert body["prompt"] == " ".join(said)
+        assert (body["extra"], body["stream"]) == (1, True)
+        answers.append(f"answer {i}")
+    assert i == 2
+
+
+@pytest.fixture
+def scripted():
+    """A server that streams three chunks, or refuses those of these numbers.  bodies: what it was asked."""
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self):
+            self.answer(200, json.dumps({"data": [{"id": "its model"}]}).encode())
+
+        def do_POST(self):
+            found.bodies.append(json.loads(self.rfile.read(int(self.headers["content-length"]))))
+            found.keys.append(self.headers["authorization"])
+            if len(found.bodies) in found.refused:
+                self.answer(429, b'{"error": {"message": "the queue is full"}}')
+                return
+            self.send_response(200)
+            self.send_header("Transfer-Encoding", "chunked")
+            self.end_headers()
+            self.wfile.write(chunked(*events_of("a", "b", "c", usage=6)))
+
+        def answer(self, status, data):
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, *args):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        found = SimpleNamespace(url=f"http://127.0.0.1:{server.server_port}/v1", bodies=[], keys=[], refused=())
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        yield found
+        server.shutdown()
+        thread.join()
+
+
+def test_any_server_is_measured_at_each_rate(scripted, tmp_path, capsys):
+    out, scripted.refused = tmp_path / "out.json", (4, 8, 12, 16)
+    flags = ["--rate", "200,400", "--arrivals", "bursts", "--burst", "4", "--requests", "8", "--ttft-limit", "60000"]
+    more = ["--prefixes", "1", "--api-key", "secret", "--json", str(out)]
+    assert main(["bench", "serve", "--url", scripted.url, *flags, *more]) == 0
+    cells = json.loads(out.read_text())["cells"]
+    assert [(cell["rate"], cell["requests"], cell["answered"]) for cell in cells] == [(200, 8, 6), (400, 8, 6)]
+    for cell in cells:
+        assert cell["errors"] == {"status 429: the queue is full": 2}
+        assert (cell["tokens_in"], cell["tokens_out"], cell["good_share"]) == (30, 36, 0.75)
+        assert cell["ttft_ms"]["p50"] <= cell["end_to_end_ms"]["p50"] <= 1e3 * cell["seconds"]
+    shown = capsys.readouterr().out
+    assert "6 of 8" in shown and "2 requests without an answer: status 429: the queue is full" in shown
+    # The first is the one that is not counted; any server knows these fields.
+    assert len(scripted.bodies) == 1 + 16
+    assert all(body.keys() == STANDARD and body["model"] == "its model" for body in scripted.bodies)
+    assert set(scripted.keys) == {"Bearer secret"}
+
+
+def test_turns_follow_their_answers_and_more_fields_are_a_flag(scripted, tmp_path):
+    out = tmp_path / "out.json"
+    flags = ["--rate", "100", "--requests", "1", "--turns", "2", "--think", "0", "--endpoint", "completions"]
+    more = ["--extra-body", '{"ignore_eos": true}', "--model", "mine", "--json", str(out)]
+    assert main(["bench", "serve", "--url", scripted.url, *flags, *more]) == 0
+    assert json.loads(out.read_text())["cells"][0]["answered"] == 2
+    _, first, second = scripted.bodies
+    assert second["prompt"].startswith(f"{first['prompt']} abc ") and second["ignore_eos"] and second["model"] == "mine"
+
+
+def test_a_plot_has_every_server_and_rate(scripted, tmp_path):
+    pytest.importorskip("matplotlib")
+    plot = tmp_path / "plot.svg"
+    urls = ["--url", scripted.url, "--url", scripted.url.replace("127.0.0.1", "localhost")]
+    assert main(["bench", "serve", *urls, "--rate", "100,300", "--requests", "3", "--plot", str(plot)]) == 0
+    assert all(name in plot.read_text() for name in ("127.0.0.1:", "localhost:", "ttft, ms", "arrivals a second"))
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--url", "http://127.0.0.1:1"], "cannot be reached"),
+        (["--url", "nowhere"], "use an address such as"),
+        (["--url", "http://x:port"], "use an address such as"),
+        (["--rate", "2"], "--rate is for running servers"),
+        (["--url", "http://x", "--soak", "3"], "--soak is not for --url"),
+        (["--url", "http://x", "--concurrency", "3"], "--concurrency is not for --url"),
+        (["--url", "http://x", "--max-batch", "3"], "--max-batch is not for --url"),
+        (["--url", "http://x", "--shape", "llama-3.1-8b"], "--shape is not for --url"),
+        (["--url", "http://x", "--rate", "0"], "--rate=0.0"),
+        (["--url", "http://x", "--turns", "0"], "--turns=0"),
+        (["--url", "http://x", "--plot", "x.txt"], "--plot x.txt is not a kind of picture"),
+        (["--url", "http://x", "--extra-body", "[1]"], "is not a JSON object"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(flags, says, capsys):
+    try:
+        code = main(["bench", "serve", *flags])
+    except SystemExit as left:
+        code = left.code
+    assert code == 2 and says in capsys.readouterr().err
+
+
+def test_an_address_may_have_a_path_and_tls():
+    assert address_of("https://x/llm/v1/") == Address("x", 443, True, "/llm")
+    with pytest.raises(EspalierError, match="use an address such as"):
+        address_of("ftp://x")
