@@ -43,7 +43,7 @@ CORNERS: dict[str, Sequence[Any]] = {
     "topk": (1, 8),
     "steps": (0, 15),
     "nodes": ("2", "bound"),
-    "batch": (1, 3),
+    "batch": (3,),
 }
 
 # How requests are sampled, in turn: random drafts follow noise best where it is loud.
