@@ -6,10 +6,10 @@ log-sum-exp.  Attention over the staged rows (kernels/attention/staged_attention
 code.  A backend may override `attend` to do both in one kernel.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -20,6 +20,8 @@ from espalier.kernels.attention.ancestor_bits import seen_rows
 from espalier.kernels.attention.merge import merge
 from espalier.kernels.attention.staged_attention import NoPrefix, staged_attention
 from espalier.kernels.attention.tree_attention import Staged
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,14 @@ class Prefix:
     page_table: Tensor
     length: Tensor
     first: int = 0
-    planned: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
+    planned: dict[Hashable, Any] = field(default_factory=dict, compare=False, repr=False)
+
+    def shared(self, key: Hashable, make: Callable[[], T]) -> T:
+        """What `make` returns, made once for all passes over this prefix."""
+        if key not in self.planned:
+            self.planned[key] = make()
+        made: T = self.planned[key]
+        return made
 
     def holds(self, positions: Tensor) -> Tensor:
         """[B, P] bool: whether a row exists at each position.  Other rows must not be read: pages are not cleared."""

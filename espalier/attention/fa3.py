@@ -12,14 +12,13 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from importlib import import_module
 
-import torch
 from torch import Tensor
 
 from espalier.attention.base import CommittedLengths, Nodes, Prefix
-from espalier.attention.library import LibraryAttention
-from espalier.attention.support import By, Library, Support
+from espalier.attention.library import LibraryAttention, library_support
+from espalier.attention.support import Library
 from espalier.cache.kv import PagedKV
-from espalier.cache.layer_spec import KVHeads, LatentKV, LayerSpec
+from espalier.cache.layer_spec import LatentKV, LayerSpec
 
 # Output values of a pass from which requests are not divided: there are enough programs, and each part of a request
 # has an output of its own, in float32.
@@ -59,14 +58,8 @@ class FA3Attention(LibraryAttention):
         return out, lse.transpose(1, 2)
 
 
-SUPPORT = Support(
+SUPPORT = library_support(
     name="fa3",
-    devices=("cuda",),
-    dtypes=(torch.bfloat16, torch.float16),
-    keeps=(KVHeads, LatentKV),
-    window_on_chain=By.OUR_KERNELS,
-    window_on_tree=By.OUR_KERNELS,
-    left_bound=By.OUR_KERNELS,
     head_sizes=range(8, 257, 8),
     latents=(LatentKV(576, 512),),
     majors=(9,),

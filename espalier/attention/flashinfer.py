@@ -21,10 +21,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from espalier.attention.base import CommittedLengths, Nodes, Prefix
-from espalier.attention.library import LN_2, LibraryAttention
-from espalier.attention.support import By, Library, Support
+from espalier.attention.library import LN_2, LibraryAttention, library_support
+from espalier.attention.support import Library
 from espalier.cache.kv import PagedKV
-from espalier.cache.layer_spec import KeptRows, KVHeads, LatentKV, LayerSpec
+from espalier.cache.layer_spec import KeptRows, LatentKV, LayerSpec
 from espalier.errors import EspalierError
 
 # From here on FA3 is used: no round has as many queries for a request.
@@ -196,14 +196,8 @@ class FlashInferAttention(LibraryAttention):
 
 
 class FlashInferBackend:
-    support = Support(
+    support = library_support(
         name="flashinfer",
-        devices=("cuda",),
-        dtypes=(torch.bfloat16, torch.float16),
-        keeps=(KVHeads, LatentKV),
-        window_on_chain=By.OUR_KERNELS,
-        window_on_tree=By.OUR_KERNELS,
-        left_bound=By.OUR_KERNELS,
         head_sizes=(64, 128, 256),
         latents=(LatentKV(576, 512),),
         needs_exact_lengths=(LatentKV,),

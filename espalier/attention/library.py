@@ -5,7 +5,8 @@ hold `first` are attended to by our kernels, and the library takes the pages aft
 are attended to by our kernels alone: in a tree, the depth of a node decides what it sees, and no library takes that.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from math import log
 
 import torch
@@ -13,14 +14,25 @@ from torch import Tensor
 
 from espalier.attention.base import Attention, Nodes, Prefix
 from espalier.attention.reference import ReferenceAttention
-from espalier.attention.support import Support
+from espalier.attention.support import By, Support
 from espalier.attention.triton import TritonAttention, TritonBackend
 from espalier.cache.kv import PagedKV
-from espalier.cache.layer_spec import LayerSpec
+from espalier.cache.layer_spec import KVHeads, LatentKV, LayerSpec
 from espalier.errors import EspalierError
 from espalier.kernels.attention.merge import merge
 
 LN_2 = log(2)
+
+# What every library's declaration says.
+library_support = partial(
+    Support,
+    devices=("cuda",),
+    dtypes=(torch.bfloat16, torch.float16),
+    keeps=(KVHeads, LatentKV),
+    window_on_chain=By.OUR_KERNELS,
+    window_on_tree=By.OUR_KERNELS,
+    left_bound=By.OUR_KERNELS,
+)
 
 
 class LibraryAttention(Attention):
@@ -32,7 +44,7 @@ class LibraryAttention(Attention):
     def __init__(self, pages: PagedKV, specs: Sequence[LayerSpec], prefix: Prefix, nodes: Nodes):
         super().__init__(pages, specs, prefix, nodes)
         self.skipped = pages_before_rest(prefix.first, pages.page_size)
-        self.rest = self._cut("rest", self._rest) if self.skipped else prefix
+        self.rest = prefix.shared("rest", self._rest) if self.skipped else prefix
         self.ours: dict[str, Attention] = {}
 
     def over_rest(self, q: Tensor, layer: int) -> tuple[Tensor, Tensor]:
@@ -65,11 +77,7 @@ class LibraryAttention(Attention):
 
     def int_lengths(self) -> Tensor:
         """[B] int32: the rows of `rest`, made once per prefix."""
-        planned = self.prefix.planned
-        if "lengths" not in planned:
-            planned["lengths"] = self.rest.length.int()
-        lengths: Tensor = planned["lengths"]
-        return lengths
+        return self.prefix.shared("lengths", self.rest.length.int)
 
     def _rest(self) -> Prefix:
         rows = self.skipped * self.pages.page_size
@@ -79,18 +87,10 @@ class LibraryAttention(Attention):
         rows = self.skipped * self.pages.page_size
         return Prefix(self.prefix.page_table[:, : self.skipped], self.prefix.length.clamp(max=rows), self.prefix.first)
 
-    def _cut(self, name: str, make: Callable[[], Prefix]) -> Prefix:
-        """A part of the prefix, made once per prefix."""
-        planned = self.prefix.planned
-        if name not in planned:
-            planned[name] = make()
-        part: Prefix = planned[name]
-        return part
-
     def _ours(self, part: str) -> Attention:
         """Our kernels' plan.  part: "all" of the prefix, or its "head", the pages before `rest`."""
         if part not in self.ours:
-            prefix = self._cut("head", self._head) if part == "head" else self.prefix
+            prefix = self.prefix.shared("head", self._head) if part == "head" else self.prefix
             ours = TritonAttention if prefix.length.is_cuda else ReferenceAttention
             self.ours[part] = ours(self.pages, self.specs, prefix, self.nodes)
         return self.ours[part]

@@ -5,6 +5,7 @@ partial results are kept in the plan of a pass, for its layers.
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 from torch import Tensor
 
@@ -73,9 +74,7 @@ class TritonAttention(Attention):
             batch, queries, kv_heads, spec.heads // kv_heads, max_rows, spec.rows.v_size, _is_wide_latent(spec)
         )
         if window is None:
-            if policy not in self.prefix.planned:
-                self.prefix.planned[policy] = kv_splits_triton(self.prefix.length, self.prefix.first, policy)
-            return self.prefix.planned[policy]
+            return self.prefix.shared(policy, partial(kv_splits_triton, self.prefix.length, self.prefix.first, policy))
         key = (window, policy)
         if key not in self.windowed_splits:
             positions = self.nodes.positions
@@ -86,11 +85,9 @@ class TritonAttention(Attention):
 
     def _contiguous_blocks(self, committed: Committed, splits: KVSplits) -> Tensor:
         """Counts of contiguous blocks, kept in the prefix.  Only for splits without a window."""
+        pages = committed.page_table, committed.page_size, committed.first
         key = (splits.policy, count_contiguous_blocks)
-        if key not in self.prefix.planned:
-            page_table, first = committed.page_table, committed.first
-            self.prefix.planned[key] = count_contiguous_blocks(splits, page_table, committed.page_size, first)
-        return self.prefix.planned[key]
+        return self.prefix.shared(key, partial(count_contiguous_blocks, splits, *pages))
 
     def _partials(self, splits: KVSplits, spec: LayerSpec) -> PartialResults:
         key = (splits.policy, spec.heads, spec.rows.v_size)

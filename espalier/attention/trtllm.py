@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from espalier.attention.base import CommittedLengths, Nodes, Prefix
-from espalier.attention.library import LN_2, LibraryAttention
-from espalier.attention.support import By, Library, Support
+from espalier.attention.library import LN_2, LibraryAttention, library_support
+from espalier.attention.support import Library
 from espalier.cache.kv import PagedKV
-from espalier.cache.layer_spec import KVHeads, LatentKV, LayerSpec
+from espalier.cache.layer_spec import LatentKV, LayerSpec
 
 # The library asks for 128 MiB, zeros at first, for every launch on a stream.
 WORKSPACE_BYTES = 2**27
@@ -40,15 +40,15 @@ class TrtllmAttention(LibraryAttention):
             q.contiguous(),
             self.paged(layer),
             self.workspace,
-            self._kept("table", self.rest.page_table.contiguous),
+            self.prefix.shared("table", self.rest.page_table.contiguous),
             self.int_lengths(),
             self.queries,
             self._most_rows,
             spec.softmax_scale,
             1.0,
             batch,
-            self._kept(("query starts", self.queries), self._query_starts),
-            self._kept("row starts", self._row_starts),
+            self.prefix.shared(("query starts", self.queries), self._query_starts),
+            self.prefix.shared("row starts", self._row_starts),
             kv_layout="NHD",
             causal=False,
             return_lse=True,
@@ -58,8 +58,12 @@ class TrtllmAttention(LibraryAttention):
     def _over_latent(self, q: Tensor, layer: int, spec: LayerSpec) -> tuple[Tensor, Tensor]:
         latent, _ = self.paged(layer)
         v_size = spec.rows.v_size
-        table = self._kept(("tables", self.queries), lambda: self.rest.page_table.repeat_interleave(self.queries, 0))
-        lengths = self._kept(("lengths", self.queries), lambda: self.int_lengths().repeat_interleave(self.queries))
+        table = self.prefix.shared(
+            ("tables", self.queries), lambda: self.rest.page_table.repeat_interleave(self.queries, 0)
+        )
+        lengths = self.prefix.shared(
+            ("lengths", self.queries), lambda: self.int_lengths().repeat_interleave(self.queries)
+        )
         out: tuple[Tensor, Tensor] = _flashinfer().mla.trtllm_batch_decode_with_kv_cache_mla(
             q[:, None].contiguous(),
             latent[:, :, 0],
@@ -88,28 +92,14 @@ class TrtllmAttention(LibraryAttention):
     def _row_starts(self) -> Tensor:
         return torch.nn.functional.pad(self.rest.length.cumsum(0), (1, 0)).int()
 
-    def _kept(self, key: Any, make: Any) -> Tensor:
-        """A tensor that all passes over the prefix share."""
-        planned = self.prefix.planned
-        if key not in planned:
-            planned[key] = make()
-        kept: Tensor = planned[key]
-        return kept
-
 
 def _flashinfer() -> Any:
     return import_module("flashinfer")
 
 
 class TrtllmBackend:
-    support = Support(
+    support = library_support(
         name="trtllm",
-        devices=("cuda",),
-        dtypes=(torch.bfloat16, torch.float16),
-        keeps=(KVHeads, LatentKV),
-        window_on_chain=By.OUR_KERNELS,
-        window_on_tree=By.OUR_KERNELS,
-        left_bound=By.OUR_KERNELS,
         page_sizes=(16, 32, 64, 128, 256, 512),
         latent_page_sizes=(32, 64),
         head_sizes=(64, 128, 256),

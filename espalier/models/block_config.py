@@ -23,7 +23,7 @@ from espalier.cache.layer_spec import LayerSpec
 from espalier.errors import EspalierError
 from espalier.models import qwen3
 from espalier.models.config import ModelConfig, Raw, parse
-from espalier.models.draft import DraftSpec
+from espalier.models.draft import DraftSpec, refuse_misfit
 from espalier.models.loading import layer_specs_of
 
 Z_LAB, DEEP_SPEC = "DFlashDraftModel", "Qwen3DSparkModel"
@@ -232,23 +232,11 @@ def _refuse_windows(layer: ModelConfig, path: Path) -> None:
 
 
 def _refuse_misfit(config: BlockConfig, target: ModelConfig, path: Path) -> None:
-    for what, have, need in (
-        ("hidden size", config.layer.hidden_size, target.hidden_size),
-        ("vocabulary", config.layer.vocab_size, target.vocab_size),
-    ):
-        if have != need:
-            raise EspalierError(
-                f"{path} does not fit its target: {what} {have}, the target has {need}; use the draft trained for it"
-            )
+    refuse_misfit(path, target, config.layer.hidden_size, config.layer.vocab_size, config.draft_vocab)
     # The last hidden state is normed in some public code and not in other.
     outside = [layer for layer in config.capture if not 0 <= layer < target.num_layers]
     if outside:
         raise EspalierError(
             f"{path} fuses the input of layer {outside[0]} of its target, whose layers are 0 .. "
             f"{target.num_layers - 1}; use the target that the draft was trained for"
-        )
-    if not 1 <= config.draft_vocab <= target.vocab_size:
-        raise EspalierError(
-            f"{path}: draft_vocab_size = {config.draft_vocab}, the target's vocabulary is {target.vocab_size}; "
-            "use the draft trained for it"
         )

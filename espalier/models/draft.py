@@ -205,6 +205,24 @@ class BlockModel(DraftModel, Protocol):
         ...
 
 
+def refuse_misfit(path: Path, target: ModelConfig, hidden: int, vocab: int, draft_vocab: int = 1) -> None:
+    """Raises EspalierError if the sizes in a draft's config.json do not fit its target.
+
+    hidden: of the hidden states that it reads of the target; vocab: of the tokens that it embeds; draft_vocab: of the
+    tokens that it proposes.
+    """
+    for what, have, need in (("hidden size", hidden, target.hidden_size), ("vocabulary", vocab, target.vocab_size)):
+        if have != need:
+            raise EspalierError(
+                f"{path} does not fit its target: {what} {have}, the target has {need}; use the draft trained for it"
+            )
+    if not 1 <= draft_vocab <= target.vocab_size:
+        raise EspalierError(
+            f"{path}: draft_vocab_size = {draft_vocab}, the target's vocabulary is {target.vocab_size}; use the draft "
+            "trained for it"
+        )
+
+
 def draft_verifier(path: Path | str) -> str | None:
     """The target that a draft in the speculators format names.  With it, a user may give the draft alone."""
     speculators: Mapping[str, Any] = read_json(Path(path) / "config.json").get("speculators_config") or {}

@@ -11,7 +11,7 @@ import torch
 from espalier.errors import EspalierError
 from espalier.models.config import Family, ModelConfig, Raw, parse
 from espalier.models.deepseek import V2, V3
-from espalier.models.draft import DraftSpec
+from espalier.models.draft import DraftSpec, refuse_misfit
 from espalier.models.loading import FAMILIES, layer_specs_of
 from espalier.models.weights import Weights
 
@@ -180,20 +180,7 @@ def _refuse_misfit(config: Eagle3Config, target: ModelConfig, path: Path) -> Non
             f"{path}: a draft layer of {config.layer.architecture} has experts, which is not supported; use a draft "
             "with a dense MLP"
         )
-
-    def refuse(what: str, have: int, need: int) -> None:
-        if have != need:
-            raise EspalierError(
-                f"{path} does not fit its target: {what} {have}, the target has {need}; use the draft trained for it"
-            )
-
-    refuse("target hidden size", config.target_hidden, target.hidden_size)
-    refuse("vocabulary", config.layer.vocab_size, target.vocab_size)
-    if not 1 <= config.draft_vocab <= target.vocab_size:
-        raise EspalierError(
-            f"{path}: draft_vocab_size = {config.draft_vocab}, the target's vocabulary is {target.vocab_size}; "
-            "use the draft trained for it"
-        )
+    refuse_misfit(path, target, config.target_hidden, config.layer.vocab_size, config.draft_vocab)
     if config.norm_before_fc and config.fc_norm:
         raise EspalierError(
             f"{path}: norm_before_fc and fc_norm are both set, but they exclude each other; correct the config"

@@ -14,7 +14,7 @@ import torch
 
 from espalier.errors import EspalierError
 from espalier.models.config import Family, ModelConfig, Raw, parse
-from espalier.models.draft import MAX_MODULES, DraftSpec
+from espalier.models.draft import MAX_MODULES, DraftSpec, refuse_misfit
 from espalier.models.loading import FAMILIES, layer_specs_of
 from espalier.models.mtp_family import SPECULATORS, MTPFamily
 from espalier.models.weights import Weights
@@ -92,9 +92,8 @@ def read_mtp(path: Path, raw: Raw, target: ModelConfig) -> MTPConfig:
     if form not in FORMS:
         raise EspalierError(f"{path}: {FORM} = {form!r} is not supported; use {' or '.join(map(repr, FORMS))}")
     layer = parse(_continued(base, modules), family, path)
-    config = MTPConfig(layer, mtp, modules, cast(Literal["chain", "target"], form))
-    _refuse_misfit(config, target, path)
-    return config
+    refuse_misfit(path, target, layer.hidden_size, layer.vocab_size)
+    return MTPConfig(layer, mtp, modules, cast(Literal["chain", "target"], form))
 
 
 def stores_mtp(path: Path, target: ModelConfig) -> bool:
@@ -137,14 +136,3 @@ def _continued(base: Mapping[str, Any], modules: int) -> Raw:
     """The config of a model that has the MTP layers as its last ones; each is of the kind of the target's last."""
     longer = {name: [*base[name], *base[name][-1:] * modules] for name in BY_LAYER if base.get(name)}
     return {**base, **longer, "num_hidden_layers": base["num_hidden_layers"] + modules}
-
-
-def _refuse_misfit(config: MTPConfig, target: ModelConfig, path: Path) -> None:
-    for what, have, need in (
-        ("hidden size", config.layer.hidden_size, target.hidden_size),
-        ("vocabulary", config.layer.vocab_size, target.vocab_size),
-    ):
-        if have != need:
-            raise EspalierError(
-                f"{path} does not fit its target: {what} {have}, the target has {need}; use the draft trained for it"
-            )

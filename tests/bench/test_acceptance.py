@@ -14,7 +14,7 @@ from espalier.layout import TreeShape
 from tests.mtp import mtp_directories
 
 TREES = [TreeShape(3, 1, 4), TreeShape(3, 8, 64)]
-PROMPTS, NUM_TOKENS = 6, 32
+PROMPTS, NUM_TOKENS = 6, 20
 
 
 def measured(form, trees=TREES[1:], modules=3):

@@ -124,8 +124,8 @@ class SymbolicDevice:
             self.slots[slot_init.slot] = Slot(slot_init)
         for slot, column, page in launch_input.appended_pages:
             table = self.slots[slot].table
-            table += [0] * (column + 1 - len(table))
-            table[column] = page
+            assert column == len(table), f"page {page} of slot {slot} was appended for an earlier owner of the slot"
+            table.append(page)
         assert 0 not in launch_input.slots
         assert len(set(launch_input.slots)) == len(launch_input.slots) <= self.layout.max_batch
         if launch_input.is_prefill:

@@ -5,8 +5,9 @@ from random import Random
 import pytest
 
 from espalier.engine.engine import Engine
+from espalier.layout import RoundLayout
 from espalier.request import Request, SamplingParams
-from tests.engine.symbolic import symbolic_engine
+from tests.engine.symbolic import continuation, symbolic_engine
 from tests.engine.test_disturbance import all_undisturbed
 from tests.engine.traffic import pages_beyond
 from tests.harness import Setup, prompts, request
@@ -60,3 +61,23 @@ def test_thirteen_tokens_ahead() -> None:
     assert (layout.tokens_ahead(1), layout.tokens_ahead(2)) == (7, 13)
     per_branch = 2 * max(-(-(256 - 1 + 5) // 256) * 256 * 8, 64)
     assert per_branch == 8192
+
+
+def test_pages_of_a_launch_that_did_not_start_do_not_reach_the_next_owner_of_the_slot() -> None:
+    """The pool is empty after the first request's reservation, so the launch waits.  Then the first request ends."""
+    layout = RoundLayout(
+        max_batch=2, steps=1, topk=1, num_draft_tokens=2, page_size=1, max_context=32, reentry=1, chunk_size=32
+    )
+    engine = symbolic_engine(layout, 35, overlap=True, prefix_cache=False, random=Random(0))
+    first, second, third = (
+        request(i, prompt, SamplingParams(max_tokens=26)) for i, prompt in enumerate(prompts(1, [1, 1, 6]))
+    )
+    for r in (first, second, third):
+        engine.add(r)
+    while not engine.scheduler._appended:
+        engine.step()
+    assert {slot for slot, _, _ in engine.scheduler._appended} == {first.slot}
+    engine.abort(first.id)
+    while engine.has_work:
+        engine.step()
+    assert [r.output for r in (second, third)] == [continuation(r, 32)[0] for r in (second, third)]

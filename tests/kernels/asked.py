@@ -23,12 +23,12 @@ from espalier.kernels.tree.gather_rows import gather_rows_triton
 
 
 class Driver(SimpleNamespace):
-    """A fake of Triton's CUDA driver for one Hopper GPU.  loaded: (kernel name, thread name) pairs; launched: kernel
-    names; both in order."""
+    """A fake of Triton's CUDA driver for one Hopper GPU.  loaded, launchers: (kernel name, thread name) pairs;
+    launched: kernel names; all in order."""
 
     def __init__(self):
         utils = {"load_binary": self._load, "get_device_properties": lambda device: {"max_shared_mem": 227 * 1024}}
-        super().__init__(loaded=[], launched=[], utils=SimpleNamespace(**utils))
+        super().__init__(loaded=[], launchers=[], launched=[], utils=SimpleNamespace(**utils))
 
     def get_current_device(self):
         return 0
@@ -48,6 +48,7 @@ class Driver(SimpleNamespace):
         return "module", name, 0, 0, 1024
 
     def launcher_cls(self, source, metadata):
+        self.launchers.append((metadata.name, threading.current_thread().name))
         return lambda *args: self.launched.append(metadata.name)
 
 
@@ -104,7 +105,8 @@ def main():
     report = {"first": precompile_thirty_times(64), "again": precompile_thirty_times(64)}
     report["launched_inside"] = list(fake.launched)
     launch_three_kernels(64)
-    report["launched"], report["compiled"], report["loaded"] = map(list, (fake.launched, compiled, fake.loaded))
+    report |= {"launched": list(fake.launched), "compiled": list(compiled)}
+    report |= {"loaded": list(fake.loaded), "launchers": list(fake.launchers)}
     # One thread, so that later compilations wait in the queue.
     precompile_module.available_cores = lambda: 1
     failing = (launch_broken, precompile_broken, precompile_out_of_memory, launch_broken)

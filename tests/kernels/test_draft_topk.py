@@ -108,10 +108,11 @@ def test_whatever_shapes_the_draw_knows_the_target_ids(kernel_device):
 @pytest.mark.parametrize("draft_vocab", [0, 70])
 def test_a_mask_leaves_the_allowed_target_ids(kernel_device, draft_vocab):
     vocab, queries, topk = 300, 2, 4
-    slots, first, scores = batch_of(vocab, queries, kernel_device)
+    asked = ASKED[1::4]
+    slots, first, scores = batch_of(vocab, queries, kernel_device, asked=asked)
     d2t = map_of(draft_vocab, vocab, kernel_device) if draft_vocab else None
-    logits = random_logits(3, len(ASKED), queries, draft_vocab or vocab, dtype=torch.float32).to(kernel_device)
-    allowed = torch.rand(len(ASKED), queries, vocab, generator=torch.Generator().manual_seed(4)).to(kernel_device) < 0.2
+    logits = random_logits(3, len(asked), queries, draft_vocab or vocab, dtype=torch.float32).to(kernel_device)
+    allowed = torch.rand(len(asked), queries, vocab, generator=torch.Generator().manual_seed(4)).to(kernel_device) < 0.2
     of_draft = allowed if d2t is None else allowed[..., d2t]
     same = (d2t, kernel_rows(slots), first, 0, scores, topk)
     ids, best = draft_topk_triton(logits, *same, mask=pack_mask(allowed))

@@ -149,7 +149,8 @@ PLACES = [(8, 9), (33, 38), (3, 30), (5, 37, 69), (31, 32), (63, 64), (60, 130),
 each_greedy_way = pytest.mark.parametrize(
     ("vocab", "dtype", "shaped"),
     [
-        *((176, dtype, False) for dtype in DTYPES),
+        *((176, dtype, False) for dtype in DTYPES if dtype != torch.float16),
+        pytest.param(176, torch.float16, False, marks=pytest.mark.full),
         (150, torch.bfloat16, False),
         (150, torch.bfloat16, True),
         (176, torch.float64, True),

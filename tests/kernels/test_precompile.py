@@ -124,7 +124,14 @@ def test_every_kernel_is_compiled_once_before_its_launch(report):
     # True: compiled by a warm-up, not by a launch.
     assert sorted(report["compiled"]) == sorted([name, True] for name in names)
     assert sorted(name for name, _ in report["loaded"]) == sorted(names)
-    assert all(thread.startswith("espalier-compile") for _, thread in report["loaded"])
+
+
+def test_threads_build_launchers_and_one_thread_loads_them(report):
+    """Triton 3.6 may give a kernel the launcher of another one if two threads load launchers at once."""
+    threads = [thread for _, thread in report["launchers"]]
+    assert all(thread.startswith("espalier-compile") for thread in threads[:3])
+    assert threads[3:] == ["MainThread"] * 3
+    assert [thread for _, thread in report["loaded"]] == ["MainThread"] * 3
 
 
 def test_errors_are_raised_while_other_kernels_are_in_the_queue(report):

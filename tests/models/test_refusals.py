@@ -176,7 +176,7 @@ def test_a_capture_beyond_the_target(target: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({"hidden_size": 64, "target_hidden_size": 64}, ["target hidden size 64, the target has 32"]),
+        ({"hidden_size": 64, "target_hidden_size": 64}, ["hidden size 64, the target has 32"]),
         ({"vocab_size": 20}, ["vocabulary 20, the target has 16"]),
         ({"draft_vocab_size": 17}, ["draft_vocab_size = 17"]),
         ({"eagle_aux_hidden_state_layer_ids": [1, 2, 9]}, [r"layers \(1, 2, 9\)", "4 layers"]),

@@ -179,7 +179,8 @@ class Reference:
             order = sorted(range(len(candidates)), key=lambda i: (-candidates[i][0].score, i))[:topk]
             chosen = [candidates[i][0] for i in order if candidates[i][0].score > -np.inf]
             if level < steps:
-                beams = [Beam(node, path.outs(min(level + 1, len(self.modules)), node.path)[-1]) for node in chosen]
+                outs = path.outs(min(level + 1, len(self.modules)), [node.path for node in chosen])
+                beams = [Beam(node, out[-1]) for node, out in zip(chosen, outs, strict=True)]
         return pool
 
     def _children(self, request: Request, tokens: Sequence[int], beam: Beam, module: int, topk: int) -> list[Node]:
@@ -219,33 +220,35 @@ class Path:
         self.n = len(tokens) - 1
         self._outs: dict[tuple[int, tuple[int, ...]], Tensor] = {}
 
-    def outs(self, module: int, path: tuple[int, ...]) -> Tensor:
-        """[rows, H]: what a module hands on along a path, at the tokens that it has a row of."""
-        if (module, path) not in self._outs:
-            self._outs[module, path] = self._run(module, path)
-        return self._outs[module, path]
+    def outs(self, module: int, paths: Sequence[tuple[int, ...]]) -> list[Tensor]:
+        """For each of some paths of one length, [rows, H]: what a module hands on along it, at the tokens that it has
+        a row of.  Paths are rows of a batch: none attends to another."""
+        missing = [path for path in paths if (module, path) not in self._outs]
+        if missing:
+            self._outs |= {(module, path): out for path, out in zip(missing, self._run(module, missing), strict=True)}
+        return [self._outs[module, path] for path in paths]
 
-    def _run(self, module: int, path: tuple[int, ...]) -> Tensor:
+    def _run(self, module: int, paths: Sequence[tuple[int, ...]]) -> Tensor:
         n, reference = self.n, self.reference
-        depths = range(max(1, module - n), len(path) + 1)
-        fed = torch.stack([self._fed(module, path, depth) for depth in depths])
+        depths = range(max(1, module - n), len(paths[0]) + 1)
+        fed = torch.stack([torch.stack([self._fed(module, path, depth) for depth in depths]) for path in paths])
         planes = self.scratch.draft[module - 1]
         behind = max(0, n + 1 - module)
         attend = DenseAttend(reference.specs_of(module))
         if behind:
             attend = BehindPrefix(reference.specs_of(module), [[p[:behind] for p in layer] for layer in planes])
-        tokens = torch.tensor([path[depths.start - 1 :]])
-        positions = torch.tensor([[n + depth - module for depth in depths]])
-        return reference.modules[module - 1](tokens, fed[None], positions, attend).hidden[0]
+        tokens = torch.tensor([path[depths.start - 1 :] for path in paths])
+        positions = torch.tensor([[n + depth - module for depth in depths]]).expand(len(paths), -1)
+        return reference.modules[module - 1](tokens, fed, positions, attend).hidden
 
     def _fed(self, module: int, path: tuple[int, ...], depth: int) -> Tensor:
         """The hidden state that feeds the row of path[depth - 1].  From depth N on, module N reads its own output."""
         above = path[: depth - 1]
         if module == len(self.reference.modules) and depth >= module:
-            return self.outs(module, above)[-1] if above else self.scratch.out(module, self.n)
+            return self.outs(module, [above])[0][-1] if above else self.scratch.out(module, self.n)
         if depth == 1 or self.reference.draft.spec.form == "target":
             return self.reference.fed(self.scratch, module, self.n + depth)
-        return self.outs(module - 1, above)[-1]
+        return self.outs(module - 1, [above])[0][-1]
 
 
 def matched(tokens: Sequence[int], end: int) -> int:
@@ -282,7 +285,7 @@ class Plain:
 
 
 class BehindPrefix:
-    """An `attend` for one path [1, Q] behind planes [n, heads, size] of its prefix: dense and causal, by one mask."""
+    """An `attend` for paths [P, Q] behind planes [n, heads, size] of their prefix: dense and causal, by one mask."""
 
     def __init__(self, layer_specs: tuple[LayerSpec, ...], past: list[list[Tensor]]):
         self.layer_specs = layer_specs
@@ -291,7 +294,7 @@ class BehindPrefix:
     def __call__(self, layer: int, projections: Projections) -> Tensor:
         own = attended(projections, self.layer_specs[layer])
         q, planes = own.q, zip(self.past[layer], own.kept, strict=True)
-        held = [torch.cat((past[None], new), 1) for past, new in planes]
+        held = [torch.cat((past.expand(len(new), *past.shape), new), 1) for past, new in planes]
         k, v = keys_and_values(projections, held[0]) if isinstance(projections, LatentProjections) else held
         behind, new = k.shape[1] - q.shape[1], q.shape[1]
         g = self.layer_specs[layer]

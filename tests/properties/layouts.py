@@ -38,12 +38,14 @@ AROUND: dict[str, Sequence[Any]] = {
     "experts": (False, True),
     "sinks": (False, True),
 }
+# What an n-gram tree is crossed with.  The rest is of the target's pass, which does not know who proposed its tree.
+AROUND_NGRAM = {name: AROUND[name] for name in ("attention", "overlap")}
 CORNERS: dict[str, Sequence[Any]] = {
     "page_size": (1, 512),
     "topk": (1, 8),
     "steps": (0, 15),
     "nodes": ("2", "bound"),
-    "batch": (1, 3),
+    "batch": (3,),
 }
 
 # How requests are sampled, in turn: random drafts follow noise best where it is loud.
@@ -170,11 +172,8 @@ def impossible(cell: Mapping[str, Any]) -> bool:
 def pairwise_cells(layouts: Mapping[str, Sequence[Any]] = ARRAY_LAYOUTS) -> list[Cell]:
     """One array for each drafter: what goes with the one does not stand in for the other."""
     around = {name: values for name, values in AROUND.items() if name != "algorithm"}
-    eagle = pairwise({**layouts, **around}, impossible)
-    del around["draft_vocab"]
-    return [Cell(**row) for row in eagle] + [
-        Cell(**row, algorithm="ngram") for row in pairwise({**layouts, **around}, impossible)
-    ]
+    arrays = {"eagle3": {**layouts, **around}, "ngram": {**layouts, **AROUND_NGRAM}}
+    return [Cell(**row, algorithm=name) for name, array in arrays.items() for row in pairwise(array, impossible)]
 
 
 def corner_cells() -> list[Cell]:

@@ -116,9 +116,8 @@ SETUPS = {
 
 
 @pytest.mark.parametrize("setup", SETUPS.values(), ids=SETUPS)
-@pytest.mark.parametrize("overlap", [False, True])
-def test_unbroken_every_property_holds(overlap, setup):
-    holds(*PROPERTIES, setup=replace(setup, overlap=overlap))
+def test_unbroken_every_property_holds(setup):
+    holds(*PROPERTIES, setup=setup)
 
 
 @pytest.mark.parametrize("name", FAULTS)

@@ -77,10 +77,11 @@ def test_every_property_holds_in_the_whole_product(cell):
 CUT = ((0, 0, 34), (1, 20, 30), (2, 23, 18), (3, 26, 48))
 SMALL = MTPSetup(steps=3, topk=2, num_draft_tokens=9, page_size=2, max_batch=3, max_context=64, chunk_size=16)
 every_form = pytest.mark.parametrize("form", FORMS, ids=str)
+# One layer has no feeds: it enters rows like an EAGLE-3 draft.
+both_of_three = pytest.mark.parametrize("form", FORMS[1:], ids=str)
 
 
-@every_form
-@pytest.mark.parametrize(("page_size", "family"), [(1, "llama"), (3, "deepseek_v3")])
+@pytest.mark.parametrize(("page_size", "family", "form"), [(1, "llama", FORMS[2]), (3, "deepseek_v3", FORMS[1])])
 def test_a_prefix_hit_of_every_length_is_entered_again(page_size, family, form):
     watch = watched(replace(SMALL, page_size=page_size, family=family, form=form, overlap=page_size == 3))
     trunk = prompts(29, [11])[0]
@@ -91,7 +92,7 @@ def test_a_prefix_hit_of_every_length_is_entered_again(page_size, family, form):
     assert sum(r.cached_tokens for r in requests) >= 9
 
 
-@every_form
+@both_of_three
 @pytest.mark.parametrize("chunk_size", [16, 64], ids=["chunks", "pieces"])
 def test_a_prompt_is_cut_behind_every_hit(chunk_size, form):
     """Passes of sixteen rows cut prompts into chunks.  Wider ones run several pieces of a prompt, each fed by the piece
@@ -106,7 +107,7 @@ def test_a_prompt_is_cut_behind_every_hit(chunk_size, form):
     assert any(call.args[0].pieces for call in launch.call_args_list) is (chunk_size == 64)
 
 
-@every_form
+@both_of_three
 def test_log_probabilities_of_a_cached_prompt_compute_rows_again(form):
     watch = watched(replace(SMALL, form=form, page_size=1))
     trunk = prompts(43, [25])[0]
@@ -135,7 +136,7 @@ def test_one_request_in_a_bucket_of_eight(form):
     run_watched(watch, [asked(0, prompts(41, [2])[0], max_tokens=14)])
 
 
-@every_form
+@both_of_three
 def test_preempted_requests_are_as_if_undisturbed(form):
     watch = watched(replace(SMALL, form=form, num_pages=26, max_context=40, overlap=True))
     style = {"max_tokens": 20, "presence_penalty": 0.6}

@@ -117,7 +117,6 @@ def test_a_batch_of_many_is_many_batches_of_one(algorithm):
     [
         {"attention": "reference"},
         {"overlap": True},
-        {"overlap": True, "attention": "reference"},
         {"page_size": 512},
         {"page_size": 1, "prefix_cache": False},
     ],

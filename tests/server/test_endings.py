@@ -82,7 +82,7 @@ def test_a_disconnect_frees_its_pages_at_the_next_harvest(served, stream):
 def test_a_slow_reader_holds_up_nobody(served, client):
     with socket.create_connection(("127.0.0.1", served.port)) as slow:
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
-        body = json.dumps({**LONG, "stream": True, "return_token_ids": True}).encode()
+        body = json.dumps({**LONG, "max_tokens": 100, "logprobs": 5, "stream": True, "return_token_ids": True}).encode()
         head = (
             f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
         )

@@ -33,15 +33,15 @@ def test_a_soak_leaves_nobody_unanswered_and_nothing_behind():
 def on_that_server(served, monkeypatch):
     server = Server(served.port, served.process.pid, 0)
     monkeypatch.setattr(bad_host_module, "WATCH_S", 0.1)
+    sleep = asyncio.sleep
+    # No warm-up of two seconds: what is measured is not compared with anything.
+    monkeypatch.setattr(asyncio, "sleep", lambda seconds: sleep(min(seconds, 0.2)))
     monkeypatch.setattr(bad_host_module, "serving", lambda settings: nullcontext(server))
     for name in ("SHORT", "STREAM"):
         monkeypatch.setitem(getattr(bad_host_module, name), "model", "bundled")
 
 
-def test_beside_each_bad_request_everybody_is_watched(on_that_server, monkeypatch):
-    sleep = asyncio.sleep
-    # No warm-up of two seconds: what is measured is not compared with anything.
-    monkeypatch.setattr(asyncio, "sleep", lambda seconds: sleep(min(seconds, 0.2)))
+def test_beside_each_bad_request_everybody_is_watched(on_that_server):
     attacks = [
         Attack("too long", 2, "/v1/completions", lambda: SHORT | {"prompt": "a " * 50_000}),
         Attack("half-closed", 3, "/v1/completions", lambda: SHORT, half_closed=True),

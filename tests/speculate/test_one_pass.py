@@ -69,7 +69,10 @@ def proposed(form: str, device: torch.device, by_kernels: bool) -> tuple[Tree, l
     return drafter.propose(slots, sampler), [plane for stack in pages.draft for plane in stack.planes]
 
 
-@pytest.mark.parametrize("form", FORMS)
+# Without and with edges; the other forms differ in what plain torch and the kernels share.
+@pytest.mark.parametrize(
+    "form", [form if form in ("dflash", "dspark") else pytest.param(form, marks=pytest.mark.full) for form in FORMS]
+)
 def test_the_kernels_propose_what_plain_torch_proposes(kernel_device, form, monkeypatch):
     expected, rows = proposed(form, torch.device("cpu"), by_kernels=False)
     if kernel_device.type == "cpu":

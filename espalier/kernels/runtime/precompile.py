@@ -43,8 +43,7 @@ def precompile() -> Iterator[Sequence[Future[Any]]]:
         with compiler.threads, mode, ZeroedAllocations():
             try:
                 yield compiler.submitted
-                for future in compiler.submitted:
-                    future.result()
+                compiler.load()
             except BaseException:
                 compiler.cancel()
                 # At its exit the mode waits for its futures.  The cancelled ones never finish; a Ctrl-C while it waits
@@ -56,7 +55,7 @@ def precompile() -> Iterator[Sequence[Future[Any]]]:
 
 
 class KernelCompiler:
-    """The executor given to Triton's AsyncCompileMode: its threads compile and load kernels.
+    """The executor given to Triton's AsyncCompileMode: its threads compile kernels.
 
     submitted: one future per compilation; jit_functions: by id, the functions whose kernels were requested.
     """
@@ -81,9 +80,18 @@ class KernelCompiler:
         from triton.runtime import driver
 
         active = driver.active
-        future = self.threads.submit(_compile_and_load, compile_kernel, active, active.get_current_device())
+        future = self.threads.submit(_compile, compile_kernel, active, active.get_current_device())
         self.submitted.append(future)
         return future
+
+    def load(self) -> None:
+        """Wait for every compilation, then load the kernels and their launchers, all on this thread.
+
+        Triton 3.6 gives every launcher the same module name.  CPython keeps one module of that name, and loading a
+        launcher again overwrites what it holds.  With two threads, a kernel may so get the launcher of another one.
+        """
+        for kernel in [future.result() for future in self.submitted]:
+            kernel._init_handles()
 
     def cancel(self) -> None:
         """Start no further compilation, and remove the cancelled ones from Triton's cache, so that later launches
@@ -97,12 +105,12 @@ class KernelCompiler:
                         del kernels[key]
 
 
-def _compile_and_load(compile_kernel: Callable[[], Any], driver: Any, device: int) -> Any:
-    # The current device is a property of the thread; kernels are loaded onto it.
+def _compile(compile_kernel: Callable[[], Any], driver: Any, device: int) -> Any:
+    # The current device is a property of the thread.
     driver.set_current_device(device)
     kernel = compile_kernel()
-    # Otherwise the first launch would do this: it builds the launcher with a C compiler and loads the kernel.
-    kernel._init_handles()
+    # Builds the launcher with a C compiler, into Triton's cache on disk.  This object is dropped (KernelCompiler.load).
+    driver.launcher_cls(kernel.src, kernel.metadata)
     return kernel
 
 

@@ -24,7 +24,6 @@ from espalier.kernels.runtime.launch import chip, kernel, power_of_two, require
 from espalier.kernels.runtime.pdl import early, pdl_wait_if
 from espalier.kernels.tree.select_beams import order_of, usable, usable_score
 from espalier.kernels.tree.select_tree import VOID, Selected
-from espalier.layout import ANCESTOR_BITS
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -60,14 +59,7 @@ def select_paths(root: Tensor, candidates: Candidates, nodes: int) -> Selected:
 
 def select_paths_triton(root: Tensor, candidates: Candidates, nodes: int) -> Selected:
     batch, steps, rows, topk = _require(root, candidates, nodes)
-    num_words = -(-nodes // ANCESTOR_BITS)
-    tree = Selected(
-        root.new_empty(batch, nodes),
-        root.new_empty(batch, nodes),
-        root.new_empty(batch, nodes),
-        root.new_empty(batch, nodes, dtype=torch.float32),
-        root.new_empty(batch, nodes, num_words),
-    )
+    tree = Selected.empty(root, nodes)
     if batch:
         block = power_of_two(nodes)
         _select_paths_kernel[(batch,)](
@@ -78,7 +70,7 @@ def select_paths_triton(root: Tensor, candidates: Candidates, nodes: int) -> Sel
             STEPS=steps,
             ROWS=rows,
             TOPK=topk,
-            WORDS=num_words,
+            WORDS=tree.num_words,
             BLOCK=block,
             num_warps=1 if block <= ONE_WARP else 4,
             **early(chip(root)),

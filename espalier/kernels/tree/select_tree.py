@@ -36,6 +36,18 @@ class Selected(NamedTuple):
     scores: Tensor
     ancestor_bits: Tensor
 
+    @classmethod
+    def empty(cls, root: Tensor, nodes: int) -> Selected:
+        """Trees of the roots [B] int64, for a kernel to write."""
+        batch, num_words = root.shape[0], -(-nodes // ANCESTOR_BITS)
+        tokens, parents, depths = (root.new_empty(batch, nodes) for _ in range(3))
+        scores = root.new_empty(batch, nodes, dtype=torch.float32)
+        return cls(tokens, parents, depths, scores, root.new_empty(batch, nodes, num_words))
+
+    @property
+    def num_words(self) -> int:
+        return self.ancestor_bits.shape[2]
+
 
 def select(root: Tensor, tokens: Tensor, scores: Tensor, beams: Tensor, topk: int, nodes: int) -> Selected:
     """The root and the best nodes - 1 of n candidates, by descending score, then by index in the pool.
@@ -55,16 +67,9 @@ def select(root: Tensor, tokens: Tensor, scores: Tensor, beams: Tensor, topk: in
 def select_tree_triton(root: Tensor, tokens: Tensor, scores: Tensor, beams: Tensor, topk: int, nodes: int) -> Selected:
     batch, size = tokens.shape
     steps = _require(root, tokens, scores, beams, topk, nodes)
-    num_words = -(-nodes // ANCESTOR_BITS)
-    tree = Selected(
-        tokens.new_empty(batch, nodes),
-        tokens.new_empty(batch, nodes),
-        tokens.new_empty(batch, nodes),
-        scores.new_empty(batch, nodes),
-        tokens.new_empty(batch, nodes, num_words),
-    )
+    tree = Selected.empty(root, nodes)
     if batch:
-        block, word_block = power_of_two(size), power_of_two(num_words)
+        block, word_block = power_of_two(size), power_of_two(tree.num_words)
         _select_tree_kernel[(batch,)](
             root.contiguous(),
             tokens.contiguous(),
@@ -76,7 +81,7 @@ def select_tree_triton(root: Tensor, tokens: Tensor, scores: Tensor, beams: Tens
             TOPK=topk,
             STEPS=steps,
             NODES=nodes,
-            WORDS=num_words,
+            WORDS=tree.num_words,
             BLOCK=block,
             BLOCK_WORDS=word_block,
             # At most 32 int64 words of ancestor bits per thread.
