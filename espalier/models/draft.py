@@ -164,11 +164,17 @@ class DraftModel(Protocol):
         ...
 
 
-class Edges(Protocol):
-    """The part of a block draft's scores that depends on the token before (DSpark's Markov head)."""
+# (depth - 1, tokens [B, R] int64 of the target's vocabulary) -> logits [B, R, draft vocabulary] of the token that
+# follows each of them at that depth.
+LogitsAfter = Callable[[int, Tensor], Tensor]
 
-    def __call__(self, tokens: Tensor) -> Tensor:
-        """Tokens [B, R] int64 of the target's vocabulary -> logits [B, R, draft vocabulary] to add for the next."""
+
+class Edges(Protocol):
+    """What makes a block draft's scores depend on the token before (DSpark's Markov head, DFlash 2's selector)."""
+
+    def of_block(self, logits: Tensor, hidden: Tensor) -> LogitsAfter:
+        """logits: [B, S, draft vocabulary], which do not depend on the token before; hidden: [B, S, H], the inputs of
+        the head that gave them."""
         ...
 
 
@@ -181,12 +187,15 @@ class BlockModel(DraftModel, Protocol):
     mask_token: the token of all rows but the first.
     first_proposing: the row that proposes depth 1: 0, the root's, or 1, the first mask.
     causal: for each layer, whether a block row sees no later block row.
+    windows_from_root: whether a sliding window is the same for all rows of a block, counted from the root; if not, each
+    row counts from its own position.
     edges: None if a depth's scores do not depend on the token before.
     """
 
     mask_token: int
     first_proposing: int
     causal: tuple[bool, ...]
+    windows_from_root: bool
     edges: Edges | None
 
     def __call__(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:

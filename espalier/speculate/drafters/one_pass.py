@@ -24,7 +24,7 @@ from espalier.kernels.state.batch_state import Chain, chain
 from espalier.kernels.tree.next_rows import next_rows
 from espalier.kernels.tree.select_paths import Candidates, select_paths
 from espalier.layout import RoundLayout
-from espalier.models.draft import BlockModel, Edges
+from espalier.models.draft import BlockModel, LogitsAfter
 from espalier.slots import BatchState
 from espalier.speculate.drafters.model_drafter import ModelDrafter
 from espalier.speculate.sampler import Sampler
@@ -72,13 +72,15 @@ class OnePassDrafter(ModelDrafter[BlockModel]):
     def propose(self, slots: BatchState, sampler: Sampler) -> Tree:
         if self.layout.num_draft_tokens == 1:
             return root_only(slots.root)
-        logits = self.draft.block_logits(self._block(slots))
+        hidden = self._block(slots)
+        logits = self.draft.block_logits(hidden)
+        edges = None if self.draft.edges is None else self.draft.edges.of_block(logits, hidden)
 
         def children(of_rows: Tensor, depth: int, stride: int) -> tuple[Tensor, Tensor]:
             no_scores = torch.zeros(of_rows.shape[:2], device=of_rows.device)
             return sampler.children(of_rows, self.draft.d2t, depth, no_scores, self.layout.topk, None, stride)
 
-        candidates = candidates_of(slots.root, logits, self.draft.edges, self.layout.topk, children)
+        candidates = candidates_of(slots.root, logits, edges, self.layout.topk, children)
         return Tree(*select_paths(slots.root, candidates, self.layout.num_draft_tokens))
 
     def _block(self, slots: BatchState) -> Tensor:
@@ -91,12 +93,13 @@ class OnePassDrafter(ModelDrafter[BlockModel]):
 
     def _attend(self, slots: BatchState) -> BlockAttend:
         prefix = Prefix(slots.page_table, slots.prefix_len)
-        # Windows count from the root, for every row of the block.
-        at_root = slots.prefix_len[:, None].expand(-1, self.width)
+        offsets = torch.zeros_like(self.offsets) if self.draft.windows_from_root else self.offsets
+        # Attention uses positions for windows only.
+        at = slots.prefix_len[:, None] + offsets
         passes = {}
         for is_causal in sorted(set(self.draft.causal)):
             bits = self.ancestor_bits[is_causal].expand(slots.batch, -1, -1)
-            plan = self.backend.plan(self.pages, self.layer_specs, prefix, Nodes(at_root, at_root, bits))
+            plan = self.backend.plan(self.pages, self.layer_specs, prefix, Nodes(at, at, bits))
             passes[is_causal] = StagedPass(plan, self.staging, self.width, first_layer=self.first_layer)
         return BlockAttend(passes, self.draft.causal)
 
@@ -112,7 +115,9 @@ class OnePassDrafter(ModelDrafter[BlockModel]):
         self.pages.commit(self.staging, rows, page_rows.flatten())
 
 
-def candidates_of(root: Tensor, logits: Tensor, edges: Edges | None, topk: int, children: Children) -> Candidates:
+def candidates_of(
+    root: Tensor, logits: Tensor, edges: LogitsAfter | None, topk: int, children: Children
+) -> Candidates:
     """The candidates of every depth.  root: [B]; logits: [B, S, draft vocabulary], without edges."""
     if edges is None:
         # Every candidate is continued by the one row of the next depth.
@@ -125,7 +130,7 @@ def candidates_of(root: Tensor, logits: Tensor, edges: Edges | None, topk: int, 
         root.new_zeros(shape), row_scores.new_full(shape, -torch.inf), root.new_full(shape, -1, dtype=torch.int32)
     )
     for depth in range(steps):
-        tokens, scores = children(logits[:, depth, None] + edges(edge_tokens(row_tokens)), depth, 0)
+        tokens, scores = children(edges(depth, edge_tokens(row_tokens)), depth, 0)
         row_tokens, row_scores, rows = next_rows(tokens, scores, row_scores)
         for whole, part in zip(made, (tokens, scores, rows), strict=True):
             whole[:, depth, : part.shape[1]] = part
