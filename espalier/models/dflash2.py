@@ -62,13 +62,14 @@ class Selector:
     topk: int
 
     def of_block(self, logits: Tensor, hidden: Tensor) -> LogitsAfter:
-        scores, ids = ordered_topk(logits.float(), self.topk)
+        ids = ordered_topk(logits.float(), self.topk)[1]
+        scores = logits.gather(2, ids)
         after = self.after[ids] * self.project(hidden)[:, :, None]
 
         def given(depth: int, tokens: Tensor) -> Tensor:
             edges = self.before[tokens.clamp(min=0)] @ after[:, depth].transpose(1, 2)
             rows = logits.new_full((*tokens.shape, logits.shape[2]), -torch.inf)
-            return rows.scatter_(2, ids[:, depth, None].expand_as(edges), (scores[:, depth, None] + edges).to(rows))
+            return rows.scatter_(2, ids[:, depth, None].expand_as(edges), scores[:, depth, None] + edges)
 
         return given
 
@@ -115,10 +116,11 @@ def make_dflash2(weights: Weights, config: DFlash2Config, target: CausalLM, posi
 
     prefixes = [f"layers.{i}." for i in range(config.layer.num_layers)]
     convs = [LayerConvs(conv(f"{prefix}attention_conv"), conv(f"{prefix}mlp_conv")) for prefix in prefixes]
-    before, after = (weights.take(f"candidate_selector.{name}_codebook", vocab, rank) for name in ("predecessor", "successor"))
+    before, after = (
+        weights.take(f"candidate_selector.{name}_codebook", vocab, rank) for name in ("predecessor", "successor")
+    )
     project = weights.linear("", ("candidate_selector.hidden_projection",), (rank,), hidden, bias=False)
     selector = Selector(before, after, project, config.selector_topk)
     draft = make_block(weights, config, target, position_rows, partial(DFlash2Draft, convs=convs, selector=selector))
     assert isinstance(draft, DFlash2Draft)
     return draft
-

@@ -32,6 +32,7 @@ READS_TARGET = replace(CHAIN, form=(3, "target"))
 # Block drafts, without and with edges.
 BLOCK = BlockSetup(**{**vars(SETUP), "algorithm": "block"})
 EDGES = replace(BLOCK, form="dspark")
+SELECTOR = replace(BLOCK, form="dflash2")
 
 
 def traffic() -> list[Request]:
@@ -103,6 +104,8 @@ SHOWN_BY = {
 }
 # What a latent target shows too.
 ALSO_OF_LATENT = ("rows-without-topk", "packed-stride", "sibling-committed", "wrong-ancestor")
+# What a draft with a candidate selector shows too.
+ALSO_OF_SELECTOR = ("edge-of-wrong-parent", "anchor-late", "features-of-wrong-layer")
 
 
 SETUPS = {
@@ -112,6 +115,7 @@ SETUPS = {
     "target": READS_TARGET,
     "block": BLOCK,
     "edges": EDGES,
+    "selector": SELECTOR,
 }
 
 
@@ -133,6 +137,13 @@ def test_the_same_property_catches_it_on_a_latent_target(name, put_on_record):
     with plant(name) as fault:
         assert caught(CATCHES[name], LATENT)
     put_on_record(FAULT, [f"{name}, latent target", " ".join(fault.reports) or "-", CATCHES[name]])
+
+
+@pytest.mark.parametrize("name", ALSO_OF_SELECTOR)
+def test_the_same_property_catches_it_of_a_selector(name, put_on_record):
+    with plant(name) as fault:
+        assert caught(CATCHES[name], SELECTOR)
+    put_on_record(FAULT, [f"{name}, DFlash 2", " ".join(fault.reports) or "-", CATCHES[name]])
 
 
 # What it takes for a fault to show at all: without it, the broken path is the right one and nobody may complain.

@@ -115,9 +115,7 @@ class OnePassDrafter(ModelDrafter[BlockModel]):
         self.pages.commit(self.staging, rows, page_rows.flatten())
 
 
-def candidates_of(
-    root: Tensor, logits: Tensor, edges: LogitsAfter | None, topk: int, children: Children
-) -> Candidates:
+def candidates_of(root: Tensor, logits: Tensor, edges: LogitsAfter | None, topk: int, children: Children) -> Candidates:
     """The candidates of every depth.  root: [B]; logits: [B, S, draft vocabulary], without edges."""
     if edges is None:
         # Every candidate is continued by the one row of the next depth.

@@ -20,7 +20,9 @@ from espalier.speculate.drafters.base import Drafter, DraftFormat, NoDrafter, ar
 from espalier.speculate.drafters.ngram import NgramDrafter
 
 # By algorithm.  To add a format from outside this package: DRAFT_FORMATS[FORMAT.algorithm] = FORMAT.
-DRAFT_FORMATS: dict[str, DraftFormat] = {module.FORMAT.algorithm: module.FORMAT for module in (eagle3, mtp, block, dflash2)}
+DRAFT_FORMATS: dict[str, DraftFormat] = {
+    module.FORMAT.algorithm: module.FORMAT for module in (eagle3, mtp, block, dflash2)
+}
 WITHOUT_FILES: Mapping[str, type[NgramDrafter] | type[NoDrafter]] = MappingProxyType(
     {drafter.spec.algorithm: drafter for drafter in (NgramDrafter, NoDrafter)}
 )
