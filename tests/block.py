@@ -32,7 +32,7 @@ def block_directories(family: str, form: str, block_size: int, vocab: int = 16) 
 
 def make_block_draft(path: Path, target_path: Path, form: str, block_size: int, seed: int = 61, **fields: Any) -> Path:
     """form: "dflash" and "jetspec" as z-lab stores them, "dspark" as DeepSpec does, "speculators": a dspark with a
-    reduced vocabulary whose first layer slides and is causal, or "dflash2" as z-lab stores it, whose first layer slides.
+    reduced vocabulary whose first layer slides and is causal, or "dflash2" as z-lab stores it; its first layer slides.
     fields: of config.json, to be changed."""
     target = json.loads((target_path / "config.json").read_text())
     vocab, hidden = target["vocab_size"], target["hidden_size"]

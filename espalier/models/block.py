@@ -31,7 +31,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class MarkovEdges:
-    """DSpark's Markov head: it adds to a token's logits `project` of the row of `before` [V, rank] of the one before."""
+    """DSpark's Markov head.  It adds to a token's logits `project` of a row of `before` [V, rank], that of the token
+    before."""
 
     before: Tensor
     project: Linear

@@ -1,8 +1,8 @@
 """DFlash 2 drafts: DFlash (block.py) with convolutions within the block, and a selector among candidate tokens.
 
-The normed input and the output of each sublayer are convolved over the rows of the block (kernels/layers/block_conv.py).
-Context rows are not.  The selector scores the best tokens of each depth, given the token before:
-logit(v) + sum over r of before[u, r] · project(hidden)[r] · after[v, r] for token v after u.
+The normed input and the output of each sublayer are convolved over the rows of the block
+(kernels/layers/block_conv.py).  Context rows are not.  The selector scores the best tokens of each depth, given the
+token before: logit(v) + sum over r of before[u, r] · project(hidden)[r] · after[v, r] for token v after u.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,8 @@ from espalier.models.weights import Weights
 class BlockConv:
     """The two convolutions of a sublayer.
 
-    base: [2, T, H], coefficients by channel; weight: [2 · T · G, H], which makes those of each row.  Input, then output.
+    base: [2, T, H], coefficients by channel; weight: [2 · T · G, H], which makes those of each row.  The input's come
+    first.
     """
 
     base: Tensor

@@ -109,7 +109,7 @@ def _read_speculators(path: Path, raw: Raw, target: ModelConfig) -> DFlash2Confi
     return DFlash2Config(**shared, **_sizes({**SIZES, **raw}, path))
 
 
-def _sizes(given: Mapping[str, Any], path: Path) -> dict[str, int]:
+def _sizes(given: Mapping[str, Any], path: Path) -> dict[str, Any]:
     taps, group, rank, topk = (count_of(given, name, path, least=1) for name in SIZES)
     return {"conv_taps": taps, "conv_group": group, "selector_rank": rank, "selector_topk": topk}
 
@@ -118,11 +118,13 @@ def _refuse_sizes(config: DFlash2Config, path: Path) -> None:
     hidden, vocab = config.layer.hidden_size, config.layer.vocab_size
     if hidden % config.conv_group:
         raise EspalierError(
-            f"{path}: conv_group_size = {config.conv_group} does not divide the hidden size {hidden}; correct the config"
+            f"{path}: conv_group_size = {config.conv_group} does not divide the hidden size {hidden}; correct the "
+            "config"
         )
     if config.conv_taps > config.block_size:
         raise EspalierError(
-            f"{path}: conv_kernel_size = {config.conv_taps} is above block_size = {config.block_size}; correct the config"
+            f"{path}: conv_kernel_size = {config.conv_taps} is above block_size = {config.block_size}; correct the "
+            "config"
         )
     if config.selector_topk > vocab:
         raise EspalierError(

@@ -30,7 +30,7 @@ class DraftSpec:
     layers: specs of the draft's layers, module after module; pages keep them after the target's.
     modules: N, the modules of the draft, each with as many layers.  Module l proposes level l of a tree; the last one
     proposes all levels from N on.  An EAGLE head is one module, and so is each MTP layer (DeepSeek-V3's word).  0 for a
-    block draft, whose layers all run in its one pass.
+    block draft, whose layers all run in its one pass.  P-EAGLE's one module extends as EAGLE's and proposes in a pass.
     block_rows: the rows of that pass; 0 for drafts that propose one level a pass.
     max_steps: the depth that this pass proposes, which a tree must not exceed; None: no limit.
     form: the hidden state that module k (from 1) reads at token q.  "chain": the output of module k - 1 at token q - 1,
@@ -75,8 +75,8 @@ class DraftSpec:
     @property
     def root_rows(self) -> int:
         """Committed rows of the root: 1 if its row follows from the feature of the token before it, 0 for a block
-        draft, whose rows follow from the features of their own tokens."""
-        return 0 if self.block_rows else 1
+        draft without modules, whose rows follow from the features of their own tokens."""
+        return 0 if self.block_rows and not self.modules else 1
 
     @property
     def carried(self) -> Mapping[str, tuple[int, ...]]:

@@ -96,6 +96,7 @@ class DraftFormat:
     algorithm: the name that users give; equal to `DraftSpec.algorithm`.
     title: the name of such drafts in error texts, in the plural.
     architectures: values of `architectures` in config.json (or of `model_type`, if that is missing) of this format.
+    marked: further architectures, which are of this format if config.json has one of the fields `marks`.
     speculators_types: values of `speculators_model_type` of this format; if a config has that field, it alone decides.
     read: (directory, config.json, the target's config) -> a config that fits this target.  Raises EspalierError.
     make: (weights, config, the target, rows of position tables) -> a DraftModel that uses every weight.
@@ -116,10 +117,15 @@ class DraftFormat:
     explain: Callable[[Raw, Path], str | None] = no_explanation
     in_target: Callable[[Path, ModelConfig], bool] = never
     checks: str = ""
+    marked: tuple[str, ...] = ()
+    marks: tuple[str, ...] = ()
 
     def takes(self, raw: Raw) -> bool:
         declared = raw.get("speculators_model_type")
-        return architecture_of(raw) in self.architectures if declared is None else declared in self.speculators_types
+        if declared is not None:
+            return declared in self.speculators_types
+        has_mark = any(raw.get(name) is not None for name in self.marks)
+        return architecture_of(raw) in (*self.architectures, *(self.marked if has_mark else ()))
 
 
 def architecture_of(raw: Raw) -> str | None:

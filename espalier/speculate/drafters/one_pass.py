@@ -75,13 +75,7 @@ class OnePassDrafter(ModelDrafter[BlockModel]):
         hidden = self._block(slots)
         logits = self.draft.block_logits(hidden)
         edges = None if self.draft.edges is None else self.draft.edges.of_block(logits, hidden)
-
-        def children(of_rows: Tensor, depth: int, stride: int) -> tuple[Tensor, Tensor]:
-            no_scores = torch.zeros(of_rows.shape[:2], device=of_rows.device)
-            return sampler.children(of_rows, self.draft.d2t, depth, no_scores, self.layout.topk, None, stride)
-
-        candidates = candidates_of(slots.root, logits, edges, self.layout.topk, children)
-        return Tree(*select_paths(slots.root, candidates, self.layout.num_draft_tokens))
+        return best_paths(slots.root, logits, edges, self.draft.d2t, self.layout, sampler)
 
     def _block(self, slots: BatchState) -> Tensor:
         """Run the block.  Returns the rows that propose depths 1 to steps: [B, steps, H]."""
@@ -113,6 +107,19 @@ class OnePassDrafter(ModelDrafter[BlockModel]):
         for i, projections in enumerate(self.draft.context(target_features, positions)):
             projections.write(rows, self.staging.layers[self.first_layer + i])
         self.pages.commit(self.staging, rows, page_rows.flatten())
+
+
+def best_paths(
+    root: Tensor, logits: Tensor, edges: LogitsAfter | None, d2t: Tensor | None, layout: RoundLayout, sampler: Sampler
+) -> Tree:
+    """The tree of the best paths.  root: [B]; logits: [B, steps, draft vocabulary], without edges."""
+
+    def children(of_rows: Tensor, depth: int, stride: int) -> tuple[Tensor, Tensor]:
+        no_scores = torch.zeros(of_rows.shape[:2], device=of_rows.device)
+        return sampler.children(of_rows, d2t, depth, no_scores, layout.topk, None, stride)
+
+    candidates = candidates_of(root, logits, edges, layout.topk, children)
+    return Tree(*select_paths(root, candidates, layout.num_draft_tokens))
 
 
 def candidates_of(root: Tensor, logits: Tensor, edges: LogitsAfter | None, topk: int, children: Children) -> Candidates:

@@ -15,13 +15,13 @@ from espalier.models.base import CausalLM
 from espalier.models.config import ModelConfig, Raw, read_json
 from espalier.models.draft import DraftConfig, DraftModel
 from espalier.models.weights import Weights
-from espalier.speculate.drafters import block, dflash2, eagle3, mtp
+from espalier.speculate.drafters import block, dflash2, eagle3, mtp, peagle
 from espalier.speculate.drafters.base import Drafter, DraftFormat, NoDrafter, architecture_of
 from espalier.speculate.drafters.ngram import NgramDrafter
 
 # By algorithm.  To add a format from outside this package: DRAFT_FORMATS[FORMAT.algorithm] = FORMAT.
 DRAFT_FORMATS: dict[str, DraftFormat] = {
-    module.FORMAT.algorithm: module.FORMAT for module in (eagle3, mtp, block, dflash2)
+    module.FORMAT.algorithm: module.FORMAT for module in (peagle, eagle3, mtp, block, dflash2)
 }
 WITHOUT_FILES: Mapping[str, type[NgramDrafter] | type[NoDrafter]] = MappingProxyType(
     {drafter.spec.algorithm: drafter for drafter in (NgramDrafter, NoDrafter)}
