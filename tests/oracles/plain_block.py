@@ -186,32 +186,51 @@ class BlockReference(Reference):
     def tree(
         self, algorithm: str, request: Request, tokens: Sequence[int], steps: int, topk: int, nodes: int
     ) -> list[Node]:
-        """The nodes - 1 best of all paths, best first.  A path's parent must be among the topk best tokens of its
-        depth; without edges, only those are candidates."""
         scratch, root = self.scratch(tokens), len(tokens) - 1
         logits, hidden = self.block.run(tokens[-1], [(k[:root], v[:root]) for k, v in scratch.draft[0]])
-        paths, found = [Node((), np.float32(0))], []
-        for depth in range(1, steps + 1):
-            best_of: dict[int, list[Node]] = {}
-            for parent in paths:
-                last = parent.path[-1] if parent.path else tokens[-1]
-                if last not in best_of:
-                    after = self.block.after(last, logits[depth - 1], hidden[depth - 1])
-                    best_of[last] = self._continued(request, tokens, after, depth, topk)
-            children = [
-                Node((*parent.path, *child.path), parent.score + child.score)
-                for parent in paths
-                for child in best_of[parent.path[-1] if parent.path else tokens[-1]]
-            ]
-            children.sort(key=lambda node: -node.score)
-            found += children[: nodes - 1]
-            # The children of other paths are not among the nodes - 1 best of their depth, and lead to no row first.
-            kept = list(dict.fromkeys(node.path[-1] for node in children))[:topk]
-            first = {node.path[-1]: i for i, node in reversed(list(enumerate(children)))}
-            paths = [n for i, n in enumerate(children) if n.path[-1] in kept and (i < nodes or first[n.path[-1]] == i)]
-        return sorted(found, key=lambda node: (-node.score, node.depth))[: nodes - 1]
 
-    def _continued(self, request: Request, tokens: Sequence[int], logits: Tensor, depth: int, topk: int) -> list[Node]:
-        scores = draft_scores(logits, self.block.ids, request, tokens, depth - 1)
+        def logits_after(token: int, depth: int) -> Tensor:
+            return self.block.after(token, logits[depth - 1], hidden[depth - 1])
+
+        return best_paths(logits_after, self.block.ids, request, tokens, steps, topk, nodes)
+
+
+def best_paths(
+    logits_after: Callable[[int, int], Tensor],
+    ids: Sequence[int],
+    request: Request,
+    tokens: Sequence[int],
+    steps: int,
+    topk: int,
+    nodes: int,
+) -> list[Node]:
+    """The nodes - 1 best of all paths, best first.  A path's parent must be among the topk best tokens of its depth;
+    without edges, only those are candidates.
+
+    logits_after: of (a token, a depth), the logits of what follows it there; ids: the target token of each draft token.
+    """
+
+    def continued(last: int, depth: int) -> list[Node]:
+        scores = draft_scores(logits_after(last, depth), ids, request, tokens, depth - 1)
         best = sorted(scores, key=lambda token: (-scores[token], token))[:topk]
         return [Node((t,), min(scores[t], np.float32(0))) for t in best if scores[t] > -np.inf]
+
+    paths, found = [Node((), np.float32(0))], []
+    for depth in range(1, steps + 1):
+        best_of: dict[int, list[Node]] = {}
+        for parent in paths:
+            last = parent.path[-1] if parent.path else tokens[-1]
+            if last not in best_of:
+                best_of[last] = continued(last, depth)
+        children = [
+            Node((*parent.path, *child.path), parent.score + child.score)
+            for parent in paths
+            for child in best_of[parent.path[-1] if parent.path else tokens[-1]]
+        ]
+        children.sort(key=lambda node: -node.score)
+        found += children[: nodes - 1]
+        # The children of other paths are not among the nodes - 1 best of their depth, and lead to no row first.
+        kept = list(dict.fromkeys(node.path[-1] for node in children))[:topk]
+        first = {node.path[-1]: i for i, node in reversed(list(enumerate(children)))}
+        paths = [n for i, n in enumerate(children) if n.path[-1] in kept and (i < nodes or first[n.path[-1]] == i)]
+    return sorted(found, key=lambda node: (-node.score, node.depth))[: nodes - 1]
