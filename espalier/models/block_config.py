@@ -29,7 +29,6 @@ from espalier.models.loading import layer_specs_of
 Z_LAB, DEEP_SPEC = "DFlashDraftModel", "Qwen3DSparkModel"
 ARCHITECTURES = (Z_LAB, DEEP_SPEC)
 SPECULATORS_TYPES = ("dflash", "dspark")
-BUILT = "DFlash and JetSpec (DFlashDraftModel), DSpark (Qwen3DSparkModel), speculators' dflash and dspark"
 # Block drafts, or parts of one, that are not built, by architecture or speculators_model_type.
 NOT_BUILT = {
     "xpress": "XPress",
@@ -102,7 +101,7 @@ def explain_not_built(raw: Raw, path: Path) -> str | None:
     """Why a block draft of a form that is not built is not supported; None for other configs."""
     name = (raw.get("architectures") or [None])[0] or ""
     title = NOT_BUILT.get(str(raw.get("speculators_model_type"))) or NOT_BUILT.get(name)
-    return None if title is None else f"{title} is not supported yet; built are the block drafts {BUILT}"
+    return None if title is None else f"{title} is not supported yet"
 
 
 def _read_z_lab(path: Path, raw: Raw, target: ModelConfig) -> BlockConfig:

@@ -109,6 +109,8 @@ def explain_earlier(raw: Raw, path: Path) -> str | None:
 
     Raises EspalierError for an EAGLE-3 head that is declared as an EAGLE-1/2 head.
     """
+    if raw.get("speculators_model_type") == "eagle":
+        return "speculators_model_type 'eagle' is an EAGLE-1/2 head, not supported yet"
     name = (raw.get("architectures") or [raw.get("model_type")])[0]
     if name in EAGLE_1_2:
         if looks_like_eagle3(Weights(path, torch.float32, "cpu", allow_bin=True)):

@@ -21,7 +21,7 @@ from espalier.speculate.drafters.ngram import NgramDrafter
 
 # By algorithm.  To add a format from outside this package: DRAFT_FORMATS[FORMAT.algorithm] = FORMAT.
 DRAFT_FORMATS: dict[str, DraftFormat] = {
-    module.FORMAT.algorithm: module.FORMAT for module in (peagle, eagle3, mtp, block, dflash2)
+    module.FORMAT.algorithm: module.FORMAT for module in (eagle3, peagle, mtp, block, dflash2)
 }
 WITHOUT_FILES: Mapping[str, type[NgramDrafter] | type[NoDrafter]] = MappingProxyType(
     {drafter.spec.algorithm: drafter for drafter in (NgramDrafter, NoDrafter)}
@@ -50,7 +50,7 @@ def format_of(raw: Raw, path: Path) -> DraftFormat:
     for known in DRAFT_FORMATS.values():
         if known.takes(raw):
             return known
-    supported = "; ".join(f"{known.title} ({', '.join(known.architectures)})" for known in DRAFT_FORMATS.values())
+    supported = "; ".join(f"{known.title} ({known.names})" for known in DRAFT_FORMATS.values())
     raise EspalierError(f"{path}: {_why_unknown(raw, path)}; supported are {supported}")
 
 
