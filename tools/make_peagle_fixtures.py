@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from make_eagle3_fixtures import HIDDEN, SHAPE, make_target, randomise
+from make_eagle3_fixtures import HIDDEN, SHAPE, VOCAB, make_target, randomise
 from safetensors.torch import save_file
 from speculators.config import SpeculatorsConfig, VerifierConfig
 from speculators.models.peagle import PEagleDraftModel, PEagleSpeculatorConfig, core
@@ -25,7 +25,7 @@ from speculators.proposals.greedy import GreedyTokenProposalConfig
 from torch import Tensor
 from transformers import AutoConfig
 
-VOCAB, DRAFT_VOCAB, STEPS, MASK, LENGTH = SHAPE["vocab_size"], 10, 5, 7, 16
+DRAFT_VOCAB, STEPS, MASK, LENGTH = 10, 5, 7, 16
 # The root tokens of the two rounds.
 ROOTS = (6, 9)
 CASES: dict[str, dict[str, Any]] = {

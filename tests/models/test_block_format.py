@@ -32,7 +32,7 @@ class OverContext:
     specs: tuple[LayerSpec, ...]
     context: list[tuple[Tensor, Tensor]]
     causal: tuple[bool, ...]
-    windows_from_root: bool
+    windows_from_root: bool = True
 
     def __call__(self, layer: int, projections: Projections) -> Tensor:
         spec, own = self.specs[layer], attended(projections, self.specs[layer])
