@@ -1,4 +1,4 @@
-"""A drafter whose draft model proposes every depth in one forward pass (block drafts: DFlash, JetSpec, DSpark).
+"""A drafter whose draft model proposes every depth in one forward pass (block drafts: DFlash 1 and 2, JetSpec, DSpark).
 
 A context row belongs to its token, and follows from the target's features at that token.  So the root, whose features
 come with the next verify pass, has none yet: with root n, rows 0 .. n-1 are committed, as of the target.  `propose`
