@@ -126,6 +126,11 @@ def test_a_confidence_head_is_named_as_not_used(caplog: pytest.LogCaptureFixture
     assert "its confidence head is not used" in caplog.text
 
 
+def of_dflash2(**fields: Any) -> dict[str, Any]:
+    own = {"target_layer_ids": [0, 1], "mask_token_id": 3, "block_size": 4, "conv_kernel_size": 2}
+    return {"dflash_config": {**own, "conv_group_size": 8, "selector_rank": 5, "selector_top_k": 6, **fields}}
+
+
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "XPress": ("speculators", {"speculators_model_type": "xpress"}, "XPress is not supported yet"),
     "Gemma 4": ("dspark", {"architectures": ["Gemma4DSparkModel"]}, "DSpark with Gemma 4's layers is not supported"),
@@ -157,6 +162,20 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "no layers named": ("dspark", {"target_layer_ids": None}, "target_layer_ids = None; a list"),
     "the last layer": ("dspark", {"target_layer_ids": [0, 2]}, "fuses the input of layer 3"),
     "no block": ("dflash", {"block_size": 1}, "block_size = 1; an integer of at least 2"),
+    "DFlash 2's other fields": ("dflash2", of_dflash2(use_swa=True), "has use_swa = True, which is not supported"),
+    "DFlash 2 without a size": (
+        "dflash2",
+        of_dflash2(selector_rank=None),
+        "selector_rank = None; an integer of at least 1",
+    ),
+    "groups that do not divide": ("dflash2", of_dflash2(conv_group_size=5), "conv_group_size = 5 does not divide"),
+    "taps behind the block": (
+        "dflash2",
+        of_dflash2(conv_kernel_size=5),
+        "conv_kernel_size = 5 is above block_size = 4",
+    ),
+    "more candidates than tokens": ("dflash2", of_dflash2(selector_top_k=17), "selector_top_k = 17 is above"),
+    "a window within the block": ("dflash2", {"sliding_window": 3}, "sliding_window = 3 is below block_size = 4"),
     "another vocabulary": ("dflash", {"vocab_size": 20}, "vocabulary 20, the target has 16"),
 }
 
@@ -168,6 +187,24 @@ def test_what_is_not_built_is_refused_by_name(name, tmp_path):
     draft = make_block_draft(tmp_path / "draft", target, form, **{"block_size": 4, **fields})
     with pytest.raises(EspalierError, match=text):
         read_draft(draft, read_config(target))
+
+
+def read_changed(name: str, tmp_path: Path, **fields: Any) -> Any:
+    """The config of a fixture with these fields; None: without the field."""
+    raw = json.loads((FIXTURES / name / "config.json").read_text())
+    kept = {key: value for key, value in {**raw, **fields}.items() if value is not None}
+    (tmp_path / "config.json").write_text(json.dumps(kept))
+    return read_draft(tmp_path, read_config(FIXTURES / "target"))
+
+
+def test_dflash2_of_speculators_has_defaults_and_no_reduced_vocabulary(tmp_path):
+    """Sliding layers are not causal, where DFlash's are; sizes are the package's."""
+    unsaid = dict.fromkeys(("sliding_window_non_causal", "conv_group_size", "selector_top_k"))
+    config = read_changed("speculators_dflash2_slides", tmp_path, **unsaid)
+    assert (config.causal, config.conv_group, config.selector_topk) == ((False, False), 16, 16)
+    assert read_changed("speculators_slides", tmp_path, sliding_window_non_causal=None).causal == (True, False)
+    with pytest.raises(EspalierError, match="draft_vocab_size = 10 is not the vocabulary of 24"):
+        read_changed("speculators_dflash2", tmp_path, draft_vocab_size=10)
 
 
 def test_a_mask_that_is_no_token_is_refused(tmp_path):
