@@ -17,7 +17,8 @@ from tests.builders import make_target
 # The target's layers are 0 to 2; the drafts read the inputs of layers 1 and 2.
 LAYERS, CAPTURE = 2, (1, 2)
 MASK, RANK, WINDOW = 3, 5, 4
-FORMS = ("dflash", "jetspec", "dspark", "speculators")
+TAPS, GROUP, SELECTED = 2, 8, 6
+FORMS = ("dflash", "jetspec", "dspark", "speculators", "dflash2")
 
 
 @lru_cache
@@ -30,8 +31,9 @@ def block_directories(family: str, form: str, block_size: int, vocab: int = 16) 
 
 
 def make_block_draft(path: Path, target_path: Path, form: str, block_size: int, seed: int = 61, **fields: Any) -> Path:
-    """form: "dflash" and "jetspec" as z-lab stores them, "dspark" as DeepSpec does, or "speculators": a dspark with a
-    reduced vocabulary whose first layer slides and is causal.  fields: of config.json, to be changed."""
+    """form: "dflash" and "jetspec" as z-lab stores them, "dspark" as DeepSpec does, "speculators": a dspark with a
+    reduced vocabulary whose first layer slides and is causal, or "dflash2" as z-lab stores it; its first layer slides.
+    fields: of config.json, to be changed."""
     target = json.loads((target_path / "config.json").read_text())
     vocab, hidden = target["vocab_size"], target["hidden_size"]
     layer = {
@@ -54,6 +56,13 @@ def make_block_draft(path: Path, target_path: Path, form: str, block_size: int, 
     if form in ("dflash", "jetspec"):
         own = {"target_layer_ids": ids, "mask_token_id": MASK} | ({"causal_head": True} if form == "jetspec" else {})
         config = {**layer, "architectures": ["DFlashDraftModel"], "block_size": block_size, "dflash_config": own}
+    elif form == "dflash2":
+        own = {"target_layer_ids": ids, "mask_token_id": MASK, "block_size": block_size, "conv_kernel_size": TAPS}
+        own |= {"conv_group_size": GROUP, "selector_rank": RANK, "selector_top_k": SELECTED, "output_multiplier": 0.7}
+        own |= {"final_logit_softcapping": 6.0, "input_embedding_scale": 1.3}
+        types = ["sliding_attention", *["full_attention"] * (LAYERS - 1)]
+        slides = {"sliding_window": block_size, "use_sliding_window": True, "layer_types": types, "is_causal": False}
+        config = {**layer, **slides, "architectures": ["DFlash2DraftModel"], "dflash_config": own}
     elif form == "dspark":
         config = {**layer, **markov, "architectures": ["Qwen3DSparkModel"], "target_layer_ids": ids}
         config |= {"block_size": block_size, "mask_token_id": MASK, "enable_confidence_head": False}
@@ -99,7 +108,14 @@ def _weights(form: str, vocab: int, draft_vocab: int, hidden: int, seed: int) ->
         weights |= {"markov_head.markov_w1": drawn(vocab, RANK), "markov_head.markov_w2": matrix(draft_vocab, RANK)}
     if form == "dspark":
         weights |= {"embed_tokens": drawn(vocab, hidden), "lm_head": matrix(vocab, hidden)}
+    if form == "dflash2":
+        sublayers = [f"layers.{i}.{name}_conv" for i in range(LAYERS) for name in ("attention", "mlp")]
+        weights |= {f"{name}.kernel_projection": matrix(2 * TAPS * hidden // GROUP, hidden) / 2 for name in sublayers}
+        weights["candidate_selector.hidden_projection"] = matrix(RANK, hidden)
     named = {f"{name}.weight": value for name, value in weights.items()}
+    if form == "dflash2":
+        named |= {f"{name}.base_kernel": drawn(2, TAPS, hidden) / 2 for name in sublayers}
+        named |= {f"candidate_selector.{n}_codebook": drawn(vocab, RANK) for n in ("predecessor", "successor")}
     if draft_vocab != vocab:
         ids = torch.arange(draft_vocab) + torch.arange(draft_vocab).clamp(max=vocab - draft_vocab)
         known = torch.zeros(vocab, dtype=torch.bool)

@@ -2,11 +2,11 @@
 
 A script for maintainers; tests need none of it.  In a separate environment:
 
-    pip install speculators
+    pip install speculators && pip install --no-deps dflash
     python tools/make_block_fixtures.py tests/fixtures/block --zlab FILE --jetspec FILE --deepspec FOLDER
 
 --zlab: dflash/model.py of z-lab/dflash; --jetspec: jetspec/models/draft_head.py of hao-ai-lab/JetSpec; --deepspec: a
-checkout of deepseek-ai/DeepSpec.
+checkout of deepseek-ai/DeepSpec.  DFlash 2 is read from z-lab's package `dflash`.
 
 Each draft runs two rounds: a block behind the first tokens, then one behind more of them, in which the publishers' own
 caches hold the first round's context.  The package `speculators` has only a training pass, which runs both blocks at
@@ -24,7 +24,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, Qwen3Config
 
@@ -49,6 +49,9 @@ SLIDES = {
     "layer_types": ["sliding_attention", "full_attention"],
 }
 MARKOV = {"markov_rank": RANK, "markov_head_type": "vanilla"}
+SIZES2 = {"conv_kernel_size": 2, "conv_group_size": 4, "selector_rank": RANK, "selector_top_k": 6}
+ZLAB2 = {"target_layer_ids": [1, 4], "mask_token_id": MASK, "block_size": BLOCK, **SIZES2}
+SCALES2 = {"output_multiplier": 0.6, "final_logit_softcapping": 2.0, "input_embedding_scale": 1.7}
 # source: whose code; the rest are fields of config.json, and of its layers.
 CASES: dict[str, dict[str, Any]] = {
     "zlab": {"source": "zlab", "dflash_config": {"target_layer_ids": [1, 4], "mask_token_id": MASK}},
@@ -69,6 +72,18 @@ CASES: dict[str, dict[str, Any]] = {
     "speculators_slides_non_causal": {"source": "dflash", "layer": SLIDES, "sliding_window_non_causal": True},
     "speculators_dspark": {"source": "dspark", **MARKOV, "draft_vocab_size": DRAFT_VOCAB},
     "speculators_dspark_mask": {"source": "dspark", **MARKOV, "sample_from_anchor": False, "layer": SLIDES},
+    "zlab2": {"source": "zlab2", "dflash_config": ZLAB2},
+    "zlab2_scaled": {"source": "zlab2", "dflash_config": {**ZLAB2, **SCALES2, "conv_kernel_size": 3}},
+    "zlab2_slides": {
+        "source": "zlab2",
+        "dflash_config": ZLAB2,
+        "layer": {**SLIDES, "sliding_window": BLOCK},
+        "is_causal": False,
+    },
+    "zlab2_slides_causal": {"source": "zlab2", "dflash_config": ZLAB2, "layer": SLIDES},
+    "speculators_dflash2": {"source": "dflash2", **SIZES2},
+    "speculators_dflash2_slides": {"source": "dflash2", **SIZES2, "layer": SLIDES},
+    "speculators_dflash2_anchor": {"source": "dflash2", **SIZES2, "conv_kernel_size": 3, "sample_from_anchor": True},
 }
 
 
@@ -132,7 +147,12 @@ class Published:
         }
         fed |= {"past_key_values": self.cache, "use_cache": True}
         context = captured[:, seen:anchor]
-        if hasattr(self.model, "_forward_backbone"):
+        if hasattr(self.model, "candidate_selector"):
+            fed["noise_embedding"] = fed["noise_embedding"] * self.model.config.dflash_config.get(
+                "input_embedding_scale", 1.0
+            )
+            hidden = self.model(target_hidden=context, **fed)
+        elif hasattr(self.model, "_forward_backbone"):
             hidden = self.model._forward_backbone(target_hidden_states=context, is_causal=False, **fed)
         elif getattr(self.model, "causal_head", False):
             hidden = self.model(target_hidden=context, is_causal=True, **fed)
@@ -145,9 +165,10 @@ class Published:
 def run_published(
     case: dict[str, Any], path: Path, target: Any, modules: dict[str, Any], seed: int
 ) -> dict[str, Tensor]:
-    fields = {name: value for name, value in case.items() if name != "source"}
+    fields = {name: value for name, value in case.items() if name not in ("source", "layer")}
     layers = fields.pop("num_hidden_layers", DRAFT_LAYERS)
-    config = Qwen3Config(**SHAPE, num_hidden_layers=layers, bos_token_id=None, eos_token_id=None)
+    layer = case.get("layer", {})
+    config = Qwen3Config(**SHAPE, num_hidden_layers=layers, bos_token_id=None, eos_token_id=None, **layer)
     config.block_size, config.num_target_layers, config._attn_implementation = BLOCK, LAYERS, "eager"
     is_deepspec = case["source"] == "deepspec"
     if is_deepspec:
@@ -159,6 +180,8 @@ def run_published(
     randomise(model, seed)
     config.architectures = [type(model).__name__]
     model.save_pretrained(path)
+    if case["source"] == "zlab2":
+        as_published(path)
     own = model if is_deepspec else None
     embed = model.embed_tokens if own else target.model.embed_tokens
     head = model.lm_head if own else target.lm_head
@@ -170,6 +193,9 @@ def run_published(
     for number, anchor in enumerate(ANCHORS):
         hidden = published.round(tokens, captured, anchor)[first:]
         made[f"logits.{number}"] = head(hidden)
+        if case["source"] == "zlab2":
+            made[f"logits.{number}"] = model.compute_logits(hidden, head)
+            made |= selected(model, tokens[:, anchor], hidden, head, number)
         if getattr(model, "markov_head", None) is not None:
             drafted, edged = model.sample_draft_tokens(
                 head(hidden)[None], first_prev_token_ids=tokens[:, anchor], hidden_states=hidden[None]
@@ -179,6 +205,26 @@ def run_published(
     return made
 
 
+def as_published(path: Path) -> None:
+    """Name the codebooks as in z-lab's files; the class names them otherwise and renames when it loads."""
+    stored = load_file(path / "model.safetensors")
+    renamed = {name.replace("codebook.weight", "codebook"): value for name, value in stored.items()}
+    save_file(renamed, path / "model.safetensors", metadata={"format": "pt"})
+
+
+def selected(model: Any, root: Tensor, hidden: Tensor, head: Any, number: int) -> dict[str, Tensor]:
+    """The tokens before each depth on a sampled path, and the log-probabilities of the selector's candidates."""
+    torch.manual_seed(number)
+    path, ids, probabilities = model.propose(hidden[None], root, head, temperature=1.0)
+    before = torch.cat((root, path[0, :-1]))
+    return {f"before.{number}": before, f"edged.{number}": scattered(ids[0], probabilities[0].log())}
+
+
+def scattered(ids: Tensor, scores: Tensor) -> Tensor:
+    """[depths, vocabulary]: the scores of candidates, -inf for other tokens."""
+    return scores.new_full((len(ids), VOCAB), -torch.inf).scatter(1, ids, scores)
+
+
 def random_tokens() -> Tensor:
     return torch.randint(0, VOCAB, (1, LENGTH), generator=torch.Generator().manual_seed(5))
 
@@ -186,10 +232,15 @@ def random_tokens() -> Tensor:
 def run_speculators(case: dict[str, Any], path: Path, target: Any, seed: int) -> dict[str, Tensor]:
     from speculators.config import SpeculatorsConfig, VerifierConfig
     from speculators.models.dflash import DFlashDraftModel, DFlashSpeculatorConfig, core
+    from speculators.models.dflash2 import DFlash2DraftModel, DFlash2SpeculatorConfig
     from speculators.models.dspark import DSparkDraftModel, DSparkSpeculatorConfig
     from speculators.proposals.greedy import GreedyTokenProposalConfig
 
-    kinds = {"dflash": (DFlashDraftModel, DFlashSpeculatorConfig), "dspark": (DSparkDraftModel, DSparkSpeculatorConfig)}
+    kinds = {
+        "dflash": (DFlashDraftModel, DFlashSpeculatorConfig),
+        "dflash2": (DFlash2DraftModel, DFlash2SpeculatorConfig),
+        "dspark": (DSparkDraftModel, DSparkSpeculatorConfig),
+    }
     model_class, config_class = kinds[case["source"]]
     fields = {name: value for name, value in case.items() if name not in ("source", "layer")}
     layer = Qwen3Config(
@@ -227,7 +278,7 @@ def run_speculators(case: dict[str, Any], path: Path, target: Any, seed: int) ->
     captured = features(target, tokens, ids)
     anchors = torch.tensor(ANCHORS)
     core.select_anchors = lambda *_: (anchors, torch.ones(len(ANCHORS), dtype=torch.bool))
-    hidden, logits, *_ = model._backbone_forward(
+    hidden, logits, *_, places = model._backbone_forward(
         captured,
         tokens,
         torch.ones(1, LENGTH),
@@ -240,6 +291,10 @@ def run_speculators(case: dict[str, Any], path: Path, target: Any, seed: int) ->
     for number, anchor in enumerate(ANCHORS):
         rows = slice(number * BLOCK + first, (number + 1) * BLOCK)
         made[f"logits.{number}"] = logits[0, rows]
+        if case["source"] == "dflash2":
+            before = model._predecessor_ids(tokens, places).flatten()[rows]
+            ids, scores = model.candidate_selector.select(logits[0, rows], hidden[0, rows], before)
+            made[f"before.{number}"], made[f"edged.{number}"] = before, scattered(ids, scores)
         if getattr(model, "markov_head", None) is not None:
             # The training pass is fed the text, so the token before depth d is the text's.
             before = tokens[0, anchor : anchor + BLOCK - first]
@@ -257,6 +312,7 @@ def main() -> None:
     sys.path.insert(0, str(args.deepspec))
     modules = {
         "zlab": imported("zlab_dflash", args.zlab).DFlashDraftModel,
+        "zlab2": importlib.import_module("dflash.model").DFlash2DraftModel,
         "jetspec": imported("jetspec_head", args.jetspec).DFlashDraftModel,
         "deepspec": importlib.import_module("deepspec.modeling.dspark.qwen3").Qwen3DSparkModel,
     }
@@ -272,9 +328,9 @@ def main() -> None:
                 if case["source"] in modules
                 else run_speculators(case, path, target, seed)
             )
-            assert all(value.isfinite().all() for value in run.values()), name
+            assert not any(value.isnan().any() for value in run.values()), name
             save_file({key: value.clone() for key, value in run.items()}, path / "expected.safetensors")
-    versions = {name: importlib.metadata.version(name) for name in ("speculators", "transformers", "torch")}
+    versions = {name: importlib.metadata.version(name) for name in ("speculators", "dflash", "transformers", "torch")}
     origin = {"versions": versions, "anchors": ANCHORS, "cases": CASES}
     (args.out / "origin.json").write_text(json.dumps(origin, indent=1) + "\n")
 

@@ -53,6 +53,7 @@ CASES: dict[str, dict[str, Any]] = {
     "fc_norm": {**PLAIN, "fc_norm": True},
     "four_layers": {**PLAIN, "layer_ids": [0, 2, 4, 7]},
     "qwen3_layer": {**PLAIN, "model_type": "qwen3"},
+    "eagle3_1": {**PLAIN, "fc_norm": True, "norm_output": True},
 }
 
 

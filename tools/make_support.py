@@ -9,6 +9,7 @@ from espalier.cache.layer_spec import KVHeads, LatentKV
 from espalier.grammar import KINDS
 from espalier.grammar.schema import ANNOTATIONS, COMBINING, KEYWORDS, MAX_MULTIPLE, STRING_FORMATS
 from espalier.layout import MAX_PAGE_SIZE
+from espalier.models.block_config import NOT_BUILT as BLOCK_NOT_BUILT
 from espalier.models.config import NEUTRAL, Family
 from espalier.models.draft import MAX_MODULES
 from espalier.models.loading import FAMILIES
@@ -16,7 +17,7 @@ from espalier.models.mtp_config import NOT_BUILT
 from espalier.models.rope_config import TYPES as ROPE_TYPES
 from espalier.models.weight_formats import FORMATS, QUANTISATION_FIELDS
 from espalier.request import SamplingParams
-from espalier.speculate.drafters import DRAFT_FORMATS, WITHOUT_FILES
+from espalier.speculate.drafters import DRAFT_FORMATS, WITHOUT_FILES, DraftFormat
 
 PAGE = Path(__file__).parents[1] / "docs" / "support.md"
 BY_LIBRARIES = """\
@@ -90,9 +91,17 @@ def quantised() -> str:
 
 
 def drafters() -> str:
-    files = [[f"`{d.algorithm}`", d.title, codes(d.architectures)] for d in DRAFT_FORMATS.values()]
-    others = [[f"`{name}`", NO_FILES[name], "needs no files"] for name in WITHOUT_FILES]
-    return table(["algorithm", "what it is", "`architectures` of its config.json"], [*files, *others])
+    def row(d: DraftFormat) -> list[str]:
+        marked = f"; with {' or '.join(f'`{name}`' for name in d.marks)}: {codes(d.marked)}" if d.marked else ""
+        return [f"`{d.algorithm}`", d.title, codes(d.architectures) + marked, codes(d.speculators_types) or "-"]
+
+    others = [[f"`{name}`", NO_FILES[name], "needs no files", "-"] for name in WITHOUT_FILES]
+    head = ["algorithm", "what it is", "`architectures` of its config.json", "`speculators_model_type`"]
+    return table(head, [*map(row, DRAFT_FORMATS.values()), *others])
+
+
+def drafts_not_built() -> str:
+    return ", ".join(sorted({*BLOCK_NOT_BUILT.values(), "EAGLE-1/2 heads"}))
 
 
 def not_built() -> str:
@@ -165,6 +174,8 @@ for them in a checkpoint are not used. `espalier quantize path/to/model --to fp8
 ## Drafters
 
 {drafters()}
+
+Refused by name: {drafts_not_built()}.
 
 An `mtp` draft has 1 to {MAX_MODULES} layers (`num_nextn_predict_layers`), each of any kind that targets have. Its
 config.json may say `mtp_form`: `chain` (each layer reads the one before it; the default) or `target` (all read the

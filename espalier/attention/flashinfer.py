@@ -204,7 +204,7 @@ class FlashInferBackend:
         majors=range(8, 13),
         library=Library(("flashinfer",), "espalier-llm[flashinfer]"),
         ran_on=("H200",),
-    limits={
+        limits={
             "dtype": "its kernels compute in two-byte types",
             "head_size": "BatchPrefillWithPagedKVCacheWrapper has kernels for these, of K and V alike",
             "latent": "BatchMLAPagedAttentionWrapper is made for 512 values and 64 rotated ones",

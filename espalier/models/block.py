@@ -6,7 +6,7 @@ token, norm(fc(features of the target)), which every layer puts through its own 
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -15,7 +15,7 @@ from espalier.attention.staged import HeadProjections
 from espalier.kernels.layers.rope import RopeAndNorm
 from espalier.models.base import Attend, CausalLM
 from espalier.models.block_config import BlockConfig
-from espalier.models.draft import Edges
+from espalier.models.draft import Edges, LogitsAfter
 from espalier.models.draft_weights import draft_embedding, draft_head, draft_to_target
 from espalier.models.layers.attention import Attention
 from espalier.models.layers.decoder import DecoderLayer
@@ -31,13 +31,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class MarkovEdges:
-    """DSpark's Markov head: logits of a token given the one before, `project` of a row of `before` [V, rank]."""
+    """DSpark's Markov head.  It adds to a token's logits `project` of a row of `before` [V, rank], that of the token
+    before."""
 
     before: Tensor
     project: Linear
 
-    def __call__(self, tokens: Tensor) -> Tensor:
-        return self.project(self.before[tokens.clamp(min=0)])
+    def of_block(self, logits: Tensor, hidden: Tensor) -> LogitsAfter:
+        return lambda depth, tokens: logits[:, depth, None] + self.project(self.before[tokens.clamp(min=0)])
 
 
 class BlockDraft:
@@ -69,6 +70,7 @@ class BlockDraft:
         self.mask_token = config.mask_token
         self.first_proposing = config.first_proposing
         self.causal = config.causal
+        self.windows_from_root = config.windows_from_root
         self.kv_heads = config.layer.kv_heads
         self.rope = rope
         self.embed = embed
@@ -113,16 +115,23 @@ def _rope_and_k_norm(layer: DecoderLayer, cos: Tensor, sin: Tensor) -> RopeAndNo
     return RopeAndNorm(cos, sin, norm.weight, norm.weight, norm.eps)
 
 
-def make_block(weights: Weights, config: BlockConfig, target: CausalLM, position_rows: int) -> BlockDraft:
+def make_block(
+    weights: Weights,
+    config: BlockConfig,
+    target: CausalLM,
+    position_rows: int,
+    kind: Callable[..., BlockDraft] = BlockDraft,
+) -> BlockDraft:
     """Build the draft from its weights.  If they lack an embedding or a head, the target's tensor is used, not copied.
 
+    kind: the class, with the arguments bound that it takes more than BlockDraft does.
     Raises EspalierError naming what does not fit, and a weight that is not used.
     """
     layer, eps = config.layer, config.layer.rms_norm_eps
     hidden, kv_rows = layer.hidden_size, layer.kv_heads * layer.head_size
     embed = draft_embedding(weights, layer, target)
     names = [f"layers.{i}.self_attn.{part}_proj" for i in range(layer.num_layers) for part in "kv"]
-    draft = BlockDraft(
+    draft = kind(
         config=config,
         rope=RopeTables(layer.rope, position_rows, weights.dtype, weights.device),
         embed=embed,

@@ -13,32 +13,28 @@ In speculators' form, layers with a sliding window are causal in the block unles
 row of a block sees the W context rows before the root (not W rows before itself).
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from espalier.cache.layer_spec import LayerSpec
 from espalier.errors import EspalierError
 from espalier.models import qwen3
 from espalier.models.config import ModelConfig, Raw, parse
-from espalier.models.draft import DraftSpec, refuse_misfit
+from espalier.models.draft import DraftSpec, refuse_sizes
 from espalier.models.loading import layer_specs_of
 
 Z_LAB, DEEP_SPEC = "DFlashDraftModel", "Qwen3DSparkModel"
 ARCHITECTURES = (Z_LAB, DEEP_SPEC)
 SPECULATORS_TYPES = ("dflash", "dspark")
-BUILT = "DFlash and JetSpec (DFlashDraftModel), DSpark (Qwen3DSparkModel), speculators' dflash and dspark"
 # Block drafts, or parts of one, that are not built, by architecture or speculators_model_type.
 NOT_BUILT = {
-    "dflash2": "DFlash 2 (its convolutions and its candidate selector)",
-    "DFlash2DraftModel": "DFlash 2 (its convolutions and its candidate selector)",
-    "peagle": "P-EAGLE",
     "xpress": "XPress",
     "Gemma4DSparkModel": "DSpark with Gemma 4's layers",
 }
-# Fields of dflash_config that are read; any other would change the computation.
+# Fields of dflash_config that are read.
 DFLASH_FIELDS = ("target_layer_ids", "mask_token_id", "block_size", "causal_head", "target_hidden_size", "draft_shift")
 # What z-lab stores for a mask that is no token of the vocabulary.
 MASK_EMBEDDING = "mask_embedding.pt"
@@ -48,11 +44,14 @@ MASK_EMBEDDING = "mask_embedding.pt"
 class BlockConfig:
     """A block draft's config.json, checked against its target's.
 
-    layer: the config of its decoder layers; its windows count context rows before the root.
+    layer: the config of its decoder layers.
     capture: target layers whose inputs are fused, in concatenation order.
     first_proposing, causal, mask_token: as in BlockModel (espalier/models/draft.py).
     edge_rank: the rank of the Markov head; 0: there is none.
+    windows_from_root: as in BlockModel; then the windows of `layer` count context rows before the root.
     """
+
+    algorithm: ClassVar[str] = "block"
 
     layer: ModelConfig
     draft_vocab: int
@@ -61,13 +60,14 @@ class BlockConfig:
     mask_token: int
     first_proposing: int
     causal: tuple[bool, ...]
-    edge_rank: int
+    edge_rank: int = 0
+    windows_from_root: bool = True
 
     @cached_property
     def spec(self) -> DraftSpec:
         return DraftSpec(
-            algorithm="block",
-            layers=tuple(_from_root(spec) for spec in layer_specs_of(self.layer)),
+            algorithm=self.algorithm,
+            layers=tuple(_from_root(spec) if self.windows_from_root else spec for spec in layer_specs_of(self.layer)),
             block_rows=self.block_size,
             max_steps=self.block_size - self.first_proposing,
             reads="captured",
@@ -88,12 +88,12 @@ def read_block(path: Path, raw: Raw, target: ModelConfig) -> BlockConfig:
     Raises EspalierError if the draft does not fit this target, or is of a form that is not built.
     """
     if raw.get("speculators_model_type") is not None:
-        config = _read_speculators(path, raw, target)
+        config = read_speculators(path, raw, target)
     elif (raw.get("architectures") or [None])[0] == DEEP_SPEC:
         config = _read_deep_spec(path, raw, target)
     else:
         config = _read_z_lab(path, raw, target)
-    _refuse_misfit(config, target, path)
+    refuse_misfit(config, target, path)
     return config
 
 
@@ -101,23 +101,14 @@ def explain_not_built(raw: Raw, path: Path) -> str | None:
     """Why a block draft of a form that is not built is not supported; None for other configs."""
     name = (raw.get("architectures") or [None])[0] or ""
     title = NOT_BUILT.get(str(raw.get("speculators_model_type"))) or NOT_BUILT.get(name)
-    return None if title is None else f"{title} is not supported yet; built are the block drafts {BUILT}"
+    return None if title is None else f"{title} is not supported yet"
 
 
 def _read_z_lab(path: Path, raw: Raw, target: ModelConfig) -> BlockConfig:
     own: Mapping[str, Any] = raw.get("dflash_config") or {}
-    for name, value in own.items():
-        if name not in DFLASH_FIELDS or (name == "draft_shift" and value):
-            raise EspalierError(
-                f"{path}: dflash_config has {name} = {value!r}, which is not supported; supported fields are "
-                f"{', '.join(DFLASH_FIELDS)}; use a draft without it"
-            )
-    if (path / MASK_EMBEDDING).exists():
-        raise EspalierError(
-            f"{path} holds {MASK_EMBEDDING}, a mask that is no token of the vocabulary; this is not supported: use a "
-            "draft whose mask_token_id is a token"
-        )
-    layer = _layer(raw, target, path)
+    refuse_other_fields(own, DFLASH_FIELDS, path)
+    refuse_mask_embedding(path)
+    layer = layer_of(raw, target, path)
     _refuse_windows(layer, path)
     ids = own.get("target_layer_ids") or _default_ids(target.num_layers, layer.num_layers)
     hidden = own.get("target_hidden_size")
@@ -125,46 +116,46 @@ def _read_z_lab(path: Path, raw: Raw, target: ModelConfig) -> BlockConfig:
         layer=_with_target_hidden(layer, hidden, path),
         draft_vocab=layer.vocab_size,
         capture=tuple(k + 1 for k in ids),
-        block_size=_count({**own, **raw}, "block_size", path),
-        mask_token=_token({**own, **raw}, layer, path),
+        block_size=count_of({**own, **raw}, "block_size", path),
+        mask_token=token_of({**own, **raw}, layer, path),
         first_proposing=1,
         causal=(bool(own.get("causal_head", False)),) * layer.num_layers,
-        edge_rank=0,
     )
 
 
 def _read_deep_spec(path: Path, raw: Raw, target: ModelConfig) -> BlockConfig:
-    layer = _layer(raw, target, path)
+    layer = layer_of(raw, target, path)
     _refuse_windows(layer, path)
     return BlockConfig(
         layer=layer,
         draft_vocab=layer.vocab_size,
-        capture=tuple(k + 1 for k in _ids(raw, "target_layer_ids", path)),
-        block_size=_count(raw, "block_size", path),
-        mask_token=_token(raw, layer, path),
+        capture=tuple(k + 1 for k in ids_of(raw, "target_layer_ids", path)),
+        block_size=count_of(raw, "block_size", path),
+        mask_token=token_of(raw, layer, path),
         first_proposing=0,
         causal=(False,) * layer.num_layers,
         edge_rank=_edge_rank(raw, path),
     )
 
 
-def _read_speculators(path: Path, raw: Raw, target: ModelConfig) -> BlockConfig:
-    layer = _layer(raw.get("transformer_layer_config") or {}, target, path)
+def read_speculators(path: Path, raw: Raw, target: ModelConfig) -> BlockConfig:
+    """As read_block, of speculators' form; not yet checked against the target."""
+    layer = layer_of(raw.get("transformer_layer_config") or {}, target, path)
     is_dspark = raw["speculators_model_type"] == "dspark"
     slides_causally = not raw.get("sliding_window_non_causal", False)
     return BlockConfig(
         layer=_with_target_hidden(layer, raw.get("target_hidden_size"), path),
         draft_vocab=raw.get("draft_vocab_size") or layer.vocab_size,
-        capture=_ids(raw, "aux_hidden_state_layer_ids", path),
-        block_size=_count(raw, "block_size", path),
-        mask_token=_token(raw, layer, path),
+        capture=ids_of(raw, "aux_hidden_state_layer_ids", path),
+        block_size=count_of(raw, "block_size", path),
+        mask_token=token_of(raw, layer, path),
         first_proposing=0 if raw.get("sample_from_anchor", is_dspark) else 1,
         causal=tuple(window is not None and slides_causally for window in layer.windows),
         edge_rank=_edge_rank({"markov_rank": 256, **raw}, path) if is_dspark else 0,
     )
 
 
-def _layer(raw: Mapping[str, Any], target: ModelConfig, path: Path) -> ModelConfig:
+def layer_of(raw: Mapping[str, Any], target: ModelConfig, path: Path) -> ModelConfig:
     if raw.get("model_type") != qwen3.FAMILY.model_type:
         raise EspalierError(
             f"{path}: a block draft's layers of model_type {raw.get('model_type')!r} are not supported; supported: "
@@ -181,21 +172,21 @@ def _default_ids(num_target_layers: int, num_layers: int) -> list[int]:
     return [round(1 + i * (last - 1) / (num_layers - 1)) for i in range(num_layers)]
 
 
-def _ids(raw: Mapping[str, Any], name: str, path: Path) -> tuple[int, ...]:
+def ids_of(raw: Mapping[str, Any], name: str, path: Path) -> tuple[int, ...]:
     ids = raw.get(name)
     if not ids or not all(isinstance(i, int) for i in ids):
         raise EspalierError(f"{path}: {name} = {ids!r}; a list of target layers is needed; correct the config")
     return tuple(ids)
 
 
-def _count(raw: Mapping[str, Any], name: str, path: Path) -> int:
+def count_of(raw: Mapping[str, Any], name: str, path: Path, least: int = 2) -> int:
     value = raw.get(name)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 2:
-        raise EspalierError(f"{path}: {name} = {value!r}; an integer of at least 2 is needed; correct the config")
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise EspalierError(f"{path}: {name} = {value!r}; an integer of at least {least} is needed; correct the config")
     return value
 
 
-def _token(raw: Mapping[str, Any], layer: ModelConfig, path: Path) -> int:
+def token_of(raw: Mapping[str, Any], layer: ModelConfig, path: Path) -> int:
     token = raw.get("mask_token_id")
     if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < layer.vocab_size:
         raise EspalierError(
@@ -212,6 +203,24 @@ def _edge_rank(raw: Mapping[str, Any], path: Path) -> int:
             f"{path}: markov_head_type = {kind!r} is not supported, only 'vanilla'; use a draft with such a head"
         )
     return int(rank)
+
+
+def refuse_other_fields(own: Mapping[str, Any], supported: Sequence[str], path: Path) -> None:
+    """Refuse fields of dflash_config that are not read: any of them would change the computation."""
+    for name, value in own.items():
+        if name not in supported or (name == "draft_shift" and value):
+            raise EspalierError(
+                f"{path}: dflash_config has {name} = {value!r}, which is not supported; supported fields are "
+                f"{', '.join(supported)}; use a draft without it"
+            )
+
+
+def refuse_mask_embedding(path: Path) -> None:
+    if (path / MASK_EMBEDDING).exists():
+        raise EspalierError(
+            f"{path} holds {MASK_EMBEDDING}, a mask that is no token of the vocabulary; this is not supported: use a "
+            "draft whose mask_token_id is a token"
+        )
 
 
 def _with_target_hidden(layer: ModelConfig, hidden: int | None, path: Path) -> ModelConfig:
@@ -231,8 +240,8 @@ def _refuse_windows(layer: ModelConfig, path: Path) -> None:
         )
 
 
-def _refuse_misfit(config: BlockConfig, target: ModelConfig, path: Path) -> None:
-    refuse_misfit(path, target, config.layer.hidden_size, config.layer.vocab_size, config.draft_vocab)
+def refuse_misfit(config: BlockConfig, target: ModelConfig, path: Path) -> None:
+    refuse_sizes(path, target, config.layer.hidden_size, config.layer.vocab_size, config.draft_vocab)
     # The last hidden state is normed in some public code and not in other.
     outside = [layer for layer in config.capture if not 0 <= layer < target.num_layers]
     if outside:

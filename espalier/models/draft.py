@@ -30,7 +30,7 @@ class DraftSpec:
     layers: specs of the draft's layers, module after module; pages keep them after the target's.
     modules: N, the modules of the draft, each with as many layers.  Module l proposes level l of a tree; the last one
     proposes all levels from N on.  An EAGLE head is one module, and so is each MTP layer (DeepSeek-V3's word).  0 for a
-    block draft, whose layers all run in its one pass.
+    block draft, whose layers all run in its one pass.  P-EAGLE's one module extends as EAGLE's and proposes in a pass.
     block_rows: the rows of that pass; 0 for drafts that propose one level a pass.
     max_steps: the depth that this pass proposes, which a tree must not exceed; None: no limit.
     form: the hidden state that module k (from 1) reads at token q.  "chain": the output of module k - 1 at token q - 1,
@@ -75,8 +75,8 @@ class DraftSpec:
     @property
     def root_rows(self) -> int:
         """Committed rows of the root: 1 if its row follows from the feature of the token before it, 0 for a block
-        draft, whose rows follow from the features of their own tokens."""
-        return 0 if self.block_rows else 1
+        draft without modules, whose rows follow from the features of their own tokens."""
+        return 0 if self.block_rows and not self.modules else 1
 
     @property
     def carried(self) -> Mapping[str, tuple[int, ...]]:
@@ -164,11 +164,17 @@ class DraftModel(Protocol):
         ...
 
 
-class Edges(Protocol):
-    """The part of a block draft's scores that depends on the token before (DSpark's Markov head)."""
+# (depth - 1, tokens [B, R] int64 of the target's vocabulary) -> logits [B, R, draft vocabulary] of the token that
+# follows each of them at that depth.
+LogitsAfter = Callable[[int, Tensor], Tensor]
 
-    def __call__(self, tokens: Tensor) -> Tensor:
-        """Tokens [B, R] int64 of the target's vocabulary -> logits [B, R, draft vocabulary] to add for the next."""
+
+class Edges(Protocol):
+    """What makes a block draft's scores depend on the token before (DSpark's Markov head, DFlash 2's selector)."""
+
+    def of_block(self, logits: Tensor, hidden: Tensor) -> LogitsAfter:
+        """logits: [B, S, draft vocabulary], which do not depend on the token before; hidden: [B, S, H], the inputs of
+        the head that gave them."""
         ...
 
 
@@ -181,12 +187,15 @@ class BlockModel(DraftModel, Protocol):
     mask_token: the token of all rows but the first.
     first_proposing: the row that proposes depth 1: 0, the root's, or 1, the first mask.
     causal: for each layer, whether a block row sees no later block row.
+    windows_from_root: whether a sliding window is the same for all rows of a block, counted from the root; if not, each
+    row counts from its own position.
     edges: None if a depth's scores do not depend on the token before.
     """
 
     mask_token: int
     first_proposing: int
     causal: tuple[bool, ...]
+    windows_from_root: bool
     edges: Edges | None
 
     def __call__(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
@@ -205,7 +214,7 @@ class BlockModel(DraftModel, Protocol):
         ...
 
 
-def refuse_misfit(path: Path, target: ModelConfig, hidden: int, vocab: int, draft_vocab: int = 1) -> None:
+def refuse_sizes(path: Path, target: ModelConfig, hidden: int, vocab: int, draft_vocab: int = 1) -> None:
     """Raises EspalierError if the sizes in a draft's config.json do not fit its target.
 
     hidden: of the hidden states that it reads of the target; vocab: of the tokens that it embeds; draft_vocab: of the

@@ -4,6 +4,7 @@ It is one decoder layer over cat(norm(embedding of token q), norm(hidden state a
 feature of the target, or, inside a tree, the draft's own output.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -17,13 +18,14 @@ from espalier.models.draft import DraftOutput
 from espalier.models.draft_weights import draft_embedding, draft_head, draft_to_target
 from espalier.models.eagle3_config import Eagle3Config, looks_like_eagle3
 from espalier.models.layers.attention import Attention
+from espalier.models.layers.decoder import DecoderLayer
 from espalier.models.layers.embedding import Embedding
 from espalier.models.layers.latent_attention import LatentAttention
 from espalier.models.layers.linear import Linear
 from espalier.models.layers.mlp import GatedMLP
 from espalier.models.layers.norm import RMSNorm
 from espalier.models.layers.rope import RopeTables
-from espalier.models.loading import load_attention
+from espalier.models.loading import load_attention, load_layer
 from espalier.models.weights import Weights
 
 LEGACY_FC_NORMS = ("aux_norm_low", "aux_norm_mid", "aux_norm_high")
@@ -45,10 +47,12 @@ class Eagle3Draft:
         attention: Attention | LatentAttention,
         mlp_norm: RMSNorm,
         mlp: GatedMLP,
+        rest: list[DecoderLayer],
         norm: RMSNorm,
         head: Linear,
         d2t: Tensor | None,
     ) -> None:
+        """rest: the layers behind the first, for a format that has any."""
         self.config = config
         self.spec = config.spec
         self.layer_specs = config.spec.layers
@@ -61,6 +65,7 @@ class Eagle3Draft:
         self.attention = attention
         self.mlp_norm = mlp_norm
         self.mlp = mlp
+        self.rest = rest
         self.norm = norm
         self.head = head
 
@@ -78,7 +83,11 @@ class Eagle3Draft:
         )
         rope_and_norm = RopeAndNorm(rows.cos, rows.sin)
         x, normed = self.mlp_norm.after(self.attention(rows.x, rope_and_norm, attend, 0, shape), rows.residual)
-        x, normed = self.norm.after(self.mlp(normed), x)
+        delta = self.mlp(normed)
+        for i, layer in enumerate(self.rest, 1):
+            x, normed = layer.attention_norm.after(delta, x)
+            x, delta = layer(x, normed, rope_and_norm, attend, i, shape)
+        x, normed = self.norm.after(delta, x)
         normed = normed.unflatten(0, shape)
         return DraftOutput(normed if self.config.norm_output else x.unflatten(0, shape), normed)
 
@@ -106,9 +115,16 @@ class Fuser:
         return self.fc(captured)
 
 
-def make_eagle3(weights: Weights, config: Eagle3Config, target: CausalLM, position_rows: int) -> Eagle3Draft:
+def make_eagle3(
+    weights: Weights,
+    config: Eagle3Config,
+    target: CausalLM,
+    position_rows: int,
+    kind: Callable[..., Eagle3Draft] = Eagle3Draft,
+) -> Eagle3Draft:
     """Build the draft from its weights.  If they lack an embedding or a head, the target's tensor is used, not copied.
 
+    kind: the class, with the arguments bound that it takes more than Eagle3Draft does.
     Raises EspalierError naming what does not fit, and a weight that is not used.
     """
     _refuse_other_heads(weights, config)
@@ -116,7 +132,7 @@ def make_eagle3(weights: Weights, config: Eagle3Config, target: CausalLM, positi
     hidden, eps = config.layer.hidden_size, config.layer.rms_norm_eps
     layer = replace(config.layer, qk_norm=f"{prefix}self_attn.q_norm.weight" in weights)
     embed = draft_embedding(weights, config.layer, target)
-    draft = Eagle3Draft(
+    draft = kind(
         config=config,
         rope=RopeTables(layer.rope, position_rows, weights.dtype, weights.device),
         embed=embed,
@@ -126,6 +142,7 @@ def make_eagle3(weights: Weights, config: Eagle3Config, target: CausalLM, positi
         attention=load_attention(weights, layer, f"{prefix}self_attn.", 2 * hidden),
         mlp_norm=weights.norm(f"{prefix}post_attention_layernorm", hidden, eps),
         mlp=weights.mlp(f"{prefix}mlp.", layer.hidden_size, layer.intermediate_size, layer.mlp_bias),
+        rest=[load_layer(weights, layer, f"layers.{i}.", i) for i in range(1, layer.num_layers)],
         norm=weights.norm("norm", hidden, eps),
         head=draft_head(weights, config.layer, config.draft_vocab, target, embed),
         d2t=draft_to_target(weights, config.layer.vocab_size, config.draft_vocab),

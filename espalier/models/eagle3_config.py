@@ -1,17 +1,17 @@
 """Reads an EAGLE-3 draft's config.json (formats of SafeAILab and vLLM's speculators); checks it against its target."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from espalier.errors import EspalierError
 from espalier.models.config import Family, ModelConfig, Raw, parse
 from espalier.models.deepseek import V2, V3
-from espalier.models.draft import DraftSpec, refuse_misfit
+from espalier.models.draft import DraftSpec, refuse_sizes
 from espalier.models.loading import FAMILIES, layer_specs_of
 from espalier.models.weights import Weights
 
@@ -27,7 +27,7 @@ ARCHITECTURES = (
 # Values of model_type that name the format of the head, not the kind of its layer.  The layer is then a Llama layer.
 WRAPPERS = ("eagle", "eagle3", "speculators", "speculator_model")
 # Targets whose heads list the captured layers in eagle_config by input and not by output (_captured_layers).
-IDS_BY_INPUT = (V2.architecture, V3.architecture)
+EAGLE3_IDS_BY_INPUT = (V2.architecture, V3.architecture)
 EAGLE_1_2 = ("LlamaForCausalLMEagle", "EagleLlamaForCausalLM", "EagleSpeculator")
 
 
@@ -49,11 +49,13 @@ class Eagle3Config:
     norm_before_fc: bool
     fc_norm: bool
 
+    algorithm: ClassVar[str] = "eagle3"
+
     @cached_property
     def spec(self) -> DraftSpec:
         return DraftSpec(
-            algorithm="eagle3",
-            layers=layer_specs_of(self.layer)[:1],
+            algorithm=self.algorithm,
+            layers=layer_specs_of(self.layer),
             modules=1,
             reads="captured",
             capture=self.capture,
@@ -67,6 +69,21 @@ def read_eagle3(path: Path, raw: Raw, target: ModelConfig) -> Eagle3Config:
 
     Raises EspalierError if the head does not fit this target.
     """
+    config = Eagle3Config(**read_head(path, raw, target, EAGLE3_IDS_BY_INPUT))
+    if config.layer.num_layers != 1:
+        raise EspalierError(
+            f"{path}: num_hidden_layers = {config.layer.num_layers}; only EAGLE-3 heads with one layer are supported; "
+            "use such a draft"
+        )
+    refuse_misfit(config, target, path)
+    return config
+
+
+def read_head(path: Path, raw: Raw, target: ModelConfig, by_input: Sequence[str] | None) -> dict[str, Any]:
+    """The fields of Eagle3Config, not yet checked against the target.
+
+    by_input: the target architectures for which ids in eagle_config name layers by their input; None: for all.
+    """
     nested: Mapping[str, Any] = raw.get("transformer_layer_config") or {}
     flat = {"num_hidden_layers": 1, "max_position_embeddings": target.max_position, **raw, **nested}
     eagle: Mapping[str, Any] = raw.get("eagle_config") or {}
@@ -74,19 +91,17 @@ def read_eagle3(path: Path, raw: Raw, target: ModelConfig) -> Eagle3Config:
     # The layer of a latent head is dense, even if its config repeats the target's experts.
     layer = parse({**flat, "n_routed_experts": None} if family.latent else flat, family, path)
     draft_vocab = raw.get("draft_vocab_size") or layer.vocab_size
-    config = Eagle3Config(
-        layer=layer,
-        draft_vocab=draft_vocab,
-        target_hidden=raw.get("target_hidden_size") or layer.hidden_size,
-        capture=_captured_layers(raw, eagle, target, path),
-        fc_bias=bool(raw.get("bias", False)),
-        norm_before_residual=bool(raw.get("norm_before_residual", False)),
-        norm_output=bool(raw.get("norm_output", False)),
-        norm_before_fc=bool(raw.get("norm_before_fc", eagle.get("norm_before_fc", False))),
-        fc_norm=bool(raw.get("fc_norm", False)),
-    )
-    _refuse_misfit(config, target, path)
-    return config
+    return {
+        "layer": layer,
+        "draft_vocab": draft_vocab,
+        "target_hidden": raw.get("target_hidden_size") or layer.hidden_size,
+        "capture": _captured_layers(raw, eagle, target, path, by_input),
+        "fc_bias": bool(raw.get("bias", False)),
+        "norm_before_residual": bool(raw.get("norm_before_residual", False)),
+        "norm_output": bool(raw.get("norm_output", False)),
+        "norm_before_fc": bool(raw.get("norm_before_fc", eagle.get("norm_before_fc", False))),
+        "fc_norm": bool(raw.get("fc_norm", False)),
+    }
 
 
 def explain_earlier(raw: Raw, path: Path) -> str | None:
@@ -94,6 +109,8 @@ def explain_earlier(raw: Raw, path: Path) -> str | None:
 
     Raises EspalierError for an EAGLE-3 head that is declared as an EAGLE-1/2 head.
     """
+    if raw.get("speculators_model_type") == "eagle":
+        return "speculators_model_type 'eagle' is an EAGLE-1/2 head, not supported yet"
     name = (raw.get("architectures") or [raw.get("model_type")])[0]
     if name in EAGLE_1_2:
         if looks_like_eagle3(Weights(path, torch.float32, "cpu", allow_bin=True)):
@@ -119,11 +136,6 @@ def _layer_family(flat: Mapping[str, Any], path: Path) -> Family:
     is_latent = bool(flat.get("kv_lora_rank")) or named_latent
     by_type = {family.model_type: family for family in FAMILIES.values() if family.latent == is_latent}
     declared = flat.get("model_type", "llama")
-    if flat.get("num_hidden_layers") != 1:
-        raise EspalierError(
-            f"{path}: num_hidden_layers = {flat.get('num_hidden_layers')}; only EAGLE-3 heads with one layer are "
-            "supported; use such a draft"
-        )
     if declared not in (*by_type, *WRAPPERS) and not named_latent:
         raise EspalierError(
             f"{path}: a draft layer of model_type {declared!r} is not supported; supported: {', '.join(by_type)}"
@@ -136,7 +148,7 @@ def _layer_family(flat: Mapping[str, Any], path: Path) -> Family:
 
 
 def _captured_layers(
-    raw: Mapping[str, Any], eagle: Mapping[str, Any], target: ModelConfig, path: Path
+    raw: Mapping[str, Any], eagle: Mapping[str, Any], target: ModelConfig, path: Path, by_input: Sequence[str] | None
 ) -> tuple[int, ...]:
     """The target layers whose inputs are fused.
 
@@ -156,8 +168,8 @@ def _captured_layers(
     if top:
         ids = tuple(top)
     elif nested:
-        by_input = target.architecture in IDS_BY_INPUT and nested[0] != 1
-        ids = tuple(nested) if by_input else tuple(i + 1 for i in nested)
+        is_input = by_input is None or (target.architecture in by_input and nested[0] != 1)
+        ids = tuple(nested) if is_input else tuple(i + 1 for i in nested)
     else:
         ids = (2, num_layers // 2, num_layers - 3)
     if any(not 0 <= i <= num_layers for i in ids):
@@ -174,13 +186,13 @@ def _captured_layers(
     return ids
 
 
-def _refuse_misfit(config: Eagle3Config, target: ModelConfig, path: Path) -> None:
+def refuse_misfit(config: Eagle3Config, target: ModelConfig, path: Path) -> None:
     if config.layer.experts is not None:
         raise EspalierError(
             f"{path}: a draft layer of {config.layer.architecture} has experts, which is not supported; use a draft "
             "with a dense MLP"
         )
-    refuse_misfit(path, target, config.target_hidden, config.layer.vocab_size, config.draft_vocab)
+    refuse_sizes(path, target, config.target_hidden, config.layer.vocab_size, config.draft_vocab)
     if config.norm_before_fc and config.fc_norm:
         raise EspalierError(
             f"{path}: norm_before_fc and fc_norm are both set, but they exclude each other; correct the config"

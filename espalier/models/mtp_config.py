@@ -14,7 +14,7 @@ import torch
 
 from espalier.errors import EspalierError
 from espalier.models.config import Family, ModelConfig, Raw, parse
-from espalier.models.draft import MAX_MODULES, DraftSpec, refuse_misfit
+from espalier.models.draft import MAX_MODULES, DraftSpec, refuse_sizes
 from espalier.models.loading import FAMILIES, layer_specs_of
 from espalier.models.mtp_family import SPECULATORS, MTPFamily
 from espalier.models.weights import Weights
@@ -92,7 +92,7 @@ def read_mtp(path: Path, raw: Raw, target: ModelConfig) -> MTPConfig:
     if form not in FORMS:
         raise EspalierError(f"{path}: {FORM} = {form!r} is not supported; use {' or '.join(map(repr, FORMS))}")
     layer = parse(_continued(base, modules), family, path)
-    refuse_misfit(path, target, layer.hidden_size, layer.vocab_size)
+    refuse_sizes(path, target, layer.hidden_size, layer.vocab_size)
     return MTPConfig(layer, mtp, modules, cast(Literal["chain", "target"], form))
 
 

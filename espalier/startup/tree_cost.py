@@ -34,7 +34,7 @@ class MixtureWeights:
 
     dense: weights of the target that every row is multiplied with.  expert: weights of one expert, summed over the
     layers.  draft: weights that a draft pass reads.  block_rows: rows of a block draft's one pass; 0 for other drafts,
-    which run a pass for each level.
+    which run a pass for each level.  extends: whether a draft runs its layers over decided tokens, too.
     """
 
     dense: int
@@ -43,6 +43,7 @@ class MixtureWeights:
     top_k: int
     draft: int
     block_rows: int = 0
+    extends: bool = True
 
     def target_cost(self, rows: int) -> float:
         """The time of a target pass, in the bytes that could be read in that time."""
@@ -55,10 +56,11 @@ class MixtureWeights:
         if tree == PLAIN:
             return verify
         if self.block_rows:
-            # Depth is free.  Its extend reads little beside the pass.
-            return verify + _cost(self.draft, batch * self.block_rows)
-        levels = (tree.steps - 1) * _cost(self.draft, batch * tree.topk)
-        return verify + levels + _cost(self.draft, batch * (tree.steps + 1))
+            # Depth is free.
+            proposal = _cost(self.draft, batch * self.block_rows)
+        else:
+            proposal = (tree.steps - 1) * _cost(self.draft, batch * tree.topk)
+        return verify + proposal + (_cost(self.draft, batch * (tree.steps + 1)) if self.extends else 0)
 
 
 def mixture_weights(target: ModelConfig, draft: DraftConfig | None) -> MixtureWeights | None:
@@ -79,6 +81,7 @@ def mixture_weights(target: ModelConfig, draft: DraftConfig | None) -> MixtureWe
         top_k=experts.routing.top_k,
         draft=0 if draft is None else _draft_weights(draft),
         block_rows=0 if draft is None else draft.spec.block_rows,
+        extends=draft is None or draft.spec.modules > 0,
     )
 
 

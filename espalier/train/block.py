@@ -185,7 +185,8 @@ def accept_lengths(
     embeds = target.embed(tokens[roots])[None].to(dtype)
     outputs = head(embeds, mask_embedding(target, head).to(dtype), features, roots)[0]
     logits = F.linear(outputs, target.head.to(dtype)).float()
-    edges = None if head.markov_head is None else lambda before: head.markov_head(before).float()  # type: ignore[misc]
+    markov = head.markov_head
+    edges = None if markov is None else lambda depth, before: logits[:, depth, None] + markov(before).float()
 
     def children(of_rows: Tensor, depth: int, stride: int) -> tuple[Tensor, Tensor]:
         scores, ids = of_rows.log_softmax(-1).topk(topk, dim=-1)

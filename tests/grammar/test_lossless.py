@@ -24,6 +24,7 @@ from espalier.text import TokenBytes
 from tests.grammar.vocabulary import compiler_of
 from tests.harness import VOCAB, Setup, prompts, request, run
 from tests.properties.block_setup import BlockSetup
+from tests.properties.peagle_setup import PEagleSetup
 
 TEXTS = ["{", "}", '"', "a", "b", ":", " ", ",", "[", "]", "1", "2", '": ', ', "', "ab", ""]
 END = VOCAB - 1
@@ -42,9 +43,9 @@ GRAMMARS = [
     Grammar("ebnf", 'root ::= "[" root "]" | "1" | "ab"'),
 ]
 CELLS = [(algorithm, topk, page) for algorithm in ("eagle3", "ngram") for topk in (1, 4) for page in (1, 16)]
-# Forms of block drafts, without and with edges.
-BLOCKS = ("dflash", "dspark")
-CELLS += [(form, 4, page) for form, page in zip(BLOCKS, (16, 1), strict=True)]
+# Forms of block drafts, without and with edges, of which DFlash 2's are for some tokens only.
+BLOCKS = ("dflash", "dspark", "dflash2")
+CELLS += [(form, 4, page) for form, page in zip((*BLOCKS, "peagle"), (16, 1, 16, 1), strict=True)]
 
 
 def bytes_of(token: int) -> TokenBytes:
@@ -73,7 +74,9 @@ class Liar(GrammarMasker):
 def setup_of(algorithm: str, topk: int, page: int, **other) -> Setup:
     """algorithm: also a form of BLOCKS."""
     how = {"steps": 3, "topk": topk, "num_draft_tokens": 9, "page_size": page, **other}
-    return BlockSetup(form=algorithm, **how) if algorithm in BLOCKS else Setup(algorithm=algorithm, **how)
+    if algorithm in BLOCKS:
+        return BlockSetup(form=algorithm, **how)
+    return PEagleSetup(**how) if algorithm == "peagle" else Setup(algorithm=algorithm, **how)
 
 
 def asked(

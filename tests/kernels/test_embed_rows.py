@@ -72,6 +72,19 @@ def test_reference_equals_row_by_row(rows, normed_residual):
             assert torch.equal(embed_rows_reference(*inputs[:3]).x[n], tables.embed[token])
 
 
+def test_one_hidden_row_may_serve_all_requests(kernel_device):
+    """As the mask rows of P-EAGLE read it: stride 0 between requests."""
+    tokens, positions, tables, draft = to(random_inputs(3, 5, 8, 1, rows=1), kernel_device)
+    expanded = replace(draft, hidden=draft.hidden[:1].expand(3, -1, -1))
+    whole = replace(draft, hidden=expanded.hidden.contiguous())
+    for out, expected in zip(
+        embed_rows_triton(tokens, positions, tables, expanded),
+        embed_rows_reference(tokens, positions, tables, whole),
+        strict=True,
+    ):
+        torch.testing.assert_close(out, expected)
+
+
 def check(device, batch, queries, size, dtype, rows):
     for seed in range(3):
         inputs = random_inputs(batch, queries, size, seed, dtype, rows, normed_residual=seed == 1)

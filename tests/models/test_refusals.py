@@ -196,7 +196,16 @@ def test_a_capture_beyond_the_target(target: Path) -> None:
             {"architectures": ["LlamaForCausalLM"]},
             ["'LlamaForCausalLM' is not a known draft", "supported are EAGLE-3 heads"],
         ),
-        ({"speculators_model_type": "medusa"}, ["'medusa' is not supported; supported are EAGLE-3 heads"]),
+        ({"speculators_model_type": "eagle"}, ["'eagle' is an EAGLE-1/2 head, not supported yet"]),
+        (
+            {"architectures": ["Eagle3DeepseekV2ForCausalLM"], "pard_token": 3},
+            ["P-EAGLE heads with latent attention are not supported"],
+        ),
+        ({"norm_before_fc": True, "fc_norm": True}, ["norm_before_fc and fc_norm are both set"]),
+        (
+            {"speculators_model_type": "medusa"},
+            ["'medusa' is not supported; supported are EAGLE-3 heads", "speculators' dflash, dspark"],
+        ),
     ],
     ids=lambda value: "+".join(f"{k}={v}"[:40] for k, v in value.items()) if isinstance(value, dict) else "",
 )

@@ -4,7 +4,7 @@ Nothing of the engine's draft is used.  The form's facts are written here once m
 rows see which, and what a window counts."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -60,13 +60,17 @@ class PlainBlock:
         self.is_speculators = layer is not self.config
         own = self.config.get("dflash_config", {})
         self.mask = own.get("mask_token_id", self.config.get("mask_token_id"))
-        self.block_size = self.config["block_size"]
+        self.block_size = own.get("block_size", self.config.get("block_size"))
         self.first = 1 if own else 0
         self.windows = [
             layer["sliding_window"] if kind == "sliding_attention" else None
             for kind in layer.get("layer_types", ["full_attention"] * self.layers)
         ]
+        # DFlash 2: its windows count from each row, and no layer is causal.
+        self.taps, self.own = own.get("conv_kernel_size"), own
         self.causal = [bool(own.get("causal_head")) or window is not None for window in self.windows]
+        if self.taps:
+            self.causal = [False] * self.layers
 
     @property
     def ids(self) -> list[int]:
@@ -88,25 +92,55 @@ class PlainBlock:
         at = torch.arange(len(features))
         return [(self.heads(shared, i, "k", at), self.heads(shared, i, "v", at)) for i in range(self.layers)]
 
-    def logits(self, root: int, context: Sequence[KV]) -> Tensor:
-        """[depths, draft vocabulary] without edges, behind these context rows."""
+    def convolved(self, x: Tensor, delta: Tensor, base: Tensor) -> Tensor:
+        """x [n, H], the rows of a block; delta [n, taps, groups]; base [taps, H]."""
+        total = torch.zeros_like(x)
+        for tap in range(self.taps):
+            of_channel = delta[tap:, tap].repeat_interleave(x.shape[1] // delta.shape[2], 1)
+            total[tap:] += x[: len(x) - tap] * (base[tap] + of_channel)
+        return total
+
+    def sublayer(self, name: str, inner: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
+        """run(inner), with the convolutions around it that this sublayer has."""
+        if not self.taps:
+            return run(inner)
+        delta = (inner @ self.weights[f"{name}_conv.kernel_projection.weight"].T).view(len(inner), 2, self.taps, -1)
+        base = self.weights[f"{name}_conv.base_kernel"]
+        return self.convolved(run(self.convolved(inner, delta[:, 0], base[0])), delta[:, 1], base[1])
+
+    def run(self, root: int, context: Sequence[KV]) -> tuple[Tensor, Tensor]:
+        """(logits [depths, draft vocabulary] without edges, the inputs of the head), behind these context rows."""
         behind = len(context[0][0])
         at = behind + torch.arange(self.block_size)
-        x = self.embedding[[root] + [self.mask] * (self.block_size - 1)]
+        x = self.embedding[[root] + [self.mask] * (self.block_size - 1)] * self.own.get("input_embedding_scale", 1)
         for i, (k, v) in enumerate(context):
             inner = norm(x, self.weights[f"layers.{i}.input_layernorm.weight"])
-            own = [self.heads(inner, i, name, at) for name in "qkv"]
             seen = torch.ones(self.block_size, behind + self.block_size, dtype=torch.bool)
-            if self.windows[i] is not None:
+            if self.windows[i] is not None and self.taps:
+                seen = at[:, None] - torch.arange(behind + self.block_size) < self.windows[i]
+            elif self.windows[i] is not None:
                 seen[:, : max(behind - self.windows[i], 0)] = False
             if self.causal[i]:
                 seen = seen.tril(behind)
-            values = self.attention(own[0], torch.cat((k, own[1])), torch.cat((v, own[2])), seen)
-            x = x + values.flatten(1) @ self.weights[f"layers.{i}.self_attn.o_proj.weight"].T
+
+            def attention(inner: Tensor, i=i, k=k, v=v, seen=seen) -> Tensor:
+                own = [self.heads(inner, i, name, at) for name in "qkv"]
+                values = self.attention(own[0], torch.cat((k, own[1])), torch.cat((v, own[2])), seen)
+                return values.flatten(1) @ self.weights[f"layers.{i}.self_attn.o_proj.weight"].T
+
+            def mlp(inner: Tensor, i=i) -> Tensor:
+                gate, up = (inner @ self.weights[f"layers.{i}.mlp.{name}_proj.weight"].T for name in ("gate", "up"))
+                return (torch.nn.functional.silu(gate) * up) @ self.weights[f"layers.{i}.mlp.down_proj.weight"].T
+
+            x = x + self.sublayer(f"layers.{i}.attention", inner, attention)
             inner = norm(x, self.weights[f"layers.{i}.post_attention_layernorm.weight"])
-            gate, up = (inner @ self.weights[f"layers.{i}.mlp.{name}_proj.weight"].T for name in ("gate", "up"))
-            x = x + (torch.nn.functional.silu(gate) * up) @ self.weights[f"layers.{i}.mlp.down_proj.weight"].T
-        return (norm(x, self.weights["norm.weight"]) @ self.head.T)[self.first :]
+            x = x + self.sublayer(f"layers.{i}.mlp", inner, mlp)
+        hidden = norm(x, self.weights["norm.weight"])[self.first :]
+        logits, cap = (
+            hidden @ self.head.T * self.own.get("output_multiplier", 1),
+            self.own.get("final_logit_softcapping"),
+        )
+        return (logits if cap is None else cap * (logits / cap).tanh()), hidden
 
     @staticmethod
     def attention(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
@@ -114,10 +148,19 @@ class PlainBlock:
         scores = torch.einsum("qhd,khd->hqk", q, k) * SIZE**-0.5
         return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v)
 
-    def edge(self, token: int) -> Tensor | float:
-        """[draft vocabulary]: what the token before adds to the logits."""
+    def after(self, token: int, logits: Tensor, hidden: Tensor) -> Tensor:
+        """[draft vocabulary]: the logits of what follows a token, from those without edges and the head's input."""
         before = self.weights.get("markov_head.markov_w1.weight")
-        return 0.0 if before is None else self.weights["markov_head.markov_w2.weight"] @ before[token]
+        if before is not None:
+            return logits + self.weights["markov_head.markov_w2.weight"] @ before[token]
+        if not self.taps:
+            return logits
+        projected = self.weights["candidate_selector.hidden_projection.weight"] @ hidden
+        left, right = (self.weights[f"candidate_selector.{name}_codebook"] for name in ("predecessor", "successor"))
+        best = logits.topk(self.own["selector_top_k"]).indices
+        scores = torch.full_like(logits, -torch.inf)
+        scores[best] = logits[best] + right[best] @ (left[token] * projected)
+        return scores
 
 
 class BlockReference(Reference):
@@ -143,33 +186,51 @@ class BlockReference(Reference):
     def tree(
         self, algorithm: str, request: Request, tokens: Sequence[int], steps: int, topk: int, nodes: int
     ) -> list[Node]:
-        """The nodes - 1 best of all paths, best first.  A path's parent must be among the topk best tokens of its
-        depth; without edges, only those are candidates."""
         scratch, root = self.scratch(tokens), len(tokens) - 1
-        logits = self.block.logits(tokens[-1], [(k[:root], v[:root]) for k, v in scratch.draft[0]])
-        paths, found = [Node((), np.float32(0))], []
-        for depth in range(1, steps + 1):
-            best_of: dict[int, list[Node]] = {}
-            for parent in paths:
-                last = parent.path[-1] if parent.path else tokens[-1]
-                if last not in best_of:
-                    best_of[last] = self._continued(request, tokens, logits[depth - 1], last, depth, topk)
-            children = [
-                Node((*parent.path, *child.path), parent.score + child.score)
-                for parent in paths
-                for child in best_of[parent.path[-1] if parent.path else tokens[-1]]
-            ]
-            children.sort(key=lambda node: -node.score)
-            found += children[: nodes - 1]
-            # The children of other paths are not among the nodes - 1 best of their depth, and lead to no row first.
-            kept = list(dict.fromkeys(node.path[-1] for node in children))[:topk]
-            first = {node.path[-1]: i for i, node in reversed(list(enumerate(children)))}
-            paths = [n for i, n in enumerate(children) if n.path[-1] in kept and (i < nodes or first[n.path[-1]] == i)]
-        return sorted(found, key=lambda node: (-node.score, node.depth))[: nodes - 1]
+        logits, hidden = self.block.run(tokens[-1], [(k[:root], v[:root]) for k, v in scratch.draft[0]])
 
-    def _continued(
-        self, request: Request, tokens: Sequence[int], logits: Tensor, last: int, depth: int, topk: int
-    ) -> list[Node]:
-        scores = draft_scores(logits + self.block.edge(last), self.block.ids, request, tokens, depth - 1)
+        def logits_after(token: int, depth: int) -> Tensor:
+            return self.block.after(token, logits[depth - 1], hidden[depth - 1])
+
+        return best_paths(logits_after, self.block.ids, request, tokens, steps, topk, nodes)
+
+
+def best_paths(
+    logits_after: Callable[[int, int], Tensor],
+    ids: Sequence[int],
+    request: Request,
+    tokens: Sequence[int],
+    steps: int,
+    topk: int,
+    nodes: int,
+) -> list[Node]:
+    """The nodes - 1 best of all paths, best first.  A path's parent must be among the topk best tokens of its depth;
+    without edges, only those are candidates.
+
+    logits_after: of (a token, a depth), the logits of what follows it there; ids: the target token of each draft token.
+    """
+
+    def continued(last: int, depth: int) -> list[Node]:
+        scores = draft_scores(logits_after(last, depth), ids, request, tokens, depth - 1)
         best = sorted(scores, key=lambda token: (-scores[token], token))[:topk]
         return [Node((t,), min(scores[t], np.float32(0))) for t in best if scores[t] > -np.inf]
+
+    paths, found = [Node((), np.float32(0))], []
+    for depth in range(1, steps + 1):
+        best_of: dict[int, list[Node]] = {}
+        for parent in paths:
+            last = parent.path[-1] if parent.path else tokens[-1]
+            if last not in best_of:
+                best_of[last] = continued(last, depth)
+        children = [
+            Node((*parent.path, *child.path), parent.score + child.score)
+            for parent in paths
+            for child in best_of[parent.path[-1] if parent.path else tokens[-1]]
+        ]
+        children.sort(key=lambda node: -node.score)
+        found += children[: nodes - 1]
+        # The children of other paths are not among the nodes - 1 best of their depth, and lead to no row first.
+        kept = list(dict.fromkeys(node.path[-1] for node in children))[:topk]
+        first = {node.path[-1]: i for i, node in reversed(list(enumerate(children)))}
+        paths = [n for i, n in enumerate(children) if n.path[-1] in kept and (i < nodes or first[n.path[-1]] == i)]
+    return sorted(found, key=lambda node: (-node.score, node.depth))[: nodes - 1]

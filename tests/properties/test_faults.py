@@ -20,6 +20,7 @@ from tests.properties import watch as held
 from tests.properties.block_setup import BlockSetup, block_reference_of
 from tests.properties.layouts import reference_of
 from tests.properties.mtp_setup import MTPSetup, mtp_reference_of
+from tests.properties.peagle_setup import PEagleSetup, peagle_reference_of
 from tests.properties.summary import FAULT
 from tests.properties.watch import PROPERTIES, Watch, run_watched
 
@@ -32,6 +33,8 @@ READS_TARGET = replace(CHAIN, form=(3, "target"))
 # Block drafts, without and with edges.
 BLOCK = BlockSetup(**{**vars(SETUP), "algorithm": "block"})
 EDGES = replace(BLOCK, form="dspark")
+SELECTOR = replace(BLOCK, form="dflash2")
+PEAGLE = PEagleSetup(**{**vars(SETUP), "algorithm": "peagle"})
 
 
 def traffic() -> list[Request]:
@@ -53,6 +56,8 @@ def holds(*properties: str, setup: Setup = SETUP) -> None:
 def oracle_of(setup: Setup) -> Reference:
     if isinstance(setup, BlockSetup):
         return block_reference_of(setup)
+    if isinstance(setup, PEagleSetup):
+        return peagle_reference_of(setup)
     return mtp_reference_of(setup) if isinstance(setup, MTPSetup) else reference_of(setup)
 
 
@@ -103,6 +108,11 @@ SHOWN_BY = {
 }
 # What a latent target shows too.
 ALSO_OF_LATENT = ("rows-without-topk", "packed-stride", "sibling-committed", "wrong-ancestor")
+# What DFlash 2's drafts and P-EAGLE's heads show too.
+ALSO_OF_OTHER_DRAFTS = (
+    *((name, "selector") for name in ("edge-of-wrong-parent", "anchor-late", "features-of-wrong-layer")),
+    *((name, "peagle") for name in ("anchor-late", "extend-one-short", "stale-hidden")),
+)
 
 
 SETUPS = {
@@ -113,6 +123,8 @@ SETUPS = {
     "block": BLOCK,
     "edges": EDGES,
 }
+# Their properties hold unbroken in test_block.py and test_peagle.py.
+OTHER_DRAFTS = {"selector": SELECTOR, "peagle": PEAGLE}
 
 
 @pytest.mark.parametrize("setup", SETUPS.values(), ids=SETUPS)
@@ -132,6 +144,13 @@ def test_the_same_property_catches_it_on_a_latent_target(name, put_on_record):
     with plant(name) as fault:
         assert caught(CATCHES[name], LATENT)
     put_on_record(FAULT, [f"{name}, latent target", " ".join(fault.reports) or "-", CATCHES[name]])
+
+
+@pytest.mark.parametrize(("name", "draft"), ALSO_OF_OTHER_DRAFTS)
+def test_the_same_property_catches_it_of_another_draft(name, draft, put_on_record):
+    with plant(name) as fault:
+        assert caught(CATCHES[name], OTHER_DRAFTS[draft])
+    put_on_record(FAULT, [f"{name}, {draft}", " ".join(fault.reports) or "-", CATCHES[name]])
 
 
 # What it takes for a fault to show at all: without it, the broken path is the right one and nobody may complain.

@@ -6,6 +6,8 @@ import torch
 from espalier.attention import CommittedLengths, grouped_backend, staged
 from espalier.cache import kv
 from espalier.cache.kv import PagedKV
+from espalier.kernels.layers.block_conv import block_conv_triton
+from espalier.kernels.layers.block_conv_norm import block_conv_norm_triton
 from espalier.kernels.layers.embed_rows import embed_rows_triton
 from espalier.kernels.layers.rope import rotate_and_store_triton
 from espalier.kernels.state.batch_state import chain_triton
@@ -13,7 +15,7 @@ from espalier.kernels.state.commit import commit_rows_triton
 from espalier.kernels.tree.next_rows import next_rows_triton
 from espalier.kernels.tree.select_paths import select_paths_triton
 from espalier.layout import RoundLayout
-from espalier.models import load_target, read_config
+from espalier.models import dflash2, load_target, read_config
 from espalier.models.layers import embedding
 from espalier.speculate.drafters import load_draft, one_pass, read_draft
 from espalier.speculate.drafters.one_pass import OnePassDrafter
@@ -29,6 +31,8 @@ BY_KERNELS = {
     (one_pass, "chain"): chain_triton,
     (one_pass, "next_rows"): next_rows_triton,
     (one_pass, "select_paths"): select_paths_triton,
+    (dflash2, "block_conv"): block_conv_triton,
+    (dflash2, "block_conv_norm"): block_conv_norm_triton,
     (staged, "rotate_and_store"): rotate_and_store_triton,
     (embedding, "embed_rows"): embed_rows_triton,
     (kv, "commit_rows"): commit_rows_triton,

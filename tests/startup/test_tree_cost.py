@@ -14,6 +14,7 @@ from espalier.startup.tree_policy import Machine, choose_trees
 from espalier.synthetic.checkpoint import Recipe
 from espalier.synthetic.shapes import find_shape
 from tests.block import block_directories
+from tests.peagle import peagle_directories
 from tests.startup.test_tree_policy import HOPPER
 from tests.synthetic.mixtures import WITH_EXPERTS, mixture
 
@@ -65,11 +66,13 @@ def test_costs_are_the_longer_of_reading_and_products():
 
 def test_a_block_draft_pays_for_nodes_and_not_for_depth():
     """Its one pass costs the same at any depth, so smaller trees keep the configured depth."""
-    weights = replace(WEIGHTS, block_rows=16)
+    weights = replace(WEIGHTS, block_rows=16, extends=False)
     deep, shallow = TreeShape(15, 8, 64), TreeShape(2, 8, 64)
     assert (
         weights.round_cost(deep, 4)
         == weights.round_cost(shallow, 4)
+        # P-EAGLE's extend is a pass.
+        < replace(weights, extends=True).round_cost(deep, 4)
         < replace(weights, block_rows=0).round_cost(deep, 4)
     )
     chosen = [tree for tree in trees_by_cost(deep, weights, 1024).values() if tree != PLAIN]
@@ -83,7 +86,10 @@ def test_the_weights_of_a_block_draft_are_those_of_its_layers(tmp_path):
     weights = mixture_weights(read_config(target_path), draft)
     stored = {name: value.numel() for name, value in load_file(path / "model.safetensors").items()}
     read = sum(n for name, n in stored.items() if ("_proj" in name or "lm_head" in name))
-    assert (weights.draft, weights.block_rows) == (read, 5)
+    assert (weights.draft, weights.block_rows, weights.extends) == (read, 5, False)
+    target_path, path = peagle_directories("qwen3_moe")
+    weights = mixture_weights(read_config(target_path), read_draft(path, read_config(target_path)))
+    assert (weights.block_rows, weights.extends) == (15, True)
 
 
 def test_accept_lengths_are_those_known_and_between_them():

@@ -96,6 +96,8 @@ class DraftFormat:
     algorithm: the name that users give; equal to `DraftSpec.algorithm`.
     title: the name of such drafts in error texts, in the plural.
     architectures: values of `architectures` in config.json (or of `model_type`, if that is missing) of this format.
+    marked: further architectures, which are of this format if config.json has one of the fields `marks`.
+    unmarked: fields of config.json that a config of this format does not have: with one, it is of another format.
     speculators_types: values of `speculators_model_type` of this format; if a config has that field, it alone decides.
     read: (directory, config.json, the target's config) -> a config that fits this target.  Raises EspalierError.
     make: (weights, config, the target, rows of position tables) -> a DraftModel that uses every weight.
@@ -116,10 +118,23 @@ class DraftFormat:
     explain: Callable[[Raw, Path], str | None] = no_explanation
     in_target: Callable[[Path, ModelConfig], bool] = never
     checks: str = ""
+    marked: tuple[str, ...] = ()
+    marks: tuple[str, ...] = ()
+    unmarked: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> str:
+        """What a config.json of this format may be called."""
+        types = f"speculators' {', '.join(self.speculators_types)}" if self.speculators_types else ""
+        return "; ".join(filter(None, (", ".join(self.architectures), types)))
 
     def takes(self, raw: Raw) -> bool:
         declared = raw.get("speculators_model_type")
-        return architecture_of(raw) in self.architectures if declared is None else declared in self.speculators_types
+        if declared is not None:
+            return declared in self.speculators_types
+        given = {name for name, value in raw.items() if value is not None}
+        marked = self.marked if given.intersection(self.marks) else ()
+        return architecture_of(raw) in (*self.architectures, *marked) and not given.intersection(self.unmarked)
 
 
 def architecture_of(raw: Raw) -> str | None:

@@ -2,6 +2,7 @@
 
 from espalier.models.eagle3 import make_eagle3
 from espalier.models.eagle3_config import ARCHITECTURES, explain_earlier, read_eagle3
+from espalier.models.peagle_config import MASKS
 from espalier.speculate.drafters.autoregressive import AutoregressiveDrafter
 from espalier.speculate.drafters.base import DraftFormat
 
@@ -14,5 +15,6 @@ FORMAT = DraftFormat(
     make=make_eagle3,
     drafter=AutoregressiveDrafter,
     explain=explain_earlier,
+    unmarked=MASKS,
     checks="eagle_aux_hidden_state_layer_ids (top-level ids name layers' inputs, those in eagle_config their outputs)",
 )

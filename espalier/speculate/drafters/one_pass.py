@@ -1,4 +1,4 @@
-"""A drafter whose draft model proposes every depth in one forward pass (block drafts: DFlash, JetSpec, DSpark).
+"""A drafter whose draft model proposes every depth in one forward pass (block drafts: DFlash 1 and 2, JetSpec, DSpark).
 
 A context row belongs to its token, and follows from the target's features at that token.  So the root, whose features
 come with the next verify pass, has none yet: with root n, rows 0 .. n-1 are committed, as of the target.  `propose`
@@ -24,7 +24,7 @@ from espalier.kernels.state.batch_state import Chain, chain
 from espalier.kernels.tree.next_rows import next_rows
 from espalier.kernels.tree.select_paths import Candidates, select_paths
 from espalier.layout import RoundLayout
-from espalier.models.draft import BlockModel, Edges
+from espalier.models.draft import BlockModel, LogitsAfter
 from espalier.slots import BatchState
 from espalier.speculate.drafters.model_drafter import ModelDrafter
 from espalier.speculate.sampler import Sampler
@@ -72,14 +72,10 @@ class OnePassDrafter(ModelDrafter[BlockModel]):
     def propose(self, slots: BatchState, sampler: Sampler) -> Tree:
         if self.layout.num_draft_tokens == 1:
             return root_only(slots.root)
-        logits = self.draft.block_logits(self._block(slots))
-
-        def children(of_rows: Tensor, depth: int, stride: int) -> tuple[Tensor, Tensor]:
-            no_scores = torch.zeros(of_rows.shape[:2], device=of_rows.device)
-            return sampler.children(of_rows, self.draft.d2t, depth, no_scores, self.layout.topk, None, stride)
-
-        candidates = candidates_of(slots.root, logits, self.draft.edges, self.layout.topk, children)
-        return Tree(*select_paths(slots.root, candidates, self.layout.num_draft_tokens))
+        hidden = self._block(slots)
+        logits = self.draft.block_logits(hidden)
+        edges = None if self.draft.edges is None else self.draft.edges.of_block(logits, hidden)
+        return best_paths(slots.root, logits, edges, self.draft.d2t, self.layout, sampler)
 
     def _block(self, slots: BatchState) -> Tensor:
         """Run the block.  Returns the rows that propose depths 1 to steps: [B, steps, H]."""
@@ -91,12 +87,13 @@ class OnePassDrafter(ModelDrafter[BlockModel]):
 
     def _attend(self, slots: BatchState) -> BlockAttend:
         prefix = Prefix(slots.page_table, slots.prefix_len)
-        # Windows count from the root, for every row of the block.
-        at_root = slots.prefix_len[:, None].expand(-1, self.width)
+        offsets = torch.zeros_like(self.offsets) if self.draft.windows_from_root else self.offsets
+        # Attention uses positions for windows only.
+        at = slots.prefix_len[:, None] + offsets
         passes = {}
         for is_causal in sorted(set(self.draft.causal)):
             bits = self.ancestor_bits[is_causal].expand(slots.batch, -1, -1)
-            plan = self.backend.plan(self.pages, self.layer_specs, prefix, Nodes(at_root, at_root, bits))
+            plan = self.backend.plan(self.pages, self.layer_specs, prefix, Nodes(at, at, bits))
             passes[is_causal] = StagedPass(plan, self.staging, self.width, first_layer=self.first_layer)
         return BlockAttend(passes, self.draft.causal)
 
@@ -112,7 +109,20 @@ class OnePassDrafter(ModelDrafter[BlockModel]):
         self.pages.commit(self.staging, rows, page_rows.flatten())
 
 
-def candidates_of(root: Tensor, logits: Tensor, edges: Edges | None, topk: int, children: Children) -> Candidates:
+def best_paths(
+    root: Tensor, logits: Tensor, edges: LogitsAfter | None, d2t: Tensor | None, layout: RoundLayout, sampler: Sampler
+) -> Tree:
+    """The tree of the best paths.  root: [B]; logits: [B, steps, draft vocabulary], without edges."""
+
+    def children(of_rows: Tensor, depth: int, stride: int) -> tuple[Tensor, Tensor]:
+        no_scores = torch.zeros(of_rows.shape[:2], device=of_rows.device)
+        return sampler.children(of_rows, d2t, depth, no_scores, layout.topk, None, stride)
+
+    candidates = candidates_of(root, logits, edges, layout.topk, children)
+    return Tree(*select_paths(root, candidates, layout.num_draft_tokens))
+
+
+def candidates_of(root: Tensor, logits: Tensor, edges: LogitsAfter | None, topk: int, children: Children) -> Candidates:
     """The candidates of every depth.  root: [B]; logits: [B, S, draft vocabulary], without edges."""
     if edges is None:
         # Every candidate is continued by the one row of the next depth.
@@ -125,7 +135,7 @@ def candidates_of(root: Tensor, logits: Tensor, edges: Edges | None, topk: int, 
         root.new_zeros(shape), row_scores.new_full(shape, -torch.inf), root.new_full(shape, -1, dtype=torch.int32)
     )
     for depth in range(steps):
-        tokens, scores = children(logits[:, depth, None] + edges(edge_tokens(row_tokens)), depth, 0)
+        tokens, scores = children(edges(depth, edge_tokens(row_tokens)), depth, 0)
         row_tokens, row_scores, rows = next_rows(tokens, scores, row_scores)
         for whole, part in zip(made, (tokens, scores, rows), strict=True):
             whole[:, depth, : part.shape[1]] = part

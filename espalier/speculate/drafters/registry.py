@@ -15,12 +15,14 @@ from espalier.models.base import CausalLM
 from espalier.models.config import ModelConfig, Raw, read_json
 from espalier.models.draft import DraftConfig, DraftModel
 from espalier.models.weights import Weights
-from espalier.speculate.drafters import block, eagle3, mtp
+from espalier.speculate.drafters import block, dflash2, eagle3, mtp, peagle
 from espalier.speculate.drafters.base import Drafter, DraftFormat, NoDrafter, architecture_of
 from espalier.speculate.drafters.ngram import NgramDrafter
 
 # By algorithm.  To add a format from outside this package: DRAFT_FORMATS[FORMAT.algorithm] = FORMAT.
-DRAFT_FORMATS: dict[str, DraftFormat] = {module.FORMAT.algorithm: module.FORMAT for module in (eagle3, mtp, block)}
+DRAFT_FORMATS: dict[str, DraftFormat] = {
+    module.FORMAT.algorithm: module.FORMAT for module in (eagle3, peagle, mtp, block, dflash2)
+}
 WITHOUT_FILES: Mapping[str, type[NgramDrafter] | type[NoDrafter]] = MappingProxyType(
     {drafter.spec.algorithm: drafter for drafter in (NgramDrafter, NoDrafter)}
 )
@@ -48,7 +50,7 @@ def format_of(raw: Raw, path: Path) -> DraftFormat:
     for known in DRAFT_FORMATS.values():
         if known.takes(raw):
             return known
-    supported = "; ".join(f"{known.title} ({', '.join(known.architectures)})" for known in DRAFT_FORMATS.values())
+    supported = "; ".join(f"{known.title} ({known.names})" for known in DRAFT_FORMATS.values())
     raise EspalierError(f"{path}: {_why_unknown(raw, path)}; supported are {supported}")
 
 

@@ -1,0 +1,149 @@
+"""The convolution of a sublayer's input in a DFlash 2 draft: a few taps over the rows of a block, backwards.
+
+Row i of a block becomes the sum over taps t of row i - t times (base[t] + delta[t]).  Rows before the block count as
+zeros.  `base` has a coefficient for each channel.  `delta` has one for each group of adjacent channels, and follows
+from row i itself: it is a product with a matrix, whose other half gives the coefficients for the sublayer's output
+(block_conv_norm.py).  Product and convolution are one launch.
+
+Grid: (tiles of rows, blocks of groups).  A program multiplies its rows with the matrix's rows of its groups, and
+convolves the channels of these groups.
+
+Tolerance: the product as kernels/layers/linear.py; it is rounded before the convolution, which is computed in float32
+and rounded once.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from espalier.errors import EspalierError
+from espalier.kernels.runtime.launch import chip, kernel, power_of_two, require
+from espalier.kernels.runtime.pdl import early, pdl_wait_if
+
+if TYPE_CHECKING:
+    import triton.language as tl
+
+# Of a program: rows (the fewest that tensor cores take), groups, and columns of a step of the product.
+ROWS, GROUPS, COLUMNS = 16, 8, 128
+
+
+def block_conv(x: Tensor, weight: Tensor, base: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """(the convolved rows [N, H], the coefficients of the output's convolution [N, T, G]) in x's dtype.
+
+    x: [N, H], normed rows of blocks of `width` rows; weight: [2 · T · G, H], T taps and G groups, the input's half
+    first; base: [T, H].  Raises EspalierError if sizes do not agree.
+    """
+    _require(x, weight, base, width)
+    # Triton has no product in float64.
+    by_kernel = x.is_cuda and x.dtype != torch.float64
+    return (block_conv_triton if by_kernel else block_conv_reference)(x, weight, base, width)
+
+
+def block_conv_triton(x: Tensor, weight: Tensor, base: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """x is not float64."""
+    taps, groups = _require(x, weight, base, width)
+    x = x.contiguous()
+    (rows, size), group = x.shape, x.shape[1] // groups
+    out, coefficients = torch.empty_like(x), x.new_empty(rows, taps, groups)
+    if rows:
+        _block_conv_kernel[(-(-rows // ROWS), -(-groups // GROUPS))](
+            *(x, weight.contiguous(), base.contiguous(), out, coefficients, rows, groups, width),
+            SIZE=size,
+            GROUP=group,
+            TAPS=taps,
+            HALVES=power_of_two(2 * taps),
+            ROWS=ROWS,
+            GROUPS=GROUPS,
+            CHANNELS=power_of_two(group),
+            COLUMNS=COLUMNS,
+            num_warps=4,
+            num_stages=4,
+            **early(chip(x)),
+        )
+    return out, coefficients
+
+
+def block_conv_reference(x: Tensor, weight: Tensor, base: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    taps, groups = _require(x, weight, base, width)
+    delta = F.linear(x, weight).view(len(x), 2, taps, groups)
+    return convolved(x, delta[:, 0], base, width), delta[:, 1]
+
+
+def convolved(x: Tensor, delta: Tensor, base: Tensor, width: int) -> Tensor:
+    """x [N, H], rows of blocks of `width` rows, convolved with base [T, H] + delta [N, T, G] of its channel's group."""
+    exact = torch.promote_types(x.dtype, torch.float32)
+    group = x.shape[1] // delta.shape[2]
+    coefficients = base.to(exact) + delta.to(exact).repeat_interleave(group, 2)
+    blocks = x.to(exact).unflatten(0, (-1, width))
+    total = torch.zeros_like(blocks)
+    for tap in range(base.shape[0]):
+        behind = F.pad(blocks, (0, 0, tap, 0))[:, :width]
+        total += behind * coefficients[:, tap].unflatten(0, (-1, width))
+    return total.flatten(0, 1).to(x.dtype)
+
+
+def _require(x: Tensor, weight: Tensor, base: Tensor, width: int) -> tuple[int, int]:
+    """(taps, groups), after a check of the sizes."""
+    taps, size = base.shape
+    groups = weight.shape[0] // (2 * taps)
+    require("block_conv: x", x, (-1, size), None, x)
+    require("block_conv: weight", weight, (2 * taps * groups, size), x.dtype, x)
+    require("block_conv: base", base, (taps, size), x.dtype, x)
+    if not groups or size % groups or width < 1 or len(x) % width:
+        raise EspalierError(
+            f"block_conv: {size} channels in {groups} groups, and {len(x)} rows in blocks of {width}, do not divide: "
+            "allocate and launch from the same layout"
+        )
+    return taps, groups
+
+
+@kernel
+def _block_conv_kernel(
+    x_ptr, weight_ptr, base_ptr, out_ptr, coefficients_ptr, num_rows, num_groups, width,
+    SIZE: tl.constexpr, GROUP: tl.constexpr, TAPS: tl.constexpr, HALVES: tl.constexpr, ROWS: tl.constexpr,
+    GROUPS: tl.constexpr, CHANNELS: tl.constexpr, COLUMNS: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """HALVES: 2 · TAPS, or the next power of two."""
+    pdl_wait_if(DEPENDENT)
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    exists = row < num_rows
+    group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
+    index = tl.arange(0, HALVES * GROUPS)
+    of_group = tl.program_id(1) * GROUPS + index % GROUPS
+    weight_row = (index // GROUPS) * num_groups + of_group
+    stored = (index // GROUPS < 2 * TAPS) & (of_group < num_groups)
+    column = tl.arange(0, COLUMNS)
+    product = tl.zeros([ROWS, HALVES * GROUPS], tl.float32)
+    for begin in range(0, SIZE, COLUMNS):
+        inside = begin + column < SIZE
+        x = tl.load(
+            x_ptr + row[:, None] * SIZE + begin + column[None, :], mask=exists[:, None] & inside[None, :], other=0.0
+        )
+        weight = tl.load(
+            weight_ptr + weight_row.to(tl.int64)[None, :] * SIZE + begin + column[:, None],
+            mask=stored[None, :] & inside[:, None], other=0.0,
+        )  # fmt: skip
+        product = tl.dot(x, weight, product, input_precision="ieee")
+    delta = tl.reshape(product.to(x_ptr.dtype.element_ty).to(tl.float32), [ROWS, HALVES, GROUPS])
+    which = tl.arange(0, HALVES)[None, :, None]
+    channel = group[:, None] * GROUP + tl.arange(0, CHANNELS)[None, :]
+    held = (group < num_groups)[:, None] & (tl.arange(0, CHANNELS) < GROUP)[None, :]
+    total = tl.zeros([ROWS, GROUPS, CHANNELS], tl.float32)
+    at = tl.reshape(row, [ROWS, 1, 1]) * SIZE + tl.reshape(channel, [1, GROUPS, CHANNELS])
+    written = tl.reshape(exists, [ROWS, 1, 1]) & tl.reshape(held, [1, GROUPS, CHANNELS])
+    for tap in tl.static_range(TAPS):
+        of_tap = tl.sum(tl.where(which == tap, delta, 0.0), 1)
+        base = tl.load(base_ptr + tap * SIZE + channel, mask=held, other=0.0).to(tl.float32)
+        behind = written & tl.reshape(row % width >= tap, [ROWS, 1, 1])
+        x = tl.load(x_ptr + at - tap * SIZE, mask=behind, other=0.0).to(tl.float32)
+        total += x * (tl.reshape(base, [1, GROUPS, CHANNELS]) + tl.reshape(of_tap, [ROWS, GROUPS, 1]))
+        of_output = tl.sum(tl.where(which == TAPS + tap, delta, 0.0), 1)
+        tl.store(
+            coefficients_ptr + (row[:, None] * TAPS + tap) * num_groups + group[None, :],
+            of_output.to(coefficients_ptr.dtype.element_ty), mask=exists[:, None] & (group < num_groups)[None, :],
+        )  # fmt: skip
+    tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=written)

@@ -1,0 +1,137 @@
+"""Reads the config.json of DFlash 2 drafts, in z-lab's form and in speculators'.
+
+They are DFlash drafts (block_config.py) with convolutions around each sublayer and a candidate selector (dflash2.py).
+The two forms differ in what DFlash's differ in, and in these:
+
+- z-lab: fields stand in dflash_config or at the top level.  A layer is causal in the block if `is_causal` says so, and
+  without that field if it slides.  A window counts from each row's own position.  Embeddings and logits may be scaled,
+  and logits capped.
+- speculators: layers that slide are not causal in the block, unless sliding_window_non_causal is false.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, ClassVar
+
+from espalier.errors import EspalierError
+from espalier.models.block_config import (
+    BlockConfig,
+    count_of,
+    ids_of,
+    layer_of,
+    read_speculators,
+    refuse_mask_embedding,
+    refuse_misfit,
+    refuse_other_fields,
+    token_of,
+)
+from espalier.models.config import ModelConfig, Raw
+
+ARCHITECTURES = ("DFlash2DraftModel",)
+SPECULATORS_TYPES = ("dflash2",)
+# The package's defaults.
+SIZES = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16}
+SCALES = ("output_multiplier", "final_logit_softcapping", "input_embedding_scale")
+DFLASH_FIELDS = ("target_layer_ids", "mask_token_id", "block_size", *SIZES, *SCALES)
+DEFAULT_BLOCK_SIZE = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class DFlash2Config(BlockConfig):
+    """A DFlash 2 draft's config.json, checked against its target's.
+
+    conv_taps: rows that a convolution reads, its own included; conv_group: adjacent channels that share a coefficient.
+    selector_rank: of the codebooks; selector_topk: tokens of a depth that the selector scores.
+    embedding_scale, logit_scale: 1 for none; logit_cap: tanh(logit / cap) · cap, None for none.
+    """
+
+    algorithm: ClassVar[str] = "dflash2"
+
+    conv_taps: int
+    conv_group: int
+    selector_rank: int
+    selector_topk: int
+    embedding_scale: float = 1.0
+    logit_scale: float = 1.0
+    logit_cap: float | None = None
+
+    @property
+    def conv_groups(self) -> int:
+        return self.layer.hidden_size // self.conv_group
+
+
+def read_dflash2(path: Path, raw: Raw, target: ModelConfig) -> DFlash2Config:
+    """Read the config.json `raw` of the draft at `path` and check it against its target's config.  Loads no weights.
+
+    Raises EspalierError if the draft does not fit this target, or is of a form that is not built.
+    """
+    is_speculators = raw.get("speculators_model_type") is not None
+    config = (_read_speculators if is_speculators else _read_z_lab)(path, raw, target)
+    refuse_misfit(config, target, path)
+    _refuse_sizes(config, path)
+    return config
+
+
+def _read_z_lab(path: Path, raw: Raw, target: ModelConfig) -> DFlash2Config:
+    own: Mapping[str, Any] = raw.get("dflash_config") or {}
+    refuse_other_fields(own, DFLASH_FIELDS, path)
+    refuse_mask_embedding(path)
+    given = {"block_size": DEFAULT_BLOCK_SIZE, **raw, **own}
+    layer, is_causal = layer_of(raw, target, path), raw.get("is_causal")
+    causal = tuple(window is not None if is_causal is None else bool(is_causal) for window in layer.windows)
+    block_size, cap = count_of(given, "block_size", path), given.get("final_logit_softcapping") or 0
+    for window, in_order in zip(layer.windows, causal, strict=True):
+        if window is not None and window < block_size and not in_order:
+            raise EspalierError(
+                f"{path}: sliding_window = {window} is below block_size = {block_size} in a layer that is not causal, "
+                "which is not supported; use a draft with a wider window"
+            )
+    return DFlash2Config(
+        layer=layer,
+        draft_vocab=layer.vocab_size,
+        capture=tuple(k + 1 for k in ids_of(given, "target_layer_ids", path)),
+        block_size=block_size,
+        mask_token=token_of(given, layer, path),
+        first_proposing=1,
+        causal=causal,
+        windows_from_root=False,
+        embedding_scale=float(given.get("input_embedding_scale", 1.0)),
+        logit_scale=float(given.get("output_multiplier", 1.0)),
+        logit_cap=float(cap) if cap > 0 else None,
+        **_sizes(given, path),
+    )
+
+
+def _read_speculators(path: Path, raw: Raw, target: ModelConfig) -> DFlash2Config:
+    base = read_speculators(path, {"sliding_window_non_causal": True, **raw}, target)
+    shared = {field.name: getattr(base, field.name) for field in fields(base)}
+    return DFlash2Config(**shared, **_sizes({**SIZES, **raw}, path))
+
+
+def _sizes(given: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    taps, group, rank, topk = (count_of(given, name, path, least=1) for name in SIZES)
+    return {"conv_taps": taps, "conv_group": group, "selector_rank": rank, "selector_topk": topk}
+
+
+def _refuse_sizes(config: DFlash2Config, path: Path) -> None:
+    hidden, vocab = config.layer.hidden_size, config.layer.vocab_size
+    if hidden % config.conv_group:
+        raise EspalierError(
+            f"{path}: conv_group_size = {config.conv_group} does not divide the hidden size {hidden}; correct the "
+            "config"
+        )
+    if config.conv_taps > config.block_size:
+        raise EspalierError(
+            f"{path}: conv_kernel_size = {config.conv_taps} is above block_size = {config.block_size}; correct the "
+            "config"
+        )
+    if config.selector_topk > vocab:
+        raise EspalierError(
+            f"{path}: selector_top_k = {config.selector_topk} is above the vocabulary of {vocab}; correct the config"
+        )
+    if config.draft_vocab != vocab:
+        raise EspalierError(
+            f"{path}: draft_vocab_size = {config.draft_vocab} is not the vocabulary of {vocab}, which a DFlash 2 draft "
+            "needs; use a draft with the whole vocabulary"
+        )

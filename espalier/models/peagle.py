@@ -1,0 +1,50 @@
+"""P-EAGLE heads: EAGLE-3 heads (eagle3.py) that propose all depths of a round in one causal pass.
+
+The root's row is an EAGLE-3 row and proposes depth 1.  The rows behind it, of depths 2, 3, ..., are all alike: a mask
+token, and in place of the target's features a learnt vector.  They attend to all rows before them, and are never kept.
+"""
+
+import math
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from espalier.errors import EspalierError
+from espalier.models.base import Attend, CausalLM
+from espalier.models.draft import DraftOutput
+from espalier.models.eagle3 import Eagle3Draft, make_eagle3
+from espalier.models.peagle_config import PEagleConfig
+from espalier.models.weights import Weights
+
+
+class PEagleDraft(Eagle3Draft):
+    """A loaded P-EAGLE head.  mask_features: [1, 1, F], what mask rows read in place of the target's features."""
+
+    def __init__(self, *, config: PEagleConfig, mask_features: Tensor, **parts: Any) -> None:
+        super().__init__(config=config, **parts)
+        self.mask_token = config.mask_token
+        self.mask_hidden = self.fuse(mask_features)
+
+    def mask_rows(self, positions: Tensor, attend: Attend) -> DraftOutput:
+        """Run over mask rows at RoPE positions [B, Q]."""
+        tokens, parents = torch.full_like(positions, self.mask_token), torch.zeros_like(positions)
+        return self(tokens, self.mask_hidden.expand(len(positions), -1, -1), positions, attend, parents)
+
+
+def make_peagle(weights: Weights, config: PEagleConfig, target: CausalLM, position_rows: int) -> PEagleDraft:
+    """As make_eagle3."""
+    name, size = "mask_hidden", len(config.capture) * config.target_hidden
+    if name not in weights:
+        raise EspalierError(f"{weights.path} has no {name!r}, which a P-EAGLE head needs; use a whole checkpoint")
+    shape = weights.shape(name)
+    if math.prod(shape) != size:
+        raise EspalierError(
+            f"{weights.path}: {name} has {math.prod(shape)} values, but {len(config.capture)} layers of "
+            f"{config.target_hidden} are captured {config.capture}; correct eagle_aux_hidden_state_layer_ids"
+        )
+    features = weights.take(name, *shape).view(1, 1, size)
+    draft = make_eagle3(weights, config, target, position_rows, partial(PEagleDraft, mask_features=features))
+    assert isinstance(draft, PEagleDraft)
+    return draft

@@ -1,0 +1,72 @@
+"""P-EAGLE heads, in the forms of vLLM's speculators and of vLLM.
+
+`extend` is EAGLE-3's: it commits the rows of decided tokens, the root's included, and the slot carries the root's
+output.  `propose` runs one pass over mask rows, one for each depth from 2 on, and selects among all paths.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from espalier.attention import GroupedBackend, Nodes, Prefix
+from espalier.attention.staged import StagedPass
+from espalier.cache.kv import PagedKV, StagedKV
+from espalier.cache.layer_spec import LayerSpec
+from espalier.layout import RoundLayout
+from espalier.models.draft import DraftOutput
+from espalier.models.peagle import PEagleDraft, make_peagle
+from espalier.models.peagle_config import ARCHITECTURES, EAGLE3_ARCHITECTURES, MASKS, read_peagle
+from espalier.slots import BatchState
+from espalier.speculate.drafters import eagle3, one_pass
+from espalier.speculate.drafters.autoregressive import AutoregressiveDrafter, rope_positions
+from espalier.speculate.drafters.base import DraftFormat
+from espalier.speculate.sampler import Sampler
+from espalier.speculate.tree import Tree, root_only
+
+
+class PEagleDrafter(AutoregressiveDrafter):
+    draft: PEagleDraft
+
+    def __init__(
+        self,
+        draft: PEagleDraft,
+        layout: RoundLayout,
+        pages: PagedKV,
+        backend: GroupedBackend,
+        layer_specs: Sequence[LayerSpec],
+        staging: StagedKV | None = None,
+    ):
+        """As ModelDrafter."""
+        super().__init__(draft, layout, pages, backend, layer_specs, staging)
+        # Of the mask rows, from the root.
+        self.offsets = torch.arange(1, max(layout.steps, 1), device=pages.device)
+
+    def propose(self, slots: BatchState, sampler: Sampler) -> Tree:
+        if self.layout.num_draft_tokens == 1:
+            return root_only(slots.root)
+        out = self.draft.output_of(slots.carried("hidden")[:, None])
+        if self.layout.steps > 1:
+            normed = torch.cat((out.normed, self._mask_rows(slots).normed), 1)
+            out = DraftOutput(normed, normed)
+        return one_pass.best_paths(slots.root, self.draft.logits(out), None, self.draft.d2t, self.layout, sampler)
+
+    def _mask_rows(self, slots: BatchState) -> DraftOutput:
+        positions = one_pass.block_positions(slots, self.offsets)
+        # The rows of tokens 1 .. n are committed; token n is the root.
+        plan = self._plan(Prefix(slots.page_table, slots.num_tokens, first=1), Nodes.chain(positions))
+        attend = StagedPass(plan, self.staging, len(self.offsets), first_layer=self.first_layer)
+        return self.draft.mask_rows(rope_positions(positions, 1), attend)
+
+
+FORMAT = DraftFormat(
+    algorithm="peagle",
+    title="P-EAGLE heads",
+    architectures=ARCHITECTURES,
+    marked=EAGLE3_ARCHITECTURES,
+    marks=MASKS,
+    speculators_types=("peagle",),
+    read=read_peagle,
+    make=make_peagle,
+    drafter=PEagleDrafter,
+    checks=f"{eagle3.FORMAT.checks} and the mask token ({', '.join(MASKS)})",
+)

@@ -1,0 +1,156 @@
+"""P-EAGLE heads give what the code that defines the format gives (tests/fixtures/peagle, made by `speculators`)."""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from shutil import copytree
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from espalier.attention.staged import Projections
+from espalier.cache.layer_spec import LayerSpec
+from espalier.errors import EspalierError
+from espalier.models import load_target, read_config
+from espalier.models.draft import DraftOutput
+from espalier.models.peagle import PEagleDraft
+from espalier.speculate.drafters import draft_algorithm, load_draft, read_draft
+from tests.oracles.dense import DenseAttend, attended
+
+FIXTURES = Path(__file__).parents[1] / "fixtures" / "peagle"
+ORIGIN: dict[str, Any] = json.loads((FIXTURES / "origin.json").read_text())
+LOADING = {"dtype": torch.float32, "device": "cpu", "position_rows": 64}
+TOLERANCE = 1e-4
+
+
+@dataclass
+class Cached:
+    """A causal `attend` behind the K and V of earlier passes, which a pass adds to if its rows are kept."""
+
+    specs: tuple[LayerSpec, ...]
+    planes: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    keeps: bool = True
+
+    def __call__(self, layer: int, projections: Projections) -> Tensor:
+        spec, own = self.specs[layer], attended(projections, self.specs[layer])
+        past = self.planes.get(layer, (own.k[:, :0], own.v[:, :0]))
+        k, v = (torch.cat(pair, 1) for pair in zip(past, (own.k, own.v), strict=True))
+        if self.keeps:
+            self.planes[layer] = k, v
+        rows, columns = own.q.shape[1], k.shape[1]
+        distance = torch.arange(columns - rows, columns)[:, None] - torch.arange(columns)
+        seen = (distance >= 0) & (distance < (spec.window or columns))
+        k, v = (value.repeat_interleave(spec.heads // value.shape[2], 2) for value in (k, v))
+        scores = torch.einsum("bqhd,bkhd->bhqk", own.q, k) * spec.softmax_scale
+        return torch.einsum("bhqk,bkhd->bqhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v)
+
+
+def load(path: Path) -> tuple[Any, PEagleDraft]:
+    capture = read_draft(path, read_config(FIXTURES / "target")).spec.capture
+    target = load_target(FIXTURES / "target", capture=capture, **LOADING)
+    draft = load_draft(path, target, **LOADING)
+    assert isinstance(draft, PEagleDraft)
+    return target, draft
+
+
+def two_rounds(draft: PEagleDraft, expected: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Rows of decided tokens up to each root, then mask rows behind it, which are dropped."""
+    tokens, made, done = expected["tokens"], {}, 0
+    feature, attend = draft.fuse(expected["captured"]), Cached(draft.layer_specs)
+    for number, root in enumerate(ORIGIN["roots"]):
+        positions, attend.keeps = torch.arange(done, root)[None], True
+        out = draft(tokens[:, done + 1 : root + 1], feature[:, done:root], positions, attend)
+        done, attend.keeps = root, False
+        masks = draft.mask_rows(root + torch.arange(len(expected[f"logits.{number}"]) - 1)[None], attend)
+        normed = torch.cat((out.normed[:, -1:], masks.normed), 1)
+        made[f"logits.{number}"] = draft.logits(DraftOutput(normed, normed))[0]
+    return made
+
+
+def worst_of(draft: PEagleDraft, expected: dict[str, Tensor]) -> float:
+    ours = two_rounds(draft, expected)
+    assert ours.keys() == {key for key in expected if key.startswith("logits")}
+    return max((ours[key] - expected[key]).abs().max().item() for key in ours)
+
+
+def test_every_case_agrees(record_property: Any) -> None:
+    worst = {}
+    for name in ORIGIN["cases"]:
+        target, draft = load(FIXTURES / name)
+        expected = load_file(FIXTURES / name / "expected.safetensors")
+        assert list(draft.spec.capture) == expected["ids"].tolist()
+        assert draft.spec.max_steps == len(expected["logits.0"])
+        positions = torch.arange(expected["tokens"].shape[1])[None]
+        captured = target(expected["tokens"], positions, DenseAttend(target.layer_specs)).captured
+        torch.testing.assert_close(captured, expected["captured"], rtol=TOLERANCE, atol=TOLERANCE)
+        worst[name] = worst_of(draft, expected)
+    print(f"\n{len(worst)} cases of two rounds, largest difference {max(worst.values()):.1e}")
+    record_property("largest_difference", max(worst.values()))
+    assert len(worst) == 6
+    assert max(worst.values()) < TOLERANCE, worst
+
+
+def as_vllm(name: str, out: Path, mask: str, architecture: str) -> Path:
+    """The same head in vLLM's form: a flat config, `midlayer.`, layer ids in eagle_config."""
+    raw = json.loads((FIXTURES / name / "config.json").read_text())
+    own = ("draft_vocab_size", "norm_before_residual", "norm_before_fc", "fc_norm")
+    flat = {**raw["transformer_layer_config"], **{field: raw[field] for field in own}, mask: raw["mask_token_id"]}
+    flat["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": raw["eagle_aux_hidden_state_layer_ids"]}
+    out.mkdir()
+    (out / "config.json").write_text(json.dumps({**flat, "architectures": [architecture]}))
+    weights = load_file(FIXTURES / name / "model.safetensors")
+    save_file(
+        {key.replace("layers.0.", "midlayer."): value for key, value in weights.items()}, out / "model.safetensors"
+    )
+    return out
+
+
+@pytest.mark.parametrize(
+    ("name", "mask", "architecture"),
+    [
+        ("llama", "pard_token", "LlamaForCausalLMEagle3"),
+        ("qwen3", "ptd_token_id", "PeagleQwen3ForCausalLM"),
+        ("norm_before_fc", "mask_token_id", "Eagle3LlamaForCausalLM"),
+    ],
+)
+def test_vllms_form_of_the_same_head(name: str, mask: str, architecture: str, tmp_path: Path) -> None:
+    path = as_vllm(name, tmp_path / "draft", mask, architecture)
+    assert draft_algorithm(path) == "peagle"
+    assert worst_of(load(path)[1], load_file(FIXTURES / name / "expected.safetensors")) < TOLERANCE
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "no mask": ({"mask_token_id": None}, "mask_token_id = None; .* as mask_token_id or pard_token or ptd_token_id"),
+    "a mask outside": ({"mask_token_id": 24}, r"mask_token_id = 24; a token of the vocabulary, 0 \.\. 23"),
+    "two masks": ({"pard_token": 3}, "names different masks: {'mask_token_id': 7, 'pard_token': 3}"),
+    "one depth": ({"speculators_config": {"proposal_methods": [{"speculative_tokens": 1}]}}, "speculative_tokens = 1"),
+    "both norms": ({"norm_before_fc": True, "fc_norm": True}, "both set, but they exclude each other"),
+    "a layer too many": ({"eagle_aux_hidden_state_layer_ids": [2, 4, 9]}, "fuses the inputs of target layers"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_does_not_fit_is_refused(name: str, tmp_path: Path) -> None:
+    fields, text = REFUSED[name]
+    path = tmp_path / "draft"
+    copytree(FIXTURES / "llama", path)
+    raw = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**raw, **fields}))
+    with pytest.raises(EspalierError, match=text):
+        read_draft(path, read_config(FIXTURES / "target"))
+
+
+def test_a_head_without_its_vector_of_masks_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "draft"
+    copytree(FIXTURES / "one_layer", path)
+    weights = load_file(path / "model.safetensors")
+    vector = weights.pop("mask_hidden")
+    save_file(weights, path / "model.safetensors")
+    with pytest.raises(EspalierError, match="has no 'mask_hidden', which a P-EAGLE head needs"):
+        load(path)
+    save_file({**weights, "mask_hidden": vector[..., :32].contiguous()}, path / "model.safetensors")
+    with pytest.raises(EspalierError, match="mask_hidden has 32 values, but 3 layers of 16"):
+        load(path)

@@ -1,0 +1,76 @@
+"""Engines whose draft is a P-EAGLE head, and their oracle."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from espalier.layout import RoundLayout
+from espalier.models import CausalLM, DraftModel, load_target, read_config
+from espalier.models.draft import DraftOutput
+from espalier.models.peagle import PEagleDraft
+from espalier.request import Request
+from espalier.speculate.drafters import load_draft, read_draft
+from tests.harness import CPU, DTYPE, MAX_POSITIONS, Setup
+from tests.oracles.dense import DenseAttend
+from tests.oracles.plain_block import best_paths
+from tests.oracles.reference_round import BehindPrefix, Node, Reference
+from tests.peagle import peagle_directories
+
+
+@dataclass(frozen=True)
+class PEagleSetup(Setup):
+    algorithm: str = "peagle"
+
+    @property
+    def layout(self) -> RoundLayout:
+        return replace(super().layout, block_rows=15 if self.algorithm == "peagle" else 0)
+
+    def models(self, position_rows: int = MAX_POSITIONS) -> tuple[CausalLM, DraftModel | None]:
+        target, draft = peagle_models(self.family, position_rows)
+        return target, draft if self.algorithm == "peagle" else None
+
+
+@lru_cache
+def peagle_models(family: str, position_rows: int) -> tuple[CausalLM, DraftModel]:
+    target_path, draft_path = peagle_directories(family)
+    how: dict[str, Any] = {"dtype": DTYPE, "device": CPU, "position_rows": position_rows}
+    target = load_target(target_path, capture=read_draft(draft_path, read_config(target_path)).spec.capture, **how)
+    return target, load_draft(draft_path, target, **how)
+
+
+class PEagleReference(Reference):
+    """A target and a P-EAGLE head, asked from scratch: one pass over mask rows behind the rows of decided tokens."""
+
+    draft: PEagleDraft
+
+    @torch.inference_mode()
+    def tree(
+        self, algorithm: str, request: Request, tokens: Sequence[int], steps: int, topk: int, nodes: int
+    ) -> list[Node]:
+        scratch, root = self.scratch(tokens), len(tokens) - 1
+        out = self.draft.output_of(scratch.out(1, root)[None, None])
+        # The root's row is at position root - 1.
+        masks = self.draft.mask_rows(root + torch.arange(max(steps - 1, 1))[None], self._behind(scratch.draft[0], root))
+        normed = torch.cat((out.normed, masks.normed), 1)
+        logits = self.draft.logits(DraftOutput(normed, normed))[0]
+        ids = range(len(logits[0])) if self.draft.d2t is None else self.draft.d2t.tolist()
+        return best_paths(lambda token, depth: logits[depth - 1], ids, request, tokens, steps, topk, nodes)
+
+    def _behind(self, planes: list[tuple[Tensor, ...]], rows: int) -> DenseAttend | BehindPrefix:
+        specs = self.draft.layer_specs
+        return (
+            BehindPrefix(specs, [[plane[:rows] for plane in layer] for layer in planes]) if rows else DenseAttend(specs)
+        )
+
+
+@lru_cache
+def _reference(family: str) -> PEagleReference:
+    return PEagleReference(*peagle_models(family, MAX_POSITIONS))
+
+
+def peagle_reference_of(setup: PEagleSetup) -> PEagleReference:
+    return _reference(setup.family)
