@@ -45,6 +45,20 @@ def add_flags(parser: ArgumentParser) -> None:
         help="the draft is an MTP head of N layers; 0: an EAGLE-3 head (0)",
     )
     parser.add_argument("--mtp-form", choices=FORMS, default=Recipe.mtp_form, help="what MTP layers read (chain)")
+    parser.add_argument(
+        "--block-size",
+        type=int,
+        default=Recipe.block_size,
+        metavar="N",
+        help="the draft is a block draft that proposes N tokens a pass; 0: it is none (0)",
+    )
+    parser.add_argument(
+        "--block-fade",
+        type=float,
+        default=Recipe.block_fade,
+        metavar="X",
+        help="its skill at a depth over that at the depth before (1)",
+    )
     skill = parser.add_mutually_exclusive_group()
     skill.add_argument(
         "--skill", type=float, metavar="X", help=f"how often the draft's first guess is right ({Recipe.skill})"
@@ -85,6 +99,6 @@ def _recipe(args: Namespace) -> Recipe:
     if args.mode == "copy" and (args.skill, args.accept_length) != (None, None):
         raise EspalierError("--skill and --accept-length are for --mode chain; leave them out, or use that mode")
     skill = Recipe.skill if args.skill is None else args.skill
-    draft = {"mtp_layers": args.mtp_layers, "mtp_form": args.mtp_form}
+    draft = {name: getattr(args, name) for name in ("mtp_layers", "mtp_form", "block_size", "block_fade")}
     recipe = Recipe(find_shape(args.shape), args.seed, args.mode, skill, args.reach, args.routing_correlation, **draft)
     return recipe if args.accept_length is None else recipe.with_accept_length(args.accept_length, *args.tree)

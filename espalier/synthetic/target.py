@@ -2,11 +2,11 @@
 
 Every embedding has the same length and is the sum e_t = r_t + planted parts.  r_t is random and identifies the token.
 The planted parts lie in a few directions that nothing else uses: `mark` is common to all tokens, and keys are made of
-it.  A mixture of experts may have a part for topics, which its routers read (routing.py).  For an MTP
-head one part says what it nudges, and the lm_head reads another (mtp.py).  Copy mode adds a direction for each kind
-that is read (`read`), for each kind that is written (`write`) and for each lag (`lag`).  Attention and MLP change the
-residual little, so it keeps e_t.  A row of the lm_head combines the r_t of the token's predecessors, with exactly the
-chain's logits there.
+it.  A mixture of experts may have a part for topics, which its routers read (routing.py).  For an MTP head one part
+says what it nudges, and the lm_head reads another (mtp.py).  `favour` is for a block draft (block.py).  Copy mode adds
+a direction for each kind that is read (`read`), for each kind that is written (`write`) and for each lag
+(`lag`).  Attention and MLP change the residual little, so it keeps e_t.  A row of the lm_head combines the r_t of the
+token's predecessors, with exactly the chain's logits there.
 
 In copy mode layer l serves the tokens of lag l.  Query head A attends to the position `lag` back, and query head B of
 the same key-value head to its own position.  What A reads minus what B reads is written to `write`.  For other tokens
@@ -133,6 +133,8 @@ class TargetTensors:
             sizes |= {"read": NUM_SUCCESSORS, "write": NUM_SUCCESSORS, "lag": len(self.chain.lags)}
         if self.chain.nudge is not None:
             sizes |= {"nudge": NUM_NUDGES, "kind": NUM_SUCCESSORS}
+        if self.chain.fading is not None:
+            sizes["favour"] = 1
         if self.correlation:
             sizes["topic"] = TOPIC_SIZE
         starts = torch.tensor([0, *sizes.values()]).cumsum(0).tolist()

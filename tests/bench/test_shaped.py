@@ -30,7 +30,7 @@ TREE = (4, 4, 16)
 def found() -> list[Measured]:
     cells = with_plain(parse_cells(["2x24:4,4,16"], [1, 16]))
     models = SyntheticModels(Recipe(SHAPE, skill=0.9), torch.float32, CPU, 512)
-    return list(measure(models, cells, OwnSize(chunk_size=16), 6, None))
+    return list(measure(models, cells, OwnSize(models.recipe.draft_config.spec, chunk_size=16), 6, None))
 
 
 def test_cells_are_read_each_once_with_plain_beside_them():
@@ -300,7 +300,7 @@ def test_a_gpu_is_idle_from_the_end_of_a_round_to_the_next_ones_start(monkeypatc
 def test_on_a_gpu_graphs_are_timed_and_counted():
     models = SyntheticModels(Recipe(SHAPE, skill=0.9), torch.bfloat16, torch.device("cuda"), 512)
     cells = with_plain(parse_cells(["2x24:4,4,16"], [16]))
-    tree, plain = measure(models, cells, OwnSize(chunk_size=16), 6, None)
+    tree, plain = measure(models, cells, OwnSize(models.recipe.draft_config.spec, chunk_size=16), 6, None)
     require_graphs(tree, plain)
 
 

@@ -1,0 +1,98 @@
+"""Planted block drafts: they are accepted as the tables say, at every depth, in every shape and dtype."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from espalier import LLM, SamplingParams, SpeculationConfig
+from espalier.errors import EspalierError
+from espalier.synthetic.chain import predicted_accept_length
+from espalier.synthetic.checkpoint import Recipe, build, write
+from espalier.synthetic.fading import MOST_FAVOUR
+from tests.harness import CPU
+from tests.synthetic.mixtures import SUPPORTED, mixture
+from tests.synthetic.test_checkpoint import LONG, a_recipe, an_engine, generate, prompts, tiny
+
+
+def block(size: int, fade: float, **changes: Any) -> Recipe:
+    return a_recipe(**{"shape": LONG, "skill": 0.75, "block_size": size, "block_fade": fade, **changes})
+
+
+@pytest.mark.parametrize(
+    ("size", "fade", "tree"),
+    [
+        (7, 1.0, (7, 4, 16)),
+        (8, 0.93, (7, 1, 8)),
+        (16, 0.96, (15, 4, 32)),
+        pytest.param(8, 0.93, (7, 8, 64), marks=pytest.mark.full),
+        pytest.param(16, 0.97, (15, 8, 256), marks=pytest.mark.full),
+    ],
+    ids=str,
+)
+def test_a_block_draft_gives_what_its_tables_say(size: int, fade: float, tree: tuple[int, int, int]) -> None:
+    """Acceptance through the whole engine, against the prediction from tables alone."""
+    recipe = block(size, fade)
+    engine = an_engine(recipe, tree, torch.float32, batch=8)
+    starts = prompts(recipe, 8)
+    assert generate(engine, starts, 150) == [recipe.chain().follow(start, 150) for start in starts]
+    # About 300 rounds of deviation 2.
+    predicted = predicted_accept_length(recipe.chain(), *tree, samples=2048)
+    assert engine.totals.accept_length == pytest.approx(predicted, abs=0.2)
+
+
+def test_a_chain_is_accepted_depth_by_depth_as_chosen() -> None:
+    """The accept table that was asked for: the skill at depth d, given that all depths before were right."""
+    recipe = block(6, 0.9, shape=tiny(hot=2048), skill=0.8)
+    engine = an_engine(recipe, (6, 1, 7), torch.float32, batch=16)
+    generate(engine, prompts(recipe, 16), 200)
+    for depth, (tried, accepted) in enumerate(engine.totals.acceptance_by_depth):
+        deviation = (0.25 / tried) ** 0.5
+        assert tried > 90 and accepted / tried == pytest.approx(0.8 * 0.9**depth, abs=4 * deviation)
+
+
+def test_what_cannot_be_planted_is_refused() -> None:
+    with pytest.raises(EspalierError, match="at depth 7 is out of reach of a block draft"):
+        block(8, 0.85).chain()
+    with pytest.raises(EspalierError, match="has 40 heads; lower block_size=42"):
+        block(42, 1.0).tensors(torch.float32, CPU)
+    with pytest.raises(EspalierError, match="steps=5 is above block_size=4 of the draft"):
+        predicted_accept_length(block(4, 1.0).chain(), 5, 2, 8)
+
+
+def test_depths_fade_as_asked() -> None:
+    chain = block(8, 0.95).chain()
+    assert chain.fading is not None
+    by_depth = [float((logp.argmax(1) == 0).double().mean()) for logp in chain.fading.logp(chain.draft_logp, 8)]
+    assert by_depth == pytest.approx([chain.skill * 0.95**depth for depth in range(8)], abs=0.01)
+    assert 0 < chain.fading.favours[-1] < MOST_FAVOUR and chain.fading.favours.diff().min() >= 0
+
+
+@pytest.mark.parametrize("name", SUPPORTED)
+def test_any_shape_takes_a_block_draft(name: str) -> None:
+    recipe = Recipe(mixture(name), block_size=4, skill=0.9, block_fade=0.9)
+    _, tensors = recipe.tensors(torch.float32, CPU)
+    _, draft = build(recipe, torch.float32, CPU, 64)
+    assert draft.spec.max_steps == 4 and all(tuple(tensors.tensor(n).shape) == s for n, s in tensors.shapes.items())
+
+
+def test_from_files_through_the_public_door(tmp_path: Path) -> None:
+    recipe = block(6, 1.0, shape=tiny())
+    target, draft = write(recipe, tmp_path, torch.float32)
+    [start] = prompts(recipe, 1)
+    tree = SpeculationConfig(steps=6, topk=4, num_draft_tokens=16)
+    with LLM(str(target), draft=str(draft), max_context=256, max_batch=2, speculation=tree) as llm:
+        [out] = llm.generate([start], SamplingParams(temperature=0.0, max_tokens=40))
+        assert llm.config.algorithm == "block" and llm.engine.totals.accept_length > 2
+    assert list(out.token_ids) == recipe.chain().follow(start, 40)
+
+
+def test_models_in_bfloat16_are_accepted_alike() -> None:
+    recipe, tree = block(8, 0.95), (8, 4, 32)
+    engine = an_engine(recipe, tree, torch.bfloat16, batch=4)
+    starts = prompts(recipe, 4)
+    assert generate(engine, starts, 100) == [recipe.chain().follow(start, 100) for start in starts]
+    assert engine.totals.accept_length == pytest.approx(predicted_accept_length(recipe.chain(), *tree), abs=0.5)
