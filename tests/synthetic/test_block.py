@@ -55,7 +55,7 @@ def test_a_chain_is_accepted_depth_by_depth_as_chosen() -> None:
 
 
 def test_what_cannot_be_planted_is_refused() -> None:
-    with pytest.raises(EspalierError, match="at depth 7 is out of reach of a block draft"):
+    with pytest.raises(EspalierError, match="at depth 6 is out of reach of a block draft"):
         block(8, 0.85).chain()
     with pytest.raises(EspalierError, match="has 40 heads; lower block_size=42"):
         block(42, 1.0).tensors(torch.float32, CPU)
