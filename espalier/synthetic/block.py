@@ -6,8 +6,11 @@ adds what depends on depth: a preference for some tokens, `favour` in the hidden
 
 A row learns its depth by RoPE.  Query head d attends to the row d positions back and reads whether that is a mask.  It
 is one for all d below the row's index in the block, and each head writes a part of `favour`, so what they write adds up
-from row to row.  The heads of the first layer come first, then those of the second.  All other weights are random, and
-add little.
+from row to row.  The heads of the first layer come first, then those of the second.
+
+One more head looks behind the block, at a context row, and reads whether its features are those of the right target
+layers: each target layer leaves a stamp (target.py).  If not, all rows propose tokens that the target never emits.  All
+other weights are random, and add little.
 """
 
 import math
@@ -22,12 +25,14 @@ from espalier.models.block_config import read_block
 from espalier.synthetic.layer_tensors import layer_shapes
 from espalier.synthetic.rope import LagCode, lag_code
 from espalier.synthetic.shapes import Shape
-from espalier.synthetic.target import DISTURBANCE, GATED, ROWS, TargetTensors, solve_rows
+from espalier.synthetic.target import DISTURBANCE, GATED, ROWS, STAMP, TargetTensors, solve_rows
 
 # Logit of a candidate with probability 1.  At rank 256 the logits of other tokens have a standard deviation of 3.5.
 PEAK = 24.0
 # A hidden state that holds this share of its length in `favour` has one nat more for a token that is preferred with 1.
 NAT = 1 / 40
+# For one wrong target layer: the share of a row's length that says so, and about the nats that cold tokens gain.
+MISREAD, MISREAD_NATS = 0.5, 60.0
 # Nats that the random part of the lm_head adds.
 HEAD_NOISE = 0.05
 
@@ -44,10 +49,10 @@ class BlockTensors:
         assert target.chain.fading is not None
         self.favours = target.chain.fading.favours
         self.favoured = target.chain.fading.favoured
-        if block_size - 1 > self.config.heads * self.config.num_layers:
+        if block_size > self.config.heads * self.config.num_layers:
             raise EspalierError(
                 f"a block draft of {shape.name} has {self.config.heads * self.config.num_layers} heads; lower "
-                f"block_size={block_size} to one more"
+                f"block_size={block_size} to as many"
             )
         self.target = target
         self.dtype, self.device = target.dtype, target.device
@@ -105,14 +110,28 @@ class BlockTensors:
         return drawn.sub_(basis @ (basis.T @ drawn))
 
     def _mean_of_features(self, name: str, hidden: int, columns: int) -> Tensor:
-        """[H, F]: the captured features hold the token's embedding, and so does their mean."""
-        count = columns // hidden
+        """[H, F]: the captured features hold the token's embedding, and so does their mean.
+
+        The input of layer c should have the stamp of layer c - 1, and not that of layer c.
+        """
+        count, planted = columns // hidden, self.target.planted
         mean = torch.eye(hidden, device=self.device).repeat(1, count) / count
-        return mean + self._quiet(name, hidden, columns, DISTURBANCE / 2)
+        weight = mean + self._quiet(name, hidden, columns, DISTURBANCE / 2)
+        if self.target.stamps:
+            mark = planted.direction("mark") / planted.length["mark"]
+            written = planted.direction("misread") * (MISREAD * math.sqrt(hidden))
+            for i, layer in enumerate(self.block.capture):
+                stamps = planted.direction("stamp", layer) - planted.direction("stamp", layer - 1)
+                misread = mark + stamps / (STAMP * math.sqrt(hidden))
+                weight[:, i * hidden : (i + 1) * hidden] += torch.outer(written, misread)
+        return weight
 
     def _distances(self, layer: int) -> range:
-        """The distances of the query heads of a layer, from head 0 on.  Fewer than heads, or none, in later layers."""
-        heads, count = self.config.heads, len(self.favours) - 1
+        """The distances of the query heads of a layer, from head 0 on.  Fewer than heads, or none, in later layers.
+
+        All but the last are of rows of the block, for some row.
+        """
+        heads, count = self.config.heads, len(self.favours)
         return range(min(layer * heads, count), min((layer + 1) * heads, count)) if layer >= 0 else range(0)
 
     def _plant_depth(self, name: str, part: str, layer: int, rows: int, columns: int) -> Tensor:
@@ -128,25 +147,34 @@ class BlockTensors:
         elif part == "v_proj":
             mask = self.target.own_part(torch.tensor(self.block.mask_token))
             weight[::size] = mask / mask.square().sum()
+            weight[1::size] = planted.direction("misread") / (MISREAD * math.sqrt(hidden))
         for head, distance in enumerate(self._distances(layer)):
+            is_last = distance == len(self.favours) - 1
             if part == "q_proj":
-                weight[head * size : (head + 1) * size] = torch.outer(self.code.query(distance).to(self.device), mark)
+                # The last row of the block is that far from the root.
+                lag = distance + is_last
+                weight[head * size : (head + 1) * size] = torch.outer(self.code.query(lag).to(self.device), mark)
+            elif part == "o_proj" and is_last:
+                weight[:, head * size + 1] = planted.direction("misread") * (MISREAD * math.sqrt(hidden))
             elif part == "o_proj":
                 nats = float(self.favours[distance + 1] - self.favours[distance])
                 weight[:, head * size] = planted.direction("favour") * (nats * NAT * math.sqrt(hidden))
         return weight
 
     def _head(self, name: str) -> Tensor:
-        """[V, H].  The rows of preferred tokens read `favour`."""
+        """[V, H].  The rows of preferred tokens read `favour`, those of cold tokens `misread`."""
         vocab, hidden = self.shapes[name]
         out = torch.empty(vocab, hidden, dtype=self.dtype, device=self.device)
         favour = self.target.planted.direction("favour") / (NAT * math.sqrt(hidden))
         favoured = torch.zeros(vocab, device=self.device)
+        misread = self.target.planted.direction("misread") * (MISREAD_NATS / MISREAD / math.sqrt(hidden))
         chain = self.target.chain
+        is_cold = (~chain.is_hot).to(self.device)
         favoured[chain.token_at(torch.arange(chain.size)).to(self.device)] = self.favoured.to(self.device)
         for chunk, drawn in self.target.draw.chunks(f"draft/{name}", vocab, hidden):
             random = self.target.planted.clean(drawn) * (HEAD_NOISE / math.sqrt(hidden))
-            out[chunk] = (random + favoured[chunk, None] * favour).to(self.dtype)
+            planted = favoured[chunk, None] * favour + is_cold[chunk, None] * misread
+            out[chunk] = (random + planted).to(self.dtype)
         return out
 
     @cached_property

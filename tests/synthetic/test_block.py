@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -57,8 +58,8 @@ def test_a_chain_is_accepted_depth_by_depth_as_chosen() -> None:
 def test_what_cannot_be_planted_is_refused() -> None:
     with pytest.raises(EspalierError, match="at depth 6 is out of reach of a block draft"):
         block(8, 0.85).chain()
-    with pytest.raises(EspalierError, match="has 40 heads; lower block_size=42"):
-        block(42, 1.0).tensors(torch.float32, CPU)
+    with pytest.raises(EspalierError, match="has 40 heads; lower block_size=41"):
+        block(41, 1.0).tensors(torch.float32, CPU)
     with pytest.raises(EspalierError, match="steps=5 is above block_size=4 of the draft"):
         predicted_accept_length(block(4, 1.0).chain(), 5, 2, 8)
 
@@ -88,6 +89,29 @@ def test_from_files_through_the_public_door(tmp_path: Path) -> None:
         [out] = llm.generate([start], SamplingParams(temperature=0.0, max_tokens=40))
         assert llm.config.algorithm == "block" and llm.engine.totals.accept_length > 2
     assert list(out.token_ids) == recipe.chain().follow(start, 40)
+
+
+@pytest.mark.parametrize("shift", [-1, 1])
+def test_layers_that_are_one_off_raise_the_alarm(shift: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The wrong pairing that is easiest to make: two publishers count layers differently."""
+    recipe = block(6, 1.0, shape=tiny())
+    target, draft = write(recipe, tmp_path, torch.float32)
+    starts = prompts(recipe, 6)
+    params = SamplingParams(temperature=0.0, max_tokens=60)
+    tree = SpeculationConfig(steps=6, topk=4, num_draft_tokens=16)
+    config = json.loads((draft / "config.json").read_text())
+    for wrong in (False, True):
+        caplog.clear()
+        ids = [layer + shift * wrong for layer in config["target_layer_ids"]]
+        (draft / "config.json").write_text(json.dumps({**config, "target_layer_ids": ids}))
+        with LLM(str(target), draft=str(draft), max_context=256, max_batch=6, speculation=tree) as llm:
+            outputs = [list(out.token_ids) for out in llm.generate(starts, params)]
+            accept_length = llm.engine.totals.accept_length
+        # The text is right in any case.
+        assert outputs == [recipe.chain().follow(start, 60) for start in starts]
+        warned = [record.getMessage() for record in caplog.records if "accept length is" in record.getMessage()]
+        assert bool(warned) is wrong and (accept_length < 1.05 if wrong else accept_length > 2)
+    assert "check the target layers that it reads (target_layer_ids name their outputs" in warned[0]
 
 
 def test_models_in_bfloat16_are_accepted_alike() -> None:
