@@ -19,6 +19,7 @@ from espalier.request import Request, SamplingParams
 from espalier.sampling.mask import ALL_ALLOWED
 from espalier.speculate import round as rounds
 from espalier.text import TokenBytes
+from tests.block import FORMS
 from tests.grammar.vocabulary import compiler_of
 from tests.harness import VOCAB, Setup, prompts, request, run
 from tests.properties.block_setup import BlockSetup
@@ -40,9 +41,9 @@ GRAMMARS = [
     Grammar("ebnf", 'root ::= "[" root "]" | "1" | "ab"'),
 ]
 CELLS = [(algorithm, topk, page) for algorithm in ("eagle3", "ngram") for topk in (1, 4) for page in (1, 16)]
-# Forms of block drafts, without and with edges.
-BLOCKS = ("dflash", "dspark")
-CELLS += [(form, 4, page) for form, page in zip(BLOCKS, (16, 1), strict=True)]
+# Forms of block drafts: without edges, causal, with edges, and with a reduced vocabulary.
+BLOCKS = FORMS
+CELLS += [(form, 4, page) for form, page in zip(BLOCKS, (16, 3, 1, 4), strict=True)]
 
 
 def bytes_of(token: int) -> TokenBytes:
