@@ -89,6 +89,8 @@ def run(args: Namespace) -> int:
         raise EspalierError(f"--out {args.out} cannot be written ({error.strerror}); name another directory") from None
     rows = [["tree (steps, topk, nodes)", "greedy accept length, predicted"]]
     for tree in dict.fromkeys((args.tree, *TREES)):
+        if args.block_size and tree[0] > args.block_size:
+            continue
         rows.append([", ".join(map(str, tree)), f"{predicted_accept_length(chain, *tree):.2f}"])
     print_table(rows)
     stdout().print(Text(json.dumps({"model": str(target), "draft": str(draft), "skill": recipe.skill}), QUIET))
@@ -98,6 +100,15 @@ def run(args: Namespace) -> int:
 def _recipe(args: Namespace) -> Recipe:
     if args.mode == "copy" and (args.skill, args.accept_length) != (None, None):
         raise EspalierError("--skill and --accept-length are for --mode chain; leave them out, or use that mode")
+    if args.block_size and args.mtp_layers:
+        raise EspalierError("--block-size and --mtp-layers name two drafts; leave one out")
+    if args.block_size < 0 or not 0 < args.block_fade <= 1:
+        raise EspalierError(
+            f"--block-size={args.block_size}, --block-fade={args.block_fade} are not supported; use 0 or more tokens, "
+            "and a fade above 0, up to 1"
+        )
+    if args.accept_length is not None and 0 < args.block_size < args.tree[0]:
+        raise EspalierError(f"--tree has {args.tree[0]} steps, above --block-size={args.block_size}; lower it")
     skill = Recipe.skill if args.skill is None else args.skill
     draft = {name: getattr(args, name) for name in ("mtp_layers", "mtp_form", "block_size", "block_fade")}
     recipe = Recipe(find_shape(args.shape), args.seed, args.mode, skill, args.reach, args.routing_correlation, **draft)

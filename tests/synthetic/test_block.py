@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from espalier import LLM, SamplingParams, SpeculationConfig
+from espalier import LLM, SamplingParams, SpeculationConfig, cli
 from espalier.errors import EspalierError
 from espalier.synthetic.chain import predicted_accept_length
 from espalier.synthetic.checkpoint import Recipe, build, write
@@ -120,3 +120,20 @@ def test_models_in_bfloat16_are_accepted_alike() -> None:
     starts = prompts(recipe, 4)
     assert generate(engine, starts, 100) == [recipe.chain().follow(start, 100) for start in starts]
     assert engine.totals.accept_length == pytest.approx(predicted_accept_length(recipe.chain(), *tree), abs=0.5)
+
+
+def test_the_command_writes_a_block_draft(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("espalier.bench.checkpoint.find_shape", lambda name: tiny())
+    flags = ["bench", "foundry", "--shape", "tiny", "--out", str(tmp_path), "--dtype", "float32", "--block-size", "4"]
+    assert cli.start([*flags, "--accept-length", "2.5"]) == 2
+    assert "--tree has 5 steps, above --block-size=4; lower it" in capsys.readouterr().err
+    assert cli.start([*flags, "--mtp-layers", "1"]) == 2 and "name two drafts" in capsys.readouterr().err
+    assert cli.start([*flags, "--block-fade", "0"]) == 2 and "a fade above 0" in capsys.readouterr().err
+    assert cli.start([*flags, "--block-fade", "0.95", "--accept-length", "2.5", "--tree", "4,2,8"]) == 0
+    # Trees that are deeper than the block are left out.
+    printed = capsys.readouterr().out
+    assert "4, 2, 8" in printed and "3, 2, 8" in printed and "5, 8, 64" not in printed
+    config = json.loads((tmp_path / "draft" / "config.json").read_text())
+    assert (config["block_size"], config["architectures"]) == (4, ["Qwen3DSparkModel"])
