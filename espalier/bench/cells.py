@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from espalier.engine.prefill_policy import next_pass
 from espalier.errors import EspalierError
 from espalier.layout import RoundLayout
+from espalier.models.draft import DraftSpec
 
 FORM = re.compile(r"(\d+)x(\d+):(?:(plain)|(\d+),(\d+),(\d+))(?:@(\d+(?:,\d+)*))?")
 EXAMPLES = "1x1024:5,8,64, 8x1024:plain or 1x8192:5,8,64@1,64 (BATCHxCONTEXT:STEPS,TOPK,NODES@PAGES)"
@@ -40,9 +41,11 @@ class Cell:
         tree = ",".join(map(str, self.tree)) if self.drafts else "plain"
         return f"{tree}@{self.page_size}"
 
-    def own_layout(self, chunk_size: int, rounds: int) -> RoundLayout:
-        """The smallest layout that holds this cell and `rounds` timed rounds."""
-        layout = RoundLayout(self.batch, *self.tree, self.page_size, self.context + 2, int(self.drafts), chunk_size)
+    def own_layout(self, chunk_size: int, rounds: int, draft: DraftSpec) -> RoundLayout:
+        """The smallest layout that holds this cell, whose trees this draft grows, and `rounds` timed rounds."""
+        sizes = (draft.reentry, chunk_size) if self.drafts else (0, chunk_size)
+        layout = RoundLayout(self.batch, *self.tree, self.page_size, self.context + 2, *sizes)
+        layout = replace(layout, block_rows=draft.block_rows if self.drafts else 0)
         return replace(layout, max_context=self.context + self.max_tokens(layout, rounds))
 
     def max_tokens(self, layout: RoundLayout, rounds: int) -> int:

@@ -45,6 +45,20 @@ def add_flags(parser: ArgumentParser) -> None:
         help="the draft is an MTP head of N layers; 0: an EAGLE-3 head (0)",
     )
     parser.add_argument("--mtp-form", choices=FORMS, default=Recipe.mtp_form, help="what MTP layers read (chain)")
+    parser.add_argument(
+        "--block-size",
+        type=int,
+        default=Recipe.block_size,
+        metavar="N",
+        help="the draft is a block draft that proposes N tokens a pass; 0: it is none (0)",
+    )
+    parser.add_argument(
+        "--block-fade",
+        type=float,
+        default=Recipe.block_fade,
+        metavar="X",
+        help="its skill at a depth over that at the depth before (1)",
+    )
     skill = parser.add_mutually_exclusive_group()
     skill.add_argument(
         "--skill", type=float, metavar="X", help=f"how often the draft's first guess is right ({Recipe.skill})"
@@ -75,6 +89,8 @@ def run(args: Namespace) -> int:
         raise EspalierError(f"--out {args.out} cannot be written ({error.strerror}); name another directory") from None
     rows = [["tree (steps, topk, nodes)", "greedy accept length, predicted"]]
     for tree in dict.fromkeys((args.tree, *TREES)):
+        if args.block_size and tree[0] > args.block_size:
+            continue
         rows.append([", ".join(map(str, tree)), f"{predicted_accept_length(chain, *tree):.2f}"])
     print_table(rows)
     stdout().print(Text(json.dumps({"model": str(target), "draft": str(draft), "skill": recipe.skill}), QUIET))
@@ -84,7 +100,16 @@ def run(args: Namespace) -> int:
 def _recipe(args: Namespace) -> Recipe:
     if args.mode == "copy" and (args.skill, args.accept_length) != (None, None):
         raise EspalierError("--skill and --accept-length are for --mode chain; leave them out, or use that mode")
+    if args.block_size and args.mtp_layers:
+        raise EspalierError("--block-size and --mtp-layers name two drafts; leave one out")
+    if args.block_size < 0 or not 0 < args.block_fade <= 1:
+        raise EspalierError(
+            f"--block-size={args.block_size}, --block-fade={args.block_fade} are not supported; use 0 or more tokens, "
+            "and a fade above 0, up to 1"
+        )
+    if args.accept_length is not None and 0 < args.block_size < args.tree[0]:
+        raise EspalierError(f"--tree has {args.tree[0]} steps, above --block-size={args.block_size}; lower it")
     skill = Recipe.skill if args.skill is None else args.skill
-    draft = {"mtp_layers": args.mtp_layers, "mtp_form": args.mtp_form}
+    draft = {name: getattr(args, name) for name in ("mtp_layers", "mtp_form", "block_size", "block_fade")}
     recipe = Recipe(find_shape(args.shape), args.seed, args.mode, skill, args.reach, args.routing_correlation, **draft)
     return recipe if args.accept_length is None else recipe.with_accept_length(args.accept_length, *args.tree)

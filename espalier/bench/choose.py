@@ -32,6 +32,8 @@ from espalier.terminal.console import QUIET, print_table, progress, stdout, writ
 from espalier.terminal.flags import with_minimum
 
 CANDIDATES = (TreeShape(5, 8, 64), TreeShape(5, 4, 16), TreeShape(3, 2, 8))
+# Of a block draft, whose one pass costs the same at any depth: only nodes cost, so its trees keep the configured depth.
+BLOCK_NODES = (64, 32, 16, 8)
 # Accept lengths are predicted on the synthetic chain with the vocabulary of this shape.
 PREDICTED_WITH = "llama-3.1-8b"
 
@@ -100,10 +102,11 @@ def run(args: Namespace, settings: dict[str, Any]) -> None:
     settings = without_table(with_minimum(settings, {"max_context": longest + 1}, max_context=longest))
     with engines_with(args, settings).open(True) as bench:
         config, configured = bench.config, bench.engine.layout.tree
-        shapes = candidates_of(configured, args.candidates)
+        is_block = bench.engine.layout.block_rows > 0
+        shapes = candidates_of(configured, args.candidates, is_block)
         lengths = None
         if args.accept_length is not None and args.shape is None:
-            lengths = predicted_accept_lengths(args.accept_length, configured, shapes)
+            lengths = predicted_accept_lengths(args.accept_length, configured, shapes, is_block)
         source = "measured" if lengths is None else f"predicted from {args.accept_length} of {configured}"
         stdout().print(Text(f"{config.algorithm}, {config.dtype}, context {context}; accept lengths {source}", QUIET))
         runs = Runs.of(bench, context, args.tokens, args.repeats)
@@ -136,15 +139,19 @@ def without_table(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {**settings, "speculation": replace(speculation, by_batch={})}
 
 
-def candidates_of(configured: TreeShape, given: Sequence[TreeShape]) -> list[TreeShape]:
+def candidates_of(configured: TreeShape, given: Sequence[TreeShape], is_block: bool = False) -> list[TreeShape]:
     """The given trees, each once.  If none is given: the configured tree, the CANDIDATES that fit in it, and plain
-    decoding.
+    decoding; for a block draft the configured tree with fewer nodes, in place of CANDIDATES.
 
     Raises EspalierError for a tree that is above the configured one.
     """
     for shape in given:
         configured.require(shape)
-    fitting = [shape for shape in CANDIDATES if _fits(configured, shape)]
+    if is_block:
+        sizes = [nodes for nodes in BLOCK_NODES if nodes < configured.num_draft_tokens]
+        fitting = [replace(configured, num_draft_tokens=nodes) for nodes in sizes]
+    else:
+        fitting = [shape for shape in CANDIDATES if _fits(configured, shape)]
     return list(dict.fromkeys(given or (configured, *fitting, PLAIN)))
 
 
@@ -157,14 +164,17 @@ def _fits(configured: TreeShape, shape: TreeShape) -> bool:
 
 
 def predicted_accept_lengths(
-    accept_length: float, configured: TreeShape, shapes: Sequence[TreeShape]
+    accept_length: float, configured: TreeShape, shapes: Sequence[TreeShape], is_block: bool = False
 ) -> dict[TreeShape, float]:
     """The accept length of each tree, predicted on the synthetic chain with a draft that reaches `accept_length` with
-    the configured tree.
+    the configured tree.  is_block: a block draft, equally good at every depth.
 
     Raises EspalierError if no draft reaches it.
     """
-    recipe = Recipe(find_shape(PREDICTED_WITH)).with_accept_length(accept_length, **asdict(configured))
+    block_size = configured.steps if is_block else 0
+    recipe = Recipe(find_shape(PREDICTED_WITH), block_size=block_size).with_accept_length(
+        accept_length, **asdict(configured)
+    )
     chain = recipe.chain()
     known = {configured: accept_length}
     return {shape: known.get(shape) or predicted_accept_length(chain, **asdict(shape)) for shape in shapes}

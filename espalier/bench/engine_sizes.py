@@ -14,6 +14,7 @@ from espalier.bench.synthetic_models import RunningEngine, Start, SyntheticModel
 from espalier.config import ResolvedConfig, SpeculationConfig
 from espalier.engine.engine import Engine
 from espalier.layout import RoundLayout
+from espalier.models.draft import DraftSpec
 from espalier.startup.resolve import layout_of
 from espalier.synthetic.checkpoint import Recipe
 
@@ -66,9 +67,11 @@ class UserSizes:
 class OwnSize:
     """Each cell has an engine that is exactly as large as the cell, without a prefix cache.
 
-    all_buckets: capture the rounds of every batch bucket, not only of the cell's batch.
+    draft: of the models that it runs.  all_buckets: capture the rounds of every batch bucket, not only of the cell's
+    batch.
     """
 
+    draft: DraftSpec
     chunk_size: int = 2048
     attention: str | None = None
     overlap: bool = True
@@ -78,7 +81,7 @@ class OwnSize:
         return cell.name
 
     def layout(self, cell: Cell, rounds: int) -> RoundLayout:
-        return cell.own_layout(self.chunk_size, rounds)
+        return cell.own_layout(self.chunk_size, rounds, self.draft)
 
     def open(self, models: SyntheticModels, cell: Cell, rounds: int) -> AbstractContextManager[RunningEngine]:
         return models.engine(self.layout(cell, rounds), self.attention, self.overlap, self.all_buckets)

@@ -192,7 +192,7 @@ def _measure_all(
 
 def _add_floors(measured: dict[str, list[Generated]], configs: dict[str, ResolvedConfig], args: Namespace) -> None:
     """Set floor_ms of each, at a context of the prompt and half of the new tokens."""
-    roofline = Roofline(shape_named(args.shape, args.mtp_layers or 0))
+    roofline = Roofline(shape_named(args.shape, args.mtp_layers or 0, args.block_size or 0))
     ceilings = roofline.ceilings()
     for name, config in configs.items():
         drafts, layout = config.algorithm not in WITHOUT_FILES, layout_of(config)

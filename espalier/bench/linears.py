@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from espalier.kernels.layers.experts_plan import ExpertsShape
+from espalier.models.block_config import BlockConfig
 from espalier.models.config import ModelConfig
 from espalier.models.draft import DraftConfig
 from espalier.models.latent_config import LatentConfig
@@ -69,13 +70,35 @@ class MTPSizes:
 
 
 @dataclass(frozen=True)
+class BlockSizes:
+    """A block draft.
+
+    layers: sizes of all its layers; rows: of its one pass over a block; edge_rank: of its edges, 0: none.
+    """
+
+    layers: "ModelShape"
+    rows: int
+    edge_rank: int = 0
+
+    def edge_products(self, batch: int, steps: int, topk: int, draft_vocab: int) -> "tuple[Run, ...]":
+        """Of each depth: the edges of the root, then of the topk tokens of the depth before.  All read one weight."""
+        rows = [batch if depth == 1 else batch * topk for depth in range(1, steps + 1)] if self.edge_rank else []
+        return tuple(Run("draft edges", (draft_vocab, self.edge_rank), 1, count) for count in rows)
+
+    def context(self, rows: int) -> "tuple[Run, ...]":
+        """The K and V projections of `rows` context rows."""
+        layers = self.layers
+        return (Run("draft context", (layers.kept_values, layers.hidden), layers.layers, rows),)
+
+
+@dataclass(frozen=True)
 class ModelShape:
     """The sizes of a decoder's linear layers and attention, and of a draft for it.
 
     kv_heads, head_size: of layers with K and V heads.  latent: of layers with latent attention; None: there are none.
     windows: the window of each layer that has one, in positions.  experts: None for a dense model.
     draft_vocab: rows of the draft's lm_head.  captured: number of target features that the draft fuses.
-    draft: sizes of an EAGLE head's layer; None if it is like the target's.  mtp: None for an EAGLE head.
+    draft: sizes of an EAGLE head's layer; None if it is like the target's.  mtp, block: None for an EAGLE head.
     """
 
     hidden: int
@@ -92,6 +115,7 @@ class ModelShape:
     windows: tuple[int, ...] = ()
     experts: ExpertSizes | None = None
     mtp: MTPSizes | None = None
+    block: BlockSizes | None = None
 
     def target_pass(self, rows: int, head_rows: int | None = None) -> tuple[Run, ...]:
         """A verify pass: every layer over `rows` rows, and the lm_head over `head_rows`, None: over all rows.
@@ -114,11 +138,21 @@ class ModelShape:
             joined = Run(f"{name}project", (layer.hidden, 2 * layer.hidden), 1, rows)
             return (joined, *layer._layers(name, layer.hidden, 1, rows), *head)
         draft = self.draft_sizes
-        fuse = Run("draft fc", (draft.hidden, self.captured * self.hidden), 1, fused_rows)
-        return (*((fuse,) if fused_rows else ()), *draft._layers("draft ", 2 * draft.hidden, 1, rows), *head)
+        fuse = (self._fuse(draft.hidden, fused_rows),) if fused_rows else ()
+        return (*fuse, *draft._layers("draft ", 2 * draft.hidden, 1, rows), *head)
+
+    def block_pass(self, batch: int, steps: int, topk: int) -> tuple[Run, ...]:
+        """The one pass of a block draft: its layers over the block, its head over a row for each depth, its edges."""
+        block = self.block
+        assert block is not None
+        layers = block.layers._layers("draft ", block.layers.hidden, block.layers.layers, batch * block.rows)
+        head = block.layers._head("draft lm_head", self.draft_vocab, batch * steps, None)
+        return (*layers, head, *block.edge_products(batch, steps, topk, self.draft_vocab))
 
     def extend_passes(self, rows: int) -> tuple[Run, ...]:
-        """The draft's extend of a prefill pass: every module over `rows` rows, without heads."""
+        """The draft's extend of a pass: every module over `rows` rows, without heads, or a block draft's context."""
+        if self.block is not None:
+            return (self._fuse(self.block.layers.hidden, rows), *self.block.context(rows))
         passes = [self.draft_pass(rows, 0, rows, module) for module in range(1, self.modules + 1)]
         return tuple(run for of_module in passes for run in of_module)
 
@@ -128,14 +162,19 @@ class ModelShape:
 
     @property
     def draft_sizes(self) -> "ModelShape":
-        """Of a module's decoder layer."""
+        """Of a module's decoder layer, or of all layers of a block draft."""
         if self.mtp is not None:
             return self.mtp.layer
+        if self.block is not None:
+            return self.block.layers
         return self.draft or replace(self, layers=1, windows=(), experts=None)
 
     def shapes(self) -> tuple[Shape, ...]:
         """Every weight shape of a linear layer once, in the order of a round.  Without batched products."""
-        runs = (*self.target_pass(1), *self.draft_pass(1, fused_rows=1))
+        draft = self.draft_pass(1, fused_rows=1)
+        if self.block is not None:
+            draft = (*self.block_pass(1, 1, 1), *self.extend_passes(1))
+        runs = (*self.target_pass(1), *draft)
         return tuple(dict.fromkeys(run.shape for run in runs if run.heads == 1))
 
     def attended(self, context: float) -> float:
@@ -196,6 +235,9 @@ class ModelShape:
         shared = self._mlp(f"{prefix}shared ", experts.shared, experts.layers, rows) if experts.shared else ()
         return router, *gate, *shared
 
+    def _fuse(self, draft_hidden: int, rows: int) -> Run:
+        return Run("draft fc", (draft_hidden, self.captured * self.hidden), 1, rows)
+
     def _draft_head(self, module: int, rows: int) -> Run:
         if self.mtp is None:
             return self.draft_sizes._head("draft lm_head", self.draft_vocab, rows, None)
@@ -249,6 +291,9 @@ def with_draft(target: ModelShape, draft: DraftConfig) -> ModelShape:
     if isinstance(draft, MTPConfig):
         return replace(target, mtp=MTPSizes(draft.modules, module_sizes(draft)))
     layer, spec = model_sizes(draft.layer), draft.spec
+    if isinstance(draft, BlockConfig):
+        block = BlockSizes(layer, draft.block_size, draft.edge_rank)
+        return replace(target, draft_vocab=spec.vocab_size, captured=len(spec.capture), block=block)
     return replace(target, draft_vocab=spec.vocab_size, captured=len(spec.capture), draft=layer)
 
 
@@ -256,9 +301,12 @@ def recipe_sizes(recipe: Recipe) -> ModelShape:
     return with_draft(model_sizes(recipe.shape.target), recipe.draft_config)
 
 
-def shape_named(name: str, mtp_layers: int = 0) -> ModelShape:
-    """mtp_layers: of an MTP head, in either form; 0: an EAGLE-3 head.  Raises EspalierError for an unknown name."""
-    return recipe_sizes(Recipe(find_shape(name), mtp_layers=mtp_layers))
+def shape_named(name: str, mtp_layers: int = 0, block_size: int = 0) -> ModelShape:
+    """mtp_layers: of an MTP head, in either form; block_size: of a block draft; both 0: an EAGLE-3 head.
+
+    Raises EspalierError for an unknown name.
+    """
+    return recipe_sizes(Recipe(find_shape(name), mtp_layers=mtp_layers, block_size=block_size))
 
 
 Multiply = Callable[[Tensor, Tensor], Tensor]

@@ -103,7 +103,9 @@ def run(args: Namespace) -> int:
     least = {"max_batch": args.running + 1, "max_context": longest + 1}
     made = engines_of(args, load_sizes(max_batch, longest + SPARE), **least)
     roofline = (
-        Roofline(shape_named(args.shape, args.mtp_layers or 0)) if args.shape and torch.cuda.is_available() else None
+        Roofline(shape_named(args.shape, args.mtp_layers or 0, args.block_size or 0))
+        if args.shape and torch.cuda.is_available()
+        else None
     )
     with made.open(True) as bench:
         # The pause comes first, because it may find that the engine is too small for it.

@@ -4,10 +4,10 @@
                + max(bytes of the touched experts / measured bandwidth, their FLOPs / measured bf16 peak)
                + max(K/V bytes / measured bandwidth, attention FLOPs / measured bf16 peak)
 
-Touched experts are those that have rows.  Their number is measured for the target, or it follows from uniform routing;
-it does for the layers of an MTP draft.  `draft_passes` lists what a draft runs.  Everything else is measured on the
-device in the same run.  For comparison, weight bytes / bandwidth is given too; no kernel reaches it.  `espalier bench
-floor` prints the parts of the linear layers and of the experts.
+Touched experts are those that have rows.  Their number is measured for the target, or it follows from uniform
+routing; it does for the layers of an MTP draft.  `draft_passes` lists what a draft of modules runs; a block draft
+runs one pass.  Everything else is measured on the device in the same run.  For comparison, weight bytes / bandwidth
+is given too; no kernel reaches it.  `espalier bench floor` prints the parts of the linear layers and of the experts.
 """
 
 from argparse import ArgumentParser, Namespace
@@ -111,6 +111,9 @@ def round_runs(
     steps=0 is plain decoding: the draft still extends, unless drafts=False.
     """
     draft: list[Run] = []
+    if drafts and shape.block is not None:
+        draft += shape.block_pass(batch, steps, topk) if steps else ()
+        return shape.target_pass(batch * num_draft_tokens), (*draft, *shape.extend_passes(batch * (steps + 1)))
     for each in draft_passes(shape.modules, steps, topk) if drafts else ():
         rows = batch * each.queries
         draft += shape.draft_pass(rows, batch * each.head_rows, rows if each.is_extend else 0, each.module)
@@ -127,7 +130,9 @@ def round_attention(
     """
     # (model, queries a request) of each pass
     passes = [(shape, num_draft_tokens)]
-    if drafts:
+    if drafts and shape.block is not None:
+        passes += [(shape.draft_sizes, shape.block.rows)] if steps else []
+    elif drafts:
         passes += [(shape.draft_sizes, each.queries) for each in draft_passes(shape.modules, steps, topk)]
     reads = [(model, queries, batch * model.attended(context)) for model, queries in passes]
     num_bytes = sum(2 * model.kept_values * rows for model, _, rows in reads)
@@ -144,7 +149,8 @@ def round_experts(
     touched: float | None = None,
 ) -> tuple[Cost, ...]:
     """The routed experts of each pass of `round_runs`.  touched: by the target's pass, as for expert_cost."""
-    passes = draft_passes(shape.modules, steps, topk) if drafts else ()
+    # The layers of a block draft have none.
+    passes = draft_passes(shape.modules, steps, topk) if drafts and shape.block is None else ()
     draft = [expert_cost(shape.draft_sizes, batch * each.queries) for each in passes]
     return expert_cost(shape, batch * num_draft_tokens, touched), *draft
 

@@ -130,7 +130,7 @@ def _sizes(args: Namespace, settings: dict[str, Any], recipe: Recipe, device: to
     if not args.own_size:
         return UserSizes(recipe, settings, device)
     given = {name: settings[name] for name in ("attention", "overlap", "chunk_size") if name in settings}
-    return OwnSize(all_buckets=args.all_buckets, **given)
+    return OwnSize(recipe.draft_config.spec, all_buckets=args.all_buckets, **given)
 
 
 def _measure_and_print(

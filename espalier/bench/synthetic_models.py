@@ -18,6 +18,7 @@ from espalier.config import ResolvedConfig
 from espalier.engine.cuda import CudaExecutor
 from espalier.engine.engine import Engine
 from espalier.errors import EspalierError
+from espalier.kernels.tree.select_paths import MAX_STEPS
 from espalier.layout import RoundLayout
 from espalier.models import CausalLM, DraftModel
 from espalier.models.draft import MAX_MODULES
@@ -63,16 +64,28 @@ def recipe_of(
     routing_correlation: float | None = None,
     mtp_layers: int | None = None,
     mtp_form: str | None = None,
+    block_size: int | None = None,
+    block_fade: float | None = None,
 ) -> Recipe:
     """The recipe of a named shape whose draft reaches this accept length at TREE; None: ACCEPT_LENGTH.
 
     routing_correlation: None: uniform routing.  mtp_layers: None: an EAGLE-3 head.  mtp_form: None: "chain".
+    block_size: None: no block draft; a lower one than TREE has steps reaches the accept length with that many steps.
+    block_fade: None: 1.
     Raises EspalierError for an unknown shape, and for an accept length that no draft reaches.
     """
     if mtp_layers is not None and not 1 <= mtp_layers <= MAX_MODULES:
         raise EspalierError(f"--mtp-layers={mtp_layers} is not supported; use 1 to {MAX_MODULES}, or leave it out")
     if mtp_form is not None and mtp_layers is None:
         raise EspalierError("--mtp-form is for an MTP head; give --mtp-layers, or leave it out")
+    if block_size is not None and not 2 <= block_size <= MAX_STEPS:
+        raise EspalierError(f"--block-size={block_size} is not supported; use 2 to {MAX_STEPS}, or leave it out")
+    if block_size is not None and mtp_layers is not None:
+        raise EspalierError("--block-size and --mtp-layers name two drafts; leave one out")
+    if block_fade is not None and (block_size is None or not 0 < block_fade <= 1):
+        raise EspalierError(
+            f"--block-fade={block_fade} is not supported; use above 0 to 1, with --block-size, or leave it out"
+        )
     wanted = ACCEPT_LENGTH if accept_length is None else accept_length
     recipe = Recipe(
         find_shape(shape),
@@ -80,8 +93,11 @@ def recipe_of(
         routing_correlation=routing_correlation or 0.0,
         mtp_layers=mtp_layers or 0,
         mtp_form=mtp_form or Recipe.mtp_form,
+        block_size=block_size or 0,
+        block_fade=block_fade or Recipe.block_fade,
     )
-    return recipe.with_accept_length(wanted, *TREE)
+    steps, topk, nodes = TREE
+    return recipe.with_accept_length(wanted, min(steps, block_size or steps), topk, nodes)
 
 
 class SyntheticModels:

@@ -67,7 +67,7 @@ class Results:
             parts |= {"path": path.rows, "tokens": tree.tokens, "parents": tree.parents}
             parts |= {"depths": tree.depths, "scores": tree.scores}
         write_results(self.ring, entry, {getattr(self.fields, name).start: part for name, part in parts.items()})
-        picked = (output.logits, path.rows, path.tokens, path.length)
+        picked = (output.logits, output.rows, path.tokens, path.length)
         rings.write_logprobs(self.logprobs, entry, *picked, output.num_logprobs)
 
     def write_trees(self, entry: Tensor, tree: Tree) -> None:

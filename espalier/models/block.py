@@ -44,8 +44,7 @@ class MarkovEdges:
 class BlockDraft:
     """A loaded block draft: a BlockModel (espalier/models/draft.py).
 
-    context_kv: the K and V projections of all layers, stacked.  They are copies of those in `layers`, so that all
-    context rows of a pass are one matrix product.
+    context_kv: the K and V projections of each layer: rows of its stacked q, k and v, in the same memory.
     """
 
     modules = ()
@@ -59,7 +58,6 @@ class BlockDraft:
         fc: Linear,
         context_norm: RMSNorm,
         layers: list[DecoderLayer],
-        context_kv: Linear,
         norm: RMSNorm,
         head: Linear,
         d2t: Tensor | None,
@@ -77,7 +75,8 @@ class BlockDraft:
         self.fc = fc
         self.context_norm = context_norm
         self.layers = layers
-        self.context_kv = context_kv
+        q_rows = config.layer.heads * config.layer.head_size
+        self.context_kv = [_attention(layer).qkv.rows_from(q_rows) for layer in layers]
         self.norm = norm
         self.head = head
         self.d2t = d2t
@@ -100,18 +99,23 @@ class BlockDraft:
         return self.context_norm(self.fc(features))
 
     def context(self, features: Tensor, positions: Tensor) -> Sequence[HeadProjections]:
-        kv = self.context_kv(self.fuse(features))
-        by_layer = kv.view(*positions.shape, len(self.layers), 2 * self.kv_heads, -1)
-        at = positions.flatten()
+        context = self.fuse(features)
+        at, shape = positions.flatten(), (*positions.shape, 2 * self.kv_heads, -1)
         cos, sin = self.rope.cos[at], self.rope.sin[at]
         return [
-            HeadProjections(by_layer[:, :, i], _rope_and_k_norm(layer, cos, sin)) for i, layer in enumerate(self.layers)
+            HeadProjections(project(context).view(shape), _rope_and_k_norm(layer, cos, sin))
+            for layer, project in zip(self.layers, self.context_kv, strict=True)
         ]
 
 
+def _attention(layer: DecoderLayer) -> Attention:
+    assert isinstance(layer.attention, Attention)
+    return layer.attention
+
+
 def _rope_and_k_norm(layer: DecoderLayer, cos: Tensor, sin: Tensor) -> RopeAndNorm:
-    assert isinstance(layer.attention, Attention) and layer.attention.k_norm is not None
-    norm = layer.attention.k_norm
+    norm = _attention(layer).k_norm
+    assert norm is not None
     return RopeAndNorm(cos, sin, norm.weight, norm.weight, norm.eps)
 
 
@@ -128,9 +132,8 @@ def make_block(
     Raises EspalierError naming what does not fit, and a weight that is not used.
     """
     layer, eps = config.layer, config.layer.rms_norm_eps
-    hidden, kv_rows = layer.hidden_size, layer.kv_heads * layer.head_size
+    hidden = layer.hidden_size
     embed = draft_embedding(weights, layer, target)
-    names = [f"layers.{i}.self_attn.{part}_proj" for i in range(layer.num_layers) for part in "kv"]
     draft = kind(
         config=config,
         rope=RopeTables(layer.rope, position_rows, weights.dtype, weights.device),
@@ -138,7 +141,6 @@ def make_block(
         fc=weights.linear("", ("fc",), (hidden,), len(config.capture) * hidden, bias=False),
         context_norm=weights.norm("hidden_norm", hidden, eps),
         layers=[load_layer(weights, layer, f"layers.{i}.", i) for i in range(layer.num_layers)],
-        context_kv=weights.linear("", names, (kv_rows,) * len(names), hidden, layer.attention_bias),
         norm=weights.norm("norm", hidden, eps),
         head=draft_head(weights, layer, config.draft_vocab, target, embed),
         d2t=draft_to_target(weights, layer.vocab_size, config.draft_vocab),

@@ -21,11 +21,11 @@ from espalier.cache.kv import PagedKV, StagedKV
 from espalier.kernels.state.advance import NodeRows, advance
 from espalier.kernels.state.batch_state import chain, gather
 from espalier.kernels.tree.gather_rows import gather_rows
-from espalier.layout import RoundLayout, logit_rows
+from espalier.layout import RoundLayout, logit_rows, node_pieces
 from espalier.models.base import CausalLM, ModelOutput
 from espalier.sampling.logit_processors import SamplingNeeds
 from espalier.sampling.mask import DraftGuide
-from espalier.sampling.pick import Logprobs
+from espalier.sampling.pick import Logprobs, SampledTokens
 from espalier.sampling.prompt import PromptRows, prompt_logprobs
 from espalier.slots import BatchState, SlotTable
 from espalier.speculate.accept import Path, accept
@@ -71,6 +71,10 @@ class ModelRunner:
         prefix = Prefix(slots.page_table, slots.prefix_len)
         return self.backend.plan(self.pages, self.target.layer_specs, prefix, nodes)
 
+    def pieces(self, batch: int) -> list[slice]:
+        """The nodes of each tree whose logits are computed at a time.  self: the runner for this batch (`at`)."""
+        return node_pieces(batch, self.layout.num_draft_tokens, self.target.config.vocab_size)
+
     def sampler(self, slots: BatchState, needs: SamplingNeeds, first: Tensor, width: int) -> Sampler:
         """The sampler for tokens at positions first .. first + width - 1.  first: [B]."""
         dtype = torch.promote_types(self.pages.dtype, torch.float32)
@@ -83,7 +87,8 @@ class RoundOutput:
     """The output of a launch.
 
     path: what was emitted; of a prefill pass one row, its node.
-    logits: [B, D, V], at every node; num_logprobs: [B], as in BatchState.
+    logits: [B, R, V]; num_logprobs: [B], as in BatchState.
+    rows: [B, W], the row of the logits that each emitted token was picked from.
     tree: of a round; None for a prefill pass.
     prompt_logprobs: [N], for the prompt rows that requests asked for; None without such rows.
     """
@@ -91,6 +96,7 @@ class RoundOutput:
     path: Path
     logits: Tensor
     num_logprobs: Tensor
+    rows: Tensor
     tree: Tree | None = None
     prompt_logprobs: Logprobs | None = None
 
@@ -107,11 +113,12 @@ class Proposed:
 
 @dataclass(frozen=True)
 class Verified:
-    """The state after the verify stage.  out: the target's output; logits: [B, D, V] at every node."""
+    """The state after the verify stage.  out: the target's output; logits: [B, D, V] at every node, None where that is
+    too much at a time (`sample_nodes`)."""
 
     proposed: Proposed
     out: ModelOutput
-    logits: Tensor
+    logits: Tensor | None
 
 
 def decode_round(runner: ModelRunner, index: Tensor, needs: SamplingNeeds) -> RoundOutput:
@@ -139,7 +146,8 @@ def verify(proposed: Proposed) -> Verified:
     # A void node (token -1) runs as the root, so the target runs only tokens of the request or of the draft.
     tokens = void_padding(runner, tree.tokens, slots.real * num_nodes)
     out = runner.target(tokens, positions, StagedPass(plan, runner.staging, num_nodes))
-    return Verified(proposed, out, runner.target.logits(out.hidden))
+    fits = len(runner.pieces(slots.batch)) == 1
+    return Verified(proposed, out, runner.target.logits(out.hidden) if fits else None)
 
 
 def settle(verified: Verified, mask: Tensor | None = None) -> RoundOutput:
@@ -150,11 +158,28 @@ def settle(verified: Verified, mask: Tensor | None = None) -> RoundOutput:
     """
     proposed, out = verified.proposed, verified.out
     runner, slots, tree = proposed.runner, proposed.slots, proposed.tree
-    sampled = proposed.sampler.pick_nodes(verified.logits, tree, mask)
+    sampled = sample_nodes(verified, mask)
     path = accept(tree, sampled, slots.max_accept_depth, slots.real, runner.layout.steps)
     commit(runner, slots, path, proposed.sampler.needs.penalised)
     runner.drafter.extend(slots, rows_of_path(draft_features(runner.drafter, out), path), path.length)
-    return RoundOutput(path, verified.logits, slots.num_logprobs, tree)
+    if verified.logits is not None:
+        return RoundOutput(path, verified.logits, slots.num_logprobs, path.rows, tree)
+    logits = runner.target.logits(gather_rows(out.hidden, path.rows))
+    rows = torch.arange(path.rows.shape[1], device=path.rows.device).repeat(slots.batch, 1)
+    return RoundOutput(path, logits, slots.num_logprobs, rows, tree)
+
+
+def sample_nodes(verified: Verified, mask: Tensor | None) -> SampledTokens:
+    """The target's token at every node.  Where `verified` has no logits, they are computed piece by piece."""
+    proposed = verified.proposed
+    if verified.logits is not None:
+        return proposed.sampler.pick_nodes(verified.logits, proposed.tree, mask)
+    target, hidden = proposed.runner.target, verified.out.hidden
+    parts = [
+        proposed.sampler.pick_nodes(target.logits(hidden[:, nodes]), proposed.tree, mask, nodes)
+        for nodes in proposed.runner.pieces(proposed.slots.batch)
+    ]
+    return SampledTokens(*(torch.cat(values, 1) for values in zip(*parts, strict=True)))
 
 
 def prefill(
@@ -188,7 +213,7 @@ def prefill(
     num_emitted, _ = advance(slots, length, sampled.tokens, needs.penalised)
     runner.drafter.extend(rows.slots, draft_features(runner.drafter, out), rows.length, rows.last)
     path = Path(torch.zeros_like(sampled.tokens), num_emitted, sampled.tokens, num_emitted * sampled.finite[:, 0])
-    return RoundOutput(path, logits, slots.num_logprobs, prompt_logprobs=logprobs)
+    return RoundOutput(path, logits, slots.num_logprobs, path.rows, prompt_logprobs=logprobs)
 
 
 def void_padding(runner: ModelRunner, tokens: Tensor, num_rows: Tensor) -> Tensor:

@@ -21,6 +21,8 @@ from espalier.sampling.pick import SampledTokens, coupled_scores, over_temperatu
 from espalier.slots import BatchState
 from espalier.speculate.tree import VOID, Tree, ordered_topk
 
+ALL_NODES = slice(None)
+
 
 @dataclass(frozen=True)
 class Sampler:
@@ -61,16 +63,22 @@ class Sampler:
         """The sampler for GPU kernels.  They read each slot's parameters on the device, whatever `needs` says."""
         return cls(first, vocab, needs, None, None, SlotRows.gather(slots.table, slots.index))
 
-    def pick_nodes(self, logits: Tensor, tree: Tree, mask: Tensor | None = None) -> SampledTokens:
-        """Sample the target's token at every node.  logits: [B, D, V]; mask: [B, D, words] (sampling/mask.py)."""
+    def pick_nodes(
+        self, logits: Tensor, tree: Tree, mask: Tensor | None = None, nodes: slice = ALL_NODES
+    ) -> SampledTokens:
+        """Sample the target's token at every node of `nodes`.
+
+        logits: [B, n, V], of these nodes; mask: [B, D, words], of all (sampling/mask.py).
+        """
+        ancestors, offsets = tree.ancestors[:, nodes], noise_offsets(tree)[:, nodes]
+        mask = None if mask is None else mask[:, nodes]
         if self.slot_rows is not None:
             # For penalties, the slot has counted the root (node 0) already.
-            above = (tree.tokens, tree.ancestors)
-            rows, offsets = self.slot_rows, noise_offsets(tree)
+            above, rows = (tree.tokens, ancestors), self.slot_rows
             return SampledTokens(*pick_triton(logits, rows, self.first, offsets, above, first_above=1, mask=mask))
         drafted = tree.tokens.masked_fill(tree.depths == 0, VOID)
-        counted = Above(drafted, tree.ancestors) if self.needs.penalised else None
-        return self._pick(masked(logits, mask), noise_offsets(tree), counted)
+        counted = Above(drafted, ancestors) if self.needs.penalised else None
+        return self._pick(masked(logits, mask), offsets, counted)
 
     def pick_last(self, logits: Tensor, mask: Tensor | None = None) -> SampledTokens:
         """Sample the token after a prompt chunk.  logits: [B, 1, V]; mask: [B, 1, words]."""

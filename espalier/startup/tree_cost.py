@@ -20,12 +20,25 @@ from espalier.layout import PLAIN, TreeShape
 from espalier.models.config import ModelConfig
 from espalier.models.draft import DraftConfig
 
-# FLOPs that a GPU computes in the time in which it reads a byte: 690 TFLOP/s and 4.4 TB/s, measured on an H200.
-FLOPS_PER_BYTE = 157
 # Smaller trees that are compared with the configured one.  Of a block draft only their numbers of nodes count.
 SMALLER_TREES = (TreeShape(5, 4, 16), TreeShape(3, 2, 8))
-# Accept length by number of nodes: EAGLE-3 on the shape of Llama-3.1-8B (crossovers.json).
+# Accept length by number of nodes (crossovers.json), and whose they are.
 ACCEPT_LENGTHS = ((1, 1.0), (8, 2.8), (16, 3.5), (64, 4.0))
+ACCEPTED_BY = "an EAGLE-3 head of llama-3.1-8b"
+
+
+@dataclass(frozen=True)
+class ChipFigures:
+    """What a GPU was measured to do (`espalier bench floor`): bytes read a second, FLOPs of a bf16 product a second."""
+
+    gpu: str
+    bandwidth: float
+    peak: float
+
+    @property
+    def flops_per_byte(self) -> float:
+        """FLOPs that it computes in the time in which it reads a byte."""
+        return self.peak / self.bandwidth
 
 
 @dataclass(frozen=True)
@@ -45,22 +58,23 @@ class MixtureWeights:
     block_rows: int = 0
     extends: bool = True
 
-    def target_cost(self, rows: int) -> float:
+    def target_cost(self, rows: int, chip: ChipFigures) -> float:
         """The time of a target pass, in the bytes that could be read in that time."""
         touched = expected_touched(self.num_experts, self.top_k, rows)
-        return _cost(self.dense, rows) + max(2 * self.expert * touched, _product_cost(self.expert * self.top_k, rows))
+        products = _product_cost(self.expert * self.top_k, rows, chip)
+        return _cost(self.dense, rows, chip) + max(2 * self.expert * touched, products)
 
-    def round_cost(self, tree: TreeShape, batch: int) -> float:
+    def round_cost(self, tree: TreeShape, batch: int, chip: ChipFigures) -> float:
         """The time of a round, as target_cost."""
-        verify = self.target_cost(batch * tree.num_draft_tokens)
+        verify = self.target_cost(batch * tree.num_draft_tokens, chip)
         if tree == PLAIN:
             return verify
         if self.block_rows:
             # Depth is free.
-            proposal = _cost(self.draft, batch * self.block_rows)
+            proposal = _cost(self.draft, batch * self.block_rows, chip)
         else:
-            proposal = (tree.steps - 1) * _cost(self.draft, batch * tree.topk)
-        return verify + proposal + (_cost(self.draft, batch * (tree.steps + 1)) if self.extends else 0)
+            proposal = (tree.steps - 1) * _cost(self.draft, batch * tree.topk, chip)
+        return verify + proposal + (_cost(self.draft, batch * (tree.steps + 1), chip) if self.extends else 0)
 
 
 def mixture_weights(target: ModelConfig, draft: DraftConfig | None) -> MixtureWeights | None:
@@ -108,7 +122,9 @@ def _attention_weights(config: ModelConfig) -> int:
     return queries + hidden * latent.row_size + up + hidden * heads * latent.v_size
 
 
-def trees_by_cost(configured: TreeShape, weights: MixtureWeights, max_batch: int) -> dict[int, TreeShape]:
+def trees_by_cost(
+    configured: TreeShape, weights: MixtureWeights, max_batch: int, chip: ChipFigures
+) -> dict[int, TreeShape]:
     """The trees that are predicted to be fastest, by the least number of requests that uses each.
 
     Empty if the configured tree is predicted to be the fastest at every batch.
@@ -121,7 +137,7 @@ def trees_by_cost(configured: TreeShape, weights: MixtureWeights, max_batch: int
     chosen: dict[int, TreeShape] = {}
     current = configured
     for batch in _doublings(max_batch):
-        best = max(trees, key=lambda tree: accept_length(tree) / weights.round_cost(tree, batch))
+        best = max(trees, key=lambda tree: accept_length(tree) / weights.round_cost(tree, batch, chip))
         if best != current:
             chosen[batch] = current = best
     return chosen
@@ -149,10 +165,10 @@ def _doublings(most: int) -> Sequence[int]:
     return [1 << power for power in range(most.bit_length())]
 
 
-def _cost(weights: int, rows: int) -> float:
+def _cost(weights: int, rows: int, chip: ChipFigures) -> float:
     """The time of a pass that multiplies each row with all `weights`, of two bytes each."""
-    return max(2 * weights, _product_cost(weights, rows))
+    return max(2 * weights, _product_cost(weights, rows, chip))
 
 
-def _product_cost(weights: int, rows: int) -> float:
-    return 2 * weights * rows / FLOPS_PER_BYTE
+def _product_cost(weights: int, rows: int, chip: ChipFigures) -> float:
+    return 2 * weights * rows / chip.flops_per_byte

@@ -10,15 +10,15 @@ import json
 import logging
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from espalier.errors import EspalierError
 from espalier.kernels.runtime.launch import Chip
 from espalier.layout import PLAIN, TREE_FIELDS, TreeShape
-from espalier.startup.tree_cost import MixtureWeights, trees_by_cost
+from espalier.startup.tree_cost import ACCEPTED_BY, ChipFigures, MixtureWeights, trees_by_cost
 
 SHIPPED = Path(__file__).with_name("crossovers.json")
 # A crossover is used only for targets with less than this many times more or fewer weights.  Small models are bound by
@@ -31,6 +31,7 @@ EXAMPLE = '{"8": {"steps": 3, "topk": 2, "num_draft_tokens": 8}, "64": {"steps":
 log = logging.getLogger("espalier")
 
 Trees = dict[int, TreeShape]
+Parsed = TypeVar("Parsed")
 
 
 @dataclass(frozen=True)
@@ -77,8 +78,7 @@ def choose_trees(
     elif configured == PLAIN:
         return {}
     elif machine is not None and machine.mixture is not None:
-        chosen = trees_by_cost(configured, machine.mixture, max_batch)
-        why = "predicted for uniform routing; `espalier bench round --choose` measures; by_batch={} keeps the tree"
+        chosen, why = _predicted(configured, machine, machine.mixture, max_batch)
     else:
         chosen, why = _from_crossover(configured, machine)
     if requested == "auto":
@@ -88,6 +88,18 @@ def choose_trees(
     level = logging.WARNING if replaces_named else logging.INFO
     log.log(level, "trees by batch: %s%s (%s)", configured, f"; {listed}" if chosen else " at every batch", why)
     return chosen
+
+
+def _predicted(configured: TreeShape, machine: Machine, mixture: MixtureWeights, max_batch: int) -> tuple[Trees, str]:
+    """The trees by tree_cost.py, and in words what they were predicted from."""
+    known = chip_figures()
+    figures = known.get(machine.chip, next(iter(known.values())))
+    of_chip = "" if machine.chip in known else ", as this chip was not measured (`espalier bench floor` does)"
+    why = (
+        f"predicted for uniform routing from the bandwidth and peak of {figures.gpu}{of_chip}, and from the accept "
+        f"lengths of {ACCEPTED_BY}; `espalier bench round --choose` measures; by_batch={{}} keeps the tree"
+    )
+    return trees_by_cost(configured, mixture, max_batch, figures), why
 
 
 def _from_crossover(configured: TreeShape, machine: Machine | None) -> tuple[Trees, str]:
@@ -190,15 +202,32 @@ def write(path: Path, trees: Mapping[int, TreeShape]) -> None:
 
 def crossovers(path: Path = SHIPPED) -> list[Crossover]:
     """The measured crossovers of a file.  Raises EspalierError naming a file of another form."""
-    content = _read_object(path, "list of crossovers; install espalier again")
+    return _parse_all(path, "crossovers", _parse_crossover)
+
+
+def chip_figures(path: Path = SHIPPED) -> dict[Chip, ChipFigures]:
+    """What the chips of a file were measured to do.  Raises EspalierError naming a file of another form."""
+    return dict(_parse_all(path, "chips", _parse_chip))
+
+
+def _parse_all(path: Path, name: str, parse_entry: Callable[[dict[str, Any]], Parsed]) -> list[Parsed]:
+    content = _read_object(path, f"list of {name}; install espalier again")
     try:
-        return [_parse_crossover(entry) for entry in content["crossovers"]]
+        return [parse_entry(entry) for entry in content[name]]
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise EspalierError(f"{path} is not a list of crossovers ({error!r}); install espalier again") from None
+        raise EspalierError(f"{path} is not a list of {name} ({error!r}); install espalier again") from None
+
+
+def _parse_chip(entry: dict[str, Any]) -> tuple[Chip, ChipFigures]:
+    return _chip_of(entry), ChipFigures(entry["gpu"], float(entry["bandwidth"]), float(entry["peak"]))
+
+
+def _chip_of(entry: dict[str, Any]) -> Chip:
+    return Chip(**entry["chip"] | {"capability": tuple(entry["chip"]["capability"])})
 
 
 def _parse_crossover(entry: dict[str, Any]) -> Crossover:
-    chip = Chip(**entry["chip"] | {"capability": tuple(entry["chip"]["capability"])})
+    chip = _chip_of(entry)
     machine = Machine(chip, entry["dtype"], int(entry["hidden_size"]), int(entry["num_layers"]))
     return Crossover(
         machine, _shape(entry["tree"], "tree"), _requests(entry["plain_from"], "plain_from"), entry["measured"]

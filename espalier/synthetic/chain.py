@@ -5,19 +5,24 @@ From place i the chain goes to place i + shift_j with probability p_j.  For each
 shifts; `skill` is how often it ranks the most likely shift first.
 
 An MTP head shares the target's lm_head, so it cannot rank as it likes.  It knows the target's successors, and at each
-token nudges the logit of one (Chain.nudge).
+token nudges the logit of one (Chain.nudge).  A block draft ranks as an EAGLE-3 head at depth 1, and worse from depth to
+depth (Chain.fading, fading.py).
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from espalier.errors import EspalierError
+from espalier.kernels.tree.select_paths import select_paths
 from espalier.sampling.pick import SampledTokens
 from espalier.speculate.accept import accept
+from espalier.speculate.drafters.one_pass import candidates_of
 from espalier.speculate.tree import Pool, Tree, ordered_topk
+from espalier.synthetic.fading import Fading, fading_of
 
 MODES = ("chain", "copy")
 # The target's probabilities of the successors in chain mode.  In copy mode they are equal, and a far token decides.
@@ -34,6 +39,8 @@ LEAST_SKILL, MOST_SKILL = 0.05, 0.99
 FAVOUR, BURY = 3.0, -30.0
 NUM_NUDGES = 2 * NUM_SUCCESSORS
 SAMPLES = 2048
+# Of a block draft, whose trees are slower to grow.
+BLOCK_SAMPLES = 512
 # The tokens of a topic: several times the tokens that the deepest tree reaches ahead.
 TOPIC_TOKENS = 256
 
@@ -54,6 +61,7 @@ class Chain:
     topic: [V], the stretch of TOPIC_TOKENS places, in the order of greedy text, that each token is in.
     nudge: [V], 0 .. NUM_NUDGES-1, or None if the draft is no MTP head.  k: it favours the successor of kind k;
     NUM_SUCCESSORS + k: it buries that one.
+    fading: how a block draft ranks at each depth; None if the draft is none.
     """
 
     mode: str
@@ -68,10 +76,22 @@ class Chain:
     lags: Tensor
     topic: Tensor
     nudge: Tensor | None = None
+    fading: Fading | None = None
 
     @property
     def size(self) -> int:
         return len(self.hot)
+
+    @property
+    def skill(self) -> float:
+        """How often the draft's first guess is right, over all places."""
+        return float((self.draft_logp.argmax(1) == 0).double().mean())
+
+    def fading_to(self, skills: Sequence[float], generator: torch.Generator) -> "Chain":
+        """The chain of a block draft whose first guess at depth d is right as often as skills[d - 1]; skills[0] is
+        `skill`.  Raises EspalierError for skills that cannot be planted."""
+        children = (torch.arange(self.size)[:, None] + self.shifts) % self.size
+        return replace(self, fading=fading_of(self.draft_logp, children, skills, generator))
 
     def token_at(self, places: Tensor) -> Tensor:
         return self.hot[self.ring[places % self.size]]
@@ -110,12 +130,16 @@ def make_chain(
     reach: int,
     has_topics: bool = False,
     is_nudged: bool = False,
+    block_size: int = 0,
+    fade: float = 1.0,
 ) -> Chain:
     """A chain drawn from the seed, on the CPU, so that it is the same on every device.
 
     plain: only these ids are emitted; reach: the largest lag of copy mode; the smallest is 1.
     has_topics: the successors of a token are near it in greedy text, so that a tree stays in a topic.
     is_nudged: the draft is an MTP head.  In copy mode it nudges nothing.
+    block_size: depths that a block draft proposes; 0: it is none.  fade: its skill at a depth over that at the depth
+    before, in chain mode.
     Raises EspalierError for arguments that do not fit together.
     """
     _check(len(plain), num_hot, mode, skill, reach)
@@ -145,7 +169,11 @@ def make_chain(
         nudge = (kind[after] + nudged // NUM_SUCCESSORS * NUM_SUCCESSORS)[place]
     else:
         draft_logp = _guesses(num_hot, skill, generator)
-    return Chain(mode, hot, ring, place, is_hot, shifts, draft_logp, kind, lag_of, lags, topic, nudge)
+    chain = Chain(mode, hot, ring, place, is_hot, shifts, draft_logp, kind, lag_of, lags, topic, nudge)
+    if not block_size:
+        return chain
+    skills = [chain.skill * (fade**depth if mode == "chain" else 1) for depth in range(block_size)]
+    return chain.fading_to(skills, generator)
 
 
 def _check(num_plain: int, num_hot: int, mode: str, skill: float, reach: int) -> None:
@@ -223,17 +251,19 @@ def _even_guesses(size: int) -> Tensor:
 
 
 def predicted_accept_length(
-    chain: Chain, steps: int, topk: int, num_draft_tokens: int, samples: int = SAMPLES
+    chain: Chain, steps: int, topk: int, num_draft_tokens: int, samples: int | None = None
 ) -> float:
     """The accept length of greedy decoding, computed from the chain's tables without a model.
 
     It grows trees by the engine's own rules, from `samples` random places.
     """
+    samples = samples or (SAMPLES if chain.fading is None else BLOCK_SAMPLES)
     if num_draft_tokens == 1 or steps == 0:
         return 1.0
     generator = torch.Generator().manual_seed(samples)
     roots = torch.randint(0, chain.size, (samples,), generator=generator)
-    tree = _grow(chain, roots, steps, topk, num_draft_tokens)
+    grow = _grow if chain.fading is None else _grow_paths
+    tree = grow(chain, roots, steps, topk, num_draft_tokens)
     chosen = torch.zeros_like(tree.tokens)
     if chain.mode == "copy":
         chosen = torch.randint(0, NUM_SUCCESSORS, tree.tokens.shape, generator=generator)
@@ -257,3 +287,19 @@ def _grow(chain: Chain, roots: Tensor, steps: int, topk: int, num_draft_tokens: 
             pool.keep(kept)
             places = children.flatten(1).gather(1, kept)
     return pool.select(roots, num_draft_tokens)
+
+
+def _grow_paths(chain: Chain, roots: Tensor, steps: int, topk: int, num_draft_tokens: int) -> Tree:
+    """The tree over places that speculate/drafters/one_pass.py would propose from the log-probabilities by depth."""
+    assert chain.fading is not None
+    by_depth = chain.fading.logp(chain.draft_logp, steps)
+
+    # In place of its logits, a row has its place.
+    def children(of_rows: Tensor, depth: int, stride: int) -> tuple[Tensor, Tensor]:
+        places = of_rows[..., 0].long()
+        best, shift = ordered_topk(by_depth[depth][places], topk)
+        return (places[..., None] + chain.shifts[shift]) % chain.size, best
+
+    nothing = torch.zeros(len(roots), steps, 1)
+    candidates = candidates_of(roots, nothing, lambda _, places: places[..., None].double(), topk, children)
+    return Tree(*select_paths(roots, candidates, num_draft_tokens))

@@ -2,7 +2,8 @@
 
 `write` makes two Hugging Face directories; `build` makes the same models on a device, without files.  target.py and
 draft.py say how the chain is built into the weights; chain.py has the chain and the predicted accept length.  There is
-no tokenizer: prompts are token ids.  The draft is an EAGLE-3 head or, with `mtp_layers`, an MTP head (mtp.py).
+no tokenizer: prompts are token ids.  The draft is an EAGLE-3 head or, with `mtp_layers`, an MTP head (mtp.py) or, with
+`block_size`, a block draft (block.py).
 """
 
 import json
@@ -22,6 +23,7 @@ from espalier.models.loading import make_target
 from espalier.models.weight_formats import all_dense
 from espalier.models.weights import INDEX, Weights
 from espalier.speculate.drafters import DraftFormat, format_of
+from espalier.synthetic.block import BlockTensors
 from espalier.synthetic.chain import LEAST_SKILL, MOST_SKILL, Chain, make_chain, predicted_accept_length
 from espalier.synthetic.draft import DraftTensors
 from espalier.synthetic.mtp import MtpTensors
@@ -54,6 +56,8 @@ class Recipe:
     skill: how often the draft's first guess is right; in chain mode only.
     routing_correlation: 0 to 1, how much the experts of neighbouring tokens agree (routing.py).
     mtp_layers: layers of an MTP head; 0 is an EAGLE-3 head.  mtp_form: "chain" or "target".
+    block_size: tokens that one pass of a block draft proposes; 0: it is none.  block_fade: its skill at a depth over
+    that at the depth before, which is `skill` at depth 1.
     """
 
     shape: Shape
@@ -64,13 +68,19 @@ class Recipe:
     routing_correlation: float = 0.0
     mtp_layers: int = 0
     mtp_form: str = "chain"
+    block_size: int = 0
+    block_fade: float = 1.0
 
     @property
     def draft_json(self) -> dict[str, Any]:
+        if self.block_size:
+            return self.shape.block_json(self.block_size)
         return self.shape.mtp_json(self.mtp_layers, self.mtp_form) if self.mtp_layers else self.shape.draft_json
 
     @property
     def draft_name(self) -> str:
+        if self.block_size:
+            return f"a block draft of {self.block_size}, fade {self.block_fade},"
         return f"an MTP head, {self.mtp_layers} x {self.mtp_form}," if self.mtp_layers else "a draft"
 
     @property
@@ -95,14 +105,18 @@ class Recipe:
             reach=self.reach,
             has_topics=self.routing_correlation > 0,
             is_nudged=self.mtp_layers > 0,
+            block_size=self.block_size,
+            fade=self.block_fade,
         )
 
     def tensors(
         self, dtype: torch.dtype, device: torch.device | str
-    ) -> tuple[TargetTensors, DraftTensors | MtpTensors]:
+    ) -> tuple[TargetTensors, DraftTensors | MtpTensors | BlockTensors]:
         target = TargetTensors(
             self.shape, self.chain(), self.seed, dtype, torch.device(device), self.routing_correlation
         )
+        if self.block_size:
+            return target, BlockTensors(self.shape, target, self.block_size)
         if self.mtp_layers:
             return target, MtpTensors(self.shape, target, self.mtp_layers, self.mtp_form)
         return target, DraftTensors(self.shape, target)

@@ -25,6 +25,8 @@ DEEPSEEK_V3 = {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepse
 GPT_OSS = {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "attention_bias": True}
 # Of a draft whose target has latent attention.
 DRAFT_HEAD_SIZE = 128
+# Layers and target features of a block draft, and the rank of its edges: DFlash and DSpark for targets of 8B.
+BLOCK_LAYERS, EDGE_RANK = 5, 256
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,6 +119,23 @@ class Shape:
             "speculators_model_type": "mtp",
             "tie_word_embeddings": False,
             "transformer_layer_config": {**layer, "num_hidden_layers": num_layers},
+        }
+
+    def block_json(self, block_size: int) -> dict[str, Any]:
+        """A block draft in DeepSpec's form of DSpark, which proposes block_size tokens a pass."""
+        last = max(self.target.num_layers - 3, 1)
+        ids = {round(1 + i * (last - 1) / (BLOCK_LAYERS - 1)) for i in range(BLOCK_LAYERS)}
+        return {
+            **self.draft_layer,
+            "architectures": ["Qwen3DSparkModel"],
+            "model_type": "qwen3",
+            "num_hidden_layers": BLOCK_LAYERS,
+            "block_size": block_size,
+            "mask_token_id": self.target.vocab_size - 1,
+            "target_layer_ids": sorted(ids),
+            "markov_rank": EDGE_RANK,
+            "markov_head_type": "vanilla",
+            "enable_confidence_head": False,
         }
 
     @property

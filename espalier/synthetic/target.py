@@ -2,11 +2,11 @@
 
 Every embedding has the same length and is the sum e_t = r_t + planted parts.  r_t is random and identifies the token.
 The planted parts lie in a few directions that nothing else uses: `mark` is common to all tokens, and keys are made of
-it.  A mixture of experts may have a part for topics, which its routers read (routing.py).  For an MTP
-head one part says what it nudges, and the lm_head reads another (mtp.py).  Copy mode adds a direction for each kind
-that is read (`read`), for each kind that is written (`write`) and for each lag (`lag`).  Attention and MLP change the
-residual little, so it keeps e_t.  A row of the lm_head combines the r_t of the token's predecessors, with exactly the
-chain's logits there.
+it.  A mixture of experts may have a part for topics, which its routers read (routing.py).  For an MTP head one part
+says what it nudges, and the lm_head reads another (mtp.py).  For a block draft each layer adds its `stamp`, and
+`favour` and `misread` are the draft's own (block.py).  Copy mode adds a direction for each kind that is read (`read`),
+for each kind that is written (`write`) and for each lag (`lag`).  Attention and MLP change the residual little, so it
+keeps e_t.  A row of the lm_head combines the r_t of the token's predecessors, with exactly the chain's logits there.
 
 In copy mode layer l serves the tokens of lag l.  Query head A attends to the position `lag` back, and query head B of
 the same key-value head to its own position.  What A reads minus what B reads is written to `write`.  For other tokens
@@ -42,6 +42,8 @@ SHARES = {"mark": 0.08, "read": 0.08, "write": 0.12, "lag": 0.08, "topic": 0.08,
 # A hidden state that holds a direction of the planted part "kind" with this share of its length has one nat more in
 # the logits of that kind's tokens.  Only MTP heads write there.
 NAT = 1 / 200
+# The size of a layer's stamp in the residual, as a share of its length.
+STAMP = 0.03
 # Standard deviation of silu(a)·b for a, b of standard deviation 1.
 GATED = 0.6
 # Rows that are drawn or solved at once.
@@ -133,6 +135,10 @@ class TargetTensors:
             sizes |= {"read": NUM_SUCCESSORS, "write": NUM_SUCCESSORS, "lag": len(self.chain.lags)}
         if self.chain.nudge is not None:
             sizes |= {"nudge": NUM_NUDGES, "kind": NUM_SUCCESSORS}
+        if self.chain.fading is not None:
+            sizes |= {"favour": 1, "misread": 1}
+            if self.stamps:
+                sizes["stamp"] = self.config.num_layers
         if self.correlation:
             sizes["topic"] = TOPIC_SIZE
         starts = torch.tensor([0, *sizes.values()]).cumsum(0).tolist()
@@ -182,7 +188,19 @@ class TargetTensors:
         weight = self._linear(name, part, size)
         if self.copies and part in ("q_proj", "k_proj", "v_proj", "o_proj"):
             self._plant_copying(weight, part, int(name.split(".")[2]))
+        if self.stamps and part in ("v_proj", "o_proj"):
+            self._plant_stamp(weight, part, int(name.split(".")[2]))
         return weight
+
+    @property
+    def stamps(self) -> bool:
+        """Whether each layer writes its stamp, by which a block draft knows the layers that it reads.
+
+        Attention must keep a value that is the same in all rows.
+        """
+        return (
+            self.chain.fading is not None and not self.copies and self.config.latent is None and not self.config.sinks
+        )
 
     @property
     def own_length(self) -> float:
@@ -248,6 +266,15 @@ class TargetTensors:
         experts = self.config.experts
         scale = experts.routing.routed_scaling_factor if experts is not None and ".experts." in name else 1.0
         return step / GATED / scale
+
+    def _plant_stamp(self, weight: Tensor, part: str, layer: int) -> None:
+        """The first channel of the first head reads the mark, which is 1 in every row, and writes the stamp."""
+        planted = self.planted
+        if part == "v_proj":
+            weight[0] = (planted.direction("mark") / planted.length["mark"]).to(self.dtype)
+        else:
+            stamp = planted.direction("stamp", layer) * (STAMP * math.sqrt(self.config.hidden_size))
+            weight[:, 0] = stamp.to(self.dtype)
 
     def _plant_copying(self, weight: Tensor, part: str, layer: int) -> None:
         """Head A, the first of a group, attends to the lag, and head B, the second, to its own position.

@@ -18,7 +18,7 @@ NOT_GIVEN = None
 # The alternative to --api-key, whose value every user of the machine can see in the list of processes.
 KEY_VARIABLE = "ESPALIER_API_KEY"
 # The flags of a synthetic model besides --shape.
-SHAPE_FLAGS = ("accept_length", "routing_correlation", "mtp_layers", "mtp_form")
+SHAPE_FLAGS = ("accept_length", "routing_correlation", "mtp_layers", "mtp_form", "block_size", "block_fade")
 
 
 def add_engine_flags(parser: ArgumentParser, leave_out: Collection[str] = ()) -> None:
@@ -83,6 +83,15 @@ def add_shape_flags(parser: ArgumentParser | _ArgumentGroup) -> None:
         "--mtp-layers", type=int, metavar="N", help="of --shape: the draft is an MTP head of N layers, not EAGLE-3"
     )
     parser.add_argument("--mtp-form", choices=("chain", "target"), help="what its layers read (chain)")
+    parser.add_argument(
+        "--block-size",
+        type=int,
+        metavar="N",
+        help="of --shape: the draft is a block draft with edges (DSpark) that proposes N tokens a pass, not EAGLE-3",
+    )
+    parser.add_argument(
+        "--block-fade", type=float, metavar="X", help="its skill at a depth over that at the depth before (1)"
+    )
 
 
 def shape_settings(args: Namespace, seed: int) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from espalier.layout import PLAIN, TreeShape
 from espalier.startup import tree_policy as trees
 from tests.cli.test_cli import run, tiny, tiny_heldout  # noqa: F401  (fixtures)
 from tests.synthetic.mixtures import mixture
+from tests.synthetic.test_checkpoint import tiny as dense
 from tests.test_llm import paths  # noqa: F401  (a fixture)
 
 WIDE, MIDDLE, NARROW = choose.CANDIDATES
@@ -36,6 +37,19 @@ def test_candidates_are_those_that_the_buffers_hold():
     assert candidates_of(WIDE, [NARROW, PLAIN, NARROW]) == [NARROW, PLAIN]
     with pytest.raises(EspalierError, match="above the configured"):
         candidates_of(MIDDLE, [WIDE])
+
+
+def test_a_block_drafts_candidates_keep_its_depth():
+    """Depth is free for it, and nodes are not."""
+    deep = TreeShape(15, 8, 256)
+    trees = [TreeShape(15, 8, nodes) for nodes in (256, 64, 32, 16, 8)]
+    assert candidates_of(deep, [], is_block=True) == [*trees, PLAIN]
+    assert candidates_of(TreeShape(7, 4, 16), [], is_block=True) == [TreeShape(7, 4, 16), TreeShape(7, 4, 8), PLAIN]
+    assert candidates_of(deep, [WIDE], is_block=True) == [WIDE]
+    lengths = predicted_accept_lengths(4.0, trees[1], [*trees[1:4], WIDE, PLAIN], is_block=True)
+    assert lengths[trees[1]] == 4.0 > lengths[trees[2]] > lengths[trees[3]] > lengths[PLAIN] == 1.0
+    # A shallower tree of as many nodes accepts less and costs as much.
+    assert lengths[WIDE] < 4.0
 
 
 def test_a_larger_tree_is_foretold_to_accept_more():
@@ -80,6 +94,18 @@ def test_a_named_shape_is_measured_with_the_experts_of_its_passes(monkeypatch, c
     assert [(cell["batch"], cell["num_draft_tokens"]) for cell in cells] == [(1, 8), (2, 8), (1, 1), (2, 1)]
     assert cells[2]["experts_touched"] == 4.0 and 4.0 <= cells[3]["experts_touched"] <= 8.0
     assert 4.0 <= cells[0]["experts_touched"] <= 9.0
+
+
+def test_a_block_draft_of_a_named_shape_is_measured_at_its_own_depth(monkeypatch, tmp_path):
+    """No tree is named: the depth is what one pass proposes."""
+    monkeypatch.setattr(engines, "require_gpu", lambda what: torch.device("cpu"))
+    monkeypatch.setattr(synthetic_models, "find_shape", lambda name: dense(hot=1024))
+    figures = tmp_path / "figures.json"
+    flags = ["--choose", "--shape", "tiny", "--block-size", "6", "--accept-length", "4", "--tokens", "8"]
+    sizes = ["--context", "8", "--repeats", "1", "--max-batch", "1", "--max-context", "256"]
+    assert run("bench", "round", *flags, *sizes, "--json", figures) == 0
+    cells = json.loads(figures.read_text())["cells"]
+    assert [(cell["steps"], cell["num_draft_tokens"]) for cell in cells] == [(6, 16), (6, 8), (0, 1)]
 
 
 def test_one_accept_length_gives_those_of_all(tiny, tiny_heldout, capsys):  # noqa: F811

@@ -93,7 +93,7 @@ def test_the_experts_of_a_pass_are_counted(correlation):
     shape = mixture("qwen3-moe", hot=1024)
     models = SyntheticModels(Recipe(shape, skill=0.9, routing_correlation=correlation), torch.float32, CPU, 512)
     cell = Cell(4, 24, (4, 4, 16), 16)
-    with OwnSize(chunk_size=128).open(models, cell, 4) as (engine, _):
+    with OwnSize(models.recipe.draft_config.spec, chunk_size=128).open(models, cell, 4) as (engine, _):
         rounds = full_rounds(engine, models, cell, 4)
     assert rounds.follows == 4
     if correlation:
@@ -106,7 +106,7 @@ def test_the_experts_of_a_pass_are_counted(correlation):
 def test_a_dense_target_touches_no_experts():
     models = SyntheticModels(Recipe(mixture("v3-dense"), skill=0.9), torch.float32, CPU, 512)
     cell = Cell(1, 24, (2, 2, 4), 16)
-    with OwnSize(chunk_size=128).open(models, cell, 2) as (engine, _):
+    with OwnSize(models.recipe.draft_config.spec, chunk_size=128).open(models, cell, 2) as (engine, _):
         assert full_rounds(engine, models, cell, 2).experts_touched is None
 
 

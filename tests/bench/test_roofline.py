@@ -205,6 +205,50 @@ def test_earlier_figures_of_a_chip_are_shown_beside_new_ones():
     assert mixed[0][-2:] == ["experts touched", "experts, ms"] and mixed[1][-2:] == ["12.3", "0.50"]
 
 
+BLOCK = shape_named("llama-3.1-8b", block_size=16)
+
+
+@pytest.mark.parametrize("steps", [7, 15])
+def test_a_block_draft_runs_one_pass_its_edges_and_its_context(steps):
+    target, draft = round_runs(BLOCK, batch=3, steps=steps, topk=8, num_draft_tokens=64)
+    assert target == LLAMA.target_pass(3 * 64)
+    edges = [run for run in draft if run.name == "draft edges"]
+    assert [run.rows for run in edges] == [3] + [24] * (steps - 1) and {run.shape for run in edges} == {(128256, 256)}
+    # All rows of the block run at any depth, because they see one another.
+    assert by_name(run for run in draft if run.name != "draft edges") == {
+        "draft qkv": ((6144, 4096), 5, 48),
+        "draft o": ((4096, 4096), 5, 48),
+        "draft gate_up": ((28672, 4096), 5, 48),
+        "draft down": ((4096, 14336), 5, 48),
+        "draft lm_head": ((128256, 4096), 1, 3 * steps),
+        "draft fc": ((4096, 5 * 4096), 1, 3 * (steps + 1)),
+        "draft context": ((2048, 4096), 5, 3 * (steps + 1)),
+    }
+
+
+def test_without_a_tree_a_block_draft_only_projects_context():
+    _, draft = round_runs(BLOCK, batch=3, steps=0, topk=1, num_draft_tokens=1)
+    assert [run.name for run in draft] == ["draft fc", "draft context"] == [r.name for r in BLOCK.extend_passes(3)]
+    assert round_runs(BLOCK, 3, 0, 1, 1, drafts=False)[1] == ()
+
+
+def test_the_weights_of_a_block_draft_are_read_once():
+    """But for the edges and for the K and V projections, which the block's rows and the context rows each read."""
+    tensors = Recipe(find_shape("llama-3.1-8b"), block_size=16).tensors(torch.bfloat16, "meta")[1]
+    stored = sum(torch.Size(size).numel() for size in tensors.shapes.values() if len(size) == 2)
+    before = 128256 * 256  # a table of rows
+    draft = round_runs(BLOCK, 1, 7, 8, 64)[1]
+    once = {run.name: run.weight_bytes // 2 for run in draft if run.name != "draft context"}
+    assert sum(once.values()) == stored - before
+
+
+def test_the_attention_of_a_block_draft_is_its_block_over_the_context():
+    cost = round_attention(BLOCK, batch=3, context=100, steps=7, topk=8, num_draft_tokens=64)
+    assert cost.num_bytes == 2 * 3 * 100 * 2 * 8 * 128 * (32 + 5)
+    assert cost.flops == 3 * 100 * BLOCK.attention_flops * (64 * 32 + 16 * 5)
+    assert round_experts(BLOCK, 3, 7, 8, 64) == (expert_cost(BLOCK, 192),)
+
+
 class Spied:
     """A draft's module that notes the rows of a request in each pass and at its head."""
 

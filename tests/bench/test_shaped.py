@@ -30,7 +30,7 @@ TREE = (4, 4, 16)
 def found() -> list[Measured]:
     cells = with_plain(parse_cells(["2x24:4,4,16"], [1, 16]))
     models = SyntheticModels(Recipe(SHAPE, skill=0.9), torch.float32, CPU, 512)
-    return list(measure(models, cells, OwnSize(chunk_size=16), 6, None))
+    return list(measure(models, cells, OwnSize(models.recipe.draft_config.spec, chunk_size=16), 6, None))
 
 
 def test_cells_are_read_each_once_with_plain_beside_them():
@@ -205,14 +205,35 @@ def test_an_mtp_head_is_measured_like_an_eagle_head(name, layers, form, monkeypa
     assert tree["rounds"]["accept_length"] == pytest.approx(predicted, abs=0.8) and predicted > 2.5
 
 
+@pytest.mark.parametrize("own_size", [False, True])
+def test_a_block_draft_is_measured_like_an_eagle_head(own_size, monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr("espalier.bench.synthetic_models.find_shape", lambda name: SHAPE)
+    monkeypatch.setattr("espalier.bench.shaped.require_gpu", lambda what: CPU)
+    file = tmp_path / "figures.json"
+    flags = ["--shape", "tiny", "--block-size", "8", "--block-fade", "0.97", "--accept-length", "3.5"]
+    sizes = ["--cells", "2x40:8,4,32", "--page-size", "16", "--rounds", "12", "--chunk-size", "64"]
+    assert main(["bench", "round", *flags, *sizes, "--json", str(file), *(["--own-size"] if own_size else [])]) == 0
+    assert "a block draft of 8, fade 0.97, of skill" in capsys.readouterr().out
+    figures = json.loads(file.read_text())
+    tree, plain = figures["cells"]
+    assert tree["rounds"]["follows"] == plain["rounds"]["follows"] == 2 and plain["rounds"]["accept_length"] == 1
+    recipe = Recipe(SHAPE, skill=figures["recipe"]["skill"], block_size=8, block_fade=0.97)
+    predicted = predicted_accept_length(recipe.chain(), 8, 4, 32)
+    assert tree["rounds"]["accept_length"] == pytest.approx(predicted, abs=1.0) and predicted > 2.5
+
+
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
         (["--mtp-layers", "0"], "--mtp-layers=0 is not supported; use 1 to"),
         (["--mtp-form", "chain"], "--mtp-form is for an MTP head; give --mtp-layers"),
+        (["--block-size", "1"], "--block-size=1 is not supported; use 2 to 63"),
+        (["--block-size", "8", "--mtp-layers", "1"], "--block-size and --mtp-layers name two drafts; leave one out"),
+        (["--block-fade", "0.9"], "--block-fade=0.9 is not supported; use above 0 to 1, with --block-size"),
+        (["--block-size", "8", "--block-fade", "1.1"], "--block-fade=1.1 is not supported"),
     ],
 )
-def test_mtp_flags_that_do_not_fit_are_refused(flags, says, monkeypatch, capsys):
+def test_flags_of_a_draft_that_do_not_fit_are_refused(flags, says, monkeypatch, capsys):
     monkeypatch.setattr("espalier.bench.shaped.require_gpu", lambda what: CPU)
     assert main(["bench", "round", "--shape", "llama-3.1-8b", *flags]) == 2
     assert says in capsys.readouterr().err
@@ -300,7 +321,7 @@ def test_a_gpu_is_idle_from_the_end_of_a_round_to_the_next_ones_start(monkeypatc
 def test_on_a_gpu_graphs_are_timed_and_counted():
     models = SyntheticModels(Recipe(SHAPE, skill=0.9), torch.bfloat16, torch.device("cuda"), 512)
     cells = with_plain(parse_cells(["2x24:4,4,16"], [16]))
-    tree, plain = measure(models, cells, OwnSize(chunk_size=16), 6, None)
+    tree, plain = measure(models, cells, OwnSize(models.recipe.draft_config.spec, chunk_size=16), 6, None)
     require_graphs(tree, plain)
 
 

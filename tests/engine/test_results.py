@@ -29,9 +29,10 @@ PATH = Path(
 )
 LOGITS = torch.arange(2 * 4 * 10.0).view(2, 4, 10).sin()
 NOBODY = torch.tensor([-1, -1])
-ROUND = RoundOutput(PATH, LOGITS, NOBODY, TREE)
+ROUND = RoundOutput(PATH, LOGITS, NOBODY, PATH.rows, TREE)
 ONES = torch.tensor([1, 0])
-PASS = RoundOutput(Path(torch.zeros(2, 1).long(), ONES, torch.tensor([[4], [3]]), ONES), LOGITS[:, :1], NOBODY)
+FIRST = torch.zeros(2, 1).long()
+PASS = RoundOutput(Path(FIRST, ONES, torch.tensor([[4], [3]]), ONES), LOGITS[:, :1], NOBODY, FIRST)
 
 
 NOTHING = Reported()

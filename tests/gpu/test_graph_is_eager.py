@@ -6,13 +6,14 @@ from itertools import product
 import pytest
 import torch
 
-from espalier import LLM, SamplingParams
+from espalier import LLM, SamplingParams, layout
 from espalier.engine.engine import Engine
 from espalier.layout import PLAIN, TreeShape
 from tests.gpu.conftest import BATCHES
 from tests.gpu.engines import DeviceSetup
 from tests.gpu.traffic import mixed, run_staggered
 from tests.gpu.twin import Twin, same_bits, twins
+from tests.harness import VOCAB
 
 pytestmark = pytest.mark.gpu
 
@@ -67,6 +68,23 @@ def test_a_tree_of_three_words_and_a_small_draft_vocabulary(window, put_on_recor
     setup = setup_of("eagle3", 16, torch.bfloat16, **changes)
     setup = replace(setup, topk=8, steps=4, num_draft_tokens=129)
     check(setup.engine(), setup.engine(), put_on_record)
+
+
+@pytest.mark.parametrize("algorithm", ["eagle3", "ngram"])
+def test_logits_of_nodes_in_pieces(algorithm, put_on_record, monkeypatch):
+    """Seven rows at a time; the tokens are those of the whole."""
+    setup = setup_of(algorithm, 16, torch.float32)
+
+    def outputs() -> list[list[int]]:
+        requests = mixed(13, max_tokens=14)
+        run_staggered(setup.engine(), requests, every=3)
+        return [request.output for request in requests]
+
+    whole = outputs()
+    monkeypatch.setattr(layout, "NODE_LOGITS_BYTES", 7 * 4 * VOCAB)
+    twin = check(setup.engine(), setup.engine(), put_on_record)
+    assert set(twin.replayed) == {1, 2, 3, 4, 5} and twin.num_eager > 0
+    assert outputs() == whole
 
 
 def test_the_reference_backend_in_float64(put_on_record):

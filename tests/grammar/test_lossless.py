@@ -21,6 +21,7 @@ from espalier.request import Request, SamplingParams
 from espalier.sampling.mask import ALL_ALLOWED
 from espalier.speculate import round as rounds
 from espalier.text import TokenBytes
+from tests.block import FORMS
 from tests.grammar.vocabulary import compiler_of
 from tests.harness import VOCAB, Setup, prompts, request, run
 from tests.properties.block_setup import BlockSetup
@@ -43,9 +44,9 @@ GRAMMARS = [
     Grammar("ebnf", 'root ::= "[" root "]" | "1" | "ab"'),
 ]
 CELLS = [(algorithm, topk, page) for algorithm in ("eagle3", "ngram") for topk in (1, 4) for page in (1, 16)]
-# Forms of block drafts, without and with edges, of which DFlash 2's are for some tokens only.
-BLOCKS = ("dflash", "dspark", "dflash2")
-CELLS += [(form, 4, page) for form, page in zip((*BLOCKS, "peagle"), (16, 1, 16, 1), strict=True)]
+# Every form of block drafts: without edges, causal, with edges, with a reduced vocabulary, with edges of some tokens.
+BLOCKS = FORMS
+CELLS += [(form, 4, page) for form, page in zip((*BLOCKS, "peagle"), (16, 3, 1, 4, 16, 1), strict=True)]
 
 
 def bytes_of(token: int) -> TokenBytes:

@@ -213,3 +213,15 @@ def test_a_mask_that_is_no_token_is_refused(tmp_path):
     (draft / "mask_embedding.pt").touch()
     with pytest.raises(EspalierError, match="a mask that is no token"):
         read_draft(draft, read_config(target))
+
+
+def test_k_and_v_projections_are_held_once():
+    """Context rows and block rows are multiplied with the same memory."""
+    target_path, draft_path = block_directories("llama", "dspark", 4)
+    how = {**LOADING, "dtype": torch.float64}
+    target = load_target(target_path, capture=read_draft(draft_path, read_config(target_path)).spec.capture, **how)
+    draft = load_draft(draft_path, target, **how)
+    for layer, context in zip(draft.layers, draft.context_kv, strict=True):
+        whole = layer.attention.qkv.weight.tensor
+        assert context.weight.tensor.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+        assert context.shape == (32, 32) and torch.equal(context.weight.tensor, whole[32:])

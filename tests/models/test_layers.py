@@ -6,7 +6,10 @@ import torch.nn.functional as F
 
 from espalier.models.layers.linear import Linear
 from espalier.models.layers.norm import RMSNorm
+from espalier.models.weight_formats.base import LastRows, Weight
 from espalier.models.weight_formats.dense import DenseWeight, PackedWeight, can_pack
+from espalier.models.weight_formats.quantised import QuantisedWeight
+from tests.kernels.quantised_inputs import drawn
 
 
 @pytest.mark.parametrize("rows", [0, 1, 3, 16, 130])
@@ -20,6 +23,34 @@ def test_packed_linears_agree_with_plain_ones(rows: int, bias: bool) -> None:
     torch.testing.assert_close(packed(x), plain(x), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(packed(x.view(rows, 1, 40)), plain(x).view(rows, 1, 48), rtol=1e-5, atol=1e-5)
     assert torch.equal(plain(x), F.linear(x, weight, offset))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("first", [0, 64, 96])
+@pytest.mark.parametrize("kind", ["dense", "packed", "fp8-block", "int4"])
+def test_the_last_rows_of_a_layer_are_a_layer_in_its_memory(kind: str, first: int, bias: bool) -> None:
+    dtype = torch.float64 if kind == "dense" else torch.float32
+    plain, x = torch.randn(160, 256, dtype=dtype), torch.randn(5, 256, dtype=dtype)
+    weight: Weight = DenseWeight(plain)
+    memory = plain
+    if kind == "packed":
+        if not can_pack(plain):
+            pytest.skip("no packed layout on this machine")
+        weight = PackedWeight(plain)
+    elif kind != "dense":
+        matrix = drawn(kind, (), 160, 256, torch.device("cpu"))
+        weight, memory = QuantisedWeight(matrix, kind), matrix.codes
+    whole = Linear(weight, torch.randn(160, dtype=dtype) if bias else None)
+    last = whole.rows_from(first)
+    torch.testing.assert_close(last(x), whole(x)[:, first:], rtol=1e-5, atol=1e-5)
+    assert last.shape == (160 - first, 256) and last(x).is_contiguous()
+    if isinstance(last.weight, LastRows):
+        # A packed weight cannot be cut, nor can a block of scales.
+        assert kind == "packed" or (kind == "fp8-block" and first == 96)
+        assert last.weight.whole is weight and last.weight.nbytes == 0
+    else:
+        held = last.weight.tensor if kind == "dense" else last.weight.matrix.codes
+        assert held.data_ptr() == memory[first:].data_ptr()
 
 
 def test_only_float32_is_packed() -> None:

@@ -12,7 +12,7 @@ from espalier.layout import TreeShape, max_draft_tokens
 from espalier.request import Request, SamplingParams
 from espalier.startup import load
 from tests.block import FORMS, block_directories
-from tests.harness import prompts, request, run
+from tests.harness import Ran, prompts, request, run
 from tests.pairwise import pairwise, rows_of
 from tests.properties.block_setup import BlockSetup, block_reference_of
 from tests.properties.watch import INCREMENTAL, PROPOSAL, Watch, run_watched
@@ -42,15 +42,21 @@ def asked(index: int, prompt: list[int], **style: Any) -> Request:
     return request(index, prompt, SamplingParams(**{"temperature": 3.0, "max_tokens": 8, **style}))
 
 
+def too_many_nodes(cell: Mapping[str, Any]) -> bool:
+    """Whether no tree has them.  What a part of a cell leaves open can still be chosen."""
+    steps, topk = cell.get("steps", max(PRODUCT["steps"])), cell.get("topk", max(AROUND["topk"]))
+    return cell.get("nodes", 1) > max_draft_tokens(steps, topk)
+
+
 def cell_setup(cell: Mapping[str, Any]) -> tuple[BlockSetup, list[Request]]:
     """Prompts of one and of two tokens, and one that a page's end cuts."""
-    fields = {"topk": 4, **cell}
+    fields = dict(cell)
     nodes = fields.pop("nodes")
     lengths, max_tokens = [max(min(cell["page_size"], 64) - 4, 5), 1, 2, 21], 8
     setup = BlockSetup(
         **fields,
         spare=cell["steps"] % 2,
-        num_draft_tokens=min(nodes, max_draft_tokens(fields["steps"], fields["topk"])),
+        num_draft_tokens=nodes,
         max_batch=3,
         max_context=max(lengths) + max_tokens,
         chunk_size=16,
@@ -59,7 +65,7 @@ def cell_setup(cell: Mapping[str, Any]) -> tuple[BlockSetup, list[Request]]:
     return setup, requests
 
 
-CELLS = pairwise({**PRODUCT, **AROUND}, lambda cell: False)
+CELLS = pairwise({**PRODUCT, **AROUND}, too_many_nodes)
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: "-".join(map(str, cell.values())))
@@ -68,8 +74,14 @@ def test_every_property_holds(cell):
     run_watched(watched(setup), requests)
 
 
+# The whole product, with the smallest topk that gives so many nodes.
+WHOLE = [{"topk": 8 if too_many_nodes({**cell, "topk": 4}) else 4, **cell} for cell in rows_of(PRODUCT)]
+
+
 @pytest.mark.full
-@pytest.mark.parametrize("cell", list(rows_of(PRODUCT)), ids=lambda cell: "-".join(map(str, cell.values())))
+@pytest.mark.parametrize(
+    "cell", [cell for cell in WHOLE if not too_many_nodes(cell)], ids=lambda cell: "-".join(map(str, cell.values()))
+)
 def test_every_property_holds_in_the_whole_product(cell):
     setup, requests = cell_setup(cell)
     run_watched(watched(setup), requests)
@@ -151,3 +163,20 @@ def test_from_config_to_text(form):
     assert run(engine, ran).stats.accepted > 0
     expected = run(BlockSetup(form=form, steps=3).plain().engine(), plain).tokens
     assert [r.output for r in ran] == expected
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_scores_coupled_to_the_targets_noise_are_accepted_more_and_change_no_token(form):
+    """At temperature 1: each depth of a block has the noise of its position."""
+
+    def ran(coupled: bool, setup: BlockSetup) -> Ran:
+        engine = setup.engine()
+        engine.executor.runner = replace(engine.executor.runner, coupled_scores=coupled)
+        requests = [asked(i, prompt, temperature=1.0, max_tokens=40) for i, prompt in enumerate(prompts(3, [5] * 12))]
+        return run(engine, requests)
+
+    setup = replace(SMALL, form=form, steps=5, topk=4, num_draft_tokens=16, max_batch=12)
+    coupled, alone, plain = ran(True, setup), ran(False, setup), ran(True, setup.plain())
+    assert coupled.tokens == alone.tokens == plain.tokens
+    # The noise of a token decides more than a random draft does.
+    assert coupled.stats.accept_length > 1.2 * alone.stats.accept_length

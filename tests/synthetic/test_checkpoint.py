@@ -87,8 +87,9 @@ def prompts(recipe: Recipe, count: int) -> list[list[int]]:
 def an_engine(recipe: Recipe, tree: tuple[int, int, int], dtype: torch.dtype, batch: int = 4) -> Engine:
     target, draft = models(recipe, dtype)
     steps, topk, nodes = tree
-    layout = RoundLayout(batch, steps, topk, nodes, 16, 256, 1, 256)
-    algorithm = "eagle3" if steps else "none"
+    spec = recipe.draft_config.spec
+    layout = RoundLayout(batch, steps, topk, nodes, 16, 256, spec.reentry, 256, block_rows=spec.block_rows)
+    algorithm = spec.algorithm if steps else "none"
     how = {"attention": "sdpa", "dtype": dtype, "device": CPU, "overlap": False, "prefix_cache": False}
     return assemble(layout, target, draft if steps else None, algorithm, num_pages=layout.most_pages, **how)
 

@@ -92,6 +92,11 @@ class QuantisedMatrix:
         zeros = None if self.zeros is None else self.zeros.unflatten(0, (count, -1))
         return replace(self, codes=codes, scales=scales, zeros=zeros)
 
+    def rows_from(self, first: int) -> "QuantisedMatrix":
+        """Rows first .. out-1 of a matrix [out, in], in the same memory.  row_block must divide `first`."""
+        zeros = None if self.zeros is None else self.zeros[first:]
+        return replace(self, codes=self.codes[first:], scales=self.scales[first // self.row_block :], zeros=zeros)
+
     def rows_taken(self, rows: Tensor) -> "QuantisedMatrix":
         """The experts [E, out, in] with their rows in another order.  row_block must be 1.
 

@@ -26,6 +26,10 @@ class Linear:
     def shape(self) -> tuple[int, int]:
         return self.weight.shape
 
+    def rows_from(self, first: int) -> "Linear":
+        """The layer that gives outputs first .. out-1, on the same weight."""
+        return Linear(self.weight.rows_from(first), None if self.bias is None else self.bias[first:], self.reduce)
+
     def __call__(self, x: Tensor) -> Tensor:
         """x [..., in] -> a new tensor [..., out]."""
         if x.ndim == 2:

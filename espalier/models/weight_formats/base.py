@@ -55,6 +55,26 @@ class Weight(ABC):
         """silu(gate) · up [rows, out / 2], for a weight that stacks gate and up."""
         return silu_mul(self.apply(x, bias))
 
+    def rows_from(self, first: int) -> "Weight":
+        """Rows first .. out-1 of the matrix, as a weight in the same memory."""
+        return LastRows(self, first)
+
+
+class LastRows(Weight):
+    """The last rows of a weight whose format cannot be cut: it multiplies by all rows."""
+
+    __slots__ = ("whole", "first", "format")
+
+    def __init__(self, whole: Weight, first: int) -> None:
+        super().__init__((whole.shape[0] - first, whole.shape[1]), 0)
+        self.format = whole.format
+        self.whole = whole
+        self.first = first
+
+    def apply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        rows = self.whole.apply(x, None)[:, self.first :]
+        return rows.contiguous() if bias is None else rows + bias
+
 
 @dataclass(frozen=True)
 class Shard:

@@ -35,6 +35,9 @@ class DenseWeight(Weight):
     def apply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return F.linear(x, self.tensor, bias)
 
+    def rows_from(self, first: int) -> Weight:
+        return dense_weight(self.tensor[first:])
+
 
 class TunedWeight(DenseWeight):
     """A dense weight on a GPU for which plans were measured."""

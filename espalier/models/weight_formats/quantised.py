@@ -50,6 +50,11 @@ class QuantisedWeight(Weight):
     def gated(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return linear_quantised_gated(x, self.matrix, bias)
 
+    def rows_from(self, first: int) -> Weight:
+        if first % self.matrix.row_block:
+            return super().rows_from(first)
+        return QuantisedWeight(self.matrix.rows_from(first), self.format)
+
 
 class QuantisedFormat(WeightFormat):
     """A format whose matrices become a QuantisedMatrix."""

@@ -1,0 +1,71 @@
+"""How the skill of a synthetic block draft falls with depth.
+
+One pass of a block draft proposes all depths, and real drafts are worse at deeper ones.  The planted draft knows the
+chain by its edges, which are the same at every depth.  From depth to depth it prefers more and more a random quarter of
+the tokens, so that its first guess is wrong more often.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from espalier.errors import EspalierError
+
+# The share of tokens that deeper rows prefer, and the largest preference in nats.
+SHARE = 1 / 4
+MOST_FAVOUR = 8.0
+# Places over which a skill is measured.
+PLACES = 8192
+
+
+@dataclass(frozen=True)
+class Fading:
+    """favoured: [N] float32, how much the token at a place is preferred, 0 to 1; children: [N, 1 + NUM_CANDIDATES], the
+    place that each shift leads to; favours: [S] float32, nats that a token with 1 gains at each depth; 0 at depth 1."""
+
+    favoured: Tensor
+    children: Tensor
+    favours: Tensor
+
+    def logp(self, draft_logp: Tensor, steps: int) -> list[Tensor]:
+        """Chain.draft_logp at depths 1 to `steps`.  Raises EspalierError if the draft proposes fewer."""
+        if steps > len(self.favours):
+            raise EspalierError(f"steps={steps} is above block_size={len(self.favours)} of the draft; lower it")
+        return [self.at(draft_logp, favour) for favour in self.favours[:steps].tolist()]
+
+    def at(self, draft_logp: Tensor, favour: float) -> Tensor:
+        return (draft_logp + favour * self.favoured[self.children]).log_softmax(1)
+
+
+def fading_of(draft_logp: Tensor, children: Tensor, skills: Sequence[float], generator: torch.Generator) -> Fading:
+    """draft_logp, children: as of Fading; skills: by depth, how often the first guess is right.
+
+    Raises EspalierError for a skill that is out of reach.
+    """
+    # Not all alike, so that the skill falls smoothly.
+    drawn = torch.rand(len(draft_logp), generator=generator)
+    favoured = torch.where(drawn < SHARE, 1 - drawn / (2 * SHARE), 0.0)
+    some = Fading(favoured, children[:PLACES], torch.zeros(1))
+
+    def skill(favour: float) -> float:
+        return float((some.at(draft_logp[:PLACES], favour).argmax(1) == 0).double().mean())
+
+    least = skill(MOST_FAVOUR)
+    favours = [0.0]
+    for depth, wanted in enumerate(skills[1:], 2):
+        if wanted == skills[0]:
+            favours.append(0.0)
+            continue
+        if not least <= wanted < skills[0]:
+            raise EspalierError(
+                f"a skill of {wanted:.2f} at depth {depth} is out of reach of a block draft; with {skills[0]:.2f} at "
+                f"depth 1, use {least:.2f} or more"
+            )
+        low, high = favours[-1], MOST_FAVOUR
+        while high - low > 1e-3:
+            middle = (low + high) / 2
+            low, high = (middle, high) if skill(middle) >= wanted else (low, middle)
+        favours.append(low)
+    return Fading(favoured, children, torch.tensor(favours))
