@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from espalier.attention import CommittedLengths, GroupedBackend, Nodes, Prefix
 from espalier.attention.staged import Projections, StagedPass
@@ -128,18 +129,19 @@ def candidates_of(root: Tensor, logits: Tensor, edges: LogitsAfter | None, topk:
         # Every candidate is continued by the one row of the next depth.
         tokens, scores = (value[:, :, None] for value in children(logits, 0, 1))
         return Candidates(tokens, scores, torch.zeros_like(tokens, dtype=torch.int32))
-    batch, steps, _ = logits.shape
-    row_tokens, row_scores = root[:, None], torch.zeros(batch, 1, device=logits.device)
-    shape = (batch, steps, topk, topk)
-    made = Candidates(
-        root.new_zeros(shape), row_scores.new_full(shape, -torch.inf), root.new_full(shape, -1, dtype=torch.int32)
-    )
-    for depth in range(steps):
+    row_tokens, row_scores = root[:, None], torch.zeros(len(root), 1, device=logits.device)
+    depths: list[Candidates] = []
+    for depth in range(logits.shape[1]):
         tokens, scores = children(edges(depth, edge_tokens(row_tokens)), depth, 0)
         row_tokens, row_scores, rows = next_rows(tokens, scores, row_scores)
-        for whole, part in zip(made, (tokens, scores, rows), strict=True):
-            whole[:, depth, : part.shape[1]] = part
-    return made
+        depths.append(Candidates(tokens, scores, rows))
+    # The root is the only row of depth 1; no candidate leads to the others.
+    return Candidates(
+        *(
+            torch.stack((pad(parts[0], (0, 0, 0, topk - 1), value=nothing), *parts[1:]), 1)
+            for parts, nothing in zip(zip(*depths, strict=True), (0, -torch.inf, -1), strict=True)
+        )
+    )
 
 
 def block_positions(slots: BatchState, offsets: Tensor) -> Tensor:
