@@ -83,7 +83,7 @@ class Server(uvicorn.Server):
             self.gate.drain()
         if again or at_once:
             self.should_exit = True
-            self.loop.create_task(self.front.client.close())
+            self.loop.create_task(self.front.engines.close())
             return
         log.info("draining: %d requests are in progress", self.gate.num_open)
         self.ending = self.loop.create_task(self._drain())
@@ -95,7 +95,7 @@ class Server(uvicorn.Server):
                     await asyncio.sleep(0.05)
         if self.gate.num_open:
             log.warning("%d requests did not finish within %g s: ending them", self.gate.num_open, self.drain_timeout_s)
-        await self.front.client.close()
+        await self.front.engines.close()
         self.should_exit = True
 
     async def on_tick(self, counter: int) -> bool:
