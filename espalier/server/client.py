@@ -146,6 +146,12 @@ class EngineClient:
                 self._outbox.flush()
                 self._send(Abort(name))
 
+    async def ended(self) -> str | None:
+        """Wait until there will be no further engine process.  The reason, None after `close`."""
+        assert self._supervisor is not None
+        await asyncio.wait({self._supervisor})
+        return None if self.state == "closed" else self.why
+
     async def close(self) -> None:
         """End the process; kill it if it does not exit.  Further calls wait for the first."""
         if self._closing is None:
