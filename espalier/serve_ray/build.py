@@ -64,7 +64,6 @@ def _engines(serve: Any, model: ServedModel, service: Service, name: str) -> Any
     from ray.serve.config import RequestRouterConfig
 
     from espalier.serve_ray.replica import EngineReplica
-    from espalier.serve_ray.router import PrefixRouter
 
     deployment = serve.deployment(EngineReplica).options(
         name=name,
@@ -74,7 +73,7 @@ def _engines(serve: Any, model: ServedModel, service: Service, name: str) -> Any
         graceful_shutdown_timeout_s=service.drain_timeout_s,
         health_check_period_s=HEALTH_PERIOD_S,
         health_check_timeout_s=HEALTH_TIMEOUT_S,
-        request_router_config=RequestRouterConfig(request_router_class=PrefixRouter),
+        request_router_config=RequestRouterConfig(request_router_class=model.replicas.router),
         # What a replica refuses once it refuses always.
         max_constructor_retry_count=1,
         logging_config=dict(QUIET),

@@ -16,6 +16,7 @@ log = logging.getLogger("espalier.server")
 APP = "espalier"
 # Of a cluster that this command starts.  What replicas send is small and does not pass through it.
 OBJECT_STORE_BYTES = 2**28
+CONNECT_S = 10.0
 # The reason in a replica's traceback, as Ray Serve reports it.
 REFUSED = re.compile(r"EspalierError: (.+)")
 
@@ -32,14 +33,17 @@ def serve_replicas(service: Service, host: str, port: int) -> None:
     try:
         _require_gpus(ray, service)
         port = _listen(serve, host, port)
-        _deploy(serve, service, ending)
-        if not ending.is_set():
-            names = ", ".join(name for model in service.models for name in model.front.names)
-            replicas = " and ".join(_number_of(model.replicas) for model in service.models)
-            log.info("serving %s at http://%s:%d/v1 with %s replicas", names, host, port, replicas)
-            ending.wait()
-            log.info("draining")
-        serve.delete(APP)
+        _require_no_other(serve)
+        try:
+            _deploy(serve, service, ending)
+            if not ending.is_set():
+                names = ", ".join(name for model in service.models for name in model.front.names)
+                replicas = " and ".join(_number_of(model.replicas) for model in service.models)
+                log.info("serving %s at http://%s:%d/v1 with %s replicas", names, host, port, replicas)
+                ending.wait()
+                log.info("draining")
+        finally:
+            serve.delete(APP)
     finally:
         if is_own:
             serve.shutdown()
@@ -53,19 +57,36 @@ def _join(ray: Any) -> bool:
     """
     quiet = {"logging_level": logging.WARNING, "log_to_driver": True}
     address = os.environ.get("RAY_ADDRESS")
+    if address is not None:
+        _require_listening(address)
     try:
         ray.init(address=address or "auto", **quiet)
         log.info("joined the Ray cluster at %s", ray.get_runtime_context().gcs_address)
         return False
     except (ConnectionError, ValueError, RuntimeError) as error:
         if address is not None:
-            raise EspalierError(
-                f"there is no Ray cluster at RAY_ADDRESS={address} ({one_line(error)}); correct it, or unset it to "
-                "start a cluster on this machine"
-            ) from None
+            raise _no_cluster(address, error) from None
     ray.init(address="local", include_dashboard=False, object_store_memory=OBJECT_STORE_BYTES, **quiet)
     log.info("started a Ray cluster on this machine")
     return True
+
+
+def _require_listening(address: str) -> None:
+    """Refuse HOST:PORT where nothing listens: Ray would wait for minutes.  Raises EspalierError."""
+    host, _, port = address.rpartition(":")
+    if not (host and port.isdecimal()) or "/" in host:
+        return
+    try:
+        socket.create_connection((host, int(port)), CONNECT_S).close()
+    except (OSError, OverflowError) as error:
+        raise _no_cluster(address, error) from None
+
+
+def _no_cluster(address: str, error: Exception) -> EspalierError:
+    return EspalierError(
+        f"there is no Ray cluster at RAY_ADDRESS={address} ({one_line(error)}); correct it, or unset it to start a "
+        "cluster on this machine"
+    )
 
 
 def _require_gpus(ray: Any, service: Service) -> None:
@@ -74,8 +95,9 @@ def _require_gpus(ray: Any, service: Service) -> None:
     there = int(ray.cluster_resources().get("GPU", 0))
     if wanted > there:
         raise EspalierError(
-            f"--replicas {wanted} needs {wanted} GPUs and the Ray cluster has {there}; use {max(there, 1)} or fewer, "
-            "add nodes, or use --device cpu"
+            f"--replicas {wanted} needs {wanted} GPUs and the Ray cluster has {there}; "
+            + (f"use --replicas {there}" if there else "use --device cpu")
+            + ", or add nodes with GPUs"
         )
 
 
@@ -107,6 +129,14 @@ def _free(host: str, port: int) -> int:
         except (OSError, OverflowError) as error:
             raise EspalierError(f"--host {host} --port {port} cannot be used ({error}); choose another") from None
         return int(probe.getsockname()[1])
+
+
+def _require_no_other(serve: Any) -> None:
+    if APP in serve.status().applications:
+        raise EspalierError(
+            f"another `espalier serve --replicas` runs on this Ray cluster; end it (or `serve delete {APP}`), or serve "
+            "several models with one Serve config file (docs/deploy.md)"
+        )
 
 
 def _deploy(serve: Any, service: Service, ending: threading.Event) -> None:

@@ -19,6 +19,7 @@ from espalier.tools.formats import find_formats
 
 # Tokens left to compute for which one replica is enough, on average.
 TOKENS_PER_REPLICA = 16384
+ROUTER = "espalier.serve_ray.router.PrefixRouter"
 # A name in `args`, and the field of the options.
 OF_FRONT = MappingProxyType(
     {
@@ -32,16 +33,8 @@ OF_FRONT = MappingProxyType(
 )
 OF_CLIENT = MappingProxyType({"engine_timeout": "timeout_s", "load_timeout": "load_timeout_s"})
 OF_API = MappingProxyType({"api_key": "api_key", "max_body_bytes": "max_body_bytes", "body_timeout": "body_timeout_s"})
-OF_MODEL = (
-    *OF_FRONT,
-    *OF_CLIENT,
-    "served_model_name",
-    "chat_template",
-    "replicas",
-    "tokens_per_replica",
-    "resources",
-    "autoscaling",
-)
+OF_REPLICAS = ("tokens_per_replica", "resources", "autoscaling", "router")
+OF_MODEL = (*OF_FRONT, *OF_CLIENT, *OF_REPLICAS, "served_model_name", "chat_template", "replicas")
 OF_SERVICE = (*OF_API, "cors_origin", "fronts", "drain_timeout", "log_level", "log_json")
 
 
@@ -49,13 +42,14 @@ OF_SERVICE = (*OF_API, "cors_origin", "fronts", "drain_timeout", "log_level", "l
 class Replicas:
     """low to high engines.  tokens_per_replica: tokens left to compute for which one is enough, on average; resources:
     what Ray reserves for each (ray_actor_options), None for one GPU, or on a CPU for nothing; autoscaling: further
-    fields of Ray Serve's AutoscalingConfig, such as its delays."""
+    fields of Ray Serve's AutoscalingConfig, such as its delays; router: a class of its RequestRouter."""
 
     low: int
     high: int
     tokens_per_replica: int = TOKENS_PER_REPLICA
     resources: Mapping[str, Any] | None = None
     autoscaling: Mapping[str, Any] = field(default_factory=dict)
+    router: str = ROUTER
 
     @property
     def vary(self) -> bool:
@@ -134,7 +128,7 @@ def _model(args: dict[str, Any], logged: dict[str, Any]) -> ServedModel:
     find_formats("", front.get("tool_format", "auto"), front.get("reasoning_format", "auto"))
     if "chat_template" in args:
         front["chat_template"] = _text("chat_template", args["chat_template"])
-    of_replicas = {name: args[name] for name in ("tokens_per_replica", "resources", "autoscaling") if name in args}
+    of_replicas = {name: args[name] for name in OF_REPLICAS if name in args}
     require_int("tokens_per_replica", of_replicas.get("tokens_per_replica", TOKENS_PER_REPLICA), 1)
     return ServedModel(
         settings,
