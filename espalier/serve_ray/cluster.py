@@ -27,9 +27,10 @@ def serve_replicas(service: Service, host: str, port: int) -> None:
     import ray
 
     ending = threading.Event()
+    is_own = _join(ray)
+    # After Ray's own handlers, which end the process with a stack trace.
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, lambda *_: ending.set())
-    is_own = _join(ray)
     try:
         _require_gpus(ray, service)
         port = _listen(serve, host, port)
@@ -53,19 +54,20 @@ def serve_replicas(service: Service, host: str, port: int) -> None:
 def _join(ray: Any) -> bool:
     """Connect to the cluster of RAY_ADDRESS, or to one that runs on this machine, or start one.
 
-    Returns whether it was started.
+    RAY_ADDRESS=local starts one in any case.  Returns whether it was started.  Raises EspalierError.
     """
-    quiet = {"logging_level": logging.WARNING, "log_to_driver": True}
+    quiet = {"logging_level": logging.WARNING}
     address = os.environ.get("RAY_ADDRESS")
-    if address is not None:
-        _require_listening(address)
-    try:
-        ray.init(address=address or "auto", **quiet)
-        log.info("joined the Ray cluster at %s", ray.get_runtime_context().gcs_address)
-        return False
-    except (ConnectionError, ValueError, RuntimeError) as error:
+    if address != "local":
         if address is not None:
-            raise _no_cluster(address, error) from None
+            _require_listening(address)
+        try:
+            ray.init(address=address or "auto", **quiet)
+            log.info("joined the Ray cluster at %s", ray.get_runtime_context().gcs_address)
+            return False
+        except (ConnectionError, ValueError, RuntimeError) as error:
+            if address is not None:
+                raise _no_cluster(address, error) from None
     ray.init(address="local", include_dashboard=False, object_store_memory=OBJECT_STORE_BYTES, **quiet)
     log.info("started a Ray cluster on this machine")
     return True

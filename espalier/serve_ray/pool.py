@@ -8,6 +8,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from contextvars import Context
 from dataclasses import dataclass
 from typing import Any
 
@@ -174,7 +175,9 @@ class EnginePool:
 
     async def _ask(self, prompt: "Prompt", message: bytes, route: Route) -> str | None:
         """Send a prompt to a replica and hand out its output.  Returns why the replica is lost, None at the end."""
-        stream = self.streams.remote(message, route)
+        # Serve's router tells calls apart by the id of the HTTP request in whose context they are made.  In a context
+        # of its own, each prompt is a request of its own.
+        stream = Context().run(self.streams.remote, message, route)
         try:
             async for data in stream:
                 sent = protocol.decode_from_engine(data)
