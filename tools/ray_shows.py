@@ -257,7 +257,7 @@ def show_scaling(high: int) -> None:
         print(f"{len(load.outcomes)} requests: {dict(kinds)}")
 
 
-def show_cost(repeats: int) -> None:
+def show_cost(counts: Sequence[int], repeats: int) -> None:
     """Streams of stand-in engines, which take no time to compute."""
     print("| front | path of a token | µs of CPU a token | tokens a second |\n| --- | --- | --- | --- |")
     port = free_port()
@@ -270,7 +270,7 @@ def show_cost(repeats: int) -> None:
     finally:
         process.send_signal(signal.SIGTERM)
         process.wait(60)
-    for count in (1, 2):
+    for count in counts:
         plain = service(count, served_model_name="fake")
         model = replace(
             plain.models[0],
@@ -328,7 +328,7 @@ def _descendants() -> list[tuple[int, str]]:
 def main() -> int:
     parser = ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("show", choices=("answers", "prefixes", "scaling", "cost"))
-    parser.add_argument("--replicas", default="1,2,4", help="answers: numbers of replicas; others: the last of them")
+    parser.add_argument("--replicas", default="1,2,4", help="answers, cost: numbers of replicas; others: the last of them")
     parser.add_argument("--requests", type=int, default=100, help="answers: requests for each event, at least")
     parser.add_argument("--repeats", type=int, default=4, help=f"cost: turns of {STREAMS} streams")
     asked = parser.parse_args()
@@ -341,7 +341,7 @@ def main() -> int:
     elif asked.show == "scaling":
         show_scaling(counts[-1])
     else:
-        show_cost(asked.repeats)
+        show_cost(counts, asked.repeats)
     return 0
 
 
