@@ -90,10 +90,8 @@ class Places:
                 del self._open[replica, request]
 
     def keep(self, replicas: Collection[str]) -> None:
-        """Forget all replicas but these."""
+        """Forget what other replicas than these have to do."""
         for replica, request in [key for key in self._open if key[0] not in replicas]:
             del self._open[replica, request]
         for replica in [each for each in self.load if each not in replicas]:
             del self.load[replica]
-        for key in [key for key, replica in self._last.items() if replica not in replicas]:
-            del self._last[key]

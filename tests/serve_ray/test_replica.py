@@ -93,7 +93,7 @@ def test_the_engine_of_a_replica_dies(llm):
             await anext(parts)
             name = group.handle.calls[0][0]
             replica = group.replicas[name]
-            assert 0 < replica.queued_tokens() < len(prompt) + 400
+            assert 0 < replica.queued_tokens() < 400
             assert replica.record_autoscaling_stats() == {"queued_tokens": replica.queued_tokens()}
             os.kill(replica.client.process.pid, signal.SIGKILL)
             with pytest.raises(EngineGone, match="killed by signal 9"):
