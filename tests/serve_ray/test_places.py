@@ -40,15 +40,16 @@ def test_keys_are_equal_in_every_process():
 
 
 def test_a_prompt_goes_where_the_longest_start_of_it_went():
-    places = Places(imbalance=1)
-    places.sent(KEYS[:4], 1, "c", "r2")
-    places.sent(KEYS[:2], 1, "b", "r1")
-    places.ended("b", "r1")
-    places.ended("c", "r2")
-    assert places.ranked(KEYS, REPLICAS)[:2] == ["c", "b"]
-    # c is gone.
-    places.keep({"a", "b"})
-    assert places.ranked(KEYS, ("a", "b")) == ["b", "a"]
+    for longer, shorter in (("b", "c"), ("c", "b")):
+        places = Places(imbalance=1)
+        places.sent(KEYS[:4], 1, longer, "r1")
+        places.sent(KEYS[:2], 1, shorter, "r2")
+        places.ended(longer, "r1")
+        places.ended(shorter, "r2")
+        assert places.ranked(KEYS, REPLICAS)[:2] == [longer, shorter]
+        # The replica with most of it is gone.
+        places.keep({"a", shorter})
+        assert places.ranked(KEYS, ("a", shorter)) == [shorter, "a"]
 
 
 def test_load_comes_before_pages_beyond_the_bound():
