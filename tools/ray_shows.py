@@ -328,7 +328,9 @@ def _descendants() -> list[tuple[int, str]]:
 def main() -> int:
     parser = ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("show", choices=("answers", "prefixes", "scaling", "cost"))
-    parser.add_argument("--replicas", default="1,2,4", help="answers, cost: numbers of replicas; others: the last of them")
+    parser.add_argument(
+        "--replicas", default="1,2,4", help="answers, cost: numbers of replicas; others: the last of them"
+    )
     parser.add_argument("--requests", type=int, default=100, help="answers: requests for each event, at least")
     parser.add_argument("--repeats", type=int, default=4, help=f"cost: turns of {STREAMS} streams")
     asked = parser.parse_args()

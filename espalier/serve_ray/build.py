@@ -120,5 +120,4 @@ def _deployment_name(model: ServedModel, num_models: int) -> str:
     """ "engine"; with several models each has its name behind it."""
     if num_models == 1:
         return "engine"
-    name = (model.front.names or (str(model.settings["draft"]),))[0]
-    return "engine-" + re.sub(r"[^\w.-]", "-", name)
+    return "engine-" + re.sub(r"[^\w.-]", "-", model.name)

@@ -38,7 +38,7 @@ def serve_replicas(service: Service, host: str, port: int) -> None:
         try:
             _deploy(serve, service, ending)
             if not ending.is_set():
-                names = ", ".join(name for model in service.models for name in model.front.names)
+                names = ", ".join(model.name for model in service.models)
                 replicas = " and ".join(_number_of(model.replicas) for model in service.models)
                 log.info("serving %s at http://%s:%d/v1 with %s replicas", names, host, port, replicas)
                 ending.wait()

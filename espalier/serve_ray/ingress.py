@@ -7,6 +7,7 @@ fields, errors, streams, the queue's limit, metrics.
 import asyncio
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from ray.exceptions import RayError, RayTaskError
@@ -38,8 +39,7 @@ class Ingress:
         """Ray Serve's hook.  Returns when each model has a replica."""
         service, share = self.service, 1 / self.service.num_fronts
         for model, handle in zip(service.models, self.handles, strict=True):
-            name = (model.front.names or (str(model.settings.get("draft")),))[0]
-            self.pools.append(EnginePool(handle, name, model.replicas.high, share, is_lost))
+            self.pools.append(EnginePool(handle, model.name, model.replicas.high, share, is_lost))
         await asyncio.gather(*(pool.start() for pool in self.pools))
         metrics = Metrics(self.pools)
         fronts = [
@@ -61,7 +61,7 @@ class Ingress:
 def _options(model: ServedModel, num_fronts: int) -> FrontOptions:
     """Of one front among several, which have the queue's places in equal parts."""
     places = -(-model.front.max_queue // num_fronts)
-    return FrontOptions(**{**vars(model.front), "max_queue": places})
+    return replace(model.front, max_queue=places)
 
 
 def is_lost(error: BaseException) -> bool:

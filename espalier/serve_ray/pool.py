@@ -71,7 +71,6 @@ class EnginePool:
         self.is_lost = is_lost
         self.facts: ModelFacts | None = None
         self.config: Mapping[str, Any] = {}
-        self.num_moved = 0
         self._figures: list[Figures] = []
         self._closed = False
         self._num_submitted = 0
@@ -170,7 +169,6 @@ class EnginePool:
                 return
             if num_tries == MAX_TRIES or prompt.has_begun:
                 raise EngineGone(lost)
-            self.num_moved += 1
             log.warning("%s before the first token: trying another replica", lost)
 
     async def _ask(self, prompt: "Prompt", message: bytes, route: Route) -> str | None:

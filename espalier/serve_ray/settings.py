@@ -65,6 +65,11 @@ class ServedModel:
     client: ClientOptions
     replicas: Replicas
 
+    @property
+    def name(self) -> str:
+        """The first of its names, or the draft that names its target."""
+        return self.front.names[0] if self.front.names else str(self.settings["draft"])
+
 
 @dataclass(frozen=True)
 class Service:
