@@ -6,6 +6,8 @@ import re
 import signal
 import socket
 import threading
+import time
+from contextlib import suppress
 from typing import Any
 
 from espalier.errors import EspalierError, one_line
@@ -17,6 +19,8 @@ APP = "espalier"
 # Of a cluster that this command starts.  What replicas send is small and does not pass through it.
 OBJECT_STORE_BYTES = 2**28
 CONNECT_S = 10.0
+# For Ray Serve to end replicas whose drain_timeout is over.
+KILL_S = 20.0
 # The reason in a replica's traceback, as Ray Serve reports it.
 REFUSED = re.compile(r"EspalierError: (.+)")
 
@@ -44,7 +48,7 @@ def serve_replicas(service: Service, host: str, port: int) -> None:
                 ending.wait()
                 log.info("draining")
         finally:
-            serve.delete(APP)
+            _end(serve, service.drain_timeout_s)
     finally:
         if is_own:
             serve.shutdown()
@@ -131,6 +135,19 @@ def _free(host: str, port: int) -> int:
         except (OSError, OverflowError) as error:
             raise EspalierError(f"--host {host} --port {port} cannot be used ({error}); choose another") from None
         return int(probe.getsockname()[1])
+
+
+def _end(serve: Any, drain_timeout_s: float) -> None:
+    """End the application.  Its replicas finish their requests, for drain_timeout_s at most."""
+    end = time.monotonic() + drain_timeout_s + KILL_S
+    # It waits for a minute at most.
+    with suppress(TimeoutError):
+        serve.delete(APP)
+    while APP in serve.status().applications:
+        if time.monotonic() > end:
+            log.warning("requests did not finish within %g s: ending them", drain_timeout_s)
+            return
+        time.sleep(0.2)
 
 
 def _require_no_other(serve: Any) -> None:
