@@ -347,8 +347,8 @@ def command(arguments: list[str], environment: dict[str, str] | None = None) -> 
 
 
 @contextmanager
-def serving(espalier: str) -> Iterator[Server]:
-    """A server of the bundled model on a free port."""
+def serving(espalier: str, flags: str = "") -> Iterator[Server]:
+    """A server of the bundled model on a free port.  flags: further ones of `espalier serve`."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -357,11 +357,8 @@ def serving(espalier: str) -> Iterator[Server]:
         log, template = Path(folder) / "server.log", Path(folder) / "tools.jinja"
         template.write_text(TEMPLATE)
         with log.open("w") as lines:
-            process = subprocess.Popen(
-                [*shlex.split(espalier), "serve", "bundled", "--port", str(port), "--chat-template", str(template)],
-                stdout=lines,
-                stderr=lines,
-            )
+            given = ["serve", "bundled", "--port", str(port), "--chat-template", str(template), *shlex.split(flags)]
+            process = subprocess.Popen([*shlex.split(espalier), *given], stdout=lines, stderr=lines)
         try:
             end = time.monotonic() + START_S
             while not _answers(server):
@@ -399,11 +396,12 @@ def row(client: Client, server: Server) -> tuple[str, str, int, int]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else "")
     parser.add_argument("--espalier", default="espalier", help="the command that starts the server (espalier)")
+    parser.add_argument("--flags", default="", help="further flags of the server, such as '--replicas 2'")
     parser.add_argument("--only", nargs="*", metavar="CLIENT", help="only clients whose names begin with one of these")
     asked = parser.parse_args()
     os.environ.update(OFFLINE)
     chosen = [c for c in CLIENTS if asked.only is None or c.name.startswith(tuple(asked.only))]
-    with serving(asked.espalier) as server:
+    with serving(asked.espalier, asked.flags) as server:
         print("| client | version | requests | failures |\n| --- | --- | --- | --- |")
         failed = 0
         for client in chosen:

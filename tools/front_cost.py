@@ -50,7 +50,7 @@ def stand_in(address: str) -> None:
         start = protocol.decode_to_engine(pair.recv())
         assert isinstance(start, Start)
         facts = prepare(EngineConfig(model="bundled")).inputs.facts
-        pair.send(protocol.encode(Ready(facts, {"max_batch": STREAMS, "chunk_size": CHUNK_SIZE})))
+        pair.send(protocol.encode(Ready(facts, {"max_batch": STREAMS, "chunk_size": CHUNK_SIZE, "page_size": 16})))
         left: dict[str, Submit] = {}
         sent: dict[str, int] = {}
         while True:

@@ -38,7 +38,8 @@ from espalier.request import OutputChunk, Request, SamplingParams
 from espalier.server import logs, worker
 from espalier.server.api import ApiOptions
 from espalier.server.body_reader import BodyReader
-from espalier.server.client import ClientOptions, EngineClient, Generation
+from espalier.server.client import ClientOptions, EngineClient
+from espalier.server.engines import Generation
 from espalier.server.front import FrontOptions
 from espalier.server.run import ServeOptions, serve
 from espalier.speculate.round import ModelRunner

@@ -148,7 +148,7 @@ async def _to_engine(args: Namespace) -> AsyncIterator[tuple["Sender", int]]:
         with waiting("loading the model"):
             front, app = await stack.enter_async_context(running)
         client = await stack.enter_async_context(app_client(app))
-        slots = int(front.client.config["max_batch"])
+        slots = front.engines.num_slots
         yield Sender([client], args.give_up_after), args.concurrency or LINES_PER_SLOT * slots
 
 

@@ -18,14 +18,17 @@ from espalier.terminal.flags import (
     add_shape_flags,
     api_key,
     engine_settings,
+    flag_of,
     refuse_shape_flags,
     shape_settings,
 )
 
 if TYPE_CHECKING:
     from espalier.server.front import FrontOptions
+    from espalier.server.run import ServeOptions
 
 SHAPE_WORKER = "espalier.cli.shape_worker"
+SEND_TIMEOUT_S = 60.0
 
 
 def add_chat_flags(group: _ArgumentGroup) -> None:
@@ -102,7 +105,6 @@ def add_flags(parser: ArgumentParser) -> None:
     http.add_argument(
         "--send-timeout",
         type=float,
-        default=60.0,
         metavar="S",
         help="seconds after which a client that reads nothing is disconnected; 0 for no limit (60)",
     )
@@ -126,8 +128,26 @@ def add_flags(parser: ArgumentParser) -> None:
     )
     http.add_argument("--log-level", choices=LEVELS, default="info", help="lowest level that is logged (info)")
     http.add_argument("--log-json", action="store_true", help="log a JSON object per line")
+    _add_replica_flags(parser)
     add_engine_flags(parser, leave_out=("model",))
     _add_measuring_flags(parser)
+
+
+def _add_replica_flags(parser: ArgumentParser) -> None:
+    ray = parser.add_argument_group("several engines, with Ray Serve (docs/deploy.md)")
+    ray.add_argument(
+        "--replicas",
+        metavar="N",
+        help="engines, on the Ray cluster of $RAY_ADDRESS or of this machine, or on one that is started; MIN:MAX: as "
+        "many as the open tokens need",
+    )
+    ray.add_argument(
+        "--tokens-per-replica",
+        type=int,
+        metavar="N",
+        help="with MIN:MAX, tokens left to compute for which one engine is enough (16384)",
+    )
+    ray.add_argument("--fronts", type=int, metavar="N", help="replicas of the front (1)")
 
 
 def _add_measuring_flags(parser: ArgumentParser) -> None:
@@ -156,7 +176,7 @@ def run(args: Namespace) -> int:
         "load_timeout",
         "drain_timeout",
     ):
-        _require(name, getattr(args, name), 0)
+        _require(name, getattr(args, name) or 0, 0)
     for name in ("max_body_bytes", "max_file_bytes", "engine_timeout"):
         _require(name, getattr(args, name), 1)
     settings, name = _shape(args) if args.shape is not None else _model(args)
@@ -166,7 +186,7 @@ def run(args: Namespace) -> int:
         host=args.host,
         port=args.port,
         drain_timeout_s=args.drain_timeout,
-        send_timeout_s=args.send_timeout or None,
+        send_timeout_s=SEND_TIMEOUT_S if args.send_timeout is None else args.send_timeout or None,
         client=ClientOptions(
             restart=args.restart_engine,
             timeout_s=args.engine_timeout,
@@ -186,6 +206,10 @@ def run(args: Namespace) -> int:
         batch_dir=args.batch_dir,
     )
     logs.set_up(args.log_level, args.log_json)
+    if args.replicas is not None:
+        _serve_replicas(args, settings, options)
+        return 0
+    _refuse_beside(args, ("tokens_per_replica", "fronts"), "is for several engines; give --replicas, or leave it out")
     try:
         asyncio.run(serve(settings, options))
     except asyncio.CancelledError:  # SIGTERM while the model was being loaded
@@ -211,6 +235,36 @@ def front_options(
         tool_format=args.tool_format,
         reasoning_format=args.reasoning_format,
     )
+
+
+def _serve_replicas(args: Namespace, settings: dict[str, Any], options: "ServeOptions") -> None:
+    """Serve by Ray.  Raises EspalierError."""
+    from espalier.serve_ray.cluster import serve_replicas
+    from espalier.serve_ray.settings import TOKENS_PER_REPLICA, ServedModel, Service, checked_settings, replicas_of
+
+    _refuse_beside(args, ("restart_engine",), "has no effect with --replicas: Ray Serve replaces engines; leave it out")
+    _refuse_beside(args, ("send_timeout",), "is not supported with --replicas: Ray's proxy sends; leave it out")
+    _refuse_beside(args, ("shape", "batch_dir"), "is for one engine; leave out --replicas")
+    for name in ("tokens_per_replica", "fronts"):
+        _require(name, 1 if getattr(args, name) is None else getattr(args, name), 1)
+    checked_settings(settings)
+    replicas = replicas_of(args.replicas, tokens_per_replica=args.tokens_per_replica or TOKENS_PER_REPLICA)
+    service = Service(
+        (ServedModel(settings, options.front, options.client, replicas),),
+        options.api,
+        args.fronts or 1,
+        options.drain_timeout_s,
+        args.log_level,
+        args.log_json,
+    )
+    serve_replicas(service, options.host, options.port)
+
+
+def _refuse_beside(args: Namespace, names: Sequence[str], why: str) -> None:
+    """Raises EspalierError for a flag that was given."""
+    for name in names:
+        if getattr(args, name):
+            raise EspalierError(f"{flag_of(name)} {why}")
 
 
 def _model(args: Namespace) -> tuple[dict[str, Any], str]:

@@ -1,4 +1,4 @@
-"""The HTTP endpoints.  Each checks its request and passes it to the front."""
+"""The HTTP endpoints.  Each checks its request and passes it to the front of its model."""
 
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
@@ -25,6 +25,7 @@ from espalier.server.chat_answers import ChatAnswer
 from espalier.server.conversing import chat_tokens, converse, num_characters, refusing
 from espalier.server.errors import ApiError, ErrorBody
 from espalier.server.front import CLIENT_LEFT, Front
+from espalier.server.fronts import Fronts
 from espalier.server.gate import Gate
 from espalier.server.logs import request_id
 from espalier.server.openai import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
@@ -58,6 +59,8 @@ REFUSED_PATHS = {
     "/v1/evals": _STATELESS,
     "/v1/chat/completions/": "the server does not store completions",
 }
+# One model, or several.
+Server = Front | Fronts
 # The response header that lists the request's fields without effect.
 IGNORED = "x-espalier-no-effect"
 # The schema of a stream's event.  Its data is a chunk as JSON, or [DONE].
@@ -88,22 +91,22 @@ class ApiOptions:
     max_file_bytes: int = 200 * 2**20
 
 
-def make_app(front: Front, options: ApiOptions, batches: Batches | None = None) -> tuple[ASGIApp, Gate]:
+def make_app(server: Server, options: ApiOptions, batches: Batches | None = None) -> tuple[ASGIApp, Gate]:
     """The application, and the gate that counts open requests.  batches: None for a server without them."""
     # No redirects for a trailing slash: behind a proxy their http:// URL with this host would be wrong.
     app = FastAPI(title="Espalier", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
-    _add_generation(app, front)
-    _add_tokens(app, front)
-    _add_state(app, front)
+    _add_generation(app, server)
+    _add_tokens(app, server)
+    _add_state(app, server)
     if batches is not None:
-        add_batches(app, batches, front.bodies.limits)
+        add_batches(app, batches, server.bodies.limits)
     _add_errors(app)
-    _describe(app, front.names)
+    _describe(app, server.names)
     gate = Gate(
         _shortcut(app),
         options.api_key,
         options.max_body_bytes,
-        lambda path, status: _count(front, path, status),
+        lambda path, status: _count(server, path, status),
         options.body_timeout_s,
         None if batches is None else options.max_file_bytes,
     )
@@ -136,16 +139,16 @@ def _shortcut(app: FastAPI) -> ASGIApp:
     return call
 
 
-def _count(front: Front, path: str, status: int) -> None:
-    front.metrics.answers.labels(path, str(status)).inc()
+def _count(server: Server, path: str, status: int) -> None:
+    server.metrics.answers.labels(path, str(status)).inc()
 
 
-def _add_generation(app: FastAPI, front: Front) -> None:
-    post = _posts(app, front)
+def _add_generation(app: FastAPI, server: Server) -> None:
+    post = _posts(app, server)
 
     @post("/v1/completions", responses=STREAMED | answers_with(*GENERATES))
     async def complete(body: CompletionRequest, http: Request) -> Response:
-        front.check_model(body.model)
+        front = server.of(body.model)
         with refusing():
             body.check()
             params = front.inputs.resolve(body.params())
@@ -172,14 +175,14 @@ def _add_generation(app: FastAPI, front: Front) -> None:
 
     @post("/v1/chat/completions", responses=STREAMED | answers_with(*GENERATES))
     async def chat(body: ChatRequest, http: Request) -> Response:
-        front.check_model(body.model)
+        front = server.of(body.model)
         talk = await converse(front, body)
         answer = ChatAnswer(f"chatcmpl-{request_id.get()}", body, *talk.answer_arguments)
         return _naming(talk.ignored, await front.respond(http, body, [talk.prompt], answer))
 
     @post("/v1/responses", responses=STREAMED | answers_with(*GENERATES))
     async def respond(body: ResponsesRequest, http: Request) -> Response:
-        front.check_model(body.model)
+        front = server.of(body.model)
         front.check_effect(ignored := body.without_effect())
         with refusing():
             chat = body.as_chat()
@@ -201,17 +204,17 @@ class BodyRoute(APIRoute):
     handle_body: from the HTTP request to the response.
     """
 
-    front: Front
+    server: Server
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         endpoint: Callable[..., Coroutine[Any, Any, Response]] = self.endpoint
-        model, front = endpoint.__annotations__["body"], self.front
+        model, server = endpoint.__annotations__["body"], self.server
 
         async def handle(http: Request) -> Response:
             try:
-                body = await front.bodies.read(http, model)
+                body = await server.bodies.read(http, model)
             except ClientDisconnect:
-                front.metrics.disconnects.inc()
+                server.metrics.disconnects.inc()
                 return Response(status_code=CLIENT_LEFT)
             return await endpoint(body, http)
 
@@ -219,9 +222,9 @@ class BodyRoute(APIRoute):
         return handle
 
 
-def _posts(app: FastAPI, front: Front) -> Callable[..., Any]:
-    """app.post for endpoints with a body, which front.bodies reads."""
-    route = type("BodyRoute", (BodyRoute,), {"front": front})
+def _posts(app: FastAPI, server: Server) -> Callable[..., Any]:
+    """app.post for endpoints with a body, which server.bodies reads."""
+    route = type("BodyRoute", (BodyRoute,), {"server": server})
 
     def post(path: str, **about: Any) -> Callable[..., Any]:
         def add(endpoint: Callable[..., Any]) -> Callable[..., Any]:
@@ -250,12 +253,12 @@ def _text(inputs: InputProcessor, what: str, tokens: list[int], skip_special_tok
     return inputs.text_of(what).decode(tokens, skip_special_tokens)
 
 
-def _add_tokens(app: FastAPI, front: Front) -> None:
-    post = _posts(app, front)
+def _add_tokens(app: FastAPI, server: Server) -> None:
+    post = _posts(app, server)
 
     @post("/tokenize", response_model=dict[str, Any], responses=answers_with(*READS_A_BODY))
     async def tokenize(body: TokenizeRequest, http: Request) -> Response:
-        front.check_model(body.model)
+        front = server.of(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise ApiError(400, "send either prompt or messages", "prompt")
         size = len(body.prompt or "") + num_characters(body.messages or ())
@@ -269,7 +272,7 @@ def _add_tokens(app: FastAPI, front: Front) -> None:
 
     @post("/detokenize", response_model=dict[str, Any], responses=answers_with(*READS_A_BODY))
     async def detokenize(body: DetokenizeRequest, http: Request) -> Response:
-        front.check_model(body.model)
+        front = server.of(body.model)
         return _json(await front.lanes.run(_detokenized, body.tokens, size=len(body.tokens)))
 
 
@@ -300,26 +303,25 @@ def _json(data: bytes) -> Response:
     return Response(data, media_type="application/json")
 
 
-def _add_state(app: FastAPI, front: Front) -> None:
-    created = int(front.metrics.began)
+def _add_state(app: FastAPI, server: Server) -> None:
+    created = int(server.metrics.began)
 
     def card(name: str) -> dict[str, Any]:
-        max_context = front.inputs.facts.max_context
+        max_context = server.of(name).inputs.facts.max_context
         return {"id": name, "object": "model", "created": created, "owned_by": "espalier", "max_model_len": max_context}
 
     @app.get("/v1/models", responses=answers_with(*ALWAYS))
     async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [card(name) for name in front.names]}
+        return {"object": "list", "data": [card(name) for name in server.names]}
 
     @app.get("/v1/models/{name:path}", responses=answers_with(404, *ALWAYS))
     async def model(name: str) -> dict[str, Any]:
-        front.check_model(name)
         return card(name)
 
     @app.get("/health", responses={503: {"description": "the server does not accept requests"}, **answers_with(500)})
     async def health() -> JSONResponse:
-        body = {"status": front.status, "why": front.client.why}
-        return JSONResponse(body, 200 if front.status == "ok" else 503)
+        body = {"status": server.status, "why": server.why}
+        return JSONResponse(body, 200 if server.status == "ok" else 503)
 
     @app.get("/version", responses=answers_with(*ALWAYS))
     async def version() -> dict[str, str]:
@@ -327,7 +329,7 @@ def _add_state(app: FastAPI, front: Front) -> None:
 
     @app.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}, **answers_with(500)})
     async def metrics() -> Response:
-        return Response(front.metrics.text(), media_type=CONTENT_TYPE_LATEST)
+        return Response(server.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
 
 def _add_errors(app: FastAPI) -> None:

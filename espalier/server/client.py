@@ -11,7 +11,7 @@ import shutil
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +25,7 @@ from espalier.errors import EspalierError
 from espalier.inputs import ModelFacts
 from espalier.request import ResolvedParams
 from espalier.server import logs, protocol
+from espalier.server.engines import EngineGone, Figures, Generation
 from espalier.server.outbox import Outbox
 from espalier.server.protocol import (
     Abort,
@@ -48,10 +49,6 @@ MAX_RESTART_PAUSE_S = 60.0
 LOADING_S = 30.0
 
 
-class EngineGone(Exception):
-    """There is no engine process.  Raised to requests in flight and to new ones."""
-
-
 @dataclass(frozen=True)
 class ClientOptions:
     """heartbeat_s: seconds between messages of an idle engine; timeout_s: seconds without a message, once the model is
@@ -65,68 +62,6 @@ class ClientOptions:
     log_level: str = "info"
     log_json: bool = False
     worker: str = MODEL_WORKER
-
-
-class Generation:
-    """The output of one HTTP request's prompts.
-
-    num_running: number of samples that still run, by name, in the order of the prompts.
-
-    Unread parts are buffered here, at most max_tokens for each sample, so a slow reader does not block others.  The
-    caller must close it in every case; that aborts the samples that still run.
-    """
-
-    def __init__(self, client: "EngineClient", names: Sequence[str], samples: int):
-        self.client = client
-        self.num_running = dict.fromkeys(names, samples)
-        self.unread: list[Part] = []
-        self.error: Exception | None = None
-        self.news = asyncio.Event()
-
-    @property
-    def done(self) -> bool:
-        return not any(self.num_running.values())
-
-    async def parts(self, deadline: float | None) -> AsyncIterator[list[Part]]:
-        """Yield the new parts, until all samples have ended.
-
-        deadline: on the event loop's clock.  Raises TimeoutError, EngineGone, or EspalierError if the engine refuses.
-        """
-        # One timer for all waits: asyncio.timeout_at at each wait costs more than the rest of the loop.
-        timer = None if deadline is None else asyncio.get_running_loop().call_at(deadline, self._expire)
-        try:
-            ended = False
-            while not ended:
-                await self.news.wait()
-                self.news.clear()
-                parts, ended = self.unread, self.done
-                self.unread = []
-                if parts:
-                    yield parts
-                if self.error is not None:
-                    raise self.error
-        finally:
-            if timer is not None:
-                timer.cancel()
-
-    def _expire(self) -> None:
-        if not self.done:
-            self.error = TimeoutError()
-            self.news.set()
-
-    def take(self, part: Part) -> None:
-        if part.piece.finish_reason is not None:
-            self.num_running[part.name] -= 1
-        self.unread.append(part)
-        self.news.set()
-
-    def fail(self, error: Exception) -> None:
-        self.num_running = dict.fromkeys(self.num_running, 0)
-        self.error = error
-        self.news.set()
-
-    def close(self) -> None:
-        self.client.forget(self)
 
 
 class EngineClient:
@@ -160,8 +95,22 @@ class EngineClient:
 
     @property
     def open_samples(self) -> int:
-        """Samples that are queued or running, as the front knows them."""
         return sum(generation.num_running[name] for name, generation in self._generations.items())
+
+    @property
+    def num_slots(self) -> int:
+        return int(self.config["max_batch"])
+
+    @property
+    def max_slots(self) -> int:
+        return self.num_slots
+
+    @property
+    def restarts(self) -> bool:
+        return self.options.restart
+
+    def figures(self) -> list[Figures]:
+        return [Figures({}, self.state == "ready", self.num_restarts, self.report, self.abort_steps)]
 
     async def start(self) -> None:
         """Start the process and wait until its model is loaded.  Raises EspalierError if that fails."""
@@ -174,12 +123,14 @@ class EngineClient:
             raise
         self._supervisor = asyncio.create_task(self._supervise())
 
+    def require_up(self) -> None:
+        if self.state != "ready":
+            raise EngineGone(self.why or "the engine process is not running")
+
     def submit(
         self, name: str, prompts: Sequence[list[int]], params: ResolvedParams, priority: int, detokenize: bool
     ) -> Generation:
-        """Queue prompts.  name: prefix of their names in the engine's log lines.  Raises EngineGone."""
-        if self.state != "ready":
-            raise EngineGone(self.why or f"the engine is {self.state}")
+        self.require_up()
         names = [f"{name}-{self._num_submitted + i}" for i in range(len(prompts))]
         self._num_submitted += len(prompts)
         generation = Generation(self, names, params.n)
@@ -194,6 +145,12 @@ class EngineClient:
             if self._generations.pop(name, None) is not None and self.state == "ready":
                 self._outbox.flush()
                 self._send(Abort(name))
+
+    async def ended(self) -> str | None:
+        """Wait until there will be no further engine process.  The reason, None after `close`."""
+        assert self._supervisor is not None
+        await asyncio.wait({self._supervisor})
+        return None if self.state == "closed" else self.why
 
     async def close(self) -> None:
         """End the process; kill it if it does not exit.  Further calls wait for the first."""

@@ -21,7 +21,7 @@ from espalier.inputs import InputProcessor
 from espalier.server.answers import Answer, event
 from espalier.server.bodies import BodyLimits
 from espalier.server.body_reader import BodyReader
-from espalier.server.client import EngineClient, EngineGone, Generation
+from espalier.server.engines import EngineGone, Engines, Generation
 from espalier.server.errors import FAILED, RETRY_AFTER_S, ApiError, full, refusal
 from espalier.server.lanes import Lanes
 from espalier.server.logs import request_id
@@ -65,19 +65,30 @@ class ClientLeft(Exception):
     pass
 
 
-class Front:
-    """client: must be ready.  draining: new requests are refused, and running ones finish."""
+def no_model(name: str, served: Sequence[str]) -> ApiError:
+    """The error for a model that is not served."""
+    message = f"this server has no model {name!r}; use {', '.join(served)}"
+    return ApiError(404, message, "model", "model_not_found")
 
-    def __init__(self, client: EngineClient, options: FrontOptions):
-        if client.facts is None:
-            raise ValueError("start the client first")
-        self.client = client
+
+class Front:
+    """The front of one model.
+
+    engines: must be ready; metrics: those of the server, by default of a server with this model alone; draining: new
+    requests are refused, and running ones finish.
+    """
+
+    def __init__(self, engines: Engines, options: FrontOptions, metrics: Metrics | None = None):
+        facts = engines.facts
+        if facts is None:
+            raise ValueError("start the engines first")
+        self.engines = engines
         self.options = options
-        self.names = options.names or (Path(client.facts.model).name,)
-        self.metrics = Metrics(client)
+        self.names = options.names or (Path(facts.model).name,)
+        self.metrics = metrics or Metrics([engines])
         self.draining = False
-        tokenizer = load_tokenizer(Path(client.facts.model), client.facts.vocab_size)
-        self.inputs = InputProcessor(client.facts, tokenizer, options.allow_special_tokens_in_messages)
+        tokenizer = load_tokenizer(Path(facts.model), facts.vocab_size)
+        self.inputs = InputProcessor(facts, tokenizer, options.allow_special_tokens_in_messages)
         if options.chat_template is not None:
             self.inputs.text_of("--chat-template").hf.chat_template = options.chat_template
         template = "" if tokenizer is None else tokenizer.template_text
@@ -85,7 +96,7 @@ class Front:
         names = [each.name if each is not None else "none" for each in (self.formats.tools, self.formats.reasoning)]
         log.info("format of tool calls: %s; format of reasoning: %s", *names)
         self.lanes = Lanes(self.inputs)
-        facts, capacity = client.facts, int(client.config["max_batch"]) + options.max_queue
+        capacity = engines.max_slots + options.max_queue
         self.bodies = BodyReader(BodyLimits(facts.vocab_size, facts.max_context, capacity, self.max_detokenized))
         self._num_entering = 0
         self._logged_fields: set[str] = set()
@@ -98,12 +109,18 @@ class Front:
     @property
     def status(self) -> str:
         """ "ok", or the state in which requests are refused."""
-        return "draining" if self.draining else "ok" if self.client.state == "ready" else self.client.state
+        return "draining" if self.draining else "ok" if self.engines.state == "ready" else self.engines.state
 
-    def check_model(self, name: str | None) -> None:
-        if name is not None and name not in self.names:
-            served = ", ".join(self.names)
-            raise ApiError(404, f"this server has no model {name!r}; use {served}", "model", "model_not_found")
+    @property
+    def why(self) -> str:
+        """The reason for a status that is not "ok", "" where there is none to tell."""
+        return self.engines.why
+
+    def of(self, model: str | None) -> "Front":
+        """This front, if it serves the model of a request.  Raises ApiError."""
+        if model is not None and model not in self.names:
+            raise no_model(model, self.names)
+        return self
 
     def check_effect(self, names: Sequence[str]) -> None:
         """Log each field without effect once.  Raises ApiError with strict_fields."""
@@ -157,13 +174,15 @@ class Front:
         if self.draining:
             message = "the server is shutting down; retry on another server"
             raise ApiError(503, message, retry_after_s=RETRY_AFTER_S)
-        if self.client.state != "ready":
-            raise self._gone(self.client.why or "the engine process is not running")
-        capacity = int(self.client.config["max_batch"]) + self.options.max_queue
+        try:
+            self.engines.require_up()
+        except EngineGone as error:
+            raise self._gone(str(error)) from None
+        capacity = self.engines.num_slots + self.options.max_queue
         if num_samples > capacity:
             message = f"the request has {num_samples} samples and the server holds {capacity} at most; send fewer"
             raise ApiError(400, message, "n")
-        num_held = self.client.open_samples + self._num_entering
+        num_held = self.engines.open_samples + self._num_entering
         if num_held + num_samples > capacity:
             raise full(f"the queue is full ({num_held} of {capacity} samples are running or waiting)")
 
@@ -171,12 +190,12 @@ class Front:
         self._require_capacity(len(prompts) * answer.params.n)
         name = request_id.get()
         try:
-            return self.client.submit(name, prompts, answer.params, body.priority or 0, answer.detokenize_there)
+            return self.engines.submit(name, prompts, answer.params, body.priority or 0, answer.detokenize_there)
         except EngineGone as error:
             raise self._gone(str(error)) from None
 
     def _gone(self, why: str) -> ApiError:
-        if self.client.options.restart:
+        if self.engines.restarts:
             return ApiError(503, f"{why}; retry later", code="engine_gone", retry_after_s=RETRY_AFTER_S)
         message = f"{why}; restart the server; with --restart-engine it restarts the engine itself"
         return ApiError(503, message, code="engine_gone", retry=False)

@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from espalier.server.client import EngineClient
+from espalier.server.engines import Engines, Figures
 from espalier.stats import SpeculationStats
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
@@ -20,12 +20,15 @@ Family = TypeVar("Family", CounterMetricFamily, GaugeMetricFamily)
 
 
 class Metrics:
-    """The metrics of one server.  Each has its own registry, so that one process can hold several servers."""
+    """The metrics of one server.  Each has its own registry, so that one process can hold several servers.
 
-    def __init__(self, client: EngineClient):
+    engines: of each model.
+    """
+
+    def __init__(self, engines: Sequence[Engines]):
         self.began = time.time()
         self.registry = CollectorRegistry()
-        self.registry.register(EngineCollector(client))
+        self.registry.register(EngineCollector(engines))
         self.answers = self._counter("http_requests", "HTTP requests answered", "path", "status")
         self.disconnects = self._counter("disconnects", "requests whose client disconnected before the end")
         self.timeouts = self._counter("timeouts", "requests that took longer than --request-timeout")
@@ -94,31 +97,39 @@ class WeightedHistogram(Collector):
 
 
 class EngineCollector(Collector):
-    """Reads the engine's last report at each scrape.  Its counters start at 0 again with a new engine process."""
+    """Reads the engines' last reports at each scrape.  Their counters start at 0 again with a new engine process."""
 
-    def __init__(self, client: EngineClient):
-        self.client = client
+    def __init__(self, engines: Sequence[Engines]):
+        self.engines = engines
 
     def collect(self) -> Iterator[Metric]:
-        client, report = self.client, self.client.report
-        pages = (("free", report.pages_free), ("cached", report.pages_cached), ("owned", report.pages_owned))
-        yield _gauge("engine_up", "1 while the engine process is ready", client.state == "ready")
-        yield _counter("engine_restarts", "engine processes started after the first", client.num_restarts)
-        yield _gauge("open_samples", "samples that are queued or running, counted in the front", client.open_samples)
-        yield _gauge("waiting_requests", "samples queued in the engine", report.waiting)
-        yield _gauge("running_requests", "samples in a slot", report.running)
-        yield _labelled(GaugeMetricFamily("espalier_pages", "pages of the cache", labels=["state"]), pages)
-        yield _counter("preemptions", "samples put back into the queue because pages ran out", report.preempted)
-        yield _counter("harvests", "engine steps", report.harvests)
-        yield from _of_speculation(report.totals)
-        yield _gauge(
-            "acceptance_alarm", "1 if almost no draft token is accepted: check the draft", report.low_acceptance
-        )
-        rounds = CounterMetricFamily("espalier_rounds", "rounds by batch bucket", labels=["bucket", "run"])
-        for bucket, graph, count in report.rounds:
-            rounds.add_metric([str(bucket), "graph" if graph else "eager"], count)
-        yield rounds
-        yield _abort_steps(client.abort_steps)
+        open_samples = sum(each.open_samples for each in self.engines)
+        yield _gauge("open_samples", "samples that are queued or running, counted in the front", open_samples)
+        families: dict[str, Metric] = {}
+        for figures in (each for engines in self.engines for each in engines.figures()):
+            for metric in _of_engine(figures):
+                family = families.setdefault(metric.name, Metric(metric.name, metric.documentation, metric.type))
+                family.samples += [s._replace(labels={**figures.labels, **s.labels}) for s in metric.samples]
+        yield from families.values()
+
+
+def _of_engine(figures: Figures) -> Iterator[Metric]:
+    report = figures.report
+    pages = (("free", report.pages_free), ("cached", report.pages_cached), ("owned", report.pages_owned))
+    yield _gauge("engine_up", "1 while the engine process is ready", figures.up)
+    yield _counter("engine_restarts", "engine processes started after the first", figures.num_restarts)
+    yield _gauge("waiting_requests", "samples queued in the engine", report.waiting)
+    yield _gauge("running_requests", "samples in a slot", report.running)
+    yield _labelled(GaugeMetricFamily("espalier_pages", "pages of the cache", labels=["state"]), pages)
+    yield _counter("preemptions", "samples put back into the queue because pages ran out", report.preempted)
+    yield _counter("harvests", "engine steps", report.harvests)
+    yield from _of_speculation(report.totals)
+    yield _gauge("acceptance_alarm", "1 if almost no draft token is accepted: check the draft", report.low_acceptance)
+    rounds = CounterMetricFamily("espalier_rounds", "rounds by batch bucket", labels=["bucket", "run"])
+    for bucket, graph, count in report.rounds:
+        rounds.add_metric([str(bucket), "graph" if graph else "eager"], count)
+    yield rounds
+    yield _abort_steps(figures.abort_steps)
 
 
 def _of_speculation(totals: SpeculationStats) -> Iterator[Metric]:

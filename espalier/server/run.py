@@ -90,7 +90,7 @@ class Server(uvicorn.Server):
                 self.batches.stop()
         if again or at_once:
             self.should_exit = True
-            self.loop.create_task(self.front.client.close())
+            self.loop.create_task(self.front.engines.close())
             return
         log.info("draining: %d requests are in progress", self.gate.num_open)
         self.ending = self.loop.create_task(self._drain())
@@ -102,7 +102,7 @@ class Server(uvicorn.Server):
                     await asyncio.sleep(0.05)
         if self.gate.num_open:
             log.warning("%d requests did not finish within %g s: ending them", self.gate.num_open, self.drain_timeout_s)
-        await self.front.client.close()
+        await self.front.engines.close()
         self.should_exit = True
 
     async def on_tick(self, counter: int) -> bool:
@@ -180,7 +180,7 @@ def _batch_concurrency(front: Front) -> int:
 
     No running request makes way for an arrival, so without free slots every other request would wait.
     """
-    slots = int(front.client.config["max_batch"])
+    slots = front.engines.num_slots
     return max(1, min(slots - slots // 4, (slots + front.options.max_queue) // 2))
 
 

@@ -43,6 +43,7 @@ FLOORS = (
     ("",),
     ("batch", "synthetic", "terminal"),
     ("server", "bench", "train"),
+    ("serve_ray",),
     ("cli",),
     ("__main__",),
     ("guard",),

@@ -118,7 +118,7 @@ def test_an_engine_of_its_own_gets_the_flags(tmp_path, monkeypatch):
     @asynccontextmanager
     async def local_app(*options):
         started.append(options)
-        yield SimpleNamespace(client=SimpleNamespace(config={"max_batch": 3})), engine
+        yield SimpleNamespace(engines=SimpleNamespace(num_slots=3)), engine
 
     monkeypatch.setattr("espalier.server.local.local_app", local_app)
     assert main(["batch", str(given), str(out), "--max-batch", "3", "--steps", "2", "--tool-format", "hermes"]) == 0
@@ -301,9 +301,7 @@ def test_batches_outlive_the_server(tmp_path):
 
 @pytest.mark.parametrize(("slots", "queue", "at_once"), [(8, 256, 6), (8, 0, 4), (3, 9, 3), (1, 0, 1)])
 def test_a_batch_leaves_slots_and_queue_to_others(slots, queue, at_once):
-    front = SimpleNamespace(
-        client=SimpleNamespace(config={"max_batch": slots}), options=SimpleNamespace(max_queue=queue)
-    )
+    front = SimpleNamespace(engines=SimpleNamespace(num_slots=slots), options=SimpleNamespace(max_queue=queue))
     assert _batch_concurrency(front) == at_once
 
 

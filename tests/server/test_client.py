@@ -15,7 +15,8 @@ from espalier.server import lanes
 from espalier.server.api import ApiOptions, make_app
 from espalier.server.bodies import BodyLimits
 from espalier.server.body_reader import BodyReader
-from espalier.server.client import ClientOptions, EngineClient, EngineGone
+from espalier.server.client import ClientOptions, EngineClient
+from espalier.server.engines import EngineGone
 from espalier.server.errors import ApiError
 from espalier.server.front import Front
 from espalier.server.gate import Gate
@@ -158,8 +159,8 @@ def test_a_longer_echo_is_read_beside_the_loop(monkeypatch):
         bodies = BodyReader(BodyLimits(10, 8, 4, 4))
         metrics = SimpleNamespace(began=0, answers=SimpleNamespace(labels=lambda *of: SimpleNamespace(inc=list)))
 
-        def check_model(self, name):
-            pass
+        def of(self, name):
+            return self
 
         def check_effect(self, names):
             pass
@@ -185,7 +186,7 @@ def test_a_longer_echo_is_read_beside_the_loop(monkeypatch):
 
 def test_prompts_that_are_being_read_take_room():
     front = Front.__new__(Front)
-    front.client = SimpleNamespace(state="ready", config={"max_batch": 2}, open_samples=1)
+    front.engines = SimpleNamespace(require_up=lambda: None, num_slots=2, open_samples=1)
     front.options, front.draining, front._num_entering = SimpleNamespace(max_queue=2), False, 0
     with front.entering(2):
         with (

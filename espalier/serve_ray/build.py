@@ -1,0 +1,123 @@
+"""Ray Serve's deployments: one of the front, and one of engine replicas for each model.
+
+Ray is imported when something is built, so that a command line without --replicas does without it.
+"""
+
+import re
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from espalier.errors import EspalierError
+from espalier.serve_ray.settings import ServedModel, Service, service_of
+
+RAY_VERSION = "2.60"
+# Serve's own limit of a replica's open requests is out of the way: the front refuses what does not fit the queue.
+MAX_ONGOING = 65536
+# A replica whose engine ended ends by itself; this finds one that hangs.
+HEALTH_PERIOD_S = 5.0
+# The front logs each request, with its id.
+QUIET = MappingProxyType({"enable_access_log": False})
+HEALTH_TIMEOUT_S = 30.0
+
+
+def require_ray() -> Any:
+    """The module ray.serve.  Raises EspalierError."""
+    remedy = "pip install 'espalier-llm[ray]'"
+    try:
+        import ray
+        from ray import serve
+    except ImportError as error:
+        raise EspalierError(f"replicas need Ray Serve, which is not installed ({error}); {remedy}") from None
+    if not ray.__version__.startswith(f"{RAY_VERSION}."):
+        raise EspalierError(f"Ray {ray.__version__} is not supported; use {RAY_VERSION}: {remedy}")
+    return serve
+
+
+def app(args: dict[str, Any]) -> Any:
+    """The application of a Serve config file: `import_path: espalier.serve_ray:app`.  args: see settings.service_of."""
+    return application(service_of(args))
+
+
+def application(service: Service) -> Any:
+    """Ray Serve's Application.  Raises EspalierError."""
+    serve = require_ray()
+    from espalier.serve_ray.ingress import Ingress
+
+    front = serve.deployment(serve.ingress()(Ingress)).options(
+        name="front",
+        num_replicas=service.num_fronts,
+        ray_actor_options={"num_cpus": 0},
+        max_ongoing_requests=MAX_ONGOING,
+        graceful_shutdown_timeout_s=service.drain_timeout_s,
+        # A new front starts before the old one ends.
+        max_surge_percent=100,
+        logging_config=dict(QUIET),
+    )
+    names = [_deployment_name(model, len(service.models)) for model in service.models]
+    engines = [_engines(serve, model, service, name) for model, name in zip(service.models, names, strict=True)]
+    return front.bind(service, engines)
+
+
+def _engines(serve: Any, model: ServedModel, service: Service, name: str) -> Any:
+    """The bound deployment of a model's replicas."""
+    from ray.serve.config import RequestRouterConfig
+
+    from espalier.serve_ray.replica import EngineReplica
+
+    deployment = serve.deployment(EngineReplica).options(
+        name=name,
+        **_number(model),
+        ray_actor_options=resources_of(model),
+        max_ongoing_requests=MAX_ONGOING,
+        graceful_shutdown_timeout_s=service.drain_timeout_s,
+        health_check_period_s=HEALTH_PERIOD_S,
+        health_check_timeout_s=HEALTH_TIMEOUT_S,
+        request_router_config=RequestRouterConfig(request_router_class=model.replicas.router),
+        # What a replica refuses once it refuses always.
+        max_constructor_retry_count=1,
+        logging_config=dict(QUIET),
+    )
+    return deployment.bind(model.settings, model.client)
+
+
+def _number(model: ServedModel) -> dict[str, Any]:
+    replicas = model.replicas
+    if not replicas.vary:
+        return {"num_replicas": replicas.low}
+    from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
+
+    policy = AutoscalingPolicy(
+        policy_function="espalier.serve_ray.policy:QueuedTokens",
+        policy_kwargs={"tokens_per_replica": replicas.tokens_per_replica},
+    )
+    return {
+        "num_replicas": "auto",
+        "autoscaling_config": AutoscalingConfig(
+            min_replicas=replicas.low, max_replicas=replicas.high, policy=policy, **replicas.autoscaling
+        ),
+    }
+
+
+def resources_of(model: ServedModel) -> dict[str, Any]:
+    """What Ray reserves for a replica: one GPU; nothing for the CPU, whose cores replicas may share."""
+    if model.replicas.resources is not None:
+        return dict(model.replicas.resources)
+    return {"num_cpus": 0, "num_gpus": int(uses_gpu(model.settings))}
+
+
+def uses_gpu(settings: Mapping[str, Any]) -> bool:
+    """Whether a replica needs a GPU: as `device` says, with "auto" if the cluster has one."""
+    import ray
+
+    device = settings.get("device", "auto")
+    if device == "auto":
+        return ray.cluster_resources().get("GPU", 0) > 0
+    return device == "cuda"
+
+
+def _deployment_name(model: ServedModel, num_models: int) -> str:
+    """ "engine"; with several models each has its name behind it."""
+    if num_models == 1:
+        return "engine"
+    return "engine-" + re.sub(r"[^\w.-]", "-", model.name)

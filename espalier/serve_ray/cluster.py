@@ -1,0 +1,199 @@
+"""`espalier serve --replicas`: joins a Ray cluster or starts one on this machine, deploys, and ends on a signal."""
+
+import logging
+import os
+import re
+import signal
+import socket
+import threading
+import time
+from contextlib import suppress
+from types import MappingProxyType
+from typing import Any
+
+from espalier.errors import EspalierError, one_line
+from espalier.serve_ray.build import application, require_ray, uses_gpu
+from espalier.serve_ray.settings import Service
+
+log = logging.getLogger("espalier.server")
+APP = "espalier"
+# Of a cluster that this command starts.  What replicas send is small and does not pass through it.
+OBJECT_STORE_BYTES = 2**28
+# gRPC between Serve's processes, at half the cost of a streamed token, and no low priority for them (docs/deploy.md).
+OF_OWN_CLUSTER = MappingProxyType(
+    {
+        "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
+        "RAY_SERVE_ENABLE_DIRECT_INGRESS": "0",
+        # Or the lines of replicas would be in files alone.
+        "RAY_SERVE_LOG_TO_STDERR": "1",
+        "RAY_worker_niceness": "0",
+    }
+)
+CONNECT_S = 10.0
+# For Ray Serve to end replicas whose drain_timeout is over.
+KILL_S = 20.0
+# The reason in a replica's traceback, as Ray Serve reports it.
+REFUSED = re.compile(r"EspalierError: (.+)")
+
+
+def serve_replicas(service: Service, host: str, port: int) -> None:
+    """Serve until SIGINT or SIGTERM.  port: 0 chooses a free one.  Raises EspalierError before anything is served."""
+    serve = require_ray()
+    import ray
+
+    ending = threading.Event()
+    is_own = _join(ray)
+    # After Ray's own handlers, which end the process with a stack trace.
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, lambda *_: ending.set())
+    try:
+        _require_gpus(ray, service)
+        port = _listen(serve, host, port)
+        _require_no_other(serve)
+        try:
+            _deploy(serve, service, ending)
+            if not ending.is_set():
+                names = ", ".join(model.name for model in service.models)
+                replicas = " and ".join(_number_of(model.replicas) for model in service.models)
+                log.info("serving %s at http://%s:%d/v1 with %s replicas", names, host, port, replicas)
+                ending.wait()
+                log.info("draining")
+        finally:
+            _end(serve, service.drain_timeout_s)
+    finally:
+        if is_own:
+            serve.shutdown()
+        ray.shutdown()
+
+
+def _join(ray: Any) -> bool:
+    """Connect to the cluster of RAY_ADDRESS, or to one that runs on this machine, or start one.
+
+    RAY_ADDRESS=local starts one in any case.  Returns whether it was started.  Raises EspalierError.
+    """
+    quiet = {"logging_level": logging.WARNING}
+    address = os.environ.get("RAY_ADDRESS")
+    if address != "local":
+        if address is not None:
+            _require_listening(address)
+        try:
+            ray.init(address=address or "auto", **quiet)
+            log.info("joined the Ray cluster at %s", ray.get_runtime_context().gcs_address)
+            return False
+        except (ConnectionError, ValueError, RuntimeError) as error:
+            if address is not None:
+                raise _no_cluster(address, error) from None
+    for name, value in OF_OWN_CLUSTER.items():
+        os.environ.setdefault(name, value)
+    ray.init(address="local", include_dashboard=False, object_store_memory=OBJECT_STORE_BYTES, **quiet)
+    log.info("started a Ray cluster on this machine")
+    return True
+
+
+def _require_listening(address: str) -> None:
+    """Refuse HOST:PORT where nothing listens: Ray would wait for minutes.  Raises EspalierError."""
+    host, _, port = address.rpartition(":")
+    if not (host and port.isdecimal()) or "/" in host:
+        return
+    try:
+        socket.create_connection((host, int(port)), CONNECT_S).close()
+    except (OSError, OverflowError) as error:
+        raise _no_cluster(address, error) from None
+
+
+def _no_cluster(address: str, error: Exception) -> EspalierError:
+    return EspalierError(
+        f"there is no Ray cluster at RAY_ADDRESS={address} ({one_line(error)}); correct it, or unset it to start a "
+        "cluster on this machine"
+    )
+
+
+def _require_gpus(ray: Any, service: Service) -> None:
+    """Raises EspalierError if the cluster has too few GPUs for the replicas."""
+    wanted = sum(model.replicas.high for model in service.models if uses_gpu(model.settings))
+    there = int(ray.cluster_resources().get("GPU", 0))
+    if wanted > there:
+        raise EspalierError(
+            f"--replicas {wanted} needs {wanted} GPUs and the Ray cluster has {there}; "
+            + (f"use --replicas {there}" if there else "use --device cpu")
+            + ", or add nodes with GPUs"
+        )
+
+
+def _listen(serve: Any, host: str, port: int) -> int:
+    """Start Ray Serve's proxy.  Returns its port.  Raises EspalierError if the port cannot be used."""
+    from ray.serve.config import HTTPOptions
+    from ray.serve.context import _get_global_client
+
+    running = _get_global_client(raise_if_no_controller_running=False)
+    if running is None:
+        port = _free(host, port)
+        serve.start(http_options=HTTPOptions(host=host, port=port))
+        return port
+    there = running.http_config
+    if port not in (0, there.port):
+        raise EspalierError(
+            f"Ray Serve runs on this cluster already and listens at {there.host}:{there.port}, not at port {port}; "
+            f"use --port {there.port}, or end it with `serve shutdown`"
+        )
+    return int(there.port)
+
+
+def _free(host: str, port: int) -> int:
+    """The port, if this machine can listen there."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except (OSError, OverflowError) as error:
+            raise EspalierError(f"--host {host} --port {port} cannot be used ({error}); choose another") from None
+        return int(probe.getsockname()[1])
+
+
+def _end(serve: Any, drain_timeout_s: float) -> None:
+    """End the application.  Its replicas finish their requests, for drain_timeout_s at most."""
+    end = time.monotonic() + drain_timeout_s + KILL_S
+    # It waits for a minute at most.
+    with suppress(TimeoutError):
+        serve.delete(APP)
+    while APP in serve.status().applications:
+        if time.monotonic() > end:
+            log.warning("requests did not finish within %g s: ending them", drain_timeout_s)
+            return
+        time.sleep(0.2)
+
+
+def _require_no_other(serve: Any) -> None:
+    if APP in serve.status().applications:
+        raise EspalierError(
+            f"another `espalier serve --replicas` runs on this Ray cluster; end it (or `serve delete {APP}`), or serve "
+            "several models with one Serve config file (docs/deploy.md)"
+        )
+
+
+def _deploy(serve: Any, service: Service, ending: threading.Event) -> None:
+    """Deploy, and return when every replica is ready, or `ending` is set.  Raises EspalierError if one cannot load."""
+    try:
+        target = serve.RunTarget(application(service), name=APP, route_prefix="/")
+        serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
+    except Exception as error:
+        raise EspalierError(_reason(str(error))) from None
+    while not ending.wait(0.2):
+        found = serve.status().applications[APP]
+        if found.status == "RUNNING":
+            return
+        if found.status in ("DEPLOY_FAILED", "UNHEALTHY"):
+            messages = [found.message, *(each.message for each in found.deployments.values())]
+            raise EspalierError(_reason("\n".join(messages)))
+
+
+def _reason(message: str) -> str:
+    """One line of what Ray Serve says about a deployment that failed."""
+    found = REFUSED.findall(message)
+    return (
+        f"a replica cannot load: {found[-1]}" if found else f"Ray Serve cannot deploy: {one_line(Exception(message))}"
+    )
+
+
+def _number_of(replicas: Any) -> str:
+    return f"{replicas.low} to {replicas.high}" if replicas.vary else str(replicas.low)

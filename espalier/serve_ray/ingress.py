@@ -1,0 +1,107 @@
+"""The front as Ray Serve's ingress: the server's endpoints over pools of replicas.
+
+Ray Serve's proxy reads HTTP and hands each request on as ASGI messages.  Everything above that is the server's: bodies,
+fields, errors, streams, the queue's limit, metrics.
+"""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from ray.exceptions import RayError, RayTaskError
+from ray.serve.exceptions import RayServeException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from espalier.serve_ray.pool import EnginePool
+from espalier.serve_ray.settings import ServedModel, Service
+from espalier.server import logs
+from espalier.server.api import make_app
+from espalier.server.front import Front, FrontOptions
+from espalier.server.fronts import Fronts
+from espalier.server.metrics import Metrics
+
+log = logging.getLogger("espalier.server")
+
+
+class Ingress:
+    """service: what is served; handles: of the deployment of each model's replicas."""
+
+    def __init__(self, service: Service, handles: Sequence[Any]):
+        logs.set_up(service.log_level, service.log_json)
+        self.service = service
+        self.handles = handles
+        self.pools: list[EnginePool] = []
+        self.fronts: Fronts | None = None
+
+    async def __serve_build_asgi_app__(self) -> ASGIApp:
+        """Ray Serve's hook.  Returns when each model has a replica."""
+        service, share = self.service, 1 / self.service.num_fronts
+        for model, handle in zip(service.models, self.handles, strict=True):
+            self.pools.append(EnginePool(handle, model.name, model.replicas.high, share, is_lost))
+        await asyncio.gather(*(pool.start() for pool in self.pools))
+        metrics = Metrics(self.pools)
+        fronts = [
+            await asyncio.to_thread(Front, pool, _options(model, service.num_fronts), metrics)
+            for pool, model in zip(self.pools, service.models, strict=True)
+        ]
+        self.fronts = Fronts(fronts, metrics)
+        app, _ = make_app(self.fronts, service.api)
+        log.info("the front serves %s", ", ".join(self.fronts.names))
+        return BehindProxy(app)
+
+    async def __del__(self) -> None:
+        for pool in self.pools:
+            await pool.close()
+        if self.fronts is not None:
+            await self.fronts.close()
+
+
+def _options(model: ServedModel, num_fronts: int) -> FrontOptions:
+    """Of one front among several, which have the queue's places in equal parts."""
+    places = -(-model.front.max_queue // num_fronts)
+    return replace(model.front, max_queue=places)
+
+
+def is_lost(error: BaseException) -> bool:
+    """Whether an exception of a call to a replica says that the replica is gone.  A RayTaskError is the replica's own
+    exception, and a defect."""
+    return isinstance(error, RayError | RayServeException) and not isinstance(error, RayTaskError)
+
+
+class BehindProxy:
+    """An app as Ray Serve's proxy expects it.
+
+    The proxy adds the request's id to the response, so the app's own header is left out.  Paths are those below the
+    application's route_prefix.
+    """
+
+    def __init__(self, app: ASGIApp):
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await _live(receive, send)
+        elif scope["type"] == "http":
+            await self._answer(scope, receive, send)
+        else:
+            await send({"type": "websocket.close"})
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_without_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [each for each in message["headers"] if each[0].lower() != b"x-request-id"]
+            await send(message)
+
+        root = scope.get("root_path", "")
+        below = {**scope, "path": scope["path"].removeprefix(root) or "/", "root_path": ""}
+        await self.app(below, receive, send_without_id)
+
+
+async def _live(receive: Receive, send: Send) -> None:
+    while True:
+        kind = (await receive())["type"]
+        await send({"type": f"{kind}.complete"})
+        if kind == "lifespan.shutdown":
+            return

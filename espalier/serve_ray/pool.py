@@ -1,0 +1,218 @@
+"""N engine replicas as a front sees them: it submits prompts, and Ray Serve's router chooses the replica of each.
+
+A request whose replica is lost before its first token is submitted again, to another replica; later it ends with
+EngineGone.  Prompts of one HTTP request are routed one by one.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from contextvars import Context
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from espalier.errors import EspalierError
+from espalier.inputs import ModelFacts
+from espalier.request import ResolvedParams
+from espalier.serve_ray.places import Route, page_keys
+from espalier.serve_ray.replica import ReplicaFigures
+from espalier.server import protocol
+from espalier.server.engines import EngineGone, Figures, Generation
+from espalier.server.protocol import Failed, Harvest, Part, Ready, Refused, Submit
+
+log = logging.getLogger("espalier.server")
+# Replicas that one prompt is sent to at most.
+MAX_TRIES = 3
+# Between two looks at the replicas' figures, and the limit for one look.
+LOOK_S = 1.0
+LOOK_TIMEOUT_S = 5.0
+NO_REPLICA = "no replica is ready; Ray Serve is starting one"
+
+
+@dataclass
+class Prompt:
+    """A submitted prompt.  has_begun: an output token of it is here."""
+
+    submit: Submit
+    generation: Generation
+    has_begun: bool = False
+
+    @property
+    def is_done(self) -> bool:
+        return self.generation.num_running[self.submit.name] == 0
+
+    def take(self, parts: Sequence[Part]) -> None:
+        self.has_begun = True
+        for part in parts:
+            self.generation.take(part)
+
+
+class EnginePool:
+    """The replicas of one model.
+
+    handle: Ray Serve's DeploymentHandle of replica.EngineReplica; name: the model's, a label of its figures;
+    max_replicas: as many as there may be; share: part of the slots that this front may fill, one over the number of
+    fronts; is_lost: whether an exception of a call says that the replica is gone.
+    """
+
+    restarts = True
+
+    def __init__(
+        self, handle: Any, name: str, max_replicas: int, share: float, is_lost: Callable[[BaseException], bool]
+    ):
+        self.handle = handle
+        self.streams = handle.options(method_name="generate", stream=True)
+        self.name = name
+        self.max_replicas = max_replicas
+        self.share = share
+        self.is_lost = is_lost
+        self.facts: ModelFacts | None = None
+        self.config: Mapping[str, Any] = {}
+        self._figures: list[Figures] = []
+        self._closed = False
+        self._num_submitted = 0
+        self._open: dict[str, tuple[Generation, asyncio.Task[None]]] = {}
+        self._looking: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Wait until a replica is ready."""
+        ready = protocol.decode_from_engine(await self.handle.about.remote())
+        assert isinstance(ready, Ready)
+        self.facts, self.config = ready.facts, ready.config
+        await self._look()
+        self._looking = asyncio.create_task(self._look_often())
+
+    @property
+    def num_replicas(self) -> int:
+        """Replicas that are ready, as of the last look."""
+        return sum(figures.up for figures in self._figures)
+
+    @property
+    def state(self) -> str:
+        return "closed" if self._closed else "ready" if self.num_replicas else "starting"
+
+    @property
+    def why(self) -> str:
+        return "" if self._closed or self.num_replicas else NO_REPLICA
+
+    @property
+    def num_slots(self) -> int:
+        return self._slots(max(self.num_replicas, 1))
+
+    @property
+    def max_slots(self) -> int:
+        return self._slots(self.max_replicas)
+
+    def _slots(self, num_replicas: int) -> int:
+        return max(1, int(num_replicas * int(self.config["max_batch"]) * self.share))
+
+    @property
+    def open_samples(self) -> int:
+        return sum(generation.num_running[name] for name, (generation, _) in self._open.items())
+
+    def require_up(self) -> None:
+        """Without a replica requests wait for one, so only a closed pool refuses them."""
+        if self._closed:
+            raise EngineGone("the server is shutting down")
+
+    def submit(
+        self, name: str, prompts: Sequence[list[int]], params: ResolvedParams, priority: int, detokenize: bool
+    ) -> Generation:
+        self.require_up()
+        names = [f"{name}-{self._num_submitted + i}" for i in range(len(prompts))]
+        self._num_submitted += len(prompts)
+        generation = Generation(self, names, params.n)
+        for each, prompt in zip(names, prompts, strict=True):
+            submit = Submit(each, prompt, params, priority, detokenize)
+            self._open[each] = generation, asyncio.create_task(self._run(Prompt(submit, generation)))
+        return generation
+
+    def forget(self, generation: Generation) -> None:
+        for name in generation.num_running:
+            if (found := self._open.pop(name, None)) is not None:
+                found[1].cancel()
+
+    def figures(self) -> list[Figures]:
+        return self._figures
+
+    async def close(self) -> None:
+        self._closed = True
+        if self._looking is not None:
+            self._looking.cancel()
+        for generation, _ in list(self._open.values()):
+            self.forget(generation)
+            generation.fail(EngineGone("the server is shutting down"))
+
+    # One prompt
+
+    async def _run(self, prompt: "Prompt") -> None:
+        """Run a prompt to its end, or fail its generation."""
+        try:
+            await self._try_replicas(prompt)
+        except Exception as error:
+            if not isinstance(error, EngineGone | EspalierError):
+                log.exception("a prompt failed in the front")
+            self._open.pop(prompt.submit.name, None)
+            self.forget(prompt.generation)
+            prompt.generation.fail(error)
+
+    async def _try_replicas(self, prompt: "Prompt") -> None:
+        submit = prompt.submit
+        message = msgspec.msgpack.encode(submit)
+        route = Route(page_keys(submit.prompt, int(self.config["page_size"])), submit.params.n)
+        for num_tries in range(1, MAX_TRIES + 1):
+            lost = await self._ask(prompt, message, route)
+            if lost is None:
+                return
+            if num_tries == MAX_TRIES or prompt.has_begun:
+                raise EngineGone(lost)
+            log.warning("%s before the first token: trying another replica", lost)
+
+    async def _ask(self, prompt: "Prompt", message: bytes, route: Route) -> str | None:
+        """Send a prompt to a replica and hand out its output.  Returns why the replica is lost, None at the end."""
+        # Serve's router tells calls apart by the id of the HTTP request in whose context they are made.  In a context
+        # of its own, each prompt is a request of its own.
+        stream = Context().run(self.streams.remote, message, route)
+        try:
+            async for data in stream:
+                sent = protocol.decode_from_engine(data)
+                if isinstance(sent, Failed):
+                    return sent.error
+                if isinstance(sent, Refused):
+                    raise EspalierError(sent.error)
+                assert isinstance(sent, Harvest)
+                prompt.take(sent.parts)
+                if prompt.is_done:
+                    self._open.pop(prompt.submit.name, None)
+        except asyncio.CancelledError:
+            stream.cancel()
+            raise
+        except Exception as error:
+            if not self.is_lost(error):
+                raise
+            # The last part may be here, although the replica did not live to end the call.
+            return None if prompt.is_done else f"the replica is gone ({type(error).__name__})"
+        return None if prompt.is_done else "the replica ended the stream early"
+
+    # All replicas
+
+    async def _look_often(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_S)
+            await self._look()
+
+    async def _look(self) -> None:
+        """Ask each replica for its figures.  One that does not answer has none."""
+        found: list[Any] = []
+        # Without a replica the call raises.
+        with suppress(Exception):
+            answers = self.handle.broadcast("figures")
+            found = await answers.results_async(timeout_s=LOOK_TIMEOUT_S, return_exceptions=True)
+        figures = [msgspec.msgpack.decode(each, type=ReplicaFigures) for each in found if isinstance(each, bytes)]
+        self._figures = [
+            Figures({"model": self.name, "replica": each.replica}, each.up, 0, each.report, each.abort_steps)
+            for each in sorted(figures, key=lambda each: each.replica)
+        ]

@@ -1,0 +1,145 @@
+"""An engine replica: what runs in an actor of Ray Serve.  It holds one engine process, as the server's front does.
+
+The engine has a process of its own, so that neither Ray's threads nor the messages of many streams hold up its steps.
+If that process ends, so does the actor, at once: Ray Serve then starts another, and no request is sent to this one.
+"""
+
+import asyncio
+import logging
+import os
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from espalier.errors import EspalierError
+from espalier.server import logs, protocol
+from espalier.server.client import ClientOptions, EngineClient
+from espalier.server.engines import EngineGone
+from espalier.server.protocol import Failed, Harvest, Part, Ready, Refused, Report, Submit
+
+log = logging.getLogger("espalier.server")
+# For the last messages of a replica whose engine is gone.
+LAST_WORDS_S = 0.5
+BROKEN = 1
+
+
+class ReplicaFigures(msgspec.Struct):
+    """Figures (server/engines.py) of one replica, sent to the front."""
+
+    replica: str
+    up: bool
+    report: Report
+    abort_steps: dict[int, int]
+
+
+@dataclass
+class Work:
+    """What is left to compute of one submitted prompt.  prompt: its tokens, 0 once it has an output token."""
+
+    prompt: int
+    output: int
+
+    def take(self, part: Part) -> None:
+        self.prompt = 0
+        self.output -= len(part.piece.token_ids)
+
+
+class EngineReplica:
+    """settings: keywords of EngineConfig; name: of this replica; leave: ends this actor."""
+
+    # Ray Serve awaits it, and calls nothing else before.
+    async def __init__(  # type: ignore[misc]
+        self, settings: Mapping[str, Any], options: ClientOptions, name: str = "", leave: Any = os._exit
+    ):
+        logs.set_up(options.log_level, options.log_json)
+        self.name = name or _name_in_serve()
+        self.leave = leave
+        self.client = EngineClient(settings, options)
+        self._open: dict[str, Work] = {}
+        await self.client.start()
+        self._watch = asyncio.create_task(self._leave_with_the_engine())
+
+    async def about(self) -> bytes:
+        """A Ready message: facts of the model, and the resolved configuration."""
+        assert self.client.facts is not None
+        return protocol.encode(Ready(self.client.facts, self.client.config))
+
+    async def generate(self, message: bytes, _route: Any = None) -> AsyncIterator[bytes]:
+        """Run a Submit.  Yields messages of the engine's protocol: Harvest, and at the end of a request that cannot go
+        on Refused or Failed.
+
+        _route: for the router.  Leaving early aborts the request.
+        """
+        submit = msgspec.msgpack.decode(message, type=Submit)
+        try:
+            args = submit.params, submit.priority, submit.detokenize
+            generation = self.client.submit(submit.name, [submit.prompt], *args)
+        except EngineGone as error:
+            yield protocol.encode(Failed(str(error), refused=False))
+            return
+        log.debug("%s takes it", self.name, extra=logs.about(submit.name))
+        try:
+            with self._counting(submit) as work:
+                async for parts in generation.parts(None):
+                    for part in parts:
+                        part.name = submit.name
+                        work.take(part)
+                    yield protocol.encode(Harvest(parts))
+        except EngineGone as error:
+            yield protocol.encode(Failed(str(error), refused=False))
+        except EspalierError as error:
+            yield protocol.encode(Refused(submit.name, str(error)))
+        finally:
+            generation.close()
+
+    @contextmanager
+    def _counting(self, submit: Submit) -> Iterator[Work]:
+        """Count what is left of a request while it is open."""
+        assert self.client.facts is not None
+        room = self.client.facts.max_context - len(submit.prompt)
+        limit = room if submit.params.max_tokens is None else min(room, submit.params.max_tokens)
+        work = self._open[submit.name] = Work(len(submit.prompt), limit * submit.params.n)
+        try:
+            yield work
+        finally:
+            self._open.pop(submit.name, None)
+
+    def queued_tokens(self) -> int:
+        """Tokens that open requests still have to compute: prompts without an output token, and outputs up to their
+        limit."""
+        return sum(work.prompt + max(work.output, 0) for work in self._open.values())
+
+    async def figures(self) -> bytes:
+        client = self.client
+        return msgspec.msgpack.encode(
+            ReplicaFigures(self.name, client.state == "ready", client.report, dict(client.abort_steps))
+        )
+
+    # Ray Serve's hooks
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        return {"queued_tokens": self.queued_tokens()}
+
+    async def check_health(self) -> None:
+        """Raises if the engine is gone."""
+        self.client.require_up()
+
+    async def __del__(self) -> None:
+        await self.client.close()
+
+    async def _leave_with_the_engine(self) -> None:
+        why = await self.client.ended()
+        if why is not None:
+            log.error("replica %s ends with its engine: %s", self.name, why)
+            await asyncio.sleep(LAST_WORDS_S)
+            self.leave(BROKEN)
+
+
+def _name_in_serve() -> str:
+    """The replica's name in Ray Serve."""
+    from ray import serve
+
+    return str(serve.get_replica_context().replica_id.unique_id)

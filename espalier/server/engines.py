@@ -1,0 +1,137 @@
+"""What a front asks of the engines of one model: to run prompts, to say how they are, and to end.
+
+client.EngineClient is one engine in a process of its own; serve_ray/pool.py:EnginePool is N of them behind Ray Serve.
+All code runs on the front's event loop.
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from espalier.inputs import ModelFacts
+from espalier.request import ResolvedParams
+from espalier.server.protocol import Part, Report
+
+
+class EngineGone(Exception):
+    """There is no engine process.  Raised to requests in flight and to new ones."""
+
+
+@dataclass
+class Figures:
+    """One engine's figures for /metrics.
+
+    labels: tell it from the other engines, {} where there is one; up: whether it is ready; num_restarts: engine
+    processes started after the first; abort_steps: number of aborts by the engine steps that they took.
+    """
+
+    labels: Mapping[str, str]
+    up: bool
+    num_restarts: int
+    report: Report
+    abort_steps: Mapping[int, int] = field(default_factory=Counter)
+
+
+class Engines(Protocol):
+    """The engines of one model.
+
+    facts: None until `start` has returned; state: "ready", or why no engine is ready in one word; why: the same as a
+    sentence, "" where there is none to tell; num_slots: samples that all engines together can run now; max_slots: the
+    same with as many engines as there may be; open_samples: samples that are queued or running, as the front knows
+    them; restarts: whether an engine that is gone is replaced.
+    """
+
+    @property
+    def facts(self) -> ModelFacts | None: ...
+    @property
+    def state(self) -> str: ...
+    @property
+    def why(self) -> str: ...
+    @property
+    def num_slots(self) -> int: ...
+    @property
+    def max_slots(self) -> int: ...
+    @property
+    def open_samples(self) -> int: ...
+    @property
+    def restarts(self) -> bool: ...
+
+    def require_up(self) -> None:
+        """Raises EngineGone if a prompt that is submitted now could not run."""
+
+    def submit(
+        self, name: str, prompts: Sequence[list[int]], params: ResolvedParams, priority: int, detokenize: bool
+    ) -> "Generation":
+        """Queue prompts.  name: prefix of their names in log lines.  Raises EngineGone."""
+
+    def forget(self, generation: "Generation") -> None:
+        """Abort the samples that still run, and drop their output."""
+
+    def figures(self) -> list[Figures]: ...
+
+    async def close(self) -> None:
+        """End all requests with EngineGone, and let go of the engines."""
+
+
+class Generation:
+    """The output of one HTTP request's prompts.
+
+    num_running: number of samples that still run, by name, in the order of the prompts.
+
+    Unread parts are buffered here, at most max_tokens for each sample, so a slow reader does not block others.  The
+    caller must close it in every case; that aborts the samples that still run.
+    """
+
+    def __init__(self, engines: "Engines", names: Sequence[str], samples: int):
+        self.engines = engines
+        self.num_running = dict.fromkeys(names, samples)
+        self.unread: list[Part] = []
+        self.error: Exception | None = None
+        self.news = asyncio.Event()
+
+    @property
+    def done(self) -> bool:
+        return not any(self.num_running.values())
+
+    async def parts(self, deadline: float | None) -> AsyncIterator[list[Part]]:
+        """Yield the new parts, until all samples have ended.
+
+        deadline: on the event loop's clock.  Raises TimeoutError, EngineGone, or EspalierError if the engine refuses.
+        """
+        # One timer for all waits: asyncio.timeout_at at each wait costs more than the rest of the loop.
+        timer = None if deadline is None else asyncio.get_running_loop().call_at(deadline, self._expire)
+        try:
+            ended = False
+            while not ended:
+                await self.news.wait()
+                self.news.clear()
+                parts, ended = self.unread, self.done
+                self.unread = []
+                if parts:
+                    yield parts
+                if self.error is not None:
+                    raise self.error
+        finally:
+            if timer is not None:
+                timer.cancel()
+
+    def _expire(self) -> None:
+        if not self.done:
+            self.error = TimeoutError()
+            self.news.set()
+
+    def take(self, part: Part) -> None:
+        if part.piece.finish_reason is not None:
+            self.num_running[part.name] -= 1
+        self.unread.append(part)
+        self.news.set()
+
+    def fail(self, error: Exception) -> None:
+        self.num_running = dict.fromkeys(self.num_running, 0)
+        self.error = error
+        self.news.set()
+
+    def close(self) -> None:
+        self.engines.forget(self)

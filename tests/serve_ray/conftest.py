@@ -1,0 +1,3 @@
+"""The server's fixtures."""
+
+from tests.server.conftest import llm  # noqa: F401

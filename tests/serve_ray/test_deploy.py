@@ -1,0 +1,39 @@
+"""The files of deploy/ name what there is."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from espalier import serve_ray
+from espalier.serve_ray.settings import service_of
+
+FOLDER = Path(__file__).parents[2] / "deploy"
+
+
+@pytest.mark.parametrize("name", ["serve.yaml", "rayservice.yaml"])
+def test_a_config_can_be_served(name):
+    file = yaml.safe_load((FOLDER / name).read_text())
+    config = file if "applications" in file else yaml.safe_load(file["spec"]["serveConfigV2"])
+    [application] = config["applications"]
+    assert application["import_path"] == "espalier.serve_ray:app" and callable(serve_ray.app)
+    service = service_of(application["args"])
+    assert all(model.front.names for model in service.models)
+
+
+def test_pods_outlive_the_requests_that_they_drain():
+    spec = yaml.safe_load((FOLDER / "rayservice.yaml").read_text())["spec"]
+    args = yaml.safe_load(spec["serveConfigV2"])["applications"][0]["args"]
+    [workers] = spec["rayClusterConfig"]["workerGroupSpecs"]
+    assert workers["template"]["spec"]["terminationGracePeriodSeconds"] > args["drain_timeout"]
+    # A replica takes one GPU, and so does a worker.
+    assert service_of(args).models[0].replicas.high <= workers["maxReplicas"]
+
+
+def test_images_have_the_version_of_ray_that_is_supported():
+    wanted = next(
+        line for line in (FOLDER.parent / "pyproject.toml").read_text().splitlines() if line.startswith("ray =")
+    )
+    versions = wanted.partition("ray[serve]")[2].partition('"')[0]
+    for name in ("Dockerfile.ray", "Dockerfile.ray-cpu"):
+        assert f"ray[default]{versions}" in (FOLDER / name).read_text()

@@ -1,0 +1,227 @@
+"""A pool of replicas: what is tried elsewhere, what ends with an error, and what a front learns of its replicas."""
+
+import asyncio
+
+import msgspec
+import pytest
+
+from espalier.errors import EspalierError
+from espalier.inputs import ModelFacts
+from espalier.request import OutputChunk, ResolvedParams, Usage
+from espalier.serve_ray import pool as pools
+from espalier.serve_ray.pool import MAX_TRIES, NO_REPLICA, EnginePool
+from espalier.serve_ray.replica import ReplicaFigures
+from espalier.server import protocol
+from espalier.server.engines import EngineGone
+from espalier.server.metrics import Metrics
+from espalier.server.protocol import Failed, Harvest, Part, Ready, Refused, Report, Submit
+from tests.serve_ray.handles import Handle, Lost
+
+PROMPT = list(range(40))
+
+
+class Scripted:
+    """A replica that says what its script says, an item at a time: tokens, or an exception or message to end with."""
+
+    def __init__(self, name, *script, slots=4):
+        self.name, self.script, self.slots = name, list(script), slots
+        self.asked = []
+        self.go_on = asyncio.Event()
+        self.go_on.set()
+
+    async def about(self):
+        return protocol.encode(Ready(ModelFacts("m", 100, 64), {"max_batch": self.slots, "page_size": 16}))
+
+    async def figures(self):
+        return msgspec.msgpack.encode(ReplicaFigures(self.name, True, Report(waiting=3), {1: 2}))
+
+    async def generate(self, message, route):
+        submit = msgspec.msgpack.decode(message, type=Submit)
+        self.asked.append(submit)
+        for item in self.script:
+            await self.go_on.wait()
+            if isinstance(item, Exception):
+                raise item
+            if isinstance(item, list):
+                yield harvest(submit.name, item)
+            else:
+                yield protocol.encode(item)
+        yield harvest(submit.name, [9], Usage(len(submit.prompt), 1))
+
+
+def harvest(name, tokens, usage=None):
+    reason = None if usage is None else "stop"
+    return protocol.encode(Harvest([Part(name, OutputChunk(name, 0, tokens, finish_reason=reason), usage)]))
+
+
+def pooled(*replicas, **more):
+    return EnginePool(Handle({each.name: each for each in replicas}), "m", 8, more.get("share", 1), is_lost)
+
+
+def is_lost(error):
+    return isinstance(error, Lost)
+
+
+async def started(*replicas, **more):
+    pool = pooled(*replicas, **more)
+    await pool.start()
+    return pool
+
+
+async def tokens_of(pool, prompt=PROMPT):
+    generation = pool.submit("req", [prompt], ResolvedParams(), 0, False)
+    try:
+        return [part.piece.token_ids async for parts in generation.parts(None) for part in parts]
+    finally:
+        generation.close()
+
+
+def test_a_prompt_whose_replica_is_lost_before_its_first_token_is_tried_elsewhere():
+    async def run():
+        for end in (Lost("died"), Failed("the engine stopped", refused=False)):
+            bad, good = Scripted("a", end), Scripted("b", [1])
+            pool = await started(bad, good)
+            # The bad one has the pages, so it is asked first.
+            pool.handle.places.sent(pools.page_keys(PROMPT, 16), 0, "a", "r")
+            pool.handle.places.load["a"] = 0
+            bad.generate, seen = failing_once(bad, pool), bad.asked
+            assert await tokens_of(pool) == [[1], [9]]
+            assert len(seen) == 1 and len(pool.handle.calls) == 2 and pool.open_samples == 0
+            await pool.close()
+
+    def failing_once(bad, pool):
+        original = bad.generate
+
+        def generate(*of):
+            pool.handle.replicas = {name: each for name, each in pool.handle.replicas.items() if each is not bad}
+            return original(*of)
+
+        return generate
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("end", [Lost("died"), Failed("the engine stopped", refused=False)])
+def test_a_prompt_with_a_token_ends_with_an_error(end):
+    async def run():
+        pool = await started(Scripted("a", [1], end))
+        generation = pool.submit("req", [PROMPT], ResolvedParams(), 0, False)
+        found = []
+        with pytest.raises(EngineGone, match=r"gone|stopped"):
+            async for parts in generation.parts(None):
+                found += parts
+        assert [part.piece.token_ids for part in found] == [[1]]
+        assert len(pool.handle.calls) == 1 and pool.open_samples == 0
+        await pool.close()
+
+    asyncio.run(run())
+
+
+def test_it_is_tried_only_so_often():
+    async def run():
+        bad = Scripted("a", Lost("died"))
+        pool = await started(bad)
+        with pytest.raises(EngineGone, match="the replica is gone"):
+            await tokens_of(pool)
+        assert len(bad.asked) == MAX_TRIES
+        await pool.close()
+
+    asyncio.run(run())
+
+
+def test_a_replica_that_dies_behind_the_last_token_has_answered():
+    async def run():
+        replica = Scripted("a")
+
+        async def generate(message, route):
+            name = msgspec.msgpack.decode(message, type=Submit).name
+            yield harvest(name, [9], Usage(1, 1))
+            raise Lost("died")
+
+        replica.generate = generate
+        pool = await started(replica)
+        assert await tokens_of(pool) == [[9]] and len(pool.handle.calls) == 1
+        await pool.close()
+
+    asyncio.run(run())
+
+
+def test_a_stream_that_ends_early_is_a_loss():
+    async def run():
+        replica = Scripted("a")
+
+        async def generate(message, route):
+            yield harvest(msgspec.msgpack.decode(message, type=Submit).name, [1])
+
+        replica.generate = generate
+        pool = await started(replica)
+        with pytest.raises(EngineGone, match="ended the stream early"):
+            await tokens_of(pool)
+        await pool.close()
+
+    asyncio.run(run())
+
+
+def test_a_refusal_is_not_tried_elsewhere():
+    async def run():
+        replica = Scripted("a", Refused("req-0", "the prompt can never run"))
+        pool = await started(replica, Scripted("b", Refused("req-0", "the prompt can never run")))
+        with pytest.raises(EspalierError, match="can never run"):
+            await tokens_of(pool)
+        assert len(pool.handle.calls) == 1
+        await pool.close()
+
+    asyncio.run(run())
+
+
+def test_a_defect_of_a_replica_is_not_hidden_as_a_loss():
+    async def run():
+        pool = await started(Scripted("a", KeyError("x")))
+        with pytest.raises(KeyError):
+            await tokens_of(pool)
+        assert len(pool.handle.calls) == 1
+        await pool.close()
+
+    asyncio.run(run())
+
+
+def test_closing_a_generation_cancels_its_calls():
+    async def run():
+        replica = Scripted("a", [1], [2])
+        replica.go_on.clear()
+        pool = await started(replica)
+        generation = pool.submit("req", [PROMPT, PROMPT], ResolvedParams(n=2), 0, False)
+        await asyncio.sleep(0.01)
+        assert pool.open_samples == 4 and len(replica.asked) == 2
+        assert {call[1].samples for call in pool.handle.calls} == {2}
+        generation.close()
+        await asyncio.sleep(0.01)
+        assert pool.open_samples == 0 and all(call[2].cancelled for call in pool.handle.calls)
+        await pool.close()
+
+    asyncio.run(run())
+
+
+def test_the_replicas_are_known_by_their_figures(monkeypatch):
+    monkeypatch.setattr(pools, "LOOK_S", 0.01)
+
+    async def run():
+        pool = await started(Scripted("a"), Scripted("b"), share=0.5)
+        assert (pool.state, pool.why, pool.num_slots, pool.max_slots) == ("ready", "", 4, 16)
+        lines = Metrics([pool]).text().decode().splitlines()
+        assert 'espalier_waiting_requests{model="m",replica="b"} 3.0' in lines
+        assert 'espalier_abort_steps_count{model="m",replica="a"} 2.0' in lines
+        assert sum(line.startswith("# TYPE espalier_waiting_requests ") for line in lines) == 1
+        replicas, pool.handle.replicas = pool.handle.replicas, {}
+        await asyncio.sleep(0.05)
+        # Requests wait for a replica; the health check says that there is none.
+        assert (pool.state, pool.why, pool.num_slots) == ("starting", NO_REPLICA, 2)
+        pool.require_up()
+        pool.handle.replicas = replicas
+        await asyncio.sleep(0.05)
+        assert pool.state == "ready"
+        await pool.close()
+        with pytest.raises(EngineGone, match="shutting down"):
+            pool.submit("req", [PROMPT], ResolvedParams(), 0, False)
+
+    asyncio.run(run())

@@ -1,0 +1,115 @@
+"""Engine replicas with the bundled model behind the server's front, with a handle of this process in Ray's place."""
+
+import asyncio
+import os
+import signal
+
+import httpx
+import pytest
+
+from espalier.request import ResolvedParams
+from espalier.serve_ray.pool import EnginePool
+from espalier.serve_ray.replica import EngineReplica
+from espalier.server.api import ApiOptions, make_app
+from espalier.server.client import ClientOptions
+from espalier.server.engines import EngineGone
+from espalier.server.front import Front, FrontOptions
+from tests.serve_ray.handles import Handle
+from tests.server.serving import ENGINE, TREE
+
+SETTINGS = {"model": "bundled", **ENGINE, "speculation": TREE}
+PROMPTS = [f"def f_{i}(x):\n" for i in range(6)]
+ASK = {"model": "bundled", "max_tokens": 12, "temperature": 0}
+
+
+def lost(error):
+    return False
+
+
+class Replica(EngineReplica):
+    """Ray Serve awaits __del__ once; Python calls it too."""
+
+    def __del__(self):
+        pass
+
+
+class Group:
+    """Two replicas and their pool, in one event loop.  left: exit codes of replicas that ended their actor."""
+
+    async def __aenter__(self):
+        self.left = []
+        self.replicas = {}
+        for name in ("a", "b"):
+            replica = self.replicas[name] = Replica.__new__(Replica)
+            await replica.__init__(SETTINGS, ClientOptions(), name, self.left.append)
+        self.handle = Handle(dict(self.replicas))
+        self.pool = EnginePool(self.handle, "bundled", 2, 1, lost)
+        await self.pool.start()
+        return self
+
+    async def __aexit__(self, *_):
+        await self.pool.close()
+        for replica in self.replicas.values():
+            await EngineReplica.__del__(replica)
+
+
+def test_the_front_answers_over_replicas_as_over_one_engine(llm):
+    async def run():
+        async with Group() as group:
+            front = Front(group.pool, FrontOptions(("bundled",)))
+            app, _ = make_app(front, ApiOptions())
+            transport = httpx.ASGITransport(app)
+            async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+                answers = await asyncio.gather(
+                    *(client.post("/v1/completions", json={**ASK, "prompt": prompt}) for prompt in PROMPTS),
+                    client.post("/v1/completions", json={**ASK, "prompt": PROMPTS}),
+                    client.post("/v1/completions", json={**ASK, "prompt": "x", "logit_bias": {"999999": 1}}),
+                )
+            await front.close()
+            return [answer.json() for answer in answers], {call[0] for call in group.handle.calls}
+
+    *each, together, refused = asyncio.run(run())[0]
+    wanted = [output.text for output in llm.generate(PROMPTS, max_tokens(12))]
+    assert [answer["choices"][0]["text"] for answer in each] == wanted
+    assert [choice["text"] for choice in together["choices"]] == wanted
+    assert refused["error"]["type"] == "invalid_request_error"
+
+
+def max_tokens(count):
+    from espalier import SamplingParams
+
+    return SamplingParams(max_tokens=count, temperature=0)
+
+
+def test_the_engine_of_a_replica_dies(llm):
+    """Its streams end with an error, prompts without a token run elsewhere, and the replica ends its actor."""
+
+    async def run():
+        async with Group() as group:
+            prompt = llm.inputs.tokens("def f(x):\n")
+            params = ResolvedParams(temperature=0.0, max_tokens=400, ignore_eos=True)
+            streamed = group.pool.submit("long", [prompt], params, 0, False)
+            parts = streamed.parts(None)
+            await anext(parts)
+            name = group.handle.calls[0][0]
+            replica = group.replicas[name]
+            assert 0 < replica.queued_tokens() < 400
+            assert replica.record_autoscaling_stats() == {"queued_tokens": replica.queued_tokens()}
+            os.kill(replica.client.process.pid, signal.SIGKILL)
+            with pytest.raises(EngineGone, match="killed by signal 9"):
+                async for _ in parts:
+                    pass
+            with pytest.raises(EngineGone):
+                await replica.check_health()
+            # It has this prompt's pages, so it is asked first, until Ray takes it away.
+            waiting = group.pool.submit("next", [prompt], ResolvedParams(temperature=0.0, max_tokens=4), 0, False)
+            del group.handle.replicas[name]
+            tokens = [
+                t for parts in [p async for p in waiting.parts(None)] for part in parts for t in part.piece.token_ids
+            ]
+            await asyncio.sleep(0.6)
+            return tokens, group.left, replica.queued_tokens()
+
+    tokens, left, queued = asyncio.run(run())
+    assert tokens == llm.generate(["def f(x):\n"], max_tokens(4))[0].token_ids
+    assert left == [1] and queued == 0

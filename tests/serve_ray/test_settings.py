@@ -1,0 +1,86 @@
+"""What `args` of a Serve config file mean, and what is refused of them."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from espalier.errors import EspalierError
+from espalier.serve_ray.build import _deployment_name
+from espalier.serve_ray.policy import QueuedTokens
+from espalier.serve_ray.settings import Replicas, replicas_of, service_of
+
+
+def test_the_names_are_the_flags_of_the_server():
+    service = service_of(
+        {
+            "model": "bundled",
+            "served_model_name": "code",
+            "max_batch": 4,
+            "speculation": {"steps": 3},
+            "replicas": "1:4",
+            "tokens_per_replica": 99,
+            "max_queue": 7,
+            "request_timeout": 0,
+            "body_timeout": 5,
+            "engine_timeout": 9,
+            "api_key": "k",
+            "cors_origin": "http://x",
+            "fronts": 2,
+            "log_level": "debug",
+        }
+    )
+    [model] = service.models
+    assert model.settings == {"model": "bundled", "max_batch": 4, "speculation": {"steps": 3}}
+    assert model.replicas == Replicas(1, 4, 99) and model.replicas.vary
+    assert model.front.names == ("code",) and model.front.max_queue == 7 and model.front.request_timeout_s is None
+    assert model.client.timeout_s == 9 and model.client.log_level == "debug"
+    assert (service.api.api_key, service.api.cors_origins, service.api.body_timeout_s) == ("k", ("http://x",), 5)
+    assert service.num_fronts == 2
+
+
+def test_what_stands_beside_the_models_holds_for_each():
+    service = service_of({"device": "cpu", "models": [{"model": "bundled"}, {"model": "b/c", "device": "cuda"}]})
+    assert [model.settings["device"] for model in service.models] == ["cpu", "cuda"]
+    assert [model.front.names for model in service.models] == [("bundled",), ("b/c",)]
+    assert [_deployment_name(model, 2) for model in service.models] == ["engine-bundled", "engine-b-c"]
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        ({}, "model is missing"),
+        ({"models": []}, "use a list of objects"),
+        ({"model": "bundled", "replcas": 2}, "did you mean 'replicas'"),
+        ({"model": "bundled", "replicas": 0}, "use a whole number, 1 or more, or MIN:MAX"),
+        ({"model": "bundled", "replicas": "4:2"}, "MIN:MAX"),
+        ({"model": "bundled", "max_batch": 0}, "max_batch=0 is not supported"),
+        ({"model": "bundled", "speculation": {"stepps": 3}}, "did you mean 'steps'"),
+        ({"model": "bundled", "device": "cuda:1"}, "Ray chooses each one's GPU"),
+        ({"model": "bundled", "log_level": "loud"}, "use debug, info"),
+        ({"model": "bundled", "fronts": 0}, "fronts=0"),
+        ({"model": "bundled", "tokens_per_replica": 0}, "tokens_per_replica=0"),
+        ({"model": "bundled", "tool_format": "x"}, "'x'"),
+        ({"model": "bundled", "chat_template": "/no/file"}, "chat_template cannot be read"),
+        ({"models": [{"model": "bundled", "api_key": "k"}]}, "put it beside `models`"),
+    ],
+)
+def test_what_is_wrong_is_said_before_anything_starts(args, says):
+    with pytest.raises(EspalierError) as caught:
+        service_of(args)
+    assert says in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_number_of_replicas():
+    assert replicas_of(3) == replicas_of("3") == Replicas(3, 3) and not replicas_of(3).vary
+    assert replicas_of("2:8") == Replicas(2, 8)
+
+
+def test_replicas_follow_the_open_tokens():
+    def context(**queued):
+        return SimpleNamespace(target_num_replicas=3, aggregated_metrics={"queued_tokens": queued} if queued else {})
+
+    policy = QueuedTokens(tokens_per_replica=200)
+    assert policy(context(a=100.0, b=300.0)) == (2.0, {})
+    assert policy(context(a=0.0)) == (0.0, {})
+    # Nothing is known yet: stay.
+    assert policy(context()) == (3, {})

@@ -1,0 +1,53 @@
+"""Several models behind one server: each request goes to the front of its model."""
+
+import pytest
+from starlette.testclient import TestClient
+
+from espalier.errors import EspalierError
+from espalier.server.api import ApiOptions, make_app
+from espalier.server.front import Front, FrontOptions
+from espalier.server.fronts import Fronts
+from espalier.server.metrics import Metrics
+from tests.server.scripted import ScriptedClient
+from tests.tools.families import FAMILIES
+
+
+@pytest.fixture(scope="module")
+def fronts(tmp_path_factory):
+    folder, tokenizer = tmp_path_factory.mktemp("model"), FAMILIES["hermes"].tokenizer()
+    tokenizer.hf.save_pretrained(folder)
+    engines = [ScriptedClient(folder, tokenizer, lambda *_, text=text: text, 3) for text in ("one", "two")]
+    metrics = Metrics(engines)
+    return [
+        Front(each, FrontOptions(names), metrics)
+        for each, names in zip(engines, (("first", "alias"), ("second",)), strict=True)
+    ]
+
+
+def test_each_model_has_its_front(fronts):
+    server = Fronts(fronts, fronts[0].metrics)
+    client = TestClient(make_app(server, ApiOptions())[0])
+    assert [card["id"] for card in client.get("/v1/models").json()["data"]] == ["first", "alias", "second"]
+    assert client.get("/v1/models/second").status_code == 200 and client.get("/v1/models/third").status_code == 404
+    said = {}
+    for name in server.names:
+        ask = {"model": name, "messages": [{"role": "user", "content": "hi"}]}
+        said[name] = client.post("/v1/chat/completions", json=ask).json()["choices"][0]["message"]["content"]
+        assert client.post("/tokenize", json={"model": name, "prompt": "x"}).status_code == 200
+    assert said == {"first": "one", "alias": "one", "second": "two"}
+    missing = client.post("/v1/completions", json={"model": "third", "prompt": "x"})
+    assert missing.status_code == 404 and "use first, alias, second" in missing.json()["error"]["message"]
+    unnamed = client.post("/tokenize", json={"prompt": "x"})
+    assert unnamed.status_code == 400 and unnamed.json()["error"]["param"] == "model"
+    assert client.get("/health").json() == {"status": "ok", "why": ""}
+    fronts[1].engines.state, fronts[1].engines.why = "gone", "it is dead"
+    try:
+        health = client.get("/health")
+    finally:
+        fronts[1].engines.state, fronts[1].engines.why = "ready", ""
+    assert (health.status_code, health.json()) == (503, {"status": "gone", "why": "it is dead"})
+
+
+def test_a_name_stands_for_one_model(fronts):
+    with pytest.raises(EspalierError, match="two models are served as 'first'"):
+        Fronts([fronts[0], fronts[0]], fronts[0].metrics)
