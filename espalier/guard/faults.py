@@ -148,7 +148,7 @@ def _freed_twice(right):
 def _rope_left_out(right):
     def store(*arguments):
         stored = right(*arguments)
-        rope_and_norm, rows, plane = arguments[-3:]
+        rope_and_norm, rows, plane = arguments[3:6]
         plane[..., plane.shape[2] - rope_and_norm.cos.shape[1] :].index_fill_(0, rows, 0)
         return stored
 

@@ -25,10 +25,11 @@ def latent_case(lengths, queries=1, rows=None, page_size=16, heads=4, size=80, v
 def drawn(case: Case, device: torch.device) -> Inputs:
     """Inputs in which V is the first part of K's rows."""
     inputs = draw(case, device)
-    staged = inputs.staged
+    staged, scales = inputs.staged, inputs.committed.scales
+    scales = None if scales is None else replace(scales, v=scales.k)
     return replace(
         inputs,
-        committed=replace(inputs.committed, v=inputs.committed.k[..., : case.v_size]),
+        committed=replace(inputs.committed, v=inputs.committed.k[..., : case.v_size], scales=scales),
         staged=Staged(staged.k, staged.k[..., : case.v_size], staged.row_positions, staged.ancestor_bits),
     )
 
@@ -62,6 +63,8 @@ SMALL = [
     latent_case((200, 40, 6), queries=3, rows=4, page_size=48, size=50, v_size=37),
     latent_case((1, 0), queries=2, rows=2, max_splits=1),
     latent_case((260,), heads=16, size=144, v_size=128, max_splits=1),
+    latent_case((0, 17, 1, 300), queries=2, rows=6, page_size=3, first=3, heads=6, fp8=True),
+    latent_case((130, 20), queries=5, heads=16, dtype=torch.float16, fp8=True),
 ]
 
 
@@ -70,7 +73,7 @@ def test_small_shapes(kernel_device, case):
     check(case, kernel_device)
 
 
-@pytest.mark.parametrize("case", SMALL[:6], ids=str)
+@pytest.mark.parametrize("case", [*SMALL[:6], SMALL[-2]], ids=str)
 def test_committed_rows_alone(kernel_device, case):
     check(case, kernel_device, staged=False)
 
