@@ -277,10 +277,12 @@ def latent_attention_triton(
         partials = PartialResults.of(splits, queries, heads, v_size) if is_split else PartialResults(out, lse)
     if config is None:
         config = _choose(q, committed, staged)
-    elif isinstance(config, HopperLatentConfig) and not _fits_hopper(q, committed, staged):
+    elif isinstance(config, HopperLatentConfig) and not (
+        _fits_hopper(q, committed, staged) and (committed.scales is not None) == (config.raw_stages > 0)
+    ):
         raise EspalierError(
-            "the Hopper kernel for latent rows needs bfloat16 or float16, rows of 512 + 64 values, and addresses and "
-            "strides divisible by 16: use config=None"
+            "the Hopper kernel for latent rows needs bfloat16 or float16, rows of 512 + 64 values, addresses and "
+            "strides divisible by 16, and raw_stages for FP8 rows: use config=None"
         )
     _launch(q, committed, staged, positions, splits, scale, partials, config, out, lse)
     if is_split:
@@ -292,7 +294,7 @@ def _choose(q: Tensor, committed: Committed, staged: Staged | None) -> LatentKer
     """The launch configuration.  It does not depend on the batch."""
     queries, heads, size = q.shape[1:]
     if _fits_hopper(q, committed, staged):
-        config = choose_hopper_latent_config(chip(q))
+        config = choose_hopper_latent_config(chip(q), committed.scales is not None)
         if config is not None:
             return config
     row_bytes = sum(_block_sizes(size, committed.v.shape[2])) * q.dtype.itemsize
@@ -302,8 +304,8 @@ def _choose(q: Tensor, committed: Committed, staged: Staged | None) -> LatentKer
 
 def _fits_hopper(q: Tensor, committed: Committed, staged: Staged | None) -> bool:
     """Whether the Hopper kernel takes these tensors."""
-    read = [q, committed.k, *(() if staged is None else (staged.k,))]
-    return fits_hopper_latent(read, committed.v.shape[2])
+    rows = [committed.k, *(() if staged is None else (staged.k,))]
+    return fits_hopper_latent(q, rows, committed.v.shape[2])
 
 
 def _launch(

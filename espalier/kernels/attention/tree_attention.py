@@ -219,10 +219,12 @@ def tree_attention_triton(
         partials = PartialResults.of(splits, queries, heads, v_size)
     if config is None:
         config = _choose(q, committed, staged, splits)
-    elif isinstance(config, HopperConfig) and not _fits_hopper(q, committed, staged):
+    elif isinstance(config, HopperConfig) and not (
+        _fits_hopper(q, committed, staged) and (committed.scales is not None) == (config.raw_stages > 0)
+    ):
         raise EspalierError(
             f"the Hopper attention kernel needs bfloat16 or float16, a head size of {HEAD_SIZES}, strides divisible by "
-            "16, and staged rows if `staged` is given: use config=None"
+            "16, staged rows if `staged` is given, and raw_stages for FP8 rows: use config=None"
         )
     _launch(q, committed, staged, positions, splits, scale, window or 0, sink, partials, config, contiguous, out, lse)
     if splits.policy.max_splits > 1:
@@ -246,7 +248,8 @@ def _choose(q: Tensor, committed: Committed, staged: Staged | None, splits: KVSp
     packed_queries = queries * heads // kv_heads
     if _fits_hopper(q, committed, staged):
         work_items = splits.table.shape[0] * kv_heads * -(-packed_queries // (2 * WARPGROUP_QUERIES))
-        config = choose_hopper_config(chip(q), packed_queries, work_items, k_size, committed.page_size)
+        fp8 = committed.scales is not None
+        config = choose_hopper_config(chip(q), packed_queries, work_items, k_size, committed.page_size, fp8)
         if config is not None:
             return config
     rows = queries if staged is None else staged.k.shape[1]
