@@ -122,7 +122,7 @@ class Support:
         yield device not in self.devices, f"device={device}", f"devices {', '.join(self.devices)}", "device"
         yield dtype not in self.dtypes, f"dtype={plain(dtype)}", f"dtypes {', '.join(map(plain, self.dtypes))}", "dtype"
         yield in_fp8 and self.fp8 is By.NOTHING, "kv_dtype=fp8_e4m3", "K and V in the model's dtype", "fp8"
-        if device == "cuda" and torch.cuda.is_available():
+        if (in_fp8 or self.majors is not None) and device == "cuda" and torch.cuda.is_available():
             major, minor = torch.cuda.get_device_capability()
             have, first = f"compute capability {major}.{minor}", ".".join(map(str, FP8_CAPABILITY))
             yield self.majors is not None and major not in self.majors, have, self.plain_capability, "capability"

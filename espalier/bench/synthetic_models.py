@@ -21,7 +21,7 @@ from espalier.errors import EspalierError
 from espalier.layout import RoundLayout
 from espalier.models import CausalLM, DraftModel
 from espalier.models.draft import MAX_MODULES
-from espalier.startup.build import assemble
+from espalier.startup.build import AS_MODEL, KVDtypes, assemble
 from espalier.startup.load import build_engine_of_models
 from espalier.synthetic.checkpoint import Recipe, build
 from espalier.synthetic.shapes import find_shape
@@ -119,7 +119,12 @@ class SyntheticModels:
         return sum(sizes) * self.dtype.itemsize
 
     def engine(
-        self, layout: RoundLayout, attention: str | None, overlap: bool, all_buckets: bool = False
+        self,
+        layout: RoundLayout,
+        attention: str | None,
+        overlap: bool,
+        all_buckets: bool = False,
+        kv: KVDtypes = AS_MODEL,
     ) -> AbstractContextManager[RunningEngine]:
         """An engine of this layout, with pages for a full batch of full contexts.  It closes at the end of the block.
 
@@ -141,6 +146,7 @@ class SyntheticModels:
             prefix_cache=False,
             graph_batch=layout.max_batch if self.device.type == "cuda" else 0,
             keep_graphs=True,
+            kv=kv,
         )
         return self._running(build)
 

@@ -31,6 +31,9 @@ class KVDtypes:
     draft: torch.dtype | None = None
 
 
+AS_MODEL = KVDtypes()
+
+
 def kv_dtypes_of(kv_dtype: str, draft_kv_dtype: str) -> KVDtypes:
     """From the names in a ResolvedConfig."""
     return KVDtypes(*(FP8 if name == FP8_KV else None for name in (kv_dtype, draft_kv_dtype)))
@@ -80,7 +83,7 @@ def assemble(
     prefix_cache: bool,
     graph_batch: int = 0,
     keep_graphs: bool = False,
-    kv: KVDtypes = KVDtypes(),
+    kv: KVDtypes = AS_MODEL,
 ) -> Engine:
     """Build an engine that runs these models.
 
@@ -126,7 +129,7 @@ def make_runner(
     device: torch.device,
     draft_attention: str | None = None,
     overlap: bool = False,
-    kv: KVDtypes = KVDtypes(),
+    kv: KVDtypes = AS_MODEL,
 ) -> ModelRunner:
     """Allocate all buffers of the layout, and choose backends.
 
