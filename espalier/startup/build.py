@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from espalier.attention import grouped_backend
-from espalier.cache.kv import PagedKV, StagedKV
+from espalier.cache.kv import PagedKV, StagedKV, bytes_per_token
 from espalier.cache.layer_spec import LayerSpec, stored_as
 from espalier.config import FP8_KV
 from espalier.engine.cuda import CudaExecutor
@@ -42,6 +42,12 @@ def kv_dtypes_of(kv_dtype: str, draft_kv_dtype: str) -> KVDtypes:
 def cache_specs(target: Sequence[LayerSpec], draft: Sequence[LayerSpec], kv: KVDtypes) -> tuple[LayerSpec, ...]:
     """The specs of all layers, the target's first, with the dtypes in which their rows are stored."""
     return (*stored_as(target, kv.target), *stored_as(draft, kv.draft))
+
+
+def cache_size(specs: Sequence[LayerSpec], num_pages: int, page_size: int, dtype: torch.dtype) -> str:
+    """What the pages hold, in words.  specs: of all layers; dtype: the model's."""
+    tokens, each = num_pages * page_size, bytes_per_token(specs, dtype)
+    return f"pages hold {tokens} tokens, {each} bytes each: {tokens * each / 2**30:.1f} GiB"
 
 
 def kv_scales(target: CausalLM) -> dict[int, KVScales]:

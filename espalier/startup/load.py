@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from espalier.cache.kv import bytes_per_token
+from espalier.cache.layer_spec import LayerSpec
 from espalier.config import FP8_KV, EngineConfig, ResolvedConfig, is_open
 from espalier.engine.engine import Engine
 from espalier.errors import EspalierError
@@ -26,7 +27,7 @@ from espalier.models.loading import layer_specs_of
 from espalier.models.weights import WeightCount, stored_weights
 from espalier.speculate.drafters import WITHOUT_FILES, draft_algorithm, load_draft, own_draft, read_draft
 from espalier.speculate.round import ModelRunner
-from espalier.startup.build import assemble, cache_specs, kv_dtypes_of, make_runner
+from espalier.startup.build import assemble, cache_size, cache_specs, kv_dtypes_of, make_runner
 from espalier.startup.checkpoints import BUNDLED, find_draft, find_target
 from espalier.startup.measure_memory import measure_pages
 from espalier.startup.resolve import (
@@ -160,6 +161,8 @@ def build_engine_of_models(
         num_pages = _measure_pages(resolved, layout, target, draft, dtype, device, requested_pages)
         resolved = replace(resolved, num_pages=num_pages)
     log.info("resolved configuration\n%s", resolved.block())
+    specs = cache_specs(target.layer_specs, _specs_of(draft), kv_dtypes_of(resolved.kv_dtype, resolved.draft_kv_dtype))
+    log.info("%s", cache_size(specs, resolved.num_pages, resolved.page_size, dtype))
     if resolved.kv_dtype == FP8_KV and not any(target.kv_scales):
         log.warning("kv_dtype=%s: the checkpoint has no scales of K and V; 1 is used, so 448 is the most", FP8_KV)
     engine = assemble(
@@ -196,9 +199,13 @@ def _measure_pages(
         parts = (layout, target, draft, resolved.algorithm, resolved.attention, num_pages, dtype, device)
         return make_runner(*parts, resolved.draft_attention, resolved.overlap, kv)
 
-    layer_specs = cache_specs(target.layer_specs, draft.layer_specs if draft is not None else (), kv)
+    layer_specs = cache_specs(target.layer_specs, _specs_of(draft), kv)
     page_bytes = layout.tokens_in(bytes_per_token(layer_specs, dtype))
     return measure_pages(layout, make, page_bytes, device, resolved.graph_batch, requested_pages)
+
+
+def _specs_of(draft: DraftModel | None) -> tuple[LayerSpec, ...]:
+    return () if draft is None else draft.layer_specs
 
 
 def _weights_of(checkpoint: Checkpoint) -> WeightCount:

@@ -137,6 +137,8 @@ def test_the_hopper_kernel_is_chosen_where_it_fits():
     assert config is not None and config.shared_bytes <= 227 * 1024
     assert choose_hopper_latent_config(Chip(227 * 1024, 132, (10, 0))) is None
     assert choose_hopper_latent_config(Chip(163 * 1024, 132, (9, 0))) is None
+    of_fp8 = choose_hopper_latent_config(Chip(227 * 1024, 132, (9, 0)), fp8=True)
+    assert of_fp8 is not None and of_fp8.raw_stages and of_fp8.shared_bytes <= 227 * 1024
 
 
 def test_the_hopper_kernel_refuses_other_shapes(kernel_device):
@@ -173,6 +175,7 @@ HOPPER = [
         ((300, None), 32, 7, torch.float16, {"first": 40, "max_splits": 2}),
     ]
 ]
+HOPPER += [replace(case, fp8=True) for case in HOPPER]
 
 
 @pytest.mark.gpu
@@ -184,11 +187,12 @@ def test_the_hopper_kernel_with_any_number_of_stages(kernel_device, monkeypatch,
     if choose_hopper_latent_config(chip(inputs.q)) is None:
         pytest.skip("needs a Hopper GPU with enough shared memory")
     poison_empty(monkeypatch)
-    check(case, kernel_device, staged, config=HopperLatentConfig(4))
-    out, lse = run(inputs, case.max_splits, staged, config=HopperLatentConfig(4))
-    for stages in (2, 3):
-        again, again_lse = run(inputs, case.max_splits, staged, config=HopperLatentConfig(stages))
-        assert torch.equal(again, out) and torch.equal(again_lse, lse), stages
+    first, *others = map(HopperLatentConfig, *(((2, 2, 2), (4, 2, 3)) if case.fp8 else ((4, 2, 3),)))
+    check(case, kernel_device, staged, config=first)
+    out, lse = run(inputs, case.max_splits, staged, config=first)
+    for config in others:
+        again, again_lse = run(inputs, case.max_splits, staged, config=config)
+        assert torch.equal(again, out) and torch.equal(again_lse, lse), config
 
 
 @pytest.mark.gpu

@@ -39,13 +39,13 @@ AROUND: dict[str, Sequence[Any]] = {
     "keeps": ("kv", "latent", *OWN_LATENT),
     "experts": (False, True),
     "sinks": (False, True),
+    "kv": ("float64", "fp8", "fp8_target"),
 }
-# Dtypes of K and V, of the target and of the draft.  "fp8" has the checkpoint's scales, "fp8_1" has none.
+# Dtypes of K and V, of the target and of the draft.  "fp8" has the checkpoint's scales, "fp8_target" has none.
 CACHES: dict[str, dict[str, Any]] = {
     "float64": {},
     "fp8": {"kv_dtype": FP8_KV, "draft_kv_dtype": FP8_KV, "kv_scales": True},
-    "fp8_1": {"kv_dtype": FP8_KV},
-    "fp8_draft": {"draft_kv_dtype": FP8_KV},
+    "fp8_target": {"kv_dtype": FP8_KV},
 }
 CORNERS: dict[str, Sequence[Any]] = {
     "page_size": (1, 512),

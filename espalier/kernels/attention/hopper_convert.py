@@ -21,6 +21,22 @@ if TYPE_CHECKING:
 # Arguments are grouped by meaning; one argument per line would hide the groups.
 # fmt: off
 @gluon_kernel
+def raw_stages_of(
+    dtype: gl.constexpr, SIZE: gl.constexpr, BLOCK_N: gl.constexpr, RAW_STAGES: gl.constexpr, LOAD_WARPS: gl.constexpr,
+):
+    """Allocate (k, v, full, empty): stages of rows as they are stored, and their barriers."""
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, SIZE], dtype)
+    full = gl.allocate_shared_memory(gl.int64, [RAW_STAGES, 1], hopper.mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [RAW_STAGES, 1], hopper.mbarrier.MBarrierLayout())
+    for stage in gl.static_range(RAW_STAGES):
+        hopper.mbarrier.init(full.index(stage), count=32 * LOAD_WARPS)
+        hopper.mbarrier.init(empty.index(stage), count=1)
+    k = gl.allocate_shared_memory(dtype, [RAW_STAGES, BLOCK_N, SIZE], layout)
+    v = gl.allocate_shared_memory(dtype, [RAW_STAGES, BLOCK_N, SIZE], layout)
+    return k, v, full, empty
+
+
+@gluon_kernel
 def convert_tile(raw_stage, stage, LAYOUT: gl.constexpr):
     """Write a tile of a raw stage to a stage of another dtype."""
     stage.store(raw_stage.load(LAYOUT).to(stage.dtype))

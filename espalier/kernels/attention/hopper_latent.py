@@ -170,7 +170,7 @@ def _load_latent_work_items(
 ):
     """As kernels/attention/hopper_load.py:load_work_items, with one row for K and V."""
     left, _right, _rope, full, empty = stages
-    # A thread copies 16 bytes.  A warp copies 64 values of a row, as many as the RoPE part has.
+    # A thread copies 16 bytes; a warp copies 64 values of a row, as many as the RoPE part has.
     VALUES: gl.constexpr = 128 // left.dtype.primitive_bitwidth
     LOAD: gl.constexpr = gl.BlockedLayout([1, VALUES], [VALUES // 2, 64 // VALUES], [LOAD_WARPS, 1], [1, 0])
     ROWS: gl.constexpr = gl.SliceLayout(1, LOAD)
@@ -217,19 +217,60 @@ def _load_latent_work_items(
 
 
 @gluon_kernel
+def _start_warps_for_fp8(
+    q_shared, stages, exchange, plan, query_args, ancestor_bits, results, scale,
+    row_ptr, row_stride, staged, table_ptr, table_b, half_descriptor, rope_descriptor,
+    HEADS: gl.constexpr, HALF: gl.constexpr, ROPE: gl.constexpr, PAGE_SIZE: gl.constexpr, STAGED: gl.constexpr,
+    LONGEST_FIRST: gl.constexpr, CONTIGUOUS: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, RAW_STAGES: gl.constexpr, SLOTS: gl.constexpr,
+    VALUE_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr, LOAD_WARPS: gl.constexpr, CONVERT_WARPS: gl.constexpr,
+):
+    """FP8 rows are loaded into stages of their own, which more warps convert."""
+    dtype: gl.constexpr = row_ptr.dtype.element_ty
+    half_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, HALF], dtype)
+    rope_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, ROPE], dtype)
+    full = gl.allocate_shared_memory(gl.int64, [RAW_STAGES, 1], hopper.mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [RAW_STAGES, 1], hopper.mbarrier.MBarrierLayout())
+    for stage in gl.static_range(RAW_STAGES):
+        hopper.mbarrier.init(full.index(stage), count=32 * LOAD_WARPS)
+        hopper.mbarrier.init(empty.index(stage), count=1)
+    raw = (
+        gl.allocate_shared_memory(dtype, [RAW_STAGES, BLOCK_N, HALF], half_layout),
+        gl.allocate_shared_memory(dtype, [RAW_STAGES, BLOCK_N, HALF], half_layout),
+        gl.allocate_shared_memory(dtype, [RAW_STAGES, BLOCK_N, ROPE], rope_layout),
+        full,
+        empty,
+    )
+    gl.warp_specialize([
+        (score_work_items, (
+            q_shared, stages, exchange, plan, query_args, ancestor_bits, results, scale,
+            HEADS, HALF, ROPE, STAGED, LONGEST_FIRST, BLOCK_N, STAGES, SLOTS,
+        )),
+        (value_work_items, (
+            stages, exchange, plan, results, HEADS, HALF, STAGED, LONGEST_FIRST, BLOCK_N, STAGES, SLOTS,
+        )),
+        (_load_latent_work_items, (
+            raw, plan, row_ptr, row_stride, staged, table_ptr, table_b, half_descriptor, rope_descriptor,
+            HEADS, HALF, ROPE, PAGE_SIZE, STAGED, LONGEST_FIRST, CONTIGUOUS, BLOCK_N, RAW_STAGES, LOAD_WARPS,
+        )),
+        (convert_latent_work_items, (
+            raw, stages, plan, HEADS, STAGED, LONGEST_FIRST, BLOCK_N, RAW_STAGES, STAGES, CONVERT_WARPS,
+        )),
+    ], [4, LOAD_WARPS, CONVERT_WARPS], [VALUE_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS])
+
+
+@gluon_kernel
 def _hopper_latent_kernel(
     q_ptr, row_ptr, staged_ptr, table_ptr, split_ptr, start_ptr, bits_ptr,
     out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, row_scale_ptr,
     scale, batch, queries, rows, first,
     q_b, q_q, q_h, row_stride, staged_b, staged_r, table_b, bits_b, bits_q, half_descriptor, rope_descriptor,
     HEADS: gl.constexpr, HALF: gl.constexpr, ROPE: gl.constexpr, PAGE_SIZE: gl.constexpr, STAGED: gl.constexpr,
-    LONGEST_FIRST: gl.constexpr, CONTIGUOUS: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, RAW_STAGES: gl.constexpr, SLOTS: gl.constexpr,
-    VALUE_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr, LOAD_WARPS: gl.constexpr,
-    CONVERT_WARPS: gl.constexpr, DEPENDENT: gl.constexpr,
+    LONGEST_FIRST: gl.constexpr, CONTIGUOUS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    RAW_STAGES: gl.constexpr, SLOTS: gl.constexpr, DEPENDENT: gl.constexpr,
+    VALUE_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr, LOAD_WARPS: gl.constexpr, CONVERT_WARPS: gl.constexpr,
 ):
     """RAW_STAGES: stages of FP8 rows, which more warps convert to those that are attended; 0 for other rows."""
-    FP8: gl.constexpr = RAW_STAGES > 0
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     half_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, HALF], dtype)
     rope_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, ROPE], dtype)
@@ -244,7 +285,7 @@ def _hopper_latent_kernel(
     sent = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], hopper.mbarrier.MBarrierLayout())
     received = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], hopper.mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
-        hopper.mbarrier.init(full.index(stage), count=1 if FP8 else 32 * LOAD_WARPS)
+        hopper.mbarrier.init(full.index(stage), count=1 if RAW_STAGES > 0 else 32 * LOAD_WARPS)
         hopper.mbarrier.init(empty.index(stage), count=2)
     for slot in gl.static_range(SLOTS):
         hopper.mbarrier.init(sent.index(slot), count=1)
@@ -256,24 +297,6 @@ def _hopper_latent_kernel(
         full,
         empty,
     )
-    row_scale = gl.to_tensor(1.0)
-    if FP8:
-        row_scale = gl.load(row_scale_ptr)
-        stored: gl.constexpr = row_ptr.dtype.element_ty
-        raw_half: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, HALF], stored)
-        raw_rope: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, ROPE], stored)
-        raw_full = gl.allocate_shared_memory(gl.int64, [RAW_STAGES, 1], hopper.mbarrier.MBarrierLayout())
-        raw_empty = gl.allocate_shared_memory(gl.int64, [RAW_STAGES, 1], hopper.mbarrier.MBarrierLayout())
-        for stage in gl.static_range(RAW_STAGES):
-            hopper.mbarrier.init(raw_full.index(stage), count=32 * LOAD_WARPS)
-            hopper.mbarrier.init(raw_empty.index(stage), count=1)
-        raw = (
-            gl.allocate_shared_memory(stored, [RAW_STAGES, BLOCK_N, HALF], raw_half),
-            gl.allocate_shared_memory(stored, [RAW_STAGES, BLOCK_N, HALF], raw_half),
-            gl.allocate_shared_memory(stored, [RAW_STAGES, BLOCK_N, ROPE], raw_rope),
-            raw_full,
-            raw_empty,
-        )
     exchange = (
         gl.allocate_shared_memory(dtype, [SLOTS, 64, BLOCK_N], weight_layout),
         gl.allocate_shared_memory(gl.float32, [SLOTS, 64], gl.SwizzledSharedLayout(1, 1, 1, [0])),
@@ -281,11 +304,17 @@ def _hopper_latent_kernel(
         received,
     )
     num_splits = wait_and_count_splits(start_ptr, batch, DEPENDENT)
-    num_tiles = (queries * HEADS + 63) // 64
-    plan = (split_ptr, start_ptr, num_splits, num_tiles, queries, rows, first)
-    results = (out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, row_scale)
-    # The calls are written out: a tuple kept in a variable would lose its constants.
-    if not FP8:
+    plan = (split_ptr, start_ptr, num_splits, (queries * HEADS + 63) // 64, queries, rows, first)
+    if RAW_STAGES > 0:
+        _start_warps_for_fp8(
+            q_shared, stages, exchange, plan, (q_ptr, q_b, q_q, q_h), (bits_ptr, bits_b, bits_q),
+            (out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, gl.load(row_scale_ptr)), scale * gl.load(row_scale_ptr),
+            row_ptr, row_stride, (staged_ptr, staged_b, staged_r), table_ptr, table_b, half_descriptor, rope_descriptor,
+            HEADS, HALF, ROPE, PAGE_SIZE, STAGED, LONGEST_FIRST, CONTIGUOUS, BLOCK_N, STAGES, RAW_STAGES, SLOTS,
+            VALUE_REGISTERS, LOAD_REGISTERS, LOAD_WARPS, CONVERT_WARPS,
+        )
+    else:
+        results = (out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, gl.to_tensor(1.0))
         gl.warp_specialize([
             (score_work_items, (
                 q_shared, stages, exchange, plan, (q_ptr, q_b, q_q, q_h), (bits_ptr, bits_b, bits_q), results, scale,
@@ -300,24 +329,6 @@ def _hopper_latent_kernel(
                 BLOCK_N, STAGES, LOAD_WARPS,
             )),
         ], [4, LOAD_WARPS], [VALUE_REGISTERS, LOAD_REGISTERS])
-    else:
-        gl.warp_specialize([
-            (score_work_items, (
-                q_shared, stages, exchange, plan, (q_ptr, q_b, q_q, q_h), (bits_ptr, bits_b, bits_q), results,
-                scale * row_scale, HEADS, HALF, ROPE, STAGED, LONGEST_FIRST, BLOCK_N, STAGES, SLOTS,
-            )),
-            (value_work_items, (
-                stages, exchange, plan, results, HEADS, HALF, STAGED, LONGEST_FIRST, BLOCK_N, STAGES, SLOTS,
-            )),
-            (_load_latent_work_items, (
-                raw, plan, row_ptr, row_stride, (staged_ptr, staged_b, staged_r), table_ptr, table_b,
-                half_descriptor, rope_descriptor, HEADS, HALF, ROPE, PAGE_SIZE, STAGED, LONGEST_FIRST, CONTIGUOUS,
-                BLOCK_N, RAW_STAGES, LOAD_WARPS,
-            )),
-            (convert_latent_work_items, (
-                raw, stages, plan, HEADS, STAGED, LONGEST_FIRST, BLOCK_N, RAW_STAGES, STAGES, CONVERT_WARPS,
-            )),
-        ], [4, LOAD_WARPS, CONVERT_WARPS], [VALUE_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS])
 # fmt: on
 
 

@@ -210,10 +210,9 @@ def load_work_items(
 ):
     """Load the blocks of all work items of a program.  kernels/attention/hopper.py makes the tuples of arguments."""
     k_stages, v_stages, full, empty = stages
-    # A thread copies 16 bytes; a row takes eight threads, or the four that copy 64 values of FP8.
+    # A thread copies 16 bytes.
     VALUES: gl.constexpr = 128 // k_stages.dtype.primitive_bitwidth
-    THREADS: gl.constexpr = 8 if SIZE // VALUES >= 8 else 4
-    LOAD: gl.constexpr = gl.BlockedLayout([1, VALUES], [32 // THREADS, THREADS], [LOAD_WARPS, 1], [1, 0])
+    LOAD: gl.constexpr = gl.BlockedLayout([1, VALUES], [VALUES // 2, 64 // VALUES], [LOAD_WARPS, 1], [1, 0])
     ROWS: gl.constexpr = gl.SliceLayout(1, LOAD)
     split_ptr, start_ptr, num_splits, num_tiles, queries, rows, first = plan
     k_ptr, k_row, k_h = keys

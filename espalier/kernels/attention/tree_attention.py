@@ -157,8 +157,7 @@ def _tree_attention_kernel(
                 position = tl.load(at_query, mask=query_exists, other=0x7FFFFFFF).to(tl.int32)
                 begin = tl.maximum(begin, (tl.min(position, 0) - WINDOW + 1) // BLOCK_N * BLOCK_N)
             score_scale = _times_scale(scale, k_scale_ptr, head)
-            max_score = tl.full([BLOCK_M], float("-inf"), tl.float32)
-            sum_weights = tl.zeros([BLOCK_M], tl.float32)
+            max_score, sum_weights = tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
             out = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
             max_score, sum_weights, out = _over_committed(
                 q, position, table_ptr + request * table_b, k_ptr + head * k_h, v_ptr + head * v_h, k_row, v_row,
@@ -309,8 +308,7 @@ def _launch(
         positions if ancestor_bits is None else ancestor_bits,
         out,
         lse,
-        partials.out,
-        partials.lse,
+        *(partials.out, partials.lse),
         out if sink is None else sink,
         *((None, None) if committed.scales is None else (committed.scales.k, committed.scales.v)),
         scale * LOG2_E,

@@ -73,6 +73,23 @@ def _load(pointer, mask, EXACT: tl.constexpr):
 
 
 @kernel
+def _store_kv(
+    rows, values, head, column, mask,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, EXACT: tl.constexpr, MOST: tl.constexpr,
+):  # fmt: skip
+    """Store those of the values [H, C] that are of K and V heads in a row of each.  rows: pointers and strides."""
+    k_ptr, v_ptr, k_h, v_h, k_scale_ptr, v_scale_ptr = rows
+    k_head, v_head = head - HEADS, head - HEADS - KV_HEADS
+    is_k, is_v = (k_head >= 0) & (v_head < 0), (v_head >= 0) & (v_head < KV_HEADS)
+    if k_scale_ptr is not None:
+        k_scale = tl.load(k_scale_ptr + k_head, mask=is_k, other=1.0)
+        scale = tl.where(is_v, tl.load(v_scale_ptr + v_head, mask=is_v, other=1.0), k_scale)
+        values = rounded_values(values.to(EXACT), scale.to(EXACT)[:, None], MOST)
+    tl.store(k_ptr + k_head[:, None] * k_h + column[None, :], values, mask=mask & is_k[:, None])
+    tl.store(v_ptr + v_head[:, None] * v_h + column[None, :], values, mask=mask & is_v[:, None])
+
+
+@kernel
 def _rotate_kernel(
     qkv_ptr, out_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, row_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr,
     qkv_split, qkv_n, qkv_h, out_n, out_h, cos_n, sin_n, row_n, k_row, k_h, v_row, v_h,
@@ -135,26 +152,11 @@ def _rotate_kernel(
     if ROTARY < SIZE:
         out_mask = rest_mask & (head < HEADS + KV_HEADS)[:, None] if IN_PLACE else rest_mask
         tl.store(out_ptr + n * out_n + head[:, None] * out_h + rest_column[None, :], rest, mask=out_mask)
-    if k_scale_ptr is not None:
-        k_scale = tl.load(k_scale_ptr + head - HEADS, mask=is_q == is_v, other=1.0)
-        v_scale = tl.load(v_scale_ptr + head - HEADS - KV_HEADS, mask=is_v & (head < HEADS + 2 * KV_HEADS), other=1.0)
-        kv_scale = tl.where(is_v, v_scale, k_scale).to(EXACT)[:, None]
-        left = rounded_values(left.to(EXACT), kv_scale, MOST)
-        right = rounded_values(right.to(EXACT), kv_scale, MOST)
-        if ROTARY < SIZE:
-            rest = rounded_values(rest, kv_scale, MOST)
-    k_mask = mask & (is_q == is_v)[:, None]
-    k_ptrs = k_ptr + row * k_row + (head - HEADS)[:, None] * k_h + column[None, :]
-    tl.store(k_ptrs, left, mask=k_mask)
-    tl.store(k_ptrs + half, right, mask=k_mask)
-    v_ptrs = v_ptr + row * v_row + (head - HEADS - KV_HEADS)[:, None] * v_h + column[None, :]
-    tl.store(v_ptrs, left, mask=mask & is_v[:, None])
-    tl.store(v_ptrs + half, right, mask=mask & is_v[:, None])
+    rows_of_kv = (k_ptr + row * k_row, v_ptr + row * v_row, k_h, v_h, k_scale_ptr, v_scale_ptr)
+    _store_kv(rows_of_kv, left, head, column, mask, HEADS, KV_HEADS, EXACT, MOST)
+    _store_kv(rows_of_kv, right, head, half + column, mask, HEADS, KV_HEADS, EXACT, MOST)
     if ROTARY < SIZE:
-        k_rest_ptrs = k_ptr + row * k_row + (head - HEADS)[:, None] * k_h + rest_column[None, :]
-        tl.store(k_rest_ptrs, rest, mask=rest_mask & (is_q == is_v)[:, None])
-        v_rest_ptrs = v_ptr + row * v_row + (head - HEADS - KV_HEADS)[:, None] * v_h + rest_column[None, :]
-        tl.store(v_rest_ptrs, rest, mask=rest_mask & is_v[:, None])
+        _store_kv(rows_of_kv, rest, head, rest_column, rest_mask, HEADS, KV_HEADS, EXACT, MOST)
 
 
 def rotate_and_store_triton(
