@@ -14,6 +14,9 @@ from typing import Any, Literal, Union, get_args, get_origin
 from espalier.errors import EspalierError, refuses_unknown, shown
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
+# The kv_dtype that is no dtype of a model.
+FP8_KV = "fp8_e4m3"
+KV_DTYPES = (FP8_KV, *DTYPES)
 
 
 def option(text: str, default: Any = "auto", **limits: Any) -> Any:
@@ -59,7 +62,13 @@ class EngineConfig:
     )
     speculation: SpeculationConfig | Literal["auto"] | None = field(default="auto", metadata={"help": "the draft tree"})
     device: str = option("cpu, cuda or cuda:N")
-    dtype: str = option("dtype of weights and KV cache", choices=DTYPES)
+    dtype: str = option("dtype of weights and of K and V", choices=DTYPES)
+    kv_dtype: str = option(
+        "dtype in which the KV cache holds K and V: fp8_e4m3, or that of dtype; by default what the checkpoint's "
+        "kv_cache_scheme declares, else that of dtype",
+        choices=KV_DTYPES,
+    )
+    draft_kv_dtype: str = option("kv_dtype of the draft's layers; by default the target's", choices=KV_DTYPES)
     threads: int | Literal["auto"] = option(
         "CPU threads of PyTorch, for the whole process; by default OMP_NUM_THREADS if it is set, else from the model's "
         "size: 1 for a small model, all physical cores for a large one",
@@ -112,6 +121,8 @@ class ResolvedConfig:
     by_batch: dict[int, dict[str, int]]
     device: str
     dtype: str
+    kv_dtype: str
+    draft_kv_dtype: str
     threads: int
     attention: str
     draft_attention: str

@@ -13,6 +13,7 @@ TABLE = MappingProxyType(
         "EngineConfig.model_overrides": "hf_overrides json_model_override_args",
         "EngineConfig.draft": "speculative_model speculative_draft_model_path draft_model spec_model",
         "EngineConfig.attention": "attention_backend decode_attention_backend prefill_attention_backend",
+        "EngineConfig.kv_dtype": "kv_cache_dtype",
         "EngineConfig.page_size": "block_size",
         "EngineConfig.num_pages": "max_total_tokens num_gpu_blocks_override",
         "EngineConfig.max_batch": "max_num_seqs max_running_requests",
@@ -52,7 +53,7 @@ NONE = MappingProxyType(
         "mem_fraction_static kv_cache_memory_bytes",
         "one engine runs on one GPU": "tensor_parallel_size tp_size tp pipeline_parallel_size pp_size pp "
         "data_parallel_size dp_size dp expert_parallel_size ep_size enable_expert_parallel nnodes node_rank",
-        "quantized weights and KV cache are not supported": "quantization kv_cache_dtype load_in_8bit load_in_4bit",
+        "a checkpoint says how its weights are quantized": "quantization load_in_8bit load_in_4bit",
         "adapters are not supported": "enable_lora lora_modules lora_paths max_loras",
         "Espalier never runs a checkpoint's code": "trust_remote_code",
         "xgrammar makes the grammars": "grammar_backend guided_decoding_backend",

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -75,6 +75,19 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 WITHOUT_EXPERTS: dict[str, Any] = {"first_k_dense_replace": 1000}
 # GPT-OSS cannot go without: every token goes to both experts.
 WITHOUT_ROUTING: dict[str, Any] = {"num_local_experts": 2, "num_experts_per_tok": 2}
+
+
+def add_kv_scales(target: Path) -> None:
+    """Add scales of K and V to a target: no two equal, for each head in every layer but the first."""
+    config = json.loads((target / "config.json").read_text())
+    heads = 1 if config.get("kv_lora_rank") else config["num_key_value_heads"]
+    weights = load_file(target / "model.safetensors")
+    for layer in range(config["num_hidden_layers"]):
+        for i, name in enumerate("kv"):
+            count = heads if layer else 1
+            scale = 0.02 * (1 + 0.37 * layer + 0.11 * i + 0.05 * torch.arange(count))
+            weights[f"model.layers.{layer}.self_attn.{name}_scale"] = scale.view(-1, 1, 1) if layer else scale
+    save_file(weights, target / "model.safetensors")
 
 
 def make_target(

@@ -17,9 +17,9 @@ from espalier.layout import RoundLayout, TreeShape, max_draft_tokens
 from espalier.models import CausalLM, DraftModel, load_target, read_config
 from espalier.request import Request, SamplingParams
 from espalier.speculate.drafters import WITHOUT_FILES, load_draft, read_draft
-from espalier.startup.build import assemble
+from espalier.startup.build import assemble, kv_dtypes_of
 from espalier.stats import SpeculationStats
-from tests.builders import make_eagle3, make_target
+from tests.builders import add_kv_scales, make_eagle3, make_target
 from tests.latent import make_latent
 
 VOCAB = 16
@@ -46,17 +46,23 @@ LATENT_HEADS: dict[str, dict[str, Any]] = {
 
 @lru_cache
 def directories(
-    family: str = "llama", seed: int = 0, window: int | None = None, draft_vocab: int | None = None
+    family: str = "llama",
+    seed: int = 0,
+    window: int | None = None,
+    draft_vocab: int | None = None,
+    kv_scales: bool = False,
 ) -> tuple[Path, Path]:
     """A tiny target and its EAGLE-3 draft, made once a process.
 
     window: of the attention of every layer (mistral, qwen3_moe) or of every second one (gpt_oss).  The drafts of some
-    latent families are latent too.
+    latent families are latent too.  kv_scales: whether the target has scales of K and V.
     """
     root = Path(mkdtemp(prefix="espalier-tiny-"))
     atexit.register(rmtree, root, ignore_errors=True)
     slides = {} if window is None else {"sliding_window": window, "use_sliding_window": True}
     target = make_target(root / "target", family=family, seed=seed, vocab=VOCAB, **slides)
+    if kv_scales:
+        add_kv_scales(target)
     fields = LATENT_HEADS.get(family.removesuffix("_dense"), {})
     return target, make_eagle3(root / "draft", target, seed=seed + 1, draft_vocab=draft_vocab, **fields)
 
@@ -70,18 +76,25 @@ def models(
     draft_vocab: int | None = None,
     position_rows: int = MAX_POSITIONS,
     keeps: str = "kv",
+    kv_scales: bool = False,
 ) -> tuple[CausalLM, DraftModel | None]:
     """(target, draft) loaded in float64; the target alone captures nothing.  keeps: "kv", or as in tests/latent.py."""
-    target, draft = _loaded(family, seed, speculative, window, draft_vocab, position_rows)
+    target, draft = _loaded(family, seed, speculative, window, draft_vocab, position_rows, kv_scales)
     if keeps != "kv":
         make_latent(target, draft, keeps, seed)
     return target, draft
 
 
 def _loaded(
-    family: str, seed: int, speculative: bool, window: int | None, draft_vocab: int | None, position_rows: int
+    family: str,
+    seed: int,
+    speculative: bool,
+    window: int | None,
+    draft_vocab: int | None,
+    position_rows: int,
+    kv_scales: bool,
 ) -> tuple[CausalLM, DraftModel | None]:
-    target_path, draft_path = directories(family, seed, window, draft_vocab)
+    target_path, draft_path = directories(family, seed, window, draft_vocab, kv_scales)
     how: dict[str, Any] = {"dtype": DTYPE, "device": CPU, "position_rows": position_rows}
     if not speculative:
         return load_target(target_path, **how), None
@@ -113,6 +126,9 @@ class Setup:
     keeps: str = "kv"
     draft_attention: str | None = None
     trees: tuple[tuple[int, TreeShape], ...] = ()
+    kv_dtype: str = "float64"
+    kv_scales: bool = False
+    draft_kv_dtype: str = "float64"
 
     @property
     def reentry(self) -> int:
@@ -131,7 +147,7 @@ class Setup:
     def models(self, position_rows: int = MAX_POSITIONS) -> tuple[CausalLM, DraftModel | None]:
         is_drafted = self.algorithm == "eagle3"
         return models(
-            self.family, self.seed, is_drafted, self.window, self.draft_vocab, position_rows, keeps=self.keeps
+            self.family, self.seed, is_drafted, self.window, self.draft_vocab, position_rows, self.keeps, self.kv_scales
         )
 
     def engine(self) -> Engine:
@@ -151,6 +167,7 @@ class Setup:
             device=CPU,
             overlap=self.overlap,
             prefix_cache=self.prefix_cache,
+            kv=kv_dtypes_of(self.kv_dtype, self.draft_kv_dtype),
         )
 
 

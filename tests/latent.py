@@ -13,6 +13,7 @@ from espalier.attention.staged import LatentProjections
 from espalier.cache.layer_spec import LatentKV, LayerSpec
 from espalier.kernels.layers.latent import LatentRopeAndNorm
 from espalier.kernels.layers.rope import RopeAndNorm
+from espalier.kernels.state.kv_scales import KVScales
 from espalier.models import CausalLM, DraftModel
 from espalier.models.base import Attend
 from espalier.models.layers.linear import Linear
@@ -60,6 +61,10 @@ def make_latent(target: CausalLM, draft: DraftModel | None, keeps: str, seed: in
     for layer in chosen:
         block = LatentAttention(hidden, hidden, target.layer_specs[layer].heads, seed + layer)
         target.layers[layer].attention = block  # type: ignore[attr-defined]
+    target.kv_scales = tuple(
+        KVScales(scales.k[:1], scales.k[:1], scales.dtype) if scales is not None and i in chosen else scales
+        for i, scales in enumerate(target.kv_scales)
+    )
     target.layer_specs = tuple(latent(spec) if i in chosen else spec for i, spec in enumerate(target.layer_specs))
     if draft is not None and keeps == "latent":
         draft.attention = LatentAttention(2 * hidden, hidden, draft.layer_specs[0].heads, seed + 100)  # type: ignore[attr-defined]

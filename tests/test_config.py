@@ -63,6 +63,8 @@ REFUSED = [
     ({"max_model_len": 5}, "'max_model_len'; use max_context"),
     ({"speculative_num_steps": 5}, "use SpeculationConfig(steps=...)"),
     ({"steps": 5}, "use SpeculationConfig(steps=...)"),
+    ({"kv_dtype": "fp8_e5m2"}, "kv_dtype='fp8_e5m2' is not supported; use fp8_e4m3,"),
+    ({"kv_cache_dtype": "fp8"}, "'kv_cache_dtype'; use kv_dtype"),
     ({"tensor_parallel_size": 2}, "one engine runs on one GPU; leave it out"),
 ]
 
@@ -267,3 +269,15 @@ def test_the_drafts_backend_is_the_targets_unless_it_is_named():
         resolved(draft_attention="triton")
     with pytest.raises(EspalierError, match="draft_attention='sdpa' is set, but the drafter has no layers"):
         resolved(replace(FACTS, layer_specs=FACTS.layer_specs[:16]), draft_attention="sdpa")
+
+
+def test_kv_dtypes():
+    """FP8 or the model's own; the draft's is the target's by default."""
+    plain, fp8 = resolved(max_context=64), resolved(max_context=64, kv_dtype="fp8_e4m3")
+    assert (plain.kv_dtype, plain.draft_kv_dtype) == ("float32", "float32")
+    assert (fp8.kv_dtype, fp8.draft_kv_dtype) == ("fp8_e4m3", "fp8_e4m3")
+    assert resolved(kv_dtype="fp8_e4m3", draft_kv_dtype="float32").draft_kv_dtype == "float32"
+    with pytest.raises(EspalierError, match="kv_dtype='float16' differs from dtype='float32'; use float32, fp8_e4m3"):
+        resolved(kv_dtype="float16")
+    with pytest.raises(EspalierError, match="draft_kv_dtype='fp8_e4m3' is set, but the drafter has no layers"):
+        resolved(replace(FACTS, layer_specs=FACTS.layer_specs[:16]), draft_kv_dtype="fp8_e4m3")

@@ -16,6 +16,8 @@ from espalier.models.loading import FAMILIES
 from espalier.models.mtp_config import NOT_BUILT
 from espalier.models.rope_config import TYPES as ROPE_TYPES
 from espalier.models.weight_formats import FORMATS, QUANTISATION_FIELDS
+from espalier.models.weight_formats.kv_cache import STRATEGIES
+from espalier.models.weights import KV_SCALES
 from espalier.request import SamplingParams
 from espalier.speculate.drafters import DRAFT_FORMATS, WITHOUT_FILES, DraftFormat
 
@@ -88,6 +90,10 @@ def quantised() -> str:
     ]
     assert {name for name, *_ in rows} == {name for name in FORMATS if name is not None}
     return table(["`quant_method`", "weights", "inputs"], ([f"`{name}`", *columns] for name, *columns in rows))
+
+
+def kv_scale_names() -> str:
+    return "; ".join(codes(dict.fromkeys(names)) for names in KV_SCALES)
 
 
 def drafters() -> str:
@@ -168,8 +174,21 @@ scheme that is not in this table is refused by name when config.json is read.
 {quantised()}
 
 A GPU needs compute capability 8.9 for FP8, and bfloat16 for MXFP4. A CPU does not round inputs. Experts take every
-format but static input scales of their own and `desc_act` orders of their own. K and V keep the model's dtype: scales
-for them in a checkpoint are not used. `espalier quantize path/to/model --to fp8 --out DIR` writes copies.
+format but static input scales of their own and `desc_act` orders of their own. `espalier quantize path/to/model --to
+fp8 --out DIR` writes copies.
+
+## K and V in FP8
+
+`--kv-dtype fp8_e4m3` holds K and V, or latent rows, in one byte a number: half of bfloat16's, so the pages hold twice
+as many tokens. llama-3.1-8b keeps 65,536 bytes a token and not 131,072, DeepSeek-V3 35,136 and not 70,272.
+`espalier doctor` and the log at start say what the pages hold.
+
+By default K and V have the dtype that the checkpoint's `kv_cache_scheme` declares (static FP8, by {codes(STRATEGIES)}),
+else the model's; `--kv-dtype bfloat16` declines what is declared. Scales are those of the checkpoint, one for all heads
+or one for each, under a layer's `self_attn`: {kv_scale_names()}.
+A checkpoint without scales gets 1, and values past 448 become 448. Scales are not measured. A draft's rows have the
+scale 1, and the target's dtype unless `--draft-kv-dtype` says otherwise. The table of backends says which take FP8; a
+GPU needs compute capability 8.9.
 
 ## Drafters
 

@@ -20,6 +20,7 @@ from espalier.kernels.attention.ancestor_bits import seen_rows
 from espalier.kernels.attention.merge import merge
 from espalier.kernels.attention.staged_attention import NoPrefix, staged_attention
 from espalier.kernels.attention.tree_attention import Staged
+from espalier.kernels.state.kv_scales import KVScales
 
 T = TypeVar("T")
 
@@ -143,7 +144,7 @@ class Attention:
         spec = self.specs[layer]
         staged = Staged(k, v, self.nodes.row_positions, self.nodes.ancestor_bits)
         over_staged = staged_attention(
-            q, staged, self.nodes.positions, spec.softmax_scale, spec.window, self._no_prefix
+            q, staged, self.nodes.positions, spec.softmax_scale, spec.window, self._no_prefix, self.scales(layer)
         )
         return merge(self.over_prefix(q, layer), over_staged, sink)
 
@@ -151,6 +152,10 @@ class Attention:
     def _no_prefix(self) -> NoPrefix:
         return NoPrefix.of(self.nodes.positions.shape[0], self.nodes.positions.device)
 
+    def scales(self, layer: int) -> KVScales | None:
+        """The scales of a layer whose rows are FP8."""
+        return self.pages.scales.get(layer)
+
     def committed(self, layer: int) -> tuple[Tensor, Tensor]:
-        """K and V [rows, kv_heads, size] of all pages of a layer."""
+        """K and V [rows, kv_heads, size] of all pages of a layer, as they are stored."""
         return self.specs[layer].rows.read(self.pages.layers[layer])

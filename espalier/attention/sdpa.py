@@ -14,6 +14,7 @@ from espalier.attention.base import Attention, CommittedLengths, Nodes, Prefix
 from espalier.attention.support import By, Support
 from espalier.cache.kv import PagedKV
 from espalier.cache.layer_spec import KVHeads, LatentKV, LayerSpec
+from espalier.kernels.state.kv_scales import times_k_scale, times_v_scale
 
 
 class SdpaAttention(Attention):
@@ -34,6 +35,9 @@ class SdpaAttention(Attention):
         if self.longest:
             committed = spec.rows.read([self._gathered(plane) for plane in self.pages.layers[layer]])
             k, v = (torch.cat(pair, 1) for pair in zip(committed, (k, v), strict=True))
+        scales = self.scales(layer)
+        if scales is not None:
+            q, k, v = times_k_scale(q, scales), k.to(q.dtype), v.to(q.dtype)
         bias = self._bias(spec.window, groups, q.dtype)
         if sink is not None:
             # One more key, all zeros, whose bias is the sink.  Its value is zero.
@@ -48,7 +52,8 @@ class SdpaAttention(Attention):
             attn_mask=bias,
             scale=spec.softmax_scale,
         )
-        return out.unflatten(2, (groups, queries)).permute(0, 3, 1, 2, 4).flatten(2, 3)
+        out = out.unflatten(2, (groups, queries)).permute(0, 3, 1, 2, 4).flatten(2, 3)
+        return out if scales is None else times_v_scale(out, scales)
 
     def _gathered(self, plane: Tensor) -> Tensor:
         """The committed rows [B, longest, heads, size]."""
@@ -77,6 +82,7 @@ class SdpaBackend:
         window_on_chain=By.ITSELF,
         window_on_tree=By.ITSELF,
         sinks=By.ITSELF,
+        fp8=By.ITSELF,
         different_v_size=True,
         ran_on=("CPU",),
     )

@@ -16,6 +16,7 @@ from espalier.cache.kv import PagedKV, StagedKV
 from espalier.kernels.layers.head_product import head_product
 from espalier.kernels.layers.latent import LatentRopeAndNorm, rotate_and_store_latent
 from espalier.kernels.layers.rope import RopeAndNorm, rotate_and_store
+from espalier.kernels.state.kv_scales import KVScales
 
 
 class Projections(Protocol):
@@ -24,10 +25,10 @@ class Projections(Protocol):
     @property
     def sink(self) -> Tensor | None: ...
 
-    def write(self, rows: Tensor, planes: Sequence[Tensor]) -> Tensor:
+    def write(self, rows: Tensor, planes: Sequence[Tensor], scales: KVScales | None = None) -> Tensor:
         """Normalize, rotate, and write the new rows to rows [B · Q] of the layer's staged planes.
 
-        Returns q [B · Q, heads, k_size].
+        scales: of FP8 planes.  Returns q [B · Q, heads, k_size].
         """
         ...
 
@@ -48,9 +49,9 @@ class HeadProjections:
     rope_and_norm: RopeAndNorm
     sink: Tensor | None = None
 
-    def write(self, rows: Tensor, planes: Sequence[Tensor]) -> Tensor:
+    def write(self, rows: Tensor, planes: Sequence[Tensor], scales: KVScales | None = None) -> Tensor:
         k, v = planes
-        return rotate_and_store(self.qkv.flatten(-4, -3), self.rope_and_norm, rows, k, v)[0]
+        return rotate_and_store(self.qkv.flatten(-4, -3), self.rope_and_norm, rows, k, v, scales)[0]
 
     def values(self, attended: Tensor) -> Tensor:
         return attended
@@ -74,14 +75,15 @@ class LatentProjections:
     k_up: Tensor
     v_up: Tensor
 
-    def write(self, rows: Tensor, planes: Sequence[Tensor]) -> Tensor:
+    def write(self, rows: Tensor, planes: Sequence[Tensor], scales: KVScales | None = None) -> Tensor:
         [plane] = planes
         _, nope, rank = self.k_up.shape
         raw = self.q.flatten(0, 1)
         # Both parts are written into one tensor: nothing is copied to join them.
         q = raw.new_empty(*raw.shape[:2], plane.shape[2])
         head_product(raw[..., :nope], self.k_up, q[..., :rank])
-        rotate_and_store_latent(raw[..., nope:], q, self.latent.flatten(0, 1), self.rope_and_norm, rows, plane)
+        latent = self.latent.flatten(0, 1)
+        rotate_and_store_latent(raw[..., nope:], q, latent, self.rope_and_norm, rows, plane, scales)
         return q
 
     def values(self, attended: Tensor) -> Tensor:
@@ -121,7 +123,8 @@ class StagedPass:
     def __call__(self, layer: int, projections: Projections) -> Tensor:
         layer += self.first_layer
         batch, queries = self.attention.nodes.positions.shape
-        q = projections.write(self.rows, self.staged.layers[layer]).unflatten(0, (batch, queries))
+        scales = self.attention.pages.scales.get(layer)
+        q = projections.write(self.rows, self.staged.layers[layer], scales).unflatten(0, (batch, queries))
         if self.commit is not None and self.commit.by_layer:
             self.commit.pages.commit_layer(self.staged, layer, self.rows, self.commit.rows)
         planes = self.staged.rows_of(layer, batch, queries, self.width, self.at)

@@ -1,7 +1,7 @@
 """What a backend can run: one declaration, from which come "auto", refusals and the support matrix."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from importlib.util import find_spec
 
@@ -9,6 +9,8 @@ import torch
 
 from espalier.cache.layer_spec import Keeps, KeptRows, KVHeads, LatentKV, LayerSpec, RecurrentState
 from espalier.errors import EspalierError
+from espalier.kernels.layers.linear_quantised import FP8_CAPABILITY
+from espalier.kernels.layers.quantised import FP8
 from espalier.layout import MAX_PAGE_SIZE
 
 
@@ -41,7 +43,7 @@ class Support:
     latent_page_sizes: page sizes for layers that keep a latent row, None for page_sizes; largest_latent: the largest
     latent row, None if latent rows are limited by head_sizes too; latents: if any, the only supported latent rows.
     window_on_chain, window_on_tree: sliding windows in passes over chains and over trees; left_bound: prefixes whose
-    rows below `first` do not exist; sinks: see Attention.attend.
+    rows below `first` do not exist; sinks: see Attention.attend; fp8: rows in FP8 (kv_dtype).
     needs_exact_lengths: kinds of layers for which `prepare` must announce exact lengths; graph: whether passes can be
     captured; majors: of the compute capabilities it runs on, None for any; ran_on: hardware that its tests have passed
     on; limits: by the name of a property, why the library has its limit.
@@ -56,6 +58,7 @@ class Support:
     window_on_tree: By = By.NOTHING
     left_bound: By = By.ITSELF
     sinks: By = By.OUR_KERNELS
+    fp8: By = By.NOTHING
     page_sizes: Sequence[int] = range(1, MAX_PAGE_SIZE + 1)
     latent_page_sizes: Sequence[int] | None = None
     head_sizes: Sequence[int] | None = None
@@ -90,8 +93,9 @@ class Support:
             raise EspalierError(
                 f"attention={self.name} needs a library that is not installed: pip install '{self.library.install}'"
             )
+        in_fp8 = any(spec.keeps.dtype == FP8 for spec in specs)
         refusals = [
-            *self._machine_refusals(device, dtype),
+            *self._machine_refusals(device, dtype, in_fp8),
             (
                 left_bound and self.left_bound is By.NOTHING,
                 "a prefix whose first rows do not exist",
@@ -112,20 +116,24 @@ class Support:
         """Whether the backend supports layers that keep this."""
         if isinstance(keeps, RecurrentState) or not isinstance(keeps, self.keeps):
             return False
-        return not self._unsupported_sizes(keeps)
+        return not self._unsupported_sizes(keeps) and (keeps.dtype != FP8 or self.fp8 is not By.NOTHING)
 
-    def _machine_refusals(self, device: str, dtype: torch.dtype) -> Iterator["Refusal"]:
+    def _machine_refusals(self, device: str, dtype: torch.dtype, in_fp8: bool) -> Iterator["Refusal"]:
         yield device not in self.devices, f"device={device}", f"devices {', '.join(self.devices)}", "device"
         yield dtype not in self.dtypes, f"dtype={plain(dtype)}", f"dtypes {', '.join(map(plain, self.dtypes))}", "dtype"
-        if self.majors is not None and device == "cuda" and torch.cuda.is_available():
+        yield in_fp8 and self.fp8 is By.NOTHING, "kv_dtype=fp8_e4m3", "K and V in the model's dtype", "fp8"
+        if (in_fp8 or self.majors is not None) and device == "cuda" and torch.cuda.is_available():
             major, minor = torch.cuda.get_device_capability()
-            yield major not in self.majors, f"compute capability {major}.{minor}", self.plain_capability, "capability"
+            have, first = f"compute capability {major}.{minor}", ".".join(map(str, FP8_CAPABILITY))
+            yield self.majors is not None and major not in self.majors, have, self.plain_capability, "capability"
+            too_old = in_fp8 and (major, minor) < FP8_CAPABILITY
+            yield too_old, f"kv_dtype=fp8_e4m3 on {have}", f"it from compute capability {first} on", "fp8"
 
     def _unsupported_sizes(self, keeps: KeptRows) -> list[int]:
         """Those of the sizes of K and V that the backend does not support."""
         sizes, largest = (keeps.k_size, keeps.v_size), self.largest_latent
         if isinstance(keeps, LatentKV) and self.latents:
-            return [] if keeps in self.latents else [keeps.size]
+            return [] if replace(keeps, dtype=None) in self.latents else [keeps.size]
         if isinstance(keeps, LatentKV) and largest is not None:
             limits = (largest.k_size, largest.v_size)
             return [size for size, limit in zip(sizes, limits, strict=True) if size > limit]

@@ -44,7 +44,8 @@ class TritonAttention(Attention):
     def _attend(self, layer: int, q: Tensor, staged: Staged | None, sink: Tensor | None) -> tuple[Tensor, Tensor]:
         spec, prefix = self.specs[layer], self.prefix
         k, v = self.committed(layer)
-        committed = Committed(k, v, prefix.page_table, prefix.length, self.pages.page_size, prefix.first)
+        scales, page_size = self.scales(layer), self.pages.page_size
+        committed = Committed(k, v, prefix.page_table, prefix.length, page_size, prefix.first, scales)
         splits = self.splits(spec)
         if _is_wide_latent(spec):
             if sink is not None:
@@ -110,6 +111,7 @@ class TritonBackend:
         window_on_chain=By.ITSELF,
         window_on_tree=By.ITSELF,
         sinks=By.ITSELF,
+        fp8=By.ITSELF,
         different_v_size=True,
         head_sizes=range(1, MAX_HEAD_SIZE + 1),
         largest_latent=LatentKV(MAX_ROW_SIZE, MAX_V_SIZE),

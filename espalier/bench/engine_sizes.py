@@ -11,10 +11,11 @@ from espalier.bench.cells import Cell
 from espalier.bench.engines import requested_pages, shape_config
 from espalier.bench.full_rounds import require_sizes
 from espalier.bench.synthetic_models import RunningEngine, Start, SyntheticModels
-from espalier.config import ResolvedConfig, SpeculationConfig
+from espalier.config import ResolvedConfig, SpeculationConfig, is_open
 from espalier.engine.engine import Engine
 from espalier.layout import RoundLayout
 from espalier.models.draft import DraftSpec
+from espalier.startup.build import kv_dtypes_of
 from espalier.startup.resolve import layout_of
 from espalier.synthetic.checkpoint import Recipe
 
@@ -76,6 +77,8 @@ class OwnSize:
     attention: str | None = None
     overlap: bool = True
     all_buckets: bool = False
+    kv_dtype: str = "auto"
+    draft_kv_dtype: str = "auto"
 
     def name(self, cell: Cell) -> str:
         return cell.name
@@ -84,7 +87,9 @@ class OwnSize:
         return cell.own_layout(self.chunk_size, rounds, self.draft)
 
     def open(self, models: SyntheticModels, cell: Cell, rounds: int) -> AbstractContextManager[RunningEngine]:
-        return models.engine(self.layout(cell, rounds), self.attention, self.overlap, self.all_buckets)
+        draft = self.kv_dtype if is_open(self.draft_kv_dtype) else self.draft_kv_dtype
+        kv = kv_dtypes_of(self.kv_dtype, draft)
+        return models.engine(self.layout(cell, rounds), self.attention, self.overlap, self.all_buckets, kv)
 
 
 @dataclass(frozen=True)

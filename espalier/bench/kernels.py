@@ -18,12 +18,13 @@ from espalier.attention.triton import TritonAttention, TritonBackend
 from espalier.bench.expert_product import ExpertProduct, random_experts
 from espalier.bench.timing import Ceilings, Stopwatch
 from espalier.cache.kv import PagedKV
-from espalier.cache.layer_spec import KVHeads, LatentKV, LayerSpec
+from espalier.cache.layer_spec import KVHeads, LatentKV, LayerSpec, stored_as
 from espalier.errors import EspalierError
 from espalier.kernels.attention.ancestor_bits import pack
 from espalier.kernels.attention.contiguous_blocks import count_contiguous_blocks
 from espalier.kernels.attention.kv_splits import kv_splits_triton
 from espalier.kernels.layers.experts_plan import ExpertsShape
+from espalier.kernels.layers.quantised import FP8
 from espalier.layout import MAX_PAGE_SIZE, RoundLayout
 from espalier.terminal.console import QUIET, print_header, print_table, progress, require_writable, stdout, write_json
 from espalier.terminal.flags import add_json_flag, whole_numbers
@@ -56,14 +57,13 @@ class Shape:
     @property
     def heads(self) -> str:
         keeps = self.spec.rows
-        if isinstance(keeps, LatentKV):
-            return f"{self.spec.heads} on a row of {keeps.size}"
-        return f"{self.spec.heads} on {keeps.kv_heads} of {keeps.k_size}"
+        kept = f"a row of {keeps.size}" if isinstance(keeps, LatentKV) else f"{keeps.kv_heads} of {keeps.k_size}"
+        return f"{self.spec.heads} on {kept}{', FP8' if keeps.dtype == FP8 else ''}"
 
     @property
     def kv_bytes(self) -> int:
         """Bytes of the committed K and V of one layer."""
-        return self.batch * self.context * self.spec.values_per_token * DTYPE.itemsize
+        return self.batch * self.context * self.spec.bytes_per_token(DTYPE)
 
     @property
     def flops(self) -> int:
@@ -83,6 +83,11 @@ SHAPES = (
         Shape(*sizes, spec=spec)
         for spec in (FEW_HEADS, MANY_HEADS)
         for sizes in ((1, 1, 65536), (1, 64, 32768), (32, 16, 4096))
+    ),
+    *(
+        Shape(*sizes, spec=spec)
+        for spec in stored_as((SPEC, MANY_HEADS), FP8)
+        for sizes in ((1, 1, 65536), (1, 64, 32768), (64, 8, 4096))
     ),
 )
 # DeepSeek-V2-Lite, Qwen3-30B-A3B and gpt-oss-20b.
@@ -281,7 +286,8 @@ def inputs(shape: Shape, page_size: int, layers: int, device: torch.device, in_o
     pages = PagedKV(layout, 1 + shape.batch * width, specs, layers, DTYPE, device)
     for stack in pages.target:
         for plane in stack.planes:
-            plane.normal_()
+            for layer in plane:
+                layer.copy_(torch.randn(layer.shape, dtype=DTYPE, device=device))
     table = torch.zeros(shape.batch, layout.table_width, dtype=torch.int32, device=device)
     order = torch.arange if in_order else torch.randperm
     table[:, :width] = 1 + order(shape.batch * width, device=device).view(shape.batch, width)
@@ -289,7 +295,8 @@ def inputs(shape: Shape, page_size: int, layers: int, device: torch.device, in_o
     keeps = shape.spec.rows
     q = torch.randn(shape.batch, shape.queries, shape.spec.heads, keeps.k_size, dtype=DTYPE, device=device)
     rows = [
-        torch.randn(shape.batch, shape.queries, *size, dtype=DTYPE, device=device) for size in keeps.planes.values()
+        torch.randn(shape.batch, shape.queries, *size, dtype=DTYPE, device=device).to(keeps.dtype or DTYPE)
+        for size in keeps.planes.values()
     ]
     k, v = keeps.read(rows)
     return Inputs((pages, specs, Prefix(table, length), _nodes(shape, length)), q, k, v)

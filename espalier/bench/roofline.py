@@ -21,6 +21,7 @@ from torch import Tensor
 
 from espalier.bench.linears import ModelShape, Run, Weights, plain, shape_named
 from espalier.bench.timing import SECONDS, TURNS, Ceilings, Stopwatch
+from espalier.config import FP8_KV
 from espalier.kernels.layers.linear import linear
 from espalier.kernels.layers.linear_tuning import DENSE, plans_for
 from espalier.synthetic.shapes import SHAPES
@@ -120,23 +121,37 @@ def round_runs(
     return shape.target_pass(batch * num_draft_tokens), tuple(draft)
 
 
+def kv_value_bytes(kv_dtype: str, draft_kv_dtype: str) -> tuple[int, int]:
+    """Bytes that a number of K or V takes, of the target and of the draft.  The arguments: of a ResolvedConfig."""
+    of_target, of_draft = (1 if name == FP8_KV else 2 for name in (kv_dtype, draft_kv_dtype))
+    return of_target, of_draft
+
+
 def round_attention(
-    shape: ModelShape, batch: int, context: float, steps: int, topk: int, num_draft_tokens: int, drafts: bool = True
+    shape: ModelShape,
+    batch: int,
+    context: float,
+    steps: int,
+    topk: int,
+    num_draft_tokens: int,
+    drafts: bool = True,
+    value_bytes: tuple[int, int] = (2, 2),
 ) -> Cost:
-    """The attention of the passes of `round_runs`.  K and V take two bytes a number.
+    """The attention of the passes of `round_runs`.  value_bytes: see kv_value_bytes.
 
     Each pass reads a request's prefix of `context` tokens once; a layer with a window reads only the window.  The nodes
     are left out: they are few compared with the prefix.
     """
-    # (model, queries a request) of each pass
-    passes = [(shape, num_draft_tokens)]
+    of_target, of_draft = value_bytes
+    # (model, queries a request, bytes of a value) of each pass
+    passes = [(shape, num_draft_tokens, of_target)]
     if drafts and shape.block is not None:
-        passes += [(shape.draft_sizes, shape.block.rows)] if steps else []
+        passes += [(shape.draft_sizes, shape.block.rows, of_draft)] if steps else []
     elif drafts:
-        passes += [(shape.draft_sizes, each.queries) for each in draft_passes(shape.modules, steps, topk)]
-    reads = [(model, queries, batch * model.attended(context)) for model, queries in passes]
-    num_bytes = sum(2 * model.kept_values * rows for model, _, rows in reads)
-    return Cost(num_bytes, sum(queries * model.attention_flops * rows for model, queries, rows in reads))
+        passes += [(shape.draft_sizes, each.queries, of_draft) for each in draft_passes(shape.modules, steps, topk)]
+    reads = [(model, queries, size, batch * model.attended(context)) for model, queries, size in passes]
+    num_bytes = sum(size * model.kept_values * rows for model, _, size, rows in reads)
+    return Cost(num_bytes, sum(queries * model.attention_flops * rows for model, queries, _, rows in reads))
 
 
 def round_experts(
@@ -170,8 +185,11 @@ def expert_cost(shape: ModelShape, rows: int, touched: float | None = None) -> C
 class Roofline:
     """Holds one set of weights of a shape, the target's and the draft's, and measures passes over them."""
 
-    def __init__(self, shape: ModelShape, dtype: torch.dtype = torch.bfloat16) -> None:
-        self.shape = shape
+    def __init__(
+        self, shape: ModelShape, dtype: torch.dtype = torch.bfloat16, value_bytes: tuple[int, int] = (2, 2)
+    ) -> None:
+        """value_bytes: of K and V, see kv_value_bytes."""
+        self.shape, self.value_bytes = shape, value_bytes
         self.device = require_gpu("the floor")
         self.weights = Weights(dtype, self.device)
         self.stopwatch = Stopwatch()
@@ -213,7 +231,7 @@ class Roofline:
         times = self._linear_times[batch, layout]
         experts = round_experts(self.shape, batch, *layout, touched)
         expert_ms = sum(each.ms(ceilings) for each in experts)
-        attention_ms = round_attention(self.shape, batch, context, *layout).ms(ceilings)
+        attention_ms = round_attention(self.shape, batch, context, *layout, self.value_bytes).ms(ceilings)
         bytes_ms = 1e3 * (times.weight_bytes + sum(each.num_bytes for each in experts)) / ceilings.bandwidth
         return RoundRoofline(times.fastest_ms + expert_ms + attention_ms, times.fastest_ms, expert_ms, bytes_ms)
 

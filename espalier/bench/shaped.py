@@ -21,7 +21,7 @@ from espalier.bench.engines import DECIDED, dtype_on
 from espalier.bench.full_rounds import Rounds, full_rounds
 from espalier.bench.linears import recipe_sizes
 from espalier.bench.plot import Bars, plot
-from espalier.bench.roofline import Roofline, RoundRoofline
+from espalier.bench.roofline import Roofline, RoundRoofline, kv_value_bytes
 from espalier.bench.synthetic_models import SyntheticModels, recipe_of
 from espalier.bench.timing import Ceilings
 from espalier.config import SpeculationConfig
@@ -34,7 +34,8 @@ from espalier.terminal.machine import require_gpu
 
 ROUNDS = 40
 # Settings that an engine as large as its cell leaves open.
-OWN_SIZE_FLAGS = ("page_size", "attention", "overlap", "chunk_size", "seed")
+OWN_SIZE_SETTINGS = ("attention", "overlap", "chunk_size", "kv_dtype", "draft_kv_dtype")
+OWN_SIZE_FLAGS = (*OWN_SIZE_SETTINGS, "page_size", "seed")
 DEFAULT_CELLS = ["1x1024:5,8,64"]
 
 
@@ -108,7 +109,11 @@ def run(args: Namespace, settings: dict[str, Any], page_sizes: list[int]) -> Non
     rows = max(sizes.layout(cell, rounds).position_rows for cell in cells)
     models = SyntheticModels(recipe, dtype_on(device), device, rows)
     stdout().print(Text(models.title, QUIET))
-    roofline = Roofline(recipe_sizes(recipe)) if device.type == "cuda" else None
+    roofline = None
+    if device.type == "cuda":
+        kv_dtype = settings.get("kv_dtype", "auto")
+        value_bytes = kv_value_bytes(kv_dtype, settings.get("draft_kv_dtype", kv_dtype))
+        roofline = Roofline(recipe_sizes(recipe), value_bytes=value_bytes)
     about = {"settings": {**settings, "rounds": rounds, "own_size": args.own_size}}
     figures = _measure_and_print(models, measure(models, cells, sizes, rounds, roofline), len(cells), about, args.json)
     plot([_bars(figure) for figure in figures["cells"]], models.title, args.plot)
@@ -129,7 +134,7 @@ def _refuse_flags(args: Namespace) -> None:
 def _sizes(args: Namespace, settings: dict[str, Any], recipe: Recipe, device: torch.device) -> EngineSizes:
     if not args.own_size:
         return UserSizes(recipe, settings, device)
-    given = {name: settings[name] for name in ("attention", "overlap", "chunk_size") if name in settings}
+    given = {name: settings[name] for name in OWN_SIZE_SETTINGS if name in settings}
     return OwnSize(recipe.draft_config.spec, all_buckets=args.all_buckets, **given)
 
 

@@ -22,7 +22,7 @@ from espalier.kernels.tree.select_paths import MAX_STEPS
 from espalier.layout import RoundLayout
 from espalier.models import CausalLM, DraftModel
 from espalier.models.draft import MAX_MODULES
-from espalier.startup.build import assemble
+from espalier.startup.build import AS_MODEL, KVDtypes, assemble
 from espalier.startup.load import build_engine_of_models
 from espalier.synthetic.checkpoint import Recipe, build
 from espalier.synthetic.shapes import find_shape
@@ -135,7 +135,12 @@ class SyntheticModels:
         return sum(sizes) * self.dtype.itemsize
 
     def engine(
-        self, layout: RoundLayout, attention: str | None, overlap: bool, all_buckets: bool = False
+        self,
+        layout: RoundLayout,
+        attention: str | None,
+        overlap: bool,
+        all_buckets: bool = False,
+        kv: KVDtypes = AS_MODEL,
     ) -> AbstractContextManager[RunningEngine]:
         """An engine of this layout, with pages for a full batch of full contexts.  It closes at the end of the block.
 
@@ -157,6 +162,7 @@ class SyntheticModels:
             prefix_cache=False,
             graph_batch=layout.max_batch if self.device.type == "cuda" else 0,
             keep_graphs=True,
+            kv=kv,
         )
         return self._running(build)
 

@@ -5,7 +5,7 @@ Rows get from staging to pages only by `PagedKV.commit`.  A page row is `page * 
 of rows that are not kept.  It stays zero, so a masked read of it is finite.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +13,9 @@ from torch import Tensor
 
 from espalier.cache.layer_spec import LayerSpec, RecurrentState, groups_of
 from espalier.errors import EspalierError
+from espalier.kernels.layers.quantised import FP8
 from espalier.kernels.state.commit import commit_rows
+from espalier.kernels.state.kv_scales import KVScales
 from espalier.kernels.state.page_rows import page_rows
 from espalier.layout import RoundLayout
 
@@ -29,12 +31,15 @@ class LayerStack:
 def stacks(
     specs: Sequence[LayerSpec], layers: range, rows: int, dtype: torch.dtype, device: torch.device
 ) -> list[LayerStack]:
-    """One zeroed stack for each group of `layers` that keeps rows.  A commit is then one launch for each group."""
+    """One zeroed stack for each group of `layers` that keeps rows.  A commit is then one launch for each group.
+
+    dtype: the model's.
+    """
     result = []
     for keeps, members in groups_of(specs, layers).items():
         shapes = [(len(members), rows, *shape) for shape in keeps.planes.values()]
         if shapes:
-            planes = tuple(torch.zeros(shape, dtype=dtype, device=device) for shape in shapes)
+            planes = tuple(torch.zeros(shape, dtype=keeps.dtype or dtype, device=device) for shape in shapes)
             result.append(LayerStack(members, planes))
     return result
 
@@ -86,7 +91,8 @@ class StagedKV:
 class PagedKV:
     """The pages: committed rows of all layers, the target's first, then the draft's.
 
-    layers: planes [rows, heads, size] by layer.
+    layers: planes [rows, heads, size] by layer.  scales: of the layers whose rows are FP8, in staging too; 1 where none
+    is given.
     """
 
     def __init__(
@@ -97,6 +103,7 @@ class PagedKV:
         num_target_layers: int,
         dtype: torch.dtype,
         device: torch.device,
+        scales: Mapping[int, KVScales] | None = None,
     ):
         self.layout = layout
         self.page_size = layout.page_size
@@ -107,6 +114,11 @@ class PagedKV:
         self.target = stacks(specs, range(num_target_layers), rows, dtype, device)
         self.draft = stacks(specs, range(num_target_layers, len(specs)), rows, dtype, device)
         self.layers = by_layer(self.target) | by_layer(self.draft)
+        self.scales = {
+            layer: (scales or {}).get(layer) or KVScales.ones(spec.rows.kv_heads, dtype, device)
+            for layer, spec in enumerate(specs)
+            if spec.keeps.dtype == FP8
+        }
 
     def rows(self, page_table: Tensor, positions: Tensor, keep: Tensor | None = None) -> Tensor:
         """[B, P]: the page rows of `positions` [B, P] in a page table [B, T]; row 0 where `keep` is False."""
@@ -118,7 +130,8 @@ class PagedKV:
             return
         index = torch.tensor(pages, device=self.device)
         for plane in (plane for stack in (*self.target, *self.draft) for plane in stack.planes):
-            plane.unflatten(1, (self.num_pages, self.page_size)).index_fill_(1, index, 0)
+            # As bytes: PyTorch fills no FP8.
+            plane.view(torch.uint8).unflatten(1, (self.num_pages, self.page_size)).index_fill_(1, index, 0)
 
     def commit(self, staged: StagedKV, source: Tensor, rows: Tensor) -> None:
         """Copy staging rows `source` [N] to page rows `rows` [N], for every layer in `staged`."""
@@ -157,17 +170,17 @@ class RecurrentStates:
 
 
 def bytes_per_token(specs: Sequence[LayerSpec], dtype: torch.dtype) -> int:
-    """Bytes that one position takes in pages, all layers together."""
-    return sum(spec.values_per_token for spec in specs) * dtype.itemsize
+    """Bytes that one position takes in pages, all layers together.  dtype: the model's."""
+    return sum(spec.bytes_per_token(dtype) for spec in specs)
 
 
 def bytes_beside_pages(
     layout: RoundLayout, target: Sequence[LayerSpec], draft: Sequence[LayerSpec], dtype: torch.dtype
 ) -> int:
     """Cache bytes that do not depend on the number of pages: staging, and the states of recurrent layers."""
-    values = 0
+    staged, values = 0, 0
     for specs, rows in ((target, layout.target_rows), (draft, layout.draft_rows)):
-        values += rows * sum(spec.values_per_token for spec in specs)
+        staged += rows * bytes_per_token(specs, dtype)
         recurrent = [spec.keeps for spec in specs if isinstance(spec.keeps, RecurrentState)]
         values += sum(layout.num_slots * keeps.values_per_slot + rows * keeps.values_per_node for keeps in recurrent)
-    return values * dtype.itemsize
+    return staged + values * dtype.itemsize

@@ -4,10 +4,11 @@ An attention layer keeps one row for each token, in pages.  A recurrent layer ke
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from espalier.errors import EspalierError
@@ -18,7 +19,10 @@ RowShape = tuple[int, int]
 
 @dataclass(frozen=True)
 class KVHeads:
-    """K and V of each KV head, in two planes.  The sizes of K and V may differ."""
+    """K and V of each KV head, in two planes.  The sizes of K and V may differ.
+
+    dtype: of the planes; None: the model's.
+    """
 
     kind: ClassVar[str] = "K and V heads"
     reenters_anywhere: ClassVar[bool] = True
@@ -26,6 +30,7 @@ class KVHeads:
     kv_heads: int
     k_size: int
     v_size: int
+    dtype: torch.dtype | None = None
 
     @property
     def planes(self) -> Mapping[str, RowShape]:
@@ -43,7 +48,10 @@ class KVHeads:
 
 @dataclass(frozen=True)
 class LatentKV:
-    """One latent row [1, size] for each token, shared by all heads.  K is the whole row, V its first v_size values."""
+    """One latent row [1, size] for each token, shared by all heads.  K is the whole row, V its first v_size values.
+
+    dtype: of the plane; None: the model's.
+    """
 
     kind: ClassVar[str] = "a latent row"
     reenters_anywhere: ClassVar[bool] = True
@@ -51,6 +59,7 @@ class LatentKV:
 
     size: int
     v_size: int
+    dtype: torch.dtype | None = None
 
     @property
     def k_size(self) -> int:
@@ -84,6 +93,7 @@ class RecurrentState:
     reenters_anywhere: ClassVar[bool] = False
     planes: ClassVar[Mapping[str, RowShape]] = {}
     values_per_token: ClassVar[int] = 0
+    dtype: ClassVar[None] = None
 
     state: tuple[tuple[str, tuple[int, ...]], ...]
     left: tuple[tuple[str, tuple[int, ...]], ...]
@@ -132,6 +142,10 @@ class LayerSpec:
         """Number of values that one token takes in pages."""
         return self.keeps.values_per_token
 
+    def bytes_per_token(self, dtype: torch.dtype) -> int:
+        """Bytes that one token takes in pages.  dtype: the model's."""
+        return self.values_per_token * (self.keeps.dtype or dtype).itemsize
+
 
 def groups_of(specs: Sequence[LayerSpec], layers: Sequence[int]) -> dict[Keeps, tuple[int, ...]]:
     """Group layers with equal `keeps`, in order of appearance.  A group shares buffers and an attention backend."""
@@ -140,6 +154,14 @@ def groups_of(specs: Sequence[LayerSpec], layers: Sequence[int]) -> dict[Keeps, 
         keeps = specs[layer].keeps
         groups[keeps] = (*groups.get(keeps, ()), layer)
     return groups
+
+
+def stored_as(specs: Sequence[LayerSpec], dtype: torch.dtype | None) -> tuple[LayerSpec, ...]:
+    """The specs with rows of this dtype.  None: of the model's."""
+    return tuple(
+        spec if isinstance(spec.keeps, RecurrentState) else replace(spec, keeps=replace(spec.keeps, dtype=dtype))
+        for spec in specs
+    )
 
 
 def _values(planes: Mapping[str, RowShape]) -> int:

@@ -5,6 +5,7 @@ With --matrix it prints what each attention backend can run.
 
 from argparse import ArgumentParser, Namespace
 
+import torch
 from rich.text import Text
 
 from espalier.attention import BACKENDS
@@ -12,6 +13,8 @@ from espalier.attention.matrix import matrix
 from espalier.bench import tune
 from espalier.config import EngineConfig, is_open
 from espalier.errors import EspalierError
+from espalier.models.loading import layer_specs_of
+from espalier.startup.build import cache_size, cache_specs, kv_dtypes_of
 from espalier.startup.load import find, resolve_config
 from espalier.terminal.console import QUIET, stdout
 from espalier.terminal.flags import add_engine_flags, engine_settings, flag_of
@@ -47,6 +50,10 @@ def run(args: Namespace) -> int:
     if resolved.device != "cpu" and is_open(config.num_pages):
         console.print(Text("  num_pages is an estimate; it is measured when the models are loaded", QUIET))
     target = checkpoint.target
+    kv = kv_dtypes_of(resolved.kv_dtype, resolved.draft_kv_dtype)
+    specs = cache_specs(layer_specs_of(target), checkpoint.spec.layers, kv)
+    held = cache_size(specs, resolved.num_pages, resolved.page_size, getattr(torch, resolved.dtype))
+    console.print(Text(f"  {held}"))
     console.print(Text("model", "bold"))
     console.print(
         Text(

@@ -148,7 +148,7 @@ def _freed_twice(right):
 def _rope_left_out(right):
     def store(*arguments):
         stored = right(*arguments)
-        rope_and_norm, rows, plane = arguments[-3:]
+        rope_and_norm, rows, plane = arguments[3:6]
         plane[..., plane.shape[2] - rope_and_norm.cos.shape[1] :].index_fill_(0, rows, 0)
         return stored
 
@@ -182,6 +182,19 @@ def _one_late(right):
 
 def _wrong_parent(right):
     return lambda tokens: right(tokens).roll(1, 1)
+
+
+def _scales_of_layer_before(right):
+    def kv_scales(target):
+        stored = right(target)
+        layers = list(stored)
+        return {layer: stored[layers[i - 1]] for i, layer in enumerate(layers)}
+
+    return kv_scales
+
+
+def _twice(right):
+    return lambda values, scales: right(right(values, scales), scales)
 
 
 FAULTS = {
@@ -312,6 +325,18 @@ FAULTS = {
             "the edges of a block draft are those of another token of the depth before",
             "espalier.speculate.drafters.one_pass:edge_tokens",
             _wrong_parent,
+        ),
+        Fault(
+            "neighbours-scale",
+            "K and V in FP8 have the scales of the layer before",
+            "espalier.startup.build:kv_scales",
+            _scales_of_layer_before,
+        ),
+        Fault(
+            "v-scaled-twice",
+            "V in FP8 is multiplied by its scale twice",
+            "espalier.attention.sdpa:times_v_scale",
+            _twice,
         ),
     )
 }

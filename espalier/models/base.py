@@ -13,6 +13,7 @@ from torch import Tensor
 
 from espalier.attention.staged import Projections
 from espalier.cache.layer_spec import LayerSpec
+from espalier.kernels.state.kv_scales import KVScales
 from espalier.models.config import ModelConfig
 from espalier.models.layers.embedding import Embedding
 from espalier.models.layers.linear import Linear
@@ -29,10 +30,14 @@ class ModelOutput:
 
 
 class CausalLM(Protocol):
-    """A loaded target model.  A draft without its own embedding or head uses the target's."""
+    """A loaded target model.  A draft without its own embedding or head uses the target's.
+
+    kv_scales: of each layer's K and V in FP8, where the checkpoint has them.
+    """
 
     config: ModelConfig
     layer_specs: tuple[LayerSpec, ...]
+    kv_scales: tuple[KVScales | None, ...]
     capture: tuple[int, ...]
     embed: Embedding
     head: Linear

@@ -18,7 +18,7 @@ from espalier.models.latent_config import LatentConfig, read_latent
 from espalier.models.layers.rope import RopeConfig
 from espalier.models.mtp_family import MTPFamily
 from espalier.models.rope_config import read_rope
-from espalier.models.weight_formats import QUANTISATION_FIELDS, FormatOf, read_formats
+from espalier.models.weight_formats import QUANTISATION_FIELDS, FormatOf, declared_kv_dtype, read_formats
 
 Raw = dict[str, Any]
 Windows = tuple[int | None, ...]
@@ -165,6 +165,11 @@ class ModelConfig:
     formats: FormatOf = field(repr=False)
     mtp: MTPFamily | None
     raw: Raw = field(repr=False)
+
+    @property
+    def declared_kv_dtype(self) -> str | None:
+        """The kv_dtype that config.json declares.  Raises EspalierError for a scheme that is not supported."""
+        return declared_kv_dtype(self.raw)
 
 
 def read_json(path: Path) -> Raw:

@@ -74,6 +74,9 @@ def make_target(weights: Weights, config: ModelConfig, capture: tuple[int, ...],
     layer_specs = layer_specs_of(config)
     embed = Embedding(weights.take("model.embed_tokens.weight", config.vocab_size, config.hidden_size))
     layers = [load_layer(weights, config, f"model.layers.{i}.", i) for i in range(config.num_layers)]
+    kv_scales = tuple(
+        weights.kv_scales(f"model.layers.{i}.self_attn.", spec.rows) for i, spec in enumerate(layer_specs)
+    )
     norm = weights.norm("model.norm", config.hidden_size, config.rms_norm_eps)
     head = _head(weights, config, embed)
     if config.mtp is not None:
@@ -82,7 +85,7 @@ def make_target(weights: Weights, config: ModelConfig, capture: tuple[int, ...],
         weights.ignore_under(tuple(config.mtp.prefix_of(layer, config.num_layers) for layer in range(count)))
     weights.finish()
     rope = RopeTables(config.rope, position_rows, weights.dtype, weights.device)
-    return Decoder(config, layer_specs, tuple(capture), rope, embed, layers, norm, head)
+    return Decoder(config, layer_specs, tuple(capture), rope, embed, layers, norm, head, kv_scales)
 
 
 def layer_specs_of(config: ModelConfig) -> tuple[LayerSpec, ...]:

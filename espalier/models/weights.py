@@ -9,25 +9,36 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from espalier.cache.layer_spec import KeptRows, LatentKV
 from espalier.errors import EspalierError
 from espalier.kernels.layers.linear_quantised import require_supported
 from espalier.kernels.layers.quantised import QuantisedMatrix, dequantise
+from espalier.kernels.state.kv_scales import KVScales
 from espalier.models.layers.linear import Linear
 from espalier.models.layers.mlp import GatedMLP
 from espalier.models.layers.norm import RMSNorm
 from espalier.models.weight_formats import WHOLE, FormatOf, Shard, StoredTensor, Weight, WeightFormat, all_dense
 
-# Buffers that old exporters stored with the weights, which the models here compute; and scales of an FP8 K/V cache: K
-# and V keep the model's dtype.
+# Buffers that old exporters stored with the weights, which the models here compute; and scales that are not used: of
+# queries, which stay as they are, and of K and V in drafts.
 HARMLESS = re.compile(
     r"(rotary_emb\.(inv_freq|cos_cached|sin_cached)|self_attn\.(bias|masked_bias)"
     r"|self_attn\.((k_proj\.)?k_scale|(v_proj\.)?v_scale|(q_proj\.)?q_scale|kv_scale))$"
+)
+# The names, under a layer's attention, of the scales of K and V in FP8: in compressed-tensors, ModelOpt, the first FP8
+# checkpoints, and the first compressed-tensors.
+KV_SCALES = (
+    ("k_scale", "v_scale"),
+    ("k_proj.k_scale", "v_proj.v_scale"),
+    ("kv_scale", "kv_scale"),
+    ("k_proj.output_scale", "v_proj.output_scale"),
 )
 INDEX = "model.safetensors.index.json"
 # Dtypes that may be cast to the model's dtype.  Narrower dtypes may not: they need the scales of their format.
@@ -237,6 +248,26 @@ class Weights:
 
     def norm(self, name: str, size: int, eps: float) -> RMSNorm:
         return RMSNorm(self.take(f"{name}.weight", size), eps)
+
+    def kv_scales(self, prefix: str, keeps: KeptRows) -> KVScales | None:
+        """The scales of K and V under an attention's prefix, one for each head or for all; None if there are none.
+
+        Raises EspalierError for one without the other, and for another shape.
+        """
+        for names in KV_SCALES:
+            if any(f"{prefix}{name}" in self for name in names):
+                k, v = (self._kv_scale(f"{prefix}{name}", keeps.kv_heads) for name in names)
+                # A latent row is stored once, with K's scale.
+                return KVScales(k, k if isinstance(keeps, LatentKV) else v, self.dtype)
+        return None
+
+    def _kv_scale(self, name: str, kv_heads: int) -> Tensor:
+        shape = self.shape(name) if name in self else (1,)
+        size = kv_heads if prod(shape) == kv_heads else 1
+        # Those of heads are [kv_heads, 1, 1] in compressed-tensors.
+        stored = shape if prod(shape) == kv_heads else (size,)
+        scale = self._checked(name, StoredTensor("", stored)).to(self.device, torch.float32)
+        return scale.reshape(size).expand(kv_heads).contiguous()
 
     def mlp(self, prefix: str, hidden: int, inner: int, bias: bool) -> GatedMLP:
         gate_up = self.linear(prefix, ("gate_proj", "up_proj"), (inner, inner), hidden, bias)

@@ -7,7 +7,8 @@ from pathlib import Path
 import torch
 
 from espalier.cache.kv import bytes_per_token
-from espalier.config import EngineConfig, ResolvedConfig
+from espalier.cache.layer_spec import LayerSpec
+from espalier.config import FP8_KV, EngineConfig, ResolvedConfig, is_open
 from espalier.engine.engine import Engine
 from espalier.errors import EspalierError
 from espalier.kernels.runtime.launch import chip
@@ -26,7 +27,7 @@ from espalier.models.loading import layer_specs_of
 from espalier.models.weights import WeightCount, stored_weights
 from espalier.speculate.drafters import WITHOUT_FILES, draft_algorithm, load_draft, own_draft, read_draft
 from espalier.speculate.round import ModelRunner
-from espalier.startup.build import assemble, make_runner
+from espalier.startup.build import assemble, cache_size, cache_specs, kv_dtypes_of, make_runner
 from espalier.startup.checkpoints import BUNDLED, find_draft, find_target
 from espalier.startup.measure_memory import measure_pages
 from espalier.startup.resolve import (
@@ -111,6 +112,7 @@ def resolve_config(config: EngineConfig, checkpoint: Checkpoint) -> ResolvedConf
         chip=chip(torch.empty(0, device=device)) if device.type == "cuda" else None,
         threads=thread_facts(),
         mixture=mixture_weights(checkpoint.target, checkpoint.draft),
+        declared_kv_dtype=checkpoint.target.declared_kv_dtype if is_open(config.kv_dtype) else None,
     )
     draft = str(checkpoint.draft_path) if checkpoint.draft_path else None
     return resolve(config, str(checkpoint.target_path), draft, checkpoint.spec, device, facts)
@@ -159,6 +161,10 @@ def build_engine_of_models(
         num_pages = _measure_pages(resolved, layout, target, draft, dtype, device, requested_pages)
         resolved = replace(resolved, num_pages=num_pages)
     log.info("resolved configuration\n%s", resolved.block())
+    specs = cache_specs(target.layer_specs, _specs_of(draft), kv_dtypes_of(resolved.kv_dtype, resolved.draft_kv_dtype))
+    log.info("%s", cache_size(specs, resolved.num_pages, resolved.page_size, dtype))
+    if resolved.kv_dtype == FP8_KV and not any(target.kv_scales):
+        log.warning("kv_dtype=%s: the checkpoint has no scales of K and V; 1 is used, so 448 is the most", FP8_KV)
     engine = assemble(
         layout,
         target,
@@ -173,6 +179,7 @@ def build_engine_of_models(
         prefix_cache=resolved.prefix_cache,
         graph_batch=resolved.graph_batch,
         keep_graphs=keep_graphs,
+        kv=kv_dtypes_of(resolved.kv_dtype, resolved.draft_kv_dtype),
     )
     return engine, resolved
 
@@ -186,13 +193,19 @@ def _measure_pages(
     device: torch.device,
     requested_pages: int | None,
 ) -> int:
+    kv = kv_dtypes_of(resolved.kv_dtype, resolved.draft_kv_dtype)
+
     def make(num_pages: int) -> ModelRunner:
         parts = (layout, target, draft, resolved.algorithm, resolved.attention, num_pages, dtype, device)
-        return make_runner(*parts, resolved.draft_attention, resolved.overlap)
+        return make_runner(*parts, resolved.draft_attention, resolved.overlap, kv)
 
-    layer_specs = (*target.layer_specs, *(draft.layer_specs if draft is not None else ()))
+    layer_specs = cache_specs(target.layer_specs, _specs_of(draft), kv)
     page_bytes = layout.tokens_in(bytes_per_token(layer_specs, dtype))
     return measure_pages(layout, make, page_bytes, device, resolved.graph_batch, requested_pages)
+
+
+def _specs_of(draft: DraftModel | None) -> tuple[LayerSpec, ...]:
+    return () if draft is None else draft.layer_specs
 
 
 def _weights_of(checkpoint: Checkpoint) -> WeightCount:

@@ -3,7 +3,7 @@
 import gc
 import logging
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +12,14 @@ import torch
 from espalier.attention import choose_backends, grouped_backend
 from espalier.cache.kv import bytes_beside_pages, bytes_per_token
 from espalier.cache.layer_spec import LayerSpec
-from espalier.config import DTYPES, EngineConfig, ResolvedConfig, SpeculationConfig, is_open
+from espalier.config import DTYPES, FP8_KV, EngineConfig, ResolvedConfig, SpeculationConfig, is_open
 from espalier.errors import EspalierError
 from espalier.kernels.runtime.launch import Chip, require_triton
 from espalier.layout import PLAIN, TREE_FIELDS, RoundLayout, TreeShape, max_draft_tokens
 from espalier.models.draft import DraftSpec
 from espalier.models.weights import WeightCount
 from espalier.speculate.drafters import WITHOUT_FILES, algorithms
-from espalier.startup.build import require_reentry
+from espalier.startup.build import cache_specs, kv_dtypes_of, require_reentry
 from espalier.startup.threads import ThreadFacts, choose_threads
 from espalier.startup.tree_cost import MixtureWeights
 from espalier.startup.tree_policy import Machine, choose_trees
@@ -68,6 +68,7 @@ class Facts:
     free_bytes: free memory of the device; weights: of target and draft together; stored_dtype: dtype of the target's
     checkpoint; layer_specs: specs of the target's layers, then of the draft's; hidden_size, num_layers: of the target;
     chip: None on a CPU; threads: of the CPU; mixture: of a target with experts, None for a dense one.
+    declared_kv_dtype: the kv_dtype that the target's config.json declares.
     """
 
     free_bytes: int
@@ -80,6 +81,7 @@ class Facts:
     chip: Chip | None
     threads: ThreadFacts
     mixture: MixtureWeights | None
+    declared_kv_dtype: str | None = None
 
     @property
     def target_layers(self) -> range:
@@ -180,6 +182,11 @@ def resolve(
     """Resolve each "auto" and check all fields together.  Raises EspalierError for values that do not fit."""
     defaults = DEFAULTS[device.type]
     dtype = _value_or(config.dtype, _dtype(device, facts))
+    kv_dtype, draft_kv_dtype = _kv_dtypes(config, dtype, facts)
+    own, drafts = (
+        facts.layer_specs[layers.start : layers.stop] for layers in (facts.target_layers, facts.draft_layers)
+    )
+    facts = replace(facts, layer_specs=cache_specs(own, drafts, kv_dtypes_of(kv_dtype, draft_kv_dtype)))
     attention, draft_attention = _attention(config, device, getattr(torch, dtype), facts)
     speculation = config.speculation if isinstance(config.speculation, SpeculationConfig) else SpeculationConfig()
     tree = _tree(speculation, spec)
@@ -218,6 +225,8 @@ def resolve(
         by_batch={least: asdict(shape) for least, shape in trees.items()},
         device=str(device),
         dtype=dtype,
+        kv_dtype=kv_dtype,
+        draft_kv_dtype=draft_kv_dtype,
         threads=choose_threads(config.threads, device.type, facts.weights.nbytes(getattr(torch, dtype)), facts.threads),
         attention=attention,
         draft_attention=draft_attention,
@@ -253,6 +262,22 @@ def _attention(config: EngineConfig, device: torch.device, dtype: torch.dtype, f
             )
         return target, target
     return target, choose_backends(draft_backend, device.type, dtype, facts.layer_specs, facts.draft_layers)
+
+
+def _kv_dtypes(config: EngineConfig, dtype: str, facts: Facts) -> tuple[str, str]:
+    """kv_dtype and draft_kv_dtype.  Raises EspalierError for a dtype that is neither FP8 nor the model's."""
+    kv_dtype = _value_or(config.kv_dtype, facts.declared_kv_dtype or dtype)
+    if is_open(config.kv_dtype) and facts.declared_kv_dtype:
+        log.info("kv_dtype=%s, as the checkpoint's kv_cache_scheme declares", kv_dtype)
+    if not is_open(config.draft_kv_dtype) and not facts.draft_layers:
+        raise EspalierError(
+            f"draft_kv_dtype={config.draft_kv_dtype!r} is set, but the drafter has no layers; leave it out"
+        )
+    draft_kv_dtype = _value_or(config.draft_kv_dtype, kv_dtype)
+    for name, value in (("kv_dtype", kv_dtype), ("draft_kv_dtype", draft_kv_dtype)):
+        if value not in (FP8_KV, dtype):
+            raise EspalierError(f"{name}={value!r} differs from dtype={dtype!r}; use {dtype}, {FP8_KV} or 'auto'")
+    return kv_dtype, draft_kv_dtype
 
 
 def _value_or(value: Any, default: Any) -> Any:

@@ -6,9 +6,10 @@ import torch
 from espalier.attention import BACKENDS, Nodes, Prefix, backend, default_backend
 from espalier.attention.support import By, Support
 from espalier.cache.kv import PagedKV
-from espalier.cache.layer_spec import KVHeads, LatentKV, LayerSpec, RecurrentState
+from espalier.cache.layer_spec import KVHeads, LatentKV, LayerSpec, RecurrentState, stored_as
 from espalier.errors import EspalierError
 from espalier.kernels.attention.ancestor_bits import pack
+from espalier.kernels.layers.quantised import FP8
 from espalier.layout import RoundLayout
 
 # float64: a few roundings of sums over some sixty terms of size one.
@@ -190,6 +191,13 @@ RECURRENT = RecurrentState((("state", (2, 3)),), (("inputs", (3,)),))
             "layers that keep a latent row; it supports layers that",
         ),
         ("cuda", torch.bfloat16, 16, [LayerSpec(1, RECURRENT)], "layers that keep a recurrent state; it supports"),
+        (
+            "cuda",
+            torch.bfloat16,
+            16,
+            stored_as(GEOMETRY[:1], FP8),
+            "kv_dtype=fp8_e4m3; it supports K and V in the model's dtype",
+        ),
     ],
 )
 def test_support_refuses_by_name(device, dtype, page_size, layer_specs, value):

@@ -7,11 +7,13 @@ import torch
 
 from espalier.attention import Nodes, Prefix, backend, triton
 from espalier.cache.kv import PagedKV
-from espalier.cache.layer_spec import KVHeads, LatentKV, LayerSpec
+from espalier.cache.layer_spec import KVHeads, LatentKV, LayerSpec, stored_as
 from espalier.errors import EspalierError
 from espalier.kernels.attention.ancestor_bits import pack
 from espalier.kernels.attention.contiguous_blocks import contiguous_blocks_reference
 from espalier.kernels.attention.tree_attention import tree_attention_triton
+from espalier.kernels.layers.quantised import FP8
+from espalier.kernels.state.kv_scales import KVScales
 from espalier.layout import RoundLayout
 
 # float32 (IEEE): a few roundings of sums of terms of size one.
@@ -29,10 +31,20 @@ SINK = torch.tensor([1.5, -0.5, 3.0, -torch.inf])
 LENGTHS = [17, 1, 300, 0]
 
 
-def pages_in(dtype: torch.dtype, device: torch.device, page_size: int = 16) -> tuple[PagedKV, torch.Tensor]:
-    """Pages full of noise and a shuffled page table; the same values in every dtype."""
+def scales_of(layer: int, keeps: KVHeads | LatentKV, device: torch.device) -> KVScales:
+    """No two equal, but for a latent row's."""
+    k = 0.5 + 0.1 * layer + 0.2 * torch.arange(keeps.kv_heads, device=device)
+    return KVScales(k, k if isinstance(keeps, LatentKV) else 1.3 * k, torch.float32)
+
+
+def pages_in(
+    dtype: torch.dtype, device: torch.device, page_size: int = 16, in_fp8: bool = False
+) -> tuple[PagedKV, torch.Tensor]:
+    """Pages full of noise and a shuffled page table; the same values in every dtype of the model.  in_fp8: rounded."""
     layout = RoundLayout(4, 2, 2, 4, page_size, 400, 0, 16)
-    pages = PagedKV(layout, 1 + 4 * layout.table_width, GEOMETRY, len(GEOMETRY), dtype, device)
+    specs = stored_as(GEOMETRY, FP8 if in_fp8 else None)
+    scales = {layer: scales_of(layer, spec.rows, device) for layer, spec in enumerate(specs)}
+    pages = PagedKV(layout, 1 + 4 * layout.table_width, specs, len(specs), dtype, device, scales)
     generator = torch.Generator().manual_seed(0)
     for plane in (plane for stack in pages.target for plane in stack.planes):
         plane.copy_(torch.randn(plane.shape, generator=generator))
@@ -101,6 +113,37 @@ def test_layers_of_one_pass(kernel_device, shape, first):
         (out, lse), (expected, expected_lse) = made.over_prefix(q, layer), exact.over_prefix(q.double(), layer)
         torch.testing.assert_close(out.double(), expected, rtol=0, atol=TOLERANCE)
         torch.testing.assert_close(lse.double(), expected_lse, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("shape", ["tree", "chain"])
+def test_layers_in_fp8(kernel_device, shape):
+    """Committed and staged rows in FP8, each layer with its own scales."""
+    length = torch.tensor(LENGTHS, device=kernel_device)
+    nodes = Nodes.chain(length[:, None] + torch.arange(3, device=kernel_device))
+    if shape == "tree":
+        nodes = tree(length, 3, 3)
+    pages, table = pages_in(torch.float32, kernel_device, in_fp8=True)
+    exact_pages, _ = pages_in(torch.float64, kernel_device, in_fp8=True)
+    made = backend("triton").plan(pages, GEOMETRY, Prefix(table, length), nodes)
+    exact = backend("reference").plan(exact_pages, GEOMETRY, Prefix(table, length), nodes)
+    plain = backend("reference").plan(pages_in(torch.float64, kernel_device)[0], GEOMETRY, Prefix(table, length), nodes)
+    for layer, g in enumerate(GEOMETRY):
+        q, k, v = (value.to(kernel_device) for value in drawn(g, 3, 3))
+        if isinstance(g.keeps, LatentKV):
+            k, v = g.keeps.read([k])
+        stored = k.to(FP8)
+        rows = (stored, g.rows.read([stored])[1]) if isinstance(g.keeps, LatentKV) else (stored, v.to(FP8))
+        expected = exact.attend(layer, q.double(), *rows)
+        torch.testing.assert_close(made.attend(layer, q, *rows).double(), expected, rtol=0, atol=TOLERANCE)
+        # By hand: the same rows times their scales, without scales.
+        scales = pages.scales[layer]
+        for plane, of_fp8, scale in zip(
+            plain.pages.layers[layer], exact_pages.layers[layer], (scales.k, scales.v), strict=False
+        ):
+            plane.copy_(of_fp8.double() * scale[:, None])
+        meant = (row.double() * scale[:, None] for row, scale in zip(rows, (scales.k, scales.v), strict=True))
+        by_hand = plain.attend(layer, q.double(), *meant)
+        torch.testing.assert_close(expected, by_hand, rtol=0, atol=1e-12)
 
 
 def test_splits_are_shared_by_the_passes_over_a_prefix(kernel_device):

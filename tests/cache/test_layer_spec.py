@@ -7,8 +7,9 @@ import torch
 
 from espalier.attention import grouped_backend
 from espalier.cache.kv import PagedKV, RecurrentStates, StagedKV, bytes_beside_pages, bytes_per_token
-from espalier.cache.layer_spec import KVHeads, LatentKV, LayerSpec, RecurrentState, groups_of
+from espalier.cache.layer_spec import KVHeads, LatentKV, LayerSpec, RecurrentState, groups_of, stored_as
 from espalier.errors import EspalierError
+from espalier.kernels.layers.quantised import FP8
 from espalier.startup.build import require_reentry
 from tests.harness import Setup
 from tests.test_config import FACTS, resolved
@@ -50,6 +51,28 @@ def test_pools_and_staging_follow_from_what_layers_keep():
     assert set(pages.layers) == {0, 2, 4}, "a recurrent layer has nothing in pages"
     held = sum(plane.nbytes for stack in pages.target for plane in stack.planes)
     assert held == bytes_per_token(SPECS, torch.float32) * 5 * 4
+
+
+def test_rows_in_fp8_take_a_byte_a_value_and_are_copied_as_bytes():
+    """Staged and committed alike; layers of another dtype are a group of their own; the other sizes do not change."""
+    specs = (*stored_as((HEADS, RECURRENT, LATENT), FP8), HEADS)
+    pages = PagedKV(LAYOUT, 5, specs, len(specs), torch.float64, CPU)
+    staged = StagedKV(specs, range(len(specs)), LAYOUT.target_rows, torch.float64, CPU)
+    assert [stack.layers for stack in pages.target] == [(0,), (2,), (3,)]
+    for made in (pages, staged):
+        assert [made.layers[layer][0].dtype for layer in (0, 2, 3)] == [FP8, FP8, torch.float64]
+    assert bytes_per_token(specs, torch.float64) == (28 + 24) + 8 * 28
+    assert pages.scales.keys() == {0, 2} and all(torch.equal(s.k, torch.ones(len(s.k))) for s in pages.scales.values())
+    plain = bytes_beside_pages(LAYOUT, (HEADS, RECURRENT, LATENT, HEADS), (), torch.float64)
+    assert plain - bytes_beside_pages(LAYOUT, specs, (), torch.float64) == 7 * (28 + 24) * LAYOUT.target_rows
+    # Every byte, NaN included.
+    codes = torch.arange(256, dtype=torch.uint8).repeat(2)
+    for plane in staged.layers[0]:
+        plane.view(torch.uint8)[:4].view(-1).copy_(codes[: plane[:4].numel()])
+    pages.commit(staged, torch.tensor([2, 0]), torch.tensor([7, 5]))
+    for source, plane in zip(staged.layers[0], pages.layers[0], strict=True):
+        source, plane = source.view(torch.uint8), plane.view(torch.uint8)
+        assert torch.equal(plane[[7, 5]], source[[2, 0]]) and not plane[[0, 1, 2, 3, 4, 6]].any()
 
 
 def test_recurrent_states_stand_by_slot_and_are_counted():

@@ -16,7 +16,7 @@ from espalier.engine.cuda import CudaExecutor
 from espalier.engine.engine import Engine
 from espalier.models import CausalLM, DraftModel, load_target, read_config
 from espalier.speculate.drafters import WITHOUT_FILES, load_draft, read_draft
-from espalier.startup.build import assemble
+from espalier.startup.build import assemble, kv_dtypes_of
 from tests.harness import MAX_POSITIONS, Setup, directories
 from tests.oracles.reference_round import Reference
 
@@ -116,6 +116,7 @@ class DeviceSetup(Setup):
             overlap=self.overlap,
             prefix_cache=self.prefix_cache,
             graph_batch=layout.max_batch if self.graph_batch is None else min(self.graph_batch, layout.max_batch),
+            kv=kv_dtypes_of(self.kv_dtype, self.draft_kv_dtype),
         )
 
     @property

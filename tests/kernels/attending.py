@@ -9,6 +9,8 @@ from espalier.kernels.attention.ancestor_bits import pack
 from espalier.kernels.attention.contiguous_blocks import contiguous_blocks_triton
 from espalier.kernels.attention.kv_splits import KVSplitPolicy, KVSplits, kv_splits_triton
 from espalier.kernels.attention.tree_attention import Committed, Staged, tree_attention_reference, tree_attention_triton
+from espalier.kernels.layers.quantised import FP8
+from espalier.kernels.state.kv_scales import KVScales
 
 # Compared with float64 on the same values.  float32 (IEEE): a few roundings of 2^-24 in sums of terms near one.
 # bfloat16 and float16: the weights and the output are rounded to 2^-9 and 2^-12.
@@ -19,7 +21,7 @@ LSE_TOLERANCE = 2e-5
 @dataclass(frozen=True)
 class Case:
     """lengths: committed rows of each request; rows: staged rows, None for a chain of the queries; in_order: how many
-    pages of each request, from its first, are contiguous in the pool."""
+    pages of each request, from its first, are contiguous in the pool; fp8: committed and staged rows are FP8."""
 
     lengths: tuple[int, ...]
     queries: int = 1
@@ -36,6 +38,7 @@ class Case:
     sink: bool = False
     seed: int = 0
     in_order: int = 0
+    fp8: bool = False
 
 
 @dataclass(frozen=True)
@@ -103,10 +106,15 @@ def draw(case: Case, device: torch.device) -> Inputs:
     q = torch.full((batch, case.queries, case.heads + 1, case.k_size), torch.nan, dtype=dtype)
     q[:, :, : case.heads] = normal(batch, case.queries, case.heads, case.k_size)
     staging, q = staging.to(device), q.to(device)
+    scales = None
+    if case.fp8:
+        k, v, staging = (rows.to(FP8) for rows in (k, v, staging))
+        of_k, of_v = (0.5 + torch.rand(case.kv_heads, generator=generator).to(device) for _ in range(2))
+        scales = KVScales(of_k, of_v, dtype)
     staged_k, staged_v = staging[:, :num_staged].split((case.k_size, case.v_size), 3)
     return Inputs(
         q[:, :, : case.heads],
-        Committed(k.to(device), v.to(device), table.to(device), length.to(device), case.page_size, case.first),
+        Committed(k.to(device), v.to(device), table.to(device), length.to(device), case.page_size, case.first, scales),
         Staged(
             staged_k, staged_v, row_positions.to(device), None if ancestor_bits is None else ancestor_bits.to(device)
         ),

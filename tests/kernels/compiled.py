@@ -18,7 +18,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from espalier.kernels.attention.contiguous_blocks import _contiguous_blocks_kernel
-from espalier.kernels.attention.hopper import HopperConfig, _hopper_attention_kernel, hopper_constants
+from espalier.kernels.attention.hopper import (
+    FP8_RAW_STAGES,
+    FP8_STAGES,
+    HopperConfig,
+    _hopper_attention_kernel,
+    hopper_constants,
+)
 from espalier.kernels.attention.hopper_latent import (
     HopperLatentConfig,
     _hopper_latent_kernel,
@@ -35,7 +41,9 @@ from espalier.kernels.runtime.launch import Chip, Kernel
 
 CHIP = Chip(227 * 1024, 132, (9, 0))
 BFLOAT16 = ("q_ptr", "k_ptr", "v_ptr", "staged_k_ptr", "staged_v_ptr", "out_ptr")
-FLOAT32 = ("lse_ptr", "partial_ptr", "partial_lse_ptr", "sink_ptr")
+FLOAT32 = ("lse_ptr", "partial_ptr", "partial_lse_ptr", "sink_ptr", "k_scale_ptr", "v_scale_ptr", "row_scale_ptr")
+ROWS = ("k_ptr", "v_ptr", "staged_k_ptr", "staged_v_ptr", "row_ptr", "staged_ptr")
+FP8_ROWS = dict.fromkeys(ROWS, "*fp8e4nv")
 INT32 = ("table_ptr", "split_ptr", "start_ptr")
 INT64 = ("length_ptr", "position_ptr", "row_position_ptr", "bits_ptr")
 STRIDES = ("q_b", "q_q", "q_h", "k_row", "k_h", "v_row", "v_h", *(f"staged_{x}_{d}" for x in "kv" for d in "brh"))
@@ -43,14 +51,23 @@ STRIDES += ("row_stride", "staged_b", "staged_r")
 
 
 def compiled(
-    queries: int, nodes: int, page_size: int, window: int, size: int = 128, group_size: int = 4, sink: bool = False
+    queries: int,
+    nodes: int,
+    page_size: int,
+    window: int,
+    size: int = 128,
+    group_size: int = 4,
+    sink: bool = False,
+    fp8: bool = False,
 ) -> dict:
     config = choose_config(CHIP, queries * group_size, queries, size, size, torch.bfloat16)
     longest_first = nodes == 1 and queries * group_size >= 8 * config.block_m
     constants = problem_constants(nodes, page_size, window, group_size, longest_first, sink)
     constants |= _constants(config, size, size, torch.bfloat16)
+    constants |= {} if fp8 else dict.fromkeys(("k_scale_ptr", "v_scale_ptr"))
     options = {"num_warps": constants.pop("num_warps")}
-    made = compile_for_hopper(_tree_attention_kernel, ASTSource, constants, options)
+    kinds = {name: kind for name, kind in FP8_ROWS.items() if fp8 and name in BFLOAT16}
+    made = compile_for_hopper(_tree_attention_kernel, ASTSource, constants, options, kinds)
     shared = made.metadata.shared
     return {"config": vars(config), "shared": shared, "in_flight": list(in_flight(made.asm["ttgir"].splitlines()))}
 
@@ -60,7 +77,7 @@ def compiled_latent(heads: int, queries: int, nodes: int, page_size: int) -> dic
     config = choose_latent_config(CHIP, heads * queries, queries, 2 * 576, torch.bfloat16)
     longest_first = nodes == 1 and queries * heads >= 8 * config.block_m
     constants = latent_constants(config, 576, 512, torch.bfloat16) | {"HEADS": heads, "PAGE_SIZE": page_size}
-    constants |= {"STAGED": nodes, "LONGEST_FIRST": longest_first, "DEPENDENT": True}
+    constants |= {"STAGED": nodes, "LONGEST_FIRST": longest_first, "DEPENDENT": True, "row_scale_ptr": None}
     options = {"num_warps": constants.pop("num_warps")}
     kinds = dict.fromkeys(("row_ptr", "staged_ptr"), "*bf16")
     made = compile_for_hopper(_latent_attention_kernel, ASTSource, constants, options, kinds)
@@ -81,15 +98,18 @@ def compiled_hopper(
     group_size: int = 4,
     sink: bool = False,
 ) -> dict:
+    fp8 = config.raw_stages > 0
     constants = problem_constants(nodes, page_size, window, group_size, nodes == 1, sink)
+    constants |= {} if fp8 else dict.fromkeys(("k_scale_ptr", "v_scale_ptr"))
     constants |= hopper_constants(config, size, True)
     kind = NONE if window or config.warpgroups == 1 else COUNTED if page_size % 64 else ALL
     constants |= {"CONTIGUOUS": kind}
     constants |= {} if kind else dict.fromkeys(("k_descriptor", "v_descriptor", "contiguous_ptr"))
     options = {name: constants.pop(name) for name in ("num_warps", "maxnreg")}
-    layout = gl.NVMMASharedLayout.get_default_for([64, size], gl.bfloat16)
-    rows = f"tensordesc<bf16[64, {size}],{layout!r}>"
+    layout = gl.NVMMASharedLayout.get_default_for([64, size], gl.float8e4nv if fp8 else gl.bfloat16)
+    rows = f"tensordesc<{'fp8e4nv' if fp8 else 'bf16'}[64, {size}],{layout!r}>"
     kinds = {"k_descriptor": rows, "v_descriptor": rows, "contiguous_ptr": "*i32"} if kind else {}
+    kinds |= {name: of_rows for name, of_rows in FP8_ROWS.items() if fp8 and name in BFLOAT16}
     made = compile_for_hopper(_hopper_attention_kernel, GluonASTSource, constants, options, kinds)
     return {
         "config": vars(config),
@@ -103,15 +123,16 @@ def compiled_hopper(
 
 
 def compiled_hopper_latent(config: HopperLatentConfig, heads: int, nodes: int, page_size: int) -> dict:
-    constants = hopper_latent_arguments(config, torch.zeros(64, 1, 576, dtype=torch.bfloat16), page_size)
-    kinds = dict.fromkeys(("row_ptr", "staged_ptr"), "*bf16")
+    dtype, kind = (torch.float8_e4m3fn, "fp8e4nv") if config.raw_stages else (torch.bfloat16, "bf16")
+    constants = hopper_latent_arguments(config, torch.zeros(64, 1, 576, dtype=dtype), page_size)
+    kinds = dict.fromkeys(("row_ptr", "staged_ptr"), f"*{kind}")
     if constants["CONTIGUOUS"]:
         for name in ("half_descriptor", "rope_descriptor"):
             descriptor = constants.pop(name)
             shape = ", ".join(map(str, descriptor.block_shape))
-            kinds[name] = f"tensordesc<bf16[{shape}],{descriptor.layout!r}>"
+            kinds[name] = f"tensordesc<{kind}[{shape}],{descriptor.layout!r}>"
     constants |= {"HEADS": heads, "PAGE_SIZE": page_size, "STAGED": nodes, "LONGEST_FIRST": nodes == 1}
-    constants |= {"DEPENDENT": True}
+    constants |= {"DEPENDENT": True} | ({} if config.raw_stages else {"row_scale_ptr": None})
     options = {name: constants.pop(name) for name in ("num_warps", "maxnreg")}
     made = compile_for_hopper(_hopper_latent_kernel, GluonASTSource, constants, options, kinds)
     lines = machine_code(made.asm["cubin"])
@@ -222,14 +243,19 @@ ONE, TWO = HopperConfig(1, 3, 2), HopperConfig(2, 6, 1)
 PLAIN = [(1, 1, 16, 0), (64, 2, 1, 0), (2048, 1, 256, 0), (8, 2, 16, 4096), (8, 2, 16, 128, 64, 8, True)]
 HOPPER = [(TWO, 1, 16), (HopperConfig(1, 6, 1), 0, 64, 0, 64), (TWO, 2, 16, 4096), (TWO, 2, 64)]
 HOPPER += [(ONE, 2, 16, 128, 64, 8, True)]
+# FP8 rows.
+PLAIN += [(64, 2, 16, 0, 128, 4, False, True)]
+ONE_FP8, TWO_FP8 = (HopperConfig(warpgroups, FP8_STAGES, 1, FP8_RAW_STAGES) for warpgroups in (1, 2))
+HOPPER += [(ONE_FP8, 2, 16), (TWO_FP8, 1, 64)]
 LATENT = [(16, 2, 2, 1), (128, 64, 2, 256), (128, 512, 1, 16)]
-# (stages, (heads, nodes, page size)).
-HOPPER_LATENT = [(4, (128, 2, 64)), (3, (16, 0, 64))]
+# ((stages, raw stages), (heads, nodes, page size)).
+HOPPER_LATENT = [((4,), (128, 2, 64)), ((3,), (16, 0, 64)), ((2, 4), (128, 2, 64))]
 # Other products of the same values, for the marker `full`.
 MORE_PLAIN = [(8, 2, 16, 0), (8, 2, 256, 0), (2048, 1, 16, 0), (8, 2, 16, 0, 64, 8, True)]
 MORE_HOPPER = [(ONE, 2, 48), (ONE, 2, 256), (TWO, 2, 1), (ONE, 2, 16, 0, 64, 8, True)]
+MORE_HOPPER += [(ONE_FP8, 2, 64, 128, 64, 8, True), (TWO_FP8, 2, 16)]
 MORE_LATENT = [(16, 1, 1, 64), (16, 16, 2, 16), (128, 1, 2, 64), (128, 512, 1, 64)]
-MORE_HOPPER_LATENT = [(4, (16, 1, 1))]
+MORE_HOPPER_LATENT = [((4,), (16, 1, 1)), ((2, 4), (16, 1, 1))]
 
 
 if __name__ == "__main__":
@@ -239,7 +265,7 @@ if __name__ == "__main__":
         "plain": [compiled(*case) for case in PLAIN],
         "hopper": [compiled_hopper(*case) for case in HOPPER],
         "latent": [compiled_latent(*case) for case in LATENT],
-        "hopper_latent": [compiled_hopper_latent(HopperLatentConfig(stages), *case) for stages, case in HOPPER_LATENT],
+        "hopper_latent": [compiled_hopper_latent(HopperLatentConfig(*stages), *case) for stages, case in HOPPER_LATENT],
         "errors_of_small_kernels": errors_of_small_kernels(),
     }
     print(json.dumps(report))

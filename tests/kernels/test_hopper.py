@@ -1,5 +1,6 @@
 """The Hopper attention kernel: its launch configurations, and the same bits as the Triton kernel."""
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -24,6 +25,20 @@ def test_choices_fit_the_chip():
         warps = 4 * config.warpgroups + load_warps
         assert start * warps * 32 * config.programs_per_processor <= REGISTERS and attend_registers <= 240
         assert attend_registers * 4 * config.warpgroups + load_registers * load_warps <= start * warps
+
+
+def test_choices_for_fp8_rows_fit_the_chip():
+    for packed_queries, num_work_items, size in product((17, 64, 65, 8192), (1, 132, 5000), (64, 128)):
+        config = choose_hopper_config(HOPPER, packed_queries, num_work_items, size, 64, fp8=True)
+        assert config is not None and config.raw_stages and config.stages >= MIN_STAGES
+        assert config.shared_bytes(size) <= HOPPER.shared_memory
+        start, attend_registers = config.registers
+        others = (config.load_warps, config.convert_warps)
+        warps = 4 * config.warpgroups + sum(count for count, _ in others)
+        assert start * warps * 32 <= REGISTERS and 184 <= attend_registers <= 240
+        of_others = sum(count * registers for count, registers in others)
+        assert attend_registers * 4 * config.warpgroups + of_others <= start * warps
+    assert choose_hopper_config(Chip(200 * 1024, 132, (9, 0)), 256, 5000, 128, 64, fp8=True) is None
 
 
 def test_no_configuration_for_an_unsupported_chip_or_shape():
@@ -120,6 +135,7 @@ SHAPES += [
     ]
 ]
 SHAPES += [Case((700,), 1, None, 16, 71, 1, 64, 64, dtype=torch.bfloat16, max_splits=4)]
+SHAPES += [replace(case, fp8=True) for case in SHAPES[::3]]
 
 
 @pytest.mark.gpu
@@ -133,9 +149,12 @@ def test_same_bits_as_the_triton_kernel(kernel_device, monkeypatch, case):
         pytest.skip("needs a Hopper GPU with enough shared memory")
     packed_queries = case.queries * case.heads // case.kv_heads
     plain = choose_config(on, packed_queries, case.rows or case.queries, case.k_size, case.v_size, case.dtype)
+    configs = HopperConfig(1, 3, 2), HopperConfig(1, 6, 1), HopperConfig(2, 5, 1)
+    if case.fp8:
+        configs = HopperConfig(1, 3, 1, 6), HopperConfig(1, 3, 1, 2), HopperConfig(2, 3, 1, 6)
     for staged in (True, False):
         out, lse = run(inputs, case.max_splits, staged, config=plain)
-        for config in (HopperConfig(1, 3, 2), HopperConfig(1, 6, 1), HopperConfig(2, 5, 1)):
+        for config in configs:
             # Counts change only a launch with two warpgroups on pages that do not hold whole blocks.
             for contiguous in (False, True) if config.warpgroups == 2 and case.page_size % 64 else (False,):
                 hopper_out, hopper_lse = run(inputs, case.max_splits, staged, contiguous, config=config)

@@ -12,6 +12,9 @@ from espalier.kernels.layers.latent import (
     rotate_and_store_latent_reference,
     rotate_and_store_latent_triton,
 )
+from espalier.kernels.layers.quantised import FP8
+from espalier.kernels.state.kv_scales import KVScales
+from tests.oracles.fp8_cache import nearest
 
 # rows, heads, values of a query before its rotated part, of the latent before its rotated part, rotated values
 SHAPES = [(5, 3, 6, 6, 4), (1, 20, 7, 12, 6), (4, 16, 0, 9, 2)]
@@ -95,3 +98,26 @@ def test_wrong_sizes_are_refused():
     ):
         with pytest.raises(EspalierError, match="a latent layer needs one latent of 10 values"):
             rotate_and_store_latent(*wrong, rows, plane)
+
+
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("shape", [*SHAPES, *(pytest.param(s, marks=pytest.mark.gpu) for s in LARGE)], ids=str)
+@pytest.mark.parametrize("make", [rotate_and_store_latent_triton, rotate_and_store_latent_reference])
+def test_an_fp8_row_is_nearest_to_its_values_over_the_scale(kernel_device, make, shape, normed):
+    count, heads, before, rank, rotary = shape
+    dtype = torch.bfloat16 if kernel_device.type == "cuda" else torch.float16
+    latent = normal(count, 1, rank + rotary, seed=2).to(kernel_device, dtype)
+    angle, norm = normal(count, rotary // 2, seed=3), 1 + 0.2 * normal(rank, seed=4)
+    cos, sin = (
+        torch.cat(pair, 1).to(kernel_device).float() for pair in ((angle.cos(),) * 2, (-angle.sin(), angle.sin()))
+    )
+    rope_and_norm = LatentRopeAndNorm(cos, sin, norm.to(kernel_device, dtype) if normed else None, 1e-6)
+    one_scale = torch.tensor([0.013], device=kernel_device)
+    planes = []
+    for of_fp8 in (False, True):
+        q = normal(count, heads, before + rotary, seed=1).to(kernel_device, dtype)
+        plane = torch.zeros(count, 1, rank + rotary, device=kernel_device).to(FP8 if of_fp8 else dtype)
+        scales = KVScales(one_scale, one_scale, dtype) if of_fp8 else None
+        make(q[..., before:], q, latent, rope_and_norm, torch.arange(count, device=kernel_device), plane, scales)
+        planes.append(plane.float())
+    assert torch.equal(planes[1], nearest((planes[0] / one_scale).cpu()).to(kernel_device))

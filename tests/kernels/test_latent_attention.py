@@ -25,10 +25,11 @@ def latent_case(lengths, queries=1, rows=None, page_size=16, heads=4, size=80, v
 def drawn(case: Case, device: torch.device) -> Inputs:
     """Inputs in which V is the first part of K's rows."""
     inputs = draw(case, device)
-    staged = inputs.staged
+    staged, scales = inputs.staged, inputs.committed.scales
+    scales = None if scales is None else replace(scales, v=scales.k)
     return replace(
         inputs,
-        committed=replace(inputs.committed, v=inputs.committed.k[..., : case.v_size]),
+        committed=replace(inputs.committed, v=inputs.committed.k[..., : case.v_size], scales=scales),
         staged=Staged(staged.k, staged.k[..., : case.v_size], staged.row_positions, staged.ancestor_bits),
     )
 
@@ -62,6 +63,8 @@ SMALL = [
     latent_case((200, 40, 6), queries=3, rows=4, page_size=48, size=50, v_size=37),
     latent_case((1, 0), queries=2, rows=2, max_splits=1),
     latent_case((260,), heads=16, size=144, v_size=128, max_splits=1),
+    latent_case((0, 17, 1, 300), queries=2, rows=6, page_size=3, first=3, heads=6, fp8=True),
+    latent_case((130, 20), queries=5, heads=16, dtype=torch.float16, fp8=True),
 ]
 
 
@@ -70,7 +73,7 @@ def test_small_shapes(kernel_device, case):
     check(case, kernel_device)
 
 
-@pytest.mark.parametrize("case", SMALL[:6], ids=str)
+@pytest.mark.parametrize("case", [*SMALL[:6], SMALL[-2]], ids=str)
 def test_committed_rows_alone(kernel_device, case):
     check(case, kernel_device, staged=False)
 
@@ -143,6 +146,8 @@ def test_the_hopper_kernel_is_chosen_where_it_fits():
     assert config is not None and config.shared_bytes <= 227 * 1024
     assert choose_hopper_latent_config(Chip(227 * 1024, 132, (10, 0))) is None
     assert choose_hopper_latent_config(Chip(163 * 1024, 132, (9, 0))) is None
+    of_fp8 = choose_hopper_latent_config(Chip(227 * 1024, 132, (9, 0)), fp8=True)
+    assert of_fp8 is not None and of_fp8.raw_stages and of_fp8.shared_bytes <= 227 * 1024
 
 
 def test_the_hopper_kernel_refuses_other_shapes(kernel_device):
@@ -179,6 +184,7 @@ HOPPER = [
         ((300, None), 32, 7, torch.float16, {"first": 40, "max_splits": 2}),
     ]
 ]
+HOPPER += [replace(case, fp8=True) for case in HOPPER]
 
 
 @pytest.mark.gpu
@@ -190,11 +196,12 @@ def test_the_hopper_kernel_with_any_number_of_stages(kernel_device, monkeypatch,
     if choose_hopper_latent_config(chip(inputs.q)) is None:
         pytest.skip("needs a Hopper GPU with enough shared memory")
     poison_empty(monkeypatch)
-    check(case, kernel_device, staged, config=HopperLatentConfig(4))
-    out, lse = run(inputs, case.max_splits, staged, config=HopperLatentConfig(4))
-    for stages in (2, 3):
-        again, again_lse = run(inputs, case.max_splits, staged, config=HopperLatentConfig(stages))
-        assert torch.equal(again, out) and torch.equal(again_lse, lse), stages
+    first, *others = map(HopperLatentConfig, *(((2, 2, 2), (4, 2, 3)) if case.fp8 else ((4, 2, 3),)))
+    check(case, kernel_device, staged, config=first)
+    out, lse = run(inputs, case.max_splits, staged, config=first)
+    for config in others:
+        again, again_lse = run(inputs, case.max_splits, staged, config=config)
+        assert torch.equal(again, out) and torch.equal(again_lse, lse), config
 
 
 @pytest.mark.gpu

@@ -6,8 +6,11 @@ import pytest
 import torch
 
 from espalier.errors import EspalierError
+from espalier.kernels.layers.quantised import FP8
 from espalier.kernels.layers.rope import RopeAndNorm, rotate_and_store_reference, rotate_and_store_triton
 from espalier.kernels.runtime import launch
+from espalier.kernels.state.kv_scales import KVScales
+from tests.oracles.fp8_cache import nearest
 from tests.pairwise import pairwise_params, product_params
 
 # rows, heads, kv_heads, size
@@ -103,6 +106,49 @@ def test_partial_sums_are_added_in_order_and_rounded_first(shape, normed, parts,
     assert torch.equal(qkv, qkv_before) and torch.equal(*buffers)
     for value, expected_value in zip(out, expected, strict=True):
         assert value.dtype == dtype and torch.equal(value, expected_value)
+
+
+@pytest.mark.parametrize(
+    ("shape", "parts", "normed", "share"),
+    [*pairwise_params(SMALL, [None, 3], *WAYS), *product_params(LARGE, [None, 3], *WAYS, marks=pytest.mark.gpu)],
+)
+@each_way
+def test_fp8_rows_are_nearest_to_values_over_scales(shape, parts, normed, share, make, kernel_device):
+    """Of values in the model's dtype, which are returned as they are; with a scale for each head."""
+    rows, heads, kv_heads, size = shape
+    dtype = torch.bfloat16 if kernel_device.type == "cuda" else torch.float16
+    rotary = size if share == 1 else -(-size // 4) * 2
+    qkv = random_normal(parts or 1, rows, heads + 2 * kv_heads, size, seed=4).to(torch.float32 if parts else dtype)
+    rope_and_norm = random_rope_and_norm(rows, size, normed, dtype, kernel_device, rotary)
+    k_scale, v_scale = (0.01 + 0.03 * torch.rand(kv_heads, generator=torch.Generator().manual_seed(s)) for s in (6, 7))
+    scales = KVScales(k_scale.to(kernel_device), v_scale.to(kernel_device), dtype)
+    stored_rows = torch.arange(rows, device=kernel_device).flip(0)
+    results = []
+    for of_fp8 in (False, True):
+        buffers = torch.full((2, rows + 1, kv_heads, size), torch.nan, device=kernel_device).to(
+            FP8 if of_fp8 else dtype
+        )
+        copy = qkv.to(kernel_device, copy=True)
+        out = make(copy if parts else copy[0], rope_and_norm, stored_rows, *buffers, *((scales,) if of_fp8 else ()))
+        results.append((*out, *(buffer.float() for buffer in buffers)))
+    for plain, value in zip(results[0][:3], results[1][:3], strict=True):
+        assert value.dtype == dtype and torch.equal(plain, value)
+    for plain, stored, scale in zip(results[0][3:], results[1][3:], (scales.k, scales.v), strict=True):
+        quotient = plain[:rows] / scale[:, None]
+        assert torch.equal(stored[:rows], nearest(quotient.cpu()).to(kernel_device)) and stored[rows].isnan().all()
+
+
+@each_way
+def test_what_fp8_cannot_hold(make, kernel_device):
+    """Values past the largest are the largest; what is not finite is NaN."""
+    values = torch.tensor([449.0, -1e9, torch.inf, -torch.inf, torch.nan, 2.0**-11, 2.0**-10, 3 * 2.0**-11])
+    qkv = values.expand(1, 3, 8).contiguous().to(kernel_device)
+    k, v = (torch.zeros(1, 1, 8, device=kernel_device).to(FP8) for _ in range(2))
+    zeros = torch.zeros(1, 2, device=kernel_device)
+    scales = KVScales.ones(1, torch.float32, kernel_device)
+    make(qkv, RopeAndNorm(zeros, zeros), torch.tensor([0], device=kernel_device), k, v, scales)
+    expected = torch.tensor([448.0, -448.0, torch.nan, torch.nan, torch.nan, 0.0, 0.0, 2.0**-9])
+    torch.testing.assert_close(v[0, 0].float().cpu(), expected, rtol=0, atol=0, equal_nan=True)
 
 
 @shapes

@@ -28,6 +28,9 @@ SMALL = [
     Case((700, 40, 0, 6), queries=3, rows=6, heads=6, page_size=16, window=5, sink=True),
     Case((700, 40), queries=20, heads=6, page_size=3, window=300, first=1, sink=True, dtype=torch.float16),
     Case((260,), queries=1, k_size=16, v_size=32, max_splits=1),
+    Case((0, 17, 1, 300), queries=2, rows=6, page_size=3, first=1, heads=6, kv_heads=2, fp8=True),
+    Case((130, 256), queries=5, page_size=16, dtype=torch.float16, fp8=True),
+    Case((700, 40, 0, 6), queries=3, rows=6, heads=6, k_size=5, v_size=7, window=300, sink=True, fp8=True),
 ]
 
 
@@ -36,7 +39,7 @@ def test_small_shapes(kernel_device, case):
     check(case, kernel_device)
 
 
-@pytest.mark.parametrize("case", [*SMALL[:8], replace(SMALL[3], sink=True)], ids=str)
+@pytest.mark.parametrize("case", [*SMALL[:8], replace(SMALL[3], sink=True), SMALL[-1]], ids=str)
 def test_committed_rows_alone(kernel_device, case):
     """Without staged rows; an empty request gives zeros and lse -inf."""
     check(case, kernel_device, staged=False)
@@ -55,7 +58,7 @@ def test_tiles_can_divide_the_heads_of_a_query(kernel_device):
     check(Case((40, 3), queries=3, rows=5, heads=24, kv_heads=1), kernel_device)
 
 
-@pytest.mark.parametrize("case", [SMALL[3], SMALL[4], SMALL[6]], ids=str)
+@pytest.mark.parametrize("case", [SMALL[3], SMALL[4], SMALL[6], SMALL[-3]], ids=str)
 def test_bits_do_not_depend_on_the_batch(kernel_device, case):
     """A request's bits are the same alone, in any batch, at any index, and on a second run."""
     inputs = draw(case, kernel_device)
@@ -119,6 +122,7 @@ GRID += [
         [torch.float16],
     )
 ]
+GRID += [replace(case, fp8=True) for case in GRID[::5] if case.dtype != torch.float32]
 
 
 @pytest.mark.gpu

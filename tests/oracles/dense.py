@@ -1,5 +1,6 @@
 """Attention over one whole sequence at once, in the plainest words: the oracle for whatever keeps K/V in pieces."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -8,12 +9,13 @@ from torch import Tensor
 from espalier.attention.staged import HeadProjections, LatentProjections, Projections
 from espalier.cache.layer_spec import KVHeads, LatentKV, LayerSpec
 from espalier.kernels.layers.rope import RopeAndNorm
+from tests.oracles.fp8_cache import LayerScales
 
 
 @dataclass(frozen=True)
 class Attended:
-    """What a layer's projections come to.  q [B, Q, heads, k_size], k, v [B, Q, kv_heads, size]; kept: what its planes
-    should hold, in their order."""
+    """What a layer's projections come to.  q [B, Q, heads, k_size], k, v [B, n, kv_heads, size]; kept: what its planes
+    should hold of the new rows, in their order."""
 
     q: Tensor
     k: Tensor
@@ -21,14 +23,29 @@ class Attended:
     kept: tuple[Tensor, ...]
 
 
-def attended(projections: Projections, g: LayerSpec) -> Attended:
+def attended(
+    projections: Projections, g: LayerSpec, scales: LayerScales | None = None, past: Sequence[Tensor] | None = None
+) -> Attended:
+    """k and v are those of the new rows behind `past`, what the planes hold of [n, kv_heads, size] earlier rows.
+
+    scales: of planes in FP8.
+    """
     if isinstance(projections, LatentProjections):
         assert isinstance(g.keeps, LatentKV)
         q, latent = latent_of(projections)
-        return Attended(q, *keys_and_values(projections, latent), (latent,))
-    assert isinstance(projections, HeadProjections)
-    q, k, v = heads_of(projections.qkv, projections.rope_and_norm, g)
-    return Attended(q, k, v, (k, v))
+        kept: tuple[Tensor, ...] = (latent,)
+    else:
+        assert isinstance(projections, HeadProjections)
+        q, *heads = heads_of(projections.qkv, projections.rope_and_norm, g)
+        kept = tuple(heads)
+    held = kept = kept if scales is None else scales.stored(kept)
+    if past is not None:
+        held = tuple(
+            torch.cat((before.expand(len(new), *before.shape), new), 1) for before, new in zip(past, kept, strict=True)
+        )
+    meant = held if scales is None else scales.meant(held)
+    k, v = keys_and_values(projections, meant[0]) if isinstance(projections, LatentProjections) else meant
+    return Attended(q, k, v, kept)
 
 
 def keys_and_values(projections: LatentProjections, latent: Tensor) -> tuple[Tensor, Tensor]:
@@ -89,20 +106,25 @@ class DenseAttend:
 
     layer_specs: one entry a layer.  mask: bool [B, Q, Q], true where row may see column, instead of the causal one (the
     window then applies to the distance between columns all the same, unless apply_window is off). `kept` holds what
-    each layer's planes should: [B, Q, heads, size].
+    each layer's planes should: [B, Q, heads, size].  scales: of each layer, in FP8.
     """
 
     def __init__(
-        self, layer_specs: tuple[LayerSpec, ...], mask: Tensor | None = None, apply_window: bool = True
+        self,
+        layer_specs: tuple[LayerSpec, ...],
+        mask: Tensor | None = None,
+        apply_window: bool = True,
+        scales: Sequence[LayerScales] | None = None,
     ) -> None:
         self.layer_specs = layer_specs
         self.mask = mask
         self.apply_window = apply_window
+        self.scales = scales
         self.kept: dict[int, tuple[Tensor, ...]] = {}
 
     def __call__(self, layer: int, projections: Projections) -> Tensor:
         layout = self.layer_specs[layer]
-        own = attended(projections, layout)
+        own = attended(projections, layout, None if self.scales is None else self.scales[layer])
         q, k, v, self.kept[layer] = own.q, own.k, own.v, own.kept
         group = layout.heads // k.shape[2]
         k, v = k.repeat_interleave(group, dim=2), v.repeat_interleave(group, dim=2)

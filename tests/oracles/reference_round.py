@@ -10,12 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from espalier.attention.staged import LatentProjections, Projections
+from espalier.attention.staged import Projections
 from espalier.cache.layer_spec import LayerSpec
 from espalier.models.base import CausalLM
 from espalier.models.draft import DraftModel, DraftModule
 from espalier.request import Request
-from tests.oracles.dense import DenseAttend, attended, keys_and_values, softmax_of
+from tests.oracles.dense import DenseAttend, attended, softmax_of
+from tests.oracles.fp8_cache import LayerScales
 from tests.oracles.plain_sampling import draft_scores, plain_pick
 
 MAX_NGRAM = 4
@@ -65,10 +66,21 @@ class Reference:
     """Target and draft (None: n-gram or nothing), asked from scratch.  Passes over one token list are kept, as they are
     pure."""
 
-    def __init__(self, target: CausalLM, draft: DraftModel | None = None, modules: Sequence[DraftModule] | None = None):
-        """modules: of the draft, written apart from it (tests/oracles/plain_mtp.py); by default its own."""
+    def __init__(
+        self,
+        target: CausalLM,
+        draft: DraftModel | None = None,
+        modules: Sequence[DraftModule] | None = None,
+        scales: Sequence[LayerScales] | None = None,
+        draft_scales: Sequence[LayerScales] | None = None,
+    ):
+        """modules: of the draft, written apart from it (tests/oracles/plain_mtp.py); by default its own.
+
+        scales, draft_scales: of layers whose rows are in FP8.
+        """
         self.target = target
         self.draft = draft
+        self.scales, self.draft_scales = scales, draft_scales
         self.modules = modules or ([] if draft is None else draft.modules)
         self._scratch: list[Scratch] = []
         self._plain: dict[object, Plain] = {}
@@ -87,7 +99,7 @@ class Reference:
     @torch.inference_mode()
     def _pass(self, tokens: tuple[int, ...]) -> Scratch:
         row = torch.tensor([tokens])
-        attend = DenseAttend(self.target.layer_specs)
+        attend = DenseAttend(self.target.layer_specs, scales=self.scales)
         out = self.target(row, torch.arange(len(tokens))[None], attend)
         layers = [tuple(plane[0] for plane in attend.kept[i]) for i in range(len(self.target.layer_specs))]
         logits = self.target.logits(out.hidden)[0]
@@ -112,7 +124,7 @@ class Reference:
     def _module_pass(self, scratch: Scratch, module: int) -> None:
         """One plain pass of a module over all tokens that it has a row of, added to `scratch`."""
         specs, tokens = self.specs_of(module), range(module, len(scratch.tokens))
-        behind, kept = DenseAttend(specs), [(torch.empty(0),)] * len(specs)
+        behind, kept = DenseAttend(specs, scales=self.scales_of(module)), [(torch.empty(0),)] * len(specs)
         handed_on = scratch.features[:0]
         if tokens:
             fed = torch.stack([self.fed(scratch, module, token) for token in tokens])
@@ -134,6 +146,10 @@ class Reference:
         count = len(self.draft.layer_specs) // len(self.modules)
         return self.draft.layer_specs[(module - 1) * count : module * count]
 
+    def scales_of(self, module: int) -> Sequence[LayerScales] | None:
+        count = len(self.specs_of(module))
+        return None if self.draft_scales is None else self.draft_scales[(module - 1) * count : module * count]
+
     def prepare(self, request: Request, max_context: int) -> None:
         """Make the pass over all that plain decoding says, which serves every prefix of it."""
         self.scratch([*request.prompt, *self.plain(request).output(max_context)])
@@ -146,7 +162,7 @@ class Reference:
     @torch.inference_mode()
     def next_token(self, request: Request, tokens: Sequence[int]) -> int:
         """The token after `tokens` (prompt and output), by re-forwarding all of them."""
-        attend = DenseAttend(self.target.layer_specs)
+        attend = DenseAttend(self.target.layer_specs, scales=self.scales)
         out = self.target(torch.tensor([list(tokens)]), torch.arange(len(tokens))[None], attend)
         return plain_pick(self.target.logits(out.hidden)[0, -1], request, tokens)
 
@@ -234,9 +250,10 @@ class Path:
         fed = torch.stack([torch.stack([self._fed(module, path, depth) for depth in depths]) for path in paths])
         planes = self.scratch.draft[module - 1]
         behind = max(0, n + 1 - module)
-        attend = DenseAttend(reference.specs_of(module))
+        of_module = reference.specs_of(module), reference.scales_of(module)
+        attend = DenseAttend(of_module[0], scales=of_module[1])
         if behind:
-            attend = BehindPrefix(reference.specs_of(module), [[p[:behind] for p in layer] for layer in planes])
+            attend = BehindPrefix(*of_module, [[p[:behind] for p in layer] for layer in planes])
         tokens = torch.tensor([path[depths.start - 1 :] for path in paths])
         positions = torch.tensor([[n + depth - module for depth in depths]]).expand(len(paths), -1)
         return reference.modules[module - 1](tokens, fed, positions, attend).hidden
@@ -287,15 +304,17 @@ class Plain:
 class BehindPrefix:
     """An `attend` for paths [P, Q] behind planes [n, heads, size] of their prefix: dense and causal, by one mask."""
 
-    def __init__(self, layer_specs: tuple[LayerSpec, ...], past: list[list[Tensor]]):
+    def __init__(
+        self, layer_specs: tuple[LayerSpec, ...], scales: Sequence[LayerScales] | None, past: list[list[Tensor]]
+    ):
         self.layer_specs = layer_specs
+        self.scales = scales
         self.past = past
 
     def __call__(self, layer: int, projections: Projections) -> Tensor:
-        own = attended(projections, self.layer_specs[layer])
-        q, planes = own.q, zip(self.past[layer], own.kept, strict=True)
-        held = [torch.cat((past.expand(len(new), *past.shape), new), 1) for past, new in planes]
-        k, v = keys_and_values(projections, held[0]) if isinstance(projections, LatentProjections) else held
+        scales = None if self.scales is None else self.scales[layer]
+        own = attended(projections, self.layer_specs[layer], scales, self.past[layer])
+        q, k, v = own.q, own.k, own.v
         behind, new = k.shape[1] - q.shape[1], q.shape[1]
         g = self.layer_specs[layer]
         k, v = (value.repeat_interleave(g.heads // value.shape[2], 2) for value in (k, v))

@@ -5,10 +5,12 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
+from espalier.config import FP8_KV
 from espalier.errors import EspalierError
 from espalier.layout import max_draft_tokens
 from espalier.request import Request, SamplingParams
-from tests.harness import Setup, prompts, request
+from tests.harness import Setup, directories, prompts, request
+from tests.oracles.fp8_cache import ones, scales_in
 from tests.oracles.reference_round import Reference
 from tests.pairwise import pairwise, rows_of
 
@@ -37,6 +39,13 @@ AROUND: dict[str, Sequence[Any]] = {
     "keeps": ("kv", "latent", *OWN_LATENT),
     "experts": (False, True),
     "sinks": (False, True),
+    "kv": ("float64", "fp8", "fp8_target"),
+}
+# Dtypes of K and V, of the target and of the draft.  "fp8" has the checkpoint's scales, "fp8_target" has none.
+CACHES: dict[str, dict[str, Any]] = {
+    "float64": {},
+    "fp8": {"kv_dtype": FP8_KV, "draft_kv_dtype": FP8_KV, "kv_scales": True},
+    "fp8_target": {"kv_dtype": FP8_KV},
 }
 # What an n-gram tree is crossed with.  The rest is of the target's pass, which does not know who proposed its tree.
 AROUND_NGRAM = {name: AROUND[name] for name in ("attention", "overlap")}
@@ -73,7 +82,7 @@ class Cell:
     """One cell of the product.  nodes: "2", "middle" or "bound", the bound being MOST_NODES at most.
 
     keeps: "kv" or "latent", as in tests/harness.py:models, or the family of a target whose own layers keep a latent.
-    sinks: of GPT-OSS, which has experts, and a window in every second layer.
+    sinks: of GPT-OSS, which has experts, and a window in every second layer.  kv: a key of CACHES.
     """
 
     page_size: int
@@ -89,10 +98,12 @@ class Cell:
     keeps: str = "kv"
     experts: bool = False
     sinks: bool = False
+    kv: str = "float64"
 
     def __str__(self) -> str:
         around = [self.algorithm, self.attention, *("overlap",) * self.overlap]
         around += [f"{name}{value}" for name in ("window", "draft_vocab") if (value := getattr(self, name))]
+        around += [self.kv] * (self.kv != "float64")
         around += [self.keeps] * (self.keeps != "kv") + ["experts"] * self.experts + ["sinks"] * self.sinks
         tree = f"topk{self.topk}-steps{self.steps}-nodes_{self.nodes}"
         return "-".join([f"page{self.page_size}", tree, f"batch{self.batch}", *around])
@@ -140,6 +151,7 @@ class Cell:
             window=self.window,
             draft_vocab=self.draft_vocab if self.algorithm == "eagle3" else None,
             keeps="kv" if self.is_own_latent else self.keeps,
+            **CACHES[self.kv],
         )
 
     @property
@@ -209,15 +221,44 @@ def is_refused(cell: Cell) -> bool:
 
 @lru_cache
 def reference(
-    family: str, seed: int, window: int | None, draft_vocab: int | None, speculative: bool, keeps: str
+    family: str,
+    seed: int,
+    window: int | None,
+    draft_vocab: int | None,
+    speculative: bool,
+    keeps: str,
+    kv_dtype: str,
+    draft_kv_dtype: str,
+    kv_scales: bool,
 ) -> Reference:
     """The oracle over the models of a setup, kept for the process: what it has decoded plainly is the same in every
     layout."""
     algorithm = "eagle3" if speculative else "none"
-    setup = Setup(family=family, seed=seed, window=window, draft_vocab=draft_vocab, algorithm=algorithm, keeps=keeps)
-    return Reference(*setup.models())
+    setup = Setup(
+        family=family,
+        seed=seed,
+        window=window,
+        draft_vocab=draft_vocab,
+        algorithm=algorithm,
+        keeps=keeps,
+        kv_scales=kv_scales,
+    )
+    target, draft = setup.models()
+    stored = directories(family, seed, window, draft_vocab, kv_scales)[0]
+    scales = draft_scales = None
+    if kv_dtype == FP8_KV:
+        scales = [
+            scales_in(stored, layer, rows.kv_heads, len(rows.planes))
+            if kv_scales
+            else ones(rows.kv_heads, len(rows.planes))
+            for layer, rows in enumerate(spec.rows for spec in target.layer_specs)
+        ]
+    if draft_kv_dtype == FP8_KV and draft is not None:
+        draft_scales = [ones(spec.rows.kv_heads, len(spec.rows.planes)) for spec in draft.layer_specs]
+    return Reference(target, draft, scales=scales, draft_scales=draft_scales)
 
 
 def reference_of(setup: Setup) -> Reference:
     is_drafted = setup.algorithm == "eagle3"
-    return reference(setup.family, setup.seed, setup.window, setup.draft_vocab, is_drafted, setup.keeps)
+    of_cache = setup.kv_dtype, setup.draft_kv_dtype, setup.kv_scales
+    return reference(setup.family, setup.seed, setup.window, setup.draft_vocab, is_drafted, setup.keeps, *of_cache)

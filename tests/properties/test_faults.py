@@ -9,6 +9,7 @@ from espalier import LLM
 from espalier.cache.pages import PageDefect
 from espalier.cli.main import parse
 from espalier.cli.serve import sendable
+from espalier.config import FP8_KV
 from espalier.errors import EspalierError
 from espalier.guard.faults import FAULTS, Fault, find, plant
 from espalier.request import Request, SamplingParams
@@ -30,6 +31,8 @@ LATENT = replace(SETUP, family="deepseek_v3")
 # Three MTP layers.
 CHAIN = MTPSetup(**{**vars(SETUP), "algorithm": "mtp"}, form=(3, "chain"))
 READS_TARGET = replace(CHAIN, form=(3, "target"))
+# K and V in FP8, with the checkpoint's scales.
+IN_FP8 = replace(SETUP, kv_dtype=FP8_KV, draft_kv_dtype=FP8_KV, kv_scales=True)
 # Block drafts, without and with edges.
 BLOCK = BlockSetup(**{**vars(SETUP), "algorithm": "block"})
 EDGES = replace(BLOCK, form="dspark")
@@ -94,8 +97,10 @@ CATCHES = {
     "features-of-wrong-layer": held.INCREMENTAL,
     "anchor-late": held.PROPOSAL,
     "edge-of-wrong-parent": held.PROPOSAL,
+    "neighbours-scale": held.INCREMENTAL,
+    "v-scaled-twice": held.TOKENS,
 }
-# What only some setups show: a latent target with experts, MTP layers, or a block draft.
+# What only some setups show: a latent target with experts, MTP layers, a block draft, or rows in FP8.
 SHOWN_BY = {
     "rope-left-out": LATENT,
     "padding-routed": LATENT,
@@ -105,6 +110,7 @@ SHOWN_BY = {
     "hidden-before-norm": CHAIN,
     **dict.fromkeys(("mask-row-kept", "features-of-wrong-layer", "anchor-late"), BLOCK),
     "edge-of-wrong-parent": EDGES,
+    **dict.fromkeys(("neighbours-scale", "v-scaled-twice"), IN_FP8),
 }
 # What a latent target shows too.
 ALSO_OF_LATENT = ("rows-without-topk", "packed-stride", "sibling-committed", "wrong-ancestor")
@@ -117,6 +123,7 @@ ALSO_OF_OTHER_DRAFTS = (
 
 SETUPS = {
     "llama": SETUP,
+    "fp8": IN_FP8,
     "latent": LATENT,
     "chain": CHAIN,
     "target": READS_TARGET,
@@ -163,6 +170,9 @@ HARMLESS: dict[str, dict] = {
     "padding-routed": {"family": "llama"},
     # Without edges.
     "edge-of-wrong-parent": {"form": "jetspec"},
+    # Without FP8, and where the checkpoint has no scales, so that all are 1.
+    "neighbours-scale": {},
+    "v-scaled-twice": {"kv_dtype": FP8_KV, "draft_kv_dtype": FP8_KV},
     # Without MTP layers.
     **{name: {} for name in ("stale-feed", "chain-reads-target", "target-reads-chain", "hidden-before-norm")},
 }

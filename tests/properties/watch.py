@@ -172,10 +172,10 @@ class Watch:
             for plane, buffer in enumerate(layers[layer]):
                 what = f"plane {plane} of layer {layer}"
                 if end > first:
-                    error = row_error(buffer[rows], expected[plane][: end - first])
+                    error = row_error(buffer[rows].double(), expected[plane][: end - first])
                     assert error < self.exact, f"{what}, rows {first} to {end - 1}: off by {error:.2g} of a row"
                 assert buffer[others[first]].isnan().all(), f"{what} holds rows that nobody decided"
-                assert not buffer[: self.engine.layout.page_size].any(), f"{what}: the dummy page"
+                assert not buffer[: self.engine.layout.page_size].double().any(), f"{what}: the dummy page"
 
     def check_ready(self, slot: int, decided: Decided) -> None:
         """(b) The slot carries the root, and the draft's hidden there."""

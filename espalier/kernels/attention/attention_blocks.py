@@ -19,11 +19,12 @@ if TYPE_CHECKING:
 def _attend_block(q, k, v, seen, scale, max_score, sum_weights, acc, MASKED: tl.constexpr, PRECISION: tl.constexpr):
     """Add keys k [N, d] and values v [N, d] to an online softmax in base 2 (Milakov and Gimelshein 2018).
 
+    FP8 rows become q's dtype, which is exact.  Their scales are factors of `scale` and of the result.
     Every fused multiply-add is explicit.  If the compiler chose them, a change of another loop could change a rounding,
     and the bits would differ from those of kernels/attention/hopper_attend.py.
     """
-    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-    return _attend_scores(scores, v, seen, scale, max_score, sum_weights, acc, MASKED, PRECISION)
+    scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION)
+    return _attend_scores(scores, v.to(q.dtype), seen, scale, max_score, sum_weights, acc, MASKED, PRECISION)
 
 
 @kernel
@@ -184,6 +185,14 @@ def _over_committed(
         PAGE_SIZE, WINDOW, K_SIZE, V_SIZE, PRECISION, BLOCK_N, BLOCK_K, BLOCK_V, STAGES,
     )
 # fmt: on
+
+
+@kernel
+def _times_scale(values, scale_ptr, head):
+    """values times the FP8 scale of a KV head; scale_ptr: None for rows that are not FP8."""
+    if scale_ptr is not None:
+        values = values * tl.load(scale_ptr + head)
+    return values
 
 
 @kernel

@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from espalier.kernels.attention.hopper_attend import attend_work_items
+from espalier.kernels.attention.hopper_convert import convert_work_items, raw_stages_of
 from espalier.kernels.attention.hopper_load import load_work_items
 from espalier.kernels.attention.work_items import ALL, COUNTED, NONE, wait_and_count_splits
+from espalier.kernels.layers.quantised import FP8
 from espalier.kernels.runtime.launch import Chip, gluon_kernel
 
 if TYPE_CHECKING:
@@ -31,6 +33,8 @@ BLOCK_N = 64
 # An attending warpgroup holds one stage and waits for the next two.
 MIN_STAGES = 3
 MAX_STAGES = 6
+# Of FP8 rows: converted, and as they are stored.  The latter hide the latency of memory.
+FP8_STAGES, FP8_RAW_STAGES = 3, 6
 # Shared memory, in bytes, for barriers and for the arguments that Triton passes to the warps.
 RESERVED = 1024
 # Registers of a multiprocessor.
@@ -44,16 +48,19 @@ class HopperConfig:
     """Launch configuration.
 
     warpgroups: attending warpgroups, each with 64 packed queries; stages: blocks of K and V in shared memory;
-    programs_per_processor: programs of the persistent grid per multiprocessor.
+    programs_per_processor: programs of the persistent grid per multiprocessor; raw_stages: blocks of FP8 rows in shared
+    memory, 0 for two-byte rows.
     """
 
     warpgroups: int
     stages: int
     programs_per_processor: int
+    raw_stages: int = 0
 
     def shared_bytes(self, size: int) -> int:
-        """Shared memory of a program, in bytes, for two-byte values and heads of `size`."""
-        return 2 * size * (self.block_m + 2 * self.stages * BLOCK_N) + RESERVED
+        """Shared memory of a program, in bytes, for heads of `size`."""
+        two_byte_rows = self.block_m + 2 * self.stages * BLOCK_N
+        return size * (2 * two_byte_rows + 2 * self.raw_stages * BLOCK_N) + RESERVED
 
     @property
     def block_m(self) -> int:
@@ -63,28 +70,38 @@ class HopperConfig:
     @property
     def load_warps(self) -> tuple[int, int]:
         """(number of loading warps, registers per thread of theirs)."""
+        if self.raw_stages:
+            return 4, 56
         return (8, 40) if self.programs_per_processor == 1 else (4, 72)
 
     @property
+    def convert_warps(self) -> tuple[int, int]:
+        """(number of warps that convert FP8 rows, registers per thread of theirs)."""
+        if not self.raw_stages:
+            return 0, 0
+        return (8, 64) if self.warpgroups == 1 else (4, 80)
+
+    @property
     def registers(self) -> tuple[int, int]:
-        """Registers per thread: (at launch, in attending warps after the loading warps have released theirs).
+        """Registers per thread: (at launch, in attending warps after the other warps have released theirs).
 
         Launched programs use all registers of the multiprocessor, up to the limit per thread.
         """
-        load_warps, load_registers = self.load_warps
-        attend_warps = 4 * self.warpgroups
-        warps = attend_warps + load_warps
-        launch_limit = (attend_warps * MAX_REGISTERS + load_warps * load_registers) // warps
+        attend_warps, others = 4 * self.warpgroups, (self.load_warps, self.convert_warps)
+        warps = attend_warps + sum(count for count, _ in others)
+        of_others = sum(count * registers for count, registers in others)
+        launch_limit = (attend_warps * MAX_REGISTERS + of_others) // warps
         at_launch = min(REGISTERS // (32 * warps * self.programs_per_processor), launch_limit) // 8 * 8
-        return at_launch, (at_launch * warps - load_warps * load_registers) // attend_warps // 8 * 8
+        return at_launch, (at_launch * warps - of_others) // attend_warps // 8 * 8
 
 
 def choose_hopper_config(
-    on: Chip, packed_queries: int, num_work_items: int, size: int, page_size: int
+    on: Chip, packed_queries: int, num_work_items: int, size: int, page_size: int, fp8: bool = False
 ) -> HopperConfig | None:
     """The launch configuration, or None if this chip cannot run the kernel or gains nothing.
 
-    packed_queries: queries times heads of one KV head; num_work_items: with tiles of 128 packed queries.
+    packed_queries: queries times heads of one KV head; num_work_items: with tiles of 128 packed queries; fp8: whether
+    rows are FP8.
     Two warpgroups share each loaded block.  If two would leave multiprocessors idle, a program gets one warpgroup.  If
     there are enough such programs, each multiprocessor runs two, and one works while the other finishes.
     With few queries and small pages the Triton kernel is faster: all of its warps gather rows (docs/log.md).
@@ -94,6 +111,10 @@ def choose_hopper_config(
     if packed_queries <= WARPGROUP_QUERIES // 2 and page_size < BLOCK_N:
         return None
     warpgroups = 2 if packed_queries > WARPGROUP_QUERIES and 4 * num_work_items >= 3 * on.processors else 1
+    if fp8:
+        # The stages of both dtypes fill a multiprocessor's shared memory.
+        config = HopperConfig(warpgroups, FP8_STAGES, 1, FP8_RAW_STAGES)
+        return config if config.shared_bytes(size) <= on.shared_memory else None
     num_programs = num_work_items * (1 if packed_queries <= WARPGROUP_QUERIES else 2)
     programs_per_processor = 2 if warpgroups == 1 and num_programs > on.processors else 1
     for stages in range(MAX_STAGES, MIN_STAGES - 1, -1):
@@ -106,49 +127,24 @@ def choose_hopper_config(
 # Arguments are grouped by meaning; one argument per line would hide the groups.
 # fmt: off
 @gluon_kernel
-def _hopper_attention_kernel(
-    q_ptr, k_ptr, v_ptr, staged_k_ptr, staged_v_ptr,
-    table_ptr, split_ptr, start_ptr, position_ptr, row_position_ptr, bits_ptr,
-    out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, sink_ptr,
-    scale, batch, queries, rows, first,
-    q_b, q_q, q_h, k_row, k_h, v_row, v_h, staged_k_b, staged_k_r, staged_k_h, staged_v_b, staged_v_r, staged_v_h,
-    table_b, position_b, position_q, row_position_b, row_position_r, bits_b, bits_q,
-    k_descriptor, v_descriptor, contiguous_ptr,
+def _start_warps(
+    q_shared, stages, plan, query_args, keys, values, staged_keys, staged_values, table_ptr, table_b,
+    positions, row_positions, ancestor_bits, results, scale, k_descriptor, v_descriptor, contiguous_ptr,
     KV_HEADS: gl.constexpr, GROUP_SIZE: gl.constexpr, SIZE: gl.constexpr,
     PAGE_SIZE: gl.constexpr, WINDOW: gl.constexpr, STAGED: gl.constexpr, SINK: gl.constexpr,
     LONGEST_FIRST: gl.constexpr, SAME_STRIDES: gl.constexpr, CONTIGUOUS: gl.constexpr,
     WARPGROUPS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    ATTEND_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr, LOAD_WARPS: gl.constexpr, DEPENDENT: gl.constexpr,
+    ATTEND_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr, LOAD_WARPS: gl.constexpr,
 ):
-    dtype: gl.constexpr = q_ptr.dtype.element_ty
+    """Two-byte rows: the warps that load and those that attend."""
     BLOCK_M: gl.constexpr = 64 * WARPGROUPS
-    rows_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, SIZE], dtype)
-    q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, SIZE], dtype)
-    q_shared = gl.allocate_shared_memory(dtype, [WARPGROUPS, 64, SIZE], q_layout)
-    k_stages = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, SIZE], rows_layout)
-    v_stages = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, SIZE], rows_layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], hopper.mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], hopper.mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        hopper.mbarrier.init(full.index(stage), count=32 * LOAD_WARPS)
-        hopper.mbarrier.init(empty.index(stage), count=WARPGROUPS)
-    num_splits = wait_and_count_splits(start_ptr, batch, DEPENDENT)
-    num_tiles = (queries * GROUP_SIZE + BLOCK_M - 1) // BLOCK_M
-    stages = (k_stages, v_stages, full, empty)
-    plan = (split_ptr, start_ptr, num_splits, num_tiles, queries, rows, first)
-    query_args = (q_ptr, q_b, q_q, q_h)
-    keys, values = (k_ptr, k_row, k_h), (v_ptr, v_row, v_h)
-    staged_keys = (staged_k_ptr, staged_k_b, staged_k_r, staged_k_h)
-    staged_values = (staged_v_ptr, staged_v_b, staged_v_r, staged_v_h)
-    positions = (position_ptr, position_b, position_q)
-    row_positions, ancestor_bits = (row_position_ptr, row_position_b, row_position_r), (bits_ptr, bits_b, bits_q)
-    results = (out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, sink_ptr)
-    # The calls are written out: a tuple kept in a variable would lose its constants.
+    scales = (0, 0)
     if WARPGROUPS == 1:
         gl.warp_specialize([
             (attend_work_items, (
                 q_shared.index(0), stages, plan, query_args, positions, row_positions, ancestor_bits, results,
-                scale, 0, KV_HEADS, GROUP_SIZE, SIZE, WINDOW, STAGED, SINK, LONGEST_FIRST, BLOCK_M, BLOCK_N, STAGES,
+                scale, scales, 0, KV_HEADS, GROUP_SIZE, SIZE, WINDOW, STAGED, SINK, False, LONGEST_FIRST,
+                BLOCK_M, BLOCK_N, STAGES,
             )),
             (load_work_items, (
                 stages, plan, keys, values, staged_keys, staged_values, table_ptr, table_b, positions,
@@ -160,11 +156,13 @@ def _hopper_attention_kernel(
         gl.warp_specialize([
             (attend_work_items, (
                 q_shared.index(0), stages, plan, query_args, positions, row_positions, ancestor_bits, results,
-                scale, 0, KV_HEADS, GROUP_SIZE, SIZE, WINDOW, STAGED, SINK, LONGEST_FIRST, BLOCK_M, BLOCK_N, STAGES,
+                scale, scales, 0, KV_HEADS, GROUP_SIZE, SIZE, WINDOW, STAGED, SINK, False, LONGEST_FIRST,
+                BLOCK_M, BLOCK_N, STAGES,
             )),
             (attend_work_items, (
                 q_shared.index(1), stages, plan, query_args, positions, row_positions, ancestor_bits, results,
-                scale, 1, KV_HEADS, GROUP_SIZE, SIZE, WINDOW, STAGED, SINK, LONGEST_FIRST, BLOCK_M, BLOCK_N, STAGES,
+                scale, scales, 1, KV_HEADS, GROUP_SIZE, SIZE, WINDOW, STAGED, SINK, False, LONGEST_FIRST,
+                BLOCK_M, BLOCK_N, STAGES,
             )),
             (load_work_items, (
                 stages, plan, keys, values, staged_keys, staged_values, table_ptr, table_b, positions,
@@ -172,6 +170,121 @@ def _hopper_attention_kernel(
                 LONGEST_FIRST, SAME_STRIDES, CONTIGUOUS, BLOCK_M, BLOCK_N, STAGES, LOAD_WARPS,
             )),
         ], [4, LOAD_WARPS], [ATTEND_REGISTERS, LOAD_REGISTERS])
+
+
+@gluon_kernel
+def _start_warps_for_fp8(
+    q_shared, stages, raw, plan, query_args, keys, values, staged_keys, staged_values, table_ptr, table_b,
+    positions, row_positions, ancestor_bits, results, scale, scales, k_descriptor, v_descriptor, contiguous_ptr,
+    KV_HEADS: gl.constexpr, GROUP_SIZE: gl.constexpr, SIZE: gl.constexpr,
+    PAGE_SIZE: gl.constexpr, WINDOW: gl.constexpr, STAGED: gl.constexpr, SINK: gl.constexpr,
+    LONGEST_FIRST: gl.constexpr, SAME_STRIDES: gl.constexpr, CONTIGUOUS: gl.constexpr,
+    WARPGROUPS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, RAW_STAGES: gl.constexpr,
+    ATTEND_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr, LOAD_WARPS: gl.constexpr,
+    CONVERT_REGISTERS: gl.constexpr, CONVERT_WARPS: gl.constexpr,
+):
+    """FP8 rows: the warps that load, those that convert and those that attend."""
+    BLOCK_M: gl.constexpr = 64 * WARPGROUPS
+    if WARPGROUPS == 1:
+        gl.warp_specialize([
+            (attend_work_items, (
+                q_shared.index(0), stages, plan, query_args, positions, row_positions, ancestor_bits, results,
+                scale, scales, 0, KV_HEADS, GROUP_SIZE, SIZE, WINDOW, STAGED, SINK, True, LONGEST_FIRST,
+                BLOCK_M, BLOCK_N, STAGES,
+            )),
+            (load_work_items, (
+                raw, plan, keys, values, staged_keys, staged_values, table_ptr, table_b, positions,
+                k_descriptor, v_descriptor, contiguous_ptr, KV_HEADS, GROUP_SIZE, SIZE, PAGE_SIZE, WINDOW, STAGED,
+                LONGEST_FIRST, SAME_STRIDES, CONTIGUOUS, BLOCK_M, BLOCK_N, RAW_STAGES, LOAD_WARPS,
+            )),
+            (convert_work_items, (
+                raw, stages, plan, positions, KV_HEADS, GROUP_SIZE, SIZE, WINDOW, STAGED, LONGEST_FIRST,
+                BLOCK_M, BLOCK_N, RAW_STAGES, STAGES, CONVERT_WARPS,
+            )),
+        ], [LOAD_WARPS, CONVERT_WARPS], [LOAD_REGISTERS, CONVERT_REGISTERS])
+    else:
+        gl.warp_specialize([
+            (attend_work_items, (
+                q_shared.index(0), stages, plan, query_args, positions, row_positions, ancestor_bits, results,
+                scale, scales, 0, KV_HEADS, GROUP_SIZE, SIZE, WINDOW, STAGED, SINK, True, LONGEST_FIRST,
+                BLOCK_M, BLOCK_N, STAGES,
+            )),
+            (attend_work_items, (
+                q_shared.index(1), stages, plan, query_args, positions, row_positions, ancestor_bits, results,
+                scale, scales, 1, KV_HEADS, GROUP_SIZE, SIZE, WINDOW, STAGED, SINK, True, LONGEST_FIRST,
+                BLOCK_M, BLOCK_N, STAGES,
+            )),
+            (load_work_items, (
+                raw, plan, keys, values, staged_keys, staged_values, table_ptr, table_b, positions,
+                k_descriptor, v_descriptor, contiguous_ptr, KV_HEADS, GROUP_SIZE, SIZE, PAGE_SIZE, WINDOW, STAGED,
+                LONGEST_FIRST, SAME_STRIDES, CONTIGUOUS, BLOCK_M, BLOCK_N, RAW_STAGES, LOAD_WARPS,
+            )),
+            (convert_work_items, (
+                raw, stages, plan, positions, KV_HEADS, GROUP_SIZE, SIZE, WINDOW, STAGED, LONGEST_FIRST,
+                BLOCK_M, BLOCK_N, RAW_STAGES, STAGES, CONVERT_WARPS,
+            )),
+        ], [4, LOAD_WARPS, CONVERT_WARPS], [ATTEND_REGISTERS, LOAD_REGISTERS, CONVERT_REGISTERS])
+
+
+@gluon_kernel
+def _hopper_attention_kernel(
+    q_ptr, k_ptr, v_ptr, staged_k_ptr, staged_v_ptr,
+    table_ptr, split_ptr, start_ptr, position_ptr, row_position_ptr, bits_ptr,
+    out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, sink_ptr, k_scale_ptr, v_scale_ptr,
+    scale, batch, queries, rows, first,
+    q_b, q_q, q_h, k_row, k_h, v_row, v_h, staged_k_b, staged_k_r, staged_k_h, staged_v_b, staged_v_r, staged_v_h,
+    table_b, position_b, position_q, row_position_b, row_position_r, bits_b, bits_q,
+    k_descriptor, v_descriptor, contiguous_ptr,
+    KV_HEADS: gl.constexpr, GROUP_SIZE: gl.constexpr, SIZE: gl.constexpr,
+    PAGE_SIZE: gl.constexpr, WINDOW: gl.constexpr, STAGED: gl.constexpr, SINK: gl.constexpr,
+    LONGEST_FIRST: gl.constexpr, SAME_STRIDES: gl.constexpr, CONTIGUOUS: gl.constexpr,
+    WARPGROUPS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, RAW_STAGES: gl.constexpr,
+    ATTEND_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr, LOAD_WARPS: gl.constexpr,
+    CONVERT_REGISTERS: gl.constexpr, CONVERT_WARPS: gl.constexpr, DEPENDENT: gl.constexpr,
+):
+    """RAW_STAGES: stages of FP8 rows, which more warps convert to those that are attended; 0 for other rows."""
+    FP8: gl.constexpr = RAW_STAGES > 0
+    dtype: gl.constexpr = q_ptr.dtype.element_ty
+    BLOCK_M: gl.constexpr = 64 * WARPGROUPS
+    rows_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, SIZE], dtype)
+    q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, SIZE], dtype)
+    q_shared = gl.allocate_shared_memory(dtype, [WARPGROUPS, 64, SIZE], q_layout)
+    k_stages = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, SIZE], rows_layout)
+    v_stages = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, SIZE], rows_layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], hopper.mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], hopper.mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        hopper.mbarrier.init(full.index(stage), count=1 if FP8 else 32 * LOAD_WARPS)
+        hopper.mbarrier.init(empty.index(stage), count=WARPGROUPS)
+    num_splits = wait_and_count_splits(start_ptr, batch, DEPENDENT)
+    num_tiles = (queries * GROUP_SIZE + BLOCK_M - 1) // BLOCK_M
+    stages = (k_stages, v_stages, full, empty)
+    if FP8:
+        raw = raw_stages_of(k_ptr.dtype.element_ty, SIZE, BLOCK_N, RAW_STAGES, LOAD_WARPS)
+    plan = (split_ptr, start_ptr, num_splits, num_tiles, queries, rows, first)
+    query_args = (q_ptr, q_b, q_q, q_h)
+    keys, values = (k_ptr, k_row, k_h), (v_ptr, v_row, v_h)
+    staged_keys = (staged_k_ptr, staged_k_b, staged_k_r, staged_k_h)
+    staged_values = (staged_v_ptr, staged_v_b, staged_v_r, staged_v_h)
+    positions = (position_ptr, position_b, position_q)
+    row_positions, ancestor_bits = (row_position_ptr, row_position_b, row_position_r), (bits_ptr, bits_b, bits_q)
+    results = (out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, sink_ptr)
+    # The lists of warps are written out: a tuple kept in a variable would lose its constants.
+    if FP8:
+        _start_warps_for_fp8(
+            q_shared, stages, raw, plan, query_args, keys, values, staged_keys, staged_values, table_ptr, table_b,
+            positions, row_positions, ancestor_bits, results, scale, (k_scale_ptr, v_scale_ptr),
+            k_descriptor, v_descriptor, contiguous_ptr, KV_HEADS, GROUP_SIZE, SIZE, PAGE_SIZE, WINDOW, STAGED, SINK,
+            LONGEST_FIRST, SAME_STRIDES, CONTIGUOUS, WARPGROUPS, BLOCK_N, STAGES, RAW_STAGES,
+            ATTEND_REGISTERS, LOAD_REGISTERS, LOAD_WARPS, CONVERT_REGISTERS, CONVERT_WARPS,
+        )
+    else:
+        _start_warps(
+            q_shared, stages, plan, query_args, keys, values, staged_keys, staged_values, table_ptr, table_b,
+            positions, row_positions, ancestor_bits, results, scale, k_descriptor, v_descriptor, contiguous_ptr,
+            KV_HEADS, GROUP_SIZE, SIZE, PAGE_SIZE, WINDOW, STAGED, SINK, LONGEST_FIRST, SAME_STRIDES, CONTIGUOUS,
+            WARPGROUPS, BLOCK_N, STAGES, ATTEND_REGISTERS, LOAD_REGISTERS, LOAD_WARPS,
+        )
 # fmt: on
 
 
@@ -198,7 +311,7 @@ def _descriptor_class(dtype: torch.dtype, size: int) -> tuple[Any, Any]:
     from triton.experimental.gluon import language
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    element = {torch.bfloat16: language.bfloat16, torch.float16: language.float16}[dtype]
+    element = {torch.bfloat16: language.bfloat16, torch.float16: language.float16, FP8: language.float8e4nv}[dtype]
     return TensorDescriptor, language.NVMMASharedLayout.get_default_for([BLOCK_N, size], element)
 
 
@@ -241,6 +354,7 @@ def hopper_constants(config: HopperConfig, size: int, same_strides: bool) -> dic
     """Constants and options of a launch.  same_strides: rows of K and of V have the same stride."""
     at_launch, attend_registers = config.registers
     load_warps, load_registers = config.load_warps
+    convert_warps, convert_registers = config.convert_warps
     return {
         "SIZE": size,
         "SAME_STRIDES": same_strides,
@@ -250,6 +364,9 @@ def hopper_constants(config: HopperConfig, size: int, same_strides: bool) -> dic
         "ATTEND_REGISTERS": attend_registers,
         "LOAD_REGISTERS": load_registers,
         "LOAD_WARPS": load_warps,
+        "RAW_STAGES": config.raw_stages,
+        "CONVERT_REGISTERS": convert_registers,
+        "CONVERT_WARPS": convert_warps,
         "num_warps": 4,
         "maxnreg": at_launch,
     }

@@ -216,6 +216,28 @@ def _with_sink(
 
 
 @gluon_kernel
+def _write_work_item(
+    results, v_scale_ptr, scale, out, max_score, sum_weights, split, request, request_splits, queries,
+    first_packed, head, KV_HEADS: gl.constexpr, GROUP_SIZE: gl.constexpr, SIZE: gl.constexpr,
+    SINK: gl.constexpr, FP8: gl.constexpr, SCORES: gl.constexpr, OUT: gl.constexpr,
+):
+    """Write the result of a request's only split, or the partial result of one of several.  scale: of the scores."""
+    out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, sink_ptr = results
+    divisor = gl.where(sum_weights == 0.0, 1.0, sum_weights)
+    out = out / gl.expand_dims(gl.convert_layout(divisor, gl.SliceLayout(1, OUT)), 1)
+    if FP8:
+        out = out * gl.load(v_scale_ptr + head)
+    lse = gl.where(sum_weights == 0.0, float("-inf"), gl.fma(max_score, scale, gl.log2(divisor)))
+    if request_splits == 1:
+        out = _with_sink(out, lse, sink_ptr, first_packed, head, GROUP_SIZE, SINK, SCORES, OUT)
+        lse = lse * 0.6931471805599453
+        _write(out_ptr, lse_ptr, request, queries, out, lse, first_packed, head, KV_HEADS, GROUP_SIZE, SIZE, OUT)
+    else:
+        at = split.to(gl.int64)
+        _write(partial_ptr, partial_lse_ptr, at, queries, out, lse, first_packed, head, KV_HEADS, GROUP_SIZE, SIZE, OUT)
+
+
+@gluon_kernel
 def _read_queries(
     q_shared, query_args, request, head, first_packed, queries,
     GROUP_SIZE: gl.constexpr, SIZE: gl.constexpr, SCORES: gl.constexpr,
@@ -233,14 +255,14 @@ def _read_queries(
 
 @gluon_kernel
 def attend_work_items(
-    q_shared, stages, plan, query_args, positions, row_positions, ancestor_bits, results, scale,
+    q_shared, stages, plan, query_args, positions, row_positions, ancestor_bits, results, scale, scales,
     WARPGROUP: gl.constexpr, KV_HEADS: gl.constexpr, GROUP_SIZE: gl.constexpr, SIZE: gl.constexpr,
-    WINDOW: gl.constexpr, STAGED: gl.constexpr, SINK: gl.constexpr, LONGEST_FIRST: gl.constexpr,
+    WINDOW: gl.constexpr, STAGED: gl.constexpr, SINK: gl.constexpr, FP8: gl.constexpr, LONGEST_FIRST: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):
     """Attend all work items of a program, in its WARPGROUP-th warpgroup.
 
-    kernels/attention/hopper.py makes the tuples of arguments.
+    scales: pointers to those of K and V, read only if FP8.  kernels/attention/hopper.py makes the tuples of arguments.
     """
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SIZE, 16])
@@ -248,7 +270,7 @@ def attend_work_items(
     position_ptr, position_b, position_q = positions
     row_position_ptr, row_position_b, row_position_r = row_positions
     bits_ptr, bits_b, bits_q = ancestor_bits
-    out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, sink_ptr = results
+    k_scale_ptr, v_scale_ptr = scales
     num_work_items = num_splits * num_tiles * KV_HEADS
     backwards = 0
     num_done = 0
@@ -279,26 +301,18 @@ def attend_work_items(
             first_masked_staged = num_committed
             if STAGED == 1 and WINDOW == 0:
                 first_masked_staged = num_committed + gl.maximum(first_packed // GROUP_SIZE + 1 - low, 0) // BLOCK_N
+            score_scale = scale
+            if FP8:
+                score_scale = scale * gl.load(k_scale_ptr + head)
             out, max_score, sum_weights = _attend_work_item(
-                q, stages, num_done, num_unmasked, num_blocks, scale, query, query_exists, position,
+                q, stages, num_done, num_unmasked, num_blocks, score_scale, query, query_exists, position,
                 (row_position_ptr + request * row_position_b, row_position_r), (bits_ptr + request * bits_b, bits_q),
                 (begin, end, first, num_committed, num_lower, num_unmasked, first_masked_staged, low, high),
                 SIZE, WINDOW, STAGED, BLOCK_N, STAGES, SCORES, OUT,
             )
             num_done += num_blocks
-            divisor = gl.where(sum_weights == 0.0, 1.0, sum_weights)
-            out = out / gl.expand_dims(gl.convert_layout(divisor, gl.SliceLayout(1, OUT)), 1)
-            lse = gl.where(sum_weights == 0.0, float("-inf"), gl.fma(max_score, scale, gl.log2(divisor)))
-            if request_splits == 1:
-                out = _with_sink(out, lse, sink_ptr, first_packed, head, GROUP_SIZE, SINK, SCORES, OUT)
-                lse = lse * 0.6931471805599453
-                _write(
-                    out_ptr, lse_ptr, request, queries, out, lse, first_packed, head, KV_HEADS, GROUP_SIZE, SIZE, OUT
-                )
-            else:
-                at = split.to(gl.int64)
-                _write(
-                    partial_ptr, partial_lse_ptr, at, queries, out, lse, first_packed, head,
-                    KV_HEADS, GROUP_SIZE, SIZE, OUT,
-                )
+            _write_work_item(
+                results, v_scale_ptr, score_scale, out, max_score, sum_weights, split, request, request_splits, queries,
+                first_packed, head, KV_HEADS, GROUP_SIZE, SIZE, SINK, FP8, SCORES, OUT,
+            )
 # fmt: on

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from espalier.kernels.attention.hopper import CAPABILITY, DTYPES, RESERVED
+from espalier.kernels.attention.hopper_convert import convert_latent_work_items
 from espalier.kernels.attention.hopper_latent_attend import score_work_items, value_work_items
 from espalier.kernels.attention.hopper_load import _copy, _element_offset, _pages, _row_of, extent_of
 from espalier.kernels.attention.work_items import (
@@ -24,6 +25,7 @@ from espalier.kernels.attention.work_items import (
     wait_and_count_splits,
     work_item_of,
 )
+from espalier.kernels.layers.quantised import FP8
 from espalier.kernels.runtime.launch import Chip, gluon_kernel
 
 if TYPE_CHECKING:
@@ -43,13 +45,19 @@ LOAD_WARPS = 4
 # Registers per thread: at launch; of the second attending warpgroup; of the loading warps.  The first attending
 # warpgroup gets the rest, 232.
 REGISTERS_AT_LAUNCH, VALUE_REGISTERS, LOAD_REGISTERS = 168, 200, 72
+# FP8 rows: blocks as they are attended and as they are stored; warps that load and that convert.  The products of a
+# warpgroup need 158 registers at launch, so there are not more warps than for two-byte rows.
+FP8_STAGES, FP8_RAW_STAGES = 2, 4
+FP8_LOAD_WARPS, CONVERT_WARPS = 2, 2
 
 
 @dataclass(frozen=True)
 class HopperLatentConfig:
-    """Launch configuration.  stages: blocks of rows that shared memory holds."""
+    """Launch configuration.  stages: blocks of rows that shared memory holds; raw_stages: blocks of FP8 rows, 0 for
+    two-byte rows."""
 
     stages: int
+    raw_stages: int = 0
 
     programs_per_processor: ClassVar[int] = 1
     block_m: ClassVar[int] = BLOCK_M
@@ -57,27 +65,29 @@ class HopperLatentConfig:
     @property
     def shared_bytes(self) -> int:
         """Shared memory of a program, in bytes."""
-        rows = (BLOCK_M + self.stages * BLOCK_N) * (V_SIZE + ROPE_SIZE)
-        return 2 * (rows + SLOTS * BLOCK_M * BLOCK_N) + 4 * SLOTS * BLOCK_M + RESERVED
+        two_byte_rows, fp8_rows = BLOCK_M + self.stages * BLOCK_N, self.raw_stages * BLOCK_N
+        rows = (2 * two_byte_rows + fp8_rows) * (V_SIZE + ROPE_SIZE)
+        return rows + 2 * SLOTS * BLOCK_M * BLOCK_N + 4 * SLOTS * BLOCK_M + RESERVED
 
 
-def choose_hopper_latent_config(on: Chip) -> HopperLatentConfig | None:
-    """The launch configuration, or None if this chip cannot run the kernel."""
-    config = HopperLatentConfig(STAGES)
+def choose_hopper_latent_config(on: Chip, fp8: bool = False) -> HopperLatentConfig | None:
+    """The launch configuration, or None if this chip cannot run the kernel.  fp8: whether rows are FP8."""
+    config = HopperLatentConfig(FP8_STAGES, FP8_RAW_STAGES) if fp8 else HopperLatentConfig(STAGES)
     return config if on.capability == CAPABILITY and config.shared_bytes <= on.shared_memory else None
 
 
-def fits_hopper_latent(read: list[Tensor], v_size: int) -> bool:
-    """Whether the kernel takes these tensors [.., size]: their types, sizes, addresses and strides.
+def fits_hopper_latent(q: Tensor, rows: list[Tensor], v_size: int) -> bool:
+    """Whether the kernel takes queries and rows [.., size]: their types, sizes, addresses and strides.
 
     Triton must see an address and strides divisible by 16, to copy 16 bytes at a time.
     """
     return v_size == V_SIZE and all(
         tensor.shape[-1] == V_SIZE + ROPE_SIZE
-        and tensor.dtype in DTYPES
+        and q.dtype in DTYPES
+        and tensor.dtype in (q.dtype, FP8)
         and tensor.data_ptr() % 16 == 0
         and all(stride % 16 == 0 for stride in tensor.stride()[:-1])
-        for tensor in read
+        for tensor in (q, *rows)
     )
 
 
@@ -134,6 +144,7 @@ def _load_contiguous_latents(
 ):
     """As kernels/attention/hopper_load.py:_load_contiguous."""
     left, right, rope, full, empty = stages
+    BYTES: gl.constexpr = left.dtype.primitive_bitwidth // 8
     page = gl.load(table + at // PAGE_SIZE, mask=count > 0, other=0)
     for _ in range(count):
         row = page.to(gl.int32) * PAGE_SIZE + at % PAGE_SIZE
@@ -141,7 +152,7 @@ def _load_contiguous_latents(
         page = gl.load(table + gl.minimum(at, end - 1) // PAGE_SIZE)
         stage = num_done % STAGES
         hopper.mbarrier.wait(empty.index(stage), num_done // STAGES % 2 ^ 1)
-        hopper.mbarrier.expect(full.index(stage), BLOCK_N * (2 * HALF + ROPE) * 2)
+        hopper.mbarrier.expect(full.index(stage), BLOCK_N * (2 * HALF + ROPE) * BYTES)
         hopper.mbarrier.arrive(full.index(stage), count=32 * LOAD_WARPS - 1)
         hopper.tma.async_copy_global_to_shared(half_descriptor, [row, 0], full.index(stage), left.index(stage))
         hopper.tma.async_copy_global_to_shared(half_descriptor, [row, HALF], full.index(stage), right.index(stage))
@@ -158,9 +169,11 @@ def _load_latent_work_items(
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, LOAD_WARPS: gl.constexpr,
 ):
     """As kernels/attention/hopper_load.py:load_work_items, with one row for K and V."""
-    LOAD: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [LOAD_WARPS, 1], [1, 0])
+    left, _right, _rope, full, empty = stages
+    # A thread copies 16 bytes; a warp copies 64 values of a row, as many as the RoPE part has.
+    VALUES: gl.constexpr = 128 // left.dtype.primitive_bitwidth
+    LOAD: gl.constexpr = gl.BlockedLayout([1, VALUES], [VALUES // 2, 64 // VALUES], [LOAD_WARPS, 1], [1, 0])
     ROWS: gl.constexpr = gl.SliceLayout(1, LOAD)
-    _left, _right, _rope, full, empty = stages
     split_ptr, start_ptr, num_splits, num_tiles, _queries, rows, first = plan
     staged_ptr, staged_b, staged_r = staged
     num_work_items = num_splits * num_tiles
@@ -204,16 +217,60 @@ def _load_latent_work_items(
 
 
 @gluon_kernel
+def _start_warps_for_fp8(
+    q_shared, stages, exchange, plan, query_args, ancestor_bits, results, scale,
+    row_ptr, row_stride, staged, table_ptr, table_b, half_descriptor, rope_descriptor,
+    HEADS: gl.constexpr, HALF: gl.constexpr, ROPE: gl.constexpr, PAGE_SIZE: gl.constexpr, STAGED: gl.constexpr,
+    LONGEST_FIRST: gl.constexpr, CONTIGUOUS: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, RAW_STAGES: gl.constexpr, SLOTS: gl.constexpr,
+    VALUE_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr, LOAD_WARPS: gl.constexpr, CONVERT_WARPS: gl.constexpr,
+):
+    """FP8 rows are loaded into stages of their own, which more warps convert."""
+    dtype: gl.constexpr = row_ptr.dtype.element_ty
+    half_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, HALF], dtype)
+    rope_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, ROPE], dtype)
+    full = gl.allocate_shared_memory(gl.int64, [RAW_STAGES, 1], hopper.mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [RAW_STAGES, 1], hopper.mbarrier.MBarrierLayout())
+    for stage in gl.static_range(RAW_STAGES):
+        hopper.mbarrier.init(full.index(stage), count=32 * LOAD_WARPS)
+        hopper.mbarrier.init(empty.index(stage), count=1)
+    raw = (
+        gl.allocate_shared_memory(dtype, [RAW_STAGES, BLOCK_N, HALF], half_layout),
+        gl.allocate_shared_memory(dtype, [RAW_STAGES, BLOCK_N, HALF], half_layout),
+        gl.allocate_shared_memory(dtype, [RAW_STAGES, BLOCK_N, ROPE], rope_layout),
+        full,
+        empty,
+    )
+    gl.warp_specialize([
+        (score_work_items, (
+            q_shared, stages, exchange, plan, query_args, ancestor_bits, results, scale,
+            HEADS, HALF, ROPE, STAGED, LONGEST_FIRST, BLOCK_N, STAGES, SLOTS,
+        )),
+        (value_work_items, (
+            stages, exchange, plan, results, HEADS, HALF, STAGED, LONGEST_FIRST, BLOCK_N, STAGES, SLOTS,
+        )),
+        (_load_latent_work_items, (
+            raw, plan, row_ptr, row_stride, staged, table_ptr, table_b, half_descriptor, rope_descriptor,
+            HEADS, HALF, ROPE, PAGE_SIZE, STAGED, LONGEST_FIRST, CONTIGUOUS, BLOCK_N, RAW_STAGES, LOAD_WARPS,
+        )),
+        (convert_latent_work_items, (
+            raw, stages, plan, HEADS, STAGED, LONGEST_FIRST, BLOCK_N, RAW_STAGES, STAGES, CONVERT_WARPS,
+        )),
+    ], [4, LOAD_WARPS, CONVERT_WARPS], [VALUE_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS])
+
+
+@gluon_kernel
 def _hopper_latent_kernel(
     q_ptr, row_ptr, staged_ptr, table_ptr, split_ptr, start_ptr, bits_ptr,
-    out_ptr, lse_ptr, partial_ptr, partial_lse_ptr,
+    out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, row_scale_ptr,
     scale, batch, queries, rows, first,
     q_b, q_q, q_h, row_stride, staged_b, staged_r, table_b, bits_b, bits_q, half_descriptor, rope_descriptor,
     HEADS: gl.constexpr, HALF: gl.constexpr, ROPE: gl.constexpr, PAGE_SIZE: gl.constexpr, STAGED: gl.constexpr,
-    LONGEST_FIRST: gl.constexpr, CONTIGUOUS: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr,
-    VALUE_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr, LOAD_WARPS: gl.constexpr, DEPENDENT: gl.constexpr,
+    LONGEST_FIRST: gl.constexpr, CONTIGUOUS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    RAW_STAGES: gl.constexpr, SLOTS: gl.constexpr, DEPENDENT: gl.constexpr,
+    VALUE_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr, LOAD_WARPS: gl.constexpr, CONVERT_WARPS: gl.constexpr,
 ):
+    """RAW_STAGES: stages of FP8 rows, which more warps convert to those that are attended; 0 for other rows."""
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     half_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, HALF], dtype)
     rope_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, ROPE], dtype)
@@ -228,7 +285,7 @@ def _hopper_latent_kernel(
     sent = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], hopper.mbarrier.MBarrierLayout())
     received = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], hopper.mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
-        hopper.mbarrier.init(full.index(stage), count=32 * LOAD_WARPS)
+        hopper.mbarrier.init(full.index(stage), count=1 if RAW_STAGES > 0 else 32 * LOAD_WARPS)
         hopper.mbarrier.init(empty.index(stage), count=2)
     for slot in gl.static_range(SLOTS):
         hopper.mbarrier.init(sent.index(slot), count=1)
@@ -247,23 +304,31 @@ def _hopper_latent_kernel(
         received,
     )
     num_splits = wait_and_count_splits(start_ptr, batch, DEPENDENT)
-    num_tiles = (queries * HEADS + 63) // 64
-    plan = (split_ptr, start_ptr, num_splits, num_tiles, queries, rows, first)
-    results = (out_ptr, lse_ptr, partial_ptr, partial_lse_ptr)
-    gl.warp_specialize([
-        (score_work_items, (
-            q_shared, stages, exchange, plan, (q_ptr, q_b, q_q, q_h), (bits_ptr, bits_b, bits_q), results, scale,
-            HEADS, HALF, ROPE, STAGED, LONGEST_FIRST, BLOCK_N, STAGES, SLOTS,
-        )),
-        (value_work_items, (
-            stages, exchange, plan, results, HEADS, HALF, STAGED, LONGEST_FIRST, BLOCK_N, STAGES, SLOTS,
-        )),
-        (_load_latent_work_items, (
-            stages, plan, row_ptr, row_stride, (staged_ptr, staged_b, staged_r), table_ptr, table_b,
-            half_descriptor, rope_descriptor, HEADS, HALF, ROPE, PAGE_SIZE, STAGED, LONGEST_FIRST, CONTIGUOUS,
-            BLOCK_N, STAGES, LOAD_WARPS,
-        )),
-    ], [4, LOAD_WARPS], [VALUE_REGISTERS, LOAD_REGISTERS])
+    plan = (split_ptr, start_ptr, num_splits, (queries * HEADS + 63) // 64, queries, rows, first)
+    if RAW_STAGES > 0:
+        _start_warps_for_fp8(
+            q_shared, stages, exchange, plan, (q_ptr, q_b, q_q, q_h), (bits_ptr, bits_b, bits_q),
+            (out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, gl.load(row_scale_ptr)), scale * gl.load(row_scale_ptr),
+            row_ptr, row_stride, (staged_ptr, staged_b, staged_r), table_ptr, table_b, half_descriptor, rope_descriptor,
+            HEADS, HALF, ROPE, PAGE_SIZE, STAGED, LONGEST_FIRST, CONTIGUOUS, BLOCK_N, STAGES, RAW_STAGES, SLOTS,
+            VALUE_REGISTERS, LOAD_REGISTERS, LOAD_WARPS, CONVERT_WARPS,
+        )
+    else:
+        results = (out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, gl.to_tensor(1.0))
+        gl.warp_specialize([
+            (score_work_items, (
+                q_shared, stages, exchange, plan, (q_ptr, q_b, q_q, q_h), (bits_ptr, bits_b, bits_q), results, scale,
+                HEADS, HALF, ROPE, STAGED, LONGEST_FIRST, BLOCK_N, STAGES, SLOTS,
+            )),
+            (value_work_items, (
+                stages, exchange, plan, results, HEADS, HALF, STAGED, LONGEST_FIRST, BLOCK_N, STAGES, SLOTS,
+            )),
+            (_load_latent_work_items, (
+                stages, plan, row_ptr, row_stride, (staged_ptr, staged_b, staged_r), table_ptr, table_b,
+                half_descriptor, rope_descriptor, HEADS, HALF, ROPE, PAGE_SIZE, STAGED, LONGEST_FIRST, CONTIGUOUS,
+                BLOCK_N, STAGES, LOAD_WARPS,
+            )),
+        ], [4, LOAD_WARPS], [VALUE_REGISTERS, LOAD_REGISTERS])
 # fmt: on
 
 
@@ -282,10 +347,12 @@ def hopper_latent_arguments(config: HopperLatentConfig, pages: Tensor, page_size
         "ROPE": ROPE_SIZE,
         "BLOCK_N": BLOCK_N,
         "STAGES": config.stages,
+        "RAW_STAGES": config.raw_stages,
         "SLOTS": SLOTS,
         "VALUE_REGISTERS": VALUE_REGISTERS,
         "LOAD_REGISTERS": LOAD_REGISTERS,
-        "LOAD_WARPS": LOAD_WARPS,
+        "LOAD_WARPS": FP8_LOAD_WARPS if config.raw_stages else LOAD_WARPS,
+        "CONVERT_WARPS": CONVERT_WARPS,
         "num_warps": 4,
         "maxnreg": REGISTERS_AT_LAUNCH,
     }
@@ -306,7 +373,7 @@ def _layouts(dtype: torch.dtype) -> tuple[Any, Any, Any]:
     from triton.experimental.gluon import language
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    element = {torch.bfloat16: language.bfloat16, torch.float16: language.float16}[dtype]
+    element = {torch.bfloat16: language.bfloat16, torch.float16: language.float16, FP8: language.float8e4nv}[dtype]
     half, rope = (
         language.NVMMASharedLayout.get_default_for([BLOCK_N, size], element) for size in (V_SIZE // 2, ROPE_SIZE)
     )

@@ -147,18 +147,18 @@ def _score_work_item(
 
 @gluon_kernel
 def _write_half(
-    to_ptr, base, queries, out, divisor, first_packed, at_column,
+    to_ptr, base, queries, out, divisor, row_scale, first_packed, at_column,
     HEADS: gl.constexpr, HALF: gl.constexpr, OUT: gl.constexpr,
 ):
     """Write out / divisor of 64 packed queries to columns at_column .. at_column + HALF of to_ptr [.., 2 · HALF].
 
-    base: index of the request in the results, or of the split in the partial results.
+    base: index of the request in the results, or of the split in the partial results.  row_scale: of FP8 rows, else 1.
     """
     at = first_packed + gl.arange(0, 64, layout=gl.SliceLayout(1, OUT))
     row = base * queries * HEADS + at
     column = at_column + gl.arange(0, HALF, layout=gl.SliceLayout(0, OUT))
     to = to_ptr + (gl.expand_dims(row, 1) * (2 * HALF) + gl.expand_dims(column, 0))
-    result = out / gl.expand_dims(divisor, 1)
+    result = out / gl.expand_dims(divisor, 1) * row_scale
     gl.store(to, result.to(to_ptr.dtype.element_ty), mask=gl.expand_dims(at < queries * HEADS, 1))
 
 
@@ -173,7 +173,7 @@ def score_work_items(
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     split_ptr, start_ptr, num_splits, num_tiles, queries, rows, first = plan
     bits_ptr, bits_b, bits_q = ancestor_bits
-    out_ptr, lse_ptr, partial_ptr, partial_lse_ptr = results
+    out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, row_scale = results
     _weight_slots, decay_slots, sent, received = exchange
     num_work_items = num_splits * num_tiles
     backwards = 0
@@ -216,11 +216,13 @@ def score_work_items(
             half_divisor = gl.convert_layout(divisor, gl.SliceLayout(1, OUT))
             exists = packed < queries * HEADS
             if request_splits == 1:
-                _write_half(out_ptr, request, queries, out, half_divisor, first_packed, 0, HEADS, HALF, OUT)
+                _write_half(out_ptr, request, queries, out, half_divisor, row_scale, first_packed, 0, HEADS, HALF, OUT)
                 gl.store(lse_ptr + (request * queries * HEADS + packed), lse * 0.6931471805599453, mask=exists)
             else:
                 base_row = split.to(gl.int64)
-                _write_half(partial_ptr, base_row, queries, out, half_divisor, first_packed, 0, HEADS, HALF, OUT)
+                _write_half(
+                    partial_ptr, base_row, queries, out, half_divisor, row_scale, first_packed, 0, HEADS, HALF, OUT
+                )
                 gl.store(partial_lse_ptr + (base_row * queries * HEADS + packed), lse, mask=exists)
 
 
@@ -234,7 +236,7 @@ def value_work_items(
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     split_ptr, start_ptr, num_splits, num_tiles, queries, rows, first = plan
     _left, right, _rope, full, empty = stages
-    out_ptr, _lse_ptr, partial_ptr, _partial_lse_ptr = results
+    out_ptr, _lse_ptr, partial_ptr, _partial_lse_ptr, row_scale = results
     weight_slots, decay_slots, sent, received = exchange
     num_work_items = num_splits * num_tiles
     backwards = 0
@@ -272,8 +274,8 @@ def value_work_items(
             num_sent += 1
             first_packed = tile * 64
             if request_splits == 1:
-                _write_half(out_ptr, request, queries, out, divisor, first_packed, HALF, HEADS, HALF, OUT)
+                _write_half(out_ptr, request, queries, out, divisor, row_scale, first_packed, HALF, HEADS, HALF, OUT)
             else:
                 at = split.to(gl.int64)
-                _write_half(partial_ptr, at, queries, out, divisor, first_packed, HALF, HEADS, HALF, OUT)
+                _write_half(partial_ptr, at, queries, out, divisor, row_scale, first_packed, HALF, HEADS, HALF, OUT)
 # fmt: on

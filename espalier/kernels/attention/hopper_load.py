@@ -175,6 +175,7 @@ def _load_contiguous(
 ):
     """Copy `count` contiguous blocks from position `at` by TMA.  Returns num_done + count."""
     k_stages, v_stages, full, empty = stages
+    BYTES: gl.constexpr = k_stages.dtype.primitive_bitwidth // 8
     # The next block's page is loaded before the wait for a stage; after the last block, its own page again.
     page = gl.load(table + at // PAGE_SIZE, mask=count > 0, other=0)
     for _ in range(count):
@@ -186,7 +187,7 @@ def _load_contiguous(
         # `full` counts an arrival of every loading thread, as with cp.async.  Here one thread makes them all: one with
         # the expected bytes, the others by count.  So no warp may lag behind: the compiler puts a barrier into this
         # loop (tests/kernels/test_compiled.py).
-        hopper.mbarrier.expect(full.index(stage), 2 * BLOCK_N * SIZE * 2)
+        hopper.mbarrier.expect(full.index(stage), 2 * BLOCK_N * SIZE * BYTES)
         hopper.mbarrier.arrive(full.index(stage), count=32 * LOAD_WARPS - 1)
         hopper.tma.async_copy_global_to_shared(
             k_descriptor, [row, head * SIZE], full.index(stage), k_stages.index(stage)
@@ -208,9 +209,11 @@ def load_work_items(
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, LOAD_WARPS: gl.constexpr,
 ):
     """Load the blocks of all work items of a program.  kernels/attention/hopper.py makes the tuples of arguments."""
-    LOAD: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [LOAD_WARPS, 1], [1, 0])
-    ROWS: gl.constexpr = gl.SliceLayout(1, LOAD)
     k_stages, v_stages, full, empty = stages
+    # A thread copies 16 bytes.
+    VALUES: gl.constexpr = 128 // k_stages.dtype.primitive_bitwidth
+    LOAD: gl.constexpr = gl.BlockedLayout([1, VALUES], [VALUES // 2, 64 // VALUES], [LOAD_WARPS, 1], [1, 0])
+    ROWS: gl.constexpr = gl.SliceLayout(1, LOAD)
     split_ptr, start_ptr, num_splits, num_tiles, queries, rows, first = plan
     k_ptr, k_row, k_h = keys
     v_ptr, v_row, v_h = values

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from espalier.errors import EspalierError
 from espalier.kernels.attention.ancestor_bits import require_bits
-from espalier.kernels.attention.attention_blocks import _attend_scores, _page, _row, _rows, _write
+from espalier.kernels.attention.attention_blocks import _attend_scores, _page, _row, _rows, _times_scale, _write
 from espalier.kernels.attention.hopper_latent import (
     HopperLatentConfig,
     _hopper_latent_kernel,
@@ -41,6 +41,7 @@ from espalier.kernels.attention.work_items import (
 )
 from espalier.kernels.runtime.launch import Chip, Kernel, chip, kernel, power_of_two, require
 from espalier.kernels.runtime.pdl import early
+from espalier.kernels.state.kv_scales import require_rows
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -77,8 +78,8 @@ def _attend_latents(
     BLOCK_V: tl.constexpr, BLOCK_ROPE: tl.constexpr,
 ):
     """Add the rows at `offsets` [N] to an online softmax (kernels/attention/attention_blocks.py:_attend_block)."""
-    latent = _rows(pointer, offsets, exists, MASKED, V_SIZE, BLOCK_V)
-    rope = _rows(pointer + V_SIZE, offsets, exists, MASKED, ROPE_SIZE, BLOCK_ROPE)
+    latent = _rows(pointer, offsets, exists, MASKED, V_SIZE, BLOCK_V).to(q.dtype)
+    rope = _rows(pointer + V_SIZE, offsets, exists, MASKED, ROPE_SIZE, BLOCK_ROPE).to(q.dtype)
     scores = tl.dot(q, tl.trans(latent), input_precision=PRECISION)
     scores = tl.dot(q_rope, tl.trans(rope), scores, input_precision=PRECISION)
     return _attend_scores(scores, latent, seen, scale, max_score, sum_weights, acc, MASKED, PRECISION)
@@ -141,7 +142,7 @@ def _over_staged_latents(
 @kernel
 def _latent_attention_kernel(
     q_ptr, row_ptr, staged_ptr, table_ptr, split_ptr, start_ptr, bits_ptr,
-    out_ptr, lse_ptr, partial_ptr, partial_lse_ptr,
+    out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, row_scale_ptr,
     scale, batch, queries, rows, first,
     q_b, q_q, q_h, row_stride, staged_b, staged_r, table_b, bits_b, bits_q,
     HEADS: tl.constexpr, V_SIZE: tl.constexpr, ROPE_SIZE: tl.constexpr, PAGE_SIZE: tl.constexpr, STAGED: tl.constexpr,
@@ -152,6 +153,7 @@ def _latent_attention_kernel(
     num_tiles = (queries * HEADS + BLOCK_M - 1) // BLOCK_M
     num_splits = wait_and_count_splits(start_ptr, batch, DEPENDENT)
     num_work_items = num_splits * num_tiles
+    scale = _times_scale(scale, row_scale_ptr, 0)
     backwards = 0
     for base in tl.range(0, num_work_items, tl.num_programs(0)):
         work_item = work_item_of(base, backwards)
@@ -191,7 +193,7 @@ def _latent_attention_kernel(
                     STAGED, V_SIZE, ROPE_SIZE, PRECISION, BLOCK_R, BLOCK_V, BLOCK_ROPE, STAGES,
                 )
             divisor = tl.where(sum_weights == 0.0, 1.0, sum_weights)
-            out = out / divisor[:, None]
+            out = _times_scale(out / divisor[:, None], row_scale_ptr, 0)
             lse = tl.where(sum_weights == 0.0, float("-inf"), tl.fma(max_score, scale, tl.log2(divisor)))
             if request_splits == 1:
                 row = (request * queries + query) * HEADS + head
@@ -276,10 +278,12 @@ def latent_attention_triton(
         partials = PartialResults.of(splits, queries, heads, v_size) if is_split else PartialResults(out, lse)
     if config is None:
         config = _choose(q, committed, staged)
-    elif isinstance(config, HopperLatentConfig) and not _fits_hopper(q, committed, staged):
+    elif isinstance(config, HopperLatentConfig) and not (
+        _fits_hopper(q, committed, staged) and (committed.scales is not None) == (config.raw_stages > 0)
+    ):
         raise EspalierError(
-            "the Hopper kernel for latent rows needs bfloat16 or float16, rows of 512 + 64 values, and addresses and "
-            "strides divisible by 16: use config=None"
+            "the Hopper kernel for latent rows needs bfloat16 or float16, rows of 512 + 64 values, addresses and "
+            "strides divisible by 16, and raw_stages for FP8 rows: use config=None"
         )
     _launch(q, committed, staged, positions, splits, scale, partials, config, out, lse)
     if is_split:
@@ -291,7 +295,7 @@ def _choose(q: Tensor, committed: Committed, staged: Staged | None) -> LatentKer
     """The launch configuration.  It does not depend on the batch."""
     queries, heads, size = q.shape[1:]
     if _fits_hopper(q, committed, staged):
-        config = choose_hopper_latent_config(chip(q))
+        config = choose_hopper_latent_config(chip(q), committed.scales is not None)
         if config is not None:
             return config
     row_bytes = sum(_block_sizes(size, committed.v.shape[2])) * q.dtype.itemsize
@@ -301,8 +305,8 @@ def _choose(q: Tensor, committed: Committed, staged: Staged | None) -> LatentKer
 
 def _fits_hopper(q: Tensor, committed: Committed, staged: Staged | None) -> bool:
     """Whether the Hopper kernel takes these tensors."""
-    read = [q, committed.k, *(() if staged is None else (staged.k,))]
-    return fits_hopper_latent(read, committed.v.shape[2])
+    rows = [committed.k, *(() if staged is None else (staged.k,))]
+    return fits_hopper_latent(q, rows, committed.v.shape[2])
 
 
 def _launch(
@@ -342,6 +346,7 @@ def _launch(
         lse,
         partials.out,
         partials.lse,
+        None if committed.scales is None else committed.scales.k,
         scale * LOG2_E,
         batch,
         queries,
@@ -390,7 +395,7 @@ def _check(q: Tensor, committed: Committed, staged: Staged | None, positions: Te
             f"latent attention supports {', '.join(map(str, DTYPES))}, rows of up to {MAX_ROW_SIZE} values and V of up "
             f"to {MAX_V_SIZE} of them, but got {q.dtype}, rows of {size} and V of {v_size}: use attention='reference'"
         )
-    require("latent attention's pages", committed.k, (-1, 1, size), q.dtype, q)
+    require_rows("latent attention's pages", committed.k, (-1, 1, size), committed.scales, q)
     require("latent attention's page table", committed.page_table, (batch, -1), torch.int32, q)
     require("latent attention's positions", positions, (batch, queries), torch.int64, q)
     require("latent attention's splits", splits.starts, (batch + 1,), torch.int32, q)
@@ -400,7 +405,7 @@ def _check(q: Tensor, committed: Committed, staged: Staged | None, positions: Te
     need_contiguous_last = [committed.k, committed.page_table]
     if staged is not None:
         rows = staged.k.shape[1] if staged.ancestor_bits is not None else queries
-        require("latent attention's staged rows", staged.k, (batch, rows, 1, size), q.dtype, q)
+        require_rows("latent attention's staged rows", staged.k, (batch, rows, 1, size), committed.scales, q)
         keys_and_values.append((staged.k, staged.v))
         need_contiguous_last.append(staged.k)
         if staged.ancestor_bits is not None:

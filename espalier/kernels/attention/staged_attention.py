@@ -12,6 +12,7 @@ from espalier.kernels.attention.kv_splits import COLUMNS, KVSplitPolicy, KVSplit
 from espalier.kernels.attention.latent_attention import MAX_ROW_SIZE, MAX_V_SIZE, latent_attention_triton
 from espalier.kernels.attention.masked_attention import masked_attention
 from espalier.kernels.attention.tree_attention import DTYPES, MAX_HEAD_SIZE, Committed, Staged, tree_attention_triton
+from espalier.kernels.state.kv_scales import KVScales
 
 
 @dataclass(frozen=True)
@@ -36,17 +37,24 @@ class NoPrefix:
 
 
 def staged_attention(
-    q: Tensor, staged: Staged, positions: Tensor, scale: float, window: int | None, no_prefix: NoPrefix
+    q: Tensor,
+    staged: Staged,
+    positions: Tensor,
+    scale: float,
+    window: int | None,
+    no_prefix: NoPrefix,
+    scales: KVScales | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of q [B, Q, heads, k_size] at positions [B, Q] over the staged rows that each query sees.
 
+    scales: of staged rows in FP8.
     Returns out [B, Q, heads, v_size] in q's dtype and lse [B, Q, heads], natural log.  A query that sees no rows gets
     zeros and lse -inf.
     """
     fits = max(staged.k.shape[3], staged.v.shape[3]) <= MAX_HEAD_SIZE or (_is_wide_latent(staged) and window is None)
     on_gpu = q.is_cuda and q.dtype in DTYPES and fits
     return (staged_attention_triton if on_gpu else staged_attention_reference)(
-        q, staged, positions, scale, window, no_prefix
+        q, staged, positions, scale, window, no_prefix, scales
     )
 
 
@@ -58,18 +66,30 @@ def _is_wide_latent(staged: Staged) -> bool:
 
 
 def staged_attention_triton(
-    q: Tensor, staged: Staged, positions: Tensor, scale: float, window: int | None, no_prefix: NoPrefix
+    q: Tensor,
+    staged: Staged,
+    positions: Tensor,
+    scale: float,
+    window: int | None,
+    no_prefix: NoPrefix,
+    scales: KVScales | None = None,
 ) -> tuple[Tensor, Tensor]:
     # The kernel needs a pool to check shapes, but reads nothing from it: one staged row serves.
     pool = (staged.k[:1, 0], staged.v[:1, 0])
-    committed = Committed(*pool, no_prefix.page_table, no_prefix.length, page_size=1)
+    committed = Committed(*pool, no_prefix.page_table, no_prefix.length, page_size=1, scales=scales)
     if _is_wide_latent(staged):
         return latent_attention_triton(q, committed, staged, positions, no_prefix.splits, scale)
     return tree_attention_triton(q, committed, staged, positions, no_prefix.splits, scale, window)
 
 
 def staged_attention_reference(
-    q: Tensor, staged: Staged, positions: Tensor, scale: float, window: int | None, no_prefix: NoPrefix
+    q: Tensor,
+    staged: Staged,
+    positions: Tensor,
+    scale: float,
+    window: int | None,
+    no_prefix: NoPrefix,
+    scales: KVScales | None = None,
 ) -> tuple[Tensor, Tensor]:
     seen = seen_rows(staged.ancestor_bits, positions, staged.row_positions, window)
-    return masked_attention(q, staged.k, staged.v, seen, scale)
+    return masked_attention(q, staged.k, staged.v, seen, scale, scales)

@@ -15,7 +15,14 @@ from torch import Tensor
 
 from espalier.errors import EspalierError
 from espalier.kernels.attention.ancestor_bits import require_bits, seen_rows
-from espalier.kernels.attention.attention_blocks import _over_committed, _over_staged, _rows, _with_sink, _write
+from espalier.kernels.attention.attention_blocks import (
+    _over_committed,
+    _over_staged,
+    _rows,
+    _times_scale,
+    _with_sink,
+    _write,
+)
 from espalier.kernels.attention.hopper import DTYPES as HOPPER_DTYPES
 from espalier.kernels.attention.hopper import (
     HEAD_SIZES,
@@ -46,6 +53,7 @@ from espalier.kernels.attention.work_items import (
 )
 from espalier.kernels.runtime.launch import Kernel, chip, kernel, power_of_two, require
 from espalier.kernels.runtime.pdl import early
+from espalier.kernels.state.kv_scales import KVScales, require_rows
 from espalier.kernels.state.page_rows import page_rows
 from espalier.layout import next_bucket
 
@@ -60,7 +68,7 @@ MAX_HEAD_SIZE = 256
 @dataclass(frozen=True)
 class Committed:
     """Committed rows in pages.  k, v: [rows, kv_heads, size], row = page * page_size + offset; page_table: [B, T]
-    int32; length: [B] int64; rows below `first` do not exist."""
+    int32; length: [B] int64; rows below `first` do not exist.  scales: if k and v are FP8; staged rows are too."""
 
     k: Tensor
     v: Tensor
@@ -68,6 +76,7 @@ class Committed:
     length: Tensor
     page_size: int
     first: int = 0
+    scales: KVScales | None = None
 
 
 @dataclass(frozen=True)
@@ -109,7 +118,7 @@ def tree_attention(
 def _tree_attention_kernel(
     q_ptr, k_ptr, v_ptr, staged_k_ptr, staged_v_ptr,
     table_ptr, split_ptr, start_ptr, position_ptr, row_position_ptr, bits_ptr,
-    out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, sink_ptr,
+    out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, sink_ptr, k_scale_ptr, v_scale_ptr,
     scale, batch, queries, rows, first,
     q_b, q_q, q_h, k_row, k_h, v_row, v_h, staged_k_b, staged_k_r, staged_k_h, staged_v_b, staged_v_r, staged_v_h,
     table_b, position_b, position_q, row_position_b, row_position_r, bits_b, bits_q,
@@ -147,12 +156,12 @@ def _tree_attention_kernel(
                 at_query = position_ptr + request * position_b + query.to(tl.int64) * position_q
                 position = tl.load(at_query, mask=query_exists, other=0x7FFFFFFF).to(tl.int32)
                 begin = tl.maximum(begin, (tl.min(position, 0) - WINDOW + 1) // BLOCK_N * BLOCK_N)
-            max_score = tl.full([BLOCK_M], float("-inf"), tl.float32)
-            sum_weights = tl.zeros([BLOCK_M], tl.float32)
+            score_scale = _times_scale(scale, k_scale_ptr, head)
+            max_score, sum_weights = tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
             out = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
             max_score, sum_weights, out = _over_committed(
                 q, position, table_ptr + request * table_b, k_ptr + head * k_h, v_ptr + head * v_h, k_row, v_row,
-                begin, end, first, scale, max_score, sum_weights, out,
+                begin, end, first, score_scale, max_score, sum_weights, out,
                 PAGE_SIZE, WINDOW, K_SIZE, V_SIZE, PRECISION, BLOCK_N, BLOCK_K, BLOCK_V, STAGES,
             )
             if STAGED > 0:
@@ -162,12 +171,12 @@ def _tree_attention_kernel(
                     q, query, query_exists, position, staged_k_ptr + request * staged_k_b + head * staged_k_h,
                     staged_v_ptr + request * staged_v_b + head * staged_v_h,
                     row_position_ptr + request * row_position_b, bits_ptr + request * bits_b, bits_q,
-                    staged_k_r, staged_v_r, row_position_r, low, high, rows, scale, max_score, sum_weights, out,
+                    staged_k_r, staged_v_r, row_position_r, low, high, rows, score_scale, max_score, sum_weights, out,
                     STAGED, WINDOW, K_SIZE, V_SIZE, PRECISION, BLOCK_R, BLOCK_K, BLOCK_V, STAGES,
                 )
             divisor = tl.where(sum_weights == 0.0, 1.0, sum_weights)
-            out = out / divisor[:, None]
-            lse = tl.where(sum_weights == 0.0, float("-inf"), tl.fma(max_score, scale, tl.log2(divisor)))
+            out = _times_scale(out / divisor[:, None], v_scale_ptr, head)
+            lse = tl.where(sum_weights == 0.0, float("-inf"), tl.fma(max_score, score_scale, tl.log2(divisor)))
             if count == 1:
                 out = _with_sink(out, lse, sink_ptr, q_head, SINK)
                 row = (request * queries + query) * (KV_HEADS * GROUP_SIZE) + q_head
@@ -209,10 +218,12 @@ def tree_attention_triton(
         partials = PartialResults.of(splits, queries, heads, v_size)
     if config is None:
         config = _choose(q, committed, staged, splits)
-    elif isinstance(config, HopperConfig) and not _fits_hopper(q, committed, staged):
+    elif isinstance(config, HopperConfig) and not (
+        _fits_hopper(q, committed, staged) and (committed.scales is not None) == (config.raw_stages > 0)
+    ):
         raise EspalierError(
             f"the Hopper attention kernel needs bfloat16 or float16, a head size of {HEAD_SIZES}, strides divisible by "
-            "16, and staged rows if `staged` is given: use config=None"
+            "16, staged rows if `staged` is given, and raw_stages for FP8 rows: use config=None"
         )
     _launch(q, committed, staged, positions, splits, scale, window or 0, sink, partials, config, contiguous, out, lse)
     if splits.policy.max_splits > 1:
@@ -236,7 +247,8 @@ def _choose(q: Tensor, committed: Committed, staged: Staged | None, splits: KVSp
     packed_queries = queries * heads // kv_heads
     if _fits_hopper(q, committed, staged):
         work_items = splits.table.shape[0] * kv_heads * -(-packed_queries // (2 * WARPGROUP_QUERIES))
-        config = choose_hopper_config(chip(q), packed_queries, work_items, k_size, committed.page_size)
+        fp8 = committed.scales is not None
+        config = choose_hopper_config(chip(q), packed_queries, work_items, k_size, committed.page_size, fp8)
         if config is not None:
             return config
     rows = queries if staged is None else staged.k.shape[1]
@@ -296,9 +308,9 @@ def _launch(
         positions if ancestor_bits is None else ancestor_bits,
         out,
         lse,
-        partials.out,
-        partials.lse,
+        *(partials.out, partials.lse),
         out if sink is None else sink,
+        *((None, None) if committed.scales is None else (committed.scales.k, committed.scales.v)),
         scale * LOG2_E,
         batch,
         queries,
@@ -349,8 +361,9 @@ def _check(q: Tensor, committed: Committed, staged: Staged | None, positions: Te
             f"{MAX_HEAD_SIZE}, but got {q.dtype}, {heads} heads, {kv_heads} KV heads, and head sizes {k_size} (k) and "
             f"{v_size} (v): use attention='reference'"
         )
-    require("tree attention's k pages", committed.k, (-1, kv_heads, k_size), q.dtype, q)
-    require("tree attention's v pages", committed.v, (committed.k.shape[0], kv_heads, v_size), q.dtype, q)
+    scales = committed.scales
+    require_rows("tree attention's k pages", committed.k, (-1, kv_heads, k_size), scales, q)
+    require_rows("tree attention's v pages", committed.v, (committed.k.shape[0], kv_heads, v_size), scales, q)
     require("tree attention's page table", committed.page_table, (batch, -1), torch.int32, q)
     require("tree attention's positions", positions, (batch, queries), torch.int64, q)
     if committed.k.shape[0] >= 2**31:
@@ -359,8 +372,8 @@ def _check(q: Tensor, committed: Committed, staged: Staged | None, positions: Te
     need_contiguous_last = [committed.k, committed.v, committed.page_table]
     if staged is not None:
         rows = staged.k.shape[1] if staged.ancestor_bits is not None else queries
-        require("tree attention's staged k", staged.k, (batch, rows, kv_heads, k_size), q.dtype, q)
-        require("tree attention's staged v", staged.v, (batch, rows, kv_heads, v_size), q.dtype, q)
+        require_rows("tree attention's staged k", staged.k, (batch, rows, kv_heads, k_size), scales, q)
+        require_rows("tree attention's staged v", staged.v, (batch, rows, kv_heads, v_size), scales, q)
         require("tree attention's row positions", staged.row_positions, (batch, rows), torch.int64, q)
         need_contiguous_last += [staged.k, staged.v]
         if staged.ancestor_bits is not None:
@@ -395,5 +408,5 @@ def tree_attention_reference(
         row_positions = torch.cat((row_positions, staged.row_positions), 1)
     if window is not None:
         seen = seen & (positions[:, :, None] - row_positions[:, None, :] < window)
-    out, lse = masked_attention(q, k, v, seen, scale)
+    out, lse = masked_attention(q, k, v, seen, scale, committed.scales)
     return out if sink is None else with_sink(out, lse, sink), lse

@@ -15,9 +15,11 @@ from torch import Tensor
 
 from espalier.errors import EspalierError
 from espalier.kernels.layers.norm import rms_norm_reference
+from espalier.kernels.layers.quantised import FP8_MAX
 from espalier.kernels.layers.rope import rotate, write_rows
 from espalier.kernels.runtime.launch import chip, exact_type, kernel, power_of_two, require
 from espalier.kernels.runtime.pdl import early, pdl_wait_if
+from espalier.kernels.state.kv_scales import KVScales, require_rows, rounded_values
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -43,12 +45,18 @@ class LatentRopeAndNorm:
 
 
 def rotate_and_store_latent(
-    q_rope: Tensor, q: Tensor, latent: Tensor, rope_and_norm: LatentRopeAndNorm, rows: Tensor, plane: Tensor
+    q_rope: Tensor,
+    q: Tensor,
+    latent: Tensor,
+    rope_and_norm: LatentRopeAndNorm,
+    rows: Tensor,
+    plane: Tensor,
+    scales: KVScales | None = None,
 ) -> None:
     """Rotate q_rope [N, heads, rotary], and store it as the last values of q [N, heads, ...].  Norm and rotate latent
     [N, 1, size], and store it in rows [N] of plane [R, 1, size].
 
-    q_rope may be a view of q.  Raises EspalierError if sizes do not agree.
+    q_rope may be a view of q.  scales: of an FP8 plane.  Raises EspalierError if sizes do not agree.
     """
     rotary, size = rope_and_norm.cos.shape[1], plane.shape[2]
     if q_rope.shape[2] != rotary or latent.shape[1:] != plane.shape[1:] or rotary % 2 or rotary > min(size, q.shape[2]):
@@ -58,7 +66,7 @@ def rotate_and_store_latent(
             f"{list(q_rope.shape)}, and cos and sin for {rotary} values"
         )
     implementation = rotate_and_store_latent_triton if q.is_cuda else rotate_and_store_latent_reference
-    implementation(q_rope, q, latent, rope_and_norm, rows, plane)
+    implementation(q_rope, q, latent, rope_and_norm, rows, plane, scales)
 
 
 @kernel
@@ -96,29 +104,34 @@ def _store_halves(ptrs, left, right, mask, ROTARY: tl.constexpr, BLOCK: tl.const
 
 @kernel
 def _store_latent(
-    values, to, cos, sin, norm_ptr,
+    values, to, cos, sin, norm_ptr, scale_ptr, TYPE: tl.constexpr, MOST: tl.constexpr,
     EPS: tl.constexpr, RANK: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr, NORM: tl.constexpr,
     EXACT: tl.constexpr, BLOCK_RANK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Norm and rotate one latent at `values`, and store it at `to`."""
+    """Norm and rotate one latent at `values`, and store it at `to`.  scale_ptr: of an FP8 row; else None."""
     column = tl.arange(0, BLOCK_RANK)
     exists = column < RANK
     x = tl.load(values + column, mask=exists, other=0.0).to(EXACT)
     if NORM:
         weight = tl.load(norm_ptr + column, mask=exists, other=0.0).to(EXACT)
         x = x * (1.0 / tl.sqrt(tl.sum(x * x, 0) / RANK + EPS)) * weight
-    tl.store(to + column, x.to(to.dtype.element_ty), mask=exists)
     one = tl.zeros([1, 1], tl.int32)
     left, right = _rotated_halves(values + RANK + one, cos, sin, one == 0, ROTARY, INTERLEAVED, EXACT, BLOCK)
+    if scale_ptr is not None:
+        scale = tl.load(scale_ptr).to(EXACT)
+        x = rounded_values(x.to(TYPE).to(EXACT), scale, MOST)
+        left = rounded_values(left.to(TYPE).to(EXACT), scale, MOST)
+        right = rounded_values(right.to(TYPE).to(EXACT), scale, MOST)
+    tl.store(to + column, x.to(to.dtype.element_ty), mask=exists)
     _store_halves(to + RANK + one, left, right, one == 0, ROTARY, BLOCK)
 
 
 @kernel
 def _rotate_latent_kernel(
-    rope_ptr, q_ptr, latent_ptr, cos_ptr, sin_ptr, norm_ptr, row_ptr, plane_ptr,
+    rope_ptr, q_ptr, latent_ptr, cos_ptr, sin_ptr, norm_ptr, row_ptr, plane_ptr, scale_ptr,
     rope_n, rope_h, q_n, q_h, latent_n, cos_n, sin_n, row_n, plane_row,
     EPS: tl.constexpr, HEADS: tl.constexpr, RANK: tl.constexpr, ROTARY: tl.constexpr, Q_AT: tl.constexpr,
-    INTERLEAVED: tl.constexpr, NORM: tl.constexpr, EXACT: tl.constexpr,
+    INTERLEAVED: tl.constexpr, NORM: tl.constexpr, EXACT: tl.constexpr, MOST: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_RANK: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """RANK: values of a latent before its rotated part.  Q_AT: values of a query before its rotated part."""
@@ -128,7 +141,7 @@ def _rotate_latent_kernel(
     if tl.program_id(1) == 0:
         to = plane_ptr + tl.load(row_ptr + n * row_n) * plane_row
         _store_latent(
-            latent_ptr + n * latent_n, to, cos, sin, norm_ptr,
+            latent_ptr + n * latent_n, to, cos, sin, norm_ptr, scale_ptr, q_ptr.dtype.element_ty, MOST,
             EPS, RANK, ROTARY, INTERLEAVED, NORM, EXACT, BLOCK_RANK, BLOCK,
         )  # fmt: skip
     else:
@@ -143,14 +156,21 @@ def _rotate_latent_kernel(
 
 
 def rotate_and_store_latent_triton(
-    q_rope: Tensor, q: Tensor, latent: Tensor, rope_and_norm: LatentRopeAndNorm, rows: Tensor, plane: Tensor
+    q_rope: Tensor,
+    q: Tensor,
+    latent: Tensor,
+    rope_and_norm: LatentRopeAndNorm,
+    rows: Tensor,
+    plane: Tensor,
+    scales: KVScales | None = None,
 ) -> None:
     """Tolerance: equal to the reference within one ulp of the dtype and a few of float32."""
     (count, heads, rotary), size = q_rope.shape, plane.shape[2]
     exact = torch.promote_types(q.dtype, torch.float32)
-    require("latent rope: q", q, (count, heads, -1), plane.dtype, plane)
-    require("latent rope: q_rope", q_rope, (count, heads, rotary), plane.dtype, plane)
-    require("latent rope: latent", latent, (count, 1, size), plane.dtype, plane)
+    require("latent rope: q", q, (count, heads, -1), None, plane)
+    require("latent rope: q_rope", q_rope, (count, heads, rotary), q.dtype, plane)
+    require("latent rope: latent", latent, (count, 1, size), q.dtype, plane)
+    require_rows("latent rope: plane", plane, (-1, 1, size), scales, q)
     require("latent rope: rows", rows, (count,), torch.int64, plane)
     for name in ("cos", "sin"):
         require(f"latent rope: {name}", getattr(rope_and_norm, name), (count, rotary), exact, plane)
@@ -172,6 +192,7 @@ def rotate_and_store_latent_triton(
         rope_and_norm.cos if norm is None else norm,
         rows,
         plane,
+        None if scales is None else scales.k,
         *q_rope.stride()[:2],
         *q.stride()[:2],
         latent.stride(0),
@@ -188,6 +209,7 @@ def rotate_and_store_latent_triton(
         INTERLEAVED=rope_and_norm.interleaved,
         NORM=norm is not None,
         EXACT=exact_type(q.dtype),
+        MOST=FP8_MAX,
         BLOCK_H=block_h,
         BLOCK_RANK=power_of_two(max(size - rotary, 1)),
         BLOCK=power_of_two(rotary // 2),
@@ -197,14 +219,21 @@ def rotate_and_store_latent_triton(
 
 
 def rotate_and_store_latent_reference(
-    q_rope: Tensor, q: Tensor, latent: Tensor, rope_and_norm: LatentRopeAndNorm, rows: Tensor, plane: Tensor
+    q_rope: Tensor,
+    q: Tensor,
+    latent: Tensor,
+    rope_and_norm: LatentRopeAndNorm,
+    rows: Tensor,
+    plane: Tensor,
+    scales: KVScales | None = None,
 ) -> None:
     rotary = rope_and_norm.cos.shape[1]
     rank = latent.shape[2] - rotary
     latent_part = latent[..., :rank]
     if rope_and_norm.norm is not None:
         latent_part = rms_norm_reference(latent_part, rope_and_norm.norm, rope_and_norm.eps)
-    write_rows((plane,), rows, (torch.cat((latent_part, _rotated(latent[..., rank:], rope_and_norm)), -1),))
+    row = torch.cat((latent_part, _rotated(latent[..., rank:], rope_and_norm)), -1)
+    write_rows((plane,), rows, (row,), scales)
     q[..., q.shape[2] - rotary :] = _rotated(q_rope, rope_and_norm)
 
 

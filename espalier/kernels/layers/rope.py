@@ -16,8 +16,10 @@ from torch import Tensor
 from espalier.errors import EspalierError
 from espalier.kernels.layers.linear import load_sum, sum_parts_reference
 from espalier.kernels.layers.norm import rms_norm_reference
+from espalier.kernels.layers.quantised import FP8_MAX
 from espalier.kernels.runtime.launch import chip, exact_type, kernel, oversubscribed, power_of_two, require
 from espalier.kernels.runtime.pdl import early, pdl_wait_if
+from espalier.kernels.state.kv_scales import KVScales, require_rows, rounded, rounded_values
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -46,17 +48,23 @@ class RopeAndNorm:
 
 
 def rotate_and_store(
-    qkv: Tensor, rope_and_norm: RopeAndNorm, rows: Tensor, k_buffer: Tensor, v_buffer: Tensor
+    qkv: Tensor,
+    rope_and_norm: RopeAndNorm,
+    rows: Tensor,
+    k_buffer: Tensor,
+    v_buffer: Tensor,
+    scales: KVScales | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Norm and rotate the Q and K heads of qkv [N, heads + 2 · kv_heads, size] (all Q, then all K, then all V).
 
     qkv may also be partial sums [splits, N, heads + 2 · kv_heads, size] float32 (kernels/layers/linear.py).  They are
-    added in order and rounded to the buffers' dtype first.
+    added in order and rounded to the model's dtype first.
     rows: [N] int64, the rows of k_buffer and v_buffer [R, kv_heads, size] that receive K and V.
+    scales: of FP8 buffers.
     Returns q [N, heads, size], k and v [N, kv_heads, size].  On a GPU, a qkv without splits is overwritten.
     """
     implementation = rotate_and_store_triton if qkv.is_cuda else rotate_and_store_reference
-    return implementation(qkv, rope_and_norm, rows, k_buffer, v_buffer)
+    return implementation(qkv, rope_and_norm, rows, k_buffer, v_buffer, scales)
 
 
 @kernel
@@ -65,14 +73,35 @@ def _load(pointer, mask, EXACT: tl.constexpr):
 
 
 @kernel
+def _store_kv(
+    rows, values, head, column, mask,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, EXACT: tl.constexpr, MOST: tl.constexpr,
+):  # fmt: skip
+    """Store those of the values [H, C] that are of K and V heads in a row of each.  rows: pointers and strides."""
+    k_ptr, v_ptr, k_h, v_h, k_scale_ptr, v_scale_ptr = rows
+    k_head, v_head = head - HEADS, head - HEADS - KV_HEADS
+    is_k, is_v = (k_head >= 0) & (v_head < 0), (v_head >= 0) & (v_head < KV_HEADS)
+    if k_scale_ptr is not None:
+        k_scale = tl.load(k_scale_ptr + k_head, mask=is_k, other=1.0)
+        scale = tl.where(is_v, tl.load(v_scale_ptr + v_head, mask=is_v, other=1.0), k_scale)
+        values = rounded_values(values.to(EXACT), scale.to(EXACT)[:, None], MOST)
+    tl.store(k_ptr + k_head[:, None] * k_h + column[None, :], values, mask=mask & is_k[:, None])
+    tl.store(v_ptr + v_head[:, None] * v_h + column[None, :], values, mask=mask & is_v[:, None])
+
+
+@kernel
 def _rotate_kernel(
-    qkv_ptr, out_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, row_ptr, k_ptr, v_ptr,
+    qkv_ptr, out_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, row_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr,
     qkv_split, qkv_n, qkv_h, out_n, out_h, cos_n, sin_n, row_n, k_row, k_h, v_row, v_h,
     EPS: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, SIZE: tl.constexpr,
     ROTARY: tl.constexpr, SPLITS: tl.constexpr, IN_PLACE: tl.constexpr, NORMS: tl.constexpr,
-    EXACT: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK: tl.constexpr, BLOCK_REST: tl.constexpr, DEPENDENT: tl.constexpr,
+    EXACT: tl.constexpr, MOST: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK: tl.constexpr, BLOCK_REST: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """left, right: the halves of a head's rotated values; rest: its unrotated end.  Strides are tensor_dimension."""
+    """left, right: the halves of a head's rotated values; rest: its unrotated end.  Strides are tensor_dimension.
+
+    k_scale_ptr, v_scale_ptr: of FP8 rows, whose largest value is MOST; else None.
+    """
     pdl_wait_if(DEPENDENT)
     n = tl.program_id(0).to(tl.int64)
     row = tl.load(row_ptr + n * row_n)
@@ -120,24 +149,23 @@ def _rotate_kernel(
     out_ptrs = out_ptr + n * out_n + head[:, None] * out_h + column[None, :]
     tl.store(out_ptrs, left, mask=out_mask)
     tl.store(out_ptrs + half, right, mask=out_mask)
-    k_mask = mask & (is_q == is_v)[:, None]
-    k_ptrs = k_ptr + row * k_row + (head - HEADS)[:, None] * k_h + column[None, :]
-    tl.store(k_ptrs, left, mask=k_mask)
-    tl.store(k_ptrs + half, right, mask=k_mask)
-    v_ptrs = v_ptr + row * v_row + (head - HEADS - KV_HEADS)[:, None] * v_h + column[None, :]
-    tl.store(v_ptrs, left, mask=mask & is_v[:, None])
-    tl.store(v_ptrs + half, right, mask=mask & is_v[:, None])
     if ROTARY < SIZE:
         out_mask = rest_mask & (head < HEADS + KV_HEADS)[:, None] if IN_PLACE else rest_mask
         tl.store(out_ptr + n * out_n + head[:, None] * out_h + rest_column[None, :], rest, mask=out_mask)
-        k_rest_ptrs = k_ptr + row * k_row + (head - HEADS)[:, None] * k_h + rest_column[None, :]
-        tl.store(k_rest_ptrs, rest, mask=rest_mask & (is_q == is_v)[:, None])
-        v_rest_ptrs = v_ptr + row * v_row + (head - HEADS - KV_HEADS)[:, None] * v_h + rest_column[None, :]
-        tl.store(v_rest_ptrs, rest, mask=rest_mask & is_v[:, None])
+    rows_of_kv = (k_ptr + row * k_row, v_ptr + row * v_row, k_h, v_h, k_scale_ptr, v_scale_ptr)
+    _store_kv(rows_of_kv, left, head, column, mask, HEADS, KV_HEADS, EXACT, MOST)
+    _store_kv(rows_of_kv, right, head, half + column, mask, HEADS, KV_HEADS, EXACT, MOST)
+    if ROTARY < SIZE:
+        _store_kv(rows_of_kv, rest, head, rest_column, rest_mask, HEADS, KV_HEADS, EXACT, MOST)
 
 
 def rotate_and_store_triton(
-    qkv: Tensor, rope_and_norm: RopeAndNorm, rows: Tensor, k_buffer: Tensor, v_buffer: Tensor
+    qkv: Tensor,
+    rope_and_norm: RopeAndNorm,
+    rows: Tensor,
+    k_buffer: Tensor,
+    v_buffer: Tensor,
+    scales: KVScales | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Tolerance: one ulp of the reference.  Both compute in float32 and round once, but the reference's addcmul may use
     fused multiply-adds.
@@ -146,9 +174,10 @@ def rotate_and_store_triton(
     """
     in_place = qkv.ndim == 3
     parts = qkv[None] if in_place else qkv
-    out = qkv if in_place else torch.empty(qkv.shape[1:], dtype=k_buffer.dtype, device=qkv.device)
+    dtype = k_buffer.dtype if scales is None else scales.dtype
+    out = qkv if in_place else torch.empty(qkv.shape[1:], dtype=dtype, device=qkv.device)
     require("rope: qkv's partial sums", parts, (-1, -1, -1, -1), qkv.dtype if in_place else torch.float32, k_buffer)
-    _check(parts, out, rope_and_norm, rows, k_buffer, v_buffer)
+    _check(parts, out, rope_and_norm, rows, k_buffer, v_buffer, scales)
     count, num_heads, size = out.shape
     kv_heads = k_buffer.shape[1]
     heads, rotary = num_heads - 2 * kv_heads, rope_and_norm.cos.shape[1]
@@ -167,6 +196,7 @@ def rotate_and_store_triton(
             rows,
             k_buffer,
             v_buffer,
+            *((None, None) if scales is None else (scales.k, scales.v)),
             *parts.stride()[:3],
             *out.stride()[:2],
             rope_and_norm.cos.stride(0),
@@ -184,6 +214,7 @@ def rotate_and_store_triton(
             IN_PLACE=in_place,
             NORMS=rope_and_norm.q_norm is not None,
             EXACT=exact_type(out.dtype),
+            MOST=FP8_MAX,
             BLOCK_H=blocks * HEADS_PER_BLOCK,
             BLOCK=power_of_two(rotary // 2),
             BLOCK_REST=power_of_two(max(size - rotary, 1)),
@@ -197,7 +228,13 @@ def rotate_and_store_triton(
 
 
 def _check(
-    parts: Tensor, qkv: Tensor, rope_and_norm: RopeAndNorm, rows: Tensor, k_buffer: Tensor, v_buffer: Tensor
+    parts: Tensor,
+    qkv: Tensor,
+    rope_and_norm: RopeAndNorm,
+    rows: Tensor,
+    k_buffer: Tensor,
+    v_buffer: Tensor,
+    scales: KVScales | None,
 ) -> None:
     count, _, size = qkv.shape
     kv_heads, rotary = k_buffer.shape[1], rope_and_norm.cos.shape[1]
@@ -205,8 +242,8 @@ def _check(
     for name in ("cos", "sin"):
         require(f"rope: {name}", getattr(rope_and_norm, name), (count, rotary), exact, qkv)
     require("rope: rows", rows, (count,), torch.int64, qkv)
-    require("rope: k_buffer", k_buffer, (-1, kv_heads, size), qkv.dtype, qkv)
-    require("rope: v_buffer", v_buffer, (-1, kv_heads, size), qkv.dtype, qkv)
+    require_rows("rope: k_buffer", k_buffer, (-1, kv_heads, size), scales, qkv)
+    require_rows("rope: v_buffer", v_buffer, (-1, kv_heads, size), scales, qkv)
     for name, norm in (("q_norm", rope_and_norm.q_norm), ("k_norm", rope_and_norm.k_norm)):
         if norm is not None:
             require(f"rope: {name}", norm, (size,), None, qkv)
@@ -238,25 +275,34 @@ def _check(
 
 
 def rotate_and_store_reference(
-    qkv: Tensor, rope_and_norm: RopeAndNorm, rows: Tensor, k_buffer: Tensor, v_buffer: Tensor
+    qkv: Tensor,
+    rope_and_norm: RopeAndNorm,
+    rows: Tensor,
+    k_buffer: Tensor,
+    v_buffer: Tensor,
+    scales: KVScales | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Does not overwrite qkv."""
     if qkv.ndim == 4:
-        qkv = sum_parts_reference(qkv, k_buffer.dtype)
+        qkv = sum_parts_reference(qkv, k_buffer.dtype if scales is None else scales.dtype)
     qk_heads = qkv.shape[1] - k_buffer.shape[1]
     heads = qk_heads - k_buffer.shape[1]
     rotated = rotate(
         _normed(qkv[:, :qk_heads], heads, rope_and_norm), rope_and_norm.cos[:, None], rope_and_norm.sin[:, None]
     )
     q, k, v = rotated[:, :heads], rotated[:, heads:], qkv[:, qk_heads:]
-    write_rows((k_buffer, v_buffer), rows, (k, v))
+    write_rows((k_buffer, v_buffer), rows, (k, v), scales)
     return q, k, v
 
 
-def write_rows(planes: Sequence[Tensor], rows: Tensor, values: Sequence[Tensor]) -> None:
-    """Write each of `values` [N, heads, size] to rows [N] of its plane [R, heads, size]."""
-    for plane, value in zip(planes, values, strict=True):
-        plane.index_copy_(0, rows, value)
+def write_rows(planes: Sequence[Tensor], rows: Tensor, values: Sequence[Tensor], scales: KVScales | None) -> None:
+    """Write each of `values` [N, heads, size] to rows [N] of its plane [R, heads, size].  scales: of FP8 planes."""
+    if scales is None:
+        for plane, value in zip(planes, values, strict=True):
+            plane.index_copy_(0, rows, value)
+        return
+    for plane, value, scale in zip(planes, values, (scales.k, scales.v), strict=False):
+        plane.view(torch.uint8).index_copy_(0, rows, rounded(value, scale).view(torch.uint8))
 
 
 def _normed(qk: Tensor, heads: int, rope_and_norm: RopeAndNorm) -> Tensor:

@@ -35,10 +35,16 @@ def commit_rows(staged: Sequence[Tensor], committed: Sequence[Tensor], source: T
     """
     for i, (src, dst) in enumerate(zip(staged, committed, strict=True)):
         require(f"staged plane {i}", src, (committed[0].shape[0], -1, *dst.shape[2:]), dst.dtype, dst)
+    staged, committed = _as_bytes(staged), _as_bytes(committed)
     require("commit's source", source, (-1,), torch.int64, committed[0])
     require("commit's rows", rows, tuple(source.shape), torch.int64, source)
     run = commit_rows_triton if source.is_cuda else commit_rows_reference
     run(staged, committed, source, rows)
+
+
+def _as_bytes(planes: Sequence[Tensor]) -> Sequence[Tensor]:
+    """FP8 planes as bytes: PyTorch copies no FP8 rows by index."""
+    return [plane.view(torch.uint8) if plane.element_size() == 1 else plane for plane in planes]
 
 
 @kernel

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from espalier.cache.layer_spec import LayerSpec
 from espalier.kernels.layers.rope import RopeAndNorm
+from espalier.kernels.state.kv_scales import KVScales
 from espalier.models.base import Attend, ModelOutput
 from espalier.models.config import ModelConfig
 from espalier.models.layers.attention import Attention
@@ -76,6 +77,7 @@ class Decoder:
         layers: list[DecoderLayer],
         norm: RMSNorm,
         head: Linear,
+        kv_scales: tuple[KVScales | None, ...],
     ) -> None:
         self.config = config
         self.layer_specs = layer_specs
@@ -85,6 +87,7 @@ class Decoder:
         self.layers = layers
         self.norm = norm
         self.head = head
+        self.kv_scales = kv_scales
 
     def __call__(self, tokens: Tensor, positions: Tensor, attend: Attend) -> ModelOutput:
         shape = (tokens.shape[0], tokens.shape[1])

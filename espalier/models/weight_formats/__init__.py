@@ -21,6 +21,7 @@ from espalier.models.weight_formats.compressed_tensors import read_compressed_te
 from espalier.models.weight_formats.dense import DenseFormat, dense_weight
 from espalier.models.weight_formats.fp8 import read_fp8
 from espalier.models.weight_formats.gptq import read_gptq
+from espalier.models.weight_formats.kv_cache import kv_scheme
 from espalier.models.weight_formats.mxfp4 import read_mxfp4
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "Weight",
     "WeightFormat",
     "all_dense",
+    "declared_kv_dtype",
     "dense_weight",
     "read_formats",
 ]
@@ -55,6 +57,14 @@ FORMATS: Mapping[str | None, Callable[[Mapping[str, Any]], FormatOf]] = {
     "gptq": read_gptq,
     "mxfp4": read_mxfp4,
 }
+
+
+def declared_kv_dtype(full: Mapping[str, Any]) -> str | None:
+    """The kv_dtype that a config.json declares; None if it declares none.
+
+    Raises EspalierError for a kv_cache_scheme that is not supported.
+    """
+    return kv_scheme(full, QUANTISATION_FIELDS)
 
 
 def read_formats(full: Mapping[str, Any], path: Path) -> FormatOf:

@@ -96,7 +96,7 @@ def read_compressed_tensors(quantisation: Mapping[str, Any]) -> FormatOf:
     for group in (quantisation.get("config_groups") or {}).values():
         targets = names_of(group.get("targets"))
         groups.append((targets, _read_scheme(group, group.get("format") or shared)))
-    if not groups:
+    if not groups and quantisation.get("kv_cache_scheme") is None:
         raise EspalierError("quantization_config has no config_groups; download config.json again")
 
     def format_of(name: str) -> WeightFormat:

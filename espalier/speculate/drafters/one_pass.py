@@ -106,7 +106,8 @@ class OnePassDrafter(ModelDrafter[BlockModel]):
         positions, _, page_rows = context_rows(slots, length, width)
         rows = self.staging.places(positions, width, 0)
         for i, projections in enumerate(self.draft.context(target_features, positions)):
-            projections.write(rows, self.staging.layers[self.first_layer + i])
+            layer = self.first_layer + i
+            projections.write(rows, self.staging.layers[layer], self.pages.scales.get(layer))
         self.pages.commit(self.staging, rows, page_rows.flatten())
 
 

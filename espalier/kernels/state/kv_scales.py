@@ -1,0 +1,91 @@
+"""K and V in FP8 (E4M3): the scales of a layer, and the one place that rounds.
+
+Staging and pages hold the same bytes.  Only the kernels that write staging round (kernels/layers/rope.py, latent.py); a
+commit copies bytes, and attention converts them.  K's scale is a factor of the softmax scale, and V's of the result,
+so attention multiplies no row by a scale.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from espalier.kernels.layers.quantised import FP8, FP8_MAX
+from espalier.kernels.runtime.launch import kernel, require
+
+if TYPE_CHECKING:
+    import triton.language as tl
+
+
+@dataclass(frozen=True)
+class KVScales:
+    """k, v: [kv_heads] float32.  What is stored, times the scale of its head, is K or V.  dtype: the model's.
+
+    A scale belongs to a layer.  If it followed from a batch or from a request's tokens, a row would depend on more than
+    the tokens before it, and a prefix hit or a tree would change the output.  A latent row is K and V at once: its two
+    scales are the same tensor.
+    """
+
+    k: Tensor
+    v: Tensor
+    dtype: torch.dtype
+
+    @classmethod
+    def ones(cls, kv_heads: int, dtype: torch.dtype, device: torch.device) -> KVScales:
+        one = torch.ones(kv_heads, device=device)
+        return cls(one, one, dtype)
+
+
+def require_rows(name: str, rows: Tensor, shape: tuple[int, ...], scales: KVScales | None, like: Tensor) -> None:
+    """Check on the host rows [.., kv_heads, size] of staging or pages: FP8 with scales, else of the dtype of `like`.
+
+    name: of the rows in the error text.  Raises EspalierError.
+    """
+    require(name, rows, shape, like.dtype if scales is None else FP8, like)
+    if scales is not None:
+        require(f"{name}: scales of k", scales.k, (shape[-2],), torch.float32, like)
+        require(f"{name}: scales of v", scales.v, (shape[-2],), torch.float32, like)
+
+
+def times_k_scale(q: Tensor, scales: KVScales) -> Tensor:
+    """q [.., heads, size] for products with stored keys."""
+    return q * _of_queries(scales.k, q)
+
+
+def times_v_scale(out: Tensor, scales: KVScales) -> Tensor:
+    """What a sum of stored values, out [.., heads, size], comes to."""
+    return out * _of_queries(scales.v, out)
+
+
+def _of_queries(scale: Tensor, values: Tensor) -> Tensor:
+    """The scale of each query head: [heads, 1]."""
+    return scale.to(values.dtype).repeat_interleave(values.shape[-2] // len(scale))[:, None]
+
+
+def rounded(values: Tensor, scale: Tensor) -> Tensor:
+    """values [N, heads, size] over the scale [heads] of their head, in FP8, to the nearest, ties to even.
+
+    Values past ±448 become ±448; what is not finite becomes NaN.
+    """
+    exact = torch.promote_types(values.dtype, torch.float32)
+    quotient = values.to(exact) / scale.to(exact)[:, None]
+    return torch.where(quotient.isfinite(), quotient.clamp(-FP8_MAX, FP8_MAX), torch.nan).to(FP8)
+
+
+@kernel
+def rounded_values(values, scale, MOST: tl.constexpr):
+    """As `rounded`, before the conversion to FP8, which rounds: the quotient of values and scale, clamped.
+
+    values, scale: float32 or float64, of shapes that broadcast.
+    """
+    # An IEEE quotient, so that the bytes equal the reference's.
+    if values.dtype == tl.float32:
+        quotient = tl.div_rn(values, tl.zeros_like(values) + scale)
+    else:
+        quotient = values / scale
+    clamped = tl.where(quotient > MOST, MOST, tl.where(quotient < -MOST, -MOST, quotient))
+    # NaN fails both comparisons, and stays NaN.
+    return tl.where(tl.abs(quotient) == float("inf"), float("nan"), clamped)

@@ -1,0 +1,58 @@
+"""K and V in FP8 under every kind of draft: speculation, prefix hits and the batch change no request's tokens.
+
+The whole product is in test_layouts.py; here are the drafts that it lacks.
+"""
+
+from dataclasses import replace
+
+import pytest
+
+from espalier.config import FP8_KV
+from espalier.request import Request, SamplingParams
+from tests.harness import Setup, prompts, request, run
+from tests.properties.block_setup import BlockSetup
+from tests.properties.mtp_setup import MTPSetup
+
+SIZES = {"steps": 3, "topk": 3, "num_draft_tokens": 12, "page_size": 3, "max_batch": 3, "max_context": 48}
+CACHE = {"kv_dtype": FP8_KV, "draft_kv_dtype": FP8_KV, "chunk_size": 16}
+SETUPS: dict[str, Setup] = {
+    "block": BlockSetup(**SIZES, **CACHE),
+    "edges": BlockSetup(**SIZES, **CACHE, form="dspark"),
+    "chain of MTP layers": MTPSetup(**SIZES, **CACHE, form=(3, "chain")),
+    "MTP layer of DeepSeek": MTPSetup(**SIZES, **CACHE, family="deepseek_v3"),
+    "draft in float64": Setup(**SIZES, **{**CACHE, "draft_kv_dtype": "float64"}),
+    "target in float64": Setup(**SIZES, **{**CACHE, "kv_dtype": "float64"}),
+}
+
+
+def traffic() -> list[Request]:
+    """The last repeats the first, so its pages are found."""
+    drawn = prompts(23, [7, 3, 12])
+    return [
+        request(i, prompt, SamplingParams(temperature=(0.0, 1.5, 6.0, 0.0)[i], max_tokens=20), seed=50 + i % 3)
+        for i, prompt in enumerate([*drawn, drawn[0]])
+    ]
+
+
+@pytest.mark.parametrize("setup", SETUPS.values(), ids=SETUPS)
+def test_tokens_are_those_of_plain_decoding_alone(setup):
+    plain = replace(setup.plain(), max_batch=1, prefix_cache=False)
+    alone = [run(plain.engine(), [one]).tokens[0] for one in traffic()]
+    ran = run(replace(setup, overlap=True).engine(), traffic())
+    assert ran.tokens == alone
+    assert ran.requests[3].cached_tokens and ran.stats.emitted > ran.stats.rounds
+
+
+def test_a_scale_of_the_batch_would_be_noticed(monkeypatch):
+    """Rows rounded by the largest of a pass: neighbours and siblings change a request's tokens."""
+    from espalier.kernels.layers import rope
+
+    nearest = rope.rounded
+
+    def over_the_pass(values, scale):
+        largest = values.abs().amax() / 3
+        return (nearest(values / largest, scale).double() * largest).to(rope.torch.float8_e4m3fn)
+
+    monkeypatch.setattr(rope, "rounded", over_the_pass)
+    with pytest.raises(AssertionError):
+        test_tokens_are_those_of_plain_decoding_alone(SETUPS["draft in float64"])
