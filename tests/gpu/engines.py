@@ -2,7 +2,7 @@
 model, and the oracle, in float64 on the CPU, runs it too."""
 
 import atexit
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from shutil import copytree, rmtree
@@ -12,12 +12,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from espalier.attention import default_backend
+from espalier.config import FP8_KV
 from espalier.engine.cuda import CudaExecutor
 from espalier.engine.engine import Engine
 from espalier.models import CausalLM, DraftModel, load_target, read_config
 from espalier.speculate.drafters import WITHOUT_FILES, load_draft, read_draft
 from espalier.startup.build import assemble, kv_dtypes_of
 from tests.harness import MAX_POSITIONS, Setup, directories
+from tests.oracles.fp8_cache import ones
 from tests.oracles.reference_round import Reference
 
 GPU = torch.device("cuda")
@@ -121,18 +123,19 @@ class DeviceSetup(Setup):
 
     @property
     def reference(self) -> Reference:
-        """The oracle: these weights in float64, on the CPU, in plain torch."""
-        return _reference(replace(self, dtype=torch.float64, device=torch.device("cpu")).reference_key)
-
-    @property
-    def reference_key(self) -> tuple[tuple[Path, Path], bool]:
-        return self.paths, self.has_draft
+        """The oracle: these weights in float64, on the CPU, in plain torch.  Rows in FP8 have the scale 1."""
+        in_fp8 = self.kv_dtype == FP8_KV, self.draft_kv_dtype == FP8_KV
+        return _reference(self.paths, self.has_draft, *in_fp8)
 
 
 @lru_cache
-def _reference(key: tuple[tuple[Path, Path], bool]) -> Reference:
-    paths, speculative = key
-    return Reference(*loaded(paths, speculative, torch.float64, torch.device("cpu"), MAX_POSITIONS))
+def _reference(paths: tuple[Path, Path], speculative: bool, target_fp8: bool, draft_fp8: bool) -> Reference:
+    models = loaded(paths, speculative, torch.float64, torch.device("cpu"), MAX_POSITIONS)
+    scales, draft_scales = (
+        [ones(spec.rows.kv_heads, len(spec.rows.planes)) for spec in model.layer_specs] if in_fp8 and model else None
+        for model, in_fp8 in zip(models, (target_fp8, draft_fp8), strict=True)
+    )
+    return Reference(*models, scales=scales, draft_scales=draft_scales)
 
 
 def executor_of(engine: Engine) -> CudaExecutor:

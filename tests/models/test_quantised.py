@@ -340,5 +340,5 @@ def test_groups_that_do_not_divide_are_refused(tmp_path):
 def test_scales_of_a_quantised_cache_may_be_in_the_file(tmp_path):
     path, _ = made(tmp_path, "fp8-channel-token")
     attention = f"{LAYER}self_attn."
-    edit(path, **{f"{attention}{name}": torch.ones(1) for name in ("k_proj.k_scale", "v_proj.v_scale", "k_scale")})
+    edit(path, **{f"{attention}{name}": torch.ones(1) for name in ("k_proj.k_scale", "v_proj.v_scale")})
     load_target(path, **LOADING)

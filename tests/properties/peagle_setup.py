@@ -63,7 +63,9 @@ class PEagleReference(Reference):
     def _behind(self, planes: list[tuple[Tensor, ...]], rows: int) -> DenseAttend | BehindPrefix:
         specs = self.draft.layer_specs
         return (
-            BehindPrefix(specs, [[plane[:rows] for plane in layer] for layer in planes]) if rows else DenseAttend(specs)
+            BehindPrefix(specs, None, [[plane[:rows] for plane in layer] for layer in planes])
+            if rows
+            else DenseAttend(specs)
         )
 
 

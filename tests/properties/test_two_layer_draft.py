@@ -215,7 +215,11 @@ def watched(setup: ToySetup) -> Watch:
 
 # Fewer sizes than tests/properties/layouts.py: the layouts are not this draft's, but what it reads and keeps is.
 SIZES = {"page_size": (1, 3, 64), "topk": (1, 3), "steps": (1, 5), "nodes": ("2", "bound"), "batch": (1, 3)}
-FACTORS = {"reads": READS, **SIZES, **{name: values for name, values in AROUND.items() if name != "algorithm"}}
+FACTORS = {
+    "reads": READS,
+    **SIZES,
+    **{name: values for name, values in AROUND.items() if name not in ("algorithm", "kv")},
+}
 
 
 @pytest.mark.parametrize("row", pairwise(FACTORS, impossible), ids=lambda row: "-".join(map(str, row.values())))
