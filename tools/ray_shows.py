@@ -222,9 +222,12 @@ def show_prefixes(num_replicas: int) -> None:
     ]
     prompts = [f"{start}def use_{j}(x):\n" for start in families for j in range(12)]
     random.Random(0).shuffle(prompts)
+    # Ray's processes find tools/random_router.py.
+    os.environ["PYTHONPATH"] = os.pathsep.join((str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")))
     print("| replicas | router | prompt tokens | found in a prefix cache |\n| --- | --- | --- | --- |")
     routers = (
         (1, "one engine", None),
+        (num_replicas, "random", "random_router.RandomRouter"),
         (num_replicas, "Ray's power of two", POWER_OF_TWO),
         (num_replicas, "ours", None),
     )
