@@ -46,10 +46,11 @@ def test_a_block_drafts_candidates_keep_its_depth():
     assert candidates_of(deep, [], is_block=True) == [*trees, PLAIN]
     assert candidates_of(TreeShape(7, 4, 16), [], is_block=True) == [TreeShape(7, 4, 16), TreeShape(7, 4, 8), PLAIN]
     assert candidates_of(deep, [WIDE], is_block=True) == [WIDE]
-    lengths = predicted_accept_lengths(4.0, trees[1], [*trees[1:4], WIDE, PLAIN], is_block=True)
-    assert lengths[trees[1]] == 4.0 > lengths[trees[2]] > lengths[trees[3]] > lengths[PLAIN] == 1.0
+    large, small, shallow = TreeShape(7, 4, 16), TreeShape(7, 4, 8), TreeShape(3, 4, 16)
+    lengths = predicted_accept_lengths(3.0, large, [large, small, shallow, PLAIN], is_block=True)
+    assert lengths[large] == 3.0 > lengths[small] > lengths[PLAIN] == 1.0
     # A shallower tree of as many nodes accepts less and costs as much.
-    assert lengths[WIDE] < 4.0
+    assert lengths[shallow] < 3.0
 
 
 def test_a_larger_tree_is_foretold_to_accept_more():

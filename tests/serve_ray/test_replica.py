@@ -81,6 +81,7 @@ def max_tokens(count):
     return SamplingParams(max_tokens=count, temperature=0)
 
 
+@pytest.mark.full
 def test_the_engine_of_a_replica_dies(llm):
     """Its streams end with an error, prompts without a token run elsewhere, and the replica ends its actor."""
 

@@ -28,7 +28,7 @@ def block(size: int, fade: float, **changes: Any) -> Recipe:
     [
         (7, 1.0, (7, 4, 16)),
         (8, 0.93, (7, 1, 8)),
-        (16, 0.96, (15, 4, 32)),
+        pytest.param(16, 0.96, (15, 4, 32), marks=pytest.mark.full),
         pytest.param(8, 0.93, (7, 8, 64), marks=pytest.mark.full),
         pytest.param(16, 0.97, (15, 8, 256), marks=pytest.mark.full),
     ],
@@ -91,7 +91,7 @@ def test_from_files_through_the_public_door(tmp_path: Path) -> None:
     assert list(out.token_ids) == recipe.chain().follow(start, 40)
 
 
-@pytest.mark.parametrize("shift", [-1, 1])
+@pytest.mark.parametrize("shift", [-1, pytest.param(1, marks=pytest.mark.full)])
 def test_layers_that_are_one_off_raise_the_alarm(shift: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The wrong pairing that is easiest to make: two publishers count layers differently."""
     recipe = block(6, 1.0, shape=tiny())
