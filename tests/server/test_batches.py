@@ -25,6 +25,7 @@ from espalier.server.batches import Batches
 from espalier.server.run import _batch_concurrency
 from espalier.server.stored import Store
 from tests.batch.sample import line, outcomes, write
+from tests.batch.valve import valve
 from tests.server.serving import FLAGS, ROOT, Served, serving
 
 HI = [{"role": "user", "content": "hi"}]
@@ -61,16 +62,19 @@ def test_a_killed_batch_goes_on_without_losing_or_repeating_a_line(served, tmp_p
         line(32, body={"model": "x"}),
     ]
     given, out = write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
-    flags = ["--url", served.base, "--concurrency", "2"]
-    for end, so_far in ((signal.SIGKILL, 2), (signal.SIGINT, 7)):
-        process = started(given, out, *flags)
-        until(lambda: process.poll() is not None or num_lines(out) > so_far)  # noqa: B023
-        process.send_signal(end)
-        said = process.communicate()[1]
-        assert process.returncode == (-9 if end == signal.SIGKILL else 130), said
-        assert (end == signal.SIGKILL) is ("run the same command again to go on" not in said)
-        assert so_far < num_lines(out) < 24
-    assert main(["batch", str(given), str(out), *flags]) == 1
+    with valve(served.base) as way:
+        flags = ["--url", way.base, "--concurrency", "2"]
+        for end, so_far in ((signal.SIGKILL, 2), (signal.SIGINT, 7)):
+            way.let(so_far + 1)
+            process = started(given, out, *flags)
+            until(lambda: process.poll() is not None or num_lines(out) > so_far)  # noqa: B023
+            process.send_signal(end)
+            said = process.communicate()[1]
+            assert process.returncode == (-9 if end == signal.SIGKILL else 130), said
+            assert (end == signal.SIGKILL) is ("run the same command again to go on" not in said)
+            assert so_far < num_lines(out) < 24
+        way.let(24)
+        assert main(["batch", str(given), str(out), *flags]) == 1
     assert "24 of 24 lines are answered, 3 with an error" in capsys.readouterr().err
     errors = {8: "invalid_json_line", 9: "invalid_url", 12: 400}
     assert outcomes(out) == dict.fromkeys(range(1, 25), 200) | errors
