@@ -45,6 +45,7 @@ def test_a_block_draft_gives_what_its_tables_say(size: int, fade: float, tree: t
     assert engine.totals.accept_length == pytest.approx(predicted, abs=0.2)
 
 
+@pytest.mark.full
 def test_a_chain_is_accepted_depth_by_depth_as_chosen() -> None:
     """The accept table that was asked for: the skill at depth d, given that all depths before were right."""
     recipe = block(6, 0.9, shape=tiny(hot=2048), skill=0.8)
