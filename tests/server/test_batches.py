@@ -36,8 +36,10 @@ ENDED = ("completed", "failed", "cancelled", "expired")
 
 
 def started(*arguments):
-    """`espalier batch` in a process of its own."""
-    command = [sys.executable, "-m", "espalier", "batch", *map(str, arguments)]
+    """`espalier batch` in a process of its own.  Ctrl-C reaches it also where this process was started to ignore it."""
+    restored = "import runpy, signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    command = [sys.executable, "-c", f'{restored}runpy.run_module("espalier", run_name="__main__")', "batch"]
+    command += map(str, arguments)
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment, cwd=ROOT)
 
