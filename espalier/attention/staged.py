@@ -14,7 +14,7 @@ from torch import Tensor
 from espalier.attention.base import Attention
 from espalier.cache.kv import PagedKV, StagedKV
 from espalier.kernels.layers.head_product import head_product
-from espalier.kernels.layers.latent import LatentRopeAndNorm, rotate_and_store_latent
+from espalier.kernels.layers.latent import LatentRopeAndNorm, write_latents
 from espalier.kernels.layers.rope import RopeAndNorm, rotate_and_store
 from espalier.kernels.state.kv_scales import KVScales
 
@@ -77,13 +77,10 @@ class LatentProjections:
 
     def write(self, rows: Tensor, planes: Sequence[Tensor], scales: KVScales | None = None) -> Tensor:
         [plane] = planes
-        _, nope, rank = self.k_up.shape
         raw = self.q.flatten(0, 1)
         # Both parts are written into one tensor: nothing is copied to join them.
         q = raw.new_empty(*raw.shape[:2], plane.shape[2])
-        head_product(raw[..., :nope], self.k_up, q[..., :rank])
-        latent = self.latent.flatten(0, 1)
-        rotate_and_store_latent(raw[..., nope:], q, latent, self.rope_and_norm, rows, plane, scales)
+        write_latents(raw, self.k_up, q, self.latent.flatten(0, 1), self.rope_and_norm, rows, plane, scales)
         return q
 
     def values(self, attended: Tensor) -> Tensor:

@@ -148,7 +148,7 @@ def _freed_twice(right):
 def _rope_left_out(right):
     def store(*arguments):
         stored = right(*arguments)
-        rope_and_norm, rows, plane = arguments[3:6]
+        rope_and_norm, rows, plane = arguments[4:7]
         plane[..., plane.shape[2] - rope_and_norm.cos.shape[1] :].index_fill_(0, rows, 0)
         return stored
 
@@ -293,7 +293,7 @@ FAULTS = {
         Fault(
             "rope-left-out",
             "a latent row is stored without its rotated part",
-            "espalier.attention.staged:rotate_and_store_latent",
+            "espalier.attention.staged:write_latents",
             _rope_left_out,
         ),
         Fault(

@@ -34,10 +34,13 @@ def plain(x: Tensor, delta: Tensor, base: Tensor, width: int) -> Tensor:
     return torch.stack(rows) if rows else x
 
 
-def close(out: Tensor, expected: Tensor) -> None:
-    """One rounding to the dtype after another order of summation; the interpreter truncates to bfloat16."""
+def close(out: Tensor, expected: Tensor, terms: int = 1) -> None:
+    """One rounding to the dtype after another order of summation; the interpreter truncates to bfloat16.
+
+    terms: of a float32 sum of values near 1, whose rounding errors grow with its root.
+    """
     eps = torch.finfo(out.dtype).eps
-    torch.testing.assert_close(out.double(), expected.double(), rtol=4 * eps, atol=16 * eps)
+    torch.testing.assert_close(out.double(), expected.double(), rtol=4 * eps, atol=max(16, 2 * terms**0.5) * eps)
 
 
 @shapes
@@ -51,7 +54,7 @@ def test_a_sublayers_input(make, shape, dtype, kernel_device):
     base = drawn(kernel_device, dtype, taps, size, seed=3)
     out, coefficients = make(x, weight, base, width)
     delta = (x.double() @ weight.double().T).view(len(x), 2, taps, groups)
-    close(coefficients, delta[:, 1])
+    close(coefficients, delta[:, 1], size)
     # From the rounded product.
     rounded = (x.float() @ weight.float().T).to(dtype).view(len(x), 2, taps, groups)
     torch.testing.assert_close(

@@ -6,11 +6,13 @@ import pytest
 import torch
 
 from espalier.errors import EspalierError
+from espalier.kernels.layers.head_product import head_product_triton
 from espalier.kernels.layers.latent import (
     LatentRopeAndNorm,
     rotate_and_store_latent,
     rotate_and_store_latent_reference,
     rotate_and_store_latent_triton,
+    write_latents_triton,
 )
 from espalier.kernels.layers.quantised import FP8
 from espalier.kernels.state.kv_scales import KVScales
@@ -121,3 +123,39 @@ def test_an_fp8_row_is_nearest_to_its_values_over_the_scale(kernel_device, make,
         make(q[..., before:], q, latent, rope_and_norm, torch.arange(count, device=kernel_device), plane, scales)
         planes.append(plane.float())
     assert torch.equal(planes[1], nearest((planes[0] / one_scale).cpu()).to(kernel_device))
+
+
+# rows, heads, nope, rank, rotated values
+QUERIES = [(1, 3, 6, 12, 4), (16, 20, 33, 70, 6)]
+LARGE_QUERIES = [(1, 16, 128, 512, 64), (16, 128, 128, 512, 64)]
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("shape", [*QUERIES, *(pytest.param(s, marks=pytest.mark.gpu) for s in LARGE_QUERIES)], ids=str)
+def test_one_launch_leaves_the_bits_of_two(kernel_device, shape, fp8):
+    count, heads, nope, rank, rotary = shape
+    # float16 on a CPU: Triton's interpreter does not multiply bfloat16.
+    dtype = torch.bfloat16 if kernel_device.type == "cuda" else torch.float16
+    raw = normal(count, heads, nope + rotary, seed=1).to(kernel_device, dtype)
+    k_up = (normal(heads, nope + 3, rank, seed=2) * nope**-0.5).to(kernel_device, dtype)[:, :nope]
+    latent = normal(count, 1, rank + rotary, seed=3).to(kernel_device, dtype)
+    angle = normal(count, rotary // 2, seed=4)
+    cos, sin = (
+        torch.cat(pair, 1).to(kernel_device).float() for pair in ((angle.cos(),) * 2, (-angle.sin(), angle.sin()))
+    )
+    rope_and_norm = LatentRopeAndNorm(cos, sin, torch.ones(rank).to(kernel_device, dtype), 1e-6, interleaved=True)
+    one_scale = torch.tensor([0.013], device=kernel_device)
+    scales = KVScales(one_scale, one_scale, dtype) if fp8 else None
+    rows = torch.randperm(2 * count, generator=torch.Generator().manual_seed(5))[:count].to(kernel_device)
+    made = []
+    for in_one in (False, True):
+        q = torch.full((count, heads, rank + rotary), torch.nan).to(kernel_device, dtype)
+        plane = torch.full((2 * count, 1, rank + rotary), 7.0, device=kernel_device).to(FP8 if fp8 else dtype)
+        if in_one:
+            write_latents_triton(raw[..., :nope], k_up, raw[..., nope:], q, latent, rope_and_norm, rows, plane, scales)
+        else:
+            head_product_triton(raw[..., :nope], k_up, q[..., :rank])
+            rotate_and_store_latent_triton(raw[..., nope:], q, latent, rope_and_norm, rows, plane, scales)
+        made.append((q, plane.view(torch.uint8)))
+    assert torch.equal(made[0][0], made[1][0])
+    assert torch.equal(made[0][1], made[1][1])

@@ -1,4 +1,5 @@
-"""The product of each head's rows with the head's own matrix: k_up and v_up of latent attention.
+"""The product of each head's rows with the head's own matrix: v_up of latent attention, and k_up beside the rotation
+(kernels/layers/latent.py).
 
 Grid: (blocks of outputs, heads).  A program multiplies BLOCK_OUT outputs of one head with all rows.  It loads its part
 of the matrix before it waits for the kernel before (PDL).  For few rows only: above MAX_ROWS, PyTorch's batched product
@@ -26,23 +27,28 @@ if TYPE_CHECKING:
 MAX_ROWS = MIN_BLOCK_ROWS
 # Numbers of a matrix that a program holds in registers, and the most inputs.
 TILE, MAX_IN = 8192, 512
+NUM_WARPS = 4
 
 
 def head_product(x: Tensor, weight: Tensor, out: Tensor) -> None:
     """Write x [N, heads, in] times each head's weight [heads, in, out] to `out` [N, heads, out]."""
-    few = 0 < len(x) <= MAX_ROWS and x.shape[2] <= MAX_IN and x.dtype in DTYPES
-    (head_product_triton if x.is_cuda and few else head_product_reference)(x, weight, out)
+    (head_product_triton if takes(x) else head_product_reference)(x, weight, out)
+
+
+def takes(x: Tensor) -> bool:
+    """Whether the kernel is for rows like these."""
+    return x.is_cuda and 0 < len(x) <= MAX_ROWS and x.shape[2] <= MAX_IN and x.dtype in DTYPES
 
 
 @kernel
-def _head_product_kernel(
-    x_ptr, w_ptr, out_ptr, num_rows, num_out, num_in, x_n, x_h, w_h, w_in, w_out, out_n, out_h,
+def multiply_head(
+    x_ptr, w_ptr, out_ptr, block, head, num_rows, num_out, num_in, x_n, x_h, w_h, w_in, w_out, out_n, out_h,
     BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    pdl_trigger(DEPENDENT)
-    head = tl.program_id(1).to(tl.int64)
+    """One block of a head's outputs, for all rows.  Waits for the kernel before once the matrix is loaded."""
+    head = head.to(tl.int64)
     row, k = tl.arange(0, BLOCK_ROWS), tl.arange(0, BLOCK_IN)
-    column = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    column = block * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     # No kernel writes weights.
     w = tl.load(
         w_ptr + head * w_h + column[:, None] * w_out + k[None, :] * w_in,
@@ -59,9 +65,31 @@ def _head_product_kernel(
     tl.store(to, tl.trans(acc).to(out_ptr.dtype.element_ty), mask=mask)
 
 
+@kernel
+def _head_product_kernel(
+    x_ptr, w_ptr, out_ptr, num_rows, num_out, num_in, x_n, x_h, w_h, w_in, w_out, out_n, out_h,
+    BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    pdl_trigger(DEPENDENT)
+    multiply_head(
+        x_ptr, w_ptr, out_ptr, tl.program_id(0), tl.program_id(1), num_rows, num_out, num_in,
+        x_n, x_h, w_h, w_in, w_out, out_n, out_h, BLOCK_ROWS, BLOCK_OUT, BLOCK_IN, DEPENDENT,
+    )  # fmt: skip
+
+
 def head_product_triton(x: Tensor, weight: Tensor, out: Tensor) -> None:
     """1 to MAX_ROWS rows of bfloat16 or float16, at most MAX_IN inputs.  The weight may have any strides; x and out
     need a contiguous last dimension.  Raises EspalierError on others."""
+    (rows, heads, num_in), num_out = x.shape, weight.shape[2]
+    num_blocks, sizes = require_head_product(x, weight, out)
+    _head_product_kernel[num_blocks, heads](
+        x, weight, out, rows, num_out, num_in, *x.stride()[:2], *weight.stride(), *out.stride()[:2],
+        **sizes, num_warps=NUM_WARPS, **early(chip(x)),
+    )  # fmt: skip
+
+
+def require_head_product(x: Tensor, weight: Tensor, out: Tensor) -> tuple[int, dict[str, int]]:
+    """(blocks of outputs of a head, the sizes of a block) for multiply_head.  Raises EspalierError as above."""
     (rows, heads, num_in), num_out = x.shape, weight.shape[2]
     require("head_product: weight", weight, (heads, num_in, num_out), x.dtype, x)
     require("head_product: out", out, (rows, heads, num_out), x.dtype, x)
@@ -72,10 +100,7 @@ def head_product_triton(x: Tensor, weight: Tensor, out: Tensor) -> None:
         )
     block_in = max(power_of_two(num_in), 16)
     block_out = min(max(power_of_two(num_out), 16), TILE // block_in, 64)
-    _head_product_kernel[-(-num_out // block_out), heads](
-        x, weight, out, rows, num_out, num_in, *x.stride()[:2], *weight.stride(), *out.stride()[:2],
-        BLOCK_ROWS=MAX_ROWS, BLOCK_OUT=block_out, BLOCK_IN=block_in, num_warps=4, **early(chip(x)),
-    )  # fmt: skip
+    return -(-num_out // block_out), {"BLOCK_ROWS": MAX_ROWS, "BLOCK_OUT": block_out, "BLOCK_IN": block_in}
 
 
 def head_product_reference(x: Tensor, weight: Tensor, out: Tensor) -> None:

@@ -1,24 +1,26 @@
 """Multi-head latent attention (MLA) before attention: norm the latent, apply RoPE, and store one row of the KV cache.
 
 K is the whole row, [normed latent, rotated RoPE part].  V is the latent part of the same row (DeepSeek-AI 2024,
-arXiv:2405.04434, section 2.1).  On a GPU this is one launch.  Grid: (rows, 1 + blocks of heads); the first program of a
-row stores its latent, the others rotate queries.
+arXiv:2405.04434, section 2.1).  On a GPU this is one launch.  Each row has 1 + blocks of heads programs: the first
+stores its latent, the others rotate queries.  For few rows the product of k_up runs in more programs of the same launch
+(write_latents).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from espalier.errors import EspalierError
+from espalier.kernels.layers.head_product import NUM_WARPS, head_product, multiply_head, require_head_product, takes
 from espalier.kernels.layers.norm import rms_norm_reference
 from espalier.kernels.layers.quantised import FP8_MAX
 from espalier.kernels.layers.rope import rotate, write_rows
 from espalier.kernels.runtime.launch import chip, exact_type, kernel, power_of_two, require
-from espalier.kernels.runtime.pdl import early, pdl_wait_if
+from espalier.kernels.runtime.pdl import early, pdl_trigger, pdl_wait, pdl_wait_if
 from espalier.kernels.state.kv_scales import KVScales, require_rows, rounded_values
 
 if TYPE_CHECKING:
@@ -127,25 +129,27 @@ def _store_latent(
 
 
 @kernel
-def _rotate_latent_kernel(
-    rope_ptr, q_ptr, latent_ptr, cos_ptr, sin_ptr, norm_ptr, row_ptr, plane_ptr, scale_ptr,
+def _rotate_or_store(
+    n, block, rope_ptr, q_ptr, latent_ptr, cos_ptr, sin_ptr, norm_ptr, row_ptr, plane_ptr, scale_ptr,
     rope_n, rope_h, q_n, q_h, latent_n, cos_n, sin_n, row_n, plane_row,
     EPS: tl.constexpr, HEADS: tl.constexpr, RANK: tl.constexpr, ROTARY: tl.constexpr, Q_AT: tl.constexpr,
     INTERLEAVED: tl.constexpr, NORM: tl.constexpr, EXACT: tl.constexpr, MOST: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_RANK: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_RANK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """RANK: values of a latent before its rotated part.  Q_AT: values of a query before its rotated part."""
-    pdl_wait_if(DEPENDENT)
-    n = tl.program_id(0).to(tl.int64)
+    """Block 0: store the latent of row n.  Block 1 and above: rotate the queries of BLOCK_H heads.
+
+    RANK: values of a latent before its rotated part.  Q_AT: values of a query before its rotated part.
+    """
+    n = n.to(tl.int64)
     cos, sin = cos_ptr + n * cos_n, sin_ptr + n * sin_n
-    if tl.program_id(1) == 0:
+    if block == 0:
         to = plane_ptr + tl.load(row_ptr + n * row_n) * plane_row
         _store_latent(
             latent_ptr + n * latent_n, to, cos, sin, norm_ptr, scale_ptr, q_ptr.dtype.element_ty, MOST,
             EPS, RANK, ROTARY, INTERLEAVED, NORM, EXACT, BLOCK_RANK, BLOCK,
         )  # fmt: skip
     else:
-        head = ((tl.program_id(1) - 1) * BLOCK_H + tl.arange(0, BLOCK_H))[:, None]
+        head = ((block - 1) * BLOCK_H + tl.arange(0, BLOCK_H))[:, None]
         mask = head < HEADS
         left, right = _rotated_halves(
             rope_ptr + n * rope_n + head * rope_h, cos, sin, mask, ROTARY, INTERLEAVED, EXACT, BLOCK
@@ -153,6 +157,51 @@ def _rotate_latent_kernel(
         # q_rope may be a view of q: all warps must read their values before one writes.
         tl.debug_barrier()
         _store_halves(q_ptr + n * q_n + head * q_h + Q_AT, left, right, mask, ROTARY, BLOCK)
+
+
+@kernel
+def _rotate_latent_kernel(
+    rope_ptr, q_ptr, latent_ptr, cos_ptr, sin_ptr, norm_ptr, row_ptr, plane_ptr, scale_ptr,
+    rope_n, rope_h, q_n, q_h, latent_n, cos_n, sin_n, row_n, plane_row,
+    EPS: tl.constexpr, HEADS: tl.constexpr, RANK: tl.constexpr, ROTARY: tl.constexpr, Q_AT: tl.constexpr,
+    INTERLEAVED: tl.constexpr, NORM: tl.constexpr, EXACT: tl.constexpr, MOST: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_RANK: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """Grid: (rows, 1 + blocks of heads)."""
+    pdl_wait_if(DEPENDENT)
+    _rotate_or_store(
+        tl.program_id(0), tl.program_id(1), rope_ptr, q_ptr, latent_ptr, cos_ptr, sin_ptr, norm_ptr, row_ptr, plane_ptr,
+        scale_ptr, rope_n, rope_h, q_n, q_h, latent_n, cos_n, sin_n, row_n, plane_row,
+        EPS, HEADS, RANK, ROTARY, Q_AT, INTERLEAVED, NORM, EXACT, MOST, BLOCK_H, BLOCK_RANK, BLOCK,
+    )  # fmt: skip
+
+
+@kernel
+def _write_latents_kernel(
+    x_ptr, w_ptr, num_rows, num_in, num_product, x_n, x_h, w_h, w_in, w_out,
+    rope_ptr, q_ptr, latent_ptr, cos_ptr, sin_ptr, norm_ptr, row_ptr, plane_ptr, scale_ptr,
+    rope_n, rope_h, q_n, q_h, latent_n, cos_n, sin_n, row_n, plane_row,
+    EPS: tl.constexpr, HEADS: tl.constexpr, RANK: tl.constexpr, ROTARY: tl.constexpr, Q_AT: tl.constexpr,
+    INTERLEAVED: tl.constexpr, NORM: tl.constexpr, EXACT: tl.constexpr, MOST: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_RANK: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """Grid: the num_product programs of the product, then those of _rotate_latent_kernel, row by row."""
+    pdl_trigger(DEPENDENT)
+    program = tl.program_id(0)
+    if program < num_product:
+        multiply_head(
+            x_ptr, w_ptr, q_ptr, program // HEADS, program % HEADS, num_rows, RANK, num_in,
+            x_n, x_h, w_h, w_in, w_out, q_n, q_h, BLOCK_ROWS, BLOCK_OUT, BLOCK_IN, DEPENDENT,
+        )  # fmt: skip
+    else:
+        pdl_wait(DEPENDENT)
+        at, per_row = program - num_product, 1 + (HEADS + BLOCK_H - 1) // BLOCK_H
+        _rotate_or_store(
+            at // per_row, at % per_row, rope_ptr, q_ptr, latent_ptr, cos_ptr, sin_ptr, norm_ptr, row_ptr, plane_ptr,
+            scale_ptr, rope_n, rope_h, q_n, q_h, latent_n, cos_n, sin_n, row_n, plane_row,
+            EPS, HEADS, RANK, ROTARY, Q_AT, INTERLEAVED, NORM, EXACT, MOST, BLOCK_H, BLOCK_RANK, BLOCK,
+        )  # fmt: skip
 
 
 def rotate_and_store_latent_triton(
@@ -165,6 +214,72 @@ def rotate_and_store_latent_triton(
     scales: KVScales | None = None,
 ) -> None:
     """Tolerance: equal to the reference within one ulp of the dtype and a few of float32."""
+    arguments, constants, blocks = _rotation(q_rope, q, latent, rope_and_norm, rows, plane, scales)
+    if len(q):
+        _rotate_latent_kernel[len(q), blocks](*arguments, **constants, **early(chip(q)))
+
+
+def write_latents(
+    raw: Tensor,
+    k_up: Tensor,
+    q: Tensor,
+    latent: Tensor,
+    rope_and_norm: LatentRopeAndNorm,
+    rows: Tensor,
+    plane: Tensor,
+    scales: KVScales | None = None,
+) -> None:
+    """Write the queries q [N, heads, rank + rotary] of raw [N, heads, nope + rotary], and store the latents.
+
+    The first part of a query is its first part in raw times k_up [heads, nope, rank]; rank + rotary is the plane's size.
+    The rest is as in rotate_and_store_latent.  On a GPU this is one launch for few rows, two for more.
+    """
+    nope, rank = k_up.shape[1:]
+    x, q_rope = raw[..., :nope], raw[..., nope:]
+    if takes(x):
+        write_latents_triton(x, k_up, q_rope, q, latent, rope_and_norm, rows, plane, scales)
+    else:
+        head_product(x, k_up, q[..., :rank])
+        rotate_and_store_latent(q_rope, q, latent, rope_and_norm, rows, plane, scales)
+
+
+def write_latents_triton(
+    x: Tensor,
+    k_up: Tensor,
+    q_rope: Tensor,
+    q: Tensor,
+    latent: Tensor,
+    rope_and_norm: LatentRopeAndNorm,
+    rows: Tensor,
+    plane: Tensor,
+    scales: KVScales | None = None,
+) -> None:
+    """x, q_rope: the two parts of raw.  q must not be a view of raw.
+
+    The bits are those of head_product_triton and rotate_and_store_latent_triton, and so are the errors.
+    """
+    num_blocks, sizes = require_head_product(x, k_up, q[..., : k_up.shape[2]])
+    arguments, constants, blocks = _rotation(q_rope, q, latent, rope_and_norm, rows, plane, scales)
+    num_product = num_blocks * x.shape[1]
+    _write_latents_kernel[(num_product + len(q) * blocks,)](
+        *(x, k_up, len(x), x.shape[2], num_product, *x.stride()[:2], *k_up.stride()),
+        *arguments,
+        **constants,
+        **sizes,
+        **early(chip(q)),
+    )
+
+
+def _rotation(
+    q_rope: Tensor,
+    q: Tensor,
+    latent: Tensor,
+    rope_and_norm: LatentRopeAndNorm,
+    rows: Tensor,
+    plane: Tensor,
+    scales: KVScales | None,
+) -> tuple[tuple[Any, ...], dict[str, Any], int]:
+    """The arguments and constants of _rotate_or_store, and its blocks of a row.  Raises EspalierError."""
     (count, heads, rotary), size = q_rope.shape, plane.shape[2]
     exact = torch.promote_types(q.dtype, torch.float32)
     require("latent rope: q", q, (count, heads, -1), None, plane)
@@ -180,42 +295,30 @@ def rotate_and_store_latent_triton(
     read = (q_rope, q, latent, rope_and_norm.cos, rope_and_norm.sin, plane, *(() if norm is None else (norm,)))
     if any(tensor.stride(-1) != 1 and tensor.shape[-1] > 1 for tensor in read):
         raise EspalierError("latent rope needs tensors with a contiguous last dimension: pass them contiguous")
-    if not count:
-        return
     block_h = min(HEADS_PER_PROGRAM, power_of_two(heads))
-    _rotate_latent_kernel[(count, 1 + -(-heads // block_h))](
-        q_rope,
-        q,
-        latent,
-        rope_and_norm.cos,
-        rope_and_norm.sin,
-        rope_and_norm.cos if norm is None else norm,
-        rows,
-        plane,
-        None if scales is None else scales.k,
-        *q_rope.stride()[:2],
-        *q.stride()[:2],
-        latent.stride(0),
-        rope_and_norm.cos.stride(0),
-        rope_and_norm.sin.stride(0),
-        rows.stride(0),
-        plane.stride(0),
-        # constexpr: as a run-time argument eps would be rounded to float32.
-        EPS=rope_and_norm.eps,
-        HEADS=heads,
-        RANK=size - rotary,
-        ROTARY=rotary,
-        Q_AT=q.shape[2] - rotary,
-        INTERLEAVED=rope_and_norm.interleaved,
-        NORM=norm is not None,
-        EXACT=exact_type(q.dtype),
-        MOST=FP8_MAX,
-        BLOCK_H=block_h,
-        BLOCK_RANK=power_of_two(max(size - rotary, 1)),
-        BLOCK=power_of_two(rotary // 2),
-        num_warps=4,
-        **early(chip(q)),
+    arguments = (
+        *(q_rope, q, latent, rope_and_norm.cos, rope_and_norm.sin, rope_and_norm.cos if norm is None else norm),
+        *(rows, plane, None if scales is None else scales.k),
+        *(*q_rope.stride()[:2], *q.stride()[:2], latent.stride(0)),
+        *(rope_and_norm.cos.stride(0), rope_and_norm.sin.stride(0), rows.stride(0), plane.stride(0)),
     )
+    constants = {
+        # constexpr: as a run-time argument eps would be rounded to float32.
+        "EPS": rope_and_norm.eps,
+        "HEADS": heads,
+        "RANK": size - rotary,
+        "ROTARY": rotary,
+        "Q_AT": q.shape[2] - rotary,
+        "INTERLEAVED": rope_and_norm.interleaved,
+        "NORM": norm is not None,
+        "EXACT": exact_type(q.dtype),
+        "MOST": FP8_MAX,
+        "BLOCK_H": block_h,
+        "BLOCK_RANK": power_of_two(max(size - rotary, 1)),
+        "BLOCK": power_of_two(rotary // 2),
+        "num_warps": NUM_WARPS,
+    }
+    return arguments, constants, 1 + -(-heads // block_h)
 
 
 def rotate_and_store_latent_reference(

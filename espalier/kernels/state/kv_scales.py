@@ -77,7 +77,7 @@ def rounded(values: Tensor, scale: Tensor) -> Tensor:
 
 @kernel
 def rounded_values(values, scale, MOST: tl.constexpr):
-    """As `rounded`, before the conversion to FP8, which rounds: the quotient of values and scale, clamped.
+    """As `rounded`, before the conversion to FP8, which rounds: the quotient of values and scale, clamped, in float32.
 
     values, scale: float32 or float64, of shapes that broadcast.
     """
@@ -88,4 +88,5 @@ def rounded_values(values, scale, MOST: tl.constexpr):
         quotient = values / scale
     clamped = tl.where(quotient > MOST, MOST, tl.where(quotient < -MOST, -MOST, quotient))
     # NaN fails both comparisons, and stays NaN.
-    return tl.where(tl.abs(quotient) == float("inf"), float("nan"), clamped)
+    # PyTorch converts float64 to FP8 by way of float32 too.  A GPU has no direct conversion.
+    return tl.where(tl.abs(quotient) == float("inf"), float("nan"), clamped).to(tl.float32)
