@@ -212,7 +212,7 @@ class ModelShape:
         rows_of_down = (latent.q_rank or queries) + latent.row_size
         up = () if latent.q_rank is None else (Run(f"{prefix}q up", (queries, latent.q_rank), count, rows),)
         return (
-            Run(f"{prefix}q and kv down", (rows_of_down, self.hidden), count, rows),
+            Run(f"{prefix}q and kv", (rows_of_down, self.hidden), count, rows),
             *up,
             Run(f"{prefix}k up", (latent.kv_rank, latent.nope_size), count, rows, self.heads),
             Run(f"{prefix}v up", (latent.v_size, latent.kv_rank), count, rows, self.heads),

@@ -127,10 +127,6 @@ def _run(args: Namespace, config: EngineConfig) -> int:
     if args.tune == EXPERTS:
         tune_experts.run(models, DTYPES[dtype], path)
         return 0
-    if any(model.latent is not None for model in models):
-        raise EspalierError(
-            "--tune does not measure the linear layers of latent attention; leave them out, and they run by a rule"
-        )
     shapes = tuple(dict.fromkeys(shape for model in models for shape in model.shapes()))
     tuner = Tuner(DTYPES[dtype])
     print_header()

@@ -167,7 +167,7 @@ def test_a_batched_product_has_rows_for_every_head():
     shape = recipe_sizes(Recipe(mixture("v2-dense")))
     weights, seen = Weights(torch.float32, torch.device("cpu")), []
     weights.chain(shape.target_pass(3), lambda x, weight: seen.append(weight.shape) or plain(x, weight))()
-    assert len(seen) == 4 * 4 + 1  # q and kv down, o, gate_up and down; the batched ones do not come here
+    assert len(seen) == 4 * 4 + 1  # q and kv, o, gate_up and down; the batched ones do not come here
 
 
 def test_an_unknown_shape_is_refused_with_those_there_are():
