@@ -85,7 +85,7 @@ def require_int(
 def refuses_unknown(cls: type[T]) -> type[T]:
     """Class decorator for dataclasses: an unknown keyword raises EspalierError with the most similar field."""
     init: Any = cls.__init__
-    known = [f.name for f in fields(cls) if f.init]  # type: ignore[arg-type]
+    known = dict.fromkeys(f.name for f in fields(cls) if f.init)  # type: ignore[arg-type]
 
     @wraps(init)
     def checked(self: T, *args: Any, **kwargs: Any) -> None:

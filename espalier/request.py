@@ -120,9 +120,9 @@ class SamplingParams:
     )
 
     def __post_init__(self) -> None:
-        for f in fields(SamplingParams):
-            if (value := getattr(self, f.name)) is not None:
-                f.metadata["check"](f.name, value)
+        for name, check in CHECKS.items():
+            if (value := getattr(self, name)) is not None:
+                check(name, value)
         limits.check_token_limits(self)
 
     def resolve(self, defaults: Mapping[str, Any], eos_token_ids: Iterable[int]) -> "ResolvedParams":
@@ -138,7 +138,7 @@ class SamplingParams:
         }
         if defaults.get("do_sample") is False:
             values["temperature"] = 0.0
-        values |= {f.name: value for f in fields(self) if (value := getattr(self, f.name)) is not None}
+        values |= {name: value for name in CHECKS if (value := getattr(self, name)) is not None}
         top_k = values.get("top_k")
         # -1.0 is left as it is: it is refused like every float.
         if isinstance(top_k, int) and top_k == -1:
@@ -151,6 +151,8 @@ class SamplingParams:
         return ResolvedParams(**values)
 
 
+# The check of each field's value.  Every request runs them, and `fields` would make its list each time.
+CHECKS: Mapping[str, limits.Check] = {f.name: f.metadata["check"] for f in fields(SamplingParams)}
 # The fields that flags and request bodies are made from.
 SPELLED_ALIKE: tuple[Field, ...] = tuple(f for f in fields(SamplingParams) if not f.metadata["has_own_spelling"])
 GENERATION_CONFIG_NAMES = {

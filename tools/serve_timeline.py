@@ -44,6 +44,7 @@ from espalier.server.front import FrontOptions
 from espalier.server.run import ServeOptions, serve
 from espalier.speculate.round import ModelRunner
 from espalier.terminal.console import print_table
+from espalier.terminal.flags import shape_settings
 
 # Tokens that the stand-in's rounds accept, and the chunk sizes of a GPU.
 ACCEPT_LENGTH = 4
@@ -178,8 +179,8 @@ class NotedLLM:
 
 @contextmanager
 def load(sent: dict[str, Any]) -> Iterator[Any]:
-    """sent: notes, the folder for files of notes; pace, None for a GPU; model, what `espalier serve` sends."""
-    loaded = shape_worker.load(sent["model"]) if "recipe" in sent["model"] else worker.load_model(sent["model"])
+    """sent: notes, the folder for files of notes; pace, None for a GPU; loaded, what `espalier serve` sends."""
+    loaded = shape_worker.load(sent["loaded"]) if "recipe" in sent["loaded"] else worker.load_model(sent["loaded"])
     with noting(sent["notes"]) as note, loaded as llm:
         used = llm if sent["pace"] is None else paced_llm(llm, sent["pace"])
         used.engine.observer = Watch(used.engine, note)
@@ -348,15 +349,15 @@ def run(args: Namespace) -> None:
     longest = args.context + args.tokens
     on_gpu = args.shape is not None or getattr(args, "device", None) is not None
     made = engines_of(args, load_sizes(max(sizes), longest + 1) | ({} if on_gpu else GPU_SIZES), max_context=longest)
-    model = sendable(dict(made.settings))
+    loaded = sendable(dict(made.settings))
     if isinstance(made, OfShape):
         made = sharing_the_gpu(made)
-        recipe = [args.shape, made.settings.get("seed", 0), args.accept_length, args.routing_correlation]
-        model = {"recipe": recipe, "settings": sendable(dict(made.settings))}
+        recipe = shape_settings(args, made.settings.get("seed", 0))
+        loaded = {"recipe": recipe, "settings": sendable(dict(made.settings))}
     pace = None if on_gpu else [float(part) for part in args.paced.split(",")]
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         port = free_port()
-        sent = json.dumps({"notes": folder, "pace": pace, "model": model})
+        sent = json.dumps({"notes": folder, "pace": pace, "loaded": loaded})
         process = subprocess.Popen([sys.executable, "-m", "tools.serve_timeline", "--front", str(port), "--sent", sent])
         try:
             # The server loads first, as in `espalier bench serve`: "auto" takes a share of the memory that is free.

@@ -38,6 +38,7 @@ Nothing = Annotated[list[Any], Field(max_length=0)]
 # Checking stops at the first wrong entry: an error for each of a million entries would block the server.
 FIRST: Any = Field(fail_fast=True)
 Tokens = Annotated[list[int], FIRST]
+NUMBERS = frozenset((int, float))
 MAX_METADATA = 16
 MOST_TEMPLATE_KWARGS = 64
 
@@ -75,10 +76,9 @@ def _whole_text(value: Any) -> None:
         for name, inner in value.items():
             _whole_text(name)
             _whole_text(inner)
-    elif isinstance(value, list):
+    elif isinstance(value, list) and not {*map(type, value)} <= NUMBERS:
         for inner in value:
-            if not isinstance(inner, int | float):
-                _whole_text(inner)
+            _whole_text(inner)
 
 
 class Body(BaseModel):
@@ -95,9 +95,12 @@ class Body(BaseModel):
             raise ValueError("the body is nested too deeply; use fewer levels") from None
         if not isinstance(value, dict):
             return value
+        known = cls.model_fields
+        unknown = [name for name in value if name not in known]
+        if not unknown:
+            return value
         # One unknown field is enough for the error.
-        unknown = [name for name in value if name not in cls.model_fields]
-        return {name: each for name, each in value.items() if name in cls.model_fields or name == unknown[0]}
+        return {name: each for name, each in value.items() if name in known or name == unknown[0]}
 
 
 def _json_type(annotation: Any) -> Any:
@@ -159,7 +162,7 @@ class Generating(Hinted, Constrained):
 
     def sampling(self, **values: Any) -> SamplingParams:
         """SamplingParams from the fields of the same names.  `values` are those that the endpoint names differently."""
-        given = {f.name: getattr(self, f.name) for f in SPELLED_ALIKE}
+        given = {name: getattr(self, name) for name in self.model_fields_set if name in SAMPLING_FIELDS}
         if self.max_completion_tokens is not None:
             given["max_tokens"] = self.max_completion_tokens
         given["grammar"] = self.asked_grammar()
