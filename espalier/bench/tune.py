@@ -198,7 +198,8 @@ class Tuner:
         weights = Weights(self.weights.dtype, self.device)
         for bucket, rows in enumerate(ROWS_BUCKETS):
             for runs in (model.target_pass(rows), model.draft_pass(rows, fused_rows=rows)):
-                undecided = {run.shape: alone[run.shape][bucket] for run in runs if (run.shape, rows) not in table}
+                linears = [run for run in runs if run.heads == 1]
+                undecided = {run.shape: alone[run.shape][bucket] for run in linears if (run.shape, rows) not in table}
                 table |= {(shape, rows): measured.fastest for shape, measured in undecided.items()}
                 for _ in range(SWEEPS):
                     for measured in undecided.values():

@@ -1,21 +1,18 @@
 """Tuning without a chip: who is measured, and who is taken for which figures."""
 
-from argparse import Namespace
-
 import pytest
 import torch
 
 from espalier.bench import tune
 from espalier.bench.linears import ModelShape, recipe_sizes
 from espalier.bench.tune import Measured, Tuner, plans_by_shape
-from espalier.config import EngineConfig
-from espalier.errors import EspalierError
 from espalier.kernels.layers.linear import LibraryPlan, TritonPlan
 from espalier.kernels.layers.linear_tuning import ROWS_BUCKETS, LinearPlans
 from espalier.synthetic.checkpoint import Recipe
 from tests.synthetic.mixtures import mixture
 
 TINY = ModelShape(hidden=64, layers=2, heads=2, kv_heads=1, head_size=32, intermediate=96, vocab=72, draft_vocab=40)
+LATENT = recipe_sizes(Recipe(mixture("v3-dense")))
 FIRST, SECOND = TritonPlan(64, 64, 1, 4, 2), TritonPlan(64, 128, 1, 4, 2)
 
 
@@ -81,19 +78,13 @@ def test_a_gate_belongs_to_the_time_of_what_is_in_front_of_it(tuner, monkeypatch
     assert gated == [((192, 64), FIRST)] * TINY.layers
 
 
-def test_every_shape_of_a_model_is_settled_once(tuner):
+@pytest.mark.parametrize("model", [TINY, LATENT], ids=["heads", "latent"])
+def test_every_shape_of_a_model_is_settled_once(tuner, model):
     tuner.stopwatch = Told(1.0)
-    alone = {s: [Measured(s, rows, 2.0, 1.0, (FIRST,)) for rows in ROWS_BUCKETS] for s in TINY.shapes()}
-    table = {(TINY.shapes()[0], rows): SECOND for rows in ROWS_BUCKETS}
-    tuner.among_neighbours(TINY, alone, table)
+    alone = {s: [Measured(s, rows, 2.0, 1.0, (FIRST,)) for rows in ROWS_BUCKETS] for s in model.shapes()}
+    table = {(model.shapes()[0], rows): SECOND for rows in ROWS_BUCKETS}
+    tuner.among_neighbours(model, alone, table)
     found = plans_by_shape(table)
-    assert set(found) == set(TINY.shapes())
-    assert found.pop(TINY.shapes()[0]) == LinearPlans((SECOND,) * len(ROWS_BUCKETS))
+    assert set(found) == set(model.shapes())
+    assert found.pop(model.shapes()[0]) == LinearPlans((SECOND,) * len(ROWS_BUCKETS))
     assert set(found.values()) == {LinearPlans((FIRST,) * len(ROWS_BUCKETS))}
-
-
-def test_latent_attention_is_refused(monkeypatch):
-    """Its linear layers are not all of two dimensions."""
-    monkeypatch.setattr(tune, "shape_named", lambda name: recipe_sizes(Recipe(mixture("v3-dense"))))
-    with pytest.raises(EspalierError, match="linear layers of latent attention"):
-        tune._run(Namespace(shapes="v3", choices=None, tune="linears"), EngineConfig(dtype="bfloat16"))

@@ -139,7 +139,8 @@ def test_wide_latent_rows_fill_a_gpu_within_the_limit_of_partial_results():
     assert counts(1, 16, 16) == (32, 32) and counts(1, 16, 128) == (4, 4)
     assert counts(1, 64, 128) == counts(1, 2048, 128) == (1, 1), "one request fills the GPU without splits"
     assert counts(8, 16, 16) == (4, 32) and counts(32, 16, 16) == (1, 16)
-    assert counts(1, 1, 16, max_rows=1000) == (8, 8)
+    assert counts(1, 1, 16, max_rows=1000) == (16, 16), "one tile: splits of 64 rows"
+    assert counts(1, 1, 128, max_rows=1000) == (8, 8)
     assert of(32, 16, 16).width(4096) == 4096 and of(32, 16, 16).width(4160) == 2112
     for batch in range(1, 65):
         for queries in (1, 2, 8, 16, 64, 129, 5000):

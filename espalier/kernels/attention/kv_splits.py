@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 # Splits start at multiples of this.  No kernel has a larger BLOCK_N.
 SPLIT_STEP = 64
-# A shorter split costs more to merge than it saves.
-MIN_SPLIT_ROWS = 128
+# A shorter split costs more to merge than it saves.  One tile of latent rows is read slowly, so shorter ones pay.
+MIN_SPLIT_ROWS, MIN_LATENT_SPLIT_ROWS = 128, 64
 # Longer splits are divided further, for any batch: otherwise one long request among short ones runs alone at the end.
 MAX_SPLIT_ROWS = 2048
 # Number of programs that fill a GPU (H200, docs/log.md).  One program reads K/V at about half the bandwidth of a
@@ -48,13 +48,14 @@ COLUMNS = 4
 class KVSplitPolicy:
     """How a pass splits the committed rows of each request.
 
-    num_splits: splits of a request, if each gets MIN_SPLIT_ROWS to max_split_rows rows.  A short request gets fewer.  A
+    num_splits: splits of a request, if each gets min_split_rows to max_split_rows rows.  A short request gets fewer.  A
     long request gets more, up to max_splits; at that limit its splits are longer than max_split_rows.
     """
 
     num_splits: int
     max_splits: int
     max_split_rows: int = MAX_SPLIT_ROWS
+    min_split_rows: int = MIN_SPLIT_ROWS
 
     @classmethod
     def of(
@@ -74,9 +75,10 @@ class KVSplitPolicy:
         wide_latent: whether a kernel for wide latent rows runs (latent_attention.py, hopper_latent.py).
         """
         batch, packed_queries = next_bucket(batch), queries * group
-        programs, num_tiles, max_split_rows = PROGRAMS, 1, MAX_SPLIT_ROWS
+        programs, num_tiles, min_split_rows, max_split_rows = PROGRAMS, 1, MIN_SPLIT_ROWS, MAX_SPLIT_ROWS
         if wide_latent:
             programs, num_tiles = LARGE_TILE_PROGRAMS, -(-packed_queries // LATENT_TILE)
+            min_split_rows = MIN_LATENT_SPLIT_ROWS if num_tiles == 1 else MIN_SPLIT_ROWS
             max_split_rows = MAX_LATENT_SPLIT_ROWS
         elif packed_queries > LARGE_TILE // 2:
             programs, num_tiles = LARGE_TILE_PROGRAMS, -(-packed_queries // LARGE_TILE)
@@ -88,17 +90,17 @@ class KVSplitPolicy:
             limit = max(MAX_SPLITS, min(wanted, MAX_SPLITS_OF_FEW_HEADS))
         values = batch * packed_queries * kv_heads * v_size
         limit = min(limit, MAX_PARTIAL_VALUES // values, MAX_PARTIAL_ROWS_PER_REQUEST // queries)
-        max_splits = max(1, min(limit, -(-max_rows // MIN_SPLIT_ROWS)))
+        max_splits = max(1, min(limit, -(-max_rows // min_split_rows)))
         num_splits = min(max(1, wanted), max_splits)
         is_enough = max_rows <= num_splits * max_split_rows
-        return cls(num_splits, num_splits if is_enough else max_splits, max_split_rows)
+        return cls(num_splits, num_splits if is_enough else max_splits, max_split_rows, min_split_rows)
 
     def width(self, rows: int) -> int:
         """Rows per split of a request with `rows` rows: an equal share, rounded up to a multiple of SPLIT_STEP.
 
         The last split may have fewer.
         """
-        wanted = max(min(-(-rows // MIN_SPLIT_ROWS), self.num_splits), -(-rows // self.max_split_rows))
+        wanted = max(min(-(-rows // self.min_split_rows), self.num_splits), -(-rows // self.max_split_rows))
         count = min(max(wanted, 1), self.max_splits)
         return max(-(-rows // (count * SPLIT_STEP)), 1) * SPLIT_STEP
 
@@ -212,7 +214,7 @@ def kv_splits_triton(
             position_q,
             WINDOW=window,
             STEP=SPLIT_STEP,
-            MIN_ROWS=MIN_SPLIT_ROWS,
+            MIN_ROWS=policy.min_split_rows,
             MAX_ROWS=policy.max_split_rows,
             BLOCK_B=power_of_two(batch),
             BLOCK_Q=16,

@@ -231,8 +231,9 @@ def write_latents(
 ) -> None:
     """Write the queries q [N, heads, rank + rotary] of raw [N, heads, nope + rotary], and store the latents.
 
-    The first part of a query is its first part in raw times k_up [heads, nope, rank]; rank + rotary is the plane's size.
-    The rest is as in rotate_and_store_latent.  On a GPU this is one launch for few rows, two for more.
+    The first part of a query is its first part in raw times k_up [heads, nope, rank]; the rest is as in
+    rotate_and_store_latent.  Rows of the plane have rank + rotary values.  On a GPU this is one launch for few rows,
+    two for more.
     """
     nope, rank = k_up.shape[1:]
     x, q_rope = raw[..., :nope], raw[..., nope:]
