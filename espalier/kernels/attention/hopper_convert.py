@@ -38,8 +38,11 @@ def raw_stages_of(
 
 @gluon_kernel
 def convert_tile(raw_stage, stage, LAYOUT: gl.constexpr):
-    """Write a tile of a raw stage to a stage of another dtype."""
-    stage.store(raw_stage.load(LAYOUT).to(stage.dtype))
+    """Write a tile of a raw stage to a stage of another dtype.
+
+    By way of float32, as in kernels/attention/attention_blocks.py:to_dtype_of.
+    """
+    stage.store(raw_stage.load(LAYOUT).to(gl.float32).to(stage.dtype))
 
 
 @gluon_kernel
