@@ -9,19 +9,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from espalier.kernels.attention.work_items import block_index, committed_blocks
+from espalier.kernels.runtime.convert import from_fp8
 from espalier.kernels.runtime.launch import kernel
 
 if TYPE_CHECKING:
     import triton.language as tl
-
-
-@kernel
-def to_dtype_of(q, rows):
-    """Rows in q's dtype, to which FP8 rows are converted exactly."""
-    if rows.dtype != q.dtype:
-        # By way of float32: from FP8 to bfloat16, Triton takes an instruction that runs at an eighth of the rate.
-        rows = rows.to(tl.float32)
-    return rows.to(q.dtype)
 
 
 @kernel
@@ -32,8 +24,8 @@ def _attend_block(q, k, v, seen, scale, max_score, sum_weights, acc, MASKED: tl.
     Every fused multiply-add is explicit.  If the compiler chose them, a change of another loop could change a rounding,
     and the bits would differ from those of kernels/attention/hopper_attend.py.
     """
-    scores = tl.dot(q, tl.trans(to_dtype_of(q, k)), input_precision=PRECISION)
-    return _attend_scores(scores, to_dtype_of(q, v), seen, scale, max_score, sum_weights, acc, MASKED, PRECISION)
+    scores = tl.dot(q, tl.trans(from_fp8(k, q.dtype)), input_precision=PRECISION)
+    return _attend_scores(scores, from_fp8(v, q.dtype), seen, scale, max_score, sum_weights, acc, MASKED, PRECISION)
 
 
 @kernel

@@ -40,7 +40,7 @@ def raw_stages_of(
 def convert_tile(raw_stage, stage, LAYOUT: gl.constexpr):
     """Write a tile of a raw stage to a stage of another dtype.
 
-    By way of float32, as in kernels/attention/attention_blocks.py:to_dtype_of.
+    By way of float32, as in kernels/runtime/convert.py:from_fp8.
     """
     stage.store(raw_stage.load(LAYOUT).to(gl.float32).to(stage.dtype))
 

@@ -17,15 +17,7 @@ from torch import Tensor
 
 from espalier.errors import EspalierError
 from espalier.kernels.attention.ancestor_bits import require_bits
-from espalier.kernels.attention.attention_blocks import (
-    _attend_scores,
-    _page,
-    _row,
-    _rows,
-    _times_scale,
-    _write,
-    to_dtype_of,
-)
+from espalier.kernels.attention.attention_blocks import _attend_scores, _page, _row, _rows, _times_scale, _write
 from espalier.kernels.attention.hopper_latent import (
     HopperLatentConfig,
     _hopper_latent_kernel,
@@ -47,6 +39,7 @@ from espalier.kernels.attention.work_items import (
     wait_and_count_splits,
     work_item_of,
 )
+from espalier.kernels.runtime.convert import from_fp8
 from espalier.kernels.runtime.launch import Chip, Kernel, chip, kernel, power_of_two, require
 from espalier.kernels.runtime.pdl import early
 from espalier.kernels.state.kv_scales import require_rows
@@ -86,8 +79,8 @@ def _attend_latents(
     BLOCK_V: tl.constexpr, BLOCK_ROPE: tl.constexpr,
 ):
     """Add the rows at `offsets` [N] to an online softmax (kernels/attention/attention_blocks.py:_attend_block)."""
-    latent = to_dtype_of(q, _rows(pointer, offsets, exists, MASKED, V_SIZE, BLOCK_V))
-    rope = to_dtype_of(q, _rows(pointer + V_SIZE, offsets, exists, MASKED, ROPE_SIZE, BLOCK_ROPE))
+    latent = from_fp8(_rows(pointer, offsets, exists, MASKED, V_SIZE, BLOCK_V), q.dtype)
+    rope = from_fp8(_rows(pointer + V_SIZE, offsets, exists, MASKED, ROPE_SIZE, BLOCK_ROPE), q.dtype)
     scores = tl.dot(q, tl.trans(latent), input_precision=PRECISION)
     scores = tl.dot(q_rope, tl.trans(rope), scores, input_precision=PRECISION)
     return _attend_scores(scores, latent, seen, scale, max_score, sum_weights, acc, MASKED, PRECISION)

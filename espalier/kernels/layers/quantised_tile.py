@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from espalier.kernels.runtime.convert import from_fp8
 from espalier.kernels.runtime.launch import kernel
 from espalier.kernels.runtime.pdl import ask_for
 
@@ -61,7 +62,7 @@ def quantised_dot(
             part = tl.dot(low, tl.trans(even))
             part = tl.dot(high, tl.trans(odd), part)
         else:
-            part = tl.dot(w.to(x.dtype), tl.trans(x))
+            part = tl.dot(from_fp8(w, x.dtype), tl.trans(x))
         if GROUP > 0 and CODE < 2:
             part *= tl.load(scale_ptrs + k // GROUP).to(tl.float32)[:, None]
         if INPUT_GROUP > 0:
