@@ -22,8 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from espalier.errors import EspalierError
-from espalier.models.config import read_json
-from espalier.models.loading import read_config
+from espalier.models.loading import read_config, read_raw
 from espalier.models.quantisers import PLAIN, QUANTISERS
 from espalier.models.weight_formats import QUANTISATION_FIELDS
 from espalier.models.weights import INDEX, PLAIN_DTYPES, shards_of
@@ -47,7 +46,7 @@ def quantise(path: Path, out: Path, to: To, device: torch.device, advance: Calla
     Memory: one file of the checkpoint, quantised.  advance: called after each file.
     Raises EspalierError for a target that is quantised already or not supported, and if `out` is not empty.
     """
-    config = read_json(path / "config.json")
+    config = read_raw(path)
     _refuse(path, out, config)
     out.mkdir(parents=True, exist_ok=True)
     written, places = Written(), dict[str, str]()

@@ -155,7 +155,8 @@ def to_mxfp4(experts: Tensor, device: torch.device) -> Stored:
         exponent = torch.frexp(largest)[1] - 1 - E2M1_EXPONENT
         exponent = torch.where(largest == 0, 0, exponent).clamp(-E8M0_BIAS, E8M0_BIAS)
         scaled = torch.ldexp(values, -exponent[:, :, None])
-        nibbles = torch.bucketize(scaled.abs(), middles).to(torch.uint8) | (scaled < 0).to(torch.uint8) << 3
+        magnitudes = torch.bucketize(scaled.abs().contiguous(), middles).to(torch.uint8)
+        nibbles = magnitudes | (scaled < 0).to(torch.uint8) << 3
         codes.append(pack_nibbles(nibbles).to(experts.device))
         scales.append((exponent + E8M0_BIAS).to(torch.uint8).to(experts.device))
     return {"_blocks": torch.stack(codes), "_scales": torch.stack(scales)}

@@ -387,6 +387,7 @@ def test_quantised_layers_count_as_they_are_stored(weights, layers_bytes):
     target, draft = round_runs(quantised, 1, 5, 8, 64)
     assert sum(run.weight_bytes for run in target) == layers_bytes * count + 2 * 128256 * 4096
     assert draft == round_runs(LLAMA, 1, 5, 8, 64)[1]
+    assert all(run.weights == "dense" for run in round_runs(replace(quantised, draft=None), 1, 5, 8, 64)[1])
     assert {run.name for run in target if run.weights == weights} == {"qkv", "o", "gate_up", "down"}
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from espalier.errors import EspalierError
-from espalier.kernels.layers.quantised import FP8
+from espalier.kernels.layers.quantised import FP8, dequantise
 from espalier.layout import RoundLayout
 from espalier.models import load_target
 from espalier.models.weight_formats.quantised import QuantisedWeight
@@ -44,6 +44,15 @@ def test_text_is_the_chains_and_files_are_what_build_gives(name, weights, tmp_pa
 def logits_of(target, text):
     positions = torch.arange(len(text))[None]
     return target.logits(target(torch.tensor([text]), positions, DenseAttend(target.layer_specs)).hidden)[0]
+
+
+def test_experts_in_mxfp4_are_the_dense_ones_rounded():
+    recipe = a_recipe(shape=SHAPES["gpt-oss"])
+    dense, quantised = (build(replace(recipe, weights=w), torch.float32, CPU, POSITIONS)[0] for w in ("dense", "mxfp4"))
+    for one, other in zip(dense.layers, quantised.layers, strict=True):
+        for exact, matrix in ((one.mlp.gate_up, other.mlp.gate_up), (one.mlp.down, other.mlp.down)):
+            rounded = torch.stack([dequantise(matrix[i], torch.float32) for i in range(len(matrix))])
+            assert 0 < (rounded - exact).norm() / exact.norm() < 0.2
 
 
 def test_heads_routers_and_columns_that_no_group_divides_stay_dense():
