@@ -87,7 +87,7 @@ def to_fp8(matrix: Tensor, device: torch.device) -> Stored:
         scale = _fp8_scale(block.abs().amax(1, keepdim=True))
         codes.append(_fp8(block / scale).to(matrix.device))
         scales.append(scale.to(matrix.device))
-    return {".weight": torch.cat(codes), ".weight_scale": torch.cat(scales)}
+    return {".weight": _joined(codes), ".weight_scale": torch.cat(scales)}
 
 
 def to_fp8_block(matrix: Tensor, device: torch.device) -> Stored:
@@ -101,11 +101,16 @@ def to_fp8_block(matrix: Tensor, device: torch.device) -> Stored:
         whole = (tiles / scale[:, None, :, None]).flatten(2).flatten(0, 1)
         codes.append(_fp8(whole[: len(block), :columns]).to(matrix.device))
         scales.append(scale.to(matrix.device))
-    return {".weight": torch.cat(codes), ".weight_scale_inv": torch.cat(scales)}
+    return {".weight": _joined(codes), ".weight_scale_inv": torch.cat(scales)}
 
 
 def _fp8_scale(largest: Tensor) -> Tensor:
     return torch.where(largest == 0, 1.0, largest / FP8_MAX)
+
+
+def _joined(codes: Sequence[Tensor]) -> Tensor:
+    """As bytes: torch.cat need not know FP8 on every device."""
+    return torch.cat([part.view(torch.uint8) for part in codes]).view(FP8)
 
 
 def _fp8(values: Tensor) -> Tensor:
