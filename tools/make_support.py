@@ -84,6 +84,11 @@ def quantised() -> str:
             "`pack-quantized`: 4 bits by `group` or `channel`, symmetric or with zero points, `actorder`",
             as_is,
         ],
+        [
+            "modelopt",
+            "`quant_algo` FP8, in config.json or hf_quant_config.json: E4M3, one scale",
+            "static with one scale",
+        ],
         ["awq", "4 bits, `gemm`, with zero points", as_is],
         ["gptq", "4 bits, `gptq` or `gptq_v2`, `desc_act`", as_is],
         ["mxfp4", "GPT-OSS's experts", as_is],

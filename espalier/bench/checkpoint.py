@@ -9,6 +9,8 @@ from rich.text import Text
 
 from espalier.config import DTYPES, EngineConfig
 from espalier.errors import EspalierError
+from espalier.kernels.layers.linear_tuning import DENSE
+from espalier.models.quantisers import QUANTISERS
 from espalier.startup.resolve import choose_device
 from espalier.synthetic.chain import MODES, predicted_accept_length
 from espalier.synthetic.checkpoint import Recipe, write
@@ -59,6 +61,7 @@ def add_flags(parser: ArgumentParser) -> None:
         metavar="X",
         help="its skill at a depth over that at the depth before (1)",
     )
+    parser.add_argument("--weights", choices=(DENSE, *QUANTISERS), default=DENSE, help="of the target (dense)")
     skill = parser.add_mutually_exclusive_group()
     skill.add_argument(
         "--skill", type=float, metavar="X", help=f"how often the draft's first guess is right ({Recipe.skill})"
@@ -110,6 +113,6 @@ def _recipe(args: Namespace) -> Recipe:
     if args.accept_length is not None and 0 < args.block_size < args.tree[0]:
         raise EspalierError(f"--tree has {args.tree[0]} steps, above --block-size={args.block_size}; lower it")
     skill = Recipe.skill if args.skill is None else args.skill
-    draft = {name: getattr(args, name) for name in ("mtp_layers", "mtp_form", "block_size", "block_fade")}
+    draft = {name: getattr(args, name) for name in ("mtp_layers", "mtp_form", "block_size", "block_fade", "weights")}
     recipe = Recipe(find_shape(args.shape), args.seed, args.mode, skill, args.reach, args.routing_correlation, **draft)
     return recipe if args.accept_length is None else recipe.with_accept_length(args.accept_length, *args.tree)

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from espalier.bench.drive import contexts
+from espalier.bench.linears import ModelShape, recipe_sizes
 from espalier.bench.synthetic_models import SyntheticModels, recipe_of
 from espalier.config import EngineConfig, ResolvedConfig
 from espalier.engine.engine import Engine
@@ -204,6 +205,11 @@ def engines_with(args: Namespace, settings: Mapping[str, Any]) -> BenchEngines:
     device = require_gpu(f"bench {args.measured} --shape")
     recipe = recipe_of(**shape_settings(args, settings.get("seed", 0)))
     return OfShape(recipe, settings, device)
+
+
+def shape_of(args: Namespace) -> ModelShape:
+    """The sizes of the --shape that the flags describe."""
+    return recipe_sizes(recipe_of(**shape_settings(args, 0)))
 
 
 def refuse_decided(settings: Mapping[str, Any]) -> None:

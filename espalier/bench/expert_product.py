@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from espalier.bench.timing import Stopwatch
-from espalier.kernels.layers.experts import grouped_experts_triton
+from espalier.kernels.layers.experts import ExpertMatrix, grouped_experts_triton
 from espalier.kernels.layers.experts_plan import ExpertsShape
 
 # Limits of the number of calls in a chain.
@@ -61,14 +61,19 @@ def random_ids(shape: ExpertsShape, rows: int, num_calls: int) -> list[Tensor]:
 
 
 class ExpertProduct:
-    """Times the expert product of one layer, with the engine's kernels.  gate_up, down: as in grouped_experts."""
+    """Times the expert product of one layer, with the engine's kernels.
 
-    def __init__(self, shape: ExpertsShape, gate_up: Tensor, down: Tensor, stopwatch: Stopwatch) -> None:
-        self.shape, self.gate_up, self.down, self.stopwatch = shape, gate_up, down, stopwatch
+    gate_up, down: as in grouped_experts, dense or quantised.  dtype: of the rows.
+    """
+
+    def __init__(
+        self, shape: ExpertsShape, gate_up: ExpertMatrix, down: ExpertMatrix, dtype: torch.dtype, stopwatch: Stopwatch
+    ) -> None:
+        self.shape, self.gate_up, self.down, self.dtype, self.stopwatch = shape, gate_up, down, dtype, stopwatch
 
     def us(self, rows: int, turns: int) -> tuple[float, float]:
         """(us of a call, experts that a call touches), means over a chain.  turns: how often the chain is timed."""
-        calls = ChainInputs(self.shape, rows, self.down.dtype, self.down.device)
+        calls = ChainInputs(self.shape, rows, self.dtype, self.down.device)
         [ms] = self.stopwatch.ms([self._chain(calls)], turns)
         return 1e3 * ms / calls.num, calls.touched
 

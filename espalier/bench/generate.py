@@ -18,8 +18,7 @@ from rich.text import Text
 from espalier.bench import engines
 from espalier.bench.choose import tree_shape
 from espalier.bench.drive import empty_prefix_cache, require_pages
-from espalier.bench.engines import BenchEngines, about, engines_of
-from espalier.bench.linears import shape_named
+from espalier.bench.engines import BenchEngines, about, engines_of, shape_of
 from espalier.bench.roofline import Roofline, kv_value_bytes
 from espalier.config import ResolvedConfig, SpeculationConfig
 from espalier.engine.executor import Handle
@@ -194,8 +193,7 @@ def _add_floors(measured: dict[str, list[Generated]], configs: dict[str, Resolve
     """Set floor_ms of each, at a context of the prompt and half of the new tokens."""
     config = next(iter(configs.values()))
     value_bytes = kv_value_bytes(config.kv_dtype, config.draft_kv_dtype)
-    shape = shape_named(args.shape, args.mtp_layers or 0, args.block_size or 0)
-    roofline = Roofline(shape, value_bytes=value_bytes)
+    roofline = Roofline(shape_of(args), value_bytes=value_bytes)
     ceilings = roofline.ceilings()
     for name, config in configs.items():
         drafts, layout = config.algorithm not in WITHOUT_FILES, layout_of(config)

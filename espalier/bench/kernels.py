@@ -176,7 +176,7 @@ def run(args: Namespace) -> int:
 def measure_experts(
     shape: ExpertsShape, ceilings: Ceilings, device: torch.device, stopwatch: Stopwatch
 ) -> list[ExpertCell]:
-    experts = ExpertProduct(shape, *random_experts(shape, DTYPE, device), stopwatch)
+    experts = ExpertProduct(shape, *random_experts(shape, DTYPE, device), DTYPE, stopwatch)
     cells = []
     for rows in EXPERT_ROWS:
         us, touched = experts.us(rows, TURNS)

@@ -12,11 +12,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from espalier.kernels.layers.experts_plan import ExpertsShape
+from espalier.kernels.layers.linear_quantised import linear_quantised
+from espalier.kernels.layers.linear_tuning import DENSE
+from espalier.kernels.layers.quantise_rows import quantise_rows
+from espalier.kernels.layers.quantised import InputScales, QuantisedMatrix
 from espalier.models.block_config import BlockConfig
 from espalier.models.config import ModelConfig
 from espalier.models.draft import DraftConfig
 from espalier.models.latent_config import LatentConfig
 from espalier.models.mtp_config import MTPConfig
+from espalier.models.quantisers import GROUP, MX_BLOCK, QUANTISERS
 from espalier.synthetic.checkpoint import Recipe
 from espalier.synthetic.shapes import find_shape
 
@@ -28,6 +33,7 @@ class Run:
     """`count` weights [out, in] of a pass, each multiplied with `rows` rows.
 
     heads: if above 1, each weight is [heads, out, in], and one batched product multiplies each head with its own rows.
+    weights: how it is stored, "dense" or a name of espalier/models/quantisers.py:QUANTISERS.
     """
 
     name: str
@@ -35,11 +41,20 @@ class Run:
     count: int
     rows: int
     heads: int = 1
+    weights: str = DENSE
 
     @property
-    def weight_bytes(self) -> int:
-        """Bytes of the weights, at two bytes a number."""
-        return 2 * self.count * self.heads * self.shape[0] * self.shape[1]
+    def weight_bytes(self) -> float:
+        """Bytes of the weights; at two bytes a number where they are dense."""
+        return value_bytes(self.weights) * self.count * self.heads * self.shape[0] * self.shape[1]
+
+
+def value_bytes(weights: str) -> float:
+    """Bytes of a number of a matrix, its share of a group's scale included.
+
+    Scales of whole rows and of blocks count as nothing.
+    """
+    return {DENSE: 2, "int4": 0.5 + 2 / GROUP, "mxfp4": 0.5 + 1 / MX_BLOCK}.get(weights, 1)
 
 
 @dataclass(frozen=True)
@@ -99,6 +114,7 @@ class ModelShape:
     windows: the window of each layer that has one, in positions.  experts: None for a dense model.
     draft_vocab: rows of the draft's lm_head.  captured: number of target features that the draft fuses.
     draft: sizes of an EAGLE head's layer; None if it is like the target's.  mtp, block: None for an EAGLE head.
+    weights: how the matrices of layers are stored, as of a Run.  A draft's are dense.
     """
 
     hidden: int
@@ -116,6 +132,7 @@ class ModelShape:
     experts: ExpertSizes | None = None
     mtp: MTPSizes | None = None
     block: BlockSizes | None = None
+    weights: str = DENSE
 
     def target_pass(self, rows: int, head_rows: int | None = None) -> tuple[Run, ...]:
         """A verify pass: every layer over `rows` rows, and the lm_head over `head_rows`, None: over all rows.
@@ -167,15 +184,18 @@ class ModelShape:
             return self.mtp.layer
         if self.block is not None:
             return self.block.layers
-        return self.draft or replace(self, layers=1, windows=(), experts=None)
+        return self.draft or replace(self, layers=1, windows=(), experts=None, weights=DENSE)
 
-    def shapes(self) -> tuple[Shape, ...]:
-        """Every weight shape of a linear layer once, in the order of a round.  Without batched products."""
+    def shapes(self, weights: str = DENSE) -> tuple[Shape, ...]:
+        """Every weight shape of a linear layer that is stored so, once, in the order of a round.
+
+        Without batched products.
+        """
         draft = self.draft_pass(1, fused_rows=1)
         if self.block is not None:
             draft = (*self.block_pass(1, 1, 1), *self.extend_passes(1))
         runs = (*self.target_pass(1), *draft)
-        return tuple(dict.fromkeys(run.shape for run in runs if run.heads == 1))
+        return tuple(dict.fromkeys(run.shape for run in runs if run.heads == 1 and run.weights == weights))
 
     def attended(self, context: float) -> float:
         """The rows that a query reads, summed over the layers."""
@@ -203,27 +223,32 @@ class ModelShape:
             return self._latent_attention(prefix, self.latent, count, rows)
         attention = self.heads * self.head_size
         return (
-            Run(f"{prefix}qkv", (attention + 2 * self.kv_heads * self.head_size, wide), count, rows),
-            Run(f"{prefix}o", (self.hidden, attention), count, rows),
+            self._run(f"{prefix}qkv", (attention + 2 * self.kv_heads * self.head_size, wide), count, rows),
+            self._run(f"{prefix}o", (self.hidden, attention), count, rows),
         )
 
     def _latent_attention(self, prefix: str, latent: LatentConfig, count: int, rows: int) -> tuple[Run, ...]:
         queries = self.heads * latent.head_size
         rows_of_down = (latent.q_rank or queries) + latent.row_size
-        up = () if latent.q_rank is None else (Run(f"{prefix}q up", (queries, latent.q_rank), count, rows),)
+        up = () if latent.q_rank is None else (self._run(f"{prefix}q up", (queries, latent.q_rank), count, rows),)
         return (
-            Run(f"{prefix}q and kv", (rows_of_down, self.hidden), count, rows),
+            self._run(f"{prefix}q and kv", (rows_of_down, self.hidden), count, rows),
             *up,
             Run(f"{prefix}k up", (latent.kv_rank, latent.nope_size), count, rows, self.heads),
             Run(f"{prefix}v up", (latent.v_size, latent.kv_rank), count, rows, self.heads),
-            Run(f"{prefix}o", (self.hidden, self.heads * latent.v_size), count, rows),
+            self._run(f"{prefix}o", (self.hidden, self.heads * latent.v_size), count, rows),
         )
 
     def _mlp(self, prefix: str, inner: int, count: int, rows: int) -> tuple[Run, ...]:
         return (
-            Run(f"{prefix}gate_up", (2 * inner, self.hidden), count, rows),
-            Run(f"{prefix}down", (self.hidden, inner), count, rows),
+            self._run(f"{prefix}gate_up", (2 * inner, self.hidden), count, rows),
+            self._run(f"{prefix}down", (self.hidden, inner), count, rows),
         )
+
+    def _run(self, name: str, shape: Shape, count: int, rows: int) -> Run:
+        """Of a matrix that the format quantises, if it takes one of these sizes."""
+        is_quantised = self.weights != DENSE and QUANTISERS[self.weights].takes(name, shape[1])
+        return Run(name, shape, count, rows, weights=self.weights if is_quantised else DENSE)
 
     def _routers_and_shared(self, prefix: str, rows: int) -> tuple[Run, ...]:
         """The linear layers beside the routed experts."""
@@ -298,18 +323,20 @@ def with_draft(target: ModelShape, draft: DraftConfig) -> ModelShape:
 
 
 def recipe_sizes(recipe: Recipe) -> ModelShape:
-    return with_draft(model_sizes(recipe.shape.target), recipe.draft_config)
+    return replace(with_draft(model_sizes(recipe.shape.target), recipe.draft_config), weights=recipe.weights)
 
 
-def shape_named(name: str, mtp_layers: int = 0, block_size: int = 0) -> ModelShape:
+def shape_named(name: str, mtp_layers: int = 0, block_size: int = 0, weights: str = DENSE) -> ModelShape:
     """mtp_layers: of an MTP head, in either form; block_size: of a block draft; both 0: an EAGLE-3 head.
+    weights: of the target.
 
     Raises EspalierError for an unknown name.
     """
-    return recipe_sizes(Recipe(find_shape(name), mtp_layers=mtp_layers, block_size=block_size))
+    return recipe_sizes(Recipe(find_shape(name), mtp_layers=mtp_layers, block_size=block_size, weights=weights))
 
 
-Multiply = Callable[[Tensor, Tensor], Tensor]
+Matrix = Tensor | QuantisedMatrix
+Multiply = Callable[[Tensor, Matrix], Tensor]
 
 
 class Weights:
@@ -317,29 +344,30 @@ class Weights:
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self.dtype, self.device = dtype, device
-        self._made: dict[tuple[str, Shape], list[Tensor]] = {}
+        self._made: dict[tuple[str, Shape], list[Matrix]] = {}
 
-    def of(self, run: Run) -> list[Tensor]:
+    def of(self, run: Run) -> list[Matrix]:
         made = self._made.setdefault((run.name, run.shape), [])
         while len(made) < run.count:
-            made.append(self.drawn(run.shape if run.heads == 1 else (run.heads, *run.shape)))
+            made.append(self.drawn(run.shape if run.heads == 1 else (run.heads, *run.shape), run.weights))
         return made[: run.count]
 
-    def drawn(self, shape: tuple[int, ...]) -> Tensor:
+    def drawn(self, shape: tuple[int, ...], weights: str = DENSE) -> Matrix:
         """A random weight as large as a trained one.  Zeros would be multiplied faster, with less power."""
-        return torch.empty(shape, dtype=self.dtype, device=self.device).normal_(std=shape[-1] ** -0.5)
+        dense = torch.empty(shape, dtype=self.dtype, device=self.device).normal_(std=shape[-1] ** -0.5)
+        return dense if weights == DENSE else QUANTISERS[weights].matrix(dense)
 
     def chain(self, runs: Sequence[Run], multiply: Multiply) -> Callable[[], None]:
         """A function that runs all layers in the order of a pass: layer by layer, then the rest."""
         inputs = {_input_key(run): self._input(run) for run in runs}
-        order: list[tuple[Tensor, Tensor]] = []
+        order: list[tuple[Tensor, Matrix]] = []
         for group in _by_layer(runs):
             for layer in range(group[0].count):
                 order += [(inputs[_input_key(run)], self.of(run)[layer]) for run in group]
 
         def body() -> None:
             for x, weight in order:
-                if weight.ndim == 3:
+                if isinstance(weight, Tensor) and weight.ndim == 3:
                     torch.bmm(x, weight.transpose(1, 2))
                 else:
                     multiply(x, weight)
@@ -367,5 +395,15 @@ def _by_layer(runs: Sequence[Run]) -> list[list[Run]]:
     return groups
 
 
-def plain(x: Tensor, weight: Tensor) -> Tensor:
-    return F.linear(x, weight)
+def plain(x: Tensor, weight: Matrix) -> Tensor:
+    """By the library, as far as it takes the weight: dense, and FP8 whose scales are of whole rows.
+
+    Other quantised weights are multiplied by our kernels.
+    """
+    if isinstance(weight, Tensor):
+        return F.linear(x, weight)
+    by_row = InputScales()
+    if weight.code == "fp8" and weight.row_block == 1 and weight.group >= weight.shape[1] and weight.inputs == by_row:
+        values, scales = quantise_rows(x, by_row)
+        return torch._scaled_mm(values, weight.codes.T, scales, weight.scales.T.contiguous(), out_dtype=x.dtype)
+    return linear_quantised(x, weight, None)

@@ -13,12 +13,11 @@ from rich.text import Text
 
 from espalier.bench import engines
 from espalier.bench.drive import empty_prefix_cache
-from espalier.bench.engines import BenchEngine, about, engines_of, load_sizes
+from espalier.bench.engines import BenchEngine, about, engines_of, load_sizes, shape_of
 from espalier.bench.expert_product import ExpertProduct
 from espalier.bench.experts_touched import mixture_blocks
 from espalier.bench.full_rounds import leave
 from espalier.bench.instrument import record_launches
-from espalier.bench.linears import shape_named
 from espalier.bench.roofline import Roofline
 from espalier.errors import EspalierError
 from espalier.request import Request, SamplingParams
@@ -102,11 +101,7 @@ def run(args: Namespace) -> int:
     max_batch = max(args.running + 1, *(batch for batch, _ in groups))
     least = {"max_batch": args.running + 1, "max_context": longest + 1}
     made = engines_of(args, load_sizes(max_batch, longest + SPARE), **least)
-    roofline = (
-        Roofline(shape_named(args.shape, args.mtp_layers or 0, args.block_size or 0))
-        if args.shape and torch.cuda.is_available()
-        else None
-    )
+    roofline = Roofline(shape_of(args)) if args.shape and torch.cuda.is_available() else None
     with made.open(True) as bench:
         # The pause comes first, because it may find that the engine is too small for it.
         paused = pause(bench, args.running, max(1, groups[0][1] // 8), groups[0][1])
@@ -184,10 +179,7 @@ def _expert_ms(bench: BenchEngine, passes: Sequence[tuple[int, int]], roofline: 
     sizes, mixed = roofline.shape.experts, mixture_blocks(bench.engine)
     if sizes is None:
         return None
-    gate_up, down = mixed[0].gate_up, mixed[0].down
-    if not isinstance(gate_up, torch.Tensor) or not isinstance(down, torch.Tensor):
-        raise EspalierError("bench prefill measures dense experts only; use an unquantised copy of the model")
-    layer = ExpertProduct(sizes.shape, gate_up, down, roofline.stopwatch)
+    layer = ExpertProduct(sizes.shape, mixed[0].gate_up, mixed[0].down, roofline.weights.dtype, roofline.stopwatch)
     us_of_rows = {rows: layer.us(rows, TURNS)[0] for rows in {batch * width for batch, width in passes}}
     return len(mixed) * sum(us_of_rows[batch * width] for batch, width in passes) / 1e3
 

@@ -19,10 +19,11 @@ import torch
 from rich.text import Text
 from torch import Tensor
 
-from espalier.bench.linears import ModelShape, Run, Weights, plain, shape_named
+from espalier.bench.linears import Matrix, ModelShape, Run, Weights, plain, shape_named, value_bytes
 from espalier.bench.timing import SECONDS, TURNS, Ceilings, Stopwatch
 from espalier.config import FP8_KV
 from espalier.kernels.layers.linear import linear
+from espalier.kernels.layers.linear_quantised import linear_quantised
 from espalier.kernels.layers.linear_tuning import DENSE, plans_for
 from espalier.synthetic.shapes import SHAPES
 from espalier.terminal.console import print_header, print_table, require_writable, stdout, write_json
@@ -41,12 +42,12 @@ KNOWN_MS = MappingProxyType(
 
 @dataclass(frozen=True)
 class LinearTimes:
-    """ms of a chain of linear layers: by F.linear, and by the fastest found (our kernels where the plans say so)."""
+    """ms of a chain of linear layers: by the library, and by the fastest found (our kernels where the plans say so)."""
 
     rows: int
     cublas_ms: float
     fastest_ms: float
-    weight_bytes: int
+    weight_bytes: float
 
 
 @dataclass(frozen=True)
@@ -179,7 +180,8 @@ def expert_cost(shape: ModelShape, rows: int, touched: float | None = None) -> C
         return Cost(0, 0)
     layers, experts = shape.experts.layers, shape.experts.shape
     touched = experts.touched(rows) if touched is None else touched
-    return Cost(layers * touched * experts.expert_bytes, layers * experts.flops(rows))
+    expert_bytes = experts.expert_bytes * value_bytes(shape.weights) / value_bytes(DENSE)
+    return Cost(layers * touched * expert_bytes, layers * experts.flops(rows))
 
 
 class Roofline:
@@ -236,8 +238,10 @@ class Roofline:
         return RoundRoofline(times.fastest_ms + expert_ms + attention_ms, times.fastest_ms, expert_ms, bytes_ms)
 
 
-def as_engine(x: Tensor, weight: Tensor) -> Tensor:
+def as_engine(x: Tensor, weight: Matrix) -> Tensor:
     """Multiply as the engine does on this GPU."""
+    if not isinstance(weight, Tensor):
+        return linear_quantised(x, weight, None)
     plans = plans_for((weight.shape[0], weight.shape[1]), DENSE, weight.dtype, weight)
     return plain(x, weight) if plans is None else linear(x, weight, None, plans.at(len(x)))
 

@@ -18,13 +18,15 @@ from espalier.config import ResolvedConfig
 from espalier.engine.cuda import CudaExecutor
 from espalier.engine.engine import Engine
 from espalier.errors import EspalierError
+from espalier.kernels.layers.linear_tuning import DENSE
 from espalier.kernels.tree.select_paths import MAX_STEPS
 from espalier.layout import RoundLayout
 from espalier.models import CausalLM, DraftModel
 from espalier.models.draft import MAX_MODULES
 from espalier.startup.build import AS_MODEL, KVDtypes, assemble
 from espalier.startup.load import build_engine_of_models
-from espalier.synthetic.checkpoint import Recipe, build
+from espalier.synthetic.checkpoint import Recipe, build, total_bytes
+from espalier.synthetic.quantised import require_stored
 from espalier.synthetic.shapes import find_shape
 
 # The draft's skill is chosen for an accept length at this tree.
@@ -66,13 +68,15 @@ def recipe_of(
     mtp_form: str | None = None,
     block_size: int | None = None,
     block_fade: float | None = None,
+    weights: str | None = None,
 ) -> Recipe:
     """The recipe of a named shape whose draft reaches this accept length at TREE; None: ACCEPT_LENGTH.
 
     routing_correlation: None: uniform routing.  mtp_layers: None: an EAGLE-3 head.  mtp_form: None: "chain".
     block_size: None: no block draft; a lower one than TREE has steps reaches the accept length with that many steps.
-    block_fade: None: 1.
-    Raises EspalierError for an unknown shape, and for an accept length that no draft reaches.
+    block_fade: None: 1.  weights: None: dense.
+    Raises EspalierError for an unknown shape, for an accept length that no draft reaches, and for weights that the
+    shape is not stored in.
     """
     if mtp_layers is not None and not 1 <= mtp_layers <= MAX_MODULES:
         raise EspalierError(f"--mtp-layers={mtp_layers} is not supported; use 1 to {MAX_MODULES}, or leave it out")
@@ -87,14 +91,18 @@ def recipe_of(
             f"--block-fade={block_fade} is not supported; use above 0 to 1, with --block-size, or leave it out"
         )
     wanted = ACCEPT_LENGTH if accept_length is None else accept_length
+    found = find_shape(shape)
+    if weights is not None:
+        require_stored(found.target, weights)
     recipe = Recipe(
-        find_shape(shape),
+        found,
         seed,
         routing_correlation=routing_correlation or 0.0,
         mtp_layers=mtp_layers or 0,
         mtp_form=mtp_form or Recipe.mtp_form,
         block_size=block_size or 0,
         block_fade=block_fade or Recipe.block_fade,
+        weights=weights or Recipe.weights,
     )
     steps, topk, nodes = TREE
     return recipe.with_accept_length(wanted, min(steps, block_size or steps), topk, nodes)
@@ -123,7 +131,8 @@ class SyntheticModels:
     @property
     def title(self) -> str:
         """One line for the top of a table or a plot."""
-        size = f"{self.weights_bytes / 1e9:.1f} GB of weights made in {self.seconds:.1f} s"
+        kind = "" if self.recipe.weights == DENSE else f"{self.recipe.weights} "
+        size = f"{self.weights_bytes / 1e9:.1f} GB of {kind}weights made in {self.seconds:.1f} s"
         routing = f"; routing correlation {self.recipe.routing_correlation}" if self.target.config.experts else ""
         return f"{self.recipe.shape.name}, {size}; {self.recipe.draft_name} of skill {self.recipe.skill}{routing}"
 
@@ -131,8 +140,7 @@ class SyntheticModels:
     def weights_bytes(self) -> int:
         """Bytes of target and draft, the embedding included."""
         tensors, draft_tensors = self.recipe.tensors(self.dtype, "meta")
-        sizes = [torch.Size(s).numel() for each in (tensors, draft_tensors) for s in each.shapes.values()]
-        return sum(sizes) * self.dtype.itemsize
+        return total_bytes(tensors) + total_bytes(draft_tensors)
 
     def engine(
         self,

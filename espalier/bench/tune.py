@@ -1,9 +1,11 @@
 """`espalier doctor --tune`: measure the linear layers on this GPU, and write the fastest plans for the engine to read.
 
-For each shape and bucket of rows, F.linear is measured against the candidates of our kernel.  First each shape alone: a
-chain of it over so many weights that none is still in the L2 cache, replayed as a CUDA graph.  Then the best of each
-among its neighbours, in the passes of a model: a kernel with programmatic dependent launch gains from the kernel before
-it, and F.linear keeps the next kernel from starting early (docs/log.md).
+For each shape and bucket of rows, F.linear is measured against the candidates of our kernel.  With --weights the shapes
+are those of quantised matrices, and the rule of kernels/layers/linear_quantised.py is in F.linear's place.
+
+First each shape is measured alone: a chain of it over so many weights that none is still in the L2 cache, replayed as a
+CUDA graph.  Then the best of each among its neighbours, in the passes of a model: a kernel with programmatic dependent
+launch gains from the kernel before it, and F.linear keeps the next kernel from starting early (docs/log.md).
 """
 
 from argparse import ArgumentParser, Namespace
@@ -16,12 +18,23 @@ from rich.text import Text
 from torch import Tensor
 
 from espalier.bench import tune_experts
-from espalier.bench.linears import ModelShape, Multiply, Run, Shape, Weights, model_sizes, shape_named, with_draft
+from espalier.bench.linears import (
+    Matrix,
+    ModelShape,
+    Multiply,
+    Run,
+    Shape,
+    Weights,
+    model_sizes,
+    shape_named,
+    with_draft,
+)
+from espalier.bench.roofline import as_engine
 from espalier.bench.timing import Stopwatch
 from espalier.bench.tune_experts import versions
 from espalier.config import EngineConfig, is_open
 from espalier.errors import EspalierError
-from espalier.kernels.layers import experts_tuning
+from espalier.kernels.layers import experts_tuning, linear_quantised
 from espalier.kernels.layers.linear import (
     LibraryPlan,
     LinearPlan,
@@ -31,9 +44,12 @@ from espalier.kernels.layers.linear import (
     linear_gated,
     linear_parts,
 )
-from espalier.kernels.layers.linear_tuning import ROWS_BUCKETS, LinearPlans, Table, own_file, read, write
+from espalier.kernels.layers.linear_tuning import DENSE, ROWS_BUCKETS, LinearPlans, Table, own_file, read, write
 from espalier.kernels.layers.norm import add_rms_norm
-from espalier.kernels.runtime.launch import chip
+from espalier.kernels.layers.quantised import QuantisedMatrix
+from espalier.kernels.runtime.launch import Chip, chip
+from espalier.kernels.runtime.precompile import precompile
+from espalier.models.quantisers import QUANTISERS
 from espalier.startup.load import Checkpoint, find
 from espalier.startup.resolve import choose_device
 from espalier.terminal.console import print_header, print_table, progress, require_writable, stdout
@@ -57,6 +73,12 @@ FEWEST_ROWS = 1
 # Layers whose output may come in parts for the next kernel to add up, and layers that a gate follows.
 IN_PARTS, GATED = ("qkv", "o", "down"), ("gate_up",)
 
+# What is measured against the candidates: {True: of dense weights, False: of quantised ones}.
+OTHER = {True: "F.linear", False: "by rule"}
+# Sides of the smallest matrix that every format takes.
+LEAST_SIDE = 256
+LINEAR_WEIGHTS = tuple(name for name, quantiser in QUANTISERS.items() if not quantiser.experts)
+
 # Values of --tune.
 LINEARS, EXPERTS = "linears", "experts"
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -69,17 +91,17 @@ PlanTable = dict[tuple[Shape, int], LinearPlan]
 
 @dataclass(frozen=True)
 class Measured:
-    """One shape and bucket, measured alone: µs of F.linear and of our fastest plan; ours: plans, the fastest first."""
+    """One shape and bucket, measured alone: µs of OTHER and of our fastest plan; ours: plans, the fastest first."""
 
     shape: Shape
     rows: int
-    cublas_us: float
+    other_us: float
     ours_us: float
     ours: tuple[TritonPlan | LibraryPlan, ...]
 
     @property
     def fastest(self) -> LinearPlan:
-        return self.ours[0] if self.ours_us < self.cublas_us else None
+        return self.ours[0] if self.ours_us < self.other_us else None
 
 
 def add_flags(parser: ArgumentParser) -> None:
@@ -93,6 +115,7 @@ def add_flags(parser: ArgumentParser) -> None:
         help="measure those of the given model, or of --shapes, on this GPU (linears)",
     )
     tuning.add_argument("--shapes", metavar="X,X", help="named sizes instead of a model, such as llama-3.1-8b")
+    tuning.add_argument("--weights", choices=LINEAR_WEIGHTS, help="of --tune --shapes: quantised matrices (dense)")
     tuning.add_argument("--choices", type=Path, metavar="FILE", help="write what is fastest there (your own file)")
 
 
@@ -119,28 +142,34 @@ def run(args: Namespace, config: EngineConfig) -> int:
 def _run(args: Namespace, config: EngineConfig) -> int:
     checkpoint = None if args.shapes else find(config)
     dtype = _dtype(config, checkpoint)
+    weights = args.weights or DENSE
     if checkpoint is None:
-        models = [shape_named(name) for name in args.shapes.split(",")]
+        models = [shape_named(name, weights=weights) for name in args.shapes.split(",")]
     else:
-        models = [_shape_of(checkpoint)]
+        models = [_shape_of(checkpoint, args.weights)]
     path = args.choices or own_file()
     if args.tune == EXPERTS:
+        if weights != DENSE:
+            raise EspalierError("--weights is not for --tune experts: their plans serve all formats; leave it out")
         tune_experts.run(models, DTYPES[dtype], path)
         return 0
-    shapes = tuple(dict.fromkeys(shape for model in models for shape in model.shapes()))
-    tuner = Tuner(DTYPES[dtype])
+    shapes = tuple(dict.fromkeys(shape for model in models for shape in model.shapes(weights)))
+    tuner = Tuner(DTYPES[dtype], weights)
     print_header()
     alone: dict[Shape, list[Measured]] = {}
     table: PlanTable = {}
     with progress("measuring", len(shapes) + len(models)) as advance:
         for shape in shapes:
             alone[shape] = tuner.alone(shape)
+            # Kept if the tuning is broken off; what is found among neighbours takes its place.
+            fastest = LinearPlans(tuple(bucket.fastest for bucket in alone[shape]))
+            write(path, Table(tuner.chip, dtype, {shape: fastest}, versions(), tuner.format))
             advance()
         for model in models:
             tuner.among_neighbours(model, alone, table)
             advance()
-    write(path, Table(tuner.chip, dtype, plans_by_shape(table), versions()))
-    print_table(_rows([bucket for buckets in alone.values() for bucket in buckets], table))
+    write(path, Table(tuner.chip, dtype, plans_by_shape(table), versions(), tuner.format))
+    print_table(_rows([bucket for buckets in alone.values() for bucket in buckets], table, OTHER[weights == DENSE]))
     stdout().print(Text(f"written to {path}"))
     return 0
 
@@ -155,40 +184,62 @@ def _dtype(config: EngineConfig, checkpoint: Checkpoint | None) -> str:
     return dtype
 
 
-def _shape_of(checkpoint: Checkpoint) -> ModelShape:
-    """The sizes of a checkpoint and of its draft."""
+def _shape_of(checkpoint: Checkpoint, weights: str | None) -> ModelShape:
+    """The sizes of a checkpoint and of its draft.  Raises EspalierError for a quantised one."""
+    format = checkpoint.target.formats("model.layers.0.self_attn.o_proj").name
+    if weights is not None or format != DENSE:
+        raise EspalierError(
+            f"--tune measures the quantised matrices of named sizes, and {checkpoint.target_path} is {format}; use "
+            "--shapes llama-3.1-8b --weights fp8, or leave --weights out"
+        )
     sizes = model_sizes(checkpoint.target)
     return sizes if checkpoint.draft is None else with_draft(sizes, checkpoint.draft)
 
 
 class Tuner:
-    """Measures on the GPU of this machine, in one dtype."""
+    """Measures on the GPU of this machine, in one dtype and one format of weights (as of a Run)."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype, weights: str = DENSE) -> None:
+        self.of_format = weights
         self.device = require_gpu("--tune")
         self.weights = Weights(dtype, self.device)
         self.stopwatch = Stopwatch()
         self.chip = chip(torch.empty(0, device=self.device))
 
+    @property
+    def format(self) -> str:
+        """The format's name in a table."""
+        if self.of_format == DENSE:
+            return DENSE
+        any_matrix = self.weights.drawn((LEAST_SIDE, LEAST_SIDE), self.of_format)
+        assert isinstance(any_matrix, QuantisedMatrix)
+        return linear_quantised.tuning_name(any_matrix)
+
     def alone(self, shape: Shape) -> list[Measured]:
         """Measure a shape in every bucket."""
-        size = 2 * shape[0] * shape[1]
-        weights = [self.weights.drawn(shape) for _ in range(max(2, -(-COPIES_BYTES // size)))]
+        one = self.weights.drawn(shape, self.of_format)
+        more = max(2, -(-COPIES_BYTES // one.nbytes)) - 1
+        weights = [one, *(self.weights.drawn(shape, self.of_format) for _ in range(more))]
         return [self._bucket(shape, rows, weights) for rows in ROWS_BUCKETS]
 
-    def _bucket(self, shape: Shape, rows: int, weights: Sequence[Tensor]) -> Measured:
-        x = torch.randn(rows, shape[1], dtype=weights[0].dtype, device=self.device)
+    def _bucket(self, shape: Shape, rows: int, weights: Sequence[Matrix]) -> Measured:
+        x = torch.randn(rows, shape[1], dtype=self.weights.dtype, device=self.device)
         ends = (x[:FEWEST_ROWS], x) if rows == ROWS_BUCKETS[0] else (x,)
-        first = {plan: self._us(x, weights, [plan], 3)[0] for plan in candidates(rows, *shape, self.chip)}
+        plans = _candidates(rows, weights[0], self.chip)
+        if x.is_cuda:
+            with precompile():
+                for plan in plans:
+                    _chain(x, weights, plan, 1)()
+        first = {plan: self._us(x, weights, [plan], 3)[0] for plan in plans}
         finalists = sorted(first, key=lambda plan: first[plan])[:FINALISTS]
         times = [self._us(end, weights, [None, *finalists], 12) for end in ends]
         cublas, *ours = (sum(each) / len(ends) for each in zip(*times, strict=True))
         order = sorted(range(len(ours)), key=lambda i: ours[i])
         return Measured(shape, rows, cublas, min(ours, default=torch.inf), tuple(finalists[i] for i in order))
 
-    def _us(self, x: Tensor, weights: Sequence[Tensor], contenders: Sequence[LinearPlan], turns: int) -> list[float]:
+    def _us(self, x: Tensor, weights: Sequence[Matrix], contenders: Sequence[LinearPlan], turns: int) -> list[float]:
         """µs a call of each contender, taking turns."""
-        calls = max(2, -(-CHAIN_BYTES // (2 * weights[0].numel())))
+        calls = max(2, -(-CHAIN_BYTES // weights[0].nbytes))
         bodies = [_chain(x, weights, plan, calls) for plan in contenders]
         return [1e3 * ms / calls for ms in self.stopwatch.ms(bodies, turns)]
 
@@ -198,8 +249,8 @@ class Tuner:
         weights = Weights(self.weights.dtype, self.device)
         for bucket, rows in enumerate(ROWS_BUCKETS):
             for runs in (model.target_pass(rows), model.draft_pass(rows, fused_rows=rows)):
-                linears = [run for run in runs if run.heads == 1]
-                undecided = {run.shape: alone[run.shape][bucket] for run in linears if (run.shape, rows) not in table}
+                tuned = [run.shape for run in runs if run.heads == 1 and run.weights == self.of_format]
+                undecided = {shape: alone[shape][bucket] for shape in tuned if (shape, rows) not in table}
                 table |= {(shape, rows): measured.fastest for shape, measured in undecided.items()}
                 for _ in range(SWEEPS):
                     for measured in undecided.values():
@@ -215,10 +266,28 @@ class Tuner:
         return contenders[best if times[best] < times[0] * (1 - LEAST_GAIN) else 0]
 
 
-def _chain(x: Tensor, weights: Sequence[Tensor], plan: LinearPlan, calls: int) -> Callable[[], None]:
+def _candidates(rows: int, weight: Matrix, gpu: Chip) -> Sequence[TritonPlan | LibraryPlan]:
+    if isinstance(weight, QuantisedMatrix):
+        return linear_quantised.candidates(rows, weight, gpu)
+    return candidates(rows, weight.shape[0], weight.shape[1], gpu)
+
+
+def _product(x: Tensor, weight: Matrix, plan: LinearPlan, gated: bool = False, parts: bool = False) -> Tensor:
+    """x · weightᵀ with the plan: summed, gated, or in parts.  None: F.linear, or a quantised weight's plan by rule."""
+    if not isinstance(weight, QuantisedMatrix):
+        return (linear_gated if gated else linear_parts if parts else linear)(x, weight, None, plan)
+    own = plan if isinstance(plan, TritonPlan) else linear_quantised.rule_of(weight, x)
+    if gated:
+        return linear_quantised.linear_quantised_gated_triton(x, weight, None, own)
+    if parts:
+        return linear_quantised.linear_quantised_parts_triton(x, weight, None, own)
+    return linear_quantised.linear_quantised_triton(x, weight, None, own)
+
+
+def _chain(x: Tensor, weights: Sequence[Matrix], plan: LinearPlan, calls: int) -> Callable[[], None]:
     def body() -> None:
         for call in range(calls):
-            linear(x, weights[call % len(weights)], None, plan)
+            _product(x, weights[call % len(weights)], plan)
 
     return body
 
@@ -232,16 +301,18 @@ def _by_table(runs: Sequence[Run], table: PlanTable, rows: int) -> Multiply:
     in_parts, gated = ({run.shape for run in runs if run.name.split()[-1] in names} for names in (IN_PARTS, GATED))
     norm_inputs: dict[Shape, tuple[Tensor, Tensor]] = {}
 
-    def multiply(x: Tensor, weight: Tensor) -> Tensor:
+    def multiply(x: Tensor, weight: Matrix) -> Tensor:
         shape = (weight.shape[0], weight.shape[1])
+        if (shape, rows) not in table:
+            return as_engine(x, weight)
         if shape in gated:
-            return linear_gated(x, weight, None, table[shape, rows])
+            return _product(x, weight, table[shape, rows], gated=True)
         if shape not in in_parts:
-            return linear(x, weight, None, table[shape, rows])
+            return _product(x, weight, table[shape, rows])
         if shape not in norm_inputs:
             norm_inputs[shape] = x.new_zeros(len(x), shape[0]), x.new_ones(shape[0])
         residual, norm = norm_inputs[shape]
-        return add_rms_norm(linear_parts(x, weight, None, table[shape, rows]), residual, norm, 1.0)[1]
+        return add_rms_norm(_product(x, weight, table[shape, rows], parts=True), residual, norm, 1.0)[1]
 
     return multiply
 
@@ -251,18 +322,19 @@ def plans_by_shape(table: PlanTable) -> dict[Shape, LinearPlans]:
     return {shape: LinearPlans(tuple(table[shape, rows] for rows in ROWS_BUCKETS)) for shape in shapes}
 
 
-def _rows(measured: Sequence[Measured], table: PlanTable) -> list[list[str]]:
-    rows = [["weight", "rows", "F.linear, µs", "ours, µs", "taken among its neighbours"]]
+def _rows(measured: Sequence[Measured], table: PlanTable, other: str) -> list[list[str]]:
+    """other: what stands in the place of a plan."""
+    rows = [["weight", "rows", f"{other}, µs", "ours, µs", "taken among its neighbours"]]
     for bucket in measured:
         shape = f"{bucket.shape[0]} x {bucket.shape[1]}"
-        taken = _name_of(table[bucket.shape, bucket.rows])
-        rows.append([shape, f"{bucket.rows}", f"{bucket.cublas_us:.1f}", f"{bucket.ours_us:.1f}", taken])
+        taken = _name_of(table[bucket.shape, bucket.rows], other)
+        rows.append([shape, f"{bucket.rows}", f"{bucket.other_us:.1f}", f"{bucket.ours_us:.1f}", taken])
     return rows
 
 
-def _name_of(plan: LinearPlan) -> str:
+def _name_of(plan: LinearPlan, other: str) -> str:
     if plan is None:
-        return "F.linear"
+        return other
     if isinstance(plan, LibraryPlan):
         return f"F.linear, {plan.pieces} pieces" if plan.splits == 1 else f"F.linear, {plan.splits} parts"
     return f"{plan.block_out}x{plan.block_in}, {plan.splits} parts, {plan.stages} stages, {plan.warps} warps"

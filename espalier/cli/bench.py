@@ -19,6 +19,7 @@ COMMANDS = MappingProxyType(
             "espalier.bench.checkpoint",
             "write a synthetic checkpoint: target and draft with known text",
         ),
+        "loading": ("espalier.bench.loading", "a target from disk: GB/s beside the disk alone, and peak memory"),
         "grammar": ("espalier.bench.grammar", "grammars: time of masks, requests beside one, JSON schemas in bulk"),
         "serve": ("espalier.bench.serve", "a server compared with LLM.generate: tokens a second, or a soak"),
     }

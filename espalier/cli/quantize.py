@@ -10,7 +10,8 @@ from espalier.bench import quantised
 from espalier.bench.drive import heldout
 from espalier.config import EngineConfig
 from espalier.errors import EspalierError
-from espalier.models.quantise import GROUP, Written, quantise
+from espalier.models.quantise import Written, quantise
+from espalier.models.quantisers import GROUP
 from espalier.models.weights import shards_of
 from espalier.startup.checkpoints import find_target
 from espalier.startup.resolve import choose_device

@@ -19,7 +19,8 @@ from espalier.models.layers.embedding import Embedding
 from espalier.models.layers.latent_attention import NORM_EPS, LatentAttention
 from espalier.models.layers.linear import Linear
 from espalier.models.layers.rope import RopeTables
-from espalier.models.weight_formats import dense_weight
+from espalier.models.weight_formats import QUANTISATION_FIELDS, dense_weight
+from espalier.models.weight_formats.modelopt import described_apart
 from espalier.models.weights import Weights
 
 # To add a family from outside this package: FAMILIES[FAMILY.architecture] = FAMILY.
@@ -39,10 +40,18 @@ def read_config(path: Path | str, overrides: Mapping[str, Any] | None = None) ->
     changes the computation in a way that is not supported.
     """
     path = Path(path)
-    raw = read_json(path / "config.json")
+    raw = read_raw(path)
     generation = path / "generation_config.json"
     family = find_family({**raw, **(overrides or {})}, FAMILIES, path)
     return parse(raw, family, path, overrides, read_json(generation) if generation.exists() else None)
+
+
+def read_raw(path: Path) -> dict[str, Any]:
+    """config.json of a target, and the quantisation that ModelOpt describes in a file of its own."""
+    raw = read_json(path / "config.json")
+    if any(raw.get(name) is not None for name in QUANTISATION_FIELDS):
+        return raw
+    return {**raw, **described_apart(path, read_json)}
 
 
 def load_target(

@@ -22,20 +22,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from espalier.errors import EspalierError
-from espalier.kernels.layers.quantised import FP8, FP8_MAX, pack_nibbles
-from espalier.models.config import read_json
-from espalier.models.loading import read_config
+from espalier.models.loading import read_config, read_raw
+from espalier.models.quantisers import PLAIN, QUANTISERS
 from espalier.models.weight_formats import QUANTISATION_FIELDS
 from espalier.models.weights import INDEX, PLAIN_DTYPES, shards_of
 
 To = Literal["fp8", "int4"]
-GROUP = 128
-# A group's scale is the one that maps its largest magnitude to 7.5, times one of these.
-SHRINK = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
-# Values that are quantised at once.
-BLOCK_VALUES = 2**24
-# Matrices that stay as they are.
-PLAIN = r"(.*\.)?(embed_tokens|lm_head|gate|router|shared_expert_gate|eh_proj|shared_head\.head)$"
 
 
 @dataclass
@@ -54,7 +46,7 @@ def quantise(path: Path, out: Path, to: To, device: torch.device, advance: Calla
     Memory: one file of the checkpoint, quantised.  advance: called after each file.
     Raises EspalierError for a target that is quantised already or not supported, and if `out` is not empty.
     """
-    config = read_json(path / "config.json")
+    config = read_raw(path)
     _refuse(path, out, config)
     out.mkdir(parents=True, exist_ok=True)
     written, places = Written(), dict[str, str]()
@@ -71,7 +63,7 @@ def quantise(path: Path, out: Path, to: To, device: torch.device, advance: Calla
         is_weights = other.suffix in (".safetensors", ".bin") or other.name == INDEX
         if other.is_file() and not is_weights:
             shutil.copyfile(other, out / other.name)
-    full = {**config, "quantization_config": _config_of(to, written.dense)}
+    full = {**config, "quantization_config": QUANTISERS[to].config(written.dense)}
     (out / "config.json").write_text(json.dumps(full, indent=1), encoding="utf-8")
     return written
 
@@ -91,6 +83,7 @@ def _refuse(path: Path, out: Path, config: Mapping[str, Any]) -> None:
 
 def _quantised(file: Path, to: To, device: torch.device, written: Written) -> Iterator[tuple[str, Tensor]]:
     """The tensors of the quantised copy of a file."""
+    quantiser = QUANTISERS[to]
     with safe_open(file, framework="pt") as stored:
         for name in stored.keys():  # noqa: SIM118
             tensor = stored.get_tensor(name)
@@ -98,83 +91,12 @@ def _quantised(file: Path, to: To, device: torch.device, written: Written) -> It
             module = name.removesuffix(".weight")
             is_matrix = tensor.ndim == 2 and module != name and tensor.dtype in PLAIN_DTYPES
             is_matrix = is_matrix and re.match(PLAIN, module) is None
-            if is_matrix and _fits(tensor, to):
+            if is_matrix and quantiser.takes(module, tensor.shape[1]):
                 written.num_matrices += 1
-                for suffix, part in (_to_fp8 if to == "fp8" else _to_int4)(tensor, device).items():
-                    yield f"{module}.{suffix}", part
+                for suffix, part in quantiser.stored(tensor, device).items():
+                    yield f"{module}{suffix}", part
             else:
                 if is_matrix:
                     written.dense.append(module)
                 # Cloned: a tensor that stands in the file's memory would keep all of it.
                 yield name, tensor.clone()
-
-
-def _fits(matrix: Tensor, to: To) -> bool:
-    return to == "fp8" or matrix.shape[1] % GROUP == 0
-
-
-def _blocks(matrix: Tensor, device: torch.device) -> Iterator[Tensor]:
-    """Blocks of rows, float32, on the device."""
-    for block in matrix.split(max(BLOCK_VALUES // matrix.shape[1], 1)):
-        yield block.to(device, torch.float32)
-
-
-def _to_fp8(matrix: Tensor, device: torch.device) -> dict[str, Tensor]:
-    codes, scales = [], []
-    for block in _blocks(matrix, device):
-        largest = block.abs().amax(1, keepdim=True)
-        scale = torch.where(largest == 0, 1.0, largest / FP8_MAX)
-        codes.append((block / scale).clamp(-FP8_MAX, FP8_MAX).to(FP8).cpu())
-        scales.append(scale.cpu())
-    return {"weight": torch.cat(codes), "weight_scale": torch.cat(scales)}
-
-
-def _to_int4(matrix: Tensor, device: torch.device) -> dict[str, Tensor]:
-    # Other engines expect the scales in the model's dtype.
-    dtype = matrix.dtype if matrix.dtype in (torch.bfloat16, torch.float16) else torch.float32
-    codes, scales = [], []
-    for block in _blocks(matrix, device):
-        groups = block.unflatten(1, (-1, GROUP))
-        scale = _best_scales(groups, dtype)
-        q = (groups / scale.float()).round().clamp(-8, 7) + 8
-        codes.append(pack_nibbles(q.flatten(1).to(torch.uint8)).cpu())
-        scales.append(scale.squeeze(2).cpu())
-    packed = torch.cat(codes).contiguous().view(torch.int32)
-    return {
-        "weight_packed": packed,
-        "weight_scale": torch.cat(scales),
-        "weight_shape": torch.tensor(matrix.shape, dtype=torch.int64),
-    }
-
-
-def _best_scales(groups: Tensor, dtype: torch.dtype) -> Tensor:
-    """groups [rows, n, GROUP] -> the scales [rows, n, 1] with the least squared error."""
-    largest = groups.abs().amax(2, keepdim=True)
-    widest = torch.where(largest == 0, 1.0, largest / 7.5)
-    best, least = widest.to(dtype), torch.full_like(largest, torch.inf)
-    for shrink in SHRINK:
-        scale = (widest * shrink).to(dtype)
-        exact = scale.float()
-        error = ((groups / exact).round().clamp(-8, 7) * exact - groups).square().sum(2, keepdim=True)
-        best, least = torch.where(error < least, scale, best), torch.minimum(error, least)
-    return best
-
-
-def _config_of(to: To, dense: list[str]) -> dict[str, Any]:
-    """quantization_config, as compressed-tensors writes it."""
-    common = {"symmetric": True, "dynamic": False, "block_structure": None, "actorder": None}
-    weights: dict[str, Any] = {**common, "num_bits": 8, "type": "float", "strategy": "channel", "group_size": None}
-    inputs: dict[str, Any] | None = {**common, "num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
-    if to == "int4":
-        weights = {**common, "num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP}
-        inputs = None
-    stored = "float-quantized" if to == "fp8" else "pack-quantized"
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "output_activations": None}
-    return {
-        "quant_method": "compressed-tensors",
-        "format": stored,
-        "quantization_status": "compressed",
-        "config_groups": {"group_0": {**group, "format": stored}},
-        "ignore": [f"re:{PLAIN}", *dense],
-        "kv_cache_scheme": None,
-    }

@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from espalier.errors import EspalierError
+from espalier.kernels.layers.linear_tuning import DENSE
 from espalier.models import CausalLM, DraftModel
 from espalier.models.draft import DraftConfig
 from espalier.models.loading import make_target
@@ -27,6 +28,7 @@ from espalier.synthetic.block import BlockTensors
 from espalier.synthetic.chain import LEAST_SKILL, MOST_SKILL, Chain, make_chain, predicted_accept_length
 from espalier.synthetic.draft import DraftTensors
 from espalier.synthetic.mtp import MtpTensors
+from espalier.synthetic.quantised import QuantisedTensors
 from espalier.synthetic.routing import check_correlation
 from espalier.synthetic.shapes import Shape
 from espalier.synthetic.target import TargetTensors
@@ -58,6 +60,7 @@ class Recipe:
     mtp_layers: layers of an MTP head; 0 is an EAGLE-3 head.  mtp_form: "chain" or "target".
     block_size: tokens that one pass of a block draft proposes; 0: it is none.  block_fade: its skill at a depth over
     that at the depth before, which is `skill` at depth 1.
+    weights: how the target stores its matrices: "dense", or a name of espalier/models/quantisers.py:QUANTISERS.
     """
 
     shape: Shape
@@ -70,6 +73,7 @@ class Recipe:
     mtp_form: str = "chain"
     block_size: int = 0
     block_fade: float = 1.0
+    weights: str = DENSE
 
     @property
     def draft_json(self) -> dict[str, Any]:
@@ -111,15 +115,18 @@ class Recipe:
 
     def tensors(
         self, dtype: torch.dtype, device: torch.device | str
-    ) -> tuple[TargetTensors, DraftTensors | MtpTensors | BlockTensors]:
+    ) -> tuple[TargetTensors | QuantisedTensors, DraftTensors | MtpTensors | BlockTensors]:
         target = TargetTensors(
             self.shape, self.chain(), self.seed, dtype, torch.device(device), self.routing_correlation
         )
+        return target if self.weights == DENSE else QuantisedTensors(target, self.weights), self._draft(target)
+
+    def _draft(self, target: TargetTensors) -> DraftTensors | MtpTensors | BlockTensors:
         if self.block_size:
-            return target, BlockTensors(self.shape, target, self.block_size)
+            return BlockTensors(self.shape, target, self.block_size)
         if self.mtp_layers:
-            return target, MtpTensors(self.shape, target, self.mtp_layers, self.mtp_form)
-        return target, DraftTensors(self.shape, target)
+            return MtpTensors(self.shape, target, self.mtp_layers, self.mtp_form)
+        return DraftTensors(self.shape, target)
 
     def with_accept_length(self, wanted: float, steps: int, topk: int, num_draft_tokens: int) -> "Recipe":
         """This recipe with the skill at which greedy decoding accepts `wanted` tokens a round.
@@ -156,7 +163,8 @@ def write(recipe: Recipe, out: Path, dtype: torch.dtype, device: torch.device | 
     # Check both directories before making the first model, which may take long.
     for name in ("target", "draft"):
         _make_empty(out / name)
-    _write_model(out / "target", {**recipe.shape.config_json, "torch_dtype": stored}, target)
+    quantised = {"quantization_config": target.quantisation} if isinstance(target, QuantisedTensors) else {}
+    _write_model(out / "target", {**recipe.shape.config_json, "torch_dtype": stored, **quantised}, target)
     generation = {name: fields[name] for name in ("bos_token_id", "eos_token_id") if fields.get(name) is not None}
     _write_json(out / "target" / "generation_config.json", {**generation, "do_sample": False})
     _write_model(out / "draft", {**recipe.draft_json, "torch_dtype": stored}, draft)
@@ -181,7 +189,7 @@ def _write_model(path: Path, config: Mapping[str, Any], tensors: Tensors) -> Non
         _write_shard(path / file, tensors, shard)
     if len(shards) > 1:
         places = {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
-        total = sum(_bytes(tensors, name) for name in places)
+        total = total_bytes(tensors)
         _write_json(path / INDEX, {"metadata": {"total_size": total}, "weight_map": places})
 
 
@@ -204,8 +212,13 @@ def _shards(tensors: Tensors, most: int) -> list[list[str]]:
     return shards
 
 
+def total_bytes(tensors: Tensors) -> int:
+    return sum(_bytes(tensors, name) for name in tensors.shapes)
+
+
 def _bytes(tensors: Tensors, name: str) -> int:
-    return torch.Size(tensors.shapes[name]).numel() * tensors.dtype.itemsize
+    itemsize = tensors.itemsize(name) if isinstance(tensors, QuantisedTensors) else tensors.dtype.itemsize
+    return torch.Size(tensors.shapes[name]).numel() * itemsize
 
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:
@@ -220,7 +233,7 @@ class SyntheticWeights(Weights):
         self.tensors = tensors
         self.dtype = tensors.dtype
         self.device = tensors.device
-        self.formats = all_dense
+        self.formats = tensors.formats if isinstance(tensors, QuantisedTensors) else all_dense
         self._loaded: Mapping[str, Tensor] = {}
         self._not_taken = set(tensors.shapes)
 

@@ -18,7 +18,9 @@ NOT_GIVEN = None
 # The alternative to --api-key, whose value every user of the machine can see in the list of processes.
 KEY_VARIABLE = "ESPALIER_API_KEY"
 # The flags of a synthetic model besides --shape.
-SHAPE_FLAGS = ("accept_length", "routing_correlation", "mtp_layers", "mtp_form", "block_size", "block_fade")
+SHAPE_FLAGS = ("accept_length", "routing_correlation", "mtp_layers", "mtp_form", "block_size", "block_fade", "weights")
+# Formats of a synthetic target: those of espalier/models/quantisers.py.
+SHAPE_WEIGHTS = ("fp8", "fp8-block", "int4", "mxfp4")
 
 
 def add_engine_flags(parser: ArgumentParser, leave_out: Collection[str] = ()) -> None:
@@ -91,6 +93,11 @@ def add_shape_flags(parser: ArgumentParser | _ArgumentGroup) -> None:
     )
     parser.add_argument(
         "--block-fade", type=float, metavar="X", help="its skill at a depth over that at the depth before (1)"
+    )
+    parser.add_argument(
+        "--weights",
+        choices=SHAPE_WEIGHTS,
+        help="of --shape: the target's matrices are quantised; mxfp4: its stacked experts, as of gpt-oss-20b",
     )
 
 

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from espalier.bench.drive import drive
-from espalier.bench.linears import Weights, model_sizes, plain, recipe_sizes, shape_named, with_draft
+from espalier.bench.linears import Run, Weights, model_sizes, plain, recipe_sizes, shape_named, with_draft
 from espalier.bench.roofline import (
     Cost,
     ExpertTimes,
@@ -24,6 +24,7 @@ from espalier.bench.roofline import (
 from espalier.bench.timing import Ceilings
 from espalier.cli.main import main
 from espalier.errors import EspalierError
+from espalier.kernels.layers.quantised import dequantise
 from espalier.models import read_config
 from espalier.request import SamplingParams
 from espalier.speculate.drafters import read_draft
@@ -377,3 +378,31 @@ def test_a_chain_of_passes_has_weights_for_each_module_and_one_shared_head():
     assert len(by_shape[hidden, 2 * hidden]) == 2 * 3 + 1
     heads = [rows for shape, rows, _ in seen if shape == (sizes.vocab, hidden)]
     assert heads == [4, 4, 4, 2, 12]  # levels 2 to 4, the root, the verify pass
+
+
+@pytest.mark.parametrize(("weights", "layers_bytes"), [("fp8", 1), ("fp8-block", 1), ("int4", 0.5 + 2 / 128)])
+def test_quantised_layers_count_as_they_are_stored(weights, layers_bytes):
+    """The head, and all of the draft, have two bytes a number."""
+    quantised, count = shape_named("llama-3.1-8b", weights=weights), 32 * (6144 + 4096 + 28672 + 3.5 * 4096) * 4096
+    target, draft = round_runs(quantised, 1, 5, 8, 64)
+    assert sum(run.weight_bytes for run in target) == layers_bytes * count + 2 * 128256 * 4096
+    assert draft == round_runs(LLAMA, 1, 5, 8, 64)[1]
+    assert all(run.weights == "dense" for run in round_runs(replace(quantised, draft=None), 1, 5, 8, 64)[1])
+    assert {run.name for run in target if run.weights == weights} == {"qkv", "o", "gate_up", "down"}
+
+
+@pytest.mark.parametrize(
+    ("name", "weights", "share"), [("qwen3-30b-a3b", "fp8", 0.5), ("gpt-oss-20b", "mxfp4", 0.265625)]
+)
+def test_quantised_experts_count_as_they_are_stored(name, weights, share):
+    dense, quantised = (expert_cost(shape_named(name, weights=each), 8) for each in ("dense", weights))
+    assert (quantised.num_bytes, quantised.flops) == (pytest.approx(share * dense.num_bytes), dense.flops)
+
+
+@pytest.mark.parametrize("weights", ["fp8", "fp8-block", "int4"])
+def test_drawn_weights_are_of_the_format(weights):
+    drawn = Weights(torch.bfloat16, torch.device("cpu"))
+    matrix = drawn.of(Run("o", (128, 256), 1, 1, weights=weights))[0]
+    x = torch.randn(2, 256, dtype=torch.bfloat16)
+    # The rounding of the result to bfloat16.
+    torch.testing.assert_close(plain(x, matrix), x @ dequantise(matrix, torch.bfloat16).T, rtol=2e-2, atol=2e-2)

@@ -1,18 +1,25 @@
 """Tuning without a chip: who is measured, and who is taken for which figures."""
 
+from argparse import Namespace
+from dataclasses import replace
+
 import pytest
 import torch
 
 from espalier.bench import tune
 from espalier.bench.linears import ModelShape, recipe_sizes
 from espalier.bench.tune import Measured, Tuner, plans_by_shape
+from espalier.config import EngineConfig
+from espalier.errors import EspalierError
 from espalier.kernels.layers.linear import LibraryPlan, TritonPlan
-from espalier.kernels.layers.linear_tuning import ROWS_BUCKETS, LinearPlans
+from espalier.kernels.layers.linear_quantised import max_block_in
+from espalier.kernels.layers.linear_tuning import ROWS_BUCKETS, LinearPlans, read
 from espalier.synthetic.checkpoint import Recipe
 from tests.synthetic.mixtures import mixture
 
 TINY = ModelShape(hidden=64, layers=2, heads=2, kv_heads=1, head_size=32, intermediate=96, vocab=72, draft_vocab=40)
 LATENT = recipe_sizes(Recipe(mixture("v3-dense")))
+WIDE = ModelShape(hidden=256, layers=2, heads=4, kv_heads=4, head_size=64, intermediate=1024, vocab=320, draft_vocab=40)
 FIRST, SECOND = TritonPlan(64, 64, 1, 4, 2), TritonPlan(64, 128, 1, 4, 2)
 
 
@@ -40,7 +47,7 @@ def test_every_bucket_is_measured_and_the_fastest_is_first(tuner):
     found = tuner.alone((4096, 64))
     assert [each.rows for each in found] == list(ROWS_BUCKETS)
     assert all(each.fastest is not None and each.fastest == each.ours[0] for each in found if len(each.ours) > 1)
-    assert all(each.ours_us < each.cublas_us for each in found if each.ours)
+    assert all(each.ours_us < each.other_us for each in found if each.ours)
 
 
 def test_a_shape_that_no_candidate_fits_is_left_to_pytorch():
@@ -88,3 +95,50 @@ def test_every_shape_of_a_model_is_settled_once(tuner, model):
     assert set(found) == set(model.shapes())
     assert found.pop(model.shapes()[0]) == LinearPlans((SECOND,) * len(ROWS_BUCKETS))
     assert set(found.values()) == {LinearPlans((FIRST,) * len(ROWS_BUCKETS))}
+
+
+@pytest.mark.parametrize(("weights", "format"), [("fp8", "fp8"), ("fp8-block", "fp8-128x128"), ("int4", "int4-1x128")])
+def test_quantised_shapes_are_measured_and_written_under_their_format(tuner, monkeypatch, tmp_path, weights, format):
+    """Head and draft stay dense: they are neither measured nor in the table."""
+    monkeypatch.setattr(tune, "shape_named", lambda name, weights: replace(WIDE, weights=weights))
+    monkeypatch.setattr(tune, "print_header", lambda: None)
+    monkeypatch.setattr(tune, "versions", dict)
+    monkeypatch.setattr(Tuner, "among_neighbours", kept := Kept())
+    monkeypatch.setattr(tune, "Stopwatch", lambda: Told(5.0, 4.0, 3.0))
+    path = tmp_path / "choices.json"
+    args = Namespace(shapes="wide", choices=path, tune="linears", weights=weights)
+    tune._run(args, EngineConfig(dtype="bfloat16"))
+    [table] = read(path)
+    assert (table.format, set(table.shapes)) == (format, {(768, 256), (256, 256), (2048, 256), (256, 1024)})
+    own = kept.tuner.weights.drawn((2048, 256), weights)
+    plans = [plan for plans in table.shapes.values() for plan in plans.by_bucket]
+    assert all(isinstance(plan, TritonPlan) and max_block_in(own) % plan.block_in == 0 for plan in plans)
+
+
+class Kept:
+    """Instead of measuring among neighbours: takes what is fastest alone, and keeps the tuner."""
+
+    def __call__(self, model, alone, table):
+        table |= {(shape, each.rows): each.fastest for shape, buckets in alone.items() for each in buckets}
+
+    def __get__(self, tuner, owner):
+        self.tuner = tuner
+        return self
+
+
+@pytest.mark.parametrize("weights", ["fp8", "int4"])
+def test_in_a_pass_only_quantised_matrices_take_plans(tuner, monkeypatch, weights):
+    model, taken = replace(WIDE, weights=weights), []
+    monkeypatch.setattr(tune, "add_rms_norm", lambda made, *given: (made, made))
+    monkeypatch.setattr(tune, "_product", lambda x, weight, plan, **how: taken.append((weight.shape, plan, how)) or x)
+    runs = model.target_pass(16)
+    table = dict.fromkeys(((shape, 16) for shape in model.shapes(weights)), FIRST)
+    tuner.weights.chain(runs, tune._by_table(runs, table, 16))()
+    parts = {(768, 256): "parts", (256, 256): "parts", (2048, 256): "gated", (256, 1024): "parts"}
+    assert taken[:4] == [(shape, FIRST, {how: True}) for shape, how in parts.items()] and len(taken) == 4 * WIDE.layers
+
+
+def test_what_is_not_tuned_is_refused(tuner):
+    args = Namespace(shapes="gpt-oss-20b", choices=None, tune="experts", weights="fp8")
+    with pytest.raises(EspalierError, match="--weights is not for --tune experts"):
+        tune._run(args, EngineConfig(dtype="bfloat16"))

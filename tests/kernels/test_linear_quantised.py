@@ -10,13 +10,16 @@ from espalier.kernels.layers import linear_quantised
 from espalier.kernels.layers.linear import TritonPlan, sum_parts_reference
 from espalier.kernels.layers.linear_quantised import (
     _launch,
+    candidates,
     linear_quantised_gated_triton,
     linear_quantised_triton,
     max_block_in,
+    plan_of,
     require_supported,
     rule,
     tuning_name,
 )
+from espalier.kernels.layers.linear_tuning import DENSE, LinearPlans
 from espalier.kernels.layers.quantise_rows import quantise_rows_triton
 from espalier.kernels.layers.quantised import (
     InputScales,
@@ -142,6 +145,36 @@ def test_the_rule_fits_the_chip_and_the_groups(code, rows, group):
                 plan.block_out * plan.block_in // (1 if code == "fp8" else 2) + tile * plan.block_in * 2
             )
             assert plan.stages == 1 or used <= chip.shared_memory
+
+
+@pytest.mark.parametrize("kind", ["fp8-channel-inputs", "fp8-block", "int4", "mxfp4"])
+@pytest.mark.parametrize("rows", [16, 40, 200])
+def test_candidates_fit_the_chip_and_one_gives_the_product(kernel_device, kind, rows):
+    matrix = drawn(kind, (), 96, 1024, kernel_device)
+    found = candidates(rows, matrix, H200)
+    assert found and all(max_block_in(matrix) % plan.block_in == 0 for plan in found)
+    assert all(plan.splits * 96 // plan.block_out <= 4 * H200.processors for plan in found)
+    x = x_of(3, 1024, kernel_device)
+    assert_is_the_product(linear_quantised_triton(x, matrix, None, found[0]), x, matrix, None)
+
+
+def test_groups_of_fewer_columns_than_a_table_takes_have_no_candidates():
+    assert candidates(16, drawn("int4-zeros", (), 64, 128, torch.device("cpu")), H200) == []
+
+
+def test_a_plan_comes_from_the_table_of_its_format_and_else_from_the_rule(monkeypatch):
+    matrix, x = drawn("int4", (), 4096, 4096, torch.device("cpu")), x_of(3, 4096, torch.device("cpu"))
+    mine, others = TritonPlan(32, 64, 1, 4, 3), TritonPlan(128, 64, 1, 4, 3)
+    tables = {"int4-1x64": {(4096, 4096): LinearPlans((mine, *[None] * 4))}, DENSE: {(4096, 4096): others}}
+    monkeypatch.setattr(linear_quantised, "chip", lambda tensor: H200)
+    monkeypatch.setattr(linear_quantised, "measured_plans", lambda gpu, format, dtype: tables.get(format, {}))
+    by_rule = rule(17, 4096, 4096, "int4", 64, H200)
+    assert plan_of(matrix, x) == mine and mine != rule(3, 4096, 4096, "int4", 64, H200)
+    # A bucket that was measured slower than the rule, rows above all buckets, another shape, another format.
+    assert plan_of(matrix, x_of(17, 4096, x.device)) == by_rule
+    assert plan_of(matrix, x_of(300, 4096, x.device)) == rule(300, 4096, 4096, "int4", 64, H200)
+    assert plan_of(matrix.rows_from(64), x) == rule(3, 4032, 4096, "int4", 64, H200)
+    assert plan_of(replace(matrix, group=32, scales=matrix.scales.repeat(1, 2)), x).block_in == 32
 
 
 def test_names_of_tuning_tables():

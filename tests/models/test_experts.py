@@ -162,7 +162,7 @@ def edit_config(path: Path, **fields: Any) -> None:
         ({"topk_method": "noaux_tc"}, "topk_method = 'noaux_tc' is not supported"),
         ({"shared_expert_intermediate_size": 8}, "shared_expert_intermediate_size = 8 is not supported"),
         ({"routed_scaling_factor": 2.5}, "routed_scaling_factor = 2.5 is not supported"),
-        ({"quantization_config": {"quant_method": "modelopt"}}, "'modelopt' is not supported"),
+        ({"quantization_config": {"quant_method": "bitsandbytes"}}, "'bitsandbytes' is not supported"),
     ],
     ids=str,
 )

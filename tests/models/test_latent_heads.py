@@ -150,7 +150,10 @@ def test_captured_layers_of_deepseek_are_named_by_their_input(
         ({"kv_lora_rank": "16"}, "kv_lora_rank = '16'; a positive integer"),
         ({"hidden_size": 64, "target_hidden_size": 64}, "hidden size 64, the target has 32"),
         ({"v_head_dim": 13}, r"'midlayer.self_attn.kv_b_proj.weight' .*has shape \[64, 16\]"),
-        ({"quantization_config": {"quant_method": "modelopt"}}, "quantization_config = 'modelopt' is not supported"),
+        (
+            {"quantization_config": {"quant_method": "bitsandbytes"}},
+            "quantization_config = 'bitsandbytes' is not supported",
+        ),
     ],
     ids=str,
 )

@@ -72,7 +72,7 @@ def test_a_group_takes_the_best_of_several_scales(tmp_path, monkeypatch):
         return float((copy.take_matrix(name, 256, 128) - weights[f"{name}.weight"]).norm())
 
     searched = error(tmp_path / "searched")
-    monkeypatch.setattr("espalier.models.quantise.SHRINK", (1.0,))
+    monkeypatch.setattr("espalier.models.quantisers.SHRINK", (1.0,))
     assert searched < 0.97 * error(tmp_path / "one")
 
 

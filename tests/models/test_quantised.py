@@ -289,7 +289,11 @@ FLOAT8 = {"num_bits": 8, "type": "float", "strategy": "channel"}
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version = 'gemv'"),
         ({"quant_method": "gptq", "bits": 3}, "bits = 3"),
         ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "checkpoint_format = 'marlin'"),
-        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "'modelopt' is not supported, only None or 'awq' or"),
+        ({"quant_method": "bitsandbytes"}, "'bitsandbytes' is not supported, only None or 'awq' or"),
+        *(
+            ({"quant_method": "modelopt", "quant_algo": algorithm}, f"quant_algo = {algorithm!r} is not supported")
+            for algorithm in ("NVFP4", "W4A8_AWQ", "W4A16_AWQ", "INT8_SQ", "FP8_PB_WO", "MIXED_PRECISION", None)
+        ),
     ],
 )
 def test_schemes_that_are_not_built_are_refused_by_name(tmp_path, quantisation, says):

@@ -61,7 +61,10 @@ def load_both(draft: Path, target: Path) -> object:
         ({"architectures": ["MambaForCausalLM"]}, ["MambaForCausalLM", "recurrent state"]),
         ({"architectures": ["Qwen3NextForCausalLM"]}, ["Qwen3NextForCausalLM", "recurrent state"]),
         ({"architectures": ["LlamaForCausalLMEagle3"]}, ["is a draft", "draft="]),
-        ({"quantization_config": {"quant_method": "modelopt"}}, ["quantization_config = 'modelopt'", "unquantised"]),
+        (
+            {"quantization_config": {"quant_method": "bitsandbytes"}},
+            ["quantization_config = 'bitsandbytes'", "unquantised"],
+        ),
         ({"hidden_act": "gelu"}, ["hidden_act = 'gelu'", "'silu'"]),
         ({"attn_logit_softcapping": 30.0}, ["attn_logit_softcapping = 30.0"]),
         ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor = 0.5"]),

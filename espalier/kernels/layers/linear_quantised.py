@@ -13,6 +13,7 @@ FP8 units cut each of 32 addends at 13 bits below the largest.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +30,7 @@ from espalier.kernels.layers.linear import (
     summed,
     weight_rows,
 )
-from espalier.kernels.layers.linear_tuning import plans_for
+from espalier.kernels.layers.linear_tuning import MIN_BLOCK_IN, LinearPlans, measured_plans
 from espalier.kernels.layers.quantise_rows import quantise_rows
 from espalier.kernels.layers.quantised import QuantisedMatrix, linear_quantised_reference
 from espalier.kernels.layers.quantised_tile import CODES, prefetch_codes, quantised_dot
@@ -49,6 +50,9 @@ STREAMED_ROWS = 64
 # Programs per multiprocessor that the rule's split-K aims at.
 PROGRAMS_PER_PROCESSOR = 2
 MAX_SPLITS = 8
+# Worth measuring where weights are streamed, and where rows are many: (block_out, warps), stages, split-K.
+STREAMED = (((32, 4), (64, 4), (128, 4), (128, 8)), (3, 6), (1, 2, 4))
+MULTIPLIED = (((64, 4), (128, 4), (128, 8)), (2, 3, 4), (1,))
 
 
 def linear_quantised(x: Tensor, weight: QuantisedMatrix, bias: Tensor | None) -> Tensor:
@@ -65,7 +69,7 @@ def linear_quantised_parts(x: Tensor, weight: QuantisedMatrix, bias: Tensor | No
     """`linear_quantised`, or its partial sums [splits, rows, out] in float32."""
     if not x.is_cuda:
         return linear_quantised_reference(x, weight, bias)
-    return _launch(x, weight, bias, plan_of(weight, x), gated=False)
+    return linear_quantised_parts_triton(x, weight, bias, plan_of(weight, x))
 
 
 def linear_quantised_gated(x: Tensor, weight: QuantisedMatrix, bias: Tensor | None) -> Tensor:
@@ -78,7 +82,11 @@ def linear_quantised_gated(x: Tensor, weight: QuantisedMatrix, bias: Tensor | No
 
 def linear_quantised_triton(x: Tensor, weight: QuantisedMatrix, bias: Tensor | None, plan: TritonPlan) -> Tensor:
     """plan.block_in must divide the columns that share a scale.  Raises EspalierError on other shapes and dtypes."""
-    return summed(_launch(x, weight, bias, plan, gated=False), x)
+    return summed(linear_quantised_parts_triton(x, weight, bias, plan), x)
+
+
+def linear_quantised_parts_triton(x: Tensor, weight: QuantisedMatrix, bias: Tensor | None, plan: TritonPlan) -> Tensor:
+    return _launch(x, weight, bias, plan, gated=False)
 
 
 def linear_quantised_gated_triton(x: Tensor, weight: QuantisedMatrix, bias: Tensor | None, plan: TritonPlan) -> Tensor:
@@ -167,12 +175,14 @@ def tile_options(weight: QuantisedMatrix) -> dict[str, Any]:
 
 def plan_of(weight: QuantisedMatrix, x: Tensor) -> TritonPlan:
     """The measured plan for the weight's shape, format and x's rows; `rule`'s where there is none."""
-    shape = (weight.shape[0], weight.shape[1])
-    plans = plans_for(shape, tuning_name(weight), x.dtype, weight.codes)
-    plan = None if plans is None else plans.at(len(x))
-    if isinstance(plan, TritonPlan):
-        return plan
-    return rule(len(x), *shape, weight.code, max_block_in(weight), chip(x))
+    measured = measured_plans(chip(x), tuning_name(weight), x.dtype)
+    plan = measured.get((weight.shape[0], weight.shape[1]), LinearPlans()).at(len(x))
+    return plan if isinstance(plan, TritonPlan) else rule_of(weight, x)
+
+
+def rule_of(weight: QuantisedMatrix, x: Tensor) -> TritonPlan:
+    """The plan of `rule`."""
+    return rule(len(x), weight.shape[0], weight.shape[1], weight.code, max_block_in(weight), chip(x))
 
 
 def tuning_name(weight: QuantisedMatrix) -> str:
@@ -201,10 +211,33 @@ def rule(rows: int, num_out: int, num_in: int, code: str, max_block: int, gpu: C
     if streams:
         wanted = PROGRAMS_PER_PROCESSOR * gpu.processors // -(-num_out // block_out)
         splits = max(min(wanted, MAX_SPLITS, num_in // block_in // 4), 1)
-    weight_bytes = block_out * block_in // (1 if code == "fp8" else 2)
-    stage = weight_bytes + tile * block_in * 2
-    stages = min((gpu.shared_memory - RESERVED_SHARED_MEMORY) // (2 * stage), 6 if streams else 3)
-    return TritonPlan(block_out, block_in, splits, warps, max(stages, 1))
+    plan = TritonPlan(block_out, block_in, splits, warps, 1)
+    fitting = (gpu.shared_memory - RESERVED_SHARED_MEMORY) // (2 * _stage_bytes(plan, tile, code))
+    return replace(plan, stages=max(min(fitting, 6 if streams else 3), 1))
+
+
+def candidates(rows: int, weight: QuantisedMatrix, gpu: Chip) -> list[TritonPlan]:
+    """The plans worth measuring against the rule's.  None for groups of less than MIN_BLOCK_IN columns."""
+    (num_out, num_in), most = weight.shape, max_block_in(weight)
+    tile = min(block_rows(rows), MAX_BLOCK_ROWS)
+    tiles, all_stages, all_splits = STREAMED if rows <= STREAMED_ROWS else MULTIPLIED
+    return [
+        plan
+        for block_in in (128, 64)
+        if most % block_in == 0 and block_in >= MIN_BLOCK_IN
+        for block_out, warps in tiles
+        for stages in all_stages
+        for splits in all_splits
+        if num_in // block_in >= stages * splits
+        for plan in [TritonPlan(block_out, block_in, splits, warps, stages)]
+        if _stage_bytes(plan, tile, weight.code) * stages + RESERVED_SHARED_MEMORY <= gpu.shared_memory
+        and (splits == 1 or gpu.processors // 2 <= -(-num_out // block_out) * splits <= 4 * gpu.processors)
+    ]
+
+
+def _stage_bytes(plan: TritonPlan, tile: int, code: str) -> int:
+    """Bytes of shared memory of a pipeline stage: codes, and inputs at two bytes."""
+    return plan.block_out * plan.block_in // (1 if code == "fp8" else 2) + tile * plan.block_in * 2
 
 
 def require_supported(weight: QuantisedMatrix, dtype: torch.dtype) -> None:

@@ -6,6 +6,9 @@ the shipped ones.  A table applies to chips with the same compute capability, nu
 the same activation dtype and weight format.  The GPU's name does not matter.  On a chip with a table, a shape without
 an entry takes the rule of linear.py for few rows and F.linear for more.  On a chip without a table every shape takes
 F.linear.  The log says so.
+
+A format is "dense", or a name of linear_quantised.py:tuning_name.  A quantised shape without an entry takes the rule of
+linear_quantised.py.
 """
 
 import json
@@ -77,15 +80,18 @@ class Table:
 
 
 def plans_for(shape: Shape, format: str, dtype: torch.dtype, stored: Tensor) -> LinearPlans | None:
-    """The plans for a weight shape [out, in]; None: nothing was measured on this chip.
+    """The plans for a dense weight's shape [out, in]; None: nothing was measured on this chip.
 
     dtype: of the activations; stored: any tensor of the weight, to tell the chip.
     """
     if not stored.is_cuda or dtype not in DTYPES:
         return None
-    name = str(dtype).removeprefix("torch.")
-    gpu = chip(stored)
-    return plans_on(gpu, shape, _active_plans((gpu, name, format), own_file()))
+    return plans_on(chip(stored), shape, measured_plans(chip(stored), format, dtype))
+
+
+def measured_plans(gpu: Chip, format: str, dtype: torch.dtype) -> Mapping[Shape, LinearPlans]:
+    """The plans by weight shape that were measured on this chip for a weight format."""
+    return _active_plans((gpu, str(dtype).removeprefix("torch."), format), own_file())
 
 
 def plans_on(gpu: Chip, shape: Shape, measured: Mapping[Shape, LinearPlans]) -> LinearPlans | None:
@@ -116,7 +122,10 @@ def _active_plans(key: tuple[Chip, str, str], user_path: Path) -> Mapping[Shape,
     gpu, dtype, format = key
     major, minor = gpu.capability
     where = f"capability {major}.{minor}, {gpu.processors} SMs, {gpu.shared_memory} bytes of shared memory"
-    source = f"plans from {', '.join(sources)}" if sources else "F.linear; espalier doctor --tune measures faster plans"
+    untuned = "F.linear" if format == DENSE else "plans by rule"
+    source = (
+        f"plans from {', '.join(sources)}" if sources else f"{untuned}; espalier doctor --tune measures faster ones"
+    )
     log.info("linear layers, %s weights, %s, %s: %s", format, dtype, where, source)
     return plans
 

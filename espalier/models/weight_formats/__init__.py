@@ -22,6 +22,7 @@ from espalier.models.weight_formats.dense import DenseFormat, dense_weight
 from espalier.models.weight_formats.fp8 import read_fp8
 from espalier.models.weight_formats.gptq import read_gptq
 from espalier.models.weight_formats.kv_cache import kv_scheme
+from espalier.models.weight_formats.modelopt import MODELOPT, read_modelopt
 from espalier.models.weight_formats.mxfp4 import read_mxfp4
 
 __all__ = [
@@ -55,6 +56,7 @@ FORMATS: Mapping[str | None, Callable[[Mapping[str, Any]], FormatOf]] = {
     "compressed-tensors": read_compressed_tensors,
     "fp8": read_fp8,
     "gptq": read_gptq,
+    MODELOPT: read_modelopt,
     "mxfp4": read_mxfp4,
 }
 

@@ -1,7 +1,8 @@
 """What config.json says about the K/V cache: `kv_cache_scheme` of quantization_config.
 
-compressed-tensors writes a scheme with the fields of its other tensors; older checkpoints of quant_method "fp8" write
-"static".  Both come with a scale for each layer, or for each head, beside the weights (weights.py:Weights.kv_scales).
+compressed-tensors writes a scheme with the fields of its other tensors, ModelOpt some of them, or
+`kv_cache_quant_algo`; older checkpoints of quant_method "fp8" write "static".  All come with a scale for each layer, or
+for each head, beside the weights (weights.py:Weights.kv_scales).
 """
 
 from collections.abc import Mapping
@@ -9,6 +10,7 @@ from typing import Any
 
 from espalier.config import FP8_KV
 from espalier.errors import EspalierError
+from espalier.models.weight_formats.modelopt import MODELOPT
 
 STRATEGIES = ("tensor", "attn_head")
 
@@ -19,13 +21,24 @@ def kv_scheme(full: Mapping[str, Any], fields: tuple[str, ...]) -> str | None:
     fields: those that may hold the quantisation.  Raises EspalierError for a scheme that is not supported.
     """
     quantisation: Any = next((full[name] for name in fields if full.get(name) is not None), None)
-    scheme = quantisation.get("kv_cache_scheme") if isinstance(quantisation, Mapping) else None
+    if not isinstance(quantisation, Mapping):
+        return None
+    scheme, algorithm = quantisation.get("kv_cache_scheme"), quantisation.get("kv_cache_quant_algo")
+    if algorithm not in (None, "FP8"):
+        raise EspalierError(
+            f"quantization_config: kv_cache_quant_algo {algorithm!r} is not supported, only 'FP8'; set kv_dtype to the "
+            "model's dtype"
+        )
+    if algorithm is not None:
+        return FP8_KV
     if scheme is None or scheme == "static":
         return FP8_KV if scheme else None
     wanted = {"type": ("float",), "num_bits": (8,), "dynamic": (False, None), "symmetric": (True, None)}
     read = scheme if isinstance(scheme, Mapping) else {}
     wrong = [name for name, values in wanted.items() if read.get(name) not in values]
-    if wrong or read.get("strategy") not in STRATEGIES:
+    # ModelOpt has one scale for a layer and does not say so.
+    strategy = read.get("strategy", "tensor" if quantisation.get("quant_method") == MODELOPT else None)
+    if wrong or strategy not in STRATEGIES:
         raise EspalierError(
             f"quantization_config: kv_cache_scheme {scheme!r} is not supported, only static FP8 by "
             f"{' or '.join(map(repr, STRATEGIES))}; set kv_dtype to the model's dtype"

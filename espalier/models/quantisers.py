@@ -1,0 +1,220 @@
+"""How dense matrices become the stored tensors of a quantised format, and the quantization_config that names it.
+
+`espalier quantize` (quantise.py) writes them to files; synthetic models are made of them.  The tensors stay on the
+matrix's device.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from espalier.errors import EspalierError
+from espalier.kernels.layers.quantised import E2M1, E8M0_BIAS, FP8, FP8_MAX, QuantisedMatrix, pack_nibbles
+from espalier.models.weight_formats import FormatOf, read_formats
+
+# Columns of a group of int4, rows and columns of a block of FP8, and values of a block of MXFP4.
+GROUP = 128
+BLOCK = 128
+MX_BLOCK = 32
+# A group's scale is the one that maps its largest magnitude to 7.5, times one of these.
+SHRINK = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
+# Values that are quantised at once.
+BLOCK_VALUES = 2**24
+# Matrices that stay as they are.
+PLAIN = r"(.*\.)?(embed_tokens|lm_head|gate|router|shared_expert_gate|eh_proj|shared_head\.head)$"
+# The exponent of the largest value of E2M1, 6 = 1.5 · 2^2.
+E2M1_EXPONENT = 2
+
+# By suffix of the matrix's name.
+Stored = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Quantiser:
+    """stored: makes the stored tensors of a matrix [out, in] or, with `experts`, of experts [count, out, in].
+
+    The second argument is the device to compute on.  config: makes quantization_config, given matrices that stay dense.
+    columns: what must divide the columns of a matrix.  experts: whether it quantises stacked experts, and nothing else.
+    """
+
+    stored: Callable[[Tensor, torch.device], Stored]
+    config: Callable[[Sequence[str]], Mapping[str, Any]]
+    columns: int = 1
+    experts: bool = False
+
+    def takes(self, name: str, columns: int) -> bool:
+        """Whether a matrix of this name, without `.weight`, is quantised."""
+        return not self.experts and columns % self.columns == 0 and re.match(PLAIN, name) is None
+
+    def formats(self, dense: Sequence[str] = ()) -> FormatOf:
+        return read_formats({"quantization_config": self.config(dense)}, Path("synthetic checkpoint"))
+
+    def matrix(self, dense: Tensor) -> QuantisedMatrix:
+        """A matrix [out, in] as the loader would give it."""
+        format, stored = self.formats()("layer"), self.stored(dense, dense.device)
+        wanted = format.tensors(*dense.shape)
+        tensors = {each.suffix: stored[each.suffix][None if each.row_dim is None else ...] for each in wanted}
+        made = format.matrix(tensors, [len(dense)], dense.shape[1])
+        assert isinstance(made, QuantisedMatrix)
+        return made
+
+
+def find_quantiser(weights: str) -> Quantiser:
+    """Raises EspalierError for a name that is not in QUANTISERS."""
+    if weights not in QUANTISERS:
+        raise EspalierError(f"weights {weights!r} are not known; use one of {', '.join(QUANTISERS)}")
+    return QUANTISERS[weights]
+
+
+def _row_blocks(matrix: Tensor, device: torch.device, unit: int = 1) -> Iterator[Tensor]:
+    """Blocks of rows, float32, on the device: a multiple of `unit` rows each, but for the last."""
+    for block in matrix.split(max(BLOCK_VALUES // matrix.shape[1] // unit, 1) * unit):
+        yield block.to(device, torch.float32)
+
+
+def to_fp8(matrix: Tensor, device: torch.device) -> Stored:
+    """E4M3 with a scale for each row."""
+    codes, scales = [], []
+    for block in _row_blocks(matrix, device):
+        scale = _fp8_scale(block.abs().amax(1, keepdim=True))
+        codes.append(_fp8(block / scale).to(matrix.device))
+        scales.append(scale.to(matrix.device))
+    return {".weight": _joined(codes), ".weight_scale": torch.cat(scales)}
+
+
+def to_fp8_block(matrix: Tensor, device: torch.device) -> Stored:
+    """E4M3 with a scale for each BLOCK x BLOCK; the last blocks may be smaller."""
+    columns = matrix.shape[1]
+    codes, scales = [], []
+    for block in _row_blocks(matrix, device, BLOCK):
+        tiles = F.pad(block, (0, -columns % BLOCK, 0, -len(block) % BLOCK)).unflatten(1, (-1, BLOCK))
+        tiles = tiles.unflatten(0, (-1, BLOCK))
+        scale = _fp8_scale(tiles.abs().amax((1, 3)))
+        whole = (tiles / scale[:, None, :, None]).flatten(2).flatten(0, 1)
+        codes.append(_fp8(whole[: len(block), :columns]).to(matrix.device))
+        scales.append(scale.to(matrix.device))
+    return {".weight": _joined(codes), ".weight_scale_inv": torch.cat(scales)}
+
+
+def _fp8_scale(largest: Tensor) -> Tensor:
+    return torch.where(largest == 0, 1.0, largest / FP8_MAX)
+
+
+def _joined(codes: Sequence[Tensor]) -> Tensor:
+    """As bytes: torch.cat need not know FP8 on every device."""
+    return torch.cat([part.view(torch.uint8) for part in codes]).view(FP8)
+
+
+def _fp8(values: Tensor) -> Tensor:
+    return values.clamp(-FP8_MAX, FP8_MAX).to(FP8).contiguous()
+
+
+def to_int4(matrix: Tensor, device: torch.device) -> Stored:
+    """Groups of GROUP columns with a symmetric scale: of a few, the one with the least squared error."""
+    # Other engines expect the scales in the model's dtype.
+    dtype = matrix.dtype if matrix.dtype in (torch.bfloat16, torch.float16) else torch.float32
+    codes, scales = [], []
+    for block in _row_blocks(matrix, device):
+        groups = block.unflatten(1, (-1, GROUP))
+        scale = _best_scales(groups, dtype)
+        q = (groups / scale.float()).round().clamp(-8, 7) + 8
+        codes.append(pack_nibbles(q.flatten(1).to(torch.uint8)).to(matrix.device))
+        scales.append(scale.squeeze(2).to(matrix.device))
+    packed = torch.cat(codes).contiguous().view(torch.int32)
+    shape = torch.tensor(matrix.shape, dtype=torch.int64)
+    return {".weight_packed": packed, ".weight_scale": torch.cat(scales), ".weight_shape": shape}
+
+
+def _best_scales(groups: Tensor, dtype: torch.dtype) -> Tensor:
+    """groups [rows, n, GROUP] -> the scales [rows, n, 1] with the least squared error."""
+    largest = groups.abs().amax(2, keepdim=True)
+    widest = torch.where(largest == 0, 1.0, largest / 7.5)
+    best, least = widest.to(dtype), torch.full_like(largest, torch.inf)
+    for shrink in SHRINK:
+        scale = (widest * shrink).to(dtype)
+        exact = scale.float()
+        error = ((groups / exact).round().clamp(-8, 7) * exact - groups).square().sum(2, keepdim=True)
+        best, least = torch.where(error < least, scale, best), torch.minimum(error, least)
+    return best
+
+
+def to_mxfp4(experts: Tensor, device: torch.device) -> Stored:
+    """Experts [count, out, in]: E2M1 with a power of two for each MX_BLOCK columns, as GPT-OSS stores them.
+
+    The power of two is that of the block's largest magnitude (OCP Microscaling Formats 1.0, 6.3).  A value goes to the
+    nearest that E2M1 has; above 6, which scaled magnitudes may be, to 6.
+    """
+    middles = torch.tensor([(low + high) / 2 for low, high in pairwise(E2M1)], device=device)
+    codes, scales = [], []
+    for matrix in experts:
+        values = matrix.to(device, torch.float32).unflatten(1, (-1, MX_BLOCK))
+        largest = values.abs().amax(2)
+        exponent = torch.frexp(largest)[1] - 1 - E2M1_EXPONENT
+        exponent = torch.where(largest == 0, 0, exponent).clamp(-E8M0_BIAS, E8M0_BIAS)
+        scaled = torch.ldexp(values, -exponent[:, :, None])
+        magnitudes = torch.bucketize(scaled.abs().contiguous(), middles).to(torch.uint8)
+        nibbles = magnitudes | (scaled < 0).to(torch.uint8) << 3
+        codes.append(pack_nibbles(nibbles).to(experts.device))
+        scales.append((exponent + E8M0_BIAS).to(torch.uint8).to(experts.device))
+    return {"_blocks": torch.stack(codes), "_scales": torch.stack(scales)}
+
+
+def _compressed_tensors(
+    stored: str, weights: Mapping[str, Any], inputs: Mapping[str, Any] | None, dense: Sequence[str]
+) -> dict[str, Any]:
+    """quantization_config, as compressed-tensors writes it."""
+    common = {"symmetric": True, "dynamic": False, "block_structure": None, "actorder": None}
+    inputs = None if inputs is None else {**common, **inputs}
+    group = {"targets": ["Linear"], "weights": {**common, **weights}, "input_activations": inputs}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": stored,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": {**group, "output_activations": None, "format": stored}},
+        "ignore": [f"re:{PLAIN}", *dense],
+        "kv_cache_scheme": None,
+    }
+
+
+def _fp8_config(dense: Sequence[str]) -> dict[str, Any]:
+    weights = {"num_bits": 8, "type": "float", "strategy": "channel", "group_size": None}
+    inputs = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
+    return _compressed_tensors("float-quantized", weights, inputs, dense)
+
+
+def _int4_config(dense: Sequence[str]) -> dict[str, Any]:
+    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP}
+    return _compressed_tensors("pack-quantized", weights, None, dense)
+
+
+def _fp8_block_config(dense: Sequence[str]) -> dict[str, Any]:
+    """As DeepSeek-V3 has it."""
+    return {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [BLOCK, BLOCK],
+        "modules_to_not_convert": [f"re:{PLAIN}", *dense],
+    }
+
+
+def _mxfp4_config(dense: Sequence[str]) -> dict[str, Any]:
+    return {"quant_method": "mxfp4", "modules_to_not_convert": list(dense)}
+
+
+QUANTISERS: Mapping[str, Quantiser] = MappingProxyType(
+    {
+        "fp8": Quantiser(to_fp8, _fp8_config),
+        "fp8-block": Quantiser(to_fp8_block, _fp8_block_config),
+        "int4": Quantiser(to_int4, _int4_config, columns=GROUP),
+        "mxfp4": Quantiser(to_mxfp4, _mxfp4_config, columns=MX_BLOCK, experts=True),
+    }
+)

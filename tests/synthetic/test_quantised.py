@@ -1,0 +1,106 @@
+"""Synthetic targets in quantised formats: text by the rule, on = off, files as `build` makes them, sizes as stored."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from espalier.errors import EspalierError
+from espalier.kernels.layers.quantised import FP8, dequantise
+from espalier.layout import RoundLayout
+from espalier.models import load_target
+from espalier.models.weight_formats.quantised import QuantisedWeight
+from espalier.startup.build import AS_MODEL, KVDtypes, assemble
+from espalier.synthetic.chain import predicted_accept_length
+from espalier.synthetic.checkpoint import Recipe, build, total_bytes, write
+from tests.harness import CPU
+from tests.oracles.dense import DenseAttend
+from tests.synthetic.mixtures import mixture
+from tests.synthetic.test_checkpoint import PLAIN, POSITIONS, a_recipe, generate, prompts, tiny
+
+SHAPES = {"llama": tiny(), "qwen3-moe": mixture("qwen3-moe"), "v3": mixture("v3"), "gpt-oss": mixture("gpt-oss")}
+TOKENS = 120
+STORED = [("llama", "fp8"), ("llama", "fp8-block"), ("llama", "int4"), ("qwen3-moe", "fp8"), ("v3", "fp8-block")]
+
+
+@pytest.mark.parametrize(("name", "weights"), [*STORED, ("gpt-oss", "mxfp4")])
+def test_text_is_the_chains_and_files_are_what_build_gives(name, weights, tmp_path):
+    recipe = a_recipe(shape=SHAPES[name], weights=weights)
+    target, _ = build(recipe, torch.float32, CPU, POSITIONS)
+    [start] = prompts(recipe, 1)
+    text = start + recipe.chain().follow(start, 40)
+    logits = logits_of(target, text)
+    assert logits[len(start) - 1 : -1].argmax(-1).tolist() == text[len(start) :]
+    dense, _ = build(replace(recipe, weights="dense"), torch.float32, CPU, POSITIONS)
+    assert not torch.equal(logits, logits_of(dense, text))
+    path, _ = write(recipe, tmp_path, torch.float32)
+    files = load_target(path, dtype=torch.float32, device="cpu", position_rows=POSITIONS)
+    assert torch.equal(logits_of(files, text), logits)
+    stored = sum(file.stat().st_size for file in path.glob("*.safetensors"))
+    # A file has a header besides.
+    assert 0 < stored - total_bytes(recipe.tensors(torch.float32, "meta")[0]) < 0.1 * stored
+
+
+def logits_of(target, text):
+    positions = torch.arange(len(text))[None]
+    return target.logits(target(torch.tensor([text]), positions, DenseAttend(target.layer_specs)).hidden)[0]
+
+
+def test_experts_in_mxfp4_are_the_dense_ones_rounded():
+    recipe = a_recipe(shape=SHAPES["gpt-oss"])
+    dense, quantised = (build(replace(recipe, weights=w), torch.float32, CPU, POSITIONS)[0] for w in ("dense", "mxfp4"))
+    for one, other in zip(dense.layers, quantised.layers, strict=True):
+        for exact, matrix in ((one.mlp.gate_up, other.mlp.gate_up), (one.mlp.down, other.mlp.down)):
+            rounded = torch.stack([dequantise(matrix[i], torch.float32) for i in range(len(matrix))])
+            assert 0 < (rounded - exact).norm() / exact.norm() < 0.2
+
+
+def test_heads_routers_and_columns_that_no_group_divides_stay_dense():
+    target, _ = build(a_recipe(weights="int4"), torch.float32, CPU, POSITIONS)
+    layer = target.layers[0]
+    kinds = [layer.attention.qkv, layer.attention.out, layer.mlp.down, target.head]
+    assert [isinstance(linear.weight, QuantisedWeight) for linear in kinds] == [False, True, True, False]
+
+
+@pytest.mark.parametrize(("name", "weights"), [("llama", "mxfp4"), ("gpt-oss", "fp8"), ("llama", "int2")])
+def test_weights_that_a_shape_is_not_stored_in_are_refused(name, weights):
+    with pytest.raises(EspalierError, match=weights):
+        build(Recipe(SHAPES[name], weights=weights), torch.float32, CPU, POSITIONS)
+
+
+# Greedy text with wide margins, where each token depends on a far K/V row of a layer: no near-tie excuses a difference.
+@pytest.mark.parametrize("kv_dtype", [None, FP8])
+@pytest.mark.parametrize(("name", "weights"), [*STORED[:4], ("gpt-oss", "mxfp4")])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_copied_text_is_the_same_with_and_without_a_tree(name, weights, kv_dtype, device):
+    """And accept lengths are as the tables foretell.  On a GPU: its kernels, in bfloat16, with CUDA graphs."""
+    if (device, kv_dtype) == ("cpu", FP8) and weights != "fp8":
+        pytest.skip("on a CPU the rows do not depend on the weights' format")
+    recipe = a_recipe(shape=SHAPES[name], mode="copy", weights=weights)
+    starts = prompts(recipe, 4)
+    rule = [recipe.chain().follow(start, TOKENS) for start in starts]
+    on, off = (an_engine(recipe, tree, torch.device(device), kv_dtype) for tree in ((5, 4, 16), PLAIN))
+    assert generate(off, starts, TOKENS) == rule
+    assert generate(on, starts, TOKENS) == rule
+    assert on.totals.accept_length == pytest.approx(predicted_accept_length(recipe.chain(), 5, 4, 16), abs=0.3)
+
+
+def an_engine(recipe, tree, device, kv_dtype):
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    target, draft = build(recipe, dtype, device, POSITIONS)
+    layout = RoundLayout(4, *tree, 16, 256, recipe.draft_config.spec.reentry, 256)
+    algorithm = "eagle3" if tree != PLAIN else "none"
+    return assemble(
+        layout,
+        target,
+        draft if tree != PLAIN else None,
+        algorithm,
+        num_pages=layout.most_pages,
+        attention="triton" if device.type == "cuda" else "sdpa",
+        dtype=dtype,
+        device=device,
+        overlap=device.type == "cuda",
+        prefix_cache=False,
+        graph_batch=layout.max_batch if device.type == "cuda" else 0,
+        kv=KVDtypes(kv_dtype, None) if kv_dtype else AS_MODEL,
+    )
