@@ -12,7 +12,6 @@ from espalier.kernels.layers.embed_rows import embed_rows_triton
 from espalier.kernels.layers.rope import rotate_and_store_triton
 from espalier.kernels.state.batch_state import chain_triton
 from espalier.kernels.state.commit import commit_rows_triton
-from espalier.kernels.tree.next_rows import next_rows_triton
 from espalier.kernels.tree.select_paths import select_paths_triton
 from espalier.layout import RoundLayout
 from espalier.models import dflash2, load_target, read_config
@@ -29,7 +28,6 @@ BLOCK, STEPS, VOCAB, NEW = 5, 4, 16, 3
 SLOTS = (ASKED[0], ASKED[1], ASKED[10], ASKED[11])
 BY_KERNELS = {
     (one_pass, "chain"): chain_triton,
-    (one_pass, "next_rows"): next_rows_triton,
     (one_pass, "select_paths"): select_paths_triton,
     (dflash2, "block_conv"): block_conv_triton,
     (dflash2, "block_conv_norm"): block_conv_norm_triton,

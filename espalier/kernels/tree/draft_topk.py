@@ -32,7 +32,6 @@ from espalier.kernels.sampling.logit_processors import (
     SlotArguments,
     SlotRows,
     above_arguments,
-    divided,
     leaves_logits,
     logits_arguments,
     row_of,
@@ -55,7 +54,6 @@ def draft_topk_triton(
     scores: Tensor,
     topk: int,
     above: tuple[Tensor, Tensor] | None = None,
-    tau: float = 1.0,
     coupled: bool = True,
     mask: Tensor | None = None,
     stride: int = 0,
@@ -69,8 +67,8 @@ def draft_topk_triton(
     ceil(V / 32)] int32, the bits of target ids that may be drafted (sampling/mask.py); None allows all.
 
     A child's score is its parent row's score plus the child's log-probability (at most 0), in float32.  The
-    log-probability is the log_softmax of: the processed logits at temperature 0; (processed logits / T + noise) / tau
-    if coupled; processed logits / T if not.  NaN counts as -inf.
+    log-probability is the log_softmax of: the processed logits at temperature 0; processed logits / T + noise if
+    coupled; processed logits / T if not.  NaN counts as -inf.
     """
     batch, queries, vocab = logits.shape
     given = logits_arguments(logits, rows.vocab if d2t is None else d2t.shape[0], rows, first)
@@ -97,7 +95,6 @@ def draft_topk_triton(
     _block_topk_kernel[(places, splits)](
         *(*of_splits, vocab, of_target, offset, stride, given, rows.arguments, hanging, queries, splits),
         COLUMNS=COLUMNS,
-        TAU=float(tau),
         COUPLED=coupled,
         SPLIT=split,
         num_warps=4,
@@ -131,7 +128,6 @@ def _block_topk_kernel(
     queries,
     splits,
     COLUMNS: tl.constexpr,
-    TAU: tl.constexpr,
     COUPLED: tl.constexpr,
     SPLIT: tl.constexpr,
     HAS_D2T: tl.constexpr,
@@ -155,12 +151,7 @@ def _block_topk_kernel(
         # Who asks for nothing needs no ids, which are more bytes than the logits.
         needs_ids = ~leaves_logits(row) | (above.mask_words > 0)
         ids = tl.load(d2t_ptr + index, mask=inside & needs_ids, other=0).to(tl.int32)
-    x = shaped(x, ids, inside, row, row_above)
-    if COUPLED and row.temperature > 0:
-        k0, k1 = noise_keys(tl.load(slots.ints_ptr + b * COLUMNS.num_ints + COLUMNS.seed), position)
-        x = x + gumbel_at(ids, k0, k1, exact)
-        if TAU != 1.0:
-            x = divided(x, tl.zeros_like(x) + TAU)
+    x = shaped_with_noise(x, ids, inside, b, position, slots, row, row_above, COLUMNS, COUPLED)
     nan = tl.max((x != x).to(tl.int32), 0)
     x = tl.where(x != x, float("-inf"), x)
     top = tl.max(x, 0)
@@ -174,6 +165,18 @@ def _block_topk_kernel(
         tl.store(values_ptr + split_index * TOPK + k, best)
         tl.store(indices_ptr + split_index * TOPK + k, best_index)
         x = tl.where(index == best_index, float("-inf"), x)
+
+
+@kernel
+def shaped_with_noise(
+    x, ids, inside, b, position, slots, row, above, COLUMNS: tl.constexpr, COUPLED: tl.constexpr,
+):  # fmt: skip
+    """`shaped` logits of row b of the batch; if COUPLED, plus the noise of a request that samples."""
+    x = shaped(x, ids, inside, row, above)
+    if COUPLED and row.temperature > 0:
+        k0, k1 = noise_keys(tl.load(slots.ints_ptr + b * COLUMNS.num_ints + COLUMNS.seed), position)
+        x = x + gumbel_at(ids, k0, k1, x.dtype)
+    return x
 
 
 @kernel
