@@ -35,7 +35,7 @@ from espalier.kernels.sampling.logit_processors import (
     logits_arguments,
     row_of,
 )
-from espalier.kernels.tree.draft_topk import shaped_with_noise
+from espalier.kernels.tree.draft_topk import merge_splits, merge_warps, shaped_with_noise
 from espalier.kernels.tree.select_beams import ordered_topk, usable, usable_score
 from espalier.kernels.tree.select_paths import Candidates
 
@@ -50,8 +50,6 @@ STAGES = 3
 LEAST_ROWS, MOST_ROWS = 8, 16
 # The fewest columns that tensor cores take.
 LEAST_SPLIT = 16
-# (row, split) pairs that a warp of the second kernel merges.
-PAIRS_A_WARP = 512
 
 
 class Rows(NamedTuple):
@@ -177,7 +175,7 @@ def edge_topk_triton(
         SPLITS=splits_block,
         CHILDREN=power_of_two(topk),
         TOPK=topk,
-        num_warps=min(max(rows_block * splits_block // PAIRS_A_WARP, 1), 16),
+        num_warps=merge_warps(rows_block * splits_block),
         enable_fp_fusion=False,
         **early(chip(values)),
     )
@@ -271,41 +269,18 @@ def _merge_rows_kernel(
     only_ptr, only_stride, num_rows, splits, kept,
     ROWS: tl.constexpr, SPLITS: tl.constexpr, CHILDREN: tl.constexpr, TOPK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Takes the best of the splits' heads TOPK times: a split is sorted, so the next of its values moves up.
-
-    Equal heads: the lower split, whose columns are lower.
-    """
     pdl_wait_if(DEPENDENT)
     b = tl.program_id(0).to(tl.int64)
-    row, split = tl.arange(0, ROWS), tl.arange(0, SPLITS)
-    child = tl.arange(0, CHILDREN)[None, :]
-    exists = (row < num_rows)[:, None] & (split < splits)[None, :]
-    of_split = (b * num_rows + row)[:, None] * splits + split[None, :]
-    heads = tl.load(values_ptr + of_split * kept, mask=exists, other=float("-inf"))
-    totals = tl.load(sums_ptr + of_split, mask=exists, other=0.0)
-    top = tl.max(heads, 1)
-    total = tl.sum(totals * tl.exp(heads - tl.where(top == float("-inf"), 0.0, top)[:, None]), 1)
-    taken = tl.zeros([ROWS, SPLITS], tl.int32)
-    values = tl.full([ROWS, CHILDREN], float("-inf"), heads.dtype)
-    columns = tl.zeros([ROWS, CHILDREN], tl.int32)
-    for k in range(TOPK):
-        best, best_split = tl.max(heads, 1, return_indices=True)
-        is_best = exists & (split[None, :] == best_split[:, None])
-        at = of_split * kept + taken
-        column = tl.sum(tl.load(indices_ptr + at, mask=is_best & (taken < kept), other=0), 1)
-        taken += is_best.to(tl.int32)
-        head = tl.load(values_ptr + at + 1, mask=is_best & (taken < kept), other=float("-inf"))
-        heads = tl.where(is_best, head, heads)
-        values = tl.where(child == k, best[:, None], values)
-        columns = tl.where(child == k, column[:, None], columns)
-    logp = (values - top[:, None]) - tl.log(total)[:, None]
-    # False for NaN as well.
-    valid = logp > float("-inf")
+    row, child = tl.arange(0, ROWS), tl.arange(0, CHILDREN)[None, :]
+    columns, scores = merge_splits(
+        values_ptr, indices_ptr, sums_ptr, b * num_rows + row, row < num_rows, splits, kept,
+        ROWS, SPLITS, CHILDREN, TOPK,
+    )  # fmt: skip
+    valid = scores > float("-inf")
     tokens = columns.to(tl.int64)
     if ids_ptr is not None:
         tokens = tl.load(ids_ptr + b * ids_stride + columns, mask=valid, other=0)
     tokens = tl.where(valid, tokens, 0)
-    scores = tl.where(valid, tl.minimum(logp.to(tl.float32), 0.0), float("-inf"))
     if only_ptr is not None:
         only = tl.load(only_ptr + b * only_stride)
         tokens = tl.where(only >= 0, only, tokens)
