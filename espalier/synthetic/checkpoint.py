@@ -26,6 +26,7 @@ from espalier.speculate.drafters import DraftFormat, format_of
 from espalier.synthetic.block import BlockTensors
 from espalier.synthetic.chain import LEAST_SKILL, MOST_SKILL, Chain, make_chain, predicted_accept_length
 from espalier.synthetic.draft import DraftTensors
+from espalier.synthetic.eagle3 import Eagle3Tensors
 from espalier.synthetic.mtp import MtpTensors
 from espalier.synthetic.routing import check_correlation
 from espalier.synthetic.shapes import Shape
@@ -109,9 +110,7 @@ class Recipe:
             fade=self.block_fade,
         )
 
-    def tensors(
-        self, dtype: torch.dtype, device: torch.device | str
-    ) -> tuple[TargetTensors, DraftTensors | MtpTensors | BlockTensors]:
+    def tensors(self, dtype: torch.dtype, device: torch.device | str) -> tuple[TargetTensors, DraftTensors]:
         target = TargetTensors(
             self.shape, self.chain(), self.seed, dtype, torch.device(device), self.routing_correlation
         )
@@ -119,7 +118,7 @@ class Recipe:
             return target, BlockTensors(self.shape, target, self.block_size)
         if self.mtp_layers:
             return target, MtpTensors(self.shape, target, self.mtp_layers, self.mtp_form)
-        return target, DraftTensors(self.shape, target)
+        return target, Eagle3Tensors(self.shape, target)
 
     def with_accept_length(self, wanted: float, steps: int, topk: int, num_draft_tokens: int) -> "Recipe":
         """This recipe with the skill at which greedy decoding accepts `wanted` tokens a round.
