@@ -13,9 +13,10 @@ from torch import Tensor
 
 from espalier.attention.staged import HeadProjections
 from espalier.kernels.layers.rope import RopeAndNorm
+from espalier.kernels.tree.edge_topk import LowRankEdges
 from espalier.models.base import Attend, CausalLM
 from espalier.models.block_config import BlockConfig
-from espalier.models.draft import Edges, LogitsAfter
+from espalier.models.draft import Edges
 from espalier.models.draft_weights import draft_embedding, draft_head, draft_to_target
 from espalier.models.layers.attention import Attention
 from espalier.models.layers.decoder import DecoderLayer
@@ -31,14 +32,13 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class MarkovEdges:
-    """DSpark's Markov head.  It adds to a token's logits `project` of a row of `before` [V, rank], that of the token
-    before."""
+    """DSpark's Markov head, of low rank.  before: [V, rank]; after: [draft vocabulary, rank]."""
 
     before: Tensor
-    project: Linear
+    after: Tensor
 
-    def of_block(self, logits: Tensor, hidden: Tensor) -> LogitsAfter:
-        return lambda depth, tokens: logits[:, depth, None] + self.project(self.before[tokens.clamp(min=0)])
+    def of_block(self, logits: Tensor, hidden: Tensor) -> LowRankEdges:
+        return LowRankEdges(logits, self.before, self.after)
 
 
 class BlockDraft:
@@ -160,4 +160,4 @@ def _edges(weights: Weights, config: BlockConfig) -> MarkovEdges | None:
     if not rank:
         return None
     before = weights.take("markov_head.markov_w1.weight", config.layer.vocab_size, rank)
-    return MarkovEdges(before, weights.linear("", ("markov_head.markov_w2",), (config.draft_vocab,), rank, bias=False))
+    return MarkovEdges(before, weights.take_matrix("markov_head.markov_w2", config.draft_vocab, rank))

@@ -16,10 +16,10 @@ from torch import Tensor
 from espalier.kernels.layers.block_conv import block_conv
 from espalier.kernels.layers.block_conv_norm import block_conv_norm
 from espalier.kernels.layers.rope import RopeAndNorm
+from espalier.kernels.tree.edge_topk import LowRankEdges
 from espalier.models.base import Attend, CausalLM
 from espalier.models.block import BlockDraft, make_block
 from espalier.models.dflash2_config import DFlash2Config
-from espalier.models.draft import LogitsAfter
 from espalier.models.layers.linear import Linear
 from espalier.models.layers.norm import RMSNorm
 from espalier.models.weights import Weights
@@ -61,17 +61,11 @@ class Selector:
     project: Linear
     topk: int
 
-    def of_block(self, logits: Tensor, hidden: Tensor) -> LogitsAfter:
-        # Any order of ties: it decides only what is drafted.
-        scores, ids = logits.topk(self.topk, -1)
+    def of_block(self, logits: Tensor, hidden: Tensor) -> LowRankEdges:
+        # Any choice among ties: it decides only what is drafted.
+        ids = logits.topk(self.topk, -1).indices.sort(-1).values
         after = self.after[ids] * self.project(hidden)[:, :, None]
-
-        def given(depth: int, tokens: Tensor) -> Tensor:
-            edges = self.before[tokens.clamp(min=0)] @ after[:, depth].transpose(1, 2)
-            rows = logits.new_full((*tokens.shape, logits.shape[2]), -torch.inf)
-            return rows.scatter_(2, ids[:, depth, None].expand_as(edges), scores[:, depth, None] + edges)
-
-        return given
+        return LowRankEdges(logits.gather(2, ids), self.before, after, ids)
 
 
 class DFlash2Draft(BlockDraft):

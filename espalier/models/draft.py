@@ -14,6 +14,7 @@ from torch import Tensor
 from espalier.attention.staged import Projections
 from espalier.cache.layer_spec import LayerSpec
 from espalier.errors import EspalierError
+from espalier.kernels.tree.edge_topk import LowRankEdges
 from espalier.layout import MIN_CHUNK_WIDTH
 from espalier.models.base import Attend
 from espalier.models.config import ModelConfig, read_json
@@ -164,15 +165,10 @@ class DraftModel(Protocol):
         ...
 
 
-# (depth - 1, tokens [B, R] int64 of the target's vocabulary) -> logits [B, R, draft vocabulary] of the token that
-# follows each of them at that depth.
-LogitsAfter = Callable[[int, Tensor], Tensor]
-
-
 class Edges(Protocol):
     """What makes a block draft's scores depend on the token before (DSpark's Markov head, DFlash 2's selector)."""
 
-    def of_block(self, logits: Tensor, hidden: Tensor) -> LogitsAfter:
+    def of_block(self, logits: Tensor, hidden: Tensor) -> LowRankEdges:
         """logits: [B, S, draft vocabulary], which do not depend on the token before; hidden: [B, S, H], the inputs of
         the head that gave them."""
         ...

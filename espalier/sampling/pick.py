@@ -80,15 +80,14 @@ def over_temperature(logits: Tensor, rows: SamplingRows) -> Tensor:
     return logits / rows.temperature.masked_fill(rows.temperature == 0, 1.0).to(logits.dtype)[:, None, None]
 
 
-def coupled_scores(logits: Tensor, rows: SamplingRows, noise: Tensor, tau: float = 1.0) -> Tensor:
-    """Scores of a draft's children: log_softmax((logits / T + g) / tau), with the noise g that the target will use.
+def coupled_scores(logits: Tensor, rows: SamplingRows, noise: Tensor) -> Tensor:
+    """Scores of a draft's children: log_softmax(logits / T + g), with the noise g that the target will use.
 
     logits: [B, Q, V], after bias and penalties.  Rows of temperature 0 give log_softmax(logits).  Emitted tokens do not
     depend on these scores.
     """
     greedy = (rows.temperature == 0)[:, None, None]
-    noisy = (over_temperature(logits, rows) + noise) / tau
-    return torch.log_softmax(torch.where(greedy, logits, noisy), -1)
+    return torch.log_softmax(torch.where(greedy, logits, over_temperature(logits, rows) + noise), -1)
 
 
 def logprobs(logits: Tensor, tokens: Tensor, count: int) -> Logprobs:

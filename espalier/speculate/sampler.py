@@ -14,6 +14,8 @@ from torch import Tensor
 from espalier.kernels.sampling.logit_processors import SlotRows
 from espalier.kernels.sampling.pick import pick_triton
 from espalier.kernels.tree.draft_topk import draft_topk_triton
+from espalier.kernels.tree.edge_topk import LowRankEdges, Rows, edge_topk_triton, fill_depth
+from espalier.kernels.tree.select_paths import Candidates
 from espalier.sampling.logit_processors import Above, SamplingNeeds, SamplingRows, shape
 from espalier.sampling.mask import DraftGuide, force, masked, unpack_mask
 from espalier.sampling.noise import gumbel
@@ -115,6 +117,18 @@ class Sampler:
             only, mask = self.guide.of_rows(offset + 1, *drafted)
         mask = mask.expand(-1, logits.shape[1], -1)
         return force(only, *self._drafted_children(logits, d2t, offset, stride, scores, topk, above, mask), scores)
+
+    def next_depth(self, edges: LowRankEdges, d2t: Tensor | None, depth: int, rows: Rows, out: Candidates) -> Rows:
+        """Write the best children of each row of a block draft with edges to `out`, [B, R, K] each.
+
+        depth: from 0, so the children come at `first` + depth.  Returns the rows of the next depth.
+        """
+        if self.slot_rows is None:
+            no_scores = torch.zeros_like(rows.scores)
+            logits, topk = edges.logits(depth, rows.tokens), out.tokens.shape[2]
+            return fill_depth(*self.children(logits, d2t, depth, no_scores, topk, None), rows, out)
+        only, mask = (None, None) if self.guide is None else self.guide.of_rows(depth + 1, None, None)
+        return edge_topk_triton(edges, depth, rows, d2t, self.slot_rows, self.first, out, self.coupled, mask, only)
 
     def _drafted_children(
         self,

@@ -22,10 +22,10 @@ from torch import Tensor
 
 from espalier.errors import EspalierError
 from espalier.models.block_config import read_block
+from espalier.synthetic.draft import DraftTensors
 from espalier.synthetic.layer_tensors import layer_shapes
-from espalier.synthetic.rope import LagCode, lag_code
 from espalier.synthetic.shapes import Shape
-from espalier.synthetic.target import DISTURBANCE, GATED, ROWS, STAMP, TargetTensors, solve_rows
+from espalier.synthetic.target import DISTURBANCE, GATED, STAMP, TargetTensors
 
 # Logit of a candidate with probability 1.  At rank 256 the logits of other tokens have a standard deviation of 3.5.
 PEAK = 24.0
@@ -37,15 +37,12 @@ MISREAD, MISREAD_NATS = 0.5, 60.0
 HEAD_NOISE = 0.05
 
 
-class BlockTensors:
-    """The weights of a draft, by name in its checkpoint: `shapes` lists them, `tensor` makes one.
-
-    Raises EspalierError for a block size for which the draft has too few heads.
-    """
+class BlockTensors(DraftTensors):
+    """Raises EspalierError for a block size for which the draft has too few heads."""
 
     def __init__(self, shape: Shape, target: TargetTensors, block_size: int) -> None:
         self.block = read_block(Path(f"{shape.name} draft"), shape.block_json(block_size), shape.target)
-        self.config = self.block.layer
+        super().__init__(self.block.layer, target)
         assert target.chain.fading is not None
         self.favours = target.chain.fading.favours
         self.favoured = target.chain.fading.favoured
@@ -54,12 +51,6 @@ class BlockTensors:
                 f"a block draft of {shape.name} has {self.config.heads * self.config.num_layers} heads; lower "
                 f"block_size={block_size} to as many"
             )
-        self.target = target
-        self.dtype, self.device = target.dtype, target.device
-
-    @cached_property
-    def code(self) -> LagCode:
-        return lag_code(self.config.rope, self.config.max_position)
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -79,16 +70,15 @@ class BlockTensors:
         if len(size) == 1:
             is_sharp = part in ("q_norm", "k_norm") and self._distances(layer)
             return torch.full(size, self.code.norm_weight if is_sharp else 1.0, dtype=self.dtype, device=self.device)
-        rows, columns = size
         match part:
             case "fc":
-                weight = self._mean_of_features(name, rows, columns)
+                weight = self._mean_of_features(name)
             case "q_proj" | "k_proj" | "v_proj" | "o_proj" if self._distances(layer):
-                weight = self._plant_depth(name, part, layer, rows, columns)
+                weight = self._plant_depth(name, part, layer)
             case "o_proj":
-                weight = self._quiet(name, rows, columns, DISTURBANCE / 4)
+                weight = self.quiet(name, DISTURBANCE / 4)
             case "down_proj":
-                weight = self._quiet(name, rows, columns, DISTURBANCE / 4 / GATED)
+                weight = self.quiet(name, DISTURBANCE / 4 / GATED)
             case "lm_head":
                 return self._head(name)
             case "markov_w1":
@@ -96,27 +86,17 @@ class BlockTensors:
             case "markov_w2":
                 return self._edges(name)
             case _:
-                weight = self._random(name, rows, columns, 1.0)
+                weight = self.random(name, 1.0)
         return weight.to(self.dtype)
 
-    def _random(self, name: str, rows: int, columns: int, std: float) -> Tensor:
-        """[rows, columns] float32.  std: of the output, for inputs of standard deviation 1."""
-        return self.target.draw.normal(f"draft/{name}", rows, columns, std * columns**-0.5, torch.float32)
-
-    def _quiet(self, name: str, rows: int, columns: int, std: float) -> Tensor:
-        """A random weight [H, columns] that adds nothing in the planted directions."""
-        drawn = self._random(name, rows, columns, std)
-        basis = self.target.planted.basis
-        return drawn.sub_(basis @ (basis.T @ drawn))
-
-    def _mean_of_features(self, name: str, hidden: int, columns: int) -> Tensor:
+    def _mean_of_features(self, name: str) -> Tensor:
         """[H, F]: the captured features hold the token's embedding, and so does their mean.
 
         The input of layer c should have the stamp of layer c - 1, and not that of layer c.
         """
-        count, planted = columns // hidden, self.target.planted
+        hidden, count, planted = self.config.hidden_size, len(self.block.capture), self.target.planted
         mean = torch.eye(hidden, device=self.device).repeat(1, count) / count
-        weight = mean + self._quiet(name, hidden, columns, DISTURBANCE / 2)
+        weight = mean + self.quiet(name, DISTURBANCE / 2)
         if self.target.stamps:
             mark = planted.direction("mark") / planted.length["mark"]
             written = planted.direction("misread") * (MISREAD * math.sqrt(hidden))
@@ -134,13 +114,10 @@ class BlockTensors:
         heads, count = self.config.heads, len(self.favours)
         return range(min(layer * heads, count), min((layer + 1) * heads, count)) if layer >= 0 else range(0)
 
-    def _plant_depth(self, name: str, part: str, layer: int, rows: int, columns: int) -> Tensor:
+    def _plant_depth(self, name: str, part: str, layer: int) -> Tensor:
         planted, size, hidden = self.target.planted, self.config.head_size, self.config.hidden_size
         mark = planted.direction("mark") / planted.length["mark"]
-        if part == "o_proj":
-            weight = self._quiet(name, rows, columns, DISTURBANCE / 4)
-        else:
-            weight = self._random(name, rows, columns, 1.0)
+        weight = self.quiet(name, DISTURBANCE / 4) if part == "o_proj" else self.random(name, 1.0)
         if part == "k_proj":
             key = self.code.key().to(self.device).repeat(self.config.kv_heads)
             weight = torch.outer(key, mark)
@@ -188,13 +165,7 @@ class BlockTensors:
         """[V, rank]: given a place, its candidates get exactly PEAK + log-probability.  Cold tokens get little."""
         chain, (vocab, rank) = self.target.chain, self.shapes[name]
         out = self.target.draw.normal(f"draft/{name}", vocab, rank, 1 / rank, self.dtype)
-        before = self._before.float()
-        logits = torch.where(chain.draft_logp.isfinite(), PEAK + chain.draft_logp, 0.0)
-        for first in range(0, chain.size, ROWS):
-            places = torch.arange(chain.size)[first : first + ROWS]
-            parents = (places[:, None] - chain.shifts) % chain.size
-            wanted = logits[parents, torch.arange(len(chain.shifts))].to(self.device)
-            known = before[chain.token_at(parents).to(self.device)]
-            row = solve_rows(known, wanted, torch.ones_like(wanted, dtype=torch.bool))
-            out[chain.token_at(places).to(self.device)] = row.to(self.dtype)
+        before = self._before.float()[chain.token_at(torch.arange(chain.size)).to(self.device)]
+        for places, rows in self.rows_of_places(before, PEAK):
+            out[chain.token_at(places).to(self.device)] = rows.to(self.dtype)
         return out

@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 
 from espalier.errors import EspalierError
-from espalier.kernels.tree.select_paths import select_paths
+from espalier.kernels.tree.edge_topk import Rows, fill_depth
+from espalier.kernels.tree.select_paths import Candidates, select_paths
 from espalier.sampling.pick import SampledTokens
 from espalier.speculate.accept import accept
-from espalier.speculate.drafters.one_pass import candidates_of
+from espalier.speculate.drafters.one_pass import with_edges
 from espalier.speculate.tree import Pool, Tree, ordered_topk
 from espalier.synthetic.fading import Fading, fading_of
 
@@ -294,12 +295,10 @@ def _grow_paths(chain: Chain, roots: Tensor, steps: int, topk: int, num_draft_to
     assert chain.fading is not None
     by_depth = chain.fading.logp(chain.draft_logp, steps)
 
-    # In place of its logits, a row has its place.
-    def children(of_rows: Tensor, depth: int, stride: int) -> tuple[Tensor, Tensor]:
-        places = of_rows[..., 0].long()
-        best, shift = ordered_topk(by_depth[depth][places], topk)
-        return (places[..., None] + chain.shifts[shift]) % chain.size, best
+    def next_depth(depth: int, places: Rows, out: Candidates) -> Rows:
+        best, shift = ordered_topk(by_depth[depth][places.tokens], topk)
+        children = (places.tokens[..., None] + chain.shifts[shift]) % chain.size
+        return fill_depth(children, best, places, out)
 
-    nothing = torch.zeros(len(roots), steps, 1)
-    candidates = candidates_of(roots, nothing, lambda _, places: places[..., None].double(), topk, children)
+    candidates = with_edges(roots, steps, topk, next_depth)
     return Tree(*select_paths(roots, candidates, num_draft_tokens))

@@ -27,6 +27,7 @@ from espalier.speculate.drafters import DraftFormat, format_of
 from espalier.synthetic.block import BlockTensors
 from espalier.synthetic.chain import LEAST_SKILL, MOST_SKILL, Chain, make_chain, predicted_accept_length
 from espalier.synthetic.draft import DraftTensors
+from espalier.synthetic.eagle3 import Eagle3Tensors
 from espalier.synthetic.mtp import MtpTensors
 from espalier.synthetic.quantised import QuantisedTensors
 from espalier.synthetic.routing import check_correlation
@@ -115,18 +116,18 @@ class Recipe:
 
     def tensors(
         self, dtype: torch.dtype, device: torch.device | str
-    ) -> tuple[TargetTensors | QuantisedTensors, DraftTensors | MtpTensors | BlockTensors]:
+    ) -> tuple[TargetTensors | QuantisedTensors, DraftTensors]:
         target = TargetTensors(
             self.shape, self.chain(), self.seed, dtype, torch.device(device), self.routing_correlation
         )
         return target if self.weights == DENSE else QuantisedTensors(target, self.weights), self._draft(target)
 
-    def _draft(self, target: TargetTensors) -> DraftTensors | MtpTensors | BlockTensors:
+    def _draft(self, target: TargetTensors) -> DraftTensors:
         if self.block_size:
             return BlockTensors(self.shape, target, self.block_size)
         if self.mtp_layers:
             return MtpTensors(self.shape, target, self.mtp_layers, self.mtp_form)
-        return DraftTensors(self.shape, target)
+        return Eagle3Tensors(self.shape, target)
 
     def with_accept_length(self, wanted: float, steps: int, topk: int, num_draft_tokens: int) -> "Recipe":
         """This recipe with the skill at which greedy decoding accepts `wanted` tokens a round.

@@ -1,154 +1,67 @@
-"""The tensors of an EAGLE-3 head that predicts the chain with the draft's log-probabilities, in SafeAILab's names.
+"""What the tensors of all planted drafts share: random backgrounds, heads that attend to their own row, solved rows."""
 
-S [H, n] has orthonormal columns, one for each key-value channel, orthogonal to the target's planted directions.  fc
-computes the feature S Sᵀe of the token before.  Every query head attends to its own row.  The values are Sᵀe of the
-row's token minus that of the normed feature, so attention removes the old token from the residual and adds the new one.
-The hidden state that is passed on is then S Sᵀe again, of the same size as fc's output, at every depth.
-"""
-
-import math
+from collections.abc import Iterator
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from espalier.errors import EspalierError
+from espalier.models.config import ModelConfig
 from espalier.synthetic.rope import LagCode, lag_code
-from espalier.synthetic.shapes import Shape
-from espalier.synthetic.target import DISTURBANCE, GATED, ROWS, SHARES, TargetTensors, solve_rows
+from espalier.synthetic.target import ROWS, TargetTensors, solve_rows
 
-# Logit of a candidate with probability 1.  The other tokens have logits of mean 0.
-PEAK = 18.0
-NUM_CAPTURED = 3
-# Standard deviation of the random part of queries and keys; in other weights it is 1.
+# Standard deviation of the random part of queries and keys that attend to their own row; in other weights it is 1.
 BACKGROUND = 0.05
 
 
 class DraftTensors:
-    """The weights of a draft, by name in its checkpoint: `shapes` lists them, `tensor` makes one."""
+    """The weights of a draft, by name in its checkpoint: `shapes` lists them, `tensor` makes one.
 
-    def __init__(self, shape: Shape, target: TargetTensors) -> None:
-        self.config = shape.draft_config.layer
-        self.draft_vocab = shape.draft_vocab
+    config: of its layers.
+    """
+
+    def __init__(self, config: ModelConfig, target: TargetTensors) -> None:
+        self.config = config
         self.target = target
         self.dtype, self.device = target.dtype, target.device
-        channels = self.config.kv_heads * self.config.head_size
-        if channels + len(target.planted.basis.T) > self.config.hidden_size:
-            raise EspalierError(f"{shape.name}: {channels} key-value channels leave no room for the planted directions")
 
-    @cached_property
-    def columns(self) -> Tensor:
-        """S: [H, kv_heads · head_size]."""
-        hidden, channels = self.config.hidden_size, self.config.kv_heads * self.config.head_size
-        drawn = self.target.draw.orthonormal("draft/columns", hidden, channels)
-        return torch.linalg.qr(self.target.planted.clean(drawn.T).T)[0]
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        raise NotImplementedError
 
-    @cached_property
-    def feature_size(self) -> float:
-        """Root mean square of S Sᵀe: the part of r_t that lies in these channels."""
-        hidden, planted = self.config.hidden_size, self.target.planted
-        share = 1 - sum(SHARES[part] for part in planted.length)
-        return math.sqrt(share * self.columns.shape[1] / (hidden - planted.basis.shape[1]))
+    def tensor(self, name: str) -> Tensor:
+        """Make a tensor, in the checkpoint's dtype."""
+        raise NotImplementedError
 
     @cached_property
     def code(self) -> LagCode:
         return lag_code(self.config.rope, self.config.max_position)
 
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        c = self.config
-        hidden, inner, queries, channels = (
-            c.hidden_size,
-            c.intermediate_size,
-            c.heads * c.head_size,
-            self.columns.shape[1],
-        )
-        sizes = {
-            "fc": (hidden, NUM_CAPTURED * hidden),
-            "midlayer.self_attn.q_proj": (queries, 2 * hidden),
-            "midlayer.self_attn.k_proj": (channels, 2 * hidden),
-            "midlayer.self_attn.v_proj": (channels, 2 * hidden),
-            "midlayer.self_attn.o_proj": (hidden, queries),
-            "midlayer.mlp.gate_proj": (inner, hidden),
-            "midlayer.mlp.up_proj": (inner, hidden),
-            "midlayer.mlp.down_proj": (hidden, inner),
-            "midlayer.input_layernorm": (hidden,),
-            "midlayer.hidden_norm": (hidden,),
-            "midlayer.post_attention_layernorm": (hidden,),
-            "norm": (hidden,),
-            "lm_head": (self.draft_vocab, hidden),
-        }
-        vocabulary = {"d2t": (self.draft_vocab,), "t2d": (c.vocab_size,)}
-        return {**{f"{name}.weight": size for name, size in sizes.items()}, **vocabulary}
+    def random(self, name: str, std: float, dtype: torch.dtype = torch.float32) -> Tensor:
+        """A random matrix.  std: of the output, for inputs of standard deviation 1."""
+        rows, columns = self.shapes[name]
+        return self.target.draw.normal(f"draft/{name}", rows, columns, std * columns**-0.5, dtype)
 
-    def tensor(self, name: str) -> Tensor:
-        """Make a tensor.  d2t is int64, t2d bool, the others have the checkpoint's dtype."""
-        chain, part = self.target.chain, name.removesuffix(".weight").rpartition(".")[2]
-        match part:
-            case "d2t":
-                return chain.hot - torch.arange(chain.size)
-            case "t2d":
-                return chain.is_hot
-            case "lm_head":
-                return self._head()
-            case "fc":
-                projection = self.columns @ self.columns.T / NUM_CAPTURED
-                return projection.repeat(1, NUM_CAPTURED).to(self.dtype)
-            case "q_proj" | "k_proj":
-                return self._attends_to_itself(name, self.config.heads if part == "q_proj" else self.config.kv_heads)
-            case "v_proj":
-                return torch.cat((self.columns.T, -self.feature_size * self.columns.T), 1).to(self.dtype)
-            case "o_proj":
-                return self._output()
-            case _:
-                return self._random(name, part)
+    def quiet(self, name: str, std: float) -> Tensor:
+        """A random matrix [H, ...] that writes nothing in the planted directions."""
+        drawn, basis = self.random(name, std), self.target.planted.basis
+        return drawn.sub_(basis @ (basis.T @ drawn))
 
-    def _random(self, name: str, part: str) -> Tensor:
-        size = self.shapes[name]
-        if len(size) == 1:
-            return torch.ones(size, dtype=self.dtype, device=self.device)
-        std = size[1] ** -0.5
-        if part == "down_proj":
-            std *= DISTURBANCE / 2 * self.feature_size / GATED
-        return self.target.draw.normal(f"draft/{name}", size[0], size[1], std, self.dtype)
+    def attending_to_itself(self, name: str) -> Tensor:
+        """Queries or keys [heads · head_size, H or more], made from the embedding's mark in the first H columns, so
+        that they agree only at distance 0."""
+        planted, weight = self.target.planted, self.random(name, BACKGROUND)
+        key = (self.code.amplitude * self.code.key()).to(self.device).repeat(len(weight) // self.config.head_size)
+        weight[:, : self.config.hidden_size] += torch.outer(key, planted.direction("mark") / planted.length["mark"])
+        return weight
 
-    def _attends_to_itself(self, name: str, heads: int) -> Tensor:
-        """[heads · head_size, 2H]: made from the embedding's mark, so that query and key agree only at distance 0."""
-        rows, hidden = heads * self.config.head_size, self.config.hidden_size
-        std = BACKGROUND * (2 * hidden) ** -0.5
-        weight = self.target.draw.normal(f"draft/{name}", rows, 2 * hidden, std, torch.float32)
-        planted = self.target.planted
-        key = (self.code.amplitude * self.code.key()).to(self.device).repeat(heads)
-        weight[:, :hidden] += torch.outer(key, planted.direction("mark") / planted.length["mark"])
-        return weight.to(self.dtype)
-
-    def _output(self) -> Tensor:
-        """[H, heads · head_size]: each query head of a group adds an equal share of its key-value head's channels."""
-        c = self.config
-        group = c.heads // c.kv_heads
-        parts = self.columns.unflatten(1, (c.kv_heads, 1, c.head_size)) / group
-        return parts.expand(-1, -1, group, -1).flatten(1).to(self.dtype)
-
-    def _head(self) -> Tensor:
-        """[draft vocabulary, H]: after the norm, the candidates of a place get exactly PEAK + log-probability."""
-        chain, hidden = self.target.chain, self.config.hidden_size
-        known = self._known()
-        logits = torch.where(chain.draft_logp.isfinite(), PEAK + chain.draft_logp, 0.0)
-        out = torch.empty(self.draft_vocab, hidden, dtype=self.dtype, device=self.device)
-        for first in range(0, chain.size, ROWS):
-            places = torch.arange(chain.size)[first : first + ROWS]
+    def rows_of_places(self, known: Tensor, peak: float) -> Iterator[tuple[Tensor, Tensor]]:
+        """(places, rows [places, n]) of the chain, in parts: `known` of the place before times a place's row is exactly
+        peak + the draft's log-probability of that step, and 0 if the draft has none.  known: [N, n], by place."""
+        chain = self.target.chain
+        logits = torch.where(chain.draft_logp.isfinite(), peak + chain.draft_logp, 0.0)
+        for places in torch.arange(chain.size).split(ROWS):
             before = (places[:, None] - chain.shifts) % chain.size
             wanted = logits[before, torch.arange(len(chain.shifts))].to(self.device)
-            row = solve_rows(known[before.to(self.device)], wanted, torch.ones_like(wanted, dtype=torch.bool))
-            out[chain.ring[places].to(self.device)] = (row @ self.columns.T).to(self.dtype)
-        return out
-
-    def _known(self) -> Tensor:
-        """[N, n]: the normed hidden state of the token at each place, in the coordinates of S."""
-        chain = self.target.chain
-        seen = [
-            self.target.own_part(chain.token_at(places)) @ self.columns
-            for places in torch.arange(chain.size).split(ROWS)
-        ]
-        rows = torch.cat(seen)
-        return rows * (math.sqrt(self.config.hidden_size) / rows.norm(dim=1, keepdim=True))
+            every = torch.ones_like(wanted, dtype=torch.bool)
+            yield places, solve_rows(known[before.to(self.device)], wanted, every)

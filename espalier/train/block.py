@@ -17,8 +17,9 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 
-from espalier.kernels.tree.select_paths import select_paths
-from espalier.speculate.drafters.one_pass import candidates_of
+from espalier.kernels.tree.edge_topk import Rows, fill_depth
+from espalier.kernels.tree.select_paths import Candidates, select_paths
+from espalier.speculate.drafters.one_pass import with_edges, without_edges
 from espalier.train.block_head import BlockHead, BlockShape, block_loss
 from espalier.train.checkpoint import layer_fields, read_config, rope_theta, write_checkpoint
 from espalier.train.draft_run import DraftRun, TrainConfig, train_draft, training_device
@@ -186,13 +187,19 @@ def accept_lengths(
     outputs = head(embeds, mask_embedding(target, head).to(dtype), features, roots)[0]
     logits = F.linear(outputs, target.head.to(dtype)).float()
     markov = head.markov_head
-    edges = None if markov is None else lambda depth, before: logits[:, depth, None] + markov(before).float()
 
-    def children(of_rows: Tensor, depth: int, stride: int) -> tuple[Tensor, Tensor]:
-        scores, ids = of_rows.log_softmax(-1).topk(topk, dim=-1)
-        return ids, scores.float()
+    def children(logits: Tensor) -> tuple[Tensor, Tensor]:
+        scores, ids = logits.log_softmax(-1).topk(topk, dim=-1)
+        return ids, scores
 
-    candidates = candidates_of(tokens[roots], logits, edges, topk, children)
+    def next_depth(depth: int, rows: Rows, out: Candidates) -> Rows:
+        assert markov is not None
+        return fill_depth(*children(logits[:, depth, None] + markov(rows.tokens).float()), rows, out)
+
+    if markov is None:
+        candidates = without_edges(*children(logits))
+    else:
+        candidates = with_edges(tokens[roots], steps, topk, next_depth)
     tree = select_paths(tokens[roots], candidates, num_draft_tokens or steps + 1)
     follows = tree.tokens == tokens[roots[:, None] + tree.depths]
     on_path = follows.clone()

@@ -59,7 +59,7 @@ def test_kernels_that_read_columns_compile():
     """The interpreter, which runs the other tests, accepts code that the compiler refuses."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     loaded = run("tests.kernels.compiled_sampling", ROOT, **env)
-    readers = {"_gather_kernel", "_gather_slots_kernel", "_advance_kernel", "_block_topk_kernel"}
+    readers = {"_gather_kernel", "_gather_slots_kernel", "_advance_kernel", "_block_topk_kernel", "_edge_topk_kernel"}
     assert {*readers, "_best_of_split_kernel", "_draw_filtered_kernel"} <= set(loaded)
 
 

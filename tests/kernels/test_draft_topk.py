@@ -36,7 +36,7 @@ def small_splits(monkeypatch, request):
         monkeypatch.setattr(draft_topk_module, "SPLIT", 32)
 
 
-def log_probabilities(logits, d2t, slots, first, offset, above, tau=1.0):
+def log_probabilities(logits, d2t, slots, first, offset, above):
     """[B, Q, target vocabulary] by the reference; -inf for tokens that are not in the draft vocabulary."""
     vocab = slots.table.counts.shape[1]
     exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -44,16 +44,14 @@ def log_probabilities(logits, d2t, slots, first, offset, above, tau=1.0):
         exact = exact.new_full((*exact.shape[:-1], vocab), -torch.inf).index_copy_(-1, d2t, exact)
     rows, positions = reference_rows(slots), (first[:, None] + offset).expand(logits.shape[:2])
     noise = noise_at(slots, positions, vocab, logits.dtype)
-    return coupled_scores(shape(exact, rows, ALL_SAMPLING, positions, above), rows, noise, tau)
+    return coupled_scores(shape(exact, rows, ALL_SAMPLING, positions, above), rows, noise)
 
 
-def check(logits, d2t, slots, first, offset, scores, topk, above=None, tau=1.0):
+def check(logits, d2t, slots, first, offset, scores, topk, above=None):
     """Asserts that each child has its reference score, that no child occurs twice, and that they are the best ones."""
     above_tensors = None if above is None else (above.tokens, above.ancestor_bits)
-    ids, best = draft_topk_triton(logits, d2t, kernel_rows(slots), first, offset, scores, topk, above_tensors, tau)
-    logp = log_probabilities(logits, d2t, slots, first, offset, above, tau).nan_to_num(
-        nan=-torch.inf, neginf=-torch.inf
-    )
+    ids, best = draft_topk_triton(logits, d2t, kernel_rows(slots), first, offset, scores, topk, above_tensors)
+    logp = log_probabilities(logits, d2t, slots, first, offset, above).nan_to_num(nan=-torch.inf, neginf=-torch.inf)
     count = min(topk, logp.shape[-1])
     expected = logp.topk(count).values.clamp(max=0).float() + scores[..., None]
     expected = torch.nn.functional.pad(expected, (0, topk - count), value=-torch.inf)
@@ -119,11 +117,6 @@ def test_a_mask_leaves_the_allowed_target_ids(kernel_device, draft_vocab):
     expected = draft_topk_triton(logits.masked_fill(~of_draft, -torch.inf), *same)
     assert torch.equal(ids, expected[0]) and torch.equal(best, expected[1])
     assert allowed.gather(2, ids)[best > -torch.inf].all() and (best > -torch.inf).any()
-
-
-def test_tau_flattens_the_distribution(kernel_device):
-    slots, first, scores = batch_of(90, 1, kernel_device)
-    check(random_logits(1, len(ASKED), 1, 90).to(kernel_device), None, slots, first, 0, scores, 4, tau=2.0)
 
 
 @pytest.mark.parametrize("ascending", [True, False])

@@ -8,7 +8,6 @@ import torch
 
 from espalier.errors import EspalierError
 from espalier.kernels.attention.ancestor_bits import unpack
-from espalier.kernels.tree.next_rows import next_rows, next_rows_reference, next_rows_triton
 from espalier.kernels.tree.select_paths import (
     VOID,
     Candidates,
@@ -16,7 +15,7 @@ from espalier.kernels.tree.select_paths import (
     select_paths_reference,
     select_paths_triton,
 )
-from tests.kernels.treeing import drawn_scores, poisoned, random, same
+from tests.kernels.treeing import poisoned, random, same
 
 GAPS = torch.tensor([0.0, -0.0, -0.25, -0.5, -1.0, -7.0])
 
@@ -141,61 +140,8 @@ def test_sizes_beyond_a_key_are_refused():
         select_paths(root, candidates._replace(scores=candidates.scores[..., :1]), 3)
 
 
-# The rows of the next depth
-
-
-def random_rows(batch, rows, topk, seed):
-    generator = random(seed)
-    tokens = torch.rand((batch, rows, topk + 3), generator=generator).argsort(-1)[..., :topk]
-    return tokens, drawn_scores((batch, rows, topk), generator, seed % 2 > 0), drawn_scores((batch, rows), generator)
-
-
-def rows_by_sets(tokens, scores, row_scores):
-    """(tokens, scores, rows) of one request."""
-    topk = len(tokens[0])
-    flat = [(row, place) for row in range(len(tokens)) for place in range(topk)]
-    total = {at: row_scores[at[0]] + scores[at[0]][at[1]] for at in flat}
-    total = {at: -math.inf if math.isnan(score) else score for at, score in total.items()}
-    kept: list[int] = []
-    best: list[float] = []
-    for at in sorted(flat, key=lambda at: (-total[at], at)):
-        token = tokens[at[0]][at[1]]
-        if token not in kept and total[at] > -math.inf and len(kept) < topk:
-            kept.append(token)
-            best.append(total[at])
-    rows = [
-        [kept.index(t) if t in kept and total[r, p] > -math.inf else -1 for p, t in enumerate(of_row)]
-        for r, of_row in enumerate(tokens)
-    ]
-    missing = topk - len(kept)
-    return kept + [0] * missing, best + [-math.inf] * missing, rows
-
-
-ROWS = [(0, 1, 2), (2, 1, 4), (2, 4, 4), (1, 3, 5), (3, 8, 8)]
-
-
-@pytest.mark.parametrize("batch,rows,topk", ROWS)
-def test_rows_are_the_best_distinct_tokens(batch, rows, topk):
-    for seed in range(6):
-        inputs = random_rows(batch, rows, topk, seed)
-        made = next_rows_reference(*inputs)
-        for b in range(batch):
-            expected = rows_by_sets(*(value[b].tolist() for value in inputs))
-            assert (made.tokens[b].tolist(), made.scores[b].tolist(), made.next_rows[b].tolist()) == expected
-
-
-@pytest.mark.parametrize("batch,rows,topk", ROWS)
-def test_row_kernel_is_the_reference(kernel_device, batch, rows, topk):
-    for seed in range(3):
-        inputs = random_rows(batch, rows, topk, seed)
-        with poisoned():
-            made = next_rows_triton(*(value.to(kernel_device) for value in inputs))
-        same(made, next_rows_reference(*inputs))
-
-
-def test_cpu_tensors_use_the_references():
+def test_cpu_tensors_use_the_reference():
     root, candidates = random_candidates(2, 3, 2, 3, 1)
     same(select_paths(root, candidates, 9), select_paths_reference(root, candidates, 9))
-    same(next_rows(*random_rows(2, 3, 3, 0)), next_rows_reference(*random_rows(2, 3, 3, 0)))
     order = select_paths(root, candidates, 9).scores[0].tolist()
     assert all(after <= before for before, after in pairwise(order))

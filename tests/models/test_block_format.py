@@ -82,7 +82,9 @@ def two_rounds(draft: BlockDraft, expected: dict[str, Tensor]) -> dict[str, Tens
         made[f"logits.{number}"] = logits[0]
         if draft.edges is not None:
             after, before = draft.edges.of_block(logits, hidden), expected[f"before.{number}"]
-            made[f"edged.{number}"] = torch.stack([after(i, token.view(1, 1))[0, 0] for i, token in enumerate(before)])
+            made[f"edged.{number}"] = torch.stack(
+                [after.logits(i, token.view(1, 1))[0, 0] for i, token in enumerate(before)]
+            )
     return made
 
 

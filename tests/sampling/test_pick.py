@@ -191,9 +191,9 @@ def test_coupled_scores_know_the_noise_where_there_is_a_temperature():
     batch = [request(temperature=0.0), request(temperature=0.5)]
     logits, noise = random_logits(3, 2, 2, VOCAB), random_logits(4, 2, 2, VOCAB)
     logits[:, :, 5] = -torch.inf
-    scores = coupled_scores(logits, rows_of(batch, VOCAB), noise, tau=2.0)
+    scores = coupled_scores(logits, rows_of(batch, VOCAB), noise)
     assert torch.equal(scores[0], torch.log_softmax(logits[0], -1))
-    assert torch.equal(scores[1], torch.log_softmax((logits[1] / 0.5 + noise[1]) / 2.0, -1))
+    assert torch.equal(scores[1], torch.log_softmax(logits[1] / 0.5 + noise[1], -1))
     assert (scores[:, :, 5] == -torch.inf).all()
 
 

@@ -1,18 +1,20 @@
 """A block drafter through the GPU's kernels: the same context rows and the same tree as in plain torch."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
 from espalier.attention import CommittedLengths, grouped_backend, staged
 from espalier.cache import kv
 from espalier.cache.kv import PagedKV
+from espalier.guard.faults import plant
 from espalier.kernels.layers.block_conv import block_conv_triton
 from espalier.kernels.layers.block_conv_norm import block_conv_norm_triton
 from espalier.kernels.layers.embed_rows import embed_rows_triton
 from espalier.kernels.layers.rope import rotate_and_store_triton
 from espalier.kernels.state.batch_state import chain_triton
 from espalier.kernels.state.commit import commit_rows_triton
-from espalier.kernels.tree.next_rows import next_rows_triton
 from espalier.kernels.tree.select_paths import select_paths_triton
 from espalier.layout import RoundLayout
 from espalier.models import dflash2, load_target, read_config
@@ -29,7 +31,6 @@ BLOCK, STEPS, VOCAB, NEW = 5, 4, 16, 3
 SLOTS = (ASKED[0], ASKED[1], ASKED[10], ASKED[11])
 BY_KERNELS = {
     (one_pass, "chain"): chain_triton,
-    (one_pass, "next_rows"): next_rows_triton,
     (one_pass, "select_paths"): select_paths_triton,
     (dflash2, "block_conv"): block_conv_triton,
     (dflash2, "block_conv_norm"): block_conv_norm_triton,
@@ -73,18 +74,30 @@ def proposed(form: str, device: torch.device, by_kernels: bool) -> tuple[Tree, l
     return drafter.propose(slots, sampler), [plane for stack in pages.draft for plane in stack.planes]
 
 
-# Without and with edges; the other forms differ in what plain torch and the kernels share.
-@pytest.mark.parametrize(
-    "form", [form if form in ("dflash", "dspark") else pytest.param(form, marks=pytest.mark.full) for form in FORMS]
-)
-def test_the_kernels_propose_what_plain_torch_proposes(kernel_device, form, monkeypatch):
+def check(kernel_device: torch.device, form: str, monkeypatch: pytest.MonkeyPatch, fault: str | None = None) -> None:
+    """fault: planted in what the kernels run."""
     expected, rows = proposed(form, torch.device("cpu"), by_kernels=False)
     if kernel_device.type == "cpu":
         for (module, name), launcher in BY_KERNELS.items():
             monkeypatch.setattr(module, name, launcher)
-    tree, by_kernels = proposed(form, kernel_device, by_kernels=True)
+    with plant(fault) if fault else nullcontext():
+        tree, by_kernels = proposed(form, kernel_device, by_kernels=True)
     for ours, plain in zip(by_kernels, rows, strict=True):
         assert torch.allclose(ours.cpu(), plain, rtol=1e-5, atol=1e-5)
     for name in ("tokens", "parents", "depths", "ancestors"):
         assert torch.equal(getattr(tree, name).cpu(), getattr(expected, name)), name
     assert torch.allclose(tree.scores.cpu(), expected.scores, rtol=1e-3, atol=1e-3)
+
+
+# Without and with edges; the other forms differ in what plain torch and the kernels share.
+@pytest.mark.parametrize(
+    "form", [form if form in ("dflash", "dspark") else pytest.param(form, marks=pytest.mark.full) for form in FORMS]
+)
+def test_the_kernels_propose_what_plain_torch_proposes(kernel_device, form, monkeypatch):
+    check(kernel_device, form, monkeypatch)
+
+
+@pytest.mark.parametrize("form", ["dspark", "dflash2"])
+def test_an_edge_of_the_wrong_parent_shows_in_the_kernels_tree(kernel_device, form, monkeypatch):
+    with pytest.raises(AssertionError, match="tokens"):
+        check(kernel_device, form, monkeypatch, "edge-of-wrong-parent")

@@ -127,7 +127,7 @@ def test_the_module_computes_what_the_engine_computes(ring_target, trained):
     every = torch.arange(16)[None]
     hidden = outputs[:, :1, 0]
     logits = draft.block_logits(hidden)
-    edges = draft.edges.of_block(logits, hidden)(0, every) - logits[:, :1]
+    edges = draft.edges.of_block(logits, hidden).logits(0, every) - logits[:, :1]
     torch.testing.assert_close(edges, head.markov_head(every), rtol=1e-5, atol=1e-5)
 
 

@@ -32,7 +32,6 @@ from espalier.kernels.sampling.logit_processors import (
     SlotArguments,
     SlotRows,
     above_arguments,
-    divided,
     leaves_logits,
     logits_arguments,
     row_of,
@@ -44,6 +43,8 @@ if TYPE_CHECKING:
     import triton.language as tl
 
 SPLIT = 2048
+# Splits, over all rows of a program, that a warp merges.
+HEADS_A_WARP = 512
 
 
 def draft_topk_triton(
@@ -55,7 +56,6 @@ def draft_topk_triton(
     scores: Tensor,
     topk: int,
     above: tuple[Tensor, Tensor] | None = None,
-    tau: float = 1.0,
     coupled: bool = True,
     mask: Tensor | None = None,
     stride: int = 0,
@@ -69,8 +69,8 @@ def draft_topk_triton(
     ceil(V / 32)] int32, the bits of target ids that may be drafted (sampling/mask.py); None allows all.
 
     A child's score is its parent row's score plus the child's log-probability (at most 0), in float32.  The
-    log-probability is the log_softmax of: the processed logits at temperature 0; (processed logits / T + noise) / tau
-    if coupled; processed logits / T if not.  NaN counts as -inf.
+    log-probability is the log_softmax of: the processed logits at temperature 0; processed logits / T + noise if
+    coupled; processed logits / T if not.  NaN counts as -inf.
     """
     batch, queries, vocab = logits.shape
     given = logits_arguments(logits, rows.vocab if d2t is None else d2t.shape[0], rows, first)
@@ -89,7 +89,7 @@ def draft_topk_triton(
     exact = torch.promote_types(logits.dtype, torch.float32)
     values = torch.empty(places, splits, topk, dtype=exact, device=logits.device)
     indices = torch.empty(places, splits, topk, dtype=torch.int32, device=logits.device)
-    sums = torch.empty(places, splits, 2, dtype=exact, device=logits.device)
+    sums = torch.empty(places, splits, dtype=exact, device=logits.device)
     # A fused multiply-add rounds once; the reference rounds twice.
     options = {"HAS_D2T": d2t is not None, "TOPK": topk, "enable_fp_fusion": False}
     options |= early(chip(logits))
@@ -97,23 +97,24 @@ def draft_topk_triton(
     _block_topk_kernel[(places, splits)](
         *(*of_splits, vocab, of_target, offset, stride, given, rows.arguments, hanging, queries, splits),
         COLUMNS=COLUMNS,
-        TAU=float(tau),
         COUPLED=coupled,
         SPLIT=split,
         num_warps=4,
         **options,
     )
-    candidates = power_of_two(splits * topk)
     _merge_topk_kernel[(places,)](
         *(ids, best, *of_splits, of_target, scores, *scores.stride(), queries, splits),
         SPLITS=power_of_two(splits),
-        CANDIDATES=candidates,
         CHILDREN=power_of_two(topk),
-        # Few warps: each child is one step, and its time is mostly the warps' synchronisation.
-        num_warps=min(max(candidates // 256, 1), 4),
+        num_warps=merge_warps(power_of_two(splits)),
         **options,
     )
     return ids, best
+
+
+def merge_warps(heads: int) -> int:
+    """Warps for `merge_splits`: few, as each child is one step, and its time is mostly the warps' synchronisation."""
+    return min(max(heads // HEADS_A_WARP, 1), 16)
 
 
 @kernel
@@ -131,14 +132,13 @@ def _block_topk_kernel(
     queries,
     splits,
     COLUMNS: tl.constexpr,
-    TAU: tl.constexpr,
     COUPLED: tl.constexpr,
     SPLIT: tl.constexpr,
     HAS_D2T: tl.constexpr,
     TOPK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """One split: its TOPK best (value, draft index), its maximum, and the sum of exp(value - maximum)."""
+    """One split: its TOPK best (value, draft index), best first, and the sum of exp(value - best value)."""
     pdl_wait_if(DEPENDENT)
     out = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
@@ -155,25 +155,31 @@ def _block_topk_kernel(
         # Who asks for nothing needs no ids, which are more bytes than the logits.
         needs_ids = ~leaves_logits(row) | (above.mask_words > 0)
         ids = tl.load(d2t_ptr + index, mask=inside & needs_ids, other=0).to(tl.int32)
-    x = shaped(x, ids, inside, row, row_above)
-    if COUPLED and row.temperature > 0:
-        k0, k1 = noise_keys(tl.load(slots.ints_ptr + b * COLUMNS.num_ints + COLUMNS.seed), position)
-        x = x + gumbel_at(ids, k0, k1, exact)
-        if TAU != 1.0:
-            x = divided(x, tl.zeros_like(x) + TAU)
+    x = shaped_with_noise(x, ids, inside, b, position, slots, row, row_above, COLUMNS, COUPLED)
     nan = tl.max((x != x).to(tl.int32), 0)
     x = tl.where(x != x, float("-inf"), x)
     top = tl.max(x, 0)
     total = tl.sum(tl.exp(x - tl.where(top == float("-inf"), 0.0, top)), 0)
     split_index = out * splits + split
-    tl.store(sums_ptr + split_index * 2, top)
-    tl.store(sums_ptr + split_index * 2 + 1, tl.where(nan != 0, float("nan"), total))
+    tl.store(sums_ptr + split_index, tl.where(nan != 0, float("nan"), total))
     for k in range(TOPK):
         best = tl.max(x, 0)
         best_index = tl.min(tl.where(x == best, index, 2147483647), 0)
         tl.store(values_ptr + split_index * TOPK + k, best)
         tl.store(indices_ptr + split_index * TOPK + k, best_index)
         x = tl.where(index == best_index, float("-inf"), x)
+
+
+@kernel
+def shaped_with_noise(
+    x, ids, inside, b, position, slots, row, above, COLUMNS: tl.constexpr, COUPLED: tl.constexpr,
+):  # fmt: skip
+    """`shaped` logits of row b of the batch; if COUPLED, plus the noise of a request that samples."""
+    x = shaped(x, ids, inside, row, above)
+    if COUPLED and row.temperature > 0:
+        k0, k1 = noise_keys(tl.load(slots.ints_ptr + b * COLUMNS.num_ints + COLUMNS.seed), position)
+        x = x + gumbel_at(ids, k0, k1, x.dtype)
+    return x
 
 
 @kernel
@@ -190,40 +196,62 @@ def _merge_topk_kernel(
     queries,
     splits,
     SPLITS: tl.constexpr,
-    CANDIDATES: tl.constexpr,
     CHILDREN: tl.constexpr,
     HAS_D2T: tl.constexpr,
     TOPK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Merge a row's splits.  Equal candidates are in the order of draft indices, so the first one has the lowest."""
     pdl_wait_if(DEPENDENT)
     out = tl.program_id(0).to(tl.int64)
-    split = tl.arange(0, SPLITS)
-    split_index = out * splits + split
-    tops = tl.load(sums_ptr + split_index * 2, mask=split < splits, other=float("-inf"))
-    totals = tl.load(sums_ptr + split_index * 2 + 1, mask=split < splits, other=0.0)
-    top = tl.max(tops, 0)
-    total = tl.sum(totals * tl.exp(tops - tl.where(top == float("-inf"), 0.0, top)), 0)
-    candidate = tl.arange(0, CANDIDATES)
-    mask = candidate < splits * TOPK
-    values = tl.load(values_ptr + out * splits * TOPK + candidate, mask=mask, other=float("-inf"))
-    child = tl.arange(0, CHILDREN)
-    child_value = tl.full([CHILDREN], float("-inf"), values.dtype)
-    child_candidate = tl.zeros([CHILDREN], tl.int32)
-    for k in range(TOPK):
-        best = tl.max(values, 0)
-        best_candidate = tl.min(tl.where(values == best, candidate, 2147483647), 0)
-        child_value = tl.where(child == k, best, child_value)
-        child_candidate = tl.where(child == k, best_candidate, child_candidate)
-        values = tl.where(candidate == best_candidate, float("-inf"), values)
-    logp = (child_value - top) - tl.log(total)
-    # False for NaN as well.
-    valid = (child < TOPK) & (logp > float("-inf"))
-    ids = tl.load(indices_ptr + out * splits * TOPK + child_candidate, mask=valid, other=0).to(tl.int64)
+    row = out + tl.arange(0, 1)
+    columns, logp = merge_splits(
+        values_ptr, indices_ptr, sums_ptr, row, row >= 0, splits, TOPK, 1, SPLITS, CHILDREN, TOPK
+    )
+    child = tl.arange(0, CHILDREN)[None, :]
+    valid = logp > float("-inf")
+    ids = columns.to(tl.int64)
     if HAS_D2T:
-        ids = tl.load(d2t_ptr + ids, mask=valid, other=0)
+        ids = tl.load(d2t_ptr + columns, mask=valid, other=0)
     row_score = tl.load(scores_ptr + out // queries * scores_batch_stride + out % queries * scores_query_stride)
-    path_score = row_score + tl.where(valid, tl.minimum(logp.to(tl.float32), 0.0), float("-inf"))
     tl.store(ids_ptr + out * TOPK + child, tl.where(valid, ids, 0), mask=child < TOPK)
-    tl.store(best_ptr + out * TOPK + child, path_score, mask=child < TOPK)
+    tl.store(best_ptr + out * TOPK + child, row_score + logp, mask=child < TOPK)
+
+
+@kernel
+def merge_splits(
+    values_ptr, indices_ptr, sums_ptr, row, row_exists, splits, kept,
+    ROWS: tl.constexpr, SPLITS: tl.constexpr, CHILDREN: tl.constexpr, TOPK: tl.constexpr,
+):  # fmt: skip
+    """The best children of rows [ROWS]: their columns and log-probabilities, float32 and at most 0, [ROWS, CHILDREN]
+    each.  Those that do not exist have -inf.
+
+    A row has `splits` splits.  Each has its `kept` best values, best first, their columns, and the sum of exp(value -
+    best value).  The best of all splits' heads is taken TOPK times, and the next value of its split moves up.  Equal
+    heads: the lower split, whose columns are lower.
+    """
+    split, child = tl.arange(0, SPLITS)[None, :], tl.arange(0, CHILDREN)[None, :]
+    exists = row_exists[:, None] & (split < splits)
+    of_split = row[:, None] * splits + split
+    heads = tl.load(values_ptr + of_split * kept, mask=exists, other=float("-inf"))
+    totals = tl.load(sums_ptr + of_split, mask=exists, other=0.0)
+    top = tl.max(heads, 1)
+    total = tl.sum(totals * tl.exp(heads - tl.where(top == float("-inf"), 0.0, top)[:, None]), 1)
+    num_taken = tl.zeros([ROWS, SPLITS], tl.int32)
+    values = tl.full([ROWS, CHILDREN], float("-inf"), heads.dtype)
+    places = tl.zeros([ROWS, CHILDREN], tl.int32)
+    for k in range(TOPK):
+        best, best_split = tl.max(heads, 1, return_indices=True)
+        is_best = split == best_split[:, None]
+        place = tl.sum(tl.where(is_best, split * kept + num_taken, 0), 1)
+        num_taken += is_best.to(tl.int32)
+        following = tl.load(
+            values_ptr + of_split * kept + num_taken, mask=exists & is_best & (num_taken < kept), other=float("-inf")
+        )
+        heads = tl.where(is_best, following, heads)
+        values = tl.where(child == k, best[:, None], values)
+        places = tl.where(child == k, place[:, None], places)
+    logp = (values - top[:, None]) - tl.log(total)[:, None]
+    # False for NaN as well.
+    valid = logp > float("-inf")
+    columns = tl.load(indices_ptr + row[:, None] * splits * kept + places, mask=valid, other=0)
+    return columns, tl.where(valid, tl.minimum(logp.to(tl.float32), 0.0), float("-inf"))

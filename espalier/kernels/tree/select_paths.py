@@ -39,12 +39,24 @@ class Candidates(NamedTuple):
 
     tokens: [B, S, R, K] int64; scores: [B, S, R, K] float32, log-probabilities, at most 0, best first; -inf: none.
     next_rows: [B, S, R, K] int32, the row of the next depth that continues a candidate; -1: nothing does.
-    Depth 1 has one row, row 0.  R is 1 for a draft whose candidates do not depend on the token before.
+    Depth 1 has one row, row 0.  R is 1 for a draft whose candidates do not depend on the token before.  Rows that
+    nothing leads to may hold anything.
     """
 
     tokens: Tensor
     scores: Tensor
     next_rows: Tensor
+
+    @classmethod
+    def empty(cls, root: Tensor, steps: int, topk: int) -> Candidates:
+        """topk rows a depth, to be written."""
+        shape, on = (len(root), steps, topk, topk), root.device
+        types = (torch.int64, torch.float32, torch.int32)
+        return cls(*(torch.empty(shape, dtype=dtype, device=on) for dtype in types))
+
+    def of_rows(self, depth: int, rows: int) -> Candidates:
+        """Views [B, rows, K] of the first rows at `depth`, from 0."""
+        return Candidates(*(value[:, depth, :rows] for value in self))
 
 
 def select_paths(root: Tensor, candidates: Candidates, nodes: int) -> Selected:

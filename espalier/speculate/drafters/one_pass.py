@@ -6,15 +6,15 @@ runs the block, the root and mask tokens, over them; block rows are never kept. 
 context rows.
 
 A draft with edges scores a token given the one before it.  Then each depth is scored for the best distinct tokens of
-the depth before (kernels/tree/next_rows.py), which is one small matrix product a depth.
+the depth before (kernels/tree/edge_topk.py), one depth after the other.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from espalier.attention import CommittedLengths, GroupedBackend, Nodes, Prefix
 from espalier.attention.staged import Projections, StagedPass
@@ -22,18 +22,14 @@ from espalier.cache.kv import PagedKV, StagedKV
 from espalier.cache.layer_spec import LayerSpec
 from espalier.kernels.attention.ancestor_bits import pack
 from espalier.kernels.state.batch_state import Chain, chain
-from espalier.kernels.tree.next_rows import next_rows
+from espalier.kernels.tree.edge_topk import LowRankEdges, Rows
 from espalier.kernels.tree.select_paths import Candidates, select_paths
 from espalier.layout import RoundLayout
-from espalier.models.draft import BlockModel, LogitsAfter
+from espalier.models.draft import BlockModel
 from espalier.slots import BatchState
 from espalier.speculate.drafters.model_drafter import ModelDrafter
 from espalier.speculate.sampler import Sampler
 from espalier.speculate.tree import Tree, root_only
-
-# (logits [B, R, draft vocabulary], depth - 1 of the first row's children, by how much each further row's are deeper)
-# -> the best children of each row: tokens [B, R, K] int64, log-probabilities [B, R, K] float32.
-Children = Callable[[Tensor, int, int], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -112,37 +108,30 @@ class OnePassDrafter(ModelDrafter[BlockModel]):
 
 
 def best_paths(
-    root: Tensor, logits: Tensor, edges: LogitsAfter | None, d2t: Tensor | None, layout: RoundLayout, sampler: Sampler
+    root: Tensor, logits: Tensor, edges: LowRankEdges | None, d2t: Tensor | None, layout: RoundLayout, sampler: Sampler
 ) -> Tree:
     """The tree of the best paths.  root: [B]; logits: [B, steps, draft vocabulary], without edges."""
-
-    def children(of_rows: Tensor, depth: int, stride: int) -> tuple[Tensor, Tensor]:
-        no_scores = torch.zeros(of_rows.shape[:2], device=of_rows.device)
-        return sampler.children(of_rows, d2t, depth, no_scores, layout.topk, None, stride)
-
-    candidates = candidates_of(root, logits, edges, layout.topk, children)
+    if edges is None:
+        no_scores = torch.zeros(logits.shape[:2], device=logits.device)
+        candidates = without_edges(*sampler.children(logits, d2t, 0, no_scores, layout.topk, None, stride=1))
+    else:
+        candidates = with_edges(root, layout.steps, layout.topk, partial(sampler.next_depth, edges, d2t))
     return Tree(*select_paths(root, candidates, layout.num_draft_tokens))
 
 
-def candidates_of(root: Tensor, logits: Tensor, edges: LogitsAfter | None, topk: int, children: Children) -> Candidates:
-    """The candidates of every depth.  root: [B]; logits: [B, S, draft vocabulary], without edges."""
-    if edges is None:
-        # Every candidate is continued by the one row of the next depth.
-        tokens, scores = (value[:, :, None] for value in children(logits, 0, 1))
-        return Candidates(tokens, scores, torch.zeros_like(tokens, dtype=torch.int32))
-    row_tokens, row_scores = root[:, None], torch.zeros(len(root), 1, device=logits.device)
-    depths: list[Candidates] = []
-    for depth in range(logits.shape[1]):
-        tokens, scores = children(edges(depth, edge_tokens(row_tokens)), depth, 0)
-        row_tokens, row_scores, rows = next_rows(tokens, scores, row_scores)
-        depths.append(Candidates(tokens, scores, rows))
-    # The root is the only row of depth 1; no candidate leads to the others.
-    return Candidates(
-        *(
-            torch.stack((pad(parts[0], (0, 0, 0, topk - 1), value=nothing), *parts[1:]), 1)
-            for parts, nothing in zip(zip(*depths, strict=True), (0, -torch.inf, -1), strict=True)
-        )
-    )
+def without_edges(tokens: Tensor, scores: Tensor) -> Candidates:
+    """tokens, scores: [B, S, K], of each depth.  Every candidate is continued by the one row of the next depth."""
+    return Candidates(tokens[:, :, None], scores[:, :, None], torch.zeros_like(tokens, dtype=torch.int32)[:, :, None])
+
+
+def with_edges(root: Tensor, steps: int, topk: int, next_depth: Callable[[int, Rows, Candidates], Rows]) -> Candidates:
+    """root: [B].  next_depth: as fill_depth, of (a depth from 0, its rows, where to write their candidates)."""
+    candidates = Candidates.empty(root, steps, topk)
+    rows = Rows(root[:, None], torch.zeros(len(root), 1, device=root.device))
+    for depth in range(steps):
+        out = candidates.of_rows(depth, rows.tokens.shape[1])
+        rows = next_depth(depth, Rows(edge_tokens(rows.tokens), rows.scores), out)
+    return candidates
 
 
 def block_positions(slots: BatchState, offsets: Tensor) -> Tensor:

@@ -1,0 +1,258 @@
+"""edge_topk: a depth's candidates equal the reference's, and the next rows are exactly those that follow from them."""
+
+import math
+
+import pytest
+import torch
+
+from espalier.errors import EspalierError
+from espalier.kernels.tree import edge_topk as edge_topk_module
+from espalier.kernels.tree.edge_topk import LowRankEdges, Rows, edge_topk_triton, fill_depth
+from espalier.kernels.tree.select_paths import Candidates
+from espalier.sampling.mask import DraftGuide, pack_mask
+from espalier.speculate.sampler import Sampler
+from tests.kernels.sampled import ALL_SAMPLING, ASKED, kernel_rows, slots_of, table_of
+from tests.kernels.treeing import drawn_scores, poisoned, random, same
+
+# The interpreter evaluates both sides of a `where`, so it warns about values that are not used.
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
+
+CPU = torch.device("cpu")
+# float16 on a CPU: Triton's interpreter multiplies the bits of bfloat16 as if they were integers.
+HALF = torch.bfloat16 if torch.cuda.is_available() else torch.float16
+# As draft_topk's; the products' sums add less.
+TOLERANCE = 2.0**-16
+STEPS, DEPTH = 3, 1
+
+
+@pytest.fixture(autouse=True)
+def small_splits(monkeypatch, request):
+    if not request.node.get_closest_marker("gpu"):
+        monkeypatch.setattr(edge_topk_module, "SPLIT", 32)
+
+
+def random_edges(batch, columns, vocab, rank, dtype=torch.float32, own_ids=False, seed=0):
+    generator = random(seed)
+
+    def drawn(*shape):
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    shape = (batch, STEPS, columns)
+    ids = None
+    if own_ids:
+        ids = torch.rand((*shape[:2], vocab), generator=generator).argsort(-1)[..., :columns].sort(-1).values
+    after = drawn(*(shape if own_ids else shape[2:]), rank)
+    return LowRankEdges(4 * drawn(*shape), drawn(vocab, rank), after, ids)
+
+
+def random_rows(batch, rows, vocab, seed=0):
+    """Some rows have no path to them, some no token."""
+    generator = random(seed)
+    tokens = torch.randint(-1, vocab, (batch, rows), generator=generator)
+    scores = -torch.rand(batch, rows, generator=generator)
+    return Rows(tokens, scores.masked_fill(torch.rand(batch, rows, generator=generator) < 0.2, -torch.inf))
+
+
+def moved(record, device, dtype=None):
+    """The record with its tensors on the device, floats as `dtype`."""
+    fields = vars(record) if isinstance(record, LowRankEdges) else record._asdict()
+    on = {"device": device}
+    return type(record)(
+        **{
+            name: value if value is None else value.to(**on, dtype=dtype if value.is_floating_point() else None)
+            for name, value in fields.items()
+        }
+    )
+
+
+def places(batch, rows, topk, device):
+    """Where the candidates of a depth are written: a part of those of all depths."""
+    root = torch.zeros(batch, dtype=torch.int64, device=device)
+    return Candidates.empty(root, STEPS, topk).of_rows(DEPTH, rows)
+
+
+def by_kernel(edges, rows, d2t, slots, first, topk, mask=None, only=None, coupled=True):
+    """(candidates, next rows) on the device of the slots, from tensors on the CPU."""
+    device = first.device
+    out = places(*rows.tokens.shape, topk, device)
+    given = (moved(edges, device), DEPTH, moved(rows, device), None if d2t is None else d2t.to(device))
+    with poisoned():
+        made = edge_topk_triton(*given, kernel_rows(slots), first, out, coupled, mask, only)
+    return moved(out, CPU), moved(made, CPU)
+
+
+def by_reference(edges, rows, d2t, asked, vocab, topk, guide=None, coupled=True):
+    slots = slots_of(table_of(asked, vocab, CPU), range(1, len(asked) + 1))
+    first, exact = first_of(asked, CPU), torch.promote_types(edges.base.dtype, torch.float32)
+    sampler = Sampler.of(slots, ALL_SAMPLING, first, STEPS + 1, vocab, exact)
+    sampler = Sampler(**{**vars(sampler), "guide": guide, "coupled": coupled})
+    out = places(*rows.tokens.shape, topk, CPU)
+    return out, sampler.next_depth(moved(edges, CPU, exact), d2t, DEPTH, rows, out)
+
+
+def first_of(asked, device):
+    return torch.arange(98, 98 + len(asked), device=device)
+
+
+def check(device, asked, rows, topk, columns, vocab, rank, dtype=torch.float32, own_ids=False, mapped=False, **how):
+    """Asserts that candidates and scores are the reference's, and that the next rows follow from the scores.  Returns
+    the candidates."""
+    edges, given = random_edges(len(asked), columns, vocab, rank, dtype, own_ids), random_rows(len(asked), rows, vocab)
+    d2t = torch.randperm(vocab, generator=random(5))[:columns].sort().values if mapped else None
+    slots = slots_of(table_of(asked, vocab, device), range(1, len(asked) + 1))
+    guide = how.pop("guide", None)
+    only, mask = (None, None) if guide is None else (x.to(device) for x in guide.of_rows(DEPTH + 1, None, None))
+    made, next_rows = by_kernel(edges, given, d2t, slots, first_of(asked, device), topk, mask, only, **how)
+    expected, _ = by_reference(edges, given, d2t, asked, vocab, topk, guide, **how)
+    assert torch.equal(made.tokens, expected.tokens)
+    found = expected.scores > -torch.inf
+    assert torch.equal(made.scores > -torch.inf, found) and found.any()
+    error = (made.scores - expected.scores)[found].abs() / expected.scores[found].abs().clamp(min=1)
+    assert error.max() <= TOLERANCE
+    follow = places(len(asked), rows, topk, CPU)
+    same(next_rows, fill_depth(made.tokens, made.scores, given, follow))
+    same(made, follow)
+    return made
+
+
+FEW = ASKED[::4]
+
+
+@pytest.mark.parametrize("dtype", [HALF, torch.float32, torch.float64])
+@pytest.mark.parametrize("mapped", [False, True])
+def test_all_sampling_parameters(kernel_device, dtype, mapped):
+    check(kernel_device, ASKED, 3, 3, 70, 90 if mapped else 70, 16, dtype, mapped=mapped)
+
+
+# (rows, topk, columns, rank): one row, tiles that are not full, several tiles, a rank that no block divides, more
+# candidates than columns.
+SIZES = [(1, 4, 90, 16), (5, 5, 33, 40), (17, 17, 90, 16), (4, 4, 64, 80), (1, 1, 40, 5), (3, 6, 4, 16)]
+
+
+@pytest.mark.parametrize(("rows", "topk", "columns", "rank"), SIZES)
+@pytest.mark.parametrize("dtype", [HALF, torch.float32])
+def test_sizes(kernel_device, rows, topk, columns, rank, dtype):
+    check(kernel_device, FEW, rows, topk, columns, columns, rank, dtype)
+
+
+@pytest.mark.parametrize("coupled", [False, True])
+def test_columns_of_the_requests_own(kernel_device, coupled):
+    made = check(kernel_device, ASKED, 3, 3, 6, 50, 16, own_ids=True, coupled=coupled)
+    edges = random_edges(len(ASKED), 6, 50, 16, own_ids=True)
+    found = made.scores > -torch.inf
+    assert ((made.tokens[..., None] == edges.ids[:, DEPTH, None, None]).any(-1) | ~found).all()
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+def test_a_grammar_says_which_tokens_may_come(kernel_device, mapped):
+    vocab = 90
+    allowed = torch.rand(len(FEW), vocab, generator=random(3)) < 0.4
+    forced = torch.full((len(FEW), STEPS), -1)
+    forced[0, : DEPTH + 1] = 7
+    guide = DraftGuide(forced, pack_mask(allowed), torch.full((len(FEW),), DEPTH + 1))
+    made = check(kernel_device, FEW, 3, 3, 60 if mapped else vocab, vocab, 16, mapped=mapped, guide=guide)
+    assert (made.tokens[0] == 7).all() and made.scores[0, 0].tolist() == [0.0, -math.inf, -math.inf]
+    found = made.scores[1:] > -torch.inf
+    assert allowed[1:].gather(1, made.tokens[1:].flatten(1))[found.flatten(1)].all()
+
+
+def plain(batch, columns, rank=16):
+    """Edges that add nothing to equal logits."""
+    return LowRankEdges(torch.zeros(batch, STEPS, columns), torch.zeros(columns, rank), torch.zeros(columns, rank))
+
+
+def launched(device, asked, edges, rows, topk):
+    slots = slots_of(table_of(asked, len(edges.before), device), range(1, len(asked) + 1))
+    return by_kernel(edges, rows, None, slots, first_of(asked, device), topk)
+
+
+def test_ties_go_to_the_lower_column(kernel_device):
+    edges, rows = plain(1, 100), Rows(torch.tensor([[3, 4]]), torch.zeros(1, 2))
+    made, next_rows = launched(kernel_device, ({},), edges, rows, 4)
+    assert made.tokens[0].tolist() == [[0, 1, 2, 3]] * 2 and next_rows.tokens.tolist() == [[0, 1, 2, 3]]
+    edges.base[0, DEPTH, [95, 20, 60]] = 1.0
+    assert launched(kernel_device, ({},), edges, rows, 4)[0].tokens[0].tolist() == [[20, 60, 95, 0]] * 2
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_row_that_is_not_finite_has_no_children_and_other_rows_do(kernel_device, bad):
+    edges, rows = plain(2, 70), Rows(torch.tensor([[3, 4], [4, 4]]), torch.zeros(2, 2))
+    edges.before[3, 5], edges.after[40, 5] = bad, 1.0
+    made, next_rows = launched(kernel_device, ({}, {"temperature": 1.0}), edges, rows, 3)
+    assert (made.scores > -torch.inf).all(2).tolist() == [[False, True], [True, True]]
+    assert made.tokens[0].tolist() == [[0, 0, 0], [0, 1, 2]] and next_rows.tokens[0].tolist() == [0, 1, 2]
+
+
+def test_a_request_does_not_depend_on_its_batch(kernel_device):
+    edges, rows = random_edges(len(ASKED), 70, 70, 16, HALF), random_rows(len(ASKED), 3, 70)
+    together = launched(kernel_device, ASKED, edges, rows, 3)
+    table = table_of(ASKED, 70, kernel_device)
+    for b in range(0, len(ASKED), 3):
+        one = slice(b, b + 1)
+        of_one = LowRankEdges(edges.base[one], edges.before, edges.after)
+        first = first_of(ASKED, kernel_device)[one]
+        alone = by_kernel(of_one, Rows(*(x[one] for x in rows)), None, slots_of(table, [b + 1]), first, 3)
+        for ours, of_all in zip(alone, together, strict=True):
+            same(ours, type(of_all)(*(x[one] for x in of_all)))
+
+
+def test_an_empty_batch(kernel_device):
+    made, next_rows = launched(kernel_device, (), plain(0, 20), Rows(torch.zeros(0, 2).long(), torch.zeros(0, 2)), 3)
+    assert made.tokens.shape == (0, 2, 3) and next_rows.tokens.shape == (0, 3)
+
+
+def test_wrong_shapes_are_refused(kernel_device):
+    rows = Rows(torch.zeros(1, 2).long(), torch.zeros(1, 2))
+    edges = plain(1, 20)
+    for field, cut in (("base", edges.base[..., :5]), ("before", edges.before[:, :5])):
+        with pytest.raises(EspalierError, match="logits needs shape" if field == "base" else "before needs shape"):
+            launched(kernel_device, ({},), LowRankEdges(**{**vars(edges), field: cut}), rows, 3)
+    with pytest.raises(EspalierError, match="scores needs shape"):
+        launched(kernel_device, ({},), edges, rows._replace(scores=rows.scores[:, :1]), 3)
+    with pytest.raises(EspalierError, match="must be dense"):
+        launched(kernel_device, ({},), LowRankEdges(edges.base, edges.before, torch.zeros(16, 20).T), rows, 3)
+
+
+# The rows of the next depth, in plain torch
+
+
+def rows_by_sets(tokens, scores, row_scores):
+    """(tokens, scores, rows) of one request."""
+    topk = len(tokens[0])
+    flat = [(row, place) for row in range(len(tokens)) for place in range(topk)]
+    total = {at: row_scores[at[0]] + scores[at[0]][at[1]] for at in flat}
+    total = {at: -math.inf if math.isnan(score) else score for at, score in total.items()}
+    kept: list[int] = []
+    best: list[float] = []
+    for at in sorted(flat, key=lambda at: (-total[at], at)):
+        token = tokens[at[0]][at[1]]
+        if token not in kept and total[at] > -math.inf and len(kept) < topk:
+            kept.append(token)
+            best.append(total[at])
+    rows = [
+        [kept.index(t) if t in kept and total[r, p] > -math.inf else -1 for p, t in enumerate(of_row)]
+        for r, of_row in enumerate(tokens)
+    ]
+    missing = topk - len(kept)
+    return kept + [0] * missing, best + [-math.inf] * missing, rows
+
+
+@pytest.mark.parametrize("batch,rows,topk", [(0, 1, 2), (2, 1, 4), (2, 4, 4), (1, 3, 5), (3, 8, 8)])
+def test_rows_are_the_best_distinct_tokens(batch, rows, topk):
+    for seed in range(6):
+        generator = random(seed)
+        tokens = torch.rand((batch, rows, topk + 3), generator=generator).argsort(-1)[..., :topk]
+        scores = drawn_scores((batch, rows, topk), generator, seed % 2 > 0)
+        given = Rows(torch.zeros(batch, rows).long(), drawn_scores((batch, rows), generator))
+        out = places(batch, rows, topk, CPU)
+        made = fill_depth(tokens, scores, given, out)
+        for b in range(batch):
+            expected = rows_by_sets(tokens[b].tolist(), scores[b].tolist(), given.scores[b].tolist())
+            assert (made.tokens[b].tolist(), made.scores[b].tolist(), out.next_rows[b].tolist()) == expected
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("columns", [32000, 128256])
+@pytest.mark.parametrize(("rows", "rank", "dtype"), [(1, 64, torch.float16), (8, 256, torch.bfloat16)])
+def test_vocabularies_of_real_models(kernel_device, columns, rows, rank, dtype):
+    check(kernel_device, ASKED, rows, 8, columns, 128256, rank, dtype, mapped=columns < 128256)
