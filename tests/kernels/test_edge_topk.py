@@ -20,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning"
 CPU = torch.device("cpu")
 # float16 on a CPU: Triton's interpreter multiplies the bits of bfloat16 as if they were integers.
 HALF = torch.bfloat16 if torch.cuda.is_available() else torch.float16
-# As draft_topk's; the products' sums add less.
+# As draft_topk's.
 TOLERANCE = 2.0**-16
 STEPS, DEPTH = 3, 1
 
@@ -96,7 +96,8 @@ def first_of(asked, device):
 
 def check(device, asked, rows, topk, columns, vocab, rank, dtype=torch.float32, own_ids=False, mapped=False, **how):
     """Asserts that candidates and scores are the reference's, and that the next rows follow from the scores.  Returns
-    the candidates."""
+    the candidates.  Factors are near 1, so the float32 sum of rank products is off by rank² · 2⁻²⁴ at most; children
+    whose scores are nearer than that may change places."""
     edges, given = random_edges(len(asked), columns, vocab, rank, dtype, own_ids), random_rows(len(asked), rows, vocab)
     d2t = torch.randperm(vocab, generator=random(5))[:columns].sort().values if mapped else None
     slots = slots_of(table_of(asked, vocab, device), range(1, len(asked) + 1))
@@ -104,15 +105,27 @@ def check(device, asked, rows, topk, columns, vocab, rank, dtype=torch.float32, 
     only, mask = (None, None) if guide is None else (x.to(device) for x in guide.of_rows(DEPTH + 1, None, None))
     made, next_rows = by_kernel(edges, given, d2t, slots, first_of(asked, device), topk, mask, only, **how)
     expected, _ = by_reference(edges, given, d2t, asked, vocab, topk, guide, **how)
-    assert torch.equal(made.tokens, expected.tokens)
+    tolerance = TOLERANCE + (0 if dtype == torch.float64 else rank**2 * 2.0**-24)
+    differ = made.tokens != expected.tokens
+    assert not (differ & ~have_near_ties(expected.scores, tolerance)).any() and differ.float().mean() < 0.01
     found = expected.scores > -torch.inf
     assert torch.equal(made.scores > -torch.inf, found) and found.any()
     error = (made.scores - expected.scores)[found].abs() / expected.scores[found].abs().clamp(min=1)
-    assert error.max() <= TOLERANCE
+    assert error.max() <= tolerance
     follow = places(len(asked), rows, topk, CPU)
     same(next_rows, fill_depth(made.tokens, made.scores, given, follow))
     same(made, follow)
     return made
+
+
+def have_near_ties(scores, tolerance):
+    """Whether a child's score [.., K], best first, is near a neighbour's.  The last one's next neighbour is unknown."""
+    near = scores.diff(dim=-1).abs() <= 2 * tolerance * scores[..., 1:].abs().clamp(min=1)
+    beside = torch.zeros_like(scores, dtype=torch.bool)
+    beside[..., 1:] |= near
+    beside[..., :-1] |= near
+    beside[..., -1] = True
+    return beside
 
 
 FEW = ASKED[::4]
