@@ -195,25 +195,31 @@ def interleave_nibbles(packed: Tensor) -> Tensor:
     and one mask give the neighbours h = 0 and 1 in the halves of a word, and a thread t of the four that
     share a row in a tensor core finds all of its columns in its own words.  The last in % 32 columns stay in order.
     """
-    whole, rest = _whole_and_rest(packed)
-    pairs = whole.unflatten(-1, (-1, 2, 2, 4))
-    first, second = pairs[..., 0, :], pairs[..., 1, :]
-    halves = torch.stack([first & 15 | second << 4, first >> 4 | second & 0xF0], -1)
-    return torch.cat([halves.transpose(-3, -2).transpose(-2, -1).flatten(-4), rest], -1)
+    codes = packed.clone(memory_format=torch.contiguous_format)
+    rows = codes.view(-1, packed.shape[-1])
+    step = max(BLOCK_VALUES // max(packed.shape[-1], 1), 1)
+    # Block by block: the copies that it takes are of a block.
+    for begin in range(0, len(rows), step):
+        whole = rows[begin : begin + step, : _whole(packed)]
+        pairs = whole.unflatten(1, (-1, 2, 2, 4))
+        first, second = pairs[..., 0, :], pairs[..., 1, :]
+        halves = torch.stack([first & 15 | second << 4, first >> 4 | second & 0xF0], -1)
+        whole.copy_(halves.transpose(-3, -2).transpose(-2, -1).flatten(1))
+    return codes
 
 
 def in_order_of_columns(codes: Tensor) -> Tensor:
     """The inverse of interleave_nibbles."""
-    whole, rest = _whole_and_rest(codes)
-    halves = whole.unflatten(-1, (-1, 4, 2, 2)).transpose(-2, -1).transpose(-3, -2)
+    end = _whole(codes)
+    halves = codes[..., :end].unflatten(-1, (-1, 4, 2, 2)).transpose(-2, -1).transpose(-3, -2)
     low, high = halves[..., 0], halves[..., 1]
     pairs = torch.stack([low & 15 | high << 4, low >> 4 | high & 0xF0], -2)
-    return torch.cat([pairs.flatten(-4), rest], -1)
+    return torch.cat([pairs.flatten(-4), codes[..., end:]], -1)
 
 
-def _whole_and_rest(packed: Tensor) -> tuple[Tensor, Tensor]:
-    whole = packed.shape[-1] // INTERLEAVED_BYTES * INTERLEAVED_BYTES
-    return packed[..., :whole], packed[..., whole:]
+def _whole(packed: Tensor) -> int:
+    """Bytes of a row that are interleaved."""
+    return packed.shape[-1] // INTERLEAVED_BYTES * INTERLEAVED_BYTES
 
 
 def quantise_inputs(x: Tensor, inputs: InputScales) -> tuple[Tensor, Tensor]:
