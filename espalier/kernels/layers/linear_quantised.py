@@ -38,6 +38,7 @@ from espalier.kernels.layers.quantised import (
     QuantisedMatrix,
     linear_quantised_reference,
 )
+from espalier.kernels.layers.quantised_nibbles import prefetch_scales
 from espalier.kernels.layers.quantised_tile import CODES, prefetch_codes, quantised_dot
 from espalier.kernels.layers.silu import require_gated, silu_mul
 from espalier.kernels.runtime.launch import Chip, chip, kernel, require
@@ -134,6 +135,8 @@ def _linear_quantised_kernel(
     pdl_trigger(DEPENDENT)
     if DEPENDENT:
         prefetch_codes(codes_ptr, w_rows, k_begin, num_in, CODE, BLOCK_IN)
+        if CODE == 1:
+            prefetch_scales(scales_ptr, zeros_ptr, w_rows, k_begin, k_end, num_in, GROUP)
     pdl_wait(DEPENDENT)
     x_scale_ptrs = None
     if x_scales_ptr is not None:

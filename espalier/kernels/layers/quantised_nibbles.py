@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from espalier.kernels.runtime.launch import kernel
+from espalier.kernels.runtime.pdl import ask_for
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -81,6 +82,21 @@ def nibble_dot(
     if CODE == 1 and GROUP == 0:
         acc *= tl.load(scale_ptrs).to(tl.float32)[:, None]
     return acc
+
+
+@kernel
+def prefetch_scales(scales_ptr, zeros_ptr, w_rows, k_begin, k_end, num_in, GROUP: tl.constexpr):
+    """Prefetch the first and the last scales and zero points of columns k_begin .. k_end into the L2: 4-bit integers'.
+
+    These are most of their lines.  The loop loads scales where it needs them, not ahead.
+    """
+    num_groups = tl.cdiv(num_in, GROUP) if GROUP > 0 else 1
+    ends = tl.minimum(tl.where(tl.arange(0, 2) == 0, k_begin, k_end - 1), num_in - 1)
+    groups = ends // GROUP if GROUP > 0 else ends * 0
+    places = w_rows[:, None] * num_groups + groups[None, :]
+    ask_for(scales_ptr + places)
+    if zeros_ptr is not None:
+        ask_for(zeros_ptr + places)
 
 
 @kernel
