@@ -24,7 +24,7 @@ VERY_LONG_CYCLES = 40_000_000
 LONGEST_SLEEP = 0.001
 
 SEGMENTS: tuple[tuple[Any, tuple[str, ...]], ...] = (
-    (rounds, ("propose", "verify", "settle", "accept", "commit", "advance", "rows_of_path")),
+    (rounds, ("begin", "propose", "verify", "settle", "accept", "commit", "advance", "rows_of_path")),
     (executing, ("decode_round", "prefill")),
     (LaunchBuffer, ("apply",)),
     (autoregressive, ("carry",)),

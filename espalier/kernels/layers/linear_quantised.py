@@ -4,7 +4,8 @@ Up to 64 rows it streams the weight once, as linear.py does, with the same grid 
 tiles, each a program of its own: a matrix product on tensor cores whose weight tiles become numbers in registers.  So
 no weight is ever dequantised in memory.  quantised_tile.py has the inner loop.
 
-Inputs that the format rounds to FP8 are rounded by a launch before (quantise_rows.py).
+Inputs that the format rounds to FP8 are rounded by a launch before (quantise_rows.py).  Many rows of such inputs are
+multiplied by the library (scaled_product.py).
 
 Tolerance: as linear.py, with the values of weight and inputs exact, and one rounding more for the scales of each group
 of columns: in · 2⁻²³ times the sum of the products' magnitudes.  For rounded inputs on a GPU it is 2⁻¹⁰ times that sum:
@@ -34,6 +35,7 @@ from espalier.kernels.layers.linear_tuning import MIN_BLOCK_IN, LinearPlans, mea
 from espalier.kernels.layers.quantise_rows import quantise_rows
 from espalier.kernels.layers.quantised import QuantisedMatrix, linear_quantised_reference
 from espalier.kernels.layers.quantised_tile import CODES, prefetch_codes, quantised_dot
+from espalier.kernels.layers.scaled_product import is_scaled_product, scaled_product
 from espalier.kernels.layers.silu import require_gated, silu_mul
 from espalier.kernels.runtime.launch import Chip, chip, kernel, require
 from espalier.kernels.runtime.pdl import early, pdl_trigger, pdl_wait
@@ -60,24 +62,30 @@ def linear_quantised(x: Tensor, weight: QuantisedMatrix, bias: Tensor | None) ->
 
     The bits of a row never depend on the other rows' values.
     """
-    if not x.is_cuda:
-        return linear_quantised_reference(x, weight, bias)
-    return linear_quantised_triton(x, weight, bias, plan_of(weight, x))
+    product = _product_of_others(x, weight, bias)
+    return linear_quantised_triton(x, weight, bias, plan_of(weight, x)) if product is None else product
 
 
 def linear_quantised_parts(x: Tensor, weight: QuantisedMatrix, bias: Tensor | None) -> Tensor:
     """`linear_quantised`, or its partial sums [splits, rows, out] in float32."""
-    if not x.is_cuda:
-        return linear_quantised_reference(x, weight, bias)
-    return linear_quantised_parts_triton(x, weight, bias, plan_of(weight, x))
+    product = _product_of_others(x, weight, bias)
+    return linear_quantised_parts_triton(x, weight, bias, plan_of(weight, x)) if product is None else product
 
 
 def linear_quantised_gated(x: Tensor, weight: QuantisedMatrix, bias: Tensor | None) -> Tensor:
     """silu(gate) · up [rows, out / 2], for a weight that stacks gate over up."""
     require_gated(weight.shape[0])
+    product = _product_of_others(x, weight, bias)
+    if product is None:
+        return linear_quantised_gated_triton(x, weight, bias, plan_of(weight, x))
+    return silu_mul(product)
+
+
+def _product_of_others(x: Tensor, weight: QuantisedMatrix, bias: Tensor | None) -> Tensor | None:
+    """The product by the reference on a CPU, and by the library where it takes it; None: by this file's kernel."""
     if not x.is_cuda:
-        return silu_mul(linear_quantised_reference(x, weight, bias))
-    return linear_quantised_gated_triton(x, weight, bias, plan_of(weight, x))
+        return linear_quantised_reference(x, weight, bias)
+    return scaled_product(x, weight, bias) if is_scaled_product(x, weight) else None
 
 
 def linear_quantised_triton(x: Tensor, weight: QuantisedMatrix, bias: Tensor | None, plan: TritonPlan) -> Tensor:

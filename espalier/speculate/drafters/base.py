@@ -19,6 +19,9 @@ from espalier.slots import BatchState
 from espalier.speculate.sampler import Sampler
 from espalier.speculate.tree import Tree, root_only
 
+# The rest of a proposal, once the sampler is known.
+Grow = Callable[[Sampler], Tree]
+
 
 class Drafter(Protocol):
     """Proposes token trees, and runs over the tokens that were decided.  spec: what the draft needs (DraftSpec)."""
@@ -33,8 +36,8 @@ class Drafter(Protocol):
         """Called on the host before each launch.  lengths: of the draft's committed rows."""
         ...
 
-    def propose(self, slots: BatchState, sampler: Sampler) -> Tree:
-        """Propose a tree under the root of each slot."""
+    def begin(self, slots: BatchState) -> Grow:
+        """Begin to propose a tree under the root of each slot: all that no mask changes, up to the first logits."""
         ...
 
     def extend(
@@ -64,8 +67,8 @@ class NoDrafter:
     def prepare(self, lengths: CommittedLengths) -> None:
         pass
 
-    def propose(self, slots: BatchState, sampler: Sampler) -> Tree:
-        return root_only(slots.root)
+    def begin(self, slots: BatchState) -> Grow:
+        return lambda sampler: root_only(slots.root)
 
     def extend(
         self, slots: BatchState, target_features: Tensor | None, length: Tensor, last_pieces: Tensor | None = None

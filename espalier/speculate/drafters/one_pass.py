@@ -1,7 +1,7 @@
 """A drafter whose draft model proposes every depth in one forward pass (block drafts: DFlash 1 and 2, JetSpec, DSpark).
 
 A context row belongs to its token, and follows from the target's features at that token.  So the root, whose features
-come with the next verify pass, has none yet: with root n, rows 0 .. n-1 are committed, as of the target.  `propose`
+come with the next verify pass, has none yet: with root n, rows 0 .. n-1 are committed, as of the target.  `begin`
 runs the block, the root and mask tokens, over them; block rows are never kept.  `extend` only projects features to
 context rows.
 
@@ -27,6 +27,7 @@ from espalier.kernels.tree.select_paths import Candidates, select_paths
 from espalier.layout import RoundLayout
 from espalier.models.draft import BlockModel
 from espalier.slots import BatchState
+from espalier.speculate.drafters.base import Grow
 from espalier.speculate.drafters.model_drafter import ModelDrafter
 from espalier.speculate.sampler import Sampler
 from espalier.speculate.tree import Tree, root_only
@@ -66,13 +67,13 @@ class OnePassDrafter(ModelDrafter[BlockModel]):
     def prepare(self, lengths: CommittedLengths) -> None:
         self.backend.prepare(lengths)
 
-    def propose(self, slots: BatchState, sampler: Sampler) -> Tree:
+    def begin(self, slots: BatchState) -> Grow:
         if self.layout.num_draft_tokens == 1:
-            return root_only(slots.root)
+            return lambda sampler: root_only(slots.root)
         hidden = self._block(slots)
         logits = self.draft.block_logits(hidden)
         edges = None if self.draft.edges is None else self.draft.edges.of_block(logits, hidden)
-        return best_paths(slots.root, logits, edges, self.draft.d2t, self.layout, sampler)
+        return partial(best_paths, slots.root, logits, edges, self.draft.d2t, self.layout)
 
     def _block(self, slots: BatchState) -> Tensor:
         """Run the block.  Returns the rows that propose depths 1 to steps: [B, steps, H]."""
