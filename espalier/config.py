@@ -31,7 +31,7 @@ class SpeculationConfig:
 
     algorithm: str = option("the draft model's format, 'ngram' (lookup in the text so far) or 'none'")
     steps: int | Literal["auto"] = option("depth of the tree; 0 is plain decoding", low=0)
-    topk: int | Literal["auto"] = option("branches kept at each level; 1 is a chain", low=1)
+    topk: int | Literal["auto"] = option("branches kept at each level; 1 is a chain", low=1, high=256)
     num_draft_tokens: int | Literal["auto"] = option("nodes verified per round, including the root", low=1)
     by_batch: Mapping[Any, Any] | str | PathLike[str] = field(
         default="auto",

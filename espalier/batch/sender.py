@@ -118,11 +118,16 @@ def _require_answer(got: httpx.Response, body: Any) -> None:
         )
 
 
-def http_client(url: str, api_key: str | None, concurrency: int) -> httpx.AsyncClient:
-    """A client of a server.  url: with or without /v1.  Raises EspalierError."""
+def require_url(url: str) -> None:
+    """Raises EspalierError for what is no address of a server."""
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise EspalierError(f"--url={url} is not supported; use an address such as http://127.0.0.1:8000")
+
+
+def http_client(url: str, api_key: str | None, concurrency: int) -> httpx.AsyncClient:
+    """A client of a server.  url: with or without /v1.  Raises EspalierError."""
+    require_url(url)
     limits = httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency)
     base = url.rstrip("/").removesuffix("/v1")
     timeout = httpx.Timeout(ANSWER_S, connect=CONNECT_S)

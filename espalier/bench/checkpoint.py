@@ -79,7 +79,7 @@ def _tree(text: str) -> tuple[int, int, int]:
     return steps, topk, nodes
 
 
-_tree.__name__ = "three whole numbers"
+_tree.__name__ = "tree: steps,topk,nodes, such as 5,8,64"
 
 
 def run(args: Namespace) -> int:

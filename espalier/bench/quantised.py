@@ -75,8 +75,6 @@ def compare(
 def _run(model: str, settings: Mapping[str, Any], num_texts: int, num_tokens: int) -> Run:
     with LLM(model, **settings) as llm:
         pairs = texts(llm, num_texts)
-        if llm.tokenizer is None:
-            raise EspalierError(f"{model} has no tokenizer, which held-out text needs; add it, or pass --texts 0")
         limit = llm.config.max_context - 1
         whole = [(prompt + reference)[:limit] for prompt, reference in pairs]
         params = SamplingParams(max_tokens=0, prompt_logprobs=MAX_LOGPROBS)

@@ -94,6 +94,11 @@ def _check(args: Namespace) -> None:
                 raise EspalierError(f"{flag_of(name)} is for a running server; give --url, or leave it out")
     elif given := given_flags(args):
         raise EspalierError(f"{flag_of(given[0])} is not for --url, where the server has its engine; leave one out")
+    if args.url is not None:
+        from espalier.batch.sender import require_url
+
+        for url in args.url:
+            require_url(url)
     require_int("--concurrency", args.concurrency, 1, optional=True)
     require_number("--give-up-after", args.give_up_after, lambda s: s >= 0, "seconds, 0 or more")
     if args.output.exists() and args.input.exists() and args.output.samefile(args.input):

@@ -10,12 +10,13 @@ from espalier.bench import quantised
 from espalier.bench.drive import heldout
 from espalier.config import EngineConfig
 from espalier.errors import EspalierError
+from espalier.llm import prepare
 from espalier.models.quantise import Written, quantise
 from espalier.models.quantisers import GROUP
 from espalier.models.weights import shards_of
 from espalier.startup.checkpoints import find_target
 from espalier.startup.resolve import choose_device
-from espalier.terminal.console import print_table, progress, write_json
+from espalier.terminal.console import print_table, progress, require_writable, write_json
 
 # Tokens generated from each prompt for the accept length.
 GENERATED = 64
@@ -35,9 +36,16 @@ def add_flags(parser: ArgumentParser) -> None:
 
 def run(args: Namespace) -> int:
     if not 0 <= args.texts <= len(heldout()):
-        raise EspalierError(f"--texts={args.texts} is not supported; there are {len(heldout())} held-out texts")
+        raise EspalierError(f"--texts={args.texts} is not supported; use 0 to {len(heldout())}")
+    if args.draft is not None and not args.texts:
+        raise EspalierError("--draft is for the comparison, which --texts 0 leaves out; leave one out")
+    require_writable("--json", args.json)
     device = choose_device(EngineConfig(device=args.device))
     path = find_target(args.model)
+    settings = {"device": device.type} | ({} if args.draft is None else {"draft": args.draft})
+    # The copy may take an hour: what the comparison would refuse is refused now.
+    if args.texts and prepare(EngineConfig(model=args.model, **settings)).inputs.tokenizer is None:
+        raise EspalierError(f"{args.model} has no tokenizer, which held-out text needs; add it, or pass --texts 0")
     begin = perf_counter()
     with progress("quantising", len(shards_of(path))) as advance:
         written = quantise(path, args.out, args.to, device, advance)
@@ -45,7 +53,6 @@ def run(args: Namespace) -> int:
     results: dict[str, Any] = {"seconds": seconds, **asdict(written)}
     rows = _rows_of(written, seconds)
     if args.texts:
-        settings = {"device": device.type} | ({} if args.draft is None else {"draft": args.draft})
         with progress("comparing", 2) as advance:
             accuracy = quantised.compare(args.model, str(args.out), settings, args.texts, GENERATED, advance)
         results["accuracy"] = accuracy.as_dict()

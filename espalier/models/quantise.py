@@ -18,14 +18,13 @@ from typing import Any, Literal
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from espalier.errors import EspalierError
 from espalier.models.loading import read_config, read_raw
 from espalier.models.quantisers import PLAIN, QUANTISERS
 from espalier.models.weight_formats import QUANTISATION_FIELDS
-from espalier.models.weights import INDEX, PLAIN_DTYPES, shards_of
+from espalier.models.weights import INDEX, PLAIN_DTYPES, shards_of, write_weights
 
 To = Literal["fp8", "int4"]
 
@@ -43,16 +42,32 @@ class Written:
 def quantise(path: Path, out: Path, to: To, device: torch.device, advance: Callable[[], None]) -> Written:
     """Write a quantised copy of the target at `path` to `out`.
 
-    Memory: one file of the checkpoint, quantised.  advance: called after each file.
-    Raises EspalierError for a target that is quantised already or not supported, and if `out` is not empty.
+    Memory: one file of the checkpoint, quantised.  advance: called after each file.  An error or Ctrl-C leaves `out`
+    empty, so that the same command can run again.
+    Raises EspalierError for a target that is quantised already or not supported, and if `out` is not empty or cannot be
+    written.
     """
     config = read_raw(path)
     _refuse(path, out, config)
-    out.mkdir(parents=True, exist_ok=True)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        return _write(path, out, to, device, config, advance)
+    except BaseException as error:
+        for file in out.iterdir() if out.is_dir() else ():
+            file.unlink()
+        if isinstance(error, OSError):
+            raise EspalierError(f"--out={out} cannot be written ({error.strerror}); name another directory") from None
+        raise
+
+
+def _write(
+    path: Path, out: Path, to: To, device: torch.device, config: Mapping[str, Any], advance: Callable[[], None]
+) -> Written:
+    """See quantise.  config.json is written last: without it a directory is no model."""
     written, places = Written(), dict[str, str]()
     for file in shards_of(path):
         tensors = dict(_quantised(file, to, device, written))
-        save_file(tensors, out / file.name, metadata={"format": "pt"})
+        write_weights(out / file.name, tensors)
         places |= dict.fromkeys(tensors, file.name)
         written.written_bytes += sum(tensor.nbytes for tensor in tensors.values())
         advance()
@@ -61,7 +76,7 @@ def quantise(path: Path, out: Path, to: To, device: torch.device, advance: Calla
         (out / INDEX).write_text(json.dumps(index, indent=1), encoding="utf-8")
     for other in sorted(path.iterdir()):
         is_weights = other.suffix in (".safetensors", ".bin") or other.name == INDEX
-        if other.is_file() and not is_weights:
+        if other.is_file() and not is_weights and other.name != "config.json":
             shutil.copyfile(other, out / other.name)
     full = {**config, "quantization_config": QUANTISERS[to].config(written.dense)}
     (out / "config.json").write_text(json.dumps(full, indent=1), encoding="utf-8")

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from espalier.errors import EspalierError
@@ -22,7 +21,7 @@ from espalier.models import CausalLM, DraftModel
 from espalier.models.draft import DraftConfig
 from espalier.models.loading import make_target
 from espalier.models.weight_formats import all_dense
-from espalier.models.weights import INDEX, Weights
+from espalier.models.weights import INDEX, Weights, write_weights
 from espalier.speculate.drafters import DraftFormat, format_of
 from espalier.synthetic.block import BlockTensors
 from espalier.synthetic.chain import LEAST_SKILL, MOST_SKILL, Chain, make_chain, predicted_accept_length
@@ -196,7 +195,7 @@ def _write_model(path: Path, config: Mapping[str, Any], tensors: Tensors) -> Non
 
 def _write_shard(file: Path, tensors: Tensors, shard: list[str]) -> None:
     made = {name: tensors.tensor(name).cpu().contiguous() for name in shard}
-    save_file(made, file, metadata={"format": "pt"})
+    write_weights(file, made)
 
 
 def _shards(tensors: Tensors, most: int) -> list[list[str]]:

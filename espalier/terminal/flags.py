@@ -50,7 +50,12 @@ def add_key_flag(parser: ArgumentParser | _ArgumentGroup, about: str) -> None:
 
 
 def api_key(args: Namespace) -> str | None:
-    """The key of the flag or of the environment."""
+    """The key of the flag or of the environment.
+
+    Raises EspalierError for an empty flag: `--api-key "$KEY"` with KEY unset must not start a server without a key.
+    """
+    if args.api_key == "":
+        raise EspalierError(f"--api-key is empty; give the key, set {KEY_VARIABLE}, or leave the flag out")
     return args.api_key or os.environ.get(KEY_VARIABLE) or None
 
 
@@ -148,7 +153,7 @@ def whole_numbers(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
 
-whole_numbers.__name__ = "list of whole numbers"
+whole_numbers.__name__ = "list of whole numbers, such as 1,8"
 
 
 def positive_numbers(flag: str, text: str, example: str) -> list[int]:
