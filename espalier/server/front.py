@@ -18,6 +18,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from espalier.errors import EspalierError
 from espalier.inputs import InputProcessor
+from espalier.request import ResolvedParams, SamplingParams
 from espalier.server.answers import Answer, event
 from espalier.server.bodies import BodyLimits
 from espalier.server.body_reader import BodyReader
@@ -41,6 +42,7 @@ CHARS_PER_TOKEN = 8
 MAX_DETOKENIZED = 2**18
 # A stream whose client does not read is ended this long after its deadline.
 SEND_GRACE_S = 10.0
+MAX_RESOLVED = 256
 # nginx's status for a client that disconnected.  It is for the log; no client receives it.
 CLIENT_LEFT = 499
 
@@ -101,6 +103,7 @@ class Front:
         self.bodies = BodyReader(BodyLimits(facts.vocab_size, facts.max_context, capacity, self.max_detokenized))
         self._num_entering = 0
         self._logged_fields: set[str] = set()
+        self._resolved: dict[int, tuple[SamplingParams, ResolvedParams]] = {}
 
     @property
     def max_detokenized(self) -> int:
@@ -132,6 +135,16 @@ class Front:
             if name not in self._logged_fields:
                 self._logged_fields.add(name)
                 log.info("the field %s is accepted but has no effect (logged once)", name)
+
+    def resolve(self, params: SamplingParams) -> ResolvedParams:
+        """InputProcessor.resolve, once for an object that many bodies share.  Raises EspalierError."""
+        known, resolved = self._resolved.get(id(params), (None, None))
+        if resolved is None or known is not params:
+            resolved = self.inputs.resolve(params)
+            if len(self._resolved) >= MAX_RESOLVED:
+                self._resolved.clear()
+            self._resolved[id(params)] = params, resolved
+        return resolved
 
     def require_tokenizable(self, text: str) -> None:
         """Limit a text whose length max_context does not limit.  Raises EspalierError."""
