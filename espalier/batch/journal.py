@@ -14,8 +14,8 @@ from typing import Any
 
 import msgspec
 
+from espalier.batch.input_scan import InputScan
 from espalier.batch.lines import LineError, Response, answer_line, id_prefix, raw_lines
-from espalier.batch.survey import Survey
 from espalier.errors import EspalierError
 
 OK = 200
@@ -27,13 +27,13 @@ class Journal:
     Raises EspalierError if the file cannot be written, is another input's output, or is no batch's output.
     """
 
-    def __init__(self, path: Path, survey: Survey):
+    def __init__(self, path: Path, scan: InputScan):
         self.path = path
-        self.survey = survey
+        self.input = scan
         self.num_answered = 0
         self.num_failed = 0
-        self._prefix = id_prefix(survey.digest)
-        self._is_answered = bytearray(survey.last + 1)
+        self._prefix = id_prefix(scan.digest)
+        self._is_answered = bytearray(scan.last + 1)
         self._unsynced = False
         self._file = _opened(path)
         try:
@@ -47,18 +47,18 @@ class Journal:
 
     @property
     def num_left(self) -> int:
-        return self.survey.num_lines - self.num_answered
+        return self.input.num_lines - self.num_answered
 
     def unanswered(self) -> Generator[tuple[int, bytes]]:
         """(number, bytes) of the input's lines without an answer.  Read as they are needed."""
-        with self.survey.path.open("rb") as file:
-            for number, data in raw_lines(file, self.survey.path):
+        with self.input.path.open("rb") as file:
+            for number, data in raw_lines(file, self.input.path):
                 if not self.is_answered(number):
                     yield number, data
 
     def append(self, number: int, custom_id: str | None, answer: Response | LineError) -> None:
         """Write the answer of a line.  Raises EspalierError if it cannot be written."""
-        data = answer_line(self.survey.digest, number, custom_id, answer)
+        data = answer_line(self.input.digest, number, custom_id, answer)
         try:
             while data:
                 data = data[os.write(self._file, data) :]
@@ -110,9 +110,9 @@ class Journal:
             raise EspalierError(
                 f"{self.path}, line {count}: this is not a batch's output; name another file for the output"
             ) from None
-        if not name.startswith(self._prefix) or not 0 < number <= self.survey.last:
+        if not name.startswith(self._prefix) or not 0 < number <= self.input.last:
             raise EspalierError(
-                f"{self.path} has answers to another input than {self.survey.path}, or the input has changed since; "
+                f"{self.path} has answers to another input than {self.input.path}, or the input has changed since; "
                 "name another file for the output"
             )
         if not self.is_answered(number):

@@ -32,7 +32,7 @@ async def run(
             for _ in range(min(concurrency, journal.num_left)):
                 group.create_task(_work(lines, journal, sender, answered, urls))
     except BaseExceptionGroup as errors:
-        raise _first(errors) from None
+        raise _first_error(errors) from None
     finally:
         syncing.cancel()
         lines.close()
@@ -52,7 +52,7 @@ async def _work(
         try:
             line = parse(number, data, urls)
             custom_id = line.custom_id
-            answer = await sender.answer(f"{id_prefix(journal.survey.digest)}{number}", line)
+            answer = await sender.answer(f"{id_prefix(journal.input.digest)}{number}", line)
         except LineError as error:
             custom_id, answer = error.custom_id, error
         journal.append(number, custom_id, answer)
@@ -66,6 +66,6 @@ async def _sync(journal: Journal) -> None:
         await asyncio.to_thread(journal.sync)
 
 
-def _first(errors: BaseExceptionGroup) -> BaseException:
+def _first_error(errors: BaseExceptionGroup) -> BaseException:
     inner = errors.exceptions[0]
-    return _first(inner) if isinstance(inner, BaseExceptionGroup) else inner
+    return _first_error(inner) if isinstance(inner, BaseExceptionGroup) else inner

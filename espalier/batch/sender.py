@@ -22,7 +22,7 @@ CONNECT_S = 10.0
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.25, 10.0
 # A line that was lost this often on the way may be what ends the server.
 MAX_LOST = 5
-TRY_AGAIN = (429, 502, 503)
+RETRIED_STATUSES = (429, 502, 503)
 App = Callable[..., Awaitable[None]]
 
 
@@ -108,7 +108,7 @@ def _require_answer(got: httpx.Response, body: Any) -> None:
     why = f"status {got.status_code}: {error.get('message') or 'no message'}"
     if got.status_code in (401, 403):
         raise NotAnswered(f"the server refuses the API key ({why}); give the right one with --api-key", final=True)
-    if got.status_code in TRY_AGAIN:
+    if got.status_code in RETRIED_STATUSES:
         after = got.headers.get("retry-after", "")
         raise NotAnswered(
             why,

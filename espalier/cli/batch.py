@@ -64,15 +64,15 @@ def run(args: Namespace) -> int:
     """0: every line has an answer with status 200; 1: some have an error."""
     _check(args)
     # Imported here, so that other commands start without these modules.
+    from espalier.batch.input_scan import scan_input
     from espalier.batch.journal import Journal
-    from espalier.batch.survey import survey
 
     began = perf_counter()
-    journal = Journal(args.output, survey(args.input))
+    journal = Journal(args.output, scan_input(args.input))
     try:
         if journal.num_left:
             _say(
-                f"{journal.num_answered} of {journal.survey.num_lines} lines are already answered", journal.num_answered
+                f"{journal.num_answered} of {journal.input.num_lines} lines are already answered", journal.num_answered
             )
             asyncio.run(_answer(args, journal))
     except KeyboardInterrupt:
@@ -109,7 +109,7 @@ async def _answer(args: Namespace, journal: "Journal") -> None:
     from espalier.batch.run import run as run_batch
 
     async with _sender(args) as (sender, concurrency):
-        with progress("answering", journal.survey.num_lines) as advance:
+        with progress("answering", journal.input.num_lines) as advance:
             advance(journal.num_answered)
             await run_batch(journal, sender, concurrency, advance)
 
@@ -158,7 +158,7 @@ async def _to_engine(args: Namespace) -> AsyncIterator[tuple["Sender", int]]:
 
 
 def _so_far(journal: "Journal") -> str:
-    return f"{journal.num_answered} of {journal.survey.num_lines} lines are answered"
+    return f"{journal.num_answered} of {journal.input.num_lines} lines are answered"
 
 
 def _say(text: str, when: object = True) -> None:

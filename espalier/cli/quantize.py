@@ -11,7 +11,7 @@ from espalier.bench.drive import heldout
 from espalier.config import EngineConfig
 from espalier.errors import EspalierError
 from espalier.llm import prepare
-from espalier.models.quantise import Written, quantise
+from espalier.models.quantise import QuantiseReport, quantise
 from espalier.models.quantisers import GROUP
 from espalier.models.weights import shards_of
 from espalier.startup.checkpoints import find_target
@@ -62,7 +62,7 @@ def run(args: Namespace) -> int:
     return 0
 
 
-def _rows_of(written: Written, seconds: float) -> list[list[str]]:
+def _rows_of(written: QuantiseReport, seconds: float) -> list[list[str]]:
     share = written.written_bytes / max(written.read_bytes, 1)
     rows = [
         ["matrices quantised", str(written.num_matrices)],

@@ -2,7 +2,7 @@
 
 Deployments, routing's interface, autoscaling, health checks and rolling updates are Ray's.  Here is what is Espalier's:
 what an engine replica does (replica.py), the front that asks replicas (ingress.py, pool.py), which replica a prompt
-goes to (places.py, router.py) and how many replicas the open tokens need (policy.py).
+goes to (replica_chooser.py, router.py) and how many replicas the open tokens need (policy.py).
 """
 
 from espalier.serve_ray.build import app

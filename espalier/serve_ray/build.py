@@ -67,7 +67,7 @@ def _engines(serve: Any, model: ServedModel, service: Service, name: str) -> Any
 
     deployment = serve.deployment(EngineReplica).options(
         name=name,
-        **_number(model),
+        **_scaling(model),
         ray_actor_options=resources_of(model),
         max_ongoing_requests=MAX_ONGOING,
         graceful_shutdown_timeout_s=service.drain_timeout_s,
@@ -81,9 +81,9 @@ def _engines(serve: Any, model: ServedModel, service: Service, name: str) -> Any
     return deployment.bind(model.settings, model.client)
 
 
-def _number(model: ServedModel) -> dict[str, Any]:
+def _scaling(model: ServedModel) -> dict[str, Any]:
     replicas = model.replicas
-    if not replicas.vary:
+    if not replicas.is_autoscaled:
         return {"num_replicas": replicas.low}
     from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 

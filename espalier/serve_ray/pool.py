@@ -17,8 +17,8 @@ import msgspec
 from espalier.errors import EspalierError
 from espalier.inputs import ModelFacts
 from espalier.request import ResolvedParams
-from espalier.serve_ray.places import Route, page_keys
 from espalier.serve_ray.replica import ReplicaFigures
+from espalier.serve_ray.replica_chooser import RoutingHint, prefix_hashes
 from espalier.server import protocol
 from espalier.server.engines import EngineGone, Figures, Generation
 from espalier.server.protocol import Failed, Harvest, Part, Ready, Refused, Submit
@@ -27,8 +27,8 @@ log = logging.getLogger("espalier.server")
 # Replicas that one prompt is sent to at most.
 MAX_TRIES = 3
 # Between two looks at the replicas' figures, and the limit for one look.
-LOOK_S = 1.0
-LOOK_TIMEOUT_S = 5.0
+POLL_S = 1.0
+POLL_TIMEOUT_S = 5.0
 NO_REPLICA = "no replica is ready; Ray Serve is starting one"
 
 
@@ -75,15 +75,15 @@ class EnginePool:
         self._closed = False
         self._num_submitted = 0
         self._open: dict[str, tuple[Generation, asyncio.Task[None]]] = {}
-        self._looking: asyncio.Task[None] | None = None
+        self._polling: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Wait until a replica is ready."""
         ready = protocol.decode_from_engine(await self.handle.about.remote())
         assert isinstance(ready, Ready)
         self.facts, self.config = ready.facts, ready.config
-        await self._look()
-        self._looking = asyncio.create_task(self._look_often())
+        await self._poll_figures()
+        self._polling = asyncio.create_task(self._keep_polling())
 
     @property
     def num_replicas(self) -> int:
@@ -140,8 +140,8 @@ class EnginePool:
 
     async def close(self) -> None:
         self._closed = True
-        if self._looking is not None:
-            self._looking.cancel()
+        if self._polling is not None:
+            self._polling.cancel()
         for generation, _ in list(self._open.values()):
             self.forget(generation)
             generation.fail(EngineGone("the server is shutting down"))
@@ -162,16 +162,16 @@ class EnginePool:
     async def _try_replicas(self, prompt: "Prompt") -> None:
         submit = prompt.submit
         message = msgspec.msgpack.encode(submit)
-        route = Route(page_keys(submit.prompt, int(self.config["page_size"])), submit.params.n)
+        route = RoutingHint(prefix_hashes(submit.prompt, int(self.config["page_size"])), submit.params.n)
         for num_tries in range(1, MAX_TRIES + 1):
-            lost = await self._ask(prompt, message, route)
+            lost = await self._stream_from_replica(prompt, message, route)
             if lost is None:
                 return
             if num_tries == MAX_TRIES or prompt.has_begun:
                 raise EngineGone(lost)
             log.warning("%s before the first token: trying another replica", lost)
 
-    async def _ask(self, prompt: "Prompt", message: bytes, route: Route) -> str | None:
+    async def _stream_from_replica(self, prompt: "Prompt", message: bytes, route: RoutingHint) -> str | None:
         """Send a prompt to a replica and hand out its output.  Returns why the replica is lost, None at the end."""
         # Serve's router tells calls apart by the id of the HTTP request in whose context they are made.  In a context
         # of its own, each prompt is a request of its own.
@@ -199,18 +199,18 @@ class EnginePool:
 
     # All replicas
 
-    async def _look_often(self) -> None:
+    async def _keep_polling(self) -> None:
         while True:
-            await asyncio.sleep(LOOK_S)
-            await self._look()
+            await asyncio.sleep(POLL_S)
+            await self._poll_figures()
 
-    async def _look(self) -> None:
+    async def _poll_figures(self) -> None:
         """Ask each replica for its figures.  One that does not answer has none."""
         found: list[Any] = []
         # Without a replica the call raises.
         with suppress(Exception):
             answers = self.handle.broadcast("figures")
-            found = await answers.results_async(timeout_s=LOOK_TIMEOUT_S, return_exceptions=True)
+            found = await answers.results_async(timeout_s=POLL_TIMEOUT_S, return_exceptions=True)
         figures = [msgspec.msgpack.decode(each, type=ReplicaFigures) for each in found if isinstance(each, bytes)]
         self._figures = [
             Figures({"model": self.name, "replica": each.replica}, each.up, 0, each.report, each.abort_steps)

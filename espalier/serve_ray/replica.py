@@ -22,7 +22,7 @@ from espalier.server.protocol import Failed, Harvest, Part, Ready, Refused, Repo
 
 log = logging.getLogger("espalier.server")
 # For the last messages of a replica whose engine is gone.
-LAST_WORDS_S = 0.5
+FLUSH_S = 0.5
 BROKEN = 1
 
 
@@ -36,7 +36,7 @@ class ReplicaFigures(msgspec.Struct):
 
 
 @dataclass
-class Work:
+class OpenPrompt:
     """What is left to compute of one submitted prompt.  prompt: its tokens, 0 once it has an output token."""
 
     prompt: int
@@ -58,9 +58,9 @@ class EngineReplica:
         self.name = name or _name_in_serve()
         self.leave = leave
         self.client = EngineClient(settings, options)
-        self._open: dict[str, Work] = {}
+        self._open: dict[str, OpenPrompt] = {}
         await self.client.start()
-        self._watch = asyncio.create_task(self._leave_with_the_engine())
+        self._watch = asyncio.create_task(self._exit_with_engine())
 
     async def about(self) -> bytes:
         """A Ready message: facts of the model, and the resolved configuration."""
@@ -82,7 +82,7 @@ class EngineReplica:
             return
         log.debug("%s takes it", self.name, extra=logs.about(submit.name))
         try:
-            with self._counting(submit) as work:
+            with self._tracked(submit) as work:
                 async for parts in generation.parts(None):
                     for part in parts:
                         part.name = submit.name
@@ -96,12 +96,12 @@ class EngineReplica:
             generation.close()
 
     @contextmanager
-    def _counting(self, submit: Submit) -> Iterator[Work]:
+    def _tracked(self, submit: Submit) -> Iterator[OpenPrompt]:
         """Count what is left of a request while it is open."""
         assert self.client.facts is not None
         room = self.client.facts.max_context - len(submit.prompt)
         limit = room if submit.params.max_tokens is None else min(room, submit.params.max_tokens)
-        work = self._open[submit.name] = Work(len(submit.prompt), limit * submit.params.n)
+        work = self._open[submit.name] = OpenPrompt(len(submit.prompt), limit * submit.params.n)
         try:
             yield work
         finally:
@@ -130,11 +130,11 @@ class EngineReplica:
     async def __del__(self) -> None:
         await self.client.close()
 
-    async def _leave_with_the_engine(self) -> None:
+    async def _exit_with_engine(self) -> None:
         why = await self.client.ended()
         if why is not None:
             log.error("replica %s ends with its engine: %s", self.name, why)
-            await asyncio.sleep(LAST_WORDS_S)
+            await asyncio.sleep(FLUSH_S)
             self.leave(BROKEN)
 
 

@@ -52,7 +52,7 @@ class Replicas:
     router: str = ROUTER
 
     @property
-    def vary(self) -> bool:
+    def is_autoscaled(self) -> bool:
         return self.low < self.high
 
 

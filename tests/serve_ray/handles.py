@@ -2,7 +2,7 @@
 
 import itertools
 
-from espalier.serve_ray.places import Places
+from espalier.serve_ray.replica_chooser import ReplicaChooser
 
 
 class Lost(Exception):
@@ -27,7 +27,7 @@ class Handle:
 
     def __init__(self, replicas):
         self.replicas = replicas
-        self.places = Places()
+        self.places = ReplicaChooser()
         self.calls = []
         self.about = self._Method(self)
         self._requests = itertools.count()

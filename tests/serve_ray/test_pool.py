@@ -203,7 +203,7 @@ def test_closing_a_generation_cancels_its_calls():
 
 
 def test_the_replicas_are_known_by_their_figures(monkeypatch):
-    monkeypatch.setattr(pools, "LOOK_S", 0.01)
+    monkeypatch.setattr(pools, "POLL_S", 0.01)
 
     async def run():
         pool = await started(Scripted("a"), Scripted("b"), share=0.5)

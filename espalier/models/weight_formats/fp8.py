@@ -17,8 +17,8 @@ from espalier.models.weight_formats.base import FormatOf, StoredTensor
 from espalier.models.weight_formats.quantised import (
     SCALE_DTYPES,
     QuantisedFormat,
-    dense_where,
-    names_of,
+    dense_if_skipped,
+    module_names,
     read_field,
 )
 
@@ -96,13 +96,15 @@ def read_fp8(quantisation: Mapping[str, Any]) -> FormatOf:
     read_field(quantisation, "fmt", ("e4m3", None))
     inputs = read_field(quantisation, "activation_scheme", ("dynamic", "static"), "dynamic")
     block = quantisation.get("weight_block_size")
-    skipped = names_of(quantisation.get("ignored_layers")) + names_of(quantisation.get("modules_to_not_convert"))
+    skipped = module_names(quantisation.get("ignored_layers")) + module_names(
+        quantisation.get("modules_to_not_convert")
+    )
     if block is None:
-        return dense_where(skipped, Fp8Format((None, None), inputs=inputs))
+        return dense_if_skipped(skipped, Fp8Format((None, None), inputs=inputs))
     rows, columns = read_block(block)
     if inputs == "static":
         raise EspalierError("quantization_config: activation_scheme = 'static' with weight_block_size is not supported")
-    return dense_where(skipped, Fp8Format((rows, columns), ".weight_scale_inv", inputs, columns))
+    return dense_if_skipped(skipped, Fp8Format((rows, columns), ".weight_scale_inv", inputs, columns))
 
 
 def read_block(block: Any) -> tuple[int, int]:

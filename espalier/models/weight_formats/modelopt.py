@@ -10,7 +10,7 @@ from typing import Any
 
 from espalier.models.weight_formats.base import FormatOf
 from espalier.models.weight_formats.fp8 import Fp8Format
-from espalier.models.weight_formats.quantised import dense_where, names_of, read_field
+from espalier.models.weight_formats.quantised import dense_if_skipped, module_names, read_field
 
 MODELOPT = "modelopt"
 HF_QUANT_CONFIG = "hf_quant_config.json"
@@ -19,12 +19,12 @@ HF_QUANT_CONFIG = "hf_quant_config.json"
 def read_modelopt(quantisation: Mapping[str, Any]) -> FormatOf:
     """Raises EspalierError naming an algorithm that is not supported: NVFP4, W4A8_AWQ and others."""
     read_field(quantisation, "quant_algo", ("FP8",))
-    names = names_of(quantisation.get("ignore")) + names_of(quantisation.get("exclude_modules"))
+    names = module_names(quantisation.get("ignore")) + module_names(quantisation.get("exclude_modules"))
     skipped = [f"re:{fnmatch.translate(name)}" if "*" in name else name for name in names]
-    return dense_where(skipped, Fp8Format((None, None), inputs="static"))
+    return dense_if_skipped(skipped, Fp8Format((None, None), inputs="static"))
 
 
-def described_apart(path: Path, read_json: Any) -> dict[str, Any]:
+def read_hf_quant_config(path: Path, read_json: Any) -> dict[str, Any]:
     """quantization_config of a directory that has hf_quant_config.json; empty without."""
     file = path / HF_QUANT_CONFIG
     if not file.exists():

@@ -64,7 +64,7 @@ class QuantisedFormat(WeightFormat):
         """`matrix` with inputs as the checkpoint asks, wherever it runs."""
 
     def matrix(self, tensors: Mapping[str, Tensor], rows: Sequence[int], columns: int) -> QuantisedMatrix:
-        return as_computed(self.stored_matrix(tensors, rows, columns))
+        return for_device(self.stored_matrix(tensors, rows, columns))
 
     def build(self, tensors: Mapping[str, Tensor], rows: Sequence[int], columns: int) -> Weight:
         return QuantisedWeight(self.matrix(tensors, rows, columns), self.name)
@@ -74,7 +74,7 @@ class QuantisedFormat(WeightFormat):
         return not name.endswith(".bias") and (dtype.itemsize == 1 or not name.endswith(".weight"))
 
 
-def as_computed(matrix: QuantisedMatrix) -> QuantisedMatrix:
+def for_device(matrix: QuantisedMatrix) -> QuantisedMatrix:
     """The matrix as this device multiplies with it: a CPU, which has no units for FP8, does not round inputs.
 
     Rounding would gain nothing there.  It also makes results depend on the last bit of an input, so that a tree and
@@ -83,13 +83,13 @@ def as_computed(matrix: QuantisedMatrix) -> QuantisedMatrix:
     return replace(matrix, inputs=None) if matrix.device.type == "cpu" else matrix
 
 
-def refuse_shape(name: str, what: str, size: int, unit: int) -> None:
+def require_multiple(name: str, what: str, size: int, unit: int) -> None:
     """Raises EspalierError if `unit` does not divide `size`."""
     if size % unit:
         raise EspalierError(f"format {name} needs {what} in a multiple of {unit}, but this matrix has {size}")
 
 
-def of_int32(packed: Tensor, dim: int, order: Sequence[int] = range(NIBBLES_OF_INT32)) -> Tensor:
+def unpack_int32(packed: Tensor, dim: int, order: Sequence[int] = range(NIBBLES_OF_INT32)) -> Tensor:
     """int32 whose nibbles are values along `dim` -> uint8 of 8 times that size.
 
     order: the value v of an int32 is its nibble order[v], counted from the low bits.
@@ -106,7 +106,7 @@ def packed_rows(of_rows: Any, num_rows: int, step: int = 4096) -> Tensor:
     return torch.cat(list(blocks))
 
 
-def dense_where(skipped: Sequence[str], format: WeightFormat, lm_head: bool = False) -> FormatOf:
+def dense_if_skipped(skipped: Sequence[str], format: WeightFormat, lm_head: bool = False) -> FormatOf:
     """The format of all matrices but the `skipped` and those that are always dense.
 
     skipped: module names, parts of them ("mlp.gate", "layers.61"), or "re:" and a pattern.
@@ -139,7 +139,7 @@ def read_field(quantisation: Mapping[str, Any], name: str, allowed: Sequence[obj
     return value
 
 
-def names_of(value: Any) -> tuple[str, ...]:
+def module_names(value: Any) -> tuple[str, ...]:
     """A list of module names; config.json may have null."""
     return tuple(value or ())
 

@@ -14,14 +14,14 @@ MAX_PAGES = 512
 MAX_KEYS = 2**18
 
 
-class Route(NamedTuple):
-    """What the router is told of a prompt.  keys: page_keys; samples: those of the prompt."""
+class RoutingHint(NamedTuple):
+    """What the router is told of a prompt.  keys: prefix_hashes; samples: those of the prompt."""
 
     keys: tuple[int, ...]
     samples: int
 
 
-def page_keys(prompt: Sequence[int], page_size: int) -> tuple[int, ...]:
+def prefix_hashes(prompt: Sequence[int], page_size: int) -> tuple[int, ...]:
     """A key for each start of the prompt that is whole pages long, equal in every process."""
     keys: list[int] = []
     key = 0
@@ -32,7 +32,7 @@ def page_keys(prompt: Sequence[int], page_size: int) -> tuple[int, ...]:
     return tuple(keys)
 
 
-class Places:
+class ReplicaChooser:
     """imbalance: samples that a replica may have more than the one with the fewest, and still get a prompt because of
     its pages; max_keys: pages that are remembered, those used last."""
 
@@ -40,10 +40,10 @@ class Places:
         self.imbalance = imbalance
         self.max_keys = max_keys
         # The replica that last got a prompt with this start.
-        self._last: OrderedDict[int, str] = OrderedDict()
+        self._replica_of_prefix: OrderedDict[int, str] = OrderedDict()
         # Samples by replica, and by (replica, request).
         self.load: Counter[str] = Counter()
-        self._open: dict[tuple[str, str], list[int]] = {}
+        self._open_samples: dict[tuple[str, str], list[int]] = {}
 
     def ranked(self, keys: Sequence[int], replicas: Collection[str]) -> list[str]:
         """The replicas, best first."""
@@ -65,33 +65,33 @@ class Places:
         """For each replica, how many pages of the prompt's start it was sent, as far as is remembered."""
         held: dict[str, int] = {}
         for count, key in enumerate(keys, 1):
-            replica = self._last.get(key)
+            replica = self._replica_of_prefix.get(key)
             if replica is None:
                 break
             if replica in replicas:
                 held[replica] = count
         return held
 
-    def sent(self, keys: Sequence[int], samples: int, replica: str, request: str) -> None:
-        """A prompt was sent to a replica.  request: names the call, to `ended`."""
-        self._open.setdefault((replica, request), []).append(samples)
+    def record_sent(self, keys: Sequence[int], samples: int, replica: str, request: str) -> None:
+        """A prompt was sent to a replica.  request: names the call, to `record_ended`."""
+        self._open_samples.setdefault((replica, request), []).append(samples)
         self.load[replica] += samples
         for key in keys:
-            self._last[key] = replica
-            self._last.move_to_end(key)
-        while len(self._last) > self.max_keys:
-            self._last.popitem(last=False)
+            self._replica_of_prefix[key] = replica
+            self._replica_of_prefix.move_to_end(key)
+        while len(self._replica_of_prefix) > self.max_keys:
+            self._replica_of_prefix.popitem(last=False)
 
-    def ended(self, replica: str, request: str) -> None:
-        """A prompt of this request ended.  Calls that were not `sent` are ignored."""
-        if open_samples := self._open.get((replica, request)):
+    def record_ended(self, replica: str, request: str) -> None:
+        """A prompt of this request ended.  Calls that were not `record_sent` are ignored."""
+        if open_samples := self._open_samples.get((replica, request)):
             self.load[replica] -= open_samples.pop()
             if not open_samples:
-                del self._open[replica, request]
+                del self._open_samples[replica, request]
 
-    def keep(self, replicas: Collection[str]) -> None:
+    def forget_all_but(self, replicas: Collection[str]) -> None:
         """Forget what other replicas than these have to do."""
-        for replica, request in [key for key in self._open if key[0] not in replicas]:
-            del self._open[replica, request]
+        for replica, request in [key for key in self._open_samples if key[0] not in replicas]:
+            del self._open_samples[replica, request]
         for replica in [each for each in self.load if each not in replicas]:
             del self.load[replica]

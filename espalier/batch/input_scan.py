@@ -15,7 +15,7 @@ DIGEST_CHARS = 16
 
 
 @dataclass(frozen=True)
-class Survey:
+class InputScan:
     """digest: of the file's bytes; num_lines: that are not blank; last: number of the last of them."""
 
     path: Path
@@ -24,7 +24,7 @@ class Survey:
     last: int
 
 
-def survey(path: Path) -> Survey:
+def scan_input(path: Path) -> InputScan:
     """Read the whole file.  Raises EspalierError if it cannot be read, has no line, or has a custom_id twice.
 
     Memory: eight bytes a line, for a hash of its custom_id.  Lines with equal hashes are compared in a second reading.
@@ -46,7 +46,7 @@ def survey(path: Path) -> Survey:
         raise EspalierError(f"{path} cannot be read ({error.strerror}); use a text file") from None
     if not num_lines:
         raise EspalierError(f"{path} has no line; write one request on each line")
-    return Survey(path, whole.hexdigest()[:DIGEST_CHARS], num_lines, last)
+    return InputScan(path, whole.hexdigest()[:DIGEST_CHARS], num_lines, last)
 
 
 def _hash(custom_id: str) -> int:
