@@ -1,4 +1,4 @@
-"""The first reading of a batch's input, before anything is sent: its digest, its lines, and custom_ids that repeat."""
+"""Reads a batch's input once before anything is sent: counts lines, computes a digest, refuses repeated custom_ids."""
 
 import hashlib
 from array import array
@@ -16,7 +16,7 @@ DIGEST_CHARS = 16
 
 @dataclass(frozen=True)
 class InputScan:
-    """digest: of the file's bytes; num_lines: that are not blank; last: number of the last of them."""
+    """digest: of the lines; num_lines: lines that are not blank; last: the number of the last of them, from 1."""
 
     path: Path
     digest: str
@@ -27,7 +27,7 @@ class InputScan:
 def scan_input(path: Path) -> InputScan:
     """Read the whole file.  Raises EspalierError if it cannot be read, has no line, or has a custom_id twice.
 
-    Memory: eight bytes a line, for a hash of its custom_id.  Lines with equal hashes are compared in a second reading.
+    Memory: eight bytes a line, the hash of its custom_id.  A second pass compares the custom_ids with equal hashes.
     """
     if not path.is_file():
         raise EspalierError(f"{path} is not a file; name a file with one request on each line")

@@ -1,8 +1,7 @@
-"""The output file of a batch: a line for each line of the input that is answered, in the order of the answers.
+"""The output file of a batch: one line for each answer, in the order of the answers.
 
-A line is one write to the end of the file, so a killed process leaves whole lines and at most one torn line at the end,
-which the next run cuts off.  `sync` is for a machine that loses power: what was written since the last one may be lost,
-and is then answered again.
+Each line is one append, so a killed process leaves whole lines and at most one torn line at the end.  The next run cuts
+the torn line off.  A loss of power may also lose the lines since the last `sync`; the next run answers them again.
 """
 
 import errno
@@ -22,7 +21,7 @@ OK = 200
 
 
 class Journal:
-    """num_answered: lines that are answered; num_failed: those of them with an error, or a status other than 200.
+    """num_answered: input lines with an answer; num_failed: those whose answer is an error or a status other than 200.
 
     Raises EspalierError if the file cannot be written, is another input's output, or is no batch's output.
     """

@@ -1,8 +1,8 @@
-"""How far a quantised target is from the model that it was made of, on held-out text, through the engine.
+"""Compares a quantised target with its original on held-out text, both in the engine.
 
 Both read the same tokens and report the 20 likeliest tokens at each position.  Agreement is the share of positions with
-the same likeliest token.  KL is computed over the tokens that both report, with all others as one: a lower bound of the
-divergence over the whole vocabulary, and near it, as the others' share is small.
+the same likeliest token.  KL is computed over the tokens that both report, and all others count as one token.  This is
+a lower bound of the KL over the whole vocabulary, and close to it, because the other tokens have little probability.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +17,7 @@ from espalier.llm import LLM
 from espalier.logprobs import TokenLogprob
 from espalier.request import SamplingParams
 
-# Probabilities below this are not told apart from it.
+# Lower probabilities count as this one.
 MIN_PROBABILITY = 1e-12
 
 
@@ -38,7 +38,7 @@ class Accuracy:
 
 @dataclass(frozen=True)
 class ModelReports:
-    """One model's reports, by text, and its accept length."""
+    """What one model reports of each text, and its accept length."""
 
     reports: list[list[TokenLogprob]]
     accept_length: float | None
@@ -92,7 +92,7 @@ def _run(model: str, settings: Mapping[str, Any], num_texts: int, num_tokens: in
 
 
 def kl_divergence(first: Sequence[tuple[int, float]], second: Sequence[tuple[int, float]]) -> float:
-    """KL(first || second) over the tokens that both report and one more that stands for all others, in nats."""
+    """KL(first || second) in nats, over the tokens that both report and one token for all others."""
     theirs = dict(second)
     shared = [(exp(logprob), exp(theirs[token])) for token, logprob in first if token in theirs]
     shared.append((1 - sum(p for p, _ in shared), 1 - sum(q for _, q in shared)))

@@ -33,22 +33,29 @@ ENDLESS_QUEUE = 2**30
 
 def add_flags(parser: ArgumentParser) -> None:
     parser.add_argument("input", type=Path, metavar="IN", help="requests, one JSON object on each line")
-    parser.add_argument("output", type=Path, metavar="OUT", help="answers, one on each line; grows if it exists")
+    parser.add_argument("output", type=Path, metavar="OUT", help="answers, one on each line; appended to if it exists")
     parser.add_argument(
         "--url",
         action="append",
         metavar="X",
-        help="send to this running server; may be repeated (an engine of its own)",
+        help="send to this running server; may be repeated (by default an engine is started)",
     )
     add_key_flag(parser, "bearer token for --url")
     parser.add_argument(
         "--concurrency", type=int, metavar="N", help=f"requests at once (--url: {URL_CONCURRENCY}; else by max_batch)"
     )
     parser.add_argument(
-        "--priority", type=int, metavar="N", help="with --url, for lines that name none; not every server has it"
+        "--priority",
+        type=int,
+        metavar="N",
+        help="with --url: priority of lines that have none; not every server knows this field",
     )
     parser.add_argument(
-        "--give-up-after", type=float, default=300.0, metavar="S", help="end if no line is answered for this long (300)"
+        "--give-up-after",
+        type=float,
+        default=300.0,
+        metavar="S",
+        help="seconds without any answer after which the run ends (300)",
     )
     parser.add_argument(
         "--served-model-name",

@@ -1,4 +1,4 @@
-"""`espalier quantize`: writes a quantised copy of a target, and says how far it is from the original."""
+"""`espalier quantize`: writes a quantised copy of a target, and compares it with the original."""
 
 from argparse import ArgumentParser, Namespace
 from dataclasses import asdict
@@ -26,10 +26,14 @@ def add_flags(parser: ArgumentParser) -> None:
     parser.add_argument("model", help="a directory, a Hugging Face id, or 'bundled'")
     parser.add_argument("--to", required=True, choices=("fp8", "int4"), help="the format of the copy")
     parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="an empty or new directory")
-    parser.add_argument("--device", default="auto", help="where it is computed: auto, cpu or cuda (auto)")
-    parser.add_argument("--draft", metavar="DIR", help="also compare accept lengths with this draft")
+    parser.add_argument("--device", default="auto", help="device to compute on: auto, cpu or cuda (auto)")
+    parser.add_argument("--draft", metavar="DIR", help="compare accept lengths too, with this draft")
     parser.add_argument(
-        "--texts", type=int, default=32, metavar="N", help="held-out texts to compare on; 0: no comparison (32)"
+        "--texts",
+        type=int,
+        default=32,
+        metavar="N",
+        help="compare with the original on N held-out texts; 0: do not compare (32)",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results there")
 

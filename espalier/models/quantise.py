@@ -1,11 +1,11 @@
 """Writes a quantised copy of a target, in the format of compressed-tensors, file by file.
 
 fp8: E4M3 with a scale for each row of a matrix; inputs are rounded to FP8 token by token.
-int4: groups of 128 columns with a symmetric scale; of a few scales, each group takes the one with the least squared
-error.  No text is needed for either.
+int4: groups of 128 columns with a symmetric scale; each group tries a few scales and takes the one with the least
+squared error.  Neither needs calibration text.
 
-Linear layers are quantised, experts that are stored apart included.  The embedding, the head, routers and what a family
-reads as a plain tensor stay as they are.
+Linear layers are quantised, also experts that are stored one by one.  The embedding, the head, routers and what a
+family reads as a plain tensor stay as they are.
 """
 
 import json

@@ -1,7 +1,7 @@
-"""How dense matrices become the stored tensors of a quantised format, and the quantization_config that names it.
+"""Turns dense matrices into the stored tensors of a quantised format, and makes its quantization_config.
 
-`espalier quantize` (quantise.py) writes them to files; synthetic models are made of them.  The tensors stay on the
-matrix's device.
+`espalier quantize` (quantise.py) writes the tensors to files; synthetic models use them directly.  The tensors stay on
+the matrix's device.
 """
 
 import re

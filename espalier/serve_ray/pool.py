@@ -26,7 +26,7 @@ from espalier.server.protocol import Failed, Harvest, Part, Ready, Refused, Subm
 log = logging.getLogger("espalier.server")
 # Replicas that one prompt is sent to at most.
 MAX_TRIES = 3
-# Between two looks at the replicas' figures, and the limit for one look.
+# How often the replicas' figures are read, and the time limit for that.
 POLL_S = 1.0
 POLL_TIMEOUT_S = 5.0
 NO_REPLICA = "no replica is ready; Ray Serve is starting one"
@@ -34,7 +34,7 @@ NO_REPLICA = "no replica is ready; Ray Serve is starting one"
 
 @dataclass
 class Prompt:
-    """A submitted prompt.  has_begun: an output token of it is here."""
+    """A submitted prompt.  has_begun: its first output token has arrived."""
 
     submit: Submit
     generation: Generation
@@ -53,9 +53,9 @@ class Prompt:
 class EnginePool:
     """The replicas of one model.
 
-    handle: Ray Serve's DeploymentHandle of replica.EngineReplica; name: the model's, a label of its figures;
-    max_replicas: as many as there may be; share: part of the slots that this front may fill, one over the number of
-    fronts; is_lost: whether an exception of a call says that the replica is gone.
+    handle: Ray Serve's DeploymentHandle of replica.EngineReplica.  name: the model's, a label in the metrics.
+    max_replicas: the upper limit of autoscaling.  share: 1 / number of fronts, the part of the slots that this front
+    may fill.  is_lost: whether an exception of a call means that the replica is gone.
     """
 
     restarts = True
@@ -87,7 +87,7 @@ class EnginePool:
 
     @property
     def num_replicas(self) -> int:
-        """Replicas that are ready, as of the last look."""
+        """Replicas that were ready when their figures were last read."""
         return sum(figures.up for figures in self._figures)
 
     @property
@@ -114,7 +114,7 @@ class EnginePool:
         return sum(generation.num_running[name] for name, (generation, _) in self._open.items())
 
     def require_up(self) -> None:
-        """Without a replica requests wait for one, so only a closed pool refuses them."""
+        """Raises EngineGone if the pool is closed.  Without a replica, requests wait for one."""
         if self._closed:
             raise EngineGone("the server is shutting down")
 
@@ -173,8 +173,8 @@ class EnginePool:
 
     async def _stream_from_replica(self, prompt: "Prompt", message: bytes, route: RoutingHint) -> str | None:
         """Send a prompt to a replica and hand out its output.  Returns why the replica is lost, None at the end."""
-        # Serve's router tells calls apart by the id of the HTTP request in whose context they are made.  In a context
-        # of its own, each prompt is a request of its own.
+        # Serve's router identifies a call by the HTTP request of its context.  An empty context makes each prompt a
+        # request of its own.
         stream = Context().run(self.streams.remote, message, route)
         try:
             async for data in stream:
@@ -193,7 +193,7 @@ class EnginePool:
         except Exception as error:
             if not self.is_lost(error):
                 raise
-            # The last part may be here, although the replica did not live to end the call.
+            # The output may be complete although the replica died before it ended the call.
             return None if prompt.is_done else f"the replica is gone ({type(error).__name__})"
         return None if prompt.is_done else "the replica ended the stream early"
 
@@ -205,7 +205,7 @@ class EnginePool:
             await self._poll_figures()
 
     async def _poll_figures(self) -> None:
-        """Ask each replica for its figures.  One that does not answer has none."""
+        """Read each replica's figures.  A replica that does not answer is left out."""
         found: list[Any] = []
         # Without a replica the call raises.
         with suppress(Exception):

@@ -1,7 +1,7 @@
-"""An engine replica: what runs in an actor of Ray Serve.  It holds one engine process, as the server's front does.
+"""An engine replica: an actor of Ray Serve that holds one engine process, as the server's front does.
 
-The engine has a process of its own, so that neither Ray's threads nor the messages of many streams hold up its steps.
-If that process ends, so does the actor, at once: Ray Serve then starts another, and no request is sent to this one.
+The engine has its own process, so Ray's threads and the messages of many streams do not delay its steps.  If the
+engine process ends, the actor exits at once: Ray Serve then starts another and sends no request to this one.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from espalier.server.engines import EngineGone
 from espalier.server.protocol import Failed, Harvest, Part, Ready, Refused, Report, Submit
 
 log = logging.getLogger("espalier.server")
-# For the last messages of a replica whose engine is gone.
+# The time to send the last messages of a replica whose engine is gone.
 FLUSH_S = 0.5
 BROKEN = 1
 
@@ -37,7 +37,7 @@ class ReplicaFigures(msgspec.Struct):
 
 @dataclass
 class OpenPrompt:
-    """What is left to compute of one submitted prompt.  prompt: its tokens, 0 once it has an output token."""
+    """Tokens that are left to compute for one prompt.  prompt: 0 once there is an output token; output: at most."""
 
     prompt: int
     output: int
@@ -68,10 +68,9 @@ class EngineReplica:
         return protocol.encode(Ready(self.client.facts, self.client.config))
 
     async def generate(self, message: bytes, _route: Any = None) -> AsyncIterator[bytes]:
-        """Run a Submit.  Yields messages of the engine's protocol: Harvest, and at the end of a request that cannot go
-        on Refused or Failed.
+        """Run a Submit.  Yields messages of the engine's protocol: Harvest; Refused or Failed if the request fails.
 
-        _route: for the router.  Leaving early aborts the request.
+        _route: read by the router, not here.  Closing the iterator early aborts the request.
         """
         submit = msgspec.msgpack.decode(message, type=Submit)
         try:
@@ -97,7 +96,7 @@ class EngineReplica:
 
     @contextmanager
     def _tracked(self, submit: Submit) -> Iterator[OpenPrompt]:
-        """Count what is left of a request while it is open."""
+        """Add the prompt to the open ones, and remove it at the end."""
         assert self.client.facts is not None
         room = self.client.facts.max_context - len(submit.prompt)
         limit = room if submit.params.max_tokens is None else min(room, submit.params.max_tokens)
@@ -108,8 +107,7 @@ class EngineReplica:
             self._open.pop(submit.name, None)
 
     def queued_tokens(self) -> int:
-        """Tokens that open requests still have to compute: prompts without an output token, and outputs up to their
-        limit."""
+        """Open tokens: prompts that have no output token yet, and outputs up to their limit."""
         return sum(work.prompt + max(work.output, 0) for work in self._open.values())
 
     async def figures(self) -> bytes:

@@ -1,28 +1,28 @@
-"""Which replica a prompt goes to: one that holds the longest start of it, unless it has more to do than the others.
+"""Chooses the replica of a prompt: the one that was sent the longest prefix of it, unless that one is too busy.
 
-A replica is known by its name.  This is what a front knows by itself: it remembers where it sent what, and counts what
-it sent and has not ended.  No message is exchanged for it.
+Each front decides alone, without messages: it remembers which replica it sent a prefix to, and counts the samples that
+it sent and that have not ended.  Replicas are identified by name.
 """
 
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-# The pages of a prompt that are looked at, from its start.
+# Pages of a prompt that are hashed, from its start.
 MAX_PAGES = 512
 # Pages that are remembered.
 MAX_KEYS = 2**18
 
 
 class RoutingHint(NamedTuple):
-    """What the router is told of a prompt.  keys: prefix_hashes; samples: those of the prompt."""
+    """What the router needs to know of a prompt.  keys: its prefix_hashes; samples: outputs of the prompt (n)."""
 
     keys: tuple[int, ...]
     samples: int
 
 
 def prefix_hashes(prompt: Sequence[int], page_size: int) -> tuple[int, ...]:
-    """A key for each start of the prompt that is whole pages long, equal in every process."""
+    """One hash for each prefix of whole pages, shortest first.  Equal in every process."""
     keys: list[int] = []
     key = 0
     for start in range(0, min(len(prompt), MAX_PAGES * page_size) - page_size + 1, page_size):
@@ -33,15 +33,17 @@ def prefix_hashes(prompt: Sequence[int], page_size: int) -> tuple[int, ...]:
 
 
 class ReplicaChooser:
-    """imbalance: samples that a replica may have more than the one with the fewest, and still get a prompt because of
-    its pages; max_keys: pages that are remembered, those used last."""
+    """imbalance: a replica with over `imbalance` open samples more than the least busy one is not chosen for its pages.
+
+    max_keys: prefixes that are remembered; the least recently used are forgotten first.
+    """
 
     def __init__(self, imbalance: int = 8, max_keys: int = MAX_KEYS):
         self.imbalance = imbalance
         self.max_keys = max_keys
-        # The replica that last got a prompt with this start.
+        # The replica that last got a prompt with this prefix, by the prefix's hash.
         self._replica_of_prefix: OrderedDict[int, str] = OrderedDict()
-        # Samples by replica, and by (replica, request).
+        # Open samples by replica, and by (replica, request).
         self.load: Counter[str] = Counter()
         self._open_samples: dict[tuple[str, str], list[int]] = {}
 
@@ -55,14 +57,14 @@ class ReplicaChooser:
         def rank(replica: str) -> tuple[int, int, int, str]:
             is_free = self.load[replica] - fewest <= self.imbalance
             pages = held.get(replica, 0) if is_free else 0
-            # Fronts that know nothing yet agree on where a prompt goes.
+            # The same hash in every front: fronts that have not seen a prefix choose the same replica.
             first = hash((keys[0], *replica.encode())) if keys else 0
             return -pages, self.load[replica], first, replica
 
         return sorted(replicas, key=rank)
 
     def _pages_held(self, keys: Sequence[int], replicas: Collection[str]) -> dict[str, int]:
-        """For each replica, how many pages of the prompt's start it was sent, as far as is remembered."""
+        """By replica, the pages of this prompt's longest prefix that it was sent and that is remembered."""
         held: dict[str, int] = {}
         for count, key in enumerate(keys, 1):
             replica = self._replica_of_prefix.get(key)
@@ -73,7 +75,7 @@ class ReplicaChooser:
         return held
 
     def record_sent(self, keys: Sequence[int], samples: int, replica: str, request: str) -> None:
-        """A prompt was sent to a replica.  request: names the call, to `record_ended`."""
+        """Record a prompt that was sent to a replica.  request: the name of the call, as record_ended gets it."""
         self._open_samples.setdefault((replica, request), []).append(samples)
         self.load[replica] += samples
         for key in keys:
@@ -83,14 +85,14 @@ class ReplicaChooser:
             self._replica_of_prefix.popitem(last=False)
 
     def record_ended(self, replica: str, request: str) -> None:
-        """A prompt of this request ended.  Calls that were not `record_sent` are ignored."""
+        """Record that one prompt of this request ended.  Unknown calls are ignored."""
         if open_samples := self._open_samples.get((replica, request)):
             self.load[replica] -= open_samples.pop()
             if not open_samples:
                 del self._open_samples[replica, request]
 
     def forget_all_but(self, replicas: Collection[str]) -> None:
-        """Forget what other replicas than these have to do."""
+        """Forget the open samples of all replicas except these."""
         for replica, request in [key for key in self._open_samples if key[0] not in replicas]:
             del self._open_samples[replica, request]
         for replica in [each for each in self.load if each not in replicas]:

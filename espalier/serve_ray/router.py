@@ -1,9 +1,7 @@
-"""Ray Serve's router of prompts to engine replicas, by shared prefix and load.
+"""Ray Serve's router of prompts to engine replicas, by shared prefix and load.  ReplicaChooser makes the choice.
 
-replica_chooser.py makes the choice.
-
-Ray's own prefix-aware router (ray.serve.llm) comes with vLLM and what it needs, reads texts, and asks an actor three
-times for each request.  This one reads the prompt's pages, which are what a replica's prefix cache shares.
+Ray's own prefix-aware router (ray.serve.llm) depends on vLLM, compares texts, and calls an actor three times for each
+request.  This one compares pages of token ids, which are what a replica's prefix cache shares.
 """
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
@@ -12,7 +10,7 @@ from espalier.serve_ray.replica_chooser import ReplicaChooser, RoutingHint
 
 
 class PrefixRouter(RequestRouter):
-    """Keywords of initialize_state are request_router_kwargs of the deployment."""
+    """Ray Serve calls initialize_state with the deployment's request_router_kwargs."""
 
     def initialize_state(self, imbalance: int = 8) -> None:
         self.chooser = ReplicaChooser(imbalance)
@@ -22,7 +20,7 @@ class PrefixRouter(RequestRouter):
     ) -> list[list[RunningReplica]]:
         if pending_request is None:
             return [candidate_replicas]
-        # If no replica accepts it, Serve waits before it asks again.
+        # If no replica accepts the request, Serve waits before it calls this again.
         pending_request.routing_context.should_backoff = True
         by_name = {each.replica_id.unique_id: each for each in candidate_replicas}
         return [[by_name[name]] for name in self.chooser.ranked(_route(pending_request).keys, by_name)]
@@ -40,5 +38,5 @@ class PrefixRouter(RequestRouter):
 
 
 def _route(request: PendingRequest) -> RoutingHint:
-    """The route among the call's arguments; calls of other methods have none."""
+    """The hint among the call's arguments.  Calls of other methods have none: an empty one."""
     return next((each for each in request.args if isinstance(each, RoutingHint)), RoutingHint((), 0))

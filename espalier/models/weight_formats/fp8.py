@@ -1,7 +1,7 @@
 """FP8 weights (E4M3): one scale for a matrix, for each row, or for each block; and quant_method "fp8" of config.json.
 
-quant_method "fp8" is what DeepSeek-V3 and FP8 checkpoints of Qwen3 ship, with `weight_block_size`, and older ones
-without.  compressed_tensors.py reads the same tensors under its own names.
+DeepSeek-V3 and the FP8 checkpoints of Qwen3 have quant_method "fp8" with `weight_block_size`; older checkpoints have no
+`weight_block_size`.  compressed_tensors.py reads the same tensors under other names.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,7 +27,7 @@ FP8_NAME = "fp8"
 
 @dataclass(frozen=True)
 class Fp8Format(QuantisedFormat):
-    """`.weight` [out, in] E4M3 and the tensor `scale`; values are products of the two.
+    """`.weight` [out, in] E4M3 and the tensor `scale`; a weight is their product.
 
     block: (rows, columns) that share a scale; None for rows: all rows of the matrix; None for columns: all columns.
     scale: suffix of the scales [ceil(out / rows), ceil(in / columns)]; [1] where one scale serves a whole matrix.

@@ -28,7 +28,7 @@ from espalier.models.weight_formats.quantised import (
     unpack_int32,
 )
 
-# Added to an int32, it adds 1 to each of its nibbles.  As GPTQModel subtracts it when it saves, zeros come back too.
+# Added to an int32, it adds 1 to each of its nibbles.  GPTQModel subtracts it when it saves, also from zeros.
 ONE_EACH = 0x11111111
 
 

@@ -1,6 +1,6 @@
-"""FP8 as NVIDIA's ModelOpt exports it: E4M3 with one scale for a matrix, inputs by a stored scale, maybe K and V.
+"""FP8 as NVIDIA's ModelOpt exports it: E4M3, one scale for each matrix, and a stored scale for its inputs.
 
-config.json describes it with quant_method "modelopt".  Older exports describe it in hf_quant_config.json alone.
+config.json describes it with quant_method "modelopt".  Older exports describe it in hf_quant_config.json only.
 """
 
 import fnmatch
@@ -25,7 +25,7 @@ def read_modelopt(quantisation: Mapping[str, Any]) -> FormatOf:
 
 
 def read_hf_quant_config(path: Path, read_json: Any) -> dict[str, Any]:
-    """quantization_config of a directory that has hf_quant_config.json; empty without."""
+    """The fields for config.json from a directory's hf_quant_config.json; empty if there is none."""
     file = path / HF_QUANT_CONFIG
     if not file.exists():
         return {}

@@ -1,4 +1,4 @@
-"""What the quantised formats share: the weight object, which names they leave dense, and layouts of 4-bit values."""
+"""Shared by the quantised formats: the weight object, the names that stay dense, and layouts of 4-bit values."""
 
 import re
 from abc import abstractmethod
@@ -20,7 +20,7 @@ from espalier.kernels.layers.quantised import QuantisedMatrix, pack_nibbles
 from espalier.models.weight_formats.base import FormatOf, Weight, WeightFormat
 from espalier.models.weight_formats.dense import DenseFormat
 
-# Dtypes of scales.  They keep the one that they have.
+# Dtypes of scales.  Loading keeps the stored one.
 SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Layers that no quantiser touches unless it says so: the head, and the projection and head of MTP layers.
 ALWAYS_DENSE = re.compile(r"(^|\.)(lm_head|eh_proj|shared_head\.head)$")
@@ -75,10 +75,10 @@ class QuantisedFormat(WeightFormat):
 
 
 def for_device(matrix: QuantisedMatrix) -> QuantisedMatrix:
-    """The matrix as this device multiplies with it: a CPU, which has no units for FP8, does not round inputs.
+    """The matrix as this device multiplies with it.  On a CPU, inputs are not rounded to FP8.
 
-    Rounding would gain nothing there.  It also makes results depend on the last bit of an input, so that a tree and
-    plain decoding would choose different tokens more often (docs/design.md, section 6).
+    A CPU has no FP8 units, so rounding would gain nothing.  And rounding makes results depend on the last bit of an
+    input: a tree and plain decoding would choose different tokens more often (docs/design.md, section 6).
     """
     return replace(matrix, inputs=None) if matrix.device.type == "cpu" else matrix
 
@@ -107,7 +107,7 @@ def packed_rows(of_rows: Any, num_rows: int, step: int = 4096) -> Tensor:
 
 
 def dense_if_skipped(skipped: Sequence[str], format: WeightFormat, lm_head: bool = False) -> FormatOf:
-    """The format of all matrices but the `skipped` and those that are always dense.
+    """A function from a matrix's name to its format: `format`, or dense if it is `skipped` or never quantised.
 
     skipped: module names, parts of them ("mlp.gate", "layers.61"), or "re:" and a pattern.
     lm_head: whether the head is quantised too.
@@ -123,7 +123,7 @@ def dense_if_skipped(skipped: Sequence[str], format: WeightFormat, lm_head: bool
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Whether a pattern of a config.json names a module, or a module that it is in."""
+    """Whether a pattern of config.json matches the name of a module or of a module around it."""
     if pattern.startswith("re:"):
         return re.match(pattern[3:], name) is not None
     parts = ".".join("[^.]+" if part == "*" else re.escape(part) for part in pattern.split("."))
