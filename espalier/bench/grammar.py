@@ -25,7 +25,7 @@ from espalier.errors import EspalierError
 from espalier.grammar import Grammar
 from espalier.grammar.check import check_grammar
 from espalier.llm import LLM
-from espalier.masking.compile import form_of, vocabulary_of
+from espalier.masking.compile import compile_form, token_bytes
 from espalier.masking.masker import GrammarMasker, allowed_tokens
 from espalier.request import Output, SamplingParams
 from espalier.terminal.console import print_table, progress, write_json
@@ -100,7 +100,7 @@ def run(args: Namespace) -> int:
     for name, tree in ways.items():
         with made.open(tree) as bench:
             config, vocabulary = bench.config, vocabulary_of_model(bench.llm)
-            form = form_of(_compiler(vocabulary), Grammar.of_json_schema(SCHEMA))
+            form = compile_form(_compiler(vocabulary), Grammar.of_json_schema(SCHEMA))
             if tree:
                 measured["host_ms"] = {f"{n} x {b}": mask_ms(vocabulary, form, n, b) for n, b in MASK_SIZES}
             measured[name] = _measure(bench, vocabulary, form, args.tokens)
@@ -113,7 +113,7 @@ def vocabulary_of_model(llm: LLM) -> Vocabulary:
     size = llm.inputs.facts.vocab_size
     if llm.tokenizer is None:
         return Vocabulary(synthetic_vocabulary(size), size - 1)
-    return Vocabulary(vocabulary_of(llm.tokenizer, size, False), llm.inputs.facts.eos_token_ids[0])
+    return Vocabulary(token_bytes(llm.tokenizer, size, False), llm.inputs.facts.eos_token_ids[0])
 
 
 def _compiler(vocabulary: Vocabulary) -> Any:

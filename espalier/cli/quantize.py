@@ -1,4 +1,4 @@
-"""`espalier quantize`: writes a quantised copy of a target, and says how far it is from the original."""
+"""`espalier quantize`: writes a quantised copy of a target, and compares it with the original."""
 
 from argparse import ArgumentParser, Namespace
 from dataclasses import asdict
@@ -11,7 +11,7 @@ from espalier.bench.drive import heldout
 from espalier.config import EngineConfig
 from espalier.errors import EspalierError
 from espalier.llm import prepare
-from espalier.models.quantise import Written, quantise
+from espalier.models.quantise import QuantiseReport, quantise
 from espalier.models.quantisers import GROUP
 from espalier.models.weights import shards_of
 from espalier.startup.checkpoints import find_target
@@ -26,10 +26,14 @@ def add_flags(parser: ArgumentParser) -> None:
     parser.add_argument("model", help="a directory, a Hugging Face id, or 'bundled'")
     parser.add_argument("--to", required=True, choices=("fp8", "int4"), help="the format of the copy")
     parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="an empty or new directory")
-    parser.add_argument("--device", default="auto", help="where it is computed: auto, cpu or cuda (auto)")
-    parser.add_argument("--draft", metavar="DIR", help="also compare accept lengths with this draft")
+    parser.add_argument("--device", default="auto", help="device to compute on: auto, cpu or cuda (auto)")
+    parser.add_argument("--draft", metavar="DIR", help="compare accept lengths too, with this draft")
     parser.add_argument(
-        "--texts", type=int, default=32, metavar="N", help="held-out texts to compare on; 0: no comparison (32)"
+        "--texts",
+        type=int,
+        default=32,
+        metavar="N",
+        help="compare with the original on N held-out texts; 0: do not compare (32)",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results there")
 
@@ -62,7 +66,7 @@ def run(args: Namespace) -> int:
     return 0
 
 
-def _rows_of(written: Written, seconds: float) -> list[list[str]]:
+def _rows_of(written: QuantiseReport, seconds: float) -> list[list[str]]:
     share = written.written_bytes / max(written.read_bytes, 1)
     rows = [
         ["matrices quantised", str(written.num_matrices)],

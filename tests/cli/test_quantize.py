@@ -6,7 +6,7 @@ from math import log
 import pytest
 from safetensors import SafetensorError
 
-from espalier.bench.quantised import divergence
+from espalier.bench.quantised import kl_divergence
 from espalier.cli.main import main
 from espalier.llm import LLM
 from espalier.request import SamplingParams
@@ -14,10 +14,10 @@ from espalier.request import SamplingParams
 
 def test_divergence():
     certain, even = [(1, 0.0)], [(1, log(0.5)), (2, log(0.5))]
-    assert divergence(even, even) == 0
-    assert divergence(certain, even) == pytest.approx(log(2))
+    assert kl_divergence(even, even) == 0
+    assert kl_divergence(certain, even) == pytest.approx(log(2))
     # Tokens that one side does not report are among the others: half of the one, all of the other.
-    assert divergence(even, [(1, log(0.25)), (3, log(0.75))]) == pytest.approx(0.5 * log(2) + 0.5 * log(0.5 / 0.75))
+    assert kl_divergence(even, [(1, log(0.25)), (3, log(0.75))]) == pytest.approx(0.5 * log(2) + 0.5 * log(0.5 / 0.75))
 
 
 def test_a_copy_of_the_bundled_model(tmp_path, capsys):

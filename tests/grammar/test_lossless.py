@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from espalier.engine.masks import MaskBuilder, RowMasks
 from espalier.grammar import Grammar
 from espalier.grammar.token_masker import KnownNext
-from espalier.masking.compile import form_of
+from espalier.masking.compile import compile_form
 from espalier.masking.masker import GrammarMasker
 from espalier.request import Request, SamplingParams
 from espalier.sampling.mask import ALL_ALLOWED
@@ -56,7 +56,7 @@ def bytes_of(token: int) -> TokenBytes:
 @lru_cache
 def compiled(grammar: Grammar) -> xgrammar.CompiledGrammar:
     assert len(TEXTS) == VOCAB
-    return form_of(compiler_of([text.encode() for text in TEXTS]), grammar)
+    return compile_form(compiler_of([text.encode() for text in TEXTS]), grammar)
 
 
 def masker_of(grammar: Grammar) -> GrammarMasker:

@@ -117,17 +117,17 @@ def _best_paths(
         tree.append((tokens[at][row][place], parent, depth))
         selected.append(-negated)
         if place + 1 < len(tokens[at][row]):
-            beside = _added(above, scores[at][row][place + 1])
+            beside = _float32_sum(above, scores[at][row][place + 1])
             heappush(frontier, ((-beside, depth, parent, place + 1, row), above))
         below = next_rows[at][row][place]
         if depth < len(tokens) and below >= 0:
-            child = _added(-negated, scores[depth][below][0])
+            child = _float32_sum(-negated, scores[depth][below][0])
             heappush(frontier, ((-child, depth + 1, node, 0, below), -negated))
     missing = nodes - len(tree)
     return tree + [(VOID, 0, 1)] * missing, selected + [-np.inf] * missing
 
 
-def _added(score: float, logp: float) -> float:
+def _float32_sum(score: float, logp: float) -> float:
     """The sum of two float32 values, rounded to float32."""
     return float(np.float32(score + logp))
 

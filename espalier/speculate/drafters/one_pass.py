@@ -70,12 +70,12 @@ class OnePassDrafter(ModelDrafter[BlockModel]):
     def begin(self, slots: BatchState) -> Grow:
         if self.layout.num_draft_tokens == 1:
             return lambda sampler: root_only(slots.root)
-        hidden = self._block(slots)
+        hidden = self._run_block(slots)
         logits = self.draft.block_logits(hidden)
         edges = None if self.draft.edges is None else self.draft.edges.of_block(logits, hidden)
         return partial(best_paths, slots.root, logits, edges, self.draft.d2t, self.layout)
 
-    def _block(self, slots: BatchState) -> Tensor:
+    def _run_block(self, slots: BatchState) -> Tensor:
         """Run the block.  Returns the rows that propose depths 1 to steps: [B, steps, H]."""
         tokens = torch.full_like(self.offsets, self.draft.mask_token).repeat(slots.batch, 1)
         tokens[:, 0] = slots.root
