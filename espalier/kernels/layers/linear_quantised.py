@@ -214,7 +214,8 @@ def plan_of(weight: QuantisedMatrix, x: Tensor) -> TritonPlan:
 
 def rule_of(weight: QuantisedMatrix, x: Tensor) -> TritonPlan:
     """The plan of `rule`."""
-    return rule(len(x), weight.shape[0], weight.shape[1], weight.code, max_block_in(weight), chip(x))
+    (num_out, num_in), grouped = weight.shape, weight.group < weight.shape[-1]
+    return rule(len(x), num_out, num_in, weight.code, max_block_in(weight), grouped, chip(x))
 
 
 def tuning_name(weight: QuantisedMatrix) -> str:
@@ -235,21 +236,24 @@ def max_block_in(weight: QuantisedMatrix) -> int:
 
 
 @cache
-def rule(rows: int, num_out: int, num_in: int, code: str, max_block: int, gpu: Chip) -> TritonPlan:
-    """The plan where nothing is measured."""
+def rule(rows: int, num_out: int, num_in: int, code: str, max_block: int, grouped: bool, gpu: Chip) -> TritonPlan:
+    """The plan where nothing is measured.  grouped: whether groups of columns have scales of their own."""
     tile = min(block_rows(rows), MAX_BLOCK_ROWS)
     streams = rows <= STREAMED_ROWS
     if code != "fp8":
         return nibble_rule(tile, -(-rows // tile), num_out, num_in, code, MAX_SPLITS if streams else 1, gpu)
     block_in = min(max_block, 128)
-    block_out, warps = (64, 4) if streams else (128, 8)
+    # Scales of groups multiply the sums of a tile at every step: a small tile keeps both in registers.
+    block_out, warps = (64, 4) if streams or grouped else (128, 8)
     splits = 1
     if streams:
         wanted = PROGRAMS_PER_PROCESSOR * gpu.processors // -(-num_out // block_out)
         splits = max(min(wanted, MAX_SPLITS, num_in // block_in // 4), 1)
     plan = TritonPlan(block_out, block_in, splits, warps, 1)
-    fitting = (gpu.shared_memory - RESERVED_SHARED_MEMORY) // (2 * _stage_bytes(plan, tile, code))
-    return replace(plan, stages=max(min(fitting, 6 if streams else 3), 1))
+    # Where products bind, one program with deep stages is faster than two on a multiprocessor.
+    sharing, most = (PROGRAMS_PER_PROCESSOR, 6) if streams else (1, 4)
+    fitting = (gpu.shared_memory - RESERVED_SHARED_MEMORY) // (sharing * _stage_bytes(plan, tile, code))
+    return replace(plan, stages=max(min(fitting, most), 1))
 
 
 @cache
