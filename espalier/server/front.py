@@ -157,8 +157,10 @@ class Front:
         loop = asyncio.get_running_loop()
         limit = self.options.request_timeout_s
         run = Run(self, answer, self._submit(body, prompts, answer), None if limit is None else loop.time() + limit)
-        run.watch(http)
         try:
+            # Requests that arrived together are submitted one after another before the rest is done for any.
+            await asyncio.sleep(0)
+            run.watch(http)
             if not body.stream:
                 return await run.whole()
             events = run.events()

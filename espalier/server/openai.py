@@ -75,8 +75,10 @@ def _whole_text(value: Any) -> None:
             raise ValueError("text contains a lone surrogate (\\ud800 to \\udfff); send whole characters") from None
     elif isinstance(value, dict):
         for name, inner in value.items():
-            _whole_text(name)
-            _whole_text(inner)
+            if not name.isascii():
+                _whole_text(name)
+            if type(inner) not in PLAIN:
+                _whole_text(inner)
     elif isinstance(value, list) and not {*map(type, value)} <= NUMBERS:
         for inner in value:
             _whole_text(inner)
