@@ -190,8 +190,8 @@ holds twice as many tokens: llama-3.1-8b takes 65,536 bytes a token instead of 1
 70,272. `espalier doctor` and the log at start say how many tokens the pages hold.
 
 By default the KV cache has the dtype that the checkpoint's `kv_cache_scheme` declares (static FP8, by
-{codes(STRATEGIES)}), else the model's. `--kv-dtype bfloat16` overrides the declaration. Scales come from the checkpoint, one for all heads or
-one for each head. Their names under a layer's `self_attn`: {kv_scale_names()}.
+{codes(STRATEGIES)}), else the model's. `--kv-dtype bfloat16` overrides the declaration. Scales come from the
+checkpoint, one for all heads or one for each head. Their names under a layer's `self_attn`: {kv_scale_names()}.
 If the checkpoint has no scales, the scale is 1, and values past ±448 become ±448. Scales are never measured. A draft's
 KV cache has the scale 1 and the target's dtype, unless `--draft-kv-dtype` sets another. The table of backends says
 which of them take FP8. A GPU needs compute capability 8.9.
