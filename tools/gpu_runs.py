@@ -92,6 +92,7 @@ RUNS = {
     },
     "drafts": Run(200, f"{DRAFTS} --draft plain --draft eagle3 --draft block --draft ngram"),
     # Quantised weights.
+    "linears": Run(120, "espalier bench linears --rows 1,4,16,64,2048"),
     **{
         f"{command}-{weights}": Run(seconds, f"{line} --weights {weights}")
         for weights in ("fp8", "fp8-block", "int4", "mxfp4")

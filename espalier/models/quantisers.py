@@ -59,12 +59,18 @@ class Quantiser:
 
     def matrix(self, dense: Tensor) -> QuantisedMatrix:
         """A matrix [out, in] as the loader would give it."""
+        if self.experts:
+            return self.of_experts(dense[None])[0]
         format, stored = self.formats()("layer"), self.stored(dense, dense.device)
         wanted = format.tensors(*dense.shape)
         tensors = {each.suffix: stored[each.suffix][None if each.row_dim is None else ...] for each in wanted}
         made = format.matrix(tensors, [len(dense)], dense.shape[1])
         assert isinstance(made, QuantisedMatrix)
         return made
+
+    def of_experts(self, dense: Tensor) -> QuantisedMatrix:
+        """Experts [count, out, in] as the loader would give stacked ones."""
+        return self.formats()("mlp.experts").expert_matrix(self.stored(dense, dense.device))
 
 
 def find_quantiser(weights: str) -> Quantiser:

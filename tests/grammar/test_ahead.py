@@ -144,6 +144,7 @@ def test_preempted_requests_go_on_under_their_grammars():
     engine, requests = few.engine(), asked(2, 1.2, count=8)
     ran = run(engine, requests)
     assert engine.scheduler.num_preempted
+    check_all_in_grammar(2, ran.requests)
     assert ran.tokens == run(setup.engine(), asked(2, 1.2, count=8)).tokens
 
 

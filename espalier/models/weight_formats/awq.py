@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from espalier.kernels.layers.quantised import QuantisedMatrix
+from espalier.kernels.layers.quantised import QuantisedMatrix, nibble_matrix
 from espalier.models.weight_formats.base import FormatOf, StoredTensor
 from espalier.models.weight_formats.quantised import (
     NIBBLES_OF_INT32,
@@ -52,7 +52,7 @@ class AwqFormat(QuantisedFormat):
 
         zeros = unpack_int32(tensors[".qzeros"], 1, AWQ_ORDER).T.contiguous()
         scales = tensors[".scales"].T.contiguous()
-        return QuantisedMatrix("int4", packed_rows(block, sum(rows)), scales, self.group or columns, zeros=zeros)
+        return nibble_matrix("int4", packed_rows(block, sum(rows)), scales, self.group or columns, zeros)
 
 
 def read_awq(quantisation: Mapping[str, Any]) -> FormatOf:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from espalier.errors import EspalierError
-from espalier.kernels.layers.quantised import QuantisedMatrix, unpack_nibbles
+from espalier.kernels.layers.quantised import QuantisedMatrix, nibble_matrix, unpack_nibbles
 from espalier.models.weight_formats.base import FormatOf, Shard, StoredTensor, WeightFormat
 from espalier.models.weight_formats.fp8 import Fp8Format, read_block
 from espalier.models.weight_formats.quantised import (
@@ -80,7 +80,7 @@ class PackedFormat(QuantisedFormat):
         if order is not None:
             stored = codes
             codes = packed_rows(lambda begin, end: unpack_nibbles(stored[begin:end])[:, order], len(stored))
-        return QuantisedMatrix("int4", codes, tensors[".weight_scale"], group, zeros=zeros, order=order)
+        return nibble_matrix("int4", codes, tensors[".weight_scale"], group, zeros, order)
 
     def cut(self, stored: StoredTensor, shard: Shard) -> tuple[slice, ...]:
         if self.g_idx and shard.along == "columns" and shard.count > 1:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from espalier.errors import EspalierError
-from espalier.kernels.layers.quantised import QuantisedMatrix
+from espalier.kernels.layers.quantised import QuantisedMatrix, nibble_matrix
 from espalier.models.weight_formats.base import FormatOf, Shard, StoredTensor
 from espalier.models.weight_formats.quantised import (
     NIBBLES_OF_INT32,
@@ -66,7 +66,7 @@ class GptqFormat(QuantisedFormat):
 
         zeros = unpack_int32(tensors[".qzeros"] + self.stored_offset * ONE_EACH, 1).T.contiguous()
         scales = tensors[".scales"].T.contiguous()
-        return QuantisedMatrix("int4", packed_rows(block, sum(rows)), scales, group, zeros=zeros, order=order)
+        return nibble_matrix("int4", packed_rows(block, sum(rows)), scales, group, zeros, order)
 
     def cut(self, stored: StoredTensor, shard: Shard) -> tuple[slice, ...]:
         if shard.along == "columns" and shard.count > 1:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from espalier.errors import EspalierError
-from espalier.kernels.layers.quantised import QuantisedMatrix
+from espalier.kernels.layers.quantised import QuantisedMatrix, nibble_matrix
 from espalier.models.weight_formats.base import FormatOf, StoredTensor
 from espalier.models.weight_formats.quantised import (
     DENSE_FORMAT,
@@ -42,7 +42,7 @@ class Mxfp4Format(QuantisedFormat):
         )
 
     def expert_matrix(self, tensors: Mapping[str, Tensor]) -> QuantisedMatrix:
-        return QuantisedMatrix("mxfp4", tensors["_blocks"].flatten(2), tensors["_scales"], BLOCK)
+        return nibble_matrix("mxfp4", tensors["_blocks"].flatten(2), tensors["_scales"], BLOCK)
 
     def keeps(self, name: str, dtype: torch.dtype) -> bool:
         return name.endswith(("_blocks", "_scales"))
