@@ -1,7 +1,7 @@
 """Compiles grammars with xgrammar, in threads, and keeps what was compiled.
 
-A compilation that takes too long is given up: its thread cannot be ended, so its result is dropped, and while too many
-such threads run, new grammars are refused.  Compiling releases the GIL, so other requests go on.
+A compilation that takes too long is given up.  Its thread cannot be ended, so it runs on and its result is dropped.
+While too many such threads run, new grammars are refused.  Compiling releases the GIL, so other requests go on.
 """
 
 import copy
@@ -30,11 +30,11 @@ COMPILE_S = 10.0
 MAX_RUNNING = 4
 MAX_GIVEN_UP = 4
 MAX_THREADS = 8
-# What one grammar, and all that are kept, may hold.
+# Memory limits: of one grammar, and of all that are kept.
 MAX_GRAMMAR_BYTES = 256 * 2**20
 MAX_KEPT_BYTES = 1024 * 2**20
 MAX_KEPT = 1024
-# xgrammar's errors begin with a time and a place in its source.
+# The time and the place in its source with which xgrammar's errors begin.
 PLACE_IN_SOURCE = re.compile(r"^\[?[\d:]*\]? ?/\S+: (?:Check failed: \S+ is false: )?")
 
 Key = tuple[str, str, bool]

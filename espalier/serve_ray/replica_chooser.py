@@ -57,7 +57,7 @@ class ReplicaChooser:
         def rank(replica: str) -> tuple[int, int, int, str]:
             is_free = self.load[replica] - fewest <= self.imbalance
             pages = held.get(replica, 0) if is_free else 0
-            # The same hash in every front: fronts that have not seen a prefix choose the same replica.
+            # Equal in every front: for a new prefix, all fronts choose the same one of equally busy replicas.
             first = hash((keys[0], *replica.encode())) if keys else 0
             return -pages, self.load[replica], first, replica
 

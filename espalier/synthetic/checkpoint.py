@@ -58,8 +58,8 @@ class Recipe:
     skill: how often the draft's first guess is right; in chain mode only.
     routing_correlation: 0 to 1, how much the experts of neighbouring tokens agree (routing.py).
     mtp_layers: layers of an MTP head; 0 is an EAGLE-3 head.  mtp_form: "chain" or "target".
-    block_size: tokens that one pass of a block draft proposes; 0: it is none.  block_fade: its skill at a depth over
-    that at the depth before, which is `skill` at depth 1.
+    block_size: tokens that one pass of a block draft proposes; 0: the draft is not a block draft.
+    block_fade: its skill at each depth, divided by that at the depth before; at depth 1 it is `skill`.
     weights: how the target stores its matrices: "dense", or a name of espalier/models/quantisers.py:QUANTISERS.
     """
 

@@ -50,7 +50,7 @@ BAD = [
     (["generate", "x", "--topk", "257"], "topk=257 is not supported; use a whole number, 1 to 256"),
     (["serve", "--port", "http"], "argument --port: 'http' is not supported; use a whole number"),
     (["serve", "--api-key", ""], "--api-key is empty"),
-    (["batch", __file__, "out", "--url", "localhost"], "--url=localhost is not supported"),
+    (["batch", __file__, "out", "--url", "localhost"], "use an address such as http://127.0.0.1:8000\n"),
     (["generate", "--file", "/no/such/file"], "/no/such/file cannot be read"),
     (["demo", "--prompts", "0"], "--prompts=0"),
     (["bench", "round", "--batch", "0"], "--batch=[0]"),

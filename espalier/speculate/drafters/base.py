@@ -45,7 +45,7 @@ class Drafter(Protocol):
     ) -> None:
         """Run over the new tokens n+1 .. n+length, which are in the slots' history already.
 
-        target_features: [B, W, F], those that `spec.reads` names, at tokens n .. n+W-1; None if it names none.
+        target_features: [B, W, F], the features in `spec.reads`, at tokens n .. n+W-1; None if it names none.
         length: [B], at most W.
         last_pieces: of a prefill pass whose requests have several pieces (speculate/pieces.py), the last piece of each
         request; the batch has one row for each piece.  None: each row is a request.
@@ -100,7 +100,7 @@ class DraftFormat:
     title: the name of such drafts in error texts, in the plural.
     architectures: values of `architectures` in config.json (or of `model_type`, if that is missing) of this format.
     marked: further architectures, which are of this format if config.json has one of the fields `marks`.
-    unmarked: fields of config.json that a config of this format does not have: with one, it is of another format.
+    unmarked: fields that config.json must not have; with one of them it is of another format.
     speculators_types: values of `speculators_model_type` of this format; if a config has that field, it alone decides.
     read: (directory, config.json, the target's config) -> a config that fits this target.  Raises EspalierError.
     make: (weights, config, the target, rows of position tables) -> a DraftModel that uses every weight.
@@ -108,7 +108,7 @@ class DraftFormat:
     explain: (config.json, directory) -> why a draft of no known format is not supported, or None if this format does
     not know either.
     in_target: (directory of a target, its config) -> whether it holds a draft of this format beside the target.
-    checks: what to check in the draft's config.json where almost none of its tokens is accepted.
+    checks: what to check in the draft's config.json if almost none of its tokens is accepted.
     """
 
     algorithm: str

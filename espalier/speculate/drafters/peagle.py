@@ -1,7 +1,7 @@
 """P-EAGLE heads, in the forms of vLLM's speculators and of vLLM.
 
-`extend` is EAGLE-3's: it commits the rows of decided tokens, the root's included, and the slot carries the root's
-output.  `begin` runs one pass over mask rows, one for each depth from 2 on, and selects among all paths.
+`extend` is EAGLE-3's: it commits the rows of decided tokens up to the root, and the slot carries the root's output.
+`begin` runs one pass over the mask rows, one for each depth from 2 on, and selects the best paths.
 """
 
 from collections.abc import Sequence
@@ -38,7 +38,7 @@ class PEagleDrafter(AutoregressiveDrafter):
     ):
         """As ModelDrafter."""
         super().__init__(draft, layout, pages, backend, layer_specs, staging)
-        # Of the mask rows, from the root.
+        # Distances of the mask rows from the root.
         self.offsets = torch.arange(1, max(layout.steps, 1), device=pages.device)
 
     def begin(self, slots: BatchState) -> Grow:
