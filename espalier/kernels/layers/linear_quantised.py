@@ -61,10 +61,13 @@ PROGRAMS_PER_PROCESSOR = 2
 MAX_SPLITS = 8
 # Of 4-bit weights, not measured: (most rows of a tile, (block_out, most block_in, warps), programs that registers let
 # share a multiprocessor).  Up to 16 rows a step reads 128 bytes of each row of the weight.  With more, the inputs are
-# the larger part of what is read; blocks of 128 rows of the weight halve it.
-NIBBLE_TILES = ((16, (64, 256, 4), 4), (64, (128, 128, 8), 2), (MAX_BLOCK_ROWS, (128, 128, 8), 1))
-# MXFP4 takes more registers.
-MXFP4_SHARING, MAX_STAGES = 2, 6
+# the larger part of what is read; blocks of 128 rows of the weight halve it.  A thread needs four of a step's exponents
+# of MXFP4, or they are not copied ahead.
+NIBBLE_TILES = {
+    "int4": ((16, (64, 256, 4), 4), (64, (128, 128, 8), 2), (MAX_BLOCK_ROWS, (128, 128, 8), 1)),
+    "mxfp4": ((16, (64, 256, 4), 2), (64, (128, 128, 4), 2), (MAX_BLOCK_ROWS, (128, 128, 8), 1)),
+}
+MAX_STAGES = 6
 # From this number of columns on, the last step may be partly empty.
 RAGGED_IN = 1024
 # Bytes that the driver keeps of a multiprocessor's shared memory, for each program.
@@ -261,13 +264,13 @@ def nibble_rule(
     tile: int, num_tiles: int, num_out: int, num_in: int, code: str, max_splits: int, gpu: Chip
 ) -> TritonPlan:
     """The plan of 4-bit weights where nothing is measured, for `num_tiles` tiles of rows."""
-    (block_out, most, warps), together = next((shape, count) for rows, shape, count in NIBBLE_TILES if tile <= rows)
+    tiles = NIBBLE_TILES[code]
+    (block_out, most, warps), together = next((shape, count) for rows, shape, count in tiles if tile <= rows)
     fitting_in = (size for size in (256, 128, 64, 32) if num_in >= RAGGED_IN or num_in % size == 0)
     block_in = min(next(fitting_in, 32), most)
     programs = num_tiles * -(-num_out // block_out)
     splits = max(min(PROGRAMS_PER_PROCESSOR * gpu.processors // programs, max_splits, num_in // block_in // 4), 1)
     # All programs at once if that many can share a multiprocessor: a second wave would be mostly empty.
-    together = min(together, MXFP4_SHARING) if code == "mxfp4" else together
     sharing = min(-(-programs * splits // gpu.processors), together)
     shared = (gpu.shared_memory + KEPT_SHARED_MEMORY) // sharing - KEPT_SHARED_MEMORY
     plan = TritonPlan(block_out, block_in, splits, warps, 1)
