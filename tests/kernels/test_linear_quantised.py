@@ -164,11 +164,11 @@ def test_rounded_inputs_are_the_references(kernel_device, rows, num_in, group, s
 
 @pytest.mark.parametrize("code", ["fp8", "int4", "mxfp4"])
 @pytest.mark.parametrize("rows", [1, 16, 64, 65, 4096])
-@pytest.mark.parametrize("group", [32, 128])
-def test_the_rule_fits_the_chip_and_the_groups(code, rows, group):
+@pytest.mark.parametrize(("group", "grouped"), [(32, True), (128, True), (128, False)])
+def test_the_rule_fits_the_chip_and_the_groups(code, rows, group, grouped):
     for chip in (H200, Chip(99 * 1024, 84, (8, 9))):
         for shape in ((4096, 4096), (1024, 512), (28672, 4096), (16, 32)):
-            plan = rule(rows, *shape, code, group, chip)
+            plan = rule(rows, *shape, code, group, grouped, chip)
             assert (code != "fp8" or group % plan.block_in == 0) and plan.splits >= 1
             tile = min(max(rows, 16), 128)
             used = plan.stages * (
@@ -199,12 +199,12 @@ def test_a_plan_comes_from_the_table_of_its_format_and_else_from_the_rule(monkey
     tables = {"int4-1x64": {(4096, 4096): LinearPlans((mine, *[None] * 4))}, DENSE: {(4096, 4096): others}}
     monkeypatch.setattr(linear_quantised, "chip", lambda tensor: H200)
     monkeypatch.setattr(linear_quantised, "measured_plans", lambda gpu, format, dtype: tables.get(format, {}))
-    by_rule = rule(17, 4096, 4096, "int4", 256, H200)
-    assert plan_of(matrix, x) == mine and mine != rule(3, 4096, 4096, "int4", 256, H200)
+    by_rule = rule(17, 4096, 4096, "int4", 256, True, H200)
+    assert plan_of(matrix, x) == mine and mine != rule(3, 4096, 4096, "int4", 256, True, H200)
     # A bucket that was measured slower than the rule, rows above all buckets, another shape, another format.
     assert plan_of(matrix, x_of(17, 4096, x.device)) == by_rule
-    assert plan_of(matrix, x_of(300, 4096, x.device)) == rule(300, 4096, 4096, "int4", 256, H200)
-    assert plan_of(matrix.rows_from(64), x) == rule(3, 4032, 4096, "int4", 256, H200)
+    assert plan_of(matrix, x_of(300, 4096, x.device)) == rule(300, 4096, 4096, "int4", 256, True, H200)
+    assert plan_of(matrix.rows_from(64), x) == rule(3, 4032, 4096, "int4", 256, True, H200)
     fp8 = drawn("fp8-block", (), 4096, 64, torch.device("cpu"))
     assert plan_of(replace(fp8, group=32, scales=fp8.scales.repeat(1, 2)), x[:, :64]).block_in == 32
 

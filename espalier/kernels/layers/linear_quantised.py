@@ -4,7 +4,8 @@ Up to 64 rows it streams the weight once, as linear.py does, with the same grid 
 tiles, each a program of its own: a matrix product on tensor cores whose weight tiles become numbers in registers.  So
 no weight is ever dequantised in memory.  quantised_tile.py has the inner loop.
 
-Inputs that the format rounds to FP8 are rounded by a launch before (quantise_rows.py).
+Inputs that the format rounds to FP8 are rounded by a launch before (quantise_rows.py).  Many rows of such inputs are
+multiplied by the library (scaled_product.py).
 
 Tolerance: as linear.py, with the values of weight and inputs exact, and one rounding more for the scales of each group
 of columns: in · 2⁻²³ times the sum of the products' magnitudes.  For rounded inputs on a GPU it is 2⁻¹⁰ times that sum:
@@ -40,6 +41,7 @@ from espalier.kernels.layers.quantised import (
 )
 from espalier.kernels.layers.quantised_nibbles import prefetch_scales
 from espalier.kernels.layers.quantised_tile import CODES, prefetch_codes, quantised_dot
+from espalier.kernels.layers.scaled_product import is_scaled_product, scaled_product
 from espalier.kernels.layers.silu import require_gated, silu_mul
 from espalier.kernels.runtime.launch import Chip, chip, kernel, require
 from espalier.kernels.runtime.pdl import early, pdl_trigger, pdl_wait
@@ -83,24 +85,30 @@ def linear_quantised(x: Tensor, weight: QuantisedMatrix, bias: Tensor | None) ->
 
     The bits of a row never depend on the other rows' values.
     """
-    if not x.is_cuda:
-        return linear_quantised_reference(x, weight, bias)
-    return linear_quantised_triton(x, weight, bias, plan_of(weight, x))
+    product = _product_of_others(x, weight, bias)
+    return linear_quantised_triton(x, weight, bias, plan_of(weight, x)) if product is None else product
 
 
 def linear_quantised_parts(x: Tensor, weight: QuantisedMatrix, bias: Tensor | None) -> Tensor:
     """`linear_quantised`, or its partial sums [splits, rows, out] in float32."""
-    if not x.is_cuda:
-        return linear_quantised_reference(x, weight, bias)
-    return linear_quantised_parts_triton(x, weight, bias, plan_of(weight, x))
+    product = _product_of_others(x, weight, bias)
+    return linear_quantised_parts_triton(x, weight, bias, plan_of(weight, x)) if product is None else product
 
 
 def linear_quantised_gated(x: Tensor, weight: QuantisedMatrix, bias: Tensor | None) -> Tensor:
     """silu(gate) · up [rows, out / 2], for a weight that stacks gate over up."""
     require_gated(weight.shape[0])
+    product = _product_of_others(x, weight, bias)
+    if product is None:
+        return linear_quantised_gated_triton(x, weight, bias, plan_of(weight, x))
+    return silu_mul(product)
+
+
+def _product_of_others(x: Tensor, weight: QuantisedMatrix, bias: Tensor | None) -> Tensor | None:
+    """The product by the reference on a CPU, and by the library where it takes it; None: by this file's kernel."""
     if not x.is_cuda:
-        return silu_mul(linear_quantised_reference(x, weight, bias))
-    return linear_quantised_gated_triton(x, weight, bias, plan_of(weight, x))
+        return linear_quantised_reference(x, weight, bias)
+    return scaled_product(x, weight, bias) if is_scaled_product(x, weight) else None
 
 
 def linear_quantised_triton(x: Tensor, weight: QuantisedMatrix, bias: Tensor | None, plan: TritonPlan) -> Tensor:
@@ -212,7 +220,8 @@ def plan_of(weight: QuantisedMatrix, x: Tensor) -> TritonPlan:
 
 def rule_of(weight: QuantisedMatrix, x: Tensor) -> TritonPlan:
     """The plan of `rule`."""
-    return rule(len(x), weight.shape[0], weight.shape[1], weight.code, max_block_in(weight), chip(x))
+    (num_out, num_in), grouped = weight.shape, weight.group < weight.shape[-1]
+    return rule(len(x), num_out, num_in, weight.code, max_block_in(weight), grouped, chip(x))
 
 
 def tuning_name(weight: QuantisedMatrix) -> str:
@@ -233,21 +242,24 @@ def max_block_in(weight: QuantisedMatrix) -> int:
 
 
 @cache
-def rule(rows: int, num_out: int, num_in: int, code: str, max_block: int, gpu: Chip) -> TritonPlan:
-    """The plan where nothing is measured."""
+def rule(rows: int, num_out: int, num_in: int, code: str, max_block: int, grouped: bool, gpu: Chip) -> TritonPlan:
+    """The plan where nothing is measured.  grouped: whether groups of columns have scales of their own."""
     tile = min(block_rows(rows), MAX_BLOCK_ROWS)
     streams = rows <= STREAMED_ROWS
     if code != "fp8":
         return nibble_rule(tile, -(-rows // tile), num_out, num_in, code, MAX_SPLITS if streams else 1, gpu)
     block_in = min(max_block, 128)
-    block_out, warps = (64, 4) if streams else (128, 8)
+    # Scales of groups multiply the sums of a tile at every step: a small tile keeps both in registers.
+    block_out, warps = (64, 4) if streams or grouped else (128, 8)
     splits = 1
     if streams:
         wanted = PROGRAMS_PER_PROCESSOR * gpu.processors // -(-num_out // block_out)
         splits = max(min(wanted, MAX_SPLITS, num_in // block_in // 4), 1)
     plan = TritonPlan(block_out, block_in, splits, warps, 1)
-    fitting = (gpu.shared_memory - RESERVED_SHARED_MEMORY) // (2 * _stage_bytes(plan, tile, code))
-    return replace(plan, stages=max(min(fitting, 6 if streams else 3), 1))
+    # Where products bind, one program with deep stages is faster than two on a multiprocessor.
+    sharing, most = (PROGRAMS_PER_PROCESSOR, 6) if streams else (1, 4)
+    fitting = (gpu.shared_memory - RESERVED_SHARED_MEMORY) // (sharing * _stage_bytes(plan, tile, code))
+    return replace(plan, stages=max(min(fitting, most), 1))
 
 
 @cache

@@ -14,8 +14,8 @@ from espalier.models.weight_formats.quantised import (
     DENSE_FORMAT,
     QuantisedFormat,
     matches,
-    names_of,
-    refuse_shape,
+    module_names,
+    require_multiple,
 )
 
 BLOCK = 32
@@ -34,7 +34,7 @@ class Mxfp4Format(QuantisedFormat):
         raise EspalierError(f"format {self.name} is supported for stacked experts only")
 
     def expert_tensors(self, count: int, rows: int, columns: int) -> tuple[StoredTensor, ...]:
-        refuse_shape(self.name, "columns", columns, BLOCK)
+        require_multiple(self.name, "columns", columns, BLOCK)
         shape = (count, rows, columns // BLOCK)
         return (
             StoredTensor("_blocks", (*shape, BLOCK // 2), torch.uint8),
@@ -50,7 +50,7 @@ class Mxfp4Format(QuantisedFormat):
 
 def read_mxfp4(quantisation: Mapping[str, Any]) -> FormatOf:
     """quant_method "mxfp4": the experts are quantised, and nothing else."""
-    skipped, format = names_of(quantisation.get("modules_to_not_convert")), Mxfp4Format()
+    skipped, format = module_names(quantisation.get("modules_to_not_convert")), Mxfp4Format()
 
     def format_of(name: str) -> Any:
         is_expert = matches(name, "mlp.experts") and not any(matches(name, pattern) for pattern in skipped)
