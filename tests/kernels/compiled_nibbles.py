@@ -11,7 +11,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from espalier.kernels.layers.linear_quantised import _linear_quantised_kernel, rule
+from espalier.kernels.layers.linear_quantised import _linear_quantised_kernel, nibble_rule
 from espalier.kernels.layers.quantised_tile import CODES
 from tests.kernels.compiled import CHIP, machine_code
 
@@ -21,7 +21,7 @@ SHAPE = (28672, 4096)
 
 
 def compiled(code: str, group: int, rows: int, zeros: bool, even: bool) -> dict:
-    plan = rule(rows, *SHAPE, code, 256, CHIP)
+    plan = nibble_rule(max(rows, 16), 1, *SHAPE, code, 1, CHIP)
     constants = {"x_scales_ptr": None, "bias_ptr": None, "CODE": CODES[code], "GROUP": group, "ROW_BLOCK": 1}
     constants |= {"BLOCK_ROWS": max(rows, 16), "BLOCK_OUT": plan.block_out, "BLOCK_IN": plan.block_in}
     constants |= {"INPUT_GROUP": 0, "EVEN_OUT": True, "EVEN_IN": even, "GATED": True, "DEPENDENT": True}
