@@ -70,6 +70,14 @@ def test_any_shape(kernel_device, kind, splits, rows, num_out, num_in):
     assert_is_the_product(linear_quantised_reference(x, matrix, bias), x, matrix, bias)
 
 
+@pytest.mark.parametrize("kind", ["int4-zeros", "int4-channel", "mxfp4"])
+@pytest.mark.parametrize("block_in", [256, 128, 32])
+def test_steps_of_several_groups_that_the_columns_do_not_fill(kernel_device, kind, block_in):
+    matrix, x = drawn(kind, (), 80, 1056, kernel_device), x_of(5, 1056, kernel_device)
+    out = linear_quantised_triton(x, matrix, None, TritonPlan(64, block_in, 3, 4, 2))
+    assert_is_the_product(out, x, matrix, None)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_gated_is_silu_mul_of_the_product(kernel_device, kind):
     matrix, x = drawn(kind, (), 2 * 40, 128, kernel_device), x_of(5, 128, kernel_device)
