@@ -337,7 +337,8 @@ def test_bench_acceptance_runs_every_variant(tiny, tiny_heldout, capsys, tmp_pat
     assert rows["eagle3 tree, teacher-forced"]["requests"] == 4
 
 
-def test_bench_memory_finds_no_excess(tiny, capsys):
+def test_bench_memory_finds_no_excess(tiny, capsys, monkeypatch):
+    monkeypatch.setattr("espalier.bench.memory.NUM_REQUESTS", 16)
     assert run("bench", "round", "--memory", *tiny, "--steps", "5", "--topk", "8", "--num-draft-tokens", "64") == 0
     out = capsys.readouterr().out
     assert re.search(r"largest excess +0\n", out)

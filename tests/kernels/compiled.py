@@ -192,9 +192,13 @@ def lowered_only() -> Iterator[None]:
     def without_machine_code(backend=None, stages=None, *_: object) -> tuple[str, str] | None:
         if stages is None:
             return ("lowered only", "lowered only")
-        stages["ptx"] = lambda _, metadata: metadata.setdefault("name", "") and ""
-        stages["cubin"] = lambda *_: b""
+        stages["ptx"] = named
+        stages["cubin"] = lambda *_: b"\x7fELF"
         return None
+
+    def named(llvm_ir: str, metadata: dict) -> str:
+        metadata["name"] = re.search(r"^define ptx_kernel void @(\w+)", llvm_ir, re.MULTILINE)[1]
+        return ""
 
     os.environ["DISABLE_LLVM_OPT"] = "1"
     triton.knobs.runtime.add_stages_inspection_hook = without_machine_code
