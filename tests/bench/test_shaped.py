@@ -179,7 +179,7 @@ def test_the_command_prints_a_line_a_cell_and_writes_all(monkeypatch, capsys, tm
 
 HEADS = [
     ("v2", 3, "target"),
-    pytest.param("qwen3-moe", 1, "chain", marks=pytest.mark.full),
+    ("qwen3-moe", 1, "chain"),
     ("llama", 2, "chain"),
 ]
 
@@ -209,7 +209,7 @@ def test_an_mtp_head_is_measured_like_an_eagle_head(name, layers, form, monkeypa
     assert tree["rounds"]["accept_length"] == pytest.approx(predicted, abs=0.8) and predicted > 2.5
 
 
-@pytest.mark.parametrize("own_size", [pytest.param(False, marks=pytest.mark.full), True])
+@pytest.mark.parametrize("own_size", [False, True])
 def test_a_block_draft_is_measured_like_an_eagle_head(own_size, monkeypatch, capsys, tmp_path):
     monkeypatch.setattr("espalier.bench.synthetic_models.find_shape", lambda name: SHAPE)
     monkeypatch.setattr("espalier.bench.shaped.require_gpu", lambda what: CPU)
