@@ -31,10 +31,14 @@ class OwnRows:
     """A tensor on the device of which some rows hold what a grammar says, and the others `free`, which says nothing.
 
     values: [B, ...]; free: one row, or a number; rows: those that hold something else than `free`.
+
+    NumPy fills one pinned buffer again and again: a new one each time would have to be found or allocated, and PyTorch
+    fills it with a team of threads, which waits for each other on a busy host.
     """
 
     def __init__(self, values: Tensor, free: Tensor | int):
         self.values = values
+        self.pinned = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
         self.free = free
         self.rows: tuple[int, ...] = ()
         self._clear()
@@ -46,17 +50,20 @@ class OwnRows:
             self.values.copy_(self.free.expand_as(self.values))
 
     def set(self, rows: tuple[int, ...], own: np.ndarray | None) -> None:
-        """Set these rows to `own`, on the current stream, and all others free.  own: None where there are no rows."""
+        """Set these rows to `own`, on the current stream, and all others free.  own: None where there are no rows.
+
+        The copies of the call before must have ended.  They have: since then the host has waited for the trees or the
+        results of their round.
+        """
         if rows != self.rows:
             self._clear()
             self.rows = rows
         if own is None or not rows:
             return
-        # PyTorch keeps a pinned buffer until the copies from it have run.
-        pinned = torch.from_numpy(np.ascontiguousarray(own)).pin_memory()
+        self.pinned.numpy()[: len(rows)] = own
         for begin, end in adjacent(rows):
             first = rows[begin]
-            self.values[first : first + end - begin].copy_(pinned[begin:end], non_blocking=True)
+            self.values[first : first + end - begin].copy_(self.pinned[begin:end], non_blocking=True)
 
 
 def adjacent(rows: tuple[int, ...]) -> list[tuple[int, int]]:

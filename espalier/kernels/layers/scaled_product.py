@@ -6,6 +6,7 @@ format of DeepSeek-V3); only Hopper has it.
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.functional import ScalingType, scaled_mm
 
@@ -38,7 +39,9 @@ def scaled_product(x: Tensor, weight: QuantisedMatrix, bias: Tensor | None) -> T
     Tolerance: that of linear_quantised.py for rounded inputs on a GPU.
     """
     assert weight.inputs is not None
-    num_out = weight.shape[0]
+    num_rows, num_out = len(x), weight.shape[0]
+    # The library refuses other numbers of rows with scaled blocks.
+    x = F.pad(x, (0, 0, 0, -num_rows % UNIT)) if _has_block_scales(weight) else x
     inputs, input_scales = quantise_rows(x, weight.inputs)
     scales = weight.scales.float()
     if _has_row_scales(weight):
@@ -47,9 +50,10 @@ def scaled_product(x: Tensor, weight: QuantisedMatrix, bias: Tensor | None) -> T
     else:
         input_scales, scales = input_scales.t().contiguous().t(), scales.t()
         kinds = ScalingType.BlockWise1x128, ScalingType.BlockWise128x128
-    return scaled_mm(
+    product = scaled_mm(
         inputs, weight.codes.t(), input_scales, kinds[0], scales, kinds[1], bias=bias, output_dtype=x.dtype
     )
+    return product[:num_rows]
 
 
 def _has_row_scales(weight: QuantisedMatrix) -> bool:
