@@ -32,6 +32,7 @@ from espalier.kernels.attention.work_items import (
     CHAIN,
     NO_STAGED,
     TREE,
+    Plan,
     block_index,
     committed_blocks,
     load_work_item,
@@ -154,14 +155,15 @@ def _latent_attention_kernel(
     num_tiles = (queries * HEADS + BLOCK_M - 1) // BLOCK_M
     num_splits = wait_and_count_splits(start_ptr, batch, DEPENDENT)
     num_work_items = num_splits * num_tiles
+    plan = Plan(split_ptr, start_ptr, num_splits, num_tiles, queries, rows, first)
     scale = _times_scale(scale, row_scale_ptr, 0)
     backwards = 0
     for base in tl.range(0, num_work_items, tl.num_programs(0)):
         work_item = work_item_of(base, backwards)
         backwards = 1 - backwards
         if work_item < num_work_items:
-            split, request, begin, end, request_splits, is_last, tile, _ = load_work_item(
-                work_item, split_ptr, start_ptr, num_splits, num_tiles, 1, LONGEST_FIRST
+            split, request, begin, end, request_splits, is_last, tile, _head = load_work_item(
+                plan, work_item, 1, LONGEST_FIRST
             )
             packed = tile * BLOCK_M + tl.arange(0, BLOCK_M)
             query = packed // HEADS
