@@ -196,26 +196,20 @@ def aligned_for_copies(tensor: torch.Tensor) -> bool:
     return tensor.data_ptr() % 16 == 0 and all(stride % 16 == 0 for stride in tensor.stride()[:-1])
 
 
-def tma_descriptor(rows: torch.Tensor) -> Any:
-    """The TMA descriptor for blocks of BLOCK_N rows of one head of rows [R, heads, size].
-
-    None if the heads of a row are not contiguous.
-    """
-    size = rows.shape[2]
-    if rows.stride(1) != size:
-        return None
-    descriptor_class, layout = _descriptor_class(rows.dtype, size)
-    return descriptor_class.from_tensor(rows.view(len(rows), -1), [BLOCK_N, size], layout)
+def tma_descriptor(rows: torch.Tensor, block_rows: int, size: int) -> Any:
+    """The TMA descriptor for blocks of `size` columns of rows [R, values]."""
+    descriptor_class, layout = _descriptor_class(rows.dtype, block_rows, size)
+    return descriptor_class.from_tensor(rows, [block_rows, size], layout)
 
 
 @cache
-def _descriptor_class(dtype: torch.dtype, size: int) -> tuple[Any, Any]:
+def _descriptor_class(dtype: torch.dtype, block_rows: int, size: int) -> tuple[Any, Any]:
     """Triton's descriptor class, and the shared-memory layout of a block."""
     from triton.experimental.gluon import language
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     element = {torch.bfloat16: language.bfloat16, torch.float16: language.float16, FP8: language.float8e4nv}[dtype]
-    return TensorDescriptor, language.NVMMASharedLayout.get_default_for([BLOCK_N, size], element)
+    return TensorDescriptor, language.NVMMASharedLayout.get_default_for([block_rows, size], element)
 
 
 def needs_counting(page_size: int, window: int) -> bool:
@@ -240,15 +234,15 @@ def tma_arguments(
 ) -> dict[str, Any]:
     """Launch arguments that say which blocks are copied by TMA.  k, v: [R, heads, size]."""
     kind = NONE
-    if copies_by_tma(config) and not window:
+    # A row of the heads' values is one row of the descriptor, so the heads must be contiguous.
+    if copies_by_tma(config) and not window and all(rows.stride(1) == rows.shape[2] for rows in (k, v)):
         kind = ALL if not needs_counting(page_size, window) else NONE if contiguous is None else COUNTED
-    k_descriptor, v_descriptor = (tma_descriptor(rows) if kind != NONE else None for rows in (k, v))
-    if k_descriptor is None or v_descriptor is None:
-        return {"k_descriptor": None, "v_descriptor": None, "contiguous_ptr": None, "CONTIGUOUS": NONE}
+    size = k.shape[2]
+    descriptors = [None if kind == NONE else tma_descriptor(rows.flatten(1), BLOCK_N, size) for rows in (k, v)]
     return {
-        "k_descriptor": k_descriptor,
-        "v_descriptor": v_descriptor,
-        "contiguous_ptr": contiguous,
+        "k_descriptor": descriptors[0],
+        "v_descriptor": descriptors[1],
+        "contiguous_ptr": None if kind == NONE else contiguous,
         "CONTIGUOUS": kind,
     }
 

@@ -142,8 +142,8 @@ def _score(q, stages, stage, zeros):
 
     The fence makes rows and queries visible to the tensor cores that other threads wrote.
     """
-    keys = stages.tiles[0].index(stage)
     hopper.fence_async_shared()
+    keys = stages.tiles[0].index(stage)
     scores = hopper.warpgroup_mma(q[0], keys.permute((1, 0)), zeros, use_acc=False, is_async=True)
     for i in gl.static_range(1, len(q)):
         scores = hopper.warpgroup_mma(q[i], stages.tiles[i].index(stage).permute((1, 0)), scores, is_async=True)

@@ -7,13 +7,11 @@ rows into shared memory once, for K and V.  Two warpgroups attend to them (kerne
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
 from torch import Tensor
 
-from espalier.kernels.attention.hopper import CAPABILITY, DTYPES, RESERVED
+from espalier.kernels.attention.hopper import CAPABILITY, DTYPES, RESERVED, aligned_for_copies, tma_descriptor
 from espalier.kernels.attention.hopper_convert import convert_work_items
 from espalier.kernels.attention.hopper_latent_attend import score_work_items, value_work_items
 from espalier.kernels.attention.hopper_load import load_work_items
@@ -70,16 +68,12 @@ def choose_hopper_latent_config(on: Chip, fp8: bool = False) -> HopperLatentConf
 
 
 def fits_hopper_latent(q: Tensor, rows: list[Tensor], v_size: int) -> bool:
-    """Whether the kernel takes queries and rows [.., size]: their types, sizes, addresses and strides.
-
-    Triton must see an address and strides divisible by 16, to copy 16 bytes at a time.
-    """
+    """Whether the kernel takes queries and rows [.., size]: their types, sizes, addresses and strides."""
     return v_size == V_SIZE and all(
         tensor.shape[-1] == V_SIZE + ROPE_SIZE
         and q.dtype in DTYPES
         and tensor.dtype in (q.dtype, FP8)
-        and tensor.data_ptr() % 16 == 0
-        and all(stride % 16 == 0 for stride in tensor.stride()[:-1])
+        and aligned_for_copies(tensor)
         for tensor in (q, *rows)
     )
 
@@ -156,12 +150,11 @@ def hopper_latent_arguments(config: HopperLatentConfig, pages: Tensor, page_size
 
     TMA copies the blocks if a page holds whole blocks.
     """
-    contiguous = ALL if page_size % BLOCK_N == 0 else NONE
-    half, rope = _descriptors(pages[:, 0]) if contiguous == ALL else (None, None)
+    whole = page_size % BLOCK_N == 0
     return {
-        "half_descriptor": half,
-        "rope_descriptor": rope,
-        "CONTIGUOUS": contiguous,
+        "half_descriptor": tma_descriptor(pages[:, 0], BLOCK_N, V_SIZE // 2) if whole else None,
+        "rope_descriptor": tma_descriptor(pages[:, 0], BLOCK_N, ROPE_SIZE) if whole else None,
+        "CONTIGUOUS": ALL if whole else NONE,
         "HALF": V_SIZE // 2,
         "ROPE": ROPE_SIZE,
         "BLOCK_N": BLOCK_N,
@@ -175,25 +168,3 @@ def hopper_latent_arguments(config: HopperLatentConfig, pages: Tensor, page_size
         "num_warps": 4,
         "maxnreg": REGISTERS_AT_LAUNCH,
     }
-
-
-def _descriptors(rows: Tensor) -> tuple[Any, Any]:
-    """TMA descriptors of two blocks: of half a latent, and of the RoPE part.  rows: [R, 576]."""
-    descriptor_class, half, rope = _layouts(rows.dtype)
-    return (
-        descriptor_class.from_tensor(rows, [BLOCK_N, V_SIZE // 2], half),
-        descriptor_class.from_tensor(rows, [BLOCK_N, ROPE_SIZE], rope),
-    )
-
-
-@cache
-def _layouts(dtype: torch.dtype) -> tuple[Any, Any, Any]:
-    """Triton's descriptor class, and the shared-memory layouts of the two blocks."""
-    from triton.experimental.gluon import language
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-    element = {torch.bfloat16: language.bfloat16, torch.float16: language.float16, FP8: language.float8e4nv}[dtype]
-    half, rope = (
-        language.NVMMASharedLayout.get_default_for([BLOCK_N, size], element) for size in (V_SIZE // 2, ROPE_SIZE)
-    )
-    return TensorDescriptor, half, rope

@@ -42,7 +42,7 @@ def _copy_queries(
 
 @gluon_kernel
 def _write_half(
-    to_ptr, base, plan, item, out, divisor, row_scale, at_column, CONSTANTS: gl.constexpr, OUT: gl.constexpr,
+    to_ptr, base, plan, first_packed, out, divisor, row_scale, at_column, CONSTANTS: gl.constexpr, OUT: gl.constexpr,
 ):
     """Write out / divisor of 64 packed queries to columns at_column .. at_column + HALF of to_ptr [.., 2 · HALF].
 
@@ -50,7 +50,7 @@ def _write_half(
     """
     HEADS: gl.constexpr = CONSTANTS.GROUP_SIZE
     HALF: gl.constexpr = CONSTANTS.OUT_SIZE
-    at = item.tile * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, OUT))
+    at = first_packed + gl.arange(0, 64, layout=gl.SliceLayout(1, OUT))
     row = base * plan.queries * HEADS + at
     column = at_column + gl.arange(0, HALF, layout=gl.SliceLayout(0, OUT))
     to = to_ptr + (gl.expand_dims(row, 1) * (2 * HALF) + gl.expand_dims(column, 0))
@@ -82,8 +82,8 @@ def score_work_items(
             item = load_work_item(plan, work_item, 1, CONSTANTS.LONGEST_FIRST)
             first_packed = item.tile * 64
             _copy_queries(q_shared, q_rows, item.request, first_packed, plan.queries, HEADS, CONSTANTS.COLUMNS)
-            packed = packed_queries(plan, item, first_packed, unused, CONSTANTS, SCORES)
             extent = extent_of(plan, item, unused, gl.SliceLayout(1, SCORES), CONSTANTS)
+            packed = packed_queries(plan, item, first_packed, unused, CONSTANTS, SCORES)
             queries = queries_of(plan, item, extent, first_packed, packed, unused, ancestor_bits, CONSTANTS)
             out, max_score, sum_weights = attend_work_item(
                 q_shared, stages, stages.tiles[0], exchange, num_done, num_sent, scale, queries, extent,
@@ -104,12 +104,12 @@ def score_work_items(
             exists = index < plan.queries * HEADS
             if item.request_splits == 1:
                 at = item.request
-                _write_half(out_ptr, at, plan, item, out, half_divisor, row_scale, 0, CONSTANTS, OUT)
+                _write_half(out_ptr, at, plan, first_packed, out, half_divisor, row_scale, 0, CONSTANTS, OUT)
                 lse = lse * 0.6931471805599453
                 gl.store(lse_ptr + (at * plan.queries * HEADS + index), lse, mask=exists)
             else:
                 at = item.split.to(gl.int64)
-                _write_half(partial_ptr, at, plan, item, out, half_divisor, row_scale, 0, CONSTANTS, OUT)
+                _write_half(partial_ptr, at, plan, first_packed, out, half_divisor, row_scale, 0, CONSTANTS, OUT)
                 gl.store(partial_lse_ptr + (at * plan.queries * HEADS + index), lse, mask=exists)
 
 
@@ -150,10 +150,11 @@ def value_work_items(stages, exchange, plan, unused, results, CONSTANTS: gl.cons
             divisor = decay_slots.index(slot).load(gl.SliceLayout(1, OUT))
             hopper.mbarrier.arrive(exchange.empty.index(slot), count=1)
             num_sent += 1
+            first_packed = item.tile * 64
             if item.request_splits == 1:
                 at = item.request
-                _write_half(out_ptr, at, plan, item, out, divisor, row_scale, HALF, CONSTANTS, OUT)
+                _write_half(out_ptr, at, plan, first_packed, out, divisor, row_scale, HALF, CONSTANTS, OUT)
             else:
                 at = item.split.to(gl.int64)
-                _write_half(partial_ptr, at, plan, item, out, divisor, row_scale, HALF, CONSTANTS, OUT)
+                _write_half(partial_ptr, at, plan, first_packed, out, divisor, row_scale, HALF, CONSTANTS, OUT)
 # fmt: on
