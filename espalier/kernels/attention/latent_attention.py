@@ -15,7 +15,15 @@ import torch
 from torch import Tensor
 
 from espalier.errors import EspalierError
-from espalier.kernels.attention.attention_blocks import _attend_scores, _page, _row, _rows, _times_scale, _write
+from espalier.kernels.attention.attention_blocks import (
+    Constants,
+    Tiles,
+    _over_blocks,
+    _over_staged,
+    _rows,
+    _times_scale,
+    _write_work_item,
+)
 from espalier.kernels.attention.hopper_latent import (
     HopperLatentConfig,
     _hopper_latent_kernel,
@@ -30,14 +38,12 @@ from espalier.kernels.attention.tree_attention import DTYPES, tree_attention_ref
 from espalier.kernels.attention.triton_config import TritonConfig, choose_latent_config
 from espalier.kernels.attention.work_items import (
     Plan,
-    block_index,
     committed_blocks,
     load_work_item,
     staged_rows_of,
     wait_and_count_splits,
     work_item_of,
 )
-from espalier.kernels.runtime.convert import from_fp8
 from espalier.kernels.runtime.launch import Kernel, chip, kernel, power_of_two
 
 if TYPE_CHECKING:
@@ -69,74 +75,6 @@ def latent_attention(
 # Arguments are grouped by meaning; one argument per line would hide the groups.
 # fmt: off
 @kernel
-def _attend_latents(
-    q, q_rope, pointer, offsets, exists, seen, scale, max_score, sum_weights, acc,
-    MASKED: tl.constexpr, V_SIZE: tl.constexpr, ROPE_SIZE: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_V: tl.constexpr, BLOCK_ROPE: tl.constexpr,
-):
-    """Add the rows at `offsets` [N] to an online softmax (kernels/attention/attention_blocks.py:_attend_block)."""
-    latent = from_fp8(_rows(pointer, offsets, exists, MASKED, V_SIZE, BLOCK_V), q.dtype)
-    rope = from_fp8(_rows(pointer + V_SIZE, offsets, exists, MASKED, ROPE_SIZE, BLOCK_ROPE), q.dtype)
-    scores = tl.dot(q, tl.trans(latent), input_precision=PRECISION)
-    scores = tl.dot(q_rope, tl.trans(rope), scores, input_precision=PRECISION)
-    return _attend_scores(scores, latent, seen, scale, max_score, sum_weights, acc, MASKED, PRECISION)
-
-
-@kernel
-def _over_committed_latents(
-    q, q_rope, table, pointer, row_stride, begin, end, first, num_lower, num_unmasked, low, high,
-    scale, max_score, sum_weights, acc,
-    MASKED: tl.constexpr, PAGE_SIZE: tl.constexpr, V_SIZE: tl.constexpr, ROPE_SIZE: tl.constexpr,
-    PRECISION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_ROPE: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """Blocks low .. high, in the order of kernels/attention/work_items.py:block_index.
-
-    MASKED: some rows are at or past `end`, or below `first`.  They are never read: they may be NaN.
-    """
-    page = _page(table, begin + block_index(low, num_lower, num_unmasked) * BLOCK_N, end, PAGE_SIZE, BLOCK_N)
-    for t in tl.range(low, high, num_stages=STAGES):
-        at = begin + block_index(t, num_lower, num_unmasked) * BLOCK_N
-        at_next = begin + block_index(t + 1, num_lower, num_unmasked) * BLOCK_N
-        key_position = at + tl.arange(0, BLOCK_N)
-        row = _row(page, at, PAGE_SIZE, BLOCK_N)
-        page = _page(table, at_next, end, PAGE_SIZE, BLOCK_N)
-        exists = (key_position >= first) & (key_position < end)
-        max_score, sum_weights, acc = _attend_latents(
-            q, q_rope, pointer, row * row_stride, exists, exists[None, :], scale, max_score, sum_weights, acc,
-            MASKED, V_SIZE, ROPE_SIZE, PRECISION, BLOCK_V, BLOCK_ROPE,
-        )
-    return max_score, sum_weights, acc
-
-
-@kernel
-def _over_staged_latents(
-    q, q_rope, query, query_exists, pointer, bits_ptr, bits_q, row_stride, low, high, rows,
-    scale, max_score, sum_weights, acc,
-    STAGED: tl.constexpr, V_SIZE: tl.constexpr, ROPE_SIZE: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_ROPE: tl.constexpr, STAGES: tl.constexpr,
-):
-    """Staged rows low .. high, out of `rows`.
-
-    In a chain (STAGED 1) a query sees its own row and those before it; in a tree (2), the rows of its ancestor bits.
-    """
-    for at in tl.range(low, high, BLOCK_R, num_stages=STAGES):
-        node = at + tl.arange(0, BLOCK_R)
-        exists = node < rows
-        row = node.to(tl.int64)
-        if STAGED == 1:
-            seen = exists[None, :] & (node[None, :] <= query[:, None])
-        else:
-            word = tl.load(bits_ptr + query.to(tl.int64) * bits_q + at // 64, mask=query_exists, other=0)
-            seen = exists[None, :] & (((word[:, None] >> (row % 64)[None, :]) & 1) != 0)
-        max_score, sum_weights, acc = _attend_latents(
-            q, q_rope, pointer, row * row_stride, exists, seen, scale, max_score, sum_weights, acc,
-            True, V_SIZE, ROPE_SIZE, PRECISION, BLOCK_V, BLOCK_ROPE,
-        )
-    return max_score, sum_weights, acc
-
-
-@kernel
 def _latent_attention_kernel(
     q_ptr, row_ptr, staged_ptr, table_ptr, split_ptr, start_ptr, bits_ptr,
     out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, row_scale_ptr,
@@ -147,6 +85,10 @@ def _latent_attention_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_ROPE: tl.constexpr,
 ):
+    CONSTANTS: tl.constexpr = Constants(
+        PAGE_SIZE, 0, STAGED, PRECISION, STAGES, BLOCK_N, BLOCK_R, V_SIZE, ROPE_SIZE, BLOCK_V, BLOCK_ROPE
+    )
+    tiles = Tiles(row_ptr, row_stride, row_ptr + V_SIZE, row_stride)
     num_tiles = (queries * HEADS + BLOCK_M - 1) // BLOCK_M
     num_splits = wait_and_count_splits(start_ptr, batch, DEPENDENT)
     num_work_items = num_splits * num_tiles
@@ -172,33 +114,28 @@ def _latent_attention_kernel(
             out = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
             num_blocks, num_lower, num_unmasked = committed_blocks(begin, end, first, 0, BLOCK_N)
             table = table_ptr + request * table_b
-            max_score, sum_weights, out = _over_committed_latents(
-                q, q_rope, table, row_ptr, row_stride, begin, end, first, num_lower, num_unmasked,
-                0, num_unmasked, scale, max_score, sum_weights, out,
-                False, PAGE_SIZE, V_SIZE, ROPE_SIZE, PRECISION, BLOCK_N, BLOCK_V, BLOCK_ROPE, STAGES,
+            max_score, sum_weights, out = _over_blocks(
+                q, q_rope, query, table, tiles, begin, end, first, num_lower, num_unmasked, 0, num_unmasked,
+                scale, max_score, sum_weights, out, False, CONSTANTS,
             )
-            max_score, sum_weights, out = _over_committed_latents(
-                q, q_rope, table, row_ptr, row_stride, begin, end, first, num_lower, num_unmasked,
-                num_unmasked, num_blocks, scale, max_score, sum_weights, out,
-                True, PAGE_SIZE, V_SIZE, ROPE_SIZE, PRECISION, BLOCK_N, BLOCK_V, BLOCK_ROPE, STAGES,
+            max_score, sum_weights, out = _over_blocks(
+                q, q_rope, query, table, tiles, begin, end, first, num_lower, num_unmasked, num_unmasked, num_blocks,
+                scale, max_score, sum_weights, out, True, CONSTANTS,
             )
             if STAGED > 0:
                 num_staged = tl.where(is_last, rows, 0)
                 low, high = staged_rows_of(tile, num_staged, STAGED, 0, HEADS, BLOCK_M, BLOCK_R)
-                max_score, sum_weights, out = _over_staged_latents(
-                    q, q_rope, query, query_exists, staged_ptr + request * staged_b,
-                    bits_ptr + request * bits_b, bits_q, staged_r, low, high, rows, scale, max_score, sum_weights, out,
-                    STAGED, V_SIZE, ROPE_SIZE, PRECISION, BLOCK_R, BLOCK_V, BLOCK_ROPE, STAGES,
+                staged = staged_ptr + request * staged_b
+                # No window: positions are not needed.
+                max_score, sum_weights, out = _over_staged(
+                    q, q_rope, query, query_exists, query, Tiles(staged, staged_r, staged + V_SIZE, staged_r), 0, 0,
+                    bits_ptr + request * bits_b, bits_q, low, high, rows, scale, max_score, sum_weights, out, CONSTANTS,
                 )
-            divisor = tl.where(sum_weights == 0.0, 1.0, sum_weights)
-            out = _times_scale(out / divisor[:, None], row_scale_ptr, 0)
-            lse = tl.where(sum_weights == 0.0, float("-inf"), tl.fma(max_score, scale, tl.log2(divisor)))
-            if request_splits == 1:
-                row = (request * queries + query) * HEADS + head
-                _write(out_ptr, lse_ptr, row, out, lse * 0.6931471805599453, query_exists, V_SIZE, BLOCK_V)
-            else:
-                row = (split.to(tl.int64) * queries + query) * HEADS + head
-                _write(partial_ptr, partial_lse_ptr, row, out, lse, query_exists, V_SIZE, BLOCK_V)
+            # There are no sinks.
+            _write_work_item(
+                (out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, None), split, request, request_splits, queries, query,
+                query_exists, head, row_scale_ptr, 0, scale, max_score, sum_weights, out, HEADS, False, V_SIZE, BLOCK_V,
+            )
 # fmt: on
 
 

@@ -15,12 +15,13 @@ from torch import Tensor
 from espalier.errors import EspalierError
 from espalier.kernels.attention.ancestor_bits import seen_rows
 from espalier.kernels.attention.attention_blocks import (
+    Constants,
+    Tiles,
     _over_committed,
     _over_staged,
     _rows,
     _times_scale,
-    _with_sink,
-    _write,
+    _write_work_item,
 )
 from espalier.kernels.attention.hopper import DTYPES as HOPPER_DTYPES
 from espalier.kernels.attention.hopper import (
@@ -96,6 +97,9 @@ def _tree_attention_kernel(
     LONGEST_FIRST: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):
+    CONSTANTS: tl.constexpr = Constants(
+        PAGE_SIZE, WINDOW, STAGED, PRECISION, STAGES, BLOCK_N, BLOCK_R, K_SIZE, V_SIZE, BLOCK_K, BLOCK_V
+    )
     num_tiles = (queries * GROUP_SIZE + BLOCK_M - 1) // BLOCK_M
     num_splits = wait_and_count_splits(start_ptr, batch, DEPENDENT)
     num_work_items = num_splits * num_tiles * KV_HEADS
@@ -128,31 +132,28 @@ def _tree_attention_kernel(
             score_scale = _times_scale(scale, k_scale_ptr, head)
             max_score, sum_weights = tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
             out = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+            tiles = Tiles(k_ptr + head * k_h, k_row, v_ptr + head * v_h, v_row)
             max_score, sum_weights, out = _over_committed(
-                q, position, table_ptr + request * table_b, k_ptr + head * k_h, v_ptr + head * v_h, k_row, v_row,
-                begin, end, first, score_scale, max_score, sum_weights, out,
-                PAGE_SIZE, WINDOW, K_SIZE, V_SIZE, PRECISION, BLOCK_N, BLOCK_K, BLOCK_V, STAGES,
+                q, position, table_ptr + request * table_b, tiles, begin, end, first,
+                score_scale, max_score, sum_weights, out, CONSTANTS,
             )
             if STAGED > 0:
                 num_staged = tl.where(split + 1 == tl.load(start_ptr + request + 1), rows, 0)
                 low, high = staged_rows_of(tile, num_staged, STAGED, WINDOW, GROUP_SIZE, BLOCK_M, BLOCK_R)
-                max_score, sum_weights, out = _over_staged(
-                    q, query, query_exists, position, staged_k_ptr + request * staged_k_b + head * staged_k_h,
-                    staged_v_ptr + request * staged_v_b + head * staged_v_h,
-                    row_position_ptr + request * row_position_b, bits_ptr + request * bits_b, bits_q,
-                    staged_k_r, staged_v_r, row_position_r, low, high, rows, score_scale, max_score, sum_weights, out,
-                    STAGED, WINDOW, K_SIZE, V_SIZE, PRECISION, BLOCK_R, BLOCK_K, BLOCK_V, STAGES,
+                staged = Tiles(
+                    staged_k_ptr + request * staged_k_b + head * staged_k_h, staged_k_r,
+                    staged_v_ptr + request * staged_v_b + head * staged_v_h, staged_v_r,
                 )
-            divisor = tl.where(sum_weights == 0.0, 1.0, sum_weights)
-            out = _times_scale(out / divisor[:, None], v_scale_ptr, head)
-            lse = tl.where(sum_weights == 0.0, float("-inf"), tl.fma(max_score, score_scale, tl.log2(divisor)))
-            if count == 1:
-                out = _with_sink(out, lse, sink_ptr, q_head, SINK)
-                row = (request * queries + query) * (KV_HEADS * GROUP_SIZE) + q_head
-                _write(out_ptr, lse_ptr, row, out, lse * 0.6931471805599453, query_exists, V_SIZE, BLOCK_V)
-            else:
-                row = (split.to(tl.int64) * queries + query) * (KV_HEADS * GROUP_SIZE) + q_head
-                _write(partial_ptr, partial_lse_ptr, row, out, lse, query_exists, V_SIZE, BLOCK_V)
+                max_score, sum_weights, out = _over_staged(
+                    q, None, query, query_exists, position, staged,
+                    row_position_ptr + request * row_position_b, row_position_r, bits_ptr + request * bits_b, bits_q,
+                    low, high, rows, score_scale, max_score, sum_weights, out, CONSTANTS,
+                )
+            _write_work_item(
+                (out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, sink_ptr), split, request, count, queries, query,
+                query_exists, q_head, v_scale_ptr, head, score_scale, max_score, sum_weights, out,
+                KV_HEADS * GROUP_SIZE, SINK, V_SIZE, BLOCK_V,
+            )
 # fmt: on
 
 
