@@ -147,11 +147,13 @@ def _hopper_attention_kernel(
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     CONSTANTS: gl.constexpr = Constants(
         KV_HEADS, GROUP_SIZE, PAGE_SIZE, WINDOW, STAGED, LONGEST_FIRST, SAME_STRIDES, CONTIGUOUS,
-        (SIZE, SIZE), (0, 0), 2 * SIZE, SIZE, 64 * WARPGROUPS, BLOCK_N, RAW_STAGES, LOAD_WARPS, CONVERT_WARPS,
+        WIDTHS=(SIZE, SIZE), COLUMNS=(0, 0), ROW_SIZE=2 * SIZE, OUT_SIZE=SIZE, BLOCK_M=64 * WARPGROUPS, BLOCK_N=BLOCK_N,
+        RAW_STAGES=RAW_STAGES, LOAD_WARPS=LOAD_WARPS, CONVERT_WARPS=CONVERT_WARPS,
     )
     q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, SIZE], dtype)
     q_shared = gl.allocate_shared_memory(dtype, [WARPGROUPS, 64, SIZE], q_layout)
     stages = make_stages(dtype, STAGES, 1 if FP8 else 32 * LOAD_WARPS, WARPGROUPS, CONSTANTS)
+    # FP8 rows are loaded into stages of their own.
     loaded = stages
     num_splits = wait_and_count_splits(start_ptr, batch, DEPENDENT)
     if FP8:

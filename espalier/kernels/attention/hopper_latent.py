@@ -96,9 +96,10 @@ def _hopper_latent_kernel(
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     # A tile's rows are columns of one row in memory, so all tiles have its stride.
     CONSTANTS: gl.constexpr = Constants(
-        1, HEADS, PAGE_SIZE, 0, STAGED, LONGEST_FIRST, True, CONTIGUOUS,
-        (HALF, HALF, ROPE), (0, HALF, 2 * HALF), 2 * HALF + ROPE, HALF,
-        64, BLOCK_N, RAW_STAGES, LOAD_WARPS, CONVERT_WARPS,
+        KV_HEADS=1, GROUP_SIZE=HEADS, PAGE_SIZE=PAGE_SIZE, WINDOW=0, STAGED=STAGED, LONGEST_FIRST=LONGEST_FIRST,
+        SAME_STRIDES=True, CONTIGUOUS=CONTIGUOUS, WIDTHS=(HALF, HALF, ROPE), COLUMNS=(0, HALF, 2 * HALF),
+        ROW_SIZE=2 * HALF + ROPE, OUT_SIZE=HALF, BLOCK_M=64, BLOCK_N=BLOCK_N,
+        RAW_STAGES=RAW_STAGES, LOAD_WARPS=LOAD_WARPS, CONVERT_WARPS=CONVERT_WARPS,
     )
     half_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, HALF], dtype)
     rope_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, ROPE], dtype)
@@ -115,6 +116,7 @@ def _hopper_latent_kernel(
     exchange = Stages((weights, decays), sent, received)
     num_splits = wait_and_count_splits(start_ptr, batch, DEPENDENT)
     plan = Plan(split_ptr, start_ptr, num_splits, (queries * HEADS + 63) // 64, queries, rows, first)
+    # FP8 rows are loaded into stages of their own.
     loaded = stages
     row_scale = gl.to_tensor(1.0)
     if FP8:

@@ -1,4 +1,4 @@
-"""The loading warps of the Hopper kernel: they copy the blocks of each work item into the stages of shared memory.
+"""The loading warps of the Hopper kernels: they copy the blocks of each work item into the stages of shared memory.
 
 They run ahead of the attending warps (kernels/attention/hopper_attend.py) by up to STAGES blocks, across work items.
 The `empty` barrier of a stage gives it to the loading warps, the `full` barrier to the attending warps.
@@ -82,7 +82,7 @@ def _copy_rows(
     stages, stage, sources, row, row_offset, exists,
     MASKED: gl.constexpr, SMALL: gl.constexpr, SAME_STRIDES: gl.constexpr, LOAD: gl.constexpr, COLUMNS: gl.constexpr,
 ):
-    """Copy rows row + row_offset.  sources: the rows of each tile.  SMALL: row_offset is small."""
+    """Start the copies of rows row + row_offset.  sources: the rows of each tile; SMALL: row_offset is small."""
     for i in gl.static_range(len(sources)):
         offsets = _element_offset(row_offset, sources[0 if SAME_STRIDES else i].row_stride, SMALL)
         pointer = sources[i].pointer + row * sources[i].row_stride + COLUMNS[i]
